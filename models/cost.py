@@ -1,0 +1,41 @@
+"""What a model costs: parameters and FLOPs. The planner and the MFU metric share it."""
+
+from models.config import ModelConfig
+
+
+def parameter_count(config: ModelConfig) -> int:
+    """Parameters of the logical model: no vocabulary padding, a tied embedding counted once."""
+    h, f = config.hidden_size, config.ffn_hidden_size
+    query_size = config.heads * config.attention_head_size
+    kv_size = config.kv_heads * config.attention_head_size
+    gate_and_up = 2 * f if config.activation == "swiglu" else f
+    norm = h if config.norm == "rmsnorm" else 2 * h
+
+    attention = h * (query_size + 2 * kv_size) + query_size * h
+    mlp = h * gate_and_up + f * h
+    biases = (query_size + 2 * kv_size + h) + (gate_and_up + h) if config.bias else 0
+    qk_norms = 2 * config.attention_head_size if config.qk_norm else 0
+    block = attention + mlp + biases + qk_norms + 2 * norm
+
+    positions = config.sequence_length * h if config.positions == "learned" else 0
+    embeddings = config.vocab_size * h * (1 if config.tie_embeddings else 2)
+    return config.layers * block + norm + positions + embeddings
+
+
+def flops_per_token(config: ModelConfig) -> float:
+    """FLOPs of one token's forward and backward pass, recomputation not counted.
+
+    Matrix products only, two FLOPs per multiply-add, the backward pass twice the forward, and
+    attention counted in full although half of it is masked: Narayanan et al. 2021
+    (arXiv 2104.04473), equation 3 without its recomputation, generalised to grouped-query
+    attention and gated MLPs. This is the count behind `tflops_per_gpu` and `mfu`.
+    """
+    h, f = config.hidden_size, config.ffn_hidden_size
+    query_size = config.heads * config.attention_head_size
+    kv_size = config.kv_heads * config.attention_head_size
+    gate_and_up = 2 * f if config.activation == "swiglu" else f
+
+    projections = h * (query_size + 2 * kv_size) + query_size * h + h * gate_and_up + f * h
+    scores_and_values = 2 * config.sequence_length * query_size
+    multiply_adds = config.layers * (projections + scores_and_values) + h * config.vocab_size
+    return 3 * 2 * multiply_adds

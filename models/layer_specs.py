@@ -1,0 +1,171 @@
+"""The model as one list of LayerSpecs: what a pipeline deals to its stages.
+
+| layer               | input        | output      | note                               |
+|---------------------|--------------|-------------|------------------------------------|
+| embedding           | tokens [b, s] | [s, b, h]  | tied with the head if the model is |
+| positions           | [s, b, h]    | [s, b, h]   | learned positions only             |
+| blocks.0, 1, ...    | [s, b, h]    | [s, b, h]   |                                    |
+| final_norm          | [s, b, h]    | [s, b, h]   |                                    |
+| head                | [s, b, h]    | [s, b, v/t] | logits of this rank's vocabulary   |
+
+Parameters get their layout-independent names here too: `blocks.3.attention.qkv.weight`.
+"""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+
+from deepspeed.pipe import LayerSpec, TiedLayerSpec
+from torch import Tensor, nn
+
+from models.config import ModelConfig
+from models.parallel.collectives import TensorAxis, scatter_to_tensor_axis
+from models.parallel.cross_entropy import vocab_parallel_cross_entropy
+from models.parallel.embedding import VocabParallelEmbedding
+from models.parallel.norm import NORMS
+from models.parallel.rng import dropout
+from models.sharding import Sharding, declared_parameter
+from models.transformer import Block
+
+TIED_KEY = "embedding"
+
+
+def layer_specs(config: ModelConfig, axis: TensorAxis, recompute: str = "none") -> list[LayerSpec]:
+    """The layers in order; `layer_names` names them."""
+    specs = [TokenEmbedding.spec(config, axis)]
+    if config.positions == "learned":
+        specs.append(LayerSpec(LearnedPositions, config, axis))
+    specs += [LayerSpec(Block, config, axis, recompute) for _ in range(config.layers)]
+    specs.append(
+        LayerSpec(
+            NORMS[config.norm],
+            config.hidden_size,
+            config.norm_epsilon,
+            partial=axis.sequence_parallel,
+            axis=axis,
+        )
+    )
+    specs.append(Head.spec(config, axis))
+    return specs
+
+
+def layer_names(config: ModelConfig) -> list[str]:
+    """The layers' names, in the order of `layer_specs`."""
+    positions = ["positions"] if config.positions == "learned" else []
+    blocks = [f"blocks.{index}" for index in range(config.layers)]
+    return ["embedding", *positions, *blocks, "final_norm", "head"]
+
+
+def logical_parameters(
+    module: nn.Module, config: ModelConfig
+) -> Iterator[tuple[str, nn.Parameter]]:
+    """(logical name, parameter) of the layers that a PipelineModule or SequentialModel holds."""
+    names = layer_names(config)
+    for name, parameter in module.named_parameters():
+        layer, rest = name.split(".", 1)  # "3.attention.qkv.weight", "tied_modules.embedding.x"
+        yield (rest if layer == "tied_modules" else f"{names[int(layer)]}.{rest}"), parameter
+
+
+def loss_function(config: ModelConfig, axis: TensorAxis) -> Callable[[Tensor, Tensor], Tensor]:
+    """(logits [s, b, v/t], labels [b, s]) to the mean cross-entropy in nats."""
+    return partial(vocab_parallel_cross_entropy, vocab_size=config.vocab_size, axis=axis)
+
+
+class TokenEmbedding(VocabParallelEmbedding):
+    """Tokens [b, s] to [s, b, h], with dropout unless learned positions follow."""
+
+    def __init__(self, config: ModelConfig, axis: TensorAxis):
+        super().__init__(
+            config.vocab_size,
+            config.hidden_size,
+            padded_vocab_size=config.padded_vocab_size(axis.size),
+            axis=axis,
+        )
+        self.dropout = 0.0 if config.positions == "learned" else config.dropout
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """[b, s] to [s, b, h]."""
+        return dropout(
+            super().forward(tokens), self.dropout, training=self.training, axis=self.axis
+        )
+
+    @classmethod
+    def spec(cls, config: ModelConfig, axis: TensorAxis) -> LayerSpec:
+        """Its LayerSpec, tied if the model is."""
+        if config.tie_embeddings:
+            return TiedLayerSpec(TIED_KEY, cls, config, axis)
+        return LayerSpec(cls, config, axis)
+
+
+class Head(VocabParallelEmbedding):
+    """[s, b, h] to the logits [s, b, v/t] of this rank's part of the vocabulary."""
+
+    def __init__(self, config: ModelConfig, axis: TensorAxis):
+        super().__init__(
+            config.vocab_size,
+            config.hidden_size,
+            padded_vocab_size=config.padded_vocab_size(axis.size),
+            axis=axis,
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[s, b, h] to [s, b, v/t]."""
+        return self.logits(x)
+
+    @classmethod
+    def spec(cls, config: ModelConfig, axis: TensorAxis) -> LayerSpec:
+        """Its LayerSpec; tied, it is the embedding's module under another forward."""
+        if config.tie_embeddings:
+            return TiedLayerSpec(
+                TIED_KEY, TokenEmbedding, config, axis, forward_fn=TokenEmbedding.logits
+            )
+        return LayerSpec(cls, config, axis)
+
+
+class LearnedPositions(nn.Module):
+    """Add a learned vector per position to [s, b, h]."""
+
+    def __init__(self, config: ModelConfig, axis: TensorAxis):
+        super().__init__()
+        self.dropout, self.axis = config.dropout, axis
+        shape = (config.sequence_length, config.hidden_size)
+        self.weight = declared_parameter(Sharding(shape), axis.size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[s, b, h] to [s, b, h]."""
+        split = self.axis.sequence_parallel
+        length = x.shape[0] * (self.axis.size if split else 1)
+        positions = self.weight[:length].unsqueeze(1)  # [s, 1, h]
+        if split:
+            positions = scatter_to_tensor_axis(positions, self.axis)  # [s/t, 1, h]
+        return dropout(x + positions, self.dropout, training=self.training, axis=self.axis)
+
+
+class SequentialModel(nn.Module):
+    """All layers in one module, for the ZeRO stages that a DeepSpeed pipeline refuses.
+
+    Parameters have the names that a PipelineModule of the same specs gives them.
+    """
+
+    def __init__(self, specs: list[LayerSpec], loss_fn: Callable[[Tensor, Tensor], Tensor]):
+        super().__init__()
+        self.loss_fn = loss_fn
+        self.tied_modules = nn.ModuleDict()
+        self.layers: list[Callable[[Tensor], Tensor]] = []
+        for index, spec in enumerate(specs):
+            if not isinstance(spec, TiedLayerSpec):
+                layer = spec.build()
+                self.add_module(str(index), layer)
+            else:
+                if spec.key not in self.tied_modules:
+                    self.tied_modules[spec.key] = spec.build()
+                layer = self.tied_modules[spec.key]
+                if spec.forward_fn:
+                    layer = partial(spec.forward_fn, layer)
+            self.layers.append(layer)
+
+    def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
+        """The mean cross-entropy of labels [b, s] after tokens [b, s]."""
+        x = tokens
+        for layer in self.layers:
+            x = layer(x)
+        return self.loss_fn(x, labels)

@@ -1,0 +1,164 @@
+"""The tensor axis and the conjugate operators that cross it.
+
+Where the forward pass communicates the backward pass does the conjugate, so autograd gives every
+rank the gradient of the logical model (Megatron-LM's f and g, arXiv 1909.08053; with sequence
+parallelism g-bar, arXiv 2205.05198).
+
+| operator                | forward                | backward       |
+|-------------------------|------------------------|----------------|
+| copy_to_tensor_axis     | identity               | all-reduce     |
+| reduce_from_tensor_axis | all-reduce             | identity       |
+| scatter_to_tensor_axis  | this rank's part       | all-gather     |
+| gather_from_tensor_axis | all-gather             | this rank's part |
+| gather_sequence         | all-gather             | reduce-scatter |
+| reduce_scatter_sequence | reduce-scatter         | all-gather     |
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class TensorAxis:
+    """The ranks that share each layer, as one of them sees it.
+
+    sequence_parallel: between the layers' matrix products, activations are split along the
+        sequence, [s/t, b, h], instead of being repeated on every rank
+    """
+
+    group: dist.ProcessGroup | None = None
+    rank: int = 0
+    size: int = 1
+    sequence_parallel: bool = False
+
+
+def copy_to_tensor_axis(x: Tensor, axis: TensorAxis) -> Tensor:
+    """Forward: identity; backward: all-reduce. Into a region where each rank does a part."""
+    return x if axis.size == 1 else _Copy.apply(x, axis)
+
+
+def reduce_from_tensor_axis(x: Tensor, axis: TensorAxis) -> Tensor:
+    """Forward: all-reduce; backward: identity. Out of a region where each rank did a part."""
+    return x if axis.size == 1 else _Reduce.apply(x, axis)
+
+
+def scatter_to_tensor_axis(x: Tensor, axis: TensorAxis, dimension: int = 0) -> Tensor:
+    """Forward: this rank's part of a replicated tensor; backward: all-gather."""
+    return x if axis.size == 1 else _Scatter.apply(x, axis, dimension)
+
+
+def gather_from_tensor_axis(x: Tensor, axis: TensorAxis, dimension: int = -1) -> Tensor:
+    """Forward: all-gather; backward: this rank's part. What follows is done by every rank."""
+    return x if axis.size == 1 else _Gather.apply(x, axis, dimension)
+
+
+def gather_sequence(x: Tensor, axis: TensorAxis) -> Tensor:
+    """Forward: all-gather, [s/t, b, h] to [s, b, h]; backward: reduce-scatter."""
+    return x if axis.size == 1 else _GatherSequence.apply(x, axis)
+
+
+def reduce_scatter_sequence(x: Tensor, axis: TensorAxis) -> Tensor:
+    """Forward: reduce-scatter, [s, b, h] to [s/t, b, h]; backward: all-gather."""
+    return x if axis.size == 1 else _ReduceScatterSequence.apply(x, axis)
+
+
+def enter_tensor_region(x: Tensor, axis: TensorAxis) -> Tensor:
+    """Before a column-parallel product: gather_sequence or copy_to_tensor_axis; [s, b, h]."""
+    return gather_sequence(x, axis) if axis.sequence_parallel else copy_to_tensor_axis(x, axis)
+
+
+def leave_tensor_region(x: Tensor, axis: TensorAxis) -> Tensor:
+    """After a row-parallel product: reduce_scatter_sequence or reduce_from_tensor_axis."""
+    if axis.sequence_parallel:
+        return reduce_scatter_sequence(x, axis)
+    return reduce_from_tensor_axis(x, axis)
+
+
+def _all_reduce(x: Tensor, axis: TensorAxis) -> Tensor:
+    x = x.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(x, group=axis.group)
+    return x
+
+
+def _all_gather(x: Tensor, axis: TensorAxis, dimension: int) -> Tensor:
+    parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(axis.size)]
+    dist.all_gather(parts, x.contiguous(), group=axis.group)
+    return torch.cat(parts, dim=dimension)
+
+
+def _reduce_scatter(x: Tensor, axis: TensorAxis) -> Tensor:
+    part = x.new_empty((x.shape[0] // axis.size, *x.shape[1:]))
+    dist.reduce_scatter_tensor(part, x.contiguous(), group=axis.group)
+    return part
+
+
+def _part(x: Tensor, axis: TensorAxis, dimension: int) -> Tensor:
+    return x.chunk(axis.size, dim=dimension)[axis.rank].contiguous()
+
+
+class _Copy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, axis):
+        ctx.axis = axis
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return _all_reduce(grad, ctx.axis), None
+
+
+class _Reduce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, axis):
+        return _all_reduce(x, axis)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad, None
+
+
+class _Scatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, axis, dimension):
+        ctx.axis, ctx.dimension = axis, dimension
+        return _part(x, axis, dimension)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return _all_gather(grad, ctx.axis, ctx.dimension), None, None
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, axis, dimension):
+        ctx.axis, ctx.dimension = axis, dimension
+        return _all_gather(x, axis, dimension)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return _part(grad, ctx.axis, ctx.dimension), None, None
+
+
+class _GatherSequence(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, axis):
+        ctx.axis = axis
+        return _all_gather(x, axis, 0)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return _reduce_scatter(grad, ctx.axis), None
+
+
+class _ReduceScatterSequence(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, axis):
+        ctx.axis = axis
+        return _reduce_scatter(x, axis)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return _all_gather(grad, ctx.axis, 0), None

@@ -1,0 +1,37 @@
+"""The token embedding with its vocabulary split over the tensor axis."""
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from models.parallel.collectives import TensorAxis, enter_tensor_region, leave_tensor_region
+from models.sharding import Sharding, declared_parameter
+
+
+class VocabParallelEmbedding(nn.Module):
+    """One [v/t, h] part of the embedding table; serves as the output layer too.
+
+    v is `padded_vocab_size`; the rows beyond `vocab_size` are zero and never looked up.
+    """
+
+    def __init__(
+        self, vocab_size: int, hidden_size: int, *, padded_vocab_size: int, axis: TensorAxis
+    ):
+        super().__init__()
+        self.axis = axis
+        sharding = Sharding((vocab_size, hidden_size), 0, (vocab_size,), padded_vocab_size)
+        self.weight = declared_parameter(sharding, axis.size)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Look up [b, s] token ids: [s, b, h] (s/t under sequence parallelism)."""
+        tokens = tokens.t()  # [s, b]
+        if self.axis.size == 1:
+            return F.embedding(tokens, self.weight)
+        rows = self.weight.shape[0]
+        local = tokens - self.axis.rank * rows
+        elsewhere = (local < 0) | (local >= rows)
+        x = F.embedding(local.masked_fill(elsewhere, 0), self.weight)
+        return leave_tensor_region(x.masked_fill(elsewhere.unsqueeze(-1), 0), self.axis)
+
+    def logits(self, x: Tensor) -> Tensor:
+        """Project [s, b, h] (s/t under sequence parallelism) to [s, b, v/t]."""
+        return F.linear(enter_tensor_region(x, self.axis), self.weight)

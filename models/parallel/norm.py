@@ -1,0 +1,57 @@
+"""Norms, whose weights every tensor rank holds.
+
+Where each rank norms only a part (its positions under sequence parallelism, its heads in
+qk_norm), the weight's gradient is a partial sum: `copy_to_tensor_axis` on the weight adds the
+parts up in the backward pass.
+"""
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from models.parallel.collectives import TensorAxis, copy_to_tensor_axis
+from models.sharding import Sharding, declared_parameter
+
+
+class RMSNorm(nn.Module):
+    """x / rms(x) * weight over the last dimension, in fp32 (arXiv 1910.07467).
+
+    partial: the input is only this tensor rank's part
+    """
+
+    def __init__(self, size: int, epsilon: float, *, partial: bool, axis: TensorAxis):
+        super().__init__()
+        self.size, self.epsilon, self.partial, self.axis = size, epsilon, partial, axis
+        self.weight = declared_parameter(Sharding((size,)), axis.size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., size] to [..., size]."""
+        weight = copy_to_tensor_axis(self.weight, self.axis) if self.partial else self.weight
+        normed = F.rms_norm(x.float(), (self.size,), eps=self.epsilon)
+        return normed.to(x.dtype) * weight
+
+
+class LayerNorm(nn.Module):
+    """(x - mean) / std * weight + bias over the last dimension, in fp32 (arXiv 1607.06450).
+
+    partial: the input is only this tensor rank's part
+    """
+
+    def __init__(self, size: int, epsilon: float, *, partial: bool, axis: TensorAxis):
+        super().__init__()
+        self.size, self.epsilon, self.partial, self.axis = size, epsilon, partial, axis
+        self.weight = declared_parameter(Sharding((size,)), axis.size)
+        self.bias = declared_parameter(Sharding((size,)), axis.size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., size] to [..., size]."""
+        weight, bias = self.weight, self.bias
+        if self.partial:
+            weight = copy_to_tensor_axis(weight, self.axis)
+            bias = copy_to_tensor_axis(bias, self.axis)
+        normed = F.layer_norm(
+            x.float(), (self.size,), weight.float(), bias.float(), eps=self.epsilon
+        )
+        return normed.to(x.dtype)
+
+
+NORMS: dict[str, type[nn.Module]] = {"rmsnorm": RMSNorm, "layernorm": LayerNorm}

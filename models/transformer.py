@@ -1,0 +1,143 @@
+"""Attention, MLP and block. With one tensor rank (t = 1) this is the plain transformer.
+
+s sequence, b micro-batch, h hidden, t tensor ranks, a/t query heads and g/t key-value heads on
+this rank, d head size. Under sequence parallelism the residual stream is [s/t, b, h].
+"""
+
+from functools import lru_cache
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from models.config import ModelConfig
+from models.parallel.collectives import TensorAxis
+from models.parallel.linear import ColumnParallelLinear, RowParallelLinear
+from models.parallel.norm import NORMS, RMSNorm
+from models.parallel.rng import dropout, split_region_random
+
+
+class Block(nn.Module):
+    """x + attention(norm(x)), then x + mlp(norm(x)).
+
+    recompute: what the backward pass computes again instead of the forward pass keeping it:
+        "none", "selective" (the attention core) or "full" (the block) (arXiv 2205.05198)
+    """
+
+    def __init__(self, config: ModelConfig, axis: TensorAxis, recompute: str):
+        super().__init__()
+        norm = NORMS[config.norm]
+        self.recompute = recompute
+        self.attention_norm = norm(
+            config.hidden_size, config.norm_epsilon, partial=axis.sequence_parallel, axis=axis
+        )
+        self.attention = Attention(config, axis, recompute_core=recompute == "selective")
+        self.mlp_norm = norm(
+            config.hidden_size, config.norm_epsilon, partial=axis.sequence_parallel, axis=axis
+        )
+        self.mlp = MLP(config, axis)
+        self.dropout, self.axis = config.dropout, axis
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[s, b, h] to [s, b, h]."""
+        if self.recompute == "full" and self.training:
+            return checkpoint(self._compute, x, use_reentrant=False)
+        return self._compute(x)
+
+    def _compute(self, x: Tensor) -> Tensor:
+        x = x + self._dropout(self.attention(self.attention_norm(x)))
+        return x + self._dropout(self.mlp(self.mlp_norm(x)))
+
+    def _dropout(self, x: Tensor) -> Tensor:
+        return dropout(x, self.dropout, training=self.training, axis=self.axis)
+
+
+class Attention(nn.Module):
+    """Causal self-attention over this rank's heads."""
+
+    def __init__(self, config: ModelConfig, axis: TensorAxis, *, recompute_core: bool):
+        super().__init__()
+        self.config, self.axis, self.recompute_core = config, axis, recompute_core
+        self.heads = config.heads // axis.size  # a/t
+        self.kv_heads = config.kv_heads // axis.size  # g/t
+        d = config.attention_head_size
+        blocks = (config.heads * d, config.kv_heads * d, config.kv_heads * d)  # q|k|v
+        self.qkv = ColumnParallelLinear(config.hidden_size, blocks, bias=config.bias, axis=axis)
+        self.output = RowParallelLinear(
+            config.heads * d, config.hidden_size, bias=config.bias, axis=axis
+        )
+        if config.qk_norm:
+            self.q_norm = RMSNorm(d, config.norm_epsilon, partial=True, axis=axis)
+            self.k_norm = RMSNorm(d, config.norm_epsilon, partial=True, axis=axis)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[s, b, h] to [s, b, h]; forward: what its two linears communicate."""
+        qkv = self.qkv(x).unflatten(-1, (-1, self.config.attention_head_size))
+        q, k, v = qkv.split([self.heads, self.kv_heads, self.kv_heads], dim=2)  # [s, b, a/t, d]
+        if self.config.qk_norm:
+            q, k = self.q_norm(q), self.k_norm(k)
+        if self.config.positions == "rope":
+            cos, sin = rotary_table(
+                q.shape[0], self.config.attention_head_size, self.config.rope_theta, q.device
+            )
+            q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        if self.recompute_core and self.training:
+            y = checkpoint(self._core, q, k, v, use_reentrant=False)
+        else:
+            y = self._core(q, k, v)
+        return self.output(y)
+
+    def _core(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """q [s, b, a/t, d] and k, v [s, b, g/t, d] to [s, b, h/t]."""
+        q, k, v = (t.permute(1, 2, 0, 3) for t in (q, k, v))  # [b, a/t or g/t, s, d]
+        grouped = self.heads != self.kv_heads
+        if self.training and self.config.dropout > 0:
+            with split_region_random(self.axis):
+                y = F.scaled_dot_product_attention(
+                    q, k, v, dropout_p=self.config.dropout, is_causal=True, enable_gqa=grouped
+                )
+        else:
+            y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
+        return y.permute(2, 0, 1, 3).flatten(2)  # [s, b, h/t]
+
+
+class MLP(nn.Module):
+    """gelu(x U) D, or silu(x G) * (x U) D (SwiGLU, arXiv 2002.05202)."""
+
+    def __init__(self, config: ModelConfig, axis: TensorAxis):
+        super().__init__()
+        h, f = config.hidden_size, config.ffn_hidden_size
+        self.activation = config.activation
+        blocks = (f, f) if config.activation == "swiglu" else (f,)  # gate|up, or up
+        self.up = ColumnParallelLinear(h, blocks, bias=config.bias, axis=axis)
+        self.down = RowParallelLinear(f, h, bias=config.bias, axis=axis)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[s, b, h] to [s, b, h]; forward: what its two linears communicate."""
+        x = self.up(x)  # [s, b, f/t], or [s, b, 2f/t] with the gate first
+        if self.activation == "swiglu":
+            gate, up = x.chunk(2, dim=-1)
+            return self.down(F.silu(gate) * up)
+        return self.down(F.gelu(x, approximate="tanh"))
+
+
+@lru_cache(maxsize=8)
+def rotary_table(
+    length: int, head_size: int, theta: float, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """cos and sin of the rotary angles, each [s, 1, 1, d], in fp32 (arXiv 2104.09864).
+
+    A memo and no buffer of the model: DeepSpeed would cast a buffer to bf16.
+    """
+    exponents = torch.arange(0, head_size, 2, device=device, dtype=torch.float32) / head_size
+    angles = torch.outer(torch.arange(length, device=device).float(), theta**-exponents)
+    angles = torch.cat([angles, angles], dim=-1)[:, None, None, :]
+    return angles.cos(), angles.sin()
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate the pairs (i, i + d/2) of [s, b, a/t, d], as Llama's published weights expect."""
+    first, second = x.float().chunk(2, dim=-1)
+    turned = torch.cat([-second, first], dim=-1)
+    return (x.float() * cos + turned * sin).to(x.dtype)

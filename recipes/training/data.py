@@ -1,0 +1,162 @@
+"""Token files -> micro-batches; a pure function of (recipe, step), whatever the layout.
+
+A corpus is cut into windows of sequence_length + 1 tokens, each overlapping the next by one.
+Sample n of the run is a window chosen by the seed alone, step k (from 1) reads the samples
+(k - 1) G .. k G - 1 of a global batch of G, and ranks divide these among themselves.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from recipes.training.recipe import Recipe, repository_path
+from recipes.training.token_file import TokenFile
+from recipes.training.topology import Topology
+
+Batch = tuple[Tensor, Tensor]  # tokens [b, s] and labels [b, s], the tokens one place on
+
+
+class Windows:
+    """A token file as windows of `sequence_length` inputs and their labels."""
+
+    def __init__(self, file: TokenFile, sequence_length: int):
+        self.file, self.sequence_length = file, sequence_length
+        self.count = (len(file.tokens) - 1) // sequence_length
+        if self.count < 1:
+            raise ValueError(
+                f"{file.path}.bin has {len(file.tokens)} tokens, less than one window of "
+                f"model.sequence_length = {sequence_length}; use more text or shorter sequences"
+            )
+
+    def read(self, index: int) -> np.ndarray:
+        """The [s + 1] tokens of a window."""
+        start = index * self.sequence_length
+        return self.file.tokens[start : start + self.sequence_length + 1].astype(np.int64)
+
+
+class TrainingData:
+    """What this data rank reads, training and validation.
+
+    Raises:
+        ValueError: token files, manifest, tokenizer and recipe do not fit each other.
+    """
+
+    def __init__(self, recipe: Recipe, topology: Topology, data_rank: int):
+        for path in (*(source.path for source in recipe.data.train), recipe.data.validation):
+            _check_manifest(recipe, repository_path(path))
+        length = recipe.model.sequence_length
+        self.sources = [
+            Windows(TokenFile(repository_path(source.path)), length) for source in recipe.data.train
+        ]
+        self.weights = [source.weight for source in recipe.data.train]
+        self.validation = Windows(TokenFile(repository_path(recipe.data.validation)), length)
+        self.seed = recipe.seed
+        self.micro_sequences = recipe.batch.micro_sequences
+        self.global_sequences = recipe.batch.global_sequences
+        self.data_rank, self.data_size = data_rank, topology.data
+        self.evaluation_batches = recipe.training.evaluation_batches
+        needed = self.evaluation_batches * self.global_sequences
+        if recipe.training.evaluate_every and needed > self.validation.count:
+            raise ValueError(
+                f"training.evaluation_batches = {self.evaluation_batches} of "
+                f"batch.global_sequences = {self.global_sequences} need {needed} windows and "
+                f"{recipe.data.validation} has {self.validation.count}; use "
+                f"training.evaluation_batches = {self.validation.count // self.global_sequences}"
+            )
+
+    def step(self, step: int) -> Iterator[Batch]:
+        """The micro-batches of training step 1, 2, ..."""
+        first = (step - 1) * self.global_sequences
+        for samples in self._shares(first, self.global_sequences):
+            yield self._batch([self.training_window(sample) for sample in samples])
+
+    def evaluation(self) -> Iterator[Batch]:
+        """The micro-batches of one validation: always the file's first windows."""
+        for samples in self._shares(0, self.evaluation_batches * self.global_sequences):
+            yield self._batch([self.validation.read(sample) for sample in samples])
+
+    def training_window(self, sample: int) -> np.ndarray:
+        """The [s + 1] tokens of the run's sample: which source, then which of its windows."""
+        source, place = choose_source(sample, self.weights)
+        epoch, index = divmod(place, self.sources[source].count)
+        key = f"{self.seed}/{source}/{epoch}"
+        return self.sources[source].read(permuted(index, self.sources[source].count, key))
+
+    def _shares(self, first: int, count: int) -> Iterator[range]:
+        """This data rank's samples of first .. first + count - 1, one micro-batch at a time."""
+        stride = self.micro_sequences * self.data_size
+        start = first + self.data_rank * self.micro_sequences
+        for sample in range(start, first + count, stride):
+            yield range(sample, sample + self.micro_sequences)
+
+    @staticmethod
+    def _batch(windows: list[np.ndarray]) -> Batch:
+        tokens = torch.from_numpy(np.stack(windows))  # [b, s + 1]
+        return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+
+def choose_source(sample: int, weights: Sequence[float]) -> tuple[int, int]:
+    """The source of a sample, and how many samples that source gave before it.
+
+    Source after source takes its share of what the ones before it left, rounded to the nearest
+    whole number at every prefix of the run.
+    """
+    for source in range(len(weights) - 1):
+        share = weights[source] / sum(weights[source:])
+        before, after = int(sample * share + 0.5), int((sample + 1) * share + 0.5)
+        if after > before:
+            return source, before
+        sample -= before
+    return len(weights) - 1, sample
+
+
+def permuted(index: int, size: int, key: str) -> int:
+    """Where `index` goes in a permutation of 0 .. size - 1 that `key` chooses.
+
+    A four-round Feistel network over the next even number of bits, walked until it lands inside
+    (Black and Rogaway 2002, "Ciphers with arbitrary finite domains"): nothing to build or store.
+    """
+    half = max(1, ((size - 1).bit_length() + 1) // 2)
+    mask = (1 << half) - 1
+    while True:
+        left, right = index >> half, index & mask
+        for turn in range(4):
+            digest = hashlib.blake2b(f"{key}/{turn}/{right}".encode(), digest_size=8).digest()
+            left, right = right, left ^ (int.from_bytes(digest) & mask)
+        index = left << half | right
+        if index < size:
+            return index
+
+
+def tokenizer_hash(folder: Path) -> str:
+    """SHA-256 of a tokenizer's `tokenizer.json`, which alone decides the ids."""
+    return hashlib.sha256((folder / "tokenizer.json").read_bytes()).hexdigest()
+
+
+def _check_manifest(recipe: Recipe, path: Path) -> None:
+    """Compare a token file's manifest, where there is one, with the recipe."""
+    manifest_file = path.with_name("manifest.json")
+    tokenizer = repository_path(recipe.data.tokenizer)
+    if not (tokenizer / "tokenizer.json").is_file():
+        raise ValueError(
+            f'data.tokenizer = "{recipe.data.tokenizer}": no tokenizer.json there; '
+            f"make it with recipes/prepare_data.py"
+        )
+    if not manifest_file.is_file():
+        return  # a corpus that Megatron's tools prepared
+    manifest = json.loads(manifest_file.read_text())
+    if manifest["vocab_size"] > recipe.model.vocab_size:
+        raise ValueError(
+            f"model.vocab_size = {recipe.model.vocab_size} is smaller than the vocabulary of "
+            f"{path}, {manifest['vocab_size']}; use model.vocab_size = {manifest['vocab_size']}"
+        )
+    if manifest["tokenizer_sha256"] != tokenizer_hash(tokenizer):
+        raise ValueError(
+            f'data.tokenizer = "{recipe.data.tokenizer}" is not the tokenizer that made {path}; '
+            f"use {manifest['tokenizer']}, or prepare the corpus again"
+        )

@@ -1,0 +1,122 @@
+"""ds_configs JSON + recipe -> the dict that DeepSpeed gets.
+
+The JSON owns ZeRO, precision and communication; the recipe owns the batch and the clipping, which
+the JSON leaves "auto".
+"""
+
+import difflib
+import json
+from typing import Any
+
+from recipes.training.recipe import REPOSITORY, Recipe, repository_path
+from recipes.training.topology import Topology
+
+AUTO_KEYS = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
+RECIPE_KEYS = {  # key of the JSON -> where its setting belongs
+    "train_batch_size": "batch.global_sequences",
+    "optimizer": "[optimizer]",
+    "scheduler": "[optimizer.schedule]",
+    "activation_checkpointing": "layout.recompute",
+    "pipeline": "[layout]",
+    "wandb": "[tracking]",
+}
+SHIPPED = ", ".join(
+    str(path.relative_to(REPOSITORY)) for path in sorted((REPOSITORY / "ds_configs").glob("*.json"))
+)
+
+
+def build_deepspeed_config(recipe: Recipe, topology: Topology) -> dict[str, Any]:
+    """The dict for `deepspeed.initialize`, with every "auto" filled in.
+
+    Raises:
+        ValueError: the JSON sets what the recipe owns, or the two do not go together.
+    """
+    config = read_deepspeed_json(recipe.deepspeed)
+    _check_combination(recipe, config)
+    return config | {
+        "train_micro_batch_size_per_gpu": recipe.batch.micro_sequences,
+        "gradient_accumulation_steps": recipe.micro_batches(topology.data),
+        "gradient_clipping": recipe.optimizer.gradient_clipping,
+        "steps_per_print": None,  # we print
+        "pipeline": {
+            # Sequence parallelism has split the activations already.
+            "pipe_partitioned": not recipe.layout.sequence_parallel,
+            "grad_partitioned": not recipe.layout.sequence_parallel,
+        },
+    }
+
+
+def read_deepspeed_json(name: str) -> dict[str, Any]:
+    """Read and check one file of ds_configs/, named as in the recipe."""
+    path = repository_path(name)
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (FileNotFoundError, IsADirectoryError):
+        raise ValueError(f'deepspeed = "{name}": no such file; use one of {SHIPPED}') from None
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(
+            f'deepspeed = "{name}": this is no JSON: {error}; use one of {SHIPPED}'
+        ) from None
+    for key in AUTO_KEYS:
+        if config.get(key) != "auto":
+            raise ValueError(
+                f'{name}: {key} = {config.get(key)} belongs to the recipe; use "{key}": "auto"'
+            )
+    for key, owner in RECIPE_KEYS.items():
+        if key in config:
+            raise ValueError(f"{name}: {key} belongs to the recipe; remove it and use {owner}")
+    for key, value in _leaves(config):
+        if value == "auto" and key not in AUTO_KEYS:
+            raise ValueError(
+                f'{name}: {key} = "auto" is not filled in by anyone; use a value or remove it'
+            )
+    stage = config.get("zero_optimization", {}).get("stage", 0)
+    if stage not in (1, 2, 3):
+        raise ValueError(
+            f"{name}: zero_optimization.stage = {stage}: DeepSpeed clips wrongly over pipeline "
+            f"stages without ZeRO; use 1, which costs nothing more on one data rank"
+        )
+    return config
+
+
+def zero_stage(config: dict[str, Any]) -> int:
+    """The ZeRO stage of a checked config."""
+    return config["zero_optimization"]["stage"]
+
+
+def precision(config: dict[str, Any]) -> str:
+    """"fp32", "bf16" or "fp16"."""
+    return next((p for p in ("bf16", "fp16") if config.get(p, {}).get("enabled")), "fp32")
+
+
+def _check_combination(recipe: Recipe, config: dict[str, Any]) -> None:
+    stage = zero_stage(config)
+    if recipe.layout.pipeline > 1 and stage > 1:
+        same_at_one = recipe.deepspeed.replace(f"zero{stage}", "zero1")
+        use = difflib.get_close_matches(same_at_one, SHIPPED.split(", "), n=1, cutoff=0)[0]
+        raise ValueError(
+            f"layout.pipeline = {recipe.layout.pipeline} with ZeRO-{stage} (deepspeed = "
+            f'"{recipe.deepspeed}"): DeepSpeed\'s pipeline knows ZeRO-1 only; use '
+            f'deepspeed = "{use}", or layout.pipeline = 1'
+        )
+    gradients = config.get("data_types", {}).get("grad_accum_dtype")
+    offload = "offload_optimizer" in config["zero_optimization"]
+    untied = gradients not in (None, precision(config)) and (
+        precision(config) != "bf16" or gradients != "fp32" or offload
+    )
+    if recipe.model.tie_embeddings and recipe.layout.pipeline > 1 and untied:
+        raise ValueError(
+            f'model.tie_embeddings = true with layout.pipeline = {recipe.layout.pipeline} and '
+            f'"grad_accum_dtype": "{gradients}" ({recipe.deepspeed}): DeepSpeed would let the two '
+            f"copies drift apart; remove grad_accum_dtype, or use ds_configs/zero1_bf16.json"
+        )
+
+
+def _leaves(table: dict[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
+    leaves = []
+    for key, value in table.items():
+        if isinstance(value, dict):
+            leaves += _leaves(value, f"{prefix}{key}.")
+        else:
+            leaves.append((prefix + key, value))
+    return leaves

@@ -1,0 +1,229 @@
+"""The one place that knows pipeline from sequential: build_engine(...).train_step(...)."""
+
+import contextlib
+import hashlib
+import io
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from deepspeed.pipe import PipelineModule
+from deepspeed.runtime.pipe.topology import PipelineParallelGrid, PipeModelDataParallelTopology
+from torch import nn
+
+from models.initialization import initialize
+from models.layer_specs import SequentialModel, layer_specs, logical_parameters, loss_function
+from models.parallel.collectives import TensorAxis
+from recipes.training.data import Batch
+from recipes.training.deepspeed_config import zero_stage
+from recipes.training.recipe import Recipe
+from recipes.training.topology import Coordinates, Topology, World
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """Loss in nats per token (mean of the global batch) and gradient norm before clipping."""
+
+    loss: float
+    grad_norm: float
+
+
+class Engine(ABC):
+    """A model that trains: the same interface over a pipeline and over one sequence of layers."""
+
+    def __init__(self, wrapped: deepspeed.DeepSpeedEngine, seed: int, place: Coordinates):
+        self.deepspeed = wrapped
+        self.seed, self.place = seed, place
+
+    def train_step(
+        self, step: int, micro_batches: Iterable[Batch], learning_rate: float
+    ) -> StepResult:
+        """Forward, backward and update over one global batch."""
+        for group in self.deepspeed.optimizer.param_groups:
+            group["lr"] = learning_rate
+        seed_dropout(self.seed, step, self.place)
+        loss = self._train(micro_batches)
+        return StepResult(loss=float(loss), grad_norm=float(self.deepspeed.get_global_grad_norm()))
+
+    @abstractmethod
+    def evaluate(self, micro_batches: Iterable[Batch]) -> float:
+        """The mean loss, in nats per token, over all data ranks' micro-batches."""
+
+    @abstractmethod
+    def _train(self, micro_batches: Iterable[Batch]) -> torch.Tensor:
+        """Forward, backward and update; the mean loss over all data ranks' micro-batches."""
+
+    def save(self, folder: Path) -> None:
+        """Write this rank's part of a checkpoint."""
+        self.deepspeed.save_checkpoint(str(folder), tag="deepspeed", save_latest=False)
+
+    def load(self, folder: Path) -> None:
+        """Read this rank's part of a checkpoint that the same layout wrote."""
+        self.deepspeed.load_checkpoint(str(folder), tag="deepspeed")
+
+
+class PipelineEngine(Engine):
+    """Stages that pass activations on; ZeRO-1."""
+
+    def _train(self, micro_batches: Iterable[Batch]) -> torch.Tensor:
+        return self.deepspeed.train_batch(iter(micro_batches))
+
+    def evaluate(self, micro_batches: Iterable[Batch]) -> float:
+        """The mean loss, in nats per token, over all data ranks' micro-batches."""
+        batches = list(micro_batches)
+        loss = self.deepspeed.eval_batch(iter(batches), num_micro_batches=len(batches))
+        return float(loss)
+
+
+class SequentialEngine(Engine):
+    """All layers on every rank; ZeRO-2 and ZeRO-3."""
+
+    def _train(self, micro_batches: Iterable[Batch]) -> torch.Tensor:
+        self.deepspeed.train()
+        losses = []
+        for tokens, labels in self._on_device(micro_batches):
+            loss = self.deepspeed(tokens, labels)
+            self.deepspeed.backward(loss)
+            self.deepspeed.step()
+            losses.append(loss.detach())
+        return self._mean(losses)
+
+    @torch.no_grad()
+    def evaluate(self, micro_batches: Iterable[Batch]) -> float:
+        """The mean loss, in nats per token, over all data ranks' micro-batches."""
+        self.deepspeed.eval()
+        batches = self._on_device(micro_batches)
+        return float(self._mean([self.deepspeed(tokens, labels) for tokens, labels in batches]))
+
+    def _on_device(self, micro_batches: Iterable[Batch]) -> Iterable[Batch]:
+        device = self.deepspeed.device
+        return ((tokens.to(device), labels.to(device)) for tokens, labels in micro_batches)
+
+    def _mean(self, losses: list[torch.Tensor]) -> torch.Tensor:
+        total = torch.stack(losses).mean()
+        group = self.deepspeed.mpu.get_data_parallel_group()
+        dist.all_reduce(total, group=group)
+        return total / dist.get_world_size(group)
+
+
+def start_processes(world: World, *, precision: str) -> None:
+    """Join the process group; the launcher has set, or a single process needs no, MASTER_ADDR.
+
+    Raises:
+        ValueError: this machine cannot run the precision, or the launcher left the address out.
+    """
+    on_gpu = torch.cuda.is_available()
+    if precision == "fp16" and not on_gpu:
+        raise ValueError(
+            'deepspeed: fp16 needs a GPU and none was found; use deepspeed = "ds_configs/'
+            'zero1_fp32.json" or "ds_configs/zero1_bf16.json"'
+        )
+    if world.size > 1 and "MASTER_ADDR" not in os.environ:
+        raise ValueError(
+            "MASTER_ADDR is not set, so the ranks cannot meet; use the name of the first node"
+        )
+    os.environ |= {
+        "RANK": str(world.rank),
+        "WORLD_SIZE": str(world.size),
+        "LOCAL_RANK": str(world.local_rank),
+        "MASTER_ADDR": os.environ.get("MASTER_ADDR", "127.0.0.1"),
+        "MASTER_PORT": os.environ.get("MASTER_PORT", "29500" if world.size > 1 else "0"),
+    }
+    # Its build needs a compiler and a minute, and its all-reduce knows one group only.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    if on_gpu:
+        torch.cuda.set_device(world.local_rank)
+    elif "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // world.local_size))
+    with quiet():
+        deepspeed.init_distributed(dist_backend="nccl" if on_gpu else "gloo", verbose=False)
+
+
+def build_engine(recipe: Recipe, topology: Topology, config: dict[str, Any]) -> Engine:
+    """The model, initialised, under DeepSpeed: a pipeline with ZeRO-1, sequential otherwise."""
+    place = topology.coordinates(dist.get_rank())
+    axis = build_tensor_axis(topology, place, recipe.layout.sequence_parallel)
+    specs = layer_specs(recipe.model, axis, recipe.layout.recompute)
+    loss_fn = loss_function(recipe.model, axis)
+    axes = PipeModelDataParallelTopology(
+        num_pp=topology.pipeline, num_dp=topology.data, num_mp=topology.tensor
+    )
+    pipelined = zero_stage(config) == 1
+    with quiet():
+        if pipelined:
+            model = PipelineModule(
+                specs, topology=axes, loss_fn=loss_fn, partition_method="type:^Block$"
+            )
+        else:
+            model = SequentialModel(specs, loss_fn)
+    initialize(
+        logical_parameters(model, recipe.model),
+        recipe.model,
+        seed=recipe.seed,
+        tensor_rank=axis.rank,
+        tensor_size=axis.size,
+    )
+    with quiet():
+        wrapped, *_ = deepspeed.initialize(
+            model=model,
+            optimizer=build_optimizer(model, recipe),
+            config=config,
+            mpu=None if pipelined else PipelineParallelGrid(topology=axes),
+        )
+    engine = PipelineEngine if pipelined else SequentialEngine
+    return engine(wrapped, recipe.seed, place)
+
+
+def build_tensor_axis(
+    topology: Topology, place: Coordinates, sequence_parallel: bool
+) -> TensorAxis:
+    """This rank's tensor group; every rank calls it, since making groups is collective."""
+    if topology.tensor == 1:
+        return TensorAxis()
+    groups = [dist.new_group(ranks) for ranks in topology.tensor_groups()]
+    return TensorAxis(
+        group=groups[topology.rank(place) // topology.tensor],
+        rank=place.tensor,
+        size=topology.tensor,
+        sequence_parallel=sequence_parallel,
+    )
+
+
+def build_optimizer(model: nn.Module, recipe: Recipe) -> torch.optim.AdamW:
+    """AdamW; matrices and embeddings decay, norms and biases do not.
+
+    Every stage has both groups: DeepSpeed reduces the norm group by group, and a stage with
+    fewer groups would leave the others waiting.
+    """
+    optimizer = recipe.optimizer
+    decayed = [parameter for parameter in model.parameters() if parameter.dim() >= 2]
+    undecayed = [parameter for parameter in model.parameters() if parameter.dim() < 2]
+    assert decayed and undecayed
+    return torch.optim.AdamW(
+        [
+            {"params": decayed, "weight_decay": optimizer.weight_decay},
+            {"params": undecayed, "weight_decay": 0.0},
+        ],
+        lr=optimizer.learning_rate,
+        betas=optimizer.betas,
+        eps=optimizer.epsilon,
+        fused=True,
+    )
+
+
+def seed_dropout(seed: int, step: int, place: Coordinates) -> None:
+    """Seed the generators for one step: alike on tensor ranks, unlike on stages and data ranks."""
+    text = f"{seed}/{step}/{place.pipeline}/{place.data}"
+    digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
+    torch.manual_seed(int.from_bytes(digest) >> 1)
+
+
+def quiet() -> contextlib.AbstractContextManager:
+    """Swallow what DeepSpeed prints while it builds; its warnings and errors are raised or logged."""
+    return contextlib.redirect_stdout(io.StringIO())

@@ -1,0 +1,381 @@
+"""The recipe: one TOML file, one complete experiment. The only reader of TOML."""
+
+import difflib
+import json
+import tomllib
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import tomli_w
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from models.config import ModelConfig, nearest_divisors, nearest_multiples
+from recipes.training.topology import Topology, World
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+DEFAULT_RECIPE = REPOSITORY / "recipes" / "tiny.toml"  # its values are the examples in errors
+
+Count = Annotated[int, Field(ge=1)]
+NonNegative = Annotated[int, Field(ge=0)]
+Probability = Annotated[float, Field(ge=0, lt=1)]
+
+
+class Section(BaseModel):
+    """What all sections share: nothing unknown, nothing converted, nothing changed later."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class Layout(Section):
+    """How the model is spread; data parallelism takes what is left of the world."""
+
+    tensor: Count = 1
+    pipeline: Count = 1
+    sequence_parallel: bool = False
+    recompute: Literal["none", "selective", "full"] = "none"
+
+
+class Batch(Section):
+    """Sequences per optimizer step and per micro-batch."""
+
+    global_sequences: Count
+    micro_sequences: Count
+
+    @model_validator(mode="after")
+    def _check(self) -> "Batch":
+        if self.global_sequences % self.micro_sequences:
+            raise ValueError(
+                f"batch.global_sequences = {self.global_sequences} is not divisible by "
+                f"batch.micro_sequences = {self.micro_sequences}; use batch.global_sequences = "
+                f"{nearest_multiples(self.global_sequences, self.micro_sequences)}"
+            )
+        return self
+
+
+class Schedule(Section):
+    """The learning rate over the steps; `learning_rate.py` has the formula."""
+
+    warmup_steps: NonNegative
+    decay: Literal["cosine", "linear", "wsd"]
+    decay_steps: NonNegative = 0  # of "wsd"; the others decay over all that follows the warm-up
+    minimum_learning_rate: Annotated[float, Field(ge=0)] = 0.0
+
+
+class Optimizer(Section):
+    """AdamW (arXiv 1711.05101); norms and biases are not decayed."""
+
+    learning_rate: Annotated[float, Field(gt=0)]
+    betas: tuple[Probability, Probability] = (0.9, 0.95)
+    epsilon: Annotated[float, Field(gt=0)] = 1e-8
+    weight_decay: Annotated[float, Field(ge=0)] = 0.1
+    gradient_clipping: Annotated[float, Field(ge=0)] = 1.0  # by global norm; 0: none
+    schedule: Schedule
+
+    @model_validator(mode="after")
+    def _check(self) -> "Optimizer":
+        schedule = self.schedule
+        if schedule.minimum_learning_rate > self.learning_rate:
+            raise ValueError(
+                f"optimizer.schedule.minimum_learning_rate = {schedule.minimum_learning_rate} is "
+                f"above optimizer.learning_rate = {self.learning_rate}; use {self.learning_rate / 10}"
+            )
+        if (schedule.decay == "wsd") != (schedule.decay_steps > 0):
+            raise ValueError(
+                f"optimizer.schedule.decay_steps = {schedule.decay_steps} does not go with "
+                f'optimizer.schedule.decay = "{schedule.decay}"; use decay_steps = 1 or more with '
+                f'"wsd" and leave it out otherwise'
+            )
+        return self
+
+
+class Training(Section):
+    """How long, and how often validated (0: never)."""
+
+    steps: Count
+    evaluate_every: NonNegative
+    evaluation_batches: Count = 4  # global batches of the validation file
+
+
+class Source(Section):
+    """One corpus (path without .bin/.idx) and its share of the samples."""
+
+    path: str
+    weight: Annotated[float, Field(gt=0)] = 1.0
+
+
+class Data(Section):
+    """Token files and the tokenizer that made them."""
+
+    train: Annotated[tuple[Source, ...], Field(min_length=1)]
+    validation: str
+    tokenizer: str
+
+    @model_validator(mode="after")
+    def _check(self) -> "Data":
+        paths = [source.path for source in self.train]
+        if len(set(paths)) < len(paths):
+            raise ValueError(
+                f"data.train = {paths} names a corpus twice; use each path once and its weight"
+            )
+        if self.validation in paths:
+            raise ValueError(
+                f'data.validation = "{self.validation}" is trained on too (data.train); use a file '
+                f"of its own, as prepare_data.py writes it"
+            )
+        return self
+
+
+class Checkpoint(Section):
+    """How often the run is saved (steps; the last step always) and how many saves stay."""
+
+    every: Count
+    keep: Count = 2
+
+
+class Tracking(Section):
+    """Weights & Biases: "auto" is online with a key and offline without one."""
+
+    project: Annotated[str, Field(min_length=1)] = "threefold"
+    mode: Literal["auto", "online", "offline", "disabled"] = "auto"
+    tags: tuple[str, ...] = ()
+
+
+class Cluster(Section):
+    """The machine this recipe is meant for; a run on any other size is refused."""
+
+    nodes: Count
+    gpus_per_node: Count
+    gpu: str
+
+
+class Recipe(Section):
+    """One complete experiment."""
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=128)]
+    seed: Annotated[int, Field(ge=0, lt=2**31)]
+    deepspeed: str
+    model: ModelConfig
+    layout: Layout
+    batch: Batch
+    optimizer: Optimizer
+    training: Training
+    data: Data
+    checkpoint: Checkpoint
+    tracking: Tracking = Tracking()
+    cluster: Cluster | None = None
+
+    @model_validator(mode="after")
+    def _check(self) -> "Recipe":
+        model, tensor = self.model, self.layout.tensor
+        for key in ("heads", "kv_heads", "ffn_hidden_size"):
+            size = getattr(model, key)
+            if size % tensor:
+                raise ValueError(
+                    f"model.{key} = {size} is not divisible by layout.tensor = {tensor}; use "
+                    f"layout.tensor = {nearest_divisors(size, tensor)}"
+                )
+        if self.layout.sequence_parallel and model.sequence_length % tensor:
+            raise ValueError(
+                f"model.sequence_length = {model.sequence_length} is not divisible by "
+                f"layout.tensor = {tensor}, which layout.sequence_parallel needs; use "
+                f"model.sequence_length = {nearest_multiples(model.sequence_length, tensor)}"
+            )
+        if self.layout.pipeline > model.layers:
+            raise ValueError(
+                f"layout.pipeline = {self.layout.pipeline} has more stages than "
+                f"model.layers = {model.layers}; use layout.pipeline = {model.layers} or fewer"
+            )
+        schedule = self.optimizer.schedule
+        if schedule.warmup_steps + schedule.decay_steps > self.training.steps:
+            key = "decay_steps" if schedule.decay_steps else "warmup_steps"
+            raise ValueError(
+                f"optimizer.schedule.{key} = {getattr(schedule, key)} goes beyond "
+                f"training.steps = {self.training.steps}; use {key} = {self.training.steps // 10}"
+            )
+        return self
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens of one global batch."""
+        return self.batch.global_sequences * self.model.sequence_length
+
+    def micro_batches(self, data_size: int) -> int:
+        """Micro-batches per step of each of `data_size` data ranks."""
+        return self.batch.global_sequences // (self.batch.micro_sequences * data_size)
+
+    def topology(self, world: World) -> Topology:
+        """The axes of this recipe on this world.
+
+        Raises:
+            ValueError: the world is not one that the recipe can run on.
+        """
+        if self.cluster is not None:
+            meant = self.cluster.nodes * self.cluster.gpus_per_node
+            if (meant, self.cluster.gpus_per_node) != (world.size, world.local_size):
+                nodes = max(1, world.size // world.local_size)
+                raise ValueError(
+                    f"cluster.nodes = {self.cluster.nodes} x cluster.gpus_per_node = "
+                    f"{self.cluster.gpus_per_node} are {meant} ranks, and {world.size} were started, "
+                    f"{world.local_size} on this node; start {meant}, or use "
+                    f"--set cluster.nodes={nodes} --set cluster.gpus_per_node={world.local_size}"
+                )
+        topology = Topology.for_world(
+            world.size, pipeline=self.layout.pipeline, tensor=self.layout.tensor
+        )
+        together = self.batch.micro_sequences * topology.data
+        if self.batch.global_sequences % together:
+            raise ValueError(
+                f"batch.global_sequences = {self.batch.global_sequences} is not divisible by "
+                f"batch.micro_sequences = {self.batch.micro_sequences} x {topology.data} data "
+                f"ranks; use batch.global_sequences = "
+                f"{nearest_multiples(self.batch.global_sequences, together)}"
+            )
+        return topology
+
+    def toml(self) -> str:
+        """The resolved recipe, every default written out."""
+        return tomli_w.dumps(self.model_dump(mode="json", exclude_none=True))
+
+
+def repository_path(path: str) -> Path:
+    """A path of a recipe: relative ones count from the repository's root."""
+    return REPOSITORY / path
+
+
+def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
+    """Read a recipe and apply `section.key=value` overrides (TOML values; a bare word is a string).
+
+    Raises:
+        ValueError: one message for all that is wrong, naming file, key, value and a value that
+            works.
+    """
+    settings = "".join(f" --set {override}" for override in overrides)
+    origin = f"{path}{settings}"
+    table = _read_toml(path)
+    for override in overrides:
+        _apply(table, override)
+    return parse_recipe(table, origin)
+
+
+def parse_recipe(table: dict[str, Any], origin: str) -> Recipe:
+    """Validate a recipe's table; `origin` is what errors call it."""
+    try:
+        # As JSON, because pydantic's strict mode takes a TOML array for a tuple and a table for
+        # a dataclass only there.
+        return Recipe.model_validate_json(json.dumps(table, default=str))
+    except ValidationError as error:
+        problems = [_explain(problem, table) for problem in error.errors()]
+    if len(problems) == 1:
+        raise ValueError(f"{origin}: {problems[0]}")
+    raise ValueError("\n  ".join([f"{origin}: {len(problems)} problems", *problems]))
+
+
+def _read_toml(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except (FileNotFoundError, IsADirectoryError):
+        shipped = sorted((REPOSITORY / "recipes").rglob("*.toml"))
+        raise ValueError(
+            f"{path}: no such recipe; these are here: "
+            f"{', '.join(str(file.relative_to(REPOSITORY)) for file in shipped)}"
+        ) from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(
+            f'{path}: this is no TOML: {error}; write lines such as  name = "tiny"'
+        ) from None
+
+
+def _apply(table: dict[str, Any], override: str) -> None:
+    name, equals, text = override.partition("=")
+    *sections, key = name.strip().split(".")
+    if not equals or not key or not all(sections):
+        raise ValueError(f"--set {override}: write it as --set section.key=value")
+    try:
+        value = tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = text.strip()  # a bare word
+    for section in sections:
+        table = table.setdefault(section, {})
+        if not isinstance(table, dict):
+            raise ValueError(
+                f"--set {override}: {section} is a value, not a section; write --set {section}=..."
+            )
+    table[key] = value
+
+
+def _explain(problem: dict[str, Any], table: dict[str, Any]) -> str:
+    """One pydantic error as one line: key, value, what is wrong and a value that works."""
+    location, kind = problem["loc"], problem["type"]
+    key = ".".join(str(part) for part in location)
+    if kind == "value_error":  # ours: it names the key itself
+        message = str(problem["ctx"]["error"])
+        return message if message.startswith(key) else f"{key}.{message}"
+    if kind in ("extra_forbidden", "unexpected_keyword_argument"):
+        return f"unknown key {key} = {problem['input']!r}; {_suggestion(location)}"
+    if kind == "missing" or kind == "missing_keyword_only_argument":
+        return f"{key} is missing; for example  {_example(location)}"
+    value = _look_up(table, location)
+    complaint = problem["msg"].removeprefix("Input should be ").removeprefix("String ")
+    return f"{key} = {value!r} should be {complaint}; for example  {_example(location)}"
+
+
+def _suggestion(location: tuple[str | int, ...]) -> str:
+    known = list(_known_keys(Recipe))
+    wanted = ".".join(str(part) for part in location)
+    close = difflib.get_close_matches(wanted, known, n=1, cutoff=0.75) or [
+        name for name in known if name.split(".")[-1] == location[-1]
+    ]
+    if close:
+        return f"did you mean {close[0]}?"
+    section = ".".join(str(part) for part in location[:-1])
+    siblings = [name for name in known if name.rpartition(".")[0] == section]
+    names = ", ".join(name.rpartition(".")[2] for name in siblings)
+    return f"the keys of {f'[{section}]' if section else 'the top level'} are {names}"
+
+
+def _known_keys(model: type, prefix: str = "") -> Iterable[str]:
+    fields = getattr(model, "model_fields", None) or model.__dataclass_fields__
+    for name, field in fields.items():
+        if name.startswith("__"):
+            continue
+        yield prefix + name
+        annotation = getattr(field, "annotation", None)
+        for section in (annotation, *getattr(annotation, "__args__", ())):
+            if isinstance(section, type) and issubclass(section, (Section, ModelConfig)):
+                yield from _known_keys(section, f"{prefix}{name}.")
+
+
+def _example(location: tuple[str | int, ...]) -> str:
+    """A value for a key that works, taken from the default recipe."""
+    key = next(part for part in reversed(location) if isinstance(part, str))
+    location = location[: max(i for i, part in enumerate(location) if part == key) + 1]
+    value = _look_up(tomllib.loads(DEFAULT_RECIPE.read_text()), location)
+    if value is None:
+        value = _look_up(EXAMPLES, location)
+    return " ".join(tomli_w.dumps({key: value}).split())
+
+
+def _look_up(table: Any, location: tuple[str | int, ...]) -> Any:
+    for part in location:
+        try:
+            table = table[part]
+        except (KeyError, IndexError, TypeError):
+            return None
+    return table
+
+
+# For the keys that the default recipe leaves to their defaults.
+EXAMPLES: dict[str, Any] = {
+    "model": {
+        "qk_norm": False,
+        "head_size": 64,
+        "rope_theta": 10000.0,
+        "norm_epsilon": 1e-5,
+        "dropout": 0.1,
+        "initial_std": 0.02,
+    },
+    "layout": {"sequence_parallel": False, "recompute": "none"},
+    "optimizer": {"schedule": {"decay_steps": 100}},
+    "cluster": {"nodes": 4, "gpus_per_node": 8, "gpu": "H100"},
+}

@@ -1,0 +1,87 @@
+"""The folder of one run: who holds it, its recipe, its metrics and its events."""
+
+import fcntl
+import json
+import os
+import socket
+import time
+from pathlib import Path
+from typing import Any
+
+from recipes.training.recipe import Recipe
+
+
+class RunFolder:
+    """`runs/<name>/`: recipe.toml, metrics.jsonl, events.jsonl, checkpoints/, wandb/."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        self.checkpoints = path / "checkpoints"
+        self.metrics = path / "metrics.jsonl"
+        self.events = path / "events.jsonl"
+        self._lock = None
+
+    def hold(self) -> None:
+        """Create the folder and lock it until this process ends.
+
+        Raises:
+            ValueError: another process holds it.
+        """
+        self.path.mkdir(parents=True, exist_ok=True)
+        lock = (self.path / "lock").open("a+")
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            lock.seek(0)
+            raise ValueError(
+                f"{self.path} is in use by {lock.read().strip() or 'another process'}; wait for "
+                f"it, or use --run-dir for a second run"
+            ) from None
+        lock.truncate(0)
+        lock.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+        lock.flush()
+        self._lock = lock
+
+    def prepare(self, recipe: Recipe, done: int, *, fresh: bool) -> None:
+        """Make the folder ready to go on after step `done`.
+
+        fresh: what an earlier run left here is moved beside it, so that nothing is lost
+        """
+        if fresh and self.events.exists():
+            aside = self.path.with_name(f"{self.path.name}.{time.strftime('%Y%m%dT%H%M%S')}")
+            os.rename(self.path, aside)
+            self.hold()
+            print(f"the run that was there is now {aside}")
+        _replace(self.path / "recipe.toml", recipe.toml())
+        kept = [line for line in self.read_metrics() if line["step"] <= done]
+        _replace(self.metrics, "".join(json.dumps(line) + "\n" for line in kept))
+
+    def event(self, event: str, step: int, **facts: Any) -> None:
+        """Append to events.jsonl: start, resume, save, skip, rollback, warning, stop, end."""
+        _append(self.events, {"event": event, "step": step, "time": time.time()} | facts)
+
+    def metric(self, line: dict[str, Any]) -> None:
+        """Append a step's line to metrics.jsonl; floats keep all their digits."""
+        _append(self.metrics, line)
+
+    def read_metrics(self) -> list[dict[str, Any]]:
+        """The complete lines of metrics.jsonl."""
+        if not self.metrics.exists():
+            return []
+        lines = self.metrics.read_text().splitlines(keepends=True)
+        return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
+def _append(file: Path, line: dict[str, Any]) -> None:
+    with file.open("a") as stream:
+        stream.write(json.dumps(line) + "\n")
+
+
+def _replace(file: Path, text: str) -> None:
+    """Write a file so that it is there whole or not at all."""
+    fresh = file.with_name(file.name + ".incomplete")
+    with fresh.open("w") as stream:
+        stream.write(text)
+        stream.flush()
+        os.fsync(stream.fileno())
+    os.rename(fresh, file)

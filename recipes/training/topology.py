@@ -1,0 +1,99 @@
+"""Rank <-> (pipeline, data, tensor), and which rank the launcher made this process."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class World:
+    """The processes of a run, as one of them sees it."""
+
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0  # among the processes of this node
+    local_size: int = 1
+
+    @classmethod
+    def from_environment(cls, environment: Mapping[str, str]) -> "World":
+        """Read what `deepspeed`, `torchrun` or a plain `srun` (one task per GPU) has set.
+
+        None of them: one process alone.
+        """
+        for rank, size, local_rank, local_sizes in (
+            ("RANK", "WORLD_SIZE", "LOCAL_RANK", ("LOCAL_WORLD_SIZE", "LOCAL_SIZE")),
+            ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", ("SLURM_TASKS_PER_NODE",)),
+        ):
+            if rank in environment and size in environment:
+                local = next((environment[k] for k in local_sizes if k in environment), None)
+                local_size = int((local or environment[size]).partition("(")[0])  # Slurm: "8(x4)"
+                return cls(
+                    rank=int(environment[rank]),
+                    size=int(environment[size]),
+                    local_rank=int(environment.get(local_rank, 0)),
+                    local_size=local_size,
+                )
+        return cls()
+
+
+@dataclass(frozen=True)
+class Coordinates:
+    """A rank's place on the three axes."""
+
+    pipeline: int
+    data: int
+    tensor: int
+
+
+@dataclass(frozen=True)
+class Topology:
+    """The three axes: tensor innermost (inside a node), data between, pipeline outermost.
+
+    The same order as DeepSpeed's PipeModelDataParallelTopology.
+    """
+
+    pipeline: int
+    data: int
+    tensor: int
+
+    @classmethod
+    def for_world(cls, world_size: int, *, pipeline: int, tensor: int) -> "Topology":
+        """Data parallelism takes what pipeline and tensor leave of the world.
+
+        Raises:
+            ValueError: they do not divide it.
+        """
+        if world_size % (pipeline * tensor):
+            raise ValueError(
+                f"layout.tensor = {tensor} x layout.pipeline = {pipeline} does not divide the "
+                f"world of {world_size} ranks; use {pipeline * tensor} ranks or a multiple, or "
+                f"a layout whose product divides {world_size}, such as "
+                f"layout.tensor = 1 and layout.pipeline = {_divisor(world_size, pipeline)}"
+            )
+        return cls(pipeline=pipeline, data=world_size // (pipeline * tensor), tensor=tensor)
+
+    @property
+    def world_size(self) -> int:
+        """All ranks."""
+        return self.pipeline * self.data * self.tensor
+
+    def rank(self, place: Coordinates) -> int:
+        """The global rank at a place."""
+        return (place.pipeline * self.data + place.data) * self.tensor + place.tensor
+
+    def coordinates(self, rank: int) -> Coordinates:
+        """The place of a global rank."""
+        outer, tensor = divmod(rank, self.tensor)
+        pipeline, data = divmod(outer, self.data)
+        return Coordinates(pipeline=pipeline, data=data, tensor=tensor)
+
+    def tensor_groups(self) -> list[list[int]]:
+        """The global ranks of every tensor group."""
+        return [
+            list(range(first, first + self.tensor))
+            for first in range(0, self.world_size, self.tensor)
+        ]
+
+
+def _divisor(number: int, at_most: int) -> int:
+    """The largest divisor of `number` that is no larger than `at_most`."""
+    return max(d for d in range(1, at_most + 1) if number % d == 0)

@@ -1,0 +1,287 @@
+"""What a run tells: metrics.jsonl, a progress bar or plain lines, Weights & Biases."""
+
+import math
+import netrc
+import os
+import queue
+import resource
+import secrets
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlparse
+
+import torch
+from tqdm import tqdm
+
+from models.cost import flops_per_token
+from recipes.planning.hardware import peak_tflops
+from recipes.training.recipe import REPOSITORY, Recipe
+from recipes.training.run_folder import RunFolder
+
+SECONDS_BETWEEN_LINES = 10.0
+
+
+class Meter:
+    """Turns a step's result and seconds into its line of metrics.jsonl."""
+
+    def __init__(self, recipe: Recipe, world_size: int, precision: str):
+        self.tokens_per_step = recipe.tokens_per_step
+        self.tflop_per_gpu = (
+            flops_per_token(recipe.model) * recipe.tokens_per_step / world_size / 1e12
+        )
+        on_gpu = torch.cuda.is_available()
+        self.peak_tflops = (
+            peak_tflops(torch.cuda.get_device_name(), precision) if on_gpu else None
+        )
+
+    def line(
+        self, step: int, *, loss: float, grad_norm: float, learning_rate: float, seconds: float
+    ) -> dict[str, Any]:
+        """The metrics of one step; `mfu` is None where the device's peak is not known."""
+        tflops = self.tflop_per_gpu / seconds
+        return {
+            "step": step,
+            "loss": loss,
+            "grad_norm": grad_norm,
+            "learning_rate": learning_rate,
+            "tokens": step * self.tokens_per_step,
+            "step_seconds": seconds,
+            "tokens_per_second": self.tokens_per_step / seconds,
+            "tflops_per_gpu": tflops,
+            "mfu": tflops / self.peak_tflops if self.peak_tflops else None,
+            "memory_gb": peak_memory_gb(),
+        }
+
+
+def peak_memory_gb() -> float:
+    """The most this process has held so far, in 10^9 bytes: of the GPU, or of the machine."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated() / 1e9
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
+
+
+@contextmanager
+def open_tracker(recipe: Recipe, folder: RunFolder, rank: int, done: int) -> Iterator["Tracker"]:
+    """A tracker on rank 0 and one that keeps silent on the others, closed whatever happens."""
+    if rank != 0:
+        yield Tracker()
+        return
+    tracker = RunTracker(recipe, folder, done)
+    try:
+        yield tracker
+    finally:
+        tracker.close()
+
+
+class Tracker:
+    """Takes what the training loop reports; this one keeps it to itself."""
+
+    def step(self, metrics: dict[str, Any]) -> None:
+        """Take one step's metrics."""
+
+    def stop(self, reason: str) -> None:
+        """The run stops before its last step."""
+
+    def end(self) -> None:
+        """The run has done its last step."""
+
+
+class RunTracker(Tracker):
+    """Shows, writes and sends what the training loop reports."""
+
+    def __init__(self, recipe: Recipe, folder: RunFolder, done: int):
+        self.folder, self.last_step = folder, done
+        self.folder.event("resume" if done else "start", done, code_version=code_version())
+        self.wandb = WandbThread(recipe, folder)
+        self.display = Display(recipe.training.steps, done)
+
+    def step(self, metrics: dict[str, Any]) -> None:
+        """Take one step's metrics."""
+        self.last_step = metrics["step"]
+        self.folder.metric(metrics)
+        self.display.step(metrics)
+        self.wandb.log(metrics)
+
+    def stop(self, reason: str) -> None:
+        """The run stops before its last step."""
+        self.folder.event("stop", self.last_step, reason=reason)
+        print(f"stopped: {reason}", file=sys.stderr)
+
+    def end(self) -> None:
+        """The run has done its last step."""
+        self.folder.event("end", self.last_step)
+
+    def close(self) -> None:
+        """Finish; waits for Weights & Biases for a bounded time."""
+        self.display.close()
+        problem = self.wandb.finish()
+        if problem:
+            self.folder.event("warning", self.last_step, message=problem)
+            print(problem, file=sys.stderr)
+
+
+class Display:
+    """A progress bar on a terminal, otherwise a line every ten seconds."""
+
+    def __init__(self, steps: int, done: int):
+        self.steps = steps
+        self.last_line = -math.inf
+        self.seconds_per_step: float | None = None
+        self.bar = (
+            tqdm(total=steps, initial=done, unit="step", dynamic_ncols=True)
+            if sys.stdout.isatty()
+            else None
+        )
+
+    def step(self, metrics: dict[str, Any]) -> None:
+        """Show one step."""
+        step, seconds = metrics["step"], metrics["step_seconds"]
+        smoothed = self.seconds_per_step or seconds
+        self.seconds_per_step = 0.9 * smoothed + 0.1 * seconds
+        text = describe(metrics)
+        if self.bar is not None:
+            self.bar.set_postfix_str(text, refresh=False)
+            self.bar.update(1)
+            return
+        now = time.monotonic()
+        due = now - self.last_line >= SECONDS_BETWEEN_LINES
+        if due or "validation_loss" in metrics or step == self.steps:
+            left = (self.steps - step) * self.seconds_per_step
+            print(
+                f"step {step:>{len(str(self.steps))}}/{self.steps}  {text}  "
+                f"{tqdm.format_interval(left)} left",
+                flush=True,
+            )
+            self.last_line = now
+
+    def close(self) -> None:
+        """Leave the terminal as it should be."""
+        if self.bar is not None:
+            self.bar.close()
+
+
+def describe(metrics: dict[str, Any]) -> str:
+    """One step in a line."""
+    parts = [f"loss {metrics['loss']:.4f}"]
+    if "validation_loss" in metrics:
+        parts.append(f"validation {metrics['validation_loss']:.4f}")
+    parts += [
+        f"lr {metrics['learning_rate']:.2e}",
+        f"{metrics['tokens_per_second']:,.0f} tokens/s",
+        f"{metrics['tflops_per_gpu']:.3g} TFLOP/s",
+    ]
+    if metrics["mfu"] is not None:
+        parts.append(f"MFU {metrics['mfu']:.1%}")
+    return "  ".join(parts)
+
+
+class WandbThread:
+    """Weights & Biases beside the run: whatever it does, training neither waits nor stops."""
+
+    QUEUE_LIMIT = 100_000  # steps; what comes while W&B is stuck for longer than that is dropped
+    SECONDS_TO_FINISH = 60.0
+
+    def __init__(self, recipe: Recipe, folder: RunFolder):
+        self._queue: queue.Queue[dict[str, Any] | None] = queue.Queue(self.QUEUE_LIMIT)
+        self._problem: str | None = None
+        self._thread: threading.Thread | None = None
+        if recipe.tracking.mode != "disabled":
+            arguments = wandb_arguments(recipe, folder.path)
+            self._thread = threading.Thread(target=self._work, args=(arguments,), daemon=True)
+            self._thread.start()
+
+    def log(self, metrics: dict[str, Any]) -> None:
+        """Hand a step over; returns at once."""
+        if self._thread is not None:
+            try:
+                self._queue.put_nowait(metrics)
+            except queue.Full:
+                self._problem = "Weights & Biases fell behind; metrics.jsonl has every step"
+
+    def finish(self) -> str | None:
+        """Wait for what is queued, a bounded time; returns what went wrong, if anything."""
+        if self._thread is None:
+            return None
+        try:
+            self._queue.put(None, timeout=self.SECONDS_TO_FINISH)
+            self._thread.join(self.SECONDS_TO_FINISH)
+        except queue.Full:
+            pass
+        if self._thread.is_alive():
+            return "Weights & Biases did not finish in time; metrics.jsonl has every step"
+        return self._problem
+
+    def _work(self, arguments: dict[str, Any]) -> None:
+        try:
+            run = start_wandb(arguments)
+            while (metrics := self._queue.get()) is not None:
+                run.log(metrics)
+            run.finish()
+        except Exception as error:
+            self._problem = f"Weights & Biases stopped ({error}); metrics.jsonl has every step"
+            while self._queue.get() is not None:
+                pass
+
+
+def start_wandb(arguments: dict[str, Any]) -> Any:
+    """`wandb.init`; offline where online fails."""
+    import wandb  # takes a second, which the training thread need not wait for
+
+    settings = wandb.Settings(silent=True, console="off", init_timeout=30)
+    try:
+        run = wandb.init(**arguments, settings=settings)
+    except Exception:
+        if arguments["mode"] != "online":
+            raise
+        run = wandb.init(**arguments | {"mode": "offline"}, settings=settings)
+    run.define_metric("*", step_metric="step")
+    return run
+
+
+def wandb_arguments(recipe: Recipe, folder: Path) -> dict[str, Any]:
+    """What `wandb.init` gets: the same run id every time this folder is resumed."""
+    tracking = recipe.tracking
+    mode = tracking.mode
+    if mode == "auto":
+        mode = "online" if has_wandb_key() else "offline"
+    home = folder / "wandb"
+    home.mkdir(exist_ok=True)
+    run_id = home / "run_id"
+    if not run_id.exists():
+        run_id.write_text(secrets.token_hex(4))
+    return {
+        "project": tracking.project,
+        "name": recipe.name,
+        "id": run_id.read_text().strip(),
+        "resume": "allow" if mode == "online" else None,
+        "tags": list(tracking.tags),
+        "config": recipe.model_dump(mode="json") | {"code_version": code_version()},
+        "mode": mode,
+        "dir": str(folder),
+    }
+
+
+def has_wandb_key() -> bool:
+    """Whether a key is in the environment or in the netrc file that `wandb login` writes."""
+    if os.environ.get("WANDB_API_KEY"):
+        return True
+    host = urlparse(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname or ""
+    try:
+        return netrc.netrc(os.environ.get("NETRC")).authenticators(host) is not None
+    except (OSError, netrc.NetrcParseError):
+        return False
+
+
+def code_version() -> str | None:
+    """The repository's commit, "-dirty" with changes; None outside git."""
+    command = ["git", "-C", str(REPOSITORY), "describe", "--always", "--dirty", "--abbrev=40"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return None
