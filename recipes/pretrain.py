@@ -1,8 +1,8 @@
 """Pretrain the model of a recipe: one run, top to bottom.
 
-    deepspeed recipes/pretrain.py                                     # recipes/tiny.toml
-    deepspeed --num_nodes 4 recipes/pretrain.py recipes/llama/7b.toml
-    deepspeed recipes/pretrain.py --set training.steps=20 --run-dir runs/short
+deepspeed recipes/pretrain.py                                     # recipes/tiny.toml
+deepspeed --num_nodes 4 recipes/pretrain.py recipes/llama/7b.toml
+deepspeed recipes/pretrain.py --set training.steps=20 --run-dir runs/short
 """
 
 import sys
@@ -130,7 +130,9 @@ def summarize(recipe: Recipe, folder: RunFolder, world: World) -> None:
     validation = [line["validation_loss"] for line in lines if "validation_loss" in line]
     seconds = sum(line["step_seconds"] for line in lines)
     print(f"{recipe.name} is finished: {last['step']} of {recipe.training.steps} steps")
-    print(f"  loss        {first['loss']:.4f} at step {first['step']}, {last['loss']:.4f} at the end")
+    print(
+        f"  loss        {first['loss']:.4f} at step {first['step']}, {last['loss']:.4f} at the end"
+    )
     if validation:
         print(f"  validation  {validation[-1]:.4f}")
     print(f"  tokens      {last['tokens']:,} at {last['tokens'] / seconds:,.0f} tokens/s")

@@ -1,8 +1,8 @@
 """Checkpoints: written aside, published by one rename, found by name.
 
-    checkpoints/step-0000100/
-      manifest.json   step, tokens, recipe, layout, files with their sizes
-      deepspeed/      what DeepSpeed's engine wrote
+checkpoints/step-0000100/
+  manifest.json   step, tokens, recipe, layout, files with their sizes
+  deepspeed/      what DeepSpeed's engine wrote
 """
 
 import json

@@ -85,7 +85,7 @@ def zero_stage(config: dict[str, Any]) -> int:
 
 
 def precision(config: dict[str, Any]) -> str:
-    """"fp32", "bf16" or "fp16"."""
+    """ "fp32", "bf16" or "fp16"."""
     return next((p for p in ("bf16", "fp16") if config.get(p, {}).get("enabled")), "fp32")
 
 
@@ -106,7 +106,7 @@ def _check_combination(recipe: Recipe, config: dict[str, Any]) -> None:
     )
     if recipe.model.tie_embeddings and recipe.layout.pipeline > 1 and untied:
         raise ValueError(
-            f'model.tie_embeddings = true with layout.pipeline = {recipe.layout.pipeline} and '
+            f"model.tie_embeddings = true with layout.pipeline = {recipe.layout.pipeline} and "
             f'"grad_accum_dtype": "{gradients}" ({recipe.deepspeed}): DeepSpeed would let the two '
             f"copies drift apart; remove grad_accum_dtype, or use ds_configs/zero1_bf16.json"
         )

@@ -36,9 +36,7 @@ class Meter:
             flops_per_token(recipe.model) * recipe.tokens_per_step / world_size / 1e12
         )
         on_gpu = torch.cuda.is_available()
-        self.peak_tflops = (
-            peak_tflops(torch.cuda.get_device_name(), precision) if on_gpu else None
-        )
+        self.peak_tflops = peak_tflops(torch.cuda.get_device_name(), precision) if on_gpu else None
 
     def line(
         self, step: int, *, loss: float, grad_norm: float, learning_rate: float, seconds: float

@@ -1,0 +1,45 @@
+# `make pretrain` and `make test` work on a fresh machine: Linux, Python >= 3.11, make.
+
+PYTHON ?= python3
+ARGS ?=
+BIN := .venv/bin
+READY := .venv/ready
+
+GPUS := $(shell nvidia-smi --list-gpus 2>/dev/null | grep -c '^GPU')
+ifeq ($(GPUS),0)
+  RANKS := 2
+  export DS_ACCELERATOR ?= cpu
+  export OMP_NUM_THREADS ?= 1
+else ifeq ($(GPUS),1)
+  RANKS := 1
+  LAYOUT := --set layout.pipeline=1
+else  # the largest power of two, which divides the recipe's batch
+  RANKS := $(shell n=2; while [ $$((2 * n)) -le $(GPUS) ]; do n=$$((2 * n)); done; echo $$n)
+endif
+
+.PHONY: setup pretrain test lint
+
+setup: $(READY)
+
+$(READY): requirements.txt
+	@$(PYTHON) -c 'import sys; sys.exit(None if sys.version_info >= (3, 11) else \
+	  f"Threefold needs Python 3.11 or newer, {sys.executable} is {sys.version.split()[0]}; use make PYTHON=python3.11")'
+	@echo "setting up .venv (a few minutes, once)"
+	@$(PYTHON) -m venv .venv
+	@$(BIN)/pip install --quiet --disable-pip-version-check --requirement requirements.txt
+	@touch $@
+
+data/stdlib/manifest.json: | $(READY)
+	@$(BIN)/python recipes/prepare_data.py
+
+pretrain: $(READY) data/stdlib/manifest.json
+	@port=$$($(BIN)/python -c 'import socket; s = socket.socket(); s.bind(("", 0)); print(s.getsockname()[1])') && \
+	$(BIN)/deepspeed --quiet --num_gpus $(RANKS) --master_port $$port \
+	  recipes/pretrain.py recipes/tiny.toml $(LAYOUT) $(ARGS)
+
+test: $(READY)
+	@$(BIN)/python -m pytest $(ARGS)
+
+lint: $(READY)
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .

@@ -1,0 +1,161 @@
+"""Our names and shapes <-> those of transformers' Llama, Qwen3 and GPT-2 classes."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from models.config import ModelConfig
+
+
+@dataclass(frozen=True)
+class Counterpart:
+    """The tensors of transformers' model that one of our logical tensors is made of.
+
+    names: in the order in which dimension 0 of ours joins them
+    sizes: their shares of dimension 0
+    transposed: GPT-2's Conv1D keeps weights as [in, out]; ours are [out, in]
+    """
+
+    names: tuple[str, ...]
+    sizes: tuple[int, ...] = ()
+    transposed: bool = False
+
+
+def hugging_face_config(config: ModelConfig) -> dict[str, Any]:
+    """The keyword arguments of transformers' config class, `model_type` included.
+
+    Raises:
+        ValueError: no class of transformers has this architecture.
+    """
+    shared = {
+        "vocab_size": config.vocab_size,
+        "tie_word_embeddings": config.tie_embeddings,
+        "initializer_range": config.initial_std,
+    }
+    if _family(config) == "gpt2":
+        return shared | {
+            "model_type": "gpt2",
+            "n_positions": config.sequence_length,
+            "n_embd": config.hidden_size,
+            "n_layer": config.layers,
+            "n_head": config.heads,
+            "n_inner": config.ffn_hidden_size,
+            "layer_norm_epsilon": config.norm_epsilon,
+            "activation_function": "gelu_new",
+            "resid_pdrop": config.dropout,
+            "embd_pdrop": config.dropout,
+            "attn_pdrop": config.dropout,
+        }
+    return shared | {
+        "model_type": _family(config),
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.ffn_hidden_size,
+        "num_hidden_layers": config.layers,
+        "num_attention_heads": config.heads,
+        "num_key_value_heads": config.kv_heads,
+        "head_dim": config.attention_head_size,
+        "max_position_embeddings": config.sequence_length,
+        "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta},
+        "rms_norm_eps": config.norm_epsilon,
+        "hidden_act": "silu",
+    }
+
+
+def to_hugging_face(config: ModelConfig, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Rename and split our logical tensors (weights, or anything of their shape)."""
+    theirs: dict[str, Tensor] = {}
+    for name, counterpart in counterparts(config).items():
+        tensor = tensors[name]
+        parts = tensor.split(counterpart.sizes) if counterpart.sizes else (tensor,)
+        for part_name, part in zip(counterpart.names, parts, strict=True):
+            theirs[part_name] = part.t().contiguous() if counterpart.transposed else part
+    return theirs
+
+
+def from_hugging_face(config: ModelConfig, theirs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Join and rename transformers' tensors into our logical tensors."""
+    tensors: dict[str, Tensor] = {}
+    for name, counterpart in counterparts(config).items():
+        parts = [theirs[part_name] for part_name in counterpart.names]
+        joined = torch.cat([part.t() if counterpart.transposed else part for part in parts])
+        tensors[name] = joined.contiguous()
+    return tensors
+
+
+def counterparts(config: ModelConfig) -> dict[str, Counterpart]:
+    """Our logical name -> its counterpart, for every parameter of the model."""
+    family = _family(config)
+    return _gpt2(config) if family == "gpt2" else _llama(config)
+
+
+def _family(config: ModelConfig) -> str:
+    shape = (config.norm, config.positions, config.activation, config.bias)
+    if shape == ("rmsnorm", "rope", "swiglu", False):
+        return "qwen3" if config.qk_norm else "llama"
+    multi_head = config.kv_heads == config.heads and config.head_size is None
+    if shape == ("layernorm", "learned", "gelu", True) and multi_head and not config.qk_norm:
+        return "gpt2"
+    raise ValueError(
+        f"model: no class of transformers has norm, positions, activation, bias = {shape} with "
+        f"qk_norm = {config.qk_norm}; use those of recipes/tiny.toml (Llama), or layernorm, "
+        f"learned, gelu, true (GPT-2)"
+    )
+
+
+def _llama(config: ModelConfig) -> dict[str, Counterpart]:
+    d, f = config.attention_head_size, config.ffn_hidden_size
+    qkv_sizes = (config.heads * d, config.kv_heads * d, config.kv_heads * d)
+    table = {
+        "embedding.weight": Counterpart(("model.embed_tokens.weight",)),
+        "final_norm.weight": Counterpart(("model.norm.weight",)),
+    }
+    if not config.tie_embeddings:
+        table["head.weight"] = Counterpart(("lm_head.weight",))
+    for index in range(config.layers):
+        ours, theirs = f"blocks.{index}.", f"model.layers.{index}."
+        attention = theirs + "self_attn."
+        qkv = tuple(f"{attention}{part}_proj.weight" for part in "qkv")
+        gate_up = tuple(f"{theirs}mlp.{part}_proj.weight" for part in ("gate", "up"))
+        table |= {
+            ours + "attention_norm.weight": Counterpart((theirs + "input_layernorm.weight",)),
+            ours + "attention.qkv.weight": Counterpart(qkv, qkv_sizes),
+            ours + "attention.output.weight": Counterpart((attention + "o_proj.weight",)),
+            ours + "mlp_norm.weight": Counterpart((theirs + "post_attention_layernorm.weight",)),
+            ours + "mlp.up.weight": Counterpart(gate_up, (f, f)),
+            ours + "mlp.down.weight": Counterpart((theirs + "mlp.down_proj.weight",)),
+        }
+        if config.qk_norm:
+            for part in "qk":
+                name = f"{part}_norm.weight"
+                table[f"{ours}attention.{name}"] = Counterpart((attention + name,))
+    return table
+
+
+def _gpt2(config: ModelConfig) -> dict[str, Counterpart]:
+    table = {
+        "embedding.weight": Counterpart(("transformer.wte.weight",)),
+        "positions.weight": Counterpart(("transformer.wpe.weight",)),
+        "final_norm.weight": Counterpart(("transformer.ln_f.weight",)),
+        "final_norm.bias": Counterpart(("transformer.ln_f.bias",)),
+    }
+    if not config.tie_embeddings:
+        table["head.weight"] = Counterpart(("lm_head.weight",))
+    layers = {
+        "attention_norm": "ln_1",
+        "attention.qkv": "attn.c_attn",
+        "attention.output": "attn.c_proj",
+        "mlp_norm": "ln_2",
+        "mlp.up": "mlp.c_fc",
+        "mlp.down": "mlp.c_proj",
+    }
+    for index in range(config.layers):
+        for ours, theirs in layers.items():
+            for kind in ("weight", "bias"):
+                table[f"blocks.{index}.{ours}.{kind}"] = Counterpart(
+                    (f"transformer.h.{index}.{theirs}.{kind}",),
+                    transposed=kind == "weight" and "norm" not in ours,
+                )
+    return table

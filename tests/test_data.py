@@ -1,0 +1,134 @@
+import json
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from recipes.training.data import TrainingData, choose_source, permuted, tokenizer_hash
+from recipes.training.recipe import Recipe, parse_recipe
+from recipes.training.token_file import TokenFile, write_token_file
+from recipes.training.topology import Topology
+from tests.conftest import changed
+
+
+def build(table: dict[str, Any], data_size: int = 1, data_rank: int = 0) -> TrainingData:
+    recipe: Recipe = parse_recipe(table, "test.toml")
+    return TrainingData(recipe, Topology(pipeline=1, data=data_size, tensor=1), data_rank)
+
+
+def rows(batches) -> list[tuple[int, ...]]:
+    """Every sequence of some micro-batches, inputs and last label."""
+    return [
+        (*tokens.tolist(), label.tolist()[-1])
+        for batch in batches
+        for tokens, label in zip(*batch, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 7, 64, 65, 1000])
+def test_a_permutation_visits_every_window_once(size: int) -> None:
+    assert sorted(permuted(i, size, "key") for i in range(size)) == list(range(size))
+
+
+def test_permutations_depend_on_the_key_and_mix() -> None:
+    orders = {tuple(permuted(i, 100, key) for i in range(100)) for key in ("1/0/0", "1/0/1", "2")}
+    assert len(orders) == 3
+    order = next(iter(orders))
+    assert sum(b == a + 1 for a, b in zip(order, order[1:], strict=False)) < 10
+
+
+@pytest.mark.parametrize("weights", [[1.0], [0.7, 0.3], [5.0, 3.0, 2.0], [0.01, 0.99]])
+def test_sources_are_mixed_by_weight_at_every_prefix(weights: list[float]) -> None:
+    given: Counter[int] = Counter()
+    for sample in range(2000):
+        source, place = choose_source(sample, weights)
+        assert place == given[source]  # each of its windows in turn, none left out
+        given[source] += 1
+        for index, weight in enumerate(weights):
+            share = (sample + 1) * weight / sum(weights)
+            assert abs(given[index] - share) <= 1.0 + 1e-9
+
+
+def test_the_global_batch_is_the_same_for_every_layout(small: dict[str, Any]) -> None:
+    whole = rows(build(small).step(3))
+    for micro_sequences, data_size in ((1, 2), (2, 2), (2, 4), (4, 1)):
+        table = changed(small, batch__micro_sequences=micro_sequences)
+        shares = [rows(build(table, data_size, rank).step(3)) for rank in range(data_size)]
+        assert sorted(sum(shares, [])) == sorted(whole)
+        assert {len(share) for share in shares} == {8 // data_size}
+
+
+def test_one_epoch_reads_every_window_once_and_the_next_in_another_order(
+    small: dict[str, Any],
+) -> None:
+    data = build(small)
+    count = data.sources[0].count
+    windows = [tuple(data.training_window(sample)) for sample in range(2 * count)]
+    expected = {tuple(data.sources[0].read(index)) for index in range(count)}
+    assert set(windows[:count]) == set(windows[count:]) == expected
+    assert windows[:count] != windows[count:]
+
+
+def test_labels_are_the_tokens_one_place_on(small: dict[str, Any]) -> None:
+    tokens, labels = next(build(small).step(1))
+    assert tokens.dtype == labels.dtype == torch.int64
+    assert torch.equal(tokens[:, 1:], labels[:, :-1])
+
+
+def test_validation_is_the_start_of_its_own_file(small: dict[str, Any]) -> None:
+    data = build(small)
+    expected = [tuple(data.validation.read(index)) for index in range(16)]
+    assert rows(data.evaluation()) == expected
+    training = {tuple(data.training_window(sample)) for sample in range(data.sources[0].count)}
+    assert not training & set(expected)
+
+
+def test_another_seed_reads_in_another_order(small: dict[str, Any]) -> None:
+    assert rows(build(small).step(1)) != rows(build(changed(small, seed=5)).step(1))
+
+
+def test_token_files_are_read_as_written(tmp_path) -> None:
+    documents = [np.array([1, 2, 3]), np.array([], dtype=int), np.array([70000])]
+    for vocab_size, kept in ((70001, documents), (2**16, documents[:2])):
+        assert write_token_file(tmp_path / "x", kept, vocab_size=vocab_size) == sum(map(len, kept))
+        assert TokenFile(tmp_path / "x").tokens.tolist() == np.concatenate(kept).tolist()
+    with pytest.raises(ValueError, match="document 2: token id outside"):
+        write_token_file(tmp_path / "x", documents, vocab_size=70000)
+
+
+@pytest.mark.parametrize("suffix", ["bin", "idx"])
+def test_a_truncated_token_file_is_refused(tmp_path, suffix: str) -> None:
+    write_token_file(tmp_path / "x", [np.arange(50)], vocab_size=50)
+    file = tmp_path / f"x.{suffix}"
+    file.write_bytes(file.read_bytes()[:-2])
+    with pytest.raises(ValueError, match=rf"x\.{suffix} has \d+ bytes instead of"):
+        TokenFile(tmp_path / "x")
+
+
+def test_a_corpus_that_does_not_fit_the_recipe_is_refused(small, corpus, tmp_path) -> None:
+    manifest = {
+        "vocab_size": 250,
+        "tokenizer": "that one",
+        "tokenizer_sha256": tokenizer_hash(corpus / "tokenizer"),
+    }
+    for name in ("train", "validation"):
+        for suffix in ("bin", "idx"):
+            (tmp_path / f"{name}.{suffix}").write_bytes((corpus / f"{name}.{suffix}").read_bytes())
+    table = changed(
+        small,
+        data__train=[{"path": str(tmp_path / "train")}],
+        data__validation=str(tmp_path / "validation"),
+    )
+    (tmp_path / "manifest.json").write_text(json.dumps(manifest))
+    build(table)
+    with pytest.raises(ValueError, match=r"use model.vocab_size = 250"):
+        build(changed(table, model__vocab_size=249))
+    (tmp_path / "manifest.json").write_text(json.dumps(manifest | {"tokenizer_sha256": "0"}))
+    with pytest.raises(ValueError, match=r"is not the tokenizer that made.*use that one"):
+        build(table)
+    with pytest.raises(ValueError, match=r"use training.evaluation_batches = 15"):
+        build(changed(small, training__evaluation_batches=16))
+    with pytest.raises(ValueError, match=r"less than one window"):
+        build(changed(small, model__sequence_length=100_000))

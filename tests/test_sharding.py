@@ -1,0 +1,31 @@
+import pytest
+import torch
+
+from models.sharding import Sharding
+
+SHARDINGS = {
+    "replicated": Sharding((5, 3)),
+    "rows": Sharding((8, 3), 0, (8,)),
+    "columns": Sharding((3, 8), 1, (8,)),
+    "q|k|v": Sharding((16, 3), 0, (8, 4, 4)),
+    "gate|up bias": Sharding((16,), 0, (8, 8)),
+    "vocabulary": Sharding((10, 3), 0, (10,), padded_size=16),
+    "a rank of padding only": Sharding((3, 2), 0, (3,), padded_size=16),
+}
+
+
+@pytest.mark.parametrize("tensor_size", [1, 2, 4])
+@pytest.mark.parametrize("sharding", SHARDINGS.values(), ids=SHARDINGS.keys())
+def test_parts_make_the_logical_tensor_again(sharding: Sharding, tensor_size: int) -> None:
+    logical = torch.arange(1.0, 1 + torch.Size(sharding.shape).numel()).view(sharding.shape)
+    parts = [sharding.local_part(logical, rank, tensor_size) for rank in range(tensor_size)]
+    assert {tuple(part.shape) for part in parts} == {sharding.local_shape(tensor_size)}
+    assert torch.equal(sharding.logical_tensor(parts), logical)
+    if sharding.dimension is not None:  # nothing twice, padding zero
+        assert sum(part.sum() for part in parts) == logical.sum()
+
+
+def test_blocks_are_split_one_by_one() -> None:
+    logical = torch.arange(16.0).view(16, 1)
+    part = SHARDINGS["q|k|v"].local_part(logical.expand(16, 3), 1, 2)
+    assert part[:, 0].tolist() == [4, 5, 6, 7, 10, 11, 14, 15]
