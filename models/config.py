@@ -15,8 +15,8 @@ class ModelConfig:
         ValueError: sizes that do not fit each other, with a value that would.
     """
 
-    # Refuses unknown keys when pydantic reads a recipe's [model] section into this class.
-    __pydantic_config__: ClassVar[dict] = {"extra": "forbid"}
+    # For pydantic, which reads a recipe's [model] section into this class.
+    __pydantic_config__: ClassVar[dict] = {"extra": "forbid", "strict": True}
 
     layers: int
     hidden_size: int

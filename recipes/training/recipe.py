@@ -78,7 +78,8 @@ class Optimizer(Section):
         if schedule.minimum_learning_rate > self.learning_rate:
             raise ValueError(
                 f"optimizer.schedule.minimum_learning_rate = {schedule.minimum_learning_rate} is "
-                f"above optimizer.learning_rate = {self.learning_rate}; use {self.learning_rate / 10}"
+                f"above optimizer.learning_rate = {self.learning_rate}; "
+                f"use {self.learning_rate / 10}"
             )
         if (schedule.decay == "wsd") != (schedule.decay_steps > 0):
             raise ValueError(
@@ -216,8 +217,8 @@ class Recipe(Section):
                 nodes = max(1, world.size // world.local_size)
                 raise ValueError(
                     f"cluster.nodes = {self.cluster.nodes} x cluster.gpus_per_node = "
-                    f"{self.cluster.gpus_per_node} are {meant} ranks, and {world.size} were started, "
-                    f"{world.local_size} on this node; start {meant}, or use "
+                    f"{self.cluster.gpus_per_node} are {meant} ranks, and {world.size} were "
+                    f"started, {world.local_size} on this node; start {meant}, or use "
                     f"--set cluster.nodes={nodes} --set cluster.gpus_per_node={world.local_size}"
                 )
         topology = Topology.for_world(
@@ -243,6 +244,11 @@ def repository_path(path: str) -> Path:
     return REPOSITORY / path
 
 
+def short(path: Path) -> Path:
+    """A path as a person here would write it."""
+    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+
+
 def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
     """Read a recipe and apply `section.key=value` overrides (TOML values; a bare word is a string).
 
@@ -251,7 +257,7 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
             works.
     """
     settings = "".join(f" --set {override}" for override in overrides)
-    origin = f"{path}{settings}"
+    origin = f"{short(path)}{settings}"
     table = _read_toml(path)
     for override in overrides:
         _apply(table, override)
@@ -277,12 +283,12 @@ def _read_toml(path: Path) -> dict[str, Any]:
     except (FileNotFoundError, IsADirectoryError):
         shipped = sorted((REPOSITORY / "recipes").rglob("*.toml"))
         raise ValueError(
-            f"{path}: no such recipe; these are here: "
+            f"{short(path)}: no such recipe; these are here: "
             f"{', '.join(str(file.relative_to(REPOSITORY)) for file in shipped)}"
         ) from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ValueError(
-            f'{path}: this is no TOML: {error}; write lines such as  name = "tiny"'
+            f'{short(path)}: this is no TOML: {error}; write lines such as  name = "tiny"'
         ) from None
 
 
@@ -321,17 +327,17 @@ def _explain(problem: dict[str, Any], table: dict[str, Any]) -> str:
 
 
 def _suggestion(location: tuple[str | int, ...]) -> str:
-    known = list(_known_keys(Recipe))
-    wanted = ".".join(str(part) for part in location)
-    close = difflib.get_close_matches(wanted, known, n=1, cutoff=0.75) or [
-        name for name in known if name.split(".")[-1] == location[-1]
-    ]
+    *section, key = (str(part) for part in location)
+    known = [tuple(name.split(".")) for name in _known_keys(Recipe)]
+    siblings = [name[-1] for name in known if list(name[:-1]) == section]
+    elsewhere = [".".join(name) for name in known if name[-1] == key]
+    close = difflib.get_close_matches(key, siblings, n=1, cutoff=0.7)
     if close:
-        return f"did you mean {close[0]}?"
-    section = ".".join(str(part) for part in location[:-1])
-    siblings = [name for name in known if name.rpartition(".")[0] == section]
-    names = ", ".join(name.rpartition(".")[2] for name in siblings)
-    return f"the keys of {f'[{section}]' if section else 'the top level'} are {names}"
+        return f"did you mean {'.'.join([*section, *close])}?"
+    if elsewhere:
+        return f"did you mean {elsewhere[0]}?"
+    place = f"[{'.'.join(section)}]" if section else "the top level"
+    return f"the keys of {place} are {', '.join(siblings)}"
 
 
 def _known_keys(model: type, prefix: str = "") -> Iterable[str]:

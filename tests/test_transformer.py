@@ -1,0 +1,284 @@
+"""The model against transformers, and two tensor ranks against one: logits, loss and gradients."""
+
+import contextlib
+import os
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from models.config import ModelConfig
+from models.hugging_face import from_hugging_face, hugging_face_config, to_hugging_face
+from models.initialization import draw_normal, initialize
+from models.layer_specs import SequentialModel, layer_specs, logical_parameters, loss_function
+from models.parallel.collectives import TensorAxis, gather_from_tensor_axis
+from tests.ranks import run_ranks
+
+LLAMA = ModelConfig(
+    layers=3,
+    hidden_size=48,
+    heads=6,
+    kv_heads=2,
+    ffn_hidden_size=80,
+    vocab_size=151,
+    sequence_length=24,
+    norm="rmsnorm",
+    positions="rope",
+    activation="swiglu",
+    bias=False,
+    tie_embeddings=False,
+    initial_std=0.2,  # far from flat, so that the logits tell models apart
+)
+SHAPES = {
+    "llama": LLAMA,
+    "llama-tied": replace(LLAMA, tie_embeddings=True, rope_theta=500.0),
+    "qwen3": replace(LLAMA, qk_norm=True, head_size=16, norm_epsilon=1e-6),
+    "gpt2": replace(
+        LLAMA,
+        norm="layernorm",
+        positions="learned",
+        activation="gelu",
+        bias=True,
+        tie_embeddings=True,
+        kv_heads=6,
+    ),
+}
+VARIANTS = {  # of the model on two tensor ranks
+    "": {},
+    "sequence-parallel": {"sequence_parallel": True},
+    "selective": {"recompute": "selective"},
+    "full, sequence-parallel": {"recompute": "full", "sequence_parallel": True},
+}
+MUTANTS = {  # seeded fault -> a shape on which it must show
+    "copy without its all-reduce": "llama",
+    "reduce without its all-reduce": "llama",
+    "gather without its reduce-scatter": "llama",
+    "a norm in the split region without its all-reduce": "qwen3",
+    "a padded vocabulary that takes part in the loss": "llama",
+    "labels found on every rank": "llama",
+}
+
+Outcome = tuple[Tensor, Tensor, dict[str, Tensor]]  # logits [b, s, v], loss, logical gradients
+
+
+def run_model(
+    config: ModelConfig, axis: TensorAxis | None = None, recompute: str = "none"
+) -> Outcome:
+    """Forward and backward over the same tokens, gathered from the tensor ranks."""
+    axis = axis or TensorAxis()
+    loss_fn = loss_function(config, axis)
+    model = SequentialModel(layer_specs(config, axis, recompute), loss_fn)
+    parameters = dict(logical_parameters(model, config))
+    initialize(parameters.items(), config, seed=3, tensor_rank=axis.rank, tensor_size=axis.size)
+    logits = tokens = example_tokens(config)
+    for layer in model.layers:
+        logits = layer(logits)
+    loss = loss_fn(logits, labels_of(tokens))
+    loss.backward()
+    whole = gather_from_tensor_axis(logits.detach(), axis)[..., : config.vocab_size]
+    gradients = {name: gathered(p.grad, p.sharding, axis) for name, p in parameters.items()}
+    return whole.transpose(0, 1), loss.detach(), gradients
+
+
+def example_tokens(config: ModelConfig) -> Tensor:
+    generator = torch.Generator().manual_seed(5)
+    return torch.randint(config.vocab_size, (2, config.sequence_length), generator=generator)
+
+
+def labels_of(tokens: Tensor) -> Tensor:
+    return tokens.roll(-1, dims=1)
+
+
+def gathered(part: Tensor, sharding, axis: TensorAxis) -> Tensor:
+    if axis.size == 1:
+        return sharding.logical_tensor([part])
+    parts = [torch.empty_like(part) for _ in range(axis.size)]
+    dist.all_gather(parts, part.contiguous(), group=axis.group)
+    return sharding.logical_tensor(parts)
+
+
+def two_rank_worker() -> dict[Any, Outcome]:
+    """Every shape in every variant, and every mutant, on two tensor ranks."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    outcomes: dict[Any, Outcome] = {}
+    for shape, config in SHAPES.items():
+        for variant, switches in VARIANTS.items():
+            switches = dict(switches)
+            recompute = switches.pop("recompute", "none")
+            axis = TensorAxis(dist.group.WORLD, dist.get_rank(), 2, **switches)
+            outcomes[shape, variant] = run_model(config, axis, recompute)
+    for fault, shape in MUTANTS.items():
+        with seeded_fault(fault):
+            axis = TensorAxis(dist.group.WORLD, dist.get_rank(), 2, "gather" in fault)
+            outcomes["mutant", fault] = run_model(SHAPES[shape], axis)
+    dist.destroy_process_group()
+    return outcomes if os.environ["RANK"] == "0" else {}
+
+
+@contextlib.contextmanager
+def seeded_fault(fault: str) -> Iterator[None]:
+    """Break one thing on purpose."""
+    collectives = "models.parallel.collectives"
+    faults = {
+        "copy without its all-reduce": {
+            f"{collectives}._Copy.backward": staticmethod(lambda ctx, grad: (grad, None))
+        },
+        "reduce without its all-reduce": {
+            f"{collectives}._Reduce.forward": staticmethod(lambda ctx, x, axis: x.clone())
+        },
+        "gather without its reduce-scatter": {
+            f"{collectives}._GatherSequence.backward": staticmethod(
+                lambda ctx, grad: (grad.chunk(2)[ctx.axis.rank].contiguous(), None)
+            )
+        },
+        "a norm in the split region without its all-reduce": {
+            "models.parallel.norm.copy_to_tensor_axis": lambda x, axis: x
+        },
+        "a padded vocabulary that takes part in the loss": {
+            "models.layer_specs.vocab_parallel_cross_entropy": (
+                lambda logits, labels, vocab_size, axis: cross_entropy()(
+                    logits, labels, vocab_size=10**6, axis=axis
+                )
+            )
+        },
+        "labels found on every rank": {
+            "models.parallel.embedding.VocabParallelEmbedding.forward": (
+                lambda self, tokens: torch.nn.functional.embedding(
+                    tokens.t() % self.weight.shape[0], self.weight
+                )
+            )
+        },
+    }
+    with contextlib.ExitStack() as stack:
+        for target, broken in faults[fault].items():
+            stack.enter_context(mock.patch(target, broken))
+        yield
+
+
+def cross_entropy():
+    from models.parallel.cross_entropy import vocab_parallel_cross_entropy
+
+    return vocab_parallel_cross_entropy
+
+
+def reference(config: ModelConfig) -> Outcome:
+    """What transformers makes of the same weights; gradients under our names."""
+    keywords = hugging_face_config(config)
+    model = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(**keywords, attn_implementation="eager")
+    ).eval()
+    for key in ("resid_pdrop", "embd_pdrop", "attn_pdrop"):
+        assert keywords.get(key, 0) == 0
+    ours = SequentialModel(layer_specs(config, TensorAxis()), loss_function(config, TensorAxis()))
+    parameters = dict(logical_parameters(ours, config))
+    initialize(parameters.items(), config, seed=3, tensor_rank=0, tensor_size=1)
+    weights = {
+        name: p.sharding.logical_tensor([p.detach()]).clone() for name, p in parameters.items()
+    }
+    missing, unexpected = model.load_state_dict(to_hugging_face(config, weights), strict=False)
+    assert not unexpected and set(missing) <= {"lm_head.weight"}
+    tokens = example_tokens(config)
+    logits = model(tokens).logits
+    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels_of(tokens).flatten())
+    loss.backward()
+    gradients = from_hugging_face(config, {name: p.grad for name, p in model.named_parameters()})
+    return logits.detach(), loss.detach(), gradients
+
+
+def largest_difference(one: Outcome, other: Outcome) -> float:
+    """The largest relative difference of logits, loss and any parameter's gradient.
+
+    Relative to the largest entry of each tensor. The gradient of a key's bias is zero in exact
+    arithmetic (softmax does not see it), so it is measured against the query's.
+    """
+    assert one[2].keys() == other[2].keys()
+    differences = [relative(one[0], other[0]), relative(one[1], other[1])]
+    return max(differences + [relative(one[2][name], other[2][name]) for name in one[2]])
+
+
+def relative(one: Tensor, other: Tensor) -> float:
+    assert one.shape == other.shape
+    return float((one - other).abs().max() / other.abs().max())
+
+
+@pytest.fixture(scope="module")
+def plain() -> dict[str, Outcome]:
+    return {shape: run_model(config) for shape, config in SHAPES.items()}
+
+
+@pytest.fixture(scope="module")
+def two_ranks() -> dict[Any, Outcome]:
+    return run_ranks(2, two_rank_worker)[0]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_one_rank_agrees_with_transformers(shape: str, plain: dict[str, Outcome]) -> None:
+    assert largest_difference(plain[shape], reference(SHAPES[shape])) < 1e-5
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_two_tensor_ranks_agree_with_transformers(
+    shape: str, variant: str, two_ranks: dict[Any, Outcome]
+) -> None:
+    assert largest_difference(two_ranks[shape, variant], reference(SHAPES[shape])) < 1e-5
+
+
+@pytest.mark.parametrize(("fault", "shape"), MUTANTS.items())
+def test_a_seeded_fault_is_seen(
+    fault: str, shape: str, two_ranks: dict[Any, Outcome], plain: dict[str, Outcome]
+) -> None:
+    assert not largest_difference(two_ranks["mutant", fault], plain[shape]) < 1e-3
+
+
+@pytest.mark.parametrize("recompute", ["selective", "full"])
+def test_recomputation_changes_nothing(recompute: str, plain: dict[str, Outcome]) -> None:
+    outcome = run_model(LLAMA, recompute=recompute)
+    assert largest_difference(outcome, plain["llama"]) == 0
+
+
+@pytest.mark.parametrize("recompute", ["selective", "full"])
+def test_recomputation_replays_the_dropout_mask(recompute: str) -> None:
+    config = replace(SHAPES["gpt2"], dropout=0.3)
+    outcomes = []
+    for kind in ("none", recompute, "none"):
+        torch.manual_seed(len(outcomes) // 2)  # the third run has another mask
+        outcomes.append(run_model(config, recompute=kind))
+    assert largest_difference(outcomes[1], outcomes[0]) == 0
+    assert largest_difference(outcomes[2], outcomes[0]) > 1e-3
+
+
+def test_the_first_weights_have_the_stated_spread() -> None:
+    config = replace(LLAMA, hidden_size=480, ffn_hidden_size=800, initial_std=0.02)
+    model = SequentialModel(layer_specs(config, TensorAxis()), loss_function(config, TensorAxis()))
+    parameters = dict(logical_parameters(model, config))
+    initialize(parameters.items(), config, seed=1, tensor_rank=0, tensor_size=1)
+    scaled = 0.02 / 6**0.5  # GPT-2: over the square root of the residual layers
+    for name, std in {
+        "blocks.0.attention.qkv.weight": 0.02,
+        "blocks.0.mlp.up.weight": 0.02,
+        "blocks.2.attention.output.weight": scaled,
+        "blocks.2.mlp.down.weight": scaled,
+        "head.weight": 0.02,
+    }.items():
+        rows = parameters[name][: config.vocab_size] if name == "head.weight" else parameters[name]
+        assert float(rows.std()) == pytest.approx(std, rel=0.02), name
+    assert torch.equal(parameters["final_norm.weight"], torch.ones(480))
+    assert not torch.equal(*(parameters[f"blocks.{i}.mlp.up.weight"] for i in (0, 1)))
+
+
+def test_the_first_weights_depend_on_seed_and_name_alone() -> None:
+    sharding = next(iter(SequentialModel(layer_specs(LLAMA, TensorAxis()), None).parameters()))
+    draws = [
+        draw_normal(sharding.sharding, name=name, seed=seed)
+        for name, seed in (("a", 1), ("a", 1), ("b", 1), ("a", 2))
+    ]
+    assert torch.equal(draws[0], draws[1])
+    assert not torch.equal(draws[0], draws[2]) and not torch.equal(draws[0], draws[3])
