@@ -38,11 +38,9 @@ class ModelConfig:
     initial_std: float = 0.02
 
     def __post_init__(self) -> None:
-        for key in (
-            "layers hidden_size heads kv_heads ffn_hidden_size vocab_size sequence_length head_size"
-        ).split():
-            value = getattr(self, key)
-            if value is not None and value < 1:
+        for key, field in type(self).__dataclass_fields__.items():
+            value = getattr(self, key, None)
+            if field.type in (int, int | None) and value is not None and value < 1:
                 raise ValueError(f"{key} = {value} must be at least 1; use {key} = 1 or more")
         for key in ("rope_theta", "norm_epsilon", "initial_std"):
             if not getattr(self, key) > 0:

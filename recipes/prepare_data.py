@@ -161,7 +161,7 @@ def tokenize(
 
     def encode(batch: dict[str, list[str]]) -> dict[str, list[list[int]]]:
         encoded = tokenizer(batch[options.column], add_special_tokens=False, verbose=False)
-        return {"tokens": [ids + [end] for ids in encoded["input_ids"]]}
+        return {"tokens": [[*ids, end] for ids in encoded["input_ids"]]}
 
     encoded = corpus.map(
         encode, batched=True, batch_size=64, remove_columns=corpus.column_names,
@@ -192,8 +192,8 @@ def parse_command_line() -> argparse.Namespace:
     parser.add_argument("--column", default="text", help="the column that holds the text")
     parser.add_argument("--output", default="data/stdlib", help="folder to write")
     parser.add_argument("--tokenizer", help="a tokenizer that transformers loads; none: train one")
-    parser.add_argument("--vocab-size", type=int, default=4096, help="of the tokenizer to train")
-    parser.add_argument("--validation-fraction", type=float, default=0.05)
+    parser.add_argument("--vocab-size", type=int, default=2048, help="of the tokenizer to train")
+    parser.add_argument("--validation-fraction", type=float, default=0.1)
     parser.add_argument("--processes", type=int, default=1)
     return parser.parse_args()
 

@@ -21,7 +21,7 @@ from contextlib import contextmanager
 from models.cost import parameter_count
 from recipes.training.deepspeed_config import build_deepspeed_config, precision
 from recipes.training.learning_rate import learning_rate
-from recipes.training.recipe import DEFAULT_RECIPE, REPOSITORY, Recipe, load_recipe
+from recipes.training.recipe import DEFAULT_RECIPE, REPOSITORY, Recipe, load_recipe, short
 from recipes.training.run_folder import RunFolder
 from recipes.training.topology import Topology, World
 
@@ -34,6 +34,7 @@ def main() -> None:
     world = World.from_environment(os.environ)
     with refusals(world):
         recipe = load_recipe(options.recipe, options.set)
+    with refusals(world, options.recipe):
         topology = recipe.topology(world)
         config = build_deepspeed_config(recipe, topology)
 
@@ -46,7 +47,7 @@ def main() -> None:
     from recipes.training.tracking import Meter, open_tracker
 
     folder = RunFolder(options.run_dir or REPOSITORY / "runs" / recipe.name)
-    with refusals(world):
+    with refusals(world, options.recipe):
         data = TrainingData(recipe, topology, topology.coordinates(world.rank).data)
         newest = checkpoint.find(folder.checkpoints, options.resume)
         done = checkpoint.read_manifest(newest, recipe, topology)["step"] if newest else 0
@@ -95,8 +96,8 @@ def due(step: int, every: int, recipe: Recipe) -> bool:
 
 
 @contextmanager
-def refusals(world: World) -> Iterator[None]:
-    """Turn a ValueError into one message and exit code 2.
+def refusals(world: World, recipe: Path | None = None) -> Iterator[None]:
+    """Turn a ValueError into one message, about this recipe file, and exit code 2.
 
     Launchers end all ranks when the first one exits, so the others let rank 0 speak.
     """
@@ -104,7 +105,8 @@ def refusals(world: World) -> Iterator[None]:
         yield
     except ValueError as problem:
         if world.rank == 0:
-            print(f"pretrain.py: {problem}", file=sys.stderr, flush=True)
+            about = f"{short(recipe)}: " if recipe else ""
+            print(f"pretrain.py: {about}{problem}", file=sys.stderr, flush=True)
         else:
             time.sleep(SECONDS_FOR_RANK_0_TO_SPEAK)
         sys.exit(2)

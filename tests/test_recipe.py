@@ -48,17 +48,17 @@ BAD: list[tuple[str, int, str, str]] = [
     ),
     # the world
     ("layout.tensor=2", 6, "layout.tensor = 2 x layout.pipeline = 2", "use 4 ranks"),
-    ("batch.global_sequences=12", 8, "batch.global_sequences = 12", "8 or 16"),
+    ("batch.global_sequences=12", 8, "batch.global_sequences = 12", "= 16"),
     (
         'cluster={nodes = 4, gpus_per_node = 8, gpu = "H100"}', 2,
         "cluster.nodes = 4", "--set cluster.nodes=1 --set cluster.gpus_per_node=2",
     ),
     ('cluster={nodes = 4, gpu = "H100"}', 2, "cluster.gpus_per_node is missing", "= 8"),
     # the batch, the optimizer, the run
-    ("batch.micro_sequences=3", 2, "batch.global_sequences = 16", "15 or 18"),
-    ("batch.micro_sequences=0", 2, "batch.micro_sequences = 0", "micro_sequences = 2"),
-    ("optimizer.learning_rate=fast", 2, "optimizer.learning_rate = 'fast'", "0.002"),
-    ("optimizer.learning_rate=nan", 2, "optimizer.learning_rate = nan", "0.002"),
+    ("batch.micro_sequences=3", 2, "batch.global_sequences = 32", "30 or 33"),
+    ("batch.micro_sequences=0", 2, "batch.micro_sequences = 0", "micro_sequences = 4"),
+    ("optimizer.learning_rate=fast", 2, "optimizer.learning_rate = 'fast'", "0.003"),
+    ("optimizer.learning_rate=nan", 2, "optimizer.learning_rate = nan", "0.003"),
     ("optimizer.betas=[0.9]", 2, "optimizer.betas.1", "betas = [ 0.9, 0.95, ]"),
     ("optimizer.betas=[0.9, 1.0]", 2, "optimizer.betas.1 = 1.0", "betas = [ 0.9, 0.95, ]"),
     ("optimizer.lr=1e-3", 2, "unknown key optimizer.lr", "learning_rate"),
@@ -67,7 +67,7 @@ BAD: list[tuple[str, int, str, str]] = [
     ("optimizer.schedule.warmup_steps=10000", 2, "optimizer.schedule.warmup_steps", "use warmup"),
     (
         "optimizer.schedule.minimum_learning_rate=1", 2,
-        "optimizer.schedule.minimum_learning_rate = 1.0", "use 0.0002",
+        "optimizer.schedule.minimum_learning_rate = 1.0", "use 0.0003",
     ),
     ("training.steps=-5", 2, "training.steps = -5", "steps = "),
     ("training.epochs=3", 2, "unknown key training.epochs", "are steps, evaluate_every"),

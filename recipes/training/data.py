@@ -76,9 +76,10 @@ class TrainingData:
             yield self._batch([self.training_window(sample) for sample in samples])
 
     def evaluation(self) -> Iterator[Batch]:
-        """The micro-batches of one validation: always the file's first windows."""
-        for samples in self._shares(0, self.evaluation_batches * self.global_sequences):
-            yield self._batch([self.validation.read(sample) for sample in samples])
+        """The micro-batches of one validation: always the same windows, evenly over the file."""
+        windows, count = self.validation, self.evaluation_batches * self.global_sequences
+        for samples in self._shares(0, count):
+            yield self._batch([windows.read(n * windows.count // count) for n in samples])
 
     def training_window(self, sample: int) -> np.ndarray:
         """The [s + 1] tokens of the run's sample: which source, then which of its windows."""

@@ -225,5 +225,5 @@ def seed_dropout(seed: int, step: int, place: Coordinates) -> None:
 
 
 def quiet() -> contextlib.AbstractContextManager:
-    """Swallow what DeepSpeed prints while it builds; its warnings and errors are raised or logged."""
+    """Swallow what DeepSpeed prints while it builds; warnings and errors do not come that way."""
     return contextlib.redirect_stdout(io.StringIO())

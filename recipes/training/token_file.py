@@ -75,7 +75,7 @@ def write_token_file(path: Path, documents: Iterable[np.ndarray], *, vocab_size:
     with path.with_name(path.name + ".bin").open("wb") as stream:
         for number, document in enumerate(documents):
             document = np.asarray(document)
-            if document.size and not (0 <= document.min() and document.max() < vocab_size):
+            if document.size and (document.min() < 0 or document.max() >= vocab_size):
                 raise ValueError(f"document {number}: token id outside 0 .. {vocab_size - 1}")
             stream.write(document.astype(dtype).tobytes())
             sizes.append(len(document))

@@ -1,0 +1,189 @@
+"""One loss: the same recipe in every layout trains with the same losses, norms and weights."""
+
+import math
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from models.layer_specs import logical_parameters
+from recipes.training.data import TrainingData
+from recipes.training.deepspeed_config import build_deepspeed_config
+from recipes.training.engine import Engine, build_engine, start_processes
+from recipes.training.learning_rate import learning_rate
+from recipes.training.recipe import Recipe, parse_recipe
+from recipes.training.topology import Topology, World
+from tests.conftest import GPT_SWITCHES, changed, small_recipe
+from tests.ranks import run_ranks
+
+GPT = GPT_SWITCHES
+ZERO2 = {"deepspeed": "ds_configs/zero2_fp32.json"}
+ZERO3 = {"deepspeed": "ds_configs/zero3_fp32.json"}
+PIPELINE2 = {"layout__pipeline": 2}
+TENSOR2 = {"layout__tensor": 2}
+SEQUENCE = {"layout__sequence_parallel": True}
+CLIPPED = {"optimizer__gradient_clipping": 0.5}  # below every norm of the run
+
+# world size -> name -> what differs from the one-rank run it is compared with
+LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
+    1: {
+        "zero2": ZERO2,
+        "zero3": ZERO3,
+        "micro-batch 4": {"batch__micro_sequences": 4},
+        "full recomputation": {"layout__recompute": "full"},
+        "gpt zero3": GPT | CLIPPED | ZERO3,
+    },
+    2: {
+        "pipeline 2": PIPELINE2,
+        "tensor 2": TENSOR2,
+        "data 2": {},
+        "tensor 2 sequence-parallel": TENSOR2 | SEQUENCE,
+        "zero2 data 2": ZERO2,
+        "zero3 data 2": ZERO3,
+        "zero2 tensor 2": ZERO2 | TENSOR2,
+        "zero3 tensor 2": ZERO3 | TENSOR2,
+        "gpt pipeline 2": GPT | CLIPPED | PIPELINE2,
+        "gpt tensor 2": GPT | CLIPPED | TENSOR2,
+        "gpt zero3 data 2": GPT | CLIPPED | ZERO3,
+    },
+    4: {
+        "pipeline 2 tensor 2": PIPELINE2 | TENSOR2,
+        "pipeline 2 data 2": PIPELINE2,
+        "pipeline 2 tensor 2 sequence-parallel selective": PIPELINE2
+        | TENSOR2
+        | SEQUENCE
+        | {"layout__recompute": "selective"},
+        "zero2 tensor 2 data 2": ZERO2 | TENSOR2,
+        "gpt pipeline 2 tensor 2 sequence-parallel": GPT | CLIPPED | PIPELINE2 | TENSOR2 | SEQUENCE,
+    },
+}
+REFERENCES = {"": {}, "gpt": GPT | CLIPPED}
+CASES = [(world_size, name) for world_size, layouts in LAYOUTS.items() for name in layouts]
+
+
+def train_worker(corpus: str, layouts: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """Train every layout of this world size; losses, norms, weights and a resumed run."""
+    world = join_world()
+    results: dict[str, Any] = {}
+    for name, changes in layouts.items():
+        recipe = parse_recipe(changed(small_recipe(Path(corpus)), **changes), name)
+        topology = recipe.topology(world)
+        engine = build_engine(recipe, topology, build_deepspeed_config(recipe, topology))
+        data = TrainingData(recipe, topology, topology.coordinates(world.rank).data)
+        results[name] = train(engine, data, recipe, range(1, recipe.training.steps + 1))
+        results[name]["validation"] = engine.evaluate(data.evaluation())
+        if world.size == 1 and "zero" not in name:
+            results[name]["weights"] = weights(engine, recipe)
+    dist.destroy_process_group()
+    return results
+
+
+def resume_worker(corpus: str, layouts: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """Train, saving after step 4; load that into a fresh engine and train on."""
+    world = join_world()
+    results: dict[str, Any] = {}
+    for name, changes in layouts.items():
+        recipe = parse_recipe(changed(small_recipe(Path(corpus)), **changes), name)
+        topology = recipe.topology(world)
+        config = build_deepspeed_config(recipe, topology)
+        data = TrainingData(recipe, topology, topology.coordinates(world.rank).data)
+        folders = [tempfile.mkdtemp()]
+        dist.broadcast_object_list(folders)
+        engine = build_engine(recipe, topology, config)
+        train(engine, data, recipe, range(1, 5))
+        engine.save(Path(folders[0]))
+        undisturbed = train(engine, data, recipe, range(5, 9))
+        dist.barrier()
+        again = build_engine(recipe, topology, config)
+        again.load(Path(folders[0]))
+        results[name] = (undisturbed, train(again, data, recipe, range(5, 9)))
+    dist.destroy_process_group()
+    return results
+
+
+def join_world() -> World:
+    import os
+
+    world = World.from_environment(os.environ)
+    torch.set_num_threads(1)
+    start_processes(world, precision="fp32")
+    return world
+
+
+def train(engine: Engine, data: TrainingData, recipe: Recipe, steps: range) -> dict[str, Any]:
+    results = [
+        engine.train_step(
+            step, data.step(step), learning_rate(step, recipe.optimizer, recipe.training.steps)
+        )
+        for step in steps
+    ]
+    return {
+        "losses": [result.loss for result in results],
+        "grad_norms": [result.grad_norm for result in results],
+    }
+
+
+def weights(engine: Engine, recipe: Recipe) -> dict[str, torch.Tensor]:
+    parameters = logical_parameters(engine.deepspeed.module, recipe.model)
+    return {name: parameter.detach().clone() for name, parameter in parameters}
+
+
+@pytest.fixture(scope="session")
+def references(corpus: Path) -> dict[str, Any]:
+    return run_ranks(1, train_worker, str(corpus), REFERENCES)[0]
+
+
+@pytest.fixture(scope="session")
+def trained(corpus: Path) -> dict[tuple[int, str], Any]:
+    """Every layout's results, one set of processes per world size."""
+    return {
+        (world_size, name): result
+        for world_size, layouts in LAYOUTS.items()
+        for name, result in run_ranks(world_size, train_worker, str(corpus), layouts)[0].items()
+    }
+
+
+@pytest.mark.parametrize(("world_size", "name"), CASES)
+def test_losses_are_those_of_one_rank(
+    world_size: int, name: str, trained: dict[tuple[int, str], Any], references: dict[str, Any]
+) -> None:
+    expected = references["gpt" if name.startswith("gpt") else ""]
+    got = trained[world_size, name]
+    assert got["losses"] == pytest.approx(expected["losses"], rel=1e-5)
+    assert got["grad_norms"] == pytest.approx(expected["grad_norms"], rel=1e-4)
+    assert got["validation"] == pytest.approx(expected["validation"], rel=1e-5)
+
+
+def test_the_references_learn_and_clip(references: dict[str, Any]) -> None:
+    for reference in references.values():
+        assert reference["losses"][0] == pytest.approx(math.log(250), rel=0.02)
+        assert reference["losses"][-1] < 0.9 * reference["losses"][0]
+    assert min(references["gpt"]["grad_norms"]) > 0.5
+
+
+def test_padding_rows_stay_zero(references: dict[str, Any]) -> None:
+    for reference, name in (("", "head.weight"), ("gpt", "embedding.weight")):
+        table = references[reference]["weights"][name]
+        assert table.shape[0] == 256
+        assert torch.count_nonzero(table[250:]) == 0 and torch.count_nonzero(table[:250]) > 0
+
+
+def test_resuming_continues_bit_for_bit(corpus: Path) -> None:
+    layouts = {
+        "pipeline 2": PIPELINE2,
+        "zero3, gpt with dropout": GPT | ZERO3 | {"model__dropout": 0.1},
+        "gpt with dropout": GPT | PIPELINE2 | {"model__dropout": 0.1},
+        "tensor 2, gpt with dropout": GPT | TENSOR2 | {"model__dropout": 0.1},
+    }
+    for name, (undisturbed, resumed) in run_ranks(2, resume_worker, str(corpus), layouts)[
+        0
+    ].items():
+        assert resumed == undisturbed, name
+
+
+def test_the_topology_of_a_layout_is_the_recipes(small: dict[str, Any]) -> None:
+    recipe = parse_recipe(changed(small, **PIPELINE2, **TENSOR2), "test")
+    assert recipe.topology(World(size=8, local_size=8)) == Topology(pipeline=2, data=2, tensor=2)
