@@ -1,9 +1,12 @@
 """One loss: the same recipe in every layout trains with the same losses, norms and weights."""
 
+import contextlib
 import math
+import os
 import tempfile
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,7 +18,7 @@ from recipes.training.deepspeed_config import build_deepspeed_config
 from recipes.training.engine import Engine, build_engine, start_processes
 from recipes.training.learning_rate import learning_rate
 from recipes.training.recipe import Recipe, parse_recipe
-from recipes.training.topology import Topology, World
+from recipes.training.topology import Coordinates, Topology, World
 from tests.conftest import GPT_SWITCHES, changed, small_recipe
 from tests.ranks import run_ranks
 
@@ -60,7 +63,24 @@ LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
         "gpt pipeline 2 tensor 2 sequence-parallel": GPT | CLIPPED | PIPELINE2 | TENSOR2 | SEQUENCE,
     },
 }
-REFERENCES = {"": {}, "gpt": GPT | CLIPPED}
+MUTANTS = {  # seeded fault on two ranks -> layout, what is patched, with what
+    "gpt: tied gradients stay apart": (
+        GPT | CLIPPED | PIPELINE2,
+        "deepspeed.pipe.PipelineModule.get_tied_weights_and_groups",
+        lambda self: [],
+    ),
+    "both data ranks read the first one's samples": (
+        {},
+        "recipes.training.topology.Topology.coordinates",
+        lambda self, rank: Coordinates(pipeline=0, data=0, tensor=0),
+    ),
+    "sharded parameters count once in the norm": (
+        TENSOR2 | CLIPPED,
+        "deepspeed.runtime.zero.stage_1_and_2.is_model_parallel_parameter",
+        lambda parameter: False,
+    ),
+}
+REFERENCES = {"": {}, "gpt": GPT | CLIPPED, "clipped": CLIPPED}
 CASES = [(world_size, name) for world_size, layouts in LAYOUTS.items() for name in layouts]
 
 
@@ -69,16 +89,30 @@ def train_worker(corpus: str, layouts: dict[str, dict[str, Any]]) -> dict[str, A
     world = join_world()
     results: dict[str, Any] = {}
     for name, changes in layouts.items():
-        recipe = parse_recipe(changed(small_recipe(Path(corpus)), **changes), name)
-        topology = recipe.topology(world)
-        engine = build_engine(recipe, topology, build_deepspeed_config(recipe, topology))
-        data = TrainingData(recipe, topology, topology.coordinates(world.rank).data)
-        results[name] = train(engine, data, recipe, range(1, recipe.training.steps + 1))
-        results[name]["validation"] = engine.evaluate(data.evaluation())
-        if world.size == 1 and "zero" not in name:
-            results[name]["weights"] = weights(engine, recipe)
+        with seeded_fault(name):
+            results[name] = train_layout(world, Path(corpus), changes)
     dist.destroy_process_group()
     return results
+
+
+def train_layout(world: World, corpus: Path, changes: dict[str, Any]) -> dict[str, Any]:
+    recipe = parse_recipe(changed(small_recipe(corpus), **changes), "test")
+    topology = recipe.topology(world)
+    engine = build_engine(recipe, topology, build_deepspeed_config(recipe, topology))
+    data = TrainingData(recipe, topology, topology.coordinates(world.rank).data)
+    result = train(engine, data, recipe, range(1, recipe.training.steps + 1))
+    result["validation"] = engine.evaluate(data.evaluation())
+    if world.size == 1 and "zero" not in recipe.deepspeed.replace("zero1", ""):
+        result["weights"] = weights(engine, recipe)
+    return result
+
+
+def seeded_fault(name: str) -> contextlib.AbstractContextManager:
+    """What a case of MUTANTS breaks; nothing for the layouts."""
+    if name not in MUTANTS:
+        return contextlib.nullcontext()
+    _, target, broken = MUTANTS[name]
+    return mock.patch(target, broken)
 
 
 def resume_worker(corpus: str, layouts: dict[str, dict[str, Any]]) -> dict[str, Any]:
@@ -105,8 +139,6 @@ def resume_worker(corpus: str, layouts: dict[str, dict[str, Any]]) -> dict[str, 
 
 
 def join_world() -> World:
-    import os
-
     world = World.from_environment(os.environ)
     torch.set_num_threads(1)
     start_processes(world, precision="fp32")
@@ -138,10 +170,11 @@ def references(corpus: Path) -> dict[str, Any]:
 
 @pytest.fixture(scope="session")
 def trained(corpus: Path) -> dict[tuple[int, str], Any]:
-    """Every layout's results, one set of processes per world size."""
+    """Every layout's and mutant's results, one set of processes per world size."""
+    mutants = {name: changes for name, (changes, *_) in MUTANTS.items()}
     return {
         (world_size, name): result
-        for world_size, layouts in LAYOUTS.items()
+        for world_size, layouts in (LAYOUTS | {2: LAYOUTS[2] | mutants}).items()
         for name, result in run_ranks(world_size, train_worker, str(corpus), layouts)[0].items()
     }
 
@@ -155,6 +188,18 @@ def test_losses_are_those_of_one_rank(
     assert got["losses"] == pytest.approx(expected["losses"], rel=1e-5)
     assert got["grad_norms"] == pytest.approx(expected["grad_norms"], rel=1e-4)
     assert got["validation"] == pytest.approx(expected["validation"], rel=1e-5)
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_a_seeded_fault_is_seen(
+    name: str, trained: dict[tuple[int, str], Any], references: dict[str, Any]
+) -> None:
+    expected = references["gpt" if name.startswith("gpt") else ""]
+    if "norm" in name:
+        expected = references["clipped"]
+    got = trained[2, name]
+    same_losses = got["losses"] == pytest.approx(expected["losses"], rel=1e-5)
+    assert not (same_losses and got["grad_norms"] == pytest.approx(expected["grad_norms"], 1e-4))
 
 
 def test_the_references_learn_and_clip(references: dict[str, Any]) -> None:

@@ -22,8 +22,8 @@ TINY = REPOSITORY / "recipes" / "tiny.toml"
 # --set overrides of tiny.toml, ranks, what the message must name: the key, then a value that works
 BAD: list[tuple[str, int, str, str]] = [
     # the model
-    ("model.heads=7", 2, "model.hidden_size = 256 is not divisible by heads = 7", "252 or 259"),
-    ("model.kv_heads=3", 2, "model.kv_heads = 3", "use kv_heads = 2 or 4"),
+    ("model.heads=7", 2, "model.hidden_size = 192 is not divisible by heads = 7", "189 or 196"),
+    ("model.kv_heads=4", 2, "model.kv_heads = 4", "use kv_heads = 3 or 6"),
     ("model.layers=0", 2, "model.layers = 0", "use layers = 1"),
     ("model.layers=six", 2, "model.layers = 'six'", "layers = 4"),
     ("model.layers=4.5", 2, "model.layers = 4.5", "layers = 4"),
@@ -33,10 +33,10 @@ BAD: list[tuple[str, int, str, str]] = [
     ("model.dropout=1.5", 2, "model.dropout = 1.5", "use 0.1"),
     ("model.head_size=33", 2, "model.head_size = 33", "use head_size = 34"),
     ("model.rope_theta=-1", 2, "model.rope_theta = -1", "use 10000.0"),
-    ("model.hiden_size=256", 2, "unknown key model.hiden_size", "did you mean model.hidden_size?"),
+    ("model.hiden_size=192", 2, "unknown key model.hiden_size", "did you mean model.hidden_size?"),
     # the layout
-    ("layout.tensor=3", 3, "model.heads = 8 is not divisible by layout.tensor = 3", "2 or 4"),
-    ("layout.tensor=4", 8, "model.kv_heads = 2 is not divisible by layout.tensor", "tensor = 2"),
+    ("layout.tensor=4", 8, "model.heads = 6 is not divisible by layout.tensor = 4", "tensor = 2"),
+    ("layout.tensor=3", 6, "model.kv_heads = 2 is not divisible by layout.tensor", "tensor = 2"),
     ("layout.pipeline=5", 5, "layout.pipeline = 5", "use layout.pipeline = 4"),
     ("layout.pipeline=0", 2, "layout.pipeline = 0", "pipeline = 2"),
     ("layout.recompute=some", 2, "layout.recompute = 'some'", "'none', 'selective' or 'full'"),
@@ -57,8 +57,8 @@ BAD: list[tuple[str, int, str, str]] = [
     # the batch, the optimizer, the run
     ("batch.micro_sequences=3", 2, "batch.global_sequences = 32", "30 or 33"),
     ("batch.micro_sequences=0", 2, "batch.micro_sequences = 0", "micro_sequences = 4"),
-    ("optimizer.learning_rate=fast", 2, "optimizer.learning_rate = 'fast'", "0.003"),
-    ("optimizer.learning_rate=nan", 2, "optimizer.learning_rate = nan", "0.003"),
+    ("optimizer.learning_rate=fast", 2, "optimizer.learning_rate = 'fast'", "0.004"),
+    ("optimizer.learning_rate=nan", 2, "optimizer.learning_rate = nan", "0.004"),
     ("optimizer.betas=[0.9]", 2, "optimizer.betas.1", "betas = [ 0.9, 0.95, ]"),
     ("optimizer.betas=[0.9, 1.0]", 2, "optimizer.betas.1 = 1.0", "betas = [ 0.9, 0.95, ]"),
     ("optimizer.lr=1e-3", 2, "unknown key optimizer.lr", "learning_rate"),
@@ -67,7 +67,7 @@ BAD: list[tuple[str, int, str, str]] = [
     ("optimizer.schedule.warmup_steps=10000", 2, "optimizer.schedule.warmup_steps", "use warmup"),
     (
         "optimizer.schedule.minimum_learning_rate=1", 2,
-        "optimizer.schedule.minimum_learning_rate = 1.0", "use 0.0003",
+        "optimizer.schedule.minimum_learning_rate = 1.0", "use 0.0004",
     ),
     ("training.steps=-5", 2, "training.steps = -5", "steps = "),
     ("training.epochs=3", 2, "unknown key training.epochs", "are steps, evaluate_every"),
@@ -184,13 +184,13 @@ def test_overrides_have_toml_values_and_bare_words_are_strings() -> None:
     recipe = load_recipe(
         TINY,
         [
-            "optimizer.learning_rate=3e-4",
+            "optimizer.learning_rate=5e-4",
             "name=tiny2",
             'tracking.tags=["a", "b"]',
             "layout.tensor=2",
         ],
     )
-    assert recipe.optimizer.learning_rate == 3e-4
+    assert recipe.optimizer.learning_rate == 5e-4
     assert (recipe.name, recipe.tracking.tags, recipe.layout.tensor) == ("tiny2", ("a", "b"), 2)
 
 
@@ -237,5 +237,5 @@ def test_two_ranks_print_one_message_and_no_traceback() -> None:
     ]
     outputs = [process.communicate(timeout=60)[0] for process in ranks]
     assert [process.returncode for process in ranks] == [2, 2]
-    assert outputs[0].count("model.hidden_size = 256 is not divisible by heads = 7") == 1
+    assert outputs[0].count("model.hidden_size = 192 is not divisible by heads = 7") == 1
     assert outputs[0].count("\n") == 1 and outputs[1] == ""

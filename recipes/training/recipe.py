@@ -2,6 +2,7 @@
 
 import difflib
 import json
+import math
 import tomllib
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -79,7 +80,7 @@ class Optimizer(Section):
             raise ValueError(
                 f"optimizer.schedule.minimum_learning_rate = {schedule.minimum_learning_rate} is "
                 f"above optimizer.learning_rate = {self.learning_rate}; "
-                f"use {self.learning_rate / 10}"
+                f"use {self.learning_rate / 10:g}"
             )
         if (schedule.decay == "wsd") != (schedule.decay_steps > 0):
             raise ValueError(
@@ -169,12 +170,13 @@ class Recipe(Section):
     @model_validator(mode="after")
     def _check(self) -> "Recipe":
         model, tensor = self.model, self.layout.tensor
+        divisible = math.gcd(model.heads, model.kv_heads, model.ffn_hidden_size)
         for key in ("heads", "kv_heads", "ffn_hidden_size"):
             size = getattr(model, key)
             if size % tensor:
                 raise ValueError(
                     f"model.{key} = {size} is not divisible by layout.tensor = {tensor}; use "
-                    f"layout.tensor = {nearest_divisors(size, tensor)}"
+                    f"layout.tensor = {nearest_divisors(divisible, tensor)}"
                 )
         if self.layout.sequence_parallel and model.sequence_length % tensor:
             raise ValueError(

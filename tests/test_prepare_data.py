@@ -1,0 +1,87 @@
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from transformers import AutoTokenizer
+
+from recipes.training.data import tokenizer_hash
+from recipes.training.recipe import REPOSITORY
+from recipes.training.token_file import TokenFile
+
+TEXTS = [f"document {i}: the quick brown fox jumps over {i * 7} lazy dogs\n" for i in range(60)]
+
+
+def prepare(*arguments: object) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "recipes/prepare_data.py", *map(str, arguments)],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("text")
+    source = folder / "text.jsonl"
+    source.write_text("".join(json.dumps({"body": text}) + "\n" for text in TEXTS))
+    options = ["--column", "body", "--vocab-size", 300, "--output", folder / "out"]
+    done = prepare("--source", source, *options)
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+def test_the_tokens_are_the_documents(prepared: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(prepared / "out" / "tokenizer")
+    texts = []
+    for name in ("train", "validation"):
+        tokens = np.array(TokenFile(prepared / "out" / name).tokens)
+        ends = np.flatnonzero(tokens == tokenizer.eos_token_id)
+        assert ends[-1] == len(tokens) - 1
+        texts += [tokenizer.decode(part[:-1]) for part in np.split(tokens, ends[:-1] + 1)]
+    assert sorted(texts) == sorted(TEXTS)
+
+
+def test_the_manifest_describes_the_folder(prepared: Path) -> None:
+    manifest = json.loads((prepared / "out" / "manifest.json").read_text())
+    counts = [manifest["files"][name]["documents"] for name in ("train", "validation")]
+    assert sum(counts) == 60 and min(counts) > 0
+    assert manifest["vocab_size"] == 300
+    assert manifest["tokenizer_sha256"] == tokenizer_hash(prepared / "out" / "tokenizer")
+
+
+def test_a_corpus_is_not_prepared_twice(prepared: Path) -> None:
+    done = prepare("--source", prepared / "text.jsonl", "--output", prepared / "out")
+    assert done.returncode == 0 and "already there" in done.stdout
+
+
+def test_a_tokenizer_can_be_brought_along(prepared: Path) -> None:
+    done = prepare(
+        *("--source", prepared / "text.jsonl", "--column", "body"),
+        *("--tokenizer", prepared / "out" / "tokenizer", "--output", prepared / "again"),
+    )
+    assert done.returncode == 0, done.stderr
+    for name in ("train.bin", "train.idx", "validation.bin"):
+        assert (prepared / "again" / name).read_bytes() == (prepared / "out" / name).read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["--source", "nowhere.jsonl"], "--source nowhere.jsonl: no such file"),
+        (["--column", "text"], "--column text"),
+        (["--column", "body", "--validation-fraction", "0"], "--validation-fraction 0.0"),
+    ],
+)
+def test_bad_input_is_refused_in_one_line(
+    prepared: Path, tmp_path: Path, arguments: list[str], named: str
+) -> None:
+    source = [] if "--source" in arguments else ["--source", prepared / "text.jsonl"]
+    done = prepare(*source, "--output", tmp_path / "bad", *arguments)
+    assert done.returncode == 1
+    assert named in done.stderr and "Traceback" not in done.stderr
+    assert not (tmp_path / "bad").exists()

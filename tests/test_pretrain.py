@@ -1,0 +1,208 @@
+"""The command, started as a user starts it, on a small recipe."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tomli_w
+
+from recipes.training.recipe import REPOSITORY, load_recipe
+from tests.conftest import changed
+from tests.ranks import free_port, rank_environment
+
+TIMED = ("step_seconds", "tokens_per_second", "tflops_per_gpu", "memory_gb")
+
+
+@pytest.fixture(scope="module")
+def recipe_file(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from tests.conftest import small_recipe
+
+    table = changed(
+        small_recipe(corpus),
+        name="small",
+        layout__pipeline=2,
+        training__steps=8,
+        training__evaluate_every=4,
+        checkpoint__every=4,
+        tracking__mode="offline",
+    )
+    file = tmp_path_factory.mktemp("recipe") / "small.toml"
+    file.write_text(tomli_w.dumps(table))
+    return file
+
+
+@pytest.fixture(scope="module")
+def finished(recipe_file: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """The run folder and the output of an undisturbed run under the `deepspeed` launcher."""
+    folder = tmp_path_factory.mktemp("runs") / "small"
+    return folder, deepspeed(recipe_file, "--run-dir", str(folder))
+
+
+def deepspeed(*arguments: object, code: int = 0) -> str:
+    """`deepspeed` with two CPU ranks; its output."""
+    command = [
+        str(Path(sys.executable).with_name("deepspeed")),
+        *("--num_gpus", "2", "--master_port", str(free_port())),
+        *("recipes/pretrain.py", *map(str, arguments)),
+    ]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    environment |= {"DS_ACCELERATOR": "cpu"}
+    done = subprocess.run(
+        command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=300
+    )
+    output = done.stdout + done.stderr
+    assert done.returncode == code, output
+    return output
+
+
+def two_ranks(*arguments: object, code: int = 0) -> str:
+    """The command on two ranks as `torchrun` would start it; rank 0's output."""
+    port = free_port()
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "recipes/pretrain.py", *map(str, arguments)],
+            cwd=REPOSITORY,
+            env=os.environ | rank_environment(rank, 2, port),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    outputs = [process.communicate(timeout=300)[0] for process in processes]
+    assert [process.returncode for process in processes] == [code, code], outputs
+    return outputs[0]
+
+
+def metrics(folder: Path) -> list[dict[str, Any]]:
+    """The run's metrics without what a clock decides."""
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [{key: line[key] for key in line if key not in TIMED} for line in lines]
+
+
+def events(folder: Path) -> list[tuple[str, int]]:
+    lines = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
+    return [(line["event"], line["step"]) for line in lines]
+
+
+def test_a_run_leaves_what_the_design_says(finished: tuple[Path, str], recipe_file: Path) -> None:
+    folder, output = finished
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == list(range(1, 9))
+    assert all(
+        {*TIMED, "loss", "grad_norm", "learning_rate", "mfu"} <= line.keys() for line in lines
+    )
+    assert [line["tokens"] for line in lines] == [256 * step for step in range(1, 9)]
+    assert [line["step"] for line in lines if "validation_loss" in line] == [4, 8]
+    assert lines[-1]["loss"] < lines[0]["loss"]
+    assert events(folder) == [("start", 0), ("save", 4), ("save", 8), ("end", 8)]
+    assert load_recipe(folder / "recipe.toml") == load_recipe(recipe_file)
+    names = sorted(path.name for path in (folder / "checkpoints").iterdir())
+    assert names == ["step-0000004", "step-0000008"]
+    assert "small is finished: 8 of 8 steps" in output
+
+
+def test_weights_and_biases_runs_on_one_rank_with_the_resolved_recipe(
+    finished: tuple[Path, str],
+) -> None:
+    home = finished[0] / "wandb"
+    run_id = (home / "run_id").read_text()
+    runs = list(home.glob("offline-run-*"))
+    assert len(runs) == 1 and runs[0].name.endswith(run_id)
+    (log,) = runs[0].glob("*.wandb")
+    content = log.read_bytes()
+    for expected in (b"global_sequences", b"zero1_fp32.json", b"code_version", b"validation_loss"):
+        assert expected in content
+
+
+def test_a_second_start_of_a_finished_run_says_so(
+    finished: tuple[Path, str], recipe_file: Path
+) -> None:
+    folder, _ = finished
+    before = (folder / "metrics.jsonl").read_bytes()
+    output = two_ranks(recipe_file, "--run-dir", folder)
+    assert "small is finished: 8 of 8 steps" in output
+    assert (folder / "metrics.jsonl").read_bytes() == before
+    assert events(folder)[-1] == ("end", 8)
+
+
+def test_an_interrupted_run_continues_bit_for_bit(
+    finished: tuple[Path, str], recipe_file: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "small"
+    shutil.copytree(finished[0], folder)
+    shutil.rmtree(folder / "checkpoints" / "step-0000008")
+    with (folder / "metrics.jsonl").open("a") as stream:
+        stream.write('{"step": 9, "lo')  # a process killed in the middle of a line
+    (folder / "checkpoints" / "step-0000008.incomplete").mkdir()
+    output = two_ranks(recipe_file, "--run-dir", folder)
+    assert "resumed after step 4" in output
+    assert metrics(folder) == metrics(finished[0])
+    assert events(folder)[-3:] == [("resume", 4), ("save", 8), ("end", 8)]
+    assert not list((folder / "checkpoints").glob("*.incomplete"))
+    assert len(list((folder / "wandb").glob("offline-run-*"))) == 2
+    assert (folder / "wandb" / "run_id").read_text() == (finished[0] / "wandb/run_id").read_text()
+
+
+def test_the_same_seed_gives_the_same_metrics_and_never_starts_again(
+    finished: tuple[Path, str], recipe_file: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "small"
+    shutil.copytree(finished[0], folder)
+    output = two_ranks(recipe_file, "--run-dir", folder, "--resume", "never")
+    assert "the run that was there is now" in output
+    assert metrics(folder) == metrics(finished[0])
+    (aside,) = tmp_path.glob("small.*")
+    assert metrics(aside) == metrics(finished[0])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["--set", "seed=5"], "seed = 1234, this recipe has 5"),
+        (["--set", "model.layers=3"], "model.layers = 2, this recipe has 3"),
+        (["--set", "layout.tensor=2", "--set", "layout.pipeline=1"], "use the same layout"),
+        (["--resume", "nowhere"], "--resume nowhere: no checkpoint there"),
+    ],
+)
+def test_what_cannot_be_resumed_is_refused(
+    finished: tuple[Path, str], recipe_file: Path, arguments: list[str], named: str
+) -> None:
+    steps = ["--set", "training.steps=12"]
+    output = two_ranks(recipe_file, "--run-dir", finished[0], *steps, *arguments, code=2)
+    assert named in output and "Traceback" not in output and output.count("\n") == 1
+
+
+def test_a_short_checkpoint_is_refused(
+    finished: tuple[Path, str], recipe_file: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "small"
+    shutil.copytree(finished[0], folder)
+    file = folder / "checkpoints/step-0000008/deepspeed/layer_01-model_00-model_states.pt"
+    file.write_bytes(file.read_bytes()[:-1])
+    arguments = ["--run-dir", folder, "--set", "training.steps=12"]
+    assert f"{file} is missing or does not have its" in two_ranks(recipe_file, *arguments, code=2)
+
+
+def test_a_run_whose_loss_is_not_finite_stops(recipe_file: Path, tmp_path: Path) -> None:
+    explode = ["--set", "optimizer.learning_rate=1e38", "--set", "optimizer.gradient_clipping=0"]
+    output = two_ranks(recipe_file, "--run-dir", tmp_path / "x", *explode, code=3)
+    assert "stopped: the loss of step" in output and "Traceback" not in output
+    assert events(tmp_path / "x")[-1][0] == "stop"
+
+
+def test_a_bad_recipe_is_refused_once_under_the_launcher() -> None:
+    output = deepspeed("--set", "layout.pipeline=9", code=2)
+    assert output.count("layout.pipeline = 9 has more stages than model.layers") == 1
+    assert "Traceback" not in output
+
+
+def test_a_corpus_that_is_not_there_is_refused(recipe_file: Path, tmp_path: Path) -> None:
+    arguments = ["--set", "data.validation=nowhere/x", "--run-dir", tmp_path / "x"]
+    output = two_ranks(recipe_file, *arguments, code=2)
+    assert "nowhere/x.idx is missing; make it with recipes/prepare_data.py" in output

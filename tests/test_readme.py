@@ -1,0 +1,95 @@
+"""The README is true: its tree, its commands, its numbers."""
+
+import re
+import shlex
+import subprocess
+import sys
+
+import pytest
+
+from models.cost import parameter_count
+from recipes.training.recipe import DEFAULT_RECIPE, REPOSITORY, load_recipe
+
+README = (REPOSITORY / "README.md").read_text()
+BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```$", README, flags=re.DOTALL | re.MULTILINE)
+TREE = next(text for _, text in BLOCKS if text.startswith("recipes/"))
+COMMANDS = [
+    line.partition("  #")[0].strip()
+    for kind, text in BLOCKS
+    if not kind and text != TREE and not text.startswith("$")
+    for line in text.splitlines()
+]
+SHOWN = [text for _, text in BLOCKS if text.startswith("$")]  # a command and what it prints
+
+
+def tree_paths() -> list[str]:
+    """The tree's entries as paths."""
+    folders: list[tuple[int, str]] = []
+    paths = []
+    for line in TREE.splitlines():
+        indent, name = len(line) - len(line.lstrip()), line.split()[0]
+        folders = [(depth, folder) for depth, folder in folders if depth < indent]
+        path = "".join(folder for _, folder in folders) + name
+        paths.append(path)
+        if name.endswith("/"):
+            folders.append((indent, name))
+    return paths
+
+
+def test_the_tree_is_what_is_there() -> None:
+    paths = tree_paths()
+    assert [path for path in paths if not (REPOSITORY / path).exists()] == []
+    listed = {path.removesuffix("/") for path in paths}
+    for folder in ("recipes", "recipes/training", "models"):
+        for file in (REPOSITORY / folder).glob("*.py"):
+            name = str(file.relative_to(REPOSITORY))
+            assert name in listed or file.name == "__init__.py", f"{name} is not in the tree"
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_command_names_what_exists(command: str) -> None:
+    words = shlex.split(command)
+    if words[0] == "make":
+        assert re.search(rf"^{words[1]}:", (REPOSITORY / "Makefile").read_text(), re.MULTILINE)
+    made = {"recipes/mine.toml"}  # by the cp before it
+    for word in words:
+        if word.startswith(("recipes/", "slurm/", "ds_configs/")) and word not in made:
+            assert (REPOSITORY / word).exists(), word
+    script = next((word for word in words if word.endswith(".py")), None)
+    if script:
+        usage = subprocess.run(
+            [sys.executable, script, "--help"], cwd=REPOSITORY, capture_output=True, text=True
+        )
+        assert usage.returncode == 0
+        after = words[words.index(script) + 1 :]
+        for option in (word for word in after if word.startswith("--")):
+            assert option in usage.stdout, option
+
+
+@pytest.mark.parametrize("text", SHOWN)
+def test_a_shown_command_prints_what_is_shown(text: str) -> None:
+    command, expected = text.removeprefix("$ ").split("\n", 1)
+    words = shlex.split(command)
+    assert words[0] == "python"
+    done = subprocess.run(
+        [sys.executable, *words[1:]], cwd=REPOSITORY, capture_output=True, text=True
+    )
+    assert done.stdout + done.stderr == expected
+
+
+def test_the_default_model_is_as_large_as_stated() -> None:
+    count = parameter_count(load_recipe(DEFAULT_RECIPE).model)
+    assert f"{count / 1e6:.1f} M parameter" in README
+
+
+def test_every_deepspeed_config_is_explained() -> None:
+    for path in (REPOSITORY / "ds_configs").glob("*.json"):
+        assert f"`{path.name}`" in README
+
+
+def test_the_proofs_are_counted_right() -> None:
+    from tests.test_layouts import CASES
+    from tests.test_recipe import BAD
+
+    assert f"in {len(CASES)} layouts" in README
+    assert len(BAD) > 50 and "More than 50 bad recipes" in README

@@ -1,0 +1,54 @@
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from recipes.training.recipe import REPOSITORY, parse_recipe
+from recipes.training.run_folder import RunFolder
+
+HOLD = (
+    "import sys, time, pathlib; sys.path[0] = '.'\n"
+    "from recipes.training.run_folder import RunFolder\n"
+    "RunFolder(pathlib.Path(sys.argv[1])).hold(); folder = None"
+)
+
+
+def test_a_second_process_is_refused_and_a_dead_one_is_not_missed(tmp_path: Path) -> None:
+    holder = subprocess.Popen(
+        [sys.executable, "-c", f"{HOLD}", str(tmp_path / "run")], cwd=REPOSITORY
+    )
+    holder.wait(timeout=30)  # held, then gone
+    folder = RunFolder(tmp_path / "run")
+    folder.hold()
+    second = subprocess.run(
+        [sys.executable, "-c", HOLD, str(tmp_path / "run")],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+    )
+    assert second.returncode != 0
+    assert "is in use by process" in second.stderr and "--run-dir" in second.stderr
+
+
+def test_metrics_of_steps_to_be_done_again_are_dropped(tmp_path: Path, small) -> None:
+    folder = RunFolder(tmp_path / "run")
+    folder.hold()
+    for step in range(1, 6):
+        folder.metric({"step": step, "loss": 0.1 + 0.2})
+    folder.prepare(parse_recipe(small, "test"), 3, fresh=False)
+    assert [line["step"] for line in folder.read_metrics()] == [1, 2, 3]
+    assert folder.read_metrics()[0]["loss"] == 0.1 + 0.2  # every digit
+
+
+def test_a_fresh_start_sets_the_old_run_aside(tmp_path: Path, small) -> None:
+    folder = RunFolder(tmp_path / "run")
+    folder.hold()
+    folder.metric({"step": 1})
+    folder.event("start", 0)
+    folder.prepare(parse_recipe(small, "test"), 0, fresh=True)
+    assert folder.read_metrics() == [] and not folder.events.exists()
+    (aside,) = tmp_path.glob("run.*")
+    assert RunFolder(aside).read_metrics() == [{"step": 1}]
+    with pytest.raises(ValueError, match="is in use"):
+        RunFolder(tmp_path / "run").hold()

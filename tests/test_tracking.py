@@ -1,0 +1,152 @@
+import os
+import socket
+import time
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from recipes.training import tracking
+from recipes.training.recipe import parse_recipe
+from recipes.training.run_folder import RunFolder
+from tests.conftest import changed
+from tests.ranks import free_port
+
+LINE = {
+    "step": 1,
+    "loss": 2.5,
+    "learning_rate": 1e-3,
+    "step_seconds": 0.5,
+    "tokens_per_second": 1000.0,
+    "tflops_per_gpu": 0.01,
+    "mfu": None,
+}
+
+
+def recipe_with(table: dict[str, Any], mode: str):
+    return parse_recipe(changed(table, tracking__mode=mode), "test")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> RunFolder:
+    folder = RunFolder(tmp_path / "run")
+    folder.hold()
+    return folder
+
+
+@pytest.fixture
+def without_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+
+
+def test_a_key_decides_between_online_and_offline(
+    small, folder: RunFolder, without_key: None, tmp_path: Path, monkeypatch
+) -> None:
+    auto = recipe_with(small, "auto")
+    assert tracking.wandb_arguments(auto, folder.path)["mode"] == "offline"
+    (tmp_path / "netrc").write_text("machine api.wandb.ai login user password x\n")
+    assert tracking.wandb_arguments(auto, folder.path)["mode"] == "online"
+    (tmp_path / "netrc").unlink()
+    monkeypatch.setenv("WANDB_API_KEY", "x" * 40)
+    first = tracking.wandb_arguments(auto, folder.path)
+    again = tracking.wandb_arguments(auto, folder.path)
+    assert first["mode"] == "online" and first["resume"] == "allow"
+    assert first["id"] == again["id"] and first["name"] == "tiny" and first["tags"] == ["tiny"]
+    assert first["config"]["model"]["layers"] == 2 and "code_version" in first["config"]
+
+
+def test_an_unreachable_server_neither_stops_nor_slows_the_run(
+    small, folder: RunFolder, monkeypatch
+) -> None:
+    monkeypatch.setenv("WANDB_API_KEY", "x" * 40)
+    monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{free_port()}")  # nobody listens
+    monkeypatch.setattr(tracking.WandbThread, "SECONDS_TO_FINISH", 2.0)
+    check_a_run_goes_on(recipe_with(small, "online"), folder)
+
+
+def test_a_server_that_never_answers_neither_stops_nor_slows_the_run(
+    small, folder: RunFolder, monkeypatch
+) -> None:
+    monkeypatch.setenv("WANDB_API_KEY", "x" * 40)
+    monkeypatch.setattr(tracking.WandbThread, "SECONDS_TO_FINISH", 2.0)
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
+        monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{silent.getsockname()[1]}")
+        check_a_run_goes_on(recipe_with(small, "online"), folder)
+
+
+def check_a_run_goes_on(recipe, folder: RunFolder) -> None:
+    thread = tracking.WandbThread(recipe, folder)
+    started = time.monotonic()
+    for step in range(1000):
+        thread.log(LINE | {"step": step})
+    assert time.monotonic() - started < 1.0  # queued, whatever the server does
+    problem = thread.finish()
+    assert time.monotonic() - started < 10.0
+    assert problem is None or "metrics.jsonl has every step" in problem
+
+
+def test_weights_and_biases_that_raises_is_reported_once(small, folder: RunFolder) -> None:
+    with mock.patch.object(tracking, "start_wandb", side_effect=RuntimeError("no disk")):
+        thread = tracking.WandbThread(recipe_with(small, "offline"), folder)
+        thread.log(LINE)
+        assert thread.finish() == (
+            "Weights & Biases stopped (no disk); metrics.jsonl has every step"
+        )
+
+
+def test_only_rank_0_tracks(small, folder: RunFolder) -> None:
+    recipe = recipe_with(small, "disabled")
+    with tracking.open_tracker(recipe, folder, 1, 0) as silent:
+        silent.step(LINE)
+        silent.end()
+    assert not folder.metrics.exists() and not folder.events.exists()
+    with tracking.open_tracker(recipe, folder, 0, 0) as tracker:
+        tracker.step(LINE)
+        tracker.end()
+    assert folder.read_metrics() == [LINE]
+
+
+def test_lines_tell_loss_speed_and_time_left(capsys: pytest.CaptureFixture[str]) -> None:
+    display = tracking.Display(steps=100, done=0)
+    display.step(LINE)
+    display.step(LINE | {"step": 2})  # within ten seconds: no line
+    display.step(LINE | {"step": 3, "validation_loss": 2.25, "mfu": 0.5})
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 2
+    assert lines[0].startswith("step   1/100  loss 2.5000  lr 1.00e-03  1,000 tokens/s")
+    assert lines[0].endswith("00:49 left")
+    assert "validation 2.2500" in lines[1] and "MFU 50.0%" in lines[1]
+
+
+def test_a_terminal_gets_a_progress_bar(capsys: pytest.CaptureFixture[str]) -> None:
+    with mock.patch("sys.stdout.isatty", return_value=True):
+        display = tracking.Display(steps=100, done=0)
+    display.step(LINE)
+    display.close()
+    shown = capsys.readouterr()
+    assert "1/100" in shown.err and "loss 2.5000" in shown.err and shown.out == ""
+
+
+def test_the_meter_counts_flops_of_the_whole_world(small) -> None:
+    recipe = recipe_with(small, "disabled")
+    one, two = (
+        tracking.Meter(recipe, size, "fp32").line(
+            3, loss=1.0, grad_norm=2.0, learning_rate=0.1, seconds=0.5
+        )
+        for size in (1, 2)
+    )
+    assert one["tflops_per_gpu"] == 2 * two["tflops_per_gpu"] > 0
+    assert one["tokens"] == 3 * 256 and one["tokens_per_second"] == 512
+    assert one["mfu"] is None or one["mfu"] > 0
+    assert one["memory_gb"] > 0.05
+
+
+def test_the_code_version_is_the_commit(tmp_path: Path, monkeypatch) -> None:
+    assert tracking.code_version() is None or len(tracking.code_version()) >= 40
+    monkeypatch.setattr(tracking, "REPOSITORY", tmp_path)
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", os.path.dirname(tmp_path))
+    assert tracking.code_version() is None
