@@ -17,6 +17,7 @@ import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 from models.cost import parameter_count
 from recipes.training.deepspeed_config import build_deepspeed_config, precision
@@ -24,6 +25,9 @@ from recipes.training.learning_rate import learning_rate
 from recipes.training.recipe import DEFAULT_RECIPE, REPOSITORY, Recipe, load_recipe, short
 from recipes.training.run_folder import RunFolder
 from recipes.training.topology import Topology, World
+
+if TYPE_CHECKING:
+    from recipes.training.engine import StepResult
 
 SECONDS_FOR_RANK_0_TO_SPEAK = 5
 
@@ -80,8 +84,8 @@ def main() -> None:
             if due(step, recipe.training.evaluate_every, recipe):
                 metrics["validation_loss"] = engine.evaluate(data.evaluation())
             tracker.step(metrics)
-            if not math.isfinite(result.loss):
-                tracker.stop(f"the loss of step {step} is {result.loss}")
+            if broken := find_broken(result, precision(config)):
+                tracker.stop(f"{broken} in step {step}; the newest checkpoint is before that")
                 sys.exit(3)
             if due(step, recipe.checkpoint.every, recipe):
                 checkpoint.save(engine.save, folder, step, recipe, topology)
@@ -93,6 +97,18 @@ def main() -> None:
 def due(step: int, every: int, recipe: Recipe) -> bool:
     """Whether something is done after this step: every so many steps, and after the last."""
     return every > 0 and (step % every == 0 or step == recipe.training.steps)
+
+
+def find_broken(result: "StepResult", precision: str) -> str | None:
+    """What makes it pointless to go on: DeepSpeed would skip every step from here and exit 0.
+
+    In fp16 a step with infinite gradients is how the loss scale finds its value.
+    """
+    if not math.isfinite(result.loss):
+        return f"the loss is {result.loss}"
+    if not math.isfinite(result.grad_norm) and precision != "fp16":
+        return f"the gradient norm is {result.grad_norm}"
+    return None
 
 
 @contextmanager

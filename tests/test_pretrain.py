@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import tomli_w
 
+from recipes.pretrain import find_broken
+from recipes.training.engine import StepResult
 from recipes.training.recipe import REPOSITORY, load_recipe
 from tests.conftest import changed
 from tests.ranks import free_port, rank_environment
@@ -189,11 +191,19 @@ def test_a_short_checkpoint_is_refused(
     assert f"{file} is missing or does not have its" in two_ranks(recipe_file, *arguments, code=2)
 
 
-def test_a_run_whose_loss_is_not_finite_stops(recipe_file: Path, tmp_path: Path) -> None:
+def test_a_run_whose_gradients_are_not_finite_stops(recipe_file: Path, tmp_path: Path) -> None:
     explode = ["--set", "optimizer.learning_rate=1e38", "--set", "optimizer.gradient_clipping=0"]
     output = two_ranks(recipe_file, "--run-dir", tmp_path / "x", *explode, code=3)
-    assert "stopped: the loss of step" in output and "Traceback" not in output
+    assert "stopped: the gradient norm is inf in step 2" in output and "Traceback" not in output
     assert events(tmp_path / "x")[-1][0] == "stop"
+
+
+def test_what_is_broken_depends_on_the_precision() -> None:
+    nan, inf = float("nan"), float("inf")
+    assert find_broken(StepResult(loss=nan, grad_norm=1.0), "fp16") == "the loss is nan"
+    assert find_broken(StepResult(loss=1.0, grad_norm=inf), "bf16") == "the gradient norm is inf"
+    assert find_broken(StepResult(loss=1.0, grad_norm=inf), "fp16") is None
+    assert find_broken(StepResult(loss=1.0, grad_norm=1.0), "fp32") is None
 
 
 def test_a_bad_recipe_is_refused_once_under_the_launcher() -> None:
