@@ -96,16 +96,8 @@ class TokenEmbedding(VocabParallelEmbedding):
         return LayerSpec(cls, config, axis)
 
 
-class Head(VocabParallelEmbedding):
-    """[s, b, h] to the logits [s, b, v/t] of this rank's part of the vocabulary."""
-
-    def __init__(self, config: ModelConfig, axis: TensorAxis):
-        super().__init__(
-            config.vocab_size,
-            config.hidden_size,
-            padded_vocab_size=config.padded_vocab_size(axis.size),
-            axis=axis,
-        )
+class Head(TokenEmbedding):
+    """The same table the other way: [s, b, h] to the logits [s, b, v/t] of this rank's tokens."""
 
     def forward(self, x: Tensor) -> Tensor:
         """[s, b, h] to [s, b, v/t]."""

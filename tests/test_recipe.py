@@ -64,7 +64,10 @@ BAD: list[tuple[str, int, str, str]] = [
     ("optimizer.lr=1e-3", 2, "unknown key optimizer.lr", "learning_rate"),
     ("optimizer.schedule.decay=sqrt", 2, "optimizer.schedule.decay = 'sqrt'", "'wsd'"),
     ("optimizer.schedule.decay=wsd", 2, "optimizer.schedule.decay_steps = 0", "decay_steps = 1"),
-    ("optimizer.schedule.warmup_steps=10000", 2, "optimizer.schedule.warmup_steps", "use warmup"),
+    (
+        "optimizer.schedule.decay=wsd;optimizer.schedule.decay_steps=190", 2,
+        "optimizer.schedule.warmup_steps", "use training.steps = 2",
+    ),
     (
         "optimizer.schedule.minimum_learning_rate=1", 2,
         "optimizer.schedule.minimum_learning_rate = 1.0", "use 0.0004",

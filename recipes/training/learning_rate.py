@@ -6,7 +6,7 @@ from recipes.training.recipe import Optimizer
 
 
 def learning_rate(step: int, optimizer: Optimizer, steps: int) -> float:
-    """The learning rate of step 1, 2, ... `steps`.
+    """The learning rate of step 1, 2, ... `steps`; a run may end within its warm-up.
 
     Linear warm-up, which reaches the peak at step `warmup_steps`, then down to the minimum at
     the last step: over all that is left ("cosine", arXiv 1608.03983, or "linear"), or constant

@@ -190,11 +190,13 @@ class Recipe(Section):
                 f"model.layers = {model.layers}; use layout.pipeline = {model.layers} or fewer"
             )
         schedule = self.optimizer.schedule
-        if schedule.warmup_steps + schedule.decay_steps > self.training.steps:
-            key = "decay_steps" if schedule.decay_steps else "warmup_steps"
+        if schedule.decay == "wsd" and (
+            schedule.warmup_steps + schedule.decay_steps > self.training.steps
+        ):
             raise ValueError(
-                f"optimizer.schedule.{key} = {getattr(schedule, key)} goes beyond "
-                f"training.steps = {self.training.steps}; use {key} = {self.training.steps // 10}"
+                f"optimizer.schedule.warmup_steps = {schedule.warmup_steps} and decay_steps = "
+                f"{schedule.decay_steps} do not fit into training.steps = {self.training.steps}; "
+                f"use training.steps = {schedule.warmup_steps + schedule.decay_steps} or more"
             )
         return self
 
