@@ -16,7 +16,11 @@ class ModelConfig:
     """
 
     # For pydantic, which reads a recipe's [model] section into this class.
-    __pydantic_config__: ClassVar[dict] = {"extra": "forbid", "strict": True}
+    __pydantic_config__: ClassVar[dict] = {
+        "extra": "forbid",
+        "strict": True,
+        "allow_inf_nan": False,
+    }
 
     layers: int
     hidden_size: int

@@ -8,7 +8,9 @@
 | final_norm          | [s, b, h]    | [s, b, h]   |                                    |
 | head                | [s, b, h]    | [s, b, v/t] | logits of this rank's vocabulary   |
 
-Parameters get their layout-independent names here too: `blocks.3.attention.qkv.weight`.
+s sequence, b micro-batch, h hidden, v padded vocabulary, t tensor ranks; under sequence parallelism
+everything between embedding and head is [s/t, b, h]. Parameters get their layout-independent names
+here too: `blocks.3.attention.qkv.weight`.
 """
 
 from collections.abc import Callable, Iterator
@@ -40,7 +42,7 @@ def layer_specs(config: ModelConfig, axis: TensorAxis, recompute: str = "none") 
             NORMS[config.norm],
             config.hidden_size,
             config.norm_epsilon,
-            partial=axis.sequence_parallel,
+            input_is_split=axis.sequence_parallel,
             axis=axis,
         )
     )

@@ -1,7 +1,7 @@
 """The declaration: how a parameter's logical tensor lies over the tensor axis.
 
-Every parameter declares it once. Initialisation, gradient norm, saving, loading, another layout,
-Hugging Face and the proofs read it; nothing else in the code knows.
+Every parameter declares it once, and whoever must know the logical tensor (initialisation, gradient
+norm, the proofs) reads it here; nothing else in the code knows.
 """
 
 from collections.abc import Sequence

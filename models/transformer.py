@@ -30,11 +30,17 @@ class Block(nn.Module):
         norm = NORMS[config.norm]
         self.recompute = recompute
         self.attention_norm = norm(
-            config.hidden_size, config.norm_epsilon, partial=axis.sequence_parallel, axis=axis
+            config.hidden_size,
+            config.norm_epsilon,
+            input_is_split=axis.sequence_parallel,
+            axis=axis,
         )
         self.attention = Attention(config, axis, recompute_core=recompute == "selective")
         self.mlp_norm = norm(
-            config.hidden_size, config.norm_epsilon, partial=axis.sequence_parallel, axis=axis
+            config.hidden_size,
+            config.norm_epsilon,
+            input_is_split=axis.sequence_parallel,
+            axis=axis,
         )
         self.mlp = MLP(config, axis)
         self.dropout, self.axis = config.dropout, axis
@@ -54,7 +60,10 @@ class Block(nn.Module):
 
 
 class Attention(nn.Module):
-    """Causal self-attention over this rank's heads."""
+    """Causal self-attention over this rank's heads.
+
+    Communicates what its column-parallel and then its row-parallel linear do.
+    """
 
     def __init__(self, config: ModelConfig, axis: TensorAxis, *, recompute_core: bool):
         super().__init__()
@@ -68,11 +77,11 @@ class Attention(nn.Module):
             config.heads * d, config.hidden_size, bias=config.bias, axis=axis
         )
         if config.qk_norm:
-            self.q_norm = RMSNorm(d, config.norm_epsilon, partial=True, axis=axis)
-            self.k_norm = RMSNorm(d, config.norm_epsilon, partial=True, axis=axis)
+            self.q_norm = RMSNorm(d, config.norm_epsilon, input_is_split=True, axis=axis)
+            self.k_norm = RMSNorm(d, config.norm_epsilon, input_is_split=True, axis=axis)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[s, b, h] to [s, b, h]; forward: what its two linears communicate."""
+        """[s, b, h] to [s, b, h]."""
         qkv = self.qkv(x).unflatten(-1, (-1, self.config.attention_head_size))
         q, k, v = qkv.split([self.heads, self.kv_heads, self.kv_heads], dim=2)  # [s, b, a/t, d]
         if self.config.qk_norm:
@@ -89,21 +98,24 @@ class Attention(nn.Module):
         return self.output(y)
 
     def _core(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """q [s, b, a/t, d] and k, v [s, b, g/t, d] to [s, b, h/t]."""
+        """q [s, b, a/t, d] and k, v [s, b, g/t, d] to [s, b, a/t * d]."""
         q, k, v = (t.permute(1, 2, 0, 3) for t in (q, k, v))  # [b, a/t or g/t, s, d]
         grouped = self.heads != self.kv_heads
         if self.training and self.config.dropout > 0:
-            with split_region_random(self.axis):
+            with split_region_random(self.axis, q.device):
                 y = F.scaled_dot_product_attention(
                     q, k, v, dropout_p=self.config.dropout, is_causal=True, enable_gqa=grouped
                 )
         else:
             y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
-        return y.permute(2, 0, 1, 3).flatten(2)  # [s, b, h/t]
+        return y.permute(2, 0, 1, 3).flatten(2)  # [s, b, a/t * d]
 
 
 class MLP(nn.Module):
-    """gelu(x U) D, or silu(x G) * (x U) D (SwiGLU, arXiv 2002.05202)."""
+    """gelu(x U) D, or silu(x G) * (x U) D (SwiGLU, arXiv 2002.05202).
+
+    Communicates what its column-parallel and then its row-parallel linear do.
+    """
 
     def __init__(self, config: ModelConfig, axis: TensorAxis):
         super().__init__()
@@ -114,7 +126,7 @@ class MLP(nn.Module):
         self.down = RowParallelLinear(f, h, bias=config.bias, axis=axis)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[s, b, h] to [s, b, h]; forward: what its two linears communicate."""
+        """[s, b, h] to [s, b, h]."""
         x = self.up(x)  # [s, b, f/t], or [s, b, 2f/t] with the gate first
         if self.activation == "swiglu":
             gate, up = x.chunk(2, dim=-1)

@@ -29,6 +29,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from recipes.training.data import tokenizer_hash
+from recipes.training.recipe import repository_path
 from recipes.training.token_file import write_token_file
 
 END_OF_TEXT = "<|endoftext|>"
@@ -38,13 +39,13 @@ LOADERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".txt": "te
 def main() -> None:
     """Run the command."""
     options = parse_command_line()
-    output = Path(options.output)
+    output = repository_path(options.output)
     if (output / "manifest.json").exists():
         print(f"{output} is already there; delete it to prepare it again")
         return
     try:
         prepare(options, output)
-    except (ValueError, FileNotFoundError) as problem:
+    except (ValueError, OSError) as problem:
         sys.exit(f"prepare_data.py: {problem}")
 
 
@@ -73,7 +74,7 @@ def prepare(options: argparse.Namespace, output: Path) -> None:
         }
     manifest = {
         "source": options.source,
-        "tokenizer": str(output / "tokenizer"),
+        "tokenizer": f"{options.output}/tokenizer",
         "tokenizer_sha256": tokenizer_hash(workspace / "tokenizer"),
         "vocab_size": vocab_size,
         "files": files,
@@ -190,7 +191,9 @@ def parse_command_line() -> argparse.Namespace:
     parser.add_argument("--config", help="the hub dataset's configuration")
     parser.add_argument("--split", default="train", help="the hub dataset's split")
     parser.add_argument("--column", default="text", help="the column that holds the text")
-    parser.add_argument("--output", default="data/stdlib", help="folder to write")
+    parser.add_argument(
+        "--output", default="data/stdlib", help="folder to write, from the repository's root"
+    )
     parser.add_argument("--tokenizer", help="a tokenizer that transformers loads; none: train one")
     parser.add_argument("--vocab-size", type=int, default=2048, help="of the tokenizer to train")
     parser.add_argument("--validation-fraction", type=float, default=0.1)

@@ -17,17 +17,19 @@ import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from models.cost import parameter_count
 from recipes.training.deepspeed_config import build_deepspeed_config, precision
 from recipes.training.learning_rate import learning_rate
-from recipes.training.recipe import DEFAULT_RECIPE, REPOSITORY, Recipe, load_recipe, short
+from recipes.training.recipe import DEFAULT_RECIPE, REPOSITORY, Recipe, load_recipe, origin
 from recipes.training.run_folder import RunFolder
 from recipes.training.topology import Topology, World
 
 if TYPE_CHECKING:
-    from recipes.training.engine import StepResult
+    from recipes.training.data import TrainingData
+    from recipes.training.engine import Engine
+    from recipes.training.tracking import Meter
 
 SECONDS_FOR_RANK_0_TO_SPEAK = 5
 
@@ -38,7 +40,7 @@ def main() -> None:
     world = World.from_environment(os.environ)
     with refusals(world):
         recipe = load_recipe(options.recipe, options.set)
-    with refusals(world, options.recipe):
+    with refusals(world, options):
         topology = recipe.topology(world)
         config = build_deepspeed_config(recipe, topology)
 
@@ -48,10 +50,10 @@ def main() -> None:
     from recipes.training import checkpoint
     from recipes.training.data import TrainingData
     from recipes.training.engine import build_engine, start_processes
-    from recipes.training.tracking import Meter, open_tracker
+    from recipes.training.tracking import STOPPED, Meter, open_tracker
 
     folder = RunFolder(options.run_dir or REPOSITORY / "runs" / recipe.name)
-    with refusals(world, options.recipe):
+    with refusals(world, options):
         data = TrainingData(recipe, topology, topology.coordinates(world.rank).data)
         newest = checkpoint.find(folder.checkpoints, options.resume)
         done = checkpoint.read_manifest(newest, recipe, topology)["step"] if newest else 0
@@ -63,68 +65,81 @@ def main() -> None:
         if world.rank == 0:
             folder.hold()
             folder.prepare(recipe, done, fresh=options.resume == "never")
+            checkpoint.abandon_after(folder.checkpoints, done)
         start_processes(world, precision=precision(config))
+        checkpoint.agree(done)
 
     engine = build_engine(recipe, topology, config)
     if newest:
         engine.load(newest)
-    meter = Meter(recipe, world.size, precision(config))
+    meter = Meter(recipe, world.size, precision=precision(config), device_name=engine.device_name)
+    broken = None
     with open_tracker(recipe, folder, world.rank, done) as tracker:
         for step in range(done + 1, recipe.training.steps + 1):
-            started = time.perf_counter()
-            rate = learning_rate(step, recipe.optimizer, recipe.training.steps)
-            result = engine.train_step(step, data.step(step), rate)
-            metrics = meter.line(
-                step,
-                loss=result.loss,
-                grad_norm=result.grad_norm,
-                learning_rate=rate,
-                seconds=time.perf_counter() - started,
-            )
-            if due(step, recipe.training.evaluate_every, recipe):
-                metrics["validation_loss"] = engine.evaluate(data.evaluation())
+            metrics = train_step(step, recipe, engine, data, meter)
             tracker.step(metrics)
-            if broken := find_broken(result, precision(config)):
+            if broken := find_broken(metrics, precision(config)):
                 tracker.stop(f"{broken} in step {step}; the newest checkpoint is before that")
-                sys.exit(3)
-            if due(step, recipe.checkpoint.every, recipe):
+                break
+            if due(step, recipe.checkpoint.every, recipe.training.steps):
                 checkpoint.save(engine.save, folder, step, recipe, topology)
-        tracker.end()
-    summarize(recipe, folder, world)
+        else:
+            tracker.end()
+    dist.barrier()  # launchers end all ranks when the first one fails; rank 0 may be the last
     dist.destroy_process_group()
+    if broken:
+        sys.exit(STOPPED)
+    summarize(recipe, folder, world)
 
 
-def due(step: int, every: int, recipe: Recipe) -> bool:
-    """Whether something is done after this step: every so many steps, and after the last."""
-    return every > 0 and (step % every == 0 or step == recipe.training.steps)
+def train_step(
+    step: int, recipe: Recipe, engine: "Engine", data: "TrainingData", meter: "Meter"
+) -> dict[str, Any]:
+    """One step, and a validation where one is due; the step's line of metrics."""
+    started = time.perf_counter()
+    rate = learning_rate(step, recipe.optimizer, recipe.training.steps)
+    result = engine.train_step(step, data.step(step), rate)
+    seconds = time.perf_counter() - started
+    metrics = meter.line(
+        step, loss=result.loss, grad_norm=result.grad_norm, learning_rate=rate, seconds=seconds
+    )
+    if due(step, recipe.training.evaluate_every, recipe.training.steps):
+        metrics["validation_loss"] = engine.evaluate(data.evaluation())
+    return metrics
 
 
-def find_broken(result: "StepResult", precision: str) -> str | None:
+def due(step: int, every: int, last: int) -> bool:
+    """Whether something is done after this step: every so many steps (0: never), and at the last."""
+    return every > 0 and (step % every == 0 or step == last)
+
+
+def find_broken(metrics: dict[str, Any], number_format: str) -> str | None:
     """What makes it pointless to go on: DeepSpeed would skip every step from here and exit 0.
 
     In fp16 a step with infinite gradients is how the loss scale finds its value.
     """
-    if not math.isfinite(result.loss):
-        return f"the loss is {result.loss}"
-    if not math.isfinite(result.grad_norm) and precision != "fp16":
-        return f"the gradient norm is {result.grad_norm}"
+    if not math.isfinite(metrics["loss"]):
+        return f"the loss is {metrics['loss']}"
+    if not math.isfinite(metrics["grad_norm"]) and number_format != "fp16":
+        return f"the gradient norm is {metrics['grad_norm']}"
     return None
 
 
 @contextmanager
-def refusals(world: World, recipe: Path | None = None) -> Iterator[None]:
-    """Turn a ValueError into one message, about this recipe file, and exit code 2.
+def refusals(world: World, options: argparse.Namespace | None = None) -> Iterator[None]:
+    """Turn a ValueError into one message, about this recipe file if named, and exit code 2.
 
-    Launchers end all ranks when the first one exits, so the others let rank 0 speak.
+    Launchers end all ranks when the first one exits, so the others let rank 0 speak; they speak
+    up themselves if they are still there after that.
     """
     try:
         yield
     except ValueError as problem:
-        if world.rank == 0:
-            about = f"{short(recipe)}: " if recipe else ""
-            print(f"pretrain.py: {about}{problem}", file=sys.stderr, flush=True)
-        else:
+        about = f"{origin(options.recipe, options.set)}: " if options else ""
+        if world.rank != 0:
             time.sleep(SECONDS_FOR_RANK_0_TO_SPEAK)
+            about = f"rank {world.rank}: {about}"
+        print(f"pretrain.py: {about}{problem}", file=sys.stderr, flush=True)
         sys.exit(2)
 
 
@@ -144,16 +159,16 @@ def summarize(recipe: Recipe, folder: RunFolder, world: World) -> None:
     if world.rank != 0:
         return
     lines = folder.read_metrics()
-    first, last = lines[0], lines[-1]
     validation = [line["validation_loss"] for line in lines if "validation_loss" in line]
-    seconds = sum(line["step_seconds"] for line in lines)
-    print(f"{recipe.name} is finished: {last['step']} of {recipe.training.steps} steps")
-    print(
-        f"  loss        {first['loss']:.4f} at step {first['step']}, {last['loss']:.4f} at the end"
-    )
+    print(f"{recipe.name} is finished: {recipe.training.steps} steps")
+    if lines:
+        first, last = lines[0], lines[-1]
+        speed = len(lines) * recipe.tokens_per_step / sum(line["step_seconds"] for line in lines)
+        print(f"  loss        {first['loss']:.4f} at step {first['step']}, ", end="")
+        print(f"{last['loss']:.4f} at step {last['step']}")
+        print(f"  tokens      {last['tokens']:,} at {speed:,.0f} tokens/s")
     if validation:
         print(f"  validation  {validation[-1]:.4f}")
-    print(f"  tokens      {last['tokens']:,} at {last['tokens'] / seconds:,.0f} tokens/s")
     print(f"  checkpoints {folder.checkpoints}")
     print(f"  metrics     {folder.metrics}, events.jsonl and recipe.toml beside it")
     if (folder.path / "wandb").is_dir():

@@ -7,14 +7,16 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import tomli_w
 
 from recipes.pretrain import find_broken
-from recipes.training.engine import StepResult
+from recipes.training.engine import start_processes
 from recipes.training.recipe import REPOSITORY, load_recipe
-from tests.conftest import changed
+from recipes.training.topology import World
+from tests.conftest import changed, small_recipe
 from tests.ranks import free_port, rank_environment
 
 TIMED = ("step_seconds", "tokens_per_second", "tflops_per_gpu", "memory_gb")
@@ -22,8 +24,6 @@ TIMED = ("step_seconds", "tokens_per_second", "tflops_per_gpu", "memory_gb")
 
 @pytest.fixture(scope="module")
 def recipe_file(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from tests.conftest import small_recipe
-
     table = changed(
         small_recipe(corpus),
         name="small",
@@ -106,7 +106,7 @@ def test_a_run_leaves_what_the_design_says(finished: tuple[Path, str], recipe_fi
     assert load_recipe(folder / "recipe.toml") == load_recipe(recipe_file)
     names = sorted(path.name for path in (folder / "checkpoints").iterdir())
     assert names == ["step-0000004", "step-0000008"]
-    assert "small is finished: 8 of 8 steps" in output
+    assert "small is finished: 8 steps" in output
 
 
 def test_weights_and_biases_runs_on_one_rank_with_the_resolved_recipe(
@@ -128,7 +128,7 @@ def test_a_second_start_of_a_finished_run_says_so(
     folder, _ = finished
     before = (folder / "metrics.jsonl").read_bytes()
     output = two_ranks(recipe_file, "--run-dir", folder)
-    assert "small is finished: 8 of 8 steps" in output
+    assert "small is finished: 8 steps" in output
     assert (folder / "metrics.jsonl").read_bytes() == before
     assert events(folder)[-1] == ("end", 8)
 
@@ -167,6 +167,7 @@ def test_the_same_seed_gives_the_same_metrics_and_never_starts_again(
     ("arguments", "named"),
     [
         (["--set", "seed=5"], "seed = 1234, this recipe has 5"),
+        (["--set", "batch.global_sequences=16"], "batch.global_sequences = 8, this recipe has 16"),
         (["--set", "model.layers=3"], "model.layers = 2, this recipe has 3"),
         (["--set", "layout.tensor=2", "--set", "layout.pipeline=1"], "use the same layout"),
         (["--resume", "nowhere"], "--resume nowhere: no checkpoint there"),
@@ -178,6 +179,37 @@ def test_what_cannot_be_resumed_is_refused(
     steps = ["--set", "training.steps=12"]
     output = two_ranks(recipe_file, "--run-dir", finished[0], *steps, *arguments, code=2)
     assert named in output and "Traceback" not in output and output.count("\n") == 1
+
+
+def test_resuming_an_older_checkpoint_keeps_what_it_then_does(
+    finished: tuple[Path, str], recipe_file: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "small"
+    shutil.copytree(finished[0], folder)
+    older = ["--resume", folder / "checkpoints/step-0000004", "--set", "training.steps=6"]
+    two_ranks(recipe_file, "--run-dir", folder, *older, "--set", "checkpoint.keep=1")
+    names = sorted(path.name for path in (folder / "checkpoints").iterdir())
+    assert names[0].startswith("abandoned-") and names[0].endswith("-step-0000008")
+    assert names[1:] == ["step-0000006"]
+    assert [line["step"] for line in metrics(folder)] == list(range(1, 7))
+
+
+def test_an_unreadable_manifest_is_refused(
+    finished: tuple[Path, str], recipe_file: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "small"
+    shutil.copytree(finished[0], folder)
+    (folder / "checkpoints/step-0000008/manifest.json").write_text("{")
+    output = two_ranks(recipe_file, "--run-dir", folder, code=2)
+    assert "step-0000008: its manifest.json cannot be read" in output
+
+
+def test_what_this_machine_cannot_do_is_refused(recipe_file: Path, tmp_path: Path) -> None:
+    fp16 = ["--set", "deepspeed=ds_configs/zero1_fp16.json", "--run-dir", tmp_path / "x"]
+    assert "fp16 needs a GPU and none was found" in two_ranks(recipe_file, *fp16, code=2)
+    with pytest.raises(ValueError, match="MASTER_ADDR is not set"), mock.patch.dict(os.environ):
+        os.environ.pop("MASTER_ADDR", None)
+        start_processes(World(size=2), precision="fp32")
 
 
 def test_a_short_checkpoint_is_refused(
@@ -200,10 +232,10 @@ def test_a_run_whose_gradients_are_not_finite_stops(recipe_file: Path, tmp_path:
 
 def test_what_is_broken_depends_on_the_precision() -> None:
     nan, inf = float("nan"), float("inf")
-    assert find_broken(StepResult(loss=nan, grad_norm=1.0), "fp16") == "the loss is nan"
-    assert find_broken(StepResult(loss=1.0, grad_norm=inf), "bf16") == "the gradient norm is inf"
-    assert find_broken(StepResult(loss=1.0, grad_norm=inf), "fp16") is None
-    assert find_broken(StepResult(loss=1.0, grad_norm=1.0), "fp32") is None
+    assert find_broken({"loss": nan, "grad_norm": 1.0}, "fp16") == "the loss is nan"
+    assert find_broken({"loss": 1.0, "grad_norm": inf}, "bf16") == "the gradient norm is inf"
+    assert find_broken({"loss": 1.0, "grad_norm": inf}, "fp16") is None
+    assert find_broken({"loss": 1.0, "grad_norm": 1.0}, "fp32") is None
 
 
 def test_a_bad_recipe_is_refused_once_under_the_launcher() -> None:

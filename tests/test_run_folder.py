@@ -10,14 +10,12 @@ from recipes.training.run_folder import RunFolder
 HOLD = (
     "import sys, time, pathlib; sys.path[0] = '.'\n"
     "from recipes.training.run_folder import RunFolder\n"
-    "RunFolder(pathlib.Path(sys.argv[1])).hold(); folder = None"
+    "RunFolder(pathlib.Path(sys.argv[1])).hold()"
 )
 
 
 def test_a_second_process_is_refused_and_a_dead_one_is_not_missed(tmp_path: Path) -> None:
-    holder = subprocess.Popen(
-        [sys.executable, "-c", f"{HOLD}", str(tmp_path / "run")], cwd=REPOSITORY
-    )
+    holder = subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path / "run")], cwd=REPOSITORY)
     holder.wait(timeout=30)  # held, then gone
     folder = RunFolder(tmp_path / "run")
     folder.hold()

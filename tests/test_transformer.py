@@ -18,6 +18,7 @@ from models.hugging_face import from_hugging_face, hugging_face_config, to_huggi
 from models.initialization import draw_normal, initialize
 from models.layer_specs import SequentialModel, layer_specs, logical_parameters, loss_function
 from models.parallel.collectives import TensorAxis, gather_from_tensor_axis
+from models.parallel.cross_entropy import vocab_parallel_cross_entropy
 from tests.ranks import run_ranks
 
 LLAMA = ModelConfig(
@@ -143,7 +144,7 @@ def seeded_fault(fault: str) -> Iterator[None]:
         },
         "a padded vocabulary that takes part in the loss": {
             "models.layer_specs.vocab_parallel_cross_entropy": (
-                lambda logits, labels, vocab_size, axis: cross_entropy()(
+                lambda logits, labels, vocab_size, axis: vocab_parallel_cross_entropy(
                     logits, labels, vocab_size=10**6, axis=axis
                 )
             )
@@ -160,12 +161,6 @@ def seeded_fault(fault: str) -> Iterator[None]:
         for target, broken in faults[fault].items():
             stack.enter_context(mock.patch(target, broken))
         yield
-
-
-def cross_entropy():
-    from models.parallel.cross_entropy import vocab_parallel_cross_entropy
-
-    return vocab_parallel_cross_entropy
 
 
 def reference(config: ModelConfig) -> Outcome:

@@ -2,7 +2,7 @@
 
 Where the forward pass communicates the backward pass does the conjugate, so autograd gives every
 rank the gradient of the logical model (Megatron-LM's f and g, arXiv 1909.08053; with sequence
-parallelism g-bar, arXiv 2205.05198).
+parallelism g-bar, arXiv 2205.05198). s sequence, b micro-batch, h hidden, t tensor ranks.
 
 | operator                | forward                | backward       |
 |-------------------------|------------------------|----------------|

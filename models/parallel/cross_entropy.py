@@ -1,4 +1,7 @@
-"""Cross-entropy over logits whose vocabulary is split over the tensor axis."""
+"""Cross-entropy over logits whose vocabulary is split over the tensor axis.
+
+s sequence, b micro-batch, v padded vocabulary, t tensor ranks.
+"""
 
 import torch
 import torch.distributed as dist
@@ -24,7 +27,7 @@ class _CrossEntropy(torch.autograd.Function):
         columns = logits.shape[-1]
         first = axis.rank * columns
         real = max(0, min(columns, vocab_size - first))  # columns that are no padding
-        exp = logits.float().clone()  # [s, b, v/t]
+        exp = logits.to(torch.float32, copy=True)  # [s, b, v/t]
         exp[..., real:] = float("-inf")
 
         largest = exp.amax(dim=-1)  # [s, b]
@@ -50,5 +53,5 @@ class _CrossEntropy(torch.autograd.Function):
     def backward(ctx, grad):
         softmax, local, elsewhere = ctx.saved_tensors
         ones = torch.where(elsewhere, 0.0, 1.0).unsqueeze(-1)
-        grad_logits = softmax.scatter_add(-1, local, -ones) * grad.unsqueeze(-1)
+        grad_logits = softmax.scatter_add_(-1, local, -ones).mul_(grad.unsqueeze(-1))  # in place
         return grad_logits.to(ctx.dtype), None, None, None

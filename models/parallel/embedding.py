@@ -10,7 +10,10 @@ from models.sharding import Sharding, declared_parameter
 class VocabParallelEmbedding(nn.Module):
     """One [v/t, h] part of the embedding table; serves as the output layer too.
 
-    v is `padded_vocab_size`; the rows beyond `vocab_size` are zero and never looked up.
+    s sequence, b micro-batch, h hidden, v padded vocabulary, t tensor ranks. Looking up
+    communicates like a row-parallel linear, projecting like a column-parallel one.
+
+    The rows beyond `vocab_size` are zero and never looked up.
     """
 
     def __init__(

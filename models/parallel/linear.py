@@ -18,6 +18,9 @@ from models.sharding import Sharding, declared_parameter
 class ColumnParallelLinear(nn.Module):
     """y = x W^T with the rows of W, the output columns, split over the tensor axis.
 
+    Forward: no communication; backward: all-reduce. Under sequence parallelism, forward:
+    all-gather; backward: reduce-scatter.
+
     blocks: output columns of each part that is split by itself (q|k|v, gate|up)
     """
 
@@ -35,7 +38,11 @@ class ColumnParallelLinear(nn.Module):
 
 
 class RowParallelLinear(nn.Module):
-    """y = x W^T + bias with the columns of W, the input columns, split over the tensor axis."""
+    """y = x W^T + bias with the columns of W, the input columns, split over the tensor axis.
+
+    Forward: all-reduce; backward: no communication. Under sequence parallelism, forward:
+    reduce-scatter; backward: all-gather.
+    """
 
     def __init__(self, in_size: int, out_size: int, *, bias: bool, axis: TensorAxis):
         super().__init__()

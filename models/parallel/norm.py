@@ -15,17 +15,18 @@ from models.sharding import Sharding, declared_parameter
 class RMSNorm(nn.Module):
     """x / rms(x) * weight over the last dimension, in fp32 (arXiv 1910.07467).
 
-    partial: the input is only this tensor rank's part
+    input_is_split: the input is only this tensor rank's part
     """
 
-    def __init__(self, size: int, epsilon: float, *, partial: bool, axis: TensorAxis):
+    def __init__(self, size: int, epsilon: float, *, input_is_split: bool, axis: TensorAxis):
         super().__init__()
-        self.size, self.epsilon, self.partial, self.axis = size, epsilon, partial, axis
+        self.size, self.epsilon, self.axis = size, epsilon, axis
+        self.input_is_split = input_is_split
         self.weight = declared_parameter(Sharding((size,)), axis.size)
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., size] to [..., size]."""
-        weight = copy_to_tensor_axis(self.weight, self.axis) if self.partial else self.weight
+        weight = copy_to_tensor_axis(self.weight, self.axis) if self.input_is_split else self.weight
         normed = F.rms_norm(x.float(), (self.size,), eps=self.epsilon)
         return normed.to(x.dtype) * weight
 
@@ -33,19 +34,20 @@ class RMSNorm(nn.Module):
 class LayerNorm(nn.Module):
     """(x - mean) / std * weight + bias over the last dimension, in fp32 (arXiv 1607.06450).
 
-    partial: the input is only this tensor rank's part
+    input_is_split: the input is only this tensor rank's part
     """
 
-    def __init__(self, size: int, epsilon: float, *, partial: bool, axis: TensorAxis):
+    def __init__(self, size: int, epsilon: float, *, input_is_split: bool, axis: TensorAxis):
         super().__init__()
-        self.size, self.epsilon, self.partial, self.axis = size, epsilon, partial, axis
+        self.size, self.epsilon, self.axis = size, epsilon, axis
+        self.input_is_split = input_is_split
         self.weight = declared_parameter(Sharding((size,)), axis.size)
         self.bias = declared_parameter(Sharding((size,)), axis.size)
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., size] to [..., size]."""
         weight, bias = self.weight, self.bias
-        if self.partial:
+        if self.input_is_split:
             weight = copy_to_tensor_axis(weight, self.axis)
             bias = copy_to_tensor_axis(bias, self.axis)
         normed = F.layer_norm(

@@ -17,11 +17,10 @@ from models.parallel.collectives import TensorAxis
 
 
 @contextmanager
-def split_region_random(axis: TensorAxis) -> Iterator[None]:
+def split_region_random(axis: TensorAxis, device: torch.device) -> Iterator[None]:
     """Within it the device's default generator differs between tensor ranks."""
     shared = int(torch.randint(2**62, (), device="cpu"))
-    devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
-    with torch.random.fork_rng(devices=devices):
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.manual_seed(shared + axis.rank)
         yield
 
@@ -32,5 +31,5 @@ def dropout(x: Tensor, probability: float, *, training: bool, axis: TensorAxis) 
         return x
     if not axis.sequence_parallel:
         return F.dropout(x, probability)
-    with split_region_random(axis):
+    with split_region_random(axis, x.device):
         return F.dropout(x, probability)

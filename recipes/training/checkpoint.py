@@ -9,6 +9,7 @@ import json
 import os
 import re
 import shutil
+import time
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -21,7 +22,8 @@ from recipes.training.run_folder import RunFolder
 from recipes.training.topology import Topology
 
 NAME = re.compile(r"step-\d{7,}")
-SAME_RUN = ("model", "seed", "data")  # what a checkpoint and the recipe that resumes it share
+# What a checkpoint and the recipe that resumes it share; the batch decides which samples are read.
+SAME_RUN = ("model", "seed", "data", "batch")
 
 
 def save(
@@ -77,6 +79,28 @@ def retain(folder: Path, keep: int) -> None:
         shutil.rmtree(debris)
 
 
+def abandon_after(folder: Path, step: int) -> None:
+    """Move checkpoints of later steps out of the way: the run goes another way from `step`."""
+    for later in published(folder):
+        if int(later.name.removeprefix("step-")) > step:
+            os.rename(later, folder / f"abandoned-{time.strftime('%Y%m%dT%H%M%S')}-{later.name}")
+
+
+def agree(step: int) -> None:
+    """Check that all ranks resume from the same step; collective.
+
+    Raises:
+        ValueError: they do not.
+    """
+    steps: list[int] = [0] * dist.get_world_size()
+    dist.all_gather_object(steps, step)
+    if len(set(steps)) > 1:
+        raise ValueError(
+            f"the ranks see different newest checkpoints, of steps {sorted(set(steps))}; use a "
+            f"--run-dir on storage that all nodes share"
+        )
+
+
 def published(folder: Path) -> list[Path]:
     """The checkpoints of a folder, oldest first."""
     if not folder.is_dir():
@@ -108,7 +132,13 @@ def read_manifest(checkpoint: Path, recipe: Recipe, topology: Topology) -> dict[
         ValueError: a file is missing or short, or the checkpoint belongs to another experiment
             or layout.
     """
-    manifest = json.loads((checkpoint / "manifest.json").read_text())
+    try:
+        manifest = json.loads((checkpoint / "manifest.json").read_text())
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"{checkpoint}: its manifest.json cannot be read ({error}); delete {checkpoint} to "
+            f"resume from the one before it"
+        ) from None
     for name, size in manifest["files"].items():
         file = checkpoint / name
         if not file.is_file() or file.stat().st_size != size:

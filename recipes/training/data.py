@@ -55,7 +55,7 @@ class TrainingData:
         ]
         self.weights = [source.weight for source in recipe.data.train]
         self.validation = Windows(TokenFile(repository_path(recipe.data.validation)), length)
-        self.seed = recipe.seed
+        self.seed, self.vocab_size = recipe.seed, recipe.model.vocab_size
         self.micro_sequences = recipe.batch.micro_sequences
         self.global_sequences = recipe.batch.global_sequences
         self.data_rank, self.data_size = data_rank, topology.data
@@ -95,9 +95,13 @@ class TrainingData:
         for sample in range(start, first + count, stride):
             yield range(sample, sample + self.micro_sequences)
 
-    @staticmethod
-    def _batch(windows: list[np.ndarray]) -> Batch:
+    def _batch(self, windows: list[np.ndarray]) -> Batch:
         tokens = torch.from_numpy(np.stack(windows))  # [b, s + 1]
+        if int(tokens.max()) >= self.vocab_size:
+            raise ValueError(
+                f"the corpus has token id {int(tokens.max())} and model.vocab_size is "
+                f"{self.vocab_size}; use the size of the tokenizer that made it"
+            )
         return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
 

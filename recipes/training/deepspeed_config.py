@@ -20,6 +20,24 @@ RECIPE_KEYS = {  # key of the JSON -> where its setting belongs
     "pipeline": "[layout]",
     "wandb": "[tracking]",
 }
+BLOCKS = {  # what else the JSON may hold -> an example
+    "zero_optimization": '{"stage": 1}',
+    "bf16": '{"enabled": true}',
+    "fp16": '{"enabled": true}',
+    "data_types": '{"grad_accum_dtype": "fp32"}',
+    "comms_logger": '{"enabled": true}',
+    "flops_profiler": '{"enabled": true}',
+    "aio": '{"thread_count": 1}',
+}
+VALUES = (
+    "communication_data_type",
+    "prescale_gradients",
+    "gradient_predivide_factor",
+    "zero_allow_untested_optimizer",
+    "memory_breakdown",
+    "wall_clock_breakdown",
+    "dump_state",
+)
 SHIPPED = ", ".join(
     str(path.relative_to(REPOSITORY)) for path in sorted((REPOSITORY / "ds_configs").glob("*.json"))
 )
@@ -57,6 +75,7 @@ def read_deepspeed_json(name: str) -> dict[str, Any]:
         raise ValueError(
             f'deepspeed = "{name}": this is no JSON: {error}; use one of {SHIPPED}'
         ) from None
+    _check_shape(name, config)
     for key in AUTO_KEYS:
         if config.get(key) != "auto":
             raise ValueError(
@@ -70,6 +89,8 @@ def read_deepspeed_json(name: str) -> dict[str, Any]:
             raise ValueError(
                 f'{name}: {key} = "auto" is not filled in by anyone; use a value or remove it'
             )
+    if config.get("bf16", {}).get("enabled") and config.get("fp16", {}).get("enabled"):
+        raise ValueError(f"{name}: bf16 and fp16 are both enabled; use bf16 alone")
     stage = config.get("zero_optimization", {}).get("stage", 0)
     if stage not in (1, 2, 3):
         raise ValueError(
@@ -87,6 +108,23 @@ def zero_stage(config: dict[str, Any]) -> int:
 def precision(config: dict[str, Any]) -> str:
     """ "fp32", "bf16" or "fp16"."""
     return next((p for p in ("bf16", "fp16") if config.get(p, {}).get("enabled")), "fp32")
+
+
+def _check_shape(name: str, config: Any) -> None:
+    """Refuse what DeepSpeed would trip over or, misspelt, leave unread."""
+    if not isinstance(config, dict):
+        raise ValueError(f'deepspeed = "{name}": this is no JSON object; use one of {SHIPPED}')
+    known = (*AUTO_KEYS, *RECIPE_KEYS, *BLOCKS, *VALUES)
+    for key, value in config.items():
+        if key not in known:
+            close = difflib.get_close_matches(key, known, n=1, cutoff=0.6)
+            hint = f"did you mean {close[0]}?" if close else f"the keys are {', '.join(known)}"
+            raise ValueError(f"{name}: unknown key {key}; {hint}")
+        if key in BLOCKS and not isinstance(value, dict):
+            raise ValueError(f"{name}: {key} = {value!r} should be an object, {BLOCKS[key]}")
+    for key in ("bf16", "fp16"):
+        if key in config and not isinstance(config[key].get("enabled"), bool):
+            raise ValueError(f'{name}: {key} lacks "enabled"; use "{key}": {{"enabled": true}}')
 
 
 def _check_combination(recipe: Recipe, config: dict[str, Any]) -> None:

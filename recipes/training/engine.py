@@ -13,6 +13,7 @@ from typing import Any
 import deepspeed
 import torch
 import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
 from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.pipe.topology import PipelineParallelGrid, PipeModelDataParallelTopology
 from torch import nn
@@ -22,8 +23,11 @@ from models.layer_specs import SequentialModel, layer_specs, logical_parameters,
 from models.parallel.collectives import TensorAxis
 from recipes.training.data import Batch
 from recipes.training.deepspeed_config import zero_stage
-from recipes.training.recipe import Recipe
+from recipes.training.recipe import Optimizer, Recipe
 from recipes.training.topology import Coordinates, Topology, World
+
+
+RECIPE_SETTINGS = ("betas", "eps", "weight_decay")  # of an optimizer's param_groups
 
 
 @dataclass(frozen=True)
@@ -38,18 +42,18 @@ class Engine(ABC):
     """A model that trains: the same interface over a pipeline and over one sequence of layers."""
 
     def __init__(self, wrapped: deepspeed.DeepSpeedEngine, seed: int, place: Coordinates):
-        self.deepspeed = wrapped
+        self.wrapped = wrapped
         self.seed, self.place = seed, place
 
     def train_step(
         self, step: int, micro_batches: Iterable[Batch], learning_rate: float
     ) -> StepResult:
         """Forward, backward and update over one global batch."""
-        for group in self.deepspeed.optimizer.param_groups:
+        for group in self.wrapped.optimizer.param_groups:
             group["lr"] = learning_rate
         seed_dropout(self.seed, step, self.place)
         loss = self._train(micro_batches)
-        return StepResult(loss=float(loss), grad_norm=float(self.deepspeed.get_global_grad_norm()))
+        return StepResult(loss=float(loss), grad_norm=float(self.wrapped.get_global_grad_norm()))
 
     @abstractmethod
     def evaluate(self, micro_batches: Iterable[Batch]) -> float:
@@ -61,23 +65,35 @@ class Engine(ABC):
 
     def save(self, folder: Path) -> None:
         """Write this rank's part of a checkpoint."""
-        self.deepspeed.save_checkpoint(str(folder), tag="deepspeed", save_latest=False)
+        self.wrapped.save_checkpoint(str(folder), tag="deepspeed", save_latest=False)
 
     def load(self, folder: Path) -> None:
         """Read this rank's part of a checkpoint that the same layout wrote."""
-        self.deepspeed.load_checkpoint(str(folder), tag="deepspeed")
+        groups = self.wrapped.optimizer.param_groups
+        settings = [{key: group[key] for key in RECIPE_SETTINGS} for group in groups]
+        path, _ = self.wrapped.load_checkpoint(str(folder), tag="deepspeed")
+        assert path is not None, folder
+        # DeepSpeed has put the checkpoint's settings there; they are the recipe's.
+        for group, own in zip(self.wrapped.optimizer.param_groups, settings, strict=True):
+            group.update(own)
+
+    @property
+    def device_name(self) -> str:
+        """What the device calls itself: "cpu", "NVIDIA H100 80GB HBM3", ..."""
+        device = self.wrapped.device
+        return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
-class PipelineEngine(Engine):
+class PipelinedEngine(Engine):
     """Stages that pass activations on; ZeRO-1."""
 
     def _train(self, micro_batches: Iterable[Batch]) -> torch.Tensor:
-        return self.deepspeed.train_batch(iter(micro_batches))
+        return self.wrapped.train_batch(iter(micro_batches))
 
     def evaluate(self, micro_batches: Iterable[Batch]) -> float:
         """The mean loss, in nats per token, over all data ranks' micro-batches."""
         batches = list(micro_batches)
-        loss = self.deepspeed.eval_batch(iter(batches), num_micro_batches=len(batches))
+        loss = self.wrapped.eval_batch(iter(batches), num_micro_batches=len(batches))
         return float(loss)
 
 
@@ -85,29 +101,29 @@ class SequentialEngine(Engine):
     """All layers on every rank; ZeRO-2 and ZeRO-3."""
 
     def _train(self, micro_batches: Iterable[Batch]) -> torch.Tensor:
-        self.deepspeed.train()
+        self.wrapped.train()
         losses = []
         for tokens, labels in self._on_device(micro_batches):
-            loss = self.deepspeed(tokens, labels)
-            self.deepspeed.backward(loss)
-            self.deepspeed.step()
+            loss = self.wrapped(tokens, labels)
+            self.wrapped.backward(loss)
+            self.wrapped.step()
             losses.append(loss.detach())
         return self._mean(losses)
 
     @torch.no_grad()
     def evaluate(self, micro_batches: Iterable[Batch]) -> float:
         """The mean loss, in nats per token, over all data ranks' micro-batches."""
-        self.deepspeed.eval()
+        self.wrapped.eval()
         batches = self._on_device(micro_batches)
-        return float(self._mean([self.deepspeed(tokens, labels) for tokens, labels in batches]))
+        return float(self._mean([self.wrapped(tokens, labels) for tokens, labels in batches]))
 
     def _on_device(self, micro_batches: Iterable[Batch]) -> Iterable[Batch]:
-        device = self.deepspeed.device
+        device = self.wrapped.device
         return ((tokens.to(device), labels.to(device)) for tokens, labels in micro_batches)
 
     def _mean(self, losses: list[torch.Tensor]) -> torch.Tensor:
         total = torch.stack(losses).mean()
-        group = self.deepspeed.mpu.get_data_parallel_group()
+        group = self.wrapped.mpu.get_data_parallel_group()
         dist.all_reduce(total, group=group)
         return total / dist.get_world_size(group)
 
@@ -118,7 +134,7 @@ def start_processes(world: World, *, precision: str) -> None:
     Raises:
         ValueError: this machine cannot run the precision, or the launcher left the address out.
     """
-    on_gpu = torch.cuda.is_available()
+    on_gpu = get_accelerator().device_name() == "cuda"
     if precision == "fp16" and not on_gpu:
         raise ValueError(
             'deepspeed: fp16 needs a GPU and none was found; use deepspeed = "ds_configs/'
@@ -128,17 +144,19 @@ def start_processes(world: World, *, precision: str) -> None:
         raise ValueError(
             "MASTER_ADDR is not set, so the ranks cannot meet; use the name of the first node"
         )
+    # Under Slurm a task may see its own GPU only.
+    local_rank = world.local_rank % torch.cuda.device_count() if on_gpu else world.local_rank
     os.environ |= {
         "RANK": str(world.rank),
         "WORLD_SIZE": str(world.size),
-        "LOCAL_RANK": str(world.local_rank),
+        "LOCAL_RANK": str(local_rank),
         "MASTER_ADDR": os.environ.get("MASTER_ADDR", "127.0.0.1"),
         "MASTER_PORT": os.environ.get("MASTER_PORT", "29500" if world.size > 1 else "0"),
     }
     # Its build needs a compiler and a minute, and its all-reduce knows one group only.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     if on_gpu:
-        torch.cuda.set_device(world.local_rank)
+        torch.cuda.set_device(local_rank)
     elif "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // world.local_size))
     with quiet():
@@ -172,11 +190,11 @@ def build_engine(recipe: Recipe, topology: Topology, config: dict[str, Any]) -> 
     with quiet():
         wrapped, *_ = deepspeed.initialize(
             model=model,
-            optimizer=build_optimizer(model, recipe),
+            optimizer=build_optimizer(model, recipe.optimizer),
             config=config,
             mpu=None if pipelined else PipelineParallelGrid(topology=axes),
         )
-    engine = PipelineEngine if pipelined else SequentialEngine
+    engine = PipelinedEngine if pipelined else SequentialEngine
     return engine(wrapped, recipe.seed, place)
 
 
@@ -195,24 +213,23 @@ def build_tensor_axis(
     )
 
 
-def build_optimizer(model: nn.Module, recipe: Recipe) -> torch.optim.AdamW:
+def build_optimizer(model: nn.Module, settings: Optimizer) -> torch.optim.AdamW:
     """AdamW; matrices and embeddings decay, norms and biases do not.
 
     Every stage has both groups: DeepSpeed reduces the norm group by group, and a stage with
     fewer groups would leave the others waiting.
     """
-    optimizer = recipe.optimizer
     decayed = [parameter for parameter in model.parameters() if parameter.dim() >= 2]
     undecayed = [parameter for parameter in model.parameters() if parameter.dim() < 2]
     assert decayed and undecayed
     return torch.optim.AdamW(
         [
-            {"params": decayed, "weight_decay": optimizer.weight_decay},
+            {"params": decayed, "weight_decay": settings.weight_decay},
             {"params": undecayed, "weight_decay": 0.0},
         ],
-        lr=optimizer.learning_rate,
-        betas=optimizer.betas,
-        eps=optimizer.epsilon,
+        lr=settings.learning_rate,
+        betas=settings.betas,
+        eps=settings.epsilon,
         fused=True,
     )
 

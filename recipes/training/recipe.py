@@ -1,10 +1,9 @@
 """The recipe: one TOML file, one complete experiment. The only reader of TOML."""
 
-import difflib
 import json
 import math
 import tomllib
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -12,10 +11,12 @@ import tomli_w
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from models.config import ModelConfig, nearest_divisors, nearest_multiples
+from recipes.training.recipe_errors import explain
 from recipes.training.topology import Topology, World
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-DEFAULT_RECIPE = REPOSITORY / "recipes" / "tiny.toml"  # its values are the examples in errors
+DEFAULT_RECIPE = REPOSITORY / "recipes" / "tiny.toml"
+CLUSTER_RECIPE = REPOSITORY / "recipes" / "llama" / "7b.toml"  # has the sections that tiny lacks
 
 Count = Annotated[int, Field(ge=1)]
 NonNegative = Annotated[int, Field(ge=0)]
@@ -253,6 +254,11 @@ def short(path: Path) -> Path:
     return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
 
 
+def origin(path: Path, overrides: Sequence[str]) -> str:
+    """What errors call a recipe: its file and what --set has changed."""
+    return f"{short(path)}" + "".join(f" --set {override}" for override in overrides)
+
+
 def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
     """Read a recipe and apply `section.key=value` overrides (TOML values; a bare word is a string).
 
@@ -260,25 +266,28 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
         ValueError: one message for all that is wrong, naming file, key, value and a value that
             works.
     """
-    settings = "".join(f" --set {override}" for override in overrides)
-    origin = f"{short(path)}{settings}"
     table = _read_toml(path)
     for override in overrides:
         _apply(table, override)
-    return parse_recipe(table, origin)
+    return parse_recipe(table, origin(path, overrides))
 
 
-def parse_recipe(table: dict[str, Any], origin: str) -> Recipe:
-    """Validate a recipe's table; `origin` is what errors call it."""
+def parse_recipe(table: dict[str, Any], name: str) -> Recipe:
+    """Validate a recipe's table; `name` is what errors call it."""
     try:
         # As JSON, because pydantic's strict mode takes a TOML array for a tuple and a table for
         # a dataclass only there.
-        return Recipe.model_validate_json(json.dumps(table, default=str))
+        return Recipe.model_validate_json(json.dumps(table, default=_refuse_date))
     except ValidationError as error:
-        problems = [_explain(problem, table) for problem in error.errors()]
+        example = _read_toml(CLUSTER_RECIPE) | _read_toml(DEFAULT_RECIPE)
+        problems = [explain(problem, table, Recipe, example) for problem in error.errors()]
     if len(problems) == 1:
-        raise ValueError(f"{origin}: {problems[0]}")
-    raise ValueError("\n  ".join([f"{origin}: {len(problems)} problems", *problems]))
+        raise ValueError(f"{name}: {problems[0]}")
+    raise ValueError("\n  ".join([f"{name}: {len(problems)} problems", *problems]))
+
+
+def _refuse_date(value: Any) -> Any:
+    raise ValueError(f'{value} is a date in TOML and no key wants one; write "{value}"')
 
 
 def _read_toml(path: Path) -> dict[str, Any]:
@@ -305,87 +314,11 @@ def _apply(table: dict[str, Any], override: str) -> None:
         value = tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
         value = text.strip()  # a bare word
-    for section in sections:
+    for depth, section in enumerate(sections, start=1):
         table = table.setdefault(section, {})
         if not isinstance(table, dict):
+            path = ".".join(sections[:depth])
             raise ValueError(
-                f"--set {override}: {section} is a value, not a section; write --set {section}=..."
+                f"--set {override}: {path} is a value, not a section; write --set {path}=..."
             )
     table[key] = value
-
-
-def _explain(problem: dict[str, Any], table: dict[str, Any]) -> str:
-    """One pydantic error as one line: key, value, what is wrong and a value that works."""
-    location, kind = problem["loc"], problem["type"]
-    key = ".".join(str(part) for part in location)
-    if kind == "value_error":  # ours: it names the key itself
-        message = str(problem["ctx"]["error"])
-        return message if message.startswith(key) else f"{key}.{message}"
-    if kind in ("extra_forbidden", "unexpected_keyword_argument"):
-        return f"unknown key {key} = {problem['input']!r}; {_suggestion(location)}"
-    if kind == "missing" or kind == "missing_keyword_only_argument":
-        return f"{key} is missing; for example  {_example(location)}"
-    value = _look_up(table, location)
-    complaint = problem["msg"].removeprefix("Input should be ").removeprefix("String ")
-    return f"{key} = {value!r} should be {complaint}; for example  {_example(location)}"
-
-
-def _suggestion(location: tuple[str | int, ...]) -> str:
-    *section, key = (str(part) for part in location)
-    known = [tuple(name.split(".")) for name in _known_keys(Recipe)]
-    siblings = [name[-1] for name in known if list(name[:-1]) == section]
-    elsewhere = [".".join(name) for name in known if name[-1] == key]
-    close = difflib.get_close_matches(key, siblings, n=1, cutoff=0.7)
-    if close:
-        return f"did you mean {'.'.join([*section, *close])}?"
-    if elsewhere:
-        return f"did you mean {elsewhere[0]}?"
-    place = f"[{'.'.join(section)}]" if section else "the top level"
-    return f"the keys of {place} are {', '.join(siblings)}"
-
-
-def _known_keys(model: type, prefix: str = "") -> Iterable[str]:
-    fields = getattr(model, "model_fields", None) or model.__dataclass_fields__
-    for name, field in fields.items():
-        if name.startswith("__"):
-            continue
-        yield prefix + name
-        annotation = getattr(field, "annotation", None)
-        for section in (annotation, *getattr(annotation, "__args__", ())):
-            if isinstance(section, type) and issubclass(section, (Section, ModelConfig)):
-                yield from _known_keys(section, f"{prefix}{name}.")
-
-
-def _example(location: tuple[str | int, ...]) -> str:
-    """A value for a key that works, taken from the default recipe."""
-    key = next(part for part in reversed(location) if isinstance(part, str))
-    location = location[: max(i for i, part in enumerate(location) if part == key) + 1]
-    value = _look_up(tomllib.loads(DEFAULT_RECIPE.read_text()), location)
-    if value is None:
-        value = _look_up(EXAMPLES, location)
-    return " ".join(tomli_w.dumps({key: value}).split())
-
-
-def _look_up(table: Any, location: tuple[str | int, ...]) -> Any:
-    for part in location:
-        try:
-            table = table[part]
-        except (KeyError, IndexError, TypeError):
-            return None
-    return table
-
-
-# For the keys that the default recipe leaves to their defaults.
-EXAMPLES: dict[str, Any] = {
-    "model": {
-        "qk_norm": False,
-        "head_size": 64,
-        "rope_theta": 10000.0,
-        "norm_epsilon": 1e-5,
-        "dropout": 0.1,
-        "initial_std": 0.02,
-    },
-    "layout": {"sequence_parallel": False, "recompute": "none"},
-    "optimizer": {"schedule": {"decay_steps": 100}},
-    "cluster": {"nodes": 4, "gpus_per_node": 8, "gpu": "H100"},
-}

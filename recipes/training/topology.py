@@ -1,5 +1,6 @@
 """Rank <-> (pipeline, data, tensor), and which rank the launcher made this process."""
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -21,11 +22,16 @@ class World:
         """
         for rank, size, local_rank, local_sizes in (
             ("RANK", "WORLD_SIZE", "LOCAL_RANK", ("LOCAL_WORLD_SIZE", "LOCAL_SIZE")),
-            ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", ("SLURM_TASKS_PER_NODE",)),
+            (
+                "SLURM_PROCID",
+                "SLURM_NTASKS",
+                "SLURM_LOCALID",
+                ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"),
+            ),
         ):
             if rank in environment and size in environment:
                 local = next((environment[k] for k in local_sizes if k in environment), None)
-                local_size = int((local or environment[size]).partition("(")[0])  # Slurm: "8(x4)"
+                local_size = int(re.match(r"\d+", local or environment[size])[0])  # "8(x4)"
                 return cls(
                     rank=int(environment[rank]),
                     size=int(environment[size]),

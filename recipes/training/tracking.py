@@ -1,5 +1,7 @@
 """What a run tells: metrics.jsonl, a progress bar or plain lines, Weights & Biases."""
 
+import atexit
+import contextlib
 import math
 import netrc
 import os
@@ -11,7 +13,6 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlparse
@@ -25,18 +26,19 @@ from recipes.training.recipe import REPOSITORY, Recipe
 from recipes.training.run_folder import RunFolder
 
 SECONDS_BETWEEN_LINES = 10.0
+STOPPED = 3  # the exit code of a run that stopped before its last step
 
 
 class Meter:
     """Turns a step's result and seconds into its line of metrics.jsonl."""
 
-    def __init__(self, recipe: Recipe, world_size: int, precision: str):
+    def __init__(self, recipe: Recipe, world_size: int, *, precision: str, device_name: str):
         self.tokens_per_step = recipe.tokens_per_step
         self.tflop_per_gpu = (
             flops_per_token(recipe.model) * recipe.tokens_per_step / world_size / 1e12
         )
-        on_gpu = torch.cuda.is_available()
-        self.peak_tflops = peak_tflops(torch.cuda.get_device_name(), precision) if on_gpu else None
+        self.peak_tflops = peak_tflops(device_name, precision)
+        self.on_gpu = device_name != "cpu"
 
     def line(
         self, step: int, *, loss: float, grad_norm: float, learning_rate: float, seconds: float
@@ -53,18 +55,18 @@ class Meter:
             "tokens_per_second": self.tokens_per_step / seconds,
             "tflops_per_gpu": tflops,
             "mfu": tflops / self.peak_tflops if self.peak_tflops else None,
-            "memory_gb": peak_memory_gb(),
+            "memory_gb": peak_memory_gb(self.on_gpu),
         }
 
 
-def peak_memory_gb() -> float:
+def peak_memory_gb(on_gpu: bool) -> float:
     """The most this process has held so far, in 10^9 bytes: of the GPU, or of the machine."""
-    if torch.cuda.is_available():
+    if on_gpu:
         return torch.cuda.max_memory_allocated() / 1e9
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
 
 
-@contextmanager
+@contextlib.contextmanager
 def open_tracker(recipe: Recipe, folder: RunFolder, rank: int, done: int) -> Iterator["Tracker"]:
     """A tracker on rank 0 and one that keeps silent on the others, closed whatever happens."""
     if rank != 0:
@@ -73,6 +75,9 @@ def open_tracker(recipe: Recipe, folder: RunFolder, rank: int, done: int) -> Ite
     tracker = RunTracker(recipe, folder, done)
     try:
         yield tracker
+    except BaseException:
+        tracker.wandb.exit_code = 1
+        raise
     finally:
         tracker.close()
 
@@ -108,6 +113,7 @@ class RunTracker(Tracker):
 
     def stop(self, reason: str) -> None:
         """The run stops before its last step."""
+        self.wandb.exit_code = STOPPED
         self.folder.event("stop", self.last_step, reason=reason)
         print(f"stopped: {reason}", file=sys.stderr)
 
@@ -187,6 +193,7 @@ class WandbThread:
 
     def __init__(self, recipe: Recipe, folder: RunFolder):
         self._queue: queue.Queue[dict[str, Any] | None] = queue.Queue(self.QUEUE_LIMIT)
+        self.exit_code = 0  # of this process, should W&B have to be left behind
         self._problem: str | None = None
         self._thread: threading.Thread | None = None
         if recipe.tracking.mode != "disabled":
@@ -206,12 +213,12 @@ class WandbThread:
         """Wait for what is queued, a bounded time; returns what went wrong, if anything."""
         if self._thread is None:
             return None
-        try:
-            self._queue.put(None, timeout=self.SECONDS_TO_FINISH)
-            self._thread.join(self.SECONDS_TO_FINISH)
-        except queue.Full:
-            pass
+        with contextlib.suppress(queue.Full):
+            self._queue.put_nowait(None)
+        self._thread.join(self.SECONDS_TO_FINISH)
         if self._thread.is_alive():
+            # W&B's own exit handler would go on waiting; this one is called before it.
+            atexit.register(os._exit, self.exit_code)
             return "Weights & Biases did not finish in time; metrics.jsonl has every step"
         return self._problem
 

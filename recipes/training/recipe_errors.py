@@ -1,0 +1,86 @@
+"""What a user reads when a recipe is refused: key, value, what is wrong, a value that works."""
+
+import difflib
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass
+from typing import Any, get_args
+
+import tomli_w
+from pydantic import BaseModel
+
+Location = tuple[str | int, ...]
+
+
+def explain(
+    problem: dict[str, Any], table: dict[str, Any], recipe: type[BaseModel], example: dict[str, Any]
+) -> str:
+    """One of pydantic's errors as one line.
+
+    table: what the recipe's file says; recipe: the class it should fit; example: a table that does
+    """
+    location, kind = problem["loc"], problem["type"]
+    key = ".".join(str(part) for part in location)
+    if kind == "value_error":  # ours: it names the key itself
+        message = str(problem["ctx"]["error"])
+        return message if message.startswith(key) else f"{key}.{message}"
+    if kind in ("extra_forbidden", "unexpected_keyword_argument"):
+        return f"unknown key {key} = {problem['input']!r}; {_suggestion(location, recipe)}"
+    works = _example(location, recipe, example)
+    if kind.startswith("missing"):
+        return f"{key} is missing; for example  {works}"
+    complaint = problem["msg"].removeprefix("Input should be ").removeprefix("String ")
+    return f"{key} = {_look_up(table, location)!r} should be {complaint}; for example  {works}"
+
+
+def _suggestion(location: Location, recipe: type[BaseModel]) -> str:
+    *section, key = (str(part) for part in location)
+    known = [path.split(".") for path in _defaults(recipe)]
+    siblings = [path[-1] for path in known if path[:-1] == section]
+    elsewhere = [".".join(path) for path in known if path[-1] == key]
+    close = difflib.get_close_matches(key, siblings, n=1, cutoff=0.7)
+    if close:
+        return f"did you mean {'.'.join([*section, *close])}?"
+    if elsewhere:
+        return f"did you mean {elsewhere[0]}?"
+    place = f"[{'.'.join(section)}]" if section else "the top level"
+    return f"the keys of {place} are {', '.join(siblings)}"
+
+
+def _example(location: Location, recipe: type[BaseModel], example: dict[str, Any]) -> str:
+    """A line of TOML that works: the example's, or the default where the example leaves it out."""
+    last = max(index for index, part in enumerate(location) if isinstance(part, str))
+    location = location[: last + 1]
+    value = _look_up(example, location)
+    if value is None:
+        value = _defaults(recipe).get(".".join(str(part) for part in location))
+    if not isinstance(value, (str, int, float, list, tuple, dict)):
+        return f"leave {location[-1]} out"
+    return " ".join(tomli_w.dumps({str(location[-1]): value}).split())
+
+
+def _defaults(model: Any, prefix: str = "") -> dict[str, Any]:
+    """Every key that a class of sections knows, "section.key" -> its default."""
+    return dict(_walk(model, prefix))
+
+
+def _walk(model: Any, prefix: str) -> Iterator[tuple[str, Any]]:
+    if is_dataclass(model):
+        entries = [(field.name, field.type, field.default) for field in fields(model)]
+    else:
+        entries = [(name, f.annotation, f.default) for name, f in model.model_fields.items()]
+    for name, annotation, default in entries:
+        yield prefix + name, default
+        for section in (annotation, *get_args(annotation)):
+            if is_dataclass(section) or (
+                isinstance(section, type) and issubclass(section, BaseModel)
+            ):
+                yield from _walk(section, f"{prefix}{name}.")
+
+
+def _look_up(table: Any, location: Location) -> Any:
+    for part in location:
+        try:
+            table = table[part]
+        except (KeyError, IndexError, TypeError):
+            return None
+    return table
