@@ -5,7 +5,16 @@ ARGS ?=
 BIN := .venv/bin
 READY := .venv/ready
 
-GPUS := $(shell nvidia-smi --list-gpus 2>/dev/null | grep -c '^GPU')
+# Of the GPUs here, those that DS_ACCELERATOR and CUDA_VISIBLE_DEVICES leave.
+comma := ,
+ifeq ($(DS_ACCELERATOR),cpu)
+  GPUS := 0
+else ifneq ($(origin CUDA_VISIBLE_DEVICES),undefined)
+  GPUS := $(words $(subst $(comma), ,$(CUDA_VISIBLE_DEVICES)))
+else
+  GPUS := $(shell nvidia-smi --list-gpus 2>/dev/null | grep -c '^GPU')
+endif
+
 ifeq ($(GPUS),0)
   RANKS := 2
   export DS_ACCELERATOR ?= cpu
@@ -15,6 +24,14 @@ else ifeq ($(GPUS),1)
   LAYOUT := --set layout.pipeline=1
 else  # the largest power of two, which divides the recipe's batch
   RANKS := $(shell n=2; while [ $$((2 * n)) -le $(GPUS) ]; do n=$$((2 * n)); done; echo $$n)
+endif
+
+# DeepSpeed takes `--num_gpus` from all GPUs of the machine, whatever is visible.
+DEVICES := --num_gpus $(RANKS)
+ifneq ($(GPUS),0)
+ifneq ($(origin CUDA_VISIBLE_DEVICES),undefined)
+  DEVICES := --include localhost:$(shell echo $(CUDA_VISIBLE_DEVICES) | cut -d, -f1-$(RANKS))
+endif
 endif
 
 .PHONY: setup pretrain test lint
@@ -34,7 +51,7 @@ data/stdlib/manifest.json: | $(READY)
 
 pretrain: $(READY) data/stdlib/manifest.json
 	@port=$$($(BIN)/python -c 'import socket; s = socket.socket(); s.bind(("", 0)); print(s.getsockname()[1])') && \
-	$(BIN)/deepspeed --quiet --num_gpus $(RANKS) --master_port $$port \
+	$(BIN)/deepspeed --quiet $(DEVICES) --master_port $$port \
 	  recipes/pretrain.py recipes/tiny.toml $(LAYOUT) $(ARGS)
 
 test: $(READY)

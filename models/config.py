@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
+LARGEST_SIZE = 2**24  # far beyond any model; a typing error ends here and not in a hang
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
@@ -44,8 +46,10 @@ class ModelConfig:
     def __post_init__(self) -> None:
         for key, field in type(self).__dataclass_fields__.items():
             value = getattr(self, key, None)
-            if field.type in (int, int | None) and value is not None and value < 1:
-                raise ValueError(f"{key} = {value} must be at least 1; use {key} = 1 or more")
+            if field.type not in (int, int | None) or value is None:
+                continue
+            if not 1 <= value <= LARGEST_SIZE:
+                raise ValueError(f"{key} = {value} is not in 1 .. {LARGEST_SIZE}; use {key} = 1")
         for key in ("rope_theta", "norm_epsilon", "initial_std"):
             if not getattr(self, key) > 0:
                 default = type(self).__dataclass_fields__[key].default

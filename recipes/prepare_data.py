@@ -25,6 +25,7 @@ from collections.abc import Iterator
 
 import numpy as np
 from datasets import Dataset, disable_progress_bars, load_dataset
+from datasets.exceptions import DatasetGenerationError
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
@@ -33,6 +34,7 @@ from recipes.training.recipe import repository_path
 from recipes.training.token_file import write_token_file
 
 END_OF_TEXT = "<|endoftext|>"
+SMALLEST_VOCABULARY = 257  # every byte and END_OF_TEXT
 LOADERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".txt": "text"}
 
 
@@ -43,18 +45,48 @@ def main() -> None:
     if (output / "manifest.json").exists():
         print(f"{output} is already there; delete it to prepare it again")
         return
+    workspace = output.with_name(output.name + ".incomplete")
     try:
-        prepare(options, output)
+        check_options(options, output)
+        shutil.rmtree(workspace, ignore_errors=True)
+        workspace.mkdir(parents=True)
+        prepare(options, output, workspace)
     except (ValueError, OSError) as problem:
         sys.exit(f"prepare_data.py: {problem}")
+    finally:
+        shutil.rmtree(workspace, ignore_errors=True)
 
 
-def prepare(options: argparse.Namespace, output: Path) -> None:
+def check_options(options: argparse.Namespace, output: Path) -> None:
+    """Refuse what cannot work before any work is done.
+
+    Raises:
+        ValueError: naming the option, its value and one that works.
+    """
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise ValueError(f"--output {options.output} has other things in it; use an empty folder")
+    if options.vocab_size < SMALLEST_VOCABULARY:
+        raise ValueError(
+            f"--vocab-size {options.vocab_size} has no room for the 256 bytes and {END_OF_TEXT}; "
+            f"use {SMALLEST_VOCABULARY} or more"
+        )
+    if not 0 < options.validation_fraction < 1:
+        raise ValueError(
+            f"--validation-fraction {options.validation_fraction} is no part of the documents; "
+            f"use 0.1"
+        )
+    if options.processes < 1:
+        raise ValueError(f"--processes {options.processes} is too few; use 1")
+    local = Path(options.source)
+    if local.suffix and local.suffix not in LOADERS and local.parent.is_dir():
+        raise ValueError(
+            f"--source {options.source}: no loader for {local.suffix}; use one of "
+            f"{', '.join(LOADERS)}"
+        )
+
+
+def prepare(options: argparse.Namespace, output: Path, workspace: Path) -> None:
     """Write token files, tokenizer and manifest into a folder that appears when all is there."""
-    workspace = output.with_name(output.name + ".incomplete")
-    shutil.rmtree(workspace, ignore_errors=True)
-    workspace.mkdir(parents=True)
-
     corpus = load_corpus(options)
     print(f"{len(corpus):,} documents from {options.source}")
     training, validation = split(corpus, options.column, options.validation_fraction)
@@ -94,7 +126,11 @@ def load_corpus(options: argparse.Namespace) -> Dataset:
         if not source.is_file():
             raise FileNotFoundError(f"--source {source}: no such file")
         loader = LOADERS[source.suffix]
-        corpus = load_dataset(loader, data_files=str(source), split="train")
+        try:
+            corpus = load_dataset(loader, data_files=str(source), split="train")
+        except (DatasetGenerationError, StopIteration) as error:
+            reason = error.__cause__ or "it is empty"
+            raise ValueError(f"--source {source} cannot be read: {reason}") from None
     else:
         corpus = load_dataset(options.source, options.config, split=options.split)
     if options.column not in corpus.column_names:
@@ -102,6 +138,12 @@ def load_corpus(options: argparse.Namespace) -> Dataset:
             f"--column {options.column}: {options.source} has the columns "
             f"{', '.join(corpus.column_names)}"
         )
+    for row, text in enumerate(corpus[options.column]):
+        if not isinstance(text, str):
+            raise ValueError(
+                f"{options.source}, row {row}: {options.column} = {text!r} is no text; remove the "
+                f"row, or use --column with a column of text"
+            )
     return corpus
 
 
@@ -128,7 +170,7 @@ def split(corpus: Dataset, column: str, fraction: float) -> tuple[Dataset, Datas
     if not all(parts):
         raise ValueError(
             f"--validation-fraction {fraction} of {len(corpus)} documents leaves one part empty; "
-            f"use more documents or --validation-fraction 0.5"
+            f"use more documents, and a fraction that leaves some for both parts"
         )
     return corpus.select(parts[0]), corpus.select(parts[1])
 

@@ -37,7 +37,8 @@ SECONDS_FOR_RANK_0_TO_SPEAK = 5
 def main() -> None:
     """Check everything that can be checked, then train."""
     options = parse_command_line()
-    world = World.from_environment(os.environ)
+    with refusals(World()):
+        world = World.from_environment(os.environ)
     with refusals(world):
         recipe = load_recipe(options.recipe, options.set)
     with refusals(world, options):
@@ -49,11 +50,12 @@ def main() -> None:
 
     from recipes.training import checkpoint
     from recipes.training.data import TrainingData
-    from recipes.training.engine import build_engine, start_processes
+    from recipes.training.engine import build_engine, check_machine, start_processes
     from recipes.training.tracking import STOPPED, Meter, open_tracker
 
     folder = RunFolder(options.run_dir or REPOSITORY / "runs" / recipe.name)
     with refusals(world, options):
+        check_machine(world, precision=precision(config))
         data = TrainingData(recipe, topology, topology.coordinates(world.rank).data)
         newest = checkpoint.find(folder.checkpoints, options.resume)
         done = checkpoint.read_manifest(newest, recipe, topology)["step"] if newest else 0
@@ -66,7 +68,7 @@ def main() -> None:
             folder.hold()
             folder.prepare(recipe, done, fresh=options.resume == "never")
             checkpoint.abandon_after(folder.checkpoints, done)
-        start_processes(world, precision=precision(config))
+        start_processes(world)
         checkpoint.agree(done)
 
     engine = build_engine(recipe, topology, config)
@@ -109,7 +111,7 @@ def train_step(
 
 
 def due(step: int, every: int, last: int) -> bool:
-    """Whether something is done after this step: every so many steps (0: never), and at the last."""
+    """Whether something is done after this step: every so many steps (0: never), and the last."""
     return every > 0 and (step % every == 0 or step == last)
 
 

@@ -75,13 +75,25 @@ def test_a_tokenizer_can_be_brought_along(prepared: Path) -> None:
         (["--source", "nowhere.jsonl"], "--source nowhere.jsonl: no such file"),
         (["--column", "text"], "--column text"),
         (["--column", "body", "--validation-fraction", "0"], "--validation-fraction 0.0"),
+        (["--column", "body", "--vocab-size", "10"], "use 257 or more"),
+        (["--source", "text.csv"], "no loader for .csv"),
+        (["--source", "EMPTY.jsonl"], "EMPTY.jsonl cannot be read"),
+        (["--source", "BROKEN.jsonl"], "BROKEN.jsonl cannot be read"),
+        (["--source", "NUMBER.jsonl"], "row 0: text = 4 is no text"),
     ],
 )
 def test_bad_input_is_refused_in_one_line(
     prepared: Path, tmp_path: Path, arguments: list[str], named: str
 ) -> None:
+    for name, text in (
+        ("EMPTY", ""),
+        ("BROKEN", '{"text": "a"}\n{"text": '),
+        ("NUMBER", '{"text": 4}\n{"text": 5}\n'),
+    ):
+        (tmp_path / f"{name}.jsonl").write_text(text)
+    arguments = [str(tmp_path / word) if word[:-6].isupper() else word for word in arguments]
     source = [] if "--source" in arguments else ["--source", prepared / "text.jsonl"]
     done = prepare(*source, "--output", tmp_path / "bad", *arguments)
     assert done.returncode == 1
     assert named in done.stderr and "Traceback" not in done.stderr
-    assert not (tmp_path / "bad").exists()
+    assert not list(tmp_path.glob("bad*"))

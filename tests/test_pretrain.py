@@ -13,7 +13,7 @@ import pytest
 import tomli_w
 
 from recipes.pretrain import find_broken
-from recipes.training.engine import start_processes
+from recipes.training.engine import check_machine
 from recipes.training.recipe import REPOSITORY, load_recipe
 from recipes.training.topology import World
 from tests.conftest import changed, small_recipe
@@ -209,7 +209,7 @@ def test_what_this_machine_cannot_do_is_refused(recipe_file: Path, tmp_path: Pat
     assert "fp16 needs a GPU and none was found" in two_ranks(recipe_file, *fp16, code=2)
     with pytest.raises(ValueError, match="MASTER_ADDR is not set"), mock.patch.dict(os.environ):
         os.environ.pop("MASTER_ADDR", None)
-        start_processes(World(size=2), precision="fp32")
+        check_machine(World(size=2), precision="fp32")
 
 
 def test_a_short_checkpoint_is_refused(

@@ -27,6 +27,9 @@ def tree_paths() -> list[str]:
     folders: list[tuple[int, str]] = []
     paths = []
     for line in TREE.splitlines():
+        if line.startswith("Makefile"):
+            paths += line.split()
+            continue
         indent, name = len(line) - len(line.lstrip()), line.split()[0]
         folders = [(depth, folder) for depth, folder in folders if depth < indent]
         path = "".join(folder for _, folder in folders) + name

@@ -38,6 +38,7 @@ def folder(tmp_path: Path) -> RunFolder:
 @pytest.fixture
 def without_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    monkeypatch.delenv("WANDB_MODE", raising=False)
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
 
 

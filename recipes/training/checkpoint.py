@@ -105,7 +105,7 @@ def published(folder: Path) -> list[Path]:
     """The checkpoints of a folder, oldest first."""
     if not folder.is_dir():
         return []
-    found = [path for path in folder.iterdir() if NAME.fullmatch(path.name)]
+    found = [path for path in folder.iterdir() if NAME.fullmatch(path.name) and path.is_dir()]
     return sorted(found, key=lambda path: int(path.name.removeprefix("step-")))
 
 
@@ -134,7 +134,10 @@ def read_manifest(checkpoint: Path, recipe: Recipe, topology: Topology) -> dict[
     """
     try:
         manifest = json.loads((checkpoint / "manifest.json").read_text())
-    except (OSError, ValueError) as error:
+        missing = {"step", "recipe", "layout", "files"} - manifest.keys()
+        if missing:
+            raise ValueError(f"it lacks {', '.join(sorted(missing))}")
+    except (OSError, ValueError, AttributeError) as error:
         raise ValueError(
             f"{checkpoint}: its manifest.json cannot be read ({error}); delete {checkpoint} to "
             f"resume from the one before it"

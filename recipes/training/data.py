@@ -62,11 +62,14 @@ class TrainingData:
         self.evaluation_batches = recipe.training.evaluation_batches
         needed = self.evaluation_batches * self.global_sequences
         if recipe.training.evaluate_every and needed > self.validation.count:
+            most = self.validation.count // self.global_sequences
+            works = (
+                f"training.evaluation_batches = {most}" if most else "training.evaluate_every = 0"
+            )
             raise ValueError(
                 f"training.evaluation_batches = {self.evaluation_batches} of "
                 f"batch.global_sequences = {self.global_sequences} need {needed} windows and "
-                f"{recipe.data.validation} has {self.validation.count}; use "
-                f"training.evaluation_batches = {self.validation.count // self.global_sequences}"
+                f"{recipe.data.validation} has {self.validation.count}; use {works}"
             )
 
     def step(self, step: int) -> Iterator[Batch]:

@@ -91,11 +91,19 @@ def read_deepspeed_json(name: str) -> dict[str, Any]:
             )
     if config.get("bf16", {}).get("enabled") and config.get("fp16", {}).get("enabled"):
         raise ValueError(f"{name}: bf16 and fp16 are both enabled; use bf16 alone")
-    stage = config.get("zero_optimization", {}).get("stage", 0)
-    if stage not in (1, 2, 3):
+    if "offload_optimizer" in config.get("zero_optimization", {}):
         raise ValueError(
-            f"{name}: zero_optimization.stage = {stage}: DeepSpeed clips wrongly over pipeline "
-            f"stages without ZeRO; use 1, which costs nothing more on one data rank"
+            f"{name}: zero_optimization.offload_optimizer needs DeepSpeed's own Adam; remove it "
+            f"and use more data ranks, which share the optimizer's state"
+        )
+    gradients = config.get("data_types", {}).get("grad_accum_dtype")
+    if gradients not in (None, "fp32", "bf16", "fp16"):
+        raise ValueError(f'{name}: grad_accum_dtype = "{gradients}" is no precision; use "fp32"')
+    stage = config.get("zero_optimization", {}).get("stage", 0)
+    if isinstance(stage, bool) or stage not in (1, 2, 3):
+        raise ValueError(
+            f"{name}: zero_optimization.stage = {json.dumps(stage)}: DeepSpeed clips "
+            f"wrongly over pipeline stages without ZeRO; use 1, which costs no more on one data rank"
         )
     return config
 
@@ -138,9 +146,8 @@ def _check_combination(recipe: Recipe, config: dict[str, Any]) -> None:
             f'deepspeed = "{use}", or layout.pipeline = 1'
         )
     gradients = config.get("data_types", {}).get("grad_accum_dtype")
-    offload = "offload_optimizer" in config["zero_optimization"]
     untied = gradients not in (None, precision(config)) and (
-        precision(config) != "bf16" or gradients != "fp32" or offload
+        precision(config) != "bf16" or gradients != "fp32"
     )
     if recipe.model.tie_embeddings and recipe.layout.pipeline > 1 and untied:
         raise ValueError(

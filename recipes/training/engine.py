@@ -26,7 +26,6 @@ from recipes.training.deepspeed_config import zero_stage
 from recipes.training.recipe import Optimizer, Recipe
 from recipes.training.topology import Coordinates, Topology, World
 
-
 RECIPE_SETTINGS = ("betas", "eps", "weight_decay")  # of an optimizer's param_groups
 
 
@@ -128,24 +127,32 @@ class SequentialEngine(Engine):
         return total / dist.get_world_size(group)
 
 
-def start_processes(world: World, *, precision: str) -> None:
-    """Join the process group; the launcher has set, or a single process needs no, MASTER_ADDR.
+def check_machine(world: World, *, precision: str) -> None:
+    """Compare what is asked for with this machine and what the launcher has set.
 
     Raises:
         ValueError: this machine cannot run the precision, or the launcher left the address out.
     """
-    on_gpu = get_accelerator().device_name() == "cuda"
-    if precision == "fp16" and not on_gpu:
+    if precision == "fp16" and not on_gpu():
         raise ValueError(
             'deepspeed: fp16 needs a GPU and none was found; use deepspeed = "ds_configs/'
             'zero1_fp32.json" or "ds_configs/zero1_bf16.json"'
         )
-    if world.size > 1 and "MASTER_ADDR" not in os.environ:
+    if world.size > 1 and not os.environ.get("MASTER_ADDR"):
         raise ValueError(
             "MASTER_ADDR is not set, so the ranks cannot meet; use the name of the first node"
         )
+
+
+def on_gpu() -> bool:
+    """Whether DeepSpeed runs on GPUs here."""
+    return get_accelerator().device_name() == "cuda"
+
+
+def start_processes(world: World) -> None:
+    """Join the process group; a single process needs no launcher's MASTER_ADDR."""
     # Under Slurm a task may see its own GPU only.
-    local_rank = world.local_rank % torch.cuda.device_count() if on_gpu else world.local_rank
+    local_rank = world.local_rank % torch.cuda.device_count() if on_gpu() else world.local_rank
     os.environ |= {
         "RANK": str(world.rank),
         "WORLD_SIZE": str(world.size),
@@ -155,12 +162,12 @@ def start_processes(world: World, *, precision: str) -> None:
     }
     # Its build needs a compiler and a minute, and its all-reduce knows one group only.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    if on_gpu:
+    if on_gpu():
         torch.cuda.set_device(local_rank)
     elif "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // world.local_size))
     with quiet():
-        deepspeed.init_distributed(dist_backend="nccl" if on_gpu else "gloo", verbose=False)
+        deepspeed.init_distributed(dist_backend="nccl" if on_gpu() else "gloo", verbose=False)
 
 
 def build_engine(recipe: Recipe, topology: Topology, config: dict[str, Any]) -> Engine:

@@ -11,15 +11,15 @@ import tomli_w
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from models.config import ModelConfig, nearest_divisors, nearest_multiples
-from recipes.training.recipe_errors import explain
+from recipes.training.recipe_errors import explain, root_causes
 from recipes.training.topology import Topology, World
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 DEFAULT_RECIPE = REPOSITORY / "recipes" / "tiny.toml"
 CLUSTER_RECIPE = REPOSITORY / "recipes" / "llama" / "7b.toml"  # has the sections that tiny lacks
 
-Count = Annotated[int, Field(ge=1)]
-NonNegative = Annotated[int, Field(ge=0)]
+Count = Annotated[int, Field(ge=1, le=10**9)]
+NonNegative = Annotated[int, Field(ge=0, le=10**9)]
 Probability = Annotated[float, Field(ge=0, lt=1)]
 
 
@@ -116,12 +116,13 @@ class Data(Section):
 
     @model_validator(mode="after")
     def _check(self) -> "Data":
-        paths = [source.path for source in self.train]
+        paths = [repository_path(source.path) for source in self.train]
         if len(set(paths)) < len(paths):
             raise ValueError(
-                f"data.train = {paths} names a corpus twice; use each path once and its weight"
+                f"data.train = {[source.path for source in self.train]} names a corpus twice; use "
+                f"each path once, with its weight"
             )
-        if self.validation in paths:
+        if repository_path(self.validation) in paths:
             raise ValueError(
                 f'data.validation = "{self.validation}" is trained on too (data.train); use a file '
                 f"of its own, as prepare_data.py writes it"
@@ -139,7 +140,7 @@ class Checkpoint(Section):
 class Tracking(Section):
     """Weights & Biases: "auto" is online with a key and offline without one."""
 
-    project: Annotated[str, Field(min_length=1)] = "threefold"
+    project: Annotated[str, Field(pattern=r"^[^/\\#?%:]{1,128}$")] = "threefold"
     mode: Literal["auto", "online", "offline", "disabled"] = "auto"
     tags: tuple[str, ...] = ()
 
@@ -246,7 +247,7 @@ class Recipe(Section):
 
 def repository_path(path: str) -> Path:
     """A path of a recipe: relative ones count from the repository's root."""
-    return REPOSITORY / path
+    return (REPOSITORY / path).resolve()
 
 
 def short(path: Path) -> Path:
@@ -280,7 +281,7 @@ def parse_recipe(table: dict[str, Any], name: str) -> Recipe:
         return Recipe.model_validate_json(json.dumps(table, default=_refuse_date))
     except ValidationError as error:
         example = _read_toml(CLUSTER_RECIPE) | _read_toml(DEFAULT_RECIPE)
-        problems = [explain(problem, table, Recipe, example) for problem in error.errors()]
+        problems = [explain(problem, table, Recipe, example) for problem in root_causes(error)]
     if len(problems) == 1:
         raise ValueError(f"{name}: {problems[0]}")
     raise ValueError("\n  ".join([f"{name}: {len(problems)} problems", *problems]))
@@ -292,7 +293,7 @@ def _refuse_date(value: Any) -> Any:
 
 def _read_toml(path: Path) -> dict[str, Any]:
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        return tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except (FileNotFoundError, IsADirectoryError):
         shipped = sorted((REPOSITORY / "recipes").rglob("*.toml"))
         raise ValueError(
@@ -307,7 +308,7 @@ def _read_toml(path: Path) -> dict[str, Any]:
 
 def _apply(table: dict[str, Any], override: str) -> None:
     name, equals, text = override.partition("=")
-    *sections, key = name.strip().split(".")
+    *sections, key = (part.strip() for part in name.split("."))
     if not equals or not key or not all(sections):
         raise ValueError(f"--set {override}: write it as --set section.key=value")
     try:

@@ -6,7 +6,7 @@ from dataclasses import fields, is_dataclass
 from typing import Any, get_args
 
 import tomli_w
-from pydantic import BaseModel
+from pydantic import BaseModel, ValidationError
 
 Location = tuple[str | int, ...]
 
@@ -28,12 +28,26 @@ def explain(
     works = _example(location, recipe, example)
     if kind.startswith("missing"):
         return f"{key} is missing; for example  {works}"
-    complaint = problem["msg"].removeprefix("Input should be ").removeprefix("String ")
-    return f"{key} = {_look_up(table, location)!r} should be {complaint}; for example  {works}"
+    complaint = problem["msg"][0].lower() + problem["msg"][1:]
+    return f"{key} = {_look_up(table, location)!r}: {complaint}; for example  {works}"
+
+
+def root_causes(error: ValidationError) -> list[dict[str, Any]]:
+    """pydantic's errors, less those of lists too short only because an item was refused."""
+    problems = error.errors()
+    return [
+        problem
+        for problem in problems
+        if problem["type"] != "too_short"
+        or not any(
+            other is not problem and other["loc"][: len(problem["loc"])] == problem["loc"]
+            for other in problems
+        )
+    ]
 
 
 def _suggestion(location: Location, recipe: type[BaseModel]) -> str:
-    *section, key = (str(part) for part in location)
+    *section, key = (part for part in location if isinstance(part, str))
     known = [path.split(".") for path in _defaults(recipe)]
     siblings = [path[-1] for path in known if path[:-1] == section]
     elsewhere = [".".join(path) for path in known if path[-1] == key]

@@ -27,8 +27,14 @@ class RunFolder:
         Raises:
             ValueError: another process holds it.
         """
-        self.path.mkdir(parents=True, exist_ok=True)
-        lock = (self.path / "lock").open("a+")
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            lock = (self.path / "lock").open("a+")
+        except OSError as error:
+            raise ValueError(
+                f"{self.path} cannot be written ({error.strerror}); use --run-dir with a folder "
+                f"that can"
+            ) from None
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -47,7 +53,7 @@ class RunFolder:
 
         fresh: what an earlier run left here is moved beside it, so that nothing is lost
         """
-        if fresh and self.events.exists():
+        if fresh and any(entry.name != "lock" for entry in self.path.iterdir()):
             aside = self.path.with_name(f"{self.path.name}.{time.strftime('%Y%m%dT%H%M%S')}")
             os.rename(self.path, aside)
             self.hold()
@@ -57,7 +63,7 @@ class RunFolder:
         _replace(self.metrics, "".join(json.dumps(line) + "\n" for line in kept))
 
     def event(self, event: str, step: int, **facts: Any) -> None:
-        """Append to events.jsonl: start, resume, save, skip, rollback, warning, stop, end."""
+        """Append to events.jsonl: start, resume, save, warning, stop or end."""
         _append(self.events, {"event": event, "step": step, "time": time.time()} | facts)
 
     def metric(self, line: dict[str, Any]) -> None:
@@ -65,11 +71,24 @@ class RunFolder:
         _append(self.metrics, line)
 
     def read_metrics(self) -> list[dict[str, Any]]:
-        """The complete lines of metrics.jsonl."""
+        """The complete lines of metrics.jsonl.
+
+        Raises:
+            ValueError: a line that ends is no JSON.
+        """
         if not self.metrics.exists():
             return []
-        lines = self.metrics.read_text().splitlines(keepends=True)
-        return [json.loads(line) for line in lines if line.endswith("\n")]
+        text = self.metrics.read_text(encoding="utf-8", errors="replace")
+        lines = []
+        for number, line in enumerate(text.splitlines(keepends=True), start=1):
+            try:
+                if line.endswith("\n"):
+                    lines.append(json.loads(line))
+            except json.JSONDecodeError:
+                raise ValueError(
+                    f"{self.metrics}, line {number}, is no JSON; remove the line to go on"
+                ) from None
+        return lines
 
 
 def _append(file: Path, line: dict[str, Any]) -> None:

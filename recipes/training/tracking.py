@@ -244,17 +244,21 @@ def start_wandb(arguments: dict[str, Any]) -> Any:
     except Exception:
         if arguments["mode"] != "online":
             raise
+        wandb.teardown()  # the attempt still holds the run's id
         run = wandb.init(**arguments | {"mode": "offline"}, settings=settings)
     run.define_metric("*", step_metric="step")
     return run
 
 
 def wandb_arguments(recipe: Recipe, folder: Path) -> dict[str, Any]:
-    """What `wandb.init` gets: the same run id every time this folder is resumed."""
+    """What `wandb.init` gets: the same run id every time this folder is resumed.
+
+    Mode "auto" is W&B's own WANDB_MODE where that is set.
+    """
     tracking = recipe.tracking
     mode = tracking.mode
     if mode == "auto":
-        mode = "online" if has_wandb_key() else "offline"
+        mode = os.environ.get("WANDB_MODE") or ("online" if has_wandb_key() else "offline")
     home = folder / "wandb"
     home.mkdir(exist_ok=True)
     run_id = home / "run_id"
