@@ -22,29 +22,42 @@ def run_ranks(world_size: int, function: Callable[..., Any], *arguments: Any) ->
     with tempfile.TemporaryDirectory() as folder:
         call = Path(folder) / "call"
         call.write_bytes(pickle.dumps((function.__module__, function.__name__, arguments)))
-        port = free_port()
-        processes = [
-            subprocess.Popen(
-                [sys.executable, "-m", "tests.ranks", str(call)],
-                cwd=REPOSITORY,
-                env=os.environ | rank_environment(rank, world_size, port),
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-            )
-            for rank in range(world_size)
-        ]
-        try:
-            outputs = [process.communicate(timeout=SECONDS)[0] for process in processes]
-        finally:
-            for process in processes:
-                process.kill()
-        for rank, (process, output) in enumerate(zip(processes, outputs, strict=True)):
-            assert process.returncode == 0, f"rank {rank} of {world_size}:\n{output[-4000:]}"
+        codes, outputs = start_ranks(
+            world_size, ["-m", "tests.ranks", str(call)], folder=Path(folder), seconds=SECONDS
+        )
+        for rank, (code, output) in enumerate(zip(codes, outputs, strict=True)):
+            assert code == 0, f"rank {rank} of {world_size}:\n{output[-4000:]}"
         return [
             pickle.loads((Path(folder) / f"result{rank}").read_bytes())
             for rank in range(world_size)
         ]
+
+
+def start_ranks(
+    world_size: int, arguments: list[str], *, folder: Path, seconds: float
+) -> tuple[list[int], list[str]]:
+    """Run `python ARGUMENTS` on every rank of a fresh world; exit codes and outputs.
+
+    Outputs go to files: a rank whose pipe nobody reads would stop, and the others wait for it.
+    """
+    port = free_port()
+    logs = [folder / f"rank{rank}.log" for rank in range(world_size)]
+    processes = [
+        subprocess.Popen(
+            [sys.executable, *arguments],
+            cwd=REPOSITORY,
+            env=os.environ | rank_environment(rank, world_size, port),
+            stdout=log.open("wb"),
+            stderr=subprocess.STDOUT,
+        )
+        for rank, log in enumerate(logs)
+    ]
+    try:
+        codes = [process.wait(timeout=seconds) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    return codes, [log.read_text(errors="replace") for log in logs]
 
 
 def rank_environment(rank: int, world_size: int, port: int) -> dict[str, str]:

@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -17,7 +18,7 @@ from recipes.training.engine import check_machine
 from recipes.training.recipe import REPOSITORY, load_recipe
 from recipes.training.topology import World
 from tests.conftest import changed, small_recipe
-from tests.ranks import free_port, rank_environment
+from tests.ranks import free_port, start_ranks
 
 TIMED = ("step_seconds", "tokens_per_second", "tflops_per_gpu", "memory_gb")
 
@@ -64,20 +65,10 @@ def deepspeed(*arguments: object, code: int = 0) -> str:
 
 def two_ranks(*arguments: object, code: int = 0) -> str:
     """The command on two ranks as `torchrun` would start it; rank 0's output."""
-    port = free_port()
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "recipes/pretrain.py", *map(str, arguments)],
-            cwd=REPOSITORY,
-            env=os.environ | rank_environment(rank, 2, port),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    outputs = [process.communicate(timeout=300)[0] for process in processes]
-    assert [process.returncode for process in processes] == [code, code], outputs
+    command = ["recipes/pretrain.py", *map(str, arguments)]
+    with tempfile.TemporaryDirectory() as folder:
+        codes, outputs = start_ranks(2, command, folder=Path(folder), seconds=300)
+    assert codes == [code, code], outputs
     return outputs[0]
 
 

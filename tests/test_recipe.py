@@ -1,9 +1,6 @@
 """Every bad recipe gets one message that names the key and a value that works."""
 
 import json
-import os
-import subprocess
-import sys
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -15,7 +12,7 @@ from recipes.training.deepspeed_config import build_deepspeed_config
 from recipes.training.recipe import REPOSITORY, Recipe, load_recipe, parse_recipe
 from recipes.training.topology import World
 from tests.conftest import changed
-from tests.ranks import rank_environment
+from tests.ranks import start_ranks
 
 TINY = REPOSITORY / "recipes" / "tiny.toml"
 
@@ -248,21 +245,10 @@ def test_every_shipped_recipe_and_config_goes_together() -> None:
         build_deepspeed_config(recipe, recipe.topology(World()))
 
 
-def test_two_ranks_print_one_message_and_no_traceback() -> None:
-    command = [sys.executable, "recipes/pretrain.py", "--set", "model.heads=7"]
-    ranks = [
-        subprocess.Popen(
-            command,
-            cwd=REPOSITORY,
-            env=os.environ | rank_environment(rank, 2, 1),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    outputs = [process.communicate(timeout=60)[0] for process in ranks]
-    assert [process.returncode for process in ranks] == [2, 2]
+def test_two_ranks_print_one_message_and_no_traceback(tmp_path: Path) -> None:
+    command = ["recipes/pretrain.py", "--set", "model.heads=7"]
+    codes, outputs = start_ranks(2, command, folder=tmp_path, seconds=60)
+    assert codes == [2, 2]
     assert outputs[0].count("model.hidden_size = 192 is not divisible by heads = 7") == 1
     assert outputs[0].count("\n") == 1
     assert outputs[1].startswith("pretrain.py: rank 1: ") or "heads = 7" in outputs[1]

@@ -91,7 +91,7 @@ def _all_gather(x: Tensor, axis: TensorAxis, dimension: int) -> Tensor:
 
 def _reduce_scatter(x: Tensor, axis: TensorAxis) -> Tensor:
     part = x.new_empty((x.shape[0] // axis.size, *x.shape[1:]))
-    dist.reduce_scatter_tensor(part, x.contiguous(), group=axis.group)
+    dist.reduce_scatter_single(part, x.contiguous(), group=axis.group)
     return part
 
 

@@ -102,8 +102,8 @@ def read_deepspeed_json(name: str) -> dict[str, Any]:
     stage = config.get("zero_optimization", {}).get("stage", 0)
     if isinstance(stage, bool) or stage not in (1, 2, 3):
         raise ValueError(
-            f"{name}: zero_optimization.stage = {json.dumps(stage)}: DeepSpeed clips "
-            f"wrongly over pipeline stages without ZeRO; use 1, which costs no more on one data rank"
+            f"{name}: zero_optimization.stage = {json.dumps(stage)}: without ZeRO DeepSpeed clips "
+            f"wrongly over pipeline stages; use 1, which costs no more on one data rank"
         )
     return config
 

@@ -4,6 +4,7 @@ import contextlib
 import hashlib
 import io
 import os
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -151,6 +152,8 @@ def on_gpu() -> bool:
 
 def start_processes(world: World) -> None:
     """Join the process group; a single process needs no launcher's MASTER_ADDR."""
+    # DeepSpeed calls what torch has renamed.
+    warnings.filterwarnings("ignore", message="`torch.distributed", category=FutureWarning)
     # Under Slurm a task may see its own GPU only.
     local_rank = world.local_rank % torch.cuda.device_count() if on_gpu() else world.local_rank
     os.environ |= {
