@@ -59,8 +59,6 @@ def main() -> None:
         data = TrainingData(recipe, topology, topology.coordinates(world.rank).data)
         newest = checkpoint.find(folder.checkpoints, options.resume)
         done = checkpoint.read_manifest(newest, recipe, topology)["step"] if newest else 0
-        if world.rank == 0:
-            announce(recipe, topology, folder, done)
         if done >= recipe.training.steps:
             summarize(recipe, folder, world)
             return
@@ -68,6 +66,7 @@ def main() -> None:
             folder.hold()
             folder.prepare(recipe, done, fresh=options.resume == "never")
             checkpoint.abandon_after(folder.checkpoints, done)
+            announce(recipe, topology, folder, done)
         start_processes(world)
         checkpoint.agree(done)
 
