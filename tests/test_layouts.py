@@ -105,7 +105,7 @@ def train_worker(corpus: str, layouts: dict[str, dict[str, Any]]) -> dict[str, A
     for name, changes in layouts.items():
         with seeded_fault(name):
             results[name] = train_layout(world, Path(corpus), changes)
-    dist.destroy_process_group()
+    dist.barrier()
     return results
 
 
@@ -148,7 +148,7 @@ def resume_worker(corpus: str, layouts: dict[str, dict[str, Any]]) -> dict[str, 
         again = build_engine(recipe, topology, config)
         again.load(Path(folders[0]))
         results[name] = (undisturbed, train(again, data, recipe, range(5, 9)))
-    dist.destroy_process_group()
+    dist.barrier()
     return results
 
 
