@@ -44,6 +44,7 @@ def main() -> None:
     with refusals(world, options):
         topology = recipe.topology(world)
         config = build_deepspeed_config(recipe, topology)
+        number_format = precision(config)
 
     # torch and DeepSpeed take seconds to import; a bad recipe has been refused by now.
     import torch.distributed as dist
@@ -55,7 +56,7 @@ def main() -> None:
 
     folder = RunFolder(options.run_dir or REPOSITORY / "runs" / recipe.name)
     with refusals(world, options):
-        check_machine(world, precision=precision(config))
+        check_machine(world, precision=number_format)
         data = TrainingData(recipe, topology, topology.coordinates(world.rank).data)
         newest = checkpoint.find(folder.checkpoints, options.resume)
         done = checkpoint.read_manifest(newest, recipe, topology)["step"] if newest else 0
@@ -73,13 +74,13 @@ def main() -> None:
     engine = build_engine(recipe, topology, config)
     if newest:
         engine.load(newest)
-    meter = Meter(recipe, world.size, precision=precision(config), device_name=engine.device_name)
+    meter = Meter(recipe, world.size, precision=number_format, device_name=engine.device_name)
     broken = None
     with open_tracker(recipe, folder, world.rank, done) as tracker:
         for step in range(done + 1, recipe.training.steps + 1):
             metrics = train_step(step, recipe, engine, data, meter)
             tracker.step(metrics)
-            if broken := find_broken(metrics, precision(config)):
+            if broken := find_broken(metrics, number_format):
                 tracker.stop(f"{broken} in step {step}; the newest checkpoint is before that")
                 break
             if due(step, recipe.checkpoint.every, recipe.training.steps):
