@@ -40,7 +40,8 @@ class ModelConfig:
     head_size: int | None = None  # None: hidden_size / heads
     rope_theta: float = 10000.0
     norm_epsilon: float = 1e-5
-    dropout: float = 0.0
+    dropout: float = 0.0  # of the embedding and of what each half of a block adds
+    attention_dropout: float = 0.0  # of the attention probabilities
     initial_std: float = 0.02
 
     def __post_init__(self) -> None:
@@ -54,8 +55,11 @@ class ModelConfig:
             if not getattr(self, key) > 0:
                 default = type(self).__dataclass_fields__[key].default
                 raise ValueError(f"{key} = {getattr(self, key)} must be above 0; use {default}")
-        if not 0 <= self.dropout < 1:
-            raise ValueError(f"dropout = {self.dropout} is not a probability below 1; use 0.1")
+        for key in ("dropout", "attention_dropout"):
+            if not 0 <= getattr(self, key) < 1:
+                raise ValueError(
+                    f"{key} = {getattr(self, key)} is not a probability below 1; use {key} = 0.1"
+                )
         if self.head_size is None and self.hidden_size % self.heads:
             raise ValueError(
                 f"hidden_size = {self.hidden_size} is not divisible by heads = {self.heads}; "

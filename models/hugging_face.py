@@ -47,7 +47,7 @@ def hugging_face_config(config: ModelConfig) -> dict[str, Any]:
             "activation_function": "gelu_new",
             "resid_pdrop": config.dropout,
             "embd_pdrop": config.dropout,
-            "attn_pdrop": config.dropout,
+            "attn_pdrop": config.attention_dropout,
         }
     return shared | {
         "model_type": _family(config),
@@ -61,6 +61,7 @@ def hugging_face_config(config: ModelConfig) -> dict[str, Any]:
         "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta},
         "rms_norm_eps": config.norm_epsilon,
         "hidden_act": "silu",
+        "attention_dropout": config.attention_dropout,
     }
 
 

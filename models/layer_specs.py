@@ -13,8 +13,9 @@ everything between embedding and head is [s/t, b, h]. Parameters get their layou
 here too: `blocks.3.attention.qkv.weight`.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
+from itertools import groupby
 
 from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from torch import Tensor, nn
@@ -24,30 +25,31 @@ from models.parallel.collectives import TensorAxis, scatter_to_tensor_axis
 from models.parallel.cross_entropy import vocab_parallel_cross_entropy
 from models.parallel.embedding import VocabParallelEmbedding
 from models.parallel.norm import NORMS
-from models.parallel.rng import dropout
+from models.parallel.rng import MaskKey, dropout
 from models.sharding import Sharding, declared_parameter
-from models.transformer import Block
+from models.transformer import Block, recomputed
 
 TIED_KEY = "embedding"
 
 
-def layer_specs(config: ModelConfig, axis: TensorAxis, recompute: str = "none") -> list[LayerSpec]:
-    """The layers in order; `layer_names` names them."""
-    specs = [TokenEmbedding.spec(config, axis)]
-    if config.positions == "learned":
-        specs.append(LayerSpec(LearnedPositions, config, axis))
-    specs += [LayerSpec(Block, config, axis, recompute) for _ in range(config.layers)]
-    specs.append(
-        LayerSpec(
-            NORMS[config.norm],
-            config.hidden_size,
-            config.norm_epsilon,
-            input_is_split=axis.sequence_parallel,
-            axis=axis,
-        )
-    )
-    specs.append(Head.spec(config, axis))
-    return specs
+def layer_specs(
+    config: ModelConfig, axis: TensorAxis, *, recompute_core: bool = False
+) -> list[LayerSpec]:
+    """The layers in order; `layer_names` names them.
+
+    recompute_core: the backward pass computes the attention cores again
+    """
+    norm = partial(LayerSpec, NORMS[config.norm], config.hidden_size, config.norm_epsilon)
+    specs = {
+        "embedding": TokenEmbedding.spec(config, axis),
+        "positions": LayerSpec(LearnedPositions, config, axis),
+        "final_norm": norm(input_is_split=axis.sequence_parallel, axis=axis),
+        "head": Head.spec(config, axis),
+    }
+    return [
+        specs.get(name) or LayerSpec(Block, config, axis, name=name, recompute_core=recompute_core)
+        for name in layer_names(config)
+    ]
 
 
 def layer_names(config: ModelConfig) -> list[str]:
@@ -72,8 +74,32 @@ def loss_function(config: ModelConfig, axis: TensorAxis) -> Callable[[Tensor, Te
     return partial(vocab_parallel_cross_entropy, vocab_size=config.vocab_size, axis=axis)
 
 
-class TokenEmbedding(VocabParallelEmbedding):
-    """Tokens [b, s] to [s, b, h], with dropout unless learned positions follow."""
+def run_layers(
+    layers: Iterable[Callable[..., Tensor]], x: Tensor, key: MaskKey | None, recompute_interval: int
+) -> Tensor:
+    """The layers' output one after the other.
+
+    recompute_interval: so many blocks at a time are computed again by the backward pass; 0: none
+    """
+    for are_blocks, group in groupby(layers, key=lambda layer: isinstance(layer, Block)):
+        run = list(group)
+        if not are_blocks or recompute_interval == 0:
+            x = _run_in_turn(x, run, key)
+            continue
+        for first in range(0, len(run), recompute_interval):
+            blocks = run[first : first + recompute_interval]
+            x = recomputed(partial(_run_in_turn, layers=blocks, key=key), x)
+    return x
+
+
+def _run_in_turn(x: Tensor, layers: list[Callable[..., Tensor]], key: MaskKey | None) -> Tensor:
+    for layer in layers:
+        x = layer(x, key) if isinstance(layer, LAYERS_THAT_DROP) else layer(x)
+    return x
+
+
+class VocabularyTable(VocabParallelEmbedding):
+    """The embedding table of a model, at one end of it or at both."""
 
     def __init__(self, config: ModelConfig, axis: TensorAxis):
         super().__init__(
@@ -84,11 +110,14 @@ class TokenEmbedding(VocabParallelEmbedding):
         )
         self.dropout = 0.0 if config.positions == "learned" else config.dropout
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        """[b, s] to [s, b, h]."""
-        return dropout(
-            super().forward(tokens), self.dropout, training=self.training, axis=self.axis
-        )
+
+class TokenEmbedding(VocabularyTable):
+    """Tokens [b, s] to [s, b, h], with dropout unless learned positions follow."""
+
+    def forward(self, tokens: Tensor, key: MaskKey | None) -> Tensor:
+        """[b, s] to [s, b, h]; without a key nothing is dropped."""
+        x = super().forward(tokens)
+        return dropout(x, self.dropout, key=key, place="embedding", axis=self.axis)
 
     @classmethod
     def spec(cls, config: ModelConfig, axis: TensorAxis) -> LayerSpec:
@@ -98,7 +127,7 @@ class TokenEmbedding(VocabParallelEmbedding):
         return LayerSpec(cls, config, axis)
 
 
-class Head(TokenEmbedding):
+class Head(VocabularyTable):
     """The same table the other way: [s, b, h] to the logits [s, b, v/t] of this rank's tokens."""
 
     def forward(self, x: Tensor) -> Tensor:
@@ -124,14 +153,17 @@ class LearnedPositions(nn.Module):
         shape = (config.sequence_length, config.hidden_size)
         self.weight = declared_parameter(Sharding(shape), axis.size)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """[s, b, h] to [s, b, h]."""
+    def forward(self, x: Tensor, key: MaskKey | None) -> Tensor:
+        """[s, b, h] to [s, b, h]; without a key nothing is dropped."""
         split = self.axis.sequence_parallel
         length = x.shape[0] * (self.axis.size if split else 1)
         positions = self.weight[:length].unsqueeze(1)  # [s, 1, h]
         if split:
             positions = scatter_to_tensor_axis(positions, self.axis)  # [s/t, 1, h]
-        return dropout(x + positions, self.dropout, training=self.training, axis=self.axis)
+        return dropout(x + positions, self.dropout, key=key, place="positions", axis=self.axis)
+
+
+LAYERS_THAT_DROP = (TokenEmbedding, LearnedPositions, Block)  # called with a key for their masks
 
 
 class SequentialModel(nn.Module):
@@ -140,11 +172,17 @@ class SequentialModel(nn.Module):
     Parameters have the names that a PipelineModule of the same specs gives them.
     """
 
-    def __init__(self, specs: list[LayerSpec], loss_fn: Callable[[Tensor, Tensor], Tensor]):
+    def __init__(
+        self,
+        specs: list[LayerSpec],
+        loss_fn: Callable[[Tensor, Tensor], Tensor],
+        *,
+        recompute_interval: int = 0,
+    ):
         super().__init__()
-        self.loss_fn = loss_fn
+        self.loss_fn, self.recompute_interval = loss_fn, recompute_interval
         self.tied_modules = nn.ModuleDict()
-        self.layers: list[Callable[[Tensor], Tensor]] = []
+        self.layers: list[Callable[..., Tensor]] = []
         for index, spec in enumerate(specs):
             if not isinstance(spec, TiedLayerSpec):
                 layer = spec.build()
@@ -157,9 +195,7 @@ class SequentialModel(nn.Module):
                     layer = partial(spec.forward_fn, layer)
             self.layers.append(layer)
 
-    def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
-        """The mean cross-entropy of labels [b, s] after tokens [b, s]."""
-        x = tokens
-        for layer in self.layers:
-            x = layer(x)
-        return self.loss_fn(x, labels)
+    def forward(self, tokens: Tensor, labels: Tensor, key: MaskKey | None = None) -> Tensor:
+        """The mean cross-entropy of labels [b, s] after tokens [b, s]; dropout with a key only."""
+        logits = run_layers(self.layers, tokens, key, self.recompute_interval)
+        return self.loss_fn(logits, labels)

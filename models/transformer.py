@@ -4,7 +4,8 @@ s sequence, b micro-batch, h hidden, t tensor ranks, a/t query heads and g/t key
 this rank, d head size. Under sequence parallelism the residual stream is [s/t, b, h].
 """
 
-from functools import lru_cache
+from collections.abc import Callable
+from functools import lru_cache, partial
 
 import torch
 from torch import Tensor, nn
@@ -15,27 +16,30 @@ from models.config import ModelConfig
 from models.parallel.collectives import TensorAxis
 from models.parallel.linear import ColumnParallelLinear, RowParallelLinear
 from models.parallel.norm import NORMS, RMSNorm
-from models.parallel.rng import dropout, split_region_random
+from models.parallel.rng import MaskKey, attention_dropout_mask, drop, dropout
 
 
 class Block(nn.Module):
     """x + attention(norm(x)), then x + mlp(norm(x)).
 
-    recompute: what the backward pass computes again instead of the forward pass keeping it:
-        "none", "selective" (the attention core) or "full" (the block) (arXiv 2205.05198)
+    name: its dropout masks depend on it
+    recompute_core: the backward pass computes the attention core again instead of the forward
+        pass keeping it (arXiv 2205.05198)
     """
 
-    def __init__(self, config: ModelConfig, axis: TensorAxis, recompute: str):
+    def __init__(self, config: ModelConfig, axis: TensorAxis, *, name: str, recompute_core: bool):
         super().__init__()
         norm = NORMS[config.norm]
-        self.recompute = recompute
+        self.name = name
         self.attention_norm = norm(
             config.hidden_size,
             config.norm_epsilon,
             input_is_split=axis.sequence_parallel,
             axis=axis,
         )
-        self.attention = Attention(config, axis, recompute_core=recompute == "selective")
+        self.attention = Attention(
+            config, axis, name=f"{name}.attention.core", recompute_core=recompute_core
+        )
         self.mlp_norm = norm(
             config.hidden_size,
             config.norm_epsilon,
@@ -45,18 +49,12 @@ class Block(nn.Module):
         self.mlp = MLP(config, axis)
         self.dropout, self.axis = config.dropout, axis
 
-    def forward(self, x: Tensor) -> Tensor:
-        """[s, b, h] to [s, b, h]."""
-        if self.recompute == "full" and self.training:
-            return checkpoint(self._compute, x, use_reentrant=False)
-        return self._compute(x)
-
-    def _compute(self, x: Tensor) -> Tensor:
-        x = x + self._dropout(self.attention(self.attention_norm(x)))
-        return x + self._dropout(self.mlp(self.mlp_norm(x)))
-
-    def _dropout(self, x: Tensor) -> Tensor:
-        return dropout(x, self.dropout, training=self.training, axis=self.axis)
+    def forward(self, x: Tensor, key: MaskKey | None) -> Tensor:
+        """[s, b, h] to [s, b, h]; without a key nothing is dropped."""
+        dropped = partial(dropout, probability=self.dropout, key=key, axis=self.axis)
+        attended = self.attention(self.attention_norm(x), key)
+        x = x + dropped(attended, place=f"{self.name}.attention")
+        return x + dropped(self.mlp(self.mlp_norm(x)), place=f"{self.name}.mlp")
 
 
 class Attention(nn.Module):
@@ -65,9 +63,10 @@ class Attention(nn.Module):
     Communicates what its column-parallel and then its row-parallel linear do.
     """
 
-    def __init__(self, config: ModelConfig, axis: TensorAxis, *, recompute_core: bool):
+    def __init__(self, config: ModelConfig, axis: TensorAxis, *, name: str, recompute_core: bool):
         super().__init__()
-        self.config, self.axis, self.recompute_core = config, axis, recompute_core
+        self.config, self.axis, self.name = config, axis, name
+        self.recompute_core = recompute_core
         self.heads = config.heads // axis.size  # a/t
         self.kv_heads = config.kv_heads // axis.size  # g/t
         d = config.attention_head_size
@@ -80,8 +79,8 @@ class Attention(nn.Module):
             self.q_norm = RMSNorm(d, config.norm_epsilon, input_is_split=True, axis=axis)
             self.k_norm = RMSNorm(d, config.norm_epsilon, input_is_split=True, axis=axis)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """[s, b, h] to [s, b, h]."""
+    def forward(self, x: Tensor, key: MaskKey | None) -> Tensor:
+        """[s, b, h] to [s, b, h]; without a key nothing is dropped."""
         qkv = self.qkv(x).unflatten(-1, (-1, self.config.attention_head_size))
         q, k, v = qkv.split([self.heads, self.kv_heads, self.kv_heads], dim=2)  # [s, b, a/t, d]
         if self.config.qk_norm:
@@ -91,24 +90,44 @@ class Attention(nn.Module):
                 q.shape[0], self.config.attention_head_size, self.config.rope_theta, q.device
             )
             q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-        if self.recompute_core and self.training:
-            y = checkpoint(self._core, q, k, v, use_reentrant=False)
-        else:
-            y = self._core(q, k, v)
+        core = partial(self._core, key=key)
+        y = recomputed(core, q, k, v) if self.recompute_core else core(q, k, v)
         return self.output(y)
 
-    def _core(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def _core(self, q: Tensor, k: Tensor, v: Tensor, *, key: MaskKey | None) -> Tensor:
         """q [s, b, a/t, d] and k, v [s, b, g/t, d] to [s, b, a/t * d]."""
         q, k, v = (t.permute(1, 2, 0, 3) for t in (q, k, v))  # [b, a/t or g/t, s, d]
-        grouped = self.heads != self.kv_heads
-        if self.training and self.config.dropout > 0:
-            with split_region_random(self.axis, q.device):
-                y = F.scaled_dot_product_attention(
-                    q, k, v, dropout_p=self.config.dropout, is_causal=True, enable_gqa=grouped
-                )
+        if key is not None and self.config.attention_dropout > 0:
+            y = self._attend_with_dropout(q, k, v, key)
         else:
+            grouped = self.heads != self.kv_heads
             y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
         return y.permute(2, 0, 1, 3).flatten(2)  # [s, b, a/t * d]
+
+    def _attend_with_dropout(self, q: Tensor, k: Tensor, v: Tensor, key: MaskKey) -> Tensor:
+        """[b, a/t, s, d] from [b, a/t, s, d] and twice [b, g/t, s, d].
+
+        Written out, because a fused kernel's masks would depend on the layout: the probabilities
+        are materialised, [b, a/t, s, s].
+        """
+        b, a, s, d = q.shape
+        g, probability = self.kv_heads, self.config.attention_dropout
+        q = q.reshape(b * g, (a // g) * s, d)  # each group's heads under its key and value
+        k, v = k.reshape(b * g, s, d), v.reshape(b * g, s, d)
+        scores = torch.bmm(q, k.transpose(1, 2)).mul_(d**-0.5).view(b, a, s, s)
+        future = torch.ones(s, s, dtype=torch.bool, device=q.device).triu_(1)
+        probabilities = scores.masked_fill_(future, float("-inf")).softmax(dim=-1)
+        first = self.axis.rank * a
+        keep = attention_dropout_mask(
+            key,
+            probability,
+            place=self.name,
+            length=s,
+            heads=range(first, first + a),
+            device=q.device,
+        )
+        probabilities = drop(probabilities, keep, probability)
+        return torch.bmm(probabilities.view(b * g, -1, s), v).view(b, a, s, d)
 
 
 class MLP(nn.Module):
@@ -132,6 +151,16 @@ class MLP(nn.Module):
             gate, up = x.chunk(2, dim=-1)
             return self.down(F.silu(gate) * up)
         return self.down(F.gelu(x, approximate="tanh"))
+
+
+def recomputed(function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+    """function(*inputs), which the backward pass computes again instead of this one keeping it.
+
+    There is no random state to restore: dropout masks are functions of their key.
+    """
+    if not torch.is_grad_enabled():
+        return function(*inputs)
+    return checkpoint(function, *inputs, use_reentrant=False, preserve_rng_state=False)
 
 
 @lru_cache(maxsize=8)

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from recipes.training.tracking import Meter
 
 SECONDS_FOR_RANK_0_TO_SPEAK = 5
+SHOWN = 8  # drifted weights in a message
 
 
 def main() -> None:
@@ -80,7 +81,8 @@ def main() -> None:
         for step in range(done + 1, recipe.training.steps + 1):
             metrics = train_step(step, recipe, engine, data, meter)
             tracker.step(metrics)
-            if broken := find_broken(metrics, number_format):
+            broken = find_broken(metrics, number_format) or find_drift(step, recipe, engine)
+            if broken:
                 tracker.stop(f"{broken} in step {step}; the newest checkpoint is before that")
                 break
             if due(step, recipe.checkpoint.every, recipe.training.steps):
@@ -100,7 +102,7 @@ def train_step(
     """One step, and a validation where one is due; the step's line of metrics."""
     started = time.perf_counter()
     rate = learning_rate(step, recipe.optimizer, recipe.training.steps)
-    result = engine.train_step(step, data.step(step), rate)
+    result = engine.train_step(data.samples(step), data.step(step), rate)
     seconds = time.perf_counter() - started
     metrics = meter.line(
         step, loss=result.loss, grad_norm=result.grad_norm, learning_rate=rate, seconds=seconds
@@ -125,6 +127,16 @@ def find_broken(metrics: dict[str, Any], number_format: str) -> str | None:
     if not math.isfinite(metrics["grad_norm"]) and number_format != "fp16":
         return f"the gradient norm is {metrics['grad_norm']}"
     return None
+
+
+def find_drift(step: int, recipe: Recipe, engine: "Engine") -> str | None:
+    """Which weights have drifted apart on ranks that share them; also looked at before a save."""
+    every, last = recipe.training.compare_copies_every, recipe.training.steps
+    if not every or not (due(step, every, last) or due(step, recipe.checkpoint.every, last)):
+        return None
+    drifted = engine.differing_copies()
+    more = f" (and {len(drifted) - SHOWN} more)" if len(drifted) > SHOWN else ""
+    return "; ".join(drifted[:SHOWN]) + more
 
 
 @contextmanager

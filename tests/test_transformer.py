@@ -16,9 +16,16 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from models.config import ModelConfig
 from models.hugging_face import from_hugging_face, hugging_face_config, to_hugging_face
 from models.initialization import draw_normal, initialize
-from models.layer_specs import SequentialModel, layer_specs, logical_parameters, loss_function
+from models.layer_specs import (
+    SequentialModel,
+    layer_specs,
+    logical_parameters,
+    loss_function,
+    run_layers,
+)
 from models.parallel.collectives import TensorAxis, gather_from_tensor_axis
 from models.parallel.cross_entropy import vocab_parallel_cross_entropy
+from models.parallel.rng import MaskKey
 from tests.ranks import run_ranks
 
 LLAMA = ModelConfig(
@@ -50,12 +57,21 @@ SHAPES = {
         kv_heads=6,
     ),
 }
-VARIANTS = {  # of the model on two tensor ranks
-    "": {},
-    "sequence-parallel": {"sequence_parallel": True},
-    "selective": {"recompute": "selective"},
-    "full, sequence-parallel": {"recompute": "full", "sequence_parallel": True},
+RECOMPUTE = {  # what the backward pass computes again -> attention cores?, blocks at a time
+    "none": (False, 0),
+    "selective": (True, 0),
+    "full": (False, 1),
+    "full, two blocks at a time": (False, 2),
 }
+VARIANTS = {  # of the model on two tensor ranks: recomputation, sequence parallelism
+    "": ("none", False),
+    "sequence-parallel": ("none", True),
+    "selective": ("selective", False),
+    "full, sequence-parallel": ("full", True),
+}
+WITH_DROPOUT = replace(SHAPES["gpt2"], dropout=0.3, attention_dropout=0.2)
+GROUPED_WITH_DROPOUT = replace(LLAMA, dropout=0.3, attention_dropout=0.2)
+KEY = MaskKey(seed=7, samples=range(40, 42))
 MUTANTS = {  # seeded fault -> a shape on which it must show
     "copy without its all-reduce": "llama",
     "reduce without its all-reduce": "llama",
@@ -69,17 +85,20 @@ Outcome = tuple[Tensor, Tensor, dict[str, Tensor]]  # logits [b, s, v], loss, lo
 
 
 def run_model(
-    config: ModelConfig, axis: TensorAxis | None = None, recompute: str = "none"
+    config: ModelConfig,
+    axis: TensorAxis | None = None,
+    recompute: str = "none",
+    key: MaskKey | None = None,
 ) -> Outcome:
     """Forward and backward over the same tokens, gathered from the tensor ranks."""
     axis = axis or TensorAxis()
     loss_fn = loss_function(config, axis)
-    model = SequentialModel(layer_specs(config, axis, recompute), loss_fn)
+    cores, interval = RECOMPUTE[recompute]
+    model = SequentialModel(layer_specs(config, axis, recompute_core=cores), loss_fn)
     parameters = dict(logical_parameters(model, config))
     initialize(parameters.items(), config, seed=3, tensor_rank=axis.rank, tensor_size=axis.size)
-    logits = tokens = example_tokens(config)
-    for layer in model.layers:
-        logits = layer(logits)
+    tokens = example_tokens(config)
+    logits = run_layers(model.layers, tokens, key, interval)
     loss = loss_fn(logits, labels_of(tokens))
     loss.backward()
     whole = gather_from_tensor_axis(logits.detach(), axis)[..., : config.vocab_size]
@@ -110,11 +129,13 @@ def two_rank_worker() -> dict[Any, Outcome]:
     dist.init_process_group("gloo")
     outcomes: dict[Any, Outcome] = {}
     for shape, config in SHAPES.items():
-        for variant, switches in VARIANTS.items():
-            switches = dict(switches)
-            recompute = switches.pop("recompute", "none")
-            axis = TensorAxis(dist.group.WORLD, dist.get_rank(), 2, **switches)
+        for variant, (recompute, split) in VARIANTS.items():
+            axis = TensorAxis(dist.group.WORLD, dist.get_rank(), 2, split)
             outcomes[shape, variant] = run_model(config, axis, recompute)
+    for config in (WITH_DROPOUT, GROUPED_WITH_DROPOUT):
+        for variant, (recompute, split) in VARIANTS.items():
+            axis = TensorAxis(dist.group.WORLD, dist.get_rank(), 2, split)
+            outcomes[config, variant] = run_model(config, axis, recompute, KEY)
     for fault, shape in MUTANTS.items():
         with seeded_fault(fault):
             axis = TensorAxis(dist.group.WORLD, dist.get_rank(), 2, "gather" in fault)
@@ -135,8 +156,8 @@ def seeded_fault(fault: str) -> Iterator[None]:
             f"{collectives}._Reduce.forward": staticmethod(lambda ctx, x, axis: x.clone())
         },
         "gather without its reduce-scatter": {
-            f"{collectives}._GatherSequence.backward": staticmethod(
-                lambda ctx, grad: (grad.chunk(2)[ctx.axis.rank].contiguous(), None)
+            "models.parallel.linear.reduce_scatter": (
+                lambda x, axis: x.chunk(2)[axis.rank].contiguous()
             )
         },
         "a norm in the split region without its all-reduce": {
@@ -233,21 +254,35 @@ def test_a_seeded_fault_is_seen(
     assert not largest_difference(two_ranks["mutant", fault], plain[shape]) < 1e-3
 
 
-@pytest.mark.parametrize("recompute", ["selective", "full"])
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("config", [WITH_DROPOUT, GROUPED_WITH_DROPOUT])
+def test_two_ranks_drop_what_one_rank_drops(
+    config: ModelConfig, variant: str, two_ranks: dict[Any, Outcome]
+) -> None:
+    assert largest_difference(two_ranks[config, variant], run_model(config, key=KEY)) < 1e-5
+
+
+@pytest.mark.parametrize("recompute", ["selective", "full", "full, two blocks at a time"])
 def test_recomputation_changes_nothing(recompute: str, plain: dict[str, Outcome]) -> None:
     outcome = run_model(LLAMA, recompute=recompute)
     assert largest_difference(outcome, plain["llama"]) == 0
 
 
-@pytest.mark.parametrize("recompute", ["selective", "full"])
+@pytest.mark.parametrize("recompute", ["selective", "full", "full, two blocks at a time"])
 def test_recomputation_replays_the_dropout_mask(recompute: str) -> None:
-    config = replace(SHAPES["gpt2"], dropout=0.3)
-    outcomes = []
-    for kind in ("none", recompute, "none"):
-        torch.manual_seed(len(outcomes) // 2)  # the third run has another mask
-        outcomes.append(run_model(config, recompute=kind))
-    assert largest_difference(outcomes[1], outcomes[0]) == 0
-    assert largest_difference(outcomes[2], outcomes[0]) > 1e-3
+    outcome = run_model(WITH_DROPOUT, key=KEY)
+    replayed = run_model(WITH_DROPOUT, recompute=recompute, key=KEY)
+    assert largest_difference(replayed, outcome) == 0
+
+
+def test_masks_depend_on_seed_and_samples_and_are_optional() -> None:
+    outcome = run_model(WITH_DROPOUT, key=KEY)
+    others = [replace(KEY, seed=8), replace(KEY, samples=range(41, 43)), None]
+    for key in others:
+        assert largest_difference(run_model(WITH_DROPOUT, key=key), outcome) > 1e-3
+    plain = replace(WITH_DROPOUT, dropout=0.0, attention_dropout=0.0)
+    unmasked = run_model(WITH_DROPOUT)
+    assert largest_difference(unmasked, run_model(plain, key=KEY)) == 0
 
 
 def test_the_first_weights_have_the_stated_spread() -> None:

@@ -10,8 +10,10 @@ parallelism g-bar, arXiv 2205.05198). s sequence, b micro-batch, h hidden, t ten
 | reduce_from_tensor_axis | all-reduce             | identity       |
 | scatter_to_tensor_axis  | this rank's part       | all-gather     |
 | gather_from_tensor_axis | all-gather             | this rank's part |
-| gather_sequence         | all-gather             | reduce-scatter |
 | reduce_scatter_sequence | reduce-scatter         | all-gather     |
+
+The conjugate of the last one, all-gather forward and reduce-scatter backward, is part of the
+column-parallel product (`linear.py`), which keeps a part of its input instead of the whole.
 """
 
 from dataclasses import dataclass
@@ -55,19 +57,9 @@ def gather_from_tensor_axis(x: Tensor, axis: TensorAxis, dimension: int = -1) ->
     return x if axis.size == 1 else _Gather.apply(x, axis, dimension)
 
 
-def gather_sequence(x: Tensor, axis: TensorAxis) -> Tensor:
-    """Forward: all-gather, [s/t, b, h] to [s, b, h]; backward: reduce-scatter."""
-    return x if axis.size == 1 else _GatherSequence.apply(x, axis)
-
-
 def reduce_scatter_sequence(x: Tensor, axis: TensorAxis) -> Tensor:
     """Forward: reduce-scatter, [s, b, h] to [s/t, b, h]; backward: all-gather."""
     return x if axis.size == 1 else _ReduceScatterSequence.apply(x, axis)
-
-
-def enter_tensor_region(x: Tensor, axis: TensorAxis) -> Tensor:
-    """Before a column-parallel product: gather_sequence or copy_to_tensor_axis; [s, b, h]."""
-    return gather_sequence(x, axis) if axis.sequence_parallel else copy_to_tensor_axis(x, axis)
 
 
 def leave_tensor_region(x: Tensor, axis: TensorAxis) -> Tensor:
@@ -83,13 +75,15 @@ def _all_reduce(x: Tensor, axis: TensorAxis) -> Tensor:
     return x
 
 
-def _all_gather(x: Tensor, axis: TensorAxis, dimension: int) -> Tensor:
+def all_gather(x: Tensor, axis: TensorAxis, dimension: int = 0) -> Tensor:
+    """The ranks' parts, one after the other; not differentiable."""
     parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(axis.size)]
     dist.all_gather(parts, x.contiguous(), group=axis.group)
     return torch.cat(parts, dim=dimension)
 
 
-def _reduce_scatter(x: Tensor, axis: TensorAxis) -> Tensor:
+def reduce_scatter(x: Tensor, axis: TensorAxis) -> Tensor:
+    """This rank's part, along dimension 0, of the ranks' sum; not differentiable."""
     part = x.new_empty((x.shape[0] // axis.size, *x.shape[1:]))
     dist.reduce_scatter_single(part, x.contiguous(), group=axis.group)
     return part
@@ -128,37 +122,26 @@ class _Scatter(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        return _all_gather(grad, ctx.axis, ctx.dimension), None, None
+        return all_gather(grad, ctx.axis, ctx.dimension), None, None
 
 
 class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, axis, dimension):
         ctx.axis, ctx.dimension = axis, dimension
-        return _all_gather(x, axis, dimension)
+        return all_gather(x, axis, dimension)
 
     @staticmethod
     def backward(ctx, grad):
         return _part(grad, ctx.axis, ctx.dimension), None, None
 
 
-class _GatherSequence(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, axis):
-        ctx.axis = axis
-        return _all_gather(x, axis, 0)
-
-    @staticmethod
-    def backward(ctx, grad):
-        return _reduce_scatter(grad, ctx.axis), None
-
-
 class _ReduceScatterSequence(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, axis):
         ctx.axis = axis
-        return _reduce_scatter(x, axis)
+        return reduce_scatter(x, axis)
 
     @staticmethod
     def backward(ctx, grad):
-        return _all_gather(grad, ctx.axis, 0), None
+        return all_gather(grad, ctx.axis, 0), None

@@ -3,7 +3,8 @@
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from models.parallel.collectives import TensorAxis, enter_tensor_region, leave_tensor_region
+from models.parallel.collectives import TensorAxis, leave_tensor_region
+from models.parallel.linear import column_parallel_product
 from models.sharding import Sharding, declared_parameter
 
 
@@ -37,4 +38,4 @@ class VocabParallelEmbedding(nn.Module):
 
     def logits(self, x: Tensor) -> Tensor:
         """Project [s, b, h] (s/t under sequence parallelism) to [s, b, v/t]."""
-        return F.linear(enter_tensor_region(x, self.axis), self.weight)
+        return column_parallel_product(x, self.weight, None, self.axis)

@@ -3,14 +3,16 @@
 Shapes: s sequence (s/t under sequence parallelism where noted), b micro-batch, t tensor ranks.
 """
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from models.parallel.collectives import (
     TensorAxis,
+    all_gather,
     copy_to_tensor_axis,
-    enter_tensor_region,
     leave_tensor_region,
+    reduce_scatter,
 )
 from models.sharding import Sharding, declared_parameter
 
@@ -34,7 +36,7 @@ class ColumnParallelLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[s, b, in] (s/t under sequence parallelism) to [s, b, out/t]."""
-        return F.linear(enter_tensor_region(x, self.axis), self.weight, self.bias)
+        return column_parallel_product(x, self.weight, self.bias, self.axis)
 
 
 class RowParallelLinear(nn.Module):
@@ -58,3 +60,34 @@ class RowParallelLinear(nn.Module):
         # Split along the sequence, each rank adds the bias to its own positions only.
         split = self.axis.sequence_parallel
         return y + (copy_to_tensor_axis(self.bias, self.axis) if split else self.bias)
+
+
+def column_parallel_product(
+    x: Tensor, weight: Tensor, bias: Tensor | None, axis: TensorAxis
+) -> Tensor:
+    """x W^T + bias with this rank's rows of W: [s, b, in] (or s/t) to [s, b, out/t]."""
+    if axis.sequence_parallel and axis.size > 1:
+        return _SequenceProduct.apply(x, weight, bias, axis)
+    return F.linear(copy_to_tensor_axis(x, axis), weight, bias)
+
+
+class _SequenceProduct(torch.autograd.Function):
+    """F.linear of an input that is split along the sequence.
+
+    Forward: all-gather; backward: all-gather once more, instead of keeping t times the input
+    between the two, and reduce-scatter (arXiv 2205.05198, section 4.2.2).
+    """
+
+    @staticmethod
+    def forward(ctx, x, weight, bias, axis):
+        ctx.axis = axis
+        ctx.save_for_backward(x, weight)
+        return F.linear(all_gather(x, axis), weight, bias)
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight = ctx.saved_tensors
+        rows = grad.flatten(0, 1)  # [s b, out/t]
+        grad_x = reduce_scatter(grad @ weight, ctx.axis)
+        grad_weight = rows.t() @ all_gather(x, ctx.axis).flatten(0, 1)
+        return grad_x, grad_weight, rows.sum(0) if ctx.needs_input_grad[2] else None, None

@@ -32,7 +32,9 @@ class RMSNorm(nn.Module):
 
 
 class LayerNorm(nn.Module):
-    """(x - mean) / std * weight + bias over the last dimension, in fp32 (arXiv 1607.06450).
+    """(x - mean) / std * weight + bias over the last dimension (arXiv 1607.06450).
+
+    torch computes it in fp32 and keeps the input as it is.
 
     input_is_split: the input is only this tensor rank's part
     """
@@ -50,10 +52,7 @@ class LayerNorm(nn.Module):
         if self.input_is_split:
             weight = copy_to_tensor_axis(weight, self.axis)
             bias = copy_to_tensor_axis(bias, self.axis)
-        normed = F.layer_norm(
-            x.float(), (self.size,), weight.float(), bias.float(), eps=self.epsilon
-        )
-        return normed.to(x.dtype)
+        return F.layer_norm(x, (self.size,), weight, bias, eps=self.epsilon)
 
 
 NORMS: dict[str, type[nn.Module]] = {"rmsnorm": RMSNorm, "layernorm": LayerNorm}

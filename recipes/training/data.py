@@ -72,10 +72,13 @@ class TrainingData:
                 f"{recipe.data.validation} has {self.validation.count}; use {works}"
             )
 
+    def samples(self, step: int) -> list[range]:
+        """The run's samples in this data rank's micro-batches of training step 1, 2, ..."""
+        return list(self._shares((step - 1) * self.global_sequences, self.global_sequences))
+
     def step(self, step: int) -> Iterator[Batch]:
         """The micro-batches of training step 1, 2, ..."""
-        first = (step - 1) * self.global_sequences
-        for samples in self._shares(first, self.global_sequences):
+        for samples in self.samples(step):
             yield self._batch([self.training_window(sample) for sample in samples])
 
     def evaluation(self) -> Iterator[Batch]:

@@ -1,12 +1,11 @@
 """The one place that knows pipeline from sequential: build_engine(...).train_step(...)."""
 
 import contextlib
-import hashlib
 import io
 import os
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,13 +14,15 @@ import deepspeed
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
-from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.pipe.topology import PipelineParallelGrid, PipeModelDataParallelTopology
 from torch import nn
 
 from models.initialization import initialize
 from models.layer_specs import SequentialModel, layer_specs, logical_parameters, loss_function
 from models.parallel.collectives import TensorAxis
+from models.parallel.rng import MaskKey
+from models.pipeline.stages import FoldedStage, Stage
+from recipes.training.copies import CopyGroup, differing_copies
 from recipes.training.data import Batch
 from recipes.training.deepspeed_config import zero_stage
 from recipes.training.recipe import Optimizer, Recipe
@@ -41,18 +42,20 @@ class StepResult:
 class Engine(ABC):
     """A model that trains: the same interface over a pipeline and over one sequence of layers."""
 
-    def __init__(self, wrapped: deepspeed.DeepSpeedEngine, seed: int, place: Coordinates):
-        self.wrapped = wrapped
-        self.seed, self.place = seed, place
+    def __init__(self, wrapped: deepspeed.DeepSpeedEngine, recipe: Recipe, axis: TensorAxis):
+        self.wrapped, self.recipe, self.axis = wrapped, recipe, axis
 
     def train_step(
-        self, step: int, micro_batches: Iterable[Batch], learning_rate: float
+        self, samples: Iterable[range], micro_batches: Iterable[Batch], learning_rate: float
     ) -> StepResult:
-        """Forward, backward and update over one global batch."""
+        """Forward, backward and update over one global batch.
+
+        samples: the run's samples in each of the micro-batches; dropout masks depend on them
+        """
         for group in self.wrapped.optimizer.param_groups:
             group["lr"] = learning_rate
-        seed_dropout(self.seed, step, self.place)
-        loss = self._train(micro_batches)
+        keys = [MaskKey(self.recipe.seed, numbers) for numbers in samples]
+        loss = self._train(micro_batches, keys)
         return StepResult(loss=float(loss), grad_norm=float(self.wrapped.get_global_grad_norm()))
 
     @abstractmethod
@@ -60,8 +63,33 @@ class Engine(ABC):
         """The mean loss, in nats per token, over all data ranks' micro-batches."""
 
     @abstractmethod
-    def _train(self, micro_batches: Iterable[Batch]) -> torch.Tensor:
+    def _train(self, micro_batches: Iterable[Batch], keys: list[MaskKey]) -> torch.Tensor:
         """Forward, backward and update; the mean loss over all data ranks' micro-batches."""
+
+    def parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """(logical name, parameter) of all that this rank holds."""
+        return logical_parameters(self.wrapped.module, self.recipe.model)
+
+    def differing_copies(self) -> list[str]:
+        """Weights that ranks should hold alike and do not, a sentence each; the same everywhere."""
+        return differing_copies(self._copies())
+
+    def _copies(self) -> list[CopyGroup]:
+        held = [(name, held_values(parameter), parameter) for name, parameter in self.parameters()]
+        copies = []
+        if self.axis.size > 1:
+            replicated = [(n, values) for n, values, p in held if p.sharding.dimension is None]
+            copies.append(CopyGroup("tensor ranks", self.axis.group, replicated))
+        group = self.data_group
+        if dist.get_world_size(group) > 1:
+            whole = [(n, values) for n, values, p in held if not is_partitioned(p)]
+            copies.append(CopyGroup("data ranks", group, whole))
+        return copies
+
+    @property
+    @abstractmethod
+    def data_group(self) -> dist.ProcessGroup:
+        """This rank's group along the data axis."""
 
     def save(self, folder: Path) -> None:
         """Write this rank's part of a checkpoint."""
@@ -87,8 +115,21 @@ class Engine(ABC):
 class PipelinedEngine(Engine):
     """Stages that pass activations on; ZeRO-1."""
 
-    def _train(self, micro_batches: Iterable[Batch]) -> torch.Tensor:
+    def _train(self, micro_batches: Iterable[Batch], keys: list[MaskKey]) -> torch.Tensor:
+        self.wrapped.module.begin_step(keys)
         return self.wrapped.train_batch(iter(micro_batches))
+
+    def _copies(self) -> list[CopyGroup]:
+        tied = [
+            CopyGroup("stages", comm["group"], list(comm["module"].named_parameters(prefix=key)))
+            for key, comm in self.wrapped.module.tied_comms.items()
+        ]
+        return super()._copies() + tied
+
+    @property
+    def data_group(self) -> dist.ProcessGroup:
+        """This rank's group along the data axis."""
+        return self.wrapped.grid.get_data_parallel_group()
 
     def evaluate(self, micro_batches: Iterable[Batch]) -> float:
         """The mean loss, in nats per token, over all data ranks' micro-batches."""
@@ -100,11 +141,11 @@ class PipelinedEngine(Engine):
 class SequentialEngine(Engine):
     """All layers on every rank; ZeRO-2 and ZeRO-3."""
 
-    def _train(self, micro_batches: Iterable[Batch]) -> torch.Tensor:
+    def _train(self, micro_batches: Iterable[Batch], keys: list[MaskKey]) -> torch.Tensor:
         self.wrapped.train()
         losses = []
-        for tokens, labels in self._on_device(micro_batches):
-            loss = self.wrapped(tokens, labels)
+        for (tokens, labels), key in zip(self._on_device(micro_batches), keys, strict=True):
+            loss = self.wrapped(tokens, labels, key)
             self.wrapped.backward(loss)
             self.wrapped.step()
             losses.append(loss.detach())
@@ -123,9 +164,13 @@ class SequentialEngine(Engine):
 
     def _mean(self, losses: list[torch.Tensor]) -> torch.Tensor:
         total = torch.stack(losses).mean()
-        group = self.wrapped.mpu.get_data_parallel_group()
-        dist.all_reduce(total, group=group)
-        return total / dist.get_world_size(group)
+        dist.all_reduce(total, group=self.data_group)
+        return total / dist.get_world_size(self.data_group)
+
+    @property
+    def data_group(self) -> dist.ProcessGroup:
+        """This rank's group along the data axis."""
+        return self.wrapped.mpu.get_data_parallel_group()
 
 
 def check_machine(world: World, *, precision: str) -> None:
@@ -177,7 +222,9 @@ def build_engine(recipe: Recipe, topology: Topology, config: dict[str, Any]) -> 
     """The model, initialised, under DeepSpeed: a pipeline with ZeRO-1, sequential otherwise."""
     place = topology.coordinates(dist.get_rank())
     axis = build_tensor_axis(topology, place, recipe.layout.sequence_parallel)
-    specs = layer_specs(recipe.model, axis, recipe.layout.recompute)
+    recompute = recipe.layout.recompute
+    interval = recipe.layout.recompute_interval if recompute == "full" else 0
+    specs = layer_specs(recipe.model, axis, recompute_core=recompute == "selective")
     loss_fn = loss_function(recipe.model, axis)
     axes = PipeModelDataParallelTopology(
         num_pp=topology.pipeline, num_dp=topology.data, num_mp=topology.tensor
@@ -185,11 +232,16 @@ def build_engine(recipe: Recipe, topology: Topology, config: dict[str, Any]) -> 
     pipelined = zero_stage(config) == 1
     with quiet():
         if pipelined:
-            model = PipelineModule(
-                specs, topology=axes, loss_fn=loss_fn, partition_method="type:^Block$"
+            stage = FoldedStage if recipe.layout.schedule == "dualpipev" else Stage
+            model = stage(
+                specs,
+                topology=axes,
+                loss_fn=loss_fn,
+                partition_method="type:^Block$",
+                recompute_interval=interval,
             )
         else:
-            model = SequentialModel(specs, loss_fn)
+            model = SequentialModel(specs, loss_fn, recompute_interval=interval)
     initialize(
         logical_parameters(model, recipe.model),
         recipe.model,
@@ -205,7 +257,7 @@ def build_engine(recipe: Recipe, topology: Topology, config: dict[str, Any]) -> 
             mpu=None if pipelined else PipelineParallelGrid(topology=axes),
         )
     engine = PipelinedEngine if pipelined else SequentialEngine
-    return engine(wrapped, recipe.seed, place)
+    return engine(wrapped, recipe, axis)
 
 
 def build_tensor_axis(
@@ -244,11 +296,14 @@ def build_optimizer(model: nn.Module, settings: Optimizer) -> torch.optim.AdamW:
     )
 
 
-def seed_dropout(seed: int, step: int, place: Coordinates) -> None:
-    """Seed the generators for one step: alike on tensor ranks, unlike on stages and data ranks."""
-    text = f"{seed}/{step}/{place.pipeline}/{place.data}"
-    digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
-    torch.manual_seed(int.from_bytes(digest) >> 1)
+def held_values(parameter: nn.Parameter) -> torch.Tensor:
+    """What this rank holds of a parameter: all of its part, or under ZeRO-3 a share of that."""
+    return parameter.ds_tensor if is_partitioned(parameter) else parameter
+
+
+def is_partitioned(parameter: nn.Parameter) -> bool:
+    """Whether ZeRO-3 has spread the parameter over the data ranks."""
+    return hasattr(parameter, "ds_tensor")
 
 
 def quiet() -> contextlib.AbstractContextManager:

@@ -34,8 +34,30 @@ class Layout(Section):
 
     tensor: Count = 1
     pipeline: Count = 1
+    schedule: Literal["1f1b", "dualpipev"] = "1f1b"
     sequence_parallel: bool = False
     recompute: Literal["none", "selective", "full"] = "none"
+    recompute_interval: Count = 1  # of "full": blocks that are kept and computed again as one
+
+    @model_validator(mode="after")
+    def _check(self) -> "Layout":
+        if self.recompute_interval > 1 and self.recompute != "full":
+            raise ValueError(
+                f"layout.recompute_interval = {self.recompute_interval} does not go with "
+                f'layout.recompute = "{self.recompute}"; use layout.recompute = "full", or leave '
+                f"layout.recompute_interval out"
+            )
+        if self.schedule == "dualpipev" and self.pipeline == 1:
+            raise ValueError(
+                'layout.schedule = "dualpipev" needs stages and layout.pipeline = 1 is one; use '
+                'layout.pipeline = 2 or more, or layout.schedule = "1f1b"'
+            )
+        return self
+
+    @property
+    def chunks(self) -> int:
+        """Parts of the model that one stage holds."""
+        return 2 if self.schedule == "dualpipev" else 1
 
 
 class Batch(Section):
@@ -93,11 +115,12 @@ class Optimizer(Section):
 
 
 class Training(Section):
-    """How long, and how often validated (0: never)."""
+    """How long, how often validated, and how often ranks' copies are compared (0: never)."""
 
     steps: Count
     evaluate_every: NonNegative
     evaluation_batches: Count = 4  # global batches of the validation file
+    compare_copies_every: NonNegative = 100  # steps; `copies.py`
 
 
 class Source(Section):
@@ -186,10 +209,14 @@ class Recipe(Section):
                 f"layout.tensor = {tensor}, which layout.sequence_parallel needs; use "
                 f"model.sequence_length = {nearest_multiples(model.sequence_length, tensor)}"
             )
-        if self.layout.pipeline > model.layers:
+        parts = self.layout.pipeline * self.layout.chunks
+        if parts > model.layers:
+            each = f" with {self.layout.chunks} parts each" if self.layout.chunks > 1 else ""
+            most = model.layers // self.layout.chunks
             raise ValueError(
-                f"layout.pipeline = {self.layout.pipeline} has more stages than "
-                f"model.layers = {model.layers}; use layout.pipeline = {model.layers} or fewer"
+                f"layout.pipeline = {self.layout.pipeline}{each} has more stages than "
+                f"model.layers = {model.layers}; use "
+                + (f"layout.pipeline = {most} or fewer" if most else f"model.layers = {parts}")
             )
         schedule = self.optimizer.schedule
         if schedule.decay == "wsd" and (
@@ -237,6 +264,14 @@ class Recipe(Section):
                 f"batch.micro_sequences = {self.batch.micro_sequences} x {topology.data} data "
                 f"ranks; use batch.global_sequences = "
                 f"{nearest_multiples(self.batch.global_sequences, together)}"
+            )
+        least = 2 * topology.pipeline
+        if self.layout.schedule == "dualpipev" and self.micro_batches(topology.data) < least:
+            raise ValueError(
+                f'layout.schedule = "dualpipev" needs {least} micro-batches or more for '
+                f"layout.pipeline = {topology.pipeline}, and batch.global_sequences = "
+                f"{self.batch.global_sequences} makes {self.micro_batches(topology.data)} on each "
+                f"of {topology.data} data ranks; use batch.global_sequences = {least * together}"
             )
         return topology
 

@@ -1,0 +1,53 @@
+"""A rank's part of the pipeline: DeepSpeed's modules, running their layers our way.
+
+DeepSpeed deals the layers to the ranks and moves activations between them; how a rank runs its
+layers (dropout keys, recomputation) is `run_layers`, the same as without a pipeline.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from deepspeed.pipe import DualPipeVModule, PipelineModule
+from torch import Tensor
+
+from models.layer_specs import run_layers
+from models.parallel.rng import MaskKey
+
+
+class Stage(PipelineModule):
+    """The layers of one stage.
+
+    recompute_interval: so many blocks at a time are computed again by the backward pass; 0: none
+    """
+
+    def __init__(self, *arguments: Any, recompute_interval: int, **settings: Any):
+        super().__init__(*arguments, **settings)
+        self.recompute_interval = recompute_interval
+        self.begin_step([])
+
+    def begin_step(self, keys: Sequence[MaskKey | None]) -> None:
+        """The keys of the step's micro-batches, which come through in this order."""
+        self.keys_left: list[Iterator[MaskKey | None]] = [iter(keys), iter(keys)]
+
+    @property
+    def chunk(self) -> int:
+        """Which of this rank's parts is running."""
+        return 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The next micro-batch through this rank's layers."""
+        key = next(self.keys_left[self.chunk]) if self.training else None
+        return run_layers(self.forward_funcs, x, key, self.recompute_interval)
+
+
+class FoldedStage(Stage, DualPipeVModule):
+    """The layers of two stages, one on the way out and one on the way back (DualPipeV).
+
+    The first rank has the first layers and the last ones: of p ranks, rank r has the parts r and
+    2 p - 1 - r.
+    """
+
+    @property
+    def chunk(self) -> int:
+        """Which of this rank's parts is running."""
+        return self.active_phase

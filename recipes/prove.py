@@ -1,0 +1,130 @@
+"""Prove that a recipe trains with the same loss, gradient norm and weights in every layout.
+
+The recipe is made small (every switch of its architecture stays), trained once in one process, and
+then in every legal combination of tensor x pipeline x data x ZeRO x schedule x sequence parallel x
+recomputation x micro-batch size up to --ranks processes of this machine's CPU, in fp32. Neither a
+GPU nor a corpus is needed. Exit code 0: all are the same up to rounding; 1: some are not; 2: the
+recipe or an option is refused.
+
+    python recipes/prove.py recipes/tiny.toml
+    python recipes/prove.py recipes/llama/7b.toml --ranks 4 --layouts
+    python recipes/prove.py recipes/mine.toml --json > proof.json
+"""
+
+import sys
+from pathlib import Path
+
+if __name__ == "__main__":  # the repository, not recipes/, is where imports start
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+import argparse
+import json
+import tempfile
+from collections.abc import Iterator
+
+from tqdm import tqdm
+
+from recipes.proving.compare import Outcome, compare
+from recipes.proving.corpus import write_corpus
+from recipes.proving.layouts import Variant, legal_variants, reference
+from recipes.proving.report import Finding, as_json, describe, failures, table, verdict
+from recipes.proving.shrink import larger_micro_batch, shrink, small_model
+from recipes.proving.worlds import run_variants
+from recipes.training.recipe import DEFAULT_RECIPE, Recipe, load_recipe
+
+SECONDS = 300  # a layout that takes longer hangs
+
+
+def main() -> None:
+    """Run the proof, print it, say by the exit code how it went."""
+    options = parse_command_line()
+    try:
+        recipe = load_recipe(options.recipe, options.set)
+    except ValueError as problem:
+        print(f"prove.py: {problem}", file=sys.stderr)
+        sys.exit(2)
+    with tempfile.TemporaryDirectory() as folder:
+        corpus = Path(folder) / "corpus"
+        write_corpus(corpus, small_model(recipe.model, options.ranks, options.layers)["vocab_size"])
+        small = shrink(
+            recipe, ranks=options.ranks, layers=options.layers, steps=options.steps, corpus=corpus
+        )
+        micro_sequences = (1, larger_micro_batch(recipe))
+        variants = legal_variants(small, ranks=options.ranks, micro_sequences=micro_sequences)
+        print(f"{recipe.name}: {len(variants)} layouts of {size(small)}", file=sys.stderr)
+        findings = []
+        with tqdm(total=len(variants), unit="layout", disable=not sys.stderr.isatty()) as bar:
+            for finding in prove(small, variants, ranks=options.ranks):
+                findings.append(finding)
+                bar.update()
+                if not finding.passes:
+                    bar.write(describe(finding), file=sys.stderr)
+    findings.sort(key=lambda finding: variants.index(finding.variant))
+    if options.json:
+        print(json.dumps(as_json(findings)))
+    else:
+        if options.layouts:
+            print("\n".join(describe(finding) for finding in findings), end="\n\n")
+        print("\n\n".join(filter(None, [table(findings), failures(findings), verdict(findings)])))
+    sys.exit(0 if all(finding.passes for finding in findings) else 1)
+
+
+def prove(small: Recipe, variants: list[Variant], *, ranks: int) -> Iterator[Finding]:
+    """Train the reference, then every variant; each one's difference as it comes."""
+    first = reference(small)
+    ((_, expected),) = run_variants([first], ranks=1, seconds=SECONDS)
+    if not isinstance(expected, Outcome):
+        yield Finding(first, expected)
+        return
+    for variant, outcome in run_variants(variants, ranks=ranks, seconds=SECONDS):
+        if isinstance(outcome, Outcome):
+            yield Finding(variant, compare(outcome, expected, small.model))
+        else:
+            yield Finding(variant, outcome)
+
+
+def size(small: Recipe) -> str:
+    """The small model in a few words."""
+    model = small.model
+    return (
+        f"a model of the same structure ({model.layers} layers, hidden {model.hidden_size}, "
+        f"{model.heads} heads on {model.kv_heads}, vocabulary {model.vocab_size}), "
+        f"{small.training.steps} steps of {small.batch.global_sequences} sequences"
+    )
+
+
+def parse_command_line() -> argparse.Namespace:
+    """The command's options."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "recipe", nargs="?", type=Path, default=DEFAULT_RECIPE, help="default: recipes/tiny.toml"
+    )
+    parser.add_argument("--ranks", type=count, default=8, help="the largest world; default: 8")
+    parser.add_argument("--steps", type=count, default=10, help="per layout; default: 10")
+    parser.add_argument(
+        "--layers",
+        type=count,
+        default=4,
+        help="of the small model, if the recipe has as many (one more if that is odd); stages of a "
+        "pipeline are at most as many; default: 4",
+    )
+    parser.add_argument("--layouts", action="store_true", help="print a line per layout too")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="as in pretrain.py"
+    )
+    return parser.parse_args()
+
+
+def count(text: str) -> int:
+    """A number of one or more, for argparse."""
+    number = int(text)
+    if not 1 <= number <= 1024:
+        raise argparse.ArgumentTypeError(f"{text} is not in 1 .. 1024; use 8")
+    return number
+
+
+if __name__ == "__main__":
+    main()

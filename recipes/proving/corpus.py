@@ -1,0 +1,28 @@
+"""A small made-up corpus with something to learn, so that a proof needs no data."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+
+from recipes.training.token_file import write_token_file
+
+DOCUMENT_TOKENS = 100
+
+
+def write_corpus(folder: Path, vocab_size: int) -> None:
+    """Training and validation files of noisy arithmetic sequences, and what passes for a tokenizer.
+
+    folder: is made
+    """
+    (folder / "tokenizer").mkdir(parents=True)
+    (folder / "tokenizer" / "tokenizer.json").write_text(json.dumps({"made": "for a proof"}))
+    random = np.random.default_rng(0)
+    for name, count in (("train", 200), ("validation", 40)):
+        steps = 3 * np.arange(DOCUMENT_TOKENS)
+        documents = [
+            (random.integers(vocab_size) + steps + random.integers(2, size=DOCUMENT_TOKENS))
+            % vocab_size
+            for _ in range(count)
+        ]
+        write_token_file(folder / name, documents, vocab_size=vocab_size)

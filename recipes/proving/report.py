@@ -1,0 +1,121 @@
+"""A proof as a table, as JSON, as a verdict."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from itertools import groupby
+from typing import Any
+
+from recipes.proving.compare import GRAD_NORM, LOSS, WEIGHTS, Difference
+from recipes.proving.layouts import Variant
+
+COLUMNS = "| tensor x pipeline x data | ranks | layouts | loss | gradient norm | weights |"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A variant, and how far it is from the reference or what went wrong with it."""
+
+    variant: Variant
+    result: Difference | str
+
+    @property
+    def passes(self) -> bool:
+        """Whether it trains like the reference."""
+        return isinstance(self.result, Difference) and self.result.passes
+
+
+def table(findings: Sequence[Finding]) -> str:
+    """A row per combination of axes, with the largest differences of its layouts (Markdown)."""
+    lines = [COLUMNS, "|---|---|---|---|---|---|"]
+    ordered = sorted(findings, key=_axes)
+    lines += [_row(list(group)) for _, group in groupby(ordered, key=_axes)]
+    return "\n".join(lines)
+
+
+def failures(findings: Sequence[Finding]) -> str:
+    """What did not pass, layout by layout."""
+    lines = []
+    for finding in findings:
+        if isinstance(finding.result, str):
+            lines.append(f"failed: {_name(finding.variant)}: {finding.result}")
+        elif not finding.passes:
+            lines.append(f"differs: {describe(finding)}")
+    return "\n".join(lines)
+
+
+def describe(finding: Finding) -> str:
+    """One layout in a line."""
+    result = finding.result
+    if isinstance(result, str):
+        return f"{_name(finding.variant)}: {result.splitlines()[0]}"
+    return (
+        f"{_name(finding.variant)}: loss {result.loss:.1e}, gradient norm {result.grad_norm:.1e}, "
+        f"weights {result.weights:.1e} ({result.parameter})"
+    )
+
+
+def verdict(findings: Sequence[Finding]) -> str:
+    """The last line."""
+    passed = sum(finding.passes for finding in findings)
+    noise = max((f.result.noise for f in findings if isinstance(f.result, Difference)), default=0)
+    text = (
+        f"{passed} of {len(findings)} layouts train like one process: relative differences up to "
+        f"{LOSS:.0e} of the loss, {GRAD_NORM:.0e} of the gradient norm, {WEIGHTS:.0e} of the "
+        f"weights pass"
+    )
+    if noise:
+        text += (
+            f"\nnot compared: the biases of the keys, whose exact gradient is zero, so that Adam "
+            f"makes steps of rounding errors (they differ by {noise:.0e})"
+        )
+    return text
+
+
+def as_json(findings: Sequence[Finding]) -> dict[str, Any]:
+    """Everything, for other programs."""
+    return {
+        "passed": all(finding.passes for finding in findings),
+        "tolerances": {"loss": LOSS, "grad_norm": GRAD_NORM, "weights": WEIGHTS},
+        "layouts": [_row_of_json(finding) for finding in findings],
+    }
+
+
+def _row_of_json(finding: Finding) -> dict[str, Any]:
+    variant, result = finding.variant, finding.result
+    layout, sizes = variant.recipe.layout, variant.topology
+    numbers = {"error": result} if isinstance(result, str) else asdict(result)
+    return {
+        "tensor": sizes.tensor,
+        "pipeline": sizes.pipeline,
+        "data": sizes.data,
+        "zero": variant.zero_stage,
+        "schedule": layout.schedule,
+        "sequence_parallel": layout.sequence_parallel,
+        "recompute": layout.recompute,
+        "micro_sequences": variant.recipe.batch.micro_sequences,
+        "passed": finding.passes,
+        # JSON has no infinity
+        **{key: None if value == math.inf else value for key, value in numbers.items()},
+    }
+
+
+def _axes(finding: Finding) -> tuple[int, int, int, int]:
+    sizes = finding.variant.topology
+    return sizes.world_size, sizes.tensor, sizes.pipeline, sizes.data
+
+
+def _row(findings: list[Finding]) -> str:
+    world_size, *sizes = _axes(findings[0])
+    results = [finding.result for finding in findings if isinstance(finding.result, Difference)]
+    passed = sum(finding.passes for finding in findings)
+    count = f"{passed}" if passed == len(findings) else f"{passed} of {len(findings)}"
+    largest = [
+        f"{max((getattr(result, key) for result in results), default=math.inf):.1e}"
+        for key in ("loss", "grad_norm", "weights")
+    ]
+    return f"| {' x '.join(map(str, sizes))} | {world_size} | {count} | {' | '.join(largest)} |"
+
+
+def _name(variant: Variant) -> str:
+    return f"{variant.axes}, {variant.method}"

@@ -1,0 +1,83 @@
+"""A recipe made small: the same structure, sizes for seconds instead of weeks."""
+
+import math
+from pathlib import Path
+
+from models.config import ModelConfig
+from recipes.training.recipe import Recipe, parse_recipe
+
+HEAD_SIZE = 8
+HEADS_PER_GROUP = 3  # at most
+SEQUENCE_LENGTH = 16  # at least
+SEQUENCES = 8  # at least, of a global batch
+LEARNING_RATE = 1e-3  # at most: an unstable run would amplify rounding, whatever the layout
+
+
+def shrink(recipe: Recipe, *, ranks: int, layers: int, steps: int, corpus: Path) -> Recipe:
+    """The recipe with every architectural switch kept and every size small.
+
+    What a layout must divide (key-value heads, feed-forward columns, sequence) keeps its common
+    divisors with 1 .. ranks, so that the same tensor sizes are legal; the vocabulary keeps its
+    remainder by 64 and the layers whether they are odd.
+
+    ranks: the largest world it will be spread over
+    layers: at most, or one more
+    corpus: folder that `write_corpus` wrote
+    """
+    table = recipe.model_dump(mode="json", exclude_none=True)
+    table.pop("cluster", None)
+    table["model"] |= small_model(recipe.model, ranks, layers)
+    table["layout"] = {}
+    micro = larger_micro_batch(recipe)
+    together = math.lcm(ranks, micro)
+    table["batch"] = {
+        "global_sequences": -(-SEQUENCES // together) * together,
+        "micro_sequences": 1,
+    }
+    rate = min(recipe.optimizer.learning_rate, LEARNING_RATE)
+    table["optimizer"] |= {
+        "learning_rate": rate,
+        "schedule": {"warmup_steps": 2, "decay": "cosine", "minimum_learning_rate": rate / 10},
+    }
+    table["training"] = {"steps": steps, "evaluate_every": steps, "evaluation_batches": 1}
+    table["data"] = {
+        "train": [{"path": str(corpus / "train")}],
+        "validation": str(corpus / "validation"),
+        "tokenizer": str(corpus / "tokenizer"),
+    }
+    table["checkpoint"] = {"every": steps}
+    table["tracking"] = {"mode": "disabled"}
+    return parse_recipe(table, f"{recipe.name}, made small")
+
+
+def small_model(model: ModelConfig, ranks: int, layers: int) -> dict[str, int]:
+    """The sizes of the small model."""
+    kv_heads = _alike(model.kv_heads, ranks)
+    heads = kv_heads * min(model.heads // model.kv_heads, HEADS_PER_GROUP)
+    sizes = {
+        "layers": min(model.layers, layers + (model.layers - layers) % 2),
+        "heads": heads,
+        "kv_heads": kv_heads,
+        "hidden_size": heads * HEAD_SIZE,
+        "ffn_hidden_size": _alike(model.ffn_hidden_size, ranks, at_least=heads * HEAD_SIZE + 1),
+        "vocab_size": 64 * 3 + model.vocab_size % 64,
+        "sequence_length": _alike(model.sequence_length, ranks, at_least=SEQUENCE_LENGTH),
+    }
+    if model.head_size is not None:  # heads of their own size: not hidden_size / heads
+        sizes |= {"head_size": HEAD_SIZE, "hidden_size": heads * HEAD_SIZE + 8}
+    return sizes
+
+
+def larger_micro_batch(recipe: Recipe) -> int:
+    """The micro-batch that a proof uses beside one of a single sequence: odd if the recipe's is."""
+    return 3 if recipe.batch.micro_sequences % 2 and recipe.batch.micro_sequences > 1 else 2
+
+
+def _alike(size: int, ranks: int, at_least: int = 1) -> int:
+    """The smallest number that 1 .. ranks divide if, and only if, they divide `size`."""
+    multiple = math.lcm(*range(1, ranks + 1))
+    common = math.gcd(size, multiple)
+    number = -(-at_least // common) * common
+    while math.gcd(number, multiple) != common:
+        number += common
+    return number

@@ -1,0 +1,100 @@
+"""What each rank does for a proof: train every variant of its world size, one after the other."""
+
+import contextlib
+import gc
+import itertools
+import os
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+from unittest import mock
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from models.sharding import Sharding
+from recipes.proving.compare import Outcome
+from recipes.proving.layouts import Variant
+from recipes.training.data import TrainingData
+from recipes.training.deepspeed_config import build_deepspeed_config
+from recipes.training.engine import Engine, build_engine, is_partitioned, start_processes
+from recipes.training.learning_rate import learning_rate
+from recipes.training.topology import World
+
+
+def try_variants(variants: Iterable[Variant]) -> Iterator[Outcome | None]:
+    """Train variants of this world's size; outcomes on rank 0, None on the others."""
+    world = World.from_environment(os.environ)
+    torch.set_num_threads(1)
+    start_processes(world)
+    with shared_groups() as begin_variant:
+        for variant in variants:
+            begin_variant()
+            yield train(variant, world)
+            gc.collect()  # an engine is a web of references
+
+
+def train(variant: Variant, world: World) -> Outcome | None:
+    """All steps of the variant's recipe."""
+    recipe, topology = variant.recipe, variant.topology
+    engine = build_engine(recipe, topology, build_deepspeed_config(recipe, topology))
+    data = TrainingData(recipe, topology, topology.coordinates(world.rank).data)
+    results = []
+    for step in range(1, recipe.training.steps + 1):
+        rate = learning_rate(step, recipe.optimizer, recipe.training.steps)
+        results.append(engine.train_step(data.samples(step), data.step(step), rate))
+    validation = engine.evaluate(data.evaluation())
+    weights = gather_weights(engine)
+    if world.rank != 0:
+        return None
+    return Outcome(
+        losses=[result.loss for result in results] + [validation],
+        grad_norms=[result.grad_norm for result in results],
+        weights=weights,
+    )
+
+
+def gather_weights(engine: Engine) -> dict[str, Tensor]:
+    """The logical tensors of all ranks' parts, on rank 0; empty on the others.
+
+    Raises:
+        ValueError: ranks that hold the same part hold different values.
+    """
+    held = list(engine.parameters())
+    partitioned = [parameter for _, parameter in held if is_partitioned(parameter)]
+    with deepspeed.zero.GatheredParameters(partitioned, enabled=bool(partitioned)):
+        parts = [(n, engine.axis.rank, p.sharding, p.detach().cpu().clone()) for n, p in held]
+    everyones: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+    dist.gather_object(parts, everyones)
+    found: dict[str, tuple[Sharding, dict[int, Tensor]]] = {}
+    for name, tensor_rank, sharding, part in itertools.chain.from_iterable(everyones or []):
+        tensors = found.setdefault(name, (sharding, {}))[1]
+        tensors.setdefault(tensor_rank, part)
+    return {
+        name: sharding.logical_tensor([tensors[rank] for rank in sorted(tensors)])
+        for name, (sharding, tensors) in found.items()
+    }
+
+
+@contextlib.contextmanager
+def shared_groups() -> Iterator[Callable[[], None]]:
+    """Within it, process groups are made once: the n-th group of the same ranks is used again by
+    the next variant that asks for an n-th one. Yields what to call before each variant.
+
+    Every engine makes dozens, each of which opens connections that are never closed.
+    """
+    made: dict[tuple[int, ...], list[dist.ProcessGroup]] = {}
+    asked: dict[tuple[int, ...], int] = {}
+    new_group = dist.new_group
+
+    def reuse(ranks: Iterable[int] | None = None, *arguments: Any, **settings: Any) -> Any:
+        members = tuple(ranks) if ranks is not None else tuple(range(dist.get_world_size()))
+        turn = asked[members] = asked.get(members, -1) + 1
+        groups = made.setdefault(members, [])
+        if turn == len(groups):
+            groups.append(new_group(list(members), *arguments, **settings))
+        return groups[turn]
+
+    with mock.patch.object(dist, "new_group", reuse):
+        yield asked.clear

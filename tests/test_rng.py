@@ -1,0 +1,83 @@
+"""Dropout masks: as random as they should be, and the same wherever a tensor lies."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from models.parallel.collectives import TensorAxis
+from models.parallel.rng import MaskKey, attention_dropout_mask, dropout
+
+KEY = MaskKey(seed=1, samples=range(1000, 1008))
+CPU = torch.device("cpu")
+
+
+def mask(probability: float, *, place: str = "blocks.0.mlp", key: MaskKey = KEY) -> Tensor:
+    """1 where an element stays, [256, 8, 512]."""
+    x = torch.ones(256, 8, 512)
+    return (dropout(x, probability, key=key, place=place, axis=TensorAxis()) != 0).double()
+
+
+def deviations(a: Tensor, b: Tensor) -> float:
+    """The correlation of two masks in standard deviations of what independent ones have."""
+    a, b = a - a.mean(), b - b.mean()
+    return float((a * b).mean() / (a.std() * b.std())) * math.sqrt(a.numel())
+
+
+@pytest.mark.parametrize("probability", [0.1, 0.5, 0.9])
+def test_the_share_dropped_is_the_probability(probability: float) -> None:
+    kept = mask(probability)
+    spread = math.sqrt(probability * (1 - probability) / kept.numel())
+    assert abs(float(kept.mean()) - (1 - probability)) < 4 * spread
+
+
+def test_what_stays_is_scaled_so_that_the_mean_stays() -> None:
+    x = torch.ones(64, 8, 512)
+    y = dropout(x, 0.25, key=KEY, place="embedding", axis=TensorAxis())
+    assert y.unique().tolist() == pytest.approx([0, 4 / 3])
+
+
+def test_neighbours_layers_and_seeds_are_unrelated() -> None:
+    kept = mask(0.5)
+    pairs = {
+        "positions": (kept[1:], kept[:-1]),
+        "samples": (kept[:, 1:], kept[:, :-1]),
+        "columns": (kept[..., 1:], kept[..., :-1]),
+        "diagonal": (kept[1:, :, 1:], kept[:-1, :, :-1]),
+        "layers": (kept, mask(0.5, place="blocks.1.mlp")),
+        "halves of a block": (kept, mask(0.5, place="blocks.0.attention")),
+        "seeds": (kept, mask(0.5, key=MaskKey(2, KEY.samples))),
+        "steps": (kept, mask(0.5, key=MaskKey(1, range(1008, 1016)))),
+    }
+    for name, (a, b) in pairs.items():
+        assert abs(deviations(a, b)) < 4.5, name
+
+
+def test_a_sequence_has_its_mask_in_any_micro_batch_and_on_any_rank() -> None:
+    x = torch.randn(16, 8, 12)
+    whole = dropout(x, 0.3, key=KEY, place="blocks.2.mlp", axis=TensorAxis())
+    for first in range(8):
+        alone = MaskKey(1, range(1000 + first, 1001 + first))
+        part = x[:, first : first + 1]
+        got = dropout(part, 0.3, key=alone, place="blocks.2.mlp", axis=TensorAxis())
+        assert torch.equal(got, whole[:, first : first + 1])
+    for rank in range(4):
+        axis = TensorAxis(rank=rank, size=4, sequence_parallel=True)
+        part = dropout(x.chunk(4)[rank], 0.3, key=KEY, place="blocks.2.mlp", axis=axis)
+        assert torch.equal(part, whole.chunk(4)[rank])
+        replicated = TensorAxis(rank=rank, size=4)
+        got = dropout(x, 0.3, key=KEY, place="blocks.2.mlp", axis=replicated)
+        assert torch.equal(got, whole)
+
+
+def test_a_head_has_its_mask_on_any_rank() -> None:
+    def heads(which: range) -> Tensor:
+        return attention_dropout_mask(
+            KEY, 0.3, place="blocks.0.attention.core", length=20, heads=which, device=CPU
+        )
+
+    whole = heads(range(6))
+    assert whole.shape == (8, 6, 20, 20)
+    assert torch.equal(torch.cat([heads(range(2)), heads(range(2, 6))], dim=1), whole)
+    assert not torch.equal(whole[:, 0], whole[:, 1])
