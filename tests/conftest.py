@@ -1,39 +1,23 @@
 """What several test files share: a small corpus and a small recipe on it."""
 
-import json
 import tomllib
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
+from recipes.proving.corpus import write_corpus
 from recipes.training.recipe import DEFAULT_RECIPE
-from recipes.training.token_file import write_token_file
 
 VOCAB_SIZE = 250  # divisible by neither 64 nor any tensor size in the tests: padding is exercised
-
-
-def write_corpus(folder: Path) -> None:
-    """Token files with something to learn: noisy arithmetic sequences."""
-    (folder / "tokenizer").mkdir(parents=True)
-    (folder / "tokenizer" / "tokenizer.json").write_text(json.dumps({"made": "for a test"}))
-    random = np.random.default_rng(0)
-    for name, count in (("train", 200), ("validation", 40)):
-        documents = [
-            (random.integers(VOCAB_SIZE) + 3 * np.arange(100) + random.integers(2, size=100))
-            % VOCAB_SIZE
-            for _ in range(count)
-        ]
-        write_token_file(folder / name, documents, vocab_size=VOCAB_SIZE)
 
 
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a small corpus."""
     folder = tmp_path_factory.mktemp("corpus")
-    write_corpus(folder / "data")
+    write_corpus(folder / "data", VOCAB_SIZE)
     return folder / "data"
 
 

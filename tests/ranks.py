@@ -25,8 +25,10 @@ def run_ranks(world_size: int, function: Callable[..., Any], *arguments: Any) ->
         codes, outputs = start_ranks(
             world_size, ["-m", "tests.ranks", str(call)], folder=Path(folder), seconds=SECONDS
         )
-        for rank, (code, output) in enumerate(zip(codes, outputs, strict=True)):
-            assert code == 0, f"rank {rank} of {world_size}:\n{output[-4000:]}"
+        assert not any(codes), "\n".join(
+            f"rank {rank} of {world_size}, exit code {code}:\n{output[-4000:]}"
+            for rank, (code, output) in enumerate(zip(codes, outputs, strict=True))
+        )
         return [
             pickle.loads((Path(folder) / f"result{rank}").read_bytes())
             for rank in range(world_size)

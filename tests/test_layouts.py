@@ -1,24 +1,29 @@
-"""One loss: the same recipe in every layout trains with the same losses, norms and weights."""
+"""One loss: the same recipe in every layout trains with the same losses, norms and weights.
 
-import contextlib
+`recipes/prove.py` goes through all legal layouts; these are some of each kind, and what it leaves
+out: bf16, clipping at every step, resuming, copies that drift apart.
+"""
+
+import json
 import math
 import os
 import tempfile
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from models.layer_specs import logical_parameters
+from recipes.proving.compare import Outcome
+from recipes.proving.layouts import Variant
+from recipes.proving.trial import try_variants
 from recipes.training.data import TrainingData
-from recipes.training.deepspeed_config import build_deepspeed_config
-from recipes.training.engine import Engine, build_engine, start_processes
+from recipes.training.deepspeed_config import build_deepspeed_config, zero_stage
+from recipes.training.engine import Engine, build_engine, held_values, start_processes
 from recipes.training.learning_rate import learning_rate
 from recipes.training.recipe import Recipe, parse_recipe
-from recipes.training.topology import Coordinates, World
+from recipes.training.topology import World
 from tests.conftest import GPT_SWITCHES, changed, small_recipe
 from tests.ranks import run_ranks
 
@@ -28,9 +33,12 @@ ZERO3 = {"deepspeed": "ds_configs/zero3_fp32.json"}
 PIPELINE2 = {"layout__pipeline": 2}
 TENSOR2 = {"layout__tensor": 2}
 SEQUENCE = {"layout__sequence_parallel": True}
+FOLDED = PIPELINE2 | {"layout__schedule": "dualpipev", "batch__micro_sequences": 1}
+FULL = {"layout__recompute": "full", "layout__recompute_interval": 2}
 CLIPPED = {"optimizer__gradient_clipping": 0.5}  # below every norm of the run
-
+DROPOUT = {"model__dropout": 0.1, "model__attention_dropout": 0.1}
 BF16 = {"deepspeed": "ds_configs/zero1_bf16.json"}
+ACCUMULATING_BF16 = {"deepspeed": "zero1_bf16_throughout.json"}  # the test writes it
 
 # world size -> name -> what differs from the one-rank run it is compared with
 LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
@@ -38,8 +46,9 @@ LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
         "zero2": ZERO2,
         "zero3": ZERO3,
         "micro-batch 4": {"batch__micro_sequences": 4},
-        "full recomputation": {"layout__recompute": "full"},
+        "full recomputation": FULL,
         "gpt zero3": GPT | CLIPPED | ZERO3,
+        "dropout zero2, micro-batch 4": DROPOUT | ZERO2 | {"batch__micro_sequences": 4},
     },
     2: {
         "pipeline 2": PIPELINE2,
@@ -53,12 +62,20 @@ LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
         "gpt pipeline 2": GPT | CLIPPED | PIPELINE2,
         "gpt tensor 2": GPT | CLIPPED | TENSOR2,
         "gpt zero3 data 2": GPT | CLIPPED | ZERO3,
+        "gpt dualpipev": GPT | CLIPPED | FOLDED,
+        "dropout pipeline 2": DROPOUT | PIPELINE2,
+        "dropout dualpipev full recomputation": DROPOUT | FOLDED | FULL,
+        "dropout data 2": DROPOUT,
+        "dropout tensor 2": DROPOUT | TENSOR2,
+        "dropout zero3 tensor 2 sequence-parallel": DROPOUT | ZERO3 | TENSOR2 | SEQUENCE,
         "bf16 pipeline 2": BF16 | PIPELINE2,
         "bf16 tensor 2 sequence-parallel": BF16 | TENSOR2 | SEQUENCE,
         "bf16 data 2": BF16,
         "bf16 zero2 data 2": {"deepspeed": "ds_configs/zero2_bf16.json"},
         "bf16 zero3 data 2": {"deepspeed": "ds_configs/zero3_bf16.json"},
+        "bf16 dualpipev": BF16 | FOLDED,
         "bf16-gpt pipeline 2": BF16 | GPT | CLIPPED | PIPELINE2,
+        "bf16-gpt pipeline 2, accumulating in bf16": ACCUMULATING_BF16 | GPT | CLIPPED | PIPELINE2,
     },
     4: {
         "pipeline 2 tensor 2": PIPELINE2 | TENSOR2,
@@ -67,66 +84,39 @@ LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
         | TENSOR2
         | SEQUENCE
         | {"layout__recompute": "selective"},
+        "dualpipev tensor 2 sequence-parallel": FOLDED | TENSOR2 | SEQUENCE,
         "zero2 tensor 2 data 2": ZERO2 | TENSOR2,
         "gpt pipeline 2 tensor 2 sequence-parallel": GPT | CLIPPED | PIPELINE2 | TENSOR2 | SEQUENCE,
+        "dropout pipeline 2 tensor 2 sequence-parallel selective": DROPOUT
+        | PIPELINE2
+        | TENSOR2
+        | SEQUENCE
+        | {"layout__recompute": "selective"},
     },
-}
-MUTANTS = {  # seeded fault on two ranks -> layout, what is patched, with what
-    "gpt: tied gradients stay apart": (
-        GPT | CLIPPED | PIPELINE2,
-        "deepspeed.pipe.PipelineModule.get_tied_weights_and_groups",
-        lambda self: [],
-    ),
-    "both data ranks read the first one's samples": (
-        {},
-        "recipes.training.topology.Topology.coordinates",
-        lambda self, rank: Coordinates(pipeline=0, data=0, tensor=0),
-    ),
-    "sharded parameters count once in the norm": (
-        TENSOR2 | CLIPPED,
-        "deepspeed.runtime.zero.stage_1_and_2.is_model_parallel_parameter",
-        lambda parameter: False,
-    ),
 }
 REFERENCES = {
     "": {},
     "gpt": GPT | CLIPPED,
-    "clipped": CLIPPED,
+    "dropout": DROPOUT,
     "bf16": BF16,
     "bf16-gpt": BF16 | GPT | CLIPPED,
 }
 CASES = [(world_size, name) for world_size, layouts in LAYOUTS.items() for name in layouts]
 
 
-def train_worker(corpus: str, layouts: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """Train every layout of this world size; losses, norms, validation loss, weights."""
-    world = join_world()
-    results: dict[str, Any] = {}
-    for name, changes in layouts.items():
-        with seeded_fault(name):
-            results[name] = train_layout(world, Path(corpus), changes)
-    dist.barrier()
-    return results
+def variant(corpus: Path, world_size: int, changes: dict[str, Any]) -> Variant:
+    """The small recipe with these changes, on so many ranks."""
+    four_layers = {"model__layers": 4}  # two for each stage, chunk or group of recomputed blocks
+    recipe = parse_recipe(changed(small_recipe(corpus), **(four_layers | changes)), "test")
+    topology = recipe.topology(World(size=world_size, local_size=world_size))
+    return Variant(recipe, topology, zero_stage(build_deepspeed_config(recipe, topology)))
 
 
-def train_layout(world: World, corpus: Path, changes: dict[str, Any]) -> dict[str, Any]:
-    recipe = parse_recipe(changed(small_recipe(corpus), **changes), "test")
-    topology = recipe.topology(world)
-    engine = build_engine(recipe, topology, build_deepspeed_config(recipe, topology))
-    data = TrainingData(recipe, topology, topology.coordinates(world.rank).data)
-    result = train(engine, data, recipe, range(1, recipe.training.steps + 1))
-    result["validation"] = engine.evaluate(data.evaluation())
-    if changes in REFERENCES.values():
-        result["weights"] = weights(engine, recipe)
-    return result
-
-
-def seeded_fault(name: str) -> contextlib.AbstractContextManager:
-    """What a case of MUTANTS breaks; nothing for the layouts."""
-    if name not in MUTANTS:
-        return contextlib.nullcontext()
-    _, target, broken = MUTANTS[name]
-    return mock.patch(target, broken)
+def train_worker(corpus: str, layouts: dict[str, dict[str, Any]]) -> dict[str, Outcome]:
+    """Every layout's outcome."""
+    size = int(os.environ["WORLD_SIZE"])
+    variants = [variant(Path(corpus), size, changes) for changes in layouts.values()]
+    return dict(zip(layouts, try_variants(variants), strict=True))
 
 
 def resume_worker(corpus: str, layouts: dict[str, dict[str, Any]]) -> dict[str, Any]:
@@ -134,22 +124,62 @@ def resume_worker(corpus: str, layouts: dict[str, dict[str, Any]]) -> dict[str, 
     world = join_world()
     results: dict[str, Any] = {}
     for name, changes in layouts.items():
-        recipe = parse_recipe(changed(small_recipe(Path(corpus)), **changes), name)
-        topology = recipe.topology(world)
-        config = build_deepspeed_config(recipe, topology)
-        data = TrainingData(recipe, topology, topology.coordinates(world.rank).data)
+        this = variant(Path(corpus), world.size, changes)
         folders = [tempfile.mkdtemp()]
         dist.broadcast_object_list(folders)
-        engine = build_engine(recipe, topology, config)
-        train(engine, data, recipe, range(1, 5))
+        engine, data = start(this, world)
+        train_steps(engine, data, range(1, 5))
         engine.save(Path(folders[0]))
-        undisturbed = train(engine, data, recipe, range(5, 9))
+        undisturbed = train_steps(engine, data, range(5, 9))
         dist.barrier()
-        again = build_engine(recipe, topology, config)
+        again, data = start(this, world)
         again.load(Path(folders[0]))
-        results[name] = (undisturbed, train(again, data, recipe, range(5, 9)))
+        results[name] = (undisturbed, train_steps(again, data, range(5, 9)))
     dist.barrier()
     return results
+
+
+def drift_worker(corpus: str, layouts: dict[str, dict[str, Any]]) -> dict[str, list[list[str]]]:
+    """What is said about drifted copies: after a step, then with one rank's weights disturbed."""
+    world = join_world()
+    results = {}
+    for name, changes in layouts.items():
+        engine, data = start(variant(Path(corpus), world.size, changes), world)
+        train_steps(engine, data, range(1, 2))
+        sentences = [engine.differing_copies()]
+        for disturbed, parameter in engine.parameters():
+            if world.rank == 1 and disturbed in DISTURBED[name]:
+                flip_a_bit(held_values(parameter).data)
+        sentences.append(engine.differing_copies())
+        results[name] = sentences
+    dist.barrier()
+    return results
+
+
+def flip_a_bit(values: torch.Tensor) -> None:
+    """The lowest bit of the last value."""
+    bits = values.view(torch.int16 if values.element_size() == 2 else torch.int32)
+    bits.view(-1)[-1] ^= 1
+
+
+DISTURBED = {  # what is changed on rank 1, in layouts of two ranks -> what must be said
+    "tensor 2": {
+        "blocks.1.mlp_norm.weight": "blocks.1.mlp_norm.weight is different on tensor ranks "
+        "rank 0 than on rank 1",
+        "blocks.1.mlp.up.weight": None,  # split: nobody has a copy
+    },
+    "zero3 tensor 2": {
+        "final_norm.weight": "final_norm.weight is different on tensor ranks rank 0 than on rank 1"
+    },
+    "data 2": {
+        "blocks.0.mlp.up.weight": "blocks.0.mlp.up.weight is different on data ranks rank 0 than "
+        "on rank 1",
+        "head.weight": "head.weight is different on data ranks rank 0 than on rank 1",
+    },
+    "bf16 gpt pipeline 2": {
+        "embedding.weight": "embedding.weight is different on stages rank 0 than on rank 1"
+    },
+}
 
 
 def join_world() -> World:
@@ -159,77 +189,83 @@ def join_world() -> World:
     return world
 
 
-def train(engine: Engine, data: TrainingData, recipe: Recipe, steps: range) -> dict[str, Any]:
-    results = [
-        engine.train_step(
-            step, data.step(step), learning_rate(step, recipe.optimizer, recipe.training.steps)
-        )
-        for step in steps
-    ]
+def start(this: Variant, world: World) -> tuple[Engine, TrainingData]:
+    recipe, topology = this.recipe, this.topology
+    engine = build_engine(recipe, topology, build_deepspeed_config(recipe, topology))
+    return engine, TrainingData(recipe, topology, topology.coordinates(world.rank).data)
+
+
+def train_steps(engine: Engine, data: TrainingData, steps: range) -> list[tuple[float, float]]:
+    recipe: Recipe = engine.recipe
+    results = []
+    for step in steps:
+        rate = learning_rate(step, recipe.optimizer, recipe.training.steps)
+        result = engine.train_step(data.samples(step), data.step(step), rate)
+        results.append((result.loss, result.grad_norm))
+    return results
+
+
+@pytest.fixture(scope="session")
+def layout_corpus(corpus: Path) -> Path:
+    """The small corpus, and beside it what the layouts name."""
+    config = json.loads(Path("ds_configs/zero1_bf16.json").read_text())
+    del config["data_types"]["grad_accum_dtype"]
+    (corpus / ACCUMULATING_BF16["deepspeed"]).write_text(json.dumps(config))
+    return corpus
+
+
+def located(corpus: Path, layouts: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Layouts with the config that the test has written named by its path."""
+    own = ACCUMULATING_BF16["deepspeed"]
     return {
-        "losses": [result.loss for result in results],
-        "grad_norms": [result.grad_norm for result in results],
+        name: changes | ({"deepspeed": str(corpus / own)} if own in changes.values() else {})
+        for name, changes in layouts.items()
     }
 
 
-def weights(engine: Engine, recipe: Recipe) -> dict[str, torch.Tensor]:
-    parameters = logical_parameters(engine.wrapped.module, recipe.model)
-    return {name: parameter.detach().clone() for name, parameter in parameters}
+@pytest.fixture(scope="session")
+def references(layout_corpus: Path) -> dict[str, Outcome]:
+    return run_ranks(1, train_worker, str(layout_corpus), REFERENCES)[0]
 
 
 @pytest.fixture(scope="session")
-def references(corpus: Path) -> dict[str, Any]:
-    return run_ranks(1, train_worker, str(corpus), REFERENCES)[0]
-
-
-@pytest.fixture(scope="session")
-def trained(corpus: Path) -> dict[tuple[int, str], Any]:
-    """Every layout's and mutant's results, one set of processes per world size."""
-    mutants = {name: changes for name, (changes, *_) in MUTANTS.items()}
+def trained(layout_corpus: Path) -> dict[tuple[int, str], Outcome]:
+    """Every layout's outcome, one set of processes per world size."""
     return {
-        (world_size, name): result
-        for world_size, layouts in (LAYOUTS | {2: LAYOUTS[2] | mutants}).items()
-        for name, result in run_ranks(world_size, train_worker, str(corpus), layouts)[0].items()
+        (size, name): outcome
+        for size, layouts in LAYOUTS.items()
+        for name, outcome in run_ranks(
+            size, train_worker, str(layout_corpus), located(layout_corpus, layouts)
+        )[0].items()
     }
 
 
 @pytest.mark.parametrize(("world_size", "name"), CASES)
 def test_losses_are_those_of_one_rank(
-    world_size: int, name: str, trained: dict[tuple[int, str], Any], references: dict[str, Any]
+    world_size: int,
+    name: str,
+    trained: dict[tuple[int, str], Outcome],
+    references: dict[str, Outcome],
 ) -> None:
     first = name.split()[0]
     expected = references[first if first in references else ""]
     got = trained[world_size, name]
     loss, norm = (2e-3, 2e-2) if first.startswith("bf16") else (1e-5, 1e-4)  # bf16 has 8 bits
-    assert got["losses"] == pytest.approx(expected["losses"], rel=loss)
-    assert got["grad_norms"] == pytest.approx(expected["grad_norms"], rel=norm)
-    assert got["validation"] == pytest.approx(expected["validation"], rel=loss)
+    assert got.losses == pytest.approx(expected.losses, rel=loss)
+    assert got.grad_norms == pytest.approx(expected.grad_norms, rel=norm)
 
 
-@pytest.mark.parametrize("name", MUTANTS)
-def test_a_seeded_fault_is_seen(
-    name: str, trained: dict[tuple[int, str], Any], references: dict[str, Any]
-) -> None:
-    expected = references["gpt" if name.startswith("gpt") else ""]
-    if "norm" in name:
-        expected = references["clipped"]
-    got = trained[2, name]
-    same_losses = got["losses"] == pytest.approx(expected["losses"], rel=1e-5)
-    assert not (same_losses and got["grad_norms"] == pytest.approx(expected["grad_norms"], 1e-4))
-
-
-def test_the_references_learn_and_clip(references: dict[str, Any]) -> None:
+def test_the_references_learn_and_clip_and_drop(references: dict[str, Outcome]) -> None:
     for reference in references.values():
-        assert reference["losses"][0] == pytest.approx(math.log(250), rel=0.02)
-        assert reference["losses"][-1] < 0.9 * reference["losses"][0]
-    assert min(references["gpt"]["grad_norms"]) > 0.5
+        assert reference.losses[0] == pytest.approx(math.log(250), rel=0.02)
+        assert reference.losses[-1] < 0.9 * reference.losses[0]
+    assert min(references["gpt"].grad_norms) > 0.5
+    assert references["dropout"].losses[-1] > 1.001 * references[""].losses[-1]
 
 
-def test_padding_rows_stay_zero(references: dict[str, Any]) -> None:
-    for reference, name in (("", "head.weight"), ("gpt", "embedding.weight")):
-        table = references[reference]["weights"][name]
-        assert table.shape[0] == 256
-        assert torch.count_nonzero(table[250:]) == 0 and torch.count_nonzero(table[:250]) > 0
+def test_bf16_throughout_is_another_path(trained: dict[tuple[int, str], Outcome]) -> None:
+    two = [trained[2, f"bf16-gpt pipeline 2{more}"] for more in ("", ", accumulating in bf16")]
+    assert two[0].losses != two[1].losses
 
 
 def test_resuming_continues_bit_for_bit(corpus: Path) -> None:
@@ -237,11 +273,31 @@ def test_resuming_continues_bit_for_bit(corpus: Path) -> None:
         "pipeline 2": PIPELINE2,
         "bf16": BF16 | PIPELINE2,
         "zero2": ZERO2,
-        "zero3, gpt with dropout": GPT | ZERO3 | {"model__dropout": 0.1},
-        "gpt with dropout": GPT | PIPELINE2 | {"model__dropout": 0.1},
-        "tensor 2, gpt with dropout": GPT | TENSOR2 | {"model__dropout": 0.1},
+        "zero3, gpt with dropout": GPT | ZERO3 | DROPOUT,
+        "gpt with dropout": GPT | PIPELINE2 | DROPOUT,
+        "tensor 2, gpt with dropout": GPT | TENSOR2 | DROPOUT,
+        "dualpipev": FOLDED,
     }
-    for name, (undisturbed, resumed) in run_ranks(2, resume_worker, str(corpus), layouts)[
-        0
-    ].items():
+    results = run_ranks(2, resume_worker, str(corpus), layouts)[0]
+    for name, (undisturbed, resumed) in results.items():
         assert resumed == undisturbed, name
+
+
+@pytest.fixture(scope="session")
+def drifted(corpus: Path) -> dict[str, list[list[str]]]:
+    layouts = {
+        "tensor 2": TENSOR2,
+        "zero3 tensor 2": ZERO3 | TENSOR2,
+        "data 2": {},
+        "bf16 gpt pipeline 2": BF16 | GPT | PIPELINE2,
+    }
+    results = run_ranks(2, drift_worker, str(corpus), layouts)
+    assert results[0] == results[1]  # every rank knows, so that all stop
+    return results[0]
+
+
+@pytest.mark.parametrize("name", DISTURBED)
+def test_one_flipped_bit_of_a_copy_is_seen(name: str, drifted: dict[str, list[list[str]]]) -> None:
+    after_a_step, disturbed = drifted[name]
+    assert after_a_step == []
+    assert disturbed == sorted(filter(None, DISTURBED[name].values()))

@@ -28,7 +28,8 @@ BAD: list[tuple[str, int, str, str]] = [
     ("model.bias=1", 2, "model.bias = 1", "bias = false"),
     ("model.norm=batchnorm", 2, "model.norm = 'batchnorm'", "'rmsnorm' or 'layernorm'"),
     ("model.activation=relu", 2, "model.activation = 'relu'", "'swiglu' or 'gelu'"),
-    ("model.dropout=1.5", 2, "model.dropout = 1.5", "use 0.1"),
+    ("model.dropout=1.5", 2, "model.dropout = 1.5", "use dropout = 0.1"),
+    ("model.attention_dropout=1", 2, "attention_dropout = 1.0", "use attention_dropout = 0.1"),
     ("model.head_size=33", 2, "model.head_size = 33", "use head_size = 34"),
     ("model.rope_theta=-1", 2, "model.rope_theta = -1", "use 10000.0"),
     ("model.hiden_size=192", 2, "unknown key model.hiden_size", "did you mean model.hidden_size?"),
@@ -38,6 +39,20 @@ BAD: list[tuple[str, int, str, str]] = [
     ("layout.pipeline=5", 5, "layout.pipeline = 5", "use layout.pipeline = 4"),
     ("layout.pipeline=0", 2, "layout.pipeline = 0", "pipeline = 2"),
     ("layout.recompute=some", 2, "layout.recompute = 'some'", "'none', 'selective' or 'full'"),
+    ("layout.recompute_interval=2", 2, "layout.recompute_interval = 2", 'recompute = "full"'),
+    ("layout.schedule=gpipe", 2, "layout.schedule = 'gpipe'", "'1f1b' or 'dualpipev'"),
+    (
+        "layout.schedule=dualpipev;layout.pipeline=1", 2,
+        'layout.schedule = "dualpipev" needs stages', "use layout.pipeline = 2 or more",
+    ),
+    (
+        "layout.schedule=dualpipev;layout.pipeline=4", 4,
+        "layout.pipeline = 4 with 2 parts each", "use layout.pipeline = 2 or fewer",
+    ),
+    (
+        "layout.schedule=dualpipev;batch.micro_sequences=16", 2,
+        'layout.schedule = "dualpipev" needs 4 micro-batches', "use batch.global_sequences = 64",
+    ),
     ("layout.stages=2", 2, "unknown key layout.stages", "are tensor, pipeline"),
     ("layout.heads=8", 2, "unknown key layout.heads", "did you mean model.heads?"),
     (
@@ -71,6 +86,7 @@ BAD: list[tuple[str, int, str, str]] = [
         "optimizer.schedule.minimum_learning_rate = 1.0", "use 0.0004",
     ),
     ("training.steps=-5", 2, "training.steps = -5", "steps = "),
+    ("training.compare_copies_every=-1", 2, "training.compare_copies_every = -1", "= 100"),
     ("training.epochs=3", 2, "unknown key training.epochs", "are steps, evaluate_every"),
     ("checkpoint.keep=0", 2, "checkpoint.keep = 0", "keep = 2"),
     ("tracking.mode=on", 2, "tracking.mode = 'on'", "'offline'"),

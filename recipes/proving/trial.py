@@ -27,6 +27,7 @@ def try_variants(variants: Iterable[Variant]) -> Iterator[Outcome | None]:
     """Train variants of this world's size; outcomes on rank 0, None on the others."""
     world = World.from_environment(os.environ)
     torch.set_num_threads(1)
+    gc.freeze()  # what the imports made stays; collecting is quick without it
     start_processes(world)
     with shared_groups() as begin_variant:
         for variant in variants:

@@ -18,6 +18,12 @@ from recipes.proving.compare import Outcome
 from recipes.proving.layouts import Variant
 
 CPU = {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+PRELOADED = [  # once, for all processes; the last three are imported when an engine is built
+    "recipes.proving.trial",
+    "torch._dynamo",
+    "torch._inductor.compile_fx",
+    "deepspeed.runtime.zero.muon.muon_optimizer",
+]
 LAST_LINES = 12  # of a rank's output, in a message
 
 
@@ -39,7 +45,7 @@ class WorldOfRanks:
     def start(self, seconds: float) -> None:
         """Start the processes; imports are done already, in the server they are forked from."""
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["recipes.proving.trial"])
+        context.set_forkserver_preload(PRELOADED)
         port = _free_port()
         for rank in range(self.size):
             ours, theirs = context.Pipe(duplex=False)
