@@ -2,6 +2,7 @@
 
 import math
 from pathlib import Path
+from typing import Any
 
 from models.config import ModelConfig
 from recipes.training.recipe import Recipe, parse_recipe
@@ -10,7 +11,7 @@ HEAD_SIZE = 8
 HEADS_PER_GROUP = 3  # at most
 SEQUENCE_LENGTH = 16  # at least
 SEQUENCES = 8  # at least, of a global batch
-LEARNING_RATE = 1e-3  # at most: an unstable run would amplify rounding, whatever the layout
+LEARNING_RATE = 1e-4  # at most: Adam makes whole steps of gradients that are mere rounding
 
 
 def shrink(recipe: Recipe, *, ranks: int, layers: int, steps: int, corpus: Path) -> Recipe:
@@ -50,7 +51,7 @@ def shrink(recipe: Recipe, *, ranks: int, layers: int, steps: int, corpus: Path)
     return parse_recipe(table, f"{recipe.name}, made small")
 
 
-def small_model(model: ModelConfig, ranks: int, layers: int) -> dict[str, int]:
+def small_model(model: ModelConfig, ranks: int, layers: int) -> dict[str, Any]:
     """The sizes of the small model."""
     kv_heads = _alike(model.kv_heads, ranks)
     heads = kv_heads * min(model.heads // model.kv_heads, HEADS_PER_GROUP)
@@ -63,6 +64,9 @@ def small_model(model: ModelConfig, ranks: int, layers: int) -> dict[str, int]:
         "vocab_size": 64 * 3 + model.vocab_size % 64,
         "sequence_length": _alike(model.sequence_length, ranks, at_least=SEQUENCE_LENGTH),
     }
+    # Products of a row with a column keep their spread, and attention is as far from flat.
+    spread = math.sqrt(model.hidden_size / sizes["hidden_size"])
+    sizes["initial_std"] = model.initial_std * spread
     if model.head_size is not None:  # heads of their own size: not hidden_size / heads
         sizes |= {"head_size": HEAD_SIZE, "hidden_size": heads * HEAD_SIZE + 8}
     return sizes

@@ -35,12 +35,18 @@ class WorldOfRanks:
     logs: Path
     processes: list[Any] = field(default_factory=list)
     reports: list[Connection] = field(default_factory=list)
+    ended: set[int] = field(default_factory=set)  # ranks that have reported their last
     deadline: float = 0.0
 
     @property
     def size(self) -> int:
         """Its ranks."""
         return self.variants[0].world_size
+
+    @property
+    def open_reports(self) -> list[Connection]:
+        """Where something may still come from."""
+        return [report for rank, report in enumerate(self.reports) if rank not in self.ended]
 
     def start(self, seconds: float) -> None:
         """Start the processes; imports are done already, in the server they are forked from."""
@@ -102,7 +108,7 @@ def run_variants(
                         world = WorldOfRanks(group, Path(tempfile.mkdtemp(dir=folder)))
                         world.start(seconds)
                         running.append(world)
-                wait([report for world in running for report in world.reports], timeout=1.0)
+                wait([report for world in running for report in world.open_reports], timeout=1.0)
                 for world in list(running):
                     yield from _collect(world, seconds)
                     if world.processes and not world.variants:
@@ -119,13 +125,15 @@ def _collect(world: WorldOfRanks, seconds: float) -> Iterator[tuple[Variant, Out
     """What has come from a world; one that has failed is stopped, its processes forgotten."""
     failure = None
     for rank, report in enumerate(world.reports):
-        while failure is None and report.poll():
+        while failure is None and rank not in world.ended and report.poll():
             try:
                 kind, content = pickle.loads(report.recv_bytes())
-            except EOFError:
-                if world.variants:
-                    world.processes[rank].join(1.0)
-                    failure = f"rank {rank} ended, exit code {world.processes[rank].exitcode}"
+            except EOFError:  # it has ended, and only rank 0 ends after its last outcome is out
+                world.ended.add(rank)
+                world.processes[rank].join(1.0)
+                code = world.processes[rank].exitcode
+                if code or (rank == 0 and world.variants):
+                    failure = f"rank {rank} ended, exit code {code}"
                 break
             if kind == "failure":
                 failure = f"rank {rank}: {content}"
@@ -136,7 +144,8 @@ def _collect(world: WorldOfRanks, seconds: float) -> Iterator[tuple[Variant, Out
         failure = f"nothing within {seconds:.0f} seconds"
     if failure is not None:
         world.stop()
-        yield world.variants.pop(0), f"{failure}\n{world.last_words()}"
+        failure += f"\n{world.last_words()}"
+        yield world.variants.pop(0), failure
         world.processes.clear()
     elif not world.variants:
         world.stop()
