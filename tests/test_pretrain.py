@@ -20,6 +20,24 @@ from recipes.training.topology import World
 from tests.conftest import changed, small_recipe
 from tests.ranks import free_port, start_ranks
 
+# pretrain.py on a machine whose second rank computes something else from step 2 on.
+FAULTY = """
+import os
+from recipes import pretrain
+from recipes.training.engine import Engine
+
+healthy, steps = Engine.train_step, []
+
+def train_step(self, *arguments):
+    result = healthy(self, *arguments)
+    steps.append(result)
+    if os.environ["RANK"] == "1" and len(steps) >= 2:
+        dict(self.parameters())["blocks.1.mlp_norm.weight"].data[3] += 1e-3
+    return result
+
+Engine.train_step = train_step
+pretrain.main()
+"""
 TIMED = ("step_seconds", "tokens_per_second", "tflops_per_gpu", "memory_gb")
 
 
@@ -219,6 +237,26 @@ def test_a_run_whose_gradients_are_not_finite_stops(recipe_file: Path, tmp_path:
     output = two_ranks(recipe_file, "--run-dir", tmp_path / "x", *explode, code=3)
     assert "stopped: the gradient norm is inf in step 2" in output and "Traceback" not in output
     assert events(tmp_path / "x")[-1][0] == "stop"
+
+
+@pytest.mark.parametrize(
+    ("every", "stopped"),
+    [(3, 3), (100, 4), (0, None)],  # at its interval; before a save; never
+)
+def test_a_run_whose_copies_drift_apart_stops(
+    every: int, stopped: int | None, recipe_file: Path, tmp_path: Path
+) -> None:
+    settings = ("layout.pipeline=1", "layout.tensor=2", f"training.compare_copies_every={every}")
+    options = [word for setting in settings for word in ("--set", setting)]
+    arguments = ["-c", FAULTY, str(recipe_file), *options, "--run-dir", str(tmp_path / "x")]
+    codes, outputs = start_ranks(2, arguments, folder=tmp_path, seconds=300)
+    assert codes == ([3, 3] if stopped else [0, 0]), outputs
+    if stopped:
+        assert (
+            "stopped: blocks.1.mlp_norm.weight is different on tensor ranks rank 0 than on rank 1 "
+            f"in step {stopped}" in outputs[0]
+        )
+        assert events(tmp_path / "x") == [("start", 0), ("stop", stopped)]  # nothing was saved
 
 
 def test_what_is_broken_depends_on_the_precision() -> None:
