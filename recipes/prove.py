@@ -9,6 +9,7 @@ recipe or an option is refused.
     python recipes/prove.py recipes/tiny.toml
     python recipes/prove.py recipes/llama/7b.toml --ranks 4 --layouts
     python recipes/prove.py recipes/mine.toml --json > proof.json
+    python recipes/prove.py recipes/mine.toml --heatmap proof.png
 """
 
 import sys
@@ -27,7 +28,8 @@ from tqdm import tqdm
 from recipes.proving.compare import Outcome, compare
 from recipes.proving.corpus import write_corpus
 from recipes.proving.layouts import Variant, legal_variants, reference
-from recipes.proving.report import Finding, as_json, describe, failures, table, verdict
+from recipes.proving.picture import draw_heatmap
+from recipes.proving.report import Finding, as_json, as_text, describe, verdict
 from recipes.proving.shrink import larger_micro_batch, shrink, small_model
 from recipes.proving.worlds import run_variants
 from recipes.training.recipe import DEFAULT_RECIPE, Recipe, load_recipe
@@ -38,19 +40,13 @@ SECONDS = 300  # a layout that takes longer hangs
 def main() -> None:
     """Run the proof, print it, say by the exit code how it went."""
     options = parse_command_line()
-    try:
-        recipe = load_recipe(options.recipe, options.set)
-    except ValueError as problem:
-        print(f"prove.py: {problem}", file=sys.stderr)
-        sys.exit(2)
     with tempfile.TemporaryDirectory() as folder:
-        corpus = Path(folder) / "corpus"
-        write_corpus(corpus, small_model(recipe.model, options.ranks, options.layers)["vocab_size"])
-        small = shrink(
-            recipe, ranks=options.ranks, layers=options.layers, steps=options.steps, corpus=corpus
-        )
-        micro_sequences = (1, larger_micro_batch(recipe))
-        variants = legal_variants(small, ranks=options.ranks, micro_sequences=micro_sequences)
+        try:
+            recipe = load_recipe(options.recipe, options.set)
+            small, variants = plan(recipe, options, Path(folder) / "corpus")
+        except ValueError as problem:
+            print(f"prove.py: {problem}", file=sys.stderr)
+            sys.exit(2)
         print(f"{recipe.name}: {len(variants)} layouts of {size(small)}", file=sys.stderr)
         findings = []
         with tqdm(total=len(variants), unit="layout", disable=not sys.stderr.isatty()) as bar:
@@ -59,14 +55,23 @@ def main() -> None:
                 bar.update()
                 if not finding.passes:
                     bar.write(describe(finding), file=sys.stderr)
-    findings.sort(key=lambda finding: variants.index(finding.variant))
+    if options.heatmap:
+        draw_heatmap(findings, f"{recipe.name}: {verdict(findings).split(':')[0]}", options.heatmap)
     if options.json:
         print(json.dumps(as_json(findings)))
     else:
-        if options.layouts:
-            print("\n".join(describe(finding) for finding in findings), end="\n\n")
-        print("\n\n".join(filter(None, [table(findings), failures(findings), verdict(findings)])))
+        print(as_text(findings, every_layout=options.layouts))
     sys.exit(0 if all(finding.passes for finding in findings) else 1)
+
+
+def plan(recipe: Recipe, options: argparse.Namespace, corpus: Path) -> tuple[Recipe, list[Variant]]:
+    """The small recipe, its corpus written, and all its legal layouts."""
+    write_corpus(corpus, small_model(recipe.model, options.ranks, options.layers)["vocab_size"])
+    small = shrink(
+        recipe, ranks=options.ranks, layers=options.layers, steps=options.steps, corpus=corpus
+    )
+    micro_sequences = (1, larger_micro_batch(recipe))
+    return small, legal_variants(small, ranks=options.ranks, micro_sequences=micro_sequences)
 
 
 def prove(small: Recipe, variants: list[Variant], *, ranks: int) -> Iterator[Finding]:
@@ -111,11 +116,22 @@ def parse_command_line() -> argparse.Namespace:
         "pipeline are at most as many; default: 4",
     )
     parser.add_argument("--layouts", action="store_true", help="print a line per layout too")
+    parser.add_argument("--heatmap", type=picture, metavar="FILE", help="draw it: .png, .svg, .pdf")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead")
     parser.add_argument(
         "--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="as in pretrain.py"
     )
     return parser.parse_args()
+
+
+def picture(text: str) -> Path:
+    """A file that a picture can be written to, for argparse."""
+    path = Path(text)
+    if path.suffix not in (".png", ".svg", ".pdf"):
+        raise argparse.ArgumentTypeError(f"{text} is no .png, .svg or .pdf; use proof.png")
+    if not path.absolute().parent.is_dir():
+        raise argparse.ArgumentTypeError(f"{text}: there is no folder {path.absolute().parent}")
+    return path
 
 
 def count(text: str) -> int:

@@ -25,11 +25,19 @@ class Finding:
         return isinstance(self.result, Difference) and self.result.passes
 
 
+def as_text(findings: Sequence[Finding], *, every_layout: bool) -> str:
+    """The whole proof for a person to read."""
+    ordered = sorted(findings, key=_axes)
+    layouts = "\n".join(map(describe, ordered)) if every_layout else ""
+    parts = [layouts, table(ordered), failures(ordered), verdict(ordered)]
+    return "\n\n".join(part for part in parts if part)
+
+
 def table(findings: Sequence[Finding]) -> str:
     """A row per combination of axes, with the largest differences of its layouts (Markdown)."""
     lines = [COLUMNS, "|---|---|---|---|---|---|"]
-    ordered = sorted(findings, key=_axes)
-    lines += [_row(list(group)) for _, group in groupby(ordered, key=_axes)]
+    by_axes = groupby(sorted(findings, key=_axes), key=_axes)
+    lines += [_row(list(group)) for _, group in by_axes]
     return "\n".join(lines)
 
 

@@ -1,0 +1,75 @@
+"""A proof as a heat map: every layout a cell, its colour how much of the tolerance it needs."""
+
+import math
+from collections.abc import Sequence
+from itertools import product
+from pathlib import Path
+
+import matplotlib
+from matplotlib import pyplot
+
+from recipes.proving.compare import GRAD_NORM, LOSS, WEIGHTS, Difference
+from recipes.proving.layouts import Variant
+from recipes.proving.report import Finding
+
+matplotlib.use("Agg")  # no display
+
+LEAST = -3.0  # of the colours: a thousandth of the tolerance, or less
+RECOMPUTE = ("none", "selective", "full")
+GROUPS = [  # of columns: how the axes are used
+    (kind, split)
+    for kind, split in product(("zero1", "zero2", "zero3", "1f1b", "dualpipev"), (False, True))
+]
+
+
+def draw_heatmap(findings: Sequence[Finding], title: str, file: Path) -> None:
+    """Write the picture; its format is that of the file's name (.svg, .png, .pdf).
+
+    Rows are the axes, columns the schedule or the ZeRO stage with and without sequence parallelism,
+    and in each of these recomputation and micro-batch. Blank: not legal there.
+    """
+    micros = sorted({finding.variant.recipe.batch.micro_sequences for finding in findings})
+    within = list(product(RECOMPUTE, micros))
+    sizes = [finding.variant.topology for finding in findings]
+    rows = sorted({(s.world_size, s.tensor, s.pipeline, s.data) for s in sizes})
+    cells = [[math.nan] * (len(GROUPS) * len(within)) for _ in rows]
+    for finding in findings:
+        sizes = finding.variant.topology
+        row = rows.index((sizes.world_size, sizes.tensor, sizes.pipeline, sizes.data))
+        cells[row][_column(finding.variant, within)] = _colour(finding)
+    figure, axes = pyplot.subplots(
+        figsize=(3 + 0.14 * len(cells[0]), 1.6 + 0.2 * len(rows)), layout="constrained"
+    )
+    image = axes.imshow(cells, cmap="RdYlGn_r", vmin=LEAST, vmax=0, aspect="auto")
+    axes.set_yticks(range(len(rows)), [f"{t} x {p} x {d}" for _, t, p, d in rows], fontsize=7)
+    axes.set_ylabel("tensor x pipeline x data", fontsize=8)
+    middles = [(group + 0.5) * len(within) - 0.5 for group in range(len(GROUPS))]
+    labels = [f"{kind}\nsequence-\nparallel" if split else kind for kind, split in GROUPS]
+    axes.set_xticks(middles, labels, fontsize=7)
+    for edge in range(1, len(GROUPS)):
+        axes.axvline(edge * len(within) - 0.5, color="black", linewidth=0.4)
+    axes.set_title(
+        f"{title}\nin each column: recompute {', '.join(RECOMPUTE)}, "
+        f"micro-batches of {' and '.join(map(str, micros))}",
+        fontsize=8,
+    )
+    bar = figure.colorbar(image, ax=axes, pad=0.01)
+    bar.set_label("largest difference / tolerance, log10", fontsize=7)
+    figure.savefig(file)
+    pyplot.close(figure)
+
+
+def _column(variant: Variant, within: list[tuple[str, int]]) -> int:
+    layout = variant.recipe.layout
+    kind = layout.schedule if layout.pipeline > 1 else f"zero{variant.zero_stage}"
+    group = GROUPS.index((kind, layout.sequence_parallel))
+    inside = within.index((layout.recompute, variant.recipe.batch.micro_sequences))
+    return group * len(within) + inside
+
+
+def _colour(finding: Finding) -> float:
+    result = finding.result
+    if not isinstance(result, Difference):
+        return 0.0
+    needed = max(result.loss / LOSS, result.grad_norm / GRAD_NORM, result.weights / WEIGHTS)
+    return min(0.0, max(LEAST, math.log10(needed))) if needed else LEAST
