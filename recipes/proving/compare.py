@@ -1,6 +1,6 @@
 """How far two trainings are apart, and what of it is Adam's noise."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from models.config import ModelConfig
@@ -19,11 +19,13 @@ class Outcome:
     losses: of every step, and the validation loss at the end; nats per token
     grad_norms: of every step, before clipping
     weights: the final logical tensors, by name
+    drifted: what ranks should hold alike and do not, a sentence each
     """
 
     losses: list[float]
     grad_norms: list[float]
     weights: "dict[str, Tensor]"
+    drifted: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -34,6 +36,7 @@ class Difference:
     grad_norm: over all steps
     weights: over the final logical tensors, ||a - b|| / ||b||, a bias by its weight's norm if that
         is larger; `parameter` is the worst one
+    drifted: copies that ranks should hold alike and do not
     noise: the same over the parameters whose exact gradient is zero, which Adam makes of rounding
     """
 
@@ -41,12 +44,14 @@ class Difference:
     grad_norm: float
     weights: float
     parameter: str
+    drifted: list[str]
     noise: float
 
     @property
     def passes(self) -> bool:
         """Whether it is no more than rounding."""
-        return self.loss <= LOSS and self.grad_norm <= GRAD_NORM and self.weights <= WEIGHTS
+        close = self.loss <= LOSS and self.grad_norm <= GRAD_NORM and self.weights <= WEIGHTS
+        return close and not self.drifted
 
 
 def compare(outcome: Outcome, reference: Outcome, model: ModelConfig) -> Difference:
@@ -71,6 +76,7 @@ def compare(outcome: Outcome, reference: Outcome, model: ModelConfig) -> Differe
         grad_norm=_largest(outcome.grad_norms, reference.grad_norms),
         weights=weights[parameter],
         parameter=parameter,
+        drifted=outcome.drifted,
         noise=max(noise),
     )
 

@@ -57,10 +57,11 @@ def describe(finding: Finding) -> str:
     result = finding.result
     if isinstance(result, str):
         return f"{_name(finding.variant)}: {result.splitlines()[0]}"
-    return (
+    text = (
         f"{_name(finding.variant)}: loss {result.loss:.1e}, gradient norm {result.grad_norm:.1e}, "
         f"weights {result.weights:.1e} ({result.parameter})"
     )
+    return "; ".join([text, *result.drifted])
 
 
 def verdict(findings: Sequence[Finding]) -> str:

@@ -46,22 +46,19 @@ def train(variant: Variant, world: World) -> Outcome | None:
         rate = learning_rate(step, recipe.optimizer, recipe.training.steps)
         results.append(engine.train_step(data.samples(step), data.step(step), rate))
     validation = engine.evaluate(data.evaluation())
-    weights = gather_weights(engine)
+    weights, drifted = gather_weights(engine), engine.differing_copies()
     if world.rank != 0:
         return None
     return Outcome(
         losses=[result.loss for result in results] + [validation],
         grad_norms=[result.grad_norm for result in results],
         weights=weights,
+        drifted=drifted,
     )
 
 
 def gather_weights(engine: Engine) -> dict[str, Tensor]:
-    """The logical tensors of all ranks' parts, on rank 0; empty on the others.
-
-    Raises:
-        ValueError: ranks that hold the same part hold different values.
-    """
+    """The logical tensors of all ranks' parts, on rank 0; empty on the others."""
     held = list(engine.parameters())
     partitioned = [parameter for _, parameter in held if is_partitioned(parameter)]
     with deepspeed.zero.GatheredParameters(partitioned, enabled=bool(partitioned)):
