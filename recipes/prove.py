@@ -35,6 +35,7 @@ from recipes.proving.worlds import run_variants
 from recipes.training.recipe import DEFAULT_RECIPE, Recipe, load_recipe
 
 SECONDS = 300  # a layout that takes longer hangs
+SECONDS_BETWEEN_LINES = 30  # of progress, where there is no terminal
 
 
 def main() -> None:
@@ -49,7 +50,8 @@ def main() -> None:
             sys.exit(2)
         print(f"{recipe.name}: {len(variants)} layouts of {size(small)}", file=sys.stderr)
         findings = []
-        with tqdm(total=len(variants), unit="layout", disable=not sys.stderr.isatty()) as bar:
+        seconds = 0.1 if sys.stderr.isatty() else SECONDS_BETWEEN_LINES
+        with tqdm(total=len(variants), unit="layout", mininterval=seconds) as bar:
             for finding in prove(small, variants, ranks=options.ranks):
                 findings.append(finding)
                 bar.update()

@@ -9,6 +9,12 @@ holds only once, such as the block that is being computed again, does not blur i
     python tests/benchmarks/activation_memory.py
 """
 
+import sys
+from pathlib import Path
+
+if __name__ == "__main__":  # the repository, not this folder, is where imports start
+    sys.path[0] = str(Path(__file__).resolve().parents[2])
+
 import argparse
 import json
 import weakref
