@@ -9,11 +9,13 @@ holds only once, such as the block that is being computed again, does not blur i
     python tests/benchmarks/activation_memory.py
 """
 
+import os
 import sys
 from pathlib import Path
 
 if __name__ == "__main__":  # the repository, not this folder, is where imports start
     sys.path[0] = str(Path(__file__).resolve().parents[2])
+os.environ.setdefault("DS_ACCELERATOR", "cpu")  # or DeepSpeed says that it looks for one
 
 import argparse
 import json
