@@ -75,7 +75,11 @@ def loss_function(config: ModelConfig, axis: TensorAxis) -> Callable[[Tensor, Te
 
 
 def run_layers(
-    layers: Iterable[Callable[..., Tensor]], x: Tensor, key: MaskKey | None, recompute_interval: int
+    layers: Iterable[Callable[..., Tensor]],
+    x: Tensor,
+    *,
+    key: MaskKey | None,
+    recompute_interval: int = 0,
 ) -> Tensor:
     """The layers' output one after the other.
 
@@ -108,11 +112,14 @@ class VocabularyTable(VocabParallelEmbedding):
             padded_vocab_size=config.padded_vocab_size(axis.size),
             axis=axis,
         )
-        self.dropout = 0.0 if config.positions == "learned" else config.dropout
 
 
 class TokenEmbedding(VocabularyTable):
     """Tokens [b, s] to [s, b, h], with dropout unless learned positions follow."""
+
+    def __init__(self, config: ModelConfig, axis: TensorAxis):
+        super().__init__(config, axis)
+        self.dropout = 0.0 if config.positions == "learned" else config.dropout
 
     def forward(self, tokens: Tensor, key: MaskKey | None) -> Tensor:
         """[b, s] to [s, b, h]; without a key nothing is dropped."""
@@ -197,5 +204,6 @@ class SequentialModel(nn.Module):
 
     def forward(self, tokens: Tensor, labels: Tensor, key: MaskKey | None = None) -> Tensor:
         """The mean cross-entropy of labels [b, s] after tokens [b, s]; dropout with a key only."""
-        logits = run_layers(self.layers, tokens, key, self.recompute_interval)
+        interval = self.recompute_interval
+        logits = run_layers(self.layers, tokens, key=key, recompute_interval=interval)
         return self.loss_fn(logits, labels)

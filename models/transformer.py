@@ -114,7 +114,9 @@ class Attention(nn.Module):
         g, probability = self.kv_heads, self.config.attention_dropout
         q = q.reshape(b * g, (a // g) * s, d)  # each group's heads under its key and value
         k, v = k.reshape(b * g, s, d), v.reshape(b * g, s, d)
-        scores = torch.bmm(q, k.transpose(1, 2)).mul_(d**-0.5).view(b, a, s, s)
+        # Scaled before it is rounded: fp16 ends at 65504.
+        scores = torch.baddbmm(q.new_empty(1), q, k.transpose(1, 2), beta=0, alpha=d**-0.5)
+        scores = scores.view(b, a, s, s)
         future = torch.ones(s, s, dtype=torch.bool, device=q.device).triu_(1)
         probabilities = scores.masked_fill_(future, float("-inf")).softmax(dim=-1)
         first = self.axis.rank * a

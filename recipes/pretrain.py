@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from recipes.training.tracking import Meter
 
 SECONDS_FOR_RANK_0_TO_SPEAK = 5
-SHOWN = 8  # drifted weights in a message
+DRIFTED_SHOWN = 8  # weights in a message
 
 
 def main() -> None:
@@ -83,7 +83,7 @@ def main() -> None:
             tracker.step(metrics)
             broken = find_broken(metrics, number_format) or find_drift(step, recipe, engine)
             if broken:
-                tracker.stop(f"{broken} in step {step}; the newest checkpoint is before that")
+                tracker.stop(f"step {step}: {broken}; the newest checkpoint is before that")
                 break
             if due(step, recipe.checkpoint.every, recipe.training.steps):
                 checkpoint.save(engine.save, folder, step, recipe, topology)
@@ -135,8 +135,10 @@ def find_drift(step: int, recipe: Recipe, engine: "Engine") -> str | None:
     if not every or not (due(step, every, last) or due(step, recipe.checkpoint.every, last)):
         return None
     drifted = engine.differing_copies()
-    more = f" (and {len(drifted) - SHOWN} more)" if len(drifted) > SHOWN else ""
-    return "; ".join(drifted[:SHOWN]) + more
+    if not drifted:
+        return None
+    more = len(drifted) - DRIFTED_SHOWN
+    return "; ".join(drifted[:DRIFTED_SHOWN]) + (f" (and {more} more)" if more > 0 else "")
 
 
 @contextmanager

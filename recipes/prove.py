@@ -28,8 +28,7 @@ from tqdm import tqdm
 from recipes.proving.compare import Outcome, compare
 from recipes.proving.corpus import write_corpus
 from recipes.proving.layouts import Variant, legal_variants, reference
-from recipes.proving.picture import draw_heatmap
-from recipes.proving.report import Finding, as_json, as_text, describe, verdict
+from recipes.proving.report import Finding, as_json, as_text, describe, summary
 from recipes.proving.shrink import larger_micro_batch, shrink, small_model
 from recipes.proving.worlds import run_variants
 from recipes.training.recipe import DEFAULT_RECIPE, Recipe, load_recipe
@@ -57,12 +56,14 @@ def main() -> None:
                 bar.update()
                 if not finding.passes:
                     bar.write(describe(finding), file=sys.stderr)
-    if options.heatmap:
-        draw_heatmap(findings, f"{recipe.name}: {verdict(findings).split(':')[0]}", options.heatmap)
     if options.json:
         print(json.dumps(as_json(findings)))
     else:
         print(as_text(findings, every_layout=options.layouts))
+    if options.heatmap:
+        from recipes.proving.picture import draw_heatmap  # matplotlib, which few proofs need
+
+        draw_heatmap(findings, title=f"{recipe.name}: {summary(findings)}", file=options.heatmap)
     sys.exit(0 if all(finding.passes for finding in findings) else 1)
 
 

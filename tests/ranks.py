@@ -2,13 +2,14 @@
 
 import os
 import pickle
-import socket
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from recipes.proving.worlds import free_port
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 SECONDS = 420
@@ -75,13 +76,6 @@ def rank_environment(rank: int, world_size: int, port: int) -> dict[str, str]:
         "DS_ACCELERATOR": "cpu",
         "CUDA_VISIBLE_DEVICES": "",
     }
-
-
-def free_port() -> int:
-    """A TCP port that nobody listens on."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
 
 
 def main() -> None:

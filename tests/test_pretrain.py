@@ -14,11 +14,12 @@ import pytest
 import tomli_w
 
 from recipes.pretrain import find_broken
+from recipes.proving.worlds import free_port
 from recipes.training.engine import check_machine
 from recipes.training.recipe import REPOSITORY, load_recipe
 from recipes.training.topology import World
 from tests.conftest import changed, small_recipe
-from tests.ranks import free_port, start_ranks
+from tests.ranks import start_ranks
 
 # pretrain.py on a machine whose second rank computes something else from step 2 on.
 FAULTY = """
@@ -235,7 +236,7 @@ def test_a_short_checkpoint_is_refused(
 def test_a_run_whose_gradients_are_not_finite_stops(recipe_file: Path, tmp_path: Path) -> None:
     explode = ["--set", "optimizer.learning_rate=1e38", "--set", "optimizer.gradient_clipping=0"]
     output = two_ranks(recipe_file, "--run-dir", tmp_path / "x", *explode, code=3)
-    assert "stopped: the gradient norm is inf in step 2" in output and "Traceback" not in output
+    assert "stopped: step 2: the gradient norm is inf" in output and "Traceback" not in output
     assert events(tmp_path / "x")[-1][0] == "stop"
 
 
@@ -253,8 +254,8 @@ def test_a_run_whose_copies_drift_apart_stops(
     assert codes == ([3, 3] if stopped else [0, 0]), outputs
     if stopped:
         assert (
-            "stopped: blocks.1.mlp_norm.weight is different on tensor ranks rank 0 than on rank 1 "
-            f"in step {stopped}" in outputs[0]
+            f"stopped: step {stopped}: blocks.1.mlp_norm.weight differs between tensor ranks: "
+            "rank 0 against rank 1" in outputs[0]
         )
         assert events(tmp_path / "x") == [("start", 0), ("stop", stopped)]  # nothing was saved
 

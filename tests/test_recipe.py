@@ -47,7 +47,11 @@ BAD: list[tuple[str, int, str, str]] = [
     ),
     (
         "layout.schedule=dualpipev;layout.pipeline=4", 4,
-        "layout.pipeline = 4 with 2 parts each", "use layout.pipeline = 2 or fewer",
+        "layout.pipeline = 4 with 2 parts each", "use layout.pipeline = 2",
+    ),
+    (
+        "layout.schedule=dualpipev;model.layers=3", 2,
+        "layout.pipeline = 2 with 2 parts each", "use model.layers = 4 or more",
     ),
     (
         "layout.schedule=dualpipev;batch.micro_sequences=16", 2,

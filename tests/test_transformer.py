@@ -98,7 +98,7 @@ def run_model(
     parameters = dict(logical_parameters(model, config))
     initialize(parameters.items(), config, seed=3, tensor_rank=axis.rank, tensor_size=axis.size)
     tokens = example_tokens(config)
-    logits = run_layers(model.layers, tokens, key, interval)
+    logits = run_layers(model.layers, tokens, key=key, recompute_interval=interval)
     loss = loss_fn(logits, labels_of(tokens))
     loss.backward()
     whole = gather_from_tensor_axis(logits.detach(), axis)[..., : config.vocab_size]

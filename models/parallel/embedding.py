@@ -38,4 +38,4 @@ class VocabParallelEmbedding(nn.Module):
 
     def logits(self, x: Tensor) -> Tensor:
         """Project [s, b, h] (s/t under sequence parallelism) to [s, b, v/t]."""
-        return column_parallel_product(x, self.weight, None, self.axis)
+        return column_parallel_product(x, self.weight, None, axis=self.axis)

@@ -21,7 +21,7 @@ class ColumnParallelLinear(nn.Module):
     """y = x W^T with the rows of W, the output columns, split over the tensor axis.
 
     Forward: no communication; backward: all-reduce. Under sequence parallelism, forward:
-    all-gather; backward: reduce-scatter.
+    all-gather; backward: all-gather of the input once more, and reduce-scatter.
 
     blocks: output columns of each part that is split by itself (q|k|v, gate|up)
     """
@@ -36,7 +36,7 @@ class ColumnParallelLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[s, b, in] (s/t under sequence parallelism) to [s, b, out/t]."""
-        return column_parallel_product(x, self.weight, self.bias, self.axis)
+        return column_parallel_product(x, self.weight, self.bias, axis=self.axis)
 
 
 class RowParallelLinear(nn.Module):
@@ -63,7 +63,7 @@ class RowParallelLinear(nn.Module):
 
 
 def column_parallel_product(
-    x: Tensor, weight: Tensor, bias: Tensor | None, axis: TensorAxis
+    x: Tensor, weight: Tensor, bias: Tensor | None, *, axis: TensorAxis
 ) -> Tensor:
     """x W^T + bias with this rank's rows of W: [s, b, in] (or s/t) to [s, b, out/t]."""
     if axis.sequence_parallel and axis.size > 1:

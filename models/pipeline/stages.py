@@ -20,14 +20,20 @@ class Stage(PipelineModule):
     recompute_interval: so many blocks at a time are computed again by the backward pass; 0: none
     """
 
+    chunks = 1  # parts of the model that it holds
+
     def __init__(self, *arguments: Any, recompute_interval: int, **settings: Any):
         super().__init__(*arguments, **settings)
         self.recompute_interval = recompute_interval
         self.begin_step([])
 
-    def begin_step(self, keys: Sequence[MaskKey | None]) -> None:
+    def begin_step(self, keys: Sequence[MaskKey]) -> None:
         """The keys of the step's micro-batches, which come through in this order."""
-        self.keys_left: list[Iterator[MaskKey | None]] = [iter(keys), iter(keys)]
+        self.keys_left: list[Iterator[MaskKey]] = [iter(keys) for _ in range(self.chunks)]
+
+    def end_step(self) -> None:
+        """Check that every micro-batch has come through every chunk."""
+        assert not any(list(left) for left in self.keys_left)
 
     @property
     def chunk(self) -> int:
@@ -37,7 +43,8 @@ class Stage(PipelineModule):
     def forward(self, x: Tensor) -> Tensor:
         """The next micro-batch through this rank's layers."""
         key = next(self.keys_left[self.chunk]) if self.training else None
-        return run_layers(self.forward_funcs, x, key, self.recompute_interval)
+        interval = self.recompute_interval
+        return run_layers(self.forward_funcs, x, key=key, recompute_interval=interval)
 
 
 class FoldedStage(Stage, DualPipeVModule):
@@ -46,6 +53,8 @@ class FoldedStage(Stage, DualPipeVModule):
     The first rank has the first layers and the last ones: of p ranks, rank r has the parts r and
     2 p - 1 - r.
     """
+
+    chunks = 2
 
     @property
     def chunk(self) -> int:

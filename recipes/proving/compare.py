@@ -16,7 +16,7 @@ NOISE = " (keys)"
 class Outcome:
     """What must not depend on the layout.
 
-    losses: of every step, and the validation loss at the end; nats per token
+    losses: of every step, and the validation loss before the last one; nats per token
     grad_norms: of every step, before clipping
     weights: the final logical tensors, by name
     drifted: what ranks should hold alike and do not, a sentence each

@@ -5,11 +5,12 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
-from recipes.training.deepspeed_config import build_deepspeed_config
+from recipes.training.deepspeed_config import build_deepspeed_config, read_deepspeed_json
 from recipes.training.recipe import Recipe, parse_recipe
 from recipes.training.topology import Topology, World
 
 ZERO_STAGES = (1, 2, 3)
+CONFIG = "ds_configs/zero{}_fp32.json"
 SCHEDULES = ("1f1b", "dualpipev")
 RECOMPUTE = (
     {"recompute": "none"},
@@ -53,18 +54,24 @@ class Variant:
 
 def reference(recipe: Recipe) -> Variant:
     """What the others are compared with: one process, ZeRO-1, fp32, nothing split or recomputed."""
-    return _variant(recipe, Topology(1, 1, 1), 1, {}, recipe.batch.micro_sequences)
+    return _variant(recipe, Topology(1, 1, 1))
 
 
 def legal_variants(
     recipe: Recipe, *, ranks: int, micro_sequences: tuple[int, ...]
 ) -> list[Variant]:
     """Every variant that is legal on 1 .. ranks ranks, smallest worlds first."""
+    for stage in ZERO_STAGES:
+        read_deepspeed_json(CONFIG.format(stage))  # one that is not there is no refused layout
     found = []
     for topology in topologies(ranks):
         for zero, layout, micro in product(ZERO_STAGES, layouts(topology), micro_sequences):
             try:
-                found.append(_variant(recipe, topology, zero, layout, micro))
+                found.append(
+                    _variant(
+                        recipe, topology, zero_stage=zero, layout=layout, micro_sequences=micro
+                    )
+                )
             except ValueError:  # refused, as it would be in a run
                 continue
     return found
@@ -72,8 +79,12 @@ def legal_variants(
 
 def topologies(ranks: int) -> Iterator[Topology]:
     """All sizes of the three axes with up to so many ranks."""
-    sizes = range(1, ranks + 1)
-    every = [Topology(p, d, t) for t, p, d in product(sizes, repeat=3) if t * p * d <= ranks]
+    every = [
+        Topology(pipeline, data, tensor)
+        for tensor in range(1, ranks + 1)
+        for pipeline in range(1, ranks // tensor + 1)
+        for data in range(1, ranks // (tensor * pipeline) + 1)
+    ]
     return iter(sorted(every, key=lambda topology: topology.world_size))
 
 
@@ -86,12 +97,18 @@ def layouts(topology: Topology) -> Iterator[dict[str, Any]]:
 
 
 def _variant(
-    recipe: Recipe, topology: Topology, zero_stage: int, layout: dict[str, Any], micro: int
+    recipe: Recipe,
+    topology: Topology,
+    *,
+    zero_stage: int = 1,
+    layout: dict[str, Any] | None = None,
+    micro_sequences: int | None = None,
 ) -> Variant:
     table = recipe.model_dump(mode="json", exclude_none=True)
-    table["layout"] = layout | {"tensor": topology.tensor, "pipeline": topology.pipeline}
-    table["batch"]["micro_sequences"] = micro
-    table["deepspeed"] = f"ds_configs/zero{zero_stage}_fp32.json"
+    sizes = {"tensor": topology.tensor, "pipeline": topology.pipeline}
+    table["layout"] = (layout or {}) | sizes
+    table["batch"]["micro_sequences"] = micro_sequences or recipe.batch.micro_sequences
+    table["deepspeed"] = CONFIG.format(zero_stage)
     variant = parse_recipe(table, recipe.name)
     world = World(size=topology.world_size, local_size=topology.world_size)
     build_deepspeed_config(variant, variant.topology(world))

@@ -9,24 +9,27 @@ import matplotlib
 from matplotlib import pyplot
 
 from recipes.proving.compare import GRAD_NORM, LOSS, WEIGHTS, Difference
-from recipes.proving.layouts import Variant
+from recipes.proving.layouts import SCHEDULES, ZERO_STAGES, Variant
 from recipes.proving.report import Finding
 
 matplotlib.use("Agg")  # no display
 
 LEAST = -3.0  # of the colours: a thousandth of the tolerance, or less
+FAILED = 1.0  # beyond the colours: black
 RECOMPUTE = ("none", "selective", "full")
 GROUPS = [  # of columns: how the axes are used
     (kind, split)
-    for kind, split in product(("zero1", "zero2", "zero3", "1f1b", "dualpipev"), (False, True))
+    for kind, split in product(
+        [*(f"zero{stage}" for stage in ZERO_STAGES), *SCHEDULES], (False, True)
+    )
 ]
 
 
-def draw_heatmap(findings: Sequence[Finding], title: str, file: Path) -> None:
+def draw_heatmap(findings: Sequence[Finding], *, title: str, file: Path) -> None:
     """Write the picture; its format is that of the file's name (.svg, .png, .pdf).
 
     Rows are the axes, columns the schedule or the ZeRO stage with and without sequence parallelism,
-    and in each of these recomputation and micro-batch. Blank: not legal there.
+    and in each of these recomputation and micro-batch. Blank: not legal there; black: failed.
     """
     micros = sorted({finding.variant.recipe.batch.micro_sequences for finding in findings})
     within = list(product(RECOMPUTE, micros))
@@ -40,7 +43,8 @@ def draw_heatmap(findings: Sequence[Finding], title: str, file: Path) -> None:
     figure, axes = pyplot.subplots(
         figsize=(3 + 0.14 * len(cells[0]), 1.6 + 0.2 * len(rows)), layout="constrained"
     )
-    image = axes.imshow(cells, cmap="RdYlGn_r", vmin=LEAST, vmax=0, aspect="auto")
+    colours = matplotlib.colormaps["RdYlGn_r"].with_extremes(over="black")
+    image = axes.imshow(cells, cmap=colours, vmin=LEAST, vmax=0, aspect="auto")
     axes.set_yticks(range(len(rows)), [f"{t} x {p} x {d}" for _, t, p, d in rows], fontsize=7)
     axes.set_ylabel("tensor x pipeline x data", fontsize=8)
     middles = [(group + 0.5) * len(within) - 0.5 for group in range(len(GROUPS))]
@@ -69,7 +73,7 @@ def _column(variant: Variant, within: list[tuple[str, int]]) -> int:
 
 def _colour(finding: Finding) -> float:
     result = finding.result
-    if not isinstance(result, Difference):
-        return 0.0
+    if not finding.passes or not isinstance(result, Difference):
+        return FAILED
     needed = max(result.loss / LOSS, result.grad_norm / GRAD_NORM, result.weights / WEIGHTS)
     return min(0.0, max(LEAST, math.log10(needed))) if needed else LEAST

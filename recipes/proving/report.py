@@ -66,12 +66,10 @@ def describe(finding: Finding) -> str:
 
 def verdict(findings: Sequence[Finding]) -> str:
     """The last line."""
-    passed = sum(finding.passes for finding in findings)
     noise = max((f.result.noise for f in findings if isinstance(f.result, Difference)), default=0)
     text = (
-        f"{passed} of {len(findings)} layouts train like one process: relative differences up to "
-        f"{LOSS:.0e} of the loss, {GRAD_NORM:.0e} of the gradient norm, {WEIGHTS:.0e} of the "
-        f"weights pass"
+        f"{summary(findings)}: relative differences up to {LOSS:.0e} of the loss, "
+        f"{GRAD_NORM:.0e} of the gradient norm, {WEIGHTS:.0e} of the weights pass"
     )
     if noise:
         text += (
@@ -79,6 +77,12 @@ def verdict(findings: Sequence[Finding]) -> str:
             f"makes steps of rounding errors (they differ by {noise:.0e})"
         )
     return text
+
+
+def summary(findings: Sequence[Finding]) -> str:
+    """How many pass."""
+    passed = sum(finding.passes for finding in findings)
+    return f"{passed} of {len(findings)} layouts train like one process"
 
 
 def as_json(findings: Sequence[Finding]) -> dict[str, Any]:

@@ -17,8 +17,8 @@ LEARNING_RATE = 1e-4  # at most: Adam makes whole steps of gradients that are me
 def shrink(recipe: Recipe, *, ranks: int, layers: int, steps: int, corpus: Path) -> Recipe:
     """The recipe with every architectural switch kept and every size small.
 
-    What a layout must divide (key-value heads, feed-forward columns, sequence) keeps its common
-    divisors with 1 .. ranks, so that the same tensor sizes are legal; the vocabulary keeps its
+    What a layout must divide (key-value heads, feed-forward columns, sequence, global batch) keeps
+    its divisors among 1 .. ranks, so that the same sizes are legal; the vocabulary keeps its
     remainder by 64 and the layers whether they are odd.
 
     ranks: the largest world it will be spread over
@@ -29,10 +29,8 @@ def shrink(recipe: Recipe, *, ranks: int, layers: int, steps: int, corpus: Path)
     table.pop("cluster", None)
     table["model"] |= small_model(recipe.model, ranks, layers)
     table["layout"] = {}
-    micro = larger_micro_batch(recipe)
-    together = math.lcm(ranks, micro)
     table["batch"] = {
-        "global_sequences": -(-SEQUENCES // together) * together,
+        "global_sequences": _alike(recipe.batch.global_sequences, ranks, at_least=SEQUENCES),
         "micro_sequences": 1,
     }
     rate = min(recipe.optimizer.learning_rate, LEARNING_RATE)

@@ -41,11 +41,12 @@ def train(variant: Variant, world: World) -> Outcome | None:
     recipe, topology = variant.recipe, variant.topology
     engine = build_engine(recipe, topology, build_deepspeed_config(recipe, topology))
     data = TrainingData(recipe, topology, topology.coordinates(world.rank).data)
-    results = []
+    results, validation = [], None
     for step in range(1, recipe.training.steps + 1):
+        if step == recipe.training.steps:  # between two steps, as in a run
+            validation = engine.evaluate(data.evaluation())
         rate = learning_rate(step, recipe.optimizer, recipe.training.steps)
         results.append(engine.train_step(data.samples(step), data.step(step), rate))
-    validation = engine.evaluate(data.evaluation())
     weights, drifted = gather_weights(engine), engine.differing_copies()
     if world.rank != 0:
         return None

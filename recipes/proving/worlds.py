@@ -1,5 +1,6 @@
 """Processes for a proof: worlds of ranks that train many variants each, several worlds at once."""
 
+import contextlib
 import multiprocessing
 import os
 import pickle
@@ -16,8 +17,14 @@ from typing import Any
 
 from recipes.proving.compare import Outcome
 from recipes.proving.layouts import Variant
+from recipes.training.recipe import REPOSITORY
 
-CPU = {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+ENVIRONMENT = {  # of every rank
+    "DS_ACCELERATOR": "cpu",
+    "CUDA_VISIBLE_DEVICES": "",
+    "OMP_NUM_THREADS": "1",
+    "PYTHONPATH": str(REPOSITORY),  # the server looks nowhere else
+}
 PRELOADED = [  # once, for all processes; the last three are imported when an engine is built
     "recipes.proving.trial",
     "torch._dynamo",
@@ -26,17 +33,25 @@ PRELOADED = [  # once, for all processes; the last three are imported when an en
 ]
 LAST_LINES = 12  # of a rank's output, in a message
 
+Result = tuple[Variant, Outcome | str]
+
 
 @dataclass
 class WorldOfRanks:
-    """The processes that train some variants of one size, and what is left of their work."""
+    """The processes that train some variants of one size.
 
-    variants: list[Variant]
+    done: how many of the variants have their result
+    failure: why the next one has none
+    """
+
+    variants: Sequence[Variant]
     logs: Path
-    processes: list[Any] = field(default_factory=list)
-    reports: list[Connection] = field(default_factory=list)
-    ended: set[int] = field(default_factory=set)  # ranks that have reported their last
+    seconds: float
+    done: int = 0
+    failure: str | None = None
     deadline: float = 0.0
+    processes: list[Any] = field(default_factory=list)
+    reports: dict[int, Connection] = field(default_factory=dict)  # of the ranks that still run
 
     @property
     def size(self) -> int:
@@ -44,32 +59,85 @@ class WorldOfRanks:
         return self.variants[0].world_size
 
     @property
-    def open_reports(self) -> list[Connection]:
-        """Where something may still come from."""
-        return [report for rank, report in enumerate(self.reports) if rank not in self.ended]
+    def finished(self) -> bool:
+        """Whether nothing more will come."""
+        return self.failure is not None or self.done == len(self.variants)
 
-    def start(self, seconds: float) -> None:
+    def start(self) -> None:
         """Start the processes; imports are done already, in the server they are forked from."""
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(PRELOADED)
-        port = _free_port()
-        for rank in range(self.size):
-            ours, theirs = context.Pipe(duplex=False)
-            arguments = (rank, port, self.variants, theirs, self._log(rank))
-            process = context.Process(target=_rank, args=arguments, daemon=True)
-            process.start()
-            theirs.close()
-            self.processes.append(process)
-            self.reports.append(ours)
-        self.deadline = time.monotonic() + seconds
+        port = free_port()
+        self.deadline = time.monotonic() + self.seconds
+        with environment(ENVIRONMENT):
+            for rank in range(self.size):
+                ours, theirs = context.Pipe(duplex=False)
+                self.reports[rank] = ours
+                self._log(rank).touch()
+                arguments = (rank, port, self.variants, theirs, self._log(rank))
+                process = context.Process(target=_rank, args=arguments, daemon=True)
+                process.start()
+                theirs.close()
+                self.processes.append(process)
 
     def stop(self) -> None:
         """End the processes, if they have not ended."""
         for process in self.processes:
             process.kill()
-        for process, report in zip(self.processes, self.reports, strict=True):
+        for process in self.processes:
             process.join()
+        for report in self.reports.values():
             report.close()
+
+    def results(self) -> Iterator[Result]:
+        """What has come since the last call; what is wrong is in `failure` then."""
+        yield from self._outcomes()
+        for rank in sorted(self.reports):
+            failed_at = self._failure_of(rank)
+            if failed_at is not None:
+                # Rank 0 may not have sent yet what it finished before the others failed.
+                while self.done < failed_at and self.reports.get(0) and self.reports[0].poll(1.0):
+                    yield from self._outcomes()
+                return
+        if not self.finished and time.monotonic() > self.deadline:
+            self.failure = f"nothing within {self.seconds:.0f} seconds"
+
+    def _outcomes(self) -> Iterator[Result]:
+        """Rank 0 sends what every variant has come to."""
+        while 0 in self.reports and self.reports[0].poll():
+            message = self._receive(0)
+            if message is None or isinstance(message[1], str):
+                if message:
+                    self.failure = f"rank 0: {message[1]}"
+                return
+            self.deadline = time.monotonic() + self.seconds
+            self.done += 1
+            yield self.variants[self.done - 1], message[1]
+
+    def _failure_of(self, rank: int) -> int | None:
+        """The variant at which a rank has failed, if it has."""
+        if self.failure is not None:
+            return self.done
+        while rank in self.reports and self.reports[rank].poll():
+            message = self._receive(rank)
+            if message is None:  # it has ended
+                self.processes[rank].join(1.0)
+                code = self.processes[rank].exitcode
+                if code or (rank == 0 and self.done < len(self.variants)):
+                    self.failure = f"rank {rank} ended, exit code {code}"
+                    return self.done
+            elif isinstance(message[1], str):
+                self.failure = f"rank {rank}: {message[1]}"
+                return message[0]
+        return None
+
+    def _receive(self, rank: int) -> tuple[int, Outcome | str] | None:
+        """(the variant's place, outcome or error) from a rank; None: it has ended."""
+        try:
+            return pickle.loads(self.reports[rank].recv_bytes())
+        except EOFError:
+            self.reports.pop(rank).close()
+            return None
 
     def last_words(self) -> str:
         """The end of every rank's output."""
@@ -92,12 +160,14 @@ def run_variants(
 
     ranks: so many processes at most run at a time
     seconds: a variant that takes longer has failed
+
+    Raises:
+        ValueError: a variant needs more ranks.
     """
-    os.environ.update(CPU)
-    waiting = [
-        [variant for variant in variants if variant.world_size == size]
-        for size in sorted({variant.world_size for variant in variants}, reverse=True)
-    ]
+    sizes = sorted({variant.world_size for variant in variants}, reverse=True)
+    if sizes and sizes[0] > ranks:
+        raise ValueError(f"a layout of {sizes[0]} ranks does not fit into ranks = {ranks}")
+    waiting = [[variant for variant in variants if variant.world_size == n] for n in sizes]
     running: list[WorldOfRanks] = []
     with tempfile.TemporaryDirectory() as folder:
         try:
@@ -105,56 +175,47 @@ def run_variants(
                 for group in list(waiting):
                     if sum(world.size for world in running) + group[0].world_size <= ranks:
                         waiting.remove(group)
-                        world = WorldOfRanks(group, Path(tempfile.mkdtemp(dir=folder)))
-                        world.start(seconds)
+                        world = WorldOfRanks(group, Path(tempfile.mkdtemp(dir=folder)), seconds)
                         running.append(world)
-                wait([report for world in running for report in world.open_reports], timeout=1.0)
+                        world.start()
+                wait([r for world in running for r in world.reports.values()], timeout=1.0)
                 for world in list(running):
-                    yield from _collect(world, seconds)
-                    if world.processes and not world.variants:
+                    yield from world.results()
+                    if world.finished:
                         running.remove(world)
-                    elif not world.processes:  # it failed
-                        running.remove(world)
-                        waiting += [world.variants] if world.variants else []
+                        world.stop()
+                    if world.failure is not None:
+                        failed, *rest = world.variants[world.done :]
+                        yield failed, f"{world.failure}\n{world.last_words()}"
+                        waiting += [rest] if rest else []
         finally:
             for world in running:
                 world.stop()
 
 
-def _collect(world: WorldOfRanks, seconds: float) -> Iterator[tuple[Variant, Outcome | str]]:
-    """What has come from a world; one that has failed is stopped, its processes forgotten."""
-    failure = None
-    for rank, report in enumerate(world.reports):
-        while failure is None and rank not in world.ended and report.poll():
-            try:
-                kind, content = pickle.loads(report.recv_bytes())
-            except EOFError:  # it has ended, and only rank 0 ends after its last outcome is out
-                world.ended.add(rank)
-                world.processes[rank].join(1.0)
-                code = world.processes[rank].exitcode
-                if code or (rank == 0 and world.variants):
-                    failure = f"rank {rank} ended, exit code {code}"
-                break
-            if kind == "failure":
-                failure = f"rank {rank}: {content}"
-            elif rank == 0:
-                world.deadline = time.monotonic() + seconds
-                yield world.variants.pop(0), content
-    if failure is None and world.variants and time.monotonic() > world.deadline:
-        failure = f"nothing within {seconds:.0f} seconds"
-    if failure is not None:
-        world.stop()
-        failure += f"\n{world.last_words()}"
-        yield world.variants.pop(0), failure
-        world.processes.clear()
-    elif not world.variants:
-        world.stop()
+@contextlib.contextmanager
+def environment(changes: dict[str, str]) -> Iterator[None]:
+    """Within it, environment variables are changed; the server and its ranks inherit them."""
+    before = dict(os.environ)
+    os.environ.update(changes)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def free_port() -> int:
+    """A TCP port that nobody listens on."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
 
 
 def _rank(rank: int, port: int, variants: Sequence[Variant], report: Connection, log: Path) -> None:
-    """One process: train the variants, report outcomes (rank 0) or the exception that ended it."""
+    """One process: train the variants; report outcomes, if it is rank 0, or what ended it."""
     size = variants[0].world_size
-    os.environ |= CPU | {
+    os.environ |= ENVIRONMENT | {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
         "WORLD_SIZE": str(size),
@@ -167,19 +228,15 @@ def _rank(rank: int, port: int, variants: Sequence[Variant], report: Connection,
     os.dup2(output, 2)
     from recipes.proving.trial import try_variants  # torch: only ranks need it
 
+    place = 0
     try:
         for outcome in try_variants(variants):
             if rank == 0:
-                report.send_bytes(pickle.dumps(("outcome", outcome)))
+                report.send_bytes(pickle.dumps((place, outcome)))
+            place += 1
     except Exception as problem:  # whatever it is, it is this variant's result
         traceback.print_exc()
         sys.stderr.flush()
-        report.send_bytes(pickle.dumps(("failure", f"{type(problem).__name__}: {problem}")))
+        report.send_bytes(pickle.dumps((place, f"{type(problem).__name__}: {problem}")))
     # torch's teardown of its threads sometimes aborts; the results are out by now.
     os._exit(0)
-
-
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]

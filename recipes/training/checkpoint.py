@@ -65,7 +65,7 @@ def write_manifest(workspace: Path, step: int, recipe: Recipe, topology: Topolog
         "step": step,
         "tokens": step * recipe.tokens_per_step,
         "recipe": recipe.model_dump(mode="json"),
-        "layout": asdict(topology),
+        "layout": layout_of(recipe, topology),
         "files": files,
     }
     (workspace / "manifest.json").write_text(json.dumps(manifest, indent=2) + "\n")
@@ -156,14 +156,21 @@ def read_manifest(checkpoint: Path, recipe: Recipe, topology: Topology) -> dict[
                 f"{checkpoint} was trained with {_difference(key, saved[key], now[key])}; use "
                 f"that, --run-dir for a new run, or --resume never to start again"
             )
-    if manifest["layout"] != asdict(topology) or saved["deepspeed"] != recipe.deepspeed:
-        before = manifest["layout"] | {"deepspeed": saved["deepspeed"]}
+    if manifest["layout"] != layout_of(recipe, topology):
         raise ValueError(
-            f"{checkpoint} was saved with {before}, this run has "
-            f"{asdict(topology) | {'deepspeed': recipe.deepspeed}}; use the same layout, --run-dir "
-            f"for a new run, or --resume never to start again"
+            f"{checkpoint} was saved with {manifest['layout']}, this run has "
+            f"{layout_of(recipe, topology)}; use the same layout, --run-dir for a new run, or "
+            f"--resume never to start again"
         )
     return manifest
+
+
+def layout_of(recipe: Recipe, topology: Topology) -> dict[str, Any]:
+    """What decides which part of the model and the optimizer each rank holds."""
+    return asdict(topology) | {
+        "schedule": recipe.layout.schedule,
+        "deepspeed": recipe.deepspeed,
+    }
 
 
 def _difference(key: str, saved: Any, now: Any) -> str:

@@ -72,10 +72,11 @@ class Engine(ABC):
 
     def differing_copies(self) -> list[str]:
         """Weights that ranks should hold alike and do not, a sentence each; the same everywhere."""
-        return differing_copies(self._copies())
+        return differing_copies(self._copies(), self.wrapped.device)
 
     def _copies(self) -> list[CopyGroup]:
-        held = [(name, held_values(parameter), parameter) for name, parameter in self.parameters()]
+        data_rank = dist.get_rank(self.data_group)
+        held = [(n, held_values(p, data_rank), p) for n, p in self.parameters()]
         copies = []
         if self.axis.size > 1:
             replicated = [(n, values) for n, values, p in held if p.sharding.dimension is None]
@@ -117,7 +118,9 @@ class PipelinedEngine(Engine):
 
     def _train(self, micro_batches: Iterable[Batch], keys: list[MaskKey]) -> torch.Tensor:
         self.wrapped.module.begin_step(keys)
-        return self.wrapped.train_batch(iter(micro_batches))
+        loss = self.wrapped.train_batch(iter(micro_batches))
+        self.wrapped.module.end_step()
+        return loss
 
     def _copies(self) -> list[CopyGroup]:
         tied = [
@@ -301,9 +304,15 @@ def build_optimizer(model: nn.Module, settings: Optimizer) -> torch.optim.AdamW:
     )
 
 
-def held_values(parameter: nn.Parameter) -> torch.Tensor:
-    """What this rank holds of a parameter: all of its part, or under ZeRO-3 a share of that."""
-    return parameter.ds_tensor if is_partitioned(parameter) else parameter
+def held_values(parameter: nn.Parameter, data_rank: int) -> torch.Tensor:
+    """What this rank holds of a parameter: all of its part, or under ZeRO-3 a share of that.
+
+    The share is cut to what the parameter has: DeepSpeed never writes the padding after it.
+    """
+    if not is_partitioned(parameter):
+        return parameter
+    share = parameter.ds_tensor
+    return share[: max(0, parameter.ds_numel - data_rank * share.numel())]
 
 
 def is_partitioned(parameter: nn.Parameter) -> bool:

@@ -213,10 +213,11 @@ class Recipe(Section):
         if parts > model.layers:
             each = f" with {self.layout.chunks} parts each" if self.layout.chunks > 1 else ""
             most = model.layers // self.layout.chunks
+            fewer = f"layout.pipeline = {most}" + (" or fewer" if most > self.layout.chunks else "")
             raise ValueError(
                 f"layout.pipeline = {self.layout.pipeline}{each} has more stages than "
                 f"model.layers = {model.layers}; use "
-                + (f"layout.pipeline = {most} or fewer" if most else f"model.layers = {parts}")
+                + (fewer if most >= self.layout.chunks else f"model.layers = {parts} or more")
             )
         schedule = self.optimizer.schedule
         if schedule.decay == "wsd" and (

@@ -116,7 +116,7 @@ def peak_bytes(blocks: int, tensor: int, sequence_parallel: bool, recompute: str
         held = [x, *(parameter for layer in layers for parameter in layer.parameters())]
         with AllocationCounter(known={t.untyped_storage()._cdata for t in held}) as counter:
             key = MaskKey(seed=0, samples=range(B))
-            y = run_layers(layers, x, key, interval)
+            y = run_layers(layers, x, key=key, recompute_interval=interval)
             y.backward(torch.empty_like(y))
         return counter.peak
 
