@@ -27,6 +27,7 @@ from recipes.training.run_folder import RunFolder
 from recipes.training.topology import Topology, World
 
 if TYPE_CHECKING:
+    from recipes.training.checkpoint import Found
     from recipes.training.data import TrainingData
     from recipes.training.engine import Engine
     from recipes.training.tracking import Meter
@@ -59,25 +60,28 @@ def main() -> None:
     with refusals(world, options):
         check_machine(world, precision=number_format)
         data = TrainingData(recipe, topology, topology.coordinates(world.rank).data)
-        newest = checkpoint.find(folder.checkpoints, options.resume)
-        done = checkpoint.read_manifest(newest, recipe, topology)["step"] if newest else 0
-        if done >= recipe.training.steps:
-            summarize(recipe, folder, world)
-            return
         if world.rank == 0:
             folder.hold()
-            folder.prepare(recipe, done, fresh=options.resume == "never")
-            checkpoint.abandon_after(folder.checkpoints, done)
-            announce(recipe, topology, folder, done)
         start_processes(world)
-        checkpoint.agree(done)
+        found = checkpoint.find(folder.checkpoints, options.resume, recipe, topology)
+    done = found.step
+    if done >= recipe.training.steps:
+        dist.destroy_process_group()
+        summarize(recipe, folder, world)
+        return
+    if world.rank == 0:
+        with refusals(world, options):
+            folder.prepare(recipe, done, fresh=options.resume == "never")
+        checkpoint.abandon_after(folder.checkpoints, found)
+        announce(recipe, topology, folder, found)
 
     engine = build_engine(recipe, topology, config)
-    if newest:
-        engine.load(newest)
+    if found.path:
+        engine.load(found.path)
     meter = Meter(recipe, world.size, precision=number_format, device_name=engine.device_name)
     broken = None
-    with open_tracker(recipe, folder, world.rank, done) as tracker:
+    changed = found.changes(recipe)
+    with open_tracker(recipe, folder, world.rank, done=done, changed=changed) as tracker:
         for step in range(done + 1, recipe.training.steps + 1):
             metrics = train_step(step, recipe, engine, data, meter)
             tracker.step(metrics)
@@ -159,13 +163,16 @@ def refusals(world: World, options: argparse.Namespace | None = None) -> Iterato
         sys.exit(2)
 
 
-def announce(recipe: Recipe, topology: Topology, folder: RunFolder, done: int) -> None:
-    """Say what is about to run."""
+def announce(recipe: Recipe, topology: Topology, folder: RunFolder, found: "Found") -> None:
+    """Say what is about to run, and which checkpoints it could not use."""
+    for path, damage in found.skipped.items():
+        folder.event("skip", found.step, checkpoint=str(path), reason=damage)
+        print(f"{path} is damaged and skipped: {damage}", file=sys.stderr)
     print(
         f"{recipe.name}: {parameter_count(recipe.model) / 1e6:,.1f} M parameters, "
         f"pipeline {topology.pipeline} x data {topology.data} x tensor {topology.tensor}, "
         f"{recipe.deepspeed}, into {folder.path}"
-        + (f", resumed after step {done}" if done else ""),
+        + (f", resumed after step {found.step}" if found.path else ""),
         flush=True,
     )
 

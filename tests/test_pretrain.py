@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -204,14 +205,87 @@ def test_resuming_an_older_checkpoint_keeps_what_it_then_does(
     assert [line["step"] for line in metrics(folder)] == list(range(1, 7))
 
 
-def test_an_unreadable_manifest_is_refused(
+def flip_a_bit(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 4
+    file.write_bytes(content)
+
+
+def shorten(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-1])
+
+
+@pytest.mark.parametrize(
+    ("name", "damage", "named"),
+    [
+        ("deepspeed/layer_01-model_00-model_states.pt", flip_a_bit, "has changed since it was"),
+        ("deepspeed/layer_02-model_00-model_states.pt", shorten, "bytes instead of"),
+        ("deepspeed/mp_rank_00_model_states.pt", Path.unlink, "is missing"),
+        ("manifest.json", flip_a_bit, "has changed since it was written"),
+        ("manifest.json", Path.unlink, "is missing"),
+        ("manifest.sha256", flip_a_bit, "has changed since it was written"),
+        ("manifest.sha256", Path.unlink, "is missing"),
+    ],
+)
+def test_a_damaged_checkpoint_is_skipped(
+    name: str,
+    damage: Callable[[Path], None],
+    named: str,
+    finished: tuple[Path, str],
+    recipe_file: Path,
+    tmp_path: Path,
+) -> None:
+    folder = tmp_path / "small"
+    shutil.copytree(finished[0], folder)
+    damaged = folder / "checkpoints" / "step-0000008"
+    damage(damaged / name)
+    left = sorted(str(file) for file in damaged.rglob("*"))
+    output = two_ranks(
+        recipe_file, "--run-dir", folder, "--set", "training.steps=6", "--set", "checkpoint.keep=1"
+    )
+    assert "resumed after step 4" in output and "step-0000008 is damaged and skipped" in output
+    blamed = "manifest.json" if damage is flip_a_bit and "manifest" in name else name
+    assert named in output and blamed in output
+    assert ("skip", 4) in events(folder) and events(folder)[-1] == ("end", 6)
+    assert sorted(str(file) for file in damaged.rglob("*")) == left  # in its place, and not counted
+    assert (folder / "checkpoints" / "step-0000006").is_dir()
+    assert metrics(folder)[:4] == metrics(finished[0])[:4]
+
+
+def test_a_run_whose_checkpoints_are_all_damaged_does_not_start_again(
     finished: tuple[Path, str], recipe_file: Path, tmp_path: Path
 ) -> None:
     folder = tmp_path / "small"
     shutil.copytree(finished[0], folder)
-    (folder / "checkpoints/step-0000008/manifest.json").write_text("{")
+    for step in (4, 8):
+        flip_a_bit(folder / f"checkpoints/step-000000{step}/manifest.json")
+    before = metrics(folder)
     output = two_ranks(recipe_file, "--run-dir", folder, code=2)
-    assert "step-0000008: its manifest.json cannot be read" in output
+    assert "no checkpoint here can be trusted" in output and "step-0000004" in output
+    assert "Traceback" not in output and metrics(folder) == before
+
+
+def test_what_changed_is_written_down(
+    finished: tuple[Path, str], recipe_file: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "small"
+    shutil.copytree(finished[0], folder)
+    more = ["--set", "training.steps=10", "--set", "optimizer.learning_rate=1e-3"]
+    two_ranks(recipe_file, "--run-dir", folder, *more)
+    lines = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
+    (resumed,) = (line for line in lines if line["event"] == "resume")
+    assert resumed["changed"] == {
+        "optimizer.learning_rate": [0.004, 0.001],
+        "training.steps": [8, 10],
+    }
+
+
+def test_every_so_many_checkpoints_stay(recipe_file: Path, tmp_path: Path) -> None:
+    keep = ["checkpoint.every=1", "checkpoint.keep=2", "checkpoint.keep_every=3"]
+    options = [word for setting in keep for word in ("--set", setting)]
+    two_ranks(recipe_file, "--run-dir", tmp_path / "x", *options)
+    names = sorted(path.name for path in (tmp_path / "x" / "checkpoints").iterdir())
+    assert names == [f"step-000000{step}" for step in (3, 6, 7, 8)]
 
 
 def test_what_this_machine_cannot_do_is_refused(recipe_file: Path, tmp_path: Path) -> None:
@@ -220,17 +294,6 @@ def test_what_this_machine_cannot_do_is_refused(recipe_file: Path, tmp_path: Pat
     with pytest.raises(ValueError, match="MASTER_ADDR is not set"), mock.patch.dict(os.environ):
         os.environ.pop("MASTER_ADDR", None)
         check_machine(World(size=2), precision="fp32")
-
-
-def test_a_short_checkpoint_is_refused(
-    finished: tuple[Path, str], recipe_file: Path, tmp_path: Path
-) -> None:
-    folder = tmp_path / "small"
-    shutil.copytree(finished[0], folder)
-    file = folder / "checkpoints/step-0000008/deepspeed/layer_01-model_00-model_states.pt"
-    file.write_bytes(file.read_bytes()[:-1])
-    arguments = ["--run-dir", folder, "--set", "training.steps=12"]
-    assert f"{file} is missing or does not have its" in two_ranks(recipe_file, *arguments, code=2)
 
 
 def test_a_run_whose_gradients_are_not_finite_stops(recipe_file: Path, tmp_path: Path) -> None:

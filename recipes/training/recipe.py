@@ -154,10 +154,11 @@ class Data(Section):
 
 
 class Checkpoint(Section):
-    """How often the run is saved (steps; the last step always) and how many saves stay."""
+    """How often the run is saved (steps; the last step always) and which saves stay."""
 
     every: Count
-    keep: Count = 2
+    keep: Count = 2  # the newest so many
+    keep_every: NonNegative = 0  # and those of every so many steps; 0: no more
 
 
 class Tracking(Section):

@@ -67,12 +67,18 @@ def peak_memory_gb(on_gpu: bool) -> float:
 
 
 @contextlib.contextmanager
-def open_tracker(recipe: Recipe, folder: RunFolder, rank: int, done: int) -> Iterator["Tracker"]:
-    """A tracker on rank 0 and one that keeps silent on the others, closed whatever happens."""
+def open_tracker(
+    recipe: Recipe, folder: RunFolder, rank: int, *, done: int, changed: dict[str, Any]
+) -> Iterator["Tracker"]:
+    """A tracker on rank 0 and one that keeps silent on the others, closed whatever happens.
+
+    done: the last step of the checkpoint that the run resumes from; 0: it starts
+    changed: keys of the recipe that are not what they were then
+    """
     if rank != 0:
         yield Tracker()
         return
-    tracker = RunTracker(recipe, folder, done)
+    tracker = RunTracker(recipe, folder, done=done, changed=changed)
     try:
         yield tracker
     except BaseException:
@@ -98,9 +104,13 @@ class Tracker:
 class RunTracker(Tracker):
     """Shows, writes and sends what the training loop reports."""
 
-    def __init__(self, recipe: Recipe, folder: RunFolder, done: int):
+    def __init__(
+        self, recipe: Recipe, folder: RunFolder, *, done: int, changed: dict[str, Any] | None = None
+    ):
         self.folder, self.last_step = folder, done
-        self.folder.event("resume" if done else "start", done, code_version=code_version())
+        facts = {"changed": changed} if changed else {}
+        event = "resume" if done else "start"
+        self.folder.event(event, done, code_version=code_version(), **facts)
         self.wandb = WandbThread(recipe, folder)
         self.display = Display(recipe.training.steps, done)
 
