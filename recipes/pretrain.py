@@ -12,6 +12,7 @@ if __name__ == "__main__":  # the repository, not recipes/, is where imports sta
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import argparse
+import atexit
 import math
 import os
 import time
@@ -66,9 +67,8 @@ def main() -> None:
         found = checkpoint.find(folder.checkpoints, options.resume, recipe, topology)
     done = found.step
     if done >= recipe.training.steps:
-        dist.destroy_process_group()
         summarize(recipe, folder, world)
-        return
+        leave(0)
     if world.rank == 0:
         with refusals(world, options):
             folder.prepare(recipe, done, fresh=options.resume == "never")
@@ -95,9 +95,9 @@ def main() -> None:
             tracker.end()
     dist.barrier()  # launchers end all ranks when the first one fails; rank 0 may be the last
     dist.destroy_process_group()
-    if broken:
-        sys.exit(STOPPED)
-    summarize(recipe, folder, world)
+    if not broken:
+        summarize(recipe, folder, world)
+    leave(STOPPED if broken else 0)
 
 
 def train_step(
@@ -197,6 +197,18 @@ def summarize(recipe: Recipe, folder: RunFolder, world: World) -> None:
     if (folder.path / "wandb").is_dir():
         print(f"  W&B         {folder.path / 'wandb'} (offline runs: wandb sync)")
     print("  to go on, raise training.steps; to start again, --resume never", flush=True)
+
+
+def leave(code: int) -> None:
+    """End this process after its exit handlers, without the teardown of libraries' threads.
+
+    Of torch's, some abort now and then ("terminate called without an active exception"), and the
+    launcher would take a finished run for a failed one.
+    """
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def parse_command_line() -> argparse.Namespace:

@@ -20,6 +20,7 @@ if __name__ == "__main__":  # the repository, not recipes/, is where imports sta
 
 import argparse
 import json
+import signal
 import tempfile
 from collections.abc import Iterator
 
@@ -29,7 +30,7 @@ from recipes.proving.compare import Outcome, compare
 from recipes.proving.corpus import write_corpus
 from recipes.proving.layouts import Variant, legal_variants, reference
 from recipes.proving.report import Finding, as_json, as_text, describe, summary
-from recipes.proving.shrink import larger_micro_batch, shrink, small_model
+from recipes.proving.shrink import larger_micro_batch, shrink
 from recipes.proving.worlds import run_variants
 from recipes.training.recipe import DEFAULT_RECIPE, Recipe, load_recipe
 
@@ -40,6 +41,8 @@ SECONDS_BETWEEN_LINES = 30  # of progress, where there is no terminal
 def main() -> None:
     """Run the proof, print it, say by the exit code how it went."""
     options = parse_command_line()
+    for number in (signal.SIGINT, signal.SIGTERM):  # leave through the folders and processes made
+        signal.signal(number, lambda number, frame: sys.exit(128 + number))
     with tempfile.TemporaryDirectory() as folder:
         try:
             recipe = load_recipe(options.recipe, options.set)
@@ -69,12 +72,19 @@ def main() -> None:
 
 def plan(recipe: Recipe, options: argparse.Namespace, corpus: Path) -> tuple[Recipe, list[Variant]]:
     """The small recipe, its corpus written, and all its legal layouts."""
-    write_corpus(corpus, small_model(recipe.model, options.ranks, options.layers)["vocab_size"])
     small = shrink(
         recipe, ranks=options.ranks, layers=options.layers, steps=options.steps, corpus=corpus
     )
-    micro_sequences = (1, larger_micro_batch(recipe))
-    return small, legal_variants(small, ranks=options.ranks, micro_sequences=micro_sequences)
+    needed = small.batch.global_sequences * small.model.sequence_length
+    write_corpus(corpus, small.model.vocab_size, validation_tokens=2 * needed + 1000)
+    own = {recipe.layout.recompute_interval} if recipe.layout.recompute == "full" else set()
+    variants = legal_variants(
+        small,
+        ranks=options.ranks,
+        micro_sequences=(1, larger_micro_batch(recipe)),
+        recompute_intervals=sorted(min(n, small.model.layers) for n in {2} | own),
+    )
+    return small, variants
 
 
 def prove(small: Recipe, variants: list[Variant], *, ranks: int) -> Iterator[Finding]:
@@ -139,10 +149,9 @@ def picture(text: str) -> Path:
 
 def count(text: str) -> int:
     """A number of one or more, for argparse."""
-    number = int(text)
-    if not 1 <= number <= 1024:
-        raise argparse.ArgumentTypeError(f"{text} is not in 1 .. 1024; use 8")
-    return number
+    if not text.isdecimal() or not 1 <= int(text) <= 1024:
+        raise argparse.ArgumentTypeError(f"{text} is no number in 1 .. 1024; use 4, for example")
+    return int(text)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """The proof: what it shrinks, which layouts it finds, that it sees faults, what it says."""
 
+import argparse
 import contextlib
 import json
 import math
@@ -26,10 +27,11 @@ from recipes.proving.compare import Outcome, compare
 from recipes.proving.corpus import write_corpus
 from recipes.proving.layouts import Variant, legal_variants, reference
 from recipes.proving.report import Finding, as_json, failures, table, verdict
-from recipes.proving.shrink import larger_micro_batch, shrink, small_model
+from recipes.proving.shrink import larger_micro_batch, shrink
 from recipes.proving.trial import try_variants
 from recipes.proving.worlds import run_variants
 from recipes.training.data import TrainingData
+from recipes.training.engine import Engine, build_engine
 from recipes.training.recipe import REPOSITORY, Recipe, load_recipe, parse_recipe
 from tests.conftest import GPT_SWITCHES, changed, small_recipe
 from tests.ranks import run_ranks
@@ -84,6 +86,33 @@ def test_shrinking_keeps_the_structure(path: Path, tmp_path: Path) -> None:
     assert small.hidden_size < 150 and small.vocab_size < 256
 
 
+@pytest.mark.parametrize(("micro", "small"), [(1, 2), (2, 2), (3, 3), (4, 2), (5, 5), (11, 2)])
+def test_the_larger_micro_batch_is_possible(micro: int, small: int, corpus: Path) -> None:
+    batch = {"batch__micro_sequences": micro, "batch__global_sequences": 12 * micro}
+    recipe = recipe_of(corpus, batch)
+    assert larger_micro_batch(recipe) == small
+    for ranks in (1, 2, 8):
+        sequences = made_small(recipe, corpus, ranks=ranks).batch.global_sequences
+        assert sequences % small == 0 and 8 <= sequences <= 120
+
+
+def test_a_large_common_multiple_is_made_small(corpus: Path) -> None:
+    sizes = {"batch__global_sequences": 1680, "model__ffn_hidden_size": 16800}
+    small = made_small(recipe_of(corpus, sizes | {"model__sequence_length": 1680}), corpus, ranks=8)
+    assert max(small.batch.global_sequences, small.model.sequence_length) <= 64
+    assert small.model.ffn_hidden_size <= 128
+
+
+def test_the_recipes_own_interval_is_proven(corpus: Path, tmp_path: Path) -> None:
+    options = argparse.Namespace(ranks=1, layers=4, steps=1)
+    for interval, proven in ((1, {1, 2}), (2, {2}), (3, {2, 3}), (40, {2, 4})):
+        layout = {"layout__recompute": "full", "layout__recompute_interval": interval}
+        recipe = recipe_of(corpus, layout | {"model__layers": 4})
+        _, variants = prove.plan(recipe, options, tmp_path / str(interval))
+        full = [v.recipe.layout for v in variants if v.recipe.layout.recompute == "full"]
+        assert {layout.recompute_interval for layout in full} == proven
+
+
 def test_shrinking_keeps_a_head_size_of_its_own(corpus: Path, tmp_path: Path) -> None:
     small = made_small(recipe_of(corpus, UNSEEN["odd"]), tmp_path)
     assert small.model.head_size * small.model.heads != small.model.hidden_size
@@ -101,7 +130,7 @@ def test_the_layouts_are_those_that_the_recipe_accepts(corpus: Path, tmp_path: P
     names = {f"{variant.axes}: {variant.method}" for variant in variants}
     assert len(names) == len(variants) == 183  # counted by hand
     for name in (
-        "tensor 1 x pipeline 1 x data 1: zero3, recompute full, micro-batch 2",
+        "tensor 1 x pipeline 1 x data 1: zero3, recompute full by 2, micro-batch 2",
         "tensor 1 x pipeline 3 x data 1: zero1, 1f1b, micro-batch 1",  # four layers, three stages
         "tensor 2 x pipeline 2 x data 1: zero1, dualpipev, sequence-parallel, micro-batch 1",
         "tensor 2 x pipeline 1 x data 2: zero2, sequence-parallel, recompute selective, "
@@ -117,8 +146,11 @@ def test_the_layouts_are_those_that_the_recipe_accepts(corpus: Path, tmp_path: P
 # How it compares
 
 
-def outcome(loss: float = 2.0, norm: float = 1.0, weight: float = 1.0) -> Outcome:
-    return Outcome([2.5, loss], [norm], {"head.weight": torch.full((4, 4), weight)})
+def outcome(
+    loss: float = 2.0, norm: float = 1.0, weight: float = 1.0, moment: float = 1.0
+) -> Outcome:
+    moments = {"head.weight": torch.full((4, 4), moment)}
+    return Outcome([2.5, loss], [norm], {"head.weight": torch.full((4, 4), weight)}, moments)
 
 
 @pytest.mark.parametrize(
@@ -134,6 +166,9 @@ def outcome(loss: float = 2.0, norm: float = 1.0, weight: float = 1.0) -> Outcom
         (outcome(loss=math.nan), False),
         (outcome(norm=math.nan), False),
         (outcome(weight=math.nan), False),
+        (outcome(moment=1 + 0.9e-4), True),
+        (outcome(moment=1 + 1.1e-4), False),
+        (outcome(moment=math.nan), False),
         (replace(outcome(), drifted=["head.weight is different on ..."]), False),
     ],
 )
@@ -144,11 +179,11 @@ def test_tolerances(other: Outcome, passes: bool, corpus: Path) -> None:
 def test_only_the_key_bias_of_plain_attention_is_noise(corpus: Path) -> None:
     gpt = recipe_of(corpus, GPT_SWITCHES).model
     queries_keys_values = torch.ones(3 * 64)
-    expected = Outcome([1.0], [1.0], {"blocks.0.attention.qkv.bias": queries_keys_values})
+    expected = Outcome([1.0], [1.0], {"blocks.0.attention.qkv.bias": queries_keys_values}, {})
     for first, noisy in ((0, False), (64, True), (128, False)):
         moved = queries_keys_values.clone()
         moved[first + 5] += 1
-        got = Outcome([1.0], [1.0], {"blocks.0.attention.qkv.bias": moved})
+        got = Outcome([1.0], [1.0], {"blocks.0.attention.qkv.bias": moved}, {})
         difference = compare(got, expected, gpt)
         assert difference.passes == noisy and (difference.noise > 0) == noisy
     name = "blocks.0.attention.qkv.bias"
@@ -192,6 +227,8 @@ MUTANTS = {  # seeded fault -> changes of the recipe, the layout it must show in
         {"model__attention_dropout": 0.2},
         {"tensor": 2},
     ),
+    # too little of the gradient norm to show there, and Adam's steps hide a factor
+    "the last norm's gradient is a thousandth too large": ({}, {"tensor": 2}),
 }
 DRIFTING = (  # faults that make copies of one weight differ
     "the tied gradients are not added up",
@@ -199,6 +236,11 @@ DRIFTING = (  # faults that make copies of one weight differ
     "norms in the split region keep partial gradients",
 )
 SHARES = TrainingData._shares
+
+
+def scaled(engine: Engine, name: str, factor: float) -> Engine:
+    dict(engine.parameters())[name].register_hook(lambda gradient: gradient * factor)
+    return engine
 
 
 @contextlib.contextmanager
@@ -242,6 +284,10 @@ def seeded_fault(fault: str) -> Iterator[None]:
         "the masks of attention dropout start at head 0 on all ranks": (
             "models.transformer.range",
             lambda start, stop: range(stop - start),
+        ),
+        "the last norm's gradient is a thousandth too large": (
+            "recipes.proving.trial.build_engine",
+            lambda *arguments: scaled(build_engine(*arguments), "final_norm.weight", 1.001),
         ),
     }[fault]
     with mock.patch(target, broken, create=target.endswith(".range")):
@@ -306,8 +352,8 @@ def test_a_seeded_fault_fails_the_proof(
 @pytest.mark.parametrize("name", UNSEEN)
 def test_recipes_it_has_never_seen(name: str, corpus: Path, tmp_path: Path) -> None:
     recipe = recipe_of(corpus, UNSEEN[name])
-    write_corpus(tmp_path / "corpus", small_model(recipe.model, 2, 4)["vocab_size"])
     small = made_small(recipe, tmp_path / "corpus")
+    write_corpus(tmp_path / "corpus", small.model.vocab_size)
     variants = legal_variants(small, ranks=2, micro_sequences=(1, larger_micro_batch(recipe)))
     some = variants[:: len(variants) // 15]
     findings = list(prove.prove(small, some, ranks=2))
@@ -329,7 +375,7 @@ def test_a_layout_that_breaks_is_a_finding_and_the_others_go_on(
     assert "nowhere" in results[bad]
     findings = [Finding(bad, results[bad])]
     assert "failed: tensor 1 x pipeline 1 x data 2" in failures(findings)
-    assert "| 1 x 1 x 2 | 2 | 0 of 1 | inf | inf | inf |" in table(findings)
+    assert "| 1 x 1 x 2 | 2 | 0 of 1 | inf | inf | inf | inf |" in table(findings)
     assert verdict(findings).startswith("0 of 1 layouts")
     assert as_json(findings)["passed"] is False and json.dumps(as_json(findings), allow_nan=False)
 
@@ -367,6 +413,8 @@ def test_the_command_prints_one_json_object_and_nothing_else() -> None:
 
 
 def test_the_command_runs_anywhere_and_draws(tmp_path: Path) -> None:
+    (tmp_path / "models").mkdir()  # which must not be taken for ours
+    (tmp_path / "models" / "__init__.py").write_text("raise SystemExit('not this one')")
     script = str(REPOSITORY / "recipes" / "prove.py")
     options = ["--ranks", "1", "--steps", "1", "--heatmap", "proof.png"]
     done = subprocess.run(
@@ -399,7 +447,7 @@ def test_the_exit_code_says_the_verdict(capsys: pytest.CaptureFixture) -> None:
         prove.main()
     assert ended.value.code == 1
     printed = capsys.readouterr().out
-    assert "differs: tensor 1 x pipeline 1 x data 1, zero2, recompute full" in printed
+    assert "differs: tensor 1 x pipeline 1 x data 1, zero2, recompute full by 2" in printed
     assert "0 of 18 layouts train like one process" in printed
 
 
@@ -408,7 +456,7 @@ def test_the_exit_code_says_the_verdict(capsys: pytest.CaptureFixture) -> None:
     [
         (["recipes/none.toml"], "recipes/none.toml: no such recipe"),
         (["--set", "model.heads=7"], "use hidden_size = 189 or 196"),
-        (["--ranks", "0"], "0 is not in 1 .. 1024"),
+        (["--ranks", "0"], "0 is no number in 1 .. 1024"),
         (["--steps", "many"], "many"),
     ],
 )

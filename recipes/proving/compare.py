@@ -8,7 +8,8 @@ from models.config import ModelConfig
 if TYPE_CHECKING:
     from torch import Tensor
 
-LOSS, GRAD_NORM, WEIGHTS = 2e-6, 1e-5, 1e-5  # the largest relative differences that pass
+# The largest relative differences that pass.
+LOSS, GRAD_NORM, WEIGHTS, MOMENTS = 2e-6, 1e-5, 1e-5, 1e-4
 NOISE = " (keys)"
 
 
@@ -19,12 +20,14 @@ class Outcome:
     losses: of every step, and the validation loss before the last one; nats per token
     grad_norms: of every step, before clipping
     weights: the final logical tensors, by name
+    moments: Adam's first moments, likewise
     drifted: what ranks should hold alike and do not, a sentence each
     """
 
     losses: list[float]
     grad_norms: list[float]
     weights: "dict[str, Tensor]"
+    moments: "dict[str, Tensor]"
     drifted: list[str] = field(default_factory=list)
 
 
@@ -36,6 +39,7 @@ class Difference:
     grad_norm: over all steps
     weights: over the final logical tensors, ||a - b|| / ||b||, a bias by its weight's norm if that
         is larger; `parameter` is the worst one
+    moments: the same over Adam's first moments; `moment` is the worst one's parameter
     drifted: copies that ranks should hold alike and do not
     noise: the same over the parameters whose exact gradient is zero, which Adam makes of rounding
     """
@@ -44,41 +48,52 @@ class Difference:
     grad_norm: float
     weights: float
     parameter: str
+    moments: float
+    moment: str
     drifted: list[str]
     noise: float
 
     @property
     def passes(self) -> bool:
         """Whether it is no more than rounding."""
-        close = self.loss <= LOSS and self.grad_norm <= GRAD_NORM and self.weights <= WEIGHTS
-        return close and not self.drifted
+        close = self.loss <= LOSS and self.grad_norm <= GRAD_NORM
+        alike = self.weights <= WEIGHTS and self.moments <= MOMENTS
+        return close and alike and not self.drifted
 
 
 def compare(outcome: Outcome, reference: Outcome, model: ModelConfig) -> Difference:
     """How far `outcome` is from `reference`; NaN is infinitely far."""
-    assert outcome.weights.keys() == reference.weights.keys()
-    weights, noise = {"": 0.0}, [0.0]
-    for name, expected in reference.weights.items():
-        got = outcome.weights[name]
-        # A bias is measured with the weight beside it: the two are one affine map, and a bias
-        # that has grown from zero by a few small gradients is no scale for rounding.
-        beside = reference.weights.get(name.replace(".bias", ".weight"), expected)
-        for part, rows in split_noise(name, model).items():
-            size = max(float(expected[rows].norm()), float(beside[rows].norm()))
-            difference = _finite(float((got[rows] - expected[rows]).norm()) / (size or 1.0))
-            if part.endswith(NOISE):
-                noise.append(difference)
-            else:
-                weights[part] = difference
+    weights, noise = _distances(outcome.weights, reference.weights, model)
+    moments, _ = _distances(outcome.moments, reference.moments, model)
     parameter = max(weights, key=weights.__getitem__)
+    moment = max(moments, key=moments.__getitem__)
     return Difference(
         loss=_largest(outcome.losses, reference.losses),
         grad_norm=_largest(outcome.grad_norms, reference.grad_norms),
         weights=weights[parameter],
         parameter=parameter,
+        moments=moments[moment],
+        moment=moment,
         drifted=outcome.drifted,
-        noise=max(noise),
+        noise=max(noise.values(), default=0.0),
     )
+
+
+def _distances(
+    got: "dict[str, Tensor]", expected: "dict[str, Tensor]", model: ModelConfig
+) -> tuple[dict[str, float], dict[str, float]]:
+    """Relative differences by parameter: those that count, and those that are noise."""
+    assert got.keys() == expected.keys()
+    distances, noise = {"": 0.0}, {}
+    for name, values in expected.items():
+        # A bias is measured with the weight beside it: the two are one affine map, and a bias
+        # that has grown from zero by a few small gradients is no scale for rounding.
+        beside = expected.get(name.replace(".bias", ".weight"), values)
+        for part, rows in split_noise(name, model).items():
+            size = max(float(values[rows].norm()), float(beside[rows].norm()))
+            difference = _finite(float((got[name][rows] - values[rows]).norm()) / (size or 1.0))
+            (noise if part.endswith(NOISE) else distances)[part] = difference
+    return distances, noise
 
 
 def split_noise(name: str, model: ModelConfig) -> dict[str, slice]:

@@ -1,6 +1,6 @@
 """Every legal layout of a recipe: those that the recipe's own checks accept, on up to N ranks."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
@@ -12,11 +12,6 @@ from recipes.training.topology import Topology, World
 ZERO_STAGES = (1, 2, 3)
 CONFIG = "ds_configs/zero{}_fp32.json"
 SCHEDULES = ("1f1b", "dualpipev")
-RECOMPUTE = (
-    {"recompute": "none"},
-    {"recompute": "selective"},
-    {"recompute": "full", "recompute_interval": 2},
-)
 
 
 @dataclass(frozen=True)
@@ -48,7 +43,8 @@ class Variant:
         if layout.sequence_parallel:
             parts.append("sequence-parallel")
         if layout.recompute != "none":
-            parts.append(f"recompute {layout.recompute}")
+            every = f" by {layout.recompute_interval}" if layout.recompute == "full" else ""
+            parts.append(f"recompute {layout.recompute}{every}")
         return ", ".join([*parts, f"micro-batch {self.recipe.batch.micro_sequences}"])
 
 
@@ -58,14 +54,22 @@ def reference(recipe: Recipe) -> Variant:
 
 
 def legal_variants(
-    recipe: Recipe, *, ranks: int, micro_sequences: tuple[int, ...]
+    recipe: Recipe,
+    *,
+    ranks: int,
+    micro_sequences: Iterable[int],
+    recompute_intervals: Iterable[int] = (2,),
 ) -> list[Variant]:
     """Every variant that is legal on 1 .. ranks ranks, smallest worlds first."""
+    recomputes = [{"recompute": "none"}, {"recompute": "selective"}] + [
+        {"recompute": "full", "recompute_interval": interval} for interval in recompute_intervals
+    ]
     for stage in ZERO_STAGES:
         read_deepspeed_json(CONFIG.format(stage))  # one that is not there is no refused layout
     found = []
     for topology in topologies(ranks):
-        for zero, layout, micro in product(ZERO_STAGES, layouts(topology), micro_sequences):
+        ways = product(ZERO_STAGES, layouts(topology, recomputes), micro_sequences)
+        for zero, layout, micro in ways:
             try:
                 found.append(
                     _variant(
@@ -88,11 +92,11 @@ def topologies(ranks: int) -> Iterator[Topology]:
     return iter(sorted(every, key=lambda topology: topology.world_size))
 
 
-def layouts(topology: Topology) -> Iterator[dict[str, Any]]:
+def layouts(topology: Topology, recomputes: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     """The [layout] sections that differ in more than name on these axes."""
     schedules = SCHEDULES if topology.pipeline > 1 else SCHEDULES[:1]
     splits = (False, True) if topology.tensor > 1 else (False,)
-    for schedule, split, recompute in product(schedules, splits, RECOMPUTE):
+    for schedule, split, recompute in product(schedules, splits, recomputes):
         yield {"schedule": schedule, "sequence_parallel": split, **recompute}
 
 

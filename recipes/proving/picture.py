@@ -8,7 +8,7 @@ from pathlib import Path
 import matplotlib
 from matplotlib import pyplot
 
-from recipes.proving.compare import GRAD_NORM, LOSS, WEIGHTS, Difference
+from recipes.proving.compare import GRAD_NORM, LOSS, MOMENTS, WEIGHTS, Difference
 from recipes.proving.layouts import SCHEDULES, ZERO_STAGES, Variant
 from recipes.proving.report import Finding
 
@@ -31,8 +31,7 @@ def draw_heatmap(findings: Sequence[Finding], *, title: str, file: Path) -> None
     Rows are the axes, columns the schedule or the ZeRO stage with and without sequence parallelism,
     and in each of these recomputation and micro-batch. Blank: not legal there; black: failed.
     """
-    micros = sorted({finding.variant.recipe.batch.micro_sequences for finding in findings})
-    within = list(product(RECOMPUTE, micros))
+    within = sorted({_within(finding.variant) for finding in findings})
     sizes = [finding.variant.topology for finding in findings]
     rows = sorted({(s.world_size, s.tensor, s.pipeline, s.data) for s in sizes})
     cells = [[math.nan] * (len(GROUPS) * len(within)) for _ in rows]
@@ -53,8 +52,9 @@ def draw_heatmap(findings: Sequence[Finding], *, title: str, file: Path) -> None
     for edge in range(1, len(GROUPS)):
         axes.axvline(edge * len(within) - 0.5, color="black", linewidth=0.4)
     axes.set_title(
-        f"{title}\nin each column: recompute {', '.join(RECOMPUTE)}, "
-        f"micro-batches of {' and '.join(map(str, micros))}",
+        f"{title}\nin each column: recompute "
+        + ", ".join(f"{RECOMPUTE[kind]} {interval} x {micro}" for kind, interval, micro in within)
+        + " (interval x micro-batch)",
         fontsize=8,
     )
     bar = figure.colorbar(image, ax=axes, pad=0.01)
@@ -63,17 +63,28 @@ def draw_heatmap(findings: Sequence[Finding], *, title: str, file: Path) -> None
     pyplot.close(figure)
 
 
-def _column(variant: Variant, within: list[tuple[str, int]]) -> int:
+def _within(variant: Variant) -> tuple[int, int, int]:
+    """What tells the cells of a column apart: recomputation, its interval, micro-batch."""
+    layout = variant.recipe.layout
+    kind = RECOMPUTE.index(layout.recompute)
+    return kind, layout.recompute_interval, variant.recipe.batch.micro_sequences
+
+
+def _column(variant: Variant, within: list[tuple[int, int, int]]) -> int:
     layout = variant.recipe.layout
     kind = layout.schedule if layout.pipeline > 1 else f"zero{variant.zero_stage}"
     group = GROUPS.index((kind, layout.sequence_parallel))
-    inside = within.index((layout.recompute, variant.recipe.batch.micro_sequences))
-    return group * len(within) + inside
+    return group * len(within) + within.index(_within(variant))
 
 
 def _colour(finding: Finding) -> float:
     result = finding.result
     if not finding.passes or not isinstance(result, Difference):
         return FAILED
-    needed = max(result.loss / LOSS, result.grad_norm / GRAD_NORM, result.weights / WEIGHTS)
+    needed = max(
+        result.loss / LOSS,
+        result.grad_norm / GRAD_NORM,
+        result.weights / WEIGHTS,
+        result.moments / MOMENTS,
+    )
     return min(0.0, max(LEAST, math.log10(needed))) if needed else LEAST

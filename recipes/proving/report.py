@@ -6,10 +6,12 @@ from dataclasses import asdict, dataclass
 from itertools import groupby
 from typing import Any
 
-from recipes.proving.compare import GRAD_NORM, LOSS, WEIGHTS, Difference
+from recipes.proving.compare import GRAD_NORM, LOSS, MOMENTS, WEIGHTS, Difference
 from recipes.proving.layouts import Variant
 
-COLUMNS = "| tensor x pipeline x data | ranks | layouts | loss | gradient norm | weights |"
+COLUMNS = (
+    "| tensor x pipeline x data | ranks | layouts | loss | gradient norm | weights | moments |"
+)
 
 
 @dataclass(frozen=True)
@@ -35,7 +37,7 @@ def as_text(findings: Sequence[Finding], *, every_layout: bool) -> str:
 
 def table(findings: Sequence[Finding]) -> str:
     """A row per combination of axes, with the largest differences of its layouts (Markdown)."""
-    lines = [COLUMNS, "|---|---|---|---|---|---|"]
+    lines = [COLUMNS, "|---|---|---|---|---|---|---|"]
     by_axes = groupby(sorted(findings, key=_axes), key=_axes)
     lines += [_row(list(group)) for _, group in by_axes]
     return "\n".join(lines)
@@ -59,7 +61,8 @@ def describe(finding: Finding) -> str:
         return f"{_name(finding.variant)}: {result.splitlines()[0]}"
     text = (
         f"{_name(finding.variant)}: loss {result.loss:.1e}, gradient norm {result.grad_norm:.1e}, "
-        f"weights {result.weights:.1e} ({result.parameter})"
+        f"weights {result.weights:.1e} ({result.parameter}), "
+        f"Adam's moments {result.moments:.1e} ({result.moment})"
     )
     return "; ".join([text, *result.drifted])
 
@@ -69,7 +72,8 @@ def verdict(findings: Sequence[Finding]) -> str:
     noise = max((f.result.noise for f in findings if isinstance(f.result, Difference)), default=0)
     text = (
         f"{summary(findings)}: relative differences up to {LOSS:.0e} of the loss, "
-        f"{GRAD_NORM:.0e} of the gradient norm, {WEIGHTS:.0e} of the weights pass"
+        f"{GRAD_NORM:.0e} of the gradient norm, {WEIGHTS:.0e} of the weights and {MOMENTS:.0e} of "
+        f"Adam's first moments pass"
     )
     if noise:
         text += (
@@ -89,7 +93,12 @@ def as_json(findings: Sequence[Finding]) -> dict[str, Any]:
     """Everything, for other programs."""
     return {
         "passed": all(finding.passes for finding in findings),
-        "tolerances": {"loss": LOSS, "grad_norm": GRAD_NORM, "weights": WEIGHTS},
+        "tolerances": {
+            "loss": LOSS,
+            "grad_norm": GRAD_NORM,
+            "weights": WEIGHTS,
+            "moments": MOMENTS,
+        },
         "layouts": [_row_of_json(finding) for finding in findings],
     }
 
@@ -106,6 +115,7 @@ def _row_of_json(finding: Finding) -> dict[str, Any]:
         "schedule": layout.schedule,
         "sequence_parallel": layout.sequence_parallel,
         "recompute": layout.recompute,
+        "recompute_interval": layout.recompute_interval,
         "micro_sequences": variant.recipe.batch.micro_sequences,
         "passed": finding.passes,
         # JSON has no infinity
@@ -125,7 +135,7 @@ def _row(findings: list[Finding]) -> str:
     count = f"{passed}" if passed == len(findings) else f"{passed} of {len(findings)}"
     largest = [
         f"{max((getattr(result, key) for result in results), default=math.inf):.1e}"
-        for key in ("loss", "grad_norm", "weights")
+        for key in ("loss", "grad_norm", "weights", "moments")
     ]
     return f"| {' x '.join(map(str, sizes))} | {world_size} | {count} | {' | '.join(largest)} |"
 

@@ -10,6 +10,7 @@ from recipes.training.recipe import Recipe, parse_recipe
 HEAD_SIZE = 8
 HEADS_PER_GROUP = 3  # at most
 SEQUENCE_LENGTH = 16  # at least
+LARGEST = 64  # common multiple of the sizes that stay legal
 SEQUENCES = 8  # at least, of a global batch
 LEARNING_RATE = 1e-4  # at most: Adam makes whole steps of gradients that are mere rounding
 
@@ -30,7 +31,10 @@ def shrink(recipe: Recipe, *, ranks: int, layers: int, steps: int, corpus: Path)
     table["model"] |= small_model(recipe.model, ranks, layers)
     table["layout"] = {}
     table["batch"] = {
-        "global_sequences": _alike(recipe.batch.global_sequences, ranks, at_least=SEQUENCES),
+        "global_sequences": math.lcm(
+            _alike(recipe.batch.global_sequences, ranks, at_least=SEQUENCES),
+            larger_micro_batch(recipe),
+        ),
         "micro_sequences": 1,
     }
     rate = min(recipe.optimizer.learning_rate, LEARNING_RATE)
@@ -71,13 +75,20 @@ def small_model(model: ModelConfig, ranks: int, layers: int) -> dict[str, Any]:
 
 
 def larger_micro_batch(recipe: Recipe) -> int:
-    """The micro-batch that a proof uses beside one of a single sequence: odd if the recipe's is."""
-    return 3 if recipe.batch.micro_sequences % 2 and recipe.batch.micro_sequences > 1 else 2
+    """The micro-batch that a proof uses beside one of a single sequence.
+
+    A prime that divides the recipe's own, so that a large one is small and an odd one stays odd.
+    """
+    return next((p for p in (2, 3, 5, 7) if recipe.batch.micro_sequences % p == 0), 2)
 
 
 def _alike(size: int, ranks: int, at_least: int = 1) -> int:
-    """The smallest number that 1 .. ranks divide if, and only if, they divide `size`."""
-    multiple = math.lcm(*range(1, ranks + 1))
+    """The smallest number that 1 .. ranks divide if, and only if, they divide `size`.
+
+    Where that would be a large number, it holds for 1 .. fewer than ranks.
+    """
+    multiples = [math.lcm(*range(1, most + 1)) for most in range(ranks, 0, -1)]
+    multiple = next(m for m in multiples if math.gcd(size, m) <= LARGEST)
     common = math.gcd(size, multiple)
     number = -(-at_least // common) * common
     while math.gcd(number, multiple) != common:

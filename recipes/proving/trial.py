@@ -11,6 +11,7 @@ from unittest import mock
 import deepspeed
 import torch
 import torch.distributed as dist
+from deepspeed.utils import safe_get_full_optimizer_state
 from torch import Tensor
 
 from models.sharding import Sharding
@@ -47,23 +48,48 @@ def train(variant: Variant, world: World) -> Outcome | None:
             validation = engine.evaluate(data.evaluation())
         rate = learning_rate(step, recipe.optimizer, recipe.training.steps)
         results.append(engine.train_step(data.samples(step), data.step(step), rate))
-    weights, drifted = gather_weights(engine), engine.differing_copies()
+    weights = gather(engine, held_weights(engine))
+    moments = gather(engine, held_moments(engine))
+    drifted = engine.differing_copies()
     if world.rank != 0:
         return None
     return Outcome(
         losses=[result.loss for result in results] + [validation],
         grad_norms=[result.grad_norm for result in results],
         weights=weights,
+        moments=moments,
         drifted=drifted,
     )
 
 
-def gather_weights(engine: Engine) -> dict[str, Tensor]:
-    """The logical tensors of all ranks' parts, on rank 0; empty on the others."""
-    held = list(engine.parameters())
-    partitioned = [parameter for _, parameter in held if is_partitioned(parameter)]
+def held_weights(engine: Engine) -> dict[str, Tensor]:
+    """This tensor rank's part of every weight that its stage holds; collective under ZeRO-3."""
+    held = dict(engine.parameters())
+    partitioned = [parameter for parameter in held.values() if is_partitioned(parameter)]
     with deepspeed.zero.GatheredParameters(partitioned, enabled=bool(partitioned)):
-        parts = [(n, engine.axis.rank, p.sharding, p.detach().cpu().clone()) for n, p in held]
+        return {name: parameter.detach().cpu().clone() for name, parameter in held.items()}
+
+
+def held_moments(engine: Engine) -> dict[str, Tensor]:
+    """The same of Adam's first moments, which ZeRO has spread over the data ranks; collective.
+
+    They are the gradients' running mean: Adam's steps do not show a gradient's scale, they do.
+    """
+    optimizer = engine.wrapped.optimizer
+    if hasattr(optimizer, "_lazy_init_hp_params_optimizer_state"):  # not ZeRO-3
+        # DeepSpeed links the states of all parameter groups after the first group's step.
+        optimizer._hp_optimizer_states_linked = False
+        optimizer._lazy_init_hp_params_optimizer_state()
+    return {
+        name: safe_get_full_optimizer_state(parameter, "exp_avg").cpu()
+        for name, parameter in engine.parameters()
+    }
+
+
+def gather(engine: Engine, held: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The logical tensors of all ranks' parts, on rank 0; empty on the others; collective."""
+    shardings = {name: parameter.sharding for name, parameter in engine.parameters()}
+    parts = [(name, engine.axis.rank, shardings[name], part) for name, part in held.items()]
     everyones: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
     dist.gather_object(parts, everyones)
     found: dict[str, tuple[Sharding, dict[int, Tensor]]] = {}

@@ -23,7 +23,9 @@ ENVIRONMENT = {  # of every rank
     "DS_ACCELERATOR": "cpu",
     "CUDA_VISIBLE_DEVICES": "",
     "OMP_NUM_THREADS": "1",
-    "PYTHONPATH": str(REPOSITORY),  # the server looks nowhere else
+    # The server imports from this checkout, and not from whatever is in the working directory.
+    "PYTHONPATH": str(REPOSITORY),
+    "PYTHONSAFEPATH": "1",
 }
 PRELOADED = [  # once, for all processes; the last three are imported when an engine is built
     "recipes.proving.trial",
@@ -74,7 +76,7 @@ class WorldOfRanks:
                 ours, theirs = context.Pipe(duplex=False)
                 self.reports[rank] = ours
                 self._log(rank).touch()
-                arguments = (rank, port, self.variants, theirs, self._log(rank))
+                arguments = (rank, port, self.variants, theirs, self._log(rank), REPOSITORY)
                 process = context.Process(target=_rank, args=arguments, daemon=True)
                 process.start()
                 theirs.close()
@@ -212,8 +214,18 @@ def free_port() -> int:
         return listener.getsockname()[1]
 
 
-def _rank(rank: int, port: int, variants: Sequence[Variant], report: Connection, log: Path) -> None:
-    """One process: train the variants; report outcomes, if it is rank 0, or what ended it."""
+def _rank(
+    rank: int,
+    port: int,
+    variants: Sequence[Variant],
+    report: Connection,
+    log: Path,
+    repository: Path,
+) -> None:
+    """One process: train the variants; report outcomes, if it is rank 0, or what ended it.
+
+    repository: the checkout that is to be proven
+    """
     size = variants[0].world_size
     os.environ |= ENVIRONMENT | {
         "RANK": str(rank),
@@ -230,6 +242,7 @@ def _rank(rank: int, port: int, variants: Sequence[Variant], report: Connection,
 
     place = 0
     try:
+        assert repository == REPOSITORY, f"this rank has imported {REPOSITORY}"
         for outcome in try_variants(variants):
             if rank == 0:
                 report.send_bytes(pickle.dumps((place, outcome)))
