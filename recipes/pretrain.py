@@ -160,7 +160,7 @@ def refusals(world: World, options: argparse.Namespace | None = None) -> Iterato
             time.sleep(SECONDS_FOR_RANK_0_TO_SPEAK)
             about = f"rank {world.rank}: {about}"
         print(f"pretrain.py: {about}{problem}", file=sys.stderr, flush=True)
-        sys.exit(2)
+        leave(2)
 
 
 def announce(recipe: Recipe, topology: Topology, folder: RunFolder, found: "Found") -> None:

@@ -41,8 +41,6 @@ SECONDS_BETWEEN_LINES = 30  # of progress, where there is no terminal
 def main() -> None:
     """Run the proof, print it, say by the exit code how it went."""
     options = parse_command_line()
-    for number in (signal.SIGINT, signal.SIGTERM):  # leave through the folders and processes made
-        signal.signal(number, lambda number, frame: sys.exit(128 + number))
     with tempfile.TemporaryDirectory() as folder:
         try:
             recipe = load_recipe(options.recipe, options.set)
@@ -82,7 +80,7 @@ def plan(recipe: Recipe, options: argparse.Namespace, corpus: Path) -> tuple[Rec
         small,
         ranks=options.ranks,
         micro_sequences=(1, larger_micro_batch(recipe)),
-        recompute_intervals=sorted(min(n, small.model.layers) for n in {2} | own),
+        recompute_intervals=sorted({min(n, small.model.layers) for n in {2} | own}),
     )
     return small, variants
 
@@ -155,4 +153,6 @@ def count(text: str) -> int:
 
 
 if __name__ == "__main__":
+    for number in (signal.SIGINT, signal.SIGTERM):  # end the ranks, delete the folders
+        signal.signal(number, lambda number, frame: sys.exit(128 + number))
     main()
