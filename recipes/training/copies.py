@@ -75,7 +75,7 @@ def fingerprint(tensor: Tensor) -> Tensor:
     Takes a few rows at a time, so that a large matrix is never there a second time.
     """
     bits = tensor.detach().contiguous().view(INTEGERS[tensor.element_size()])
-    bits = bits.view(1, -1) if bits.dim() < 2 else bits.flatten(1)
+    bits = bits.view(1, bits.numel()) if bits.dim() < 2 else bits.flatten(1)
     height = max(1, WIDENED // max(1, bits.shape[1]))
     rows, columns = [], bits.new_zeros(bits.shape[1], dtype=torch.int64)
     for part in bits.split(height):
