@@ -9,6 +9,7 @@ import math
 import os
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -305,3 +306,10 @@ def test_one_flipped_bit_of_a_copy_is_seen(name: str, drifted: dict[str, list[li
     after_a_step, disturbed = drifted[name]
     assert after_a_step == []
     assert disturbed == sorted(filter(None, DISTURBED[name].values()))
+
+
+def test_a_share_is_cut_to_what_the_parameter_has() -> None:
+    """Six values over three data ranks, four places each: DeepSpeed never writes the padding."""
+    parameter = SimpleNamespace(ds_tensor=torch.arange(4.0), ds_numel=6)
+    shares = [len(held_values(parameter, data_rank)) for data_rank in range(3)]
+    assert shares == [4, 2, 0]
