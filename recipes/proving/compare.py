@@ -8,8 +8,9 @@ from models.config import ModelConfig
 if TYPE_CHECKING:
     from torch import Tensor
 
-# The largest relative differences that pass. A moment is a sum in which much cancels: of a key's norm
-# over eight columns, another micro-batch alone changes 1.1e-5 in one process, another layout 2.1e-5.
+# The largest relative differences that pass. A moment is a sum in which much cancels: that of a
+# key's norm over eight columns moves by 1.1e-5 when one process takes another micro-batch, and by
+# 2.1e-5 in other layouts.
 LOSS, GRAD_NORM, WEIGHTS, MOMENTS = 2e-6, 1e-5, 1e-5, 1e-4
 NOISE = " (keys)"
 
