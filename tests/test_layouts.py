@@ -18,12 +18,11 @@ import torch.distributed as dist
 
 from recipes.proving.compare import Outcome
 from recipes.proving.layouts import Variant
-from recipes.proving.trial import try_variants
+from recipes.proving.trial import start, train_step, try_variants
 from recipes.training.data import TrainingData
 from recipes.training.deepspeed_config import build_deepspeed_config, zero_stage
-from recipes.training.engine import Engine, build_engine, held_values, start_processes
-from recipes.training.learning_rate import learning_rate
-from recipes.training.recipe import Recipe, parse_recipe
+from recipes.training.engine import Engine, held_values, start_processes
+from recipes.training.recipe import parse_recipe
 from recipes.training.topology import World
 from tests.conftest import GPT_SWITCHES, changed, small_recipe
 from tests.ranks import run_ranks
@@ -190,20 +189,9 @@ def join_world() -> World:
     return world
 
 
-def start(this: Variant, world: World) -> tuple[Engine, TrainingData]:
-    recipe, topology = this.recipe, this.topology
-    engine = build_engine(recipe, topology, build_deepspeed_config(recipe, topology))
-    return engine, TrainingData(recipe, topology, topology.coordinates(world.rank).data)
-
-
 def train_steps(engine: Engine, data: TrainingData, steps: range) -> list[tuple[float, float]]:
-    recipe: Recipe = engine.recipe
-    results = []
-    for step in steps:
-        rate = learning_rate(step, recipe.optimizer, recipe.training.steps)
-        result = engine.train_step(data.samples(step), data.step(step), rate)
-        results.append((result.loss, result.grad_norm))
-    return results
+    results = [train_step(engine, data, step) for step in steps]
+    return [(result.loss, result.grad_norm) for result in results]
 
 
 @pytest.fixture(scope="session")

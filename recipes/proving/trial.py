@@ -19,7 +19,13 @@ from recipes.proving.compare import Outcome
 from recipes.proving.layouts import Variant
 from recipes.training.data import TrainingData
 from recipes.training.deepspeed_config import build_deepspeed_config
-from recipes.training.engine import Engine, build_engine, is_partitioned, start_processes
+from recipes.training.engine import (
+    Engine,
+    StepResult,
+    build_engine,
+    is_partitioned,
+    start_processes,
+)
 from recipes.training.learning_rate import learning_rate
 from recipes.training.topology import World
 
@@ -39,15 +45,13 @@ def try_variants(variants: Iterable[Variant]) -> Iterator[Outcome | None]:
 
 def train(variant: Variant, world: World) -> Outcome | None:
     """All steps of the variant's recipe."""
-    recipe, topology = variant.recipe, variant.topology
-    engine = build_engine(recipe, topology, build_deepspeed_config(recipe, topology))
-    data = TrainingData(recipe, topology, topology.coordinates(world.rank).data)
+    engine, data = start(variant, world)
     results, validation = [], None
-    for step in range(1, recipe.training.steps + 1):
-        if step == recipe.training.steps:  # between two steps, as in a run
+    steps = variant.recipe.training.steps
+    for step in range(1, steps + 1):
+        if step == steps:  # between two steps, as in a run
             validation = engine.evaluate(data.evaluation())
-        rate = learning_rate(step, recipe.optimizer, recipe.training.steps)
-        results.append(engine.train_step(data.samples(step), data.step(step), rate))
+        results.append(train_step(engine, data, step))
     weights = gather(engine, held_weights(engine))
     moments = gather(engine, held_moments(engine))
     drifted = engine.differing_copies()
@@ -60,6 +64,19 @@ def train(variant: Variant, world: World) -> Outcome | None:
         moments=moments,
         drifted=drifted,
     )
+
+
+def start(variant: Variant, world: World) -> tuple[Engine, TrainingData]:
+    """The variant's engine, initialised, and this rank's data; collective."""
+    recipe, topology = variant.recipe, variant.topology
+    engine = build_engine(recipe, topology, build_deepspeed_config(recipe, topology))
+    return engine, TrainingData(recipe, topology, topology.coordinates(world.rank).data)
+
+
+def train_step(engine: Engine, data: TrainingData, step: int) -> StepResult:
+    """Step 1, 2, ... at the recipe's learning rate."""
+    rate = learning_rate(step, engine.recipe.optimizer, engine.recipe.training.steps)
+    return engine.train_step(data.samples(step), data.step(step), rate)
 
 
 def held_weights(engine: Engine) -> dict[str, Tensor]:
