@@ -1,10 +1,11 @@
 """The declaration: how a parameter's logical tensor lies over the tensor axis.
 
 Every parameter declares it once, and whoever must know the logical tensor (initialisation, gradient
-norm, the proofs) reads it here; nothing else in the code knows.
+norm, checkpoints, the proofs) reads it here; nothing else in the code knows.
 """
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -54,6 +55,47 @@ class Sharding:
             )
             offset += stop - start
         return part
+
+    def local_elements(
+        self,
+        logical_rows: Callable[[int, int], Tensor],
+        elements: range,
+        *,
+        tensor_rank: int,
+        tensor_size: int,
+    ) -> Tensor:
+        """Some consecutive elements of a rank's flattened part, reading no more rows than needed.
+
+        logical_rows: (start, stop) to these rows (of dimension 0) of the logical tensor
+        """
+        local_shape = self.local_shape(tensor_size)
+        width = math.prod(local_shape[1:])  # of a row of this rank's part
+        rows = range(elements.start // width, -(-elements.stop // width))
+        pieces, row = [], 0  # of the rank's part; the next range's first row
+        for start, stop in self._row_ranges(tensor_rank, tensor_size):
+            first, last = max(rows.start, row), min(rows.stop, row + stop - start)
+            if first < last:
+                piece = logical_rows(start + first - row, start + last - row)
+                pieces.append(self._own_columns(piece, tensor_rank, tensor_size))
+            row += stop - start
+        padding = rows.stop - max(rows.start, row)
+        if padding > 0:
+            pieces.append(torch.zeros(padding, *local_shape[1:]))
+        flat = torch.cat(pieces).flatten()
+        return flat[elements.start - rows.start * width :][: len(elements)]
+
+    def _row_ranges(self, tensor_rank: int, tensor_size: int) -> list[tuple[int, int]]:
+        """The [start, stop) rows of the logical tensor that a rank's part takes, in its order."""
+        return (
+            self._ranges(tensor_rank, tensor_size) if self.dimension == 0 else [(0, self.shape[0])]
+        )
+
+    def _own_columns(self, rows: Tensor, tensor_rank: int, tensor_size: int) -> Tensor:
+        """Of some rows of the logical tensor, what a rank holds."""
+        if not self.dimension:
+            return rows
+        ranges = self._ranges(tensor_rank, tensor_size)
+        return torch.cat([rows.narrow(self.dimension, a, b - a) for a, b in ranges], self.dimension)
 
     def logical_tensor(self, parts: Sequence[Tensor]) -> Tensor:
         """Put the ranks' parts, in rank order, together again; padding is dropped."""

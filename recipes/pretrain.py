@@ -29,9 +29,10 @@ from recipes.training.topology import Topology, World
 
 if TYPE_CHECKING:
     from recipes.training.checkpoint import Found
+    from recipes.training.checkpoint_writer import CheckpointWriter
     from recipes.training.data import TrainingData
     from recipes.training.engine import Engine
-    from recipes.training.tracking import Meter
+    from recipes.training.tracking import Meter, Tracker
 
 SECONDS_FOR_RANK_0_TO_SPEAK = 5
 DRIFTED_SHOWN = 8  # weights in a message
@@ -53,6 +54,7 @@ def main() -> None:
     import torch.distributed as dist
 
     from recipes.training import checkpoint
+    from recipes.training.checkpoint_writer import CheckpointWriter
     from recipes.training.data import TrainingData
     from recipes.training.engine import build_engine, check_machine, start_processes
     from recipes.training.tracking import STOPPED, Meter, open_tracker
@@ -64,33 +66,44 @@ def main() -> None:
         if world.rank == 0:
             folder.hold()
         start_processes(world)
-        found = checkpoint.find(folder.checkpoints, options.resume, recipe, topology)
-    done = found.step
-    if done >= recipe.training.steps:
+        found = checkpoint.find(folder.checkpoints, options.resume, recipe, data.fingerprint)
+    start = found.progress
+    if start.step >= recipe.training.steps:
         summarize(recipe, folder, world)
         leave(0)
     if world.rank == 0:
         with refusals(world, options):
-            folder.prepare(recipe, done, fresh=options.resume == "never")
+            folder.prepare(recipe, start.step, fresh=options.resume == "never")
         checkpoint.abandon_after(folder.checkpoints, found)
         announce(recipe, topology, folder, found)
 
     engine = build_engine(recipe, topology, config)
     if found.path:
-        engine.load(found.path)
+        engine.load(
+            checkpoint.CheckpointReader(found.path, found.manifest), weights_only=found.weights_only
+        )
+    data.resume(start)
+    writer = CheckpointWriter(
+        engine.state, folder, recipe=recipe, topology=topology, data=data.fingerprint
+    )
     meter = Meter(recipe, world.size, precision=number_format, device_name=engine.device_name)
     broken = None
     changed = found.changes(recipe)
-    with open_tracker(recipe, folder, world.rank, done=done, changed=changed) as tracker:
-        for step in range(done + 1, recipe.training.steps + 1):
+    with open_tracker(recipe, folder, world.rank, done=start.step, changed=changed) as tracker:
+        for step in range(start.step + 1, recipe.training.steps + 1):
             metrics = train_step(step, recipe, engine, data, meter)
             tracker.step(metrics)
             broken = find_broken(metrics, number_format) or find_drift(step, recipe, engine)
             if broken:
-                tracker.stop(f"step {step}: {broken}; the newest checkpoint is before that")
+                broken = f"step {step}: {broken}; the newest checkpoint is before that"
                 break
-            if due(step, recipe.checkpoint.every, recipe.training.steps):
-                checkpoint.save(engine.save, folder, step, recipe, topology)
+            broken = save_if_due(step, recipe, writer, data, tracker)
+            if broken:
+                break
+        unsaved = writer.wait()
+        broken = broken or unsaved
+        if broken:
+            tracker.stop(broken)
         else:
             tracker.end()
     dist.barrier()  # launchers end all ranks when the first one fails; rank 0 may be the last
@@ -109,11 +122,32 @@ def train_step(
     result = engine.train_step(data.samples(step), data.step(step), rate)
     seconds = time.perf_counter() - started
     metrics = meter.line(
-        step, loss=result.loss, grad_norm=result.grad_norm, learning_rate=rate, seconds=seconds
+        data.progress_after(step),
+        loss=result.loss,
+        grad_norm=result.grad_norm,
+        learning_rate=rate,
+        seconds=seconds,
     )
     if due(step, recipe.training.evaluate_every, recipe.training.steps):
         metrics["validation_loss"] = engine.evaluate(data.evaluation())
     return metrics
+
+
+def save_if_due(
+    step: int,
+    recipe: Recipe,
+    writer: "CheckpointWriter",
+    data: "TrainingData",
+    tracker: "Tracker",
+) -> str | None:
+    """Begin to save, where a save is due; why the run must stop because an earlier one failed."""
+    if not due(step, recipe.checkpoint.every, recipe.training.steps):
+        return None
+    problem = writer.save(data.progress_after(step))
+    if problem and recipe.checkpoint.on_failure == "continue":
+        tracker.warn(problem)
+        return None
+    return problem
 
 
 def due(step: int, every: int, last: int) -> bool:
@@ -166,13 +200,14 @@ def refusals(world: World, options: argparse.Namespace | None = None) -> Iterato
 def announce(recipe: Recipe, topology: Topology, folder: RunFolder, found: "Found") -> None:
     """Say what is about to run, and which checkpoints it could not use."""
     for path, damage in found.skipped.items():
-        folder.event("skip", found.step, checkpoint=str(path), reason=damage)
+        folder.event("skip", found.progress.step, checkpoint=str(path), reason=damage)
         print(f"{path} is damaged and skipped: {damage}", file=sys.stderr)
     print(
         f"{recipe.name}: {parameter_count(recipe.model) / 1e6:,.1f} M parameters, "
         f"pipeline {topology.pipeline} x data {topology.data} x tensor {topology.tensor}, "
         f"{recipe.deepspeed}, into {folder.path}"
-        + (f", resumed after step {found.step}" if found.path else ""),
+        + (f", resumed after step {found.progress.step}" if found.progress.step else "")
+        + (f", from the weights of {found.path}" if found.weights_only else ""),
         flush=True,
     )
 

@@ -6,10 +6,15 @@ recomputation x micro-batch size up to --ranks processes of this machine's CPU, 
 GPU nor a corpus is needed. Exit code 0: all are the same up to rounding; 1: some are not; 2: the
 recipe or an option is refused.
 
+With --relay the layouts hand one run from each to the next in a random order: each loads the
+checkpoint that another one saved, must hold the same weights and moments bit for bit, does a step,
+saves, and must go on with the same losses as the one that loads its checkpoint in turn.
+
     python recipes/prove.py recipes/tiny.toml
     python recipes/prove.py recipes/llama/7b.toml --ranks 4 --layouts
     python recipes/prove.py recipes/mine.toml --json > proof.json
     python recipes/prove.py recipes/mine.toml --heatmap proof.png
+    python recipes/prove.py recipes/mine.toml --relay
 """
 
 import sys
@@ -20,6 +25,7 @@ if __name__ == "__main__":  # the repository, not recipes/, is where imports sta
 
 import argparse
 import json
+import random
 import signal
 import tempfile
 from collections.abc import Iterator
@@ -29,12 +35,20 @@ from tqdm import tqdm
 from recipes.proving.compare import Outcome, compare
 from recipes.proving.corpus import write_corpus
 from recipes.proving.layouts import Variant, legal_variants, reference
-from recipes.proving.report import Finding, as_json, as_text, describe, summary
+from recipes.proving.report import (
+    Finding,
+    as_json,
+    as_text,
+    describe,
+    relay_as_text,
+    summary,
+)
 from recipes.proving.shrink import larger_micro_batch, shrink
 from recipes.proving.worlds import run_variants
 from recipes.training.recipe import DEFAULT_RECIPE, Recipe, load_recipe
 
 SECONDS = 300  # a layout that takes longer hangs
+RELAY_STEPS = 1000  # more than a relay has: the learning rate is not at its minimum
 SECONDS_BETWEEN_LINES = 30  # of progress, where there is no terminal
 
 
@@ -52,13 +66,19 @@ def main() -> None:
         findings = []
         seconds = 0.1 if sys.stderr.isatty() else SECONDS_BETWEEN_LINES
         with tqdm(total=len(variants), unit="layout", mininterval=seconds) as bar:
-            for finding in prove(small, variants, ranks=options.ranks):
+            if options.relay:
+                coming = run_relay(variants, folder=Path(folder) / "run")
+            else:
+                coming = prove(small, variants, ranks=options.ranks)
+            for finding in coming:
                 findings.append(finding)
                 bar.update()
                 if not finding.passes:
                     bar.write(describe(finding), file=sys.stderr)
     if options.json:
         print(json.dumps(as_json(findings)))
+    elif options.relay:
+        print(relay_as_text(findings, every_layout=options.layouts))
     else:
         print(as_text(findings, every_layout=options.layouts))
     if options.heatmap:
@@ -70,9 +90,8 @@ def main() -> None:
 
 def plan(recipe: Recipe, options: argparse.Namespace, corpus: Path) -> tuple[Recipe, list[Variant]]:
     """The small recipe, its corpus written, and all its legal layouts."""
-    small = shrink(
-        recipe, ranks=options.ranks, layers=options.layers, steps=options.steps, corpus=corpus
-    )
+    steps = RELAY_STEPS if options.relay else options.steps
+    small = shrink(recipe, ranks=options.ranks, layers=options.layers, steps=steps, corpus=corpus)
     needed = small.batch.global_sequences * small.model.sequence_length
     write_corpus(corpus, small.model.vocab_size, validation_tokens=2 * needed + 1000)
     own = {recipe.layout.recompute_interval} if recipe.layout.recompute == "full" else set()
@@ -97,6 +116,15 @@ def prove(small: Recipe, variants: list[Variant], *, ranks: int) -> Iterator[Fin
             yield Finding(variant, compare(outcome, expected, small.model))
         else:
             yield Finding(variant, outcome)
+
+
+def run_relay(variants: list[Variant], *, folder: Path) -> Iterator[Finding]:
+    """Hand a run from variant to variant, the largest worlds first; each leg as it comes."""
+    for ranks in sorted({variant.world_size for variant in variants}, reverse=True):
+        legs = [variant for variant in variants if variant.world_size == ranks]
+        random.Random(ranks).shuffle(legs)
+        for variant, result in run_variants(legs, ranks=ranks, seconds=SECONDS, relay=folder):
+            yield Finding(variant, result)
 
 
 def size(small: Recipe) -> str:
@@ -125,6 +153,9 @@ def parse_command_line() -> argparse.Namespace:
         default=4,
         help="of the small model, if the recipe has as many (one more if that is odd); stages of a "
         "pipeline are at most as many; default: 4",
+    )
+    parser.add_argument(
+        "--relay", action="store_true", help="hand one run from layout to layout by checkpoints"
     )
     parser.add_argument("--layouts", action="store_true", help="print a line per layout too")
     parser.add_argument("--heatmap", type=picture, metavar="FILE", help="draw it: .png, .svg, .pdf")

@@ -25,6 +25,31 @@ def test_parts_make_the_logical_tensor_again(sharding: Sharding, tensor_size: in
         assert sum(part.sum() for part in parts) == logical.sum()
 
 
+@pytest.mark.parametrize("tensor_size", [1, 2, 4])
+@pytest.mark.parametrize("sharding", SHARDINGS.values(), ids=SHARDINGS.keys())
+def test_any_elements_of_a_part_are_read_from_the_rows_they_need(
+    sharding: Sharding, tensor_size: int
+) -> None:
+    logical = torch.arange(1.0, 1 + torch.Size(sharding.shape).numel()).view(sharding.shape)
+    read: list[int] = []
+
+    def rows(start: int, stop: int) -> torch.Tensor:
+        read.append(stop - start)
+        return logical[start:stop]
+
+    for rank in range(tensor_size):
+        part = sharding.local_part(logical, rank, tensor_size)
+        width = part[0].numel()
+        for start in range(part.numel()):
+            for stop in range(start + 1, part.numel() + 1):
+                read.clear()
+                elements = sharding.local_elements(
+                    rows, range(start, stop), tensor_rank=rank, tensor_size=tensor_size
+                )
+                assert torch.equal(elements, part.flatten()[start:stop])
+                assert sum(read) <= (stop - 1) // width - start // width + 1
+
+
 def test_blocks_are_split_one_by_one() -> None:
     logical = torch.arange(16.0).view(16, 1)
     part = SHARDINGS["q|k|v"].local_part(logical.expand(16, 3), 1, 2)

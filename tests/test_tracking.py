@@ -8,6 +8,7 @@ from unittest import mock
 import pytest
 
 from recipes.training import tracking
+from recipes.training.progress import Progress
 from recipes.training.recipe import parse_recipe
 from recipes.training.run_folder import RunFolder
 from tests.conftest import changed
@@ -139,7 +140,7 @@ def test_the_meter_counts_flops_of_the_whole_world(small) -> None:
     recipe = recipe_with(small, "disabled")
     one, two = (
         tracking.Meter(recipe, size, precision="fp32", device_name="cpu").line(
-            3, loss=1.0, grad_norm=2.0, learning_rate=0.1, seconds=0.5
+            Progress(3, 24), loss=1.0, grad_norm=2.0, learning_rate=0.1, seconds=0.5
         )
         for size in (1, 2)
     )
@@ -149,10 +150,3 @@ def test_the_meter_counts_flops_of_the_whole_world(small) -> None:
     gpu = tracking.Meter(recipe, 1, precision="bf16", device_name="NVIDIA A100-SXM4-80GB")
     assert gpu.peak_tflops == 312.0
     assert one["memory_gb"] > 0.05
-
-
-def test_the_code_version_is_the_commit(tmp_path: Path, monkeypatch) -> None:
-    assert tracking.code_version() is None or len(tracking.code_version()) >= 40
-    monkeypatch.setattr(tracking, "REPOSITORY", tmp_path)
-    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", os.path.dirname(tmp_path))
-    assert tracking.code_version() is None

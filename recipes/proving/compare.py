@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 # key's norm over eight columns moves by 1.1e-5 when one process takes another micro-batch, and by
 # 2.1e-5 in other layouts.
 LOSS, GRAD_NORM, WEIGHTS, MOMENTS = 2e-6, 1e-5, 1e-5, 1e-4
+RELAY_LOSS = 1e-6  # between a layout that goes on and another that has its checkpoint
 NOISE = " (keys)"
 
 
@@ -61,6 +62,25 @@ class Difference:
         close = self.loss <= LOSS and self.grad_norm <= GRAD_NORM
         alike = self.weights <= WEIGHTS and self.moments <= MOMENTS
         return close and alike and not self.drifted
+
+
+@dataclass(frozen=True)
+class Leg:
+    """A layout that went on from another one's checkpoint.
+
+    first: it was handed nothing
+    changed: weights and moments that are not bit for bit what the other one had saved
+    loss: the largest relative difference over the steps that both have done after it
+    """
+
+    first: bool
+    changed: list[str]
+    loss: float
+
+    @property
+    def passes(self) -> bool:
+        """Whether nothing was lost on the way."""
+        return not self.changed and self.loss <= RELAY_LOSS
 
 
 def compare(outcome: Outcome, reference: Outcome, model: ModelConfig) -> Difference:
@@ -117,8 +137,12 @@ def split_noise(name: str, model: ModelConfig) -> dict[str, slice]:
 
 
 def _largest(got: list[float], expected: list[float]) -> float:
-    pairs = zip(got, expected, strict=True)
-    return max(_finite(abs(a - b) / abs(b)) for a, b in pairs)
+    return max(relative(a, b) for a, b in zip(got, expected, strict=True))
+
+
+def relative(got: float, expected: float) -> float:
+    """The relative difference; NaN is infinitely far."""
+    return _finite(abs(got - expected) / abs(expected))
 
 
 def _finite(number: float) -> float:

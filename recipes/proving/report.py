@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from itertools import groupby
 from typing import Any
 
-from recipes.proving.compare import GRAD_NORM, LOSS, MOMENTS, WEIGHTS, Difference
+from recipes.proving.compare import GRAD_NORM, LOSS, MOMENTS, RELAY_LOSS, WEIGHTS, Difference, Leg
 from recipes.proving.layouts import Variant
 
 COLUMNS = (
@@ -16,15 +16,15 @@ COLUMNS = (
 
 @dataclass(frozen=True)
 class Finding:
-    """A variant, and how far it is from the reference or what went wrong with it."""
+    """A variant, and what it came to or what went wrong with it."""
 
     variant: Variant
-    result: Difference | str
+    result: Difference | Leg | str
 
     @property
     def passes(self) -> bool:
-        """Whether it trains like the reference."""
-        return isinstance(self.result, Difference) and self.result.passes
+        """Whether it trains like the reference, or went on as it should."""
+        return not isinstance(self.result, str) and self.result.passes
 
 
 def as_text(findings: Sequence[Finding], *, every_layout: bool) -> str:
@@ -59,12 +59,37 @@ def describe(finding: Finding) -> str:
     result = finding.result
     if isinstance(result, str):
         return f"{_name(finding.variant)}: {result.splitlines()[0]}"
+    if isinstance(result, Leg):
+        changed = f"changed: {', '.join(result.changed)}" if result.changed else "bit for bit"
+        return f"{_name(finding.variant)}: {changed}, losses after it {result.loss:.1e}"
     text = (
         f"{_name(finding.variant)}: loss {result.loss:.1e}, gradient norm {result.grad_norm:.1e}, "
         f"weights {result.weights:.1e} ({result.parameter}), "
         f"Adam's moments {result.moments:.1e} ({result.moment})"
     )
     return "; ".join([text, *result.drifted])
+
+
+def relay_as_text(findings: Sequence[Finding], *, every_layout: bool) -> str:
+    """A whole relay for a person to read; layouts in the order of the relay."""
+    layouts = "\n".join(map(describe, findings)) if every_layout else ""
+    lines = ["| tensor x pipeline x data | ranks | layouts | bit for bit | losses after it |"]
+    lines += ["|---|---|---|---|---|"]
+    for (ranks, *sizes), group in groupby(sorted(findings, key=_axes), key=_axes):
+        members = list(group)
+        legs = [finding.result for finding in members if isinstance(finding.result, Leg)]
+        same = sum(not leg.changed for leg in legs)
+        loss = max((leg.loss for leg in legs), default=math.inf)
+        axes = " x ".join(map(str, sizes))
+        lines.append(f"| {axes} | {ranks} | {len(members)} | {same} | {loss:.1e} |")
+    handed = [finding for finding in findings if not getattr(finding.result, "first", False)]
+    passed = sum(finding.passes for finding in handed)
+    last = (
+        f"{passed} of {len(handed)} layouts went on from another one's checkpoint as if nothing "
+        f"had changed: weights and both moments bit for bit, losses to {RELAY_LOSS:.0e}"
+    )
+    parts = [layouts, "\n".join(lines), failures(findings), last]
+    return "\n\n".join(part for part in parts if part)
 
 
 def verdict(findings: Sequence[Finding]) -> str:

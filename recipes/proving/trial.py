@@ -32,15 +32,25 @@ from recipes.training.topology import World
 
 def try_variants(variants: Iterable[Variant]) -> Iterator[Outcome | None]:
     """Train variants of this world's size; outcomes on rank 0, None on the others."""
-    world = World.from_environment(os.environ)
-    torch.set_num_threads(1)
-    gc.freeze()  # what the imports made stays; collecting is quick without it
-    start_processes(world)
-    with shared_groups() as begin_variant:
+    with many_variants() as begin_variant:
         for variant in variants:
             begin_variant()
-            yield train(variant, world)
+            yield train(variant, World.from_environment(os.environ))
+
+
+@contextlib.contextmanager
+def many_variants() -> Iterator[Callable[[], None]]:
+    """Within it, this rank trains one variant after the other; yields what to call before each."""
+    torch.set_num_threads(1)
+    gc.freeze()  # what the imports made stays; collecting is quick without it
+    start_processes(World.from_environment(os.environ))
+    with shared_groups() as forget_asked:
+
+        def begin() -> None:
+            forget_asked()
             gc.collect()  # an engine is a web of references
+
+        yield begin
 
 
 def train(variant: Variant, world: World) -> Outcome | None:
@@ -87,10 +97,10 @@ def held_weights(engine: Engine) -> dict[str, Tensor]:
         return {name: parameter.detach().cpu().clone() for name, parameter in held.items()}
 
 
-def held_moments(engine: Engine) -> dict[str, Tensor]:
-    """The same of Adam's first moments, which ZeRO has spread over the data ranks; collective.
+def held_moments(engine: Engine, kind: str = "exp_avg") -> dict[str, Tensor]:
+    """The same of Adam's moments, which ZeRO has spread over the data ranks; collective.
 
-    They are the gradients' running mean: Adam's steps do not show a gradient's scale, they do.
+    The first are the gradients' running mean: Adam's steps do not show a gradient's scale, they do.
     """
     optimizer = engine.wrapped.optimizer
     if hasattr(optimizer, "_lazy_init_hp_params_optimizer_state"):  # not ZeRO-3
@@ -98,7 +108,7 @@ def held_moments(engine: Engine) -> dict[str, Tensor]:
         optimizer._hp_optimizer_states_linked = False
         optimizer._lazy_init_hp_params_optimizer_state()
     return {
-        name: safe_get_full_optimizer_state(parameter, "exp_avg").cpu()
+        name: safe_get_full_optimizer_state(parameter, kind).cpu()
         for name, parameter in engine.parameters()
     }
 

@@ -15,7 +15,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-from recipes.proving.compare import Outcome
+from recipes.proving.compare import Leg, Outcome
 from recipes.proving.layouts import Variant
 from recipes.training.recipe import REPOSITORY
 
@@ -28,20 +28,21 @@ ENVIRONMENT = {  # of every rank
     "PYTHONSAFEPATH": "1",
 }
 PRELOADED = [  # once, for all processes; the last three are imported when an engine is built
-    "recipes.proving.trial",
+    "recipes.proving.relay",
     "torch._dynamo",
     "torch._inductor.compile_fx",
     "deepspeed.runtime.zero.muon.muon_optimizer",
 ]
 LAST_LINES = 12  # of a rank's output, in a message
 
-Result = tuple[Variant, Outcome | str]
+Result = tuple[Variant, Outcome | Leg | str]
 
 
 @dataclass
 class WorldOfRanks:
     """The processes that train some variants of one size.
 
+    relay: the folder of a relay; None: they train by themselves
     done: how many of the variants have their result
     failure: why the next one has none
     """
@@ -49,6 +50,7 @@ class WorldOfRanks:
     variants: Sequence[Variant]
     logs: Path
     seconds: float
+    relay: Path | None = None
     done: int = 0
     failure: str | None = None
     deadline: float = 0.0
@@ -76,7 +78,8 @@ class WorldOfRanks:
                 ours, theirs = context.Pipe(duplex=False)
                 self.reports[rank] = ours
                 self._log(rank).touch()
-                arguments = (rank, port, self.variants, theirs, self._log(rank), REPOSITORY)
+                place = (rank, port, self._log(rank), REPOSITORY)
+                arguments = (place, self.variants, self.relay, theirs)
                 process = context.Process(target=_rank, args=arguments, daemon=True)
                 process.start()
                 theirs.close()
@@ -133,7 +136,7 @@ class WorldOfRanks:
                 return message[0]
         return None
 
-    def _receive(self, rank: int) -> tuple[int, Outcome | str] | None:
+    def _receive(self, rank: int) -> tuple[int, Outcome | Leg | str] | None:
         """(the variant's place, outcome or error) from a rank; None: it has ended."""
         try:
             return pickle.loads(self.reports[rank].recv_bytes())
@@ -154,14 +157,15 @@ class WorldOfRanks:
 
 
 def run_variants(
-    variants: Sequence[Variant], *, ranks: int, seconds: float
-) -> Iterator[tuple[Variant, Outcome | str]]:
+    variants: Sequence[Variant], *, ranks: int, seconds: float, relay: Path | None = None
+) -> Iterator[tuple[Variant, Outcome | Leg | str]]:
     """Each variant with its outcome, or with the text of what went wrong, as they come.
 
     A variant that fails ends its world; the ones after it go on in a new one.
 
     ranks: so many processes at most run at a time
     seconds: a variant that takes longer has failed
+    relay: a folder, through which each hands its run to the next; the variants are of one size
 
     Raises:
         ValueError: a variant needs more ranks.
@@ -177,7 +181,8 @@ def run_variants(
                 for group in list(waiting):
                     if sum(world.size for world in running) + group[0].world_size <= ranks:
                         waiting.remove(group)
-                        world = WorldOfRanks(group, Path(tempfile.mkdtemp(dir=folder)), seconds)
+                        logs = Path(tempfile.mkdtemp(dir=folder))
+                        world = WorldOfRanks(group, logs, seconds, relay)
                         running.append(world)
                         world.start()
                 wait([r for world in running for r in world.reports.values()], timeout=1.0)
@@ -215,17 +220,16 @@ def free_port() -> int:
 
 
 def _rank(
-    rank: int,
-    port: int,
+    place: tuple[int, int, Path, Path],
     variants: Sequence[Variant],
+    relay: Path | None,
     report: Connection,
-    log: Path,
-    repository: Path,
 ) -> None:
     """One process: train the variants; report outcomes, if it is rank 0, or what ended it.
 
-    repository: the checkout that is to be proven
+    place: rank, port, log, and the checkout that is to be proven
     """
+    rank, port, log, repository = place
     size = variants[0].world_size
     os.environ |= ENVIRONMENT | {
         "RANK": str(rank),
@@ -238,18 +242,19 @@ def _rank(
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(output, 1)
     os.dup2(output, 2)
-    from recipes.proving.trial import try_variants  # torch: only ranks need it
+    from recipes.proving.relay import run_legs  # torch: only ranks need it
+    from recipes.proving.trial import try_variants
 
-    place = 0
+    done = 0
     try:
         assert repository == REPOSITORY, f"this rank has imported {REPOSITORY}"
-        for outcome in try_variants(variants):
+        for outcome in run_legs(variants, relay) if relay else try_variants(variants):
             if rank == 0:
-                report.send_bytes(pickle.dumps((place, outcome)))
-            place += 1
+                report.send_bytes(pickle.dumps((done, outcome)))
+            done += 1
     except Exception as problem:  # whatever it is, it is this variant's result
         traceback.print_exc()
         sys.stderr.flush()
-        report.send_bytes(pickle.dumps((place, f"{type(problem).__name__}: {problem}")))
+        report.send_bytes(pickle.dumps((done, f"{type(problem).__name__}: {problem}")))
     # torch's teardown of its threads sometimes aborts; the results are out by now.
     os._exit(0)

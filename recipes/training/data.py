@@ -1,24 +1,29 @@
-"""Token files -> micro-batches; a pure function of (recipe, step), whatever the layout.
+"""Token files -> micro-batches; a pure function of (recipe, progress, step), whatever the layout.
 
 A corpus is cut into windows of sequence_length + 1 tokens, each overlapping the next by one.
-Sample n of the run is a window chosen by the seed alone, step k (from 1) reads the samples
-(k - 1) G .. k G - 1 of a global batch of G, and ranks divide these among themselves.
+Sample n of the run is a window chosen by the seed alone, a step reads the next G samples of a
+global batch of G, and ranks divide these among themselves. Step k (from 1) reads the samples
+(k - 1) G .. k G - 1, unless the run has been resumed with another batch; then it goes on from the
+sample where the old one ended.
 """
 
 import hashlib
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from recipes.training.progress import Progress
 from recipes.training.recipe import Recipe, repository_path
 from recipes.training.token_file import TokenFile
 from recipes.training.topology import Topology
 
 Batch = tuple[Tensor, Tensor]  # tokens [b, s] and labels [b, s], the tokens one place on
+EDGE_BYTES = 2**16  # of a token file's ends, which its fingerprint covers
 
 
 class Windows:
@@ -60,6 +65,8 @@ class TrainingData:
         self.global_sequences = recipe.batch.global_sequences
         self.data_rank, self.data_size = data_rank, topology.data
         self.evaluation_batches = recipe.training.evaluation_batches
+        self.fingerprint = fingerprint(recipe)
+        self.progress = Progress()
         needed = self.evaluation_batches * self.global_sequences
         if recipe.training.evaluate_every and needed > self.validation.count:
             most = self.validation.count // self.global_sequences
@@ -72,9 +79,18 @@ class TrainingData:
                 f"{recipe.data.validation} has {self.validation.count}; use {works}"
             )
 
+    def resume(self, progress: Progress) -> None:
+        """Go on where a run had come; the next step reads the next sample."""
+        self.progress = progress
+
+    def progress_after(self, step: int) -> Progress:
+        """How far the run is after a step."""
+        return Progress(step, self.progress.samples_after(step, self.global_sequences))
+
     def samples(self, step: int) -> list[range]:
         """The run's samples in this data rank's micro-batches of training step 1, 2, ..."""
-        return list(self._shares((step - 1) * self.global_sequences, self.global_sequences))
+        first = self.progress.samples_after(step - 1, self.global_sequences)
+        return list(self._shares(first, self.global_sequences))
 
     def step(self, step: int) -> Iterator[Batch]:
         """The micro-batches of training step 1, 2, ..."""
@@ -142,6 +158,36 @@ def permuted(index: int, size: int, key: str) -> int:
         index = left << half | right
         if index < size:
             return index
+
+
+def fingerprint(recipe: Recipe) -> dict[str, Any]:
+    """What decides which tokens a run reads, wherever the files lie.
+
+    A corpus counts by the sizes and the ends of its two files, and by the hash of the tokens that
+    its manifest has, if it has one: reading all of it would delay the start of every run.
+    """
+    sources = {}
+    for number, source in enumerate(recipe.data.train):
+        content = _content(repository_path(source.path))
+        sources[str(number)] = {"content": content, "weight": source.weight}
+    tokenizer = tokenizer_hash(repository_path(recipe.data.tokenizer))
+    return {"tokenizer": tokenizer, "train": sources}
+
+
+def _content(path: Path) -> str:
+    digest = hashlib.sha256()
+    for suffix in (".idx", ".bin"):
+        with path.with_name(path.name + suffix).open("rb") as stream:
+            size = stream.seek(0, 2)
+            digest.update(size.to_bytes(8, "little"))
+            for start in (0, max(0, size - EDGE_BYTES)):
+                stream.seek(start)
+                digest.update(stream.read(EDGE_BYTES))
+    manifest = path.with_name("manifest.json")
+    if manifest.is_file():
+        files = json.loads(manifest.read_text()).get("files", {})
+        digest.update(files.get(path.name, {}).get("bin_sha256", "").encode())
+    return digest.hexdigest()
 
 
 def tokenizer_hash(folder: Path) -> str:

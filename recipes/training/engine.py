@@ -7,7 +7,7 @@ import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import deepspeed
@@ -22,13 +22,13 @@ from models.layer_specs import SequentialModel, layer_specs, logical_parameters,
 from models.parallel.collectives import TensorAxis
 from models.parallel.rng import MaskKey
 from models.pipeline.stages import FoldedStage, Stage
+from recipes.training.checkpoint import CheckpointReader
 from recipes.training.copies import CopyGroup, differing_copies
 from recipes.training.data import Batch
 from recipes.training.deepspeed_config import zero_stage
 from recipes.training.recipe import Optimizer, Recipe
 from recipes.training.topology import Coordinates, Topology, World
-
-RECIPE_SETTINGS = ("betas", "eps", "weight_decay")  # of an optimizer's param_groups
+from recipes.training.training_state import Fragment, TrainingState, training_state
 
 
 @dataclass(frozen=True)
@@ -44,6 +44,7 @@ class Engine(ABC):
 
     def __init__(self, wrapped: deepspeed.DeepSpeedEngine, recipe: Recipe, axis: TensorAxis):
         self.wrapped, self.recipe, self.axis = wrapped, recipe, axis
+        self.state: TrainingState = training_state(wrapped.optimizer, dict(self.parameters()))
 
     def train_step(
         self, samples: Iterable[range], micro_batches: Iterable[Batch], learning_rate: float
@@ -92,19 +93,26 @@ class Engine(ABC):
     def data_group(self) -> dist.ProcessGroup:
         """This rank's group along the data axis."""
 
-    def save(self, folder: Path) -> None:
-        """Write this rank's part of a checkpoint."""
-        self.wrapped.save_checkpoint(str(folder), tag="deepspeed", save_latest=False)
+    def load(self, reader: CheckpointReader, *, weights_only: bool = False) -> None:
+        """Take this rank's share of a checkpoint, whichever layout wrote it.
 
-    def load(self, folder: Path) -> None:
-        """Read this rank's part of a checkpoint that the same layout wrote."""
-        groups = self.wrapped.optimizer.param_groups
-        settings = [{key: group[key] for key in RECIPE_SETTINGS} for group in groups]
-        path, _ = self.wrapped.load_checkpoint(str(folder), tag="deepspeed")
-        assert path is not None, folder
-        # DeepSpeed has put the checkpoint's settings there; they are the recipe's.
-        for group, own in zip(self.wrapped.optimizer.param_groups, settings, strict=True):
-            group.update(own)
+        weights_only: the optimizer starts afresh
+        """
+
+        def read(kind: str, fragment: Fragment) -> torch.Tensor:
+            return self.state.parameters[fragment.name].sharding.local_elements(
+                partial(reader.rows, kind, fragment.name),
+                fragment.elements,
+                tensor_rank=self.axis.rank,
+                tensor_size=self.axis.size,
+            )
+
+        manifest = reader.manifest
+        self.state.restore(
+            read,
+            updates=None if weights_only else manifest.updates,
+            loss_scale=None if weights_only else manifest.loss_scale,
+        )
 
     @property
     def device_name(self) -> str:

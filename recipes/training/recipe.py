@@ -121,6 +121,7 @@ class Training(Section):
     evaluate_every: NonNegative
     evaluation_batches: Count = 4  # global batches of the validation file
     compare_copies_every: NonNegative = 100  # steps; `copies.py`
+    initial_weights: str | None = None  # a checkpoint to start from; None: drawn from the seed
 
 
 class Source(Section):
@@ -159,6 +160,7 @@ class Checkpoint(Section):
     every: Count
     keep: Count = 2  # the newest so many
     keep_every: NonNegative = 0  # and those of every so many steps; 0: no more
+    on_failure: Literal["continue", "stop"] = "continue"  # what a save that fails means for the run
 
 
 class Tracking(Section):

@@ -4,11 +4,12 @@ import fcntl
 import json
 import os
 import socket
+import subprocess
 import time
 from pathlib import Path
 from typing import Any
 
-from recipes.training.recipe import Recipe
+from recipes.training.recipe import REPOSITORY, Recipe
 
 
 class RunFolder:
@@ -104,3 +105,12 @@ def _replace(file: Path, text: str) -> None:
         stream.flush()
         os.fsync(stream.fileno())
     os.rename(fresh, file)
+
+
+def code_version() -> str | None:
+    """The repository's commit, "-dirty" with changes; None outside git."""
+    command = ["git", "-C", str(REPOSITORY), "describe", "--always", "--dirty", "--abbrev=40"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return None

@@ -99,6 +99,11 @@ class Topology:
             for first in range(0, self.world_size, self.tensor)
         ]
 
+    def stage_groups(self) -> list[list[int]]:
+        """The global ranks of every stage."""
+        ranks = self.data * self.tensor
+        return [list(range(first, first + ranks)) for first in range(0, self.world_size, ranks)]
+
 
 def _divisor(number: int, at_most: int) -> int:
     """The largest divisor of `number` that is no larger than `at_most`."""

@@ -8,7 +8,6 @@ import os
 import queue
 import resource
 import secrets
-import subprocess
 import sys
 import threading
 import time
@@ -22,8 +21,9 @@ from tqdm import tqdm
 
 from models.cost import flops_per_token
 from recipes.planning.hardware import peak_tflops
-from recipes.training.recipe import REPOSITORY, Recipe
-from recipes.training.run_folder import RunFolder
+from recipes.training.progress import Progress
+from recipes.training.recipe import Recipe
+from recipes.training.run_folder import RunFolder, code_version
 
 SECONDS_BETWEEN_LINES = 10.0
 STOPPED = 3  # the exit code of a run that stopped before its last step
@@ -34,6 +34,7 @@ class Meter:
 
     def __init__(self, recipe: Recipe, world_size: int, *, precision: str, device_name: str):
         self.tokens_per_step = recipe.tokens_per_step
+        self.sequence_length = recipe.model.sequence_length
         self.tflop_per_gpu = (
             flops_per_token(recipe.model) * recipe.tokens_per_step / world_size / 1e12
         )
@@ -41,16 +42,17 @@ class Meter:
         self.on_gpu = device_name != "cpu"
 
     def line(
-        self, step: int, *, loss: float, grad_norm: float, learning_rate: float, seconds: float
-    ) -> dict[str, Any]:
-        """The metrics of one step; `mfu` is None where the device's peak is not known."""
+        self, progress: Progress, *, loss: float, grad_norm: float, learning_rate: float,
+        seconds: float,
+    ) -> dict[str, Any]:  # fmt: skip
+        """The metrics of the step just done; `mfu` is None where the device's peak is unknown."""
         tflops = self.tflop_per_gpu / seconds
         return {
-            "step": step,
+            "step": progress.step,
             "loss": loss,
             "grad_norm": grad_norm,
             "learning_rate": learning_rate,
-            "tokens": step * self.tokens_per_step,
+            "tokens": progress.samples * self.sequence_length,
             "step_seconds": seconds,
             "tokens_per_second": self.tokens_per_step / seconds,
             "tflops_per_gpu": tflops,
@@ -94,6 +96,9 @@ class Tracker:
     def step(self, metrics: dict[str, Any]) -> None:
         """Take one step's metrics."""
 
+    def warn(self, message: str) -> None:
+        """Something is wrong and the run goes on."""
+
     def stop(self, reason: str) -> None:
         """The run stops before its last step."""
 
@@ -120,6 +125,11 @@ class RunTracker(Tracker):
         self.folder.metric(metrics)
         self.display.step(metrics)
         self.wandb.log(metrics)
+
+    def warn(self, message: str) -> None:
+        """Something is wrong and the run goes on."""
+        self.folder.event("warning", self.last_step, message=message)
+        print(f"warning: {message}", file=sys.stderr)
 
     def stop(self, reason: str) -> None:
         """The run stops before its last step."""
@@ -295,12 +305,3 @@ def has_wandb_key() -> bool:
         return netrc.netrc(os.environ.get("NETRC")).authenticators(host) is not None
     except (OSError, netrc.NetrcParseError):
         return False
-
-
-def code_version() -> str | None:
-    """The repository's commit, "-dirty" with changes; None outside git."""
-    command = ["git", "-C", str(REPOSITORY), "describe", "--always", "--dirty", "--abbrev=40"]
-    try:
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return None

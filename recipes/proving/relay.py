@@ -1,0 +1,87 @@
+"""A relay: every layout goes on from the checkpoint that the one before it saved.
+
+What a rank does for it. In the folder are a run's checkpoints and `handed`, what the last layout
+had in memory when it saved, and its losses after that.
+"""
+
+import os
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from recipes.proving.compare import Leg, relative
+from recipes.proving.layouts import Variant
+from recipes.proving.trial import (
+    gather,
+    held_moments,
+    held_weights,
+    many_variants,
+    start,
+    train_step,
+)
+from recipes.training import checkpoint
+from recipes.training.checkpoint_writer import CheckpointWriter
+from recipes.training.engine import Engine
+from recipes.training.run_folder import RunFolder
+from recipes.training.topology import World
+
+LOSSES = 10  # that two layouts have in common
+
+
+def run_legs(variants: Iterable[Variant], folder: Path) -> Iterator[Leg | None]:
+    """Each variant of this world's size in turn; outcomes on rank 0, None on the others."""
+    with many_variants() as begin_variant:
+        for variant in variants:
+            begin_variant()
+            yield run_leg(variant, World.from_environment(os.environ), RunFolder(folder))
+
+
+def run_leg(variant: Variant, world: World, folder: RunFolder) -> Leg | None:
+    """Load, compare with what was saved; a step, save; the steps that the next one does too."""
+    recipe, topology = variant.recipe, variant.topology
+    engine, data = start(variant, world)
+    found = checkpoint.find(folder.checkpoints, "auto", recipe, data.fingerprint)
+    if found.path:
+        engine.load(checkpoint.CheckpointReader(found.path, found.manifest))
+    data.resume(found.progress)
+    got = everything(engine) if found.path else {}
+    step = found.progress.step + 1
+    losses = [train_step(engine, data, step).loss]
+    writer = CheckpointWriter(
+        engine.state, folder, recipe=recipe, topology=topology, data=data.fingerprint
+    )
+    problem = writer.save(data.progress_after(step)) or writer.wait()
+    assert problem is None, problem
+    saved = everything(engine)
+    losses += [train_step(engine, data, step + later).loss for later in range(1, LOSSES + 1)]
+    dist.barrier()
+    if world.rank != 0:
+        return None
+    file = folder.path / "handed"
+    handed = torch.load(file) if file.exists() else None
+    torch.save({"tensors": saved, "losses": losses[1:]}, file)
+    return compare_leg(got, losses, handed)
+
+
+def everything(engine: Engine) -> dict[str, Tensor]:
+    """All logical weights and both moments, on rank 0, without the code that saves and loads."""
+    tensors = {f"weight {n}": t for n, t in gather(engine, held_weights(engine)).items()}
+    for kind in ("exp_avg", "exp_avg_sq"):
+        held = gather(engine, held_moments(engine, kind))
+        tensors |= {f"{kind} {name}": tensor for name, tensor in held.items()}
+    return tensors
+
+
+def compare_leg(got: dict[str, Tensor], losses: list[float], handed: dict[str, Any] | None) -> Leg:
+    """What a layout has made of what it was handed; the first one of a relay was handed nothing."""
+    if handed is None:
+        return Leg(first=True, changed=[], loss=0.0)
+    expected = handed["tensors"]
+    assert got.keys() == expected.keys()
+    changed = [name for name, tensor in expected.items() if not torch.equal(got[name], tensor)]
+    pairs = zip(losses[:LOSSES], handed["losses"], strict=True)
+    return Leg(first=False, changed=changed, loss=max(relative(a, b) for a, b in pairs))

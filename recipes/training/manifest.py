@@ -1,0 +1,186 @@
+"""What a checkpoint is on the disk, and whether it is still what was written.
+
+checkpoints/step-0000100/
+  manifest.json                step, samples, recipe, layout, versions; every file, size and SHA-256
+  manifest.sha256              of manifest.json
+  weights-00000.safetensors    fp32 weights: logical tensors, whatever the layout; one file per rank
+  moments-00000.safetensors    Adam's, as exp_avg/NAME and exp_avg_sq/NAME
+
+A folder with such a name is complete: it was written under another one (`.incomplete`) and renamed.
+"""
+
+import hashlib
+import json
+import os
+import re
+import shutil
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from recipes.training.progress import Progress
+from recipes.training.recipe import Checkpoint
+
+NAME = re.compile(r"step-\d{7,}")
+INCOMPLETE = "step-*.incomplete"
+FORMAT = 1
+
+Facts = dict[str, Any]  # of a file: "bytes", "sha256"
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a checkpoint says of itself.
+
+    step, samples, tokens: what the run had done and read
+    updates: the optimizer's steps, fewer than `step` where fp16 skipped some
+    loss_scale: of fp16, the scaler's state
+    recipe: as it was resolved; of weights from elsewhere, the [model] section alone
+    data: fingerprints of corpora and tokenizer
+    tensors: name -> file; files: file -> facts
+    """
+
+    step: int
+    samples: int
+    tokens: int
+    updates: int
+    loss_scale: dict[str, Any] | None
+    recipe: dict[str, Any]
+    layout: dict[str, Any]
+    data: dict[str, Any]
+    versions: dict[str, Any]
+    tensors: dict[str, str]
+    files: dict[str, Facts]
+    format: int = field(default=FORMAT)
+
+    @property
+    def progress(self) -> Progress:
+        """Where a run goes on from it."""
+        return Progress(self.step, self.samples)
+
+    @property
+    def has_moments(self) -> bool:
+        """Whether it holds an optimizer's state, or weights alone."""
+        return any(name.startswith("exp_avg/") for name in self.tensors)
+
+    def write(self, folder: Path) -> None:
+        """Write it into a checkpoint's folder, and wait until all of that is on the disk."""
+        file = folder / "manifest.json"
+        file.write_text(json.dumps(asdict(self), indent=1) + "\n")
+        file.with_suffix(".sha256").write_text(sha256(file) + "\n")
+        for path in (file, file.with_suffix(".sha256"), folder):
+            flush(path)
+
+    @classmethod
+    def read(cls, checkpoint: Path) -> "Manifest":
+        """Of a checkpoint whose manifest has been verified.
+
+        Raises:
+            ValueError: a later version of this code has written it.
+        """
+        content = json.loads((checkpoint / "manifest.json").read_text())
+        if content.get("format") != FORMAT:
+            raise ValueError(
+                f"{checkpoint / 'manifest.json'}: format = {content.get('format')} is not known "
+                f"here; use the code that wrote it, which knows format = {FORMAT}"
+            )
+        return cls(**content)
+
+
+def tensor_key(kind: str, name: str) -> str:
+    """A tensor's name in a checkpoint's files: weights have their own, moments are prefixed."""
+    return name if kind == "weights" else f"{kind}/{name}"
+
+
+def sha256(file: Path) -> str:
+    """The file's SHA-256, in hexadecimal."""
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def flush(path: Path) -> None:
+    """Wait until a file's or a folder's content is on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def damages(checkpoint: Path, share: int = 0, shares: int = 1) -> Iterator[str]:
+    """What is wrong with a checkpoint's manifest and this share of its files, a sentence each."""
+    manifest, digest = checkpoint / "manifest.json", checkpoint / "manifest.sha256"
+    for file in (manifest, digest):
+        if not file.is_file():
+            yield f"{file} is missing"
+            return
+    try:
+        if sha256(manifest) + "\n" != digest.read_text(errors="replace"):
+            yield f"{manifest} is not what was written (SHA-256)"
+            return
+        for name, facts in sorted(Manifest.read(checkpoint).files.items())[share::shares]:
+            yield from _file_damages(checkpoint / name, facts)
+    except OSError as error:
+        yield f"{error.filename} cannot be read ({error.strerror})"
+
+
+def _file_damages(file: Path, facts: Facts) -> Iterator[str]:
+    if not file.is_file():
+        yield f"{file} is missing"
+    elif file.stat().st_size != facts["bytes"]:
+        yield f"{file} has {file.stat().st_size} bytes instead of {facts['bytes']}"
+    elif sha256(file) != facts["sha256"]:
+        yield f"{file} is not what was written (SHA-256)"
+
+
+def publish(workspace: Path, checkpoint: Path) -> None:
+    """Make a complete checkpoint exist, by one rename."""
+    if checkpoint.exists():  # a damaged one, which the run has skipped
+        set_aside(checkpoint)
+    os.rename(workspace, checkpoint)
+    flush(checkpoint.parent)
+
+
+def retain(folder: Path, settings: Checkpoint, step: int) -> None:
+    """Delete checkpoints beyond the newest `keep` and every `keep_every`-th step's.
+
+    Checkpoints of later steps than this one are damaged ones that the run has skipped; they
+    neither go nor count.
+    """
+    for old in [path for path in published(folder) if step_of(path) <= step][: -settings.keep]:
+        if not settings.keep_every or step_of(old) % settings.keep_every:
+            doomed = old.with_name(f"{old.name}.incomplete")  # never half a checkpoint
+            os.rename(old, doomed)
+            shutil.rmtree(doomed, ignore_errors=True)
+
+
+def remove_debris(folder: Path) -> None:
+    """Delete what unfinished saves have left."""
+    for debris in folder.glob(INCOMPLETE):
+        shutil.rmtree(debris, ignore_errors=True)
+
+
+def set_aside(checkpoint: Path) -> None:
+    """Rename a checkpoint that is not to be found any more, but kept."""
+    stamp = time.strftime("%Y%m%dT%H%M%S")
+    os.rename(checkpoint, checkpoint.with_name(f"abandoned-{stamp}-{checkpoint.name}"))
+
+
+def published(folder: Path) -> list[Path]:
+    """The checkpoints of a folder, oldest first."""
+    if not folder.is_dir():
+        return []
+    found = [path for path in folder.iterdir() if NAME.fullmatch(path.name) and path.is_dir()]
+    return sorted(found, key=step_of)
+
+
+def checkpoint_name(step: int) -> str:
+    """Of the checkpoint after a step."""
+    return f"step-{step:07d}"
+
+
+def step_of(checkpoint: Path) -> int:
+    """The step that a checkpoint's name says."""
+    return int(checkpoint.name.removeprefix("step-"))
