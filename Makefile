@@ -34,7 +34,7 @@ ifneq ($(origin CUDA_VISIBLE_DEVICES),undefined)
 endif
 endif
 
-.PHONY: setup pretrain test lint
+.PHONY: setup pretrain test lint soak
 
 setup: $(READY)
 
@@ -53,6 +53,12 @@ pretrain: $(READY) data/stdlib/manifest.json
 	@port=$$($(BIN)/python -c 'import socket; s = socket.socket(); s.bind(("", 0)); print(s.getsockname()[1])') && \
 	$(BIN)/deepspeed --quiet $(DEVICES) --master_port $$port \
 	  recipes/pretrain.py recipes/tiny.toml $(LAYOUT) $(ARGS)
+ifeq ($(findstring --run-dir,$(ARGS)),)
+	@$(BIN)/python recipes/convert.py to-hf runs/tiny runs/tiny/hugging_face --overwrite --prompt "def "
+endif
+
+soak: $(READY)
+	@$(BIN)/python tests/soak.py $(ARGS)
 
 test: $(READY)
 	@$(BIN)/python -m pytest $(ARGS)

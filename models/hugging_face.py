@@ -1,6 +1,6 @@
 """Our names and shapes <-> those of transformers' Llama, Qwen3 and GPT-2 classes."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +22,24 @@ class Counterpart:
     names: tuple[str, ...]
     sizes: tuple[int, ...] = ()
     transposed: bool = False
+
+    def shapes(self, ours: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
+        """Their names and shapes, from the shape of ours."""
+        rows = self.sizes or (ours[0],)
+        shapes = [(size, *ours[1:]) for size in rows]
+        theirs = [shape[::-1] if self.transposed else shape for shape in shapes]
+        return dict(zip(self.names, theirs, strict=True))
+
+    def split(self, ours: Tensor) -> Iterator[tuple[str, Tensor]]:
+        """Their names and tensors, from ours."""
+        parts = ours.split(self.sizes) if self.sizes else (ours,)
+        for name, part in zip(self.names, parts, strict=True):
+            yield name, part.t().contiguous() if self.transposed else part
+
+    def join(self, theirs: Iterable[Tensor]) -> Tensor:
+        """Ours, from their tensors in the order of `names`."""
+        parts = [part.t() if self.transposed else part for part in theirs]
+        return (torch.cat(parts) if len(parts) > 1 else parts[0]).contiguous()
 
 
 def hugging_face_config(config: ModelConfig) -> dict[str, Any]:
@@ -65,25 +83,90 @@ def hugging_face_config(config: ModelConfig) -> dict[str, Any]:
     }
 
 
+def model_settings(theirs: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of our ModelConfig, from all attributes of transformers' config.
+
+    Raises:
+        ValueError: an architecture that ours cannot express, naming the attribute.
+    """
+    family = theirs["model_type"]
+    if family == "gpt2":
+        return _gpt2_settings(theirs)
+    if family not in ("llama", "qwen3"):
+        raise ValueError(f"model_type = {family!r} is not known here; use llama, qwen3 or gpt2")
+    rope = theirs.get("rope_parameters") or {}
+    _require(
+        rope | {key: theirs.get(key) for key in ("hidden_act", "attention_bias", "mlp_bias")}
+        | {"use_sliding_window": theirs.get("use_sliding_window")},
+        {"rope_type": ("default", None), "hidden_act": ("silu",), "attention_bias": (False, None),
+         "mlp_bias": (False, None), "use_sliding_window": (False, None)},
+    )  # fmt: skip
+    head_size = theirs["hidden_size"] // theirs["num_attention_heads"]
+    return {
+        "layers": theirs["num_hidden_layers"],
+        "hidden_size": theirs["hidden_size"],
+        "heads": theirs["num_attention_heads"],
+        "kv_heads": theirs["num_key_value_heads"],
+        "ffn_hidden_size": theirs["intermediate_size"],
+        "vocab_size": theirs["vocab_size"],
+        "sequence_length": theirs["max_position_embeddings"],
+        "norm": "rmsnorm",
+        "positions": "rope",
+        "activation": "swiglu",
+        "bias": False,
+        "tie_embeddings": theirs["tie_word_embeddings"],
+        "qk_norm": family == "qwen3",
+        "head_size": theirs["head_dim"] if theirs["head_dim"] != head_size else None,
+        "rope_theta": float(rope.get("rope_theta", 10000.0)),
+        "norm_epsilon": theirs["rms_norm_eps"],
+    }
+
+
+def _gpt2_settings(theirs: Mapping[str, Any]) -> dict[str, Any]:
+    _require(
+        theirs,
+        {"activation_function": ("gelu_new", "gelu_pytorch_tanh"), "scale_attn_weights": (True,),
+         "scale_attn_by_inverse_layer_idx": (False,), "add_cross_attention": (False,)},
+    )  # fmt: skip
+    return {
+        "layers": theirs["n_layer"],
+        "hidden_size": theirs["n_embd"],
+        "heads": theirs["n_head"],
+        "kv_heads": theirs["n_head"],
+        "ffn_hidden_size": theirs["n_inner"] or 4 * theirs["n_embd"],
+        "vocab_size": theirs["vocab_size"],
+        "sequence_length": theirs["n_positions"],
+        "norm": "layernorm",
+        "positions": "learned",
+        "activation": "gelu",
+        "bias": True,
+        "tie_embeddings": theirs["tie_word_embeddings"],
+        "norm_epsilon": theirs["layer_norm_epsilon"],
+    }
+
+
+def _require(theirs: Mapping[str, Any], known: dict[str, tuple[Any, ...]]) -> None:
+    for name, values in known.items():
+        if theirs.get(name) not in values:
+            raise ValueError(
+                f"{name} = {theirs.get(name)!r} is not known here; use a model with {values[0]!r}"
+            )
+
+
 def to_hugging_face(config: ModelConfig, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Rename and split our logical tensors (weights, or anything of their shape)."""
     theirs: dict[str, Tensor] = {}
     for name, counterpart in counterparts(config).items():
-        tensor = tensors[name]
-        parts = tensor.split(counterpart.sizes) if counterpart.sizes else (tensor,)
-        for part_name, part in zip(counterpart.names, parts, strict=True):
-            theirs[part_name] = part.t().contiguous() if counterpart.transposed else part
+        theirs |= dict(counterpart.split(tensors[name]))
     return theirs
 
 
 def from_hugging_face(config: ModelConfig, theirs: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Join and rename transformers' tensors into our logical tensors."""
-    tensors: dict[str, Tensor] = {}
-    for name, counterpart in counterparts(config).items():
-        parts = [theirs[part_name] for part_name in counterpart.names]
-        joined = torch.cat([part.t() if counterpart.transposed else part for part in parts])
-        tensors[name] = joined.contiguous()
-    return tensors
+    return {
+        name: counterpart.join(theirs[part] for part in counterpart.names)
+        for name, counterpart in counterparts(config).items()
+    }
 
 
 def counterparts(config: ModelConfig) -> dict[str, Counterpart]:

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from itertools import groupby
 
+import torch
 from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from torch import Tensor, nn
 
@@ -67,6 +68,14 @@ def logical_parameters(
     for name, parameter in module.named_parameters():
         layer, rest = name.split(".", 1)  # "3.attention.qkv.weight", "tied_modules.embedding.x"
         yield (rest if layer == "tied_modules" else f"{names[int(layer)]}.{rest}"), parameter
+
+
+def logical_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Logical name -> shape of every parameter, as the layers declare it; without their memory."""
+    axis = TensorAxis()
+    with torch.device("meta"):
+        model = SequentialModel(layer_specs(config, axis), loss_function(config, axis))
+    return {name: p.sharding.shape for name, p in logical_parameters(model, config)}
 
 
 def loss_function(config: ModelConfig, axis: TensorAxis) -> Callable[[Tensor, Tensor], Tensor]:

@@ -308,7 +308,7 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
     """
     table = _read_toml(path)
     for override in overrides:
-        _apply(table, override)
+        apply_override(table, override)
     return parse_recipe(table, origin(path, overrides))
 
 
@@ -345,7 +345,8 @@ def _read_toml(path: Path) -> dict[str, Any]:
         ) from None
 
 
-def _apply(table: dict[str, Any], override: str) -> None:
+def apply_override(table: dict[str, Any], override: str) -> None:
+    """Set one key of a recipe's table, as --set does."""
     name, equals, text = override.partition("=")
     *sections, key = (part.strip() for part in name.split("."))
     if not equals or not key or not all(sections):

@@ -21,6 +21,7 @@ from typing import Any
 
 BYTES = {"F32": 4, "BF16": 2, "F16": 2}  # per element
 ALIGNMENT = 8  # of the first tensor
+FILE_BYTES = 5 * 10**9  # of a file in a set of several
 
 
 class TensorFileWriter:
@@ -83,3 +84,17 @@ class TensorFileWriter:
         self._bytes += len(data)
         while data:  # a raw write may take less than it is given
             data = data[self._stream.write(data) :]
+
+
+def split_by_size(shapes: Mapping[str, tuple[int, ...]], *, dtype: str) -> list[list[str]]:
+    """Names in order, in files of at most FILE_BYTES unless a tensor is larger by itself."""
+    files: list[list[str]] = [[]]
+    size = 0
+    for name, shape in shapes.items():
+        own = math.prod(shape) * BYTES[dtype]
+        if files[-1] and size + own > FILE_BYTES:
+            files.append([])
+            size = 0
+        files[-1].append(name)
+        size += own
+    return files

@@ -1,0 +1,141 @@
+"""Checkpoint <-> Hugging Face, checkpoint -> another layout; tensor by tensor, without a GPU.
+
+    python recipes/convert.py to-hf runs/tiny runs/tiny/hugging_face --prompt "def "
+    python recipes/convert.py to-hf runs/7b/checkpoints/step-0100000 exported --dtype bf16
+    python recipes/convert.py from-hf ~/Qwen3-0.6B data/qwen3
+    python recipes/convert.py reshape runs/7b moved --ranks 64 --set layout.tensor=8
+
+CHECKPOINT is one, or a run folder, whose newest undamaged one is taken; it is verified first.
+`from-hf` writes a checkpoint that a recipe names in training.initial_weights; any layout starts
+from it. No layout needs `reshape` to resume: it checks that another one is legal, and writes the
+checkpoint as that one would have.
+"""
+
+import sys
+from pathlib import Path
+
+if __name__ == "__main__":  # the repository, not recipes/, is where imports start
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+import argparse
+import logging
+import os
+from dataclasses import asdict
+
+import tomli_w
+
+# transformers and DeepSpeed say things about devices that converting does not need.
+os.environ.setdefault("DS_ACCELERATOR", "cpu")
+os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+logging.getLogger().setLevel(logging.ERROR)
+
+from models.config import ModelConfig
+from recipes.converting.adopt import adopt
+from recipes.converting.export import DTYPES, export
+from recipes.converting.output import output_folder
+from recipes.converting.reshape import new_recipe, reshape
+from recipes.converting.source import open_checkpoint
+
+NEW_TOKENS = 60  # of the text that shows what a model has learned
+
+
+def main() -> None:
+    """Run the command."""
+    options = parse_command_line()
+    try:
+        options.command(options)
+    except ValueError as problem:
+        sys.exit(f"convert.py: {problem}")
+
+
+def to_hf(options: argparse.Namespace) -> None:
+    """Checkpoint -> a folder of transformers."""
+    source = open_checkpoint(options.checkpoint)
+    with output_folder(options.output, overwrite=options.overwrite) as folder:
+        export(source, folder, dtype=options.dtype, tokenizer=options.tokenizer)
+    print(f"{source.path} is now {options.output}, for AutoModelForCausalLM.from_pretrained")
+    if options.prompt is not None:
+        print(f"\nwhat it writes after {options.prompt!r}:\n\n{write_text(options)}")
+
+
+def from_hf(options: argparse.Namespace) -> None:
+    """A folder of transformers -> a checkpoint to start from."""
+    with output_folder(options.output, overwrite=options.overwrite) as folder:
+        model = adopt(options.folder, folder)
+    print(f"{options.folder} is now {options.output}; a recipe that starts from it has\n")
+    print(tomli_w.dumps({"model": settings(model)}))
+    print(f'[training]\ninitial_weights = "{options.output}"')
+
+
+def reshape_command(options: argparse.Namespace) -> None:
+    """A checkpoint -> the same, as another layout would have saved it."""
+    source = open_checkpoint(options.checkpoint)
+    recipe, topology = new_recipe(source, options.set, ranks=options.ranks)
+    with output_folder(options.output, overwrite=options.overwrite) as folder:
+        reshape(source, folder, recipe=recipe, topology=topology)
+    print(
+        f"{source.path} is now {options.output}: pipeline {topology.pipeline} x data "
+        f"{topology.data} x tensor {topology.tensor}; resume it with --resume {options.output}"
+    )
+
+
+def write_text(options: argparse.Namespace) -> str:
+    """The prompt and what the exported model makes of it, the same every time."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()
+    set_seed(0)
+    tokenizer = AutoTokenizer.from_pretrained(options.output)
+    model = AutoModelForCausalLM.from_pretrained(options.output)
+    prompt = tokenizer(options.prompt, return_tensors="pt")
+    tokens = model.generate(
+        input_ids=prompt["input_ids"],
+        attention_mask=prompt["attention_mask"],
+        max_new_tokens=NEW_TOKENS,
+        temperature=0.7,
+        pad_token_id=tokenizer.eos_token_id,
+    )
+    return tokenizer.decode(tokens[0], skip_special_tokens=True)
+
+
+def settings(model: ModelConfig) -> dict[str, object]:
+    """The [model] section of a recipe, without what is as it would be anyway."""
+    fields = ModelConfig.__dataclass_fields__
+    return {
+        key: value
+        for key, value in asdict(model).items()
+        if value is not None and value != fields[key].default
+    }
+
+
+def parse_command_line() -> argparse.Namespace:
+    """The command's options."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    commands = parser.add_subparsers(required=True, metavar="to-hf | from-hf | reshape")
+    export_parser = commands.add_parser("to-hf", help="checkpoint -> transformers")
+    export_parser.add_argument("checkpoint", type=Path, help="a checkpoint or a run folder")
+    export_parser.add_argument("--dtype", choices=DTYPES, default="fp32", help="default: fp32")
+    export_parser.add_argument("--tokenizer", type=Path, help="default: where the recipe has it")
+    export_parser.add_argument("--prompt", help="let the exported model go on from this text")
+    export_parser.set_defaults(command=to_hf)
+    adopt_parser = commands.add_parser("from-hf", help="transformers -> a checkpoint to start from")
+    adopt_parser.add_argument("folder", type=Path, help="what save_pretrained has written")
+    adopt_parser.set_defaults(command=from_hf)
+    reshape_parser = commands.add_parser("reshape", help="checkpoint -> another layout")
+    reshape_parser.add_argument("checkpoint", type=Path, help="a checkpoint or a run folder")
+    reshape_parser.add_argument("--ranks", type=int, required=True, help="of the new layout")
+    reshape_parser.add_argument(
+        "--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="as in pretrain.py"
+    )
+    reshape_parser.set_defaults(command=reshape_command)
+    for subparser in (export_parser, adopt_parser, reshape_parser):
+        subparser.add_argument("output", type=Path, help="the folder to write")
+        subparser.add_argument("--overwrite", action="store_true", help="replace what is there")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,137 @@
+"""Weights of transformers -> a checkpoint that a run in any layout can start from."""
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+from transformers import AutoConfig
+
+from models.config import ModelConfig
+from models.hugging_face import counterparts, model_settings
+from models.layer_specs import logical_shapes
+from recipes.converting.export import INDEX
+from recipes.training.checkpoint_writer import versions
+from recipes.training.manifest import Manifest
+from recipes.training.tensor_file import TensorFileWriter, split_by_size
+
+PREFIXES = ("", "transformer.", "model.")  # that a file may leave out, or not
+NO_PARAMETERS = ("rotary_emb.inv_freq", "attn.bias", "attn.masked_bias")  # old files have them
+
+
+class TheirFiles:
+    """The tensors of a folder's safetensors files, by name.
+
+    Raises:
+        ValueError: there are none, or a file is damaged.
+    """
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        if (folder / INDEX).is_file():
+            names = set(json.loads((folder / INDEX).read_text())["weight_map"].values())
+        else:
+            names = {file.name for file in folder.glob("*.safetensors")}
+        if not names:
+            raise ValueError(
+                f"{folder}: no safetensors files there; save the model with "
+                f"save_pretrained(..., safe_serialization=True)"
+            )
+        self.files: dict[str, str] = {}
+        for name in sorted(names):
+            try:
+                with safe_open(folder / name, framework="pt") as file:
+                    self.files |= dict.fromkeys(file.keys(), name)
+            except (SafetensorError, FileNotFoundError) as error:
+                raise ValueError(f"{folder / name} cannot be read: {error}") from None
+
+    def find(self, name: str) -> str:
+        """A tensor's name in the files, which may have another prefix.
+
+        Raises:
+            ValueError: it is not there.
+        """
+        for prefix in PREFIXES:
+            for candidate in (name.removeprefix(prefix), prefix + name):
+                if candidate in self.files:
+                    return candidate
+        raise ValueError(f"{self.folder}: {name} is in none of {sorted(set(self.files.values()))}")
+
+    def read(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """A tensor of this shape, as fp32.
+
+        Raises:
+            ValueError: it has another shape.
+        """
+        found = self.find(name)
+        with safe_open(self.folder / self.files[found], framework="pt") as file:
+            tensor = file.get_tensor(found)
+        if tuple(tensor.shape) != shape:
+            raise ValueError(
+                f"{self.folder / self.files[found]}: {found} has the shape {tuple(tensor.shape)} "
+                f"and config.json makes it {shape}"
+            )
+        return tensor.to(torch.float32)
+
+
+def read_config(folder: Path) -> ModelConfig:
+    """The architecture of a folder's config.json.
+
+    Raises:
+        ValueError: there is none, or it is not one of ours.
+    """
+    if not (folder / "config.json").is_file():
+        raise ValueError(f"{folder}: no config.json there; use a folder that save_pretrained wrote")
+    try:
+        theirs = AutoConfig.from_pretrained(folder)
+        return ModelConfig(**model_settings(theirs.to_dict()))
+    except (ValueError, KeyError, OSError) as error:
+        raise ValueError(f"{folder / 'config.json'}: {error}") from None
+
+
+def adopt(folder: Path, output: Path) -> ModelConfig:
+    """Write the checkpoint, one tensor in memory at a time.
+
+    Raises:
+        ValueError: the folder's tensors are not those of its config.
+    """
+    model = read_config(folder)
+    theirs = TheirFiles(folder)
+    table, shapes = counterparts(model), logical_shapes(model)
+    used = {theirs.find(part) for counterpart in table.values() for part in counterpart.names}
+    tied = {"lm_head.weight"} if model.tie_embeddings else set()
+    unknown = {
+        name for name in theirs.files.keys() - used - tied if not name.endswith(NO_PARAMETERS)
+    }
+    if unknown:
+        raise ValueError(
+            f"{folder}: {sorted(unknown)[0]} and {len(unknown) - 1} more tensors have no place in "
+            f"a model with this config.json"
+        )
+    files, tensors = {}, {}
+    for number, names in enumerate(split_by_size(shapes, dtype="F32")):
+        file = f"weights-{number:05d}.safetensors"
+        own = {name: shapes[name] for name in names}
+        with TensorFileWriter(output / file, own, dtype="F32") as writer:
+            for name in names:
+                parts = table[name].shapes(shapes[name]).items()
+                joined = table[name].join(theirs.read(part, shape) for part, shape in parts)
+                writer.write(name, memoryview(joined.numpy()))
+        files[file] = writer.facts
+        tensors |= dict.fromkeys(names, file)
+    Manifest(
+        step=0,
+        samples=0,
+        tokens=0,
+        updates=0,
+        loss_scale=None,
+        recipe={"model": asdict(model)},
+        layout={},
+        data={},
+        versions=versions(),
+        tensors=tensors,
+        files=files,
+    ).write(output)
+    return model

@@ -1,0 +1,150 @@
+"""Checkpoint -> a folder that transformers' `AutoModelForCausalLM.from_pretrained` opens."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig
+
+from models.cost import parameter_count
+from models.hugging_face import counterparts, hugging_face_config
+from models.layer_specs import logical_shapes
+from recipes.converting.source import Source
+from recipes.training.data import tokenizer_hash
+from recipes.training.recipe import repository_path
+from recipes.training.tensor_file import BYTES, TensorFileWriter, split_by_size
+from recipes.training.training_state import WEIGHTS
+
+DTYPES = {  # of the command -> of the file, of torch
+    "fp32": ("F32", torch.float32),
+    "bf16": ("BF16", torch.bfloat16),
+    "fp16": ("F16", torch.float16),
+}
+CLASSES = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM", "gpt2": "GPT2LMHeadModel"}
+INDEX = "model.safetensors.index.json"
+
+
+def export(source: Source, folder: Path, *, dtype: str, tokenizer: Path | None) -> None:
+    """Write weights, config, generation config, tokenizer and model card.
+
+    Raises:
+        ValueError: transformers has no class for it, or the tokenizer is not the run's.
+    """
+    settings = hugging_face_config(source.model)
+    tokenizer = find_tokenizer(source, tokenizer)
+    if tokenizer:
+        for file in tokenizer.iterdir():
+            if file.is_file():
+                shutil.copyfile(file, folder / file.name)
+    special = special_tokens(tokenizer)
+    config = AutoConfig.for_model(**settings, **special)
+    config.architectures = [CLASSES[settings["model_type"]]]
+    config.dtype = DTYPES[dtype][1]
+    config.save_pretrained(folder)
+    GenerationConfig(**special, do_sample=True).save_pretrained(folder)
+    write_weights(source, folder, dtype=dtype)
+    (folder / "README.md").write_text(model_card(source, dtype))
+
+
+def find_tokenizer(source: Source, given: Path | None) -> Path | None:
+    """The folder of the tokenizer that the run's tokens are of; None: nobody knows one.
+
+    Raises:
+        ValueError: it is another one, or not where the recipe says.
+    """
+    expected = source.manifest.data.get("tokenizer")
+    if given is None and "data" not in source.manifest.recipe:
+        return None  # weights from elsewhere
+    folder = given or repository_path(source.manifest.recipe["data"]["tokenizer"])
+    if not (folder / "tokenizer.json").is_file():
+        raise ValueError(f"{folder}: no tokenizer.json there; use --tokenizer with its folder")
+    if expected and tokenizer_hash(folder) != expected:
+        raise ValueError(
+            f"{folder} is not the tokenizer that the run was trained with; use --tokenizer with "
+            f"the folder of the one with SHA-256 {expected}"
+        )
+    return folder
+
+
+def special_tokens(tokenizer: Path | None) -> dict[str, int | None]:
+    """The ids that begin and end a text, for both configs."""
+    if tokenizer is None:
+        return {"bos_token_id": None, "eos_token_id": None}
+    loaded = AutoTokenizer.from_pretrained(tokenizer)
+    return {"bos_token_id": loaded.bos_token_id, "eos_token_id": loaded.eos_token_id}
+
+
+def write_weights(source: Source, folder: Path, *, dtype: str) -> None:
+    """model.safetensors, or numbered files and their index; one tensor in memory at a time."""
+    table, shapes = counterparts(source.model), logical_shapes(source.model)
+    kind, torch_dtype = DTYPES[dtype]
+    files = split_by_size({name: shapes[name] for name in table}, dtype=kind)
+    index: dict[str, str] = {}
+    for number, names in enumerate(files, start=1):
+        name = "model.safetensors"
+        if len(files) > 1:
+            name = f"model-{number:05d}-of-{len(files):05d}.safetensors"
+        theirs = {k: v for ours in names for k, v in table[ours].shapes(shapes[ours]).items()}
+        index |= dict.fromkeys(theirs, name)
+        metadata = {"format": "pt"}
+        with TensorFileWriter(folder / name, theirs, dtype=kind, metadata=metadata) as writer:
+            for ours in names:
+                for part, tensor in table[ours].split(source.tensor(WEIGHTS, ours)):
+                    writer.write(part, _bytes(tensor.to(torch_dtype)))
+    if len(files) > 1:
+        elements = sum(torch.Size(shapes[name]).numel() for name in table)
+        content = {"metadata": {"total_size": elements * BYTES[kind]}, "weight_map": index}
+        (folder / INDEX).write_text(json.dumps(content, indent=1) + "\n")
+
+
+def _bytes(tensor: Tensor) -> memoryview:
+    """A tensor's elements; numpy knows no bf16."""
+    return memoryview(tensor.contiguous().view(-1).view(torch.uint8).numpy())
+
+
+def model_card(source: Source, dtype: str) -> str:
+    """README.md of the exported model: what it is and how it came to be."""
+    manifest, model = source.manifest, source.model
+    facts = {
+        "parameters": f"{parameter_count(model):,}",
+        "architecture": f"{model.layers} layers, hidden size {model.hidden_size}, {model.heads} "
+        f"heads on {model.kv_heads}, vocabulary {model.vocab_size}, {model.sequence_length} "
+        f"positions",
+        "training": f"{manifest.step:,} steps, {manifest.tokens:,} tokens",
+    }
+    if "data" in manifest.recipe:
+        sources = manifest.recipe["data"]["train"]
+        facts["corpus"] = ", ".join(f"{s['path']} (weight {s['weight']:g})" for s in sources)
+        facts["seed"] = str(manifest.recipe["seed"])
+        facts["layout"] = ", ".join(f"{key} {value}" for key, value in manifest.layout.items())
+    facts |= _losses(source)
+    facts["precision here"] = f"{dtype}, from fp32 master weights"
+    facts["versions"] = ", ".join(f"{k} {v}" for k, v in manifest.versions.items() if v)
+    rows = "\n".join(f"| {key} | {value} |" for key, value in facts.items())
+    name = manifest.recipe.get("name", "model")
+    return (
+        "---\nlibrary_name: transformers\npipeline_tag: text-generation\ntags: [threefold]\n---\n\n"
+        f"# {name}\n\nPretrained with Threefold.\n\n| | |\n|---|---|\n{rows}\n\n"
+        "```python\nfrom transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
+        'model = AutoModelForCausalLM.from_pretrained(".")\n'
+        'tokenizer = AutoTokenizer.from_pretrained(".")\n```\n'
+    )
+
+
+def _losses(source: Source) -> dict[str, str]:
+    """The losses at the checkpoint's step, if its run folder is there."""
+    file = source.path.parent.parent / "metrics.jsonl"
+    if not file.is_file():
+        return {}
+    lines: list[dict[str, Any]] = [json.loads(line) for line in file.read_text().splitlines()]
+    found: dict[str, str] = {}
+    for line in lines:
+        if line["step"] <= source.manifest.step:
+            found["training loss"] = f"{line['loss']:.4f} nats per token at step {line['step']}"
+            if "validation_loss" in line:
+                loss = line["validation_loss"]
+                found["validation loss"] = f"{loss:.4f} nats per token at step {line['step']}"
+    return found

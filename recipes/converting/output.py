@@ -1,0 +1,36 @@
+"""A folder that a command writes: it appears when everything is in it."""
+
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from recipes.training.manifest import flush
+
+
+@contextmanager
+def output_folder(path: Path, *, overwrite: bool) -> Iterator[Path]:
+    """The folder to write into, which is renamed to `path` at the end, or deleted.
+
+    Raises:
+        ValueError: there is something already, or no room for it.
+    """
+    if path.exists() and not overwrite and (path.is_file() or any(path.iterdir())):
+        raise ValueError(f"{path} is already there; use another folder, or --overwrite")
+    workspace = path.with_name(f"{path.name}.incomplete")
+    try:
+        shutil.rmtree(workspace, ignore_errors=True)
+        workspace.mkdir(parents=True)
+        yield workspace
+        for file in (*workspace.rglob("*"), workspace):
+            flush(file)
+        old = path.with_name(f"{path.name}.old.incomplete")
+        if path.exists():
+            os.rename(path, old)
+        os.rename(workspace, path)
+        shutil.rmtree(old, ignore_errors=True)
+    except OSError as error:
+        raise ValueError(f"{error.filename or path}: {error.strerror}") from None
+    finally:
+        shutil.rmtree(workspace, ignore_errors=True)

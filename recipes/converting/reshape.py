@@ -1,0 +1,93 @@
+"""A checkpoint -> the same run's, as another layout would have saved it.
+
+A checkpoint's tensors are logical, so any layout reads it as it is. What changes is the recipe and
+the layout in it, checked here instead of on the machine that resumes it, and how many files the
+tensors are in.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from models.layer_specs import logical_shapes
+from recipes.converting.source import Source
+from recipes.training.checkpoint import differences
+from recipes.training.checkpoint_writer import FILES, layout_of, versions
+from recipes.training.deepspeed_config import build_deepspeed_config
+from recipes.training.manifest import tensor_key
+from recipes.training.recipe import Recipe, apply_override, parse_recipe
+from recipes.training.tensor_file import TensorFileWriter
+from recipes.training.topology import Topology, World
+
+FIXED = ("model.", "seed", "data.")  # what makes it another run
+
+
+def new_recipe(source: Source, overrides: list[str], *, ranks: int) -> tuple[Recipe, Topology]:
+    """The checkpoint's recipe with other settings, and its axes on so many ranks.
+
+    Raises:
+        ValueError: it would be another run, or is no legal layout.
+    """
+    if "seed" not in source.manifest.recipe:
+        raise ValueError(f"{source.path} has weights and no run; every layout starts from it as is")
+    table = _without_none(source.manifest.recipe)
+    table.pop("cluster", None)  # of the machine that it leaves
+    for override in overrides:
+        apply_override(table, override)
+    recipe = parse_recipe(table, "".join(f"--set {override} " for override in overrides).strip())
+    before = source.manifest.recipe
+    changed = [key for key in differences(before, recipe.model_dump(mode="json"))
+               if key.startswith(FIXED)]  # fmt: skip
+    if changed:
+        raise ValueError(f"{changed[0]} makes it another run; leave it as it is in {source.path}")
+    topology = recipe.topology(World(size=ranks, local_size=ranks))
+    build_deepspeed_config(recipe, topology)
+    return recipe, topology
+
+
+def reshape(source: Source, output: Path, *, recipe: Recipe, topology: Topology) -> None:
+    """Write the tensors dealt to the new ranks' files, one tensor in memory at a time."""
+    shapes = logical_shapes(source.model)
+    files, tensors = {}, {}
+    for rank, names in enumerate(_deal(shapes, topology.world_size)):
+        for label, kinds in FILES.items():
+            keys = {tensor_key(kind, name): (kind, name) for kind in kinds for name in names}
+            file = f"{label}-{rank:05d}.safetensors"
+            own = {key: shapes[name] for key, (_, name) in keys.items()}
+            if not own:
+                continue
+            with TensorFileWriter(output / file, own, dtype="F32") as writer:
+                for key, (kind, name) in keys.items():
+                    writer.write(key, memoryview(source.tensor(kind, name).numpy()))
+            files[file] = writer.facts
+            tensors |= dict.fromkeys(own, file)
+    replace(
+        source.manifest,
+        recipe=recipe.model_dump(mode="json"),
+        layout=layout_of(recipe, topology),
+        versions=versions(),
+        tensors=tensors,
+        files=files,
+    ).write(output)
+
+
+def _deal(shapes: Mapping[str, tuple[int, ...]], ranks: int) -> list[list[str]]:
+    """The names of each rank's files: always to the one with the least so far."""
+    dealt: list[list[str]] = [[] for _ in range(ranks)]
+    load = [0] * ranks
+    for name, shape in shapes.items():
+        rank = load.index(min(load))
+        dealt[rank].append(name)
+        load[rank] += torch.Size(shape).numel()
+    return dealt
+
+
+def _without_none(table: dict[str, Any]) -> dict[str, Any]:
+    return {
+        key: _without_none(value) if isinstance(value, dict) else value
+        for key, value in table.items()
+        if value is not None
+    }

@@ -1,0 +1,20 @@
+"""A short soak, and that it sees what it is for."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.soak import FAULTS, soak
+
+
+def test_nothing_is_lost_under_kills(tmp_path: Path) -> None:
+    report = soak(tmp_path, kills=12, seed=1)
+    assert not report.wrong, str(report)
+    assert report.kills.total() == 12 and report.resumes >= 4
+    assert sum(count for phase, count in report.kills.items() if "in a save" in phase) >= 3
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_is_noticed(fault: str, tmp_path: Path) -> None:
+    report = soak(tmp_path, kills=12, seed=2, fault=fault)
+    assert report.wrong
