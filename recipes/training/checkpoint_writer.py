@@ -42,6 +42,7 @@ from recipes.training.topology import Topology
 from recipes.training.training_state import KINDS, MOMENTS, WEIGHTS, TrainingState
 
 FILES = {"weights": (WEIGHTS,), "moments": MOMENTS}  # of each rank, and the kinds in them
+LOST_RANK = "another rank has gone"
 SPACE_BESIDE = 64 * 2**20  # bytes: manifest, metrics, logs
 PATIENCE = timedelta(hours=1)  # with a disk, before the ranks give each other up
 
@@ -157,7 +158,9 @@ class CheckpointWriter:
             if self.rank == 0 and problem:
                 shutil.rmtree(workspace, ignore_errors=True)
             problem = self._from_rank_0(problem)
-        except Exception as error:  # another rank has died, and this one will not live on either
+        except RuntimeError as error:  # and the launcher will end this one too
+            problem = f"{LOST_RANK} ({str(error).splitlines()[0]})"
+        except Exception as error:  # the thread must not end without a word
             problem = f"{type(error).__name__}: {error}"
         if problem:
             self._problem = f"step {progress.step} is not saved: {problem}"
