@@ -1,0 +1,391 @@
+"""Checkpoints to transformers and back, and what is refused on the way."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tomli_w
+import torch
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer, models
+from torch.nn import functional as F
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+
+from models.layer_specs import (
+    SequentialModel,
+    layer_specs,
+    logical_parameters,
+    loss_function,
+    run_layers,
+)
+from models.parallel.collectives import TensorAxis
+from recipes.converting.adopt import adopt, read_config
+from recipes.converting.export import export
+from recipes.converting.output import output_folder
+from recipes.converting.reshape import new_recipe
+from recipes.converting.source import Source, open_checkpoint
+from recipes.proving.corpus import write_corpus
+from recipes.proving.trial import train_step
+from recipes.training.checkpoint import CheckpointReader, find_initial_weights
+from recipes.training.checkpoint_writer import CheckpointWriter
+from recipes.training.data import TrainingData
+from recipes.training.deepspeed_config import build_deepspeed_config
+from recipes.training.engine import build_engine, start_processes
+from recipes.training.manifest import Manifest
+from recipes.training.recipe import REPOSITORY, Recipe, parse_recipe
+from recipes.training.run_folder import RunFolder
+from recipes.training.topology import World
+from tests.conftest import GPT_SWITCHES, VOCAB_SIZE, changed, small_recipe
+from tests.ranks import run_ranks
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "tied llama": {"model__tie_embeddings": True},
+    "qwen3": {"model__qk_norm": True, "model__head_size": 24},
+    "gpt2": GPT_SWITCHES,
+}
+FAMILIES = {
+    "llama": {"num_key_value_heads": 2},
+    "tied llama": {"num_key_value_heads": 4, "tie_word_embeddings": True},
+    "qwen3": {"num_key_value_heads": 2, "head_dim": 24},
+    "gpt2": {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 32},
+}
+SIZES = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 32,
+}
+
+
+@pytest.fixture(scope="module")
+def real_corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The small corpus, with a tokenizer that transformers can load."""
+    folder = tmp_path_factory.mktemp("corpus") / "data"
+    write_corpus(folder, VOCAB_SIZE)
+    words = {f"t{number}": number for number in range(VOCAB_SIZE)}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="t0"))
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token="t1", eos_token="t1"
+    ).save_pretrained(folder / "tokenizer")
+    return folder
+
+
+def recipe_of(corpus: Path, **changes: Any) -> Recipe:
+    return parse_recipe(changed(small_recipe(corpus), **changes), "small")
+
+
+def train_and_save(recipes: list[Recipe], folder: Path) -> list[float]:
+    """On each rank: two steps, a checkpoint; validation losses."""
+    world = World.from_environment(os.environ)
+    torch.set_num_threads(1)
+    start_processes(world)
+    losses = []
+    for number, recipe in enumerate(recipes):
+        topology = recipe.topology(world)
+        engine = build_engine(recipe, topology, build_deepspeed_config(recipe, topology))
+        data = TrainingData(recipe, topology, topology.coordinates(world.rank).data)
+        for step in (1, 2):
+            train_step(engine, data, step)
+        losses.append(engine.evaluate(data.evaluation()))
+        writer = CheckpointWriter(
+            engine.state,
+            RunFolder(folder / str(number)),
+            recipe=recipe,
+            topology=topology,
+            data=data.fingerprint,
+        )
+        assert (writer.save(data.progress_after(2)) or writer.wait()) is None
+    return losses
+
+
+def start_from_weights(recipe: Recipe) -> float:
+    """On each rank: the validation loss of the recipe's initial weights."""
+    world = World.from_environment(os.environ)
+    start_processes(world)
+    topology = recipe.topology(world)
+    engine = build_engine(recipe, topology, build_deepspeed_config(recipe, topology))
+    found = find_initial_weights(recipe)
+    engine.load(CheckpointReader(found.path, found.manifest), weights_only=True)
+    assert engine.state.updates == 0
+    data = TrainingData(recipe, topology, topology.coordinates(world.rank).data)
+    return engine.evaluate(data.evaluation())
+
+
+@pytest.fixture(scope="module")
+def trained(
+    real_corpus: Path, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, tuple[Recipe, Source, float]]:
+    """By shape: a recipe, its checkpoint from tensor 2 x pipeline 2, its validation loss there."""
+    folder = tmp_path_factory.mktemp("runs")
+    split = {"layout__tensor": 2, "layout__pipeline": 2}
+    recipes = [recipe_of(real_corpus, **SHAPES[shape], **split) for shape in SHAPES]
+    losses = run_ranks(4, train_and_save, recipes, folder)[0]
+    return {
+        shape: (recipe, open_checkpoint(folder / str(number)), loss)
+        for number, (shape, recipe, loss) in enumerate(zip(SHAPES, recipes, losses, strict=True))
+    }
+
+
+@torch.no_grad()
+def our_logits(source: Source, tokens: torch.Tensor) -> torch.Tensor:
+    """[b, s, v] of a checkpoint's weights, in one process."""
+    config, axis = source.model, TensorAxis()
+    model = SequentialModel(layer_specs(config, axis), loss_function(config, axis))
+    for name, parameter in logical_parameters(model, config):
+        logical = source.tensor("weights", name)
+        parameter.copy_(parameter.sharding.local_part(logical, 0, 1))
+    return run_layers(model.layers, tokens, key=None).transpose(0, 1)[..., : config.vocab_size]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@torch.no_grad()
+def test_transformers_opens_what_a_parallel_run_has_saved(
+    shape: str, trained: dict[str, tuple[Recipe, Source, float]], tmp_path: Path
+) -> None:
+    recipe, source, loss = trained[shape]
+    export(source, tmp_path, dtype="fp32", tokenizer=None)
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert type(theirs).__name__.lower().startswith(shape.split()[-1])
+    batches = list(TrainingData(recipe, recipe.topology(World(size=4)), 0).evaluation())
+    tokens, labels = (torch.cat(tensors) for tensors in zip(*batches, strict=True))
+    got, expected = theirs(tokens).logits, our_logits(source, tokens)
+    assert float((got - expected).abs().max() / expected.abs().max()) <= 1e-5
+    assert float(F.cross_entropy(got.flatten(0, 1), labels.flatten())) == pytest.approx(loss, 1e-5)
+    card = (tmp_path / "README.md").read_text()
+    assert "2 steps" in card and "tensor 2" in card and f"seed | {recipe.seed}" in card
+    settings = json.loads((tmp_path / "generation_config.json").read_text())
+    assert settings["eos_token_id"] == theirs.config.eos_token_id == 1
+
+
+def their_model(family: str, dtype: torch.dtype) -> Any:
+    """A model of transformers with random weights."""
+    model_type = family.split()[-1]
+    sizes = {} if model_type == "gpt2" else SIZES
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(model_type, vocab_size=VOCAB_SIZE, **sizes, **FAMILIES[family])
+    config.bos_token_id = config.eos_token_id = 1
+    model = AutoModelForCausalLM.from_config(config).to(dtype)
+    for parameter in model.parameters():  # norms and biases too
+        parameter.data = torch.randn_like(parameter)
+    return model.eval()
+
+
+def stored(folder: Path) -> dict[str, torch.Tensor]:
+    """All tensors of a folder's safetensors files."""
+    files = sorted(folder.glob("*.safetensors"))
+    return {name: tensor for file in files for name, tensor in load_file(file).items()}
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_there_and_back_is_the_same_bit_for_bit(family: str, dtype: str, tmp_path: Path) -> None:
+    model = their_model(family, {"fp32": torch.float32, "bf16": torch.bfloat16}[dtype])
+    model.save_pretrained(tmp_path / "theirs", max_shard_size="100KB")
+    assert len(list((tmp_path / "theirs").glob("*.safetensors"))) > 1
+    (tmp_path / "ours").mkdir()
+    adopt(tmp_path / "theirs", tmp_path / "ours")
+    (tmp_path / "back").mkdir()
+    export(open_checkpoint(tmp_path / "ours"), tmp_path / "back", dtype=dtype, tokenizer=None)
+    before, after = stored(tmp_path / "theirs"), stored(tmp_path / "back")
+    assert before.keys() == after.keys()
+    for name, tensor in before.items():
+        assert tensor.dtype == after[name].dtype and torch.equal(tensor, after[name]), name
+
+
+def test_large_models_are_split_into_files(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr("recipes.training.tensor_file.FILE_BYTES", 100_000)
+    their_model("llama", torch.float32).save_pretrained(tmp_path / "theirs")
+    (tmp_path / "ours").mkdir()
+    adopt(tmp_path / "theirs", tmp_path / "ours")
+    (tmp_path / "back").mkdir()
+    export(open_checkpoint(tmp_path / "ours"), tmp_path / "back", dtype="fp32", tokenizer=None)
+    assert len(list((tmp_path / "back").glob("model-*-of-*.safetensors"))) > 2
+    reopened = AutoModelForCausalLM.from_pretrained(tmp_path / "back").state_dict()
+    for name, tensor in stored(tmp_path / "theirs").items():
+        assert torch.equal(reopened[name], tensor)
+
+
+def test_names_without_prefix_and_with_old_buffers_are_read(tmp_path: Path) -> None:
+    model = their_model("gpt2", torch.float32)
+    model.save_pretrained(tmp_path / "theirs")
+    file = tmp_path / "theirs" / "model.safetensors"
+    tensors = {name.removeprefix("transformer."): t for name, t in load_file(file).items()}
+    save_file(tensors | {"h.0.attn.bias": torch.ones(1, 1, 32, 32)}, file)
+    (tmp_path / "ours").mkdir()
+    adopt(tmp_path / "theirs", tmp_path / "ours")
+    source = open_checkpoint(tmp_path / "ours")
+    assert torch.equal(source.tensor("weights", "embedding.weight"), tensors["wte.weight"])
+
+
+@pytest.mark.parametrize(
+    ("family", "layout"),
+    [("llama", {"layout__tensor": 2}), ("gpt2", {"layout__pipeline": 2})],
+)
+@torch.no_grad()
+def test_a_run_in_any_layout_starts_from_their_weights(
+    family: str, layout: dict[str, int], real_corpus: Path, tmp_path: Path
+) -> None:
+    model = their_model(family, torch.float32)
+    for parameter in model.parameters():
+        parameter.data *= 0.1
+    model.save_pretrained(tmp_path / "theirs")
+    (tmp_path / "ours").mkdir()
+    adopt(tmp_path / "theirs", tmp_path / "ours")
+    settings = {"model__ffn_hidden_size": 256} if family == "gpt2" else {}
+    epsilon = {"model__norm_epsilon": 1e-6 if family == "llama" else 1e-5}
+    recipe = recipe_of(
+        real_corpus,
+        **SHAPES[family],
+        **layout,
+        **settings,
+        **epsilon,
+        training__initial_weights=str(tmp_path / "ours"),
+    )
+    loss = run_ranks(2, start_from_weights, recipe)[0]
+    batches = list(TrainingData(recipe, recipe.topology(World(size=2)), 0).evaluation())
+    tokens, labels = (torch.cat(tensors) for tensors in zip(*batches, strict=True))
+    expected = F.cross_entropy(model(tokens).logits.flatten(0, 1), labels.flatten())
+    assert loss == pytest.approx(float(expected), 1e-5)
+
+
+def convert(*arguments: object, code: int = 0) -> str:
+    """The command; what it says."""
+    command = [sys.executable, "recipes/convert.py", *map(str, arguments)]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=120)
+    output = done.stdout + done.stderr
+    assert done.returncode == code and "Traceback" not in output, output
+    return output
+
+
+def test_the_command_exports_and_writes_a_text(
+    trained: dict[str, tuple[Recipe, Source, float]], tmp_path: Path
+) -> None:
+    run = trained["llama"][1].path.parents[1]
+    output = convert("to-hf", run, tmp_path / "hf", "--dtype", "bf16", "--prompt", "t5")
+    assert "what it writes after 't5'" in output and "t5 t" in output
+    assert AutoConfig.from_pretrained(tmp_path / "hf").dtype == torch.bfloat16
+    assert "is already there" in convert("to-hf", run, tmp_path / "hf", code=1)
+    convert("to-hf", run, tmp_path / "hf", "--overwrite")
+    assert AutoConfig.from_pretrained(tmp_path / "hf").dtype == torch.float32
+    output = convert("from-hf", tmp_path / "hf", tmp_path / "weights")
+    assert f'initial_weights = "{tmp_path / "weights"}"' in output and "kv_heads = 2" in output
+    assert not list(tmp_path.glob("*.incomplete"))
+
+
+def test_reshape_deals_the_same_tensors_to_other_files(
+    trained: dict[str, tuple[Recipe, Source, float]], tmp_path: Path
+) -> None:
+    source = trained["qwen3"][1]
+    output = convert(
+        "reshape", source.path, tmp_path / "moved", "--ranks", 3,
+        *("--set", "layout.tensor=1", "--set", "layout.pipeline=1"),
+        *("--set", "deepspeed=ds_configs/zero3_fp32.json", "--set", "batch.global_sequences=6"),
+    )  # fmt: skip
+    assert "pipeline 1 x data 3 x tensor 1" in output
+    moved = open_checkpoint(tmp_path / "moved")
+    assert moved.manifest.layout["data"] == 3 and moved.manifest.samples == 16
+    assert moved.manifest.recipe["batch"]["global_sequences"] == 6
+    assert len(list((tmp_path / "moved").glob("*.safetensors"))) == 6
+    before, after = stored(source.path), stored(tmp_path / "moved")
+    assert before.keys() == after.keys() and len(before) == 3 * len(stored_weights(source))
+    assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())
+
+
+def stored_weights(source: Source) -> list[str]:
+    return [name for name in source.manifest.tensors if not name.startswith("exp_avg")]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "ranks", "named"),
+    [
+        (["seed=5"], 4, "seed makes it another run"),
+        (["model.layers=3"], 4, "model.layers makes it another run"),
+        (["layout.tensor=3"], 6, "model.heads = 4 is not divisible by layout.tensor = 3"),
+        ([], 3, "does not divide the world of 3 ranks"),
+        (["deepspeed=ds_configs/zero2_fp32.json"], 4, "zero2"),
+    ],
+)
+def test_a_reshape_that_is_no_legal_layout_is_refused(
+    overrides: list[str], ranks: int, named: str, trained: dict[str, tuple[Recipe, Source, float]]
+) -> None:
+    with pytest.raises(ValueError, match=named):
+        new_recipe(trained["llama"][1], overrides, ranks=ranks)
+
+
+@pytest.mark.parametrize(
+    ("family", "settings", "named"),
+    [
+        ("llama", {"attention_bias": True}, "attention_bias = True is not known here"),
+        ("llama", {"hidden_act": "gelu"}, "hidden_act = 'gelu' is not known here"),
+        ("gpt2", {"activation_function": "relu"}, "activation_function = 'relu'"),
+        ("llama", {"model_type": "mistral"}, "model_type = 'mistral' is not known here"),
+        (
+            "llama",
+            {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}},
+            "rope_type = 'linear' is not known here",
+        ),
+        ("llama", {"intermediate_size": 100}, r"has the shape \(96, 64\) and config.json makes it"),
+        ("llama", {"num_hidden_layers": 3}, "layers.2.input_layernorm.weight is in none of"),
+        ("llama", {"num_hidden_layers": 1}, "more tensors have no place"),
+    ],
+)
+def test_what_ours_cannot_express_is_refused(
+    family: str, settings: dict[str, Any], named: str, tmp_path: Path
+) -> None:
+    their_model(family, torch.float32).save_pretrained(tmp_path / "theirs")
+    file = tmp_path / "theirs" / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | settings))
+    with (
+        pytest.raises(ValueError, match=named),
+        output_folder(tmp_path / "ours", overwrite=False) as folder,
+    ):
+        adopt(tmp_path / "theirs", folder)
+    assert not (tmp_path / "ours").exists() and not list(tmp_path.glob("*.incomplete"))
+
+
+def test_a_damaged_or_missing_source_is_refused(
+    trained: dict[str, tuple[Recipe, Source, float]], tmp_path: Path
+) -> None:
+    copied = tmp_path / "step-0000002"
+    shutil.copytree(trained["llama"][1].path, copied)
+    file = copied / "weights-00000.safetensors"
+    file.write_bytes(file.read_bytes()[:-1] + b"x")
+    with pytest.raises(ValueError, match="is not what was written"):
+        open_checkpoint(copied)
+    with pytest.raises(ValueError, match="all checkpoints here are damaged"):
+        open_checkpoint(tmp_path)
+    with pytest.raises(ValueError, match="no checkpoint there; use a run folder"):
+        open_checkpoint(tmp_path / "nowhere")
+    with pytest.raises(ValueError, match=r"no config\.json there"):
+        read_config(tmp_path)
+
+
+def test_another_tokenizer_is_refused(
+    trained: dict[str, tuple[Recipe, Source, float]], tmp_path: Path
+) -> None:
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(ValueError, match="is not the tokenizer that the run was trained with"):
+        export(trained["llama"][1], tmp_path / "out", dtype="fp32", tokenizer=tmp_path)
+
+
+def test_initial_weights_of_another_model_are_refused(real_corpus: Path, tmp_path: Path) -> None:
+    their_model("llama", torch.float32).save_pretrained(tmp_path / "theirs")
+    (tmp_path / "ours").mkdir()
+    adopt(tmp_path / "theirs", tmp_path / "ours")
+    assert not Manifest.read(tmp_path / "ours").has_moments
+    table = changed(small_recipe(real_corpus), training__initial_weights=str(tmp_path / "ours"))
+    file = tmp_path / "recipe.toml"
+    file.write_text(tomli_w.dumps(table))
+    command = [sys.executable, "recipes/pretrain.py", str(file), "--run-dir", str(tmp_path / "x")]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2 and "norm_epsilon = 1e-06 (here 1e-05)" in done.stderr
+    command += ["--resume", str(tmp_path / "ours")]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2 and "has weights and no run to resume" in done.stderr
