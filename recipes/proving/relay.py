@@ -17,7 +17,7 @@ from recipes.proving.compare import Leg, relative
 from recipes.proving.layouts import Variant
 from recipes.proving.trial import (
     gather,
-    held_moments,
+    held_state,
     held_weights,
     many_variants,
     start,
@@ -68,10 +68,12 @@ def run_leg(variant: Variant, world: World, folder: RunFolder) -> Leg | None:
 
 
 def everything(engine: Engine) -> dict[str, Tensor]:
-    """All logical weights and both moments, on rank 0, without the code that saves and loads."""
+    """All logical weights, fp32 weights and both moments, on rank 0; by DeepSpeed's own ways, not
+    by the code that saves and loads.
+    """
     tensors = {f"weight {n}": t for n, t in gather(engine, held_weights(engine)).items()}
-    for kind in ("exp_avg", "exp_avg_sq"):
-        held = gather(engine, held_moments(engine, kind))
+    for kind in ("fp32", "exp_avg", "exp_avg_sq"):
+        held = gather(engine, held_state(engine, kind))
         tensors |= {f"{kind} {name}": tensor for name, tensor in held.items()}
     return tensors
 

@@ -11,7 +11,7 @@ from unittest import mock
 import deepspeed
 import torch
 import torch.distributed as dist
-from deepspeed.utils import safe_get_full_optimizer_state
+from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 from torch import Tensor
 
 from models.sharding import Sharding
@@ -63,7 +63,7 @@ def train(variant: Variant, world: World) -> Outcome | None:
             validation = engine.evaluate(data.evaluation())
         results.append(train_step(engine, data, step))
     weights = gather(engine, held_weights(engine))
-    moments = gather(engine, held_moments(engine))
+    moments = gather(engine, held_state(engine, "exp_avg"))
     drifted = engine.differing_copies()
     if world.rank != 0:
         return None
@@ -97,10 +97,11 @@ def held_weights(engine: Engine) -> dict[str, Tensor]:
         return {name: parameter.detach().cpu().clone() for name, parameter in held.items()}
 
 
-def held_moments(engine: Engine, kind: str = "exp_avg") -> dict[str, Tensor]:
-    """The same of Adam's moments, which ZeRO has spread over the data ranks; collective.
+def held_state(engine: Engine, kind: str) -> dict[str, Tensor]:
+    """The same of "fp32" weights, "exp_avg" or "exp_avg_sq", which ZeRO has spread; collective.
 
-    The first are the gradients' running mean: Adam's steps do not show a gradient's scale, they do.
+    The first moments are the gradients' running mean: Adam's steps do not show a gradient's scale,
+    they do.
     """
     optimizer = engine.wrapped.optimizer
     if hasattr(optimizer, "_lazy_init_hp_params_optimizer_state"):  # not ZeRO-3
@@ -108,7 +109,11 @@ def held_moments(engine: Engine, kind: str = "exp_avg") -> dict[str, Tensor]:
         optimizer._hp_optimizer_states_linked = False
         optimizer._lazy_init_hp_params_optimizer_state()
     return {
-        name: safe_get_full_optimizer_state(parameter, kind).cpu()
+        name: (
+            safe_get_full_fp32_param(parameter)
+            if kind == "fp32"
+            else safe_get_full_optimizer_state(parameter, kind)
+        ).cpu()
         for name, parameter in engine.parameters()
     }
 
