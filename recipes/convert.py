@@ -5,7 +5,8 @@
     python recipes/convert.py from-hf ~/Qwen3-0.6B data/qwen3
     python recipes/convert.py reshape runs/7b moved --ranks 64 --set layout.tensor=8
 
-CHECKPOINT is one, or a run folder, whose newest undamaged one is taken; it is verified first.
+CHECKPOINT is one, or a run folder, whose newest undamaged one is taken; it is verified first. The
+folder that is written appears when it is complete; where one is already, --overwrite replaces it.
 `from-hf` writes a checkpoint that a recipe names in training.initial_weights; any layout starts
 from it. No layout needs `reshape` to resume: it checks that another one is legal, and writes the
 checkpoint as that one would have.

@@ -266,14 +266,17 @@ def test_what_changed_is_written_down(
 ) -> None:
     folder = tmp_path / "small"
     shutil.copytree(finished[0], folder)
-    more = ["--set", "training.steps=10", "--set", "optimizer.learning_rate=1e-3"]
+    settings = {"training.steps": 10, "layout.pipeline": 1, "batch.global_sequences": 16}
+    more = [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
     two_ranks(recipe_file, "--run-dir", folder, *more)
     lines = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
     (resumed,) = (line for line in lines if line["event"] == "resume")
     assert resumed["changed"] == {
-        "optimizer.learning_rate": [0.004, 0.001],
+        "batch.global_sequences": [8, 16],
+        "layout.pipeline": [2, 1],
         "training.steps": [8, 10],
     }
+    assert [line["tokens"] for line in metrics(folder)][-3:] == [2048, 2048 + 512, 2048 + 1024]
 
 
 def test_every_so_many_checkpoints_stay(recipe_file: Path, tmp_path: Path) -> None:
