@@ -279,11 +279,9 @@ def _rank(rank: int, port: int, place: tuple[Path, Path, str | None]) -> None:
 
 def _publish_early() -> None:
     """A checkpoint gets its name before its files are written."""
-    from recipes.training import checkpoint_writer
-    from recipes.training.manifest import INCOMPLETE as PATTERN
+    from recipes.training.checkpoint_writer import CheckpointWriter
 
-    ending = PATTERN.rpartition("*")[2]
-    healthy = checkpoint_writer.CheckpointWriter._write_together
+    healthy = CheckpointWriter._write_together
 
     def write(self: Any, workspace: Path) -> Any:
         early = workspace.with_name(workspace.name.split(".")[0])
@@ -292,8 +290,7 @@ def _publish_early() -> None:
             os.rename(early, workspace)
         return result
 
-    assert ending == ".incomplete"
-    checkpoint_writer.CheckpointWriter._write_together = write
+    CheckpointWriter._write_together = write
 
 
 def _forget_moments() -> None:

@@ -217,6 +217,8 @@ class CheckpointWriter:
                     tensors |= dict.fromkeys(shapes, path.name)
             except OSError as error:
                 problem = f"{path}: {error.strerror}"
+            except MemoryError:
+                problem = f"{path}: no memory to put a tensor together"
             for _ in arriving:  # the others wait until what they send is taken
                 pass
         for work in sending:
