@@ -52,7 +52,7 @@ data/stdlib/manifest.json: | $(READY)
 pretrain: $(READY) data/stdlib/manifest.json
 	@port=$$($(BIN)/python -c 'import socket; s = socket.socket(); s.bind(("", 0)); print(s.getsockname()[1])') && \
 	$(BIN)/deepspeed --quiet $(DEVICES) --master_port $$port \
-	  recipes/pretrain.py recipes/tiny.toml $(LAYOUT) $(ARGS)
+	  recipes/pretrain.py recipes/tiny.toml $(LAYOUT) --run-dir runs/tiny $(ARGS)
 ifeq ($(findstring --run-dir,$(ARGS)),)
 	@$(BIN)/python recipes/convert.py to-hf runs/tiny runs/tiny/hugging_face --overwrite --prompt "def "
 endif

@@ -8,8 +8,8 @@
 CHECKPOINT is one, or a run folder, whose newest undamaged one is taken; it is verified first. The
 folder that is written appears when it is complete; where one is already, --overwrite replaces it.
 `from-hf` writes a checkpoint that a recipe names in training.initial_weights; any layout starts
-from it. No layout needs `reshape` to resume: it checks that another one is legal, and writes the
-checkpoint as that one would have.
+from it. No layout needs `reshape` to resume: it checks that another one is legal, and spreads the
+tensors over as many files as it has ranks.
 """
 
 import sys
@@ -21,6 +21,7 @@ if __name__ == "__main__":  # the repository, not recipes/, is where imports sta
 import argparse
 import logging
 import os
+from contextlib import AbstractContextManager
 from dataclasses import asdict
 
 import tomli_w
@@ -37,7 +38,7 @@ from recipes.converting.output import output_folder
 from recipes.converting.reshape import new_recipe, reshape
 from recipes.converting.source import open_checkpoint
 
-NEW_TOKENS = 60  # of the text that shows what a model has learned
+NEW_TOKENS, TEMPERATURE = 60, 0.7  # of the text that shows what a model has learned
 
 
 def main() -> None:
@@ -52,7 +53,7 @@ def main() -> None:
 def to_hf(options: argparse.Namespace) -> None:
     """Checkpoint -> a folder of transformers."""
     source = open_checkpoint(options.checkpoint)
-    with output_folder(options.output, overwrite=options.overwrite) as folder:
+    with output(options, source.path) as folder:
         export(source, folder, dtype=options.dtype, tokenizer=options.tokenizer)
     print(f"{source.path} is now {options.output}, for AutoModelForCausalLM.from_pretrained")
     if options.prompt is not None:
@@ -61,18 +62,18 @@ def to_hf(options: argparse.Namespace) -> None:
 
 def from_hf(options: argparse.Namespace) -> None:
     """A folder of transformers -> a checkpoint to start from."""
-    with output_folder(options.output, overwrite=options.overwrite) as folder:
+    with output(options, options.folder) as folder:
         model = adopt(options.folder, folder)
     print(f"{options.folder} is now {options.output}; a recipe that starts from it has\n")
     print(tomli_w.dumps({"model": settings(model)}))
-    print(f'[training]\ninitial_weights = "{options.output}"')
+    print(f'[training]\ninitial_weights = "{options.output.resolve()}"')
 
 
 def reshape_command(options: argparse.Namespace) -> None:
-    """A checkpoint -> the same, as another layout would have saved it."""
+    """A checkpoint -> the same for another layout."""
     source = open_checkpoint(options.checkpoint)
     recipe, topology = new_recipe(source, options.set, ranks=options.ranks)
-    with output_folder(options.output, overwrite=options.overwrite) as folder:
+    with output(options, source.path) as folder:
         reshape(source, folder, recipe=recipe, topology=topology)
     print(
         f"{source.path} is now {options.output}: pipeline {topology.pipeline} x data "
@@ -80,8 +81,14 @@ def reshape_command(options: argparse.Namespace) -> None:
     )
 
 
+def output(options: argparse.Namespace, reading: Path) -> AbstractContextManager[Path]:
+    """The folder to write into."""
+    return output_folder(options.output, reading=reading, overwrite=options.overwrite)
+
+
 def write_text(options: argparse.Namespace) -> str:
     """The prompt and what the exported model makes of it, the same every time."""
+    # These take seconds to import, and most conversions do without.
     from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
     from transformers.utils.logging import disable_progress_bar
 
@@ -94,7 +101,7 @@ def write_text(options: argparse.Namespace) -> str:
         input_ids=prompt["input_ids"],
         attention_mask=prompt["attention_mask"],
         max_new_tokens=NEW_TOKENS,
-        temperature=0.7,
+        temperature=TEMPERATURE,
         pad_token_id=tokenizer.eos_token_id,
     )
     return tokenizer.decode(tokens[0], skip_special_tokens=True)

@@ -79,25 +79,25 @@ def main() -> None:
 
     engine = build_engine(recipe, topology, config)
     if found.path:
-        engine.load(
-            checkpoint.CheckpointReader(found.path, found.manifest), weights_only=found.weights_only
-        )
+        engine.load(found.reader(), weights_only=found.weights_only)
     data.resume(start)
-    writer = CheckpointWriter(
-        engine.state, folder, recipe=recipe, topology=topology, data=data.fingerprint
-    )
     meter = Meter(recipe, world.size, precision=number_format, device_name=engine.device_name)
-    broken = None
-    changed = found.changes(recipe)
-    with open_tracker(recipe, folder, world.rank, done=start.step, changed=changed) as tracker:
+    facts = {"recipe": recipe, "topology": topology, "data": data.fingerprint}
+    with (
+        CheckpointWriter(engine.state, folder, damaged=found.skipped, **facts) as writer,
+        open_tracker(
+            recipe, folder, world.rank, done=start.step, changed=found.changes(recipe)
+        ) as tracker,
+    ):
+        broken = None
         for step in range(start.step + 1, recipe.training.steps + 1):
-            metrics = train_step(step, recipe, engine, data, meter)
+            metrics = train_step(step, recipe=recipe, engine=engine, data=data, meter=meter)
             tracker.step(metrics)
-            broken = find_broken(metrics, number_format) or find_drift(step, recipe, engine)
-            if broken:
-                broken = f"step {step}: {broken}; the newest checkpoint is before that"
-                break
-            broken = save_if_due(step, recipe, writer, data, tracker)
+            broken = (
+                find_broken(metrics, number_format)
+                or find_drift(step, recipe, engine)
+                or save_if_due(step, recipe=recipe, data=data, writer=writer, tracker=tracker)
+            )
             if broken:
                 break
         unsaved = writer.wait()
@@ -114,7 +114,7 @@ def main() -> None:
 
 
 def train_step(
-    step: int, recipe: Recipe, engine: "Engine", data: "TrainingData", meter: "Meter"
+    step: int, *, recipe: Recipe, engine: "Engine", data: "TrainingData", meter: "Meter"
 ) -> dict[str, Any]:
     """One step, and a validation where one is due; the step's line of metrics."""
     started = time.perf_counter()
@@ -135,9 +135,10 @@ def train_step(
 
 def save_if_due(
     step: int,
+    *,
     recipe: Recipe,
-    writer: "CheckpointWriter",
     data: "TrainingData",
+    writer: "CheckpointWriter",
     tracker: "Tracker",
 ) -> str | None:
     """Begin to save, where a save is due; why the run must stop because an earlier one failed."""
@@ -161,9 +162,9 @@ def find_broken(metrics: dict[str, Any], number_format: str) -> str | None:
     In fp16 a step with infinite gradients is how the loss scale finds its value.
     """
     if not math.isfinite(metrics["loss"]):
-        return f"the loss is {metrics['loss']}"
+        return without_save(metrics["step"], f"the loss is {metrics['loss']}")
     if not math.isfinite(metrics["grad_norm"]) and number_format != "fp16":
-        return f"the gradient norm is {metrics['grad_norm']}"
+        return without_save(metrics["step"], f"the gradient norm is {metrics['grad_norm']}")
     return None
 
 
@@ -176,7 +177,13 @@ def find_drift(step: int, recipe: Recipe, engine: "Engine") -> str | None:
     if not drifted:
         return None
     more = len(drifted) - DRIFTED_SHOWN
-    return "; ".join(drifted[:DRIFTED_SHOWN]) + (f" (and {more} more)" if more > 0 else "")
+    shown = "; ".join(drifted[:DRIFTED_SHOWN]) + (f" (and {more} more)" if more > 0 else "")
+    return without_save(step, shown)
+
+
+def without_save(step: int, reason: str) -> str:
+    """Why the run stops before it saves this step."""
+    return f"step {step}: {reason}; the newest checkpoint is before that"
 
 
 @contextmanager

@@ -6,9 +6,10 @@ recomputation x micro-batch size up to --ranks processes of this machine's CPU, 
 GPU nor a corpus is needed. Exit code 0: all are the same up to rounding; 1: some are not; 2: the
 recipe or an option is refused.
 
-With --relay the layouts hand one run from each to the next in a random order: each loads the
-checkpoint that another one saved, must hold the same weights and moments bit for bit, does a step,
-saves, and must go on with the same losses as the one that loads its checkpoint in turn.
+With --relay the layouts hand one run from each to the next, from the largest worlds down to one
+process and up again, otherwise in a random order: each loads the checkpoint that another one saved,
+must hold the same weights and moments bit for bit, does a step, saves, and must go on with the same
+losses as the one that loads its checkpoint in turn.
 
     python recipes/prove.py recipes/tiny.toml
     python recipes/prove.py recipes/llama/7b.toml --ranks 4 --layouts
@@ -76,7 +77,7 @@ def main() -> None:
                 if not finding.passes:
                     bar.write(describe(finding), file=sys.stderr)
     if options.json:
-        print(json.dumps(as_json(findings)))
+        print(json.dumps(as_json(findings, relay=options.relay)))
     elif options.relay:
         print(relay_as_text(findings, every_layout=options.layouts))
     else:
@@ -119,12 +120,17 @@ def prove(small: Recipe, variants: list[Variant], *, ranks: int) -> Iterator[Fin
 
 
 def run_relay(variants: list[Variant], *, folder: Path) -> Iterator[Finding]:
-    """Hand a run from variant to variant, the largest worlds first; each leg as it comes."""
-    for ranks in sorted({variant.world_size for variant in variants}, reverse=True):
-        legs = [variant for variant in variants if variant.world_size == ranks]
-        random.Random(ranks).shuffle(legs)
-        for variant, result in run_variants(legs, ranks=ranks, seconds=SECONDS, relay=folder):
-            yield Finding(variant, result)
+    """Hand a run from variant to variant; each leg as it comes.
+
+    Half of them take it from the largest world to one process, the others up again.
+    """
+    shuffled = random.Random(0).sample(variants, len(variants))
+    down, up = shuffled[::2], shuffled[1::2]
+    for half, largest_first in ((down, True), (up, False)):
+        for ranks in sorted({leg.world_size for leg in half}, reverse=largest_first):
+            legs = [leg for leg in half if leg.world_size == ranks]
+            for variant, result in run_variants(legs, ranks=ranks, seconds=SECONDS, relay=folder):
+                yield Finding(variant, result)
 
 
 def size(small: Recipe) -> str:
@@ -163,7 +169,10 @@ def parse_command_line() -> argparse.Namespace:
     parser.add_argument(
         "--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="as in pretrain.py"
     )
-    return parser.parse_args()
+    options = parser.parse_args()
+    if options.relay and options.heatmap:
+        parser.error("--heatmap draws differences to one process; leave it out with --relay")
+    return options
 
 
 def picture(text: str) -> Path:

@@ -33,8 +33,7 @@ import tomli_w
 
 from recipes.proving.corpus import write_corpus
 from recipes.proving.worlds import ENVIRONMENT, PRELOADED, environment, free_port
-from recipes.training.checkpoint_writer import LOST_RANK
-from recipes.training.manifest import INCOMPLETE, damages, published, step_of
+from recipes.training.manifest import INCOMPLETE, find_damages, published, step_of
 from tests.conftest import VOCAB_SIZE, changed, small_recipe
 
 IMPORTED = [*PRELOADED, "recipes.pretrain", "recipes.training.tracking"]  # once, for all ranks
@@ -76,11 +75,13 @@ class Run:
         self.recipe, self.folder, self.fault = recipe, folder, fault
         self.checkpoints = folder / "checkpoints"
         self.processes: list[Any] = []
+        self.debris: set[Path] = set()  # of killed saves, when it was started
 
     def start(self) -> None:
         """Start all ranks; imports are done already, in the server they are forked from."""
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(IMPORTED)
+        self.debris = set(self.checkpoints.glob(INCOMPLETE))
         port, place = free_port(), (self.recipe, self.folder, self.fault)
         with environment(ENVIRONMENT):
             self.processes = [
@@ -130,9 +131,14 @@ class Run:
         whole = [line for line in text.splitlines(keepends=True) if line.endswith("\n")]
         return [json.loads(line) for line in whole]
 
+    @property
+    def saving(self) -> bool:
+        """Whether a save is under way."""
+        return bool(set(self.checkpoints.glob(INCOMPLETE)) - self.debris)
+
     def phase(self, events: int) -> str:
         """What the run is doing; events: there were so many when it was started."""
-        if any(self.checkpoints.glob(INCOMPLETE)):
+        if self.saving:
             return "in a save"
         return "in a step" if len(self.events()) > events else "at the start"
 
@@ -197,7 +203,7 @@ def wait_for_an_instant(
     in_a_save = chance.random() < 0.5
     while run.alive and time.monotonic() < deadline:
         time.sleep(0.001)
-    while in_a_save and run.alive and not any(run.checkpoints.glob(INCOMPLETE)):
+    while in_a_save and run.alive and not run.saving:
         time.sleep(0.0005)
     if in_a_save:
         time.sleep(chance.uniform(0, 0.02))
@@ -212,12 +218,11 @@ def compare(run: Run, expected: dict[int, dict], before: int, starts: int) -> li
     """
     name, wrong = run.folder.name, []
     for checkpoint in published(run.checkpoints):
-        wrong += [f"{name}: {damage}" for damage in damages(checkpoint)]
+        wrong += [f"{name}: {damage}" for damage in find_damages(checkpoint)]
     for event in run.events()[starts:]:
         if event["event"] in ("start", "resume") and event["step"] != before:
             wrong.append(f"{name}: {event['event']} at step {event['step']} instead of {before}")
-        alone = LOST_RANK in event.get("reason", "")  # what a rank says that has been left alive
-        if event["event"] in ("skip", "stop", "warning") and not alone:
+        if event["event"] in ("skip", "stop", "warning"):
             wrong.append(f"{name}: {event}")
     if run.newest() < before:
         wrong.append(f"{name}: the checkpoint of step {before} is gone")

@@ -1,5 +1,6 @@
-"""Saves that go wrong: a full disk, found before or in the middle."""
+"""Saves that go wrong: a full disk, found before or in the middle; disks that are not shared."""
 
+import json
 import os
 import shutil
 import subprocess
@@ -9,21 +10,43 @@ from pathlib import Path
 import pytest
 import tomli_w
 
-from recipes.training.manifest import damages, published, step_of
+from recipes.proving.trial import train_step
+from recipes.training.checkpoint_writer import CheckpointWriter
+from recipes.training.data import TrainingData
+from recipes.training.deepspeed_config import build_deepspeed_config
+from recipes.training.engine import build_engine, start_processes
+from recipes.training.manifest import find_damages, published, step_of
+from recipes.training.recipe import Recipe, parse_recipe
+from recipes.training.run_folder import LineFile, RunFolder
+from recipes.training.topology import World
 from tests.conftest import changed, small_recipe
-from tests.ranks import start_ranks
+from tests.ranks import run_ranks, start_ranks
 from tests.test_pretrain import events, metrics
 
-# pretrain.py on a file system that says it has room, as one with a quota does.
-BLIND = """
+# pretrain.py on a disk that is full when step 4 is to be saved; a file system with a quota says all
+# the same that it has room.
+FILLING = """
+import os, sys
+from pathlib import Path
 from recipes import pretrain
 from recipes.training.checkpoint_writer import CheckpointWriter
 
-CheckpointWriter._lack_of_room = lambda self: None
+disk, quota = Path(sys.argv.pop(1)), sys.argv.pop(1) == "quota"
+look = CheckpointWriter._lack_of_room
+
+def fill_and_look(self):
+    with (disk / "ballast").open("ab", buffering=0) as ballast:
+        try:
+            while ballast.write(bytes(4096)):
+                pass
+        except OSError:
+            pass
+    return None if quota else look(self)
+
+CheckpointWriter._lack_of_room = fill_and_look
 pretrain.main()
 """
 DISK_BYTES = 72 * 2**20
-ROOM_BYTES = 500_000  # that is left, for less than half a checkpoint
 
 
 @pytest.fixture
@@ -38,8 +61,8 @@ def disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", str(folder)], check=True)
 
 
-@pytest.fixture
-def recipe_file(corpus: Path, tmp_path: Path) -> Path:
+@pytest.fixture(scope="module")
+def recipe_file(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     table = changed(
         small_recipe(corpus),
         layout__pipeline=2,
@@ -48,17 +71,24 @@ def recipe_file(corpus: Path, tmp_path: Path) -> Path:
         checkpoint__every=2,
         checkpoint__keep=1,
     )
-    file = tmp_path / "small.toml"
+    file = tmp_path_factory.mktemp("recipe") / "small.toml"
     file.write_text(tomli_w.dumps(table))
     return file
 
 
-def run(recipe: Path, folder: Path, *settings: str, code: int = 0, blind: bool = False) -> str:
+@pytest.fixture(scope="module")
+def undisturbed(recipe_file: Path) -> Path:
+    """The folder of a run on a large disk."""
+    folder = recipe_file.parent / "undisturbed"
+    run(recipe_file, folder, start=["recipes/pretrain.py"])
+    return folder
+
+
+def run(recipe: Path, folder: Path, *settings: str, code: int = 0, start: list[str]) -> str:
     """Two ranks of the command; all they say."""
     options = [word for setting in settings for word in ("--set", setting)]
-    start = ["-c", BLIND] if blind else ["recipes/pretrain.py"]
     arguments = [*start, str(recipe), "--run-dir", str(folder), *options]
-    codes, outputs = start_ranks(2, arguments, folder=folder.parent, seconds=300)
+    codes, outputs = start_ranks(2, arguments, folder=recipe.parent, seconds=300)
     assert codes == [code, code], outputs
     assert "Traceback" not in "".join(outputs), outputs
     return "".join(outputs)
@@ -67,38 +97,65 @@ def run(recipe: Path, folder: Path, *settings: str, code: int = 0, blind: bool =
 def steps_of(folder: Path) -> list[int]:
     """The steps of the checkpoints that are there, all of them undamaged."""
     found = published(folder / "checkpoints")
-    assert not [damage for path in found for damage in damages(path)]
+    assert not [damage for path in found for damage in find_damages(path)]
     return [step_of(path) for path in found]
 
 
-@pytest.mark.parametrize("blind", [False, True], ids=["seen before", "in the middle"])
+@pytest.mark.parametrize("on_failure", ["continue", "stop"])
+@pytest.mark.parametrize("kind", ["room is looked at", "quota"])
 def test_a_full_disk_costs_no_checkpoint(
-    blind: bool, disk: Path, recipe_file: Path, tmp_path: Path
+    kind: str, on_failure: str, disk: Path, recipe_file: Path, undisturbed: Path
 ) -> None:
-    undisturbed, folder = tmp_path / "undisturbed", tmp_path / "run"
-    run(recipe_file, undisturbed)
-    (disk / "checkpoints").mkdir()
-    folder.mkdir()
-    (folder / "checkpoints").symlink_to(disk / "checkpoints")
-    run(recipe_file, folder, "training.steps=3")
+    folder, healthy = disk / "run", ["recipes/pretrain.py"]
+    filling = ["-c", FILLING, str(disk), kind]
+    run(recipe_file, folder, "training.steps=3", start=healthy)
     assert steps_of(folder) == [3]
-    ballast = disk / "ballast"
-    ballast.write_bytes(bytes(shutil.disk_usage(disk).free - ROOM_BYTES))
-    reason = "No space left on device" if blind else "GB free and a checkpoint needs"
+    output = run(recipe_file, folder, f"checkpoint.on_failure={on_failure}", code=3, start=filling)
+    reason = "No space left on device" if kind == "quota" else "GB free and a checkpoint needs"
+    assert "step 4 is not saved: " in output and reason in output
+    assert ("step 8 is not saved: " in output) == (on_failure == "continue")
+    assert steps_of(folder) == [3] and not list((folder / "checkpoints").glob("*.incomplete"))
+    expected = metrics(undisturbed)
+    assert metrics(folder) == expected[: len(metrics(folder))]
 
-    stop = "checkpoint.on_failure=stop"
-    output = run(recipe_file, folder, stop, code=3, blind=blind)
-    assert f"step 4 is not saved: {'rank' if blind else ''}" in output and reason in output
-    assert events(folder)[-1] == ("stop", 6 if blind else 4) and steps_of(folder) == [3]
-
-    output = run(recipe_file, folder, code=3, blind=blind)
-    told = events(folder)
-    assert ("warning", 6) in told and told[-1] == ("stop", 8) and steps_of(folder) == [3]
-    assert "step 8 is not saved" in output and reason in output
-    assert not list((folder / "checkpoints").glob("*.incomplete"))
-    assert metrics(folder) == metrics(undisturbed)
-
-    ballast.unlink()
-    output = run(recipe_file, folder, blind=blind)
+    (disk / "ballast").unlink()
+    output = run(recipe_file, folder, start=healthy)
     assert "resumed after step 3" in output and steps_of(folder) == [8]
-    assert metrics(folder) == metrics(undisturbed)
+    assert metrics(folder) == expected
+    assert events(folder)[-1] == ("end", 8)
+
+
+def test_lines_that_a_full_disk_does_not_take_come_later(disk: Path) -> None:
+    lines, ballast = LineFile(disk / "lines"), disk / "ballast"
+    lines.append({"step": 1})
+    ballast.write_bytes(bytes(shutil.disk_usage(disk).free))
+    long = "x" * 10_000
+    lines.append({"step": 2, "text": long})
+    assert (disk / "lines").read_text() == '{"step": 1}\n'
+    lines.append({"step": 3})
+    ballast.unlink()
+    lines.append({"step": 4})
+    steps = [json.loads(line)["step"] for line in (disk / "lines").read_text().splitlines()]
+    assert steps == [1, 2, 3, 4]
+
+
+def test_a_folder_that_only_one_node_sees_is_no_checkpoint(corpus: Path, tmp_path: Path) -> None:
+    recipe = parse_recipe(changed(small_recipe(corpus), layout__pipeline=2), "small")
+    problems = run_ranks(2, save_into_folders_of_their_own, recipe, tmp_path)
+    assert problems[0] == problems[1]
+    assert "has been written and is not there; use a --run-dir on storage that" in problems[0]
+    assert not published(tmp_path / "0" / "checkpoints")
+
+
+def save_into_folders_of_their_own(recipe: Recipe, folder: Path) -> str | None:
+    """On each rank: a step and a save."""
+    world = World.from_environment(os.environ)
+    start_processes(world)
+    topology = recipe.topology(world)
+    engine = build_engine(recipe, topology, build_deepspeed_config(recipe, topology))
+    data = TrainingData(recipe, topology, 0)
+    train_step(engine, data, 1)
+    own = RunFolder(folder / str(world.rank))
+    facts = {"recipe": recipe, "topology": topology, "data": data.fingerprint}
+    writer = CheckpointWriter(engine.state, own, **facts)
+    return writer.save(data.progress_after(1)) or writer.wait()

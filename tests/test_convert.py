@@ -28,11 +28,11 @@ from recipes.converting.adopt import adopt, read_config
 from recipes.converting.export import export
 from recipes.converting.output import output_folder
 from recipes.converting.reshape import new_recipe
-from recipes.converting.source import Source, open_checkpoint
+from recipes.converting.source import model_of, open_checkpoint
 from recipes.proving.corpus import write_corpus
+from recipes.proving.relay import save
 from recipes.proving.trial import train_step
 from recipes.training.checkpoint import CheckpointReader, find_initial_weights
-from recipes.training.checkpoint_writer import CheckpointWriter
 from recipes.training.data import TrainingData
 from recipes.training.deepspeed_config import build_deepspeed_config
 from recipes.training.engine import build_engine, start_processes
@@ -94,14 +94,7 @@ def train_and_save(recipes: list[Recipe], folder: Path) -> list[float]:
         for step in (1, 2):
             train_step(engine, data, step)
         losses.append(engine.evaluate(data.evaluation()))
-        writer = CheckpointWriter(
-            engine.state,
-            RunFolder(folder / str(number)),
-            recipe=recipe,
-            topology=topology,
-            data=data.fingerprint,
-        )
-        assert (writer.save(data.progress_after(2)) or writer.wait()) is None
+        save(engine, data, RunFolder(folder / str(number)), step=2)
     return losses
 
 
@@ -112,7 +105,7 @@ def start_from_weights(recipe: Recipe) -> float:
     topology = recipe.topology(world)
     engine = build_engine(recipe, topology, build_deepspeed_config(recipe, topology))
     found = find_initial_weights(recipe)
-    engine.load(CheckpointReader(found.path, found.manifest), weights_only=True)
+    engine.load(found.reader(), weights_only=True)
     assert engine.state.updates == 0
     data = TrainingData(recipe, topology, topology.coordinates(world.rank).data)
     return engine.evaluate(data.evaluation())
@@ -121,7 +114,7 @@ def start_from_weights(recipe: Recipe) -> float:
 @pytest.fixture(scope="module")
 def trained(
     real_corpus: Path, tmp_path_factory: pytest.TempPathFactory
-) -> dict[str, tuple[Recipe, Source, float]]:
+) -> dict[str, tuple[Recipe, CheckpointReader, float]]:
     """By shape: a recipe, its checkpoint from tensor 2 x pipeline 2, its validation loss there."""
     folder = tmp_path_factory.mktemp("runs")
     split = {"layout__tensor": 2, "layout__pipeline": 2}
@@ -134,9 +127,9 @@ def trained(
 
 
 @torch.no_grad()
-def our_logits(source: Source, tokens: torch.Tensor) -> torch.Tensor:
+def our_logits(source: CheckpointReader, tokens: torch.Tensor) -> torch.Tensor:
     """[b, s, v] of a checkpoint's weights, in one process."""
-    config, axis = source.model, TensorAxis()
+    config, axis = model_of(source), TensorAxis()
     model = SequentialModel(layer_specs(config, axis), loss_function(config, axis))
     for name, parameter in logical_parameters(model, config):
         logical = source.tensor("weights", name)
@@ -147,7 +140,7 @@ def our_logits(source: Source, tokens: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("shape", SHAPES)
 @torch.no_grad()
 def test_transformers_opens_what_a_parallel_run_has_saved(
-    shape: str, trained: dict[str, tuple[Recipe, Source, float]], tmp_path: Path
+    shape: str, trained: dict[str, tuple[Recipe, CheckpointReader, float]], tmp_path: Path
 ) -> None:
     recipe, source, loss = trained[shape]
     export(source, tmp_path, dtype="fp32", tokenizer=None)
@@ -265,7 +258,7 @@ def convert(*arguments: object, code: int = 0) -> str:
 
 
 def test_the_command_exports_and_writes_a_text(
-    trained: dict[str, tuple[Recipe, Source, float]], tmp_path: Path
+    trained: dict[str, tuple[Recipe, CheckpointReader, float]], tmp_path: Path
 ) -> None:
     run = trained["llama"][1].path.parents[1]
     output = convert("to-hf", run, tmp_path / "hf", "--dtype", "bf16", "--prompt", "t5")
@@ -280,7 +273,7 @@ def test_the_command_exports_and_writes_a_text(
 
 
 def test_reshape_deals_the_same_tensors_to_other_files(
-    trained: dict[str, tuple[Recipe, Source, float]], tmp_path: Path
+    trained: dict[str, tuple[Recipe, CheckpointReader, float]], tmp_path: Path
 ) -> None:
     source = trained["qwen3"][1]
     output = convert(
@@ -298,7 +291,7 @@ def test_reshape_deals_the_same_tensors_to_other_files(
     assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())
 
 
-def stored_weights(source: Source) -> list[str]:
+def stored_weights(source: CheckpointReader) -> list[str]:
     return [name for name in source.manifest.tensors if not name.startswith("exp_avg")]
 
 
@@ -313,7 +306,10 @@ def stored_weights(source: Source) -> list[str]:
     ],
 )
 def test_a_reshape_that_is_no_legal_layout_is_refused(
-    overrides: list[str], ranks: int, named: str, trained: dict[str, tuple[Recipe, Source, float]]
+    overrides: list[str],
+    ranks: int,
+    named: str,
+    trained: dict[str, tuple[Recipe, CheckpointReader, float]],
 ) -> None:
     with pytest.raises(ValueError, match=named):
         new_recipe(trained["llama"][1], overrides, ranks=ranks)
@@ -344,14 +340,14 @@ def test_what_ours_cannot_express_is_refused(
     file.write_text(json.dumps(json.loads(file.read_text()) | settings))
     with (
         pytest.raises(ValueError, match=named),
-        output_folder(tmp_path / "ours", overwrite=False) as folder,
+        output_folder(tmp_path / "ours", reading=tmp_path / "theirs", overwrite=False) as folder,
     ):
         adopt(tmp_path / "theirs", folder)
     assert not (tmp_path / "ours").exists() and not list(tmp_path.glob("*.incomplete"))
 
 
 def test_a_damaged_or_missing_source_is_refused(
-    trained: dict[str, tuple[Recipe, Source, float]], tmp_path: Path
+    trained: dict[str, tuple[Recipe, CheckpointReader, float]], tmp_path: Path
 ) -> None:
     copied = tmp_path / "step-0000002"
     shutil.copytree(trained["llama"][1].path, copied)
@@ -368,7 +364,7 @@ def test_a_damaged_or_missing_source_is_refused(
 
 
 def test_another_tokenizer_is_refused(
-    trained: dict[str, tuple[Recipe, Source, float]], tmp_path: Path
+    trained: dict[str, tuple[Recipe, CheckpointReader, float]], tmp_path: Path
 ) -> None:
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(ValueError, match="is not the tokenizer that the run was trained with"):

@@ -31,6 +31,7 @@ FLOORS = [
     ("recipes.training.progress", 4),
     ("recipes.training.tensor_file", 4),
     ("recipes.training.manifest", 4),
+    ("recipes.training.provenance", 4),
     ("recipes.planning", 4),
     ("recipes.proving.shrink", 4),
     ("recipes.proving.layouts", 4),

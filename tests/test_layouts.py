@@ -18,11 +18,13 @@ import torch.distributed as dist
 
 from recipes.proving.compare import Outcome
 from recipes.proving.layouts import Variant
+from recipes.proving.relay import load_newest, save
 from recipes.proving.trial import start, train_step, try_variants
 from recipes.training.data import TrainingData
 from recipes.training.deepspeed_config import build_deepspeed_config, zero_stage
 from recipes.training.engine import Engine, held_values, start_processes
 from recipes.training.recipe import parse_recipe
+from recipes.training.run_folder import RunFolder
 from recipes.training.topology import World
 from tests.conftest import GPT_SWITCHES, changed, small_recipe
 from tests.ranks import run_ranks
@@ -129,11 +131,11 @@ def resume_worker(corpus: str, layouts: dict[str, dict[str, Any]]) -> dict[str, 
         dist.broadcast_object_list(folders)
         engine, data = start(this, world)
         train_steps(engine, data, range(1, 5))
-        engine.save(Path(folders[0]))
+        save(engine, data, RunFolder(Path(folders[0])), step=4)
         undisturbed = train_steps(engine, data, range(5, 9))
         dist.barrier()
         again, data = start(this, world)
-        again.load(Path(folders[0]))
+        assert load_newest(again, data, RunFolder(Path(folders[0]))) == 4
         results[name] = (undisturbed, train_steps(again, data, range(5, 9)))
     dist.barrier()
     return results

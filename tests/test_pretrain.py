@@ -323,11 +323,13 @@ def test_a_run_whose_copies_drift_apart_stops(
 
 
 def test_what_is_broken_depends_on_the_precision() -> None:
-    nan, inf = float("nan"), float("inf")
-    assert find_broken({"loss": nan, "grad_norm": 1.0}, "fp16") == "the loss is nan"
-    assert find_broken({"loss": 1.0, "grad_norm": inf}, "bf16") == "the gradient norm is inf"
-    assert find_broken({"loss": 1.0, "grad_norm": inf}, "fp16") is None
-    assert find_broken({"loss": 1.0, "grad_norm": 1.0}, "fp32") is None
+    def found(loss: str, grad_norm: str, precision: str) -> str | None:
+        line = {"step": 5, "loss": float(loss), "grad_norm": float(grad_norm)}
+        return find_broken(line, precision)
+
+    assert found("nan", "1", "fp16").startswith("step 5: the loss is nan; the newest checkpoint")
+    assert found("1", "inf", "bf16").startswith("step 5: the gradient norm is inf; ")
+    assert found("1", "inf", "fp16") is None and found("1", "1", "fp32") is None
 
 
 def test_a_bad_recipe_is_refused_once_under_the_launcher() -> None:

@@ -104,7 +104,7 @@ def test_a_large_common_multiple_is_made_small(corpus: Path) -> None:
 
 
 def test_the_recipes_own_interval_is_proven(corpus: Path, tmp_path: Path) -> None:
-    options = argparse.Namespace(ranks=1, layers=4, steps=1)
+    options = argparse.Namespace(ranks=1, layers=4, steps=1, relay=False)
     for interval, proven in ((1, {1, 2}), (2, {2}), (3, {2, 3}), (40, {2, 4})):
         layout = {"layout__recompute": "full", "layout__recompute_interval": interval}
         recipe = recipe_of(corpus, layout | {"model__layers": 4})

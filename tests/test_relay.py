@@ -53,7 +53,7 @@ def variants(corpus: Path, shape: dict[str, Any], *, ranks: int, count: int) -> 
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_run_goes_on_in_any_layout(shape: str, corpus: Path, tmp_path: Path) -> None:
-    legs = variants(corpus, SHAPES[shape], ranks=4, count=4)
+    legs = variants(corpus, SHAPES[shape], ranks=4, count=3)
     assert {leg.world_size for leg in legs} >= {1, 2, 4}
     findings = list(run_relay(legs, folder=tmp_path))
     assert len(findings) == len(legs)
@@ -123,7 +123,7 @@ def relay_with_faults(legs: list[Variant], folder: Path) -> dict[str | None, lis
             found[fault] = []
             for leg in legs:
                 begin()
-                with seeded_fault(fault), contextlib.suppress(ValueError):
+                with seeded_fault(fault):
                     found[fault].append(run_leg(leg, world, RunFolder(folder / str(number))))
     return found
 

@@ -1,11 +1,9 @@
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from recipes.training import run_folder
 from recipes.training.recipe import REPOSITORY, parse_recipe
 from recipes.training.run_folder import RunFolder
 
@@ -52,10 +50,3 @@ def test_a_fresh_start_sets_the_old_run_aside(tmp_path: Path, small) -> None:
     assert RunFolder(aside).read_metrics() == [{"step": 1}]
     with pytest.raises(ValueError, match="is in use"):
         RunFolder(tmp_path / "run").hold()
-
-
-def test_the_code_version_is_the_commit(tmp_path: Path, monkeypatch) -> None:
-    assert run_folder.code_version() is None or len(run_folder.code_version()) >= 40
-    monkeypatch.setattr(run_folder, "REPOSITORY", tmp_path)
-    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", os.path.dirname(tmp_path))
-    assert run_folder.code_version() is None

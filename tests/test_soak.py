@@ -8,13 +8,16 @@ from tests.soak import FAULTS, soak
 
 
 def test_nothing_is_lost_under_kills(tmp_path: Path) -> None:
-    report = soak(tmp_path, kills=12, seed=1)
+    report = soak(tmp_path, kills=8, seed=1)
     assert not report.wrong, str(report)
-    assert report.kills.total() == 12 and report.resumes >= 4
-    assert sum(count for phase, count in report.kills.items() if "in a save" in phase) >= 3
+    assert report.kills.total() == 8 and report.resumes >= 3
+    assert sum(count for phase, count in report.kills.items() if "in a save" in phase) >= 2
 
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_is_noticed(fault: str, tmp_path: Path) -> None:
-    report = soak(tmp_path, kills=12, seed=2, fault=fault)
-    assert report.wrong
+    report = soak(tmp_path, kills=30, seed=2, fault=fault)
+    wrong = "\n".join(report.wrong)
+    # Noticed for what it is, and not because the fault itself has crashed the run.
+    assert ("manifest.json is missing" if fault == "publish early" else " instead of {") in wrong
+    assert "Traceback" not in wrong

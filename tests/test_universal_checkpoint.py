@@ -15,9 +15,10 @@ from deepspeed.checkpoint import constants, ds_to_universal
 
 from models.layer_specs import layer_names
 from models.sharding import Sharding
-from recipes.converting.source import Source, open_checkpoint
+from recipes.converting.source import open_checkpoint
+from recipes.proving.relay import save
 from recipes.proving.trial import train_step
-from recipes.training.checkpoint_writer import CheckpointWriter
+from recipes.training.checkpoint import CheckpointReader
 from recipes.training.data import TrainingData
 from recipes.training.deepspeed_config import build_deepspeed_config
 from recipes.training.engine import build_engine, start_processes
@@ -49,14 +50,7 @@ def train_and_save(recipes: list[Recipe], folder: Path) -> None:
         data = TrainingData(recipe, topology, topology.coordinates(world.rank).data)
         for step in (1, 2):
             train_step(engine, data, step)
-        writer = CheckpointWriter(
-            engine.state,
-            RunFolder(folder / f"ours{number}"),
-            recipe=recipe,
-            topology=topology,
-            data=data.fingerprint,
-        )
-        assert (writer.save(data.progress_after(2)) or writer.wait()) is None
+        save(engine, data, RunFolder(folder / f"ours{number}"), step=2)
         shardings: dict[str, Sharding] = {}
         everyones = [None] * world.size
         own = [(name, p.sharding) for name, p in engine.parameters()]
@@ -110,7 +104,7 @@ def patterns(recipe: Recipe, shardings: dict[str, Sharding]) -> dict[str, object
 @pytest.fixture(scope="module")
 def saved(
     corpus: Path, tmp_path_factory: pytest.TempPathFactory
-) -> dict[str, tuple[Recipe, Source, Path]]:
+) -> dict[str, tuple[Recipe, CheckpointReader, Path]]:
     """By layout: the recipe, our checkpoint, DeepSpeed's converted one."""
     folder = tmp_path_factory.mktemp("universal")
     recipes = [
@@ -138,7 +132,7 @@ def saved(
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_deepspeeds_converter_finds_the_same_tensors(
-    layout: str, saved: dict[str, tuple[Recipe, Source, Path]]
+    layout: str, saved: dict[str, tuple[Recipe, CheckpointReader, Path]]
 ) -> None:
     recipe, ours, universal = saved[layout]
     names = [name for name in ours.manifest.tensors if not name.startswith("exp_avg")]

@@ -12,13 +12,13 @@ from transformers import AutoConfig
 from models.config import ModelConfig
 from models.hugging_face import counterparts, model_settings
 from models.layer_specs import logical_shapes
-from recipes.converting.export import INDEX
-from recipes.training.checkpoint_writer import versions
 from recipes.training.manifest import Manifest
+from recipes.training.provenance import versions
 from recipes.training.tensor_file import TensorFileWriter, split_by_size
 
-PREFIXES = ("", "transformer.", "model.")  # that a file may leave out, or not
-NO_PARAMETERS = ("rotary_emb.inv_freq", "attn.bias", "attn.masked_bias")  # old files have them
+INDEX = "model.safetensors.index.json"
+PREFIXES = ("", "transformer.", "model.")  # of names; files of a base model are without
+NO_PARAMETERS = ("rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")  # buffers of old files
 
 
 class TheirFiles:

@@ -3,7 +3,6 @@
 import json
 import shutil
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,9 +11,11 @@ from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 from models.cost import parameter_count
 from models.hugging_face import counterparts, hugging_face_config
 from models.layer_specs import logical_shapes
-from recipes.converting.source import Source
+from recipes.converting.source import model_of
+from recipes.training.checkpoint import CheckpointReader
 from recipes.training.data import tokenizer_hash
 from recipes.training.recipe import repository_path
+from recipes.training.run_folder import RunFolder
 from recipes.training.tensor_file import BYTES, TensorFileWriter, split_by_size
 from recipes.training.training_state import WEIGHTS
 
@@ -24,21 +25,24 @@ DTYPES = {  # of the command -> of the file, of torch
     "fp16": ("F16", torch.float16),
 }
 CLASSES = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM", "gpt2": "GPT2LMHeadModel"}
-INDEX = "model.safetensors.index.json"
+TOKENIZER_FILES = (
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
+    *("chat_template.jinja", "tokenizer.model", "vocab.json", "vocab.txt", "merges.txt"),
+)
 
 
-def export(source: Source, folder: Path, *, dtype: str, tokenizer: Path | None) -> None:
+def export(source: CheckpointReader, folder: Path, *, dtype: str, tokenizer: Path | None) -> None:
     """Write weights, config, generation config, tokenizer and model card.
 
     Raises:
         ValueError: transformers has no class for it, or the tokenizer is not the run's.
     """
-    settings = hugging_face_config(source.model)
+    settings = hugging_face_config(model_of(source))
+    card = model_card(source, dtype)
     tokenizer = find_tokenizer(source, tokenizer)
-    if tokenizer:
-        for file in tokenizer.iterdir():
-            if file.is_file():
-                shutil.copyfile(file, folder / file.name)
+    for name in TOKENIZER_FILES:
+        if tokenizer and (tokenizer / name).is_file():
+            shutil.copyfile(tokenizer / name, folder / name)
     special = special_tokens(tokenizer)
     config = AutoConfig.for_model(**settings, **special)
     config.architectures = [CLASSES[settings["model_type"]]]
@@ -46,10 +50,10 @@ def export(source: Source, folder: Path, *, dtype: str, tokenizer: Path | None) 
     config.save_pretrained(folder)
     GenerationConfig(**special, do_sample=True).save_pretrained(folder)
     write_weights(source, folder, dtype=dtype)
-    (folder / "README.md").write_text(model_card(source, dtype))
+    (folder / "README.md").write_text(card)
 
 
-def find_tokenizer(source: Source, given: Path | None) -> Path | None:
+def find_tokenizer(source: CheckpointReader, given: Path | None) -> Path | None:
     """The folder of the tokenizer that the run's tokens are of; None: nobody knows one.
 
     Raises:
@@ -77,9 +81,9 @@ def special_tokens(tokenizer: Path | None) -> dict[str, int | None]:
     return {"bos_token_id": loaded.bos_token_id, "eos_token_id": loaded.eos_token_id}
 
 
-def write_weights(source: Source, folder: Path, *, dtype: str) -> None:
+def write_weights(source: CheckpointReader, folder: Path, *, dtype: str) -> None:
     """model.safetensors, or numbered files and their index; one tensor in memory at a time."""
-    table, shapes = counterparts(source.model), logical_shapes(source.model)
+    table, shapes = counterparts(model_of(source)), logical_shapes(model_of(source))
     kind, torch_dtype = DTYPES[dtype]
     files = split_by_size({name: shapes[name] for name in table}, dtype=kind)
     index: dict[str, str] = {}
@@ -97,7 +101,7 @@ def write_weights(source: Source, folder: Path, *, dtype: str) -> None:
     if len(files) > 1:
         elements = sum(torch.Size(shapes[name]).numel() for name in table)
         content = {"metadata": {"total_size": elements * BYTES[kind]}, "weight_map": index}
-        (folder / INDEX).write_text(json.dumps(content, indent=1) + "\n")
+        (folder / "model.safetensors.index.json").write_text(json.dumps(content, indent=1) + "\n")
 
 
 def _bytes(tensor: Tensor) -> memoryview:
@@ -105,9 +109,9 @@ def _bytes(tensor: Tensor) -> memoryview:
     return memoryview(tensor.contiguous().view(-1).view(torch.uint8).numpy())
 
 
-def model_card(source: Source, dtype: str) -> str:
+def model_card(source: CheckpointReader, dtype: str) -> str:
     """README.md of the exported model: what it is and how it came to be."""
-    manifest, model = source.manifest, source.model
+    manifest, model = source.manifest, model_of(source)
     facts = {
         "parameters": f"{parameter_count(model):,}",
         "architecture": f"{model.layers} layers, hidden size {model.hidden_size}, {model.heads} "
@@ -134,12 +138,9 @@ def model_card(source: Source, dtype: str) -> str:
     )
 
 
-def _losses(source: Source) -> dict[str, str]:
+def _losses(source: CheckpointReader) -> dict[str, str]:
     """The losses at the checkpoint's step, if its run folder is there."""
-    file = source.path.parent.parent / "metrics.jsonl"
-    if not file.is_file():
-        return {}
-    lines: list[dict[str, Any]] = [json.loads(line) for line in file.read_text().splitlines()]
+    lines = RunFolder(source.path.parent.parent).read_metrics()
     found: dict[str, str] = {}
     for line in lines:
         if line["step"] <= source.manifest.step:

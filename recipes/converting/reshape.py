@@ -1,23 +1,22 @@
-"""A checkpoint -> the same run's, as another layout would have saved it.
+"""A checkpoint -> the same run's for another layout.
 
 A checkpoint's tensors are logical, so any layout reads it as it is. What changes is the recipe and
-the layout in it, checked here instead of on the machine that resumes it, and how many files the
-tensors are in.
+the layout in it, checked here instead of on the machine that resumes it, and the files: the tensors
+are spread evenly over as many as there will be ranks.
 """
 
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from models.layer_specs import logical_shapes
-from recipes.converting.source import Source
-from recipes.training.checkpoint import differences
-from recipes.training.checkpoint_writer import FILES, layout_of, versions
+from recipes.converting.source import model_of
+from recipes.training.assembly import deal
+from recipes.training.checkpoint import CheckpointReader, differences
+from recipes.training.checkpoint_writer import FILES
 from recipes.training.deepspeed_config import build_deepspeed_config
 from recipes.training.manifest import tensor_key
+from recipes.training.provenance import layout_of, versions
 from recipes.training.recipe import Recipe, apply_override, parse_recipe
 from recipes.training.tensor_file import TensorFileWriter
 from recipes.training.topology import Topology, World
@@ -25,7 +24,9 @@ from recipes.training.topology import Topology, World
 FIXED = ("model.", "seed", "data.")  # what makes it another run
 
 
-def new_recipe(source: Source, overrides: list[str], *, ranks: int) -> tuple[Recipe, Topology]:
+def new_recipe(
+    source: CheckpointReader, overrides: list[str], *, ranks: int
+) -> tuple[Recipe, Topology]:
     """The checkpoint's recipe with other settings, and its axes on so many ranks.
 
     Raises:
@@ -48,11 +49,13 @@ def new_recipe(source: Source, overrides: list[str], *, ranks: int) -> tuple[Rec
     return recipe, topology
 
 
-def reshape(source: Source, output: Path, *, recipe: Recipe, topology: Topology) -> None:
+def reshape(source: CheckpointReader, output: Path, *, recipe: Recipe, topology: Topology) -> None:
     """Write the tensors dealt to the new ranks' files, one tensor in memory at a time."""
-    shapes = logical_shapes(source.model)
+    shapes = logical_shapes(model_of(source))
     files, tensors = {}, {}
-    for rank, names in enumerate(_deal(shapes, topology.world_size)):
+    owners = deal(shapes, topology.world_size)
+    for rank in range(topology.world_size):
+        names = [name for name in shapes if owners[name] == rank]
         for label, kinds in FILES.items():
             keys = {tensor_key(kind, name): (kind, name) for kind in kinds for name in names}
             file = f"{label}-{rank:05d}.safetensors"
@@ -72,17 +75,6 @@ def reshape(source: Source, output: Path, *, recipe: Recipe, topology: Topology)
         tensors=tensors,
         files=files,
     ).write(output)
-
-
-def _deal(shapes: Mapping[str, tuple[int, ...]], ranks: int) -> list[list[str]]:
-    """The names of each rank's files: always to the one with the least so far."""
-    dealt: list[list[str]] = [[] for _ in range(ranks)]
-    load = [0] * ranks
-    for name, shape in shapes.items():
-        rank = load.index(min(load))
-        dealt[rank].append(name)
-        load[rank] += torch.Size(shape).numel()
-    return dealt
 
 
 def _without_none(table: dict[str, Any]) -> dict[str, Any]:

@@ -1,49 +1,33 @@
-"""The checkpoint that a command reads: verified, and its weights one tensor at a time."""
+"""The checkpoint that a command reads, verified."""
 
-from dataclasses import dataclass
 from pathlib import Path
 
-from safetensors import safe_open
-from torch import Tensor
-
 from models.config import ModelConfig
-from recipes.training.manifest import Manifest, damages, published, tensor_key
+from recipes.training.checkpoint import CheckpointReader
+from recipes.training.manifest import Manifest, find_damages, published
 
 
-@dataclass(frozen=True)
-class Source:
-    """A checkpoint whose files are what was written."""
-
-    path: Path
-    manifest: Manifest
-
-    @property
-    def model(self) -> ModelConfig:
-        """The architecture; of weights from elsewhere too."""
-        return ModelConfig(**self.manifest.recipe["model"])
-
-    def tensor(self, kind: str, name: str) -> Tensor:
-        """A logical weight or moment, fp32; its file is mapped for as long as the tensor lives."""
-        key = tensor_key(kind, name)
-        with safe_open(self.path / self.manifest.tensors[key], framework="pt") as file:
-            return file.get_tensor(key)
-
-
-def open_checkpoint(path: Path) -> Source:
+def open_checkpoint(path: Path) -> CheckpointReader:
     """A checkpoint, or the newest undamaged one of a run folder.
 
     Raises:
         ValueError: there is none, or it is damaged.
     """
     if (path / "manifest.json").is_file():
-        damage = next(damages(path), None)
+        damage = next(find_damages(path), None)
         if damage:
             raise ValueError(f"{damage}; use another checkpoint")
-        return Source(path, Manifest.read(path))
+        return CheckpointReader(path, Manifest.read(path))
     found = published(path / "checkpoints") or published(path)
     for checkpoint in reversed(found):
-        if next(damages(checkpoint), None) is None:
-            return Source(checkpoint, Manifest.read(checkpoint))
+        if next(find_damages(checkpoint), None) is None:
+            return CheckpointReader(checkpoint, Manifest.read(checkpoint))
     if found:
-        raise ValueError(f"{path}: all checkpoints here are damaged; {next(damages(found[-1]))}")
+        damage = next(find_damages(found[-1]))
+        raise ValueError(f"{path}: all checkpoints here are damaged; {damage}")
     raise ValueError(f"{path}: no checkpoint there; use a run folder such as runs/tiny")
+
+
+def model_of(source: CheckpointReader) -> ModelConfig:
+    """The architecture, of a run's checkpoint or of weights from elsewhere."""
+    return ModelConfig(**source.manifest.recipe["model"])

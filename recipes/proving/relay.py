@@ -25,6 +25,7 @@ from recipes.proving.trial import (
 )
 from recipes.training import checkpoint
 from recipes.training.checkpoint_writer import CheckpointWriter
+from recipes.training.data import TrainingData
 from recipes.training.engine import Engine
 from recipes.training.run_folder import RunFolder
 from recipes.training.topology import World
@@ -42,20 +43,12 @@ def run_legs(variants: Iterable[Variant], folder: Path) -> Iterator[Leg | None]:
 
 def run_leg(variant: Variant, world: World, folder: RunFolder) -> Leg | None:
     """Load, compare with what was saved; a step, save; the steps that the next one does too."""
-    recipe, topology = variant.recipe, variant.topology
     engine, data = start(variant, world)
-    found = checkpoint.find(folder.checkpoints, "auto", recipe, data.fingerprint)
-    if found.path:
-        engine.load(checkpoint.CheckpointReader(found.path, found.manifest))
-    data.resume(found.progress)
-    got = everything(engine) if found.path else {}
-    step = found.progress.step + 1
+    done = load_newest(engine, data, folder)
+    got = everything(engine) if done else {}
+    step = done + 1
     losses = [train_step(engine, data, step).loss]
-    writer = CheckpointWriter(
-        engine.state, folder, recipe=recipe, topology=topology, data=data.fingerprint
-    )
-    problem = writer.save(data.progress_after(step)) or writer.wait()
-    assert problem is None, problem
+    save(engine, data, folder, step=step)
     saved = everything(engine)
     losses += [train_step(engine, data, step + later).loss for later in range(1, LOSSES + 1)]
     dist.barrier()
@@ -65,6 +58,24 @@ def run_leg(variant: Variant, world: World, folder: RunFolder) -> Leg | None:
     handed = torch.load(file) if file.exists() else None
     torch.save({"tensors": saved, "losses": losses[1:]}, file)
     return compare_leg(got, losses, handed)
+
+
+def load_newest(engine: Engine, data: TrainingData, folder: RunFolder) -> int:
+    """Go on from the newest checkpoint, if there is one; its step; collective."""
+    found = checkpoint.find(folder.checkpoints, "auto", engine.recipe, data.fingerprint)
+    if found.path:
+        engine.load(found.reader())
+    data.resume(found.progress)
+    return found.progress.step
+
+
+def save(engine: Engine, data: TrainingData, folder: RunFolder, *, step: int) -> None:
+    """Save after a step, and wait for it; collective."""
+    topology = engine.recipe.topology(World.from_environment(os.environ))
+    facts = {"recipe": engine.recipe, "topology": topology, "data": data.fingerprint}
+    writer = CheckpointWriter(engine.state, folder, **facts)
+    problem = writer.save(data.progress_after(step)) or writer.wait()
+    assert problem is None, problem
 
 
 def everything(engine: Engine) -> dict[str, Tensor]:

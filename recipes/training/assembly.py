@@ -4,6 +4,7 @@ Each tensor is put together by one rank, so that all of them write at the same t
 here is in the host's memory.
 """
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -56,7 +57,8 @@ class Assembly:
         for pieces in everyones:
             for piece in pieces:
                 self.pieces[piece.fragment.name].append(piece)
-        self.owners = self._deal()
+        shapes = {name: sharding.shape for name, sharding in self.shardings.items()}
+        self.owners = deal(shapes, dist.get_world_size(group))
         self.numbers = {name: number for number, name in enumerate(self.shardings)}
 
     @property
@@ -114,15 +116,6 @@ class Assembly:
             work.wait()
         return sharding.logical_tensor(parts)
 
-    def _deal(self) -> dict[str, int]:
-        """The rank that puts each tensor together: always the one with the least so far."""
-        load = [0] * dist.get_world_size(self.group)
-        owners = {}
-        for name, sharding in self.shardings.items():
-            owners[name] = load.index(min(load))
-            load[owners[name]] += torch.Size(sharding.shape).numel()
-        return owners
-
     def _tag(self, kind: str, name: str) -> int:
         """Of a message with a piece; no two between the same ranks are alike in one save."""
         return KINDS.index(kind) * len(self.numbers) + self.numbers[name]
@@ -130,3 +123,13 @@ class Assembly:
 
 def _elements(flats: Flats, kind: str, fragment: Fragment) -> Tensor:
     return flats[fragment.flat][kind].narrow(0, fragment.offset, len(fragment.elements))
+
+
+def deal(shapes: Mapping[str, tuple[int, ...]], owners: int) -> dict[str, int]:
+    """The owner of each tensor, 0 .. owners - 1: always the one with the fewest elements so far."""
+    load = [0] * owners
+    owner_of = {}
+    for name, shape in shapes.items():
+        owner_of[name] = load.index(min(load))
+        load[owner_of[name]] += math.prod(shape)
+    return owner_of

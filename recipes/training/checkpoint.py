@@ -11,7 +11,7 @@ from torch import Tensor
 
 from recipes.training.manifest import (
     Manifest,
-    damages,
+    find_damages,
     published,
     set_aside,
     step_of,
@@ -30,7 +30,7 @@ class Found:
 
     path: a verified checkpoint; None: fresh weights
     weights_only: the run starts at step 0 with its weights
-    skipped: damaged ones that are newer, and what is wrong with each
+    skipped: damaged ones, and what is wrong with each
     """
 
     path: Path | None = None
@@ -43,6 +43,10 @@ class Found:
         """The last step that the run has done, and what it has read."""
         return Progress() if self.path is None or self.weights_only else self.manifest.progress
 
+    def reader(self) -> "CheckpointReader":
+        """Its tensors."""
+        return CheckpointReader(self.path, self.manifest)
+
     def changes(self, recipe: Recipe) -> dict[str, list[Any]]:
         """The keys that the recipe has changed since: before, now."""
         if self.path is None or self.weights_only:
@@ -50,17 +54,27 @@ class Found:
         return differences(self.manifest.recipe, recipe.model_dump(mode="json"))
 
 
+@dataclass(frozen=True)
 class CheckpointReader:
-    """The logical tensors of a checkpoint, read where they lie."""
+    """The logical tensors of a verified checkpoint, fp32, read where they lie.
 
-    def __init__(self, checkpoint: Path, manifest: Manifest):
-        self.checkpoint, self.manifest = checkpoint, manifest
+    A file is mapped for as long as a tensor of it lives.
+    """
+
+    path: Path
+    manifest: Manifest
 
     def rows(self, kind: str, name: str, start: int, stop: int) -> Tensor:
-        """Rows (of dimension 0) of a weight or a moment, fp32."""
+        """Some rows (of dimension 0) of a weight or a moment."""
         key = tensor_key(kind, name)
-        with safe_open(self.checkpoint / self.manifest.tensors[key], framework="pt") as file:
+        with safe_open(self.path / self.manifest.tensors[key], framework="pt") as file:
             return file.get_slice(key)[start:stop]
+
+    def tensor(self, kind: str, name: str) -> Tensor:
+        """The whole of a weight or a moment."""
+        key = tensor_key(kind, name)
+        with safe_open(self.path / self.manifest.tensors[key], framework="pt") as file:
+            return file.get_tensor(key)
 
 
 def find(folder: Path, resume: str, recipe: Recipe, data: dict[str, Any]) -> Found:
@@ -141,7 +155,7 @@ def abandon_after(folder: Path, found: Found) -> None:
 
 def find_damage(checkpoint: Path) -> str | None:
     """What is wrong with a checkpoint's files; collective, each rank verifies some of them."""
-    own = next(damages(checkpoint, dist.get_rank(), dist.get_world_size()), None)
+    own = next(find_damages(checkpoint, share=dist.get_rank(), shares=dist.get_world_size()), None)
     everyones: list[str | None] = [None] * dist.get_world_size()
     dist.all_gather_object(everyones, own)
     return next((damage for damage in everyones if damage), None)

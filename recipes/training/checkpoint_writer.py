@@ -9,13 +9,14 @@ Communicates, on groups of its own and through the host's memory: a broadcast of
 when a save begins; after that point to point in the stage, and three times in the world.
 """
 
-import platform
 import secrets
 import shutil
+import sys
 import threading
+from collections.abc import Collection
 from datetime import timedelta
-from importlib.metadata import version
 from pathlib import Path
+from types import TracebackType
 from typing import Any, TypeVar
 
 import torch
@@ -35,16 +36,17 @@ from recipes.training.manifest import (
     tensor_key,
 )
 from recipes.training.progress import Progress
+from recipes.training.provenance import layout_of, versions
 from recipes.training.recipe import Recipe
-from recipes.training.run_folder import RunFolder, code_version
+from recipes.training.run_folder import RunFolder
 from recipes.training.tensor_file import TensorFileWriter
 from recipes.training.topology import Topology
 from recipes.training.training_state import KINDS, MOMENTS, WEIGHTS, TrainingState
 
 FILES = {"weights": (WEIGHTS,), "moments": MOMENTS}  # of each rank, and the kinds in them
-LOST_RANK = "another rank has gone"
 SPACE_BESIDE = 64 * 2**20  # bytes: manifest, metrics, logs
 PATIENCE = timedelta(hours=1)  # with a disk, before the ranks give each other up
+SECONDS_TO_END = 60.0  # of a save, when the run has failed
 
 T = TypeVar("T")
 
@@ -52,7 +54,10 @@ T = TypeVar("T")
 class CheckpointWriter:
     """Saves a run, one checkpoint at a time; all ranks build it and make the same calls.
 
+    As a context manager: an error in the run gives the save in flight a moment to end.
+
     data: fingerprints of corpora and tokenizer, for the manifest
+    damaged: checkpoints that stay and do not count
     """
 
     def __init__(
@@ -63,9 +68,15 @@ class CheckpointWriter:
         recipe: Recipe,
         topology: Topology,
         data: dict[str, Any],
+        damaged: Collection[Path] = (),
     ):
-        self.state, self.folder = state, folder
-        self.recipe, self.topology, self.data = recipe, topology, data
+        self.state, self.folder, self.recipe, self.damaged = state, folder, recipe, damaged
+        self.facts = {
+            "recipe": recipe.model_dump(mode="json"),
+            "layout": layout_of(recipe, topology),
+            "data": data,
+            "versions": versions(),
+        }
         self.rank = dist.get_rank()
         self.world = dist.new_group(backend="gloo", timeout=PATIENCE)
         stages = [
@@ -87,15 +98,31 @@ class CheckpointWriter:
         ]
         self._thread: threading.Thread | None = None
         self._problem: str | None = None
+        self._broken: Exception | None = None
+
+    def __enter__(self) -> "CheckpointWriter":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if kind is not None and self._thread is not None:
+            self._thread.join(SECONDS_TO_END)
 
     def save(self, progress: Progress) -> str | None:
         """Begin to save the run as it is now; collective.
 
         Returns what went wrong, the same on all ranks: with the save before, which is waited for,
         or with the disk's room for this one.
+
+        Raises:
+            RuntimeError: this rank cannot reach the others any more.
         """
         earlier = self.wait() if self._thread else None
-        no_room = self._from_rank_0(self._lack_of_room())
+        no_room = self._from_rank_0(self._lack_of_room() if self.rank == 0 else None)
         self._problem = f"step {progress.step} is not saved: {no_room}" if no_room else None
         if no_room:
             return "; ".join(filter(None, [earlier, self._problem]))
@@ -106,10 +133,16 @@ class CheckpointWriter:
         return earlier
 
     def wait(self) -> str | None:
-        """Wait for the save in flight; what went wrong with the newest, the same on all ranks."""
+        """Wait for the save in flight; what went wrong with the newest, the same on all ranks.
+
+        Raises:
+            RuntimeError: this rank cannot reach the others any more.
+        """
         if self._thread is not None:
             self._thread.join()
             self._thread = None
+        if self._broken:  # to go on would leave the others waiting for this rank
+            raise RuntimeError("a save has lost contact with the other ranks") from self._broken
         return self._problem
 
     def _lack_of_room(self) -> str | None:
@@ -131,7 +164,7 @@ class CheckpointWriter:
         for staged, flat in zip(self.staged, self.state.tensors(), strict=True):
             for kind, tensor in flat.items():
                 staged[kind].copy_(tensor, non_blocking=True)
-        if torch.cuda.is_available():
+        if any(tensor.is_cuda for tensor in self.state.weights):
             torch.cuda.current_stream().synchronize()
 
     def _work(self, progress: Progress, updates: int, loss_scale: dict[str, Any] | None) -> None:
@@ -147,21 +180,17 @@ class CheckpointWriter:
                     tokens=progress.samples * self.recipe.model.sequence_length,
                     updates=updates,
                     loss_scale=loss_scale,
-                    recipe=self.recipe.model_dump(mode="json"),
-                    layout=layout_of(self.recipe, self.topology),
-                    data=self.data,
-                    versions=versions(),
                     tensors=tensors,
                     files=files,
+                    **self.facts,
                 )
                 problem = self._publish(workspace, manifest)
             if self.rank == 0 and problem:
                 shutil.rmtree(workspace, ignore_errors=True)
             problem = self._from_rank_0(problem)
-        except RuntimeError as error:  # and the launcher will end this one too
-            problem = f"{LOST_RANK} ({str(error).splitlines()[0]})"
-        except Exception as error:  # the thread must not end without a word
-            problem = f"{type(error).__name__}: {error}"
+        except Exception as error:
+            self._broken = error
+            return
         if problem:
             self._problem = f"step {progress.step} is not saved: {problem}"
 
@@ -209,16 +238,14 @@ class CheckpointWriter:
             }
             try:
                 if shapes and not problem:
-                    workspace.mkdir(exist_ok=True)  # seen late from another node
+                    workspace.mkdir(parents=True, exist_ok=True)  # seen late from another node
                     with TensorFileWriter(path, shapes, dtype="F32") as writer:
                         for key, tensor in arriving:
                             writer.write(key, memoryview(tensor.numpy()))
                     files[path.name] = writer.facts
                     tensors |= dict.fromkeys(shapes, path.name)
             except OSError as error:
-                problem = f"{path}: {error.strerror}"
-            except MemoryError:
-                problem = f"{path}: no memory to put a tensor together"
+                problem = f"{path}: {error.strerror or error}"
             for _ in arriving:  # the others wait until what they send is taken
                 pass
         for work in sending:
@@ -226,17 +253,24 @@ class CheckpointWriter:
         return files, tensors, problem
 
     def _publish(self, workspace: Path, manifest: Manifest) -> str | None:
-        """Make the checkpoint exist, and let old ones go; returns what went wrong."""
-        final = self.folder.checkpoints / checkpoint_name(manifest.step)
+        """Make the checkpoint exist, and let old ones go; returns why it does not exist."""
+        folder, settings = self.folder.checkpoints, self.recipe.checkpoint
+        final = folder / checkpoint_name(manifest.step)
         try:
+            unseen = manifest.missing(workspace)
+            if unseen:
+                return f"{unseen}; use a --run-dir on storage that all nodes share"
             if self.folder.metrics.exists():
                 flush(self.folder.metrics)  # no later than the steps that they tell of
             manifest.write(workspace)
             publish(workspace, final)
-            self.folder.event("save", manifest.step, checkpoint=str(final))
-            retain(self.folder.checkpoints, self.recipe.checkpoint, manifest.step)
         except OSError as error:
-            return f"{error.filename or final}: {error.strerror}"
+            return f"{error.filename or final}: {error.strerror or error}"
+        self.folder.event("save", manifest.step, checkpoint=str(final))
+        try:
+            retain(folder, settings, step=manifest.step, damaged=self.damaged)
+        except OSError as error:
+            print(f"{error.filename}: {error.strerror}; old checkpoints stay", file=sys.stderr)
         return None
 
     def _from_rank_0(self, value: T) -> T:
@@ -249,15 +283,3 @@ class CheckpointWriter:
 def _host_buffer(tensor: Tensor) -> Tensor:
     """Room for a copy in the host's memory; written to once, so that it is there in fact."""
     return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda).zero_()
-
-
-def layout_of(recipe: Recipe, topology: Topology) -> dict[str, Any]:
-    """How the run was spread."""
-    axes = {"pipeline": topology.pipeline, "data": topology.data, "tensor": topology.tensor}
-    return axes | {"schedule": recipe.layout.schedule, "deepspeed": recipe.deepspeed}
-
-
-def versions() -> dict[str, Any]:
-    """What computed the numbers."""
-    libraries = {name: version(name) for name in ("torch", "deepspeed", "numpy")}
-    return {"threefold": code_version(), "python": platform.python_version()} | libraries

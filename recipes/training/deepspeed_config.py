@@ -38,6 +38,12 @@ VALUES = (
     "wall_clock_breakdown",
     "dump_state",
 )
+SHORT_STATE = (
+    "bf16_master_weights_and_grads",
+    "bf16_optimizer_states",
+    "fp16_master_weights_and_grads",
+    "fp16_optimizer_states",
+)
 SHIPPED = ", ".join(
     str(path.relative_to(REPOSITORY)) for path in sorted((REPOSITORY / "ds_configs").glob("*.json"))
 )
@@ -132,6 +138,12 @@ def _check_shape(name: str, config: Any) -> None:
     for key in ("bf16", "fp16"):
         if key in config and not isinstance(config[key].get("enabled"), bool):
             raise ValueError(f'{name}: {key} lacks "enabled"; use "{key}": {{"enabled": true}}')
+        for setting in SHORT_STATE:
+            if config.get(key, {}).get(setting):
+                raise ValueError(
+                    f"{name}: {key}.{setting} = true keeps the optimizer's state in 16 bits, and "
+                    f"checkpoints hold 32; remove it"
+                )
 
 
 def _check_combination(recipe: Recipe, config: dict[str, Any]) -> None:

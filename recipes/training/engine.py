@@ -3,6 +3,7 @@
 import contextlib
 import io
 import os
+import resource
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
@@ -224,6 +225,9 @@ def start_processes(world: World) -> None:
         "MASTER_ADDR": os.environ.get("MASTER_ADDR", "127.0.0.1"),
         "MASTER_PORT": os.environ.get("MASTER_PORT", "29500" if world.size > 1 else "0"),
     }
+    # The ranks of a process group that works on the CPU are all connected with each other.
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     # Its build needs a compiler and a minute, and its all-reduce knows one group only.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     if on_gpu():

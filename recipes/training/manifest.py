@@ -15,7 +15,7 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -65,6 +65,14 @@ class Manifest:
         """Whether it holds an optimizer's state, or weights alone."""
         return any(name.startswith("exp_avg/") for name in self.tensors)
 
+    def missing(self, folder: Path) -> str | None:
+        """The first file that is not in a folder with its size; None: they are all there."""
+        for name, facts in self.files.items():
+            file = folder / name
+            if not file.is_file() or file.stat().st_size != facts["bytes"]:
+                return f"{file} has been written and is not there"
+        return None
+
     def write(self, folder: Path) -> None:
         """Write it into a checkpoint's folder, and wait until all of that is on the disk."""
         file = folder / "manifest.json"
@@ -83,8 +91,8 @@ class Manifest:
         content = json.loads((checkpoint / "manifest.json").read_text())
         if content.get("format") != FORMAT:
             raise ValueError(
-                f"{checkpoint / 'manifest.json'}: format = {content.get('format')} is not known "
-                f"here; use the code that wrote it, which knows format = {FORMAT}"
+                f"{checkpoint / 'manifest.json'}: format = {content.get('format')}, and this "
+                f"version of Threefold reads format = {FORMAT}; use the one that wrote it"
             )
         return cls(**content)
 
@@ -109,8 +117,12 @@ def flush(path: Path) -> None:
         os.close(descriptor)
 
 
-def damages(checkpoint: Path, share: int = 0, shares: int = 1) -> Iterator[str]:
-    """What is wrong with a checkpoint's manifest and this share of its files, a sentence each."""
+def find_damages(checkpoint: Path, *, share: int = 0, shares: int = 1) -> Iterator[str]:
+    """What is wrong with a checkpoint's manifest and this share of its files, a sentence each.
+
+    Raises:
+        ValueError: a later version of this code has written it.
+    """
     manifest, digest = checkpoint / "manifest.json", checkpoint / "manifest.sha256"
     for file in (manifest, digest):
         if not file.is_file():
@@ -123,7 +135,7 @@ def damages(checkpoint: Path, share: int = 0, shares: int = 1) -> Iterator[str]:
         for name, facts in sorted(Manifest.read(checkpoint).files.items())[share::shares]:
             yield from _file_damages(checkpoint / name, facts)
     except OSError as error:
-        yield f"{error.filename} cannot be read ({error.strerror})"
+        yield f"{error.filename} cannot be read ({error.strerror or error})"
 
 
 def _file_damages(file: Path, facts: Facts) -> Iterator[str]:
@@ -143,13 +155,13 @@ def publish(workspace: Path, checkpoint: Path) -> None:
     flush(checkpoint.parent)
 
 
-def retain(folder: Path, settings: Checkpoint, step: int) -> None:
-    """Delete checkpoints beyond the newest `keep` and every `keep_every`-th step's.
+def retain(folder: Path, settings: Checkpoint, *, step: int, damaged: Collection[Path]) -> None:
+    """Delete checkpoints beyond the newest `keep` up to a step and every `keep_every`-th step's.
 
-    Checkpoints of later steps than this one are damaged ones that the run has skipped; they
-    neither go nor count.
+    damaged: these neither go nor count
     """
-    for old in [path for path in published(folder) if step_of(path) <= step][: -settings.keep]:
+    sound = [path for path in published(folder) if path not in damaged and step_of(path) <= step]
+    for old in sound[: -settings.keep]:
         if not settings.keep_every or step_of(old) % settings.keep_every:
             doomed = old.with_name(f"{old.name}.incomplete")  # never half a checkpoint
             os.rename(old, doomed)

@@ -1,15 +1,17 @@
 """The folder of one run: who holds it, its recipe, its metrics and its events."""
 
+import errno
 import fcntl
 import json
 import os
 import socket
-import subprocess
+import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
 
-from recipes.training.recipe import REPOSITORY, Recipe
+from recipes.training.recipe import Recipe
 
 
 class RunFolder:
@@ -20,6 +22,7 @@ class RunFolder:
         self.checkpoints = path / "checkpoints"
         self.metrics = path / "metrics.jsonl"
         self.events = path / "events.jsonl"
+        self._metric_lines, self._event_lines = LineFile(self.metrics), LineFile(self.events)
         self._lock = None
 
     def hold(self) -> None:
@@ -53,23 +56,32 @@ class RunFolder:
         """Make the folder ready to go on after step `done`.
 
         fresh: what an earlier run left here is moved beside it, so that nothing is lost
+
+        Raises:
+            ValueError: the folder cannot be written, or a line of metrics.jsonl is no JSON.
         """
-        if fresh and any(entry.name != "lock" for entry in self.path.iterdir()):
-            aside = self.path.with_name(f"{self.path.name}.{time.strftime('%Y%m%dT%H%M%S')}")
-            os.rename(self.path, aside)
-            self.hold()
-            print(f"the run that was there is now {aside}")
-        _replace(self.path / "recipe.toml", recipe.toml())
-        kept = [line for line in self.read_metrics() if line["step"] <= done]
-        _replace(self.metrics, "".join(json.dumps(line) + "\n" for line in kept))
+        try:
+            if fresh and any(entry.name != "lock" for entry in self.path.iterdir()):
+                aside = self.path.with_name(f"{self.path.name}.{time.strftime('%Y%m%dT%H%M%S')}")
+                os.rename(self.path, aside)
+                self.hold()
+                print(f"the run that was there is now {aside}")
+            _replace(self.path / "recipe.toml", recipe.toml())
+            kept = [line for line in self.read_metrics() if line["step"] <= done]
+            _replace(self.metrics, "".join(json.dumps(line) + "\n" for line in kept))
+        except OSError as error:
+            raise ValueError(
+                f"{error.filename or self.path} cannot be written ({error.strerror}); make room, "
+                f"or use --run-dir with another folder"
+            ) from None
 
     def event(self, event: str, step: int, **facts: Any) -> None:
-        """Append to events.jsonl: start, resume, save, warning, stop or end."""
-        _append(self.events, {"event": event, "step": step, "time": time.time()} | facts)
+        """Append to events.jsonl: start, resume, skip, save, warning, stop or end."""
+        self._event_lines.append({"event": event, "step": step, "time": time.time()} | facts)
 
     def metric(self, line: dict[str, Any]) -> None:
         """Append a step's line to metrics.jsonl; floats keep all their digits."""
-        _append(self.metrics, line)
+        self._metric_lines.append(line)
 
     def read_metrics(self) -> list[dict[str, Any]]:
         """The complete lines of metrics.jsonl.
@@ -92,9 +104,41 @@ class RunFolder:
         return lines
 
 
-def _append(file: Path, line: dict[str, Any]) -> None:
-    with file.open("a") as stream:
-        stream.write(json.dumps(line) + "\n")
+class LineFile:
+    """A file of JSON lines that is appended to, whole lines only, from any thread.
+
+    What a full disk does not take is kept and written with the next line.
+    """
+
+    def __init__(self, path: Path):
+        self.path = path
+        self._waiting: list[str] = []
+        self._lock = threading.Lock()
+
+    def append(self, line: dict[str, Any]) -> None:
+        """Write a line, and those that are waiting."""
+        with self._lock:
+            self._waiting.append(json.dumps(line) + "\n")
+            try:
+                self._write("".join(self._waiting))
+            except OSError as error:
+                if len(self._waiting) == 1:  # the first of a row
+                    print(f"{self.path} cannot be written ({error.strerror}); its lines are kept "
+                          f"and written as soon as they can be", file=sys.stderr)  # fmt: skip
+                return
+            self._waiting.clear()
+
+    def _write(self, text: str) -> None:
+        with self.path.open("ab", buffering=0) as stream:
+            before, content = stream.tell(), text.encode()
+            try:
+                written = stream.write(content)
+            except OSError:
+                stream.truncate(before)
+                raise
+            if written < len(content):
+                stream.truncate(before)
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
 
 
 def _replace(file: Path, text: str) -> None:
@@ -105,12 +149,3 @@ def _replace(file: Path, text: str) -> None:
         stream.flush()
         os.fsync(stream.fileno())
     os.rename(fresh, file)
-
-
-def code_version() -> str | None:
-    """The repository's commit, "-dirty" with changes; None outside git."""
-    command = ["git", "-C", str(REPOSITORY), "describe", "--always", "--dirty", "--abbrev=40"]
-    try:
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return None

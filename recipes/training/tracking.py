@@ -22,8 +22,9 @@ from tqdm import tqdm
 from models.cost import flops_per_token
 from recipes.planning.hardware import peak_tflops
 from recipes.training.progress import Progress
+from recipes.training.provenance import code_version
 from recipes.training.recipe import Recipe
-from recipes.training.run_folder import RunFolder, code_version
+from recipes.training.run_folder import RunFolder
 
 SECONDS_BETWEEN_LINES = 10.0
 STOPPED = 3  # the exit code of a run that stopped before its last step
