@@ -33,7 +33,7 @@ logging.getLogger().setLevel(logging.ERROR)
 
 from models.config import ModelConfig
 from recipes.converting.adopt import adopt
-from recipes.converting.export import DTYPES, export
+from recipes.converting.export import DTYPES, export, find_tokenizer
 from recipes.converting.output import output_folder
 from recipes.converting.reshape import new_recipe, reshape
 from recipes.converting.source import open_checkpoint
@@ -53,10 +53,13 @@ def main() -> None:
 def to_hf(options: argparse.Namespace) -> None:
     """Checkpoint -> a folder of transformers."""
     source = open_checkpoint(options.checkpoint)
+    tokenizer = find_tokenizer(source, options.tokenizer)
+    if options.prompt and tokenizer is None:
+        raise ValueError("--prompt needs a tokenizer and these weights have none; use --tokenizer")
     with output(options, source.path) as folder:
-        export(source, folder, dtype=options.dtype, tokenizer=options.tokenizer)
+        export(source, folder, dtype=options.dtype, tokenizer=tokenizer)
     print(f"{source.path} is now {options.output}, for AutoModelForCausalLM.from_pretrained")
-    if options.prompt is not None:
+    if options.prompt:
         print(f"\nwhat it writes after {options.prompt!r}:\n\n{write_text(options)}")
 
 
@@ -65,8 +68,8 @@ def from_hf(options: argparse.Namespace) -> None:
     with output(options, options.folder) as folder:
         model = adopt(options.folder, folder)
     print(f"{options.folder} is now {options.output}; a recipe that starts from it has\n")
-    print(tomli_w.dumps({"model": settings(model)}))
-    print(f'[training]\ninitial_weights = "{options.output.resolve()}"')
+    start = {"initial_weights": str(options.output.resolve())}
+    print(tomli_w.dumps({"model": settings(model), "training": start}))
 
 
 def reshape_command(options: argparse.Namespace) -> None:
@@ -117,6 +120,13 @@ def settings(model: ModelConfig) -> dict[str, object]:
     }
 
 
+def count(text: str) -> int:
+    """A number of one or more, for argparse."""
+    if not text.isdecimal() or not int(text):
+        raise argparse.ArgumentTypeError(f"{text} is no number of ranks; use 4, for example")
+    return int(text)
+
+
 def parse_command_line() -> argparse.Namespace:
     """The command's options."""
     parser = argparse.ArgumentParser(
@@ -134,7 +144,7 @@ def parse_command_line() -> argparse.Namespace:
     adopt_parser.set_defaults(command=from_hf)
     reshape_parser = commands.add_parser("reshape", help="checkpoint -> another layout")
     reshape_parser.add_argument("checkpoint", type=Path, help="a checkpoint or a run folder")
-    reshape_parser.add_argument("--ranks", type=int, required=True, help="of the new layout")
+    reshape_parser.add_argument("--ranks", type=count, required=True, help="of the new layout")
     reshape_parser.add_argument(
         "--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="as in pretrain.py"
     )

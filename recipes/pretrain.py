@@ -68,18 +68,22 @@ def main() -> None:
         start_processes(world)
         found = checkpoint.find(folder.checkpoints, options.resume, recipe, data.fingerprint)
     start = found.progress
+    if world.rank == 0:
+        tell_skipped(folder, found)
     if start.step >= recipe.training.steps:
         summarize(recipe, folder, world)
         leave(0)
     if world.rank == 0:
         with refusals(world, options):
-            folder.prepare(recipe, start.step, fresh=options.resume == "never")
-        checkpoint.abandon_after(folder.checkpoints, found)
+            fresh, branching = options.resume == "never", options.resume not in ("auto", "never")
+            folder.prepare(recipe, start.step, fresh=fresh, branching=branching)
         announce(recipe, topology, folder, found)
 
     engine = build_engine(recipe, topology, config)
     if found.path:
         engine.load(found.reader(), weights_only=found.weights_only)
+    if world.rank == 0:
+        checkpoint.abandon_after(folder.checkpoints, found)
     data.resume(start)
     meter = Meter(recipe, world.size, precision=number_format, device_name=engine.device_name)
     facts = {"recipe": recipe, "topology": topology, "data": data.fingerprint}
@@ -204,11 +208,15 @@ def refusals(world: World, options: argparse.Namespace | None = None) -> Iterato
         leave(2)
 
 
-def announce(recipe: Recipe, topology: Topology, folder: RunFolder, found: "Found") -> None:
-    """Say what is about to run, and which checkpoints it could not use."""
+def tell_skipped(folder: RunFolder, found: "Found") -> None:
+    """Say which checkpoints could not be used."""
     for path, damage in found.skipped.items():
         folder.event("skip", found.progress.step, checkpoint=str(path), reason=damage)
         print(f"{path} is damaged and skipped: {damage}", file=sys.stderr)
+
+
+def announce(recipe: Recipe, topology: Topology, folder: RunFolder, found: "Found") -> None:
+    """Say what is about to run."""
     print(
         f"{recipe.name}: {parameter_count(recipe.model) / 1e6:,.1f} M parameters, "
         f"pipeline {topology.pipeline} x data {topology.data} x tensor {topology.tensor}, "

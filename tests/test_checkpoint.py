@@ -72,6 +72,22 @@ def test_other_data_are_refused_and_moved_ones_are_not(corpus: Path, tmp_path: P
         check_same_run(HERE, saved, other, fingerprint(other))
 
 
+def test_a_change_in_the_middle_of_a_corpus_is_noticed(corpus: Path, tmp_path: Path) -> None:
+    moved = shutil.copytree(corpus, tmp_path / "moved")
+    before = fingerprint(recipe_of(moved))
+    content = bytearray((moved / "train.bin").read_bytes())
+    middle = len(content) // 2
+    content[middle - 200 : middle + 200] = bytes(400)
+    (moved / "train.bin").write_bytes(content)
+    assert fingerprint(recipe_of(moved)) != before
+
+
+def test_a_default_spelled_out_is_the_same_model(corpus: Path) -> None:
+    saved, now = recipe_of(corpus), recipe_of(corpus, model__head_size=16)
+    assert saved.model.head_size is None and saved.model.attention_head_size == 16
+    check_same_run(HERE, manifest_of(saved), now, fingerprint(now))
+
+
 def test_what_may_change_is_accepted_and_told(corpus: Path) -> None:
     saved = recipe_of(corpus)
     now = recipe_of(

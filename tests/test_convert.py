@@ -25,7 +25,7 @@ from models.layer_specs import (
 )
 from models.parallel.collectives import TensorAxis
 from recipes.converting.adopt import adopt, read_config
-from recipes.converting.export import export
+from recipes.converting.export import export, find_tokenizer
 from recipes.converting.output import output_folder
 from recipes.converting.reshape import new_recipe
 from recipes.converting.source import model_of, open_checkpoint
@@ -104,7 +104,7 @@ def start_from_weights(recipe: Recipe) -> float:
     start_processes(world)
     topology = recipe.topology(world)
     engine = build_engine(recipe, topology, build_deepspeed_config(recipe, topology))
-    found = find_initial_weights(recipe)
+    found = find_initial_weights(recipe, run=Path("nowhere"))
     engine.load(found.reader(), weights_only=True)
     assert engine.state.updates == 0
     data = TrainingData(recipe, topology, topology.coordinates(world.rank).data)
@@ -143,7 +143,7 @@ def test_transformers_opens_what_a_parallel_run_has_saved(
     shape: str, trained: dict[str, tuple[Recipe, CheckpointReader, float]], tmp_path: Path
 ) -> None:
     recipe, source, loss = trained[shape]
-    export(source, tmp_path, dtype="fp32", tokenizer=None)
+    export(source, tmp_path, dtype="fp32", tokenizer=find_tokenizer(source, None))
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert type(theirs).__name__.lower().startswith(shape.split()[-1])
     batches = list(TrainingData(recipe, recipe.topology(World(size=4)), 0).evaluation())
@@ -346,6 +346,69 @@ def test_what_ours_cannot_express_is_refused(
     assert not (tmp_path / "ours").exists() and not list(tmp_path.glob("*.incomplete"))
 
 
+def test_only_what_transformers_would_load_is_read(tmp_path: Path) -> None:
+    their_model("llama", torch.float32).save_pretrained(tmp_path / "theirs")
+    tensors = load_file(tmp_path / "theirs" / "model.safetensors")
+    zeros = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
+    save_file(zeros, tmp_path / "theirs" / "model_ema.safetensors")
+    index = {"weight_map": dict.fromkeys(zeros, "model_ema.safetensors")}
+    (tmp_path / "theirs" / "model.safetensors.index.json").write_text(json.dumps(index))
+    (tmp_path / "ours").mkdir()
+    adopt(tmp_path / "theirs", tmp_path / "ours")
+    table = open_checkpoint(tmp_path / "ours").tensor("weights", "embedding.weight")
+    assert torch.equal(table, tensors["model.embed_tokens.weight"])
+
+
+@pytest.mark.parametrize(
+    ("content", "named"),
+    [("{}", "is no index of tensors"), ("{", "is no index of tensors"), (None, "neither model")],
+)
+def test_a_broken_index_is_refused(content: str | None, named: str, tmp_path: Path) -> None:
+    their_model("llama", torch.float32).save_pretrained(tmp_path / "theirs")
+    (tmp_path / "theirs" / "model.safetensors").rename(tmp_path / "theirs" / "a.safetensors")
+    if content:
+        (tmp_path / "theirs" / "model.safetensors.index.json").write_text(content)
+    with pytest.raises(ValueError, match=named):
+        adopt(tmp_path / "theirs", tmp_path)
+
+
+def test_numbers_that_are_only_codes_are_refused(tmp_path: Path) -> None:
+    their_model("llama", torch.float32).save_pretrained(tmp_path / "theirs")
+    file = tmp_path / "theirs" / "model.safetensors"
+    tensors = load_file(file)
+    name = "model.layers.0.mlp.down_proj.weight"
+    save_file(tensors | {name: tensors[name].to(torch.int8)}, file, {"format": "pt"})
+    with pytest.raises(ValueError, match=f"{name} is torch.int8"):
+        adopt(tmp_path / "theirs", tmp_path)
+
+
+def test_what_is_not_an_output_is_not_overwritten(
+    trained: dict[str, tuple[Recipe, CheckpointReader, float]], tmp_path: Path
+) -> None:
+    run = shutil.copytree(trained["llama"][1].path.parents[1], tmp_path / "runs" / "small")
+    checkpoint = open_checkpoint(run).path
+    files = sorted(str(file) for file in tmp_path.rglob("*"))
+    for output in (run, run.parent, checkpoint, checkpoint / "deeper"):
+        with (
+            pytest.raises(ValueError, match=r"would overwrite|other things"),
+            output_folder(output, reading=checkpoint, overwrite=True),
+        ):
+            raise AssertionError(output)
+    assert sorted(str(file) for file in tmp_path.rglob("*")) == files
+
+
+def test_two_that_write_the_same_do_not_mix(tmp_path: Path) -> None:
+    out, reading = tmp_path / "out", tmp_path / "in"
+    with output_folder(out, reading=reading, overwrite=True) as first:
+        (first / "config.json").write_text("first")
+        with output_folder(out, reading=reading, overwrite=True) as second:
+            (second / "config.json").write_text("second")
+            (second / "more").write_text("second")
+        assert (out / "more").exists()
+    assert [file.read_text() for file in out.iterdir()] == ["first"]
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
 def test_a_damaged_or_missing_source_is_refused(
     trained: dict[str, tuple[Recipe, CheckpointReader, float]], tmp_path: Path
 ) -> None:
@@ -368,7 +431,7 @@ def test_another_tokenizer_is_refused(
 ) -> None:
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(ValueError, match="is not the tokenizer that the run was trained with"):
-        export(trained["llama"][1], tmp_path / "out", dtype="fp32", tokenizer=tmp_path)
+        find_tokenizer(trained["llama"][1], tmp_path)
 
 
 def test_initial_weights_of_another_model_are_refused(real_corpus: Path, tmp_path: Path) -> None:

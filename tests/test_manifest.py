@@ -95,6 +95,12 @@ def test_missing_files_are_noticed(checkpoint: Path) -> None:
         file.write_bytes(content)
 
 
+def test_a_name_of_another_step_is_noticed(checkpoint: Path) -> None:
+    renamed = checkpoint.rename(checkpoint.with_name("step-0000010"))
+    assert list(find_damages(renamed)) == [f"{renamed / 'manifest.json'} is of step 4"]
+    assert list(find_damages(renamed.rename(renamed.with_name("abandoned-x")))) == []
+
+
 def test_shares_of_the_ranks_cover_all_files(checkpoint: Path) -> None:
     for name in ("weights-00000.safetensors", "moments-00000.safetensors"):
         (checkpoint / name).write_bytes(b"")

@@ -204,6 +204,21 @@ def test_resuming_an_older_checkpoint_keeps_what_it_then_does(
     assert names[0].startswith("abandoned-") and names[0].endswith("-step-0000008")
     assert names[1:] == ["step-0000006"]
     assert [line["step"] for line in metrics(folder)] == list(range(1, 7))
+    (before,) = folder.glob("metrics.*.jsonl")
+    assert before.read_bytes() == (finished[0] / "metrics.jsonl").read_bytes()
+
+
+def test_a_run_with_nothing_but_abandoned_checkpoints_does_not_start_again(
+    finished: tuple[Path, str], recipe_file: Path, tmp_path: Path
+) -> None:
+    """It was sent back to another one, and killed before it could save."""
+    folder = tmp_path / "small"
+    shutil.copytree(finished[0], folder)
+    for path in (folder / "checkpoints").iterdir():
+        path.rename(path.with_name(f"abandoned-20260101T000000-{path.name}"))
+    output = two_ranks(recipe_file, "--run-dir", folder, code=2)
+    assert "were left for another one's steps" in output and "abandoned-2026" in output
+    assert metrics(folder) == metrics(finished[0])
 
 
 def flip_a_bit(file: Path) -> None:

@@ -50,3 +50,15 @@ def test_a_fresh_start_sets_the_old_run_aside(tmp_path: Path, small) -> None:
     assert RunFolder(aside).read_metrics() == [{"step": 1}]
     with pytest.raises(ValueError, match="is in use"):
         RunFolder(tmp_path / "run").hold()
+
+
+def test_a_link_stays_a_link(tmp_path: Path, small) -> None:
+    (tmp_path / "large disk").mkdir()
+    (tmp_path / "run").symlink_to(tmp_path / "large disk")
+    folder = RunFolder(tmp_path / "run")
+    folder.hold()
+    folder.metric({"step": 1})
+    folder.prepare(parse_recipe(small, "small"), 0, fresh=True)
+    assert (tmp_path / "run").is_symlink() and (tmp_path / "run" / "recipe.toml").is_file()
+    (aside,) = tmp_path.glob("large disk.*")
+    assert (aside / "metrics.jsonl").is_file()

@@ -16,7 +16,8 @@ from recipes.training.manifest import Manifest
 from recipes.training.provenance import versions
 from recipes.training.tensor_file import TensorFileWriter, split_by_size
 
-INDEX = "model.safetensors.index.json"
+WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+PRECISIONS = (torch.float32, torch.bfloat16, torch.float16)
 PREFIXES = ("", "transformer.", "model.")  # of names; files of a base model are without
 NO_PARAMETERS = ("rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")  # buffers of old files
 
@@ -30,15 +31,7 @@ class TheirFiles:
 
     def __init__(self, folder: Path):
         self.folder = folder
-        if (folder / INDEX).is_file():
-            names = set(json.loads((folder / INDEX).read_text())["weight_map"].values())
-        else:
-            names = {file.name for file in folder.glob("*.safetensors")}
-        if not names:
-            raise ValueError(
-                f"{folder}: no safetensors files there; save the model with "
-                f"save_pretrained(..., safe_serialization=True)"
-            )
+        names = self._names()
         self.files: dict[str, str] = {}
         for name in sorted(names):
             try:
@@ -46,6 +39,23 @@ class TheirFiles:
                     self.files |= dict.fromkeys(file.keys(), name)
             except (SafetensorError, FileNotFoundError) as error:
                 raise ValueError(f"{folder / name} cannot be read: {error}") from None
+
+    def _names(self) -> set[str]:
+        """The files that transformers would load, whatever else is there."""
+        index = self.folder / INDEX
+        if (self.folder / WHOLE).is_file():
+            return {WHOLE}
+        if not index.is_file():
+            raise ValueError(
+                f"{self.folder}: neither {WHOLE} nor {INDEX} there; save the model with "
+                f"save_pretrained(..., safe_serialization=True)"
+            )
+        try:
+            return set(json.loads(index.read_text())["weight_map"].values())
+        except (json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
+            raise ValueError(
+                f"{index} is no index of tensors ({error!r}); save the model again"
+            ) from None
 
     def find(self, name: str) -> str:
         """A tensor's name in the files, which may have another prefix.
@@ -68,6 +78,11 @@ class TheirFiles:
         found = self.find(name)
         with safe_open(self.folder / self.files[found], framework="pt") as file:
             tensor = file.get_tensor(found)
+        if tensor.dtype not in PRECISIONS:
+            raise ValueError(
+                f"{self.folder / self.files[found]}: {found} is {tensor.dtype}, which needs more "
+                f"than its numbers; use a model in bf16, fp16 or fp32"
+            )
         if tuple(tensor.shape) != shape:
             raise ValueError(
                 f"{self.folder / self.files[found]}: {found} has the shape {tuple(tensor.shape)} "
@@ -87,7 +102,7 @@ def read_config(folder: Path) -> ModelConfig:
     try:
         theirs = AutoConfig.from_pretrained(folder)
         return ModelConfig(**model_settings(theirs.to_dict()))
-    except (ValueError, KeyError, OSError) as error:
+    except Exception as error:  # transformers raises whatever its classes do
         raise ValueError(f"{folder / 'config.json'}: {error}") from None
 
 

@@ -34,12 +34,13 @@ TOKENIZER_FILES = (
 def export(source: CheckpointReader, folder: Path, *, dtype: str, tokenizer: Path | None) -> None:
     """Write weights, config, generation config, tokenizer and model card.
 
+    tokenizer: its folder, as `find_tokenizer` has found it
+
     Raises:
-        ValueError: transformers has no class for it, or the tokenizer is not the run's.
+        ValueError: transformers has no class for it, or cannot load the tokenizer.
     """
     settings = hugging_face_config(model_of(source))
     card = model_card(source, dtype)
-    tokenizer = find_tokenizer(source, tokenizer)
     for name in TOKENIZER_FILES:
         if tokenizer and (tokenizer / name).is_file():
             shutil.copyfile(tokenizer / name, folder / name)
@@ -77,7 +78,13 @@ def special_tokens(tokenizer: Path | None) -> dict[str, int | None]:
     """The ids that begin and end a text, for both configs."""
     if tokenizer is None:
         return {"bos_token_id": None, "eos_token_id": None}
-    loaded = AutoTokenizer.from_pretrained(tokenizer)
+    try:
+        loaded = AutoTokenizer.from_pretrained(tokenizer)
+    except Exception as error:  # transformers raises whatever its classes do
+        raise ValueError(
+            f"{tokenizer} cannot be loaded by transformers ({error}); use --tokenizer with a "
+            f"folder that save_pretrained has written"
+        ) from None
     return {"bos_token_id": loaded.bos_token_id, "eos_token_id": loaded.eos_token_id}
 
 

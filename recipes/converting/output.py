@@ -1,12 +1,14 @@
 """A folder that a command writes: it appears when everything is in it."""
 
 import os
-import shutil
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from recipes.training.manifest import flush
+
+OURS = ("manifest.json", "config.json")  # one of them is in whatever this command has written
 
 
 @contextmanager
@@ -18,28 +20,40 @@ def output_folder(path: Path, *, reading: Path, overwrite: bool) -> Iterator[Pat
     Raises:
         ValueError: there is something already, or no room for it.
     """
-    if path.is_file() or (path.is_dir() and any(path.iterdir())):
-        ours = any((path / name).is_file() for name in ("manifest.json", "config.json"))
-        if not overwrite:
-            raise ValueError(f"{path} is already there; use another folder, or --overwrite")
-        if not ours or (path / "checkpoints").exists() or path.resolve() == reading.resolve():
-            raise ValueError(
-                f"{path} is not what this command has written before; use another folder, or "
-                f"delete it yourself"
-            )
-    workspace = path.with_name(f"{path.name}.incomplete")
+    path, reading = path.resolve(), reading.resolve()
+    _check(path, reading, overwrite)
     try:
-        shutil.rmtree(workspace, ignore_errors=True)
-        workspace.mkdir(parents=True)
-        yield workspace
-        for file in (*workspace.rglob("*"), workspace):
-            flush(file)
-        old = path.with_name(f"{path.name}.old.incomplete")
-        if path.exists():
-            os.rename(path, old)
-        os.rename(workspace, path)
-        shutil.rmtree(old, ignore_errors=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # Names that no other process has, which may be writing the same.
+        beside = {"dir": path.parent, "prefix": f"{path.name}.", "suffix": ".incomplete"}
+        with tempfile.TemporaryDirectory(**beside, ignore_cleanup_errors=True) as room:
+            workspace, old = Path(room) / "new", Path(room) / "old"
+            workspace.mkdir()
+            yield workspace
+            for file in (*workspace.rglob("*"), workspace):
+                flush(file)
+            if path.exists():
+                os.rename(path, old)
+            os.rename(workspace, path)
+            flush(path.parent)
     except OSError as error:
-        raise ValueError(f"{error.filename or path}: {error.strerror or error}") from None
-    finally:
-        shutil.rmtree(workspace, ignore_errors=True)
+        raise ValueError(
+            f"{error.filename or path} cannot be written ({error.strerror or error}); use a folder "
+            f"with room, to which you may write"
+        ) from None
+
+
+def _check(path: Path, reading: Path, overwrite: bool) -> None:
+    if path.is_relative_to(reading) or reading.is_relative_to(path):
+        raise ValueError(f"{path} would overwrite what is read, {reading}; use another folder")
+    if path.is_file():
+        raise ValueError(f"{path} is a file; use a folder")
+    if not path.is_dir() or not any(path.iterdir()):
+        return
+    if not overwrite:
+        raise ValueError(f"{path} is already there; use another folder, or --overwrite")
+    if not any((path / name).is_file() for name in OURS) or (path / "checkpoints").exists():
+        raise ValueError(
+            f"{path} has other things in it than this command writes; use another folder, or "
+            f"delete it yourself"
+        )

@@ -9,7 +9,9 @@ import torch.distributed as dist
 from safetensors import safe_open
 from torch import Tensor
 
+from models.config import ModelConfig
 from recipes.training.manifest import (
+    ABANDONED,
     Manifest,
     find_damages,
     published,
@@ -104,17 +106,25 @@ def find(folder: Path, resume: str, recipe: Recipe, data: dict[str, Any]) -> Fou
             check_same_run(path, manifest, recipe, data)
             return Found(path, manifest, skipped=skipped)
         skipped[path] = damage
+    if resume == "auto" and not candidates and any(folder.glob(ABANDONED)):
+        left = ", ".join(str(path) for path in sorted(folder.glob(ABANDONED)))
+        raise ValueError(
+            f"the checkpoints here were left for another one's steps, which were never saved "
+            f"({left}); use --resume with one of them, or --resume never to start again"
+        )
     if skipped:
         found = "; ".join(f"{path}: {damage}" for path, damage in skipped.items())
         raise ValueError(
             f"no checkpoint here can be trusted ({found}); use --resume with one from elsewhere, "
             f"or --resume never to start again (what is here is kept beside it)"
         )
-    return find_initial_weights(recipe)
+    return find_initial_weights(recipe, run=folder.parent)
 
 
-def find_initial_weights(recipe: Recipe) -> Found:
+def find_initial_weights(recipe: Recipe, *, run: Path) -> Found:
     """The weights that the recipe starts from; collective.
+
+    run: the folder that is about to be begun
 
     Raises:
         ValueError: they are not there, damaged, or of another model.
@@ -125,12 +135,18 @@ def find_initial_weights(recipe: Recipe) -> Found:
     path = repository_path(setting)
     key = f'training.initial_weights = "{setting}"'
     if not (path / "manifest.json").is_file():
-        raise ValueError(f"{key}: no checkpoint there; make it with recipes/convert.py from-hf")
+        raise ValueError(
+            f"{key}: no checkpoint there; use one of a run (runs/NAME/checkpoints/step-...), or "
+            f"what recipes/convert.py from-hf writes"
+        )
+    if path.is_relative_to(run.resolve()):
+        raise ValueError(f"{key} is in the run's own folder; use --run-dir with another one")
     damage = find_damage(path)
     if damage:
         raise ValueError(f"{key}: {damage}; make it again with recipes/convert.py from-hf")
     manifest = Manifest.read(path)
-    theirs, ours = manifest.recipe["model"], recipe.model_dump(mode="json")["model"]
+    theirs = _spelled_out(manifest.recipe["model"])
+    ours = _spelled_out(recipe.model_dump(mode="json")["model"])
     different = {
         name: values
         for name, values in differences(theirs, ours).items()
@@ -176,8 +192,8 @@ def check_same_run(
         )
     saved, now = manifest.recipe, recipe.model_dump(mode="json")
     different = differences(
-        {"model": saved["model"], "seed": saved["seed"], "data": manifest.data},
-        {"model": now["model"], "seed": now["seed"], "data": data},
+        {"model": _spelled_out(saved["model"]), "seed": saved["seed"], "data": manifest.data},
+        {"model": _spelled_out(now["model"]), "seed": now["seed"], "data": data},
     )
     if different:
         raise ValueError(
@@ -191,6 +207,11 @@ def differences(before: dict[str, Any], now: dict[str, Any]) -> dict[str, list[A
     old, new = dict(_leaves(before)), dict(_leaves(now))
     keys = sorted(old.keys() | new.keys())
     return {key: [old.get(key), new.get(key)] for key in keys if old.get(key) != new.get(key)}
+
+
+def _spelled_out(model: dict[str, Any]) -> dict[str, Any]:
+    """The [model] section with the head size that follows from the others."""
+    return model | {"head_size": ModelConfig(**model).attention_head_size}
 
 
 def _sentence(different: dict[str, list[Any]], prefix: str = "") -> str:

@@ -23,7 +23,7 @@ from recipes.training.token_file import TokenFile
 from recipes.training.topology import Topology
 
 Batch = tuple[Tensor, Tensor]  # tokens [b, s] and labels [b, s], the tokens one place on
-EDGE_BYTES = 2**16  # of a token file's ends, which its fingerprint covers
+BLOCKS, BLOCK_BYTES = 256, 2**12  # of a file, spread evenly, that its fingerprint covers
 
 
 class Windows:
@@ -163,8 +163,8 @@ def permuted(index: int, size: int, key: str) -> int:
 def fingerprint(recipe: Recipe) -> dict[str, Any]:
     """What decides which tokens a run reads, wherever the files lie.
 
-    A corpus counts by the sizes and the ends of its two files, and by the hash of the tokens that
-    its manifest has, if it has one: reading all of it would delay the start of every run.
+    A corpus counts by the sizes of its two files and by blocks spread over them, the ends included:
+    reading all of it would delay the start of every run.
     """
     sources = {}
     for number, source in enumerate(recipe.data.train):
@@ -180,13 +180,9 @@ def _content(path: Path) -> str:
         with path.with_name(path.name + suffix).open("rb") as stream:
             size = stream.seek(0, 2)
             digest.update(size.to_bytes(8, "little"))
-            for start in (0, max(0, size - EDGE_BYTES)):
-                stream.seek(start)
-                digest.update(stream.read(EDGE_BYTES))
-    manifest = path.with_name("manifest.json")
-    if manifest.is_file():
-        files = json.loads(manifest.read_text()).get("files", {})
-        digest.update(files.get(path.name, {}).get("bin_sha256", "").encode())
+            for block in range(BLOCKS):
+                stream.seek(max(0, size - BLOCK_BYTES) * block // (BLOCKS - 1))
+                digest.update(stream.read(BLOCK_BYTES))
     return digest.hexdigest()
 
 

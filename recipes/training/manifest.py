@@ -24,7 +24,7 @@ from recipes.training.progress import Progress
 from recipes.training.recipe import Checkpoint
 
 NAME = re.compile(r"step-\d{7,}")
-INCOMPLETE = "step-*.incomplete"
+INCOMPLETE, ABANDONED = "step-*.incomplete", "abandoned-*"
 FORMAT = 1
 
 Facts = dict[str, Any]  # of a file: "bytes", "sha256"
@@ -132,7 +132,10 @@ def find_damages(checkpoint: Path, *, share: int = 0, shares: int = 1) -> Iterat
         if sha256(manifest) + "\n" != digest.read_text(errors="replace"):
             yield f"{manifest} is not what was written (SHA-256)"
             return
-        for name, facts in sorted(Manifest.read(checkpoint).files.items())[share::shares]:
+        content = Manifest.read(checkpoint)
+        if NAME.fullmatch(checkpoint.name) and content.step != step_of(checkpoint):
+            yield f"{manifest} is of step {content.step}"
+        for name, facts in sorted(content.files.items())[share::shares]:
             yield from _file_damages(checkpoint / name, facts)
     except OSError as error:
         yield f"{error.filename} cannot be read ({error.strerror or error})"

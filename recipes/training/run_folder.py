@@ -4,6 +4,7 @@ import errno
 import fcntl
 import json
 import os
+import shutil
 import socket
 import sys
 import threading
@@ -18,6 +19,7 @@ class RunFolder:
     """`runs/<name>/`: recipe.toml, metrics.jsonl, events.jsonl, checkpoints/, wandb/."""
 
     def __init__(self, path: Path):
+        path = path.resolve()  # where a link points: there the next run goes too
         self.path = path
         self.checkpoints = path / "checkpoints"
         self.metrics = path / "metrics.jsonl"
@@ -47,15 +49,22 @@ class RunFolder:
                 f"{self.path} is in use by {lock.read().strip() or 'another process'}; wait for "
                 f"it, or use --run-dir for a second run"
             ) from None
-        lock.truncate(0)
-        lock.write(f"process {os.getpid()} on {socket.gethostname()}\n")
-        lock.flush()
+        try:
+            lock.truncate(0)
+            lock.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+            lock.flush()
+        except OSError as error:
+            raise ValueError(
+                f"{self.path} cannot be written ({error.strerror}); make room, or use --run-dir "
+                f"with another folder"
+            ) from None
         self._lock = lock
 
-    def prepare(self, recipe: Recipe, done: int, *, fresh: bool) -> None:
+    def prepare(self, recipe: Recipe, done: int, *, fresh: bool, branching: bool = False) -> None:
         """Make the folder ready to go on after step `done`.
 
         fresh: what an earlier run left here is moved beside it, so that nothing is lost
+        branching: the steps after `done` will be others; the lines of those that were are kept
 
         Raises:
             ValueError: the folder cannot be written, or a line of metrics.jsonl is no JSON.
@@ -67,7 +76,11 @@ class RunFolder:
                 self.hold()
                 print(f"the run that was there is now {aside}")
             _replace(self.path / "recipe.toml", recipe.toml())
-            kept = [line for line in self.read_metrics() if line["step"] <= done]
+            lines = self.read_metrics()
+            kept = [line for line in lines if line["step"] <= done]
+            if branching and len(kept) < len(lines):
+                stamp = time.strftime("%Y%m%dT%H%M%S")
+                shutil.copyfile(self.metrics, self.path / f"metrics.{stamp}.jsonl")
             _replace(self.metrics, "".join(json.dumps(line) + "\n" for line in kept))
         except OSError as error:
             raise ValueError(
