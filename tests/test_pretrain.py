@@ -92,6 +92,15 @@ def two_ranks(*arguments: object, code: int = 0) -> str:
     return outputs[0]
 
 
+def refused(*arguments: object) -> str:
+    """The command on one rank, which refuses; what it says."""
+    command = ["recipes/pretrain.py", *map(str, arguments), "--set", "layout.pipeline=1"]
+    with tempfile.TemporaryDirectory() as folder:
+        codes, outputs = start_ranks(1, command, folder=Path(folder), seconds=300)
+    assert codes == [2] and "Traceback" not in outputs[0], outputs
+    return outputs[0]
+
+
 def metrics(folder: Path) -> list[dict[str, Any]]:
     """The run's metrics without what a clock decides."""
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
@@ -189,7 +198,7 @@ def test_what_cannot_be_resumed_is_refused(
     finished: tuple[Path, str], recipe_file: Path, arguments: list[str], named: str
 ) -> None:
     steps = ["--set", "training.steps=12"]
-    output = two_ranks(recipe_file, "--run-dir", finished[0], *steps, *arguments, code=2)
+    output = refused(recipe_file, "--run-dir", finished[0], *steps, *arguments)
     assert named in output and "Traceback" not in output and output.count("\n") == 1
 
 
@@ -216,7 +225,7 @@ def test_a_run_with_nothing_but_abandoned_checkpoints_does_not_start_again(
     shutil.copytree(finished[0], folder)
     for path in (folder / "checkpoints").iterdir():
         path.rename(path.with_name(f"abandoned-20260101T000000-{path.name}"))
-    output = two_ranks(recipe_file, "--run-dir", folder, code=2)
+    output = refused(recipe_file, "--run-dir", folder)
     assert "were left for another one's steps" in output and "abandoned-2026" in output
     assert metrics(folder) == metrics(finished[0])
 
@@ -271,7 +280,7 @@ def test_a_run_whose_checkpoints_are_all_damaged_does_not_start_again(
     for step in (4, 8):
         flip_a_bit(folder / f"checkpoints/step-000000{step}/manifest.json")
     before = metrics(folder)
-    output = two_ranks(recipe_file, "--run-dir", folder, code=2)
+    output = refused(recipe_file, "--run-dir", folder)
     assert "no checkpoint here can be trusted" in output and "step-0000004" in output
     assert "Traceback" not in output and metrics(folder) == before
 
@@ -304,7 +313,7 @@ def test_every_so_many_checkpoints_stay(recipe_file: Path, tmp_path: Path) -> No
 
 def test_what_this_machine_cannot_do_is_refused(recipe_file: Path, tmp_path: Path) -> None:
     fp16 = ["--set", "deepspeed=ds_configs/zero1_fp16.json", "--run-dir", tmp_path / "x"]
-    assert "fp16 needs a GPU and none was found" in two_ranks(recipe_file, *fp16, code=2)
+    assert "fp16 needs a GPU and none was found" in refused(recipe_file, *fp16)
     with pytest.raises(ValueError, match="MASTER_ADDR is not set"), mock.patch.dict(os.environ):
         os.environ.pop("MASTER_ADDR", None)
         check_machine(World(size=2), precision="fp32")

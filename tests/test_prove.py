@@ -355,9 +355,9 @@ def test_recipes_it_has_never_seen(name: str, corpus: Path, tmp_path: Path) -> N
     small = made_small(recipe, tmp_path / "corpus")
     write_corpus(tmp_path / "corpus", small.model.vocab_size)
     variants = legal_variants(small, ranks=2, micro_sequences=(1, larger_micro_batch(recipe)))
-    some = variants[:: len(variants) // 15]
+    some = variants[:: len(variants) // 10]
     findings = list(prove.prove(small, some, ranks=2))
-    assert len(findings) == len(some) >= 15
+    assert len(findings) == len(some) >= 10
     assert failures(findings) == ""
 
 
@@ -384,9 +384,9 @@ def test_a_layout_that_hangs_is_a_finding(corpus: Path) -> None:
     good = reference(made_small(recipe_of(corpus, {}), corpus, steps=1))
     endless = reference(made_small(recipe_of(corpus, {}), corpus, steps=10**6))
     children = len(multiprocessing.active_children())
-    results = dict(run_variants([good, endless, good], ranks=1, seconds=20))
+    results = dict(run_variants([good, endless, good], ranks=1, seconds=12))
     assert isinstance(results[good], Outcome)
-    assert results[endless].startswith("nothing within 20 seconds")
+    assert results[endless].startswith("nothing within 12 seconds")
     assert len(multiprocessing.active_children()) == children
 
 

@@ -4,6 +4,7 @@ import contextlib
 import multiprocessing
 import os
 import pickle
+import random
 import socket
 import sys
 import tempfile
@@ -213,10 +214,19 @@ def environment(changes: dict[str, str]) -> Iterator[None]:
 
 
 def free_port() -> int:
-    """A TCP port that nobody listens on."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
+    """A TCP port that nobody listens on.
+
+    Below those that the system gives to connections: one that was free a moment ago would not be
+    for long on a busy machine.
+    """
+    while True:
+        port = random.SystemRandom().randrange(10_000, 32_000)
+        with socket.socket() as listener:
+            try:
+                listener.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+        return port
 
 
 def _rank(
