@@ -26,7 +26,7 @@ from models.cost import parameter_count
 from models.hugging_face import counterparts, model_settings
 from models.layer_specs import logical_shapes
 from recipes.training.recipe import REPOSITORY
-from recipes.training.tensor_file import TensorFileWriter, split_by_size
+from recipes.training.tensor_file import TensorFileWriter
 
 SIZES = {  # of Llama 3.2 1B, without its tied table
     "hidden_size": 2048,
@@ -37,6 +37,7 @@ SIZES = {  # of Llama 3.2 1B, without its tied table
     "vocab_size": 32_000,
     "max_position_embeddings": 2048,
 }
+LARGE = (SIZES, SIZES | {"vocab_size": 4_000})  # there two joined tensors are the largest
 SMALL = dict.fromkeys(SIZES, 8) | {"num_attention_heads": 2, "num_key_value_heads": 2}
 MEASURE = (
     "import resource, runpy, sys; sys.argv = sys.argv[1:]; code = 0\n"
@@ -55,12 +56,10 @@ def write_their_model(folder: Path, sizes: dict[str, int]) -> ModelConfig:
     table, shapes = counterparts(model), logical_shapes(model)
     theirs = {k: v for n in table for k, v in table[n].shapes(shapes[n]).items()}
     numbers = np.random.default_rng(0).standard_normal(2**20, dtype=np.float32)
-    for number, names in enumerate(split_by_size(theirs, dtype="F32")):
-        own = {name: theirs[name] for name in names}
-        file = folder / f"model-{number}.safetensors"
-        with TensorFileWriter(file, own, dtype="F32", metadata={"format": "pt"}) as writer:
-            for name, shape in own.items():
-                writer.write(name, memoryview(np.resize(numbers, math.prod(shape))))
+    file = folder / "model.safetensors"
+    with TensorFileWriter(file, theirs, dtype="F32", metadata={"format": "pt"}) as writer:
+        for name, shape in theirs.items():
+            writer.write(name, memoryview(np.resize(numbers, math.prod(shape))))
     return model
 
 
@@ -90,14 +89,19 @@ def main() -> None:
     parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         _, alone = convert(Path(folder) / "small", SMALL)
-        model, peaks = convert(Path(folder) / "large", SIZES)
-    largest = 4 * max(math.prod(shape) for shape in logical_shapes(model).values())
-    print(f"{parameter_count(model) / 1e9:.2f} billion parameters, fp32: ", end="")
-    print(f"{4 * parameter_count(model) / 1e9:.2f} GB; largest tensor {largest / 1e9:.3f} GB\n")
-    print("| | peak, GB | interpreter, GB | the rest in largest tensors |\n|---|---|---|---|")
-    for name, value in peaks.items():
-        ratio = (value - alone[name]) / largest
-        print(f"| {name} | {value / 1e9:.3f} | {alone[name] / 1e9:.3f} | {ratio:.2f} |")
+        print("| GB | largest tensor | | peak | interpreter | the rest in largest tensors |")
+        print("|---|---|---|---|---|---|")
+        for number, sizes in enumerate(LARGE):
+            model, peaks = convert(Path(folder) / f"large{number}", sizes)
+            shapes = {name: 4 * math.prod(s) for name, s in logical_shapes(model).items()}
+            largest = max(shapes, key=shapes.__getitem__)
+            size = shapes[largest]
+            for name, peak_bytes in peaks.items():
+                print(
+                    f"| {4 * parameter_count(model) / 1e9:.2f} | {largest}, {size / 1e9:.3f} | "
+                    f"{name} | {peak_bytes / 1e9:.3f} | {alone[name] / 1e9:.3f} | "
+                    f"{(peak_bytes - alone[name]) / size:.2f} |"
+                )
 
 
 if __name__ == "__main__":
