@@ -4,6 +4,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from recipes.training.checkpoint import Found, check_same_run
@@ -120,5 +121,6 @@ def test_another_batch_goes_on_with_the_next_sample(corpus: Path) -> None:
     after.resume(before.progress_after(4))
     assert samples(after, 5) == list(range(32, 48)) and samples(after, 6)[0] == 48
     assert after.progress_after(6) == Progress(step=6, samples=64)
+    ((source, index),) = after.places(np.array([32]))
     window = next(after.step(5))[0][0]
-    assert window.tolist() == after.training_window(32)[:-1].tolist()
+    assert window.tolist() == after.sources[source].read(index)[:-1].tolist()

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from recipes.training.data import TrainingData, choose_source, permuted, tokenizer_hash
+from recipes.training.data import TrainingData, choose_sources, permuted, tokenizer_hash
+from recipes.training.progress import Progress
 from recipes.training.recipe import Recipe, parse_recipe
 from recipes.training.token_file import TokenFile, write_token_file
 from recipes.training.topology import Topology
@@ -17,6 +18,12 @@ from tests.conftest import changed
 def build(table: dict[str, Any], data_size: int = 1, data_rank: int = 0) -> TrainingData:
     recipe: Recipe = parse_recipe(table, "test.toml")
     return TrainingData(recipe, Topology(pipeline=1, data=data_size, tensor=1), data_rank)
+
+
+def window(data: TrainingData, sample: int) -> np.ndarray:
+    """The [s + 1] tokens of a sample."""
+    ((source, index),) = data.places(np.array([sample]))
+    return data.sources[source].read(index)
 
 
 def rows(batches) -> list[tuple[int, ...]]:
@@ -30,21 +37,27 @@ def rows(batches) -> list[tuple[int, ...]]:
 
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 64, 65, 1000])
 def test_a_permutation_visits_every_window_once(size: int) -> None:
-    assert sorted(permuted(i, size, "key") for i in range(size)) == list(range(size))
+    assert sorted(permuted(np.arange(size), size, "key")) == list(range(size))
+    assert [int(permuted(np.array([i]), size, "key")[0]) for i in range(size)] == list(
+        permuted(np.arange(size), size, "key")
+    )
 
 
 def test_permutations_depend_on_the_key_and_mix() -> None:
-    orders = {tuple(permuted(i, 100, key) for i in range(100)) for key in ("1/0/0", "1/0/1", "2")}
-    assert len(orders) == 3
-    order = next(iter(orders))
-    assert sum(b == a + 1 for a, b in itertools.pairwise(order)) < 10
+    orders = [permuted(np.arange(1000), 1000, key) for key in ("1/0/0", "1/0/1", "2")]
+    assert len({tuple(order) for order in orders}) == 3
+    for order in orders:
+        assert abs(np.corrcoef(np.arange(1000), order)[0, 1]) < 0.1
+        assert np.sum(np.diff(order) == 1) < 10
+        quarter = np.sort(order[:250])  # any part of an epoch is spread over the whole corpus
+        assert np.abs(quarter / 1000 - np.arange(250) / 250).max() < 0.1
 
 
 @pytest.mark.parametrize("weights", [[1.0], [0.7, 0.3], [5.0, 3.0, 2.0], [0.01, 0.99]])
 def test_sources_are_mixed_by_weight_at_every_prefix(weights: list[float]) -> None:
     given: Counter[int] = Counter()
-    for sample in range(2000):
-        source, place = choose_source(sample, weights)
+    for source, place in zip(*choose_sources(np.arange(2000), weights), strict=True):
+        sample = given.total()
         assert place == given[source]  # each of its windows in turn, none left out
         given[source] += 1
         for index, weight in enumerate(weights):
@@ -66,10 +79,33 @@ def test_one_epoch_reads_every_window_once_and_the_next_in_another_order(
 ) -> None:
     data = build(small)
     count = data.sources[0].count
-    windows = [tuple(data.training_window(sample)) for sample in range(2 * count)]
+    windows = [tuple(window(data, sample)) for sample in range(2 * count)]
     expected = {tuple(data.sources[0].read(index)) for index in range(count)}
     assert set(windows[:count]) == set(windows[count:]) == expected
     assert windows[:count] != windows[count:]
+
+
+def test_an_epoch_is_exact_while_the_layout_changes(small: dict[str, Any]) -> None:
+    """None missing and none twice, on 1, 2, 4 and 8 data ranks in turn, also with other batches."""
+    data, progress = build(small), Progress()
+    count = data.sources[0].count
+    seen: Counter[int] = Counter()
+    for step in itertools.count(1):
+        size = (1, 2, 4, 8)[step % 4]
+        sequences = (8, 16)[step % 3 == 0]
+        settings = {"batch__global_sequences": sequences, "batch__micro_sequences": 1 + (size < 8)}
+        table = changed(small, **settings, training__evaluate_every=0)
+        parts = [build(table, size, rank) for rank in range(size)]
+        for part in parts:
+            part.resume(progress)
+            for samples in part.samples(step):
+                seen.update(sample for sample in samples if sample < count)
+        progress = parts[0].progress_after(step)
+        if progress.samples >= count:
+            break
+    assert sorted(seen) == list(range(count)) and set(seen.values()) == {1}
+    places = data.places(np.arange(count))
+    assert sorted(index for _, index in places) == list(range(count))
 
 
 def test_labels_are_the_tokens_one_place_on(small: dict[str, Any]) -> None:
@@ -83,7 +119,7 @@ def test_validation_is_spread_over_its_own_file(small: dict[str, Any]) -> None:
     assert data.validation.count == 124
     expected = [tuple(data.validation.read(index * 124 // 16)) for index in range(16)]
     assert rows(data.evaluation()) == expected
-    training = {tuple(data.training_window(sample)) for sample in range(data.sources[0].count)}
+    training = {tuple(window(data, sample)) for sample in range(data.sources[0].count)}
     assert not training & set(expected)
 
 
@@ -95,7 +131,8 @@ def test_token_files_are_read_as_written(tmp_path) -> None:
     documents = [np.array([1, 2, 3]), np.array([], dtype=int), np.array([70000])]
     for vocab_size, kept in ((70001, documents), (2**16, documents[:2])):
         assert write_token_file(tmp_path / "x", kept, vocab_size=vocab_size) == sum(map(len, kept))
-        assert TokenFile(tmp_path / "x").tokens.tolist() == np.concatenate(kept).tolist()
+        file = TokenFile(tmp_path / "x")
+        assert file.read(0, file.count).tolist() == np.concatenate(kept).tolist()
     with pytest.raises(ValueError, match="document 2: token id outside"):
         write_token_file(tmp_path / "x", documents, vocab_size=70000)
 

@@ -39,7 +39,8 @@ def test_the_tokens_are_the_documents(prepared: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(prepared / "out" / "tokenizer")
     texts = []
     for name in ("train", "validation"):
-        tokens = np.array(TokenFile(prepared / "out" / name).tokens)
+        file = TokenFile(prepared / "out" / name)
+        tokens = file.read(0, file.count)
         ends = np.flatnonzero(tokens == tokenizer.eos_token_id)
         assert ends[-1] == len(tokens) - 1
         texts += [tokenizer.decode(part[:-1]) for part in np.split(tokens, ends[:-1] + 1)]

@@ -23,6 +23,7 @@ from recipes.training.token_file import TokenFile
 from recipes.training.topology import Topology
 
 Batch = tuple[Tensor, Tensor]  # tokens [b, s] and labels [b, s], the tokens one place on
+ROUNDS = 6  # of the permutation; four are enough for it to be pseudorandom (Luby, Rackoff 1988)
 BLOCKS, BLOCK_BYTES = 256, 2**12  # of a file, spread evenly, that its fingerprint covers
 
 
@@ -31,17 +32,17 @@ class Windows:
 
     def __init__(self, file: TokenFile, sequence_length: int):
         self.file, self.sequence_length = file, sequence_length
-        self.count = (len(file.tokens) - 1) // sequence_length
+        self.count = (file.count - 1) // sequence_length
         if self.count < 1:
             raise ValueError(
-                f"{file.path}.bin has {len(file.tokens)} tokens, less than one window of "
+                f"{file.path}.bin has {file.count} tokens, less than one window of "
                 f"model.sequence_length = {sequence_length}; use more text or shorter sequences"
             )
 
     def read(self, index: int) -> np.ndarray:
         """The [s + 1] tokens of a window."""
         start = index * self.sequence_length
-        return self.file.tokens[start : start + self.sequence_length + 1].astype(np.int64)
+        return self.file.read(start, start + self.sequence_length + 1)
 
 
 class TrainingData:
@@ -95,7 +96,8 @@ class TrainingData:
     def step(self, step: int) -> Iterator[Batch]:
         """The micro-batches of training step 1, 2, ..."""
         for samples in self.samples(step):
-            yield self._batch([self.training_window(sample) for sample in samples])
+            places = self.places(np.arange(samples.start, samples.stop))
+            yield self._batch([self.sources[source].read(index) for source, index in places])
 
     def evaluation(self) -> Iterator[Batch]:
         """The micro-batches of one validation: always the same windows, evenly over the file."""
@@ -103,12 +105,18 @@ class TrainingData:
         for samples in self._shares(0, count):
             yield self._batch([windows.read(n * windows.count // count) for n in samples])
 
-    def training_window(self, sample: int) -> np.ndarray:
-        """The [s + 1] tokens of the run's sample: which source, then which of its windows."""
-        source, place = choose_source(sample, self.weights)
-        epoch, index = divmod(place, self.sources[source].count)
-        key = f"{self.seed}/{source}/{epoch}"
-        return self.sources[source].read(permuted(index, self.sources[source].count, key))
+    def places(self, samples: np.ndarray) -> list[tuple[int, int]]:
+        """(source, window) of the run's samples: which corpus, then which of its windows."""
+        sources, turns = choose_sources(samples, self.weights)
+        windows = np.empty_like(turns)
+        for source, corpus in enumerate(self.sources):
+            own = np.flatnonzero(sources == source)
+            epochs, indices = np.divmod(turns[own], corpus.count)
+            for epoch in np.unique(epochs).tolist():
+                chosen = own[epochs == epoch]
+                key = f"{self.seed}/{source}/{epoch}"
+                windows[chosen] = permuted(indices[epochs == epoch], corpus.count, key)
+        return list(zip(sources.tolist(), windows.tolist(), strict=True))
 
     def _shares(self, first: int, count: int) -> Iterator[range]:
         """This data rank's samples of first .. first + count - 1, one micro-batch at a time."""
@@ -118,7 +126,7 @@ class TrainingData:
             yield range(sample, sample + self.micro_sequences)
 
     def _batch(self, windows: list[np.ndarray]) -> Batch:
-        tokens = torch.from_numpy(np.stack(windows))  # [b, s + 1]
+        tokens = torch.from_numpy(np.stack(windows).astype(np.int64))  # [b, s + 1]
         if int(tokens.max()) >= self.vocab_size:
             raise ValueError(
                 f"the corpus has token id {int(tokens.max())} and model.vocab_size is "
@@ -127,37 +135,49 @@ class TrainingData:
         return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
 
-def choose_source(sample: int, weights: Sequence[float]) -> tuple[int, int]:
-    """The source of a sample, and how many samples that source gave before it.
+def choose_sources(samples: np.ndarray, weights: Sequence[float]) -> tuple[np.ndarray, np.ndarray]:
+    """The source of each sample, and how many samples that source gave before it; int64.
 
     Source after source takes its share of what the ones before it left, rounded to the nearest
     whole number at every prefix of the run.
     """
+    sources = np.full(len(samples), len(weights) - 1)
+    turns = samples.astype(np.int64)
+    left = np.arange(len(samples))  # that no source has taken yet
     for source in range(len(weights) - 1):
         share = weights[source] / sum(weights[source:])
-        before, after = int(sample * share + 0.5), int((sample + 1) * share + 0.5)
-        if after > before:
-            return source, before
-        sample -= before
-    return len(weights) - 1, sample
+        before = np.floor(turns[left] * share + 0.5).astype(np.int64)
+        after = np.floor((turns[left] + 1) * share + 0.5).astype(np.int64)
+        taken = after > before
+        sources[left[taken]] = source
+        turns[left] = np.where(taken, before, turns[left] - before)
+        left = left[~taken]
+    return sources, turns
 
 
-def permuted(index: int, size: int, key: str) -> int:
-    """Where `index` goes in a permutation of 0 .. size - 1 that `key` chooses.
+def permuted(indices: np.ndarray, size: int, key: str) -> np.ndarray:
+    """Where `indices` go in a permutation of 0 .. size - 1 that `key` chooses; int64.
 
-    A four-round Feistel network over the next even number of bits, walked until it lands inside
-    (Black and Rogaway 2002, "Ciphers with arbitrary finite domains"): nothing to build or store.
+    A Feistel network over the next even number of bits, walked until it lands inside (Black and
+    Rogaway 2002, "Ciphers with arbitrary finite domains"): nothing to build or store. Its round
+    function is the finaliser of SplitMix64 (Steele et al. 2014).
     """
-    half = max(1, ((size - 1).bit_length() + 1) // 2)
-    mask = (1 << half) - 1
-    while True:
-        left, right = index >> half, index & mask
-        for turn in range(4):
-            digest = hashlib.blake2b(f"{key}/{turn}/{right}".encode(), digest_size=8).digest()
-            left, right = right, left ^ (int.from_bytes(digest) & mask)
-        index = left << half | right
-        if index < size:
-            return index
+    half = np.uint64(max(1, ((size - 1).bit_length() + 1) // 2))
+    mask = np.uint64((1 << int(half)) - 1)
+    digest = hashlib.blake2b(key.encode(), digest_size=8 * ROUNDS).digest()
+    keys = np.frombuffer(digest, "<u8")
+    places = indices.astype(np.uint64)
+    outside = np.arange(len(places))
+    while len(outside):
+        left, right = places[outside] >> half, places[outside] & mask
+        for turn in range(ROUNDS):
+            mixed = right + keys[turn]
+            mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+            mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+            left, right = right, left ^ ((mixed ^ (mixed >> np.uint64(31))) & mask)
+        places[outside] = left << half | right
+        outside = outside[places[outside] >= size]
+    return places.astype(np.int64)
 
 
 def fingerprint(recipe: Recipe) -> dict[str, Any]:

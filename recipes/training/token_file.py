@@ -14,6 +14,7 @@
 | 8 (n+1)  | int64     | index of the first sequence of each document     |
 """
 
+import os
 import struct
 from collections.abc import Iterable
 from pathlib import Path
@@ -27,41 +28,83 @@ TOKEN_CODES = {"<u2": 8, "<i4": 4}
 
 
 class TokenFile:
-    """A corpus of tokens, memory-mapped.
+    """A corpus of tokens. Opening one reads its header and its last document's address only.
+
+    Tokens are read where they are asked for, not mapped: a file that is cut off under a run is an
+    error with a name then, and not a bus error, and what has been read counts as nobody's memory.
 
     Raises:
         ValueError: a file is missing, no token file or truncated.
     """
 
     def __init__(self, path: Path):
-        index = path.with_name(path.name + ".idx")
-        tokens = path.with_name(path.name + ".bin")
-        for file in (index, tokens):
-            if not file.is_file():
-                raise ValueError(f"{file} is missing; make it with recipes/prepare_data.py")
-        with index.open("rb") as stream:
-            head = stream.read(HEADER.size)
-            if len(head) < HEADER.size or head[:9] != MAGIC:
-                raise ValueError(f"{index} is no token index; make it with recipes/prepare_data.py")
-            _, version, code, self.documents, boundaries = HEADER.unpack(head)
-            if version != 1 or code not in TOKEN_TYPES:
-                raise ValueError(f"{index}: version {version} or token type {code} is unknown")
-            sizes = np.fromfile(stream, "<i4", self.documents)
-        expected = HEADER.size + 12 * self.documents + 8 * boundaries
-        if index.stat().st_size != expected:
-            raise ValueError(
-                f"{index} has {index.stat().st_size} bytes instead of {expected}: truncated? "
-                f"Make it again with recipes/prepare_data.py"
-            )
-        dtype = np.dtype(TOKEN_TYPES[code])
-        expected = int(sizes.sum(dtype=np.int64)) * dtype.itemsize
-        if tokens.stat().st_size != expected:
-            raise ValueError(
-                f"{tokens} has {tokens.stat().st_size} bytes instead of {expected}: truncated? "
-                f"Make it again with recipes/prepare_data.py"
-            )
         self.path = path
-        self.tokens = np.memmap(tokens, dtype, mode="r") if expected else np.empty(0, dtype)
+        self._index = path.with_name(path.name + ".idx")
+        file = path.with_name(path.name + ".bin")
+        for name in (self._index, file):
+            if not name.is_file():
+                raise ValueError(f"{name} is missing; make it with recipes/prepare_data.py")
+        with self._index.open("rb") as stream:
+            head = stream.read(HEADER.size)
+        if len(head) < HEADER.size or head[:9] != MAGIC:
+            raise ValueError(
+                f"{self._index} is no token index; make it with recipes/prepare_data.py"
+            )
+        _, version, code, self.sequences, self.boundaries = HEADER.unpack(head)
+        if version != 1 or code not in TOKEN_TYPES:
+            raise ValueError(f"{self._index}: version {version} or token type {code} is unknown")
+        self.dtype = np.dtype(TOKEN_TYPES[code])
+        _check_size(self._index, HEADER.size + 12 * self.sequences + 8 * self.boundaries)
+        last = int(self.offsets[-1]) + int(self.lengths[-1]) * self.dtype.itemsize
+        _check_size(file, last if self.sequences else 0)
+        self.count = file.stat().st_size // self.dtype.itemsize
+        self._file = os.open(file, os.O_RDONLY)
+
+    def __del__(self) -> None:
+        if hasattr(self, "_file"):
+            os.close(self._file)
+
+    def read(self, start: int, stop: int) -> np.ndarray:
+        """Tokens start .. stop - 1 of the file, across documents, in its own type.
+
+        Raises:
+            ValueError: the file has become shorter.
+        """
+        size = self.dtype.itemsize
+        content = os.pread(self._file, (stop - start) * size, start * size)
+        if len(content) < (stop - start) * size:
+            raise ValueError(
+                f"{self.path}.bin ends before token {stop}; it had {self.count} when the run began"
+            )
+        return np.frombuffer(content, self.dtype)
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """Tokens of each sequence, mapped."""
+        return self._column("<i4", HEADER.size, self.sequences)
+
+    @property
+    def offsets(self) -> np.ndarray:
+        """Byte offset of each sequence in the .bin, mapped."""
+        return self._column("<i8", HEADER.size + 4 * self.sequences, self.sequences)
+
+    @property
+    def documents(self) -> np.ndarray:
+        """The first sequence of each document, and at the end the number of sequences, mapped."""
+        return self._column("<i8", HEADER.size + 12 * self.sequences, self.boundaries)
+
+    def _column(self, dtype: str, offset: int, count: int) -> np.ndarray:
+        if not count:
+            return np.zeros(1, dtype)
+        return np.memmap(self._index, dtype, mode="r", offset=offset, shape=(count,))
+
+
+def _check_size(file: Path, expected: int) -> None:
+    if file.stat().st_size != expected:
+        raise ValueError(
+            f"{file} has {file.stat().st_size} bytes instead of {expected}: truncated? "
+            f"Make it again with recipes/prepare_data.py"
+        )
 
 
 def write_token_file(path: Path, documents: Iterable[np.ndarray], *, vocab_size: int) -> int:

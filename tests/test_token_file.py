@@ -1,0 +1,64 @@
+"""Token files beside Megatron's own reader and writer."""
+
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
+
+from recipes.training.token_file import TOKEN_TYPES, TokenFile, write_token_file
+
+DOCUMENTS = 10_000
+
+
+def documents(largest: int, *, count: int = DOCUMENTS) -> list[np.ndarray]:
+    """Of 0 to 40 tokens; about one in forty is empty."""
+    random = np.random.default_rng(0)
+    lengths = random.integers(0, 41, count)
+    lengths[[0, -1]] = 0  # at both ends too
+    return [random.integers(0, largest + 1, length) for length in lengths]
+
+
+@pytest.mark.parametrize("vocab_size", [2**16, 2**16 + 1])
+def test_megatron_reads_what_we_write(vocab_size: int, tmp_path: Path) -> None:
+    ours = documents(vocab_size - 1)
+    write_token_file(tmp_path / "x", ours, vocab_size=vocab_size)
+    theirs = IndexedDataset(str(tmp_path / "x"))
+    assert len(theirs) == DOCUMENTS and len(theirs.document_indices) == DOCUMENTS + 1
+    for number, document in enumerate(ours):
+        assert theirs[number].tolist() == document.tolist()
+    assert theirs.index.dtype is (np.uint16 if vocab_size == 2**16 else np.int32)
+
+
+@pytest.mark.parametrize("dtype", [np.dtype(name) for name in TOKEN_TYPES.values()], ids=str)
+def test_we_read_what_megatron_writes(dtype: np.dtype, tmp_path: Path) -> None:
+    theirs = documents(min(np.iinfo(dtype).max, 2**31))
+    builder = IndexedDatasetBuilder(str(tmp_path / "x.bin"), dtype=dtype.type)
+    for document in theirs:
+        parts = np.array_split(document, 2)  # two sequences, as of two sentences
+        builder.add_document(document.astype(dtype), [len(part) for part in parts])
+    builder.finalize(str(tmp_path / "x.idx"))
+    file = TokenFile(tmp_path / "x")
+    tokens = np.concatenate(theirs)
+    assert file.dtype == dtype and file.count == len(tokens)
+    assert file.read(0, file.count).tolist() == tokens.tolist()
+    assert file.read(1000, 1003).tolist() == tokens[1000:1003].tolist()
+    assert file.sequences == 2 * DOCUMENTS
+    assert file.documents.tolist() == list(range(0, 2 * DOCUMENTS + 1, 2))
+    ends = (file.offsets // dtype.itemsize + file.lengths)[1::2]
+    assert ends.tolist() == np.cumsum([len(document) for document in theirs]).tolist()
+
+
+def test_a_file_without_documents_is_empty(tmp_path: Path) -> None:
+    assert write_token_file(tmp_path / "x", [], vocab_size=10) == 0
+    assert TokenFile(tmp_path / "x").count == 0
+
+
+def test_a_file_that_is_cut_off_under_a_run_is_an_error_with_a_name(tmp_path: Path) -> None:
+    write_token_file(tmp_path / "x", [np.arange(100)], vocab_size=100)
+    file = TokenFile(tmp_path / "x")
+    os.truncate(tmp_path / "x.bin", 100)
+    assert file.read(0, 50).tolist() == list(range(50))
+    with pytest.raises(ValueError, match=r"x\.bin ends before token 51; it had 100"):
+        file.read(0, 51)
