@@ -7,6 +7,10 @@ trains on.
     python recipes/prepare_data.py --source books.jsonl --output data/books --vocab-size 32000
     python recipes/prepare_data.py --source wikitext --config wikitext-103-raw-v1 \\
         --tokenizer gpt2 --output data/wikitext
+
+With a recipe, what one of its steps reads: documents, and which of their tokens.
+
+    python recipes/prepare_data.py show recipes/tiny.toml --step 17 --text
 """
 
 import sys
@@ -29,8 +33,9 @@ from datasets.exceptions import DatasetGenerationError
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from recipes.preparing.ledger import ledger
 from recipes.training.data import tokenizer_hash
-from recipes.training.recipe import repository_path
+from recipes.training.recipe import REPOSITORY, load_recipe, repository_path
 from recipes.training.token_file import write_token_file
 
 END_OF_TEXT = "<|endoftext|>"
@@ -40,6 +45,9 @@ LOADERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".txt": "te
 
 def main() -> None:
     """Run the command."""
+    if sys.argv[1:2] == ["show"]:
+        show(sys.argv[2:])
+        return
     options = parse_command_line()
     output = repository_path(options.output)
     if (output / "manifest.json").exists():
@@ -55,6 +63,31 @@ def main() -> None:
         sys.exit(f"prepare_data.py: {problem}")
     finally:
         shutil.rmtree(workspace, ignore_errors=True)
+
+
+def show(arguments: list[str]) -> None:
+    """Print what a step of a recipe reads."""
+    parser = argparse.ArgumentParser(prog="prepare_data.py show", description=show.__doc__)
+    parser.add_argument("recipe", type=Path, help="as for pretrain.py")
+    parser.add_argument("--step", type=int, required=True, help="1, 2, ...")
+    parser.add_argument("--text", action="store_true", help="and the beginning of each window")
+    parser.add_argument("--run-dir", type=Path, help="default: runs/NAME of the recipe")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="as for pretrain.py"
+    )
+    options = parser.parse_args(arguments)
+    try:
+        recipe = load_recipe(options.recipe, options.set)
+        if not 1 <= options.step <= recipe.training.steps:
+            raise ValueError(
+                f"--step {options.step} is not in 1 .. {recipe.training.steps}, the steps of "
+                f"{options.recipe}; use --step 1"
+            )
+        run = options.run_dir or REPOSITORY / "runs" / recipe.name
+        for line in ledger(recipe, run, options.step, text=options.text):
+            print(line)
+    except ValueError as problem:
+        sys.exit(f"prepare_data.py: {problem}")
 
 
 def check_options(options: argparse.Namespace, output: Path) -> None:

@@ -5,11 +5,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import tomli_w
 from transformers import AutoTokenizer
 
-from recipes.training.data import tokenizer_hash
-from recipes.training.recipe import REPOSITORY
+from recipes.training.data import TrainingData, tokenizer_hash
+from recipes.training.recipe import REPOSITORY, parse_recipe
 from recipes.training.token_file import TokenFile
+from recipes.training.topology import Topology
+from tests.conftest import changed, small_recipe
 
 TEXTS = [f"document {i}: the quick brown fox jumps over {i * 7} lazy dogs\n" for i in range(60)]
 
@@ -98,3 +101,26 @@ def test_bad_input_is_refused_in_one_line(
     assert done.returncode == 1
     assert named in done.stderr and "Traceback" not in done.stderr
     assert not list(tmp_path.glob("bad*"))
+
+
+def test_the_ledger_says_what_a_step_reads(prepared: Path, tmp_path: Path) -> None:
+    table = changed(
+        small_recipe(prepared / "out"), model__vocab_size=300, training__evaluate_every=0
+    )
+    (tmp_path / "recipe.toml").write_text(tomli_w.dumps(table))
+    run = tmp_path / "run"
+    arguments = ["show", tmp_path / "recipe.toml", "--step", 3, "--text", "--run-dir", run]
+    lines = prepare(*arguments).stdout.splitlines()
+    assert lines[0] == "step 3 reads samples 16 .. 23, windows of 32 + 1 tokens"
+    data = TrainingData(parse_recipe(table, "small"), Topology(1, 1, 1), 0)
+    batches = [tokens for tokens, _ in data.step(3)]
+    tokenizer = AutoTokenizer.from_pretrained(prepared / "out" / "tokenizer")
+    for number, row in enumerate(np.concatenate(batches)):
+        sample, text = lines[1 + 2 * number], json.loads(lines[2 + 2 * number])
+        assert sample.startswith(f"sample {16 + number}: ") and "document" in sample
+        assert text.startswith(tokenizer.decode(row)[:30])
+    run.mkdir()  # a run whose first two steps had another batch
+    (run / "metrics.jsonl").write_text(json.dumps({"step": 2, "tokens": 32 * 100}) + "\n")
+    assert prepare(*arguments).stdout.startswith("step 3 reads samples 100 .. 107")
+    refused = prepare("show", tmp_path / "recipe.toml", "--step", 21)
+    assert refused.returncode == 1 and "--step 21 is not in 1 .. 20" in refused.stderr

@@ -46,6 +46,13 @@ def test_we_read_what_megatron_writes(dtype: np.dtype, tmp_path: Path) -> None:
     assert file.read(1000, 1003).tolist() == tokens[1000:1003].tolist()
     assert file.sequences == 2 * DOCUMENTS
     assert file.documents.tolist() == list(range(0, 2 * DOCUMENTS + 1, 2))
+    places = [
+        (number, place) for number, document in enumerate(theirs) for place in range(len(document))
+    ]
+    for start, stop in ((0, 1), (0, 100), (4321, 4400), (len(tokens) - 50, len(tokens))):
+        found = file.documents_of(start, stop)
+        spelled_out = [(number, at) for number, begin, end in found for at in range(begin, end)]
+        assert spelled_out == places[start:stop]
     ends = (file.offsets // dtype.itemsize + file.lengths)[1::2]
     assert ends.tolist() == np.cumsum([len(document) for document in theirs]).tolist()
 

@@ -78,6 +78,20 @@ class TokenFile:
             )
         return np.frombuffer(content, self.dtype)
 
+    def documents_of(self, start: int, stop: int) -> list[tuple[int, int, int]]:
+        """(document, first token in it, token after the last) of the tokens start .. stop - 1."""
+        size, found = self.dtype.itemsize, []
+        while start < stop:
+            # The last sequence that begins here or before: empty ones share their address.
+            sequence = int(np.searchsorted(self.offsets, start * size, side="right")) - 1
+            document = int(np.searchsorted(self.documents, sequence, side="right")) - 1
+            after = int(self.documents[document + 1])
+            begin = int(self.offsets[self.documents[document]]) // size
+            end = int(self.offsets[after]) // size if after < self.sequences else self.count
+            found.append((document, start - begin, min(stop, end) - begin))
+            start = end
+        return found
+
     @property
     def lengths(self) -> np.ndarray:
         """Tokens of each sequence, mapped."""
