@@ -1,6 +1,9 @@
 import itertools
 import json
+import shutil
 from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -146,28 +149,86 @@ def test_a_truncated_token_file_is_refused(tmp_path, suffix: str) -> None:
         TokenFile(tmp_path / "x")
 
 
-def test_a_corpus_that_does_not_fit_the_recipe_is_refused(small, corpus, tmp_path) -> None:
+@pytest.fixture
+def own_corpus(small: dict[str, Any], corpus: Path, tmp_path: Path) -> dict[str, Any]:
+    """The small recipe on a copy of the corpus, in tmp_path, with a manifest."""
+    folder = shutil.copytree(corpus, tmp_path / "data")
+    table = changed(
+        small,
+        data__train=[{"path": str(folder / "train")}],
+        data__validation=str(folder / "validation"),
+        data__tokenizer=str(folder / "tokenizer"),
+    )
+    write_manifest(folder)
+    return table
+
+
+def write_manifest(folder: Path, **changes: Any) -> None:
     manifest = {
         "vocab_size": 250,
         "tokenizer": "that one",
-        "tokenizer_sha256": tokenizer_hash(corpus / "tokenizer"),
+        "tokenizer_sha256": tokenizer_hash(folder / "tokenizer"),
+        "files": {name: {"tokens": TokenFile(folder / name).count} for name in PARTS},
     }
-    for name in ("train", "validation"):
-        for suffix in ("bin", "idx"):
-            (tmp_path / f"{name}.{suffix}").write_bytes((corpus / f"{name}.{suffix}").read_bytes())
-    table = changed(
-        small,
-        data__train=[{"path": str(tmp_path / "train")}],
-        data__validation=str(tmp_path / "validation"),
-    )
-    (tmp_path / "manifest.json").write_text(json.dumps(manifest))
-    build(table)
-    with pytest.raises(ValueError, match=r"use model.vocab_size = 250"):
-        build(changed(table, model__vocab_size=249))
-    (tmp_path / "manifest.json").write_text(json.dumps(manifest | {"tokenizer_sha256": "0"}))
-    with pytest.raises(ValueError, match=r"is not the tokenizer that made.*use that one"):
-        build(table)
-    with pytest.raises(ValueError, match=r"use training.evaluation_batches = 15"):
-        build(changed(small, training__evaluation_batches=16))
-    with pytest.raises(ValueError, match=r"less than one window"):
-        build(changed(small, model__sequence_length=100_000))
+    (folder / "manifest.json").write_text(json.dumps(manifest | changes))
+
+
+def shorten(folder: Path, name: str) -> None:
+    (folder / name).write_bytes((folder / name).read_bytes()[:-2])
+
+
+def put_token(folder: Path, place: int, token: int) -> None:
+    with (folder / "train.bin").open("r+b") as stream:
+        stream.seek(2 * place)
+        stream.write(token.to_bytes(2, "little"))
+
+
+PARTS = ("train", "validation")
+REFUSED: dict[str, tuple[Callable[[Path], Any], dict[str, Any], str]] = {
+    "a truncated .bin": (
+        lambda folder: shorten(folder, "train.bin"), {}, r"train\.bin has \d+ bytes instead of"),
+    "a truncated .idx": (
+        lambda folder: shorten(folder, "validation.idx"), {}, r"validation\.idx has \d+ bytes"),
+    "a missing file": (
+        lambda folder: (folder / "train.idx").unlink(), {}, r"train\.idx is missing"),
+    "no token index": (
+        lambda folder: (folder / "train.idx").write_bytes(b"x" * 99), {}, "is no token index"),
+    "another size than the manifest's": (
+        lambda folder: write_manifest(folder, files={"train": {"tokens": 7}}), {},
+        r"train\.bin has \d+ tokens and .*manifest\.json says 7"),
+    "a broken manifest": (
+        lambda folder: (folder / "manifest.json").write_text("{"), {}, r"json is no manifest"),
+    "a manifest without what it is for": (
+        lambda folder: (folder / "manifest.json").write_text("{}"), {}, r"json is no manifest"),
+    "a vocabulary that is too small": (
+        write_manifest, {"model__vocab_size": 249}, "use model.vocab_size = 250"),
+    "an id beyond the vocabulary at the beginning": (
+        lambda folder: put_token(folder, 0, 250), {}, "token 0 has the id 250"),
+    "an id beyond the vocabulary in the middle": (
+        lambda folder: put_token(folder, 10_000, 999), {}, "token 10000 has the id 999"),
+    "another tokenizer": (
+        lambda folder: (folder / "tokenizer" / "tokenizer.json").write_text("{}"), {},
+        "is not the tokenizer that made .*use that one"),
+    "no tokenizer": (
+        lambda folder: (folder / "tokenizer" / "tokenizer.json").unlink(), {},
+        r"no tokenizer\.json there"),
+    "less than one window": (
+        write_manifest, {"model__sequence_length": 100_000}, "less than one window"),
+    "too few windows to validate on": (
+        write_manifest, {"training__evaluation_batches": 16}, "evaluation_batches = 15"),
+    "a weight of zero": (
+        write_manifest, {"data__train": [{"path": "data/x", "weight": 0.0}]}, "weight = 0.0"),
+    "a negative weight": (
+        write_manifest, {"data__train": [{"path": "data/x", "weight": -1.0}]}, "weight = -1.0"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_refused_before_the_first_step(
+    name: str, own_corpus: dict[str, Any], tmp_path: Path
+) -> None:
+    build(own_corpus)
+    spoil, changes, message = REFUSED[name]
+    spoil(tmp_path / "data")
+    with pytest.raises(ValueError, match=message):
+        build(changed(own_corpus, **changes))

@@ -25,6 +25,7 @@ from recipes.training.topology import Topology
 Batch = tuple[Tensor, Tensor]  # tokens [b, s] and labels [b, s], the tokens one place on
 ROUNDS = 6  # of the permutation; four are enough for it to be pseudorandom (Luby, Rackoff 1988)
 BLOCKS, BLOCK_BYTES = 256, 2**12  # of a file, spread evenly, that its fingerprint covers
+BLOCK_TOKENS = 2**12  # of as many blocks, that are looked at before a run
 
 
 class Windows:
@@ -53,14 +54,9 @@ class TrainingData:
     """
 
     def __init__(self, recipe: Recipe, topology: Topology, data_rank: int):
-        for path in (*(source.path for source in recipe.data.train), recipe.data.validation):
-            _check_manifest(recipe, repository_path(path))
-        length = recipe.model.sequence_length
-        self.sources = [
-            Windows(TokenFile(repository_path(source.path)), length) for source in recipe.data.train
-        ]
+        self.sources = [_open(source.path, recipe) for source in recipe.data.train]
         self.weights = [source.weight for source in recipe.data.train]
-        self.validation = Windows(TokenFile(repository_path(recipe.data.validation)), length)
+        self.validation = _open(recipe.data.validation, recipe)
         self.seed, self.vocab_size = recipe.seed, recipe.model.vocab_size
         self.micro_sequences = recipe.batch.micro_sequences
         self.global_sequences = recipe.batch.global_sequences
@@ -127,9 +123,10 @@ class TrainingData:
 
     def _batch(self, windows: list[np.ndarray]) -> Batch:
         tokens = torch.from_numpy(np.stack(windows).astype(np.int64))  # [b, s + 1]
-        if int(tokens.max()) >= self.vocab_size:
+        low, high = (int(bound) for bound in tokens.aminmax())
+        if low < 0 or high >= self.vocab_size:
             raise ValueError(
-                f"the corpus has token id {int(tokens.max())} and model.vocab_size is "
+                f"the corpus has token id {low if low < 0 else high} and model.vocab_size is "
                 f"{self.vocab_size}; use the size of the tokenizer that made it"
             )
         return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
@@ -211,25 +208,59 @@ def tokenizer_hash(folder: Path) -> str:
     return hashlib.sha256((folder / "tokenizer.json").read_bytes()).hexdigest()
 
 
-def _check_manifest(recipe: Recipe, path: Path) -> None:
-    """Compare a token file's manifest, where there is one, with the recipe."""
-    manifest_file = path.with_name("manifest.json")
+def _open(path: str, recipe: Recipe) -> Windows:
+    """A corpus of the recipe, compared with its manifest, the tokenizer and the model."""
     tokenizer = repository_path(recipe.data.tokenizer)
     if not (tokenizer / "tokenizer.json").is_file():
         raise ValueError(
             f'data.tokenizer = "{recipe.data.tokenizer}": no tokenizer.json there; '
             f"make it with recipes/prepare_data.py"
         )
+    file = TokenFile(repository_path(path))
+    _check_manifest(recipe, file)
+    _check_tokens(recipe, file)
+    return Windows(file, recipe.model.sequence_length)
+
+
+def _check_manifest(recipe: Recipe, file: TokenFile) -> None:
+    """Compare a token file's manifest, where there is one, with the file and the recipe."""
+    manifest_file = file.path.with_name("manifest.json")
     if not manifest_file.is_file():
         return  # a corpus that Megatron's tools prepared
-    manifest = json.loads(manifest_file.read_text())
-    if manifest["vocab_size"] > recipe.model.vocab_size:
+    try:
+        manifest = json.loads(manifest_file.read_text())
+        vocab_size, made_with = manifest["vocab_size"], manifest["tokenizer_sha256"]
+    except (json.JSONDecodeError, KeyError) as error:
+        raise ValueError(
+            f"{manifest_file} is no manifest ({error!r}); prepare the corpus again"
+        ) from None
+    if vocab_size > recipe.model.vocab_size:
         raise ValueError(
             f"model.vocab_size = {recipe.model.vocab_size} is smaller than the vocabulary of "
-            f"{path}, {manifest['vocab_size']}; use model.vocab_size = {manifest['vocab_size']}"
+            f"{file.path}, {vocab_size}; use model.vocab_size = {vocab_size}"
         )
-    if manifest["tokenizer_sha256"] != tokenizer_hash(tokenizer):
+    if made_with != tokenizer_hash(repository_path(recipe.data.tokenizer)):
         raise ValueError(
-            f'data.tokenizer = "{recipe.data.tokenizer}" is not the tokenizer that made {path}; '
-            f"use {manifest['tokenizer']}, or prepare the corpus again"
+            f'data.tokenizer = "{recipe.data.tokenizer}" is not the tokenizer that made '
+            f"{file.path}; use {manifest.get('tokenizer')}, or prepare the corpus again"
         )
+    tokens = manifest.get("files", {}).get(file.path.name, {}).get("tokens", file.count)
+    if tokens != file.count:
+        raise ValueError(
+            f"{file.path}.bin has {file.count} tokens and {manifest_file} says {tokens}; use the "
+            f"files that belong together, or prepare the corpus again"
+        )
+
+
+def _check_tokens(recipe: Recipe, file: TokenFile) -> None:
+    """Look at some tokens, spread over the file: preparation has looked at all of them."""
+    for block in range(min(BLOCKS, file.count)):
+        start = max(0, file.count - BLOCK_TOKENS) * block // (BLOCKS - 1)
+        tokens = file.read(start, min(start + BLOCK_TOKENS, file.count))
+        wrong = np.flatnonzero((tokens < 0) | (tokens >= recipe.model.vocab_size))
+        if len(wrong):
+            raise ValueError(
+                f"{file.path}.bin: token {start + wrong[0]} has the id {tokens[wrong[0]]} and "
+                f"model.vocab_size is {recipe.model.vocab_size}; use the vocabulary of the "
+                f"tokenizer that made the corpus"
+            )
