@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from recipes.training.checkpoint_writer import CheckpointWriter
     from recipes.training.data import TrainingData
     from recipes.training.engine import Engine
+    from recipes.training.feed import Feed
     from recipes.training.tracking import Meter, Tracker
 
 SECONDS_FOR_RANK_0_TO_SPEAK = 5
@@ -57,6 +58,7 @@ def main() -> None:
     from recipes.training.checkpoint_writer import CheckpointWriter
     from recipes.training.data import TrainingData
     from recipes.training.engine import build_engine, check_machine, start_processes
+    from recipes.training.feed import Feed
     from recipes.training.tracking import STOPPED, Meter, open_tracker
 
     folder = RunFolder(options.run_dir or REPOSITORY / "runs" / recipe.name)
@@ -86,6 +88,11 @@ def main() -> None:
         checkpoint.abandon_after(folder.checkpoints, found)
     data.resume(start)
     meter = Meter(recipe, world.size, precision=number_format, device_name=engine.device_name)
+    feed = Feed(
+        data.step if engine.reads_batches else lambda step: (),
+        last_step=recipe.training.steps,
+        pinned=engine.device_name != "cpu",
+    )
     facts = {"recipe": recipe, "topology": topology, "data": data.fingerprint}
     with (
         CheckpointWriter(engine.state, folder, damaged=found.skipped, **facts) as writer,
@@ -95,7 +102,9 @@ def main() -> None:
     ):
         broken = None
         for step in range(start.step + 1, recipe.training.steps + 1):
-            metrics = train_step(step, recipe=recipe, engine=engine, data=data, meter=meter)
+            metrics = train_step(
+                step, recipe=recipe, engine=engine, data=data, feed=feed, meter=meter
+            )
             tracker.step(metrics)
             broken = (
                 find_broken(metrics, number_format)
@@ -118,12 +127,19 @@ def main() -> None:
 
 
 def train_step(
-    step: int, *, recipe: Recipe, engine: "Engine", data: "TrainingData", meter: "Meter"
+    step: int,
+    *,
+    recipe: Recipe,
+    engine: "Engine",
+    data: "TrainingData",
+    feed: "Feed",
+    meter: "Meter",
 ) -> dict[str, Any]:
     """One step, and a validation where one is due; the step's line of metrics."""
     started = time.perf_counter()
     rate = learning_rate(step, recipe.optimizer, recipe.training.steps)
-    result = engine.train_step(data.samples(step), data.step(step), rate)
+    micro_batches, waited = feed.take(step)
+    result = engine.train_step(data.samples(step), micro_batches, rate)
     seconds = time.perf_counter() - started
     metrics = meter.line(
         data.progress_after(step),
@@ -132,6 +148,7 @@ def train_step(
         learning_rate=rate,
         seconds=seconds,
     )
+    metrics["data_seconds"] = waited
     if due(step, recipe.training.evaluate_every, recipe.training.steps):
         metrics["validation_loss"] = engine.evaluate(data.evaluation())
     return metrics

@@ -38,6 +38,7 @@ FLOORS = [
     ("recipes.proving.corpus", 4),
     ("recipes.training.copies", 5),
     ("recipes.training.data", 5),
+    ("recipes.training.feed", 5),
     ("recipes.training.checkpoint", 5),
     ("recipes.training.checkpoint_writer", 5),
     ("recipes.training.tracking", 5),

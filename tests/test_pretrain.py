@@ -40,7 +40,7 @@ def train_step(self, *arguments):
 Engine.train_step = train_step
 pretrain.main()
 """
-TIMED = ("step_seconds", "tokens_per_second", "tflops_per_gpu", "memory_gb")
+TIMED = ("step_seconds", "data_seconds", "tokens_per_second", "tflops_per_gpu", "memory_gb")
 
 
 @pytest.fixture(scope="module")

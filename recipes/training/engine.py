@@ -90,6 +90,11 @@ class Engine(ABC):
         return copies
 
     @property
+    def reads_batches(self) -> bool:
+        """Whether this rank takes tokens or labels."""
+        return True
+
+    @property
     @abstractmethod
     def data_group(self) -> dist.ProcessGroup:
         """This rank's group along the data axis."""
@@ -130,6 +135,11 @@ class PipelinedEngine(Engine):
         loss = self.wrapped.train_batch(iter(micro_batches))
         self.wrapped.module.end_step()
         return loss
+
+    @property
+    def reads_batches(self) -> bool:
+        """Whether this rank has the first layers, which take tokens, or the last, which labels."""
+        return self.wrapped.grid.stage_id in (0, self.recipe.layout.pipeline - 1)
 
     def _copies(self) -> list[CopyGroup]:
         tied = [

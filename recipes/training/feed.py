@@ -1,0 +1,45 @@
+"""Micro-batches that are there when a step begins: fetched beside the step before it."""
+
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+
+from torch import Tensor
+
+Batch = tuple[Tensor, Tensor]  # tokens [b, s] and labels [b, s]
+
+
+class Feed:
+    """One step ahead of the run.
+
+    read: step to its micro-batches
+    last_step: nothing is fetched beyond it
+    pinned: into memory that a GPU copies from by itself
+    """
+
+    def __init__(
+        self, read: Callable[[int], Iterable[Batch]], *, last_step: int, pinned: bool = False
+    ):
+        self.read, self.last_step, self.pinned = read, last_step, pinned
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="feed")
+        self._coming: dict[int, Future[list[Batch]]] = {}
+
+    def take(self, step: int) -> tuple[list[Batch], float]:
+        """A step's micro-batches, and the seconds that were waited for them.
+
+        Raises:
+            ValueError: what reading them has raised.
+        """
+        started = time.perf_counter()
+        coming = self._coming.pop(step, None) or self._thread.submit(self._fetch, step)
+        batches = coming.result()
+        waited = time.perf_counter() - started
+        if step < self.last_step:
+            self._coming[step + 1] = self._thread.submit(self._fetch, step + 1)
+        return batches, waited
+
+    def _fetch(self, step: int) -> list[Batch]:
+        batches = list(self.read(step))
+        if not self.pinned:
+            return batches
+        return [(tokens.pin_memory(), labels.pin_memory()) for tokens, labels in batches]
