@@ -283,17 +283,15 @@ def _rank(rank: int, port: int, place: tuple[Path, Path, str | None]) -> None:
 
 
 def _publish_early() -> None:
-    """A checkpoint gets its name before its files are written."""
+    """A checkpoint has its name before its files are written."""
     from recipes.training.checkpoint_writer import CheckpointWriter
 
     healthy = CheckpointWriter._write_together
 
     def write(self: Any, workspace: Path) -> Any:
-        early = workspace.with_name(workspace.name.split(".")[0])
-        result = healthy(self, early)
         if self.rank == 0:
-            os.rename(early, workspace)
-        return result
+            workspace.with_name(workspace.name.split(".")[0]).mkdir()
+        return healthy(self, workspace)
 
     CheckpointWriter._write_together = write
 

@@ -235,7 +235,7 @@ DRIFTING = (  # faults that make copies of one weight differ
     "copy_to_tensor_axis does nothing backward",
     "norms in the split region keep partial gradients",
 )
-SHARES = TrainingData._shares
+SAMPLES = TrainingData.samples
 
 
 def scaled(engine: Engine, name: str, factor: float) -> Engine:
@@ -271,11 +271,11 @@ def seeded_fault(fault: str) -> Iterator[None]:
             lambda self, loss, eval_micro_batches=None: loss / (self.micro_batches + 1),
         ),
         "data ranks read one place further": (
-            "recipes.training.data.TrainingData._shares",
-            lambda self, first, count: (
+            "recipes.training.data.TrainingData.samples",
+            lambda self, step: [
                 range(samples.start + self.micro_sequences, samples.stop + self.micro_sequences)
-                for samples in SHARES(self, first, count)
-            ),
+                for samples in SAMPLES(self, step)
+            ],
         ),
         "replicated parameters count on every tensor rank": (
             f"{zero}.is_model_parallel_parameter",
@@ -355,9 +355,9 @@ def test_recipes_it_has_never_seen(name: str, corpus: Path, tmp_path: Path) -> N
     small = made_small(recipe, tmp_path / "corpus")
     write_corpus(tmp_path / "corpus", small.model.vocab_size)
     variants = legal_variants(small, ranks=2, micro_sequences=(1, larger_micro_batch(recipe)))
-    some = variants[:: len(variants) // 10]
+    some = variants[:: len(variants) // 8]
     findings = list(prove.prove(small, some, ranks=2))
-    assert len(findings) == len(some) >= 10
+    assert len(findings) == len(some) >= 8
     assert failures(findings) == ""
 
 
