@@ -1,6 +1,8 @@
 """Which checkpoint a run may go on from, and what may have changed since."""
 
+import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ from recipes.training.checkpoint import Found, check_same_run
 from recipes.training.data import TrainingData, fingerprint
 from recipes.training.manifest import Manifest
 from recipes.training.progress import Progress
+from recipes.training.provenance import layout_of
 from recipes.training.recipe import Recipe, parse_recipe
 from recipes.training.topology import Topology
 from tests.conftest import changed, small_recipe
@@ -108,6 +111,18 @@ def test_what_may_change_is_accepted_and_told(corpus: Path) -> None:
         "optimizer.learning_rate": [0.004, 0.001],
         "training.steps": [20, 99],
     }
+
+
+def test_a_deepspeed_json_that_was_edited_is_told(corpus: Path, tmp_path: Path) -> None:
+    config = json.loads(Path("ds_configs/zero1_fp32.json").read_text())
+    file = tmp_path / "own.json"
+    file.write_text(json.dumps(config))
+    recipe = recipe_of(corpus, deepspeed=str(file))
+    layout = layout_of(recipe, Topology(pipeline=1, data=1, tensor=1))
+    saved = replace(manifest_of(recipe), layout=layout)
+    assert Found(HERE, saved).changes(recipe) == {}
+    file.write_text(json.dumps(config | {"bf16": {"enabled": True}}))
+    assert Found(HERE, saved).changes(recipe) == {"deepspeed_json.bf16.enabled": [None, True]}
 
 
 def test_another_batch_goes_on_with_the_next_sample(corpus: Path) -> None:

@@ -10,6 +10,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from models.config import ModelConfig
+from recipes.training.deepspeed_config import read_deepspeed_json
 from recipes.training.manifest import (
     ABANDONED,
     Manifest,
@@ -50,10 +51,12 @@ class Found:
         return CheckpointReader(self.path, self.manifest)
 
     def changes(self, recipe: Recipe) -> dict[str, list[Any]]:
-        """The keys that the recipe has changed since: before, now."""
+        """The keys that the recipe, or the JSON it names, has changed since: before, now."""
         if self.path is None or self.weights_only:
             return {}
-        return differences(self.manifest.recipe, recipe.model_dump(mode="json"))
+        key, config = "deepspeed_json", read_deepspeed_json(recipe.deepspeed)
+        before = self.manifest.recipe | {key: self.manifest.layout.get(key, config)}
+        return differences(before, recipe.model_dump(mode="json") | {key: config})
 
 
 @dataclass(frozen=True)

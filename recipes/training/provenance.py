@@ -5,6 +5,7 @@ import subprocess
 from importlib.metadata import version
 from typing import Any
 
+from recipes.training.deepspeed_config import read_deepspeed_json
 from recipes.training.recipe import REPOSITORY, Recipe
 from recipes.training.topology import Topology
 
@@ -25,6 +26,10 @@ def versions() -> dict[str, str | None]:
 
 
 def layout_of(recipe: Recipe, topology: Topology) -> dict[str, Any]:
-    """How a run is spread."""
+    """How a run is spread, with the content of the file that the recipe names for ZeRO."""
     axes = {"pipeline": topology.pipeline, "data": topology.data, "tensor": topology.tensor}
-    return axes | {"schedule": recipe.layout.schedule, "deepspeed": recipe.deepspeed}
+    return axes | {
+        "schedule": recipe.layout.schedule,
+        "deepspeed": recipe.deepspeed,
+        "deepspeed_json": read_deepspeed_json(recipe.deepspeed),
+    }
