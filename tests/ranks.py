@@ -9,7 +9,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from recipes.proving.worlds import free_port
+from recipes.training.engine import start_processes
+from recipes.training.topology import World
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 SECONDS = 420
@@ -76,6 +80,14 @@ def rank_environment(rank: int, world_size: int, port: int) -> dict[str, str]:
         "DS_ACCELERATOR": "cpu",
         "CUDA_VISIBLE_DEVICES": "",
     }
+
+
+def join_world() -> World:
+    """On a rank: its world, joined, with one thread."""
+    world = World.from_environment(os.environ)
+    torch.set_num_threads(1)
+    start_processes(world)
+    return world
 
 
 def main() -> None:

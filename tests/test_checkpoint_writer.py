@@ -10,17 +10,13 @@ from pathlib import Path
 import pytest
 import tomli_w
 
-from recipes.proving.trial import train_step
+from recipes.proving.trial import start, train_step
 from recipes.training.checkpoint_writer import CheckpointWriter
-from recipes.training.data import TrainingData
-from recipes.training.deepspeed_config import build_deepspeed_config
-from recipes.training.engine import build_engine, start_processes
 from recipes.training.manifest import find_damages, published, step_of
 from recipes.training.recipe import Recipe, parse_recipe
 from recipes.training.run_folder import LineFile, RunFolder
-from recipes.training.topology import World
 from tests.conftest import changed, small_recipe
-from tests.ranks import run_ranks, start_ranks
+from tests.ranks import join_world, run_ranks, start_ranks
 from tests.test_pretrain import events, metrics
 
 # pretrain.py on a disk that is full when step 4 is to be saved; a file system with a quota says all
@@ -149,13 +145,10 @@ def test_a_folder_that_only_one_node_sees_is_no_checkpoint(corpus: Path, tmp_pat
 
 def save_into_folders_of_their_own(recipe: Recipe, folder: Path) -> str | None:
     """On each rank: a step and a save."""
-    world = World.from_environment(os.environ)
-    start_processes(world)
-    topology = recipe.topology(world)
-    engine = build_engine(recipe, topology, build_deepspeed_config(recipe, topology))
-    data = TrainingData(recipe, topology, 0)
+    world = join_world()
+    engine, data = start(recipe, world)
     train_step(engine, data, 1)
     own = RunFolder(folder / str(world.rank))
-    facts = {"recipe": recipe, "topology": topology, "data": data.fingerprint}
+    facts = {"recipe": recipe, "topology": recipe.topology(world), "data": data.fingerprint}
     writer = CheckpointWriter(engine.state, own, **facts)
     return writer.save(data.progress_after(1)) or writer.wait()

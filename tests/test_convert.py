@@ -1,7 +1,6 @@
 """Checkpoints to transformers and back, and what is refused on the way."""
 
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -31,17 +30,15 @@ from recipes.converting.reshape import new_recipe
 from recipes.converting.source import model_of, open_checkpoint
 from recipes.proving.corpus import write_corpus
 from recipes.proving.relay import save
-from recipes.proving.trial import train_step
+from recipes.proving.trial import start, train_step
 from recipes.training.checkpoint import CheckpointReader, find_initial_weights
 from recipes.training.data import TrainingData
-from recipes.training.deepspeed_config import build_deepspeed_config
-from recipes.training.engine import build_engine, start_processes
 from recipes.training.manifest import Manifest
 from recipes.training.recipe import REPOSITORY, Recipe, parse_recipe
 from recipes.training.run_folder import RunFolder
 from recipes.training.topology import World
 from tests.conftest import GPT_SWITCHES, VOCAB_SIZE, changed, small_recipe
-from tests.ranks import run_ranks
+from tests.ranks import join_world, run_ranks
 
 SHAPES: dict[str, dict[str, Any]] = {
     "llama": {},
@@ -83,14 +80,9 @@ def recipe_of(corpus: Path, **changes: Any) -> Recipe:
 
 def train_and_save(recipes: list[Recipe], folder: Path) -> list[float]:
     """On each rank: two steps, a checkpoint; validation losses."""
-    world = World.from_environment(os.environ)
-    torch.set_num_threads(1)
-    start_processes(world)
-    losses = []
+    world, losses = join_world(), []
     for number, recipe in enumerate(recipes):
-        topology = recipe.topology(world)
-        engine = build_engine(recipe, topology, build_deepspeed_config(recipe, topology))
-        data = TrainingData(recipe, topology, topology.coordinates(world.rank).data)
+        engine, data = start(recipe, world)
         for step in (1, 2):
             train_step(engine, data, step)
         losses.append(engine.evaluate(data.evaluation()))
@@ -100,14 +92,10 @@ def train_and_save(recipes: list[Recipe], folder: Path) -> list[float]:
 
 def start_from_weights(recipe: Recipe) -> float:
     """On each rank: the validation loss of the recipe's initial weights."""
-    world = World.from_environment(os.environ)
-    start_processes(world)
-    topology = recipe.topology(world)
-    engine = build_engine(recipe, topology, build_deepspeed_config(recipe, topology))
+    engine, data = start(recipe, join_world())
     found = find_initial_weights(recipe, run=Path("nowhere"))
     engine.load(found.reader(), weights_only=True)
     assert engine.state.updates == 0
-    data = TrainingData(recipe, topology, topology.coordinates(world.rank).data)
     return engine.evaluate(data.evaluation())
 
 

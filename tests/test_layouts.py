@@ -22,12 +22,12 @@ from recipes.proving.relay import load_newest, save
 from recipes.proving.trial import start, train_step, try_variants
 from recipes.training.data import TrainingData
 from recipes.training.deepspeed_config import build_deepspeed_config, zero_stage
-from recipes.training.engine import Engine, held_values, start_processes
+from recipes.training.engine import Engine, held_values
 from recipes.training.recipe import parse_recipe
 from recipes.training.run_folder import RunFolder
 from recipes.training.topology import World
 from tests.conftest import GPT_SWITCHES, changed, small_recipe
-from tests.ranks import run_ranks
+from tests.ranks import join_world, run_ranks
 
 GPT = GPT_SWITCHES
 ZERO2 = {"deepspeed": "ds_configs/zero2_fp32.json"}
@@ -129,12 +129,12 @@ def resume_worker(corpus: str, layouts: dict[str, dict[str, Any]]) -> dict[str, 
         this = variant(Path(corpus), world.size, changes)
         folders = [tempfile.mkdtemp()]
         dist.broadcast_object_list(folders)
-        engine, data = start(this, world)
+        engine, data = start(this.recipe, world)
         train_steps(engine, data, range(1, 5))
         save(engine, data, RunFolder(Path(folders[0])), step=4)
         undisturbed = train_steps(engine, data, range(5, 9))
         dist.barrier()
-        again, data = start(this, world)
+        again, data = start(this.recipe, world)
         assert load_newest(again, data, RunFolder(Path(folders[0]))) == 4
         results[name] = (undisturbed, train_steps(again, data, range(5, 9)))
     dist.barrier()
@@ -146,7 +146,7 @@ def drift_worker(corpus: str, layouts: dict[str, dict[str, Any]]) -> dict[str, l
     world = join_world()
     results = {}
     for name, changes in layouts.items():
-        engine, data = start(variant(Path(corpus), world.size, changes), world)
+        engine, data = start(variant(Path(corpus), world.size, changes).recipe, world)
         train_steps(engine, data, range(1, 2))
         sentences = [engine.differing_copies()]
         for disturbed, parameter in engine.parameters():
@@ -182,13 +182,6 @@ DISTURBED = {  # what is changed on rank 1, in layouts of two ranks -> what must
         "embedding.weight": "embedding.weight differs between stages: rank 0 against rank 1"
     },
 }
-
-
-def join_world() -> World:
-    world = World.from_environment(os.environ)
-    torch.set_num_threads(1)
-    start_processes(world)
-    return world
 
 
 def train_steps(engine: Engine, data: TrainingData, steps: range) -> list[tuple[float, float]]:

@@ -4,7 +4,6 @@ DeepSpeed saves what each rank has; its converter puts fragments, tensor ranks a
 as lists of patterns tell it. What comes out must be what our checkpoint of the same step holds.
 """
 
-import os
 import re
 from argparse import Namespace
 from pathlib import Path
@@ -17,16 +16,12 @@ from models.layer_specs import layer_names
 from models.sharding import Sharding
 from recipes.converting.source import open_checkpoint
 from recipes.proving.relay import save
-from recipes.proving.trial import train_step
+from recipes.proving.trial import start, train_step
 from recipes.training.checkpoint import CheckpointReader
-from recipes.training.data import TrainingData
-from recipes.training.deepspeed_config import build_deepspeed_config
-from recipes.training.engine import build_engine, start_processes
 from recipes.training.recipe import Recipe, parse_recipe
 from recipes.training.run_folder import RunFolder
-from recipes.training.topology import World
 from tests.conftest import changed, small_recipe
-from tests.ranks import run_ranks
+from tests.ranks import join_world, run_ranks
 
 KINDS = {"fp32": "weights", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
 LAYOUTS = {
@@ -41,13 +36,9 @@ LAYOUTS = {
 
 def train_and_save(recipes: list[Recipe], folder: Path) -> None:
     """On each rank: two steps, then a checkpoint of ours and one of DeepSpeed's."""
-    world = World.from_environment(os.environ)
-    torch.set_num_threads(1)
-    start_processes(world)
+    world = join_world()
     for number, recipe in enumerate(recipes):
-        topology = recipe.topology(world)
-        engine = build_engine(recipe, topology, build_deepspeed_config(recipe, topology))
-        data = TrainingData(recipe, topology, topology.coordinates(world.rank).data)
+        engine, data = start(recipe, world)
         for step in (1, 2):
             train_step(engine, data, step)
         save(engine, data, RunFolder(folder / f"ours{number}"), step=2)

@@ -43,7 +43,7 @@ def run_legs(variants: Iterable[Variant], folder: Path) -> Iterator[Leg | None]:
 
 def run_leg(variant: Variant, world: World, folder: RunFolder) -> Leg | None:
     """Load, compare with what was saved; a step, save; the steps that the next one does too."""
-    engine, data = start(variant, world)
+    engine, data = start(variant.recipe, world)
     done = load_newest(engine, data, folder)
     got = everything(engine) if done else {}
     step = done + 1

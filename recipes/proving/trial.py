@@ -27,6 +27,7 @@ from recipes.training.engine import (
     start_processes,
 )
 from recipes.training.learning_rate import learning_rate
+from recipes.training.recipe import Recipe
 from recipes.training.topology import World
 
 
@@ -55,7 +56,7 @@ def many_variants() -> Iterator[Callable[[], None]]:
 
 def train(variant: Variant, world: World) -> Outcome | None:
     """All steps of the variant's recipe."""
-    engine, data = start(variant, world)
+    engine, data = start(variant.recipe, world)
     results, validation = [], None
     steps = variant.recipe.training.steps
     for step in range(1, steps + 1):
@@ -76,9 +77,9 @@ def train(variant: Variant, world: World) -> Outcome | None:
     )
 
 
-def start(variant: Variant, world: World) -> tuple[Engine, TrainingData]:
-    """The variant's engine, initialised, and this rank's data; collective."""
-    recipe, topology = variant.recipe, variant.topology
+def start(recipe: Recipe, world: World) -> tuple[Engine, TrainingData]:
+    """The recipe's engine, initialised, and this rank's data; collective."""
+    topology = recipe.topology(world)
     engine = build_engine(recipe, topology, build_deepspeed_config(recipe, topology))
     return engine, TrainingData(recipe, topology, topology.coordinates(world.rank).data)
 

@@ -1,6 +1,5 @@
 """Find the checkpoint that a run goes on from, verify it, and read it in any layout."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from models.config import ModelConfig
-from recipes.training.deepspeed_config import read_deepspeed_json
+from recipes.training.deepspeed_config import leaves, read_deepspeed_json
 from recipes.training.manifest import (
     ABANDONED,
     Manifest,
@@ -207,7 +206,7 @@ def check_same_run(
 
 def differences(before: dict[str, Any], now: dict[str, Any]) -> dict[str, list[Any]]:
     """section.key -> both values, of all that differ in two nested tables."""
-    old, new = dict(_leaves(before)), dict(_leaves(now))
+    old, new = dict(leaves(before)), dict(leaves(now))
     keys = sorted(old.keys() | new.keys())
     return {key: [old.get(key), new.get(key)] for key in keys if old.get(key) != new.get(key)}
 
@@ -221,14 +220,6 @@ def _sentence(different: dict[str, list[Any]], prefix: str = "") -> str:
     return ", ".join(
         f"{prefix}{key} = {before!r} (here {now!r})" for key, (before, now) in different.items()
     )
-
-
-def _leaves(table: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in table.items():
-        if isinstance(value, dict):
-            yield from _leaves(value, f"{prefix}{key}.")
-        else:
-            yield prefix + key, value
 
 
 def _agree(candidates: list[Path]) -> None:

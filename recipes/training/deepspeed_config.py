@@ -6,6 +6,7 @@ the JSON leaves "auto".
 
 import difflib
 import json
+from collections.abc import Iterator
 from typing import Any
 
 from recipes.training.recipe import REPOSITORY, Recipe, repository_path
@@ -89,7 +90,7 @@ def read_deepspeed_json(name: str) -> dict[str, Any]:
     for key, owner in RECIPE_KEYS.items():
         if key in config:
             raise ValueError(f"{name}: {key} belongs to the recipe; remove it and use {owner}")
-    for key, value in _leaves(config):
+    for key, value in leaves(config):
         if value == "auto" and key not in AUTO_KEYS:
             raise ValueError(
                 f'{name}: {key} = "auto" is not filled in by anyone; use a value or remove it'
@@ -168,11 +169,10 @@ def _check_combination(recipe: Recipe, config: dict[str, Any]) -> None:
         )
 
 
-def _leaves(table: dict[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
-    leaves = []
+def leaves(table: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """(section.key, value) of everything in nested tables."""
     for key, value in table.items():
         if isinstance(value, dict):
-            leaves += _leaves(value, f"{prefix}{key}.")
+            yield from leaves(value, f"{prefix}{key}.")
         else:
-            leaves.append((prefix + key, value))
-    return leaves
+            yield prefix + key, value

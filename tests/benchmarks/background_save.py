@@ -74,7 +74,7 @@ def measure(folder: Path, repeats: int) -> dict[str, list[float]]:
     recipe = build_recipe(folder / "corpus")
     start_processes(World())
     variant = reference(recipe)
-    engine, data = start(variant, World())
+    engine, data = start(variant.recipe, World())
     writer = CheckpointWriter(
         engine.state,
         RunFolder(folder / "run"),
