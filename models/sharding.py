@@ -92,7 +92,7 @@ class Sharding:
 
     def _own_columns(self, rows: Tensor, tensor_rank: int, tensor_size: int) -> Tensor:
         """Of some rows of the logical tensor, what a rank holds."""
-        if not self.dimension:
+        if self.dimension in (None, 0):
             return rows
         ranges = self._ranges(tensor_rank, tensor_size)
         return torch.cat([rows.narrow(self.dimension, a, b - a) for a, b in ranges], self.dimension)

@@ -118,18 +118,17 @@ class Run:
 
     def metrics(self) -> dict[int, dict[str, Any]]:
         """The complete lines by step, without what a clock decides."""
-        file = self.folder / "metrics.jsonl"
-        text = file.read_text() if file.exists() else ""
-        whole = [line for line in text.splitlines(keepends=True) if line.endswith("\n")]
-        lines = [json.loads(line) for line in whole]
+        lines = self._lines("metrics.jsonl")
         return {x["step"]: {k: v for k, v in x.items() if k not in TIMED} for x in lines}
 
     def events(self) -> list[dict[str, Any]]:
         """The complete lines of events.jsonl."""
-        file = self.folder / "events.jsonl"
+        return self._lines("events.jsonl")
+
+    def _lines(self, name: str) -> list[dict[str, Any]]:
+        file = self.folder / name
         text = file.read_text() if file.exists() else ""
-        whole = [line for line in text.splitlines(keepends=True) if line.endswith("\n")]
-        return [json.loads(line) for line in whole]
+        return [json.loads(x) for x in text.splitlines(keepends=True) if x.endswith("\n")]
 
     @property
     def saving(self) -> bool:

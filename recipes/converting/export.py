@@ -90,7 +90,8 @@ def special_tokens(tokenizer: Path | None) -> dict[str, int | None]:
 
 def write_weights(source: CheckpointReader, folder: Path, *, dtype: str) -> None:
     """model.safetensors, or numbered files and their index; one tensor in memory at a time."""
-    table, shapes = counterparts(model_of(source)), logical_shapes(model_of(source))
+    model = model_of(source)
+    table, shapes = counterparts(model), logical_shapes(model)
     kind, torch_dtype = DTYPES[dtype]
     files = split_by_size({name: shapes[name] for name in table}, dtype=kind)
     index: dict[str, str] = {}

@@ -5,9 +5,9 @@ the layout in it, checked here instead of on the machine that resumes it, and th
 are spread evenly over as many as there will be ranks.
 """
 
+from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from models.layer_specs import logical_shapes
 from recipes.converting.source import model_of
@@ -34,7 +34,7 @@ def new_recipe(
     """
     if "seed" not in source.manifest.recipe:
         raise ValueError(f"{source.path} has weights and no run; every layout starts from it as is")
-    table = _without_none(source.manifest.recipe)
+    table = deepcopy(source.manifest.recipe)
     table.pop("cluster", None)  # of the machine that it leaves
     for override in overrides:
         apply_override(table, override)
@@ -75,11 +75,3 @@ def reshape(source: CheckpointReader, output: Path, *, recipe: Recipe, topology:
         tensors=tensors,
         files=files,
     ).write(output)
-
-
-def _without_none(table: dict[str, Any]) -> dict[str, Any]:
-    return {
-        key: _without_none(value) if isinstance(value, dict) else value
-        for key, value in table.items()
-        if value is not None
-    }

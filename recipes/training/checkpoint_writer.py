@@ -16,7 +16,6 @@ import threading
 from collections.abc import Collection
 from datetime import timedelta
 from pathlib import Path
-from types import TracebackType
 from typing import Any, TypeVar
 
 import torch
@@ -71,13 +70,15 @@ class CheckpointWriter:
         damaged: Collection[Path] = (),
     ):
         self.state, self.folder, self.recipe, self.damaged = state, folder, recipe, damaged
-        self.facts = {
-            "recipe": recipe.model_dump(mode="json"),
-            "layout": layout_of(recipe, topology),
-            "data": data,
-            "versions": versions(),
-        }
         self.rank = dist.get_rank()
+        self.facts: dict[str, Any] = {}
+        if self.rank == 0:  # who writes the manifest; git need not run a thousand times
+            self.facts = {
+                "recipe": recipe.model_dump(mode="json"),
+                "layout": layout_of(recipe, topology),
+                "data": data,
+                "versions": versions(),
+            }
         self.world = dist.new_group(backend="gloo", timeout=PATIENCE)
         stages = [
             dist.new_group(ranks, backend="gloo", timeout=PATIENCE)
@@ -103,12 +104,7 @@ class CheckpointWriter:
     def __enter__(self) -> "CheckpointWriter":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *details: object) -> None:
         if kind is not None and self._thread is not None:
             self._thread.join(SECONDS_TO_END)
 

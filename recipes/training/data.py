@@ -10,6 +10,7 @@ sample where the old one ended.
 import hashlib
 import json
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +63,7 @@ class TrainingData:
         self.global_sequences = recipe.batch.global_sequences
         self.data_rank, self.data_size = data_rank, topology.data
         self.evaluation_batches = recipe.training.evaluation_batches
-        self.fingerprint = fingerprint(recipe)
+        self.recipe = recipe
         self.progress = Progress()
         needed = self.evaluation_batches * self.global_sequences
         if recipe.training.evaluate_every and needed > self.validation.count:
@@ -75,6 +76,11 @@ class TrainingData:
                 f"batch.global_sequences = {self.global_sequences} need {needed} windows and "
                 f"{recipe.data.validation} has {self.validation.count}; use {works}"
             )
+
+    @cached_property
+    def fingerprint(self) -> dict[str, Any]:
+        """What decides which tokens the run reads; the files are looked at when it is asked for."""
+        return fingerprint(self.recipe)
 
     def resume(self, progress: Progress) -> None:
         """Go on where a run had come; the next step reads the next sample."""

@@ -16,7 +16,7 @@ import re
 import shutil
 import time
 from collections.abc import Collection, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +53,7 @@ class Manifest:
     versions: dict[str, Any]
     tensors: dict[str, str]
     files: dict[str, Facts]
-    format: int = field(default=FORMAT)
+    format: int = FORMAT
 
     @property
     def progress(self) -> Progress:

@@ -16,7 +16,6 @@ import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 BYTES = {"F32": 4, "BF16": 2, "F16": 2}  # per element
@@ -65,12 +64,7 @@ class TensorFileWriter:
     def __enter__(self) -> "TensorFileWriter":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *details: object) -> None:
         try:
             if kind is None:
                 assert not self._waiting, self._waiting
