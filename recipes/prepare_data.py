@@ -5,12 +5,20 @@ trains on.
 
     python recipes/prepare_data.py
     python recipes/prepare_data.py --source books.jsonl --output data/books --vocab-size 32000
+    python recipes/prepare_data.py --source 'crawl/*.jsonl.zst' --tokenizer data/books/tokenizer \\
+        --output data/crawl --skip utf-8 --skip empty
     python recipes/prepare_data.py --source wikitext --config wikitext-103-raw-v1 \\
-        --tokenizer gpt2 --output data/wikitext
+        --tokenizer gpt2 --output data/wikitext --skip empty
 
-With a recipe, what one of its steps reads: documents, and which of their tokens.
+Whatever ends it, the same command goes on where it was. Over several machines with one file system:
+the same command with --shard 0/16, --shard 1/16, ... and, when they are done, without it, which
+joins what they have made.
+
+What one step of a recipe reads (documents, and which of their tokens), and whether a corpus still
+is what was written:
 
     python recipes/prepare_data.py show recipes/tiny.toml --step 17 --text
+    python recipes/prepare_data.py verify data/books
 """
 
 import sys
@@ -20,49 +28,194 @@ if __name__ == "__main__":  # the repository, not recipes/, is where imports sta
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import argparse
-import hashlib
-import json
+import fcntl
 import os
+import re
 import shutil
-import sysconfig
 from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
-from datasets import Dataset, disable_progress_bars, load_dataset
-from datasets.exceptions import DatasetGenerationError
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
-
-from recipes.preparing.ledger import ledger
-from recipes.training.data import tokenizer_hash
+from recipes.preparing.documents import KINDS
 from recipes.training.recipe import REPOSITORY, load_recipe, repository_path
-from recipes.training.token_file import write_token_file
 
-END_OF_TEXT = "<|endoftext|>"
-SMALLEST_VOCABULARY = 257  # every byte and END_OF_TEXT
-LOADERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".txt": "text"}
+if TYPE_CHECKING:
+    from recipes.preparing.formats import Format, NumberedPiece
+    from recipes.preparing.tokenization import Tokenization
+
+SMALLEST_VOCABULARY = 257  # every byte and the end of text
+PIECES = 1000  # of a source, about
+SMALLEST_PIECE, LARGEST_PIECE = 2**22, 2**30  # bytes
+INTERRUPTED = 130
 
 
 def main() -> None:
     """Run the command."""
-    if sys.argv[1:2] == ["show"]:
-        show(sys.argv[2:])
-        return
-    options = parse_command_line()
-    output = repository_path(options.output)
-    if (output / "manifest.json").exists():
-        print(f"{output} is already there; delete it to prepare it again")
-        return
-    workspace = output.with_name(output.name + ".incomplete")
+    commands = {"show": show, "verify": verify}
+    command = commands.get(sys.argv[1] if len(sys.argv) > 1 else "", prepare)
     try:
-        check_options(options, output)
-        shutil.rmtree(workspace, ignore_errors=True)
-        workspace.mkdir(parents=True)
-        prepare(options, output, workspace)
+        command(sys.argv[1:] if command is prepare else sys.argv[2:])
     except (ValueError, OSError) as problem:
         sys.exit(f"prepare_data.py: {problem}")
-    finally:
+    except KeyboardInterrupt:
+        print("prepare_data.py: interrupted; the same command goes on where it was")
+        sys.exit(INTERRUPTED)
+
+
+def prepare(arguments: list[str]) -> None:
+    """Write token files, tokenizer and manifest into a folder that appears when all is there."""
+    options = parse_command_line(arguments)
+    output = repository_path(options.output)
+    workspace = output.with_name(output.name + ".incomplete")
+    if (output / "manifest.json").exists():
+        shutil.rmtree(workspace, ignore_errors=True)  # of one that was killed after its last step
+        print(f"{output} is already there; delete it to prepare it again")
+        return
+    check_options(options, output)
+
+    # These take seconds to import; the processes that tokenize do without most of them.
+    from recipes.preparing.corpus import join
+    from recipes.preparing.source import open_source
+    from recipes.preparing.workers import run_pieces
+
+    formats = open_source(
+        options.source,
+        column=options.column,
+        config=options.config,
+        split=options.split,
+        streaming=options.streaming,
+        text_is=options.text_is,
+    )
+    pieces = cut(formats, options)
+    with hold(workspace, shared=options.shard is not None):
+        tokenization = plan(formats, pieces, options, workspace)
+        if options.shard is not None:
+            shard, shards = options.shard
+            run_pieces(tokenization, pieces[shard::shards], options.processes)
+            print(f"shard {shard}/{shards} is done; the command without --shard joins all of them")
+            return
+        run_pieces(tokenization, pieces, options.processes)
+        facts = {"source": options.source, "tokenizer": f"{options.output}/tokenizer"}
+        manifest = join(tokenization, pieces, workspace / "corpus", facts)
+        os.rename(workspace / "corpus", output)
         shutil.rmtree(workspace, ignore_errors=True)
+    tell(manifest, output)
+
+
+def check_options(options: argparse.Namespace, output: Path) -> None:
+    """Refuse what cannot work before any work is done.
+
+    Raises:
+        ValueError: naming the option, its value and one that works.
+    """
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise ValueError(f"--output {options.output} has other things in it; use an empty folder")
+    if not options.tokenizer and options.vocab_size < SMALLEST_VOCABULARY:
+        raise ValueError(
+            f"--vocab-size {options.vocab_size} has no room for the 256 bytes and the end of text; "
+            f"use {SMALLEST_VOCABULARY} or more"
+        )
+    if not 0 < options.validation_fraction < 1:
+        raise ValueError(
+            f"--validation-fraction {options.validation_fraction} is no part of the documents; "
+            f"use 0.1"
+        )
+    if options.processes < 1:
+        raise ValueError(f"--processes {options.processes} is too few; use 1")
+    if options.shard is not None and not options.tokenizer:
+        raise ValueError(
+            "--shard needs --tokenizer, or each would train one; prepare a part of the text "
+            "first, and use its folder: --tokenizer data/part/tokenizer"
+        )
+
+
+def cut(formats: "list[Format]", options: argparse.Namespace) -> "list[NumberedPiece]":
+    """All pieces of the source in order, each with the number of its format.
+
+    The same for every shard and number of processes: a small source has small pieces, a large one
+    at most some thousands.
+
+    Raises:
+        ValueError: there is nothing to read.
+    """
+    total = sum(piece.size for reader in formats for piece in reader.pieces(LARGEST_PIECE))
+    target = min(max(total // PIECES, SMALLEST_PIECE), LARGEST_PIECE)
+    pieces = [
+        (number, piece) for number, reader in enumerate(formats) for piece in reader.pieces(target)
+    ]
+    if not pieces:
+        raise ValueError(f"--source {' '.join(options.source)} has no documents")
+    return pieces
+
+
+def plan(
+    formats: "list[Format]",
+    pieces: "list[NumberedPiece]",
+    options: argparse.Namespace,
+    workspace: Path,
+) -> "Tokenization":
+    """How the documents will be tokenized; a tokenizer is trained if none is named."""
+    from transformers import AutoTokenizer
+
+    from recipes.preparing.tokenization import Tokenization
+    from recipes.preparing.tokenizer import load_tokenizer, train_tokenizer
+    from recipes.training.data import tokenizer_hash
+
+    skip, fraction = frozenset(options.skip), options.validation_fraction
+    if options.tokenizer:
+        folder = load_tokenizer(options.tokenizer, workspace)
+    else:
+        folder = train_tokenizer(
+            formats,
+            pieces,
+            workspace,
+            vocab_size=options.vocab_size,
+            validation_fraction=fraction,
+            skip=skip,
+        )
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    return Tokenization(
+        formats=formats,
+        tokenizer=folder / "tokenizer.json",
+        tokenizer_sha256=tokenizer_hash(folder),
+        vocab_size=max(tokenizer.get_vocab().values()) + 1,
+        end=tokenizer.eos_token_id,
+        validation_fraction=fraction,
+        skip=skip,
+        folder=workspace / "pieces",
+    )
+
+
+@contextmanager
+def hold(workspace: Path, *, shared: bool) -> Iterator[None]:
+    """Keep others out of the workspace; what is finished in it stays when something fails.
+
+    shared: with those that hold it shared too
+
+    Raises:
+        ValueError: another process works there.
+    """
+    workspace.mkdir(parents=True, exist_ok=True)
+    with (workspace / "lock").open("a") as lock:
+        try:
+            fcntl.flock(lock, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(f"{workspace} is in use by another process; wait for it") from None
+        try:
+            yield
+        finally:
+            finished = [path for path in workspace.glob("pieces/*") if not path.suffix]
+            if not finished and not shared:
+                shutil.rmtree(workspace, ignore_errors=True)
+
+
+def tell(manifest: dict[str, Any], output: Path) -> None:
+    """Say what has been prepared."""
+    for part, facts in manifest["files"].items():
+        print(f"{part}: {facts['documents']:,} documents, {facts['tokens']:,} tokens")
+    for kind, count in manifest["skipped"].items():
+        print(f"skipped: {count:,} rows, {kind}")
+    print(f"written to {output}, vocabulary {manifest['vocab_size']:,}")
 
 
 def show(arguments: list[str]) -> None:
@@ -76,204 +229,79 @@ def show(arguments: list[str]) -> None:
         "--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="as for pretrain.py"
     )
     options = parser.parse_args(arguments)
-    try:
-        recipe = load_recipe(options.recipe, options.set)
-        if not 1 <= options.step <= recipe.training.steps:
-            raise ValueError(
-                f"--step {options.step} is not in 1 .. {recipe.training.steps}, the steps of "
-                f"{options.recipe}; use --step 1"
-            )
-        run = options.run_dir or REPOSITORY / "runs" / recipe.name
-        for line in ledger(recipe, run, options.step, text=options.text):
-            print(line)
-    except ValueError as problem:
-        sys.exit(f"prepare_data.py: {problem}")
-
-
-def check_options(options: argparse.Namespace, output: Path) -> None:
-    """Refuse what cannot work before any work is done.
-
-    Raises:
-        ValueError: naming the option, its value and one that works.
-    """
-    if output.exists() and (not output.is_dir() or any(output.iterdir())):
-        raise ValueError(f"--output {options.output} has other things in it; use an empty folder")
-    if options.vocab_size < SMALLEST_VOCABULARY:
+    recipe = load_recipe(options.recipe, options.set)
+    if not 1 <= options.step <= recipe.training.steps:
         raise ValueError(
-            f"--vocab-size {options.vocab_size} has no room for the 256 bytes and {END_OF_TEXT}; "
-            f"use {SMALLEST_VOCABULARY} or more"
+            f"--step {options.step} is not in 1 .. {recipe.training.steps}, the steps of "
+            f"{options.recipe}; use --step 1"
         )
-    if not 0 < options.validation_fraction < 1:
-        raise ValueError(
-            f"--validation-fraction {options.validation_fraction} is no part of the documents; "
-            f"use 0.1"
-        )
-    if options.processes < 1:
-        raise ValueError(f"--processes {options.processes} is too few; use 1")
-    local = Path(options.source)
-    if local.suffix and local.suffix not in LOADERS and local.parent.is_dir():
-        raise ValueError(
-            f"--source {options.source}: no loader for {local.suffix}; use one of "
-            f"{', '.join(LOADERS)}"
-        )
+    from recipes.preparing.ledger import ledger
+
+    run = options.run_dir or REPOSITORY / "runs" / recipe.name
+    for line in ledger(recipe, run, options.step, text=options.text):
+        print(line)
 
 
-def prepare(options: argparse.Namespace, output: Path, workspace: Path) -> None:
-    """Write token files, tokenizer and manifest into a folder that appears when all is there."""
-    corpus = load_corpus(options)
-    print(f"{len(corpus):,} documents from {options.source}")
-    training, validation = split(corpus, options.column, options.validation_fraction)
-    tokenizer = make_tokenizer(options, training)
-    tokenizer.save_pretrained(workspace / "tokenizer")
-    vocab_size = max(tokenizer.get_vocab().values()) + 1
-    files = {}
-    for name, part in (("train", training), ("validation", validation)):
-        documents = tokenize(part, options, tokenizer)
-        tokens = write_token_file(workspace / name, documents, vocab_size=vocab_size)
-        if tokens == 0:
-            raise ValueError(f"the {name} part has no tokens; use more text")
-        print(f"{name}: {len(part):,} documents, {tokens:,} tokens")
-        files[name] = {"documents": len(part), "tokens": tokens} | {
-            f"{suffix}_sha256": file_hash(workspace / f"{name}.{suffix}")
-            for suffix in ("bin", "idx")
-        }
-    manifest = {
-        "source": options.source,
-        "tokenizer": f"{options.output}/tokenizer",
-        "tokenizer_sha256": tokenizer_hash(workspace / "tokenizer"),
-        "vocab_size": vocab_size,
-        "files": files,
-    }
-    (workspace / "manifest.json").write_text(json.dumps(manifest, indent=2) + "\n")
-    os.rename(workspace, output)
-    print(f"written to {output}, vocabulary {vocab_size:,}")
+def verify(arguments: list[str]) -> None:
+    """Compare a corpus with the SHA-256s of its manifest; exit code 1 if anything differs."""
+    parser = argparse.ArgumentParser(prog="prepare_data.py verify", description=verify.__doc__)
+    parser.add_argument("corpus", type=Path, help="a folder that prepare_data.py has written")
+    parser.add_argument("--processes", type=int, default=len(os.sched_getaffinity(0)))
+    options = parser.parse_args(arguments)
+    from recipes.preparing.corpus import find_damages
+
+    corpus = repository_path(options.corpus)
+    damages = list(find_damages(corpus, options.processes))
+    for damage in damages:
+        print(f"{corpus}: {damage}")
+    if damages:
+        raise ValueError(f"{corpus} is damaged; prepare it again")
+    print(f"{corpus} is what was written")
 
 
-def load_corpus(options: argparse.Namespace) -> Dataset:
-    """Any source as a dataset with a text column."""
-    disable_progress_bars()
-    source = Path(options.source)
-    if options.source == "stdlib":
-        return Dataset.from_dict({options.column: list(standard_library())})
-    if source.suffix in LOADERS:
-        if not source.is_file():
-            raise FileNotFoundError(f"--source {source}: no such file")
-        loader = LOADERS[source.suffix]
-        try:
-            corpus = load_dataset(loader, data_files=str(source), split="train")
-        except (DatasetGenerationError, StopIteration) as error:
-            reason = error.__cause__ or "it is empty"
-            raise ValueError(f"--source {source} cannot be read: {reason}") from None
-    else:
-        corpus = load_dataset(options.source, options.config, split=options.split)
-    if options.column not in corpus.column_names:
-        raise ValueError(
-            f"--column {options.column}: {options.source} has the columns "
-            f"{', '.join(corpus.column_names)}"
-        )
-    for row, text in enumerate(corpus[options.column]):
-        if not isinstance(text, str):
-            raise ValueError(
-                f"{options.source}, row {row}: {options.column} = {text!r} is no text; remove the "
-                f"row, or use --column with a column of text"
-            )
-    return corpus
+def shard_of(text: str) -> tuple[int, int]:
+    """(number, shards) of an option like 3/16."""
+    found = re.fullmatch(r"(\d+)/(\d+)", text)
+    if not found or not int(found[1]) < int(found[2]):
+        raise argparse.ArgumentTypeError(f"{text} is no shard; use 0/16, 1/16, ... 15/16")
+    return int(found[1]), int(found[2])
 
 
-def standard_library() -> Iterator[str]:
-    """The interpreter's own Python sources, tests and installed packages left out."""
-    root = Path(sysconfig.get_path("stdlib"))
-    left_out = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
-    for file in sorted(root.rglob("*.py")):
-        if not left_out & set(file.relative_to(root).parts):
-            text = file.read_text(encoding="utf-8", errors="ignore")
-            if text.strip():
-                yield text
-
-
-def split(corpus: Dataset, column: str, fraction: float) -> tuple[Dataset, Dataset]:
-    """Training and validation documents; by content, so that equal ones stay together."""
-
-    def held_out(text: str) -> bool:
-        digest = hashlib.blake2b(text.encode("utf-8", "replace"), digest_size=8).digest()
-        return int.from_bytes(digest) < fraction * 2**64
-
-    chosen = [held_out(text) for text in corpus[column]]
-    parts = [[i for i, held in enumerate(chosen) if held is which] for which in (False, True)]
-    if not all(parts):
-        raise ValueError(
-            f"--validation-fraction {fraction} of {len(corpus)} documents leaves one part empty; "
-            f"use more documents, and a fraction that leaves some for both parts"
-        )
-    return corpus.select(parts[0]), corpus.select(parts[1])
-
-
-def make_tokenizer(options: argparse.Namespace, training: Dataset) -> PreTrainedTokenizerBase:
-    """The named tokenizer, or a byte-level BPE trained on the training documents."""
-    if options.tokenizer:
-        return AutoTokenizer.from_pretrained(options.tokenizer)
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=options.vocab_size,
-        special_tokens=[END_OF_TEXT],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(training[options.column], trainer)
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, bos_token=END_OF_TEXT, eos_token=END_OF_TEXT
-    )
-
-
-def tokenize(
-    corpus: Dataset, options: argparse.Namespace, tokenizer: PreTrainedTokenizerBase
-) -> Iterator[np.ndarray]:
-    """The documents' token ids, each ended by the end-of-text token."""
-    end = tokenizer.eos_token_id
-    if end is None:
-        raise ValueError(f"--tokenizer {options.tokenizer} has no end-of-text token")
-
-    def encode(batch: dict[str, list[str]]) -> dict[str, list[list[int]]]:
-        encoded = tokenizer(batch[options.column], add_special_tokens=False, verbose=False)
-        return {"tokens": [[*ids, end] for ids in encoded["input_ids"]]}
-
-    encoded = corpus.map(
-        encode, batched=True, batch_size=64, remove_columns=corpus.column_names,
-        num_proc=options.processes if options.processes > 1 else None,
-    )  # fmt: skip
-    for document in encoded.with_format("numpy"):
-        yield document["tokens"]
-
-
-def file_hash(path: Path) -> str:
-    """SHA-256 of a file, in hexadecimal."""
-    with path.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
-
-
-def parse_command_line() -> argparse.Namespace:
+def parse_command_line(arguments: list[str]) -> argparse.Namespace:
     """The command's options."""
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="prepare_data.py",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument(
+    add = parser.add_argument
+    add(
         "--source",
-        default="stdlib",
-        help='"stdlib", a .jsonl, .parquet or .txt file, or a dataset of the Hugging Face hub',
+        nargs="+",
+        default=["stdlib"],
+        help='"stdlib"; files, folders or patterns of .jsonl, .json, .parquet, .txt, .arrow or '
+        ".csv (text also .gz, .bz2, .zst); what save_to_disk wrote; a dataset of the hub",
     )
-    parser.add_argument("--config", help="the hub dataset's configuration")
-    parser.add_argument("--split", default="train", help="the hub dataset's split")
-    parser.add_argument("--column", default="text", help="the column that holds the text")
-    parser.add_argument(
-        "--output", default="data/stdlib", help="folder to write, from the repository's root"
+    add("--config", help="the hub dataset's configuration")
+    add("--split", default="train", help="the dataset's split")
+    add("--streaming", action="store_true", help="read the dataset without storing it here")
+    add("--column", default="text", help="the column that holds the text")
+    add("--text-is", choices=("line", "file"), default="line", help="the document in a .txt")
+    add("--output", default="data/stdlib", help="folder to write, from the repository's root")
+    add("--tokenizer", help="a tokenizer that transformers loads; none: train one")
+    add("--vocab-size", type=int, default=2048, help="of the tokenizer to train")
+    add("--validation-fraction", type=float, default=0.1, help="of the documents")
+    add(
+        "--skip",
+        action="append",
+        default=[],
+        choices=KINDS,
+        help="leave out rows that are empty, no UTF-8, no JSON, or have no text in the column, and "
+        "count them, instead of stopping at the first; repeatable",
     )
-    parser.add_argument("--tokenizer", help="a tokenizer that transformers loads; none: train one")
-    parser.add_argument("--vocab-size", type=int, default=2048, help="of the tokenizer to train")
-    parser.add_argument("--validation-fraction", type=float, default=0.1)
-    parser.add_argument("--processes", type=int, default=1)
-    return parser.parse_args()
+    add("--processes", type=int, default=len(os.sched_getaffinity(0)), help="default: all cores")
+    add("--shard", type=shard_of, metavar="I/N", help="this machine's share, 0/N .. N-1/N")
+    return parser.parse_args(arguments)
 
 
 if __name__ == "__main__":

@@ -14,9 +14,10 @@
 | 8 (n+1)  | int64     | index of the first sequence of each document     |
 """
 
+import hashlib
 import os
 import struct
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import numpy as np
@@ -25,6 +26,7 @@ MAGIC = b"MMIDIDX\x00\x00"
 HEADER = struct.Struct("<9sQBQQ")
 TOKEN_TYPES = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 TOKEN_CODES = {"<u2": 8, "<i4": 4}
+INDEX_BLOCK = 2**20  # entries of an index that are written at once
 
 
 class TokenFile:
@@ -121,26 +123,93 @@ def _check_size(file: Path, expected: int) -> None:
         )
 
 
+class TokenFileWriter:
+    """A token file that grows, one sequence per document; complete when it has been left.
+
+    type_of_tokens: as `token_type` gives it
+    """
+
+    def __init__(self, path: Path, type_of_tokens: np.dtype):
+        self.path, self.dtype = path, type_of_tokens
+        self.documents = self.tokens = 0
+        self._bin = HashedFile(path.with_name(path.name + ".bin"))
+        self._idx = HashedFile(path.with_name(path.name + ".idx"))
+        self._lengths: list[np.ndarray] = []
+
+    def write(self, tokens: np.ndarray, lengths: np.ndarray) -> None:
+        """Add documents: their tokens end to end, and how many each has."""
+        self._bin.write(np.ascontiguousarray(tokens, self.dtype))
+        self._lengths.append(np.asarray(lengths, "<i4"))
+        self.documents, self.tokens = self.documents + len(lengths), self.tokens + len(tokens)
+
+    def __enter__(self) -> "TokenFileWriter":
+        return self
+
+    def __exit__(self, kind: type | None, *_: object) -> None:
+        if kind is None:
+            write_index(self._idx, self.dtype, lambda: self._lengths, count=self.documents)
+        self.hashes = {"bin": self._bin.close(), "idx": self._idx.close()}
+
+
+class HashedFile:
+    """A new file whose SHA-256 is known when it is written, flushed to the disk."""
+
+    def __init__(self, path: Path):
+        self._stream, self._hash = path.open("wb"), hashlib.sha256()
+
+    def write(self, content: bytes | np.ndarray) -> None:
+        """Append bytes."""
+        self._stream.write(content)
+        self._hash.update(content)
+
+    def close(self) -> str:
+        """Flush and close; the SHA-256 in hexadecimal."""
+        with self._stream:
+            self._stream.flush()
+            os.fsync(self._stream.fileno())
+        return self._hash.hexdigest()
+
+
+def write_index(
+    stream: HashedFile,
+    type_of_tokens: np.dtype,
+    lengths: Callable[[], Iterable[np.ndarray]],
+    *,
+    count: int,
+) -> None:
+    """Write an .idx for one sequence per document.
+
+    lengths: the tokens of each document, in blocks; called twice, needs one block in memory
+    count: of the documents
+    """
+    size = type_of_tokens.itemsize
+    stream.write(HEADER.pack(MAGIC, 1, TOKEN_CODES[type_of_tokens.str], count, count + 1))
+    for block in lengths():
+        stream.write(np.ascontiguousarray(block, "<i4"))
+    offset = 0
+    for block in lengths():
+        ends = offset + size * np.cumsum(block, dtype="<i8")
+        stream.write(ends - size * block)
+        offset = int(ends[-1]) if len(ends) else offset
+    for first in range(0, count + 1, INDEX_BLOCK):
+        stream.write(np.arange(first, min(first + INDEX_BLOCK, count + 1), dtype="<i8"))
+
+
+def token_type(vocab_size: int) -> np.dtype:
+    """The smallest type that Megatron has for ids below `vocab_size`."""
+    return np.dtype("<u2" if vocab_size <= 2**16 else "<i4")
+
+
 def write_token_file(path: Path, documents: Iterable[np.ndarray], *, vocab_size: int) -> int:
     """Write one sequence per document, flushed to disk; returns the number of tokens.
 
     Raises:
         ValueError: a token id outside the vocabulary.
     """
-    dtype = np.dtype("<u2" if vocab_size <= 2**16 else "<i4")
-    sizes: list[int] = []
-    with path.with_name(path.name + ".bin").open("wb") as stream:
+    with TokenFileWriter(path, token_type(vocab_size)) as file:
         for number, document in enumerate(documents):
             document = np.asarray(document)
             if document.size and (document.min() < 0 or document.max() >= vocab_size):
                 raise ValueError(f"document {number}: token id outside 0 .. {vocab_size - 1}")
-            stream.write(document.astype(dtype).tobytes())
-            sizes.append(len(document))
-    with path.with_name(path.name + ".idx").open("wb") as stream:
-        count = len(sizes)
-        stream.write(HEADER.pack(MAGIC, 1, TOKEN_CODES[dtype.str], count, count + 1))
-        lengths = np.asarray(sizes, "<i8")
-        stream.write(lengths.astype("<i4").tobytes())
-        stream.write(((np.cumsum(lengths) - lengths) * dtype.itemsize).astype("<i8").tobytes())
-        stream.write(np.arange(count + 1, dtype="<i8").tobytes())
-    return sum(sizes)
+            file.write(document, [len(document)])
+    return file.tokens

@@ -1,0 +1,167 @@
+"""The corpus that training reads: finished pieces joined, with a manifest.
+
+NAME/
+  manifest.json     tokenizer, vocabulary, documents and tokens, SHA-256s, sources
+  pieces.jsonl      where the tokens come from: a line for each piece, in order
+  tokenizer/
+  train.bin train.idx validation.bin validation.idx
+"""
+
+import hashlib
+import json
+import os
+import shutil
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from recipes.preparing.formats import NumberedPiece
+from recipes.preparing.tokenization import PARTS, Tokenization
+from recipes.training.manifest import flush
+from recipes.training.token_file import HashedFile, TokenFile, token_type, write_index
+
+BLOCK_BYTES = 2**24
+
+
+def join(
+    tokenization: Tokenization,
+    pieces: Sequence[NumberedPiece],
+    output: Path,
+    facts: dict[str, Any],
+) -> dict[str, Any]:
+    """Make a corpus of finished pieces, in their order; its manifest.
+
+    The tokens are copied by the operating system and not read again: what is known of them has
+    been counted and hashed when they were written.
+
+    output: a folder, which is made anew
+    facts: what the manifest says besides
+
+    Raises:
+        ValueError: a part without tokens.
+    """
+    shutil.rmtree(output, ignore_errors=True)
+    output.mkdir(parents=True)
+    reports = [tokenization.find(*item) for item in pieces]
+    folders = [tokenization.folder / tokenization.name(*item) for item in pieces]
+    files: dict[str, Any] = {}
+    skipped = sum((Counter(report.skipped) for report in reports), Counter())
+    for part in PARTS:
+        counts = [report.parts[part] for report in reports]
+        files[part] = {key: sum(c[key] for c in counts) for key in ("documents", "tokens")}
+        if not files[part]["tokens"]:
+            raise ValueError(
+                f"the {part} part has no tokens: --validation-fraction "
+                f"{tokenization.validation_fraction} leaves it empty; use more documents, or "
+                f"a fraction that leaves some for both parts"
+            )
+        files[part] |= {
+            "bin_sha256": digest_of(count["sha256"] for count in counts),
+            "idx_sha256": join_part(
+                [folder / part for folder in folders],
+                output / part,
+                documents=files[part]["documents"],
+                vocab_size=tokenization.vocab_size,
+            ),
+        }
+    with (output / "pieces.jsonl").open("w") as stream:
+        for (_, piece), report in zip(pieces, reports, strict=True):
+            where = {"files": piece.files, "start": piece.start, "stop": piece.stop}
+            stream.write(json.dumps(where | report.parts) + "\n")
+    manifest = facts | {
+        "tokenizer_sha256": tokenization.tokenizer_sha256,
+        "vocab_size": tokenization.vocab_size,
+        "files": files,
+        "skipped": skipped,
+    }
+    (output / "manifest.json").write_text(json.dumps(manifest, indent=2) + "\n")
+    shutil.copytree(tokenization.tokenizer.parent, output / "tokenizer")
+    for file in output.rglob("*"):
+        flush(file)
+    flush(output)
+    return manifest
+
+
+def join_part(parts: Sequence[Path], target: Path, *, documents: int, vocab_size: int) -> str:
+    """Join token files, in their order; the SHA-256 of the new index.
+
+    documents: in all of them
+    """
+    with target.with_name(target.name + ".bin").open("wb") as stream:
+        for part in parts:
+            append(part.with_name(part.name + ".bin"), stream.fileno())
+
+    def lengths() -> Iterator[np.ndarray]:
+        for part in parts:
+            file = TokenFile(part)
+            yield file.lengths[: file.sequences]
+
+    index = HashedFile(target.with_name(target.name + ".idx"))
+    write_index(index, token_type(vocab_size), lengths, count=documents)
+    return index.close()
+
+
+def append(source: Path, target: int) -> None:
+    """Copy a file to where another one is being written, without its bytes coming here."""
+    with source.open("rb") as stream:
+        left = source.stat().st_size
+        while left:
+            left -= os.sendfile(target, stream.fileno(), None, left)
+
+
+def find_damages(corpus: Path, threads: int) -> Iterator[str]:
+    """What of a corpus is not as it was written, a sentence each.
+
+    Raises:
+        ValueError: there is no such corpus.
+    """
+    try:
+        manifest = json.loads((corpus / "manifest.json").read_text())
+        pieces = [json.loads(line) for line in (corpus / "pieces.jsonl").open()]
+        files, tokenizer = manifest["files"], manifest["tokenizer_sha256"]
+    except (OSError, json.JSONDecodeError, KeyError) as error:
+        raise ValueError(
+            f"{corpus} is no corpus that prepare_data.py has written ({error})"
+        ) from None
+    if sha256_of(corpus / "tokenizer" / "tokenizer.json") != tokenizer:
+        yield "tokenizer/tokenizer.json is not the tokenizer that made the corpus"
+    for part, facts in files.items():
+        if sha256_of(corpus / f"{part}.idx") != facts["idx_sha256"]:
+            yield f"{part}.idx has another SHA-256 than its manifest says"
+        if digest_of(piece[part]["sha256"] for piece in pieces) != facts["bin_sha256"]:
+            yield f"pieces.jsonl is not that of {part}.bin"
+        token_bytes = token_type(manifest["vocab_size"]).itemsize
+        sizes = [piece[part]["tokens"] * token_bytes for piece in pieces]
+        starts = [0, *accumulate(sizes)]
+        size = (corpus / f"{part}.bin").stat().st_size
+        if size != starts[-1]:
+            yield f"{part}.bin has {size} bytes instead of {starts[-1]}"
+        with ThreadPoolExecutor(threads) as pool:
+            found = pool.map(partial(sha256_of, corpus / f"{part}.bin"), starts, sizes)
+            for piece, start, sha256 in zip(pieces, starts, found, strict=False):
+                if sha256 != piece[part]["sha256"]:
+                    end = start + piece[part]["tokens"] * token_bytes
+                    yield f"{part}.bin, bytes {start} .. {end}, from {piece['files'][0]}: changed"
+
+
+def sha256_of(file: Path, start: int = 0, size: int | None = None) -> str:
+    """The SHA-256 of bytes of a file, in hexadecimal."""
+    digest = hashlib.sha256()
+    with file.open("rb") as stream:
+        stream.seek(start)
+        left = file.stat().st_size if size is None else size
+        while block := stream.read(min(left, BLOCK_BYTES)):
+            digest.update(block)
+            left -= len(block)
+    return digest.hexdigest()
+
+
+def digest_of(digests: Iterable[str]) -> str:
+    """One SHA-256 for a file of pieces: that of their SHA-256s, a line each."""
+    return hashlib.sha256("".join(f"{digest}\n" for digest in digests).encode()).hexdigest()

@@ -1,0 +1,319 @@
+"""How files and datasets are read: in pieces, each by one process, and row by row.
+
+| format    | a piece                                  | position of a row      |
+|-----------|------------------------------------------|------------------------|
+| JsonLines | a range of bytes of a file               | byte where it begins   |
+| TextLines | the same                                 | byte where it begins   |
+| JsonArray | a file                                   | row                    |
+| Texts     | some files, each of them a document      | file                   |
+| Parquet   | row groups of a file                     | row                    |
+| Rows      | rows of a `datasets.Dataset`             | row                    |
+| Stream    | a shard of a `datasets.IterableDataset`  | row of the shard       |
+"""
+
+import io
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, TYPE_CHECKING
+
+import pyarrow
+from pyarrow import parquet
+
+from recipes.preparing.documents import Problem, Row, decoded, document, field, json_document
+
+if TYPE_CHECKING:
+    from datasets import Dataset, IterableDataset
+
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+COMPRESSED = (".gz", ".bz2", ".zst")
+BLOCK_BYTES = 2**24
+ROWS_AT_ONCE = 256
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A part of a source.
+
+    files: paths, or the name of a dataset
+    start, stop: bytes, row groups or rows, by the format; stop None: to the end
+    size: in bytes, for the time that is left
+    version: changes when the files do
+    """
+
+    files: tuple[str, ...]
+    start: int
+    stop: int | None
+    size: int
+    version: str
+
+    def __str__(self) -> str:
+        """What it is, for a message."""
+        part = "" if (self.start, self.stop) == (0, None) else f" [{self.start} .. {self.stop}]"
+        more = f" and {len(self.files) - 1} more" if len(self.files) > 1 else ""
+        return f"{self.files[0]}{part}{more}"
+
+
+NumberedPiece = tuple[int, Piece]  # which of the formats reads it
+
+
+class Format(ABC):
+    """A way to read documents."""
+
+    @abstractmethod
+    def pieces(self, target_bytes: int) -> Iterator[Piece]:
+        """What there is to read, in its order, in pieces of about so many bytes."""
+
+    @abstractmethod
+    def rows(self, piece: Piece) -> Iterator[Row]:
+        """The rows of a piece."""
+
+    def place(self, piece: Piece, position: int) -> str:
+        """Where a row is, as a user looks for it."""
+        return f"{piece.files[0]}, row {position}"
+
+
+class TextLines(Format):
+    """A file whose lines are documents, compressed or not."""
+
+    def __init__(self, file: Path):
+        self.file = file
+
+    def pieces(self, target_bytes: int) -> Iterator[Piece]:
+        """Ranges of bytes; a compressed file is one piece."""
+        size, version = self.file.stat().st_size, version_of(self.file)
+        if self.file.suffix in COMPRESSED:
+            yield Piece((str(self.file),), 0, None, size, version)
+            return
+        for start in range(0, size, target_bytes):
+            stop = min(start + target_bytes, size)
+            yield Piece((str(self.file),), start, stop, stop - start, version)
+
+    def rows(self, piece: Piece) -> Iterator[Row]:
+        """The lines that begin in the piece."""
+        with open_bytes(self.file) as stream:
+            position = piece.start
+            if position:
+                stream.seek(position - 1)
+                position += len(stream.readline()) - 1
+            while piece.stop is None or position < piece.stop:
+                line = stream.readline()
+                if not line:
+                    return
+                content = self.content(line if position else line.removeprefix(BYTE_ORDER_MARK))
+                if content is not None:
+                    yield Row(position, content)
+                position += len(line)
+
+    def content(self, line: bytes) -> str | Problem | None:
+        """The document that a line is; None: nothing."""
+        text = decoded(line.rstrip(b"\r\n"))
+        return text if isinstance(text, Problem) else document(text, "the line")
+
+    def place(self, piece: Piece, position: int) -> str:
+        """Where a row is, by the number of its line."""
+        with open_bytes(self.file) as stream:
+            number, left = 1, position
+            while left:
+                block = stream.read(min(left, BLOCK_BYTES))
+                number, left = number + block.count(b"\n"), left - len(block)
+        return f"{self.file}, line {number}"
+
+
+class JsonLines(TextLines):
+    """A file with a JSON object in each line, compressed or not."""
+
+    def __init__(self, file: Path, column: str):
+        super().__init__(file)
+        self.column = column
+
+    def content(self, line: bytes) -> str | Problem | None:
+        """The document that a line is; None for a blank one."""
+        return json_document(line, self.column) if line.strip() else None
+
+
+class JsonArray(Format):
+    """A file that is one JSON array of objects."""
+
+    def __init__(self, file: Path, column: str):
+        self.file, self.column = file, column
+
+    def pieces(self, target_bytes: int) -> Iterator[Piece]:
+        """The whole file."""
+        size = self.file.stat().st_size
+        yield Piece((str(self.file),), 0, None, size, version_of(self.file))
+
+    def rows(self, piece: Piece) -> Iterator[Row]:
+        """The array's objects; if it is none, one problem."""
+        try:
+            items = json.loads(self.file.read_text(encoding="utf-8-sig"))
+        except UnicodeDecodeError as error:
+            yield Row(0, Problem("utf-8", f"byte {error.start} is no UTF-8"))
+            return
+        except (json.JSONDecodeError, RecursionError) as error:
+            yield Row(0, Problem("json", f"no JSON: {error}"))
+            return
+        for number, item in enumerate(items):
+            yield Row(number, field(item, self.column))
+
+
+class Texts(Format):
+    """Files that are a document each.
+
+    lenient: bytes that are no UTF-8 are left out, and files without text too
+    """
+
+    def __init__(self, files: list[Path], *, lenient: bool = False):
+        self.files, self.lenient = files, lenient
+
+    def pieces(self, target_bytes: int) -> Iterator[Piece]:
+        """Neighbouring files together."""
+        group: list[Path] = []
+        size = 0
+        for file in self.files:
+            group.append(file)
+            size += file.stat().st_size
+            if size >= target_bytes or file == self.files[-1]:
+                versions = " ".join(map(version_of, group))
+                yield Piece(tuple(map(str, group)), 0, None, size, versions)
+                group, size = [], 0
+
+    def rows(self, piece: Piece) -> Iterator[Row]:
+        """The files' texts."""
+        for number, name in enumerate(piece.files):
+            content = Path(name).read_bytes().removeprefix(BYTE_ORDER_MARK)
+            text = content.decode(errors="ignore") if self.lenient else decoded(content)
+            if isinstance(text, str):
+                text = document(text.replace("\r\n", "\n"), "the file")
+            if isinstance(text, str) or not self.lenient:
+                yield Row(number, text)
+
+    def place(self, piece: Piece, position: int) -> str:
+        """The file."""
+        return piece.files[position]
+
+
+class Parquet(Format):
+    """A Parquet file.
+
+    Raises:
+        ValueError: it is none, or has no such column.
+    """
+
+    def __init__(self, file: Path, column: str):
+        self.file, self.column = file, column
+        try:
+            names = parquet.read_schema(file).names
+        except (pyarrow.ArrowInvalid, OSError) as error:
+            raise ValueError(f"{file} cannot be read: {first_line(error)}") from None
+        check_column(str(file), column, names)
+
+    def pieces(self, target_bytes: int) -> Iterator[Piece]:
+        """Neighbouring row groups together."""
+        about = parquet.read_metadata(self.file)
+        version, first, size = version_of(self.file), 0, 0
+        for group in range(about.num_row_groups):
+            size += about.row_group(group).total_byte_size
+            if size >= target_bytes or group == about.num_row_groups - 1:
+                yield Piece((str(self.file),), first, group + 1, size, version)
+                first, size = group + 1, 0
+
+    def rows(self, piece: Piece) -> Iterator[Row]:
+        """The rows of the piece's row groups."""
+        with parquet.ParquetFile(self.file) as content:
+            groups = range(piece.start, piece.stop)
+            number = sum(content.metadata.row_group(g).num_rows for g in range(piece.start))
+            batches = content.iter_batches(ROWS_AT_ONCE, row_groups=groups, columns=[self.column])
+            for batch in batches:
+                for value in batch.column(0):
+                    yield Row(number, self._text(value))
+                    number += 1
+
+    def _text(self, value: pyarrow.Scalar) -> str | Problem:
+        try:
+            return document(value.as_py(), self.column)
+        except UnicodeDecodeError as error:
+            return Problem("utf-8", f"byte {error.start} of {self.column} is no UTF-8")
+
+
+class Rows(Format):
+    """A dataset with rows that have a number.
+
+    Raises:
+        ValueError: it has no such column.
+    """
+
+    def __init__(self, name: str, dataset: "Dataset", column: str):
+        check_column(name, column, dataset.column_names)
+        self.name, self.dataset, self.column = name, dataset.select_columns([column]), column
+        self.version = dataset._fingerprint
+
+    def pieces(self, target_bytes: int) -> Iterator[Piece]:
+        """Ranges of rows."""
+        count = len(self.dataset)
+        row_bytes = max(1, self.dataset.data.nbytes // max(1, count))
+        step = max(1, target_bytes // row_bytes)
+        for start in range(0, count, step):
+            stop = min(start + step, count)
+            yield Piece((self.name,), start, stop, (stop - start) * row_bytes, self.version)
+
+    def rows(self, piece: Piece) -> Iterator[Row]:
+        """The rows of the piece."""
+        for start in range(piece.start, piece.stop, ROWS_AT_ONCE):
+            stop = min(start + ROWS_AT_ONCE, piece.stop)
+            for number, text in enumerate(self.dataset[start:stop][self.column], start):
+                yield Row(number, document(text, self.column))
+
+
+class Stream(Format):
+    """A dataset that is read from its beginning, without being stored here.
+
+    Raises:
+        ValueError: it has no such column.
+    """
+
+    def __init__(self, name: str, dataset: "IterableDataset", column: str):
+        names = dataset.column_names
+        check_column(name, column, list(next(iter(dataset), {})) if names is None else names)
+        self.name, self.dataset, self.column = name, dataset, column
+
+    def pieces(self, target_bytes: int) -> Iterator[Piece]:
+        """The shards that the dataset has."""
+        for shard in range(self.dataset.num_shards):
+            yield Piece((self.name,), shard, shard + 1, 1, "")
+
+    def rows(self, piece: Piece) -> Iterator[Row]:
+        """The rows of the shard."""
+        shard = self.dataset.shard(num_shards=self.dataset.num_shards, index=piece.start)
+        for number, row in enumerate(shard):
+            yield Row(number, field(row, self.column))
+
+    def place(self, piece: Piece, position: int) -> str:
+        """Where a row is."""
+        return f"{self.name}, shard {piece.start}, row {position}"
+
+
+def open_bytes(file: Path) -> IO[bytes]:
+    """A file's bytes, decompressed if its name says so."""
+    if file.suffix in COMPRESSED:
+        return io.BufferedReader(pyarrow.input_stream(str(file), compression="detect"))
+    return file.open("rb")
+
+
+def version_of(file: Path) -> str:
+    """Size and time of the last change."""
+    about = file.stat()
+    return f"{about.st_size}/{about.st_mtime_ns}"
+
+
+def check_column(name: str, column: str, columns: list[str]) -> None:
+    """Refuse a column that is not there."""
+    if column not in columns:
+        raise ValueError(f"--column {column}: {name} has the columns {', '.join(columns)}")
+
+
+def first_line(error: Exception) -> str:
+    """What an error says, without the rest."""
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

@@ -1,0 +1,153 @@
+"""What `--source` names: files, the standard library, or a dataset, as formats that read them."""
+
+import glob
+import sysconfig
+from collections.abc import Sequence
+from pathlib import Path
+
+from datasets import Dataset, DatasetDict, disable_progress_bars, load_dataset, load_from_disk
+
+from recipes.preparing.formats import (
+    COMPRESSED,
+    Format,
+    JsonArray,
+    JsonLines,
+    Parquet,
+    Rows,
+    Stream,
+    TextLines,
+    Texts,
+    first_line,
+)
+
+STANDARD_LIBRARY = "stdlib"
+SUFFIXES = (".jsonl", ".json", ".parquet", ".txt", ".arrow", ".csv")
+
+
+def open_source(
+    names: Sequence[str],
+    *,
+    column: str,
+    config: str | None,
+    split: str,
+    streaming: bool,
+    text_is: str,
+) -> list[Format]:
+    """What to read, in order.
+
+    names: files, patterns of files, folders, "stdlib" or datasets of the hub
+    config, split, streaming: of a dataset
+    text_is: "line" or "file", the document in a .txt file
+
+    Raises:
+        ValueError: there is no such thing, or no way to read it.
+    """
+    formats: list[Format] = []
+    for name in names:
+        files = find_files(name)
+        if name == STANDARD_LIBRARY:
+            formats.append(Texts(standard_library(), lenient=True))
+        elif files:
+            formats += [open_file(file, column) for file in files if not is_whole(file, text_is)]
+            whole = [file for file in files if is_whole(file, text_is)]
+            formats += [Texts(whole)] if whole else []
+        else:
+            formats.append(open_dataset(name, column, config, split, streaming))
+    return formats
+
+
+def find_files(name: str) -> list[Path]:
+    """The files that a name means: itself, those of a folder or of a pattern, sorted; or none.
+
+    Raises:
+        ValueError: there is no such file, or its format is unknown.
+    """
+    path = Path(name)
+    if path.is_file():
+        if not is_readable(path):
+            raise ValueError(f"--source {name}: no reader for it; use one of {', '.join(SUFFIXES)}")
+        return [path]
+    if path.is_dir():
+        if (path / "state.json").is_file() or (path / "dataset_dict.json").is_file():
+            return []  # what datasets' save_to_disk writes
+        found = path.rglob("*")
+    elif glob.has_magic(name):
+        found = map(Path, glob.glob(name, recursive=True))
+    elif path.suffix in (*SUFFIXES, *COMPRESSED) or path.is_absolute():
+        raise ValueError(f"--source {name}: no such file")
+    else:
+        return []
+    files = sorted(file for file in found if file.is_file() and is_readable(file))
+    if not files:
+        raise ValueError(f"--source {name}: no file there is one of {', '.join(SUFFIXES)}")
+    return files
+
+
+def is_readable(file: Path) -> bool:
+    """Whether a file's name says a format that is known here."""
+    return format_of(file) in SUFFIXES
+
+
+def is_whole(file: Path, text_is: str) -> bool:
+    """Whether a file is one document."""
+    return text_is == "file" and file.suffix == ".txt"
+
+
+def format_of(file: Path) -> str:
+    """A file's suffix, before that of its compression."""
+    return Path(file.stem).suffix if file.suffix in COMPRESSED else file.suffix
+
+
+def open_file(file: Path, column: str) -> Format:
+    """A file, read by the format that its name says."""
+    suffix = format_of(file)
+    if suffix == ".txt":
+        return TextLines(file)
+    if suffix == ".json" and file.suffix == ".json" and is_array(file):
+        return JsonArray(file, column)
+    if suffix in (".jsonl", ".json"):
+        return JsonLines(file, column)
+    if suffix == ".parquet":
+        return Parquet(file, column)
+    try:
+        disable_progress_bars()
+        if suffix == ".arrow":
+            return Rows(str(file), Dataset.from_file(str(file)), column)
+        return Rows(str(file), load_dataset("csv", data_files=str(file), split="train"), column)
+    except Exception as error:  # whatever pyarrow and datasets raise
+        if isinstance(error, ValueError) and str(error).startswith("--column"):
+            raise
+        reason = first_line(error.__cause__ or error)
+        raise ValueError(f"--source {file} cannot be read: {reason}") from None
+
+
+def is_array(file: Path) -> bool:
+    """Whether a JSON file is one array, and not an object per line."""
+    with file.open("rb") as stream:
+        return stream.read(4096).lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"[")
+
+
+def open_dataset(name: str, column: str, config: str | None, split: str, streaming: bool) -> Format:
+    """A dataset of the hub, or one that `save_to_disk` has written."""
+    disable_progress_bars()
+    try:
+        if Path(name).is_dir():
+            dataset = load_from_disk(name)
+            if isinstance(dataset, DatasetDict):
+                dataset = dataset[split]
+        else:
+            dataset = load_dataset(name, config, split=split, streaming=streaming)
+    except Exception as error:  # whatever the hub's client raises
+        raise ValueError(
+            f"--source {name} is no file here, and as a dataset it cannot be loaded: "
+            f"{first_line(error)}"
+        ) from None
+    return Stream(name, dataset, column) if streaming else Rows(name, dataset, column)
+
+
+def standard_library() -> list[Path]:
+    """The interpreter's own Python sources, tests and installed packages left out."""
+    root = Path(sysconfig.get_path("stdlib"))
+    left_out = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
+    files = sorted(root.rglob("*.py"))
+    return [file for file in files if not left_out & set(file.relative_to(root).parts)]

@@ -1,0 +1,238 @@
+"""The documents of a piece -> its token files: what each process does.
+
+A finished piece is a folder whose name is a hash of all that decides its content, so whoever finds
+it there can use it; it gets that name when everything in it is on the disk.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import asdict, dataclass, field
+from functools import lru_cache
+from itertools import chain
+from multiprocessing import connection, parent_process
+from multiprocessing.queues import Queue
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tokenizers import Tokenizer
+
+from recipes.preparing.documents import Row
+from recipes.preparing.formats import Format, Piece, first_line
+from recipes.training.manifest import flush
+from recipes.training.token_file import TokenFileWriter, token_type
+
+PARTS = ("train", "validation")
+REPORT = "report.json"
+BATCH_DOCUMENTS, BATCH_CHARACTERS = 64, 2**18  # tokenized at once; more is slower
+EXAMPLES = 3  # of skipped rows that a piece remembers
+
+
+@dataclass(frozen=True)
+class Tokenization:
+    """How documents become tokens.
+
+    formats: what reads the source; a piece belongs to one of them
+    tokenizer: its tokenizer.json, of hash `tokenizer_sha256`
+    end: the token after each document
+    skip: kinds of problems that are left out; others raise
+    folder: where the finished pieces are
+    """
+
+    formats: list[Format]
+    tokenizer: Path
+    tokenizer_sha256: str
+    vocab_size: int
+    end: int
+    validation_fraction: float
+    skip: frozenset[str]
+    folder: Path
+
+    def name(self, format_number: int, piece: Piece) -> str:
+        """The piece's folder: a hash of what decides its content."""
+        reader = self.formats[format_number]
+        decides = (
+            type(reader).__name__,
+            getattr(reader, "column", None),
+            asdict(piece),
+            self.tokenizer_sha256,
+            self.end,
+            self.validation_fraction,
+        )
+        return hashlib.sha256(json.dumps(decides).encode()).hexdigest()[:24]
+
+    def find(self, format_number: int, piece: Piece) -> "Report | None":
+        """The report of a piece that is finished, and has skipped nothing that must not be."""
+        file = self.folder / self.name(format_number, piece) / REPORT
+        if not file.is_file():
+            return None
+        report = Report(**json.loads(file.read_text()))
+        return report if self.skip.issuperset(report.skipped) else None
+
+    def run(self, format_number: int, piece: Piece, progress: Queue) -> "Report":
+        """Tokenize a piece.
+
+        progress: gets (documents, tokens) now and then
+
+        Raises:
+            ValueError: a row that is no document, of a kind that is not skipped.
+        """
+        report = Report()
+        reader = self.formats[format_number]
+        dtype = token_type(self.vocab_size)
+        with new_folder(self.folder / self.name(format_number, piece)) as room:
+            with ExitStack() as open_files:
+                files = {
+                    name: open_files.enter_context(TokenFileWriter(room / name, dtype))
+                    for name in PARTS
+                }
+                for texts in batches(documents(reader, piece, self.skip, report)):
+                    tokens = self._write(texts, files)
+                    progress.put((len(texts), tokens))
+            for name, file in files.items():
+                report.parts[name] = {
+                    "documents": file.documents, "tokens": file.tokens, "sha256": file.hashes["bin"]
+                }  # fmt: skip
+            (room / REPORT).write_text(json.dumps(asdict(report)))
+        return report
+
+    def _write(self, texts: list[str], files: dict[str, TokenFileWriter]) -> int:
+        """Tokenize documents and add each to its part; returns the number of tokens."""
+        encoded = load_tokenizer(self.tokenizer).encode_batch_fast(texts, add_special_tokens=False)
+        parts: dict[str, list[list[int]]] = {name: [] for name in PARTS}
+        for text, encoding in zip(texts, encoded, strict=True):
+            held_out = is_held_out(text, self.validation_fraction)
+            parts["validation" if held_out else "train"].append([*encoding.ids, self.end])
+        total = 0
+        for name, sequences in parts.items():
+            tokens = np.fromiter(chain.from_iterable(sequences), np.int64)
+            if tokens.size and not 0 <= tokens.min() <= tokens.max() < self.vocab_size:
+                raise ValueError(f"{self.tokenizer}: a token id outside 0 .. {self.vocab_size - 1}")
+            files[name].write(tokens, np.array([len(ids) for ids in sequences], np.int32))
+            total += tokens.size
+        return total
+
+
+@dataclass
+class Report:
+    """What has become of a piece.
+
+    parts: documents, tokens and SHA-256 of the .bin, by part
+    skipped: rows by kind of problem
+    examples: the first of them, as sentences
+    """
+
+    parts: dict[str, dict[str, Any]] = field(default_factory=dict)
+    skipped: dict[str, int] = field(default_factory=dict)
+    examples: list[str] = field(default_factory=list)
+
+
+def documents(
+    reader: Format, piece: Piece, skip: frozenset[str], report: Report | None = None
+) -> Iterator[str]:
+    """The texts of a piece.
+
+    report: where to count what is skipped
+
+    Raises:
+        ValueError: naming file, line and reason of a row that is no document.
+    """
+    report = report or Report()
+    for row in readable(reader, piece):
+        if isinstance(row.content, str):
+            yield row.content
+            continue
+        kind, reason = row.content.kind, row.content.reason
+        if kind not in skip:
+            place = reader.place(piece, row.position)
+            raise ValueError(f"{place}: {reason}; mend it, or leave such rows out: --skip {kind}")
+        if len(report.examples) < EXAMPLES:
+            report.examples.append(f"{reader.place(piece, row.position)}: {reason}")
+        report.skipped[kind] = report.skipped.get(kind, 0) + 1
+
+
+def readable(reader: Format, piece: Piece) -> Iterator[Row]:
+    """The rows of a piece; what hinders their reading becomes a ValueError that names it."""
+    try:
+        yield from reader.rows(piece)
+    except (ValueError, OSError, EOFError) as error:
+        raise ValueError(f"{piece} cannot be read: {first_line(error)}") from None
+
+
+def batches(texts: Iterator[str]) -> Iterator[list[str]]:
+    """Documents in groups that are worth a call of the tokenizer."""
+    group: list[str] = []
+    characters = 0
+    for text in texts:
+        group.append(text)
+        characters += len(text)
+        if len(group) == BATCH_DOCUMENTS or characters >= BATCH_CHARACTERS:
+            yield group
+            group, characters = [], 0
+    if group:
+        yield group
+
+
+def is_held_out(text: str, fraction: float) -> bool:
+    """Whether a document is for validation; by content, so that equal ones stay together."""
+    digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
+    return int.from_bytes(digest) < fraction * 2**64
+
+
+@lru_cache(maxsize=1)
+def load_tokenizer(file: Path) -> Tokenizer:
+    """A tokenizer that neither cuts nor fills up."""
+    tokenizer = Tokenizer.from_file(str(file))
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
+
+
+@contextmanager
+def new_folder(path: Path) -> Iterator[Path]:
+    """A folder to write into, which gets its name when all of it is on the disk.
+
+    Of several processes that make the same folder, the first one's stays.
+    """
+    room = path.with_name(f"{path.name}.{os.getpid()}.incomplete")
+    try:
+        shutil.rmtree(room, ignore_errors=True)
+        room.mkdir(parents=True)
+        yield room
+        for file in (*room.rglob("*"), room):
+            flush(file)
+        if not path.exists():
+            with suppress(OSError):  # another process was faster
+                os.rename(room, path)
+        flush(path.parent)
+    finally:
+        shutil.rmtree(room, ignore_errors=True)
+
+
+_working: tuple[Tokenization, Queue]  # of this process, whose whole life it is
+
+
+def start_worker(tokenization: Tokenization, progress: Queue) -> None:
+    """Make this process ready for pieces: one thread, and no life after its parent's."""
+    global _working
+    _working = tokenization, progress
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent's to answer
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    connection.wait([parent_process().sentinel])
+    os._exit(1)
+
+
+def run_piece(format_number: int, piece: Piece) -> Report:
+    """Tokenize a piece in a worker."""
+    tokenization, progress = _working
+    return tokenization.run(format_number, piece, progress)

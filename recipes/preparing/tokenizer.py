@@ -1,0 +1,94 @@
+"""The tokenizer of a corpus: one that there is already, or one made for it."""
+
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from recipes.preparing.formats import Format, NumberedPiece, first_line
+from recipes.preparing.tokenization import documents, is_held_out, new_folder
+from recipes.training.data import tokenizer_hash
+
+END_OF_TEXT = "<|endoftext|>"
+TRAINING_CHARACTERS = 2**29  # about as many, taken evenly from all pieces
+
+
+def load_tokenizer(name: str, workspace: Path) -> Path:
+    """A folder in the workspace with a tokenizer that transformers knows.
+
+    Raises:
+        ValueError: there is none, or it has no end-of-text token, or no tokenizer.json.
+    """
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name)
+    except Exception as error:  # whatever transformers raises
+        raise ValueError(f"--tokenizer {name} cannot be loaded: {first_line(error)}") from None
+    if tokenizer.eos_token_id is None:
+        raise ValueError(f"--tokenizer {name} has no end-of-text token; use one that has")
+    with tempfile.TemporaryDirectory(dir=workspace) as room:
+        saved = Path(room) / "tokenizer"
+        tokenizer.save_pretrained(saved)
+        if not (saved / "tokenizer.json").is_file():
+            raise ValueError(
+                f"--tokenizer {name} has no tokenizer.json, it is written in Python; use a fast one"
+            )
+        folder = workspace / f"tokenizer-{tokenizer_hash(saved)[:24]}"
+        with suppress(OSError):  # it is there already
+            os.rename(saved, folder)
+    return folder
+
+
+def train_tokenizer(
+    formats: Sequence[Format],
+    pieces: Sequence[NumberedPiece],
+    workspace: Path,
+    *,
+    vocab_size: int,
+    validation_fraction: float,
+    skip: frozenset[str],
+) -> Path:
+    """A folder in the workspace with a byte-level BPE of the training documents.
+
+    Raises:
+        ValueError: a row that is no document.
+    """
+    columns = [getattr(reader, "column", None) for reader in formats]
+    decides = [asdict(piece) for _, piece in pieces], columns, vocab_size, validation_fraction
+    key = hashlib.sha256(json.dumps(decides).encode()).hexdigest()[:24]
+    folder = workspace / f"tokenizer-{key}"
+    if folder.is_dir():
+        return folder
+    share = TRAINING_CHARACTERS // max(1, len(pieces))
+
+    def texts() -> Iterator[str]:
+        for number, piece in pieces:
+            taken = 0
+            for text in documents(formats[number], piece, skip):
+                if not is_held_out(text, validation_fraction):
+                    yield text
+                    taken += len(text)
+                if taken > share:
+                    break
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts(), trainer)
+    with new_folder(folder) as room:
+        PreTrainedTokenizerFast(
+            tokenizer_object=tokenizer, bos_token=END_OF_TEXT, eos_token=END_OF_TEXT
+        ).save_pretrained(room)
+    return folder

@@ -1,0 +1,120 @@
+"""Pieces over processes, and how fast that goes."""
+
+import queue
+import sys
+import time
+from collections.abc import Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from multiprocessing import get_context
+from multiprocessing.queues import Queue
+
+from tqdm import tqdm
+
+from recipes.preparing.formats import NumberedPiece, Piece
+from recipes.preparing.tokenization import Tokenization, run_piece, start_worker
+
+SECONDS_BETWEEN_LINES = 10.0
+WAITING_PER_PROCESS = 2  # pieces that are handed out before one is finished
+
+
+def run_pieces(tokenization: Tokenization, pieces: Sequence[NumberedPiece], processes: int) -> None:
+    """Tokenize the pieces that are not finished yet.
+
+    Raises:
+        ValueError: a row that is no document, or a process that was killed.
+    """
+    left = [item for item in pieces if not tokenization.find(*item)]
+    if len(left) < len(pieces):
+        print(f"{len(pieces) - len(left)} of {len(pieces)} pieces are there from an earlier start")
+    if not left:
+        return
+    context = get_context("spawn")  # a fork would inherit the threads of the tokenizer
+    counts = context.Queue()
+    speed = Speed(sum(piece.size for _, piece in left), counts)
+    pool = ProcessPoolExecutor(
+        min(processes, len(left)),
+        mp_context=context,
+        initializer=start_worker,
+        initargs=(tokenization, counts),
+    )
+    try:
+        _run(pool, left, speed)
+    except BrokenProcessPool:
+        raise ValueError(
+            "a process was killed, perhaps for want of memory; start the same command again, it "
+            "goes on where it was, with fewer --processes if need be"
+        ) from None
+    finally:
+        speed.close()
+        for worker in list((pool._processes or {}).values()):  # nobody waits for what they do
+            worker.terminate()
+        pool.shutdown(cancel_futures=True)
+
+
+def _run(pool: ProcessPoolExecutor, left: list[NumberedPiece], speed: "Speed") -> None:
+    coming = iter(left)
+    running: dict[Future, Piece] = {}
+    while True:
+        while len(running) < WAITING_PER_PROCESS * pool._max_workers:
+            item = next(coming, None)
+            if item is None:
+                break
+            running[pool.submit(run_piece, *item)] = item[1]
+        if not running:
+            return
+        done, _ = wait(running, timeout=1, return_when=FIRST_COMPLETED)
+        for future in done:
+            future.result()
+            speed.finished(running.pop(future))
+        speed.show()
+
+
+class Speed:
+    """Documents, tokens and time left: a bar on a terminal, otherwise a line every ten seconds.
+
+    total: bytes of all pieces
+    counts: (documents, tokens) that processes have done
+    """
+
+    def __init__(self, total: int, counts: Queue):
+        self.total, self.counts = total, counts
+        self.documents = self.tokens = self.done = 0
+        self.started = self.last_line = time.monotonic()
+        self.bar = tqdm(total=total, unit="B", unit_scale=True) if sys.stdout.isatty() else None
+
+    def finished(self, piece: Piece) -> None:
+        """Count a piece."""
+        self.done += piece.size
+        if self.bar is not None:
+            self.bar.update(piece.size)
+
+    def show(self) -> None:
+        """Show how far it is, now and then."""
+        while True:
+            try:
+                documents, tokens = self.counts.get_nowait()
+            except queue.Empty:
+                break
+            self.documents, self.tokens = self.documents + documents, self.tokens + tokens
+        now = time.monotonic()
+        if self.bar is not None:
+            self.bar.set_postfix_str(self.describe(now))
+        elif now - self.last_line >= SECONDS_BETWEEN_LINES:
+            left = (now - self.started) * (self.total - self.done) / self.done if self.done else 0
+            until = f"{tqdm.format_interval(left)} left" if self.done else "time left unknown yet"
+            print(f"{self.done / self.total:4.0%}  {self.describe(now)}  {until}", flush=True)
+            self.last_line = now
+
+    def describe(self, now: float) -> str:
+        """Counts and rates."""
+        seconds = now - self.started
+        return (
+            f"{self.documents:,} documents ({self.documents / seconds:,.0f}/s)  "
+            f"{self.tokens:,} tokens ({self.tokens / seconds:,.0f}/s)"
+        )
+
+    def close(self) -> None:
+        """Leave the terminal as it should be."""
+        if self.bar is not None:
+            self.bar.close()
