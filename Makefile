@@ -59,6 +59,7 @@ endif
 
 soak: $(READY)
 	@$(BIN)/python tests/soak.py $(ARGS)
+	@$(BIN)/python tests/soak_data.py $(ARGS)
 
 test: $(READY)
 	@$(BIN)/python -m pytest $(ARGS)

@@ -203,18 +203,22 @@ def hold(workspace: Path, *, shared: bool) -> Iterator[None]:
             raise ValueError(f"{workspace} is in use by another process; wait for it") from None
         try:
             yield
-        finally:
+        except BaseException:
             finished = [path for path in workspace.glob("pieces/*") if not path.suffix]
-            if not finished and not shared:
+            if finished:
+                stay = f"{len(finished)} finished pieces stay in {workspace} for the next start"
+                print(stay, file=sys.stderr)
+            elif not shared:
                 shutil.rmtree(workspace, ignore_errors=True)
+            raise
 
 
 def tell(manifest: dict[str, Any], output: Path) -> None:
     """Say what has been prepared."""
     for part, facts in manifest["files"].items():
         print(f"{part}: {facts['documents']:,} documents, {facts['tokens']:,} tokens")
-    for kind, count in manifest["skipped"].items():
-        print(f"skipped: {count:,} rows, {kind}")
+    for kind, skipped in manifest["skipped"].items():
+        print(f"skipped {skipped['rows']:,} rows, {kind}: first {skipped['first']}")
     print(f"written to {output}, vocabulary {manifest['vocab_size']:,}")
 
 

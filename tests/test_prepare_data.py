@@ -1,4 +1,5 @@
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -8,18 +9,25 @@ import pytest
 import tomli_w
 from transformers import AutoTokenizer
 
+from recipes.preparing.corpus import find_damages
+from recipes.preparing.documents import KINDS
 from recipes.training.data import TrainingData, tokenizer_hash
 from recipes.training.recipe import REPOSITORY, parse_recipe
 from recipes.training.token_file import TokenFile
 from recipes.training.topology import Topology
 from tests.conftest import changed, small_recipe
+from tests.soak_data import soak
 
 TEXTS = [f"document {i}: the quick brown fox jumps over {i * 7} lazy dogs\n" for i in range(60)]
 
 
-def prepare(*arguments: object) -> subprocess.CompletedProcess[str]:
+def prepare(*arguments: object, pieces_of: int = 0) -> subprocess.CompletedProcess[str]:
+    command = ["recipes/prepare_data.py"]
+    if pieces_of:
+        patched = f"p.SMALLEST_PIECE, p.LARGEST_PIECE = {pieces_of}, 2**20"
+        command = ["-c", f"import recipes.prepare_data as p; {patched}; p.main()"]
     return subprocess.run(
-        [sys.executable, "recipes/prepare_data.py", *map(str, arguments)],
+        [sys.executable, *command, *map(str, arguments)],
         cwd=REPOSITORY,
         capture_output=True,
         text=True,
@@ -77,13 +85,14 @@ def test_a_tokenizer_can_be_brought_along(prepared: Path) -> None:
     ("arguments", "named"),
     [
         (["--source", "nowhere.jsonl"], "--source nowhere.jsonl: no such file"),
-        (["--column", "text"], "--column text"),
-        (["--column", "body", "--validation-fraction", "0"], "--validation-fraction 0.0"),
-        (["--column", "body", "--vocab-size", "10"], "use 257 or more"),
-        (["--source", "text.csv"], "no loader for .csv"),
-        (["--source", "EMPTY.jsonl"], "EMPTY.jsonl cannot be read"),
-        (["--source", "BROKEN.jsonl"], "BROKEN.jsonl cannot be read"),
-        (["--source", "NUMBER.jsonl"], "row 0: text = 4 is no text"),
+        (["--validation-fraction", "0"], "--validation-fraction 0.0"),
+        (["--vocab-size", "10"], "use 257 or more"),
+        (["--processes", "0"], "--processes 0 is too few; use 1"),
+        (["--shard", "0/4"], "--shard needs --tokenizer"),
+        (["--source", "EMPTY.jsonl"], "EMPTY.jsonl has no documents"),
+        (["--source", "NUMBER.jsonl"], "NUMBER.jsonl, line 1: body = 4 is no text"),
+        (["--source", "LATER.jsonl"], "LATER.jsonl, line 2: no JSON"),
+        (["--tokenizer", "NOWHERE.tokenizer"], "NOWHERE.tokenizer cannot be loaded: "),
     ],
 )
 def test_bad_input_is_refused_in_one_line(
@@ -91,16 +100,102 @@ def test_bad_input_is_refused_in_one_line(
 ) -> None:
     for name, text in (
         ("EMPTY", ""),
-        ("BROKEN", '{"text": "a"}\n{"text": '),
-        ("NUMBER", '{"text": 4}\n{"text": 5}\n'),
+        ("LATER", '{"body": "a"}\n{"body": '),
+        ("NUMBER", '{"body": 4}\n{"body": 5}\n'),
     ):
         (tmp_path / f"{name}.jsonl").write_text(text)
-    arguments = [str(tmp_path / word) if word[:-6].isupper() else word for word in arguments]
+    arguments = [str(tmp_path / word) if word[:5].isupper() else word for word in arguments]
     source = [] if "--source" in arguments else ["--source", prepared / "text.jsonl"]
-    done = prepare(*source, "--output", tmp_path / "bad", *arguments)
+    column = ["--column", "body", "--output", tmp_path / "bad"]
+    done = prepare(*source, *column, *arguments)
     assert done.returncode == 1
-    assert named in done.stderr and "Traceback" not in done.stderr
+    assert named in done.stderr and done.stderr.count("\n") == 1
     assert not list(tmp_path.glob("bad*"))
+
+
+def test_bad_rows_are_left_out_and_counted(prepared: Path, tmp_path: Path) -> None:
+    bad = ["", '{"body": ""}', '{"body": 7}', "{", '{"body": "  "}', "\udcff"]
+    lines = [json.dumps({"body": text}) for text in TEXTS]
+    mixed = [line for pair in zip(lines, bad * 10, strict=True) for line in pair]
+    (tmp_path / "mixed.jsonl").write_text("\n".join(mixed), errors="surrogateescape")
+    options = ["--column", "body", "--tokenizer", prepared / "out" / "tokenizer"]
+    options += ["--source", tmp_path / "mixed.jsonl", "--output", tmp_path / "out"]
+    refused = prepare(*options, "--skip", "empty", "--skip", "json", "--skip", "utf-8")
+    assert refused.returncode == 1 and "mixed.jsonl, line 6: body = 7 is no text" in refused.stderr
+    skip = [word for kind in KINDS for word in ("--skip", kind)]
+    done = prepare(*options, *skip)
+    assert done.returncode == 0, done.stderr
+    manifest = json.loads((tmp_path / "out" / "manifest.json").read_text())
+    counts = {kind: skipped["rows"] for kind, skipped in manifest["skipped"].items()}
+    assert counts == {"empty": 20, "column": 10, "json": 10, "utf-8": 10}
+    assert manifest["skipped"]["json"]["first"].startswith(f"{tmp_path}/mixed.jsonl, line 8: no J")
+    assert f"skipped 20 rows, empty: first {tmp_path}/mixed.jsonl, line 4: the d" in done.stdout
+    assert (tmp_path / "out" / "train.bin").read_bytes() == (
+        prepared / "out" / "train.bin"
+    ).read_bytes()
+
+
+def test_finished_pieces_stay_when_something_fails(prepared: Path, tmp_path: Path) -> None:
+    options = [
+        "--source",
+        prepared / "text.jsonl",
+        "--column",
+        "body",
+        "--output",
+        tmp_path / "out",
+    ]
+    done = prepare(*options, "--vocab-size", 300, "--validation-fraction", "1e-9")
+    assert done.returncode == 1 and "the validation part has no tokens" in done.stderr
+    workspace = tmp_path / "out.incomplete"
+    assert f"1 finished pieces stay in {workspace} for the next start" in done.stderr
+    assert not (tmp_path / "out").exists() and list(workspace.glob("pieces/*/report.json"))
+
+
+def test_shards_are_joined_to_the_same_corpus(prepared: Path, tmp_path: Path) -> None:
+    options = [
+        "--source",
+        prepared / "text.jsonl",
+        "--column",
+        "body",
+        "--output",
+        tmp_path / "out",
+    ]
+    options += ["--tokenizer", prepared / "out" / "tokenizer"]
+    for shard in (2, 0):
+        done = prepare(*options, "--shard", f"{shard}/3", pieces_of=500)
+        assert done.returncode == 0 and "without --shard joins" in done.stdout, done.stderr
+    made = {path: path.stat().st_mtime_ns for path in tmp_path.glob("out.incomplete/pieces/*/*")}
+    assert len(made) == 5 * 6  # of nine pieces, every third one is still to be made
+    assert prepare(*options, "--shard", "3/3").returncode == 2
+    done = prepare(*options, pieces_of=500)
+    assert "6 of 9 pieces are there from an earlier start" in done.stdout, done.stderr
+    for name in ("train.bin", "train.idx", "validation.bin", "validation.idx"):
+        assert (tmp_path / "out" / name).read_bytes() == (prepared / "out" / name).read_bytes()
+    assert not list(tmp_path.glob("*.incomplete"))
+    assert len((tmp_path / "out" / "pieces.jsonl").read_text().splitlines()) == 9
+
+
+def test_a_corpus_is_verified(prepared: Path, tmp_path: Path) -> None:
+    corpus = shutil.copytree(prepared / "out", tmp_path / "out")
+    assert prepare("verify", corpus).returncode == 0
+    for name in ("train.bin", "validation.idx", "tokenizer/tokenizer.json", "pieces.jsonl"):
+        content = (corpus / name).read_bytes()
+        middle = len(content) // 2
+        (corpus / name).write_bytes(
+            content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :]
+        )
+        assert list(find_damages(corpus, 2)), name
+        (corpus / name).write_bytes(content)
+        assert not list(find_damages(corpus, 2))
+    (corpus / "train.bin").write_bytes((corpus / "train.bin").read_bytes()[:-2])
+    done = prepare("verify", corpus)
+    assert done.returncode == 1 and "train.bin has" in done.stdout and "damaged" in done.stderr
+
+
+def test_nothing_is_lost_under_kills(tmp_path: Path) -> None:
+    report = soak(tmp_path, kills=3, seed=1, megabytes=2)
+    assert not report.wrong, str(report)
+    assert report.kills.total() == 3 and report.corpora
 
 
 def test_the_ledger_says_what_a_step_reads(prepared: Path, tmp_path: Path) -> None:
@@ -118,6 +213,7 @@ def test_the_ledger_says_what_a_step_reads(prepared: Path, tmp_path: Path) -> No
     for number, row in enumerate(np.concatenate(batches)):
         sample, text = lines[1 + 2 * number], json.loads(lines[2 + 2 * number])
         assert sample.startswith(f"sample {16 + number}: ") and "document" in sample
+        assert f"] of {prepared / 'text.jsonl'} [0 .. " in sample
         assert text.startswith(tokenizer.decode(row)[:30])
     run.mkdir()  # a run whose first two steps had another batch
     (run / "metrics.jsonl").write_text(json.dumps({"step": 2, "tokens": 32 * 100}) + "\n")

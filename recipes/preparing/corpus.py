@@ -11,7 +11,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections import Counter
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -21,12 +21,13 @@ from typing import Any
 
 import numpy as np
 
-from recipes.preparing.formats import NumberedPiece
-from recipes.preparing.tokenization import PARTS, Tokenization
+from recipes.preparing.formats import NumberedPiece, Piece
+from recipes.preparing.tokenization import PARTS, Skipped, Tokenization
 from recipes.training.manifest import flush
 from recipes.training.token_file import HashedFile, TokenFile, token_type, write_index
 
 BLOCK_BYTES = 2**24
+WHERE = ("files", "start", "stop")  # of a Piece, in pieces.jsonl
 
 
 def join(
@@ -51,7 +52,11 @@ def join(
     reports = [tokenization.find(*item) for item in pieces]
     folders = [tokenization.folder / tokenization.name(*item) for item in pieces]
     files: dict[str, Any] = {}
-    skipped = sum((Counter(report.skipped) for report in reports), Counter())
+    skipped: dict[str, Skipped] = {}
+    for report in reports:
+        for kind, more in report.skipped.items():
+            known = skipped.setdefault(kind, {"rows": 0, "first": more["first"]})
+            known["rows"] += more["rows"]
     for part in PARTS:
         counts = [report.parts[part] for report in reports]
         files[part] = {key: sum(c[key] for c in counts) for key in ("documents", "tokens")}
@@ -72,7 +77,7 @@ def join(
         }
     with (output / "pieces.jsonl").open("w") as stream:
         for (_, piece), report in zip(pieces, reports, strict=True):
-            where = {"files": piece.files, "start": piece.start, "stop": piece.stop}
+            where = {key: getattr(piece, key) for key in WHERE}
             stream.write(json.dumps(where | report.parts) + "\n")
     manifest = facts | {
         "tokenizer_sha256": tokenization.tokenizer_sha256,
@@ -113,6 +118,24 @@ def append(source: Path, target: int) -> None:
         left = source.stat().st_size
         while left:
             left -= os.sendfile(target, stream.fileno(), None, left)
+
+
+class Origins:
+    """Where the documents of a part come from, as far as pieces.jsonl tells."""
+
+    def __init__(self, token_file: Path):
+        pieces = token_file.with_name("pieces.jsonl")
+        lines = pieces.read_text().splitlines() if pieces.is_file() else []
+        self.pieces = [json.loads(line) for line in lines]
+        counts = [piece.get(token_file.name, {}).get("documents", 0) for piece in self.pieces]
+        self.ends = list(accumulate(counts))
+
+    def __getitem__(self, document: int) -> str:
+        """The files, and which bytes, row groups or rows of them; empty where it is not known."""
+        number = bisect_right(self.ends, document)
+        if number == len(self.ends):
+            return ""
+        return str(Piece(**{key: self.pieces[number][key] for key in WHERE}, size=0, version=""))
 
 
 def find_damages(corpus: Path, threads: int) -> Iterator[str]:

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 from transformers import AutoTokenizer
 
+from recipes.preparing.corpus import Origins
 from recipes.training.data import TrainingData
 from recipes.training.progress import Progress
 from recipes.training.recipe import Recipe, repository_path
@@ -33,17 +34,23 @@ def ledger(recipe: Recipe, run: Path, step: int, *, text: bool) -> Iterator[str]
     folder = repository_path(recipe.data.tokenizer)
     tokenizer = AutoTokenizer.from_pretrained(folder) if text else None
     samples = np.arange(first, last)
+    origins = [Origins(corpus.file.path) for corpus in data.sources]
     for sample, (source, window) in zip(samples, data.places(samples), strict=True):
         corpus, path = data.sources[source], recipe.data.train[source].path
         start, stop = window * length, (window + 1) * length + 1
         documents = ", ".join(
-            f"document {number} [{begin} .. {end - 1}]"
+            f"document {number} [{begin} .. {end - 1}]{from_where(origins[source][number])}"
             for number, begin, end in corpus.file.documents_of(start, stop)
         )
         yield f"sample {sample}: {path} window {window}, tokens {start} .. {stop - 1}: {documents}"
         if tokenizer:
             shown = tokenizer.decode(corpus.read(window))[:TEXT_SHOWN]
             yield f"  {json.dumps(shown, ensure_ascii=False)}"
+
+
+def from_where(origin: str) -> str:
+    """The end of a phrase."""
+    return f" of {origin}" if origin else ""
 
 
 def progress_before(recipe: Recipe, run: Path, step: int) -> Progress:

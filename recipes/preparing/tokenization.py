@@ -31,7 +31,8 @@ from recipes.training.token_file import TokenFileWriter, token_type
 PARTS = ("train", "validation")
 REPORT = "report.json"
 BATCH_DOCUMENTS, BATCH_CHARACTERS = 64, 2**18  # tokenized at once; more is slower
-EXAMPLES = 3  # of skipped rows that a piece remembers
+
+Skipped = dict[str, Any]  # "rows": how many, "first": the first of them, a sentence
 
 
 @dataclass(frozen=True)
@@ -124,13 +125,11 @@ class Report:
     """What has become of a piece.
 
     parts: documents, tokens and SHA-256 of the .bin, by part
-    skipped: rows by kind of problem
-    examples: the first of them, as sentences
+    skipped: by kind of problem
     """
 
     parts: dict[str, dict[str, Any]] = field(default_factory=dict)
-    skipped: dict[str, int] = field(default_factory=dict)
-    examples: list[str] = field(default_factory=list)
+    skipped: dict[str, Skipped] = field(default_factory=dict)
 
 
 def documents(
@@ -152,9 +151,10 @@ def documents(
         if kind not in skip:
             place = reader.place(piece, row.position)
             raise ValueError(f"{place}: {reason}; mend it, or leave such rows out: --skip {kind}")
-        if len(report.examples) < EXAMPLES:
-            report.examples.append(f"{reader.place(piece, row.position)}: {reason}")
-        report.skipped[kind] = report.skipped.get(kind, 0) + 1
+        if kind not in report.skipped:
+            first = f"{reader.place(piece, row.position)}: {reason}"
+            report.skipped[kind] = {"rows": 0, "first": first}
+        report.skipped[kind]["rows"] += 1
 
 
 def readable(reader: Format, piece: Piece) -> Iterator[Row]:

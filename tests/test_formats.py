@@ -1,0 +1,192 @@
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pyarrow
+import pytest
+from datasets import Dataset, DatasetDict, IterableDataset
+from pyarrow import parquet
+
+from recipes.preparing.documents import KINDS, Problem
+from recipes.preparing.formats import Format, Stream
+from recipes.preparing.source import open_source
+from recipes.preparing.tokenization import documents
+
+TEXTS = [
+    f"document {i}: ünïcode 🙂 {'and more ' * (i % 7)}\u2028no line ends here" for i in range(100)
+]
+ALL = frozenset(KINDS)
+
+
+def opened(*names: Path | str, text_is: str = "line") -> list[Format]:
+    settings = {"column": "body", "config": None, "split": "train", "streaming": False}
+    return open_source([str(name) for name in names], text_is=text_is, **settings)
+
+
+def texts(formats: list[Format], target_bytes: int, skip: frozenset[str] = frozenset()) -> list:
+    pieces = [(reader, piece) for reader in formats for piece in reader.pieces(target_bytes)]
+    return [text for reader, piece in pieces for text in documents(reader, piece, skip)]
+
+
+def json_lines(path: Path) -> None:
+    lines = "".join(json.dumps({"id": i, "body": text}) + "\n" for i, text in enumerate(TEXTS))
+    if path.suffix == ".jsonl":
+        path.write_text(lines[:-1])  # without the last line's end
+        return
+    with pyarrow.output_stream(str(path), compression="detect") as stream:
+        stream.write(lines.encode())
+
+
+def table() -> Dataset:
+    return Dataset.from_dict({"id": list(range(len(TEXTS))), "body": TEXTS})
+
+
+def write_arrow(path: Path) -> None:
+    data = table().data.table
+    with pyarrow.OSFile(str(path), "wb") as sink, pyarrow.ipc.new_stream(sink, data.schema) as out:
+        out.write_table(data)
+
+
+WRITERS: dict[str, Callable[[Path], object]] = {
+    "lines.jsonl": json_lines,
+    "lines.jsonl.gz": json_lines,
+    "lines.jsonl.bz2": json_lines,
+    "lines.json.zst": json_lines,
+    "array.json": lambda path: path.write_text(
+        json.dumps([{"body": text} for text in TEXTS], indent=1), encoding="utf-8-sig"
+    ),
+    "groups.parquet": lambda path: parquet.write_table(table().data.table, path, row_group_size=7),
+    "table.csv": lambda path: table().to_csv(str(path)),
+    "table.arrow": write_arrow,
+    "saved": lambda path: table().save_to_disk(str(path)),
+    "splits": lambda path: DatasetDict({"train": table()}).save_to_disk(str(path)),
+    "lines.txt": lambda path: path.write_text("\r\n".join(TEXTS), newline=""),
+}
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_a_source_gives_its_documents_in_order(name: str, tmp_path: Path) -> None:
+    WRITERS[name](tmp_path / name)
+    for target_bytes in (1, 70, 1000, 10**9):
+        assert texts(opened(tmp_path / name), target_bytes) == TEXTS
+
+
+def test_pieces_follow_each_other(tmp_path: Path) -> None:
+    json_lines(tmp_path / "lines.jsonl")
+    for target_bytes in (1, 70, 1000):
+        pieces = [p for r in opened(tmp_path / "lines.jsonl") for p in r.pieces(target_bytes)]
+        assert len(pieces) == -(-(tmp_path / "lines.jsonl").stat().st_size // target_bytes)
+        assert [piece.stop for piece in pieces[:-1]] == [piece.start for piece in pieces[1:]]
+
+
+def test_several_sources_and_patterns(tmp_path: Path) -> None:
+    json_lines(tmp_path / "b.jsonl")
+    WRITERS["groups.parquet"](tmp_path / "a.parquet")
+    (tmp_path / "notes.md").write_text("not this")
+    assert texts(opened(tmp_path), 500) == TEXTS + TEXTS
+    assert texts(opened(f"{tmp_path}/*.jsonl"), 500) == TEXTS
+    assert texts(opened(tmp_path / "b.jsonl", tmp_path / "a.parquet"), 500) == TEXTS + TEXTS
+
+
+def test_files_can_be_documents(tmp_path: Path) -> None:
+    for number in range(5):
+        (tmp_path / f"{number}.txt").write_text(f"first {number}\nsecond\n")
+    whole = [f"first {number}\nsecond\n" for number in range(5)]
+    assert texts(opened(tmp_path, text_is="file"), 30) == whole
+    assert texts(opened(tmp_path / "3.txt"), 1) == ["first 3", "second"]
+
+
+def test_a_stream_is_read_shard_by_shard() -> None:
+    def rows(parts: list[int]) -> object:
+        for part in parts:
+            yield from ({"body": text} for text in TEXTS[25 * part : 25 * part + 25])
+
+    dataset = IterableDataset.from_generator(rows, gen_kwargs={"parts": [0, 1, 2, 3]})
+    stream = Stream("made", dataset, "body")
+    assert len(list(stream.pieces(1))) == 4
+    assert texts([stream], 1) == TEXTS
+
+
+BAD = {  # file: its bytes, which row, the kind of problem, what is said of it
+    "utf8.jsonl": (b'{"body": "a"}\n{"body": "\xff"}\n', "line 2", "utf-8", "byte 10 is 0xff"),
+    "half.jsonl": (b'{"body": "a"}\n\n{"body": "\\ud800"}', "line 3", "utf-8", "surrogate pair"),
+    "json.jsonl": (b'{"body": "a"}\n{"body": \n', "line 2", "json", "no JSON: Expecting value"),
+    "list.jsonl": (b'{"body": "a"}\n[1, 2]\n', "line 2", "json", "[1, 2] is no object"),
+    "deep.jsonl": (b'{"body": "a"}\n' + b"[" * 2 * 10**4, "line 2", "json", "no JSON"),
+    "empty.jsonl": (b'{"body": "a"}\n{"body": " "}', "line 2", "empty", "the document is empty"),
+    "column.jsonl": (b'{"body": "a"}\n{"text": 1}', "line 2", "column", "no column body"),
+    "number.jsonl": (b'{"body": "a"}\n{"body": 4}', "line 2", "column", "body = 4 is no text"),
+    "none.jsonl": (b'{"body": "a"}\n{"body": null}', "line 2", "column", "body = None is no text"),
+    "array.json": (b'[{"body": "a"}, {"body": ""}]', "row 1", "empty", "is empty"),
+    "broken.json": (b'[{"body": "a"}, {"bo', "row 0", "json", "no JSON"),
+    "utf8.txt": (b"a\n\n\xc3\xa4\n\xe4\n", "line 2", "empty", "is empty"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_bad_row_is_named(name: str, tmp_path: Path) -> None:
+    content, place, kind, reason = BAD[name]
+    (tmp_path / name).write_bytes(content)
+    for target_bytes in (1, 10**6):
+        with pytest.raises(ValueError) as raised:
+            texts(opened(tmp_path / name), target_bytes, skip=ALL - {kind})
+        assert f"{tmp_path / name}, {place}: " in str(raised.value)
+        assert reason in str(raised.value) and f"--skip {kind}" in str(raised.value)
+        kept = texts(opened(tmp_path / name), target_bytes, skip=ALL)
+        assert kept == (
+            [] if name == "broken.json" else ["a", "ä"] if name == "utf8.txt" else ["a"]
+        )
+
+
+def test_parquet_with_bytes_that_are_no_text(tmp_path: Path) -> None:
+    offsets = np.array([0, 1, 3], np.int32)
+    buffers = [None, pyarrow.py_buffer(offsets), pyarrow.py_buffer(b"a\xff\xff")]
+    column = pyarrow.StringArray.from_buffers(2, buffers[1], buffers[2])
+    parquet.write_table(pyarrow.table({"body": column}), tmp_path / "bad.parquet")
+    with pytest.raises(ValueError, match=r"bad\.parquet, row 1: byte 0"):
+        texts(opened(tmp_path / "bad.parquet"), 1)
+    assert texts(opened(tmp_path / "bad.parquet"), 1, skip=frozenset({"utf-8"})) == ["a"]
+
+
+REFUSED = {
+    "nowhere.jsonl": (None, "nowhere.jsonl: no such file"),
+    "text.docx": (b"PK", "text.docx: no reader for it; use one of .jsonl"),
+    "folder": ("folder", "folder: no file there is one of"),
+    "cut.parquet": (b"PAR1 and then nothing", "cut.parquet cannot be read"),
+    "other.csv": (b"name,age\na,1\n", "--column body: "),
+    "cut.arrow": (b"nothing", "cut.arrow cannot be read"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_source_that_cannot_be_read_is_refused(name: str, tmp_path: Path) -> None:
+    content, reason = REFUSED[name]
+    if content == "folder":
+        (tmp_path / name).mkdir()
+    elif content is not None:
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(ValueError) as raised:
+        opened(tmp_path / name)
+    assert reason in str(raised.value) and "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("suffix", [".gz", ".bz2", ".zst"])
+def test_a_compressed_file_that_is_cut_off_is_an_error(suffix: str, tmp_path: Path) -> None:
+    file = tmp_path / f"lines.jsonl{suffix}"
+    json_lines(file)
+    file.write_bytes(file.read_bytes()[:-40])
+    with pytest.raises(ValueError, match=f"lines.jsonl{suffix}"):
+        texts(opened(file), 1)
+
+
+def test_a_dataset_that_is_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(ValueError, match="--source no/where is no file here, and as a dataset"):
+        opened("no/where")
+
+
+def test_problems_have_known_kinds() -> None:
+    assert {kind for _, _, kind, _ in BAD.values()} == set(KINDS) == ALL
+    assert Problem("empty", "").kind in ALL
