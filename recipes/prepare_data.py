@@ -32,6 +32,7 @@ import fcntl
 import os
 import re
 import shutil
+import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -241,6 +242,7 @@ def show(arguments: list[str]) -> None:
         )
     from recipes.preparing.ledger import ledger
 
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends it quietly
     run = options.run_dir or REPOSITORY / "runs" / recipe.name
     for line in ledger(recipe, run, options.step, text=options.text):
         print(line)

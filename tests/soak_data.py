@@ -89,8 +89,11 @@ def _prepare_under_fire(
     pieces: set[str] = set()
     while True:
         process = start(source, output)
-        instant = time.monotonic() + chance.uniform(0.25 * seconds, seconds)  # less of the imports
         armed = report.kills.total() < kills
+        if chance.random() < 0.7:  # when it has come to the pieces that are left
+            while process.poll() is None and finished(output) <= pieces:
+                time.sleep(0.005)
+        instant = time.monotonic() + chance.uniform(0, seconds / 3)
         while process.poll() is None and (not armed or time.monotonic() < instant):
             time.sleep(0.005)
         if process.returncode is not None:

@@ -17,7 +17,7 @@ COMMANDS = [
     line.partition("  #")[0].strip()
     for kind, text in BLOCKS
     if not kind and text != TREE and not text.startswith("$")
-    for line in text.splitlines()
+    for line in text.replace("\\\n", "").splitlines()
 ]
 SHOWN = [text for _, text in BLOCKS if text.startswith("$")]  # a command and what it prints
 
