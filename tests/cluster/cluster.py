@@ -13,7 +13,6 @@ system is shared, as a cluster's is. Needs root and Debian's packages PACKAGES.
 import os
 import shlex
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -39,7 +38,7 @@ def missing() -> str:
     absent = [name for name in PROGRAMS if not shutil.which(name, path=PATH)]
     if absent:
         return f"{', '.join(absent)} not found; apt-get install --no-install-recommends {PACKAGES}"
-    probe = subprocess.run(shlex.split(OWN_NAMESPACES) + ["true"], capture_output=True, text=True)
+    probe = subprocess.run([*shlex.split(OWN_NAMESPACES), "true"], capture_output=True, text=True)
     return f"no namespaces here: {probe.stderr.strip()}" if probe.returncode else ""
 
 
@@ -89,8 +88,8 @@ class Cluster:
             command = shlex.join(["ssh", host, f"cd {shlex.quote(os.getcwd())}; {command}"])
         child = f"/proc/{self._root.pid}/task/{self._root.pid}/children"
         inside = Path(child).read_text().split()[0]
-        return ["nsenter", "-t", inside, "-n", "-m", "-u", "-p", f"--wd={os.getcwd()}", "bash", "-c",
-                command]  # fmt: skip
+        into = f"nsenter -t {inside} -n -m -u -p --wd={os.getcwd()} bash -c"
+        return [*shlex.split(into), command]
 
     def run(
         self, command: str, host: str = "head", *, timeout: float = 120, **settings: object
