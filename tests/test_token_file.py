@@ -53,8 +53,21 @@ def test_we_read_what_megatron_writes(dtype: np.dtype, tmp_path: Path) -> None:
         found = file.documents_of(start, stop)
         spelled_out = [(number, at) for number, begin, end in found for at in range(begin, end)]
         assert spelled_out == places[start:stop]
+    numbers = np.repeat(np.arange(DOCUMENTS), [len(document) for document in theirs])
+    for start in range(0, len(tokens), 997):
+        for stop in range(start + 1, min(start + 100, len(tokens)), 7):
+            counted = np.unique(numbers[start:stop], return_counts=True)[1]
+            assert file.document_lengths(start, stop) == tuple(counted.tolist())
     ends = (file.offsets // dtype.itemsize + file.lengths)[1::2]
     assert ends.tolist() == np.cumsum([len(document) for document in theirs]).tolist()
+
+
+def test_documents_longer_than_a_window_and_empty_ones(tmp_path: Path) -> None:
+    lengths = [0, 20, 0, 0, 4, 1, 0, 35, 0]
+    write_token_file(tmp_path / "x", [np.arange(length) for length in lengths], vocab_size=40)
+    file = TokenFile(tmp_path / "x")
+    windows = [file.document_lengths(start, start + 12) for start in range(0, 60, 12)]
+    assert windows == [(12,), (8, 4), (1, 11), (12,), (12,)]
 
 
 def test_a_file_without_documents_is_empty(tmp_path: Path) -> None:

@@ -94,6 +94,17 @@ class TokenFile:
             start = end
         return found
 
+    def document_lengths(self, start: int, stop: int) -> tuple[int, ...]:
+        """How many of the tokens start .. stop - 1 are of each document, empty ones left out."""
+        size = self.dtype.itemsize
+        # The sequences that begin inside, and of them those that begin a document.
+        first = np.searchsorted(self.offsets, start * size, side="right")
+        after = np.searchsorted(self.offsets, stop * size, side="left")
+        documents = self.documents
+        begun = documents[slice(*np.searchsorted(documents, [first, after]))]
+        starts = np.unique(self.offsets[begun] // size)  # empty ones share their address
+        return tuple(np.diff(starts, prepend=start, append=stop).tolist())
+
     @property
     def lengths(self) -> np.ndarray:
         """Tokens of each sequence, mapped."""
