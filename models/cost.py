@@ -26,9 +26,10 @@ def flops_per_token(config: ModelConfig) -> float:
     """FLOPs of one token's forward and backward pass, recomputation not counted.
 
     Matrix products only, two FLOPs per multiply-add, the backward pass twice the forward, and
-    attention counted in full although half of it is masked: Narayanan et al. 2021
-    (arXiv 2104.04473), equation 3 without its recomputation, generalised to grouped-query
-    attention and gated MLPs. This is the count behind `tflops_per_gpu` and `mfu`.
+    attention counted in full although half of it is masked, and more where documents are
+    separate: Narayanan et al. 2021 (arXiv 2104.04473), equation 3 without its recomputation,
+    generalised to grouped-query attention and gated MLPs. This is the count behind
+    `tflops_per_gpu` and `mfu`.
     """
     h, f = config.hidden_size, config.ffn_hidden_size
     query_size = config.heads * config.attention_head_size

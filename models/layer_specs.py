@@ -20,13 +20,15 @@ from itertools import groupby
 import torch
 from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from models.config import ModelConfig
 from models.parallel.collectives import TensorAxis, scatter_to_tensor_axis
+from models.parallel.context import Context, positions_in
 from models.parallel.cross_entropy import vocab_parallel_cross_entropy
 from models.parallel.embedding import VocabParallelEmbedding
 from models.parallel.norm import NORMS
-from models.parallel.rng import MaskKey, dropout
+from models.parallel.rng import dropout
 from models.sharding import Sharding, declared_parameter
 from models.transformer import Block, recomputed
 
@@ -79,7 +81,11 @@ def logical_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def loss_function(config: ModelConfig, axis: TensorAxis) -> Callable[[Tensor, Tensor], Tensor]:
-    """(logits [s, b, v/t], labels [b, s]) to the mean cross-entropy in nats."""
+    """(logits [s, b, v/t], labels [b, s]) to the mean cross-entropy in nats.
+
+    Of all tokens, whether documents are separate or not: a document's first token counts too, which
+    the one before it in the window has to predict.
+    """
     return partial(vocab_parallel_cross_entropy, vocab_size=config.vocab_size, axis=axis)
 
 
@@ -87,7 +93,7 @@ def run_layers(
     layers: Iterable[Callable[..., Tensor]],
     x: Tensor,
     *,
-    key: MaskKey | None,
+    context: Context,
     recompute_interval: int = 0,
 ) -> Tensor:
     """The layers' output one after the other.
@@ -97,17 +103,17 @@ def run_layers(
     for are_blocks, group in groupby(layers, key=lambda layer: isinstance(layer, Block)):
         run = list(group)
         if not are_blocks or recompute_interval == 0:
-            x = _run_in_turn(x, run, key)
+            x = _run_in_turn(x, run, context)
             continue
         for first in range(0, len(run), recompute_interval):
             blocks = run[first : first + recompute_interval]
-            x = recomputed(partial(_run_in_turn, layers=blocks, key=key), x)
+            x = recomputed(partial(_run_in_turn, layers=blocks, context=context), x)
     return x
 
 
-def _run_in_turn(x: Tensor, layers: list[Callable[..., Tensor]], key: MaskKey | None) -> Tensor:
+def _run_in_turn(x: Tensor, layers: list[Callable[..., Tensor]], context: Context) -> Tensor:
     for layer in layers:
-        x = layer(x, key) if isinstance(layer, LAYERS_THAT_DROP) else layer(x)
+        x = layer(x, context) if isinstance(layer, LAYERS_WITH_CONTEXT) else layer(x)
     return x
 
 
@@ -130,10 +136,10 @@ class TokenEmbedding(VocabularyTable):
         super().__init__(config, axis)
         self.dropout = 0.0 if config.positions == "learned" else config.dropout
 
-    def forward(self, tokens: Tensor, key: MaskKey | None) -> Tensor:
-        """[b, s] to [s, b, h]; without a key nothing is dropped."""
+    def forward(self, tokens: Tensor, context: Context) -> Tensor:
+        """[b, s] to [s, b, h]."""
         x = super().forward(tokens)
-        return dropout(x, self.dropout, key=key, place="embedding", axis=self.axis)
+        return dropout(x, self.dropout, key=context.dropout, place="embedding", axis=self.axis)
 
     @classmethod
     def spec(cls, config: ModelConfig, axis: TensorAxis) -> LayerSpec:
@@ -161,7 +167,7 @@ class Head(VocabularyTable):
 
 
 class LearnedPositions(nn.Module):
-    """Add a learned vector per position to [s, b, h]."""
+    """Add a learned vector per position in the document to [s, b, h]."""
 
     def __init__(self, config: ModelConfig, axis: TensorAxis):
         super().__init__()
@@ -169,17 +175,22 @@ class LearnedPositions(nn.Module):
         shape = (config.sequence_length, config.hidden_size)
         self.weight = declared_parameter(Sharding(shape), axis.size)
 
-    def forward(self, x: Tensor, key: MaskKey | None) -> Tensor:
-        """[s, b, h] to [s, b, h]; without a key nothing is dropped."""
+    def forward(self, x: Tensor, context: Context) -> Tensor:
+        """[s, b, h] to [s, b, h]."""
         split = self.axis.sequence_parallel
-        length = x.shape[0] * (self.axis.size if split else 1)
-        positions = self.weight[:length].unsqueeze(1)  # [s, 1, h]
+        if context.documents is None:
+            length = x.shape[0] * (self.axis.size if split else 1)
+            positions = self.weight[:length].unsqueeze(1)  # [s, 1, h]
+        else:
+            places = positions_in(context.documents, x.device)
+            positions = F.embedding(places, self.weight)  # [s, b, h]
         if split:
-            positions = scatter_to_tensor_axis(positions, self.axis)  # [s/t, 1, h]
-        return dropout(x + positions, self.dropout, key=key, place="positions", axis=self.axis)
+            positions = scatter_to_tensor_axis(positions, self.axis)  # [s/t, 1 or b, h]
+        x = x + positions
+        return dropout(x, self.dropout, key=context.dropout, place="positions", axis=self.axis)
 
 
-LAYERS_THAT_DROP = (TokenEmbedding, LearnedPositions, Block)  # called with a key for their masks
+LAYERS_WITH_CONTEXT = (TokenEmbedding, LearnedPositions, Block)  # the others are called without
 
 
 class SequentialModel(nn.Module):
@@ -211,8 +222,8 @@ class SequentialModel(nn.Module):
                     layer = partial(spec.forward_fn, layer)
             self.layers.append(layer)
 
-    def forward(self, tokens: Tensor, labels: Tensor, key: MaskKey | None = None) -> Tensor:
-        """The mean cross-entropy of labels [b, s] after tokens [b, s]; dropout with a key only."""
+    def forward(self, tokens: Tensor, labels: Tensor, context: Context) -> Tensor:
+        """The mean cross-entropy of labels [b, s] after tokens [b, s]."""
         interval = self.recompute_interval
-        logits = run_layers(self.layers, tokens, key=key, recompute_interval=interval)
+        logits = run_layers(self.layers, tokens, context=context, recompute_interval=interval)
         return self.loss_fn(logits, labels)

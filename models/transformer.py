@@ -14,9 +14,10 @@ from torch.utils.checkpoint import checkpoint
 
 from models.config import ModelConfig
 from models.parallel.collectives import TensorAxis
+from models.parallel.context import Context, Documents, positions_in
 from models.parallel.linear import ColumnParallelLinear, RowParallelLinear
 from models.parallel.norm import NORMS, RMSNorm
-from models.parallel.rng import MaskKey, attention_dropout_mask, drop, dropout
+from models.parallel.rng import attention_dropout_mask, drop, dropout
 
 
 class Block(nn.Module):
@@ -49,16 +50,16 @@ class Block(nn.Module):
         self.mlp = MLP(config, axis)
         self.dropout, self.axis = config.dropout, axis
 
-    def forward(self, x: Tensor, key: MaskKey | None) -> Tensor:
-        """[s, b, h] to [s, b, h]; without a key nothing is dropped."""
-        dropped = partial(dropout, probability=self.dropout, key=key, axis=self.axis)
-        attended = self.attention(self.attention_norm(x), key)
+    def forward(self, x: Tensor, context: Context) -> Tensor:
+        """[s, b, h] to [s, b, h]."""
+        dropped = partial(dropout, probability=self.dropout, key=context.dropout, axis=self.axis)
+        attended = self.attention(self.attention_norm(x), context)
         x = x + dropped(attended, place=f"{self.name}.attention")
         return x + dropped(self.mlp(self.mlp_norm(x)), place=f"{self.name}.mlp")
 
 
 class Attention(nn.Module):
-    """Causal self-attention over this rank's heads.
+    """Causal self-attention over this rank's heads, within each document.
 
     Communicates what its column-parallel and then its row-parallel linear do.
     """
@@ -79,32 +80,51 @@ class Attention(nn.Module):
             self.q_norm = RMSNorm(d, config.norm_epsilon, input_is_split=True, axis=axis)
             self.k_norm = RMSNorm(d, config.norm_epsilon, input_is_split=True, axis=axis)
 
-    def forward(self, x: Tensor, key: MaskKey | None) -> Tensor:
-        """[s, b, h] to [s, b, h]; without a key nothing is dropped."""
+    def forward(self, x: Tensor, context: Context) -> Tensor:
+        """[s, b, h] to [s, b, h]."""
         qkv = self.qkv(x).unflatten(-1, (-1, self.config.attention_head_size))
         q, k, v = qkv.split([self.heads, self.kv_heads, self.kv_heads], dim=2)  # [s, b, a/t, d]
         if self.config.qk_norm:
             q, k = self.q_norm(q), self.k_norm(k)
         if self.config.positions == "rope":
-            cos, sin = rotary_table(
-                q.shape[0], self.config.attention_head_size, self.config.rope_theta, q.device
-            )
+            d, theta = self.config.attention_head_size, self.config.rope_theta
+            cos, sin = rotary_table(q.shape[0], d, theta, q.device, context.documents)
             q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-        core = partial(self._core, key=key)
+        core = partial(self._core, context=context)
         y = recomputed(core, q, k, v) if self.recompute_core else core(q, k, v)
         return self.output(y)
 
-    def _core(self, q: Tensor, k: Tensor, v: Tensor, *, key: MaskKey | None) -> Tensor:
+    def _core(self, q: Tensor, k: Tensor, v: Tensor, *, context: Context) -> Tensor:
         """q [s, b, a/t, d] and k, v [s, b, g/t, d] to [s, b, a/t * d]."""
         q, k, v = (t.permute(1, 2, 0, 3) for t in (q, k, v))  # [b, a/t or g/t, s, d]
-        if key is not None and self.config.attention_dropout > 0:
-            y = self._attend_with_dropout(q, k, v, key)
+        if context.dropout is not None and self.config.attention_dropout > 0:
+            y = self._attend_with_dropout(q, k, v, context)
+        elif context.documents is not None:
+            y = self._attend_by_document(q, k, v, context.documents)
         else:
-            grouped = self.heads != self.kv_heads
-            y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
+            y = self._attend(q, k, v)
         return y.permute(2, 0, 1, 3).flatten(2)  # [s, b, a/t * d]
 
-    def _attend_with_dropout(self, q: Tensor, k: Tensor, v: Tensor, key: MaskKey) -> Tensor:
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """[b, a/t, s, d] from [b, a/t, s, d] and twice [b, g/t, s, d]."""
+        grouped = self.heads != self.kv_heads
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
+
+    def _attend_by_document(self, q: Tensor, k: Tensor, v: Tensor, documents: Documents) -> Tensor:
+        """The same, a call for each document (arXiv 2402.13991).
+
+        The work is the sum of the lengths' squares, and there is no mask, which would be [b, s, s]
+        and keep fused kernels away.
+        """
+        counts, divisions = zip(*documents.runs(), strict=True)
+        attended = []
+        # Split, not sliced: backward that is one cat, and a slice would fill a tensor of all.
+        for *run, lengths in zip(*(t.split(counts) for t in (q, k, v)), divisions, strict=True):
+            parts = zip(*(t.split(lengths, dim=2) for t in run), strict=True)
+            attended.append(torch.cat([self._attend(*document) for document in parts], dim=2))
+        return torch.cat(attended)
+
+    def _attend_with_dropout(self, q: Tensor, k: Tensor, v: Tensor, context: Context) -> Tensor:
         """[b, a/t, s, d] from [b, a/t, s, d] and twice [b, g/t, s, d].
 
         Written out, because a fused kernel's masks would depend on the layout: the probabilities
@@ -117,11 +137,15 @@ class Attention(nn.Module):
         # Scaled before it is rounded: fp16 ends at 65504.
         scores = torch.baddbmm(q.new_empty(1), q, k.transpose(1, 2), beta=0, alpha=d**-0.5)
         scores = scores.view(b, a, s, s)
-        future = torch.ones(s, s, dtype=torch.bool, device=q.device).triu_(1)
-        probabilities = scores.masked_fill_(future, float("-inf")).softmax(dim=-1)
+        hidden = torch.ones(s, s, dtype=torch.bool, device=q.device).triu_(1)  # the future
+        if context.documents is not None:
+            positions = positions_in(context.documents, q.device).t()  # [b, s]
+            starts = torch.arange(s, device=q.device) - positions  # of each token's document
+            hidden = hidden | (starts[:, None, :, None] != starts[:, None, None, :])  # [b, 1, s, s]
+        probabilities = scores.masked_fill_(hidden, float("-inf")).softmax(dim=-1)
         first = self.axis.rank * a
         keep = attention_dropout_mask(
-            key,
+            context.dropout,
             probability,
             place=self.name,
             length=s,
@@ -165,17 +189,22 @@ def recomputed(function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
     return checkpoint(function, *inputs, use_reentrant=False, preserve_rng_state=False)
 
 
-@lru_cache(maxsize=8)
+@lru_cache(maxsize=2)  # for all layers of a micro-batch, and of one that is computed again
 def rotary_table(
-    length: int, head_size: int, theta: float, device: torch.device
+    length: int, head_size: int, theta: float, device: torch.device, documents: Documents | None
 ) -> tuple[Tensor, Tensor]:
-    """cos and sin of the rotary angles, each [s, 1, 1, d], in fp32 (arXiv 2104.09864).
+    """cos and sin of the rotary angles, each [s, b, 1, d], in fp32 (arXiv 2104.09864).
 
-    A memo and no buffer of the model: DeepSpeed would cast a buffer to bf16.
+    Without documents all sequences have the same, [s, 1, 1, d]. A memo and no buffer of the model:
+    DeepSpeed would cast a buffer to bf16.
     """
+    if documents is None:
+        positions = torch.arange(length, device=device)[:, None]  # [s, 1]
+    else:
+        positions = positions_in(documents, device)  # [s, b]
     exponents = torch.arange(0, head_size, 2, device=device, dtype=torch.float32) / head_size
-    angles = torch.outer(torch.arange(length, device=device).float(), theta**-exponents)
-    angles = torch.cat([angles, angles], dim=-1)[:, None, None, :]
+    angles = positions[..., None].float() * theta**-exponents  # [s, b, d/2]
+    angles = torch.cat([angles, angles], dim=-1).unsqueeze(2)  # [s, b, 1, d]
     return angles.cos(), angles.sin()
 
 

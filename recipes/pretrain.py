@@ -64,7 +64,7 @@ def main() -> None:
     folder = RunFolder(options.run_dir or REPOSITORY / "runs" / recipe.name)
     with refusals(world, options):
         check_machine(world, precision=number_format)
-        data = TrainingData(recipe, topology, topology.coordinates(world.rank).data)
+        data = TrainingData(recipe, topology, world.rank)
         if world.rank == 0:
             folder.hold()
         start_processes(world)
@@ -88,11 +88,7 @@ def main() -> None:
         checkpoint.abandon_after(folder.checkpoints, found)
     data.resume(start)
     meter = Meter(recipe, world.size, precision=number_format, device_name=engine.device_name)
-    feed = Feed(
-        data.step if engine.reads_batches else lambda step: (),
-        last_step=recipe.training.steps,
-        pinned=engine.device_name != "cpu",
-    )
+    feed = Feed(data.step, last_step=recipe.training.steps, pinned=engine.device_name != "cpu")
     facts = {"recipe": recipe, "topology": topology, "data": data.fingerprint}
     with (
         CheckpointWriter(engine.state, folder, damaged=found.skipped, **facts) as writer,
@@ -139,7 +135,7 @@ def train_step(
     started = time.perf_counter()
     rate = learning_rate(step, recipe.optimizer, recipe.training.steps)
     micro_batches, waited = feed.take(step)
-    result = engine.train_step(data.samples(step), micro_batches, rate)
+    result = engine.train_step(micro_batches, rate)
     seconds = time.perf_counter() - started
     metrics = meter.line(
         data.progress_after(step),

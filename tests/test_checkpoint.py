@@ -19,6 +19,7 @@ from recipes.training.topology import Topology
 from tests.conftest import changed, small_recipe
 
 HERE = Path("step-0000004")
+OLDER = ("tokenizer", "train")  # what a manifest said of its data once
 
 
 def recipe_of(corpus: Path, **changes: Any) -> Recipe:
@@ -76,6 +77,19 @@ def test_other_data_are_refused_and_moved_ones_are_not(corpus: Path, tmp_path: P
         check_same_run(HERE, saved, other, fingerprint(other))
 
 
+def test_documents_once_separate_stay_so(corpus: Path) -> None:
+    across, separate = recipe_of(corpus), recipe_of(corpus, data__separate_documents=True)
+    before = manifest_of(across)
+    older = replace(before, data={k: v for k, v in before.data.items() if k in OLDER})
+    assert older.data != before.data
+    for saved in (before, older):
+        check_same_run(HERE, saved, across, fingerprint(across))
+        with pytest.raises(ValueError, match=r"data\.separate_documents = False \(here True\)"):
+            check_same_run(HERE, saved, separate, fingerprint(separate))
+    with pytest.raises(ValueError, match=r"data\.separate_documents = True \(here False\)"):
+        check_same_run(HERE, manifest_of(separate), across, fingerprint(across))
+
+
 def test_a_change_in_the_middle_of_a_corpus_is_noticed(corpus: Path, tmp_path: Path) -> None:
     moved = shutil.copytree(corpus, tmp_path / "moved")
     before = fingerprint(recipe_of(moved))
@@ -127,7 +141,7 @@ def test_a_deepspeed_json_that_was_edited_is_told(corpus: Path, tmp_path: Path) 
 
 def test_another_batch_goes_on_with_the_next_sample(corpus: Path) -> None:
     def samples(data: TrainingData, step: int) -> list[int]:
-        return [sample for numbers in data.samples(step) for sample in numbers]
+        return [sample for each in data.step(step) for sample in each.context.dropout.samples]
 
     alone = Topology(pipeline=1, data=1, tensor=1)
     before = TrainingData(recipe_of(corpus), alone, 0)
@@ -137,5 +151,5 @@ def test_another_batch_goes_on_with_the_next_sample(corpus: Path) -> None:
     assert samples(after, 5) == list(range(32, 48)) and samples(after, 6)[0] == 48
     assert after.progress_after(6) == Progress(step=6, samples=64)
     ((source, index),) = after.places(np.array([32]))
-    window = next(after.step(5))[0][0]
+    window = next(after.step(5)).tokens[0]
     assert window.tolist() == after.sources[source].read(index)[:-1].tolist()

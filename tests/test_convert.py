@@ -23,6 +23,7 @@ from models.layer_specs import (
     run_layers,
 )
 from models.parallel.collectives import TensorAxis
+from models.parallel.context import Context
 from recipes.converting.adopt import adopt, read_config
 from recipes.converting.export import export, find_tokenizer
 from recipes.converting.output import output_folder
@@ -114,6 +115,12 @@ def trained(
     }
 
 
+def validation(data: TrainingData) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens and labels, each [n, s]."""
+    batches = list(data.evaluation())
+    return torch.cat([b.tokens for b in batches]), torch.cat([b.labels for b in batches])
+
+
 @torch.no_grad()
 def our_logits(source: CheckpointReader, tokens: torch.Tensor) -> torch.Tensor:
     """[b, s, v] of a checkpoint's weights, in one process."""
@@ -122,7 +129,8 @@ def our_logits(source: CheckpointReader, tokens: torch.Tensor) -> torch.Tensor:
     for name, parameter in logical_parameters(model, config):
         logical = source.tensor("weights", name)
         parameter.copy_(parameter.sharding.local_part(logical, 0, 1))
-    return run_layers(model.layers, tokens, key=None).transpose(0, 1)[..., : config.vocab_size]
+    logits = run_layers(model.layers, tokens, context=Context())  # [s, b, v]
+    return logits.transpose(0, 1)[..., : config.vocab_size]
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -134,8 +142,7 @@ def test_transformers_opens_what_a_parallel_run_has_saved(
     export(source, tmp_path, dtype="fp32", tokenizer=find_tokenizer(source, None))
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert type(theirs).__name__.lower().startswith(shape.split()[-1])
-    batches = list(TrainingData(recipe, recipe.topology(World(size=4)), 0).evaluation())
-    tokens, labels = (torch.cat(tensors) for tensors in zip(*batches, strict=True))
+    tokens, labels = validation(TrainingData(recipe, recipe.topology(World(size=4)), 0))
     got, expected = theirs(tokens).logits, our_logits(source, tokens)
     assert float((got - expected).abs().max() / expected.abs().max()) <= 1e-5
     assert float(F.cross_entropy(got.flatten(0, 1), labels.flatten())) == pytest.approx(loss, 1e-5)
@@ -230,8 +237,7 @@ def test_a_run_in_any_layout_starts_from_their_weights(
         training__initial_weights=str(tmp_path / "ours"),
     )
     loss = run_ranks(2, start_from_weights, recipe)[0]
-    batches = list(TrainingData(recipe, recipe.topology(World(size=2)), 0).evaluation())
-    tokens, labels = (torch.cat(tensors) for tensors in zip(*batches, strict=True))
+    tokens, labels = validation(TrainingData(recipe, recipe.topology(World(size=2)), 0))
     expected = F.cross_entropy(model(tokens).logits.flatten(0, 1), labels.flatten())
     assert loss == pytest.approx(float(expected), 1e-5)
 

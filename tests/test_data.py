@@ -2,7 +2,7 @@ import itertools
 import json
 import shutil
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from recipes.training.data import TrainingData, choose_sources, permuted, tokenizer_hash
+from models.parallel.rng import MaskKey
+from recipes.training.data import TrainingData, Windows, choose_sources, permuted, tokenizer_hash
+from recipes.training.micro_batch import MicroBatch
 from recipes.training.progress import Progress
 from recipes.training.recipe import Recipe, parse_recipe
 from recipes.training.token_file import TokenFile, write_token_file
@@ -29,12 +31,12 @@ def window(data: TrainingData, sample: int) -> np.ndarray:
     return data.sources[source].read(index)
 
 
-def rows(batches) -> list[tuple[int, ...]]:
+def rows(micro_batches: Iterable[MicroBatch]) -> list[tuple[int, ...]]:
     """Every sequence of some micro-batches, inputs and last label."""
     return [
         (*tokens.tolist(), label.tolist()[-1])
-        for batch in batches
-        for tokens, label in zip(*batch, strict=True)
+        for each in micro_batches
+        for tokens, label in zip(each.tokens, each.labels, strict=True)
     ]
 
 
@@ -101,8 +103,8 @@ def test_an_epoch_is_exact_while_the_layout_changes(small: dict[str, Any]) -> No
         parts = [build(table, size, rank) for rank in range(size)]
         for part in parts:
             part.resume(progress)
-            for samples in part.samples(step):
-                seen.update(sample for sample in samples if sample < count)
+            for each in part.step(step):
+                seen.update(sample for sample in each.context.dropout.samples if sample < count)
         progress = parts[0].progress_after(step)
         if progress.samples >= count:
             break
@@ -112,7 +114,8 @@ def test_an_epoch_is_exact_while_the_layout_changes(small: dict[str, Any]) -> No
 
 
 def test_labels_are_the_tokens_one_place_on(small: dict[str, Any]) -> None:
-    tokens, labels = next(build(small).step(1))
+    micro_batch = next(build(small).step(1))
+    tokens, labels = micro_batch.tokens, micro_batch.labels
     assert tokens.dtype == labels.dtype == torch.int64
     assert torch.equal(tokens[:, 1:], labels[:, :-1])
 
@@ -124,6 +127,62 @@ def test_validation_is_spread_over_its_own_file(small: dict[str, Any]) -> None:
     assert rows(data.evaluation()) == expected
     training = {tuple(window(data, sample)) for sample in range(data.sources[0].count)}
     assert not training & set(expected)
+
+
+SPREAD = {  # layout -> the stages that take tokens, or labels
+    "1f1b": {0, 2},
+    "dualpipev": {0},
+}
+
+
+@pytest.mark.parametrize("schedule", SPREAD)
+def test_every_stage_knows_the_documents_and_its_ends_read_tokens(
+    schedule: str, small: dict[str, Any]
+) -> None:
+    table = changed(
+        small,
+        model__layers=6,
+        layout={"pipeline": 3, "tensor": 2, "schedule": schedule},
+        batch__global_sequences=24,
+        data__separate_documents=True,
+    )
+    recipe, topology = parse_recipe(table, "test.toml"), Topology(pipeline=3, data=2, tensor=2)
+    found = set()
+    for rank in range(12):
+        data, place = TrainingData(recipe, topology, rank), topology.coordinates(rank)
+        data.resume(Progress(5, 77))
+        for each, first in zip(data.step(6), range(77 + 2 * place.data, 77 + 24, 4), strict=True):
+            assert each.context.dropout == MaskKey(recipe.seed, range(first, first + 2))
+            places = data.places(np.array([first, first + 1]))
+            found.add(check_documents(each, [(data.sources[s], index) for s, index in places]))
+            assert (each.tokens is not None) == (place.pipeline in SPREAD[schedule])
+        windows = [(data.validation, n * data.validation.count // 48) for n in range(48)]
+        for each, first in zip(data.evaluation(), range(2 * place.data, 48, 4), strict=True):
+            assert each.context.dropout is None
+            found.add(check_documents(each, windows[first : first + 2]))
+            assert (each.tokens is not None) == (place.pipeline in SPREAD[schedule])
+    assert None in found and any(len(lengths[0]) > 2 for lengths in filter(None, found))
+
+
+def check_documents(
+    micro_batch: MicroBatch, windows: list[tuple[Windows, int]]
+) -> tuple[tuple[int, ...], ...] | None:
+    """Compare a context with the documents of its windows; they, or None where nothing ends."""
+    lengths = tuple(
+        tuple(
+            end - begin for _, begin, end in corpus.file.documents_of(32 * index, 32 * index + 32)
+        )
+        for corpus, index in windows
+    )
+    expected = lengths if max(map(len, lengths)) > 1 else None
+    documents = micro_batch.context.documents
+    assert (documents and documents.lengths) == expected
+    return expected
+
+
+def test_documents_are_not_separate_unless_it_is_said(small: dict[str, Any]) -> None:
+    data = build(small)
+    assert {each.context.documents for each in (*data.step(1), *data.evaluation())} == {None}
 
 
 def test_another_seed_reads_in_another_order(small: dict[str, Any]) -> None:

@@ -19,6 +19,7 @@ FLOORS = [
     ("models.hugging_face", 2),
     ("models.layer_specs", 3),
     ("models.pipeline", 3),
+    ("recipes.training.micro_batch", 3),
     ("recipes.training.training_state", 3),
     ("recipes.training.assembly", 3),
     ("recipes.training.recipe", 4),

@@ -208,7 +208,7 @@ def test_the_ledger_says_what_a_step_reads(prepared: Path, tmp_path: Path) -> No
     lines = prepare(*arguments).stdout.splitlines()
     assert lines[0] == "step 3 reads samples 16 .. 23, windows of 32 + 1 tokens"
     data = TrainingData(parse_recipe(table, "small"), Topology(1, 1, 1), 0)
-    batches = [tokens for tokens, _ in data.step(3)]
+    batches = [micro_batch.tokens for micro_batch in data.step(3)]
     tokenizer = AutoTokenizer.from_pretrained(prepared / "out" / "tokenizer")
     for number, row in enumerate(np.concatenate(batches)):
         sample, text = lines[1 + 2 * number], json.loads(lines[2 + 2 * number])

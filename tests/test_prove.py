@@ -19,6 +19,8 @@ import torch
 
 from models.layer_specs import SequentialModel, layer_specs, logical_parameters
 from models.parallel.collectives import TensorAxis
+from models.parallel.context import Context
+from models.pipeline.stages import Stage
 from models.sharding import Sharding
 from recipes import prove
 from recipes.proving import compare as comparison
@@ -202,7 +204,7 @@ def test_a_key_bias_has_no_gradient_of_its_own(corpus: Path) -> None:
             torch.nn.init.normal_(parameter, std=0.3)
         model.double()
         tokens = torch.randint(config.vocab_size, (2, 16))
-        model(tokens, tokens).backward()
+        model(tokens, tokens, Context()).backward()
         bias = dict(logical_parameters(model, config))["blocks.0.attention.qkv.bias"]
         parts = comparison.split_noise("blocks.0.attention.qkv.bias", config)
         sizes = {name: float(bias.grad[rows].norm()) for name, rows in parts.items()}
@@ -227,6 +229,10 @@ MUTANTS = {  # seeded fault -> changes of the recipe, the layout it must show in
         {"model__attention_dropout": 0.2},
         {"tensor": 2},
     ),
+    "the last stage attends across documents": (
+        {"data__separate_documents": True},
+        {"pipeline": 2},
+    ),
     # too little of the gradient norm to show there, and Adam's steps hide a factor
     "the last norm's gradient is a thousandth too large": ({}, {"tensor": 2}),
 }
@@ -235,7 +241,7 @@ DRIFTING = (  # faults that make copies of one weight differ
     "copy_to_tensor_axis does nothing backward",
     "norms in the split region keep partial gradients",
 )
-SAMPLES = TrainingData.samples
+EXPECT, PLACES = Stage.expect, TrainingData.places
 
 
 def scaled(engine: Engine, name: str, factor: float) -> Engine:
@@ -271,11 +277,8 @@ def seeded_fault(fault: str) -> Iterator[None]:
             lambda self, loss, eval_micro_batches=None: loss / (self.micro_batches + 1),
         ),
         "data ranks read one place further": (
-            "recipes.training.data.TrainingData.samples",
-            lambda self, step: [
-                range(samples.start + self.micro_sequences, samples.stop + self.micro_sequences)
-                for samples in SAMPLES(self, step)
-            ],
+            "recipes.training.data.TrainingData.places",
+            lambda self, samples: PLACES(self, samples + self.micro_sequences),
         ),
         "replicated parameters count on every tensor rank": (
             f"{zero}.is_model_parallel_parameter",
@@ -284,6 +287,13 @@ def seeded_fault(fault: str) -> Iterator[None]:
         "the masks of attention dropout start at head 0 on all ranks": (
             "models.transformer.range",
             lambda start, stop: range(stop - start),
+        ),
+        "the last stage attends across documents": (
+            "models.pipeline.stages.Stage.expect",
+            lambda self, contexts: EXPECT(
+                self,
+                [replace(each, documents=None) for each in contexts] if self.stage_id else contexts,
+            ),
         ),
         "the last norm's gradient is a thousandth too large": (
             "recipes.proving.trial.build_engine",

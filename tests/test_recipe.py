@@ -97,6 +97,7 @@ BAD: list[tuple[str, int, str, str]] = [
     ("data.train=[]", 2, "data.train = []", "train = "),
     ("data.validation=data/stdlib/train", 2, 'data.validation = "data/stdlib/train"', "of its own"),
     ("data.validation=./data/stdlib/train", 2, "data.validation", "of its own"),
+    ("data.separate_documents=yes", 2, "data.separate_documents = 'yes'", "= false"),
     ("data.train=[{path='x', wait=1}]", 2, "unknown key data.train.0.wait", "are path, weight"),
     ("tracking.project=a/b", 2, "tracking.project = 'a/b'", 'project = "threefold"'),
     ("name=../elsewhere", 2, "name = '../elsewhere'", 'name = "tiny"'),

@@ -24,6 +24,7 @@ from models.layer_specs import (
     run_layers,
 )
 from models.parallel.collectives import TensorAxis, gather_from_tensor_axis
+from models.parallel.context import Context, Documents
 from models.parallel.cross_entropy import vocab_parallel_cross_entropy
 from models.parallel.rng import MaskKey
 from tests.ranks import run_ranks
@@ -72,6 +73,8 @@ VARIANTS = {  # of the model on two tensor ranks: recomputation, sequence parall
 WITH_DROPOUT = replace(SHAPES["gpt2"], dropout=0.3, attention_dropout=0.2)
 GROUPED_WITH_DROPOUT = replace(LLAMA, dropout=0.3, attention_dropout=0.2)
 KEY = MaskKey(seed=7, samples=range(40, 42))
+DOCUMENTS = Documents(((9, 15), (4, 1, 7, 12)))
+PLAIN, DROPPING, SEPARATE = Context(), Context(dropout=KEY), Context(documents=DOCUMENTS)
 MUTANTS = {  # seeded fault -> a shape on which it must show
     "copy without its all-reduce": "llama",
     "reduce without its all-reduce": "llama",
@@ -88,7 +91,7 @@ def run_model(
     config: ModelConfig,
     axis: TensorAxis | None = None,
     recompute: str = "none",
-    key: MaskKey | None = None,
+    context: Context = PLAIN,
 ) -> Outcome:
     """Forward and backward over the same tokens, gathered from the tensor ranks."""
     axis = axis or TensorAxis()
@@ -98,7 +101,7 @@ def run_model(
     parameters = dict(logical_parameters(model, config))
     initialize(parameters.items(), config, seed=3, tensor_rank=axis.rank, tensor_size=axis.size)
     tokens = example_tokens(config)
-    logits = run_layers(model.layers, tokens, key=key, recompute_interval=interval)
+    logits = run_layers(model.layers, tokens, context=context, recompute_interval=interval)
     loss = loss_fn(logits, labels_of(tokens))
     loss.backward()
     whole = gather_from_tensor_axis(logits.detach(), axis)[..., : config.vocab_size]
@@ -132,10 +135,11 @@ def two_rank_worker() -> dict[Any, Outcome]:
         for variant, (recompute, split) in VARIANTS.items():
             axis = TensorAxis(dist.group.WORLD, dist.get_rank(), 2, split)
             outcomes[shape, variant] = run_model(config, axis, recompute)
+            outcomes[shape, variant, "documents"] = run_model(config, axis, recompute, SEPARATE)
     for config in (WITH_DROPOUT, GROUPED_WITH_DROPOUT):
         for variant, (recompute, split) in VARIANTS.items():
             axis = TensorAxis(dist.group.WORLD, dist.get_rank(), 2, split)
-            outcomes[config, variant] = run_model(config, axis, recompute, KEY)
+            outcomes[config, variant] = run_model(config, axis, recompute, DROPPING)
     for fault, shape in MUTANTS.items():
         with seeded_fault(fault):
             axis = TensorAxis(dist.group.WORLD, dist.get_rank(), 2, "gather" in fault)
@@ -184,8 +188,11 @@ def seeded_fault(fault: str) -> Iterator[None]:
         yield
 
 
-def reference(config: ModelConfig) -> Outcome:
-    """What transformers makes of the same weights; gradients under our names."""
+def reference(config: ModelConfig, documents: Documents | None = None) -> Outcome:
+    """What transformers makes of the same weights; gradients under our names.
+
+    documents: each runs alone
+    """
     keywords = hugging_face_config(config)
     model = AutoModelForCausalLM.from_config(
         AutoConfig.for_model(**keywords, attn_implementation="eager")
@@ -201,7 +208,13 @@ def reference(config: ModelConfig) -> Outcome:
     missing, unexpected = model.load_state_dict(to_hugging_face(config, weights), strict=False)
     assert not unexpected and set(missing) <= {"lm_head.weight"}
     tokens = example_tokens(config)
-    logits = model(tokens).logits
+    lengths = documents.lengths if documents else ((config.sequence_length,),) * len(tokens)
+    logits = torch.stack(
+        [
+            torch.cat([model(document[None]).logits[0] for document in row.split(each)])
+            for row, each in zip(tokens, lengths, strict=True)
+        ]
+    )
     loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels_of(tokens).flatten())
     loss.backward()
     gradients = from_hugging_face(config, {name: p.grad for name, p in model.named_parameters()})
@@ -239,6 +252,17 @@ def test_one_rank_agrees_with_transformers(shape: str, plain: dict[str, Outcome]
     assert largest_difference(plain[shape], reference(SHAPES[shape])) < 1e-5
 
 
+@pytest.mark.parametrize("shape", SHAPES)
+def test_separate_documents_are_as_if_each_were_alone(
+    shape: str, two_ranks: dict[Any, Outcome], plain: dict[str, Outcome]
+) -> None:
+    expected = reference(SHAPES[shape], DOCUMENTS)
+    assert largest_difference(run_model(SHAPES[shape], context=SEPARATE), expected) < 1e-5
+    for variant in VARIANTS:
+        assert largest_difference(two_ranks[shape, variant, "documents"], expected) < 1e-5
+    assert largest_difference(plain[shape], expected) > 1e-2
+
+
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_two_tensor_ranks_agree_with_transformers(
@@ -259,7 +283,9 @@ def test_a_seeded_fault_is_seen(
 def test_two_ranks_drop_what_one_rank_drops(
     config: ModelConfig, variant: str, two_ranks: dict[Any, Outcome]
 ) -> None:
-    assert largest_difference(two_ranks[config, variant], run_model(config, key=KEY)) < 1e-5
+    assert (
+        largest_difference(two_ranks[config, variant], run_model(config, context=DROPPING)) < 1e-5
+    )
 
 
 @pytest.mark.parametrize("recompute", ["selective", "full", "full, two blocks at a time"])
@@ -270,19 +296,19 @@ def test_recomputation_changes_nothing(recompute: str, plain: dict[str, Outcome]
 
 @pytest.mark.parametrize("recompute", ["selective", "full", "full, two blocks at a time"])
 def test_recomputation_replays_the_dropout_mask(recompute: str) -> None:
-    outcome = run_model(WITH_DROPOUT, key=KEY)
-    replayed = run_model(WITH_DROPOUT, recompute=recompute, key=KEY)
+    outcome = run_model(WITH_DROPOUT, context=DROPPING)
+    replayed = run_model(WITH_DROPOUT, recompute=recompute, context=DROPPING)
     assert largest_difference(replayed, outcome) == 0
 
 
 def test_masks_depend_on_seed_and_samples_and_are_optional() -> None:
-    outcome = run_model(WITH_DROPOUT, key=KEY)
+    outcome = run_model(WITH_DROPOUT, context=DROPPING)
     others = [replace(KEY, seed=8), replace(KEY, samples=range(41, 43)), None]
-    for key in others:
-        assert largest_difference(run_model(WITH_DROPOUT, key=key), outcome) > 1e-3
+    for context in map(Context, others):
+        assert largest_difference(run_model(WITH_DROPOUT, context=context), outcome) > 1e-3
     plain = replace(WITH_DROPOUT, dropout=0.0, attention_dropout=0.0)
     unmasked = run_model(WITH_DROPOUT)
-    assert largest_difference(unmasked, run_model(plain, key=KEY)) == 0
+    assert largest_difference(unmasked, run_model(plain, context=DROPPING)) == 0
 
 
 def test_the_first_weights_have_the_stated_spread() -> None:

@@ -1,7 +1,7 @@
 """A rank's part of the pipeline: DeepSpeed's modules, running their layers our way.
 
 DeepSpeed deals the layers to the ranks and moves activations between them; how a rank runs its
-layers (dropout keys, recomputation) is `run_layers`, the same as without a pipeline.
+layers (contexts, recomputation) is `run_layers`, the same as without a pipeline.
 """
 
 from collections.abc import Iterator, Sequence
@@ -11,7 +11,7 @@ from deepspeed.pipe import DualPipeVModule, PipelineModule
 from torch import Tensor
 
 from models.layer_specs import run_layers
-from models.parallel.rng import MaskKey
+from models.parallel.context import Context
 
 
 class Stage(PipelineModule):
@@ -25,15 +25,15 @@ class Stage(PipelineModule):
     def __init__(self, *arguments: Any, recompute_interval: int, **settings: Any):
         super().__init__(*arguments, **settings)
         self.recompute_interval = recompute_interval
-        self.begin_step([])
+        self.expect([])
 
-    def begin_step(self, keys: Sequence[MaskKey]) -> None:
-        """The keys of the step's micro-batches, which come through in this order."""
-        self.keys_left: list[Iterator[MaskKey]] = [iter(keys) for _ in range(self.chunks)]
+    def expect(self, contexts: Sequence[Context]) -> None:
+        """The contexts of the micro-batches that are about to come through, in this order."""
+        self.contexts_left: list[Iterator[Context]] = [iter(contexts) for _ in range(self.chunks)]
 
-    def end_step(self) -> None:
+    def expect_no_more(self) -> None:
         """Check that every micro-batch has come through every chunk."""
-        assert not any(list(left) for left in self.keys_left)
+        assert not any(list(left) for left in self.contexts_left)
 
     @property
     def chunk(self) -> int:
@@ -42,9 +42,9 @@ class Stage(PipelineModule):
 
     def forward(self, x: Tensor) -> Tensor:
         """The next micro-batch through this rank's layers."""
-        key = next(self.keys_left[self.chunk]) if self.training else None
+        context = next(self.contexts_left[self.chunk])
         interval = self.recompute_interval
-        return run_layers(self.forward_funcs, x, key=key, recompute_interval=interval)
+        return run_layers(self.forward_funcs, x, context=context, recompute_interval=interval)
 
 
 class FoldedStage(Stage, DualPipeVModule):

@@ -47,6 +47,7 @@ def shrink(recipe: Recipe, *, ranks: int, layers: int, steps: int, corpus: Path)
         "train": [{"path": str(corpus / "train")}],
         "validation": str(corpus / "validation"),
         "tokenizer": str(corpus / "tokenizer"),
+        "separate_documents": recipe.data.separate_documents,
     }
     table["checkpoint"] = {"every": steps}
     table["tracking"] = {"mode": "disabled"}

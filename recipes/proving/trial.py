@@ -81,13 +81,13 @@ def start(recipe: Recipe, world: World) -> tuple[Engine, TrainingData]:
     """The recipe's engine, initialised, and this rank's data; collective."""
     topology = recipe.topology(world)
     engine = build_engine(recipe, topology, build_deepspeed_config(recipe, topology))
-    return engine, TrainingData(recipe, topology, topology.coordinates(world.rank).data)
+    return engine, TrainingData(recipe, topology, world.rank)
 
 
 def train_step(engine: Engine, data: TrainingData, step: int) -> StepResult:
     """Step 1, 2, ... at the recipe's learning rate."""
     rate = learning_rate(step, engine.recipe.optimizer, engine.recipe.training.steps)
-    return engine.train_step(data.samples(step), data.step(step), rate)
+    return engine.train_step(data.step(step), rate)
 
 
 def held_weights(engine: Engine) -> dict[str, Tensor]:

@@ -193,8 +193,9 @@ def check_same_run(
             f'--set training.initial_weights="{checkpoint}"'
         )
     saved, now = manifest.recipe, recipe.model_dump(mode="json")
+    read = {"separate_documents": False} | manifest.data  # an older checkpoint does not say
     different = differences(
-        {"model": _spelled_out(saved["model"]), "seed": saved["seed"], "data": manifest.data},
+        {"model": _spelled_out(saved["model"]), "seed": saved["seed"], "data": read},
         {"model": _spelled_out(now["model"]), "seed": now["seed"], "data": data},
     )
     if different:

@@ -5,6 +5,10 @@ Sample n of the run is a window chosen by the seed alone, a step reads the next 
 global batch of G, and ranks divide these among themselves. Step k (from 1) reads the samples
 (k - 1) G .. k G - 1, unless the run has been resumed with another batch; then it goes on from the
 sample where the old one ended.
+
+A window goes across the ends of documents. With data.separate_documents they come along in each
+micro-batch's context, from the token file's index, so that no stage has to read or send tokens
+for them; a document that begins before its window counts from the window's first token.
 """
 
 import hashlib
@@ -18,12 +22,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from models.parallel.context import Context, Documents
+from models.parallel.rng import MaskKey
+from recipes.training.micro_batch import MicroBatch
 from recipes.training.progress import Progress
 from recipes.training.recipe import Recipe, repository_path
 from recipes.training.token_file import TokenFile
 from recipes.training.topology import Topology
 
-Batch = tuple[Tensor, Tensor]  # tokens [b, s] and labels [b, s], the tokens one place on
 ROUNDS = 6  # of the permutation; four are enough for it to be pseudorandom (Luby, Rackoff 1988)
 BLOCKS, BLOCK_BYTES = 256, 2**12  # of a file, spread evenly, that its fingerprint covers
 BLOCK_TOKENS = 2**12  # of as many blocks, that are looked at before a run
@@ -46,22 +52,30 @@ class Windows:
         start = index * self.sequence_length
         return self.file.read(start, start + self.sequence_length + 1)
 
+    def document_lengths(self, index: int) -> tuple[int, ...]:
+        """How a window's inputs divide into documents."""
+        start = index * self.sequence_length
+        return self.file.document_lengths(start, start + self.sequence_length)
+
 
 class TrainingData:
-    """What this data rank reads, training and validation.
+    """What a rank is fed, in training and in validation: on stages between, contexts alone.
 
     Raises:
         ValueError: token files, manifest, tokenizer and recipe do not fit each other.
     """
 
-    def __init__(self, recipe: Recipe, topology: Topology, data_rank: int):
+    def __init__(self, recipe: Recipe, topology: Topology, rank: int):
         self.sources = [_open(source.path, recipe) for source in recipe.data.train]
         self.weights = [source.weight for source in recipe.data.train]
         self.validation = _open(recipe.data.validation, recipe)
         self.seed, self.vocab_size = recipe.seed, recipe.model.vocab_size
         self.micro_sequences = recipe.batch.micro_sequences
         self.global_sequences = recipe.batch.global_sequences
-        self.data_rank, self.data_size = data_rank, topology.data
+        self.separate_documents = recipe.data.separate_documents
+        place = topology.coordinates(rank)
+        self.data_rank, self.data_size = place.data, topology.data
+        self.takes_tokens = place.pipeline in recipe.layout.ends
         self.evaluation_batches = recipe.training.evaluation_batches
         self.recipe = recipe
         self.progress = Progress()
@@ -79,7 +93,7 @@ class TrainingData:
 
     @cached_property
     def fingerprint(self) -> dict[str, Any]:
-        """What decides which tokens the run reads; the files are looked at when it is asked for."""
+        """What decides what the run reads; the files are looked at when it is asked for."""
         return fingerprint(self.recipe)
 
     def resume(self, progress: Progress) -> None:
@@ -90,22 +104,20 @@ class TrainingData:
         """How far the run is after a step."""
         return Progress(step, self.progress.samples_after(step, self.global_sequences))
 
-    def samples(self, step: int) -> list[range]:
-        """The run's samples in this data rank's micro-batches of training step 1, 2, ..."""
+    def step(self, step: int) -> Iterator[MicroBatch]:
+        """This data rank's micro-batches of training step 1, 2, ..."""
         first = self.progress.samples_after(step - 1, self.global_sequences)
-        return list(self._shares(first, self.global_sequences))
-
-    def step(self, step: int) -> Iterator[Batch]:
-        """The micro-batches of training step 1, 2, ..."""
-        for samples in self.samples(step):
+        for samples in self._shares(first, self.global_sequences):
             places = self.places(np.arange(samples.start, samples.stop))
-            yield self._batch([self.sources[source].read(index) for source, index in places])
+            windows = [(self.sources[source], index) for source, index in places]
+            yield self._micro_batch(windows, MaskKey(self.seed, samples))
 
-    def evaluation(self) -> Iterator[Batch]:
-        """The micro-batches of one validation: always the same windows, evenly over the file."""
-        windows, count = self.validation, self.evaluation_batches * self.global_sequences
+    def evaluation(self) -> Iterator[MicroBatch]:
+        """Those of one validation: always the same windows, evenly over the file; no dropout."""
+        corpus, count = self.validation, self.evaluation_batches * self.global_sequences
         for samples in self._shares(0, count):
-            yield self._batch([windows.read(n * windows.count // count) for n in samples])
+            windows = [(corpus, n * corpus.count // count) for n in samples]
+            yield self._micro_batch(windows, None)
 
     def places(self, samples: np.ndarray) -> list[tuple[int, int]]:
         """(source, window) of the run's samples: which corpus, then which of its windows."""
@@ -127,8 +139,23 @@ class TrainingData:
         for sample in range(start, first + count, stride):
             yield range(sample, sample + self.micro_sequences)
 
-    def _batch(self, windows: list[np.ndarray]) -> Batch:
-        tokens = torch.from_numpy(np.stack(windows).astype(np.int64))  # [b, s + 1]
+    def _micro_batch(
+        self, windows: list[tuple[Windows, int]], dropout: MaskKey | None
+    ) -> MicroBatch:
+        documents = None
+        if self.separate_documents:
+            lengths = tuple(corpus.document_lengths(index) for corpus, index in windows)
+            if any(len(each) > 1 for each in lengths):
+                documents = Documents(lengths)
+        context = Context(dropout, documents)
+        if not self.takes_tokens:
+            return MicroBatch(None, None, context)
+        return MicroBatch(*self._read(windows), context)
+
+    def _read(self, windows: list[tuple[Windows, int]]) -> tuple[Tensor, Tensor]:
+        """Tokens [b, s] and labels [b, s]."""
+        read = [corpus.read(index) for corpus, index in windows]
+        tokens = torch.from_numpy(np.stack(read).astype(np.int64))  # [b, s + 1]
         low, high = (int(bound) for bound in tokens.aminmax())
         if low < 0 or high >= self.vocab_size:
             raise ValueError(
@@ -184,7 +211,7 @@ def permuted(indices: np.ndarray, size: int, key: str) -> np.ndarray:
 
 
 def fingerprint(recipe: Recipe) -> dict[str, Any]:
-    """What decides which tokens a run reads, wherever the files lie.
+    """What decides what a run reads, wherever the files lie.
 
     A corpus counts by the sizes of its two files and by blocks spread over them, the ends included:
     reading all of it would delay the start of every run.
@@ -194,7 +221,11 @@ def fingerprint(recipe: Recipe) -> dict[str, Any]:
         content = _content(repository_path(source.path))
         sources[str(number)] = {"content": content, "weight": source.weight}
     tokenizer = tokenizer_hash(repository_path(recipe.data.tokenizer))
-    return {"tokenizer": tokenizer, "train": sources}
+    return {
+        "tokenizer": tokenizer,
+        "train": sources,
+        "separate_documents": recipe.data.separate_documents,
+    }
 
 
 def _content(path: Path) -> str:

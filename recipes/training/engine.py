@@ -6,7 +6,7 @@ import os
 import resource
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -21,12 +21,11 @@ from torch import nn
 from models.initialization import initialize
 from models.layer_specs import SequentialModel, layer_specs, logical_parameters, loss_function
 from models.parallel.collectives import TensorAxis
-from models.parallel.rng import MaskKey
 from models.pipeline.stages import FoldedStage, Stage
 from recipes.training.checkpoint import CheckpointReader
 from recipes.training.copies import CopyGroup, differing_copies
-from recipes.training.data import Batch
 from recipes.training.deepspeed_config import zero_stage
+from recipes.training.micro_batch import MicroBatch
 from recipes.training.recipe import Optimizer, Recipe
 from recipes.training.topology import Coordinates, Topology, World
 from recipes.training.training_state import Fragment, TrainingState, training_state
@@ -47,25 +46,19 @@ class Engine(ABC):
         self.wrapped, self.recipe, self.axis = wrapped, recipe, axis
         self.state: TrainingState = training_state(wrapped.optimizer, dict(self.parameters()))
 
-    def train_step(
-        self, samples: Iterable[range], micro_batches: Iterable[Batch], learning_rate: float
-    ) -> StepResult:
-        """Forward, backward and update over one global batch.
-
-        samples: the run's samples in each of the micro-batches; dropout masks depend on them
-        """
+    def train_step(self, micro_batches: Iterable[MicroBatch], learning_rate: float) -> StepResult:
+        """Forward, backward and update over one global batch."""
         for group in self.wrapped.optimizer.param_groups:
             group["lr"] = learning_rate
-        keys = [MaskKey(self.recipe.seed, numbers) for numbers in samples]
-        loss = self._train(micro_batches, keys)
+        loss = self._train(micro_batches)
         return StepResult(loss=float(loss), grad_norm=float(self.wrapped.get_global_grad_norm()))
 
     @abstractmethod
-    def evaluate(self, micro_batches: Iterable[Batch]) -> float:
+    def evaluate(self, micro_batches: Iterable[MicroBatch]) -> float:
         """The mean loss, in nats per token, over all data ranks' micro-batches."""
 
     @abstractmethod
-    def _train(self, micro_batches: Iterable[Batch], keys: list[MaskKey]) -> torch.Tensor:
+    def _train(self, micro_batches: Iterable[MicroBatch]) -> torch.Tensor:
         """Forward, backward and update; the mean loss over all data ranks' micro-batches."""
 
     def parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
@@ -88,11 +81,6 @@ class Engine(ABC):
             whole = [(n, values) for n, values, p in held if not is_partitioned(p)]
             copies.append(CopyGroup("data ranks", group, whole))
         return copies
-
-    @property
-    def reads_batches(self) -> bool:
-        """Whether this rank takes tokens or labels."""
-        return True
 
     @property
     @abstractmethod
@@ -130,16 +118,8 @@ class Engine(ABC):
 class PipelinedEngine(Engine):
     """Stages that pass activations on; ZeRO-1."""
 
-    def _train(self, micro_batches: Iterable[Batch], keys: list[MaskKey]) -> torch.Tensor:
-        self.wrapped.module.begin_step(keys)
-        loss = self.wrapped.train_batch(iter(micro_batches))
-        self.wrapped.module.end_step()
-        return loss
-
-    @property
-    def reads_batches(self) -> bool:
-        """Whether this rank has the first layers, which take tokens, or the last, which labels."""
-        return self.wrapped.grid.stage_id in (0, self.recipe.layout.pipeline - 1)
+    def _train(self, micro_batches: Iterable[MicroBatch]) -> torch.Tensor:
+        return self._run(self.wrapped.train_batch, list(micro_batches))
 
     def _copies(self) -> list[CopyGroup]:
         tied = [
@@ -153,41 +133,52 @@ class PipelinedEngine(Engine):
         """This rank's group along the data axis."""
         return self.wrapped.grid.get_data_parallel_group()
 
-    def evaluate(self, micro_batches: Iterable[Batch]) -> float:
+    def evaluate(self, micro_batches: Iterable[MicroBatch]) -> float:
         """The mean loss, in nats per token, over all data ranks' micro-batches."""
-        batches = list(micro_batches)
+        micro_batches = list(micro_batches)
         # As many at a time as in training: DualPipeV's buffers are numbered for these.
         together = self.wrapped.micro_batches
         losses = [
-            self.wrapped.eval_batch(iter(batches[first : first + together]))
-            for first in range(0, len(batches), together)
+            self._run(self.wrapped.eval_batch, micro_batches[first : first + together])
+            for first in range(0, len(micro_batches), together)
         ]
         return float(torch.stack(losses).mean())
+
+    def _run(
+        self, schedule: Callable[..., torch.Tensor], micro_batches: list[MicroBatch]
+    ) -> torch.Tensor:
+        """What DeepSpeed's train_batch or eval_batch makes of them; the mean loss.
+
+        It hands tokens and labels to the ends of the pipeline; contexts every stage has itself.
+        """
+        self.wrapped.module.expect([each.context for each in micro_batches])
+        loss = schedule(iter([(each.tokens, each.labels) for each in micro_batches]))
+        self.wrapped.module.expect_no_more()
+        return loss
 
 
 class SequentialEngine(Engine):
     """All layers on every rank; ZeRO-2 and ZeRO-3."""
 
-    def _train(self, micro_batches: Iterable[Batch], keys: list[MaskKey]) -> torch.Tensor:
+    def _train(self, micro_batches: Iterable[MicroBatch]) -> torch.Tensor:
         self.wrapped.train()
         losses = []
-        for (tokens, labels), key in zip(self._on_device(micro_batches), keys, strict=True):
-            loss = self.wrapped(tokens, labels, key)
+        for micro_batch in micro_batches:
+            loss = self._loss(micro_batch)
             self.wrapped.backward(loss)
             self.wrapped.step()
             losses.append(loss.detach())
         return self._mean(losses)
 
     @torch.no_grad()
-    def evaluate(self, micro_batches: Iterable[Batch]) -> float:
+    def evaluate(self, micro_batches: Iterable[MicroBatch]) -> float:
         """The mean loss, in nats per token, over all data ranks' micro-batches."""
         self.wrapped.eval()
-        batches = self._on_device(micro_batches)
-        return float(self._mean([self.wrapped(tokens, labels) for tokens, labels in batches]))
+        return float(self._mean([self._loss(each) for each in micro_batches]))
 
-    def _on_device(self, micro_batches: Iterable[Batch]) -> Iterable[Batch]:
-        device = self.wrapped.device
-        return ((tokens.to(device), labels.to(device)) for tokens, labels in micro_batches)
+    def _loss(self, micro_batch: MicroBatch) -> torch.Tensor:
+        here = micro_batch.on(self.wrapped.device)
+        return self.wrapped(here.tokens, here.labels, here.context)
 
     def _mean(self, losses: list[torch.Tensor]) -> torch.Tensor:
         total = torch.stack(losses).mean()

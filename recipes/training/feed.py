@@ -4,9 +4,7 @@ import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 
-from torch import Tensor
-
-Batch = tuple[Tensor, Tensor]  # tokens [b, s] and labels [b, s]
+from recipes.training.micro_batch import MicroBatch
 
 
 class Feed:
@@ -18,13 +16,13 @@ class Feed:
     """
 
     def __init__(
-        self, read: Callable[[int], Iterable[Batch]], *, last_step: int, pinned: bool = False
+        self, read: Callable[[int], Iterable[MicroBatch]], *, last_step: int, pinned: bool = False
     ):
         self.read, self.last_step, self.pinned = read, last_step, pinned
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="feed")
-        self._coming: dict[int, Future[list[Batch]]] = {}
+        self._coming: dict[int, Future[list[MicroBatch]]] = {}
 
-    def take(self, step: int) -> tuple[list[Batch], float]:
+    def take(self, step: int) -> tuple[list[MicroBatch], float]:
         """A step's micro-batches, and the seconds that were waited for them.
 
         Raises:
@@ -32,14 +30,12 @@ class Feed:
         """
         started = time.perf_counter()
         coming = self._coming.pop(step, None) or self._thread.submit(self._fetch, step)
-        batches = coming.result()
+        micro_batches = coming.result()
         waited = time.perf_counter() - started
         if step < self.last_step:
             self._coming[step + 1] = self._thread.submit(self._fetch, step + 1)
-        return batches, waited
+        return micro_batches, waited
 
-    def _fetch(self, step: int) -> list[Batch]:
-        batches = list(self.read(step))
-        if not self.pinned:
-            return batches
-        return [(tokens.pin_memory(), labels.pin_memory()) for tokens, labels in batches]
+    def _fetch(self, step: int) -> list[MicroBatch]:
+        micro_batches = self.read(step)
+        return [each.pinned() if self.pinned else each for each in micro_batches]

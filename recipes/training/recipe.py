@@ -59,6 +59,11 @@ class Layout(Section):
         """Parts of the model that one stage holds."""
         return 2 if self.schedule == "dualpipev" else 1
 
+    @property
+    def ends(self) -> set[int]:
+        """The stages with the model's first layers, which take tokens, and last, which labels."""
+        return {0} if self.schedule == "dualpipev" else {0, self.pipeline - 1}
+
 
 class Batch(Section):
     """Sequences per optimizer step and per micro-batch."""
@@ -132,11 +137,12 @@ class Source(Section):
 
 
 class Data(Section):
-    """Token files and the tokenizer that made them."""
+    """Token files and the tokenizer that made them; windows go across documents."""
 
     train: Annotated[tuple[Source, ...], Field(min_length=1)]
     validation: str
     tokenizer: str
+    separate_documents: bool = False  # attention and positions start again in each (2402.13991)
 
     @model_validator(mode="after")
     def _check(self) -> "Data":

@@ -32,6 +32,7 @@ from torch.utils._pytree import tree_leaves
 from models.config import ModelConfig
 from models.layer_specs import run_layers
 from models.parallel.collectives import TensorAxis
+from models.parallel.context import Context
 from models.parallel.rng import MaskKey
 from models.transformer import Block
 
@@ -115,8 +116,8 @@ def peak_bytes(blocks: int, tensor: int, sequence_parallel: bool, recompute: str
         interval = 1 if recompute == "full" else 0
         held = [x, *(parameter for layer in layers for parameter in layer.parameters())]
         with AllocationCounter(known={t.untyped_storage()._cdata for t in held}) as counter:
-            key = MaskKey(seed=0, samples=range(B))
-            y = run_layers(layers, x, key=key, recompute_interval=interval)
+            context = Context(dropout=MaskKey(seed=0, samples=range(B)))
+            y = run_layers(layers, x, context=context, recompute_interval=interval)
             y.backward(torch.empty_like(y))
         return counter.peak
 
