@@ -39,6 +39,8 @@ FOLDED = PIPELINE2 | {"layout__schedule": "dualpipev", "batch__micro_sequences":
 FULL = {"layout__recompute": "full", "layout__recompute_interval": 2}
 CLIPPED = {"optimizer__gradient_clipping": 0.5}  # below every norm of the run
 DROPOUT = {"model__dropout": 0.1, "model__attention_dropout": 0.1}
+DROPPING_GPT = GPT | CLIPPED | DROPOUT
+DOCUMENTS = {"data__separate_documents": True}
 BF16 = {"deepspeed": "ds_configs/zero1_bf16.json"}
 ACCUMULATING_BF16 = {"deepspeed": "zero1_bf16_throughout.json"}  # the test writes it
 
@@ -70,6 +72,12 @@ LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
         "dropout data 2": DROPOUT,
         "dropout tensor 2": DROPOUT | TENSOR2,
         "dropout zero3 tensor 2 sequence-parallel": DROPOUT | ZERO3 | TENSOR2 | SEQUENCE,
+        "documents-gpt dualpipev full recomputation": DOCUMENTS | DROPPING_GPT | FOLDED | FULL,
+        "documents-gpt zero3 tensor 2 sequence-parallel": DOCUMENTS
+        | DROPPING_GPT
+        | ZERO3
+        | TENSOR2
+        | SEQUENCE,
         "bf16 pipeline 2": BF16 | PIPELINE2,
         "bf16 tensor 2 sequence-parallel": BF16 | TENSOR2 | SEQUENCE,
         "bf16 data 2": BF16,
@@ -94,12 +102,20 @@ LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
         | TENSOR2
         | SEQUENCE
         | {"layout__recompute": "selective"},
+        "documents pipeline 4": DOCUMENTS | {"layout__pipeline": 4},
+        "documents dualpipev tensor 2 sequence-parallel selective": DOCUMENTS
+        | FOLDED
+        | TENSOR2
+        | SEQUENCE
+        | {"layout__recompute": "selective"},
     },
 }
 REFERENCES = {
     "": {},
     "gpt": GPT | CLIPPED,
     "dropout": DROPOUT,
+    "documents": DOCUMENTS,
+    "documents-gpt": DOCUMENTS | DROPPING_GPT,
     "bf16": BF16,
     "bf16-gpt": BF16 | GPT | CLIPPED,
 }
@@ -243,11 +259,15 @@ def test_losses_are_those_of_one_rank(
         assert first.startswith("bf16") or weight.endswith("bias") or distance < 1e-3, weight
 
 
-def test_the_references_learn_and_clip_and_drop(references: dict[str, Outcome]) -> None:
+def test_the_references_learn_and_clip_and_drop_and_separate(
+    references: dict[str, Outcome],
+) -> None:
     for reference in references.values():
         assert reference.losses[0] == pytest.approx(math.log(250), rel=0.02)
         assert reference.losses[-2] < 0.9 * reference.losses[0]
     assert min(references["gpt"].grad_norms) > 0.5
+    apart = zip(references["documents"].losses, references[""].losses, strict=True)
+    assert max(abs(separate / across - 1) for separate, across in apart) > 5e-4
     assert references["dropout"].losses[-2] > 1.001 * references[""].losses[-2]
 
 

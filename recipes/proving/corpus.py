@@ -7,7 +7,7 @@ import numpy as np
 
 from recipes.training.token_file import write_token_file
 
-DOCUMENT_TOKENS = 100
+DOCUMENT_TOKENS = (1, 2, 4, 30, 63, 150, 150)  # shorter and longer than a window of a proof
 
 
 def write_corpus(folder: Path, vocab_size: int, *, validation_tokens: int = 4000) -> None:
@@ -16,15 +16,15 @@ def write_corpus(folder: Path, vocab_size: int, *, validation_tokens: int = 4000
     folder: is made
     validation_tokens: at least so many; five times as many are for training
     """
-    documents_needed = -(-validation_tokens // DOCUMENT_TOKENS)
+    rounds = -(-validation_tokens // sum(DOCUMENT_TOKENS))
     (folder / "tokenizer").mkdir(parents=True)
     (folder / "tokenizer" / "tokenizer.json").write_text(json.dumps({"made": "for a proof"}))
     random = np.random.default_rng(0)
-    for name, count in (("train", 5 * documents_needed), ("validation", documents_needed)):
-        steps = 3 * np.arange(DOCUMENT_TOKENS)
+    for name, count in (("train", 5 * rounds), ("validation", rounds)):
         documents = [
-            (random.integers(vocab_size) + steps + random.integers(2, size=DOCUMENT_TOKENS))
+            (random.integers(vocab_size) + 3 * np.arange(length) + random.integers(2, size=length))
             % vocab_size
             for _ in range(count)
+            for length in random.permutation(DOCUMENT_TOKENS)
         ]
         write_token_file(folder / name, documents, vocab_size=vocab_size)
