@@ -195,8 +195,9 @@ def rotary_table(
 ) -> tuple[Tensor, Tensor]:
     """cos and sin of the rotary angles, each [s, b, 1, d], in fp32 (arXiv 2104.09864).
 
-    Without documents all sequences have the same, [s, 1, 1, d]. A memo and no buffer of the model:
-    DeepSpeed would cast a buffer to bf16.
+    Without documents all sequences have the same, [s, 1, 1, d]. Attention sees differences of
+    positions alone; that they start again in each document makes its numbers those it has by
+    itself, wherever it lies. A memo and no buffer of the model: DeepSpeed would cast that to bf16.
     """
     if documents is None:
         positions = torch.arange(length, device=device)[:, None]  # [s, 1]

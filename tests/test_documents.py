@@ -14,6 +14,7 @@ from models.layer_specs import SequentialModel, layer_specs, logical_parameters,
 from models.parallel.collectives import TensorAxis
 from models.parallel.context import Context, Documents, positions_in
 from models.parallel.rng import MaskKey
+from models.transformer import rotary_table
 from tests.test_transformer import GROUPED_WITH_DROPOUT, KEY, LLAMA, SHAPES, WITH_DROPOUT
 
 SHAPES_WITH_DROPOUT = {"llama": GROUPED_WITH_DROPOUT, "gpt2": WITH_DROPOUT}
@@ -120,6 +121,16 @@ def test_sequences_that_divide_alike_are_one_call() -> None:
         run(LLAMA, rows, lengths, row=0, where=slice(0, 24))
     shapes = [tuple(call.args[0].shape[::2]) for call in calls.call_args_list]  # b and s
     assert shapes == 3 * [(2, 24), (2, 9), (2, 15), (1, 24)]
+
+
+def test_rotary_angles_start_again() -> None:
+    """Attention sees no more of it than rounding, hence a test of the table itself."""
+    documents = Documents(((2, 3), (4, 1)))
+    whole = rotary_table(5, 8, 10_000.0, CPU, None)
+    for table, places in zip(rotary_table(5, 8, 10_000.0, CPU, documents), whole, strict=True):
+        for sequence, lengths in enumerate(documents.lengths):
+            expected = torch.cat([places[:length] for length in lengths])  # [s, 1, 1, d]
+            assert torch.equal(table[:, sequence : sequence + 1], expected)
 
 
 def test_positions_start_again_and_are_made_once() -> None:
