@@ -13,19 +13,21 @@ if __name__ == "__main__":  # the repository, not recipes/, is where imports sta
 
 import argparse
 import atexit
-import math
 import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from models.cost import parameter_count
 from recipes.training.deepspeed_config import build_deepspeed_config, precision
+from recipes.training.exit_codes import FINISHED, INTERRUPTED, REFUSED, STOPPED
 from recipes.training.learning_rate import learning_rate
+from recipes.training.progress import Progress
 from recipes.training.recipe import DEFAULT_RECIPE, REPOSITORY, Recipe, load_recipe, origin
 from recipes.training.run_folder import RunFolder
-from recipes.training.topology import Topology, World
+from recipes.training.topology import Topology, World, check_placement, rank_map
 
 if TYPE_CHECKING:
     from recipes.training.checkpoint import Found
@@ -33,6 +35,8 @@ if TYPE_CHECKING:
     from recipes.training.data import TrainingData
     from recipes.training.engine import Engine
     from recipes.training.feed import Feed
+    from recipes.training.loss_watch import LossWatch
+    from recipes.training.supervisor import Supervisor
     from recipes.training.tracking import Meter, Tracker
 
 SECONDS_FOR_RANK_0_TO_SPEAK = 5
@@ -57,9 +61,11 @@ def main() -> None:
     from recipes.training import checkpoint
     from recipes.training.checkpoint_writer import CheckpointWriter
     from recipes.training.data import TrainingData
-    from recipes.training.engine import build_engine, check_machine, start_processes
+    from recipes.training.engine import build_engine, check_machine, hosts_of_ranks, start_processes
     from recipes.training.feed import Feed
-    from recipes.training.tracking import STOPPED, Meter, open_tracker
+    from recipes.training.loss_watch import LossWatch
+    from recipes.training.supervisor import Breadcrumb, Supervisor
+    from recipes.training.tracking import Meter, open_tracker
 
     folder = RunFolder(options.run_dir or REPOSITORY / "runs" / recipe.name)
     with refusals(world, options):
@@ -68,77 +74,119 @@ def main() -> None:
         if world.rank == 0:
             folder.hold()
         start_processes(world)
+        hosts = hosts_of_ranks()
+        check_placement(topology, hosts)
         found = checkpoint.find(folder.checkpoints, options.resume, recipe, data.fingerprint)
     start = found.progress
     if world.rank == 0:
         tell_skipped(folder, found)
     if start.step >= recipe.training.steps:
         summarize(recipe, folder, world)
-        leave(0)
+        leave(FINISHED)
     if world.rank == 0:
         with refusals(world, options):
             fresh, branching = options.resume == "never", options.resume not in ("auto", "never")
             folder.prepare(recipe, start.step, fresh=fresh, branching=branching)
-        announce(recipe, topology, folder, found)
+        announce(recipe, topology, hosts, folder, found)
 
-    engine = build_engine(recipe, topology, config)
+    crumb = Breadcrumb()
+    engine = build_engine(recipe, topology, config, crumb)
     if found.path:
         engine.load(found.reader(), weights_only=found.weights_only)
     if world.rank == 0:
         checkpoint.abandon_after(folder.checkpoints, found)
     data.resume(start)
-    meter = Meter(recipe, world.size, precision=number_format, device_name=engine.device_name)
-    feed = Feed(data.step, last_step=recipe.training.steps, pinned=engine.device_name != "cpu")
     facts = {"recipe": recipe, "topology": topology, "data": data.fingerprint}
+    changed = found.changes(recipe)
     with (
         CheckpointWriter(engine.state, folder, damaged=found.skipped, **facts) as writer,
-        open_tracker(
-            recipe, folder, world.rank, done=start.step, changed=found.changes(recipe)
-        ) as tracker,
+        open_tracker(recipe, folder, world.rank, done=start.step, changed=changed) as tracker,
+        Supervisor(folder, crumb, hosts, recipe.supervision.hang_seconds) as supervisor,
     ):
-        broken = None
-        for step in range(start.step + 1, recipe.training.steps + 1):
-            metrics = train_step(
-                step, recipe=recipe, engine=engine, data=data, feed=feed, meter=meter
-            )
-            tracker.step(metrics)
-            broken = (
-                find_broken(metrics, number_format)
-                or find_drift(step, recipe, engine)
-                or save_if_due(step, recipe=recipe, data=data, writer=writer, tracker=tracker)
-            )
-            if broken:
-                break
+        run = Run(
+            recipe=recipe,
+            topology=topology,
+            folder=folder,
+            data=data,
+            feed=Feed(data.step, last_step=recipe.training.steps, pinned=engine.on_gpu),
+            engine=engine,
+            meter=Meter(
+                recipe, world.size, precision=number_format, device_name=engine.device_name
+            ),
+            watch=LossWatch(recipe.supervision, fp16=number_format == "fp16"),
+            writer=writer,
+            tracker=tracker,
+            supervisor=supervisor,
+        )
+        ending = train(run, start.step)
         unsaved = writer.wait()
-        broken = broken or unsaved
-        if broken:
-            tracker.stop(broken)
-        else:
+        if unsaved and ending.code in (FINISHED, INTERRUPTED):
+            ending = Ending(STOPPED, unsaved)
+        if ending.code == FINISHED:
             tracker.end()
+        else:
+            tracker.stop(ending.reason, ending.code)
     dist.barrier()  # launchers end all ranks when the first one fails; rank 0 may be the last
     dist.destroy_process_group()
-    if not broken:
+    if ending.code == FINISHED:
         summarize(recipe, folder, world)
-    leave(STOPPED if broken else 0)
+    leave(ending.code)
 
 
-def train_step(
-    step: int,
-    *,
-    recipe: Recipe,
-    engine: "Engine",
-    data: "TrainingData",
-    feed: "Feed",
-    meter: "Meter",
-) -> dict[str, Any]:
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """What works together in a run."""
+
+    recipe: Recipe
+    topology: Topology
+    folder: RunFolder
+    data: "TrainingData"
+    feed: "Feed"
+    engine: "Engine"
+    meter: "Meter"
+    watch: "LossWatch"
+    writer: "CheckpointWriter"
+    tracker: "Tracker"
+    supervisor: "Supervisor"
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How training ended: an exit code, and why unless every step is done."""
+
+    code: int
+    reason: str = ""
+
+
+def train(run: Run, step: int) -> Ending:
+    """All steps after this one, or as many as can be."""
+    while step < run.recipe.training.steps:
+        step += 1
+        metrics = train_step(run, step)
+        run.tracker.step(metrics)
+        bad = run.watch.judge(metrics["loss"], metrics["grad_norm"])
+        if bad and bad.roll_back:
+            step, ending = roll_back(run, step, bad.reason)
+        else:
+            if bad:
+                run.tracker.skip(step, bad.reason, run.data.samples(step))
+            ending = find_drift(run, step) or save_if_due(run, step) or stop_if_asked(run, step)
+        if ending:
+            return ending
+    return Ending(FINISHED)
+
+
+def train_step(run: Run, step: int) -> dict[str, Any]:
     """One step, and a validation where one is due; the step's line of metrics."""
     started = time.perf_counter()
+    crumb, recipe = run.supervisor.crumb, run.recipe
+    crumb.note("waiting for data", step=step)
     rate = learning_rate(step, recipe.optimizer, recipe.training.steps)
-    micro_batches, waited = feed.take(step)
-    result = engine.train_step(micro_batches, rate)
+    micro_batches, waited = run.feed.take(step)
+    result = run.engine.train_step(micro_batches, rate)
     seconds = time.perf_counter() - started
-    metrics = meter.line(
-        data.progress_after(step),
+    metrics = run.meter.line(
+        run.data.progress_after(step),
         loss=result.loss,
         grad_norm=result.grad_norm,
         learning_rate=rate,
@@ -146,26 +194,78 @@ def train_step(
     )
     metrics["data_seconds"] = waited
     if due(step, recipe.training.evaluate_every, recipe.training.steps):
-        metrics["validation_loss"] = engine.evaluate(data.evaluation())
+        crumb.note("validating")
+        metrics["validation_loss"] = run.engine.evaluate(run.data.evaluation())
+    every = recipe.supervision.compare_speed_every
+    if every and step % every == 0:
+        metrics |= compare_speed(run)
     return metrics
 
 
-def save_if_due(
-    step: int,
-    *,
-    recipe: Recipe,
-    data: "TrainingData",
-    writer: "CheckpointWriter",
-    tracker: "Tracker",
-) -> str | None:
-    """Begin to save, where a save is due; why the run must stop because an earlier one failed."""
-    if not due(step, recipe.checkpoint.every, recipe.training.steps):
+def compare_speed(run: Run) -> dict[str, Any]:
+    """Name slow ranks; for the metrics, by how much the slowest is slower than the median."""
+    from recipes.training.stragglers import find_slow, gather
+
+    seconds = gather(run.engine.stopwatch.take())
+    limit = run.recipe.supervision.slow_rank
+    for sentence in find_slow(seconds, run.topology, run.supervisor.hosts, limit):
+        run.tracker.warn(f"slow: {sentence}")
+    return {"slowest_rank": seconds.index(max(seconds)), "slowest_seconds": max(seconds)}
+
+
+def save_if_due(run: Run, step: int) -> Ending | None:
+    """Begin to save, where a save is due; how the run ends because an earlier one failed."""
+    if not due(step, run.recipe.checkpoint.every, run.recipe.training.steps):
         return None
-    problem = writer.save(data.progress_after(step))
-    if problem and recipe.checkpoint.on_failure == "continue":
-        tracker.warn(problem)
+    return save(run, step)
+
+
+def save(run: Run, step: int) -> Ending | None:
+    """Begin to save; how the run ends because an earlier save failed."""
+    run.supervisor.crumb.note("saving")
+    problem = run.writer.save(run.data.progress_after(step))
+    if problem and run.recipe.checkpoint.on_failure == "continue":
+        run.tracker.warn(problem)
         return None
-    return problem
+    return Ending(STOPPED, problem) if problem else None
+
+
+def stop_if_asked(run: Run, step: int) -> Ending | None:
+    """Save and end, if any rank has got a signal or lost its launcher."""
+    reason = run.supervisor.stop_agreed(run.engine.device)
+    if reason is None or step == run.recipe.training.steps:
+        return None
+    saved = due(step, run.recipe.checkpoint.every, run.recipe.training.steps)
+    ending = None if saved else save(run, step)
+    return ending or Ending(INTERRUPTED, f"step {step}: {reason}; the same command goes on")
+
+
+def roll_back(run: Run, step: int, reason: str) -> tuple[int, Ending | None]:
+    """Go back to the last checkpoint, and on with the data after this step's.
+
+    Returns:
+        The step that the run is after, and how it ends if it cannot go back.
+    """
+    from recipes.training import checkpoint
+
+    most = run.recipe.supervision.rollbacks
+    if run.watch.rollbacks == most:
+        why = f"after {most} rollbacks" if most else "supervision.rollbacks = 0"
+        return step, Ending(STOPPED, without_save(step, f"{reason}, {why}"))
+    run.writer.wait()
+    try:
+        found = checkpoint.find(run.folder.checkpoints, "auto", run.recipe, run.data.fingerprint)
+    except ValueError as problem:
+        return step, Ending(STOPPED, f"step {step}: {reason}, and {problem}")
+    if not found.path or found.weights_only:
+        return step, Ending(STOPPED, f"step {step}: {reason}, and there is no checkpoint yet")
+    run.feed.forget()
+    to = Progress(found.progress.step, run.data.progress_after(step).samples)
+    run.engine.load(found.reader())
+    run.data.resume(to)
+    run.watch.forget()
+    run.tracker.roll_back(step, to, reason)
+    return to.step, None
 
 
 def due(step: int, every: int, last: int) -> bool:
@@ -173,29 +273,18 @@ def due(step: int, every: int, last: int) -> bool:
     return every > 0 and (step % every == 0 or step == last)
 
 
-def find_broken(metrics: dict[str, Any], number_format: str) -> str | None:
-    """What makes it pointless to go on: DeepSpeed would skip every step from here and exit 0.
-
-    In fp16 a step with infinite gradients is how the loss scale finds its value.
-    """
-    if not math.isfinite(metrics["loss"]):
-        return without_save(metrics["step"], f"the loss is {metrics['loss']}")
-    if not math.isfinite(metrics["grad_norm"]) and number_format != "fp16":
-        return without_save(metrics["step"], f"the gradient norm is {metrics['grad_norm']}")
-    return None
-
-
-def find_drift(step: int, recipe: Recipe, engine: "Engine") -> str | None:
+def find_drift(run: Run, step: int) -> Ending | None:
     """Which weights have drifted apart on ranks that share them; also looked at before a save."""
-    every, last = recipe.training.compare_copies_every, recipe.training.steps
-    if not every or not (due(step, every, last) or due(step, recipe.checkpoint.every, last)):
+    every, last = run.recipe.training.compare_copies_every, run.recipe.training.steps
+    if not every or not (due(step, every, last) or due(step, run.recipe.checkpoint.every, last)):
         return None
-    drifted = engine.differing_copies()
+    run.supervisor.crumb.note("comparing copies")
+    drifted = run.engine.differing_copies()
     if not drifted:
         return None
     more = len(drifted) - DRIFTED_SHOWN
     shown = "; ".join(drifted[:DRIFTED_SHOWN]) + (f" (and {more} more)" if more > 0 else "")
-    return without_save(step, shown)
+    return Ending(STOPPED, without_save(step, shown))
 
 
 def without_save(step: int, reason: str) -> str:
@@ -218,7 +307,7 @@ def refusals(world: World, options: argparse.Namespace | None = None) -> Iterato
             time.sleep(SECONDS_FOR_RANK_0_TO_SPEAK)
             about = f"rank {world.rank}: {about}"
         print(f"pretrain.py: {about}{problem}", file=sys.stderr, flush=True)
-        leave(2)
+        leave(REFUSED)
 
 
 def tell_skipped(folder: RunFolder, found: "Found") -> None:
@@ -228,8 +317,10 @@ def tell_skipped(folder: RunFolder, found: "Found") -> None:
         print(f"{path} is damaged and skipped: {damage}", file=sys.stderr)
 
 
-def announce(recipe: Recipe, topology: Topology, folder: RunFolder, found: "Found") -> None:
-    """Say what is about to run."""
+def announce(
+    recipe: Recipe, topology: Topology, hosts: list[str], folder: RunFolder, found: "Found"
+) -> None:
+    """Say what is about to run, and where."""
     print(
         f"{recipe.name}: {parameter_count(recipe.model) / 1e6:,.1f} M parameters, "
         f"pipeline {topology.pipeline} x data {topology.data} x tensor {topology.tensor}, "
@@ -238,6 +329,8 @@ def announce(recipe: Recipe, topology: Topology, folder: RunFolder, found: "Foun
         + (f", from the weights of {found.path}" if found.weights_only else ""),
         flush=True,
     )
+    if len(set(hosts)) > 1:
+        print("\n".join(f"  {line}" for line in rank_map(topology, hosts)), flush=True)
 
 
 def summarize(recipe: Recipe, folder: RunFolder, world: World) -> None:

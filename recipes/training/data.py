@@ -104,10 +104,14 @@ class TrainingData:
         """How far the run is after a step."""
         return Progress(step, self.progress.samples_after(step, self.global_sequences))
 
+    def samples(self, step: int) -> range:
+        """The run's samples that training step 1, 2, ... reads, on all ranks."""
+        first = self.progress.samples_after(step - 1, self.global_sequences)
+        return range(first, first + self.global_sequences)
+
     def step(self, step: int) -> Iterator[MicroBatch]:
         """This data rank's micro-batches of training step 1, 2, ..."""
-        first = self.progress.samples_after(step - 1, self.global_sequences)
-        for samples in self._shares(first, self.global_sequences):
+        for samples in self._shares(self.samples(step).start, self.global_sequences):
             places = self.places(np.arange(samples.start, samples.stop))
             windows = [(self.sources[source], index) for source, index in places]
             yield self._micro_batch(windows, MaskKey(self.seed, samples))

@@ -4,8 +4,10 @@ import contextlib
 import io
 import os
 import resource
+import socket
 import warnings
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -15,6 +17,8 @@ import deepspeed
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.pipe.engine import PipelineEngine
+from deepspeed.runtime.pipe.schedule import ForwardPass, PipeInstruction
 from deepspeed.runtime.pipe.topology import PipelineParallelGrid, PipeModelDataParallelTopology
 from torch import nn
 
@@ -27,6 +31,8 @@ from recipes.training.copies import CopyGroup, differing_copies
 from recipes.training.deepspeed_config import zero_stage
 from recipes.training.micro_batch import MicroBatch
 from recipes.training.recipe import Optimizer, Recipe
+from recipes.training.stragglers import Stopwatch
+from recipes.training.supervisor import Breadcrumb
 from recipes.training.topology import Coordinates, Topology, World
 from recipes.training.training_state import Fragment, TrainingState, training_state
 
@@ -42,8 +48,15 @@ class StepResult:
 class Engine(ABC):
     """A model that trains: the same interface over a pipeline and over one sequence of layers."""
 
-    def __init__(self, wrapped: deepspeed.DeepSpeedEngine, recipe: Recipe, axis: TensorAxis):
-        self.wrapped, self.recipe, self.axis = wrapped, recipe, axis
+    def __init__(
+        self,
+        wrapped: deepspeed.DeepSpeedEngine,
+        recipe: Recipe,
+        axis: TensorAxis,
+        crumb: Breadcrumb,
+    ):
+        self.wrapped, self.recipe, self.axis, self.crumb = wrapped, recipe, axis, crumb
+        self.stopwatch = Stopwatch(self.device)
         self.state: TrainingState = training_state(wrapped.optimizer, dict(self.parameters()))
 
     def train_step(self, micro_batches: Iterable[MicroBatch], learning_rate: float) -> StepResult:
@@ -109,14 +122,47 @@ class Engine(ABC):
         )
 
     @property
+    def device(self) -> torch.device:
+        """Where this rank computes."""
+        return self.wrapped.device
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether that is a GPU."""
+        return self.device.type == "cuda"
+
+    @property
     def device_name(self) -> str:
         """What the device calls itself: "cpu", "NVIDIA H100 80GB HBM3", ..."""
-        device = self.wrapped.device
-        return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+        return torch.cuda.get_device_name(self.device) if self.on_gpu else self.device.type
 
 
 class PipelinedEngine(Engine):
     """Stages that pass activations on; ZeRO-1."""
+
+    def __init__(self, wrapped: PipelineEngine, *parts: Any):
+        super().__init__(wrapped, *parts)
+        self._done: Counter[str] = Counter()  # instructions of this step
+        # DeepSpeed binds what it finds here to the engine and calls it.
+        wrapped._INSTRUCTION_MAP = {
+            instruction: partial(self._observe, instruction, run)
+            for instruction, run in wrapped._INSTRUCTION_MAP.items()
+        }
+
+    def _observe(
+        self,
+        instruction: type[PipeInstruction],
+        run: Callable[..., None],
+        wrapped: PipelineEngine,
+        **arguments: Any,
+    ) -> None:
+        """Run an instruction of the pipeline, leaving a crumb; forward passes are timed."""
+        name = instruction.__name__
+        self.crumb.note(name, micro_batch=self._done[name] if "buffer_id" in arguments else None)
+        self._done[name] += 1
+        is_forward = instruction is ForwardPass
+        with self.stopwatch.running() if is_forward else contextlib.nullcontext():
+            run(wrapped, **arguments)
 
     def _train(self, micro_batches: Iterable[MicroBatch]) -> torch.Tensor:
         return self._run(self.wrapped.train_batch, list(micro_batches))
@@ -151,6 +197,7 @@ class PipelinedEngine(Engine):
 
         It hands tokens and labels to the ends of the pipeline; contexts every stage has itself.
         """
+        self._done.clear()
         self.wrapped.module.expect([each.context for each in micro_batches])
         loss = schedule(iter([(each.tokens, each.labels) for each in micro_batches]))
         self.wrapped.module.expect_no_more()
@@ -163,8 +210,11 @@ class SequentialEngine(Engine):
     def _train(self, micro_batches: Iterable[MicroBatch]) -> torch.Tensor:
         self.wrapped.train()
         losses = []
-        for micro_batch in micro_batches:
-            loss = self._loss(micro_batch)
+        for number, micro_batch in enumerate(micro_batches):
+            self.crumb.note("forward pass", micro_batch=number)
+            with self.stopwatch.running():
+                loss = self._loss(micro_batch)
+            self.crumb.note("backward pass", micro_batch=number)
             self.wrapped.backward(loss)
             self.wrapped.step()
             losses.append(loss.detach())
@@ -239,8 +289,20 @@ def start_processes(world: World) -> None:
         deepspeed.init_distributed(dist_backend="nccl" if on_gpu() else "gloo", verbose=False)
 
 
-def build_engine(recipe: Recipe, topology: Topology, config: dict[str, Any]) -> Engine:
-    """The model, initialised, under DeepSpeed: a pipeline with ZeRO-1, sequential otherwise."""
+def hosts_of_ranks() -> list[str]:
+    """The names of the nodes that all ranks run on, by rank; collective."""
+    hosts = [""] * dist.get_world_size()
+    dist.all_gather_object(hosts, socket.gethostname())
+    return hosts
+
+
+def build_engine(
+    recipe: Recipe, topology: Topology, config: dict[str, Any], crumb: Breadcrumb | None = None
+) -> Engine:
+    """The model, initialised, under DeepSpeed: a pipeline with ZeRO-1, sequential otherwise.
+
+    crumb: where the engine notes what it is doing
+    """
     place = topology.coordinates(dist.get_rank())
     axis = build_tensor_axis(topology, place, recipe.layout.sequence_parallel)
     recompute = recipe.layout.recompute
@@ -278,7 +340,7 @@ def build_engine(recipe: Recipe, topology: Topology, config: dict[str, Any]) -> 
             mpu=None if pipelined else PipelineParallelGrid(topology=axes),
         )
     engine = PipelinedEngine if pipelined else SequentialEngine
-    return engine(wrapped, recipe, axis)
+    return engine(wrapped, recipe, axis, crumb or Breadcrumb())
 
 
 def build_tensor_axis(

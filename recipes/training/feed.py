@@ -36,6 +36,12 @@ class Feed:
             self._coming[step + 1] = self._thread.submit(self._fetch, step + 1)
         return micro_batches, waited
 
+    def forget(self) -> None:
+        """Drop what has been fetched: the run goes on elsewhere."""
+        for coming in self._coming.values():
+            coming.exception()  # waits
+        self._coming.clear()
+
     def _fetch(self, step: int) -> list[MicroBatch]:
         micro_batches = self.read(step)
         return [each.pinned() if self.pinned else each for each in micro_batches]

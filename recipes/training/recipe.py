@@ -169,6 +169,17 @@ class Checkpoint(Section):
     on_failure: Literal["continue", "stop"] = "continue"  # what a save that fails means for the run
 
 
+class Supervision(Section):
+    """When a run is given up, goes back or complains."""
+
+    hang_seconds: NonNegative = 600  # without any progress, then it ends; 0: never
+    bad_steps: Count = 3  # in a row without finite numbers: it goes back to the last checkpoint
+    loss_spike: Annotated[float, Field(ge=0)] = 3.0  # nats above the usual: likewise; 0: never
+    rollbacks: NonNegative = 2  # how often it goes back, and leaves out what it has read since
+    compare_speed_every: NonNegative = 100  # steps between looks for slow ranks; 0: never
+    slow_rank: Annotated[float, Field(gt=1)] = 1.5  # times its peers' time, to be named
+
+
 class Tracking(Section):
     """Weights & Biases: "auto" is online with a key and offline without one."""
 
@@ -198,6 +209,7 @@ class Recipe(Section):
     training: Training
     data: Data
     checkpoint: Checkpoint
+    supervision: Supervision = Supervision()
     tracking: Tracking = Tracking()
     cluster: Cluster | None = None
 
@@ -267,6 +279,12 @@ class Recipe(Section):
         topology = Topology.for_world(
             world.size, pipeline=self.layout.pipeline, tensor=self.layout.tensor
         )
+        if world.local_size % topology.tensor:
+            raise ValueError(
+                f"layout.tensor = {topology.tensor} does not divide the {world.local_size} ranks "
+                f"of a node, and tensor groups belong inside one; use layout.tensor = "
+                f"{nearest_divisors(world.local_size, topology.tensor)}"
+            )
         together = self.batch.micro_sequences * topology.data
         if self.batch.global_sequences % together:
             raise ValueError(

@@ -1,8 +1,9 @@
 """Rank <-> (pipeline, data, tensor), and which rank the launcher made this process."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 
 @dataclass(frozen=True)
@@ -103,6 +104,46 @@ class Topology:
         """The global ranks of every stage."""
         ranks = self.data * self.tensor
         return [list(range(first, first + ranks)) for first in range(0, self.world_size, ranks)]
+
+
+def check_placement(topology: Topology, hosts: Sequence[str]) -> None:
+    """Refuse tensor groups that cross nodes.
+
+    hosts: of all ranks, by rank
+
+    Raises:
+        ValueError: the launcher has not put neighbouring ranks on the same node.
+    """
+    for ranks in topology.tensor_groups():
+        there = sorted({hosts[rank] for rank in ranks})
+        if len(there) > 1:
+            raise ValueError(
+                f"the tensor group of the ranks {ranks[0]} .. {ranks[-1]} is spread over "
+                f"{' and '.join(there)}; start neighbouring ranks on one node (srun "
+                f"--distribution=block), or use a smaller layout.tensor"
+            )
+
+
+def rank_map(topology: Topology, hosts: Sequence[str]) -> list[str]:
+    """Who has which part, a line for each node.
+
+    hosts: of all ranks, by rank
+    """
+    lines = []
+    for host, group in groupby(range(len(hosts)), key=hosts.__getitem__):
+        ranks = list(group)
+        places = [topology.coordinates(rank) for rank in ranks]
+        parts = [
+            f"{axis} {_span([getattr(place, axis) for place in places])}"
+            for axis in ("pipeline", "data", "tensor")
+        ]
+        lines.append(f"{host}: rank {_span(ranks)}: {', '.join(parts)}")
+    return lines
+
+
+def _span(numbers: Sequence[int]) -> str:
+    first, last = min(numbers), max(numbers)
+    return f"{first}" if first == last else f"{first} .. {last}"
 
 
 def _divisor(number: int, at_most: int) -> int:

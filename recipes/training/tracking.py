@@ -27,7 +27,6 @@ from recipes.training.recipe import Recipe
 from recipes.training.run_folder import RunFolder
 
 SECONDS_BETWEEN_LINES = 10.0
-STOPPED = 3  # the exit code of a run that stopped before its last step
 
 
 class Meter:
@@ -100,7 +99,13 @@ class Tracker:
     def warn(self, message: str) -> None:
         """Something is wrong and the run goes on."""
 
-    def stop(self, reason: str) -> None:
+    def skip(self, step: int, reason: str, samples: range) -> None:
+        """The optimizer has left a step out."""
+
+    def roll_back(self, step: int, to: Progress, reason: str) -> None:
+        """The run goes back after a step, and on with other data."""
+
+    def stop(self, reason: str, exit_code: int) -> None:
         """The run stops before its last step."""
 
     def end(self) -> None:
@@ -113,7 +118,7 @@ class RunTracker(Tracker):
     def __init__(
         self, recipe: Recipe, folder: RunFolder, *, done: int, changed: dict[str, Any] | None = None
     ):
-        self.folder, self.last_step = folder, done
+        self.recipe, self.folder, self.last_step = recipe, folder, done
         facts = {"changed": changed} if changed else {}
         event = "resume" if done else "start"
         self.folder.event(event, done, code_version=code_version(), **facts)
@@ -132,10 +137,26 @@ class RunTracker(Tracker):
         self.folder.event("warning", self.last_step, message=message)
         print(f"warning: {message}", file=sys.stderr)
 
-    def stop(self, reason: str) -> None:
+    def skip(self, step: int, reason: str, samples: range) -> None:
+        """The optimizer has left a step out."""
+        first, last = samples.start, samples.stop - 1
+        self.folder.event("skip", step, reason=reason, samples=[first, last])
+        print(f"skipped: step {step}: {reason}; samples {first} .. {last}", file=sys.stderr)
+
+    def roll_back(self, step: int, to: Progress, reason: str) -> None:
+        """The run goes back after a step, and on with other data."""
+        self.folder.event("rollback", step, reason=reason, to=to.step, samples=to.samples)
+        print(
+            f"rolled back: step {step}: {reason}; on after step {to.step} with sample {to.samples}",
+            file=sys.stderr,
+        )
+        self.folder.prepare(self.recipe, to.step, fresh=False, branching=True)
+        self.last_step = to.step
+
+    def stop(self, reason: str, exit_code: int) -> None:
         """The run stops before its last step."""
-        self.wandb.exit_code = STOPPED
-        self.folder.event("stop", self.last_step, reason=reason)
+        self.wandb.exit_code = exit_code
+        self.folder.event("stop", self.last_step, reason=reason, exit_code=exit_code)
         print(f"stopped: {reason}", file=sys.stderr)
 
     def end(self) -> None:

@@ -1,0 +1,62 @@
+"""Bad numbers: what a step's loss and gradient norm say about going on."""
+
+import math
+from collections import deque
+from dataclasses import dataclass
+from statistics import median
+
+from recipes.training.recipe import Supervision
+
+SEEN, NEEDED = 64, 16  # losses that are remembered, and how many it takes to know what is usual
+
+
+@dataclass(frozen=True)
+class Bad:
+    """What is wrong with a step.
+
+    roll_back: the run should; otherwise the optimizer has left the step out, and that is enough
+    """
+
+    reason: str
+    roll_back: bool
+
+
+class LossWatch:
+    """Judges step after step; the same on all ranks, since loss and norm are.
+
+    fp16: infinite gradients are how its loss scale finds its value, and no reason to roll back
+    """
+
+    def __init__(self, limits: Supervision, *, fp16: bool):
+        self.limits, self.fp16 = limits, fp16
+        self.bad_steps = 0  # in a row
+        self.rollbacks = 0
+        self._losses: deque[float] = deque(maxlen=SEEN)
+
+    def judge(self, loss: float, grad_norm: float) -> Bad | None:
+        """The step just done: loss in nats per token, gradient norm before clipping."""
+        if math.isfinite(loss) and not math.isfinite(grad_norm) and self.fp16:
+            return Bad(f"the gradient norm is {grad_norm}", roll_back=False)
+        if not (math.isfinite(loss) and math.isfinite(grad_norm)):
+            name, value = ("gradient norm", grad_norm) if math.isfinite(loss) else ("loss", loss)
+            self.bad_steps += 1
+            reason = f"the {name} is {value}"
+            if self.bad_steps < self.limits.bad_steps:
+                return Bad(reason, roll_back=False)
+            return Bad(f"{reason}, {self.bad_steps} steps in a row", roll_back=True)
+        self.bad_steps = 0
+        usual = median(self._losses) if len(self._losses) >= NEEDED else math.inf
+        if self.limits.loss_spike and loss > usual + self.limits.loss_spike:
+            return Bad(
+                f"the loss is {loss:.4f}, more than {self.limits.loss_spike} nats above the "
+                f"{usual:.4f} of the steps before",
+                roll_back=True,
+            )
+        self._losses.append(loss)
+        return None
+
+    def forget(self) -> None:
+        """Begin anew, after a rollback."""
+        self.bad_steps = 0
+        self._losses.clear()
+        self.rollbacks += 1

@@ -1,0 +1,59 @@
+"""Whether a job that has failed should start again: not if the last one failed where it did.
+
+    python slurm/attempts.py EXIT_CODE RECIPE [what else pretrain.py got]
+
+Exit code 0: start again. Failures are noted in the run folder, in attempts.jsonl.
+"""
+
+import sys
+from pathlib import Path
+
+if __name__ == "__main__":  # the repository, not slurm/, is where imports start
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+import argparse
+import json
+import os
+
+from recipes.training.exit_codes import REFUSED
+from recipes.training.manifest import published, step_of
+from recipes.training.recipe import REPOSITORY, load_recipe
+from recipes.training.run_folder import RunFolder
+
+
+def main() -> None:
+    """Note the failure and decide."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("code", type=int, help="how pretrain.py ended")
+    parser.add_argument("recipe", type=Path)
+    parser.add_argument("--set", action="append", default=[])
+    parser.add_argument("--run-dir", type=Path)
+    options, _ = parser.parse_known_args()
+    if options.code == REFUSED:
+        sys.exit("the recipe was refused; the job does not start again")
+    name = load_recipe(options.recipe, options.set).name
+    folder = RunFolder(options.run_dir or REPOSITORY / "runs" / name)
+    step = max(map(step_of, published(folder.checkpoints)), default=0)
+    if failed_before(folder.path / "attempts.jsonl", step, options.code):
+        sys.exit(
+            f"failed twice without a checkpoint after step {step} (exit code {options.code}); the "
+            f"job does not start again"
+        )
+    print(f"failed with exit code {options.code}; starts again after step {step}")
+
+
+def failed_before(attempts: Path, step: int, code: int) -> bool:
+    """Whether the last failure of this job was at the same step; this one is noted."""
+    attempts.parent.mkdir(parents=True, exist_ok=True)
+    job = os.environ.get("SLURM_JOB_ID", "")
+    lines = attempts.read_text().splitlines() if attempts.exists() else []
+    earlier = [json.loads(line) for line in lines]
+    with attempts.open("a") as stream:
+        stream.write(json.dumps({"job": job, "step": step, "exit_code": code}) + "\n")
+    return any(attempt["job"] == job and attempt["step"] == step for attempt in earlier)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,58 @@
+"""Print the sbatch options that a recipe's [cluster] asks for, so that nothing is typed twice.
+
+sbatch $(python slurm/options.py recipes/llama/7b.toml) slurm/pretrain.slurm recipes/llama/7b.toml
+"""
+
+import sys
+from pathlib import Path
+
+if __name__ == "__main__":  # the repository, not slurm/, is where imports start
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+import argparse
+import re
+
+from recipes.training.recipe import load_recipe, origin
+from recipes.training.topology import World
+
+
+def main() -> None:
+    """Run the command."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("recipe", type=Path, help="as for pretrain.py")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="as for pretrain.py"
+    )
+    known, _ = parser.parse_known_args()  # the others are for pretrain.py
+    try:
+        print(" ".join(sbatch_options(known.recipe, known.set)))
+    except ValueError as problem:
+        sys.exit(f"options.py: {problem}")
+
+
+def sbatch_options(path: Path, overrides: list[str]) -> list[str]:
+    """The options, none of which needs quotes.
+
+    Raises:
+        ValueError: the recipe has no [cluster], or cannot run on it.
+    """
+    recipe = load_recipe(path, overrides)
+    if recipe.cluster is None:
+        raise ValueError(
+            f"{origin(path, overrides)} has no [cluster]; add one with nodes, gpus_per_node and gpu"
+        )
+    nodes, gpus = recipe.cluster.nodes, recipe.cluster.gpus_per_node
+    recipe.topology(World(size=nodes * gpus, local_size=gpus))
+    name = re.sub(r"[^\w.-]", "_", recipe.name)
+    return [
+        f"--job-name={name}",
+        f"--nodes={nodes}",
+        f"--ntasks-per-node={gpus}",
+        f"--gpus-per-node={gpus}",
+    ]
+
+
+if __name__ == "__main__":
+    main()
