@@ -17,6 +17,7 @@
 import hashlib
 import os
 import struct
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -83,26 +84,26 @@ class TokenFile:
     def documents_of(self, start: int, stop: int) -> list[tuple[int, int, int]]:
         """(document, first token in it, token after the last) of the tokens start .. stop - 1."""
         size, found = self.dtype.itemsize, []
+        offsets, documents = self.offsets, self.documents
         while start < stop:
             # The last sequence that begins here or before: empty ones share their address.
-            sequence = int(np.searchsorted(self.offsets, start * size, side="right")) - 1
-            document = int(np.searchsorted(self.documents, sequence, side="right")) - 1
-            after = int(self.documents[document + 1])
-            begin = int(self.offsets[self.documents[document]]) // size
-            end = int(self.offsets[after]) // size if after < self.sequences else self.count
+            sequence = bisect_right(offsets, start * size) - 1
+            document = bisect_right(documents, sequence) - 1
+            after = int(documents[document + 1])
+            begin = int(offsets[documents[document]]) // size
+            end = int(offsets[after]) // size if after < self.sequences else self.count
             found.append((document, start - begin, min(stop, end) - begin))
             start = end
         return found
 
     def document_lengths(self, start: int, stop: int) -> tuple[int, ...]:
         """How many of the tokens start .. stop - 1 are of each document, empty ones left out."""
-        size = self.dtype.itemsize
-        # The sequences that begin inside, and of them those that begin a document.
-        first = np.searchsorted(self.offsets, start * size, side="right")
-        after = np.searchsorted(self.offsets, stop * size, side="left")
-        documents = self.documents
-        begun = documents[slice(*np.searchsorted(documents, [first, after]))]
-        starts = np.unique(self.offsets[begun] // size)  # empty ones share their address
+        size, offsets, documents = self.dtype.itemsize, self.offsets, self.documents
+        # The sequences that begin inside, and of them those that begin a document. np.searchsorted
+        # would copy a whole column first, since none of them lies aligned in the file.
+        first, after = bisect_right(offsets, start * size), bisect_left(offsets, stop * size)
+        begun = documents[bisect_left(documents, first) : bisect_left(documents, after)]
+        starts = np.unique(offsets[begun] // size)  # empty ones share their address
         return tuple(np.diff(starts, prepend=start, append=stop).tolist())
 
     @property
