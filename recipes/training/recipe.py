@@ -142,7 +142,7 @@ class Data(Section):
     train: Annotated[tuple[Source, ...], Field(min_length=1)]
     validation: str
     tokenizer: str
-    separate_documents: bool = False  # attention and positions start again in each (2402.13991)
+    separate_documents: bool = False  # attention stays within each (arXiv 2402.13991)
 
     @model_validator(mode="after")
     def _check(self) -> "Data":
