@@ -149,7 +149,7 @@ class TrainingData:
         documents = None
         if self.separate_documents:
             lengths = tuple(corpus.document_lengths(index) for corpus, index in windows)
-            if any(len(each) > 1 for each in lengths):
+            if any(len(each) > 1 for each in lengths):  # otherwise whole sequences are the same
                 documents = Documents(lengths)
         context = Context(dropout, documents)
         if not self.takes_tokens:
