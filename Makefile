@@ -34,7 +34,7 @@ ifneq ($(origin CUDA_VISIBLE_DEVICES),undefined)
 endif
 endif
 
-.PHONY: setup pretrain test lint soak
+.PHONY: setup pretrain test lint soak cluster
 
 setup: $(READY)
 
@@ -63,6 +63,9 @@ soak: $(READY)
 
 test: $(READY)
 	@$(BIN)/python -m pytest $(ARGS)
+
+cluster: $(READY)
+	@$(BIN)/python -m pytest tests/cluster -m cluster -rs $(ARGS)
 
 lint: $(READY)
 	@$(BIN)/ruff check .

@@ -65,13 +65,14 @@ def main() -> None:
     from recipes.training.feed import Feed
     from recipes.training.loss_watch import LossWatch
     from recipes.training.supervisor import Breadcrumb, Supervisor
-    from recipes.training.tracking import Meter, open_tracker
+    from recipes.training.tracking import Meter, open_tracker, read_wandb_key
 
     folder = RunFolder(options.run_dir or REPOSITORY / "runs" / recipe.name)
     with refusals(world, options):
         check_machine(world, precision=number_format)
         data = TrainingData(recipe, topology, world.rank)
         if world.rank == 0:
+            read_wandb_key()
             folder.hold()
         start_processes(world)
         hosts = hosts_of_ranks()

@@ -31,7 +31,8 @@ from recipes.training.run_folder import RunFolder
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 LAUNCHERS = ("deepspeed", "torchrun", "torch.distributed", "torch/distributed")
 ECHO_SECONDS = 2.0  # launchers pass on what they get; later it is a second signal
-GATHER_SECONDS = 4.0  # for the ranks to write where they are
+GATHER_SECONDS = 3.0  # for the ranks to write where they are
+GUARD_SECONDS = 8  # that the guard leaves to the other ranks, which know more
 GUARD = Path(__file__).with_name("guard.py")
 COLLECTIVES = str(Path("torch", "distributed", "distributed_c10d.py"))
 
@@ -159,7 +160,7 @@ class Supervisor:
     def _start_guard(self) -> subprocess.Popen | None:
         if not self.hang_seconds:
             return None
-        patience = str(self.hang_seconds + int(GATHER_SECONDS))
+        patience = str(self.hang_seconds + GUARD_SECONDS)
         command = [sys.executable, "-I", "-S", str(GUARD), patience, self._name(self.rank)]
         return subprocess.Popen(command, stdin=subprocess.PIPE)
 

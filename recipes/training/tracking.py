@@ -318,6 +318,28 @@ def wandb_arguments(recipe: Recipe, folder: Path) -> dict[str, Any]:
     }
 
 
+def read_wandb_key() -> None:
+    """Take W&B's key from the file that WANDB_API_KEY_FILE names, where it is not set itself.
+
+    Raises:
+        ValueError: the file cannot be read, or by others too.
+    """
+    name = os.environ.get("WANDB_API_KEY_FILE")
+    if not name or os.environ.get("WANDB_API_KEY"):
+        return
+    file = Path(name).expanduser()
+    try:
+        readers, key = file.stat().st_mode & 0o077, file.read_text().strip()
+    except OSError as error:
+        raise ValueError(
+            f"WANDB_API_KEY_FILE = {name} cannot be read ({error.strerror}); use a file with the "
+            f"key and nothing else, or unset it"
+        ) from None
+    if readers:
+        raise ValueError(f"WANDB_API_KEY_FILE = {name} can be read by others; use chmod 600 {name}")
+    os.environ["WANDB_API_KEY"] = key
+
+
 def has_wandb_key() -> bool:
     """Whether a key is in the environment or in the netrc file that `wandb login` writes."""
     if os.environ.get("WANDB_API_KEY"):

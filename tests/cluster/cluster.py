@@ -204,6 +204,8 @@ Host *
   UserKnownHostsFile /dev/null
   LogLevel ERROR
   ConnectTimeout 5
+  ServerAliveInterval 2
+  ServerAliveCountMax 3
 """
 
 SSHD_CONFIG = """\

@@ -1,0 +1,40 @@
+"""pretrain.py with a fault, which FAULT in the recipe's name chooses; rank 1 is the one that has it.
+
+nan: its gradients are not finite from step 4 on; sleep: it stays in step 4; crash: it ends there
+"""
+
+import sys
+import time
+from pathlib import Path
+
+if __name__ == "__main__":  # the repository is where imports start
+    sys.path[0] = str(Path(__file__).resolve().parents[2])
+
+from recipes import pretrain
+from recipes.training.engine import Engine
+
+healthy, steps = Engine.train_step, []
+
+
+def train_step(self, micro_batches, learning_rate):
+    """A step that goes wrong."""
+    steps.append(learning_rate)
+    fault = self.recipe.name.rpartition("-")[2]
+    chosen = self.axis.rank == 1 or pretrain.World.from_environment(pretrain.os.environ).rank == 1
+    if len(steps) < 4 or not chosen:
+        return healthy(self, micro_batches, learning_rate)
+    if fault == "crash":
+        raise RuntimeError("a bug")
+    if fault == "sleep":
+        time.sleep(10_000)
+    weights = [weight for _, weight in self.parameters() if weight.requires_grad]
+    hook = weights[0].register_hook(lambda gradient: gradient * float("nan"))
+    result = healthy(self, micro_batches, learning_rate)
+    hook.remove()
+    return result
+
+
+Engine.train_step = train_step
+
+if __name__ == "__main__":
+    pretrain.main()

@@ -1,0 +1,300 @@
+"""The documented ways to start a run, on hosts and a Slurm of this machine."""
+
+import json
+import re
+import shlex
+import shutil
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tomli_w
+
+from recipes.training.recipe import REPOSITORY
+from recipes.training.run_folder import RunFolder
+from tests.cluster.cluster import Cluster, missing
+from tests.conftest import changed, small_recipe
+
+pytestmark = [
+    pytest.mark.cluster,
+    pytest.mark.skipif(bool(missing()), reason=f"no cluster here: {missing()}"),
+]
+CPU = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
+CANARY = "5ec7e7" + "c0ffee" * 5 + "cafe"  # looks like a key of W&B and is nobody's
+TIMED = ("step_seconds", "data_seconds", "tokens_per_second", "tflops_per_gpu", "memory_gb")
+SECONDS_OF_A_JOB = 180
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    with Cluster(4, slurm=True) as cluster:
+        yield cluster
+
+
+def write_recipe(corpus: Path, file: Path, **changes: Any) -> Path:
+    """Two ranks a node on four nodes: tensor 2 inside them, a stage on each."""
+    settings = {
+        "name": "small",
+        "model__layers": 4,
+        "layout__tensor": 2,
+        "layout__pipeline": 4,
+        "training__steps": 8,
+        "training__evaluate_every": 0,
+        "checkpoint__every": 100,
+        "cluster": {"nodes": 4, "gpus_per_node": 2, "gpu": "H100"},
+    }
+    file.write_text(tomli_w.dumps(changed(small_recipe(corpus), **settings | changes)))
+    return file
+
+
+def metrics(folder: Path) -> list[dict[str, Any]]:
+    """The lines of a run, without what differs between runs."""
+    lines = RunFolder(folder).read_metrics()
+    return [{k: v for k, v in line.items() if k not in TIMED} for line in lines]
+
+
+def events(folder: Path) -> list[str]:
+    lines = (folder / "events.jsonl").read_text().splitlines()
+    return [json.loads(line)["event"] for line in lines]
+
+
+class Job:
+    """A job of Slurm."""
+
+    def __init__(self, cluster: Cluster, command: str, environment: dict[str, str] | None = None):
+        done = cluster.run(command, env=CPU | (environment or {}))
+        assert done.returncode == 0, done.stderr
+        self.cluster, self.number = cluster, re.search(r"\d+", done.stdout)[0]
+
+    def facts(self) -> dict[str, str]:
+        """What Slurm knows."""
+        shown = self.cluster.run(f"scontrol show job {self.number}").stdout
+        return dict(re.findall(r"(\w+)=(\S*)", shown))
+
+    def wait(self, *states: str) -> dict[str, str]:
+        """Until it is in such a state, and stays there for a moment."""
+        deadline, seen = time.monotonic() + SECONDS_OF_A_JOB, 0
+        while seen < 3:
+            facts = self.facts()
+            seen = seen + 1 if facts["JobState"] in states else 0
+            assert time.monotonic() < deadline, (facts, self.words(facts))
+            time.sleep(0.5)
+        return facts
+
+    def words(self, facts: dict[str, str] | None = None) -> str:
+        """What it has printed."""
+        return Path((facts or self.facts())["StdOut"]).read_text(errors="replace")
+
+
+@pytest.fixture
+def submit(cluster: Cluster, tmp_path: Path, corpus: Path):
+    """Write a recipe and submit it as the README says."""
+
+    def submit(*more: str, environment: dict[str, str] | None = None, **changes: Any) -> Job:
+        recipe = write_recipe(corpus, tmp_path / "recipe.toml", **changes)
+        arguments = shlex.join([str(recipe), "--run-dir", str(tmp_path / "run"), *more])
+        return Job(
+            cluster,
+            f"sbatch --time=10 --output={tmp_path}/job.log $(python slurm/options.py {recipe}) "
+            f"slurm/pretrain.slurm {arguments}",
+            environment or {},
+        )
+
+    return submit
+
+
+def wait_for_step(folder: Path, step: int) -> None:
+    deadline = time.monotonic() + SECONDS_OF_A_JOB
+    while not (folder / "metrics.jsonl").exists() or len(metrics(folder)) < step:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+@pytest.fixture(scope="module")
+def alone(cluster: Cluster, corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same training by one process."""
+    folder = tmp_path_factory.mktemp("alone")
+    recipe = write_recipe(corpus, folder / "recipe.toml", layout={}, cluster=None)
+    done = cluster.run(f"python recipes/pretrain.py {recipe} --run-dir {folder}/run", env=CPU)
+    assert done.returncode == 0, done.stderr
+    return folder / "run"
+
+
+def test_deepspeed_on_four_hosts_trains_as_one_process_does(
+    cluster: Cluster, corpus: Path, alone: Path, tmp_path: Path
+) -> None:
+    recipe = write_recipe(corpus, tmp_path / "recipe.toml")
+    (tmp_path / "hosts").write_text("".join(f"{host} slots=2\n" for host in cluster.hosts))
+    command = "deepspeed --hostfile {} --num_nodes 4 recipes/pretrain.py {} --run-dir {}"
+    done = cluster.run(command.format(tmp_path / "hosts", recipe, tmp_path / "run"), env=CPU)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "node3: rank 4 .. 5: pipeline 2, data 0, tensor 0 .. 1" in done.stdout
+    for ours, one in zip(metrics(tmp_path / "run"), metrics(alone), strict=True):
+        assert ours["loss"] == pytest.approx(one["loss"], rel=1e-6)
+    (tmp_path / "hosts").write_text("node1 slots=2\nnode2 slots=2\n")
+    command = command.format(tmp_path / "hosts", recipe, tmp_path / "other")
+    done = cluster.run(command, env=CPU)
+    assert done.returncode == 2 and not (tmp_path / "other").exists()
+    assert "are 8 ranks, and 4 were started" in done.stderr
+
+
+def test_a_job_trains_as_one_process_does(submit, alone: Path, tmp_path: Path) -> None:
+    job = submit()
+    facts = job.wait("COMPLETED", "FAILED")
+    assert facts["JobState"] == "COMPLETED", job.words(facts)
+    assert facts["NumNodes"] == "4" and facts["NumTasks"] == "8" and facts["JobName"] == "small"
+    assert "node2: rank 2 .. 3: pipeline 1, data 0, tensor 0 .. 1" in job.words(facts)
+    for ours, one in zip(metrics(tmp_path / "run"), metrics(alone), strict=True):
+        assert ours["loss"] == pytest.approx(one["loss"], rel=1e-6)
+
+
+def test_before_its_time_limit_a_job_is_saved_and_goes_on(submit, tmp_path: Path) -> None:
+    job = submit(training__steps=60)
+    wait_for_step(tmp_path / "run", 10)
+    assert job.cluster.run(f"scancel --batch --signal=USR1 {job.number}").returncode == 0
+    facts = job.wait("COMPLETED", "FAILED")
+    assert facts["JobState"] == "COMPLETED" and facts["Restarts"] == "1", job.words(facts)
+    assert events(tmp_path / "run") == ["start", "save", "stop", "resume", "save", "end"]
+    disturbed = metrics(tmp_path / "run")
+    shutil.rmtree(tmp_path / "run")
+    submit(training__steps=60).wait("COMPLETED")
+    assert disturbed == metrics(tmp_path / "run") and len(disturbed) == 60
+
+
+def test_a_job_goes_on_without_a_host_that_has_died(
+    submit, cluster: Cluster, tmp_path: Path
+) -> None:
+    job = submit(
+        training__steps=150,
+        checkpoint__every=5,
+        layout__pipeline=2,
+        cluster={"nodes": 2, "gpus_per_node": 2, "gpu": "H100"},
+    )
+    wait_for_step(tmp_path / "run", 12)
+    victim = re.search(r"node\d|node\[\d", job.facts()["NodeList"])[0].replace("[", "")
+    cluster.kill_host(victim)
+    try:
+        facts = job.wait("COMPLETED", "FAILED")
+        assert facts["JobState"] == "COMPLETED", job.words(facts)
+        assert victim not in facts["NodeList"] and len(metrics(tmp_path / "run")) == 150
+        assert "resume" in events(tmp_path / "run")
+    finally:
+        cluster.restart_host(victim)
+        cluster.run(f"scontrol update nodename={victim} state=resume")
+
+
+def test_a_job_that_always_fails_stops(submit, tmp_path: Path) -> None:
+    broken = ["--set", "optimizer.learning_rate=1e38", "--set", "optimizer.gradient_clipping=0"]
+    job = submit(*broken)
+    facts = job.wait("FAILED", "COMPLETED")
+    assert facts["JobState"] == "FAILED" and facts["ExitCode"] == "3:0", job.words(facts)
+    assert facts["Restarts"] == "1"
+    assert "failed twice without a checkpoint after step 0 (exit code 3)" in job.words(facts)
+
+
+def test_a_refused_recipe_does_not_start_again(submit, tmp_path: Path) -> None:
+    job = submit("--set", "layout.pipeline=3")
+    facts = job.wait("FAILED", "COMPLETED")
+    assert facts["ExitCode"] == "2:0" and facts["Restarts"] == "0"
+    assert "does not divide the world of 8 ranks" in job.words(facts)
+
+
+def test_jobs_follow_each_other(cluster: Cluster, corpus: Path, tmp_path: Path) -> None:
+    recipe = write_recipe(corpus, tmp_path / "recipe.toml")
+    done = cluster.run(f"slurm/chain.sh 2 {recipe} --run-dir {tmp_path}/run", env=CPU)
+    numbers = re.findall(r"Submitted batch job (\d+)", done.stdout)
+    assert len(numbers) == 2, done.stderr
+    jobs = [Job(cluster, f"echo {number}") for number in numbers]
+    facts = [job.wait("COMPLETED", "FAILED") for job in jobs]
+    words = [job.words(fact) for job, fact in zip(jobs, facts, strict=True)]
+    for fact in facts:
+        Path(fact["StdOut"]).unlink()
+    assert [fact["JobState"] for fact in facts] == ["COMPLETED", "COMPLETED"], words
+    assert all("small is finished: 8 steps" in text for text in words)
+    assert events(tmp_path / "run").count("start") == 1
+
+
+def test_a_corpus_is_an_array_of_shards(cluster: Cluster, tmp_path: Path) -> None:
+    source = tmp_path / "a source.jsonl"
+    source.write_text("".join(json.dumps({"text": f"text {n}"}) + "\n" for n in range(500)))
+    made = cluster.run(
+        f"python recipes/prepare_data.py --source {shlex.quote(str(source))} --vocab-size 300 "
+        f"--output {tmp_path}/plain"
+    )
+    assert made.returncode == 0, made.stderr
+    options = ["--source", str(source), "--tokenizer", f"{tmp_path}/plain/tokenizer"]
+    words = shlex.join([*options, "--output", str(tmp_path / "joined")])
+    sbatch = f"sbatch --parsable --output={tmp_path}/%A-%a.log --cpus-per-task=2"
+    shards = Job(cluster, f"{sbatch} --array=0-2 slurm/prepare_data.slurm {words}")
+    after = f"--dependency=afterok:{shards.number} --kill-on-invalid-dep=yes"
+    Job(cluster, f"{sbatch} {after} slurm/prepare_data.slurm {words}").wait("COMPLETED")
+    for name in ("train.bin", "train.idx", "validation.bin", "validation.idx"):
+        plain, joined = tmp_path / "plain" / name, tmp_path / "joined" / name
+        assert joined.read_bytes() == plain.read_bytes()
+
+
+def test_templates_are_accepted_at_eight_gpus_a_node(corpus: Path, tmp_path: Path) -> None:
+    recipe = write_recipe(
+        corpus, tmp_path / "recipe.toml", cluster={"nodes": 4, "gpus_per_node": 8, "gpu": "H100"}
+    )
+    with Cluster(4, slurm=True, gpus=8) as cluster:
+        for template in sorted((REPOSITORY / "slurm").glob("*.slurm")):
+            options = f"$(python slurm/options.py {recipe})" if "pretrain" in template.name else ""
+            done = cluster.run(f"sbatch --test-only {options} {template} {recipe}")
+            assert done.returncode == 0, done.stderr
+    for script in (REPOSITORY / "slurm").glob("*.s[lh]*"):
+        assert subprocess.run(["bash", "-n", script], capture_output=True).stderr == b"", script
+
+
+def test_a_key_is_nowhere(submit, cluster: Cluster, corpus: Path, tmp_path: Path) -> None:
+    """A canary in place of a key: in no log, argument list, run folder or checkpoint."""
+    (tmp_path / "key").write_text(CANARY)
+    (tmp_path / "key").chmod(0o600)
+    offline = {"WANDB_BASE_URL": "http://127.0.0.1:9"}  # nobody listens there
+    secrets = [{"WANDB_API_KEY": CANARY}, {"WANDB_API_KEY_FILE": str(tmp_path / "key")}]
+    (tmp_path / "hosts").write_text("".join(f"{host} slots=2\n" for host in cluster.hosts[:2]))
+    two = {"nodes": 2, "gpus_per_node": 2, "gpu": "H100"}
+    settings = {"cluster": two, "layout__pipeline": 2, "tracking__mode": "auto"}
+    for number, secret in enumerate(secrets):
+        environment = secret | offline
+        job = submit(environment=environment, training__steps=300, **settings)
+        wait_for_step(tmp_path / "run", 3)
+        assert CANARY not in arguments_of_all(cluster), secret
+        facts = job.wait("COMPLETED", "FAILED")
+        assert facts["JobState"] == "COMPLETED", job.words(facts)
+        run = ["--run-dir", str(tmp_path / f"run{number}")]
+        command = ["deepspeed", "--hostfile", str(tmp_path / "hosts"), "--num_nodes", "2"]
+        command += ["recipes/pretrain.py", str(tmp_path / "recipe.toml"), *run]
+        with (tmp_path / f"deepspeed{number}.log").open("w") as log:
+            process = subprocess.Popen(
+                cluster.command(shlex.join(command)),
+                env=cluster.environment | CPU | environment,
+                stdout=log,
+                stderr=log,
+            )
+            wait_for_step(tmp_path / f"run{number}", 3)
+            assert CANARY not in arguments_of_all(cluster), secret
+            assert process.wait(timeout=SECONDS_OF_A_JOB) == 0
+        shutil.rmtree(tmp_path / "run") if number == 0 else None
+    files = [file for file in tmp_path.rglob("*") if file.is_file() and file.name != "key"]
+    assert len(files) > 20 and any("wandb" in file.parts for file in files)
+    assert [file for file in files if CANARY.encode() in file.read_bytes()] == []
+    (tmp_path / "key").chmod(0o640)
+    recipe = [
+        "python",
+        "recipes/pretrain.py",
+        str(tmp_path / "recipe.toml"),
+        "--set",
+        "cluster.nodes=1",
+    ]
+    recipe += ["--set", "cluster.gpus_per_node=1", "--set", "layout={}"]
+    done = cluster.run(shlex.join(recipe), env=CPU | secrets[1])
+    assert done.returncode == 2 and "can be read by others; use chmod 600" in done.stderr
+
+
+def arguments_of_all(cluster: Cluster) -> str:
+    """The command lines of all processes on all hosts."""
+    return cluster.run("cat /proc/[0-9]*/cmdline").stdout

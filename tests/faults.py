@@ -1,0 +1,272 @@
+"""Inject faults into runs on a cluster of this machine, and see how they end.
+
+Each run is started by `deepspeed`, on the head alone (two ranks) or over ssh on two hosts with two
+ranks each. When it trains, something happens to it. It must end, with a code that is no success,
+and leave no process on any host; what can be saved is saved, and a hang is explained. Prints a
+table; exit code 1 if anything is not so.
+
+    python tests/faults.py
+    python tests/faults.py --only "SIGSTOP to a rank"
+"""
+
+import sys
+from pathlib import Path
+
+if __name__ == "__main__":  # the repository, not tests/, is where imports start
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+import argparse
+import json
+import re
+import shlex
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import tomli_w
+
+from recipes.proving.corpus import write_corpus
+from recipes.training.exit_codes import HUNG, INTERRUPTED, STOPPED
+from recipes.training.manifest import published, step_of
+from recipes.training.recipe import REPOSITORY
+from tests.cluster.cluster import Cluster, missing
+from tests.conftest import VOCAB_SIZE, changed, small_recipe
+
+HANG_SECONDS = 6
+LIMIT_SECONDS = HANG_SECONDS + 10  # from the fault to the last process's end, where ranks notice
+SECONDS_TO_TRAIN = 60
+HOSTS = ("node1", "node2")
+FAULTY = "tests/cluster/faulty_pretrain.py"
+OURS = r"pretrain\.py|deepspeed\.launcher|bin/deepspeed|guard\.py|pdsh"
+RANK, LAUNCHER, DEEPSPEED = (
+    r"-u [^ ]*pretrain\.py --local_rank={}", r"^[^ ]*python[^ ]* -u -m deepspeed\.launcher\.launch",
+    r"^[^ ]*python[^ ]* [^ ]*bin/deepspeed",
+)  # fmt: skip
+
+
+@dataclass
+class Job:
+    """A run that is going on.
+
+    hosts: of its ranks; none: on the head, without ssh
+    """
+
+    cluster: Cluster
+    folder: Path
+    hosts: Sequence[str]
+    process: subprocess.Popen
+    output: Path
+
+    def signal(self, name: str, pattern: str, host: str = "head") -> None:
+        """Send a signal to the processes of a host with such a command line."""
+        done = self.cluster.run(f"pkill -{name} -f -- {shlex.quote(pattern)}", host=host)
+        assert done.returncode == 0, f"no process {pattern} on {host}"
+
+    def wait_for_step(self, step: int) -> None:
+        """Until so many steps are done."""
+        metrics = self.folder / "metrics.jsonl"
+        deadline = time.monotonic() + SECONDS_TO_TRAIN
+        while not metrics.exists() or metrics.read_text().count("\n") < step:
+            if time.monotonic() > deadline or self.process.poll() is not None:
+                raise RuntimeError(f"it does not train: {self.words()}")
+            time.sleep(0.05)
+
+    def words(self) -> str:
+        """What it has said."""
+        return self.output.read_text(errors="replace")
+
+    def left(self) -> list[str]:
+        """Processes of the job, on any host."""
+        return self.cluster.processes(OURS)
+
+
+@dataclass(frozen=True)
+class Fault:
+    """Something that happens to a run.
+
+    do: makes it happen, once the run trains
+    codes: of `deepspeed`, that are right
+    says: regular expressions that the run's output must match
+    saves: whether a checkpoint of the step where it stopped must be there
+    seconds: that it may take to end
+    """
+
+    name: str
+    hosts: tuple[str, ...]
+    do: Callable[[Job], None]
+    codes: tuple[int, ...]
+    says: tuple[str, ...] = ()
+    saves: bool = False
+    script: str = "recipes/pretrain.py"
+    seconds: float = LIMIT_SECONDS
+
+
+@dataclass
+class Outcome:
+    """How a run has ended."""
+
+    fault: Fault
+    seconds: float
+    code: int | None
+    left: list[str]
+    wrong: list[str] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        where = f"{len(self.fault.hosts)} hosts" if self.fault.hosts else "1 host"
+        verdict = "; ".join(self.wrong) or "yes"
+        return (
+            f"| {self.fault.name} | {where} | {self.seconds:.1f} | {self.code} | {len(self.left)} "
+            f"| {verdict} |"
+        )
+
+
+def send(name: str, pattern: str, host: str = "head") -> Callable[[Job], None]:
+    """A signal to a process of the job."""
+    return lambda job: job.signal(name, pattern, host)
+
+
+def faults() -> list[Fault]:
+    """All that is injected."""
+    second, one = RANK.format(1), ()
+    asked = {"saves": True, "says": ("the same command goes on",)}
+    named = r"rank 1 \(head\) does not answer: stopped, dead or cut off"
+    there = r"rank 3 \(node2\) does not answer"
+    gone = "its launcher, process .* is gone"
+    return [
+        Fault("SIGTERM to a rank", one, send("TERM", second), (INTERRUPTED,), **asked),
+        Fault("SIGUSR1 to a rank", one, send("USR1", second), (INTERRUPTED,), **asked),
+        Fault("SIGKILL to a rank", one, send("KILL", second), (247,)),
+        Fault("SIGSTOP to a rank", one, send("STOP", second), (HUNG, 247), says=(named,)),
+        Fault("SIGTERM to the launcher", one, send("TERM", LAUNCHER), (1,), saves=True),
+        Fault("SIGINT to the launcher", one, send("INT", LAUNCHER), (1,), saves=True),
+        Fault("SIGKILL to the launcher", one, send("KILL", LAUNCHER), (0, 137), saves=True,
+              says=(gone,)),
+        Fault("SIGTERM to deepspeed", one, send("TERM", DEEPSPEED), (-15, 143), saves=True,
+              says=(gone,)),
+        Fault("SIGKILL to deepspeed", one, send("KILL", DEEPSPEED), (-9, 137), saves=True,
+              says=(gone,)),
+        Fault("a rank's gradient is not finite", one, lambda job: None, (STOPPED,),
+              says=("3 steps in a row, after 2 rollbacks",), script=FAULTY),
+        Fault("a rank sleeps", one, lambda job: None, (HUNG,),
+              says=(r"rank 1 \(head\) is behind: step 4, .*; it waits in no collective",),
+              script=FAULTY),
+        Fault("a rank crashes", one, lambda job: None, (1,), says=("a bug",), script=FAULTY),
+        Fault("SIGTERM to a rank", HOSTS, send("TERM", second, "node1"), (INTERRUPTED,), **asked),
+        Fault("SIGKILL to a rank", HOSTS, send("KILL", second, "node2"), (247,)),
+        Fault("SIGSTOP to a rank", HOSTS, send("STOP", second, HOSTS[1]), (HUNG, 247),
+              says=(there,)),
+        Fault("SIGTERM to deepspeed", HOSTS, send("TERM", DEEPSPEED), (1,), saves=True),
+        Fault("SIGINT to deepspeed", HOSTS, send("INT", DEEPSPEED), (1,), saves=True),
+        Fault("SIGTERM to a node's launcher", HOSTS, send("TERM", LAUNCHER, "node2"),
+              (1, INTERRUPTED), saves=True),
+        Fault("SIGKILL to a node's launcher", HOSTS, send("KILL", LAUNCHER, "node2"),
+              (INTERRUPTED, 137), saves=True, says=(gone,)),
+        Fault("a host's link is cut", HOSTS, lambda job: job.cluster.cut_link(HOSTS[1]),
+              (HUNG, 255)),
+        Fault("a host is killed", HOSTS, lambda job: job.cluster.kill_host(HOSTS[1]), (HUNG, 255)),
+    ]  # fmt: skip
+
+
+def inject(cluster: Cluster, fault: Fault, number: int) -> Outcome:
+    """Start a run, make it happen, see how it ends."""
+    folder = cluster.folder / f"run{number}"
+    job = start(cluster, fault, folder)
+    job.wait_for_step(3)
+    started = time.monotonic()
+    fault.do(job)
+    try:
+        code = job.process.wait(timeout=fault.seconds + 30)
+    except subprocess.TimeoutExpired:
+        code = None
+    while job.left() and time.monotonic() < started + fault.seconds:
+        time.sleep(0.1)
+    seconds = time.monotonic() - started
+    outcome = Outcome(fault, seconds, code, job.left())
+    outcome.wrong = judge(job, outcome)
+    for line in outcome.left:
+        cluster.run(f"kill -9 {line.split()[0]}")
+    for host in HOSTS:  # as they were
+        if cluster.run("true", host=host).returncode:
+            cluster.mend_link(host)
+            if cluster.run("true", host=host).returncode:
+                cluster.restart_host(host)
+    return outcome
+
+
+def start(cluster: Cluster, fault: Fault, folder: Path) -> Job:
+    """Start a run on the hosts of a fault."""
+    corpus = cluster.folder / "corpus"
+    if not corpus.exists():
+        write_corpus(corpus, VOCAB_SIZE)
+    ranks = 2 * max(1, len(fault.hosts))
+    table = changed(
+        small_recipe(corpus),
+        name=f"small-{'nan' if 'finite' in fault.name else fault.name.split()[-1].rstrip('s')}",
+        layout={"tensor": 2, "pipeline": ranks // 2},
+        training={"steps": 10**6, "evaluate_every": 0},
+        checkpoint={"every": 3 if "finite" in fault.name else 10**5},
+        supervision={"hang_seconds": HANG_SECONDS},
+        tracking={"mode": "disabled"},
+    )
+    recipe = cluster.folder / f"{folder.name}.toml"
+    recipe.write_text(tomli_w.dumps(table))
+    where = "--num_gpus 2"
+    if fault.hosts:
+        (cluster.folder / "hostfile").write_text("".join(f"{h} slots=2\n" for h in fault.hosts))
+        where = f"--hostfile {cluster.folder}/hostfile --num_nodes {len(fault.hosts)}"
+    command = f"exec deepspeed {where} {fault.script} {recipe} --run-dir {folder}"
+    output = cluster.folder / f"{folder.name}.log"
+    with output.open("w") as stream:
+        process = subprocess.Popen(
+            cluster.command(command),
+            cwd=REPOSITORY,
+            env=cluster.environment | {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"},
+            stdin=subprocess.DEVNULL,
+            stdout=stream,
+            stderr=subprocess.STDOUT,
+        )
+    return Job(cluster, folder, fault.hosts, process, output)
+
+
+def judge(job: Job, outcome: Outcome) -> list[str]:
+    """What is not as it must be."""
+    fault, wrong = outcome.fault, []
+    if outcome.code not in fault.codes:
+        wrong.append(f"exit code {outcome.code}, not {fault.codes}")
+    if outcome.left:
+        wrong.append(f"left: {outcome.left}")
+    if outcome.seconds > fault.seconds:
+        wrong.append(f"more than {fault.seconds} s")
+    wrong += [f"does not say {text!r}" for text in fault.says if not re.search(text, job.words())]
+    lines = (job.folder / "metrics.jsonl").read_text().splitlines()
+    newest = max(map(step_of, published(job.folder / "checkpoints")), default=0)
+    if fault.saves and newest != json.loads(lines[-1])["step"]:
+        wrong.append(f"saved step {newest}, had done {json.loads(lines[-1])['step']}")
+    if wrong:
+        wrong.append(job.words()[-3000:])
+    return wrong
+
+
+def main() -> None:
+    """Inject, print."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--only", action="append", help="names of faults")
+    options = parser.parse_args()
+    if missing():
+        sys.exit(f"faults.py: {missing()}")
+    print("| fault | on | seconds | exit code | processes left | as it must be |")
+    print("|---|---|---|---|---|---|")
+    chosen = [f for f in faults() if not options.only or f.name in options.only]
+    with Cluster(len(HOSTS)) as cluster:
+        outcomes = []
+        for number, fault in enumerate(chosen):
+            outcomes.append(inject(cluster, fault, number))
+            print(outcomes[-1], flush=True)
+    sys.exit(any(outcome.wrong for outcome in outcomes))
+
+
+if __name__ == "__main__":
+    main()
