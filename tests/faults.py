@@ -65,12 +65,16 @@ class Job:
 
     def wait_for_step(self, step: int) -> None:
         """Until so many steps are done."""
-        metrics = self.folder / "metrics.jsonl"
         deadline = time.monotonic() + SECONDS_TO_TRAIN
-        while not metrics.exists() or metrics.read_text().count("\n") < step:
+        while self.steps() < step:
             if time.monotonic() > deadline or self.process.poll() is not None:
                 raise RuntimeError(f"it does not train: {self.words()}")
             time.sleep(0.05)
+
+    def steps(self) -> int:
+        """How many are done."""
+        metrics = self.folder / "metrics.jsonl"
+        return metrics.read_text().count("\n") if metrics.exists() else 0
 
     def words(self) -> str:
         """What it has said."""
@@ -89,6 +93,7 @@ class Fault:
     codes: of `deepspeed`, that are right
     says: regular expressions that the run's output must match
     saves: whether a checkpoint of the step where it stopped must be there
+    inside: the fault of tests/cluster/faulty_pretrain.py that it has instead; none: pretrain.py
     seconds: that it may take to end
     """
 
@@ -98,7 +103,7 @@ class Fault:
     codes: tuple[int, ...]
     says: tuple[str, ...] = ()
     saves: bool = False
-    script: str = "recipes/pretrain.py"
+    inside: str = ""
     seconds: float = LIMIT_SECONDS
 
 
@@ -126,6 +131,16 @@ def send(name: str, pattern: str, host: str = "head") -> Callable[[Job], None]:
     return lambda job: job.signal(name, pattern, host)
 
 
+def suspend(job: Job) -> None:
+    """Stop `deepspeed` on the head: ranks on other hosts cannot know, and train on."""
+    job.signal("STOP", DEEPSPEED)
+    before = job.steps()
+    time.sleep(LIMIT_SECONDS)
+    assert job.steps() > before
+    job.signal("CONT", DEEPSPEED)
+    job.signal("TERM", DEEPSPEED)
+
+
 def faults() -> list[Fault]:
     """All that is injected."""
     second, one = RANK.format(1), ()
@@ -142,16 +157,20 @@ def faults() -> list[Fault]:
         Fault("SIGINT to the launcher", one, send("INT", LAUNCHER), (1,), saves=True),
         Fault("SIGKILL to the launcher", one, send("KILL", LAUNCHER), (0, 137), saves=True,
               says=(gone,)),
+        Fault("SIGSTOP to the launcher", one, send("STOP", LAUNCHER), (0, 137), saves=True,
+              says=(gone,)),
+        Fault("SIGSTOP to deepspeed", one, send("STOP", DEEPSPEED), (-9, 137), saves=True,
+              says=(gone,)),
         Fault("SIGTERM to deepspeed", one, send("TERM", DEEPSPEED), (-15, 143), saves=True,
               says=(gone,)),
         Fault("SIGKILL to deepspeed", one, send("KILL", DEEPSPEED), (-9, 137), saves=True,
               says=(gone,)),
         Fault("a rank's gradient is not finite", one, lambda job: None, (STOPPED,),
-              says=("3 steps in a row, after 2 rollbacks",), script=FAULTY),
+              says=("3 steps in a row, after 2 rollbacks",), inside="nan"),
         Fault("a rank sleeps", one, lambda job: None, (HUNG,),
               says=(r"rank 1 \(head\) is behind: step 4, .*; it waits in no collective",),
-              script=FAULTY),
-        Fault("a rank crashes", one, lambda job: None, (1,), says=("a bug",), script=FAULTY),
+              inside="sleep"),
+        Fault("a rank crashes", one, lambda job: None, (1,), says=("a bug",), inside="crash"),
         Fault("SIGTERM to a rank", HOSTS, send("TERM", second, "node1"), (INTERRUPTED,), **asked),
         Fault("SIGKILL to a rank", HOSTS, send("KILL", second, "node2"), (247,)),
         Fault("SIGSTOP to a rank", HOSTS, send("STOP", second, HOSTS[1]), (HUNG, 247),
@@ -161,7 +180,11 @@ def faults() -> list[Fault]:
         Fault("SIGTERM to a node's launcher", HOSTS, send("TERM", LAUNCHER, "node2"),
               (1, INTERRUPTED), saves=True),
         Fault("SIGKILL to a node's launcher", HOSTS, send("KILL", LAUNCHER, "node2"),
-              (INTERRUPTED, 137), saves=True, says=(gone,)),
+              (INTERRUPTED, 255), saves=True),
+        Fault("SIGSTOP to a node's launcher", HOSTS, send("STOP", LAUNCHER, "node2"),
+              (INTERRUPTED, 255), saves=True),
+        Fault("SIGSTOP to deepspeed, which the run outlives, then SIGTERM", HOSTS, suspend,
+              (1,), saves=True, seconds=2 * LIMIT_SECONDS),
         Fault("a host's link is cut", HOSTS, lambda job: job.cluster.cut_link(HOSTS[1]),
               (HUNG, 255)),
         Fault("a host is killed", HOSTS, lambda job: job.cluster.kill_host(HOSTS[1]), (HUNG, 255)),
@@ -202,10 +225,10 @@ def start(cluster: Cluster, fault: Fault, folder: Path) -> Job:
     ranks = 2 * max(1, len(fault.hosts))
     table = changed(
         small_recipe(corpus),
-        name=f"small-{'nan' if 'finite' in fault.name else fault.name.split()[-1].rstrip('s')}",
+        name=f"small-{fault.inside or 'sound'}",
         layout={"tensor": 2, "pipeline": ranks // 2},
         training={"steps": 10**6, "evaluate_every": 0},
-        checkpoint={"every": 3 if "finite" in fault.name else 10**5},
+        checkpoint={"every": 3 if fault.inside == "nan" else 10**5},
         supervision={"hang_seconds": HANG_SECONDS},
         tracking={"mode": "disabled"},
     )
@@ -215,7 +238,8 @@ def start(cluster: Cluster, fault: Fault, folder: Path) -> Job:
     if fault.hosts:
         (cluster.folder / "hostfile").write_text("".join(f"{h} slots=2\n" for h in fault.hosts))
         where = f"--hostfile {cluster.folder}/hostfile --num_nodes {len(fault.hosts)}"
-    command = f"exec deepspeed {where} {fault.script} {recipe} --run-dir {folder}"
+    script = FAULTY if fault.inside else "recipes/pretrain.py"
+    command = f"exec deepspeed {where} {script} {recipe} --run-dir {folder}"
     output = cluster.folder / f"{folder.name}.log"
     with output.open("w") as stream:
         process = subprocess.Popen(

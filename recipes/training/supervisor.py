@@ -16,6 +16,7 @@ import sys
 import threading
 import time
 import traceback
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -104,6 +105,7 @@ class Supervisor:
         # Python's own handlers run between its instructions, and never in a collective that waits.
         self._wakeup = signal.set_wakeup_fd(self._write)
         self._launchers = {os.pidfd_open(pid): pid for pid in launchers_of(os.getpid())}
+        self._stopped = Counter[int]()  # ticks that launchers have been seen stopped
         self._guard = self._start_guard()
         self._thread = threading.Thread(target=self._watch, name="supervisor", daemon=True)
         self._thread.start()
@@ -142,16 +144,26 @@ class Supervisor:
             if ready:
                 continue
             self._beat()
+            self._end_stopped_launchers()
             idle, seen = (idle + 1, seen) if self.crumb.count == seen else (0, self.crumb.count)
             if self.hang_seconds and idle >= self.hang_seconds:
                 self._report_hang()
+
+    def _end_stopped_launchers(self) -> None:
+        """End what has been stopped for too long: it would never take notice of the run's end."""
+        for pid in self._launchers.values():
+            stopped = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+            self._stopped[pid] = self._stopped[pid] + 1 if stopped else 0
+            if self.hang_seconds and self._stopped[pid] >= self.hang_seconds:
+                os.kill(pid, signal.SIGKILL)
 
     def _ask(self, reason: str) -> None:
         now = time.monotonic()
         if self.asked is None:
             self.asked, self._asked_at = reason, now
-            if self.rank == 0:
-                print(f"{reason}: the run stops after this step", file=sys.stderr, flush=True)
+            if self.rank == 0 or not reason.startswith("SIG"):
+                text = f"{self._name(self.rank)}: {reason}: the run stops after this step"
+                print(text, file=sys.stderr, flush=True)
         elif reason.startswith("SIG") and now - self._asked_at > ECHO_SECONDS:
             number = signal.Signals[reason]
             print(f"rank {self.rank}: {reason} again, ends at once", file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""pretrain.py with a fault, which FAULT in the recipe's name chooses; rank 1 is the one that has it.
+"""pretrain.py with a fault that the end of the recipe's name chooses; rank 1 has it.
 
 nan: its gradients are not finite from step 4 on; sleep: it stays in step 4; crash: it ends there
 """
