@@ -38,7 +38,9 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from recipes.preparing.documents import KINDS
+from recipes.training.manifest import flush
 from recipes.training.recipe import REPOSITORY, load_recipe, repository_path
+from recipes.training.token_file import tokenizer_hash
 
 if TYPE_CHECKING:
     from recipes.preparing.formats import Format, NumberedPiece
@@ -47,7 +49,6 @@ if TYPE_CHECKING:
 SMALLEST_VOCABULARY = 257  # every byte and the end of text
 PIECES = 1000  # of a source, about
 SMALLEST_PIECE, LARGEST_PIECE = 2**22, 2**30  # bytes
-INTERRUPTED = 130
 
 
 def main() -> None:
@@ -59,8 +60,7 @@ def main() -> None:
     except (ValueError, OSError) as problem:
         sys.exit(f"prepare_data.py: {problem}")
     except KeyboardInterrupt:
-        print("prepare_data.py: interrupted; the same command goes on where it was")
-        sys.exit(INTERRUPTED)
+        sys.exit("prepare_data.py: interrupted")
 
 
 def prepare(arguments: list[str]) -> None:
@@ -89,6 +89,8 @@ def prepare(arguments: list[str]) -> None:
     )
     pieces = cut(formats, options)
     with hold(workspace, shared=options.shard is not None):
+        if output.exists() and any(output.iterdir()):
+            raise ValueError(f"another process has just written {output}")
         tokenization = plan(formats, pieces, options, workspace)
         if options.shard is not None:
             shard, shards = options.shard
@@ -99,6 +101,7 @@ def prepare(arguments: list[str]) -> None:
         facts = {"source": options.source, "tokenizer": f"{options.output}/tokenizer"}
         manifest = join(tokenization, pieces, workspace / "corpus", facts)
         os.rename(workspace / "corpus", output)
+        flush(output.parent)
         shutil.rmtree(workspace, ignore_errors=True)
     tell(manifest, output)
 
@@ -134,7 +137,7 @@ def cut(formats: "list[Format]", options: argparse.Namespace) -> "list[NumberedP
     """All pieces of the source in order, each with the number of its format.
 
     The same for every shard and number of processes: a small source has small pieces, a large one
-    at most some thousands.
+    about PIECES, or one for each file.
 
     Raises:
         ValueError: there is nothing to read.
@@ -159,12 +162,11 @@ def plan(
     from transformers import AutoTokenizer
 
     from recipes.preparing.tokenization import Tokenization
-    from recipes.preparing.tokenizer import load_tokenizer, train_tokenizer
-    from recipes.training.data import tokenizer_hash
+    from recipes.preparing.tokenizer import copy_tokenizer, train_tokenizer
 
     skip, fraction = frozenset(options.skip), options.validation_fraction
     if options.tokenizer:
-        folder = load_tokenizer(options.tokenizer, workspace)
+        folder = copy_tokenizer(options.tokenizer, workspace)
     else:
         folder = train_tokenizer(
             formats,
@@ -197,7 +199,7 @@ def hold(workspace: Path, *, shared: bool) -> Iterator[None]:
         ValueError: another process works there.
     """
     workspace.mkdir(parents=True, exist_ok=True)
-    with (workspace / "lock").open("a") as lock:
+    with (workspace / "lock").open("a+") as lock:  # NFS locks only what could be read, too
         try:
             fcntl.flock(lock, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -206,9 +208,10 @@ def hold(workspace: Path, *, shared: bool) -> Iterator[None]:
             yield
         except BaseException:
             finished = [path for path in workspace.glob("pieces/*") if not path.suffix]
-            if finished:
-                stay = f"{len(finished)} finished pieces stay in {workspace} for the next start"
-                print(stay, file=sys.stderr)
+            trained = [path for path in workspace.glob("tokenizer-*") if not path.suffix]
+            if finished or trained:
+                pieces = f"{len(finished)} finished pieces" if finished else "a tokenizer"
+                print(f"{pieces} in {workspace}: the same command goes on there", file=sys.stderr)
             elif not shared:
                 shutil.rmtree(workspace, ignore_errors=True)
             raise
@@ -251,13 +254,12 @@ def show(arguments: list[str]) -> None:
 def verify(arguments: list[str]) -> None:
     """Compare a corpus with the SHA-256s of its manifest; exit code 1 if anything differs."""
     parser = argparse.ArgumentParser(prog="prepare_data.py verify", description=verify.__doc__)
-    parser.add_argument("corpus", type=Path, help="a folder that prepare_data.py has written")
-    parser.add_argument("--processes", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("corpus", type=Path, help="a folder, from the repository's root")
     options = parser.parse_args(arguments)
     from recipes.preparing.corpus import find_damages
 
     corpus = repository_path(options.corpus)
-    damages = list(find_damages(corpus, options.processes))
+    damages = list(find_damages(corpus, len(os.sched_getaffinity(0))))
     for damage in damages:
         print(f"{corpus}: {damage}")
     if damages:
@@ -286,7 +288,7 @@ def parse_command_line(arguments: list[str]) -> argparse.Namespace:
         nargs="+",
         default=["stdlib"],
         help='"stdlib"; files, folders or patterns of .jsonl, .json, .parquet, .txt, .arrow or '
-        ".csv (text also .gz, .bz2, .zst); what save_to_disk wrote; a dataset of the hub",
+        ".csv (text also .gz, .bz2, .zst), from here; what save_to_disk wrote; datasets of the hub",
     )
     add("--config", help="the hub dataset's configuration")
     add("--split", default="train", help="the dataset's split")
@@ -294,7 +296,10 @@ def parse_command_line(arguments: list[str]) -> argparse.Namespace:
     add("--column", default="text", help="the column that holds the text")
     add("--text-is", choices=("line", "file"), default="line", help="the document in a .txt")
     add("--output", default="data/stdlib", help="folder to write, from the repository's root")
-    add("--tokenizer", help="a tokenizer that transformers loads; none: train one")
+    add(
+        "--tokenizer",
+        help="of the hub, or a folder, from the repository's root; none: train one",
+    )
     add("--vocab-size", type=int, default=2048, help="of the tokenizer to train")
     add("--validation-fraction", type=float, default=0.1, help="of the documents")
     add(

@@ -16,9 +16,11 @@ if __name__ == "__main__":  # the repository, not tests/, is where imports start
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import argparse
+import contextlib
 import json
 import re
 import shlex
+import signal
 import subprocess
 import time
 from collections.abc import Callable, Sequence
@@ -198,14 +200,12 @@ def inject(cluster: Cluster, fault: Fault, number: int) -> Outcome:
     job.wait_for_step(3)
     started = time.monotonic()
     fault.do(job)
-    try:
-        code = job.process.wait(timeout=fault.seconds + 30)
-    except subprocess.TimeoutExpired:
-        code = None
     while job.left() and time.monotonic() < started + fault.seconds:
         time.sleep(0.1)
-    seconds = time.monotonic() - started
-    outcome = Outcome(fault, seconds, code, job.left())
+    outcome = Outcome(fault, time.monotonic() - started, None, job.left())
+    job.process.send_signal(signal.SIGCONT)  # nsenter stops itself when what it runs is stopped
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        outcome.code = job.process.wait(timeout=5)
     outcome.wrong = judge(job, outcome)
     for line in outcome.left:
         cluster.run(f"kill -9 {line.split()[0]}")
@@ -249,6 +249,7 @@ def start(cluster: Cluster, fault: Fault, folder: Path) -> Job:
             stdin=subprocess.DEVNULL,
             stdout=stream,
             stderr=subprocess.STDOUT,
+            start_new_session=True,
         )
     return Job(cluster, folder, fault.hosts, process, output)
 

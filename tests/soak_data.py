@@ -31,7 +31,7 @@ import psutil
 from recipes.training.recipe import REPOSITORY
 
 PIECE_BYTES = 2**16
-SECONDS = 120  # a preparation that takes longer hangs
+PREPARATION_SECONDS = 120  # one that takes longer hangs
 SECONDS_TO_FOLLOW = 10  # for processes whose command is gone
 VICTIMS = ("the command", "a process", "all of them")
 COMMAND = f"import recipes.prepare_data as p; p.SMALLEST_PIECE = {PIECE_BYTES}; p.main()"
@@ -66,7 +66,7 @@ def soak(folder: Path, *, kills: int, seed: int, megabytes: float = 12) -> Repor
     write_source(source, int(megabytes * 1e6))
     started = time.monotonic()
     undisturbed = start(source, expected)
-    words = undisturbed.communicate(timeout=SECONDS)[0]
+    words = undisturbed.communicate(timeout=PREPARATION_SECONDS)[0]
     if undisturbed.returncode:
         raise RuntimeError(f"an undisturbed preparation failed: {words}")
     seconds = time.monotonic() - started
@@ -74,18 +74,20 @@ def soak(folder: Path, *, kills: int, seed: int, megabytes: float = 12) -> Repor
     while report.kills.total() < kills and not report.wrong:
         output = folder / "disturbed"
         shutil.rmtree(output, ignore_errors=True)
-        _prepare_under_fire(report, chance, kills, (source, output, seconds))
+        prepare_under_fire(report, chance, kills, source=source, output=output, seconds=seconds)
         if not report.wrong:
             report.wrong += compare(expected, output)
             report.corpora += 1
     return report
 
 
-def _prepare_under_fire(
-    report: Report, chance: random.Random, kills: int, place: tuple[Path, Path, float]
+def prepare_under_fire(
+    report: Report, chance: random.Random, kills: int, *, source: Path, output: Path, seconds: float
 ) -> None:
-    """Prepare one corpus, killing as long as kills are left and it is not there."""
-    source, output, seconds = place
+    """Prepare one corpus, killing as long as kills are left and it is not there.
+
+    seconds: that it takes undisturbed
+    """
     pieces: set[str] = set()
     while True:
         process = start(source, output)
@@ -96,6 +98,10 @@ def _prepare_under_fire(
         instant = time.monotonic() + chance.uniform(0, seconds / 3)
         while process.poll() is None and (not armed or time.monotonic() < instant):
             time.sleep(0.005)
+            if time.monotonic() > instant + PREPARATION_SECONDS:
+                report.wrong.append("it hangs")
+                process.kill()
+                return
         if process.returncode is not None:
             if process.returncode:
                 report.wrong.append(f"it failed: {process.communicate()[0]}")

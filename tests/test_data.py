@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from models.parallel.rng import MaskKey
-from recipes.training.data import TrainingData, Windows, choose_sources, permuted, tokenizer_hash
+from recipes.training.data import TrainingData, Windows, choose_sources, permuted
 from recipes.training.micro_batch import MicroBatch
 from recipes.training.progress import Progress
 from recipes.training.recipe import Recipe, parse_recipe
-from recipes.training.token_file import TokenFile, write_token_file
+from recipes.training.token_file import TokenFile, tokenizer_hash, write_token_file
 from recipes.training.topology import Topology
 from tests.conftest import changed
 

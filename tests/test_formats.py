@@ -1,3 +1,4 @@
+import gzip
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -8,10 +9,10 @@ import pytest
 from datasets import Dataset, DatasetDict, IterableDataset
 from pyarrow import parquet
 
-from recipes.preparing.documents import KINDS, Problem
+from recipes.preparing.documents import KINDS
 from recipes.preparing.formats import Format, Stream
 from recipes.preparing.source import open_source
-from recipes.preparing.tokenization import documents
+from recipes.preparing.tokenization import texts_of
 
 TEXTS = [
     f"document {i}: ünïcode 🙂 {'and more ' * (i % 7)}\u2028no line ends here" for i in range(100)
@@ -26,7 +27,7 @@ def opened(*names: Path | str, text_is: str = "line") -> list[Format]:
 
 def texts(formats: list[Format], target_bytes: int, skip: frozenset[str] = frozenset()) -> list:
     pieces = [(reader, piece) for reader in formats for piece in reader.pieces(target_bytes)]
-    return [text for reader, piece in pieces for text in documents(reader, piece, skip)]
+    return [text for reader, piece in pieces for text in texts_of(reader, piece, skip)]
 
 
 def json_lines(path: Path) -> None:
@@ -53,6 +54,13 @@ WRITERS: dict[str, Callable[[Path], object]] = {
     "lines.jsonl.gz": json_lines,
     "lines.jsonl.bz2": json_lines,
     "lines.json.zst": json_lines,
+    "bom.jsonl": lambda path: path.write_bytes(
+        b"\xef\xbb\xbf" + b"".join(json.dumps({"body": t}).encode() + b"\n" for t in TEXTS)
+    ),
+    "bom.txt": lambda path: path.write_text("\n".join(TEXTS) + "\n", encoding="utf-8-sig"),
+    "array.json.gz": lambda path: path.write_bytes(
+        gzip.compress(json.dumps([{"body": text} for text in TEXTS]).encode())
+    ),
     "array.json": lambda path: path.write_text(
         json.dumps([{"body": text} for text in TEXTS], indent=1), encoding="utf-8-sig"
     ),
@@ -80,6 +88,11 @@ def test_pieces_follow_each_other(tmp_path: Path) -> None:
         assert [piece.stop for piece in pieces[:-1]] == [piece.start for piece in pieces[1:]]
 
 
+def test_texts_of_a_csv_stay_texts(tmp_path: Path) -> None:
+    (tmp_path / "table.csv").write_text("id,body\n1,001\n,NA\n3,null\n")
+    assert texts(opened(tmp_path / "table.csv"), 1) == ["001", "NA", "null"]
+
+
 def test_several_sources_and_patterns(tmp_path: Path) -> None:
     json_lines(tmp_path / "b.jsonl")
     WRITERS["groups.parquet"](tmp_path / "a.parquet")
@@ -103,7 +116,7 @@ def test_a_stream_is_read_shard_by_shard() -> None:
             yield from ({"body": text} for text in TEXTS[25 * part : 25 * part + 25])
 
     dataset = IterableDataset.from_generator(rows, gen_kwargs={"parts": [0, 1, 2, 3]})
-    stream = Stream("made", dataset, "body")
+    stream = Stream("made", dataset, "body", "default/train/1")
     assert len(list(stream.pieces(1))) == 4
     assert texts([stream], 1) == TEXTS
 
@@ -112,6 +125,7 @@ BAD = {  # file: its bytes, which row, the kind of problem, what is said of it
     "utf8.jsonl": (b'{"body": "a"}\n{"body": "\xff"}\n', "line 2", "utf-8", "byte 10 is 0xff"),
     "half.jsonl": (b'{"body": "a"}\n\n{"body": "\\ud800"}', "line 3", "utf-8", "surrogate pair"),
     "json.jsonl": (b'{"body": "a"}\n{"body": \n', "line 2", "json", "no JSON: Expecting value"),
+    "number5000.jsonl": (b'{"body": "a"}\n[' + b"1" * 5000 + b"]", "line 2", "json", "no JSON"),
     "list.jsonl": (b'{"body": "a"}\n[1, 2]\n', "line 2", "json", "[1, 2] is no object"),
     "deep.jsonl": (b'{"body": "a"}\n' + b"[" * 2 * 10**4, "line 2", "json", "no JSON"),
     "empty.jsonl": (b'{"body": "a"}\n{"body": " "}', "line 2", "empty", "the document is empty"),
@@ -141,8 +155,8 @@ def test_a_bad_row_is_named(name: str, tmp_path: Path) -> None:
 
 def test_parquet_with_bytes_that_are_no_text(tmp_path: Path) -> None:
     offsets = np.array([0, 1, 3], np.int32)
-    buffers = [None, pyarrow.py_buffer(offsets), pyarrow.py_buffer(b"a\xff\xff")]
-    column = pyarrow.StringArray.from_buffers(2, buffers[1], buffers[2])
+    content = pyarrow.py_buffer(offsets), pyarrow.py_buffer(b"a\xff\xff")
+    column = pyarrow.StringArray.from_buffers(2, *content)
     parquet.write_table(pyarrow.table({"body": column}), tmp_path / "bad.parquet")
     with pytest.raises(ValueError, match=r"bad\.parquet, row 1: byte 0"):
         texts(opened(tmp_path / "bad.parquet"), 1)
@@ -187,6 +201,25 @@ def test_a_dataset_that_is_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
         opened("no/where")
 
 
-def test_problems_have_known_kinds() -> None:
-    assert {kind for _, _, kind, _ in BAD.values()} == set(KINDS) == ALL
-    assert Problem("empty", "").kind in ALL
+def test_every_kind_has_a_bad_row() -> None:
+    assert {kind for _, _, kind, _ in BAD.values()} == set(KINDS)
+
+
+def test_a_source_that_changes_while_it_is_read_is_noticed(tmp_path: Path) -> None:
+    json_lines(tmp_path / "lines.jsonl")
+    (reader,) = opened(tmp_path / "lines.jsonl")
+    (piece,) = reader.pieces(10**9)
+    assert reader.version(piece) == piece.version
+    with (tmp_path / "lines.jsonl").open("a") as stream:
+        stream.write("\n")
+    assert reader.version(piece) != piece.version
+
+
+def test_a_corpus_is_no_source(tmp_path: Path) -> None:
+    json_lines(tmp_path / "lines.jsonl")
+    for folder in (tmp_path / "made", tmp_path / "more.incomplete" / "pieces"):
+        folder.mkdir(parents=True)
+        (folder / "pieces.jsonl").write_text("{}")
+        (folder / "report.json").write_text("{}")
+    assert texts(opened(tmp_path), 500) == TEXTS
+    assert texts(opened(f"{tmp_path}/**/**/lines.jsonl"), 500) == TEXTS  # found twice

@@ -1,4 +1,6 @@
+import fcntl
 import json
+import random
 import shutil
 import subprocess
 import sys
@@ -11,9 +13,9 @@ from transformers import AutoTokenizer
 
 from recipes.preparing.corpus import find_damages
 from recipes.preparing.documents import KINDS
-from recipes.training.data import TrainingData, tokenizer_hash
+from recipes.training.data import TrainingData
 from recipes.training.recipe import REPOSITORY, parse_recipe
-from recipes.training.token_file import TokenFile
+from recipes.training.token_file import TokenFile, tokenizer_hash
 from recipes.training.topology import Topology
 from tests.conftest import changed, small_recipe
 from tests.soak_data import soak
@@ -77,7 +79,7 @@ def test_a_tokenizer_can_be_brought_along(prepared: Path) -> None:
         *("--tokenizer", prepared / "out" / "tokenizer", "--output", prepared / "again"),
     )
     assert done.returncode == 0, done.stderr
-    for name in ("train.bin", "train.idx", "validation.bin"):
+    for name in ("train.bin", "train.idx", "validation.bin", "validation.idx"):
         assert (prepared / "again" / name).read_bytes() == (prepared / "out" / name).read_bytes()
 
 
@@ -111,6 +113,16 @@ def test_bad_input_is_refused_in_one_line(
     assert done.returncode == 1
     assert named in done.stderr and done.stderr.count("\n") == 1
     assert not list(tmp_path.glob("bad*"))
+
+
+def test_one_process_at_a_time_joins(prepared: Path, tmp_path: Path) -> None:
+    workspace = tmp_path / "out.incomplete"
+    workspace.mkdir()
+    with (workspace / "lock").open("a+") as lock:
+        fcntl.flock(lock, fcntl.LOCK_SH)  # a shard at work
+        options = ["--source", prepared / "text.jsonl", "--column", "body"]
+        done = prepare(*options, "--output", tmp_path / "out")
+    assert done.returncode == 1 and "out.incomplete is in use by another process" in done.stderr
 
 
 def test_bad_rows_are_left_out_and_counted(prepared: Path, tmp_path: Path) -> None:
@@ -147,7 +159,8 @@ def test_finished_pieces_stay_when_something_fails(prepared: Path, tmp_path: Pat
     done = prepare(*options, "--vocab-size", 300, "--validation-fraction", "1e-9")
     assert done.returncode == 1 and "the validation part has no tokens" in done.stderr
     workspace = tmp_path / "out.incomplete"
-    assert f"1 finished pieces stay in {workspace} for the next start" in done.stderr
+    assert f"1 finished pieces in {workspace}: the same command goes on there" in done.stderr
+    assert "of 60 documents (0 rows were skipped), --validation-fraction 1e-09" in done.stderr
     assert not (tmp_path / "out").exists() and list(workspace.glob("pieces/*/report.json"))
 
 
@@ -178,14 +191,17 @@ def test_shards_are_joined_to_the_same_corpus(prepared: Path, tmp_path: Path) ->
 def test_a_corpus_is_verified(prepared: Path, tmp_path: Path) -> None:
     corpus = shutil.copytree(prepared / "out", tmp_path / "out")
     assert prepare("verify", corpus).returncode == 0
-    for name in ("train.bin", "validation.idx", "tokenizer/tokenizer.json", "pieces.jsonl"):
-        content = (corpus / name).read_bytes()
-        middle = len(content) // 2
-        (corpus / name).write_bytes(
-            content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :]
-        )
-        assert list(find_damages(corpus, 2)), name
-        (corpus / name).write_bytes(content)
+    chance = random.Random(0)
+    for file in (path for path in corpus.rglob("*") if path.is_file()):
+        content = file.read_bytes()
+        if file.name == "manifest.json":
+            continue  # the only one that says what the others are
+        place = chance.randrange(len(content))
+        file.write_bytes(content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :])
+        assert list(find_damages(corpus, 2)), file
+        file.unlink()
+        assert list(find_damages(corpus, 2)), file
+        file.write_bytes(content)
         assert not list(find_damages(corpus, 2))
     (corpus / "train.bin").write_bytes((corpus / "train.bin").read_bytes()[:-2])
     done = prepare("verify", corpus)
@@ -213,10 +229,13 @@ def test_the_ledger_says_what_a_step_reads(prepared: Path, tmp_path: Path) -> No
     for number, row in enumerate(np.concatenate(batches)):
         sample, text = lines[1 + 2 * number], json.loads(lines[2 + 2 * number])
         assert sample.startswith(f"sample {16 + number}: ") and "document" in sample
-        assert f"] of {prepared / 'text.jsonl'} [0 .. " in sample
+        assert f" of {prepared / 'text.jsonl'} (0 .. " in sample
         assert text.startswith(tokenizer.decode(row)[:30])
     run.mkdir()  # a run whose first two steps had another batch
     (run / "metrics.jsonl").write_text(json.dumps({"step": 2, "tokens": 32 * 100}) + "\n")
     assert prepare(*arguments).stdout.startswith("step 3 reads samples 100 .. 107")
+    with (run / "metrics.jsonl").open("a") as stream:  # and which then has gone back once
+        stream.write(json.dumps({"step": 3, "tokens": 32 * 500}) + "\n")
+    assert prepare(*arguments).stdout.startswith("step 3 reads samples 492 .. 499")
     refused = prepare("show", tmp_path / "recipe.toml", "--step", 21)
     assert refused.returncode == 1 and "--step 21 is not in 1 .. 20" in refused.stderr

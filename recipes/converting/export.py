@@ -13,10 +13,10 @@ from models.hugging_face import counterparts, hugging_face_config
 from models.layer_specs import logical_shapes
 from recipes.converting.source import model_of
 from recipes.training.checkpoint import CheckpointReader
-from recipes.training.data import tokenizer_hash
 from recipes.training.recipe import repository_path
 from recipes.training.run_folder import RunFolder
 from recipes.training.tensor_file import BYTES, TensorFileWriter, split_by_size
+from recipes.training.token_file import tokenizer_hash
 from recipes.training.training_state import WEIGHTS
 
 DTYPES = {  # of the command -> of the file, of torch

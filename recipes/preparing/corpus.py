@@ -21,10 +21,16 @@ from typing import Any
 
 import numpy as np
 
-from recipes.preparing.formats import NumberedPiece, Piece
-from recipes.preparing.tokenization import PARTS, Skipped, Tokenization
+from recipes.preparing.formats import NumberedPiece, describe
+from recipes.preparing.tokenization import PARTS, Report, Tokenization
 from recipes.training.manifest import flush
-from recipes.training.token_file import HashedFile, TokenFile, token_type, write_index
+from recipes.training.token_file import (
+    HashedFile,
+    TokenFile,
+    folder_hash,
+    token_type,
+    write_index,
+)
 
 BLOCK_BYTES = 2**24
 WHERE = ("files", "start", "stop")  # of a Piece, in pieces.jsonl
@@ -51,19 +57,18 @@ def join(
     output.mkdir(parents=True)
     reports = [tokenization.find(*item) for item in pieces]
     folders = [tokenization.folder / tokenization.name(*item) for item in pieces]
+    assert None not in reports
+    skipped = add_up(tokenization, pieces, reports)
     files: dict[str, Any] = {}
-    skipped: dict[str, Skipped] = {}
-    for report in reports:
-        for kind, more in report.skipped.items():
-            known = skipped.setdefault(kind, {"rows": 0, "first": more["first"]})
-            known["rows"] += more["rows"]
     for part in PARTS:
         counts = [report.parts[part] for report in reports]
         files[part] = {key: sum(c[key] for c in counts) for key in ("documents", "tokens")}
         if not files[part]["tokens"]:
+            rows = sum(each["rows"] for each in skipped.values())
             raise ValueError(
-                f"the {part} part has no tokens: --validation-fraction "
-                f"{tokenization.validation_fraction} leaves it empty; use more documents, or "
+                f"the {part} part has no tokens: of {sum_documents(reports)} documents "
+                f"({rows} rows were skipped), --validation-fraction "
+                f"{tokenization.validation_fraction} leaves none for it; use more documents, or "
                 f"a fraction that leaves some for both parts"
             )
         files[part] |= {
@@ -75,6 +80,7 @@ def join(
                 vocab_size=tokenization.vocab_size,
             ),
         }
+    shutil.copytree(tokenization.tokenizer.parent, output / "tokenizer")
     with (output / "pieces.jsonl").open("w") as stream:
         for (_, piece), report in zip(pieces, reports, strict=True):
             where = {key: getattr(piece, key) for key in WHERE}
@@ -83,14 +89,34 @@ def join(
         "tokenizer_sha256": tokenization.tokenizer_sha256,
         "vocab_size": tokenization.vocab_size,
         "files": files,
+        "pieces_sha256": sha256_of(output / "pieces.jsonl"),
+        "tokenizer_folder_sha256": folder_hash(output / "tokenizer"),
         "skipped": skipped,
     }
     (output / "manifest.json").write_text(json.dumps(manifest, indent=2) + "\n")
-    shutil.copytree(tokenization.tokenizer.parent, output / "tokenizer")
     for file in output.rglob("*"):
         flush(file)
     flush(output)
     return manifest
+
+
+def add_up(
+    tokenization: Tokenization, pieces: Sequence[NumberedPiece], reports: Sequence[Report]
+) -> dict[str, dict[str, Any]]:
+    """The rows that were left out, by kind: how many, and the first one in words."""
+    total: dict[str, dict[str, Any]] = {}
+    for (number, piece), report in zip(pieces, reports, strict=True):
+        for kind, skipped in report.skipped.items():
+            if kind not in total:
+                place = tokenization.formats[number].place(piece, skipped["position"])
+                total[kind] = {"rows": 0, "first": f"{place}: {skipped['reason']}"}
+            total[kind]["rows"] += skipped["rows"]
+    return total
+
+
+def sum_documents(reports: Sequence[Report]) -> int:
+    """Documents of all parts."""
+    return sum(counts["documents"] for report in reports for counts in report.parts.values())
 
 
 def join_part(parts: Sequence[Path], target: Path, *, documents: int, vocab_size: int) -> str:
@@ -105,7 +131,7 @@ def join_part(parts: Sequence[Path], target: Path, *, documents: int, vocab_size
     def lengths() -> Iterator[np.ndarray]:
         for part in parts:
             file = TokenFile(part)
-            yield file.lengths[: file.sequences]
+            yield file.lengths[: file.sequences]  # without any it is one zero
 
     index = HashedFile(target.with_name(target.name + ".idx"))
     write_index(index, token_type(vocab_size), lengths, count=documents)
@@ -117,7 +143,10 @@ def append(source: Path, target: int) -> None:
     with source.open("rb") as stream:
         left = source.stat().st_size
         while left:
-            left -= os.sendfile(target, stream.fileno(), None, left)
+            copied = os.sendfile(target, stream.fileno(), None, left)
+            if not copied:
+                raise OSError(f"{source} has become shorter")
+            left -= copied
 
 
 class Origins:
@@ -135,30 +164,41 @@ class Origins:
         number = bisect_right(self.ends, document)
         if number == len(self.ends):
             return ""
-        return str(Piece(**{key: self.pieces[number][key] for key in WHERE}, size=0, version=""))
+        return describe(*(self.pieces[number][key] for key in WHERE))
 
 
 def find_damages(corpus: Path, threads: int) -> Iterator[str]:
     """What of a corpus is not as it was written, a sentence each.
+
+    threads: that hash side by side
 
     Raises:
         ValueError: there is no such corpus.
     """
     try:
         manifest = json.loads((corpus / "manifest.json").read_text())
-        pieces = [json.loads(line) for line in (corpus / "pieces.jsonl").open()]
-        files, tokenizer = manifest["files"], manifest["tokenizer_sha256"]
+        files, pieces_sha256 = manifest["files"], manifest["pieces_sha256"]
+        tokenizer = manifest["tokenizer_folder_sha256"]
     except (OSError, json.JSONDecodeError, KeyError) as error:
         raise ValueError(
-            f"{corpus} is no corpus that prepare_data.py has written ({error})"
+            f"{corpus} is no corpus that prepare_data.py has written ({error!r})"
         ) from None
-    if sha256_of(corpus / "tokenizer" / "tokenizer.json") != tokenizer:
-        yield "tokenizer/tokenizer.json is not the tokenizer that made the corpus"
-    for part, facts in files.items():
-        if sha256_of(corpus / f"{part}.idx") != facts["idx_sha256"]:
-            yield f"{part}.idx has another SHA-256 than its manifest says"
-        if digest_of(piece[part]["sha256"] for piece in pieces) != facts["bin_sha256"]:
-            yield f"pieces.jsonl is not that of {part}.bin"
+    if folder_hash(corpus / "tokenizer") != tokenizer:
+        yield "tokenizer/ has other files than those that made the corpus"
+    expected = {f"{part}.idx": facts["idx_sha256"] for part, facts in files.items()}
+    expected["pieces.jsonl"] = pieces_sha256
+    for name, sha256 in expected.items():
+        if not (corpus / name).is_file():
+            yield f"{name} is missing"
+        elif sha256_of(corpus / name) != sha256:
+            yield f"{name} has another SHA-256 than the manifest says"
+    missing = [f"{part}.bin" for part in files if not (corpus / f"{part}.bin").is_file()]
+    yield from (f"{name} is missing" for name in missing)
+    listing = corpus / "pieces.jsonl"
+    if missing or not listing.is_file() or sha256_of(listing) != pieces_sha256:
+        return  # it says what is in the .bin files
+    pieces = [json.loads(line) for line in listing.open()]
+    for part in files:
         token_bytes = token_type(manifest["vocab_size"]).itemsize
         sizes = [piece[part]["tokens"] * token_bytes for piece in pieces]
         starts = [0, *accumulate(sizes)]
@@ -179,7 +219,7 @@ def sha256_of(file: Path, start: int = 0, size: int | None = None) -> str:
     with file.open("rb") as stream:
         stream.seek(start)
         left = file.stat().st_size if size is None else size
-        while block := stream.read(min(left, BLOCK_BYTES)):
+        while block := stream.read(min(left, BLOCK_BYTES)):  # empty at the end, too
             digest.update(block)
             left -= len(block)
     return digest.hexdigest()

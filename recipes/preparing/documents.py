@@ -57,7 +57,7 @@ def json_document(line: bytes, column: str) -> str | Problem:
         return text
     try:
         return field(json.loads(text), column)
-    except (json.JSONDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:  # ValueError: a number of 5,000 digits, too
         return Problem("json", f"no JSON: {error}")
 
 
@@ -72,5 +72,6 @@ def field(item: Any, column: str) -> str | Problem:
 
 
 def shortened(text: str) -> str:
-    """At most 60 characters of a text."""
+    """At most 60 characters of a text, such that it can be printed."""
+    text = text.encode(errors="backslashreplace").decode()
     return text if len(text) <= 60 else text[:57] + "..."

@@ -14,7 +14,7 @@
 import io
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
@@ -51,16 +51,25 @@ class Piece:
 
     def __str__(self) -> str:
         """What it is, for a message."""
-        part = "" if (self.start, self.stop) == (0, None) else f" [{self.start} .. {self.stop}]"
-        more = f" and {len(self.files) - 1} more" if len(self.files) > 1 else ""
-        return f"{self.files[0]}{part}{more}"
+        return describe(self.files, self.start, self.stop)
 
 
 NumberedPiece = tuple[int, Piece]  # which of the formats reads it
 
 
+def describe(files: Sequence[str], start: int, stop: int | None) -> str:
+    """A piece in words."""
+    more = f" and {len(files) - 1} more" if len(files) > 1 else ""
+    return f"{files[0]}{more}" + ("" if stop is None else f" ({start} .. {stop - 1})")
+
+
 class Format(ABC):
-    """A way to read documents."""
+    """A way to read documents.
+
+    column: that holds the text; empty: the format has none
+    """
+
+    column = ""
 
     @abstractmethod
     def pieces(self, target_bytes: int) -> Iterator[Piece]:
@@ -73,6 +82,10 @@ class Format(ABC):
     def place(self, piece: Piece, position: int) -> str:
         """Where a row is, as a user looks for it."""
         return f"{piece.files[0]}, row {position}"
+
+    def version(self, piece: Piece) -> str:
+        """The version of what the piece is read from, now."""
+        return " ".join(version_of(Path(file)) for file in piece.files)
 
 
 class TextLines(Format):
@@ -116,8 +129,7 @@ class TextLines(Format):
         """Where a row is, by the number of its line."""
         with open_bytes(self.file) as stream:
             number, left = 1, position
-            while left:
-                block = stream.read(min(left, BLOCK_BYTES))
+            while left and (block := stream.read(min(left, BLOCK_BYTES))):
                 number, left = number + block.count(b"\n"), left - len(block)
         return f"{self.file}, line {number}"
 
@@ -135,7 +147,7 @@ class JsonLines(TextLines):
 
 
 class JsonArray(Format):
-    """A file that is one JSON array of objects."""
+    """A file that is one JSON array of objects, compressed or not."""
 
     def __init__(self, file: Path, column: str):
         self.file, self.column = file, column
@@ -147,12 +159,14 @@ class JsonArray(Format):
 
     def rows(self, piece: Piece) -> Iterator[Row]:
         """The array's objects; if it is none, one problem."""
-        try:
-            items = json.loads(self.file.read_text(encoding="utf-8-sig"))
-        except UnicodeDecodeError as error:
-            yield Row(0, Problem("utf-8", f"byte {error.start} is no UTF-8"))
+        with open_bytes(self.file) as stream:
+            text = decoded(stream.read().removeprefix(BYTE_ORDER_MARK))
+        if isinstance(text, Problem):
+            yield Row(0, text)
             return
-        except (json.JSONDecodeError, RecursionError) as error:
+        try:
+            items = json.loads(text)
+        except (ValueError, RecursionError) as error:
             yield Row(0, Problem("json", f"no JSON: {error}"))
             return
         for number, item in enumerate(items):
@@ -248,7 +262,7 @@ class Rows(Format):
     def __init__(self, name: str, dataset: "Dataset", column: str):
         check_column(name, column, dataset.column_names)
         self.name, self.dataset, self.column = name, dataset.select_columns([column]), column
-        self.version = dataset._fingerprint
+        self.fingerprint = dataset._fingerprint
 
     def pieces(self, target_bytes: int) -> Iterator[Piece]:
         """Ranges of rows."""
@@ -257,7 +271,12 @@ class Rows(Format):
         step = max(1, target_bytes // row_bytes)
         for start in range(0, count, step):
             stop = min(start + step, count)
-            yield Piece((self.name,), start, stop, (stop - start) * row_bytes, self.version)
+            size = (stop - start) * row_bytes
+            yield Piece((self.name,), start, stop, size, self.fingerprint)
+
+    def version(self, piece: Piece) -> str:
+        """The dataset's fingerprint."""
+        return self.fingerprint
 
     def rows(self, piece: Piece) -> Iterator[Row]:
         """The rows of the piece."""
@@ -270,19 +289,25 @@ class Rows(Format):
 class Stream(Format):
     """A dataset that is read from its beginning, without being stored here.
 
+    identity: tells it from others of that name: configuration, split, revision
+
     Raises:
         ValueError: it has no such column.
     """
 
-    def __init__(self, name: str, dataset: "IterableDataset", column: str):
+    def __init__(self, name: str, dataset: "IterableDataset", column: str, identity: str):
         names = dataset.column_names
         check_column(name, column, list(next(iter(dataset), {})) if names is None else names)
-        self.name, self.dataset, self.column = name, dataset, column
+        self.name, self.dataset, self.column, self.identity = name, dataset, column, identity
 
     def pieces(self, target_bytes: int) -> Iterator[Piece]:
         """The shards that the dataset has."""
         for shard in range(self.dataset.num_shards):
-            yield Piece((self.name,), shard, shard + 1, 1, "")
+            yield Piece((self.name,), shard, shard + 1, 1, self.identity)
+
+    def version(self, piece: Piece) -> str:
+        """What it was opened as."""
+        return self.identity
 
     def rows(self, piece: Piece) -> Iterator[Row]:
         """The rows of the shard."""

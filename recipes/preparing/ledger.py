@@ -28,18 +28,18 @@ def ledger(recipe: Recipe, run: Path, step: int, *, text: bool) -> Iterator[str]
     """
     data = TrainingData(recipe, Topology(pipeline=1, data=1, tensor=1), 0)
     data.resume(progress_before(recipe, run, step))
-    first, last = (data.progress_after(at).samples for at in (step - 1, step))
-    length = recipe.model.sequence_length
-    yield f"step {step} reads samples {first} .. {last - 1}, windows of {length} + 1 tokens"
+    samples, length = data.samples(step), recipe.model.sequence_length
+    span = f"{samples.start} .. {samples.stop - 1}"
+    yield f"step {step} reads samples {span}, windows of {length} + 1 tokens"
     folder = repository_path(recipe.data.tokenizer)
     tokenizer = AutoTokenizer.from_pretrained(folder) if text else None
-    samples = np.arange(first, last)
     origins = [Origins(corpus.file.path) for corpus in data.sources]
-    for sample, (source, window) in zip(samples, data.places(samples), strict=True):
+    for sample, (source, window) in zip(samples, data.places(np.array(samples)), strict=True):
         corpus, path = data.sources[source], recipe.data.train[source].path
         start, stop = window * length, (window + 1) * length + 1
         documents = ", ".join(
-            f"document {number} [{begin} .. {end - 1}]{from_where(origins[source][number])}"
+            f"document {number}, its tokens {begin} .. {end - 1}"
+            f"{from_where(origins[source][number])}"
             for number, begin, end in corpus.file.documents_of(start, stop)
         )
         yield f"sample {sample}: {path} window {window}, tokens {start} .. {stop - 1}: {documents}"
@@ -55,7 +55,10 @@ def from_where(origin: str) -> str:
 
 def progress_before(recipe: Recipe, run: Path, step: int) -> Progress:
     """How far the run was before a step: what its metrics say, or the recipe's batch all along."""
-    for line in RunFolder(run).read_metrics():
-        if line["step"] == step - 1:
-            return Progress(step - 1, line["tokens"] // recipe.model.sequence_length)
-    return Progress(step - 1, (step - 1) * recipe.batch.global_sequences)
+    length, batch = recipe.model.sequence_length, recipe.batch.global_sequences
+    samples_after = {
+        line["step"]: line["tokens"] // length for line in RunFolder(run).read_metrics()
+    }
+    if step in samples_after:  # a run that has gone back does not read on where step - 1 ended
+        return Progress(step - 1, samples_after[step] - batch)
+    return Progress(step - 1, samples_after.get(step - 1, (step - 1) * batch))

@@ -18,10 +18,12 @@ from recipes.preparing.formats import (
     TextLines,
     Texts,
     first_line,
+    open_bytes,
 )
 
 STANDARD_LIBRARY = "stdlib"
 SUFFIXES = (".jsonl", ".json", ".parquet", ".txt", ".arrow", ".csv")
+COMPRESSIBLE = (".jsonl", ".json", ".txt")
 
 
 def open_source(
@@ -44,10 +46,9 @@ def open_source(
     """
     formats: list[Format] = []
     for name in names:
-        files = find_files(name)
         if name == STANDARD_LIBRARY:
             formats.append(Texts(standard_library(), lenient=True))
-        elif files:
+        elif files := find_files(name):
             formats += [open_file(file, column) for file in files if not is_whole(file, text_is)]
             whole = [file for file in files if is_whole(file, text_is)]
             formats += [Texts(whole)] if whole else []
@@ -77,7 +78,8 @@ def find_files(name: str) -> list[Path]:
         raise ValueError(f"--source {name}: no such file")
     else:
         return []
-    files = sorted(file for file in found if file.is_file() and is_readable(file))
+    files = sorted({file for file in found if file.is_file() and is_readable(file)})
+    files = [file for file in files if not is_ours(file)]
     if not files:
         raise ValueError(f"--source {name}: no file there is one of {', '.join(SUFFIXES)}")
     return files
@@ -85,7 +87,16 @@ def find_files(name: str) -> list[Path]:
 
 def is_readable(file: Path) -> bool:
     """Whether a file's name says a format that is known here."""
-    return format_of(file) in SUFFIXES
+    suffix = format_of(file)
+    return suffix in SUFFIXES and (suffix == file.suffix or suffix in COMPRESSIBLE)
+
+
+def is_ours(file: Path) -> bool:
+    """Whether a file is part of a corpus, finished or not, that this command has made."""
+    return any(
+        folder.suffix == ".incomplete" or (folder / "pieces.jsonl").is_file()
+        for folder in file.parents
+    )
 
 
 def is_whole(file: Path, text_is: str) -> bool:
@@ -103,27 +114,28 @@ def open_file(file: Path, column: str) -> Format:
     suffix = format_of(file)
     if suffix == ".txt":
         return TextLines(file)
-    if suffix == ".json" and file.suffix == ".json" and is_array(file):
+    if suffix == ".json" and is_array(file):
         return JsonArray(file, column)
     if suffix in (".jsonl", ".json"):
         return JsonLines(file, column)
     if suffix == ".parquet":
         return Parquet(file, column)
+    disable_progress_bars()
     try:
-        disable_progress_bars()
         if suffix == ".arrow":
-            return Rows(str(file), Dataset.from_file(str(file)), column)
-        return Rows(str(file), load_dataset("csv", data_files=str(file), split="train"), column)
+            dataset = Dataset.from_file(str(file))
+        else:  # texts as they are: 001 is no number, NA not missing
+            texts = {"keep_default_na": False, "converters": {column: str}}
+            dataset = load_dataset("csv", data_files=str(file), split="train", **texts)
     except Exception as error:  # whatever pyarrow and datasets raise
-        if isinstance(error, ValueError) and str(error).startswith("--column"):
-            raise
         reason = first_line(error.__cause__ or error)
         raise ValueError(f"--source {file} cannot be read: {reason}") from None
+    return Rows(str(file), dataset, column)
 
 
 def is_array(file: Path) -> bool:
     """Whether a JSON file is one array, and not an object per line."""
-    with file.open("rb") as stream:
+    with open_bytes(file) as stream:
         return stream.read(4096).lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"[")
 
 
@@ -133,8 +145,6 @@ def open_dataset(name: str, column: str, config: str | None, split: str, streami
     try:
         if Path(name).is_dir():
             dataset = load_from_disk(name)
-            if isinstance(dataset, DatasetDict):
-                dataset = dataset[split]
         else:
             dataset = load_dataset(name, config, split=split, streaming=streaming)
     except Exception as error:  # whatever the hub's client raises
@@ -142,7 +152,14 @@ def open_dataset(name: str, column: str, config: str | None, split: str, streami
             f"--source {name} is no file here, and as a dataset it cannot be loaded: "
             f"{first_line(error)}"
         ) from None
-    return Stream(name, dataset, column) if streaming else Rows(name, dataset, column)
+    if isinstance(dataset, DatasetDict):
+        if split not in dataset:
+            raise ValueError(f"--split {split}: {name} has the splits {', '.join(dataset)}")
+        dataset = dataset[split]
+    if isinstance(dataset, Dataset):
+        return Rows(name, dataset, column)
+    version = dataset.info.version if dataset.info else None
+    return Stream(name, dataset, column, f"{config}/{split}/{version}")
 
 
 def standard_library() -> list[Path]:

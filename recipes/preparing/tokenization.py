@@ -11,13 +11,14 @@ import shutil
 import signal
 import threading
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import lru_cache
 from itertools import chain
 from multiprocessing import connection, parent_process
 from multiprocessing.queues import Queue
 from pathlib import Path
+from tempfile import mkdtemp
 from typing import Any
 
 import numpy as np
@@ -32,7 +33,7 @@ PARTS = ("train", "validation")
 REPORT = "report.json"
 BATCH_DOCUMENTS, BATCH_CHARACTERS = 64, 2**18  # tokenized at once; more is slower
 
-Skipped = dict[str, Any]  # "rows": how many, "first": the first of them, a sentence
+Skipped = dict[str, Any]  # "rows": how many; "position", "reason": of the first of them
 
 
 @dataclass(frozen=True)
@@ -60,9 +61,10 @@ class Tokenization:
         reader = self.formats[format_number]
         decides = (
             type(reader).__name__,
-            getattr(reader, "column", None),
+            reader.column,
             asdict(piece),
             self.tokenizer_sha256,
+            self.vocab_size,
             self.end,
             self.validation_fraction,
         )
@@ -93,9 +95,11 @@ class Tokenization:
                     name: open_files.enter_context(TokenFileWriter(room / name, dtype))
                     for name in PARTS
                 }
-                for texts in batches(documents(reader, piece, self.skip, report)):
+                for texts in batches(texts_of(reader, piece, self.skip, report)):
                     tokens = self._write(texts, files)
                     progress.put((len(texts), tokens))
+            if reader.version(piece) != piece.version:
+                raise ValueError(f"{piece} has changed while it was read; start again")
             for name, file in files.items():
                 report.parts[name] = {
                     "documents": file.documents, "tokens": file.tokens, "sha256": file.hashes["bin"]
@@ -105,7 +109,7 @@ class Tokenization:
 
     def _write(self, texts: list[str], files: dict[str, TokenFileWriter]) -> int:
         """Tokenize documents and add each to its part; returns the number of tokens."""
-        encoded = load_tokenizer(self.tokenizer).encode_batch_fast(texts, add_special_tokens=False)
+        encoded = fast_tokenizer(self.tokenizer).encode_batch_fast(texts, add_special_tokens=False)
         parts: dict[str, list[list[int]]] = {name: [] for name in PARTS}
         for text, encoding in zip(texts, encoded, strict=True):
             held_out = is_held_out(text, self.validation_fraction)
@@ -132,7 +136,7 @@ class Report:
     skipped: dict[str, Skipped] = field(default_factory=dict)
 
 
-def documents(
+def texts_of(
     reader: Format, piece: Piece, skip: frozenset[str], report: Report | None = None
 ) -> Iterator[str]:
     """The texts of a piece.
@@ -151,17 +155,15 @@ def documents(
         if kind not in skip:
             place = reader.place(piece, row.position)
             raise ValueError(f"{place}: {reason}; mend it, or leave such rows out: --skip {kind}")
-        if kind not in report.skipped:
-            first = f"{reader.place(piece, row.position)}: {reason}"
-            report.skipped[kind] = {"rows": 0, "first": first}
-        report.skipped[kind]["rows"] += 1
+        known = {"rows": 0, "position": row.position, "reason": reason}
+        report.skipped.setdefault(kind, known)["rows"] += 1
 
 
 def readable(reader: Format, piece: Piece) -> Iterator[Row]:
     """The rows of a piece; what hinders their reading becomes a ValueError that names it."""
     try:
         yield from reader.rows(piece)
-    except (ValueError, OSError, EOFError) as error:
+    except Exception as error:  # whatever pyarrow, datasets and the hub's client raise
         raise ValueError(f"{piece} cannot be read: {first_line(error)}") from None
 
 
@@ -186,8 +188,8 @@ def is_held_out(text: str, fraction: float) -> bool:
 
 
 @lru_cache(maxsize=1)
-def load_tokenizer(file: Path) -> Tokenizer:
-    """A tokenizer that neither cuts nor fills up."""
+def fast_tokenizer(file: Path) -> Tokenizer:
+    """A tokenizer.json, such that it neither cuts nor fills up."""
     tokenizer = Tokenizer.from_file(str(file))
     tokenizer.no_truncation()
     tokenizer.no_padding()
@@ -200,16 +202,19 @@ def new_folder(path: Path) -> Iterator[Path]:
 
     Of several processes that make the same folder, the first one's stays.
     """
-    room = path.with_name(f"{path.name}.{os.getpid()}.incomplete")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # A name that no other process has, on any machine.
+    room = Path(mkdtemp(prefix=f"{path.name}.", suffix=".incomplete", dir=path.parent))
+    room.chmod(0o755)
     try:
-        shutil.rmtree(room, ignore_errors=True)
-        room.mkdir(parents=True)
         yield room
         for file in (*room.rglob("*"), room):
             flush(file)
-        if not path.exists():
-            with suppress(OSError):  # another process was faster
-                os.rename(room, path)
+        try:
+            os.rename(room, path)
+        except OSError:
+            if not path.is_dir():  # another process was faster
+                raise
         flush(path.parent)
     finally:
         shutil.rmtree(room, ignore_errors=True)

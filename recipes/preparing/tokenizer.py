@@ -2,10 +2,9 @@
 
 import hashlib
 import json
-import os
+import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 
@@ -13,35 +12,39 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from recipes.preparing.formats import Format, NumberedPiece, first_line
-from recipes.preparing.tokenization import documents, is_held_out, new_folder
-from recipes.training.data import tokenizer_hash
+from recipes.preparing.tokenization import is_held_out, new_folder, texts_of
+from recipes.training.recipe import repository_path
+from recipes.training.token_file import folder_hash
 
 END_OF_TEXT = "<|endoftext|>"
 TRAINING_CHARACTERS = 2**29  # about as many, taken evenly from all pieces
 
 
-def load_tokenizer(name: str, workspace: Path) -> Path:
+def copy_tokenizer(name: str, workspace: Path) -> Path:
     """A folder in the workspace with a tokenizer that transformers knows.
+
+    name: of the hub, or a folder, from the repository's root
 
     Raises:
         ValueError: there is none, or it has no end-of-text token, or no tokenizer.json.
     """
     try:
-        tokenizer = AutoTokenizer.from_pretrained(name)
+        is_folder = repository_path(name).is_dir()
+        tokenizer = AutoTokenizer.from_pretrained(repository_path(name) if is_folder else name)
     except Exception as error:  # whatever transformers raises
         raise ValueError(f"--tokenizer {name} cannot be loaded: {first_line(error)}") from None
     if tokenizer.eos_token_id is None:
         raise ValueError(f"--tokenizer {name} has no end-of-text token; use one that has")
-    with tempfile.TemporaryDirectory(dir=workspace) as room:
-        saved = Path(room) / "tokenizer"
-        tokenizer.save_pretrained(saved)
-        if not (saved / "tokenizer.json").is_file():
+    with tempfile.TemporaryDirectory() as room:
+        tokenizer.save_pretrained(room)
+        if not (Path(room) / "tokenizer.json").is_file():
             raise ValueError(
                 f"--tokenizer {name} has no tokenizer.json, it is written in Python; use a fast one"
             )
-        folder = workspace / f"tokenizer-{tokenizer_hash(saved)[:24]}"
-        with suppress(OSError):  # it is there already
-            os.rename(saved, folder)
+        folder = workspace / f"tokenizer-{folder_hash(Path(room))[:24]}"
+        if not folder.is_dir():
+            with new_folder(folder) as fresh:
+                shutil.copytree(room, fresh, dirs_exist_ok=True)
     return folder
 
 
@@ -59,7 +62,7 @@ def train_tokenizer(
     Raises:
         ValueError: a row that is no document.
     """
-    columns = [getattr(reader, "column", None) for reader in formats]
+    columns = [reader.column for reader in formats]
     decides = [asdict(piece) for _, piece in pieces], columns, vocab_size, validation_fraction
     key = hashlib.sha256(json.dumps(decides).encode()).hexdigest()[:24]
     folder = workspace / f"tokenizer-{key}"
@@ -70,7 +73,7 @@ def train_tokenizer(
     def texts() -> Iterator[str]:
         for number, piece in pieces:
             taken = 0
-            for text in documents(formats[number], piece, skip):
+            for text in texts_of(formats[number], piece, skip):
                 if not is_held_out(text, validation_fraction):
                     yield text
                     taken += len(text)

@@ -27,7 +27,7 @@ from models.parallel.rng import MaskKey
 from recipes.training.micro_batch import MicroBatch
 from recipes.training.progress import Progress
 from recipes.training.recipe import Recipe, repository_path
-from recipes.training.token_file import TokenFile
+from recipes.training.token_file import TokenFile, tokenizer_hash
 from recipes.training.topology import Topology
 
 ROUNDS = 6  # of the permutation; four are enough for it to be pseudorandom (Luby, Rackoff 1988)
@@ -242,11 +242,6 @@ def _content(path: Path) -> str:
                 stream.seek(max(0, size - BLOCK_BYTES) * block // (BLOCKS - 1))
                 digest.update(stream.read(BLOCK_BYTES))
     return digest.hexdigest()
-
-
-def tokenizer_hash(folder: Path) -> str:
-    """SHA-256 of a tokenizer's `tokenizer.json`, which alone decides the ids."""
-    return hashlib.sha256((folder / "tokenizer.json").read_bytes()).hexdigest()
 
 
 def _open(path: str, recipe: Recipe) -> Windows:

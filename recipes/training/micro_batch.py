@@ -28,5 +28,6 @@ class MicroBatch:
         return replace(self, tokens=self.tokens.pin_memory(), labels=self.labels.pin_memory())
 
     def on(self, device: torch.device) -> "MicroBatch":
-        """The same on a device."""
-        return replace(self, tokens=self.tokens.to(device), labels=self.labels.to(device))
+        """The same on a device, which pinned ones are copied to beside what runs."""
+        tokens, labels = (t.to(device, non_blocking=True) for t in (self.tokens, self.labels))
+        return replace(self, tokens=tokens, labels=labels)

@@ -33,8 +33,9 @@ INDEX_BLOCK = 2**20  # entries of an index that are written at once
 class TokenFile:
     """A corpus of tokens. Opening one reads its header and its last document's address only.
 
-    Tokens are read where they are asked for, not mapped: a file that is cut off under a run is an
+    Tokens are read where they are asked for, not mapped: a .bin that is cut off under a run is an
     error with a name then, and not a bus error, and what has been read counts as nobody's memory.
+    The .idx is mapped, where documents are asked for.
 
     Raises:
         ValueError: a file is missing, no token file or truncated.
@@ -205,6 +206,20 @@ def write_index(
         offset = int(ends[-1]) if len(ends) else offset
     for first in range(0, count + 1, INDEX_BLOCK):
         stream.write(np.arange(first, min(first + INDEX_BLOCK, count + 1), dtype="<i8"))
+
+
+def tokenizer_hash(folder: Path) -> str:
+    """SHA-256 of a tokenizer's `tokenizer.json`, which alone decides the ids."""
+    return hashlib.sha256((folder / "tokenizer.json").read_bytes()).hexdigest()
+
+
+def folder_hash(folder: Path) -> str:
+    """SHA-256 of the names and contents of a folder's files."""
+    digest = hashlib.sha256()
+    for file in sorted(path for path in folder.glob("*") if path.is_file()):
+        content = hashlib.sha256(file.read_bytes()).hexdigest()
+        digest.update(f"{file.name} {content}\n".encode())
+    return digest.hexdigest()
 
 
 def token_type(vocab_size: int) -> np.dtype:
