@@ -1,7 +1,13 @@
 import pytest
 from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 
-from recipes.training.topology import Coordinates, Topology, World
+from recipes.training.topology import (
+    Coordinates,
+    Topology,
+    World,
+    check_placement,
+    rank_map,
+)
 
 
 @pytest.mark.parametrize(("pipeline", "data", "tensor"), [(2, 3, 4), (1, 1, 1), (4, 2, 1)])
@@ -50,3 +56,19 @@ def test_an_indivisible_world_is_refused_with_a_layout_that_works() -> None:
 )
 def test_the_launcher_decides_the_rank(environment: dict[str, str], world: World) -> None:
     assert World.from_environment(environment) == world
+
+
+def test_tensor_groups_belong_inside_a_node() -> None:
+    hosts = ["a", "a", "b", "b"]
+    check_placement(Topology(pipeline=2, data=1, tensor=2), hosts)
+    with pytest.raises(
+        ValueError, match=r"ranks 0 .. 1 is spread over a and b; start neighbouring"
+    ):
+        check_placement(Topology(pipeline=2, data=1, tensor=2), ["a", "b", "a", "b"])
+
+
+def test_the_map_says_who_has_what() -> None:
+    assert rank_map(Topology(pipeline=2, data=2, tensor=2), [*"aaaa", *"bbbb"]) == [
+        "a: rank 0 .. 3: pipeline 0, data 0 .. 1, tensor 0 .. 1",
+        "b: rank 4 .. 7: pipeline 1, data 0 .. 1, tensor 0 .. 1",
+    ]

@@ -117,7 +117,9 @@ def wait_for_step(folder: Path, step: int) -> None:
 def alone(cluster: Cluster, corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same training by one process."""
     folder = tmp_path_factory.mktemp("alone")
-    recipe = write_recipe(corpus, folder / "recipe.toml", layout={}, cluster=None)
+    one = {"nodes": 1, "gpus_per_node": 1, "gpu": "H100"}
+    layout = {"layout__tensor": 1, "layout__pipeline": 1}
+    recipe = write_recipe(corpus, folder / "recipe.toml", cluster=one, **layout)
     done = cluster.run(f"python recipes/pretrain.py {recipe} --run-dir {folder}/run", env=CPU)
     assert done.returncode == 0, done.stderr
     return folder / "run"

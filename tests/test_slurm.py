@@ -1,0 +1,79 @@
+"""What the templates call; tests/cluster runs the templates themselves."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import tomli_w
+
+from recipes.training.exit_codes import INTERRUPTED
+from recipes.training.recipe import REPOSITORY
+from tests.conftest import changed, small_recipe
+
+TEMPLATES = sorted((REPOSITORY / "slurm").glob("*.s[lh]*"))
+
+
+def python(*words: object, code: int = 0, job: str = "7") -> str:
+    done = subprocess.run(
+        [sys.executable, *map(str, words)],
+        cwd=REPOSITORY,
+        env={"SLURM_JOB_ID": job},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == code, done.stderr
+    return done.stderr if code else done.stdout
+
+
+@pytest.fixture
+def recipe(corpus: Path, tmp_path: Path) -> Path:
+    cluster = {"nodes": 4, "gpus_per_node": 2, "gpu": "H100"}
+    table = changed(small_recipe(corpus), name="a.b-c_1", cluster=cluster, layout={"tensor": 2})
+    (tmp_path / "recipe.toml").write_text(tomli_w.dumps(table))
+    return tmp_path / "recipe.toml"
+
+
+def test_options_are_those_of_the_recipe(recipe: Path) -> None:
+    expected = "--job-name=a.b-c_1 --nodes=4 --ntasks-per-node=2 --gpus-per-node=2\n"
+    assert python("slurm/options.py", recipe, "--run-dir", "x") == expected
+    fewer = ["--set", "cluster.nodes=2"]
+    assert "--nodes=2 " in python("slurm/options.py", recipe, *fewer)
+
+
+def test_what_cannot_run_there_has_no_options(recipe: Path) -> None:
+    crossing = ["--set", "layout.tensor=4", "--set", "model.kv_heads=4"]
+    said = python("slurm/options.py", recipe, *crossing, code=1)
+    assert "layout.tensor = 4 does not divide the 2 ranks of a node" in said
+    assert "use layout.tensor = 2" in said
+    assert "has no [cluster]" in python("slurm/options.py", "recipes/tiny.toml", code=1)
+
+
+def test_a_job_starts_again_until_it_fails_twice_at_the_same_step(
+    recipe: Path, tmp_path: Path
+) -> None:
+    failed = ["slurm/attempts.py", "3", recipe, "--run-dir", tmp_path / "run", "--resume", "auto"]
+    assert "starts again after step 0" in python(*failed)
+    (tmp_path / "run" / "checkpoints" / "step-0000010").mkdir(parents=True)
+    assert "starts again after step 10" in python(*failed)
+    assert "starts again after step 10" in python(*failed, job="8")  # another job
+    assert "failed twice without a checkpoint after step 10 (exit code 3)" in python(
+        *failed, code=1
+    )
+    lines = (tmp_path / "run" / "attempts.jsonl").read_text().splitlines()
+    assert [json.loads(line)["job"] for line in lines] == ["7", "7", "8", "7"]
+    assert "was refused" in python("slurm/attempts.py", "2", recipe, code=1)
+
+
+@pytest.mark.parametrize("template", TEMPLATES, ids=lambda path: path.name)
+def test_a_template_has_no_personal_path(template: Path) -> None:
+    text = template.read_text()
+    assert "set -euo pipefail" in text and ("EDIT" in text) == (template.suffix == ".slurm")
+    assert re.findall(r"(?<![\w.$}*\"])/(?:home|scratch|work|data|mnt)/", text) == []
+    assert subprocess.run(["bash", "-n", template], capture_output=True).stderr == b""
+
+
+def test_templates_know_the_exit_codes() -> None:
+    assert f'[ "$code" -eq {INTERRUPTED} ]' in (REPOSITORY / "slurm/pretrain.slurm").read_text()
