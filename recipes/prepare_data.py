@@ -28,15 +28,17 @@ if __name__ == "__main__":  # the repository, not recipes/, is where imports sta
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import argparse
+import contextlib
 import fcntl
+import json
 import os
 import re
 import shutil
 import signal
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from models.config import LARGEST_SIZE
 from recipes.preparing.documents import KINDS
 from recipes.training.manifest import flush
 from recipes.training.recipe import REPOSITORY, load_recipe, repository_path
@@ -47,6 +49,8 @@ if TYPE_CHECKING:
     from recipes.preparing.tokenization import Tokenization
 
 SMALLEST_VOCABULARY = 257  # every byte and the end of text
+DECISIVE = ("source", "config", "split", "column", "text_is", "tokenizer", "vocab_size",
+            "validation_fraction")  # fmt: skip
 PIECES = 1000  # of a source, about
 SMALLEST_PIECE, LARGEST_PIECE = 2**22, 2**30  # bytes
 
@@ -57,8 +61,13 @@ def main() -> None:
     command = commands.get(sys.argv[1] if len(sys.argv) > 1 else "", prepare)
     try:
         command(sys.argv[1:] if command is prepare else sys.argv[2:])
-    except (ValueError, OSError) as problem:
+    except ValueError as problem:
         sys.exit(f"prepare_data.py: {problem}")
+    except OSError as problem:
+        where = problem.filename or "a file"
+        sys.exit(
+            f"prepare_data.py: {where} cannot be read or written ({problem.strerror or problem})"
+        )
     except KeyboardInterrupt:
         sys.exit("prepare_data.py: interrupted")
 
@@ -69,10 +78,11 @@ def prepare(arguments: list[str]) -> None:
     output = repository_path(options.output)
     workspace = output.with_name(output.name + ".incomplete")
     if (output / "manifest.json").exists():
-        shutil.rmtree(workspace, ignore_errors=True)  # of one that was killed after its last step
+        check_the_same(options, output)
+        clear(workspace)  # of one that was killed after its last step
         print(f"{output} is already there; delete it to prepare it again")
         return
-    check_options(options, output)
+    check_options(options, output, workspace)
 
     # These take seconds to import; the processes that tokenize do without most of them.
     from recipes.preparing.corpus import join
@@ -98,15 +108,43 @@ def prepare(arguments: list[str]) -> None:
             print(f"shard {shard}/{shards} is done; the command without --shard joins all of them")
             return
         run_pieces(tokenization, pieces, options.processes)
-        facts = {"source": options.source, "tokenizer": f"{options.output}/tokenizer"}
+        facts = {"tokenizer": f"{options.output}/tokenizer", "options": what_decides(options)}
         manifest = join(tokenization, pieces, workspace / "corpus", facts)
         os.rename(workspace / "corpus", output)
         flush(output.parent)
-        shutil.rmtree(workspace, ignore_errors=True)
+        clear(workspace)
     tell(manifest, output)
 
 
-def check_options(options: argparse.Namespace, output: Path) -> None:
+def check_the_same(options: argparse.Namespace, output: Path) -> None:
+    """Refuse a corpus that is there and was prepared otherwise.
+
+    Raises:
+        ValueError: naming the options that differ.
+    """
+    made = json.loads((output / "manifest.json").read_text()).get("options", {})
+    wanted = what_decides(options)
+    different = [
+        f"--{key.replace('_', '-')} {made[key]} (here {wanted[key]})"
+        for key in wanted
+        if key in made and made[key] != wanted[key]
+    ]
+    if different:
+        raise ValueError(
+            f"{output} is already there, made with {', '.join(different)}; use another --output, "
+            f"or delete it to prepare it again"
+        )
+
+
+def what_decides(options: argparse.Namespace) -> dict[str, Any]:
+    """The options that decide what a corpus holds."""
+    chosen = {key: vars(options)[key] for key in DECISIVE}
+    if options.tokenizer:
+        del chosen["vocab_size"]
+    return chosen
+
+
+def check_options(options: argparse.Namespace, output: Path, workspace: Path) -> None:
     """Refuse what cannot work before any work is done.
 
     Raises:
@@ -114,10 +152,17 @@ def check_options(options: argparse.Namespace, output: Path) -> None:
     """
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise ValueError(f"--output {options.output} has other things in it; use an empty folder")
-    if not options.tokenizer and options.vocab_size < SMALLEST_VOCABULARY:
+    if os.path.ismount(output):
+        raise ValueError(f"--output {options.output} is a mount point; use a folder in it")
+    if workspace.exists() and not (workspace / "lock").is_file() and any(workspace.iterdir()):
         raise ValueError(
-            f"--vocab-size {options.vocab_size} has no room for the 256 bytes and the end of text; "
-            f"use {SMALLEST_VOCABULARY} or more"
+            f"{workspace}, where the command works, has other things in it; move them away, or use "
+            f"another --output"
+        )
+    if not options.tokenizer and not SMALLEST_VOCABULARY <= options.vocab_size <= LARGEST_SIZE:
+        raise ValueError(
+            f"--vocab-size {options.vocab_size} is not in {SMALLEST_VOCABULARY} (the 256 bytes and "
+            f"the end of text) .. {LARGEST_SIZE}; use 32000"
         )
     if not 0 < options.validation_fraction < 1:
         raise ValueError(
@@ -183,13 +228,14 @@ def plan(
         tokenizer_sha256=tokenizer_hash(folder),
         vocab_size=max(tokenizer.get_vocab().values()) + 1,
         end=tokenizer.eos_token_id,
+        split_special_tokens=getattr(tokenizer, "split_special_tokens", False),
         validation_fraction=fraction,
         skip=skip,
         folder=workspace / "pieces",
     )
 
 
-@contextmanager
+@contextlib.contextmanager
 def hold(workspace: Path, *, shared: bool) -> Iterator[None]:
     """Keep others out of the workspace; what is finished in it stays when something fails.
 
@@ -204,17 +250,33 @@ def hold(workspace: Path, *, shared: bool) -> Iterator[None]:
             fcntl.flock(lock, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
         except BlockingIOError:
             raise ValueError(f"{workspace} is in use by another process; wait for it") from None
+        if not shared:  # what killed ones have begun
+            for leftover in (
+                *workspace.glob("*.incomplete"),
+                *workspace.glob("pieces/*.incomplete"),
+            ):
+                shutil.rmtree(leftover, ignore_errors=True)
         try:
             yield
         except BaseException:
+            shutil.rmtree(workspace / "corpus", ignore_errors=True)
             finished = [path for path in workspace.glob("pieces/*") if not path.suffix]
             trained = [path for path in workspace.glob("tokenizer-*") if not path.suffix]
             if finished or trained:
                 pieces = f"{len(finished)} finished pieces" if finished else "a tokenizer"
                 print(f"{pieces} in {workspace}: the same command goes on there", file=sys.stderr)
             elif not shared:
-                shutil.rmtree(workspace, ignore_errors=True)
+                clear(workspace)
             raise
+
+
+def clear(workspace: Path) -> None:
+    """Remove what this command has made, and the folder if nothing else is in it."""
+    for name in ("pieces", "corpus", *(path.name for path in workspace.glob("tokenizer-*"))):
+        shutil.rmtree(workspace / name, ignore_errors=True)
+    with contextlib.suppress(OSError):
+        (workspace / "lock").unlink()
+        workspace.rmdir()
 
 
 def tell(manifest: dict[str, Any], output: Path) -> None:

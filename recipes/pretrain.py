@@ -183,7 +183,8 @@ def train_step(run: Run, step: int) -> dict[str, Any]:
     crumb, recipe = run.supervisor.crumb, run.recipe
     crumb.note("waiting for data", step=step)
     rate = learning_rate(step, recipe.optimizer, recipe.training.steps)
-    micro_batches, waited = run.feed.take(step)
+    with unreadable_data(run, step):
+        micro_batches, waited = run.feed.take(step)
     result = run.engine.train_step(micro_batches, rate)
     seconds = time.perf_counter() - started
     metrics = run.meter.line(
@@ -201,6 +202,18 @@ def train_step(run: Run, step: int) -> dict[str, Any]:
     if every and step % every == 0:
         metrics |= compare_speed(run)
     return metrics
+
+
+@contextmanager
+def unreadable_data(run: Run, step: int) -> Iterator[None]:
+    """End this rank when its tokens cannot be read; launchers then end the others."""
+    try:
+        yield
+    except (ValueError, OSError) as problem:
+        reason = without_save(step, str(problem))
+        run.folder.event("stop", step, reason=reason, exit_code=STOPPED)
+        print(f"stopped: {reason}", file=sys.stderr)
+        leave(STOPPED)
 
 
 def compare_speed(run: Run) -> dict[str, Any]:

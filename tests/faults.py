@@ -159,7 +159,7 @@ def faults() -> list[Fault]:
         Fault("SIGINT to the launcher", one, send("INT", LAUNCHER), (1,), saves=True),
         Fault("SIGKILL to the launcher", one, send("KILL", LAUNCHER), (0, 137), saves=True,
               says=(gone,)),
-        Fault("SIGSTOP to the launcher", one, send("STOP", LAUNCHER), (0, 137), saves=True,
+        Fault("SIGSTOP to the launcher", one, send("STOP", LAUNCHER), (-9, 137), saves=True,
               says=(gone,)),
         Fault("SIGSTOP to deepspeed", one, send("STOP", DEEPSPEED), (-9, 137), saves=True,
               says=(gone,)),

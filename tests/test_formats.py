@@ -102,9 +102,29 @@ def test_several_sources_and_patterns(tmp_path: Path) -> None:
     assert texts(opened(tmp_path / "b.jsonl", tmp_path / "a.parquet"), 500) == TEXTS + TEXTS
 
 
+def test_links_are_followed_and_files_count_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for folder in ("in", "elsewhere"):
+        (tmp_path / folder).mkdir()
+    json_lines(tmp_path / "elsewhere" / "lines.jsonl")
+    (tmp_path / "in" / "link").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "in" / "self").symlink_to(tmp_path / "in")
+    (tmp_path / "in" / "same.JSONL").symlink_to(tmp_path / "elsewhere" / "lines.jsonl")
+    (tmp_path / "in" / "notes.md").write_text("not this")
+    assert texts(opened(tmp_path / "in"), 500) == TEXTS
+    assert "left out, no reader for them: 1 files, such as" in capsys.readouterr().out
+    assert texts(opened(f"{tmp_path}/in/**/*.jsonl"), 500) == TEXTS
+    with pytest.raises(ValueError, match="is named twice; name it once"):
+        opened(tmp_path / "in", tmp_path / "elsewhere")
+    with pytest.raises(ValueError, match="--source is empty"):
+        opened("")
+
+
 def test_files_can_be_documents(tmp_path: Path) -> None:
-    for number in range(5):
+    for number in range(4):
         (tmp_path / f"{number}.txt").write_text(f"first {number}\nsecond\n")
+    (tmp_path / "4.txt.gz").write_bytes(gzip.compress(b"first 4\nsecond\n"))
     whole = [f"first {number}\nsecond\n" for number in range(5)]
     assert texts(opened(tmp_path, text_is="file"), 30) == whole
     assert texts(opened(tmp_path / "3.txt"), 1) == ["first 3", "second"]
@@ -133,7 +153,6 @@ BAD = {  # file: its bytes, which row, the kind of problem, what is said of it
     "number.jsonl": (b'{"body": "a"}\n{"body": 4}', "line 2", "column", "body = 4 is no text"),
     "none.jsonl": (b'{"body": "a"}\n{"body": null}', "line 2", "column", "body = None is no text"),
     "array.json": (b'[{"body": "a"}, {"body": ""}]', "row 1", "empty", "is empty"),
-    "broken.json": (b'[{"body": "a"}, {"bo', "row 0", "json", "no JSON"),
     "utf8.txt": (b"a\n\n\xc3\xa4\n\xe4\n", "line 2", "empty", "is empty"),
 }  # fmt: skip
 
@@ -148,9 +167,14 @@ def test_a_bad_row_is_named(name: str, tmp_path: Path) -> None:
         assert f"{tmp_path / name}, {place}: " in str(raised.value)
         assert reason in str(raised.value) and f"--skip {kind}" in str(raised.value)
         kept = texts(opened(tmp_path / name), target_bytes, skip=ALL)
-        assert kept == (
-            [] if name == "broken.json" else ["a", "ä"] if name == "utf8.txt" else ["a"]
-        )
+        assert kept == (["a", "ä"] if name == "utf8.txt" else ["a"])
+
+
+@pytest.mark.parametrize("content", [b'[{"body": "a"}, {"bo', b'[{"body": "a\xff"}]'])
+def test_a_broken_array_is_no_row_to_skip(content: bytes, tmp_path: Path) -> None:
+    (tmp_path / "broken.json").write_bytes(content)
+    with pytest.raises(ValueError, match=r"broken\.json cannot be read: "):
+        texts(opened(tmp_path / "broken.json"), 1, skip=ALL)
 
 
 def test_parquet_with_bytes_that_are_no_text(tmp_path: Path) -> None:

@@ -13,8 +13,10 @@ from transformers import AutoTokenizer
 
 from recipes.preparing.corpus import find_damages
 from recipes.preparing.documents import KINDS
+from recipes.preparing.ledger import samples_of
 from recipes.training.data import TrainingData
-from recipes.training.recipe import REPOSITORY, parse_recipe
+from recipes.training.recipe import DEFAULT_RECIPE, REPOSITORY, load_recipe, parse_recipe
+from recipes.training.run_folder import RunFolder
 from recipes.training.token_file import TokenFile, tokenizer_hash
 from recipes.training.topology import Topology
 from tests.conftest import changed, small_recipe
@@ -69,8 +71,40 @@ def test_the_manifest_describes_the_folder(prepared: Path) -> None:
 
 
 def test_a_corpus_is_not_prepared_twice(prepared: Path) -> None:
-    done = prepare("--source", prepared / "text.jsonl", "--output", prepared / "out")
+    options = [
+        "--source",
+        prepared / "text.jsonl",
+        "--column",
+        "body",
+        "--output",
+        prepared / "out",
+    ]
+    done = prepare(*options, "--vocab-size", 300)
     assert done.returncode == 0 and "already there" in done.stdout
+    done = prepare(*options, "--vocab-size", 301)
+    assert done.returncode == 1 and "made with --vocab-size 300 (here 301)" in done.stderr
+
+
+def test_what_is_not_ours_stays(prepared: Path, tmp_path: Path) -> None:
+    (tmp_path / "out.incomplete").mkdir()
+    (tmp_path / "out.incomplete" / "thesis.txt").write_text("precious")
+    done = prepare("--source", prepared / "text.jsonl", "--output", tmp_path / "out")
+    assert done.returncode == 1 and "out.incomplete, where the command works, has" in done.stderr
+    assert (tmp_path / "out.incomplete" / "thesis.txt").read_text() == "precious"
+
+
+def test_the_samples_of_a_step(tmp_path: Path) -> None:
+    recipe = load_recipe(DEFAULT_RECIPE)  # batches of 32 sequences of 256 tokens
+    run = RunFolder(tmp_path)
+    assert samples_of(recipe, run, 3) == range(64, 96)
+    for step, samples in ((1, 16), (2, 32), (3, 64), (4, 96), (5, 192)):  # the batch grew once
+        run.metric({"step": step, "tokens": 256 * samples})
+    run.event("rollback", 7, to=4, samples=160)
+    assert samples_of(recipe, run, 2) == range(16, 32)
+    assert samples_of(recipe, run, 3) == range(32, 64)
+    assert samples_of(recipe, run, 5) == range(160, 192)
+    assert samples_of(recipe, run, 6) == range(192, 224)
+    assert samples_of(recipe, run, 9) == range(288, 320)
 
 
 def test_a_tokenizer_can_be_brought_along(prepared: Path) -> None:
@@ -88,7 +122,7 @@ def test_a_tokenizer_can_be_brought_along(prepared: Path) -> None:
     [
         (["--source", "nowhere.jsonl"], "--source nowhere.jsonl: no such file"),
         (["--validation-fraction", "0"], "--validation-fraction 0.0"),
-        (["--vocab-size", "10"], "use 257 or more"),
+        (["--vocab-size", "10"], "--vocab-size 10 is not in 257 (the"),
         (["--processes", "0"], "--processes 0 is too few; use 1"),
         (["--shard", "0/4"], "--shard needs --tokenizer"),
         (["--source", "EMPTY.jsonl"], "EMPTY.jsonl has no documents"),
@@ -231,11 +265,5 @@ def test_the_ledger_says_what_a_step_reads(prepared: Path, tmp_path: Path) -> No
         assert sample.startswith(f"sample {16 + number}: ") and "document" in sample
         assert f" of {prepared / 'text.jsonl'} (0 .. " in sample
         assert text.startswith(tokenizer.decode(row)[:30])
-    run.mkdir()  # a run whose first two steps had another batch
-    (run / "metrics.jsonl").write_text(json.dumps({"step": 2, "tokens": 32 * 100}) + "\n")
-    assert prepare(*arguments).stdout.startswith("step 3 reads samples 100 .. 107")
-    with (run / "metrics.jsonl").open("a") as stream:  # and which then has gone back once
-        stream.write(json.dumps({"step": 3, "tokens": 32 * 500}) + "\n")
-    assert prepare(*arguments).stdout.startswith("step 3 reads samples 492 .. 499")
     refused = prepare("show", tmp_path / "recipe.toml", "--step", 21)
     assert refused.returncode == 1 and "--step 21 is not in 1 .. 20" in refused.stderr

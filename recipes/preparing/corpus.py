@@ -65,6 +65,8 @@ def join(
         files[part] = {key: sum(c[key] for c in counts) for key in ("documents", "tokens")}
         if not files[part]["tokens"]:
             rows = sum(each["rows"] for each in skipped.values())
+            if not sum_documents(reports):
+                raise ValueError(f"the source has no documents ({rows} rows were skipped)")
             raise ValueError(
                 f"the {part} part has no tokens: of {sum_documents(reports)} documents "
                 f"({rows} rows were skipped), --validation-fraction "
@@ -198,6 +200,10 @@ def find_damages(corpus: Path, threads: int) -> Iterator[str]:
     if missing or not listing.is_file() or sha256_of(listing) != pieces_sha256:
         return  # it says what is in the .bin files
     pieces = [json.loads(line) for line in listing.open()]
+    for part, facts in files.items():
+        for key in ("documents", "tokens"):
+            if facts[key] != sum(piece[part][key] for piece in pieces):
+                yield f"manifest.json says {facts[key]} {key} of {part}, pieces.jsonl does not"
     for part in files:
         token_bytes = token_type(manifest["vocab_size"]).itemsize
         sizes = [piece[part]["tokens"] * token_bytes for piece in pieces]

@@ -9,7 +9,6 @@ from transformers import AutoTokenizer
 
 from recipes.preparing.corpus import Origins
 from recipes.training.data import TrainingData
-from recipes.training.progress import Progress
 from recipes.training.recipe import Recipe, repository_path
 from recipes.training.run_folder import RunFolder
 from recipes.training.topology import Topology
@@ -20,15 +19,14 @@ TEXT_SHOWN = 200  # characters of a window
 def ledger(recipe: Recipe, run: Path, step: int, *, text: bool) -> Iterator[str]:
     """A step's samples, a line each: corpus, window, tokens, documents and the places in them.
 
-    run: its folder, which knows where the step began if the batch has changed before it
+    run: its folder, which knows about changed batches and rollbacks
     text: show the beginning of each window's text
 
     Raises:
         ValueError: the corpora and the recipe do not fit each other.
     """
     data = TrainingData(recipe, Topology(pipeline=1, data=1, tensor=1), 0)
-    data.resume(progress_before(recipe, run, step))
-    samples, length = data.samples(step), recipe.model.sequence_length
+    samples, length = samples_of(recipe, RunFolder(run), step), recipe.model.sequence_length
     span = f"{samples.start} .. {samples.stop - 1}"
     yield f"step {step} reads samples {span}, windows of {length} + 1 tokens"
     folder = repository_path(recipe.data.tokenizer)
@@ -53,12 +51,16 @@ def from_where(origin: str) -> str:
     return f" of {origin}" if origin else ""
 
 
-def progress_before(recipe: Recipe, run: Path, step: int) -> Progress:
-    """How far the run was before a step: what its metrics say, or the recipe's batch all along."""
+def samples_of(recipe: Recipe, run: RunFolder, step: int) -> range:
+    """The samples that a step of a run has read, or will read if it goes on as the recipe says."""
     length, batch = recipe.model.sequence_length, recipe.batch.global_sequences
-    samples_after = {
-        line["step"]: line["tokens"] // length for line in RunFolder(run).read_metrics()
-    }
-    if step in samples_after:  # a run that has gone back does not read on where step - 1 ended
-        return Progress(step - 1, samples_after[step] - batch)
-    return Progress(step - 1, samples_after.get(step - 1, (step - 1) * batch))
+    ends = {0: 0} | {line["step"]: line["tokens"] // length for line in run.read_metrics()}
+    begins = dict(ends)  # of the step after each
+    for event in run.read_events():
+        if event["event"] == "rollback":
+            begins[event["to"]] = event["samples"]
+    if step in ends and step - 1 in begins:
+        return range(begins[step - 1], ends[step])
+    known = max(at for at in begins if at < step)
+    first = begins[known] + (step - 1 - known) * batch
+    return range(first, first + batch)

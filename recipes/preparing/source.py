@@ -1,8 +1,9 @@
 """What `--source` names: files, the standard library, or a dataset, as formats that read them."""
 
 import glob
+import os
 import sysconfig
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from datasets import Dataset, DatasetDict, disable_progress_bars, load_dataset, load_from_disk
@@ -22,8 +23,8 @@ from recipes.preparing.formats import (
 )
 
 STANDARD_LIBRARY = "stdlib"
-SUFFIXES = (".jsonl", ".json", ".parquet", ".txt", ".arrow", ".csv")
-COMPRESSIBLE = (".jsonl", ".json", ".txt")
+SUFFIXES = (".jsonl", ".ndjson", ".json", ".parquet", ".txt", ".arrow", ".csv")
+COMPRESSIBLE = (".jsonl", ".ndjson", ".json", ".txt")
 
 
 def open_source(
@@ -45,10 +46,15 @@ def open_source(
         ValueError: there is no such thing, or no way to read it.
     """
     formats: list[Format] = []
+    seen: set[Path] = set()
     for name in names:
         if name == STANDARD_LIBRARY:
             formats.append(Texts(standard_library(), lenient=True))
         elif files := find_files(name):
+            twice = seen.intersection(file.resolve() for file in files)
+            if twice:
+                raise ValueError(f"--source {name}: {min(twice)} is named twice; name it once")
+            seen |= {file.resolve() for file in files}
             formats += [open_file(file, column) for file in files if not is_whole(file, text_is)]
             whole = [file for file in files if is_whole(file, text_is)]
             formats += [Texts(whole)] if whole else []
@@ -60,35 +66,60 @@ def open_source(
 def find_files(name: str) -> list[Path]:
     """The files that a name means: itself, those of a folder or of a pattern, sorted; or none.
 
+    Links are followed, and a file that is found twice counts once.
+
     Raises:
         ValueError: there is no such file, or its format is unknown.
     """
     path = Path(name)
+    if not name.strip():
+        raise ValueError("--source is empty; use a file, a folder, a pattern or a dataset")
     if path.is_file():
         if not is_readable(path):
             raise ValueError(f"--source {name}: no reader for it; use one of {', '.join(SUFFIXES)}")
         return [path]
     if path.is_dir():
-        if (path / "state.json").is_file() or (path / "dataset_dict.json").is_file():
-            return []  # what datasets' save_to_disk writes
-        found = path.rglob("*")
+        if is_saved_dataset(path):
+            return []
+        found = walk(path)
     elif glob.has_magic(name):
-        found = map(Path, glob.glob(name, recursive=True))
-    elif path.suffix in (*SUFFIXES, *COMPRESSED) or path.is_absolute():
+        found = [Path(each) for each in glob.glob(name, recursive=True)]
+    elif format_of(path) in SUFFIXES or path.is_absolute():
         raise ValueError(f"--source {name}: no such file")
     else:
         return []
-    files = sorted({file for file in found if file.is_file() and is_readable(file)})
-    files = [file for file in files if not is_ours(file)]
-    if not files:
+    once = {file.resolve(): file for file in sorted(found, reverse=True) if file.is_file()}
+    files = sorted(file for file in once.values() if not is_ours(file))
+    readable = [file for file in files if is_readable(file)]
+    if not readable:
         raise ValueError(f"--source {name}: no file there is one of {', '.join(SUFFIXES)}")
-    return files
+    if len(readable) < len(files):
+        others = [file for file in files if not is_readable(file)]
+        print(f"left out, no reader for them: {len(others)} files, such as {others[0]}")
+    return readable
+
+
+def walk(folder: Path) -> Iterator[Path]:
+    """All files below a folder, links followed, each folder once."""
+    seen = set()
+    for path, folders, files in os.walk(folder, followlinks=True):
+        real = os.path.realpath(path)
+        if real in seen or is_saved_dataset(Path(path)):
+            folders.clear()
+            continue
+        seen.add(real)
+        yield from (Path(path, file) for file in files)
+
+
+def is_saved_dataset(folder: Path) -> bool:
+    """Whether datasets' save_to_disk has written a folder."""
+    return any((folder / name).is_file() for name in ("dataset_info.json", "dataset_dict.json"))
 
 
 def is_readable(file: Path) -> bool:
     """Whether a file's name says a format that is known here."""
     suffix = format_of(file)
-    return suffix in SUFFIXES and (suffix == file.suffix or suffix in COMPRESSIBLE)
+    return suffix in SUFFIXES and (suffix == file.suffix.lower() or suffix in COMPRESSIBLE)
 
 
 def is_ours(file: Path) -> bool:
@@ -101,12 +132,13 @@ def is_ours(file: Path) -> bool:
 
 def is_whole(file: Path, text_is: str) -> bool:
     """Whether a file is one document."""
-    return text_is == "file" and file.suffix == ".txt"
+    return text_is == "file" and format_of(file) == ".txt"
 
 
 def format_of(file: Path) -> str:
     """A file's suffix, before that of its compression."""
-    return Path(file.stem).suffix if file.suffix in COMPRESSED else file.suffix
+    suffix = file.suffix.lower()
+    return Path(file.stem).suffix.lower() if suffix in COMPRESSED else suffix
 
 
 def open_file(file: Path, column: str) -> Format:
@@ -116,7 +148,7 @@ def open_file(file: Path, column: str) -> Format:
         return TextLines(file)
     if suffix == ".json" and is_array(file):
         return JsonArray(file, column)
-    if suffix in (".jsonl", ".json"):
+    if suffix in (".jsonl", ".ndjson", ".json"):
         return JsonLines(file, column)
     if suffix == ".parquet":
         return Parquet(file, column)

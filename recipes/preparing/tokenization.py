@@ -43,6 +43,7 @@ class Tokenization:
     formats: what reads the source; a piece belongs to one of them
     tokenizer: its tokenizer.json, of hash `tokenizer_sha256`
     end: the token after each document
+    split_special_tokens: as transformers has it
     skip: kinds of problems that are left out; others raise
     folder: where the finished pieces are
     """
@@ -52,6 +53,7 @@ class Tokenization:
     tokenizer_sha256: str
     vocab_size: int
     end: int
+    split_special_tokens: bool
     validation_fraction: float
     skip: frozenset[str]
     folder: Path
@@ -66,6 +68,7 @@ class Tokenization:
             self.tokenizer_sha256,
             self.vocab_size,
             self.end,
+            self.split_special_tokens,
             self.validation_fraction,
         )
         return hashlib.sha256(json.dumps(decides).encode()).hexdigest()[:24]
@@ -109,7 +112,8 @@ class Tokenization:
 
     def _write(self, texts: list[str], files: dict[str, TokenFileWriter]) -> int:
         """Tokenize documents and add each to its part; returns the number of tokens."""
-        encoded = fast_tokenizer(self.tokenizer).encode_batch_fast(texts, add_special_tokens=False)
+        tokenizer = fast_tokenizer(self.tokenizer, self.split_special_tokens)
+        encoded = tokenizer.encode_batch_fast(texts, add_special_tokens=False)
         parts: dict[str, list[list[int]]] = {name: [] for name in PARTS}
         for text, encoding in zip(texts, encoded, strict=True):
             held_out = is_held_out(text, self.validation_fraction)
@@ -188,11 +192,15 @@ def is_held_out(text: str, fraction: float) -> bool:
 
 
 @lru_cache(maxsize=1)
-def fast_tokenizer(file: Path) -> Tokenizer:
-    """A tokenizer.json, such that it neither cuts nor fills up."""
+def fast_tokenizer(file: Path, split_special_tokens: bool) -> Tokenizer:
+    """A tokenizer.json, such that it neither cuts nor fills up.
+
+    split_special_tokens: what a document says is text, even if it reads like a special token
+    """
     tokenizer = Tokenizer.from_file(str(file))
     tokenizer.no_truncation()
     tokenizer.no_padding()
+    tokenizer.encode_special_tokens = split_special_tokens
     return tokenizer
 
 

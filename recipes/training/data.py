@@ -13,8 +13,10 @@ for them; a document that begins before its window counts from the window's firs
 
 import hashlib
 import json
+import math
 from collections.abc import Iterator, Sequence
-from functools import cached_property
+from fractions import Fraction
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +34,7 @@ from recipes.training.topology import Topology
 
 ROUNDS = 6  # of the permutation; four are enough for it to be pseudorandom (Luby, Rackoff 1988)
 BLOCKS, BLOCK_BYTES = 256, 2**12  # of a file, spread evenly, that its fingerprint covers
+PERIOD = 2**16  # samples, at most, after which the order of sources repeats itself
 BLOCK_TOKENS = 2**12  # of as many blocks, that are looked at before a run
 
 
@@ -160,11 +163,13 @@ class TrainingData:
         """Tokens [b, s] and labels [b, s]."""
         read = [corpus.read(index) for corpus, index in windows]
         tokens = torch.from_numpy(np.stack(read).astype(np.int64))  # [b, s + 1]
-        low, high = (int(bound) for bound in tokens.aminmax())
-        if low < 0 or high >= self.vocab_size:
+        wrong = ((tokens < 0) | (tokens >= self.vocab_size)).nonzero()
+        if len(wrong):
+            (row, place), (corpus, index) = wrong[0].tolist(), windows[int(wrong[0, 0])]
             raise ValueError(
-                f"the corpus has token id {low if low < 0 else high} and model.vocab_size is "
-                f"{self.vocab_size}; use the size of the tokenizer that made it"
+                f"{corpus.file.path}.bin: token {index * corpus.sequence_length + place} has the "
+                f"id {tokens[row, place]} and model.vocab_size is {self.vocab_size}; use the size "
+                f"of the tokenizer that made it"
             )
         return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
@@ -172,21 +177,45 @@ class TrainingData:
 def choose_sources(samples: np.ndarray, weights: Sequence[float]) -> tuple[np.ndarray, np.ndarray]:
     """The source of each sample, and how many samples that source gave before it; int64.
 
-    Source after source takes its share of what the ones before it left, rounded to the nearest
-    whole number at every prefix of the run.
+    After any number of samples, each source has given its share to less than one sample.
     """
-    sources = np.full(len(samples), len(weights) - 1)
-    turns = samples.astype(np.int64)
-    left = np.arange(len(samples))  # that no source has taken yet
-    for source in range(len(weights) - 1):
-        share = weights[source] / sum(weights[source:])
-        before = np.floor(turns[left] * share + 0.5).astype(np.int64)
-        after = np.floor((turns[left] + 1) * share + 0.5).astype(np.int64)
-        taken = after > before
-        sources[left[taken]] = source
-        turns[left] = np.where(taken, before, turns[left] - before)
-        left = left[~taken]
-    return sources, turns
+    shares = whole_shares(tuple(weights))
+    order, turns = one_period(shares)
+    periods, places = np.divmod(samples.astype(np.int64), len(order))
+    sources = order[places]
+    return sources, periods * np.array(shares)[sources] + turns[places]
+
+
+def whole_shares(weights: tuple[float, ...]) -> tuple[int, ...]:
+    """Samples of each source in a period: exactly as the weights, if one of PERIOD or less can."""
+    exact = [Fraction(str(weight)) for weight in weights]
+    total = sum(exact)
+    period = math.lcm(*((weight / total).denominator for weight in exact))
+    if period <= PERIOD:
+        return tuple(int(weight / total * period) for weight in exact)
+    whole = [max(1, int(weight / total * PERIOD)) for weight in exact]
+    whole[whole.index(max(whole))] += PERIOD - sum(whole)
+    return tuple(whole)
+
+
+@lru_cache(maxsize=4)
+def one_period(shares: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
+    """The sources of a period's samples, and how many each gave in it before; int64.
+
+    Tijdeman 1980, "The chairman assignment problem": of the sources that are behind by at least
+    1 / (2 k - 2), the one that would first be behind by a whole sample. With k sources none is
+    ever more than 1 - 1 / (2 k - 2) from its share.
+    """
+    period, parts = sum(shares), max(1, 2 * len(shares) - 2)
+    share, given = np.array(shares), np.zeros(len(shares), np.int64)
+    order, turns = np.empty(period, np.int64), np.empty(period, np.int64)
+    for place in range(period):
+        behind = parts * ((place + 1) * share - period * given)  # in 1 / (parts * period) samples
+        left = np.where(behind >= period, (period * (parts - 1) - behind) / share, np.inf)
+        source = int(left.argmin())
+        order[place], turns[place] = source, given[source]
+        given[source] += 1
+    return order, turns
 
 
 def permuted(indices: np.ndarray, size: int, key: str) -> np.ndarray:
@@ -265,8 +294,11 @@ def _check_manifest(recipe: Recipe, file: TokenFile) -> None:
         return  # a corpus that Megatron's tools prepared
     try:
         manifest = json.loads(manifest_file.read_text())
-        vocab_size, made_with = manifest["vocab_size"], manifest["tokenizer_sha256"]
-    except (json.JSONDecodeError, KeyError) as error:
+        vocab_size, made_with = int(manifest["vocab_size"]), manifest["tokenizer_sha256"]
+        counts = dict(manifest.get("files", {}).get(file.path.name, {}))
+        found = {"tokens": file.count, "documents": max(0, file.boundaries - 1)}
+        wrong = {key: n for key, n in found.items() if counts.get(key, n) != n}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(
             f"{manifest_file} is no manifest ({error!r}); prepare the corpus again"
         ) from None
@@ -280,11 +312,10 @@ def _check_manifest(recipe: Recipe, file: TokenFile) -> None:
             f'data.tokenizer = "{recipe.data.tokenizer}" is not the tokenizer that made '
             f"{file.path}; use {manifest.get('tokenizer')}, or prepare the corpus again"
         )
-    tokens = manifest.get("files", {}).get(file.path.name, {}).get("tokens", file.count)
-    if tokens != file.count:
+    for key, count in wrong.items():
         raise ValueError(
-            f"{file.path}.bin has {file.count} tokens and {manifest_file} says {tokens}; use the "
-            f"files that belong together, or prepare the corpus again"
+            f"{file.path} has {count} {key} and {manifest_file} says {counts[key]}; use the files "
+            f"that belong together, or prepare the corpus again"
         )
 
 

@@ -102,19 +102,31 @@ class RunFolder:
         Raises:
             ValueError: a line that ends is no JSON.
         """
-        if not self.metrics.exists():
-            return []
-        text = self.metrics.read_text(encoding="utf-8", errors="replace")
-        lines = []
-        for number, line in enumerate(text.splitlines(keepends=True), start=1):
-            try:
-                if line.endswith("\n"):
-                    lines.append(json.loads(line))
-            except json.JSONDecodeError:
-                raise ValueError(
-                    f"{self.metrics}, line {number}, is no JSON; remove the line to go on"
-                ) from None
-        return lines
+        return _read_lines(self.metrics)
+
+    def read_events(self) -> list[dict[str, Any]]:
+        """The complete lines of events.jsonl.
+
+        Raises:
+            ValueError: a line that ends is no JSON.
+        """
+        return _read_lines(self.events)
+
+
+def _read_lines(file: Path) -> list[dict[str, Any]]:
+    if not file.exists():
+        return []
+    text = file.read_text(encoding="utf-8", errors="replace")
+    lines = []
+    for number, line in enumerate(text.splitlines(keepends=True), start=1):
+        try:
+            if line.endswith("\n"):
+                lines.append(json.loads(line))
+        except json.JSONDecodeError:
+            raise ValueError(
+                f"{file}, line {number}, is no JSON; remove the line to go on"
+            ) from None
+    return lines
 
 
 class LineFile:

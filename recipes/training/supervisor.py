@@ -7,6 +7,7 @@ every rank writes where it is and what it waits for into the run folder, one of 
 behind, and all end. What a thread cannot notice, its process having been stopped, the guard does.
 """
 
+import contextlib
 import json
 import os
 import select
@@ -150,12 +151,16 @@ class Supervisor:
                 self._report_hang()
 
     def _end_stopped_launchers(self) -> None:
-        """End what has been stopped for too long: it would never take notice of the run's end."""
+        """End launchers of which one has been stopped for too long: it would never notice an end.
+
+        The outermost first: `deepspeed` exits with 0 when what it has started is killed.
+        """
         for pid in self._launchers.values():
-            stopped = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
-            self._stopped[pid] = self._stopped[pid] + 1 if stopped else 0
-            if self.hang_seconds and self._stopped[pid] >= self.hang_seconds:
-                os.kill(pid, signal.SIGKILL)
+            self._stopped[pid] = self._stopped[pid] + 1 if is_stopped(pid) else 0
+        if self.hang_seconds and max(self._stopped.values(), default=0) >= self.hang_seconds:
+            for pid in reversed(self._launchers.values()):
+                with contextlib.suppress(ProcessLookupError):  # another rank was faster
+                    os.kill(pid, signal.SIGKILL)
 
     def _ask(self, reason: str) -> None:
         now = time.monotonic()
@@ -269,6 +274,14 @@ def launchers_of(pid: int) -> list[int]:
             break
         found.append(pid)
     return found
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether a process was stopped by a signal."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+    except FileNotFoundError:
+        return False
 
 
 def _wake(*_: object) -> None:
