@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from recipes.training.data import TrainingData
     from recipes.training.engine import Engine
     from recipes.training.feed import Feed
-    from recipes.training.loss_watch import LossWatch
+    from recipes.training.loss_watch import Bad, LossWatch
     from recipes.training.supervisor import Supervisor
     from recipes.training.tracking import Meter, Tracker
 
@@ -169,12 +169,20 @@ def train(run: Run, step: int) -> Ending:
         if bad and bad.roll_back:
             step, ending = roll_back(run, step, bad.reason)
         else:
-            if bad:
-                run.tracker.skip(step, bad.reason, run.data.samples(step))
-            ending = find_drift(run, step) or save_if_due(run, step) or stop_if_asked(run, step)
+            ending = after_step(run, step, bad)
         if ending:
             return ending
     return Ending(FINISHED)
+
+
+def after_step(run: Run, step: int, bad: "Bad | None") -> Ending | None:
+    """What is due after a step that counts, or that the optimizer has left out."""
+    if bad:
+        run.tracker.skip(step, bad.reason, run.data.samples(step))
+    if not (bad and bad.unsafe):
+        return find_drift(run, step) or save_if_due(run, step) or stop_if_asked(run, step)
+    is_last = step == run.recipe.training.steps
+    return Ending(STOPPED, without_save(step, bad.reason)) if is_last else None
 
 
 def train_step(run: Run, step: int) -> dict[str, Any]:

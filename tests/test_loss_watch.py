@@ -20,6 +20,7 @@ def test_bad_steps_are_skipped_until_there_are_too_many_in_a_row() -> None:
     found = [judge(2.0, NAN), judge(NAN, 1.0), judge(2.0, INF)]
     assert [bad.roll_back for bad in found] == [False, False, True]
     assert found[1].reason == "the loss is nan"
+    assert [bad.unsafe for bad in found[:2]] == [False, True]
     assert found[2].reason == "the gradient norm is inf, 3 steps in a row"
 
 

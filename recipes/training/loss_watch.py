@@ -15,10 +15,12 @@ class Bad:
     """What is wrong with a step.
 
     roll_back: the run should; otherwise the optimizer has left the step out, and that is enough
+    unsafe: the weights may be what is wrong; a checkpoint of them would be no place to go back to
     """
 
     reason: str
     roll_back: bool
+    unsafe: bool = False
 
 
 class LossWatch:
@@ -42,7 +44,7 @@ class LossWatch:
             self.bad_steps += 1
             reason = f"the {name} is {value}"
             if self.bad_steps < self.limits.bad_steps:
-                return Bad(reason, roll_back=False)
+                return Bad(reason, roll_back=False, unsafe=not math.isfinite(loss))
             return Bad(f"{reason}, {self.bad_steps} steps in a row", roll_back=True)
         self.bad_steps = 0
         usual = median(self._losses) if len(self._losses) >= NEEDED else math.inf
