@@ -15,6 +15,7 @@ import argparse
 import atexit
 import os
 import time
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -24,9 +25,11 @@ from models.cost import parameter_count
 from recipes.training.deepspeed_config import build_deepspeed_config, precision
 from recipes.training.exit_codes import FINISHED, INTERRUPTED, REFUSED, STOPPED
 from recipes.training.learning_rate import learning_rate
+from recipes.training.loss_watch import ROLL_BACK, UNSAFE
 from recipes.training.progress import Progress
 from recipes.training.recipe import DEFAULT_RECIPE, REPOSITORY, Recipe, load_recipe, origin
 from recipes.training.run_folder import RunFolder
+from recipes.training.streams import outlive_output
 from recipes.training.topology import Topology, World, check_placement, rank_map
 
 if TYPE_CHECKING:
@@ -35,7 +38,7 @@ if TYPE_CHECKING:
     from recipes.training.data import TrainingData
     from recipes.training.engine import Engine
     from recipes.training.feed import Feed
-    from recipes.training.loss_watch import Bad, LossWatch
+    from recipes.training.loss_watch import LossWatch
     from recipes.training.supervisor import Supervisor
     from recipes.training.tracking import Meter, Tracker
 
@@ -44,7 +47,17 @@ DRIFTED_SHOWN = 8  # weights in a message
 
 
 def main() -> None:
-    """Check everything that can be checked, then train."""
+    """Check everything that can be checked, then train; what is not foreseen ends this rank."""
+    outlive_output()
+    try:
+        pretrain()
+    except Exception:
+        traceback.print_exc()
+        leave(1)  # and not by way of threads that may hang
+
+
+def pretrain() -> None:
+    """One run, from its options to its exit code."""
     options = parse_command_line()
     with refusals(World()):
         world = World.from_environment(os.environ)
@@ -71,10 +84,11 @@ def main() -> None:
     with refusals(world, options):
         check_machine(world, precision=number_format)
         data = TrainingData(recipe, topology, world.rank)
-        if world.rank == 0:
-            read_wandb_key()
-            folder.hold()
         start_processes(world)
+        with refused_together():
+            if world.rank == 0:
+                read_wandb_key()
+                folder.hold()
         hosts = hosts_of_ranks()
         check_placement(topology, hosts)
         found = checkpoint.find(folder.checkpoints, options.resume, recipe, data.fingerprint)
@@ -84,10 +98,11 @@ def main() -> None:
     if start.step >= recipe.training.steps:
         summarize(recipe, folder, world)
         leave(FINISHED)
-    if world.rank == 0:
-        with refusals(world, options):
+    with refusals(world, options), refused_together():
+        if world.rank == 0:
             fresh, branching = options.resume == "never", options.resume not in ("auto", "never")
             folder.prepare(recipe, start.step, fresh=fresh, branching=branching)
+    if world.rank == 0:
         announce(recipe, topology, hosts, folder, found)
 
     crumb = Breadcrumb()
@@ -120,7 +135,8 @@ def main() -> None:
             supervisor=supervisor,
         )
         ending = train(run, start.step)
-        unsaved = writer.wait()
+        with crumb.waiting_for_disk("saving"):
+            unsaved = writer.wait()
         if unsaved and ending.code in (FINISHED, INTERRUPTED):
             ending = Ending(STOPPED, unsaved)
         if ending.code == FINISHED:
@@ -166,23 +182,36 @@ def train(run: Run, step: int) -> Ending:
         metrics = train_step(run, step)
         run.tracker.step(metrics)
         bad = run.watch.judge(metrics["loss"], metrics["grad_norm"])
-        if bad and bad.roll_back:
-            step, ending = roll_back(run, step, bad.reason)
+        asked, severity = run.supervisor.agree(bad.severity if bad else 0, run.engine.device)
+        reason = bad.reason if bad else "another rank has a bad step"
+        if severity == ROLL_BACK:
+            step, ending = roll_back(run, step, reason)
         else:
-            ending = after_step(run, step, bad)
+            if bad:
+                run.tracker.skip(step, reason, run.data.samples(step))
+            ending = skip(run, step, reason) if severity == UNSAFE else finish(run, step, asked)
         if ending:
             return ending
     return Ending(FINISHED)
 
 
-def after_step(run: Run, step: int, bad: "Bad | None") -> Ending | None:
-    """What is due after a step that counts, or that the optimizer has left out."""
-    if bad:
-        run.tracker.skip(step, bad.reason, run.data.samples(step))
-    if not (bad and bad.unsafe):
-        return find_drift(run, step) or save_if_due(run, step) or stop_if_asked(run, step)
+def skip(run: Run, step: int, reason: str) -> Ending | None:
+    """What follows a step whose weights are not to be trusted: no save, and no end but the last."""
     is_last = step == run.recipe.training.steps
-    return Ending(STOPPED, without_save(step, bad.reason)) if is_last else None
+    return Ending(STOPPED, without_save(step, reason)) if is_last else None
+
+
+def finish(run: Run, step: int, asked: str) -> Ending | None:
+    """What is due after a step, and how the run ends with it.
+
+    asked: why it should stop; empty: it should not
+    """
+    ending = find_drift(run, step) or save_if_due(run, step)
+    if ending or not asked or step == run.recipe.training.steps:
+        return ending
+    saved = due(step, run.recipe.checkpoint.every, run.recipe.training.steps)
+    ending = None if saved else save(run, step)
+    return ending or Ending(INTERRUPTED, f"step {step}: {asked}; the same command goes on")
 
 
 def train_step(run: Run, step: int) -> dict[str, Any]:
@@ -225,14 +254,17 @@ def unreadable_data(run: Run, step: int) -> Iterator[None]:
 
 
 def compare_speed(run: Run) -> dict[str, Any]:
-    """Name slow ranks; for the metrics, by how much the slowest is slower than the median."""
-    from recipes.training.stragglers import find_slow, gather
+    """Name slow ranks; for the metrics, the slowest and its time over that of its peers."""
+    from recipes.training.stragglers import find_slow, gather, ratios
 
-    seconds = gather(run.engine.stopwatch.take())
+    relative = ratios(gather(run.engine.stopwatch.take()), run.topology)
+    if not relative:  # nobody has peers
+        return {}
     limit = run.recipe.supervision.slow_rank
-    for sentence in find_slow(seconds, run.topology, run.supervisor.hosts, limit):
+    for sentence in find_slow(relative, run.topology, run.supervisor.hosts, limit):
         run.tracker.warn(f"slow: {sentence}")
-    return {"slowest_rank": seconds.index(max(seconds)), "slowest_seconds": max(seconds)}
+    slowest = max(relative, key=relative.__getitem__)
+    return {"slowest_rank": slowest, "slowest_ratio": relative[slowest]}
 
 
 def save_if_due(run: Run, step: int) -> Ending | None:
@@ -244,22 +276,12 @@ def save_if_due(run: Run, step: int) -> Ending | None:
 
 def save(run: Run, step: int) -> Ending | None:
     """Begin to save; how the run ends because an earlier save failed."""
-    run.supervisor.crumb.note("saving")
-    problem = run.writer.save(run.data.progress_after(step))
+    with run.supervisor.crumb.waiting_for_disk("saving"):
+        problem = run.writer.save(run.data.progress_after(step))
     if problem and run.recipe.checkpoint.on_failure == "continue":
         run.tracker.warn(problem)
         return None
     return Ending(STOPPED, problem) if problem else None
-
-
-def stop_if_asked(run: Run, step: int) -> Ending | None:
-    """Save and end, if any rank has got a signal or lost its launcher."""
-    reason = run.supervisor.stop_agreed(run.engine.device)
-    if reason is None or step == run.recipe.training.steps:
-        return None
-    saved = due(step, run.recipe.checkpoint.every, run.recipe.training.steps)
-    ending = None if saved else save(run, step)
-    return ending or Ending(INTERRUPTED, f"step {step}: {reason}; the same command goes on")
 
 
 def roll_back(run: Run, step: int, reason: str) -> tuple[int, Ending | None]:
@@ -268,24 +290,35 @@ def roll_back(run: Run, step: int, reason: str) -> tuple[int, Ending | None]:
     Returns:
         The step that the run is after, and how it ends if it cannot go back.
     """
+    import torch.distributed as dist
+
     from recipes.training import checkpoint
 
     most = run.recipe.supervision.rollbacks
     if run.watch.rollbacks == most:
         why = f"after {most} rollbacks" if most else "supervision.rollbacks = 0"
         return step, Ending(STOPPED, without_save(step, f"{reason}, {why}"))
-    run.writer.wait()
-    try:
-        found = checkpoint.find(run.folder.checkpoints, "auto", run.recipe, run.data.fingerprint)
-    except ValueError as problem:
-        return step, Ending(STOPPED, f"step {step}: {reason}, and {problem}")
+    with run.supervisor.crumb.waiting_for_disk("going back"):
+        unsaved = run.writer.wait()
+        if unsaved:
+            run.tracker.warn(unsaved)
+        try:
+            found = checkpoint.find(
+                run.folder.checkpoints, "auto", run.recipe, run.data.fingerprint
+            )
+        except ValueError as problem:
+            return step, Ending(STOPPED, f"step {step}: {reason}, and {problem}")
     if not found.path or found.weights_only:
         return step, Ending(STOPPED, f"step {step}: {reason}, and there is no checkpoint yet")
     run.feed.forget()
     to = Progress(found.progress.step, run.data.progress_after(step).samples)
-    run.engine.load(found.reader())
+    if dist.get_rank() == 0:
+        tell_skipped(run.folder, found)
+    run.writer.damaged = found.skipped
+    with run.supervisor.crumb.waiting_for_disk("going back"):
+        run.engine.load(found.reader())
     run.data.resume(to)
-    run.watch.forget()
+    run.watch.rolled_back()
     run.tracker.roll_back(step, to, reason)
     return to.step, None
 
@@ -330,6 +363,22 @@ def refusals(world: World, options: argparse.Namespace | None = None) -> Iterato
             about = f"rank {world.rank}: {about}"
         print(f"pretrain.py: {about}{problem}", file=sys.stderr, flush=True)
         leave(REFUSED)
+
+
+@contextmanager
+def refused_together() -> Iterator[None]:
+    """Let all ranks raise the ValueError that one of them has raised; collective."""
+    import torch.distributed as dist
+
+    problem = ""
+    try:
+        yield
+    except ValueError as error:
+        problem = str(error)
+    problems = [""] * dist.get_world_size()
+    dist.all_gather_object(problems, problem)
+    if any(problems):
+        raise ValueError(next(filter(None, problems)))
 
 
 def tell_skipped(folder: RunFolder, found: "Found") -> None:

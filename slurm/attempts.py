@@ -36,7 +36,7 @@ def main() -> None:
     name = load_recipe(options.recipe, options.set).name
     folder = RunFolder(options.run_dir or REPOSITORY / "runs" / name)
     step = max(map(step_of, published(folder.checkpoints)), default=0)
-    if failed_before(folder.path / "attempts.jsonl", step, options.code):
+    if note_failure(folder.path / "attempts.jsonl", step, options.code):
         sys.exit(
             f"failed twice without a checkpoint after step {step} (exit code {options.code}); the "
             f"job does not start again"
@@ -44,12 +44,12 @@ def main() -> None:
     print(f"failed with exit code {options.code}; starts again after step {step}")
 
 
-def failed_before(attempts: Path, step: int, code: int) -> bool:
-    """Whether the last failure of this job was at the same step; this one is noted."""
+def note_failure(attempts: Path, step: int, code: int) -> bool:
+    """Whether the job has failed after that checkpoint before."""
     attempts.parent.mkdir(parents=True, exist_ok=True)
     job = os.environ.get("SLURM_JOB_ID", "")
-    lines = attempts.read_text().splitlines() if attempts.exists() else []
-    earlier = [json.loads(line) for line in lines]
+    text = attempts.read_text() if attempts.exists() else ""
+    earlier = [json.loads(line) for line in text.splitlines() if line.endswith("}")]
     with attempts.open("a") as stream:
         stream.write(json.dumps({"job": job, "step": step, "exit_code": code}) + "\n")
     return any(attempt["job"] == job and attempt["step"] == step for attempt in earlier)

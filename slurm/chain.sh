@@ -12,5 +12,5 @@ shift
 options=$(.venv/bin/python slurm/options.py "$@")
 for _ in $(seq "$jobs"); do
   # shellcheck disable=SC2086 # several options, none with a space
-  REQUEUE=no sbatch $options --dependency=singleton slurm/pretrain.slurm "$@"
+  REQUEUE=no sbatch $options --no-requeue --dependency=singleton slurm/pretrain.slurm "$@"
 done

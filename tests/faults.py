@@ -1,9 +1,9 @@
 """Inject faults into runs on a cluster of this machine, and see how they end.
 
 Each run is started by `deepspeed`, on the head alone (two ranks) or over ssh on two hosts with two
-ranks each. When it trains, something happens to it. It must end, with a code that is no success,
-and leave no process on any host; what can be saved is saved, and a hang is explained. Prints a
-table; exit code 1 if anything is not so.
+ranks each. When it trains, something happens to it. It must end, with a code that is no success
+(but for one that DeepSpeed gives), and leave no process on any host; what can be saved is saved,
+and a hang is explained. Prints a table; exit code 1 if anything is not so.
 
     python tests/faults.py
     python tests/faults.py --only "SIGSTOP to a rank"

@@ -21,6 +21,8 @@ FLOORS = [
     ("models.pipeline", 3),
     ("recipes.training.exit_codes", 4),
     ("recipes.training.guard", 4),
+    ("recipes.training.hang", 4),
+    ("recipes.training.streams", 4),
     ("recipes.training.loss_watch", 5),
     ("recipes.training.stragglers", 5),
     ("recipes.training.supervisor", 5),

@@ -2,7 +2,7 @@ import math
 
 import pytest
 
-from recipes.training.loss_watch import NEEDED, LossWatch
+from recipes.training.loss_watch import NEEDED, ROLL_BACK, SKIPPED, UNSAFE, LossWatch
 from recipes.training.recipe import Supervision
 
 NAN, INF = math.nan, math.inf
@@ -15,19 +15,18 @@ def watch(*, fp16: bool = False, **limits: object) -> LossWatch:
 def test_bad_steps_are_skipped_until_there_are_too_many_in_a_row() -> None:
     judge = watch(bad_steps=3).judge
     assert judge(2.0, 1.0) is None
-    assert [judge(NAN, NAN).roll_back, judge(2.0, INF).roll_back] == [False, False]
+    assert [judge(NAN, NAN).severity, judge(2.0, INF).severity] == [UNSAFE, UNSAFE]
     assert judge(2.0, 1.0) is None  # not in a row
     found = [judge(2.0, NAN), judge(NAN, 1.0), judge(2.0, INF)]
-    assert [bad.roll_back for bad in found] == [False, False, True]
+    assert [bad.severity for bad in found] == [UNSAFE, UNSAFE, ROLL_BACK]
     assert found[1].reason == "the loss is nan"
-    assert [bad.unsafe for bad in found[:2]] == [False, True]
     assert found[2].reason == "the gradient norm is inf, 3 steps in a row"
 
 
 def test_infinite_gradients_are_normal_in_fp16_and_losses_are_not() -> None:
     judge = watch(fp16=True, bad_steps=2).judge
-    assert not any(judge(2.0, INF).roll_back for _ in range(20))
-    assert [judge(NAN, INF).roll_back for _ in range(2)] == [False, True]
+    assert {judge(2.0, INF).severity for _ in range(20)} == {SKIPPED}
+    assert [judge(NAN, INF).severity for _ in range(2)] == [UNSAFE, ROLL_BACK]
 
 
 @pytest.mark.parametrize(("limit", "roll_back"), [(1.0, True), (3.0, False), (0.0, False)])
@@ -38,7 +37,7 @@ def test_a_loss_far_above_the_usual_is_a_spike(limit: float, roll_back: bool) ->
     bad = judge(6.95, 1.0)
     assert bool(bad) is roll_back
     if bad:
-        assert bad.roll_back and "more than 1.0 nats above the 4.9250" in bad.reason
+        assert bad.severity == ROLL_BACK and "more than 1.0 nats above the 4.9250" in bad.reason
 
 
 def test_a_run_that_begins_has_no_usual_loss() -> None:
@@ -50,5 +49,5 @@ def test_after_a_rollback_the_usual_is_learned_anew() -> None:
     seen = watch(loss_spike=1.0)
     for _ in range(NEEDED):
         seen.judge(5.0, 1.0)
-    seen.forget()
+    seen.rolled_back()
     assert seen.judge(50.0, 1.0) is None and seen.rollbacks == 1

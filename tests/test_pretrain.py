@@ -388,7 +388,7 @@ def test_a_run_goes_back_only_so_often(recipe_file: Path, tmp_path: Path) -> Non
     options = ["--run-dir", str(tmp_path / "x"), "--set", "supervision.bad_steps=1"]
     codes, outputs = start_ranks(2, [*arguments, *options], folder=tmp_path, seconds=300)
     assert codes == [3, 3], outputs
-    assert "step 5: the gradient norm is inf, 1 steps in a row, after 2 rollbacks" in outputs[0]
+    assert "step 5: the gradient norm is inf, after 2 rollbacks" in outputs[0]
     assert [name for name, _ in events(tmp_path / "x")].count("rollback") == 2
 
 

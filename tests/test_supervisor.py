@@ -1,21 +1,25 @@
 import os
+import shlex
 import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
-from recipes.training import supervisor
-from recipes.training.supervisor import GUARD, Breadcrumb, Sighting, collective_of, describe_hang
+from recipes.training import hang
+from recipes.training.exit_codes import HUNG
+from recipes.training.hang import HangReport, Sighting, collective_of, describe_hang, take_sighting
+from recipes.training.recipe import REPOSITORY
+from recipes.training.supervisor import GUARD, Breadcrumb, is_launcher
 
 NAMES = [f"rank {rank} (node{1 + rank // 2})" for rank in range(4)]
 
 
-def sighting(rank: int, *, count: int = 10, waits_in: str = "recv") -> Sighting:
-    return Sighting(
-        rank, f"step 7, RecvGrad of micro-batch {rank}", count, waits_in, "p2p.py:81 recv"
-    )
+def sighting(rank: int, *, step: int = 7, waits_in: str = "recv") -> Sighting:
+    place = f"step {step}, RecvGrad of micro-batch {rank}"
+    return Sighting(rank, step, place, waits_in, "p2p.py:81 recv")
 
 
 @pytest.mark.parametrize(
@@ -24,13 +28,98 @@ def sighting(rank: int, *, count: int = 10, waits_in: str = "recv") -> Sighting:
         ([sighting(0), sighting(1)],
          "rank 2 (node2), rank 3 (node2) do not answer: stopped, dead or cut off. rank 0 (node1): "
          "step 7, RecvGrad of micro-batch 0; it waits in recv, at p2p.py:81 recv"),
-        ([sighting(0), sighting(1, waits_in=""), sighting(2, count=9), sighting(3)],
+        ([sighting(0), sighting(1, waits_in=""), sighting(2), sighting(3)],
          "rank 1 (node1) is behind: step 7, RecvGrad of micro-batch 1; it waits in no collective"),
-        ([sighting(0), sighting(1), sighting(2, count=9), sighting(3)], "rank 2 (node2) is behind"),
+        ([sighting(0), sighting(1, waits_in=""), sighting(2, step=6), sighting(3)],
+         "rank 2 (node2) is behind: step 6"),
+        ([sighting(rank) for rank in range(4)], "all ranks are in step 7 and wait in a collective"),
+        ([sighting(rank, waits_in="") for rank in range(4)],
+         "all ranks are in step 7 and wait for the device, or compute"),
     ],
 )  # fmt: skip
 def test_who_is_behind(sightings: list[Sighting], said: str) -> None:
     assert describe_hang({each.rank: each for each in sightings}, NAMES).startswith(said)
+
+
+def test_the_first_one_there_says_who_is_behind(tmp_path: Path) -> None:
+    ranks = [HangReport(tmp_path / "hang", NAMES) for _ in range(3)]
+    for rank, report in enumerate(ranks):
+        crumb = Breadcrumb()
+        crumb.note("ForwardPass", micro_batch=rank, step=5)
+        report.write(take_sighting(rank, crumb))
+    ranks[0].take_back(0)  # it has moved again
+    assert ranks[2].verdict(2) == ""
+    said = ranks[1].verdict(1)
+    assert said.startswith("rank 0 (node1), rank 3 (node2) do not answer")
+    assert "rank 1 (node1): step 5, ForwardPass of micro-batch 1" in said
+    stack = (tmp_path / "hang" / "rank-00002.txt").read_text()
+    assert "test_the_first_one_there_says_who_is_behind" in stack
+
+
+@pytest.mark.parametrize(
+    ("command", "expected"),
+    [
+        ("python -u -m deepspeed.launcher.launch --world_info=x train.py", True),
+        ("/usr/bin/python /opt/bin/deepspeed --num_gpus 2 train.py", True),
+        ("/opt/bin/torchrun --nproc-per-node 2 train.py", True),
+        ("python -m torch.distributed.run train.py", True),
+        ("bash /home/me/deepspeed-env/job.sh", False),
+        ("bash -c 'deepspeed train.py'", False),
+        ("vim deepspeed.json", False),
+    ],
+)
+def test_what_launches(command: str, expected: bool, tmp_path: Path) -> None:
+    (tmp_path / "cmdline").write_text("\0".join(shlex.split(command)) + "\0")
+    assert is_launcher(tmp_path / "cmdline") is expected
+
+
+SUPERVISED = """
+import os, signal, sys, time
+import torch
+from recipes.training.engine import start_processes
+from recipes.training.supervisor import Breadcrumb, Supervisor
+from recipes.training.run_folder import RunFolder
+from recipes.training.topology import World
+from pathlib import Path
+
+start_processes(World())
+crumb = Breadcrumb()
+with Supervisor(RunFolder(Path(sys.argv[1])), crumb, ["here"], int(sys.argv[2])) as supervisor:
+    print(supervisor.agree(2, torch.device("cpu")), flush=True)
+    what = sys.argv[3]
+    if what == "hang":
+        time.sleep(60)
+    if what == "patient":
+        with crumb.waiting_for_disk("saving"):
+            time.sleep(6)
+    for _ in range({"twice": 2, "echo": 2, "once": 1}.get(what, 0)):
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(2.5 if what == "twice" else 0.5)
+    print(supervisor.agree(0, torch.device("cpu")), flush=True)
+os._exit(0)
+"""
+
+
+@pytest.mark.parametrize(
+    ("what", "code", "said"),
+    [
+        ("once", 0, "('rank 0 (here): SIGTERM', 0)"),
+        ("echo", 0, "('rank 0 (here): SIGTERM', 0)"),
+        ("twice", 128 + signal.SIGTERM, "rank 0 (here): SIGTERM again, ends at once"),
+        ("hang", HUNG, "no progress for 3 s: all ranks are in step 0"),
+        ("patient", 0, "('', 0)"),
+    ],
+)
+def test_a_supervisor(what: str, code: int, said: str, tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", SUPERVISED, str(tmp_path), "3", what],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == code, done.stderr
+    assert "('', 2)" in done.stdout and said in done.stdout + done.stderr
 
 
 def test_a_crumb_says_where() -> None:
@@ -42,7 +131,7 @@ def test_a_crumb_says_where() -> None:
 
 
 def test_a_stack_tells_its_collective() -> None:
-    code = compile("def all_reduce():\n    return inner()\n", supervisor.COLLECTIVES, "exec")
+    code = compile("def all_reduce():\n    return inner()\n", hang.COLLECTIVES, "exec")
     space = {"inner": lambda: sys._getframe()}
     exec(code, space)
     assert collective_of(space["all_reduce"]()) == "all_reduce"
@@ -53,8 +142,9 @@ def test_a_stack_tells_its_collective() -> None:
 def guarded() -> subprocess.Popen:
     """A process that has a guard of two seconds, and beats as long as it runs."""
     script = (
-        "import subprocess, sys, time\n"
-        f"guard = subprocess.Popen([sys.executable, {str(GUARD)!r}, '2', 'rank 5 (node1)'],"
+        "import os, subprocess, sys, time\n"
+        f"guard = subprocess.Popen([sys.executable, {str(GUARD)!r}, '2', str(os.getpid()),"
+        " 'rank 5 (node1)'],"
         " stdin=subprocess.PIPE)\n"
         "print(guard.pid, flush=True)\n"
         "while True:\n    guard.stdin.write(b'.'); guard.stdin.flush(); time.sleep(0.3)\n"

@@ -56,7 +56,7 @@ class Engine(ABC):
         crumb: Breadcrumb,
     ):
         self.wrapped, self.recipe, self.axis, self.crumb = wrapped, recipe, axis, crumb
-        self.stopwatch = Stopwatch(self.device)
+        self.stopwatch = Stopwatch(self.device, off=not recipe.supervision.compare_speed_every)
         self.state: TrainingState = training_state(wrapped.optimizer, dict(self.parameters()))
 
     def train_step(self, micro_batches: Iterable[MicroBatch], learning_rate: float) -> StepResult:

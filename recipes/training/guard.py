@@ -3,7 +3,7 @@
 Nothing inside a stopped process can notice that. Its own time is counted in ticks that it has seen,
 so that a whole job that is suspended and goes on (Ctrl-Z, fg) is left alone.
 
-    python guard.py SECONDS NAME      with a pipe from the rank as standard input
+    python guard.py SECONDS PID NAME      with a pipe from the rank as standard input
 """
 
 import os
@@ -14,10 +14,9 @@ import sys
 
 def main() -> None:
     """Read the rank's beats; kill it when they have failed to come."""
-    patience, name = int(sys.argv[1]), sys.argv[2]
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):  # the rank's to answer
-        signal.signal(number, signal.SIG_IGN)
-    rank = os.getppid()
+    patience, rank, name = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)  # the rank's to answer
     silent = 0
     while silent < patience:
         ready, _, _ = select.select([0], [], [], 1)

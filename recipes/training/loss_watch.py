@@ -7,6 +7,9 @@ from statistics import median
 
 from recipes.training.recipe import Supervision
 
+SKIPPED = 1  # the optimizer has left the step out, and that is enough
+UNSAFE = 2  # likewise, but the weights may be what is wrong: no checkpoint of them
+ROLL_BACK = 3  # the run should go back
 SEEN, NEEDED = 64, 16  # losses that are remembered, and how many it takes to know what is usual
 
 
@@ -14,13 +17,11 @@ SEEN, NEEDED = 64, 16  # losses that are remembered, and how many it takes to kn
 class Bad:
     """What is wrong with a step.
 
-    roll_back: the run should; otherwise the optimizer has left the step out, and that is enough
-    unsafe: the weights may be what is wrong; a checkpoint of them would be no place to go back to
+    severity: SKIPPED, UNSAFE or ROLL_BACK
     """
 
     reason: str
-    roll_back: bool
-    unsafe: bool = False
+    severity: int
 
 
 class LossWatch:
@@ -38,27 +39,28 @@ class LossWatch:
     def judge(self, loss: float, grad_norm: float) -> Bad | None:
         """The step just done: loss in nats per token, gradient norm before clipping."""
         if math.isfinite(loss) and not math.isfinite(grad_norm) and self.fp16:
-            return Bad(f"the gradient norm is {grad_norm}", roll_back=False)
+            return Bad(f"the gradient norm is {grad_norm}", SKIPPED)
         if not (math.isfinite(loss) and math.isfinite(grad_norm)):
             name, value = ("gradient norm", grad_norm) if math.isfinite(loss) else ("loss", loss)
             self.bad_steps += 1
             reason = f"the {name} is {value}"
             if self.bad_steps < self.limits.bad_steps:
-                return Bad(reason, roll_back=False, unsafe=not math.isfinite(loss))
-            return Bad(f"{reason}, {self.bad_steps} steps in a row", roll_back=True)
+                return Bad(reason, UNSAFE)
+            row = f", {self.bad_steps} steps in a row" if self.bad_steps > 1 else ""
+            return Bad(f"{reason}{row}", ROLL_BACK)
         self.bad_steps = 0
         usual = median(self._losses) if len(self._losses) >= NEEDED else math.inf
         if self.limits.loss_spike and loss > usual + self.limits.loss_spike:
             return Bad(
                 f"the loss is {loss:.4f}, more than {self.limits.loss_spike} nats above the "
                 f"{usual:.4f} of the steps before",
-                roll_back=True,
+                ROLL_BACK,
             )
         self._losses.append(loss)
         return None
 
-    def forget(self) -> None:
-        """Begin anew, after a rollback."""
+    def rolled_back(self) -> None:
+        """Begin anew, and count."""
         self.bad_steps = 0
         self._losses.clear()
         self.rollbacks += 1

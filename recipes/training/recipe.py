@@ -172,7 +172,8 @@ class Checkpoint(Section):
 class Supervision(Section):
     """When a run is given up, goes back or complains."""
 
-    hang_seconds: NonNegative = 600  # without any progress, then it ends; 0: never
+    # Without any progress, then it ends; 0: never. Collectives of DeepSpeed give up after 600.
+    hang_seconds: NonNegative = 300
     bad_steps: Count = 3  # in a row without finite numbers: it goes back to the last checkpoint
     loss_spike: Annotated[float, Field(ge=0)] = 3.0  # nats above the usual: likewise; 0: never
     rollbacks: NonNegative = 2  # how often it goes back, and leaves out what it has read since

@@ -79,7 +79,7 @@ class RunFolder:
             lines = self.read_metrics()
             kept = [line for line in lines if line["step"] <= done]
             if branching and len(kept) < len(lines):
-                stamp = time.strftime("%Y%m%dT%H%M%S")
+                stamp = f"{time.strftime('%Y%m%dT%H%M%S')}.{time.time_ns() % 10**9:09d}"
                 shutil.copyfile(self.metrics, self.path / f"metrics.{stamp}.jsonl")
             _replace(self.metrics, "".join(json.dumps(line) + "\n" for line in kept))
         except OSError as error:

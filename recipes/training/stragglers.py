@@ -14,17 +14,21 @@ from recipes.training.topology import Topology
 class Stopwatch:
     """Sums the time of what it is put around; on a GPU that of the device, read when it is done.
 
-    Forward passes wait for nobody but their own tensor group, which is in one node.
+    Forward passes wait for nobody but their own tensor group, which is in one node; under ZeRO-3
+    they gather weights from all data ranks, and all look alike.
     """
 
-    def __init__(self, device: torch.device):
-        self.on_gpu = device.type == "cuda"
+    def __init__(self, device: torch.device, *, off: bool = False):
+        self.on_gpu, self.off = device.type == "cuda", off
         self._seconds = 0.0
         self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
 
     @contextmanager
     def running(self):
         """Count what happens inside."""
+        if self.off:
+            yield
+            return
         if self.on_gpu:
             first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             first.record()
@@ -53,28 +57,41 @@ def gather(seconds: float) -> list[float]:
     return everyones
 
 
+def ratios(seconds: Sequence[float], topology: Topology) -> dict[int, float]:
+    """First rank of each tensor group -> its time over that of the other groups of its stage.
+
+    The ranks of a group wait for each other, so the group counts as one; alone it has no ratio.
+
+    seconds: in forward passes, by rank
+    """
+    found = {}
+    size = topology.tensor
+    for ranks in topology.stage_groups():
+        taken = {
+            first: median(seconds[first : first + size])
+            for first in range(ranks[0], ranks[-1] + 1, size)
+        }
+        usual = median(taken.values())
+        for first, own in taken.items():
+            if len(taken) == 2:
+                usual = next(other for rank, other in taken.items() if rank != first)
+            if len(taken) > 1:
+                found[first] = own / usual
+    return found
+
+
 def find_slow(
-    seconds: Sequence[float], topology: Topology, hosts: Sequence[str], limit: float
+    relative: dict[int, float], topology: Topology, hosts: Sequence[str], limit: float
 ) -> list[str]:
     """The ranks that took more than `limit` times what the others of their stage did.
 
-    seconds: in forward passes, by rank
+    relative: as `ratios` gives it
     hosts: by rank
     """
     slow = []
-    for ranks in topology.stage_groups():
-        groups = {  # the ranks of a tensor group wait for each other
-            group[0]: median(seconds[rank] for rank in group)
-            for group in topology.tensor_groups()
-            if group[0] in ranks
-        }
-        for first, own in groups.items():
-            others = [taken for other, taken in groups.items() if other != first]
-            if others and own > limit * median(others):
-                last = first + topology.tensor - 1
-                who = f"rank {first}" if last == first else f"ranks {first} .. {last}"
-                slow.append(
-                    f"{who} ({hosts[first]}) took {own / median(others):.1f} times as long as "
-                    f"{'its peer' if len(others) == 1 else 'its peers'}"
-                )
+    for first, ratio in relative.items():
+        if ratio > limit:
+            last = first + topology.tensor - 1
+            who = f"rank {first}" if last == first else f"ranks {first} .. {last}"
+            slow.append(f"{who} ({hosts[first]}) took {ratio:.1f} times as long as usual there")
     return slow

@@ -1,16 +1,15 @@
 """Whatever ends a run before its last step, in order: signals, dead launchers, hangs.
 
-In each rank one thread listens to signals (a second one ends the rank at once), to the processes
-that have launched it (whose death counts as a signal) and to the run's own progress. Ranks agree at
-the end of each step whether one of them has been asked to stop. When nothing has moved for a while,
-every rank writes where it is and what it waits for into the run folder, one of them says who is
-behind, and all end. What a thread cannot notice, its process having been stopped, the guard does.
+In each rank one thread listens to signals (a second one ends the rank at once) and looks, every
+second, for the processes that have launched it (whose death counts as a signal) and for progress.
+Ranks agree at the end of each step whether one of them has been asked to stop. When nothing has
+moved for a while, hang.py says who is behind, and all end. What a thread cannot notice, its process
+having been stopped, the guard does.
 """
 
 import contextlib
-import json
 import os
-import select
+import selectors
 import signal
 import subprocess
 import sys
@@ -18,25 +17,27 @@ import threading
 import time
 import traceback
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 
 import torch
 import torch.distributed as dist
 
 from recipes.training.exit_codes import HUNG
-from recipes.training.recipe import REPOSITORY
+from recipes.training.hang import HangReport, take_sighting
 from recipes.training.run_folder import RunFolder
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-LAUNCHERS = ("deepspeed", "torchrun", "torch.distributed", "torch/distributed")
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
+LAUNCHER_MODULES = {
+    "deepspeed.launcher.launch",
+    "deepspeed.launcher.runner",
+    "torch.distributed.run",
+}
+LAUNCHER_NAMES = {"deepspeed", "torchrun"}
 ECHO_SECONDS = 2.0  # launchers pass on what they get; later it is a second signal
-GATHER_SECONDS = 3.0  # for the ranks to write where they are
 GUARD_SECONDS = 8  # that the guard leaves to the other ranks, which know more
 GUARD = Path(__file__).with_name("guard.py")
-COLLECTIVES = str(Path("torch", "distributed", "distributed_c10d.py"))
 
 
 @dataclass
@@ -44,12 +45,14 @@ class Breadcrumb:
     """Where a rank is.
 
     count: how many places it has come through
+    patient: whether it waits for a disk, which may take its time
     """
 
     step: int = 0
     doing: str = "starting"
     micro_batch: int | None = None
     count: int = 0
+    patient: bool = False
 
     def note(self, doing: str, *, micro_batch: int | None = None, step: int | None = None) -> None:
         """Come to another place."""
@@ -57,32 +60,22 @@ class Breadcrumb:
         self.step = self.step if step is None else step
         self.count += 1
 
+    @contextlib.contextmanager
+    def waiting_for_disk(self, doing: str) -> Iterator[None]:
+        """What is inside is no hang, however long it takes."""
+        self.note(doing)
+        self.patient = True
+        yield
+        self.patient = False
+        self.note(doing)
+
     def __str__(self) -> str:
         of = "" if self.micro_batch is None else f" of micro-batch {self.micro_batch}"
         return f"step {self.step}, {self.doing}{of}"
 
 
-@dataclass(frozen=True)
-class Sighting:
-    """Where a rank was when nothing moved any more.
-
-    waits_in: the collective that its main thread was in; empty: none
-    at: the innermost line of this project or DeepSpeed
-    """
-
-    rank: int
-    place: str
-    count: int
-    waits_in: str
-    at: str
-
-    def __str__(self) -> str:
-        waiting = f"waits in {self.waits_in}" if self.waits_in else "waits in no collective"
-        return f"{self.place}; it {waiting}, at {self.at}"
-
-
 class Supervisor:
-    """Of one rank.
+    """Listens and looks, in each rank, for as long as it is entered.
 
     crumb: where the rank is; whoever gets somewhere notes it
     hosts: of all ranks, by rank
@@ -95,18 +88,24 @@ class Supervisor:
         self.folder, self.crumb = folder, crumb
         self.hosts, self.hang_seconds = hosts, hang_seconds
         self.rank = dist.get_rank()
-        self.asked: str | None = None  # why this rank should stop
-        self._asked_at = 0.0
+        self.names = [f"rank {rank} ({host})" for rank, host in enumerate(hosts)]
+        self.asked = ""  # why this rank should stop
+        self._signalled_at: float | None = None
         self._leaving = threading.Event()
+        stamp = [time.strftime("%Y%m%dT%H%M%S")]
+        dist.broadcast_object_list(stamp)  # not to be mixed up with a hang before
+        self._report = HangReport(folder.path / f"hang-{stamp[0]}", self.names)
 
     def __enter__(self) -> "Supervisor":
         self._read, self._write = os.pipe()
         os.set_blocking(self._write, False)
-        self._before = {number: signal.signal(number, _wake) for number in SIGNALS}
+        # One that is ignored stays so: nohup means it.
+        answered = [n for n in SIGNALS if signal.getsignal(n) is not signal.SIG_IGN]
+        self._before = {number: signal.signal(number, _wake) for number in answered}
         # Python's own handlers run between its instructions, and never in a collective that waits.
         self._wakeup = signal.set_wakeup_fd(self._write)
-        self._launchers = {os.pidfd_open(pid): pid for pid in launchers_of(os.getpid())}
-        self._stopped = Counter[int]()  # ticks that launchers have been seen stopped
+        self._launchers = launchers_of(os.getpid())
+        self._stopped: Counter[int] = Counter()  # seconds that launchers have been seen stopped
         self._guard = self._start_guard()
         self._thread = threading.Thread(target=self._watch, name="supervisor", daemon=True)
         self._thread.start()
@@ -118,67 +117,97 @@ class Supervisor:
         signal.set_wakeup_fd(self._wakeup)
         for number, handler in self._before.items():
             signal.signal(number, handler)
-        for descriptor in (self._read, self._write, *self._launchers):
-            os.close(descriptor)
+        os.close(self._read)
+        os.close(self._write)
         if self._guard:
             self._guard.stdin.close()
             self._guard.wait()
 
-    def stop_agreed(self, device: torch.device) -> str | None:
-        """Why the run should stop, the same on all ranks; every rank asks at the end of a step."""
-        asked = torch.tensor([self.asked is not None], dtype=torch.int32, device=device)
-        dist.all_reduce(asked, op=dist.ReduceOp.MAX)
-        return self.asked or "another rank was asked to stop" if int(asked) else None
+    def agree(self, severity: int, device: torch.device) -> tuple[str, int]:
+        """Why the run should stop, or nothing, and the worst severity; the same on all ranks.
+
+        Every rank asks once, at the end of a step.
+        """
+        asked = self.rank + 1 if self.asked else 0
+        worst = torch.tensor([asked, severity], dtype=torch.int32, device=device)
+        dist.all_reduce(worst, op=dist.ReduceOp.MAX)
+        asked, severity = worst.tolist()
+        if not asked:
+            return "", severity
+        return f"{self.names[asked - 1]}: {self.asked or 'was asked to stop'}", severity
 
     def _watch(self) -> None:
-        idle, seen = 0, -1
-        while not self._leaving.is_set():
-            ready, _, _ = select.select([self._read, *self._launchers], [], [], 1.0)
-            for descriptor in ready:
-                if descriptor == self._read:
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._read, selectors.EVENT_READ)
+            idle, seen = 0, -1
+            while not self._leaving.is_set():
+                if selector.select(timeout=1.0):
                     for number in os.read(self._read, 64):
-                        self._ask(signal.Signals(number).name)
-                else:
-                    pid = self._launchers.pop(descriptor)
-                    os.close(descriptor)
-                    self._ask(f"its launcher, process {pid}, is gone")
-            if ready:
-                continue
-            self._beat()
-            self._end_stopped_launchers()
-            idle, seen = (idle + 1, seen) if self.crumb.count == seen else (0, self.crumb.count)
-            if self.hang_seconds and idle >= self.hang_seconds:
-                self._report_hang()
+                        self._on_signal(number)
+                    continue
+                try:
+                    self._beat()
+                    self._look_at_launchers()
+                    moved = self.crumb.patient or self.crumb.count != seen
+                    idle, seen = (0 if moved else idle + 1), self.crumb.count
+                    self._look_at_progress(idle)
+                except Exception:  # of a disk, of /proc: no reason to stop beating
+                    traceback.print_exc()
 
-    def _end_stopped_launchers(self) -> None:
-        """End launchers of which one has been stopped for too long: it would never notice an end.
+    def _on_signal(self, number: int) -> None:
+        now = time.monotonic()
+        name = signal.Signals(number).name
+        if self._signalled_at is None:
+            self._signalled_at = now
+            self._ask(name)
+        elif number in self._before and now - self._signalled_at > ECHO_SECONDS:
+            print(f"{self.names[self.rank]}: {name} again, ends at once", file=sys.stderr)
+            os._exit(128 + number)
 
-        The outermost first: `deepspeed` exits with 0 when what it has started is killed.
+    def _ask(self, reason: str) -> None:
+        if not self.asked:
+            self.asked = reason
+            print(f"{self.names[self.rank]}: {reason}: stops after this step", file=sys.stderr)
+
+    def _look_at_launchers(self) -> None:
+        """Ask to stop if one is gone; end them if one has been stopped for too long.
+
+        A stopped one would never notice the run's end. The outermost first: `deepspeed` exits
+        with 0 when what it has started is killed.
         """
-        for pid in self._launchers.values():
-            self._stopped[pid] = self._stopped[pid] + 1 if is_stopped(pid) else 0
+        for pid in self._launchers:
+            state = state_of(pid)
+            if not state:
+                self._ask(f"its launcher, process {pid}, is gone")
+            self._stopped[pid] = self._stopped[pid] + 1 if state == "T" else 0
         if self.hang_seconds and max(self._stopped.values(), default=0) >= self.hang_seconds:
-            for pid in reversed(self._launchers.values()):
+            for pid in reversed(self._launchers):
                 with contextlib.suppress(ProcessLookupError):  # another rank was faster
                     os.kill(pid, signal.SIGKILL)
 
-    def _ask(self, reason: str) -> None:
-        now = time.monotonic()
-        if self.asked is None:
-            self.asked, self._asked_at = reason, now
-            if self.rank == 0 or not reason.startswith("SIG"):
-                text = f"{self._name(self.rank)}: {reason}: the run stops after this step"
+    def _look_at_progress(self, idle: int) -> None:
+        """Say where this rank is when half the time is over, who is behind when all of it is."""
+        if not self.hang_seconds:
+            return
+        if idle == 0:
+            self._report.take_back(self.rank)
+        elif idle == -(-self.hang_seconds // 2):
+            self._report.write(take_sighting(self.rank, self.crumb))
+        elif idle >= self.hang_seconds:
+            verdict = self._report.verdict(self.rank)
+            if verdict:
+                text = f"no progress for {self.hang_seconds} s: {verdict}"
                 print(text, file=sys.stderr, flush=True)
-        elif reason.startswith("SIG") and now - self._asked_at > ECHO_SECONDS:
-            number = signal.Signals[reason]
-            print(f"rank {self.rank}: {reason} again, ends at once", file=sys.stderr, flush=True)
-            os._exit(128 + number)
+                self.folder.event("stop", self.crumb.step, reason=text, exit_code=HUNG)
+            else:
+                time.sleep(2)  # launchers end all ranks when the first one exits
+            os._exit(HUNG)
 
     def _start_guard(self) -> subprocess.Popen | None:
         if not self.hang_seconds:
             return None
-        patience = str(self.hang_seconds + GUARD_SECONDS)
-        command = [sys.executable, "-I", "-S", str(GUARD), patience, self._name(self.rank)]
+        patience, name = str(self.hang_seconds + GUARD_SECONDS), self.names[self.rank]
+        command = [sys.executable, "-I", "-S", str(GUARD), patience, str(os.getpid()), name]
         return subprocess.Popen(command, stdin=subprocess.PIPE)
 
     def _beat(self) -> None:
@@ -189,99 +218,35 @@ class Supervisor:
             except BrokenPipeError:
                 self._guard = None
 
-    def _report_hang(self) -> None:
-        """Write where this rank is; the first of those that do so says who is behind; end."""
-        room = self.folder.path / f"hang-step-{self.crumb.step:07d}"
-        room.mkdir(exist_ok=True)
-        frame = sys._current_frames()[threading.main_thread().ident]
-        sighting = Sighting(
-            rank=self.rank,
-            place=str(self.crumb),
-            count=self.crumb.count,
-            waits_in=collective_of(frame),
-            at=innermost_line(frame),
-        )
-        stack = "".join(traceback.format_stack(frame))
-        temporary = room / f"rank-{self.rank:05d}.writing"
-        temporary.write_text(f"{json.dumps(asdict(sighting))}\n{stack}")
-        os.rename(temporary, temporary.with_suffix(".txt"))
-        time.sleep(GATHER_SECONDS)
-        sightings = read_sightings(room)
-        if self.rank == min(sightings):
-            verdict = describe_hang(sightings, [self._name(r) for r in range(len(self.hosts))])
-            text = f"no progress for {self.hang_seconds} s: {verdict}; stacks of all are in {room}"
-            print(text, file=sys.stderr, flush=True)
-            self.folder.event("stop", self.crumb.step, reason=text)
-        time.sleep(1)  # launchers end all ranks when the first one exits
-        os._exit(HUNG)
-
-    def _name(self, rank: int) -> str:
-        return f"rank {rank} ({self.hosts[rank]})"
-
-
-def read_sightings(room: Path) -> dict[int, Sighting]:
-    """What ranks have written, by rank."""
-    files = sorted(room.glob("rank-*.txt"))
-    read = [Sighting(**json.loads(file.read_text().partition("\n")[0])) for file in files]
-    return {sighting.rank: sighting for sighting in read}
-
-
-def describe_hang(sightings: dict[int, Sighting], names: Sequence[str]) -> str:
-    """Who is behind: ranks that are silent, or outside of collectives, or the least far ones."""
-    silent = [name for rank, name in enumerate(names) if rank not in sightings]
-    if silent:
-        verb = "does" if len(silent) == 1 else "do"
-        reason = f"{', '.join(silent)} {verb} not answer: stopped, dead or cut off"
-    else:
-        busy = [s for s in sightings.values() if not s.waits_in]
-        behind = min(busy or sightings.values(), key=lambda s: s.count)
-        reason = f"{names[behind.rank]} is behind: {behind}"
-    first = sightings[min(sightings)]
-    return f"{reason}. {names[first.rank]}: {first}"
-
-
-def collective_of(frame: FrameType | None) -> str:
-    """The function of torch.distributed that a stack is in; empty: none."""
-    name = ""
-    while frame:
-        if frame.f_code.co_filename.endswith(COLLECTIVES):
-            name = frame.f_code.co_name
-        frame = frame.f_back
-    return name
-
-
-def innermost_line(frame: FrameType | None) -> str:
-    """The innermost line of a stack that is this project's or DeepSpeed's."""
-    while frame:
-        file = Path(frame.f_code.co_filename)
-        if file.is_relative_to(REPOSITORY / "models") or file.is_relative_to(
-            REPOSITORY / "recipes"
-        ):
-            return f"{file.relative_to(REPOSITORY)}:{frame.f_lineno} {frame.f_code.co_name}"
-        if "deepspeed" in file.parts and "comm" not in file.parts:
-            return f"deepspeed {file.name}:{frame.f_lineno} {frame.f_code.co_name}"
-        frame = frame.f_back
-    return "an unknown line"
-
 
 def launchers_of(pid: int) -> list[int]:
-    """The processes above this one that have launched it, as their command lines say."""
+    """The processes above this one that have launched it, the nearest first."""
     found = []
     while pid > 1:
         pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-        command = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace") if pid else ""
-        if not any(name in command for name in LAUNCHERS):
+        if not is_launcher(Path(f"/proc/{pid}/cmdline")):
             break
         found.append(pid)
     return found
 
 
-def is_stopped(pid: int) -> bool:
-    """Whether a process was stopped by a signal."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
-    except FileNotFoundError:
+def is_launcher(command_line: Path) -> bool:
+    """Whether a process is `deepspeed`, `torchrun`, or what they start on each node."""
+    if not command_line.exists():
         return False
+    words = command_line.read_bytes().decode(errors="replace").split("\0")[:8]  # options follow
+    return bool(LAUNCHER_MODULES.intersection(words)) or any(
+        Path(word).name in LAUNCHER_NAMES for word in words[:2]
+    )
+
+
+def state_of(pid: int) -> str:
+    """A process's state, "T" if it was stopped by a signal; empty if it is gone."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
+    return "" if state in "ZX" else state
 
 
 def _wake(*_: object) -> None:

@@ -150,7 +150,10 @@ class RunTracker(Tracker):
             f"rolled back: step {step}: {reason}; on after step {to.step} with sample {to.samples}",
             file=sys.stderr,
         )
-        self.folder.prepare(self.recipe, to.step, fresh=False, branching=True)
+        try:
+            self.folder.prepare(self.recipe, to.step, fresh=False, branching=True)
+        except ValueError as problem:  # of a disk: the lines of the steps gone back over stay
+            self.warn(str(problem))
         self.last_step = to.step
 
     def stop(self, reason: str, exit_code: int) -> None:

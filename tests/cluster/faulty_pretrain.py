@@ -10,6 +10,8 @@ from pathlib import Path
 if __name__ == "__main__":  # the repository is where imports start
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
+import torch.distributed as dist
+
 from recipes import pretrain
 from recipes.training.engine import Engine
 
@@ -20,7 +22,7 @@ def train_step(self, micro_batches, learning_rate):
     """A step that goes wrong."""
     steps.append(learning_rate)
     fault = self.recipe.name.rpartition("-")[2]
-    chosen = self.axis.rank == 1 or pretrain.World.from_environment(pretrain.os.environ).rank == 1
+    chosen = dist.get_rank() == 1
     if len(steps) < 4 or not chosen:
         return healthy(self, micro_batches, learning_rate)
     if fault == "crash":

@@ -1,0 +1,143 @@
+"""Who is behind, when nothing moves any more: what each rank writes, and what one of them reads.
+
+The ranks cannot talk to each other then; they meet in the run folder.
+"""
+
+import json
+import os
+import sys
+import threading
+import traceback
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Protocol
+
+from recipes.training.recipe import REPOSITORY
+
+COLLECTIVES = str(Path("torch", "distributed", "distributed_c10d.py"))
+NAMED = 8  # ranks, at most, in a message
+
+
+class Place(Protocol):
+    """Where a rank is; as text, for a message."""
+
+    step: int
+
+
+@dataclass(frozen=True)
+class Sighting:
+    """Where a rank was when nothing moved any more.
+
+    waits_in: the collective that its main thread was in; empty: none
+    at: the innermost line of this project or DeepSpeed
+    """
+
+    rank: int
+    step: int
+    place: str
+    waits_in: str
+    at: str
+
+    def __str__(self) -> str:
+        waiting = f"waits in {self.waits_in}" if self.waits_in else "waits in no collective"
+        return f"{self.place}; it {waiting}, at {self.at}"
+
+
+class HangReport:
+    """A folder with a file for each rank that has noticed.
+
+    names: of all ranks, for messages
+    """
+
+    def __init__(self, room: Path, names: Sequence[str]):
+        self.room, self.names = room, names
+        self._written = False
+
+    def write(self, sighting: tuple[Sighting, str]) -> None:
+        """Write where a rank is, and its stack."""
+        about, stack = sighting
+        self.room.mkdir(exist_ok=True)
+        file = self._file(about.rank)
+        temporary = file.with_suffix(".writing")
+        temporary.write_text(f"{json.dumps(asdict(about))}\n{stack}")
+        os.rename(temporary, file)
+        self._written = True
+
+    def take_back(self, rank: int) -> None:
+        """It has moved again."""
+        if self._written:
+            self._file(rank).unlink(missing_ok=True)
+            self._written = False
+
+    def verdict(self, rank: int) -> str:
+        """Who is behind, for the first of the ranks that have written; nothing for the others."""
+        present = sorted(int(file.stem.split("-")[1]) for file in self.room.glob("rank-*.txt"))
+        if rank != present[0]:
+            return ""
+        sightings = {}
+        for each in present:
+            first_line = self._file(each).read_text().partition("\n")[0]
+            sightings[each] = Sighting(**json.loads(first_line))
+        return f"{describe_hang(sightings, self.names)}; the stacks of all are in {self.room}"
+
+    def _file(self, rank: int) -> Path:
+        return self.room / f"rank-{rank:05d}.txt"
+
+
+def take_sighting(rank: int, place: Place) -> tuple[Sighting, str]:
+    """Where the main thread is, and its stack."""
+    frame = sys._current_frames()[threading.main_thread().ident]
+    about = Sighting(
+        rank=rank,
+        step=place.step,
+        place=str(place),
+        waits_in=collective_of(frame),
+        at=innermost_line(frame),
+    )
+    return about, "".join(traceback.format_stack(frame))
+
+
+def describe_hang(sightings: dict[int, Sighting], names: Sequence[str]) -> str:
+    """Who is behind: ranks that are silent, or in an earlier step, or outside of collectives."""
+    first = sightings[min(sightings)]
+    silent = [name for rank, name in enumerate(names) if rank not in sightings]
+    if silent:
+        more = f" and {len(silent) - NAMED} more" if len(silent) > NAMED else ""
+        verb = "does" if len(silent) == 1 else "do"
+        who = f"{', '.join(silent[:NAMED])}{more} {verb} not answer: stopped, dead or cut off"
+        return f"{who}. {names[first.rank]}: {first}"
+    earliest = min(each.step for each in sightings.values())
+    behind = [each for each in sightings.values() if each.step == earliest]
+    if len(behind) == len(sightings):
+        behind = [each for each in behind if not each.waits_in]
+    if not behind or len(behind) == len(sightings):
+        where = "in a collective" if not behind else "for the device, or compute"
+        return f"all ranks are in step {earliest} and wait {where}. {names[first.rank]}: {first}"
+    told = "; ".join(f"{names[each.rank]} is behind: {each}" for each in behind[:NAMED])
+    return f"{told}. {names[first.rank]}: {first}"
+
+
+def collective_of(frame: FrameType | None) -> str:
+    """The function of torch.distributed that a stack is in; empty: none."""
+    name = ""
+    while frame:
+        if frame.f_code.co_filename.endswith(COLLECTIVES):
+            name = frame.f_code.co_name
+        frame = frame.f_back
+    return name
+
+
+def innermost_line(frame: FrameType | None) -> str:
+    """The innermost line of a stack that is this project's or DeepSpeed's."""
+    while frame:
+        file = Path(frame.f_code.co_filename)
+        if file.is_relative_to(REPOSITORY / "models") or file.is_relative_to(
+            REPOSITORY / "recipes"
+        ):
+            return f"{file.relative_to(REPOSITORY)}:{frame.f_lineno} {frame.f_code.co_name}"
+        if "deepspeed" in file.parts and "comm" not in file.parts:
+            return f"deepspeed {file.name}:{frame.f_lineno} {frame.f_code.co_name}"
+        frame = frame.f_back
+    return "an unknown line"
