@@ -111,6 +111,11 @@ def pretrain() -> None:
         engine.load(found.reader(), weights_only=found.weights_only)
     if world.rank == 0:
         checkpoint.abandon_after(folder.checkpoints, found)
+    losses, rollbacks = [], []
+    if world.rank == 0:
+        losses = [line["loss"] for line in folder.read_metrics()]
+        rollbacks = rollbacks_to(folder, start.step) if options.resume == "auto" else []
+    start = resume_point(start, rollbacks)
     data.resume(start)
     facts = {"recipe": recipe, "topology": topology, "data": data.fingerprint}
     changed = found.changes(recipe)
@@ -129,7 +134,12 @@ def pretrain() -> None:
             meter=Meter(
                 recipe, world.size, precision=number_format, device_name=engine.device_name
             ),
-            watch=LossWatch(recipe.supervision, fp16=number_format == "fp16"),
+            watch=LossWatch(
+                recipe.supervision,
+                fp16=number_format == "fp16",
+                losses=losses,
+                rollbacks=len(rollbacks),
+            ),
             writer=writer,
             tracker=tracker,
             supervisor=supervisor,
@@ -379,6 +389,21 @@ def refused_together() -> Iterator[None]:
     dist.all_gather_object(problems, problem)
     if any(problems):
         raise ValueError(next(filter(None, problems)))
+
+
+def rollbacks_to(folder: RunFolder, step: int) -> list[dict[str, Any]]:
+    """The events of going back to a step, if the run has not been saved since."""
+    events = [e for e in folder.read_events() if e["event"] == "rollback" and e["to"] == step]
+    return events if step else []
+
+
+def resume_point(start: Progress, rollbacks: list[dict[str, Any]]) -> Progress:
+    """Where the run goes on, the same on all ranks: past the data that it has gone back from."""
+    import torch.distributed as dist
+
+    points = [Progress(start.step, rollbacks[-1]["samples"]) if rollbacks else start]
+    dist.broadcast_object_list(points)
+    return points[0]
 
 
 def tell_skipped(folder: RunFolder, found: "Found") -> None:

@@ -30,10 +30,14 @@ def main() -> None:
     parser.add_argument("recipe", type=Path)
     parser.add_argument("--set", action="append", default=[])
     parser.add_argument("--run-dir", type=Path)
-    options, _ = parser.parse_known_args()
+    parser.add_argument("--resume")
+    options = parser.parse_args()
     if options.code == REFUSED:
         sys.exit("the recipe was refused; the job does not start again")
-    name = load_recipe(options.recipe, options.set).name
+    try:
+        name = load_recipe(options.recipe, options.set).name
+    except ValueError as problem:
+        sys.exit(f"{problem}; the job does not start again")
     folder = RunFolder(options.run_dir or REPOSITORY / "runs" / name)
     step = max(map(step_of, published(folder.checkpoints)), default=0)
     if note_failure(folder.path / "attempts.jsonl", step, options.code):

@@ -6,6 +6,10 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 jobs=${1:?how many jobs: slurm/chain.sh 5 RECIPE}
+if ! [[ $jobs =~ ^[1-9][0-9]*$ ]]; then
+  echo "$jobs is no number of jobs: slurm/chain.sh 5 RECIPE" >&2
+  exit 2
+fi
 shift
 : "${1:?name a recipe: slurm/chain.sh 5 RECIPE}"
 
@@ -13,4 +17,5 @@ options=$(.venv/bin/python slurm/options.py "$@")
 for _ in $(seq "$jobs"); do
   # shellcheck disable=SC2086 # several options, none with a space
   REQUEUE=no sbatch $options --no-requeue --dependency=singleton slurm/pretrain.slurm "$@"
+  set -- "$@" --resume auto # the jobs after the first go on
 done

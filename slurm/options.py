@@ -10,7 +10,6 @@ if __name__ == "__main__":  # the repository, not slurm/, is where imports start
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import argparse
-import re
 
 from recipes.training.recipe import load_recipe, origin
 from recipes.training.topology import World
@@ -25,9 +24,11 @@ def main() -> None:
     parser.add_argument(
         "--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="as for pretrain.py"
     )
-    known, _ = parser.parse_known_args()  # the others are for pretrain.py
+    for name in ("--run-dir", "--resume"):
+        parser.add_argument(name, help="for pretrain.py")
+    options = parser.parse_args()
     try:
-        print(" ".join(sbatch_options(known.recipe, known.set)))
+        print(" ".join(sbatch_options(options.recipe, options.set)))
     except ValueError as problem:
         sys.exit(f"options.py: {problem}")
 
@@ -44,10 +45,12 @@ def sbatch_options(path: Path, overrides: list[str]) -> list[str]:
             f"{origin(path, overrides)} has no [cluster]; add one with nodes, gpus_per_node and gpu"
         )
     nodes, gpus = recipe.cluster.nodes, recipe.cluster.gpus_per_node
-    recipe.topology(World(size=nodes * gpus, local_size=gpus))
-    name = re.sub(r"[^\w.-]", "_", recipe.name)
+    try:
+        recipe.topology(World(size=nodes * gpus, local_size=gpus))
+    except ValueError as problem:
+        raise ValueError(f"{origin(path, overrides)}: {problem}") from None
     return [
-        f"--job-name={name}",
+        f"--job-name={recipe.name}",
         f"--nodes={nodes}",
         f"--ntasks-per-node={gpus}",
         f"--gpus-per-node={gpus}",

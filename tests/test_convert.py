@@ -142,7 +142,9 @@ def test_transformers_opens_what_a_parallel_run_has_saved(
     export(source, tmp_path, dtype="fp32", tokenizer=find_tokenizer(source, None))
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert type(theirs).__name__.lower().startswith(shape.split()[-1])
-    tokens, labels = validation(TrainingData(recipe, recipe.topology(World(size=4)), 0))
+    tokens, labels = validation(
+        TrainingData(recipe, recipe.topology(World(size=4, local_size=4)), 0)
+    )
     got, expected = theirs(tokens).logits, our_logits(source, tokens)
     assert float((got - expected).abs().max() / expected.abs().max()) <= 1e-5
     assert float(F.cross_entropy(got.flatten(0, 1), labels.flatten())) == pytest.approx(loss, 1e-5)
@@ -237,7 +239,9 @@ def test_a_run_in_any_layout_starts_from_their_weights(
         training__initial_weights=str(tmp_path / "ours"),
     )
     loss = run_ranks(2, start_from_weights, recipe)[0]
-    tokens, labels = validation(TrainingData(recipe, recipe.topology(World(size=2)), 0))
+    tokens, labels = validation(
+        TrainingData(recipe, recipe.topology(World(size=2, local_size=2)), 0)
+    )
     expected = F.cross_entropy(model(tokens).logits.flatten(0, 1), labels.flatten())
     assert loss == pytest.approx(float(expected), 1e-5)
 

@@ -124,8 +124,12 @@ CASES = [(world_size, name) for world_size, layouts in LAYOUTS.items() for name 
 
 def variant(corpus: Path, world_size: int, changes: dict[str, Any]) -> Variant:
     """The small recipe with these changes, on so many ranks."""
-    four_layers = {"model__layers": 4}  # two for each stage, chunk or group of recomputed blocks
-    recipe = parse_recipe(changed(small_recipe(corpus), **(four_layers | changes)), "test")
+    settings = {
+        "model__layers": 4,  # two for each stage, chunk or group of recomputed blocks
+        "training__steps": 10,
+        "training__evaluate_every": 10,
+    }
+    recipe = parse_recipe(changed(small_recipe(corpus), **(settings | changes)), "test")
     topology = recipe.topology(World(size=world_size, local_size=world_size))
     return Variant(recipe, topology, zero_stage(build_deepspeed_config(recipe, topology)))
 
@@ -264,7 +268,7 @@ def test_the_references_learn_and_clip_and_drop_and_separate(
 ) -> None:
     for reference in references.values():
         assert reference.losses[0] == pytest.approx(math.log(250), rel=0.02)
-        assert reference.losses[-2] < 0.9 * reference.losses[0]
+        assert reference.losses[-2] < 0.95 * reference.losses[0]
     assert min(references["gpt"].grad_norms) > 0.5
     apart = zip(references["documents"].losses, references[""].losses, strict=True)
     assert max(abs(separate / across - 1) for separate, across in apart) > 5e-4

@@ -117,7 +117,7 @@ def seeded_fault(fault: str | None) -> Iterator[None]:
 def relay_with_faults(legs: list[Variant], folder: Path) -> dict[str | None, list[Leg]]:
     """On each rank: the relay once as it is and once with each fault."""
     found: dict[str | None, list[Leg]] = {}
-    world = World(rank=int(os.environ["RANK"]), size=2)
+    world = World(rank=int(os.environ["RANK"]), size=2, local_size=2)
     with many_variants() as begin:
         for number, fault in enumerate((None, *FAULTS)):
             found[fault] = []

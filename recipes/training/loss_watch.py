@@ -2,6 +2,7 @@
 
 import math
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
@@ -28,13 +29,21 @@ class LossWatch:
     """Judges step after step; the same on all ranks, since loss and norm are.
 
     fp16: infinite gradients are how its loss scale finds its value, and no reason to roll back
+    losses: of the steps before, if the run goes on
+    rollbacks: to the checkpoint that the run goes on from, so far
     """
 
-    def __init__(self, limits: Supervision, *, fp16: bool):
-        self.limits, self.fp16 = limits, fp16
+    def __init__(
+        self,
+        limits: Supervision,
+        *,
+        fp16: bool,
+        losses: Sequence[float] = (),
+        rollbacks: int = 0,
+    ):
+        self.limits, self.fp16, self.rollbacks = limits, fp16, rollbacks
         self.bad_steps = 0  # in a row
-        self.rollbacks = 0
-        self._losses: deque[float] = deque(maxlen=SEEN)
+        self._losses = deque(filter(math.isfinite, losses), maxlen=SEEN)
 
     def judge(self, loss: float, grad_norm: float) -> Bad | None:
         """The step just done: loss in nats per token, gradient norm before clipping."""
@@ -60,7 +69,6 @@ class LossWatch:
         return None
 
     def rolled_back(self) -> None:
-        """Begin anew, and count."""
+        """Count; what is usual stays so, or a run that has diverged would pass for one."""
         self.bad_steps = 0
-        self._losses.clear()
         self.rollbacks += 1
