@@ -111,11 +111,7 @@ def pretrain() -> None:
         engine.load(found.reader(), weights_only=found.weights_only)
     if world.rank == 0:
         checkpoint.abandon_after(folder.checkpoints, found)
-    losses, rollbacks = [], []
-    if world.rank == 0:
-        losses = [line["loss"] for line in folder.read_metrics()]
-        rollbacks = rollbacks_to(folder, start.step) if options.resume == "auto" else []
-    start = resume_point(start, rollbacks)
+    start, rollbacks = past_rollbacks(folder, start) if options.resume == "auto" else (start, 0)
     data.resume(start)
     facts = {"recipe": recipe, "topology": topology, "data": data.fingerprint}
     changed = found.changes(recipe)
@@ -137,8 +133,8 @@ def pretrain() -> None:
             watch=LossWatch(
                 recipe.supervision,
                 fp16=number_format == "fp16",
-                losses=losses,
-                rollbacks=len(rollbacks),
+                losses=[line["loss"] for line in folder.read_metrics()] if world.rank == 0 else (),
+                rollbacks=rollbacks,
             ),
             writer=writer,
             tracker=tracker,
@@ -305,7 +301,7 @@ def roll_back(run: Run, step: int, reason: str) -> tuple[int, Ending | None]:
     from recipes.training import checkpoint
 
     most = run.recipe.supervision.rollbacks
-    if run.watch.rollbacks == most:
+    if run.watch.rollbacks >= most:
         why = f"after {most} rollbacks" if most else "supervision.rollbacks = 0"
         return step, Ending(STOPPED, without_save(step, f"{reason}, {why}"))
     with run.supervisor.crumb.waiting_for_disk("going back"):
@@ -397,13 +393,20 @@ def rollbacks_to(folder: RunFolder, step: int) -> list[dict[str, Any]]:
     return events if step else []
 
 
-def resume_point(start: Progress, rollbacks: list[dict[str, Any]]) -> Progress:
-    """Where the run goes on, the same on all ranks: past the data that it has gone back from."""
+def past_rollbacks(folder: RunFolder, start: Progress) -> tuple[Progress, int]:
+    """Where the run goes on, past the data that it has gone back from, and how often it has.
+
+    The same on all ranks.
+    """
     import torch.distributed as dist
 
-    points = [Progress(start.step, rollbacks[-1]["samples"]) if rollbacks else start]
-    dist.broadcast_object_list(points)
-    return points[0]
+    found: list[Any] = [start, 0]
+    if dist.get_rank() == 0:
+        rollbacks = rollbacks_to(folder, start.step)
+        if rollbacks:
+            found = [Progress(start.step, rollbacks[-1]["samples"]), len(rollbacks)]
+    dist.broadcast_object_list(found)
+    return found[0], found[1]
 
 
 def tell_skipped(folder: RunFolder, found: "Found") -> None:

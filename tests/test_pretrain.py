@@ -391,6 +391,10 @@ def test_a_run_goes_back_only_so_often(recipe_file: Path, tmp_path: Path) -> Non
     assert codes == [3, 3], outputs
     assert "step 5: the gradient norm is inf, after 2 rollbacks" in outputs[0]
     assert [name for name, _ in events(tmp_path / "x")].count("rollback") == 2
+    codes, outputs = start_ranks(2, [*arguments, *options], folder=tmp_path, seconds=300)
+    assert codes == [3, 3], outputs  # the same command goes on behind the bad data, and stops
+    assert "after 2 rollbacks" in outputs[0]
+    assert RunFolder(tmp_path / "x").read_metrics()[-1]["tokens"] == 32 * (32 + 3 * 8)
 
 
 @pytest.mark.parametrize(
