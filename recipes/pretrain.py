@@ -21,19 +21,18 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from models.cost import parameter_count
 from recipes.training.deepspeed_config import build_deepspeed_config, precision
 from recipes.training.exit_codes import FINISHED, INTERRUPTED, REFUSED, STOPPED
 from recipes.training.learning_rate import learning_rate
 from recipes.training.loss_watch import ROLL_BACK, UNSAFE
+from recipes.training.messages import announce, summarize, tell_skipped
 from recipes.training.progress import Progress
 from recipes.training.recipe import DEFAULT_RECIPE, REPOSITORY, Recipe, load_recipe, origin
 from recipes.training.run_folder import RunFolder
 from recipes.training.streams import outlive_output
-from recipes.training.topology import Topology, World, check_placement, rank_map
+from recipes.training.topology import Topology, World, check_placement
 
 if TYPE_CHECKING:
-    from recipes.training.checkpoint import Found
     from recipes.training.checkpoint_writer import CheckpointWriter
     from recipes.training.data import TrainingData
     from recipes.training.engine import Engine
@@ -407,51 +406,6 @@ def past_rollbacks(folder: RunFolder, start: Progress) -> tuple[Progress, int]:
             found = [Progress(start.step, rollbacks[-1]["samples"]), len(rollbacks)]
     dist.broadcast_object_list(found)
     return found[0], found[1]
-
-
-def tell_skipped(folder: RunFolder, found: "Found") -> None:
-    """Say which checkpoints could not be used."""
-    for path, damage in found.skipped.items():
-        folder.event("skip", found.progress.step, checkpoint=str(path), reason=damage)
-        print(f"{path} is damaged and skipped: {damage}", file=sys.stderr)
-
-
-def announce(
-    recipe: Recipe, topology: Topology, hosts: list[str], folder: RunFolder, found: "Found"
-) -> None:
-    """Say what is about to run, and where."""
-    print(
-        f"{recipe.name}: {parameter_count(recipe.model) / 1e6:,.1f} M parameters, "
-        f"pipeline {topology.pipeline} x data {topology.data} x tensor {topology.tensor}, "
-        f"{recipe.deepspeed}, into {folder.path}"
-        + (f", resumed after step {found.progress.step}" if found.progress.step else "")
-        + (f", from the weights of {found.path}" if found.weights_only else ""),
-        flush=True,
-    )
-    if len(set(hosts)) > 1:
-        print("\n".join(f"  {line}" for line in rank_map(topology, hosts)), flush=True)
-
-
-def summarize(recipe: Recipe, folder: RunFolder, world: World) -> None:
-    """Say how the run went, from its metrics file."""
-    if world.rank != 0:
-        return
-    lines = folder.read_metrics()
-    validation = [line["validation_loss"] for line in lines if "validation_loss" in line]
-    print(f"{recipe.name} is finished: {recipe.training.steps} steps")
-    if lines:
-        first, last = lines[0], lines[-1]
-        speed = len(lines) * recipe.tokens_per_step / sum(line["step_seconds"] for line in lines)
-        print(f"  loss        {first['loss']:.4f} at step {first['step']}, ", end="")
-        print(f"{last['loss']:.4f} at step {last['step']}")
-        print(f"  tokens      {last['tokens']:,} at {speed:,.0f} tokens/s")
-    if validation:
-        print(f"  validation  {validation[-1]:.4f}")
-    print(f"  checkpoints {folder.checkpoints}")
-    print(f"  metrics     {folder.metrics}, events.jsonl and recipe.toml beside it")
-    if (folder.path / "wandb").is_dir():
-        print(f"  W&B         {folder.path / 'wandb'} (offline runs: wandb sync)")
-    print("  to go on, raise training.steps; to start again, --resume never", flush=True)
 
 
 def leave(code: int) -> None:
