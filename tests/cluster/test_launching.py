@@ -267,6 +267,7 @@ def test_a_key_is_nowhere(submit, cluster: Cluster, corpus: Path, tmp_path: Path
     assert facts["JobState"] == "COMPLETED", job.words(facts)
     command = ["deepspeed", "--hostfile", str(tmp_path / "hosts"), "--num_nodes", "2"]
     command += ["recipes/pretrain.py", str(tmp_path / "recipe.toml")]
+    command += ["--set", "tracking.mode=offline"]  # to look for its server takes W&B a minute
     with (tmp_path / "deepspeed.log").open("w") as log:
         process = subprocess.Popen(
             cluster.command(shlex.join([*command, "--run-dir", str(tmp_path / "run2")])),
