@@ -97,8 +97,9 @@ def steps_of(folder: Path) -> list[int]:
     return [step_of(path) for path in found]
 
 
-@pytest.mark.parametrize("on_failure", ["continue", "stop"])
-@pytest.mark.parametrize("kind", ["room is looked at", "quota"])
+@pytest.mark.parametrize(
+    ("kind", "on_failure"), [("room is looked at", "stop"), ("quota", "continue")]
+)
 def test_a_full_disk_costs_no_checkpoint(
     kind: str, on_failure: str, disk: Path, recipe_file: Path, undisturbed: Path
 ) -> None:

@@ -365,9 +365,9 @@ def test_recipes_it_has_never_seen(name: str, corpus: Path, tmp_path: Path) -> N
     small = made_small(recipe, tmp_path / "corpus")
     write_corpus(tmp_path / "corpus", small.model.vocab_size)
     variants = legal_variants(small, ranks=2, micro_sequences=(1, larger_micro_batch(recipe)))
-    some = variants[:: len(variants) // 8]
+    some = variants[:: len(variants) // 6]
     findings = list(prove.prove(small, some, ranks=2))
-    assert len(findings) == len(some) >= 8
+    assert len(findings) == len(some) >= 6
     assert failures(findings) == ""
 
 
