@@ -8,10 +8,10 @@ from tests.soak import FAULTS, soak
 
 
 def test_nothing_is_lost_under_kills(tmp_path: Path) -> None:
+    # That some kills hit a save is seen by the faults below: "publish early" shows in no other way.
     report = soak(tmp_path, kills=5, seed=1)
     assert not report.wrong, str(report)
     assert report.kills.total() == 5 and report.resumes >= 2
-    assert any("in a save" in phase for phase in report.kills)
 
 
 @pytest.mark.parametrize("fault", FAULTS)
