@@ -153,7 +153,7 @@ def faults() -> list[Fault]:
     return [
         Fault("SIGTERM to a rank", one, send("TERM", second), (INTERRUPTED,), **asked),
         Fault("SIGUSR1 to a rank", one, send("USR1", second), (INTERRUPTED,), **asked),
-        Fault("SIGKILL to a rank", one, send("KILL", second), (247,)),
+        Fault("SIGKILL to a rank", one, send("KILL", second), (1, 247)),
         Fault("SIGSTOP to a rank", one, send("STOP", second), (HUNG, 247), says=(named,)),
         Fault("SIGTERM to the launcher", one, send("TERM", LAUNCHER), (1,), saves=True),
         Fault("SIGINT to the launcher", one, send("INT", LAUNCHER), (1,), saves=True),
@@ -174,7 +174,7 @@ def faults() -> list[Fault]:
               inside="sleep"),
         Fault("a rank crashes", one, lambda job: None, (1,), says=("a bug",), inside="crash"),
         Fault("SIGTERM to a rank", HOSTS, send("TERM", second, "node1"), (INTERRUPTED,), **asked),
-        Fault("SIGKILL to a rank", HOSTS, send("KILL", second, "node2"), (247,)),
+        Fault("SIGKILL to a rank", HOSTS, send("KILL", second, "node2"), (1, 247)),
         Fault("SIGSTOP to a rank", HOSTS, send("STOP", second, HOSTS[1]), (HUNG, 247),
               says=(there,)),
         Fault("SIGTERM to deepspeed", HOSTS, send("TERM", DEEPSPEED), (1,), saves=True),
@@ -189,7 +189,8 @@ def faults() -> list[Fault]:
               (1,), saves=True, seconds=2 * LIMIT_SECONDS),
         Fault("a host's link is cut", HOSTS, lambda job: job.cluster.cut_link(HOSTS[1]),
               (HUNG, 255)),
-        Fault("a host is killed", HOSTS, lambda job: job.cluster.kill_host(HOSTS[1]), (HUNG, 255)),
+        Fault("a host is killed", HOSTS, lambda job: job.cluster.kill_host(HOSTS[1]),
+              (1, HUNG, 255)),
     ]  # fmt: skip
 
 

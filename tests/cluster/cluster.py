@@ -24,7 +24,7 @@ HERE = Path(__file__).resolve().parent
 PACKAGES = "slurmctld slurmd slurm-client munge pdsh openssh-server openssh-client iproute2"
 PROGRAMS = ("slurmctld", "slurmd", "srun", "munged", "pdsh", "sshd", "ssh-keygen", "ip", "unshare")
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
-SECONDS_TO_START = 30
+SECONDS_TO_START = 60
 NETWORK = "10.77.0"
 OWN_NAMESPACES = (
     "unshare --net --mount --uts --pid --fork --mount-proc --kill-child --propagation private"
