@@ -22,7 +22,8 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 PACKAGES = "slurmctld slurmd slurm-client munge pdsh openssh-server openssh-client iproute2"
-PROGRAMS = ("slurmctld", "slurmd", "srun", "munged", "pdsh", "sshd", "ssh-keygen", "ip", "unshare")
+PROGRAMS = ("slurmctld", "slurmd", "srun", "munged", "pdsh", "sshd", "ssh-keygen", "ip", "unshare",
+            "setpriv")  # fmt: skip
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 SECONDS_TO_START = 60
 NETWORK = "10.77.0"
@@ -57,7 +58,16 @@ class Cluster:
         self._write_files()
         self.log = (self.folder / "log").open("w")
         self._root = subprocess.Popen(
-            [*shlex.split(OWN_NAMESPACES), HERE / "head.sh", self.folder, NETWORK],
+            # It ends with whoever has made it, however that ends.
+            [
+                "setpriv",
+                "--pdeathsig",
+                "KILL",
+                *shlex.split(OWN_NAMESPACES),
+                HERE / "head.sh",
+                self.folder,
+                NETWORK,
+            ],
             stdin=subprocess.DEVNULL,
             stdout=self.log,
             stderr=subprocess.STDOUT,
