@@ -349,8 +349,9 @@ def parse_command_line(arguments: list[str]) -> argparse.Namespace:
         "--source",
         nargs="+",
         default=["stdlib"],
-        help='"stdlib"; files, folders or patterns of .jsonl, .json, .parquet, .txt, .arrow or '
-        ".csv (text also .gz, .bz2, .zst), from here; what save_to_disk wrote; datasets of the hub",
+        help='"stdlib"; files, folders or patterns of .jsonl, .ndjson, .json, .parquet, .txt, '
+        ".arrow or .csv (text also .gz, .bz2, .zst), from here; what save_to_disk wrote; datasets "
+        "of the hub",
     )
     add("--config", help="the hub dataset's configuration")
     add("--split", default="train", help="the dataset's split")

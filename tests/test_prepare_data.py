@@ -39,6 +39,11 @@ def prepare(*arguments: object, pieces_of: int = 0) -> subprocess.CompletedProce
     )
 
 
+def into(prepared: Path, output: Path) -> list[object]:
+    """The options that prepare the texts into a folder."""
+    return ["--source", prepared / "text.jsonl", "--column", "body", "--output", output]
+
+
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("text")
@@ -71,14 +76,7 @@ def test_the_manifest_describes_the_folder(prepared: Path) -> None:
 
 
 def test_a_corpus_is_not_prepared_twice(prepared: Path) -> None:
-    options = [
-        "--source",
-        prepared / "text.jsonl",
-        "--column",
-        "body",
-        "--output",
-        prepared / "out",
-    ]
+    options = into(prepared, prepared / "out")
     done = prepare(*options, "--vocab-size", 300)
     assert done.returncode == 0 and "already there" in done.stdout
     done = prepare(*options, "--vocab-size", 301)
@@ -182,14 +180,7 @@ def test_bad_rows_are_left_out_and_counted(prepared: Path, tmp_path: Path) -> No
 
 
 def test_finished_pieces_stay_when_something_fails(prepared: Path, tmp_path: Path) -> None:
-    options = [
-        "--source",
-        prepared / "text.jsonl",
-        "--column",
-        "body",
-        "--output",
-        tmp_path / "out",
-    ]
+    options = into(prepared, tmp_path / "out")
     done = prepare(*options, "--vocab-size", 300, "--validation-fraction", "1e-9")
     assert done.returncode == 1 and "the validation part has no tokens" in done.stderr
     workspace = tmp_path / "out.incomplete"
@@ -199,14 +190,7 @@ def test_finished_pieces_stay_when_something_fails(prepared: Path, tmp_path: Pat
 
 
 def test_shards_are_joined_to_the_same_corpus(prepared: Path, tmp_path: Path) -> None:
-    options = [
-        "--source",
-        prepared / "text.jsonl",
-        "--column",
-        "body",
-        "--output",
-        tmp_path / "out",
-    ]
+    options = into(prepared, tmp_path / "out")
     options += ["--tokenizer", prepared / "out" / "tokenizer"]
     for shard in (2, 0):
         done = prepare(*options, "--shard", f"{shard}/3", pieces_of=500)

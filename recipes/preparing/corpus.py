@@ -23,7 +23,7 @@ import numpy as np
 
 from recipes.preparing.formats import NumberedPiece, describe
 from recipes.preparing.tokenization import PARTS, Report, Tokenization
-from recipes.training.manifest import flush
+from recipes.training.manifest import flush, sha256
 from recipes.training.token_file import (
     HashedFile,
     TokenFile,
@@ -91,7 +91,7 @@ def join(
         "tokenizer_sha256": tokenization.tokenizer_sha256,
         "vocab_size": tokenization.vocab_size,
         "files": files,
-        "pieces_sha256": sha256_of(output / "pieces.jsonl"),
+        "pieces_sha256": sha256(output / "pieces.jsonl"),
         "tokenizer_folder_sha256": folder_hash(output / "tokenizer"),
         "skipped": skipped,
     }
@@ -179,27 +179,25 @@ def find_damages(corpus: Path, threads: int) -> Iterator[str]:
     """
     try:
         manifest = json.loads((corpus / "manifest.json").read_text())
-        files, pieces_sha256 = manifest["files"], manifest["pieces_sha256"]
-        tokenizer = manifest["tokenizer_folder_sha256"]
+        files, tokenizer = manifest["files"], manifest["tokenizer_folder_sha256"]
+        expected = {"pieces.jsonl": manifest["pieces_sha256"]}
     except (OSError, json.JSONDecodeError, KeyError) as error:
         raise ValueError(
             f"{corpus} is no corpus that prepare_data.py has written ({error!r})"
         ) from None
     if folder_hash(corpus / "tokenizer") != tokenizer:
         yield "tokenizer/ has other files than those that made the corpus"
-    expected = {f"{part}.idx": facts["idx_sha256"] for part, facts in files.items()}
-    expected["pieces.jsonl"] = pieces_sha256
-    for name, sha256 in expected.items():
+    expected |= {f"{part}.idx": facts["idx_sha256"] for part, facts in files.items()}
+    wrong = {}
+    for name in (*expected, *(f"{part}.bin" for part in files)):
         if not (corpus / name).is_file():
-            yield f"{name} is missing"
-        elif sha256_of(corpus / name) != sha256:
-            yield f"{name} has another SHA-256 than the manifest says"
-    missing = [f"{part}.bin" for part in files if not (corpus / f"{part}.bin").is_file()]
-    yield from (f"{name} is missing" for name in missing)
-    listing = corpus / "pieces.jsonl"
-    if missing or not listing.is_file() or sha256_of(listing) != pieces_sha256:
+            wrong[name] = "is missing"
+        elif name in expected and sha256(corpus / name) != expected[name]:
+            wrong[name] = "has another SHA-256 than the manifest says"
+    yield from (f"{name} {what}" for name, what in wrong.items())
+    if any(name == "pieces.jsonl" or name.endswith(".bin") for name in wrong):
         return  # it says what is in the .bin files
-    pieces = [json.loads(line) for line in listing.open()]
+    pieces = [json.loads(line) for line in (corpus / "pieces.jsonl").open()]
     for part, facts in files.items():
         for key in ("documents", "tokens"):
             if facts[key] != sum(piece[part][key] for piece in pieces):
@@ -212,22 +210,21 @@ def find_damages(corpus: Path, threads: int) -> Iterator[str]:
         if size != starts[-1]:
             yield f"{part}.bin has {size} bytes instead of {starts[-1]}"
         with ThreadPoolExecutor(threads) as pool:
-            found = pool.map(partial(sha256_of, corpus / f"{part}.bin"), starts, sizes)
-            for piece, start, sha256 in zip(pieces, starts, found, strict=False):
-                if sha256 != piece[part]["sha256"]:
+            found = pool.map(partial(sha256_of_range, corpus / f"{part}.bin"), starts, sizes)
+            for piece, start, digest in zip(pieces, starts, found, strict=False):
+                if digest != piece[part]["sha256"]:
                     end = start + piece[part]["tokens"] * token_bytes
                     yield f"{part}.bin, bytes {start} .. {end}, from {piece['files'][0]}: changed"
 
 
-def sha256_of(file: Path, start: int = 0, size: int | None = None) -> str:
-    """The SHA-256 of bytes of a file, in hexadecimal."""
+def sha256_of_range(file: Path, start: int, size: int) -> str:
+    """The SHA-256 of `size` bytes of a file, from `start` on, in hexadecimal."""
     digest = hashlib.sha256()
     with file.open("rb") as stream:
         stream.seek(start)
-        left = file.stat().st_size if size is None else size
-        while block := stream.read(min(left, BLOCK_BYTES)):  # empty at the end, too
+        while block := stream.read(min(size, BLOCK_BYTES)):  # empty at the end, too
             digest.update(block)
-            left -= len(block)
+            size -= len(block)
     return digest.hexdigest()
 
 
