@@ -151,8 +151,13 @@ class Run:
         return "\n".join(file.read_text(errors="replace")[-LAST_WORDS:] for file in files)
 
 
-def soak(folder: Path, *, kills: int, seed: int, fault: str | None = None) -> Report:
-    """Kill so many times; fault: of `FAULTS`, to see that it is noticed."""
+def soak(
+    folder: Path, *, kills: int, seed: int, resumes: int = 0, fault: str | None = None
+) -> Report:
+    """Kill so many times, and go on until a run was resumed so often.
+
+    fault: of `FAULTS`, to see that it is noticed
+    """
     chance, report = random.Random(seed), Report()
     recipe = write_recipe(folder)
     for name in ("imports", "undisturbed"):  # the first one waits for the server
@@ -164,7 +169,7 @@ def soak(folder: Path, *, kills: int, seed: int, fault: str | None = None) -> Re
         assert codes == [0] * RANKS, f"{codes}\n{undisturbed.last_words()}"
     expected = undisturbed.metrics()
     run = Run(recipe, folder / "run1", fault)
-    while report.kills.total() < kills and not report.wrong:
+    while not report.wrong and (report.kills.total() < kills or report.resumes < resumes):
         before = run.newest()
         starts = len(run.events())
         run.start()

@@ -9,9 +9,9 @@ from tests.soak import FAULTS, soak
 
 def test_nothing_is_lost_under_kills(tmp_path: Path) -> None:
     # That some kills hit a save is seen by the faults below: "publish early" shows in no other way.
-    report = soak(tmp_path, kills=5, seed=1)
+    report = soak(tmp_path, kills=5, seed=1, resumes=2)
     assert not report.wrong, str(report)
-    assert report.kills.total() == 5 and report.resumes >= 2
+    assert report.kills.total() >= 5 and report.resumes >= 2
 
 
 @pytest.mark.parametrize("fault", FAULTS)
