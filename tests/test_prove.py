@@ -70,7 +70,7 @@ def made_small(recipe: Recipe, corpus: Path, *, ranks: int = 2, steps: int = 4) 
 # What it shrinks
 
 
-@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: f"{path.parent.name}-{path.stem}")
 def test_shrinking_keeps_the_structure(path: Path, tmp_path: Path) -> None:
     recipe = load_recipe(path)
     model, small = recipe.model, made_small(recipe, tmp_path, ranks=8).model
@@ -85,7 +85,7 @@ def test_shrinking_keeps_the_structure(path: Path, tmp_path: Path) -> None:
         for size in ("kv_heads", "ffn_hidden_size", "sequence_length"):
             legal = getattr(model, size) % tensor == 0
             assert (getattr(small, size) % tensor == 0) == legal, (size, tensor)
-    assert small.hidden_size < 150 and small.vocab_size < 256
+    assert small.hidden_size <= 40 * 8 and small.vocab_size < 256  # 40: heads for 5 and 8 ranks
 
 
 @pytest.mark.parametrize(("micro", "small"), [(1, 2), (2, 2), (3, 3), (4, 2), (5, 5), (11, 2)])
