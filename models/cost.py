@@ -5,21 +5,37 @@ from models.config import ModelConfig
 
 def parameter_count(config: ModelConfig) -> int:
     """Parameters of the logical model: no vocabulary padding, a tied embedding counted once."""
+    embeddings = config.vocab_size * config.hidden_size * (1 if config.tie_embeddings else 2)
+    blocks = config.layers * block_parameters(config)
+    return blocks + norm_parameters(config) + position_parameters(config) + embeddings
+
+
+def block_parameters(config: ModelConfig, tensor: int = 1) -> int:
+    """Parameters of one block on each of `tensor` ranks.
+
+    What their matrix products split is split; norms and the biases of row-parallel layers are
+    held by every rank (Shoeybi et al. 2019, arXiv 1909.08053, section 3).
+    """
     h, f = config.hidden_size, config.ffn_hidden_size
     query_size = config.heads * config.attention_head_size
     kv_size = config.kv_heads * config.attention_head_size
     gate_and_up = 2 * f if config.activation == "swiglu" else f
-    norm = h if config.norm == "rmsnorm" else 2 * h
 
-    attention = h * (query_size + 2 * kv_size) + query_size * h
-    mlp = h * gate_and_up + f * h
-    biases = (query_size + 2 * kv_size + h) + (gate_and_up + h) if config.bias else 0
+    columns = query_size + 2 * kv_size + gate_and_up
+    split = h * columns + (query_size + f) * h + (columns if config.bias else 0)
+    held_by_all = 2 * norm_parameters(config) + (2 * h if config.bias else 0)
     qk_norms = 2 * config.attention_head_size if config.qk_norm else 0
-    block = attention + mlp + biases + qk_norms + 2 * norm
+    return split // tensor + held_by_all + qk_norms
 
-    positions = config.sequence_length * h if config.positions == "learned" else 0
-    embeddings = config.vocab_size * h * (1 if config.tie_embeddings else 2)
-    return config.layers * block + norm + positions + embeddings
+
+def norm_parameters(config: ModelConfig) -> int:
+    """Parameters of one norm over the hidden size."""
+    return config.hidden_size if config.norm == "rmsnorm" else 2 * config.hidden_size
+
+
+def position_parameters(config: ModelConfig) -> int:
+    """Parameters of learned positions, if the model has them."""
+    return config.sequence_length * config.hidden_size if config.positions == "learned" else 0
 
 
 def flops_per_token(config: ModelConfig) -> float:

@@ -34,11 +34,17 @@ from recipes.proving.trial import try_variants
 from recipes.proving.worlds import run_variants
 from recipes.training.data import TrainingData
 from recipes.training.engine import Engine, build_engine
-from recipes.training.recipe import REPOSITORY, Recipe, load_recipe, parse_recipe
+from recipes.training.recipe import (
+    REPOSITORY,
+    Recipe,
+    load_recipe,
+    parse_recipe,
+    shipped_recipes,
+)
 from tests.conftest import GPT_SWITCHES, changed, small_recipe
 from tests.ranks import run_ranks
 
-SHIPPED = sorted((REPOSITORY / "recipes").rglob("*.toml"))
+SHIPPED = shipped_recipes()
 UNSEEN = {  # recipes that are not shipped; each is proven in the layouts of two ranks
     "odd": {
         "model__layers": 5,

@@ -9,7 +9,13 @@ import pytest
 import tomli_w
 
 from recipes.training.deepspeed_config import build_deepspeed_config
-from recipes.training.recipe import REPOSITORY, Recipe, load_recipe, parse_recipe
+from recipes.training.recipe import (
+    REPOSITORY,
+    Recipe,
+    load_recipe,
+    parse_recipe,
+    shipped_recipes,
+)
 from recipes.training.topology import World
 from tests.conftest import changed
 from tests.ranks import start_ranks
@@ -251,7 +257,7 @@ def test_a_recipe_is_frozen() -> None:
 
 
 def test_every_shipped_recipe_and_config_goes_together() -> None:
-    for path in sorted((REPOSITORY / "recipes").rglob("*.toml")):
+    for path in shipped_recipes():
         recipe = load_recipe(path)
         assert isinstance(recipe, Recipe)
         ranks = recipe.layout.pipeline * recipe.layout.tensor

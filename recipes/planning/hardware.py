@@ -1,24 +1,90 @@
-"""What a GPU can do, from its maker's datasheet."""
+"""What a GPU can do: its maker's datasheet, and how much of that is reached."""
 
-PEAK_TFLOPS: dict[str, dict[str, float]] = {
-    # dense matrix products, no sparsity; fp32 without TF32, which we do not switch on
-    # part of the device's name -> precision -> TFLOP/s
-    # the longer names first: a PCIe board is slower than the SXM module of the same name
-    "V100-PCIE": {"fp16": 112.0, "fp32": 14.0},
-    "H100 PCIe": {"bf16": 756.0, "fp16": 756.0, "fp32": 51.0},
-    "H100 NVL": {"bf16": 835.0, "fp16": 835.0, "fp32": 60.0},
-    "V100": {"fp16": 125.0, "fp32": 15.7},  # NVIDIA V100 datasheet, SXM2
-    "A100": {"bf16": 312.0, "fp16": 312.0, "fp32": 19.5},  # NVIDIA A100 datasheet
-    "H100": {"bf16": 989.4, "fp16": 989.4, "fp32": 66.9},  # NVIDIA H100 datasheet, SXM5
-    "H200": {"bf16": 989.4, "fp16": 989.4, "fp32": 66.9},  # NVIDIA H200 datasheet, SXM
-    "B200": {"bf16": 2250.0, "fp16": 2250.0, "fp32": 75.0},  # NVIDIA DGX B200 datasheet
-    "MI300X": {"bf16": 1307.4, "fp16": 1307.4, "fp32": 163.4},  # AMD MI300X datasheet
+import tomllib
+from dataclasses import dataclass, fields
+from functools import cache
+from pathlib import Path
+
+FOLDER = Path(__file__).parent / "gpus"
+OTHER_BOARDS = {  # slower ones of the same names, for the MFU of a run; dense peaks in TFLOP/s
+    "V100-PCIE": {"fp16": 112.0, "fp32": 14.0},  # NVIDIA V100 datasheet
+    "H100 PCIe": {"bf16": 756.0, "fp16": 756.0, "fp32": 51.0},  # NVIDIA H100 datasheet
+    "H100 NVL": {"bf16": 835.0, "fp16": 835.0, "fp32": 60.0},  # NVIDIA H100 datasheet
 }
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Gpu:
+    """One kind of GPU and the node it usually sits in; `gpus/*.toml`, whose comments are sources.
+
+    Rates are per GPU and, for links, in one direction. Efficiencies are what large operations
+    reach of a datasheet's number, latencies what small ones cannot go below.
+    """
+
+    name: str
+    device_names: list[str]  # what the driver's name of such a device contains
+    peak_tflops: dict[str, float]  # precision -> dense matrix products
+    memory_gib: float
+    context_gib: float  # CUDA's and NCCL's own memory
+    memory_gigabytes_per_second: float
+    multiprocessors: int
+    node_link_gigabytes_per_second: float
+    network_gigabytes_per_second: float
+    dollars_per_hour: float
+    matmul_efficiency: float  # of large matrix products in 16 bits
+    matmul_tile_cost: float  # of a tile's edge, in elements: small tiles read more per product
+    matmul_depth_cost: float  # of a tile's start and end, in elements of the inner dimension
+    wave_quantization: float  # how much of a last, partly filled wave of tiles is waited for
+    unaligned_efficiency: float  # of products whose rows are no multiple of 16 bytes
+    attention_efficiency: float  # of a fused attention kernel, relative to matrix products
+    memory_efficiency: float
+    node_link_efficiency: float
+    network_efficiency: float
+    network_contention: float  # of that, when several groups each use several links of a node
+    kernel_seconds: float  # between two kernels
+    node_link_latency_seconds: float
+    network_latency_seconds: float
+    straggling: float  # share of time lost per doubling of the nodes: slowest of many
+
+
+def load_gpu(name: str) -> Gpu:
+    """The GPU of that name.
+
+    Raises:
+        ValueError: there is none, with the names that there are.
+    """
+    for gpu in gpus():
+        if gpu.name == name:
+            return gpu
+    names = ", ".join(gpu.name for gpu in gpus())
+    raise ValueError(f'gpu = "{name}" is not known; use one of {names}')
+
+
+@cache
+def gpus() -> tuple[Gpu, ...]:
+    """All GPUs that have a file."""
+    return tuple(read_gpu(path) for path in sorted(FOLDER.glob("*.toml")))
+
+
+def read_gpu(path: Path) -> Gpu:
+    """One file of `gpus/`.
+
+    Raises:
+        ValueError: a key is missing or unknown.
+    """
+    table = tomllib.loads(path.read_text(encoding="utf-8"))
+    known = {field.name for field in fields(Gpu)}
+    if wrong := known ^ set(table):
+        raise ValueError(f"{path.name}: missing or unknown: {', '.join(sorted(wrong))}")
+    return Gpu(**table)
 
 
 def peak_tflops(device_name: str, precision: str) -> float | None:
     """A device's dense peak in TFLOP/s, None where it is not known (a CPU, an unlisted GPU)."""
-    for name, peaks in PEAK_TFLOPS.items():
+    for name, peaks in OTHER_BOARDS.items():
         if name in device_name:
             return peaks.get(precision)
+    for gpu in gpus():
+        if any(name in device_name for name in gpu.device_names):
+            return gpu.peak_tflops.get(precision)
     return None

@@ -309,6 +309,11 @@ class Recipe(Section):
         return tomli_w.dumps(self.model_dump(mode="json", exclude_none=True))
 
 
+def shipped_recipes() -> list[Path]:
+    """The recipes of this repository, the default first, then family by family."""
+    return [DEFAULT_RECIPE, *sorted((REPOSITORY / "recipes").glob("*/*.toml"))]
+
+
 def repository_path(path: str) -> Path:
     """A path of a recipe: relative ones count from the repository's root."""
     return (REPOSITORY / path).resolve()
@@ -359,11 +364,8 @@ def _read_toml(path: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except (FileNotFoundError, IsADirectoryError):
-        shipped = sorted((REPOSITORY / "recipes").rglob("*.toml"))
-        raise ValueError(
-            f"{short(path)}: no such recipe; these are here: "
-            f"{', '.join(str(file.relative_to(REPOSITORY)) for file in shipped)}"
-        ) from None
+        shipped = ", ".join(str(file.relative_to(REPOSITORY)) for file in shipped_recipes())
+        raise ValueError(f"{short(path)}: no such recipe; these are here: {shipped}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ValueError(
             f'{short(path)}: this is no TOML: {error}; write lines such as  name = "tiny"'

@@ -1,0 +1,310 @@
+"""Plan a run before a GPU is asked for: does it fit, how fast is it, and which layout is the best.
+
+    python recipes/plan.py recipes/llama/70b.toml
+    python recipes/plan.py recipes/llama/7b.toml --nodes 16 --gpu H200 --top 3
+    python recipes/plan.py recipes/llama/7b.toml --write recipes/mine.toml
+    python recipes/plan.py recipes/megatron/1t.toml --software megatron-lm-2021
+    python recipes/plan.py recipes/llama/70b.toml --timeline timeline.png --heatmap heatmap.png
+    python recipes/plan.py recipes/llama/405b.toml --trace --rank 0
+    python recipes/plan.py --table measured.csv --calibrate others.csv
+    python recipes/plan.py --catalogue
+
+It needs neither a GPU nor torch; only --trace, which builds a rank of the job on fake tensors and
+counts what it allocates and sends, takes a while. Exit code 0: the recipe's layout fits; 1: it does
+not; 2: the recipe or an option is refused.
+"""
+
+import sys
+from pathlib import Path
+
+if __name__ == "__main__":  # the repository, not recipes/, is where imports start
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+import argparse
+import json
+from typing import Any
+
+import tomli_w
+
+from models.cost import parameter_count
+from recipes.planning import closed_forms, evaluation, report
+from recipes.planning.calibration import Calibration, calibrate, evenly_spread
+from recipes.planning.catalogue import catalogue_lines
+from recipes.planning.hardware import load_gpu
+from recipes.planning.job import Job, Machine, job_of, unspread_job
+from recipes.planning.search import Found, search
+from recipes.planning.software import STACKS, THREEFOLD, Software
+from recipes.planning.step_time import step_time
+from recipes.planning.table import Row, is_table_of_runs, read_table
+from recipes.training.recipe import DEFAULT_RECIPE, Recipe, load_recipe, parse_recipe
+
+WITHOUT_CLUSTER = {"nodes": 1, "gpus_per_node": 2, "gpu": "cpu"}  # as `make pretrain` starts it
+
+
+def main() -> None:
+    """Do what the options ask for; refusals go to stderr."""
+    options = parse_command_line()
+    try:
+        sys.exit(run(options))
+    except ValueError as problem:
+        print(f"plan.py: {problem}", file=sys.stderr)
+        sys.exit(2)
+
+
+def run(options: argparse.Namespace) -> int:
+    """The one thing that is asked for; its exit code."""
+    if options.catalogue:
+        print("\n".join(catalogue_lines()))
+        return 0
+    if options.table:
+        return evaluate(options)
+    recipe = on_machine(options)
+    if options.trace:
+        return trace(recipe, options)
+    return plan(recipe, options)
+
+
+def on_machine(options: argparse.Namespace) -> Recipe:
+    """The recipe with the machine that the options name."""
+    recipe = load_recipe(options.recipe, options.set)
+    table = recipe.model_dump(mode="json", exclude_none=True)
+    asked = {key: value for key in WITHOUT_CLUSTER if (value := getattr(options, key)) is not None}
+    table["cluster"] = WITHOUT_CLUSTER | table.get("cluster", {}) | asked
+    return parse_recipe(table, str(options.recipe))
+
+
+def machine_of(recipe: Recipe) -> Machine:
+    """The machine of a recipe's [cluster].
+
+    Raises:
+        ValueError: its GPU is not known.
+    """
+    cluster = recipe.cluster
+    return Machine.of(
+        load_gpu(cluster.gpu),
+        gpus=cluster.nodes * cluster.gpus_per_node,
+        gpus_per_node=cluster.gpus_per_node,
+    )
+
+
+def plan(recipe: Recipe, options: argparse.Namespace) -> int:
+    """The recipe's own layout, and the best ones."""
+    machine, software = machine_of(recipe), software_of(options.software)
+    steps = recipe.training.steps
+    job = unspread_job(recipe, machine, software)
+    own, refusal = own_job(recipe, machine, software)
+    found = search(job, options.top) if options.top or options.write else Found()
+    if options.json:
+        print(json.dumps(plan_table(recipe, own, refusal, found)))
+    else:
+        print(report.head(recipe, own or job), end="\n\n")
+        lines = report.plan_text(own, steps) if own else [f"Its own layout is refused: {refusal}"]
+        print("\n".join(lines))
+        if options.top:
+            seconds = step_time(own).total if own else None
+            print("\n" + "\n".join(report.found_text(found, seconds)))
+    if options.write:
+        write(recipe, found, options.write)
+    draw(recipe, own or (found.plans[0].job if found.plans else None), options)
+    return 0 if own and report.fits(own) else 1
+
+
+def own_job(recipe: Recipe, machine: Machine, software: Software) -> tuple[Job | None, str]:
+    """The recipe's own layout on the machine, or why there is none."""
+    try:
+        return job_of(recipe, machine, software), ""
+    except ValueError as problem:
+        return None, str(problem)
+
+
+def plan_table(recipe: Recipe, own: Job | None, refusal: str, found: Found) -> dict[str, Any]:
+    """All of it for --json."""
+    steps = recipe.training.steps
+    return {
+        "name": recipe.name,
+        "parameters": parameter_count(recipe.model),
+        "tokens_per_step": recipe.tokens_per_step,
+        "steps": steps,
+        "cluster": recipe.cluster.model_dump(),
+        "own": report.job_table(own, steps) if own else None,
+        "own_refused": refusal,
+        "tried": found.tried,
+        "best": [report.plan_table(each, steps) for each in found.plans],
+        "refused": dict(found.refused),
+    }
+
+
+def write(recipe: Recipe, found: Found, path: Path) -> None:
+    """A recipe with the best layout.
+
+    Raises:
+        ValueError: nothing fits, or the file is there already.
+    """
+    if not found.plans:
+        raise ValueError(f"--write {path}: no layout fits; use more nodes or a larger GPU")
+    table = recipe.model_dump(mode="json", exclude_none=True, exclude_defaults=True)
+    best = found.plans[0]
+    for key, value in report.edits(best.job.spread, best.job.precision).items():
+        section, _, name = key.rpartition(".")
+        (table[section] if section else table)[name] = value
+    text = tomli_w.dumps(parse_recipe(table, str(path)).model_dump(mode="json", exclude_none=True))
+    try:
+        with path.open("x", encoding="utf-8") as file:
+            file.write(
+                f"# {recipe.name} in the layout that plan.py predicts to be the fastest.\n\n"
+            )
+            file.write(text)
+    except FileExistsError:
+        raise ValueError(f"--write {path}: there is such a file; use another name") from None
+    except OSError as error:
+        raise ValueError(f"--write {path}: {error.strerror}; use another name") from None
+    print(f"written: {path}", file=sys.stderr)
+
+
+def draw(recipe: Recipe, job: Job | None, options: argparse.Namespace) -> None:
+    """The pictures that are asked for."""
+    if not (options.timeline or options.heatmap):
+        return
+    if job is None:
+        raise ValueError("no layout fits, so there is nothing to draw; use more nodes")
+    # Here, because a plan without a picture should not wait a second for matplotlib.
+    from recipes.planning import picture
+
+    if options.timeline:
+        picture.draw_timeline(job, title=recipe.name, file=options.timeline)
+    if options.heatmap:
+        picture.draw_heatmap(recipe, job, file=options.heatmap)
+
+
+def trace(recipe: Recipe, options: argparse.Namespace) -> int:
+    """What a rank allocates and sends, counted on fake tensors."""
+    # Here, because nothing else of this command needs torch.
+    from recipes.tracing import report as trace_report
+    from recipes.tracing.trace import trace as trace_rank
+
+    machine = machine_of(recipe)
+    found = trace_rank(recipe, machine.gpus, machine.gpus_per_node, options.rank)
+    if options.json:
+        print(json.dumps(trace_report.table(found)))
+    else:
+        print(trace_report.text(found))
+    return 0
+
+
+def evaluate(options: argparse.Namespace) -> int:
+    """Predictions beside measurements, for one table or all of a folder."""
+    factors, chosen = calibration_of(options.calibrate)
+    if options.table.is_dir():
+        files = sorted(options.table.glob("*.csv"))
+        results = {file.stem: evaluated(file, factors) for file in files if is_table(file)}
+    else:
+        results = {options.table.stem: evaluated(options.table, factors)}
+    if not results:
+        raise ValueError(f"--table {options.table}: there is no table of runs")
+    if options.scatter:
+        from recipes.planning import picture  # here, as above
+
+        picture.draw_scatter(results, file=options.scatter)
+    calibration = evaluation.calibration_table(factors, chosen) if options.calibrate else None
+    if options.json:
+        tables = {name: result | {"calibration": calibration} for name, result in results.items()}
+        print(json.dumps(tables if options.table.is_dir() else next(iter(tables.values()))))
+        return 0
+    if calibration:
+        print(report.calibration_text(calibration))
+    print(report.EVALUATION_HEAD)
+    for name, result in results.items():
+        print(report.evaluation_text(name, result["summary"]))
+    for reason, count in report.skipped(results.values()):
+        print(f"skipped, {count} rows: {reason}", file=sys.stderr)
+    return 0
+
+
+def evaluated(path: Path, factors: Calibration) -> dict[str, Any]:
+    """A table's rows and its errors."""
+    if closed_forms.is_closed_form(path):
+        return closed_forms.evaluate(path)
+    rows = read_table(path)
+    predictions = evaluation.predict(rows, factors)
+    return {
+        "rows": [evaluation.row_table(each) for each in predictions],
+        "summary": evaluation.summary(rows, predictions),
+    }
+
+
+def is_table(path: Path) -> bool:
+    """Whether a file holds runs, or memory by formula."""
+    return closed_forms.is_closed_form(path) or is_table_of_runs(path)
+
+
+def calibration_of(path: Path | None) -> tuple[Calibration, list[Row]]:
+    """The factors of another table's runs, and the rows that they are from.
+
+    Raises:
+        ValueError: no row was measured.
+    """
+    if path is None:
+        return Calibration(), []
+    rows = [row for row in read_table(path) if row.job and row.measured.step_seconds]
+    if not rows:
+        raise ValueError(f"--calibrate {path}: no row has a layout and a measured step_time_s")
+    chosen = [rows[index] for index in evenly_spread(len(rows))]
+    return calibrate([(row.job, row.measured.step_seconds) for row in chosen]), chosen
+
+
+def software_of(name: str) -> Software:
+    """The stack of that name.
+
+    Raises:
+        ValueError: there is none.
+    """
+    for stack in STACKS:
+        if stack.name == name:
+            return stack
+    names = ", ".join(stack.name for stack in STACKS)
+    raise ValueError(f"--software {name} is not known; use one of {names}")
+
+
+def parse_command_line() -> argparse.Namespace:
+    """The options."""
+    summary, _, examples = __doc__.partition("\n\n")
+    parser = argparse.ArgumentParser(
+        description=summary, epilog=examples, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "recipe", nargs="?", type=Path, default=DEFAULT_RECIPE, help="default: recipes/tiny.toml"
+    )
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", help="change a key; repeatable"
+    )
+    machine = parser.add_argument_group("the machine, instead of the recipe's [cluster]")
+    machine.add_argument("--nodes", type=int)
+    machine.add_argument("--gpus-per-node", type=int)
+    machine.add_argument("--gpu", help="a name of recipes/planning/gpus/")
+    machine.add_argument(
+        "--software", default=THREEFOLD.name, help="whose kernels and overlaps; default: ours"
+    )
+    parser.add_argument("--top", type=int, default=5, help="best layouts to show; default: 5")
+    parser.add_argument("--write", type=Path, metavar="TOML", help="a recipe with the best one")
+    parser.add_argument("--timeline", type=Path, metavar="PICTURE", help="schedule and memory")
+    parser.add_argument(
+        "--heatmap", type=Path, metavar="PICTURE", help="the recipe's family by nodes"
+    )
+    parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
+    other = parser.add_argument_group("instead of a plan")
+    other.add_argument("--trace", action="store_true", help="count what a rank allocates and sends")
+    other.add_argument("--rank", type=int, default=0, help="of --trace; default: 0")
+    other.add_argument("--table", type=Path, help="measured runs, a .csv or a folder of them")
+    other.add_argument("--calibrate", type=Path, metavar="CSV", help="other runs of that cluster")
+    other.add_argument("--scatter", type=Path, metavar="PICTURE", help="predicted and measured")
+    other.add_argument(
+        "--catalogue", action="store_true", help="all recipes, as the README's table"
+    )
+    options = parser.parse_args()
+    if options.top < 0:
+        parser.error(f"--top {options.top} is negative; use 5")
+    return options
+
+
+if __name__ == "__main__":
+    main()

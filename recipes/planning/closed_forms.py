@@ -1,0 +1,142 @@
+"""Tables of memory by formula, which papers print: ZeRO's figure 1, Korthikanti's figures 1 and 7.
+
+They have no rows of runs, but a model's name, what is counted, and how much it is.
+"""
+
+import csv
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from models.config import ModelConfig
+from models.cost import block_parameters
+from recipes.planning.evaluation import mean, percent
+from recipes.planning.footprint import MEGATRON
+from recipes.planning.job import Spread
+from recipes.planning.memory import GIB, activation_bytes, micro_batches_in_flight, state_bytes
+
+# Korthikanti et al. 2022 (arXiv 2205.05198), table 3: layers, hidden, heads, pipeline, chunks,
+# micro-batch; tensor is 8, the sequence 2,048.
+KORTHIKANTI = {
+    "22B": (48, 6144, 64, 1, 1, 4),
+    "175B": (96, 12288, 96, 8, 3, 1),
+    "530B": (105, 20480, 128, 35, 3, 1),
+    "1T": (128, 25600, 160, 64, 1, 1),
+}
+WAYS = {  # what a row calls it -> sequence parallel, recomputation
+    "activations, no recompute, no SP": (False, "none"),
+    "activations, SP+selective": (True, "selective"),
+    "SP": (True, "none"),
+    "selective": (False, "selective"),
+    "SP+selective": (True, "selective"),
+    "full recompute": (False, "full"),
+}
+
+
+def is_closed_form(path: Path) -> bool:
+    """Whether a file has such rows."""
+    with path.open(newline="", encoding="utf-8") as file:
+        columns = next(csv.reader(file), [])
+    return {"model", "stage", "gb_per_gpu"} <= set(columns) or {
+        "model",
+        "what",
+        "value",
+        "unit",
+    } <= set(columns)
+
+
+def evaluate(path: Path) -> dict[str, Any]:
+    """All rows, predicted beside what is printed.
+
+    Raises:
+        ValueError: a model or a quantity that is not known.
+    """
+    rows = []
+    with path.open(newline="", encoding="utf-8") as file:
+        for number, cells in enumerate(csv.DictReader(file), start=1):
+            predicted, printed = zero(cells) if "stage" in cells else korthikanti(cells)
+            rows.append(
+                {
+                    "row_id": f"{path.stem}-{number:04}",
+                    "predicted_memory_gb": predicted,
+                    "measured_memory_gb": printed,
+                    "memory_error_percent": percent(predicted / printed - 1),
+                }
+            )
+    errors = [abs(row["memory_error_percent"]) for row in rows]
+    return {
+        "rows": rows,
+        "summary": {
+            "rows": len(rows),
+            "memory_compared": len(rows),
+            "memory_mean_absolute_error_percent": mean(errors),
+            "memory_max_absolute_error_percent": max(errors, default=None),
+            "skipped": 0,
+        },
+    }
+
+
+def zero(cells: dict[str, str]) -> tuple[float, float]:
+    """Rajbhandari et al. 2020 (arXiv 1910.02054), figure 1: GB of 10^9 bytes.
+
+    The model's billions of parameters and the data ranks are in its name ("7.5B, ... Nd=64").
+    """
+    name = cells["model"]
+    size, ranks = re.match(r"([0-9.]+)B", name), re.search(r"Nd=([0-9]+)", name)
+    if not size or not ranks:
+        raise ValueError(f'model = "{name}" says no size or no ranks; use "7.5B, Nd=64"')
+    # Their gradients are in 16 bits.
+    footprint = replace(MEGATRON, gradient=2)
+    spread = Spread(data=int(ranks[1]), zero_stage=int(cells["stage"]))
+    held = sum(state_bytes(footprint, spread, float(size[1]) * 1e9))
+    return held / 1e9, float(cells["closed_form_gb"] or cells["gb_per_gpu"])
+
+
+def korthikanti(cells: dict[str, str]) -> tuple[float, float]:
+    """Korthikanti et al. 2022 (arXiv 2205.05198), figures 1 (GiB) and 7 (percent), first stage."""
+    if cells["model"] not in KORTHIKANTI:
+        raise ValueError(f'model = "{cells["model"]}" is none of {", ".join(KORTHIKANTI)}')
+    layers, hidden, heads, pipeline, chunks, micro_sequences = KORTHIKANTI[cells["model"]]
+    model = ModelConfig(
+        layers=layers,
+        hidden_size=hidden,
+        heads=heads,
+        kv_heads=heads,
+        ffn_hidden_size=4 * hidden,
+        vocab_size=51200,
+        sequence_length=2048,
+        norm="layernorm",
+        positions="learned",
+        activation="gelu",
+        bias=True,
+        tie_embeddings=True,
+    )
+    base = Spread(
+        tensor=8,
+        pipeline=pipeline,
+        chunks=chunks,
+        zero_stage=0,
+        micro_sequences=micro_sequences,
+    )
+    flying = micro_batches_in_flight(base, 0, 64 * pipeline) * layers / pipeline
+
+    def activations(way: str) -> float:
+        split, recompute = WAYS[way]
+        spread = replace(base, sequence_parallel=split, recompute=recompute)
+        return flying * activation_bytes(model, spread, MEGATRON, fused_attention=False)
+
+    quantities: dict[str, Callable[[], float]] = {
+        "params+optimizer": lambda: sum(
+            state_bytes(MEGATRON, base, layers // pipeline * block_parameters(model, 8))
+        )
+    }
+    what, printed = cells["what"], float(cells["value"])
+    if what in quantities:
+        return quantities[what]() / GIB, printed
+    if what not in WAYS:
+        raise ValueError(f'what = "{what}" is none of params+optimizer, {", ".join(WAYS)}')
+    if cells["unit"].startswith("%"):
+        return 100 * activations(what) / activations("activations, no recompute, no SP"), printed
+    return activations(what) / GIB, printed

@@ -1,0 +1,72 @@
+"""What a training stack keeps in memory, as numbers."""
+
+from dataclasses import dataclass, replace
+
+
+@dataclass(frozen=True, kw_only=True)
+class Footprint:
+    """Bytes per parameter, per activation and in fixed buffers.
+
+    gradient: per parameter, from step to step; under ZeRO-2 and 3 spread over the data ranks
+    running_gradient: per parameter more between the first backward pass and the update
+    optimizer: per parameter, spread over the data ranks from ZeRO-1 on
+    bucket: bytes that are there from the first backward pass on
+    reducing: per parameter more while gradients are added up over the data ranks
+    reducing_bucket: bytes more then
+    updating: per parameter of a data rank's share more while it is updated
+    norm: per element that an RMSNorm reads, kept for its backward pass
+    gated: what a SwiGLU keeps, in columns of the MLP: gate, up, silu(gate), their product
+    logit: per logit of the micro-batch at hand
+    dropout: whether its masks are kept even where a model's dropout is unknown
+    selective: share of a block's activations that selective recomputation keeps; None: all but the
+        attention core's
+    overhead_gib: of the CUDA context and the communication library; None: the GPU's usual one
+    fragmentation: share of the activations that the caching allocator wastes
+    """
+
+    weight: float = 2
+    gradient: float = 4
+    running_gradient: float = 0
+    optimizer: float = 12  # fp32 weight and two moments
+    bucket: float = 0
+    reducing: float = 0
+    reducing_bucket: float = 0
+    updating: float = 0
+    norm: float = 8
+    gated: float = 4
+    logit: float = 10
+    dropout: bool = False
+    selective: float | None = None
+    overhead_gib: float | None = None
+    fragmentation: float = 0.05
+
+
+# DeepSpeed 0.19 as our recipes use it, counted operation by operation (`plan.py --trace`). Its
+# BF16_Optimizer holds fp32 gradients of the whole stage, whatever ZeRO-1 spreads, and copies them
+# in 16 bits to add them up; ZeRO-1 in fp16 and fp32 has two buckets of 5e8 elements.
+DEEPSPEED = {
+    "bf16": Footprint(running_gradient=2, reducing=2),
+    "fp16": Footprint(gradient=0, running_gradient=2, bucket=1e9, reducing_bucket=1e9, updating=6),
+    "fp32": Footprint(
+        weight=4, gradient=0, running_gradient=4, bucket=2e9, reducing_bucket=2e9, logit=12
+    ),
+}
+# Korthikanti et al. 2022 (arXiv 2205.05198), table 2 and section 4: 16-bit weights, fp32 gradients
+# and state, dropout everywhere.
+MEGATRON = Footprint(norm=4, gated=3, logit=6, dropout=True)
+# FSDP: all but the gathered blocks is spread over the data ranks (Zhao et al. 2023, arXiv
+# 2304.11277); torchtitan's selective recomputation keeps every second matrix product.
+SHARDED = Footprint(norm=4, gated=3, logit=4, selective=0.5, fragmentation=0.02)
+# Fitted to the peaks of the Ultra-Scale Playbook's runs.
+NANOTRON = Footprint(norm=12, logit=4, overhead_gib=3.0, fragmentation=0.0)
+# The same in 2022, as nvidia-smi saw BLOOM's runs: with several communicators, and an allocator
+# that gave less back.
+DEEPSPEED_2022 = {
+    precision: replace(footprint, overhead_gib=6.0, fragmentation=0.15)
+    for precision, footprint in DEEPSPEED.items()
+}
+
+
+def footprints(footprint: Footprint) -> dict[str, Footprint]:
+    """One for all precisions."""
+    return dict.fromkeys(DEEPSPEED, footprint)

@@ -1,0 +1,146 @@
+"""One training job as the predictions see it: model, machine, layout, batch and software."""
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from models.config import ModelConfig
+from recipes.planning.footprint import Footprint
+from recipes.planning.hardware import Gpu
+from recipes.planning.software import THREEFOLD, Software
+from recipes.training.deepspeed_config import (
+    build_deepspeed_config,
+    precision,
+    read_deepspeed_json,
+    zero_stage,
+)
+from recipes.training.recipe import Recipe
+from recipes.training.topology import World
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """The GPUs of a job; link rates per GPU and in one direction."""
+
+    gpu: Gpu
+    gpus: int
+    gpus_per_node: int = 8
+    node_link_gigabytes_per_second: float
+    network_gigabytes_per_second: float
+
+    @classmethod
+    def of(cls, gpu: Gpu, *, gpus: int, gpus_per_node: int = 8) -> "Machine":
+        """As many nodes of the usual kind."""
+        return cls(
+            gpu=gpu,
+            gpus=gpus,
+            gpus_per_node=gpus_per_node,
+            node_link_gigabytes_per_second=gpu.node_link_gigabytes_per_second,
+            network_gigabytes_per_second=gpu.network_gigabytes_per_second,
+        )
+
+    @property
+    def nodes(self) -> int:
+        """Nodes, the last one perhaps not full."""
+        return -(-self.gpus // self.gpus_per_node)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spread:
+    """How a model is spread over the machine: what the planner chooses."""
+
+    tensor: int = 1
+    pipeline: int = 1
+    chunks: int = 1  # parts of the model that a stage holds
+    context: int = 1  # ranks that share a sequence; none of our recipes, some of the tables
+    data: int = 1
+    zero_stage: int = 1
+    schedule: str = "1f1b"
+    sequence_parallel: bool = False
+    recompute: str = "none"  # "selective": the attention core, "full": blocks
+    recompute_interval: int = 1
+    micro_sequences: int = 1
+
+    @property
+    def gpus(self) -> int:
+        """Ranks in all."""
+        return self.tensor * self.pipeline * self.context * self.data
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What is predicted.
+
+    precision: of the matrix products, a key of `Gpu.peak_tflops`
+    """
+
+    model: ModelConfig
+    machine: Machine
+    spread: Spread
+    global_sequences: int
+    precision: str
+    software: Software
+    footprint: Footprint
+    optimizer_ranks: int | None = None  # ranks that share its state; None: all data ranks
+
+    @cached_property
+    def micro_batches(self) -> int:
+        """Micro-batches per step of each data rank."""
+        spread = self.spread
+        return max(1, round(self.global_sequences / (spread.data * spread.micro_sequences)))
+
+    @property
+    def fused_attention(self) -> bool:
+        """Whether scores are never written."""
+        return self.software.fused_attention
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens of one global batch."""
+        return self.global_sequences * self.model.sequence_length
+
+
+def job_of(recipe: Recipe, machine: Machine, software: Software = THREEFOLD) -> Job:
+    """A recipe's job on a machine, in the recipe's own layout.
+
+    Raises:
+        ValueError: the recipe cannot run there.
+    """
+    topology = recipe.topology(World(size=machine.gpus, local_size=machine.gpus_per_node))
+    config = build_deepspeed_config(recipe, topology)
+    layout = recipe.layout
+    spread = Spread(
+        tensor=topology.tensor,
+        pipeline=topology.pipeline,
+        chunks=layout.chunks,
+        data=topology.data,
+        zero_stage=zero_stage(config),
+        schedule=layout.schedule,
+        sequence_parallel=layout.sequence_parallel,
+        recompute=layout.recompute,
+        recompute_interval=layout.recompute_interval,
+        micro_sequences=recipe.batch.micro_sequences,
+    )
+    return replace(unspread_job(recipe, machine, software), spread=spread)
+
+
+def unspread_job(recipe: Recipe, machine: Machine, software: Software = THREEFOLD) -> Job:
+    """A recipe's model, batch and precision on a machine, in no layout yet.
+
+    Raises:
+        ValueError: the GPU does not compute in the recipe's precision.
+    """
+    kind = precision(read_deepspeed_json(recipe.deepspeed))
+    if kind not in machine.gpu.peak_tflops:
+        raise ValueError(
+            f'deepspeed = "{recipe.deepspeed}" computes in {kind}, which a {machine.gpu.name} does '
+            f"not; use ds_configs/zero1_{next(iter(machine.gpu.peak_tflops))}.json"
+        )
+    return Job(
+        model=recipe.model,
+        machine=machine,
+        spread=Spread(),
+        global_sequences=recipe.batch.global_sequences,
+        precision=kind,
+        software=software,
+        footprint=software.footprint[kind],
+    )

@@ -1,0 +1,250 @@
+"""What the ranks of each stage hold in memory at the fullest moment of a step.
+
+Legend: s sequence (of a context rank), b sequences of a micro-batch, h hidden, f MLP, q and k the
+columns of all queries and of all keys, a heads, v vocabulary, t tensor ranks, d data ranks, u = t
+under sequence parallelism and 1 otherwise; bytes.
+"""
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from models.config import ModelConfig
+from recipes.planning.footprint import Footprint
+from recipes.planning.job import Job, Spread
+from recipes.planning.stages import blocks_of_stages, last_stage, stage_parameters
+
+GIB = 2**30
+GATHERED = 1e9  # parameters that ZeRO-3 holds whole at once (stage3_max_live_parameters)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageMemory:
+    """Bytes on each rank of one stage, at the fullest moment of a step; they add up to `total`."""
+
+    weights: float
+    gradients: float
+    optimizer: float  # fp32 weights and moments
+    activations: float  # of all micro-batches in flight
+    working: float  # of the operation at hand: a block that is computed again, or the logits
+    buffers: float  # DeepSpeed's
+    overhead: float  # CUDA, NCCL, fragmentation
+
+    @property
+    def total(self) -> float:
+        """All of it."""
+        return self.counted + self.overhead
+
+    @property
+    def counted(self) -> float:
+        """What the program itself has allocated."""
+        state = self.weights + self.gradients + self.optimizer
+        return state + self.activations + self.working + self.buffers
+
+
+def stage_memory(job: Job) -> list[StageMemory]:
+    """What each stage needs."""
+    return [memory_of_stage(job, stage) for stage in range(job.spread.pipeline)]
+
+
+def fullest_stage(job: Job) -> StageMemory:
+    """The stage that needs most; it is the first, or the one with the logits, or in between
+    where blocks are dealt unevenly."""
+    return max(stage_memory(job), key=lambda stage: stage.total)
+
+
+def memory_of_stage(job: Job, stage: int) -> StageMemory:
+    """What one stage needs.
+
+    Three moments are looked at: the loss of the logits (on the last stage) or a block's backward
+    pass, with all activations there; the same in the first micro-batch, before there are gradients
+    of weights; and the reduction of gradients and the update, when the activations are gone.
+    """
+    spread, model, footprint = job.spread, job.model, job.footprint
+    parameters = stage_parameters(model, spread)[stage]
+    weights, gradients, optimizer = state_bytes(footprint, spread, parameters, job.optimizer_ranks)
+    blocks = blocks_of_stages(model.layers, spread.pipeline, spread.chunks, spread.schedule)[stage]
+    kept = activation_bytes(model, spread, footprint, job.fused_attention)
+    flying = micro_batches_in_flight(spread, stage, job.micro_batches)
+    activations = flying * (blocks * kept + border_bytes(job, stage))
+    first_only = job.micro_batches <= flying  # nothing follows the first backward pass
+    working = working_bytes(job, stage, first_only)
+    running, reducing, buffers, reducing_buffers = passing_bytes(footprint, spread, parameters)
+    if first_only:
+        running_then, buffers_then = 0.0, 0.0
+    else:
+        running_then, buffers_then = running, buffers
+    last = max(reducing, footprint.updating * parameters / spread.data)
+    if activations + working + running_then + buffers_then < running + last + reducing_buffers:
+        activations = working = 0.0
+        running_then, buffers_then = running + last, reducing_buffers
+    overhead = footprint.overhead_gib
+    if overhead is None:
+        overhead = job.machine.gpu.context_gib
+    return StageMemory(
+        weights=weights,
+        gradients=gradients + running_then,
+        optimizer=optimizer,
+        activations=activations,
+        working=working,
+        buffers=buffers_then,
+        overhead=overhead * GIB + footprint.fragmentation * (activations + working),
+    )
+
+
+def state_bytes(
+    footprint: Footprint, spread: Spread, parameters: int, optimizer_ranks: int | None = None
+) -> tuple[float, float, float]:
+    """Weights, gradients and optimizer's state from step to step.
+
+    Rajbhandari et al. 2020 (arXiv 1910.02054), section 5: stage 1 spreads the optimizer's state
+    over the data ranks, stage 2 gradients, stage 3 weights.
+    """
+    ranks = spread.data * spread.context
+    stage = spread.zero_stage
+    weights = footprint.weight * parameters / (ranks if stage == 3 else 1)
+    spread_gradients = stage >= 2
+    gradients = footprint.gradient * parameters / (ranks if spread_gradients else 1)
+    optimizer = footprint.optimizer * parameters / ((optimizer_ranks or ranks) if stage else 1)
+    return weights, gradients, optimizer
+
+
+def passing_bytes(
+    footprint: Footprint, spread: Spread, parameters: int
+) -> tuple[float, float, float, float]:
+    """What DeepSpeed adds within a step.
+
+    Returns:
+        gradients while micro-batches run, more of them while they are reduced; buffers while
+        micro-batches run, and while gradients are reduced
+    """
+    if spread.zero_stage < 2:
+        return (
+            footprint.running_gradient * parameters,
+            footprint.reducing * parameters,
+            footprint.bucket,
+            footprint.bucket + footprint.reducing_bucket,
+        )
+    # ZeRO-2: two buckets of 5e8 elements; ZeRO-3 one, and the weights that are gathered.
+    size = footprint.weight
+    flat = size * min(parameters, 5e8)
+    if spread.zero_stage == 2:
+        return 0.0, 0.0, 2 * size * 5e8, 2 * size * 5e8 + flat
+    gathered = size * min(parameters, GATHERED)
+    return 0.0, 0.0, size * 5e8 + gathered, size * 5e8 + flat
+
+
+def micro_batches_in_flight(spread: Spread, stage: int, micro_batches: int) -> float:
+    """Micro-batches whose activations a stage holds, at most; parts of one count as parts.
+
+    1F1B: the stages after this one and itself (Narayanan et al. 2021, arXiv 2104.04473, section
+    2.2.1); interleaved: its appendix's warm-up, p (v - 1) + 2 (p - i - 1) + 1 chunks; DualPipeV:
+    2 p + 1 half stages, as its schedule runs.
+    """
+    p, v = spread.pipeline, spread.chunks
+    if p == 1:
+        return 1
+    if spread.schedule == "dualpipev":
+        return (2 * p + 1) / 2
+    if v == 1:
+        return min(micro_batches, p - stage)
+    return min(micro_batches * v, p * (v - 1) + 2 * (p - stage - 1) + 1) / v
+
+
+def tokens_per_micro_batch(model: ModelConfig, spread: Spread) -> int:
+    """Tokens of a micro-batch on a rank."""
+    return spread.micro_sequences * model.sequence_length // spread.context
+
+
+@lru_cache(maxsize=4096)
+def block_bytes(
+    model: ModelConfig, spread: Spread, footprint: Footprint, fused_attention: bool
+) -> float:
+    """Activations that a block keeps for its backward pass when nothing is computed again.
+
+    Korthikanti et al. 2022 (arXiv 2205.05198), section 4: per token 10 h + 24 h / t for GPT's
+    block in 16 bits with dropout, and 5 a s / t for written scores; here by its parts, for grouped
+    queries and gated MLPs too. Fused attention keeps a statistic of 4 bytes per head instead.
+    """
+    tokens, t = tokens_per_micro_batch(model, spread), spread.tensor
+    size = footprint.weight
+    h, f = model.hidden_size, model.ffn_hidden_size
+    q = model.heads * model.attention_head_size
+    k = model.kv_heads * model.attention_head_size
+    if model.norm == "layernorm":  # its input and what it gives
+        norms = 2 * (2 * size) * h + 2 * 8
+    else:  # with an fp32 copy of it
+        norms = 2 * footprint.norm * h + 2 * 4
+    whole = norms + (2 * h if footprint.dropout or model.dropout else 0)
+    split = size * (q + 2 * k) + size * q
+    if model.positions == "rope":
+        split += size * (q + k)
+    if model.qk_norm:
+        split += (footprint.norm - size) * (q + k) + 4 * (model.heads + model.kv_heads)
+    split += size * (footprint.gated if model.activation == "swiglu" else 2) * f
+    if fused_attention:
+        split += 4 * model.heads
+    if not fused_attention or model.attention_dropout:
+        split += (2 * size + 1) * model.heads * model.sequence_length
+    return tokens * (whole / (t if spread.sequence_parallel else 1) + split / t)
+
+
+def activation_bytes(
+    model: ModelConfig, spread: Spread, footprint: Footprint, fused_attention: bool
+) -> float:
+    """Activations that a block keeps, with the recomputation of this spread."""
+    if spread.recompute == "full":
+        row = tokens_per_micro_batch(model, spread) * model.hidden_size * footprint.weight
+        return row / (spread.tensor if spread.sequence_parallel else 1) / spread.recompute_interval
+    kept = block_bytes(model, spread, footprint, fused_attention)
+    if spread.recompute == "none":
+        return kept
+    if footprint.selective is not None:
+        return kept * footprint.selective
+    tokens, size = tokens_per_micro_batch(model, spread), footprint.weight
+    if fused_attention:
+        kept -= tokens * 4 * model.heads / spread.tensor
+    if not fused_attention or model.attention_dropout:
+        kept -= tokens * (2 * size + 1) * model.heads * model.sequence_length / spread.tensor
+    return kept
+
+
+def border_bytes(job: Job, stage: int) -> float:
+    """What a stage keeps of each micro-batch in flight at its borders: its input, its output."""
+    spread, model = job.spread, job.model
+    if spread.pipeline == 1:
+        return 0.0
+    row = tokens_per_micro_batch(model, spread) * model.hidden_size * job.footprint.weight
+    inner = spread.tensor if spread.sequence_parallel else 1
+    outer = spread.tensor if spread.sequence_parallel or spread.schedule == "1f1b" else 1
+    received = row / inner if stage > 0 else 0.0
+    sent = row / outer if stage < spread.pipeline - 1 else 0.0
+    if spread.recompute == "full" and stage > 0:
+        received = 0.0  # it is the first block's input
+    return (received + sent) * spread.chunks
+
+
+def working_bytes(job: Job, stage: int, first_only: bool) -> float:
+    """What the fullest operation needs: a block's backward pass, or the loss of the logits.
+
+    first_only: there was no micro-batch before, whose logits DeepSpeed's pipeline still holds
+    """
+    spread, model = job.spread, job.model
+    tokens, size = tokens_per_micro_batch(model, spread), job.footprint.weight
+    row = tokens * model.hidden_size * size
+    again = 0.0
+    if spread.recompute == "full":
+        again = spread.recompute_interval * block_bytes(
+            model, spread, job.footprint, job.fused_attention
+        )
+    gate = 2 if model.activation == "swiglu" else 1
+    columns = size * tokens * model.ffn_hidden_size * (gate + 1) / spread.tensor
+    working = again + 3 * row + columns
+    if stage == last_stage(spread.pipeline, spread.schedule):
+        logits = tokens * model.padded_vocab_size(spread.tensor) / spread.tensor
+        each = job.footprint.logit
+        if spread.zero_stage > 1:  # the engine without a pipeline, forward: logits, their softmax
+            each -= 2 * size
+        elif first_only:
+            each -= size
+        working = max(working, logits * each + 2 * row)
+    return working

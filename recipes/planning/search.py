@@ -1,0 +1,141 @@
+"""The best ways to spread a model over a machine, found by trying them all."""
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from heapq import nsmallest
+
+from models.config import ModelConfig
+from recipes.planning.job import Job, Machine, Spread
+from recipes.planning.memory import GIB, StageMemory, fullest_stage
+from recipes.planning.step_time import StepTime, step_time
+
+MOST_MICRO_SEQUENCES = 64
+INTERVALS = (2, 4)  # of full recomputation, where they save memory
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A spread that fits, with what it costs."""
+
+    job: Job
+    time: StepTime
+    memory: StageMemory  # of the fullest stage
+
+
+@dataclass
+class Found:
+    """What a search has seen.
+
+    plans: the best ones, best first
+    refused: reason -> how many spreads
+    nearest: of those that do not fit, the one that lacks least, and what it lacks in GiB
+    """
+
+    plans: list[Plan] = field(default_factory=list)
+    tried: int = 0
+    refused: Counter = field(default_factory=Counter)
+    nearest: tuple[Spread, float] | None = None
+
+
+def search(job: Job, top: int) -> Found:
+    """The `top` fastest spreads of a job's model, batch and machine that fit into its memory.
+
+    The procedure of the Ultra-Scale Playbook (Hugging Face 2025: fit a step in memory, reach the
+    global batch, maximise throughput), by computation instead of by runs.
+    """
+    found = Found()
+    fitting = []
+    for spread in spreads(job.model, job.machine, job.global_sequences, found.refused):
+        found.tried += 1
+        candidate = replace(job, spread=spread)
+        memory = fullest_stage(candidate)
+        if spread.recompute == "full":
+            candidate, memory = least_memory(candidate, memory)
+        lacking = memory.total / GIB - job.machine.gpu.memory_gib
+        if lacking > 0:
+            found.refused["does not fit into the memory"] += 1
+            if found.nearest is None or lacking < found.nearest[1]:
+                found.nearest = spread, lacking
+            continue
+        fitting.append(Plan(candidate, step_time(candidate), memory))
+    found.plans = nsmallest(top, fitting, key=lambda plan: (plan.time.total, plan.memory.total))
+    return found
+
+
+def least_memory(job: Job, memory: StageMemory) -> tuple[Job, StageMemory]:
+    """The interval of full recomputation that needs least memory; all take the same time."""
+    for interval in INTERVALS:
+        other = replace(job, spread=replace(job.spread, recompute_interval=interval))
+        if (needs := fullest_stage(other)).total < memory.total:
+            job, memory = other, needs
+    return job, memory
+
+
+def spreads(
+    model: ModelConfig, machine: Machine, global_sequences: int, refused: Counter
+) -> Iterator[Spread]:
+    """All spreads that a recipe may ask for on this machine; what it may not is counted."""
+    gpus = machine.gpus
+    for tensor in divisors(gpus):
+        if reason := tensor_refusal(model, machine, tensor):
+            refused[reason] += 1
+            continue
+        for pipeline in divisors(gpus // tensor):
+            if pipeline > model.layers:
+                refused["more stages than blocks"] += 1
+                continue
+            data = gpus // tensor // pipeline
+            if global_sequences % data:
+                refused["the global batch is not divisible by the data ranks"] += 1
+                continue
+            for micro_sequences in divisors(global_sequences // data):
+                if micro_sequences > MOST_MICRO_SEQUENCES:
+                    break
+                count = global_sequences // data // micro_sequences
+                yield from variants(model, tensor, pipeline, data, micro_sequences, count, refused)
+
+
+def tensor_refusal(model: ModelConfig, machine: Machine, tensor: int) -> str:
+    """Why a tensor size is not possible; empty: it is."""
+    if machine.gpus_per_node % tensor:
+        return "a tensor group would cross nodes"
+    if any(size % tensor for size in (model.heads, model.kv_heads, model.ffn_hidden_size)):
+        return "tensor does not divide heads, kv_heads or ffn_hidden_size"
+    return ""
+
+
+def variants(
+    model: ModelConfig, tensor: int, pipeline: int, data: int, micro_sequences: int, count: int,
+    refused: Counter,
+) -> Iterator[Spread]:  # fmt: skip
+    """Schedules, ZeRO stages, sequence parallelism and recomputation of these sizes."""
+    schedules = [("1f1b", 1)]
+    if pipeline > 1 and 2 * pipeline <= model.layers:
+        if count >= 2 * pipeline:
+            schedules.append(("dualpipev", 2))
+        else:
+            refused["dualpipev needs two micro-batches per stage"] += 1
+    zero_stages = (1, 2, 3) if pipeline == 1 and data > 1 else (1,)
+    halves = (False, True) if tensor > 1 and model.sequence_length % tensor == 0 else (False,)
+    for schedule, chunks in schedules:
+        for zero_stage in zero_stages:
+            for sequence_parallel in halves:
+                for recompute in ("none", "selective", "full"):
+                    yield Spread(
+                        tensor=tensor,
+                        pipeline=pipeline,
+                        chunks=chunks,
+                        data=data,
+                        zero_stage=zero_stage,
+                        schedule=schedule,
+                        sequence_parallel=sequence_parallel,
+                        recompute=recompute,
+                        micro_sequences=micro_sequences,
+                    )
+
+
+def divisors(number: int) -> list[int]:
+    """All divisors, ascending."""
+    small = [n for n in range(1, int(number**0.5) + 1) if number % n == 0]
+    return small + [number // n for n in reversed(small) if n * n < number]

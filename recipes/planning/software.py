@@ -1,0 +1,167 @@
+"""What the training software does with a GPU: which kernels, and what it overlaps."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from recipes.planning.footprint import (
+    DEEPSPEED,
+    DEEPSPEED_2022,
+    MEGATRON,
+    NANOTRON,
+    SHARDED,
+    Footprint,
+    footprints,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Software:
+    """A training stack at a time; what it overlaps is from its documentation or its paper.
+
+    era: how fast its kernels run, relative to the hardware file's efficiencies; the one number
+        that stands for everything that a version of a library changes
+    """
+
+    name: str
+    footprint: Mapping[str, Footprint] = field(
+        default_factory=lambda: DEEPSPEED, compare=False
+    )  # by precision
+    framework: tuple[str, ...] = ()  # what the framework column of a table begins with
+    era: float = 1.0
+    fused_attention: bool = True  # or the scores are written, with a fused softmax
+    attention: float = 1.0  # speed of its fused attention, relative to the hardware file's
+    attention_dropout: bool = False  # of written scores
+    elementwise: float = 1.0  # bytes of the other kernels, relative to one pass per operation
+    tensor_overlap: float = 0.0  # share of tensor collectives hidden, forward
+    tensor_overlap_backward: float = 0.0  # likewise backward, behind the weights' gradients
+    split_transfers: bool = True  # each tensor rank sends its part to the next stage
+    pipeline_overlap: float = 0.0  # share of transfers between stages hidden
+    data_overlap: float = 0.0  # share of the gradients' reduction that the backward pass hides
+    gradient_bytes: int = 2  # on the wire, or those of the precision where it has more
+    reduce_scatter: bool = True  # or all-reduce, although the optimizer's state is spread
+    shard_overlap: float = 0.9  # share of ZeRO-3's gathers that computation hides
+    block_seconds: float = 5e-4  # host time to issue a block's forward pass
+    step_seconds: float = 0.02  # host time of a step beside its micro-batches
+    straggling: float = 1.0  # relative to the hardware file's
+    parallel_block: bool = False  # attention and MLP side by side: half the tensor collectives
+
+
+THREEFOLD = Software(
+    name="threefold",
+    era=0.95,  # Megatron-DeepSpeed's; nobody has measured ours yet
+    elementwise=1.5,  # our norms, rotations and additions are kernels of their own
+    shard_overlap=0.0,  # as measured for FSDP on the same GPUs
+    reduce_scatter=False,
+    block_seconds=6.4e-4,
+)
+# Shares and eras below are fitted once to the published measurements of each stack, where its
+# documents leave them open.
+STACKS = (
+    THREEFOLD,
+    Software(
+        name="megatron-lm-2021",
+        footprint=footprints(MEGATRON),
+        framework=("Megatron-LM (Jan 2021)", "Megatron-LM (Apr 2021)"),
+        fused_attention=False,
+        attention_dropout=True,
+    ),
+    Software(
+        name="megatron-lm-2022",
+        footprint=footprints(MEGATRON),
+        framework=("Megatron-LM (2022)",),
+        era=1.106,
+        fused_attention=False,
+        attention_dropout=True,
+        tensor_overlap_backward=0.07,
+    ),
+    Software(
+        name="megatron-lm-2023",
+        footprint=footprints(MEGATRON),
+        framework=("Megatron-LM (commit",),
+        era=0.98,
+        tensor_overlap_backward=0.49,
+        gradient_bytes=4,
+    ),
+    Software(
+        name="megascale",
+        footprint=footprints(MEGATRON),
+        framework=("MegaScale",),
+        era=1.066,
+        tensor_overlap=0.7,
+        tensor_overlap_backward=0.53,
+        pipeline_overlap=0.8,
+        data_overlap=0.9,
+        parallel_block=True,
+    ),
+    Software(
+        name="megatron-deepspeed-bigscience",
+        footprint=DEEPSPEED_2022,
+        framework=("Megatron-DeepSpeed (BigScience)",),
+        era=0.875,
+        fused_attention=False,
+        attention_dropout=True,
+        reduce_scatter=False,
+    ),
+    Software(
+        name="megatron-deepspeed",
+        footprint=DEEPSPEED_2022,
+        framework=("Megatron-DeepSpeed",),
+        era=0.95,
+        fused_attention=False,
+        attention_dropout=True,
+        elementwise=0.5,
+        tensor_overlap_backward=0.9,
+        reduce_scatter=False,
+        block_seconds=6.4e-4,
+    ),
+    Software(
+        name="megatron-core",
+        footprint=footprints(MEGATRON),
+        framework=("NeMo/Megatron-Core", "Megatron-Core", "Megatron-Bridge"),
+        elementwise=0.7,
+        tensor_overlap=0.7,
+        tensor_overlap_backward=0.75,
+        pipeline_overlap=0.8,
+        data_overlap=0.9,
+    ),
+    Software(
+        name="composer-fsdp",
+        footprint=footprints(SHARDED),
+        framework=("llm-foundry/composer FSDP",),
+        era=1.007,
+        attention=0.42,
+        shard_overlap=0.0,
+        data_overlap=0.9,
+    ),
+    Software(
+        name="torchtitan",
+        footprint=footprints(SHARDED),
+        framework=("torchtitan",),
+        era=0.87,
+        attention=0.44,
+        elementwise=0.7,
+        data_overlap=0.9,
+    ),
+    Software(
+        name="maxtext",
+        footprint=footprints(SHARDED),
+        framework=("MaxText",),
+        era=1.05,
+        elementwise=0.7,
+        data_overlap=0.9,
+    ),
+    Software(
+        name="internevo",
+        footprint=footprints(MEGATRON),
+        framework=("InternEvo",),
+        era=0.9,
+        data_overlap=0.39,
+    ),
+    Software(
+        name="nanotron",
+        footprint=footprints(NANOTRON),
+        framework=("nanotron",),
+        era=0.89,
+        gradient_bytes=4,
+    ),
+)
