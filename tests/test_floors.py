@@ -51,7 +51,8 @@ FLOORS = [
     ("recipes.training.checkpoint_writer", 5),
     ("recipes.training.tracking", 5),
     ("recipes.training.engine", 6),
-    ("recipes", 7),
+    ("recipes.tracing", 7),
+    ("recipes", 8),
 ]
 FORBIDDEN = {  # floor -> packages it does without
     1: {"deepspeed", "transformers"},

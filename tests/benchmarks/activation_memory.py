@@ -19,15 +19,11 @@ os.environ.setdefault("DS_ACCELERATOR", "cpu")  # or DeepSpeed says that it look
 
 import argparse
 import json
-import weakref
-from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 from torch._subclasses import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from models.config import ModelConfig
 from models.layer_specs import run_layers
@@ -35,6 +31,7 @@ from models.parallel.collectives import TensorAxis
 from models.parallel.context import Context
 from models.parallel.rng import MaskKey
 from models.transformer import Block
+from recipes.tracing.allocations import AllocationCounter
 
 MODEL = ModelConfig(
     layers=48,
@@ -64,39 +61,6 @@ FORMULAS = {  # (sequence parallel, recomputation) -> bytes per block over t ten
 }
 
 
-@dataclass
-class AllocationCounter(TorchDispatchMode):
-    """Bytes of all storages that operations have made and nobody has freed yet, and their peak."""
-
-    live: int = 0
-    peak: int = 0
-    known: set[int] = field(default_factory=set)
-
-    def __post_init__(self):
-        super().__init__()
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        """Count what the operation has made."""
-        result = function(*args, **(kwargs or {}))
-        for tensor in tree_leaves(result):
-            if isinstance(tensor, torch.Tensor):
-                self._count(tensor.untyped_storage())
-        return result
-
-    def _count(self, storage: torch.UntypedStorage) -> None:
-        key = storage._cdata
-        if key in self.known:
-            return
-        self.known.add(key)
-        self.live += storage.nbytes()
-        self.peak = max(self.peak, self.live)
-        weakref.finalize(storage, self._freed, key, storage.nbytes())
-
-    def _freed(self, key: int, size: int) -> None:
-        self.known.discard(key)
-        self.live -= size
-
-
 def peak_bytes(blocks: int, tensor: int, sequence_parallel: bool, recompute: str) -> int:
     """What a forward and a backward pass hold beyond weights and gradients, at most."""
     group = dist.group.WORLD if tensor > 1 else None
@@ -115,7 +79,9 @@ def peak_bytes(blocks: int, tensor: int, sequence_parallel: bool, recompute: str
         x = torch.empty(length, B, H, dtype=torch.bfloat16, requires_grad=True)
         interval = 1 if recompute == "full" else 0
         held = [x, *(parameter for layer in layers for parameter in layer.parameters())]
-        with AllocationCounter(known={t.untyped_storage()._cdata for t in held}) as counter:
+        counter = AllocationCounter()
+        counter.ignore(held)
+        with counter:
             context = Context(dropout=MaskKey(seed=0, samples=range(B)))
             y = run_layers(layers, x, context=context, recompute_interval=interval)
             y.backward(torch.empty_like(y))

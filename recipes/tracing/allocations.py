@@ -1,0 +1,107 @@
+"""Memory, counted operation by operation: what was allocated, when, and what is still there."""
+
+import weakref
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """A storage that an operation has made.
+
+    shape, dtype: of the tensor that came with it
+    phase: what the rank was doing
+    """
+
+    operation: str
+    shape: tuple[int, ...]
+    dtype: str
+    memory_bytes: int
+    phase: str
+
+
+@dataclass
+class AllocationCounter(TorchDispatchMode):
+    """Bytes of all storages that operations have made and nobody has freed yet, and their peak.
+
+    granularity: a storage takes a multiple of so many bytes; 512 in CUDA's caching allocator
+    known: storages (`_cdata`) that are there already, and are not counted; then those that are
+    phase: what the rank is doing, for the record
+    """
+
+    granularity: int = 1
+    live: int = 0
+    peak: int = 0
+    known: dict[int, int | None] = field(default_factory=dict)  # storage -> its number in `made`
+    made: list[Allocation] = field(default_factory=list)
+    phase: str = ""
+    peaks: dict[str, int] = field(default_factory=dict)  # phase -> the most in it
+    _events: list[int] = field(default_factory=list)  # n: allocation n was made; ~n: was freed
+    _peak_event: int = 0
+    _peak_phase: str = ""
+
+    def __post_init__(self):
+        super().__init__()
+
+    def ignore(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Do not count what these hold."""
+        self.known |= {tensor.untyped_storage()._cdata: None for tensor in tensors}
+
+    def restart(self) -> None:
+        """Look for the peak from here on."""
+        self.peak, self._peak_event, self._peak_phase = self.live, len(self._events), self.phase
+        self.peaks.clear()
+
+    def number(self, tensor: torch.Tensor) -> int | None:
+        """Which allocation of `made` a tensor's memory is; None: none, or it was ignored."""
+        return self.known.get(tensor.untyped_storage()._cdata)
+
+    def alive(self) -> set[int]:
+        """The allocations that have not been freed."""
+        return self._alive_after(len(self._events))
+
+    def alive_at_peak(self) -> tuple[set[int], str]:
+        """The allocations that were not freed when there was most, and the phase of that."""
+        return self._alive_after(self._peak_event), self._peak_phase
+
+    def _alive_after(self, events: int) -> set[int]:
+        alive: set[int] = set()
+        for event in self._events[:events]:
+            alive.add(event) if event >= 0 else alive.remove(~event)
+        return alive
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        """Count what the operation has made."""
+        result = function(*args, **(kwargs or {}))
+        leaves = (result,) if isinstance(result, torch.Tensor) else tree_leaves(result)
+        for tensor in leaves:
+            if isinstance(tensor, torch.Tensor) and tensor.device.type != "meta":
+                self._count(tensor, function)
+        return result
+
+    def _count(self, tensor: torch.Tensor, function: object) -> None:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self.known:
+            return
+        number = len(self.made)
+        size = -(-storage.nbytes() // self.granularity) * self.granularity
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        self.made.append(Allocation(str(function), tuple(tensor.shape), dtype, size, self.phase))
+        self.known[key] = number
+        self._events.append(number)
+        self.live += size
+        self.peaks[self.phase] = max(self.peaks.get(self.phase, 0), self.live)
+        if self.live > self.peak:
+            self.peak, self._peak_event = self.live, len(self._events)
+            self._peak_phase = self.phase
+        weakref.finalize(storage, self._freed, key, number)
+
+    def _freed(self, key: int, number: int) -> None:
+        del self.known[key]
+        self._events.append(~number)
+        self.live -= self.made[number].memory_bytes

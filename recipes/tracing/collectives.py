@@ -1,0 +1,88 @@
+"""Communication, counted by axis and kind: what a rank gives to its process groups."""
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+# Operator of torch.distributed -> what it is called, and which argument has the whole of the data:
+# what an all-gather yields, what a reduce-scatter takes.
+KINDS = {
+    "allreduce_": ("all_reduce", 0),
+    "allreduce_coalesced_": ("all_reduce", 0),
+    "allgather_": ("all_gather", 0),
+    "_allgather_base_": ("all_gather", 0),
+    "allgather_into_tensor_coalesced_": ("all_gather", 0),
+    "reduce_scatter_": ("reduce_scatter", 1),
+    "_reduce_scatter_base_": ("reduce_scatter", 1),
+    "reduce_scatter_tensor_coalesced_": ("reduce_scatter", 1),
+    "broadcast_": ("broadcast", 0),
+    "reduce_": ("reduce", 0),
+    "alltoall_base_": ("all_to_all", 1),
+    "send": ("send", 0),
+    "recv_": ("recv", 0),
+}
+POINT_TO_POINT = ("send", "recv")  # over the group of all ranks; only stages do
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What one kind of collective does on one axis.
+
+    axis: "tensor", "data", "pipeline", "model" (tensor x pipeline) or "world"
+    memory_bytes: of the whole tensors: what is reduced, gathered (all parts), scattered (all
+        parts), sent or received
+    """
+
+    axis: str
+    kind: str
+    count: int
+    memory_bytes: int
+
+
+@dataclass
+class CollectiveCounter(TorchDispatchMode):
+    """Counts collectives; groups of one rank, which move nothing, are left out.
+
+    axes: the ranks of a group -> its axis
+    """
+
+    axes: Mapping[frozenset[int], str]
+    phase: str = ""
+    counts: Counter[tuple[str, str, str]] = field(default_factory=Counter)  # phase, axis, kind
+    totals: Counter[tuple[str, str, str]] = field(default_factory=Counter)
+
+    def __post_init__(self):
+        super().__init__()
+
+    def restart(self) -> None:
+        """Count from here on."""
+        self.counts.clear()
+        self.totals.clear()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        """Count what the operation moves."""
+        if function.namespace == "c10d":
+            self._count(function._schema.name.removeprefix("c10d::"), args)
+        return function(*args, **(kwargs or {}))
+
+    def _count(self, name: str, arguments: tuple) -> None:
+        if name in ("barrier", "monitored_barrier_"):
+            return
+        kind, argument = KINDS[name]
+        if kind in POINT_TO_POINT:
+            axis = "pipeline"
+        else:
+            scripted = next(a for a in arguments if isinstance(a, torch.ScriptObject))
+            ranks = frozenset(dist.get_process_group_ranks(dist.ProcessGroup.unbox(scripted)))
+            if len(ranks) == 1:
+                return
+            axis = self.axes[ranks]
+        tensors = (t for t in tree_leaves(arguments[argument]) if isinstance(t, torch.Tensor))
+        key = (self.phase, axis, kind)
+        self.counts[key] += 1
+        self.totals[key] += sum(t.numel() * t.element_size() for t in tensors)

@@ -1,0 +1,169 @@
+"""One rank of a cluster that is not there: what it takes for DeepSpeed to believe in it.
+
+Tensors are fake (shapes without memory), collectives do nothing, and what would be read out of a
+tensor, or come from another rank, is given here. Everything that is patched is in this file.
+"""
+
+import contextlib
+import os
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from unittest import mock
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.pipe.engine import PipelineEngine
+from deepspeed.runtime.utils import PartitionedTensor
+from deepspeed.runtime.zero import partitioned_param_coordinator
+from deepspeed.utils import groups
+from torch import nn
+from torch._subclasses import FakeTensorMode
+from torch.nn import functional as F
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from models.parallel.context import positions_in
+from models.transformer import rotary_table
+
+
+@dataclass(frozen=True)
+class Boundary:
+    """What a stage gets from the one before it.
+
+    shape, dtype: of the activations
+    parts: how many tensor ranks send a part each and gather
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    parts: int
+
+
+@contextlib.contextmanager
+def one_rank_of(world_size: int, rank: int) -> Iterator[None]:
+    """torch.distributed and DeepSpeed as that rank finds them; nothing of it stays."""
+    assert not dist.is_initialized()
+    environment = {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": "0"}
+    remembered = {name: value for name, value in vars(groups).items() if name.isupper()}
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    with mock.patch.dict(os.environ, environment), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="`torch.distributed", category=FutureWarning)
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+        deepspeed.init_distributed(dist_backend="fake", verbose=False)
+        try:
+            yield
+        finally:
+            dist.destroy_process_group()
+            deepspeed.comm.comm.cdb = None
+            vars(groups).update(remembered)
+            forget_tables()
+
+
+def forget_tables() -> None:
+    """Drop the tables that layers share: fake ones are of no use to others."""
+    rotary_table.cache_clear()
+    positions_in.cache_clear()
+
+
+@contextlib.contextmanager
+def fake_tensors(boundary: Boundary) -> Iterator[None]:
+    """Tensors without memory, and what DeepSpeed wants to know of their numbers."""
+
+    def received_meta(engine: PipelineEngine, send_stage: int) -> object:
+        """PipelineEngine._recv_tensor_meta, told instead of received."""
+
+        def buffer(number: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+            return engine._allocate_or_extend_buffers(number, list(shape), dtype)
+
+        if not engine.is_pipe_partitioned:
+            return buffer(0, boundary.shape, boundary.dtype)
+        # PartitionedTensor.to_meta: dimensions, shape, parts, rank, where each part starts and ends
+        meta = 1 + len(boundary.shape) + 2 + boundary.parts + 1
+        part = torch.Size(boundary.shape).numel() // boundary.parts
+        return buffer(0, (meta,), torch.long), buffer(1, (part,), boundary.dtype)
+
+    def partitioned(cls, meta, local_part, group, device=None) -> PartitionedTensor:
+        """PartitionedTensor.from_meta, told instead of read."""
+        tensor = cls(tensor=torch.ones(dist.get_world_size(group=group)), group=group)
+        tensor.orig_size, tensor.local_data = list(boundary.shape), local_part.detach()
+        tensor.orig_device = local_part.device
+        return tensor
+
+    accelerator = type(get_accelerator())
+    with contextlib.ExitStack() as stack:
+        for patch in (
+            mock.patch.object(nn.Module, "_apply", apply_in_place),
+            mock.patch.object(PipelineEngine, "_recv_tensor_meta", received_meta),
+            mock.patch.object(PartitionedTensor, "from_meta", classmethod(partitioned)),
+            mock.patch.object(
+                partitioned_param_coordinator, "assert_ints_same_as_other_ranks", lambda ints: None
+            ),
+            mock.patch.object(accelerator, "is_fp16_supported", lambda self: True),
+        ):
+            stack.enter_context(patch)
+        stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        stack.enter_context(Scalars())
+        yield
+
+
+@contextlib.contextmanager
+def kernels_of_a_gpu() -> Iterator[None]:
+    """Where a GPU's kernel keeps other tensors than the CPU's, do as the GPU's does."""
+    with mock.patch.object(F, "rms_norm", fused_rms_norm):
+        yield
+
+
+def apply_in_place(module: nn.Module, function, recurse: bool = True) -> nn.Module:
+    """nn.Module._apply as it is for real tensors; fake ones it would swap, which hooks forbid."""
+    for child in module.children():
+        child._apply(function)
+    for parameter in module._parameters.values():
+        if parameter is not None:
+            with torch.no_grad():
+                parameter.data = function(parameter)
+    for name, tensor in module._buffers.items():
+        if tensor is not None:
+            module._buffers[name] = function(tensor)
+    return module
+
+
+class Scalars(TorchDispatchMode):
+    """What a number out of a fake tensor is: 1 (a sound loss and norm), 0 and False (no overflow).
+
+    Those that torch knows, because they were written in the program, are what they are.
+    """
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        """Answer .item(), leave the rest."""
+        if function is torch.ops.aten._local_scalar_dense.default:
+            (tensor,) = args
+            if getattr(tensor, "constant", None) is not None:
+                return tensor.constant.item()
+            return 1.0 if tensor.dtype.is_floating_point else 0
+        return function(*args, **(kwargs or {}))
+
+
+def fused_rms_norm(
+    x: torch.Tensor,
+    normalized_shape: tuple[int, ...],
+    weight: torch.Tensor | None = None,
+    eps: float | None = None,
+) -> torch.Tensor:
+    """F.rms_norm with what CUDA's aten::_fused_rms_norm keeps: the input and 1/rms."""
+    assert weight is None and len(normalized_shape) == 1
+    return _FusedRMSNorm.apply(x)
+
+
+class _FusedRMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x, x.new_empty(*x.shape[:-1], 1))
+        return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, _ = ctx.saved_tensors
+        return torch.empty_like(x)

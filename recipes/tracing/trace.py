@@ -1,0 +1,257 @@
+"""Rank R of the full-size job, built and stepped without its memory: what it allocates and sends.
+
+What is run is the real thing: `build_engine`, DeepSpeed's engine, its optimizer and its schedule,
+on fake tensors and a process group that does nothing (`pretence.py` has what that takes). The step
+that is counted is the second: by then Adam's moments and the pipeline's receive buffers are there,
+as in all steps that follow. Of its micro-batches as many are run as `enough_micro_batches` says,
+and what they communicate is scaled to all.
+
+What is not counted: what kernels and libraries take inside (cuBLAS' workspace, NCCL's buffers,
+flash attention's fp32 accumulators in its backward pass), the CUDA context, and the caching
+allocator's fragmentation. DeepSpeed runs as on its CPU accelerator, whose engines and optimizers
+are those of CUDA; side streams, which let a few buffers live longer there, do not exist.
+
+Documents are whole sequences here, whatever data.separate_documents says.
+"""
+
+import os
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+os.environ.setdefault("DS_ACCELERATOR", "cpu")  # or DeepSpeed says that it looks for one
+
+import torch
+
+from models.parallel.context import Context
+from models.parallel.rng import MaskKey
+from recipes.tracing.allocations import Allocation, AllocationCounter
+from recipes.tracing.collectives import CollectiveCounter, Traffic
+from recipes.tracing.observer import Observer
+from recipes.tracing.pretence import Boundary, fake_tensors, kernels_of_a_gpu, one_rank_of
+from recipes.training.deepspeed_config import build_deepspeed_config, precision
+from recipes.training.engine import Engine, PipelinedEngine, build_engine
+from recipes.training.micro_batch import MicroBatch
+from recipes.training.recipe import Recipe
+from recipes.training.topology import Coordinates, Topology, World
+
+ALLOCATOR_BYTES = 512  # CUDA's caching allocator gives multiples (kMinBlockSize)
+LARGEST = 15
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+# Phases that are gone through once in a step; the others once for each micro-batch.
+ONCE = ("", "ReduceTiedGrads", "ReduceGrads", "OptimizerStep", "optimizer step")
+
+
+@dataclass(frozen=True)
+class Categories:
+    """Bytes by what they are for.
+
+    weights: what the forward pass reads
+    gradients: of all precisions
+    optimizer: fp32 master weights, and Adam's two moments
+    buffers: the rest of what stays from step to step: receive buffers, reduction buckets, tables
+    activations: everything that comes and goes within a step, gradients of activations included
+    """
+
+    weights: int = 0
+    gradients: int = 0
+    optimizer: int = 0
+    buffers: int = 0
+    activations: int = 0
+
+    @property
+    def total(self) -> int:
+        """All of them."""
+        return self.state + self.activations
+
+    @property
+    def state(self) -> int:
+        """What is no activation."""
+        return self.weights + self.gradients + self.optimizer + self.buffers
+
+
+@dataclass(frozen=True)
+class Trace:
+    """One optimizer step of one rank, counted.
+
+    micro_batches: of the step; `traced` of them were run, enough for the peak, and what is
+        communicated for each was scaled to all
+    between_steps: what stays from step to step
+    at_peak: what was there when there was most, in `peak_phase`
+    phase_bytes: the most in each phase
+    largest: the largest allocations then, with their categories
+    traffic: per step
+    """
+
+    name: str
+    rank: int
+    place: Coordinates
+    topology: Topology
+    micro_batches: int
+    traced: int
+    between_steps: Categories
+    at_peak: Categories
+    peak_phase: str
+    phase_bytes: tuple[tuple[str, int], ...]
+    largest: tuple[tuple[str, Allocation], ...]
+    traffic: tuple[Traffic, ...]
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most that was there at once."""
+        return self.at_peak.total
+
+
+def trace(recipe: Recipe, world_size: int, gpus_per_node: int, rank: int) -> Trace:
+    """Build rank `rank` of the recipe's job and count one step of it.
+
+    Of many micro-batches only so many are run as it takes for this stage to hold its most.
+
+    Raises:
+        ValueError: the recipe does not fit this world, or there is no such rank.
+    """
+    if not 0 <= rank < world_size:
+        raise ValueError(f"rank {rank} is not in 0 .. {world_size - 1}; use 0")
+    topology = recipe.topology(World(rank=rank, size=world_size, local_size=gpus_per_node))
+    config = build_deepspeed_config(recipe, topology)
+    dtype = DTYPES[precision(config)]
+    with one_rank_of(world_size, rank), fake_tensors(boundary(recipe, dtype)), kernels_of_a_gpu():
+        return measure(recipe, topology, rank, at_most=enough_micro_batches(recipe, topology, rank))
+
+
+def boundary(recipe: Recipe, dtype: torch.dtype) -> Boundary:
+    """What goes from stage to stage."""
+    tensor = recipe.layout.tensor
+    length = recipe.model.sequence_length // (tensor if recipe.layout.sequence_parallel else 1)
+    shape = (length, recipe.batch.micro_sequences, recipe.model.hidden_size)
+    return Boundary(shape, dtype, tensor)
+
+
+def measure(recipe: Recipe, topology: Topology, rank: int, *, at_most: int) -> Trace:
+    """Build the engine in the process group that is there, and count its second step.
+
+    The tensors may be fake or real: the tests compare the two.
+
+    at_most: so many micro-batches
+    """
+    place = topology.coordinates(rank)
+    micro_batches = recipe.micro_batches(topology.data)
+    traced = min(micro_batches, at_most)
+    config = build_deepspeed_config(recipe, topology) | {"gradient_accumulation_steps": traced}
+    batch = [micro_batch(recipe, number) for number in range(traced)]
+    counter = AllocationCounter(granularity=ALLOCATOR_BYTES)
+    counter.ignore(t for each in batch for t in (each.tokens, each.labels))
+    collectives = CollectiveCounter(axes_of(topology, place))
+    with counter, collectives:
+        observer = Observer(counter, collectives)
+        engine = build_engine(recipe, topology, config, observer)
+        observer.watch(engine)
+        first_step(engine, batch)
+        before = counter.alive()
+        counter.restart()
+        collectives.restart()
+        engine.train_step(batch, recipe.optimizer.learning_rate)
+        observer.note("")
+        after = counter.alive()
+    at_peak, phase = counter.alive_at_peak()
+    roles = observer.roles | dict.fromkeys((before & after) - observer.roles.keys(), "buffers")
+    by_size = sorted(at_peak, key=lambda number: -counter.made[number].memory_bytes)
+    return Trace(
+        name=recipe.name,
+        rank=rank,
+        place=place,
+        topology=topology,
+        micro_batches=micro_batches,
+        traced=traced,
+        between_steps=categories(after, roles, counter),
+        at_peak=categories(at_peak, roles, counter),
+        peak_phase=phase,
+        phase_bytes=most_in_phases(counter),
+        largest=tuple((roles.get(n, "activations"), counter.made[n]) for n in by_size[:LARGEST]),
+        traffic=per_step(collectives, micro_batches, traced),
+    )
+
+
+def enough_micro_batches(recipe: Recipe, topology: Topology, rank: int) -> int:
+    """How many it takes for the most that this rank ever holds.
+
+    Stage i of p has p - i micro-batches in flight in the steady state of 1F1B, and one more has to
+    come for it to be seen with the gradients of a first one there. All that more of them would add
+    is the last stage's list of losses, a number each. DualPipeV refuses fewer than 2 p, and with
+    these it holds its 2 p + 1 halves of a stage.
+    """
+    pipeline = topology.pipeline
+    if recipe.layout.schedule == "dualpipev":
+        return 2 * pipeline
+    return pipeline - topology.coordinates(rank).pipeline + 1
+
+
+def micro_batch(recipe: Recipe, number: int) -> MicroBatch:
+    """One of the recipe's shape, without documents."""
+    shape = (recipe.batch.micro_sequences, recipe.model.sequence_length)
+    first = number * recipe.batch.micro_sequences
+    samples = range(first, first + recipe.batch.micro_sequences)
+    tokens, labels = (torch.zeros(shape, dtype=torch.long) for _ in range(2))
+    return MicroBatch(tokens, labels, Context(dropout=MaskKey(recipe.seed, samples)))
+
+
+def first_step(engine: Engine, batch: list[MicroBatch]) -> None:
+    """The step that allocates what stays; in a 1F1B pipeline one micro-batch does that."""
+    rate = engine.recipe.optimizer.learning_rate
+    if isinstance(engine, PipelinedEngine) and engine.recipe.layout.schedule == "1f1b":
+        engine.wrapped.micro_batches = 1
+        engine.train_step(batch[:1], rate)
+        engine.wrapped.micro_batches = len(batch)
+    else:
+        engine.train_step(batch, rate)
+
+
+def categories(
+    alive: Iterable[int], roles: dict[int, str], counter: AllocationCounter
+) -> Categories:
+    """The bytes of these allocations by role."""
+    totals: Counter[str] = Counter()
+    for number in alive:
+        totals[roles.get(number, "activations")] += counter.made[number].memory_bytes
+    return Categories(**totals)
+
+
+def most_in_phases(counter: AllocationCounter) -> tuple[tuple[str, int], ...]:
+    """(phase, the most in it), over all micro-batches."""
+    most: dict[str, int] = {}
+    for phase, size in counter.peaks.items():
+        name = phase.partition(" of micro-batch ")[0]
+        most[name] = max(most.get(name, 0), size)
+    return tuple(most.items())
+
+
+def axes_of(topology: Topology, place: Coordinates) -> dict[frozenset[int], str]:
+    """The ranks of each of this rank's groups -> the axis; the narrower name wins."""
+
+    def ranks(**free: range) -> frozenset[int]:
+        places = [place]
+        for axis, positions in free.items():
+            places = [replace(each, **{axis: p}) for each in places for p in positions]
+        return frozenset(topology.rank(each) for each in places)
+
+    pipeline, data, tensor = (range(n) for n in (topology.pipeline, topology.data, topology.tensor))
+    return {
+        ranks(pipeline=pipeline, data=data, tensor=tensor): "world",
+        ranks(pipeline=pipeline, tensor=tensor): "model",
+        ranks(pipeline=pipeline): "pipeline",
+        ranks(data=data): "data",
+        ranks(tensor=tensor): "tensor",
+    }
+
+
+def per_step(counted: CollectiveCounter, micro_batches: int, traced: int) -> tuple[Traffic, ...]:
+    """The traffic of a step with all its micro-batches, each of which communicates alike."""
+    counts: Counter[tuple[str, str]] = Counter()
+    totals: Counter[tuple[str, str]] = Counter()
+    for (phase, axis, kind), count in counted.counts.items():
+        size = counted.totals[phase, axis, kind]
+        if phase not in ONCE:
+            count, size = (round(n * micro_batches / traced) for n in (count, size))
+        counts[axis, kind] += count
+        totals[axis, kind] += size
+    return tuple(Traffic(*key, counts[key], totals[key]) for key in sorted(counts))
