@@ -20,6 +20,7 @@ class Calibration:
     compute: float = 1.0
     node_links: float = 1.0
     network: float = 1.0
+    contention: float = 1.0
     host: float = 1.0
 
     def of(self, job: Job) -> Job:
@@ -33,6 +34,7 @@ class Calibration:
                 / self.node_links,
                 network_gigabytes_per_second=job.machine.network_gigabytes_per_second
                 / self.network,
+                network_contention=min(1.0, job.machine.network_contention / self.contention),
             ),
             software=replace(
                 software,
@@ -44,7 +46,7 @@ class Calibration:
 
 
 # How far a factor usually is from 1, as a standard deviation of its logarithm.
-USUAL = Calibration(compute=0.15, node_links=0.3, network=0.5, host=0.3)
+USUAL = Calibration(compute=0.1, node_links=0.1, network=0.2, contention=1.0, host=0.1)
 
 
 def evenly_spread(count: int) -> list[int]:

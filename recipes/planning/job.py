@@ -26,6 +26,7 @@ class Machine:
     gpus_per_node: int = 8
     node_link_gigabytes_per_second: float
     network_gigabytes_per_second: float
+    network_contention: float  # of that, when several groups each use several links of a node
 
     @classmethod
     def of(cls, gpu: Gpu, *, gpus: int, gpus_per_node: int = 8) -> "Machine":
@@ -36,6 +37,7 @@ class Machine:
             gpus_per_node=gpus_per_node,
             node_link_gigabytes_per_second=gpu.node_link_gigabytes_per_second,
             network_gigabytes_per_second=gpu.network_gigabytes_per_second,
+            network_contention=gpu.network_contention,
         )
 
     @property

@@ -35,7 +35,7 @@ def gather_seconds(machine: Machine, moved: float, *, ranks: int, stride: int) -
         return part / rate + gpu.node_link_latency_seconds * log2(2 * ranks)
     outside = machine.network_gigabytes_per_second * 1e9 * gpu.network_efficiency * inside
     if stride > 1 and inside > 1:
-        outside *= gpu.network_contention
+        outside *= machine.network_contention
     nodes = ranks / inside
     latency = gpu.network_latency_seconds * log2(2 * nodes) + RING_STEP_SECONDS * (nodes - 1)
     return part / min(rate, outside) + latency

@@ -195,6 +195,7 @@ class _Reader:
             network_gigabytes_per_second=self.usual(
                 "inter_gbps_per_gpu", getattr(gpu, network), f"a usual {gpu.name} node's"
             ),
+            network_contention=gpu.network_contention,
         )
 
     def model(self) -> ModelConfig:

@@ -235,7 +235,9 @@ def axes_of(topology: Topology, place: Coordinates) -> dict[frozenset[int], str]
         return frozenset(topology.rank(each) for each in places)
 
     pipeline, data, tensor = (range(n) for n in (topology.pipeline, topology.data, topology.tensor))
+    ends = range(0, topology.pipeline, max(1, topology.pipeline - 1))
     return {
+        ranks(pipeline=ends): "tied",  # the two copies of a tied embedding
         ranks(pipeline=pipeline, data=data, tensor=tensor): "world",
         ranks(pipeline=pipeline, tensor=tensor): "model",
         ranks(pipeline=pipeline): "pipeline",

@@ -1,0 +1,448 @@
+"""The planner: formulas, search, tables, calibration and the command."""
+
+import csv
+import json
+import random
+import subprocess
+import sys
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from models.config import ModelConfig
+from models.cost import parameter_count
+from recipes.planning import closed_forms, evaluation
+from recipes.planning.calibration import MOST_ROWS, Calibration, calibrate, evenly_spread
+from recipes.planning.footprint import DEEPSPEED, MEGATRON
+from recipes.planning.hardware import FOLDER, gpus, load_gpu, read_gpu
+from recipes.planning.job import Job, Machine, Spread, job_of
+from recipes.planning.memory import (
+    GIB,
+    block_bytes,
+    fullest_stage,
+    micro_batches_in_flight,
+    stage_memory,
+    state_bytes,
+)
+from recipes.planning.network import all_reduce_seconds, gather_seconds
+from recipes.planning.report import edits, rates
+from recipes.planning.search import divisors, search, spreads
+from recipes.planning.software import STACKS, THREEFOLD
+from recipes.planning.stages import deal, stage_parameters
+from recipes.planning.step_time import step_time
+from recipes.planning.table import read_row, read_table
+from recipes.training.recipe import REPOSITORY, Recipe, load_recipe, parse_recipe, shipped_recipes
+
+PLAN = str(REPOSITORY / "recipes" / "plan.py")
+PUBLISHED = REPOSITORY / "recipes" / "planning" / "published"
+LIMITS = {  # table -> mean and largest error in percent that we promise
+    "narayanan2021": (4, 8),
+    "korthikanti2022": (5, 8),
+    "megascale2024": (6, 8),
+}
+RESULTS = ("step_time_s", "tflops_per_gpu", "mfu_pct", "mem_gb", "oom")
+CLUSTERED = [path for path in shipped_recipes() if path.parent.name != "recipes"]
+
+
+def planned(name: str, *overrides: str) -> tuple[Recipe, Job]:
+    """A shipped recipe and its job on its own cluster."""
+    recipe = load_recipe(REPOSITORY / "recipes" / f"{name}.toml", overrides)
+    cluster = recipe.cluster
+    machine = Machine.of(
+        load_gpu(cluster.gpu),
+        gpus=cluster.nodes * cluster.gpus_per_node,
+        gpus_per_node=cluster.gpus_per_node,
+    )
+    return recipe, job_of(recipe, machine)
+
+
+def respread(job: Job, **changes: object) -> Job:
+    """A job in another layout; data takes what is left."""
+    spread = replace(job.spread, **changes)
+    data = job.machine.gpus // (spread.tensor * spread.pipeline)
+    return replace(job, spread=replace(spread, data=data))
+
+
+@pytest.mark.parametrize("name", LIMITS)
+def test_published_steps_are_predicted(name: str) -> None:
+    rows = read_table(PUBLISHED / f"{name}.csv")
+    summary = evaluation.summary(rows, evaluation.predict(rows, Calibration()))
+    mean, largest = LIMITS[name]
+    assert summary["compared"] == len(rows) > 3 and summary["skipped"] == 0
+    assert summary["mean_absolute_error_percent"] < mean
+    assert summary["max_absolute_error_percent"] < largest
+    assert summary["false_alarms"] == 0
+
+
+def test_published_memory_is_predicted() -> None:
+    summary = closed_forms.evaluate(PUBLISHED / "zero2020.csv")["summary"]
+    assert summary["memory_max_absolute_error_percent"] < 0.5
+
+
+def test_narayanans_trillion_has_its_published_rate() -> None:
+    """Table 1: 163 TFLOP/s on each of 3,072 A100, 502 PFLOP/s in all, recomputation counted."""
+    _, job = planned("megatron/1t")
+    software = next(stack for stack in STACKS if stack.name == "megatron-lm-2021")
+    job = replace(job, software=software)
+    rate = rates(job, step_time(job).total, 1)
+    assert rate.hardware_tflops == pytest.approx(163, rel=0.04)
+    assert rate.hardware_tflops * 3072 / 1000 == pytest.approx(502, rel=0.04)
+
+
+def test_results_do_not_enter_predictions(tmp_path: Path) -> None:
+    with (PUBLISHED / "narayanan2021.csv").open(newline="") as file:
+        lines = list(csv.DictReader(file))
+    for cells in lines:
+        without = cells | dict.fromkeys(RESULTS, "")
+        other = cells | {"step_time_s": "1e6", "mem_gb": "1", "oom": "1", "mfu_pct": "99"}
+        jobs = [read_row(each).job for each in (cells, without, other)]
+        assert jobs[0] is not None and jobs[0] == jobs[1] == jobs[2]
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"precision": "fp8"}, "precision fp8 is not modelled"),
+        ({"framework": "Pathways"}, "framework Pathways is not modelled"),
+        ({"gpu": "TPU v4"}, "gpu TPU v4 has no hardware file"),
+        ({"gpu": "GB200"}, "gpu GB200 has no hardware file"),
+        ({"layers": ""}, "layers is empty"),
+        ({"pp": "unstated"}, "pp is unstated"),
+        ({"dp": "7"}, "tp x pp x cp x dp = 7 and gpus = 32"),
+        ({"heads": "23"}, "hidden_size = 2304 is not divisible by heads = 23"),
+    ],
+)
+def test_a_row_that_lacks_something_is_skipped_with_the_reason(
+    changes: dict[str, str], reason: str
+) -> None:
+    with (PUBLISHED / "narayanan2021.csv").open(newline="") as file:
+        cells = next(csv.DictReader(file))
+    row = read_row(cells | changes)
+    assert row.job is None and reason in row.skipped
+
+
+def test_what_a_row_leaves_open_is_said() -> None:
+    with (PUBLISHED / "narayanan2021.csv").open(newline="") as file:
+        cells = next(csv.DictReader(file))
+    row = read_row(cells | {"vocab": "unstated", "recompute": "", "inter_gbps_per_gpu": ""})
+    assert row.job is not None and len(row.assumed) == 3
+    assert "recompute = full (the least that fits)" in row.assumed  # 32 layers' scores do not
+
+
+def test_calibration_finds_the_factors_of_a_cluster() -> None:
+    """Of rows that another machine would have measured."""
+    truth = Calibration(compute=1.2, network=1.5)
+    jobs = [
+        respread(planned("llama/70b", "layout.recompute=full")[1], **changes)
+        for changes in (
+            {"tensor": 8, "pipeline": 1},
+            {"tensor": 8, "pipeline": 2},
+            {"tensor": 4, "pipeline": 4},
+            {"tensor": 4, "pipeline": 1},
+            {"tensor": 2, "pipeline": 1},
+            {"tensor": 1, "pipeline": 1},
+        )
+    ]
+    found = calibrate([(job, step_time(truth.of(job)).total) for job in jobs])
+    assert found.compute == pytest.approx(1.2, rel=0.05)
+    assert found.network > 1.15  # what little shows is in part taken for usual
+    errors = [step_time(found.of(j)).total / step_time(truth.of(j)).total - 1 for j in jobs]
+    assert max(map(abs, errors)) < 0.03
+    unfitted = [step_time(j).total / step_time(truth.of(j)).total - 1 for j in jobs]
+    assert min(map(abs, unfitted)) > 0.1
+
+
+def test_calibration_takes_at_most_eight_rows_evenly() -> None:
+    assert evenly_spread(3) == [0, 1, 2]
+    assert evenly_spread(15) == [0, 2, 4, 6, 8, 10, 12, 14]
+    assert all(len(evenly_spread(n)) <= MOST_ROWS for n in range(1, 100))
+    assert all({0, n - 1} <= set(evenly_spread(n)) for n in range(1, 100))
+
+
+def test_ranking_is_measured_by_pairs_and_by_the_first() -> None:
+    rows = read_table(PUBLISHED / "narayanan2021.csv")[:3]
+    seconds = {
+        rows[0].row_id: (2.0, 20.0),
+        rows[1].row_id: (1.0, 30.0),
+        rows[2].row_id: (3.0, 40.0),
+    }
+    group = [
+        evaluation.Prediction(
+            replace(row, measured=replace(row.measured, step_seconds=seconds[row.row_id][1])),
+            row.job,
+            seconds[row.row_id][0],
+            1.0,
+            True,
+        )
+        for row in rows
+    ]
+    assert evaluation.kendall_tau(group) == pytest.approx((2 - 1) / 3)
+    assert evaluation.regret(group) == pytest.approx(30 / 20 - 1)
+
+
+@pytest.mark.parametrize("path", CLUSTERED, ids=lambda path: f"{path.parent.name}-{path.stem}")
+def test_every_recipe_fits_the_cluster_that_it_names(path: Path) -> None:
+    recipe, job = planned(f"{path.parent.name}/{path.stem}")
+    assert fullest_stage(job).total <= job.machine.gpu.memory_gib * GIB
+    time = step_time(job)
+    assert time.total > 0 and all(getattr(time, each) >= 0 for each in ("bubble", "data"))
+    rate = rates(job, time.total, recipe.training.steps)
+    assert 0.1 < rate.mfu < 0.7
+
+
+def test_stage_parameters_are_the_models() -> None:
+    """Without padding, all stages and tensor ranks together hold each parameter, norms t times."""
+    for name in ("gpt/125m", "llama/7b"):
+        model = replace(planned(name)[0].model, vocab_size=64 * 512)
+        whole = sum(stage_parameters(model, Spread(tensor=1, pipeline=1)))
+        assert whole == parameter_count(model)
+        tied = model.vocab_size * model.hidden_size if model.tie_embeddings else 0
+        assert sum(stage_parameters(model, Spread(pipeline=4))) == whole + tied
+        assert sum(stage_parameters(model, Spread(tensor=2))) * 2 > whole
+
+
+def test_blocks_are_dealt_evenly_the_first_ones_one_more() -> None:
+    assert deal(126, 16) == [8] * 14 + [7] * 2
+    assert deal(6, 3) == [2, 2, 2]
+
+
+@pytest.mark.parametrize(
+    ("spread", "stage", "micro_batches", "expected"),
+    [
+        (Spread(), 0, 8, 1),
+        (Spread(pipeline=4), 0, 8, 4),
+        (Spread(pipeline=4), 3, 8, 1),
+        (Spread(pipeline=4), 0, 2, 2),
+        # Korthikanti et al. 2022, section 4.2.3: p (1 + (p - 1) / (p m)) of a stage's layers
+        (Spread(pipeline=8, chunks=3), 0, 64, 8 * (1 + 7 / (8 * 3))),
+        (Spread(pipeline=4, chunks=2, schedule="dualpipev"), 2, 8, 4.5),
+    ],
+)
+def test_micro_batches_in_flight(
+    spread: Spread, stage: int, micro_batches: int, expected: float
+) -> None:
+    assert micro_batches_in_flight(spread, stage, micro_batches) == pytest.approx(expected)
+
+
+def test_a_gpt_block_keeps_what_korthikanti_counts() -> None:
+    """Their equation 2: s b h (10 + 24 / t + 5 a s / (h t)), and table 2 with sequence parallel."""
+    model = ModelConfig(
+        layers=1, hidden_size=6144, heads=64, kv_heads=64, ffn_hidden_size=24576,
+        vocab_size=51200, sequence_length=2048, norm="layernorm", positions="learned",
+        activation="gelu", bias=True, tie_embeddings=True,
+    )  # fmt: skip
+    row = 2048 * 4 * 6144
+    scores = 5 * 64 * 2048 / 6144
+    for t, split, expected in (
+        (1, False, 34 + scores),
+        (8, False, 10 + (24 + scores) / 8),
+        (8, True, (34 + scores) / 8),
+    ):
+        spread = Spread(tensor=t, sequence_parallel=split, micro_sequences=4)
+        assert block_bytes(model, spread, MEGATRON, False) == pytest.approx(
+            row * expected, rel=1e-3
+        )
+
+
+def test_zero_spreads_what_its_stages_say() -> None:
+    """Rajbhandari et al. 2020, section 5: optimizer, then gradients, then weights."""
+    held = {
+        stage: state_bytes(DEEPSPEED["bf16"], Spread(data=10, zero_stage=stage), 10**9)
+        for stage in (1, 2, 3)
+    }
+    assert held[1] == (2e9, 4e9, 1.2e9)
+    assert held[2] == (2e9, 4e8, 1.2e9)
+    assert held[3] == (2e8, 4e8, 1.2e9)
+
+
+def test_a_ring_moves_its_share_and_uses_all_links_of_a_node() -> None:
+    machine = Machine.of(load_gpu("H100"), gpus=64)
+    gpu, size = machine.gpu, 1e12  # latencies do not matter
+    inside = gather_seconds(machine, size, ranks=8, stride=1)
+    assert inside == pytest.approx(7 / 8 * size / (450e9 * gpu.node_link_efficiency), rel=1e-3)
+    one_link = gather_seconds(machine, size, ranks=8, stride=8)
+    assert one_link == pytest.approx(7 / 8 * size / (50e9 * gpu.network_efficiency), rel=1e-3)
+    all_links = gather_seconds(machine, size, ranks=64, stride=1)
+    links = min(450e9 * gpu.node_link_efficiency, 8 * 50e9 * gpu.network_efficiency)
+    assert all_links == pytest.approx(63 / 64 * size / links, rel=1e-3)
+    assert all_reduce_seconds(machine, size, ranks=64, stride=1) == pytest.approx(
+        2 * all_links, rel=1e-3
+    )
+    assert gather_seconds(machine, size, ranks=1, stride=1) == 0
+
+
+def test_more_micro_batches_mean_less_bubble() -> None:
+    job = planned("llama/70b")[1]
+    shares = []
+    for sequences in (512, 2048, 8192):
+        time = step_time(replace(job, global_sequences=sequences))
+        shares.append(time.bubble / time.total)
+    assert shares == sorted(shares, reverse=True) and shares[0] > 2 * shares[2]
+
+
+def test_a_step_is_the_sum_of_its_parts() -> None:
+    time = step_time(planned("llama/405b")[1])
+    parts = ("compute", "tensor", "pipeline", "bubble", "data", "optimizer", "waiting")
+    assert time.total == pytest.approx(sum(getattr(time, part) for part in parts))
+    assert len(time.forward) == len(time.backward) == 16
+
+
+def test_the_best_layouts_can_be_run_and_are_what_was_predicted() -> None:
+    recipe, job = planned("llama/13b")
+    found = search(job, 5)
+    assert len(found.plans) == 5
+    seconds = [plan.time.total for plan in found.plans]
+    assert seconds == sorted(seconds) and seconds[0] <= step_time(job).total
+    for plan in found.plans:
+        assert plan.memory.total <= job.machine.gpu.memory_gib * GIB
+        table = recipe.model_dump(mode="json", exclude_none=True)
+        for key, value in edits(plan.job.spread, plan.job.precision).items():
+            section, _, name = key.rpartition(".")
+            (table[section] if section else table)[name] = value
+        again = job_of(parse_recipe(table, "edited"), job.machine)
+        assert again.spread == plan.job.spread
+        assert step_time(again).total == plan.time.total
+
+
+def test_a_search_misses_no_layout_that_a_recipe_may_ask_for() -> None:
+    """By brute force over all sizes, on a small machine."""
+    recipe, _ = planned("llama/7b", "cluster.nodes=1", "batch.global_sequences=16")
+    machine = Machine.of(load_gpu("H100"), gpus=8)
+    refused: Counter[str] = Counter()
+    seen = set(spreads(recipe.model, machine, 16, refused))
+    table = recipe.model_dump(mode="json", exclude_none=True)
+    legal = set()
+    for tensor in range(1, 9):
+        for pipeline in range(1, 9):
+            for micro_sequences in range(1, 17):
+                for schedule in ("1f1b", "dualpipev"):
+                    table["layout"] |= {
+                        "tensor": tensor, "pipeline": pipeline, "schedule": schedule,
+                    }  # fmt: skip
+                    table["batch"]["micro_sequences"] = micro_sequences
+                    try:
+                        legal.add(job_of(parse_recipe(table, "legal"), machine).spread)
+                    except ValueError:
+                        continue
+    plain = {s for s in seen if s.zero_stage == 1 and s.recompute == "none"}
+    assert {s for s in plain if not s.sequence_parallel} == legal
+    assert len(seen) > 5 * len(legal)
+
+
+def test_what_is_refused_is_counted_with_its_reason() -> None:
+    _, job = planned("llama/405b")
+    found = search(job, 1)
+    assert found.refused["does not fit into the memory"] > 100
+    assert found.refused["a tensor group would cross nodes"] > 0
+    small = replace(job, machine=Machine.of(load_gpu("V100-32GB"), gpus=8), precision="fp16")
+    nothing = search(small, 1)
+    assert not nothing.plans and nothing.nearest is not None and nothing.nearest[1] > 100
+
+
+def test_divisors_are_all_and_in_order() -> None:
+    for number in (1, 12, 49, 97, 4096):
+        assert divisors(number) == [n for n in range(1, number + 1) if number % n == 0]
+
+
+def test_hardware_files_are_complete_and_found_by_name() -> None:
+    names = {gpu.name for gpu in gpus()}
+    assert names >= {"V100-32GB", "A100-40GB", "A100-80GB", "H100", "H200", "B200", "MI300X", "cpu"}
+    with pytest.raises(ValueError, match='gpu = "A100" is not known; use one of A100-40GB'):
+        load_gpu("A100")
+
+
+def test_a_hardware_file_with_a_wrong_key_is_refused(tmp_path: Path) -> None:
+    text = (FOLDER / "h100.toml").read_text()
+    broken = tmp_path / "h100.toml"
+    broken.write_text(text.replace("straggling", "stragling"))
+    with pytest.raises(ValueError, match="missing or unknown: straggling, stragling"):
+        read_gpu(broken)
+
+
+def run_plan(*arguments: str) -> subprocess.CompletedProcess:
+    """The command, as a user runs it."""
+    return subprocess.run(
+        [sys.executable, PLAN, *arguments], capture_output=True, text=True, cwd=REPOSITORY
+    )
+
+
+def test_the_command_needs_neither_torch_nor_matplotlib() -> None:
+    code = (
+        "import sys; sys.argv = ['plan.py', 'recipes/llama/405b.toml', '--json']\n"
+        "from recipes import plan\n"
+        "try:\n    plan.main()\nexcept SystemExit:\n    pass\n"
+        "heavy = {'torch', 'deepspeed', 'transformers', 'matplotlib', 'numpy'} & set(sys.modules)\n"
+        "assert not heavy, heavy"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=REPOSITORY
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["parameters"] == 405_853_388_800 and found["own"]["fits"] and found["best"]
+
+
+def test_the_command_plans_another_machine_and_writes_a_recipe_for_it(tmp_path: Path) -> None:
+    file = tmp_path / "mine.toml"
+    done = run_plan("recipes/llama/7b.toml", "--nodes", "2", "--gpu", "H200", "--write", str(file))
+    assert "16 x H200 on 2 nodes" in done.stdout and file.exists()
+    recipe = load_recipe(file)
+    assert (recipe.cluster.nodes, recipe.cluster.gpu, recipe.name) == (2, "H200", "llama-7b")
+    again = json.loads(run_plan(str(file), "--json").stdout)
+    assert again["own"]["layout"] == again["best"][0]["layout"]
+    refused = run_plan("recipes/llama/7b.toml", "--write", str(file))
+    assert refused.returncode == 2 and "there is such a file; use another name" in refused.stderr
+
+
+def test_exit_codes_say_whether_it_fits() -> None:
+    assert run_plan("recipes/llama/7b.toml", "--top", "0").returncode == 0
+    large = run_plan("recipes/llama/405b.toml", "--nodes", "16", "--top", "0")
+    assert large.returncode == 1 and "refused" in large.stdout
+    full = run_plan(
+        "recipes/llama/7b.toml", "--set", "batch.micro_sequences=8", "--top", "0", "--gpu", "H100"
+    )
+    assert full.returncode == 1 and "DOES NOT FIT" in full.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["recipes/llama/7b.toml", "--gpu", "A100"], 'gpu = "A100" is not known; use one of'),
+        (["recipes/llama/7b.toml", "--nodes", "0"], "cluster.nodes = 0"),
+        (["recipes/llama/7b.toml", "--software", "x"], "--software x is not known; use one of"),
+        (["recipes/llama/8b.toml", "--gpu", "V100-32GB"], "computes in bf16, which a V100-32GB"),
+        (["nowhere.toml"], "no such recipe"),
+        (["--table", "nowhere.csv"], "nowhere.csv"),
+        (["--table", "requirements.txt"], "it is no table of runs"),
+        (["--top", "-1"], "--top -1 is negative"),
+    ],
+)
+def test_bad_options_are_refused(arguments: list[str], message: str) -> None:
+    done = run_plan(*arguments)
+    assert done.returncode == 2 and message in done.stderr and "Traceback" not in done.stderr
+
+
+def test_a_table_is_compared_as_json(tmp_path: Path) -> None:
+    table = PUBLISHED / "narayanan2021.csv"
+    other = PUBLISHED / "korthikanti2022.csv"
+    found = json.loads(run_plan("--table", str(table), "--calibrate", str(other), "--json").stdout)
+    assert [set(row) >= {"row_id", "predicted_step_seconds"} for row in found["rows"]] == [True] * 6
+    assert found["summary"]["skipped"] == 0
+    assert set(found["calibration"]["factors"]) >= {"compute", "network"}
+    assert len(found["calibration"]["rows"]) == 6
+
+
+def test_stages_of_a_pipeline_hold_less_and_less() -> None:
+    memory = stage_memory(planned("llama/70b")[1])
+    activations = [stage.activations for stage in memory]
+    assert activations == sorted(activations, reverse=True)
+    assert all(stage.total > stage.counted > 0 for stage in memory)
+
+
+def test_the_default_software_is_ours_and_names_are_unique() -> None:
+    names = [stack.name for stack in STACKS]
+    assert names[0] == THREEFOLD.name and len(set(names)) == len(names)
+    random.Random(0).shuffle(names)
+    assert all(name for name in names)
