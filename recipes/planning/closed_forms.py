@@ -16,6 +16,7 @@ from recipes.planning.evaluation import mean, percent
 from recipes.planning.footprint import MEGATRON
 from recipes.planning.job import Spread
 from recipes.planning.memory import GIB, activation_bytes, micro_batches_in_flight, state_bytes
+from recipes.planning.table import columns_of
 
 # Korthikanti et al. 2022 (arXiv 2205.05198), table 3: layers, hidden, heads, pipeline, chunks,
 # micro-batch; tensor is 8, the sequence 2,048.
@@ -37,8 +38,7 @@ WAYS = {  # what a row calls it -> sequence parallel, recomputation
 
 def is_closed_form(path: Path) -> bool:
     """Whether a file has such rows."""
-    with path.open(newline="", encoding="utf-8") as file:
-        columns = next(csv.reader(file), [])
+    columns = columns_of(path)
     return {"model", "stage", "gb_per_gpu"} <= set(columns) or {
         "model",
         "what",

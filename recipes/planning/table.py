@@ -74,22 +74,30 @@ def read_table(path: Path) -> list[Row]:
     Raises:
         ValueError: the file is no table, or lacks a column.
     """
-    try:
-        with path.open(newline="", encoding="utf-8") as file:
-            reader = csv.DictReader(file, restval="")
-            missing = NEEDED - set(reader.fieldnames or ())
-            lines = list(reader)
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise ValueError(f"{path}: no table can be read: {error}") from None
-    if missing:
+    if missing := NEEDED - columns_of(path):
         raise ValueError(f"{path}: no column {', '.join(sorted(missing))}; it is no table of runs")
-    return [read_row(cells) for cells in lines]
+    with path.open(newline="", encoding="utf-8") as file:
+        return [read_row(cells) for cells in csv.DictReader(file, restval="")]
 
 
 def is_table_of_runs(path: Path) -> bool:
     """Whether a file has the columns of runs."""
-    with path.open(newline="", encoding="utf-8") as file:
-        return set(next(csv.reader(file), [])) >= NEEDED
+    return columns_of(path) >= NEEDED
+
+
+def columns_of(path: Path) -> set[str]:
+    """The columns of a CSV file.
+
+    Raises:
+        ValueError: it cannot be read.
+    """
+    try:
+        with path.open(newline="", encoding="utf-8") as file:
+            return set(next(csv.reader(file), []))
+    except OSError as error:
+        raise ValueError(f"{path}: {error.strerror}; use a .csv file") from None
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise ValueError(f"{path}: this is no CSV file: {error}") from None
 
 
 def read_row(cells: dict[str, str]) -> Row:
