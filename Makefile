@@ -34,7 +34,7 @@ ifneq ($(origin CUDA_VISIBLE_DEVICES),undefined)
 endif
 endif
 
-.PHONY: setup pretrain test lint soak cluster
+.PHONY: setup pretrain test lint soak cluster catalogue
 
 setup: $(READY)
 
@@ -66,6 +66,9 @@ test: $(READY)
 
 cluster: $(READY)
 	@$(BIN)/python -m pytest tests/cluster -m cluster -rs $(ARGS)
+
+catalogue: $(READY)
+	@$(BIN)/python -m pytest tests/test_traced_memory.py -m catalogue -rA $(ARGS)
 
 lint: $(READY)
 	@$(BIN)/ruff check .

@@ -12,11 +12,15 @@ class Footprint:
     optimizer: per parameter, spread over the data ranks from ZeRO-1 on
     bucket: bytes that are there from the first backward pass on
     reducing: per parameter more while gradients are added up over the data ranks
+    reducing_one_bucket: likewise, where all of a stage's parameters go into one bucket
     reducing_bucket: bytes more then
     updating: per parameter of a data rank's share more while it is updated
     norm: per element that an RMSNorm reads, kept for its backward pass
     gated: what a SwiGLU keeps, in columns of the MLP: gate, up, silu(gate), their product
-    logit: per logit of the micro-batch at hand
+    logit: per logit of the micro-batch at hand, while its loss is computed
+    head: per logit while the gradient of the output matrix is computed
+    score: per attention score that is written, while it is normalized
+    held_logits: of earlier micro-batches that the last stage still holds after a step, in bytes
     dropout: whether its masks are kept even where a model's dropout is unknown
     selective: share of a block's activations that selective recomputation keeps; None: all but the
         attention core's
@@ -30,11 +34,15 @@ class Footprint:
     optimizer: float = 12  # fp32 weight and two moments
     bucket: float = 0
     reducing: float = 0
+    reducing_one_bucket: float = 0
     reducing_bucket: float = 0
     updating: float = 0
     norm: float = 8
     gated: float = 4
     logit: float = 10
+    head: float = 6
+    score: float = 8
+    held_logits: float = 0
     dropout: bool = False
     selective: float | None = None
     overhead_gib: float | None = None
@@ -45,10 +53,20 @@ class Footprint:
 # BF16_Optimizer holds fp32 gradients of the whole stage, whatever ZeRO-1 spreads, and copies them
 # in 16 bits to add them up; ZeRO-1 in fp16 and fp32 has two buckets of 5e8 elements.
 DEEPSPEED = {
-    "bf16": Footprint(running_gradient=2, reducing=2),
-    "fp16": Footprint(gradient=0, running_gradient=2, bucket=1e9, reducing_bucket=1e9, updating=6),
+    "bf16": Footprint(running_gradient=2, reducing=2, reducing_one_bucket=6, held_logits=4),
+    "fp16": Footprint(
+        gradient=0, running_gradient=2, bucket=1e9, reducing_bucket=1e9, updating=6, held_logits=4
+    ),
     "fp32": Footprint(
-        weight=4, gradient=0, running_gradient=4, bucket=2e9, reducing_bucket=2e9, logit=12
+        weight=4,
+        gradient=0,
+        running_gradient=4,
+        bucket=2e9,
+        reducing_bucket=2e9,
+        norm=12,
+        logit=12,
+        head=12,
+        held_logits=8,
     ),
 }
 # Korthikanti et al. 2022 (arXiv 2205.05198), table 2 and section 4: 16-bit weights, fp32 gradients

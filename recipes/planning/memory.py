@@ -14,6 +14,7 @@ from recipes.planning.job import Job, Spread
 from recipes.planning.stages import blocks_of_stages, last_stage, stage_parameters
 
 GIB = 2**30
+BUCKET = 5e8  # elements (reduce_bucket_size)
 GATHERED = 1e9  # parameters that ZeRO-3 holds whole at once (stage3_max_live_parameters)
 
 
@@ -67,26 +68,34 @@ def memory_of_stage(job: Job, stage: int) -> StageMemory:
     flying = micro_batches_in_flight(spread, stage, job.micro_batches)
     activations = flying * (blocks * kept + border_bytes(job, stage))
     first_only = job.micro_batches <= flying  # nothing follows the first backward pass
-    working = working_bytes(job, stage, first_only)
-    running, reducing, buffers, reducing_buffers = passing_bytes(footprint, spread, parameters)
-    if first_only:
-        running_then, buffers_then = 0.0, 0.0
-    else:
-        running_then, buffers_then = running, buffers
-    last = max(reducing, footprint.updating * parameters / spread.data)
-    if activations + working + running_then + buffers_then < running + last + reducing_buffers:
+    passing = passing_bytes(footprint, spread, parameters)
+    loss = loss_bytes(job, stage, first_only)
+    block = block_working_bytes(job, first_only)
+    running = buffers = 0.0
+    if not first_only:
+        running, buffers = passing.gradients, passing.buffers
+    working = max(loss, block)
+    if spread.zero_stage == 2:  # the loss comes before the backward pass has its buckets
+        working, buffers = (loss, 0.0) if loss > block + buffers else (block, buffers)
+    after = passing.gradients + passing.reducing + passing.reducing_buffers
+    after += held_bytes(job, stage)
+    updating = footprint.updating * parameters / spread.data
+    if activations + working + running + buffers < max(after, updating):
         activations = working = 0.0
-        running_then, buffers_then = running + last, reducing_buffers
+        running = passing.gradients + passing.reducing
+        buffers = passing.reducing_buffers + held_bytes(job, stage)
+        if after < updating:  # the 16-bit gradients are gone then
+            running, buffers = updating, 0.0
     overhead = footprint.overhead_gib
     if overhead is None:
         overhead = job.machine.gpu.context_gib
     return StageMemory(
         weights=weights,
-        gradients=gradients + running_then,
+        gradients=gradients + running,
         optimizer=optimizer,
         activations=activations,
         working=working,
-        buffers=buffers_then,
+        buffers=buffers,
         overhead=overhead * GIB + footprint.fragmentation * (activations + working),
     )
 
@@ -108,29 +117,41 @@ def state_bytes(
     return weights, gradients, optimizer
 
 
-def passing_bytes(
-    footprint: Footprint, spread: Spread, parameters: int
-) -> tuple[float, float, float, float]:
+@dataclass(frozen=True)
+class Passing:
     """What DeepSpeed adds within a step.
 
-    Returns:
-        gradients while micro-batches run, more of them while they are reduced; buffers while
-        micro-batches run, and while gradients are reduced
+    gradients: while micro-batches run
+    reducing: gradients more while they are added up over the data ranks
+    buffers: while micro-batches run
+    reducing_buffers: while gradients are added up
     """
+
+    gradients: float
+    reducing: float
+    buffers: float
+    reducing_buffers: float
+
+
+def passing_bytes(footprint: Footprint, spread: Spread, parameters: int) -> Passing:
+    """Gradients and buffers that do not outlive a step, of so many parameters."""
     if spread.zero_stage < 2:
-        return (
-            footprint.running_gradient * parameters,
-            footprint.reducing * parameters,
-            footprint.bucket,
-            footprint.bucket + footprint.reducing_bucket,
+        whole = footprint.reducing
+        if parameters <= BUCKET:
+            whole = max(whole, footprint.reducing_one_bucket)
+        return Passing(
+            gradients=footprint.running_gradient * parameters,
+            reducing=whole * parameters,
+            buffers=footprint.bucket,
+            reducing_buffers=footprint.bucket + footprint.reducing_bucket,
         )
-    # ZeRO-2: two buckets of 5e8 elements; ZeRO-3 one, and the weights that are gathered.
+    # ZeRO-2: two buckets; ZeRO-3 one, and the weights that are gathered.
     size = footprint.weight
-    flat = size * min(parameters, 5e8)
+    flat = size * min(parameters, BUCKET)
     if spread.zero_stage == 2:
-        return 0.0, 0.0, 2 * size * 5e8, 2 * size * 5e8 + flat
+        return Passing(0.0, 0.0, 2 * size * BUCKET, 2 * size * BUCKET + flat)
     gathered = size * min(parameters, GATHERED)
-    return 0.0, 0.0, size * 5e8 + gathered, size * 5e8 + flat
+    return Passing(0.0, 0.0, size * BUCKET + gathered, size * BUCKET + flat)
 
 
 def micro_batches_in_flight(spread: Spread, stage: int, micro_batches: int) -> float:
@@ -223,28 +244,55 @@ def border_bytes(job: Job, stage: int) -> float:
     return (received + sent) * spread.chunks
 
 
-def working_bytes(job: Job, stage: int, first_only: bool) -> float:
-    """What the fullest operation needs: a block's backward pass, or the loss of the logits.
+def block_working_bytes(job: Job, first_only: bool) -> float:
+    """What a block's backward pass needs beside what was kept for it.
 
-    first_only: there was no micro-batch before, whose logits DeepSpeed's pipeline still holds
+    first_only: there are no gradients yet that a weight's new one is added to
     """
     spread, model = job.spread, job.model
     tokens, size = tokens_per_micro_batch(model, spread), job.footprint.weight
-    row = tokens * model.hidden_size * size
     again = 0.0
     if spread.recompute == "full":
         again = spread.recompute_interval * block_bytes(
             model, spread, job.footprint, job.fused_attention
         )
     gate = 2 if model.activation == "swiglu" else 1
-    columns = size * tokens * model.ffn_hidden_size * (gate + 1) / spread.tensor
-    working = again + 3 * row + columns
-    if stage == last_stage(spread.pipeline, spread.schedule):
-        logits = tokens * model.padded_vocab_size(spread.tensor) / spread.tensor
-        each = job.footprint.logit
-        if spread.zero_stage > 1:  # the engine without a pipeline, forward: logits, their softmax
-            each -= 2 * size
-        elif first_only:
-            each -= size
-        working = max(working, logits * each + 2 * row)
-    return working
+    columns = tokens * model.ffn_hidden_size * (gate + 1) / spread.tensor
+    weight = model.hidden_size * gate * model.ffn_hidden_size / spread.tensor
+    needs = 3 * tokens * model.hidden_size + columns + (0 if first_only else weight)
+    if model.attention_dropout:
+        scores = tokens * model.sequence_length * model.heads / spread.tensor
+        return again + max(size * needs, job.footprint.score * scores)
+    return again + size * needs
+
+
+def loss_bytes(job: Job, stage: int, first_only: bool) -> float:
+    """What the loss needs, or the gradient of the output matrix; only the last stage has them.
+
+    first_only: there was no micro-batch before, whose logits DeepSpeed's pipeline still holds
+    """
+    spread, model, footprint = job.spread, job.model, job.footprint
+    if stage != last_stage(spread.pipeline, spread.schedule):
+        return 0.0
+    tokens, size = tokens_per_micro_batch(model, spread), footprint.weight
+    columns = model.padded_vocab_size(spread.tensor) / spread.tensor
+    each = footprint.logit
+    if spread.zero_stage > 1:  # the engine without a pipeline, forward: logits, their softmax
+        each -= 2 * size
+    elif first_only or spread.schedule == "dualpipev":
+        each -= size
+    gradient = 0.0
+    if not first_only and spread.zero_stage < 2:
+        gradient = tokens * columns * footprint.head + size * model.hidden_size * columns
+    return max(tokens * columns * each, gradient) + 2 * size * tokens * model.hidden_size
+
+
+def held_bytes(job: Job, stage: int) -> float:
+    """What the last stage of a 1F1B pipeline holds from step to step: logits, inputs, gradients."""
+    spread, model = job.spread, job.model
+    if spread.pipeline == 1 or spread.schedule != "1f1b" or stage != spread.pipeline - 1:
+        return 0.0
+    tokens, t = tokens_per_micro_batch(model, spread), spread.tensor
+    logits = job.footprint.held_logits * tokens * model.padded_vocab_size(t) / t
+    rows = 4 * job.footprint.weight * tokens * model.hidden_size
+    return logits + rows / (t if spread.sequence_parallel else 1)
