@@ -22,6 +22,7 @@ if __name__ == "__main__":  # the repository, not recipes/, is where imports sta
 
 import argparse
 import json
+import os
 from typing import Any
 
 import tomli_w
@@ -286,9 +287,11 @@ def parse_command_line() -> argparse.Namespace:
     )
     parser.add_argument("--top", type=int, default=5, help="best layouts to show; default: 5")
     parser.add_argument("--write", type=Path, metavar="TOML", help="a recipe with the best one")
-    parser.add_argument("--timeline", type=Path, metavar="PICTURE", help="schedule and memory")
     parser.add_argument(
-        "--heatmap", type=Path, metavar="PICTURE", help="the recipe's family by nodes"
+        "--timeline", type=picture_file, metavar="PICTURE", help="schedule and memory"
+    )
+    parser.add_argument(
+        "--heatmap", type=picture_file, metavar="PICTURE", help="the recipe's family by nodes"
     )
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
     other = parser.add_argument_group("instead of a plan")
@@ -296,7 +299,9 @@ def parse_command_line() -> argparse.Namespace:
     other.add_argument("--rank", type=int, default=0, help="of --trace; default: 0")
     other.add_argument("--table", type=Path, help="measured runs, a .csv or a folder of them")
     other.add_argument("--calibrate", type=Path, metavar="CSV", help="other runs of that cluster")
-    other.add_argument("--scatter", type=Path, metavar="PICTURE", help="predicted and measured")
+    other.add_argument(
+        "--scatter", type=picture_file, metavar="PICTURE", help="predicted and measured"
+    )
     other.add_argument(
         "--catalogue", action="store_true", help="all recipes, as the README's table"
     )
@@ -304,6 +309,19 @@ def parse_command_line() -> argparse.Namespace:
     if options.top < 0:
         parser.error(f"--top {options.top} is negative; use 5")
     return options
+
+
+def picture_file(text: str) -> Path:
+    """A file that a picture can be written to, for argparse."""
+    path = Path(text)
+    if path.suffix not in (".png", ".svg", ".pdf"):
+        raise argparse.ArgumentTypeError(f"{text} is no .png, .svg or .pdf; use plan.png")
+    folder = path.absolute().parent
+    if not folder.is_dir():
+        raise argparse.ArgumentTypeError(f"{text}: there is no folder {folder}; use plan.png")
+    if path.is_dir() or not os.access(path if path.exists() else folder, os.W_OK):
+        raise argparse.ArgumentTypeError(f"{text} cannot be written; use another name or folder")
+    return path
 
 
 if __name__ == "__main__":

@@ -48,9 +48,20 @@ def stage_memory(job: Job) -> list[StageMemory]:
 
 
 def fullest_stage(job: Job) -> StageMemory:
-    """The stage that needs most; it is the first, or the one with the logits, or in between
-    where blocks are dealt unevenly."""
-    return max(stage_memory(job), key=lambda stage: stage.total)
+    """The stage that needs most.
+
+    Blocks, parameters and micro-batches in flight do not grow from stage to stage (DualPipeV's
+    blocks may, but then they do not shrink). So it is an end, or the neighbour of one, or the first
+    one that runs more micro-batches than it holds and has gradients while it is full.
+    """
+    spread, micro_batches = job.spread, job.micro_batches
+    last = spread.pipeline - 1
+    looked_at = {0, min(1, last), max(0, last - 1), last}
+    for stage in range(1, last):
+        if micro_batches_in_flight(spread, stage, micro_batches) < micro_batches:
+            looked_at.add(stage)
+            break
+    return max((memory_of_stage(job, stage) for stage in looked_at), key=lambda each: each.total)
 
 
 def memory_of_stage(job: Job, stage: int) -> StageMemory:
