@@ -34,7 +34,7 @@ ifneq ($(origin CUDA_VISIBLE_DEVICES),undefined)
 endif
 endif
 
-.PHONY: setup pretrain test lint soak cluster catalogue
+.PHONY: setup pretrain test lint soak cluster long
 
 setup: $(READY)
 
@@ -67,8 +67,8 @@ test: $(READY)
 cluster: $(READY)
 	@$(BIN)/python -m pytest tests/cluster -m cluster -rs $(ARGS)
 
-catalogue: $(READY)
-	@$(BIN)/python -m pytest tests/test_traced_memory.py -m catalogue -rA $(ARGS)
+long: $(READY)
+	@$(BIN)/python -m pytest -m long $(ARGS)
 
 lint: $(READY)
 	@$(BIN)/ruff check .

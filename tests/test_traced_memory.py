@@ -51,6 +51,8 @@ VARIANTS = {
     "qk-norm": ["model.qk_norm=true", "layout.tensor=2", "layout.pipeline=1"],
 }  # fmt: skip
 
+QUICK = ("tensor, stages", "fp16", "zero-2")  # the others only among the long tests
+
 
 def differences(path: Path, overrides: list[str]) -> dict[str, float]:
     """Rank -> planned memory relative to traced, of the first stage and the last."""
@@ -71,14 +73,17 @@ def differences(path: Path, overrides: list[str]) -> dict[str, float]:
     return found
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=[] if n in QUICK else pytest.mark.long) for n in VARIANTS],
+)
 def test_the_formula_agrees_with_a_trace(name: str) -> None:
     path = REPOSITORY / "recipes" / "llama" / "7b.toml"
     found = differences(path, [*SMALL, *VARIANTS[name]])
     assert all(abs(each) < TOLERANCE for each in found.values()), found
 
 
-@pytest.mark.catalogue
+@pytest.mark.long
 @pytest.mark.parametrize("path", CATALOGUE, ids=lambda path: f"{path.parent.name}-{path.stem}")
 def test_the_formula_agrees_with_a_trace_of_every_recipe(path: Path) -> None:
     found = differences(path, [])

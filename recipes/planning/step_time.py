@@ -74,8 +74,9 @@ def step_time(job: Job) -> StepTime:
     """Predict a step.
 
     A stage's micro-batches run one after the other; before its first and after its last one, the
-    slowest stage waits for every other stage once, or, with several chunks, for a chunk of each
-    (Narayanan et al. 2021, arXiv 2104.04473, section 2.2).
+    slowest stage waits for every other stage once or, interleaved, for a chunk of each (Narayanan
+    et al. 2021, arXiv 2104.04473, section 2.2). DualPipeV as DeepSpeed runs it, with the gradients
+    of weights and inputs together, hides half a forward pass of each stage (`schedule.py`).
     """
     spread, machine, software = job.spread, job.machine, job.software
     stages = stage_passes(job)
@@ -86,7 +87,12 @@ def step_time(job: Job) -> StepTime:
     # Each micro-batch crosses every chunk's border on the way forward and back.
     sent = job.micro_batches * 2 * spread.chunks * transfer * (1 - software.pipeline_overlap)
     filling = 2 * (spread.pipeline - 1) * transfer
-    bubble = (sum(work) - work[slowest]) / spread.chunks + filling
+    bubble = sum(work) - work[slowest]
+    if spread.schedule == "dualpipev":
+        bubble = max(0.0, bubble - sum(f.total for f, _ in stages) / 2)
+    else:
+        bubble /= spread.chunks
+    bubble += filling
     data = data_time(job, backward.total)
     optimizer = optimizer_time(job)
     running = job.micro_batches * work[slowest]
