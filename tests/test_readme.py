@@ -96,3 +96,13 @@ def test_the_proofs_are_counted_right() -> None:
 
     assert f"in {len(CASES)} layouts" in README
     assert len(BAD) > 50 and "More than 50 bad recipes" in README
+
+
+def test_the_catalogue_is_the_planners() -> None:
+    done = subprocess.run(
+        [sys.executable, "recipes/plan.py", "--catalogue"],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+    )
+    assert done.stdout.count("\n") > 30 and done.stdout in README

@@ -25,6 +25,7 @@ class Gpu:
     device_names: list[str]  # what the driver's name of such a device contains
     peak_tflops: dict[str, float]  # precision -> dense matrix products
     memory_gib: float
+    node_memory_gib: float  # of the host, for all of its GPUs
     context_gib: float  # CUDA's and NCCL's own memory
     memory_gigabytes_per_second: float
     multiprocessors: int

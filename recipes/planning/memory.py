@@ -11,6 +11,7 @@ from functools import lru_cache
 from models.config import ModelConfig
 from recipes.planning.footprint import Footprint
 from recipes.planning.job import Job, Spread
+from recipes.planning.kernels import BYTES
 from recipes.planning.stages import blocks_of_stages, last_stage, stage_parameters
 
 GIB = 2**30
@@ -62,6 +63,15 @@ def fullest_stage(job: Job) -> StageMemory:
             looked_at.add(stage)
             break
     return max((memory_of_stage(job, stage) for stage in looked_at), key=lambda each: each.total)
+
+
+def host_bytes(job: Job) -> float:
+    """What a node's processes build in the host's memory before their GPUs have it, in fp32.
+
+    Each builds what its stage and tensor rank hold, whatever ZeRO spreads later.
+    """
+    together = min(job.machine.gpus, job.machine.gpus_per_node)
+    return BYTES["fp32"] * max(stage_parameters(job.model, job.spread)) * together
 
 
 def memory_of_stage(job: Job, stage: int) -> StageMemory:

@@ -7,7 +7,7 @@ from typing import Any
 
 from models.cost import flops_per_token, parameter_count
 from recipes.planning.job import Job, Spread
-from recipes.planning.memory import GIB, StageMemory, stage_memory
+from recipes.planning.memory import GIB, StageMemory, host_bytes, stage_memory
 from recipes.planning.search import Found, Plan
 from recipes.planning.step_time import StepTime, step_time
 from recipes.training.recipe import Recipe
@@ -96,6 +96,9 @@ def plan_text(job: Job, steps: int) -> Iterator[str]:
         yield f"DOES NOT FIT: {fullest:.1f} GiB of {room:g}"
     else:
         yield f"fits: {fullest:.1f} GiB of {room:g}"
+    host, there = host_bytes(job) / GIB, job.machine.gpu.node_memory_gib
+    if host > there:
+        yield f"IS NOT BUILT: a node's processes need {host:,.0f} GiB of {there:,.0f} in its host"
     yield ""
     yield "seconds a step  " + "".join(f"{name:>12}" for name in [*SECONDS, "total"])
     spent = [getattr(time, name) for name in SECONDS]
@@ -245,5 +248,7 @@ def skipped(results: Iterable[Mapping[str, Any]]) -> list[tuple[str, int]]:
 
 
 def fits(job: Job) -> bool:
-    """Whether every stage fits into its GPU."""
-    return max(stage.total for stage in stage_memory(job)) <= job.machine.gpu.memory_gib * GIB
+    """Whether every stage fits into its GPU, and into its host while it is built."""
+    gpu = job.machine.gpu
+    fullest = max(stage.total for stage in stage_memory(job))
+    return fullest <= gpu.memory_gib * GIB and host_bytes(job) <= gpu.node_memory_gib * GIB

@@ -7,7 +7,7 @@ from heapq import nsmallest
 
 from models.config import ModelConfig
 from recipes.planning.job import Job, Machine, Spread
-from recipes.planning.memory import GIB, StageMemory, fullest_stage
+from recipes.planning.memory import GIB, StageMemory, fullest_stage, host_bytes
 from recipes.planning.step_time import StepTime, step_time
 
 MOST_MICRO_SEQUENCES = 64
@@ -49,6 +49,9 @@ def search(job: Job, top: int) -> Found:
     for spread in spreads(job.model, job.machine, job.global_sequences, found.refused):
         found.tried += 1
         candidate = replace(job, spread=spread)
+        if host_bytes(candidate) > job.machine.gpu.node_memory_gib * GIB:
+            found.refused["is built in more memory than a node has"] += 1
+            continue
         memory = fullest_stage(candidate)
         if spread.recompute == "full":
             candidate, memory = least_memory(candidate, memory)
