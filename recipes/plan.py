@@ -31,7 +31,6 @@ from models.cost import parameter_count
 from recipes.planning import closed_forms, evaluation, report
 from recipes.planning.calibration import Calibration, calibrate, evenly_spread
 from recipes.planning.catalogue import catalogue_lines
-from recipes.planning.hardware import load_gpu
 from recipes.planning.job import Job, Machine, job_of, unspread_job
 from recipes.planning.search import Found, search
 from recipes.planning.software import STACKS, THREEFOLD, Software
@@ -74,23 +73,9 @@ def on_machine(options: argparse.Namespace) -> Recipe:
     return parse_recipe(table, str(options.recipe))
 
 
-def machine_of(recipe: Recipe) -> Machine:
-    """The machine of a recipe's [cluster].
-
-    Raises:
-        ValueError: its GPU is not known.
-    """
-    cluster = recipe.cluster
-    return Machine.of(
-        load_gpu(cluster.gpu),
-        gpus=cluster.nodes * cluster.gpus_per_node,
-        gpus_per_node=cluster.gpus_per_node,
-    )
-
-
 def plan(recipe: Recipe, options: argparse.Namespace) -> int:
     """The recipe's own layout, and the best ones."""
-    machine, software = machine_of(recipe), software_of(options.software)
+    machine, software = Machine.of_cluster(recipe.cluster), software_of(options.software)
     steps = recipe.training.steps
     job = unspread_job(recipe, machine, software)
     own, refusal = own_job(recipe, machine, software)
@@ -183,7 +168,7 @@ def trace(recipe: Recipe, options: argparse.Namespace) -> int:
     from recipes.tracing import report as trace_report
     from recipes.tracing.trace import trace as trace_rank
 
-    machine = machine_of(recipe)
+    machine = Machine.of_cluster(recipe.cluster)
     found = trace_rank(recipe, machine.gpus, machine.gpus_per_node, options.rank)
     if options.json:
         print(json.dumps(trace_report.table(found)))

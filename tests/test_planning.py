@@ -48,13 +48,7 @@ CLUSTERED = [path for path in shipped_recipes() if path.parent.name != "recipes"
 def planned(name: str, *overrides: str) -> tuple[Recipe, Job]:
     """A shipped recipe and its job on its own cluster."""
     recipe = load_recipe(REPOSITORY / "recipes" / f"{name}.toml", overrides)
-    cluster = recipe.cluster
-    machine = Machine.of(
-        load_gpu(cluster.gpu),
-        gpus=cluster.nodes * cluster.gpus_per_node,
-        gpus_per_node=cluster.gpus_per_node,
-    )
-    return recipe, job_of(recipe, machine)
+    return recipe, job_of(recipe, Machine.of_cluster(recipe.cluster))
 
 
 def respread(job: Job, **changes: object) -> Job:

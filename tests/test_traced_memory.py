@@ -4,7 +4,6 @@ from pathlib import Path
 
 import pytest
 
-from recipes.planning.hardware import load_gpu
 from recipes.planning.job import Job, Machine, job_of
 from recipes.planning.memory import memory_of_stage, stage_memory
 from recipes.tracing.trace import trace
@@ -57,13 +56,7 @@ QUICK = ("tensor, stages", "fp16", "zero-2")  # the others only among the long t
 def planned_job(path: Path, overrides: list[str]) -> tuple[Recipe, Job]:
     """A recipe and its job on its own cluster."""
     recipe = load_recipe(path, overrides)
-    cluster = recipe.cluster
-    machine = Machine.of(
-        load_gpu(cluster.gpu),
-        gpus=cluster.nodes * cluster.gpus_per_node,
-        gpus_per_node=cluster.gpus_per_node,
-    )
-    return recipe, job_of(recipe, machine)
+    return recipe, job_of(recipe, Machine.of_cluster(recipe.cluster))
 
 
 def difference(recipe: Recipe, job: Job, stage: int) -> float:

@@ -4,7 +4,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from models.cost import parameter_count
-from recipes.planning.hardware import load_gpu
 from recipes.planning.job import Machine, Spread, job_of
 from recipes.planning.memory import GIB, fullest_stage
 from recipes.planning.report import rates
@@ -30,11 +29,8 @@ def catalogue_lines() -> Iterator[str]:
 
 def line(path: Path, recipe: Recipe) -> str:
     """A recipe's row."""
-    cluster = recipe.cluster
-    gpu = load_gpu(cluster.gpu)
-    machine = Machine.of(
-        gpu, gpus=cluster.nodes * cluster.gpus_per_node, gpus_per_node=cluster.gpus_per_node
-    )
+    machine = Machine.of_cluster(recipe.cluster)
+    gpu = machine.gpu
     job = job_of(recipe, machine)
     seconds = step_time(job).total
     rate = rates(job, seconds, recipe.training.steps)

@@ -80,7 +80,7 @@ NANOTRON = Footprint(norm=12, logit=4, overhead_gib=3.0, fragmentation=0.0)
 # The same in 2022, as nvidia-smi saw BLOOM's runs: with several communicators, and an allocator
 # that gave less back.
 DEEPSPEED_2022 = {
-    precision: replace(footprint, overhead_gib=6.0, fragmentation=0.15)
+    precision: replace(footprint, overhead_gib=9.0, fragmentation=0.12)
     for precision, footprint in DEEPSPEED.items()
 }
 

@@ -5,7 +5,7 @@ from functools import cached_property
 
 from models.config import ModelConfig
 from recipes.planning.footprint import Footprint
-from recipes.planning.hardware import Gpu
+from recipes.planning.hardware import Gpu, load_gpu
 from recipes.planning.software import THREEFOLD, Software
 from recipes.training.deepspeed_config import (
     build_deepspeed_config,
@@ -13,7 +13,7 @@ from recipes.training.deepspeed_config import (
     read_deepspeed_json,
     zero_stage,
 )
-from recipes.training.recipe import Recipe
+from recipes.training.recipe import Cluster, Recipe
 from recipes.training.topology import World
 
 
@@ -27,6 +27,16 @@ class Machine:
     node_link_gigabytes_per_second: float
     network_gigabytes_per_second: float
     network_contention: float  # of that, when several groups each use several links of a node
+
+    @classmethod
+    def of_cluster(cls, cluster: Cluster) -> "Machine":
+        """The machine that a recipe names.
+
+        Raises:
+            ValueError: its GPU is not known.
+        """
+        gpus = cluster.nodes * cluster.gpus_per_node
+        return cls.of(load_gpu(cluster.gpu), gpus=gpus, gpus_per_node=cluster.gpus_per_node)
 
     @classmethod
     def of(cls, gpu: Gpu, *, gpus: int, gpus_per_node: int = 8) -> "Machine":
