@@ -17,6 +17,7 @@ from recipes.planning.calibration import MOST_ROWS, Calibration, calibrate, even
 from recipes.planning.footprint import DEEPSPEED, MEGATRON
 from recipes.planning.hardware import FOLDER, gpus, load_gpu, read_gpu
 from recipes.planning.job import Job, Machine, Spread, job_of
+from recipes.planning.kernels import matmul_seconds
 from recipes.planning.memory import (
     GIB,
     block_bytes,
@@ -255,6 +256,15 @@ def test_a_ring_moves_its_share_and_uses_all_links_of_a_node() -> None:
     assert gather_seconds(machine, size, ranks=1, stride=1) == 0
 
 
+def test_a_product_with_short_rows_misaligned_is_slow() -> None:
+    gpu = load_gpu("A100-80GB")
+
+    def seconds(inner: int) -> float:
+        return matmul_seconds(gpu, "bf16", rows=4096, columns=4096, inner=inner, batch=32)
+
+    assert seconds(112) < 1.1 * seconds(104) and seconds(108) > 2 * seconds(112)
+
+
 def test_more_micro_batches_mean_less_bubble() -> None:
     job = planned("llama/70b")[1]
     shares = []
@@ -271,8 +281,9 @@ def test_a_step_is_the_sum_of_its_parts() -> None:
     assert len(time.forward) == len(time.backward) == 16
 
 
-def test_the_best_layouts_can_be_run_and_are_what_was_predicted() -> None:
-    recipe, job = planned("llama/13b")
+@pytest.mark.parametrize("name", ["llama/13b", "llama/405b"])  # plain, recomputed by intervals
+def test_the_best_layouts_can_be_run_and_are_what_was_predicted(name: str) -> None:
+    recipe, job = planned(name)
     found = search(job, 5)
     assert len(found.plans) == 5
     seconds = [plan.time.total for plan in found.plans]
