@@ -79,7 +79,8 @@ def plan(recipe: Recipe, options: argparse.Namespace) -> int:
     steps = recipe.training.steps
     job = unspread_job(recipe, machine, software)
     own, refusal = own_job(recipe, machine, software)
-    found = search(job, options.top) if options.top or options.write else Found()
+    wanted = max(options.top, 1 if options.write else 0)
+    found = search(job, wanted) if wanted else Found()
     if options.json:
         print(json.dumps(plan_table(recipe, own, refusal, found)))
     else:
@@ -89,6 +90,8 @@ def plan(recipe: Recipe, options: argparse.Namespace) -> int:
         if options.top:
             seconds = step_time(own).total if own else None
             print("\n" + "\n".join(report.found_text(found, seconds)))
+            if found.plans and (changes := report.changes(recipe, found.plans[0])):
+                print(f"The first: {changes}")
     if options.write:
         write(recipe, found, options.write)
     draw(recipe, own or (found.plans[0].job if found.plans else None), options)

@@ -27,7 +27,7 @@ from recipes.planning.memory import (
     state_bytes,
 )
 from recipes.planning.network import all_reduce_seconds, gather_seconds
-from recipes.planning.report import edits, rates
+from recipes.planning.report import changes, edits, rates
 from recipes.planning.search import divisors, search, spreads
 from recipes.planning.software import STACKS, THREEFOLD
 from recipes.planning.stages import deal, stage_parameters
@@ -52,9 +52,9 @@ def planned(name: str, *overrides: str) -> tuple[Recipe, Job]:
     return recipe, job_of(recipe, Machine.of_cluster(recipe.cluster))
 
 
-def respread(job: Job, **changes: object) -> Job:
+def respread(job: Job, **sizes: object) -> Job:
     """A job in another layout; data takes what is left."""
-    spread = replace(job.spread, **changes)
+    spread = replace(job.spread, **sizes)
     data = job.machine.gpus // (spread.tensor * spread.pipeline)
     return replace(job, spread=replace(spread, data=data))
 
@@ -297,6 +297,14 @@ def test_the_best_layouts_can_be_run_and_are_what_was_predicted(name: str) -> No
         again = job_of(parse_recipe(table, "edited"), job.machine)
         assert again.spread == plan.job.spread
         assert step_time(again).total == plan.time.total
+
+
+def test_the_options_for_a_layout_ask_for_it() -> None:
+    recipe, job = planned("llama/70b")
+    best = search(job, 1).plans[0]
+    options = changes(recipe, best).split()
+    assert options and options[::2] == ["--set"] * (len(options) // 2)
+    assert planned("llama/70b", *options[1::2])[1].spread == best.job.spread
 
 
 def test_a_search_misses_no_layout_that_a_recipe_may_ask_for() -> None:

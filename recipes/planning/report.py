@@ -175,13 +175,14 @@ def edits(spread: Spread, precision: str) -> dict[str, Any]:
     }
 
 
-def edits_text(changes: Mapping[str, Any]) -> str:
-    """The edits as options of pretrain.py."""
-    values = {True: "true", False: "false"}
-    return " ".join(
-        f"--set {key}={values.get(value, value) if isinstance(value, bool) else value}"
-        for key, value in changes.items()
-    )
+def changes(recipe: Recipe, plan: Plan) -> str:
+    """What makes a recipe's layout that of a plan, as options of pretrain.py; empty: nothing."""
+    words = []
+    for key, value in edits(plan.job.spread, plan.job.precision).items():
+        section, _, name = key.rpartition(".")
+        if getattr(getattr(recipe, section) if section else recipe, name) != value:
+            words.append(f"--set {key}={str(value).lower() if isinstance(value, bool) else value}")
+    return " ".join(words)
 
 
 def job_table(job: Job, steps: int) -> dict[str, Any]:
