@@ -81,6 +81,21 @@ class ModelConfig:
         """Columns of one attention head."""
         return self.head_size or self.hidden_size // self.heads
 
+    @property
+    def query_size(self) -> int:
+        """Columns of all queries."""
+        return self.heads * self.attention_head_size
+
+    @property
+    def key_value_size(self) -> int:
+        """Columns of all keys, and of all values."""
+        return self.kv_heads * self.attention_head_size
+
+    @property
+    def gate_and_up_size(self) -> int:
+        """Columns that go into an MLP's activation: a gated one takes two of each."""
+        return 2 * self.ffn_hidden_size if self.activation == "swiglu" else self.ffn_hidden_size
+
     def padded_vocab_size(self, tensor_size: int) -> int:
         """Rows of the embedding when `tensor_size` ranks hold equal parts of it.
 

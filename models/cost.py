@@ -16,13 +16,10 @@ def block_parameters(config: ModelConfig, tensor: int = 1) -> int:
     What their matrix products split is split; norms and the biases of row-parallel layers are
     held by every rank (Shoeybi et al. 2019, arXiv 1909.08053, section 3).
     """
-    h, f = config.hidden_size, config.ffn_hidden_size
-    query_size = config.heads * config.attention_head_size
-    kv_size = config.kv_heads * config.attention_head_size
-    gate_and_up = 2 * f if config.activation == "swiglu" else f
-
-    columns = query_size + 2 * kv_size + gate_and_up
-    split = h * columns + (query_size + f) * h + (columns if config.bias else 0)
+    h = config.hidden_size
+    columns = config.query_size + 2 * config.key_value_size + config.gate_and_up_size
+    rows = config.query_size + config.ffn_hidden_size
+    split = h * columns + rows * h + (columns if config.bias else 0)
     held_by_all = 2 * norm_parameters(config) + (2 * h if config.bias else 0)
     qk_norms = 2 * config.attention_head_size if config.qk_norm else 0
     return split // tensor + held_by_all + qk_norms
@@ -47,12 +44,24 @@ def flops_per_token(config: ModelConfig) -> float:
     generalised to grouped-query attention and gated MLPs. This is the count behind
     `tflops_per_gpu` and `mfu`.
     """
-    h, f = config.hidden_size, config.ffn_hidden_size
-    query_size = config.heads * config.attention_head_size
-    kv_size = config.kv_heads * config.attention_head_size
-    gate_and_up = 2 * f if config.activation == "swiglu" else f
+    h = config.hidden_size
+    projections = h * (2 * config.query_size + 2 * config.key_value_size)
+    projections += h * (config.gate_and_up_size + config.ffn_hidden_size)
+    multiply_adds = config.layers * (projections + attention_multiply_adds(config))
+    return 3 * 2 * (multiply_adds + h * config.vocab_size)
 
-    projections = h * (query_size + 2 * kv_size) + query_size * h + h * gate_and_up + f * h
-    scores_and_values = 2 * config.sequence_length * query_size
-    multiply_adds = config.layers * (projections + scores_and_values) + h * config.vocab_size
-    return 3 * 2 * multiply_adds
+
+def recomputed_flops_per_token(config: ModelConfig, recompute: str) -> float:
+    """FLOPs that are computed again for a token's backward pass.
+
+    "full": the forward pass of all blocks (Narayanan et al. 2021, equation 3); "selective": that of
+    the attention core (Korthikanti et al. 2022, arXiv 2205.05198, appendix A).
+    """
+    if recompute == "full":
+        return flops_per_token(config) / 3 - 2 * config.hidden_size * config.vocab_size
+    return 2 * config.layers * attention_multiply_adds(config) if recompute == "selective" else 0
+
+
+def attention_multiply_adds(config: ModelConfig) -> int:
+    """Of a token's scores and of its values, in one block."""
+    return 2 * config.sequence_length * config.query_size

@@ -38,7 +38,8 @@ from recipes.planning.step_time import step_time
 from recipes.planning.table import Row, is_table_of_runs, read_table
 from recipes.training.recipe import DEFAULT_RECIPE, Recipe, load_recipe, parse_recipe
 
-WITHOUT_CLUSTER = {"nodes": 1, "gpus_per_node": 2, "gpu": "cpu"}  # as `make pretrain` starts it
+GOES_WITH = {"scatter": "table", "calibrate": "table", "rank": "trace"}
+WITHOUT_CLUSTER = {"nodes": 1, "gpus_per_node": 2, "gpu": "cpu"}  # of a recipe that names none
 
 
 def main() -> None:
@@ -294,6 +295,12 @@ def parse_command_line() -> argparse.Namespace:
         "--catalogue", action="store_true", help="all recipes, as the README's table"
     )
     options = parser.parse_args()
+    for name, needs in GOES_WITH.items():
+        if getattr(options, name) != parser.get_default(name) and not getattr(options, needs):
+            parser.error(f"--{name} goes with --{needs}")
+    for name in ("write", "timeline", "heatmap"):
+        if getattr(options, name) and (options.trace or options.table or options.catalogue):
+            parser.error(f"--{name} goes with a plan; leave --trace, --table and --catalogue out")
     if options.top < 0:
         parser.error(f"--top {options.top} is negative; use 5")
     return options

@@ -1,5 +1,6 @@
 """The README is true: its tree, its commands, its numbers."""
 
+import json
 import re
 import shlex
 import subprocess
@@ -106,3 +107,25 @@ def test_the_catalogue_is_the_planners() -> None:
         text=True,
     )
     assert done.stdout.count("\n") > 30 and done.stdout in README
+
+
+def test_the_errors_of_published_tables_are_those_shown() -> None:
+    done = subprocess.run(
+        [sys.executable, "recipes/plan.py", "--table", "recipes/planning/published", "--json"],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+    )
+    shown = [
+        line.split("|")[2:6] for line in README.splitlines() if re.match(r"\| \w.*A100 \|", line)
+    ]
+    tables = json.loads(done.stdout)
+    for name in ("narayanan2021", "korthikanti2022", "megascale2024"):
+        summary = tables[name]["summary"]
+        cells = [
+            f" {summary['compared']} ",
+            f" {summary['mean_absolute_error_percent']:.1f} ",
+            f" {summary['max_absolute_error_percent']:.1f} ",
+            f" {summary['bias_percent']:+.1f} ",
+        ]
+        assert cells in shown, name

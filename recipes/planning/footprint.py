@@ -7,9 +7,12 @@ from dataclasses import dataclass, replace
 class Footprint:
     """Bytes per parameter, per activation and in fixed buffers.
 
+    weight: per parameter, as the matrix products read it
     gradient: per parameter, from step to step; under ZeRO-2 and 3 spread over the data ranks
     running_gradient: per parameter more between the first backward pass and the update
     optimizer: per parameter, spread over the data ranks from ZeRO-1 on
+    bucket_elements: of ZeRO's buckets for gradients; DeepSpeed's reduce_bucket_size
+    gathered_elements: that ZeRO-3 holds whole at once; stage3_max_live_parameters
     bucket: bytes that are there from the first backward pass on
     reducing: per parameter more while gradients are added up over the data ranks
     reducing_one_bucket: likewise, where all of a stage's parameters go into one bucket
@@ -32,6 +35,8 @@ class Footprint:
     gradient: float = 4
     running_gradient: float = 0
     optimizer: float = 12  # fp32 weight and two moments
+    bucket_elements: float = 0
+    gathered_elements: float = 0
     bucket: float = 0
     reducing: float = 0
     reducing_one_bucket: float = 0
@@ -52,22 +57,23 @@ class Footprint:
 # DeepSpeed 0.19 as our recipes use it, counted operation by operation (`plan.py --trace`). Its
 # BF16_Optimizer holds fp32 gradients of the whole stage, whatever ZeRO-1 spreads, and copies them
 # in 16 bits to add them up; ZeRO-1 in fp16 and fp32 has two buckets of 5e8 elements.
+ZERO = Footprint(bucket_elements=5e8, gathered_elements=1e9)  # DeepSpeed's defaults
 DEEPSPEED = {
-    "bf16": Footprint(running_gradient=2, reducing=2, reducing_one_bucket=6, held_logits=4),
-    "fp16": Footprint(
-        gradient=0, running_gradient=2, bucket=1e9, reducing_bucket=1e9, updating=6, held_logits=4
+    "bf16": replace(ZERO, running_gradient=2, reducing=2, reducing_one_bucket=6, held_logits=4),
+    "fp16": replace(
+        ZERO, gradient=0, running_gradient=2, bucket=1e9, reducing_bucket=1e9, updating=6,
+        held_logits=4,
     ),
-    "fp32": Footprint(
-        weight=4,
-        gradient=0,
-        running_gradient=4,
-        bucket=2e9,
-        reducing_bucket=2e9,
-        norm=12,
-        logit=12,
-        head=12,
-        held_logits=8,
+    "fp32": replace(
+        ZERO, weight=4, gradient=0, running_gradient=4, bucket=2e9, reducing_bucket=2e9, norm=12,
+        logit=12, head=12, held_logits=8,
     ),
+}  # fmt: skip
+# The same in 2022, fitted to what nvidia-smi saw of BLOOM's runs: several communicators, and an
+# allocator that gave less back.
+DEEPSPEED_2022 = {
+    precision: replace(footprint, overhead_gib=9.0, fragmentation=0.12)
+    for precision, footprint in DEEPSPEED.items()
 }
 # Korthikanti et al. 2022 (arXiv 2205.05198), table 2 and section 4: 16-bit weights, fp32 gradients
 # and state, dropout everywhere.
@@ -77,12 +83,6 @@ MEGATRON = Footprint(norm=4, gated=3, logit=6, dropout=True)
 SHARDED = Footprint(norm=4, gated=3, logit=4, selective=0.5, fragmentation=0.02)
 # Fitted to the peaks of the Ultra-Scale Playbook's runs.
 NANOTRON = Footprint(norm=12, logit=4, overhead_gib=3.0, fragmentation=0.0)
-# The same in 2022, as nvidia-smi saw BLOOM's runs: with several communicators, and an allocator
-# that gave less back.
-DEEPSPEED_2022 = {
-    precision: replace(footprint, overhead_gib=9.0, fragmentation=0.12)
-    for precision, footprint in DEEPSPEED.items()
-}
 
 
 def footprints(footprint: Footprint) -> dict[str, Footprint]:

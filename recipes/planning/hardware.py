@@ -15,7 +15,7 @@ OTHER_BOARDS = {  # slower ones of the same names, for the MFU of a run; dense p
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Gpu:
-    """One kind of GPU and the node it usually sits in; `gpus/*.toml`, whose comments are sources.
+    """One kind of GPU and the node it usually sits in, a file of `gpus/`.
 
     Rates are per GPU and, for links, in one direction. Efficiencies are what large operations
     reach of a datasheet's number, latencies what small ones cannot go below.
@@ -24,9 +24,9 @@ class Gpu:
     name: str
     device_names: list[str]  # what the driver's name of such a device contains
     peak_tflops: dict[str, float]  # precision -> dense matrix products
-    memory_gib: float
-    node_memory_gib: float  # of the host, for all of its GPUs
-    context_gib: float  # CUDA's and NCCL's own memory
+    memory_gib: float  # that CUDA reports
+    node_memory_gib: float  # of a usual host, for all of its GPUs
+    context_gib: float  # CUDA's and NCCL's own memory, our guess
     memory_gigabytes_per_second: float
     multiprocessors: int
     node_link_gigabytes_per_second: float
@@ -68,12 +68,17 @@ def gpus() -> tuple[Gpu, ...]:
 
 
 def read_gpu(path: Path) -> Gpu:
-    """One file of `gpus/`.
+    """One file of `gpus/`; its efficiency may be that of another one.
 
     Raises:
         ValueError: a key is missing or unknown.
     """
     table = tomllib.loads(path.read_text(encoding="utf-8"))
+    efficiency = table.pop("efficiency", {})
+    if isinstance(efficiency, str):
+        file = efficiency.lower().replace("-", "_") + ".toml"
+        efficiency = tomllib.loads((FOLDER / file).read_text(encoding="utf-8"))["efficiency"]
+    table |= efficiency
     known = {field.name for field in fields(Gpu)}
     if wrong := known ^ set(table):
         raise ValueError(f"{path.name}: missing or unknown: {', '.join(sorted(wrong))}")

@@ -26,7 +26,7 @@ class Machine:
     gpus_per_node: int = 8
     node_link_gigabytes_per_second: float
     network_gigabytes_per_second: float
-    network_contention: float  # of that, when several groups each use several links of a node
+    network_contention: float  # share of it that is left when groups use the same links of a node
 
     @classmethod
     def of_cluster(cls, cluster: Cluster) -> "Machine":
@@ -73,6 +73,16 @@ class Spread:
     micro_sequences: int = 1
 
     @property
+    def sequence_ranks(self) -> int:
+        """Tensor ranks that share the activations between matrix products."""
+        return self.tensor if self.sequence_parallel else 1
+
+    @property
+    def optimizer_ranks(self) -> int:
+        """Ranks that share the optimizer's state: from ZeRO-1 on, those of a stage's part."""
+        return self.data * self.context if self.zero_stage else 1
+
+    @property
     def gpus(self) -> int:
         """Ranks in all."""
         return self.tensor * self.pipeline * self.context * self.data
@@ -83,6 +93,7 @@ class Job:
     """What is predicted.
 
     precision: of the matrix products, a key of `Gpu.peak_tflops`
+    optimizer_group: ranks that share the optimizer's state; None: all data ranks
     """
 
     model: ModelConfig
@@ -91,8 +102,7 @@ class Job:
     global_sequences: int
     precision: str
     software: Software
-    footprint: Footprint
-    optimizer_ranks: int | None = None  # ranks that share its state; None: all data ranks
+    optimizer_group: int | None = None
 
     @cached_property
     def micro_batches(self) -> int:
@@ -101,9 +111,14 @@ class Job:
         return max(1, round(self.global_sequences / (spread.data * spread.micro_sequences)))
 
     @property
-    def fused_attention(self) -> bool:
-        """Whether scores are never written."""
-        return self.software.fused_attention
+    def footprint(self) -> Footprint:
+        """What the software keeps in memory in this precision."""
+        return self.software.footprint[self.precision]
+
+    @property
+    def optimizer_ranks(self) -> int:
+        """Ranks that share the optimizer's state."""
+        return self.optimizer_group or self.spread.optimizer_ranks
 
     @property
     def tokens_per_step(self) -> int:
@@ -141,18 +156,25 @@ def unspread_job(recipe: Recipe, machine: Machine, software: Software = THREEFOL
     Raises:
         ValueError: the GPU does not compute in the recipe's precision.
     """
-    kind = precision(read_deepspeed_json(recipe.deepspeed))
+    config = read_deepspeed_json(recipe.deepspeed)
+    kind = precision(config)
     if kind not in machine.gpu.peak_tflops:
         raise ValueError(
             f'deepspeed = "{recipe.deepspeed}" computes in {kind}, which a {machine.gpu.name} does '
             f"not; use ds_configs/zero1_{next(iter(machine.gpu.peak_tflops))}.json"
         )
+    zero = config["zero_optimization"]
+    footprint = software.footprint[kind]
+    footprint = replace(
+        footprint,
+        bucket_elements=zero.get("reduce_bucket_size", footprint.bucket_elements),
+        gathered_elements=zero.get("stage3_max_live_parameters", footprint.gathered_elements),
+    )
     return Job(
         model=recipe.model,
         machine=machine,
         spread=Spread(),
         global_sequences=recipe.batch.global_sequences,
         precision=kind,
-        software=software,
-        footprint=software.footprint[kind],
+        software=replace(software, footprint={kind: footprint}),
     )

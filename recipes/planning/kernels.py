@@ -20,13 +20,13 @@ def matmul_seconds(
 ) -> float:
     """[rows, inner] x [inner, columns], `batch` of them at once.
 
-    The multiprocessors compute output tiles wave by wave; a last wave that is partly filled costs
-    nearly a whole one (tile and wave quantization, NVIDIA Deep Learning Performance: Matrix
-    Multiplication Background). Of all tile sizes the fastest is taken, as cuBLAS does, and
-    nothing is faster than its bytes (roofline, Williams et al. 2009).
+    The multiprocessors compute output tiles wave by wave; of a last wave that is partly filled,
+    `wave_quantization` of the empty part is waited for (tile and wave quantization, NVIDIA Deep
+    Learning Performance: Matrix Multiplication Background). Of all tile sizes the fastest is
+    taken, as cuBLAS does, and nothing is faster than its bytes (roofline, Williams et al. 2009).
     """
     peak = gpu.peak_tflops[precision] * 1e12 * gpu.matmul_efficiency
-    peak *= alignment(gpu, inner) * alignment(gpu, columns)
+    peak *= min(alignment(gpu, precision, inner), alignment(gpu, precision, columns))
     depth = inner + gpu.matmul_depth_cost
     best = float("inf")
     for tile_rows, tile_columns in TILES:
@@ -40,13 +40,13 @@ def matmul_seconds(
     return max(2 * best / peak, memory_seconds(gpu, moved)) + gpu.kernel_seconds
 
 
-def alignment(gpu: Gpu, size: int) -> float:
-    """Relative speed of 16-bit products with rows of `size` elements.
+def alignment(gpu: Gpu, precision: str, size: int) -> float:
+    """Relative speed of products with rows of `size` elements.
 
     Tensor cores want rows that are multiples of 16 bytes (cuBLAS documentation, "Tensor Core
     Usage").
     """
-    return 1.0 if size % 8 == 0 else gpu.unaligned_efficiency
+    return 1.0 if size * BYTES[precision] % 16 == 0 else gpu.unaligned_efficiency
 
 
 def memory_seconds(gpu: Gpu, moved: float) -> float:
@@ -60,5 +60,5 @@ def fused_attention_seconds(gpu: Gpu, precision: str, *, flops: float, head_size
     flops: those of the part of the scores that is not masked
     """
     peak = gpu.peak_tflops[precision] * 1e12 * gpu.matmul_efficiency * gpu.attention_efficiency
-    filled = min(1.0, 0.5 + head_size / 256)  # heads under 128 leave the matrix units waiting
+    filled = min(1.0, 0.5 + head_size / 256)  # shorter heads compute less per softmax; our guess
     return flops / (peak * filled) + gpu.kernel_seconds

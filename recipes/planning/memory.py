@@ -1,8 +1,7 @@
 """What the ranks of each stage hold in memory at the fullest moment of a step.
 
 Legend: s sequence (of a context rank), b sequences of a micro-batch, h hidden, f MLP, q and k the
-columns of all queries and of all keys, a heads, v vocabulary, t tensor ranks, d data ranks, u = t
-under sequence parallelism and 1 otherwise; bytes.
+columns of all queries and of all keys, a heads, v vocabulary, t tensor ranks; bytes.
 """
 
 from dataclasses import dataclass
@@ -12,11 +11,14 @@ from models.config import ModelConfig
 from recipes.planning.footprint import Footprint
 from recipes.planning.job import Job, Spread
 from recipes.planning.kernels import BYTES
-from recipes.planning.stages import blocks_of_stages, last_stage, stage_parameters
+from recipes.planning.stages import (
+    blocks_of_stages,
+    last_stage,
+    stage_parameters,
+    tokens_per_micro_batch,
+)
 
 GIB = 2**30
-BUCKET = 5e8  # elements (reduce_bucket_size)
-GATHERED = 1e9  # parameters that ZeRO-3 holds whole at once (stage3_max_live_parameters)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,7 +87,7 @@ def memory_of_stage(job: Job, stage: int) -> StageMemory:
     parameters = stage_parameters(model, spread)[stage]
     weights, gradients, optimizer = state_bytes(footprint, spread, parameters, job.optimizer_ranks)
     blocks = blocks_of_stages(model.layers, spread.pipeline, spread.chunks, spread.schedule)[stage]
-    kept = activation_bytes(model, spread, footprint, job.fused_attention)
+    kept = activation_bytes(model, spread, footprint, job.software.fused_attention)
     flying = micro_batches_in_flight(spread, stage, job.micro_batches)
     activations = flying * (blocks * kept + border_bytes(job, stage))
     first_only = job.micro_batches <= flying  # nothing follows the first backward pass
@@ -122,7 +124,7 @@ def memory_of_stage(job: Job, stage: int) -> StageMemory:
 
 
 def state_bytes(
-    footprint: Footprint, spread: Spread, parameters: int, optimizer_ranks: int | None = None
+    footprint: Footprint, spread: Spread, parameters: float, optimizer_ranks: int | None = None
 ) -> tuple[float, float, float]:
     """Weights, gradients and optimizer's state from step to step.
 
@@ -134,7 +136,7 @@ def state_bytes(
     weights = footprint.weight * parameters / (ranks if stage == 3 else 1)
     spread_gradients = stage >= 2
     gradients = footprint.gradient * parameters / (ranks if spread_gradients else 1)
-    optimizer = footprint.optimizer * parameters / ((optimizer_ranks or ranks) if stage else 1)
+    optimizer = footprint.optimizer * parameters / (optimizer_ranks or spread.optimizer_ranks)
     return weights, gradients, optimizer
 
 
@@ -158,7 +160,7 @@ def passing_bytes(footprint: Footprint, spread: Spread, parameters: int) -> Pass
     """Gradients and buffers that do not outlive a step, of so many parameters."""
     if spread.zero_stage < 2:
         whole = footprint.reducing
-        if parameters <= BUCKET:
+        if parameters <= footprint.bucket_elements:
             whole = max(whole, footprint.reducing_one_bucket)
         return Passing(
             gradients=footprint.running_gradient * parameters,
@@ -167,20 +169,21 @@ def passing_bytes(footprint: Footprint, spread: Spread, parameters: int) -> Pass
             reducing_buffers=footprint.bucket + footprint.reducing_bucket,
         )
     # ZeRO-2: two buckets; ZeRO-3 one, and the weights that are gathered.
-    size = footprint.weight
-    flat = size * min(parameters, BUCKET)
+    size, bucket = footprint.weight, footprint.weight * footprint.bucket_elements
+    flat = min(size * parameters, bucket)
     if spread.zero_stage == 2:
-        return Passing(0.0, 0.0, 2 * size * BUCKET, 2 * size * BUCKET + flat)
-    gathered = size * min(parameters, GATHERED)
-    return Passing(0.0, 0.0, size * BUCKET + gathered, size * BUCKET + flat)
+        return Passing(0.0, 0.0, 2 * bucket, 2 * bucket + flat)
+    gathered = size * min(parameters, footprint.gathered_elements)
+    return Passing(0.0, 0.0, bucket + gathered, bucket + flat)
 
 
 def micro_batches_in_flight(spread: Spread, stage: int, micro_batches: int) -> float:
     """Micro-batches whose activations a stage holds, at most; parts of one count as parts.
 
     1F1B: the stages after this one and itself (Narayanan et al. 2021, arXiv 2104.04473, section
-    2.2.1); interleaved: its appendix's warm-up, p (v - 1) + 2 (p - i - 1) + 1 chunks; DualPipeV:
-    2 p + 1 half stages, as its schedule runs.
+    2.2.1); interleaved: Megatron's warm-up of 2 (p - i - 1) + p (v - 1) chunks and one more
+    (megatron/core/pipeline_parallel/schedules.py); DualPipeV: 2 p + 1 half stages, as DeepSpeed's
+    schedule runs (deepspeed/runtime/pipe/schedule.py).
     """
     p, v = spread.pipeline, spread.chunks
     if p == 1:
@@ -190,11 +193,6 @@ def micro_batches_in_flight(spread: Spread, stage: int, micro_batches: int) -> f
     if v == 1:
         return min(micro_batches, p - stage)
     return min(micro_batches * v, p * (v - 1) + 2 * (p - stage - 1) + 1) / v
-
-
-def tokens_per_micro_batch(model: ModelConfig, spread: Spread) -> int:
-    """Tokens of a micro-batch on a rank."""
-    return spread.micro_sequences * model.sequence_length // spread.context
 
 
 @lru_cache(maxsize=4096)
@@ -210,8 +208,7 @@ def block_bytes(
     tokens, t = tokens_per_micro_batch(model, spread), spread.tensor
     size = footprint.weight
     h, f = model.hidden_size, model.ffn_hidden_size
-    q = model.heads * model.attention_head_size
-    k = model.kv_heads * model.attention_head_size
+    q, k = model.query_size, model.key_value_size
     if model.norm == "layernorm":  # its input and what it gives
         norms = 2 * (2 * size) * h + 2 * 8
     else:  # with an fp32 copy of it
@@ -227,7 +224,7 @@ def block_bytes(
         split += 4 * model.heads
     if not fused_attention or model.attention_dropout:
         split += (2 * size + 1) * model.heads * model.sequence_length
-    return tokens * (whole / (t if spread.sequence_parallel else 1) + split / t)
+    return tokens * (whole / spread.sequence_ranks + split / t)
 
 
 def activation_bytes(
@@ -236,7 +233,7 @@ def activation_bytes(
     """Activations that a block keeps, with the recomputation of this spread."""
     if spread.recompute == "full":
         row = tokens_per_micro_batch(model, spread) * model.hidden_size * footprint.weight
-        return row / (spread.tensor if spread.sequence_parallel else 1) / spread.recompute_interval
+        return row / spread.sequence_ranks / spread.recompute_interval
     kept = block_bytes(model, spread, footprint, fused_attention)
     if spread.recompute == "none":
         return kept
@@ -256,9 +253,8 @@ def border_bytes(job: Job, stage: int) -> float:
     if spread.pipeline == 1:
         return 0.0
     row = tokens_per_micro_batch(model, spread) * model.hidden_size * job.footprint.weight
-    inner = spread.tensor if spread.sequence_parallel else 1
     outer = spread.tensor if spread.sequence_parallel or spread.schedule == "1f1b" else 1
-    received = row / inner if stage > 0 else 0.0
+    received = row / spread.sequence_ranks if stage > 0 else 0.0
     sent = row / outer if stage < spread.pipeline - 1 else 0.0
     if spread.recompute == "full" and stage > 0:
         received = 0.0  # it is the first block's input
@@ -275,11 +271,10 @@ def block_working_bytes(job: Job, first_only: bool) -> float:
     again = 0.0
     if spread.recompute == "full":
         again = spread.recompute_interval * block_bytes(
-            model, spread, job.footprint, job.fused_attention
+            model, spread, job.footprint, job.software.fused_attention
         )
-    gate = 2 if model.activation == "swiglu" else 1
-    columns = tokens * model.ffn_hidden_size * (gate + 1) / spread.tensor
-    weight = model.hidden_size * gate * model.ffn_hidden_size / spread.tensor
+    columns = tokens * (model.gate_and_up_size + model.ffn_hidden_size) / spread.tensor
+    weight = model.hidden_size * model.gate_and_up_size / spread.tensor
     needs = 3 * tokens * model.hidden_size + columns + (0 if first_only else weight)
     if model.attention_dropout:
         scores = tokens * model.sequence_length * model.heads / spread.tensor
@@ -316,4 +311,4 @@ def held_bytes(job: Job, stage: int) -> float:
     tokens, t = tokens_per_micro_batch(model, spread), spread.tensor
     logits = job.footprint.held_logits * tokens * model.padded_vocab_size(t) / t
     rows = 4 * job.footprint.weight * tokens * model.hidden_size
-    return logits + rows / (t if spread.sequence_parallel else 1)
+    return logits + rows / spread.sequence_ranks

@@ -4,7 +4,7 @@ from math import log2
 
 from recipes.planning.job import Machine
 
-RING_STEP_SECONDS = 5e-6  # between nodes; NCCL gathers and scatters on rings alone
+RING_STEP_SECONDS = 5e-6  # between two nodes, our guess; NCCL gathers and scatters on rings alone
 
 
 def all_reduce_seconds(machine: Machine, moved: float, *, ranks: int, stride: int) -> float:

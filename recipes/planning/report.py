@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from models.cost import flops_per_token, parameter_count
+from models.cost import flops_per_token, parameter_count, recomputed_flops_per_token
 from recipes.planning.job import Job, Spread
 from recipes.planning.memory import GIB, StageMemory, host_bytes, stage_memory
 from recipes.planning.search import Found, Plan
@@ -14,7 +14,6 @@ from recipes.training.recipe import Recipe
 
 SECONDS = [field.name for field in fields(StepTime) if field.name not in ("forward", "backward")]
 MEMORY = [field.name for field in fields(StageMemory)]
-RECOMPUTED = {"none": 0.0, "selective": 0.0, "full": 1 / 3}  # of the model's FLOPs, once more
 
 
 @dataclass(frozen=True)
@@ -38,8 +37,7 @@ def rates(job: Job, seconds: float, steps: int) -> Rates:
     """The rates of a job whose step takes so long, over so many steps."""
     gpus, gpu = job.machine.gpus, job.machine.gpu
     flops = flops_per_token(job.model) * job.tokens_per_step
-    logits = 6 * job.model.hidden_size * job.model.vocab_size * job.tokens_per_step
-    again = RECOMPUTED[job.spread.recompute] * (flops - logits)
+    again = recomputed_flops_per_token(job.model, job.spread.recompute) * job.tokens_per_step
     model_tflops = flops / seconds / gpus / 1e12
     hours = steps * seconds / 3600
     return Rates(
@@ -54,7 +52,7 @@ def rates(job: Job, seconds: float, steps: int) -> Rates:
 
 
 def head(recipe: Recipe, job: Job) -> str:
-    """What is planned, in three lines."""
+    """What is planned, in two lines."""
     machine = job.machine
     tokens = recipe.training.steps * recipe.tokens_per_step
     return (

@@ -28,7 +28,7 @@ class Found:
     """What a search has seen.
 
     plans: the best ones, best first
-    refused: reason -> how many spreads
+    refused: what it is -> how many; sizes that are refused are not tried in all their variants
     nearest: of those that do not fit, the one that lacks least, and what it lacks in GiB
     """
 
@@ -50,14 +50,14 @@ def search(job: Job, top: int) -> Found:
         found.tried += 1
         candidate = replace(job, spread=spread)
         if host_bytes(candidate) > job.machine.gpu.node_memory_gib * GIB:
-            found.refused["is built in more memory than a node has"] += 1
+            found.refused["too large for the host that builds them"] += 1
             continue
         memory = fullest_stage(candidate)
         if spread.recompute == "full":
             candidate, memory = least_memory(candidate, memory)
         lacking = memory.total / GIB - job.machine.gpu.memory_gib
         if lacking > 0:
-            found.refused["does not fit into the memory"] += 1
+            found.refused["too large for a GPU"] += 1
             if found.nearest is None or lacking < found.nearest[1]:
                 found.nearest = spread, lacking
             continue
@@ -86,11 +86,11 @@ def spreads(
             continue
         for pipeline in divisors(gpus // tensor):
             if pipeline > model.layers:
-                refused["more stages than blocks"] += 1
+                refused["pipelines with more stages than blocks"] += 1
                 continue
             data = gpus // tensor // pipeline
             if global_sequences % data:
-                refused["the global batch is not divisible by the data ranks"] += 1
+                refused["data ranks that do not divide the global batch"] += 1
                 continue
             for micro_sequences in divisors(global_sequences // data):
                 if micro_sequences > MOST_MICRO_SEQUENCES:
@@ -102,9 +102,9 @@ def spreads(
 def tensor_refusal(model: ModelConfig, machine: Machine, tensor: int) -> str:
     """Why a tensor size is not possible; empty: it is."""
     if machine.gpus_per_node % tensor:
-        return "a tensor group would cross nodes"
+        return "tensor groups across nodes"
     if any(size % tensor for size in (model.heads, model.kv_heads, model.ffn_hidden_size)):
-        return "tensor does not divide heads, kv_heads or ffn_hidden_size"
+        return "tensor sizes that do not divide heads, kv_heads or ffn_hidden_size"
     return ""
 
 
@@ -118,12 +118,14 @@ def variants(
         if count >= 2 * pipeline:
             schedules.append(("dualpipev", 2))
         else:
-            refused["dualpipev needs two micro-batches per stage"] += 1
+            refused["dualpipev with fewer than two micro-batches a stage"] += 1
     zero_stages = (1, 2, 3) if pipeline == 1 and data > 1 else (1,)
-    halves = (False, True) if tensor > 1 and model.sequence_length % tensor == 0 else (False,)
+    sequence_parallel_choices = (
+        (False, True) if tensor > 1 and model.sequence_length % tensor == 0 else (False,)
+    )
     for schedule, chunks in schedules:
         for zero_stage in zero_stages:
-            for sequence_parallel in halves:
+            for sequence_parallel in sequence_parallel_choices:
                 for recompute in ("none", "selective", "full"):
                     yield Spread(
                         tensor=tensor,

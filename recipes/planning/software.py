@@ -16,7 +16,7 @@ from recipes.planning.footprint import (
 
 @dataclass(frozen=True, kw_only=True)
 class Software:
-    """A training stack at a time; what it overlaps is from its documentation or its paper.
+    """A training stack at a time: what it fuses and what it overlaps.
 
     era: how fast its kernels run, relative to the hardware file's efficiencies; the one number
         that stands for everything that a version of a library changes
@@ -39,7 +39,7 @@ class Software:
     data_overlap: float = 0.0  # share of the gradients' reduction that the backward pass hides
     gradient_bytes: int = 2  # on the wire, or those of the precision where it has more
     reduce_scatter: bool = True  # or all-reduce, although the optimizer's state is spread
-    shard_overlap: float = 0.9  # share of ZeRO-3's gathers that computation hides
+    shard_overlap: float = 0.9  # share of ZeRO-2 and 3's communication that computation hides
     block_seconds: float = 5e-4  # host time to issue a block's forward pass
     step_seconds: float = 0.02  # host time of a step beside its micro-batches
     straggling: float = 1.0  # relative to the hardware file's
@@ -54,8 +54,8 @@ THREEFOLD = Software(
     reduce_scatter=False,
     block_seconds=6.4e-4,
 )
-# Shares and eras below are fitted once to the published measurements of each stack, where its
-# documents leave them open.
+# What a stack overlaps at all is from its documents; how much of it, and eras, are fitted to its
+# published measurements.
 STACKS = (
     THREEFOLD,
     Software(

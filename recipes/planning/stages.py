@@ -48,3 +48,8 @@ def _stage_parameters(
 def last_stage(pipeline: int, schedule: str) -> int:
     """The stage with the logits."""
     return 0 if schedule == "dualpipev" else pipeline - 1
+
+
+def tokens_per_micro_batch(model: ModelConfig, spread: Spread) -> int:
+    """Tokens of a micro-batch on a rank."""
+    return spread.micro_sequences * model.sequence_length // spread.context

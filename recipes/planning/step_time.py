@@ -20,11 +20,17 @@ from recipes.planning.kernels import (
 )
 from recipes.planning.network import all_reduce_seconds, gather_seconds, transfer_seconds
 from recipes.planning.software import Software
-from recipes.planning.stages import blocks_of_stages, last_stage, stage_parameters
+from recipes.planning.stages import (
+    blocks_of_stages,
+    last_stage,
+    stage_parameters,
+    tokens_per_micro_batch,
+)
 
 # Bytes per parameter of an Adam step in mixed precision: fp32 weight and two moments read and
-# written (24), gradient read by the norm, scaled and read by the update (12), 16-bit weight (2).
-OPTIMIZER_BYTES = 38
+# written (24), fp32 gradient read by the norm, read, scaled and written, and read by the update
+# (16), 16-bit weight written (2).
+OPTIMIZER_BYTES = 42
 # Bytes per logit of the cross-entropy, forward and backward, in fp32: converted (6), maximum (4),
 # exponential (8), sum (4), scaled and subtracted (8), converted back (6).
 LOSS_BYTES = 36
@@ -174,20 +180,15 @@ def block_passes(
     return _with_shards(model, machine, spread, precision, software, ahead, back)
 
 
-def _tokens(model: ModelConfig, spread: Spread) -> int:
-    return spread.micro_sequences * model.sequence_length // spread.context
-
-
 def _products(model: ModelConfig, gpu: Gpu, spread: Spread, precision: str) -> tuple[float, float]:
     """The four matrix products of a block; backward each has two, for its input and its weight."""
-    tokens, t = _tokens(model, spread), spread.tensor
-    h, f, d = model.hidden_size, model.ffn_hidden_size, model.attention_head_size
-    up = 2 * f if model.activation == "swiglu" else f
+    tokens, t = tokens_per_micro_batch(model, spread), spread.tensor
+    h, f = model.hidden_size, model.ffn_hidden_size
     forward = backward = 0.0
     for inner, columns in (
-        (h, (model.heads + 2 * max(model.kv_heads, t)) * d // t),
-        (model.heads * d // t, h),
-        (h, up // t),
+        (h, (model.query_size + 2 * model.key_value_size) // t),
+        (model.query_size // t, h),
+        (h, model.gate_and_up_size // t),
         (f // t, h),
     ):
         forward += matmul_seconds(gpu, precision, rows=tokens, columns=columns, inner=inner)
@@ -207,7 +208,10 @@ def _attention(
         flops = 4 * s * s * d * batch / 2 / spread.context
         fused = fused_attention_seconds(gpu, precision, flops=flops, head_size=d)
         fused /= software.attention
-        return fused, 2.5 * fused / 0.85  # five products instead of two (arXiv 2307.08691, 3.1)
+        return (
+            fused,
+            2.5 * fused / 0.85,
+        )  # five products instead of two, slower (Dao 2023, sections 3.1, 4.1)
     scores = matmul_seconds(gpu, precision, rows=s, columns=s, inner=d, batch=batch)
     values = matmul_seconds(gpu, precision, rows=s, columns=d, inner=s, batch=batch)
     size = BYTES[precision]
@@ -230,11 +234,11 @@ def _elementwise(
     the tensor ranks are split: queries, keys and values made ready (2 each) and the attention's
     output (2), the MLP's activation (2 of its columns, 3 with a gate). Backward half as much again.
     """
-    tokens, t = _tokens(model, spread), spread.tensor
-    h, f, d = model.hidden_size, model.ffn_hidden_size, model.attention_head_size
-    whole = (2 * 2 + 2 * 3) * h / (t if spread.sequence_parallel else 1)
-    heads = 2 * (2 * model.heads + 2 * model.kv_heads) * d / t
-    activation = (3 if model.activation == "swiglu" else 2) * f / t
+    tokens, t = tokens_per_micro_batch(model, spread), spread.tensor
+    h, f = model.hidden_size, model.ffn_hidden_size
+    whole = (2 * 2 + 2 * 3) * h / spread.sequence_ranks
+    heads = 4 * (model.query_size + model.key_value_size) / t
+    activation = (model.gate_and_up_size + f) / t
     moved = tokens * (whole + heads + activation) * BYTES[precision] * software.elementwise
     forward = memory_seconds(gpu, moved) + 8 * gpu.kernel_seconds
     return forward, 1.5 * forward
@@ -248,7 +252,7 @@ def _tensor_collectives(
     With sequence parallelism as many bytes as reduce-scatters and all-gathers, and, backward, the
     gathered inputs twice again (Korthikanti et al. 2022, arXiv 2205.05198, section 4.2.2).
     """
-    moved = _tokens(model, spread) * model.hidden_size * BYTES[precision]
+    moved = tokens_per_micro_batch(model, spread) * model.hidden_size * BYTES[precision]
     once = all_reduce_seconds(machine, moved, ranks=spread.tensor, stride=1)
     count = 1 if software.parallel_block else 2
     backward = count * once * (1.5 if spread.sequence_parallel else 1.0)
@@ -265,8 +269,8 @@ def _context_collectives(
 
     Liu et al. 2023 (arXiv 2310.01889, section 3).
     """
-    width = 2 * max(1, model.kv_heads // spread.tensor) * model.attention_head_size
-    moved = _tokens(model, spread) * width * BYTES[precision] * spread.context
+    width = 2 * model.key_value_size // spread.tensor
+    moved = tokens_per_micro_batch(model, spread) * width * BYTES[precision] * spread.context
     passed = gather_seconds(machine, moved, ranks=spread.context, stride=spread.tensor)
     return max(0.0, passed - core)
 
@@ -304,7 +308,7 @@ def end_passes(
 ) -> tuple[tuple[Pass, Pass], tuple[Pass, Pass]]:
     """Forward and backward of the embedding, and of final norm, logits and loss."""
     gpu, t = machine.gpu, spread.tensor
-    tokens, h = _tokens(model, spread), model.hidden_size
+    tokens, h = tokens_per_micro_batch(model, spread), model.hidden_size
     size = BYTES[precision]
     row = tokens * h * size
     reduced = all_reduce_seconds(machine, row, ranks=t, stride=1)
@@ -328,7 +332,7 @@ def transfer_time(job: Job) -> float:
     spread = job.spread
     if spread.pipeline == 1:
         return 0.0
-    row = _tokens(job.model, spread) * job.model.hidden_size * BYTES[job.precision]
+    row = tokens_per_micro_batch(job.model, spread) * job.model.hidden_size * BYTES[job.precision]
     stride = spread.tensor * spread.context * spread.data
     if not (job.software.split_transfers or spread.sequence_parallel):
         return transfer_seconds(job.machine, row, stride=stride)
@@ -368,8 +372,7 @@ def optimizer_time(job: Job) -> float:
     """The update of this rank's share of the parameters, the host's time of a step, tied tables."""
     spread = job.spread
     parameters = max(stage_parameters(job.model, job.spread))
-    shared = spread.data * spread.context if spread.zero_stage else 1
-    update = memory_seconds(job.machine.gpu, parameters / shared * OPTIMIZER_BYTES)
+    update = memory_seconds(job.machine.gpu, parameters / job.optimizer_ranks * OPTIMIZER_BYTES)
     tied = 0.0
     if job.model.tie_embeddings and spread.pipeline > 1:
         table = job.model.padded_vocab_size(spread.tensor) // spread.tensor * job.model.hidden_size

@@ -1,7 +1,24 @@
 """Tables of published measurements: each row as a job, and predicted beside what was measured.
 
-A table is a CSV file with a column for each thing that decides a job's time (model, machine,
-software, layout) and for what was measured. Predictions look at the former alone.
+A table is a CSV file with a line per run. What decides its time is in these columns, of which all
+but those in brackets must be there:
+
+    row_id               a name for the run
+    framework            begins as a stack of `software.py`, such as "Megatron-DeepSpeed"
+    [arch]               begins with "gpt" (GPT-2's switches) or "llama"
+    layers hidden heads [kv_heads] ffn [vocab] seq
+    gpu [gpu_mem_gb]     contains a name of `gpus/`, such as "A100"; 40 or 80 tells two apart
+    gpus [gpus_per_node]
+    [intra_gbps_unidir]  gigabytes/s between GPUs of a node, each GPU, one direction
+    [inter_gbps_per_gpu] gigabytes/s between nodes, each GPU, one direction
+    precision            contains "bf16" or "fp16"
+    [attention_kernel]   contains "flash" or "unfused"
+    tp pp [vpp] [cp] [dp]  tensor, pipeline, chunks, context, data ranks
+    [zero_stage] [seq_parallel] [recompute]  0 .. 3; 0 or 1; "none", "selective" or "full"
+    mbs gbs              sequences of a micro-batch and of a step
+
+and what was measured in step_time_s, mem_gb, mem_kind and oom, all of which may be missing.
+Predictions look at the former alone.
 """
 
 import csv
@@ -148,8 +165,7 @@ class _Reader:
             global_sequences=self.whole("gbs"),
             precision=precision,
             software=software,
-            footprint=software.footprint[precision],
-            optimizer_ranks=self.optimizer_ranks(),
+            optimizer_group=self.optimizer_group(),
         )
         return self.with_recomputation(job)
 
@@ -230,6 +246,10 @@ class _Reader:
     def spread(self, count: int) -> Spread:
         """The layout."""
         tensor, pipeline = self.whole("tp"), self.whole("pp")
+        if (number(self.cells.get("kv_heads")) or tensor) % tensor:
+            raise ValueError(
+                f"kv_heads = {self.cells['kv_heads']} over tp = {tensor} is not modelled"
+            )
         context = int(number(self.cells.get("cp")) or 1)
         rest = count // (tensor * pipeline * context)
         data = int(self.usual("dp", rest, "what is left of the GPUs"))
@@ -251,7 +271,7 @@ class _Reader:
             micro_sequences=int(self.usual("mbs", 1, "unstated")),
         )
 
-    def optimizer_ranks(self) -> int | None:
+    def optimizer_group(self) -> int | None:
         """Ranks that share the optimizer's state, where it is not all data ranks."""
         found = re.search(r"zero1=([0-9]+)", self.cells.get("zero_stage") or "")
         return int(found[1]) if found else None
