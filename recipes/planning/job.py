@@ -176,5 +176,5 @@ def unspread_job(recipe: Recipe, machine: Machine, software: Software = THREEFOL
         spread=Spread(),
         global_sequences=recipe.batch.global_sequences,
         precision=kind,
-        software=replace(software, footprint={kind: footprint}),
+        software=replace(software, footprint={**software.footprint, kind: footprint}),
     )
