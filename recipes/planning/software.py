@@ -45,6 +45,10 @@ class Software:
     straggling: float = 1.0  # relative to the hardware file's
     parallel_block: bool = False  # attention and MLP side by side: half the tensor collectives
 
+    def bytes_of_gradients(self, weight: int) -> int:
+        """Bytes of a gradient on the wire; no fewer than a weight's."""
+        return max(self.gradient_bytes, weight)
+
 
 THREEFOLD = Software(
     name="threefold",
