@@ -22,6 +22,7 @@ from recipes.planning.memory import (
     GIB,
     block_bytes,
     fullest_stage,
+    host_bytes,
     micro_batches_in_flight,
     stage_memory,
     state_bytes,
@@ -73,6 +74,21 @@ def test_published_steps_are_predicted(name: str) -> None:
 def test_published_memory_is_predicted() -> None:
     summary = closed_forms.evaluate(PUBLISHED / "zero2020.csv")["summary"]
     assert summary["memory_max_absolute_error_percent"] < 0.5
+
+
+@pytest.mark.parametrize(
+    ("model", "what", "printed", "unit"),
+    [  # Korthikanti et al. 2022, by the formulas of its section 4 and 18 bytes a parameter
+        ("22B", "params+optimizer", 45.56, "GiB"),
+        ("175B", "activations, no recompute, no SP", 66.84, "GiB"),
+        ("530B", "activations, SP+selective", 23.08, "GiB"),
+        ("1T", "SP+selective", 20.2, "% of tensor parallelism alone"),
+    ],
+)
+def test_korthikantis_memory_is_predicted(model: str, what: str, printed: float, unit: str) -> None:
+    cells = {"model": model, "what": what, "value": str(printed), "unit": unit}
+    predicted, expected = closed_forms.korthikanti(cells)
+    assert predicted == pytest.approx(expected, rel=0.01)
 
 
 def test_narayanans_trillion_has_its_published_rate() -> None:
@@ -343,6 +359,26 @@ def test_what_is_refused_is_counted_with_its_reason() -> None:
     assert not nothing.plans and nothing.nearest is not None and nothing.nearest[1] > 10
 
 
+def test_what_a_host_cannot_build_is_refused() -> None:
+    """ZeRO-3 spreads what each process has built whole, 4 bytes a parameter."""
+    _, job = planned("llama/70b")
+    whole = replace(job, spread=Spread(data=job.machine.gpus, zero_stage=3))
+    assert host_bytes(whole) == pytest.approx(8 * 4 * parameter_count(job.model), rel=0.01)
+    assert search(job, 1).refused["too large for the host that builds them"] > 0
+    roomy = replace(job.machine, gpu=replace(job.machine.gpu, node_memory_gib=10**6))
+    assert "too large for the host" not in str(search(replace(job, machine=roomy), 1).refused)
+
+
+def test_runs_that_were_out_of_memory_are_counted() -> None:
+    with (PUBLISHED / "narayanan2021.csv").open(newline="") as file:
+        cells = next(csv.DictReader(file))
+    large = {"mbs": "512", "gbs": "16384", "recompute": "none", "step_time_s": ""}
+    rows = [read_row(cells | large | {"oom": "1"}), read_row(cells), read_row(cells | large)]
+    summary = evaluation.summary(rows, evaluation.predict(rows, Calibration()))
+    assert (summary["out_of_memory_rows"], summary["out_of_memory_flagged"]) == (1, 1)
+    assert summary["false_alarms"] == 1
+
+
 def test_divisors_are_all_and_in_order() -> None:
     for number in (1, 12, 49, 97, 4096):
         assert divisors(number) == [n for n in range(1, number + 1) if number % n == 0]
@@ -419,6 +455,9 @@ def test_exit_codes_say_whether_it_fits() -> None:
         (["--table", "nowhere.csv"], "nowhere.csv"),
         (["--table", "requirements.txt"], "it is no table of runs"),
         (["--top", "-1"], "--top -1 is negative"),
+        (["--scatter", "errors.png"], "--scatter goes with --table"),
+        (["--rank", "1"], "--rank goes with --trace"),
+        (["--trace", "--write", "mine.toml"], "--write goes with a plan"),
     ],
 )
 def test_bad_options_are_refused(arguments: list[str], message: str) -> None:
@@ -434,6 +473,15 @@ def test_a_table_is_compared_as_json(tmp_path: Path) -> None:
     assert found["summary"]["skipped"] == 0
     assert set(found["calibration"]["factors"]) >= {"compute", "network"}
     assert len(found["calibration"]["rows"]) == 6
+
+
+def test_a_folder_of_tables_is_compared(tmp_path: Path) -> None:
+    (tmp_path / "other.csv").write_text("a,b\n1,2\n")
+    (tmp_path / "runs.csv").write_bytes((PUBLISHED / "narayanan2021.csv").read_bytes())
+    found = json.loads(run_plan("--table", str(tmp_path), "--json").stdout)
+    assert list(found) == ["runs"] and found["runs"]["summary"]["rows"] == 6
+    text = run_plan("--table", str(tmp_path)).stdout
+    assert "| runs | 6 |" in text
 
 
 def test_stages_of_a_pipeline_hold_less_and_less() -> None:

@@ -56,14 +56,23 @@ def head(recipe: Recipe, job: Job) -> str:
     machine = job.machine
     tokens = recipe.training.steps * recipe.tokens_per_step
     return (
-        f"{recipe.name}: {parameter_count(recipe.model) / 1e9:.3f} B parameters, "
+        f"{recipe.name}: {short(parameter_count(recipe.model))} parameters, "
         f"{recipe.tokens_per_step:,} tokens a step, {recipe.training.steps:,} steps, "
-        f"{tokens / 1e9:,.0f} B tokens\n"
-        f"{machine.gpus:,} x {machine.gpu.name} on {machine.nodes} nodes, "
+        f"{short(tokens)} tokens\n"
+        f"{machine.gpus:,} x {machine.gpu.name} on {machine.nodes} "
+        f"node{'s' * (machine.nodes > 1)}, "
         f"{machine.node_link_gigabytes_per_second:g} GB/s inside and "
         f"{machine.network_gigabytes_per_second:g} GB/s between them per GPU, {job.precision}, "
         f"as {job.software.name}"
     )
+
+
+def short(count: float) -> str:
+    """A count in thousands, millions, billions or trillions: 70.6 B."""
+    for size, letter in ((1e12, " T"), (1e9, " B"), (1e6, " M"), (1e3, " k")):
+        if count >= size:
+            return f"{count / size:,.3g}{letter}"
+    return f"{count:.3g}"
 
 
 def words(spread: Spread) -> str:
@@ -110,11 +119,12 @@ def rates_text(rate: Rates) -> str:
     """Rates in two lines."""
     again = ""
     if rate.hardware_tflops > rate.model_tflops:
-        again = f" ({rate.hardware_tflops:.1f} with what is computed again)"
+        again = f" ({rate.hardware_tflops:.3g} with what is computed again)"
+    days = f"{rate.days:,.1f} days" if rate.days >= 1 else f"{24 * rate.days:.2g} hours"
     return (
-        f"{rate.model_tflops:.1f} TFLOP/s per GPU{again}, MFU {rate.mfu:.1%}, "
+        f"{rate.model_tflops:.3g} TFLOP/s per GPU{again}, MFU {rate.mfu:.1%}, "
         f"{rate.tokens_per_second:,.0f} tokens/s\n"
-        f"{rate.days:,.1f} days, {rate.gpu_hours:,.0f} GPU hours, about ${rate.dollars:,.0f}"
+        f"{days}, {short(rate.gpu_hours)} GPU hours, about ${short(rate.dollars)}"
     )
 
 
