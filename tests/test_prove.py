@@ -365,7 +365,9 @@ def test_a_seeded_fault_fails_the_proof(
 # What it does and says
 
 
-@pytest.mark.parametrize("name", UNSEEN)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.long] if n == "odd" else []) for n in UNSEEN]
+)
 def test_recipes_it_has_never_seen(name: str, corpus: Path, tmp_path: Path) -> None:
     recipe = recipe_of(corpus, UNSEEN[name])
     small = made_small(recipe, tmp_path / "corpus")
