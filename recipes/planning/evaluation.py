@@ -10,7 +10,7 @@ from typing import Any
 from models.cost import flops_per_token
 from recipes.planning.calibration import Calibration
 from recipes.planning.job import Job
-from recipes.planning.memory import GIB, StageMemory, fullest_stage
+from recipes.planning.memory import GIB, fullest_stage
 from recipes.planning.step_time import step_time
 from recipes.planning.table import Row
 
@@ -22,7 +22,7 @@ class Prediction:
     """A row and what was predicted of it.
 
     seconds: of a step
-    memory_gib: of the fullest stage, as the row's memory was measured
+    memory_gib: of the fullest stage
     fits: into the GPU's memory
     """
 
@@ -58,18 +58,11 @@ def predict(rows: Iterable[Row], calibration: Calibration) -> list[Prediction]:
                 row=row,
                 job=row.job,
                 seconds=step_time(job).total,
-                memory_gib=comparable(memory, row.measured.memory_kind) / GIB,
+                memory_gib=memory.total / GIB,
                 fits=memory.total <= job.machine.gpu.memory_gib * GIB,
             )
         )
     return found
-
-
-def comparable(memory: StageMemory, kind: str) -> float:
-    """What a way of measuring sees: of PyTorch's own count, nothing of CUDA and NCCL."""
-    if "nvidia-smi" in kind or "reserved" not in kind:
-        return memory.total
-    return memory.counted * 1.05  # whole blocks of the caching allocator
 
 
 def row_table(prediction: Prediction) -> dict[str, Any]:
@@ -108,6 +101,7 @@ def summary(rows: Sequence[Row], predictions: Sequence[Prediction]) -> dict[str,
     ran = [p for p in predictions if not p.row.measured.out_of_memory]
     return {
         "rows": len(rows),
+        "predicted": len(predictions),
         "compared": len(errors),
         "mean_absolute_error_percent": percent(mean(map(abs, errors))),
         "max_absolute_error_percent": percent(max(map(abs, errors), default=None)),

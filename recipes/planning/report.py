@@ -219,7 +219,9 @@ def evaluation_text(name: str, summary: Mapping[str, Any]) -> str:
         value = summary.get(key)
         return "" if value is None else format(value, form)
 
-    out_of_memory = f"{summary.get('false_alarms', 0)} of {summary['rows']}"
+    false_alarms = ""
+    if summary.get("predicted"):
+        false_alarms = f"{summary['false_alarms']} of {summary['predicted']}"
     return " | ".join(
         [
             f"| {name}",
@@ -230,7 +232,7 @@ def evaluation_text(name: str, summary: Mapping[str, Any]) -> str:
             cell("kendall_tau", ".2f"),
             cell("mean_regret_percent"),
             cell("memory_mean_absolute_error_percent"),
-            out_of_memory,
+            false_alarms,
             f"{summary['skipped']} |",
         ]
     )
