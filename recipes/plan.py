@@ -38,6 +38,7 @@ from recipes.planning.step_time import step_time
 from recipes.planning.table import Row, is_table_of_runs, read_table
 from recipes.training.recipe import DEFAULT_RECIPE, Recipe, load_recipe, parse_recipe
 
+MOST_GPUS = 10**6
 GOES_WITH = {"scatter": "table", "calibrate": "table", "rank": "trace"}
 WITHOUT_CLUSTER = {"nodes": 1, "gpus_per_node": 2, "gpu": "cpu"}  # of a recipe that names none
 
@@ -46,10 +47,17 @@ def main() -> None:
     """Do what the options ask for; refusals go to stderr."""
     options = parse_command_line()
     try:
-        sys.exit(run(options))
+        code = run(options)
+        sys.stdout.flush()
     except ValueError as problem:
         print(f"plan.py: {problem}", file=sys.stderr)
-        sys.exit(2)
+        code = 2
+    except OSError as problem:  # nobody reads on, or a disk is full
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if not isinstance(problem, BrokenPipeError):
+            print(f"plan.py: {problem}", file=sys.stderr)
+        code = 2
+    sys.exit(code)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -70,8 +78,13 @@ def on_machine(options: argparse.Namespace) -> Recipe:
     recipe = load_recipe(options.recipe, options.set)
     table = recipe.model_dump(mode="json", exclude_none=True)
     asked = {key: value for key in WITHOUT_CLUSTER if (value := getattr(options, key)) is not None}
-    table["cluster"] = WITHOUT_CLUSTER | table.get("cluster", {}) | asked
-    return parse_recipe(table, str(options.recipe))
+    cluster = table["cluster"] = WITHOUT_CLUSTER | table.get("cluster", {}) | asked
+    if cluster["nodes"] * cluster["gpus_per_node"] > MOST_GPUS:
+        raise ValueError(
+            f"cluster.nodes = {cluster['nodes']} x cluster.gpus_per_node = "
+            f"{cluster['gpus_per_node']} are more than {MOST_GPUS:,} GPUs; use fewer"
+        )
+    return parse_recipe(table, str(options.recipe))  # again, so that it is checked
 
 
 def plan(recipe: Recipe, options: argparse.Namespace) -> int:
@@ -119,7 +132,7 @@ def plan_table(recipe: Recipe, own: Job | None, refusal: str, found: Found) -> d
         "own": report.job_table(own, steps) if own else None,
         "own_refused": refusal,
         "tried": found.tried,
-        "best": [report.plan_table(each, steps) for each in found.plans],
+        "best": [report.plan_table(recipe, each) for each in found.plans],
         "refused": dict(found.refused),
     }
 
@@ -134,7 +147,7 @@ def write(recipe: Recipe, found: Found, path: Path) -> None:
         raise ValueError(f"--write {path}: no layout fits; use more nodes or a larger GPU")
     table = recipe.model_dump(mode="json", exclude_none=True, exclude_defaults=True)
     best = found.plans[0]
-    for key, value in report.edits(best.job.spread, best.job.precision).items():
+    for key, value in report.edits(recipe, best).items():
         section, _, name = key.rpartition(".")
         (table[section] if section else table)[name] = value
     text = tomli_w.dumps(parse_recipe(table, str(path)).model_dump(mode="json", exclude_none=True))
@@ -147,6 +160,7 @@ def write(recipe: Recipe, found: Found, path: Path) -> None:
     except FileExistsError:
         raise ValueError(f"--write {path}: there is such a file; use another name") from None
     except OSError as error:
+        path.unlink(missing_ok=True)  # nothing half-written stays
         raise ValueError(f"--write {path}: {error.strerror}; use another name") from None
     print(f"written: {path}", file=sys.stderr)
 
@@ -187,6 +201,9 @@ def evaluate(options: argparse.Namespace) -> int:
     if options.table.is_dir():
         files = sorted(options.table.glob("*.csv"))
         results = {file.stem: evaluated(file, factors) for file in files if is_table(file)}
+        for file in files:
+            if file.stem not in results:
+                print(f"{file}: no table of runs, left out", file=sys.stderr)
     else:
         results = {options.table.stem: evaluated(options.table, factors)}
     if not results:
@@ -298,6 +315,8 @@ def parse_command_line() -> argparse.Namespace:
     for name, needs in GOES_WITH.items():
         if getattr(options, name) != parser.get_default(name) and not getattr(options, needs):
             parser.error(f"--{name} goes with --{needs}")
+    if options.recipe != DEFAULT_RECIPE and (options.table or options.catalogue):
+        parser.error("a recipe goes with a plan or --trace; leave --table and --catalogue out")
     for name in ("write", "timeline", "heatmap"):
         if getattr(options, name) and (options.trace or options.table or options.catalogue):
             parser.error(f"--{name} goes with a plan; leave --trace, --table and --catalogue out")

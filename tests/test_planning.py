@@ -297,7 +297,7 @@ def test_a_step_is_the_sum_of_its_parts() -> None:
     assert len(time.forward) == len(time.backward) == 16
 
 
-@pytest.mark.parametrize("name", ["llama/13b", "llama/405b"])  # plain, recomputed by intervals
+@pytest.mark.parametrize("name", ["llama/13b", "llama/405b", "gpt/350m"])  # in fp16 too
 def test_the_best_layouts_can_be_run_and_are_what_was_predicted(name: str) -> None:
     recipe, job = planned(name)
     found = search(job, 5)
@@ -307,10 +307,10 @@ def test_the_best_layouts_can_be_run_and_are_what_was_predicted(name: str) -> No
     for plan in found.plans:
         assert plan.memory.total <= job.machine.gpu.memory_gib * GIB
         table = recipe.model_dump(mode="json", exclude_none=True)
-        for key, value in edits(plan.job.spread, plan.job.precision).items():
+        for key, value in edits(recipe, plan).items():
             section, _, name = key.rpartition(".")
             (table[section] if section else table)[name] = value
-        again = job_of(parse_recipe(table, "edited"), job.machine)
+        again = job_of(parse_recipe(table, "edited"), job.machine)  # which reads the JSON too
         assert again.spread == plan.job.spread
         assert step_time(again).total == plan.time.total
 

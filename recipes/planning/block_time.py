@@ -94,6 +94,7 @@ def _products(job: Job) -> tuple[float, float]:
     """The four matrix products of a block; backward each has two, for its input and its weight."""
     model, t, gpu, precision = job.model, job.spread.tensor, job.machine.gpu, job.precision
     tokens, h = tokens_per_micro_batch(model, job.spread), model.hidden_size
+    rows = padded(tokens)
     forward = backward = 0.0
     for inner, columns in (
         (h, (model.query_size + 2 * model.key_value_size) // t),
@@ -103,8 +104,13 @@ def _products(job: Job) -> tuple[float, float]:
     ):
         forward += matmul_seconds(gpu, precision, rows=tokens, columns=columns, inner=inner)
         backward += matmul_seconds(gpu, precision, rows=tokens, columns=inner, inner=columns)
-        backward += matmul_seconds(gpu, precision, rows=columns, columns=inner, inner=tokens)
+        backward += matmul_seconds(gpu, precision, rows=columns, columns=inner, inner=rows)
     return forward, backward
+
+
+def padded(tokens: int) -> int:
+    """The inner size of a weight's gradient: tokens are no row there that could be misaligned."""
+    return -(-tokens // 8) * 8
 
 
 def _attention(job: Job) -> tuple[float, float]:
@@ -112,7 +118,7 @@ def _attention(job: Job) -> tuple[float, float]:
     model, spread, software, gpu = job.model, job.spread, job.software, job.machine.gpu
     s, d = model.sequence_length, model.attention_head_size
     batch = spread.micro_sequences * model.heads // spread.tensor
-    if software.fused_attention:
+    if not job.writes_scores:
         # Half of the scores are masked; a context rank has its share of what is left.
         flops = 4 * s * s * d * batch / 2 / spread.context
         fused = fused_attention_seconds(gpu, job.precision, flops=flops, head_size=d)
@@ -122,7 +128,8 @@ def _attention(job: Job) -> tuple[float, float]:
     scores = matmul_seconds(gpu, job.precision, rows=s, columns=s, inner=d, batch=batch)
     values = matmul_seconds(gpu, job.precision, rows=s, columns=d, inner=s, batch=batch)
     size = BYTES[job.precision]
-    dropout = 2 * size + 1 if software.attention_dropout else 0
+    drops = software.attention_dropout or model.attention_dropout > 0
+    dropout = 2 * size + 1 if drops else 0
     softmax = memory_seconds(gpu, batch * s * s * (2 * size + dropout))
     softmax_backward = memory_seconds(gpu, batch * s * s * (3 * size + dropout))
     return (
@@ -223,6 +230,6 @@ def end_passes(job: Job) -> tuple[tuple[Pass, Pass], tuple[Pass, Pass]]:
     columns = job.model.padded_vocab_size(t) // t
     logits = matmul_seconds(gpu, precision, rows=tokens, columns=columns, inner=h)
     backward = matmul_seconds(gpu, precision, rows=tokens, columns=h, inner=columns)
-    backward += matmul_seconds(gpu, precision, rows=columns, columns=h, inner=tokens)
+    backward += matmul_seconds(gpu, precision, rows=columns, columns=h, inner=padded(tokens))
     loss = memory_seconds(gpu, tokens * columns * LOSS_BYTES / 2)
     return embedding, (Pass((logits + loss) / era), Pass((backward + loss) / era, reduced))

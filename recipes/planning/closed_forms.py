@@ -56,7 +56,10 @@ def evaluate(path: Path) -> dict[str, Any]:
     rows = []
     with path.open(newline="", encoding="utf-8") as file:
         for number, cells in enumerate(csv.DictReader(file), start=1):
-            predicted, printed = zero(cells) if "stage" in cells else korthikanti(cells)
+            try:
+                predicted, printed = zero(cells) if "stage" in cells else korthikanti(cells)
+            except ValueError as error:
+                raise ValueError(f"{path}, row {number}: {error}") from None
             rows.append(
                 {
                     "row_id": f"{path.stem}-{number:04}",

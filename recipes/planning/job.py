@@ -116,6 +116,11 @@ class Job:
         return self.software.footprint[self.precision]
 
     @property
+    def writes_scores(self) -> bool:
+        """Whether attention scores are written: dropout needs them, or no kernel is fused."""
+        return not self.software.fused_attention or self.model.attention_dropout > 0
+
+    @property
     def optimizer_ranks(self) -> int:
         """Ranks that share the optimizer's state."""
         return self.optimizer_group or self.spread.optimizer_ranks

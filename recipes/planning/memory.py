@@ -8,11 +8,13 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from models.config import ModelConfig
+from models.cost import block_parameters
 from recipes.planning.footprint import Footprint
 from recipes.planning.job import Job, Spread
 from recipes.planning.kernels import BYTES
 from recipes.planning.stages import (
     blocks_of_stages,
+    deal,
     last_stage,
     stage_parameters,
     tokens_per_micro_batch,
@@ -76,51 +78,91 @@ def host_bytes(job: Job) -> float:
     return BYTES["fp32"] * max(stage_parameters(job.model, job.spread)) * together
 
 
-def memory_of_stage(job: Job, stage: int) -> StageMemory:
-    """What one stage needs.
+@dataclass(frozen=True)
+class Moment:
+    """What is there at a moment of a step beside weights, gradients and state that always are."""
 
-    Three moments are looked at: the loss of the logits (on the last stage) or a block's backward
-    pass, with all activations there; the same in the first micro-batch, before there are gradients
-    of weights; and the reduction of gradients and the update, when the activations are gone.
-    """
-    spread, model, footprint = job.spread, job.model, job.footprint
-    parameters = stage_parameters(model, spread)[stage]
+    activations: float = 0.0
+    working: float = 0.0
+    gradients: float = 0.0
+    buffers: float = 0.0
+
+    @property
+    def total(self) -> float:
+        """All of it."""
+        return self.activations + self.working + self.gradients + self.buffers
+
+
+def memory_of_stage(job: Job, stage: int) -> StageMemory:
+    """What one stage needs at its fullest moment."""
+    spread, footprint = job.spread, job.footprint
+    parameters = stage_parameters(job.model, spread)[stage]
     weights, gradients, optimizer = state_bytes(footprint, spread, parameters, job.optimizer_ranks)
-    blocks = blocks_of_stages(model.layers, spread.pipeline, spread.chunks, spread.schedule)[stage]
-    kept = activation_bytes(model, spread, footprint, job.software.fused_attention)
-    flying = micro_batches_in_flight(spread, stage, job.micro_batches)
-    activations = flying * (blocks * kept + border_bytes(job, stage))
-    first_only = job.micro_batches <= flying  # nothing follows the first backward pass
-    passing = passing_bytes(footprint, spread, parameters)
-    loss = loss_bytes(job, stage, first_only)
-    block = block_working_bytes(job, first_only)
-    running = buffers = 0.0
-    if not first_only:
-        running, buffers = passing.gradients, passing.buffers
-    working = max(loss, block)
-    if spread.zero_stage == 2:  # the loss comes before the backward pass has its buckets
-        working, buffers = (loss, 0.0) if loss > block + buffers else (block, buffers)
-    after = passing.gradients + passing.reducing + passing.reducing_buffers
-    after += held_bytes(job, stage)
-    updating = footprint.updating * parameters / spread.data
-    if activations + working + running + buffers < max(after, updating):
-        activations = working = 0.0
-        running = passing.gradients + passing.reducing
-        buffers = passing.reducing_buffers + held_bytes(job, stage)
-        if after < updating:  # the 16-bit gradients are gone then
-            running, buffers = updating, 0.0
+    moment = max(moments(job, stage, parameters), key=lambda each: each.total)
     overhead = footprint.overhead_gib
     if overhead is None:
         overhead = job.machine.gpu.context_gib
+    wasted = footprint.fragmentation * (moment.activations + moment.working)
     return StageMemory(
         weights=weights,
-        gradients=gradients + running,
+        gradients=gradients + moment.gradients,
         optimizer=optimizer,
-        activations=activations,
-        working=working,
-        buffers=buffers,
-        overhead=overhead * GIB + footprint.fragmentation * (activations + working),
+        activations=moment.activations,
+        working=moment.working,
+        buffers=moment.buffers,
+        overhead=overhead * GIB + wasted,
     )
+
+
+def moments(job: Job, stage: int, parameters: int) -> list[Moment]:
+    """The moments of a step that may be a stage's fullest.
+
+    The loss of the logits (on the last stage) and a block's backward pass, with all activations
+    there; the reduction of gradients; the update, when activations are gone.
+    """
+    spread, footprint = job.spread, job.footprint
+    kept = activation_bytes(job.model, spread, footprint, not job.writes_scores)
+    flying = micro_batches_in_flight(spread, stage, job.micro_batches)
+    activations = blocks_in_flight(job, stage) * kept + flying * border_bytes(job, stage)
+    passing = passing_bytes(footprint, spread, parameters)
+    # In the first micro-batch there are no gradients of weights yet but the newest ones, and a
+    # step of one micro-batch, or of as many as are in flight, has no later one.
+    first_only = job.micro_batches <= flying
+    gradients = passing.gradients
+    newest = gradients
+    if first_only and spread.zero_stage < 2:
+        newest = footprint.running_gradient * newest_parameters(job, stage)
+    # ZeRO-2's buckets are anew in each backward pass, the others stay from the first one on; ZeRO-3
+    # gathers in both passes.
+    before_backward = spread.zero_stage == 2 or (first_only and spread.zero_stage < 2)
+    block = block_working_bytes(job, first_only)
+    found = [
+        Moment(
+            activations,
+            loss_bytes(job, stage, first_only),
+            0.0 if first_only else gradients,
+            0.0 if before_backward else passing.buffers,
+        ),
+        Moment(activations, block, newest, passing.buffers),
+        Moment(gradients=footprint.updating * parameters / spread.data),
+    ]
+    reduced = gradients + passing.reducing
+    if spread.zero_stage < 2:  # at the end of the step
+        held = held_bytes(job, stage)
+        found.append(Moment(gradients=reduced, buffers=passing.reducing_buffers + held))
+    else:  # whenever a bucket is full: so much of the backward pass is behind it
+        left = activations * (1 - min(1.0, footprint.bucket_elements / parameters))
+        found.append(Moment(left, block, reduced, passing.reducing_buffers))
+    return found
+
+
+def newest_parameters(job: Job, stage: int) -> float:
+    """Parameters whose gradients are there while the first block's backward pass runs."""
+    spread, model = job.spread, job.model
+    found = block_parameters(model, spread.tensor)
+    if stage == last_stage(spread.pipeline, spread.schedule):
+        found += model.padded_vocab_size(spread.tensor) // spread.tensor * model.hidden_size
+    return found
 
 
 def state_bytes(
@@ -174,7 +216,7 @@ def passing_bytes(footprint: Footprint, spread: Spread, parameters: int) -> Pass
     if spread.zero_stage == 2:
         return Passing(0.0, 0.0, 2 * bucket, 2 * bucket + flat)
     gathered = size * min(parameters, footprint.gathered_elements)
-    return Passing(0.0, 0.0, bucket + gathered, bucket + flat)
+    return Passing(0.0, 0.0, bucket + gathered, bucket + gathered + flat)
 
 
 def micro_batches_in_flight(spread: Spread, stage: int, micro_batches: int) -> float:
@@ -193,6 +235,20 @@ def micro_batches_in_flight(spread: Spread, stage: int, micro_batches: int) -> f
     if v == 1:
         return min(micro_batches, p - stage)
     return min(micro_batches * v, p * (v - 1) + 2 * (p - stage - 1) + 1) / v
+
+
+def blocks_in_flight(job: Job, stage: int) -> float:
+    """Blocks whose activations a stage holds, at most, each as often as micro-batches are there.
+
+    DualPipeV: rank r of p has 2 p - r micro-batches in its part on the way out and r + 1 in the
+    one on the way back, as DeepSpeed's schedule runs.
+    """
+    spread, p = job.spread, job.spread.pipeline
+    if spread.schedule == "dualpipev":
+        parts = deal(job.model.layers, 2 * p)
+        return (2 * p - stage) * parts[stage] + (stage + 1) * parts[2 * p - 1 - stage]
+    held = blocks_of_stages(job.model.layers, p, spread.chunks, spread.schedule)[stage]
+    return micro_batches_in_flight(spread, stage, job.micro_batches) * held
 
 
 @lru_cache(maxsize=4096)
@@ -222,7 +278,7 @@ def block_bytes(
     split += size * (footprint.gated if model.activation == "swiglu" else 2) * f
     if fused_attention:
         split += 4 * model.heads
-    if not fused_attention or model.attention_dropout:
+    if not fused_attention:
         split += (2 * size + 1) * model.heads * model.sequence_length
     return tokens * (whole / spread.sequence_ranks + split / t)
 
@@ -242,7 +298,7 @@ def activation_bytes(
     tokens, size = tokens_per_micro_batch(model, spread), footprint.weight
     if fused_attention:
         kept -= tokens * 4 * model.heads / spread.tensor
-    if not fused_attention or model.attention_dropout:
+    if not fused_attention:
         kept -= tokens * (2 * size + 1) * model.heads * model.sequence_length / spread.tensor
     return kept
 
@@ -271,7 +327,7 @@ def block_working_bytes(job: Job, first_only: bool) -> float:
     again = 0.0
     if spread.recompute == "full":
         again = spread.recompute_interval * block_bytes(
-            model, spread, job.footprint, job.software.fused_attention
+            model, spread, job.footprint, not job.writes_scores
         )
     columns = tokens * (model.gate_and_up_size + model.ffn_hidden_size) / spread.tensor
     weight = model.hidden_size * model.gate_and_up_size / spread.tensor

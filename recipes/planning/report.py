@@ -8,8 +8,9 @@ from typing import Any
 from models.cost import flops_per_token, parameter_count, recomputed_flops_per_token
 from recipes.planning.job import Job, Spread
 from recipes.planning.memory import GIB, StageMemory, host_bytes, stage_memory
-from recipes.planning.search import Found, Plan
+from recipes.planning.search import Found, Plan, deepspeed_json
 from recipes.planning.step_time import StepTime, step_time
+from recipes.training.deepspeed_config import read_deepspeed_json, zero_stage
 from recipes.training.recipe import Recipe
 
 SECONDS = [field.name for field in fields(StepTime) if field.name not in ("forward", "backward")]
@@ -169,10 +170,14 @@ def found_text(found: Found, own: float | None) -> Iterator[str]:
         yield f"The nearest lacks {lacking:.1f} GiB: {words(spread)}"
 
 
-def edits(spread: Spread, precision: str) -> dict[str, Any]:
-    """The keys of a recipe that ask for a spread."""
+def edits(recipe: Recipe, plan: Plan) -> dict[str, Any]:
+    """The keys of a recipe that ask for a plan's layout; a JSON of its ZeRO stage stays."""
+    spread = plan.job.spread
+    deepspeed = recipe.deepspeed
+    if zero_stage(read_deepspeed_json(deepspeed)) != spread.zero_stage:
+        deepspeed = deepspeed_json(spread.zero_stage, plan.job.precision)
     return {
-        "deepspeed": f"ds_configs/zero{spread.zero_stage}_{precision}.json",
+        "deepspeed": deepspeed,
         "layout.tensor": spread.tensor,
         "layout.pipeline": spread.pipeline,
         "layout.schedule": spread.schedule,
@@ -186,7 +191,7 @@ def edits(spread: Spread, precision: str) -> dict[str, Any]:
 def changes(recipe: Recipe, plan: Plan) -> str:
     """What makes a recipe's layout that of a plan, as options of pretrain.py; empty: nothing."""
     words = []
-    for key, value in edits(plan.job.spread, plan.job.precision).items():
+    for key, value in edits(recipe, plan).items():
         section, _, name = key.rpartition(".")
         if getattr(getattr(recipe, section) if section else recipe, name) != value:
             words.append(f"--set {key}={str(value).lower() if isinstance(value, bool) else value}")
@@ -207,9 +212,9 @@ def job_table(job: Job, steps: int) -> dict[str, Any]:
     }
 
 
-def plan_table(plan: Plan, steps: int) -> dict[str, Any]:
+def plan_table(recipe: Recipe, plan: Plan) -> dict[str, Any]:
     """A found layout for --json, with the edits that ask for it."""
-    return job_table(plan.job, steps) | {"edits": edits(plan.job.spread, plan.job.precision)}
+    return job_table(plan.job, recipe.training.steps) | {"edits": edits(recipe, plan)}
 
 
 def evaluation_text(name: str, summary: Mapping[str, Any]) -> str:

@@ -9,6 +9,7 @@ from models.config import ModelConfig
 from recipes.planning.job import Job, Machine, Spread
 from recipes.planning.memory import GIB, StageMemory, fullest_stage, host_bytes
 from recipes.planning.step_time import StepTime, step_time
+from recipes.training.recipe import REPOSITORY
 
 MOST_MICRO_SEQUENCES = 64
 INTERVALS = (2, 4)  # of full recomputation, where they save memory
@@ -46,7 +47,10 @@ def search(job: Job, top: int) -> Found:
     """
     found = Found()
     fitting = []
+    stages = zero_stages(job.precision)
     for spread in spreads(job.model, job.machine, job.global_sequences, found.refused):
+        if spread.zero_stage not in stages:
+            continue
         found.tried += 1
         candidate = replace(job, spread=spread)
         if host_bytes(candidate) > job.machine.gpu.node_memory_gib * GIB:
@@ -64,6 +68,16 @@ def search(job: Job, top: int) -> Found:
         fitting.append(Plan(candidate, step_time(candidate), memory))
     found.plans = nsmallest(top, fitting, key=lambda plan: (plan.time.total, plan.memory.total))
     return found
+
+
+def zero_stages(precision: str) -> set[int]:
+    """The ZeRO stages that there is a JSON for."""
+    return {n for n in (1, 2, 3) if (REPOSITORY / deepspeed_json(n, precision)).exists()}
+
+
+def deepspeed_json(zero_stage: int, precision: str) -> str:
+    """The shipped config of a ZeRO stage and a precision, as a recipe names it."""
+    return f"ds_configs/zero{zero_stage}_{precision}.json"
 
 
 def least_memory(job: Job, memory: StageMemory) -> tuple[Job, StageMemory]:
@@ -119,12 +133,12 @@ def variants(
             schedules.append(("dualpipev", 2))
         else:
             refused["dualpipev with fewer than two micro-batches a stage"] += 1
-    zero_stages = (1, 2, 3) if pipeline == 1 and data > 1 else (1,)
+    stages = (1, 2, 3) if pipeline == 1 and data > 1 else (1,)
     sequence_parallel_choices = (
         (False, True) if tensor > 1 and model.sequence_length % tensor == 0 else (False,)
     )
     for schedule, chunks in schedules:
-        for zero_stage in zero_stages:
+        for zero_stage in stages:
             for sequence_parallel in sequence_parallel_choices:
                 for recompute in ("none", "selective", "full"):
                     yield Spread(
