@@ -28,14 +28,13 @@ from typing import Any
 import tomli_w
 
 from models.cost import parameter_count
-from recipes.planning import closed_forms, evaluation, report
-from recipes.planning.calibration import Calibration, calibrate, evenly_spread
+from recipes.planning import evaluation, report
 from recipes.planning.catalogue import catalogue_lines
+from recipes.planning.comparison import calibration_from, compare
 from recipes.planning.job import Job, Machine, job_of, unspread_job
 from recipes.planning.search import Found, search
-from recipes.planning.software import STACKS, THREEFOLD, Software
+from recipes.planning.software import THREEFOLD, Software, load_software
 from recipes.planning.step_time import step_time
-from recipes.planning.table import Row, is_table_of_runs, read_table
 from recipes.training.recipe import DEFAULT_RECIPE, Recipe, load_recipe, parse_recipe
 
 MOST_GPUS = 10**6
@@ -66,7 +65,7 @@ def run(options: argparse.Namespace) -> int:
         print("\n".join(catalogue_lines()))
         return 0
     if options.table:
-        return evaluate(options)
+        return compare_tables(options)
     recipe = on_machine(options)
     if options.trace:
         return trace(recipe, options)
@@ -89,7 +88,7 @@ def on_machine(options: argparse.Namespace) -> Recipe:
 
 def plan(recipe: Recipe, options: argparse.Namespace) -> int:
     """The recipe's own layout, and the best ones."""
-    machine, software = Machine.of_cluster(recipe.cluster), software_of(options.software)
+    machine, software = Machine.of_cluster(recipe.cluster), load_software(options.software)
     steps = recipe.training.steps
     job = unspread_job(recipe, machine, software)
     own, refusal = own_job(recipe, machine, software)
@@ -101,6 +100,8 @@ def plan(recipe: Recipe, options: argparse.Namespace) -> int:
         print(report.head(recipe, own or job), end="\n\n")
         lines = report.plan_text(own, steps) if own else [f"Its own layout is refused: {refusal}"]
         print("\n".join(lines))
+        if recipe.data.separate_documents:
+            print("data.separate_documents is not considered: attention over whole windows")
         if options.top:
             seconds = step_time(own).total if own else None
             print("\n" + "\n".join(report.found_text(found, seconds)))
@@ -195,19 +196,12 @@ def trace(recipe: Recipe, options: argparse.Namespace) -> int:
     return 0
 
 
-def evaluate(options: argparse.Namespace) -> int:
+def compare_tables(options: argparse.Namespace) -> int:
     """Predictions beside measurements, for one table or all of a folder."""
-    factors, chosen = calibration_of(options.calibrate)
-    if options.table.is_dir():
-        files = sorted(options.table.glob("*.csv"))
-        results = {file.stem: evaluated(file, factors) for file in files if is_table(file)}
-        for file in files:
-            if file.stem not in results:
-                print(f"{file}: no table of runs, left out", file=sys.stderr)
-    else:
-        results = {options.table.stem: evaluated(options.table, factors)}
-    if not results:
-        raise ValueError(f"--table {options.table}: there is no table of runs")
+    factors, chosen = calibration_from(options.calibrate)
+    results, left_out = compare(options.table, factors)
+    for path in left_out:
+        print(f"{path}: no table of runs, left out", file=sys.stderr)
     if options.scatter:
         from recipes.planning import picture  # here, as above
 
@@ -225,51 +219,6 @@ def evaluate(options: argparse.Namespace) -> int:
     for reason, count in report.skipped(results.values()):
         print(f"skipped, {count} rows: {reason}", file=sys.stderr)
     return 0
-
-
-def evaluated(path: Path, factors: Calibration) -> dict[str, Any]:
-    """A table's rows and its errors."""
-    if closed_forms.is_closed_form(path):
-        return closed_forms.evaluate(path)
-    rows = read_table(path)
-    predictions = evaluation.predict(rows, factors)
-    return {
-        "rows": [evaluation.row_table(each) for each in predictions],
-        "summary": evaluation.summary(rows, predictions),
-    }
-
-
-def is_table(path: Path) -> bool:
-    """Whether a file holds runs, or memory by formula."""
-    return closed_forms.is_closed_form(path) or is_table_of_runs(path)
-
-
-def calibration_of(path: Path | None) -> tuple[Calibration, list[Row]]:
-    """The factors of another table's runs, and the rows that they are from.
-
-    Raises:
-        ValueError: no row was measured.
-    """
-    if path is None:
-        return Calibration(), []
-    rows = [row for row in read_table(path) if row.job and row.measured.step_seconds]
-    if not rows:
-        raise ValueError(f"--calibrate {path}: no row has a layout and a measured step_time_s")
-    chosen = [rows[index] for index in evenly_spread(len(rows))]
-    return calibrate([(row.job, row.measured.step_seconds) for row in chosen]), chosen
-
-
-def software_of(name: str) -> Software:
-    """The stack of that name.
-
-    Raises:
-        ValueError: there is none.
-    """
-    for stack in STACKS:
-        if stack.name == name:
-            return stack
-    names = ", ".join(stack.name for stack in STACKS)
-    raise ValueError(f"--software {name} is not known; use one of {names}")
 
 
 def parse_command_line() -> argparse.Namespace:

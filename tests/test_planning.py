@@ -13,22 +13,16 @@ import pytest
 from models.config import ModelConfig
 from models.cost import parameter_count
 from recipes.planning import closed_forms, evaluation
+from recipes.planning.activations import block_bytes, micro_batches_in_flight
 from recipes.planning.calibration import MOST_ROWS, Calibration, calibrate, evenly_spread
 from recipes.planning.footprint import DEEPSPEED, MEGATRON
 from recipes.planning.hardware import FOLDER, gpus, load_gpu, read_gpu
 from recipes.planning.job import Job, Machine, Spread, job_of
 from recipes.planning.kernels import matmul_seconds
-from recipes.planning.memory import (
-    GIB,
-    block_bytes,
-    fullest_stage,
-    host_bytes,
-    micro_batches_in_flight,
-    stage_memory,
-    state_bytes,
-)
+from recipes.planning.memory import GIB, fullest_stage, host_bytes, stage_memory, state_bytes
 from recipes.planning.network import all_reduce_seconds, gather_seconds
 from recipes.planning.report import changes, edits, rates
+from recipes.planning.row_reader import number
 from recipes.planning.search import divisors, search, spreads
 from recipes.planning.software import STACKS, THREEFOLD
 from recipes.planning.stages import deal, stage_parameters
@@ -122,6 +116,20 @@ def test_results_do_not_enter_predictions(tmp_path: Path) -> None:
         ({"pp": "unstated"}, "pp is unstated"),
         ({"dp": "7"}, "tp x pp x cp x dp = 7 and gpus = 32"),
         ({"heads": "23"}, "hidden_size = 2304 is not divisible by heads = 23"),
+        ({"precision": "fp8 (bf16 rest)"}, "precision fp8 (bf16 rest) is not modelled"),
+        ({"gpu": "H100 PCIe"}, "gpu H100 PCIe is another board"),
+        ({"gpu": "A100-SXM4-64GB"}, "A100-SXM4-64GB with 64 GB has no hardware file"),
+        ({"gpus_per_node": "0"}, "gpus_per_node is 0"),
+        ({"inter_gbps_per_gpu": "-1"}, "inter_gbps_per_gpu is -1"),
+        ({"mbs": "0.5"}, "mbs is 0.5"),
+        ({"mbs": "1e400"}, "mbs is 1e400"),
+        ({"mbs": "1.2.3"}, "mbs is 1.2.3"),
+        ({"gbs": "4"}, "gbs = 4 is less than dp x mbs = 512"),
+        ({"zero_stage": "7"}, "zero_stage is 7"),
+        ({"seq_parallel": "perhaps"}, "seq_parallel is perhaps"),
+        ({"recompute": "block"}, "recompute is block"),
+        ({"tp": "32", "dp": "1"}, "heads = 24 over tp = 32 is not modelled"),
+        ({"pp": "32", "dp": "1"}, "pp x vpp = 32 is more than layers = 24"),
     ],
 )
 def test_a_row_that_lacks_something_is_skipped_with_the_reason(
@@ -139,6 +147,51 @@ def test_what_a_row_leaves_open_is_said() -> None:
     row = read_row(cells | {"vocab": "unstated", "recompute": "", "inter_gbps_per_gpu": ""})
     assert row.job is not None and len(row.assumed) == 3
     assert "recompute = full (the least that fits)" in row.assumed  # 32 layers' scores do not
+
+
+@pytest.mark.parametrize(
+    ("cell", "expected"),
+    [
+        ("1,024", 1024),
+        ("1e3", 1000),
+        (" 8 (presumed)", 8),
+        ("unstated (51200 presumed)", 51200),
+        ("1: zero1=8", 1),
+        ("unstated", None),
+        ("1,02", None),
+        ("12abc", None),
+        ("-3", None),
+        ("1e400", None),
+        ("", None),
+    ],
+)
+def test_numbers_of_cells(cell: str, expected: float | None) -> None:
+    assert number(cell) == expected
+
+
+def test_cells_may_say_the_same_in_other_words(tmp_path: Path) -> None:
+    with (PUBLISHED / "korthikanti2022.csv").open(newline="") as file:
+        lines = list(csv.DictReader(file))
+    words = {"zero_stage": "ZeRO-0", "recompute": "Full", "precision": "FP16", "gbs": "4.0"}
+    assert read_row(lines[0] | words).job == read_row(lines[0]).job
+    assert read_row(lines[1] | {"seq_parallel": "true"}).job == read_row(lines[1]).job
+    marked = tmp_path / "excel.csv"  # as Excel writes "CSV UTF-8"
+    marked.write_text((PUBLISHED / "korthikanti2022.csv").read_text(), encoding="utf-8-sig")
+    assert read_table(marked) == read_table(PUBLISHED / "korthikanti2022.csv")
+
+
+def test_attention_dropout_writes_the_scores() -> None:
+    fused, written = (
+        step_time(planned("llama/8b", f"model.attention_dropout={p}")[1]) for p in (0.0, 0.1)
+    )
+    assert written.compute > 1.5 * fused.compute
+
+
+def test_an_odd_number_of_tokens_is_not_misaligned() -> None:
+    even, odd = (
+        step_time(planned("llama/7b", f"model.sequence_length={s}")[1]) for s in (2048, 2047)
+    )
+    assert odd.total < 1.05 * even.total
 
 
 def test_calibration_finds_the_factors_of_a_cluster() -> None:
@@ -380,8 +433,8 @@ def test_runs_that_were_out_of_memory_are_counted() -> None:
 
 
 def test_divisors_are_all_and_in_order() -> None:
-    for number in (1, 12, 49, 97, 4096):
-        assert divisors(number) == [n for n in range(1, number + 1) if number % n == 0]
+    for whole in (1, 12, 49, 97, 4096):
+        assert divisors(whole) == [n for n in range(1, whole + 1) if whole % n == 0]
 
 
 def test_hardware_files_are_complete_and_found_by_name() -> None:

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from deepspeed.runtime.pipe import schedule as deepspeed_schedule
 
+from recipes.planning.activations import micro_batches_in_flight
 from recipes.planning.hardware import load_gpu
 from recipes.planning.job import Job, Machine, Spread, job_of
-from recipes.planning.memory import micro_batches_in_flight
 from recipes.planning.schedule import (
     ChunkPass,
     Pipeline,

@@ -12,10 +12,11 @@ from typing import Any
 
 from models.config import ModelConfig
 from models.cost import block_parameters
+from recipes.planning.activations import activation_bytes, micro_batches_in_flight
 from recipes.planning.evaluation import mean, percent
 from recipes.planning.footprint import MEGATRON
 from recipes.planning.job import Spread
-from recipes.planning.memory import GIB, activation_bytes, micro_batches_in_flight, state_bytes
+from recipes.planning.memory import GIB, state_bytes
 from recipes.planning.table import columns_of
 
 # Korthikanti et al. 2022 (arXiv 2205.05198), table 3: layers, hidden, heads, pipeline, chunks,

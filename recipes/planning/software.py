@@ -169,3 +169,16 @@ STACKS = (
         gradient_bytes=4,
     ),
 )
+
+
+def load_software(name: str) -> Software:
+    """The stack of that name.
+
+    Raises:
+        ValueError: there is none, with the names that there are.
+    """
+    for stack in STACKS:
+        if stack.name == name:
+            return stack
+    names = ", ".join(stack.name for stack in STACKS)
+    raise ValueError(f"--software {name} is not known; use one of {names}")
