@@ -29,6 +29,7 @@ WHOLE = 34  # micro-batches that are all drawn; of more, the first and the last 
 PAIRS = 14  # of a forward and a backward pass that each of the two ends shows, at least
 WIDTH = 11.0  # inches
 POINTS = 650  # of that, 1/72 inch each, where passes are
+UPRIGHT = 3  # digits that fit into a row's height
 FONT, DIGIT, LINE = 5.5, 3.6, 4.8  # points: of the numbers, of a digit, of a line of them
 SHADES = {True: "Blues", False: "Oranges"}  # forward, backward
 PARTS = ("#4e79a7", "#86bcb6", "#f1ce63", "#59a14f", "#b07aa1", "#9c755f", "#bab0ac")
@@ -124,7 +125,7 @@ def _number(axes: Axes, row: int, boxes: Sequence[TimedPass], scale: float, colo
         return
     room = scale * min(timed.end - timed.start for timed in boxes) - 0.5
     digits = max(len(str(timed.work.micro_batch)) for timed in boxes)
-    if room < min(digits * DIGIT, LINE):
+    if room < digits * DIGIT and (room < LINE or digits > UPRIGHT):
         return
     for timed in boxes:
         axes.text(
