@@ -17,6 +17,7 @@ from recipes.planning.evaluation import mean, percent
 from recipes.planning.footprint import MEGATRON
 from recipes.planning.job import Spread
 from recipes.planning.memory import GIB, state_bytes
+from recipes.planning.row_reader import ARCHITECTURES
 from recipes.planning.table import columns_of
 
 # Korthikanti et al. 2022 (arXiv 2205.05198), table 3: layers, hidden, heads, pipeline, chunks,
@@ -111,11 +112,7 @@ def korthikanti(cells: dict[str, str]) -> tuple[float, float]:
         ffn_hidden_size=4 * hidden,
         vocab_size=51200,
         sequence_length=2048,
-        norm="layernorm",
-        positions="learned",
-        activation="gelu",
-        bias=True,
-        tie_embeddings=True,
+        **ARCHITECTURES["gpt"],
     )
     base = Spread(
         tensor=8,
