@@ -55,21 +55,25 @@ def stage_memory(job: Job) -> list[StageMemory]:
     return [memory_of_stage(job, stage) for stage in range(job.spread.pipeline)]
 
 
-def fullest_stage(job: Job) -> StageMemory:
+def fullest_stage(job: Job, first: StageMemory | None = None) -> StageMemory:
     """The stage that needs most.
 
     Blocks, parameters and micro-batches in flight do not grow from stage to stage (DualPipeV's
     blocks may, but then they do not shrink). So it is an end, or the neighbour of one, or the first
     one that runs more micro-batches than it holds and has gradients while it is full.
+
+    first: the first stage's memory, where it is known
     """
     spread, micro_batches = job.spread, job.micro_batches
     last = spread.pipeline - 1
-    looked_at = {0, min(1, last), max(0, last - 1), last}
+    looked_at = {min(1, last), max(0, last - 1), last} - {0}
     for stage in range(1, last):
         if micro_batches_in_flight(spread, stage, micro_batches) < micro_batches:
             looked_at.add(stage)
             break
-    return max((memory_of_stage(job, stage) for stage in looked_at), key=lambda each: each.total)
+    found = [first or memory_of_stage(job, 0)]
+    found += [memory_of_stage(job, stage) for stage in looked_at]
+    return max(found, key=lambda each: each.total)
 
 
 def host_bytes(job: Job) -> float:

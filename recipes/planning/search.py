@@ -7,12 +7,12 @@ from heapq import nsmallest
 
 from models.config import ModelConfig
 from recipes.planning.job import Job, Machine, Spread
-from recipes.planning.memory import GIB, StageMemory, fullest_stage, host_bytes
+from recipes.planning.memory import GIB, StageMemory, fullest_stage, host_bytes, memory_of_stage
 from recipes.planning.step_time import StepTime, step_time
 from recipes.training.recipe import REPOSITORY
 
 MOST_MICRO_SEQUENCES = 64
-INTERVALS = (2, 4)  # of full recomputation, where they save memory
+INTERVALS = (1, 2, 4)  # of full recomputation
 
 
 @dataclass(frozen=True)
@@ -20,8 +20,8 @@ class Plan:
     """A spread that fits, with what it costs."""
 
     job: Job
-    time: StepTime
     memory: StageMemory  # of the fullest stage
+    time: StepTime
 
 
 @dataclass
@@ -43,11 +43,14 @@ def search(job: Job, top: int) -> Found:
     """The `top` fastest spreads of a job's model, batch and machine that fit into its memory.
 
     The procedure of the Ultra-Scale Playbook (Hugging Face 2025: fit a step in memory, reach the
-    global batch, maximise throughput), by computation instead of by runs.
+    global batch, maximise throughput), by computation instead of by runs. Where a layout fits, more
+    that is computed again would only be slower; where it does not with full recomputation, it does
+    not with less.
     """
     found = Found()
     fitting = []
-    stages = zero_stages(job.precision)
+    stages, room = zero_stages(job.precision), job.machine.gpu.memory_gib * GIB
+    fits = hopeless = False  # the same layout with less, or with more that is computed again
     for spread in spreads(job.model, job.machine, job.global_sequences, found.refused):
         if spread.zero_stage not in stages:
             continue
@@ -56,16 +59,27 @@ def search(job: Job, top: int) -> Found:
         if host_bytes(candidate) > job.machine.gpu.node_memory_gib * GIB:
             found.refused["too large for the host that builds them"] += 1
             continue
-        memory = fullest_stage(candidate)
-        if spread.recompute == "full":
-            candidate, memory = least_memory(candidate, memory)
-        lacking = memory.total / GIB - job.machine.gpu.memory_gib
-        if lacking > 0:
-            found.refused["too large for a GPU"] += 1
-            if found.nearest is None or lacking < found.nearest[1]:
-                found.nearest = spread, lacking
+        if spread.recompute == "none":
+            memory = memory_within(candidate, room)
+            fits = memory.total <= room
+            if not fits:
+                again, needed = recomputed(candidate, room)
+                hopeless = needed.total > room
+                lacking = (needed.total - room) / GIB
+                if hopeless and (found.nearest is None or lacking < found.nearest[1]):
+                    found.nearest = again.spread, lacking
+        elif fits:
             continue
-        fitting.append(Plan(candidate, step_time(candidate), memory))
+        elif not hopeless:
+            if spread.recompute == "full":
+                candidate, memory = again, needed
+            else:
+                memory = memory_within(candidate, room)
+            fits = memory.total <= room
+        if fits:
+            fitting.append(Plan(candidate, memory, step_time(candidate)))
+        else:
+            found.refused["too large for a GPU"] += 1
     found.plans = nsmallest(top, fitting, key=lambda plan: (plan.time.total, plan.memory.total))
     return found
 
@@ -80,13 +94,23 @@ def deepspeed_json(zero_stage: int, precision: str) -> str:
     return f"ds_configs/zero{zero_stage}_{precision}.json"
 
 
-def least_memory(job: Job, memory: StageMemory) -> tuple[Job, StageMemory]:
-    """The interval of full recomputation that needs least memory; all take the same time."""
+def recomputed(job: Job, room: float) -> tuple[Job, StageMemory]:
+    """The job with full recomputation, by the first interval that fits, or else the best."""
+    found = []
     for interval in INTERVALS:
-        other = replace(job, spread=replace(job.spread, recompute_interval=interval))
-        if (needs := fullest_stage(other)).total < memory.total:
-            job, memory = other, needs
-    return job, memory
+        spread = replace(job.spread, recompute="full", recompute_interval=interval)
+        candidate = replace(job, spread=spread)
+        memory = memory_within(candidate, room)
+        if memory.total <= room:
+            return candidate, memory
+        found.append((candidate, memory))
+    return min(found, key=lambda each: each[1].total)
+
+
+def memory_within(job: Job, room: float) -> StageMemory:
+    """The fullest stage's memory or, where the first one's is more than `room`, that one's."""
+    memory = memory_of_stage(job, 0)
+    return memory if memory.total > room else fullest_stage(job, first=memory)
 
 
 def spreads(

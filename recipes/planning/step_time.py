@@ -90,15 +90,10 @@ def stage_passes(job: Job) -> list[tuple[Pass, Pass]]:
     first, last = end_passes(shared)
     dealt = blocks_of_stages(job.model.layers, spread.pipeline, spread.chunks, spread.schedule)
     end = last_stage(spread.pipeline, spread.schedule)
-    stages = []
-    for stage, blocks in enumerate(dealt):
-        ends = [first] * (stage == 0) + [last] * (stage == end)
-        stages.append(
-            (
-                sum((each[0] for each in ends), forward * blocks),
-                sum((each[1] for each in ends), backward * blocks),
-            )
-        )
+    passes = {blocks: (forward * blocks, backward * blocks) for blocks in set(dealt)}
+    stages = [passes[blocks] for blocks in dealt]
+    for stage, ends in ((0, first), (end, last)):
+        stages[stage] = stages[stage][0] + ends[0], stages[stage][1] + ends[1]
     return stages
 
 
