@@ -62,7 +62,7 @@ WAYS = {
     ),
     "folded": (2, {"layout": {"pipeline": 2, "schedule": "dualpipev"}, "model__layers": 4}),
 }
-QUICK = ("bf16", "stages")  # the others only among the long tests
+QUICK = ("stages",)  # the others only among the long tests
 
 
 @pytest.mark.parametrize(
