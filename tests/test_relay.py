@@ -51,7 +51,9 @@ def variants(corpus: Path, shape: dict[str, Any], *, ranks: int, count: int) -> 
     return chosen
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(
+    "shape", [pytest.param(n, marks=pytest.mark.long if "gpt" in n else []) for n in SHAPES]
+)
 def test_a_run_goes_on_in_any_layout(shape: str, corpus: Path, tmp_path: Path) -> None:
     legs = variants(corpus, SHAPES[shape], ranks=4, count=3)
     assert {leg.world_size for leg in legs} >= {1, 2, 4}
