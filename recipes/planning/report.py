@@ -11,7 +11,7 @@ from recipes.planning.memory import GIB, StageMemory, host_bytes, stage_memory
 from recipes.planning.search import Found, Plan, deepspeed_json
 from recipes.planning.step_time import StepTime, step_time
 from recipes.training.deepspeed_config import read_deepspeed_json, zero_stage
-from recipes.training.recipe import Recipe
+from recipes.training.recipe import REPOSITORY, Recipe
 
 SECONDS = [field.name for field in fields(StepTime) if field.name not in ("forward", "backward")]
 MEMORY = [field.name for field in fields(StageMemory)]
@@ -175,7 +175,8 @@ def edits(recipe: Recipe, plan: Plan) -> dict[str, Any]:
     spread = plan.job.spread
     deepspeed = recipe.deepspeed
     if zero_stage(read_deepspeed_json(deepspeed)) != spread.zero_stage:
-        deepspeed = deepspeed_json(spread.zero_stage, plan.job.precision)
+        shipped = deepspeed_json(spread.zero_stage, plan.job.precision)
+        deepspeed = str(shipped.relative_to(REPOSITORY))
     return {
         "deepspeed": deepspeed,
         "layout.tensor": spread.tensor,

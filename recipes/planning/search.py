@@ -3,10 +3,12 @@
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from functools import cache
 from heapq import nsmallest
+from itertools import product
+from pathlib import Path
 
-from models.config import ModelConfig
-from recipes.planning.job import Job, Machine, Spread
+from recipes.planning.job import Job, Spread
 from recipes.planning.memory import GIB, StageMemory, fullest_stage, host_bytes, memory_of_stage
 from recipes.planning.step_time import StepTime, step_time
 from recipes.training.recipe import REPOSITORY
@@ -49,11 +51,9 @@ def search(job: Job, top: int) -> Found:
     """
     found = Found()
     fitting = []
-    stages, room = zero_stages(job.precision), job.machine.gpu.memory_gib * GIB
+    room = job.machine.gpu.memory_gib * GIB
     fits = hopeless = False  # the same layout with less, or with more that is computed again
-    for spread in spreads(job.model, job.machine, job.global_sequences, found.refused):
-        if spread.zero_stage not in stages:
-            continue
+    for spread in spreads(job, found.refused):
         found.tried += 1
         candidate = replace(job, spread=spread)
         if host_bytes(candidate) > job.machine.gpu.node_memory_gib * GIB:
@@ -84,14 +84,10 @@ def search(job: Job, top: int) -> Found:
     return found
 
 
-def zero_stages(precision: str) -> set[int]:
-    """The ZeRO stages that there is a JSON for."""
-    return {n for n in (1, 2, 3) if (REPOSITORY / deepspeed_json(n, precision)).exists()}
-
-
-def deepspeed_json(zero_stage: int, precision: str) -> str:
-    """The shipped config of a ZeRO stage and a precision, as a recipe names it."""
-    return f"ds_configs/zero{zero_stage}_{precision}.json"
+@cache
+def deepspeed_json(zero_stage: int, precision: str) -> Path:
+    """The shipped config of a ZeRO stage and a precision; there may be none."""
+    return REPOSITORY / "ds_configs" / f"zero{zero_stage}_{precision}.json"
 
 
 def recomputed(job: Job, room: float) -> tuple[Job, StageMemory]:
@@ -113,69 +109,71 @@ def memory_within(job: Job, room: float) -> StageMemory:
     return memory if memory.total > room else fullest_stage(job, first=memory)
 
 
-def spreads(
-    model: ModelConfig, machine: Machine, global_sequences: int, refused: Counter
-) -> Iterator[Spread]:
-    """All spreads that a recipe may ask for on this machine; what it may not is counted."""
-    gpus = machine.gpus
+def spreads(job: Job, refused: Counter) -> Iterator[Spread]:
+    """All spreads that a recipe may ask for on a job's machine; what it may not is counted."""
+    gpus, sequences = job.machine.gpus, job.global_sequences
     for tensor in divisors(gpus):
-        if reason := tensor_refusal(model, machine, tensor):
+        if reason := tensor_refusal(job, tensor):
             refused[reason] += 1
             continue
         for pipeline in divisors(gpus // tensor):
-            if pipeline > model.layers:
+            if pipeline > job.model.layers:
                 refused["pipelines with more stages than blocks"] += 1
                 continue
             data = gpus // tensor // pipeline
-            if global_sequences % data:
+            if sequences % data:
                 refused["data ranks that do not divide the global batch"] += 1
                 continue
-            for micro_sequences in divisors(global_sequences // data):
+            for micro_sequences in divisors(sequences // data):
                 if micro_sequences > MOST_MICRO_SEQUENCES:
                     break
-                count = global_sequences // data // micro_sequences
-                yield from variants(model, tensor, pipeline, data, micro_sequences, count, refused)
+                sizes = Spread(
+                    tensor=tensor, pipeline=pipeline, data=data, micro_sequences=micro_sequences
+                )
+                yield from variants(job, sizes, refused)
 
 
-def tensor_refusal(model: ModelConfig, machine: Machine, tensor: int) -> str:
+def tensor_refusal(job: Job, tensor: int) -> str:
     """Why a tensor size is not possible; empty: it is."""
-    if machine.gpus_per_node % tensor:
+    model = job.model
+    if job.machine.gpus_per_node % tensor:
         return "tensor groups across nodes"
     if any(size % tensor for size in (model.heads, model.kv_heads, model.ffn_hidden_size)):
         return "tensor sizes that do not divide heads, kv_heads or ffn_hidden_size"
     return ""
 
 
-def variants(
-    model: ModelConfig, tensor: int, pipeline: int, data: int, micro_sequences: int, count: int,
-    refused: Counter,
-) -> Iterator[Spread]:  # fmt: skip
-    """Schedules, ZeRO stages, sequence parallelism and recomputation of these sizes."""
+def variants(job: Job, sizes: Spread, refused: Counter) -> Iterator[Spread]:
+    """Schedules, ZeRO stages, sequence parallelism and recomputation of these sizes.
+
+    Recomputation comes last, from none to full; selective only where it saves anything, that is
+    where scores are written.
+    """
     schedules = [("1f1b", 1)]
-    if pipeline > 1 and 2 * pipeline <= model.layers:
-        if count >= 2 * pipeline:
+    if sizes.pipeline > 1 and 2 * sizes.pipeline <= job.model.layers:
+        if replace(job, spread=sizes).micro_batches >= 2 * sizes.pipeline:
             schedules.append(("dualpipev", 2))
         else:
             refused["dualpipev with fewer than two micro-batches a stage"] += 1
-    stages = (1, 2, 3) if pipeline == 1 and data > 1 else (1,)
-    sequence_parallel_choices = (
-        (False, True) if tensor > 1 and model.sequence_length % tensor == 0 else (False,)
-    )
-    for schedule, chunks in schedules:
-        for zero_stage in stages:
-            for sequence_parallel in sequence_parallel_choices:
-                for recompute in ("none", "selective", "full"):
-                    yield Spread(
-                        tensor=tensor,
-                        pipeline=pipeline,
-                        chunks=chunks,
-                        data=data,
-                        zero_stage=zero_stage,
-                        schedule=schedule,
-                        sequence_parallel=sequence_parallel,
-                        recompute=recompute,
-                        micro_sequences=micro_sequences,
-                    )
+    stages = [1]
+    if sizes.pipeline == 1 and sizes.data > 1:
+        stages = [n for n in (1, 2, 3) if deepspeed_json(n, job.precision).exists()]
+    splits = [False]
+    if sizes.tensor > 1 and job.model.sequence_length % sizes.tensor == 0:
+        splits.append(True)
+    recomputations = ["none", "full"]
+    if job.writes_scores:
+        recomputations.insert(1, "selective")
+    for (schedule, chunks), stage, split in product(schedules, stages, splits):
+        for recompute in recomputations:
+            yield replace(
+                sizes,
+                schedule=schedule,
+                chunks=chunks,
+                zero_stage=stage,
+                sequence_parallel=split,
+                recompute=recompute,
+            )
 
 
 def divisors(number: int) -> list[int]:
