@@ -11,7 +11,6 @@ from matplotlib.patches import Rectangle
 
 from recipes import plan
 from recipes.planning import picture
-from recipes.planning.hardware import load_gpu
 from recipes.planning.job import Job, Machine, job_of
 from recipes.planning.memory import GIB, stage_memory
 from recipes.planning.search import search
@@ -23,10 +22,7 @@ RECIPES = REPOSITORY / "recipes"
 
 def load(name: str, *overrides: str) -> tuple[Recipe, Job]:
     recipe = load_recipe(RECIPES / name, overrides)
-    nodes, per_node = recipe.cluster.nodes, recipe.cluster.gpus_per_node
-    gpu = load_gpu(recipe.cluster.gpu)
-    machine = Machine.of(gpu, gpus=nodes * per_node, gpus_per_node=per_node)
-    return recipe, job_of(recipe, machine)
+    return recipe, job_of(recipe, Machine.of_cluster(recipe.cluster))
 
 
 def boxes(axes: Axes) -> int:

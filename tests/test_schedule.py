@@ -9,7 +9,6 @@ import pytest
 from deepspeed.runtime.pipe import schedule as deepspeed_schedule
 
 from recipes.planning.activations import micro_batches_in_flight
-from recipes.planning.hardware import load_gpu
 from recipes.planning.job import Job, Machine, Spread, job_of
 from recipes.planning.schedule import (
     ChunkPass,
@@ -200,11 +199,7 @@ def deepspeeds_dualpipev(
 
 def shipped_job(path: Path) -> Job:
     recipe = load_recipe(path)
-    nodes, per_node = recipe.cluster.nodes, recipe.cluster.gpus_per_node
-    machine = Machine.of(
-        load_gpu(recipe.cluster.gpu), gpus=nodes * per_node, gpus_per_node=per_node
-    )
-    return job_of(recipe, machine)
+    return job_of(recipe, Machine.of_cluster(recipe.cluster))
 
 
 @pytest.mark.parametrize("path", WITH_PIPELINE, ids=lambda path: f"{path.parent.name}-{path.stem}")

@@ -69,10 +69,7 @@ def block_bytes(
     if model.qk_norm:
         split += (footprint.norm - size) * (q + k) + 4 * (model.heads + model.kv_heads)
     split += size * (footprint.gated if model.activation == "swiglu" else 2) * f
-    if fused_attention:
-        split += 4 * model.heads
-    if not fused_attention:
-        split += (2 * size + 1) * model.heads * model.sequence_length
+    split += core_bytes(model, footprint, fused_attention)
     return tokens * (whole / spread.sequence_ranks + split / t)
 
 
@@ -88,12 +85,15 @@ def activation_bytes(
         return kept
     if footprint.selective is not None:
         return kept * footprint.selective
-    tokens, size = tokens_per_micro_batch(model, spread), footprint.weight
+    core = core_bytes(model, footprint, fused_attention) / spread.tensor
+    return kept - tokens_per_micro_batch(model, spread) * core
+
+
+def core_bytes(model: ModelConfig, footprint: Footprint, fused_attention: bool) -> float:
+    """What the attention core keeps per token: a statistic of each head, or scores and dropout."""
     if fused_attention:
-        kept -= tokens * 4 * model.heads / spread.tensor
-    if not fused_attention:
-        kept -= tokens * (2 * size + 1) * model.heads * model.sequence_length / spread.tensor
-    return kept
+        return 4 * model.heads
+    return (2 * footprint.weight + 1) * model.heads * model.sequence_length
 
 
 def border_bytes(job: Job, stage: int) -> float:

@@ -20,6 +20,7 @@ from recipes.planning.kernels import BYTES
 from recipes.planning.stages import (
     last_stage,
     stage_parameters,
+    table_parameters,
     tokens_per_micro_batch,
 )
 
@@ -168,7 +169,7 @@ def newest_parameters(job: Job, stage: int) -> float:
     spread, model = job.spread, job.model
     found = block_parameters(model, spread.tensor)
     if stage == last_stage(spread.pipeline, spread.schedule):
-        found += model.padded_vocab_size(spread.tensor) // spread.tensor * model.hidden_size
+        found += table_parameters(model, spread.tensor)
     return found
 
 
@@ -183,8 +184,7 @@ def state_bytes(
     ranks = spread.data * spread.context
     stage = spread.zero_stage
     weights = footprint.weight * parameters / (ranks if stage == 3 else 1)
-    spread_gradients = stage >= 2
-    gradients = footprint.gradient * parameters / (ranks if spread_gradients else 1)
+    gradients = footprint.gradient * parameters / (ranks if stage >= 2 else 1)
     optimizer = footprint.optimizer * parameters / (optimizer_ranks or spread.optimizer_ranks)
     return weights, gradients, optimizer
 

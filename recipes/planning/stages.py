@@ -36,13 +36,18 @@ def _stage_parameters(
 ) -> tuple[int, ...]:
     block = block_parameters(model, tensor)
     held = [block * n for n in blocks_of_stages(model.layers, pipeline, chunks, schedule)]
-    table = model.padded_vocab_size(tensor) // tensor * model.hidden_size
+    table = table_parameters(model, tensor)
     last = last_stage(pipeline, schedule)
     held[0] += table + position_parameters(model)
     held[last] += norm_parameters(model)
     if last != 0 or not model.tie_embeddings:
         held[last] += table
     return tuple(held)
+
+
+def table_parameters(model: ModelConfig, tensor: int) -> int:
+    """Parameters of a tensor rank's part of the embedding, or of the output matrix."""
+    return model.padded_vocab_size(tensor) // tensor * model.hidden_size
 
 
 def last_stage(pipeline: int, schedule: str) -> int:

@@ -11,6 +11,7 @@ from recipes.planning.stages import (
     blocks_of_stages,
     last_stage,
     stage_parameters,
+    table_parameters,
     tokens_per_micro_batch,
 )
 
@@ -146,7 +147,7 @@ def optimizer_time(job: Job) -> float:
     update = memory_seconds(job.machine.gpu, parameters / job.optimizer_ranks * OPTIMIZER_BYTES)
     tied = 0.0
     if job.model.tie_embeddings and spread.pipeline > 1:
-        table = job.model.padded_vocab_size(spread.tensor) // spread.tensor * job.model.hidden_size
+        table = table_parameters(job.model, spread.tensor)
         tied = 2 * transfer_seconds(
             job.machine,
             table * job.software.bytes_of_gradients(BYTES[job.precision]),
