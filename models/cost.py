@@ -44,11 +44,8 @@ def flops_per_token(config: ModelConfig) -> float:
     generalised to grouped-query attention and gated MLPs. This is the count behind
     `tflops_per_gpu` and `mfu`.
     """
-    h = config.hidden_size
-    projections = h * (2 * config.query_size + 2 * config.key_value_size)
-    projections += h * (config.gate_and_up_size + config.ffn_hidden_size)
-    multiply_adds = config.layers * (projections + attention_multiply_adds(config))
-    return 3 * 2 * (multiply_adds + h * config.vocab_size)
+    multiply_adds = config.layers * block_multiply_adds(config) + head_multiply_adds(config)
+    return 3 * 2 * multiply_adds
 
 
 def recomputed_flops_per_token(config: ModelConfig, recompute: str) -> float:
@@ -60,6 +57,18 @@ def recomputed_flops_per_token(config: ModelConfig, recompute: str) -> float:
     if recompute == "full":
         return flops_per_token(config) / 3 - 2 * config.hidden_size * config.vocab_size
     return 2 * config.layers * attention_multiply_adds(config) if recompute == "selective" else 0
+
+
+def block_multiply_adds(config: ModelConfig) -> int:
+    """Of a token's forward pass through one block."""
+    projections = 2 * config.query_size + 2 * config.key_value_size
+    projections += config.gate_and_up_size + config.ffn_hidden_size
+    return config.hidden_size * projections + attention_multiply_adds(config)
+
+
+def head_multiply_adds(config: ModelConfig) -> int:
+    """Of a token's logits."""
+    return config.hidden_size * config.vocab_size
 
 
 def attention_multiply_adds(config: ModelConfig) -> int:

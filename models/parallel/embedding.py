@@ -1,14 +1,15 @@
 """The token embedding with its vocabulary split over the tensor axis."""
 
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 from models.parallel.collectives import TensorAxis, leave_tensor_region
+from models.parallel.deferral import Deferring
 from models.parallel.linear import column_parallel_product
 from models.sharding import Sharding, declared_parameter
 
 
-class VocabParallelEmbedding(nn.Module):
+class VocabParallelEmbedding(Deferring):
     """One [v/t, h] part of the embedding table; serves as the output layer too.
 
     s sequence, b micro-batch, h hidden, v padded vocabulary, t tensor ranks. Looking up
@@ -38,4 +39,6 @@ class VocabParallelEmbedding(nn.Module):
 
     def logits(self, x: Tensor) -> Tensor:
         """Project [s, b, h] (s/t under sequence parallelism) to [s, b, v/t]."""
-        return column_parallel_product(x, self.weight, None, axis=self.axis)
+        return column_parallel_product(
+            x, self.weight, None, axis=self.axis, deferral=self.deferral
+        )

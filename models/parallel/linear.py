@@ -3,6 +3,8 @@
 Shapes: s sequence (s/t under sequence parallelism where noted), b micro-batch, t tensor ranks.
 """
 
+from functools import partial
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -14,10 +16,11 @@ from models.parallel.collectives import (
     leave_tensor_region,
     reduce_scatter,
 )
+from models.parallel.deferral import Deferral, Deferring
 from models.sharding import Sharding, declared_parameter
 
 
-class ColumnParallelLinear(nn.Module):
+class ColumnParallelLinear(Deferring):
     """y = x W^T with the rows of W, the output columns, split over the tensor axis.
 
     Forward: no communication; backward: all-reduce. Under sequence parallelism, forward:
@@ -36,10 +39,12 @@ class ColumnParallelLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[s, b, in] (s/t under sequence parallelism) to [s, b, out/t]."""
-        return column_parallel_product(x, self.weight, self.bias, axis=self.axis)
+        return column_parallel_product(
+            x, self.weight, self.bias, axis=self.axis, deferral=self.deferral
+        )
 
 
-class RowParallelLinear(nn.Module):
+class RowParallelLinear(Deferring):
     """y = x W^T + bias with the columns of W, the input columns, split over the tensor axis.
 
     Forward: all-reduce; backward: no communication. Under sequence parallelism, forward:
@@ -54,7 +59,7 @@ class RowParallelLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[s, b, in/t] to [s, b, out] (s/t under sequence parallelism)."""
-        y = leave_tensor_region(F.linear(x, self.weight), self.axis)
+        y = leave_tensor_region(product(x, self.weight, None, self.deferral), self.axis)
         if self.bias is None:
             return y
         # Split along the sequence, each rank adds the bias to its own positions only.
@@ -63,12 +68,52 @@ class RowParallelLinear(nn.Module):
 
 
 def column_parallel_product(
-    x: Tensor, weight: Tensor, bias: Tensor | None, *, axis: TensorAxis
+    x: Tensor,
+    weight: nn.Parameter,
+    bias: Tensor | None,
+    *,
+    axis: TensorAxis,
+    deferral: Deferral | None,
 ) -> Tensor:
     """x W^T + bias with this rank's rows of W: [s, b, in] (or s/t) to [s, b, out/t]."""
     if axis.sequence_parallel and axis.size > 1:
-        return _SequenceProduct.apply(x, weight, bias, axis)
-    return F.linear(copy_to_tensor_axis(x, axis), weight, bias)
+        return _SequenceProduct.apply(x, weight, bias, axis, deferral)
+    return product(copy_to_tensor_axis(x, axis), weight, bias, deferral)
+
+
+def product(
+    x: Tensor, weight: nn.Parameter, bias: Tensor | None, deferral: Deferral | None
+) -> Tensor:
+    """x W^T + bias without communication: [s, b, in] to [s, b, out]."""
+    if deferral is None:
+        return F.linear(x, weight, bias)
+    return _SplitProduct.apply(x, weight, bias, deferral)
+
+
+def weight_gradient(grad: Tensor, x: Tensor) -> Tensor:
+    """The gradient of W in x W^T, from [s, b, out] and [s, b, in]: [out, in]."""
+    return grad.flatten(0, 1).t() @ x.flatten(0, 1)
+
+
+class _SplitProduct(torch.autograd.Function):
+    """F.linear whose backward pass leaves the weight's part for later.
+
+    The weight is kept on the context itself: what `save_for_backward` gives back under activation
+    checkpointing is another tensor, whose gradient nobody reads.
+    """
+
+    @staticmethod
+    def forward(ctx, x, weight, bias, deferral):
+        ctx.weight, ctx.deferral = weight, deferral
+        ctx.save_for_backward(x)
+        return F.linear(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx, grad):
+        (x,) = ctx.saved_tensors
+        ctx.deferral.put(ctx.weight, partial(weight_gradient, grad, x))
+        grad_bias = grad.flatten(0, 1).sum(0) if ctx.needs_input_grad[2] else None
+        return grad @ ctx.weight, None, grad_bias, None
 
 
 class _SequenceProduct(torch.autograd.Function):
@@ -79,15 +124,20 @@ class _SequenceProduct(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, x, weight, bias, axis):
-        ctx.axis = axis
-        ctx.save_for_backward(x, weight)
+    def forward(ctx, x, weight, bias, axis, deferral):
+        ctx.axis, ctx.weight, ctx.deferral = axis, weight, deferral
+        ctx.save_for_backward(x)
         return F.linear(all_gather(x, axis), weight, bias)
 
     @staticmethod
     def backward(ctx, grad):
-        x, weight = ctx.saved_tensors
-        rows = grad.flatten(0, 1)  # [s b, out/t]
-        grad_x = reduce_scatter(grad @ weight, ctx.axis)
-        grad_weight = rows.t() @ all_gather(x, ctx.axis).flatten(0, 1)
-        return grad_x, grad_weight, rows.sum(0) if ctx.needs_input_grad[2] else None, None
+        (x,) = ctx.saved_tensors
+        axis = ctx.axis
+        grad_x = reduce_scatter(grad @ ctx.weight, axis)
+        grad_bias = grad.flatten(0, 1).sum(0) if ctx.needs_input_grad[2] else None
+        grad_weight = None
+        if ctx.deferral is None:
+            grad_weight = weight_gradient(grad, all_gather(x, axis))
+        else:
+            ctx.deferral.put(ctx.weight, lambda: weight_gradient(grad, all_gather(x, axis)))
+        return grad_x, grad_weight, grad_bias, None, None

@@ -58,15 +58,13 @@ def build_deepspeed_config(recipe: Recipe, topology: Topology) -> dict[str, Any]
     """
     config = read_deepspeed_json(recipe.deepspeed)
     _check_combination(recipe, config)
-    # Tensor ranks send a part each and gather. Sequence parallelism has split the activations
-    # already, and DualPipeV cannot.
-    partitioned = not recipe.layout.sequence_parallel and recipe.layout.schedule == "1f1b"
     return config | {
         "train_micro_batch_size_per_gpu": recipe.batch.micro_sequences,
         "gradient_accumulation_steps": recipe.micro_batches(topology.data),
         "gradient_clipping": recipe.optimizer.gradient_clipping,
         "steps_per_print": None,  # we print
-        "pipeline": {"pipe_partitioned": partitioned, "grad_partitioned": partitioned},
+        # What goes from stage to stage is not DeepSpeed's business (`models/pipeline/channels.py`).
+        "pipeline": {"pipe_partitioned": False, "grad_partitioned": False},
     }
 
 

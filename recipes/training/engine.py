@@ -7,7 +7,6 @@ import resource
 import socket
 import warnings
 from abc import ABC, abstractmethod
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -17,24 +16,34 @@ import deepspeed
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
-from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.pipe.schedule import ForwardPass, PipeInstruction
 from deepspeed.runtime.pipe.topology import PipelineParallelGrid, PipeModelDataParallelTopology
 from torch import nn
 
 from models.initialization import initialize
-from models.layer_specs import SequentialModel, layer_specs, logical_parameters, loss_function
+from models.layer_specs import (
+    SequentialModel,
+    layer_names,
+    layer_specs,
+    logical_parameters,
+    loss_function,
+)
 from models.parallel.collectives import TensorAxis
-from models.pipeline.stages import FoldedStage, Stage
+from models.pipeline.channels import Boundary
+from models.pipeline.engine import ScheduledEngine, scheduled_engines
+from models.pipeline.order import Pipeline
+from models.pipeline.stages import Stage
 from recipes.training.checkpoint import CheckpointReader
 from recipes.training.copies import CopyGroup, differing_copies
-from recipes.training.deepspeed_config import zero_stage
+from recipes.training.deepspeed_config import precision, zero_stage
 from recipes.training.micro_batch import MicroBatch
 from recipes.training.recipe import Optimizer, Recipe
 from recipes.training.stragglers import Stopwatch
 from recipes.training.supervisor import Breadcrumb
 from recipes.training.topology import Coordinates, Topology, World
 from recipes.training.training_state import Fragment, TrainingState, training_state
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True)
@@ -140,10 +149,8 @@ class Engine(ABC):
 class PipelinedEngine(Engine):
     """Stages that pass activations on; ZeRO-1."""
 
-    def __init__(self, wrapped: PipelineEngine, *parts: Any):
+    def __init__(self, wrapped: ScheduledEngine, *parts: Any):
         super().__init__(wrapped, *parts)
-        self._done: Counter[str] = Counter()  # instructions of this step
-        # DeepSpeed binds what it finds here to the engine and calls it.
         wrapped._INSTRUCTION_MAP = {
             instruction: partial(self._observe, instruction, run)
             for instruction, run in wrapped._INSTRUCTION_MAP.items()
@@ -153,13 +160,12 @@ class PipelinedEngine(Engine):
         self,
         instruction: type[PipeInstruction],
         run: Callable[..., None],
-        wrapped: PipelineEngine,
+        wrapped: ScheduledEngine,
         **arguments: Any,
     ) -> None:
         """Run an instruction of the pipeline, leaving a crumb; forward passes are timed."""
         name = instruction.__name__
-        self.crumb.note(name, micro_batch=self._done[name] if "buffer_id" in arguments else None)
-        self._done[name] += 1
+        self.crumb.note(name, micro_batch=arguments.get("buffer_id"))
         is_forward = instruction is ForwardPass
         with self.stopwatch.running() if is_forward else contextlib.nullcontext():
             run(wrapped, **arguments)
@@ -182,7 +188,6 @@ class PipelinedEngine(Engine):
     def evaluate(self, micro_batches: Iterable[MicroBatch]) -> float:
         """The mean loss, in nats per token, over all data ranks' micro-batches."""
         micro_batches = list(micro_batches)
-        # As many at a time as in training: DualPipeV's buffers are numbered for these.
         together = self.wrapped.micro_batches
         losses = [
             self._run(self.wrapped.eval_batch, micro_batches[first : first + together])
@@ -197,7 +202,6 @@ class PipelinedEngine(Engine):
 
         It hands tokens and labels to the ends of the pipeline; contexts every stage has itself.
         """
-        self._done.clear()
         self.wrapped.module.expect([each.context for each in micro_batches])
         loss = schedule(iter([(each.tokens, each.labels) for each in micro_batches]))
         self.wrapped.module.expect_no_more()
@@ -315,12 +319,12 @@ def build_engine(
     pipelined = zero_stage(config) == 1
     with quiet():
         if pipelined:
-            stage = FoldedStage if recipe.layout.schedule == "dualpipev" else Stage
-            model = stage(
+            model = Stage(
                 specs,
                 topology=axes,
                 loss_fn=loss_fn,
-                partition_method="type:^Block$",
+                pipeline=pipeline_of(recipe, topology),
+                layers_of_positions=layers_of_positions(recipe),
                 recompute_interval=interval,
             )
         else:
@@ -332,7 +336,7 @@ def build_engine(
         tensor_rank=axis.rank,
         tensor_size=axis.size,
     )
-    with quiet():
+    with quiet(), scheduled_engines(boundary(recipe, axis, config)):
         wrapped, *_ = deepspeed.initialize(
             model=model,
             optimizer=build_optimizer(model, recipe.optimizer),
@@ -341,6 +345,32 @@ def build_engine(
         )
     engine = PipelinedEngine if pipelined else SequentialEngine
     return engine(wrapped, recipe, axis, crumb or Breadcrumb())
+
+
+def pipeline_of(recipe: Recipe, topology: Topology) -> Pipeline:
+    """What orders the passes of a recipe's pipeline."""
+    return Pipeline(
+        stages=topology.pipeline,
+        chunks=recipe.layout.chunks,
+        micro_batches=recipe.micro_batches(topology.data),
+        schedule=recipe.layout.schedule,
+    )
+
+
+def layers_of_positions(recipe: Recipe) -> list[int]:
+    """Layers of each chunk, in the model's order: its blocks, and at the ends what is no block."""
+    names = layer_names(recipe.model)
+    layers = list(recipe.blocks_of_positions)
+    layers[0] += names.index("blocks.0")
+    layers[-1] += len(names) - 1 - names.index(f"blocks.{recipe.model.layers - 1}")
+    return layers
+
+
+def boundary(recipe: Recipe, axis: TensorAxis, config: dict[str, Any]) -> Boundary:
+    """What goes from one chunk of the pipeline to the next."""
+    length = recipe.model.sequence_length // (axis.size if axis.sequence_parallel else 1)
+    shape = (length, recipe.batch.micro_sequences, recipe.model.hidden_size)
+    return Boundary(shape, DTYPES[precision(config)], axis)
 
 
 def build_tensor_axis(

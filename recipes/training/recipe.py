@@ -11,12 +11,16 @@ import tomli_w
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from models.config import ModelConfig, nearest_divisors, nearest_multiples
+from models.pipeline.balance import deal_blocks, head_in_blocks
+from models.pipeline.order import SCHEDULES, least_micro_batches, place
 from recipes.training.recipe_errors import explain, root_causes
 from recipes.training.topology import Topology, World
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 DEFAULT_RECIPE = REPOSITORY / "recipes" / "tiny.toml"
 CLUSTER_RECIPE = REPOSITORY / "recipes" / "llama" / "7b.toml"  # has the sections that tiny lacks
+
+SEVERAL_CHUNKS = [name for name, kind in SCHEDULES.items() if kind.chunks != 1]
 
 Count = Annotated[int, Field(ge=1, le=10**9)]
 NonNegative = Annotated[int, Field(ge=0, le=10**9)]
@@ -34,10 +38,20 @@ class Layout(Section):
 
     tensor: Count = 1
     pipeline: Count = 1
-    schedule: Literal["1f1b", "dualpipev"] = "1f1b"
+    schedule: Literal["1f1b", "interleaved", "zb-h1", "zb-v", "dualpipev"] = "1f1b"
+    chunks: Count = 1  # parts of the model that a stage holds; the schedule decides all but some
+    layers_per_stage: list[Count] | None = None  # blocks of each part, in order; None: by cost
     sequence_parallel: bool = False
     recompute: Literal["none", "selective", "full"] = "none"
     recompute_interval: Count = 1  # of "full": blocks that are kept and computed again as one
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_in_chunks(cls, values: Any) -> Any:
+        """Two where the schedule needs several and none are given."""
+        if isinstance(values, dict) and values.get("schedule") in SEVERAL_CHUNKS:
+            return {"chunks": 2} | values
+        return values
 
     @model_validator(mode="after")
     def _check(self) -> "Layout":
@@ -47,22 +61,25 @@ class Layout(Section):
                 f'layout.recompute = "{self.recompute}"; use layout.recompute = "full", or leave '
                 f"layout.recompute_interval out"
             )
-        if self.schedule == "dualpipev" and self.pipeline == 1:
+        if self.schedule != "1f1b" and self.pipeline == 1:
             raise ValueError(
-                'layout.schedule = "dualpipev" needs stages and layout.pipeline = 1 is one; use '
-                'layout.pipeline = 2 or more, or layout.schedule = "1f1b"'
+                f'layout.schedule = "{self.schedule}" needs stages and layout.pipeline = 1 is one; '
+                f'use layout.pipeline = 2 or more, or layout.schedule = "1f1b"'
+            )
+        possible = SCHEDULES[self.schedule].chunks
+        if self.chunks != (possible or max(2, self.chunks)):
+            raise ValueError(
+                f"layout.chunks = {self.chunks} does not go with layout.schedule = "
+                f'"{self.schedule}"; use layout.chunks = {possible or 2}'
+                + ("" if possible else " or more")
             )
         return self
 
     @property
-    def chunks(self) -> int:
-        """Parts of the model that one stage holds."""
-        return 2 if self.schedule == "dualpipev" else 1
-
-    @property
     def ends(self) -> set[int]:
         """The stages with the model's first layers, which take tokens, and last, which labels."""
-        return {0} if self.schedule == "dualpipev" else {0, self.pipeline - 1}
+        last, _ = place(self.schedule, self.pipeline, self.pipeline * self.chunks - 1)
+        return {0, last}
 
 
 class Batch(Section):
@@ -241,6 +258,14 @@ class Recipe(Section):
                 f"model.layers = {model.layers}; use "
                 + (fewer if most >= self.layout.chunks else f"model.layers = {parts} or more")
             )
+        dealt = self.layout.layers_per_stage
+        if dealt is not None and (len(dealt) != parts or sum(dealt) != model.layers):
+            raise ValueError(
+                f"layout.layers_per_stage = {dealt} deals {sum(dealt)} blocks to {len(dealt)} parts, "
+                f"and model.layers = {model.layers} go to layout.pipeline = {self.layout.pipeline} x "
+                f"layout.chunks = {self.layout.chunks}; use layout.layers_per_stage = "
+                f"{list(self._dealt_by_cost)}, or leave it out"
+            )
         schedule = self.optimizer.schedule
         if schedule.decay == "wsd" and (
             schedule.warmup_steps + schedule.decay_steps > self.training.steps
@@ -251,6 +276,24 @@ class Recipe(Section):
                 f"use training.steps = {schedule.warmup_steps + schedule.decay_steps} or more"
             )
         return self
+
+    @property
+    def blocks_of_positions(self) -> tuple[int, ...]:
+        """Blocks of each part of the pipeline, in the model's order."""
+        if self.layout.layers_per_stage is not None:
+            return tuple(self.layout.layers_per_stage)
+        return self._dealt_by_cost
+
+    @property
+    def _dealt_by_cost(self) -> tuple[int, ...]:
+        layout = self.layout
+        return deal_blocks(
+            self.model.layers,
+            schedule=layout.schedule,
+            stages=layout.pipeline,
+            chunks=layout.chunks,
+            head=head_in_blocks(self.model, layout.recompute),
+        )
 
     @property
     def tokens_per_step(self) -> int:
@@ -294,10 +337,10 @@ class Recipe(Section):
                 f"ranks; use batch.global_sequences = "
                 f"{nearest_multiples(self.batch.global_sequences, together)}"
             )
-        least = 2 * topology.pipeline
-        if self.layout.schedule == "dualpipev" and self.micro_batches(topology.data) < least:
+        least = least_micro_batches(self.layout.schedule, topology.pipeline)
+        if self.micro_batches(topology.data) < least:
             raise ValueError(
-                f'layout.schedule = "dualpipev" needs {least} micro-batches or more for '
+                f'layout.schedule = "{self.layout.schedule}" needs {least} micro-batches or more for '
                 f"layout.pipeline = {topology.pipeline}, and batch.global_sequences = "
                 f"{self.batch.global_sequences} makes {self.micro_batches(topology.data)} on each "
                 f"of {topology.data} data ranks; use batch.global_sequences = {least * together}"

@@ -1,0 +1,46 @@
+"""How a model's blocks are dealt to the chunks of a pipeline. Arithmetic only."""
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+from models.config import ModelConfig
+from models.cost import block_multiply_adds, head_multiply_adds
+from models.pipeline.order import place, place_in_model
+
+
+def head_in_blocks(model: ModelConfig, recompute: str) -> float:
+    """What the logits cost, as a multiple of a block; blocks may be computed twice."""
+    again = 4 / 3 if recompute == "full" else 1
+    return head_multiply_adds(model) / (block_multiply_adds(model) * again)
+
+
+@lru_cache(maxsize=4096)
+def deal_blocks(
+    blocks: int, *, schedule: str, stages: int, chunks: int, head: float
+) -> tuple[int, ...]:
+    """Blocks of each chunk, in the model's order, so that the slowest stage is as fast as can be.
+
+    Each has one or more. One by one the others go to the stage that has least to do, and there to
+    the chunk with the fewest; of equal ones to the last, which holds fewest micro-batches.
+
+    head: what the last chunk has to do beside its blocks, in blocks
+    """
+    counts = [1] * (stages * chunks)
+    loads = [float(chunks)] * stages
+    last, _ = place(schedule, stages, len(counts) - 1)
+    loads[last] += head
+    for _ in range(blocks - len(counts)):
+        stage = min(reversed(range(stages)), key=loads.__getitem__)
+        positions = [place_in_model(schedule, stages, stage, chunk) for chunk in range(chunks)]
+        counts[min(reversed(positions), key=counts.__getitem__)] += 1
+        loads[stage] += 1
+    return tuple(counts)
+
+
+def imbalance(dealt: Sequence[int], *, schedule: str, stages: int, head: float) -> float:
+    """The slowest stage's work over the mean of all."""
+    loads = [0.0] * stages
+    for position, blocks in enumerate(dealt):
+        loads[place(schedule, stages, position)[0]] += blocks
+    loads[place(schedule, stages, len(dealt) - 1)[0]] += head
+    return max(loads) * stages / sum(loads)

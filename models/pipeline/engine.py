@@ -1,0 +1,194 @@
+"""DeepSpeed's PipelineEngine, running any order of passes with communication in the background.
+
+What a pass leaves for its backward pass is kept under its chunk and micro-batch, from the forward
+pass to the last one that needs it.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import deepspeed
+import torch
+from deepspeed.runtime.pipe import schedule
+from deepspeed.runtime.pipe.engine import PipelineEngine
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from models.parallel.deferral import Deferral, defer_weights
+from models.pipeline.channels import Boundary, Channels
+from models.pipeline.gradients import gradients_of
+from models.pipeline.instructions import PassSchedule, WeightPass
+from models.pipeline.order import BACKWARD, FORWARD, Kind, Pass
+
+
+@dataclass
+class InFlight:
+    """A micro-batch in a chunk, between its passes.
+
+    x: what the forward pass started with, whose gradient the chunk before waits for
+    end: where the backward pass begins; the output itself is not kept
+    """
+
+    x: Tensor
+    end: GradientEdge | Tensor
+
+
+class ScheduledEngine(PipelineEngine):
+    """Runs a Stage in the order of its Pipeline.
+
+    boundary: what goes from one chunk to the next
+    """
+
+    def __init__(self, *arguments: Any, boundary: Boundary, **settings: Any):
+        self.is_built = False
+        super().__init__(*arguments, **settings)
+        self.is_built = True
+        self.pipeline = self.module.pipeline
+        assert self.pipeline.micro_batches == self.micro_batches
+        self.channels = Channels(self.pipeline, self.grid, boundary, self.device)
+        self.gradients = gradients_of(self)
+        self.deferral = Deferral()
+        if self.pipeline.splits:
+            defer_weights(self.module, self.deferral)
+        self._begin_step()
+
+    def _begin_step(self) -> None:
+        self.in_flight: dict[tuple[int, int], InFlight] = {}
+        self.left: dict[tuple[int, int], list] = {}  # for the weights' passes
+        self.handed_on: dict[Pass, Tensor] = {}  # from one chunk of this stage to another
+        self.labels: dict[int, Tensor] = {}
+        self.tokens: dict[int, Tensor] = {}
+
+    def is_last_stage(self) -> bool:
+        """Whether this stage has the end of the model; while DeepSpeed sets up, the last rank."""
+        if not self.is_built:
+            return super().is_last_stage()
+        return self.stage_id == self._stage_of_loss()
+
+    def _stage_of_loss(self) -> int:
+        stage, _ = self.pipeline.place(self.pipeline.positions - 1)
+        return stage
+
+    def _loss_stage_global_rank(self) -> int:
+        return self.grid.stage_to_global(self._stage_of_loss())
+
+    def _train_schedule(self) -> PassSchedule:
+        return PassSchedule(self.pipeline, self.stage_id, training=True)
+
+    def _inference_schedule(self, micro_batches: int) -> PassSchedule:
+        assert micro_batches == self.pipeline.micro_batches
+        return PassSchedule(self.pipeline, self.stage_id, training=False)
+
+    def _exec_schedule(self, pipe_schedule: PassSchedule) -> None:
+        self.fwd_outputs = []
+        self._begin_step()
+        for step in pipe_schedule.steps():
+            for instruction in step:
+                self._INSTRUCTION_MAP[type(instruction)](self, **instruction.kwargs)
+        assert not (self.in_flight or self.left or self.handed_on)
+
+    def _pass(self, kind: Kind, buffer_id: int, chunk: int) -> Pass:
+        return Pass(kind, self.stage_id, chunk, buffer_id)
+
+    def _is_end(self, chunk: int) -> bool:
+        """Whether a chunk is the end of the model."""
+        return self.pipeline.position(self.stage_id, chunk) == self.pipeline.positions - 1
+
+    def _exec_load_micro_batch(self, buffer_id: int, chunk: int) -> None:
+        tokens, labels = self._next_batch()
+        if self.is_first_stage():
+            self.tokens[buffer_id] = tokens.to(self.device, non_blocking=True)
+        if self.is_last_stage():
+            self.labels[buffer_id] = labels.to(self.device, non_blocking=True)
+
+    def _exec_expect(self, kind: Kind, buffer_id: int, chunk: int) -> None:
+        self.channels.expect(self._pass(kind, buffer_id, chunk))
+
+    def _exec_commit_p2p(self, work: Pass | None = None) -> None:
+        """Wait for what a pass starts with; without one, until all has left."""
+        if work is None:
+            self.channels.finish()
+        else:
+            self.handed_on[work] = self.channels.receive(work)
+
+    def _exec_forward_pass(self, buffer_id: int, chunk: int) -> None:
+        work = self._pass(FORWARD, buffer_id, chunk)
+        if self.pipeline.needed(work) is None:
+            x = self.tokens.pop(buffer_id)
+        else:
+            x = self.handed_on.pop(work).requires_grad_(torch.is_grad_enabled())
+        output = self.module(x, chunk)
+        if self._is_end(chunk):
+            output = self._loss(output, buffer_id)
+        else:
+            self._hand_on(work, output.detach())
+        if torch.is_grad_enabled():
+            end = output if self._is_end(chunk) else get_gradient_edge(output)
+            self.in_flight[chunk, buffer_id] = InFlight(x, end)
+
+    def _loss(self, output: Tensor, micro_batch: int) -> Tensor:
+        """The mean loss of a micro-batch, which DeepSpeed adds up, too."""
+        loss = self.module.loss_fn(output, self.labels.pop(micro_batch))
+        self.fwd_outputs.append(loss.detach())
+        total = loss.detach() if self.total_loss is None else self.total_loss + loss.detach()
+        self.total_loss = total
+        return loss
+
+    def _exec_backward_pass(self, buffer_id: int, chunk: int) -> None:
+        work = self._pass(BACKWARD, buffer_id, chunk)
+        passing = self.in_flight.pop((chunk, buffer_id))
+        if self._is_end(chunk):
+            loss = self.optimizer.scale_if_loss(passing.end / self.micro_batches)
+            torch.autograd.backward(loss)
+        else:
+            torch.autograd.backward(passing.end, self.handed_on.pop(work))
+        if self.pipeline.receiver(work) is not None:
+            self._hand_on(work, passing.x.grad)
+        if self.pipeline.splits:
+            self.left[chunk, buffer_id] = self.deferral.take()
+
+    def _exec_weight_pass(self, buffer_id: int, chunk: int) -> None:
+        for weight, gradient in self.left.pop((chunk, buffer_id)):
+            self.gradients.add(weight, gradient())
+
+    def _hand_on(self, work: Pass, result: Tensor) -> None:
+        """Keep a pass's result for the one that goes on with it, or until it is sent."""
+        receiver = self.pipeline.receiver(work)
+        self.handed_on[receiver] = result
+
+    def _exec_send(self, kind: Kind, buffer_id: int, chunk: int) -> None:
+        work = self._pass(kind, buffer_id, chunk)
+        self.channels.send(work, self.handed_on.pop(self.pipeline.receiver(work)))
+
+    def _exec_reduce_grads(self, chunk: int | None = None) -> None:
+        """Begin to reduce a chunk's gradients; without one, end it for all."""
+        if chunk is None:
+            self.gradients.finish()
+        else:
+            self.gradients.begin(self.module.parameters_of_chunk(chunk))
+
+    _INSTRUCTION_MAP = {
+        schedule.LoadMicroBatch: _exec_load_micro_batch,
+        schedule.RecvActivation: partial(_exec_expect, kind=FORWARD),
+        schedule.RecvGrad: partial(_exec_expect, kind=BACKWARD),
+        schedule.CommitP2P: _exec_commit_p2p,
+        schedule.ForwardPass: _exec_forward_pass,
+        schedule.BackwardPass: _exec_backward_pass,
+        WeightPass: _exec_weight_pass,
+        schedule.SendActivation: partial(_exec_send, kind=FORWARD),
+        schedule.SendGrad: partial(_exec_send, kind=BACKWARD),
+        schedule.ReduceGrads: _exec_reduce_grads,
+        schedule.OptimizerStep: PipelineEngine._exec_optimizer_step,
+    }
+
+
+@contextmanager
+def scheduled_engines(boundary: Boundary) -> Iterator[None]:
+    """Within it, `deepspeed.initialize` makes ScheduledEngines of pipelines."""
+    engine = partial(ScheduledEngine, boundary=boundary)
+    with mock.patch.object(deepspeed, "PipelineEngine", engine):
+        yield

@@ -1,0 +1,165 @@
+"""Where DeepSpeed's optimizers want gradients, and their reduction over the data axis."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator
+
+import torch
+import torch.distributed as dist
+from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+from deepspeed.runtime.pipe.engine import PipelineEngine
+from torch import Tensor, nn
+
+
+class Gradients(ABC):
+    """The gradients of one rank, over all micro-batches of a step.
+
+    DeepSpeed's own hooks are removed: they count the parameters of one backward pass, and here a
+    backward pass may leave weights for later.
+    """
+
+    def __init__(self, engine: PipelineEngine):
+        self.engine, self.optimizer = engine, engine.optimizer
+        for hook in getattr(self.optimizer, "_grad_acc_hooks", []):
+            hook.remove()
+
+    @abstractmethod
+    def add(self, parameter: nn.Parameter, gradient: Tensor) -> None:
+        """Add a gradient that autograd has not accumulated."""
+
+    @abstractmethod
+    def of(self, parameter: nn.Parameter) -> Tensor:
+        """What was accumulated."""
+
+    def begin(self, parameters: Iterable[nn.Parameter]) -> None:
+        """These have all their gradients: start to average them over the data ranks."""
+
+    @abstractmethod
+    def finish(self) -> None:
+        """All gradients are there: average them over the data ranks, add up tied ones."""
+
+    def add_up_tied(self) -> None:
+        """Add the gradients of a tied weight's copies."""
+        for weight, group in self.engine.module.get_tied_weights_and_groups():
+            dist.all_reduce(self.of(weight), group=group)
+
+
+class Float32Gradients(Gradients):
+    """BF16_Optimizer's: one fp32 tensor for all gradients of an optimizer group.
+
+    A bf16 gradient is added to its part of it and freed as soon as autograd has it.
+    """
+
+    def __init__(self, engine: PipelineEngine):
+        super().__init__(engine)
+        self.places = {
+            parameter: (number, place)
+            for number, group in enumerate(self.optimizer.bf16_groups)
+            for place, parameter in enumerate(group)
+        }
+        for parameter in self.places:
+            parameter.register_post_accumulate_grad_hook(self._take)
+        self.group = engine.grid.get_data_parallel_group()
+        config = engine._config
+        self.scales_before = config.prescale_gradients or config.gradient_predivide_factor != 1.0
+        self.begun: set[nn.Parameter] = set()
+        self.running: list[tuple[Tensor, Tensor, dist.Work]] = []
+
+    def _take(self, parameter: nn.Parameter) -> None:
+        if parameter.grad is not None:  # torch calls it for what is left for later, too
+            self.add(parameter, parameter.grad)
+            parameter.grad = None
+
+    @torch.no_grad()
+    def add(self, parameter: nn.Parameter, gradient: Tensor) -> None:
+        """Add a gradient that autograd has not accumulated."""
+        number, place = self.places[parameter]
+        total = self.optimizer.fp32_groups_gradients[number][place]
+        total.add_(gradient.view(total.shape))
+        parameter._hp_grad = total
+        self.optimizer.fp32_groups_has_gradients[number][place] = True
+
+    def of(self, parameter: nn.Parameter) -> Tensor:
+        """What was accumulated."""
+        return parameter._hp_grad
+
+    def begin(self, parameters: Iterable[nn.Parameter]) -> None:
+        """These have all their gradients: start to average them over the data ranks."""
+        if self.scales_before or dist.get_world_size(self.group) == 1:
+            return
+        new = [each for each in parameters if each not in self.begun]
+        self.begun.update(new)
+        for number, flat in enumerate(self.optimizer.fp32_groups_gradients_flat):
+            held = [self.of(each) for each in new if self.places[each][0] == number]
+            for start, stop in runs(held):
+                part = flat[start:stop]
+                sent = part.to(self.engine.communication_data_type)  # itself if it is in fp32
+                running = dist.all_reduce(sent, group=self.group, async_op=True)
+                self.running.append((part, sent, running))
+
+    def finish(self) -> None:
+        """All gradients are there: average them over the data ranks, add up tied ones."""
+        if self.scales_before:  # as DeepSpeed does
+            self.engine._bf16_reduce_grads()
+        self.begin(self.places)
+        for part, sent, running in self.running:
+            running.wait()
+            torch.div(sent, dist.get_world_size(self.group), out=part)
+        self.running, self.begun = [], set()
+        self.add_up_tied()
+
+
+class ZeroGradients(Gradients):
+    """DeepSpeedZeroOptimizer's, stage 1: autograd's, or a copy in another precision.
+
+    Of what it averages a rank keeps its share only, so that tied weights come before.
+    """
+
+    def __init__(self, engine: PipelineEngine):
+        super().__init__(engine)
+        if self.optimizer.use_grad_accum_attribute:
+            for group in self.optimizer.bit16_groups:
+                for parameter in group:
+                    parameter.register_post_accumulate_grad_hook(
+                        self.optimizer._fill_param_grad_accum_attribute
+                    )
+
+    @torch.no_grad()
+    def add(self, parameter: nn.Parameter, gradient: Tensor) -> None:
+        """Add a gradient that autograd has not accumulated."""
+        if parameter.grad is None:
+            parameter.grad = gradient
+        else:
+            parameter.grad.add_(gradient)
+        if self.optimizer.use_grad_accum_attribute:
+            self.optimizer._fill_param_grad_accum_attribute(parameter)
+
+    def of(self, parameter: nn.Parameter) -> Tensor:
+        """What was accumulated."""
+        return self.optimizer.get_param_gradient_attribute(parameter)
+
+    def finish(self) -> None:
+        """All gradients are there: average them over the data ranks, add up tied ones."""
+        self.add_up_tied()
+        self.optimizer.setup_buckets()
+        self.optimizer.set_gradient_accumulation_boundary(True)
+        self.optimizer.reduce_gradients()
+
+
+def gradients_of(engine: PipelineEngine) -> Gradients:
+    """The gradients of this engine's optimizer."""
+    kind = Float32Gradients if isinstance(engine.optimizer, BF16_Optimizer) else ZeroGradients
+    return kind(engine)
+
+
+def runs(parts: Iterable[Tensor]) -> Iterator[tuple[int, int]]:
+    """(start, stop) of the elements that views of one flat tensor cover, adjacent ones together."""
+    spans = sorted((each.storage_offset(), each.storage_offset() + each.numel()) for each in parts)
+    start = stop = None
+    for first, end in spans:
+        if first != stop:
+            if start is not None:
+                yield start, stop
+            start = first
+        stop = end
+    if start is not None:
+        yield start, stop
