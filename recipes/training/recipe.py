@@ -76,6 +76,11 @@ class Layout(Section):
         return self
 
     @property
+    def schedule_name(self) -> str:
+        """The schedule, with its chunks where they are chosen: "interleaved x 2"."""
+        return self.schedule if SCHEDULES[self.schedule].chunks else f"interleaved x {self.chunks}"
+
+    @property
     def ends(self) -> set[int]:
         """The stages with the model's first layers, which take tokens, and last, which labels."""
         last, _ = place(self.schedule, self.pipeline, self.pipeline * self.chunks - 1)
