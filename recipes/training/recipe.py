@@ -209,6 +209,8 @@ class Tracking(Section):
     project: Annotated[str, Field(pattern=r"^[^/\\#?%:]{1,128}$")] = "threefold"
     mode: Literal["auto", "online", "offline", "disabled"] = "auto"
     tags: tuple[str, ...] = ()
+    timeline_step: NonNegative = 0  # the first step of a measured timeline; 0: none
+    timeline_steps: Count = 3
 
 
 class Cluster(Section):
