@@ -142,7 +142,7 @@ def test_the_layouts_are_those_that_the_recipe_accepts(corpus: Path, tmp_path: P
         "tensor 1 x pipeline 1 x data 1: zero3, recompute full by 2, micro-batch 2",
         "tensor 1 x pipeline 3 x data 1: zero1, 1f1b, micro-batch 1",  # four layers, three stages
         "tensor 2 x pipeline 2 x data 1: zero1, dualpipev, sequence-parallel, micro-batch 1",
-        "tensor 1 x pipeline 2 x data 2: zero1, interleaved x 2, recompute selective, micro-batch 2",
+        "tensor 1 x pipeline 2 x data 2: zero1, interleaved x 2, micro-batch 2",
         "tensor 1 x pipeline 4 x data 1: zero1, zb-h1, micro-batch 1",
         "tensor 2 x pipeline 1 x data 2: zero2, sequence-parallel, recompute selective, "
         "micro-batch 2",

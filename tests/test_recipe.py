@@ -46,7 +46,10 @@ BAD: list[tuple[str, int, str, str]] = [
     ("layout.pipeline=0", 2, "layout.pipeline = 0", "pipeline = 2"),
     ("layout.recompute=some", 2, "layout.recompute = 'some'", "'none', 'selective' or 'full'"),
     ("layout.recompute_interval=2", 2, "layout.recompute_interval = 2", 'recompute = "full"'),
-    ("layout.schedule=gpipe", 2, "layout.schedule = 'gpipe'", "'1f1b', 'interleaved', 'zb-h1', 'zb-v' or 'dualpipev'"),
+    (
+        "layout.schedule=gpipe", 2,
+        "layout.schedule = 'gpipe'", "'1f1b', 'interleaved', 'zb-h1', 'zb-v' or 'dualpipev'",
+    ),
     (
         "layout.schedule=dualpipev;layout.pipeline=1", 2,
         'layout.schedule = "dualpipev" needs stages', "use layout.pipeline = 2 or more",

@@ -9,6 +9,8 @@ from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import Tensor, nn
 
+from models.pipeline.channels import wait_for
+
 
 class Gradients(ABC):
     """The gradients of one rank, over all micro-batches of a step.
@@ -102,7 +104,7 @@ class Float32Gradients(Gradients):
             self.engine._bf16_reduce_grads()
         self.begin(self.places)
         for part, sent, running in self.running:
-            running.wait()
+            wait_for(running)
             torch.div(sent, dist.get_world_size(self.group), out=part)
         self.running, self.begun = [], set()
         self.add_up_tied()

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from models.pipeline.order import BACKWARD, FORWARD, WEIGHT, Pass, Pipeline
 from models.pipeline.recording import Event, Recording
-from models.pipeline.simulation import Timeline, TimedPass, pipeline_seconds, simulate
+from models.pipeline.simulation import TimedPass, Timeline, simulate
 from recipes.training.engine import Engine, PipelinedEngine
 from recipes.training.recipe import Recipe
 from recipes.training.run_folder import RunFolder, write_whole
@@ -79,9 +79,8 @@ def perfetto_trace(of_ranks: Sequence[Steps], topology: Topology) -> dict[str, A
     for rank, steps in enumerate(of_ranks):
         place = topology.coordinates(rank)
         name = f"pipeline {place.pipeline}, data {place.data}, tensor {place.tensor}"
-        events.append(
-            {"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}: {name}"}}
-        )
+        named = {"name": f"rank {rank}: {name}"}
+        events.append({"ph": "M", "name": "process_name", "pid": rank, "args": named})
         for number, step in enumerate(steps):
             for event in step:
                 place_ = {"chunk": event.chunk, "micro_batch": event.micro_batch, "step": number}
@@ -124,7 +123,7 @@ def measured_passes(of_ranks: Sequence[Steps], topology: Topology) -> Timeline:
 
 
 def predicted_passes(pipeline: Pipeline, measured: Timeline) -> Timeline:
-    """What the simulator makes of the median durations of each stage's, chunk's and kind's passes."""
+    """What the simulator makes of the medians of each stage's, chunk's and kind's passes."""
     durations = defaultdict(list)
     for stage in measured:
         for timed in stage:
