@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from recipes.training.feed import Feed
     from recipes.training.loss_watch import LossWatch
     from recipes.training.supervisor import Supervisor
+    from recipes.training.timeline import TimelineRecorder
     from recipes.training.tracking import Meter, Tracker
 
 SECONDS_FOR_RANK_0_TO_SPEAK = 5

@@ -32,6 +32,7 @@ class Gradients(ABC):
     def of(self, parameter: nn.Parameter) -> Tensor:
         """What was accumulated."""
 
+    @abstractmethod
     def begin(self, parameters: Iterable[nn.Parameter]) -> None:
         """These have all their gradients: start to average them over the data ranks."""
 
@@ -138,6 +139,9 @@ class ZeroGradients(Gradients):
     def of(self, parameter: nn.Parameter) -> Tensor:
         """What was accumulated."""
         return self.optimizer.get_param_gradient_attribute(parameter)
+
+    def begin(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Nothing: DeepSpeed averages all of an optimizer group together."""
 
     def finish(self) -> None:
         """All gradients are there: average them over the data ranks, add up tied ones."""

@@ -268,9 +268,9 @@ class Recipe(Section):
         dealt = self.layout.layers_per_stage
         if dealt is not None and (len(dealt) != parts or sum(dealt) != model.layers):
             raise ValueError(
-                f"layout.layers_per_stage = {dealt} deals {sum(dealt)} blocks to {len(dealt)} parts, "
-                f"and model.layers = {model.layers} go to layout.pipeline = {self.layout.pipeline} x "
-                f"layout.chunks = {self.layout.chunks}; use layout.layers_per_stage = "
+                f"layout.layers_per_stage = {dealt} deals {sum(dealt)} blocks to {len(dealt)} "
+                f"parts, and model.layers = {model.layers} go to layout.pipeline = "
+                f"{self.layout.pipeline} x layout.chunks = {self.layout.chunks}; use layout.layers_per_stage = "
                 f"{list(self._dealt_by_cost)}, or leave it out"
             )
         schedule = self.optimizer.schedule
@@ -347,8 +347,8 @@ class Recipe(Section):
         least = least_micro_batches(self.layout.schedule, topology.pipeline)
         if self.micro_batches(topology.data) < least:
             raise ValueError(
-                f'layout.schedule = "{self.layout.schedule}" needs {least} micro-batches or more for '
-                f"layout.pipeline = {topology.pipeline}, and batch.global_sequences = "
+                f'layout.schedule = "{self.layout.schedule}" needs {least} micro-batches or more '
+                f"for layout.pipeline = {topology.pipeline}, and batch.global_sequences = "
                 f"{self.batch.global_sequences} makes {self.micro_batches(topology.data)} on each "
                 f"of {topology.data} data ranks; use batch.global_sequences = {least * together}"
             )
