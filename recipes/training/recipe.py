@@ -270,8 +270,8 @@ class Recipe(Section):
             raise ValueError(
                 f"layout.layers_per_stage = {dealt} deals {sum(dealt)} blocks to {len(dealt)} "
                 f"parts, and model.layers = {model.layers} go to layout.pipeline = "
-                f"{self.layout.pipeline} x layout.chunks = {self.layout.chunks}; use layout.layers_per_stage = "
-                f"{list(self._dealt_by_cost)}, or leave it out"
+                f"{self.layout.pipeline} x layout.chunks = {self.layout.chunks}; use "
+                f"layout.layers_per_stage = {list(self._dealt_by_cost)}, or leave it out"
             )
         schedule = self.optimizer.schedule
         if schedule.decay == "wsd" and (
