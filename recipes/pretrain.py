@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from recipes.training.feed import Feed
     from recipes.training.loss_watch import LossWatch
     from recipes.training.supervisor import Supervisor
+    from recipes.training.timeline import TimelineRecorder
     from recipes.training.tracking import Meter, Tracker
 
 SECONDS_FOR_RANK_0_TO_SPEAK = 5
@@ -77,6 +78,7 @@ def pretrain() -> None:
     from recipes.training.feed import Feed
     from recipes.training.loss_watch import LossWatch
     from recipes.training.supervisor import Breadcrumb, Supervisor
+    from recipes.training.timeline import TimelineRecorder
     from recipes.training.tracking import Meter, open_tracker, read_wandb_key
 
     folder = RunFolder(options.run_dir or REPOSITORY / "runs" / recipe.name)
@@ -138,6 +140,7 @@ def pretrain() -> None:
             writer=writer,
             tracker=tracker,
             supervisor=supervisor,
+            timeline=TimelineRecorder(engine, recipe, topology, folder),
         )
         ending = train(run, start.step)
         with crumb.waiting_for_disk("saving"):
@@ -170,6 +173,7 @@ class Run:
     writer: "CheckpointWriter"
     tracker: "Tracker"
     supervisor: "Supervisor"
+    timeline: "TimelineRecorder"
 
 
 @dataclass(frozen=True)
@@ -186,6 +190,7 @@ def train(run: Run, step: int) -> Ending:
         step += 1
         metrics = train_step(run, step)
         run.tracker.step(metrics)
+        run.timeline.write_after(step)
         bad = run.watch.judge(metrics["loss"], metrics["grad_norm"])
         asked, severity = run.supervisor.agree(bad.severity if bad else 0, run.engine.device)
         reason = bad.reason if bad else "another rank has a bad step"
@@ -227,7 +232,8 @@ def train_step(run: Run, step: int) -> dict[str, Any]:
     rate = learning_rate(step, recipe.optimizer, recipe.training.steps)
     with unreadable_data(run, step):
         micro_batches, waited = run.feed.take(step)
-    result = run.engine.train_step(micro_batches, rate)
+    with run.timeline.recorded(step):
+        result = run.engine.train_step(micro_batches, rate)
     seconds = time.perf_counter() - started
     metrics = run.meter.line(
         run.data.progress_after(step),

@@ -137,6 +137,9 @@ def test_validation_is_spread_over_its_own_file(small: dict[str, Any]) -> None:
 
 SPREAD = {  # layout -> the stages that take tokens, or labels
     "1f1b": {0, 2},
+    "interleaved": {0, 2},
+    "zb-h1": {0, 2},
+    "zb-v": {0},
     "dualpipev": {0},
 }
 

@@ -36,6 +36,11 @@ PIPELINE2 = {"layout__pipeline": 2}
 TENSOR2 = {"layout__tensor": 2}
 SEQUENCE = {"layout__sequence_parallel": True}
 FOLDED = PIPELINE2 | {"layout__schedule": "dualpipev", "batch__micro_sequences": 1}
+INTERLEAVED = PIPELINE2 | {"layout__schedule": "interleaved"}
+ZB_H1 = PIPELINE2 | {"layout__schedule": "zb-h1"}
+ZB_V = PIPELINE2 | {"layout__schedule": "zb-v"}
+THREE_CHUNKS = INTERLEAVED | {"layout__chunks": 3}
+SEVEN = {"model__layers": 7}  # an odd number, and enough for three chunks of two stages
 FULL = {"layout__recompute": "full", "layout__recompute_interval": 2}
 CLIPPED = {"optimizer__gradient_clipping": 0.5}  # below every norm of the run
 DROPOUT = {"model__dropout": 0.1, "model__attention_dropout": 0.1}
@@ -67,6 +72,14 @@ LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
         "gpt tensor 2": GPT | CLIPPED | TENSOR2,
         "gpt zero3 data 2": GPT | CLIPPED | ZERO3,
         "gpt dualpipev": GPT | CLIPPED | FOLDED,
+        "gpt interleaved": GPT | CLIPPED | INTERLEAVED,
+        "seven interleaved x 3": SEVEN | DROPPING_GPT | THREE_CHUNKS,
+        "seven zb-v full recomputation": SEVEN | DROPPING_GPT | ZB_V | FULL,
+        "seven zb-h1, dealt by hand": SEVEN
+        | DROPPING_GPT
+        | ZB_H1
+        | {"layout__layers_per_stage": [6, 1], "batch__micro_sequences": 1},
+        "zb-h1": ZB_H1,
         "dropout pipeline 2": DROPOUT | PIPELINE2,
         "dropout dualpipev full recomputation": DROPOUT | FOLDED | FULL,
         "dropout data 2": DROPOUT,
@@ -84,6 +97,9 @@ LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
         "bf16 zero2 data 2": {"deepspeed": "ds_configs/zero2_bf16.json"},
         "bf16 zero3 data 2": {"deepspeed": "ds_configs/zero3_bf16.json"},
         "bf16 dualpipev": BF16 | FOLDED,
+        "bf16 interleaved": BF16 | INTERLEAVED,
+        "bf16-gpt zb-v": BF16 | GPT | CLIPPED | ZB_V,
+        "bf16-gpt zb-h1, accumulating in bf16": ACCUMULATING_BF16 | GPT | CLIPPED | ZB_H1,
         "bf16-gpt pipeline 2": BF16 | GPT | CLIPPED | PIPELINE2,
         "bf16-gpt pipeline 2, accumulating in bf16": ACCUMULATING_BF16 | GPT | CLIPPED | PIPELINE2,
     },
@@ -95,6 +111,11 @@ LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
         | SEQUENCE
         | {"layout__recompute": "selective"},
         "dualpipev tensor 2 sequence-parallel": FOLDED | TENSOR2 | SEQUENCE,
+        "gpt interleaved tensor 2": GPT | CLIPPED | INTERLEAVED | TENSOR2,
+        "gpt zb-v data 2": GPT | CLIPPED | ZB_V,
+        "zb-h1 tensor 2 sequence-parallel": ZB_H1 | TENSOR2 | SEQUENCE,
+        "bf16-gpt interleaved data 2": BF16 | GPT | CLIPPED | INTERLEAVED,
+        "bf16 zb-h1 pipeline 4": BF16 | ZB_H1 | {"layout__pipeline": 4},
         "zero2 tensor 2 data 2": ZERO2 | TENSOR2,
         "gpt pipeline 2 tensor 2 sequence-parallel": GPT | CLIPPED | PIPELINE2 | TENSOR2 | SEQUENCE,
         "dropout pipeline 2 tensor 2 sequence-parallel selective": DROPOUT
@@ -116,6 +137,7 @@ REFERENCES = {
     "dropout": DROPOUT,
     "documents": DOCUMENTS,
     "documents-gpt": DOCUMENTS | DROPPING_GPT,
+    "seven": SEVEN | DROPPING_GPT,
     "bf16": BF16,
     "bf16-gpt": BF16 | GPT | CLIPPED,
 }
@@ -268,7 +290,7 @@ def test_the_references_learn_and_clip_and_drop_and_separate(
 ) -> None:
     for reference in references.values():
         assert reference.losses[0] == pytest.approx(math.log(250), rel=0.02)
-        assert reference.losses[-2] < 0.95 * reference.losses[0]
+        assert reference.losses[-2] < 0.96 * reference.losses[0]
     assert min(references["gpt"].grad_norms) > 0.5
     apart = zip(references["documents"].losses, references[""].losses, strict=True)
     assert max(abs(separate / across - 1) for separate, across in apart) > 5e-4
@@ -289,6 +311,8 @@ def test_resuming_continues_bit_for_bit(corpus: Path) -> None:
         "gpt with dropout": GPT | PIPELINE2 | DROPOUT,
         "tensor 2, gpt with dropout": GPT | TENSOR2 | DROPOUT,
         "dualpipev": FOLDED,
+        "interleaved": INTERLEAVED,
+        "bf16 zb-v": BF16 | ZB_V,
     }
     results = run_ranks(2, resume_worker, str(corpus), layouts)[0]
     for name, (undisturbed, resumed) in results.items():

@@ -137,11 +137,13 @@ def test_the_layouts_are_those_that_the_recipe_accepts(corpus: Path, tmp_path: P
     small = made_small(recipe_of(corpus, {"model__layers": 4}), tmp_path, ranks=4)
     variants = legal_variants(small, ranks=4, micro_sequences=(1, 2))
     names = {f"{variant.axes}: {variant.method}" for variant in variants}
-    assert len(names) == len(variants) == 183  # counted by hand
+    assert len(names) == len(variants) == 267  # counted by hand
     for name in (
         "tensor 1 x pipeline 1 x data 1: zero3, recompute full by 2, micro-batch 2",
         "tensor 1 x pipeline 3 x data 1: zero1, 1f1b, micro-batch 1",  # four layers, three stages
         "tensor 2 x pipeline 2 x data 1: zero1, dualpipev, sequence-parallel, micro-batch 1",
+        "tensor 1 x pipeline 2 x data 2: zero1, interleaved x 2, micro-batch 2",
+        "tensor 1 x pipeline 4 x data 1: zero1, zb-h1, micro-batch 1",
         "tensor 2 x pipeline 1 x data 2: zero2, sequence-parallel, recompute selective, "
         "micro-batch 2",
     ):
@@ -149,7 +151,9 @@ def test_the_layouts_are_those_that_the_recipe_accepts(corpus: Path, tmp_path: P
     for name in names:
         assert "tensor 4" not in name and "tensor 3" not in name  # two key-value heads
         assert "zero1" in name or "pipeline 1" in name
-        assert "dualpipev" not in name or "pipeline 4" not in name  # it has eight parts
+        if "dualpipev" in name or "zb-v" in name or "interleaved" in name:
+            assert "pipeline 2" in name  # there are four blocks
+        assert "interleaved x 3" not in name
 
 
 # How it compares

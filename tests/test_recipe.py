@@ -46,11 +46,40 @@ BAD: list[tuple[str, int, str, str]] = [
     ("layout.pipeline=0", 2, "layout.pipeline = 0", "pipeline = 2"),
     ("layout.recompute=some", 2, "layout.recompute = 'some'", "'none', 'selective' or 'full'"),
     ("layout.recompute_interval=2", 2, "layout.recompute_interval = 2", 'recompute = "full"'),
-    ("layout.schedule=gpipe", 2, "layout.schedule = 'gpipe'", "'1f1b' or 'dualpipev'"),
+    (
+        "layout.schedule=gpipe", 2,
+        "layout.schedule = 'gpipe'", "'1f1b', 'interleaved', 'zb-h1', 'zb-v' or 'dualpipev'",
+    ),
     (
         "layout.schedule=dualpipev;layout.pipeline=1", 2,
         'layout.schedule = "dualpipev" needs stages', "use layout.pipeline = 2 or more",
     ),
+    (
+        "layout.schedule=zb-h1;layout.pipeline=1", 2,
+        'layout.schedule = "zb-h1" needs stages', 'or layout.schedule = "1f1b"',
+    ),
+    (
+        "layout.schedule=interleaved;layout.chunks=1", 2,
+        "layout.chunks = 1 does not go with", "use layout.chunks = 2 or more",
+    ),
+    ("layout.chunks=2", 2, "layout.chunks = 2 does not go with", "use layout.chunks = 1"),
+    (
+        "layout.schedule=zb-v;layout.chunks=3", 2,
+        "layout.chunks = 3 does not go with", "use layout.chunks = 2",
+    ),
+    (
+        "layout.schedule=interleaved;layout.chunks=3", 2,
+        "layout.pipeline = 2 with 3 parts each", "use model.layers = 6 or more",
+    ),
+    (
+        "layout.layers_per_stage=[3,2]", 2,
+        "layout.layers_per_stage = [3, 2] deals 5 blocks to 2 parts", "= [2, 2]",
+    ),
+    (
+        "layout.layers_per_stage=[1,1,2]", 2,
+        "layout.layers_per_stage = [1, 1, 2] deals 4 blocks to 3 parts", "or leave it out",
+    ),
+    ("layout.layers_per_stage=[4,0]", 2, "layout.layers_per_stage", "1"),
     (
         "layout.schedule=dualpipev;layout.pipeline=4", 4,
         "layout.pipeline = 4 with 2 parts each", "use layout.pipeline = 2",

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from models.pipeline.channels import wait_for
 from recipes.training import hang
 from recipes.training.exit_codes import HUNG
 from recipes.training.hang import HangReport, Sighting, collective_of, describe_hang, take_sighting
@@ -136,6 +137,18 @@ def test_a_stack_tells_its_collective() -> None:
     exec(code, space)
     assert collective_of(space["all_reduce"]()) == "all_reduce"
     assert collective_of(sys._getframe()) == ""
+
+
+def test_a_stage_that_waits_for_another_is_in_a_collective() -> None:
+    class Receiving:
+        def wait(self) -> None:
+            self.seen = collective_of(sys._getframe())
+
+    def receive(receiving: Receiving) -> str:
+        wait_for(receiving)
+        return receiving.seen
+
+    assert receive(Receiving()) == "receive"
 
 
 @pytest.fixture

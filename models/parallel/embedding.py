@@ -39,6 +39,4 @@ class VocabParallelEmbedding(Deferring):
 
     def logits(self, x: Tensor) -> Tensor:
         """Project [s, b, h] (s/t under sequence parallelism) to [s, b, v/t]."""
-        return column_parallel_product(
-            x, self.weight, None, axis=self.axis, deferral=self.deferral
-        )
+        return column_parallel_product(x, self.weight, None, axis=self.axis, deferral=self.deferral)

@@ -21,19 +21,23 @@ def deal_blocks(
     """Blocks of each chunk, in the model's order, so that the slowest stage is as fast as can be.
 
     Each has one or more. One by one the others go to the stage that has least to do, and there to
-    the chunk with the fewest; of equal ones to the last, which holds fewest micro-batches.
+    the chunk that has; of equal ones to the last, which holds fewest micro-batches.
 
     head: what the last chunk has to do beside its blocks, in blocks
     """
-    counts = [1] * (stages * chunks)
-    loads = [float(chunks)] * stages
-    last, _ = place(schedule, stages, len(counts) - 1)
-    loads[last] += head
-    for _ in range(blocks - len(counts)):
-        stage = min(reversed(range(stages)), key=loads.__getitem__)
-        positions = [place_in_model(schedule, stages, stage, chunk) for chunk in range(chunks)]
-        counts[min(reversed(positions), key=counts.__getitem__)] += 1
-        loads[stage] += 1
+    positions = range(stages * chunks)
+    counts = [1] * len(positions)
+    work = [1.0] * len(positions)
+    work[-1] += head
+    of_stages = [
+        [place_in_model(schedule, stages, stage, chunk) for chunk in reversed(range(chunks))]
+        for stage in reversed(range(stages))
+    ]
+    for _ in range(blocks - len(positions)):
+        stage = min(of_stages, key=lambda held: sum(work[position] for position in held))
+        position = min(stage, key=work.__getitem__)
+        counts[position] += 1
+        work[position] += 1
     return tuple(counts)
 
 

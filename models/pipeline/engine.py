@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 from unittest import mock
 
 import deepspeed
@@ -171,7 +171,7 @@ class ScheduledEngine(PipelineEngine):
         else:
             self.gradients.begin(self.module.parameters_of_chunk(chunk))
 
-    _INSTRUCTION_MAP = {
+    _INSTRUCTION_MAP: ClassVar[dict] = {
         schedule.LoadMicroBatch: _exec_load_micro_batch,
         schedule.RecvActivation: partial(_exec_expect, kind=FORWARD),
         schedule.RecvGrad: partial(_exec_expect, kind=BACKWARD),

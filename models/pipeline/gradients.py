@@ -9,6 +9,8 @@ from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import Tensor, nn
 
+from models.pipeline.channels import wait_for
+
 
 class Gradients(ABC):
     """The gradients of one rank, over all micro-batches of a step.
@@ -30,6 +32,7 @@ class Gradients(ABC):
     def of(self, parameter: nn.Parameter) -> Tensor:
         """What was accumulated."""
 
+    @abstractmethod
     def begin(self, parameters: Iterable[nn.Parameter]) -> None:
         """These have all their gradients: start to average them over the data ranks."""
 
@@ -102,7 +105,7 @@ class Float32Gradients(Gradients):
             self.engine._bf16_reduce_grads()
         self.begin(self.places)
         for part, sent, running in self.running:
-            running.wait()
+            wait_for(running)
             torch.div(sent, dist.get_world_size(self.group), out=part)
         self.running, self.begun = [], set()
         self.add_up_tied()
@@ -136,6 +139,9 @@ class ZeroGradients(Gradients):
     def of(self, parameter: nn.Parameter) -> Tensor:
         """What was accumulated."""
         return self.optimizer.get_param_gradient_attribute(parameter)
+
+    def begin(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Nothing: DeepSpeed averages all of an optimizer group together."""
 
     def finish(self) -> None:
         """All gradients are there: average them over the data ranks, add up tied ones."""

@@ -18,7 +18,7 @@ from deepspeed.runtime.pipe.schedule import (
     SendGrad,
 )
 
-from models.pipeline.order import BACKWARD, FORWARD, WEIGHT, Kind, Order, Pass, Pipeline
+from models.pipeline.order import BACKWARD, FORWARD, WEIGHT, Kind, Pass, Pipeline
 
 
 class WeightPass(BufferOpInstruction):

@@ -2,17 +2,17 @@
 
 The same objects drive the engine (`engine.py`), the simulator (`simulation.py`) and the planner.
 
-| schedule    | chunks of a stage            | backward | a step's length                |
-|-------------|------------------------------|----------|--------------------------------|
-| 1f1b        | 1                            | whole    | (m + p - 1) (F + B + W)        |
-| interleaved | v, always the same way       | whole    | (m + (p - 1) / v) (F + B + W)  |
-| zb-h1       | 1                            | split    | m (F + B + W) + (p - 1) (F + B - W) |
-| zb-v        | 2, there and back            | split    | m (F + B + W) + (p - 1) F / 2 where F = B = W |
-| dualpipev   | 2, there and back            | whole    | (m + p - 1) (F + B + W) - p F / 2 |
+| schedule    | chunks of a stage      | backward | a step's length                     |
+|-------------|------------------------|----------|-------------------------------------|
+| 1f1b        | 1                      | whole    | (m + p - 1) (F + B + W)             |
+| interleaved | v, always the same way | whole    | (m + (p - 1) / v) (F + B + W)       |
+| zb-h1       | 1                      | split    | m (F + B + W) + (p - 1) (F + B - W) |
+| zb-v        | 2, there and back      | split    | m (F + B + W) + (p - 1) F / 2       |
+| dualpipev   | 2, there and back      | whole    | at most (m + p - 1) (F + B + W) - p F / 2 |
 
-p stages, v chunks of a stage, m micro-batches; F forward pass, B backward pass for the input and W
-for the weights, of a micro-batch through all chunks of a stage. A position is a chunk's place in
-the model, from 0 to p v - 1.
+p stages, v chunks of a stage, m >= p micro-batches; F forward pass, B backward pass for the input
+and W for the weights, of a micro-batch through all chunks of a stage; for zb-v equally long. A
+position is a chunk's place in the model, from 0 to p v - 1.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence

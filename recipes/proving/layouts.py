@@ -11,7 +11,14 @@ from recipes.training.topology import Topology, World
 
 ZERO_STAGES = (1, 2, 3)
 CONFIG = "ds_configs/zero{}_fp32.json"
-SCHEDULES = ("1f1b", "dualpipev")
+SCHEDULES = {  # as they are called -> their part of the [layout] section
+    "1f1b": {"schedule": "1f1b"},
+    "interleaved x 2": {"schedule": "interleaved", "chunks": 2},
+    "interleaved x 3": {"schedule": "interleaved", "chunks": 3},
+    "zb-h1": {"schedule": "zb-h1"},
+    "zb-v": {"schedule": "zb-v"},
+    "dualpipev": {"schedule": "dualpipev"},
+}
 
 
 @dataclass(frozen=True)
@@ -39,7 +46,7 @@ class Variant:
         layout = self.recipe.layout
         parts = [f"zero{self.zero_stage}"]
         if layout.pipeline > 1:
-            parts.append(layout.schedule)
+            parts.append(layout.schedule_name)
         if layout.sequence_parallel:
             parts.append("sequence-parallel")
         if layout.recompute != "none":
@@ -94,10 +101,10 @@ def topologies(ranks: int) -> Iterator[Topology]:
 
 def layouts(topology: Topology, recomputes: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     """The [layout] sections that differ in more than name on these axes."""
-    schedules = SCHEDULES if topology.pipeline > 1 else SCHEDULES[:1]
+    schedules = SCHEDULES.values() if topology.pipeline > 1 else [SCHEDULES["1f1b"]]
     splits = (False, True) if topology.tensor > 1 else (False,)
     for schedule, split, recompute in product(schedules, splits, recomputes):
-        yield {"schedule": schedule, "sequence_parallel": split, **recompute}
+        yield {**schedule, "sequence_parallel": split, **recompute}
 
 
 def _variant(

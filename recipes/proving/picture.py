@@ -72,7 +72,7 @@ def _within(variant: Variant) -> tuple[int, int, int]:
 
 def _column(variant: Variant, within: list[tuple[int, int, int]]) -> int:
     layout = variant.recipe.layout
-    kind = layout.schedule if layout.pipeline > 1 else f"zero{variant.zero_stage}"
+    kind = layout.schedule_name if layout.pipeline > 1 else f"zero{variant.zero_stage}"
     group = GROUPS.index((kind, layout.sequence_parallel))
     return group * len(within) + within.index(_within(variant))
 

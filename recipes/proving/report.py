@@ -134,6 +134,7 @@ def _row_of_json(finding: Finding) -> dict[str, Any]:
         "data": sizes.data,
         "zero": variant.zero_stage,
         "schedule": layout.schedule,
+        "chunks": layout.chunks,
         "sequence_parallel": layout.sequence_parallel,
         "recompute": layout.recompute,
         "recompute_interval": layout.recompute_interval,

@@ -155,6 +155,12 @@ def _check_combination(recipe: Recipe, config: dict[str, Any]) -> None:
             f'"{recipe.deepspeed}"): DeepSpeed\'s pipeline knows ZeRO-1 only; use '
             f'deepspeed = "{use}", or layout.pipeline = 1'
         )
+    if recipe.tracking.timeline_step and stage > 1:
+        raise ValueError(
+            f"tracking.timeline_step = {recipe.tracking.timeline_step} with ZeRO-{stage} "
+            f'(deepspeed = "{recipe.deepspeed}"): only the pipeline\'s engine is recorded, '
+            f"which ZeRO-1 runs on; use tracking.timeline_step = 0"
+        )
     gradients = config.get("data_types", {}).get("grad_accum_dtype")
     untied = gradients not in (None, precision(config)) and (
         precision(config) != "bf16" or gradients != "fp32"

@@ -17,6 +17,7 @@ from typing import Protocol
 from recipes.training.recipe import REPOSITORY
 
 COLLECTIVES = str(Path("torch", "distributed", "distributed_c10d.py"))
+CHANNELS = str(REPOSITORY / "models" / "pipeline" / "channels.py")
 NAMED = 8  # ranks, at most, in a message
 
 
@@ -120,11 +121,13 @@ def describe_hang(sightings: dict[int, Sighting], names: Sequence[str]) -> str:
 
 
 def collective_of(frame: FrameType | None) -> str:
-    """The function of torch.distributed that a stack is in; empty: none."""
+    """The function of torch.distributed that a stack is in, or that waits for one; empty: none."""
     name = ""
     while frame:
         if frame.f_code.co_filename.endswith(COLLECTIVES):
             name = frame.f_code.co_name
+        elif frame.f_code.co_name == "wait_for" and frame.f_code.co_filename == CHANNELS:
+            name = frame.f_back.f_code.co_name
         frame = frame.f_back
     return name
 

@@ -76,6 +76,11 @@ class Layout(Section):
         return self
 
     @property
+    def schedule_name(self) -> str:
+        """The schedule, with its chunks where they are chosen: "interleaved x 2"."""
+        return self.schedule if SCHEDULES[self.schedule].chunks else f"interleaved x {self.chunks}"
+
+    @property
     def ends(self) -> set[int]:
         """The stages with the model's first layers, which take tokens, and last, which labels."""
         last, _ = place(self.schedule, self.pipeline, self.pipeline * self.chunks - 1)
@@ -204,6 +209,8 @@ class Tracking(Section):
     project: Annotated[str, Field(pattern=r"^[^/\\#?%:]{1,128}$")] = "threefold"
     mode: Literal["auto", "online", "offline", "disabled"] = "auto"
     tags: tuple[str, ...] = ()
+    timeline_step: NonNegative = 0  # the first step of a measured timeline; 0: none
+    timeline_steps: Count = 3
 
 
 class Cluster(Section):
@@ -261,10 +268,10 @@ class Recipe(Section):
         dealt = self.layout.layers_per_stage
         if dealt is not None and (len(dealt) != parts or sum(dealt) != model.layers):
             raise ValueError(
-                f"layout.layers_per_stage = {dealt} deals {sum(dealt)} blocks to {len(dealt)} parts, "
-                f"and model.layers = {model.layers} go to layout.pipeline = {self.layout.pipeline} x "
-                f"layout.chunks = {self.layout.chunks}; use layout.layers_per_stage = "
-                f"{list(self._dealt_by_cost)}, or leave it out"
+                f"layout.layers_per_stage = {dealt} deals {sum(dealt)} blocks to {len(dealt)} "
+                f"parts, and model.layers = {model.layers} go to layout.pipeline = "
+                f"{self.layout.pipeline} x layout.chunks = {self.layout.chunks}; use "
+                f"layout.layers_per_stage = {list(self._dealt_by_cost)}, or leave it out"
             )
         schedule = self.optimizer.schedule
         if schedule.decay == "wsd" and (
@@ -340,8 +347,8 @@ class Recipe(Section):
         least = least_micro_batches(self.layout.schedule, topology.pipeline)
         if self.micro_batches(topology.data) < least:
             raise ValueError(
-                f'layout.schedule = "{self.layout.schedule}" needs {least} micro-batches or more for '
-                f"layout.pipeline = {topology.pipeline}, and batch.global_sequences = "
+                f'layout.schedule = "{self.layout.schedule}" needs {least} micro-batches or more '
+                f"for layout.pipeline = {topology.pipeline}, and batch.global_sequences = "
                 f"{self.batch.global_sequences} makes {self.micro_batches(topology.data)} on each "
                 f"of {topology.data} data ranks; use batch.global_sequences = {least * together}"
             )

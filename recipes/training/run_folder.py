@@ -75,13 +75,13 @@ class RunFolder:
                 os.rename(self.path, aside)
                 self.hold()
                 print(f"the run that was there is now {aside}")
-            _replace(self.path / "recipe.toml", recipe.toml())
+            write_whole(self.path / "recipe.toml", recipe.toml())
             lines = self.read_metrics()
             kept = [line for line in lines if line["step"] <= done]
             if branching and len(kept) < len(lines):
                 stamp = f"{time.strftime('%Y%m%dT%H%M%S')}.{time.time_ns() % 10**9:09d}"
                 shutil.copyfile(self.metrics, self.path / f"metrics.{stamp}.jsonl")
-            _replace(self.metrics, "".join(json.dumps(line) + "\n" for line in kept))
+            write_whole(self.metrics, "".join(json.dumps(line) + "\n" for line in kept))
         except OSError as error:
             raise ValueError(
                 f"{error.filename or self.path} cannot be written ({error.strerror}); make room, "
@@ -166,7 +166,7 @@ class LineFile:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
 
 
-def _replace(file: Path, text: str) -> None:
+def write_whole(file: Path, text: str) -> None:
     """Write a file so that it is there whole or not at all."""
     fresh = file.with_name(file.name + ".incomplete")
     with fresh.open("w") as stream:
