@@ -67,6 +67,7 @@ class Spread:
     data: int = 1
     zero_stage: int = 1
     schedule: str = "1f1b"
+    layers_per_stage: tuple[int, ...] | None = None  # blocks of each part; None: as usual
     sequence_parallel: bool = False
     recompute: str = "none"  # "selective": the attention core, "full": blocks
     recompute_interval: int = 1
@@ -147,6 +148,7 @@ def job_of(recipe: Recipe, machine: Machine, software: Software = THREEFOLD) -> 
         data=topology.data,
         zero_stage=zero_stage(config),
         schedule=layout.schedule,
+        layers_per_stage=tuple(layout.layers_per_stage) if layout.layers_per_stage else None,
         sequence_parallel=layout.sequence_parallel,
         recompute=layout.recompute,
         recompute_interval=layout.recompute_interval,

@@ -7,11 +7,11 @@ columns of all queries and of all keys, a heads, v vocabulary, t tensor ranks; b
 from dataclasses import dataclass
 
 from models.cost import block_parameters
+from models.pipeline.order import SCHEDULES
 from recipes.planning.activations import (
-    activation_bytes,
     block_bytes,
-    blocks_in_flight,
-    border_bytes,
+    held_activations,
+    in_flight,
     micro_batches_in_flight,
 )
 from recipes.planning.footprint import Footprint
@@ -83,7 +83,7 @@ def host_bytes(job: Job) -> float:
     Each builds what its stage and tensor rank hold, whatever ZeRO spreads later.
     """
     together = min(job.machine.gpus, job.machine.gpus_per_node)
-    return BYTES["fp32"] * max(stage_parameters(job.model, job.spread)) * together
+    return BYTES["fp32"] * max(stage_parameters(job)) * together
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ class Moment:
 def memory_of_stage(job: Job, stage: int) -> StageMemory:
     """What one stage needs at its fullest moment."""
     spread, footprint = job.spread, job.footprint
-    parameters = stage_parameters(job.model, spread)[stage]
+    parameters = stage_parameters(job)[stage]
     weights, gradients, optimizer = state_bytes(footprint, spread, parameters, job.optimizer_ranks)
     moment = max(moments(job, stage, parameters), key=lambda each: each.total)
     overhead = footprint.overhead_gib
@@ -129,9 +129,11 @@ def moments(job: Job, stage: int, parameters: int) -> list[Moment]:
     there; the reduction of gradients; the update, when activations are gone.
     """
     spread, footprint = job.spread, job.footprint
-    kept = activation_bytes(job.model, spread, footprint, not job.writes_scores)
     flying = micro_batches_in_flight(spread, stage, job.micro_batches)
-    activations = blocks_in_flight(job, stage) * kept + flying * border_bytes(job, stage)
+    activations = max(
+        held_activations(job, stage, moment)
+        for moment in in_flight(spread, stage, job.micro_batches)
+    )
     passing = passing_bytes(footprint, spread, parameters)
     # In the first micro-batch there are no gradients of weights yet but the newest ones, and a
     # step of one micro-batch, or of as many as are in flight, has no later one.
@@ -143,7 +145,7 @@ def moments(job: Job, stage: int, parameters: int) -> list[Moment]:
     # ZeRO-2's buckets are anew in each backward pass, the others stay from the first one on; ZeRO-3
     # gathers in both passes.
     before_backward = spread.zero_stage == 2 or (first_only and spread.zero_stage < 2)
-    block = block_working_bytes(job, first_only)
+    block = block_working_bytes(job, first_only) + waiting_loss_bytes(job, stage)
     found = [
         Moment(
             activations,
@@ -168,7 +170,7 @@ def newest_parameters(job: Job, stage: int) -> float:
     """Parameters whose gradients are there while the first block's backward pass runs."""
     spread, model = job.spread, job.model
     found = block_parameters(model, spread.tensor)
-    if stage == last_stage(spread.pipeline, spread.schedule):
+    if stage == last_stage(spread):
         found += table_parameters(model, spread.tensor)
     return found
 
@@ -253,25 +255,42 @@ def loss_bytes(job: Job, stage: int, first_only: bool) -> float:
     first_only: there was no micro-batch before, whose logits DeepSpeed's pipeline still holds
     """
     spread, model, footprint = job.spread, job.model, job.footprint
-    if stage != last_stage(spread.pipeline, spread.schedule):
+    if stage != last_stage(spread):
         return 0.0
     tokens, size = tokens_per_micro_batch(model, spread), footprint.weight
     columns = model.padded_vocab_size(spread.tensor) / spread.tensor
     each = footprint.logit
-    if spread.zero_stage > 1:  # the engine without a pipeline, forward: logits, their softmax
-        each -= 2 * size
-    elif first_only or spread.schedule == "dualpipev":
-        each -= size
+    if footprint.keeps_borders:
+        if spread.zero_stage > 1:  # without a pipeline, forward: logits, their softmax
+            each -= 2 * size
+        elif first_only:
+            each -= size
     gradient = 0.0
     if not first_only and spread.zero_stage < 2:
         gradient = tokens * columns * footprint.head + size * model.hidden_size * columns
     return max(tokens * columns * each, gradient) + 2 * size * tokens * model.hidden_size
 
 
+def waiting_loss_bytes(job: Job, stage: int) -> float:
+    """What stays of a loss while the stage computes something else before it goes backward.
+
+    Where the model leads back to the first stage, other passes come in between.
+    """
+    spread, model, footprint = job.spread, job.model, job.footprint
+    if stage != last_stage(spread) or not SCHEDULES[spread.schedule].folded:
+        return 0.0
+    columns = model.padded_vocab_size(spread.tensor) / spread.tensor
+    softmax = footprint.logit - footprint.weight  # bytes per logit
+    return softmax * columns * tokens_per_micro_batch(model, spread)
+
+
 def held_bytes(job: Job, stage: int) -> float:
-    """What the last stage of a 1F1B pipeline holds from step to step: logits, inputs, gradients."""
+    """What the last stage of DeepSpeed's own pipeline holds from step to step.
+
+    Logits, inputs and gradients.
+    """
     spread, model = job.spread, job.model
-    if spread.pipeline == 1 or spread.schedule != "1f1b" or stage != spread.pipeline - 1:
+    if spread.pipeline == 1 or not job.footprint.keeps_borders or stage != last_stage(spread):
         return 0.0
     tokens, t = tokens_per_micro_batch(model, spread), spread.tensor
     logits = job.footprint.held_logits * tokens * model.padded_vocab_size(t) / t
