@@ -19,16 +19,20 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 SECONDS = 420
 
 
-def run_ranks(world_size: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+def run_ranks(
+    world_size: int, function: Callable[..., Any], *arguments: Any, seconds: float = SECONDS
+) -> list[Any]:
     """Call a module's function on every rank of a fresh world; returns the ranks' results.
 
     The function finds RANK and WORLD_SIZE in the environment, as a launcher would set them.
+
+    seconds: after which they are ended
     """
     with tempfile.TemporaryDirectory() as folder:
         call = Path(folder) / "call"
         call.write_bytes(pickle.dumps((function.__module__, function.__name__, arguments)))
         codes, outputs = start_ranks(
-            world_size, ["-m", "tests.ranks", str(call)], folder=Path(folder), seconds=SECONDS
+            world_size, ["-m", "tests.ranks", str(call)], folder=Path(folder), seconds=seconds
         )
         assert not any(codes), "\n".join(
             f"rank {rank} of {world_size}, exit code {code}:\n{output[-4000:]}"

@@ -1,0 +1,159 @@
+"""Two stages of a real model on two cores, one thread each: our engine, others, and the bound.
+
+In each round one contestant after the other takes a step with the same batch.
+"""
+
+import ctypes
+import os
+import time
+from collections.abc import Mapping, Sequence
+from statistics import median
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from models.pipeline.instructions import COMPUTE
+from models.pipeline.order import Pass, Pipeline
+from models.pipeline.simulation import pipeline_seconds, simulate
+from tests.benchmarks.real_contestants import (
+    ONE,
+    OURS,
+    STAGES,
+    STOCK,
+    TORCH,
+    TWO,
+    Setting,
+    Turn,
+    build_all,
+)
+from tests.ranks import join_world, run_ranks
+
+SECONDS = 1200  # for all rounds
+TOLERANCE = 1e-4  # of losses
+COMPUTES = {kind.__name__: each for each, kind in COMPUTE.items()}
+
+
+class RankStep(NamedTuple):
+    """A step of one rank."""
+
+    start: float
+    end: float
+    turn: Turn
+
+
+Steps = Sequence[tuple[RankStep, ...]]  # of a contestant: by round, then by rank
+
+
+def compare(setting: Setting) -> dict[str, object]:
+    """The speed-ups, medians of all rounds.
+
+    Raises:
+        AssertionError: the contestants have not computed the same.
+    """
+    ranks = run_ranks(STAGES, time_rank, setting, seconds=SECONDS)
+    steps = {name: list(zip(*(rank[name] for rank in ranks), strict=True)) for name in ranks[0]}
+    check_losses(steps)
+    seconds = {name: median(map(step_seconds, each)) for name, each in steps.items()}
+    bounds = {name: bound(setting, name, steps) for name in OURS}
+    best = min(OURS, key=seconds.__getitem__)
+    stock = min(seconds[name] for name in STOCK)
+    like = {
+        name: seconds[f"torch's {name}"] / seconds[name]
+        for name in OURS
+        if f"torch's {name}" in TORCH
+    }
+    best_of_both = min(seconds[name] for name in TORCH) / seconds[best]
+    return {
+        "best": best,
+        "of_bound": bounds[best] / seconds[best],
+        "over_stock": stock / seconds[best],
+        "over_torch_pipelining": min(best_of_both, *like.values()),
+        "of_bound_by_schedule": {name: bounds[name] / seconds[name] for name in OURS},
+        "over_torch_like_for_like": like,
+        "over_torch_best_of_both": best_of_both,
+        "speed_up": {name: seconds[ONE] / each for name, each in seconds.items()},
+        "speed_up_bound": {name: seconds[ONE] / each for name, each in bounds.items()},
+        "seconds": seconds,
+        "cores_slow_each_other": seconds[TWO] / seconds[ONE],
+    }
+
+
+def check_losses(steps: Mapping[str, Steps]) -> None:
+    """All contestants compute the same."""
+    for name, rounds in steps.items():
+        for one, ranks in zip(steps[ONE], rounds, strict=True):
+            found = [rank.turn.loss for rank in ranks if rank.turn.loss is not None]
+            expected = one[0].turn.loss
+            assert all(abs(loss - expected) < TOLERANCE for loss in found), (name, found, expected)
+
+
+def step_seconds(ranks: Sequence[RankStep]) -> float:
+    """From the barrier until the last rank is through."""
+    return max(rank.end for rank in ranks) - min(rank.start for rank in ranks)
+
+
+def bound(setting: Setting, name: str, steps: Mapping[str, Steps]) -> float:
+    """Seconds of a step of our engine if nothing but the passes and the optimizer took time.
+
+    All passes together take what one process takes for them, divided as it was measured; they run
+    as the schedule's simulation says. The optimizer's time is halved.
+    """
+    schedule, chunks = OURS[name]
+    pipeline = Pipeline(
+        stages=STAGES, micro_batches=setting.micro_batches, chunks=chunks, schedule=schedule
+    )
+    took: dict[tuple[int, int, str], list[float]] = {}  # of a stage's chunk and kind of pass
+    for ranks in steps[name]:
+        for stage, rank in enumerate(ranks):
+            for event in rank.turn.events:
+                kind = COMPUTES.get(event.instruction)
+                if kind is not None:
+                    took.setdefault((stage, event.chunk, kind), []).append(event.end - event.start)
+    typical = {place: median(each) for place, each in took.items()}
+    parts = [ranks[0].turn.parts for ranks in steps[ONE]]
+    passes, optimizer = (median(each) for each in zip(*parts, strict=True))
+    scale = passes / (setting.micro_batches * sum(typical.values()))
+
+    def seconds(work: Pass) -> float:
+        return scale * typical[work.stage, work.chunk, work.kind]
+
+    return pipeline_seconds(simulate(pipeline, seconds)) + optimizer / STAGES
+
+
+def time_rank(setting: Setting) -> dict[str, list[RankStep]]:
+    """On a rank, which keeps to a core of its own: the steps of every contestant."""
+    keep_memory()
+    cores = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, {cores[int(os.environ["RANK"])]})  # before there are other threads
+    join_world()
+    contestants = dict(build_all(setting))
+    steps: dict[str, list[RankStep]] = {name: [] for name in contestants}
+    for number in range(1 + setting.rounds):
+        tokens, labels = draw_batch(setting, seed=number)
+        for name, contestant in contestants.items():
+            dist.barrier()
+            start = time.perf_counter()
+            turn = contestant(tokens, labels)
+            end = time.perf_counter()
+            steps[name].append(RankStep(start, end, turn))
+    return {name: timed[1:] for name, timed in steps.items()}
+
+
+def keep_memory() -> None:
+    """Let malloc keep what is freed, as torch does on a GPU.
+
+    Given back to the system, it is faulted in again page by page by whoever has the turn.
+    """
+    libc = ctypes.CDLL(None)
+    m_trim_threshold, m_mmap_max = -1, -4  # of malloc.h
+    assert libc.mallopt(m_mmap_max, 0) and libc.mallopt(m_trim_threshold, 2**31 - 1)
+
+
+def draw_batch(setting: Setting, seed: int) -> tuple[Tensor, Tensor]:
+    """Tokens and labels of a step, int64 [b, s]."""
+    generator = torch.Generator().manual_seed(seed)
+    shape = (setting.micro_sequences * setting.micro_batches, setting.sequence_length + 1)
+    drawn = torch.randint(setting.vocab_size, shape, generator=generator)
+    return drawn[:, :-1].contiguous(), drawn[:, 1:].contiguous()
