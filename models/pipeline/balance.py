@@ -41,6 +41,17 @@ def deal_blocks(
     return tuple(counts)
 
 
+def describe_deal(dealt: Sequence[int], *, schedule: str, stages: int, head: float) -> str:
+    """For people: what each stage got, and how far the slowest is from the mean."""
+    chunks = len(dealt) // stages
+    of_stages = [
+        "+".join(str(dealt[place_in_model(schedule, stages, stage, n)]) for n in range(chunks))
+        for stage in range(stages)
+    ]
+    slowest = imbalance(dealt, schedule=schedule, stages=stages, head=head)
+    return f"blocks {', '.join(of_stages)}; the slowest stage has {slowest:.2f} x the mean's work"
+
+
 def imbalance(dealt: Sequence[int], *, schedule: str, stages: int, head: float) -> float:
     """The slowest stage's work over the mean of all."""
     loads = [0.0] * stages
