@@ -107,7 +107,8 @@ def waiting_for_stages(job: Job, stages: Sequence[Directions]) -> float:
 
 def stage_passes(job: Job) -> list[Directions]:
     """Of a micro-batch through all chunks of each stage."""
-    return _with_ends(job, [sum(chunks) for chunks in blocks_of_stages(job)], last_stage(job.spread))
+    dealt = [sum(chunks) for chunks in blocks_of_stages(job)]
+    return _with_ends(job, dealt, last_stage(job.spread))
 
 
 def position_passes(job: Job) -> list[Directions]:
