@@ -102,7 +102,10 @@ def waiting_for_stages(job: Job, stages: Sequence[Directions]) -> float:
         longest = max(each.backward.total - each.weights.total for each in stages)
         pace = max(0.0, 3 * longest - slowest.total)
         return m * pace + (forward - slowest.forward.total) / 2
-    return others / spread.chunks
+    p, v = spread.pipeline, spread.chunks
+    if m < p:  # each chunk waits for the last stage's
+        return others * (p - m + (m - 1) / v) / (p - 1)
+    return others / v
 
 
 def stage_passes(job: Job) -> list[Directions]:

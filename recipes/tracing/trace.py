@@ -202,9 +202,7 @@ def fullest_moments(order: Order) -> set[tuple[int, ...]]:
     return {
         moment
         for moment in moments
-        if not any(
-            moment != other and all(map(operator.le, moment, other)) for other in moments
-        )
+        if not any(moment != other and all(map(operator.le, moment, other)) for other in moments)
     }
 
 
