@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from functools import lru_cache
+from itertools import groupby
 
 from models.config import ModelConfig
 from models.cost import block_multiply_adds, head_multiply_adds
@@ -59,3 +60,12 @@ def imbalance(dealt: Sequence[int], *, schedule: str, stages: int, head: float) 
         loads[place(schedule, stages, position)[0]] += blocks
     loads[place(schedule, stages, len(dealt) - 1)[0]] += head
     return max(loads) * stages / sum(loads)
+
+
+def balance_text(dealt: Sequence[int], *, schedule: str, stages: int, head: float) -> str:
+    """How blocks are dealt and what that costs, in a line."""
+    runs = [(blocks, len(list(run))) for blocks, run in groupby(dealt)]
+    parts = ", ".join(f"{count} x {blocks}" if count > 1 else f"{blocks}" for blocks, count in runs)
+    more = imbalance(dealt, schedule=schedule, stages=stages, head=head) - 1
+    what = "stages" if len(dealt) == stages else f"{len(dealt) // stages} chunks of {stages} stages"
+    return f"blocks of {what}: {parts}; the slowest stage has {more:.1%} more to do than the mean"

@@ -19,10 +19,12 @@ class InFlight:
 
     whole: in each chunk, those between their forward and their backward pass
     left: likewise, those whose weights have their backward pass still to come
+    ends: whether one that is counted there still has a block of its backward pass before it
     """
 
     whole: tuple[float, ...]
     left: tuple[float, ...]
+    ends: bool = False
 
     @property
     def count(self) -> float:
@@ -53,21 +55,23 @@ def in_flight(spread: Spread, stage: int, micro_batches: int) -> tuple[InFlight,
         waiting = min(i, m - ahead)
         return (
             InFlight((ahead,), (waiting,)),
-            InFlight((ahead - 1,), (waiting + 1,)),
-            InFlight((0,), (min(m, i + 1),)),
+            InFlight((ahead - 1,), (waiting + 1,), ends=True),
+            InFlight((0,), (min(m, i + 1),), ends=True),
         )
     if spread.schedule == "zb-v":
         out, back = min(m, 2 * p - 1 - i), min(m, i + 1)
         # Never more are left for later than this; a few less in the middle of a pipeline.
         left = min(out + back, p + (2 * i + 1) // 3) if m >= 2 * p else out + back
         rest = min(2 * m, 2 * p) - left
-        both = InFlight((rest / 2, rest / 2), (left / 2, left / 2))
+        both = InFlight((rest / 2, rest / 2), (left / 2, left / 2), ends=True)
         return InFlight((out, back), (0, 0)), both
-    chunks = min(m, p - i)
-    if v > 1:
-        round_ = -(-m // max(1, m // p))
-        chunks = min(m * v, round_ * (v - 1) + 2 * (p - i - 1) + 1)
-    return (InFlight((chunks / v,) * v, (0,) * v),)
+    if v == 1:
+        return (InFlight((min(m, p - i),), (0,)),)
+    each = -(-m // max(1, m // p))  # of a round
+    chunks = min(m * v, each * (v - 1) + 2 * (p - i - 1) + 1)
+    held = [min(each, max(0, chunks - each * chunk)) for chunk in range(v)]
+    held[0] += max(0, chunks - each * v)  # of the next round
+    return (InFlight(tuple(held), (0,) * v),)
 
 
 def held_activations(job: Job, stage: int, moment: InFlight) -> float:
@@ -76,10 +80,11 @@ def held_activations(job: Job, stage: int, moment: InFlight) -> float:
     kept = activation_bytes(job.model, spread, footprint, not job.writes_scores)
     blocks = blocks_of_stages(job)[stage]
     held = kept * sum(n * micro for n, micro in zip(blocks, moment.whole, strict=True))
-    held += moment.count * border_bytes(job, stage)
+    held += sum(moment.whole) * border_bytes(job, stage)
     if any(moment.left):
         each = split_bytes(job.model, spread, footprint)
-        held += each * sum(n * micro for n, micro in zip(blocks, moment.left, strict=True))
+        left = sum(n * micro for n, micro in zip(blocks, moment.left, strict=True))
+        held += each * (left - moment.ends)
         if stage == last_stage(spread):
             held += moment.left[-1] * head_split_bytes(job)
     return held
@@ -158,16 +163,16 @@ def head_split_bytes(job: Job) -> float:
 
 
 def border_bytes(job: Job, stage: int) -> float:
-    """What a stage keeps of each micro-batch in flight at its borders: its input, its output.
+    """What a stage keeps of each micro-batch of a chunk at its borders: its input, its output.
 
-    Our own engine sends outputs and forgets them, and an input is what the first block keeps.
+    Our own engine sends outputs and forgets them.
     """
     spread, model = job.spread, job.model
-    if spread.pipeline == 1 or not job.footprint.keeps_borders:
+    if spread.pipeline == 1:
         return 0.0
     row = tokens_per_micro_batch(model, spread) * model.hidden_size * job.footprint.weight
     received = row / spread.sequence_ranks if stage > 0 else 0.0
     sent = row / spread.tensor if stage < spread.pipeline - 1 else 0.0
     if spread.recompute == "full" and stage > 0:
         received = 0.0  # it is the first block's input
-    return (received + sent) * spread.chunks
+    return received + sent if job.footprint.stock_pipeline else received

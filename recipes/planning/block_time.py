@@ -123,7 +123,7 @@ def block_passes(job: Job) -> Directions:
 
 
 def _products(job: Job) -> tuple[float, float, float]:
-    """The four matrix products of a block, forward and backward, and those for the weights of these.
+    """The four matrix products of a block: forward, backward, and the weights' part of that.
 
     Backward each has two, for its input and its weight.
     """

@@ -24,8 +24,8 @@ class Footprint:
     head: per logit while the gradient of the output matrix is computed
     score: per attention score that is written, while it is normalized
     held_logits: of earlier micro-batches that the last stage still holds after a step, in bytes
-    keeps_borders: whether a stage keeps what it has received and sent, and the logits of the
-        micro-batch before the one at hand, as DeepSpeed's own pipeline does
+    stock_pipeline: whether a stage keeps what it has sent, the logits of the micro-batch before the
+        one at hand, and a copy of gradients even for one data rank, as DeepSpeed's own pipeline
     dropout: whether its masks are kept even where a model's dropout is unknown
     selective: share of a block's activations that selective recomputation keeps; None: all but the
         attention core's
@@ -50,7 +50,7 @@ class Footprint:
     head: float = 6
     score: float = 8
     held_logits: float = 0
-    keeps_borders: bool = True
+    stock_pipeline: bool = True
     dropout: bool = False
     selective: float | None = None
     overhead_gib: float | None = None
@@ -61,7 +61,7 @@ class Footprint:
 # BF16_Optimizer holds fp32 gradients of the whole stage, whatever ZeRO-1 spreads; they are copied
 # in 16 bits to be added up over the data ranks. ZeRO-1 in fp16 and fp32 has a gradient of each
 # parameter in its own precision, and two buckets of 5e8 elements while they are added up.
-ZERO = Footprint(bucket_elements=5e8, gathered_elements=1e9, keeps_borders=False)
+ZERO = Footprint(bucket_elements=5e8, gathered_elements=1e9, stock_pipeline=False)
 DEEPSPEED = {
     "bf16": replace(ZERO, reducing=2, logit=6, head=2),
     "fp16": replace(
@@ -73,7 +73,7 @@ DEEPSPEED = {
     ),
 }  # fmt: skip
 # DeepSpeed's own pipeline, which keeps gradients in 16 bits until they are added up.
-STOCK = replace(ZERO, keeps_borders=True)
+STOCK = replace(ZERO, stock_pipeline=True)
 STOCK_PIPELINE = {
     "bf16": replace(STOCK, running_gradient=2, reducing=2, reducing_one_bucket=6, held_logits=4),
     "fp16": replace(

@@ -6,7 +6,7 @@ columns of all queries and of all keys, a heads, v vocabulary, t tensor ranks; b
 
 from dataclasses import dataclass
 
-from models.cost import block_parameters
+from models.cost import block_parameters, position_parameters
 from models.pipeline.order import SCHEDULES
 from recipes.planning.activations import (
     block_bytes,
@@ -18,6 +18,7 @@ from recipes.planning.footprint import Footprint
 from recipes.planning.job import Job, Spread
 from recipes.planning.kernels import BYTES
 from recipes.planning.stages import (
+    blocks_of_stages,
     last_stage,
     stage_parameters,
     table_parameters,
@@ -134,6 +135,7 @@ def moments(job: Job, stage: int, parameters: int) -> list[Moment]:
         held_activations(job, stage, moment)
         for moment in in_flight(spread, stage, job.micro_batches)
     )
+    activations += expected_bytes(job)
     passing = passing_bytes(footprint, spread, parameters)
     # In the first micro-batch there are no gradients of weights yet but the newest ones, and a
     # step of one micro-batch, or of as many as are in flight, has no later one.
@@ -145,7 +147,7 @@ def moments(job: Job, stage: int, parameters: int) -> list[Moment]:
     # ZeRO-2's buckets are anew in each backward pass, the others stay from the first one on; ZeRO-3
     # gathers in both passes.
     before_backward = spread.zero_stage == 2 or (first_only and spread.zero_stage < 2)
-    block = block_working_bytes(job, first_only) + waiting_loss_bytes(job, stage)
+    block = block_working_bytes(job, first_only)
     found = [
         Moment(
             activations,
@@ -153,7 +155,7 @@ def moments(job: Job, stage: int, parameters: int) -> list[Moment]:
             0.0 if first_only else gradients,
             0.0 if before_backward else passing.buffers,
         ),
-        Moment(activations, block, newest, passing.buffers),
+        Moment(activations, block + waiting_loss_bytes(job, stage), newest, passing.buffers),
         Moment(gradients=footprint.updating * parameters / spread.data),
     ]
     reduced = gradients + passing.reducing
@@ -163,6 +165,28 @@ def moments(job: Job, stage: int, parameters: int) -> list[Moment]:
     else:  # whenever a bucket is full: so much of the backward pass is behind it
         left = activations * (1 - min(1.0, footprint.bucket_elements / parameters))
         found.append(Moment(left, block, reduced, passing.reducing_buffers))
+    if not footprint.stock_pipeline and spread.chunks > 1:
+        # The first chunk goes backward, while the others' gradients are added up already.
+        early = footprint.reducing * (parameters - first_chunk_parameters(job, stage))
+        found.append(Moment(expected_bytes(job), block, gradients + early))
+    return found
+
+
+def expected_bytes(job: Job) -> float:
+    """What a stage is about to receive: the next activation or gradient, before it is needed."""
+    spread, model = job.spread, job.model
+    if spread.pipeline == 1 or job.footprint.stock_pipeline:
+        return 0.0
+    row = tokens_per_micro_batch(model, spread) * model.hidden_size * job.footprint.weight
+    return row / spread.tensor
+
+
+def first_chunk_parameters(job: Job, stage: int) -> int:
+    """Parameters of a stage's first chunk."""
+    model, tensor = job.model, job.spread.tensor
+    found = blocks_of_stages(job)[stage][0] * block_parameters(model, tensor)
+    if stage == 0:
+        found += table_parameters(model, tensor) + position_parameters(model)
     return found
 
 
@@ -211,6 +235,8 @@ def passing_bytes(footprint: Footprint, spread: Spread, parameters: int) -> Pass
     """Gradients and buffers that do not outlive a step, of so many parameters."""
     if spread.zero_stage < 2:
         whole = footprint.reducing
+        if spread.data == 1 and not footprint.stock_pipeline:
+            whole = 0.0  # nobody to add up with
         if parameters <= footprint.bucket_elements:
             whole = max(whole, footprint.reducing_one_bucket)
         return Passing(
@@ -240,13 +266,26 @@ def block_working_bytes(job: Job, first_only: bool) -> float:
         again = spread.recompute_interval * block_bytes(
             model, spread, job.footprint, not job.writes_scores
         )
-    columns = tokens * (model.gate_and_up_size + model.ffn_hidden_size) / spread.tensor
-    weight = model.hidden_size * model.gate_and_up_size / spread.tensor
-    needs = 3 * tokens * model.hidden_size + columns + (0 if first_only else weight)
+    needs = 3 * tokens * model.hidden_size + mlp_working_elements(job, first_only)
     if model.attention_dropout:
         scores = tokens * model.sequence_length * model.heads / spread.tensor
         return again + max(size * needs, job.footprint.score * scores)
     return again + size * needs
+
+
+def mlp_working_elements(job: Job, first_only: bool) -> float:
+    """Gradients in an MLP's backward pass beside those that take the place of what was kept.
+
+    Of its output matrix, with that of its input; or of its activation's two inputs, before they
+    are one tensor.
+    """
+    spread, model = job.spread, job.model
+    tokens, t = tokens_per_micro_batch(model, spread), spread.tensor
+    h, f, gate_and_up = model.hidden_size, model.ffn_hidden_size, model.gate_and_up_size
+    if job.footprint.stock_pipeline:
+        return (tokens * (gate_and_up + f) + (0 if first_only else h * gate_and_up)) / t
+    weight = 0 if SCHEDULES[spread.schedule].splits else h
+    return max(f * (tokens + weight), gate_and_up * tokens) / t
 
 
 def loss_bytes(job: Job, stage: int, first_only: bool) -> float:
@@ -260,7 +299,7 @@ def loss_bytes(job: Job, stage: int, first_only: bool) -> float:
     tokens, size = tokens_per_micro_batch(model, spread), footprint.weight
     columns = model.padded_vocab_size(spread.tensor) / spread.tensor
     each = footprint.logit
-    if footprint.keeps_borders:
+    if footprint.stock_pipeline:
         if spread.zero_stage > 1:  # without a pipeline, forward: logits, their softmax
             each -= 2 * size
         elif first_only:
@@ -290,7 +329,7 @@ def held_bytes(job: Job, stage: int) -> float:
     Logits, inputs and gradients.
     """
     spread, model = job.spread, job.model
-    if spread.pipeline == 1 or not job.footprint.keeps_borders or stage != last_stage(spread):
+    if spread.pipeline == 1 or not job.footprint.stock_pipeline or stage != last_stage(spread):
         return 0.0
     tokens, t = tokens_per_micro_batch(model, spread), spread.tensor
     logits = job.footprint.held_logits * tokens * model.padded_vocab_size(t) / t

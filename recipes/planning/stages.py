@@ -1,10 +1,11 @@
 """What each stage of a pipeline holds."""
 
 from functools import lru_cache
+from typing import Any
 
 from models.config import ModelConfig
 from models.cost import block_parameters, norm_parameters, position_parameters
-from models.pipeline.balance import deal_blocks, head_in_blocks, imbalance
+from models.pipeline.balance import balance_text, deal_blocks, head_in_blocks, imbalance
 from models.pipeline.order import place, place_in_model
 from recipes.planning.job import Job, Spread
 
@@ -50,13 +51,18 @@ def _blocks_of_stages(
 
 def stage_imbalance(job: Job) -> float:
     """The slowest stage's work over the mean of all."""
+    return imbalance(blocks_of_positions(job), **_sharing(job))
+
+
+def stages_text(job: Job) -> str:
+    """How its blocks are dealt, in a line."""
+    return balance_text(blocks_of_positions(job), **_sharing(job))
+
+
+def _sharing(job: Job) -> dict[str, Any]:
     spread = job.spread
-    return imbalance(
-        blocks_of_positions(job),
-        schedule=spread.schedule,
-        stages=spread.pipeline,
-        head=head_in_blocks(job.model, spread.recompute),
-    )
+    head = head_in_blocks(job.model, spread.recompute)
+    return {"schedule": spread.schedule, "stages": spread.pipeline, "head": head}
 
 
 def stage_parameters(job: Job) -> tuple[int, ...]:

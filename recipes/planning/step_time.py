@@ -102,14 +102,16 @@ def waiting_for_stages(job: Job, stages: Sequence[Directions]) -> float:
         longest = max(each.backward.total - each.weights.total for each in stages)
         pace = max(0.0, 3 * longest - slowest.total)
         return m * pace + (forward - slowest.forward.total) / 2
-    return others / spread.chunks
+    p, v = spread.pipeline, spread.chunks
+    if m < p:  # each chunk waits for the last stage's
+        return others * (p - m + (m - 1) / v) / (p - 1)
+    return others / v
 
 
 def stage_passes(job: Job) -> list[Directions]:
     """Of a micro-batch through all chunks of each stage."""
-    return _with_ends(
-        job, [sum(chunks) for chunks in blocks_of_stages(job)], last_stage(job.spread)
-    )
+    dealt = [sum(chunks) for chunks in blocks_of_stages(job)]
+    return _with_ends(job, dealt, last_stage(job.spread))
 
 
 def position_passes(job: Job) -> list[Directions]:
