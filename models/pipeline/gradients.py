@@ -148,7 +148,10 @@ class ZeroGradients(Gradients):
         self.add_up_tied()
         self.optimizer.setup_buckets()
         self.optimizer.set_gradient_accumulation_boundary(True)
-        self.optimizer.reduce_gradients()
+        if dist.get_world_size(self.optimizer.dp_process_group) > 1:
+            self.optimizer.reduce_gradients()
+        else:  # what else that does: it would copy them into its buckets to reduce them with nobody
+            self.optimizer.overlapping_partition_gradients_reduce_epilogue()
 
 
 def gradients_of(engine: PipelineEngine) -> Gradients:

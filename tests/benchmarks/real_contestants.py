@@ -56,12 +56,12 @@ class Setting:
     rounds: that are timed, after one that is not
     """
 
-    layers: int = 8
-    hidden_size: int = 512
-    ffn_hidden_size: int = 1408
+    layers: int = 12
+    hidden_size: int = 384
+    ffn_hidden_size: int = 1024
     vocab_size: int = 512
     sequence_length: int = 256
-    micro_sequences: int = 2
+    micro_sequences: int = 3
     micro_batches: int = 8
     rounds: int = 5
 

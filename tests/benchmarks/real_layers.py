@@ -148,7 +148,7 @@ def keep_memory() -> None:
     """
     libc = ctypes.CDLL(None)
     m_trim_threshold, m_mmap_max = -1, -4  # of malloc.h
-    assert libc.mallopt(m_mmap_max, 0) and libc.mallopt(m_trim_threshold, 2**31 - 1)
+    assert libc.mallopt(m_mmap_max, 0) and libc.mallopt(m_trim_threshold, -1)
 
 
 def draw_batch(setting: Setting, seed: int) -> tuple[Tensor, Tensor]:

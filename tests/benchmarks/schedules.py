@@ -2,8 +2,11 @@
 
 Sleeping layers take the cores out of the measurement: each schedule, and DeepSpeed's own two beside
 them, over its length in theory and over the one that is simulated from the durations of its passes.
+Real layers, on two stages with a core each: the speed-up over one process as a part of the bound,
+and beside DeepSpeed's engine and torch.distributed.pipelining. Takes about a quarter of an hour.
 
     python tests/benchmarks/schedules.py [--json]
+    python tests/benchmarks/schedules.py --only sleeping --picture tests/benchmarks/schedules.svg
 """
 
 import os
@@ -16,41 +19,76 @@ os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 import argparse
 import json
+from typing import Any
 
+from tests.benchmarks import real_contestants, real_layers
+from tests.benchmarks.schedules_picture import draw
 from tests.benchmarks.sleeping_stages import Setting, time_all
 
 FORWARD = 0.08  # seconds
+SHAPES = {"schedules": (4, 16), "schedules_of_8_stages": (8, 8)}  # stages, micro-batches
 
 
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=5, help="of each schedule; the best counts")
+    parser.add_argument("--steps", type=int, default=5, help="of each contestant")
+    parser.add_argument("--only", choices=("sleeping", "real"), help="this part")
+    parser.add_argument("--picture", type=Path, help="of the sleeping stages")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
-    result = {}
-    for name, stages, micro_batches in (("schedules", 4, 16), ("schedules_of_8_stages", 8, 8)):
-        setting = Setting(
-            stages=stages, micro_batches=micro_batches, forward=FORWARD, steps=options.steps
-        )
-        found = time_all(setting)
-        result[name] = {name: each.ratios(setting) for name, each in found.items()}
+    result: dict[str, Any] = {}
+    if options.only != "real":
+        for name, (stages, micro_batches) in SHAPES.items():
+            setting = Setting(
+                stages=stages, micro_batches=micro_batches, forward=FORWARD, steps=options.steps
+            )
+            found = time_all(setting)
+            result[name] = {each: steps.ratios(setting) for each, steps in found.items()}
+            if options.picture and name == "schedules":
+                draw(setting, found, options.picture)
+            if not options.json:
+                print_sleeping(result[name], setting)
+    if options.only != "sleeping":
+        setting = real_contestants.Setting(rounds=options.steps)
+        result["real_layers"] = real_layers.compare(setting)
         if not options.json:
-            print(f"{stages} stages, {micro_batches} micro-batches, forward {1000 * FORWARD:g} ms")
-            print_table(result[name])
-            sys.stdout.flush()
+            print_real(result["real_layers"])
     if options.json:
         print(json.dumps(result))
 
 
-def print_table(rows: dict[str, dict[str, float]]) -> None:
-    """A line for each contestant."""
+def print_sleeping(rows: dict[str, dict[str, float]], setting: Setting) -> None:
+    """A line for each contestant; the best of its steps."""
+    print(
+        f"{setting.stages} stages, {setting.micro_batches} micro-batches, "
+        f"forward {1000 * setting.forward:g} ms"
+    )
     print(f"{'':<24}{'s':>8}{'/ theory':>10}{'/ simulated':>13}{'step / theory':>15}")
     for name, row in rows.items():
         print(
             f"{name:<24}{row['makespan_seconds']:8.3f}{row['over_theory']:10.3f}"
             f"{row['over_simulated']:13.3f}{row['step_over_theory']:15.3f}"
         )
+    print(flush=True)
+
+
+def print_real(found: dict[str, Any]) -> None:
+    """A line for each contestant; medians."""
+    print(f"real layers, {real_contestants.STAGES} stages")
+    print(f"{'':<28}{'s':>8}{'speed-up':>10}{'bound':>8}{'of bound':>10}")
+    for name, seconds in found["seconds"].items():
+        line = f"{name:<28}{seconds:8.3f}{found['speed_up'][name]:10.3f}"
+        if name in found["speed_up_bound"]:
+            line += (
+                f"{found['speed_up_bound'][name]:8.3f}{found['of_bound_by_schedule'][name]:10.3f}"
+            )
+        print(line)
+    print(
+        f"{found['best']}: {found['of_bound']:.3f} of the bound, {found['over_stock']:.3f} times "
+        f"DeepSpeed's engine; {found['over_torch_pipelining']:.3f} times torch's pipelining, best "
+        f"against best or the same schedules, whichever is least"
+    )
 
 
 if __name__ == "__main__":
