@@ -22,20 +22,30 @@ def deal_blocks(
     """Blocks of each chunk, in the model's order, so that the slowest stage is as fast as can be.
 
     Each has one or more. One by one the others go to the stage that has least to do, and there to
-    the chunk with the fewest; of equal ones to the last, which holds fewest micro-batches.
+    the chunk that has; of equal ones to the last, which holds fewest micro-batches.
 
     head: what the last chunk has to do beside its blocks, in blocks
     """
     counts = [1] * (stages * chunks)
+    of_chunks = [1.0] * len(counts)
+    of_chunks[-1] += head
     loads = [float(chunks)] * stages
     last, _ = place(schedule, stages, len(counts) - 1)
     loads[last] += head
     for _ in range(blocks - len(counts)):
         stage = min(reversed(range(stages)), key=loads.__getitem__)
         positions = [place_in_model(schedule, stages, stage, chunk) for chunk in range(chunks)]
-        counts[min(reversed(positions), key=counts.__getitem__)] += 1
+        position = min(reversed(positions), key=of_chunks.__getitem__)
+        counts[position] += 1
+        of_chunks[position] += 1
         loads[stage] += 1
     return tuple(counts)
+
+
+def deal_evenly(blocks: int, parts: int) -> tuple[int, ...]:
+    """Blocks of each part, as evenly as can be, the first ones one more."""
+    each, more = divmod(blocks, parts)
+    return tuple(each + (part < more) for part in range(parts))
 
 
 def imbalance(dealt: Sequence[int], *, schedule: str, stages: int, head: float) -> float:
