@@ -164,7 +164,7 @@ def test_interleaving_divides_the_bubble_by_the_chunks() -> None:
 
 
 def test_zb_h1_fills_the_bubble_with_weights() -> None:
-    """Qi et al. 2023 (arXiv 2401.10241), table 2; fewer than p micro-batches leave fewer weights."""
+    """Qi et al. 2023 (arXiv 2401.10241), table 2; fewer than p micro-batches leave less to fill."""
     for pipeline in OF_SCHEDULE["zb-h1"]:
         p, m = pipeline.stages, pipeline.micro_batches
         for f, b, w in ((1.0, 1.0, 1.0), (1.0, 1.25, 0.75), (1.0, 2.5, 0.5)):
