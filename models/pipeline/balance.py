@@ -26,31 +26,26 @@ def deal_blocks(
 
     head: what the last chunk has to do beside its blocks, in blocks
     """
-    positions = range(stages * chunks)
-    counts = [1] * len(positions)
-    work = [1.0] * len(positions)
-    work[-1] += head
-    of_stages = [
-        [place_in_model(schedule, stages, stage, chunk) for chunk in reversed(range(chunks))]
-        for stage in reversed(range(stages))
-    ]
-    for _ in range(blocks - len(positions)):
-        stage = min(of_stages, key=lambda held: sum(work[position] for position in held))
-        position = min(stage, key=work.__getitem__)
+    counts = [1] * (stages * chunks)
+    of_chunks = [1.0] * len(counts)
+    of_chunks[-1] += head
+    loads = [float(chunks)] * stages
+    last, _ = place(schedule, stages, len(counts) - 1)
+    loads[last] += head
+    for _ in range(blocks - len(counts)):
+        stage = min(reversed(range(stages)), key=loads.__getitem__)
+        positions = [place_in_model(schedule, stages, stage, chunk) for chunk in range(chunks)]
+        position = min(reversed(positions), key=of_chunks.__getitem__)
         counts[position] += 1
-        work[position] += 1
+        of_chunks[position] += 1
+        loads[stage] += 1
     return tuple(counts)
 
 
-def describe_deal(dealt: Sequence[int], *, schedule: str, stages: int, head: float) -> str:
-    """For people: what each stage got, and how far the slowest is from the mean."""
-    chunks = len(dealt) // stages
-    of_stages = [
-        "+".join(str(dealt[place_in_model(schedule, stages, stage, n)]) for n in range(chunks))
-        for stage in range(stages)
-    ]
-    slowest = imbalance(dealt, schedule=schedule, stages=stages, head=head)
-    return f"blocks {', '.join(of_stages)}; the slowest stage has {slowest:.2f} x the mean's work"
+def deal_evenly(blocks: int, parts: int) -> tuple[int, ...]:
+    """Blocks of each part, as evenly as can be, the first ones one more."""
+    each, more = divmod(blocks, parts)
+    return tuple(each + (part < more) for part in range(parts))
 
 
 def imbalance(dealt: Sequence[int], *, schedule: str, stages: int, head: float) -> float:

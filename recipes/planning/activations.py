@@ -5,7 +5,7 @@ columns of all queries and of all keys, a heads, t tensor ranks; bytes.
 """
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 from models.config import ModelConfig
 from recipes.planning.footprint import Footprint
@@ -26,7 +26,7 @@ class InFlight:
     left: tuple[float, ...]
     ends: bool = False
 
-    @property
+    @cached_property
     def count(self) -> float:
         """All of them; parts of one count as parts."""
         return (sum(self.whole) + sum(self.left)) / len(self.whole)
@@ -37,7 +37,6 @@ def micro_batches_in_flight(spread: Spread, stage: int, micro_batches: int) -> f
     return max(each.count for each in in_flight(spread, stage, micro_batches))
 
 
-@lru_cache(maxsize=4096)
 def in_flight(spread: Spread, stage: int, micro_batches: int) -> tuple[InFlight, ...]:
     """The moments at which a stage may hold most.
 
@@ -47,10 +46,14 @@ def in_flight(spread: Spread, stage: int, micro_batches: int) -> tuple[InFlight,
     i + 1 on the way back; ZB-H1: as 1F1B and i more, whose weights wait; ZB-V: 2 p chunks (Qi et
     al. 2023, arXiv 2401.10241). `order.py` has the orders.
     """
-    p, v, i, m = spread.pipeline, spread.chunks, stage, micro_batches
-    if spread.schedule == "dualpipev":
+    return _in_flight(spread.schedule, spread.pipeline, spread.chunks, stage, micro_batches)
+
+
+@lru_cache(maxsize=2**16)
+def _in_flight(schedule: str, p: int, v: int, i: int, m: int) -> tuple[InFlight, ...]:
+    if schedule == "dualpipev":
         return (InFlight((2 * p - i, i + 1), (0, 0)),)
-    if spread.schedule == "zb-h1":
+    if schedule == "zb-h1":
         ahead = min(m, p - i)
         waiting = min(i, m - ahead)
         return (
@@ -58,7 +61,7 @@ def in_flight(spread: Spread, stage: int, micro_batches: int) -> tuple[InFlight,
             InFlight((ahead - 1,), (waiting + 1,), ends=True),
             InFlight((0,), (min(m, i + 1),), ends=True),
         )
-    if spread.schedule == "zb-v":
+    if schedule == "zb-v":
         out, back = min(m, 2 * p - 1 - i), min(m, i + 1)
         # Never more are left for later than this; a few less in the middle of a pipeline.
         left = min(out + back, p + (2 * i + 1) // 3) if m >= 2 * p else out + back

@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from models.config import ModelConfig
+from models.pipeline.balance import deal_blocks, deal_evenly, head_in_blocks
 from recipes.planning.footprint import Footprint
 from recipes.planning.hardware import Gpu, load_gpu
 from recipes.planning.software import THREEFOLD, Software
@@ -110,6 +111,22 @@ class Job:
         """Micro-batches per step of each data rank."""
         spread = self.spread
         return max(1, round(self.global_sequences / (spread.data * spread.micro_sequences)))
+
+    @cached_property
+    def blocks_of_positions(self) -> tuple[int, ...]:
+        """Blocks of each chunk of the pipeline, in the model's order."""
+        spread, model = self.spread, self.model
+        if spread.layers_per_stage is not None:
+            return spread.layers_per_stage
+        if not self.software.balances_stages:
+            return deal_evenly(model.layers, spread.pipeline * spread.chunks)
+        return deal_blocks(
+            model.layers,
+            schedule=spread.schedule,
+            stages=spread.pipeline,
+            chunks=spread.chunks,
+            head=head_in_blocks(model, spread.recompute),
+        )
 
     @property
     def footprint(self) -> Footprint:

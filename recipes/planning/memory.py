@@ -48,8 +48,12 @@ class StageMemory:
     @property
     def counted(self) -> float:
         """What the program itself has allocated."""
-        state = self.weights + self.gradients + self.optimizer
-        return state + self.activations + self.working + self.buffers
+        return self.state + self.activations + self.working + self.buffers
+
+    @property
+    def state(self) -> float:
+        """What recomputation does not change."""
+        return self.weights + self.gradients + self.optimizer
 
 
 def stage_memory(job: Job) -> list[StageMemory]:
@@ -60,21 +64,27 @@ def stage_memory(job: Job) -> list[StageMemory]:
 def fullest_stage(job: Job, first: StageMemory | None = None) -> StageMemory:
     """The stage that needs most.
 
-    Blocks, parameters and micro-batches in flight do not grow from stage to stage (DualPipeV's
-    blocks may, but then they do not shrink). So it is an end, or the neighbour of one, or the first
-    one that runs more micro-batches than it holds and has gradients while it is full.
+    Of stages with as many blocks, what is in flight grows or shrinks from each to the next. So it
+    is the first or the last one of these, the neighbour of an end of the pipeline, or the first one
+    that runs more micro-batches than it holds and has gradients while it is full.
 
     first: the first stage's memory, where it is known
     """
     spread, micro_batches = job.spread, job.micro_batches
     last = spread.pipeline - 1
-    looked_at = {min(1, last), max(0, last - 1), last} - {0}
-    for stage in range(1, last):
-        if micro_batches_in_flight(spread, stage, micro_batches) < micro_batches:
-            looked_at.add(stage)
-            break
+    alike: dict[tuple[int, ...], list[int]] = {}
+    for stage, blocks in enumerate(blocks_of_stages(job)):
+        alike.setdefault(blocks, []).append(stage)
+    looked_at = {min(1, last), max(0, last - 1), last}
+    for stages in alike.values():
+        running_more = (
+            stage
+            for stage in stages
+            if micro_batches_in_flight(spread, stage, micro_batches) < micro_batches
+        )
+        looked_at |= {stages[0], stages[-1], next(running_more, 0)}
     found = [first or memory_of_stage(job, 0)]
-    found += [memory_of_stage(job, stage) for stage in looked_at]
+    found += [memory_of_stage(job, stage) for stage in looked_at - {0}]
     return max(found, key=lambda each: each.total)
 
 

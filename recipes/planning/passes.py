@@ -36,10 +36,9 @@ def pass_seconds(job: Job) -> Callable[[Pass], float]:
 
 
 def timeline_of(job: Job) -> Timeline:
-    """When each pass runs.
+    """When each pass runs; transfers take their time, and stages wait where they have to.
 
     Raises:
         ValueError: the schedule has no order for so many micro-batches.
     """
-    transfer = transfer_time(job) * (1 - job.software.pipeline_overlap)
-    return simulate(pipeline_of(job), pass_seconds(job), transfer=transfer)
+    return simulate(pipeline_of(job), pass_seconds(job), transfer=transfer_time(job))

@@ -11,7 +11,7 @@ from models.pipeline.order import SCHEDULES
 from recipes.planning.job import Job, Spread
 from recipes.planning.memory import GIB, StageMemory, host_bytes, stage_memory
 from recipes.planning.search import Found, Plan, deepspeed_json
-from recipes.planning.stages import blocks_of_positions, stage_imbalance, stages_text
+from recipes.planning.stages import stage_imbalance, stages_text
 from recipes.planning.step_time import StepTime, step_time
 from recipes.training.deepspeed_config import read_deepspeed_json, zero_stage
 from recipes.training.recipe import REPOSITORY, Recipe
@@ -192,7 +192,7 @@ def edits(recipe: Recipe, plan: Plan) -> dict[str, Any]:
     if SCHEDULES[spread.schedule].chunks is None or "chunks" in layout.model_fields_set:
         others["layout.chunks"] = spread.chunks
     if layout.layers_per_stage is not None:  # it cannot be left out by an option
-        others["layout.layers_per_stage"] = list(blocks_of_positions(plan.job))
+        others["layout.layers_per_stage"] = list(plan.job.blocks_of_positions)
     return {
         "deepspeed": deepspeed,
         "layout.tensor": spread.tensor,
@@ -223,7 +223,7 @@ def job_table(job: Job, steps: int) -> dict[str, Any]:
     return {
         "layout": asdict(job.spread),
         "micro_batches": job.micro_batches,
-        "blocks": blocks_of_positions(job),
+        "blocks": job.blocks_of_positions,
         "imbalance": stage_imbalance(job),
         "fits": fits(job),
         "memory_bytes": [asdict(stage) | {"total": stage.total} for stage in memory],

@@ -102,6 +102,8 @@ def recomputed(job: Job, room: float) -> tuple[Job, StageMemory]:
         if memory.total <= room:
             return candidate, memory
         found.append((candidate, memory))
+        if memory.state > room:  # no interval makes that less
+            break
     return min(found, key=lambda each: each[1].total)
 
 

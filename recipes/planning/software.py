@@ -59,6 +59,7 @@ THREEFOLD = Software(
     reduce_scatter=False,
     block_seconds=6.4e-4,
     balances_stages=True,
+    pipeline_overlap=1.0,  # receives are posted ahead, sends do not block: as simulated
 )
 # What a stack overlaps at all is from its documents; how much of it, and eras, are fitted to its
 # published measurements.

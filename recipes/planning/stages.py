@@ -5,37 +5,15 @@ from typing import Any
 
 from models.config import ModelConfig
 from models.cost import block_parameters, norm_parameters, position_parameters
-from models.pipeline.balance import balance_text, deal_blocks, head_in_blocks, imbalance
+from models.pipeline.balance import balance_text, head_in_blocks, imbalance
 from models.pipeline.order import place, place_in_model
 from recipes.planning.job import Job, Spread
-
-
-def deal(blocks: int, parts: int) -> list[int]:
-    """`blocks` over `parts`, as evenly as can be, the first ones one more."""
-    each, more = divmod(blocks, parts)
-    return [each + (part < more) for part in range(parts)]
-
-
-def blocks_of_positions(job: Job) -> tuple[int, ...]:
-    """Blocks of each chunk of the pipeline, in the model's order."""
-    spread, model = job.spread, job.model
-    if spread.layers_per_stage is not None:
-        return spread.layers_per_stage
-    if not job.software.balances_stages:
-        return tuple(deal(model.layers, spread.pipeline * spread.chunks))
-    return deal_blocks(
-        model.layers,
-        schedule=spread.schedule,
-        stages=spread.pipeline,
-        chunks=spread.chunks,
-        head=head_in_blocks(model, spread.recompute),
-    )
 
 
 def blocks_of_stages(job: Job) -> tuple[tuple[int, ...], ...]:
     """Blocks of each stage's chunks."""
     spread = job.spread
-    dealt = blocks_of_positions(job)
+    dealt = job.blocks_of_positions
     return _blocks_of_stages(dealt, spread.schedule, spread.pipeline, spread.chunks)
 
 
@@ -51,12 +29,12 @@ def _blocks_of_stages(
 
 def stage_imbalance(job: Job) -> float:
     """The slowest stage's work over the mean of all."""
-    return imbalance(blocks_of_positions(job), **_sharing(job))
+    return imbalance(job.blocks_of_positions, **_sharing(job))
 
 
 def stages_text(job: Job) -> str:
     """How its blocks are dealt, in a line."""
-    return balance_text(blocks_of_positions(job), **_sharing(job))
+    return balance_text(job.blocks_of_positions, **_sharing(job))
 
 
 def _sharing(job: Job) -> dict[str, Any]:

@@ -9,7 +9,6 @@ from recipes.planning.job import Job
 from recipes.planning.kernels import BYTES, memory_seconds
 from recipes.planning.network import all_reduce_seconds, gather_seconds, transfer_seconds
 from recipes.planning.stages import (
-    blocks_of_positions,
     blocks_of_stages,
     last_stage,
     stage_parameters,
@@ -84,25 +83,27 @@ def waiting_for_stages(job: Job, stages: Sequence[Directions]) -> float:
     interleaved, for a chunk of each (Narayanan et al. 2021, arXiv 2104.04473, section 2.2).
     ZB-H1 fills a part of that with the weights' passes (Qi et al. 2023, arXiv 2401.10241, table 2),
     as many as there are. ZB-V leaves half a forward pass of each stage; its order is one for passes
-    of one length, and where the backward one for the input is longer, all wait for three of these.
-    DualPipeV as DeepSpeed runs it, with the gradients of weights and inputs together, hides half a
-    forward pass of each stage. `order.py` has the orders, and the tests compare with simulations.
+    of one length, and where the backward one for the input is longer, all wait for three of these
+    (two stages half of it).
+    DualPipeV in DeepSpeed's order, with the gradients of weights and inputs together, waits for the
+    backward pass of each stage. `order.py` has the orders, and the tests compare with simulations.
     """
-    spread, m = job.spread, job.micro_batches
+    p, v, m = job.spread.pipeline, job.spread.chunks, job.micro_batches
+    schedule = job.spread.schedule
     slowest = max(stages, key=lambda each: each.total)
     others = sum(each.total for each in stages) - slowest.total
     forward = sum(each.forward.total for each in stages)
-    if spread.schedule == "dualpipev":
-        return max(0.0, others - forward / 2)
-    if spread.schedule == "zb-h1":
+    if schedule == "dualpipev":
+        backward = sum(each.backward.total for each in stages) - slowest.backward.total
+        return max(0.0, backward - slowest.forward.total / 2)
+    if schedule == "zb-h1":
         weights = sum(each.weights.total for each in stages) - slowest.weights.total
-        missing = max(0, spread.pipeline - m) * slowest.weights.total
+        missing = max(0, p - m) * slowest.weights.total
         return others - 2 * weights + missing
-    if spread.schedule == "zb-v":
+    if schedule == "zb-v":
         longest = max(each.backward.total - each.weights.total for each in stages)
-        pace = max(0.0, 3 * longest - slowest.total)
+        pace = max(0.0, 3 * longest - slowest.total) * min(1, (p - 1) / 2)
         return m * pace + (forward - slowest.forward.total) / 2
-    p, v = spread.pipeline, spread.chunks
     if m < p:  # each chunk waits for the last stage's
         return others * (p - m + (m - 1) / v) / (p - 1)
     return others / v
@@ -116,7 +117,7 @@ def stage_passes(job: Job) -> list[Directions]:
 
 def position_passes(job: Job) -> list[Directions]:
     """Of a micro-batch through each chunk, in the model's order."""
-    return _with_ends(job, blocks_of_positions(job), -1)
+    return _with_ends(job, job.blocks_of_positions, -1)
 
 
 def _with_ends(job: Job, dealt: Sequence[int], last: int) -> list[Directions]:

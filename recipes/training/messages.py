@@ -4,7 +4,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from models.cost import parameter_count
-from models.pipeline.balance import describe_deal
+from models.pipeline.balance import balance_text
 from recipes.training.recipe import Recipe
 from recipes.training.run_folder import RunFolder
 from recipes.training.topology import Topology, World, rank_map
@@ -34,7 +34,7 @@ def announce(
     )
     layout = recipe.layout
     if layout.pipeline > 1:
-        deal = describe_deal(
+        deal = balance_text(
             recipe.blocks_of_positions,
             schedule=layout.schedule,
             stages=layout.pipeline,
