@@ -74,7 +74,7 @@ def print_sleeping(rows: dict[str, dict[str, float]], setting: Setting) -> None:
 
 
 def print_real(found: dict[str, Any]) -> None:
-    """A line for each contestant; medians."""
+    """A line for each contestant; the best of its rounds."""
     print(f"real layers, {real_contestants.STAGES} stages")
     print(f"{'':<28}{'s':>8}{'speed-up':>10}{'bound':>8}{'of bound':>10}")
     for name, seconds in found["seconds"].items():
@@ -86,7 +86,7 @@ def print_real(found: dict[str, Any]) -> None:
         print(line)
     print(
         f"{found['best']}: {found['of_bound']:.3f} of the bound, {found['over_stock']:.3f} times "
-        f"DeepSpeed's engine; {found['over_torch_pipelining']:.3f} times torch's pipelining, best "
+        f"DeepSpeed's 1f1b; {found['over_torch_pipelining']:.3f} times torch's pipelining, best "
         f"against best or the same schedules, whichever is least"
     )
 

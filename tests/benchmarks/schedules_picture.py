@@ -30,8 +30,8 @@ def draw(setting: Setting, found: Mapping[str, Found], output: pathlib.Path) -> 
         _draw_strip(axes, each)
         ratios = each.ratios(setting)
         axes.set_title(
-            f"{name}: {ratios['makespan_seconds']:.2f} s, {ratios['over_theory']:.3f} times theory, "
-            f"{ratios['over_simulated']:.3f} times the simulation (thin)",
+            f"{name}: {ratios['makespan_seconds']:.2f} s, {ratios['over_theory']:.3f} times theory "
+            f"and {ratios['over_simulated']:.3f} times the simulation (thin)",
             fontsize=8,
             loc="left",
             pad=2,
