@@ -54,6 +54,7 @@ FLOORS = [
     ("recipes.training.checkpoint_writer", 5),
     ("recipes.training.tracking", 5),
     ("recipes.training.engine", 6),
+    ("recipes.training.timeline", 7),
     ("recipes.tracing", 7),
     ("recipes", 8),
 ]

@@ -60,6 +60,28 @@ def timeline(job: Job, title: str) -> Figure:
     return figure
 
 
+def comparison(pipeline: Pipeline, predicted: Timeline, measured: Timeline, title: str) -> Figure:
+    """A row for each stage, twice on one scale: predicted above measured."""
+    stages = evenly_picked(pipeline.stages, ROWS)
+    height = 0.5 + 0.24 * max(3, len(stages))
+    figure = Figure(figsize=(WIDTH, 2 * height + 0.8), layout="constrained")
+    above, below = figure.subplots(2, 1, sharex=True)
+    longest = max(map(pipeline_seconds, (predicted, measured)))
+    for axes, name, passes in ((above, "predicted", predicted), (below, "measured", measured)):
+        rows = [passes[stage] for stage in stages]
+        _draw_passes(axes, rows, (0.0, longest), points=POINTS, chunks=pipeline.chunks)
+        _label_passes([axes], stages, pipeline)
+        axes.set_title(
+            f"{name}: {_three_digits(pipeline_seconds(passes))} s, stages wait "
+            f"{idle_share(passes):.1%}",
+            fontsize=9,
+            loc="left",
+        )
+    above.set_xlabel("")
+    figure.suptitle(f"{title}, {_name(pipeline)}", fontsize=10)
+    return figure
+
+
 def shown_windows(pipeline: Pipeline, passes: Timeline) -> list[Window]:
     """All of the time, or its two ends: until the pipeline is full, and since it empties."""
     total = pipeline_seconds(passes)
@@ -80,9 +102,6 @@ def evenly_picked(count: int, most: int) -> list[int]:
 
 def _summary(job: Job, pipeline: Pipeline, passes: Timeline) -> str:
     p, m = pipeline.stages, pipeline.micro_batches
-    name = NAMES[pipeline.schedule]
-    if SCHEDULES[pipeline.schedule].chunks is None:
-        name += f" ({pipeline.chunks} chunks)"
     spent = f"{_three_digits(pipeline_seconds(passes))} s of forward and backward passes"
     if p > 1:
         spent = (
@@ -90,9 +109,15 @@ def _summary(job: Job, pipeline: Pipeline, passes: Timeline) -> str:
             f"{idle_share(passes):.1%} (bubble, white)"
         )
     return (
-        f"{name}, {p} stage{'s' * (p > 1)}, {m} micro-batch{'es' * (m > 1)}\n{spent}; "
+        f"{_name(pipeline)}, {p} stage{'s' * (p > 1)}, {m} micro-batch{'es' * (m > 1)}\n{spent}; "
         f"{_three_digits(step_time(job).total)} s a step with gradients, optimizer and slower nodes"
     )
+
+
+def _name(pipeline: Pipeline) -> str:
+    """The schedule's, with its chunks where they are chosen."""
+    is_chosen = SCHEDULES[pipeline.schedule].chunks is None
+    return NAMES[pipeline.schedule] + f" ({pipeline.chunks} chunks)" * is_chosen
 
 
 def _three_digits(seconds: float) -> str:
