@@ -61,9 +61,9 @@ class Setting:
     ffn_hidden_size: int = 1024
     vocab_size: int = 512
     sequence_length: int = 256
-    micro_sequences: int = 3
+    micro_sequences: int = 2
     micro_batches: int = 8
-    rounds: int = 5
+    rounds: int = 9
 
     def recipe(self, schedule: str, chunks: int) -> Recipe:
         """With a schedule."""

@@ -32,7 +32,7 @@ SHAPES = {"schedules": (4, 16), "schedules_of_8_stages": (8, 8)}  # stages, micr
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=5, help="of each contestant")
+    parser.add_argument("--steps", type=int, default=5, help="of each sleeping pipeline")
     parser.add_argument("--only", choices=("sleeping", "real"), help="this part")
     parser.add_argument("--picture", type=Path, help="of the sleeping stages")
     parser.add_argument("--json", action="store_true")
@@ -50,8 +50,7 @@ def main() -> None:
             if not options.json:
                 print_sleeping(result[name], setting)
     if options.only != "sleeping":
-        setting = real_contestants.Setting(rounds=options.steps)
-        result["real_layers"] = real_layers.compare(setting)
+        result["real_layers"] = real_layers.compare(real_contestants.Setting())
         if not options.json:
             print_real(result["real_layers"])
     if options.json:
