@@ -63,7 +63,6 @@ def fake_tensors() -> Iterator[None]:
                 partitioned_param_coordinator, "assert_ints_same_as_other_ranks", lambda ints: None
             ),
             mock.patch.object(accelerator, "is_fp16_supported", lambda self: True),
-            mock.patch.object(dist.Work, "is_completed", lambda self: True),
         ):
             stack.enter_context(patch)
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
@@ -73,8 +72,14 @@ def fake_tensors() -> Iterator[None]:
 
 @contextlib.contextmanager
 def kernels_of_a_gpu() -> Iterator[None]:
-    """Where a GPU's kernel keeps other tensors than the CPU's, do as the GPU's does."""
-    with mock.patch.object(F, "rms_norm", fused_rms_norm):
+    """Where a GPU keeps other tensors than the CPU, do as the GPU does.
+
+    What was sent is there until its transfer is known to be over, with gloo until it is waited for.
+    """
+    with (
+        mock.patch.object(F, "rms_norm", fused_rms_norm),
+        mock.patch.object(dist.Work, "is_completed", lambda self: True),
+    ):
         yield
 
 
