@@ -18,6 +18,9 @@ FLOORS = [
     ("models.initialization", 2),
     ("models.hugging_face", 2),
     ("models.layer_specs", 3),
+    ("models.pipeline.order", 0),
+    ("models.pipeline.simulation", 0),
+    ("models.pipeline.balance", 0),
     ("models.pipeline", 3),
     ("recipes.training.exit_codes", 4),
     ("recipes.training.guard", 4),
@@ -51,6 +54,7 @@ FLOORS = [
     ("recipes.training.checkpoint_writer", 5),
     ("recipes.training.tracking", 5),
     ("recipes.training.engine", 6),
+    ("recipes.training.timeline", 7),
     ("recipes.tracing", 7),
     ("recipes", 8),
 ]

@@ -12,6 +12,8 @@ import pytest
 
 from models.config import ModelConfig
 from models.cost import parameter_count
+from models.pipeline.order import SCHEDULES, Pipeline, least_micro_batches, most_in_flight
+from models.pipeline.simulation import pipeline_seconds
 from recipes.planning import closed_forms, evaluation
 from recipes.planning.activations import block_bytes, micro_batches_in_flight
 from recipes.planning.calibration import MOST_ROWS, Calibration, calibrate, evenly_spread
@@ -21,11 +23,13 @@ from recipes.planning.job import Job, Machine, Spread, job_of
 from recipes.planning.kernels import matmul_seconds
 from recipes.planning.memory import GIB, fullest_stage, host_bytes, stage_memory, state_bytes
 from recipes.planning.network import all_reduce_seconds, gather_seconds
+from recipes.planning.passes import timeline_of
 from recipes.planning.report import changes, edits, rates
 from recipes.planning.row_reader import number
+from recipes.planning.search import CHUNKS as INTERLEAVED
 from recipes.planning.search import divisors, search, spreads
 from recipes.planning.software import STACKS, THREEFOLD
-from recipes.planning.stages import deal, stage_parameters
+from recipes.planning.stages import stage_parameters
 from recipes.planning.step_time import step_time
 from recipes.planning.table import read_row, read_table
 from recipes.training.recipe import REPOSITORY, Recipe, load_recipe, parse_recipe, shipped_recipes
@@ -38,6 +42,7 @@ LIMITS = {  # table -> mean and largest error in percent that we promise
     "megascale2024": (6, 8),
 }
 RESULTS = ("step_time_s", "tflops_per_gpu", "mfu_pct", "mem_gb", "oom")
+CHUNKS = {name: schedule.chunks or 3 for name, schedule in SCHEDULES.items()}
 CLUSTERED = [path for path in shipped_recipes() if path.parent.name != "recipes"]
 
 
@@ -247,17 +252,31 @@ def test_every_recipe_fits_the_cluster_that_it_names(path: Path) -> None:
 def test_stage_parameters_are_the_models() -> None:
     """Without padding, all stages and tensor ranks together hold each parameter, norms t times."""
     for name in ("gpt/125m", "llama/7b"):
-        model = replace(planned(name)[0].model, vocab_size=64 * 512)
-        whole = sum(stage_parameters(model, Spread(tensor=1, pipeline=1)))
+        job = planned(name, "model.vocab_size=32768")[1]
+        model = job.model
+        whole = held_by_all(job, Spread())
         assert whole == parameter_count(model)
         tied = model.vocab_size * model.hidden_size if model.tie_embeddings else 0
-        assert sum(stage_parameters(model, Spread(pipeline=4))) == whole + tied
-        assert sum(stage_parameters(model, Spread(tensor=2))) * 2 > whole
+        interleaved = Spread(pipeline=4, chunks=3, schedule="interleaved")
+        assert held_by_all(job, Spread(pipeline=4)) == whole + tied
+        assert held_by_all(job, interleaved) == whole + tied
+        assert held_by_all(job, Spread(pipeline=4, chunks=2, schedule="zb-v")) == whole
+        assert held_by_all(job, Spread(tensor=2)) * 2 > whole
 
 
-def test_blocks_are_dealt_evenly_the_first_ones_one_more() -> None:
-    assert deal(126, 16) == [8] * 14 + [7] * 2
-    assert deal(6, 3) == [2, 2, 2]
+def held_by_all(job: Job, spread: Spread) -> int:
+    """Parameters on a rank of each stage, together."""
+    return sum(stage_parameters(replace(job, spread=spread)))
+
+
+def test_our_stages_are_balanced_and_published_runs_are_as_they_were() -> None:
+    _, job = planned("llama/70b")
+    assert job.blocks_of_positions == (20, 20, 21, 19)
+    _, other = planned("llama/70b", "layout.layers_per_stage=[18, 20, 20, 22]")
+    assert other.blocks_of_positions == (18, 20, 20, 22)
+    assert step_time(other).total > step_time(job).total
+    theirs = replace(job, software=next(s for s in STACKS if s.name == "megatron-core"))
+    assert theirs.blocks_of_positions == (20, 20, 20, 20)
 
 
 @pytest.mark.parametrize(
@@ -268,7 +287,7 @@ def test_blocks_are_dealt_evenly_the_first_ones_one_more() -> None:
         (Spread(pipeline=4), 3, 8, 1),
         (Spread(pipeline=4), 0, 2, 2),
         # Korthikanti et al. 2022, section 4.2.3: p (1 + (p - 1) / (p m)) of a stage's layers
-        (Spread(pipeline=8, chunks=3), 0, 64, 8 * (1 + 7 / (8 * 3))),
+        (Spread(pipeline=8, chunks=3, schedule="interleaved"), 0, 64, 8 * (1 + 7 / (8 * 3))),
         (Spread(pipeline=4, chunks=2, schedule="dualpipev"), 2, 8, 4.5),
     ],
 )
@@ -276,6 +295,42 @@ def test_micro_batches_in_flight(
     spread: Spread, stage: int, micro_batches: int, expected: float
 ) -> None:
     assert micro_batches_in_flight(spread, stage, micro_batches) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_what_is_in_flight_is_what_the_orders_hold(schedule: str) -> None:
+    chunks = CHUNKS[schedule]
+    for p in (2, 3, 4, 7):
+        for m in (1, 2, p, p + 1, 2 * p, 2 * p + 3, 4 * p):
+            if m < least_micro_batches(schedule, p):
+                continue
+            pipeline = Pipeline(stages=p, chunks=chunks, micro_batches=m, schedule=schedule)
+            spread = Spread(pipeline=p, chunks=chunks, schedule=schedule)
+            held = [most_in_flight(order) / chunks for order in pipeline.orders]
+            assert [micro_batches_in_flight(spread, i, m) for i in range(p)] == held, (p, m)
+
+
+@pytest.mark.parametrize("path", CLUSTERED, ids=lambda path: f"{path.parent.name}-{path.stem}")
+def test_the_formula_of_the_step_is_the_simulation(path: Path) -> None:
+    _, job = planned(f"{path.parent.name}/{path.stem}")
+    assert bubble_error(job) < 0.02
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("name", ["llama/70b", "llama/405b", "gpt/175b", "qwen3/32b", "llama/7b"])
+def test_the_formula_of_every_schedule_is_the_simulation(name: str, schedule: str) -> None:
+    _, job = planned(name)
+    spread = replace(job.spread, schedule=schedule, chunks=CHUNKS[schedule])
+    for recompute in ("none", "full"):
+        other = replace(job, spread=replace(spread, recompute=recompute))
+        assert bubble_error(other) < (0.05 if schedule == "zb-v" else 0.03)
+
+
+def bubble_error(job: Job) -> float:
+    """How far the formula of a step's passes is off its simulation."""
+    time = step_time(job)
+    formula = time.compute + time.tensor + time.pipeline + time.bubble
+    return abs(formula / pipeline_seconds(timeline_of(job)) - 1)
 
 
 def test_a_gpt_block_keeps_what_korthikanti_counts() -> None:
@@ -384,12 +439,18 @@ def test_a_search_misses_no_layout_that_a_recipe_may_ask_for() -> None:
     seen = set(spreads(job, refused))
     table = recipe.model_dump(mode="json", exclude_none=True)
     legal = set()
+    ways = [
+        (schedule, chunks)
+        for schedule, kind in SCHEDULES.items()
+        for chunks in ((kind.chunks,) if kind.chunks else INTERLEAVED)
+    ]
     for tensor in range(1, 9):
         for pipeline in range(1, 9):
             for micro_sequences in range(1, 17):
-                for schedule in ("1f1b", "dualpipev"):
+                for schedule, chunks in ways:
                     table["layout"] |= {
                         "tensor": tensor, "pipeline": pipeline, "schedule": schedule,
+                        "chunks": chunks,
                     }  # fmt: skip
                     table["batch"]["micro_sequences"] = micro_sequences
                     try:

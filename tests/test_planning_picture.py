@@ -57,13 +57,26 @@ def test_a_deep_pipeline_is_some_stages_and_two_ends() -> None:
     assert len({round(bar.get_x(), 3) for bar in bars.patches}) == 35
 
 
-@pytest.mark.parametrize("changes", [{"schedule": "dualpipev"}, {"schedule": "1f1b"}])
-def test_chunks_have_colours_of_their_own(changes: dict[str, str]) -> None:
+@pytest.mark.parametrize(
+    ("schedule", "chunks", "kinds"),
+    [
+        ("1f1b", 1, 2),
+        ("interleaved", 2, 2),
+        ("interleaved", 5, 2),
+        ("zb-h1", 1, 3),
+        ("zb-v", 2, 3),
+        ("dualpipev", 2, 2),
+    ],
+)
+def test_chunks_and_kinds_have_colours_of_their_own(schedule: str, chunks: int, kinds: int) -> None:
     _, job = load("qwen3/32b.toml")
-    job = replace(job, spread=replace(job.spread, chunks=2, **changes))
+    job = replace(job, spread=replace(job.spread, schedule=schedule, chunks=chunks))
     passes, _ = timeline(job, "chunks").axes
-    assert len({tuple(each.get_facecolor()[0]) for each in passes.collections}) == 4
-    assert boxes(passes) == 2 * 2 * 8 * 2
+    assert len({tuple(each.get_facecolor()[0]) for each in passes.collections}) == kinds * chunks
+    assert boxes(passes) == 2 * 8 * chunks * kinds
+    labels = [text.get_text() for text in passes.get_legend().get_texts()]
+    assert len(labels) == kinds * min(chunks, 3 if chunks <= 3 else 2)
+    assert ("weights" in labels) == (schedule == "zb-h1")
 
 
 def test_without_a_pipeline_there_is_one_stage() -> None:

@@ -61,6 +61,26 @@ WAYS = {
         },
     ),
     "folded": (2, {"layout": {"pipeline": 2, "schedule": "dualpipev"}, "model__layers": 4}),
+    "interleaved": (
+        2,
+        {
+            "deepspeed": "ds_configs/zero1_bf16.json",
+            "layout": {"pipeline": 2, "schedule": "interleaved"},
+            "model__layers": 4,
+        },
+    ),
+    "weights later": (
+        4,
+        {
+            "deepspeed": "ds_configs/zero1_bf16.json",
+            "layout": {"pipeline": 2, "tensor": 2, "schedule": "zb-h1"},
+            "model__layers": 4,
+        },
+    ),
+    "folded, weights later": (
+        2,
+        {"layout": {"pipeline": 2, "schedule": "zb-v"}, "model__layers": 4},
+    ),
 }
 QUICK = ("stages",)  # the others only among the long tests
 
@@ -95,13 +115,13 @@ def test_what_tensor_ranks_and_stages_send(small: dict[str, Any]) -> None:
     assert traffic(first)["tensor", "all_reduce"] == (m * 13, m * 13 * activations)
     # and the loss: the largest logit, and two sums
     assert traffic(last)["tensor", "all_reduce"] == (m * 15, m * (13 * activations + 3 * tokens))
-    # Each tensor rank sends its part and 9 numbers about it; the whole is gathered: the first stage
-    # gathers its own output again and the gradient, the last one its input.
-    sent = (2 * m, m * (activations // 2 + 9 * 8))
-    for found, gathered in ((first, 2), (last, 1)):
+    # Each tensor rank sends its part; who receives gathers the whole: the first stage the gradient,
+    # the last one its input.
+    sent = (m, m * activations // 2)
+    for found in (first, last):
         assert traffic(found)["pipeline", "send"] == sent
         assert traffic(found)["pipeline", "recv"] == sent
-        assert traffic(found)["tensor", "all_gather"] == (gathered * m, gathered * m * activations)
+        assert traffic(found)["tensor", "all_gather"] == (m, m * activations)
     # ZeRO-1 in fp32: gradients reduced, weights gathered, both once.
     weights = first.between_steps.weights
     for kind in ("all_reduce", "all_gather"):
@@ -130,9 +150,8 @@ def test_the_first_stage_holds_as_many_micro_batches_as_there_are_stages(
             found = trace(recipe, 4, 4, 0)
         assert found.traced == m
         held[m] = dict(found.phase_bytes)["ForwardPass"]
-    each = held[2] - held[1]
-    # What one holds, the fp32 gradients that the first backward pass leaves aside.
-    assert held[3] - held[2] == held[4] - held[3] == each
+    # What one holds; from the second one on also the output that was sent before.
+    assert held[3] - held[2] == held[4] - held[3] == held[2] - held[1] - 32 * 2 * 64 * FP32
     assert held[5] == held[12]
     enough = trace(parse_recipe(changed(table, batch__global_sequences=24), "test"), 4, 4, 0)
     assert (enough.traced, dict(enough.phase_bytes)["ForwardPass"]) == (5, held[12])
@@ -152,6 +171,23 @@ def test_enough_micro_batches_are_enough(stage: int, small: dict[str, Any]) -> N
         (enough.between_steps, every.between_steps),
     ):
         assert all_of_them == replace(few, activations=few.activations + losses)
+
+
+@pytest.mark.parametrize("schedule", ["interleaved", "zb-h1", "zb-v", "dualpipev"])
+def test_enough_micro_batches_are_enough_in_every_schedule(
+    schedule: str, small: dict[str, Any]
+) -> None:
+    layout = {"pipeline": 2, "schedule": schedule, "recompute": "full"}
+    table = changed(small, layout=layout, model__layers=4, batch__global_sequences=24)
+    for stage in range(2):
+        enough = traced(table, 2, rank=stage)
+        with mock.patch("recipes.tracing.trace.enough_micro_batches", lambda *_: ALL):
+            every = traced(table, 2, rank=stage)
+        assert enough.traced < every.traced == 12
+        assert enough.traffic == every.traffic
+        losses = 512 * (every.traced - enough.traced)
+        assert 0 <= every.peak_bytes - enough.peak_bytes <= losses
+        assert every.between_steps.state == enough.between_steps.state
 
 
 def test_a_tensor_that_blocks_keep_is_seen(small: dict[str, Any]) -> None:

@@ -41,6 +41,33 @@ VARIANTS = {
         "layout.tensor=2", "layout.pipeline=2", "layout.schedule=dualpipev",
         "layout.sequence_parallel=true", "layout.recompute=full",
     ],
+    "interleaved": ["layout.pipeline=4", "layout.schedule=interleaved"],
+    "interleaved, 3 chunks, tensor": [
+        "layout.tensor=2", "layout.pipeline=2", "layout.schedule=interleaved", "layout.chunks=3",
+        "model.layers=12",
+    ],
+    "interleaved, full": [
+        "layout.pipeline=2", "layout.schedule=interleaved", "layout.recompute=full",
+    ],
+    "interleaved, uneven": [
+        "layout.pipeline=4", "layout.schedule=interleaved", "model.layers=13",
+    ],
+    "zb-h1": ["layout.pipeline=4", "layout.schedule=zb-h1"],
+    "zb-h1, tensor": ["layout.tensor=2", "layout.pipeline=4", "layout.schedule=zb-h1"],
+    "zb-h1, sequence parallel": [
+        "layout.tensor=2", "layout.pipeline=2", "layout.schedule=zb-h1",
+        "layout.sequence_parallel=true",
+    ],
+    "zb-h1, full": ["layout.pipeline=4", "layout.schedule=zb-h1", "layout.recompute=full"],
+    "zb-h1, fp16": [
+        "deepspeed=ds_configs/zero1_fp16.json", "layout.pipeline=4", "layout.schedule=zb-h1",
+    ],
+    "zb-v": ["layout.pipeline=4", "layout.schedule=zb-v"],
+    "zb-v, tensor": [
+        "layout.tensor=4", "layout.pipeline=2", "layout.schedule=zb-v",
+        "layout.sequence_parallel=true",
+    ],
+    "zb-v, full": ["layout.pipeline=4", "layout.schedule=zb-v", "layout.recompute=full"],
     "fp16": ["deepspeed=ds_configs/zero1_fp16.json", "layout.pipeline=4"],
     "fp32": ["deepspeed=ds_configs/zero1_fp32.json", "layout.pipeline=2"],
     "dualpipev, uneven": [

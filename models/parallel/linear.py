@@ -111,7 +111,8 @@ class _SplitProduct(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         (x,) = ctx.saved_tensors
-        ctx.deferral.put(ctx.weight, partial(weight_gradient, grad, x))
+        # Detached, or what is left would hold the whole graph before it.
+        ctx.deferral.put(ctx.weight, partial(weight_gradient, grad, x.detach()))
         grad_bias = grad.flatten(0, 1).sum(0) if ctx.needs_input_grad[2] else None
         return grad @ ctx.weight, None, grad_bias, None
 
@@ -139,5 +140,6 @@ class _SequenceProduct(torch.autograd.Function):
         if ctx.deferral is None:
             grad_weight = weight_gradient(grad, all_gather(x, axis))
         else:
-            ctx.deferral.put(ctx.weight, lambda: weight_gradient(grad, all_gather(x, axis)))
+            left = x.detach()  # or the whole graph before it would be held
+            ctx.deferral.put(ctx.weight, lambda: weight_gradient(grad, all_gather(left, axis)))
         return grad_x, grad_weight, grad_bias, None, None

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from functools import lru_cache
+from itertools import groupby
 
 from models.config import ModelConfig
 from models.cost import block_multiply_adds, head_multiply_adds
@@ -25,20 +26,26 @@ def deal_blocks(
 
     head: what the last chunk has to do beside its blocks, in blocks
     """
-    positions = range(stages * chunks)
-    counts = [1] * len(positions)
-    work = [1.0] * len(positions)
-    work[-1] += head
-    of_stages = [
-        [place_in_model(schedule, stages, stage, chunk) for chunk in reversed(range(chunks))]
-        for stage in reversed(range(stages))
-    ]
-    for _ in range(blocks - len(positions)):
-        stage = min(of_stages, key=lambda held: sum(work[position] for position in held))
-        position = min(stage, key=work.__getitem__)
+    counts = [1] * (stages * chunks)
+    of_chunks = [1.0] * len(counts)
+    of_chunks[-1] += head
+    loads = [float(chunks)] * stages
+    last, _ = place(schedule, stages, len(counts) - 1)
+    loads[last] += head
+    for _ in range(blocks - len(counts)):
+        stage = min(reversed(range(stages)), key=loads.__getitem__)
+        positions = [place_in_model(schedule, stages, stage, chunk) for chunk in range(chunks)]
+        position = min(reversed(positions), key=of_chunks.__getitem__)
         counts[position] += 1
-        work[position] += 1
+        of_chunks[position] += 1
+        loads[stage] += 1
     return tuple(counts)
+
+
+def deal_evenly(blocks: int, parts: int) -> tuple[int, ...]:
+    """Blocks of each part, as evenly as can be, the first ones one more."""
+    each, more = divmod(blocks, parts)
+    return tuple(each + (part < more) for part in range(parts))
 
 
 def imbalance(dealt: Sequence[int], *, schedule: str, stages: int, head: float) -> float:
@@ -48,3 +55,12 @@ def imbalance(dealt: Sequence[int], *, schedule: str, stages: int, head: float) 
         loads[place(schedule, stages, position)[0]] += blocks
     loads[place(schedule, stages, len(dealt) - 1)[0]] += head
     return max(loads) * stages / sum(loads)
+
+
+def balance_text(dealt: Sequence[int], *, schedule: str, stages: int, head: float) -> str:
+    """How blocks are dealt and what that costs, in a line."""
+    runs = [(blocks, len(list(run))) for blocks, run in groupby(dealt)]
+    parts = ", ".join(f"{count} x {blocks}" if count > 1 else f"{blocks}" for blocks, count in runs)
+    more = imbalance(dealt, schedule=schedule, stages=stages, head=head) - 1
+    what = "stages" if len(dealt) == stages else f"{len(dealt) // stages} chunks of {stages} stages"
+    return f"blocks of {what}: {parts}; the slowest stage has {more:.1%} more to do than the mean"

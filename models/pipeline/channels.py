@@ -56,7 +56,8 @@ class Channels:
         self.ranks = grid.pp_group  # of the stages
         self.groups = self._groups(grid)
         self.expected: dict[Pass, tuple[Tensor, dist.Work]] = {}
-        self.leaving: list[tuple[Tensor, dist.Work]] = []
+        self.leaving: list[tuple[Pass, Tensor, dist.Work]] = []  # by the pass that waits for it
+        self.places = {work: place for order in pipeline.orders for place, work in enumerate(order)}
 
     def _groups(self, grid: PipelineParallelGrid) -> dict[tuple[bool, bool], dist.ProcessGroup]:
         """(activations, to a later rank) to the group that carries them; made by all ranks."""
@@ -89,6 +90,7 @@ class Channels:
         """What a pass starts with, which was expected."""
         buffer, receiving = self.expected.pop(work)
         wait_for(receiving)
+        self._let_go(self.pipeline.needed(work))
         if self.boundary.is_parted:
             buffer = all_gather(buffer, self.boundary.axis)
         return buffer.view(self.boundary.shape)
@@ -105,15 +107,30 @@ class Channels:
             group=self._group(work, work.stage, receiver.stage),
             tag=self._tag(receiver),
         )
-        self.leaving = [(held, other) for held, other in self.leaving if not other.is_completed()]
-        self.leaving.append((part, sending))
+        self.leaving.append((receiver, part, sending))
 
     def finish(self) -> None:
         """Wait until all has left."""
         assert not self.expected
-        for _, sending in self.leaving:
+        for _, _, sending in self.leaving:
             wait_for(sending)
         self.leaving = []
+
+    def _let_go(self, heard: Pass) -> None:
+        """Free what has arrived: NCCL says so, and a stage has all that it needed for what it sent.
+
+        gloo calls nothing complete that was not waited for.
+
+        heard: the pass whose result has come
+        """
+        left = []
+        for receiver, part, sending in self.leaving:
+            is_before = self.places[receiver] <= self.places[heard]
+            if receiver.stage == heard.stage and is_before:
+                sending.wait()
+            elif not sending.is_completed():
+                left.append((receiver, part, sending))
+        self.leaving = left
 
     def _group(self, work: Pass, sender: int, receiver: int) -> dist.ProcessGroup:
         return self.groups[work.kind == FORWARD, receiver > sender]

@@ -151,6 +151,7 @@ class ScheduledEngine(PipelineEngine):
         if self.pipeline.splits:
             self.left[chunk, buffer_id] = self.deferral.take()
 
+    @torch.no_grad()  # or what a gradient is computed from would stay with it
     def _exec_weight_pass(self, buffer_id: int, chunk: int) -> None:
         for weight, gradient in self.left.pop((chunk, buffer_id)):
             self.gradients.add(weight, gradient())

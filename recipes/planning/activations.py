@@ -4,44 +4,93 @@ Legend: s sequence (of a context rank), b sequences of a micro-batch, h hidden, 
 columns of all queries and of all keys, a heads, t tensor ranks; bytes.
 """
 
-from functools import lru_cache
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
 
 from models.config import ModelConfig
 from recipes.planning.footprint import Footprint
 from recipes.planning.job import Job, Spread
-from recipes.planning.stages import blocks_of_stages, deal, tokens_per_micro_batch
+from recipes.planning.stages import blocks_of_stages, last_stage, tokens_per_micro_batch
+
+
+@dataclass(frozen=True)
+class InFlight:
+    """Micro-batches of which a stage holds something at a moment.
+
+    whole: in each chunk, those between their forward and their backward pass
+    left: likewise, those whose weights have their backward pass still to come
+    ends: whether one that is counted there still has a block of its backward pass before it
+    """
+
+    whole: tuple[float, ...]
+    left: tuple[float, ...]
+    ends: bool = False
+
+    @cached_property
+    def count(self) -> float:
+        """All of them; parts of one count as parts."""
+        return (sum(self.whole) + sum(self.left)) / len(self.whole)
 
 
 def micro_batches_in_flight(spread: Spread, stage: int, micro_batches: int) -> float:
-    """Micro-batches whose activations a stage holds, at most; parts of one count as parts.
+    """Micro-batches of which a stage holds something, at most."""
+    return max(each.count for each in in_flight(spread, stage, micro_batches))
+
+
+def in_flight(spread: Spread, stage: int, micro_batches: int) -> tuple[InFlight, ...]:
+    """The moments at which a stage may hold most.
 
     1F1B: the stages after this one and itself (Narayanan et al. 2021, arXiv 2104.04473, section
-    2.2.1); interleaved: Megatron's warm-up of 2 (p - i - 1) + p (v - 1) chunks and one more
-    (megatron/core/pipeline_parallel/schedules.py); DualPipeV: 2 p + 1 half stages, as DeepSpeed's
-    schedule runs (deepspeed/runtime/pipe/schedule.py).
+    2.2.1); interleaved: Megatron's warm-up of 2 (p - i - 1) + r (v - 1) chunks in rounds of r, and
+    one more (megatron/core/pipeline_parallel/schedules.py); DualPipeV: 2 p - i on the way out and
+    i + 1 on the way back; ZB-H1: as 1F1B and i more, whose weights wait; ZB-V: 2 p chunks (Qi et
+    al. 2023, arXiv 2401.10241). `order.py` has the orders.
     """
-    p, v = spread.pipeline, spread.chunks
-    if p == 1:
-        return 1
-    if spread.schedule == "dualpipev":
-        return (2 * p + 1) / 2
+    return _in_flight(spread.schedule, spread.pipeline, spread.chunks, stage, micro_batches)
+
+
+@lru_cache(maxsize=2**16)
+def _in_flight(schedule: str, p: int, v: int, i: int, m: int) -> tuple[InFlight, ...]:
+    if schedule == "dualpipev":
+        return (InFlight((2 * p - i, i + 1), (0, 0)),)
+    if schedule == "zb-h1":
+        ahead = min(m, p - i)
+        waiting = min(i, m - ahead)
+        return (
+            InFlight((ahead,), (waiting,)),
+            InFlight((ahead - 1,), (waiting + 1,), ends=True),
+            InFlight((0,), (min(m, i + 1),), ends=True),
+        )
+    if schedule == "zb-v":
+        out, back = min(m, 2 * p - 1 - i), min(m, i + 1)
+        # Never more are left for later than this; a few less in the middle of a pipeline.
+        left = min(out + back, p + (2 * i + 1) // 3) if m >= 2 * p else out + back
+        rest = min(2 * m, 2 * p) - left
+        both = InFlight((rest / 2, rest / 2), (left / 2, left / 2), ends=True)
+        return InFlight((out, back), (0, 0)), both
     if v == 1:
-        return min(micro_batches, p - stage)
-    return min(micro_batches * v, p * (v - 1) + 2 * (p - stage - 1) + 1) / v
+        return (InFlight((min(m, p - i),), (0,)),)
+    each = -(-m // max(1, m // p))  # of a round
+    chunks = min(m * v, each * (v - 1) + 2 * (p - i - 1) + 1)
+    held = [min(each, max(0, chunks - each * chunk)) for chunk in range(v)]
+    held[0] += max(0, chunks - each * v)  # of the next round
+    return (InFlight(tuple(held), (0,) * v),)
 
 
-def blocks_in_flight(job: Job, stage: int) -> float:
-    """Blocks whose activations a stage holds, at most, each as often as micro-batches are there.
-
-    DualPipeV: rank r of p has 2 p - r micro-batches in its part on the way out and r + 1 in the
-    one on the way back, as DeepSpeed's schedule runs.
-    """
-    spread, p = job.spread, job.spread.pipeline
-    if spread.schedule == "dualpipev":
-        parts = deal(job.model.layers, 2 * p)
-        return (2 * p - stage) * parts[stage] + (stage + 1) * parts[2 * p - 1 - stage]
-    held = blocks_of_stages(job.model.layers, p, spread.chunks, spread.schedule)[stage]
-    return micro_batches_in_flight(spread, stage, job.micro_batches) * held
+def held_activations(job: Job, stage: int, moment: InFlight) -> float:
+    """Bytes of the activations that a stage holds then."""
+    spread, footprint = job.spread, job.footprint
+    kept = activation_bytes(job.model, spread, footprint, not job.writes_scores)
+    blocks = blocks_of_stages(job)[stage]
+    held = kept * sum(n * micro for n, micro in zip(blocks, moment.whole, strict=True))
+    held += sum(moment.whole) * border_bytes(job, stage)
+    if any(moment.left):
+        each = split_bytes(job.model, spread, footprint)
+        left = sum(n * micro for n, micro in zip(blocks, moment.left, strict=True))
+        held += each * (left - moment.ends)
+        if stage == last_stage(spread):
+            held += moment.left[-1] * head_split_bytes(job)
+    return held
 
 
 @lru_cache(maxsize=4096)
@@ -96,15 +145,37 @@ def core_bytes(model: ModelConfig, footprint: Footprint, fused_attention: bool) 
     return (2 * footprint.weight + 1) * model.heads * model.sequence_length
 
 
+def split_bytes(model: ModelConfig, spread: Spread, footprint: Footprint) -> float:
+    """What a block's linears keep for the gradients of their weights: inputs, outputs' gradients.
+
+    Under sequence parallelism the inputs of the first and the third one are split along the
+    sequence, and gathered again; the gradients of the outputs of the others are whole.
+    """
+    t, h, f = spread.tensor, model.hidden_size, model.ffn_hidden_size
+    inputs = 2 * h / spread.sequence_ranks + (model.query_size + f) / t
+    gradients = (model.query_size + 2 * model.key_value_size + model.gate_and_up_size) / t + 2 * h
+    return footprint.weight * tokens_per_micro_batch(model, spread) * (inputs + gradients)
+
+
+def head_split_bytes(job: Job) -> float:
+    """The same of the output matrix: its input, and the gradient of the logits."""
+    spread, model = job.spread, job.model
+    columns = model.padded_vocab_size(spread.tensor) / spread.tensor
+    row = model.hidden_size / spread.sequence_ranks + columns
+    return job.footprint.weight * tokens_per_micro_batch(model, spread) * row
+
+
 def border_bytes(job: Job, stage: int) -> float:
-    """What a stage keeps of each micro-batch in flight at its borders: its input, its output."""
+    """What a stage keeps of each micro-batch of a chunk at its borders: its input, its output.
+
+    Our own engine sends outputs and forgets them.
+    """
     spread, model = job.spread, job.model
     if spread.pipeline == 1:
         return 0.0
     row = tokens_per_micro_batch(model, spread) * model.hidden_size * job.footprint.weight
-    outer = spread.tensor if spread.sequence_parallel or spread.schedule == "1f1b" else 1
     received = row / spread.sequence_ranks if stage > 0 else 0.0
-    sent = row / outer if stage < spread.pipeline - 1 else 0.0
+    sent = row / spread.tensor if stage < spread.pipeline - 1 else 0.0
     if spread.recompute == "full" and stage > 0:
         received = 0.0  # it is the first block's input
-    return (received + sent) * spread.chunks
+    return received + sent if job.footprint.stock_pipeline else received

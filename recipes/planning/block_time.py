@@ -26,7 +26,7 @@ ELEMENTWISE_KERNELS = 8  # of a block's forward pass
 
 
 @dataclass(frozen=True)
-class Pass:
+class Spent:
     """One direction of a block or a stage: computation, and tensor collectives it waits for."""
 
     compute: float = 0.0
@@ -37,11 +37,38 @@ class Pass:
         """Both."""
         return self.compute + self.tensor
 
-    def __add__(self, other: "Pass") -> "Pass":
-        return Pass(self.compute + other.compute, self.tensor + other.tensor)
+    def __add__(self, other: "Spent") -> "Spent":
+        return Spent(self.compute + other.compute, self.tensor + other.tensor)
 
-    def __mul__(self, count: float) -> "Pass":
-        return Pass(self.compute * count, self.tensor * count)
+    def __mul__(self, count: float) -> "Spent":
+        return Spent(self.compute * count, self.tensor * count)
+
+
+@dataclass(frozen=True)
+class Directions:
+    """Both directions of a block or a stage.
+
+    weights: the part of the backward one that may be done later, for the weights of linears
+    """
+
+    forward: Spent = Spent()
+    backward: Spent = Spent()
+    weights: Spent = Spent()
+
+    @property
+    def total(self) -> float:
+        """Forward and backward."""
+        return self.forward.total + self.backward.total
+
+    def __add__(self, other: "Directions") -> "Directions":
+        return Directions(
+            self.forward + other.forward,
+            self.backward + other.backward,
+            self.weights + other.weights,
+        )
+
+    def __mul__(self, count: float) -> "Directions":
+        return Directions(self.forward * count, self.backward * count, self.weights * count)
 
 
 def block_job(job: Job) -> Job:
@@ -65,13 +92,13 @@ def block_job(job: Job) -> Job:
 
 
 @lru_cache(maxsize=4096)
-def block_passes(job: Job) -> tuple[Pass, Pass]:
-    """Forward and backward of one block; the backward pass includes what is computed again.
+def block_passes(job: Job) -> Directions:
+    """Of one block; the backward pass includes what is computed again.
 
     job: of `block_job`
     """
     spread, software = job.spread, job.software
-    products, products_backward = _products(job)
+    products, products_backward, products_of_weights = _products(job)
     core, core_backward = _attention(job)
     passing, passing_backward = _elementwise(job)
     tensor, tensor_backward = _tensor_collectives(job)
@@ -79,23 +106,31 @@ def block_passes(job: Job) -> tuple[Pass, Pass]:
 
     forward = (products + core + passing) / software.era
     backward = (products_backward + core_backward + passing_backward) / software.era
-    again = Pass()
+    again = Spent()
     if spread.recompute == "full":
-        again = Pass(max(forward, software.block_seconds), tensor)
+        again = Spent(max(forward, software.block_seconds), tensor)
     elif spread.recompute == "selective":
-        again = Pass(core / software.era)
+        again = Spent(core / software.era)
     host, host_backward = software.block_seconds, 2 * software.block_seconds
-    ahead = Pass(max(forward, host), tensor + context)
-    back = Pass(max(backward, host_backward), tensor_backward + 2 * context) + again
-    return (ahead, back) if spread.zero_stage < 2 else _with_shards(job, ahead, back)
+    ahead = Spent(max(forward, host), tensor + context)
+    back = Spent(max(backward, host_backward), tensor_backward + 2 * context) + again
+    # Of three collectives for each two forward, one gathers an input again for its weight.
+    gathered = tensor_backward / 3 if spread.sequence_parallel else 0.0
+    weights = Spent(products_of_weights / software.era, gathered)
+    if spread.zero_stage > 1:
+        ahead, back = _with_shards(job, ahead, back)
+    return Directions(ahead, back, weights)
 
 
-def _products(job: Job) -> tuple[float, float]:
-    """The four matrix products of a block; backward each has two, for its input and its weight."""
+def _products(job: Job) -> tuple[float, float, float]:
+    """The four matrix products of a block: forward, backward, and the weights' part of that.
+
+    Backward each has two, for its input and its weight.
+    """
     model, t, gpu, precision = job.model, job.spread.tensor, job.machine.gpu, job.precision
     tokens, h = tokens_per_micro_batch(model, job.spread), model.hidden_size
     rows = padded(tokens)
-    forward = backward = 0.0
+    forward = backward = weights = 0.0
     for inner, columns in (
         (h, (model.query_size + 2 * model.key_value_size) // t),
         (model.query_size // t, h),
@@ -104,8 +139,10 @@ def _products(job: Job) -> tuple[float, float]:
     ):
         forward += matmul_seconds(gpu, precision, rows=tokens, columns=columns, inner=inner)
         backward += matmul_seconds(gpu, precision, rows=tokens, columns=inner, inner=columns)
-        backward += matmul_seconds(gpu, precision, rows=columns, columns=inner, inner=rows)
-    return forward, backward
+        weight = matmul_seconds(gpu, precision, rows=columns, columns=inner, inner=rows)
+        backward += weight
+        weights += weight
+    return forward, backward, weights
 
 
 def padded(tokens: int) -> int:
@@ -186,7 +223,7 @@ def _context_collectives(job: Job, core: float) -> float:
     return max(0.0, passed - core)
 
 
-def _with_shards(job: Job, ahead: Pass, back: Pass) -> tuple[Pass, Pass]:
+def _with_shards(job: Job, ahead: Spent, back: Spent) -> tuple[Spent, Spent]:
     """A block whose weights (ZeRO-3) or gradients (ZeRO-2) are spread over the data ranks.
 
     ZeRO-3 gathers the weights before either pass and reduces the gradients after the second
@@ -204,8 +241,8 @@ def _with_shards(job: Job, ahead: Pass, back: Pass) -> tuple[Pass, Pass]:
     else:
         reduce = gather_seconds(job.machine, gradients, **group)
     return (
-        ahead + Pass(tensor=_exposed(job, gathers, ahead.total)),
-        back + Pass(tensor=_exposed(job, gathers + reduce, back.total)),
+        ahead + Spent(tensor=_exposed(job, gathers, ahead.total)),
+        back + Spent(tensor=_exposed(job, gathers + reduce, back.total)),
     )
 
 
@@ -215,8 +252,8 @@ def _exposed(job: Job, communication: float, computation: float) -> float:
 
 
 @lru_cache(maxsize=4096)
-def end_passes(job: Job) -> tuple[tuple[Pass, Pass], tuple[Pass, Pass]]:
-    """Forward and backward of the embedding, and of final norm, logits and loss.
+def end_passes(job: Job) -> tuple[Directions, Directions]:
+    """Of the embedding, and of final norm, logits and loss.
 
     job: of `block_job`
     """
@@ -225,11 +262,17 @@ def end_passes(job: Job) -> tuple[tuple[Pass, Pass], tuple[Pass, Pass]]:
     row = tokens * h * BYTES[precision]
     reduced = all_reduce_seconds(job.machine, row, ranks=t, stride=1)
     # looked up, masked, added; backward: added up by token
-    embedding = Pass(memory_seconds(gpu, 4 * row), reduced), Pass(memory_seconds(gpu, 4 * row))
+    looked_up = memory_seconds(gpu, 4 * row)
+    embedding = Directions(Spent(looked_up, reduced), Spent(looked_up))
 
     columns = job.model.padded_vocab_size(t) // t
     logits = matmul_seconds(gpu, precision, rows=tokens, columns=columns, inner=h)
     backward = matmul_seconds(gpu, precision, rows=tokens, columns=h, inner=columns)
-    backward += matmul_seconds(gpu, precision, rows=columns, columns=h, inner=padded(tokens))
+    weight = matmul_seconds(gpu, precision, rows=columns, columns=h, inner=padded(tokens))
     loss = memory_seconds(gpu, tokens * columns * LOSS_BYTES / 2)
-    return embedding, (Pass((logits + loss) / era), Pass((backward + loss) / era, reduced))
+    head = Directions(
+        Spent((logits + loss) / era),
+        Spent((backward + weight + loss) / era, reduced),
+        Spent(weight / era),
+    )
+    return embedding, head

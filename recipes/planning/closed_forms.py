@@ -118,6 +118,7 @@ def korthikanti(cells: dict[str, str]) -> tuple[float, float]:
         tensor=8,
         pipeline=pipeline,
         chunks=chunks,
+        schedule="interleaved" if chunks > 1 else "1f1b",
         zero_stage=0,
         micro_sequences=micro_sequences,
     )

@@ -24,6 +24,8 @@ class Footprint:
     head: per logit while the gradient of the output matrix is computed
     score: per attention score that is written, while it is normalized
     held_logits: of earlier micro-batches that the last stage still holds after a step, in bytes
+    stock_pipeline: whether a stage keeps what it has sent, the logits of the micro-batch before the
+        one at hand, and a copy of gradients even for one data rank, as DeepSpeed's own pipeline
     dropout: whether its masks are kept even where a model's dropout is unknown
     selective: share of a block's activations that selective recomputation keeps; None: all but the
         attention core's
@@ -48,6 +50,7 @@ class Footprint:
     head: float = 6
     score: float = 8
     held_logits: float = 0
+    stock_pipeline: bool = True
     dropout: bool = False
     selective: float | None = None
     overhead_gib: float | None = None
@@ -55,17 +58,30 @@ class Footprint:
 
 
 # DeepSpeed 0.19 as our recipes use it, counted operation by operation (`plan.py --trace`). Its
-# BF16_Optimizer holds fp32 gradients of the whole stage, whatever ZeRO-1 spreads, and copies them
-# in 16 bits to add them up; ZeRO-1 in fp16 and fp32 has two buckets of 5e8 elements.
-ZERO = Footprint(bucket_elements=5e8, gathered_elements=1e9)  # DeepSpeed's defaults
+# BF16_Optimizer holds fp32 gradients of the whole stage, whatever ZeRO-1 spreads; they are copied
+# in 16 bits to be added up over the data ranks. ZeRO-1 in fp16 and fp32 has a gradient of each
+# parameter in its own precision, and two buckets of 5e8 elements while they are added up.
+ZERO = Footprint(bucket_elements=5e8, gathered_elements=1e9, stock_pipeline=False)
 DEEPSPEED = {
-    "bf16": replace(ZERO, running_gradient=2, reducing=2, reducing_one_bucket=6, held_logits=4),
+    "bf16": replace(ZERO, reducing=2, logit=6, head=2),
     "fp16": replace(
-        ZERO, gradient=0, running_gradient=2, bucket=1e9, reducing_bucket=1e9, updating=6,
+        ZERO, gradient=0, running_gradient=2, reducing_bucket=2e9, updating=6, logit=6, head=2
+    ),
+    "fp32": replace(
+        ZERO, weight=4, gradient=0, running_gradient=4, reducing_bucket=4e9, norm=12, logit=8,
+        head=4,
+    ),
+}  # fmt: skip
+# DeepSpeed's own pipeline, which keeps gradients in 16 bits until they are added up.
+STOCK = replace(ZERO, stock_pipeline=True)
+STOCK_PIPELINE = {
+    "bf16": replace(STOCK, running_gradient=2, reducing=2, reducing_one_bucket=6, held_logits=4),
+    "fp16": replace(
+        STOCK, gradient=0, running_gradient=2, bucket=1e9, reducing_bucket=1e9, updating=6,
         held_logits=4,
     ),
     "fp32": replace(
-        ZERO, weight=4, gradient=0, running_gradient=4, bucket=2e9, reducing_bucket=2e9, norm=12,
+        STOCK, weight=4, gradient=0, running_gradient=4, bucket=2e9, reducing_bucket=2e9, norm=12,
         logit=12, head=12, held_logits=8,
     ),
 }  # fmt: skip
@@ -73,7 +89,7 @@ DEEPSPEED = {
 # allocator that gave less back.
 DEEPSPEED_2022 = {
     precision: replace(footprint, overhead_gib=9.0, fragmentation=0.12)
-    for precision, footprint in DEEPSPEED.items()
+    for precision, footprint in STOCK_PIPELINE.items()
 }
 # Korthikanti et al. 2022 (arXiv 2205.05198), table 2 and section 4: 16-bit weights, fp32 gradients
 # and state, dropout everywhere.

@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from models.config import ModelConfig
+from models.pipeline.balance import deal_blocks, deal_evenly, head_in_blocks
 from recipes.planning.footprint import Footprint
 from recipes.planning.hardware import Gpu, load_gpu
 from recipes.planning.software import THREEFOLD, Software
@@ -67,6 +68,7 @@ class Spread:
     data: int = 1
     zero_stage: int = 1
     schedule: str = "1f1b"
+    layers_per_stage: tuple[int, ...] | None = None  # blocks of each part; None: as usual
     sequence_parallel: bool = False
     recompute: str = "none"  # "selective": the attention core, "full": blocks
     recompute_interval: int = 1
@@ -110,6 +112,22 @@ class Job:
         spread = self.spread
         return max(1, round(self.global_sequences / (spread.data * spread.micro_sequences)))
 
+    @cached_property
+    def blocks_of_positions(self) -> tuple[int, ...]:
+        """Blocks of each chunk of the pipeline, in the model's order."""
+        spread, model = self.spread, self.model
+        if spread.layers_per_stage is not None:
+            return spread.layers_per_stage
+        if not self.software.balances_stages:
+            return deal_evenly(model.layers, spread.pipeline * spread.chunks)
+        return deal_blocks(
+            model.layers,
+            schedule=spread.schedule,
+            stages=spread.pipeline,
+            chunks=spread.chunks,
+            head=head_in_blocks(model, spread.recompute),
+        )
+
     @property
     def footprint(self) -> Footprint:
         """What the software keeps in memory in this precision."""
@@ -147,6 +165,7 @@ def job_of(recipe: Recipe, machine: Machine, software: Software = THREEFOLD) -> 
         data=topology.data,
         zero_stage=zero_stage(config),
         schedule=layout.schedule,
+        layers_per_stage=tuple(layout.layers_per_stage) if layout.layers_per_stage else None,
         sequence_parallel=layout.sequence_parallel,
         recompute=layout.recompute,
         recompute_interval=layout.recompute_interval,

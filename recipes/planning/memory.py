@@ -6,18 +6,19 @@ columns of all queries and of all keys, a heads, v vocabulary, t tensor ranks; b
 
 from dataclasses import dataclass
 
-from models.cost import block_parameters
+from models.cost import block_parameters, position_parameters
+from models.pipeline.order import SCHEDULES
 from recipes.planning.activations import (
-    activation_bytes,
     block_bytes,
-    blocks_in_flight,
-    border_bytes,
+    held_activations,
+    in_flight,
     micro_batches_in_flight,
 )
 from recipes.planning.footprint import Footprint
 from recipes.planning.job import Job, Spread
 from recipes.planning.kernels import BYTES
 from recipes.planning.stages import (
+    blocks_of_stages,
     last_stage,
     stage_parameters,
     table_parameters,
@@ -47,8 +48,12 @@ class StageMemory:
     @property
     def counted(self) -> float:
         """What the program itself has allocated."""
-        state = self.weights + self.gradients + self.optimizer
-        return state + self.activations + self.working + self.buffers
+        return self.state + self.activations + self.working + self.buffers
+
+    @property
+    def state(self) -> float:
+        """What recomputation does not change."""
+        return self.weights + self.gradients + self.optimizer
 
 
 def stage_memory(job: Job) -> list[StageMemory]:
@@ -59,21 +64,27 @@ def stage_memory(job: Job) -> list[StageMemory]:
 def fullest_stage(job: Job, first: StageMemory | None = None) -> StageMemory:
     """The stage that needs most.
 
-    Blocks, parameters and micro-batches in flight do not grow from stage to stage (DualPipeV's
-    blocks may, but then they do not shrink). So it is an end, or the neighbour of one, or the first
-    one that runs more micro-batches than it holds and has gradients while it is full.
+    Of stages with as many blocks, what is in flight grows or shrinks from each to the next. So it
+    is the first or the last one of these, the neighbour of an end of the pipeline, or the first one
+    that runs more micro-batches than it holds and has gradients while it is full.
 
     first: the first stage's memory, where it is known
     """
     spread, micro_batches = job.spread, job.micro_batches
     last = spread.pipeline - 1
-    looked_at = {min(1, last), max(0, last - 1), last} - {0}
-    for stage in range(1, last):
-        if micro_batches_in_flight(spread, stage, micro_batches) < micro_batches:
-            looked_at.add(stage)
-            break
+    alike: dict[tuple[int, ...], list[int]] = {}
+    for stage, blocks in enumerate(blocks_of_stages(job)):
+        alike.setdefault(blocks, []).append(stage)
+    looked_at = {min(1, last), max(0, last - 1), last}
+    for stages in alike.values():
+        running_more = (
+            stage
+            for stage in stages
+            if micro_batches_in_flight(spread, stage, micro_batches) < micro_batches
+        )
+        looked_at |= {stages[0], stages[-1], next(running_more, 0)}
     found = [first or memory_of_stage(job, 0)]
-    found += [memory_of_stage(job, stage) for stage in looked_at]
+    found += [memory_of_stage(job, stage) for stage in looked_at - {0}]
     return max(found, key=lambda each: each.total)
 
 
@@ -83,7 +94,7 @@ def host_bytes(job: Job) -> float:
     Each builds what its stage and tensor rank hold, whatever ZeRO spreads later.
     """
     together = min(job.machine.gpus, job.machine.gpus_per_node)
-    return BYTES["fp32"] * max(stage_parameters(job.model, job.spread)) * together
+    return BYTES["fp32"] * max(stage_parameters(job)) * together
 
 
 @dataclass(frozen=True)
@@ -104,7 +115,7 @@ class Moment:
 def memory_of_stage(job: Job, stage: int) -> StageMemory:
     """What one stage needs at its fullest moment."""
     spread, footprint = job.spread, job.footprint
-    parameters = stage_parameters(job.model, spread)[stage]
+    parameters = stage_parameters(job)[stage]
     weights, gradients, optimizer = state_bytes(footprint, spread, parameters, job.optimizer_ranks)
     moment = max(moments(job, stage, parameters), key=lambda each: each.total)
     overhead = footprint.overhead_gib
@@ -129,9 +140,12 @@ def moments(job: Job, stage: int, parameters: int) -> list[Moment]:
     there; the reduction of gradients; the update, when activations are gone.
     """
     spread, footprint = job.spread, job.footprint
-    kept = activation_bytes(job.model, spread, footprint, not job.writes_scores)
     flying = micro_batches_in_flight(spread, stage, job.micro_batches)
-    activations = blocks_in_flight(job, stage) * kept + flying * border_bytes(job, stage)
+    activations = max(
+        held_activations(job, stage, moment)
+        for moment in in_flight(spread, stage, job.micro_batches)
+    )
+    activations += expected_bytes(job)
     passing = passing_bytes(footprint, spread, parameters)
     # In the first micro-batch there are no gradients of weights yet but the newest ones, and a
     # step of one micro-batch, or of as many as are in flight, has no later one.
@@ -151,7 +165,7 @@ def moments(job: Job, stage: int, parameters: int) -> list[Moment]:
             0.0 if first_only else gradients,
             0.0 if before_backward else passing.buffers,
         ),
-        Moment(activations, block, newest, passing.buffers),
+        Moment(activations, block + waiting_loss_bytes(job, stage), newest, passing.buffers),
         Moment(gradients=footprint.updating * parameters / spread.data),
     ]
     reduced = gradients + passing.reducing
@@ -161,6 +175,28 @@ def moments(job: Job, stage: int, parameters: int) -> list[Moment]:
     else:  # whenever a bucket is full: so much of the backward pass is behind it
         left = activations * (1 - min(1.0, footprint.bucket_elements / parameters))
         found.append(Moment(left, block, reduced, passing.reducing_buffers))
+    if not footprint.stock_pipeline and spread.chunks > 1:
+        # The first chunk goes backward, while the others' gradients are added up already.
+        early = footprint.reducing * (parameters - first_chunk_parameters(job, stage))
+        found.append(Moment(expected_bytes(job), block, gradients + early))
+    return found
+
+
+def expected_bytes(job: Job) -> float:
+    """What a stage is about to receive: the next activation or gradient, before it is needed."""
+    spread, model = job.spread, job.model
+    if spread.pipeline == 1 or job.footprint.stock_pipeline:
+        return 0.0
+    row = tokens_per_micro_batch(model, spread) * model.hidden_size * job.footprint.weight
+    return row / spread.tensor
+
+
+def first_chunk_parameters(job: Job, stage: int) -> int:
+    """Parameters of a stage's first chunk."""
+    model, tensor = job.model, job.spread.tensor
+    found = blocks_of_stages(job)[stage][0] * block_parameters(model, tensor)
+    if stage == 0:
+        found += table_parameters(model, tensor) + position_parameters(model)
     return found
 
 
@@ -168,7 +204,7 @@ def newest_parameters(job: Job, stage: int) -> float:
     """Parameters whose gradients are there while the first block's backward pass runs."""
     spread, model = job.spread, job.model
     found = block_parameters(model, spread.tensor)
-    if stage == last_stage(spread.pipeline, spread.schedule):
+    if stage == last_stage(spread):
         found += table_parameters(model, spread.tensor)
     return found
 
@@ -209,6 +245,8 @@ def passing_bytes(footprint: Footprint, spread: Spread, parameters: int) -> Pass
     """Gradients and buffers that do not outlive a step, of so many parameters."""
     if spread.zero_stage < 2:
         whole = footprint.reducing
+        if spread.data == 1 and not footprint.stock_pipeline:
+            whole = 0.0  # nobody to add up with
         if parameters <= footprint.bucket_elements:
             whole = max(whole, footprint.reducing_one_bucket)
         return Passing(
@@ -238,13 +276,26 @@ def block_working_bytes(job: Job, first_only: bool) -> float:
         again = spread.recompute_interval * block_bytes(
             model, spread, job.footprint, not job.writes_scores
         )
-    columns = tokens * (model.gate_and_up_size + model.ffn_hidden_size) / spread.tensor
-    weight = model.hidden_size * model.gate_and_up_size / spread.tensor
-    needs = 3 * tokens * model.hidden_size + columns + (0 if first_only else weight)
+    needs = 3 * tokens * model.hidden_size + mlp_working_elements(job, first_only)
     if model.attention_dropout:
         scores = tokens * model.sequence_length * model.heads / spread.tensor
         return again + max(size * needs, job.footprint.score * scores)
     return again + size * needs
+
+
+def mlp_working_elements(job: Job, first_only: bool) -> float:
+    """Gradients in an MLP's backward pass beside those that take the place of what was kept.
+
+    Of its output matrix, with that of its input; or of its activation's two inputs, before they
+    are one tensor.
+    """
+    spread, model = job.spread, job.model
+    tokens, t = tokens_per_micro_batch(model, spread), spread.tensor
+    h, f, gate_and_up = model.hidden_size, model.ffn_hidden_size, model.gate_and_up_size
+    if job.footprint.stock_pipeline:
+        return (tokens * (gate_and_up + f) + (0 if first_only else h * gate_and_up)) / t
+    weight = 0 if SCHEDULES[spread.schedule].splits else h
+    return max(f * (tokens + weight), gate_and_up * tokens) / t
 
 
 def loss_bytes(job: Job, stage: int, first_only: bool) -> float:
@@ -253,25 +304,42 @@ def loss_bytes(job: Job, stage: int, first_only: bool) -> float:
     first_only: there was no micro-batch before, whose logits DeepSpeed's pipeline still holds
     """
     spread, model, footprint = job.spread, job.model, job.footprint
-    if stage != last_stage(spread.pipeline, spread.schedule):
+    if stage != last_stage(spread):
         return 0.0
     tokens, size = tokens_per_micro_batch(model, spread), footprint.weight
     columns = model.padded_vocab_size(spread.tensor) / spread.tensor
     each = footprint.logit
-    if spread.zero_stage > 1:  # the engine without a pipeline, forward: logits, their softmax
-        each -= 2 * size
-    elif first_only or spread.schedule == "dualpipev":
-        each -= size
+    if footprint.stock_pipeline:
+        if spread.zero_stage > 1:  # without a pipeline, forward: logits, their softmax
+            each -= 2 * size
+        elif first_only:
+            each -= size
     gradient = 0.0
     if not first_only and spread.zero_stage < 2:
         gradient = tokens * columns * footprint.head + size * model.hidden_size * columns
     return max(tokens * columns * each, gradient) + 2 * size * tokens * model.hidden_size
 
 
+def waiting_loss_bytes(job: Job, stage: int) -> float:
+    """What stays of a loss while the stage computes something else before it goes backward.
+
+    Where the model leads back to the first stage, other passes come in between.
+    """
+    spread, model, footprint = job.spread, job.model, job.footprint
+    if stage != last_stage(spread) or not SCHEDULES[spread.schedule].folded:
+        return 0.0
+    columns = model.padded_vocab_size(spread.tensor) / spread.tensor
+    softmax = footprint.logit - footprint.weight  # bytes per logit
+    return softmax * columns * tokens_per_micro_batch(model, spread)
+
+
 def held_bytes(job: Job, stage: int) -> float:
-    """What the last stage of a 1F1B pipeline holds from step to step: logits, inputs, gradients."""
+    """What the last stage of DeepSpeed's own pipeline holds from step to step.
+
+    Logits, inputs and gradients.
+    """
     spread, model = job.spread, job.model
-    if spread.pipeline == 1 or spread.schedule != "1f1b" or stage != spread.pipeline - 1:
+    if spread.pipeline == 1 or not job.footprint.stock_pipeline or stage != last_stage(spread):
         return 0.0
     tokens, t = tokens_per_micro_batch(model, spread), spread.tensor
     logits = job.footprint.held_logits * tokens * model.padded_vocab_size(t) / t

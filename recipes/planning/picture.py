@@ -12,10 +12,12 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Rectangle
 
 from models.cost import parameter_count
+from models.pipeline.order import Pipeline
+from models.pipeline.simulation import Timeline
 from recipes.planning.job import Job, Machine, unspread_job
 from recipes.planning.report import rates
 from recipes.planning.search import Plan, search
-from recipes.planning.timeline import ink, timeline
+from recipes.planning.timeline import comparison, ink, timeline
 from recipes.training.recipe import Recipe, load_recipe, shipped_recipes
 
 LEAST_NODES = 512  # that a heat map goes up to
@@ -31,6 +33,17 @@ def draw_timeline(job: Job, *, title: str, file: Path) -> None:
         ValueError: the file cannot be written, or the schedule does not run as many micro-batches.
     """
     _save(timeline(job, title), file)
+
+
+def draw_comparison(
+    pipeline: Pipeline, predicted: Timeline, measured: Timeline, *, title: str, file: Path
+) -> None:
+    """Write a step's pipeline as it was predicted, and below as it was measured.
+
+    Raises:
+        ValueError: the file cannot be written.
+    """
+    _save(comparison(pipeline, predicted, measured, title), file)
 
 
 def draw_heatmap(recipe: Recipe, job: Job, *, file: Path) -> None:

@@ -1,14 +1,17 @@
 """What plan.py prints: a plan, the ones that are better, a table's errors."""
 
+import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from models.cost import flops_per_token, parameter_count, recomputed_flops_per_token
+from models.pipeline.order import SCHEDULES
 from recipes.planning.job import Job, Spread
 from recipes.planning.memory import GIB, StageMemory, host_bytes, stage_memory
 from recipes.planning.search import Found, Plan, deepspeed_json
+from recipes.planning.stages import stage_imbalance, stages_text
 from recipes.planning.step_time import StepTime, step_time
 from recipes.training.deepspeed_config import read_deepspeed_json, zero_stage
 from recipes.training.recipe import REPOSITORY, Recipe
@@ -83,16 +86,24 @@ def words(spread: Spread) -> str:
         recompute += f" by {spread.recompute_interval}"
     return (
         f"tensor {spread.tensor} x pipeline {spread.pipeline} x data {spread.data}, "
-        f"ZeRO-{spread.zero_stage}, {spread.schedule}"
+        f"ZeRO-{spread.zero_stage}, {schedule_text(spread)}"
         + (", sequence parallel" if spread.sequence_parallel else "")
         + f", recompute {recompute}, micro-batches of {spread.micro_sequences}"
     )
+
+
+def schedule_text(spread: Spread) -> str:
+    """A schedule, and its chunks where it leaves them open."""
+    several = SCHEDULES[spread.schedule].chunks is None
+    return f"{spread.schedule} in {spread.chunks}" if several else spread.schedule
 
 
 def plan_text(job: Job, steps: int) -> Iterator[str]:
     """A layout's memory by stage and its step's seconds, line by line."""
     time, memory = step_time(job), stage_memory(job)
     yield f"{words(job.spread)}, {job.micro_batches} of them"
+    if job.spread.pipeline > 1:
+        yield stages_text(job)
     yield ""
     yield "GiB on each GPU " + "".join(f"{name:>12}" for name in [*MEMORY, "total"])
     for name, stage in distinct(memory):
@@ -172,11 +183,16 @@ def found_text(found: Found, own: float | None) -> Iterator[str]:
 
 def edits(recipe: Recipe, plan: Plan) -> dict[str, Any]:
     """The keys of a recipe that ask for a plan's layout; a JSON of its ZeRO stage stays."""
-    spread = plan.job.spread
+    spread, layout = plan.job.spread, recipe.layout
     deepspeed = recipe.deepspeed
     if zero_stage(read_deepspeed_json(deepspeed)) != spread.zero_stage:
         shipped = deepspeed_json(spread.zero_stage, plan.job.precision)
         deepspeed = str(shipped.relative_to(REPOSITORY))
+    others = {}
+    if SCHEDULES[spread.schedule].chunks is None or "chunks" in layout.model_fields_set:
+        others["layout.chunks"] = spread.chunks
+    if layout.layers_per_stage is not None:  # it cannot be left out by an option
+        others["layout.layers_per_stage"] = list(plan.job.blocks_of_positions)
     return {
         "deepspeed": deepspeed,
         "layout.tensor": spread.tensor,
@@ -186,6 +202,7 @@ def edits(recipe: Recipe, plan: Plan) -> dict[str, Any]:
         "layout.recompute": spread.recompute,
         "layout.recompute_interval": spread.recompute_interval,
         "batch.micro_sequences": spread.micro_sequences,
+        **others,
     }
 
 
@@ -195,7 +212,8 @@ def changes(recipe: Recipe, plan: Plan) -> str:
     for key, value in edits(recipe, plan).items():
         section, _, name = key.rpartition(".")
         if getattr(getattr(recipe, section) if section else recipe, name) != value:
-            words.append(f"--set {key}={str(value).lower() if isinstance(value, bool) else value}")
+            text = value if isinstance(value, str) else json.dumps(value, separators=(",", ":"))
+            words.append(f"--set {key}={text}")
     return " ".join(words)
 
 
@@ -205,6 +223,8 @@ def job_table(job: Job, steps: int) -> dict[str, Any]:
     return {
         "layout": asdict(job.spread),
         "micro_batches": job.micro_batches,
+        "blocks": job.blocks_of_positions,
+        "imbalance": stage_imbalance(job),
         "fits": fits(job),
         "memory_bytes": [asdict(stage) | {"total": stage.total} for stage in memory],
         "gpu_memory_bytes": job.machine.gpu.memory_gib * GIB,

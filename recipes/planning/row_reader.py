@@ -203,6 +203,7 @@ class RowReader:
             tensor=tensor,
             pipeline=pipeline,
             chunks=chunks,
+            schedule="interleaved" if chunks > 1 else "1f1b",
             context=context,
             data=data,
             zero_stage=self.zero_stage(),

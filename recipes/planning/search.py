@@ -8,6 +8,7 @@ from heapq import nsmallest
 from itertools import product
 from pathlib import Path
 
+from models.pipeline.order import SCHEDULES, least_micro_batches
 from recipes.planning.job import Job, Spread
 from recipes.planning.memory import GIB, StageMemory, fullest_stage, host_bytes, memory_of_stage
 from recipes.planning.step_time import StepTime, step_time
@@ -15,6 +16,7 @@ from recipes.training.recipe import REPOSITORY
 
 MOST_MICRO_SEQUENCES = 64
 INTERVALS = (1, 2, 4)  # of full recomputation
+CHUNKS = (2, 4, 8)  # of interleaved stages
 
 
 @dataclass(frozen=True)
@@ -100,6 +102,8 @@ def recomputed(job: Job, room: float) -> tuple[Job, StageMemory]:
         if memory.total <= room:
             return candidate, memory
         found.append((candidate, memory))
+        if memory.state > room:  # no interval makes that less
+            break
     return min(found, key=lambda each: each[1].total)
 
 
@@ -149,10 +153,11 @@ def variants(job: Job, sizes: Spread, refused: Counter) -> Iterator[Spread]:
     Recomputation comes last, from none to full; selective only where it saves anything, that is
     where scores are written.
     """
-    schedules = [("1f1b", 1)]
-    if sizes.pipeline > 1 and 2 * sizes.pipeline <= job.model.layers:
-        if replace(job, spread=sizes).micro_batches >= 2 * sizes.pipeline:
-            schedules.append(("dualpipev", 2))
+    micro_batches = replace(job, spread=sizes).micro_batches
+    schedules = []
+    for schedule, chunks in schedules_of(sizes.pipeline, job.model.layers):
+        if micro_batches >= least_micro_batches(schedule, sizes.pipeline):
+            schedules.append((schedule, chunks))
         else:
             refused["dualpipev with fewer than two micro-batches a stage"] += 1
     stages = [1]
@@ -174,6 +179,19 @@ def variants(job: Job, sizes: Spread, refused: Counter) -> Iterator[Spread]:
                 sequence_parallel=split,
                 recompute=recompute,
             )
+
+
+@cache
+def schedules_of(pipeline: int, layers: int) -> list[tuple[str, int]]:
+    """(schedule, chunks) for so many stages of a model."""
+    if pipeline == 1:
+        return [("1f1b", 1)]
+    return [
+        (name, chunks)
+        for name, schedule in SCHEDULES.items()
+        for chunks in ((schedule.chunks,) if schedule.chunks else CHUNKS)
+        if pipeline * chunks <= layers
+    ]
 
 
 def divisors(number: int) -> list[int]:

@@ -34,6 +34,7 @@ class Software:
     elementwise: float = 1.0  # bytes of the other kernels, relative to one pass per operation
     tensor_overlap: float = 0.0  # share of tensor collectives hidden, forward
     tensor_overlap_backward: float = 0.0  # likewise backward, behind the weights' gradients
+    balances_stages: bool = False  # deals blocks by cost, or evenly, the first stages one more
     split_transfers: bool = True  # each tensor rank sends its part to the next stage
     pipeline_overlap: float = 0.0  # share of transfers between stages hidden
     data_overlap: float = 0.0  # share of the gradients' reduction that the backward pass hides
@@ -57,6 +58,8 @@ THREEFOLD = Software(
     shard_overlap=0.0,  # as measured for FSDP on the same GPUs
     reduce_scatter=False,
     block_seconds=6.4e-4,
+    balances_stages=True,
+    pipeline_overlap=1.0,  # receives are posted ahead, sends do not block: as simulated
 )
 # What a stack overlaps at all is from its documents; how much of it, and eras, are fitted to its
 # published measurements.

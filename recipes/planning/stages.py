@@ -1,43 +1,61 @@
 """What each stage of a pipeline holds."""
 
 from functools import lru_cache
+from typing import Any
 
 from models.config import ModelConfig
 from models.cost import block_parameters, norm_parameters, position_parameters
-from recipes.planning.job import Spread
+from models.pipeline.balance import balance_text, head_in_blocks, imbalance
+from models.pipeline.order import place, place_in_model
+from recipes.planning.job import Job, Spread
 
 
-def deal(blocks: int, parts: int) -> list[int]:
-    """`blocks` over `parts`, as evenly as can be, the first ones one more.
-
-    As DeepSpeed deals them (`partition_balanced`, deepspeed/runtime/utils.py).
-    """
-    each, more = divmod(blocks, parts)
-    return [each + (part < more) for part in range(parts)]
+def blocks_of_stages(job: Job) -> tuple[tuple[int, ...], ...]:
+    """Blocks of each stage's chunks."""
+    spread = job.spread
+    dealt = job.blocks_of_positions
+    return _blocks_of_stages(dealt, spread.schedule, spread.pipeline, spread.chunks)
 
 
 @lru_cache(maxsize=4096)
-def blocks_of_stages(layers: int, pipeline: int, chunks: int, schedule: str) -> tuple[int, ...]:
-    """Blocks that each stage holds, all its chunks together."""
-    parts = deal(layers, pipeline * chunks)
-    if schedule == "dualpipev":  # one part on the way out, one on the way back
-        return tuple(parts[r] + parts[2 * pipeline - 1 - r] for r in range(pipeline))
-    return tuple(sum(parts[r::pipeline]) for r in range(pipeline))
+def _blocks_of_stages(
+    dealt: tuple[int, ...], schedule: str, pipeline: int, chunks: int
+) -> tuple[tuple[int, ...], ...]:
+    return tuple(
+        tuple(dealt[place_in_model(schedule, pipeline, stage, chunk)] for chunk in range(chunks))
+        for stage in range(pipeline)
+    )
 
 
-def stage_parameters(model: ModelConfig, spread: Spread) -> tuple[int, ...]:
+def stage_imbalance(job: Job) -> float:
+    """The slowest stage's work over the mean of all."""
+    return imbalance(job.blocks_of_positions, **_sharing(job))
+
+
+def stages_text(job: Job) -> str:
+    """How its blocks are dealt, in a line."""
+    return balance_text(job.blocks_of_positions, **_sharing(job))
+
+
+def _sharing(job: Job) -> dict[str, Any]:
+    spread = job.spread
+    head = head_in_blocks(job.model, spread.recompute)
+    return {"schedule": spread.schedule, "stages": spread.pipeline, "head": head}
+
+
+def stage_parameters(job: Job) -> tuple[int, ...]:
     """Parameters that a rank of each stage holds; a tied table counts on both ends."""
-    return _stage_parameters(model, spread.tensor, spread.pipeline, spread.chunks, spread.schedule)
+    tensor, last = job.spread.tensor, last_stage(job.spread)
+    return _stage_parameters(job.model, tensor, last, blocks_of_stages(job))
 
 
 @lru_cache(maxsize=4096)
 def _stage_parameters(
-    model: ModelConfig, tensor: int, pipeline: int, chunks: int, schedule: str
+    model: ModelConfig, tensor: int, last: int, blocks: tuple[tuple[int, ...], ...]
 ) -> tuple[int, ...]:
     block = block_parameters(model, tensor)
-    held = [block * n for n in blocks_of_stages(model.layers, pipeline, chunks, schedule)]
+    held = [block * sum(chunks) for chunks in blocks]
     table = table_parameters(model, tensor)
-    last = last_stage(pipeline, schedule)
     held[0] += table + position_parameters(model)
     held[last] += norm_parameters(model)
     if last != 0 or not model.tie_embeddings:
@@ -50,9 +68,10 @@ def table_parameters(model: ModelConfig, tensor: int) -> int:
     return model.padded_vocab_size(tensor) // tensor * model.hidden_size
 
 
-def last_stage(pipeline: int, schedule: str) -> int:
+def last_stage(spread: Spread) -> int:
     """The stage with the logits."""
-    return 0 if schedule == "dualpipev" else pipeline - 1
+    stage, _ = place(spread.schedule, spread.pipeline, spread.pipeline * spread.chunks - 1)
+    return stage
 
 
 def tokens_per_micro_batch(model: ModelConfig, spread: Spread) -> int:

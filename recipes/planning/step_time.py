@@ -1,9 +1,10 @@
 """How long a step takes, and where the time goes. All times are seconds."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import log2
 
-from recipes.planning.block_time import Pass, block_job, block_passes, end_passes
+from recipes.planning.block_time import Directions, block_job, block_passes, end_passes
 from recipes.planning.job import Job
 from recipes.planning.kernels import BYTES, memory_seconds
 from recipes.planning.network import all_reduce_seconds, gather_seconds, transfer_seconds
@@ -45,29 +46,21 @@ class StepTime:
 def step_time(job: Job) -> StepTime:
     """Predict a step.
 
-    A stage's micro-batches run one after the other; before its first and after its last one, the
-    slowest stage waits for every other stage once or, interleaved, for a chunk of each (Narayanan
-    et al. 2021, arXiv 2104.04473, section 2.2). DualPipeV as DeepSpeed runs it, with the gradients
-    of weights and inputs together, hides half a forward pass of each stage (`schedule.py`).
+    A stage's micro-batches run one after the other on the slowest stage; `waiting_for_stages` has
+    what it waits for meanwhile.
     """
     spread, machine, software = job.spread, job.machine, job.software
     stages = stage_passes(job)
-    work = [forward.total + backward.total for forward, backward in stages]
-    slowest = max(range(len(work)), key=work.__getitem__)
-    forward, backward = stages[slowest]
+    slowest = max(stages, key=lambda each: each.total)
+    forward, backward = slowest.forward, slowest.backward
     transfer = transfer_time(job)
     # Each micro-batch crosses every chunk's border on the way forward and back.
     sent = job.micro_batches * 2 * spread.chunks * transfer * (1 - software.pipeline_overlap)
     filling = 2 * (spread.pipeline - 1) * transfer
-    bubble = sum(work) - work[slowest]
-    if spread.schedule == "dualpipev":
-        bubble = max(0.0, bubble - sum(f.total for f, _ in stages) / 2)
-    else:
-        bubble /= spread.chunks
-    bubble += filling
+    bubble = waiting_for_stages(job, stages) + filling
     data = data_time(job, backward.total)
     optimizer = optimizer_time(job)
-    running = job.micro_batches * work[slowest]
+    running = job.micro_batches * slowest.total
     busy = running + sent + bubble + data + optimizer
     doublings = max(0.0, log2(machine.gpus / machine.gpus_per_node))
     return StepTime(
@@ -78,24 +71,65 @@ def step_time(job: Job) -> StepTime:
         data=data,
         optimizer=optimizer,
         waiting=busy * machine.gpu.straggling * software.straggling * doublings,
-        forward=tuple(f.total for f, _ in stages),
-        backward=tuple(b.total for _, b in stages),
+        forward=tuple(each.forward.total for each in stages),
+        backward=tuple(each.backward.total for each in stages),
     )
 
 
-def stage_passes(job: Job) -> list[tuple[Pass, Pass]]:
-    """Forward and backward of a micro-batch through all chunks of each stage."""
-    spread = job.spread
+def waiting_for_stages(job: Job, stages: Sequence[Directions]) -> float:
+    """The bubble: what the slowest stage waits in a step.
+
+    Before its first and after its last micro-batch it waits for every other stage once or,
+    interleaved, for a chunk of each (Narayanan et al. 2021, arXiv 2104.04473, section 2.2).
+    ZB-H1 fills a part of that with the weights' passes (Qi et al. 2023, arXiv 2401.10241, table 2),
+    as many as there are. ZB-V leaves half a forward pass of each stage; its order is one for passes
+    of one length, and where the backward one for the input is longer, all wait for three of these
+    (two stages half of it).
+    DualPipeV in DeepSpeed's order, with the gradients of weights and inputs together, waits for the
+    backward pass of each stage. `order.py` has the orders, and the tests compare with simulations.
+    """
+    p, v, m = job.spread.pipeline, job.spread.chunks, job.micro_batches
+    schedule = job.spread.schedule
+    slowest = max(stages, key=lambda each: each.total)
+    others = sum(each.total for each in stages) - slowest.total
+    forward = sum(each.forward.total for each in stages)
+    if schedule == "dualpipev":
+        backward = sum(each.backward.total for each in stages) - slowest.backward.total
+        return max(0.0, backward - slowest.forward.total / 2)
+    if schedule == "zb-h1":
+        weights = sum(each.weights.total for each in stages) - slowest.weights.total
+        missing = max(0, p - m) * slowest.weights.total
+        return others - 2 * weights + missing
+    if schedule == "zb-v":
+        longest = max(each.backward.total - each.weights.total for each in stages)
+        pace = max(0.0, 3 * longest - slowest.total) * min(1, (p - 1) / 2)
+        return m * pace + (forward - slowest.forward.total) / 2
+    if m < p:  # each chunk waits for the last stage's
+        return others * (p - m + (m - 1) / v) / (p - 1)
+    return others / v
+
+
+def stage_passes(job: Job) -> list[Directions]:
+    """Of a micro-batch through all chunks of each stage."""
+    dealt = [sum(chunks) for chunks in blocks_of_stages(job)]
+    return _with_ends(job, dealt, last_stage(job.spread))
+
+
+def position_passes(job: Job) -> list[Directions]:
+    """Of a micro-batch through each chunk, in the model's order."""
+    return _with_ends(job, job.blocks_of_positions, -1)
+
+
+def _with_ends(job: Job, dealt: Sequence[int], last: int) -> list[Directions]:
+    """Of parts with so many blocks; the first one has the embedding, one the logits."""
     shared = block_job(job)
-    forward, backward = block_passes(shared)
-    first, last = end_passes(shared)
-    dealt = blocks_of_stages(job.model.layers, spread.pipeline, spread.chunks, spread.schedule)
-    end = last_stage(spread.pipeline, spread.schedule)
-    passes = {blocks: (forward * blocks, backward * blocks) for blocks in set(dealt)}
-    stages = [passes[blocks] for blocks in dealt]
-    for stage, ends in ((0, first), (end, last)):
-        stages[stage] = stages[stage][0] + ends[0], stages[stage][1] + ends[1]
-    return stages
+    block = block_passes(shared)
+    embedding, head = end_passes(shared)
+    passes = {blocks: block * blocks for blocks in set(dealt)}
+    parts = [passes[blocks] for blocks in dealt]
+    parts[0] += embedding
+    parts[last] += head
+    return parts
 
 
 def transfer_time(job: Job) -> float:
@@ -124,7 +158,7 @@ def data_time(job: Job, last_backward: float) -> float:
     if ranks == 1 or spread.zero_stage == 3:
         return 0.0
     stride = spread.tensor
-    parameters = max(stage_parameters(job.model, job.spread))
+    parameters = max(stage_parameters(job))
     weights = parameters * BYTES[job.precision]
     gradients = parameters * software.bytes_of_gradients(BYTES[job.precision])
     reduced = gather_seconds(job.machine, gradients, ranks=ranks, stride=stride)
@@ -143,7 +177,7 @@ def data_time(job: Job, last_backward: float) -> float:
 def optimizer_time(job: Job) -> float:
     """The update of this rank's share of the parameters, the host's time of a step, tied tables."""
     spread = job.spread
-    parameters = max(stage_parameters(job.model, job.spread))
+    parameters = max(stage_parameters(job))
     update = memory_seconds(job.machine.gpu, parameters / job.optimizer_ranks * OPTIMIZER_BYTES)
     tied = 0.0
     if job.model.tie_embeddings and spread.pipeline > 1:

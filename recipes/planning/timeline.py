@@ -10,17 +10,12 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
+from models.pipeline.order import BACKWARD, FORWARD, SCHEDULES, WEIGHT, Kind, Pipeline
+from models.pipeline.simulation import TimedPass, Timeline, idle_share, pipeline_seconds
 from recipes.planning.job import Job
 from recipes.planning.memory import GIB, StageMemory, stage_memory
+from recipes.planning.passes import pipeline_of, timeline_of
 from recipes.planning.report import MEMORY
-from recipes.planning.schedule import (
-    Pipeline,
-    Seconds,
-    TimedPass,
-    idle_share,
-    pipeline_seconds,
-    simulate,
-)
 from recipes.planning.step_time import step_time
 
 ROWS = 16  # stages with a row of their own, at most
@@ -31,17 +26,25 @@ WIDTH = 11.0  # inches
 POINTS = 650  # of that, 1/72 inch each, where passes are
 UPRIGHT = 3  # digits that fit into a row's height
 FONT, DIGIT, LINE = 5.5, 3.6, 4.8  # points: of the numbers, of a digit, of a line of them
-SHADES = {True: "Blues", False: "Oranges"}  # forward, backward
+LEGEND = 3  # chunks that are all in the legend; of more, the first and the last one
+LABELS = {FORWARD: "forward", BACKWARD: "backward", WEIGHT: "weights"}
+SHADES = {FORWARD: "Blues", BACKWARD: "Oranges", WEIGHT: "Greens"}
 PARTS = ("#4e79a7", "#86bcb6", "#f1ce63", "#59a14f", "#b07aa1", "#9c755f", "#bab0ac")
-SCHEDULES = {"1f1b": "1F1B", "dualpipev": "DualPipeV"}
+NAMES = {
+    "1f1b": "1F1B",
+    "interleaved": "interleaved 1F1B",
+    "zb-h1": "ZB-H1",
+    "zb-v": "ZB-V",
+    "dualpipev": "DualPipeV",
+}
 
 Window = tuple[float, float]  # seconds since the step's start
 
 
 def timeline(job: Job, title: str) -> Figure:
     """Above, a row for each stage: when it runs which micro-batch; below, what it holds."""
-    pipeline = Pipeline.of(job)
-    passes = simulate(pipeline, Seconds.of(job))
+    pipeline = pipeline_of(job)
+    passes = timeline_of(job)
     windows = shown_windows(pipeline, passes)
     stages = evenly_picked(pipeline.stages, ROWS)
     height = 0.5 + 0.24 * max(3, len(stages))
@@ -49,18 +52,41 @@ def timeline(job: Job, title: str) -> Figure:
     grid = figure.add_gridspec(2, len(windows), height_ratios=[height, 2.6])
     axes = [figure.add_subplot(grid[0, column]) for column in range(len(windows))]
     for each, window in zip(axes, windows, strict=True):
-        _draw_passes(each, [passes[stage] for stage in stages], window, POINTS / len(windows))
+        rows = [passes[stage] for stage in stages]
+        _draw_passes(each, rows, window, points=POINTS / len(windows), chunks=pipeline.chunks)
     _label_passes(axes, stages, pipeline)
     _draw_memory(figure.add_subplot(grid[1, :]), job)
     figure.suptitle(f"{title}: {_summary(job, pipeline, passes)}", fontsize=10)
     return figure
 
 
-def shown_windows(pipeline: Pipeline, passes: Sequence[Sequence[TimedPass]]) -> list[Window]:
+def comparison(pipeline: Pipeline, predicted: Timeline, measured: Timeline, title: str) -> Figure:
+    """A row for each stage, twice on one scale: predicted above measured."""
+    stages = evenly_picked(pipeline.stages, ROWS)
+    height = 0.5 + 0.24 * max(3, len(stages))
+    figure = Figure(figsize=(WIDTH, 2 * height + 0.8), layout="constrained")
+    above, below = figure.subplots(2, 1, sharex=True)
+    longest = max(map(pipeline_seconds, (predicted, measured)))
+    for axes, name, passes in ((above, "predicted", predicted), (below, "measured", measured)):
+        rows = [passes[stage] for stage in stages]
+        _draw_passes(axes, rows, (0.0, longest), points=POINTS, chunks=pipeline.chunks)
+        _label_passes([axes], stages, pipeline)
+        axes.set_title(
+            f"{name}: {_three_digits(pipeline_seconds(passes))} s, stages wait "
+            f"{idle_share(passes):.1%}",
+            fontsize=9,
+            loc="left",
+        )
+    above.set_xlabel("")
+    figure.suptitle(f"{title}, {_name(pipeline)}", fontsize=10)
+    return figure
+
+
+def shown_windows(pipeline: Pipeline, passes: Timeline) -> list[Window]:
     """All of the time, or its two ends: until the pipeline is full, and since it empties."""
     total = pipeline_seconds(passes)
     pair = total / pipeline.micro_batches
-    first_backward = min(timed.start for timed in passes[0] if not timed.work.forward)
+    first_backward = min(timed.start for timed in passes[0] if timed.work.kind == BACKWARD)
     end = max(first_backward + 6 * pair, PAIRS * pair)
     if pipeline.micro_batches <= WHOLE or 2 * end > 0.9 * total:
         return [(0.0, total)]
@@ -74,11 +100,8 @@ def evenly_picked(count: int, most: int) -> list[int]:
     return [round(place * (count - 1) / (most - 1)) for place in range(most)]
 
 
-def _summary(job: Job, pipeline: Pipeline, passes: Sequence[Sequence[TimedPass]]) -> str:
+def _summary(job: Job, pipeline: Pipeline, passes: Timeline) -> str:
     p, m = pipeline.stages, pipeline.micro_batches
-    name = SCHEDULES[pipeline.schedule]
-    if pipeline.chunks > 1 and pipeline.schedule == "1f1b":
-        name = f"interleaved 1F1B ({pipeline.chunks} chunks)"
     spent = f"{_three_digits(pipeline_seconds(passes))} s of forward and backward passes"
     if p > 1:
         spent = (
@@ -86,9 +109,15 @@ def _summary(job: Job, pipeline: Pipeline, passes: Sequence[Sequence[TimedPass]]
             f"{idle_share(passes):.1%} (bubble, white)"
         )
     return (
-        f"{name}, {p} stage{'s' * (p > 1)}, {m} micro-batch{'es' * (m > 1)}\n{spent}; "
+        f"{_name(pipeline)}, {p} stage{'s' * (p > 1)}, {m} micro-batch{'es' * (m > 1)}\n{spent}; "
         f"{_three_digits(step_time(job).total)} s a step with gradients, optimizer and slower nodes"
     )
+
+
+def _name(pipeline: Pipeline) -> str:
+    """The schedule's, with its chunks where they are chosen."""
+    is_chosen = SCHEDULES[pipeline.schedule].chunks is None
+    return NAMES[pipeline.schedule] + f" ({pipeline.chunks} chunks)" * is_chosen
 
 
 def _three_digits(seconds: float) -> str:
@@ -96,13 +125,18 @@ def _three_digits(seconds: float) -> str:
 
 
 def _draw_passes(
-    axes: Axes, rows: Sequence[Sequence[TimedPass]], window: Window, points: float
+    axes: Axes,
+    rows: Sequence[Sequence[TimedPass]],
+    window: Window,
+    *,
+    points: float,
+    chunks: int,
 ) -> None:
     """The passes of each row that fall into the window, numbered where the number fits."""
     start, end = window
     scale = points / (end - start)
-    for (forward, chunk), boxes in _by_kind(rows, window).items():
-        colour = shade(forward, chunk)
+    for (kind, chunk), boxes in _by_kind(rows, window).items():
+        colour = shade(kind, chunk, chunks)
         corners = [
             [(t.start, row - 0.4), (t.end, row - 0.4), (t.end, row + 0.4), (t.start, row + 0.4)]
             for row, t in boxes
@@ -137,20 +171,21 @@ def _number(axes: Axes, row: int, boxes: Sequence[TimedPass], scale: float, colo
 
 def _by_kind(
     rows: Sequence[Sequence[TimedPass]], window: Window
-) -> dict[tuple[bool, int], list[tuple[int, TimedPass]]]:
-    """(forward, chunk) -> (row, pass) in the window."""
-    found: dict[tuple[bool, int], list[tuple[int, TimedPass]]] = {}
+) -> dict[tuple[Kind, int], list[tuple[int, TimedPass]]]:
+    """(kind, chunk) -> (row, pass) in the window."""
+    found: dict[tuple[Kind, int], list[tuple[int, TimedPass]]] = {}
     for row, passes in enumerate(rows):
         for timed in passes:
             if timed.end > window[0] and timed.start < window[1]:
-                kind = timed.work.forward, timed.work.chunk
-                found.setdefault(kind, []).append((row, timed))
+                of = timed.work.kind, timed.work.chunk
+                found.setdefault(of, []).append((row, timed))
     return found
 
 
-def shade(forward: bool, chunk: int) -> tuple[float, float, float]:
+def shade(kind: Kind, chunk: int, chunks: int) -> tuple[float, float, float]:
     """The colour of a chunk's passes: dark for the first one, lighter for each that follows."""
-    return to_rgb(matplotlib.colormaps[SHADES[forward]](max(0.25, 0.75 - 0.35 * chunk)))
+    lightness = min(0.35, 0.5 / max(1, chunks - 1)) * chunk
+    return to_rgb(matplotlib.colormaps[SHADES[kind]](0.75 - lightness))
 
 
 def ink(colour: tuple[float, float, float]) -> str:
@@ -174,11 +209,15 @@ def _label_passes(axes: Sequence[Axes], stages: Sequence[int], pipeline: Pipelin
         slash = {"marker": [(-1, -2), (1, 2)], "markersize": 9, "linestyle": "none", "color": "k"}
         first.plot([1, 1], [0, 1], transform=first.transAxes, clip_on=False, **slash)
         last.plot([0, 0], [0, 1], transform=last.transAxes, clip_on=False, **slash)
-    names = [f" of chunk {chunk}" * (pipeline.chunks > 1) for chunk in range(pipeline.chunks)]
+    chunks = pipeline.chunks
+    shown = range(chunks) if chunks <= LEGEND else (0, chunks - 1)
     handles = [
-        Patch(color=shade(forward, chunk), label=f"{kind}{name}")
-        for forward, kind in ((True, "forward"), (False, "backward"))
-        for chunk, name in enumerate(names)
+        Patch(
+            color=shade(kind, chunk, chunks),
+            label=LABELS[kind] + f" of chunk {chunk}" * (chunks > 1),
+        )
+        for kind in (Kind if pipeline.splits else (FORWARD, BACKWARD))
+        for chunk in shown
     ]
     _legend(last, handles)
 

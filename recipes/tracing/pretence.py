@@ -8,15 +8,12 @@ import contextlib
 import os
 import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass
 from unittest import mock
 
 import deepspeed
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
-from deepspeed.runtime.pipe.engine import PipelineEngine
-from deepspeed.runtime.utils import PartitionedTensor
 from deepspeed.runtime.zero import partitioned_param_coordinator
 from deepspeed.utils import groups
 from torch import nn
@@ -27,19 +24,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from models.parallel.context import positions_in
 from models.transformer import rotary_table
-
-
-@dataclass(frozen=True)
-class Boundary:
-    """What a stage gets from the one before it.
-
-    shape, dtype: of the activations
-    parts: how many tensor ranks send a part each and gather
-    """
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    parts: int
 
 
 @contextlib.contextmanager
@@ -69,35 +53,12 @@ def forget_tables() -> None:
 
 
 @contextlib.contextmanager
-def fake_tensors(boundary: Boundary) -> Iterator[None]:
+def fake_tensors() -> Iterator[None]:
     """Tensors without memory, and what DeepSpeed wants to know of their numbers."""
-
-    def received_meta(engine: PipelineEngine, send_stage: int) -> object:
-        """PipelineEngine._recv_tensor_meta, told instead of received."""
-
-        def buffer(number: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-            return engine._allocate_or_extend_buffers(number, list(shape), dtype)
-
-        if not engine.is_pipe_partitioned:
-            return buffer(0, boundary.shape, boundary.dtype)
-        # PartitionedTensor.to_meta: dimensions, shape, parts, rank, where each part starts and ends
-        meta = 1 + len(boundary.shape) + 2 + boundary.parts + 1
-        part = torch.Size(boundary.shape).numel() // boundary.parts
-        return buffer(0, (meta,), torch.long), buffer(1, (part,), boundary.dtype)
-
-    def partitioned(cls, meta, local_part, group, device=None) -> PartitionedTensor:
-        """PartitionedTensor.from_meta, told instead of read."""
-        tensor = cls(tensor=torch.ones(dist.get_world_size(group=group)), group=group)
-        tensor.orig_size, tensor.local_data = list(boundary.shape), local_part.detach()
-        tensor.orig_device = local_part.device
-        return tensor
-
     accelerator = type(get_accelerator())
     with contextlib.ExitStack() as stack:
         for patch in (
             mock.patch.object(nn.Module, "_apply", apply_in_place),
-            mock.patch.object(PipelineEngine, "_recv_tensor_meta", received_meta),
-            mock.patch.object(PartitionedTensor, "from_meta", classmethod(partitioned)),
             mock.patch.object(
                 partitioned_param_coordinator, "assert_ints_same_as_other_ranks", lambda ints: None
             ),
@@ -111,8 +72,14 @@ def fake_tensors(boundary: Boundary) -> Iterator[None]:
 
 @contextlib.contextmanager
 def kernels_of_a_gpu() -> Iterator[None]:
-    """Where a GPU's kernel keeps other tensors than the CPU's, do as the GPU's does."""
-    with mock.patch.object(F, "rms_norm", fused_rms_norm):
+    """Where a GPU keeps other tensors than the CPU, do as the GPU does.
+
+    What was sent is there until its transfer is known to be over, with gloo until it is waited for.
+    """
+    with (
+        mock.patch.object(F, "rms_norm", fused_rms_norm),
+        mock.patch.object(dist.Work, "is_completed", lambda self: True),
+    ):
         yield
 
 

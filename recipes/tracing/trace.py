@@ -2,9 +2,9 @@
 
 What is run is the real thing: `build_engine`, DeepSpeed's engine, its optimizer and its schedule,
 on fake tensors and a process group that does nothing (`pretence.py` has what that takes). The step
-that is counted is the second: by then Adam's moments and the pipeline's receive buffers are there,
-as in all steps that follow. Of its micro-batches as many are run as `enough_micro_batches` says,
-and what they communicate is scaled to all.
+that is counted is the second: by then Adam's moments are there, as in all steps that follow. Of its
+micro-batches as many are run as `enough_micro_batches` says, and what they communicate is scaled to
+all.
 
 What is not counted: what kernels and libraries take inside (cuBLAS' workspace, NCCL's buffers,
 flash attention's fp32 accumulators in its backward pass), the CUDA context, and the caching
@@ -14,6 +14,7 @@ are those of CUDA; side streams, which let a few buffers live longer there, do n
 Documents are whole sequences here, whatever data.separate_documents says.
 """
 
+import operator
 import os
 from collections import Counter
 from collections.abc import Iterable
@@ -25,21 +26,21 @@ import torch
 
 from models.parallel.context import Context
 from models.parallel.rng import MaskKey
+from models.pipeline.order import BACKWARD, FORWARD, WEIGHT, Order, least_micro_batches
 from recipes.tracing.allocations import Allocation, AllocationCounter
 from recipes.tracing.collectives import CollectiveCounter, Traffic
 from recipes.tracing.observer import Observer
-from recipes.tracing.pretence import Boundary, fake_tensors, kernels_of_a_gpu, one_rank_of
-from recipes.training.deepspeed_config import build_deepspeed_config, precision
-from recipes.training.engine import Engine, PipelinedEngine, build_engine
+from recipes.tracing.pretence import fake_tensors, kernels_of_a_gpu, one_rank_of
+from recipes.training.deepspeed_config import build_deepspeed_config
+from recipes.training.engine import Engine, PipelinedEngine, build_engine, pipeline_of
 from recipes.training.micro_batch import MicroBatch
 from recipes.training.recipe import Recipe
 from recipes.training.topology import Coordinates, Topology, World
 
 ALLOCATOR_BYTES = 512  # CUDA's caching allocator gives multiples (kMinBlockSize)
 LARGEST = 15
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 # Phases that are gone through once in a step; the others once for each micro-batch.
-ONCE = ("", "ReduceTiedGrads", "ReduceGrads", "OptimizerStep", "optimizer step")
+ONCE = ("", "ReduceGrads", "OptimizerStep", "optimizer step")
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,7 @@ class Categories:
     weights: what the forward pass reads
     gradients: of all precisions
     optimizer: fp32 master weights, and Adam's two moments
-    buffers: the rest of what stays from step to step: receive buffers, reduction buckets, tables
+    buffers: the rest of what stays from step to step: reduction buckets, tables
     activations: everything that comes and goes within a step, gradients of activations included
     """
 
@@ -113,18 +114,8 @@ def trace(recipe: Recipe, world_size: int, gpus_per_node: int, rank: int) -> Tra
     if not 0 <= rank < world_size:
         raise ValueError(f"rank {rank} is not in 0 .. {world_size - 1}; use 0")
     topology = recipe.topology(World(rank=rank, size=world_size, local_size=gpus_per_node))
-    config = build_deepspeed_config(recipe, topology)
-    dtype = DTYPES[precision(config)]
-    with one_rank_of(world_size, rank), fake_tensors(boundary(recipe, dtype)), kernels_of_a_gpu():
+    with one_rank_of(world_size, rank), fake_tensors(), kernels_of_a_gpu():
         return measure(recipe, topology, rank, at_most=enough_micro_batches(recipe, topology, rank))
-
-
-def boundary(recipe: Recipe, dtype: torch.dtype) -> Boundary:
-    """What goes from stage to stage."""
-    tensor = recipe.layout.tensor
-    length = recipe.model.sequence_length // (tensor if recipe.layout.sequence_parallel else 1)
-    shape = (length, recipe.batch.micro_sequences, recipe.model.hidden_size)
-    return Boundary(shape, dtype, tensor)
 
 
 def measure(recipe: Recipe, topology: Topology, rank: int, *, at_most: int) -> Trace:
@@ -137,7 +128,8 @@ def measure(recipe: Recipe, topology: Topology, rank: int, *, at_most: int) -> T
     place = topology.coordinates(rank)
     micro_batches = recipe.micro_batches(topology.data)
     traced = min(micro_batches, at_most)
-    config = build_deepspeed_config(recipe, topology) | {"gradient_accumulation_steps": traced}
+    recipe = with_micro_batches(recipe, topology, traced)
+    config = build_deepspeed_config(recipe, topology)
     batch = [micro_batch(recipe, number) for number in range(traced)]
     counter = AllocationCounter(granularity=ALLOCATOR_BYTES)
     counter.ignore(t for each in batch for t in (each.tokens, each.labels))
@@ -175,15 +167,50 @@ def measure(recipe: Recipe, topology: Topology, rank: int, *, at_most: int) -> T
 def enough_micro_batches(recipe: Recipe, topology: Topology, rank: int) -> int:
     """How many it takes for the most that this rank ever holds.
 
-    Stage i of p has p - i micro-batches in flight in the steady state of 1F1B, and one more has to
-    come for it to be seen with the gradients of a first one there. All that more of them would add
-    is the last stage's list of losses, a number each. DualPipeV refuses fewer than 2 p, and with
-    these it holds its 2 p + 1 halves of a stage.
+    With these its stage comes through all moments at which it may hold most, each with and without
+    gradients of a micro-batch before. All that more of them would add is the list of losses, a
+    number each.
     """
-    pipeline = topology.pipeline
-    if recipe.layout.schedule == "dualpipev":
-        return 2 * pipeline
-    return pipeline - topology.coordinates(rank).pipeline + 1
+    pipeline = pipeline_of(recipe, topology)
+    stage = topology.coordinates(rank).pipeline
+    wanted = fullest_moments(pipeline.orders[stage])
+    least = least_micro_batches(pipeline.schedule, pipeline.stages)
+    for fewer in range(least, pipeline.micro_batches):
+        if fullest_moments(replace(pipeline, micro_batches=fewer).orders[stage]) == wanted:
+            return fewer
+    return pipeline.micro_batches
+
+
+def fullest_moments(order: Order) -> set[tuple[int, ...]]:
+    """What a stage holds at the moments at which it holds most, as counts; none is below another.
+
+    Of each chunk the micro-batches before their backward pass, those before the weights' one, and
+    whether there are gradients.
+    """
+    chunks = 1 + max(work.chunk for work in order)
+    before = [0] * chunks
+    left = [0] * chunks
+    ended = [0] * chunks
+    ending = WEIGHT if any(work.kind == WEIGHT for work in order) else BACKWARD
+    moments = set()
+    for work in order:
+        before[work.chunk] += (work.kind == FORWARD) - (work.kind == BACKWARD)
+        if ending == WEIGHT:
+            left[work.chunk] += (work.kind == BACKWARD) - (work.kind == WEIGHT)
+        ended[work.chunk] |= work.kind == ending
+        moments.add((*before, *left, *ended))
+    return {
+        moment
+        for moment in moments
+        if not any(moment != other and all(map(operator.le, moment, other)) for other in moments)
+    }
+
+
+def with_micro_batches(recipe: Recipe, topology: Topology, count: int) -> Recipe:
+    """The recipe with so many micro-batches a step."""
+    sequences = count * recipe.batch.micro_sequences * topology.data
+    batch = recipe.batch.model_copy(update={"global_sequences": sequences})
+    return recipe.model_copy(update={"batch": batch})
 
 
 def micro_batch(recipe: Recipe, number: int) -> MicroBatch:
@@ -196,14 +223,16 @@ def micro_batch(recipe: Recipe, number: int) -> MicroBatch:
 
 
 def first_step(engine: Engine, batch: list[MicroBatch]) -> None:
-    """The step that allocates what stays; in a 1F1B pipeline one micro-batch does that."""
+    """The step that allocates what stays; in a pipeline as few micro-batches as can be do that."""
     rate = engine.recipe.optimizer.learning_rate
-    if isinstance(engine, PipelinedEngine) and engine.recipe.layout.schedule == "1f1b":
-        engine.wrapped.micro_batches = 1
-        engine.train_step(batch[:1], rate)
-        engine.wrapped.micro_batches = len(batch)
-    else:
+    if not isinstance(engine, PipelinedEngine):
         engine.train_step(batch, rate)
+        return
+    wrapped, pipeline = engine.wrapped, engine.wrapped.pipeline
+    few = least_micro_batches(pipeline.schedule, pipeline.stages)
+    wrapped.pipeline, wrapped.micro_batches = replace(pipeline, micro_batches=few), few
+    engine.train_step(batch[:few], rate)
+    wrapped.pipeline, wrapped.micro_batches = pipeline, pipeline.micro_batches
 
 
 def categories(

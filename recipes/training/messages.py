@@ -4,6 +4,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from models.cost import parameter_count
+from models.pipeline.balance import balance_text
 from recipes.training.recipe import Recipe
 from recipes.training.run_folder import RunFolder
 from recipes.training.topology import Topology, World, rank_map
@@ -31,6 +32,15 @@ def announce(
         + (f", from the weights of {found.path}" if found.weights_only else ""),
         flush=True,
     )
+    layout = recipe.layout
+    if layout.pipeline > 1:
+        deal = balance_text(
+            recipe.blocks_of_positions,
+            schedule=layout.schedule,
+            stages=layout.pipeline,
+            head=recipe.head,
+        )
+        print(f"  {layout.schedule_name}: {deal}", flush=True)
     if len(set(hosts)) > 1:
         print("\n".join(f"  {line}" for line in rank_map(topology, hosts)), flush=True)
 

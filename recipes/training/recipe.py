@@ -292,6 +292,11 @@ class Recipe(Section):
         return self._dealt_by_cost
 
     @property
+    def head(self) -> float:
+        """What the logits cost, in blocks."""
+        return head_in_blocks(self.model, self.layout.recompute)
+
+    @property
     def _dealt_by_cost(self) -> tuple[int, ...]:
         layout = self.layout
         return deal_blocks(
@@ -299,7 +304,7 @@ class Recipe(Section):
             schedule=layout.schedule,
             stages=layout.pipeline,
             chunks=layout.chunks,
-            head=head_in_blocks(self.model, layout.recompute),
+            head=self.head,
         )
 
     @property

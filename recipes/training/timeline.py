@@ -2,10 +2,11 @@
 
 `timeline.json` in the run folder is a trace for ui.perfetto.dev (Chrome's trace event format);
 `timeline.svg` shows the last of the steps on one pipeline, as the simulator would have run it with
-the durations that were measured, and as it was.
+the durations that were measured, and below as it was.
 """
 
 import json
+import sys
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -18,6 +19,7 @@ import torch.distributed as dist
 from models.pipeline.order import BACKWARD, FORWARD, WEIGHT, Pass, Pipeline
 from models.pipeline.recording import Event, Recording
 from models.pipeline.simulation import TimedPass, Timeline, simulate
+from recipes.planning.picture import draw_comparison
 from recipes.training.engine import Engine, PipelinedEngine
 from recipes.training.recipe import Recipe
 from recipes.training.run_folder import RunFolder, write_whole
@@ -69,11 +71,30 @@ class TimelineRecorder:
         dist.all_gather_object(of_ranks, self.steps)
         self.steps = []
         if dist.get_rank() == 0:
-            trace = perfetto_trace(of_ranks, self.topology)
+            self._write(of_ranks, step)
+
+    def _write(self, of_ranks: Sequence[Steps], step: int) -> None:
+        trace = perfetto_trace(of_ranks, self.topology, first_step=self.wanted[0])
+        measured = measured_passes(of_ranks, self.topology)
+        pipeline = self.engine.wrapped.pipeline
+        picture = self.folder.path / "timeline.svg"
+        try:
             write_whole(self.folder.path / "timeline.json", json.dumps(trace))
+            draw_comparison(
+                pipeline,
+                predicted_passes(pipeline, measured),
+                measured,
+                title=f"{self.engine.recipe.name}, step {step}",
+                file=picture,
+            )
+        except (OSError, ValueError) as problem:  # training goes on without it
+            self.folder.event("warning", step, reason=f"no timeline: {problem}")
+            print(f"warning: no timeline: {problem}", file=sys.stderr)
 
 
-def perfetto_trace(of_ranks: Sequence[Steps], topology: Topology) -> dict[str, Any]:
+def perfetto_trace(
+    of_ranks: Sequence[Steps], topology: Topology, *, first_step: int
+) -> dict[str, Any]:
     """Chrome's trace events: a process for each rank, times in microseconds."""
     events: list[dict[str, Any]] = []
     for rank, steps in enumerate(of_ranks):
@@ -81,9 +102,9 @@ def perfetto_trace(of_ranks: Sequence[Steps], topology: Topology) -> dict[str, A
         name = f"pipeline {place.pipeline}, data {place.data}, tensor {place.tensor}"
         named = {"name": f"rank {rank}: {name}"}
         events.append({"ph": "M", "name": "process_name", "pid": rank, "args": named})
-        for number, step in enumerate(steps):
+        for number, step in enumerate(steps, start=first_step):
             for event in step:
-                place_ = {"chunk": event.chunk, "micro_batch": event.micro_batch, "step": number}
+                about = {"chunk": event.chunk, "micro_batch": event.micro_batch, "step": number}
                 events.append(
                     {
                         "ph": "X",
@@ -93,7 +114,7 @@ def perfetto_trace(of_ranks: Sequence[Steps], topology: Topology) -> dict[str, A
                         "tid": 0,
                         "ts": event.start * 1e6,
                         "dur": (event.end - event.start) * 1e6,
-                        "args": {k: v for k, v in place_.items() if v is not None},
+                        "args": {key: value for key, value in about.items() if value is not None},
                     }
                 )
     return {"traceEvents": events, "displayTimeUnit": "ms"}
