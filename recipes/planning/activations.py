@@ -179,3 +179,12 @@ def border_bytes(job: Job, stage: int) -> float:
     if spread.recompute == "full" and stage > 0:
         received = 0.0  # it is the first block's input
     return received + sent if job.footprint.stock_pipeline else received
+
+
+def expected_bytes(job: Job) -> float:
+    """What a stage is about to receive: the next activation or gradient, before it is needed."""
+    spread, model = job.spread, job.model
+    if spread.pipeline == 1 or job.footprint.stock_pipeline:
+        return 0.0
+    row = tokens_per_micro_batch(model, spread) * model.hidden_size * job.footprint.weight
+    return row / spread.tensor

@@ -7,9 +7,8 @@ columns of all queries and of all keys, a heads, v vocabulary, t tensor ranks; b
 from dataclasses import dataclass
 
 from models.cost import block_parameters, position_parameters
-from models.pipeline.order import SCHEDULES
 from recipes.planning.activations import (
-    block_bytes,
+    expected_bytes,
     held_activations,
     in_flight,
     micro_batches_in_flight,
@@ -24,6 +23,7 @@ from recipes.planning.stages import (
     table_parameters,
     tokens_per_micro_batch,
 )
+from recipes.planning.working import block_working_bytes, loss_bytes, waiting_loss_bytes
 
 GIB = 2**30
 
@@ -182,15 +182,6 @@ def moments(job: Job, stage: int, parameters: int) -> list[Moment]:
     return found
 
 
-def expected_bytes(job: Job) -> float:
-    """What a stage is about to receive: the next activation or gradient, before it is needed."""
-    spread, model = job.spread, job.model
-    if spread.pipeline == 1 or job.footprint.stock_pipeline:
-        return 0.0
-    row = tokens_per_micro_batch(model, spread) * model.hidden_size * job.footprint.weight
-    return row / spread.tensor
-
-
 def first_chunk_parameters(job: Job, stage: int) -> int:
     """Parameters of a stage's first chunk."""
     model, tensor = job.model, job.spread.tensor
@@ -262,75 +253,6 @@ def passing_bytes(footprint: Footprint, spread: Spread, parameters: int) -> Pass
         return Passing(0.0, 0.0, 2 * bucket, 2 * bucket + flat)
     gathered = size * min(parameters, footprint.gathered_elements)
     return Passing(0.0, 0.0, bucket + gathered, bucket + gathered + flat)
-
-
-def block_working_bytes(job: Job, first_only: bool) -> float:
-    """What a block's backward pass needs beside what was kept for it.
-
-    first_only: there are no gradients yet that a weight's new one is added to
-    """
-    spread, model = job.spread, job.model
-    tokens, size = tokens_per_micro_batch(model, spread), job.footprint.weight
-    again = 0.0
-    if spread.recompute == "full":
-        again = spread.recompute_interval * block_bytes(
-            model, spread, job.footprint, not job.writes_scores
-        )
-    needs = 3 * tokens * model.hidden_size + mlp_working_elements(job, first_only)
-    if model.attention_dropout:
-        scores = tokens * model.sequence_length * model.heads / spread.tensor
-        return again + max(size * needs, job.footprint.score * scores)
-    return again + size * needs
-
-
-def mlp_working_elements(job: Job, first_only: bool) -> float:
-    """Gradients in an MLP's backward pass beside those that take the place of what was kept.
-
-    Of its output matrix, with that of its input; or of its activation's two inputs, before they
-    are one tensor.
-    """
-    spread, model = job.spread, job.model
-    tokens, t = tokens_per_micro_batch(model, spread), spread.tensor
-    h, f, gate_and_up = model.hidden_size, model.ffn_hidden_size, model.gate_and_up_size
-    if job.footprint.stock_pipeline:
-        return (tokens * (gate_and_up + f) + (0 if first_only else h * gate_and_up)) / t
-    weight = 0 if SCHEDULES[spread.schedule].splits else h
-    return max(f * (tokens + weight), gate_and_up * tokens) / t
-
-
-def loss_bytes(job: Job, stage: int, first_only: bool) -> float:
-    """What the loss needs, or the gradient of the output matrix; only the last stage has them.
-
-    first_only: there was no micro-batch before, whose logits DeepSpeed's pipeline still holds
-    """
-    spread, model, footprint = job.spread, job.model, job.footprint
-    if stage != last_stage(spread):
-        return 0.0
-    tokens, size = tokens_per_micro_batch(model, spread), footprint.weight
-    columns = model.padded_vocab_size(spread.tensor) / spread.tensor
-    each = footprint.logit
-    if footprint.stock_pipeline:
-        if spread.zero_stage > 1:  # without a pipeline, forward: logits, their softmax
-            each -= 2 * size
-        elif first_only:
-            each -= size
-    gradient = 0.0
-    if not first_only and spread.zero_stage < 2:
-        gradient = tokens * columns * footprint.head + size * model.hidden_size * columns
-    return max(tokens * columns * each, gradient) + 2 * size * tokens * model.hidden_size
-
-
-def waiting_loss_bytes(job: Job, stage: int) -> float:
-    """What stays of a loss while the stage computes something else before it goes backward.
-
-    Where the model leads back to the first stage, other passes come in between.
-    """
-    spread, model, footprint = job.spread, job.model, job.footprint
-    if stage != last_stage(spread) or not SCHEDULES[spread.schedule].folded:
-        return 0.0
-    columns = model.padded_vocab_size(spread.tensor) / spread.tensor
-    softmax = footprint.logit - footprint.weight  # bytes per logit
-    return softmax * columns * tokens_per_micro_batch(model, spread)
 
 
 def held_bytes(job: Job, stage: int) -> float:
