@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property, lru_cache
+from heapq import heappop, heappush
 from itertools import chain, pairwise
 from typing import NamedTuple
 
@@ -47,13 +48,13 @@ FORWARD, BACKWARD, WEIGHT = Kind
 class Schedule(NamedTuple):
     """One way to order passes.
 
-    orders: (stages, chunks, micro-batches) to the order of every stage
+    orders: of a pipeline's stages
     folded: the model goes through the stages there and back
     splits: weights have backward passes of their own
     chunks: of a stage, if only that many are possible
     """
 
-    orders: Callable[[int, int, int], list[Order]]
+    orders: Callable[["Pipeline"], list[Order]]
     folded: bool = False
     splits: bool = False
     chunks: int | None = 1
@@ -63,6 +64,9 @@ class Schedule(NamedTuple):
 class Pipeline:
     """What decides the order of passes.
 
+    proportions: how long forward, backward and weights' passes take, to each other; where the
+        backward pass is split, an order may depend on it
+
     Raises:
         ValueError: there is no such order.
     """
@@ -71,6 +75,7 @@ class Pipeline:
     micro_batches: int
     chunks: int = 1
     schedule: str = "1f1b"
+    proportions: tuple[int, int, int] = (1, 1, 1)
 
     def __post_init__(self) -> None:
         least = least_micro_batches(self.schedule, self.stages)
@@ -119,7 +124,7 @@ class Pipeline:
     @cached_property
     def orders(self) -> list[Order]:
         """Of each stage, all that it does in a step."""
-        return SCHEDULES[self.schedule].orders(self.stages, self.chunks, self.micro_batches)
+        return SCHEDULES[self.schedule].orders(self)
 
     @cached_property
     def forward_orders(self) -> list[Order]:
@@ -158,7 +163,7 @@ def most_in_flight(order: Iterable[Pass]) -> int:
     return most
 
 
-def _one_forward_one_backward(p: int, v: int, m: int) -> list[Order]:
+def _one_forward_one_backward(pipeline: "Pipeline") -> list[Order]:
     """1F1B and, with chunks, interleaved 1F1B.
 
     Narayanan et al. 2021 (arXiv 2104.04473), section 2.2 and figure 4; Megatron-LM's warm-up
@@ -166,6 +171,7 @@ def _one_forward_one_backward(p: int, v: int, m: int) -> list[Order]:
     chunk, then through its second, and so on, before the next p; backward from the last chunk to
     the first. Where p does not divide m, rounds are of more than p.
     """
+    p, v, m = pipeline.stages, pipeline.chunks, pipeline.micro_batches
     rounds = max(1, m // p)
     starts = [-(-m * each // rounds) for each in range(rounds + 1)]  # the first ones one more
 
@@ -184,65 +190,82 @@ def _one_forward_one_backward(p: int, v: int, m: int) -> list[Order]:
     return [order(stage) for stage in range(p)]
 
 
-def _zero_bubble_h1(p: int, _: int, m: int) -> list[Order]:
+def _zero_bubble_h1(pipeline: "Pipeline") -> list[Order]:
     """1F1B in which the weights' part of stage i comes i micro-batches later, or at the end.
 
     Qi et al. 2023 (arXiv 2401.10241), section 2.1 and figure 2: no stage holds more than the first
     one, p micro-batches, and what is put off fills the bubble as the pipeline drains.
     """
 
+    whole = _one_forward_one_backward(pipeline)
+
     def order(stage: int) -> Iterator[Pass]:
         done = 0
-        for work in _one_forward_one_backward(p, 1, m)[stage]:
+        for work in whole[stage]:
             yield work
             if work.kind == BACKWARD and work.micro_batch >= stage:
                 yield work._replace(kind=WEIGHT, micro_batch=done)
                 done += 1
-        for number in range(done, m):
+        for number in range(done, pipeline.micro_batches):
             yield Pass(WEIGHT, stage, 0, number)
 
-    return [list(order(stage)) for stage in range(p)]
+    return [list(order(stage)) for stage in range(pipeline.stages)]
 
 
-def _zero_bubble_v(p: int, _: int, m: int) -> list[Order]:
-    """Stages that take the best pass there is, in a pipeline whose passes all take equally long.
+@lru_cache(maxsize=8)
+def _zero_bubble_v(pipeline: "Pipeline") -> list[Order]:
+    """Stages that take the best pass there is whenever they are free.
 
     The V-shape of Qi et al. 2023 (arXiv 2401.10241), section 6, with its memory: 2 p chunks, each
     half a stage. Best is a backward pass, the first chunk's before the second's, then a forward
     pass, the second chunk's first, which brings the loss nearer; weights fill what would be idle.
+    The first chunk leaves room for one more, without which nothing would come back.
     """
+    p, m = pipeline.stages, pipeline.micro_batches
+    takes = dict(zip(Kind, pipeline.proportions, strict=True))
+    best_first = [
+        (BACKWARD, 0),
+        (BACKWARD, 1),
+        (FORWARD, 1),
+        (FORWARD, 0),
+        (WEIGHT, 0),
+        (WEIGHT, 1),
+    ]
     ends: dict[Pass, int] = {}  # when a pass ends
-    pipeline = Pipeline(stages=p, chunks=2, micro_batches=m, schedule="zb-v")
     next_ones = [{(kind, chunk): 0 for kind in Kind for chunk in (0, 1)} for _ in range(p)]
     orders: list[Order] = [[] for _ in range(p)]
-    ranks = [(BACKWARD, 0), (BACKWARD, 1), (FORWARD, 1), (FORWARD, 0), (WEIGHT, 0), (WEIGHT, 1)]
+    free = [0] * p  # from when on
 
     def best(stage: int, now: int) -> Pass | None:
         counts = next_ones[stage]
         held = sum(counts[FORWARD, chunk] - counts[WEIGHT, chunk] for chunk in (0, 1))
-        for kind, chunk in ranks:
+        for kind, chunk in best_first:
             work = Pass(kind, stage, chunk, counts[kind, chunk])
-            if work.micro_batch == m or (kind == FORWARD and held == 2 * p):
+            if work.micro_batch == m or (kind == FORWARD and held >= 2 * p - 1 + chunk):
                 continue
             needed = pipeline.needed(work)
             if needed is None or ends.get(needed, now + 1) <= now:
                 return work
         return None
 
-    now = 0
-    while any(len(order) < 6 * m for order in orders):
-        chosen = [work for stage in range(p) if (work := best(stage, now))]
-        assert chosen
-        now += 1
-        for work in chosen:
-            ends[work] = now
-            orders[work.stage].append(work)
-            next_ones[work.stage][work.kind, work.chunk] += 1
+    events = [0]
+    while events:
+        now = heappop(events)
+        while events and events[0] == now:
+            heappop(events)
+        for stage in range(p):
+            work = best(stage, now) if free[stage] <= now else None
+            if work is not None:
+                ends[work] = free[stage] = now + takes[work.kind]
+                heappush(events, free[stage])
+                orders[stage].append(work)
+                next_ones[stage][work.kind, work.chunk] += 1
     return orders
 
 
-def _there_and_back(p: int, _: int, m: int) -> list[Order]:
+def _there_and_back(pipeline: "Pipeline") -> list[Order]:
     """DualPipeV, step by step as DeepSpeed's DualPipeVSchedule (runtime/pipe/schedule.py)."""
+    p, m = pipeline.stages, pipeline.micro_batches
 
     def order(stage: int) -> Order:
         counts = {(kind, chunk): 0 for kind in (FORWARD, BACKWARD) for chunk in (0, 1)}
@@ -268,15 +291,10 @@ def _there_and_back(p: int, _: int, m: int) -> list[Order]:
     return [order(stage) for stage in range(p)]
 
 
-@lru_cache(maxsize=8)
-def _remembered_v(p: int, v: int, m: int) -> list[Order]:
-    return _zero_bubble_v(p, v, m)
-
-
 SCHEDULES = {
     "1f1b": Schedule(_one_forward_one_backward),
     "interleaved": Schedule(_one_forward_one_backward, chunks=None),
     "zb-h1": Schedule(_zero_bubble_h1, splits=True),
-    "zb-v": Schedule(_remembered_v, folded=True, splits=True, chunks=2),
+    "zb-v": Schedule(_zero_bubble_v, folded=True, splits=True, chunks=2),
     "dualpipev": Schedule(_there_and_back, folded=True, chunks=2),
 }
