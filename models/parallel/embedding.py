@@ -1,15 +1,14 @@
 """The token embedding with its vocabulary split over the tensor axis."""
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from models.parallel.collectives import TensorAxis, leave_tensor_region
-from models.parallel.deferral import Deferring
 from models.parallel.linear import column_parallel_product
 from models.sharding import Sharding, declared_parameter
 
 
-class VocabParallelEmbedding(Deferring):
+class VocabParallelEmbedding(nn.Module):
     """One [v/t, h] part of the embedding table; serves as the output layer too.
 
     s sequence, b micro-batch, h hidden, v padded vocabulary, t tensor ranks. Looking up
@@ -39,4 +38,5 @@ class VocabParallelEmbedding(Deferring):
 
     def logits(self, x: Tensor) -> Tensor:
         """Project [s, b, h] (s/t under sequence parallelism) to [s, b, v/t]."""
-        return column_parallel_product(x, self.weight, None, axis=self.axis, deferral=self.deferral)
+        # Not deferred: until then a micro-batch would keep the gradient of its logits.
+        return column_parallel_product(x, self.weight, None, axis=self.axis, deferral=None)

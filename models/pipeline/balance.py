@@ -5,14 +5,30 @@ from functools import lru_cache
 from itertools import groupby
 
 from models.config import ModelConfig
-from models.cost import block_multiply_adds, head_multiply_adds
+from models.cost import attention_multiply_adds, block_multiply_adds, head_multiply_adds
 from models.pipeline.order import place, place_in_model
+
+UNITS = 48  # that a micro-batch's passes are rounded to; few lengths make passes end together
 
 
 def head_in_blocks(model: ModelConfig, recompute: str) -> float:
     """What the logits cost, as a multiple of a block; blocks may be computed twice."""
     again = 4 / 3 if recompute == "full" else 1
     return head_multiply_adds(model) / (block_multiply_adds(model) * again)
+
+
+def pass_proportions(model: ModelConfig, recompute: str) -> tuple[int, int, int]:
+    """How long a block's forward, backward and weights' passes take, to each other, by FLOPs.
+
+    Attention has no weights, and its backward pass is twice as long; what is computed again is part
+    of the backward pass.
+    """
+    attention = attention_multiply_adds(model)
+    weights = block_multiply_adds(model) - attention
+    again = {"none": 0, "selective": attention, "full": weights + attention}[recompute]
+    passes = (weights + attention, weights + 2 * attention + again, weights)
+    forward, backward, later = (round(UNITS * each / sum(passes)) for each in passes)
+    return forward, backward, later
 
 
 @lru_cache(maxsize=4096)

@@ -107,6 +107,7 @@ class Channels:
             group=self._group(work, work.stage, receiver.stage),
             tag=self._tag(receiver),
         )
+        self._let_go(None)
         self.leaving.append((receiver, part, sending))
 
     def finish(self) -> None:
@@ -116,17 +117,17 @@ class Channels:
             wait_for(sending)
         self.leaving = []
 
-    def _let_go(self, heard: Pass) -> None:
+    def _let_go(self, heard: Pass | None) -> None:
         """Free what has arrived: NCCL says so, and a stage has all that it needed for what it sent.
 
         gloo calls nothing complete that was not waited for.
 
-        heard: the pass whose result has come
+        heard: the pass whose result has come, if one has
         """
         left = []
         for receiver, part, sending in self.leaving:
-            is_before = self.places[receiver] <= self.places[heard]
-            if receiver.stage == heard.stage and is_before:
+            same_stage = heard is not None and receiver.stage == heard.stage
+            if same_stage and self.places[receiver] <= self.places[heard]:
                 sending.wait()
             elif not sending.is_completed():
                 left.append((receiver, part, sending))

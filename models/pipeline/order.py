@@ -219,7 +219,7 @@ def _zero_bubble_v(pipeline: "Pipeline") -> list[Order]:
     The V-shape of Qi et al. 2023 (arXiv 2401.10241), section 6, with its memory: 2 p chunks, each
     half a stage. Best is a backward pass, the first chunk's before the second's, then a forward
     pass, the second chunk's first, which brings the loss nearer; weights fill what would be idle.
-    The first chunk leaves room for one more, without which nothing would come back.
+    One of the chunks is the second, or there is room for it, without which nothing would come back.
     """
     p, m = pipeline.stages, pipeline.micro_batches
     takes = dict(zip(Kind, pipeline.proportions, strict=True))
@@ -238,10 +238,11 @@ def _zero_bubble_v(pipeline: "Pipeline") -> list[Order]:
 
     def best(stage: int, now: int) -> Pass | None:
         counts = next_ones[stage]
-        held = sum(counts[FORWARD, chunk] - counts[WEIGHT, chunk] for chunk in (0, 1))
+        held = [counts[FORWARD, chunk] - counts[WEIGHT, chunk] for chunk in (0, 1)]
+        room = (2 * p - (held[1] == 0), 2 * p)
         for kind, chunk in best_first:
             work = Pass(kind, stage, chunk, counts[kind, chunk])
-            if work.micro_batch == m or (kind == FORWARD and held >= 2 * p - 1 + chunk):
+            if work.micro_batch == m or (kind == FORWARD and sum(held) >= room[chunk]):
                 continue
             needed = pipeline.needed(work)
             if needed is None or ends.get(needed, now + 1) <= now:

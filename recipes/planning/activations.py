@@ -10,7 +10,7 @@ from functools import cached_property, lru_cache
 from models.config import ModelConfig
 from recipes.planning.footprint import Footprint
 from recipes.planning.job import Job, Spread
-from recipes.planning.stages import blocks_of_stages, last_stage, tokens_per_micro_batch
+from recipes.planning.stages import blocks_of_stages, tokens_per_micro_batch
 
 
 @dataclass(frozen=True)
@@ -88,8 +88,6 @@ def held_activations(job: Job, stage: int, moment: InFlight) -> float:
         each = split_bytes(job.model, spread, footprint)
         left = sum(n * micro for n, micro in zip(blocks, moment.left, strict=True))
         held += each * (left - moment.ends)
-        if stage == last_stage(spread):
-            held += moment.left[-1] * head_split_bytes(job)
     return held
 
 
@@ -155,14 +153,6 @@ def split_bytes(model: ModelConfig, spread: Spread, footprint: Footprint) -> flo
     inputs = 2 * h / spread.sequence_ranks + (model.query_size + f) / t
     gradients = (model.query_size + 2 * model.key_value_size + model.gate_and_up_size) / t + 2 * h
     return footprint.weight * tokens_per_micro_batch(model, spread) * (inputs + gradients)
-
-
-def head_split_bytes(job: Job) -> float:
-    """The same of the output matrix: its input, and the gradient of the logits."""
-    spread, model = job.spread, job.model
-    columns = model.padded_vocab_size(spread.tensor) / spread.tensor
-    row = model.hidden_size / spread.sequence_ranks + columns
-    return job.footprint.weight * tokens_per_micro_batch(model, spread) * row
 
 
 def border_bytes(job: Job, stage: int) -> float:

@@ -273,6 +273,5 @@ def end_passes(job: Job) -> tuple[Directions, Directions]:
     head = Directions(
         Spent((logits + loss) / era),
         Spent((backward + weight + loss) / era, reduced),
-        Spent(weight / era),
     )
     return embedding, head

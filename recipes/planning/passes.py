@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+from models.pipeline.balance import pass_proportions
 from models.pipeline.order import BACKWARD, FORWARD, WEIGHT, Kind, Pass, Pipeline
 from models.pipeline.simulation import Timeline, simulate
 from recipes.planning.job import Job
@@ -20,6 +21,7 @@ def pipeline_of(job: Job) -> Pipeline:
         chunks=spread.chunks,
         micro_batches=job.micro_batches,
         schedule=spread.schedule,
+        proportions=pass_proportions(job.model, spread.recompute),
     )
 
 

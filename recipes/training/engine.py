@@ -29,6 +29,7 @@ from models.layer_specs import (
     loss_function,
 )
 from models.parallel.collectives import TensorAxis
+from models.pipeline.balance import pass_proportions
 from models.pipeline.channels import Boundary
 from models.pipeline.engine import ScheduledEngine, scheduled_engines
 from models.pipeline.order import Pipeline
@@ -354,6 +355,7 @@ def pipeline_of(recipe: Recipe, topology: Topology) -> Pipeline:
         chunks=recipe.layout.chunks,
         micro_batches=recipe.micro_batches(topology.data),
         schedule=recipe.layout.schedule,
+        proportions=pass_proportions(recipe.model, recipe.layout.recompute),
     )
 
 
