@@ -8,11 +8,11 @@ The same objects drive the engine (`engine.py`), the simulator (`simulation.py`)
 | interleaved | v, always the same way | whole    | (m + (p - 1) / v) (F + B + W)       |
 | zb-h1       | 1                      | split    | m (F + B + W) + (p - 1) (F + B - W) |
 | zb-v        | 2, there and back      | split    | m (F + B + W) + (p - 1) F / 2       |
-| dualpipev   | 2, there and back      | whole    | at most (m + p - 1) (F + B + W) - p F / 2 |
+| dualpipev   | 2, there and back      | whole    | m (F + B + W) + (p - 1) (B + W) - F / 2 |
 
 p stages, v chunks of a stage, m >= p micro-batches; F forward pass, B backward pass for the input
-and W for the weights, of a micro-batch through all chunks of a stage; for zb-v equally long. A
-position is a chunk's place in the model, from 0 to p v - 1.
+and W for the weights, of a micro-batch through all chunks of a stage; for zb-v equally long, and
+otherwise it is somewhat longer. A position is a chunk's place in the model, from 0 to p v - 1.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence

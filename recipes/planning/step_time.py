@@ -2,8 +2,12 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from math import log2
 
+from models.pipeline.balance import UNITS, pass_proportions
+from models.pipeline.order import Kind, Pipeline
+from models.pipeline.simulation import pipeline_seconds, simulate
 from recipes.planning.block_time import Directions, block_job, block_passes, end_passes
 from recipes.planning.job import Job
 from recipes.planning.kernels import BYTES, memory_seconds
@@ -20,6 +24,9 @@ from recipes.planning.stages import (
 # written (24), fp32 gradient read by the norm, read, scaled and written, and read by the update
 # (16), 16-bit weight written (2).
 OPTIMIZER_BYTES = 42
+SIMULATED_STAGES, SIMULATED_ROUNDS = 4, 2  # at most; a round is a micro-batch for each stage
+
+Lengths = tuple[int, ...]  # of a forward, a backward and a weights' pass
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,9 +89,8 @@ def waiting_for_stages(job: Job, stages: Sequence[Directions]) -> float:
     Before its first and after its last micro-batch it waits for every other stage once or,
     interleaved, for a chunk of each (Narayanan et al. 2021, arXiv 2104.04473, section 2.2).
     ZB-H1 fills a part of that with the weights' passes (Qi et al. 2023, arXiv 2401.10241, table 2),
-    as many as there are. ZB-V leaves half a forward pass of each stage; its order is one for passes
-    of one length, and where the backward one for the input is longer, all wait for three of these
-    (two stages half of it).
+    as many as there are. ZB-V leaves half a forward pass of each stage where all passes are equally
+    long, and otherwise what a simulation says.
     DualPipeV in DeepSpeed's order, with the gradients of weights and inputs together, waits for the
     backward pass of each stage. `order.py` has the orders, and the tests compare with simulations.
     """
@@ -92,7 +98,6 @@ def waiting_for_stages(job: Job, stages: Sequence[Directions]) -> float:
     schedule = job.spread.schedule
     slowest = max(stages, key=lambda each: each.total)
     others = sum(each.total for each in stages) - slowest.total
-    forward = sum(each.forward.total for each in stages)
     if schedule == "dualpipev":
         backward = sum(each.backward.total for each in stages) - slowest.backward.total
         return max(0.0, backward - slowest.forward.total / 2)
@@ -101,12 +106,41 @@ def waiting_for_stages(job: Job, stages: Sequence[Directions]) -> float:
         missing = max(0, p - m) * slowest.weights.total
         return others - 2 * weights + missing
     if schedule == "zb-v":
-        longest = max(each.backward.total - each.weights.total for each in stages)
-        pace = max(0.0, 3 * longest - slowest.total) * min(1, (p - 1) / 2)
-        return m * pace + (forward - slowest.forward.total) / 2
+        return zero_bubble_v_wait(job, slowest)
     if m < p:  # each chunk waits for the last stage's
         return others * (p - m + (m - 1) / v) / (p - 1)
     return others / v
+
+
+def zero_bubble_v_wait(job: Job, stage: Directions) -> float:
+    """What a stage waits in a ZB-V step, if all stages take as long as this one.
+
+    Simulated for few stages, since it grows with p - 1, and few micro-batches, since it stays.
+    """
+    p, m = min(job.spread.pipeline, SIMULATED_STAGES), job.micro_batches
+    spent = (stage.forward.total, stage.backward.total - stage.weights.total, stage.weights.total)
+    lengths = tuple(round(UNITS * each / stage.total) for each in spent)
+    proportions = pass_proportions(job.model, job.spread.recompute)
+    waited = simulated_wait(p, min(m, SIMULATED_ROUNDS * p), proportions, lengths)
+    return max(0.0, waited) / sum(lengths) * stage.total * (job.spread.pipeline - 1) / (p - 1)
+
+
+@lru_cache(maxsize=4096)
+def simulated_wait(
+    stages: int, micro_batches: int, proportions: Lengths, lengths: Lengths
+) -> float:
+    """A ZB-V step's length beyond the passes of a stage, in the unit of `lengths`.
+
+    proportions: of forward, backward and weights' passes, for the order
+    lengths: of these, as they are
+    """
+    pipeline = Pipeline(
+        stages=stages, micro_batches=micro_batches, chunks=2, schedule="zb-v",
+        proportions=proportions,
+    )  # fmt: skip
+    takes = {kind: length / 2 for kind, length in zip(Kind, lengths, strict=True)}
+    timeline = simulate(pipeline, lambda work: takes[work.kind])
+    return pipeline_seconds(timeline) - micro_batches * sum(lengths)
 
 
 def stage_passes(job: Job) -> list[Directions]:

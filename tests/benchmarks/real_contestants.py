@@ -91,11 +91,13 @@ class Turn(NamedTuple):
     loss: where it is known
     events: of our engine
     parts: seconds of all passes and of the optimizer, where one process does everything
+    computed: when all gradients were there
     """
 
     loss: float | None = None
     events: Sequence[Event] = ()
     parts: tuple[float, float] | None = None
+    computed: float | None = None
 
 
 Contestant = Callable[[Tensor, Tensor], Turn]  # tokens and labels, [b, s] of all micro-batches
@@ -193,7 +195,8 @@ def build_ours(recipe: Recipe, setting: Setting) -> Contestant:
         parts = tokens.chunk(setting.micro_batches), labels.chunk(setting.micro_batches)
         micro_batches = [MicroBatch(*part, Context()) for part in zip(*parts, strict=True)]
         result = engine.train_step(micro_batches, recipe.optimizer.learning_rate)
-        return Turn(loss=result.loss, events=recording.events)
+        (update,) = [each for each in recording.events if each.instruction == "OptimizerStep"]
+        return Turn(loss=result.loss, events=recording.events, computed=update.start)
 
     return step
 
@@ -250,11 +253,13 @@ def build_torch(recipe: Recipe, setting: Setting) -> Contestant:
             run(tokens)
         else:
             run(target=labels, losses=losses)
+        computed = time.perf_counter()
         squared = get_total_norm([each.grad for each in mine.parameters()]) ** 2
         dist.all_reduce(squared)
         clip_grads_with_norm_(mine.parameters(), recipe.optimizer.gradient_clipping, squared.sqrt())
         optimizer.step()
         optimizer.zero_grad()
-        return Turn(loss=float(torch.stack(losses).mean()) if losses else None)
+        loss = float(torch.stack(losses).mean()) if losses else None
+        return Turn(loss=loss, computed=computed)
 
     return step
