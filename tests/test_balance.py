@@ -35,7 +35,7 @@ def test_no_other_dealing_has_a_faster_slowest_stage(
     found = imbalance(dealt, schedule=schedule, stages=stages, head=head)
     last, _ = place(schedule, stages, stages * chunks - 1)
     fastest = min(
-        max(*(n + head * (stage == last) for stage, n in enumerate(blocks)), 0)
+        max(n + head * (stage == last) for stage, n in enumerate(blocks))
         for blocks in product(range(chunks, layers + 1), repeat=stages)
         if sum(blocks) == layers
     )

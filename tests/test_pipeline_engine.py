@@ -12,6 +12,7 @@ import pytest
 from models.pipeline.engine import ScheduledEngine
 from models.pipeline.instructions import COMPUTE
 from models.pipeline.order import most_in_flight
+from recipes.proving.layouts import SCHEDULES
 from recipes.proving.trial import start, train_step
 from recipes.training.recipe import parse_recipe
 from recipes.training.run_folder import RunFolder
@@ -20,14 +21,6 @@ from tests.conftest import changed, small_recipe
 from tests.ranks import join_world, run_ranks
 
 STAGES, MICRO_BATCHES = 4, 8
-SCHEDULES: dict[str, dict[str, Any]] = {
-    "1f1b": {"schedule": "1f1b"},
-    "interleaved x 2": {"schedule": "interleaved"},
-    "interleaved x 3": {"schedule": "interleaved", "chunks": 3},
-    "zb-h1": {"schedule": "zb-h1"},
-    "zb-v": {"schedule": "zb-v"},
-    "dualpipev": {"schedule": "dualpipev"},
-}
 
 
 def watch_what_is_held(engine: ScheduledEngine) -> list[int]:
@@ -36,7 +29,7 @@ def watch_what_is_held(engine: ScheduledEngine) -> list[int]:
 
     def run(original, engine, **arguments) -> None:
         original(engine, **arguments)
-        held.append(len(engine.in_flight) + len(engine.left))
+        held.append(len(engine.in_flight) + len(engine.deferred))
 
     engine._INSTRUCTION_MAP = {
         kind: partial(run, each) if kind in COMPUTE.values() else each
@@ -109,6 +102,8 @@ def test_as_much_is_in_flight_as_the_order_says(
 def test_the_measured_timeline_has_every_pass_of_every_rank(
     name: str, found: list[dict[str, dict[str, Any]]], runs: Path
 ) -> None:
+    assert (runs / name / "timeline.svg").read_text().count("<path") > 2 * len(found)
+    assert not (runs / name / "events.jsonl").exists()  # no warning
     events = json.loads((runs / name / "timeline.json").read_text())["traceEvents"]
     ranks = {e["pid"]: e["args"]["name"] for e in events if e["ph"] == "M"}
     assert ranks == {rank: f"rank {rank}: pipeline {rank}, data 0, tensor 0" for rank in range(4)}

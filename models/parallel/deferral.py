@@ -12,19 +12,19 @@ WeightGradient = Callable[[], Tensor]
 
 
 class Deferral:
-    """What is left to do for the weights of the linears that share it, in the order it came."""
+    """What is put off for the weights of the linears that share it, in the order it came."""
 
     def __init__(self) -> None:
-        self.left: list[tuple[nn.Parameter, WeightGradient]] = []
+        self.deferred: list[tuple[nn.Parameter, WeightGradient]] = []
 
     def put(self, weight: nn.Parameter, gradient: WeightGradient) -> None:
-        """Leave a weight's gradient for later; it holds what it is computed from."""
-        self.left.append((weight, gradient))
+        """Put a weight's gradient off; it holds what it is computed from."""
+        self.deferred.append((weight, gradient))
 
     def take(self) -> list[tuple[nn.Parameter, WeightGradient]]:
-        """All that is left, which is then the caller's."""
-        left, self.left = self.left, []
-        return left
+        """All that was put off, which is then the caller's."""
+        deferred, self.deferred = self.deferred, []
+        return deferred
 
 
 class Deferring(nn.Module):

@@ -1,11 +1,13 @@
 """Activations and gradients between the stages of a pipeline; nobody waits while they travel.
 
-NCCL knows no tags and runs what two ranks exchange over one communicator in one order, so each
-direction has communicators of its own for activations and for gradients. What goes over one of
-them arrives in the order in which it is wanted; the orders of `order.py` see to that.
+NCCL knows no tags, and torch runs what a rank sends and receives over one communicator one after
+the other: a receive that is posted ahead would hold up a send. So each pair of stages has one of
+its own for each direction, for activations and for gradients. What goes over it arrives in the
+order in which it is wanted; the orders of `order.py` see to that.
 """
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 import torch.distributed as dist
@@ -13,7 +15,7 @@ from deepspeed.runtime.pipe.topology import PipelineParallelGrid
 from torch import Tensor
 
 from models.parallel.collectives import TensorAxis, all_gather
-from models.pipeline.order import FORWARD, Pass, Pipeline
+from models.pipeline.order import BACKWARD, FORWARD, Kind, Pass, Pipeline
 
 
 @dataclass(frozen=True)
@@ -37,9 +39,19 @@ class Boundary:
         return self.axis.size > 1 and not self.axis.sequence_parallel
 
 
-def wait_for(work: dist.Work) -> None:
+Route = tuple[Kind, int, int]  # what goes from which stage to which
+
+
+def routes(pipeline: Pipeline) -> list[Route]:
+    """All that stages send each other; the same list on every rank."""
+    stages = [pipeline.place(position)[0] for position in range(pipeline.positions)]
+    pairs = sorted({(a, b) for a, b in pairwise(stages) if a != b})
+    return [(FORWARD, a, b) for a, b in pairs] + [(BACKWARD, b, a) for a, b in pairs]
+
+
+def wait_for(transfer: dist.Work) -> None:
     """Wait for what was begun; `recipes/training/hang.py` knows a waiting rank by this function."""
-    work.wait()
+    transfer.wait()
 
 
 class Channels:
@@ -57,19 +69,18 @@ class Channels:
         self.groups = self._groups(grid)
         self.expected: dict[Pass, tuple[Tensor, dist.Work]] = {}
         self.leaving: list[tuple[Pass, Tensor, dist.Work]] = []  # by the pass that waits for it
-        self.places = {work: place for order in pipeline.orders for place, work in enumerate(order)}
+        self.turns = {work: turn for order in pipeline.orders for turn, work in enumerate(order)}
 
-    def _groups(self, grid: PipelineParallelGrid) -> dict[tuple[bool, bool], dist.ProcessGroup]:
-        """(activations, to a later rank) to the group that carries them; made by all ranks."""
-        kinds = [(forward, later) for forward in (True, False) for later in (True, False)]
+    def _groups(self, grid: PipelineParallelGrid) -> dict[Route, dist.ProcessGroup]:
+        """The group of each route, of all ranks of its two stages; every rank makes all of them."""
+        all_routes = routes(self.pipeline)
         if dist.get_backend() != "nccl":  # others go by the tag
-            return dict.fromkeys(kinds, grid.get_pipe_parallel_group())
-        groups = {}
-        for ranks in grid.pipe_groups:
-            made = {kind: dist.new_group(ranks) for kind in kinds}
-            if ranks == self.ranks:
-                groups = made
-        return groups
+            return dict.fromkeys(all_routes, grid.get_pipe_parallel_group())
+        ranks = [grid.topology().filter_match(pipe=stage) for stage in range(self.pipeline.stages)]
+        return {
+            (kind, sender, receiver): dist.new_group(sorted(ranks[sender] + ranks[receiver]))
+            for kind, sender, receiver in all_routes
+        }
 
     def expect(self, work: Pass) -> None:
         """Start to receive what a pass of this stage starts with."""
@@ -81,7 +92,7 @@ class Channels:
         receiving = dist.irecv(
             buffer,
             src=self.ranks[sender],
-            group=self._group(work, sender, work.stage),
+            group=self.groups[work.kind, sender, work.stage],
             tag=self._tag(work),
         )
         self.expected[work] = buffer, receiving
@@ -104,13 +115,13 @@ class Channels:
         sending = dist.isend(
             part,
             dst=self.ranks[receiver.stage],
-            group=self._group(work, work.stage, receiver.stage),
+            group=self.groups[work.kind, work.stage, receiver.stage],
             tag=self._tag(receiver),
         )
         self._let_go(None)
         self.leaving.append((receiver, part, sending))
 
-    def finish(self) -> None:
+    def wait_for_sends(self) -> None:
         """Wait until all has left."""
         assert not self.expected
         for _, _, sending in self.leaving:
@@ -124,19 +135,16 @@ class Channels:
 
         heard: the pass whose result has come, if one has
         """
-        left = []
+        still_leaving = []
         for receiver, part, sending in self.leaving:
             same_stage = heard is not None and receiver.stage == heard.stage
-            if same_stage and self.places[receiver] <= self.places[heard]:
+            if same_stage and self.turns[receiver] <= self.turns[heard]:
                 sending.wait()
             elif not sending.is_completed():
-                left.append((receiver, part, sending))
-        self.leaving = left
-
-    def _group(self, work: Pass, sender: int, receiver: int) -> dist.ProcessGroup:
-        return self.groups[work.kind == FORWARD, receiver > sender]
+                still_leaving.append((receiver, part, sending))
+        self.leaving = still_leaving
 
     def _tag(self, receiver: Pass) -> int:
-        place = self.pipeline.position(receiver.stage, receiver.chunk)
-        number = place * self.pipeline.micro_batches + receiver.micro_batch
+        position = self.pipeline.position(receiver.stage, receiver.chunk)
+        number = position * self.pipeline.micro_batches + receiver.micro_batch
         return 2 * number + (receiver.kind == FORWARD)

@@ -58,7 +58,7 @@ class ScheduledEngine(PipelineEngine):
 
     def _begin_step(self) -> None:
         self.in_flight: dict[tuple[int, int], InFlight] = {}
-        self.left: dict[tuple[int, int], list] = {}  # for the weights' passes
+        self.deferred: dict[tuple[int, int], list] = {}  # for the weights' passes
         self.handed_on: dict[Pass, Tensor] = {}  # from one chunk of this stage to another
         self.labels: dict[int, Tensor] = {}
         self.tokens: dict[int, Tensor] = {}
@@ -89,7 +89,7 @@ class ScheduledEngine(PipelineEngine):
         for step in pipe_schedule.steps():
             for instruction in step:
                 self._INSTRUCTION_MAP[type(instruction)](self, **instruction.kwargs)
-        assert not (self.in_flight or self.left or self.handed_on)
+        assert not (self.in_flight or self.deferred or self.handed_on)
 
     def _pass(self, kind: Kind, buffer_id: int, chunk: int) -> Pass:
         return Pass(kind, self.stage_id, chunk, buffer_id)
@@ -105,14 +105,17 @@ class ScheduledEngine(PipelineEngine):
         if self.is_last_stage():
             self.labels[buffer_id] = labels.to(self.device, non_blocking=True)
 
-    def _exec_expect(self, kind: Kind, buffer_id: int, chunk: int) -> None:
+    def _exec_receive(self, kind: Kind, buffer_id: int, chunk: int) -> None:
         self.channels.expect(self._pass(kind, buffer_id, chunk))
 
-    def _exec_commit_p2p(self, work: Pass | None = None) -> None:
+    def _exec_commit_p2p(
+        self, kind: Kind | None = None, buffer_id: int = 0, chunk: int = 0
+    ) -> None:
         """Wait for what a pass starts with; without one, until all has left."""
-        if work is None:
-            self.channels.finish()
+        if kind is None:
+            self.channels.wait_for_sends()
         else:
+            work = self._pass(kind, buffer_id, chunk)
             self.handed_on[work] = self.channels.receive(work)
 
     def _exec_forward_pass(self, buffer_id: int, chunk: int) -> None:
@@ -149,11 +152,14 @@ class ScheduledEngine(PipelineEngine):
         if self.pipeline.receiver(work) is not None:
             self._hand_on(work, passing.x.grad)
         if self.pipeline.splits:
-            self.left[chunk, buffer_id] = self.deferral.take()
+            self.deferred[chunk, buffer_id] = self.deferral.take()
 
     @torch.no_grad()  # or what a gradient is computed from would stay with it
     def _exec_weight_pass(self, buffer_id: int, chunk: int) -> None:
-        for weight, gradient in self.left.pop((chunk, buffer_id)):
+        deferred = self.deferred.pop((chunk, buffer_id))
+        deferred.reverse()
+        while deferred:  # what one was computed from goes before the next
+            weight, gradient = deferred.pop()
             self.gradients.add(weight, gradient())
 
     def _hand_on(self, work: Pass, result: Tensor) -> None:
@@ -174,8 +180,8 @@ class ScheduledEngine(PipelineEngine):
 
     _INSTRUCTION_MAP: ClassVar[dict] = {
         schedule.LoadMicroBatch: _exec_load_micro_batch,
-        schedule.RecvActivation: partial(_exec_expect, kind=FORWARD),
-        schedule.RecvGrad: partial(_exec_expect, kind=BACKWARD),
+        schedule.RecvActivation: partial(_exec_receive, kind=FORWARD),
+        schedule.RecvGrad: partial(_exec_receive, kind=BACKWARD),
         schedule.CommitP2P: _exec_commit_p2p,
         schedule.ForwardPass: _exec_forward_pass,
         schedule.BackwardPass: _exec_backward_pass,
@@ -189,7 +195,10 @@ class ScheduledEngine(PipelineEngine):
 
 @contextmanager
 def scheduled_engines(boundary: Boundary) -> Iterator[None]:
-    """Within it, `deepspeed.initialize` makes ScheduledEngines of pipelines."""
+    """Within it, `deepspeed.initialize` makes ScheduledEngines of pipelines.
+
+    It takes the engine's class from its own module and no argument says which.
+    """
     engine = partial(ScheduledEngine, boundary=boundary)
     with mock.patch.object(deepspeed, "PipelineEngine", engine):
         yield

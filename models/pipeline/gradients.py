@@ -54,12 +54,12 @@ class Float32Gradients(Gradients):
 
     def __init__(self, engine: PipelineEngine):
         super().__init__(engine)
-        self.places = {
-            parameter: (number, place)
+        self.slots = {
+            parameter: (number, slot)
             for number, group in enumerate(self.optimizer.bf16_groups)
-            for place, parameter in enumerate(group)
+            for slot, parameter in enumerate(group)
         }
-        for parameter in self.places:
+        for parameter in self.slots:
             parameter.register_post_accumulate_grad_hook(self._take)
         self.group = engine.grid.get_data_parallel_group()
         config = engine._config
@@ -75,11 +75,11 @@ class Float32Gradients(Gradients):
     @torch.no_grad()
     def add(self, parameter: nn.Parameter, gradient: Tensor) -> None:
         """Add a gradient that autograd has not accumulated."""
-        number, place = self.places[parameter]
-        total = self.optimizer.fp32_groups_gradients[number][place]
+        number, slot = self.slots[parameter]
+        total = self.optimizer.fp32_groups_gradients[number][slot]
         total.add_(gradient.view(total.shape))
         parameter._hp_grad = total
-        self.optimizer.fp32_groups_has_gradients[number][place] = True
+        self.optimizer.fp32_groups_has_gradients[number][slot] = True
 
     def of(self, parameter: nn.Parameter) -> Tensor:
         """What was accumulated."""
@@ -92,7 +92,7 @@ class Float32Gradients(Gradients):
         new = [each for each in parameters if each not in self.begun]
         self.begun.update(new)
         for number, flat in enumerate(self.optimizer.fp32_groups_gradients_flat):
-            held = [self.of(each) for each in new if self.places[each][0] == number]
+            held = [self.of(each) for each in new if self.slots[each][0] == number]
             for start, stop in runs(held):
                 part = flat[start:stop]
                 sent = part.to(self.engine.communication_data_type)  # itself if it is in fp32
@@ -103,7 +103,7 @@ class Float32Gradients(Gradients):
         """All gradients are there: average them over the data ranks, add up tied ones."""
         if self.scales_before:  # as DeepSpeed does
             self.engine._bf16_reduce_grads()
-        self.begin(self.places)
+        self.begin(self.slots)
         for part, sent, running in self.running:
             wait_for(running)
             torch.div(sent, dist.get_world_size(self.group), out=part)

@@ -38,9 +38,10 @@ class PassSchedule(PipeSchedule):
     """What a stage does in a step, as DeepSpeed's engines read it.
 
     RecvActivation and RecvGrad start to receive, one message before it is needed, and CommitP2P
-    waits for it; sends start and are not waited for. A chunk's gradients are reduced over the data
-    axis as soon as its last backward pass is over; ReduceGrads without a chunk ends what was begun,
-    tied weights included. What DeepSpeed calls a buffer is a micro-batch here.
+    waits for it; sends start and are not waited for. ReduceGrads of a chunk comes as soon as its
+    last backward pass is over, and the reduction over the data ranks may begin (`gradients.py`);
+    without a chunk it ends what was begun, tied weights included. What DeepSpeed calls a buffer is
+    a micro-batch here.
     """
 
     def __init__(self, pipeline: Pipeline, stage: int, *, training: bool):
@@ -72,14 +73,14 @@ class PassSchedule(PipeSchedule):
             yield [ReduceGrads(), OptimizerStep()]
 
     def _run(self, work: Pass, is_received: bool) -> Iterator[PipeInstruction]:
-        place = {"buffer_id": work.micro_batch, "chunk": work.chunk}
+        arguments = {"buffer_id": work.micro_batch, "chunk": work.chunk}
         if work.kind == FORWARD and self._reads_data(work):
-            yield LoadMicroBatch(**place)
+            yield LoadMicroBatch(**arguments)
         if is_received:
-            yield CommitP2P(work=work)
-        yield COMPUTE[work.kind](**place)
+            yield CommitP2P(kind=work.kind, **arguments)
+        yield COMPUTE[work.kind](**arguments)
         if self._is_remote(self.pipeline.receiver(work)):
-            yield SEND[work.kind](**place)
+            yield SEND[work.kind](**arguments)
 
     def _receive(self, work: Pass | None) -> Iterator[list[PipeInstruction]]:
         if work is not None:
@@ -90,8 +91,8 @@ class PassSchedule(PipeSchedule):
 
     def _reads_data(self, work: Pass) -> bool:
         """Whether a pass is its stage's first that needs tokens or labels."""
-        place = self.pipeline.position(work.stage, work.chunk)
-        if place == 0:
+        position = self.pipeline.position(work.stage, work.chunk)
+        if position == 0:
             return True
         first_stage, _ = self.pipeline.place(0)
-        return place == self.pipeline.positions - 1 and work.stage != first_stage
+        return position == self.pipeline.positions - 1 and work.stage != first_stage

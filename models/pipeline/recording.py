@@ -1,7 +1,7 @@
 """When a pipeline's engine ran which instruction."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -9,16 +9,23 @@ import torch
 from deepspeed.runtime.pipe.schedule import PipeInstruction
 
 from models.pipeline.engine import ScheduledEngine
+from models.pipeline.instructions import COMPUTE
+from models.pipeline.order import Kind, Pass
+from models.pipeline.simulation import TimedPass
+
+KINDS = {instruction: kind for kind, instruction in COMPUTE.items()}
 
 
 class Event(NamedTuple):
     """An instruction, what it was for, and when it ran.
 
     start, end: seconds on this host's clock since an unknown time, the same for all its processes;
-        on a GPU the host waits for the device after each instruction while it is recorded
+        on a GPU the host waits after each instruction for what the device computes
+    kind: of a pass that is computed
     """
 
     instruction: str
+    kind: Kind | None
     chunk: int | None
     micro_batch: int | None
     start: float
@@ -33,7 +40,7 @@ class Recording:
         self.events: list[Event] = []
         self.instructions = engine._INSTRUCTION_MAP
         engine._INSTRUCTION_MAP = {
-            kind: partial(self._run, kind, run) for kind, run in self.instructions.items()
+            each: partial(self._run, each, run) for each, run in self.instructions.items()
         }
 
     def clear(self) -> None:
@@ -46,19 +53,28 @@ class Recording:
 
     def _run(
         self,
-        kind: type[PipeInstruction],
+        instruction: type[PipeInstruction],
         run: Callable[..., None],
         engine: ScheduledEngine,
         **arguments: Any,
     ) -> None:
         start = self._now()
         run(engine, **arguments)
-        work = arguments.get("work")  # of CommitP2P
-        chunk = work.chunk if work else arguments.get("chunk")
-        micro_batch = work.micro_batch if work else arguments.get("buffer_id")
-        self.events.append(Event(kind.__name__, chunk, micro_batch, start, self._now()))
+        of_pass = arguments.get("chunk"), arguments.get("buffer_id")
+        event = Event(instruction.__name__, KINDS.get(instruction), *of_pass, start, self._now())
+        self.events.append(event)
 
     def _now(self) -> float:
         if self.engine.device.type == "cuda":
-            torch.cuda.synchronize()
+            # Not the device: a receive that was posted ahead may wait for what comes after this.
+            torch.cuda.current_stream(self.engine.device).synchronize()
         return time.perf_counter()
+
+
+def passes_of(events: Iterable[Event], stage: int) -> list[TimedPass]:
+    """The passes among a stage's events."""
+    return [
+        TimedPass(Pass(each.kind, stage, each.chunk, each.micro_batch), each.start, each.end)
+        for each in events
+        if each.kind is not None
+    ]

@@ -1,9 +1,11 @@
 """When each pass of a pipeline runs. Arithmetic only."""
 
 from collections.abc import Callable, Sequence
+from itertools import chain
+from statistics import median
 from typing import NamedTuple
 
-from models.pipeline.order import Order, Pass, Pipeline
+from models.pipeline.order import Kind, Order, Pass, Pipeline
 
 
 class TimedPass(NamedTuple):
@@ -73,3 +75,13 @@ def idle_share(timeline: Timeline) -> float:
     """The share of all stages' time in which they wait: the bubble and the transfers."""
     busy = sum(timed.end - timed.start for stage in timeline for timed in stage)
     return 1 - busy / (len(timeline) * pipeline_seconds(timeline))
+
+
+def typical_seconds(timeline: Timeline) -> Callable[[Pass], float]:
+    """The median of what each stage's, chunk's and kind's passes took."""
+    spans: dict[tuple[Kind, int, int], list[float]] = {}
+    for timed in chain.from_iterable(timeline):
+        work = timed.work
+        spans.setdefault((work.kind, work.stage, work.chunk), []).append(timed.end - timed.start)
+    medians = {key: median(found) for key, found in spans.items()}
+    return lambda work: medians[work.kind, work.stage, work.chunk]

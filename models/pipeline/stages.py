@@ -36,13 +36,14 @@ class Stage(PipelineModule):
         self.parts = [0, *accumulate(layers_of_positions)]
         super().__init__(*arguments, **settings)
         self.recompute_interval = recompute_interval
-        self.expect([])
+        self.take_contexts([])
 
     def _partition_layers(self, method: str = "") -> None:
         """Which layers are whose has been decided; DeepSpeed's name for the hook."""
         assert self.parts[-1] == self._num_layers
-        places = [self.pipeline.position(self.stage_id, n) for n in range(self.pipeline.chunks)]
-        self.bounds = [(self.parts[place], self.parts[place + 1]) for place in places]
+        chunks = range(self.pipeline.chunks)
+        positions = [self.pipeline.position(self.stage_id, chunk) for chunk in chunks]
+        self.bounds = [(self.parts[n], self.parts[n + 1]) for n in positions]
         self._set_bounds(*self.bounds[0])
 
     def _build(self) -> None:
@@ -67,19 +68,19 @@ class Stage(PipelineModule):
             if number.isdecimal() and start <= int(number) < stop:
                 yield from layer.parameters()
 
-    def expect(self, contexts: Sequence[Context]) -> None:
+    def take_contexts(self, contexts: Sequence[Context]) -> None:
         """The contexts of the micro-batches that are about to come through, in this order."""
-        self.contexts_left = [iter(contexts) for _ in range(self.pipeline.chunks)]
+        self.contexts = [iter(contexts) for _ in range(self.pipeline.chunks)]
 
-    def expect_no_more(self) -> None:
+    def check_contexts_taken(self) -> None:
         """Check that every micro-batch has come through every chunk."""
-        assert not any(list(left) for left in self.contexts_left)
+        assert not any(list(contexts) for contexts in self.contexts)
 
     def forward(self, x: Tensor, chunk: int) -> Tensor:
         """The next micro-batch through one of this rank's chunks."""
         return run_layers(
             self.layers_of_chunks[chunk],
             x,
-            context=next(self.contexts_left[chunk]),
+            context=next(self.contexts[chunk]),
             recompute_interval=self.recompute_interval,
         )

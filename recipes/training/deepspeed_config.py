@@ -63,8 +63,6 @@ def build_deepspeed_config(recipe: Recipe, topology: Topology) -> dict[str, Any]
         "gradient_accumulation_steps": recipe.micro_batches(topology.data),
         "gradient_clipping": recipe.optimizer.gradient_clipping,
         "steps_per_print": None,  # we print
-        # What goes from stage to stage is not DeepSpeed's business (`models/pipeline/channels.py`).
-        "pipeline": {"pipe_partitioned": False, "grad_partitioned": False},
     }
 
 

@@ -203,9 +203,9 @@ class PipelinedEngine(Engine):
 
         It hands tokens and labels to the ends of the pipeline; contexts every stage has itself.
         """
-        self.wrapped.module.expect([each.context for each in micro_batches])
+        self.wrapped.module.take_contexts([each.context for each in micro_batches])
         loss = schedule(iter([(each.tokens, each.labels) for each in micro_batches]))
-        self.wrapped.module.expect_no_more()
+        self.wrapped.module.check_contexts_taken()
         return loss
 
 

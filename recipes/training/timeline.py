@@ -7,27 +7,22 @@ the durations that were measured, and below as it was.
 
 import json
 import sys
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from statistics import median
 from time import perf_counter
 from typing import Any
 
 import torch.distributed as dist
 
-from models.pipeline.order import BACKWARD, FORWARD, WEIGHT, Pass, Pipeline
-from models.pipeline.recording import Event, Recording
-from models.pipeline.simulation import TimedPass, Timeline, simulate
+from models.pipeline.recording import Event, Recording, passes_of
+from models.pipeline.simulation import Timeline, simulate, typical_seconds
 from recipes.planning.picture import draw_comparison
 from recipes.training.engine import Engine, PipelinedEngine
 from recipes.training.recipe import Recipe
 from recipes.training.run_folder import RunFolder, write_whole
 from recipes.training.topology import Coordinates, Topology
 
-KINDS = {"ForwardPass": FORWARD, "BackwardPass": BACKWARD, "WeightPass": WEIGHT}
-
-Steps = list[list[Event]]  # the events of each recorded step
+Steps = dict[int, list[Event]]  # the events of each recorded step
 
 
 class TimelineRecorder:
@@ -38,7 +33,7 @@ class TimelineRecorder:
         first = recipe.tracking.timeline_step
         self.wanted = range(first, first + recipe.tracking.timeline_steps) if first else range(0)
         self.last = min(self.wanted[-1], recipe.training.steps) if first else 0
-        self.steps: Steps = []
+        self.steps: Steps = {}
         self.origin = 0.0
 
     @contextmanager
@@ -56,33 +51,31 @@ class TimelineRecorder:
             yield
         finally:
             recording.stop()
-        self.steps.append(
-            [
-                event._replace(start=event.start - self.origin, end=event.end - self.origin)
-                for event in recording.events
-            ]
-        )
+        self.steps[step] = [
+            event._replace(start=event.start - self.origin, end=event.end - self.origin)
+            for event in recording.events
+        ]
 
     def write_after(self, step: int) -> None:
         """Write the files, if this was the last of the steps; collective then."""
         if step != self.last or not self.steps:
             return
-        of_ranks = [[] for _ in range(dist.get_world_size())]
+        of_ranks: list[Steps] = [{} for _ in range(dist.get_world_size())]
         dist.all_gather_object(of_ranks, self.steps)
-        self.steps = []
+        self.steps = {}
         if dist.get_rank() == 0:
             self._write(of_ranks, step)
 
     def _write(self, of_ranks: Sequence[Steps], step: int) -> None:
-        trace = perfetto_trace(of_ranks, self.topology, first_step=self.wanted[0])
-        measured = measured_passes(of_ranks, self.topology)
+        trace = perfetto_trace(of_ranks, self.topology)
+        measured = measured_passes(of_ranks, self.topology, step)
         pipeline = self.engine.wrapped.pipeline
         picture = self.folder.path / "timeline.svg"
         try:
             write_whole(self.folder.path / "timeline.json", json.dumps(trace))
             draw_comparison(
                 pipeline,
-                predicted_passes(pipeline, measured),
+                simulate(pipeline, typical_seconds(measured)),
                 measured,
                 title=f"{self.engine.recipe.name}, step {step}",
                 file=picture,
@@ -92,9 +85,7 @@ class TimelineRecorder:
             print(f"warning: no timeline: {problem}", file=sys.stderr)
 
 
-def perfetto_trace(
-    of_ranks: Sequence[Steps], topology: Topology, *, first_step: int
-) -> dict[str, Any]:
+def perfetto_trace(of_ranks: Sequence[Steps], topology: Topology) -> dict[str, Any]:
     """Chrome's trace events: a process for each rank, times in microseconds."""
     events: list[dict[str, Any]] = []
     for rank, steps in enumerate(of_ranks):
@@ -102,14 +93,14 @@ def perfetto_trace(
         name = f"pipeline {place.pipeline}, data {place.data}, tensor {place.tensor}"
         named = {"name": f"rank {rank}: {name}"}
         events.append({"ph": "M", "name": "process_name", "pid": rank, "args": named})
-        for number, step in enumerate(steps, start=first_step):
-            for event in step:
-                about = {"chunk": event.chunk, "micro_batch": event.micro_batch, "step": number}
+        for step, events_of_step in steps.items():
+            for event in events_of_step:
+                about = {"chunk": event.chunk, "micro_batch": event.micro_batch, "step": step}
                 events.append(
                     {
                         "ph": "X",
                         "name": event.instruction,
-                        "cat": KINDS.get(event.instruction, "communication"),
+                        "cat": event.kind or "communication",
                         "pid": rank,
                         "tid": 0,
                         "ts": event.start * 1e6,
@@ -120,35 +111,14 @@ def perfetto_trace(
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 
-def measured_passes(of_ranks: Sequence[Steps], topology: Topology) -> Timeline:
-    """The passes of the last step on the first pipeline, from its first one on."""
+def measured_passes(of_ranks: Sequence[Steps], topology: Topology, step: int) -> Timeline:
+    """The passes of a step on the first pipeline, from its first one on."""
     stages = []
     for stage in range(topology.pipeline):
         rank = topology.rank(Coordinates(pipeline=stage, data=0, tensor=0))
-        stages.append(
-            [
-                TimedPass(
-                    Pass(KINDS[event.instruction], stage, event.chunk, event.micro_batch),
-                    event.start,
-                    event.end,
-                )
-                for event in of_ranks[rank][-1]
-                if event.instruction in KINDS
-            ]
-        )
-    start = min(stage[0].start for stage in stages)
+        stages.append(passes_of(of_ranks[rank][step], stage))
+    start = min(passes[0].start for passes in stages)
     return [
-        [timed._replace(start=timed.start - start, end=timed.end - start) for timed in stage]
-        for stage in stages
+        [timed._replace(start=timed.start - start, end=timed.end - start) for timed in passes]
+        for passes in stages
     ]
-
-
-def predicted_passes(pipeline: Pipeline, measured: Timeline) -> Timeline:
-    """What the simulator makes of the medians of each stage's, chunk's and kind's passes."""
-    durations = defaultdict(list)
-    for stage in measured:
-        for timed in stage:
-            work = timed.work
-            durations[work.kind, work.stage, work.chunk].append(timed.end - timed.start)
-    medians = {key: median(found) for key, found in durations.items()}
-    return simulate(pipeline, lambda work: medians[work.kind, work.stage, work.chunk])

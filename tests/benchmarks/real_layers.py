@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from models.pipeline.instructions import COMPUTE
-from models.pipeline.order import Pass, Pipeline
-from models.pipeline.simulation import pipeline_seconds, simulate
+from models.pipeline.order import Pipeline
+from models.pipeline.recording import passes_of
+from models.pipeline.simulation import pipeline_seconds, simulate, typical_seconds
 from tests.benchmarks.real_contestants import (
     ONE,
     OURS,
@@ -32,7 +32,6 @@ from tests.ranks import join_world, run_ranks
 
 SECONDS = 1200  # for all rounds
 TOLERANCE = 1e-4  # of losses
-COMPUTES = {kind.__name__: each for each, kind in COMPUTE.items()}
 
 
 class RankStep(NamedTuple):
@@ -116,21 +115,16 @@ def bound(setting: Setting, name: str, steps: Mapping[str, Steps]) -> float:
     pipeline = Pipeline(
         stages=STAGES, micro_batches=setting.micro_batches, chunks=chunks, schedule=schedule
     )
-    took: dict[tuple[int, int, str], list[float]] = {}  # of a stage's chunk and kind of pass
-    for ranks in steps[name]:
-        for stage, rank in enumerate(ranks):
-            for event in rank.turn.events:
-                kind = COMPUTES.get(event.instruction)
-                if kind is not None:
-                    took.setdefault((stage, event.chunk, kind), []).append(event.end - event.start)
-    typical = {place: median(each) for place, each in took.items()}
+    seconds = typical_seconds(
+        [
+            [timed for ranks in steps[name] for timed in passes_of(ranks[stage].turn.events, stage)]
+            for stage in range(STAGES)
+        ]
+    )
     passes, optimizer = min((ranks[0].turn.parts for ranks in steps[ONE]), key=sum)
-    scale = passes / (setting.micro_batches * sum(typical.values()))
-
-    def seconds(work: Pass) -> float:
-        return scale * typical[work.stage, work.chunk, work.kind]
-
-    return pipeline_seconds(simulate(pipeline, seconds)) + optimizer / STAGES
+    scale = passes / sum(seconds(work) for order in pipeline.orders for work in order)
+    timeline = simulate(pipeline, lambda work: scale * seconds(work))
+    return pipeline_seconds(timeline) + optimizer / STAGES
 
 
 def time_rank(setting: Setting) -> dict[str, list[RankStep]]:
