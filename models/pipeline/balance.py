@@ -38,7 +38,8 @@ def deal_blocks(
     """Blocks of each chunk, in the model's order, so that the slowest stage is as fast as can be.
 
     Each has one or more. One by one the others go to the stage that has least to do, and there to
-    the chunk that has; of equal ones to the last, which holds fewest micro-batches.
+    the chunk that has; of equal ones to the last, which in 1F1B holds fewest micro-batches. The
+    embedding counts nothing: it looks up and multiplies nothing.
 
     head: what the last chunk has to do beside its blocks, in blocks
     """

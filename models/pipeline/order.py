@@ -147,6 +147,11 @@ def _leads_back(schedule: str, chunk: int) -> bool:
     return SCHEDULES[schedule].folded and chunk % 2 == 1
 
 
+def schedule_name(schedule: str, chunks: int) -> str:
+    """With its chunks where they are chosen: "interleaved x 2"."""
+    return schedule if SCHEDULES[schedule].chunks else f"{schedule} x {chunks}"
+
+
 def least_micro_batches(schedule: str, stages: int) -> int:
     """Fewer the schedule cannot run."""
     return 2 * stages if schedule == "dualpipev" else 1

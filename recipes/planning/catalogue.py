@@ -4,9 +4,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from models.cost import parameter_count
+from models.pipeline.order import schedule_name
 from recipes.planning.job import Machine, Spread, job_of
 from recipes.planning.memory import GIB, fullest_stage
-from recipes.planning.report import rates, schedule_text
+from recipes.planning.report import rates
 from recipes.planning.step_time import step_time
 from recipes.training.recipe import REPOSITORY, Recipe, load_recipe, shipped_recipes
 
@@ -55,7 +56,7 @@ def layout(spread: Spread) -> str:
     extras = [
         *(["sequence parallel"] if spread.sequence_parallel else []),
         *([f"recompute {spread.recompute}"] if spread.recompute != "none" else []),
-        *([schedule_text(spread)] if spread.schedule != "1f1b" else []),
+        *([schedule_name(spread.schedule, spread.chunks)] if spread.schedule != "1f1b" else []),
         *([f"ZeRO-{spread.zero_stage}"] if spread.zero_stage != 1 else []),
     ]
     return ", ".join([f"{spread.tensor} x {spread.pipeline} x {spread.data}", *extras])

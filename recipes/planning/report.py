@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from models.cost import flops_per_token, parameter_count, recomputed_flops_per_token
-from models.pipeline.order import SCHEDULES
+from models.pipeline.order import SCHEDULES, schedule_name
 from recipes.planning.job import Job, Spread
 from recipes.planning.memory import GIB, StageMemory, host_bytes, stage_memory
 from recipes.planning.search import Found, Plan, deepspeed_json
@@ -86,16 +86,10 @@ def words(spread: Spread) -> str:
         recompute += f" by {spread.recompute_interval}"
     return (
         f"tensor {spread.tensor} x pipeline {spread.pipeline} x data {spread.data}, "
-        f"ZeRO-{spread.zero_stage}, {schedule_text(spread)}"
+        f"ZeRO-{spread.zero_stage}, {schedule_name(spread.schedule, spread.chunks)}"
         + (", sequence parallel" if spread.sequence_parallel else "")
         + f", recompute {recompute}, micro-batches of {spread.micro_sequences}"
     )
-
-
-def schedule_text(spread: Spread) -> str:
-    """A schedule, and its chunks where it leaves them open."""
-    several = SCHEDULES[spread.schedule].chunks is None
-    return f"{spread.schedule} in {spread.chunks}" if several else spread.schedule
 
 
 def plan_text(job: Job, steps: int) -> Iterator[str]:

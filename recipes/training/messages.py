@@ -38,7 +38,7 @@ def announce(
             recipe.blocks_of_positions,
             schedule=layout.schedule,
             stages=layout.pipeline,
-            head=recipe.head,
+            head=recipe.head_in_blocks,
         )
         print(f"  {layout.schedule_name}: {deal}", flush=True)
     if len(set(hosts)) > 1:

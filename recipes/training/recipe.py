@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from models.config import ModelConfig, nearest_divisors, nearest_multiples
 from models.pipeline.balance import deal_blocks, head_in_blocks
-from models.pipeline.order import SCHEDULES, least_micro_batches, place
+from models.pipeline.order import SCHEDULES, least_micro_batches, place, schedule_name
 from recipes.training.recipe_errors import explain, root_causes
 from recipes.training.topology import Topology, World
 
@@ -78,7 +78,7 @@ class Layout(Section):
     @property
     def schedule_name(self) -> str:
         """The schedule, with its chunks where they are chosen: "interleaved x 2"."""
-        return self.schedule if SCHEDULES[self.schedule].chunks else f"interleaved x {self.chunks}"
+        return schedule_name(self.schedule, self.chunks)
 
     @property
     def ends(self) -> set[int]:
@@ -292,8 +292,8 @@ class Recipe(Section):
         return self._dealt_by_cost
 
     @property
-    def head(self) -> float:
-        """What the logits cost, in blocks."""
+    def head_in_blocks(self) -> float:
+        """What the logits cost, as a multiple of a block."""
         return head_in_blocks(self.model, self.layout.recompute)
 
     @property
@@ -304,7 +304,7 @@ class Recipe(Section):
             schedule=layout.schedule,
             stages=layout.pipeline,
             chunks=layout.chunks,
-            head=self.head,
+            head=self.head_in_blocks,
         )
 
     @property
