@@ -38,15 +38,21 @@ from recipes.training.recipe import DEFAULT_RECIPE, Recipe, load_recipe
 from recipes.training.topology import Topology
 
 STAGES = 2
-ONE, TWO = "one process", "one process beside another"
+ONE = "one process"
 OURS = {  # name -> schedule, chunks
     "1f1b": ("1f1b", 1),
     "interleaved": ("interleaved", 2),
     "zb-h1": ("zb-h1", 1),
     "zb-v": ("zb-v", 2),
 }
-STOCK = {"DeepSpeed's 1f1b": ("1f1b", 1), "DeepSpeed's dualpipev": ("dualpipev", 2)}
-TORCH = {"torch's 1f1b": ("1f1b", 1), "torch's interleaved": ("interleaved", 2)}
+STOCK, STOCK_V = "DeepSpeed's 1f1b", "DeepSpeed's dualpipev"
+TORCH = {"1f1b": "torch's 1f1b", "interleaved": "torch's interleaved"}  # by our schedule
+RIVALS = {  # of our schedules: who takes turns with them
+    "1f1b": (STOCK, TORCH["1f1b"]),
+    "interleaved": (STOCK, TORCH["interleaved"]),
+    "zb-h1": (STOCK,),
+    "zb-v": (STOCK, STOCK_V),
+}
 
 
 @dataclass(frozen=True)
@@ -63,7 +69,7 @@ class Setting:
     sequence_length: int = 256
     micro_sequences: int = 2
     micro_batches: int = 8
-    rounds: int = 9
+    rounds: int = 7
 
     def recipe(self, schedule: str, chunks: int) -> Recipe:
         """With a schedule."""
@@ -103,18 +109,23 @@ class Turn(NamedTuple):
 Contestant = Callable[[Tensor, Tensor], Turn]  # tokens and labels, [b, s] of all micro-batches
 
 
-def build_all(setting: Setting) -> Iterator[tuple[str, Contestant]]:
-    """All contestants, by name, in the order of their turns."""
+def build_match(setting: Setting, ours: str) -> Iterator[tuple[str, Contestant]]:
+    """One process, one of our schedules and its rivals, in the order of their turns.
+
+    No more at a time: what all keep in memory slows each of them, and not alike.
+    """
     whole = setting.recipe("1f1b", 1)
     is_first = dist.get_rank() == 0
     yield ONE, Sequential(whole, setting).step if is_first else lambda tokens, labels: Turn()
-    yield TWO, Sequential(whole, setting).step
-    for name, kind in OURS.items():
-        yield name, build_ours(setting.recipe(*kind), setting)
-    for name, kind in STOCK.items():
-        yield name, build_stock(setting.recipe(*kind), setting)
-    for name, kind in TORCH.items():
-        yield name, build_torch(setting.recipe(*kind), setting)
+    recipe = setting.recipe(*OURS[ours])
+    yield ours, build_ours(recipe, setting)
+    for name in RIVALS[ours]:
+        if name == STOCK:
+            yield name, build_stock(whole, setting)
+        elif name == STOCK_V:
+            yield name, build_stock(setting.recipe("dualpipev", 2), setting)
+        else:
+            yield name, build_torch(recipe, setting)
 
 
 class PlainEmbedding(TokenEmbedding):

@@ -73,20 +73,22 @@ def print_sleeping(rows: dict[str, dict[str, float]], setting: Setting) -> None:
 
 
 def print_real(found: dict[str, Any]) -> None:
-    """A line for each contestant; the best of its rounds."""
+    """Our schedules and their rivals, a line for each; the best of their rounds."""
     print(f"real layers, {real_contestants.STAGES} stages")
-    print(f"{'':<28}{'s':>8}{'speed-up':>10}{'bound':>8}{'of bound':>10}")
-    for name, seconds in found["seconds"].items():
-        line = f"{name:<28}{seconds:8.3f}{found['speed_up'][name]:10.3f}"
-        if name in found["speed_up_bound"]:
-            line += (
-                f"{found['speed_up_bound'][name]:8.3f}{found['of_bound_by_schedule'][name]:10.3f}"
-            )
-        print(line)
+    print(f"{'':<24}{'s':>8}{'speed-up':>10}{'bound':>8}{'of bound':>10}{'over ours':>11}")
+    for name, match in found["matches"].items():
+        for each, seconds in match["seconds"].items():
+            line = f"{each:<24}{seconds:8.3f}{match['speed_up'][each]:10.3f}"
+            if each == name:
+                line += f"{match['speed_up_bound']:8.3f}{match['of_bound']:10.3f}"
+            elif each in match["over"]:
+                line += f"{match['over'][each]:29.3f}"
+            print(line)
+        print()
     print(
         f"{found['best']}: {found['of_bound']:.3f} of the bound, {found['over_stock']:.3f} times "
-        f"DeepSpeed's 1f1b; {found['over_torch_pipelining']:.3f} times torch's pipelining, best "
-        f"against best or the same schedules, whichever is least"
+        f"DeepSpeed's 1f1b; {found['over_torch_pipelining']:.3f} times torch's pipelining until "
+        f"the gradients are there, the lesser of both schedules"
     )
 
 
