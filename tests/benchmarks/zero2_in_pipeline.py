@@ -2,8 +2,8 @@
 
 Gradients would be shared by the data ranks while micro-batches accumulate: 4 bytes per parameter
 less, and each micro-batch's gradients reduced in 16 bits instead of a step's. For every recipe of
-the catalogue with a cluster of 16 GPUs or more, the best layout as it is, then with this saving for
-nothing, then with its communication as far as backward passes do not hide it.
+the catalogue with a cluster of 16 GPUs or more, the best layout as it is, then with this saving and
+its communication: all hidden that a backward pass is long enough to hide, and none hidden.
 
     python tests/benchmarks/zero2_in_pipeline.py [--json]
 """
@@ -13,6 +13,7 @@ import json
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from unittest import mock
 
@@ -38,13 +39,16 @@ def shared_gradients(footprint, spread: Spread, parameters: float, *more) -> Byt
     return weights, gradients / shares, optimizer
 
 
-def reduced_each_time(job: Job) -> StepTime:
-    """A step in which a pipeline reduces the gradients of every micro-batch."""
+def reduced_each_time(job: Job, *, hidden: bool) -> StepTime:
+    """A step in which a pipeline reduces the gradients of every micro-batch.
+
+    hidden: as far as that can be behind this micro-batch's backward pass
+    """
     time, spread = step_time(job), job.spread
     if spread.pipeline == 1 or spread.data == 1:
         return time
-    once = reduction_seconds(job)
-    return replace(time, data=time.data + job.micro_batches * max(0.0, once - max(time.backward)))
+    seen = max(0.0, reduction_seconds(job) - (max(time.backward) if hidden else 0.0))
+    return replace(time, data=time.data + job.micro_batches * seen)
 
 
 def reduction_seconds(job: Job) -> float:
@@ -76,22 +80,22 @@ def main() -> None:
         if job.machine.gpus < LEAST_GPUS:
             continue
         now = best(job, state_bytes, step_time)
-        free = best(job, shared_gradients, step_time)
-        paid = best(job, shared_gradients, reduced_each_time)
+        hidden = best(job, shared_gradients, partial(reduced_each_time, hidden=True))
+        seen = best(job, shared_gradients, partial(reduced_each_time, hidden=False))
         rows[f"{path.parent.name}/{path.stem}"] = {
             "seconds": now.time.total,
             "pipeline": now.job.spread.pipeline,
-            "gained_for_nothing": now.time.total / free.time.total - 1,
-            "gained": now.time.total / paid.time.total - 1,
+            "gained_if_hidden": now.time.total / hidden.time.total - 1,
+            "gained": now.time.total / seen.time.total - 1,
         }
     if options.json:
         print(json.dumps(rows))
         return
-    print(f"{'recipe':<16}{'best step, s':>14}{'stages':>8}{'for nothing':>13}{'with cost':>11}")
+    print(f"{'recipe':<16}{'best step, s':>14}{'stages':>8}{'all hidden':>13}{'none hidden':>13}")
     for name, row in rows.items():
         print(
             f"{name:<16}{row['seconds']:14.3f}{row['pipeline']:8}"
-            f"{row['gained_for_nothing']:13.1%}{row['gained']:11.1%}"
+            f"{row['gained_if_hidden']:13.1%}{row['gained']:13.1%}"
         )
 
 
