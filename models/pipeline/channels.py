@@ -6,6 +6,7 @@ its own for each direction, for activations and for gradients. What goes over it
 order in which it is wanted; the orders of `order.py` see to that.
 """
 
+import os
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -118,6 +119,8 @@ class Channels:
             group=self.groups[work.kind, work.stage, receiver.stage],
             tag=self._tag(receiver),
         )
+        if self.device.type == "cpu":
+            os.sched_yield()  # to gloo's thread, which may share this one's core
         self._let_go(None)
         self.leaving.append((receiver, part, sending))
 
