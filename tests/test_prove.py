@@ -20,6 +20,7 @@ import torch
 from models.layer_specs import SequentialModel, layer_specs, logical_parameters
 from models.parallel.collectives import TensorAxis
 from models.parallel.context import Context
+from models.parallel.deferral import Deferral
 from models.pipeline.stages import Stage
 from models.sharding import Sharding
 from recipes import prove
@@ -244,6 +245,10 @@ MUTANTS = {  # seeded fault -> changes of the recipe, the layout it must show in
         {"data__separate_documents": True},
         {"pipeline": 2},
     ),
+    "the last weight that was put off is forgotten": (
+        {},
+        {"pipeline": 2, "schedule": "zb-h1"},
+    ),
     # too little of the gradient norm to show there, and Adam's steps hide a factor
     "the last norm's gradient is a thousandth too large": ({}, {"tensor": 2}),
 }
@@ -252,7 +257,7 @@ DRIFTING = (  # faults that make copies of one weight differ
     "copy_to_tensor_axis does nothing backward",
     "norms in the split region keep partial gradients",
 )
-EXPECT, PLACES = Stage.expect, TrainingData.places
+TAKE_CONTEXTS, TAKE, PLACES = Stage.take_contexts, Deferral.take, TrainingData.places
 
 
 def scaled(engine: Engine, name: str, factor: float) -> Engine:
@@ -300,11 +305,15 @@ def seeded_fault(fault: str) -> Iterator[None]:
             lambda start, stop: range(stop - start),
         ),
         "the last stage attends across documents": (
-            "models.pipeline.stages.Stage.expect",
-            lambda self, contexts: EXPECT(
+            "models.pipeline.stages.Stage.take_contexts",
+            lambda self, contexts: TAKE_CONTEXTS(
                 self,
                 [replace(each, documents=None) for each in contexts] if self.stage_id else contexts,
             ),
+        ),
+        "the last weight that was put off is forgotten": (
+            "models.parallel.deferral.Deferral.take",
+            lambda self: TAKE(self)[:-1],
         ),
         "the last norm's gradient is a thousandth too large": (
             "recipes.proving.trial.build_engine",
