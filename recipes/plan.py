@@ -109,6 +109,8 @@ def plan(recipe: Recipe, options: argparse.Namespace) -> int:
                 print(f"The first: {changes}")
     if options.write:
         write(recipe, found, options.write)
+    if own is None and found.plans and (options.timeline or options.heatmap):
+        print("its own layout is refused; the picture shows the first one found", file=sys.stderr)
     draw(recipe, own or (found.plans[0].job if found.plans else None), options)
     return 0 if own and report.fits(own) else 1
 
@@ -171,7 +173,10 @@ def draw(recipe: Recipe, job: Job | None, options: argparse.Namespace) -> None:
     if not (options.timeline or options.heatmap):
         return
     if job is None:
-        raise ValueError("no layout fits, so there is nothing to draw; use more nodes")
+        raise ValueError(
+            "its own layout is refused and no other was found, so there is nothing to draw; use "
+            "one that is legal, --top 1 or more nodes"
+        )
     # Here, because a plan without a picture should not wait a second for matplotlib.
     from recipes.planning import picture
 

@@ -62,6 +62,10 @@ BAD: list[tuple[str, int, str, str]] = [
         "layout.schedule=interleaved;layout.chunks=1", 2,
         "layout.chunks = 1 does not go with", "use layout.chunks = 2 or more",
     ),
+    (
+        "tracking.timeline_step=300", 2,
+        "tracking.timeline_step = 300 comes after training.steps = 200", "timeline_step = 200",
+    ),
     ("layout.chunks=2", 2, "layout.chunks = 2 does not go with", "use layout.chunks = 1"),
     (
         "layout.schedule=zb-v;layout.chunks=3", 2,
@@ -271,6 +275,19 @@ def test_overrides_have_toml_values_and_bare_words_are_strings() -> None:
     )
     assert recipe.optimizer.learning_rate == 5e-4
     assert (recipe.name, recipe.tracking.tags, recipe.layout.tensor) == ("tiny2", ("a", "b"), 2)
+
+
+def test_what_was_dealt_for_a_schedule_leaves_with_it(tmp_path: Path) -> None:
+    folded = ["layout.schedule=zb-v", "layout.layers_per_stage=[1,1,1,1]"]
+    resolved = tmp_path / "recipe.toml"
+    resolved.write_text(load_recipe(TINY, folded).toml())
+    assert load_recipe(resolved).layout.chunks == 2
+    other = load_recipe(resolved, ["layout.schedule=1f1b"]).layout
+    assert (other.schedule, other.chunks, other.layers_per_stage) == ("1f1b", 1, None)
+    more = ["layout.schedule=interleaved", "layout.chunks=3", "model.layers=6"]
+    assert load_recipe(resolved, more).layout.chunks == 3
+    with pytest.raises(ValueError, match=r"layout.chunks = 2 does not go with"):
+        load_recipe(resolved, ["layout.schedule=1f1b", "layout.chunks=2"])
 
 
 def test_the_resolved_recipe_reproduces_itself() -> None:

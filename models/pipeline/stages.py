@@ -56,6 +56,9 @@ class Stage(PipelineModule):
         self.forward_funcs = [layer for chunk in self.layers_of_chunks for layer in chunk]
         self._set_bounds(*self.bounds[0])
 
+    def _synchronize_tied_weights(self) -> None:
+        """Nothing: `initialize` gives all copies the same, and DeepSpeed's broadcast warns."""
+
     def stage_owner(self, layer_idx: int) -> int:
         """The stage that holds a layer."""
         position = next(n for n, stop in enumerate(self.parts[1:]) if layer_idx < stop)

@@ -17,7 +17,7 @@ from recipes.training.checkpoint_writer import FILES
 from recipes.training.deepspeed_config import build_deepspeed_config
 from recipes.training.manifest import tensor_key
 from recipes.training.provenance import layout_of, versions
-from recipes.training.recipe import Recipe, apply_override, parse_recipe
+from recipes.training.recipe import Recipe, apply_overrides, parse_recipe
 from recipes.training.tensor_file import TensorFileWriter
 from recipes.training.topology import Topology, World
 
@@ -36,8 +36,7 @@ def new_recipe(
         raise ValueError(f"{source.path} has weights and no run; every layout starts from it as is")
     table = deepcopy(source.manifest.recipe)
     table.pop("cluster", None)  # of the machine that it leaves
-    for override in overrides:
-        apply_override(table, override)
+    apply_overrides(table, overrides)
     recipe = parse_recipe(table, "".join(f"--set {override} " for override in overrides).strip())
     before = source.manifest.recipe
     changed = [key for key in differences(before, recipe.model_dump(mode="json"))

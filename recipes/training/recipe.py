@@ -239,6 +239,16 @@ class Recipe(Section):
     cluster: Cluster | None = None
 
     @model_validator(mode="after")
+    def _check_timeline(self) -> "Recipe":
+        first, steps = self.tracking.timeline_step, self.training.steps
+        if first > steps:
+            raise ValueError(
+                f"tracking.timeline_step = {first} comes after training.steps = {steps}; use "
+                f"tracking.timeline_step = {steps}"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _check(self) -> "Recipe":
         model, tensor = self.model, self.layout.tensor
         divisible = math.gcd(model.heads, model.kv_heads, model.ffn_hidden_size)
@@ -392,8 +402,7 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
             works.
     """
     table = _read_toml(path)
-    for override in overrides:
-        apply_override(table, override)
+    apply_overrides(table, overrides)
     return parse_recipe(table, origin(path, overrides))
 
 
@@ -427,8 +436,23 @@ def _read_toml(path: Path) -> dict[str, Any]:
         ) from None
 
 
+def apply_overrides(table: dict[str, Any], overrides: Sequence[str]) -> None:
+    """Set keys of a recipe's table, as --set does.
+
+    What was dealt for another schedule leaves with it: the recipe in a run folder has every default
+    written out.
+    """
+    for override in overrides:
+        apply_override(table, override)
+    given = {override.partition("=")[0].strip() for override in overrides}
+    if "layout.schedule" in given:
+        for key in ("chunks", "layers_per_stage"):
+            if f"layout.{key}" not in given:
+                table["layout"].pop(key, None)
+
+
 def apply_override(table: dict[str, Any], override: str) -> None:
-    """Set one key of a recipe's table, as --set does."""
+    """Set one key of a recipe's table."""
     name, equals, text = override.partition("=")
     *sections, key = (part.strip() for part in name.split("."))
     if not equals or not key or not all(sections):

@@ -169,8 +169,12 @@ class LineFile:
 def write_whole(file: Path, text: str) -> None:
     """Write a file so that it is there whole or not at all."""
     fresh = file.with_name(file.name + ".incomplete")
-    with fresh.open("w") as stream:
-        stream.write(text)
-        stream.flush()
-        os.fsync(stream.fileno())
-    os.rename(fresh, file)
+    try:
+        with fresh.open("w") as stream:
+            stream.write(text)
+            stream.flush()
+            os.fsync(stream.fileno())
+        os.rename(fresh, file)
+    except OSError:
+        fresh.unlink(missing_ok=True)
+        raise

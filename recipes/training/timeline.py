@@ -80,6 +80,8 @@ class TimelineRecorder:
                 title=f"{self.engine.recipe.name}, step {step}",
                 file=picture,
             )
+            first = min(of_ranks[0])
+            print(f"steps {first} to {step} are in {picture} and timeline.json beside it")
         except (OSError, ValueError) as problem:  # training goes on without it
             self.folder.event("warning", step, reason=f"no timeline: {problem}")
             print(f"warning: no timeline: {problem}", file=sys.stderr)
