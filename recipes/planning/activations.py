@@ -46,11 +46,12 @@ def in_flight(spread: Spread, stage: int, micro_batches: int) -> tuple[InFlight,
     i + 1 on the way back; ZB-H1: as 1F1B and i more, whose weights wait; ZB-V: 2 p chunks (Qi et
     al. 2023, arXiv 2401.10241). `order.py` has the orders.
     """
-    return _in_flight(spread.schedule, spread.pipeline, spread.chunks, stage, micro_batches)
+    twice = spread.recompute == "full"  # forward passes, so that backward ones are long
+    return _in_flight(spread.schedule, spread.pipeline, spread.chunks, stage, micro_batches, twice)
 
 
 @lru_cache(maxsize=2**16)
-def _in_flight(schedule: str, p: int, v: int, i: int, m: int) -> tuple[InFlight, ...]:
+def _in_flight(schedule: str, p: int, v: int, i: int, m: int, twice: bool) -> tuple[InFlight, ...]:
     if schedule == "dualpipev":
         return (InFlight((2 * p - i, i + 1), (0, 0)),)
     if schedule == "zb-h1":
@@ -64,7 +65,8 @@ def _in_flight(schedule: str, p: int, v: int, i: int, m: int) -> tuple[InFlight,
     if schedule == "zb-v":
         out, back = min(m, 2 * p - 1 - i), min(m, i + 1)
         # Never more are left for later than this; a few less in the middle of a pipeline.
-        left = min(out + back, p + (2 * i + 1) // 3) if m >= 2 * p else out + back
+        most = p + ((3 * i + 3) // 4 if twice else (2 * i + 1) // 3)
+        left = min(out + back, most) if m >= 2 * p else out + back
         rest = min(2 * m, 2 * p) - left
         both = InFlight((rest / 2, rest / 2), (left / 2, left / 2), ends=True)
         return InFlight((out, back), (0, 0)), both
