@@ -6,7 +6,7 @@ from itertools import groupby
 
 from models.config import ModelConfig
 from models.cost import attention_multiply_adds, block_multiply_adds, head_multiply_adds
-from models.pipeline.order import place, place_in_model
+from models.pipeline.order import last_stage, place, place_in_model
 
 UNITS = 48  # that a micro-batch's passes are rounded to; few lengths make passes end together
 
@@ -47,8 +47,7 @@ def deal_blocks(
     of_chunks = [1.0] * len(counts)
     of_chunks[-1] += head
     loads = [float(chunks)] * stages
-    last, _ = place(schedule, stages, len(counts) - 1)
-    loads[last] += head
+    loads[last_stage(schedule, stages, chunks)] += head
     for _ in range(blocks - len(counts)):
         stage = min(reversed(range(stages)), key=loads.__getitem__)
         positions = [place_in_model(schedule, stages, stage, chunk) for chunk in range(chunks)]
@@ -70,7 +69,7 @@ def imbalance(dealt: Sequence[int], *, schedule: str, stages: int, head: float) 
     loads = [0.0] * stages
     for position, blocks in enumerate(dealt):
         loads[place(schedule, stages, position)[0]] += blocks
-    loads[place(schedule, stages, len(dealt) - 1)[0]] += head
+    loads[last_stage(schedule, stages, len(dealt) // stages)] += head
     return max(loads) * stages / sum(loads)
 
 

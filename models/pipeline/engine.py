@@ -22,7 +22,7 @@ from models.parallel.deferral import Deferral, defer_weights
 from models.pipeline.channels import Boundary, Channels
 from models.pipeline.gradients import gradients_of
 from models.pipeline.instructions import PassSchedule, WeightPass
-from models.pipeline.order import BACKWARD, FORWARD, Kind, Pass
+from models.pipeline.order import BACKWARD, FORWARD, Kind, Pass, last_stage
 
 
 @dataclass
@@ -70,8 +70,7 @@ class ScheduledEngine(PipelineEngine):
         return self.stage_id == self._stage_of_loss()
 
     def _stage_of_loss(self) -> int:
-        stage, _ = self.pipeline.place(self.pipeline.positions - 1)
-        return stage
+        return last_stage(self.pipeline.schedule, self.pipeline.stages, self.pipeline.chunks)
 
     def _loss_stage_global_rank(self) -> int:
         return self.grid.stage_to_global(self._stage_of_loss())

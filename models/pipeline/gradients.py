@@ -1,7 +1,7 @@
 """Where DeepSpeed's optimizers want gradients, and their reduction over the data axis."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
@@ -160,15 +160,11 @@ def gradients_of(engine: PipelineEngine) -> Gradients:
     return kind(engine)
 
 
-def runs(parts: Iterable[Tensor]) -> Iterator[tuple[int, int]]:
+def runs(parts: Iterable[Tensor]) -> list[tuple[int, int]]:
     """(start, stop) of the elements that views of one flat tensor cover, adjacent ones together."""
-    spans = sorted((each.storage_offset(), each.storage_offset() + each.numel()) for each in parts)
-    start = stop = None
-    for first, end in spans:
-        if first != stop:
-            if start is not None:
-                yield start, stop
-            start = first
-        stop = end
-    if start is not None:
-        yield start, stop
+    found: list[tuple[int, int]] = []
+    for first, size in sorted((each.storage_offset(), each.numel()) for each in parts):
+        touches = bool(found) and found[-1][1] == first
+        start = found.pop()[0] if touches else first
+        found.append((start, first + size))
+    return found

@@ -138,6 +138,11 @@ def place(schedule: str, stages: int, position: int) -> tuple[int, int]:
     return (stages - 1 - stage if _leads_back(schedule, chunk) else stage), chunk
 
 
+def last_stage(schedule: str, stages: int, chunks: int) -> int:
+    """The stage with the end of the model, its logits and loss."""
+    return place(schedule, stages, stages * chunks - 1)[0]
+
+
 def place_in_model(schedule: str, stages: int, stage: int, chunk: int) -> int:
     """The position of a stage's chunk in the model."""
     return chunk * stages + (stages - 1 - stage if _leads_back(schedule, chunk) else stage)

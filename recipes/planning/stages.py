@@ -5,8 +5,9 @@ from typing import Any
 
 from models.config import ModelConfig
 from models.cost import block_parameters, norm_parameters, position_parameters
+from models.pipeline import order
 from models.pipeline.balance import balance_text, head_in_blocks, imbalance
-from models.pipeline.order import place, place_in_model
+from models.pipeline.order import place_in_model
 from recipes.planning.job import Job, Spread
 
 
@@ -70,8 +71,7 @@ def table_parameters(model: ModelConfig, tensor: int) -> int:
 
 def last_stage(spread: Spread) -> int:
     """The stage with the logits."""
-    stage, _ = place(spread.schedule, spread.pipeline, spread.pipeline * spread.chunks - 1)
-    return stage
+    return order.last_stage(spread.schedule, spread.pipeline, spread.chunks)
 
 
 def tokens_per_micro_batch(model: ModelConfig, spread: Spread) -> int:

@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from models.config import ModelConfig, nearest_divisors, nearest_multiples
 from models.pipeline.balance import deal_blocks, head_in_blocks
-from models.pipeline.order import SCHEDULES, least_micro_batches, place, schedule_name
+from models.pipeline.order import SCHEDULES, last_stage, least_micro_batches, schedule_name
 from recipes.training.recipe_errors import explain, root_causes
 from recipes.training.topology import Topology, World
 
@@ -83,8 +83,7 @@ class Layout(Section):
     @property
     def ends(self) -> set[int]:
         """The stages with the model's first layers, which take tokens, and last, which labels."""
-        last, _ = place(self.schedule, self.pipeline, self.pipeline * self.chunks - 1)
-        return {0, last}
+        return {0, last_stage(self.schedule, self.pipeline, self.chunks)}
 
 
 class Batch(Section):

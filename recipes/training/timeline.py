@@ -16,7 +16,6 @@ import torch.distributed as dist
 
 from models.pipeline.recording import Event, Recording, passes_of
 from models.pipeline.simulation import Timeline, simulate, typical_seconds
-from recipes.planning.picture import draw_comparison
 from recipes.training.engine import Engine, PipelinedEngine
 from recipes.training.recipe import Recipe
 from recipes.training.run_folder import RunFolder, write_whole
@@ -67,6 +66,9 @@ class TimelineRecorder:
             self._write(of_ranks, step)
 
     def _write(self, of_ranks: Sequence[Steps], step: int) -> None:
+        # Here, because a run without a timeline should not wait a second for matplotlib.
+        from recipes.planning.picture import draw_comparison
+
         trace = perfetto_trace(of_ranks, self.topology)
         measured = measured_passes(of_ranks, self.topology, step)
         pipeline = self.engine.wrapped.pipeline
