@@ -6,7 +6,8 @@
 | positions           | [s, b, h]    | [s, b, h]   | learned positions only             |
 | blocks.0, 1, ...    | [s, b, h]    | [s, b, h]   |                                    |
 | final_norm          | [s, b, h]    | [s, b, h]   |                                    |
-| head                | [s, b, h]    | [s, b, v/t] | logits of this rank's vocabulary   |
+| head                | [s, b, h]    | [s, b, v/t] | logits of this rank's vocabulary;  |
+|                     |              | or []       | given the labels, their loss       |
 
 s sequence, b micro-batch, h hidden, v padded vocabulary, t tensor ranks; under sequence parallelism
 everything between embedding and head is [s/t, b, h]. Parameters get their layout-independent names
@@ -23,9 +24,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from models.config import ModelConfig
+from models.kernels.fusing import Fusing
 from models.parallel.collectives import TensorAxis, scatter_to_tensor_axis
 from models.parallel.context import Context, positions_in
-from models.parallel.cross_entropy import vocab_parallel_cross_entropy
+from models.parallel.cross_entropy import vocab_parallel_loss
 from models.parallel.embedding import VocabParallelEmbedding
 from models.parallel.norm import NORMS
 from models.parallel.rng import dropout
@@ -76,17 +78,8 @@ def logical_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Logical name -> shape of every parameter, as the layers declare it; without their memory."""
     axis = TensorAxis()
     with torch.device("meta"):
-        model = SequentialModel(layer_specs(config, axis), loss_function(config, axis))
+        model = SequentialModel(layer_specs(config, axis))
     return {name: p.sharding.shape for name, p in logical_parameters(model, config)}
-
-
-def loss_function(config: ModelConfig, axis: TensorAxis) -> Callable[[Tensor, Tensor], Tensor]:
-    """(logits [s, b, v/t], labels [b, s]) to the mean cross-entropy in nats.
-
-    Of all tokens, whether documents are separate or not: a document's first token counts too, which
-    the one before it in the window has to predict.
-    """
-    return partial(vocab_parallel_cross_entropy, vocab_size=config.vocab_size, axis=axis)
 
 
 def run_layers(
@@ -94,12 +87,16 @@ def run_layers(
     x: Tensor,
     *,
     context: Context,
+    labels: Tensor | None = None,
     recompute_interval: int = 0,
 ) -> Tensor:
     """The layers' output one after the other.
 
+    labels: [b, s], for the last one
     recompute_interval: so many blocks at a time are computed again by the backward pass; 0: none
     """
+    if labels is not None:
+        *layers, head = layers
     for are_blocks, group in groupby(layers, key=lambda layer: isinstance(layer, Block)):
         run = list(group)
         if not are_blocks or recompute_interval == 0:
@@ -108,7 +105,7 @@ def run_layers(
         for first in range(0, len(run), recompute_interval):
             blocks = run[first : first + recompute_interval]
             x = recomputed(partial(_run_in_turn, layers=blocks, context=context), x)
-    return x
+    return x if labels is None else head(x, labels)
 
 
 def _run_in_turn(x: Tensor, layers: list[Callable[..., Tensor]], context: Context) -> Tensor:
@@ -117,7 +114,7 @@ def _run_in_turn(x: Tensor, layers: list[Callable[..., Tensor]], context: Contex
     return x
 
 
-class VocabularyTable(VocabParallelEmbedding):
+class VocabularyTable(VocabParallelEmbedding, Fusing):
     """The embedding table of a model, at one end of it or at both."""
 
     def __init__(self, config: ModelConfig, axis: TensorAxis):
@@ -126,6 +123,20 @@ class VocabularyTable(VocabParallelEmbedding):
             config.hidden_size,
             padded_vocab_size=config.padded_vocab_size(axis.size),
             axis=axis,
+        )
+        self.vocab_size = config.vocab_size
+
+    def predict(self, x: Tensor, labels: Tensor | None = None) -> Tensor:
+        """[s, b, h] to the logits [s, b, v/t]; given labels [b, s], to their mean loss in nats."""
+        if labels is None:
+            return self.logits(x)
+        return vocab_parallel_loss(
+            x,
+            self.weight,
+            labels,
+            vocab_size=self.vocab_size,
+            axis=self.axis,
+            fuse=self.fuse,
         )
 
 
@@ -150,18 +161,18 @@ class TokenEmbedding(VocabularyTable):
 
 
 class Head(VocabularyTable):
-    """The same table the other way: [s, b, h] to the logits [s, b, v/t] of this rank's tokens."""
+    """The same table the other way."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        """[s, b, h] to [s, b, v/t]."""
-        return self.logits(x)
+    def forward(self, x: Tensor, labels: Tensor | None = None) -> Tensor:
+        """[s, b, h] to the logits [s, b, v/t]; given labels [b, s], to their mean loss in nats."""
+        return self.predict(x, labels)
 
     @classmethod
     def spec(cls, config: ModelConfig, axis: TensorAxis) -> LayerSpec:
         """Its LayerSpec; tied, it is the embedding's module under another forward."""
         if config.tie_embeddings:
             return TiedLayerSpec(
-                TIED_KEY, TokenEmbedding, config, axis, forward_fn=TokenEmbedding.logits
+                TIED_KEY, TokenEmbedding, config, axis, forward_fn=TokenEmbedding.predict
             )
         return LayerSpec(cls, config, axis)
 
@@ -199,15 +210,9 @@ class SequentialModel(nn.Module):
     Parameters have the names that a PipelineModule of the same specs gives them.
     """
 
-    def __init__(
-        self,
-        specs: list[LayerSpec],
-        loss_fn: Callable[[Tensor, Tensor], Tensor],
-        *,
-        recompute_interval: int = 0,
-    ):
+    def __init__(self, specs: list[LayerSpec], *, recompute_interval: int = 0):
         super().__init__()
-        self.loss_fn, self.recompute_interval = loss_fn, recompute_interval
+        self.recompute_interval = recompute_interval
         self.tied_modules = nn.ModuleDict()
         self.layers: list[Callable[..., Tensor]] = []
         for index, spec in enumerate(specs):
@@ -224,6 +229,10 @@ class SequentialModel(nn.Module):
 
     def forward(self, tokens: Tensor, labels: Tensor, context: Context) -> Tensor:
         """The mean cross-entropy of labels [b, s] after tokens [b, s]."""
-        interval = self.recompute_interval
-        logits = run_layers(self.layers, tokens, context=context, recompute_interval=interval)
-        return self.loss_fn(logits, labels)
+        return run_layers(
+            self.layers,
+            tokens,
+            context=context,
+            labels=labels,
+            recompute_interval=self.recompute_interval,
+        )

@@ -13,6 +13,9 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from models.config import ModelConfig
+from models.kernels.attention import causal_attention
+from models.kernels.elementwise import heads_first, swiglu
+from models.kernels.fusing import Fusing
 from models.parallel.collectives import TensorAxis
 from models.parallel.context import Context, Documents, positions_in
 from models.parallel.linear import ColumnParallelLinear, RowParallelLinear
@@ -54,11 +57,11 @@ class Block(nn.Module):
         """[s, b, h] to [s, b, h]."""
         dropped = partial(dropout, probability=self.dropout, key=context.dropout, axis=self.axis)
         attended = self.attention(self.attention_norm(x), context)
-        x = x + dropped(attended, place=f"{self.name}.attention")
-        return x + dropped(self.mlp(self.mlp_norm(x)), place=f"{self.name}.mlp")
+        x, normed = self.mlp_norm.of_sum(x, dropped(attended, place=f"{self.name}.attention"))
+        return x + dropped(self.mlp(normed), place=f"{self.name}.mlp")
 
 
-class Attention(nn.Module):
+class Attention(Fusing):
     """Causal self-attention over this rank's heads, within each document.
 
     Communicates what its column-parallel and then its row-parallel linear do.
@@ -82,36 +85,35 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
         """[s, b, h] to [s, b, h]."""
-        qkv = self.qkv(x).unflatten(-1, (-1, self.config.attention_head_size))
-        q, k, v = qkv.split([self.heads, self.kv_heads, self.kv_heads], dim=2)  # [s, b, a/t, d]
+        d, theta = self.config.attention_head_size, self.config.rope_theta
+        qkv = self.qkv(x).unflatten(-1, (-1, d))  # [s, b, a/t + 2g/t, d]
         if self.config.qk_norm:
-            q, k = self.q_norm(q), self.k_norm(k)
+            q, k, v = qkv.split([self.heads, self.kv_heads, self.kv_heads], dim=2)
+            qkv = torch.cat([self.q_norm(q), self.k_norm(k), v], dim=2)
+        rotation = None
         if self.config.positions == "rope":
-            d, theta = self.config.attention_head_size, self.config.rope_theta
-            cos, sin = rotary_table(q.shape[0], d, theta, q.device, context.documents)
-            q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+            rotation = rotary_table(qkv.shape[0], d, theta, qkv.device, context.documents)
+        q, k, v = heads_first(
+            qkv, rotation, heads=self.heads, kv_heads=self.kv_heads, fuse=self.fuse
+        )
         core = partial(self._core, context=context)
         y = recomputed(core, q, k, v) if self.recompute_core else core(q, k, v)
         return self.output(y)
 
     def _core(self, q: Tensor, k: Tensor, v: Tensor, *, context: Context) -> Tensor:
-        """q [s, b, a/t, d] and k, v [s, b, g/t, d] to [s, b, a/t * d]."""
-        q, k, v = (t.permute(1, 2, 0, 3) for t in (q, k, v))  # [b, a/t or g/t, s, d]
+        """q [b, a/t, s, d] and k, v [b, g/t, s, d] to [s, b, a/t * d]."""
         if context.dropout is not None and self.config.attention_dropout > 0:
             y = self._attend_with_dropout(q, k, v, context)
         elif context.documents is not None:
             y = self._attend_by_document(q, k, v, context.documents)
         else:
-            y = self._attend(q, k, v)
+            y = causal_attention(q, k, v)
         return y.permute(2, 0, 1, 3).flatten(2)  # [s, b, a/t * d]
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """[b, a/t, s, d] from [b, a/t, s, d] and twice [b, g/t, s, d]."""
-        grouped = self.heads != self.kv_heads
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
-
     def _attend_by_document(self, q: Tensor, k: Tensor, v: Tensor, documents: Documents) -> Tensor:
-        """The same, a call for each document (arXiv 2402.13991).
+        """Causal attention, a call for each document (arXiv 2402.13991).
+
+        [b, a/t, s, d] from [b, a/t, s, d] and twice [b, g/t, s, d].
 
         The work is the sum of the lengths' squares, and there is no mask, which would be [b, s, s]
         and keep fused kernels away.
@@ -121,7 +123,7 @@ class Attention(nn.Module):
         # Split, not sliced: backward that is one cat, and a slice would fill a tensor of all.
         for *run, lengths in zip(*(t.split(counts) for t in (q, k, v)), divisions, strict=True):
             parts = zip(*(t.split(lengths, dim=2) for t in run), strict=True)
-            attended.append(torch.cat([self._attend(*document) for document in parts], dim=2))
+            attended.append(torch.cat([causal_attention(*document) for document in parts], dim=2))
         return torch.cat(attended)
 
     def _attend_with_dropout(self, q: Tensor, k: Tensor, v: Tensor, context: Context) -> Tensor:
@@ -156,7 +158,7 @@ class Attention(nn.Module):
         return torch.bmm(probabilities.view(b * g, -1, s), v).view(b, a, s, d)
 
 
-class MLP(nn.Module):
+class MLP(Fusing):
     """gelu(x U) D, or silu(x G) * (x U) D (SwiGLU, arXiv 2002.05202).
 
     Communicates what its column-parallel and then its row-parallel linear do.
@@ -174,8 +176,7 @@ class MLP(nn.Module):
         """[s, b, h] to [s, b, h]."""
         x = self.up(x)  # [s, b, f/t], or [s, b, 2f/t] with the gate first
         if self.activation == "swiglu":
-            gate, up = x.chunk(2, dim=-1)
-            return self.down(F.silu(gate) * up)
+            return self.down(swiglu(x, self.fuse))
         return self.down(F.gelu(x, approximate="tanh"))
 
 
@@ -193,9 +194,9 @@ def recomputed(function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
 def rotary_table(
     length: int, head_size: int, theta: float, device: torch.device, documents: Documents | None
 ) -> tuple[Tensor, Tensor]:
-    """cos and sin of the rotary angles, each [s, b, 1, d], in fp32 (arXiv 2104.09864).
+    """cos and sin of the rotary angles, each [s, b, 1, d/2], in fp32 (arXiv 2104.09864).
 
-    Without documents all sequences have the same, [s, 1, 1, d]. Attention sees differences of
+    Without documents all sequences have the same, [s, 1, 1, d/2]. Attention sees differences of
     positions alone; that they start again in each document makes its numbers those it has by
     itself, wherever it lies. A memo and no buffer of the model: DeepSpeed would cast that to bf16.
     """
@@ -204,13 +205,5 @@ def rotary_table(
     else:
         positions = positions_in(documents, device)  # [s, b]
     exponents = torch.arange(0, head_size, 2, device=device, dtype=torch.float32) / head_size
-    angles = positions[..., None].float() * theta**-exponents  # [s, b, d/2]
-    angles = torch.cat([angles, angles], dim=-1).unsqueeze(2)  # [s, b, 1, d]
+    angles = (positions[..., None].float() * theta**-exponents).unsqueeze(2)  # [s, b, 1, d/2]
     return angles.cos(), angles.sin()
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate the pairs (i, i + d/2) of [s, b, a/t, d], as Llama's published weights expect."""
-    first, second = x.float().chunk(2, dim=-1)
-    turned = torch.cat([-second, first], dim=-1)
-    return (x.float() * cos + turned * sin).to(x.dtype)

@@ -19,7 +19,6 @@ from models.layer_specs import (
     SequentialModel,
     layer_specs,
     logical_parameters,
-    loss_function,
     run_layers,
 )
 from models.parallel.collectives import TensorAxis
@@ -125,7 +124,7 @@ def validation(data: TrainingData) -> tuple[torch.Tensor, torch.Tensor]:
 def our_logits(source: CheckpointReader, tokens: torch.Tensor) -> torch.Tensor:
     """[b, s, v] of a checkpoint's weights, in one process."""
     config, axis = model_of(source), TensorAxis()
-    model = SequentialModel(layer_specs(config, axis), loss_function(config, axis))
+    model = SequentialModel(layer_specs(config, axis))
     for name, parameter in logical_parameters(model, config):
         logical = source.tensor("weights", name)
         parameter.copy_(parameter.sharding.local_part(logical, 0, 1))

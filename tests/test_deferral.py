@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from models.layer_specs import SequentialModel, layer_specs, loss_function
+from models.layer_specs import SequentialModel, layer_specs
 from models.parallel.collectives import TensorAxis
 from models.parallel.context import Context
 from models.parallel.deferral import Deferral, defer_weights
@@ -99,9 +99,7 @@ def test_neither_lookup_nor_head_defers() -> None:
 def test_all_matrices_of_a_model_defer() -> None:
     """One that did not would compute its weight's part in the input's pass."""
     axis, deferral = TensorAxis(), Deferral()
-    model = SequentialModel(
-        layer_specs(SHAPES["qwen3"], axis), loss_function(SHAPES["qwen3"], axis)
-    )
+    model = SequentialModel(layer_specs(SHAPES["qwen3"], axis))
     defer_weights(model, deferral)
     tokens = torch.zeros(1, 4, dtype=torch.long)
     model(tokens, tokens, Context()).backward()

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from models import transformer
 from models.config import ModelConfig
 from models.initialization import initialize
 from models.layer_specs import SequentialModel, layer_specs, logical_parameters, run_layers
@@ -38,7 +39,7 @@ def run(
     where: slice,
 ) -> Seen:
     """The losses of one row's tokens in one place, each to predict itself, and their gradients."""
-    model = SequentialModel(layer_specs(config, TensorAxis()), F.cross_entropy)
+    model = SequentialModel(layer_specs(config, TensorAxis()))
     parameters = dict(logical_parameters(model, config))
     initialize(parameters.items(), config, seed=3, tensor_rank=0, tensor_size=1)
     tokens = torch.stack(rows)
@@ -116,8 +117,8 @@ def test_sequences_that_divide_alike_are_one_call() -> None:
     lengths = ((24,), (24,), (9, 15), (9, 15), (24,))
     assert list(Documents(lengths).runs()) == [(2, (24,)), (2, (9, 15)), (1, (24,))]
     rows = [tokens_of(LLAMA, seed, 24) for seed in range(5)]
-    attend = F.scaled_dot_product_attention
-    with mock.patch.object(F, "scaled_dot_product_attention", side_effect=attend) as calls:
+    attend = transformer.causal_attention
+    with mock.patch.object(transformer, "causal_attention", side_effect=attend) as calls:
         run(LLAMA, rows, lengths, row=0, where=slice(0, 24))
     shapes = [tuple(call.args[0].shape[::2]) for call in calls.call_args_list]  # b and s
     assert shapes == 3 * [(2, 24), (2, 9), (2, 15), (1, 24)]

@@ -13,6 +13,7 @@ FLOORS = [
     ("models.config", 0),
     ("models.cost", 0),
     ("models.sharding", 1),
+    ("models.kernels", 1),
     ("models.parallel", 1),
     ("models.transformer", 2),
     ("models.initialization", 2),

@@ -17,7 +17,7 @@ from unittest import mock
 import pytest
 import torch
 
-from models.layer_specs import SequentialModel, layer_specs, logical_parameters
+from models.layer_specs import SequentialModel, layer_specs, logical_parameters, run_layers
 from models.parallel.collectives import TensorAxis
 from models.parallel.context import Context
 from models.parallel.deferral import Deferral
@@ -211,12 +211,12 @@ def test_a_key_bias_has_no_gradient_of_its_own(corpus: Path) -> None:
     for changes, noise in ((GPT_SWITCHES, True), ({"model__bias": True}, False)):
         config = recipe_of(corpus, changes).model
         torch.manual_seed(0)
-        model = SequentialModel(layer_specs(config, TensorAxis()), lambda x, labels: x.sin().mean())
+        model = SequentialModel(layer_specs(config, TensorAxis()))
         for parameter in model.parameters():
             torch.nn.init.normal_(parameter, std=0.3)
         model.double()
         tokens = torch.randint(config.vocab_size, (2, 16))
-        model(tokens, tokens, Context()).backward()
+        run_layers(model.layers, tokens, context=Context()).sin().mean().backward()
         bias = dict(logical_parameters(model, config))["blocks.0.attention.qkv.bias"]
         parts = comparison.split_noise("blocks.0.attention.qkv.bias", config)
         sizes = {name: float(bias.grad[rows].norm()) for name, rows in parts.items()}
@@ -229,7 +229,7 @@ def test_a_key_bias_has_no_gradient_of_its_own(corpus: Path) -> None:
 MUTANTS = {  # seeded fault -> changes of the recipe, the layout it must show in
     "the tied gradients are not added up": (GPT_SWITCHES, {"pipeline": 2}),
     "q, k and v are declared as one block": ({}, {"tensor": 2}),
-    "copy_to_tensor_axis does nothing backward": ({}, {"tensor": 2}),
+    "column-parallel inputs keep partial gradients": ({}, {"tensor": 2}),
     "norms in the split region keep partial gradients": (
         {},
         {"tensor": 2, "sequence_parallel": True},
@@ -254,7 +254,7 @@ MUTANTS = {  # seeded fault -> changes of the recipe, the layout it must show in
 }
 DRIFTING = (  # faults that make copies of one weight differ
     "the tied gradients are not added up",
-    "copy_to_tensor_axis does nothing backward",
+    "column-parallel inputs keep partial gradients",
     "norms in the split region keep partial gradients",
 )
 TAKE_CONTEXTS, TAKE, PLACES = Stage.take_contexts, Deferral.take, TrainingData.places
@@ -280,9 +280,9 @@ def seeded_fault(fault: str) -> Iterator[None]:
                 shape, dimension, (sum(blocks),) if blocks else ()
             ),
         ),
-        "copy_to_tensor_axis does nothing backward": (
-            "models.parallel.collectives._Copy.backward",
-            staticmethod(lambda ctx, grad: (grad, None)),
+        "column-parallel inputs keep partial gradients": (
+            "models.parallel.linear.begin_sum_of_copies",
+            lambda grad, axis: lambda: grad,
         ),
         "norms in the split region keep partial gradients": (
             "models.parallel.norm.copy_to_tensor_axis",

@@ -20,12 +20,11 @@ from models.layer_specs import (
     SequentialModel,
     layer_specs,
     logical_parameters,
-    loss_function,
     run_layers,
 )
 from models.parallel.collectives import TensorAxis, gather_from_tensor_axis
 from models.parallel.context import Context, Documents
-from models.parallel.cross_entropy import vocab_parallel_cross_entropy
+from models.parallel.cross_entropy import vocab_parallel_loss
 from models.parallel.rng import MaskKey
 from tests.ranks import run_ranks
 
@@ -95,15 +94,16 @@ def run_model(
 ) -> Outcome:
     """Forward and backward over the same tokens, gathered from the tensor ranks."""
     axis = axis or TensorAxis()
-    loss_fn = loss_function(config, axis)
     cores, interval = RECOMPUTE[recompute]
-    model = SequentialModel(layer_specs(config, axis, recompute_core=cores), loss_fn)
+    model = SequentialModel(
+        layer_specs(config, axis, recompute_core=cores), recompute_interval=interval
+    )
     parameters = dict(logical_parameters(model, config))
     initialize(parameters.items(), config, seed=3, tensor_rank=axis.rank, tensor_size=axis.size)
     tokens = example_tokens(config)
-    logits = run_layers(model.layers, tokens, context=context, recompute_interval=interval)
-    loss = loss_fn(logits, labels_of(tokens))
+    loss = model(tokens, labels_of(tokens), context)
     loss.backward()
+    logits = run_layers(model.layers, tokens, context=context)
     whole = gather_from_tensor_axis(logits.detach(), axis)[..., : config.vocab_size]
     gradients = {name: gathered(p.grad, p.sharding, axis) for name, p in parameters.items()}
     return whole.transpose(0, 1), loss.detach(), gradients
@@ -154,23 +154,23 @@ def seeded_fault(fault: str) -> Iterator[None]:
     collectives = "models.parallel.collectives"
     faults = {
         "copy without its all-reduce": {
-            f"{collectives}._Copy.backward": staticmethod(lambda ctx, grad: (grad, None))
+            "models.parallel.linear.begin_sum_of_copies": lambda grad, axis: lambda: grad
         },
         "reduce without its all-reduce": {
             f"{collectives}._Reduce.forward": staticmethod(lambda ctx, x, axis: x.clone())
         },
         "gather without its reduce-scatter": {
-            "models.parallel.linear.reduce_scatter": (
-                lambda x, axis: x.chunk(2)[axis.rank].contiguous()
+            "models.parallel.linear.begin_sum_of_copies": (
+                lambda x, axis: lambda: x.chunk(2)[axis.rank].contiguous()
             )
         },
         "a norm in the split region without its all-reduce": {
             "models.parallel.norm.copy_to_tensor_axis": lambda x, axis: x
         },
         "a padded vocabulary that takes part in the loss": {
-            "models.layer_specs.vocab_parallel_cross_entropy": (
-                lambda logits, labels, vocab_size, axis: vocab_parallel_cross_entropy(
-                    logits, labels, vocab_size=10**6, axis=axis
+            "models.layer_specs.vocab_parallel_loss": (
+                lambda *tensors, vocab_size, **rest: vocab_parallel_loss(
+                    *tensors, vocab_size=10**6, **rest
                 )
             )
         },
@@ -199,7 +199,7 @@ def reference(config: ModelConfig, documents: Documents | None = None) -> Outcom
     ).eval()
     for key in ("resid_pdrop", "embd_pdrop", "attn_pdrop"):
         assert keywords.get(key, 0) == 0
-    ours = SequentialModel(layer_specs(config, TensorAxis()), loss_function(config, TensorAxis()))
+    ours = SequentialModel(layer_specs(config, TensorAxis()))
     parameters = dict(logical_parameters(ours, config))
     initialize(parameters.items(), config, seed=3, tensor_rank=0, tensor_size=1)
     weights = {
@@ -313,7 +313,7 @@ def test_masks_depend_on_seed_and_samples_and_are_optional() -> None:
 
 def test_the_first_weights_have_the_stated_spread() -> None:
     config = replace(LLAMA, hidden_size=480, ffn_hidden_size=800, initial_std=0.02)
-    model = SequentialModel(layer_specs(config, TensorAxis()), loss_function(config, TensorAxis()))
+    model = SequentialModel(layer_specs(config, TensorAxis()))
     parameters = dict(logical_parameters(model, config))
     initialize(parameters.items(), config, seed=1, tensor_rank=0, tensor_size=1)
     scaled = 0.02 / 6**0.5  # GPT-2: over the square root of the residual layers
@@ -331,7 +331,7 @@ def test_the_first_weights_have_the_stated_spread() -> None:
 
 
 def test_the_first_weights_depend_on_seed_and_name_alone() -> None:
-    sharding = next(iter(SequentialModel(layer_specs(LLAMA, TensorAxis()), None).parameters()))
+    sharding = next(iter(SequentialModel(layer_specs(LLAMA, TensorAxis())).parameters()))
     draws = [
         draw_normal(sharding.sharding, name=name, seed=seed)
         for name, seed in (("a", 1), ("a", 1), ("b", 1), ("a", 2))

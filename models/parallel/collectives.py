@@ -16,6 +16,7 @@ The conjugate of the last one, all-gather forward and reduce-scatter backward, i
 column-parallel product (`linear.py`), which keeps a part of its input instead of the whole.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -87,6 +88,35 @@ def reduce_scatter(x: Tensor, axis: TensorAxis) -> Tensor:
     part = x.new_empty((x.shape[0] // axis.size, *x.shape[1:]))
     dist.reduce_scatter_single(part, x.contiguous(), group=axis.group)
     return part
+
+
+def begin_all_gather(x: Tensor, axis: TensorAxis) -> Callable[[], Tensor]:
+    """Begin an all_gather along dimension 0; the result is there when what is returned returns."""
+    whole = x.new_empty((x.shape[0] * axis.size, *x.shape[1:]))
+    running = dist.all_gather_single(whole, x.contiguous(), group=axis.group, async_op=True)
+    return lambda: _waited_for(running, whole)
+
+
+def begin_sum_of_copies(grad: Tensor, axis: TensorAxis) -> Callable[[], Tensor]:
+    """Begin to add up the ranks' gradients of an input that each has a copy of.
+
+    All-reduce, or under sequence parallelism reduce-scatter, [s, b, h] to [s/t, b, h]. The sum is
+    there when what is returned returns; until then the gradient must stay as it is.
+    """
+    if axis.size == 1:
+        return lambda: grad
+    grad = grad.contiguous()
+    if axis.sequence_parallel:
+        part = grad.new_empty((grad.shape[0] // axis.size, *grad.shape[1:]))
+        running = dist.reduce_scatter_single(part, grad, group=axis.group, async_op=True)
+        return lambda: _waited_for(running, part)
+    running = dist.all_reduce(grad, group=axis.group, async_op=True)
+    return lambda: _waited_for(running, grad)
+
+
+def _waited_for(running: dist.Work, result: Tensor) -> Tensor:
+    running.wait()
+    return result
 
 
 def _part(x: Tensor, axis: TensorAxis, dimension: int) -> Tensor:

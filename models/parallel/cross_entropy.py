@@ -1,13 +1,128 @@
-"""Cross-entropy over logits whose vocabulary is split over the tensor axis.
+"""Cross-entropy over a vocabulary that is split over the tensor axis.
 
-s sequence, b micro-batch, v padded vocabulary, t tensor ranks.
+s sequence, b micro-batch, n tokens of a chunk, h hidden, v padded vocabulary, t tensor ranks.
 """
+
+import math
+from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
-from models.parallel.collectives import TensorAxis
+from models.kernels.fusing import Function
+from models.parallel.collectives import TensorAxis, all_gather, begin_sum_of_copies
+from models.parallel.linear import column_parallel_product
+
+MOST_LOGITS = 2**27  # at a time: of a vocabulary of 128k, those of 1,024 tokens
+
+
+def vocab_parallel_loss(
+    x: Tensor,
+    weight: nn.Parameter,
+    labels: Tensor,
+    *,
+    vocab_size: int,
+    axis: TensorAxis,
+    fuse: Function,
+) -> Tensor:
+    """Mean cross-entropy in nats of labels [b, s] where x W^T [s, b, v/t] are the logits.
+
+    x [s, b, h], or [s/t, b, h] under sequence parallelism; W [v/t, h]. The logits are there for
+    some tokens at a time and give way to their gradients at once, as in Liger Kernel's fused linear
+    cross-entropy (arXiv 2410.10989), but over a split vocabulary.
+
+    Forward: all-reduce (max) and all-reduce (sum) of [n] for each chunk, and what the backward pass
+    of a column-parallel product communicates; backward: none.
+    """
+    if x.dtype == torch.float16:  # gradients that are computed without the loss scale underflow
+        logits = column_parallel_product(x, weight, None, axis=axis, deferral=None)
+        return vocab_parallel_cross_entropy(logits, labels, vocab_size=vocab_size, axis=axis)
+    with_gradients = torch.is_grad_enabled()
+    return _ProductLoss.apply(x, weight, labels, vocab_size, axis, fuse, with_gradients)
+
+
+class _ProductLoss(torch.autograd.Function):
+    """The forward pass computes the gradients too, and the backward pass scales them."""
+
+    @staticmethod
+    def forward(ctx, x, weight, labels, vocab_size, axis, fuse, with_gradients):
+        whole = all_gather(x, axis) if axis.sequence_parallel and axis.size > 1 else x
+        tokens = whole.flatten(0, 1)  # [s * b, h]
+        first = axis.rank * len(weight)
+        columns = labels.t().flatten() - first  # of the labels; those of other ranks are outside
+        grad_tokens, grad_weight = torch.empty_like(tokens), None
+        total = torch.zeros((), device=x.device)
+        for chunk in _chunks(len(tokens), len(weight)):
+            logits = tokens[chunk] @ weight.t()  # [n, v/t]
+            logits[:, max(0, vocab_size - first) :] = float("-inf")
+            log_sums, label_logits = _reduced(logits, columns[chunk], axis, fuse)
+            total += (log_sums - label_logits).sum()
+            if not with_gradients:
+                continue
+            _turn_into_gradients(logits, columns[chunk], log_sums, len(tokens), fuse)
+            torch.mm(logits, weight, out=grad_tokens[chunk])
+            if grad_weight is None:
+                grad_weight = logits.t() @ tokens[chunk]
+            else:
+                grad_weight.addmm_(logits.t(), tokens[chunk])
+        if with_gradients:
+            ctx.grad_x = begin_sum_of_copies(grad_tokens.view(whole.shape), axis)
+            ctx.save_for_backward(grad_weight)
+        return total / len(tokens)
+
+    @staticmethod
+    def backward(ctx, grad):
+        (grad_weight,) = ctx.saved_tensors
+        return ctx.grad_x() * grad, grad_weight * grad, None, None, None, None, None
+
+
+def _chunks(tokens: int, columns: int) -> Iterator[slice]:
+    """Equal ones (the last may be smaller), each with at most MOST_LOGITS logits."""
+    count = math.ceil(tokens * columns / MOST_LOGITS)
+    size = math.ceil(tokens / count)
+    return (slice(first, first + size) for first in range(0, tokens, size))
+
+
+def _reduced(
+    logits: Tensor, columns: Tensor, axis: TensorAxis, fuse: Function
+) -> tuple[Tensor, Tensor]:
+    """The log-sum-exp of each token's logits over all ranks, and its label's logit: each [n]."""
+    largest = fuse(_largest)(logits)
+    if axis.size > 1:
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=axis.group)
+    sums = fuse(_sums)(logits, columns, largest)
+    if axis.size > 1:
+        dist.all_reduce(sums, group=axis.group)
+    total, label_logits = sums
+    return total.log() + largest, label_logits
+
+
+def _turn_into_gradients(
+    logits: Tensor, columns: Tensor, log_sums: Tensor, count: int, fuse: Function
+) -> None:
+    """In place: (softmax - one-hot) / count, the gradient of a mean over so many tokens."""
+    fuse(_turn_into_softmax)(logits, log_sums + math.log(count))
+    outside = (columns < 0) | (columns >= logits.shape[1])
+    ones = torch.full_like(log_sums, -1 / count).masked_fill_(outside, 0)
+    columns = columns.masked_fill(outside, 0)
+    logits.scatter_add_(1, columns.unsqueeze(1), ones.to(logits.dtype).unsqueeze(1))
+
+
+def _largest(logits: Tensor) -> Tensor:
+    return logits.amax(dim=-1).float()
+
+
+def _sums(logits: Tensor, columns: Tensor, largest: Tensor) -> Tensor:
+    """[2, n]: the sum of exp(logit - largest), and the label's logit where it is here."""
+    total = (logits.float() - largest.unsqueeze(1)).exp_().sum(dim=-1)
+    outside = (columns < 0) | (columns >= logits.shape[1])
+    labels = logits.gather(1, columns.masked_fill(outside, 0).unsqueeze(1)).squeeze(1).float()
+    return torch.stack([total, labels.masked_fill(outside, 0)])
+
+
+def _turn_into_softmax(logits: Tensor, log_sums: Tensor) -> None:
+    logits.copy_(logits.float().sub_(log_sums.unsqueeze(1)).exp_())
 
 
 def vocab_parallel_cross_entropy(
@@ -17,6 +132,8 @@ def vocab_parallel_cross_entropy(
 
     logits [s, b, v/t] with v padded; columns beyond vocab_size are left out. labels [b, s].
     Forward: all-reduce (max) and all-reduce (sum) of [s, b]; backward: none (arXiv 1909.08053).
+    Of all tokens, whether documents are separate or not: a document's first token counts too, which
+    the one before it in the window has to predict.
     """
     return _CrossEntropy.apply(logits, labels.t(), vocab_size, axis).mean()
 

@@ -12,9 +12,10 @@ from torch.nn import functional as F
 from models.parallel.collectives import (
     TensorAxis,
     all_gather,
+    begin_all_gather,
+    begin_sum_of_copies,
     copy_to_tensor_axis,
     leave_tensor_region,
-    reduce_scatter,
 )
 from models.parallel.deferral import Deferral, Deferring
 from models.sharding import Sharding, declared_parameter
@@ -24,7 +25,8 @@ class ColumnParallelLinear(Deferring):
     """y = x W^T with the rows of W, the output columns, split over the tensor axis.
 
     Forward: no communication; backward: all-reduce. Under sequence parallelism, forward:
-    all-gather; backward: all-gather of the input once more, and reduce-scatter.
+    all-gather; backward: all-gather of the input once more, and reduce-scatter. The backward pass
+    communicates beside its two matrix products.
 
     blocks: output columns of each part that is split by itself (q|k|v, gate|up)
     """
@@ -76,9 +78,9 @@ def column_parallel_product(
     deferral: Deferral | None,
 ) -> Tensor:
     """x W^T + bias with this rank's rows of W: [s, b, in] (or s/t) to [s, b, out/t]."""
-    if axis.sequence_parallel and axis.size > 1:
-        return _SequenceProduct.apply(x, weight, bias, axis, deferral)
-    return product(copy_to_tensor_axis(x, axis), weight, bias, deferral)
+    if axis.size > 1:
+        return _ColumnProduct.apply(x, weight, bias, axis, deferral)
+    return product(x, weight, bias, deferral)
 
 
 def product(
@@ -117,29 +119,38 @@ class _SplitProduct(torch.autograd.Function):
         return grad @ ctx.weight, None, grad_bias, None
 
 
-class _SequenceProduct(torch.autograd.Function):
-    """F.linear of an input that is split along the sequence.
+class _ColumnProduct(torch.autograd.Function):
+    """F.linear of an input that each rank has a copy of, or a part along the sequence.
 
-    Forward: all-gather; backward: all-gather once more, instead of keeping t times the input
-    between the two, and reduce-scatter (arXiv 2205.05198, section 4.2.2).
+    The ranks' gradients of the input are added up while the weight's gradient is computed. An input
+    in parts is gathered once more for that, beside the product before it, instead of being kept
+    whole, t times as large (arXiv 2205.05198, section 4.2.2).
     """
 
     @staticmethod
     def forward(ctx, x, weight, bias, axis, deferral):
         ctx.axis, ctx.weight, ctx.deferral = axis, weight, deferral
         ctx.save_for_backward(x)
-        return F.linear(all_gather(x, axis), weight, bias)
+        whole = all_gather(x, axis) if axis.sequence_parallel else x
+        return F.linear(whole, weight, bias)
 
     @staticmethod
     def backward(ctx, grad):
         (x,) = ctx.saved_tensors
-        axis = ctx.axis
-        grad_x = reduce_scatter(grad @ ctx.weight, axis)
-        grad_bias = grad.flatten(0, 1).sum(0) if ctx.needs_input_grad[2] else None
+        axis, in_parts = ctx.axis, ctx.axis.sequence_parallel
         grad_weight = None
         if ctx.deferral is None:
-            grad_weight = weight_gradient(grad, all_gather(x, axis))
+            whole = begin_all_gather(x, axis) if in_parts else lambda: x
+            grad_copy = grad @ ctx.weight
+            gathered = whole()
+            grad_x = begin_sum_of_copies(grad_copy, axis)
+            grad_weight = weight_gradient(grad, gathered)
         else:
+            grad_x = begin_sum_of_copies(grad @ ctx.weight, axis)
             left = x.detach()  # or the whole graph before it would be held
-            ctx.deferral.put(ctx.weight, lambda: weight_gradient(grad, all_gather(left, axis)))
-        return grad_x, grad_weight, grad_bias, None, None
+            ctx.deferral.put(
+                ctx.weight,
+                lambda: weight_gradient(grad, all_gather(left, axis) if in_parts else left),
+            )
+        grad_bias = grad.flatten(0, 1).sum(0) if ctx.needs_input_grad[2] else None
+        return grad_x(), grad_weight, grad_bias, None, None

@@ -8,11 +8,13 @@ parts up in the backward pass.
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from models.kernels.elementwise import rms_norm, sum_rms_norm
+from models.kernels.fusing import Fusing
 from models.parallel.collectives import TensorAxis, copy_to_tensor_axis
 from models.sharding import Sharding, declared_parameter
 
 
-class RMSNorm(nn.Module):
+class RMSNorm(Fusing):
     """x / rms(x) * weight over the last dimension, in fp32 (arXiv 1910.07467).
 
     input_is_split: the input is only this tensor rank's part
@@ -26,9 +28,14 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., size] to [..., size]."""
-        weight = copy_to_tensor_axis(self.weight, self.axis) if self.input_is_split else self.weight
-        normed = F.rms_norm(x.float(), (self.size,), eps=self.epsilon)
-        return normed.to(x.dtype) * weight
+        return rms_norm(x, self._weight(), self.epsilon, self.fuse)
+
+    def of_sum(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        """x + y and its norm: twice [..., size] to twice [..., size]."""
+        return sum_rms_norm(x, y, self._weight(), self.epsilon, self.fuse)
+
+    def _weight(self) -> Tensor:
+        return copy_to_tensor_axis(self.weight, self.axis) if self.input_is_split else self.weight
 
 
 class LayerNorm(nn.Module):
@@ -53,6 +60,11 @@ class LayerNorm(nn.Module):
             weight = copy_to_tensor_axis(weight, self.axis)
             bias = copy_to_tensor_axis(bias, self.axis)
         return F.layer_norm(x, (self.size,), weight, bias, eps=self.epsilon)
+
+    def of_sum(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        """x + y and its norm: twice [..., size] to twice [..., size]."""
+        total = x + y
+        return total, self(total)
 
 
 NORMS: dict[str, type[nn.Module]] = {"rmsnorm": RMSNorm, "layernorm": LayerNorm}

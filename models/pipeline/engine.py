@@ -123,22 +123,20 @@ class ScheduledEngine(PipelineEngine):
             x = self.tokens.pop(buffer_id)
         else:
             x = self.handed_on.pop(work).requires_grad_(torch.is_grad_enabled())
-        output = self.module(x, chunk)
         if self._is_end(chunk):
-            output = self._loss(output, buffer_id)
+            output = self.module(x, chunk, self.labels.pop(buffer_id))
+            self._note_loss(output.detach())
         else:
+            output = self.module(x, chunk)
             self._hand_on(work, output.detach())
         if torch.is_grad_enabled():
             end = output if self._is_end(chunk) else get_gradient_edge(output)
             self.in_flight[chunk, buffer_id] = InFlight(x, end)
 
-    def _loss(self, output: Tensor, micro_batch: int) -> Tensor:
-        """The mean loss of a micro-batch, which DeepSpeed adds up, too."""
-        loss = self.module.loss_fn(output, self.labels.pop(micro_batch))
-        self.fwd_outputs.append(loss.detach())
-        total = loss.detach() if self.total_loss is None else self.total_loss + loss.detach()
-        self.total_loss = total
-        return loss
+    def _note_loss(self, loss: Tensor) -> None:
+        """Where DeepSpeed looks for the losses of the micro-batches and for their sum."""
+        self.fwd_outputs.append(loss)
+        self.total_loss = loss if self.total_loss is None else self.total_loss + loss
 
     def _exec_backward_pass(self, buffer_id: int, chunk: int) -> None:
         work = self._pass(BACKWARD, buffer_id, chunk)

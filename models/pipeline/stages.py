@@ -79,11 +79,15 @@ class Stage(PipelineModule):
         """Check that every micro-batch has come through every chunk."""
         assert not any(list(contexts) for contexts in self.contexts)
 
-    def forward(self, x: Tensor, chunk: int) -> Tensor:
-        """The next micro-batch through one of this rank's chunks."""
+    def forward(self, x: Tensor, chunk: int, labels: Tensor | None = None) -> Tensor:
+        """The next micro-batch through one of this rank's chunks.
+
+        labels: [b, s], for the end of the model, which then gives the loss
+        """
         return run_layers(
             self.layers_of_chunks[chunk],
             x,
             context=next(self.contexts[chunk]),
+            labels=labels,
             recompute_interval=self.recompute_interval,
         )

@@ -26,7 +26,6 @@ from models.layer_specs import (
     layer_names,
     layer_specs,
     logical_parameters,
-    loss_function,
 )
 from models.parallel.collectives import TensorAxis
 from models.pipeline.balance import pass_proportions
@@ -313,7 +312,6 @@ def build_engine(
     recompute = recipe.layout.recompute
     interval = recipe.layout.recompute_interval if recompute == "full" else 0
     specs = layer_specs(recipe.model, axis, recompute_core=recompute == "selective")
-    loss_fn = loss_function(recipe.model, axis)
     axes = PipeModelDataParallelTopology(
         num_pp=topology.pipeline, num_dp=topology.data, num_mp=topology.tensor
     )
@@ -323,13 +321,12 @@ def build_engine(
             model = Stage(
                 specs,
                 topology=axes,
-                loss_fn=loss_fn,
                 pipeline=pipeline_of(recipe, topology),
                 layers_of_positions=layers_of_positions(recipe),
                 recompute_interval=interval,
             )
         else:
-            model = SequentialModel(specs, loss_fn, recompute_interval=interval)
+            model = SequentialModel(specs, recompute_interval=interval)
     initialize(
         logical_parameters(model, recipe.model),
         recipe.model,

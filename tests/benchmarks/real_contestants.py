@@ -25,10 +25,10 @@ from models.layer_specs import (
     TokenEmbedding,
     layer_specs,
     logical_parameters,
-    loss_function,
 )
 from models.parallel.collectives import TensorAxis
 from models.parallel.context import Context
+from models.parallel.cross_entropy import vocab_parallel_cross_entropy
 from models.pipeline.recording import Event, Recording
 from models.transformer import Block
 from recipes.training.deepspeed_config import build_deepspeed_config
@@ -167,13 +167,18 @@ def with_first_weights(model: nn.Module, recipe: Recipe) -> nn.Module:
     return model
 
 
+def loss_of_logits(recipe: Recipe) -> Callable[[Tensor, Tensor], Tensor]:
+    """For engines that compute the loss apart from the layers."""
+    vocab_size = recipe.model.vocab_size
+    return partial(vocab_parallel_cross_entropy, vocab_size=vocab_size, axis=TensorAxis())
+
+
 class Sequential:
     """One process with all layers and a plain optimizer."""
 
     def __init__(self, recipe: Recipe, setting: Setting):
         specs = plain_specs(recipe)
-        loss_fn = loss_function(recipe.model, TensorAxis())
-        self.model = with_first_weights(SequentialModel(specs, loss_fn), recipe)
+        self.model = with_first_weights(SequentialModel(specs), recipe)
         self.optimizer = build_optimizer(self.model, recipe.optimizer)
         self.clipping = recipe.optimizer.gradient_clipping
         self.micro_batches = setting.micro_batches
@@ -219,7 +224,7 @@ def build_stock(recipe: Recipe, setting: Setting) -> Contestant:
         model = (DualPipeVModule if recipe.layout.chunks == 2 else PipelineModule)(
             plain_specs(recipe),
             topology=PipeModelDataParallelTopology(num_pp=STAGES, num_dp=1, num_mp=1),
-            loss_fn=loss_function(recipe.model, TensorAxis()),
+            loss_fn=loss_of_logits(recipe),
             partition_method="type:Block",
         )
         assert list(model.parts) == [0, *accumulate(layers_of_positions(recipe))]
@@ -240,8 +245,8 @@ def build_stock(recipe: Recipe, setting: Setting) -> Contestant:
 def build_torch(recipe: Recipe, setting: Setting) -> Contestant:
     """torch.distributed.pipelining, with the same optimizer and clipping over both stages."""
     rank, device = dist.get_rank(), torch.device("cpu")
-    loss_fn = loss_function(recipe.model, TensorAxis())
-    model = with_first_weights(SequentialModel(plain_specs(recipe), loss_fn), recipe)
+    loss_fn = loss_of_logits(recipe)
+    model = with_first_weights(SequentialModel(plain_specs(recipe)), recipe)
     parts = [0, *accumulate(layers_of_positions(recipe))]
     places = range(rank, len(parts) - 1, STAGES)
     chunks = [nn.Sequential(*model.layers[parts[place] : parts[place + 1]]) for place in places]

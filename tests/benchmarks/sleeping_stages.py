@@ -209,11 +209,11 @@ def build(setting: Setting, pipeline: Pipeline, *, is_stock: bool) -> PipelineEn
         "layers": [LayerSpec(SleepingLayer, setting.forward / pipeline.chunks)]
         * pipeline.positions,
         "topology": PipeModelDataParallelTopology(num_pp=setting.stages, num_dp=1, num_mp=1),
-        "loss_fn": lambda output, labels: (output * labels).mean(),
     }
     if is_stock:
         with quiet():
-            model = (DualPipeVModule if pipeline.chunks == 2 else PipelineModule)(**settings)
+            module = DualPipeVModule if pipeline.chunks == 2 else PipelineModule
+            model = module(**settings, loss_fn=loss)
             return initialize(model, setting)
     with quiet(), scheduled_engines(Boundary(SHAPE, torch.float32, TensorAxis())):
         model = Stage(
@@ -239,6 +239,11 @@ def initialize(model: PipelineModule, setting: Setting) -> PipelineEngine:
     return engine
 
 
+def loss(y: Tensor, labels: Tensor) -> Tensor:
+    """Of two [s, b, h], some number."""
+    return (y * labels).mean()
+
+
 class SleepingLayer(Deferring):
     """x times a weight for each column, at leisure.
 
@@ -250,9 +255,10 @@ class SleepingLayer(Deferring):
         self.seconds = seconds
         self.weight = nn.Parameter(torch.ones(SHAPE[-1]))
 
-    def forward(self, x: Tensor) -> Tensor:
-        """[s, b, h] to [s, b, h]."""
-        return _SleepingProduct.apply(x, self.weight, self)
+    def forward(self, x: Tensor, labels: Tensor | None = None) -> Tensor:
+        """[s, b, h] to [s, b, h]; given labels of the same shape, to a loss."""
+        y = _SleepingProduct.apply(x, self.weight, self)
+        return y if labels is None else loss(y, labels)
 
 
 class _SleepingProduct(torch.autograd.Function):

@@ -1,0 +1,173 @@
+"""What runs between matrix products, with the backward pass written out.
+
+Autograd would keep each intermediate result, in fp32 where that is what it is computed in; these
+keep their inputs and compute the rest again. Everything is computed in fp32 and rounded once.
+
+s sequence, b micro-batch, h hidden, f MLP hidden, a query heads, g key-value heads, d head size.
+"""
+
+import torch
+from torch import Tensor
+
+from models.kernels.fusing import Function
+
+
+def rms_norm(x: Tensor, weight: Tensor, epsilon: float, fuse: Function) -> Tensor:
+    """x / rms(x) * weight over the last dimension (arXiv 1910.07467): [..., h] to [..., h]."""
+    return _RMSNorm.apply(x, weight, epsilon, fuse)
+
+
+def sum_rms_norm(
+    x: Tensor, y: Tensor, weight: Tensor, epsilon: float, fuse: Function
+) -> tuple[Tensor, Tensor]:
+    """x + y, and its rms_norm: twice [..., h] to twice [..., h]."""
+    return _SumRMSNorm.apply(x, y, weight, epsilon, fuse)
+
+
+def swiglu(x: Tensor, fuse: Function) -> Tensor:
+    """silu(gate) * up (arXiv 2002.05202): gate|up [..., 2f] to [..., f]."""
+    return _SwiGLU.apply(x, fuse)
+
+
+def heads_first(
+    qkv: Tensor,
+    rotation: tuple[Tensor, Tensor] | None,
+    *,
+    heads: int,
+    kv_heads: int,
+    fuse: Function,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """q|k|v [s, b, a + 2g, d] to q [b, a, s, d] and k, v [b, g, s, d], each contiguous.
+
+    rotation: cos and sin [s, b or 1, 1, d/2] of the angles by which the pairs (i, i + d/2) of q and
+        k are rotated, as Llama's published weights expect (arXiv 2104.09864)
+    """
+    cos, sin = rotation or (None, None)
+    return _HeadsFirst.apply(qkv, cos, sin, (heads, kv_heads), fuse)
+
+
+class _RMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, epsilon, fuse):
+        ctx.fuse = fuse
+        normed, inverse_rms = fuse(_norm)(x, weight, epsilon)
+        ctx.save_for_backward(x, weight, inverse_rms)
+        return normed
+
+    @staticmethod
+    def backward(ctx, grad):
+        grad_x, grad_weight = ctx.fuse(_norm_backward)(grad, *ctx.saved_tensors)
+        return grad_x, grad_weight, None, None
+
+
+class _SumRMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, y, weight, epsilon, fuse):
+        ctx.fuse = fuse
+        total, normed, inverse_rms = fuse(_sum_norm)(x, y, weight, epsilon)
+        ctx.save_for_backward(total, weight, inverse_rms)
+        return total, normed
+
+    @staticmethod
+    def backward(ctx, grad_total, grad):
+        grad_x, grad_weight = ctx.fuse(_sum_norm_backward)(grad_total, grad, *ctx.saved_tensors)
+        return grad_x, grad_x, grad_weight, None, None
+
+
+class _SwiGLU(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, fuse):
+        ctx.fuse = fuse
+        ctx.save_for_backward(x)
+        return fuse(_swiglu)(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return ctx.fuse(_swiglu_backward)(grad, *ctx.saved_tensors), None
+
+
+class _HeadsFirst(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, qkv, cos, sin, heads, fuse):
+        ctx.fuse = fuse
+        ctx.save_for_backward(cos, sin)
+        return fuse(_heads_first)(qkv, cos, sin, *heads)
+
+    @staticmethod
+    def backward(ctx, *grads):
+        return ctx.fuse(_heads_first_backward)(*grads, *ctx.saved_tensors), None, None, None, None
+
+
+def _norm(x: Tensor, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
+    """The norm, and 1 / rms(x) [..., 1] in fp32."""
+    wide = x.float()
+    inverse_rms = torch.rsqrt(wide.square().mean(-1, keepdim=True) + epsilon)
+    return (wide * inverse_rms).to(x.dtype) * weight, inverse_rms
+
+
+def _sum_norm(
+    x: Tensor, y: Tensor, weight: Tensor, epsilon: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    total = x + y
+    return total, *_norm(total, weight, epsilon)
+
+
+def _norm_backward(
+    grad: Tensor, x: Tensor, weight: Tensor, inverse_rms: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The gradients of x and the weight."""
+    normed = x.float() * inverse_rms
+    grad = grad.float()
+    grad_weight = (grad * normed).flatten(0, -2).sum(0)
+    grad = grad * weight
+    mean = (grad * normed).mean(-1, keepdim=True)
+    return (inverse_rms * (grad - normed * mean)).to(x.dtype), grad_weight.to(weight.dtype)
+
+
+def _sum_norm_backward(
+    grad_total: Tensor, grad: Tensor, total: Tensor, weight: Tensor, inverse_rms: Tensor
+) -> tuple[Tensor, Tensor]:
+    grad_x, grad_weight = _norm_backward(grad, total, weight, inverse_rms)
+    return grad_x + grad_total, grad_weight
+
+
+def _swiglu(x: Tensor) -> Tensor:
+    gate, up = x.float().chunk(2, dim=-1)
+    return (gate * gate.sigmoid() * up).to(x.dtype)
+
+
+def _swiglu_backward(grad: Tensor, x: Tensor) -> Tensor:
+    gate, up = x.float().chunk(2, dim=-1)
+    sigmoid = gate.sigmoid()
+    silu = gate * sigmoid
+    grad_gate = grad * up * (sigmoid + silu * (1 - sigmoid))
+    # Compiled, a stack takes about half as long as a cat.
+    return torch.stack([grad_gate, grad * silu], dim=-2).flatten(-2).to(x.dtype)
+
+
+def _heads_first(
+    qkv: Tensor, cos: Tensor | None, sin: Tensor | None, heads: int, kv_heads: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    queries_keys, v = qkv.split([heads + kv_heads, kv_heads], dim=2)
+    if cos is not None:
+        queries_keys = _rotate(queries_keys, cos, sin)
+    q, k = queries_keys.split([heads, kv_heads], dim=2)
+    q, k, v = (each.permute(1, 2, 0, 3).contiguous() for each in (q, k, v))
+    return q, k, v
+
+
+def _heads_first_backward(
+    grad_q: Tensor, grad_k: Tensor, grad_v: Tensor, cos: Tensor | None, sin: Tensor | None
+) -> Tensor:
+    """The gradient of q|k|v [s, b, a + 2g, d]."""
+    q, k, v = (each.permute(2, 0, 1, 3) for each in (grad_q, grad_k, grad_v))
+    if cos is None:
+        return torch.cat([q, k, v], dim=2)
+    q, k = _rotate(q, cos, -sin), _rotate(k, cos, -sin)
+    return torch.cat([q, k, v], dim=2)
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """[s, b, a, d], each pair (i, i + d/2) rotated."""
+    first, second = x.float().chunk(2, dim=-1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)

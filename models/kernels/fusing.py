@@ -1,0 +1,42 @@
+"""Whether the work between matrix products runs as it is written or compiled into few kernels.
+
+Compiled are the pure functions of this folder, forward and backward ones apart, and nothing around
+them: matrix products, collectives and deferred weight gradients run the same either way, in every
+layout, and autograd keeps the same tensors. All layers share a function, so each is compiled once.
+"""
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+from torch import nn
+
+Function = Callable[..., Any]
+
+
+def as_written(function: Function) -> Function:
+    """The function itself: torch runs its operations one by one."""
+    return function
+
+
+@cache
+def compiled(function: Function) -> Function:
+    """The function as kernels of its own, made at the first call (`torch.compile`)."""
+    return torch.compile(function, dynamic=False)
+
+
+class Fusing(nn.Module):
+    """A module with work between matrix products.
+
+    fuse: `as_written` or `compiled`
+    """
+
+    fuse: Callable[[Function], Function] = staticmethod(as_written)
+
+
+def compile_kernels(module: nn.Module) -> None:
+    """Let all of a module run compiled kernels."""
+    for each in module.modules():
+        if isinstance(each, Fusing):
+            each.fuse = compiled
