@@ -83,7 +83,7 @@ def pretrain() -> None:
     from recipes.training.timeline import TimelineRecorder
     from recipes.training.tracking import Meter, open_tracker, read_wandb_key
 
-    startup.lap("imports")
+    startup.imported()
     folder = RunFolder(options.run_dir or REPOSITORY / "runs" / recipe.name)
     with refusals(world, options):
         check_machine(world, precision=number_format)
@@ -151,7 +151,6 @@ def pretrain() -> None:
             timeline=TimelineRecorder(engine, recipe, topology, folder),
             startup=startup,
         )
-        startup.ready()
         ending = train(run, start.step)
         with crumb.waiting_for_disk("saving"):
             unsaved = writer.wait()

@@ -50,7 +50,7 @@ def startup() -> Startup:
 
 
 def test_laps_add_up_to_the_age_of_the_process(startup: Startup) -> None:
-    startup.lap("imports")
+    startup.imported()
     time.sleep(0.05)
     startup.lap("data")
     startup.lap("model")
@@ -85,9 +85,9 @@ def test_a_launcher_that_starts_ranks_again_is_left_out(tmp_path: Path) -> None:
     assert launched(tmp_path, TORCHELASTIC_RESTART_COUNT="1") == {}
 
 
-def test_garbage_waits_until_the_run_is_ready(startup: Startup) -> None:
+def test_garbage_waits_for_the_imports(startup: Startup) -> None:
     assert not gc.isenabled()
-    startup.ready()
+    startup.imported()
     assert gc.isenabled() and gc.get_freeze_count() > 10_000
 
 
