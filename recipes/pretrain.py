@@ -29,6 +29,7 @@ from recipes.training.messages import announce, summarize, tell_skipped
 from recipes.training.progress import Progress
 from recipes.training.recipe import DEFAULT_RECIPE, REPOSITORY, Recipe, load_recipe, origin
 from recipes.training.run_folder import RunFolder
+from recipes.training.startup import Startup
 from recipes.training.streams import outlive_output
 from recipes.training.topology import Topology, World, check_placement
 
@@ -58,6 +59,7 @@ def main() -> None:
 
 def pretrain() -> None:
     """One run, from its options to its exit code."""
+    startup = Startup()
     options = parse_command_line()
     with refusals(World()):
         world = World.from_environment(os.environ)
@@ -81,11 +83,14 @@ def pretrain() -> None:
     from recipes.training.timeline import TimelineRecorder
     from recipes.training.tracking import Meter, open_tracker, read_wandb_key
 
+    startup.imported()
     folder = RunFolder(options.run_dir or REPOSITORY / "runs" / recipe.name)
     with refusals(world, options):
         check_machine(world, precision=number_format)
         data = TrainingData(recipe, topology, world.rank)
+        startup.lap("data")
         start_processes(world)
+        startup.lap("joining")
         with refused_together():
             if world.rank == 0:
                 read_wandb_key()
@@ -103,13 +108,16 @@ def pretrain() -> None:
         if world.rank == 0:
             fresh, branching = options.resume == "never", options.resume not in ("auto", "never")
             folder.prepare(recipe, start.step, fresh=fresh, branching=branching)
+    startup.lap("checkpoint search")
     if world.rank == 0:
         announce(recipe, topology, hosts, folder, found)
 
     crumb = Breadcrumb()
-    engine = build_engine(recipe, topology, config, crumb)
+    engine = build_engine(recipe, topology, config, crumb, startup.lap)
+    startup.lap("DeepSpeed")
     if found.path:
         engine.load(found.reader(), weights_only=found.weights_only)
+        startup.lap("loading")
     if world.rank == 0:
         checkpoint.abandon_after(folder.checkpoints, found)
     start, rollbacks = past_rollbacks(folder, start) if options.resume == "auto" else (start, 0)
@@ -141,6 +149,7 @@ def pretrain() -> None:
             tracker=tracker,
             supervisor=supervisor,
             timeline=TimelineRecorder(engine, recipe, topology, folder),
+            startup=startup,
         )
         ending = train(run, start.step)
         with crumb.waiting_for_disk("saving"):
@@ -174,6 +183,7 @@ class Run:
     tracker: "Tracker"
     supervisor: "Supervisor"
     timeline: "TimelineRecorder"
+    startup: Startup
 
 
 @dataclass(frozen=True)
@@ -189,6 +199,8 @@ def train(run: Run, step: int) -> Ending:
     while step < run.recipe.training.steps:
         step += 1
         metrics = train_step(run, step)
+        if run.startup.running:
+            run.tracker.started(step, run.startup.stop("first step"))
         run.tracker.step(metrics)
         run.timeline.write_after(step)
         bad = run.watch.judge(metrics["loss"], metrics["grad_norm"])

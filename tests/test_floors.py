@@ -26,6 +26,8 @@ FLOORS = [
     ("recipes.training.exit_codes", 4),
     ("recipes.training.guard", 4),
     ("recipes.training.hang", 4),
+    ("recipes.training.launchers", 4),
+    ("recipes.training.startup", 4),
     ("recipes.training.streams", 4),
     ("recipes.training.loss_watch", 5),
     ("recipes.training.stragglers", 5),

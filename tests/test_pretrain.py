@@ -157,11 +157,13 @@ def test_a_run_leaves_what_the_design_says(finished: tuple[Path, str], recipe_fi
     assert [line["tokens"] for line in lines] == [256 * step for step in range(1, 9)]
     assert [line["step"] for line in lines if "validation_loss" in line] == [4, 8]
     assert lines[-1]["loss"] < lines[0]["loss"]
-    assert events(folder) == [("start", 0), ("save", 4), ("save", 8), ("end", 8)]
+    told = [("start", 0), ("first_step", 1), ("save", 4), ("save", 8), ("end", 8)]
+    assert events(folder) == told
     assert load_recipe(folder / "recipe.toml") == load_recipe(recipe_file)
     names = sorted(path.name for path in (folder / "checkpoints").iterdir())
     assert names == ["step-0000004", "step-0000008"]
     assert "small is finished: 8 steps" in output
+    assert "started in " in output and " s: launcher " in output
 
 
 def test_weights_and_biases_runs_on_one_rank_with_the_resolved_recipe(
@@ -200,7 +202,7 @@ def test_an_interrupted_run_continues_bit_for_bit(
     output = two_ranks(recipe_file, "--run-dir", folder)
     assert "resumed after step 4" in output
     assert metrics(folder) == metrics(finished[0])
-    assert events(folder)[-3:] == [("resume", 4), ("save", 8), ("end", 8)]
+    assert events(folder)[-4:] == [("resume", 4), ("first_step", 5), ("save", 8), ("end", 8)]
     assert not list((folder / "checkpoints").glob("*.incomplete"))
     assert len(list((folder / "wandb").glob("offline-run-*"))) == 2
     assert (folder / "wandb" / "run_id").read_text() == (finished[0] / "wandb/run_id").read_text()
@@ -360,7 +362,8 @@ def test_a_run_whose_gradients_are_not_finite_stops(recipe_file: Path, tmp_path:
     assert "skipped: step 2: the gradient norm is inf; samples 8 .. 15" in output
     assert "step 4: the gradient norm is inf, 3 steps in a row, and there is no chec" in output
     assert "Traceback" not in output
-    assert events(tmp_path / "x") == [("start", 0), ("skip", 2), ("skip", 3), ("stop", 4)]
+    told = [("start", 0), ("first_step", 1), ("skip", 2), ("skip", 3), ("stop", 4)]
+    assert events(tmp_path / "x") == told
 
 
 def test_a_run_goes_back_and_leaves_the_bad_data_out(recipe_file: Path, tmp_path: Path) -> None:
@@ -372,8 +375,8 @@ def test_a_run_goes_back_and_leaves_the_bad_data_out(recipe_file: Path, tmp_path
 
     # One rank's gradient is not finite while the samples 32 .. 55 of steps 5, 6 and 7 come.
     found = run("x", POISONED)
-    told = [("start", 0), ("save", 4), ("skip", 5), ("skip", 6), ("rollback", 7)]
-    assert events(tmp_path / "x") == [*told, ("save", 8), ("end", 8)]
+    told = [("save", 4), ("skip", 5), ("skip", 6), ("rollback", 7), ("save", 8), ("end", 8)]
+    assert events(tmp_path / "x") == [("start", 0), ("first_step", 1), *told]
     run("y", POISONED, "--set", "training.steps=4")
     expected = run("y", JUMPING)  # resumes with the samples after those
     assert [line["step"] for line in found] == list(range(1, 9))
@@ -414,7 +417,8 @@ def test_a_run_whose_copies_drift_apart_stops(
             f"stopped: step {stopped}: blocks.1.mlp_norm.weight differs between tensor ranks: "
             "rank 0 against rank 1" in outputs[0]
         )
-        assert events(tmp_path / "x") == [("start", 0), ("stop", stopped)]  # nothing was saved
+        told = [("start", 0), ("first_step", 1), ("stop", stopped)]  # nothing was saved
+        assert events(tmp_path / "x") == told
 
 
 def test_a_bad_recipe_is_refused_once_under_the_launcher() -> None:

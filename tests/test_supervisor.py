@@ -12,8 +12,9 @@ from models.pipeline.channels import wait_for
 from recipes.training import hang
 from recipes.training.exit_codes import HUNG
 from recipes.training.hang import HangReport, Sighting, collective_of, describe_hang, take_sighting
+from recipes.training.launchers import is_launcher
 from recipes.training.recipe import REPOSITORY
-from recipes.training.supervisor import GUARD, Breadcrumb, is_launcher
+from recipes.training.supervisor import GUARD, Breadcrumb
 
 NAMES = [f"rank {rank} (node{1 + rank // 2})" for rank in range(4)]
 

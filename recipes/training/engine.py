@@ -1,6 +1,7 @@
 """The one place that knows pipeline from sequential: build_engine(...).train_step(...)."""
 
 import contextlib
+import importlib
 import io
 import os
 import resource
@@ -301,11 +302,16 @@ def hosts_of_ranks() -> list[str]:
 
 
 def build_engine(
-    recipe: Recipe, topology: Topology, config: dict[str, Any], crumb: Breadcrumb | None = None
+    recipe: Recipe,
+    topology: Topology,
+    config: dict[str, Any],
+    crumb: Breadcrumb | None = None,
+    lap: Callable[[str], None] = lambda part: None,
 ) -> Engine:
     """The model, initialised, under DeepSpeed: a pipeline with ZeRO-1, sequential otherwise.
 
     crumb: where the engine notes what it is doing
+    lap: told when the model has been built, before DeepSpeed takes it
     """
     place = topology.coordinates(dist.get_rank())
     axis = build_tensor_axis(topology, place, recipe.layout.sequence_parallel)
@@ -334,6 +340,8 @@ def build_engine(
         tensor_rank=axis.rank,
         tensor_size=axis.size,
     )
+    lap("model")
+    import_muon()
     with quiet(), scheduled_engines(boundary(recipe, axis, config)):
         wrapped, *_ = deepspeed.initialize(
             model=model,
@@ -343,6 +351,18 @@ def build_engine(
         )
     engine = PipelinedEngine if pipelined else SequentialEngine
     return engine(wrapped, recipe, axis, crumb or Breadcrumb())
+
+
+def import_muon() -> None:
+    """Import an optimizer that DeepSpeed asks every optimizer whether it is, and none of ours is.
+
+    Without the variable its decorators would import torch's compiler, for most of a second.
+    """
+    if "TORCHDYNAMO_DISABLE" in os.environ:  # somebody has decided
+        return
+    os.environ["TORCHDYNAMO_DISABLE"] = "1"
+    importlib.import_module("deepspeed.runtime.zero.muon.muon_optimizer")
+    del os.environ["TORCHDYNAMO_DISABLE"]
 
 
 def pipeline_of(recipe: Recipe, topology: Topology) -> Pipeline:

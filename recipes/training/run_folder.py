@@ -89,7 +89,7 @@ class RunFolder:
             ) from None
 
     def event(self, event: str, step: int, **facts: Any) -> None:
-        """Append to events.jsonl: start, resume, skip, save, warning, stop or end."""
+        """Append to events.jsonl: start, resume, first_step, skip, save, ..."""
         self._event_lines.append({"event": event, "step": step, "time": time.time()} | facts)
 
     def metric(self, line: dict[str, Any]) -> None:

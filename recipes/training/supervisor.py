@@ -26,15 +26,10 @@ import torch.distributed as dist
 
 from recipes.training.exit_codes import HUNG
 from recipes.training.hang import HangReport, take_sighting
+from recipes.training.launchers import launchers_of, state_of
 from recipes.training.run_folder import RunFolder
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
-LAUNCHER_MODULES = {
-    "deepspeed.launcher.launch",
-    "deepspeed.launcher.runner",
-    "torch.distributed.run",
-}
-LAUNCHER_NAMES = {"deepspeed", "torchrun"}
 ECHO_SECONDS = 2.0  # launchers pass on what they get; later it is a second signal
 GUARD_SECONDS = 8  # that the guard leaves to the other ranks, which know more
 GUARD = Path(__file__).with_name("guard.py")
@@ -217,36 +212,6 @@ class Supervisor:
                 self._guard.stdin.flush()
             except BrokenPipeError:
                 self._guard = None
-
-
-def launchers_of(pid: int) -> list[int]:
-    """The processes above this one that have launched it, the nearest first."""
-    found = []
-    while pid > 1:
-        pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-        if not is_launcher(Path(f"/proc/{pid}/cmdline")):
-            break
-        found.append(pid)
-    return found
-
-
-def is_launcher(command_line: Path) -> bool:
-    """Whether a process is `deepspeed`, `torchrun`, or what they start on each node."""
-    if not command_line.exists():
-        return False
-    words = command_line.read_bytes().decode(errors="replace").split("\0")[:8]  # options follow
-    return bool(LAUNCHER_MODULES.intersection(words)) or any(
-        Path(word).name in LAUNCHER_NAMES for word in words[:2]
-    )
-
-
-def state_of(pid: int) -> str:
-    """A process's state, "T" if it was stopped by a signal; empty if it is gone."""
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except (FileNotFoundError, ProcessLookupError):
-        return ""
-    return "" if state in "ZX" else state
 
 
 def _wake(*_: object) -> None:

@@ -25,6 +25,7 @@ from recipes.training.progress import Progress
 from recipes.training.provenance import code_version
 from recipes.training.recipe import Recipe
 from recipes.training.run_folder import RunFolder
+from recipes.training.startup import Startup
 
 SECONDS_BETWEEN_LINES = 10.0
 
@@ -96,6 +97,9 @@ class Tracker:
     def step(self, metrics: dict[str, Any]) -> None:
         """Take one step's metrics."""
 
+    def started(self, step: int, startup: Startup) -> None:
+        """The first step of this process is done."""
+
     def warn(self, message: str) -> None:
         """Something is wrong and the run goes on."""
 
@@ -131,6 +135,11 @@ class RunTracker(Tracker):
         self.folder.metric(metrics)
         self.display.step(metrics)
         self.wandb.log(metrics)
+
+    def started(self, step: int, startup: Startup) -> None:
+        """The first step of this process is done."""
+        self.folder.event("first_step", step, seconds=startup.seconds)
+        self.display.say(str(startup))
 
     def warn(self, message: str) -> None:
         """Something is wrong and the run goes on."""
@@ -208,6 +217,13 @@ class Display:
                 flush=True,
             )
             self.last_line = now
+
+    def say(self, line: str) -> None:
+        """Show a line that stays."""
+        if self.bar is not None:
+            self.bar.write(line)
+        else:
+            print(line, flush=True)
 
     def close(self) -> None:
         """Leave the terminal as it should be."""

@@ -159,7 +159,8 @@ def test_before_its_time_limit_a_job_is_saved_and_goes_on(submit, tmp_path: Path
     assert job.cluster.run(f"scancel --batch --signal=USR1 {job.number}").returncode == 0
     facts = job.wait("COMPLETED", "FAILED")
     assert facts["JobState"] == "COMPLETED" and facts["Restarts"] == "1", job.words(facts)
-    assert events(tmp_path / "run") == ["start", "save", "stop", "resume", "save", "end"]
+    told = [event for event in events(tmp_path / "run") if event != "first_step"]
+    assert told == ["start", "save", "stop", "resume", "save", "end"]
     disturbed = metrics(tmp_path / "run")
     shutil.rmtree(tmp_path / "run")
     submit(training__steps=60).wait("COMPLETED")
