@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from recipes.training.deepspeed_config import build_deepspeed_config, precision
 from recipes.training.exit_codes import FINISHED, INTERRUPTED, REFUSED, STOPPED
+from recipes.training.garbage import collect_garbage, hold_garbage
 from recipes.training.learning_rate import learning_rate
 from recipes.training.loss_watch import ROLL_BACK, UNSAFE
 from recipes.training.messages import announce, summarize, tell_skipped
@@ -76,9 +77,10 @@ def pretrain() -> None:
     from recipes.training import checkpoint
     from recipes.training.checkpoint_writer import CheckpointWriter
     from recipes.training.data import TrainingData
-    from recipes.training.engine import build_engine, check_machine, hosts_of_ranks, start_processes
+    from recipes.training.engine import build_engine
     from recipes.training.feed import Feed
     from recipes.training.loss_watch import LossWatch
+    from recipes.training.processes import check_machine, hosts_of_ranks, start_processes
     from recipes.training.supervisor import Breadcrumb, Supervisor
     from recipes.training.timeline import TimelineRecorder
     from recipes.training.tracking import Meter, open_tracker, read_wandb_key
@@ -86,7 +88,7 @@ def pretrain() -> None:
     startup.imported()
     folder = RunFolder(options.run_dir or REPOSITORY / "runs" / recipe.name)
     with refusals(world, options):
-        check_machine(world, precision=number_format)
+        check_machine(world, precision=number_format, compile=recipe.training.compile)
         data = TrainingData(recipe, topology, world.rank)
         startup.lap("data")
         start_processes(world)
@@ -196,7 +198,9 @@ class Ending:
 
 def train(run: Run, step: int) -> Ending:
     """All steps after this one, or as many as can be."""
+    hold_garbage()
     while step < run.recipe.training.steps:
+        collect_garbage()
         step += 1
         metrics = train_step(run, step)
         if run.startup.running:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from recipes.proving.worlds import free_port
-from recipes.training.engine import start_processes
+from recipes.training.processes import start_processes
 from recipes.training.topology import World
 
 REPOSITORY = Path(__file__).resolve().parents[1]

@@ -78,7 +78,7 @@ def test_what_launches(command: str, expected: bool, tmp_path: Path) -> None:
 SUPERVISED = """
 import os, signal, sys, time
 import torch
-from recipes.training.engine import start_processes
+from recipes.training.processes import start_processes
 from recipes.training.supervisor import Breadcrumb, Supervisor
 from recipes.training.run_folder import RunFolder
 from recipes.training.topology import World

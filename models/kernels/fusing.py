@@ -22,8 +22,11 @@ def as_written(function: Function) -> Function:
 
 @cache
 def compiled(function: Function) -> Function:
-    """The function as kernels of its own, made at the first call (`torch.compile`)."""
-    return torch.compile(function, dynamic=False)
+    """The function as kernels of its own, made at the first call (`torch.compile`).
+
+    In this process: torch's compiling ones would outlive a rank that is killed.
+    """
+    return torch.compile(function, dynamic=False, options={"compile_threads": 1})
 
 
 class Fusing(nn.Module):

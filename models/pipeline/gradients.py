@@ -49,7 +49,8 @@ class Gradients(ABC):
 class Float32Gradients(Gradients):
     """BF16_Optimizer's: one fp32 tensor for all gradients of an optimizer group.
 
-    A bf16 gradient is added to its part of it and freed as soon as autograd has it.
+    A bf16 gradient is added to its part of it and freed as soon as autograd has it. A step's first
+    takes the place of the last step's: nothing is zeroed in between.
     """
 
     def __init__(self, engine: PipelineEngine):
@@ -66,6 +67,11 @@ class Float32Gradients(Gradients):
         self.scales_before = config.prescale_gradients or config.gradient_predivide_factor != 1.0
         self.begun: set[nn.Parameter] = set()
         self.running: list[tuple[Tensor, Tensor, dist.Work]] = []
+        self.optimizer.clear_hp_grads = self._forget  # which would zero them
+
+    def _forget(self) -> None:
+        for has_gradients in self.optimizer.fp32_groups_has_gradients:
+            has_gradients[:] = [False] * len(has_gradients)
 
     def _take(self, parameter: nn.Parameter) -> None:
         if parameter.grad is not None:  # torch calls it for what is left for later, too
@@ -77,9 +83,11 @@ class Float32Gradients(Gradients):
         """Add a gradient that autograd has not accumulated."""
         number, slot = self.slots[parameter]
         total = self.optimizer.fp32_groups_gradients[number][slot]
-        total.add_(gradient.view(total.shape))
+        has_gradients = self.optimizer.fp32_groups_has_gradients[number]
+        accumulate = total.add_ if has_gradients[slot] else total.copy_
+        accumulate(gradient.view(total.shape))
         parameter._hp_grad = total
-        self.optimizer.fp32_groups_has_gradients[number][slot] = True
+        has_gradients[slot] = True
 
     def of(self, parameter: nn.Parameter) -> Tensor:
         """What was accumulated."""

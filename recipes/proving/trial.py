@@ -19,14 +19,9 @@ from recipes.proving.compare import Outcome
 from recipes.proving.layouts import Variant
 from recipes.training.data import TrainingData
 from recipes.training.deepspeed_config import build_deepspeed_config
-from recipes.training.engine import (
-    Engine,
-    StepResult,
-    build_engine,
-    is_partitioned,
-    start_processes,
-)
+from recipes.training.engine import Engine, StepResult, build_engine, is_partitioned
 from recipes.training.learning_rate import learning_rate
+from recipes.training.processes import start_processes
 from recipes.training.recipe import Recipe
 from recipes.training.topology import World
 

@@ -128,7 +128,7 @@ def measure(recipe: Recipe, topology: Topology, rank: int, *, at_most: int) -> T
     place = topology.coordinates(rank)
     micro_batches = recipe.micro_batches(topology.data)
     traced = min(micro_batches, at_most)
-    recipe = with_micro_batches(recipe, topology, traced)
+    recipe = as_written(with_micro_batches(recipe, topology, traced))
     config = build_deepspeed_config(recipe, topology)
     batch = [micro_batch(recipe, number) for number in range(traced)]
     counter = AllocationCounter(granularity=ALLOCATOR_BYTES)
@@ -211,6 +211,12 @@ def with_micro_batches(recipe: Recipe, topology: Topology, count: int) -> Recipe
     sequences = count * recipe.batch.micro_sequences * topology.data
     batch = recipe.batch.model_copy(update={"global_sequences": sequences})
     return recipe.model_copy(update={"batch": batch})
+
+
+def as_written(recipe: Recipe) -> Recipe:
+    """The recipe without compiled kernels, whose operations cannot be seen one by one."""
+    training = recipe.training.model_copy(update={"compile": False})
+    return recipe.model_copy(update={"training": training})
 
 
 def micro_batch(recipe: Recipe, number: int) -> MicroBatch:

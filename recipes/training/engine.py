@@ -2,11 +2,7 @@
 
 import contextlib
 import importlib
-import io
 import os
-import resource
-import socket
-import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -16,12 +12,12 @@ from typing import Any
 import deepspeed
 import torch
 import torch.distributed as dist
-from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.pipe.schedule import ForwardPass, PipeInstruction
 from deepspeed.runtime.pipe.topology import PipelineParallelGrid, PipeModelDataParallelTopology
 from torch import nn
 
 from models.initialization import initialize
+from models.kernels.fusing import compile_kernels
 from models.layer_specs import (
     SequentialModel,
     layer_names,
@@ -38,10 +34,11 @@ from recipes.training.checkpoint import CheckpointReader
 from recipes.training.copies import CopyGroup, differing_copies
 from recipes.training.deepspeed_config import precision, zero_stage
 from recipes.training.micro_batch import MicroBatch
+from recipes.training.processes import compiles, quiet
 from recipes.training.recipe import Optimizer, Recipe
 from recipes.training.stragglers import Stopwatch
 from recipes.training.supervisor import Breadcrumb
-from recipes.training.topology import Coordinates, Topology, World
+from recipes.training.topology import Coordinates, Topology
 from recipes.training.training_state import Fragment, TrainingState, training_state
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -246,61 +243,6 @@ class SequentialEngine(Engine):
         return self.wrapped.mpu.get_data_parallel_group()
 
 
-def check_machine(world: World, *, precision: str) -> None:
-    """Compare what is asked for with this machine and what the launcher has set.
-
-    Raises:
-        ValueError: this machine cannot run the precision, or the launcher left the address out.
-    """
-    if precision == "fp16" and not on_gpu():
-        raise ValueError(
-            'deepspeed: fp16 needs a GPU and none was found; use deepspeed = "ds_configs/'
-            'zero1_fp32.json" or "ds_configs/zero1_bf16.json"'
-        )
-    if world.size > 1 and not os.environ.get("MASTER_ADDR"):
-        raise ValueError(
-            "MASTER_ADDR is not set, so the ranks cannot meet; use the name of the first node"
-        )
-
-
-def on_gpu() -> bool:
-    """Whether DeepSpeed runs on GPUs here."""
-    return get_accelerator().device_name() == "cuda"
-
-
-def start_processes(world: World) -> None:
-    """Join the process group; a single process needs no launcher's MASTER_ADDR."""
-    # DeepSpeed calls what torch has renamed.
-    warnings.filterwarnings("ignore", message="`torch.distributed", category=FutureWarning)
-    # Under Slurm a task may see its own GPU only.
-    local_rank = world.local_rank % torch.cuda.device_count() if on_gpu() else world.local_rank
-    os.environ |= {
-        "RANK": str(world.rank),
-        "WORLD_SIZE": str(world.size),
-        "LOCAL_RANK": str(local_rank),
-        "MASTER_ADDR": os.environ.get("MASTER_ADDR", "127.0.0.1"),
-        "MASTER_PORT": os.environ.get("MASTER_PORT", "29500" if world.size > 1 else "0"),
-    }
-    # The ranks of a process group that works on the CPU are all connected with each other.
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-    # Its build needs a compiler and a minute, and its all-reduce knows one group only.
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    if on_gpu():
-        torch.cuda.set_device(local_rank)
-    elif "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // world.local_size))
-    with quiet():
-        deepspeed.init_distributed(dist_backend="nccl" if on_gpu() else "gloo", verbose=False)
-
-
-def hosts_of_ranks() -> list[str]:
-    """The names of the nodes that all ranks run on, by rank; collective."""
-    hosts = [""] * dist.get_world_size()
-    dist.all_gather_object(hosts, socket.gethostname())
-    return hosts
-
-
 def build_engine(
     recipe: Recipe,
     topology: Topology,
@@ -340,6 +282,8 @@ def build_engine(
         tensor_rank=axis.rank,
         tensor_size=axis.size,
     )
+    if compiles(recipe.training.compile):
+        compile_kernels(model)
     lap("model")
     import_muon()
     with quiet(), scheduled_engines(boundary(recipe, axis, config)):
@@ -442,8 +386,3 @@ def held_values(parameter: nn.Parameter, data_rank: int) -> torch.Tensor:
 def is_partitioned(parameter: nn.Parameter) -> bool:
     """Whether ZeRO-3 has spread the parameter over the data ranks."""
     return hasattr(parameter, "ds_tensor")
-
-
-def quiet() -> contextlib.AbstractContextManager:
-    """Swallow what DeepSpeed prints while it builds; warnings and errors do not come that way."""
-    return contextlib.redirect_stdout(io.StringIO())

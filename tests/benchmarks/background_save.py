@@ -30,7 +30,7 @@ from recipes.proving.corpus import write_corpus
 from recipes.proving.layouts import reference
 from recipes.proving.trial import start, train_step
 from recipes.training.checkpoint_writer import CheckpointWriter
-from recipes.training.engine import start_processes
+from recipes.training.processes import start_processes
 from recipes.training.recipe import DEFAULT_RECIPE, Recipe, parse_recipe
 from recipes.training.run_folder import RunFolder
 from recipes.training.topology import World

@@ -32,8 +32,9 @@ from models.parallel.cross_entropy import vocab_parallel_cross_entropy
 from models.pipeline.recording import Event, Recording
 from models.transformer import Block
 from recipes.training.deepspeed_config import build_deepspeed_config
-from recipes.training.engine import build_engine, build_optimizer, layers_of_positions, quiet
+from recipes.training.engine import build_engine, build_optimizer, layers_of_positions
 from recipes.training.micro_batch import MicroBatch
+from recipes.training.processes import quiet
 from recipes.training.recipe import DEFAULT_RECIPE, Recipe, load_recipe
 from recipes.training.topology import Topology
 

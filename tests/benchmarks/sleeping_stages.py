@@ -21,7 +21,7 @@ from models.pipeline.order import BACKWARD, Pass, Pipeline
 from models.pipeline.recording import Event, Recording
 from models.pipeline.simulation import TimedPass, Timeline, pipeline_seconds, simulate
 from models.pipeline.stages import Stage
-from recipes.training.engine import quiet
+from recipes.training.processes import quiet
 from tests.ranks import join_world, run_ranks
 
 SHAPE = (1, 1, 8)  # of activations, [s, b, h]

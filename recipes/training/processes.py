@@ -1,0 +1,117 @@
+"""What a rank needs of its machine before there is a model: a device, memory, a process group."""
+
+import contextlib
+import ctypes
+import io
+import os
+import resource
+import shutil
+import socket
+import warnings
+from typing import Literal
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
+
+from recipes.training.topology import World
+
+# malloc.h of glibc
+M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4
+
+
+def on_gpu() -> bool:
+    """Whether DeepSpeed runs on GPUs here."""
+    return get_accelerator().device_name() == "cuda"
+
+
+def compiles(setting: bool | Literal["auto"]) -> bool:
+    """Whether kernels are compiled: as training.compile says, "auto" on GPUs with a compiler."""
+    return on_gpu() and has_compiler() if setting == "auto" else setting
+
+
+def has_compiler() -> bool:
+    """Whether torch.compile finds what it needs beside itself."""
+    return shutil.which(compiler()) is not None
+
+
+def compiler() -> str:
+    """The C++ compiler that torch.compile asks for."""
+    return os.environ.get("CXX", "g++")
+
+
+def check_machine(world: World, *, precision: str, compile: bool | Literal["auto"]) -> None:
+    """Compare what is asked for with this machine and what the launcher has set.
+
+    Raises:
+        ValueError: this machine cannot run the precision or compile, or the launcher left the
+            address out.
+    """
+    if precision == "fp16" and not on_gpu():
+        raise ValueError(
+            'deepspeed: fp16 needs a GPU and none was found; use deepspeed = "ds_configs/'
+            'zero1_fp32.json" or "ds_configs/zero1_bf16.json"'
+        )
+    if compile is True and not has_compiler():
+        raise ValueError(
+            f"training.compile = true needs a C++ compiler and {compiler()} was not found; install "
+            f"it, or use training.compile = false"
+        )
+    if world.size > 1 and not os.environ.get("MASTER_ADDR"):
+        raise ValueError(
+            "MASTER_ADDR is not set, so the ranks cannot meet; use the name of the first node"
+        )
+
+
+def start_processes(world: World) -> None:
+    """Join the process group; a single process needs no launcher's MASTER_ADDR."""
+    # DeepSpeed calls what torch has renamed.
+    warnings.filterwarnings("ignore", message="`torch.distributed", category=FutureWarning)
+    # Under Slurm a task may see its own GPU only.
+    local_rank = world.local_rank % torch.cuda.device_count() if on_gpu() else world.local_rank
+    os.environ |= {
+        "RANK": str(world.rank),
+        "WORLD_SIZE": str(world.size),
+        "LOCAL_RANK": str(local_rank),
+        "MASTER_ADDR": os.environ.get("MASTER_ADDR", "127.0.0.1"),
+        "MASTER_PORT": os.environ.get("MASTER_PORT", "29500" if world.size > 1 else "0"),
+    }
+    # The ranks of a process group that works on the CPU are all connected with each other.
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    # Its build needs a compiler and a minute, and its all-reduce knows one group only.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    if on_gpu():
+        torch.cuda.set_device(local_rank)
+    else:
+        keep_memory()
+        if "OMP_NUM_THREADS" not in os.environ:
+            torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // world.local_size))
+    with quiet():
+        deepspeed.init_distributed(dist_backend="nccl" if on_gpu() else "gloo", verbose=False)
+
+
+def keep_memory() -> None:
+    """Let this process reuse the memory that it frees, in huge pages.
+
+    glibc gives large blocks back to the kernel, which clears each page again when it is next
+    touched: a tenth of a step. Elsewhere nothing is changed.
+    """
+    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # torch reads it at its next allocation
+    with contextlib.suppress(AttributeError, OSError):
+        libc = ctypes.CDLL(None)
+        libc.mallopt(M_MMAP_MAX, 0)
+        libc.mallopt(M_TRIM_THRESHOLD, -1)
+
+
+def hosts_of_ranks() -> list[str]:
+    """The names of the nodes that all ranks run on, by rank; collective."""
+    hosts = [""] * dist.get_world_size()
+    dist.all_gather_object(hosts, socket.gethostname())
+    return hosts
+
+
+def quiet() -> contextlib.AbstractContextManager:
+    """Swallow what DeepSpeed prints while it builds; warnings and errors do not come that way."""
+    return contextlib.redirect_stdout(io.StringIO())
