@@ -1,0 +1,187 @@
+"""Kernels with written-out backward passes against what autograd makes of the plain formula."""
+
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from models.kernels import attention, elementwise
+from models.kernels.fusing import Fusing, as_written, compile_kernels, compiled
+from models.layer_specs import SequentialModel, layer_specs, logical_parameters
+from models.parallel import cross_entropy
+from models.parallel.collectives import TensorAxis
+from models.parallel.context import Context
+from models.transformer import rotary_table
+from recipes.training.processes import compiler, compiles
+from tests.test_transformer import SHAPES
+
+EPSILON, HEADS, KV_HEADS, D = 1e-5, 4, 2, 8
+TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2e-2}  # of the largest value
+
+
+def rms_norm(x: Tensor, weight: Tensor) -> Tensor:
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + EPSILON) * weight
+
+
+def sum_rms_norm(x: Tensor, y: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    return x + y, rms_norm(x + y, weight)
+
+
+def swiglu(x: Tensor) -> Tensor:
+    gate, up = x.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+def heads_first(qkv: Tensor, rotation: tuple[Tensor, Tensor] | None) -> tuple[Tensor, ...]:
+    """By complex numbers: a pair is one, and its rotation a product."""
+    q, k, v = qkv.split([HEADS, KV_HEADS, KV_HEADS], dim=2)
+    if rotation:
+        turn = torch.complex(*rotation)
+        q, k = (turn * torch.complex(*x.chunk(2, dim=-1)) for x in (q, k))
+        q, k = (torch.cat([x.real, x.imag], dim=-1) for x in (q, k))
+    return tuple(x.permute(1, 2, 0, 3) for x in (q, k, v))
+
+
+def rotation() -> tuple[Tensor, Tensor]:
+    return rotary_table(6, D, 100.0, torch.device("cpu"), None)
+
+
+QKV = (6, 2, HEADS + 2 * KV_HEADS, D)
+KERNELS: dict[str, tuple[Callable, Callable, Sequence[tuple[int, ...]]]] = {
+    "rms_norm": (
+        lambda x, w: elementwise.rms_norm(x, w, EPSILON, as_written),
+        rms_norm,
+        [(5, 3, 16), (16,)],
+    ),
+    "sum_rms_norm": (
+        lambda x, y, w: elementwise.sum_rms_norm(x, y, w, EPSILON, as_written),
+        sum_rms_norm,
+        [(5, 3, 16), (5, 3, 16), (16,)],
+    ),
+    "swiglu": (lambda x: elementwise.swiglu(x, as_written), swiglu, [(5, 3, 16)]),
+    "rotated heads": (
+        lambda x: elementwise.heads_first(
+            x, rotation(), heads=HEADS, kv_heads=KV_HEADS, fuse=as_written
+        ),
+        lambda x: heads_first(x, rotation()),
+        [QKV],
+    ),
+    "heads": (
+        lambda x: elementwise.heads_first(x, None, heads=HEADS, kv_heads=KV_HEADS, fuse=as_written),
+        lambda x: heads_first(x, None),
+        [QKV],
+    ),
+    "attention": (
+        attention.causal_attention,
+        lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True),
+        [(2, 4, 11, 8), (2, 2, 11, 8), (2, 2, 11, 8)],
+    ),
+}
+
+
+def outcome(function: Callable, inputs: Sequence[Tensor]) -> list[Tensor]:
+    """Outputs, and gradients of a sum in which each output's element has its own weight."""
+    inputs = [x.clone().requires_grad_() for x in inputs]
+    outputs = function(*inputs)
+    outputs = [outputs] if isinstance(outputs, Tensor) else list(outputs)
+    weights = [torch.linspace(-1, 2, x.numel()).view(x.shape).to(x.dtype) for x in outputs]
+    sum((x * w).sum() for x, w in zip(outputs, weights, strict=True)).backward()
+    return [x.detach() for x in outputs] + [x.grad for x in inputs]
+
+
+def difference(ours: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
+    """The largest, of each tensor's largest value."""
+    pairs = list(zip(ours, expected, strict=True))
+    assert all(a.shape == b.shape for a, b in pairs)
+    return max(float((a.float() - b.float()).abs().max() / b.abs().max()) for a, b in pairs)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_a_kernel_is_its_formula(kernel: str, dtype: torch.dtype) -> None:
+    ours, formula, shapes = KERNELS[kernel]
+    torch.manual_seed(0)
+    inputs = [torch.randn(shape).to(dtype) for shape in shapes]
+    with mock.patch.object(attention, "ROWS", 4):  # blocks of 4, 4 and 3 queries
+        found = outcome(ours, inputs)
+    assert all(x.dtype == dtype for x in found)
+    expected = outcome(formula, [x.float() for x in inputs])
+    assert difference(found, expected) < TOLERANCE[dtype]
+
+
+def test_an_attention_that_saw_later_keys_would_show() -> None:
+    ours, formula, shapes = KERNELS["attention"]
+    torch.manual_seed(0)
+    inputs = [torch.randn(shape) for shape in shapes]
+    blind = mock.patch.object(Tensor, "triu_", lambda x, diagonal: x.zero_())
+    with mock.patch.object(attention, "ROWS", 4), blind:
+        found = outcome(ours, inputs)
+    assert difference(found, outcome(formula, inputs)) > 0.1
+
+
+def test_long_sequences_keep_no_probabilities() -> None:
+    x = torch.randn(1, 1, attention.MOST_KEPT + 1, 8, requires_grad=True)
+    assert "Blocked" not in type(attention.causal_attention(x, x, x).grad_fn).__name__
+    x = x[:, :, 1:]
+    assert "Blocked" in type(attention.causal_attention(x, x, x).grad_fn).__name__
+
+
+# The loss over the vocabulary
+
+
+@pytest.mark.parametrize("most", [1, 40, 2**27])  # logits at a time: of 1, 2, all 12 tokens
+def test_the_loss_in_chunks_is_cross_entropy(most: int) -> None:
+    torch.manual_seed(0)
+    x, table, labels = torch.randn(4, 3, 8), torch.randn(20, 8), torch.randint(17, (3, 4))
+
+    def ours(x: Tensor, table: Tensor) -> Tensor:
+        return cross_entropy.vocab_parallel_loss(
+            x, table, labels, vocab_size=17, axis=TensorAxis(), fuse=as_written
+        )
+
+    def formula(x: Tensor, table: Tensor) -> Tensor:
+        return F.cross_entropy((x @ table[:17].t()).flatten(0, 1), labels.t().flatten())
+
+    with mock.patch.object(cross_entropy, "MOST_LOGITS", most):
+        assert difference(outcome(ours, (x, table)), outcome(formula, (x, table))) < 2e-6
+        with torch.no_grad():
+            assert float(ours(x, table)) == pytest.approx(float(formula(x, table)), rel=1e-6)
+
+
+# Compiled
+
+
+def model_outcome(shape: str, *, compile: bool) -> list[Tensor]:
+    config = replace(SHAPES[shape], vocab_size=96)
+    torch.manual_seed(0)
+    model = SequentialModel(layer_specs(config, TensorAxis()))
+    for _, parameter in logical_parameters(model, config):
+        torch.nn.init.normal_(parameter, std=0.3)
+    if compile:
+        compile_kernels(model)
+        assert all(each.fuse is compiled for each in model.modules() if isinstance(each, Fusing))
+    tokens = torch.randint(96, (2, config.sequence_length))
+    loss = model(tokens, tokens.roll(-1, 1), Context())
+    loss.backward()
+    return [loss.detach()] + [each.grad for each in model.parameters()]
+
+
+@pytest.mark.skipif(shutil.which(compiler()) is None, reason="there is no C++ compiler")
+def test_compiled_kernels_compute_the_same() -> None:
+    expected = model_outcome("qwen3", compile=False)
+    assert difference(model_outcome("qwen3", compile=True), expected) < 1e-5
+
+
+def test_auto_compiles_on_gpus_only() -> None:
+    with mock.patch("recipes.training.processes.on_gpu", return_value=False):
+        assert not compiles("auto") and compiles(True)
+    with mock.patch("recipes.training.processes.on_gpu", return_value=True):
+        assert compiles("auto") == (shutil.which(compiler()) is not None)
+        with mock.patch.dict("os.environ", CXX="no-such-compiler"):
+            assert not compiles("auto")
+        assert not compiles(False)
