@@ -58,10 +58,16 @@ class Rates:
             rates["oneDNN"] = 2e-12 * size**3 / seconds
         return rates
 
-    def matmul(self, precision: str, rows: int, columns: int, inner: int) -> float:
-        """Seconds of [rows, inner] x [inner, columns], as a linear layer computes it."""
+    def matmul(self, precision: str, rows: int, columns: int, inner: int) -> list[float]:
+        """Seconds of a linear layer's three products, of `rows` tokens.
+
+        [rows, inner] x [inner, columns] forward, [rows, columns] x [columns, inner] for its input's
+        gradient and [columns, rows] x [rows, inner] for its weight's.
+        """
         x, weight = self._matrix(precision, rows, inner), self._matrix(precision, columns, inner)
-        return self._fastest(lambda: F.linear(x, weight))
+        grad = self._matrix(precision, rows, columns)
+        products = (lambda: F.linear(x, weight), lambda: grad @ weight, lambda: grad.t() @ x)
+        return [self._fastest(product) for product in products]
 
     def attention(self, precision: str, heads: int, length: int, head_size: int) -> float:
         """Seconds of causal attention, forward and backward; [1, heads, length, head_size]."""

@@ -32,6 +32,7 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
+from recipes.planning.hardware import FOLDER
 from recipes.training.engine import on_gpu
 from tests.benchmarks import (
     device_file,
@@ -61,7 +62,8 @@ OVERHEAD_ROUNDS = 3  # times as many: what is looked for is small
 
 def main() -> None:
     """Measure and print."""
-    options = parse_command_line()
+    parser = build_parser()
+    options = parser.parse_args()
     cores = () if on_gpu() else tuple(cores_at_hand())
     setting = step_rows.Setting(
         rounds=options.steps,
@@ -71,7 +73,13 @@ def main() -> None:
         kernels=options.profile,
     )
     if options.calibrate_device:
-        device_file.calibrate(options.calibrate_device, options.like, setting)
+        try:
+            calibrated = device_file.calibrate(
+                options.calibrate_device, options.like, setting, FOLDER
+            )
+        except ValueError as problem:
+            parser.error(str(problem))
+        print(json.dumps(calibrated)) if options.json else step_report.print_file(calibrated)
         return
     result: dict[str, Any] = {"rows": [], "tensor_parallel_2": None}
     for part in options.only or PARTS:
@@ -151,7 +159,7 @@ def matmul(cores: tuple[int, ...], precision: str) -> dict[str, float]:
     return rates
 
 
-def parse_command_line() -> argparse.Namespace:
+def build_parser() -> argparse.ArgumentParser:
     """The command's options."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -178,7 +186,7 @@ def parse_command_line() -> argparse.Namespace:
     )  # fmt: skip
     parser.add_argument("--like", metavar="NAME", help="whose file a new device's begins as")
     parser.add_argument("--json", action="store_true", help="one JSON object and nothing else")
-    return parser.parse_args()
+    return parser
 
 
 if __name__ == "__main__":

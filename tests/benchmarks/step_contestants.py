@@ -21,12 +21,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from models.hugging_face import counterparts, hugging_face_config
 from models.initialization import initialize
-from models.layer_specs import (
-    SequentialModel,
-    layer_specs,
-    logical_parameters,
-    loss_function,
-)
+from models.kernels.fusing import compile_kernels
+from models.layer_specs import SequentialModel, layer_specs, logical_parameters
 from models.parallel.collectives import TensorAxis
 from models.parallel.context import Context
 from recipes.training.deepspeed_config import build_deepspeed_config
@@ -35,7 +31,7 @@ from recipes.training.micro_batch import MicroBatch
 from recipes.training.recipe import Recipe
 from recipes.training.topology import World
 from tests.benchmarks import step_probes
-from tests.benchmarks.step_shapes import Shape
+from tests.benchmarks.step_shapes import OURS, Shape
 from tests.benchmarks.taking_turns import Turn, serve
 
 Batch = Sequence[tuple[Tensor, Tensor]]  # tokens and labels [b, s] of each micro-batch
@@ -181,8 +177,9 @@ def build_ours(entry: Entry, recipe: Recipe, world: World) -> Train:
 
 def build_ours_bare(entry: Entry, recipe: Recipe, world: World) -> Train:
     """Our model alone."""
-    axis = TensorAxis()
-    model = SequentialModel(layer_specs(recipe.model, axis), loss_function(recipe.model, axis))
+    model = SequentialModel(layer_specs(recipe.model, TensorAxis()))
+    if OURS:
+        compile_kernels(model)
     parameters = logical_parameters(model, recipe.model)
     initialize(parameters, recipe.model, seed=recipe.seed, tensor_rank=0, tensor_size=1)
     loop = BareLoop(model.to(get_accelerator().current_device_name()), recipe, entry)
@@ -263,9 +260,8 @@ class Theirs(nn.Module):
 @torch.no_grad()
 def copy_first_weights(llama: LlamaForCausalLM, recipe: Recipe) -> None:
     """Fill transformers' model with the weights that ours starts from, one tensor at a time."""
-    axis = TensorAxis()
     with torch.device("meta"):
-        ours = SequentialModel(layer_specs(recipe.model, axis), loss_function(recipe.model, axis))
+        ours = SequentialModel(layer_specs(recipe.model, TensorAxis()))
     table, theirs = counterparts(recipe.model), dict(llama.named_parameters())
     for name, declared in logical_parameters(ours, recipe.model):
         weight = nn.Parameter(torch.empty(declared.shape))

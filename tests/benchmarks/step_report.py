@@ -66,6 +66,19 @@ def print_tensor(found: Mapping[str, Any]) -> None:
             )
 
 
+def print_file(calibrated: Mapping[str, Any]) -> None:
+    """What was written, and how well the planner does with it."""
+    print(
+        f"{calibrated['file']}: {calibrated['products']} matrix products, predicted with a mean "
+        f"error of {calibrated['mean_error']:.1%}"
+    )
+    for step in calibrated["steps"]:
+        print(
+            f"{step['shape']}, {step['precision']}: predicted {step['predicted_seconds']:.3f} s, "
+            f"measured {step['measured_seconds']:.3f} s: {step['error']:+.1%}"
+        )
+
+
 def percent(share: float | None) -> str:
     """Of a peak, where it is known."""
     return "" if share is None else f"{share:.1%}"
