@@ -46,6 +46,7 @@ def calibrate(name: str, like: str | None, setting: Setting, folder: Path) -> di
     start = partial(Player, device_rates.play, cores=setting.cores)
     with players({"rates": start}) as playing:
         rates = playing["rates"]
+        rates.settle()
         (device,), (properties,) = rates.ask("name"), rates.ask("properties")
         file = file_of(folder, name)
         source = file if file.exists() else file_of(folder, like or name)

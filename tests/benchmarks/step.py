@@ -155,6 +155,7 @@ def shape(options: argparse.Namespace, usual: Shape) -> Shape:
 def matmul(cores: tuple[int, ...], precision: str) -> dict[str, float]:
     """The device's measured TFLOP/s of large matrix products, by library."""
     with players({"": lambda: Player(device_rates.play, cores=cores)}) as playing:
+        playing[""].settle()
         (rates,) = playing[""].ask("large_matmul", precision)
     return rates
 

@@ -43,7 +43,7 @@ class Turn(NamedTuple):
 class Player:
     """A contestant as the parent sees it; a process for each of its ranks.
 
-    cores: what its ranks keep to; empty: a GPU computes
+    cores: the last of which its ranks keep to once settled; empty: a GPU computes
     """
 
     def __init__(self, play: Play, *arguments: Any, cores: Sequence[int], ranks: int = 1):
@@ -54,30 +54,47 @@ class Player:
         self._pipes: list[Connection] = []
         self._processes = []
         port = free_port()
+        self._cores = cores[-ranks:]
         for rank in range(ranks):
             ours, theirs = context.Pipe()
-            core = {cores[rank - ranks]} if cores else None
             environment = rank_variables(rank, ranks, port) if ranks > 1 else {}
             process = context.Process(
-                target=begin, args=(theirs, self._file(rank), core, environment, play, arguments)
+                target=begin, args=(theirs, self._file(rank), environment, play, arguments)
             )
             process.start()
             theirs.close()
             self._pipes.append(ours)
             self._processes.append(process)
-        self._answers()  # that it is there
+
+    def wait(self) -> None:
+        """Until it is there."""
+        self._answers()
+
+    def settle(self) -> None:
+        """Keep each rank to a core from now on."""
+        for process, core in zip(self._processes, self._cores, strict=False):
+            for thread in Path(f"/proc/{process.pid}/task").iterdir():
+                os.sched_setaffinity(int(thread.name), {core})
 
     def step(self) -> Turn:
         """Its next step; of several ranks, from the first one's beginning to the last one's end."""
-        turns = self.ask("step")
+        self.begin_step()
+        return self.end_step()
+
+    def begin_step(self) -> None:
+        """Let it begin its next step."""
+        self._say("step")
+
+    def end_step(self) -> Turn:
+        """The step that was begun."""
+        turns = self._answers()
         losses = [turn.loss for turn in turns if turn.loss is not None]
         start, end = min(turn.start for turn in turns), max(turn.end for turn in turns)
         return Turn(start, end, losses[0] if losses else None)
 
     def ask(self, question: str, *arguments: Any) -> list[Any]:
         """What each rank answers."""
-        for pipe in self._pipes:
-            pipe.send((question, arguments))
+        self._say(question, *arguments)
         return self._answers()
 
     def close(self) -> None:
@@ -86,6 +103,10 @@ class Player:
             process.kill()
             process.join()
         self._log.cleanup()
+
+    def _say(self, question: str, *arguments: Any) -> None:
+        for pipe in self._pipes:
+            pipe.send((question, arguments))
 
     def _answers(self) -> list[Any]:
         answers: dict[int, Any] = {}
@@ -107,17 +128,14 @@ class Player:
 def begin(
     pipe: Connection,
     log: Path,
-    cores: set[int] | None,
     environment: Mapping[str, str],
     play: Play,
     arguments: tuple[Any, ...],
 ) -> None:
-    """In a contestant's process: keep to its cores, write to its file, and play."""
+    """In a contestant's process: write to its file, and play."""
     file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(file, sys.stdout.fileno())
     os.dup2(file, sys.stderr.fileno())
-    if cores:
-        os.sched_setaffinity(0, cores)  # before there are other threads
     os.environ |= environment
     try:
         play(pipe, *arguments)
@@ -140,11 +158,13 @@ def serve(pipe: Connection, contestant: Any) -> None:
 
 @contextlib.contextmanager
 def players(plays: Mapping[str, Callable[[], Player]]) -> Iterator[dict[str, Player]]:
-    """Contestants by name, built one after the other, ended whatever happens."""
+    """Contestants by name, built beside each other, ended whatever happens."""
     started: dict[str, Player] = {}
     try:
         for name, start in plays.items():
             started[name] = start()
+        for player in started.values():
+            player.wait()
         yield started
     finally:
         for player in started.values():
@@ -154,9 +174,17 @@ def players(plays: Mapping[str, Callable[[], Player]]) -> Iterator[dict[str, Pla
 def take_turns(
     contestants: Mapping[str, Player], *, warm_up: int, rounds: int
 ) -> dict[str, list[Turn]]:
-    """The turns of each, the first `warm_up` of which are not to be timed."""
-    turns: dict[str, list[Turn]] = {name: [] for name in contestants}
-    for _ in range(warm_up + rounds):
+    """The turns of each, the first `warm_up` of which are not to be timed.
+
+    In the very first one kernels are compiled, on all cores and by all contestants at once; from
+    then on one of them runs at a time.
+    """
+    for player in contestants.values():
+        player.begin_step()
+    turns = {name: [player.end_step()] for name, player in contestants.items()}
+    for player in contestants.values():
+        player.settle()
+    for _ in range(warm_up + rounds - 1):
         for name, player in contestants.items():
             turns[name].append(player.step())
     return turns
