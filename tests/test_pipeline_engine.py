@@ -8,12 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from models.pipeline.engine import ScheduledEngine
 from models.pipeline.instructions import COMPUTE
 from models.pipeline.order import most_in_flight
 from recipes.proving.layouts import SCHEDULES
 from recipes.proving.trial import start, train_step
+from recipes.training.engine import Engine
 from recipes.training.recipe import parse_recipe
 from recipes.training.run_folder import RunFolder
 from recipes.training.timeline import TimelineRecorder
@@ -21,6 +24,26 @@ from tests.conftest import changed, small_recipe
 from tests.ranks import join_world, run_ranks
 
 STAGES, MICRO_BATCHES = 4, 8
+aten = torch.ops.aten
+NEEDS_THE_VALUES = {  # on the host: a GPU is waited for
+    aten._local_scalar_dense.default,
+    aten.nonzero.default,
+    aten.equal.default,
+    aten.masked_select.default,
+}
+
+
+class Waiting(TorchDispatchMode):
+    """Notes what the engine is doing whenever the host needs to know what a device has computed."""
+
+    def __init__(self, engine: Engine):
+        super().__init__()
+        self.engine, self.found = engine, set()
+
+    def __torch_dispatch__(self, function, types, arguments=(), keywords=None):
+        if function in NEEDS_THE_VALUES:
+            self.found.add(self.engine.crumb.doing)
+        return function(*arguments, **(keywords or {}))
 
 
 def watch_what_is_held(engine: ScheduledEngine) -> list[int]:
@@ -59,13 +82,14 @@ def schedules_worker(corpus: str, folder: str) -> dict[str, dict[str, Any]]:
             run.path.mkdir()
         recorder = TimelineRecorder(engine, recipe, recipe.topology(world), run)
         for step in range(1, 4):
-            with recorder.recorded(step):
+            with recorder.recorded(step), Waiting(engine) as waiting:
                 train_step(engine, data, step)
             recorder.write_after(step)
         pipeline = engine.wrapped.pipeline
         found[name] = {
             "held": max(held),
             "ordered": most_in_flight(pipeline.orders[world.rank]),
+            "waited in": waiting.found,
         }
     return found
 
@@ -96,6 +120,13 @@ def test_as_much_is_in_flight_as_the_order_says(
 ) -> None:
     assert [stage[name]["held"] for stage in found] == MOST[name]
     assert [stage[name]["ordered"] for stage in found] == MOST[name]
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_the_host_waits_for_no_device_before_the_update(
+    name: str, found: list[dict[str, dict[str, Any]]]
+) -> None:
+    assert [stage[name]["waited in"] for stage in found] == STAGES * [{"OptimizerStep"}]
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
