@@ -18,8 +18,7 @@ from recipes.planning.job import Machine, job_of
 from recipes.planning.step_time import step_time
 from tests.benchmarks import device_rates, step_contestants
 from tests.benchmarks.device_fit import fit, rounded
-from tests.benchmarks.step_contestants import Entry
-from tests.benchmarks.step_rows import Setting
+from tests.benchmarks.step_rows import OUR_ENTRY, Setting
 from tests.benchmarks.step_shapes import CPU_SHAPES, GPU_SHAPES, PRECISIONS
 from tests.benchmarks.taking_turns import Player, median_seconds, players, take_turns
 
@@ -132,7 +131,7 @@ def predict(gpu: Gpu, setting: Setting) -> list[dict[str, Any]]:
     for name, shape in (CPU_SHAPES if setting.cores else GPU_SHAPES).items():
         for precision in PRECISIONS if setting.cores else ("bf16",):
             start = partial(
-                Player, step_contestants.play, Entry("ours"), shape, precision, {},
+                Player, step_contestants.play, OUR_ENTRY, shape, precision, {},
                 cores=setting.cores,
             )  # fmt: skip
             with players({name: start}) as playing:

@@ -9,7 +9,8 @@ from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 from torch.nn import functional as F
 
-from recipes.training.engine import DTYPES, on_gpu
+from recipes.training.engine import DTYPES
+from recipes.training.processes import keep_memory, on_gpu
 from tests.benchmarks.taking_turns import serve
 
 REPEATS = 5
@@ -23,6 +24,7 @@ def play(pipe: Connection) -> None:
     """Answer the parent."""
     if not on_gpu():
         torch.set_num_threads(1)
+        keep_memory()  # as in a run
     serve(pipe, Rates())
 
 

@@ -33,7 +33,7 @@ from functools import cache
 from typing import Any
 
 from recipes.planning.hardware import FOLDER
-from recipes.training.engine import on_gpu
+from recipes.training.processes import on_gpu
 from tests.benchmarks import (
     device_file,
     device_rates,
@@ -71,6 +71,7 @@ def main() -> None:
         who=options.contestants,
         cores=cores,
         kernels=options.profile,
+        memory_kept_by=options.memory_kept_by,
     )
     if options.calibrate_device:
         try:
@@ -179,6 +180,10 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--contestants", choices=("main", "bare", "all"), default="main",
         help="main: under DeepSpeed; bare: loops without it too; all: both ways to bf16 too",
+    )  # fmt: skip
+    parser.add_argument(
+        "--memory-kept-by", choices=("ours", "all"), default="ours",
+        help="on a CPU our runs tell malloc to reuse memory; all: transformers' processes too",
     )  # fmt: skip
     parser.add_argument("--profile", type=int, default=0, metavar="K", help="list K kernels each")
     parser.add_argument(

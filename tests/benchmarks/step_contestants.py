@@ -4,6 +4,8 @@ All start from the same weights, take the same batches and have the same optimiz
 Everything here runs in a contestant's own process.
 """
 
+import contextlib
+import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -11,6 +13,7 @@ from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import deepspeed
 import torch
@@ -25,13 +28,15 @@ from models.kernels.fusing import compile_kernels
 from models.layer_specs import SequentialModel, layer_specs, logical_parameters
 from models.parallel.collectives import TensorAxis
 from models.parallel.context import Context
+from recipes.training import processes
 from recipes.training.deepspeed_config import build_deepspeed_config
-from recipes.training.engine import build_engine, build_optimizer, on_gpu, quiet, start_processes
+from recipes.training.engine import build_engine, build_optimizer
 from recipes.training.micro_batch import MicroBatch
+from recipes.training.processes import compiles, on_gpu, quiet
 from recipes.training.recipe import Recipe
 from recipes.training.topology import World
 from tests.benchmarks import step_probes
-from tests.benchmarks.step_shapes import OURS, Shape
+from tests.benchmarks.step_shapes import Shape
 from tests.benchmarks.taking_turns import Turn, serve
 
 Batch = Sequence[tuple[Tensor, Tensor]]  # tokens and labels [b, s] of each micro-batch
@@ -47,12 +52,15 @@ class Entry:
     compiled: by torch.compile; ours is as its recipe says
     autocast: in bf16, fp32 weights whose products autocast makes in bf16; otherwise bf16 weights
         with an fp32 copy and fp32 gradients
+    keeps_memory: its process reuses memory as our runs do on a CPU (`processes.keep_memory`);
+        others' give it back, as malloc does if nobody tells it otherwise
     """
 
     of: str
     bare: bool = False
     compiled: bool = False
     autocast: bool = False
+    keeps_memory: bool = False
 
     @property
     def name(self) -> str:
@@ -77,7 +85,7 @@ class Contestant:
     def __init__(self, entry: Entry, shape: Shape, precision: str, more: dict):
         if not on_gpu():
             torch.set_num_threads(1)
-        world = start()
+        world = start(keeps_memory=entry.keeps_memory)
         warm_libraries()
         self.recipe = shape.recipe(precision, **more)
         self.device = torch.device(get_accelerator().current_device_name())
@@ -120,10 +128,11 @@ class Contestant:
             torch.cuda.synchronize(self.device)
 
 
-def start() -> World:
+def start(*, keeps_memory: bool) -> World:
     """Join this process's world, one of its own if no other is in the environment."""
-    world = World.from_environment(dict(step_probes.environment()))
-    start_processes(world)
+    world = World.from_environment(os.environ)
+    with contextlib.nullcontext() if keeps_memory else mock.patch.object(processes, "keep_memory"):
+        processes.start_processes(world)
     return world
 
 
@@ -178,7 +187,7 @@ def build_ours(entry: Entry, recipe: Recipe, world: World) -> Train:
 def build_ours_bare(entry: Entry, recipe: Recipe, world: World) -> Train:
     """Our model alone."""
     model = SequentialModel(layer_specs(recipe.model, TensorAxis()))
-    if OURS:
+    if compiles(recipe.training.compile):
         compile_kernels(model)
     parameters = logical_parameters(model, recipe.model)
     initialize(parameters, recipe.model, seed=recipe.seed, tensor_rank=0, tensor_size=1)

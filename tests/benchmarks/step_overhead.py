@@ -18,10 +18,10 @@ import torch
 
 from recipes import pretrain
 from recipes.proving.corpus import write_corpus
-from recipes.training.engine import on_gpu
+from recipes.training.processes import keep_memory, on_gpu
 from tests.benchmarks import step_contestants
-from tests.benchmarks.step_contestants import Entry, warm_libraries
-from tests.benchmarks.step_rows import OURS_BARE, Setting
+from tests.benchmarks.step_contestants import warm_libraries
+from tests.benchmarks.step_rows import OUR_BARE_ENTRY, OURS_BARE, Setting
 from tests.benchmarks.step_shapes import Shape
 from tests.benchmarks.taking_turns import Player, Turn, median_seconds, players, ratio, take_turns
 
@@ -31,12 +31,17 @@ MORE_STEPS_THAN_TAKEN = 10**6  # the run is ended before it would save
 
 def compare(setting: Setting, shape: Shape, precision: str) -> list[dict[str, Any]]:
     """A row for each engine: its seconds over the bare loop's, less one."""
-    bare = Entry("ours", bare=True)
     with tempfile.TemporaryDirectory() as folder:
         write_corpus(Path(folder) / "corpus", shape.recipe(precision).model.vocab_size)
         starts: dict[str, Callable[[], Player]] = {
             OURS_BARE: partial(
-                Player, step_contestants.play, bare, shape, precision, {}, cores=setting.cores
+                Player,
+                step_contestants.play,
+                OUR_BARE_ENTRY,
+                shape,
+                precision,
+                {},
+                cores=setting.cores,
             )
         }
         for engine, stage in ENGINES.items():
@@ -84,6 +89,7 @@ def play(pipe: Connection, recipe: Path, run_folder: Path) -> None:
     """Run recipes/pretrain.py, step by step as the parent says."""
     if not on_gpu():
         torch.set_num_threads(1)
+        keep_memory()  # as the run will: before the first tensor, or torch does not see it
     warm_libraries()
     sys.argv = ["pretrain.py", str(recipe), "--run-dir", str(run_folder)]
     pretrain.train = partial(train_in_turns, pipe, pretrain.train)

@@ -6,7 +6,7 @@ import os
 import re
 import tempfile
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -19,11 +19,6 @@ ONEDNN_LINE = re.compile(
 )
 UNITS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
 GPU_GEMM = re.compile(r"gemm|nvjet|cutlass|xmma|Cijk", re.IGNORECASE)
-
-
-def environment() -> Mapping[str, str]:
-    """This process's variables."""
-    return os.environ
 
 
 def gemm_libraries(step: Callable[[], object], device: torch.device) -> dict[str, float]:

@@ -22,6 +22,8 @@ from tests.benchmarks.taking_turns import (
 TOLERANCE = {"fp32": 1e-5, "bf16": 2e-2}  # of the first loss, relative
 IN_PRECISION = 0.9  # of the time of matrix products, at least
 OURS, OURS_BARE = "ours", "ours_bare"
+OUR_ENTRY = Entry("ours", keeps_memory=True)
+OUR_BARE_ENTRY = Entry("ours", bare=True, keeps_memory=True)
 EAGER, COMPILED = "transformers_eager", "transformers_compiled"
 
 
@@ -34,6 +36,7 @@ class Setting:
     who: "main", "bare" (bare loops too) or "all" (transformers' other way to bf16 too)
     cores: that contestants keep to; empty: a GPU computes
     kernels: of each contestant that are listed
+    memory_kept_by: "ours", whose processes reuse memory, or "all", which tells how much that is
     """
 
     rounds: int = 5
@@ -42,6 +45,7 @@ class Setting:
     who: str = "main"
     cores: tuple[int, ...] = ()
     kernels: int = 0
+    memory_kept_by: str = "ours"
 
 
 def entries(setting: Setting, precision: str) -> dict[str, Entry]:
@@ -51,15 +55,15 @@ def entries(setting: Setting, precision: str) -> dict[str, Entry]:
     leave norms and losses in bf16, and as in our JSON on a GPU, where people train so.
     """
     usual = precision == "bf16" and bool(setting.cores)
-    llama = partial(Entry, "transformers")
+    llama = partial(Entry, "transformers", keeps_memory=setting.memory_kept_by == "all")
     found = {
-        OURS: Entry("ours"),
+        OURS: OUR_ENTRY,
         EAGER: llama(autocast=usual),
         COMPILED: llama(autocast=usual, compiled=True),
     }
     if setting.who != "main":
         found |= {
-            OURS_BARE: Entry("ours", bare=True),
+            OURS_BARE: OUR_BARE_ENTRY,
             f"{EAGER}_bare": llama(autocast=usual, bare=True),
             f"{COMPILED}_bare": llama(autocast=usual, bare=True, compiled=True),
         }
@@ -112,7 +116,8 @@ def compare(
                     facts[name] = about(setting, playing[name], precision)
     rates = partial(speed, shape, precision, matmul)
     contestants = {name: rates(turns[name], facts[name]) for name in turns}
-    return row(shape, precision, over, contestants) | {"matmul_tflops": dict(matmul)}
+    more = {"matmul_tflops": dict(matmul), "memory_kept_by": setting.memory_kept_by}
+    return row(shape, precision, over, contestants) | more
 
 
 def start(setting: Setting, entry: Entry, shape: Shape, precision: str) -> Player:

@@ -4,8 +4,7 @@ from functools import partial
 from typing import Any
 
 from tests.benchmarks import step_contestants
-from tests.benchmarks.step_contestants import Entry
-from tests.benchmarks.step_rows import TOLERANCE, Setting
+from tests.benchmarks.step_rows import OUR_ENTRY, TOLERANCE, Setting
 from tests.benchmarks.step_shapes import Shape
 from tests.benchmarks.taking_turns import (
     Player,
@@ -29,7 +28,7 @@ def compare(setting: Setting, shape: Shape, precision: str) -> dict[str, Any]:
     Raises:
         AssertionError: they have not computed the same.
     """
-    play = partial(Player, step_contestants.play, Entry("ours"), shape, precision)
+    play = partial(Player, step_contestants.play, OUR_ENTRY, shape, precision)
     starts = {ONE: partial(play, {}, cores=setting.cores)}
     for name, layout in LAYOUTS.items():
         starts[name] = partial(play, {"more": layout}, cores=setting.cores, ranks=2)
