@@ -58,6 +58,7 @@ FLOORS = [
     ("recipes.training.checkpoint_writer", 5),
     ("recipes.training.tracking", 5),
     ("recipes.training.processes", 5),
+    ("recipes.training.zero", 5),
     ("recipes.training.engine", 6),
     ("recipes.training.timeline", 7),
     ("recipes.tracing", 7),

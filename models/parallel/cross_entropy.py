@@ -4,7 +4,6 @@ s sequence, b micro-batch, n tokens of a chunk, h hidden, v padded vocabulary, t
 """
 
 import math
-from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
@@ -14,7 +13,7 @@ from models.kernels.fusing import Function
 from models.parallel.collectives import TensorAxis, all_gather, begin_sum_of_copies
 from models.parallel.linear import column_parallel_product
 
-MOST_LOGITS = 2**27  # at a time: of a vocabulary of 128k, those of 1,024 tokens
+MOST_LOGITS = 2**26  # at a time: of a vocabulary of 128k, those of 512 tokens
 
 
 def vocab_parallel_loss(
@@ -53,8 +52,11 @@ class _ProductLoss(torch.autograd.Function):
         columns = labels.t().flatten() - first  # of the labels; those of other ranks are outside
         grad_tokens, grad_weight = torch.empty_like(tokens), None
         total = torch.zeros((), device=x.device)
-        for chunk in _chunks(len(tokens), len(weight)):
-            logits = tokens[chunk] @ weight.t()  # [n, v/t]
+        chunks = _chunks(len(tokens), len(weight))
+        room = x.new_empty(chunks[0].stop, len(weight))
+        for chunk in chunks:
+            rows = tokens[chunk]  # [n, h]
+            logits = torch.mm(rows, weight.t(), out=room[: len(rows)])  # [n, v/t]
             logits[:, max(0, vocab_size - first) :] = float("-inf")
             log_sums, label_logits = _reduced(logits, columns[chunk], axis, fuse)
             total += (log_sums - label_logits).sum()
@@ -63,9 +65,9 @@ class _ProductLoss(torch.autograd.Function):
             _turn_into_gradients(logits, columns[chunk], log_sums, len(tokens), fuse)
             torch.mm(logits, weight, out=grad_tokens[chunk])
             if grad_weight is None:
-                grad_weight = logits.t() @ tokens[chunk]
+                grad_weight = logits.t() @ rows
             else:
-                grad_weight.addmm_(logits.t(), tokens[chunk])
+                grad_weight.addmm_(logits.t(), rows)
         if with_gradients:
             ctx.grad_x = begin_sum_of_copies(grad_tokens.view(whole.shape), axis)
             ctx.save_for_backward(grad_weight)
@@ -77,11 +79,11 @@ class _ProductLoss(torch.autograd.Function):
         return ctx.grad_x() * grad, grad_weight * grad, None, None, None, None, None
 
 
-def _chunks(tokens: int, columns: int) -> Iterator[slice]:
+def _chunks(tokens: int, columns: int) -> list[slice]:
     """Equal ones (the last may be smaller), each with at most MOST_LOGITS logits."""
     count = math.ceil(tokens * columns / MOST_LOGITS)
     size = math.ceil(tokens / count)
-    return (slice(first, first + size) for first in range(0, tokens, size))
+    return [slice(first, first + size) for first in range(0, tokens, size)]
 
 
 def _reduced(

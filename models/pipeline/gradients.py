@@ -46,32 +46,33 @@ class Gradients(ABC):
             dist.all_reduce(self.of(weight), group=group)
 
 
-class Float32Gradients(Gradients):
-    """BF16_Optimizer's: one fp32 tensor for all gradients of an optimizer group.
+class FlatGradients(Gradients):
+    """One fp32 tensor for all gradients of an optimizer group.
 
-    A bf16 gradient is added to its part of it and freed as soon as autograd has it. A step's first
-    takes the place of the last step's: nothing is zeroed in between.
+    A gradient is added to its part of it and freed as soon as autograd has it. A step's first takes
+    the place of the last step's: nothing is zeroed in between.
+
+    groups: the parameters of each optimizer group
+    totals: of each, a view of the group's tensor
+    has_gradients: of each, whether this step has given it one
     """
 
-    def __init__(self, engine: PipelineEngine):
+    def __init__(
+        self,
+        engine: PipelineEngine,
+        groups: list[list[nn.Parameter]],
+        totals: list[list[Tensor]],
+        has_gradients: list[list[bool]],
+    ):
         super().__init__(engine)
+        self.totals, self.has_gradients = totals, has_gradients
         self.slots = {
             parameter: (number, slot)
-            for number, group in enumerate(self.optimizer.bf16_groups)
+            for number, group in enumerate(groups)
             for slot, parameter in enumerate(group)
         }
         for parameter in self.slots:
             parameter.register_post_accumulate_grad_hook(self._take)
-        self.group = engine.grid.get_data_parallel_group()
-        config = engine._config
-        self.scales_before = config.prescale_gradients or config.gradient_predivide_factor != 1.0
-        self.begun: set[nn.Parameter] = set()
-        self.running: list[tuple[Tensor, Tensor, dist.Work]] = []
-        self.optimizer.clear_hp_grads = self._forget  # which would zero them
-
-    def _forget(self) -> None:
-        for has_gradients in self.optimizer.fp32_groups_has_gradients:
-            has_gradients[:] = [False] * len(has_gradients)
 
     def _take(self, parameter: nn.Parameter) -> None:
         if parameter.grad is not None:  # torch calls it for what is left for later, too
@@ -82,16 +83,44 @@ class Float32Gradients(Gradients):
     def add(self, parameter: nn.Parameter, gradient: Tensor) -> None:
         """Add a gradient that autograd has not accumulated."""
         number, slot = self.slots[parameter]
-        total = self.optimizer.fp32_groups_gradients[number][slot]
-        has_gradients = self.optimizer.fp32_groups_has_gradients[number]
-        accumulate = total.add_ if has_gradients[slot] else total.copy_
+        total = self.totals[number][slot]
+        accumulate = total.add_ if self.has_gradients[number][slot] else total.copy_
         accumulate(gradient.view(total.shape))
-        parameter._hp_grad = total
-        has_gradients[slot] = True
+        self.has_gradients[number][slot] = True
 
     def of(self, parameter: nn.Parameter) -> Tensor:
         """What was accumulated."""
-        return parameter._hp_grad
+        number, slot = self.slots[parameter]
+        return self.totals[number][slot]
+
+    def forget(self) -> None:
+        """The next gradients are a step's first."""
+        for each in self.has_gradients:
+            each[:] = [False] * len(each)
+
+
+class Float32Gradients(FlatGradients):
+    """BF16_Optimizer's own tensors."""
+
+    def __init__(self, engine: PipelineEngine):
+        optimizer = engine.optimizer
+        super().__init__(
+            engine,
+            optimizer.bf16_groups,
+            optimizer.fp32_groups_gradients,
+            optimizer.fp32_groups_has_gradients,
+        )
+        optimizer.clear_hp_grads = self.forget  # which would zero them
+        self.group = engine.grid.get_data_parallel_group()
+        config = engine._config
+        self.scales_before = config.prescale_gradients or config.gradient_predivide_factor != 1.0
+        self.begun: set[nn.Parameter] = set()
+        self.running: list[tuple[Tensor, Tensor, dist.Work]] = []
+
+    def add(self, parameter: nn.Parameter, gradient: Tensor) -> None:
+        """Add a gradient that autograd has not accumulated."""
+        super().add(parameter, gradient)
+        parameter._hp_grad = self.of(parameter)
 
     def begin(self, parameters: Iterable[nn.Parameter]) -> None:
         """These have all their gradients: start to average them over the data ranks."""
@@ -117,6 +146,42 @@ class Float32Gradients(Gradients):
             torch.div(sent, dist.get_world_size(self.group), out=part)
         self.running, self.begun = [], set()
         self.add_up_tied()
+
+
+class LoneGradients(FlatGradients):
+    """DeepSpeedZeroOptimizer's in fp32 on one data rank, which has nobody to average them with."""
+
+    def __init__(self, engine: PipelineEngine):
+        optimizer = engine.optimizer
+        groups = optimizer.params_in_partition  # all of them, in the order of the weights
+        self.flats = [torch.zeros_like(each) for each in optimizer.single_partition_of_fp32_groups]
+        totals = [
+            list(flat.split([*map(nn.Parameter.numel, group), flat.numel() - size(group)])[:-1])
+            for flat, group in zip(self.flats, groups, strict=True)
+        ]
+        has_gradients = [[False] * len(group) for group in groups]
+        super().__init__(engine, groups, totals, has_gradients)
+
+    def begin(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Nothing: nobody has others."""
+
+    def finish(self) -> None:
+        """All gradients are there: add up tied ones, and show DeepSpeed where they are."""
+        self.add_up_tied()
+        for number, (flat, totals) in enumerate(zip(self.flats, self.totals, strict=True)):
+            for total, has_gradient in zip(totals, self.has_gradients[number], strict=True):
+                if not has_gradient:
+                    total.zero_()
+            self.optimizer.averaged_gradients[number] = InOneTensor(totals, flat)
+        self.forget()
+
+
+class InOneTensor(list):
+    """Gradients, and the tensor that they are parts of; DeepSpeed asks for its `flat_partition`."""
+
+    def __init__(self, gradients: Iterable[Tensor], flat: Tensor):
+        super().__init__(gradients)
+        self.flat_partition = flat
 
 
 class ZeroGradients(Gradients):
@@ -164,8 +229,18 @@ class ZeroGradients(Gradients):
 
 def gradients_of(engine: PipelineEngine) -> Gradients:
     """The gradients of this engine's optimizer."""
-    kind = Float32Gradients if isinstance(engine.optimizer, BF16_Optimizer) else ZeroGradients
-    return kind(engine)
+    optimizer = engine.optimizer
+    if isinstance(optimizer, BF16_Optimizer):
+        return Float32Gradients(engine)
+    alone = dist.get_world_size(optimizer.dp_process_group) == 1
+    if alone and optimizer.dtype == torch.float32 and not optimizer.use_grad_accum_attribute:
+        return LoneGradients(engine)
+    return ZeroGradients(engine)
+
+
+def size(parameters: Iterable[nn.Parameter]) -> int:
+    """Elements of all."""
+    return sum(each.numel() for each in parameters)
 
 
 def runs(parts: Iterable[Tensor]) -> list[tuple[int, int]]:

@@ -40,6 +40,7 @@ from recipes.training.stragglers import Stopwatch
 from recipes.training.supervisor import Breadcrumb
 from recipes.training.topology import Coordinates, Topology
 from recipes.training.training_state import Fragment, TrainingState, training_state
+from recipes.training.zero import without_needless_copies
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -293,6 +294,7 @@ def build_engine(
             config=config,
             mpu=None if pipelined else PipelineParallelGrid(topology=axes),
         )
+    without_needless_copies(wrapped.optimizer)
     engine = PipelinedEngine if pipelined else SequentialEngine
     return engine(wrapped, recipe, axis, crumb or Breadcrumb())
 

@@ -17,8 +17,8 @@ from deepspeed.accelerator import get_accelerator
 
 from recipes.training.topology import World
 
-# malloc.h of glibc
-M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
+LARGEST_KEPT = 32 * 2**20  # bytes of a block; the most that glibc allows
 
 
 def on_gpu() -> bool:
@@ -95,13 +95,14 @@ def start_processes(world: World) -> None:
 def keep_memory() -> None:
     """Let this process reuse the memory that it frees, in huge pages.
 
-    glibc gives large blocks back to the kernel, which clears each page again when it is next
-    touched: a tenth of a step. Elsewhere nothing is changed.
+    glibc gives blocks back to the kernel, which clears each page again when it is next touched: a
+    tenth of a step. Very large ones still go back, since the holes they leave would not all be
+    filled. With another C library nothing is changed.
     """
-    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # torch reads it at its next allocation
+    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # torch reads it at its first allocation
     with contextlib.suppress(AttributeError, OSError):
         libc = ctypes.CDLL(None)
-        libc.mallopt(M_MMAP_MAX, 0)
+        libc.mallopt(M_MMAP_THRESHOLD, LARGEST_KEPT)
         libc.mallopt(M_TRIM_THRESHOLD, -1)
 
 
