@@ -26,6 +26,7 @@ from models.hugging_face import counterparts, hugging_face_config
 from models.initialization import initialize
 from models.kernels.fusing import compile_kernels
 from models.layer_specs import SequentialModel, layer_specs, logical_parameters
+from models.parallel import linear
 from models.parallel.collectives import TensorAxis
 from models.parallel.context import Context
 from recipes.training import processes
@@ -54,6 +55,7 @@ class Entry:
         with an fp32 copy and fp32 gradients
     keeps_memory: its process reuses memory as our runs do on a CPU (`processes.keep_memory`);
         others' give it back, as malloc does if nobody tells it otherwise
+    overlaps: tensor ranks add up gradients beside matrix products; otherwise before them
     """
 
     of: str
@@ -61,6 +63,7 @@ class Entry:
     compiled: bool = False
     autocast: bool = False
     keeps_memory: bool = False
+    overlaps: bool = True
 
     @property
     def name(self) -> str:
@@ -76,7 +79,16 @@ def play(pipe: Connection, entry: Entry, shape: Shape, precision: str, more: dic
 
     more: for `Shape.recipe`
     """
+    if not entry.overlaps:
+        linear.begin_all_gather = partial(at_once, linear.begin_all_gather)
+        linear.begin_sum_of_copies = partial(at_once, linear.begin_sum_of_copies)
     serve(pipe, Contestant(entry, shape, precision, more))
+
+
+def at_once(begin: Callable[..., Callable[[], Tensor]], *arguments: Any) -> Callable[[], Tensor]:
+    """A collective that has ended when it has begun."""
+    result = begin(*arguments)()
+    return lambda: result
 
 
 class Contestant:
