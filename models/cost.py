@@ -1,6 +1,10 @@
-"""What a model costs: parameters and FLOPs. The planner and the MFU metric share it."""
+"""What a model costs: parameters, FLOPs, logits. The planner shares it with model and metrics."""
+
+import math
 
 from models.config import ModelConfig
+
+MOST_LOGITS = 2**26  # at a time: of a vocabulary of 128k, those of 512 tokens
 
 
 def parameter_count(config: ModelConfig) -> int:
@@ -74,3 +78,11 @@ def head_multiply_adds(config: ModelConfig) -> int:
 def attention_multiply_adds(config: ModelConfig) -> int:
     """Of a token's scores and of its values, in one block."""
     return 2 * config.sequence_length * config.query_size
+
+
+def tokens_at_a_time(tokens: int, columns: int) -> int:
+    """Of so many tokens, those whose logits the loss has at a time.
+
+    Equal parts (the last may be smaller) with at most MOST_LOGITS logits of so many columns.
+    """
+    return math.ceil(tokens / math.ceil(tokens * columns / MOST_LOGITS))

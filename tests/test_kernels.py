@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from models import cost
 from models.kernels import attention, elementwise
 from models.kernels.fusing import Fusing, as_written, compile_kernels, compiled
 from models.layer_specs import SequentialModel, layer_specs, logical_parameters
@@ -17,6 +18,8 @@ from models.parallel import cross_entropy
 from models.parallel.collectives import TensorAxis
 from models.parallel.context import Context
 from models.transformer import rotary_table
+from recipes.tracing.allocations import AllocationCounter
+from recipes.tracing.pretence import one_kernel
 from recipes.training.processes import compiler, compiles
 from tests.test_transformer import SHAPES
 
@@ -147,10 +150,28 @@ def test_the_loss_in_chunks_is_cross_entropy(most: int) -> None:
     def formula(x: Tensor, table: Tensor) -> Tensor:
         return F.cross_entropy((x @ table[:17].t()).flatten(0, 1), labels.t().flatten())
 
-    with mock.patch.object(cross_entropy, "MOST_LOGITS", most):
+    with mock.patch.object(cost, "MOST_LOGITS", most):
         assert difference(outcome(ours, (x, table)), outcome(formula, (x, table))) < 2e-6
         with torch.no_grad():
             assert float(ours(x, table)) == pytest.approx(float(formula(x, table)), rel=1e-6)
+
+
+def test_the_logits_of_one_part_are_there_at_a_time() -> None:
+    tokens, columns, h = 64, 256, 8
+    x = torch.randn(tokens, 1, h, requires_grad=True)
+    table, labels = torch.randn(columns, h), torch.zeros(1, tokens, dtype=torch.long)
+    peaks = []
+    for parts in (1, 4):
+        with (
+            mock.patch.object(cost, "MOST_LOGITS", tokens * columns // parts),
+            AllocationCounter() as counter,
+        ):
+            cross_entropy.vocab_parallel_loss(
+                x, table, labels, vocab_size=columns, axis=TensorAxis(), fuse=one_kernel
+            )
+        peaks.append(counter.peak)
+    logits = 4 * tokens * columns
+    assert peaks[0] - peaks[1] == pytest.approx(3 / 4 * logits, rel=0.02)
 
 
 # Compiled

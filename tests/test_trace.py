@@ -165,12 +165,15 @@ def test_enough_micro_batches_are_enough(stage: int, small: dict[str, Any]) -> N
         every = traced(table, 4, rank=stage)
     assert (enough.traced, every.traced) == (5 - stage, 12)
     assert enough.traffic == every.traffic
-    losses = 512 * (every.traced - enough.traced) if stage == 3 else 0
+    last = stage == 3
+    losses = 512 * (every.traced - enough.traced) if last else 0
     for few, all_of_them in (
         (enough.at_peak, every.at_peak),
         (enough.between_steps, every.between_steps),
     ):
-        assert all_of_them == replace(few, activations=few.activations + losses)
+        more = all_of_them.activations - few.activations
+        assert losses <= more <= losses + 512 * last  # the losses' sum may come before the peak
+        assert all_of_them == replace(few, activations=few.activations + more)
 
 
 @pytest.mark.parametrize("schedule", ["interleaved", "zb-h1", "zb-v", "dualpipev"])
@@ -192,7 +195,10 @@ def test_enough_micro_batches_are_enough_in_every_schedule(
 
 def test_a_tensor_that_blocks_keep_is_seen(small: dict[str, Any]) -> None:
     table = changed(
-        small, model__layers=4, batch__micro_sequences=8, deepspeed="ds_configs/zero2_fp32.json"
+        small,
+        model__layers=4,
+        batch={"global_sequences": 16, "micro_sequences": 8},
+        deepspeed="ds_configs/zero2_fp32.json",
     )
     forward = Block.forward
 
@@ -210,9 +216,9 @@ def test_a_tensor_that_blocks_keep_is_seen(small: dict[str, Any]) -> None:
     def wasteful(block, x, context):
         return Kept.apply(forward(block, x, context))
 
-    plain = traced(table, 1)
+    plain = traced(table, 2)
     with mock.patch.object(Block, "forward", wasteful):
-        mutant = traced(table, 1)
+        mutant = traced(table, 2)
     most, wasted = (dict(each.phase_bytes)["forward pass"] for each in (plain, mutant))
     assert wasted - most == 4 * 32 * 8 * 64 * FP32
     assert (mutant.between_steps, mutant.traffic) == (plain.between_steps, plain.traffic)
@@ -224,6 +230,15 @@ def test_a_layer_more_costs_what_each_of_them_does(small: dict[str, Any]) -> Non
         for layers in (2, 3, 4)
     ]
     assert peaks[2] - peaks[1] == peaks[1] - peaks[0]
+
+
+def test_kernels_that_are_not_compiled_hold_more(small: dict[str, Any]) -> None:
+    """Copies in fp32 of what SwiGLU's backward pass reads and gives, and more."""
+    table = changed(small, deepspeed="ds_configs/zero1_bf16.json", model__ffn_hidden_size=1024)
+    s, b, f = 32, 2, 1024
+    written = traced(changed(table, training__compile=False), 1)
+    assert written.peak_bytes - traced(table, 1).peak_bytes > s * b * 2 * f * FP32
+    assert written.between_steps == traced(table, 1).between_steps
 
 
 def test_a_job_of_4096_gpus_without_its_memory() -> None:

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from models import cost
 from models.config import ModelConfig
 from models.hugging_face import from_hugging_face, hugging_face_config, to_hugging_face
 from models.initialization import draw_normal, initialize
@@ -22,7 +23,6 @@ from models.layer_specs import (
     logical_parameters,
     run_layers,
 )
-from models.parallel import cross_entropy
 from models.parallel.collectives import TensorAxis, gather_from_tensor_axis
 from models.parallel.context import Context, Documents
 from models.parallel.cross_entropy import vocab_parallel_loss
@@ -131,7 +131,7 @@ def two_rank_worker() -> dict[Any, Outcome]:
     """Every shape in every variant, and every mutant, on two tensor ranks."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    cross_entropy.MOST_LOGITS = 200  # of a few tokens at a time
+    cost.MOST_LOGITS = 200  # of a few tokens at a time
     outcomes: dict[Any, Outcome] = {}
     for shape, config in SHAPES.items():
         for variant, (recompute, split) in VARIANTS.items():

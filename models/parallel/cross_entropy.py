@@ -9,11 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from models.cost import tokens_at_a_time
 from models.kernels.fusing import Function
 from models.parallel.collectives import TensorAxis, all_gather, begin_sum_of_copies
 from models.parallel.linear import column_parallel_product
-
-MOST_LOGITS = 2**26  # at a time: of a vocabulary of 128k, those of 512 tokens
 
 
 def vocab_parallel_loss(
@@ -80,9 +79,8 @@ class _ProductLoss(torch.autograd.Function):
 
 
 def _chunks(tokens: int, columns: int) -> list[slice]:
-    """Equal ones (the last may be smaller), each with at most MOST_LOGITS logits."""
-    count = math.ceil(tokens * columns / MOST_LOGITS)
-    size = math.ceil(tokens / count)
+    """The tokens whose logits are there at a time."""
+    size = tokens_at_a_time(tokens, columns)
     return [slice(first, first + size) for first in range(0, tokens, size)]
 
 

@@ -4,7 +4,7 @@ Legend: s sequence (of a context rank), b sequences of a micro-batch, h hidden, 
 columns of all queries and of all keys, a heads, t tensor ranks; bytes.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
 from models.config import ModelConfig
@@ -72,11 +72,42 @@ def _in_flight(schedule: str, p: int, v: int, i: int, m: int, twice: bool) -> tu
         return InFlight((out, back), (0, 0)), both
     if v == 1:
         return (InFlight((min(m, p - i),), (0,)),)
-    each = -(-m // max(1, m // p))  # of a round
+    each = round_size(p, m)
     chunks = min(m * v, each * (v - 1) + 2 * (p - i - 1) + 1)
     held = [min(each, max(0, chunks - each * chunk)) for chunk in range(v)]
     held[0] += max(0, chunks - each * v)  # of the next round
     return (InFlight(tuple(held), (0,) * v),)
+
+
+def in_flight_at_the_end(spread: Spread, stage: int, micro_batches: int) -> InFlight:
+    """When all chunks but the first one have had their last backward pass.
+
+    Interleaved, the first one has a round of micro-batches before it then; where the model leads
+    back, those that are between this stage and the turn.
+    """
+    if spread.schedule == "interleaved":
+        held = round_size(spread.pipeline, micro_batches)
+    else:
+        held = min(micro_batches, spread.pipeline - stage)
+    others = (0,) * (spread.chunks - 1)
+    return InFlight((held, *others), (0, *others))
+
+
+def round_size(stages: int, micro_batches: int) -> int:
+    """Micro-batches that a chunk of an interleaved pipeline runs in a row."""
+    return -(-micro_batches // max(1, micro_batches // stages))
+
+
+def most_activations(job: Job, stage: int, *, forward: bool) -> float:
+    """Bytes of the activations that a stage holds at most, in a backward or in a forward pass.
+
+    The latter counts on its own in ZB-V, whose forward passes find as many weights left as there
+    ever are, and all of them whole.
+    """
+    moments = in_flight(job.spread, stage, job.micro_batches)
+    if forward and job.spread.schedule == "zb-v":
+        moments = tuple(replace(each, ends=False) for each in moments)
+    return max(held_activations(job, stage, each) for each in moments) + expected_bytes(job)
 
 
 def held_activations(job: Job, stage: int, moment: InFlight) -> float:
@@ -113,10 +144,11 @@ def block_bytes(
         norms = 2 * footprint.norm * h + 2 * 4
     whole = norms + (2 * h if footprint.dropout or model.dropout else 0)
     split = size * (q + 2 * k) + size * q
-    if model.positions == "rope":
+    if model.positions == "rope" and not footprint.heads_first:
         split += size * (q + k)
     if model.qk_norm:
-        split += (footprint.norm - size) * (q + k) + 4 * (model.heads + model.kv_heads)
+        more = size * (q + 2 * k) if footprint.heads_first else (footprint.norm - size) * (q + k)
+        split += more + 4 * (model.heads + model.kv_heads)
     split += size * (footprint.gated if model.activation == "swiglu" else 2) * f
     split += core_bytes(model, footprint, fused_attention)
     return tokens * (whole / spread.sequence_ranks + split / t)
@@ -141,7 +173,8 @@ def activation_bytes(
 def core_bytes(model: ModelConfig, footprint: Footprint, fused_attention: bool) -> float:
     """What the attention core keeps per token: a statistic of each head, or scores and dropout."""
     if fused_attention:
-        return 4 * model.heads
+        output = footprint.weight * model.query_size if footprint.heads_first else 0
+        return 4 * model.heads + output
     return (2 * footprint.weight + 1) * model.heads * model.sequence_length
 
 
@@ -160,17 +193,17 @@ def split_bytes(model: ModelConfig, spread: Spread, footprint: Footprint) -> flo
 def border_bytes(job: Job, stage: int) -> float:
     """What a stage keeps of each micro-batch of a chunk at its borders: its input, its output.
 
-    Our own engine sends outputs and forgets them.
+    Our own engine sends outputs and forgets them, and its input is that of the first block's norm.
     """
     spread, model = job.spread, job.model
-    if spread.pipeline == 1:
+    if spread.pipeline == 1 or not job.footprint.stock_pipeline:
         return 0.0
     row = tokens_per_micro_batch(model, spread) * model.hidden_size * job.footprint.weight
     received = row / spread.sequence_ranks if stage > 0 else 0.0
     sent = row / spread.tensor if stage < spread.pipeline - 1 else 0.0
     if spread.recompute == "full" and stage > 0:
         received = 0.0  # it is the first block's input
-    return received + sent if job.footprint.stock_pipeline else received
+    return received + sent
 
 
 def expected_bytes(job: Job) -> float:

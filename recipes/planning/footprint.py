@@ -11,6 +11,7 @@ class Footprint:
     gradient: per parameter, from step to step; under ZeRO-2 and 3 spread over the data ranks
     running_gradient: per parameter more between the first backward pass and the update
     optimizer: per parameter, spread over the data ranks from ZeRO-1 on
+    zero3_copy: likewise, more of it under ZeRO-3
     bucket_elements: of ZeRO's buckets for gradients; DeepSpeed's reduce_bucket_size
     gathered_elements: that ZeRO-3 holds whole at once; stage3_max_live_parameters
     bucket: bytes that are there from the first backward pass on
@@ -19,7 +20,12 @@ class Footprint:
     reducing_bucket: bytes more then
     updating: per parameter of a data rank's share more while it is updated
     norm: per element that an RMSNorm reads, kept for its backward pass
+    heads_first: whether q, k and v are kept apart, with the heads first, instead of their product
+        and what is rotated, and the output of fused attention in both orders
     gated: what a SwiGLU keeps, in columns of the MLP: gate, up, silu(gate), their product
+    rows: of the hidden size, for each token, that a block's backward pass works with
+    loss_in_parts: whether the logits are there for some tokens at a time, and the loss's forward
+        pass computes the gradients of its input and of the output matrix
     logit: per logit of the micro-batch at hand, while its loss is computed
     head: per logit while the gradient of the output matrix is computed
     score: per attention score that is written, while it is normalized
@@ -31,12 +37,14 @@ class Footprint:
         attention core's
     overhead_gib: of the CUDA context and the communication library; None: the GPU's usual one
     fragmentation: share of the activations that the caching allocator wastes
+    alone: what is kept instead where there is one data rank; None: the same
     """
 
     weight: float = 2
     gradient: float = 4
     running_gradient: float = 0
     optimizer: float = 12  # fp32 weight and two moments
+    zero3_copy: float = 0
     bucket_elements: float = 0
     gathered_elements: float = 0
     bucket: float = 0
@@ -46,6 +54,9 @@ class Footprint:
     updating: float = 0
     norm: float = 8
     gated: float = 4
+    heads_first: bool = False
+    rows: float = 3
+    loss_in_parts: bool = False
     logit: float = 10
     head: float = 6
     score: float = 8
@@ -55,34 +66,43 @@ class Footprint:
     selective: float | None = None
     overhead_gib: float | None = None
     fragmentation: float = 0.05
+    alone: "Footprint | None" = None
 
 
 # DeepSpeed 0.19 as our recipes use it, counted operation by operation (`plan.py --trace`). Its
 # BF16_Optimizer holds fp32 gradients of the whole stage, whatever ZeRO-1 spreads; they are copied
 # in 16 bits to be added up over the data ranks. ZeRO-1 in fp16 and fp32 has a gradient of each
-# parameter in its own precision, and two buckets of 5e8 elements while they are added up.
-ZERO = Footprint(bucket_elements=5e8, gathered_elements=1e9, stock_pipeline=False)
+# parameter in its own precision, and a bucket of 5e8 elements while they are added up; fp32 weights
+# are updated where they are, and a single data rank keeps fp32 gradients from step to step.
+DEEPSPEED_ZERO = Footprint(bucket_elements=5e8, gathered_elements=1e9)
+ZERO = replace(
+    DEEPSPEED_ZERO, norm=4, gated=3, heads_first=True, rows=1, loss_in_parts=True,
+    stock_pipeline=False,
+)  # fmt: skip
+FP32 = replace(
+    ZERO, weight=4, gradient=0, running_gradient=4, optimizer=8, zero3_copy=4, reducing_bucket=2e9,
+    norm=8,
+)  # fmt: skip
 DEEPSPEED = {
-    "bf16": replace(ZERO, reducing=2, logit=6, head=2),
+    "bf16": replace(ZERO, reducing=2),
     "fp16": replace(
-        ZERO, gradient=0, running_gradient=2, reducing_bucket=2e9, updating=6, logit=6, head=2
+        ZERO, gradient=0, running_gradient=2, reducing_bucket=1e9, updating=6, logit=6, head=2,
+        loss_in_parts=False,
     ),
-    "fp32": replace(
-        ZERO, weight=4, gradient=0, running_gradient=4, reducing_bucket=4e9, norm=12, logit=8,
-        head=4,
-    ),
+    "fp32": replace(FP32, alone=replace(FP32, gradient=4, running_gradient=0)),
 }  # fmt: skip
 # DeepSpeed's own pipeline, which keeps gradients in 16 bits until they are added up.
-STOCK = replace(ZERO, stock_pipeline=True)
 STOCK_PIPELINE = {
-    "bf16": replace(STOCK, running_gradient=2, reducing=2, reducing_one_bucket=6, held_logits=4),
+    "bf16": replace(
+        DEEPSPEED_ZERO, running_gradient=2, reducing=2, reducing_one_bucket=6, held_logits=4
+    ),
     "fp16": replace(
-        STOCK, gradient=0, running_gradient=2, bucket=1e9, reducing_bucket=1e9, updating=6,
+        DEEPSPEED_ZERO, gradient=0, running_gradient=2, bucket=1e9, reducing_bucket=1e9, updating=6,
         held_logits=4,
     ),
     "fp32": replace(
-        STOCK, weight=4, gradient=0, running_gradient=4, bucket=2e9, reducing_bucket=2e9, norm=12,
-        logit=12, head=12, held_logits=8,
+        DEEPSPEED_ZERO, weight=4, gradient=0, running_gradient=4, bucket=2e9, reducing_bucket=2e9,
+        norm=12, logit=12, head=12, held_logits=8,
     ),
 }  # fmt: skip
 # The same in 2022, fitted to what nvidia-smi saw of BLOOM's runs: several communicators, and an

@@ -131,7 +131,8 @@ class Job:
     @property
     def footprint(self) -> Footprint:
         """What the software keeps in memory in this precision."""
-        return self.software.footprint[self.precision]
+        found = self.software.footprint[self.precision]
+        return found.alone if found.alone and self.spread.data == 1 else found
 
     @property
     def writes_scores(self) -> bool:

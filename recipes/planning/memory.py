@@ -10,8 +10,9 @@ from models.cost import block_parameters, position_parameters
 from recipes.planning.activations import (
     expected_bytes,
     held_activations,
-    in_flight,
+    in_flight_at_the_end,
     micro_batches_in_flight,
+    most_activations,
 )
 from recipes.planning.footprint import Footprint
 from recipes.planning.job import Job, Spread
@@ -23,7 +24,12 @@ from recipes.planning.stages import (
     table_parameters,
     tokens_per_micro_batch,
 )
-from recipes.planning.working import block_working_bytes, loss_bytes, waiting_loss_bytes
+from recipes.planning.working import (
+    block_working_bytes,
+    forward_working_bytes,
+    loss_bytes,
+    waiting_loss_bytes,
+)
 
 GIB = 2**30
 
@@ -136,16 +142,12 @@ def memory_of_stage(job: Job, stage: int) -> StageMemory:
 def moments(job: Job, stage: int, parameters: int) -> list[Moment]:
     """The moments of a step that may be a stage's fullest.
 
-    The loss of the logits (on the last stage) and a block's backward pass, with all activations
-    there; the reduction of gradients; the update, when activations are gone.
+    The end of the forward pass, with the loss on the last stage, and a block's backward pass, with
+    all activations there; the reduction of gradients; the update, when activations are gone.
     """
     spread, footprint = job.spread, job.footprint
     flying = micro_batches_in_flight(spread, stage, job.micro_batches)
-    activations = max(
-        held_activations(job, stage, moment)
-        for moment in in_flight(spread, stage, job.micro_batches)
-    )
-    activations += expected_bytes(job)
+    activations = most_activations(job, stage, forward=False)
     passing = passing_bytes(footprint, spread, parameters)
     # In the first micro-batch there are no gradients of weights yet but the newest ones, and a
     # step of one micro-batch, or of as many as are in flight, has no later one.
@@ -158,10 +160,11 @@ def moments(job: Job, stage: int, parameters: int) -> list[Moment]:
     # gathers in both passes.
     before_backward = spread.zero_stage == 2 or (first_only and spread.zero_stage < 2)
     block = block_working_bytes(job, first_only)
+    forward = max(forward_working_bytes(job), loss_bytes(job, stage, first_only))
     found = [
         Moment(
-            activations,
-            loss_bytes(job, stage, first_only),
+            most_activations(job, stage, forward=True),
+            forward,
             0.0 if first_only else gradients,
             0.0 if before_backward else passing.buffers,
         ),
@@ -175,10 +178,12 @@ def moments(job: Job, stage: int, parameters: int) -> list[Moment]:
     else:  # whenever a bucket is full: so much of the backward pass is behind it
         left = activations * (1 - min(1.0, footprint.bucket_elements / parameters))
         found.append(Moment(left, block, reduced, passing.reducing_buffers))
-    if not footprint.stock_pipeline and spread.chunks > 1:
+    if not footprint.stock_pipeline and spread.chunks > 1 and spread.data > 1:
         # The first chunk goes backward, while the others' gradients are added up already.
         early = footprint.reducing * (parameters - first_chunk_parameters(job, stage))
-        found.append(Moment(expected_bytes(job), block, gradients + early))
+        ending = in_flight_at_the_end(spread, stage, job.micro_batches)
+        held = held_activations(job, stage, ending) + expected_bytes(job)
+        found.append(Moment(held, block, gradients + early))
     return found
 
 
@@ -212,7 +217,8 @@ def state_bytes(
     stage = spread.zero_stage
     weights = footprint.weight * parameters / (ranks if stage == 3 else 1)
     gradients = footprint.gradient * parameters / (ranks if stage >= 2 else 1)
-    optimizer = footprint.optimizer * parameters / (optimizer_ranks or spread.optimizer_ranks)
+    optimizer = footprint.optimizer + (footprint.zero3_copy if stage == 3 else 0)
+    optimizer *= parameters / (optimizer_ranks or spread.optimizer_ranks)
     return weights, gradients, optimizer
 
 
@@ -235,16 +241,16 @@ class Passing:
 def passing_bytes(footprint: Footprint, spread: Spread, parameters: int) -> Passing:
     """Gradients and buffers that do not outlive a step, of so many parameters."""
     if spread.zero_stage < 2:
-        whole = footprint.reducing
+        whole, bucket = footprint.reducing, footprint.reducing_bucket
         if spread.data == 1 and not footprint.stock_pipeline:
-            whole = 0.0  # nobody to add up with
+            whole = bucket = 0.0  # nobody to add up with
         if parameters <= footprint.bucket_elements:
             whole = max(whole, footprint.reducing_one_bucket)
         return Passing(
             gradients=footprint.running_gradient * parameters,
             reducing=whole * parameters,
             buffers=footprint.bucket,
-            reducing_buffers=footprint.bucket + footprint.reducing_bucket,
+            reducing_buffers=footprint.bucket + bucket,
         )
     # ZeRO-2: two buckets; ZeRO-3 one, and the weights that are gathered.
     size, bucket = footprint.weight, footprint.weight * footprint.bucket_elements

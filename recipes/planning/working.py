@@ -4,10 +4,24 @@ Legend: s sequence (of a context rank), b sequences of a micro-batch, h hidden, 
 t tensor ranks; bytes.
 """
 
+from models.cost import tokens_at_a_time
 from models.pipeline.order import SCHEDULES
 from recipes.planning.activations import block_bytes
 from recipes.planning.job import Job
-from recipes.planning.stages import last_stage, tokens_per_micro_batch
+from recipes.planning.stages import last_stage, table_parameters, tokens_per_micro_batch
+
+FORWARD_ROWS = 3  # of a block at its end: what its two halves give, and the sum
+
+
+def forward_working_bytes(job: Job) -> float:
+    """What a block's forward pass holds at its end beside what it keeps."""
+    return FORWARD_ROWS * row_bytes(job)
+
+
+def row_bytes(job: Job) -> float:
+    """A tensor of the hidden size, not split: [s, b, h]."""
+    tokens = tokens_per_micro_batch(job.model, job.spread)
+    return job.footprint.weight * tokens * job.model.hidden_size
 
 
 def block_working_bytes(job: Job, first_only: bool) -> float:
@@ -15,33 +29,37 @@ def block_working_bytes(job: Job, first_only: bool) -> float:
 
     first_only: there are no gradients yet that a weight's new one is added to
     """
-    spread, model = job.spread, job.model
-    tokens, size = tokens_per_micro_batch(model, spread), job.footprint.weight
+    spread, model, footprint = job.spread, job.model, job.footprint
     again = 0.0
     if spread.recompute == "full":
         again = spread.recompute_interval * block_bytes(
-            model, spread, job.footprint, not job.writes_scores
+            model, spread, footprint, not job.writes_scores
         )
-    needs = 3 * tokens * model.hidden_size + mlp_working_elements(job, first_only)
+    needs = footprint.rows * row_bytes(job)
+    needs += footprint.weight * mlp_working_elements(job, first_only)
     if model.attention_dropout:
+        tokens = tokens_per_micro_batch(model, spread)
         scores = tokens * model.sequence_length * model.heads / spread.tensor
-        return again + max(size * needs, job.footprint.score * scores)
-    return again + size * needs
+        return again + max(needs, footprint.score * scores)
+    return again + needs
 
 
 def mlp_working_elements(job: Job, first_only: bool) -> float:
     """Gradients in an MLP's backward pass beside those that take the place of what was kept.
 
-    Of its output matrix, with that of its input; or of its activation's two inputs, before they
-    are one tensor.
+    Of its output matrix, with that of its input; of its activation's inputs; or of its first matrix
+    and what that reads, when the activation is behind it. Where weights wait, there are none of
+    weights, and what the output matrix reads stays.
     """
     spread, model = job.spread, job.model
     tokens, t = tokens_per_micro_batch(model, spread), spread.tensor
     h, f, gate_and_up = model.hidden_size, model.ffn_hidden_size, model.gate_and_up_size
     if job.footprint.stock_pipeline:
         return (tokens * (gate_and_up + f) + (0 if first_only else h * gate_and_up)) / t
-    weight = 0 if SCHEDULES[spread.schedule].splits else h
-    return max(f * (tokens + weight), gate_and_up * tokens) / t
+    if SCHEDULES[spread.schedule].splits:
+        return tokens * (gate_and_up + f) / t
+    first_matrix = (h * gate_and_up - tokens * f) / t + h * tokens
+    return max(f * (tokens + h) / t, tokens * gate_and_up / t, first_matrix)
 
 
 def loss_bytes(job: Job, stage: int, first_only: bool) -> float:
@@ -49,9 +67,11 @@ def loss_bytes(job: Job, stage: int, first_only: bool) -> float:
 
     first_only: there was no micro-batch before, whose logits DeepSpeed's pipeline still holds
     """
-    spread, model, footprint = job.spread, job.model, job.footprint
-    if stage != last_stage(spread):
+    if stage != last_stage(job.spread):
         return 0.0
+    if job.footprint.loss_in_parts:
+        return loss_in_parts_bytes(job)
+    spread, model, footprint = job.spread, job.model, job.footprint
     tokens, size = tokens_per_micro_batch(model, spread), footprint.weight
     columns = model.padded_vocab_size(spread.tensor) / spread.tensor
     each = footprint.logit
@@ -63,16 +83,38 @@ def loss_bytes(job: Job, stage: int, first_only: bool) -> float:
     gradient = 0.0
     if not first_only and spread.zero_stage < 2:
         gradient = tokens * columns * footprint.head + size * model.hidden_size * columns
-    return max(tokens * columns * each, gradient) + 2 * size * tokens * model.hidden_size
+    return max(tokens * columns * each, gradient) + 2 * row_bytes(job)
+
+
+def loss_in_parts_bytes(job: Job) -> float:
+    """The gradient of the output matrix, beside some logits or beside that gradient times a scale.
+
+    With them the rows that the last norm reads and gives, and the gradient of the latter; under
+    sequence parallelism the whole of what the ranks have parts of, too.
+    """
+    spread, model = job.spread, job.model
+    tokens = tokens_per_micro_batch(model, spread)
+    columns = model.padded_vocab_size(spread.tensor) // spread.tensor
+    logits = tokens_at_a_time(tokens, columns) * columns
+    table = table_parameters(model, spread.tensor)
+    rows = 2 / spread.sequence_ranks + (2 if spread.sequence_ranks > 1 else 1)
+    return job.footprint.weight * (table + max(table, logits)) + rows * row_bytes(job)
 
 
 def waiting_loss_bytes(job: Job, stage: int) -> float:
     """What stays of a loss while the stage computes something else before it goes backward.
 
-    Where the model leads back to the first stage, other passes come in between.
+    Where the model leads back to the first stage, other passes come in between. The gradient of the
+    head's input stays until the backward pass is over.
     """
     spread, model, footprint = job.spread, job.model, job.footprint
-    if stage != last_stage(spread) or not SCHEDULES[spread.schedule].folded:
+    if stage != last_stage(spread):
+        return 0.0
+    folded = SCHEDULES[spread.schedule].folded
+    if footprint.loss_in_parts:
+        table = footprint.weight * table_parameters(model, spread.tensor) if folded else 0.0
+        return table + row_bytes(job) / spread.sequence_ranks
+    if not folded:
         return 0.0
     columns = model.padded_vocab_size(spread.tensor) / spread.tensor
     softmax = footprint.logit - footprint.weight  # bytes per logit

@@ -51,12 +51,14 @@ def roles_of(engine: Engine) -> Iterator[tuple[torch.Tensor, str]]:
         for value in state.values():
             if isinstance(value, torch.Tensor):
                 yield value, "optimizer"
+    parameters = [p for _, p in logical_parameters(engine.wrapped.module, engine.recipe.model)]
+    for parameter in parameters:  # in fp32 the optimizer may have no others
+        yield parameter.data, "weights"
     for flat in engine.state.weights:
         yield flat, "optimizer"
         if flat.grad is not None:
             yield flat.grad, "gradients"
-    for _, parameter in logical_parameters(engine.wrapped.module, engine.recipe.model):
-        yield parameter.data, "weights"
+    for parameter in parameters:
         if hasattr(parameter, "ds_tensor"):
             yield parameter.ds_tensor, "weights"
         for name in ("grad", "grad_accum", "_hp_grad"):

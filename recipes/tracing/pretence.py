@@ -7,7 +7,9 @@ tensor, or come from another rank, is given here. Everything that is patched is 
 import contextlib
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
 from unittest import mock
 
 import deepspeed
@@ -18,10 +20,11 @@ from deepspeed.runtime.zero import partitioned_param_coordinator
 from deepspeed.utils import groups
 from torch import nn
 from torch._subclasses import FakeTensorMode
-from torch.nn import functional as F
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
 
+from models.kernels import attention, fusing
 from models.parallel.context import positions_in
 from models.transformer import rotary_table
 
@@ -71,16 +74,39 @@ def fake_tensors() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def kernels_of_a_gpu() -> Iterator[None]:
+def kernels_of_a_gpu(compiled: bool) -> Iterator[None]:
     """Where a GPU keeps other tensors than the CPU, do as the GPU does.
 
-    What was sent is there until its transfer is known to be over, with gloo until it is waited for.
+    Its attention is the fused one at any length. What was sent is there until its transfer is known
+    to be over, with gloo until it is waited for.
+
+    compiled: the work between matrix products makes no tensors but its results
     """
+    fuse = one_kernel if compiled else fusing.as_written
     with (
-        mock.patch.object(F, "rms_norm", fused_rms_norm),
+        mock.patch.object(attention, "MOST_KEPT", 0),
+        mock.patch.object(fusing.Fusing, "fuse", staticmethod(fuse)),
         mock.patch.object(dist.Work, "is_completed", lambda self: True),
     ):
         yield
+
+
+def one_kernel(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function as a compiled one: of its tensors only the results are made."""
+
+    def run(*inputs: Any) -> Any:
+        tensors = [each for each in inputs if isinstance(each, torch.Tensor)]
+        shapes = (each.to("meta") if isinstance(each, torch.Tensor) else each for each in inputs)
+        return tree_map_only(
+            torch.Tensor, partial(made_like, device=tensors[0].device), function(*shapes)
+        )
+
+    return run
+
+
+def made_like(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A new tensor of its shape, type and order in memory."""
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
 
 
 def apply_in_place(module: nn.Module, function, recurse: bool = True) -> nn.Module:
@@ -111,26 +137,3 @@ class Scalars(TorchDispatchMode):
                 return tensor.constant.item()
             return 1.0 if tensor.dtype.is_floating_point else 0
         return function(*args, **(kwargs or {}))
-
-
-def fused_rms_norm(
-    x: torch.Tensor,
-    normalized_shape: tuple[int, ...],
-    weight: torch.Tensor | None = None,
-    eps: float | None = None,
-) -> torch.Tensor:
-    """F.rms_norm with what CUDA's aten::_fused_rms_norm keeps: the input and 1/rms."""
-    assert weight is None and len(normalized_shape) == 1
-    return _FusedRMSNorm.apply(x)
-
-
-class _FusedRMSNorm(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        ctx.save_for_backward(x, x.new_empty(*x.shape[:-1], 1))
-        return torch.empty_like(x, memory_format=torch.contiguous_format)
-
-    @staticmethod
-    def backward(ctx, grad):
-        x, _ = ctx.saved_tensors
-        return torch.empty_like(x)

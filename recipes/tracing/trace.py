@@ -9,7 +9,8 @@ all.
 What is not counted: what kernels and libraries take inside (cuBLAS' workspace, NCCL's buffers,
 flash attention's fp32 accumulators in its backward pass), the CUDA context, and the caching
 allocator's fragmentation. DeepSpeed runs as on its CPU accelerator, whose engines and optimizers
-are those of CUDA; side streams, which let a few buffers live longer there, do not exist.
+are those of CUDA; side streams, which let a few buffers live longer there, do not exist. Unless
+training.compile is false, what a compiled kernel does takes its results and nothing else.
 
 Documents are whole sequences here, whatever data.separate_documents says.
 """
@@ -114,7 +115,8 @@ def trace(recipe: Recipe, world_size: int, gpus_per_node: int, rank: int) -> Tra
     if not 0 <= rank < world_size:
         raise ValueError(f"rank {rank} is not in 0 .. {world_size - 1}; use 0")
     topology = recipe.topology(World(rank=rank, size=world_size, local_size=gpus_per_node))
-    with one_rank_of(world_size, rank), fake_tensors(), kernels_of_a_gpu():
+    compiled = recipe.training.compile is not False
+    with one_rank_of(world_size, rank), fake_tensors(), kernels_of_a_gpu(compiled):
         return measure(recipe, topology, rank, at_most=enough_micro_batches(recipe, topology, rank))
 
 
@@ -214,7 +216,7 @@ def with_micro_batches(recipe: Recipe, topology: Topology, count: int) -> Recipe
 
 
 def as_written(recipe: Recipe) -> Recipe:
-    """The recipe without compiled kernels, whose operations cannot be seen one by one."""
+    """The recipe without compiled kernels: neither fake tensors nor the counter can run those."""
     training = recipe.training.model_copy(update={"compile": False})
     return recipe.model_copy(update={"training": training})
 
