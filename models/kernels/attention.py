@@ -20,10 +20,15 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
     q [b, a, s, d] and k, v [b, g, s, d] to [b, a, s, d].
     """
-    if q.device.type == "cpu" and q.shape[2] <= MOST_KEPT:
+    if in_blocks(q.device, q.shape[2]):
         return _BlockedAttention.apply(q, k, v)
     grouped = q.shape[1] != k.shape[1]
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
+
+
+def in_blocks(device: torch.device, length: int) -> bool:
+    """Whether attention over so many tokens is computed in blocks, instead of by torch's kernel."""
+    return device.type == "cpu" and length <= MOST_KEPT
 
 
 class _BlockedAttention(torch.autograd.Function):

@@ -9,6 +9,7 @@ s sequence, b micro-batch, h hidden, f MLP hidden, a query heads, g key-value he
 import torch
 from torch import Tensor
 
+from models.kernels.attention import in_blocks
 from models.kernels.fusing import Function
 
 
@@ -37,13 +38,17 @@ def heads_first(
     kv_heads: int,
     fuse: Function,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """q|k|v [s, b, a + 2g, d] to q [b, a, s, d] and k, v [b, g, s, d], each contiguous.
+    """q|k|v [s, b, a + 2g, d] to q [b, a, s, d] and k, v [b, g, s, d].
+
+    Contiguous where attention runs in blocks; otherwise [s, b, a, d] in memory, the order in which
+    torch's kernel then leaves its output, and in which the next product takes it.
 
     rotation: cos and sin [s, b or 1, 1, d/2] of the angles by which the pairs (i, i + d/2) of q and
         k are rotated, as Llama's published weights expect (arXiv 2104.09864)
     """
     cos, sin = rotation or (None, None)
-    return _HeadsFirst.apply(qkv, cos, sin, (heads, kv_heads), fuse)
+    contiguous = in_blocks(qkv.device, len(qkv))
+    return _HeadsFirst.apply(qkv, cos, sin, (heads, kv_heads, contiguous), fuse)
 
 
 class _RMSNorm(torch.autograd.Function):
@@ -88,10 +93,10 @@ class _SwiGLU(torch.autograd.Function):
 
 class _HeadsFirst(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, qkv, cos, sin, heads, fuse):
+    def forward(ctx, qkv, cos, sin, order, fuse):
         ctx.fuse = fuse
         ctx.save_for_backward(cos, sin)
-        return fuse(_heads_first)(qkv, cos, sin, *heads)
+        return fuse(_heads_first)(qkv, cos, sin, *order)
 
     @staticmethod
     def backward(ctx, *grads):
@@ -146,13 +151,21 @@ def _swiglu_backward(grad: Tensor, x: Tensor) -> Tensor:
 
 
 def _heads_first(
-    qkv: Tensor, cos: Tensor | None, sin: Tensor | None, heads: int, kv_heads: int
+    qkv: Tensor,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    heads: int,
+    kv_heads: int,
+    contiguous: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     queries_keys, v = qkv.split([heads + kv_heads, kv_heads], dim=2)
     if cos is not None:
         queries_keys = _rotate(queries_keys, cos, sin)
     q, k = queries_keys.split([heads, kv_heads], dim=2)
-    q, k, v = (each.permute(1, 2, 0, 3).contiguous() for each in (q, k, v))
+    if contiguous:
+        q, k, v = (each.permute(1, 2, 0, 3).contiguous() for each in (q, k, v))
+    else:
+        q, k, v = (each.contiguous().permute(1, 2, 0, 3) for each in (q, k, v))
     return q, k, v
 
 

@@ -144,10 +144,10 @@ def block_bytes(
         norms = 2 * footprint.norm * h + 2 * 4
     whole = norms + (2 * h if footprint.dropout or model.dropout else 0)
     split = size * (q + 2 * k) + size * q
-    if model.positions == "rope" and not footprint.heads_first:
+    if model.positions == "rope" and not footprint.apart:
         split += size * (q + k)
     if model.qk_norm:
-        more = size * (q + 2 * k) if footprint.heads_first else (footprint.norm - size) * (q + k)
+        more = size * (q + 2 * k) if footprint.apart else (footprint.norm - size) * (q + k)
         split += more + 4 * (model.heads + model.kv_heads)
     split += size * (footprint.gated if model.activation == "swiglu" else 2) * f
     split += core_bytes(model, footprint, fused_attention)
@@ -173,8 +173,7 @@ def activation_bytes(
 def core_bytes(model: ModelConfig, footprint: Footprint, fused_attention: bool) -> float:
     """What the attention core keeps per token: a statistic of each head, or scores and dropout."""
     if fused_attention:
-        output = footprint.weight * model.query_size if footprint.heads_first else 0
-        return 4 * model.heads + output
+        return 4 * model.heads
     return (2 * footprint.weight + 1) * model.heads * model.sequence_length
 
 

@@ -20,8 +20,7 @@ class Footprint:
     reducing_bucket: bytes more then
     updating: per parameter of a data rank's share more while it is updated
     norm: per element that an RMSNorm reads, kept for its backward pass
-    heads_first: whether q, k and v are kept apart, with the heads first, instead of their product
-        and what is rotated, and the output of fused attention in both orders
+    apart: whether q, k and v are kept apart instead of their product and what is rotated
     gated: what a SwiGLU keeps, in columns of the MLP: gate, up, silu(gate), their product
     rows: of the hidden size, for each token, that a block's backward pass works with
     loss_in_parts: whether the logits are there for some tokens at a time, and the loss's forward
@@ -54,7 +53,7 @@ class Footprint:
     updating: float = 0
     norm: float = 8
     gated: float = 4
-    heads_first: bool = False
+    apart: bool = False
     rows: float = 3
     loss_in_parts: bool = False
     logit: float = 10
@@ -76,7 +75,7 @@ class Footprint:
 # are updated where they are, and a single data rank keeps fp32 gradients from step to step.
 DEEPSPEED_ZERO = Footprint(bucket_elements=5e8, gathered_elements=1e9)
 ZERO = replace(
-    DEEPSPEED_ZERO, norm=4, gated=3, heads_first=True, rows=1, loss_in_parts=True,
+    DEEPSPEED_ZERO, norm=4, gated=3, apart=True, rows=1, loss_in_parts=True,
     stock_pipeline=False,
 )  # fmt: skip
 FP32 = replace(
