@@ -23,7 +23,12 @@ from typing import TYPE_CHECKING, Any
 
 from recipes.training.deepspeed_config import build_deepspeed_config, precision
 from recipes.training.exit_codes import FINISHED, INTERRUPTED, REFUSED, STOPPED
-from recipes.training.garbage import collect_garbage, hold_garbage
+from recipes.training.garbage import (
+    collect_garbage,
+    hold_garbage,
+    pause_collection,
+    resume_collection,
+)
 from recipes.training.learning_rate import learning_rate
 from recipes.training.loss_watch import ROLL_BACK, UNSAFE
 from recipes.training.messages import announce, summarize, tell_skipped
@@ -61,6 +66,7 @@ def main() -> None:
 def pretrain() -> None:
     """One run, from its options to its exit code."""
     startup = Startup()
+    pause_collection()
     options = parse_command_line()
     with refusals(World()):
         world = World.from_environment(os.environ)
@@ -85,7 +91,8 @@ def pretrain() -> None:
     from recipes.training.timeline import TimelineRecorder
     from recipes.training.tracking import Meter, open_tracker, read_wandb_key
 
-    startup.imported()
+    resume_collection()
+    startup.lap("imports")
     folder = RunFolder(options.run_dir or REPOSITORY / "runs" / recipe.name)
     with refusals(world, options):
         check_machine(world, precision=number_format, compile=recipe.training.compile)
@@ -198,13 +205,13 @@ class Ending:
 
 def train(run: Run, step: int) -> Ending:
     """All steps after this one, or as many as can be."""
-    hold_garbage()
     while step < run.recipe.training.steps:
         collect_garbage()
         step += 1
         metrics = train_step(run, step)
         if run.startup.running:
             run.tracker.started(step, run.startup.stop("first step"))
+            hold_garbage()  # now, since a first step imports and compiles
         run.tracker.step(metrics)
         run.timeline.write_after(step)
         bad = run.watch.judge(metrics["loss"], metrics["grad_norm"])

@@ -20,7 +20,7 @@ from models.parallel.context import Context
 from models.transformer import rotary_table
 from recipes.tracing.allocations import AllocationCounter
 from recipes.tracing.pretence import one_kernel
-from recipes.training.processes import compiler, compiles
+from recipes.training.processes import compiler, compiles, has_compiler
 from tests.test_transformer import SHAPES
 
 EPSILON, HEADS, KV_HEADS, D = 1e-5, 4, 2, 8
@@ -137,10 +137,12 @@ def test_long_sequences_keep_no_probabilities() -> None:
 # The loss over the vocabulary
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("most", [1, 40, 2**26])  # logits at a time: of 1, 2, all 12 tokens
-def test_the_loss_in_chunks_is_cross_entropy(most: int) -> None:
+def test_the_loss_in_chunks_is_cross_entropy(most: int, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
-    x, table, labels = torch.randn(4, 3, 8), torch.randn(20, 8), torch.randint(17, (3, 4))
+    x, table = torch.randn(4, 3, 8).to(dtype), torch.randn(20, 8).to(dtype)
+    labels = torch.randint(17, (3, 4))
 
     def ours(x: Tensor, table: Tensor) -> Tensor:
         return cross_entropy.vocab_parallel_loss(
@@ -150,10 +152,25 @@ def test_the_loss_in_chunks_is_cross_entropy(most: int) -> None:
     def formula(x: Tensor, table: Tensor) -> Tensor:
         return F.cross_entropy((x @ table[:17].t()).flatten(0, 1), labels.t().flatten())
 
+    tolerance = 2e-6 if dtype == torch.float32 else 1e-2
     with mock.patch.object(cost, "MOST_LOGITS", most):
-        assert difference(outcome(ours, (x, table)), outcome(formula, (x, table))) < 2e-6
+        expected = outcome(formula, (x.float(), table.float()))
+        assert difference(outcome(ours, (x, table)), expected) < tolerance
         with torch.no_grad():
-            assert float(ours(x, table)) == pytest.approx(float(formula(x, table)), rel=1e-6)
+            assert float(ours(x, table)) == pytest.approx(float(expected[0]), rel=tolerance)
+
+
+def test_a_token_that_is_nearly_sure_keeps_its_gradient_in_bf16() -> None:
+    logits = torch.tensor([[9.0, 0.0, 0.0]])  # x W^T of x = 1
+    x, table = torch.ones(1, 1, 1, dtype=torch.bfloat16), logits.t().bfloat16()
+
+    table.requires_grad_()
+    labels = torch.zeros(1, 1, dtype=torch.long)
+    cross_entropy.vocab_parallel_loss(
+        x, table, labels, vocab_size=3, axis=TensorAxis(), fuse=as_written
+    ).backward()
+    expected = float(logits.softmax(-1)[0, 0]) - 1  # -2.5e-4: the softmax in bf16 would be 1
+    assert float(table.grad[0, 0]) == pytest.approx(expected, rel=1e-2)
 
 
 def test_the_logits_of_one_part_are_there_at_a_time() -> None:
@@ -202,7 +219,21 @@ def test_auto_compiles_on_gpus_only() -> None:
     with mock.patch("recipes.training.processes.on_gpu", return_value=False):
         assert not compiles("auto") and compiles(True)
     with mock.patch("recipes.training.processes.on_gpu", return_value=True):
-        assert compiles("auto") == (shutil.which(compiler()) is not None)
-        with mock.patch.dict("os.environ", CXX="no-such-compiler"):
-            assert not compiles("auto")
         assert not compiles(False)
+        with mock.patch.dict("os.environ", CC="no-such-compiler"):
+            assert not has_compiler()
+        for others, together in ((True, True), (False, False)):
+            with (
+                mock.patch("torch.distributed.get_world_size", return_value=2),
+                mock.patch("torch.distributed.all_gather_object", gathering(others)),
+            ):
+                assert compiles("auto") == together
+
+
+def gathering(others: bool) -> Callable[[list, bool], None]:
+    """A gather in which this rank has a compiler and the other has one or not."""
+
+    def gather(found: list, own: bool) -> None:
+        found[:] = [True, others]
+
+    return gather

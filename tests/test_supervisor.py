@@ -5,10 +5,12 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from unittest import mock
 
 import pytest
+import torch
 
-from models.pipeline.channels import wait_for
+from models.parallel.collectives import TensorAxis, begin_sum_of_copies, wait_for
 from recipes.training import hang
 from recipes.training.exit_codes import HUNG
 from recipes.training.hang import HangReport, Sighting, collective_of, describe_hang, take_sighting
@@ -150,6 +152,14 @@ def test_a_stage_that_waits_for_another_is_in_a_collective() -> None:
         return receiving.seen
 
     assert receive(Receiving()) == "receive"
+
+
+def test_a_rank_that_waits_for_its_tensor_peers_is_in_a_collective() -> None:
+    running = mock.Mock()
+    running.wait = lambda: setattr(running, "seen", collective_of(sys._getframe()))
+    with mock.patch("torch.distributed.all_reduce", return_value=running):
+        begin_sum_of_copies(torch.ones(1), TensorAxis(size=2))()
+    assert running.seen == "test_a_rank_that_waits_for_its_tensor_peers_is_in_a_collective"
 
 
 @pytest.fixture

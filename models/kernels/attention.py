@@ -92,6 +92,6 @@ def _scores(queries: Tensor, keys: Tensor, first: int) -> Tensor:
     scores = torch.baddbmm(
         queries.new_empty(1), queries, keys.transpose(1, 2), beta=0, alpha=scale
     )  # scaled before it is rounded
-    later = torch.full((rows, rows), float("-inf"), dtype=scores.dtype).triu_(1)
-    scores.unflatten(1, (-1, rows))[..., first:] += later
+    later = scores.new_full((rows, rows), float("-inf")).triu_(1)
+    scores.unflatten(1, (-1, rows))[..., first:].add_(later)
     return scores

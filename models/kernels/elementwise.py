@@ -1,7 +1,8 @@
 """What runs between matrix products, with the backward pass written out.
 
 Autograd would keep each intermediate result, in fp32 where that is what it is computed in; these
-keep their inputs and compute the rest again. Everything is computed in fp32 and rounded once.
+keep their inputs and compute the rest again. Arithmetic is in fp32; norms round before their weight
+and after it, as transformers' do, and sums of two tensors are rounded as tensors are.
 
 s sequence, b micro-batch, h hidden, f MLP hidden, a query heads, g key-value heads, d head size.
 """

@@ -2,7 +2,8 @@
 
 Compiled are the pure functions of this folder, forward and backward ones apart, and nothing around
 them: matrix products, collectives and deferred weight gradients run the same either way, in every
-layout, and autograd keeps the same tensors. All layers share a function, so each is compiled once.
+layout, and autograd keeps the same tensors. All layers share a function, so each is compiled once
+per shape.
 """
 
 from collections.abc import Callable
@@ -24,9 +25,15 @@ def as_written(function: Function) -> Function:
 def compiled(function: Function) -> Function:
     """The function as kernels of its own, made at the first call (`torch.compile`).
 
-    In this process: torch's compiling ones would outlive a rank that is killed.
+    In this process: torch's compiling ones would outlive a rank that is killed. Detached, inputs
+    whose gradients are wanted are no case of their own.
     """
-    return torch.compile(function, dynamic=False, options={"compile_threads": 1})
+    run = torch.compile(function, dynamic=False, options={"compile_threads": 1})
+
+    def detached(*inputs: Any) -> Any:
+        return run(*(x.detach() if isinstance(x, torch.Tensor) else x for x in inputs))
+
+    return detached
 
 
 class Fusing(nn.Module):

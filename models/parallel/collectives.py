@@ -101,7 +101,8 @@ def begin_sum_of_copies(grad: Tensor, axis: TensorAxis) -> Callable[[], Tensor]:
     """Begin to add up the ranks' gradients of an input that each has a copy of.
 
     All-reduce, or under sequence parallelism reduce-scatter, [s, b, h] to [s/t, b, h]. The sum is
-    there when what is returned returns; until then the gradient must stay as it is.
+    there when what is returned returns. The gradient is not the caller's any more: it may become
+    the sum.
     """
     if axis.size == 1:
         return lambda: grad
@@ -115,8 +116,13 @@ def begin_sum_of_copies(grad: Tensor, axis: TensorAxis) -> Callable[[], Tensor]:
 
 
 def _waited_for(running: dist.Work, result: Tensor) -> Tensor:
-    running.wait()
+    wait_for(running)
     return result
+
+
+def wait_for(running: dist.Work) -> None:
+    """Wait for what was begun; `recipes/training/hang.py` knows a waiting rank by this function."""
+    running.wait()
 
 
 def _part(x: Tensor, axis: TensorAxis, dimension: int) -> Tensor:

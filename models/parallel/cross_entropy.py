@@ -8,6 +8,7 @@ import math
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from models.cost import tokens_at_a_time
 from models.kernels.fusing import Function
@@ -28,7 +29,8 @@ def vocab_parallel_loss(
 
     x [s, b, h], or [s/t, b, h] under sequence parallelism; W [v/t, h]. The logits are there for
     some tokens at a time and give way to their gradients at once, as in Liger Kernel's fused linear
-    cross-entropy (arXiv 2410.10989), but over a split vocabulary.
+    cross-entropy (arXiv 2410.10989), but over a split vocabulary. In bf16 each part of the tokens
+    adds a rounding to the gradient of W.
 
     Forward: all-reduce (max) and all-reduce (sum) of [n] for each chunk, and what the backward pass
     of a column-parallel product communicates; backward: none.
@@ -61,21 +63,27 @@ class _ProductLoss(torch.autograd.Function):
             total += (log_sums - label_logits).sum()
             if not with_gradients:
                 continue
-            _turn_into_gradients(logits, columns[chunk], log_sums, len(tokens), fuse)
+            of_labels = torch.expm1(label_logits - log_sums) / len(tokens)
+            _turn_into_gradients(
+                logits, columns[chunk], log_sums, of_labels, count=len(tokens), fuse=fuse
+            )
             torch.mm(logits, weight, out=grad_tokens[chunk])
             if grad_weight is None:
                 grad_weight = logits.t() @ rows
             else:
                 grad_weight.addmm_(logits.t(), rows)
         if with_gradients:
+            # No saved tensors: they are nobody else's, and are scaled where they are, once.
             ctx.grad_x = begin_sum_of_copies(grad_tokens.view(whole.shape), axis)
-            ctx.save_for_backward(grad_weight)
+            ctx.grad_weight = grad_weight
         return total / len(tokens)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad):
-        (grad_weight,) = ctx.saved_tensors
-        return ctx.grad_x() * grad, grad_weight * grad, None, None, None, None, None
+        grad_x, grad_weight = ctx.grad_x().mul_(grad), ctx.grad_weight.mul_(grad)
+        ctx.grad_x = ctx.grad_weight = None
+        return grad_x, grad_weight, None, None, None, None, None
 
 
 def _chunks(tokens: int, columns: int) -> list[slice]:
@@ -99,14 +107,24 @@ def _reduced(
 
 
 def _turn_into_gradients(
-    logits: Tensor, columns: Tensor, log_sums: Tensor, count: int, fuse: Function
+    logits: Tensor,
+    columns: Tensor,
+    log_sums: Tensor,
+    label_gradients: Tensor,
+    *,
+    count: int,
+    fuse: Function,
 ) -> None:
-    """In place: (softmax - one-hot) / count, the gradient of a mean over so many tokens."""
+    """In place: (softmax - one-hot) / count, the gradient of a mean over so many tokens.
+
+    label_gradients: fp32 [n], of the labels' logits; rounded only after one has been subtracted
+    """
     fuse(_turn_into_softmax)(logits, log_sums + math.log(count))
     outside = (columns < 0) | (columns >= logits.shape[1])
-    ones = torch.full_like(log_sums, -1 / count).masked_fill_(outside, 0)
-    columns = columns.masked_fill(outside, 0)
-    logits.scatter_add_(1, columns.unsqueeze(1), ones.to(logits.dtype).unsqueeze(1))
+    columns = columns.masked_fill(outside, 0).unsqueeze(1)
+    others = logits.gather(1, columns).squeeze(1)
+    gradients = torch.where(outside, others, label_gradients.to(logits.dtype))
+    logits.scatter_(1, columns, gradients.unsqueeze(1))
 
 
 def _largest(logits: Tensor) -> Tensor:
@@ -115,7 +133,7 @@ def _largest(logits: Tensor) -> Tensor:
 
 def _sums(logits: Tensor, columns: Tensor, largest: Tensor) -> Tensor:
     """[2, n]: the sum of exp(logit - largest), and the label's logit where it is here."""
-    total = (logits.float() - largest.unsqueeze(1)).exp_().sum(dim=-1)
+    total = (logits - largest.unsqueeze(1)).exp_().sum(dim=-1)  # in fp32, as `largest` is
     outside = (columns < 0) | (columns >= logits.shape[1])
     labels = logits.gather(1, columns.masked_fill(outside, 0).unsqueeze(1)).squeeze(1).float()
     return torch.stack([total, labels.masked_fill(outside, 0)])

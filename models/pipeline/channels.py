@@ -15,7 +15,7 @@ import torch.distributed as dist
 from deepspeed.runtime.pipe.topology import PipelineParallelGrid
 from torch import Tensor
 
-from models.parallel.collectives import TensorAxis, all_gather
+from models.parallel.collectives import TensorAxis, all_gather, wait_for
 from models.pipeline.order import BACKWARD, FORWARD, Kind, Pass, Pipeline
 
 
@@ -48,11 +48,6 @@ def routes(pipeline: Pipeline) -> list[Route]:
     stages = [pipeline.place(position)[0] for position in range(pipeline.positions)]
     pairs = sorted({(a, b) for a, b in pairwise(stages) if a != b})
     return [(FORWARD, a, b) for a, b in pairs] + [(BACKWARD, b, a) for a, b in pairs]
-
-
-def wait_for(transfer: dist.Work) -> None:
-    """Wait for what was begun; `recipes/training/hang.py` knows a waiting rank by this function."""
-    transfer.wait()
 
 
 class Channels:

@@ -9,7 +9,7 @@ from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import Tensor, nn
 
-from models.pipeline.channels import wait_for
+from models.parallel.collectives import wait_for
 
 
 class Gradients(ABC):

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import deepspeed
 import torch
@@ -304,11 +305,8 @@ def import_muon() -> None:
 
     Without the variable its decorators would import torch's compiler, for most of a second.
     """
-    if "TORCHDYNAMO_DISABLE" in os.environ:  # somebody has decided
-        return
-    os.environ["TORCHDYNAMO_DISABLE"] = "1"
-    importlib.import_module("deepspeed.runtime.zero.muon.muon_optimizer")
-    del os.environ["TORCHDYNAMO_DISABLE"]
+    with mock.patch.dict(os.environ, {"TORCHDYNAMO_DISABLE": "1"} | os.environ):
+        importlib.import_module("deepspeed.runtime.zero.muon.muon_optimizer")
 
 
 def pipeline_of(recipe: Recipe, topology: Topology) -> Pipeline:

@@ -1,9 +1,20 @@
-"""Garbage is collected between the steps, on all ranks at once.
+"""When garbage is collected: neither during imports nor within a step.
 
 Within a step Python would begin it at a different place on each rank, which the others wait for.
 """
 
 import gc
+
+
+def pause_collection() -> None:
+    """Collect nothing: imports leave little, and hundreds of thousands of objects to look at."""
+    gc.disable()
+
+
+def resume_collection() -> None:
+    """Collect again, all but what there is, which stays for good."""
+    gc.freeze()
+    gc.enable()
 
 
 def hold_garbage() -> None:
@@ -14,5 +25,5 @@ def hold_garbage() -> None:
 
 
 def collect_garbage() -> None:
-    """Collect what has come since, in a millisecond or two: the rest is not looked at."""
+    """Collect what has come since, in a few milliseconds: the rest is not looked at."""
     gc.collect()

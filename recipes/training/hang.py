@@ -17,7 +17,7 @@ from typing import Protocol
 from recipes.training.recipe import REPOSITORY
 
 COLLECTIVES = str(Path("torch", "distributed", "distributed_c10d.py"))
-CHANNELS = str(REPOSITORY / "models" / "pipeline" / "channels.py")
+WAITING = str(REPOSITORY / "models" / "parallel" / "collectives.py")  # has `wait_for`
 NAMED = 8  # ranks, at most, in a message
 
 
@@ -126,8 +126,11 @@ def collective_of(frame: FrameType | None) -> str:
     while frame:
         if frame.f_code.co_filename.endswith(COLLECTIVES):
             name = frame.f_code.co_name
-        elif frame.f_code.co_name == "wait_for" and frame.f_code.co_filename == CHANNELS:
-            name = frame.f_back.f_code.co_name
+        elif frame.f_code.co_name == "wait_for" and frame.f_code.co_filename == WAITING:
+            caller = frame.f_back
+            while caller.f_code.co_filename == WAITING:
+                caller = caller.f_back
+            name = caller.f_code.co_name
         frame = frame.f_back
     return name
 

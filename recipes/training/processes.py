@@ -7,7 +7,9 @@ import os
 import resource
 import shutil
 import socket
+import sysconfig
 import warnings
+from pathlib import Path
 from typing import Literal
 
 import deepspeed
@@ -27,18 +29,28 @@ def on_gpu() -> bool:
 
 
 def compiles(setting: bool | Literal["auto"]) -> bool:
-    """Whether kernels are compiled: as training.compile says, "auto" on GPUs with a compiler."""
-    return on_gpu() and has_compiler() if setting == "auto" else setting
+    """Whether kernels are compiled: as training.compile says, "auto" on GPUs with a compiler.
+
+    Collective: all ranks compute alike, or copies of a weight would drift apart.
+    """
+    if setting != "auto":
+        return setting
+    if not on_gpu():
+        return False
+    found = [False] * dist.get_world_size()
+    dist.all_gather_object(found, has_compiler())
+    return all(found)
 
 
 def has_compiler() -> bool:
-    """Whether torch.compile finds what it needs beside itself."""
-    return shutil.which(compiler()) is not None
+    """Whether torch.compile finds what it needs beside itself: on GPUs Triton wants C."""
+    headers = Path(sysconfig.get_paths()["include"]) / "Python.h"
+    return shutil.which(compiler()) is not None and (headers.exists() or not on_gpu())
 
 
 def compiler() -> str:
-    """The C++ compiler that torch.compile asks for."""
-    return os.environ.get("CXX", "g++")
+    """The compiler that torch.compile asks for."""
+    return os.environ.get("CC", "gcc") if on_gpu() else os.environ.get("CXX", "g++")
 
 
 def check_machine(world: World, *, precision: str, compile: bool | Literal["auto"]) -> None:
@@ -55,8 +67,8 @@ def check_machine(world: World, *, precision: str, compile: bool | Literal["auto
         )
     if compile is True and not has_compiler():
         raise ValueError(
-            f"training.compile = true needs a C++ compiler and {compiler()} was not found; install "
-            f"it, or use training.compile = false"
+            f"training.compile = true needs a compiler, and {compiler()} (on GPUs with Python's "
+            f"headers) was not found; install it, or use training.compile = false"
         )
     if world.size > 1 and not os.environ.get("MASTER_ADDR"):
         raise ValueError(

@@ -148,8 +148,8 @@ class Training(Section):
     evaluation_batches: Count = 4  # global batches of the validation file
     compare_copies_every: NonNegative = 100  # steps; `copies.py`
     initial_weights: str | None = None  # a checkpoint to start from; None: drawn from the seed
-    # What runs between matrix products, as kernels of its own; "auto": on GPUs. It takes a C++
-    # compiler and, the first time, about ten seconds.
+    # What runs between matrix products, as kernels of its own; "auto": on GPUs, given a compiler.
+    # It takes about ten seconds, the first time.
     compile: bool | Literal["auto"] = "auto"
 
 

@@ -1,6 +1,5 @@
 """Where the time goes between a command and the end of its first step."""
 
-import gc
 import os
 import time
 
@@ -8,14 +7,9 @@ from recipes.training.launchers import age_seconds, launchers_of
 
 
 class Startup:
-    """A stopwatch that runs since the launcher has started, lap by lap.
-
-    Until `imported`, garbage is not collected: imports leave little, and the collector would walk
-    through their hundreds of thousands of objects again and again.
-    """
+    """A stopwatch that runs since the launcher has started, lap by lap."""
 
     def __init__(self):
-        gc.disable()
         self.running = True
         self.seconds: dict[str, float] = {}  # by part, in the order of the first laps
         here = age_seconds(os.getpid())
@@ -35,12 +29,6 @@ class Startup:
         self.lap(part)
         self.running = False
         return self
-
-    def imported(self) -> None:
-        """The lap of the imports; what they have made stays, and is never looked at again."""
-        self.lap("imports")
-        gc.freeze()
-        gc.enable()
 
     def __str__(self) -> str:
         parts = ", ".join(f"{part} {seconds:.1f}" for part, seconds in self.seconds.items())

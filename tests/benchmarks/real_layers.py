@@ -4,7 +4,6 @@ Each of our schedules meets its rivals by itself; in each round one after the ot
 with the same batch.
 """
 
-import ctypes
 import os
 import time
 from collections.abc import Mapping, Sequence
@@ -18,6 +17,7 @@ from torch import Tensor
 from models.pipeline.order import Pipeline
 from models.pipeline.recording import passes_of
 from models.pipeline.simulation import pipeline_seconds, simulate, typical_seconds
+from recipes.training.processes import keep_memory
 from tests.benchmarks.real_contestants import (
     ONE,
     OURS,
@@ -152,16 +152,6 @@ def time_rank(setting: Setting, name: str) -> dict[str, list[RankStep]]:
             end = time.perf_counter()
             steps[each].append(RankStep(start, end, turn))
     return {each: timed[1:] for each, timed in steps.items()}
-
-
-def keep_memory() -> None:
-    """Let malloc keep what is freed, as torch does on a GPU.
-
-    Given back to the system, it is faulted in again page by page by whoever has the turn.
-    """
-    libc = ctypes.CDLL(None)
-    m_trim_threshold, m_mmap_max = -1, -4  # of malloc.h
-    assert libc.mallopt(m_mmap_max, 0) and libc.mallopt(m_trim_threshold, -1)
 
 
 def draw_batch(setting: Setting, seed: int) -> tuple[Tensor, Tensor]:

@@ -9,6 +9,7 @@ from recipes.training.recipe import DEFAULT_RECIPE, REPOSITORY, Recipe, load_rec
 
 OURS = ["training.compile=true"]  # what our contestants run with beside the shape
 PRECISIONS = ("fp32", "bf16")
+INITIAL_STD = 0.06  # so much that attention matters to the first losses, which are compared
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +45,7 @@ class Shape:
         """As our engine runs it, on one process unless `more` says otherwise."""
         settings = {
             **{f"model.{key}": size for key, size in self.sizes},
+            "model.initial_std": INITIAL_STD,
             "layout.tensor": 1,
             "layout.pipeline": 1,
             "batch.micro_sequences": self.micro_sequences,
