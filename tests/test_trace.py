@@ -49,9 +49,12 @@ def traffic(found: Trace) -> dict[tuple[str, str], tuple[int, int]]:
 WAYS = {
     "fp32": (1, {}),
     "bf16": (1, {"deepspeed": "ds_configs/zero1_bf16.json"}),
-    "zero2": (1, {"deepspeed": "ds_configs/zero2_bf16.json", "model__dropout": 0.1}),
+    "zero2": (2, {"deepspeed": "ds_configs/zero2_bf16.json", "model__dropout": 0.1}),
     "zero3": (1, {"deepspeed": "ds_configs/zero3_bf16.json"}),
-    "stages": (4, {"layout__pipeline": 2, "layout__tensor": 2} | GPT_SWITCHES),
+    "stages": (
+        4,
+        {"layout__pipeline": 2, "layout__tensor": 2, "model__layers": 8} | GPT_SWITCHES,
+    ),
     "sequence parallel": (
         4,
         {

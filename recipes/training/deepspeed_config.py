@@ -62,7 +62,7 @@ def build_deepspeed_config(recipe: Recipe, topology: Topology) -> dict[str, Any]
     if zero["stage"] == 2 and topology.data == 1:
         # Nobody to share gradients with, so this is stage 1, whose engine does not copy them into
         # buckets to reduce them alone (a tenth of a step in fp32, a third in bf16).
-        zero |= {"stage": 1}
+        zero["stage"] = 1
     return config | {
         "train_micro_batch_size_per_gpu": recipe.batch.micro_sequences,
         "gradient_accumulation_steps": recipe.micro_batches(topology.data),

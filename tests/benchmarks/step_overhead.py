@@ -25,7 +25,7 @@ from tests.benchmarks.step_rows import OUR_BARE_ENTRY, OURS_BARE, Setting
 from tests.benchmarks.step_shapes import Shape
 from tests.benchmarks.taking_turns import Player, Turn, median_seconds, players, ratio, take_turns
 
-ENGINES = {"pipeline": 1, "sequential": 2}  # by ZeRO stage
+ENGINES = {"ZeRO-1": 1, "ZeRO-2": 2}  # the latter, on one data rank, as the former
 MORE_STEPS_THAN_TAKEN = 10**6  # the run is ended before it would save
 
 

@@ -47,7 +47,7 @@ def print_kernels(contestant: str, kernels: list[dict[str, Any]]) -> None:
 def print_overhead(row: Mapping[str, Any]) -> None:
     """A line for an engine."""
     print(
-        f"{row['shape']}, {row['precision']}, {row['engine']} engine: {row['seconds']:.3f} s a "
+        f"{row['shape']}, {row['precision']}, {row['engine']}: {row['seconds']:.3f} s a "
         f"step with tracking and data, {row['bare_seconds']:.3f} s in a bare loop: "
         f"{row['engine_overhead']:+.1%}",
         flush=True,
