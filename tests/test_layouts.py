@@ -52,12 +52,12 @@ ACCUMULATING_BF16 = {"deepspeed": "zero1_bf16_throughout.json"}  # the test writ
 # world size -> name -> what differs from the one-rank run it is compared with
 LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
     1: {
-        "zero2": ZERO2,
+        "zero2, alone": ZERO2,
         "zero3": ZERO3,
         "micro-batch 4": {"batch__micro_sequences": 4},
         "full recomputation": FULL,
         "gpt zero3": GPT | CLIPPED | ZERO3,
-        "dropout zero2, micro-batch 4": DROPOUT | ZERO2 | {"batch__micro_sequences": 4},
+        "dropout zero3, micro-batch 4": DROPOUT | ZERO3 | {"batch__micro_sequences": 4},
     },
     2: {
         "pipeline 2": PIPELINE2,
@@ -66,7 +66,7 @@ LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
         "tensor 2 sequence-parallel": TENSOR2 | SEQUENCE,
         "zero2 data 2": ZERO2,
         "zero3 data 2": ZERO3,
-        "zero2 tensor 2": ZERO2 | TENSOR2,
+        "zero2, alone, tensor 2": ZERO2 | TENSOR2,
         "zero3 tensor 2": ZERO3 | TENSOR2,
         "gpt pipeline 2": GPT | CLIPPED | PIPELINE2,
         "gpt tensor 2": GPT | CLIPPED | TENSOR2,
@@ -82,7 +82,7 @@ LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
         "zb-h1": ZB_H1,
         "dropout pipeline 2": DROPOUT | PIPELINE2,
         "dropout dualpipev full recomputation": DROPOUT | FOLDED | FULL,
-        "dropout data 2": DROPOUT,
+        "dropout zero2 data 2": DROPOUT | ZERO2,
         "dropout tensor 2": DROPOUT | TENSOR2,
         "dropout zero3 tensor 2 sequence-parallel": DROPOUT | ZERO3 | TENSOR2 | SEQUENCE,
         "documents-gpt dualpipev full recomputation": DOCUMENTS | DROPPING_GPT | FOLDED | FULL,

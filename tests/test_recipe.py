@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import tomli_w
 
-from recipes.training.deepspeed_config import build_deepspeed_config
+from recipes.training.deepspeed_config import build_deepspeed_config, zero_stage
 from recipes.training.recipe import (
     REPOSITORY,
     Recipe,
@@ -316,6 +316,19 @@ def test_every_shipped_recipe_and_config_goes_together() -> None:
         overrides = ["layout.pipeline=1", f'deepspeed="{path}"']
         recipe = load_recipe(TINY, overrides)
         build_deepspeed_config(recipe, recipe.topology(World()))
+
+
+def test_zero_2_with_nobody_to_share_with_is_zero_1() -> None:
+    recipe = load_recipe(
+        DEFAULT_RECIPE, ["deepspeed=ds_configs/zero2_fp32.json", "layout.pipeline=1"]
+    )
+    for ranks, stage in ((1, 1), (2, 2)):
+        topology = recipe.topology(World(size=ranks, local_size=ranks))
+        assert zero_stage(build_deepspeed_config(recipe, topology)) == stage
+    split = load_recipe(DEFAULT_RECIPE, ["layout.pipeline=1", "layout.tensor=2"])
+    split = split.model_copy(update={"deepspeed": "ds_configs/zero2_fp32.json"})
+    topology = split.topology(World(size=2, local_size=2))
+    assert zero_stage(build_deepspeed_config(split, topology)) == 1
 
 
 def test_two_ranks_print_one_message_and_no_traceback(tmp_path: Path) -> None:

@@ -77,7 +77,7 @@ WAYS = {
         {
             "deepspeed": "ds_configs/zero1_bf16.json",
             "layout": {"pipeline": 2, "tensor": 2, "schedule": "zb-h1"},
-            "model__layers": 4,
+            "model__layers": 8,
         },
     ),
     "folded, weights later": (

@@ -209,7 +209,7 @@ class PipelinedEngine(Engine):
 
 
 class SequentialEngine(Engine):
-    """All layers on every rank; ZeRO-2 and ZeRO-3."""
+    """All layers on every rank; ZeRO-2 over several data ranks, and ZeRO-3."""
 
     def _train(self, micro_batches: Iterable[MicroBatch]) -> torch.Tensor:
         self.wrapped.train()
