@@ -318,17 +318,14 @@ def test_every_shipped_recipe_and_config_goes_together() -> None:
         build_deepspeed_config(recipe, recipe.topology(World()))
 
 
-def test_zero_2_with_nobody_to_share_with_is_zero_1() -> None:
+@pytest.mark.parametrize(("ranks", "tensor", "stage"), [(1, 1, 1), (2, 1, 2), (2, 2, 1), (4, 2, 2)])
+def test_zero_2_with_nobody_to_share_with_is_zero_1(ranks: int, tensor: int, stage: int) -> None:
+    layout = ("layout.pipeline=1", f"layout.tensor={tensor}")
     recipe = load_recipe(
-        DEFAULT_RECIPE, ["deepspeed=ds_configs/zero2_fp32.json", "layout.pipeline=1"]
+        REPOSITORY / "recipes" / "tiny.toml", ["deepspeed=ds_configs/zero2_fp32.json", *layout]
     )
-    for ranks, stage in ((1, 1), (2, 2)):
-        topology = recipe.topology(World(size=ranks, local_size=ranks))
-        assert zero_stage(build_deepspeed_config(recipe, topology)) == stage
-    split = load_recipe(DEFAULT_RECIPE, ["layout.pipeline=1", "layout.tensor=2"])
-    split = split.model_copy(update={"deepspeed": "ds_configs/zero2_fp32.json"})
-    topology = split.topology(World(size=2, local_size=2))
-    assert zero_stage(build_deepspeed_config(split, topology)) == 1
+    topology = recipe.topology(World(size=ranks, local_size=ranks))
+    assert zero_stage(build_deepspeed_config(recipe, topology)) == stage
 
 
 def test_two_ranks_print_one_message_and_no_traceback(tmp_path: Path) -> None:
