@@ -159,6 +159,9 @@ class LoneGradients(FlatGradients):
             list(flat.split([*map(nn.Parameter.numel, group), flat.numel() - size(group)])[:-1])
             for flat, group in zip(self.flats, groups, strict=True)
         ]
+        for group, views in zip(groups, totals, strict=True):
+            for parameter, total in zip(group, views, strict=True):
+                assert parameter.storage_offset() == total.storage_offset()  # as the weights lie
         has_gradients = [[False] * len(group) for group in groups]
         super().__init__(engine, groups, totals, has_gradients)
 
