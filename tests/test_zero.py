@@ -1,0 +1,41 @@
+"""DeepSpeed's ZeRO optimizer without needless copies computes what it did."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from recipes.training.zero import ROW, scale_in_update, squared_norm
+
+
+@pytest.mark.parametrize("elements", [1, ROW - 1, ROW, 3 * ROW + 5, 4_000_000])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_norm_is_as_exact_as_in_fp64(elements: int, dtype: torch.dtype) -> None:
+    gradient = torch.randn(elements, generator=torch.Generator().manual_seed(0)).to(dtype)
+    expected = float(gradient.double().square().sum())
+    assert float(squared_norm(gradient)) == pytest.approx(expected, rel=1e-6)
+
+
+def test_a_gradient_that_is_not_finite_shows() -> None:
+    assert torch.isinf(squared_norm(torch.tensor([1.0, float("inf")])))
+    assert torch.isnan(squared_norm(torch.tensor([1.0, float("nan")])))
+
+
+@pytest.mark.parametrize("norm", [0.5, 8.0])  # below what is clipped, and above
+@pytest.mark.parametrize("loss_scale", [1.0, 4.0])
+def test_adamw_clips_while_it_updates(norm: float, loss_scale: float) -> None:
+    weights, expected = (torch.ones(4, requires_grad=True) for _ in range(2))
+    gradient = torch.tensor([1.0, -2.0, 3.0, 0.5])
+    gradient *= norm / gradient.norm()
+    # A large epsilon, or AdamW's first step would not depend on the gradient's size.
+    settings = {"lr": 0.1, "eps": 1.0, "fused": True}
+    optimizer = torch.optim.AdamW([weights], **settings)
+    zero = SimpleNamespace(loss_scale=loss_scale, clip_grad=2.0, device="cpu", optimizer=optimizer)
+    weights.grad = gradient * loss_scale
+    scale_in_update(zero, [weights.grad], torch.tensor(norm * loss_scale))
+    optimizer.step()
+    plain = torch.optim.AdamW([expected], **settings)
+    expected.grad = gradient.clone()
+    torch.nn.utils.clip_grad_norm_([expected], 2.0)
+    plain.step()
+    assert torch.allclose(weights, expected, rtol=1e-6)
