@@ -5,8 +5,8 @@ import ctypes
 import io
 import os
 import resource
-import shutil
 import socket
+import subprocess
 import sysconfig
 import warnings
 from pathlib import Path
@@ -45,7 +45,11 @@ def compiles(setting: bool | Literal["auto"]) -> bool:
 def has_compiler() -> bool:
     """Whether torch.compile finds what it needs beside itself: on GPUs Triton wants C."""
     headers = Path(sysconfig.get_paths()["include"]) / "Python.h"
-    return shutil.which(compiler()) is not None and (headers.exists() or not on_gpu())
+    try:
+        subprocess.run([compiler(), "--version"], capture_output=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return False
+    return headers.exists() or not on_gpu()
 
 
 def compiler() -> str:
@@ -67,8 +71,9 @@ def check_machine(world: World, *, precision: str, compile: bool | Literal["auto
         )
     if compile is True and not has_compiler():
         raise ValueError(
-            f"training.compile = true needs a compiler, and {compiler()} (on GPUs with Python's "
-            f"headers) was not found; install it, or use training.compile = false"
+            f'training.compile = true needs a compiler, and "{compiler()}" is none that works here '
+            f"(on GPUs with Python's headers); install one, name it in CXX (on GPUs CC), or use "
+            f"training.compile = false"
         )
     if world.size > 1 and not os.environ.get("MASTER_ADDR"):
         raise ValueError(

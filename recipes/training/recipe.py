@@ -149,8 +149,8 @@ class Training(Section):
     compare_copies_every: NonNegative = 100  # steps; `copies.py`
     initial_weights: str | None = None  # a checkpoint to start from; None: drawn from the seed
     # What runs between matrix products, as kernels of its own; "auto": on GPUs, given a compiler.
-    # It takes about ten seconds, the first time.
-    compile: bool | Literal["auto"] = "auto"
+    # The first time that takes 10 to 20 seconds.
+    compile: Literal[True, False, "auto"] = "auto"
 
 
 class Source(Section):

@@ -29,6 +29,7 @@ def explain(
     if kind.startswith("missing"):
         return f"{key} is missing; for example  {works}"
     complaint = problem["msg"][0].lower() + problem["msg"][1:]
+    complaint = complaint.replace("True", "true").replace("False", "false")  # as TOML has them
     return f"{key} = {_look_up(table, location)!r}: {complaint}; for example  {works}"
 
 

@@ -27,6 +27,7 @@ os.environ.setdefault("PYTHONWARNINGS", "ignore:resource_tracker:UserWarning")
 
 import argparse
 import json
+import re
 from collections.abc import Iterable
 from dataclasses import replace
 from functools import cache
@@ -161,6 +162,21 @@ def matmul(cores: tuple[int, ...], precision: str) -> dict[str, float]:
     return rates
 
 
+def positive(text: str) -> int:
+    """A number from 1 on."""
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text} is none; use 1 or more")
+    return number
+
+
+def device_name(text: str) -> str:
+    """What can be a file's name in the planner's folder."""
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9 _-]*", text):
+        raise argparse.ArgumentTypeError(f'"{text}" is no name; use one such as H100')
+    return text
+
+
 def build_parser() -> argparse.ArgumentParser:
     """The command's options."""
     parser = argparse.ArgumentParser(
@@ -168,14 +184,14 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--only", action="append", choices=PARTS, help="this part; repeatable")
     parser.add_argument(
-        "--steps", type=int, default=5, help="that are timed; overheads: three times as many"
+        "--steps", type=positive, default=5, help="that are timed; overheads: three times as many"
     )
     parser.add_argument(
         "--shape", action="append", choices=SHAPES, help="of rows and memory; repeatable"
     )
     parser.add_argument("--precision", action="append", choices=PRECISIONS, help="repeatable")
-    parser.add_argument("--micro-sequences", type=int, help="of a micro-batch")
-    parser.add_argument("--micro-batches", type=int, help="of a step")
+    parser.add_argument("--micro-sequences", type=positive, help="of a micro-batch")
+    parser.add_argument("--micro-batches", type=positive, help="of a step")
     parser.add_argument("--zero", type=int, choices=(1, 2), default=1, help="all rows' ZeRO stage")
     parser.add_argument(
         "--contestants", choices=("main", "bare", "all"), default="main",
@@ -187,7 +203,7 @@ def build_parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     parser.add_argument("--profile", type=int, default=0, metavar="K", help="list K kernels each")
     parser.add_argument(
-        "--calibrate-device", metavar="NAME",
+        "--calibrate-device", metavar="NAME", type=device_name,
         help="write recipes/planning/gpus/NAME.toml instead, from what is measured here",
     )  # fmt: skip
     parser.add_argument("--like", metavar="NAME", help="whose file a new device's begins as")
