@@ -93,6 +93,13 @@ class FlatGradients(Gradients):
         number, slot = self.slots[parameter]
         return self.totals[number][slot]
 
+    def zero_missing(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Let these have zeros where this step has given none."""
+        for parameter in parameters:
+            number, slot = self.slots[parameter]
+            if not self.has_gradients[number][slot]:
+                self.totals[number][slot].zero_()
+
     def forget(self) -> None:
         """The next gradients are a step's first."""
         for each in self.has_gradients:
@@ -124,10 +131,11 @@ class Float32Gradients(FlatGradients):
 
     def begin(self, parameters: Iterable[nn.Parameter]) -> None:
         """These have all their gradients: start to average them over the data ranks."""
-        if self.scales_before or dist.get_world_size(self.group) == 1:
-            return
         new = [each for each in parameters if each not in self.begun]
         self.begun.update(new)
+        self.zero_missing(new)
+        if self.scales_before or dist.get_world_size(self.group) == 1:
+            return
         for number, flat in enumerate(self.optimizer.fp32_groups_gradients_flat):
             held = [self.of(each) for each in new if self.slots[each][0] == number]
             for start, stop in runs(held):
@@ -138,9 +146,9 @@ class Float32Gradients(FlatGradients):
 
     def finish(self) -> None:
         """All gradients are there: average them over the data ranks, add up tied ones."""
+        self.begin(self.slots)
         if self.scales_before:  # as DeepSpeed does
             self.engine._bf16_reduce_grads()
-        self.begin(self.slots)
         for part, sent, running in self.running:
             wait_for(running)
             torch.div(sent, dist.get_world_size(self.group), out=part)
@@ -170,11 +178,9 @@ class LoneGradients(FlatGradients):
 
     def finish(self) -> None:
         """All gradients are there: add up tied ones, and show DeepSpeed where they are."""
+        self.zero_missing(self.slots)
         self.add_up_tied()
         for number, (flat, totals) in enumerate(zip(self.flats, self.totals, strict=True)):
-            for total, has_gradient in zip(totals, self.has_gradients[number], strict=True):
-                if not has_gradient:
-                    total.zero_()
             self.optimizer.averaged_gradients[number] = InOneTensor(totals, flat)
         self.forget()
 
