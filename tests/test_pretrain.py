@@ -355,6 +355,12 @@ def test_what_this_machine_cannot_do_is_refused(recipe_file: Path, tmp_path: Pat
     with pytest.raises(ValueError, match="MASTER_ADDR is not set"), mock.patch.dict(os.environ):
         os.environ.pop("MASTER_ADDR", None)
         check_machine(World(size=2), precision="fp32", compile="auto")
+    with (
+        pytest.raises(ValueError, match=r"TORCHINDUCTOR_CACHE_DIR = .*File exists"),
+        mock.patch("recipes.training.processes.has_compiler", return_value=True),
+        mock.patch.dict(os.environ, TORCHINDUCTOR_CACHE_DIR=str(recipe_file)),
+    ):
+        check_machine(World(size=1), precision="fp32", compile=True)
 
 
 def test_a_run_whose_gradients_are_not_finite_stops(recipe_file: Path, tmp_path: Path) -> None:

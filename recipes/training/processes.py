@@ -8,6 +8,7 @@ import resource
 import socket
 import subprocess
 import sysconfig
+import tempfile
 import warnings
 from pathlib import Path
 from typing import Literal
@@ -61,8 +62,8 @@ def check_machine(world: World, *, precision: str, compile: bool | Literal["auto
     """Compare what is asked for with this machine and what the launcher has set.
 
     Raises:
-        ValueError: this machine cannot run the precision or compile, or the launcher left the
-            address out.
+        ValueError: this machine cannot run the precision or compile, or keep what it compiles, or
+            the launcher left the address out.
     """
     if precision == "fp16" and not on_gpu():
         raise ValueError(
@@ -75,10 +76,33 @@ def check_machine(world: World, *, precision: str, compile: bool | Literal["auto
             f"(on GPUs with Python's headers); install one, name it in CXX (on GPUs CC), or use "
             f"training.compile = false"
         )
+    if compile is True or (compile == "auto" and on_gpu()):
+        check_compile_cache()
     if world.size > 1 and not os.environ.get("MASTER_ADDR"):
         raise ValueError(
             "MASTER_ADDR is not set, so the ranks cannot meet; use the name of the first node"
         )
+
+
+def check_compile_cache() -> None:
+    """See that torch can write compiled kernels where it was told to.
+
+    Raises:
+        ValueError: it cannot.
+    """
+    folder = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
+    if folder is None:
+        return
+    try:
+        os.makedirs(folder, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as problem:
+        raise ValueError(
+            f"TORCHINDUCTOR_CACHE_DIR = {folder}: compiled kernels cannot be written there "
+            f"({problem.strerror}); use a folder of this node's disk that you may write to, or "
+            f"training.compile = false"
+        ) from None
 
 
 def start_processes(world: World) -> None:
