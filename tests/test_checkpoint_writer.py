@@ -98,7 +98,8 @@ def steps_of(folder: Path) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    ("kind", "on_failure"), [("room is looked at", "stop"), ("quota", "continue")]
+    ("kind", "on_failure"),
+    [("quota", "continue"), pytest.param("room is looked at", "stop", marks=pytest.mark.long)],
 )
 def test_a_full_disk_costs_no_checkpoint(
     kind: str, on_failure: str, disk: Path, recipe_file: Path, undisturbed: Path

@@ -6,8 +6,6 @@ import pytest
 
 from tests.soak import FAULTS, soak
 
-QUICK = "read again"  # the others only among the long tests
-
 
 def test_nothing_is_lost_under_kills(tmp_path: Path) -> None:
     # That some kills hit a save is seen by the faults below: "publish early" shows in no other way.
@@ -16,10 +14,8 @@ def test_nothing_is_lost_under_kills(tmp_path: Path) -> None:
     assert report.kills.total() >= 5 and report.resumes >= 2
 
 
-@pytest.mark.parametrize(
-    "fault",
-    [pytest.param(name, marks=[] if name == QUICK else pytest.mark.long) for name in FAULTS],
-)
+@pytest.mark.long
+@pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_is_noticed(fault: str, tmp_path: Path) -> None:
     report = soak(tmp_path, kills=30, seed=2, fault=fault)
     wrong = "\n".join(report.wrong)

@@ -44,6 +44,7 @@ def test_other_losses_are_refused() -> None:
         check_first_losses(alike | {"theirs": [Turn(0, 1, 5.1)]}, 1e-5)
 
 
+@pytest.mark.long
 def test_a_row_of_two_contestants() -> None:
     """In processes of their own; compiling takes too long here."""
     eager = {step_rows.OURS: Entry("ours"), step_rows.EAGER: Entry("transformers")}

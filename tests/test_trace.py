@@ -179,7 +179,13 @@ def test_enough_micro_batches_are_enough(stage: int, small: dict[str, Any]) -> N
         assert all_of_them == replace(few, activations=few.activations + more)
 
 
-@pytest.mark.parametrize("schedule", ["interleaved", "zb-h1", "zb-v", "dualpipev"])
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        "dualpipev",
+        *(pytest.param(n, marks=pytest.mark.long) for n in ("interleaved", "zb-h1", "zb-v")),
+    ],
+)
 def test_enough_micro_batches_are_enough_in_every_schedule(
     schedule: str, small: dict[str, Any]
 ) -> None:
@@ -235,6 +241,7 @@ def test_a_layer_more_costs_what_each_of_them_does(small: dict[str, Any]) -> Non
     assert peaks[2] - peaks[1] == peaks[1] - peaks[0]
 
 
+@pytest.mark.long
 def test_kernels_that_are_not_compiled_hold_more(small: dict[str, Any]) -> None:
     """Copies in fp32 of what SwiGLU's backward pass reads and gives, and more."""
     table = changed(small, deepspeed="ds_configs/zero1_bf16.json", model__ffn_hidden_size=1024)
