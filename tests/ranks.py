@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from recipes.proving.worlds import free_port
+from recipes.proving.worlds import free_port, rank_variables
 from recipes.training.processes import start_processes
 from recipes.training.topology import World
 
@@ -72,14 +72,8 @@ def start_ranks(
 
 
 def rank_environment(rank: int, world_size: int, port: int) -> dict[str, str]:
-    """The variables that a launcher sets on one CPU rank."""
-    return {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(world_size),
-        "LOCAL_WORLD_SIZE": str(world_size),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
+    """The variables that a launcher sets on one CPU rank, and what keeps it to one core."""
+    return rank_variables(rank, world_size, port) | {
         "OMP_NUM_THREADS": "1",
         "DS_ACCELERATOR": "cpu",
         "CUDA_VISIBLE_DEVICES": "",

@@ -229,6 +229,18 @@ def free_port() -> int:
         return port
 
 
+def rank_variables(rank: int, size: int, port: int) -> dict[str, str]:
+    """What a launcher sets for a rank of one node."""
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(size),
+        "LOCAL_WORLD_SIZE": str(size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+
+
 def _rank(
     place: tuple[int, int, Path, Path],
     variants: Sequence[Variant],
@@ -241,14 +253,7 @@ def _rank(
     """
     rank, port, log, repository = place
     size = variants[0].world_size
-    os.environ |= ENVIRONMENT | {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(size),
-        "LOCAL_WORLD_SIZE": str(size),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-    }
+    os.environ |= ENVIRONMENT | rank_variables(rank, size, port)
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(output, 1)
     os.dup2(output, 2)

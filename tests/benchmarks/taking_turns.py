@@ -17,7 +17,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
-from recipes.proving.worlds import free_port
+from recipes.proving.worlds import free_port, rank_variables
 
 PRELOADED = ["tests.benchmarks.step_contestants"]
 LOG_SHOWN = 4000  # characters of what a contestant has printed before it failed
@@ -217,15 +217,3 @@ def median_seconds(turns: Sequence[Turn]) -> float:
 def cores_at_hand() -> list[int]:
     """Those that this process may use; systems like to run on the first ones."""
     return sorted(os.sched_getaffinity(0))
-
-
-def rank_variables(rank: int, size: int, port: int) -> dict[str, str]:
-    """What a launcher sets for a rank of one node."""
-    return {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(size),
-        "LOCAL_WORLD_SIZE": str(size),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-    }
