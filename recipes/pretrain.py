@@ -31,7 +31,7 @@ from recipes.training.garbage import (
 )
 from recipes.training.learning_rate import learning_rate
 from recipes.training.loss_watch import ROLL_BACK, UNSAFE
-from recipes.training.messages import announce, summarize, tell_skipped
+from recipes.training.messages import NOT_COMPILED, announce, summarize, tell_skipped
 from recipes.training.progress import Progress
 from recipes.training.recipe import DEFAULT_RECIPE, REPOSITORY, Recipe, load_recipe, origin
 from recipes.training.run_folder import RunFolder
@@ -138,6 +138,8 @@ def pretrain() -> None:
         open_tracker(recipe, folder, world.rank, done=start.step, changed=changed) as tracker,
         Supervisor(folder, crumb, hosts, recipe.supervision.hang_seconds) as supervisor,
     ):
+        if engine.on_gpu and recipe.training.compile == "auto" and not engine.compiled:
+            tracker.warn(NOT_COMPILED)
         run = Run(
             recipe=recipe,
             topology=topology,
@@ -210,7 +212,8 @@ def train(run: Run, step: int) -> Ending:
         step += 1
         metrics = train_step(run, step)
         if run.startup.running:
-            run.tracker.started(step, run.startup.stop("first step"))
+            startup = run.startup.stop("first step")
+            run.tracker.started(step, startup, compiled=run.engine.compiled)
             hold_garbage()  # now, since a first step imports and compiles
         run.tracker.step(metrics)
         run.timeline.write_after(step)

@@ -24,7 +24,7 @@ from recipes.planning.kernels import matmul_seconds
 from recipes.planning.memory import GIB, fullest_stage, host_bytes, stage_memory, state_bytes
 from recipes.planning.network import all_reduce_seconds, gather_seconds
 from recipes.planning.passes import timeline_of
-from recipes.planning.report import changes, edits, rates
+from recipes.planning.report import changes, rates
 from recipes.planning.row_reader import number
 from recipes.planning.search import CHUNKS as INTERLEAVED
 from recipes.planning.search import divisors, search, spreads
@@ -32,7 +32,14 @@ from recipes.planning.software import STACKS, THREEFOLD
 from recipes.planning.stages import stage_parameters
 from recipes.planning.step_time import step_time
 from recipes.planning.table import read_row, read_table
-from recipes.training.recipe import REPOSITORY, Recipe, load_recipe, parse_recipe, shipped_recipes
+from recipes.training.recipe import (
+    REPOSITORY,
+    Recipe,
+    apply_overrides,
+    load_recipe,
+    parse_recipe,
+    shipped_recipes,
+)
 
 PLAN = str(REPOSITORY / "recipes" / "plan.py")
 PUBLISHED = REPOSITORY / "recipes" / "planning" / "published"
@@ -415,9 +422,7 @@ def test_the_best_layouts_can_be_run_and_are_what_was_predicted(name: str) -> No
     for plan in found.plans:
         assert plan.memory.total <= job.machine.gpu.memory_gib * GIB
         table = recipe.model_dump(mode="json", exclude_none=True)
-        for key, value in edits(recipe, plan).items():
-            section, _, name = key.rpartition(".")
-            (table[section] if section else table)[name] = value
+        apply_overrides(table, changes(recipe, plan).split()[1::2])
         again = job_of(parse_recipe(table, "edited"), job.machine)  # which reads the JSON too
         assert again.spread == plan.job.spread
         assert step_time(again).total == plan.time.total

@@ -227,6 +227,11 @@ def test_a_file_that_is_no_recipe_is_refused(tmp_path: Path, text: str, named: s
             "offload_optimizer",
             "remove it",
         ),
+        (
+            {"zero_optimization": {"stage": 1, "compute_grad_norm": False}},
+            "compute_grad_norm = false leaves nothing to clip",
+            "remove it",
+        ),
         ({"data_types": {"grad_accum_dtype": "foo"}}, 'grad_accum_dtype = "foo"', '"fp32"'),
         ({"zero_optimization": 1}, "zero_optimization = 1 should be an object", '{"stage": 1}'),
         ({"bf_16": {"enabled": True}}, "unknown key bf_16", "did you mean bf16?"),

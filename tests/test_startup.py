@@ -86,11 +86,11 @@ def test_the_first_step_is_told(
     startup.seconds = {"launcher": 2.25}
     startup.lap("imports")
     assert startup.running
-    tracker.started(1, startup.stop("first step"))
+    tracker.started(1, startup.stop("first step"), compiled=True)
     assert not startup.running
     event = folder.read_events()[-1]
     assert (event["event"], event["step"]) == ("first_step", 1)
-    assert event["seconds"] == startup.seconds
+    assert event["seconds"] == startup.seconds and event["compiled"] is True
     said = capsys.readouterr().out
     assert said.startswith("started in ") and "s: launcher 2.2, imports " in said
     tracker.close()

@@ -1,11 +1,12 @@
 """DeepSpeed's ZeRO optimizer without needless copies computes what it did."""
 
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
 
-from recipes.training.zero import ROW, scale_in_update, squared_norm
+from recipes.training.zero import ROW, gradient_norm, scale_in_update, squared_norm
 
 
 @pytest.mark.parametrize("elements", [1, ROW - 1, ROW, 3 * ROW + 5, 4_000_000])
@@ -23,16 +24,29 @@ def test_a_gradient_that_is_not_finite_shows() -> None:
 
 @pytest.mark.parametrize("norm", [0.5, 8.0])  # below what is clipped, and above
 @pytest.mark.parametrize("loss_scale", [1.0, 4.0])
-def test_adamw_clips_while_it_updates(norm: float, loss_scale: float) -> None:
+@pytest.mark.parametrize("growth", [1, 2])  # of the scale, for the next step
+def test_adamw_clips_while_it_updates(norm: float, loss_scale: float, growth: int) -> None:
     weights, expected = (torch.ones(4, requires_grad=True) for _ in range(2))
     gradient = torch.tensor([1.0, -2.0, 3.0, 0.5])
     gradient *= norm / gradient.norm()
     # A large epsilon, or AdamW's first step would not depend on the gradient's size.
     settings = {"lr": 0.1, "eps": 1.0, "fused": True}
     optimizer = torch.optim.AdamW([weights], **settings)
-    zero = SimpleNamespace(loss_scale=loss_scale, clip_grad=2.0, device="cpu", optimizer=optimizer)
+    zero = SimpleNamespace(
+        loss_scale=loss_scale,
+        clip_grad=2.0,
+        device="cpu",
+        optimizer=optimizer,
+        model_parallel_rank=0,
+        dp_process_group=None,
+        _model_parallel_all_reduce=lambda tensor, op: None,
+    )
     weights.grad = gradient * loss_scale
-    scale_in_update(zero, [weights.grad], torch.tensor(norm * loss_scale))
+    with mock.patch("torch.distributed.all_reduce"):
+        measured = gradient_norm(zero, [weights.grad], [weights])
+    assert float(measured) == pytest.approx(norm * loss_scale)
+    zero.loss_scale *= growth
+    scale_in_update(zero, [weights.grad], measured)
     optimizer.step()
     plain = torch.optim.AdamW([expected], **settings)
     expected.grad = gradient.clone()

@@ -12,7 +12,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 ROWS = 128  # queries of a block
-MOST_KEPT = 1024  # the longest sequence whose probabilities are kept for the backward pass
+# The longest sequence whose probabilities are kept for the backward pass; in a trace of a GPU none.
+MOST_KEPT = 1024
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

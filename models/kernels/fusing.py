@@ -45,6 +45,11 @@ class Fusing(nn.Module):
     fuse: Callable[[Function], Function] = staticmethod(as_written)
 
 
+def are_compiled(module: nn.Module) -> bool:
+    """Whether all of a module run compiled kernels."""
+    return all(each.fuse is compiled for each in module.modules() if isinstance(each, Fusing))
+
+
 def compile_kernels(module: nn.Module) -> None:
     """Let all of a module run compiled kernels."""
     for each in module.modules():

@@ -94,7 +94,12 @@ def begin_all_gather(x: Tensor, axis: TensorAxis) -> Callable[[], Tensor]:
     """Begin an all_gather along dimension 0; the result is there when what is returned returns."""
     whole = x.new_empty((x.shape[0] * axis.size, *x.shape[1:]))
     running = dist.all_gather_single(whole, x.contiguous(), group=axis.group, async_op=True)
-    return lambda: _waited_for(running, whole)
+
+    def all_gathered() -> Tensor:
+        wait_for(running)
+        return whole
+
+    return all_gathered
 
 
 def begin_sum_of_copies(grad: Tensor, axis: TensorAxis) -> Callable[[], Tensor]:
@@ -110,18 +115,23 @@ def begin_sum_of_copies(grad: Tensor, axis: TensorAxis) -> Callable[[], Tensor]:
     if axis.sequence_parallel:
         part = grad.new_empty((grad.shape[0] // axis.size, *grad.shape[1:]))
         running = dist.reduce_scatter_single(part, grad, group=axis.group, async_op=True)
-        return lambda: _waited_for(running, part)
+
+        def reduce_scattered() -> Tensor:
+            wait_for(running)
+            return part
+
+        return reduce_scattered
     running = dist.all_reduce(grad, group=axis.group, async_op=True)
-    return lambda: _waited_for(running, grad)
 
+    def all_reduced() -> Tensor:
+        wait_for(running)
+        return grad
 
-def _waited_for(running: dist.Work, result: Tensor) -> Tensor:
-    wait_for(running)
-    return result
+    return all_reduced
 
 
 def wait_for(running: dist.Work) -> None:
-    """Wait for what was begun; `recipes/training/hang.py` knows a waiting rank by this function."""
+    """Wait for what was begun; `recipes/training/hang.py` names a waiting rank by who called."""
     running.wait()
 
 

@@ -30,12 +30,14 @@ def vocab_parallel_loss(
     x [s, b, h], or [s/t, b, h] under sequence parallelism; W [v/t, h]. The logits are there for
     some tokens at a time and give way to their gradients at once, as in Liger Kernel's fused linear
     cross-entropy (arXiv 2410.10989), but over a split vocabulary. In bf16 each part of the tokens
-    adds a rounding to the gradient of W.
+    adds a rounding to the gradient of W. All tokens count, whether documents are separate or not: a
+    document's first one too, which the one before it in the window has to predict.
 
     Forward: all-reduce (max) and all-reduce (sum) of [n] for each chunk, and what the backward pass
     of a column-parallel product communicates; backward: none.
     """
     if x.dtype == torch.float16:  # gradients that are computed without the loss scale underflow
+        # Not deferred: until then a micro-batch would keep the gradient of its logits.
         logits = column_parallel_product(x, weight, None, axis=axis, deferral=None)
         return vocab_parallel_cross_entropy(logits, labels, vocab_size=vocab_size, axis=axis)
     with_gradients = torch.is_grad_enabled()
@@ -51,7 +53,8 @@ class _ProductLoss(torch.autograd.Function):
         tokens = whole.flatten(0, 1)  # [s * b, h]
         first = axis.rank * len(weight)
         columns = labels.t().flatten() - first  # of the labels; those of other ranks are outside
-        grad_tokens, grad_weight = torch.empty_like(tokens), None
+        grad_tokens = torch.empty_like(tokens) if with_gradients else None
+        grad_weight = None
         total = torch.zeros((), device=x.device)
         chunks = _chunks(len(tokens), len(weight))
         room = x.new_empty(chunks[0].stop, len(weight))
@@ -146,12 +149,10 @@ def _turn_into_softmax(logits: Tensor, log_sums: Tensor) -> None:
 def vocab_parallel_cross_entropy(
     logits: Tensor, labels: Tensor, *, vocab_size: int, axis: TensorAxis
 ) -> Tensor:
-    """Mean cross-entropy in nats, in fp32.
+    """Mean cross-entropy in nats, in fp32, of all logits at once: for fp16, see above.
 
     logits [s, b, v/t] with v padded; columns beyond vocab_size are left out. labels [b, s].
     Forward: all-reduce (max) and all-reduce (sum) of [s, b]; backward: none (arXiv 1909.08053).
-    Of all tokens, whether documents are separate or not: a document's first token counts too, which
-    the one before it in the window has to predict.
     """
     return _CrossEntropy.apply(logits, labels.t(), vocab_size, axis).mean()
 

@@ -38,5 +38,4 @@ class VocabParallelEmbedding(nn.Module):
 
     def logits(self, x: Tensor) -> Tensor:
         """Project [s, b, h] (s/t under sequence parallelism) to [s, b, v/t]."""
-        # Not deferred: until then a micro-batch would keep the gradient of its logits.
         return column_parallel_product(x, self.weight, None, axis=self.axis, deferral=None)

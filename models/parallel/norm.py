@@ -32,6 +32,8 @@ class RMSNorm(Fusing):
 
     def of_sum(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         """x + y and its norm: twice [..., size] to twice [..., size]."""
+        # No call of the module: under ZeRO-3 the weight is gathered as it is read, for the block
+        # that reads it (DeepSpeed's ZeROOrderedDict).
         return sum_rms_norm(x, y, self._weight(), self.epsilon, self.fuse)
 
     def _weight(self) -> Tensor:

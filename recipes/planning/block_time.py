@@ -21,6 +21,9 @@ from recipes.planning.stages import tokens_per_micro_batch
 # Bytes per logit of the cross-entropy, forward and backward, in fp32: converted (6), maximum (4),
 # exponential (8), sum (4), scaled and subtracted (8), converted back (6).
 LOSS_BYTES = 36
+# Times that each logit is read or written where they are there for some tokens at a time, in the
+# precision of the model: for the maximum, for the sum, to become its gradient (2).
+LOSS_PASSES = 4
 BACKWARD_SLOWER = 1 / 0.85  # a fused attention's backward products; fitted
 ELEMENTWISE_KERNELS = 8  # of a block's forward pass
 
@@ -269,9 +272,14 @@ def end_passes(job: Job) -> tuple[Directions, Directions]:
     logits = matmul_seconds(gpu, precision, rows=tokens, columns=columns, inner=h)
     backward = matmul_seconds(gpu, precision, rows=tokens, columns=h, inner=columns)
     weight = matmul_seconds(gpu, precision, rows=columns, columns=h, inner=padded(tokens))
+    if job.footprint.loss_in_parts:
+        # Both gradients are there after the forward pass, and the backward pass scales them.
+        loss = memory_seconds(gpu, tokens * columns * LOSS_PASSES * BYTES[precision])
+        scaled = memory_seconds(gpu, 2 * (row + h * columns * BYTES[precision]))
+        return embedding, Directions(
+            Spent((logits + backward + weight + loss) / era), Spent(scaled / era, reduced)
+        )
     loss = memory_seconds(gpu, tokens * columns * LOSS_BYTES / 2)
-    head = Directions(
-        Spent((logits + loss) / era),
-        Spent((backward + weight + loss) / era, reduced),
+    return embedding, Directions(
+        Spent((logits + loss) / era), Spent((backward + weight + loss) / era, reduced)
     )
-    return embedding, head

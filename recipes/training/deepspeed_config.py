@@ -61,8 +61,9 @@ def build_deepspeed_config(recipe: Recipe, topology: Topology) -> dict[str, Any]
     zero = config["zero_optimization"]
     if zero["stage"] == 2 and topology.data == 1:
         # Nobody to share gradients with, so this is stage 1, whose engine does not copy them into
-        # buckets to reduce them alone (a tenth of a step in fp32, a third in bf16).
-        zero["stage"] = 1
+        # buckets to reduce them alone (a tenth of a step in fp32, a third in bf16). It would warn
+        # that it overlaps nothing.
+        config["zero_optimization"] = zero | {"stage": 1, "overlap_comm": False}
     return config | {
         "train_micro_batch_size_per_gpu": recipe.batch.micro_sequences,
         "gradient_accumulation_steps": recipe.micro_batches(topology.data),
@@ -102,6 +103,11 @@ def read_deepspeed_json(name: str) -> dict[str, Any]:
         raise ValueError(
             f"{name}: zero_optimization.offload_optimizer needs DeepSpeed's own Adam; remove it "
             f"and use more data ranks, which share the optimizer's state"
+        )
+    if not config.get("zero_optimization", {}).get("compute_grad_norm", True):
+        raise ValueError(
+            f"{name}: zero_optimization.compute_grad_norm = false leaves nothing to clip and watch "
+            f"gradients by; remove it"
         )
     gradients = config.get("data_types", {}).get("grad_accum_dtype")
     if gradients not in (None, "fp32", "bf16", "fp16"):

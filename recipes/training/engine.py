@@ -18,7 +18,7 @@ from deepspeed.runtime.pipe.topology import PipelineParallelGrid, PipeModelDataP
 from torch import nn
 
 from models.initialization import initialize
-from models.kernels.fusing import compile_kernels
+from models.kernels.fusing import are_compiled, compile_kernels
 from models.layer_specs import (
     SequentialModel,
     layer_names,
@@ -67,6 +67,11 @@ class Engine(ABC):
         self.wrapped, self.recipe, self.axis, self.crumb = wrapped, recipe, axis, crumb
         self.stopwatch = Stopwatch(self.device, off=not recipe.supervision.compare_speed_every)
         self.state: TrainingState = training_state(wrapped.optimizer, dict(self.parameters()))
+
+    @property
+    def compiled(self) -> bool:
+        """Whether what runs between matrix products is compiled."""
+        return are_compiled(self.wrapped.module)
 
     def train_step(self, micro_batches: Iterable[MicroBatch], learning_rate: float) -> StepResult:
         """Forward, backward and update over one global batch."""
@@ -303,7 +308,7 @@ def build_engine(
 def import_muon() -> None:
     """Import an optimizer that DeepSpeed asks every optimizer whether it is, and none of ours is.
 
-    Without the variable its decorators would import torch's compiler, for most of a second.
+    Without the variable its decorators would import all of torch's compiler, for most of a second.
     """
     with mock.patch.dict(os.environ, {"TORCHDYNAMO_DISABLE": "1"} | os.environ):
         importlib.import_module("deepspeed.runtime.zero.muon.muon_optimizer")

@@ -127,10 +127,7 @@ def collective_of(frame: FrameType | None) -> str:
         if frame.f_code.co_filename.endswith(COLLECTIVES):
             name = frame.f_code.co_name
         elif frame.f_code.co_name == "wait_for" and frame.f_code.co_filename == WAITING:
-            caller = frame.f_back
-            while caller.f_code.co_filename == WAITING:
-                caller = caller.f_back
-            name = caller.f_code.co_name
+            name = frame.f_back.f_code.co_name
         frame = frame.f_back
     return name
 

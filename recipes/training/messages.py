@@ -20,6 +20,13 @@ def tell_skipped(folder: RunFolder, found: "Found") -> None:
         print(f"{path} is damaged and skipped: {damage}", file=sys.stderr)
 
 
+NOT_COMPILED = (
+    'training.compile = "auto": a node has no C compiler or not the headers of Python, so that '
+    "kernels run as they are written: slower, with more memory than planned and other rounding; "
+    "install both on all nodes, or set training.compile = false"
+)
+
+
 def announce(
     recipe: Recipe, topology: Topology, hosts: list[str], folder: RunFolder, found: "Found"
 ) -> None:

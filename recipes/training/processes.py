@@ -5,6 +5,7 @@ import ctypes
 import io
 import os
 import resource
+import shutil
 import socket
 import subprocess
 import sysconfig
@@ -55,7 +56,9 @@ def has_compiler() -> bool:
 
 def compiler() -> str:
     """The compiler that torch.compile asks for."""
-    return os.environ.get("CC", "gcc") if on_gpu() else os.environ.get("CXX", "g++")
+    if not on_gpu():
+        return os.environ.get("CXX", "g++")
+    return os.environ.get("CC") or next(filter(shutil.which, ("gcc", "clang")), "gcc")
 
 
 def check_machine(world: World, *, precision: str, compile: bool | Literal["auto"]) -> None:
@@ -76,7 +79,7 @@ def check_machine(world: World, *, precision: str, compile: bool | Literal["auto
             f"(on GPUs with Python's headers); install one, name it in CXX (on GPUs CC), or use "
             f"training.compile = false"
         )
-    if compile is True or (compile == "auto" and on_gpu()):
+    if compile is True or (compile == "auto" and on_gpu() and has_compiler()):
         check_compile_cache()
     if world.size > 1 and not os.environ.get("MASTER_ADDR"):
         raise ValueError(
@@ -134,13 +137,13 @@ def start_processes(world: World) -> None:
 
 
 def keep_memory() -> None:
-    """Let this process reuse the memory that it frees, in huge pages.
+    """Let this process reuse the memory that it frees.
 
-    glibc gives blocks back to the kernel, which clears each page again when it is next touched: a
-    tenth of a step. Very large ones still go back, since the holes they leave would not all be
-    filled. With another C library nothing is changed.
+    glibc gives blocks back to the kernel, which clears each page again when it is next touched: up
+    to 7 % of a step. Very large ones still go back, since the holes they leave would not all be
+    filled. With another C library nothing is changed. Huge pages would save small models as much
+    again, and cost others a tenth of a step where memory is fragmented.
     """
-    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # torch reads it at its first allocation
     with contextlib.suppress(AttributeError, OSError):
         libc = ctypes.CDLL(None)
         libc.mallopt(M_MMAP_THRESHOLD, LARGEST_KEPT)

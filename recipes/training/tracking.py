@@ -97,8 +97,8 @@ class Tracker:
     def step(self, metrics: dict[str, Any]) -> None:
         """Take one step's metrics."""
 
-    def started(self, step: int, startup: Startup) -> None:
-        """The first step of this process is done."""
+    def started(self, step: int, startup: Startup, *, compiled: bool) -> None:
+        """The first step of this process is done, with compiled kernels or not."""
 
     def warn(self, message: str) -> None:
         """Something is wrong and the run goes on."""
@@ -136,9 +136,9 @@ class RunTracker(Tracker):
         self.display.step(metrics)
         self.wandb.log(metrics)
 
-    def started(self, step: int, startup: Startup) -> None:
-        """The first step of this process is done."""
-        self.folder.event("first_step", step, seconds=startup.seconds)
+    def started(self, step: int, startup: Startup, *, compiled: bool) -> None:
+        """The first step of this process is done, with compiled kernels or not."""
+        self.folder.event("first_step", step, seconds=startup.seconds, compiled=compiled)
         self.display.say(str(startup))
 
     def warn(self, message: str) -> None:

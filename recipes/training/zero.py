@@ -33,7 +33,11 @@ def share_fp32_weights(optimizer: DeepSpeedZeroOptimizer) -> None:
 def gradient_norm(
     self: DeepSpeedZeroOptimizer, gradients: Iterable[Tensor], params: Iterable[nn.Parameter]
 ) -> Tensor:
-    """DeepSpeed's get_grad_norm_direct, which would copy each gradient to fp64 first."""
+    """DeepSpeed's get_grad_norm_direct, which would copy each gradient to fp64 first.
+
+    It comes before the loss scale is changed for the next step.
+    """
+    self.scale_of_gradients = self.loss_scale
     gradients = (each for each in gradients if not getattr(each, "_zero_padding", False))
     own = [
         squared_norm(gradient)
@@ -52,11 +56,15 @@ def gradient_norm(
 def scale_in_update(self: DeepSpeedZeroOptimizer, gradients: list[Tensor], norm: Tensor) -> None:
     """DeepSpeed's unscale_and_clip_grads, left to fused AdamW: it divides what it reads.
 
+    By the loss scale that the gradients have; DeepSpeed's takes the next step's, and halves the
+    gradients whenever the scale doubles.
+
     norm: of the gradients as they are, with the loss scale
     """
-    scale = torch.full((), self.loss_scale, dtype=torch.float32, device=self.device)
+    loss_scale = self.scale_of_gradients
+    scale = torch.full((), loss_scale, dtype=torch.float32, device=self.device)
     if self.clip_grad > 0:
-        scale *= ((norm / self.loss_scale + 1e-6) / self.clip_grad).clamp(min=1.0)
+        scale *= ((norm / loss_scale + 1e-6) / self.clip_grad).clamp(min=1.0)
     self.optimizer.grad_scale = scale
 
 

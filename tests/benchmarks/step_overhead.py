@@ -89,7 +89,7 @@ def play(pipe: Connection, recipe: Path, run_folder: Path) -> None:
     """Run recipes/pretrain.py, step by step as the parent says."""
     if not on_gpu():
         torch.set_num_threads(1)
-        keep_memory()  # as the run will: before the first tensor, or torch does not see it
+        keep_memory()  # as the run will
     warm_libraries()
     sys.argv = ["pretrain.py", str(recipe), "--run-dir", str(run_folder)]
     pretrain.train = partial(train_in_turns, pipe, pretrain.train)
