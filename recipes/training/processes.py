@@ -35,13 +35,17 @@ def compiles(setting: bool | Literal["auto"]) -> bool:
 
     Collective: all ranks compute alike, or copies of a weight would drift apart.
     """
-    if setting != "auto":
-        return setting
-    if not on_gpu():
-        return False
+    here = would_compile(setting)
+    if setting != "auto" or not on_gpu():
+        return here
     found = [False] * dist.get_world_size()
-    dist.all_gather_object(found, has_compiler())
+    dist.all_gather_object(found, here)
     return all(found)
+
+
+def would_compile(setting: bool | Literal["auto"]) -> bool:
+    """What this rank would do by itself."""
+    return setting is True or (setting == "auto" and on_gpu() and has_compiler())
 
 
 def has_compiler() -> bool:
@@ -79,7 +83,7 @@ def check_machine(world: World, *, precision: str, compile: bool | Literal["auto
             f"(on GPUs with Python's headers); install one, name it in CXX (on GPUs CC), or use "
             f"training.compile = false"
         )
-    if compile is True or (compile == "auto" and on_gpu() and has_compiler()):
+    if would_compile(compile):
         check_compile_cache()
     if world.size > 1 and not os.environ.get("MASTER_ADDR"):
         raise ValueError(
