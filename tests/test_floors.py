@@ -22,6 +22,7 @@ FLOORS = [
     ("models.pipeline.order", 0),
     ("models.pipeline.simulation", 0),
     ("models.pipeline.balance", 0),
+    ("models.pipeline.communication", 0),
     ("models.pipeline", 3),
     ("recipes.training.exit_codes", 4),
     ("recipes.training.garbage", 4),

@@ -1,14 +1,13 @@
-"""Activations and gradients between the stages of a pipeline; nobody waits while they travel.
+"""Activations and gradients between the stages of a pipeline, transferred in the background.
 
-NCCL knows no tags, and torch runs what a rank sends and receives over one communicator one after
-the other: a receive that is posted ahead would hold up a send. So each pair of stages has one of
-its own for each direction, for activations and for gradients. What goes over it arrives in the
-order in which it is wanted; the orders of `order.py` see to that.
+NCCL knows no tags and runs the operations of a communicator in the order in which they were posted,
+so each ordered pair of stages has a communicator of its own, and sender and receiver post in the
+same order (`communication.py`). NCCL also connects two ranks inside their first exchange, which
+blocks both hosts until it happens: all routes are connected before the first step.
 """
 
 import os
 from dataclasses import dataclass
-from itertools import pairwise
 
 import torch
 import torch.distributed as dist
@@ -16,15 +15,22 @@ from deepspeed.runtime.pipe.topology import PipelineParallelGrid
 from torch import Tensor
 
 from models.parallel.collectives import TensorAxis, all_gather, wait_for
-from models.pipeline.order import BACKWARD, FORWARD, Kind, Pass, Pipeline
+from models.parallel.process_groups import NcclSettings, create_groups, matches_by_order
+from models.pipeline.communication import Route, rounds, routes
+from models.pipeline.order import FORWARD, Pass, Pipeline
+
+# Thread blocks that a transfer occupies on the GPU while the passes compute. NCCL would take 16 to
+# 32 inside a node; four move 16 MiB in a small part of the time of the pass that produced it.
+TRANSFER = NcclSettings(max_ctas=4)
 
 
 @dataclass(frozen=True)
 class Boundary:
-    """What goes from one chunk to the next.
+    """The tensors that pass from one chunk to the next.
 
     shape, dtype: of the activations, and of their gradients
-    axis: its ranks hold the same and send a part each, unless activations are split already
+    axis: ranks that hold the same activations and send one part each, unless the activations are
+        split along the sequence already
     """
 
     shape: tuple[int, ...]
@@ -33,25 +39,15 @@ class Boundary:
 
     @property
     def is_parted(self) -> bool:
-        """Whether tensor ranks send a part each, which arrives and is gathered (scatter/gather).
+        """Return whether each tensor rank sends one part, gathered on arrival (scatter/gather).
 
         Narayanan et al. 2021 (arXiv 2104.04473), section 4.1.
         """
         return self.axis.size > 1 and not self.axis.sequence_parallel
 
 
-Route = tuple[Kind, int, int]  # what goes from which stage to which
-
-
-def routes(pipeline: Pipeline) -> list[Route]:
-    """All that stages send each other; the same list on every rank."""
-    stages = [pipeline.place(position)[0] for position in range(pipeline.positions)]
-    pairs = sorted({(a, b) for a, b in pairwise(stages) if a != b})
-    return [(FORWARD, a, b) for a, b in pairs] + [(BACKWARD, b, a) for a, b in pairs]
-
-
 class Channels:
-    """What a stage receives and sends, asynchronously."""
+    """The messages of one stage, received and sent asynchronously."""
 
     def __init__(
         self,
@@ -61,25 +57,45 @@ class Channels:
         device: torch.device,
     ):
         self.pipeline, self.boundary, self.device = pipeline, boundary, device
-        self.ranks = grid.pp_group  # of the stages
+        self.stage = grid.get_stage_id()
+        self.ranks = grid.pp_group  # global ranks of the stages
         self.groups = self._groups(grid)
         self.expected: dict[Pass, tuple[Tensor, dist.Work]] = {}
         self.leaving: list[tuple[Pass, Tensor, dist.Work]] = []  # by the pass that waits for it
         self.turns = {work: turn for order in pipeline.orders for turn, work in enumerate(order)}
 
     def _groups(self, grid: PipelineParallelGrid) -> dict[Route, dist.ProcessGroup]:
-        """The group of each route, of all ranks of its two stages; every rank makes all of them."""
-        all_routes = routes(self.pipeline)
-        if dist.get_backend() != "nccl":  # others go by the tag
-            return dict.fromkeys(all_routes, grid.get_pipe_parallel_group())
-        ranks = [grid.topology().filter_match(pipe=stage) for stage in range(self.pipeline.stages)]
-        return {
-            (kind, sender, receiver): dist.new_group(sorted(ranks[sender] + ranks[receiver]))
-            for kind, sender, receiver in all_routes
-        }
+        """Create the process groups of this stage's routes, two ranks each; collective."""
+        if not matches_by_order():
+            return dict.fromkeys(routes(self.pipeline), grid.get_pipe_parallel_group())
+        topology = grid.topology()
+        ranks = [topology.filter_match(pipe=stage) for stage in range(self.pipeline.stages)]
+        found = {}
+        for each in rounds(self.pipeline):
+            pairs = [pair for a, b in each for pair in zip(ranks[a], ranks[b], strict=True)]
+            group = create_groups(pairs, TRANSFER)
+            found |= {route: group for route in each if self.stage in route}
+        return found
+
+    def connect(self) -> None:
+        """Exchange one number over every route, in the same order on all ranks; collective.
+
+        The first send or receive between two ranks of an NCCL communicator blocks the host until
+        the peer posts its own (ncclTransportP2pSetup). In a step, receives are posted before the
+        peer has anything to send, so that two stages would block each other for ever.
+        """
+        token = torch.zeros(1, device=self.device)
+        for route in routes(self.pipeline):
+            sender, receiver = route
+            if self.stage == sender:
+                dist.send(token, self.ranks[receiver], group=self.groups[route])
+            elif self.stage == receiver:
+                dist.recv(token, self.ranks[sender], group=self.groups[route])
+        if self.boundary.is_parted:
+            all_gather(token, self.boundary.axis)
 
     def expect(self, work: Pass) -> None:
-        """Start to receive what a pass of this stage starts with."""
+        """Start to receive the input of a pass of this stage."""
         sender = self.pipeline.needed(work).stage
         size = torch.Size(self.boundary.shape).numel()
         if self.boundary.is_parted:
@@ -88,13 +104,13 @@ class Channels:
         receiving = dist.irecv(
             buffer,
             src=self.ranks[sender],
-            group=self.groups[work.kind, sender, work.stage],
+            group=self.groups[sender, work.stage],
             tag=self._tag(work),
         )
         self.expected[work] = buffer, receiving
 
     def receive(self, work: Pass) -> Tensor:
-        """What a pass starts with, which was expected."""
+        """Wait for the input of a pass, whose receive was posted, and return it."""
         buffer, receiving = self.expected.pop(work)
         wait_for(receiving)
         self._let_go(self.pipeline.needed(work))
@@ -103,7 +119,7 @@ class Channels:
         return buffer.view(self.boundary.shape)
 
     def send(self, work: Pass, result: Tensor) -> None:
-        """Start to send what a pass has made to the stage that goes on with it."""
+        """Start to send the result of a pass to the stage that continues with it."""
         receiver = self.pipeline.receiver(work)
         part = result.detach().contiguous().view(-1)
         if self.boundary.is_parted:
@@ -111,7 +127,7 @@ class Channels:
         sending = dist.isend(
             part,
             dst=self.ranks[receiver.stage],
-            group=self.groups[work.kind, work.stage, receiver.stage],
+            group=self.groups[work.stage, receiver.stage],
             tag=self._tag(receiver),
         )
         if self.device.type == "cpu":
@@ -120,18 +136,20 @@ class Channels:
         self.leaving.append((receiver, part, sending))
 
     def wait_for_sends(self) -> None:
-        """Wait until all has left."""
+        """Wait until all sends are complete."""
         assert not self.expected
         for _, _, sending in self.leaving:
             wait_for(sending)
         self.leaving = []
 
     def _let_go(self, heard: Pass | None) -> None:
-        """Free what has arrived: NCCL says so, and a stage has all that it needed for what it sent.
+        """Free the tensors of completed sends.
 
-        gloo calls nothing complete that was not waited for.
+        NCCL reports completion. gloo reports it only for sends that were waited for; a message from
+        a stage shows that this stage has received all that the message depends on.
 
-        heard: the pass whose result has come, if one has
+        Args:
+            heard: the pass whose result has arrived, if one has
         """
         still_leaving = []
         for receiver, part, sending in self.leaving:

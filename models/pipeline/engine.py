@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
-from unittest import mock
 
 import deepspeed
 import torch
@@ -18,11 +17,15 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from models.parallel.context import Context
 from models.parallel.deferral import Deferral, defer_weights
+from models.parallel.process_groups import matches_by_order
 from models.pipeline.channels import Boundary, Channels
 from models.pipeline.gradients import gradients_of
 from models.pipeline.instructions import PassSchedule, WeightPass
 from models.pipeline.order import BACKWARD, FORWARD, Kind, Pass, last_stage
+from models.pipeline.replacement import replaced
+from models.pipeline.warm_up import warm_up
 
 
 @dataclass
@@ -54,7 +57,13 @@ class ScheduledEngine(PipelineEngine):
         self.deferral = Deferral()
         if self.pipeline.splits:
             defer_weights(self.module, self.deferral)
+        self.needs_warm_up = matches_by_order() and self.pipeline.stages > 1
         self._begin_step()
+
+    def warm_up(self, tokens: Tensor | None, labels: Tensor | None, context: Context) -> None:
+        """Use every route, group and kernel once, before the first step; see `warm_up.py`."""
+        warm_up(self, tokens, labels, context)
+        self.needs_warm_up = False
 
     def _begin_step(self) -> None:
         self.in_flight: dict[tuple[int, int], InFlight] = {}
@@ -192,10 +201,7 @@ class ScheduledEngine(PipelineEngine):
 
 @contextmanager
 def scheduled_engines(boundary: Boundary) -> Iterator[None]:
-    """Within it, `deepspeed.initialize` makes ScheduledEngines of pipelines.
-
-    It takes the engine's class from its own module and no argument says which.
-    """
+    """Let `deepspeed.initialize` make ScheduledEngines of pipelines within the context."""
     engine = partial(ScheduledEngine, boundary=boundary)
-    with mock.patch.object(deepspeed, "PipelineEngine", engine):
+    with replaced(deepspeed, "PipelineEngine", engine):
         yield

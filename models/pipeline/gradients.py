@@ -40,6 +40,10 @@ class Gradients(ABC):
     def finish(self) -> None:
         """All gradients are there: average them over the data ranks, add up tied ones."""
 
+    @abstractmethod
+    def discard(self) -> None:
+        """Forget all gradients, reduced or not, as if the step had not begun."""
+
     def add_up_tied(self) -> None:
         """Add the gradients of a tied weight's copies."""
         for weight, group in self.engine.module.get_tied_weights_and_groups():
@@ -100,8 +104,12 @@ class FlatGradients(Gradients):
             if not self.has_gradients[number][slot]:
                 self.totals[number][slot].zero_()
 
+    def discard(self) -> None:
+        """Forget all gradients: the next ones take their place."""
+        self.forget()
+
     def forget(self) -> None:
-        """The next gradients are a step's first."""
+        """Let the next gradients take the place of these."""
         for each in self.has_gradients:
             each[:] = [False] * len(each)
 
@@ -234,6 +242,15 @@ class ZeroGradients(Gradients):
             self.optimizer.reduce_gradients()
         else:  # what else that does: it would copy them into its buckets to reduce them with nobody
             self.optimizer.overlapping_partition_gradients_reduce_epilogue()
+
+    def discard(self) -> None:
+        """Forget all gradients, and those that DeepSpeed has averaged."""
+        for group in self.optimizer.bit16_groups:
+            for parameter in group:
+                parameter.grad = None
+                if self.optimizer.use_grad_accum_attribute:
+                    parameter.grad_accum = None
+        self.optimizer.averaged_gradients.clear()
 
 
 def gradients_of(engine: PipelineEngine) -> Gradients:

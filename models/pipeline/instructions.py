@@ -1,4 +1,4 @@
-"""An order of passes as DeepSpeed's instructions: when to receive, compute, send and reduce."""
+"""Translate an order of passes into DeepSpeed's instructions: receive, compute, send, reduce."""
 
 from collections.abc import Iterator
 
@@ -18,11 +18,12 @@ from deepspeed.runtime.pipe.schedule import (
     SendGrad,
 )
 
+from models.pipeline.communication import Action, is_remote, program
 from models.pipeline.order import BACKWARD, FORWARD, WEIGHT, Kind, Pass, Pipeline
 
 
 class WeightPass(BufferOpInstruction):
-    """The weights' part of a backward pass."""
+    """The weight gradients of a backward pass that was split."""
 
 
 COMPUTE: dict[Kind, type[PipeInstruction]] = {
@@ -35,13 +36,13 @@ SEND: dict[Kind, type[PipeInstruction]] = {FORWARD: SendActivation, BACKWARD: Se
 
 
 class PassSchedule(PipeSchedule):
-    """What a stage does in a step, as DeepSpeed's engines read it.
+    """The instructions of a stage in a step, as DeepSpeed's engines read them.
 
-    RecvActivation and RecvGrad start to receive, one message before it is needed, and CommitP2P
-    waits for it; sends start and are not waited for. ReduceGrads of a chunk comes as soon as its
-    last backward pass is over, and the reduction over the data ranks may begin (`gradients.py`);
-    without a chunk it ends what was begun, tied weights included. What DeepSpeed calls a buffer is
-    a micro-batch here.
+    RecvActivation and RecvGrad start to receive, as `communication.program` orders them, and
+    CommitP2P waits for one message; sends start and are not waited for. ReduceGrads of a chunk
+    follows the chunk's last backward pass, when the reduction over the data ranks may begin
+    (`gradients.py`); without a chunk it ends all reductions, tied weights included. DeepSpeed's
+    buffer is a micro-batch here.
     """
 
     def __init__(self, pipeline: Pipeline, stage: int, *, training: bool):
@@ -49,48 +50,39 @@ class PassSchedule(PipeSchedule):
         self.pipeline, self.training = pipeline, training
 
     def num_pipe_buffers(self) -> int:
-        """None: the engine keeps what is in flight by its pass."""
+        """Return 0: the engine keeps tensors in flight by their pass."""
         return 0
 
     def steps(self) -> Iterator[list[PipeInstruction]]:
-        """The instructions of one pass after the other, then those that end the step."""
+        """Yield the instructions of one action after the other, then those that end the step."""
         pipeline = self.pipeline
         order = (pipeline.orders if self.training else pipeline.forward_orders)[self.stage_id]
         last_pass = {work.chunk: work for work in order}
-        remote = iter([work for work in order if self._is_remote(pipeline.needed(work))])
-        awaited = next(remote, None)
-        yield from self._receive(awaited)
-        for work in order:
-            is_received = work == awaited
-            if is_received:
-                awaited = next(remote, None)
-                yield from self._receive(awaited)
-            yield list(self._run(work, is_received))
-            if self.training and work == last_pass[work.chunk]:
+        for action, work in program(pipeline, self.stage_id, training=self.training):
+            yield list(self._instructions(action, work))
+            is_sent = is_remote(self.stage_id, pipeline.receiver(work))
+            is_over = action == (Action.SEND if is_sent else Action.COMPUTE)
+            if self.training and is_over and work == last_pass[work.chunk]:
                 yield [ReduceGrads(chunk=work.chunk)]
         yield [CommitP2P()]
         if self.training:
             yield [ReduceGrads(), OptimizerStep()]
 
-    def _run(self, work: Pass, is_received: bool) -> Iterator[PipeInstruction]:
+    def _instructions(self, action: Action, work: Pass) -> Iterator[PipeInstruction]:
         arguments = {"buffer_id": work.micro_batch, "chunk": work.chunk}
-        if work.kind == FORWARD and self._reads_data(work):
-            yield LoadMicroBatch(**arguments)
-        if is_received:
+        if action == Action.POST_RECEIVE:
+            yield RECEIVE[work.kind](**arguments)
+        elif action == Action.WAIT:
             yield CommitP2P(kind=work.kind, **arguments)
-        yield COMPUTE[work.kind](**arguments)
-        if self._is_remote(self.pipeline.receiver(work)):
+        elif action == Action.SEND:
             yield SEND[work.kind](**arguments)
-
-    def _receive(self, work: Pass | None) -> Iterator[list[PipeInstruction]]:
-        if work is not None:
-            yield [RECEIVE[work.kind](work.micro_batch, chunk=work.chunk)]
-
-    def _is_remote(self, other: Pass | None) -> bool:
-        return other is not None and other.stage != self.stage_id
+        else:
+            if work.kind == FORWARD and self._reads_data(work):
+                yield LoadMicroBatch(**arguments)
+            yield COMPUTE[work.kind](**arguments)
 
     def _reads_data(self, work: Pass) -> bool:
-        """Whether a pass is its stage's first that needs tokens or labels."""
+        """Return whether a pass is its stage's first that needs tokens or labels."""
         position = self.pipeline.position(work.stage, work.chunk)
         if position == 0:
             return True

@@ -8,25 +8,32 @@ from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from typing import Any
 
-from deepspeed.pipe import PipelineModule
+from deepspeed.pipe import PipelineModule, TiedLayerSpec
+from deepspeed.runtime.pipe import module
 from torch import Tensor, nn
 
 from models.layer_specs import run_layers
 from models.parallel.context import Context
+from models.parallel.process_groups import create_groups
 from models.pipeline.order import Pipeline
+from models.pipeline.process_grid import ProcessGrid
+from models.pipeline.replacement import replaced
 
 
 class Stage(PipelineModule):
     """The layers of one stage.
 
-    layers_of_positions: of each chunk of the pipeline, in the model's order
-    recompute_interval: so many blocks at a time are computed again by the backward pass; 0: none
+    pipeline: the order of the passes
+    grid: the process groups
+    layers_of_positions: number of layers of each chunk of the pipeline, in the model's order
+    recompute_interval: blocks that the backward pass recomputes at a time; 0: no recomputation
     """
 
     def __init__(
         self,
         *arguments: Any,
         pipeline: Pipeline,
+        grid: ProcessGrid,
         layers_of_positions: Sequence[int],
         recompute_interval: int,
         **settings: Any,
@@ -34,7 +41,9 @@ class Stage(PipelineModule):
         assert len(layers_of_positions) == pipeline.positions
         self.pipeline = pipeline
         self.parts = [0, *accumulate(layers_of_positions)]
-        super().__init__(*arguments, **settings)
+        # PipelineModule would build a grid of its own, group by group.
+        with replaced(module, "PipelineParallelGrid", lambda **_: grid):
+            super().__init__(*arguments, topology=grid.topology(), **settings)
         self.recompute_interval = recompute_interval
         self.take_contexts([])
 
@@ -58,6 +67,39 @@ class Stage(PipelineModule):
 
     def _synchronize_tied_weights(self) -> None:
         """Nothing: `initialize` gives all copies the same, and DeepSpeed's broadcast warns."""
+
+    def _index_tied_modules(self) -> dict[str, dict[str, Any]]:
+        """Create the groups of the stages that share a tied module, all data and tensor ranks at once.
+
+        PipelineModule's own method calls `new_group` for every data and tensor rank.
+
+        Returns:
+            By key: the ranks, their group, the names of the weights and the module.
+        """
+        if self.num_stages == 1:
+            return {}
+        keys = sorted({s.key for s in self._layer_specs if isinstance(s, TiedLayerSpec)})
+        found = {key: self._tied_comm(key) for key in keys}
+        return {key: comm for key, comm in found.items() if comm is not None}
+
+    def _tied_comm(self, key: str) -> dict[str, Any] | None:
+        stages = {
+            self.stage_owner(index)
+            for index, spec in enumerate(self._layer_specs)
+            if isinstance(spec, TiedLayerSpec) and spec.key == key
+        }
+        of_stages = [self._topo.filter_match(pipe=stage) for stage in sorted(stages)]
+        partition = list(zip(*of_stages, strict=True))
+        group = create_groups(partition)
+        ranks = next((list(each) for each in partition if self.global_rank in each), None)
+        if ranks is None:
+            return None
+        shared = self.tied_modules[key]
+        if self.global_rank != ranks[0]:
+            for parameter in shared.parameters():
+                parameter.ds_pipe_replicated = True  # the gradient norm counts it once
+        attributes = self.tied_weight_attrs[key]
+        return {"ranks": ranks, "group": group, "weight_attr": attributes, "module": shared}
 
     def stage_owner(self, layer_idx: int) -> int:
         """The stage that holds a layer."""

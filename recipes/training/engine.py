@@ -14,7 +14,7 @@ import deepspeed
 import torch
 import torch.distributed as dist
 from deepspeed.runtime.pipe.schedule import ForwardPass, PipeInstruction
-from deepspeed.runtime.pipe.topology import PipelineParallelGrid, PipeModelDataParallelTopology
+from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from torch import nn
 
 from models.initialization import initialize
@@ -30,6 +30,7 @@ from models.pipeline.balance import pass_proportions
 from models.pipeline.channels import Boundary
 from models.pipeline.engine import ScheduledEngine, scheduled_engines
 from models.pipeline.order import Pipeline
+from models.pipeline.process_grid import ProcessGrid
 from models.pipeline.stages import Stage
 from recipes.training.checkpoint import CheckpointReader
 from recipes.training.copies import CopyGroup, differing_copies
@@ -39,7 +40,7 @@ from recipes.training.processes import compiles, quiet
 from recipes.training.recipe import Optimizer, Recipe
 from recipes.training.stragglers import Stopwatch
 from recipes.training.supervisor import Breadcrumb
-from recipes.training.topology import Coordinates, Topology
+from recipes.training.topology import Topology
 from recipes.training.training_state import Fragment, TrainingState, training_state
 from recipes.training.zero import without_needless_copies
 
@@ -203,10 +204,14 @@ class PipelinedEngine(Engine):
     def _run(
         self, schedule: Callable[..., torch.Tensor], micro_batches: list[MicroBatch]
     ) -> torch.Tensor:
-        """What DeepSpeed's train_batch or eval_batch makes of them; the mean loss.
+        """Return the mean loss of micro-batches after DeepSpeed's train_batch or eval_batch.
 
-        It hands tokens and labels to the ends of the pipeline; contexts every stage has itself.
+        DeepSpeed hands tokens and labels to the ends of the pipeline; every stage has the contexts.
         """
+        if self.wrapped.needs_warm_up:
+            self.crumb.note("warming up")
+            first = micro_batches[0]
+            self.wrapped.warm_up(first.tokens, first.labels, first.context)
         self.wrapped.module.take_contexts([each.context for each in micro_batches])
         loss = schedule(iter([(each.tokens, each.labels) for each in micro_batches]))
         self.wrapped.module.check_contexts_taken()
@@ -262,21 +267,21 @@ def build_engine(
     crumb: where the engine notes what it is doing
     lap: told when the model has been built, before DeepSpeed takes it
     """
-    place = topology.coordinates(dist.get_rank())
-    axis = build_tensor_axis(topology, place, recipe.layout.sequence_parallel)
-    recompute = recipe.layout.recompute
-    interval = recipe.layout.recompute_interval if recompute == "full" else 0
-    specs = layer_specs(recipe.model, axis, recompute_core=recompute == "selective")
     axes = PipeModelDataParallelTopology(
         num_pp=topology.pipeline, num_dp=topology.data, num_mp=topology.tensor
     )
+    grid = ProcessGrid(axes)
+    axis = tensor_axis(grid, recipe.layout.sequence_parallel)
+    recompute = recipe.layout.recompute
+    interval = recipe.layout.recompute_interval if recompute == "full" else 0
+    specs = layer_specs(recipe.model, axis, recompute_core=recompute == "selective")
     pipelined = zero_stage(config) == 1
     with quiet():
         if pipelined:
             model = Stage(
                 specs,
-                topology=axes,
                 pipeline=pipeline_of(recipe, topology),
+                grid=grid,
                 layers_of_positions=layers_of_positions(recipe),
                 recompute_interval=interval,
             )
@@ -298,7 +303,7 @@ def build_engine(
             model=model,
             optimizer=build_optimizer(model, recipe.optimizer),
             config=config,
-            mpu=None if pipelined else PipelineParallelGrid(topology=axes),
+            mpu=None if pipelined else grid,
         )
     without_needless_copies(wrapped.optimizer)
     engine = PipelinedEngine if pipelined else SequentialEngine
@@ -341,17 +346,15 @@ def boundary(recipe: Recipe, axis: TensorAxis, config: dict[str, Any]) -> Bounda
     return Boundary(shape, DTYPES[precision(config)], axis)
 
 
-def build_tensor_axis(
-    topology: Topology, place: Coordinates, sequence_parallel: bool
-) -> TensorAxis:
-    """This rank's tensor group; every rank calls it, since making groups is collective."""
-    if topology.tensor == 1:
+def tensor_axis(grid: ProcessGrid, sequence_parallel: bool) -> TensorAxis:
+    """Return the tensor axis as this rank sees it."""
+    size = grid.slice_parallel_size
+    if size == 1:
         return TensorAxis()
-    groups = [dist.new_group(ranks) for ranks in topology.tensor_groups()]
     return TensorAxis(
-        group=groups[topology.rank(place) // topology.tensor],
-        rank=place.tensor,
-        size=topology.tensor,
+        group=grid.get_slice_parallel_group(),
+        rank=grid.get_slice_parallel_rank(),
+        size=size,
         sequence_parallel=sequence_parallel,
     )
 

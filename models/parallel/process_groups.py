@@ -1,0 +1,62 @@
+"""Process groups: all groups of an axis at once, with the NCCL settings that fit their traffic.
+
+`torch.distributed.new_group` is called by all ranks once per group, and with NCCL each call splits
+the communicator of the whole world: thousands of calls take minutes on 1,000 ranks. `split_group`
+makes all groups of a partition with one split.
+"""
+
+import copy
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+
+@dataclass(frozen=True)
+class NcclSettings:
+    """Settings of a group's NCCL communicator; other backends have none.
+
+    high_priority: run on a high-priority stream, for collectives that the next operation waits for
+    max_ctas: thread blocks that one operation occupies at most, for operations that run in parallel
+        with computation; None: NCCL's choice
+    """
+
+    high_priority: bool = False
+    max_ctas: int | None = None
+
+
+def create_groups(
+    partition: Sequence[Collection[int]], settings: NcclSettings | None = None
+) -> dist.ProcessGroup | None:
+    """Create the groups of disjoint lists of global ranks; collective over the world.
+
+    Returns:
+        This rank's group, or None if no list holds this rank.
+    """
+    device = dist.group.WORLD.bound_device_id
+    if device is not None:  # communicators are split from the world's
+        options = _nccl_options(device, settings or NcclSettings())
+        lists = [sorted(ranks) for ranks in partition]
+        return dist.split_group(split_ranks=lists, pg_options=options)
+    own = next((ranks for ranks in partition if dist.get_rank() in ranks), None)
+    # Only the members take part, so that the time does not grow with the number of groups.
+    return own and dist.new_group(sorted(own), use_local_synchronization=True)
+
+
+def matches_by_order() -> bool:
+    """Return whether the backend matches sends to receives by posting order, as NCCL does.
+
+    gloo matches them by tag and connects all ranks before the first message; torch's fake backend
+    sends nothing.
+    """
+    return dist.get_backend() not in ("gloo", "fake")
+
+
+def _nccl_options(device: torch.device, settings: NcclSettings) -> object:
+    """Copy the world's options (`ProcessGroupNCCL.Options`) and apply the settings."""
+    options = copy.deepcopy(dist.group.WORLD._get_backend(device).options)
+    options.is_high_priority_stream = settings.high_priority
+    if settings.max_ctas is not None:
+        options.config.max_ctas = settings.max_ctas
+    return options

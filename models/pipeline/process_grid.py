@@ -1,0 +1,49 @@
+"""The process groups of the parallel axes, in the form in which DeepSpeed's engines read them."""
+
+import torch.distributed as dist
+from deepspeed.runtime.pipe.topology import PipelineParallelGrid, PipeModelDataParallelTopology
+
+from models.parallel.process_groups import NcclSettings, create_groups
+
+
+class ProcessGrid(PipelineParallelGrid):
+    """DeepSpeed's grid with one call per axis instead of one call per group.
+
+    The constructor of PipelineParallelGrid, which this one replaces, calls `new_group` for each
+    group of each axis, and without tensor parallelism for each rank. Attributes have its names:
+    "slice" is the tensor axis, and the "model" group has all ranks of a data rank's model.
+    """
+
+    def __init__(self, topology: PipeModelDataParallelTopology):
+        self._topo = topology
+        self.global_rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        self.data_parallel_size = topology.get_dim("data")
+        self.pipe_parallel_size = topology.get_dim("pipe")
+        self.model_parallel_size = self.slice_parallel_size = topology.get_dim("model")
+        assert self._is_grid_valid()
+        self.stage_id = self.get_stage_id()
+        self.data_parallel_id = self.get_data_parallel_id()
+        self.is_first_stage = self.stage_id == 0
+        self.is_last_stage = self.stage_id == self.pipe_parallel_size - 1
+        self.p2p_groups = self._build_p2p_groups()
+
+        models = [
+            topology.get_axis_list(axis="data", idx=index)
+            for index in range(self.data_parallel_size)
+        ]
+        self.ds_model_proc_group = create_groups(models)
+        self.ds_model_world_size = len(models[0])
+        self.ds_model_rank = sorted(models[self.data_parallel_id]).index(self.global_rank)
+
+        self.dp_groups, self.dp_group = self._axis("data")
+        self.dp_proc_group = create_groups(self.dp_groups)
+        self.pipe_groups, self.pp_group = self._axis("pipe")
+        self.pp_proc_group = create_groups(self.pipe_groups)
+        self.model_groups, self.slice_group = self._axis("model")
+        self.mp_group = self.slice_group
+        self.slice_proc_group = create_groups(self.model_groups, NcclSettings(high_priority=True))
+
+    def _axis(self, name: str) -> tuple[list[list[int]], list[int]]:
+        """Return the global ranks of all groups of an axis, and those of this rank's group."""
+        every = self._topo.get_axis_comm_lists(name)
+        return every, next(ranks for ranks in every if self.global_rank in ranks)

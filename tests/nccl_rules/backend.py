@@ -1,0 +1,171 @@
+"""A process-group backend for the CPU that obeys NCCL's rules where they differ from gloo's.
+
+Data travels over gloo, one gloo group for each connection. Rules, by their number in docs:
+
+1. The first operation between two ranks of a communicator, and a communicator's first collective,
+   blocks the host until all its ranks have posted theirs: creating the gloo group does that.
+2. A communicator runs its operations in the order in which they were posted, and there are no tags.
+   A message that meets the wrong receive is an error here; NCCL would deliver it.
+3. Few kernels are resident at a time (`Rules.slots`).
+4. One hardware queue holds up what follows (`Rules.one_queue`).
+5. A device-wide synchronization waits for outstanding receives (`Device.synchronize_all`).
+"""
+
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import PrefixStore, ProcessGroup, ProcessGroupGloo
+
+from tests.nccl_rules.device import Device, Hang, Kernel, Rules
+
+NAME = "nccl_rules"
+DEVICE = Device(Rules.from_environment())
+
+
+class NcclRules(ProcessGroup):
+    """A communicator; groups of more than two ranks connect each ordered pair by itself.
+
+    label, ranks: the group's name and its global ranks, for messages
+    """
+
+    def __init__(self, store: dist.Store, rank: int, size: int, label: str, ranks: Sequence[int]):
+        super().__init__(rank, size)
+        self.store, self.own, self.count = store, rank, size
+        self.label, self.ranks = label, list(ranks) or list(range(size))
+        self.connections: dict[tuple[str, ...], ProcessGroupGloo] = {}
+        if DEVICE.rank < 0:
+            DEVICE.rank = rank
+
+    def getBackendName(self) -> str:
+        """Return the name under which the backend is registered."""
+        return NAME
+
+    def send(self, tensors: list[Tensor], receiver: int, tag: int = 0) -> Kernel:
+        """Post a send; it ends when the peer has received."""
+        gloo = self._connect(f"{self.own} to {receiver}", [self.own, receiver])
+
+        def run() -> None:
+            for each in (torch.tensor([tag]), *tensors):
+                gloo.send([each], 1, 0).wait()
+
+        name = f"send {self.ranks[self.own]} to {self.ranks[receiver]} over {self.label}"
+        return DEVICE.post(Kernel(DEVICE, self, name, run))
+
+    def recv(self, tensors: list[Tensor], sender: int, tag: int = 0) -> Kernel:
+        """Post a receive of the next message of the peer."""
+        gloo = self._connect(f"{sender} to {self.own}", [sender, self.own])
+
+        def run() -> None:
+            sent = torch.zeros(1, dtype=torch.int64)
+            for each in (sent, *tensors):
+                gloo.recv([each], 0, 0).wait()
+            if sent.item() != tag:
+                raise RuntimeError(f"{kernel.name}: message {sent.item()} met receive {tag}")
+
+        name = f"receive {self.ranks[sender]} to {self.ranks[self.own]} over {self.label}"
+        kernel = Kernel(DEVICE, self, name, run)
+        return DEVICE.post(kernel, is_receive=True)
+
+    def barrier(self, options: Any = None, **_: Any) -> Kernel:
+        """Wait for all ranks; the host waits too, as with NCCL."""
+        kernel = self._collective("barrier", [])
+        kernel.wait()
+        return kernel
+
+    def allreduce(self, tensors: list[Tensor], options: Any = None) -> Kernel:
+        """Post an all-reduce."""
+        return self._collective("allreduce", tensors, tensors, *_given(options))
+
+    def broadcast(self, tensors: list[Tensor], options: Any) -> Kernel:
+        """Post a broadcast."""
+        return self._collective("broadcast", tensors, tensors, options)
+
+    def reduce(self, tensors: list[Tensor], options: Any) -> Kernel:
+        """Post a reduce."""
+        return self._collective("reduce", tensors, tensors, options)
+
+    def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], options: Any = None):
+        """Post an all-gather into a list."""
+        return self._collective("allgather", outputs, outputs, inputs)
+
+    def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], options: Any) -> Kernel:
+        """Post a gather."""
+        return self._collective("gather", outputs, outputs, inputs, options)
+
+    def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], options: Any) -> Kernel:
+        """Post a scatter."""
+        return self._collective("scatter", outputs, outputs, inputs, options)
+
+    def reduce_scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], options: Any):
+        """Post a reduce-scatter of a list."""
+        return self._collective("reduce_scatter", outputs, outputs, inputs, options)
+
+    def all_gather_single(self, output: Tensor, part: Tensor, options: Any = None) -> Kernel:
+        """Post an all-gather into one tensor."""
+        return self._collective("_allgather_base", [output], output, part)
+
+    _allgather_base = all_gather_single
+
+    def reduce_scatter_single(self, output: Tensor, whole: Tensor, options: Any) -> Kernel:
+        """Post a reduce-scatter of one tensor."""
+        return self._collective("_reduce_scatter_base", [output], output, whole, options)
+
+    _reduce_scatter_base = reduce_scatter_single
+
+    def alltoall_base(
+        self, output: Tensor, whole: Tensor, into: list[int], out_of: list[int], options: Any = None
+    ) -> Kernel:
+        """Post an all-to-all of one tensor."""
+        return self._collective("alltoall_base", [output], output, whole, into, out_of)
+
+    all_to_all_single = alltoall_base
+
+    def shutdown(self) -> None:
+        """Leave the connections to the end of the process."""
+
+    def _collective(self, name: str, outputs: list, *arguments: Any) -> Kernel:
+        gloo = self._connect("all", list(range(self.count)))
+        method: Callable[..., dist.Work] = getattr(gloo, name)
+
+        def run() -> None:
+            method(*arguments).wait()
+
+        kernel = Kernel(DEVICE, self, f"{name} of ranks {self.ranks} over {self.label}", run)
+        kernel.outputs = outputs
+        return DEVICE.post(kernel)
+
+    def _connect(self, key: str, members: list[int]) -> ProcessGroupGloo:
+        """Return the gloo group of a connection; the first call waits for all its members."""
+        if key not in self.connections:
+            DEVICE.doing = f"the first use of {self.label} by {key}"
+            patience = timedelta(seconds=DEVICE.rules.patience)
+            store = PrefixStore(key, self.store)
+            store.set_timeout(patience)
+            try:
+                self.connections[key] = ProcessGroupGloo(
+                    store, members.index(self.own), len(members), patience
+                )
+            except RuntimeError as error:
+                reason = str(error).splitlines()[0][:80]
+                raise Hang(f"rank {DEVICE.rank}: {DEVICE}: {reason}") from None
+            DEVICE.doing = ""
+        return self.connections[key]
+
+
+def _given(options: Any) -> tuple:
+    return () if options is None else (options,)
+
+
+def create(options: Any, _: Any) -> NcclRules:
+    """Create a group as torch.distributed asks for it (extended API)."""
+    return NcclRules(
+        options.store,
+        options.group_rank,
+        options.group_size,
+        options.group_id,
+        options.global_ranks_in_group,
+    )
