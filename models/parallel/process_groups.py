@@ -31,17 +31,25 @@ def create_groups(
 ) -> dist.ProcessGroup | None:
     """Create the groups of disjoint lists of global ranks; collective over the world.
 
+    Every rank creates exactly one group, if need be of itself alone: torch derives the name of a
+    group from its ranks and from the number of groups that the rank has created before, and the
+    members of a group have to agree on its name.
+
     Returns:
         This rank's group, or None if no list holds this rank.
     """
+    rank = dist.get_rank()
+    lists = [sorted(ranks) for ranks in partition]
+    own = next((ranks for ranks in lists if rank in ranks), None)
     device = dist.group.WORLD.bound_device_id
     if device is not None:  # communicators are split from the world's
+        members = {member for ranks in lists for member in ranks}
+        lists += [[other] for other in range(dist.get_world_size()) if other not in members]
         options = _nccl_options(device, settings or NcclSettings())
-        lists = [sorted(ranks) for ranks in partition]
-        return dist.split_group(split_ranks=lists, pg_options=options)
-    own = next((ranks for ranks in partition if dist.get_rank() in ranks), None)
-    # Only the members take part, so that the time does not grow with the number of groups.
-    return own and dist.new_group(sorted(own), use_local_synchronization=True)
+        group = dist.split_group(split_ranks=lists, pg_options=options)
+    else:  # only the members take part: the time does not grow with the number of groups
+        group = dist.new_group(own or [rank], use_local_synchronization=True)
+    return group if own else None
 
 
 def matches_by_order() -> bool:

@@ -91,16 +91,11 @@ class Channels:
                 dist.send(token, self.ranks[receiver], group=self.groups[route])
             elif self.stage == receiver:
                 dist.recv(token, self.ranks[sender], group=self.groups[route])
-        if self.boundary.is_parted:
-            all_gather(token, self.boundary.axis)
 
     def expect(self, work: Pass) -> None:
         """Start to receive the input of a pass of this stage."""
         sender = self.pipeline.needed(work).stage
-        size = torch.Size(self.boundary.shape).numel()
-        if self.boundary.is_parted:
-            size //= self.boundary.axis.size
-        buffer = torch.empty(size, dtype=self.boundary.dtype, device=self.device)
+        buffer = self._buffer()
         receiving = dist.irecv(
             buffer,
             src=self.ranks[sender],
@@ -114,6 +109,27 @@ class Channels:
         buffer, receiving = self.expected.pop(work)
         wait_for(receiving)
         self._let_go(self.pipeline.needed(work))
+        return self._whole(buffer)
+
+    def zero_message(self) -> Tensor:
+        """Return zeros as a message of zeros would arrive; collective over the tensor axis."""
+        return self._whole(self._buffer().zero_())
+
+    def part_to_send(self, result: Tensor) -> Tensor:
+        """Return the part of a pass's result that this rank sends, flat."""
+        part = result.detach().contiguous().view(-1)
+        if self.boundary.is_parted:
+            part = part.chunk(self.boundary.axis.size)[self.boundary.axis.rank]
+        return part
+
+    def _buffer(self) -> Tensor:
+        size = torch.Size(self.boundary.shape).numel()
+        if self.boundary.is_parted:
+            size //= self.boundary.axis.size
+        return torch.empty(size, dtype=self.boundary.dtype, device=self.device)
+
+    def _whole(self, buffer: Tensor) -> Tensor:
+        """Return the message that a buffer holds a part of."""
         if self.boundary.is_parted:
             buffer = all_gather(buffer, self.boundary.axis)
         return buffer.view(self.boundary.shape)
@@ -121,9 +137,7 @@ class Channels:
     def send(self, work: Pass, result: Tensor) -> None:
         """Start to send the result of a pass to the stage that continues with it."""
         receiver = self.pipeline.receiver(work)
-        part = result.detach().contiguous().view(-1)
-        if self.boundary.is_parted:
-            part = part.chunk(self.boundary.axis.size)[self.boundary.axis.rank]
+        part = self.part_to_send(result)
         sending = dist.isend(
             part,
             dst=self.ranks[receiver.stage],

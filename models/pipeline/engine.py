@@ -126,7 +126,8 @@ class ScheduledEngine(PipelineEngine):
             work = self._pass(kind, buffer_id, chunk)
             self.handed_on[work] = self.channels.receive(work)
 
-    def _exec_forward_pass(self, buffer_id: int, chunk: int) -> None:
+    def run_forward(self, buffer_id: int, chunk: int) -> None:
+        """Run the forward pass of a micro-batch (`buffer_id`) through a chunk."""
         work = self._pass(FORWARD, buffer_id, chunk)
         if self.pipeline.needed(work) is None:
             x = self.tokens.pop(buffer_id)
@@ -147,7 +148,8 @@ class ScheduledEngine(PipelineEngine):
         self.fwd_outputs.append(loss)
         self.total_loss = loss if self.total_loss is None else self.total_loss + loss
 
-    def _exec_backward_pass(self, buffer_id: int, chunk: int) -> None:
+    def run_backward(self, buffer_id: int, chunk: int) -> None:
+        """Run the backward pass; without the weight gradients if the schedule splits it."""
         work = self._pass(BACKWARD, buffer_id, chunk)
         passing = self.in_flight.pop((chunk, buffer_id))
         if self._is_end(chunk):
@@ -161,7 +163,8 @@ class ScheduledEngine(PipelineEngine):
             self.deferred[chunk, buffer_id] = self.deferral.take()
 
     @torch.no_grad()  # or what a gradient is computed from would stay with it
-    def _exec_weight_pass(self, buffer_id: int, chunk: int) -> None:
+    def run_weight(self, buffer_id: int, chunk: int) -> None:
+        """Compute the weight gradients that the backward pass has deferred."""
         deferred = self.deferred.pop((chunk, buffer_id))
         deferred.reverse()
         while deferred:  # what one was computed from goes before the next
@@ -189,9 +192,9 @@ class ScheduledEngine(PipelineEngine):
         schedule.RecvActivation: partial(_exec_receive, kind=FORWARD),
         schedule.RecvGrad: partial(_exec_receive, kind=BACKWARD),
         schedule.CommitP2P: _exec_commit_p2p,
-        schedule.ForwardPass: _exec_forward_pass,
-        schedule.BackwardPass: _exec_backward_pass,
-        WeightPass: _exec_weight_pass,
+        schedule.ForwardPass: run_forward,
+        schedule.BackwardPass: run_backward,
+        WeightPass: run_weight,
         schedule.SendActivation: partial(_exec_send, kind=FORWARD),
         schedule.SendGrad: partial(_exec_send, kind=BACKWARD),
         schedule.ReduceGrads: _exec_reduce_grads,

@@ -13,58 +13,86 @@ import torch
 from torch import Tensor
 
 from models.parallel.context import Context
+from models.pipeline.order import BACKWARD, FORWARD, Pass
 
 if TYPE_CHECKING:
     from models.pipeline.engine import ScheduledEngine
+
+MICRO_BATCHES = 2  # the second one adds to the first one's loss and gradients
 
 
 def warm_up(
     engine: "ScheduledEngine", tokens: Tensor | None, labels: Tensor | None, context: Context
 ) -> None:
-    """Run the passes of one micro-batch and the reduction, without messages; keep nothing.
+    """Run the passes and the reduction of a short step without its messages, and keep nothing.
 
-    Collective: all ranks connect routes, use groups and run chunks in the same order. The weights,
-    the optimizer and the gradients are as before.
+    Collective: all ranks connect routes, use groups and run chunks in the same order. The weights
+    and the optimizer are not changed, and the gradients are discarded.
 
     Args:
         engine: the engine, before its first step
         tokens: [b, s] where the stage has the start of the model
         labels: [b, s] where the stage has the end of the model
-        context: of a training micro-batch
+        context: the context of a training micro-batch
     """
     engine.channels.connect()
-    inputs = [each if each is None else each.to(engine.device) for each in (tokens, labels)]
+    inputs = tuple(each if each is None else each.to(engine.device) for each in (tokens, labels))
     engine.module.train()
-    _run_chunks(engine, *inputs, context)
+    _run_passes(engine, inputs, context)
     for chunk in range(engine.pipeline.chunks):
         engine.gradients.begin(engine.module.parameters_of_chunk(chunk))
     engine.gradients.finish()
     engine.gradients.discard()
     engine.module.eval()
     with torch.no_grad():
-        _run_chunks(engine, *inputs, replace(context, dropout=None))
+        _run_passes(engine, inputs, replace(context, dropout=None))
     engine.module.train()
     if engine.device.type == "cuda":
         torch.cuda.synchronize(engine.device)
 
 
-def _run_chunks(
-    engine: "ScheduledEngine", tokens: Tensor | None, labels: Tensor | None, context: Context
+def _run_passes(
+    engine: "ScheduledEngine", inputs: tuple[Tensor | None, Tensor | None], context: Context
 ) -> None:
-    engine.module.take_contexts([context])
-    boundary = engine.channels.boundary
-    for chunk in range(engine.pipeline.chunks):
-        position = engine.pipeline.position(engine.stage_id, chunk)
-        is_end = position == engine.pipeline.positions - 1
-        x = tokens
-        if position > 0:
-            x = torch.zeros(boundary.shape, dtype=boundary.dtype, device=engine.device)
-            x.requires_grad_(torch.is_grad_enabled())
-        output = engine.module(x, chunk, labels) if is_end else engine.module(x, chunk)
-        if torch.is_grad_enabled():
-            torch.autograd.backward(output, None if is_end else torch.zeros_like(output))
-            deferred = engine.deferral.take()
-            with torch.no_grad():
-                for weight, gradient in deferred:
-                    engine.gradients.add(weight, gradient())
+    """Run forward passes and, if gradients are enabled, backward passes of every chunk."""
+    engine.module.take_contexts([context] * MICRO_BATCHES)
+    engine.total_loss, engine.fwd_outputs = None, []
+    for number in range(MICRO_BATCHES):
+        for chunk in range(engine.pipeline.chunks):
+            _begin_forward(engine, inputs, chunk, number)
+            engine.run_forward(number, chunk)
+            if torch.is_grad_enabled():
+                _begin_backward(engine, chunk, number)
+                engine.run_backward(number, chunk)
+                if engine.pipeline.splits:
+                    engine.run_weight(number, chunk)
+            for result in engine.handed_on.values():
+                engine.channels.part_to_send(result)
+            engine.handed_on.clear()
+    engine.total_loss, engine.fwd_outputs = None, []
     engine.module.check_contexts_taken()
+
+
+def _begin_forward(
+    engine: "ScheduledEngine",
+    inputs: tuple[Tensor | None, Tensor | None],
+    chunk: int,
+    number: int,
+) -> None:
+    """Put the input of a forward pass where the pass looks for it."""
+    tokens, labels = inputs
+    position = engine.pipeline.position(engine.stage_id, chunk)
+    if position == 0:
+        engine.tokens[number] = tokens
+    else:
+        work = Pass(FORWARD, engine.stage_id, chunk, number)
+        engine.handed_on[work] = engine.channels.zero_message()
+    if position == engine.pipeline.positions - 1:
+        engine.labels[number] = labels
+
+
+def _begin_backward(engine: "ScheduledEngine", chunk: int, number: int) -> None:
+    """Put the gradient of a chunk's output where the backward pass looks for it."""
+    if engine.pipeline.position(engine.stage_id, chunk) < engine.pipeline.positions - 1:
+        work = Pass(BACKWARD, engine.stage_id, chunk, number)
+        engine.handed_on[work] = engine.channels.zero_message()
