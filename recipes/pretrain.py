@@ -29,6 +29,7 @@ from recipes.training.garbage import (
     pause_collection,
     resume_collection,
 )
+from recipes.training.gpu_environment import set_gpu_environment
 from recipes.training.learning_rate import learning_rate
 from recipes.training.loss_watch import ROLL_BACK, UNSAFE
 from recipes.training.messages import NOT_COMPILED, announce, summarize, tell_skipped
@@ -76,6 +77,8 @@ def pretrain() -> None:
         topology = recipe.topology(world)
         config = build_deepspeed_config(recipe, topology)
         number_format = precision(config)
+    if topology.pipeline > 1:
+        set_gpu_environment()
 
     # torch and DeepSpeed take seconds to import; a bad recipe has been refused by now.
     import torch.distributed as dist

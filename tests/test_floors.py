@@ -36,6 +36,8 @@ FLOORS = [
     ("recipes.training.supervisor", 5),
     ("recipes.training.micro_batch", 3),
     ("recipes.training.training_state", 3),
+    ("recipes.training.rank_tree", 3),
+    ("recipes.training.gpu_environment", 4),
     ("recipes.training.assembly", 3),
     ("recipes.training.recipe", 4),
     ("recipes.training.recipe_errors", 4),

@@ -3,11 +3,16 @@
 `torch.distributed.new_group` is called by all ranks once per group, and with NCCL each call splits
 the communicator of the whole world: thousands of calls take minutes on 1,000 ranks. `split_group`
 makes all groups of a partition with one split.
+
+Every rank creates exactly one group in each call here, if need be of itself alone. torch derives
+the name of such a group from its ranks and from the number of groups that the rank has created
+before, and the members of a group have to agree on its name.
 """
 
 import copy
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -31,24 +36,39 @@ def create_groups(
 ) -> dist.ProcessGroup | None:
     """Create the groups of disjoint lists of global ranks; collective over the world.
 
-    Every rank creates exactly one group, if need be of itself alone: torch derives the name of a
-    group from its ranks and from the number of groups that the rank has created before, and the
-    members of a group have to agree on its name.
-
     Returns:
         This rank's group, or None if no list holds this rank.
     """
-    rank = dist.get_rank()
-    lists = [sorted(ranks) for ranks in partition]
-    own = next((ranks for ranks in lists if rank in ranks), None)
     device = dist.group.WORLD.bound_device_id
-    if device is not None:  # communicators are split from the world's
-        members = {member for ranks in lists for member in ranks}
-        lists += [[other] for other in range(dist.get_world_size()) if other not in members]
-        options = _nccl_options(device, settings or NcclSettings())
-        group = dist.split_group(split_ranks=lists, pg_options=options)
-    else:  # only the members take part: the time does not grow with the number of groups
-        group = dist.new_group(own or [rank], use_local_synchronization=True)
+    if device is None:
+        return _create_among_members(partition)
+    lists = [sorted(ranks) for ranks in partition]
+    members = {rank for ranks in lists for rank in ranks}
+    alone = [[rank] for rank in range(dist.get_world_size()) if rank not in members]
+    options = _nccl_options(device, settings or NcclSettings())
+    group = dist.split_group(split_ranks=lists + alone, pg_options=options)
+    return group if dist.get_rank() in members else None
+
+
+def create_host_groups(
+    partition: Sequence[Collection[int]], timeout: timedelta
+) -> dist.ProcessGroup | None:
+    """Create groups as `create_groups` does, which communicate through the host's memory (gloo).
+
+    With a device bound to the world, `new_group` would hang here for groups that leave ranks out:
+    torch lets those ranks split the world's NCCL communicator, which the members of a gloo group
+    do not join.
+    """
+    return _create_among_members(partition, backend="gloo", timeout=timeout)
+
+
+def _create_among_members(
+    partition: Sequence[Collection[int]], **settings: object
+) -> dist.ProcessGroup | None:
+    """Create this rank's group together with its members only, however many groups there are."""
+    rank = dist.get_rank()
+    own = next((sorted(ranks) for ranks in partition if rank in ranks), None)
+    group = dist.new_group(own or [rank], use_local_synchronization=True, **settings)
     return group if own else None
 
 

@@ -67,8 +67,9 @@ def is_remote(stage: int, other: Pass | None) -> bool:
 def program(pipeline: Pipeline, stage: int, *, training: bool) -> Iterator[Event]:
     """Yield the actions of a stage in a step: the order in which it calls the communicators.
 
-    Before a stage waits for a message it posts the receive of the message that it needs after that
-    one, and before it all receives that the same sender's order puts first. Sends follow their pass.
+    Before a stage waits for a message, it posts the receive of the message that it needs next, and
+    before that receive all those that come first in the same sender's order. A send follows its
+    pass.
     """
     orders = pipeline.orders if training else pipeline.forward_orders
     order = orders[stage]

@@ -69,7 +69,7 @@ class Stage(PipelineModule):
         """Nothing: `initialize` gives all copies the same, and DeepSpeed's broadcast warns."""
 
     def _index_tied_modules(self) -> dict[str, dict[str, Any]]:
-        """Create the groups of the stages that share a tied module, all data and tensor ranks at once.
+        """Create the groups of stages with a tied module, for all data and tensor ranks at once.
 
         PipelineModule's own method calls `new_group` for every data and tensor rank.
 

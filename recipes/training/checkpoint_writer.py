@@ -5,8 +5,9 @@ does the rest. The ranks of a stage put logical tensors together; each writes, f
 its own; all agree that everything is there; rank 0 writes the manifest and makes the checkpoint
 exist by one rename.
 
-Communicates, on groups of its own and through the host's memory: a broadcast of the disk's state
-when a save begins; after that point to point in the stage, and three times in the world.
+Communicates through the host's memory, on groups of its own: a broadcast of the disk's state when a
+save begins; then point to point within the stage, and two broadcasts and a gather over a tree of
+all ranks.
 """
 
 import secrets
@@ -23,6 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from models.cost import parameter_count
+from models.parallel.process_groups import create_host_groups
 from recipes.training.assembly import Assembly
 from recipes.training.manifest import (
     Facts,
@@ -36,6 +38,7 @@ from recipes.training.manifest import (
 )
 from recipes.training.progress import Progress
 from recipes.training.provenance import layout_of, versions
+from recipes.training.rank_tree import RankTree
 from recipes.training.recipe import Recipe
 from recipes.training.run_folder import RunFolder
 from recipes.training.tensor_file import TensorFileWriter
@@ -79,15 +82,11 @@ class CheckpointWriter:
                 "data": data,
                 "versions": versions(),
             }
-        self.world = dist.new_group(backend="gloo", timeout=PATIENCE)
-        stages = [
-            dist.new_group(ranks, backend="gloo", timeout=PATIENCE)
-            for ranks in topology.stage_groups()
-        ]
+        self.tree = RankTree(PATIENCE)
         place = topology.coordinates(self.rank)
         self.assembly = Assembly(
             state,
-            stages[place.pipeline],
+            create_host_groups(topology.stage_groups(), PATIENCE),
             tensor_rank=place.tensor,
             tensor_size=topology.tensor,
         )
@@ -193,7 +192,12 @@ class CheckpointWriter:
     def _write_together(
         self, workspace: Path
     ) -> tuple[dict[str, Facts], dict[str, str], str | None]:
-        """All ranks' files, the tensors in them, and what went wrong on any rank."""
+        """Let every rank write its files.
+
+        Returns:
+            On rank 0, the files of all ranks, the tensors in them, and what went wrong on any
+            rank; on the others only what went wrong before they wrote.
+        """
         problem = None
         if self.rank == 0:
             try:
@@ -204,10 +208,9 @@ class CheckpointWriter:
         problem = self._from_rank_0(problem)
         if problem:
             return {}, {}, problem
-        everyones: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everyones, self._write_own(workspace), group=self.world)
         files, tensors = {}, {}
-        for rank, (own_files, own_tensors, own_problem) in enumerate(everyones):
+        everyones = self.tree.gather(self._write_own(workspace))
+        for rank, (own_files, own_tensors, own_problem) in everyones.items():
             files |= own_files
             tensors |= own_tensors
             if own_problem:
@@ -270,10 +273,8 @@ class CheckpointWriter:
         return None
 
     def _from_rank_0(self, value: T) -> T:
-        """Rank 0's value, on all ranks."""
-        values = [value]
-        dist.broadcast_object_list(values, src=0, group=self.world)
-        return values[0]
+        """Return rank 0's value on all ranks."""
+        return self.tree.broadcast(value)
 
 
 def _host_buffer(tensor: Tensor) -> Tensor:
