@@ -2,6 +2,8 @@
 
 import contextlib
 import os
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,7 @@ from recipes.training.topology import World
 from tests.conftest import GPT_SWITCHES, changed, small_recipe
 from tests.nccl_rules.device import Rules
 from tests.nccl_rules.slots import LaunchRule
-from tests.ranks import join_world, run_ranks
+from tests.ranks import REPOSITORY, join_world, run_ranks
 
 STRICT = Rules(slots=2, launch=LaunchRule.POSTING_ORDER, patience=60)
 RULES = {
@@ -272,3 +274,19 @@ def test_the_backend_enforces_each_rule() -> None:
         assert "is not launched" in found["one_queue"]
         assert found["synchronization"].startswith("DeviceWideSynchronization: ")
     assert "message 1 met receive 2" in results[1]["order"]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("relay", [[], ["--relay"]], ids=["layouts", "relay"])
+def test_proofs_pass_under_the_rules(relay: list[str]) -> None:
+    command = [sys.executable, "-m", "tests.nccl_rules.prove", "--ranks", "2", "--json", *relay]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+@pytest.mark.long
+def test_a_proof_with_one_kernel_fails() -> None:
+    """The processes of a proof do run on the backend."""
+    command = [sys.executable, "-m", "tests.nccl_rules.prove", "--ranks", "2", "--slots", "1"]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=900)
+    assert done.returncode == 1 and "Hang" in done.stdout + done.stderr

@@ -20,7 +20,12 @@ COMMANDS = [
     if not kind and text != TREE and not text.startswith("$")
     for line in text.replace("\\\n", "").splitlines()
 ]
-SHOWN = [text for _, text in BLOCKS if text.startswith("$")]  # a command and what it prints
+PAGES = "".join(path.read_text() for path in sorted((REPOSITORY / "docs").glob("*.md")))
+SHOWN = [  # a command and what it prints
+    text
+    for _, text in BLOCKS + re.findall(r"^```(\w*)\n(.*?)^```$", PAGES, re.DOTALL | re.MULTILINE)
+    if text.startswith("$")
+]
 
 
 def tree_paths() -> list[str]:

@@ -1,21 +1,28 @@
 """Run recipes/prove.py with every rank on the backend that enforces NCCL's rules.
 
-python -m tests.nccl_rules.prove recipes/tiny.toml --ranks 4 [--relay]
+python -m tests.nccl_rules.prove recipes/tiny.toml --ranks 4 [--relay] [--slots 4]
 """
 
 import os
+import sys
 
 from recipes import prove
 from recipes.proving import worlds
 from tests.nccl_rules.device import Rules
 from tests.nccl_rules.slots import LaunchRule
 
-RULES = Rules(slots=4, launch=LaunchRule.POSTING_ORDER, patience=120)
+SLOTS = "--slots"
 
 
 def main() -> None:
     """Let the processes of a proof import the backend before anything else, then prove."""
-    os.environ.update(RULES.environment())
+    slots, patience = 4, 120.0
+    if SLOTS in sys.argv:
+        place = sys.argv.index(SLOTS)
+        slots, patience = int(sys.argv[place + 1]), 5.0
+        del sys.argv[place : place + 2]
+    rules = Rules(slots=slots, launch=LaunchRule.POSTING_ORDER, patience=patience)
+    os.environ.update(rules.environment())
     worlds.PRELOADED.insert(0, "tests.nccl_rules.install")
     prove.main()
 
