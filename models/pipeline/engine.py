@@ -22,7 +22,7 @@ from models.parallel.deferral import Deferral, defer_weights
 from models.pipeline.channels import Boundary, Channels
 from models.pipeline.gradients import gradients_of
 from models.pipeline.instructions import PassSchedule, WeightPass
-from models.pipeline.order import BACKWARD, FORWARD, Kind, Pass, last_stage
+from models.pipeline.order import BACKWARD, FORWARD, WEIGHT, Kind, Pass, last_passes, last_stage
 
 
 @dataclass
@@ -50,7 +50,14 @@ class ScheduledEngine(PipelineEngine):
         self.pipeline = self.module.pipeline
         assert self.pipeline.micro_batches == self.micro_batches
         self.channels = Channels(self.pipeline, self.grid, boundary, self.device)
-        self.gradients = gradients_of(self)
+        order = self.pipeline.orders[self.stage_id]
+        self.gradients = gradients_of(
+            self,
+            {
+                work.chunk: [*self.module.parameters_of_chunk(work.chunk)]
+                for work in last_passes(order)
+            },
+        )
         self.deferral = Deferral()
         if self.pipeline.splits:
             defer_weights(self.module, self.deferral)
@@ -62,6 +69,7 @@ class ScheduledEngine(PipelineEngine):
         self.handed_on: dict[Pass, Tensor] = {}  # from one chunk of this stage to another
         self.labels: dict[int, Tensor] = {}
         self.tokens: dict[int, Tensor] = {}
+        self.last_passes = set(last_passes(self.pipeline.orders[self.stage_id]))
 
     def is_last_stage(self) -> bool:
         """Whether this stage has the end of the model; while DeepSpeed sets up, the last rank."""
@@ -140,6 +148,8 @@ class ScheduledEngine(PipelineEngine):
 
     def _exec_backward_pass(self, buffer_id: int, chunk: int) -> None:
         work = self._pass(BACKWARD, buffer_id, chunk)
+        if work in self.last_passes:
+            self.gradients.begin_last_pass(chunk)
         passing = self.in_flight.pop((chunk, buffer_id))
         if self._is_end(chunk):
             loss = self.optimizer.scale_if_loss(passing.end / self.micro_batches)
@@ -153,6 +163,8 @@ class ScheduledEngine(PipelineEngine):
 
     @torch.no_grad()  # or what a gradient is computed from would stay with it
     def _exec_weight_pass(self, buffer_id: int, chunk: int) -> None:
+        if self._pass(WEIGHT, buffer_id, chunk) in self.last_passes:
+            self.gradients.begin_last_pass(chunk)
         deferred = self.deferred.pop((chunk, buffer_id))
         deferred.reverse()
         while deferred:  # what one was computed from goes before the next
@@ -169,11 +181,11 @@ class ScheduledEngine(PipelineEngine):
         self.channels.send(work, self.handed_on.pop(self.pipeline.receiver(work)))
 
     def _exec_reduce_grads(self, chunk: int | None = None) -> None:
-        """Begin to reduce a chunk's gradients; without one, end it for all."""
+        """Note that a chunk's gradients are complete; without a chunk, end the reduction."""
         if chunk is None:
             self.gradients.finish()
         else:
-            self.gradients.begin(self.module.parameters_of_chunk(chunk))
+            self.gradients.end_last_pass(chunk)
 
     _INSTRUCTION_MAP: ClassVar[dict] = {
         schedule.LoadMicroBatch: _exec_load_micro_batch,

@@ -162,6 +162,12 @@ def least_micro_batches(schedule: str, stages: int) -> int:
     return 2 * stages if schedule == "dualpipev" else 1
 
 
+def last_passes(order: Sequence[Pass]) -> list[Pass]:
+    """Return the last pass of each chunk of a stage, in the order of the passes."""
+    last = {work.chunk: work for work in order}
+    return [work for work in order if work == last[work.chunk]]
+
+
 def most_in_flight(order: Iterable[Pass]) -> int:
     """Chunks whose activations an order holds at once, at most; until all backward is done."""
     order = list(order)

@@ -39,6 +39,10 @@ VALUES = (
     "wall_clock_breakdown",
     "dump_state",
 )
+# ZeRO-1 sums gradients over the data ranks in buckets, while the last backward pass goes on.
+# 64 MiB in fp32 is enough for a network's full rate, and few blocks of a large model. DeepSpeed's
+# default of 5e8 would be most of a stage, and nothing would be summed before the pass is over.
+GRADIENT_BUCKET_ELEMENTS = 2**24
 PRECISIONS = ("fp32", "bf16", "fp16")
 SHORT_STATE = (
     "bf16_master_weights_and_grads",
@@ -65,6 +69,9 @@ def build_deepspeed_config(recipe: Recipe, topology: Topology) -> dict[str, Any]
         # buckets to reduce them alone (a tenth of a step in fp32, a third in bf16). It would warn
         # that it overlaps nothing.
         config["zero_optimization"] = zero | {"stage": 1, "overlap_comm": False}
+    if config["zero_optimization"]["stage"] == 1:
+        bucket = {"reduce_bucket_size": GRADIENT_BUCKET_ELEMENTS}
+        config["zero_optimization"] = bucket | config["zero_optimization"]
     return config | {
         "train_micro_batch_size_per_gpu": recipe.batch.micro_sequences,
         "gradient_accumulation_steps": recipe.micro_batches(topology.data),
