@@ -5,7 +5,7 @@ pass to the last one that needs it.
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
@@ -15,7 +15,7 @@ import deepspeed
 import torch
 from deepspeed.runtime.pipe import schedule
 from deepspeed.runtime.pipe.engine import PipelineEngine
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from models.parallel.deferral import Deferral, defer_weights
@@ -50,18 +50,17 @@ class ScheduledEngine(PipelineEngine):
         self.pipeline = self.module.pipeline
         assert self.pipeline.micro_batches == self.micro_batches
         self.channels = Channels(self.pipeline, self.grid, boundary, self.device)
-        order = self.pipeline.orders[self.stage_id]
-        self.gradients = gradients_of(
-            self,
-            {
-                work.chunk: [*self.module.parameters_of_chunk(work.chunk)]
-                for work in last_passes(order)
-            },
-        )
+        self.gradients = gradients_of(self, self._parameters_of_chunks())
         self.deferral = Deferral()
         if self.pipeline.splits:
             defer_weights(self.module, self.deferral)
         self._begin_step()
+
+    def _parameters_of_chunks(self) -> dict[int, list[nn.Parameter]]:
+        """Return the parameters of each chunk without tied ones, in the order in which they end."""
+        order = self.pipeline.orders[self.stage_id]
+        ending = dict.fromkeys(work.chunk for work in reversed(last_passes(order)))
+        return {chunk: list(self.module.parameters_of_chunk(chunk)) for chunk in reversed(ending)}
 
     def _begin_step(self) -> None:
         self.in_flight: dict[tuple[int, int], InFlight] = {}
@@ -148,14 +147,13 @@ class ScheduledEngine(PipelineEngine):
 
     def _exec_backward_pass(self, buffer_id: int, chunk: int) -> None:
         work = self._pass(BACKWARD, buffer_id, chunk)
-        if work in self.last_passes:
-            self.gradients.begin_last_pass(chunk)
         passing = self.in_flight.pop((chunk, buffer_id))
-        if self._is_end(chunk):
-            loss = self.optimizer.scale_if_loss(passing.end / self.micro_batches)
-            torch.autograd.backward(loss)
-        else:
-            torch.autograd.backward(passing.end, self.handed_on.pop(work))
+        with self._gradients_of(work):
+            if self._is_end(chunk):
+                loss = self.optimizer.scale_if_loss(passing.end / self.micro_batches)
+                torch.autograd.backward(loss)
+            else:
+                torch.autograd.backward(passing.end, self.handed_on.pop(work))
         if self.pipeline.receiver(work) is not None:
             self._hand_on(work, passing.x.grad)
         if self.pipeline.splits:
@@ -163,13 +161,17 @@ class ScheduledEngine(PipelineEngine):
 
     @torch.no_grad()  # or what a gradient is computed from would stay with it
     def _exec_weight_pass(self, buffer_id: int, chunk: int) -> None:
-        if self._pass(WEIGHT, buffer_id, chunk) in self.last_passes:
-            self.gradients.begin_last_pass(chunk)
         deferred = self.deferred.pop((chunk, buffer_id))
         deferred.reverse()
-        while deferred:  # what one was computed from goes before the next
-            weight, gradient = deferred.pop()
-            self.gradients.add(weight, gradient())
+        with self._gradients_of(self._pass(WEIGHT, buffer_id, chunk)):
+            while deferred:  # what one was computed from goes before the next
+                weight, gradient = deferred.pop()
+                self.gradients.add(weight, gradient())
+
+    def _gradients_of(self, work: Pass) -> AbstractContextManager[None]:
+        """Tell the gradients within it when they are the last of their chunk."""
+        is_last = work in self.last_passes
+        return self.gradients.last_of(work.chunk) if is_last else nullcontext()
 
     def _hand_on(self, work: Pass, result: Tensor) -> None:
         """Keep a pass's result for the one that goes on with it, or until it is sent."""
@@ -185,7 +187,7 @@ class ScheduledEngine(PipelineEngine):
         if chunk is None:
             self.gradients.finish()
         else:
-            self.gradients.end_last_pass(chunk)
+            self.gradients.complete_chunk(chunk)
 
     _INSTRUCTION_MAP: ClassVar[dict] = {
         schedule.LoadMicroBatch: _exec_load_micro_batch,

@@ -1,7 +1,8 @@
 """The gradients of a stage in flat tensors, and their reduction over the data axis."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
@@ -19,8 +20,8 @@ class FlatGradients(ABC):
     A gradient is added to its part of the tensor and freed as soon as autograd has it. The first
     gradient of a step replaces the last step's: nothing is zeroed in between.
 
-    During the last pass of a chunk every gradient that comes is the last of the step, and a bucket
-    is summed over the data ranks as soon as it is complete, while the backward pass goes on.
+    A gradient that comes during the last pass of a chunk is the last of its weight in the step. A
+    bucket is summed over the data ranks as soon as it is complete, while the backward pass goes on.
     Buckets begin in one fixed order, so that data ranks never post them in different orders. Tied
     weights come last: they are summed over the stages first, when all chunks have ended.
 
@@ -91,13 +92,15 @@ class FlatGradients(ABC):
         """Return the sum of a parameter's gradients; after `finish`, only where it is owned."""
         return self.totals[parameter]
 
-    def begin_last_pass(self, chunk: int) -> None:
-        """Expect the last gradients of a chunk."""
+    @contextmanager
+    def last_of(self, chunk: int) -> Iterator[None]:
+        """Take each gradient of a chunk that comes within it for the last one of its weight."""
         self.ending = frozenset(self.chunks[chunk])
-
-    def end_last_pass(self, chunk: int) -> None:
-        """Take the gradients of a chunk for complete, those that did not come for zero."""
+        yield
         self.ending = frozenset()
+
+    def complete_chunk(self, chunk: int) -> None:
+        """Take all gradients of a chunk for complete, those that did not come for zero."""
         self._complete([each for each in self.chunks[chunk] if each not in self.complete])
 
     @torch.no_grad()
@@ -115,7 +118,7 @@ class FlatGradients(ABC):
     def finish(self) -> None:
         """Add up tied gradients, and give the optimizer its shard of the averages."""
         for chunk in self.chunks:
-            self.end_last_pass(chunk)
+            self.complete_chunk(chunk)
         self._zero_missing(self.totals)
         for weight, group in self.module.get_tied_weights_and_groups():
             dist.all_reduce(self.of(weight), group=group)
