@@ -59,6 +59,7 @@ FLOORS = [
     ("recipes.training.tracking", 5),
     ("recipes.training.processes", 5),
     ("recipes.training.zero", 5),
+    ("recipes.training.deepspeed_patches", 5),
     ("recipes.training.engine", 6),
     ("recipes.training.timeline", 7),
     ("recipes.tracing", 7),

@@ -43,6 +43,7 @@ VALUES = (
 # 64 MiB in fp32 is enough for a network's full rate, and few blocks of a large model. DeepSpeed's
 # default of 5e8 would be most of a stage, and nothing would be summed before the pass is over.
 GRADIENT_BUCKET_ELEMENTS = 2**24
+STEPS_PER_BREAKDOWN = 10
 PRECISIONS = ("fp32", "bf16", "fp16")
 SHORT_STATE = (
     "bf16_master_weights_and_grads",
@@ -77,7 +78,10 @@ def build_deepspeed_config(recipe: Recipe, topology: Topology) -> dict[str, Any]
         "gradient_accumulation_steps": recipe.micro_batches(topology.data),
         "gradient_clipping": recipe.optimizer.gradient_clipping,
         "communication_data_type": communication_precision(config),
-        "steps_per_print": None,  # we print
+        # We print; a breakdown of times by DeepSpeed needs a number.
+        "steps_per_print": STEPS_PER_BREAKDOWN if config.get("wall_clock_breakdown") else None,
+        # It would synchronise the device for every micro-batch; `tracking.py` has the throughput.
+        "timers": {"throughput": {"enabled": False}},
     }
 
 
