@@ -44,6 +44,7 @@ FLOORS = [
     ("recipes.training.token_file", 4),
     ("recipes.training.run_folder", 4),
     ("recipes.training.progress", 4),
+    ("recipes.training.step_clock", 4),
     ("recipes.training.tensor_file", 4),
     ("recipes.training.manifest", 4),
     ("recipes.training.provenance", 4),
