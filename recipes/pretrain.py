@@ -37,6 +37,7 @@ from recipes.training.progress import Progress
 from recipes.training.recipe import DEFAULT_RECIPE, REPOSITORY, Recipe, load_recipe, origin
 from recipes.training.run_folder import RunFolder
 from recipes.training.startup import Startup
+from recipes.training.step_clock import StepClock
 from recipes.training.streams import outlive_output
 from recipes.training.topology import Topology, World, check_placement
 
@@ -153,6 +154,7 @@ def pretrain() -> None:
             meter=Meter(
                 recipe, world.size, precision=number_format, device_name=engine.device_name
             ),
+            clock=StepClock(),
             watch=LossWatch(
                 recipe.supervision,
                 fp16=number_format == "fp16",
@@ -192,6 +194,7 @@ class Run:
     feed: "Feed"
     engine: "Engine"
     meter: "Meter"
+    clock: StepClock
     watch: "LossWatch"
     writer: "CheckpointWriter"
     tracker: "Tracker"
@@ -254,8 +257,8 @@ def finish(run: Run, step: int, asked: str) -> Ending | None:
 
 
 def train_step(run: Run, step: int) -> dict[str, Any]:
-    """One step, and a validation where one is due; the step's line of metrics."""
-    started = time.perf_counter()
+    """Run one step, and a validation where one is due; return the step's line of metrics."""
+    run.clock.begin()
     crumb, recipe = run.supervisor.crumb, run.recipe
     crumb.note("waiting for data", step=step)
     rate = learning_rate(step, recipe.optimizer, recipe.training.steps)
@@ -263,18 +266,20 @@ def train_step(run: Run, step: int) -> dict[str, Any]:
         micro_batches, waited = run.feed.take(step)
     with run.timeline.recorded(step):
         result = run.engine.train_step(micro_batches, rate)
-    seconds = time.perf_counter() - started
+    seconds = run.clock.end()
     metrics = run.meter.line(
         run.data.progress_after(step),
         loss=result.loss,
         grad_norm=result.grad_norm,
         learning_rate=rate,
-        seconds=seconds,
+        seconds=seconds.total,
     )
-    metrics["data_seconds"] = waited
+    metrics |= {"between_seconds": seconds.between, "data_seconds": waited}
     if due(step, recipe.training.evaluate_every, recipe.training.steps):
         crumb.note("validating")
-        metrics["validation_loss"] = run.engine.evaluate(run.data.evaluation())
+        with run.clock.left_out() as spent:
+            metrics["validation_loss"] = run.engine.evaluate(run.data.evaluation())
+        metrics["validation_seconds"] = spent[0]
     every = recipe.supervision.compare_speed_every
     if every and step % every == 0:
         metrics |= compare_speed(run)
@@ -359,6 +364,7 @@ def roll_back(run: Run, step: int, reason: str) -> tuple[int, Ending | None]:
         run.engine.load(found.reader())
     run.data.resume(to)
     run.watch.rolled_back()
+    run.clock.restart()
     run.tracker.roll_back(step, to, reason)
     return to.step, None
 

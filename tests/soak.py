@@ -39,7 +39,10 @@ from tests.conftest import VOCAB_SIZE, changed, small_recipe
 IMPORTED = [*PRELOADED, "recipes.pretrain", "recipes.training.tracking"]  # once, for all ranks
 RANKS = 4
 SECONDS = 120  # a run that takes longer hangs
-TIMED = ("step_seconds", "data_seconds", "tokens_per_second", "tflops_per_gpu", "memory_gb")
+TIMED = (
+    "step_seconds", "between_seconds", "data_seconds", "validation_seconds", "tokens_per_second",
+    "tflops_per_gpu", "memory_gb",
+)  # fmt: skip
 LAST_WORDS = 2000  # characters of a rank's output, in a report
 
 

@@ -76,7 +76,10 @@ def jump(self, progress):
 TrainingData.resume = jump
 pretrain.main()
 """
-TIMED = ("step_seconds", "data_seconds", "tokens_per_second", "tflops_per_gpu", "memory_gb")
+TIMED = (
+    "step_seconds", "between_seconds", "data_seconds", "validation_seconds", "tokens_per_second",
+    "tflops_per_gpu", "memory_gb",
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -152,8 +155,13 @@ def test_a_run_leaves_what_the_design_says(finished: tuple[Path, str], recipe_fi
     folder, output = finished
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == list(range(1, 9))
+    every = {*TIMED, "loss", "grad_norm", "learning_rate", "mfu"} - {"validation_seconds"}
+    assert all(every <= line.keys() for line in lines)
+    assert [line["step"] for line in lines if "validation_seconds" in line] == [4, 8]
+    between = [line["between_seconds"] for line in lines]
+    assert between[0] == 0 and min(between[1:]) > 0
     assert all(
-        {*TIMED, "loss", "grad_norm", "learning_rate", "mfu"} <= line.keys() for line in lines
+        line["step_seconds"] > line["between_seconds"] + line["data_seconds"] for line in lines
     )
     assert [line["tokens"] for line in lines] == [256 * step for step in range(1, 9)]
     assert [line["step"] for line in lines if "validation_loss" in line] == [4, 8]

@@ -233,6 +233,7 @@ def test_a_file_that_is_no_recipe_is_refused(tmp_path: Path, text: str, named: s
             "remove it",
         ),
         ({"data_types": {"grad_accum_dtype": "foo"}}, 'grad_accum_dtype = "foo"', '"fp32"'),
+        ({"communication_data_type": "fp8"}, 'communication_data_type = "fp8"', 'use "fp32"'),
         ({"zero_optimization": 1}, "zero_optimization = 1 should be an object", '{"stage": 1}'),
         ({"bf_16": {"enabled": True}}, "unknown key bf_16", "did you mean bf16?"),
         ({"bf16": {"enable": True}}, 'bf16 lacks "enabled"', '"bf16": {"enabled": true}'),
@@ -251,6 +252,21 @@ def test_a_deepspeed_config_that_sets_what_the_recipe_owns_is_refused(
     file.write_text(json.dumps(config | change))
     message = refuse(TINY, [f'deepspeed="{file}"'], 2)
     assert named in message and works in message and str(file) in message
+
+
+@pytest.mark.parametrize(
+    ("named", "expected"), [({}, "fp32"), ({"communication_data_type": "bf16"}, "bf16")]
+)
+def test_gradients_are_summed_in_fp32_unless_the_json_says_otherwise(
+    tmp_path: Path, named: dict[str, str], expected: str
+) -> None:
+    config = json.loads((REPOSITORY / "ds_configs" / "zero1_bf16.json").read_text())
+    assert config.pop("communication_data_type") == "fp32"
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(config | named))
+    recipe = load_recipe(TINY, [f'deepspeed="{file}"'])
+    topology = recipe.topology(World(size=2, local_size=2))
+    assert build_deepspeed_config(recipe, topology)["communication_data_type"] == expected
 
 
 def test_tied_embeddings_that_deepspeed_would_untie_are_refused(tmp_path: Path) -> None:

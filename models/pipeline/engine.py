@@ -5,7 +5,7 @@ pass to the last one that needs it.
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
@@ -14,7 +14,7 @@ import deepspeed
 import torch
 from deepspeed.runtime.pipe import schedule
 from deepspeed.runtime.pipe.engine import PipelineEngine
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from models.parallel.context import Context
@@ -23,7 +23,7 @@ from models.parallel.process_groups import matches_by_order
 from models.pipeline.channels import Boundary, Channels
 from models.pipeline.gradients import gradients_of
 from models.pipeline.instructions import PassSchedule, WeightPass
-from models.pipeline.order import BACKWARD, FORWARD, Kind, Pass, last_stage
+from models.pipeline.order import BACKWARD, FORWARD, WEIGHT, Kind, Pass, last_passes, last_stage
 from models.pipeline.replacement import replaced
 from models.pipeline.warm_up import warm_up
 
@@ -53,7 +53,7 @@ class ScheduledEngine(PipelineEngine):
         self.pipeline = self.module.pipeline
         assert self.pipeline.micro_batches == self.micro_batches
         self.channels = Channels(self.pipeline, self.grid, boundary, self.device)
-        self.gradients = gradients_of(self)
+        self.gradients = gradients_of(self, self._parameters_of_chunks())
         self.deferral = Deferral()
         if self.pipeline.splits:
             defer_weights(self.module, self.deferral)
@@ -65,12 +65,19 @@ class ScheduledEngine(PipelineEngine):
         warm_up(self, tokens, labels, context)
         self.needs_warm_up = False
 
+    def _parameters_of_chunks(self) -> dict[int, list[nn.Parameter]]:
+        """Return the parameters of each chunk without tied ones, in the order in which they end."""
+        order = self.pipeline.orders[self.stage_id]
+        ending = dict.fromkeys(work.chunk for work in reversed(last_passes(order)))
+        return {chunk: list(self.module.parameters_of_chunk(chunk)) for chunk in reversed(ending)}
+
     def _begin_step(self) -> None:
         self.in_flight: dict[tuple[int, int], InFlight] = {}
         self.deferred: dict[tuple[int, int], list] = {}  # for the weights' passes
         self.handed_on: dict[Pass, Tensor] = {}  # from one chunk of this stage to another
         self.labels: dict[int, Tensor] = {}
         self.tokens: dict[int, Tensor] = {}
+        self.last_passes = set(last_passes(self.pipeline.orders[self.stage_id]))
 
     def is_last_stage(self) -> bool:
         """Whether this stage has the end of the model; while DeepSpeed sets up, the last rank."""
@@ -152,11 +159,12 @@ class ScheduledEngine(PipelineEngine):
         """Run the backward pass; without the weight gradients if the schedule splits it."""
         work = self._pass(BACKWARD, buffer_id, chunk)
         passing = self.in_flight.pop((chunk, buffer_id))
-        if self._is_end(chunk):
-            loss = self.optimizer.scale_if_loss(passing.end / self.micro_batches)
-            torch.autograd.backward(loss)
-        else:
-            torch.autograd.backward(passing.end, self.handed_on.pop(work))
+        with self._gradients_of(work):
+            if self._is_end(chunk):
+                loss = self.optimizer.scale_if_loss(passing.end / self.micro_batches)
+                torch.autograd.backward(loss)
+            else:
+                torch.autograd.backward(passing.end, self.handed_on.pop(work))
         if self.pipeline.receiver(work) is not None:
             self._hand_on(work, passing.x.grad)
         if self.pipeline.splits:
@@ -167,9 +175,15 @@ class ScheduledEngine(PipelineEngine):
         """Compute the weight gradients that the backward pass has deferred."""
         deferred = self.deferred.pop((chunk, buffer_id))
         deferred.reverse()
-        while deferred:  # what one was computed from goes before the next
-            weight, gradient = deferred.pop()
-            self.gradients.add(weight, gradient())
+        with self._gradients_of(self._pass(WEIGHT, buffer_id, chunk)):
+            while deferred:  # what one was computed from goes before the next
+                weight, gradient = deferred.pop()
+                self.gradients.add(weight, gradient())
+
+    def _gradients_of(self, work: Pass) -> AbstractContextManager[None]:
+        """Tell the gradients within it when they are the last of their chunk."""
+        is_last = work in self.last_passes
+        return self.gradients.last_of(work.chunk) if is_last else nullcontext()
 
     def _hand_on(self, work: Pass, result: Tensor) -> None:
         """Keep a pass's result for the one that goes on with it, or until it is sent."""
@@ -181,11 +195,11 @@ class ScheduledEngine(PipelineEngine):
         self.channels.send(work, self.handed_on.pop(self.pipeline.receiver(work)))
 
     def _exec_reduce_grads(self, chunk: int | None = None) -> None:
-        """Begin to reduce a chunk's gradients; without one, end it for all."""
+        """Note that a chunk's gradients are complete; without a chunk, end the reduction."""
         if chunk is None:
             self.gradients.finish()
         else:
-            self.gradients.begin(self.module.parameters_of_chunk(chunk))
+            self.gradients.complete_chunk(chunk)
 
     _INSTRUCTION_MAP: ClassVar[dict] = {
         schedule.LoadMicroBatch: _exec_load_micro_batch,

@@ -1,196 +1,190 @@
-"""Where DeepSpeed's optimizers want gradients, and their reduction over the data axis."""
+"""The gradients of a stage in flat tensors, and their reduction over the data axis."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.pipe.engine import PipelineEngine
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import Tensor, nn
 
-from models.parallel.collectives import wait_for
+from models.pipeline.reduction import ShardedReduction, Slot, plan_buckets
 
 
-class Gradients(ABC):
-    """The gradients of one rank, over all micro-batches of a step.
+class FlatGradients(ABC):
+    """One tensor for all gradients of an optimizer group, over all micro-batches of a step.
 
-    DeepSpeed's own hooks are removed: they count the parameters of one backward pass, and here a
+    A gradient is added to its part of the tensor and freed as soon as autograd has it. The first
+    gradient of a step replaces the last step's: nothing is zeroed in between.
+
+    A gradient that comes during the last pass of a chunk is the last of its weight in the step. A
+    bucket is summed over the data ranks as soon as it is complete, while the backward pass goes on.
+    Buckets begin in one fixed order, so that data ranks never post them in different orders. Tied
+    weights come last: they are summed over the stages first, when all chunks have ended.
+
+    DeepSpeed's own hooks are removed. They count the parameters of one backward pass, and here a
     backward pass may leave weights for later.
-    """
 
-    def __init__(self, engine: PipelineEngine):
-        self.engine, self.optimizer = engine, engine.optimizer
-        for hook in getattr(self.optimizer, "_grad_acc_hooks", []):
-            hook.remove()
-
-    @abstractmethod
-    def add(self, parameter: nn.Parameter, gradient: Tensor) -> None:
-        """Add a gradient that autograd has not accumulated."""
-
-    @abstractmethod
-    def of(self, parameter: nn.Parameter) -> Tensor:
-        """What was accumulated."""
-
-    @abstractmethod
-    def begin(self, parameters: Iterable[nn.Parameter]) -> None:
-        """These have all their gradients: start to average them over the data ranks."""
-
-    @abstractmethod
-    def finish(self) -> None:
-        """All gradients are there: average them over the data ranks, add up tied ones."""
-
-    @abstractmethod
-    def discard(self) -> None:
-        """Forget all gradients, reduced or not, as if the step had not begun."""
-
-    def add_up_tied(self) -> None:
-        """Add the gradients of a tied weight's copies."""
-        for weight, group in self.engine.module.get_tied_weights_and_groups():
-            dist.all_reduce(self.of(weight), group=group)
-
-
-class FlatGradients(Gradients):
-    """One fp32 tensor for all gradients of an optimizer group.
-
-    A gradient is added to its part of it and freed as soon as autograd has it. A step's first takes
-    the place of the last step's: nothing is zeroed in between.
-
-    groups: the parameters of each optimizer group
-    totals: of each, a view of the group's tensor
-    has_gradients: of each, whether this step has given it one
+    engine: its optimizer has just been made
+    flats: the tensor of each optimizer group
+    slots: the place of each parameter
+    chunks: chunk -> its parameters without tied ones, in the order in which chunks end
     """
 
     def __init__(
         self,
         engine: PipelineEngine,
-        groups: list[list[nn.Parameter]],
-        totals: list[list[Tensor]],
-        has_gradients: list[list[bool]],
+        flats: Sequence[Tensor],
+        slots: Mapping[nn.Parameter, Slot],
+        chunks: Mapping[int, Sequence[nn.Parameter]],
     ):
-        super().__init__(engine)
-        self.totals, self.has_gradients = totals, has_gradients
-        self.slots = {
-            parameter: (number, slot)
-            for number, group in enumerate(groups)
-            for slot, parameter in enumerate(group)
+        self.module, self.optimizer = engine.module, engine.optimizer
+        for hook in getattr(self.optimizer, "_grad_acc_hooks", []):
+            hook.remove()
+        self.chunks = chunks
+        self.reduction = ShardedReduction(
+            flats,
+            self.optimizer.real_dp_process_group,
+            dtype=engine.communication_data_type,
+            divided_before=_divided_before(engine),
+        )
+        self.totals = {
+            parameter: flats[slot.flat][slot.start : slot.start + parameter.numel()]
+            for parameter, slot in slots.items()
         }
-        for parameter in self.slots:
+        untied = {parameter for parameters in chunks.values() for parameter in parameters}
+        tied = [parameter for parameter in slots if parameter not in untied]
+        elements = int(engine.zero_reduce_bucket_size())
+        self.buckets = plan_buckets(slots, list(chunks.values()), elements=elements)
+        self.tied_buckets = plan_buckets(slots, [tied], elements=elements)
+        for parameter in slots:
             parameter.register_post_accumulate_grad_hook(self._take)
+        self._forget()
+
+    def _forget(self) -> None:
+        """Expect the first gradients of a step."""
+        self.has_gradient: set[nn.Parameter] = set()
+        self.complete: set[nn.Parameter] = set()
+        self.begun = 0  # buckets
+        self.ending: frozenset[nn.Parameter] = frozenset()
 
     def _take(self, parameter: nn.Parameter) -> None:
-        if parameter.grad is not None:  # torch calls it for what is left for later, too
+        """Take a gradient from autograd, which calls this for deferred gradients, too."""
+        if parameter.grad is not None:
             self.add(parameter, parameter.grad)
             parameter.grad = None
 
     @torch.no_grad()
     def add(self, parameter: nn.Parameter, gradient: Tensor) -> None:
-        """Add a gradient that autograd has not accumulated."""
-        number, slot = self.slots[parameter]
-        total = self.totals[number][slot]
-        accumulate = total.add_ if self.has_gradients[number][slot] else total.copy_
+        """Add a gradient of a micro-batch."""
+        assert parameter not in self.complete, "a gradient after a chunk's last pass"
+        total = self.totals[parameter]
+        accumulate = total.add_ if parameter in self.has_gradient else total.copy_
         accumulate(gradient.view(total.shape))
-        self.has_gradients[number][slot] = True
+        self.has_gradient.add(parameter)
+        if parameter in self.ending:
+            self._complete([parameter])
 
     def of(self, parameter: nn.Parameter) -> Tensor:
-        """What was accumulated."""
-        number, slot = self.slots[parameter]
-        return self.totals[number][slot]
+        """Return the sum of a parameter's gradients; after `finish`, only where it is owned."""
+        return self.totals[parameter]
 
-    def zero_missing(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Let these have zeros where this step has given none."""
+    @contextmanager
+    def last_of(self, chunk: int) -> Iterator[None]:
+        """Take each gradient of a chunk that comes within it for the last one of its weight."""
+        self.ending = frozenset(self.chunks[chunk])
+        yield
+        self.ending = frozenset()
+
+    def complete_chunk(self, chunk: int) -> None:
+        """Take all gradients of a chunk for complete, those that did not come for zero."""
+        self._complete([each for each in self.chunks[chunk] if each not in self.complete])
+
+    @torch.no_grad()
+    def _complete(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Begin to sum the buckets that are complete with these."""
+        self._zero_missing(parameters)
+        self.complete.update(parameters)
+        for bucket in self.buckets[self.begun :]:
+            if not self.complete.issuperset(bucket.parameters):
+                break
+            self.reduction.begin(bucket)
+            self.begun += 1
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Add up tied gradients, and give the optimizer its shard of the averages."""
+        for chunk in self.chunks:
+            self.complete_chunk(chunk)
+        self._zero_missing(self.totals)
+        for weight, group in self.module.get_tied_weights_and_groups():
+            dist.all_reduce(self.of(weight), group=group)
+        for bucket in self.tied_buckets:
+            self.reduction.begin(bucket)
+        self._hand_over(self.reduction.finish())
+        self._forget()
+
+    def _zero_missing(self, parameters: Iterable[nn.Parameter]) -> None:
         for parameter in parameters:
-            number, slot = self.slots[parameter]
-            if not self.has_gradients[number][slot]:
-                self.totals[number][slot].zero_()
+            if parameter not in self.has_gradient:
+                self.totals[parameter].zero_()
 
-    def discard(self) -> None:
-        """Forget all gradients: the next ones take their place."""
-        self.forget()
-
-    def forget(self) -> None:
-        """Let the next gradients take the place of these."""
-        for each in self.has_gradients:
-            each[:] = [False] * len(each)
+    @abstractmethod
+    def _hand_over(self, shards: list[Tensor]) -> None:
+        """Give the optimizer this rank's shard of each flat tensor."""
 
 
-class Float32Gradients(FlatGradients):
-    """BF16_Optimizer's own tensors."""
+class MixedPrecisionGradients(FlatGradients):
+    """The fp32 tensors of BF16_Optimizer."""
 
-    def __init__(self, engine: PipelineEngine):
-        optimizer = engine.optimizer
-        super().__init__(
-            engine,
-            optimizer.bf16_groups,
-            optimizer.fp32_groups_gradients,
-            optimizer.fp32_groups_has_gradients,
-        )
-        optimizer.clear_hp_grads = self.forget  # which would zero them
-        self.group = engine.grid.get_data_parallel_group()
-        config = engine._config
-        self.scales_before = config.prescale_gradients or config.gradient_predivide_factor != 1.0
-        self.begun: set[nn.Parameter] = set()
-        self.running: list[tuple[Tensor, Tensor, dist.Work]] = []
-
-    def add(self, parameter: nn.Parameter, gradient: Tensor) -> None:
-        """Add a gradient that autograd has not accumulated."""
-        super().add(parameter, gradient)
-        parameter._hp_grad = self.of(parameter)
-
-    def begin(self, parameters: Iterable[nn.Parameter]) -> None:
-        """These have all their gradients: start to average them over the data ranks."""
-        new = [each for each in parameters if each not in self.begun]
-        self.begun.update(new)
-        self.zero_missing(new)
-        if self.scales_before or dist.get_world_size(self.group) == 1:
-            return
-        for number, flat in enumerate(self.optimizer.fp32_groups_gradients_flat):
-            held = [self.of(each) for each in new if self.slots[each][0] == number]
-            for start, stop in runs(held):
-                part = flat[start:stop]
-                sent = part.to(self.engine.communication_data_type)  # itself if it is in fp32
-                running = dist.all_reduce(sent, group=self.group, async_op=True)
-                self.running.append((part, sent, running))
-
-    def finish(self) -> None:
-        """All gradients are there: average them over the data ranks, add up tied ones."""
-        self.begin(self.slots)
-        if self.scales_before:  # as DeepSpeed does
-            self.engine._bf16_reduce_grads()
-        for part, sent, running in self.running:
-            wait_for(running)
-            torch.div(sent, dist.get_world_size(self.group), out=part)
-        self.running, self.begun = [], set()
-        self.add_up_tied()
-
-
-class LoneGradients(FlatGradients):
-    """DeepSpeedZeroOptimizer's in fp32 on one data rank, which has nobody to average them with."""
-
-    def __init__(self, engine: PipelineEngine):
-        optimizer = engine.optimizer
-        groups = optimizer.params_in_partition  # all of them, in the order of the weights
-        self.flats = [torch.zeros_like(each) for each in optimizer.single_partition_of_fp32_groups]
-        totals = [
-            list(flat.split([*map(nn.Parameter.numel, group), flat.numel() - size(group)])[:-1])
-            for flat, group in zip(self.flats, groups, strict=True)
+    def __init__(self, engine: PipelineEngine, chunks: Mapping[int, Sequence[nn.Parameter]]):
+        optimizer: BF16_Optimizer = engine.optimizer
+        flats = optimizer.fp32_groups_gradients_flat
+        firsts = [
+            [view.storage_offset() for view in views] for views in optimizer.fp32_groups_gradients
         ]
-        for group, views in zip(groups, totals, strict=True):
-            for parameter, total in zip(group, views, strict=True):
-                assert parameter.storage_offset() == total.storage_offset()  # as the weights lie
-        has_gradients = [[False] * len(group) for group in groups]
-        super().__init__(engine, groups, totals, has_gradients)
+        slots = slots_of(optimizer.bf16_groups, firsts, flats)
+        super().__init__(engine, flats, slots, chunks)
+        optimizer.clear_hp_grads = lambda: None  # the next step's first gradients replace them
 
-    def begin(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Nothing: nobody has others."""
+    def _hand_over(self, shards: list[Tensor]) -> None:
+        """Do nothing: the shards are where the optimizer reads them."""
 
-    def finish(self) -> None:
-        """All gradients are there: add up tied ones, and show DeepSpeed where they are."""
-        self.zero_missing(self.slots)
-        self.add_up_tied()
-        for number, (flat, totals) in enumerate(zip(self.flats, self.totals, strict=True)):
-            self.optimizer.averaged_gradients[number] = InOneTensor(totals, flat)
-        self.forget()
+
+class ZeroGradients(FlatGradients):
+    """Tensors for DeepSpeedZeroOptimizer, which would leave gradients to autograd.
+
+    They have the JSON's `grad_accum_dtype`, by default the weights' precision. For fp16 the default
+    is fp32: sums over micro-batches neither overflow nor lose digits, and nothing has to be
+    converted to be summed over the data ranks.
+    """
+
+    def __init__(self, engine: PipelineEngine, chunks: Mapping[int, Sequence[nn.Parameter]]):
+        optimizer: DeepSpeedZeroOptimizer = engine.optimizer
+        dtype = optimizer.gradient_accumulation_dtype
+        if optimizer.dtype == torch.float16 and engine._config.grad_accum_dtype is None:
+            dtype = torch.float32
+        weights = optimizer.bit16_groups_flat
+        flats = [torch.zeros_like(each, dtype=dtype) for each in weights]
+        groups = optimizer.round_robin_bit16_groups
+        firsts = [
+            [parameter.storage_offset() - flat.storage_offset() for parameter in group]
+            for group, flat in zip(groups, weights, strict=True)
+        ]
+        super().__init__(engine, flats, slots_of(groups, firsts, flats), chunks)
+
+    def _hand_over(self, shards: list[Tensor]) -> None:
+        """Show the optimizer where the gradients are."""
+        for number, shard in enumerate(shards):
+            parts = [part_of(parameter, shard) for parameter in self._owned(number)]
+            self.optimizer.averaged_gradients[number] = InOneTensor(parts, shard)
+
+    def _owned(self, number: int) -> list[nn.Parameter]:
+        """Return the parameters that this rank owns some of."""
+        return self.optimizer.params_in_partition[number]
 
 
 class InOneTensor(list):
@@ -201,79 +195,45 @@ class InOneTensor(list):
         self.flat_partition = flat
 
 
-class ZeroGradients(Gradients):
-    """DeepSpeedZeroOptimizer's, stage 1: autograd's, or a copy in another precision.
+def gradients_of(
+    engine: PipelineEngine, chunks: Mapping[int, Sequence[nn.Parameter]]
+) -> FlatGradients:
+    """Return the gradients for an engine's optimizer.
 
-    Of what it averages a rank keeps its share only, so that tied weights come before.
+    chunks: chunk -> its parameters without tied ones, in the order in which chunks end
     """
-
-    def __init__(self, engine: PipelineEngine):
-        super().__init__(engine)
-        if self.optimizer.use_grad_accum_attribute:
-            for group in self.optimizer.bit16_groups:
-                for parameter in group:
-                    parameter.register_post_accumulate_grad_hook(
-                        self.optimizer._fill_param_grad_accum_attribute
-                    )
-
-    @torch.no_grad()
-    def add(self, parameter: nn.Parameter, gradient: Tensor) -> None:
-        """Add a gradient that autograd has not accumulated."""
-        if parameter.grad is None:
-            parameter.grad = gradient
-        else:
-            parameter.grad.add_(gradient)
-        if self.optimizer.use_grad_accum_attribute:
-            self.optimizer._fill_param_grad_accum_attribute(parameter)
-
-    def of(self, parameter: nn.Parameter) -> Tensor:
-        """What was accumulated."""
-        return self.optimizer.get_param_gradient_attribute(parameter)
-
-    def begin(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Nothing: DeepSpeed averages all of an optimizer group together."""
-
-    def finish(self) -> None:
-        """All gradients are there: average them over the data ranks, add up tied ones."""
-        self.add_up_tied()
-        self.optimizer.setup_buckets()
-        self.optimizer.set_gradient_accumulation_boundary(True)
-        if dist.get_world_size(self.optimizer.dp_process_group) > 1:
-            self.optimizer.reduce_gradients()
-        else:  # what else that does: it would copy them into its buckets to reduce them with nobody
-            self.optimizer.overlapping_partition_gradients_reduce_epilogue()
-
-    def discard(self) -> None:
-        """Forget all gradients, and those that DeepSpeed has averaged."""
-        for group in self.optimizer.bit16_groups:
-            for parameter in group:
-                parameter.grad = None
-                if self.optimizer.use_grad_accum_attribute:
-                    parameter.grad_accum = None
-        self.optimizer.averaged_gradients.clear()
+    is_mixed = isinstance(engine.optimizer, BF16_Optimizer)
+    return (MixedPrecisionGradients if is_mixed else ZeroGradients)(engine, chunks)
 
 
-def gradients_of(engine: PipelineEngine) -> Gradients:
-    """The gradients of this engine's optimizer."""
-    optimizer = engine.optimizer
-    if isinstance(optimizer, BF16_Optimizer):
-        return Float32Gradients(engine)
-    alone = dist.get_world_size(optimizer.dp_process_group) == 1
-    if alone and optimizer.dtype == torch.float32 and not optimizer.use_grad_accum_attribute:
-        return LoneGradients(engine)
-    return ZeroGradients(engine)
+def slots_of(
+    groups: Sequence[Sequence[nn.Parameter]],
+    firsts: Sequence[Sequence[int]],
+    flats: Sequence[Tensor],
+) -> dict[nn.Parameter, Slot]:
+    """Return the place of each parameter, up to the next one's or the end of the flat tensor.
+
+    Args:
+        groups: the parameters of each optimizer group
+        firsts: of each the first element in the group's flat tensor
+    """
+    slots = {}
+    for number, (group, starts, flat) in enumerate(zip(groups, firsts, flats, strict=True)):
+        placed = sorted(zip(starts, group, strict=True), key=lambda each: each[0])
+        stops = [start for start, _ in placed[1:]] + [flat.numel()]
+        for (start, parameter), stop in zip(placed, stops, strict=True):
+            slots[parameter] = Slot(number, start, stop)
+    return slots
 
 
-def size(parameters: Iterable[nn.Parameter]) -> int:
-    """Elements of all."""
-    return sum(each.numel() for each in parameters)
+def part_of(parameter: nn.Parameter, shard: Tensor) -> Tensor:
+    """Return the part of a shard that belongs to a parameter, of which the shard has some."""
+    place = parameter._hp_mapping.hp_fragment_address
+    return shard[place.start : place.start + place.numel]
 
 
-def runs(parts: Iterable[Tensor]) -> list[tuple[int, int]]:
-    """(start, stop) of the elements that views of one flat tensor cover, adjacent ones together."""
-    found: list[tuple[int, int]] = []
-    for first, size in sorted((each.storage_offset(), each.numel()) for each in parts):
-        touches = bool(found) and found[-1][1] == first
-        start = found.pop()[0] if touches else first
-        found.append((start, first + size))
-    return found
+def _divided_before(engine: PipelineEngine) -> float:
+    """Return what the JSON divides gradients by before they are summed."""
+    if engine._config.prescale_gradients:
+        return float(dist.get_world_size(engine.grid.get_data_parallel_group()))
+    return float(engine._config.gradient_predivide_factor)

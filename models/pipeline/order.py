@@ -162,6 +162,16 @@ def least_micro_batches(schedule: str, stages: int) -> int:
     return 2 * stages if schedule == "dualpipev" else 1
 
 
+def last_passes(order: Sequence[Pass]) -> list[Pass]:
+    """Return the last pass of each kind through each chunk of a stage, in the order of the passes.
+
+    After the very last of a chunk all its gradients are complete. Those that a split backward pass
+    does not leave to the weights' pass are complete after its last backward pass.
+    """
+    last = {(work.kind, work.chunk): work for work in order}
+    return [work for work in order if work == last[work.kind, work.chunk]]
+
+
 def most_in_flight(order: Iterable[Pass]) -> int:
     """Chunks whose activations an order holds at once, at most; until all backward is done."""
     order = list(order)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from models.parallel.context import Context
-from models.pipeline.order import BACKWARD, FORWARD, Pass
+from models.pipeline.order import BACKWARD, FORWARD, WEIGHT, Pass
 
 if TYPE_CHECKING:
     from models.pipeline.engine import ScheduledEngine
@@ -39,10 +39,7 @@ def warm_up(
     inputs = tuple(each if each is None else each.to(engine.device) for each in (tokens, labels))
     engine.module.train()
     _run_passes(engine, inputs, context)
-    for chunk in range(engine.pipeline.chunks):
-        engine.gradients.begin(engine.module.parameters_of_chunk(chunk))
-    engine.gradients.finish()
-    engine.gradients.discard()
+    engine.gradients.finish()  # the next step's first gradients replace these
     engine.module.eval()
     with torch.no_grad():
         _run_passes(engine, inputs, replace(context, dropout=None))
@@ -56,9 +53,14 @@ def _run_passes(
 ) -> None:
     """Run forward passes and, if gradients are enabled, backward passes of every chunk."""
     engine.module.take_contexts([context] * MICRO_BATCHES)
+    chunks = range(engine.pipeline.chunks)
+    ending = WEIGHT if engine.pipeline.splits else BACKWARD
+    engine.last_passes = {
+        Pass(ending, engine.stage_id, chunk, MICRO_BATCHES - 1) for chunk in chunks
+    }
     engine.total_loss, engine.fwd_outputs = None, []
     for number in range(MICRO_BATCHES):
-        for chunk in range(engine.pipeline.chunks):
+        for chunk in chunks:
             _begin_forward(engine, inputs, chunk, number)
             engine.run_forward(number, chunk)
             if torch.is_grad_enabled():

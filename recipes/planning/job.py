@@ -7,9 +7,11 @@ from models.config import ModelConfig
 from models.pipeline.balance import deal_blocks, deal_evenly, head_in_blocks
 from recipes.planning.footprint import Footprint
 from recipes.planning.hardware import Gpu, load_gpu
+from recipes.planning.kernels import BYTES
 from recipes.planning.software import THREEFOLD, Software
 from recipes.training.deepspeed_config import (
     build_deepspeed_config,
+    communication_precision,
     precision,
     read_deepspeed_json,
     zero_stage,
@@ -176,7 +178,10 @@ def job_of(recipe: Recipe, machine: Machine, software: Software = THREEFOLD) -> 
 
 
 def unspread_job(recipe: Recipe, machine: Machine, software: Software = THREEFOLD) -> Job:
-    """A recipe's model, batch and precision on a machine, in no layout yet.
+    """Describe a recipe's model, batch and precision on a machine, without a layout.
+
+    Our own stack sums gradients in the precision that the recipe's JSON says; other stacks in
+    their own.
 
     Raises:
         ValueError: the GPU does not compute in the recipe's precision.
@@ -195,6 +200,8 @@ def unspread_job(recipe: Recipe, machine: Machine, software: Software = THREEFOL
         bucket_elements=zero.get("reduce_bucket_size", footprint.bucket_elements),
         gathered_elements=zero.get("stage3_max_live_parameters", footprint.gathered_elements),
     )
+    if software.name == THREEFOLD.name:
+        software = replace(software, gradient_bytes=BYTES[communication_precision(config)])
     return Job(
         model=recipe.model,
         machine=machine,

@@ -38,7 +38,7 @@ class Software:
     split_transfers: bool = True  # each tensor rank sends its part to the next stage
     pipeline_overlap: float = 0.0  # share of transfers between stages hidden
     data_overlap: float = 0.0  # share of the gradients' reduction that the backward pass hides
-    gradient_bytes: int = 2  # on the wire, or those of the precision where it has more
+    gradient_bytes: int | None = None  # on the wire; None: as many as a weight has
     reduce_scatter: bool = True  # or all-reduce, although the optimizer's state is spread
     shard_overlap: float = 0.9  # share of ZeRO-2 and 3's communication that computation hides
     block_seconds: float = 5e-4  # host time to issue a block's forward pass
@@ -47,8 +47,11 @@ class Software:
     parallel_block: bool = False  # attention and MLP side by side: half the tensor collectives
 
     def bytes_of_gradients(self, weight: int) -> int:
-        """Bytes of a gradient on the wire; no fewer than a weight's."""
-        return max(self.gradient_bytes, weight)
+        """Return the bytes of a gradient on the wire.
+
+        weight: the bytes of a weight in the model's precision
+        """
+        return self.gradient_bytes or weight
 
 
 THREEFOLD = Software(

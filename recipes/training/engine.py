@@ -35,6 +35,7 @@ from models.pipeline.stages import Stage
 from recipes.training.checkpoint import CheckpointReader
 from recipes.training.copies import CopyGroup, differing_copies
 from recipes.training.deepspeed_config import precision, zero_stage
+from recipes.training.deepspeed_patches import replace_timers
 from recipes.training.micro_batch import MicroBatch
 from recipes.training.processes import compiles, quiet
 from recipes.training.recipe import Optimizer, Recipe
@@ -306,6 +307,7 @@ def build_engine(
             mpu=None if pipelined else grid,
         )
     without_needless_copies(wrapped.optimizer)
+    replace_timers(wrapped)
     engine = PipelinedEngine if pipelined else SequentialEngine
     return engine(wrapped, recipe, axis, crumb or Breadcrumb())
 

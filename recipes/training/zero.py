@@ -1,23 +1,30 @@
-"""DeepSpeed's ZeRO-1 and ZeRO-2 optimizer without the copies that it makes for nothing."""
+"""DeepSpeed's optimizers without needless copies, and with a norm that sees every gradient."""
 
 from collections.abc import Iterable
 from types import MethodType
 
 import torch
 import torch.distributed as dist
+from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.zero import stage_1_and_2
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+from deepspeed.utils.bwc import bwc_tensor_model_parallel_rank
 from torch import Tensor, nn
 
 ROW = 512  # elements that are added up in fp32
 
 
 def without_needless_copies(optimizer: object) -> None:
-    """Let an optimizer that DeepSpeed has made use what is there, if it is of this kind."""
+    """Let an optimizer that DeepSpeed has made use what is there, and see every gradient."""
     if isinstance(optimizer, DeepSpeedZeroOptimizer):
         share_fp32_weights(optimizer)
         optimizer.get_grad_norm_direct = MethodType(gradient_norm, optimizer)
         optimizer.unscale_and_clip_grads = MethodType(scale_in_update, optimizer)
+    elif isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
+        optimizer.get_grad_norm_direct = MethodType(gradient_norm, optimizer)
+    elif isinstance(optimizer, BF16_Optimizer):
+        optimizer.get_grads_for_norm = MethodType(shards_for_norm, optimizer)
 
 
 def share_fp32_weights(optimizer: DeepSpeedZeroOptimizer) -> None:
@@ -31,26 +38,91 @@ def share_fp32_weights(optimizer: DeepSpeedZeroOptimizer) -> None:
 
 
 def gradient_norm(
-    self: DeepSpeedZeroOptimizer, gradients: Iterable[Tensor], params: Iterable[nn.Parameter]
+    self: DeepSpeedZeroOptimizer | DeepSpeedZeroOptimizer_Stage3,
+    gradients: Iterable[Tensor],
+    params: Iterable[nn.Parameter],
 ) -> Tensor:
-    """DeepSpeed's get_grad_norm_direct, which would copy each gradient to fp64 first.
+    """Replace DeepSpeed's get_grad_norm_direct, which would copy each gradient to fp64 first.
 
-    It comes before the loss scale is changed for the next step.
+    It comes before the loss scale is changed for the next step. Returns -1 if any rank has a value
+    that is not finite.
     """
     self.scale_of_gradients = self.loss_scale
     gradients = (each for each in gradients if not getattr(each, "_zero_padding", False))
-    own = [
-        squared_norm(gradient)
-        for gradient, parameter in zip(gradients, params, strict=False)
-        if not getattr(parameter, "ds_pipe_replicated", False)
-        and (stage_1_and_2.is_model_parallel_parameter(parameter) or self.model_parallel_rank == 0)
-    ]
-    total = torch.stack(own).sum().float() if own else torch.zeros((), device=self.device)
+    parts = zip(gradients, params, strict=False)
+    total = sum_of_squares(parts, self.model_parallel_rank, self.device)
     dist.all_reduce(total, group=self.dp_process_group)
     self._model_parallel_all_reduce(tensor=total, op=dist.ReduceOp.SUM)
     norm = total.sqrt()
     stage_1_and_2.mask_nan_or_inf_with_val_inplace(norm, device=self.device)
     return norm
+
+
+def shards_for_norm(
+    self: BF16_Optimizer, for_clipping: bool = False
+) -> list[Tensor] | tuple[list[Tensor], dict[str, list[Tensor]]]:
+    """Replace DeepSpeed's get_grads_for_norm, which reads the gradients of the whole stage.
+
+    A rank has the average of its own shard only (`models/pipeline/reduction.py`). For clipping the
+    shards are returned. For the norm it is one number, the norm over all data ranks' shards;
+    DeepSpeed adds those of the tensor ranks and stages.
+    """
+    shards = self.fp32_groups_gradient_flat_partition
+    if for_clipping:
+        return list(shards)
+    places = (
+        (shard, parameter, parameter._hp_mapping.hp_fragment_address)
+        for shard, group in zip(shards, self.bf16_groups, strict=True)
+        for parameter in group
+        if parameter._hp_mapping is not None  # this rank owns some of it
+    )
+    parts = ((shard[at.start : at.start + at.numel], each) for shard, each, at in places)
+    tensor_rank = bwc_tensor_model_parallel_rank(mpu=self.mpu)
+    total = sum_of_squares(parts, tensor_rank, shards[0].device)
+    dist.all_reduce(total, group=self.dp_process_group)
+    return [total.sqrt()], {}
+
+
+def sum_of_squares(
+    parts: Iterable[tuple[Tensor, nn.Parameter]], tensor_rank: int, device: torch.device | str
+) -> Tensor:
+    """Add up the squares of the gradients that count on this rank, in fp32.
+
+    Replicated weights count on the first tensor rank, tied ones on one stage. On the other ranks
+    their squares count nothing, but a value that is not finite makes the sum NaN: DeepSpeed leaves
+    these gradients out, and a rank with a broken one would update its weights with it while the
+    others see a sound norm.
+    """
+    counted, others = [], []
+    for gradient, parameter in parts:
+        split = stage_1_and_2.is_model_parallel_parameter(parameter)
+        tied = getattr(parameter, "ds_pipe_replicated", False)
+        found = counted if not tied and (split or tensor_rank == 0) else others
+        found.append(gradient)
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    for each in adjacent(counted):
+        total += squared_norm(each)
+    for each in adjacent(others):
+        total += 0.0 * squared_norm(each)
+    return total.float()
+
+
+def adjacent(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """Join tensors that follow one another in memory, flattened, so that fewer kernels run."""
+    joined: list[Tensor] = []
+    for each in tensors:
+        if joined and _follows(each, joined[-1]):
+            last = joined.pop()
+            size = last.numel() + each.numel()
+            each = last.as_strided((size,), (1,), last.storage_offset())
+        joined.append(each.flatten())
+    return joined
+
+
+def _follows(tensor: Tensor, other: Tensor) -> bool:
+    same = tensor.untyped_storage()._cdata == other.untyped_storage()._cdata
+    end = other.storage_offset() + other.numel()
+    return same and tensor.is_contiguous() and tensor.storage_offset() == end
 
 
 def scale_in_update(self: DeepSpeedZeroOptimizer, gradients: list[Tensor], norm: Tensor) -> None:

@@ -24,7 +24,10 @@ pytestmark = [
 ]
 CPU = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
 CANARY = "5ec7e7" + "c0ffee" * 5 + "cafe"  # looks like a key of W&B and is nobody's
-TIMED = ("step_seconds", "data_seconds", "tokens_per_second", "tflops_per_gpu", "memory_gb")
+TIMED = (
+    "step_seconds", "between_seconds", "data_seconds", "validation_seconds", "tokens_per_second",
+    "tflops_per_gpu", "memory_gb",
+)  # fmt: skip
 SECONDS_OF_A_JOB = 180
 
 

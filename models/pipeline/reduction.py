@@ -1,0 +1,203 @@
+"""Sums of flat gradients over the data ranks; each rank gets the part that it owns.
+
+ZeRO cuts the flat tensor of an optimizer group into equal shards, one for each data rank, and only
+the owner of a shard updates its weights. A sum is therefore needed on one rank only.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from models.parallel.collectives import wait_for
+
+# A reduction to one owner passes n - 1 ranks one after the other. Where shards are so small that a
+# bucket covers more of them than this, one all-reduce takes less time than a reduction for each.
+MAX_OWNERS_IN_BUCKET = 4
+
+
+@dataclass(frozen=True)
+class Slot:
+    """The elements [start, stop) of a flat tensor for a parameter, with the padding after it."""
+
+    flat: int
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Consecutive elements [start, stop) of a flat tensor that are summed together.
+
+    parameters: the gradients that must be complete first
+    """
+
+    flat: int
+    start: int
+    stop: int
+    parameters: tuple[nn.Parameter, ...]
+
+
+def plan_buckets(
+    slots: Mapping[nn.Parameter, Slot], chunks: Sequence[Sequence[nn.Parameter]], *, elements: int
+) -> list[Bucket]:
+    """Cut the parameters of a stage into buckets, in the order in which they should complete.
+
+    Within a chunk that is the reverse order of the layers. The order depends on nothing but the
+    arguments, so that all data ranks post the same collectives in the same order, as NCCL needs.
+
+    Args:
+        chunks: the parameters of each chunk, in the order in which the chunks end
+        elements: the most that a bucket holds, unless a single parameter has more
+    """
+    buckets = []
+    for parameters in chunks:
+        for flat in sorted({slots[each].flat for each in parameters}):
+            held = [each for each in parameters if slots[each].flat == flat]
+            held.sort(key=lambda each: slots[each].start, reverse=True)
+            for group in _adjacent(held, slots, elements):
+                start, stop = slots[group[-1]].start, slots[group[0]].stop
+                buckets.append(Bucket(flat, start, stop, tuple(group)))
+    return buckets
+
+
+def _adjacent(
+    parameters: Sequence[nn.Parameter], slots: Mapping[nn.Parameter, Slot], elements: int
+) -> list[list[nn.Parameter]]:
+    """Group parameters, sorted from the last to the first, into neighbours of `elements` in all."""
+    groups: list[list[nn.Parameter]] = []
+    for each in parameters:
+        slot = slots[each]
+        if groups:
+            highest, lowest = slots[groups[-1][0]], slots[groups[-1][-1]]
+            if slot.stop == lowest.start and highest.stop - slot.start <= elements:
+                groups[-1].append(each)
+                continue
+        groups.append([each])
+    return groups
+
+
+@dataclass(frozen=True)
+class _Running:
+    """A sum in the background.
+
+    start: the first element in the flat tensor
+    total: where the sum arrives on this rank; None if another rank owns it
+    in_place: whether that is the flat tensor itself
+    sent: the tensor that must live until the sum is there
+    """
+
+    flat: int
+    start: int
+    total: Tensor | None
+    in_place: bool
+    sent: Tensor
+    work: dist.Work
+
+
+class ShardedReduction:
+    """Averages flat tensors over the data ranks in the background, bucket by bucket.
+
+    Traffic per link for a bucket of B bytes over n ranks: B where it is reduced to the owners of
+    its elements, (n - 1) / n * B for the reduce-scatter of a whole flat tensor, and
+    2 (n - 1) / n * B for an all-reduce, which only flat tensors with small shards need.
+
+    flats: of all parameters of an optimizer group, padded to a multiple of the data ranks
+    groups: the data ranks of each
+    dtype: of the sums
+    divided_before: what gradients are divided by before they are summed; the rest of the division
+        by the number of ranks follows the sum
+    """
+
+    def __init__(
+        self,
+        flats: Sequence[Tensor],
+        groups: Sequence[dist.ProcessGroup],
+        *,
+        dtype: torch.dtype,
+        divided_before: float = 1.0,
+    ):
+        self.flats, self.groups, self.dtype = flats, groups, dtype
+        self.divided_before = divided_before
+        self.sizes = [dist.get_world_size(group) for group in groups]
+        self.ranks = [dist.get_rank(group) for group in groups]
+        self.running: list[_Running] = []
+
+    def begin(self, bucket: Bucket) -> None:
+        """Begin to sum a bucket; its gradients must not change any more."""
+        flat = self.flats[bucket.flat]
+        if self.sizes[bucket.flat] == 1:
+            return
+        part = flat[bucket.start : bucket.stop]
+        if self.divided_before != 1.0:
+            part.div_(self.divided_before)
+        sent = part.to(self.dtype)  # the same tensor if it has this type
+        shard = self._shard_size(bucket.flat)
+        owners = range(bucket.start // shard, (bucket.stop - 1) // shard + 1)
+        if sent.numel() == flat.numel():
+            self._reduce_scatter(bucket.flat, sent)
+        elif len(owners) > MAX_OWNERS_IN_BUCKET:
+            self._all_reduce(bucket, sent)
+        else:
+            for owner in owners:
+                first = max(bucket.start, owner * shard)
+                last = min(bucket.stop, (owner + 1) * shard)
+                self._reduce(
+                    bucket.flat, sent[first - bucket.start : last - bucket.start], first, owner
+                )
+
+    def finish(self) -> list[Tensor]:
+        """Wait for all sums; return the average of this rank's shard of each flat tensor, in fp32.
+
+        A flat tensor in fp32 has the average in its own place, so that nothing is copied; the
+        elements of other ranks' shards hold no meaningful values afterwards.
+        """
+        shards = [self._own_shard(number) for number in range(len(self.flats))]
+        for each in self.running:
+            wait_for(each.work)
+            if each.total is not None and not each.in_place:
+                first = each.start - self.ranks[each.flat] * self._shard_size(each.flat)
+                shards[each.flat][first : first + each.total.numel()] = each.total
+        self.running = []
+        for shard, size in zip(shards, self.sizes, strict=True):
+            if size > 1:  # in fp32 whatever was sent, so that the quotient is rounded once
+                shard.div_(size / self.divided_before)
+        return shards
+
+    def _own_shard(self, number: int) -> Tensor:
+        """Return the elements of a flat tensor that this rank owns, or room for them in fp32."""
+        size = self._shard_size(number)
+        shard = self.flats[number].narrow(0, self.ranks[number] * size, size)
+        is_sum = self.sizes[number] == 1 or shard.dtype == torch.float32
+        return shard if is_sum else torch.empty_like(shard, dtype=torch.float32)
+
+    def _shard_size(self, number: int) -> int:
+        return self.flats[number].numel() // self.sizes[number]
+
+    def _is_in_place(self, number: int) -> bool:
+        """Tell whether sums arrive where the average belongs: all of it in fp32, no copies."""
+        return self.flats[number].dtype == self.dtype == torch.float32
+
+    def _reduce(self, number: int, sent: Tensor, start: int, owner: int) -> None:
+        group = self.groups[number]
+        work = dist.reduce(sent, group_dst=owner, group=group, async_op=True)
+        total = sent if owner == self.ranks[number] else None
+        self.running.append(_Running(number, start, total, self._is_in_place(number), sent, work))
+
+    def _reduce_scatter(self, number: int, sent: Tensor) -> None:
+        size = self._shard_size(number)
+        total = sent.new_empty(size)
+        work = dist.reduce_scatter_single(total, sent, group=self.groups[number], async_op=True)
+        start = self.ranks[number] * size
+        self.running.append(_Running(number, start, total, False, sent, work))
+
+    def _all_reduce(self, bucket: Bucket, sent: Tensor) -> None:
+        work = dist.all_reduce(sent, group=self.groups[bucket.flat], async_op=True)
+        size = self._shard_size(bucket.flat)
+        own = self.ranks[bucket.flat] * size
+        first, last = max(bucket.start, own), min(bucket.stop, own + size)
+        total = sent[first - bucket.start : last - bucket.start] if first < last else None
+        in_place = self._is_in_place(bucket.flat)
+        self.running.append(_Running(bucket.flat, first, total, in_place, sent, work))
