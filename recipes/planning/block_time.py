@@ -239,7 +239,7 @@ def _with_shards(job: Job, ahead: Spent, back: Spent) -> tuple[Spent, Spent]:
     if spread.zero_stage == 3:
         gathers = gather_seconds(job.machine, parameters * BYTES[job.precision], **group)
     gradients = parameters * software.bytes_of_gradients(BYTES[job.precision])
-    if spread.zero_stage == 2 and not software.reduce_scatter:
+    if spread.zero_stage == 2 and (software.zero2_all_reduce or not software.reduce_scatter):
         reduce = all_reduce_seconds(job.machine, gradients, **group)
     else:
         reduce = gather_seconds(job.machine, gradients, **group)

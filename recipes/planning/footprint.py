@@ -36,7 +36,8 @@ class Footprint:
         attention core's
     overhead_gib: of the CUDA context and the communication library; None: the GPU's usual one
     fragmentation: share of the activations that the caching allocator wastes
-    alone: what is kept instead where there is one data rank; None: the same
+    sent: of a gradient while it is summed over the data ranks, in bytes; None: a weight's
+    zero1: what is kept instead under ZeRO-1; None: the same
     """
 
     weight: float = 2
@@ -65,31 +66,30 @@ class Footprint:
     selective: float | None = None
     overhead_gib: float | None = None
     fragmentation: float = 0.05
-    alone: "Footprint | None" = None
+    sent: float | None = None
+    zero1: "Footprint | None" = None
 
 
-# DeepSpeed 0.19 as our recipes use it, counted operation by operation (`plan.py --trace`). Its
-# BF16_Optimizer holds fp32 gradients of the whole stage, whatever ZeRO-1 spreads; they are copied
-# in 16 bits to be added up over the data ranks. ZeRO-1 in fp16 and fp32 has a gradient of each
-# parameter in its own precision, and a bucket of 5e8 elements while they are added up; fp32 weights
-# are updated where they are, and a single data rank keeps fp32 gradients from step to step.
+# DeepSpeed 0.19 as our recipes use it, counted operation by operation (`plan.py --trace`). ZeRO-1
+# holds fp32 gradients of the whole stage in one tensor from step to step, which are summed over the
+# data ranks in place, or in copies of a shorter type that the JSON asks for. fp32 weights are
+# updated where they are. ZeRO-2 and 3 have buckets of 5e8 elements.
 DEEPSPEED_ZERO = Footprint(bucket_elements=5e8, gathered_elements=1e9)
 ZERO = replace(
     DEEPSPEED_ZERO, norm=4, gated=3, apart=True, rows=1, loss_in_parts=True,
     stock_pipeline=False,
 )  # fmt: skip
+FP16 = replace(
+    ZERO, gradient=0, running_gradient=2, updating=6, logit=6, head=2, loss_in_parts=False
+)
 FP32 = replace(
-    ZERO, weight=4, gradient=0, running_gradient=4, optimizer=8, zero3_copy=4, reducing_bucket=2e9,
-    norm=8,
+    ZERO, weight=4, gradient=0, running_gradient=4, optimizer=8, zero3_copy=4, norm=8,
 )  # fmt: skip
 DEEPSPEED = {
-    "bf16": replace(ZERO, reducing=2),
-    "fp16": replace(
-        ZERO, gradient=0, running_gradient=2, reducing_bucket=1e9, updating=6, logit=6, head=2,
-        loss_in_parts=False,
-    ),
-    "fp32": replace(FP32, alone=replace(FP32, gradient=4, running_gradient=0)),
-}  # fmt: skip
+    "bf16": ZERO,
+    "fp16": replace(FP16, zero1=replace(FP16, gradient=4, running_gradient=0, updating=0)),
+    "fp32": replace(FP32, zero1=replace(FP32, gradient=4, running_gradient=0)),
+}
 # DeepSpeed's own pipeline, which keeps gradients in 16 bits until they are added up.
 STOCK_PIPELINE = {
     "bf16": replace(

@@ -134,7 +134,7 @@ class Job:
     def footprint(self) -> Footprint:
         """What the software keeps in memory in this precision."""
         found = self.software.footprint[self.precision]
-        return found.alone if found.alone and self.spread.data == 1 else found
+        return found.zero1 if found.zero1 and self.spread.zero_stage < 2 else found
 
     @property
     def writes_scores(self) -> bool:
@@ -193,15 +193,17 @@ def unspread_job(recipe: Recipe, machine: Machine, software: Software = THREEFOL
             f'deepspeed = "{recipe.deepspeed}" computes in {kind}, which a {machine.gpu.name} does '
             f"not; use ds_configs/zero1_{next(iter(machine.gpu.peak_tflops))}.json"
         )
-    zero = config["zero_optimization"]
     footprint = software.footprint[kind]
+    if software.name == THREEFOLD.name:
+        sent = BYTES[communication_precision(config)]
+        software = replace(software, gradient_bytes=sent)
+        footprint = with_sent_bytes(footprint, sent)
+    zero = config["zero_optimization"]
     footprint = replace(
         footprint,
         bucket_elements=zero.get("reduce_bucket_size", footprint.bucket_elements),
         gathered_elements=zero.get("stage3_max_live_parameters", footprint.gathered_elements),
     )
-    if software.name == THREEFOLD.name:
-        software = replace(software, gradient_bytes=BYTES[communication_precision(config)])
     return Job(
         model=recipe.model,
         machine=machine,
@@ -210,3 +212,13 @@ def unspread_job(recipe: Recipe, machine: Machine, software: Software = THREEFOL
         precision=kind,
         software=replace(software, footprint={**software.footprint, kind: footprint}),
     )
+
+
+def with_sent_bytes(footprint: Footprint, sent: int) -> Footprint:
+    """Return the footprint of a stack that sums gradients in a precision of `sent` bytes.
+
+    ZeRO-1 sums fp32 gradients in place, and others in a copy.
+    """
+    zero1 = footprint.zero1 and with_sent_bytes(footprint.zero1, sent)
+    copied = 0 if sent == BYTES["fp32"] else sent
+    return replace(footprint, sent=sent, reducing=copied, zero1=zero1)

@@ -252,13 +252,23 @@ def passing_bytes(footprint: Footprint, spread: Spread, parameters: int) -> Pass
             buffers=footprint.bucket,
             reducing_buffers=footprint.bucket + bucket,
         )
-    # ZeRO-2: two buckets; ZeRO-3 one, and the weights that are gathered.
-    size, bucket = footprint.weight, footprint.weight * footprint.bucket_elements
-    flat = min(size * parameters, bucket)
+    # ZeRO-2 has two buckets in the weights' precision, whose gradients are flattened and then
+    # converted to be summed. ZeRO-3 has one bucket in the precision of the sums, a flattened copy,
+    # and the weights that are gathered, but for those whose gradients fill the bucket.
+    size, sent = footprint.weight, footprint.sent or footprint.weight
+    full = min(parameters, footprint.bucket_elements)
     if spread.zero_stage == 2:
-        return Passing(0.0, 0.0, 2 * bucket, 2 * bucket + flat)
-    gathered = size * min(parameters, footprint.gathered_elements)
-    return Passing(0.0, 0.0, bucket + gathered, bucket + gathered + flat)
+        buckets = 2 * size * footprint.bucket_elements
+        flat = size * full + (sent * full if sent != size else 0.0)
+        return Passing(0.0, 0.0, buckets, buckets + flat)
+    bucket, most = sent * footprint.bucket_elements, footprint.gathered_elements
+    gathered, still_gathered = min(parameters, most), min(parameters - full, most)
+    return Passing(
+        gradients=0.0,
+        reducing=0.0,
+        buffers=bucket + size * gathered,
+        reducing_buffers=bucket + size * still_gathered + sent * full,
+    )
 
 
 def held_bytes(job: Job, stage: int) -> float:

@@ -40,6 +40,7 @@ class Software:
     data_overlap: float = 0.0  # share of the gradients' reduction that the backward pass hides
     gradient_bytes: int | None = None  # on the wire; None: as many as a weight has
     reduce_scatter: bool = True  # or all-reduce, although the optimizer's state is spread
+    zero2_all_reduce: bool = False  # DeepSpeed's `use_multi_rank_bucket_allreduce`, its default
     shard_overlap: float = 0.9  # share of ZeRO-2 and 3's communication that computation hides
     block_seconds: float = 5e-4  # host time to issue a block's forward pass
     step_seconds: float = 0.02  # host time of a step beside its micro-batches
@@ -59,7 +60,7 @@ THREEFOLD = Software(
     era=0.95,  # Megatron-DeepSpeed's; nobody has measured ours yet
     elementwise=1.5,  # our norms, rotations and additions are kernels of their own
     shard_overlap=0.0,  # as measured for FSDP on the same GPUs
-    reduce_scatter=False,
+    zero2_all_reduce=True,
     block_seconds=6.4e-4,
     balances_stages=True,
     pipeline_overlap=1.0,  # receives are posted ahead, sends do not block: as simulated

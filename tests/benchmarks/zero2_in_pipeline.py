@@ -1,7 +1,7 @@
 """Would ZeRO-2 pay under a pipeline? What it saves and costs, as the planner sees it.
 
 Gradients would be shared by the data ranks while micro-batches accumulate: 4 bytes per parameter
-less, and each micro-batch's gradients reduced in 16 bits instead of a step's. For every recipe of
+less, and each micro-batch's gradients reduced instead of a step's. For every recipe of
 the catalogue with a cluster of 16 GPUs or more, the best layout as it is, then with this saving and
 its communication: all hidden that a backward pass is long enough to hide, and none hidden.
 
@@ -52,8 +52,8 @@ def reduced_each_time(job: Job, *, hidden: bool) -> StepTime:
 
 
 def reduction_seconds(job: Job) -> float:
-    """One reduce-scatter of a stage's gradients in 16 bits over the data ranks."""
-    size = 2 * max(stage_parameters(job))
+    """Return the time of one reduce-scatter of a stage's gradients over the data ranks."""
+    size = job.software.gradient_bytes * max(stage_parameters(job))
     return gather_seconds(job.machine, size, ranks=job.spread.data, stride=job.spread.tensor)
 
 
