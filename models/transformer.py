@@ -8,22 +8,23 @@ from collections.abc import Callable
 from functools import lru_cache, partial
 
 import torch
-from torch import Tensor, nn
-from torch.nn import functional as F
+from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from models.config import ModelConfig
 from models.kernels.attention import causal_attention
-from models.kernels.elementwise import heads_first, swiglu
+from models.kernels.dropout import drop_out
+from models.kernels.elementwise import gelu, heads_first, swiglu
 from models.kernels.fusing import Fusing
+from models.kernels.norms import Branch, add
 from models.parallel.collectives import TensorAxis
 from models.parallel.context import Context, Documents, positions_in
 from models.parallel.linear import ColumnParallelLinear, RowParallelLinear
 from models.parallel.norm import NORMS, RMSNorm
-from models.parallel.rng import attention_dropout_mask, drop, dropout
+from models.parallel.rng import attention_rows, stream_rows
 
 
-class Block(nn.Module):
+class Block(Fusing):
     """x + attention(norm(x)), then x + mlp(norm(x)).
 
     name: its dropout masks depend on it
@@ -55,14 +56,22 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
         """[s, b, h] to [s, b, h]."""
-        dropped = partial(dropout, probability=self.dropout, key=context.dropout, axis=self.axis)
         attended = self.attention(self.attention_norm(x), context)
-        x, normed = self.mlp_norm.of_sum(x, dropped(attended, place=f"{self.name}.attention"))
-        return x + dropped(self.mlp(normed), place=f"{self.name}.mlp")
+        attended = self._branch(attended, self.attention.output, "attention", context)
+        x, normed = self.mlp_norm.of_sum(x, attended)
+        return add(x, self._branch(self.mlp(normed), self.mlp.down, "mlp", context), self.fuse)
+
+    def _branch(self, y: Tensor, linear: RowParallelLinear, half: str, context: Context) -> Branch:
+        """Return what one half of the block adds to the residual stream; `linear` gave y."""
+        rows, key = None, context.dropout
+        if key is not None and self.dropout > 0:
+            place = f"{self.name}.{half}"
+            rows = stream_rows(y, key=key, place=place, axis=self.axis, fuse=self.fuse)
+        return Branch(y, linear.bias_here(), rows, self.dropout)
 
 
 class Attention(Fusing):
-    """Causal self-attention over this rank's heads, within each document.
+    """Causal self-attention over this rank's heads, within each document; no output bias.
 
     Communicates what its column-parallel and then its row-parallel linear do.
     """
@@ -145,21 +154,15 @@ class Attention(Fusing):
             starts = torch.arange(s, device=q.device) - positions  # of each token's document
             hidden = hidden | (starts[:, None, :, None] != starts[:, None, None, :])  # [b, 1, s, s]
         probabilities = scores.masked_fill_(hidden, float("-inf")).softmax(dim=-1)
-        first = self.axis.rank * a
-        keep = attention_dropout_mask(
-            context.dropout,
-            probability,
-            place=self.name,
-            length=s,
-            heads=range(first, first + a),
-            device=q.device,
+        rows = attention_rows(
+            probabilities, key=context.dropout, place=self.name, axis=self.axis, fuse=self.fuse
         )
-        probabilities = drop(probabilities, keep, probability)
+        probabilities = drop_out(probabilities, rows, probability, self.fuse)
         return torch.bmm(probabilities.view(b * g, -1, s), v).view(b, a, s, d)
 
 
 class MLP(Fusing):
-    """gelu(x U) D, or silu(x G) * (x U) D (SwiGLU, arXiv 2002.05202).
+    """gelu(x U) D, or silu(x G) * (x U) D (SwiGLU, arXiv 2002.05202); no output bias.
 
     Communicates what its column-parallel and then its row-parallel linear do.
     """
@@ -174,10 +177,10 @@ class MLP(Fusing):
 
     def forward(self, x: Tensor) -> Tensor:
         """[s, b, h] to [s, b, h]."""
-        x = self.up(x)  # [s, b, f/t], or [s, b, 2f/t] with the gate first
         if self.activation == "swiglu":
-            return self.down(swiglu(x, self.fuse))
-        return self.down(F.gelu(x, approximate="tanh"))
+            return self.down(swiglu(self.up(x), self.fuse))  # [s, b, 2f/t] with the gate first
+        x = self.up(x, bias_gradient=False)  # [s, b, f/t]
+        return self.down(gelu(x, self.up.bias, self.fuse))
 
 
 def recomputed(function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:

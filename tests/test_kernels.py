@@ -11,17 +11,21 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from models import cost
-from models.kernels import attention, elementwise
-from models.kernels.fusing import are_compiled, as_written, compile_kernels
+from models.config import ModelConfig
+from models.kernels import attention, elementwise, norms
+from models.kernels.dropout import GOLDEN_64, drop_out, keep_mask, signed
+from models.kernels.fusing import are_compiled, as_written, compile_kernels, compiled
+from models.kernels.norms import Branch
 from models.layer_specs import SequentialModel, layer_specs, logical_parameters
 from models.parallel import cross_entropy
 from models.parallel.collectives import TensorAxis
 from models.parallel.context import Context
+from models.parallel.rng import MaskKey, dropout
 from models.transformer import rotary_table
 from recipes.tracing.allocations import AllocationCounter
 from recipes.tracing.pretence import one_kernel
 from recipes.training.processes import compiler, compiles, has_compiler
-from tests.test_transformer import SHAPES
+from tests.test_transformer import KEY, SHAPES, WITH_DROPOUT
 
 EPSILON, HEADS, KV_HEADS, D = 1e-5, 4, 2, 8
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2e-2}  # of the largest value
@@ -31,8 +35,15 @@ def rms_norm(x: Tensor, weight: Tensor) -> Tensor:
     return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + EPSILON) * weight
 
 
-def sum_rms_norm(x: Tensor, y: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    return x + y, rms_norm(x + y, weight)
+def dropped(x: Tensor) -> Tensor:
+    return x * keep_mask(ROWS, x.shape[-1], 0.3) / 0.7
+
+
+def add_and_layer_norm(
+    x: Tensor, y: Tensor, y_bias: Tensor, weight: Tensor, bias: Tensor
+) -> tuple[Tensor, Tensor]:
+    total = x + dropped(y + y_bias)
+    return total, F.layer_norm(total, (16,), weight, bias, EPSILON)
 
 
 def swiglu(x: Tensor) -> Tensor:
@@ -54,17 +65,66 @@ def rotation() -> tuple[Tensor, Tensor]:
     return rotary_table(6, D, 100.0, torch.device("cpu"), None)
 
 
+STREAM = (5, 3, 16)
+ROWS = torch.arange(15).view(5, 3) * signed(GOLDEN_64, 64)
 QKV = (6, 2, HEADS + 2 * KV_HEADS, D)
 KERNELS: dict[str, tuple[Callable, Callable, Sequence[tuple[int, ...]]]] = {
     "rms_norm": (
-        lambda x, w: elementwise.rms_norm(x, w, EPSILON, as_written),
+        lambda x, w: norms.norm(x, w, None, EPSILON, as_written),
         rms_norm,
-        [(5, 3, 16), (16,)],
+        [STREAM, (16,)],
     ),
-    "sum_rms_norm": (
-        lambda x, y, w: elementwise.sum_rms_norm(x, y, w, EPSILON, as_written),
-        sum_rms_norm,
-        [(5, 3, 16), (5, 3, 16), (16,)],
+    "layer_norm": (
+        lambda x, w, b: norms.norm(x, w, b, EPSILON, as_written),
+        lambda x, w, b: F.layer_norm(x, (16,), w, b, EPSILON),
+        [STREAM, (16,), (16,)],
+    ),
+    "add": (
+        lambda x, y: norms.add(x, Branch(y), as_written),
+        torch.add,
+        [STREAM, STREAM],
+    ),
+    "add bias": (
+        lambda x, y, b: norms.add(x, Branch(y, b), as_written),
+        lambda x, y, b: x + y + b,
+        [STREAM, STREAM, (16,)],
+    ),
+    "add bias and dropout": (
+        lambda x, y, b: norms.add(x, Branch(y, b, ROWS, 0.3), as_written),
+        lambda x, y, b: x + dropped(y + b),
+        [STREAM, STREAM, (16,)],
+    ),
+    "add dropout": (
+        lambda x, y: norms.add(x, Branch(y, None, ROWS, 0.3), as_written),
+        lambda x, y: x + dropped(y),
+        [STREAM, STREAM],
+    ),
+    "add and rms_norm": (
+        lambda x, y, w: norms.add_and_norm(x, Branch(y), w, None, epsilon=EPSILON, fuse=as_written),
+        lambda x, y, w: (x + y, rms_norm(x + y, w)),
+        [STREAM, STREAM, (16,)],
+    ),
+    "add bias and dropout, and layer_norm": (
+        lambda x, y, yb, w, b: norms.add_and_norm(
+            x, Branch(y, yb, ROWS, 0.3), w, b, epsilon=EPSILON, fuse=as_written
+        ),
+        add_and_layer_norm,
+        [STREAM, STREAM, (16,), (16,), (16,)],
+    ),
+    "dropout": (
+        lambda x: drop_out(x, ROWS, 0.3, as_written),
+        lambda x: dropped(x),
+        [STREAM],
+    ),
+    "gelu": (
+        lambda x, b: elementwise.gelu(x + b.detach(), b, as_written),
+        lambda x, b: F.gelu(x + b, approximate="tanh"),
+        [STREAM, (16,)],
+    ),
+    "gelu without bias": (
+        lambda x: elementwise.gelu(x, None, as_written),
+        lambda x: F.gelu(x, approximate="tanh"),
+        [STREAM],
     ),
     "swiglu": (lambda x: elementwise.swiglu(x, as_written), swiglu, [(5, 3, 16)]),
     "rotated heads": (
@@ -153,7 +213,7 @@ def test_the_loss_in_chunks_is_cross_entropy(most: int, dtype: torch.dtype) -> N
         return F.cross_entropy((x @ table[:17].t()).flatten(0, 1), labels.t().flatten())
 
     tolerance = 2e-6 if dtype == torch.float32 else 1e-2
-    with mock.patch.object(cost, "MOST_LOGITS", most):
+    with mock.patch.dict(cost.MOST_LOGITS, cpu=most):
         expected = outcome(formula, (x.float(), table.float()))
         assert difference(outcome(ours, (x, table)), expected) < tolerance
         with torch.no_grad():
@@ -180,7 +240,7 @@ def test_the_logits_of_one_part_are_there_at_a_time() -> None:
     peaks = []
     for parts in (1, 4):
         with (
-            mock.patch.object(cost, "MOST_LOGITS", tokens * columns // parts),
+            mock.patch.dict(cost.MOST_LOGITS, cpu=tokens * columns // parts),
             AllocationCounter() as counter,
         ):
             cross_entropy.vocab_parallel_loss(
@@ -194,8 +254,15 @@ def test_the_logits_of_one_part_are_there_at_a_time() -> None:
 # Compiled
 
 
-def model_outcome(shape: str, *, compile: bool) -> list[Tensor]:
-    config = replace(SHAPES[shape], vocab_size=96)
+COMPILED = {
+    "qwen3": (SHAPES["qwen3"], Context()),
+    "gpt2": (SHAPES["gpt2"], Context()),
+    "gpt2 with dropout": (WITH_DROPOUT, Context(dropout=KEY)),
+}
+
+
+def model_outcome(config: ModelConfig, context: Context, *, compile: bool) -> list[Tensor]:
+    config = replace(config, vocab_size=96)
     torch.manual_seed(0)
     model = SequentialModel(layer_specs(config, TensorAxis()))
     for _, parameter in logical_parameters(model, config):
@@ -205,15 +272,44 @@ def model_outcome(shape: str, *, compile: bool) -> list[Tensor]:
         compile_kernels(model)
         assert are_compiled(model)
     tokens = torch.randint(96, (2, config.sequence_length))
-    loss = model(tokens, tokens.roll(-1, 1), Context())
+    loss = model(tokens, tokens.roll(-1, 1), context)
     loss.backward()
     return [loss.detach()] + [each.grad for each in model.parameters()]
 
 
-@pytest.mark.skipif(shutil.which(compiler()) is None, reason="there is no C++ compiler")
-def test_compiled_kernels_compute_the_same() -> None:
-    expected = model_outcome("qwen3", compile=False)
-    assert difference(model_outcome("qwen3", compile=True), expected) < 1e-5
+needs_compiler = pytest.mark.skipif(
+    shutil.which(compiler()) is None, reason="there is no C++ compiler"
+)
+
+
+@needs_compiler
+@pytest.mark.parametrize("name", COMPILED)
+def test_compiled_kernels_compute_the_same(name: str) -> None:
+    expected = model_outcome(*COMPILED[name], compile=False)
+    assert difference(model_outcome(*COMPILED[name], compile=True), expected) < 1e-5
+
+
+@needs_compiler
+def test_compiled_masks_are_the_same_bit_for_bit() -> None:
+    """Eager and compiled kernels, and both in one job, drop the same elements."""
+    x = torch.ones(7, 2, 33)  # vectors and what is left over
+    axis = TensorAxis(rank=1, size=2, sequence_parallel=True)
+    kept = [
+        dropout(x, 0.3, key=KEY, place="blocks.1.mlp", axis=axis, fuse=fuse) != 0
+        for fuse in (as_written, compiled)
+    ]
+    assert torch.equal(*kept) and 0.6 < float(kept[0].float().mean()) < 0.8
+
+
+@needs_compiler
+def test_another_step_compiles_nothing() -> None:
+    """Samples change in every step, and each layer has its own place."""
+    x, compilations = torch.ones(5, 2, 16), []
+    for step in range(4):
+        key = MaskKey(1, range(2 * step, 2 * step + 2))
+        dropout(x, 0.3, key=key, place=f"blocks.{step}.mlp", axis=TensorAxis(), fuse=compiled)
+        compilations.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+    assert compilations[0] > 0 and len(set(compilations)) == 1
 
 
 def test_auto_compiles_on_gpus_only() -> None:

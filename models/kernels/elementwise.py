@@ -1,34 +1,34 @@
-"""What runs between matrix products, with the backward pass written out.
+"""Element-wise operations between matrix products, with the backward pass written out.
 
 Autograd would keep each intermediate result, in fp32 where that is what it is computed in; these
-keep their inputs and compute the rest again. Arithmetic is in fp32; norms round before their weight
-and after it, as transformers' do, and sums of two tensors are rounded as tensors are.
+keep their inputs and compute the rest again. Arithmetic is in fp32. `norms.py` has the norms and
+the residual stream, `dropout.py` dropout.
 
 s sequence, b micro-batch, h hidden, f MLP hidden, a query heads, g key-value heads, d head size.
 """
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from models.kernels.attention import in_blocks
 from models.kernels.fusing import Function
 
 
-def rms_norm(x: Tensor, weight: Tensor, epsilon: float, fuse: Function) -> Tensor:
-    """x / rms(x) * weight over the last dimension (arXiv 1910.07467): [..., h] to [..., h]."""
-    return _RMSNorm.apply(x, weight, epsilon, fuse)
-
-
-def sum_rms_norm(
-    x: Tensor, y: Tensor, weight: Tensor, epsilon: float, fuse: Function
-) -> tuple[Tensor, Tensor]:
-    """x + y, and its rms_norm: twice [..., h] to twice [..., h]."""
-    return _SumRMSNorm.apply(x, y, weight, epsilon, fuse)
-
-
 def swiglu(x: Tensor, fuse: Function) -> Tensor:
     """silu(gate) * up (arXiv 2002.05202): gate|up [..., 2f] to [..., f]."""
     return _SwiGLU.apply(x, fuse)
+
+
+def gelu(x: Tensor, bias: Tensor | None, fuse: Function) -> Tensor:
+    """Return GELU by its tanh approximation (arXiv 1606.08415): [..., f] to [..., f].
+
+    Args:
+        bias: [f], has been added to x by a matrix product (for nothing, in its last step) that
+            does not return the bias's gradient. It is a column sum of the gradient of x, and is
+            computed together with it.
+    """
+    return _GELU.apply(x, bias, fuse)
 
 
 def heads_first(
@@ -52,34 +52,6 @@ def heads_first(
     return _HeadsFirst.apply(qkv, cos, sin, (heads, kv_heads, contiguous), fuse)
 
 
-class _RMSNorm(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, weight, epsilon, fuse):
-        ctx.fuse = fuse
-        normed, inverse_rms = fuse(_norm)(x, weight, epsilon)
-        ctx.save_for_backward(x, weight, inverse_rms)
-        return normed
-
-    @staticmethod
-    def backward(ctx, grad):
-        grad_x, grad_weight = ctx.fuse(_norm_backward)(grad, *ctx.saved_tensors)
-        return grad_x, grad_weight, None, None
-
-
-class _SumRMSNorm(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, y, weight, epsilon, fuse):
-        ctx.fuse = fuse
-        total, normed, inverse_rms = fuse(_sum_norm)(x, y, weight, epsilon)
-        ctx.save_for_backward(total, weight, inverse_rms)
-        return total, normed
-
-    @staticmethod
-    def backward(ctx, grad_total, grad):
-        grad_x, grad_weight = ctx.fuse(_sum_norm_backward)(grad_total, grad, *ctx.saved_tensors)
-        return grad_x, grad_x, grad_weight, None, None
-
-
 class _SwiGLU(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, fuse):
@@ -90,6 +62,18 @@ class _SwiGLU(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         return ctx.fuse(_swiglu_backward)(grad, *ctx.saved_tensors), None
+
+
+class _GELU(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, bias, fuse):
+        ctx.fuse, ctx.has_bias = fuse, bias is not None
+        ctx.save_for_backward(x)
+        return fuse(_gelu)(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return *ctx.fuse(_gelu_backward)(grad, *ctx.saved_tensors, ctx.has_bias), None
 
 
 class _HeadsFirst(torch.autograd.Function):
@@ -104,39 +88,6 @@ class _HeadsFirst(torch.autograd.Function):
         return ctx.fuse(_heads_first_backward)(*grads, *ctx.saved_tensors), None, None, None, None
 
 
-def _norm(x: Tensor, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
-    """The norm, and 1 / rms(x) [..., 1] in fp32."""
-    wide = x.float()
-    inverse_rms = torch.rsqrt(wide.square().mean(-1, keepdim=True) + epsilon)
-    return (wide * inverse_rms).to(x.dtype) * weight, inverse_rms
-
-
-def _sum_norm(
-    x: Tensor, y: Tensor, weight: Tensor, epsilon: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    total = x + y
-    return total, *_norm(total, weight, epsilon)
-
-
-def _norm_backward(
-    grad: Tensor, x: Tensor, weight: Tensor, inverse_rms: Tensor
-) -> tuple[Tensor, Tensor]:
-    """The gradients of x and the weight."""
-    normed = x.float() * inverse_rms
-    grad = grad.float()
-    grad_weight = (grad * normed).flatten(0, -2).sum(0)
-    grad = grad * weight
-    mean = (grad * normed).mean(-1, keepdim=True)
-    return (inverse_rms * (grad - normed * mean)).to(x.dtype), grad_weight.to(weight.dtype)
-
-
-def _sum_norm_backward(
-    grad_total: Tensor, grad: Tensor, total: Tensor, weight: Tensor, inverse_rms: Tensor
-) -> tuple[Tensor, Tensor]:
-    grad_x, grad_weight = _norm_backward(grad, total, weight, inverse_rms)
-    return grad_x + grad_total, grad_weight
-
-
 def _swiglu(x: Tensor) -> Tensor:
     gate, up = x.float().chunk(2, dim=-1)
     return (gate * gate.sigmoid() * up).to(x.dtype)
@@ -149,6 +100,16 @@ def _swiglu_backward(grad: Tensor, x: Tensor) -> Tensor:
     grad_gate = grad * up * (sigmoid + silu * (1 - sigmoid))
     # Compiled, a stack takes about half as long as a cat.
     return torch.stack([grad_gate, grad * silu], dim=-2).flatten(-2).to(x.dtype)
+
+
+def _gelu(x: Tensor) -> Tensor:
+    return F.gelu(x, approximate="tanh")
+
+
+def _gelu_backward(grad: Tensor, x: Tensor, has_bias: bool) -> tuple[Tensor, Tensor | None]:
+    """The gradients of x and of the bias."""
+    grad_x = torch.ops.aten.gelu_backward(grad, x, approximate="tanh")
+    return grad_x, grad_x.flatten(0, -2).sum(0) if has_bias else None
 
 
 def _heads_first(
