@@ -75,18 +75,17 @@ class Footprint:
 # are updated where they are, and a single data rank keeps fp32 gradients from step to step.
 DEEPSPEED_ZERO = Footprint(bucket_elements=5e8, gathered_elements=1e9)
 ZERO = replace(
-    DEEPSPEED_ZERO, norm=4, gated=3, apart=True, rows=1, loss_in_parts=True,
+    DEEPSPEED_ZERO, norm=4, gated=3, apart=True, rows=1, loss_in_parts=True, score=4,
     stock_pipeline=False,
 )  # fmt: skip
 FP32 = replace(
     ZERO, weight=4, gradient=0, running_gradient=4, optimizer=8, zero3_copy=4, reducing_bucket=2e9,
-    norm=8,
+    norm=8, score=8,
 )  # fmt: skip
 DEEPSPEED = {
     "bf16": replace(ZERO, reducing=2),
     "fp16": replace(
-        ZERO, gradient=0, running_gradient=2, reducing_bucket=1e9, updating=6, logit=6, head=2,
-        loss_in_parts=False,
+        ZERO, gradient=0, running_gradient=2, reducing_bucket=1e9, updating=6,
     ),
     "fp32": replace(FP32, alone=replace(FP32, gradient=4, running_gradient=0)),
 }  # fmt: skip
