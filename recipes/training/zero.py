@@ -1,4 +1,4 @@
-"""DeepSpeed's ZeRO optimizers without needless passes over gradients, and at the right loss scale."""
+"""DeepSpeed's ZeRO optimizers without needless passes over gradients, at their own loss scale."""
 
 from collections.abc import Iterable
 from types import MethodType
