@@ -12,9 +12,14 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from models.config import ModelConfig
-from models.kernels.attention import causal_attention
+from models.kernels.attention import (
+    causal_attention,
+    document_attention,
+    in_blocks,
+    varlen_kernel,
+)
 from models.kernels.dropout import drop_out
-from models.kernels.elementwise import gelu, heads_first, swiglu
+from models.kernels.elementwise import Order, gelu, heads_first, swiglu
 from models.kernels.fusing import Fusing
 from models.kernels.norms import Branch, add
 from models.parallel.collectives import TensorAxis
@@ -103,7 +108,12 @@ class Attention(Fusing):
         if self.config.positions == "rope":
             rotation = rotary_table(qkv.shape[0], d, theta, qkv.device, context.documents)
         q, k, v = heads_first(
-            qkv, rotation, heads=self.heads, kv_heads=self.kv_heads, fuse=self.fuse
+            qkv,
+            rotation,
+            heads=self.heads,
+            kv_heads=self.kv_heads,
+            order=self._order(qkv, context),
+            fuse=self.fuse,
         )
         core = partial(self._core, context=context)
         y = recomputed(core, q, k, v) if self.recompute_core else core(q, k, v)
@@ -114,26 +124,24 @@ class Attention(Fusing):
         if context.dropout is not None and self.config.attention_dropout > 0:
             y = self._attend_with_dropout(q, k, v, context)
         elif context.documents is not None:
-            y = self._attend_by_document(q, k, v, context.documents)
+            varlen = varlen_kernel(q.device, q.dtype, q.shape[-1])
+            y = document_attention(q, k, v, context.documents.lengths, varlen=varlen)
         else:
             y = causal_attention(q, k, v)
         return y.permute(2, 0, 1, 3).flatten(2)  # [s, b, a/t * d]
 
-    def _attend_by_document(self, q: Tensor, k: Tensor, v: Tensor, documents: Documents) -> Tensor:
-        """Causal attention, a call for each document (arXiv 2402.13991).
+    def _order(self, qkv: Tensor, context: Context) -> Order:
+        """Return the order in memory of the heads that the core reads without copying them.
 
-        [b, a/t, s, d] from [b, a/t, s, d] and twice [b, g/t, s, d].
-
-        The work is the sum of the lengths' squares, and there is no mask, which would be [b, s, s]
-        and keep fused kernels away.
+        Contiguous where attention runs in blocks; one sequence after the other for all documents
+        together; otherwise the order in which torch's kernel then leaves its output, and in which
+        the next product takes it.
         """
-        counts, divisions = zip(*documents.runs(), strict=True)
-        attended = []
-        # Split, not sliced: backward that is one cat, and a slice would fill a tensor of all.
-        for *run, lengths in zip(*(t.split(counts) for t in (q, k, v)), divisions, strict=True):
-            parts = zip(*(t.split(lengths, dim=2) for t in run), strict=True)
-            attended.append(torch.cat([causal_attention(*document) for document in parts], dim=2))
-        return torch.cat(attended)
+        if in_blocks(qkv.device, len(qkv)):
+            return "basd"
+        if context.documents is not None and varlen_kernel(qkv.device, qkv.dtype, qkv.shape[-1]):
+            return "bsad"
+        return "sbad"
 
     def _attend_with_dropout(self, q: Tensor, k: Tensor, v: Tensor, context: Context) -> Tensor:
         """[b, a/t, s, d] from [b, a/t, s, d] and twice [b, g/t, s, d].

@@ -129,13 +129,15 @@ KERNELS: dict[str, tuple[Callable, Callable, Sequence[tuple[int, ...]]]] = {
     "swiglu": (lambda x: elementwise.swiglu(x, as_written), swiglu, [(5, 3, 16)]),
     "rotated heads": (
         lambda x: elementwise.heads_first(
-            x, rotation(), heads=HEADS, kv_heads=KV_HEADS, fuse=as_written
+            x, rotation(), heads=HEADS, kv_heads=KV_HEADS, order="basd", fuse=as_written
         ),
         lambda x: heads_first(x, rotation()),
         [QKV],
     ),
     "heads": (
-        lambda x: elementwise.heads_first(x, None, heads=HEADS, kv_heads=KV_HEADS, fuse=as_written),
+        lambda x: elementwise.heads_first(
+            x, None, heads=HEADS, kv_heads=KV_HEADS, order="basd", fuse=as_written
+        ),
         lambda x: heads_first(x, None),
         [QKV],
     ),

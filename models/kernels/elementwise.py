@@ -7,12 +7,22 @@ the residual stream, `dropout.py` dropout.
 s sequence, b micro-batch, h hidden, f MLP hidden, a query heads, g key-value heads, d head size.
 """
 
+from typing import Literal
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from models.kernels.attention import in_blocks
 from models.kernels.fusing import Function
+
+# Orders of the heads' dimensions in memory -> the permutations from [s, b, a, d] to the order, and
+# from the order to [b, a, s, d].
+Order = Literal["basd", "sbad", "bsad"]
+PERMUTATIONS: dict[Order, tuple[tuple[int, ...], tuple[int, ...]]] = {
+    "basd": ((1, 2, 0, 3), (0, 1, 2, 3)),
+    "sbad": ((0, 1, 2, 3), (1, 2, 0, 3)),
+    "bsad": ((1, 0, 2, 3), (0, 2, 1, 3)),
+}
 
 
 def swiglu(x: Tensor, fuse: Function) -> Tensor:
@@ -37,19 +47,18 @@ def heads_first(
     *,
     heads: int,
     kv_heads: int,
+    order: Order,
     fuse: Function,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """q|k|v [s, b, a + 2g, d] to q [b, a, s, d] and k, v [b, g, s, d].
 
-    Contiguous where attention runs in blocks; otherwise [s, b, a, d] in memory, the order in which
-    torch's kernel then leaves its output, and in which the next product takes it.
-
-    rotation: cos and sin [s, b or 1, 1, d/2] of the angles by which the pairs (i, i + d/2) of q and
-        k are rotated, as Llama's published weights expect (arXiv 2104.09864)
+    Args:
+        rotation: cos and sin [s, b or 1, 1, d/2] of the angles by which the pairs (i, i + d/2) of q
+            and k are rotated, as Llama's published weights expect (arXiv 2104.09864)
+        order: of the dimensions in memory
     """
     cos, sin = rotation or (None, None)
-    contiguous = in_blocks(qkv.device, len(qkv))
-    return _HeadsFirst.apply(qkv, cos, sin, (heads, kv_heads, contiguous), fuse)
+    return _HeadsFirst.apply(qkv, cos, sin, (heads, kv_heads, order), fuse)
 
 
 class _SwiGLU(torch.autograd.Function):
@@ -118,17 +127,14 @@ def _heads_first(
     sin: Tensor | None,
     heads: int,
     kv_heads: int,
-    contiguous: bool,
+    order: Order,
 ) -> tuple[Tensor, Tensor, Tensor]:
     queries_keys, v = qkv.split([heads + kv_heads, kv_heads], dim=2)
     if cos is not None:
         queries_keys = _rotate(queries_keys, cos, sin)
     q, k = queries_keys.split([heads, kv_heads], dim=2)
-    if contiguous:
-        q, k, v = (each.permute(1, 2, 0, 3).contiguous() for each in (q, k, v))
-    else:
-        q, k, v = (each.contiguous().permute(1, 2, 0, 3) for each in (q, k, v))
-    return q, k, v
+    there, back = PERMUTATIONS[order]
+    return tuple(each.permute(there).contiguous().permute(back) for each in (q, k, v))
 
 
 def _heads_first_backward(
