@@ -1,7 +1,8 @@
 """Kernels with written-out backward passes against what autograd makes of the plain formula."""
 
+import contextlib
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from unittest import mock
 
@@ -13,8 +14,9 @@ from torch.nn import functional as F
 from models import cost
 from models.config import ModelConfig
 from models.kernels import attention, elementwise, norms
+from models.kernels import dropout as dropout_kernels
 from models.kernels.dropout import GOLDEN_64, drop_out, keep_mask, signed
-from models.kernels.fusing import are_compiled, as_written, compile_kernels, compiled
+from models.kernels.fusing import are_compiled, as_written, compile_kernels, compiled, native_on_cpu
 from models.kernels.norms import Branch
 from models.layer_specs import SequentialModel, layer_specs, logical_parameters
 from models.parallel import cross_entropy
@@ -307,6 +309,16 @@ def model_outcome(config: ModelConfig, context: Context, *, compile: bool) -> li
     return [loss.detach()] + [each.grad for each in model.parameters()]
 
 
+@pytest.fixture
+def compiled_everywhere() -> Iterator[None]:
+    """Compile what a CPU runs as written, too."""
+    natives = (elementwise._gelu, elementwise._gelu_backward, dropout_kernels._drop_out)
+    with contextlib.ExitStack() as stack:
+        for function in natives:
+            stack.enter_context(mock.patch.object(function, "native_on_cpu", False))
+        yield
+
+
 needs_compiler = pytest.mark.skipif(
     shutil.which(compiler()) is None, reason="there is no C++ compiler"
 )
@@ -314,15 +326,16 @@ needs_compiler = pytest.mark.skipif(
 
 @needs_compiler
 @pytest.mark.parametrize("name", COMPILED)
-def test_compiled_kernels_compute_the_same(name: str) -> None:
+def test_compiled_kernels_compute_the_same(name: str, compiled_everywhere: None) -> None:
     expected = model_outcome(*COMPILED[name], compile=False)
     assert difference(model_outcome(*COMPILED[name], compile=True), expected) < 1e-5
 
 
 @needs_compiler
-def test_compiled_masks_are_the_same_bit_for_bit() -> None:
+@pytest.mark.parametrize("columns", [33, 48])  # vectors and what is left over
+def test_compiled_masks_are_the_same_bit_for_bit(columns: int, compiled_everywhere: None) -> None:
     """Eager and compiled kernels, and both in one job, drop the same elements."""
-    x = torch.ones(7, 2, 33)  # vectors and what is left over
+    x = torch.ones(7, 2, columns)
     axis = TensorAxis(rank=1, size=2, sequence_parallel=True)
     kept = [
         dropout(x, 0.3, key=KEY, place="blocks.1.mlp", axis=axis, fuse=fuse) != 0
@@ -332,7 +345,7 @@ def test_compiled_masks_are_the_same_bit_for_bit() -> None:
 
 
 @needs_compiler
-def test_another_step_compiles_nothing() -> None:
+def test_another_step_compiles_nothing(compiled_everywhere: None) -> None:
     """Samples change in every step, and each layer has its own place."""
     x, compilations = torch.ones(5, 2, 16), []
     for step in range(4):
@@ -340,6 +353,20 @@ def test_another_step_compiles_nothing() -> None:
         dropout(x, 0.3, key=key, place=f"blocks.{step}.mlp", axis=TensorAxis(), fuse=compiled)
         compilations.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
     assert compilations[0] > 0 and len(set(compilations)) == 1
+
+
+def test_a_cpu_runs_torchs_own_kernels_as_they_are() -> None:
+    """No compiler is called for a marked function; for another one it is."""
+
+    def double(x: Tensor) -> Tensor:
+        return 2 * x
+
+    x = torch.randn(3, 4)
+    with mock.patch.object(torch, "compile", lambda function, **settings: torch.zeros_like):
+        run = compiled(double)
+        assert not run(x).any()
+        native_on_cpu(double)
+        assert torch.equal(run(x), 2 * x)
 
 
 def test_auto_compiles_on_gpus_only() -> None:

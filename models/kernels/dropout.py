@@ -8,7 +8,7 @@ product at once and writes the mask, one byte per element, for the backward pass
 import torch
 from torch import Tensor
 
-from models.kernels.fusing import Function
+from models.kernels.fusing import Function, native_on_cpu
 
 GOLDEN_64, GOLDEN_32 = 0x9E3779B97F4A7C15, 0x9E3779B9
 
@@ -36,6 +36,7 @@ class _DropOut(torch.autograd.Function):
         return ctx.fuse(drop)(grad, *ctx.saved_tensors, ctx.probability), None, None, None
 
 
+@native_on_cpu
 def _drop_out(x: Tensor, rows: Tensor, probability: float) -> tuple[Tensor, Tensor]:
     keep = keep_mask(rows, x.shape[-1], probability)
     return drop(x, keep, probability), keep
@@ -53,6 +54,7 @@ def keep_mask(rows: Tensor, columns: int, probability: float) -> Tensor:
     lowbias32, Wellons 2018, "Prospecting for hash functions"); int32 keeps it to half the memory.
     """
     low, high = rows.to(torch.int32), (rows >> 32).to(torch.int32)
+    # Not in int32 from the start: torch 2.13's compiled CPU code then writes past the mask's end.
     counters = torch.arange(columns, device=rows.device) * GOLDEN_32
     bits = low.unsqueeze(-1) + counters.to(torch.int32)  # wraps, as all of this does
     bits.bitwise_xor_((bits >> 16).bitwise_and_(0xFFFF)).mul_(signed(0x7FEB352D, 32))

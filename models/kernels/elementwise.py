@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from models.kernels.fusing import Function
+from models.kernels.fusing import Function, native_on_cpu
 
 # Orders of the heads' dimensions in memory -> the permutations from [s, b, a, d] to the order, and
 # from the order to [b, a, s, d].
@@ -111,10 +111,12 @@ def _swiglu_backward(grad: Tensor, x: Tensor) -> Tensor:
     return torch.stack([grad_gate, grad * silu], dim=-2).flatten(-2).to(x.dtype)
 
 
+@native_on_cpu
 def _gelu(x: Tensor) -> Tensor:
     return F.gelu(x, approximate="tanh")
 
 
+@native_on_cpu
 def _gelu_backward(grad: Tensor, x: Tensor, has_bias: bool) -> tuple[Tensor, Tensor | None]:
     """The gradients of x and of the bias."""
     grad_x = torch.ops.aten.gelu_backward(grad, x, approximate="tanh")
