@@ -115,7 +115,12 @@ def _run_in_turn(x: Tensor, layers: list[Callable[..., Tensor]], context: Contex
 
 
 class VocabularyTable(VocabParallelEmbedding, Fusing):
-    """The embedding table of a model, at one end of it or at both."""
+    """The embedding table of a model, at one end of it or at both.
+
+    gradient_scale: returns the gradient that the loss will receive in the backward pass
+    """
+
+    gradient_scale: Callable[[], float] = staticmethod(lambda: 1.0)
 
     def __init__(self, config: ModelConfig, axis: TensorAxis):
         super().__init__(
@@ -137,6 +142,7 @@ class VocabularyTable(VocabParallelEmbedding, Fusing):
             vocab_size=self.vocab_size,
             axis=self.axis,
             fuse=self.fuse,
+            gradient_scale=self.gradient_scale(),
         )
 
 
@@ -150,7 +156,14 @@ class TokenEmbedding(VocabularyTable):
     def forward(self, tokens: Tensor, context: Context) -> Tensor:
         """[b, s] to [s, b, h]."""
         x = super().forward(tokens)
-        return dropout(x, self.dropout, key=context.dropout, place="embedding", axis=self.axis)
+        return dropout(
+            x,
+            self.dropout,
+            key=context.dropout,
+            place="embedding",
+            axis=self.axis,
+            fuse=self.fuse,
+        )
 
     @classmethod
     def spec(cls, config: ModelConfig, axis: TensorAxis) -> LayerSpec:
@@ -177,7 +190,14 @@ class Head(VocabularyTable):
         return LayerSpec(cls, config, axis)
 
 
-class LearnedPositions(nn.Module):
+def expect_gradient_scale(module: nn.Module, scale: Callable[[], float]) -> None:
+    """Tell the losses in a module the gradient that they will receive in the backward pass."""
+    for each in module.modules():
+        if isinstance(each, VocabularyTable):
+            each.gradient_scale = scale
+
+
+class LearnedPositions(Fusing):
     """Add a learned vector per position in the document to [s, b, h]."""
 
     def __init__(self, config: ModelConfig, axis: TensorAxis):
@@ -198,7 +218,14 @@ class LearnedPositions(nn.Module):
         if split:
             positions = scatter_to_tensor_axis(positions, self.axis)  # [s/t, 1 or b, h]
         x = x + positions
-        return dropout(x, self.dropout, key=context.dropout, place="positions", axis=self.axis)
+        return dropout(
+            x,
+            self.dropout,
+            key=context.dropout,
+            place="positions",
+            axis=self.axis,
+            fuse=self.fuse,
+        )
 
 
 LAYERS_WITH_CONTEXT = (TokenEmbedding, LearnedPositions, Block)  # the others are called without

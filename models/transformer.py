@@ -8,22 +8,28 @@ from collections.abc import Callable
 from functools import lru_cache, partial
 
 import torch
-from torch import Tensor, nn
-from torch.nn import functional as F
+from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from models.config import ModelConfig
-from models.kernels.attention import causal_attention
-from models.kernels.elementwise import heads_first, swiglu
+from models.kernels.attention import (
+    causal_attention,
+    document_attention,
+    in_blocks,
+    varlen_kernel,
+)
+from models.kernels.dropout import drop_out
+from models.kernels.elementwise import Order, gelu, heads_first, swiglu
 from models.kernels.fusing import Fusing
+from models.kernels.norms import Branch, add
 from models.parallel.collectives import TensorAxis
 from models.parallel.context import Context, Documents, positions_in
 from models.parallel.linear import ColumnParallelLinear, RowParallelLinear
 from models.parallel.norm import NORMS, RMSNorm
-from models.parallel.rng import attention_dropout_mask, drop, dropout
+from models.parallel.rng import attention_rows, stream_rows
 
 
-class Block(nn.Module):
+class Block(Fusing):
     """x + attention(norm(x)), then x + mlp(norm(x)).
 
     name: its dropout masks depend on it
@@ -55,14 +61,22 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
         """[s, b, h] to [s, b, h]."""
-        dropped = partial(dropout, probability=self.dropout, key=context.dropout, axis=self.axis)
         attended = self.attention(self.attention_norm(x), context)
-        x, normed = self.mlp_norm.of_sum(x, dropped(attended, place=f"{self.name}.attention"))
-        return x + dropped(self.mlp(normed), place=f"{self.name}.mlp")
+        attended = self._branch(attended, self.attention.output, "attention", context)
+        x, normed = self.mlp_norm.of_sum(x, attended)
+        return add(x, self._branch(self.mlp(normed), self.mlp.down, "mlp", context), self.fuse)
+
+    def _branch(self, y: Tensor, linear: RowParallelLinear, half: str, context: Context) -> Branch:
+        """Return what one half of the block adds to the residual stream; `linear` gave y."""
+        rows, key = None, context.dropout
+        if key is not None and self.dropout > 0:
+            place = f"{self.name}.{half}"
+            rows = stream_rows(y, key=key, place=place, axis=self.axis, fuse=self.fuse)
+        return Branch(y, linear.bias_here(), rows, self.dropout)
 
 
 class Attention(Fusing):
-    """Causal self-attention over this rank's heads, within each document.
+    """Causal self-attention over this rank's heads, within each document; no output bias.
 
     Communicates what its column-parallel and then its row-parallel linear do.
     """
@@ -94,7 +108,12 @@ class Attention(Fusing):
         if self.config.positions == "rope":
             rotation = rotary_table(qkv.shape[0], d, theta, qkv.device, context.documents)
         q, k, v = heads_first(
-            qkv, rotation, heads=self.heads, kv_heads=self.kv_heads, fuse=self.fuse
+            qkv,
+            rotation,
+            heads=self.heads,
+            kv_heads=self.kv_heads,
+            order=self._order(qkv, context),
+            fuse=self.fuse,
         )
         core = partial(self._core, context=context)
         y = recomputed(core, q, k, v) if self.recompute_core else core(q, k, v)
@@ -105,26 +124,24 @@ class Attention(Fusing):
         if context.dropout is not None and self.config.attention_dropout > 0:
             y = self._attend_with_dropout(q, k, v, context)
         elif context.documents is not None:
-            y = self._attend_by_document(q, k, v, context.documents)
+            varlen = varlen_kernel(q.device, q.dtype, q.shape[-1])
+            y = document_attention(q, k, v, context.documents.lengths, varlen=varlen)
         else:
             y = causal_attention(q, k, v)
         return y.permute(2, 0, 1, 3).flatten(2)  # [s, b, a/t * d]
 
-    def _attend_by_document(self, q: Tensor, k: Tensor, v: Tensor, documents: Documents) -> Tensor:
-        """Causal attention, a call for each document (arXiv 2402.13991).
+    def _order(self, qkv: Tensor, context: Context) -> Order:
+        """Return the order in memory of the heads that the core reads without copying them.
 
-        [b, a/t, s, d] from [b, a/t, s, d] and twice [b, g/t, s, d].
-
-        The work is the sum of the lengths' squares, and there is no mask, which would be [b, s, s]
-        and keep fused kernels away.
+        Contiguous where attention runs in blocks; one sequence after the other for all documents
+        together; otherwise the order in which torch's kernel then leaves its output, and in which
+        the next product takes it.
         """
-        counts, divisions = zip(*documents.runs(), strict=True)
-        attended = []
-        # Split, not sliced: backward that is one cat, and a slice would fill a tensor of all.
-        for *run, lengths in zip(*(t.split(counts) for t in (q, k, v)), divisions, strict=True):
-            parts = zip(*(t.split(lengths, dim=2) for t in run), strict=True)
-            attended.append(torch.cat([causal_attention(*document) for document in parts], dim=2))
-        return torch.cat(attended)
+        if in_blocks(qkv.device, len(qkv)):
+            return "basd"
+        if context.documents is not None and varlen_kernel(qkv.device, qkv.dtype, qkv.shape[-1]):
+            return "bsad"
+        return "sbad"
 
     def _attend_with_dropout(self, q: Tensor, k: Tensor, v: Tensor, context: Context) -> Tensor:
         """[b, a/t, s, d] from [b, a/t, s, d] and twice [b, g/t, s, d].
@@ -145,21 +162,15 @@ class Attention(Fusing):
             starts = torch.arange(s, device=q.device) - positions  # of each token's document
             hidden = hidden | (starts[:, None, :, None] != starts[:, None, None, :])  # [b, 1, s, s]
         probabilities = scores.masked_fill_(hidden, float("-inf")).softmax(dim=-1)
-        first = self.axis.rank * a
-        keep = attention_dropout_mask(
-            context.dropout,
-            probability,
-            place=self.name,
-            length=s,
-            heads=range(first, first + a),
-            device=q.device,
+        rows = attention_rows(
+            probabilities, key=context.dropout, place=self.name, axis=self.axis, fuse=self.fuse
         )
-        probabilities = drop(probabilities, keep, probability)
+        probabilities = drop_out(probabilities, rows, probability, self.fuse)
         return torch.bmm(probabilities.view(b * g, -1, s), v).view(b, a, s, d)
 
 
 class MLP(Fusing):
-    """gelu(x U) D, or silu(x G) * (x U) D (SwiGLU, arXiv 2002.05202).
+    """gelu(x U) D, or silu(x G) * (x U) D (SwiGLU, arXiv 2002.05202); no output bias.
 
     Communicates what its column-parallel and then its row-parallel linear do.
     """
@@ -174,10 +185,10 @@ class MLP(Fusing):
 
     def forward(self, x: Tensor) -> Tensor:
         """[s, b, h] to [s, b, h]."""
-        x = self.up(x)  # [s, b, f/t], or [s, b, 2f/t] with the gate first
         if self.activation == "swiglu":
-            return self.down(swiglu(x, self.fuse))
-        return self.down(F.gelu(x, approximate="tanh"))
+            return self.down(swiglu(self.up(x), self.fuse))  # [s, b, 2f/t] with the gate first
+        x = self.up(x, bias_gradient=False)  # [s, b, f/t]
+        return self.down(gelu(x, self.up.bias, self.fuse))
 
 
 def recomputed(function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:

@@ -1,7 +1,8 @@
 import pytest
 
 from models.config import ModelConfig
-from models.cost import flops_per_token, parameter_count
+from models.cost import flops_per_token, parameter_count, tokens_at_a_time
+from recipes.planning.hardware import load_gpu
 
 GPT = {
     "norm": "layernorm",
@@ -56,3 +57,13 @@ def test_flops_agree_with_narayanan_2021_equation_3() -> None:
         96 * layers * hidden**2
         * (1 + sequence / (6 * hidden) + vocab / (16 * layers * hidden)), rel=1e-12,
     )  # fmt: skip
+
+
+def test_a_gpu_has_more_logits_at_a_time() -> None:
+    """At a vocabulary of 128k a CPU's matrix products have 512 tokens, a GPU's 2,048."""
+    tokens, columns = 16_384, 2**17
+    assert tokens_at_a_time(tokens, columns, "cpu") == 512
+    assert tokens_at_a_time(tokens, columns, "cuda") == tokens_at_a_time(tokens, columns, "xpu")
+    assert tokens_at_a_time(tokens, columns, "cuda") == 2048
+    assert tokens_at_a_time(100, columns, "cuda") == 100
+    assert load_gpu("H100").device == "cuda" and load_gpu("cpu").device == "cpu"

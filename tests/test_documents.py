@@ -6,11 +6,17 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensorMode
 from torch.nn import functional as F
+from torch.nn.attention.varlen import varlen_attn
 
 from models import transformer
 from models.config import ModelConfig
 from models.initialization import initialize
+from models.kernels import attention
+from models.kernels.attention import document_attention, varlen_kernel
+from models.kernels.elementwise import heads_first
+from models.kernels.fusing import as_written
 from models.layer_specs import SequentialModel, layer_specs, logical_parameters, run_layers
 from models.parallel.collectives import TensorAxis
 from models.parallel.context import Context, Documents, positions_in
@@ -115,13 +121,143 @@ def test_written_out_attention_is_the_fused_one(config: ModelConfig) -> None:
 
 def test_sequences_that_divide_alike_are_one_call() -> None:
     lengths = ((24,), (24,), (9, 15), (9, 15), (24,))
-    assert list(Documents(lengths).runs()) == [(2, (24,)), (2, (9, 15)), (1, (24,))]
     rows = [tokens_of(LLAMA, seed, 24) for seed in range(5)]
-    attend = transformer.causal_attention
-    with mock.patch.object(transformer, "causal_attention", side_effect=attend) as calls:
+    attend = attention.causal_attention
+    with mock.patch.object(attention, "causal_attention", side_effect=attend) as calls:
         run(LLAMA, rows, lengths, row=0, where=slice(0, 24))
     shapes = [tuple(call.args[0].shape[::2]) for call in calls.call_args_list]  # b and s
     assert shapes == 3 * [(2, 24), (2, 9), (2, 15), (1, 24)]
+
+
+# All documents in one call, as on GPUs
+
+
+def plain_varlen(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seq_q: Tensor,
+    cu_seq_k: Tensor,
+    max_q: int,
+    max_k: int,
+    *,
+    window_size: tuple[int, int],
+    enable_gqa: bool,
+) -> Tensor:
+    """torch's varlen_attn with its requirements, document by document."""
+    assert window_size == (-1, 0)
+    assert enable_gqa == (query.shape[1] != key.shape[1])
+    for ends in (cu_seq_q, cu_seq_k):
+        assert ends.dtype == torch.int32 and ends[0] == 0 and ends[-1] == len(query)
+    lengths = cu_seq_q.diff().tolist()
+    assert max_q == max_k == max(lengths)
+    for each in (query, key, value):
+        assert each.dim() == 3 and each.stride(-1) == 1
+    heads = (each.transpose(0, 1).split(lengths, 1) for each in (query, key, value))
+    parts = zip(*heads, strict=True)
+    attended = [
+        F.scaled_dot_product_attention(*part, is_causal=True, enable_gqa=enable_gqa)
+        for part in parts
+    ]
+    return torch.cat(attended, dim=1).transpose(0, 1).contiguous()
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_all_documents_in_one_call_are_each_by_itself(shape: str) -> None:
+    config = SHAPES[shape]
+    rows = [tokens_of(config, seed, 24) for seed in (1, 2, 3)]
+    lengths = ((9, 8, 7), (24,), (1, 23))
+    place = {"row": 0, "where": slice(0, 24)}
+    expected = run(config, rows, lengths, **place)
+    with (
+        mock.patch.object(transformer, "varlen_kernel", return_value=plain_varlen),
+        mock.patch.object(attention, "MOST_KEPT", 0),  # or heads would lie as on a CPU
+    ):
+        found = run(config, rows, lengths, **place)
+    torch.testing.assert_close(found[0], expected[0], rtol=1e-5, atol=1e-5)
+    for name, gradient in expected[1].items():
+        torch.testing.assert_close(found[1][name], gradient, rtol=1e-4, atol=1e-4)
+    across = run(config, rows, None, **place)
+    assert not torch.allclose(across[0], found[0], rtol=1e-2, atol=1e-2)
+
+
+def test_documents_are_packed_without_a_copy() -> None:
+    """Heads lie in the order that the kernel reads."""
+    qkv, seen = torch.randn(6, 2, 8, 4), []
+
+    def varlen(*tensors: Tensor, **settings: object) -> Tensor:
+        seen.extend(each.data_ptr() for each in tensors[:3])
+        return torch.empty_like(tensors[0])
+
+    heads = heads_first(qkv, None, heads=4, kv_heads=2, order="bsad", fuse=as_written)
+    document_attention(*heads, ((2, 4), (6,)), varlen=varlen)
+    assert seen == [each.data_ptr() for each in heads]
+    for order in ("basd", "sbad"):
+        others = heads_first(qkv, None, heads=4, kv_heads=2, order=order, fuse=as_written)
+        assert all(map(torch.equal, others, heads))
+
+
+def test_the_kernel_for_documents_is_flash_attention_on_recent_gpus() -> None:
+    gpu, bf16 = torch.device("cuda"), torch.bfloat16
+    with (
+        mock.patch.object(torch.backends.cuda, "is_flash_attention_available", lambda: True),
+        mock.patch.object(torch.cuda, "get_device_capability", return_value=(9, 0)) as capability,
+    ):
+        attention._varlen_attention.cache_clear()
+        assert varlen_kernel(CPU, bf16, 64) is None
+        assert varlen_kernel(gpu, torch.float32, 64) is None
+        assert varlen_kernel(gpu, bf16, 60) is None and varlen_kernel(gpu, bf16, 512) is None
+        assert varlen_kernel(gpu, bf16, 128) is varlen_attn
+        assert varlen_kernel(gpu, torch.float16, 256) is varlen_attn
+        attention._varlen_attention.cache_clear()
+        capability.return_value = (7, 5)
+        assert varlen_kernel(gpu, bf16, 128) is None
+    attention._varlen_attention.cache_clear()
+
+
+@pytest.mark.parametrize("kv_heads", [2, 4])
+def test_torchs_kernel_takes_what_it_is_given(kv_heads: int) -> None:
+    """Its shapes, on a GPU that is not there."""
+    attention.cumulative_lengths.cache_clear()
+    with FakeTensorMode(), mock.patch.object(Tensor, "pin_memory", lambda tensor: tensor):
+        q, k = (torch.empty(2, n, 24, 64, device="cuda", dtype=torch.half) for n in (4, kv_heads))
+        y = document_attention(q, k, k, ((9, 15), (24,)), varlen=varlen_attn)
+        assert y.shape == q.shape and y.device == q.device
+    attention.cumulative_lengths.cache_clear()
+
+
+def test_lengths_reach_the_device_without_waiting_for_it() -> None:
+    """From pinned memory, asynchronously, once for all layers."""
+    copies, lengths = [], ((2, 3), (5,))
+    to, pinned = Tensor.to, []
+
+    def pin(tensor: Tensor) -> Tensor:
+        pinned.append(tensor)
+        return tensor
+
+    def note(tensor: Tensor, device: torch.device, **settings: bool) -> Tensor:
+        copies.append((tensor is pinned[-1], settings))
+        return to(tensor, "cpu")
+
+    attention.cumulative_lengths.cache_clear()
+    with mock.patch.object(Tensor, "pin_memory", pin), mock.patch.object(Tensor, "to", note):
+        found = [attention.cumulative_lengths(lengths, torch.device("cuda")) for _ in range(3)]
+    assert copies == [(True, {"non_blocking": True})]
+    assert found[0].tolist() == [0, 2, 5, 10] and found[0].dtype == torch.int32
+    attention.cumulative_lengths.cache_clear()
+
+
+def test_cudnn_makes_no_plan_for_every_length() -> None:
+    enabled = []
+
+    def note(q: Tensor, *others: object) -> Tensor:
+        enabled.append(torch.backends.cuda.cudnn_sdp_enabled())
+        return q
+
+    with FakeTensorMode(), mock.patch.object(attention, "_attention_by_document", note):
+        q = torch.empty(1, 2, 8, 4, device="cuda")
+        document_attention(q, q, q, ((8,),), varlen=None)
+    assert enabled == [False] and torch.backends.cuda.cudnn_sdp_enabled()
 
 
 def test_rotary_angles_start_again() -> None:

@@ -1,7 +1,8 @@
 """Kernels with written-out backward passes against what autograd makes of the plain formula."""
 
+import contextlib
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from unittest import mock
 
@@ -11,17 +12,22 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from models import cost
-from models.kernels import attention, elementwise
-from models.kernels.fusing import are_compiled, as_written, compile_kernels
+from models.config import ModelConfig
+from models.kernels import attention, elementwise, norms
+from models.kernels import dropout as dropout_kernels
+from models.kernels.dropout import GOLDEN_64, drop_out, keep_mask, signed
+from models.kernels.fusing import are_compiled, as_written, compile_kernels, compiled, native_on_cpu
+from models.kernels.norms import Branch
 from models.layer_specs import SequentialModel, layer_specs, logical_parameters
 from models.parallel import cross_entropy
 from models.parallel.collectives import TensorAxis
 from models.parallel.context import Context
+from models.parallel.rng import MaskKey, dropout
 from models.transformer import rotary_table
 from recipes.tracing.allocations import AllocationCounter
 from recipes.tracing.pretence import one_kernel
 from recipes.training.processes import compiler, compiles, has_compiler
-from tests.test_transformer import SHAPES
+from tests.test_transformer import KEY, SHAPES, WITH_DROPOUT
 
 EPSILON, HEADS, KV_HEADS, D = 1e-5, 4, 2, 8
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2e-2}  # of the largest value
@@ -31,8 +37,15 @@ def rms_norm(x: Tensor, weight: Tensor) -> Tensor:
     return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + EPSILON) * weight
 
 
-def sum_rms_norm(x: Tensor, y: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    return x + y, rms_norm(x + y, weight)
+def dropped(x: Tensor) -> Tensor:
+    return x * keep_mask(ROWS, x.shape[-1], 0.3) / 0.7
+
+
+def add_and_layer_norm(
+    x: Tensor, y: Tensor, y_bias: Tensor, weight: Tensor, bias: Tensor
+) -> tuple[Tensor, Tensor]:
+    total = x + dropped(y + y_bias)
+    return total, F.layer_norm(total, (16,), weight, bias, EPSILON)
 
 
 def swiglu(x: Tensor) -> Tensor:
@@ -54,28 +67,79 @@ def rotation() -> tuple[Tensor, Tensor]:
     return rotary_table(6, D, 100.0, torch.device("cpu"), None)
 
 
+STREAM = (5, 3, 16)
+ROWS = torch.arange(15).view(5, 3) * signed(GOLDEN_64, 64)
 QKV = (6, 2, HEADS + 2 * KV_HEADS, D)
 KERNELS: dict[str, tuple[Callable, Callable, Sequence[tuple[int, ...]]]] = {
     "rms_norm": (
-        lambda x, w: elementwise.rms_norm(x, w, EPSILON, as_written),
+        lambda x, w: norms.norm(x, w, None, EPSILON, as_written),
         rms_norm,
-        [(5, 3, 16), (16,)],
+        [STREAM, (16,)],
     ),
-    "sum_rms_norm": (
-        lambda x, y, w: elementwise.sum_rms_norm(x, y, w, EPSILON, as_written),
-        sum_rms_norm,
-        [(5, 3, 16), (5, 3, 16), (16,)],
+    "layer_norm": (
+        lambda x, w, b: norms.norm(x, w, b, EPSILON, as_written),
+        lambda x, w, b: F.layer_norm(x, (16,), w, b, EPSILON),
+        [STREAM, (16,), (16,)],
+    ),
+    "add": (
+        lambda x, y: norms.add(x, Branch(y), as_written),
+        torch.add,
+        [STREAM, STREAM],
+    ),
+    "add bias": (
+        lambda x, y, b: norms.add(x, Branch(y, b), as_written),
+        lambda x, y, b: x + y + b,
+        [STREAM, STREAM, (16,)],
+    ),
+    "add bias and dropout": (
+        lambda x, y, b: norms.add(x, Branch(y, b, ROWS, 0.3), as_written),
+        lambda x, y, b: x + dropped(y + b),
+        [STREAM, STREAM, (16,)],
+    ),
+    "add dropout": (
+        lambda x, y: norms.add(x, Branch(y, None, ROWS, 0.3), as_written),
+        lambda x, y: x + dropped(y),
+        [STREAM, STREAM],
+    ),
+    "add and rms_norm": (
+        lambda x, y, w: norms.add_and_norm(x, Branch(y), w, None, epsilon=EPSILON, fuse=as_written),
+        lambda x, y, w: (x + y, rms_norm(x + y, w)),
+        [STREAM, STREAM, (16,)],
+    ),
+    "add bias and dropout, and layer_norm": (
+        lambda x, y, yb, w, b: norms.add_and_norm(
+            x, Branch(y, yb, ROWS, 0.3), w, b, epsilon=EPSILON, fuse=as_written
+        ),
+        add_and_layer_norm,
+        [STREAM, STREAM, (16,), (16,), (16,)],
+    ),
+    "dropout": (
+        lambda x: drop_out(x, ROWS, 0.3, as_written),
+        lambda x: dropped(x),
+        [STREAM],
+    ),
+    "gelu": (
+        lambda x, b: elementwise.gelu(x + b.detach(), b, as_written),
+        lambda x, b: F.gelu(x + b, approximate="tanh"),
+        [STREAM, (16,)],
+    ),
+    "gelu without bias": (
+        lambda x: elementwise.gelu(x, None, as_written),
+        lambda x: F.gelu(x, approximate="tanh"),
+        [STREAM],
     ),
     "swiglu": (lambda x: elementwise.swiglu(x, as_written), swiglu, [(5, 3, 16)]),
     "rotated heads": (
         lambda x: elementwise.heads_first(
-            x, rotation(), heads=HEADS, kv_heads=KV_HEADS, fuse=as_written
+            x, rotation(), heads=HEADS, kv_heads=KV_HEADS, order="basd", fuse=as_written
         ),
         lambda x: heads_first(x, rotation()),
         [QKV],
     ),
     "heads": (
-        lambda x: elementwise.heads_first(x, None, heads=HEADS, kv_heads=KV_HEADS, fuse=as_written),
+        lambda x: elementwise.heads_first(
+            x, None, heads=HEADS, kv_heads=KV_HEADS, order="basd", fuse=as_written
+        ),
         lambda x: heads_first(x, None),
         [QKV],
     ),
@@ -153,7 +217,7 @@ def test_the_loss_in_chunks_is_cross_entropy(most: int, dtype: torch.dtype) -> N
         return F.cross_entropy((x @ table[:17].t()).flatten(0, 1), labels.t().flatten())
 
     tolerance = 2e-6 if dtype == torch.float32 else 1e-2
-    with mock.patch.object(cost, "MOST_LOGITS", most):
+    with mock.patch.dict(cost.MOST_LOGITS, cpu=most):
         expected = outcome(formula, (x.float(), table.float()))
         assert difference(outcome(ours, (x, table)), expected) < tolerance
         with torch.no_grad():
@@ -173,29 +237,64 @@ def test_a_token_that_is_nearly_sure_keeps_its_gradient_in_bf16() -> None:
     assert float(table.grad[0, 0]) == pytest.approx(expected, rel=1e-2)
 
 
-def test_the_logits_of_one_part_are_there_at_a_time() -> None:
+@pytest.mark.parametrize(("scale", "is_exact"), [(2.0**16, True), (1.0, False)])
+def test_gradients_of_rare_tokens_survive_in_fp16(scale: float, is_exact: bool) -> None:
+    """A token's probability over the number of tokens is below what fp16 can represent."""
+    torch.manual_seed(0)
+    tokens, columns = 2048, 4096
+    x, table = 0.1 * torch.randn(tokens, 1, 8), 0.1 * torch.randn(columns, 8)
+    labels = torch.randint(8, (1, tokens))
+
+    def gradients(dtype: torch.dtype, scale: float) -> list[Tensor]:
+        inputs = [each.to(dtype).requires_grad_() for each in (x, table)]
+        loss = cross_entropy.vocab_parallel_loss(
+            *inputs,
+            labels,
+            vocab_size=columns,
+            axis=TensorAxis(),
+            fuse=as_written,
+            gradient_scale=scale,
+        )
+        (loss * scale).backward()
+        return [each.grad.float() / scale for each in inputs]
+
+    (_, found), (_, expected) = gradients(torch.float16, scale), gradients(torch.float32, 1)
+    rare = slice(8, None)
+    assert (difference([found[rare]], [expected[rare]]) < 1e-2) == is_exact
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_the_logits_of_one_part_are_there_at_a_time(dtype: torch.dtype) -> None:
     tokens, columns, h = 64, 256, 8
-    x = torch.randn(tokens, 1, h, requires_grad=True)
-    table, labels = torch.randn(columns, h), torch.zeros(1, tokens, dtype=torch.long)
+    x = torch.randn(tokens, 1, h, dtype=dtype, requires_grad=True)
+    table = torch.randn(columns, h, dtype=dtype)
+    labels = torch.zeros(1, tokens, dtype=torch.long)
     peaks = []
     for parts in (1, 4):
         with (
-            mock.patch.object(cost, "MOST_LOGITS", tokens * columns // parts),
+            mock.patch.dict(cost.MOST_LOGITS, cpu=tokens * columns // parts),
             AllocationCounter() as counter,
         ):
             cross_entropy.vocab_parallel_loss(
                 x, table, labels, vocab_size=columns, axis=TensorAxis(), fuse=one_kernel
             )
         peaks.append(counter.peak)
-    logits = 4 * tokens * columns
-    assert peaks[0] - peaks[1] == pytest.approx(3 / 4 * logits, rel=0.02)
+    logits = dtype.itemsize * tokens * columns
+    assert peaks[0] - peaks[1] == pytest.approx(3 / 4 * logits, rel=0.05)
 
 
 # Compiled
 
 
-def model_outcome(shape: str, *, compile: bool) -> list[Tensor]:
-    config = replace(SHAPES[shape], vocab_size=96)
+COMPILED = {
+    "qwen3": (SHAPES["qwen3"], Context()),
+    "gpt2": (SHAPES["gpt2"], Context()),
+    "gpt2 with dropout": (WITH_DROPOUT, Context(dropout=KEY)),
+}
+
+
+def model_outcome(config: ModelConfig, context: Context, *, compile: bool) -> list[Tensor]:
+    config = replace(config, vocab_size=96)
     torch.manual_seed(0)
     model = SequentialModel(layer_specs(config, TensorAxis()))
     for _, parameter in logical_parameters(model, config):
@@ -205,15 +304,69 @@ def model_outcome(shape: str, *, compile: bool) -> list[Tensor]:
         compile_kernels(model)
         assert are_compiled(model)
     tokens = torch.randint(96, (2, config.sequence_length))
-    loss = model(tokens, tokens.roll(-1, 1), Context())
+    loss = model(tokens, tokens.roll(-1, 1), context)
     loss.backward()
     return [loss.detach()] + [each.grad for each in model.parameters()]
 
 
-@pytest.mark.skipif(shutil.which(compiler()) is None, reason="there is no C++ compiler")
-def test_compiled_kernels_compute_the_same() -> None:
-    expected = model_outcome("qwen3", compile=False)
-    assert difference(model_outcome("qwen3", compile=True), expected) < 1e-5
+@pytest.fixture
+def compiled_everywhere() -> Iterator[None]:
+    """Compile what a CPU runs as written, too."""
+    natives = (elementwise._gelu, elementwise._gelu_backward, dropout_kernels._drop_out)
+    with contextlib.ExitStack() as stack:
+        for function in natives:
+            stack.enter_context(mock.patch.object(function, "native_on_cpu", False))
+        yield
+
+
+needs_compiler = pytest.mark.skipif(
+    shutil.which(compiler()) is None, reason="there is no C++ compiler"
+)
+
+
+@needs_compiler
+@pytest.mark.parametrize("name", COMPILED)
+def test_compiled_kernels_compute_the_same(name: str, compiled_everywhere: None) -> None:
+    expected = model_outcome(*COMPILED[name], compile=False)
+    assert difference(model_outcome(*COMPILED[name], compile=True), expected) < 1e-5
+
+
+@needs_compiler
+@pytest.mark.parametrize("columns", [33, 48])  # vectors and what is left over
+def test_compiled_masks_are_the_same_bit_for_bit(columns: int, compiled_everywhere: None) -> None:
+    """Eager and compiled kernels, and both in one job, drop the same elements."""
+    x = torch.ones(7, 2, columns)
+    axis = TensorAxis(rank=1, size=2, sequence_parallel=True)
+    kept = [
+        dropout(x, 0.3, key=KEY, place="blocks.1.mlp", axis=axis, fuse=fuse) != 0
+        for fuse in (as_written, compiled)
+    ]
+    assert torch.equal(*kept) and 0.6 < float(kept[0].float().mean()) < 0.8
+
+
+@needs_compiler
+def test_another_step_compiles_nothing(compiled_everywhere: None) -> None:
+    """Samples change in every step, and each layer has its own place."""
+    x, compilations = torch.ones(5, 2, 16), []
+    for step in range(4):
+        key = MaskKey(1, range(2 * step, 2 * step + 2))
+        dropout(x, 0.3, key=key, place=f"blocks.{step}.mlp", axis=TensorAxis(), fuse=compiled)
+        compilations.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+    assert compilations[0] > 0 and len(set(compilations)) == 1
+
+
+def test_a_cpu_runs_torchs_own_kernels_as_they_are() -> None:
+    """No compiler is called for a marked function; for another one it is."""
+
+    def double(x: Tensor) -> Tensor:
+        return 2 * x
+
+    x = torch.randn(3, 4)
+    with mock.patch.object(torch, "compile", lambda function, **settings: torch.zeros_like):
+        run = compiled(double)
+        assert not run(x).any()
+        native_on_cpu(double)
+        assert torch.equal(run(x), 2 * x)
 
 
 def test_auto_compiles_on_gpus_only() -> None:

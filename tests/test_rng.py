@@ -1,16 +1,20 @@
 """Dropout masks: as random as they should be, and the same wherever a tensor lies."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
 from torch import Tensor
 
+from models.kernels.dropout import keep_mask
+from models.kernels.fusing import as_written
 from models.parallel.collectives import TensorAxis
-from models.parallel.rng import MaskKey, attention_dropout_mask, dropout
+from models.parallel.rng import MaskKey, attention_rows
+from models.parallel.rng import dropout as fused_dropout
 
 KEY = MaskKey(seed=1, samples=range(1000, 1008))
-CPU = torch.device("cpu")
+dropout = partial(fused_dropout, fuse=as_written)
 
 
 def mask(probability: float, *, place: str = "blocks.0.mlp", key: MaskKey = KEY) -> Tensor:
@@ -72,14 +76,19 @@ def test_a_sequence_has_its_mask_in_any_micro_batch_and_on_any_rank() -> None:
 
 
 def test_a_head_has_its_mask_on_any_rank() -> None:
-    def heads(which: range) -> Tensor:
-        return attention_dropout_mask(
-            KEY, 0.3, place="blocks.0.attention.core", length=20, heads=which, device=CPU
+    def heads(rank: int, size: int) -> Tensor:
+        rows = attention_rows(
+            torch.empty(8, 6 // size, 20, 20),
+            key=KEY,
+            place="blocks.0.attention.core",
+            axis=TensorAxis(rank=rank, size=size),
+            fuse=as_written,
         )
+        return keep_mask(rows, 20, 0.3)
 
-    whole = heads(range(6))
+    whole = heads(0, 1)
     assert whole.shape == (8, 6, 20, 20)
-    assert torch.equal(torch.cat([heads(range(2)), heads(range(2, 6))], dim=1), whole)
+    assert torch.equal(torch.cat([heads(rank, 3) for rank in range(3)], dim=1), whole)
     assert not torch.equal(whole[:, 0], whole[:, 1])
 
 

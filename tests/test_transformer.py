@@ -131,7 +131,7 @@ def two_rank_worker() -> dict[Any, Outcome]:
     """Every shape in every variant, and every mutant, on two tensor ranks."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    cost.MOST_LOGITS = 200  # of a few tokens at a time
+    cost.MOST_LOGITS["cpu"] = 200  # of a few tokens at a time
     outcomes: dict[Any, Outcome] = {}
     for shape, config in SHAPES.items():
         for variant, (recompute, split) in VARIANTS.items():

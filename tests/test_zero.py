@@ -1,12 +1,20 @@
 """DeepSpeed's ZeRO optimizer without needless copies computes what it did."""
 
+from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
 import pytest
 import torch
 
+from recipes.proving.trial import gather, held_state, many_variants, start, train_step
+from recipes.training.recipe import parse_recipe
 from recipes.training.zero import ROW, gradient_norm, scale_in_update, squared_norm
+from tests.conftest import changed, small_recipe
+from tests.ranks import join_world, run_ranks
+
+CONFIGS = ("zero1_fp32", "zero1_bf16", "zero2_bf16", "zero3_fp32", "zero3_bf16")
+CLIPPING = (0.01, 1e6)  # below every gradient's norm, and above
 
 
 @pytest.mark.parametrize("elements", [1, ROW - 1, ROW, 3 * ROW + 5, 4_000_000])
@@ -53,3 +61,38 @@ def test_adamw_clips_while_it_updates(norm: float, loss_scale: float, growth: in
     torch.nn.utils.clip_grad_norm_([expected], 2.0)
     plain.step()
     assert torch.allclose(weights, expected, rtol=1e-6)
+
+
+def first_steps(corpus: str) -> dict[tuple[str, float], tuple[float, float]]:
+    """Of each config and clipping the norm of the gradient, and of the first moments after it."""
+    world, found = join_world(), {}
+    with many_variants() as begin:
+        for config in CONFIGS:
+            for clipping in CLIPPING:
+                begin()
+                table = changed(
+                    small_recipe(Path(corpus)),
+                    deepspeed=f"ds_configs/{config}.json",
+                    optimizer__gradient_clipping=clipping,
+                )
+                engine, data = start(parse_recipe(table, "test"), world)
+                norm = train_step(engine, data, 1).grad_norm
+                moments = gather(engine, held_state(engine, "exp_avg"))
+                squares = sum(float(each.double().square().sum()) for each in moments.values())
+                found[config, clipping] = norm, squares**0.5
+    return found
+
+
+@pytest.fixture(scope="module")
+def steps(corpus: Path) -> dict[tuple[str, float], tuple[float, float]]:
+    return run_ranks(2, first_steps, str(corpus))[0]
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+def test_every_optimizer_clips(config: str, steps: dict) -> None:
+    """After one step the first moments are 1 - beta of the gradient that AdamW has used."""
+    norm, clipped = steps[config, CLIPPING[0]]
+    assert norm == pytest.approx(steps["zero1_fp32", CLIPPING[0]][0], rel=1e-2)
+    assert clipped == pytest.approx((1 - 0.9) * CLIPPING[0], rel=1e-3)
+    norm, whole = steps[config, CLIPPING[1]]
+    assert whole == pytest.approx((1 - 0.9) * norm, rel=1e-3)

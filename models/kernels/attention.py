@@ -1,23 +1,40 @@
-"""Causal attention as matrix products over blocks of queries, for CPUs.
+"""Causal attention: by blocks of queries on CPUs, and within documents.
 
 On a CPU torch's fused attention takes longer than matrix products of the same size do, and most of
 a short sequence's time (512 tokens: 1.5 times as long in fp32, twice in bf16); a block of queries
 leaves out the keys that come after it. A GPU's fused kernels do better by themselves.
 
+Documents are one call of flash attention for all of a micro-batch on a GPU, and elsewhere a call
+for each (arXiv 2402.13991): the work is the sum of the lengths' squares, and there is no mask,
+which would be [b, s, s] and keep fused kernels away.
+
 b micro-batch, a query heads, g key-value heads, s sequence, d head size.
 """
+
+import importlib
+from collections.abc import Callable
+from functools import lru_cache
+from itertools import groupby
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 ROWS = 128  # queries of a block
 # The longest sequence whose probabilities are kept for the backward pass; in a trace of a GPU none.
 MOST_KEPT = 1024
+MAX_FLASH_HEAD_SIZE = 256  # torch's flash_api.cpp; a multiple of 8 as well
+# cuDNN builds a plan for each new shape, which takes 0.1 to 0.4 s; documents have new lengths all
+# the time.
+WITHOUT_PLANS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+
+Lengths = tuple[tuple[int, ...], ...]  # of each sequence's documents
+Varlen = Callable[..., Tensor]  # called like torch.nn.attention.varlen.varlen_attn
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """softmax(q k^T / sqrt(d)) v, no query seeing a later key.
+    """Return softmax(q k^T / sqrt(d)) v, no query seeing a later key.
 
     q [b, a, s, d] and k, v [b, g, s, d] to [b, a, s, d].
     """
@@ -27,9 +44,99 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
 
 
+def document_attention(
+    q: Tensor, k: Tensor, v: Tensor, lengths: Lengths, *, varlen: Varlen | None
+) -> Tensor:
+    """Return the causal attention of each document by itself.
+
+    q [b, a, s, d] and k, v [b, g, s, d] to [b, a, s, d].
+
+    Args:
+        lengths: of each sequence's documents; those of a sequence sum to s
+        varlen: kernel for all documents, of `varlen_kernel`; None: a call for each document
+    """
+    if varlen is not None:
+        return _packed_attention(q, k, v, lengths, varlen)
+    if q.device.type == "cpu":
+        return _attention_by_document(q, k, v, lengths)
+    with sdpa_kernel(WITHOUT_PLANS):
+        return _attention_by_document(q, k, v, lengths)
+
+
+def varlen_kernel(device: torch.device, dtype: torch.dtype, head_size: int) -> Varlen | None:
+    """Return torch's attention over documents of any lengths, if it runs on these tensors.
+
+    It is flash attention: for NVIDIA's GPUs from compute capability 8.0 on, in 16 bits.
+    """
+    fits = head_size % 8 == 0 and head_size <= MAX_FLASH_HEAD_SIZE
+    if device.type != "cuda" or dtype not in (torch.float16, torch.bfloat16) or not fits:
+        return None
+    return _varlen_attention(device)
+
+
+@lru_cache(maxsize=8)
+def _varlen_attention(device: torch.device) -> Varlen | None:
+    """Import it where it is used: it brings all of torch's compiler, for more than a second."""
+    if not torch.backends.cuda.is_flash_attention_available():
+        return None
+    if torch.version.hip or torch.cuda.get_device_capability(device) < (8, 0):
+        return None
+    try:
+        return importlib.import_module("torch.nn.attention.varlen").varlen_attn
+    except ImportError:  # of torch before 2.10
+        return None
+
+
 def in_blocks(device: torch.device, length: int) -> bool:
-    """Whether attention over so many tokens is computed in blocks, instead of by torch's kernel."""
+    """Tell whether attention over `length` tokens runs in blocks, not in torch's kernel."""
     return device.type == "cpu" and length <= MOST_KEPT
+
+
+def _packed_attention(q: Tensor, k: Tensor, v: Tensor, lengths: Lengths, varlen: Varlen) -> Tensor:
+    """Lay all sequences' documents end to end: [b * s, a or g, d].
+
+    That is a view where memory has the order [b, s, a, d], as `elementwise.heads_first` leaves it.
+    """
+    b, a, s, d = q.shape
+    packed = (x.transpose(1, 2).reshape(b * s, -1, d) for x in (q, k, v))
+    ends = cumulative_lengths(lengths, q.device)
+    longest = max(map(max, lengths))
+    y = varlen(
+        *packed,
+        ends,
+        ends,
+        longest,
+        longest,
+        window_size=(-1, 0),  # causal
+        enable_gqa=a != k.shape[1],
+    )
+    return y.view(b, s, a, d).transpose(1, 2)
+
+
+@lru_cache(maxsize=2)  # for all layers of a micro-batch, and of one that is computed again
+def cumulative_lengths(lengths: Lengths, device: torch.device) -> Tensor:
+    """Return where each document begins and the last one ends: int32 [documents + 1].
+
+    The device copies them from pinned memory by itself: neither waits for the other.
+    """
+    flat = torch.tensor([0, *(n for each in lengths for n in each)], dtype=torch.int32)
+    ends = flat.cumsum(0, dtype=torch.int32)
+    if device.type == "cuda":
+        ends = ends.pin_memory()
+    return ends.to(device, non_blocking=True)
+
+
+def _attention_by_document(q: Tensor, k: Tensor, v: Tensor, lengths: Lengths) -> Tensor:
+    """A call for each document; sequences in a row that divide alike share theirs."""
+    divisions, counts = zip(
+        *((each, len(list(alike))) for each, alike in groupby(lengths)), strict=True
+    )
+    attended = []
+    # Split, not sliced: backward that is one cat, and a slice would fill a tensor of all.
+    for *run, lengths_of_run in zip(*(t.split(counts) for t in (q, k, v)), divisions, strict=True):
+        parts = zip(*(t.split(lengths_of_run, dim=2) for t in run), strict=True)
+        attended.append(torch.cat([causal_attention(*document) for document in parts], dim=2))
+    return torch.cat(attended)
 
 
 class _BlockedAttention(torch.autograd.Function):

@@ -1,34 +1,44 @@
-"""What runs between matrix products, with the backward pass written out.
+"""Element-wise operations between matrix products, with the backward pass written out.
 
 Autograd would keep each intermediate result, in fp32 where that is what it is computed in; these
-keep their inputs and compute the rest again. Arithmetic is in fp32; norms round before their weight
-and after it, as transformers' do, and sums of two tensors are rounded as tensors are.
+keep their inputs and compute the rest again. Arithmetic is in fp32. `norms.py` has the norms and
+the residual stream, `dropout.py` dropout.
 
 s sequence, b micro-batch, h hidden, f MLP hidden, a query heads, g key-value heads, d head size.
 """
 
+from typing import Literal
+
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
-from models.kernels.attention import in_blocks
-from models.kernels.fusing import Function
+from models.kernels.fusing import Function, native_on_cpu
 
-
-def rms_norm(x: Tensor, weight: Tensor, epsilon: float, fuse: Function) -> Tensor:
-    """x / rms(x) * weight over the last dimension (arXiv 1910.07467): [..., h] to [..., h]."""
-    return _RMSNorm.apply(x, weight, epsilon, fuse)
-
-
-def sum_rms_norm(
-    x: Tensor, y: Tensor, weight: Tensor, epsilon: float, fuse: Function
-) -> tuple[Tensor, Tensor]:
-    """x + y, and its rms_norm: twice [..., h] to twice [..., h]."""
-    return _SumRMSNorm.apply(x, y, weight, epsilon, fuse)
+# Orders of the heads' dimensions in memory -> the permutations from [s, b, a, d] to the order, and
+# from the order to [b, a, s, d].
+Order = Literal["basd", "sbad", "bsad"]
+PERMUTATIONS: dict[Order, tuple[tuple[int, ...], tuple[int, ...]]] = {
+    "basd": ((1, 2, 0, 3), (0, 1, 2, 3)),
+    "sbad": ((0, 1, 2, 3), (1, 2, 0, 3)),
+    "bsad": ((1, 0, 2, 3), (0, 2, 1, 3)),
+}
 
 
 def swiglu(x: Tensor, fuse: Function) -> Tensor:
     """silu(gate) * up (arXiv 2002.05202): gate|up [..., 2f] to [..., f]."""
     return _SwiGLU.apply(x, fuse)
+
+
+def gelu(x: Tensor, bias: Tensor | None, fuse: Function) -> Tensor:
+    """Return GELU by its tanh approximation (arXiv 1606.08415): [..., f] to [..., f].
+
+    Args:
+        bias: [f], has been added to x by a matrix product (for nothing, in its last step) that
+            does not return the bias's gradient. It is a column sum of the gradient of x, and is
+            computed together with it.
+    """
+    return _GELU.apply(x, bias, fuse)
 
 
 def heads_first(
@@ -37,47 +47,18 @@ def heads_first(
     *,
     heads: int,
     kv_heads: int,
+    order: Order,
     fuse: Function,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """q|k|v [s, b, a + 2g, d] to q [b, a, s, d] and k, v [b, g, s, d].
 
-    Contiguous where attention runs in blocks; otherwise [s, b, a, d] in memory, the order in which
-    torch's kernel then leaves its output, and in which the next product takes it.
-
-    rotation: cos and sin [s, b or 1, 1, d/2] of the angles by which the pairs (i, i + d/2) of q and
-        k are rotated, as Llama's published weights expect (arXiv 2104.09864)
+    Args:
+        rotation: cos and sin [s, b or 1, 1, d/2] of the angles by which the pairs (i, i + d/2) of q
+            and k are rotated, as Llama's published weights expect (arXiv 2104.09864)
+        order: of the dimensions in memory
     """
     cos, sin = rotation or (None, None)
-    contiguous = in_blocks(qkv.device, len(qkv))
-    return _HeadsFirst.apply(qkv, cos, sin, (heads, kv_heads, contiguous), fuse)
-
-
-class _RMSNorm(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, weight, epsilon, fuse):
-        ctx.fuse = fuse
-        normed, inverse_rms = fuse(_norm)(x, weight, epsilon)
-        ctx.save_for_backward(x, weight, inverse_rms)
-        return normed
-
-    @staticmethod
-    def backward(ctx, grad):
-        grad_x, grad_weight = ctx.fuse(_norm_backward)(grad, *ctx.saved_tensors)
-        return grad_x, grad_weight, None, None
-
-
-class _SumRMSNorm(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, y, weight, epsilon, fuse):
-        ctx.fuse = fuse
-        total, normed, inverse_rms = fuse(_sum_norm)(x, y, weight, epsilon)
-        ctx.save_for_backward(total, weight, inverse_rms)
-        return total, normed
-
-    @staticmethod
-    def backward(ctx, grad_total, grad):
-        grad_x, grad_weight = ctx.fuse(_sum_norm_backward)(grad_total, grad, *ctx.saved_tensors)
-        return grad_x, grad_x, grad_weight, None, None
+    return _HeadsFirst.apply(qkv, cos, sin, (heads, kv_heads, order), fuse)
 
 
 class _SwiGLU(torch.autograd.Function):
@@ -92,6 +73,18 @@ class _SwiGLU(torch.autograd.Function):
         return ctx.fuse(_swiglu_backward)(grad, *ctx.saved_tensors), None
 
 
+class _GELU(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, bias, fuse):
+        ctx.fuse, ctx.has_bias = fuse, bias is not None
+        ctx.save_for_backward(x)
+        return fuse(_gelu)(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return *ctx.fuse(_gelu_backward)(grad, *ctx.saved_tensors, ctx.has_bias), None
+
+
 class _HeadsFirst(torch.autograd.Function):
     @staticmethod
     def forward(ctx, qkv, cos, sin, order, fuse):
@@ -102,39 +95,6 @@ class _HeadsFirst(torch.autograd.Function):
     @staticmethod
     def backward(ctx, *grads):
         return ctx.fuse(_heads_first_backward)(*grads, *ctx.saved_tensors), None, None, None, None
-
-
-def _norm(x: Tensor, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
-    """The norm, and 1 / rms(x) [..., 1] in fp32."""
-    wide = x.float()
-    inverse_rms = torch.rsqrt(wide.square().mean(-1, keepdim=True) + epsilon)
-    return (wide * inverse_rms).to(x.dtype) * weight, inverse_rms
-
-
-def _sum_norm(
-    x: Tensor, y: Tensor, weight: Tensor, epsilon: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    total = x + y
-    return total, *_norm(total, weight, epsilon)
-
-
-def _norm_backward(
-    grad: Tensor, x: Tensor, weight: Tensor, inverse_rms: Tensor
-) -> tuple[Tensor, Tensor]:
-    """The gradients of x and the weight."""
-    normed = x.float() * inverse_rms
-    grad = grad.float()
-    grad_weight = (grad * normed).flatten(0, -2).sum(0)
-    grad = grad * weight
-    mean = (grad * normed).mean(-1, keepdim=True)
-    return (inverse_rms * (grad - normed * mean)).to(x.dtype), grad_weight.to(weight.dtype)
-
-
-def _sum_norm_backward(
-    grad_total: Tensor, grad: Tensor, total: Tensor, weight: Tensor, inverse_rms: Tensor
-) -> tuple[Tensor, Tensor]:
-    grad_x, grad_weight = _norm_backward(grad, total, weight, inverse_rms)
-    return grad_x + grad_total, grad_weight
 
 
 def _swiglu(x: Tensor) -> Tensor:
@@ -151,23 +111,32 @@ def _swiglu_backward(grad: Tensor, x: Tensor) -> Tensor:
     return torch.stack([grad_gate, grad * silu], dim=-2).flatten(-2).to(x.dtype)
 
 
+@native_on_cpu
+def _gelu(x: Tensor) -> Tensor:
+    return F.gelu(x, approximate="tanh")
+
+
+@native_on_cpu
+def _gelu_backward(grad: Tensor, x: Tensor, has_bias: bool) -> tuple[Tensor, Tensor | None]:
+    """The gradients of x and of the bias."""
+    grad_x = torch.ops.aten.gelu_backward(grad, x, approximate="tanh")
+    return grad_x, grad_x.flatten(0, -2).sum(0) if has_bias else None
+
+
 def _heads_first(
     qkv: Tensor,
     cos: Tensor | None,
     sin: Tensor | None,
     heads: int,
     kv_heads: int,
-    contiguous: bool,
+    order: Order,
 ) -> tuple[Tensor, Tensor, Tensor]:
     queries_keys, v = qkv.split([heads + kv_heads, kv_heads], dim=2)
     if cos is not None:
         queries_keys = _rotate(queries_keys, cos, sin)
     q, k = queries_keys.split([heads, kv_heads], dim=2)
-    if contiguous:
-        q, k, v = (each.permute(1, 2, 0, 3).contiguous() for each in (q, k, v))
-    else:
-        q, k, v = (each.contiguous().permute(1, 2, 0, 3) for each in (q, k, v))
-    return q, k, v
+    there, back = PERMUTATIONS[order]
+    return tuple(each.permute(there).contiguous().permute(back) for each in (q, k, v))
 
 
 def _heads_first_backward(

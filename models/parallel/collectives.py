@@ -44,7 +44,10 @@ def copy_to_tensor_axis(x: Tensor, axis: TensorAxis) -> Tensor:
 
 
 def reduce_from_tensor_axis(x: Tensor, axis: TensorAxis) -> Tensor:
-    """Forward: all-reduce; backward: identity. Out of a region where each rank did a part."""
+    """Forward: all-reduce; backward: identity. Out of a region where each rank did a part.
+
+    The sum takes the place of x: no other operation may need x, not even in the backward pass.
+    """
     return x if axis.size == 1 else _Reduce.apply(x, axis)
 
 
@@ -70,17 +73,18 @@ def leave_tensor_region(x: Tensor, axis: TensorAxis) -> Tensor:
     return reduce_from_tensor_axis(x, axis)
 
 
-def _all_reduce(x: Tensor, axis: TensorAxis) -> Tensor:
-    x = x.clone(memory_format=torch.contiguous_format)
-    dist.all_reduce(x, group=axis.group)
-    return x
-
-
 def all_gather(x: Tensor, axis: TensorAxis, dimension: int = 0) -> Tensor:
-    """The ranks' parts, one after the other; not differentiable."""
-    parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(axis.size)]
-    dist.all_gather(parts, x.contiguous(), group=axis.group)
-    return torch.cat(parts, dim=dimension)
+    """Return the ranks' parts, one after the other along a dimension; not differentiable.
+
+    The parts arrive in one tensor, in the order of the ranks; along another dimension than the
+    first that tensor is copied once, unless all dimensions before it have one element.
+    """
+    whole = begin_all_gather(x, axis)()  # [t * n, ...]
+    dimension %= x.dim()
+    if dimension == 0:
+        return whole
+    parts = whole.view(axis.size, *x.shape)
+    return parts.movedim(0, dimension).flatten(dimension, dimension + 1)
 
 
 def reduce_scatter(x: Tensor, axis: TensorAxis) -> Tensor:
@@ -147,13 +151,20 @@ class _Copy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        return _all_reduce(grad, ctx.axis), None
+        grad = grad.clone(memory_format=torch.contiguous_format)  # others may have it too
+        dist.all_reduce(grad, group=ctx.axis.group)
+        return grad, None
 
 
 class _Reduce(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, axis):
-        return _all_reduce(x, axis)
+        if x.is_contiguous():
+            ctx.mark_dirty(x)
+        else:
+            x = x.contiguous()
+        dist.all_reduce(x, group=axis.group)
+        return x
 
     @staticmethod
     def backward(ctx, grad):

@@ -3,10 +3,8 @@
 s sequence, b micro-batch.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import groupby
 
 import torch
 from torch import Tensor
@@ -24,11 +22,6 @@ class Documents:
     """
 
     lengths: tuple[tuple[int, ...], ...]
-
-    def runs(self) -> Iterator[tuple[int, tuple[int, ...]]]:
-        """Sequences in a row that divide alike: how many, and the lengths they share."""
-        for lengths, alike in groupby(self.lengths):
-            yield len(list(alike)), lengths
 
 
 @lru_cache(maxsize=2)  # for all layers of a micro-batch, and of one that is computed again

@@ -39,15 +39,22 @@ class ColumnParallelLinear(Deferring):
             declared_parameter(Sharding((sum(blocks),), 0, blocks), axis.size) if bias else None
         )
 
-    def forward(self, x: Tensor) -> Tensor:
-        """[s, b, in] (s/t under sequence parallelism) to [s, b, out/t]."""
-        return column_parallel_product(
-            x, self.weight, self.bias, axis=self.axis, deferral=self.deferral
-        )
+    def forward(self, x: Tensor, *, bias_gradient: bool = True) -> Tensor:
+        """[s, b, in] (s/t under sequence parallelism) to [s, b, out/t].
+
+        Args:
+            bias_gradient: False leaves the bias's gradient to the operation that follows
+        """
+        bias = self.bias
+        if bias is not None and not bias_gradient:
+            bias = bias.detach()
+        return column_parallel_product(x, self.weight, bias, axis=self.axis, deferral=self.deferral)
 
 
 class RowParallelLinear(Deferring):
-    """y = x W^T + bias with the columns of W, the input columns, split over the tensor axis.
+    """y = x W^T with the columns of W, the input columns, split over the tensor axis; and a bias.
+
+    The bias is added by the kernel that adds y to the residual stream (`models/kernels/norms.py`).
 
     Forward: all-reduce; backward: no communication. Under sequence parallelism, forward:
     reduce-scatter; backward: all-gather.
@@ -60,13 +67,18 @@ class RowParallelLinear(Deferring):
         self.bias = declared_parameter(Sharding((out_size,)), axis.size) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
-        """[s, b, in/t] to [s, b, out] (s/t under sequence parallelism)."""
-        y = leave_tensor_region(product(x, self.weight, None, self.deferral), self.axis)
-        if self.bias is None:
-            return y
-        # Split along the sequence, each rank adds the bias to its own positions only.
-        split = self.axis.sequence_parallel
-        return y + (copy_to_tensor_axis(self.bias, self.axis) if split else self.bias)
+        """[s, b, in/t] to [s, b, out] (s/t under sequence parallelism), without the bias."""
+        return leave_tensor_region(product(x, self.weight, None, self.deferral), self.axis)
+
+    def bias_here(self) -> Tensor | None:
+        """Return the bias for this rank's positions.
+
+        Under sequence parallelism each rank adds it to its own positions only, and its gradient is
+        summed over the ranks.
+        """
+        if self.bias is None or not self.axis.sequence_parallel:
+            return self.bias
+        return copy_to_tensor_axis(self.bias, self.axis)
 
 
 def column_parallel_product(

@@ -5,68 +5,63 @@ qk_norm), the weight's gradient is a partial sum: `copy_to_tensor_axis` on the w
 parts up in the backward pass.
 """
 
-from torch import Tensor, nn
-from torch.nn import functional as F
+from typing import Any
 
-from models.kernels.elementwise import rms_norm, sum_rms_norm
+from torch import Tensor
+
 from models.kernels.fusing import Fusing
+from models.kernels.norms import Branch, add_and_norm, norm
 from models.parallel.collectives import TensorAxis, copy_to_tensor_axis
 from models.sharding import Sharding, declared_parameter
 
 
-class RMSNorm(Fusing):
-    """x / rms(x) * weight over the last dimension, in fp32 (arXiv 1910.07467).
+class Norm(Fusing):
+    """A norm over the last dimension: LayerNorm with a bias, RMSNorm without.
 
     input_is_split: the input is only this tensor rank's part
     """
 
-    def __init__(self, size: int, epsilon: float, *, input_is_split: bool, axis: TensorAxis):
+    def __init__(
+        self, size: int, epsilon: float, *, bias: bool, input_is_split: bool, axis: TensorAxis
+    ):
         super().__init__()
         self.size, self.epsilon, self.axis = size, epsilon, axis
         self.input_is_split = input_is_split
         self.weight = declared_parameter(Sharding((size,)), axis.size)
+        self.bias = declared_parameter(Sharding((size,)), axis.size) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., size] to [..., size]."""
-        return rms_norm(x, self._weight(), self.epsilon, self.fuse)
+        return norm(x, *self._parameters_here(), self.epsilon, self.fuse)
 
-    def of_sum(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        """x + y and its norm: twice [..., size] to twice [..., size]."""
+    def of_sum(self, x: Tensor, branch: Branch) -> tuple[Tensor, Tensor]:
+        """Return x + branch and its norm: each [..., size]."""
         # No call of the module: under ZeRO-3 the weight is gathered as it is read, for the block
         # that reads it (DeepSpeed's ZeROOrderedDict).
-        return sum_rms_norm(x, y, self._weight(), self.epsilon, self.fuse)
+        weight, bias = self._parameters_here()
+        return add_and_norm(x, branch, weight, bias, epsilon=self.epsilon, fuse=self.fuse)
 
-    def _weight(self) -> Tensor:
-        return copy_to_tensor_axis(self.weight, self.axis) if self.input_is_split else self.weight
-
-
-class LayerNorm(nn.Module):
-    """(x - mean) / std * weight + bias over the last dimension (arXiv 1607.06450).
-
-    torch computes it in fp32 and keeps the input as it is.
-
-    input_is_split: the input is only this tensor rank's part
-    """
-
-    def __init__(self, size: int, epsilon: float, *, input_is_split: bool, axis: TensorAxis):
-        super().__init__()
-        self.size, self.epsilon, self.axis = size, epsilon, axis
-        self.input_is_split = input_is_split
-        self.weight = declared_parameter(Sharding((size,)), axis.size)
-        self.bias = declared_parameter(Sharding((size,)), axis.size)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[..., size] to [..., size]."""
+    def _parameters_here(self) -> tuple[Tensor, Tensor | None]:
+        """Return weight and bias; of a split input their gradients are summed over the ranks."""
         weight, bias = self.weight, self.bias
         if self.input_is_split:
             weight = copy_to_tensor_axis(weight, self.axis)
-            bias = copy_to_tensor_axis(bias, self.axis)
-        return F.layer_norm(x, (self.size,), weight, bias, eps=self.epsilon)
-
-    def of_sum(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        """x + y and its norm: twice [..., size] to twice [..., size]."""
-        total = x + y
-        return total, self(total)
+            bias = None if bias is None else copy_to_tensor_axis(bias, self.axis)
+        return weight, bias
 
 
-NORMS: dict[str, type[nn.Module]] = {"rmsnorm": RMSNorm, "layernorm": LayerNorm}
+class RMSNorm(Norm):
+    """x / rms(x) * weight, in fp32 (arXiv 1910.07467)."""
+
+    def __init__(self, size: int, epsilon: float, **settings: Any):
+        super().__init__(size, epsilon, bias=False, **settings)
+
+
+class LayerNorm(Norm):
+    """(x - mean) / std * weight + bias, in fp32 (arXiv 1607.06450)."""
+
+    def __init__(self, size: int, epsilon: float, **settings: Any):
+        super().__init__(size, epsilon, bias=True, **settings)
+
+
+NORMS: dict[str, type[Norm]] = {"rmsnorm": RMSNorm, "layernorm": LayerNorm}

@@ -17,17 +17,17 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from models.kernels.dropout import drop_out, mix, signed
+from models.kernels.fusing import Function
 from models.parallel.collectives import TensorAxis
-
-GOLDEN_64, GOLDEN_32 = 0x9E3779B97F4A7C15, 0x9E3779B9
 
 
 @dataclass(frozen=True)
 class MaskKey:
-    """What decides the masks of one micro-batch.
+    """The seed and the samples that decide the masks of one micro-batch.
 
     seed: of the run
-    samples: which sequences of the run it holds, b of them
+    samples: the sequences of the run that it holds, b of them
     """
 
     seed: int
@@ -35,80 +35,65 @@ class MaskKey:
 
 
 def dropout(
-    x: Tensor, probability: float, *, key: MaskKey | None, place: str, axis: TensorAxis
+    x: Tensor,
+    probability: float,
+    *,
+    key: MaskKey | None,
+    place: str,
+    axis: TensorAxis,
+    fuse: Function,
 ) -> Tensor:
-    """Dropout on the residual stream: [s, b, h], or [s/t, b, h] under sequence parallelism.
+    """Drop elements of the residual stream: [s, b, h], or [s/t, b, h] under sequence parallelism.
 
-    key: None leaves x as it is, for validation
-    place: the name of the layer
+    Args:
+        key: None leaves x as it is, for validation
+        place: the name of the layer
     """
     if key is None or probability == 0:
         return x
+    rows = stream_rows(x, key=key, place=place, axis=axis, fuse=fuse)
+    return drop_out(x, rows, probability, fuse)
+
+
+def stream_rows(x: Tensor, *, key: MaskKey, place: str, axis: TensorAxis, fuse: Function) -> Tensor:
+    """Number the rows of x, [s, b, h] or [s/t, b, h], for its dropout mask: int64 [s, b]."""
     first = axis.rank * x.shape[0] if axis.sequence_parallel else 0
     positions = torch.arange(first, first + x.shape[0], device=x.device)
-    rows = _mix(_sample_rows(key, place, x.device) + positions[:, None])  # [s, b]
-    return drop(x, keep_mask(rows, x.shape[2], probability), probability)
+    return fuse(_stream_rows)(_sample_numbers(key, place, x.device), positions)
 
 
-def attention_dropout_mask(
-    key: MaskKey, probability: float, *, place: str, length: int, heads: range, device: torch.device
+def attention_rows(
+    x: Tensor, *, key: MaskKey, place: str, axis: TensorAxis, fuse: Function
 ) -> Tensor:
-    """Which attention probabilities stay: bool [b, a/t, s, s].
+    """Number the rows of attention probabilities [b, a/t, s, s]: int64 [b, a/t, s].
 
-    heads: this rank's, numbered within the logical model
+    A head is numbered within the logical model.
     """
-    heads = torch.arange(heads.start, heads.stop, device=device)
-    rows = _mix(_sample_rows(key, place, device)[:, None] + heads)  # [b, a/t]
-    rows = _mix(rows[..., None] + torch.arange(length, device=device))  # [b, a/t, s]
-    return keep_mask(rows, length, probability)
+    count, length = x.shape[1:3]
+    heads = torch.arange(axis.rank * count, (axis.rank + 1) * count, device=x.device)
+    positions = torch.arange(length, device=x.device)
+    return fuse(_attention_rows)(_sample_numbers(key, place, x.device), heads, positions)
 
 
-def drop(x: Tensor, keep: Tensor, probability: float) -> Tensor:
-    """x / (1 - probability) where `keep`, else 0; autograd holds one byte per element."""
-    return torch.where(keep, x * (1 / (1 - probability)), 0)
+def _stream_rows(samples: Tensor, positions: Tensor) -> Tensor:
+    return mix(mix(samples) + positions[:, None])
 
 
-def keep_mask(rows: Tensor, columns: int, probability: float) -> Tensor:
-    """Bernoulli(1 - probability): rows int64 [...] to bool [..., columns].
+def _attention_rows(samples: Tensor, heads: Tensor, positions: Tensor) -> Tensor:
+    rows = mix(mix(samples)[:, None] + heads)  # [b, a/t]
+    return mix(rows[..., None] + positions)
 
-    Each element hashes its row's 64 bits and its column to 32 (the constants are those of
-    lowbias32, Wellons 2018, "Prospecting for hash functions"); int32 keeps it to half the memory.
+
+def _sample_numbers(key: MaskKey, place: str, device: torch.device) -> Tensor:
+    """Number the samples at a place: int64 [b], a tensor since compiled code is made for a number.
+
+    Made on the device: no copy from the host.
     """
-    low, high = rows.to(torch.int32), (rows >> 32).to(torch.int32)
-    counters = torch.arange(columns, device=rows.device) * GOLDEN_32
-    bits = low.unsqueeze(-1) + counters.to(torch.int32)  # wraps, as all of this does
-    bits.bitwise_xor_((bits >> 16).bitwise_and_(0xFFFF)).mul_(_signed(0x7FEB352D, 32))
-    bits.add_(high.unsqueeze(-1))
-    bits.bitwise_xor_((bits >> 15).bitwise_and_(0x1FFFF)).mul_(_signed(0x846CA68B, 32))
-    bits.bitwise_xor_((bits >> 16).bitwise_and_(0xFFFF))
-    return bits >= round(probability * 2**32) - 2**31
-
-
-def _sample_rows(key: MaskKey, place: str, device: torch.device) -> Tensor:
-    """One row number per sample: int64 [b]."""
     samples = torch.arange(key.samples.start, key.samples.stop, device=device)
-    return _mix(samples + _place_number(key.seed, place))
+    return samples + _place_number(key.seed, place)
 
 
 @lru_cache(maxsize=4096)
 def _place_number(seed: int, place: str) -> int:
     digest = hashlib.blake2b(f"{seed}/{place}".encode(), digest_size=8).digest()
-    return _signed(int.from_bytes(digest), 64)
-
-
-def _mix(numbers: Tensor) -> Tensor:
-    """splitmix64 (Steele et al. 2014) of int64 [...]: neighbours become unrelated."""
-    mixed = numbers * _signed(GOLDEN_64, 64)
-    mixed = (mixed ^ _shifted(mixed, 30)) * _signed(0xBF58476D1CE4E5B9, 64)
-    mixed = (mixed ^ _shifted(mixed, 27)) * _signed(0x94D049BB133111EB, 64)
-    return mixed ^ _shifted(mixed, 31)
-
-
-def _shifted(numbers: Tensor, bits: int) -> Tensor:
-    """The logical shift of int64 to the right; torch's own copies the sign."""
-    return (numbers >> bits) & ((1 << (64 - bits)) - 1)
-
-
-def _signed(number: int, bits: int) -> int:
-    """The signed integer with the same bits."""
-    return number - (1 << bits) if number >> (bits - 1) else number
+    return signed(int.from_bytes(digest), 64)

@@ -7,7 +7,7 @@ t tensor ranks. All times are seconds, of one micro-batch on one rank.
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from models.cost import block_parameters
+from models.cost import block_parameters, tokens_at_a_time
 from recipes.planning.job import Job, Spread
 from recipes.planning.kernels import (
     BYTES,
@@ -256,7 +256,7 @@ def _exposed(job: Job, communication: float, computation: float) -> float:
 
 @lru_cache(maxsize=4096)
 def end_passes(job: Job) -> tuple[Directions, Directions]:
-    """Of the embedding, and of final norm, logits and loss.
+    """Return the passes of the embedding, and of final norm, logits and loss.
 
     job: of `block_job`
     """
@@ -269,9 +269,13 @@ def end_passes(job: Job) -> tuple[Directions, Directions]:
     embedding = Directions(Spent(looked_up, reduced), Spent(looked_up))
 
     columns = job.model.padded_vocab_size(t) // t
-    logits = matmul_seconds(gpu, precision, rows=tokens, columns=columns, inner=h)
-    backward = matmul_seconds(gpu, precision, rows=tokens, columns=h, inner=columns)
-    weight = matmul_seconds(gpu, precision, rows=columns, columns=h, inner=padded(tokens))
+    rows = tokens  # of a matrix product
+    if job.footprint.loss_in_parts:
+        rows = tokens_at_a_time(tokens, columns, gpu.device)
+    logits = matmul_seconds(gpu, precision, rows=rows, columns=columns, inner=h)
+    backward = matmul_seconds(gpu, precision, rows=rows, columns=h, inner=columns)
+    weight = matmul_seconds(gpu, precision, rows=columns, columns=h, inner=padded(rows))
+    logits, backward, weight = (tokens / rows * each for each in (logits, backward, weight))
     if job.footprint.loss_in_parts:
         # Both gradients are there after the forward pass, and the backward pass scales them.
         loss = memory_seconds(gpu, tokens * columns * LOSS_PASSES * BYTES[precision])

@@ -76,14 +76,12 @@ class Footprint:
 # updated where they are. ZeRO-2 and 3 have buckets of 5e8 elements.
 DEEPSPEED_ZERO = Footprint(bucket_elements=5e8, gathered_elements=1e9)
 ZERO = replace(
-    DEEPSPEED_ZERO, norm=4, gated=3, apart=True, rows=1, loss_in_parts=True,
+    DEEPSPEED_ZERO, norm=4, gated=3, apart=True, rows=1, loss_in_parts=True, score=4,
     stock_pipeline=False,
 )  # fmt: skip
-FP16 = replace(
-    ZERO, gradient=0, running_gradient=2, updating=6, logit=6, head=2, loss_in_parts=False
-)
+FP16 = replace(ZERO, gradient=0, running_gradient=2, updating=6)
 FP32 = replace(
-    ZERO, weight=4, gradient=0, running_gradient=4, optimizer=8, zero3_copy=4, norm=8,
+    ZERO, weight=4, gradient=0, running_gradient=4, optimizer=8, zero3_copy=4, norm=8, score=8,
 )  # fmt: skip
 DEEPSPEED = {
     "bf16": ZERO,

@@ -47,6 +47,11 @@ class Gpu:
     network_latency_seconds: float
     straggling: float  # share of time lost per doubling of the nodes: slowest of many
 
+    @property
+    def device(self) -> str:
+        """Kind of device, as in `torch.device.type`; a CPU's driver has no names."""
+        return "cuda" if self.device_names else "cpu"
+
 
 def load_gpu(name: str) -> Gpu:
     """The GPU of that name.

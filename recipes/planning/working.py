@@ -87,15 +87,16 @@ def loss_bytes(job: Job, stage: int, first_only: bool) -> float:
 
 
 def loss_in_parts_bytes(job: Job) -> float:
-    """The gradient of the output matrix, beside some logits or beside that gradient times a scale.
+    """Return the bytes of the output matrix's gradient and of the larger of some logits and a copy.
 
-    With them the rows that the last norm reads and gives, and the gradient of the latter; under
-    sequence parallelism the whole of what the ranks have parts of, too.
+    The copy is that gradient on its way to the optimizer. With them the rows that the last norm
+    reads and gives, and the gradient of the latter; under sequence parallelism the whole of these
+    rows, of which the ranks have parts, too.
     """
     spread, model = job.spread, job.model
     tokens = tokens_per_micro_batch(model, spread)
     columns = model.padded_vocab_size(spread.tensor) // spread.tensor
-    logits = tokens_at_a_time(tokens, columns) * columns
+    logits = tokens_at_a_time(tokens, columns, job.machine.gpu.device) * columns
     table = table_parameters(model, spread.tensor)
     rows = 2 / spread.sequence_ranks + (2 if spread.sequence_ranks > 1 else 1)
     return job.footprint.weight * (table + max(table, logits)) + rows * row_bytes(job)

@@ -24,6 +24,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
+from models import cost
 from models.kernels import attention, fusing
 from models.parallel.context import positions_in
 from models.transformer import rotary_table
@@ -77,14 +78,15 @@ def fake_tensors() -> Iterator[None]:
 def kernels_of_a_gpu(compiled: bool) -> Iterator[None]:
     """Where a GPU keeps other tensors than the CPU, do as the GPU does.
 
-    Its attention is the fused one at any length. What was sent is there until its transfer is known
-    to be over, with gloo until it is waited for.
+    Its attention is the fused one at any length, and the loss has more logits at a time. What was
+    sent is there until its transfer is known to be over, with gloo until it is waited for.
 
     compiled: the work between matrix products makes no tensors but its results
     """
     fuse = one_kernel if compiled else fusing.as_written
     with (
         mock.patch.object(attention, "MOST_KEPT", 0),
+        mock.patch.dict(cost.MOST_LOGITS, cpu=cost.MOST_LOGITS["cuda"]),
         mock.patch.object(fusing.Fusing, "fuse", staticmethod(fuse)),
         mock.patch.object(dist.Work, "is_completed", lambda self: True),
     ):

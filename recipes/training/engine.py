@@ -21,6 +21,7 @@ from models.initialization import initialize
 from models.kernels.fusing import are_compiled, compile_kernels
 from models.layer_specs import (
     SequentialModel,
+    expect_gradient_scale,
     layer_names,
     layer_specs,
     logical_parameters,
@@ -308,8 +309,15 @@ def build_engine(
         )
     without_needless_copies(wrapped.optimizer)
     replace_timers(wrapped)
+    if precision(config) == "fp16":
+        expect_gradient_scale(wrapped.module, partial(loss_gradient, wrapped))
     engine = PipelinedEngine if pipelined else SequentialEngine
     return engine(wrapped, recipe, axis, crumb or Breadcrumb())
+
+
+def loss_gradient(wrapped: deepspeed.DeepSpeedEngine) -> float:
+    """Return the gradient that a micro-batch's loss receives in fp16: loss scale x its share."""
+    return wrapped.optimizer.loss_scale / wrapped.gradient_accumulation_steps()
 
 
 def import_muon() -> None:

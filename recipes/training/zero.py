@@ -1,7 +1,8 @@
-"""DeepSpeed's optimizers without needless copies, and with a norm that sees every gradient."""
+"""Let DeepSpeed's optimizers see every gradient, at its own loss scale, without needless passes."""
 
 from collections.abc import Iterable
 from types import MethodType
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,15 +17,18 @@ ROW = 512  # elements that are added up in fp32
 
 
 def without_needless_copies(optimizer: object) -> None:
-    """Let an optimizer that DeepSpeed has made use what is there, and see every gradient."""
+    """Change an optimizer that DeepSpeed has made, according to its kind."""
     if isinstance(optimizer, DeepSpeedZeroOptimizer):
         share_fp32_weights(optimizer)
         optimizer.get_grad_norm_direct = MethodType(gradient_norm, optimizer)
         optimizer.unscale_and_clip_grads = MethodType(scale_in_update, optimizer)
     elif isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
         optimizer.get_grad_norm_direct = MethodType(gradient_norm, optimizer)
+        change_loss_scale_after_update(optimizer)
+        optimizer.unscale_and_clip_grads = MethodType(scale_in_update_of_group, optimizer)
     elif isinstance(optimizer, BF16_Optimizer):
         optimizer.get_grads_for_norm = MethodType(shards_for_norm, optimizer)
+        clip_in_update(optimizer)
 
 
 def share_fp32_weights(optimizer: DeepSpeedZeroOptimizer) -> None:
@@ -138,6 +142,51 @@ def scale_in_update(self: DeepSpeedZeroOptimizer, gradients: list[Tensor], norm:
     if self.clip_grad > 0:
         scale *= ((norm / loss_scale + 1e-6) / self.clip_grad).clamp(min=1.0)
     self.optimizer.grad_scale = scale
+
+
+def scale_in_update_of_group(
+    self: DeepSpeedZeroOptimizer_Stage3, sub_group_id: int, norm: Tensor
+) -> None:
+    """Replace ZeRO-3's unscale_and_clip_grads, called for each sub-group, by `scale_in_update`."""
+    self.scale_of_gradients = self.loss_scale
+    scale_in_update(self, [], norm)
+
+
+def change_loss_scale_after_update(optimizer: DeepSpeedZeroOptimizer_Stage3) -> None:
+    """Let ZeRO-3 divide gradients and their norm by the loss scale that they were computed with.
+
+    DeepSpeed's step changes the scale for the next step before it divides, which halves gradients
+    and norm whenever the scale grows. Where gradients overflow, nothing is divided.
+    """
+    step, change_scale = optimizer.step, optimizer._update_scale
+
+    def change_after_overflow(has_overflow: bool = False) -> None:
+        if has_overflow:
+            change_scale(True)
+
+    def step_and_change_scale(*arguments: Any, **settings: Any) -> None:
+        step(*arguments, **settings)
+        if not optimizer.overflow:
+            change_scale(False)
+
+    optimizer._update_scale, optimizer.step = change_after_overflow, step_and_change_scale
+
+
+def clip_in_update(optimizer: BF16_Optimizer) -> None:
+    """Leave clipping to fused AdamW, which divides the gradients that it reads.
+
+    DeepSpeed would multiply all gradients in a pass of their own, and wait for the device to know
+    whether it has to.
+    """
+    most, optimizer.clip_grad = optimizer.clip_grad, 0.0
+    if most == 0:
+        return
+
+    def divide_by_excess(adamw: torch.optim.Optimizer, *call: Any) -> None:
+        norm = optimizer._global_grad_norm
+        adamw.grad_scale = ((norm + 1e-6) / most).clamp(min=1.0).float()
+
+    optimizer.optimizer.register_step_pre_hook(divide_by_excess)
 
 
 def squared_norm(gradient: Tensor) -> Tensor:

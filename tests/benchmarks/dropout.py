@@ -21,6 +21,7 @@ import torch
 from torch.nn import functional as F
 
 from models.config import ModelConfig
+from models.kernels.fusing import as_written
 from models.parallel.collectives import TensorAxis
 from models.parallel.context import Context
 from models.parallel.rng import MaskKey, dropout
@@ -55,7 +56,9 @@ def residual(s: int, b: int, h: int) -> float:
     x = torch.randn(s, b, h, requires_grad=True)
     key, axis = MaskKey(seed=0, samples=range(b)), TensorAxis()
     return compare(
-        lambda: dropout(x, 0.1, key=key, place="blocks.0.mlp", axis=axis).backward(x.detach()),
+        lambda: dropout(x, 0.1, key=key, place="blocks.0.mlp", axis=axis, fuse=as_written).backward(
+            x.detach()
+        ),
         lambda: F.dropout(x, 0.1).backward(x.detach()),
     )
 

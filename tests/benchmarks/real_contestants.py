@@ -17,6 +17,7 @@ from deepspeed.pipe import DualPipeVModule, LayerSpec, PipelineModule
 from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
+from torch.nn import functional as F
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from models.initialization import initialize
@@ -28,7 +29,6 @@ from models.layer_specs import (
 )
 from models.parallel.collectives import TensorAxis
 from models.parallel.context import Context
-from models.parallel.cross_entropy import vocab_parallel_cross_entropy
 from models.pipeline.recording import Event, Recording
 from models.transformer import Block
 from recipes.training.deepspeed_config import build_deepspeed_config
@@ -170,8 +170,12 @@ def with_first_weights(model: nn.Module, recipe: Recipe) -> nn.Module:
 
 def loss_of_logits(recipe: Recipe) -> Callable[[Tensor, Tensor], Tensor]:
     """For engines that compute the loss apart from the layers."""
-    vocab_size = recipe.model.vocab_size
-    return partial(vocab_parallel_cross_entropy, vocab_size=vocab_size, axis=TensorAxis())
+
+    def loss(logits: Tensor, labels: Tensor) -> Tensor:
+        real = logits[..., : recipe.model.vocab_size].float()  # [s, b, v] without the padding
+        return F.cross_entropy(real.flatten(0, 1), labels.t().flatten())
+
+    return loss
 
 
 class Sequential:

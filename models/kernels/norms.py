@@ -1,0 +1,186 @@
+"""Norms and the residual stream, with the backward pass written out.
+
+Between two matrix products a block adds the bias of the first, drops elements out, adds the result
+to the residual stream and norms the sum: one kernel each way. RMSNorm is computed in fp32 and
+rounds before its weight and after it, as transformers' does; LayerNorm is torch's own kernel, which
+the compiler takes apart to fuse it.
+
+s sequence, b micro-batch, h hidden.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from models.kernels.dropout import drop, keep_mask
+from models.kernels.fusing import Function
+
+
+class Branch(NamedTuple):
+    """The output of one half of a block on its way to the residual stream: dropout(y + bias).
+
+    y: [s, b, h], of a row-parallel product
+    bias: [h]; None: none
+    rows: int64 [s, b], the row numbers of the dropout mask; None: nothing is dropped
+    probability: of an element to be dropped
+    """
+
+    y: Tensor
+    bias: Tensor | None = None
+    rows: Tensor | None = None
+    probability: float = 0.0
+
+
+def norm(x: Tensor, weight: Tensor, bias: Tensor | None, epsilon: float, fuse: Function) -> Tensor:
+    """Norm [..., h] over the last dimension.
+
+    With a bias LayerNorm (arXiv 1607.06450), without one RMSNorm (arXiv 1910.07467).
+    """
+    return _Norm.apply(x, weight, bias, epsilon, fuse)
+
+
+def add(x: Tensor, branch: Branch, fuse: Function) -> Tensor:
+    """Return x + dropout(y + bias): [s, b, h]."""
+    if branch.bias is None and branch.rows is None:
+        return x + branch.y
+    return _Add.apply(x, *branch, fuse)
+
+
+def add_and_norm(
+    x: Tensor,
+    branch: Branch,
+    weight: Tensor,
+    bias: Tensor | None,
+    *,
+    epsilon: float,
+    fuse: Function,
+) -> tuple[Tensor, Tensor]:
+    """Return x + dropout(y + branch.bias) and the `norm` of that sum: each [s, b, h]."""
+    return _AddAndNorm.apply(x, *branch, weight, bias, epsilon, fuse)
+
+
+class _Norm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, bias, epsilon, fuse):
+        ctx.fuse = fuse
+        normed, *statistics = fuse(_norm)(x, weight, bias, epsilon)
+        ctx.save_for_backward(x, weight, bias, *statistics)
+        return normed
+
+    @staticmethod
+    def backward(ctx, grad):
+        return *ctx.fuse(_norm_backward)(grad, *ctx.saved_tensors), None, None
+
+
+class _Add(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, y, bias, rows, probability, fuse):
+        ctx.fuse, ctx.probability, ctx.has_bias = fuse, probability, bias is not None
+        total, keep = fuse(_add)(x, y, bias, rows, probability)
+        ctx.save_for_backward(keep)
+        return total
+
+    @staticmethod
+    def backward(ctx, grad):
+        (keep,) = ctx.saved_tensors
+        grad_y, grad_bias = ctx.fuse(_branch_backward)(grad, keep, ctx.probability, ctx.has_bias)
+        return grad, grad if grad_y is None else grad_y, grad_bias, None, None, None
+
+
+class _AddAndNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, y, y_bias, rows, probability, weight, bias, epsilon, fuse):
+        ctx.fuse, ctx.branch = fuse, (probability, y_bias is not None)
+        total, keep, normed, *statistics = fuse(_add_and_norm)(
+            x, y, y_bias, rows, probability, weight, bias, epsilon
+        )
+        ctx.save_for_backward(keep, total, weight, bias, *statistics)
+        return total, normed
+
+    @staticmethod
+    def backward(ctx, grad_total, grad):
+        keep, *normed = ctx.saved_tensors
+        grad_x, grad_y, *others = ctx.fuse(_add_and_norm_backward)(
+            grad_total, grad, keep, ctx.branch, *normed
+        )
+        grad_y_bias, grad_weight, grad_bias = others
+        grad_y = grad_x if grad_y is None else grad_y
+        return grad_x, grad_y, grad_y_bias, None, None, grad_weight, grad_bias, None, None
+
+
+def _norm(x: Tensor, weight: Tensor, bias: Tensor | None, epsilon: float) -> tuple[Tensor, ...]:
+    """The norm, and each row's statistics [..., 1]: mean and 1 / std, or 1 / rms in fp32."""
+    if bias is not None:
+        return torch.native_layer_norm(x, weight.shape, weight, bias, epsilon)
+    wide = x.float()
+    inverse_rms = torch.rsqrt(wide.square().mean(-1, keepdim=True) + epsilon)
+    return (wide * inverse_rms).to(x.dtype) * weight, inverse_rms
+
+
+def _norm_backward(
+    grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, *statistics: Tensor
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The gradients of x, weight and bias."""
+    if bias is not None:
+        return torch.ops.aten.native_layer_norm_backward(
+            grad, x, weight.shape, *statistics, weight, bias, [True, True, True]
+        )
+    (inverse_rms,) = statistics
+    normed = x.float() * inverse_rms
+    grad = grad.float()
+    grad_weight = (grad * normed).flatten(0, -2).sum(0)
+    grad = grad * weight
+    mean = (grad * normed).mean(-1, keepdim=True)
+    grad_x = (inverse_rms * (grad - normed * mean)).to(x.dtype)
+    return grad_x, grad_weight.to(weight.dtype), None
+
+
+def _add(
+    x: Tensor, y: Tensor, bias: Tensor | None, rows: Tensor | None, probability: float
+) -> tuple[Tensor, Tensor | None]:
+    """The sum, and the dropout mask."""
+    keep = None
+    if bias is not None:
+        y = y + bias
+    if rows is not None:
+        keep = keep_mask(rows, y.shape[-1], probability)
+        y = drop(y, keep, probability)
+    return x + y, keep
+
+
+def _branch_backward(
+    grad: Tensor, keep: Tensor | None, probability: float, has_bias: bool
+) -> tuple[Tensor | None, Tensor | None]:
+    """The gradients of y, None where it is that of the sum, and of the bias."""
+    grad_y = None if keep is None else drop(grad, keep, probability)
+    if not has_bias:
+        return grad_y, None
+    return grad_y, (grad if grad_y is None else grad_y).flatten(0, -2).sum(0)
+
+
+def _add_and_norm(
+    x: Tensor,
+    y: Tensor,
+    y_bias: Tensor | None,
+    rows: Tensor | None,
+    probability: float,
+    weight: Tensor,
+    bias: Tensor | None,
+    epsilon: float,
+) -> tuple[Tensor | None, ...]:
+    total, keep = _add(x, y, y_bias, rows, probability)
+    return total, keep, *_norm(total, weight, bias, epsilon)
+
+
+def _add_and_norm_backward(
+    grad_total: Tensor,
+    grad: Tensor,
+    keep: Tensor | None,
+    branch: tuple[float, bool],
+    *normed: Tensor | None,
+) -> tuple[Tensor | None, ...]:
+    """The gradients of x, y (None where it is that of x), y's bias, weight and bias."""
+    grad_x, grad_weight, grad_bias = _norm_backward(grad, *normed)
+    grad_x = grad_x + grad_total
+    return grad_x, *_branch_backward(grad_x, keep, *branch), grad_weight, grad_bias
