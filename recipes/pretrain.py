@@ -38,6 +38,7 @@ from recipes.training.run_folder import RunFolder
 from recipes.training.startup import Startup
 from recipes.training.streams import outlive_output
 from recipes.training.topology import Topology, World, check_placement
+from recipes.training.torch_variables import set_torch_variables
 
 if TYPE_CHECKING:
     from recipes.training.checkpoint_writer import CheckpointWriter
@@ -77,6 +78,8 @@ def pretrain() -> None:
         config = build_deepspeed_config(recipe, topology)
         number_format = precision(config)
 
+    # torch reads these when it is imported.
+    set_torch_variables(os.environ, deterministic=recipe.training.deterministic)
     # torch and DeepSpeed take seconds to import; a bad recipe has been refused by now.
     import torch.distributed as dist
 
@@ -95,10 +98,16 @@ def pretrain() -> None:
     startup.lap("imports")
     folder = RunFolder(options.run_dir or REPOSITORY / "runs" / recipe.name)
     with refusals(world, options):
-        check_machine(world, precision=number_format, compile=recipe.training.compile)
+        check_machine(
+            world,
+            precision=number_format,
+            compile=recipe.training.compile,
+            deterministic=recipe.training.deterministic,
+            gpu=recipe.cluster.gpu if recipe.cluster else None,
+        )
         data = TrainingData(recipe, topology, world.rank)
         startup.lap("data")
-        start_processes(world)
+        start_processes(world, deterministic=recipe.training.deterministic)
         startup.lap("joining")
         with refused_together():
             if world.rank == 0:

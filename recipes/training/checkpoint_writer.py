@@ -20,10 +20,10 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from models.cost import parameter_count
 from recipes.training.assembly import Assembly
+from recipes.training.host_memory import host_copy
 from recipes.training.manifest import (
     Facts,
     Manifest,
@@ -94,7 +94,7 @@ class CheckpointWriter:
         # Ranks that survived an earlier run's death may still be writing into theirs.
         self.token = self._from_rank_0(secrets.token_hex(4))
         self.staged = [
-            {kind: _host_buffer(tensor) for kind, tensor in flat.items()}
+            {kind: host_copy(tensor) for kind, tensor in flat.items()}
             for flat in state.tensors()
         ]
         self._thread: threading.Thread | None = None
@@ -105,8 +105,12 @@ class CheckpointWriter:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *details: object) -> None:
-        if kind is not None and self._thread is not None:
-            self._thread.join(SECONDS_TO_END)
+        if kind is not None:
+            if self._thread is not None:
+                self._thread.join(SECONDS_TO_END)
+            return
+        self.wait()  # the save in flight reads the staged copies
+        self.staged.clear()
 
     def save(self, progress: Progress) -> str | None:
         """Begin to save the run as it is now; collective.
@@ -274,8 +278,3 @@ class CheckpointWriter:
         values = [value]
         dist.broadcast_object_list(values, src=0, group=self.world)
         return values[0]
-
-
-def _host_buffer(tensor: Tensor) -> Tensor:
-    """Room for a copy in the host's memory; written to once, so that it is there in fact."""
-    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda).zero_()
