@@ -82,6 +82,10 @@ def test_a_run_sets_them_before_it_imports_torch() -> None:
     keys = ("PYTORCH_ALLOC_CONF", "CUBLAS_WORKSPACE_CONFIG")
     unset = {key: value for key, value in os.environ.items() if key not in keys}
     done = subprocess.run(
-        [sys.executable, "-c", WATCHED, *keys], cwd=REPOSITORY, env=unset, capture_output=True, text=True
+        [sys.executable, "-c", WATCHED, *keys],
+        cwd=REPOSITORY,
+        env=unset,
+        capture_output=True,
+        text=True,
     )
     assert done.stdout.split() == ["expandable_segments:True", ":4096:8"], done.stderr

@@ -94,8 +94,7 @@ class CheckpointWriter:
         # Ranks that survived an earlier run's death may still be writing into theirs.
         self.token = self._from_rank_0(secrets.token_hex(4))
         self.staged = [
-            {kind: host_copy(tensor) for kind, tensor in flat.items()}
-            for flat in state.tensors()
+            {kind: host_copy(tensor) for kind, tensor in flat.items()} for flat in state.tensors()
         ]
         self._thread: threading.Thread | None = None
         self._problem: str | None = None

@@ -48,5 +48,7 @@ def page_locked(shape: torch.Size, dtype: torch.dtype, runtime: Any) -> Tensor:
             f"(cudaHostRegister returned {code}); give the job more host memory"
         )
     release = weakref.finalize(buffer, runtime.cudaHostUnregister, buffer.data_ptr())
-    release.atexit = False  # the system unlocks it then; the call would wait for a device that hangs
+    release.atexit = (
+        False  # the system unlocks it then; the call would wait for a device that hangs
+    )
     return buffer
