@@ -1,5 +1,6 @@
 """training.deterministic: torch is told, no operation of a step raises for it, numbers stay."""
 
+import json
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -8,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tomli_w
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -21,6 +23,7 @@ from models.parallel.context import Context
 from recipes.proving.shrink import shrink
 from recipes.training.recipe import REPOSITORY, load_recipe, parse_recipe
 from tests.conftest import GPT_SWITCHES, changed
+from tests.ranks import start_ranks
 
 # What torch.use_deterministic_algorithms says that it raises for on CUDA, as ATen calls them, where
 # a language model could come across them.
@@ -55,6 +58,41 @@ def test_torch_is_told_before_the_first_computation(asked: str, told: list[str])
         [sys.executable, "-c", TOLD.format(asked)], cwd=REPOSITORY, capture_output=True, text=True
     )
     assert done.stdout.split()[-4:] == told, done.stderr
+
+
+# pretrain.py, printing in which mode each step computes
+WATCHED = """
+import torch
+from recipes import pretrain
+from recipes.training.engine import Engine
+
+train_step = Engine.train_step
+
+def watched(self, *arguments):
+    print("deterministic:", torch.are_deterministic_algorithms_enabled(), flush=True)
+    return train_step(self, *arguments)
+
+Engine.train_step = watched
+pretrain.main()
+"""
+
+
+def test_a_run_computes_deterministically_with_the_same_numbers(
+    small: dict[str, Any], tmp_path: Path
+) -> None:
+    found = {}
+    for mode in (True, False):
+        table = changed(small, training__steps=3, training__deterministic=mode)
+        file = tmp_path / f"{mode}.toml"
+        file.write_text(tomli_w.dumps(table))
+        folder = tmp_path / str(mode)
+        arguments = ["-c", WATCHED, str(file), "--run-dir", str(folder)]
+        codes, outputs = start_ranks(1, arguments, folder=tmp_path, seconds=120)
+        assert codes == [0], outputs
+        assert outputs[0].count(f"deterministic: {mode}") == 3
+        lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        found[mode] = [(line["loss"], line["grad_norm"]) for line in lines]
+    assert found[True] == found[False] and len(found[True]) == 3
 
 
 class Operations(TorchDispatchMode):

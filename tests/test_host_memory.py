@@ -5,6 +5,7 @@ import gc
 import pytest
 import torch
 
+from recipes.training.checkpoint_writer import CheckpointWriter
 from recipes.training.host_memory import host_copy, page_locked
 
 
@@ -37,6 +38,18 @@ def test_exactly_the_size_is_locked_until_the_tensor_is_gone(count: int) -> None
     buffer.copy_(torch.ones(shape))
     assert memoryview(buffer.numpy()).nbytes == 4 * 3 * count
     del buffer
+    gc.collect()
+    assert runtime.registered == {}
+
+
+def test_a_checkpoint_writer_releases_its_copies_at_the_end_of_a_run() -> None:
+    runtime = Runtime()
+    writer = CheckpointWriter.__new__(CheckpointWriter)
+    writer._thread = writer._broken = writer._problem = None
+    writer.staged = [{"weights": page_locked(torch.Size([5]), torch.float32, runtime)}]
+    writer.__exit__(RuntimeError)  # a thread may still be reading them
+    assert len(runtime.registered) == 1
+    writer.__exit__(None)
     gc.collect()
     assert runtime.registered == {}
 

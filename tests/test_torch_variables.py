@@ -3,10 +3,13 @@
 import os
 import subprocess
 import sys
+from unittest import mock
 
 import pytest
 
+from recipes.training.processes import check_machine
 from recipes.training.recipe import REPOSITORY
+from recipes.training.topology import World
 from recipes.training.torch_variables import check_workspace, set_torch_variables
 
 
@@ -55,6 +58,10 @@ def test_a_workspace_that_is_not_deterministic_is_rejected() -> None:
         check_workspace(environment)
     with pytest.raises(ValueError, match=r"CUBLAS_WORKSPACE_CONFIG = :0:0 .* use :4096:8"):
         check_workspace({"CUBLAS_WORKSPACE_CONFIG": ":0:0"})
+    with mock.patch.dict("os.environ", CUBLAS_WORKSPACE_CONFIG=":0:0"):
+        check_machine(World(), precision="fp32", compile=False)
+        with pytest.raises(ValueError, match="CUBLAS_WORKSPACE_CONFIG"):
+            check_machine(World(), precision="fp32", compile=False, deterministic=True)
 
 
 WATCHED = """
