@@ -29,7 +29,7 @@ from tests.ranks import start_ranks
 # a language model could come across them.
 RAISING = (
     "nll_loss", "put", "histc", "bincount", "median", "cumsum", "cumprod", "logcumsumexp",
-    "scatter_reduce", "kthvalue", "embedding_bag", "index_reduce", "_efficient_attention_backward",
+    "scatter_reduce", "kthvalue", "embedding_bag", "index_reduce",
     "_scaled_dot_product_cudnn_attention_backward",
 )  # fmt: skip
 

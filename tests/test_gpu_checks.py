@@ -14,7 +14,7 @@ import pytest
 from recipes.planning.hardware import read_gpu
 from recipes.training.recipe import REPOSITORY, load_recipe
 from tests.gpu import training
-from tests.gpu.__main__ import main
+from tests.gpu.__main__ import main, publish
 from tests.gpu.packages import NEEDED, how_to_bring, missing
 from tests.gpu.parts import BY_NAME, MINUTES, PARTS, Part
 from tests.gpu.report import insert, section
@@ -264,6 +264,18 @@ def test_without_a_gpu_it_says_so_and_exits_with_2() -> None:
     assert "finds no GPU on this machine" in done.stderr and "nvidia-smi" in done.stderr
 
 
+def test_a_gpu_that_torch_has_no_code_for_exits_with_2(capsys: pytest.CaptureFixture) -> None:
+    with (
+        mock.patch("torch.cuda.is_available", return_value=True),
+        mock.patch("torch.cuda.device_count", return_value=1),
+        mock.patch("torch.cuda.get_device_name", return_value="Tesla V100-SXM2-32GB"),
+        mock.patch("torch.cuda.get_device_capability", return_value=(7, 0)),
+        mock.patch("torch.cuda.get_arch_list", return_value=["sm_75", "sm_90"]),
+    ):
+        assert main([]) == 2
+    assert "make gpu: Tesla V100-SXM2-32GB is sm_70" in capsys.readouterr().err
+
+
 def test_packages_that_are_missing_are_named(capsys: pytest.CaptureFixture) -> None:
     assert missing(NEEDED) == []
     assert missing({"no_such_module": "no-such-package"}) == ["no-such-package"]
@@ -329,6 +341,18 @@ def test_a_section_has_command_versions_date_and_figures() -> None:
     assert "losses passed, export skipped, step failed" in text
     assert "\n\n| a | b |\n" in text and "- skipped: no transformers" in text
     assert "- **failed**: out of memory\n" in text and "\n\n\n" not in text
+
+
+def test_results_are_inserted_into_the_repository(tmp_path: Path) -> None:
+    output, repository = tmp_path / "output", tmp_path / "repository"
+    (output / "gpus").mkdir(parents=True)
+    (output / "gpus" / "h200.toml").write_text("measured")
+    (repository / "recipes" / "planning" / "gpus").mkdir(parents=True)
+    (repository / "BENCHMARKS.md").write_text("# Benchmarks\n")
+    text = section(outcomes(), device="H200", date="2026-11-22", versions=[])
+    publish(output, text, device="H200", repository=repository)
+    assert (repository / "BENCHMARKS.md").read_text() == f"# Benchmarks\n\n{text}"
+    assert (repository / "recipes/planning/gpus/h200.toml").read_text() == "measured"
 
 
 def test_a_section_replaces_that_of_the_same_device() -> None:

@@ -47,8 +47,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def count_gpus(options: argparse.Namespace) -> int:
-    """Return the number of GPUs, or of ranks on a CPU; say why there are none."""
+    """Return the number of GPUs, or of ranks on a CPU; say why none can be used."""
     import torch
+
+    from recipes.training.gpu_support import check_gpus
 
     if options.device == "cpu":
         return options.ranks
@@ -60,6 +62,12 @@ def count_gpus(options: argparse.Namespace) -> int:
             f"run on a CPU with --device cpu --small",
             file=sys.stderr,
         )
+        return 0
+    try:
+        check_gpus(None, on_gpu=True, cpu_is_chosen=False)
+    except ValueError as problem:
+        print(f"make gpu: {problem}", file=sys.stderr)
+        return 0
     return gpus
 
 
@@ -69,7 +77,7 @@ def check(options: argparse.Namespace, gpus: int) -> int:
         os.environ["DS_ACCELERATOR"] = "cpu"
     from tests.gpu.environment import device_name, facts
     from tests.gpu.parts import BY_NAME, MINUTES, PARTS
-    from tests.gpu.report import section, write
+    from tests.gpu.report import section
     from tests.gpu.runner import run_parts
     from tests.gpu.setting import FAILED, Setting
 
@@ -87,11 +95,18 @@ def check(options: argparse.Namespace, gpus: int) -> int:
     (output / "report.md").write_text(text, encoding="utf-8")
     print(f"report: {output / 'report.md'}")
     if options.write:
-        write(REPOSITORY / "BENCHMARKS.md", text, device=device)
-        for file in (output / "gpus").glob("*.toml"):
-            shutil.copy(file, REPOSITORY / "recipes" / "planning" / "gpus")
+        publish(output, text, device=device, repository=REPOSITORY)
         print("written into BENCHMARKS.md and recipes/planning/gpus")
     return FAILED_CODE if any(each.status == FAILED for each in outcomes) else 0
+
+
+def publish(output: Path, text: str, *, device: str, repository: Path) -> None:
+    """Insert the report into BENCHMARKS.md, and copy the planner's files where there are any."""
+    from tests.gpu.report import write
+
+    write(repository / "BENCHMARKS.md", text, device=device)
+    for file in (output / "gpus").glob("*.toml"):
+        shutil.copy(file, repository / "recipes" / "planning" / "gpus")
 
 
 def build_parser() -> argparse.ArgumentParser:

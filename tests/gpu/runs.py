@@ -152,8 +152,8 @@ def start(
 
 
 def device_environment(device: str) -> dict[str, str]:
-    """Return this process's environment with a device chosen, and fp32 products in full fp32."""
-    environment = os.environ | {"NVIDIA_TF32_OVERRIDE": "0"}
+    """Return this process's environment: a device, fp32 products in full fp32, no network."""
+    environment = os.environ | {"NVIDIA_TF32_OVERRIDE": "0", "HF_HUB_OFFLINE": "1"}
     if device == "cpu":
         threads = str(min(THREADS, len(os.sched_getaffinity(0))))
         return environment | {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": threads}
