@@ -75,7 +75,7 @@ def run_part(part: Part, setting: Setting, *, seconds: float) -> Outcome:
         process = subprocess.Popen(
             [*command, str(file)],
             cwd=REPOSITORY,
-            env=device_environment(setting.device),
+            env=device_environment(setting.device, small=setting.small),
             stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,  # its runs are in its process group

@@ -135,9 +135,7 @@ def start(
     command += [word for each in settings for word in ("--set", each)]
     port = free_port()
     logs = [folder.parent / f"{name}-rank{rank}.log" for rank in range(ranks)]
-    environment = device_environment(device or setting.device)
-    if setting.small:
-        environment["OMP_NUM_THREADS"] = "1"
+    environment = device_environment(device or setting.device, small=setting.small)
     processes = [
         subprocess.Popen(
             command,
@@ -151,11 +149,11 @@ def start(
     return Run(name, folder, processes, logs)
 
 
-def device_environment(device: str) -> dict[str, str]:
+def device_environment(device: str, *, small: bool = False) -> dict[str, str]:
     """Return this process's environment: a device, fp32 products in full fp32, no network."""
     environment = os.environ | {"NVIDIA_TF32_OVERRIDE": "0", "HF_HUB_OFFLINE": "1"}
     if device == "cpu":
-        threads = str(min(THREADS, len(os.sched_getaffinity(0))))
+        threads = "1" if small else str(min(THREADS, len(os.sched_getaffinity(0))))
         return environment | {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": threads}
     environment.pop("DS_ACCELERATOR", None)
     return environment
