@@ -34,7 +34,14 @@ ifneq ($(origin CUDA_VISIBLE_DEVICES),undefined)
 endif
 endif
 
-.PHONY: setup pretrain test lint soak cluster long
+# `make gpu` installs nothing: it runs with the PYTHON that is given, or with .venv where it is set up.
+ifeq ($(origin PYTHON),command line)
+  GPU_PYTHON := $(PYTHON)
+else
+  GPU_PYTHON := $(if $(wildcard $(READY)),$(BIN)/python,$(PYTHON))
+endif
+
+.PHONY: setup pretrain test lint soak cluster long gpu
 
 setup: $(READY)
 
@@ -69,6 +76,9 @@ cluster: $(READY)
 
 long: $(READY)
 	@$(BIN)/python -m pytest -m long $(ARGS)
+
+gpu:
+	@$(GPU_PYTHON) -m tests.gpu $(ARGS)
 
 lint: $(READY)
 	@$(BIN)/ruff check .

@@ -29,7 +29,6 @@ from recipes.training.garbage import (
     pause_collection,
     resume_collection,
 )
-from recipes.training.gpu_environment import set_gpu_environment
 from recipes.training.learning_rate import learning_rate
 from recipes.training.loss_watch import ROLL_BACK, UNSAFE
 from recipes.training.messages import NOT_COMPILED, announce, summarize, tell_skipped
@@ -40,6 +39,7 @@ from recipes.training.startup import Startup
 from recipes.training.step_clock import StepClock
 from recipes.training.streams import outlive_output
 from recipes.training.topology import Topology, World, check_placement
+from recipes.training.torch_variables import set_torch_variables
 
 if TYPE_CHECKING:
     from recipes.training.checkpoint_writer import CheckpointWriter
@@ -78,9 +78,13 @@ def pretrain() -> None:
         topology = recipe.topology(world)
         config = build_deepspeed_config(recipe, topology)
         number_format = precision(config)
-    if topology.pipeline > 1:
-        set_gpu_environment()
 
+    # torch reads these when it is imported.
+    set_torch_variables(
+        os.environ,
+        deterministic=recipe.training.deterministic,
+        pipelined=topology.pipeline > 1,
+    )
     # torch and DeepSpeed take seconds to import; a bad recipe has been refused by now.
     import torch.distributed as dist
 
@@ -99,10 +103,16 @@ def pretrain() -> None:
     startup.lap("imports")
     folder = RunFolder(options.run_dir or REPOSITORY / "runs" / recipe.name)
     with refusals(world, options):
-        check_machine(world, precision=number_format, compile=recipe.training.compile)
+        check_machine(
+            world,
+            precision=number_format,
+            compile=recipe.training.compile,
+            deterministic=recipe.training.deterministic,
+            gpu=recipe.cluster.gpu if recipe.cluster else None,
+        )
         data = TrainingData(recipe, topology, world.rank)
         startup.lap("data")
-        start_processes(world)
+        start_processes(world, deterministic=recipe.training.deterministic)
         startup.lap("joining")
         with refused_together():
             if world.rank == 0:

@@ -131,6 +131,7 @@ BAD: list[tuple[str, int, str, str]] = [
     ("training.steps=-5", 2, "training.steps = -5", "steps = "),
     ("training.compare_copies_every=-1", 2, "training.compare_copies_every = -1", "= 100"),
     ("training.compile=yes", 2, "training.compile = 'yes'", "true, false or 'auto'"),
+    ("training.deterministic=1", 2, "training.deterministic = 1", "= false"),
     ("training.epochs=3", 2, "unknown key training.epochs", "are steps, evaluate_every"),
     ("checkpoint.keep=0", 2, "checkpoint.keep = 0", "keep = 2"),
     ("tracking.mode=on", 2, "tracking.mode = 'on'", "'offline'"),

@@ -35,7 +35,9 @@ LOSSES = 10  # that two layouts have in common
 
 def run_legs(variants: Iterable[Variant], folder: Path) -> Iterator[Leg | None]:
     """Each variant of this world's size in turn; outcomes on rank 0, None on the others."""
-    with many_variants() as begin_variant:
+    variants = list(variants)
+    deterministic = variants[0].recipe.training.deterministic
+    with many_variants(deterministic=deterministic) as begin_variant:
         for variant in variants:
             begin_variant()
             yield run_leg(variant, World.from_environment(os.environ), RunFolder(folder))

@@ -42,7 +42,13 @@ def shrink(recipe: Recipe, *, ranks: int, layers: int, steps: int, corpus: Path)
         "learning_rate": rate,
         "schedule": {"warmup_steps": 2, "decay": "cosine", "minimum_learning_rate": rate / 10},
     }
-    table["training"] = {"steps": steps, "evaluate_every": steps, "evaluation_batches": 1}
+    table["training"] = {
+        "steps": steps,
+        "evaluate_every": steps,
+        "evaluation_batches": 1,
+        "compile": recipe.training.compile,
+        "deterministic": recipe.training.deterministic,
+    }
     table["data"] = {
         "train": [{"path": str(corpus / "train")}],
         "validation": str(corpus / "validation"),

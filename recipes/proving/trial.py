@@ -28,18 +28,27 @@ from recipes.training.topology import World
 
 def try_variants(variants: Iterable[Variant]) -> Iterator[Outcome | None]:
     """Train variants of this world's size; outcomes on rank 0, None on the others."""
-    with many_variants() as begin_variant:
+    variants = list(variants)
+    deterministic = variants[0].recipe.training.deterministic
+    with many_variants(deterministic=deterministic) as begin_variant:
         for variant in variants:
             begin_variant()
             yield train(variant, World.from_environment(os.environ))
 
 
 @contextlib.contextmanager
-def many_variants() -> Iterator[Callable[[], None]]:
-    """Within it, this rank trains one variant after the other; yields what to call before each."""
+def many_variants(*, deterministic: bool = False) -> Iterator[Callable[[], None]]:
+    """Join the process group and train several variants in it, one after the other.
+
+    Args:
+        deterministic: `training.deterministic` of all variants
+
+    Yields:
+        The function to call before each variant.
+    """
     torch.set_num_threads(1)
     gc.freeze()  # what the imports made stays; collecting is quick without it
-    start_processes(World.from_environment(os.environ))
+    start_processes(World.from_environment(os.environ), deterministic=deterministic)
     with shared_groups() as forget_asked:
 
         def begin() -> None:

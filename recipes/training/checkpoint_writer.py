@@ -21,11 +21,11 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from models.cost import parameter_count
 from models.parallel.process_groups import create_host_groups
 from recipes.training.assembly import Assembly
+from recipes.training.host_memory import host_copy
 from recipes.training.manifest import (
     Facts,
     Manifest,
@@ -93,8 +93,7 @@ class CheckpointWriter:
         # Ranks that survived an earlier run's death may still be writing into theirs.
         self.token = self._from_rank_0(secrets.token_hex(4))
         self.staged = [
-            {kind: _host_buffer(tensor) for kind, tensor in flat.items()}
-            for flat in state.tensors()
+            {kind: host_copy(tensor) for kind, tensor in flat.items()} for flat in state.tensors()
         ]
         self._thread: threading.Thread | None = None
         self._problem: str | None = None
@@ -104,8 +103,12 @@ class CheckpointWriter:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *details: object) -> None:
-        if kind is not None and self._thread is not None:
-            self._thread.join(SECONDS_TO_END)
+        if kind is not None:
+            if self._thread is not None:
+                self._thread.join(SECONDS_TO_END)
+            return
+        self.wait()  # the save in flight reads the staged copies
+        self.staged.clear()
 
     def save(self, progress: Progress) -> str | None:
         """Begin to save the run as it is now; collective.
@@ -275,8 +278,3 @@ class CheckpointWriter:
     def _from_rank_0(self, value: T) -> T:
         """Return rank 0's value on all ranks."""
         return self.tree.broadcast(value)
-
-
-def _host_buffer(tensor: Tensor) -> Tensor:
-    """Room for a copy in the host's memory; written to once, so that it is there in fact."""
-    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda).zero_()

@@ -9,11 +9,12 @@ import sys
 import threading
 import traceback
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import FrameType
-from typing import Protocol
+from typing import Any, Protocol
 
+from recipes.training.flight_recorder import Launched, describe_waiting
 from recipes.training.recipe import REPOSITORY
 
 COLLECTIVES = str(Path("torch", "distributed", "distributed_c10d.py"))
@@ -29,10 +30,11 @@ class Place(Protocol):
 
 @dataclass(frozen=True)
 class Sighting:
-    """Where a rank was when nothing moved any more.
+    """The place of a rank when nothing moved any more.
 
     waits_in: the collective that its main thread was in; empty: none
     at: the innermost line of this project or DeepSpeed
+    launched: what it has launched on each process group; empty: its flight recorder is off
     """
 
     rank: int
@@ -40,6 +42,14 @@ class Sighting:
     place: str
     waits_in: str
     at: str
+    launched: list[Launched] = field(default_factory=list)
+
+    @classmethod
+    def from_json(cls, text: str) -> "Sighting":
+        """Restore a sighting from the first line of a rank's file."""
+        table: dict[str, Any] = json.loads(text)
+        launched = [Launched.from_json(each) for each in table["launched"]]
+        return cls(**{**table, "launched": launched})
 
     def __str__(self) -> str:
         waiting = f"waits in {self.waits_in}" if self.waits_in else "waits in no collective"
@@ -57,7 +67,7 @@ class HangReport:
         self._written = False
 
     def write(self, sighting: tuple[Sighting, str]) -> None:
-        """Write where a rank is, and its stack."""
+        """Write the place of a rank and its stack; a later call replaces the file."""
         about, stack = sighting
         self.room.mkdir(exist_ok=True)
         file = self._file(about.rank)
@@ -73,15 +83,20 @@ class HangReport:
             self._written = False
 
     def verdict(self, rank: int) -> str:
-        """Who is behind, for the first of the ranks that have written; nothing for the others."""
+        """Describe the hang, on the first of the ranks that have written; empty on the others."""
         present = sorted(int(file.stem.split("-")[1]) for file in self.room.glob("rank-*.txt"))
         if rank != present[0]:
             return ""
         sightings = {}
         for each in present:
             first_line = self._file(each).read_text().partition("\n")[0]
-            sightings[each] = Sighting(**json.loads(first_line))
-        return f"{describe_hang(sightings, self.names)}; the stacks of all are in {self.room}"
+            sightings[each] = Sighting.from_json(first_line)
+        launched = {rank: sighting.launched for rank, sighting in sightings.items()}
+        waiting = describe_waiting(launched, self.names)
+        parts = [describe_hang(sightings, self.names), f"the stacks of all are in {self.room}"]
+        if waiting:
+            parts.insert(1, f"by torch's flight recorder {waiting}")
+        return "; ".join(parts)
 
     def _file(self, rank: int) -> Path:
         return self.room / f"rank-{rank:05d}.txt"

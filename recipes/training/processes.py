@@ -19,7 +19,9 @@ import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 
+from recipes.training.gpu_support import check_gpus
 from recipes.training.topology import World
+from recipes.training.torch_variables import check_workspace, set_torch_variables
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
 LARGEST_KEPT = 32 * 2**20  # bytes of a block; the most that glibc allows
@@ -65,13 +67,30 @@ def compiler() -> str:
     return os.environ.get("CC") or next(filter(shutil.which, ("gcc", "clang")), "gcc")
 
 
-def check_machine(world: World, *, precision: str, compile: bool | Literal["auto"]) -> None:
+def check_machine(
+    world: World,
+    *,
+    precision: str,
+    compile: bool | Literal["auto"],
+    deterministic: bool = False,
+    gpu: str | None = None,
+) -> None:
     """Compare what is asked for with this machine and what the launcher has set.
 
+    Args:
+        world: this rank's place and the ranks of the launcher
+        precision: "fp32", "bf16" or "fp16"
+        compile: the recipe's `training.compile`
+        deterministic: the recipe's `training.deterministic`
+        gpu: the recipe's `cluster.gpu`, where it names a cluster
+
     Raises:
-        ValueError: this machine cannot run the precision or compile, or keep what it compiles, or
-            the launcher left the address out.
+        ValueError: torch cannot use this machine's GPUs, or this machine cannot run the precision,
+            compile or keep compiled kernels, or the launcher left the address out.
     """
+    check_gpus(gpu, on_gpu=on_gpu(), cpu_is_chosen=os.environ.get("DS_ACCELERATOR") == "cpu")
+    if deterministic:
+        check_workspace(os.environ)
     if precision == "fp16" and not on_gpu():
         raise ValueError(
             'deepspeed: fp16 needs a GPU and none was found; use deepspeed = "ds_configs/'
@@ -112,8 +131,16 @@ def check_compile_cache() -> None:
         ) from None
 
 
-def start_processes(world: World) -> None:
-    """Join the process group; a single process needs no launcher's MASTER_ADDR."""
+def start_processes(world: World, *, deterministic: bool = False) -> None:
+    """Join the process group; a single process needs no launcher's MASTER_ADDR.
+
+    Args:
+        world: this rank's place and the ranks of the launcher
+        deterministic: compute with algorithms whose results repeat bit for bit
+    """
+    set_torch_variables(os.environ, deterministic=deterministic)
+    if deterministic:
+        use_deterministic_algorithms()
     # DeepSpeed calls what torch has renamed.
     warnings.filterwarnings("ignore", message="`torch.distributed", category=FutureWarning)
     # Under Slurm a task may see its own GPU only.
@@ -138,6 +165,18 @@ def start_processes(world: World) -> None:
             torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // world.local_size))
     with quiet():
         deepspeed.init_distributed(dist_backend="nccl" if on_gpu() else "gloo", verbose=False)
+
+
+def use_deterministic_algorithms() -> None:
+    """Let torch choose algorithms whose results repeat, and raise where it has none.
+
+    Attention then takes the deterministic backward pass of FlashAttention instead of cuDNN's, which
+    adds with atomics. torch would also fill uninitialised memory; no result here depends on that
+    memory, and filling it takes time.
+    """
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False
+    torch.backends.cuda.enable_cudnn_sdp(False)
 
 
 def keep_memory() -> None:

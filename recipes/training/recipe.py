@@ -151,6 +151,8 @@ class Training(Section):
     # What runs between matrix products, as kernels of its own; "auto": on GPUs, given a compiler.
     # The first time that takes 10 to 20 seconds.
     compile: Literal[True, False, "auto"] = "auto"
+    # On GPUs, algorithms whose results repeat bit for bit; slower. CPUs repeat theirs anyway.
+    deterministic: bool = False
 
 
 class Source(Section):

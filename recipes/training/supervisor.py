@@ -8,6 +8,7 @@ having been stopped, the guard does.
 """
 
 import contextlib
+import json
 import os
 import selectors
 import signal
@@ -18,13 +19,14 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from recipes.training.exit_codes import HUNG
+from recipes.training.flight_recorder import Launched, read_dump, within
 from recipes.training.hang import HangReport, take_sighting
 from recipes.training.launchers import launchers_of, state_of
 from recipes.training.run_folder import RunFolder
@@ -32,6 +34,7 @@ from recipes.training.run_folder import RunFolder
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 ECHO_SECONDS = 2.0  # launchers pass on what they get; later it is a second signal
 GUARD_SECONDS = 8  # that the guard leaves to the other ranks, which know more
+RECORDER_SECONDS = 10  # at most, to read the flight recorder
 GUARD = Path(__file__).with_name("guard.py")
 
 
@@ -181,13 +184,21 @@ class Supervisor:
                     os.kill(pid, signal.SIGKILL)
 
     def _look_at_progress(self, idle: int) -> None:
-        """Say where this rank is when half the time is over, who is behind when all of it is."""
+        """Write where this rank is after half of the time; name the cause and end after all of it.
+
+        The place is written before the flight recorder is read: reading it asks the device, which
+        may never answer. Should it even hold Python's lock then, the guard ends this rank.
+        """
         if not self.hang_seconds:
             return
         if idle == 0:
             self._report.take_back(self.rank)
         elif idle == -(-self.hang_seconds // 2):
-            self._report.write(take_sighting(self.rank, self.crumb))
+            about, stack = take_sighting(self.rank, self.crumb)
+            self._report.write((about, stack))
+            launched = within(min(RECORDER_SECONDS, self.hang_seconds / 4), launched_collectives)
+            if launched:
+                self._report.write((replace(about, launched=launched), stack))
         elif idle >= self.hang_seconds:
             verdict = self._report.verdict(self.rank)
             if verdict:
@@ -212,6 +223,19 @@ class Supervisor:
                 self._guard.stdin.flush()
             except BrokenPipeError:
                 self._guard = None
+
+
+def launched_collectives() -> list[Launched]:
+    """Read what this rank has launched on every process group, from torch's flight recorder."""
+    recorder = torch._C._distributed_c10d
+    backend = "nccl" if "nccl" in dist.get_backend() else "fr"  # fr: of all other backends
+    dump = json.loads(getattr(recorder, f"_dump_{backend}_trace_json")())
+    world = dist.distributed_c10d._world
+    members = {
+        name: sorted(world.pg_group_ranks.get(group, ()))
+        for group, name in list(world.pg_names.items())
+    }
+    return read_dump(dump, members)
 
 
 def _wake(*_: object) -> None:

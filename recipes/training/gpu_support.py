@@ -1,0 +1,83 @@
+"""Check that the installed torch has kernels for this machine's GPUs."""
+
+import re
+from collections.abc import Sequence
+
+import torch
+
+VOLTA = (7, 0)  # V100; CUDA 13, which the pinned wheels are built with, has no code for it
+ARCHITECTURE = re.compile(r"(?P<kind>sm|compute)_(?P<major>\d+)(?P<minor>\d)(?P<suffix>[af]?)")
+
+
+def check_gpus(wanted: str | None, *, on_gpu: bool, cpu_is_chosen: bool) -> None:
+    """Compare this machine's GPUs with those that the installed torch was built for.
+
+    Without this check a V100 fails at its first kernel, and a node of AMD GPUs, or one with a
+    broken driver, trains on its CPUs without a word.
+
+    Args:
+        wanted: the recipe's `cluster.gpu`, where it names a cluster
+        on_gpu: DeepSpeed has found GPUs that it can use
+        cpu_is_chosen: the user has set DS_ACCELERATOR=cpu
+
+    Raises:
+        ValueError: torch finds no GPU although the recipe names one, or it has no code for them.
+    """
+    if on_gpu:
+        if torch.version.hip:
+            raise ValueError(
+                f"torch {torch.__version__} is built for ROCm, which is not supported: nothing "
+                f"here has run on AMD GPUs. Use NVIDIA GPUs, or DS_ACCELERATOR=cpu; plan.py plans "
+                f"for the MI300X all the same"
+            )
+        name, capability = torch.cuda.get_device_name(), torch.cuda.get_device_capability()
+        check_architecture(name, capability, torch.cuda.get_arch_list())
+    elif wanted and not cpu_is_chosen:
+        raise ValueError(
+            f'cluster.gpu = "{wanted}" and torch {torch.__version__} finds no GPU on this node. '
+            f"NVIDIA GPUs need a driver (see nvidia-smi) and torch's CUDA wheels; AMD GPUs are not "
+            f"supported. To train on the CPU, set DS_ACCELERATOR=cpu"
+        )
+
+
+def check_architecture(name: str, capability: tuple[int, int], built_for: Sequence[str]) -> None:
+    """Check that one of the architectures that torch was built for runs on a GPU.
+
+    Args:
+        name: what the GPU calls itself
+        capability: its compute capability, such as (9, 0)
+        built_for: as `torch.cuda.get_arch_list()` gives them, such as "sm_90" and "compute_120"
+
+    Raises:
+        ValueError: none does.
+    """
+    if not built_for or any(runs_on(each, capability) for each in built_for):
+        return
+    own = "sm_{}{}".format(*capability)
+    install = (
+        "pip install torch==2.13.0 --index-url https://download.pytorch.org/whl/cu126 (CUDA 12.6 "
+        "is the last with code for it), and use fp16 or fp32"
+        if capability >= VOLTA and capability < (7, 5)
+        else f"use another GPU, or build torch with TORCH_CUDA_ARCH_LIST={own[3:-1]}.{own[-1]}"
+    )
+    raise ValueError(
+        f"{name} is {own}, and torch {torch.__version__} has code for {', '.join(built_for)} only; "
+        f"{install}"
+    )
+
+
+def runs_on(architecture: str, capability: tuple[int, int]) -> bool:
+    """Tell whether code for an architecture runs on a GPU.
+
+    Binary code (sm_) runs on later GPUs of the same generation; with the suffix "a" only on exactly
+    its own. PTX (compute_) is compiled for every later GPU when it is loaded.
+    """
+    found = ARCHITECTURE.fullmatch(architecture)
+    if found is None:  # of a build that names its targets otherwise: not for this check to judge
+        return True
+    built = int(found["major"]), int(found["minor"])
+    if found["suffix"] == "a":
+        return built == capability
+    if found["kind"] == "compute" and not found["suffix"]:
+        return built <= capability
+    return built[0] == capability[0] and built <= capability

@@ -1,0 +1,75 @@
+"""Environment variables that torch reads once: before CUDA starts, or before the process group.
+
+They have to be set before torch is imported, so this file does without it. A variable that the user
+has set is left alone.
+"""
+
+from collections.abc import MutableMapping
+from importlib.metadata import version
+
+RENAMED_IN = (2, 9)  # the torch that gave the allocator's and the recorder's variables new names
+ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
+RECORDER_VARIABLES = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
+RECORDED_COLLECTIVES = 2000  # torch's own default from 2.13 on
+WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
+DETERMINISTIC_WORKSPACES = (":4096:8", ":16:8")  # the values that cuBLAS documents
+PIPELINE_VARIABLES = {
+    # A kernel that is loaded at its first use waits for all streams, and with them for a posted
+    # receive whose message may depend on that very kernel.
+    "CUDA_MODULE_LOADING": "EAGER",
+    # Streams share the hardware queues: with the default of 8, a transfer that waits for its peer
+    # can hold up kernels of other streams that were launched after it. 32 is the maximum.
+    "CUDA_DEVICE_MAX_CONNECTIONS": "32",
+}
+
+
+def set_torch_variables(
+    environment: MutableMapping[str, str],
+    *,
+    deterministic: bool = False,
+    pipelined: bool = False,
+    torch_version: str | None = None,
+) -> None:
+    """Set what this project wants of torch, unless the user has decided otherwise.
+
+    - The CUDA allocator grows its segments instead of adding new ones. Activations of different
+      sizes then leave no unusable gaps, and `cudaFree`, which waits for the whole device, is rarely
+      needed.
+    - The flight recorder keeps the last collectives, which a hang report names.
+    - Deterministic runs: cuBLAS works in a workspace of fixed size, and Inductor chooses kernels
+      without timing them.
+    - Pipelined runs: kernels are loaded before the first step, and streams do not share queues.
+
+    Args:
+        environment: `os.environ`
+        deterministic: the recipe's `training.deterministic`
+        pipelined: the layout has several pipeline stages
+        torch_version: such as "2.13.0+cu130"; by default that of the installed torch
+    """
+    release = tuple(map(int, (torch_version or version("torch")).split(".")[:2]))
+    new_names = release >= RENAMED_IN
+    if not any(name in environment for name in ALLOCATOR_VARIABLES):
+        name = ALLOCATOR_VARIABLES[0 if new_names else 1]
+        environment[name] = "expandable_segments:True"
+    if not any(name in environment for name in RECORDER_VARIABLES):
+        environment[RECORDER_VARIABLES[0 if new_names else 1]] = str(RECORDED_COLLECTIVES)
+    if deterministic:
+        environment.setdefault(WORKSPACE, DETERMINISTIC_WORKSPACES[0])
+        environment.setdefault("TORCHINDUCTOR_DETERMINISTIC", "1")
+    if pipelined:
+        for name, value in PIPELINE_VARIABLES.items():
+            environment.setdefault(name, value)
+
+
+def check_workspace(environment: MutableMapping[str, str]) -> None:
+    """Check that cuBLAS is as deterministic as `training.deterministic` asks for.
+
+    Raises:
+        ValueError: the user has set a workspace whose results differ from run to run.
+    """
+    workspace = environment.get(WORKSPACE)
+    if workspace not in (None, *DETERMINISTIC_WORKSPACES):
+        raise ValueError(
+            f"training.deterministic = true: with {WORKSPACE} = {workspace} the matrix products of "
+            f"cuBLAS differ from run to run; unset it, or use {DETERMINISTIC_WORKSPACES[0]}"
+        )

@@ -1,0 +1,135 @@
+"""Check this machine's GPUs: numbers, resuming, export, speed; under ten minutes on one GPU.
+
+    make gpu                              # with .venv, or: make gpu PYTHON=python3
+    python -m tests.gpu --list
+    python -m tests.gpu --only losses --only step
+    python -m tests.gpu --write           # into BENCHMARKS.md and recipes/planning/gpus
+
+Each part runs in a process of its own and is ended when its time is over; the next one follows. The
+exit code is 0 if all parts pass or are skipped, 1 if one fails, 2 without a GPU or a package.
+"""
+
+import argparse
+import os
+import shutil
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from tests.gpu.packages import NEEDED, OPTIONAL, how_to_bring, missing
+
+FAILED_CODE, UNUSABLE_CODE = 1, 2
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the parts and write the report; return the exit code."""
+    options = build_parser().parse_args(arguments)
+    if lacking := missing(NEEDED):
+        print(f"make gpu: {how_to_bring(lacking)}", file=sys.stderr)
+        return UNUSABLE_CODE
+    from tests.gpu.parts import BY_NAME, PARTS  # after the check of what they import
+
+    if options.list:
+        for part in PARTS:
+            print(f"{part.name:<14} {part.title} ({part.seconds} s at most)")
+        return 0
+    if unknown := [name for name in options.only or () if name not in BY_NAME]:
+        print(f"make gpu: --only {unknown[0]}: use one of {', '.join(BY_NAME)}", file=sys.stderr)
+        return UNUSABLE_CODE
+    gpus = count_gpus(options)
+    if not gpus:
+        return UNUSABLE_CODE
+    if lacking := missing(OPTIONAL):
+        print(f"parts that need {', '.join(lacking)} will be skipped: not installed")
+    return check(options, gpus)
+
+
+def count_gpus(options: argparse.Namespace) -> int:
+    """Return the number of GPUs, or of ranks on a CPU; say why none can be used."""
+    import torch
+
+    from recipes.training.gpu_support import check_gpus
+
+    if options.device == "cpu":
+        return options.ranks
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if not gpus:
+        print(
+            f"make gpu: torch {torch.__version__} finds no GPU on this machine. It needs an NVIDIA "
+            f"GPU, its driver (see nvidia-smi) and a torch built for CUDA; the checks themselves "
+            f"run on a CPU with --device cpu --small",
+            file=sys.stderr,
+        )
+        return 0
+    try:
+        check_gpus(None, on_gpu=True, cpu_is_chosen=False)
+    except ValueError as problem:
+        print(f"make gpu: {problem}", file=sys.stderr)
+        return 0
+    return gpus
+
+
+def check(options: argparse.Namespace, gpus: int) -> int:
+    """Run the parts that were asked for, and write results and report."""
+    if options.device == "cpu":
+        os.environ["DS_ACCELERATOR"] = "cpu"
+    from tests.gpu.environment import device_name, facts
+    from tests.gpu.parts import BY_NAME, MINUTES, PARTS
+    from tests.gpu.report import section
+    from tests.gpu.runner import run_parts
+    from tests.gpu.setting import FAILED, Setting
+
+    output = options.output.absolute()
+    shutil.rmtree(output / "runs", ignore_errors=True)  # a run of last time would be resumed
+    output.mkdir(parents=True, exist_ok=True)
+    setting = Setting(device=options.device, gpus=gpus, output=output, small=options.small)
+    parts = [BY_NAME[name] for name in options.only] if options.only else list(PARTS)
+    longer = BY_NAME["layouts"].seconds / 60 if gpus > 1 else 0
+    minutes = options.minutes or MINUTES + longer
+    outcomes = run_parts(parts, setting, minutes=minutes, tell=lambda text: print(text, flush=True))
+    device = device_name(options.device)
+    date = time.strftime("%Y-%m-%d")
+    text = section(outcomes, device=device, date=date, versions=list(facts(options.device))[1:])
+    (output / "report.md").write_text(text, encoding="utf-8")
+    print(f"report: {output / 'report.md'}")
+    if options.write:
+        publish(output, text, device=device, repository=REPOSITORY)
+        print("written into BENCHMARKS.md and recipes/planning/gpus")
+    return FAILED_CODE if any(each.status == FAILED for each in outcomes) else 0
+
+
+def publish(output: Path, text: str, *, device: str, repository: Path) -> None:
+    """Insert the report into BENCHMARKS.md, and copy the planner's files where there are any."""
+    from tests.gpu.report import write
+
+    write(repository / "BENCHMARKS.md", text, device=device)
+    for file in (output / "gpus").glob("*.toml"):
+        shutil.copy(file, repository / "recipes" / "planning" / "gpus")
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Return the command's options."""
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.gpu",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--list", action="store_true", help="list the parts and their time")
+    parser.add_argument("--only", action="append", metavar="PART", help="this part; repeatable")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="default: cuda")
+    parser.add_argument("--ranks", type=int, default=1, help="with --device cpu; default: 1")
+    parser.add_argument("--small", action="store_true", help="sizes of seconds, for tests on a CPU")
+    parser.add_argument("--minutes", type=float, help="of all parts; default: 10, more GPUs: 17")
+    parser.add_argument(
+        "--output", type=Path, default=Path("runs/gpu"), help="results; default: runs/gpu"
+    )
+    parser.add_argument(
+        "--write", action="store_true", help="insert the results into BENCHMARKS.md and the planner"
+    )
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,124 @@
+"""Run parts one after the other, each in a process that is ended when its time is over."""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from recipes.training.recipe import REPOSITORY
+from tests.gpu.parts import Part
+from tests.gpu.runs import device_environment
+from tests.gpu.setting import FAILED, SKIPPED, Setting
+
+LEAST_SECONDS = 15  # in which a part can do something
+LOG_CHARACTERS = 2000  # of a part that has failed
+
+
+@dataclass
+class Outcome:
+    """A part's result.
+
+    status: "passed", "failed" or "skipped"
+    log: what its process has printed
+    """
+
+    part: Part
+    status: str
+    seconds: float
+    log: Path
+    lines: list[str] = field(default_factory=list)
+    failures: list[str] = field(default_factory=list)
+    skipped: str = ""
+
+
+def run_parts(
+    parts: Sequence[Part], setting: Setting, *, minutes: float, tell: Callable[[str], None]
+) -> list[Outcome]:
+    """Run the parts; whatever happens to one of them, the next one follows.
+
+    Args:
+        parts: in order
+        setting: the machine and the sizes
+        minutes: of all parts together; a part for which too little is left is skipped
+        tell: prints a line
+    """
+    deadline = time.monotonic() + 60 * minutes
+    outcomes = []
+    for number, part in enumerate(parts, start=1):
+        left = deadline - time.monotonic()
+        tell(f"[{number}/{len(parts)}] {part.name}: {part.title}")
+        if left < LEAST_SECONDS:
+            reason = f"the {minutes:g} minutes of all parts are over (--minutes)"
+            outcome = Outcome(part, SKIPPED, 0.0, Path(), skipped=reason)
+        else:
+            outcome = run_part(part, setting, seconds=min(part.seconds, left))
+        outcomes.append(outcome)
+        tell(describe(outcome))
+    return outcomes
+
+
+def run_part(part: Part, setting: Setting, *, seconds: float) -> Outcome:
+    """Run a part in a process of its own; end the process and its runs when the time is over."""
+    log = setting.output / f"{part.name}.log"
+    file = setting.output / f"{part.name}.json"
+    file.unlink(missing_ok=True)
+    command = [sys.executable, "-m", "tests.gpu.part", part.function, json.dumps(setting.as_json())]
+    started = time.monotonic()
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            [*command, str(file)],
+            cwd=REPOSITORY,
+            env=device_environment(setting.device, small=setting.small),
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,  # its runs are in its process group
+        )
+        try:
+            code = process.wait(timeout=seconds)
+        except subprocess.TimeoutExpired:
+            code = None
+        finally:
+            end_group(process)
+    taken = time.monotonic() - started
+    if code is None:
+        failure = f"ended after {seconds:.0f} seconds, which is its time"
+        return Outcome(part, FAILED, taken, log, failures=[failure])
+    if code or not file.exists():
+        return Outcome(part, FAILED, taken, log, failures=[f"its process ended with {code}"])
+    found: dict[str, Any] = json.loads(file.read_text())
+    return Outcome(
+        part,
+        found["status"],
+        taken,
+        log,
+        lines=found["lines"],
+        failures=found["failures"],
+        skipped=found["skipped"],
+    )
+
+
+def end_group(process: subprocess.Popen) -> None:
+    """Kill a part's process and whatever it has started."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def describe(outcome: Outcome) -> str:
+    """Describe a part's outcome for the terminal."""
+    lines = [*outcome.lines]
+    if outcome.skipped:
+        lines.append(f"skipped: {outcome.skipped}")
+    for failure in outcome.failures:
+        lines.append(f"FAILED: {failure}")
+    if outcome.failures:
+        text = outcome.log.read_text(errors="replace")[-LOG_CHARACTERS:].rstrip()
+        lines.append(f"the end of {outcome.log}:\n{text}")
+    return "\n".join([*lines, f"{outcome.status} in {outcome.seconds:.0f} s", ""])

@@ -1,0 +1,175 @@
+"""Runs of recipes/pretrain.py on a made-up corpus, each in processes of its own."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from recipes.proving.corpus import write_corpus
+from recipes.proving.worlds import free_port, rank_variables
+from recipes.training.recipe import REPOSITORY
+from tests.gpu.setting import Setting
+
+VOCAB_SIZE, SMALL_VOCAB_SIZE = 2048, 250
+VALIDATION_TOKENS, SMALL_VALIDATION_TOKENS = 40_000, 4_000  # five times as many to train on
+SMALL = (  # on top of recipes/tiny.toml
+    "model.layers=2", "model.hidden_size=64", "model.heads=4", "model.kv_heads=2",
+    "model.ffn_hidden_size=96", f"model.vocab_size={SMALL_VOCAB_SIZE}", "model.sequence_length=32",
+    "batch.global_sequences=8", "batch.micro_sequences=1", "training.compile=false",
+)  # fmt: skip
+LAST_CHARACTERS = 3000  # of a log, in an error
+POLL_SECONDS = 0.01
+THREADS = 8  # of a run on the CPU, at most
+
+
+class Failure(Exception):
+    """A run that has not ended as it should."""
+
+
+def corpus(setting: Setting) -> Path:
+    """Write the corpus, unless another part has; return its folder."""
+    folder = setting.output / "corpus"
+    if not folder.exists():
+        tokens = SMALL_VALIDATION_TOKENS if setting.small else VALIDATION_TOKENS
+        write_corpus(folder, vocab_size(setting), validation_tokens=tokens)
+    return folder
+
+
+def vocab_size(setting: Setting) -> int:
+    """Return the vocabulary of the corpus and the model."""
+    return SMALL_VOCAB_SIZE if setting.small else VOCAB_SIZE
+
+
+def overrides(setting: Setting, **changes: Any) -> list[str]:
+    """Return what is set on recipes/tiny.toml: one stage, the corpus, and `section__key=value`."""
+    data = corpus(setting)
+    found = {
+        "layout.pipeline": 1,
+        "training.steps": 20,
+        "training.evaluate_every": 0,
+        "optimizer.schedule.warmup_steps": 10,
+        "checkpoint.every": 1000,
+        "data.train": f'[{{path = "{data}/train"}}]',
+        "data.validation": f"{data}/validation",
+        "data.tokenizer": f"{data}/tokenizer",
+        "tracking.mode": "disabled",
+    } | {name.replace("__", "."): value for name, value in changes.items()}
+    usual = list(SMALL) if setting.small else []
+    return usual + [f"{key}={_toml(value)}" for key, value in found.items()]
+
+
+def _toml(value: Any) -> str:
+    return json.dumps(value) if isinstance(value, bool) else str(value)
+
+
+@dataclass
+class Run:
+    """A run that has been started.
+
+    folder: its run folder
+    """
+
+    name: str
+    folder: Path
+    processes: list[subprocess.Popen]
+    logs: list[Path]
+
+    def finish(self) -> list[dict[str, Any]]:
+        """Wait for the run; return its metrics, a line per step.
+
+        Raises:
+            Failure: a rank has failed, with the end of its log.
+        """
+        codes = [process.wait() for process in self.processes]
+        for rank, (code, log) in enumerate(zip(codes, self.logs, strict=True)):
+            if code:
+                text = log.read_text(errors="replace")[-LAST_CHARACTERS:]
+                raise Failure(f"{self.name}: rank {rank} ended with exit code {code}:\n{text}")
+        return self.metrics()
+
+    def metrics(self) -> list[dict[str, Any]]:
+        """Return the lines that are there."""
+        file = self.folder / "metrics.jsonl"
+        lines = file.read_text().splitlines(keepends=True) if file.exists() else []
+        return [json.loads(line) for line in lines if line.endswith("\n")]
+
+    def kill_after(self, steps: int) -> int:
+        """Kill all ranks with SIGKILL once so many steps are done; return the steps that are.
+
+        Raises:
+            Failure: the run has ended before.
+        """
+        while (done := len(self.metrics())) < steps:
+            if self.processes[0].poll() is not None:
+                self.finish()
+                raise Failure(f"{self.name} ended before it could be killed")
+            time.sleep(POLL_SECONDS)
+        for process in self.processes:
+            process.send_signal(signal.SIGKILL)
+        for process in self.processes:
+            process.wait()
+        return done
+
+
+def start(
+    setting: Setting, name: str, settings: Sequence[str], *, ranks: int = 1, device: str = ""
+) -> Run:
+    """Start recipes/tiny.toml with some settings; ranks are started as torchrun would.
+
+    Args:
+        setting: the machine and the sizes
+        name: of the run folder; the same name resumes
+        settings: as `overrides` gives them
+        ranks: one per GPU
+        device: "cpu" to run on the CPU although there is a GPU
+    """
+    folder = setting.output / "runs" / name
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    command = [sys.executable, "recipes/pretrain.py", "--run-dir", str(folder)]
+    command += [word for each in settings for word in ("--set", each)]
+    port = free_port()
+    logs = [folder.parent / f"{name}-rank{rank}.log" for rank in range(ranks)]
+    environment = device_environment(device or setting.device, small=setting.small)
+    processes = [
+        subprocess.Popen(
+            command,
+            cwd=REPOSITORY,
+            env=environment | rank_variables(rank, ranks, port),
+            stdout=log.open("ab"),
+            stderr=subprocess.STDOUT,
+        )
+        for rank, log in enumerate(logs)
+    ]
+    return Run(name, folder, processes, logs)
+
+
+def device_environment(device: str, *, small: bool = False) -> dict[str, str]:
+    """Return this process's environment: a device, fp32 products in full fp32, no network."""
+    environment = os.environ | {"NVIDIA_TF32_OVERRIDE": "0", "HF_HUB_OFFLINE": "1"}
+    if device == "cpu":
+        threads = "1" if small else str(min(THREADS, len(os.sched_getaffinity(0))))
+        return environment | {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": threads}
+    environment.pop("DS_ACCELERATOR", None)
+    return environment
+
+
+def losses(metrics: Sequence[dict[str, Any]]) -> list[float]:
+    """Return the losses of a run's metrics."""
+    return [line["loss"] for line in metrics]
+
+
+def largest_difference(one: Sequence[float], other: Sequence[float]) -> float:
+    """Return the largest relative difference of two runs' losses.
+
+    Raises:
+        Failure: one of them has more steps.
+    """
+    if len(one) != len(other):
+        raise Failure(f"{len(one)} steps cannot be compared with {len(other)}")
+    return max(abs(a / b - 1) for a, b in zip(one, other, strict=True))

@@ -1,0 +1,188 @@
+"""How fast a step of llama/1b is: beside the planner's prediction and beside transformers."""
+
+import re
+import shutil
+import statistics
+import time
+
+import torch
+from deepspeed.accelerator import get_accelerator
+
+from models.parallel.context import Context
+from recipes.planning import hardware
+from recipes.planning.hardware import FOLDER, Gpu, gpus, peak_tflops
+from recipes.planning.job import Machine, job_of
+from recipes.planning.memory import stage_memory
+from recipes.planning.step_time import step_time
+from recipes.training.deepspeed_config import build_deepspeed_config
+from recipes.training.engine import build_engine
+from recipes.training.micro_batch import MicroBatch
+from recipes.training.processes import start_processes
+from recipes.training.recipe import Recipe
+from recipes.training.topology import World
+from tests.benchmarks.step_probes import top_kernels
+from tests.benchmarks.step_shapes import GPU_SHAPES, Shape, cpu_shape, step_flops, with_batch
+from tests.benchmarks.taking_turns import Player, cores_at_hand, players
+from tests.gpu.environment import device_name, synchronize
+from tests.gpu.setting import Result, Setting
+
+MICRO_BATCHES = 8
+WARM_UP_STEPS, TIMED_STEPS = 2, 8
+KERNELS = 25
+KERNEL_NAME = 70  # characters
+ROUNDS = 3  # beside transformers
+FALLBACK = "H100"  # whose file a GPU without one begins as
+
+
+def shape_of(setting: Setting) -> Shape:
+    """Return the model and batch that are measured."""
+    if setting.small:
+        return cpu_shape(64, 2, 256, micro_batches=2)
+    return with_batch(GPU_SHAPES["llama-1b"], None, MICRO_BATCHES)
+
+
+def step(setting: Setting) -> Result:
+    """Measure step time, MFU, peak memory and the longest kernels of our engine."""
+    precision = "bf16" if setting.device == "cuda" else "fp32"
+    shape = shape_of(setting)
+    compile = "false" if setting.small else "auto"  # auto: not without a compiler
+    recipe = shape.recipe(precision, more=(f"training.compile={compile}",))
+    start_processes(World())
+    topology = recipe.topology(World())
+    engine = build_engine(recipe, topology, build_deepspeed_config(recipe, topology))
+    batch = draw_batch(recipe)
+
+    def run() -> float:
+        return engine.train_step(batch, 1e-4).loss
+
+    first = run()
+    seconds = []
+    for _ in range(WARM_UP_STEPS + TIMED_STEPS):
+        synchronize(setting.device)
+        started = time.perf_counter()
+        last = run()
+        synchronize(setting.device)
+        seconds.append(time.perf_counter() - started)
+    median = statistics.median(seconds[WARM_UP_STEPS:])
+    result = Result()
+    result.say(f"{shape.name}, {precision}, {recipe.micro_batches(1)} micro-batches of "
+               f"{recipe.batch.micro_sequences}, one GPU, ZeRO-1.")  # fmt: skip
+    result.table(["", "measured", "predicted"], rows(setting, recipe, shape, median))
+    result.check(last < first, f"the loss falls from {first:.4f} to {last:.4f}")
+    device = torch.device(setting.device)
+    kernels = [
+        [f"{each['share']:.1%}", f"{1e3 * each['seconds']:.2f}", str(each["calls"]),
+         f"`{each['name'][:KERNEL_NAME].replace('|', '/')}`"]
+        for each in top_kernels(run, device, KERNELS)
+    ]  # fmt: skip
+    result.say("The longest kernels of a step:")
+    result.table(["share", "ms", "calls", "kernel"], kernels)
+    return result
+
+
+def rows(setting: Setting, recipe: Recipe, shape: Shape, seconds: float) -> list[list[str]]:
+    """Return the lines of the table: measured, and as the planner predicts them."""
+    name = device_name(setting.device)
+    gpu = known_gpu(name)
+    found = []
+    job = job_of(recipe, Machine.of(gpu, gpus=1, gpus_per_node=1)) if gpu else None
+    predicted = step_time(job).total if job else None
+    ratio = f"{predicted:.3f} s ({predicted / seconds - 1:+.0%})" if predicted else "unknown GPU"
+    found.append(["step", f"{seconds:.3f} s", ratio])
+    found.append(["tokens/s", f"{shape.tokens / seconds:,.0f}", ""])
+    peak = peak_tflops(name, "bf16")
+    for count, flops in step_flops(recipe.model, shape.tokens).items():
+        rate = flops / seconds / 1e12
+        mfu = f", MFU {rate / peak:.1%}" if peak else ""
+        counted = "in full" if count == "full" else "as half"
+        found.append([f"TFLOP/s, attention counted {counted}", f"{rate:,.3g}{mfu}", ""])
+    if setting.device == "cuda":
+        allocated = torch.cuda.max_memory_allocated() / 2**30
+        reserved = torch.cuda.max_memory_reserved() / 2**30
+        counted = stage_memory(job)[0].counted / 2**30 if job else 0.0
+        text = f"{counted:.1f} GiB ({counted / allocated - 1:+.0%})" if job else "unknown GPU"
+        found.append(["most memory allocated", f"{allocated:.1f} GiB", text])
+        found.append(["most memory reserved", f"{reserved:.1f} GiB", ""])
+    return found
+
+
+def known_gpu(name: str) -> Gpu | None:
+    """Return the planner's numbers of a device, if it has any."""
+    if name == "cpu":
+        return hardware.load_gpu("cpu")
+    return next((gpu for gpu in gpus() if any(each in name for each in gpu.device_names)), None)
+
+
+def draw_batch(recipe: Recipe) -> list[MicroBatch]:
+    """Return the micro-batches of a step, on the device; tokens and labels [b, s]."""
+    generator = torch.Generator().manual_seed(0)
+    device = get_accelerator().current_device_name()
+    found = []
+    for _ in range(recipe.micro_batches(1)):
+        size = (recipe.batch.micro_sequences, recipe.model.sequence_length + 1)
+        drawn = torch.randint(recipe.model.vocab_size, size, generator=generator).to(device)
+        tokens, labels = drawn[:, :-1].contiguous(), drawn[:, 1:].contiguous()
+        found.append(MicroBatch(tokens, labels, Context()))
+    return found
+
+
+def beside_transformers(setting: Setting) -> Result:
+    """Measure our step and that of transformers' Llama under DeepSpeed in turns."""
+    from tests.benchmarks import device_rates, step_rows  # transformers, which few parts need
+
+    precision = "bf16" if setting.device == "cuda" else "fp32"
+    cores = () if setting.device == "cuda" else tuple(cores_at_hand())
+    with players({"": lambda: Player(device_rates.play, cores=cores)}) as playing:
+        (matmul,) = playing[""].ask("large_matmul", precision)
+    row = step_rows.compare(
+        step_rows.Setting(rounds=ROUNDS, warm_up=2, cores=cores),
+        with_batch(shape_of(setting), None, 2),
+        precision,
+        matmul,
+    )
+    result = Result()
+    result.say(f"{row['shape']}, {row['precision']}, two micro-batches, ZeRO-1.")
+    table = [
+        [name, f"{each['seconds']:.3f}", f"{each['tokens_per_second']:,.0f}",
+         f"{each['tflops_full']:,.3g}", f"{each['memory_gb']:.1f}"]
+        for name, each in row["contestants"].items()
+    ]  # fmt: skip
+    result.table(["", "seconds", "tokens/s", "TFLOP/s, in full", "GB"], table)
+    eager, compiled = row["over_transformers_eager"], row["over_transformers_compiled"]
+    memory = row["memory_over_transformers"]
+    result.say(f"Ours is {eager:.2f} times as fast as transformers eager and {compiled:.2f} times "
+               f"as fast as compiled, with {memory:.2f} of the memory.")  # fmt: skip
+    return result
+
+
+def device_file(setting: Setting) -> Result:
+    """Write the planner's file of this GPU into the output folder."""
+    from tests.benchmarks import device_file as files  # transformers, as above
+    from tests.benchmarks import step_rows
+
+    name = device_name(setting.device)
+    gpu = known_gpu(name)
+    key = (
+        gpu.name if gpu else re.sub(r"[^A-Za-z0-9]+", "-", name.removeprefix("NVIDIA ")).strip("-")
+    )
+    folder = setting.output / "gpus"
+    folder.mkdir(exist_ok=True)
+    for source in FOLDER.glob("*.toml"):
+        shutil.copy(source, folder)
+    cores = () if setting.device == "cuda" else tuple(cores_at_hand())
+    found = files.calibrate(
+        key, None if gpu else FALLBACK, step_rows.Setting(rounds=ROUNDS, cores=cores), folder
+    )
+    result = Result()
+    result.say(f"`{found['file']}`: {found['products']} matrix products, predicted with a mean "
+               f"error of {found['mean_error']:.1%}.")  # fmt: skip
+    table = [
+        [each["shape"], f"{each['predicted_seconds']:.3f}", f"{each['measured_seconds']:.3f}",
+         f"{each['error']:+.1%}"]
+        for each in found["steps"]
+    ]  # fmt: skip
+    result.table(["step", "predicted, s", "measured, s", "error"], table)
+    if not gpu:
+        result.say(f"The planner did not know {name}: replace the datasheet's numbers in its file, "
+                   f"which are the {FALLBACK}'s.")  # fmt: skip
+    return result

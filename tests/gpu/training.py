@@ -1,0 +1,143 @@
+"""Checks of losses: those of the CPU, in every precision and layout, and after a kill."""
+
+from tests.gpu.runs import Run, largest_difference, losses, overrides, start
+from tests.gpu.setting import Result, Setting
+
+SAME = 1e-4  # relative, of losses in fp32
+NEAR = {"bf16": 0.03, "fp16": 0.1}  # of losses in fp32; fp16 may skip its first steps
+PRECISIONS = {  # run -> file of ds_configs/
+    "bf16, ZeRO-1": "zero1_bf16",
+    "bf16, ZeRO-2": "zero2_bf16",
+    "bf16, ZeRO-3": "zero3_bf16",
+    "fp16, ZeRO-1": "zero1_fp16",
+    "fp32, ZeRO-3": "zero3_fp32",
+}
+RESUME = 60, 10, 25  # steps, steps between saves, and steps before the kill
+SMALL_RESUME = 12, 4, 9  # the save of step 8 waits for that of step 4
+
+
+def fp32_losses(setting: Setting) -> Result:
+    """Compare the GPU's losses with the CPU's over 20 steps."""
+    settings = overrides(setting)
+    here = start(setting, "fp32", settings)
+    there = start(setting, "fp32-cpu", settings, device="cpu")
+    found, expected = losses(here.finish()), losses(there.finish())
+    result = Result()
+    result.say(f"Loss of step 1: {found[0]:.6f}, of step {len(found)}: {found[-1]:.6f}.")
+    difference = largest_difference(found, expected)
+    result.check(
+        difference <= SAME, f"fp32 losses are the CPU's: {difference:.1e} (at most {SAME:.0e})"
+    )
+    result.check(found[-1] < found[0], "the loss falls")
+    return result
+
+
+def precisions(setting: Setting) -> Result:
+    """Train in bf16 and fp16 and with ZeRO-1 to 3; losses fall and stay near those of fp32."""
+    files = dict(PRECISIONS)
+    if setting.device == "cpu":
+        files.pop("fp16, ZeRO-1")  # CPUs do not have it
+    if setting.small:
+        files = {name: files[name] for name in ("bf16, ZeRO-1", "fp32, ZeRO-3")}
+    runs = {"fp32, ZeRO-1": start(setting, "precision-fp32", overrides(setting))}
+    for name, file in files.items():
+        settings = overrides(setting, deepspeed=f"ds_configs/{file}.json")
+        runs[name] = start(setting, f"precision-{file}", settings)
+    found = {name: losses(run.finish()) for name, run in runs.items()}
+    expected = found.pop("fp32, ZeRO-1")
+    result = Result()
+    rows = []
+    for name, own in found.items():
+        difference, limit = largest_difference(own, expected), NEAR.get(name[:4], SAME)
+        rows.append([name, f"{own[0]:.4f}", f"{own[-1]:.4f}", f"{difference:.1e}", f"{limit:.0e}"])
+        result.check(own[-1] < own[0] and difference <= limit, f"{name} trains near fp32, ZeRO-1")
+    result.table(["precision", "first loss", "last loss", "to fp32", "limit"], rows)
+    return result
+
+
+def deterministic(setting: Setting) -> Result:
+    """Train twice with `training.deterministic`; all losses are the same bit for bit."""
+    pairs = {}
+    for precision in ("bf16",) if setting.small else ("fp32", "bf16"):
+        settings = overrides(
+            setting,
+            training__deterministic=True,
+            training__steps=10,
+            deepspeed=f"ds_configs/zero1_{precision}.json",
+        )
+        names = [f"deterministic-{precision}-{number}" for number in (1, 2)]
+        pairs[precision] = [start(setting, name, settings) for name in names]
+    result = Result()
+    for precision, runs in pairs.items():
+        one, other = ([(line["loss"], line["grad_norm"]) for line in run.finish()] for run in runs)
+        result.check(one == other, f"{precision}: losses and gradient norms repeat bit for bit")
+    return result
+
+
+def resume(setting: Setting) -> Result:
+    """Kill a run with SIGKILL and resume it; its losses are those of an undisturbed one."""
+    steps, every, kill_after = SMALL_RESUME if setting.small else RESUME
+    settings = overrides(setting, training__steps=steps, checkpoint__every=every)
+    undisturbed = start(setting, "undisturbed", settings)
+    killed = start(setting, "killed", settings)
+    done = killed.kill_after(kill_after)
+    expected = undisturbed.finish()
+    resumed = start(setting, "killed", settings)
+    found = resumed.finish()
+    result = Result()
+    resumes = _resumed_steps(resumed)
+    result.check(
+        bool(resumes) and 0 < resumes[-1] <= done,
+        f"killed after step {done}, the run resumes from the checkpoint of step {resumes[-1:]}",
+    )
+    steps_match = [line["step"] for line in found] == list(range(1, steps + 1))
+    result.check(steps_match, f"all {steps} steps are there once")
+    difference = largest_difference(losses(found), losses(expected))
+    result.check(
+        difference <= SAME, f"its losses are those of an undisturbed run: {difference:.1e}"
+    )
+    return result
+
+
+def _resumed_steps(run: Run) -> list[int]:
+    """Return the steps after which the run has been resumed, from its log."""
+    marker = "resumed after step "
+    lines = run.logs[0].read_text(errors="replace").splitlines()
+    return [int(line.split(marker)[1].split()[0].strip(",")) for line in lines if marker in line]
+
+
+def layouts(setting: Setting) -> Result:
+    """Train in all pipeline schedules and with tensor parallelism; losses are those of one GPU."""
+    if setting.gpus < 2:
+        return Result(skipped="one GPU: pipeline schedules and tensor parallelism need two or more")
+    ranks = 4 if setting.gpus >= 4 else 2
+    two = {"layout__pipeline": 2}
+    variants = {
+        "pipeline 2, 1f1b": two,
+        "pipeline 2, interleaved": two | {"layout__schedule": "interleaved"},
+        "pipeline 2, zb-h1": two | {"layout__schedule": "zb-h1"},
+        "pipeline 2, zb-v": two | {"layout__schedule": "zb-v"},
+        "pipeline 2, dualpipev": two | {"layout__schedule": "dualpipev"},
+        "tensor 2": {"layout__tensor": 2},
+        "tensor 2, sequence parallel": {"layout__tensor": 2, "layout__sequence_parallel": True},
+        "data": {},
+    }
+    if ranks == 4:
+        variants["pipeline 2 x tensor 2"] = two | {"layout__tensor": 2}
+        variants["pipeline 4, zb-v"] = {"layout__pipeline": 4, "layout__schedule": "zb-v"}
+    if setting.small:
+        variants = {name: variants[name] for name in ("pipeline 2, 1f1b", "tensor 2")}
+    # Blocks for two chunks on each of four stages.
+    common = {"model__layers": 8, "training__steps": 10, "batch__micro_sequences": 1}
+    expected = losses(start(setting, "layout-one", overrides(setting, **common)).finish())
+    result, rows = Result(), []
+    for number, (name, changes) in enumerate(variants.items()):
+        needed = changes.get("layout__pipeline", 1) * changes.get("layout__tensor", 1)
+        world = max(needed, 2) if setting.small else ranks
+        settings = overrides(setting, **common | changes)
+        run = start(setting, f"layout-{number}", settings, ranks=world)
+        difference = largest_difference(losses(run.finish()), expected)
+        rows.append([name, str(world), f"{difference:.1e}"])
+        result.check(difference <= SAME, f"{name} on {world} ranks has the losses of one GPU")
+    result.table(["layout", "ranks", "largest difference of a loss"], rows)
+    return result

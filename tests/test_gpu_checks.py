@@ -1,0 +1,369 @@
+"""`make gpu` on a machine without a GPU: its parts with small sizes, its budgets, its report."""
+
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from recipes.planning.hardware import read_gpu
+from recipes.training.recipe import REPOSITORY, load_recipe
+from tests.gpu import training
+from tests.gpu.__main__ import main, publish
+from tests.gpu.packages import NEEDED, how_to_bring, missing
+from tests.gpu.parts import BY_NAME, MINUTES, PARTS, Part
+from tests.gpu.report import insert, section
+from tests.gpu.runner import Outcome, describe, run_part, run_parts
+from tests.gpu.runs import Failure, Run, overrides, start
+from tests.gpu.setting import FAILED, PASSED, SKIPPED, Result, Setting
+
+CPU = {"device": "cpu", "gpus": 1, "small": True}
+
+
+@pytest.fixture(scope="module")
+def setting(tmp_path_factory: pytest.TempPathFactory) -> Setting:
+    """One rank on the CPU, small sizes; the corpus is shared."""
+    return Setting(output=tmp_path_factory.mktemp("gpu"), **CPU)
+
+
+def run(name: str, setting: Setting) -> Outcome:
+    """Run a part as the command does, with time enough for a busy machine."""
+    outcome = run_part(BY_NAME[name], setting, seconds=300)
+    assert outcome.status == PASSED, describe(outcome)
+    return outcome
+
+
+# The parts
+
+
+@pytest.mark.parametrize("name", ["environment", "losses", "resume", "export", "step"])
+def test_a_part_passes_on_the_cpu(name: str, setting: Setting) -> None:
+    outcome = run(name, setting)
+    claims = {"environment": 0, "losses": 2, "resume": 3, "export": 1, "step": 1}
+    assert sum(line.startswith("- yes: ") for line in outcome.lines) == claims[name]
+    text = "\n".join(outcome.lines)
+    if name == "environment":
+        assert "| torch | 2." in text and "| small: 64 x 48 x 32 |" in text
+    if name == "step":
+        assert re.search(r"\| step \| \d+\.\d{3} s \| \d+\.\d{3} s \([+-]\d+%\) \|", text)
+        assert "| share | ms | calls | kernel |" in text and "| `aten::" in text
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["precisions", "deterministic"])
+def test_a_part_of_several_runs_passes_on_the_cpu(name: str, setting: Setting) -> None:
+    run(name, setting)
+
+
+@pytest.mark.long
+def test_layouts_pass_on_two_ranks(tmp_path: Path) -> None:
+    outcome = run("layouts", Setting(output=tmp_path, **CPU | {"gpus": 2}))
+    assert "| tensor 2 | 2 |" in "\n".join(outcome.lines)
+
+
+@pytest.mark.long
+def test_beside_transformers_on_the_cpu(setting: Setting) -> None:
+    outcome = run("transformers", setting)
+    assert "times as fast as transformers eager" in "\n".join(outcome.lines)
+
+
+def test_layouts_are_skipped_with_one_gpu(setting: Setting) -> None:
+    result = training.layouts(setting)
+    assert result.status == SKIPPED and "one GPU" in result.skipped
+
+
+def test_the_planners_file_is_written_into_the_output(setting: Setting) -> None:
+    from tests.benchmarks import device_file
+    from tests.gpu import speed
+
+    calibrated: dict[str, Any] = {"products": 3, "mean_error": 0.02, "steps": []}
+    found: list[Sequence[Any]] = []
+
+    def calibrate(name: str, like: str | None, _: object, folder: Path) -> dict[str, Any]:
+        found.append((name, like))
+        return calibrated | {"file": str(device_file.file_of(folder, like or name))}
+
+    names = ("NVIDIA H200", "NVIDIA RTX PRO 6000")
+    with mock.patch.object(device_file, "calibrate", calibrate):
+        for name in names:
+            with mock.patch.object(speed, "device_name", return_value=name):
+                result = speed.device_file(setting)
+    assert found == [("H200", None), ("RTX-PRO-6000", "H100")]
+    assert "replace the datasheet's numbers" in result.lines[-2]
+    assert read_gpu(setting.output / "gpus" / "h200.toml").name == "H200"
+
+
+# Checks fail
+
+
+def fake_runs(change: Callable[[str, list[dict]], list[dict]]) -> Callable[..., Run]:
+    """Runs whose metrics are made up, and changed by name."""
+
+    def fake(setting: Setting, name: str, settings: Sequence[str], **_: Any) -> Run:
+        lines = [
+            {"step": step, "loss": 5.0 - 0.05 * step, "grad_norm": 1.0} for step in range(1, 13)
+        ]
+        log = setting.output / f"{name}.txt"
+        log.write_text("small: 0.1 M parameters, resumed after step 8, into x\n")
+        made = mock.Mock(spec=Run, logs=[log])
+        made.finish.return_value = change(name, lines)
+        made.kill_after.return_value = 9
+        return made
+
+    return fake
+
+
+def scaled(lines: list[dict], factor: float) -> list[dict]:
+    return [line | {"loss": line["loss"] * factor} for line in lines]
+
+
+@pytest.mark.parametrize(
+    ("part", "wrong", "factor", "failures"),
+    [
+        (training.fp32_losses, "fp32", 1.0, 0),
+        (training.fp32_losses, "fp32", 1 + 2e-4, 1),
+        (training.precisions, "precision-zero1_bf16", 1.01, 0),
+        (training.precisions, "precision-zero1_bf16", 1.04, 1),
+        (training.precisions, "precision-zero3_fp32", 1 + 2e-4, 1),
+        (training.deterministic, "deterministic-bf16-2", 1.0, 0),
+        (training.deterministic, "deterministic-bf16-2", 1 + 1e-9, 1),
+        (training.resume, "killed", 1.0, 0),
+        (training.resume, "killed", 1 + 2e-4, 1),
+        (training.layouts, "layout-1", 1 + 2e-4, 1),
+    ],
+)
+def test_other_losses_fail(
+    part: Callable[[Setting], Result], wrong: str, factor: float, failures: int, tmp_path: Path
+) -> None:
+    def change(name: str, lines: list[dict]) -> list[dict]:
+        return scaled(lines, factor) if name == wrong else lines
+
+    with mock.patch.object(training, "start", fake_runs(change)):
+        result = part(Setting(output=tmp_path, **CPU | {"gpus": 2}))
+    assert len(result.failures) == failures, result.failures
+    assert result.status == (FAILED if failures else PASSED)
+
+
+def test_steps_that_are_missing_or_a_run_that_starts_afresh_fail(tmp_path: Path) -> None:
+    def lose(name: str, lines: list[dict]) -> list[dict]:
+        return [{**line, "step": line["step"] + 1} for line in lines] if name == "killed" else lines
+
+    with (
+        mock.patch.object(training, "start", fake_runs(lose)),
+        mock.patch.object(training, "_resumed_steps", return_value=[]),
+    ):
+        result = training.resume(Setting(output=tmp_path, **CPU))
+    assert len(result.failures) == 2
+
+
+def test_a_run_that_fails_shows_its_log(setting: Setting) -> None:
+    settings = overrides(setting, training__steps=-1)
+    with pytest.raises(Failure, match=r"exit code 2:(?s:.*)training\.steps = -1"):
+        start(setting, "rejected", settings).finish()
+
+
+def test_the_full_sizes_are_a_legal_recipe(tmp_path: Path) -> None:
+    full = Setting(output=tmp_path, **CPU | {"small": False, "device": "cuda"})
+    file = REPOSITORY / "recipes" / "tiny.toml"
+    recipe = load_recipe(file, overrides(full, training__deterministic=True))
+    assert recipe.model.vocab_size == 2048 and recipe.training.deterministic
+    assert recipe.layout.pipeline == 1
+
+
+# Budgets and errors
+
+
+def sleep_with_a_child(setting: Setting) -> Result:
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(120)"])
+    (setting.output / "child").write_text(str(child.pid))
+    time.sleep(120)
+    return Result()
+
+
+def raise_an_error(setting: Setting) -> Result:
+    raise RuntimeError("no kernel image")
+
+
+def crash(setting: Setting) -> Result:
+    os._exit(11)
+
+
+def lack_a_package(setting: Setting) -> Result:
+    raise ModuleNotFoundError("No module named 'transformers'", name="transformers")
+
+
+def succeed(setting: Setting) -> Result:
+    result = Result()
+    result.check(True, "it works")
+    return result
+
+
+def part(function: Callable[[Setting], Result], seconds: float = 60) -> Part:
+    name = function.__name__
+    return Part(name, name.replace("_", " "), f"tests.test_gpu_checks:{name}", seconds)
+
+
+def test_the_next_part_follows_whatever_happens(tmp_path: Path) -> None:
+    setting = Setting(output=tmp_path, **CPU)
+    parts = [
+        part(sleep_with_a_child, 8), part(raise_an_error), part(crash), part(lack_a_package),
+        part(succeed),
+    ]  # fmt: skip
+    told: list[str] = []
+    outcomes = run_parts(parts, setting, minutes=10, tell=told.append)
+    assert [each.status for each in outcomes] == [FAILED, FAILED, FAILED, SKIPPED, PASSED]
+    slow, broken, crashed, lacking, _ = outcomes
+    assert slow.failures == ["ended after 8 seconds, which is its time"] and slow.seconds < 30
+    assert broken.failures == ["RuntimeError: no kernel image"]
+    assert "its process ended with 11" in crashed.failures[0]
+    assert lacking.skipped == "the package transformers is not installed"
+    text = "\n".join(told)
+    assert "Traceback" in text and "- yes: it works" in text and "[5/5] succeed" in text
+    child = int((tmp_path / "child").read_text())
+    state = Path(f"/proc/{child}/stat")
+    assert not state.exists() or state.read_text().rpartition(")")[2].split()[0] == "Z"
+
+
+def test_parts_are_skipped_when_the_time_of_all_is_over(tmp_path: Path) -> None:
+    setting = Setting(output=tmp_path, **CPU)
+    (outcome,) = run_parts([part(succeed)], setting, minutes=0.1, tell=lambda text: None)
+    assert outcome.status == SKIPPED and "--minutes" in outcome.skipped
+
+
+def test_all_parts_have_a_function_and_fit_into_ten_minutes_by_the_limit() -> None:
+    assert MINUTES <= 10
+    for each in PARTS:
+        module, name = each.function.split(":")
+        file = REPOSITORY / (module.replace(".", "/") + ".py")
+        assert f"\ndef {name}(setting: Setting) -> Result:" in file.read_text()
+        assert each.seconds <= 60 * MINUTES
+
+
+# The command
+
+
+def command(*arguments: str) -> subprocess.CompletedProcess:
+    environment = {key: text for key, text in os.environ.items() if key != "DS_ACCELERATOR"}
+    return subprocess.run(
+        [sys.executable, "-m", "tests.gpu", *arguments],
+        cwd=REPOSITORY,
+        env=environment | {"CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+    )
+
+
+def test_without_a_gpu_it_says_so_and_exits_with_2() -> None:
+    done = command()
+    assert done.returncode == 2 and not done.stdout
+    assert len(done.stderr.splitlines()) == 1
+    assert "finds no GPU on this machine" in done.stderr and "nvidia-smi" in done.stderr
+
+
+def test_a_gpu_that_torch_has_no_code_for_exits_with_2(capsys: pytest.CaptureFixture) -> None:
+    with (
+        mock.patch("torch.cuda.is_available", return_value=True),
+        mock.patch("torch.cuda.device_count", return_value=1),
+        mock.patch("torch.cuda.get_device_name", return_value="Tesla V100-SXM2-32GB"),
+        mock.patch("torch.cuda.get_device_capability", return_value=(7, 0)),
+        mock.patch("torch.cuda.get_arch_list", return_value=["sm_75", "sm_90"]),
+    ):
+        assert main([]) == 2
+    assert "make gpu: Tesla V100-SXM2-32GB is sm_70" in capsys.readouterr().err
+
+
+def test_packages_that_are_missing_are_named(capsys: pytest.CaptureFixture) -> None:
+    assert missing(NEEDED) == []
+    assert missing({"no_such_module": "no-such-package"}) == ["no-such-package"]
+    with mock.patch("tests.gpu.__main__.missing", return_value=["deepspeed", "hjson"]):
+        assert main([]) == 2
+    said = capsys.readouterr().err
+    assert "lacks deepspeed, hjson." in said and "^(deepspeed|hjson)==" in said
+    assert "pip install --no-index" in said and "make gpu PYTHON=" in said
+
+
+def test_every_package_has_a_pin() -> None:
+    pins = (REPOSITORY / "requirements.txt").read_text().lower().replace("_", "-")
+    for package in NEEDED.values():
+        assert f"\n{package.lower().replace('_', '-')}==" in pins, package
+    assert "deepspeed" in how_to_bring(["deepspeed"])
+
+
+def test_parts_are_listed_and_unknown_ones_rejected(capsys: pytest.CaptureFixture) -> None:
+    assert main(["--list"]) == 0
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == list(BY_NAME)
+    assert main(["--only", "speed"]) == 2
+    assert "--only speed: use one of environment, losses" in capsys.readouterr().err
+
+
+def test_a_failure_is_the_exit_code_and_in_the_report(tmp_path: Path) -> None:
+    failing = {"environment": part(raise_an_error), "layouts": part(succeed)}
+    with (
+        mock.patch("tests.gpu.parts.BY_NAME", failing),
+        mock.patch.dict("os.environ"),
+    ):
+        options = ["--device", "cpu", "--small", "--output", str(tmp_path)]
+        assert main([*options, "--only", "environment"]) == 1
+        assert main([*options, "--only", "layouts"]) == 0
+    assert "**succeed** (passed" in (tmp_path / "report.md").read_text()
+
+
+def test_make_gpu_uses_the_given_python_and_installs_nothing() -> None:
+    def planned(*arguments: str) -> str:
+        return subprocess.run(
+            ["make", "-n", "gpu", *arguments], cwd=REPOSITORY, capture_output=True, text=True
+        ).stdout
+
+    assert planned("PYTHON=/opt/python3").strip() == "/opt/python3 -m tests.gpu"
+    assert "-m tests.gpu --only step" in planned("ARGS=--only step")
+    assert "pip" not in planned() + planned("PYTHON=/opt/python3")
+
+
+# The report
+
+
+def outcomes() -> list[Outcome]:
+    lines = ["| a | b |", "| --- | --- |", "| 1 | 2 |", ""]
+    return [
+        Outcome(BY_NAME["losses"], PASSED, 30.0, Path(), lines=lines),
+        Outcome(BY_NAME["export"], SKIPPED, 0.0, Path(), skipped="no transformers"),
+        Outcome(BY_NAME["step"], FAILED, 30.0, Path(), failures=["out of memory\nmore"]),
+    ]
+
+
+def test_a_section_has_command_versions_date_and_figures() -> None:
+    text = section(outcomes(), device="H100", date="2026-11-22", versions=[("torch", "2.13.0")])
+    assert "\nmake gpu\n" in text and "2026-11-22; torch 2.13.0; 1.0 minutes" in text
+    assert "losses passed, export skipped, step failed" in text
+    assert "\n\n| a | b |\n" in text and "- skipped: no transformers" in text
+    assert "- **failed**: out of memory\n" in text and "\n\n\n" not in text
+
+
+def test_results_are_inserted_into_the_repository(tmp_path: Path) -> None:
+    output, repository = tmp_path / "output", tmp_path / "repository"
+    (output / "gpus").mkdir(parents=True)
+    (output / "gpus" / "h200.toml").write_text("measured")
+    (repository / "recipes" / "planning" / "gpus").mkdir(parents=True)
+    (repository / "BENCHMARKS.md").write_text("# Benchmarks\n")
+    text = section(outcomes(), device="H200", date="2026-11-22", versions=[])
+    publish(output, text, device="H200", repository=repository)
+    assert (repository / "BENCHMARKS.md").read_text() == f"# Benchmarks\n\n{text}"
+    assert (repository / "recipes/planning/gpus/h200.toml").read_text() == "measured"
+
+
+def test_a_section_replaces_that_of_the_same_device() -> None:
+    def of(device: str, date: str) -> str:
+        return section(outcomes(), device=device, date=date, versions=[])
+
+    document = "# Benchmarks\n\n## One GPU\n\ntext\n"
+    for device, date in (("H100", "day 1"), ("H200", "day 2"), ("H100", "day 3")):
+        document = insert(document, of(device, date), device=device)
+    assert "day 1" not in document and document.startswith("# Benchmarks\n\n## One GPU\n\ntext\n")
+    assert document.index("day 3") < document.index("day 2")
+    assert document.count("make gpu: H100 -->") == 2
