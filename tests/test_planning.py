@@ -28,7 +28,7 @@ from recipes.planning.report import changes, rates
 from recipes.planning.row_reader import number
 from recipes.planning.search import CHUNKS as INTERLEAVED
 from recipes.planning.search import divisors, search, spreads
-from recipes.planning.software import STACKS, THREEFOLD
+from recipes.planning.software import STACKS, THREEFOLD, load_software
 from recipes.planning.stages import stage_parameters
 from recipes.planning.step_time import step_time
 from recipes.planning.table import read_row, read_table
@@ -615,3 +615,24 @@ def test_stages_of_a_pipeline_hold_less_and_less() -> None:
 def test_the_default_software_is_ours_and_names_are_unique() -> None:
     names = [stack.name for stack in STACKS]
     assert names[0] == THREEFOLD.name and len(set(names)) == len(names)
+
+
+@pytest.mark.parametrize(("precision", "sent_bytes"), [("fp32", 4), ("bf16", 2)])
+def test_gradients_are_counted_as_the_json_sends_them(
+    precision: str, sent_bytes: int, tmp_path: Path
+) -> None:
+    config = json.loads((REPOSITORY / "ds_configs" / "zero1_bf16.json").read_text())
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(config | {"communication_data_type": precision}))
+    recipe, job = planned("llama/7b", f'deepspeed="{file}"')
+    ranks, stride = job.spread.data, job.spread.tensor
+    parameters = max(stage_parameters(job))
+    reduced, gathered = (
+        gather_seconds(job.machine, size * parameters, ranks=ranks, stride=stride)
+        for size in (sent_bytes, 2)
+    )
+    assert step_time(job).data == pytest.approx(reduced + gathered)
+    # Other stacks have their own precision.
+    for name, expected in (("megatron-lm-2021", 2), ("megatron-lm-2023", 4)):
+        other = job_of(recipe, job.machine, load_software(name))
+        assert other.software.bytes_of_gradients(2) == expected

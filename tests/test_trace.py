@@ -125,10 +125,11 @@ def test_what_tensor_ranks_and_stages_send(small: dict[str, Any]) -> None:
         assert traffic(found)["pipeline", "send"] == sent
         assert traffic(found)["pipeline", "recv"] == sent
         assert traffic(found)["tensor", "all_gather"] == (m, m * activations)
-    # ZeRO-1 in fp32: gradients reduced, weights gathered, both once.
+    # ZeRO-1 in fp32: gradients reduced, weights gathered, both once; the two groups' norms.
     weights = first.between_steps.weights
-    for kind in ("all_reduce", "all_gather"):
+    for kind in ("reduce_scatter", "all_gather"):
         assert traffic(first)["data", kind][1] == pytest.approx(weights, rel=0.01)
+    assert traffic(first)["data", "all_reduce"] == (2, 2 * FP32)
 
 
 def test_sequence_parallelism_sends_parts(small: dict[str, Any]) -> None:

@@ -42,6 +42,8 @@ ALLOCATOR_BYTES = 512  # CUDA's caching allocator gives multiples (kMinBlockSize
 LARGEST = 15
 # Phases that are gone through once in a step; the others once for each micro-batch.
 ONCE = ("", "ReduceGrads", "OptimizerStep", "optimizer step")
+# Passes of a pipeline, whose data ranks communicate in the last pass of a step only.
+PASSES = ("BackwardPass", "WeightPass")
 
 
 @dataclass(frozen=True)
@@ -284,12 +286,16 @@ def axes_of(topology: Topology, place: Coordinates) -> dict[frozenset[int], str]
 
 
 def per_step(counted: CollectiveCounter, micro_batches: int, traced: int) -> tuple[Traffic, ...]:
-    """The traffic of a step with all its micro-batches, each of which communicates alike."""
+    """Return the traffic of a step with all its micro-batches.
+
+    Each of them communicates alike, but for the gradients of a pipeline, which are reduced once.
+    """
     counts: Counter[tuple[str, str]] = Counter()
     totals: Counter[tuple[str, str]] = Counter()
     for (phase, axis, kind), count in counted.counts.items():
         size = counted.totals[phase, axis, kind]
-        if phase not in ONCE:
+        is_once = phase in ONCE or (axis == "data" and phase in PASSES)
+        if not is_once:
             count, size = (round(n * micro_batches / traced) for n in (count, size))
         counts[axis, kind] += count
         totals[axis, kind] += size
