@@ -210,6 +210,9 @@ def test_the_kernel_for_documents_is_flash_attention_on_recent_gpus() -> None:
         assert varlen_kernel(gpu, bf16, 128) is varlen_attn
         assert varlen_kernel(gpu, torch.float16, 256) is varlen_attn
         attention._varlen_attention.cache_clear()
+        with mock.patch("torch.nn.attention.varlen.varlen_attn", lambda query, is_causal: query):
+            assert varlen_kernel(gpu, bf16, 128) is None  # of an earlier torch
+        attention._varlen_attention.cache_clear()
         capability.return_value = (7, 5)
         assert varlen_kernel(gpu, bf16, 128) is None
     attention._varlen_attention.cache_clear()
@@ -236,7 +239,8 @@ def test_lengths_reach_the_device_without_waiting_for_it() -> None:
         return tensor
 
     def note(tensor: Tensor, device: torch.device, **settings: bool) -> Tensor:
-        copies.append((tensor is pinned[-1], settings))
+        in_pinned = tensor.untyped_storage().data_ptr() == pinned[-1].untyped_storage().data_ptr()
+        copies.append((in_pinned, settings))
         return to(tensor, "cpu")
 
     attention.cumulative_lengths.cache_clear()
@@ -244,6 +248,7 @@ def test_lengths_reach_the_device_without_waiting_for_it() -> None:
         found = [attention.cumulative_lengths(lengths, torch.device("cuda")) for _ in range(3)]
     assert copies == [(True, {"non_blocking": True})]
     assert found[0].tolist() == [0, 2, 5, 10] and found[0].dtype == torch.int32
+    assert len(pinned[0]) == attention.MIN_PINNED_ELEMENTS  # of one size for any lengths
     attention.cumulative_lengths.cache_clear()
 
 

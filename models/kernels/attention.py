@@ -12,9 +12,10 @@ b micro-batch, a query heads, g key-value heads, s sequence, d head size.
 """
 
 import importlib
+import inspect
 from collections.abc import Callable
 from functools import lru_cache
-from itertools import groupby
+from itertools import accumulate, groupby
 
 import torch
 from torch import Tensor
@@ -28,6 +29,7 @@ MAX_FLASH_HEAD_SIZE = 256  # torch's flash_api.cpp; a multiple of 8 as well
 # cuDNN builds a plan for each new shape, which takes 0.1 to 0.4 s; documents have new lengths all
 # the time.
 WITHOUT_PLANS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+MIN_PINNED_ELEMENTS = 2048  # for more documents than a micro-batch usually has
 
 Lengths = tuple[tuple[int, ...], ...]  # of each sequence's documents
 Varlen = Callable[..., Tensor]  # called like torch.nn.attention.varlen.varlen_attn
@@ -82,9 +84,11 @@ def _varlen_attention(device: torch.device) -> Varlen | None:
     if torch.version.hip or torch.cuda.get_device_capability(device) < (8, 0):
         return None
     try:
-        return importlib.import_module("torch.nn.attention.varlen").varlen_attn
+        attend = importlib.import_module("torch.nn.attention.varlen").varlen_attn
     except ImportError:  # of torch before 2.10
         return None
+    parameters = inspect.signature(attend).parameters  # the first versions had others
+    return attend if {"window_size", "enable_gqa"} <= parameters.keys() else None
 
 
 def in_blocks(device: torch.device, length: int) -> bool:
@@ -117,13 +121,16 @@ def _packed_attention(q: Tensor, k: Tensor, v: Tensor, lengths: Lengths, varlen:
 def cumulative_lengths(lengths: Lengths, device: torch.device) -> Tensor:
     """Return where each document begins and the last one ends: int32 [documents + 1].
 
-    The device copies them from pinned memory by itself: neither waits for the other.
+    The device copies them from pinned memory by itself: neither waits for the other. That memory is
+    asked for in one size, so that torch has it from earlier micro-batches: a new allocation of
+    pinned memory may wait for the device.
     """
-    flat = torch.tensor([0, *(n for each in lengths for n in each)], dtype=torch.int32)
-    ends = flat.cumsum(0, dtype=torch.int32)
-    if device.type == "cuda":
-        ends = ends.pin_memory()
-    return ends.to(device, non_blocking=True)
+    ends = [0, *accumulate(n for each in lengths for n in each)]
+    if device.type != "cuda":
+        return torch.tensor(ends, dtype=torch.int32, device=device)
+    padding = [0] * (MIN_PINNED_ELEMENTS - len(ends))
+    pinned = torch.tensor(ends + padding, dtype=torch.int32).pin_memory()
+    return pinned[: len(ends)].to(device, non_blocking=True)
 
 
 def _attention_by_document(q: Tensor, k: Tensor, v: Tensor, lengths: Lengths) -> Tensor:
