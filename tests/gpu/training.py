@@ -122,6 +122,7 @@ def layout_variants(ranks: int) -> dict[str, dict[str, Any]]:
         "tensor 2": {"layout__tensor": 2},
         "tensor 2, sequence parallel": {"layout__tensor": 2, "layout__sequence_parallel": True},
         "data": {},
+        "data, ZeRO-2": {"deepspeed": "ds_configs/zero2_fp32.json"},  # as ZeRO-1 on one rank
         "data, ZeRO-3": {"deepspeed": "ds_configs/zero3_fp32.json"},
     }
     if ranks == 4:
