@@ -12,8 +12,11 @@ from unittest import mock
 
 import pytest
 
+from models.pipeline.order import SCHEDULES
 from recipes.planning.hardware import read_gpu
+from recipes.training.deepspeed_config import build_deepspeed_config
 from recipes.training.recipe import REPOSITORY, load_recipe
+from recipes.training.topology import World
 from tests.gpu import training
 from tests.gpu.__main__ import main, publish
 from tests.gpu.packages import NEEDED, how_to_bring, missing
@@ -174,6 +177,20 @@ def test_the_full_sizes_are_a_legal_recipe(tmp_path: Path) -> None:
     recipe = load_recipe(file, overrides(full, training__deterministic=True))
     assert recipe.model.vocab_size == 2048 and recipe.training.deterministic
     assert recipe.layout.pipeline == 1
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("small", [True, False])
+def test_every_layout_is_legal(ranks: int, small: bool, tmp_path: Path) -> None:
+    setting = Setting(output=tmp_path, **CPU | {"small": small})
+    schedules = set()
+    for changes in training.layout_variants(ranks).values():
+        settings = overrides(setting, **training.LAYOUT_SIZES | changes)
+        recipe = load_recipe(REPOSITORY / "recipes" / "tiny.toml", settings)
+        topology = recipe.topology(World(size=ranks, local_size=ranks))
+        build_deepspeed_config(recipe, topology)
+        schedules.add(recipe.layout.schedule)
+    assert schedules == set(SCHEDULES)
 
 
 # Budgets and errors

@@ -21,11 +21,11 @@ class Part:
 
 PARTS = (
     Part("environment", "Machine and matrix products", "tests.gpu.environment:environment", 60),
-    Part("losses", "fp32 on the GPU and on the CPU", "tests.gpu.training:fp32_losses", 80),
+    Part("losses", "fp32 on the GPU and on the CPU", "tests.gpu.training:fp32_losses", 90),
     Part("precisions", "Precisions and ZeRO stages", "tests.gpu.training:precisions", 90),
     Part("deterministic", "Deterministic runs", "tests.gpu.training:deterministic", 60),
     Part("resume", "Kill and resume", "tests.gpu.training:resume", 70),
-    Part("export", "Export to transformers", "tests.gpu.export:export", 50),
+    Part("export", "Export to transformers", "tests.gpu.export:export", 60),
     Part("layouts", "Pipeline schedules and tensor parallelism", "tests.gpu.training:layouts", 420),
     Part("step", "Speed and memory of llama/1b", "tests.gpu.speed:step", 110),
     Part("transformers", "Beside transformers", "tests.gpu.speed:beside_transformers", 150),

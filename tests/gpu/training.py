@@ -1,5 +1,7 @@
 """Checks of losses: those of the CPU, in every precision and layout, and after a kill."""
 
+from typing import Any
+
 from tests.gpu.runs import Run, largest_difference, losses, overrides, start
 from tests.gpu.setting import Result, Setting
 
@@ -13,6 +15,8 @@ PRECISIONS = {  # run -> file of ds_configs/
     "fp32, ZeRO-3": "zero3_fp32",
 }
 RESUME = 60, 10, 25  # steps, steps between saves, and steps before the kill
+# Eight blocks: two chunks on each of four stages.
+LAYOUT_SIZES = {"model__layers": 8, "training__steps": 10, "batch__micro_sequences": 1}
 SMALL_RESUME = 12, 4, 9  # the save of step 8 waits for that of step 4
 
 
@@ -106,11 +110,8 @@ def _resumed_steps(run: Run) -> list[int]:
     return [int(line.split(marker)[1].split()[0].strip(",")) for line in lines if marker in line]
 
 
-def layouts(setting: Setting) -> Result:
-    """Train in all pipeline schedules and with tensor parallelism; losses are those of one GPU."""
-    if setting.gpus < 2:
-        return Result(skipped="one GPU: pipeline schedules and tensor parallelism need two or more")
-    ranks = 4 if setting.gpus >= 4 else 2
+def layout_variants(ranks: int) -> dict[str, dict[str, Any]]:
+    """Return the layouts that are compared with one GPU, by name, as `section__key` settings."""
     two = {"layout__pipeline": 2}
     variants = {
         "pipeline 2, 1f1b": two,
@@ -121,23 +122,30 @@ def layouts(setting: Setting) -> Result:
         "tensor 2": {"layout__tensor": 2},
         "tensor 2, sequence parallel": {"layout__tensor": 2, "layout__sequence_parallel": True},
         "data": {},
+        "data, ZeRO-2": {"deepspeed": "ds_configs/zero2_fp32.json"},  # as ZeRO-1 on one rank
+        "data, ZeRO-3": {"deepspeed": "ds_configs/zero3_fp32.json"},
     }
     if ranks == 4:
         variants["pipeline 2 x tensor 2"] = two | {"layout__tensor": 2}
         variants["pipeline 4, zb-v"] = {"layout__pipeline": 4, "layout__schedule": "zb-v"}
+    return variants
+
+
+def layouts(setting: Setting) -> Result:
+    """Train in all pipeline schedules and with tensor parallelism; losses are those of one GPU."""
+    if setting.gpus < 2:
+        return Result(skipped="one GPU: pipeline schedules and tensor parallelism need two or more")
+    ranks = 4 if setting.gpus >= 4 else 2
+    variants = layout_variants(ranks)
     if setting.small:
         variants = {name: variants[name] for name in ("pipeline 2, 1f1b", "tensor 2")}
-    # Blocks for two chunks on each of four stages.
-    common = {"model__layers": 8, "training__steps": 10, "batch__micro_sequences": 1}
-    expected = losses(start(setting, "layout-one", overrides(setting, **common)).finish())
+    expected = losses(start(setting, "layout-one", overrides(setting, **LAYOUT_SIZES)).finish())
     result, rows = Result(), []
     for number, (name, changes) in enumerate(variants.items()):
-        needed = changes.get("layout__pipeline", 1) * changes.get("layout__tensor", 1)
-        world = max(needed, 2) if setting.small else ranks
-        settings = overrides(setting, **common | changes)
-        run = start(setting, f"layout-{number}", settings, ranks=world)
+        settings = overrides(setting, **LAYOUT_SIZES | changes)
+        run = start(setting, f"layout-{number}", settings, ranks=ranks)
         difference = largest_difference(losses(run.finish()), expected)
-        rows.append([name, str(world), f"{difference:.1e}"])
-        result.check(difference <= SAME, f"{name} on {world} ranks has the losses of one GPU")
+        rows.append([name, str(ranks), f"{difference:.1e}"])
+        result.check(difference <= SAME, f"{name} on {ranks} ranks has the losses of one GPU")
     result.table(["layout", "ranks", "largest difference of a loss"], rows)
     return result
