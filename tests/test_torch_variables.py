@@ -13,6 +13,9 @@ from recipes.training.topology import World
 from recipes.training.torch_variables import check_workspace, set_torch_variables
 
 
+INDUCTOR = "TORCHINDUCTOR_DETERMINISTIC"
+
+
 def variables(torch_version: str, deterministic: bool = False, **given: str) -> dict[str, str]:
     environment = dict(given)
     set_torch_variables(environment, deterministic=deterministic, torch_version=torch_version)
@@ -31,7 +34,8 @@ def variables(torch_version: str, deterministic: bool = False, **given: str) -> 
 def test_variables_have_the_names_of_their_version(
     torch_version: str, allocator: str, recorder: str
 ) -> None:
-    assert variables(torch_version) == {allocator: "expandable_segments:True", recorder: "2000"}
+    expected = {allocator: "expandable_segments:True", recorder: "2000", INDUCTOR: "1"}
+    assert variables(torch_version) == expected
 
 
 @pytest.mark.parametrize(
@@ -42,13 +46,14 @@ def test_variables_have_the_names_of_their_version(
     ],
 )
 def test_the_users_settings_stay(given: dict[str, str]) -> None:
+    given = given | {INDUCTOR: "0"}
     assert variables("2.13.0", **given) == given
 
 
-def test_deterministic_runs_fix_the_workspace_and_inductors_choice() -> None:
+def test_deterministic_runs_fix_the_workspace() -> None:
     found = variables("2.13.0", deterministic=True)
     assert found["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
-    assert found["TORCHINDUCTOR_DETERMINISTIC"] == "1"
+    assert "CUBLAS_WORKSPACE_CONFIG" not in variables("2.13.0")
     own = variables("2.13.0", deterministic=True, CUBLAS_WORKSPACE_CONFIG=":16:8")
     assert own["CUBLAS_WORKSPACE_CONFIG"] == ":16:8"
 

@@ -24,6 +24,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 
+# Older versions of torch have these functions under the other names.
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
 @dataclass(frozen=True)
 class TensorAxis:
     """The ranks that share each layer, as one of them sees it.
@@ -90,14 +95,14 @@ def all_gather(x: Tensor, axis: TensorAxis, dimension: int = 0) -> Tensor:
 def reduce_scatter(x: Tensor, axis: TensorAxis) -> Tensor:
     """This rank's part, along dimension 0, of the ranks' sum; not differentiable."""
     part = x.new_empty((x.shape[0] // axis.size, *x.shape[1:]))
-    dist.reduce_scatter_single(part, x.contiguous(), group=axis.group)
+    reduce_scatter_single(part, x.contiguous(), group=axis.group)
     return part
 
 
 def begin_all_gather(x: Tensor, axis: TensorAxis) -> Callable[[], Tensor]:
     """Begin an all_gather along dimension 0; the result is there when what is returned returns."""
     whole = x.new_empty((x.shape[0] * axis.size, *x.shape[1:]))
-    running = dist.all_gather_single(whole, x.contiguous(), group=axis.group, async_op=True)
+    running = all_gather_single(whole, x.contiguous(), group=axis.group, async_op=True)
 
     def all_gathered() -> Tensor:
         wait_for(running)
@@ -118,7 +123,7 @@ def begin_sum_of_copies(grad: Tensor, axis: TensorAxis) -> Callable[[], Tensor]:
     grad = grad.contiguous()
     if axis.sequence_parallel:
         part = grad.new_empty((grad.shape[0] // axis.size, *grad.shape[1:]))
-        running = dist.reduce_scatter_single(part, grad, group=axis.group, async_op=True)
+        running = reduce_scatter_single(part, grad, group=axis.group, async_op=True)
 
         def reduce_scattered() -> Tensor:
             wait_for(running)

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from models.parallel.collectives import wait_for
+from models.parallel.collectives import reduce_scatter_single, wait_for
 
 # A reduction to one owner passes n - 1 ranks one after the other. Where shards are so small that a
 # bucket covers more of them than this, one all-reduce takes less time than a reduction for each.
@@ -189,7 +189,7 @@ class ShardedReduction:
     def _reduce_scatter(self, number: int, sent: Tensor) -> None:
         size = self._shard_size(number)
         total = sent.new_empty(size)
-        work = dist.reduce_scatter_single(total, sent, group=self.groups[number], async_op=True)
+        work = reduce_scatter_single(total, sent, group=self.groups[number], async_op=True)
         start = self.ranks[number] * size
         self.running.append(_Running(number, start, total, False, sent, work))
 

@@ -36,8 +36,10 @@ def set_torch_variables(
       sizes then leave no unusable gaps, and `cudaFree`, which waits for the whole device, is rarely
       needed.
     - The flight recorder keeps the last collectives, which a hang report names.
-    - Deterministic runs: cuBLAS works in a workspace of fixed size, and Inductor chooses kernels
-      without timing them.
+    - Inductor chooses kernels without timing them. Tensor ranks compute the gradients of replicated
+      weights by themselves, and kernels that each rank chooses by its own timings may round
+      differently: the replicas would diverge.
+    - Deterministic runs: cuBLAS works in a workspace of fixed size.
     - Pipelined runs: kernels are loaded before the first step, and streams do not share queues.
 
     Args:
@@ -53,9 +55,9 @@ def set_torch_variables(
         environment[name] = "expandable_segments:True"
     if not any(name in environment for name in RECORDER_VARIABLES):
         environment[RECORDER_VARIABLES[0 if new_names else 1]] = str(RECORDED_COLLECTIVES)
+    environment.setdefault("TORCHINDUCTOR_DETERMINISTIC", "1")
     if deterministic:
         environment.setdefault(WORKSPACE, DETERMINISTIC_WORKSPACES[0])
-        environment.setdefault("TORCHINDUCTOR_DETERMINISTIC", "1")
     if pipelined:
         for name, value in PIPELINE_VARIABLES.items():
             environment.setdefault(name, value)
