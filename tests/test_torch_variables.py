@@ -12,7 +12,6 @@ from recipes.training.recipe import REPOSITORY
 from recipes.training.topology import World
 from recipes.training.torch_variables import check_workspace, set_torch_variables
 
-
 INDUCTOR = "TORCHINDUCTOR_DETERMINISTIC"
 
 
