@@ -25,7 +25,7 @@ def row_bytes(job: Job) -> float:
 
 
 def block_working_bytes(job: Job, first_only: bool) -> float:
-    """What a block's backward pass needs beside what was kept for it.
+    """Return the bytes that a block's backward pass needs besides what was kept for it.
 
     first_only: there are no gradients yet that a weight's new one is added to
     """
@@ -35,6 +35,8 @@ def block_working_bytes(job: Job, first_only: bool) -> float:
         again = spread.recompute_interval * block_bytes(
             model, spread, footprint, not job.writes_scores
         )
+        if not footprint.stock_pipeline:  # the first block's input is what was kept
+            again -= row_bytes(job) / spread.sequence_ranks
     needs = footprint.rows * row_bytes(job)
     needs += footprint.weight * mlp_working_elements(job, first_only)
     if model.attention_dropout:
