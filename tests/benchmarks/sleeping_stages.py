@@ -20,6 +20,7 @@ from models.pipeline.engine import scheduled_engines
 from models.pipeline.order import BACKWARD, Pass, Pipeline
 from models.pipeline.recording import Event, Recording
 from models.pipeline.simulation import TimedPass, Timeline, pipeline_seconds, simulate
+from models.pipeline.process_grid import ProcessGrid
 from models.pipeline.stages import Stage
 from recipes.training.processes import quiet
 from tests.ranks import join_world, run_ranks
@@ -204,21 +205,19 @@ def run_step(engine: PipelineEngine) -> tuple[float, float]:
 
 
 def build(setting: Setting, pipeline: Pipeline, *, is_stock: bool) -> PipelineEngine:
-    """A pipeline with one layer in each chunk."""
-    settings = {
-        "layers": [LayerSpec(SleepingLayer, setting.forward / pipeline.chunks)]
-        * pipeline.positions,
-        "topology": PipeModelDataParallelTopology(num_pp=setting.stages, num_dp=1, num_mp=1),
-    }
+    """Build a pipeline with one layer in each chunk."""
+    layers = [LayerSpec(SleepingLayer, setting.forward / pipeline.chunks)] * pipeline.positions
+    topology = PipeModelDataParallelTopology(num_pp=setting.stages, num_dp=1, num_mp=1)
     if is_stock:
         with quiet():
             module = DualPipeVModule if pipeline.chunks == 2 else PipelineModule
-            model = module(**settings, loss_fn=loss)
+            model = module(layers=layers, topology=topology, loss_fn=loss)
             return initialize(model, setting)
     with quiet(), scheduled_engines(Boundary(SHAPE, torch.float32, TensorAxis())):
         model = Stage(
-            **settings,
+            layers,
             pipeline=pipeline,
+            grid=ProcessGrid(topology),
             layers_of_positions=[1] * pipeline.positions,
             recompute_interval=0,
         )
