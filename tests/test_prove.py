@@ -21,6 +21,7 @@ from models.layer_specs import SequentialModel, layer_specs, logical_parameters,
 from models.parallel.collectives import TensorAxis
 from models.parallel.context import Context
 from models.parallel.deferral import Deferral
+from models.parallel.rng import attention_rows
 from models.pipeline.stages import Stage
 from models.sharding import Sharding
 from recipes import prove
@@ -301,8 +302,10 @@ def seeded_fault(fault: str) -> Iterator[None]:
             lambda parameter: True,
         ),
         "the masks of attention dropout start at head 0 on all ranks": (
-            "models.transformer.range",
-            lambda start, stop: range(stop - start),
+            "models.transformer.attention_rows",
+            lambda x, *, axis, **settings: attention_rows(
+                x, axis=replace(axis, rank=0), **settings
+            ),
         ),
         "the last stage attends across documents": (
             "models.pipeline.stages.Stage.take_contexts",

@@ -117,7 +117,7 @@ def _packed_attention(q: Tensor, k: Tensor, v: Tensor, lengths: Lengths, varlen:
     return y.view(b, s, a, d).transpose(1, 2)
 
 
-@lru_cache(maxsize=2)  # for all layers of a micro-batch, and of one that is computed again
+@lru_cache(maxsize=4096)  # for all layers and all micro-batches of a step; each has a few KB
 def cumulative_lengths(lengths: Lengths, device: torch.device) -> Tensor:
     """Return where each document begins and the last one ends: int32 [documents + 1].
 

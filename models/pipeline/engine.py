@@ -4,7 +4,7 @@ What a pass leaves for its backward pass is kept under its chunk and micro-batch
 pass to the last one that needs it.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -60,9 +60,16 @@ class ScheduledEngine(PipelineEngine):
         self.needs_warm_up = matches_by_order() and self.pipeline.stages > 1
         self._begin_step()
 
-    def warm_up(self, tokens: Tensor | None, labels: Tensor | None, context: Context) -> None:
+    def warm_up(
+        self,
+        tokens: Tensor | None,
+        labels: Tensor | None,
+        context: Context,
+        *,
+        note: Callable[[str], None],
+    ) -> None:
         """Use every route, group and kernel once, before the first step; see `warm_up.py`."""
-        warm_up(self, tokens, labels, context)
+        warm_up(self, tokens, labels, context, note=note)
         self.needs_warm_up = False
 
     def _parameters_of_chunks(self) -> dict[int, list[nn.Parameter]]:

@@ -6,6 +6,7 @@ peer may need this very pass before it can send: the stages hang. So does the fi
 group, which blocks the host, where two stages first use two groups in different order.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -22,7 +23,12 @@ MICRO_BATCHES = 2  # the second one adds to the first one's loss and gradients
 
 
 def warm_up(
-    engine: "ScheduledEngine", tokens: Tensor | None, labels: Tensor | None, context: Context
+    engine: "ScheduledEngine",
+    tokens: Tensor | None,
+    labels: Tensor | None,
+    context: Context,
+    *,
+    note: Callable[[str], None],
 ) -> None:
     """Run the passes and the reduction of a short step without its messages, and keep nothing.
 
@@ -34,22 +40,29 @@ def warm_up(
         tokens: [b, s] where the stage has the start of the model
         labels: [b, s] where the stage has the end of the model
         context: the context of a training micro-batch
+        note: called before each part with a description, so that a hang is not suspected while
+            kernels are compiled
     """
+    note("connecting stages")
     engine.channels.connect()
     inputs = tuple(each if each is None else each.to(engine.device) for each in (tokens, labels))
     engine.module.train()
-    _run_passes(engine, inputs, context)
+    _run_passes(engine, inputs, context, note)
+    note("warming up: reduction of gradients")
     engine.gradients.finish()  # the next step's first gradients replace these
     engine.module.eval()
     with torch.no_grad():
-        _run_passes(engine, inputs, replace(context, dropout=None))
+        _run_passes(engine, inputs, replace(context, dropout=None), note)
     engine.module.train()
     if engine.device.type == "cuda":
         torch.cuda.synchronize(engine.device)
 
 
 def _run_passes(
-    engine: "ScheduledEngine", inputs: tuple[Tensor | None, Tensor | None], context: Context
+    engine: "ScheduledEngine",
+    inputs: tuple[Tensor | None, Tensor | None],
+    context: Context,
+    note: Callable[[str], None],
 ) -> None:
     """Run forward passes and, if gradients are enabled, backward passes of every chunk."""
     engine.module.take_contexts([context] * MICRO_BATCHES)
@@ -61,9 +74,11 @@ def _run_passes(
     engine.total_loss, engine.fwd_outputs = None, []
     for number in range(MICRO_BATCHES):
         for chunk in chunks:
+            note("warming up: forward pass")
             _begin_forward(engine, inputs, chunk, number)
             engine.run_forward(number, chunk)
             if torch.is_grad_enabled():
+                note("warming up: backward pass")
                 _begin_backward(engine, chunk, number)
                 engine.run_backward(number, chunk)
                 if engine.pipeline.splits:

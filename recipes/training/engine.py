@@ -18,6 +18,7 @@ from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from torch import nn
 
 from models.initialization import initialize
+from models.kernels.attention import cumulative_lengths
 from models.kernels.fusing import are_compiled, compile_kernels
 from models.layer_specs import (
     SequentialModel,
@@ -27,6 +28,7 @@ from models.layer_specs import (
     logical_parameters,
 )
 from models.parallel.collectives import TensorAxis
+from models.parallel.context import Context
 from models.pipeline.balance import pass_proportions
 from models.pipeline.channels import Boundary
 from models.pipeline.engine import ScheduledEngine, scheduled_engines
@@ -210,10 +212,10 @@ class PipelinedEngine(Engine):
 
         DeepSpeed hands tokens and labels to the ends of the pipeline; every stage has the contexts.
         """
+        prepare_documents([each.context for each in micro_batches], self.device)
         if self.wrapped.needs_warm_up:
-            self.crumb.note("warming up")
             first = micro_batches[0]
-            self.wrapped.warm_up(first.tokens, first.labels, first.context)
+            self.wrapped.warm_up(first.tokens, first.labels, first.context, note=self.crumb.note)
         self.wrapped.module.take_contexts([each.context for each in micro_batches])
         loss = schedule(iter([(each.tokens, each.labels) for each in micro_batches]))
         self.wrapped.module.check_contexts_taken()
@@ -255,6 +257,17 @@ class SequentialEngine(Engine):
     def data_group(self) -> dist.ProcessGroup:
         """This rank's group along the data axis."""
         return self.wrapped.mpu.get_data_parallel_group()
+
+
+def prepare_documents(contexts: Iterable[Context], device: torch.device) -> None:
+    """Make the tables of all micro-batches for attention within documents, before the first pass.
+
+    They are copied from pinned memory. Allocating that memory may wait for the whole device, and in
+    a pipeline for a posted receive.
+    """
+    for context in contexts:
+        if context.documents is not None and device.type == "cuda":
+            cumulative_lengths(context.documents.lengths, device)
 
 
 def build_engine(

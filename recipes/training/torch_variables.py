@@ -20,6 +20,9 @@ PIPELINE_VARIABLES = {
     # Streams share the hardware queues: with the default of 8, a transfer that waits for its peer
     # can hold up kernels of other streams that were launched after it. 32 is the maximum.
     "CUDA_DEVICE_MAX_CONNECTIONS": "32",
+    # torch would warn on every rank that sends and receives of a group run one after the other,
+    # which is intended: each ordered pair of stages has a group of its own.
+    "TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING": "false",
 }
 
 
