@@ -83,7 +83,7 @@ class Channels:
 
         The first send or receive between two ranks of an NCCL communicator blocks the host until
         the peer posts its own (ncclTransportP2pSetup). In a step, receives are posted before the
-        peer has anything to send, so that two stages would block each other for ever.
+        peer has anything to send, so that two stages would block each other forever.
         """
         token = torch.zeros(1, device=self.device)
         for route in routes(self.pipeline):
