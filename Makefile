@@ -34,7 +34,7 @@ ifneq ($(origin CUDA_VISIBLE_DEVICES),undefined)
 endif
 endif
 
-# `make gpu` installs nothing: it runs with the PYTHON that is given, or with .venv where it is set up.
+# `make gpu` installs nothing: it uses the given PYTHON, or .venv if `make setup` has created it.
 ifeq ($(origin PYTHON),command line)
   GPU_PYTHON := $(PYTHON)
 else

@@ -1,12 +1,12 @@
-"""What a model costs: parameters, FLOPs, logits. The planner shares it with model and metrics."""
+"""Costs of a model: parameters, FLOPs, logits. Used by the planner, the model and the metrics."""
 
 import math
 
 from models.config import ModelConfig
 
-# Logits that the loss has at a time, by kind of device: of a vocabulary of 128k those of 512 tokens
-# on a CPU, where a product of so many is as fast as a larger one, and of 2,048 on a GPU, whose
-# products of 512 tokens wait for the weights to be read.
+# Maximum number of logits that the loss computes at a time, by kind of device. With a vocabulary of
+# 128k it allows 512 tokens on a CPU, where larger matrix products are not faster, and 2,048 on a
+# GPU, where products of 512 tokens are bound by reading the weights.
 MOST_LOGITS = {"cpu": 2**26, "cuda": 2**28}
 
 

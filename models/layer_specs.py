@@ -1,4 +1,4 @@
-"""The model as one list of LayerSpecs: what a pipeline deals to its stages.
+"""The model as one list of LayerSpecs, which a pipeline divides among its stages.
 
 | layer               | input        | output      | note                               |
 |---------------------|--------------|-------------|------------------------------------|
@@ -115,9 +115,9 @@ def _run_in_turn(x: Tensor, layers: list[Callable[..., Tensor]], context: Contex
 
 
 class VocabularyTable(VocabParallelEmbedding, Fusing):
-    """The embedding table of a model, at one end of it or at both.
+    """The embedding table of a model: in the embedding, in the head, or tied in both.
 
-    gradient_scale: returns the gradient that the loss will receive in the backward pass
+    gradient_scale: function that returns the gradient of the loss in the coming backward pass
     """
 
     gradient_scale: Callable[[], float] = staticmethod(lambda: 1.0)
@@ -191,7 +191,7 @@ class Head(VocabularyTable):
 
 
 def expect_gradient_scale(module: nn.Module, scale: Callable[[], float]) -> None:
-    """Tell the losses in a module the gradient that they will receive in the backward pass."""
+    """Let the losses in a module know the gradient that they will receive in the backward pass."""
     for each in module.modules():
         if isinstance(each, VocabularyTable):
             each.gradient_scale = scale

@@ -32,9 +32,8 @@ from models.parallel.rng import attention_rows, stream_rows
 class Block(Fusing):
     """x + attention(norm(x)), then x + mlp(norm(x)).
 
-    name: its dropout masks depend on it
-    recompute_core: the backward pass computes the attention core again instead of the forward
-        pass keeping it (arXiv 2205.05198)
+    name: name of the layer, on which its dropout masks depend
+    recompute_core: the backward pass recomputes the attention core (arXiv 2205.05198)
     """
 
     def __init__(self, config: ModelConfig, axis: TensorAxis, *, name: str, recompute_core: bool):
@@ -67,7 +66,10 @@ class Block(Fusing):
         return add(x, self._branch(self.mlp(normed), self.mlp.down, "mlp", context), self.fuse)
 
     def _branch(self, y: Tensor, linear: RowParallelLinear, half: str, context: Context) -> Branch:
-        """Return what one half of the block adds to the residual stream; `linear` gave y."""
+        """Return the term that one half of the block adds to the residual stream.
+
+        linear: the layer that computed y, and holds its bias
+        """
         rows, key = None, context.dropout
         if key is not None and self.dropout > 0:
             place = f"{self.name}.{half}"
@@ -76,9 +78,9 @@ class Block(Fusing):
 
 
 class Attention(Fusing):
-    """Causal self-attention over this rank's heads, within each document; no output bias.
+    """Causal self-attention over this rank's heads, within each document; without the output bias.
 
-    Communicates what its column-parallel and then its row-parallel linear do.
+    Communication: that of its column-parallel, then of its row-parallel linear layer.
     """
 
     def __init__(self, config: ModelConfig, axis: TensorAxis, *, name: str, recompute_core: bool):
@@ -131,11 +133,11 @@ class Attention(Fusing):
         return y.permute(2, 0, 1, 3).flatten(2)  # [s, b, a/t * d]
 
     def _order(self, qkv: Tensor, context: Context) -> Order:
-        """Return the order in memory of the heads that the core reads without copying them.
+        """Return the memory order of the heads in which the attention core needs no copies.
 
-        Contiguous where attention runs in blocks; one sequence after the other for all documents
-        together; otherwise the order in which torch's kernel then leaves its output, and in which
-        the next product takes it.
+        The order is contiguous if attention runs in blocks, and one sequence after the other if one
+        call computes all documents. Otherwise it is [s, b, a, d]: torch's kernel then writes its
+        output in the same order, which the next matrix product needs.
         """
         if in_blocks(qkv.device, len(qkv)):
             return "basd"
@@ -170,9 +172,9 @@ class Attention(Fusing):
 
 
 class MLP(Fusing):
-    """gelu(x U) D, or silu(x G) * (x U) D (SwiGLU, arXiv 2002.05202); no output bias.
+    """gelu(x U) D, or silu(x G) * (x U) D (SwiGLU, arXiv 2002.05202); without the output bias.
 
-    Communicates what its column-parallel and then its row-parallel linear do.
+    Communication: that of its column-parallel, then of its row-parallel linear layer.
     """
 
     def __init__(self, config: ModelConfig, axis: TensorAxis):

@@ -66,7 +66,7 @@ def main() -> None:
 
 
 def pretrain() -> None:
-    """One run, from its options to its exit code."""
+    """Run one training, from its options to its exit code."""
     startup = Startup()
     pause_collection()
     options = parse_command_line()
@@ -79,13 +79,13 @@ def pretrain() -> None:
         config = build_deepspeed_config(recipe, topology)
         number_format = precision(config)
 
-    # torch reads these when it is imported.
+    # torch reads these variables when it is imported.
     set_torch_variables(
         os.environ,
         deterministic=recipe.training.deterministic,
         pipelined=topology.pipeline > 1,
     )
-    # torch and DeepSpeed take seconds to import; a bad recipe has been refused by now.
+    # torch and DeepSpeed take seconds to import; a bad recipe has been rejected by now.
     import torch.distributed as dist
 
     from recipes.training import checkpoint
@@ -195,7 +195,7 @@ def pretrain() -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """What works together in a run."""
+    """The objects that work together in a run."""
 
     recipe: Recipe
     topology: Topology
@@ -267,7 +267,7 @@ def finish(run: Run, step: int, asked: str) -> Ending | None:
 
 
 def train_step(run: Run, step: int) -> dict[str, Any]:
-    """Run one step, and a validation where one is due; return the step's line of metrics."""
+    """Run one step, and a validation if one is due; return the metrics of the step."""
     run.clock.begin()
     crumb, recipe = run.supervisor.crumb, run.recipe
     crumb.note("waiting for data", step=step)
@@ -340,10 +340,10 @@ def save(run: Run, step: int) -> Ending | None:
 
 
 def roll_back(run: Run, step: int, reason: str) -> tuple[int, Ending | None]:
-    """Go back to the last checkpoint, and on with the data after this step's.
+    """Roll back to the last checkpoint, and continue with the data that follows this step.
 
     Returns:
-        The step that the run is after, and how it ends if it cannot go back.
+        The last step that the run has now done, and the ending if it cannot roll back.
     """
     import torch.distributed as dist
 

@@ -2,9 +2,9 @@
 
 A small run of four processes (pipeline 2 x data 2) saves every second step. Again and again one of
 its ranks, several or all get SIGKILL: while they start, in the middle of a step, in the middle of a
-save. Before each restart every published checkpoint must verify; after it the run must go on from
-the newest one; and every line of metrics.jsonl must be, bit for bit, that of a run that nobody
-disturbed. Exit code 1 if anything is not so.
+save. Before each restart every published checkpoint must pass verification. After it the run must
+resume from the newest checkpoint. Every line of metrics.jsonl must equal, bit for bit, that of an
+undisturbed run. The exit code is 1 if one of these conditions is violated.
 
     make soak
     python tests/soak.py --kills 20 --seed 7

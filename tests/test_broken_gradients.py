@@ -1,4 +1,4 @@
-"""A gradient that is not finite on one rank is seen by every rank, whichever weight it is of."""
+"""Every rank sees a gradient that is not finite on one rank, whichever weight it belongs to."""
 
 import math
 import os
@@ -32,7 +32,7 @@ Outcome = tuple[float, float, bool]
 
 
 def worker(corpus: str, cases: dict) -> dict[str, Outcome]:
-    """On a rank: the norm of a sound step and of a broken one, and whether that changed weights."""
+    """Return the norms of a sound and a broken step, and whether the weights stayed the same."""
     world, found = World.from_environment(os.environ), {}
     with many_variants() as begin:
         for name, (_, config, changes, weight) in cases.items():
@@ -52,7 +52,7 @@ def worker(corpus: str, cases: dict) -> dict[str, Outcome]:
 
 
 def break_gradient(engine: Engine, weight: nn.Parameter) -> None:
-    """Make one value of a weight's gradient NaN on this rank, after sums over stages."""
+    """Set one value of a weight's gradient to NaN on this rank, after sums over the stages."""
     if not isinstance(engine, PipelinedEngine):
         weight.register_hook(lambda gradient: gradient * math.nan)
         return
@@ -68,7 +68,7 @@ def break_gradient(engine: Engine, weight: nn.Parameter) -> None:
 
 @pytest.fixture(scope="module")
 def found(corpus: Path) -> dict[str, list[Outcome]]:
-    """Each case's outcomes on all ranks."""
+    """Return the outcomes of each case on all ranks."""
     found: dict[str, list[Outcome]] = {}
     for world_size in (2, 4):
         cases = {name: case for name, case in CASES.items() if case[0] == world_size}

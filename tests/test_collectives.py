@@ -16,7 +16,7 @@ DIMENSIONS = (0, 1, -1)
 
 
 def gather_worker() -> list[str]:
-    """The cases in which the result or the memory taken is wrong."""
+    """Return the cases in which the result or its memory is wrong."""
     world = join_world()
     axis, wrong = TensorAxis(dist.group.WORLD, world.rank, world.size), []
     for shape, dimension in product(SHAPES, DIMENSIONS):
@@ -42,7 +42,7 @@ def test_parts_are_gathered_into_one_tensor() -> None:
 
 
 def reduce_worker() -> tuple[bool, int, list[float]]:
-    """(whether the sum is right, bytes that the reduction takes, gradients of the input)."""
+    """Return whether the sum is right, the bytes that the reduction takes, and input gradients."""
     world = join_world()
     axis = TensorAxis(dist.group.WORLD, world.rank, world.size)
     x = torch.full((4, 2, 8), 1.0 + world.rank, requires_grad=True)
@@ -59,7 +59,7 @@ def reduce_worker() -> tuple[bool, int, list[float]]:
     return right, counter.peak, x.grad.unique().tolist()
 
 
-def test_a_sum_takes_the_place_of_what_is_added_up() -> None:
+def test_a_reduction_is_in_place() -> None:
     for right, allocated, gradients in run_ranks(2, reduce_worker):
         assert right and allocated == 0
         assert gradients == [pytest.approx(2 * 24 * 6)]

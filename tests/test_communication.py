@@ -1,4 +1,4 @@
-"""Stages post their messages in an order in which NCCL runs them; mutants of the order hang."""
+"""Stages post their messages in an order that NCCL can run; mutants of this order hang."""
 
 from collections.abc import Iterator
 from itertools import chain
@@ -39,10 +39,10 @@ def name(pipeline: Pipeline) -> str:
 
 
 def stuck_at_first_use(steps: StepProgram, connected: set[Route]) -> list[int]:
-    """Return the stages whose host is blocked for ever by the first use of a route.
+    """Return the stages whose host the first use of a route blocks forever.
 
-    The first operation on a route returns when the peer has posted its own. Nothing else blocks a
-    host: it launches a wait for a message and continues.
+    The first operation on a route returns when the peer has posted its own. No other operation
+    blocks the host: it launches the wait for a message and continues.
     """
     left = [list(events) for events in steps.stages]
     arrived: dict[Route, set[int]] = {}
@@ -124,8 +124,8 @@ def test_without_connections_every_training_step_hangs(pipeline: Pipeline) -> No
 @pytest.mark.parametrize("pipeline", PIPELINES, ids=name)
 @pytest.mark.parametrize("training", [True, False], ids=["training", "validation"])
 def test_two_kernels_in_posting_order_are_sufficient(pipeline: Pipeline, training: bool) -> None:
-    """No duration of passes changes that: hosts and queues are sequential and wait for each other
-    only, so that the outcome does not depend on time."""
+    """The outcome does not depend on the duration of passes: hosts and queues run sequentially and
+    wait only for each other."""
     steps = StepProgram(pipeline, training=training)
     seconds = pass_seconds(pipeline)
     rule = LaunchRule.POSTING_ORDER

@@ -59,8 +59,8 @@ def test_flops_agree_with_narayanan_2021_equation_3() -> None:
     )  # fmt: skip
 
 
-def test_a_gpu_has_more_logits_at_a_time() -> None:
-    """At a vocabulary of 128k a CPU's matrix products have 512 tokens, a GPU's 2,048."""
+def test_a_gpu_computes_more_logits_at_a_time() -> None:
+    """With a vocabulary of 128k, matrix products have 512 tokens on a CPU and 2,048 on a GPU."""
     tokens, columns = 16_384, 2**17
     assert tokens_at_a_time(tokens, columns, "cpu") == 512
     assert tokens_at_a_time(tokens, columns, "cuda") == tokens_at_a_time(tokens, columns, "xpu")

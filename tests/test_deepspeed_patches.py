@@ -1,4 +1,4 @@
-"""DeepSpeed's timers neither synchronise the device nor keep anything."""
+"""DeepSpeed's timers neither synchronise the device nor accumulate events."""
 
 import json
 import os
@@ -20,7 +20,7 @@ STEPS = 4  # DeepSpeed's throughput timer starts with the third
 
 
 def worker(corpus: str, timed: str) -> dict[str, tuple[int, str, int]]:
-    """On a rank: calls that synchronise the device, the timers' class, and what they keep."""
+    """Return the number of device synchronisations, the class of the timers, and kept events."""
     found = {}
     with many_variants() as begin:
         for config in (*(f"ds_configs/{name}.json" for name in CONFIGS), timed):
@@ -51,7 +51,7 @@ def test_a_step_neither_waits_for_the_device_nor_keeps_times(config: str, found:
     assert found[config] == (0, NoopTimer.__name__, 0)
 
 
-def test_a_breakdown_of_times_is_there_when_it_is_asked_for(found: dict) -> None:
+def test_a_breakdown_of_times_is_available_on_request(found: dict) -> None:
     _, timers, kept = found["timed"]
     assert timers == SynchronizedWallClockTimer.__name__
     assert kept > 0

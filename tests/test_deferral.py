@@ -56,7 +56,7 @@ def gradients(
 
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("run", [lambda layers, x: layers(x), recomputed], ids=["kept", "again"])
-def test_two_parts_are_the_whole(bias: bool, run: Callable[..., Tensor]) -> None:
+def test_a_split_backward_pass_equals_a_whole_one(bias: bool, run: Callable[..., Tensor]) -> None:
     whole, at_once = gradients(TensorAxis(), bias=bias, split=False, run=run)
     parts, first = gradients(TensorAxis(), bias=bias, split=True, run=run)
     assert all(each is not None for each in at_once)

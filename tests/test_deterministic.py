@@ -1,4 +1,4 @@
-"""training.deterministic: torch is told, no operation of a step raises for it, numbers stay."""
+"""training.deterministic: torch's mode is set, no operation of a step raises, results are equal."""
 
 import json
 import subprocess
@@ -24,8 +24,8 @@ from recipes.training.recipe import REPOSITORY, load_recipe, parse_recipe
 from tests.conftest import GPT_SWITCHES, changed
 from tests.ranks import start_ranks
 
-# What torch.use_deterministic_algorithms says that it raises for on CUDA, as ATen calls them, where
-# a language model could come across them.
+# Operations for which torch.use_deterministic_algorithms is documented to raise on CUDA, by their
+# ATen names, as far as a language model could use them.
 RAISING = (
     "nll_loss", "put", "histc", "bincount", "median", "cumsum", "cumprod", "logcumsumexp",
     "scatter_reduce", "kthvalue", "embedding_bag", "index_reduce",
@@ -52,14 +52,16 @@ os._exit(0)
         ("False", ["False", "False", "True", "None"]),
     ],
 )
-def test_torch_is_told_before_the_first_computation(asked: str, told: list[str]) -> None:
+def test_deterministic_mode_is_set_before_the_first_computation(
+    asked: str, told: list[str]
+) -> None:
     done = subprocess.run(
         [sys.executable, "-c", TOLD.format(asked)], cwd=REPOSITORY, capture_output=True, text=True
     )
     assert done.stdout.split()[-4:] == told, done.stderr
 
 
-# pretrain.py, printing in which mode each step computes
+# pretrain.py, which here prints the mode of each step
 WATCHED = """
 import torch
 from recipes import pretrain
@@ -110,7 +112,7 @@ class Operations(TorchDispatchMode):
 
 @contextmanager
 def deterministic() -> Iterator[None]:
-    """torch's deterministic mode, uninitialised memory filled with what is not a number."""
+    """Enable torch's deterministic mode, which also fills uninitialised memory with NaN."""
     torch.use_deterministic_algorithms(True)
     try:
         yield
@@ -119,7 +121,7 @@ def deterministic() -> Iterator[None]:
 
 
 def step(config: ModelConfig, dtype: torch.dtype) -> list[torch.Tensor]:
-    """The loss and all gradients of a micro-batch."""
+    """Return the loss and all gradients of a micro-batch."""
     model = SequentialModel(layer_specs(config, TensorAxis()))
     initialize(logical_parameters(model, config), config, seed=0, tensor_rank=0, tensor_size=1)
     model.to(dtype)
@@ -145,18 +147,18 @@ def test_no_operation_of_a_step_raises_and_none_reads_uninitialised_memory(
     expected = step(config, dtype)
     with deterministic(), Operations() as seen:
         found = step(config, dtype)
-    assert "embedding_dense_backward" in seen.names  # the list is not empty for another reason
+    assert "embedding_dense_backward" in seen.names  # names are recorded at all
     assert [name for name in seen.names if name.startswith(RAISING)] == []
     assert all(map(torch.equal, found, expected))
 
 
-def test_a_list_without_the_operation_would_be_noticed() -> None:
+def test_an_operation_that_raises_would_be_found() -> None:
     with Operations() as seen:
         nn.functional.cross_entropy(torch.randn(3, 5), torch.tensor([1, 2, 3]))
     assert [name for name in seen.names if name.startswith(RAISING)] == ["nll_loss_forward"]
 
 
-def test_a_proof_keeps_it(tmp_path: Path) -> None:
+def test_a_proof_keeps_the_deterministic_mode(tmp_path: Path) -> None:
     settings = ["training.deterministic=true", "training.compile=false"]
     recipe = load_recipe(REPOSITORY / "recipes" / "tiny.toml", settings)
     small = shrink(recipe, ranks=2, layers=2, steps=2, corpus=tmp_path)

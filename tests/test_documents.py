@@ -119,7 +119,7 @@ def test_written_out_attention_is_the_fused_one(config: ModelConfig) -> None:
     assert not torch.allclose(across[0], fused[0], rtol=1e-2, atol=1e-2)
 
 
-def test_sequences_that_divide_alike_are_one_call() -> None:
+def test_sequences_with_equal_document_lengths_share_calls() -> None:
     lengths = ((24,), (24,), (9, 15), (9, 15), (24,))
     rows = [tokens_of(LLAMA, seed, 24) for seed in range(5)]
     attend = attention.causal_attention
@@ -144,7 +144,7 @@ def plain_varlen(
     window_size: tuple[int, int],
     enable_gqa: bool,
 ) -> Tensor:
-    """torch's varlen_attn with its requirements, document by document."""
+    """Compute torch's varlen_attn document by document, and check its requirements."""
     assert window_size == (-1, 0)
     assert enable_gqa == (query.shape[1] != key.shape[1])
     for ends in (cu_seq_q, cu_seq_k):
@@ -163,7 +163,7 @@ def plain_varlen(
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_all_documents_in_one_call_are_each_by_itself(shape: str) -> None:
+def test_documents_in_one_call_do_not_see_each_other(shape: str) -> None:
     config = SHAPES[shape]
     rows = [tokens_of(config, seed, 24) for seed in (1, 2, 3)]
     lengths = ((9, 8, 7), (24,), (1, 23))
@@ -171,7 +171,7 @@ def test_all_documents_in_one_call_are_each_by_itself(shape: str) -> None:
     expected = run(config, rows, lengths, **place)
     with (
         mock.patch.object(transformer, "varlen_kernel", return_value=plain_varlen),
-        mock.patch.object(attention, "MOST_KEPT", 0),  # or heads would lie as on a CPU
+        mock.patch.object(attention, "MOST_KEPT", 0),  # else heads would have the CPU's order
     ):
         found = run(config, rows, lengths, **place)
     torch.testing.assert_close(found[0], expected[0], rtol=1e-5, atol=1e-5)
@@ -182,7 +182,7 @@ def test_all_documents_in_one_call_are_each_by_itself(shape: str) -> None:
 
 
 def test_documents_are_packed_without_a_copy() -> None:
-    """Heads lie in the order that the kernel reads."""
+    """The memory order of the heads is the one that the kernel reads."""
     qkv, seen = torch.randn(6, 2, 8, 4), []
 
     def varlen(*tensors: Tensor, **settings: object) -> Tensor:
@@ -211,7 +211,7 @@ def test_the_kernel_for_documents_is_flash_attention_on_recent_gpus() -> None:
         assert varlen_kernel(gpu, torch.float16, 256) is varlen_attn
         attention._varlen_attention.cache_clear()
         with mock.patch("torch.nn.attention.varlen.varlen_attn", lambda query, is_causal: query):
-            assert varlen_kernel(gpu, bf16, 128) is None  # of an earlier torch
+            assert varlen_kernel(gpu, bf16, 128) is None  # as in earlier versions of torch
         attention._varlen_attention.cache_clear()
         capability.return_value = (7, 5)
         assert varlen_kernel(gpu, bf16, 128) is None
@@ -219,8 +219,8 @@ def test_the_kernel_for_documents_is_flash_attention_on_recent_gpus() -> None:
 
 
 @pytest.mark.parametrize("kv_heads", [2, 4])
-def test_torchs_kernel_takes_what_it_is_given(kv_heads: int) -> None:
-    """Its shapes, on a GPU that is not there."""
+def test_torchs_kernel_accepts_our_arguments(kv_heads: int) -> None:
+    """Only shapes are checked, on fake tensors."""
     attention.cumulative_lengths.cache_clear()
     with FakeTensorMode(), mock.patch.object(Tensor, "pin_memory", lambda tensor: tensor):
         q, k = (torch.empty(2, n, 24, 64, device="cuda", dtype=torch.half) for n in (4, kv_heads))
@@ -230,7 +230,7 @@ def test_torchs_kernel_takes_what_it_is_given(kv_heads: int) -> None:
 
 
 def test_lengths_reach_the_device_without_waiting_for_it() -> None:
-    """From pinned memory, asynchronously, once for all layers."""
+    """They are copied from pinned memory, asynchronously, once for all layers."""
     copies, lengths = [], ((2, 3), (5,))
     to, pinned = Tensor.to, []
 
@@ -248,11 +248,11 @@ def test_lengths_reach_the_device_without_waiting_for_it() -> None:
         found = [attention.cumulative_lengths(lengths, torch.device("cuda")) for _ in range(3)]
     assert copies == [(True, {"non_blocking": True})]
     assert found[0].tolist() == [0, 2, 5, 10] and found[0].dtype == torch.int32
-    assert len(pinned[0]) == attention.MIN_PINNED_ELEMENTS  # of one size for any lengths
+    assert len(pinned[0]) == attention.MIN_PINNED_ELEMENTS  # the same size for any lengths
     attention.cumulative_lengths.cache_clear()
 
 
-def test_cudnn_makes_no_plan_for_every_length() -> None:
+def test_documents_do_not_use_cudnn() -> None:
     enabled = []
 
     def note(q: Tensor, *others: object) -> Tensor:

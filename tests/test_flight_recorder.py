@@ -17,7 +17,7 @@ NAMES = [f"rank {rank} (node{1 + rank // 2})" for rank in range(4)]
 
 
 def entry(name: str, sequence: int, **changes: Any) -> dict[str, Any]:
-    """An entry as FlightRecorder::dump_json writes it (version 2.10, torch 2.13)."""
+    """Return an entry as FlightRecorder::dump_json writes it (version 2.10, torch 2.13)."""
     is_transfer = name.startswith(("send", "recv"))
     table = {
         "record_id": sequence,
@@ -49,7 +49,7 @@ def done(name: str, sequence: int, **changes: Any) -> dict[str, Any]:
 
 
 def launched(*entries: dict[str, Any], ranks: str = "[0, 1, 2, 3]") -> list[Launched]:
-    """What a rank would report, written to a file and read again."""
+    """Return a rank's report after it has been written to a file and read again."""
     config = {"5": {"name": "5", "desc": "undefined", "ranks": ranks}}
     status = {"3": {"last_completed_collective": "1", "last_enqueued_collective": "2"}}
     dump = {"version": "2.10", "pg_config": config, "pg_status": status, "entries": entries}
@@ -69,7 +69,7 @@ def test_the_ranks_that_have_not_joined_are_named() -> None:
     )
 
 
-def test_a_collective_that_all_have_joined_is_no_ranks_fault() -> None:
+def test_no_rank_is_blamed_for_a_collective_that_all_have_joined() -> None:
     said = describe_waiting(dict.fromkeys(range(4), WAITING), NAMES)
     assert said.endswith("on group 5 of ranks 0 to 3, which all of its ranks have joined")
 
@@ -116,7 +116,7 @@ def test_collectives_with_missing_ranks_come_before_receives_posted_ahead() -> N
     assert said.endswith("; and 3 more operations") and "group 10 (route)" in said
 
 
-def test_members_are_those_of_torch_where_the_recorder_has_none() -> None:
+def test_members_come_from_torch_if_the_recorder_has_none() -> None:
     dump = {"entries": [entry("all_reduce", 1)], "pg_config": {"": {"ranks": "[]"}}}
     (found,) = read_dump(dump, {"5": [0, 3]})
     assert found.ranks == [0, 3]
@@ -136,7 +136,7 @@ def test_the_verdict_names_the_collective(tmp_path: Path) -> None:
     assert "rank 3 (node2) has not joined; the stacks of all are in" in verdict
 
 
-def test_a_recorder_that_fails_or_hangs_is_left_alone(capsys: pytest.CaptureFixture) -> None:
+def test_a_recorder_that_fails_or_hangs_is_ignored(capsys: pytest.CaptureFixture) -> None:
     def fail() -> None:
         raise RuntimeError("CUDA error")
 

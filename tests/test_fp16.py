@@ -1,4 +1,4 @@
-"""Training in fp16, on the CPU with DeepSpeed's check bypassed: the arithmetic of every layout."""
+"""Training in fp16 in every layout, on the CPU, with DeepSpeed's check for fp16 bypassed."""
 
 import json
 from dataclasses import dataclass
@@ -28,7 +28,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {  # name -> ZeRO stage, change
     "gpt, tensor": (1, {"layout__tensor": 2, **GPT_SWITCHES}),
     "gpt, zero-3": (3, GPT_SWITCHES),
 }
-SCALES = {  # of the loss, in DeepSpeed's words
+SCALES = {  # loss scales, by DeepSpeed's keys
     "constant": {"initial_scale_power": 10, "loss_scale_window": 1000},
     "growing": {"initial_scale_power": 10, "loss_scale_window": 1},
     "too large": {"initial_scale_power": 28, "loss_scale_window": 1000, "hysteresis": 1},
@@ -37,11 +37,11 @@ SCALES = {  # of the loss, in DeepSpeed's words
 
 @dataclass(frozen=True)
 class Run:
-    """Training of a few steps.
+    """The record of a training of a few steps.
 
-    scales: of the loss, in each step
-    factors: what the backward pass still multiplied the loss's gradients by
-    moments: the gradients' running mean, on rank 0
+    scales: loss scale of each step
+    factors: factors by which backward passes corrected the gradients of the forward pass
+    moments: running means of the gradients, on rank 0
     """
 
     losses: list[float]
@@ -139,14 +139,14 @@ def test_an_overflow_skips_the_step(layout: str, ranks: list[dict]) -> None:
 
 @pytest.mark.parametrize("name", ["constant", "growing"])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_the_loss_knows_the_gradient_that_it_will_receive(
+def test_the_loss_knows_the_gradient_of_the_backward_pass(
     layout: str, name: str, ranks: list[dict]
 ) -> None:
     assert set().union(*(rank[layout, name].factors for rank in ranks)) == {1.0}
 
 
 def largest_difference(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
-    """Of any tensor's norm."""
+    """Return the largest norm of a difference, relative to the norm of the tensor."""
     assert one.keys() == other.keys() and one
     return max(
         float(torch.linalg.vector_norm(one[name] - other[name]) / other[name].norm().clamp(1e-12))

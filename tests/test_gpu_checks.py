@@ -31,12 +31,12 @@ CPU = {"device": "cpu", "gpus": 1, "small": True}
 
 @pytest.fixture(scope="module")
 def setting(tmp_path_factory: pytest.TempPathFactory) -> Setting:
-    """One rank on the CPU, small sizes; the corpus is shared."""
+    """Return a setting with one rank on the CPU and small sizes; its parts share the corpus."""
     return Setting(output=tmp_path_factory.mktemp("gpu"), **CPU)
 
 
 def run(name: str, setting: Setting) -> Outcome:
-    """Run a part as the command does, with time enough for a busy machine."""
+    """Run a part as the command does, with enough time for a busy machine."""
     outcome = run_part(BY_NAME[name], setting, seconds=300)
     assert outcome.status == PASSED, describe(outcome)
     return outcome
@@ -106,7 +106,7 @@ def test_the_planners_file_is_written_into_the_output(setting: Setting) -> None:
 
 
 def fake_runs(change: Callable[[str, list[dict]], list[dict]]) -> Callable[..., Run]:
-    """Runs whose metrics are made up, and changed by name."""
+    """Return a replacement for `start`, whose runs have invented metrics, changed by `change`."""
 
     def fake(setting: Setting, name: str, settings: Sequence[str], **_: Any) -> Run:
         lines = [
@@ -141,7 +141,7 @@ def scaled(lines: list[dict], factor: float) -> list[dict]:
         (training.layouts, "layout-1", 1 + 2e-4, 1),
     ],
 )
-def test_other_losses_fail(
+def test_different_losses_fail(
     part: Callable[[Setting], Result], wrong: str, factor: float, failures: int, tmp_path: Path
 ) -> None:
     def change(name: str, lines: list[dict]) -> list[dict]:
@@ -226,7 +226,7 @@ def part(function: Callable[[Setting], Result], seconds: float = 60) -> Part:
     return Part(name, name.replace("_", " "), f"tests.test_gpu_checks:{name}", seconds)
 
 
-def test_the_next_part_follows_whatever_happens(tmp_path: Path) -> None:
+def test_a_failed_part_does_not_stop_the_next_one(tmp_path: Path) -> None:
     setting = Setting(output=tmp_path, **CPU)
     parts = [
         part(sleep_with_a_child, 8), part(raise_an_error), part(crash), part(lack_a_package),

@@ -18,7 +18,7 @@ CUDA_13 = ["sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120", "compute_120"
 
 @contextmanager
 def machine(name: str, capability: tuple[int, int], *, hip: str | None = None) -> Iterator[None]:
-    """A node with such GPUs and torch's wheels for CUDA 13."""
+    """Simulate a node with the given GPUs and torch's wheels for CUDA 13."""
     with (
         mock.patch("recipes.training.processes.on_gpu", return_value=True),
         mock.patch.object(torch.cuda, "get_device_name", return_value=name),
@@ -55,7 +55,7 @@ def test_code_runs_on_later_gpus_of_its_generation(
     assert runs_on(architecture, capability) is runs
 
 
-def test_gpus_of_today_are_accepted() -> None:
+def test_current_gpus_are_accepted() -> None:
     for capability in ((7, 5), (8, 0), (8, 9), (9, 0), (10, 0), (12, 0), (13, 0)):
         check_architecture("a GPU", capability, CUDA_13)
     with machine("NVIDIA H100 80GB HBM3", (9, 0)):
@@ -96,7 +96,7 @@ def test_a_recipe_for_gpus_does_not_train_on_the_cpu_by_accident() -> None:
 
 
 @pytest.mark.parametrize(("recipe", "says"), [("gpt/350m", "cu126"), ("qwen3/14b", "ROCm")])
-def test_recipes_for_such_gpus_say_so_and_are_planned(recipe: str, says: str) -> None:
+def test_recipes_for_unsupported_gpus_say_so_and_can_be_planned(recipe: str, says: str) -> None:
     file = REPOSITORY / "recipes" / f"{recipe}.toml"
     comments = [line for line in file.read_text().splitlines() if line.startswith("#")]
     assert says in "\n".join(comments)

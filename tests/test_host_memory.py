@@ -10,7 +10,7 @@ from recipes.training.host_memory import host_copy, page_locked
 
 
 class Runtime:
-    """Remembers what is registered."""
+    """A substitute for the CUDA runtime that records the registered memory."""
 
     def __init__(self, code: int = 0):
         self.code = code

@@ -1,4 +1,4 @@
-"""Kernels with written-out backward passes against what autograd makes of the plain formula."""
+"""Kernels with explicit backward passes, compared with autograd on the plain formula."""
 
 import contextlib
 import shutil
@@ -239,7 +239,7 @@ def test_a_token_that_is_nearly_sure_keeps_its_gradient_in_bf16() -> None:
 
 @pytest.mark.parametrize(("scale", "is_exact"), [(2.0**16, True), (1.0, False)])
 def test_gradients_of_rare_tokens_survive_in_fp16(scale: float, is_exact: bool) -> None:
-    """A token's probability over the number of tokens is below what fp16 can represent."""
+    """The probability of a token divided by the number of tokens is too small for fp16."""
     torch.manual_seed(0)
     tokens, columns = 2048, 4096
     x, table = 0.1 * torch.randn(tokens, 1, 8), 0.1 * torch.randn(columns, 8)
@@ -264,7 +264,7 @@ def test_gradients_of_rare_tokens_survive_in_fp16(scale: float, is_exact: bool) 
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_the_logits_of_one_part_are_there_at_a_time(dtype: torch.dtype) -> None:
+def test_only_the_logits_of_one_part_exist_at_a_time(dtype: torch.dtype) -> None:
     tokens, columns, h = 64, 256, 8
     x = torch.randn(tokens, 1, h, dtype=dtype, requires_grad=True)
     table = torch.randn(columns, h, dtype=dtype)
@@ -311,7 +311,7 @@ def model_outcome(config: ModelConfig, context: Context, *, compile: bool) -> li
 
 @pytest.fixture
 def compiled_everywhere() -> Iterator[None]:
-    """Compile what a CPU runs as written, too."""
+    """Compile also the functions that a CPU otherwise runs eagerly."""
     natives = (elementwise._gelu, elementwise._gelu_backward, dropout_kernels._drop_out)
     with contextlib.ExitStack() as stack:
         for function in natives:
@@ -334,7 +334,7 @@ def test_compiled_kernels_compute_the_same(name: str, compiled_everywhere: None)
 @needs_compiler
 @pytest.mark.parametrize("columns", [33, 48])  # vectors and what is left over
 def test_compiled_masks_are_the_same_bit_for_bit(columns: int, compiled_everywhere: None) -> None:
-    """Eager and compiled kernels, and both in one job, drop the same elements."""
+    """Eager and compiled kernels drop the same elements, so that a job can mix them."""
     x = torch.ones(7, 2, columns)
     axis = TensorAxis(rank=1, size=2, sequence_parallel=True)
     kept = [
@@ -355,8 +355,8 @@ def test_another_step_compiles_nothing(compiled_everywhere: None) -> None:
     assert compilations[0] > 0 and len(set(compilations)) == 1
 
 
-def test_a_cpu_runs_torchs_own_kernels_as_they_are() -> None:
-    """No compiler is called for a marked function; for another one it is."""
+def test_a_cpu_runs_marked_functions_eagerly() -> None:
+    """The compiler is not called for a marked function, but it is called for another one."""
 
     def double(x: Tensor) -> Tensor:
         return 2 * x

@@ -60,7 +60,10 @@ def recipe_of(corpus: str, layout: dict[str, Any], **changes: Any) -> Recipe:
 
 
 def train(recipe: Recipe, world: World, *, watched: bool = False) -> list[float]:
-    """Train three steps with a validation between; watched: no first use may meet a receive."""
+    """Train three steps with a validation in between; return losses and gradient norms.
+
+    watched: fail if an operation runs for the first time while a receive is outstanding
+    """
     from recipes.proving.trial import start, train_step
 
     engine, data = start(recipe, world)
@@ -84,7 +87,7 @@ def watch_first_uses(watched: bool) -> Any:
 
 
 def layouts_of(world_size: int) -> dict[str, dict[str, Any]]:
-    """By name, the changes of the layouts that are trained on worlds of this size."""
+    """Return the layouts to train with this number of ranks: name -> changes of the recipe."""
     two_stages = world_size == 2
     found: dict[str, dict[str, Any]] = {
         name: {"layout": {**layout, "pipeline": min(world_size, 8)}}
@@ -116,7 +119,10 @@ def layouts_of(world_size: int) -> dict[str, dict[str, Any]]:
 
 
 def layouts_worker(corpus: str, rules: Rules | None, world_size: int) -> dict[str, list[float]]:
-    """Train the layouts of a world size; rules None: their reference, on one process and gloo."""
+    """Train the layouts of a world size.
+
+    rules: NCCL's rules; None: train the reference, on one process with gloo
+    """
     world = join_world() if rules is None else join_with_rules(rules)
     found = {}
     for name, changes in layouts_of(world_size).items():
@@ -146,7 +152,7 @@ def test_every_layout_trains_under_the_rules_with_the_numbers_of_one_process(
 
 
 def mutant_worker(corpus: str, mutant: str) -> str:
-    """Train a step of a mutant; returns what ended it."""
+    """Train a step with a mutant of the engine; return the error that ended it."""
     rules = Rules(slots=1 if mutant == "one kernel" else 100, patience=HANGS)
     world = join_with_rules(rules)
     from models.pipeline import channels, engine, warm_up
@@ -190,7 +196,7 @@ def test_a_mutant_of_the_engine_is_caught(mutant: str, expected: str, corpus: Pa
 
 
 def rules_worker() -> dict[str, str]:
-    """Break one rule after the other on two ranks; returns by rule what ended it."""
+    """Break one rule after the other on two ranks; return the resulting error by rule."""
     world = join_with_rules(Rules(patience=2.0))
     from tests.nccl_rules.backend import DEVICE
 
@@ -198,7 +204,7 @@ def rules_worker() -> dict[str, str]:
 
     def first_send() -> None:
         groups = two_groups()
-        dist.irecv(token, other, group=groups[0])  # blocks: nothing is sent before it returns
+        dist.irecv(token, other, group=groups[0])  # blocks, since the peer sends only later
         dist.isend(token, other, group=groups[0])
 
     def first_collective() -> None:
@@ -226,7 +232,7 @@ def rules_worker() -> dict[str, str]:
         connect(groups, token, rank)
         DEVICE.rules = replace(DEVICE.rules, one_queue=True)
         dist.irecv(token, other, group=groups[rank])
-        dist.irecv(token, other, group=groups[rank])  # holds up the sends that both wait for
+        dist.irecv(token, other, group=groups[rank])  # blocks the sends that both wait for
         for _ in range(2):
             dist.isend(token, other, group=groups[other])
 
@@ -252,7 +258,7 @@ def two_groups() -> list[dist.ProcessGroup]:
 
 
 def connect(groups: list[dist.ProcessGroup], token: torch.Tensor, rank: int) -> None:
-    """Use both directions of both groups."""
+    """Exchange a message in both directions of both groups."""
     for group in groups:
         for sender in (0, 1):
             post(rank == sender, token, 1 - rank, group, 0).wait()
@@ -288,7 +294,7 @@ def test_proofs_pass_under_the_rules(relay: list[str]) -> None:
 
 @pytest.mark.long
 def test_a_proof_with_one_kernel_fails() -> None:
-    """The processes of a proof do run on the backend."""
+    """This shows that the processes of a proof run on the backend."""
     command = [sys.executable, "-m", "tests.nccl_rules.prove", "--ranks", "2", "--slots", "1"]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=900)
     assert done.returncode == 1 and "Hang" in done.stdout + done.stderr

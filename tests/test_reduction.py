@@ -25,7 +25,7 @@ def parameters(*sizes: int) -> list[nn.Parameter]:
 
 
 def planned(chunks: list[list[nn.Parameter]], elements: int, padding: int = 0) -> list[Place]:
-    """The buckets of one flat tensor with all parameters in their order."""
+    """Return the buckets of one flat tensor that holds all parameters in order."""
     ordered = [each for chunk in chunks for each in chunk]
     slots, start = {}, 0
     for each in ordered:
@@ -49,14 +49,14 @@ def test_a_chunk_shares_no_bucket_with_another() -> None:
     assert planned([first, second], elements=100) == [(0, 0, 8), (0, 8, 16)]
 
 
-def test_what_is_not_adjacent_shares_no_bucket() -> None:
+def test_parameters_that_are_not_adjacent_share_no_bucket() -> None:
     a, tied, b = parameters(4, 4, 4)
     slots = {a: Slot(0, 0, 4), tied: Slot(0, 4, 8), b: Slot(0, 8, 12)}
     found = plan_buckets(slots, [[a, b]], elements=100)
     assert [(each.start, each.stop) for each in found] == [(8, 12), (0, 4)]
 
 
-# Ways to send: the whole flat tensor, to each owner, and over many shards on all ranks.
+# Ways to reduce: the whole flat tensor, to each owner, and to all ranks if there are many shards.
 WAYS = {"whole": ([(0, 24)], 4), "owners": ([(10, 24), (0, 10)], 4), "all": ([(7, 24), (0, 7)], 1)}
 DTYPES = [(torch.float32, torch.float32), (torch.float32, torch.bfloat16)]
 DTYPES += [(torch.float16, torch.float32), (torch.bfloat16, torch.bfloat16)]
@@ -68,7 +68,7 @@ def gradients_of_rank(rank: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def reduce_worker() -> list[tuple[list[float], str]]:
-    """On a rank: its shard's average for each case, and the average's type."""
+    """Return the average of this rank's shard and its type, for each case."""
     rank, found = join_world().rank, []
     for way, dtype, sent_in in CASES:
         bounds, owners = WAYS[way]
@@ -125,7 +125,7 @@ STEPS = 3
 
 
 def config_file(folder: str, precision: str, elements: int) -> str:
-    """The JSON with this size of buckets."""
+    """Return the path of the JSON with this size of buckets."""
     return f"{folder}/{precision}-{elements}.json"
 
 
@@ -138,7 +138,7 @@ def write_configs(folder: str) -> None:
 
 
 def bucket_worker(corpus: str, folder: str, layouts: dict) -> dict:
-    """On a rank: losses with small and large buckets, and what was begun in which pass."""
+    """Return the losses with small and large buckets, and the log of instructions and buckets."""
     world, found = join_world(), {}
     with many_variants() as begin:
         for name, changes in layouts.items():
@@ -171,7 +171,7 @@ def watch(engine: Engine) -> list[tuple[str, int | None]]:
 
 @pytest.fixture(scope="module")
 def trained(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> dict:
-    """(layout, elements of a bucket) -> every rank's losses, log and number of buckets."""
+    """Return (layout, elements of a bucket) -> losses, log and number of buckets of every rank."""
     folder, found = str(tmp_path_factory.mktemp("configs")), {}
     write_configs(folder)
     for world_size in (2, 4):
@@ -182,8 +182,8 @@ def trained(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> dict:
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_the_size_of_buckets_changes_no_loss(name: str, trained: dict) -> None:
-    """Two data ranks: a sum of two is the same in either order."""
+def test_losses_do_not_depend_on_the_size_of_buckets(name: str, trained: dict) -> None:
+    """There are two data ranks, whose sum does not depend on the order."""
     small, large = trained[name, SMALL_BUCKET], trained[name, 10**9]
     assert [losses for losses, *_ in small] == [losses for losses, *_ in large]
     assert all(few[2] > 2 * many[2] for few, many in zip(small, large, strict=True))
@@ -198,18 +198,18 @@ def test_data_ranks_begin_the_same_buckets_in_the_same_order(name: str, trained:
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_buckets_are_summed_while_the_last_pass_goes_on(name: str, trained: dict) -> None:
-    """No bucket begins in another pass, most in the last one, the rest right after it."""
+def test_buckets_are_summed_during_the_last_pass(name: str, trained: dict) -> None:
+    """Most buckets begin during the last pass and the rest right after it, none earlier."""
     for _, log, buckets in trained[name, SMALL_BUCKET]:
         during, after = buckets_of_last_passes(log[: len(log) // STEPS])
-        assert len(during) + len(after) >= buckets  # and those of tied weights
+        assert len(during) + len(after) >= buckets  # more with tied weights
         assert len(during) > buckets / 2
 
 
 def buckets_of_last_passes(log: list[tuple[str, int | None]]) -> tuple[list[int], list[int]]:
-    """The buckets of a step that began during a pass, and those that began after it.
+    """Return the buckets of a step that began during a pass, and those that began after it.
 
-    Of one chunk, these are checked to be the last passes of their kind.
+    If the stage has one chunk, check that these passes are the last ones of their kind.
     """
     during, after, doing = [], [], ""
     chunks = [what for what, _ in log].count("ReduceGrads") - 1

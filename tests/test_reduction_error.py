@@ -1,4 +1,4 @@
-"""The error of a simulated ring reduction, and the README's table of it."""
+"""The error of a simulated ring reduction, and its table in the README."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Dropout masks: as random as they should be, and the same wherever a tensor lies."""
+"""Dropout masks are sufficiently random and do not depend on the layout."""
 
 import math
 from functools import partial

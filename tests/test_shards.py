@@ -21,9 +21,9 @@ Steps = list[tuple[float, float]]
 
 
 def worker(corpus: str) -> dict[tuple[str, bool], Steps]:
-    """On a rank: losses and norms in each precision, and with NaN in what the rank does not own.
+    """Return losses and norms in each precision, without and with NaN in other ranks' shards.
 
-    DeepSpeed allows no fp16 on a CPU, which computes it nevertheless.
+    DeepSpeed rejects fp16 on a CPU, although the CPU can compute it; the check is bypassed.
     """
     found = {}
     allowed = mock.patch.object(type(get_accelerator()), "is_fp16_supported", lambda _: True)
@@ -44,7 +44,7 @@ def worker(corpus: str) -> dict[tuple[str, bool], Steps]:
 
 
 def poison(gradients: FlatGradients) -> None:
-    """Fill the other ranks' shards with NaN before the optimizer gets this rank's."""
+    """Fill the shards of other ranks with NaN before the optimizer gets that of this rank."""
     reduction, hand_over = gradients.reduction, gradients._hand_over
 
     def poison_and_hand_over(shards: list) -> None:
@@ -71,7 +71,7 @@ def test_other_ranks_shards_are_not_read(
 
 
 @pytest.mark.parametrize(("precision", "tolerance"), [("fp16", 1e-3), ("bf16", 1e-2)])
-def test_shorter_weights_have_the_gradients_of_fp32(
+def test_16_bit_weights_have_the_gradients_of_fp32(
     precision: str, tolerance: float, found: dict[tuple[str, bool], Steps]
 ) -> None:
     for ours, exact in zip(found[precision, False], found["fp32", False], strict=True):

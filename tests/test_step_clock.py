@@ -1,4 +1,4 @@
-"""A step's time is from the end of the step before, without validation."""
+"""A step is timed from the end of the previous step, without validation."""
 
 import contextlib
 from collections.abc import Iterator
@@ -13,7 +13,7 @@ from recipes.training.step_clock import StepClock, StepSeconds
 
 
 class Time:
-    """Stands still unless it is told to go on."""
+    """A clock that advances only when the test changes it."""
 
     now = 100.0
 
@@ -40,7 +40,7 @@ def test_the_first_step_is_timed_from_its_own_beginning(time: Time) -> None:
     assert run_step(clock, time, 2.0) == StepSeconds(total=2.0, between=0.0)
 
 
-def test_the_time_between_two_steps_counts_to_the_second(time: Time) -> None:
+def test_the_time_between_two_steps_belongs_to_the_second(time: Time) -> None:
     clock = StepClock()
     run_step(clock, time, 2.0)
     time.now += 0.5  # garbage, agreement, a save
@@ -48,7 +48,7 @@ def test_the_time_between_two_steps_counts_to_the_second(time: Time) -> None:
     assert run_step(clock, time, 1.0) == StepSeconds(total=1.0, between=0.0)
 
 
-def test_validation_counts_to_no_step(time: Time) -> None:
+def test_validation_belongs_to_no_step(time: Time) -> None:
     clock = StepClock()
     run_step(clock, time, 2.0)
     with clock.left_out() as spent:
@@ -59,7 +59,7 @@ def test_validation_counts_to_no_step(time: Time) -> None:
     assert run_step(clock, time, 1.0).total == 1.0
 
 
-def test_a_rollback_counts_to_no_step(time: Time) -> None:
+def test_a_rollback_belongs_to_no_step(time: Time) -> None:
     clock = StepClock()
     run_step(clock, time, 2.0)
     with clock.left_out():
@@ -96,7 +96,7 @@ class FakeRun(SimpleNamespace):
         )
 
 
-def test_a_run_counts_what_is_between_steps_and_leaves_validation_out(time: Time) -> None:
+def test_a_run_includes_the_time_between_steps_but_not_validation(time: Time) -> None:
     run = FakeRun(time)
     with mock.patch("recipes.pretrain.learning_rate", return_value=0.1):
         lines = []

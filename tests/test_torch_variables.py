@@ -1,4 +1,4 @@
-"""The environment of torch is set once, and what the user has set stays."""
+"""The environment variables of torch are set, except those that the user has set."""
 
 import os
 import subprocess
@@ -89,7 +89,7 @@ with mock.patch.object(sys, "argv", ["pretrain.py", *(f"--set={each}" for each i
 """
 
 
-def test_a_run_sets_them_before_it_imports_torch() -> None:
+def test_a_run_sets_the_variables_before_it_imports_torch() -> None:
     keys = ("PYTORCH_ALLOC_CONF", "CUBLAS_WORKSPACE_CONFIG")
     unset = {key: value for key, value in os.environ.items() if key not in keys}
     done = subprocess.run(

@@ -128,7 +128,7 @@ def gathered(part: Tensor, sharding, axis: TensorAxis) -> Tensor:
 
 
 def two_rank_worker() -> dict[Any, Outcome]:
-    """Every shape in every variant, and every mutant, on two tensor ranks."""
+    """Run every shape in every variant, and every mutant, on two tensor ranks."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     cost.MOST_LOGITS["cpu"] = 200  # of a few tokens at a time

@@ -1,4 +1,4 @@
-"""DeepSpeed's ZeRO optimizer without needless copies computes what it did."""
+"""DeepSpeed's ZeRO optimizer computes the same without needless copies."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -64,7 +64,7 @@ def test_adamw_clips_while_it_updates(norm: float, loss_scale: float, growth: in
 
 
 def first_steps(corpus: str) -> dict[tuple[str, float], tuple[float, float]]:
-    """Of each config and clipping the norm of the gradient, and of the first moments after it."""
+    """Return the norms of the gradient and of the first moments, by config and clipping."""
     world, found = join_world(), {}
     with many_variants() as begin:
         for config in CONFIGS:
@@ -90,7 +90,7 @@ def steps(corpus: Path) -> dict[tuple[str, float], tuple[float, float]]:
 
 @pytest.mark.parametrize("config", CONFIGS)
 def test_every_optimizer_clips(config: str, steps: dict) -> None:
-    """After one step the first moments are 1 - beta of the gradient that AdamW has used."""
+    """After one step the first moments are (1 - beta) times the gradient that AdamW has used."""
     norm, clipped = steps[config, CLIPPING[0]]
     assert norm == pytest.approx(steps["zero1_fp32", CLIPPING[0]][0], rel=1e-2)
     assert clipped == pytest.approx((1 - 0.9) * CLIPPING[0], rel=1e-3)

@@ -1,12 +1,12 @@
-"""Causal attention: by blocks of queries on CPUs, and within documents.
+"""Causal attention: in blocks of queries on CPUs, and within documents.
 
-On a CPU torch's fused attention takes longer than matrix products of the same size do, and most of
-a short sequence's time (512 tokens: 1.5 times as long in fp32, twice in bf16); a block of queries
-leaves out the keys that come after it. A GPU's fused kernels do better by themselves.
+On a CPU torch's fused attention is slower than matrix products of the same size (for 512 tokens 1.5
+times as slow in fp32, twice in bf16), and it takes most of the time of a short sequence. A block of
+queries skips the keys that come after the block. On GPUs torch's fused kernels are faster.
 
-Documents are one call of flash attention for all of a micro-batch on a GPU, and elsewhere a call
-for each (arXiv 2402.13991): the work is the sum of the lengths' squares, and there is no mask,
-which would be [b, s, s] and keep fused kernels away.
+On a GPU one call of flash attention computes all documents of a micro-batch; elsewhere there is one
+call per document (arXiv 2402.13991). The work is the sum of the squared lengths, and no mask is
+needed, which would be [b, s, s] and rule out fused kernels.
 
 b micro-batch, a query heads, g key-value heads, s sequence, d head size.
 """
@@ -25,18 +25,17 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 ROWS = 128  # queries of a block
 # The longest sequence whose probabilities are kept for the backward pass; in a trace of a GPU none.
 MOST_KEPT = 1024
-MAX_FLASH_HEAD_SIZE = 256  # torch's flash_api.cpp; a multiple of 8 as well
-# cuDNN builds a plan for each new shape, which takes 0.1 to 0.4 s; documents have new lengths all
-# the time.
+MAX_FLASH_HEAD_SIZE = 256  # torch's flash_api.cpp, which also requires a multiple of 8
+# Not cuDNN, which builds a plan for each new shape in 0.1 to 0.4 s: document lengths keep changing.
 WITHOUT_PLANS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-MIN_PINNED_ELEMENTS = 2048  # for more documents than a micro-batch usually has
+MIN_PINNED_ELEMENTS = 2048  # enough for the documents of most micro-batches
 
 Lengths = tuple[tuple[int, ...], ...]  # of each sequence's documents
 Varlen = Callable[..., Tensor]  # called like torch.nn.attention.varlen.varlen_attn
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Return softmax(q k^T / sqrt(d)) v, no query seeing a later key.
+    """Return softmax(q k^T / sqrt(d)) v, where no query sees a later key.
 
     q [b, a, s, d] and k, v [b, g, s, d] to [b, a, s, d].
     """
@@ -54,8 +53,8 @@ def document_attention(
     q [b, a, s, d] and k, v [b, g, s, d] to [b, a, s, d].
 
     Args:
-        lengths: of each sequence's documents; those of a sequence sum to s
-        varlen: kernel for all documents, of `varlen_kernel`; None: a call for each document
+        lengths: document lengths of each sequence; the lengths of a sequence sum to s
+        varlen: kernel for all documents, from `varlen_kernel`; None: one call per document
     """
     if varlen is not None:
         return _packed_attention(q, k, v, lengths, varlen)
@@ -66,9 +65,10 @@ def document_attention(
 
 
 def varlen_kernel(device: torch.device, dtype: torch.dtype, head_size: int) -> Varlen | None:
-    """Return torch's attention over documents of any lengths, if it runs on these tensors.
+    """Return torch's attention over documents of any lengths, or None if it is not available.
 
-    It is flash attention: for NVIDIA's GPUs from compute capability 8.0 on, in 16 bits.
+    It is flash attention, which needs an NVIDIA GPU of compute capability 8.0 or higher and a
+    16-bit type.
     """
     fits = head_size % 8 == 0 and head_size <= MAX_FLASH_HEAD_SIZE
     if device.type != "cuda" or dtype not in (torch.float16, torch.bfloat16) or not fits:
@@ -78,16 +78,16 @@ def varlen_kernel(device: torch.device, dtype: torch.dtype, head_size: int) -> V
 
 @lru_cache(maxsize=8)
 def _varlen_attention(device: torch.device) -> Varlen | None:
-    """Import it where it is used: it brings all of torch's compiler, for more than a second."""
+    """Import the kernel on first use: the import loads torch's compiler, for more than a second."""
     if not torch.backends.cuda.is_flash_attention_available():
         return None
     if torch.version.hip or torch.cuda.get_device_capability(device) < (8, 0):
         return None
     try:
         attend = importlib.import_module("torch.nn.attention.varlen").varlen_attn
-    except ImportError:  # of torch before 2.10
+    except ImportError:  # torch before 2.10
         return None
-    parameters = inspect.signature(attend).parameters  # the first versions had others
+    parameters = inspect.signature(attend).parameters  # its first versions lack these two
     return attend if {"window_size", "enable_gqa"} <= parameters.keys() else None
 
 
@@ -97,9 +97,10 @@ def in_blocks(device: torch.device, length: int) -> bool:
 
 
 def _packed_attention(q: Tensor, k: Tensor, v: Tensor, lengths: Lengths, varlen: Varlen) -> Tensor:
-    """Lay all sequences' documents end to end: [b * s, a or g, d].
+    """Compute all documents in one call, laid end to end: [b * s, a or g, d].
 
-    That is a view where memory has the order [b, s, a, d], as `elementwise.heads_first` leaves it.
+    The packed tensors are views if the order in memory is [b, s, a, d]
+    (`elementwise.heads_first` arranges it).
     """
     b, a, s, d = q.shape
     packed = (x.transpose(1, 2).reshape(b * s, -1, d) for x in (q, k, v))
@@ -119,11 +120,11 @@ def _packed_attention(q: Tensor, k: Tensor, v: Tensor, lengths: Lengths, varlen:
 
 @lru_cache(maxsize=4096)  # for all layers and all micro-batches of a step; each has a few KB
 def cumulative_lengths(lengths: Lengths, device: torch.device) -> Tensor:
-    """Return where each document begins and the last one ends: int32 [documents + 1].
+    """Return the offset of each document and the end of the last one: int32 [documents + 1].
 
-    The device copies them from pinned memory by itself: neither waits for the other. That memory is
-    asked for in one size, so that torch has it from earlier micro-batches: a new allocation of
-    pinned memory may wait for the device.
+    The offsets are copied from pinned memory, so that neither host nor device waits for the other.
+    The pinned tensor always has the same size, so that torch can reuse the memory of earlier
+    micro-batches: a new allocation of pinned memory may wait for the device.
     """
     ends = [0, *accumulate(n for each in lengths for n in each)]
     if device.type != "cuda":
@@ -134,12 +135,12 @@ def cumulative_lengths(lengths: Lengths, device: torch.device) -> Tensor:
 
 
 def _attention_by_document(q: Tensor, k: Tensor, v: Tensor, lengths: Lengths) -> Tensor:
-    """A call for each document; sequences in a row that divide alike share theirs."""
+    """Call attention per document; adjacent sequences with equal document lengths share calls."""
     divisions, counts = zip(
         *((each, len(list(alike))) for each, alike in groupby(lengths)), strict=True
     )
     attended = []
-    # Split, not sliced: backward that is one cat, and a slice would fill a tensor of all.
+    # The backward pass of split is one cat; each slice would allocate a full-size tensor of zeros.
     for *run, lengths_of_run in zip(*(t.split(counts) for t in (q, k, v)), divisions, strict=True):
         parts = zip(*(t.split(lengths_of_run, dim=2) for t in run), strict=True)
         attended.append(torch.cat([causal_attention(*document) for document in parts], dim=2))

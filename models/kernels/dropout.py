@@ -1,8 +1,8 @@
-"""Dropout with masks that are computed from row numbers where they are applied.
+"""Dropout with masks that are computed from row numbers, in the kernel that applies them.
 
-A row number is 64 bits that identify a row of the logical tensor (`models/parallel/rng.py` makes
-them); each element hashes its row's number and its column. A compiled kernel computes mask and
-product at once and writes the mask, one byte per element, for the backward pass.
+A row number is 64 bits that identify a row of the logical tensor (`models/parallel/rng.py` computes
+it); the mask of an element is a hash of its row number and its column. A compiled kernel computes
+mask and product at once and writes the mask, one byte per element, for the backward pass.
 """
 
 import torch
@@ -50,13 +50,13 @@ def drop(x: Tensor, keep: Tensor, probability: float) -> Tensor:
 def keep_mask(rows: Tensor, columns: int, probability: float) -> Tensor:
     """Draw from Bernoulli(1 - probability): rows int64 [...] to bool [..., columns].
 
-    Each element hashes its row's 64 bits and its column to 32 (the constants are those of
-    lowbias32, Wellons 2018, "Prospecting for hash functions"); int32 keeps it to half the memory.
+    Each element hashes the 64 bits of its row and its column to 32 bits (with the constants of
+    lowbias32, Wellons 2018, "Prospecting for hash functions"); int64 would take twice the memory.
     """
     low, high = rows.to(torch.int32), (rows >> 32).to(torch.int32)
     # Not in int32 from the start: torch 2.13's compiled CPU code then writes past the mask's end.
     counters = torch.arange(columns, device=rows.device) * GOLDEN_32
-    bits = low.unsqueeze(-1) + counters.to(torch.int32)  # wraps, as all of this does
+    bits = low.unsqueeze(-1) + counters.to(torch.int32)  # wraps around, as intended throughout
     bits.bitwise_xor_((bits >> 16).bitwise_and_(0xFFFF)).mul_(signed(0x7FEB352D, 32))
     bits.add_(high.unsqueeze(-1))
     bits.bitwise_xor_((bits >> 15).bitwise_and_(0x1FFFF)).mul_(signed(0x846CA68B, 32))
@@ -65,7 +65,7 @@ def keep_mask(rows: Tensor, columns: int, probability: float) -> Tensor:
 
 
 def mix(numbers: Tensor) -> Tensor:
-    """Hash int64 [...] with splitmix64 (Steele et al. 2014): neighbours become unrelated."""
+    """Hash int64 [...] with splitmix64 (Steele et al. 2014): neighbours get unrelated results."""
     mixed = numbers * signed(GOLDEN_64, 64)
     mixed = (mixed ^ _shifted(mixed, 30)) * signed(0xBF58476D1CE4E5B9, 64)
     mixed = (mixed ^ _shifted(mixed, 27)) * signed(0x94D049BB133111EB, 64)
@@ -73,7 +73,7 @@ def mix(numbers: Tensor) -> Tensor:
 
 
 def _shifted(numbers: Tensor, bits: int) -> Tensor:
-    """Shift int64 to the right logically; torch's own shift copies the sign."""
+    """Shift int64 to the right logically; torch's own shift copies the sign bit."""
     return (numbers >> bits) & ((1 << (64 - bits)) - 1)
 
 

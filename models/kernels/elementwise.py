@@ -1,8 +1,8 @@
 """Element-wise operations between matrix products, with the backward pass written out.
 
-Autograd would keep each intermediate result, in fp32 where that is what it is computed in; these
-keep their inputs and compute the rest again. Arithmetic is in fp32. `norms.py` has the norms and
-the residual stream, `dropout.py` dropout.
+Autograd would keep each intermediate result, in fp32 where it is computed in fp32; these functions
+keep only their inputs and recompute the rest. Arithmetic is in fp32. Norms and the residual stream
+are in `norms.py`, dropout is in `dropout.py`.
 
 s sequence, b micro-batch, h hidden, f MLP hidden, a query heads, g key-value heads, d head size.
 """
@@ -15,8 +15,8 @@ from torch.nn import functional as F
 
 from models.kernels.fusing import Function, native_on_cpu
 
-# Orders of the heads' dimensions in memory -> the permutations from [s, b, a, d] to the order, and
-# from the order to [b, a, s, d].
+# Order of the heads' dimensions in memory -> (permutation from [s, b, a, d] to this order,
+# permutation from this order to [b, a, s, d]).
 Order = Literal["basd", "sbad", "bsad"]
 PERMUTATIONS: dict[Order, tuple[tuple[int, ...], tuple[int, ...]]] = {
     "basd": ((1, 2, 0, 3), (0, 1, 2, 3)),
@@ -34,9 +34,9 @@ def gelu(x: Tensor, bias: Tensor | None, fuse: Function) -> Tensor:
     """Return GELU by its tanh approximation (arXiv 1606.08415): [..., f] to [..., f].
 
     Args:
-        bias: [f], has been added to x by a matrix product (for nothing, in its last step) that
-            does not return the bias's gradient. It is a column sum of the gradient of x, and is
-            computed together with it.
+        bias: [f], already added to x by the matrix product, which does this at no cost but does not
+            return the gradient of the bias. That gradient is a column sum of the gradient of x, and
+            is computed here together with it.
     """
     return _GELU.apply(x, bias, fuse)
 
@@ -50,12 +50,12 @@ def heads_first(
     order: Order,
     fuse: Function,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """q|k|v [s, b, a + 2g, d] to q [b, a, s, d] and k, v [b, g, s, d].
+    """Split q|k|v [s, b, a + 2g, d] into q [b, a, s, d] and k, v [b, g, s, d].
 
     Args:
         rotation: cos and sin [s, b or 1, 1, d/2] of the angles by which the pairs (i, i + d/2) of q
             and k are rotated, as Llama's published weights expect (arXiv 2104.09864)
-        order: of the dimensions in memory
+        order: order of the dimensions in memory
     """
     cos, sin = rotation or (None, None)
     return _HeadsFirst.apply(qkv, cos, sin, (heads, kv_heads, order), fuse)
@@ -118,7 +118,7 @@ def _gelu(x: Tensor) -> Tensor:
 
 @native_on_cpu
 def _gelu_backward(grad: Tensor, x: Tensor, has_bias: bool) -> tuple[Tensor, Tensor | None]:
-    """The gradients of x and of the bias."""
+    """Return the gradients of x and of the bias."""
     grad_x = torch.ops.aten.gelu_backward(grad, x, approximate="tanh")
     return grad_x, grad_x.flatten(0, -2).sum(0) if has_bias else None
 

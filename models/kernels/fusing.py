@@ -1,9 +1,8 @@
-"""Work between matrix products: run as it is written, or compiled into few kernels.
+"""Element-wise operations between matrix products: run eagerly, or compiled into few kernels.
 
-Compiled are the pure functions of this folder, forward and backward ones apart, and nothing around
-them: matrix products, collectives and deferred weight gradients run the same either way, in every
-layout, and autograd keeps the same tensors. All layers share a function, so each is compiled once
-per shape.
+Only the pure functions of this folder are compiled, forward and backward ones separately. Matrix
+products, collectives and deferred weight gradients run the same either way, in every layout, and
+autograd keeps the same tensors. All layers share a function, so it is compiled once per shape.
 """
 
 from collections.abc import Callable
@@ -22,17 +21,17 @@ def as_written(function: Function) -> Function:
 
 
 def native_on_cpu(function: Function) -> Function:
-    """Mark a function that a CPU runs faster as written: torch has vectorised kernels for it."""
+    """Mark a function as faster in eager mode on a CPU, where torch has vectorised kernels."""
     function.native_on_cpu = True
     return function
 
 
 @cache
 def compiled(function: Function) -> Function:
-    """Return the function as kernels of its own, made at the first call (`torch.compile`).
+    """Return the function compiled into kernels at its first call (`torch.compile`).
 
-    It is compiled in this process: torch's compiling ones would outlive a rank that is killed.
-    Inputs are detached, so that those whose gradients are wanted are no case of their own.
+    It is compiled in this process: torch's compile workers would outlive a rank that is killed.
+    Inputs are detached; otherwise inputs that require gradients would be compiled separately.
     """
     run = torch.compile(function, dynamic=False, options={"compile_threads": 1})
 

@@ -1,9 +1,9 @@
 """Norms and the residual stream, with the backward pass written out.
 
-Between two matrix products a block adds the bias of the first, drops elements out, adds the result
-to the residual stream and norms the sum: one kernel each way. RMSNorm is computed in fp32 and
-rounds before its weight and after it, as transformers' does; LayerNorm is torch's own kernel, which
-the compiler takes apart to fuse it.
+Between two matrix products a block adds the bias of the first product, applies dropout, adds the
+result to the residual stream and norms the sum: one kernel forward and one backward. RMSNorm is
+computed in fp32 and rounds before and after the multiplication by its weight, as in transformers.
+LayerNorm is torch's own kernel, which the compiler decomposes to fuse it.
 
 s sequence, b micro-batch, h hidden.
 """
@@ -20,10 +20,10 @@ from models.kernels.fusing import Function
 class Branch(NamedTuple):
     """The output of one half of a block on its way to the residual stream: dropout(y + bias).
 
-    y: [s, b, h], of a row-parallel product
-    bias: [h]; None: none
-    rows: int64 [s, b], the row numbers of the dropout mask; None: nothing is dropped
-    probability: of an element to be dropped
+    y: [s, b, h], result of a row-parallel product
+    bias: [h]; None: no bias
+    rows: int64 [s, b], the row numbers of the dropout mask; None: no dropout
+    probability: probability that an element is dropped
     """
 
     y: Tensor
@@ -35,7 +35,7 @@ class Branch(NamedTuple):
 def norm(x: Tensor, weight: Tensor, bias: Tensor | None, epsilon: float, fuse: Function) -> Tensor:
     """Norm [..., h] over the last dimension.
 
-    With a bias LayerNorm (arXiv 1607.06450), without one RMSNorm (arXiv 1910.07467).
+    It is LayerNorm (arXiv 1607.06450) with a bias, and RMSNorm (arXiv 1910.07467) without.
     """
     return _Norm.apply(x, weight, bias, epsilon, fuse)
 
@@ -110,7 +110,7 @@ class _AddAndNorm(torch.autograd.Function):
 
 
 def _norm(x: Tensor, weight: Tensor, bias: Tensor | None, epsilon: float) -> tuple[Tensor, ...]:
-    """The norm, and each row's statistics [..., 1]: mean and 1 / std, or 1 / rms in fp32."""
+    """Return the norm and each row's statistics [..., 1]: mean and 1 / std, or 1 / rms in fp32."""
     if bias is not None:
         return torch.native_layer_norm(x, weight.shape, weight, bias, epsilon)
     wide = x.float()
@@ -121,7 +121,7 @@ def _norm(x: Tensor, weight: Tensor, bias: Tensor | None, epsilon: float) -> tup
 def _norm_backward(
     grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, *statistics: Tensor
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The gradients of x, weight and bias."""
+    """Return the gradients of x, weight and bias."""
     if bias is not None:
         return torch.ops.aten.native_layer_norm_backward(
             grad, x, weight.shape, *statistics, weight, bias, [True, True, True]
@@ -139,7 +139,7 @@ def _norm_backward(
 def _add(
     x: Tensor, y: Tensor, bias: Tensor | None, rows: Tensor | None, probability: float
 ) -> tuple[Tensor, Tensor | None]:
-    """The sum, and the dropout mask."""
+    """Return the sum and the dropout mask."""
     keep = None
     if bias is not None:
         y = y + bias
@@ -152,7 +152,7 @@ def _add(
 def _branch_backward(
     grad: Tensor, keep: Tensor | None, probability: float, has_bias: bool
 ) -> tuple[Tensor | None, Tensor | None]:
-    """The gradients of y, None where it is that of the sum, and of the bias."""
+    """Return the gradients of y (None if it equals the gradient of the sum) and of the bias."""
     grad_y = None if keep is None else drop(grad, keep, probability)
     if not has_bias:
         return grad_y, None
@@ -180,7 +180,7 @@ def _add_and_norm_backward(
     branch: tuple[float, bool],
     *normed: Tensor | None,
 ) -> tuple[Tensor | None, ...]:
-    """The gradients of x, y (None where it is that of x), y's bias, weight and bias."""
+    """Return the gradients of x, y (None if it equals that of x), y's bias, weight and bias."""
     grad_x, grad_weight, grad_bias = _norm_backward(grad, *normed)
     grad_x = grad_x + grad_total
     return grad_x, *_branch_backward(grad_x, keep, *branch), grad_weight, grad_bias

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-# Older versions of torch have these functions under the other names.
+# Older versions of torch have these functions under the longer names only.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
@@ -48,9 +48,9 @@ def copy_to_tensor_axis(x: Tensor, axis: TensorAxis) -> Tensor:
 
 
 def reduce_from_tensor_axis(x: Tensor, axis: TensorAxis) -> Tensor:
-    """Forward: all-reduce; backward: identity. Out of a region where each rank did a part.
+    """Forward: all-reduce; backward: identity. Leaves a region where each rank computed a part.
 
-    The sum takes the place of x: no other operation may need x, not even in the backward pass.
+    The sum is written into x: no other operation may need x, not even in the backward pass.
     """
     return x if axis.size == 1 else _Reduce.apply(x, axis)
 
@@ -78,10 +78,10 @@ def leave_tensor_region(x: Tensor, axis: TensorAxis) -> Tensor:
 
 
 def all_gather(x: Tensor, axis: TensorAxis, dimension: int = 0) -> Tensor:
-    """Return the ranks' parts, one after the other along a dimension; not differentiable.
+    """Return the ranks' parts, concatenated along a dimension; not differentiable.
 
-    The parts arrive in one tensor, in the order of the ranks; along another dimension than the
-    first that tensor is copied once, unless all dimensions before it have one element.
+    The parts arrive in one tensor, in the order of the ranks. For any dimension but the first, this
+    tensor is copied once, unless all earlier dimensions have one element.
     """
     whole = begin_all_gather(x, axis)()  # [t * n, ...]
     dimension %= x.dim()
@@ -92,14 +92,14 @@ def all_gather(x: Tensor, axis: TensorAxis, dimension: int = 0) -> Tensor:
 
 
 def reduce_scatter(x: Tensor, axis: TensorAxis) -> Tensor:
-    """This rank's part, along dimension 0, of the ranks' sum; not differentiable."""
+    """Return this rank's part, along dimension 0, of the ranks' sum; not differentiable."""
     part = x.new_empty((x.shape[0] // axis.size, *x.shape[1:]))
     reduce_scatter_single(part, x.contiguous(), group=axis.group)
     return part
 
 
 def begin_all_gather(x: Tensor, axis: TensorAxis) -> Callable[[], Tensor]:
-    """Begin an all_gather along dimension 0; the result is there when what is returned returns."""
+    """Begin an all-gather along dimension 0; return a function that waits for the result."""
     whole = x.new_empty((x.shape[0] * axis.size, *x.shape[1:]))
     running = all_gather_single(whole, x.contiguous(), group=axis.group, async_op=True)
 
@@ -111,11 +111,10 @@ def begin_all_gather(x: Tensor, axis: TensorAxis) -> Callable[[], Tensor]:
 
 
 def begin_sum_of_copies(grad: Tensor, axis: TensorAxis) -> Callable[[], Tensor]:
-    """Begin to add up the ranks' gradients of an input that each has a copy of.
+    """Begin to sum the ranks' gradients of a replicated input; return a function that waits for it.
 
-    All-reduce, or under sequence parallelism reduce-scatter, [s, b, h] to [s/t, b, h]. The sum is
-    there when what is returned returns. The gradient is not the caller's any more: it may become
-    the sum.
+    It is an all-reduce, or under sequence parallelism a reduce-scatter, [s, b, h] to [s/t, b, h].
+    The caller must not use the gradient afterwards, because the sum may be written into it.
     """
     if axis.size == 1:
         return lambda: grad
@@ -155,7 +154,7 @@ class _Copy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        grad = grad.clone(memory_format=torch.contiguous_format)  # others may have it too
+        grad = grad.clone(memory_format=torch.contiguous_format)  # other operations may hold it too
         dist.all_reduce(grad, group=ctx.axis.group)
         return grad, None
 

@@ -1,4 +1,4 @@
-"""What layers have to know of a micro-batch beside its numbers.
+"""The context that layers need of a micro-batch besides its activations.
 
 s sequence, b micro-batch.
 """
@@ -14,11 +14,12 @@ from models.parallel.rng import MaskKey
 
 @dataclass(frozen=True)
 class Documents:
-    """How a micro-batch's sequences divide into documents.
+    """The division of a micro-batch's sequences into documents.
 
-    Kept on the host: they decide the shapes of what runs on a device, which would be waited for.
+    It is kept on the host, because the lengths determine the shapes of tensors on the device, and
+    reading them from the device would wait for it.
 
-    lengths: of each sequence's documents in their order, b times; those of a sequence sum to s
+    lengths: document lengths of each of the b sequences, in order; those of a sequence sum to s
     """
 
     lengths: tuple[tuple[int, ...], ...]
@@ -33,11 +34,11 @@ def positions_in(documents: Documents, device: torch.device) -> Tensor:
 
 @dataclass(frozen=True)
 class Context:
-    """What layers have to know of a micro-batch beside its numbers.
+    """The context that layers need of a micro-batch besides its activations.
 
-    dropout: what decides the masks; None: nothing is dropped, as in validation
-    documents: attention stays within them and positions start again in each; None: every sequence
-        is one
+    dropout: the key of the masks; None: no dropout, as in validation
+    documents: attention is restricted to each document, and positions restart in each; None: every
+        sequence is one document
     """
 
     dropout: MaskKey | None = None

@@ -40,19 +40,19 @@ def vocab_parallel_loss(
         x: [s, b, h], or [s/t, b, h] under sequence parallelism
         weight: [v/t, h]
         gradient_scale: expected gradient of this loss in the backward pass. The forward pass
-            computes gradients multiplied by it, the backward pass multiplies them by the actual
-            gradient over `gradient_scale`. It must be the loss scale over the number of
-            micro-batches in fp16, where gradients without the loss scale underflow; then they
-            overflow exactly where gradients computed in the backward pass would.
+            multiplies the gradients by `gradient_scale`, and the backward pass multiplies them by
+            the actual gradient divided by `gradient_scale`. In fp16, where gradients without the
+            loss scale underflow, it must be the loss scale divided by the number of micro-batches.
+            Gradients then overflow exactly where those of an ordinary backward pass would.
     """
     scale = gradient_scale if torch.is_grad_enabled() else None
     return _ProductLoss.apply(x, weight, labels, vocab_size, axis, fuse, scale)
 
 
 class _ProductLoss(torch.autograd.Function):
-    """The forward pass computes the gradients too, and the backward pass scales them.
+    """Compute the gradients in the forward pass, and scale them in the backward pass.
 
-    scale: of the gradients; None: no gradients are wanted
+    scale: factor of the gradients; None: no gradients are needed
     """
 
     @staticmethod
@@ -74,7 +74,7 @@ class _ProductLoss(torch.autograd.Function):
             total += (log_sums - label_logits).sum()
             if scale is None:
                 continue
-            share = scale / len(tokens)  # gradient of the scaled loss by each token's loss
+            share = scale / len(tokens)  # d(scaled loss) / d(loss of a token)
             of_labels = torch.expm1(label_logits - log_sums) * share
             _turn_into_gradients(
                 logits, columns[chunk], log_sums, of_labels, share=share, fuse=fuse
@@ -85,7 +85,7 @@ class _ProductLoss(torch.autograd.Function):
             else:
                 grad_weight.addmm_(logits.t(), rows)
         if scale is not None:
-            # No saved tensors: no other operation reads them, and they are scaled in place, once.
+            # Not saved with save_for_backward: the backward pass scales them in place, only once.
             ctx.grad_x = begin_sum_of_copies(grad_tokens.view(whole.shape), axis)
             ctx.grad_weight, ctx.scale = grad_weight, scale
         return total / len(tokens)
@@ -93,7 +93,7 @@ class _ProductLoss(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
-        grad = grad / ctx.scale  # 1 where the scale was known
+        grad = grad / ctx.scale  # 1 if the expected gradient was right
         grad_x, grad_weight = ctx.grad_x().mul_(grad), ctx.grad_weight.mul_(grad)
         ctx.grad_x = ctx.grad_weight = None
         return grad_x, grad_weight, None, None, None, None, None
@@ -130,7 +130,7 @@ def _turn_into_gradients(
 ) -> None:
     """Replace logits by (softmax - one-hot) * share, their gradients, in place.
 
-    label_gradients: fp32 [n], of the labels' logits; rounded only after one has been subtracted
+    label_gradients: fp32 [n], gradients of the labels' logits, rounded only after subtracting one
     """
     fuse(_turn_into_softmax)(logits, log_sums - math.log(share))
     outside = (columns < 0) | (columns >= logits.shape[1])

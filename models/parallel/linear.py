@@ -26,7 +26,7 @@ class ColumnParallelLinear(Deferring):
 
     Forward: no communication; backward: all-reduce. Under sequence parallelism, forward:
     all-gather; backward: all-gather of the input once more, and reduce-scatter. The backward pass
-    communicates beside its two matrix products.
+    overlaps communication with its two matrix products.
 
     blocks: output columns of each part that is split by itself (q|k|v, gate|up)
     """
@@ -43,7 +43,7 @@ class ColumnParallelLinear(Deferring):
         """[s, b, in] (s/t under sequence parallelism) to [s, b, out/t].
 
         Args:
-            bias_gradient: False leaves the bias's gradient to the operation that follows
+            bias_gradient: False leaves the gradient of the bias to the following operation
         """
         bias = self.bias
         if bias is not None and not bias_gradient:
@@ -52,9 +52,10 @@ class ColumnParallelLinear(Deferring):
 
 
 class RowParallelLinear(Deferring):
-    """y = x W^T with the columns of W, the input columns, split over the tensor axis; and a bias.
+    """y = x W^T with the columns of W, the input columns, split over the tensor axis.
 
-    The bias is added by the kernel that adds y to the residual stream (`models/kernels/norms.py`).
+    The layer holds a bias but does not add it: the kernel that adds y to the residual stream does
+    (`models/kernels/norms.py`).
 
     Forward: all-reduce; backward: no communication. Under sequence parallelism, forward:
     reduce-scatter; backward: all-gather.

@@ -1,8 +1,8 @@
-"""Norms, whose weights every tensor rank holds.
+"""Norms, whose weights are replicated on every tensor rank.
 
 Where each rank norms only a part (its positions under sequence parallelism, its heads in
-qk_norm), the weight's gradient is a partial sum: `copy_to_tensor_axis` on the weight adds the
-parts up in the backward pass.
+qk_norm), the gradient of the weight is a partial sum: `copy_to_tensor_axis` on the weight sums the
+parts in the backward pass.
 """
 
 from typing import Any
@@ -18,7 +18,7 @@ from models.sharding import Sharding, declared_parameter
 class Norm(Fusing):
     """A norm over the last dimension: LayerNorm with a bias, RMSNorm without.
 
-    input_is_split: the input is only this tensor rank's part
+    input_is_split: each tensor rank norms only its part of the input
     """
 
     def __init__(
@@ -36,13 +36,13 @@ class Norm(Fusing):
 
     def of_sum(self, x: Tensor, branch: Branch) -> tuple[Tensor, Tensor]:
         """Return x + branch and its norm: each [..., size]."""
-        # No call of the module: under ZeRO-3 the weight is gathered as it is read, for the block
-        # that reads it (DeepSpeed's ZeROOrderedDict).
+        # This is not a call of the module, so ZeRO-3's hooks do not run here. DeepSpeed's
+        # ZeROOrderedDict gathers the weight when it is read, for the block that reads it.
         weight, bias = self._parameters_here()
         return add_and_norm(x, branch, weight, bias, epsilon=self.epsilon, fuse=self.fuse)
 
     def _parameters_here(self) -> tuple[Tensor, Tensor | None]:
-        """Return weight and bias; of a split input their gradients are summed over the ranks."""
+        """Return weight and bias; with a split input, their gradients are summed over the ranks."""
         weight, bias = self.weight, self.bias
         if self.input_is_split:
             weight = copy_to_tensor_axis(weight, self.axis)

@@ -2,11 +2,11 @@
 
 `torch.distributed.new_group` is called by all ranks once per group, and with NCCL each call splits
 the communicator of the whole world: thousands of calls take minutes on 1,000 ranks. `split_group`
-makes all groups of a partition with one split.
+creates all groups of a partition with one split.
 
-Every rank creates exactly one group in each call here, if need be of itself alone. torch derives
-the name of such a group from its ranks and from the number of groups that the rank has created
-before, and the members of a group have to agree on its name.
+In each call of the functions below, every rank creates exactly one group, with itself as the only
+member if no list holds it. The reason is that torch derives the name of a group from its ranks and
+from the number of groups that the rank has created before, and all members must agree on the name.
 """
 
 import copy
@@ -53,11 +53,11 @@ def create_groups(
 def create_host_groups(
     partition: Sequence[Collection[int]], timeout: timedelta
 ) -> dist.ProcessGroup | None:
-    """Create groups as `create_groups` does, which communicate through the host's memory (gloo).
+    """Create groups as `create_groups` does, but with gloo, which communicates through host memory.
 
-    With a device bound to the world, `new_group` would hang here for groups that leave ranks out:
-    torch lets those ranks split the world's NCCL communicator, which the members of a gloo group
-    do not join.
+    Only the members call `new_group`. If a device is bound to the world and all ranks called it, it
+    would hang: torch lets ranks outside the group split the world's NCCL communicator, and the
+    members of a gloo group do not join that split.
     """
     return _create_among_members(partition, backend="gloo", timeout=timeout)
 
@@ -65,7 +65,7 @@ def create_host_groups(
 def _create_among_members(
     partition: Sequence[Collection[int]], **settings: object
 ) -> dist.ProcessGroup | None:
-    """Create this rank's group together with its members only, however many groups there are."""
+    """Create this rank's group with one call per rank, in which only its members communicate."""
     rank = dist.get_rank()
     own = next((sorted(ranks) for ranks in partition if rank in ranks), None)
     group = dist.new_group(own or [rank], use_local_synchronization=True, **settings)

@@ -27,7 +27,7 @@ class MaskKey:
     """The seed and the samples that decide the masks of one micro-batch.
 
     seed: of the run
-    samples: the sequences of the run that it holds, b of them
+    samples: the b sequences of the run that the micro-batch holds
     """
 
     seed: int
@@ -46,7 +46,7 @@ def dropout(
     """Drop elements of the residual stream: [s, b, h], or [s/t, b, h] under sequence parallelism.
 
     Args:
-        key: None leaves x as it is, for validation
+        key: None disables dropout, for validation
         place: the name of the layer
     """
     if key is None or probability == 0:
@@ -67,7 +67,7 @@ def attention_rows(
 ) -> Tensor:
     """Number the rows of attention probabilities [b, a/t, s, s]: int64 [b, a/t, s].
 
-    A head is numbered within the logical model.
+    Heads are numbered within the logical model, so that the layout does not change the mask.
     """
     count, length = x.shape[1:3]
     heads = torch.arange(axis.rank * count, (axis.rank + 1) * count, device=x.device)
@@ -85,9 +85,9 @@ def _attention_rows(samples: Tensor, heads: Tensor, positions: Tensor) -> Tensor
 
 
 def _sample_numbers(key: MaskKey, place: str, device: torch.device) -> Tensor:
-    """Number the samples at a place: int64 [b], a tensor since compiled code is made for a number.
+    """Number the samples at a place: int64 [b], created on the device without a copy from the host.
 
-    Made on the device: no copy from the host.
+    The result is a tensor because a Python number would be compiled into the kernel as a constant.
     """
     samples = torch.arange(key.samples.start, key.samples.stop, device=device)
     return samples + _place_number(key.seed, place)

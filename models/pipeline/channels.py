@@ -2,8 +2,8 @@
 
 NCCL knows no tags and runs the operations of a communicator in the order in which they were posted,
 so each ordered pair of stages has a communicator of its own, and sender and receiver post in the
-same order (`communication.py`). NCCL also connects two ranks inside their first exchange, which
-blocks both hosts until it happens: all routes are connected before the first step.
+same order (`communication.py`). NCCL also connects two ranks inside their first exchange, and each
+host blocks until the other one joins. All routes are therefore connected before the first step.
 """
 
 import os
@@ -20,7 +20,8 @@ from models.pipeline.communication import Route, rounds, routes
 from models.pipeline.order import FORWARD, Pass, Pipeline
 
 # Thread blocks that a transfer occupies on the GPU while the passes compute. NCCL would take 16 to
-# 32 inside a node; four move 16 MiB in a small part of the time of the pass that produced it.
+# 32 inside a node. With four, 16 MiB are sent in a fraction of the time of the pass that computed
+# them.
 TRANSFER = NcclSettings(max_ctas=4)
 
 
@@ -28,7 +29,7 @@ TRANSFER = NcclSettings(max_ctas=4)
 class Boundary:
     """The tensors that pass from one chunk to the next.
 
-    shape, dtype: of the activations, and of their gradients
+    shape, dtype: shape and type of the activations, and of their gradients
     axis: ranks that hold the same activations and send one part each, unless the activations are
         split along the sequence already
     """
@@ -82,7 +83,7 @@ class Channels:
 
         The first send or receive between two ranks of an NCCL communicator blocks the host until
         the peer posts its own (ncclTransportP2pSetup). In a step, receives are posted before the
-        peer has anything to send, so that two stages would block each other for ever.
+        peer has anything to send, so that two stages would block each other forever.
         """
         token = torch.zeros(1, device=self.device)
         for route in routes(self.pipeline):
@@ -112,7 +113,7 @@ class Channels:
         return self._whole(buffer)
 
     def zero_message(self) -> Tensor:
-        """Return zeros as a message of zeros would arrive; collective over the tensor axis."""
+        """Return a message of zeros as if it had been received; collective over the tensor axis."""
         return self._whole(self._buffer().zero_())
 
     def part_to_send(self, result: Tensor) -> Tensor:
@@ -129,7 +130,7 @@ class Channels:
         return torch.empty(size, dtype=self.boundary.dtype, device=self.device)
 
     def _whole(self, buffer: Tensor) -> Tensor:
-        """Return the message that a buffer holds a part of."""
+        """Return the whole message; each tensor rank's buffer may hold only a part of it."""
         if self.boundary.is_parted:
             buffer = all_gather(buffer, self.boundary.axis)
         return buffer.view(self.boundary.shape)

@@ -28,7 +28,7 @@ class Action(StrEnum):
 class Event(NamedTuple):
     """One action of a stage.
 
-    work: the pass that is computed, that waits for or receives its input, or whose result is sent
+    work: the pass that is computed, whose input is received, or whose result is sent
     """
 
     action: Action
@@ -67,9 +67,8 @@ def is_remote(stage: int, other: Pass | None) -> bool:
 def program(pipeline: Pipeline, stage: int, *, training: bool) -> Iterator[Event]:
     """Yield the actions of a stage in a step: the order in which it calls the communicators.
 
-    Before a stage waits for a message, it posts the receive of the message that it needs next, and
-    before that receive all those that come first in the same sender's order. A send follows its
-    pass.
+    Before a stage waits for a message, it posts the receive of the message after it. All receives
+    that precede this one in the order of its sender are posted first. A send follows its pass.
     """
     orders = pipeline.orders if training else pipeline.forward_orders
     order = orders[stage]
@@ -86,7 +85,7 @@ def program(pipeline: Pipeline, stage: int, *, training: bool) -> Iterator[Event
 
 
 class _Receives:
-    """The receives of a stage, by sender in the sender's order."""
+    """The receives of a stage, grouped by sender and in the order of that sender."""
 
     def __init__(self, pipeline: Pipeline, stage: int, *, training: bool):
         orders = pipeline.orders if training else pipeline.forward_orders
@@ -100,7 +99,7 @@ class _Receives:
             queue.reverse()
 
     def up_to(self, work: Pass | None) -> Iterator[Event]:
-        """Yield the receives that have to be posted so that the message for `work` can come."""
+        """Yield the receives that must be posted for the message of `work` to arrive."""
         if work is None:
             return
         queue = self.waiting[self.pipeline.needed(work).stage]

@@ -43,7 +43,7 @@ class InFlight:
 class ScheduledEngine(PipelineEngine):
     """Runs a Stage in the order of its Pipeline.
 
-    boundary: what goes from one chunk to the next
+    boundary: the tensors that pass from one chunk to the next
     """
 
     def __init__(self, *arguments: Any, boundary: Boundary, **settings: Any):
@@ -73,7 +73,7 @@ class ScheduledEngine(PipelineEngine):
         self.needs_warm_up = False
 
     def _parameters_of_chunks(self) -> dict[int, list[nn.Parameter]]:
-        """Return the parameters of each chunk without tied ones, in the order in which they end."""
+        """Return the untied parameters of each chunk, with chunks in the order of last passes."""
         order = self.pipeline.orders[self.stage_id]
         ending = dict.fromkeys(work.chunk for work in reversed(last_passes(order)))
         return {chunk: list(self.module.parameters_of_chunk(chunk)) for chunk in reversed(ending)}
@@ -163,7 +163,7 @@ class ScheduledEngine(PipelineEngine):
         self.total_loss = loss if self.total_loss is None else self.total_loss + loss
 
     def run_backward(self, buffer_id: int, chunk: int) -> None:
-        """Run the backward pass; without the weight gradients if the schedule splits it."""
+        """Run the backward pass, without the weight gradients if the schedule splits it."""
         work = self._pass(BACKWARD, buffer_id, chunk)
         passing = self.in_flight.pop((chunk, buffer_id))
         with self._gradients_of(work):
@@ -177,23 +177,23 @@ class ScheduledEngine(PipelineEngine):
         if self.pipeline.splits:
             self.deferred[chunk, buffer_id] = self.deferral.take()
 
-    @torch.no_grad()  # or what a gradient is computed from would stay with it
+    @torch.no_grad()  # otherwise each gradient would keep its inputs alive
     def run_weight(self, buffer_id: int, chunk: int) -> None:
         """Compute the weight gradients that the backward pass has deferred."""
         deferred = self.deferred.pop((chunk, buffer_id))
         deferred.reverse()
         with self._gradients_of(self._pass(WEIGHT, buffer_id, chunk)):
-            while deferred:  # what one was computed from goes before the next
+            while deferred:  # pop, so that the inputs of a gradient are freed before the next
                 weight, gradient = deferred.pop()
                 self.gradients.add(weight, gradient())
 
     def _gradients_of(self, work: Pass) -> AbstractContextManager[None]:
-        """Tell the gradients within it when they are the last of their chunk."""
+        """Return a context that marks the gradients of a pass as final if it is the last one."""
         is_last = work in self.last_passes
         return self.gradients.last_of(work.chunk) if is_last else nullcontext()
 
     def _hand_on(self, work: Pass, result: Tensor) -> None:
-        """Keep a pass's result for the one that goes on with it, or until it is sent."""
+        """Keep the result of a pass for the pass that continues with it, or until it is sent."""
         receiver = self.pipeline.receiver(work)
         self.handed_on[receiver] = result
 

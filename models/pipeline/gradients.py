@@ -20,18 +20,19 @@ class FlatGradients(ABC):
     A gradient is added to its part of the tensor and freed as soon as autograd has it. The first
     gradient of a step replaces the last step's: nothing is zeroed in between.
 
-    A gradient that comes during the last pass of a chunk is the last of its weight in the step. A
-    bucket is summed over the data ranks as soon as it is complete, while the backward pass goes on.
-    Buckets begin in one fixed order, so that data ranks never post them in different orders. Tied
-    weights come last: they are summed over the stages first, when all chunks have ended.
+    The last pass of a chunk computes the final gradients of its weights in the step. A bucket is
+    summed over the data ranks as soon as all its gradients are final, while the backward pass
+    continues. Buckets begin in one fixed order, so that all data ranks post them in the same order.
+    Tied weights come last: when all chunks have ended, their gradients are first summed over the
+    stages.
 
-    DeepSpeed's own hooks are removed. They count the parameters of one backward pass, and here a
-    backward pass may leave weights for later.
+    DeepSpeed's own hooks are removed, because they count the parameters of one backward pass, and
+    here a backward pass may defer weight gradients.
 
-    engine: its optimizer has just been made
+    engine: the engine, whose optimizer has just been created
     flats: the tensor of each optimizer group
     slots: the place of each parameter
-    chunks: chunk -> its parameters without tied ones, in the order in which chunks end
+    chunks: the parameters of each chunk, without tied ones, in the order of the last passes
     """
 
     def __init__(
@@ -65,14 +66,14 @@ class FlatGradients(ABC):
         self._forget()
 
     def _forget(self) -> None:
-        """Expect the first gradients of a step."""
+        """Reset the state of the step; the next gradients are the first of a new step."""
         self.has_gradient: set[nn.Parameter] = set()
         self.complete: set[nn.Parameter] = set()
-        self.begun = 0  # buckets
+        self.begun = 0  # buckets whose sum has begun
         self.ending: frozenset[nn.Parameter] = frozenset()
 
     def _take(self, parameter: nn.Parameter) -> None:
-        """Take a gradient from autograd, which calls this for deferred gradients, too."""
+        """Take a gradient from autograd, which also calls this hook when a gradient is deferred."""
         if parameter.grad is not None:
             self.add(parameter, parameter.grad)
             parameter.grad = None
@@ -89,23 +90,23 @@ class FlatGradients(ABC):
             self._complete([parameter])
 
     def of(self, parameter: nn.Parameter) -> Tensor:
-        """Return the sum of a parameter's gradients; after `finish`, only where it is owned."""
+        """Return the sum of a parameter's gradients; after `finish`, valid only on its owner."""
         return self.totals[parameter]
 
     @contextmanager
     def last_of(self, chunk: int) -> Iterator[None]:
-        """Take each gradient of a chunk that comes within it for the last one of its weight."""
+        """Treat the gradients of a chunk as final if they arrive within this context."""
         self.ending = frozenset(self.chunks[chunk])
         yield
         self.ending = frozenset()
 
     def complete_chunk(self, chunk: int) -> None:
-        """Take all gradients of a chunk for complete, those that did not come for zero."""
+        """Treat all gradients of a chunk as final; a weight without any gets zeros."""
         self._complete([each for each in self.chunks[chunk] if each not in self.complete])
 
     @torch.no_grad()
     def _complete(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Begin to sum the buckets that are complete with these."""
+        """Mark parameters as final, and begin to sum the buckets that are complete."""
         self._zero_missing(parameters)
         self.complete.update(parameters)
         for bucket in self.buckets[self.begun :]:
@@ -116,7 +117,7 @@ class FlatGradients(ABC):
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Add up tied gradients, and give the optimizer its shard of the averages."""
+        """Sum tied gradients over stages, and give the optimizer its shard of the averages."""
         for chunk in self.chunks:
             self.complete_chunk(chunk)
         self._zero_missing(self.totals)
@@ -148,18 +149,19 @@ class MixedPrecisionGradients(FlatGradients):
         ]
         slots = slots_of(optimizer.bf16_groups, firsts, flats)
         super().__init__(engine, flats, slots, chunks)
-        optimizer.clear_hp_grads = lambda: None  # the next step's first gradients replace them
+        # Nothing has to be zeroed: the first gradients of the next step replace these.
+        optimizer.clear_hp_grads = lambda: None
 
     def _hand_over(self, shards: list[Tensor]) -> None:
-        """Do nothing: the shards are where the optimizer reads them."""
+        """Do nothing: the optimizer reads the shards where they are."""
 
 
 class ZeroGradients(FlatGradients):
-    """Tensors for DeepSpeedZeroOptimizer, which would leave gradients to autograd.
+    """Tensors for DeepSpeedZeroOptimizer, which by itself would let autograd accumulate gradients.
 
-    They have the JSON's `grad_accum_dtype`, by default the weights' precision. For fp16 the default
-    is fp32: sums over micro-batches neither overflow nor lose digits, and nothing has to be
-    converted to be summed over the data ranks.
+    The type is the JSON's `grad_accum_dtype`, by default that of the weights. For fp16 weights the
+    default is fp32: sums over micro-batches neither overflow nor lose digits, and need no
+    conversion before they are summed over the data ranks.
     """
 
     def __init__(self, engine: PipelineEngine, chunks: Mapping[int, Sequence[nn.Parameter]]):
@@ -177,13 +179,13 @@ class ZeroGradients(FlatGradients):
         super().__init__(engine, flats, slots_of(groups, firsts, flats), chunks)
 
     def _hand_over(self, shards: list[Tensor]) -> None:
-        """Show the optimizer where the gradients are."""
+        """Let the optimizer read the gradients from the shards."""
         for number, shard in enumerate(shards):
             parts = [part_of(parameter, shard) for parameter in self._owned(number)]
             self.optimizer.averaged_gradients[number] = InOneTensor(parts, shard)
 
     def _owned(self, number: int) -> list[nn.Parameter]:
-        """Return the parameters that this rank owns some of."""
+        """Return the parameters that this rank owns at least partly."""
         return self.optimizer.params_in_partition[number]
 
 
@@ -198,9 +200,9 @@ class InOneTensor(list):
 def gradients_of(
     engine: PipelineEngine, chunks: Mapping[int, Sequence[nn.Parameter]]
 ) -> FlatGradients:
-    """Return the gradients for an engine's optimizer.
+    """Return the kind of flat gradients that an engine's optimizer needs.
 
-    chunks: chunk -> its parameters without tied ones, in the order in which chunks end
+    chunks: the parameters of each chunk, without tied ones, in the order of the last passes
     """
     is_mixed = isinstance(engine.optimizer, BF16_Optimizer)
     return (MixedPrecisionGradients if is_mixed else ZeroGradients)(engine, chunks)
@@ -211,11 +213,12 @@ def slots_of(
     firsts: Sequence[Sequence[int]],
     flats: Sequence[Tensor],
 ) -> dict[nn.Parameter, Slot]:
-    """Return the place of each parameter, up to the next one's or the end of the flat tensor.
+    """Return the slot of each parameter, which ends where the next begins or the tensor ends.
 
     Args:
         groups: the parameters of each optimizer group
-        firsts: of each the first element in the group's flat tensor
+        firsts: for each parameter the index of its first element in the group's flat tensor
+        flats: the flat tensor of each optimizer group
     """
     slots = {}
     for number, (group, starts, flat) in enumerate(zip(groups, firsts, flats, strict=True)):
@@ -227,13 +230,13 @@ def slots_of(
 
 
 def part_of(parameter: nn.Parameter, shard: Tensor) -> Tensor:
-    """Return the part of a shard that belongs to a parameter, of which the shard has some."""
+    """Return the part of a shard that belongs to a parameter; the shard must hold some of it."""
     place = parameter._hp_mapping.hp_fragment_address
     return shard[place.start : place.start + place.numel]
 
 
 def _divided_before(engine: PipelineEngine) -> float:
-    """Return what the JSON divides gradients by before they are summed."""
+    """Return the divisor that the JSON applies to gradients before they are summed."""
     if engine._config.prescale_gradients:
         return float(dist.get_world_size(engine.grid.get_data_parallel_group()))
     return float(engine._config.gradient_predivide_factor)

@@ -82,7 +82,7 @@ class PassSchedule(PipeSchedule):
             yield COMPUTE[work.kind](**arguments)
 
     def _reads_data(self, work: Pass) -> bool:
-        """Return whether a pass is its stage's first that needs tokens or labels."""
+        """Return whether a pass is the first of its stage to need tokens or labels."""
         position = self.pipeline.position(work.stage, work.chunk)
         if position == 0:
             return True

@@ -165,8 +165,8 @@ def least_micro_batches(schedule: str, stages: int) -> int:
 def last_passes(order: Sequence[Pass]) -> list[Pass]:
     """Return the last pass of each kind through each chunk of a stage, in the order of the passes.
 
-    After the very last of a chunk all its gradients are complete. Those that a split backward pass
-    does not leave to the weights' pass are complete after its last backward pass.
+    All gradients of a chunk are complete after the last of its passes. If backward passes are
+    split, the gradients that are not deferred are already complete after the last backward pass.
     """
     last = {(work.kind, work.chunk): work for work in order}
     return [work for work in order if work == last[work.kind, work.chunk]]

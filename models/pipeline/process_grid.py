@@ -10,8 +10,9 @@ class ProcessGrid(PipelineParallelGrid):
     """DeepSpeed's grid with one call per axis instead of one call per group.
 
     The constructor of PipelineParallelGrid, which this one replaces, calls `new_group` for each
-    group of each axis, and without tensor parallelism for each rank. Attributes have its names:
-    "slice" is the tensor axis, and the "model" group has all ranks of a data rank's model.
+    group of each axis, and even for each rank if there is no tensor parallelism. The attributes
+    keep DeepSpeed's names: "slice" is the tensor axis, and a "model" group has all ranks that share
+    a data rank.
     """
 
     def __init__(self, topology: PipeModelDataParallelTopology):

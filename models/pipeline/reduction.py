@@ -1,7 +1,7 @@
-"""Sums of flat gradients over the data ranks; each rank gets the part that it owns.
+"""Sums of flat gradients over the data ranks; each rank gets the shard that it owns.
 
-ZeRO cuts the flat tensor of an optimizer group into equal shards, one for each data rank, and only
-the owner of a shard updates its weights. A sum is therefore needed on one rank only.
+ZeRO divides the flat tensor of an optimizer group into equal shards, one for each data rank, and
+only the owner of a shard updates the weights in it. A sum is therefore needed on one rank only.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,14 +13,14 @@ from torch import Tensor, nn
 
 from models.parallel.collectives import reduce_scatter_single, wait_for
 
-# A reduction to one owner passes n - 1 ranks one after the other. Where shards are so small that a
-# bucket covers more of them than this, one all-reduce takes less time than a reduction for each.
+# A reduction to one owner passes through n - 1 ranks one after the other. If a bucket covers more
+# shards than this, one all-reduce is faster than one reduction per owner.
 MAX_OWNERS_IN_BUCKET = 4
 
 
 @dataclass(frozen=True)
 class Slot:
-    """The elements [start, stop) of a flat tensor for a parameter, with the padding after it."""
+    """The elements [start, stop) of a flat tensor for a parameter and the padding after it."""
 
     flat: int
     start: int
@@ -31,7 +31,7 @@ class Slot:
 class Bucket:
     """Consecutive elements [start, stop) of a flat tensor that are summed together.
 
-    parameters: the gradients that must be complete first
+    parameters: the parameters whose gradients must be complete before the sum begins
     """
 
     flat: int
@@ -43,14 +43,15 @@ class Bucket:
 def plan_buckets(
     slots: Mapping[nn.Parameter, Slot], chunks: Sequence[Sequence[nn.Parameter]], *, elements: int
 ) -> list[Bucket]:
-    """Cut the parameters of a stage into buckets, in the order in which they should complete.
+    """Divide the parameters of a stage into buckets, in the order in which they should complete.
 
-    Within a chunk that is the reverse order of the layers. The order depends on nothing but the
-    arguments, so that all data ranks post the same collectives in the same order, as NCCL needs.
+    Within a chunk that is the reverse order of the layers. The order depends only on the arguments,
+    so that all data ranks post the same collectives in the same order, as NCCL requires.
 
     Args:
-        chunks: the parameters of each chunk, in the order in which the chunks end
-        elements: the most that a bucket holds, unless a single parameter has more
+        slots: the slot of each parameter
+        chunks: the parameters of each chunk, in the order of the last passes
+        elements: maximum size of a bucket, unless a single parameter is larger
     """
     buckets = []
     for parameters in chunks:
@@ -66,7 +67,7 @@ def plan_buckets(
 def _adjacent(
     parameters: Sequence[nn.Parameter], slots: Mapping[nn.Parameter, Slot], elements: int
 ) -> list[list[nn.Parameter]]:
-    """Group parameters, sorted from the last to the first, into neighbours of `elements` in all."""
+    """Group adjacent parameters, sorted from last to first, into runs of at most `elements`."""
     groups: list[list[nn.Parameter]] = []
     for each in parameters:
         slot = slots[each]
@@ -81,12 +82,12 @@ def _adjacent(
 
 @dataclass(frozen=True)
 class _Running:
-    """A sum in the background.
+    """A sum that runs in the background.
 
-    start: the first element in the flat tensor
-    total: where the sum arrives on this rank; None if another rank owns it
-    in_place: whether that is the flat tensor itself
-    sent: the tensor that must live until the sum is there
+    start: index of the first element in the flat tensor
+    total: the tensor in which the sum arrives on this rank; None if another rank owns it
+    in_place: whether `total` is a view of the flat tensor
+    sent: the input of the collective, which must be kept until the sum is complete
     """
 
     flat: int
@@ -100,15 +101,15 @@ class _Running:
 class ShardedReduction:
     """Averages flat tensors over the data ranks in the background, bucket by bucket.
 
-    Traffic per link for a bucket of B bytes over n ranks: B where it is reduced to the owners of
-    its elements, (n - 1) / n * B for the reduce-scatter of a whole flat tensor, and
-    2 (n - 1) / n * B for an all-reduce, which only flat tensors with small shards need.
+    Traffic per link for a bucket of B bytes over n ranks: B if it is reduced to the owners of its
+    elements, (n - 1) / n * B for the reduce-scatter of a whole flat tensor, and 2 (n - 1) / n * B
+    for an all-reduce, which is used only for flat tensors with small shards.
 
-    flats: of all parameters of an optimizer group, padded to a multiple of the data ranks
-    groups: the data ranks of each
-    dtype: of the sums
-    divided_before: what gradients are divided by before they are summed; the rest of the division
-        by the number of ranks follows the sum
+    flats: one flat tensor per optimizer group, padded to a multiple of the number of data ranks
+    groups: the process group of the data ranks of each flat tensor
+    dtype: type in which gradients are sent and summed
+    divided_before: divisor of the gradients before the sum; the rest of the division by the number
+        of ranks follows after the sum
     """
 
     def __init__(
@@ -162,12 +163,12 @@ class ShardedReduction:
                 shards[each.flat][first : first + each.total.numel()] = each.total
         self.running = []
         for shard, size in zip(shards, self.sizes, strict=True):
-            if size > 1:  # in fp32 whatever was sent, so that the quotient is rounded once
+            if size > 1:  # the shard is in fp32, so that the quotient is rounded only once
                 shard.div_(size / self.divided_before)
         return shards
 
     def _own_shard(self, number: int) -> Tensor:
-        """Return the elements of a flat tensor that this rank owns, or room for them in fp32."""
+        """Return this rank's shard of a flat tensor, or an empty fp32 tensor for its average."""
         size = self._shard_size(number)
         shard = self.flats[number].narrow(0, self.ranks[number] * size, size)
         is_sum = self.sizes[number] == 1 or shard.dtype == torch.float32
@@ -177,7 +178,7 @@ class ShardedReduction:
         return self.flats[number].numel() // self.sizes[number]
 
     def _is_in_place(self, number: int) -> bool:
-        """Tell whether sums arrive where the average belongs: all of it in fp32, no copies."""
+        """Tell whether sums arrive in the flat tensor itself: everything is in fp32, no copies."""
         return self.flats[number].dtype == self.dtype == torch.float32
 
     def _reduce(self, number: int, sent: Tensor, start: int, owner: int) -> None:

@@ -1,4 +1,4 @@
-"""Replace a class that DeepSpeed takes from a module's globals and offers no argument for."""
+"""Replace a class that DeepSpeed reads from a module's globals and that no argument can change."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -7,7 +7,7 @@ from types import ModuleType
 
 @contextmanager
 def replaced(module: ModuleType, name: str, value: object) -> Iterator[None]:
-    """Let a module's global be another object for the duration of the context."""
+    """Replace a global of a module by another object for the duration of the context."""
     original = getattr(module, name)
     setattr(module, name, value)
     try:

@@ -66,7 +66,7 @@ class Stage(PipelineModule):
         self._set_bounds(*self.bounds[0])
 
     def _synchronize_tied_weights(self) -> None:
-        """Nothing: `initialize` gives all copies the same, and DeepSpeed's broadcast warns."""
+        """Do nothing: `initialize` makes all replicas equal, and DeepSpeed's broadcast warns."""
 
     def _index_tied_modules(self) -> dict[str, dict[str, Any]]:
         """Create the groups of stages with a tied module, for all data and tensor ranks at once.
@@ -102,7 +102,7 @@ class Stage(PipelineModule):
         return {"ranks": ranks, "group": group, "weight_attr": attributes, "module": shared}
 
     def stage_owner(self, layer_idx: int) -> int:
-        """The stage that holds a layer."""
+        """Return the stage that holds a layer."""
         position = next(n for n, stop in enumerate(self.parts[1:]) if layer_idx < stop)
         return self.pipeline.place(position)[0]
 

@@ -1,9 +1,10 @@
 """Use every route, group and kernel of a step once, before the first receive is posted.
 
-A posted receive is a kernel that runs until its message comes. Whatever waits for the whole device
-meanwhile (compiling or loading a kernel, autotuning, cudaFree) waits for that message too, and the
-peer may need this very pass before it can send: the stages hang. So does the first collective of a
-group, which blocks the host, where two stages first use two groups in different order.
+A posted receive is a kernel that runs until its message arrives. A call that waits for the whole
+device in the meantime (compiling or loading a kernel, autotuning, cudaFree) waits for that message
+too. If the peer needs the result of this very pass before it can send, the stages hang. They also
+hang if two stages first use two groups in different orders, because the first collective of a group
+blocks the host.
 """
 
 from collections.abc import Callable
@@ -19,7 +20,7 @@ from models.pipeline.order import BACKWARD, FORWARD, WEIGHT, Pass
 if TYPE_CHECKING:
     from models.pipeline.engine import ScheduledEngine
 
-MICRO_BATCHES = 2  # the second one adds to the first one's loss and gradients
+MICRO_BATCHES = 2  # the second one uses the kernels that add to an existing loss and gradients
 
 
 def warm_up(
@@ -30,7 +31,7 @@ def warm_up(
     *,
     note: Callable[[str], None],
 ) -> None:
-    """Run the passes and the reduction of a short step without its messages, and keep nothing.
+    """Run the passes and the reduction of a short step, without messages and without an update.
 
     Collective: all ranks connect routes, use groups and run chunks in the same order. The weights
     and the optimizer are not changed, and the gradients are discarded.
@@ -96,7 +97,7 @@ def _begin_forward(
     chunk: int,
     number: int,
 ) -> None:
-    """Put the input of a forward pass where the pass looks for it."""
+    """Provide the input of a forward pass as the engine would have received it."""
     tokens, labels = inputs
     position = engine.pipeline.position(engine.stage_id, chunk)
     if position == 0:
@@ -109,7 +110,7 @@ def _begin_forward(
 
 
 def _begin_backward(engine: "ScheduledEngine", chunk: int, number: int) -> None:
-    """Put the gradient of a chunk's output where the backward pass looks for it."""
+    """Provide the gradient of a chunk's output as the engine would have received it."""
     if engine.pipeline.position(engine.stage_id, chunk) < engine.pipeline.positions - 1:
         work = Pass(BACKWARD, engine.stage_id, chunk, number)
         engine.handed_on[work] = engine.channels.zero_message()

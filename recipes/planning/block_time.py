@@ -1,4 +1,4 @@
-"""How long a block takes, and the model's two ends, forward and backward.
+"""Time of a block and of the model's two ends, forward and backward.
 
 Legend: s sequence (of a context rank), b sequences of a micro-batch, h hidden, f MLP, d head size,
 t tensor ranks. All times are seconds, of one micro-batch on one rank.
@@ -227,7 +227,7 @@ def _context_collectives(job: Job, core: float) -> float:
 
 
 def _with_shards(job: Job, ahead: Spent, back: Spent) -> tuple[Spent, Spent]:
-    """A block whose weights (ZeRO-3) or gradients (ZeRO-2) are spread over the data ranks.
+    """Add the communication of weights (ZeRO-3) or gradients (ZeRO-2) split over the data ranks.
 
     ZeRO-3 gathers the weights before either pass and reduces the gradients after the second
     (Rajbhandari et al. 2020, arXiv 1910.02054, section 7.2.2).
@@ -256,9 +256,9 @@ def _exposed(job: Job, communication: float, computation: float) -> float:
 
 @lru_cache(maxsize=4096)
 def end_passes(job: Job) -> tuple[Directions, Directions]:
-    """Return the passes of the embedding, and of final norm, logits and loss.
+    """Return the passes of the embedding, and those of the final norm, the logits and the loss.
 
-    job: of `block_job`
+    job: as `block_job` returns it
     """
     gpu, t, precision, era = job.machine.gpu, job.spread.tensor, job.precision, job.software.era
     tokens, h = tokens_per_micro_batch(job.model, job.spread), job.model.hidden_size
@@ -269,7 +269,7 @@ def end_passes(job: Job) -> tuple[Directions, Directions]:
     embedding = Directions(Spent(looked_up, reduced), Spent(looked_up))
 
     columns = job.model.padded_vocab_size(t) // t
-    rows = tokens  # of a matrix product
+    rows = tokens  # of one matrix product
     if job.footprint.loss_in_parts:
         rows = tokens_at_a_time(tokens, columns, gpu.device)
     logits = matmul_seconds(gpu, precision, rows=rows, columns=columns, inner=h)

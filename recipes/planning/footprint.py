@@ -1,4 +1,4 @@
-"""What a training stack keeps in memory, as numbers."""
+"""The memory that a training stack keeps, in bytes per parameter, activation or logit."""
 
 from dataclasses import dataclass, replace
 
@@ -36,8 +36,8 @@ class Footprint:
         attention core's
     overhead_gib: of the CUDA context and the communication library; None: the GPU's usual one
     fragmentation: share of the activations that the caching allocator wastes
-    sent: of a gradient while it is summed over the data ranks, in bytes; None: a weight's
-    zero1: what is kept instead under ZeRO-1; None: the same
+    sent: bytes of a gradient while it is summed over the data ranks; None: those of a weight
+    zero1: the footprint under ZeRO-1; None: this one
     """
 
     weight: float = 2
@@ -71,9 +71,9 @@ class Footprint:
 
 
 # DeepSpeed 0.19 as our recipes use it, counted operation by operation (`plan.py --trace`). ZeRO-1
-# holds fp32 gradients of the whole stage in one tensor from step to step, which are summed over the
-# data ranks in place, or in copies of a shorter type that the JSON asks for. fp32 weights are
-# updated where they are. ZeRO-2 and 3 have buckets of 5e8 elements.
+# keeps the fp32 gradients of the whole stage in one tensor from step to step. They are summed over
+# the data ranks in place, or in copies if the JSON sets a shorter type. fp32 weights are updated in
+# place. ZeRO-2 and 3 have buckets of 5e8 elements.
 DEEPSPEED_ZERO = Footprint(bucket_elements=5e8, gathered_elements=1e9)
 ZERO = replace(
     DEEPSPEED_ZERO, norm=4, gated=3, apart=True, rows=1, loss_in_parts=True, score=4,

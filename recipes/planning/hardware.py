@@ -1,4 +1,4 @@
-"""What a GPU can do: its maker's datasheet, and how much of that is reached."""
+"""Performance of a GPU: its maker's datasheet, and the share of it that is reached."""
 
 import tomllib
 from dataclasses import dataclass, fields
@@ -49,7 +49,7 @@ class Gpu:
 
     @property
     def device(self) -> str:
-        """Kind of device, as in `torch.device.type`; a CPU's driver has no names."""
+        """Return the kind of device, as in `torch.device.type`; a CPU has no driver names."""
         return "cuda" if self.device_names else "cpu"
 
 

@@ -132,7 +132,7 @@ class Job:
 
     @property
     def footprint(self) -> Footprint:
-        """What the software keeps in memory in this precision."""
+        """Return the memory footprint of the software in this precision and ZeRO stage."""
         found = self.software.footprint[self.precision]
         return found.zero1 if found.zero1 and self.spread.zero_stage < 2 else found
 
@@ -180,8 +180,8 @@ def job_of(recipe: Recipe, machine: Machine, software: Software = THREEFOLD) -> 
 def unspread_job(recipe: Recipe, machine: Machine, software: Software = THREEFOLD) -> Job:
     """Describe a recipe's model, batch and precision on a machine, without a layout.
 
-    Our own stack sums gradients in the precision that the recipe's JSON says; other stacks in
-    their own.
+    Our own stack sums gradients in the precision that the recipe's JSON sets; other stacks use
+    their own precision.
 
     Raises:
         ValueError: the GPU does not compute in the recipe's precision.
@@ -217,7 +217,7 @@ def unspread_job(recipe: Recipe, machine: Machine, software: Software = THREEFOL
 def with_sent_bytes(footprint: Footprint, sent: int) -> Footprint:
     """Return the footprint of a stack that sums gradients in a precision of `sent` bytes.
 
-    ZeRO-1 sums fp32 gradients in place, and others in a copy.
+    ZeRO-1 sums fp32 gradients in place, and gradients of another type in a copy.
     """
     zero1 = footprint.zero1 and with_sent_bytes(footprint.zero1, sent)
     copied = 0 if sent == BYTES["fp32"] else sent

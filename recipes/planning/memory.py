@@ -1,4 +1,4 @@
-"""What the ranks of each stage hold in memory at the fullest moment of a step.
+"""Peak memory of the ranks of each stage during a step.
 
 Legend: s sequence (of a context rank), b sequences of a micro-batch, h hidden, f MLP, q and k the
 columns of all queries and of all keys, a heads, v vocabulary, t tensor ranks; bytes.
@@ -239,7 +239,7 @@ class Passing:
 
 
 def passing_bytes(footprint: Footprint, spread: Spread, parameters: int) -> Passing:
-    """Gradients and buffers that do not outlive a step, of so many parameters."""
+    """Return the gradients and buffers that exist only within a step, for `parameters` weights."""
     if spread.zero_stage < 2:
         whole, bucket = footprint.reducing, footprint.reducing_bucket
         if spread.data == 1 and not footprint.stock_pipeline:
@@ -252,9 +252,9 @@ def passing_bytes(footprint: Footprint, spread: Spread, parameters: int) -> Pass
             buffers=footprint.bucket,
             reducing_buffers=footprint.bucket + bucket,
         )
-    # ZeRO-2 has two buckets in the weights' precision, whose gradients are flattened and then
-    # converted to be summed. ZeRO-3 has one bucket in the precision of the sums, a flattened copy,
-    # and the weights that are gathered, but for those whose gradients fill the bucket.
+    # ZeRO-2 has two buckets in the weights' precision; their gradients are flattened, and converted
+    # before they are summed. ZeRO-3 has one bucket in the precision of the sums, a flattened copy,
+    # and the gathered weights except those whose gradients are in the bucket.
     size, sent = footprint.weight, footprint.sent or footprint.weight
     full = min(parameters, footprint.bucket_elements)
     if spread.zero_stage == 2:

@@ -1,4 +1,4 @@
-"""What the training software does with a GPU: which kernels, and what it overlaps."""
+"""Properties of training software: the kernels that it uses, and what it overlaps."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -16,7 +16,7 @@ from recipes.planning.footprint import (
 
 @dataclass(frozen=True, kw_only=True)
 class Software:
-    """A training stack at a time: what it fuses and what it overlaps.
+    """A training stack at a certain time: the kernels that it fuses, and what it overlaps.
 
     era: how fast its kernels run, relative to the hardware file's efficiencies; the one number
         that stands for everything that a version of a library changes
@@ -38,7 +38,7 @@ class Software:
     split_transfers: bool = True  # each tensor rank sends its part to the next stage
     pipeline_overlap: float = 0.0  # share of transfers between stages hidden
     data_overlap: float = 0.0  # share of the gradients' reduction that the backward pass hides
-    gradient_bytes: int | None = None  # on the wire; None: as many as a weight has
+    gradient_bytes: int | None = None  # as sent; None: those of a weight
     reduce_scatter: bool = True  # or all-reduce, although the optimizer's state is spread
     zero2_all_reduce: bool = False  # DeepSpeed's `use_multi_rank_bucket_allreduce`, its default
     shard_overlap: float = 0.9  # share of ZeRO-2 and 3's communication that computation hides
@@ -48,9 +48,9 @@ class Software:
     parallel_block: bool = False  # attention and MLP side by side: half the tensor collectives
 
     def bytes_of_gradients(self, weight: int) -> int:
-        """Return the bytes of a gradient on the wire.
+        """Return the bytes of a gradient as it is sent.
 
-        weight: the bytes of a weight in the model's precision
+        weight: bytes of a weight in the model's precision
         """
         return self.gradient_bytes or weight
 

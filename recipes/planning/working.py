@@ -1,4 +1,6 @@
-"""What the operation at hand needs beside what was kept: a block's backward pass, or the loss.
+"""Working memory of the current operation (a block's backward pass, or the loss).
+
+It comes on top of the activations that were kept.
 
 Legend: s sequence (of a context rank), b sequences of a micro-batch, h hidden, f MLP, v vocabulary,
 t tensor ranks; bytes.
@@ -25,9 +27,9 @@ def row_bytes(job: Job) -> float:
 
 
 def block_working_bytes(job: Job, first_only: bool) -> float:
-    """Return the bytes that a block's backward pass needs besides what was kept for it.
+    """Return the bytes that a block's backward pass needs besides the activations kept for it.
 
-    first_only: there are no gradients yet that a weight's new one is added to
+    first_only: there is no earlier micro-batch, to whose gradients new ones would be added
     """
     spread, model, footprint = job.spread, job.model, job.footprint
     again = 0.0
@@ -35,7 +37,7 @@ def block_working_bytes(job: Job, first_only: bool) -> float:
         again = spread.recompute_interval * block_bytes(
             model, spread, footprint, not job.writes_scores
         )
-        if not footprint.stock_pipeline:  # the first block's input is what was kept
+        if not footprint.stock_pipeline:  # the input of the first block was kept
             again -= row_bytes(job) / spread.sequence_ranks
     needs = footprint.rows * row_bytes(job)
     needs += footprint.weight * mlp_working_elements(job, first_only)
@@ -89,11 +91,12 @@ def loss_bytes(job: Job, stage: int, first_only: bool) -> float:
 
 
 def loss_in_parts_bytes(job: Job) -> float:
-    """Return the bytes of the output matrix's gradient and of the larger of some logits and a copy.
+    """Return the working memory of the loss when logits are computed for some tokens at a time.
 
-    The copy is that gradient on its way to the optimizer. With them the rows that the last norm
-    reads and gives, and the gradient of the latter; under sequence parallelism the whole of these
-    rows, of which the ranks have parts, too.
+    It is the gradient of the output matrix, and the larger of those logits and a second copy of the
+    gradient on its way to the optimizer. Added to it are the input and output rows of the last norm
+    and the gradient of its output; under sequence parallelism also the rows gathered from all
+    tensor ranks.
     """
     spread, model = job.spread, job.model
     tokens = tokens_per_micro_batch(model, spread)

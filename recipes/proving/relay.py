@@ -34,7 +34,7 @@ LOSSES = 10  # that two layouts have in common
 
 
 def run_legs(variants: Iterable[Variant], folder: Path) -> Iterator[Leg | None]:
-    """Each variant of this world's size in turn; outcomes on rank 0, None on the others."""
+    """Run variants of this world's size in turn; yield outcomes on rank 0, None on the others."""
     variants = list(variants)
     deterministic = variants[0].recipe.training.deterministic
     with many_variants(deterministic=deterministic) as begin_variant:

@@ -16,7 +16,7 @@ LEARNING_RATE = 1e-4  # at most: Adam makes whole steps of gradients that are me
 
 
 def shrink(recipe: Recipe, *, ranks: int, layers: int, steps: int, corpus: Path) -> Recipe:
-    """The recipe with every architectural switch kept and every size small.
+    """Return the recipe with every architectural switch kept and every size small.
 
     What a layout must divide (key-value heads, feed-forward columns, sequence, global batch) keeps
     its divisors among 1 .. ranks, so that the same sizes are legal; the vocabulary keeps its

@@ -1,4 +1,4 @@
-"""What each rank does for a proof: train every variant of its world size, one after the other."""
+"""The work of a rank in a proof: train every variant of its world size, one after the other."""
 
 import contextlib
 import gc
@@ -27,7 +27,7 @@ from recipes.training.topology import World
 
 
 def try_variants(variants: Iterable[Variant]) -> Iterator[Outcome | None]:
-    """Train variants of this world's size; outcomes on rank 0, None on the others."""
+    """Train the variants of this world's size; yield outcomes on rank 0, None on the others."""
     variants = list(variants)
     deterministic = variants[0].recipe.training.deterministic
     with many_variants(deterministic=deterministic) as begin_variant:

@@ -76,12 +76,13 @@ def fake_tensors() -> Iterator[None]:
 
 @contextlib.contextmanager
 def kernels_of_a_gpu(compiled: bool) -> Iterator[None]:
-    """Where a GPU keeps other tensors than the CPU, do as the GPU does.
+    """Keep the same tensors as a GPU would, where a CPU keeps others.
 
-    Its attention is the fused one at any length, and the loss has more logits at a time. What was
-    sent is there until its transfer is known to be over, with gloo until it is waited for.
+    On a GPU attention is fused at any length, and the loss computes more logits at a time. A sent
+    tensor is freed once its transfer is complete, and not only when the send is waited for, as with
+    gloo.
 
-    compiled: the work between matrix products makes no tensors but its results
+    compiled: element-wise operations allocate only their results
     """
     fuse = one_kernel if compiled else fusing.as_written
     with (

@@ -40,9 +40,9 @@ from recipes.training.topology import Coordinates, Topology, World
 
 ALLOCATOR_BYTES = 512  # CUDA's caching allocator gives multiples (kMinBlockSize)
 LARGEST = 15
-# Phases that are gone through once in a step; the others once for each micro-batch.
+# Phases that happen once in a step; all others happen once for each micro-batch.
 ONCE = ("", "ReduceGrads", "OptimizerStep", "optimizer step")
-# Passes of a pipeline, whose data ranks communicate in the last pass of a step only.
+# Passes of a pipeline. Data ranks communicate only in the last of them in a step.
 PASSES = ("BackwardPass", "WeightPass")
 
 
@@ -288,7 +288,7 @@ def axes_of(topology: Topology, place: Coordinates) -> dict[frozenset[int], str]
 def per_step(counted: CollectiveCounter, micro_batches: int, traced: int) -> tuple[Traffic, ...]:
     """Return the traffic of a step with all its micro-batches.
 
-    Each of them communicates alike, but for the gradients of a pipeline, which are reduced once.
+    Every micro-batch communicates the same, except that a pipeline reduces its gradients once.
     """
     counts: Counter[tuple[str, str]] = Counter()
     totals: Counter[tuple[str, str]] = Counter()

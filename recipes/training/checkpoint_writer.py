@@ -1,13 +1,13 @@
-"""Save a checkpoint beside the running steps.
+"""Save a checkpoint in the background while the steps continue.
 
-The training thread waits for one thing: the copy of this rank's share out of the device. A thread
-does the rest. The ranks of a stage put logical tensors together; each writes, flushes and hashes
-its own; all agree that everything is there; rank 0 writes the manifest and makes the checkpoint
-exist by one rename.
+The training thread waits only for the copy of this rank's share from the device to the host. A
+second thread does the rest. The ranks of a stage assemble logical tensors, and each rank writes,
+flushes and hashes its own. When all ranks have agreed that every file is complete, rank 0 writes
+the manifest and publishes the checkpoint with one rename.
 
-Communicates through the host's memory, on groups of its own: a broadcast of the disk's state when a
-save begins; then point to point within the stage, and two broadcasts and a gather over a tree of
-all ranks.
+Communication through host memory, on separate groups: a broadcast of the state of the disk when a
+save begins; then point-to-point messages within the stage, and two broadcasts and a gather over a
+tree of all ranks.
 """
 
 import secrets
@@ -90,7 +90,8 @@ class CheckpointWriter:
             tensor_rank=place.tensor,
             tensor_size=topology.tensor,
         )
-        # Ranks that survived an earlier run's death may still be writing into theirs.
+        # Ranks that survived the end of an earlier run may still be writing into its workspaces, so
+        # this run's have other names.
         self.token = self._from_rank_0(secrets.token_hex(4))
         self.staged = [
             {kind: host_copy(tensor) for kind, tensor in flat.items()} for flat in state.tensors()
@@ -198,8 +199,8 @@ class CheckpointWriter:
         """Let every rank write its files.
 
         Returns:
-            On rank 0, the files of all ranks, the tensors in them, and what went wrong on any
-            rank; on the others only what went wrong before they wrote.
+            On rank 0, the files of all ranks, the tensors in them, and a problem of any rank if
+            there is one. On the other ranks only a problem from before the writing began.
         """
         problem = None
         if self.rank == 0:

@@ -1,4 +1,4 @@
-"""ds_configs JSON + recipe -> the dict that DeepSpeed gets.
+"""ds_configs JSON + recipe -> the configuration that DeepSpeed gets.
 
 The JSON owns ZeRO, precision and communication; the recipe owns the batch and the clipping, which
 the JSON leaves "auto".
@@ -39,9 +39,10 @@ VALUES = (
     "wall_clock_breakdown",
     "dump_state",
 )
-# ZeRO-1 sums gradients over the data ranks in buckets, while the last backward pass goes on.
-# 64 MiB in fp32 is enough for a network's full rate, and few blocks of a large model. DeepSpeed's
-# default of 5e8 would be most of a stage, and nothing would be summed before the pass is over.
+# ZeRO-1 sums gradients over the data ranks in buckets during the last backward pass. 64 MiB in fp32
+# is enough to reach a network's full bandwidth, and holds only a few blocks of a large model.
+# DeepSpeed's default of 5e8 elements would hold most of a stage, so that no sum could begin before
+# the end of the pass.
 GRADIENT_BUCKET_ELEMENTS = 2**24
 STEPS_PER_BREAKDOWN = 10
 PRECISIONS = ("fp32", "bf16", "fp16")
@@ -57,10 +58,10 @@ SHIPPED = ", ".join(
 
 
 def build_deepspeed_config(recipe: Recipe, topology: Topology) -> dict[str, Any]:
-    """The dict for `deepspeed.initialize`, with every "auto" filled in.
+    """Return the configuration for `deepspeed.initialize`, with every "auto" filled in.
 
     Raises:
-        ValueError: the JSON sets what the recipe owns, or the two do not go together.
+        ValueError: the JSON sets a value that the recipe owns, or the two are incompatible.
     """
     config = read_deepspeed_json(recipe.deepspeed)
     _check_combination(recipe, config)
@@ -78,9 +79,10 @@ def build_deepspeed_config(recipe: Recipe, topology: Topology) -> dict[str, Any]
         "gradient_accumulation_steps": recipe.micro_batches(topology.data),
         "gradient_clipping": recipe.optimizer.gradient_clipping,
         "communication_data_type": communication_precision(config),
-        # We print; a breakdown of times by DeepSpeed needs a number.
+        # DeepSpeed prints nothing, since `tracking.py` does; a breakdown of times needs a number.
         "steps_per_print": STEPS_PER_BREAKDOWN if config.get("wall_clock_breakdown") else None,
-        # It would synchronise the device for every micro-batch; `tracking.py` has the throughput.
+        # Off, since this timer synchronises the device for every micro-batch; `tracking.py`
+        # measures throughput.
         "timers": {"throughput": {"enabled": False}},
     }
 
@@ -124,12 +126,15 @@ def read_deepspeed_json(name: str) -> dict[str, Any]:
         )
     gradients = config.get("data_types", {}).get("grad_accum_dtype")
     if gradients not in (None, *PRECISIONS):
-        raise ValueError(f'{name}: grad_accum_dtype = "{gradients}" is no precision; use "fp32"')
+        raise ValueError(
+            f'{name}: grad_accum_dtype = "{gradients}" is not one of {", ".join(PRECISIONS)}; '
+            f'use "fp32", in which sums over many micro-batches stay accurate'
+        )
     if communication_precision(config) not in PRECISIONS:
         raise ValueError(
             f"{name}: communication_data_type = {json.dumps(config['communication_data_type'])} is "
-            f'not one of {", ".join(PRECISIONS)}; use "fp32", which loses nothing of the sum of '
-            f"gradients over many ranks"
+            f'not one of {", ".join(PRECISIONS)}; use "fp32", in which sums of gradients over many '
+            f"ranks stay accurate"
         )
     stage = config.get("zero_optimization", {}).get("stage", 0)
     if isinstance(stage, bool) or stage not in (1, 2, 3):
@@ -151,10 +156,10 @@ def precision(config: dict[str, Any]) -> str:
 
 
 def communication_precision(config: dict[str, Any]) -> str:
-    """Return the precision in which gradients are summed over the data ranks.
+    """Return the precision in which gradients are summed over the data ranks, by default fp32.
 
-    DeepSpeed's own default is that of the weights. A sum in bf16 loses 3 to 27 % over 512 ranks
-    (`tests/benchmarks/reduction_error.py`), so the default here is "fp32".
+    DeepSpeed's own default is the precision of the weights. The README's table shows the error of
+    sums in bf16 (`tests/benchmarks/reduction_error.py`).
     """
     return config.get("communication_data_type", "fp32")
 

@@ -1,40 +1,43 @@
-"""Everything that we override in DeepSpeed 0.19.8: its behaviour, and ours with what it saves.
+"""List of everything that we override in DeepSpeed 0.19.8: upstream's behaviour, ours, the reason.
 
 In `recipes/training/deepspeed_config.py`:
-- `timers`: ThroughputTimer synchronises the device when a forward pass begins and when `step` ends,
-  two or three times per micro-batch under ZeRO-2 and 3. Off: `tracking.py` measures throughput, and
-  the host runs ahead of the device.
-- `steps_per_print`: the pipeline engine divides by it under `wall_clock_breakdown`, and fails with
-  None. A number then, otherwise None: we print.
+- `timers`: DeepSpeed's ThroughputTimer synchronises the device when a forward pass begins and when
+  `step` ends, two or three times per micro-batch under ZeRO-2 and 3. We turn it off, so that the
+  host runs ahead of the device; `tracking.py` measures throughput.
+- `steps_per_print`: DeepSpeed's pipeline engine divides by it under `wall_clock_breakdown`, and
+  fails if it is None. We set a number in that case, and otherwise None, because we print ourselves.
 
 In this file:
-- `replace_timers`: the pipeline engine times every batch and keeps a pair of CUDA events per step
-  for ever. Timers that do nothing, unless the JSON asks for times.
+- `replace_timers`: DeepSpeed's pipeline engine times every batch and never frees the pair of CUDA
+  events of each step. We replace the timers by timers that do nothing, unless the JSON asks for
+  times.
 
 In `recipes/training/zero.py`:
-- `share_fp32_weights`: ZeRO-1 and 2 copy fp32 weights to update them. They are updated where they
-  are, which saves 4 bytes per parameter of a rank's share, and a copy per step.
-- `gradient_norm`: each gradient is copied to fp64, and those of replicated weights are left out on
-  all tensor ranks but the first, even if they are not finite there. Rows in fp32 and their sums in
-  fp64; every rank sees a broken gradient.
-- `scale_in_update`: a pass over all gradients divides them by the loss scale and clips them. Fused
-  AdamW divides what it reads.
-- `shards_for_norm`: BF16_Optimizer reads the gradients of the whole stage, and misses broken ones
-  as above. A rank reads its own shard, so that the others need not be summed on it.
+- `share_fp32_weights`: DeepSpeed's ZeRO-1 and 2 copy fp32 weights to update them. We update them in
+  place, which saves 4 bytes per parameter of a rank's share, and a copy per step.
+- `gradient_norm`: DeepSpeed copies each gradient to fp64, and leaves out gradients of replicated
+  weights on all tensor ranks but the first, even if they are not finite there. We compute norms of
+  rows in fp32 and sum them in fp64, and every rank sees a gradient that is not finite.
+- `scale_in_update`: DeepSpeed divides all gradients by the loss scale and clips them in a separate
+  pass. We let fused AdamW divide each gradient when it reads it.
+- `shards_for_norm`: DeepSpeed's BF16_Optimizer reads the gradients of the whole stage, and misses
+  non-finite ones as above. We read only a rank's own shard, so that no rank needs the sums of other
+  shards.
 
 In `models/pipeline/`:
-- `gradients.py`: gradients are copied into buckets that are reduced after the last backward pass,
-  and BF16_Optimizer zeroes all of them after each step. They are added to one tensor per optimizer
-  group, reduced to their owners during the last backward pass, and never zeroed.
-- `engine.py`: a fixed schedule with blocking sends and receives. Any order of passes.
+- `gradients.py`: DeepSpeed copies gradients into buckets and reduces them after the last backward
+  pass, and BF16_Optimizer zeroes all of them after each step. We add them to one tensor per
+  optimizer group, reduce them to their owners during the last backward pass, and never zero them.
+- `engine.py`: DeepSpeed runs a fixed schedule with blocking sends and receives. We run any order of
+  passes.
 
 Elsewhere:
-- `engine.py`, `import_muon`: asking whether an optimizer is Muon imports torch's compiler, for most
-  of a second. It is not imported.
-- `processes.py`: a JIT build of `deepspeed_shm_comm` takes 30 to 74 s on CPUs. Left out.
+- `engine.py`, `import_muon`: DeepSpeed's check whether an optimizer is Muon imports torch's
+  compiler, which takes most of a second. We avoid that import.
+- `processes.py`: DeepSpeed builds `deepspeed_shm_comm` on CPUs, for 30 to 74 s. We skip the build.
 
-Upstream changes that would make these needless: options for the timers, the norm and the copies, an
-argument of `initialize` for the engine's class, and lazy imports.
+These overrides could be removed if DeepSpeed had options for the timers, the norm and the copies,
+an argument of `initialize` for the class of the engine, and lazy imports.
 """
 
 import deepspeed

@@ -1,4 +1,4 @@
-"""The one place that knows pipeline from sequential: build_engine(...).train_step(...)."""
+"""Build the engine of a run, pipelined or sequential: build_engine(...).train_step(...)."""
 
 import contextlib
 import importlib
@@ -277,10 +277,10 @@ def build_engine(
     crumb: Breadcrumb | None = None,
     lap: Callable[[str], None] = lambda part: None,
 ) -> Engine:
-    """The model, initialised, under DeepSpeed: a pipeline with ZeRO-1, sequential otherwise.
+    """Build the model and its DeepSpeed engine: a pipeline with ZeRO-1, sequential otherwise.
 
-    crumb: where the engine notes what it is doing
-    lap: told when the model has been built, before DeepSpeed takes it
+    crumb: where the engine notes its current activity, for hang reports
+    lap: called when the model has been built, before DeepSpeed wraps it
     """
     axes = PipeModelDataParallelTopology(
         num_pp=topology.pipeline, num_dp=topology.data, num_mp=topology.tensor
@@ -329,7 +329,7 @@ def build_engine(
 
 
 def loss_gradient(wrapped: deepspeed.DeepSpeedEngine) -> float:
-    """Return the gradient that a micro-batch's loss receives in fp16: loss scale x its share."""
+    """Return the gradient of a micro-batch's loss in fp16: loss scale / number of micro-batches."""
     return wrapped.optimizer.loss_scale / wrapped.gradient_accumulation_steps()
 
 

@@ -1,8 +1,9 @@
-"""Read torch's flight recorder: which collective each rank waits in, and who has not joined it.
+"""Read torch's flight recorder: which collective each rank waits in, and which ranks are missing.
 
 torch keeps the last collectives of every process group in a ring buffer, with sizes and sequence
 numbers (torch/csrc/distributed/c10d/FlightRecorder.hpp). Ranks launch the collectives of a group in
-the same order, so that a rank whose newest sequence number is lower has not joined yet.
+the same order. A rank whose newest sequence number is lower than that of a collective has therefore
+not joined the collective yet.
 """
 
 import json
@@ -24,9 +25,9 @@ T = TypeVar("T")
 class Operation:
     """A collective, a send or a receive that has been launched and has not ended.
 
-    name: without the backend: "all_reduce", "send 0->1"
-    sequence: its number on the group, counted for collectives and transfers separately
-    sizes: of its inputs, or of its outputs where it has no inputs
+    name: name without the backend, such as "all_reduce" or "send 0->1"
+    sequence: number within the group; collectives and transfers are counted separately
+    sizes: sizes of the inputs, or of the outputs if there are no inputs
     """
 
     name: str
@@ -37,7 +38,7 @@ class Operation:
 
     @property
     def text(self) -> str:
-        """Describe it, such as "all_reduce, number 17, of [4, 1024] BFloat16"."""
+        """Return a description, such as "all_reduce, number 17, of [4, 1024] BFloat16"."""
         tensors = ", ".join(
             f"{size} {kind}" for size, kind in zip(self.sizes, self.dtypes, strict=False)
         )
@@ -46,9 +47,9 @@ class Operation:
 
 @dataclass(frozen=True)
 class Launched:
-    """What one rank has launched on one process group.
+    """The operations that one rank has launched on one process group.
 
-    ranks: the group's global ranks; empty: not known
+    ranks: the group's global ranks; empty: unknown
     collectives, transfers: the newest sequence numbers
     pending: the oldest operations that have not ended
     """
@@ -62,12 +63,12 @@ class Launched:
 
     @classmethod
     def from_json(cls, table: dict[str, Any]) -> "Launched":
-        """Restore what `dataclasses.asdict` has made of it."""
+        """Restore an object from the result of `dataclasses.asdict`."""
         pending = [Operation(**each) for each in table["pending"]]
         return cls(**{**table, "pending": pending})
 
     def has_launched(self, operation: Operation) -> bool:
-        """Tell whether this rank has come as far as an operation of the group."""
+        """Tell whether this rank has launched an operation of the group."""
         newest = self.transfers if operation.is_transfer else self.collectives
         return newest >= operation.sequence
 
@@ -78,7 +79,7 @@ def read_dump(
     """Summarise a dump by process group.
 
     Args:
-        dump: what `_dump_nccl_trace_json` or `_dump_fr_trace_json` gives, parsed
+        dump: parsed result of `_dump_nccl_trace_json` or `_dump_fr_trace_json`
         members: global ranks by group name, for backends that do not record them
     """
     groups: dict[str, list[Mapping[str, Any]]] = {}
@@ -106,8 +107,8 @@ def read_dump(
 def is_pending(entry: Mapping[str, Any]) -> bool:
     """Tell whether an operation has not ended.
 
-    torch's watchdog retires operations that have ended. gloo's are retired without ever being
-    marked as completed.
+    torch's watchdog retires operations that have ended. Operations of gloo are retired without ever
+    being marked as completed.
     """
     return not entry["retired"] and entry["state"] != "completed"
 
@@ -126,11 +127,14 @@ def operation_of(entry: Mapping[str, Any]) -> Operation:
 
 
 def describe_waiting(launched: Mapping[int, Sequence[Launched]], names: Sequence[str]) -> str:
-    """Name the operations that ranks wait in, with the ranks that have not joined; empty: none.
+    """Describe the operations that ranks wait in, and the ranks that have not joined them.
 
     Args:
-        launched: of each rank that has written a report
-        names: of all ranks
+        launched: the operations of each rank that has written a report
+        names: the names of all ranks, by rank
+
+    Returns:
+        The description, or an empty string if no rank waits in an operation.
     """
     waiting: dict[tuple[str, bool, int], list[int]] = {}
     for rank, groups in launched.items():
@@ -156,7 +160,11 @@ def _describe_operation(
     by_group: Mapping[tuple[int, str], Launched],
     names: Sequence[str],
 ) -> tuple[bool, str]:
-    """Describe what some ranks wait in; the first value tells whether others are missing."""
+    """Describe the operation that some ranks wait in.
+
+    Returns:
+        Whether other ranks are missing, and the description.
+    """
     group = by_group[ranks[0], group_name]
     operation = group.pending[0]
     called = f"group {group_name}" + (f" ({group.description})" if group.description else "")
@@ -182,14 +190,14 @@ def _describe_operation(
 def _expected(operation: Operation, group: Launched) -> list[int]:
     """Return the ranks that an operation needs and whose sequence numbers can be compared.
 
-    Ranks count the transfers that they take part in, which are the same ones for both ranks only
-    where a group has no third.
+    Each rank counts only the transfers that it takes part in. Two ranks count the same transfers
+    only if the group has no third rank.
     """
     return [] if operation.is_transfer and len(group.ranks) > 2 else group.ranks
 
 
 def _match(one: Operation, other: Operation) -> bool:
-    """Tell whether two ranks are in the same collective; sizes count where they have to agree."""
+    """Tell whether two ranks are in the same collective; an all-reduce needs equal sizes, too."""
     if one.is_transfer:
         return True
     return one.name == other.name and (one.name != "all_reduce" or one.sizes == other.sizes)
@@ -210,16 +218,16 @@ def _numbers(ranks: Sequence[int]) -> str:
 
 
 def within(seconds: float, function: Callable[[], T]) -> T | None:
-    """Return what a function returns, or None when it fails or takes longer.
+    """Return the result of a function, or None if it fails or takes longer than `seconds`.
 
-    A dump asks CUDA whether events have passed, and that call can hang too.
+    Reading the flight recorder queries CUDA events, and that call can hang as well.
     """
     found: list[T] = []
 
     def run() -> None:
         try:
             found.append(function())
-        except Exception as error:  # whatever it is, the hang itself matters more
+        except Exception as error:  # no error here may hide the report of the hang
             print(f"the flight recorder cannot be read: {error}", flush=True)
 
     thread = threading.Thread(target=run, name="flight recorder", daemon=True)

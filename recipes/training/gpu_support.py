@@ -5,36 +5,36 @@ from collections.abc import Sequence
 
 import torch
 
-VOLTA = (7, 0)  # V100; CUDA 13, which the pinned wheels are built with, has no code for it
+VOLTA = (7, 0)  # V100; not supported by CUDA 13, with which the pinned wheels are built
 ARCHITECTURE = re.compile(r"(?P<kind>sm|compute)_(?P<major>\d+)(?P<minor>\d)(?P<suffix>[af]?)")
 
 
 def check_gpus(wanted: str | None, *, on_gpu: bool, cpu_is_chosen: bool) -> None:
-    """Compare this machine's GPUs with those that the installed torch was built for.
+    """Check that the installed torch can use this machine's GPUs.
 
-    Without this check a V100 fails at its first kernel, and a node of AMD GPUs, or one with a
-    broken driver, trains on its CPUs without a word.
+    Without this check a V100 would fail at its first kernel, and a node with AMD GPUs or with a
+    broken driver would silently train on its CPUs.
 
     Args:
-        wanted: the recipe's `cluster.gpu`, where it names a cluster
+        wanted: the recipe's `cluster.gpu`, or None if it names no cluster
         on_gpu: DeepSpeed has found GPUs that it can use
         cpu_is_chosen: the user has set DS_ACCELERATOR=cpu
 
     Raises:
-        ValueError: torch finds no GPU although the recipe names one, or it has no code for them.
+        ValueError: torch finds no GPU although the recipe names one, or has no kernels for it.
     """
     if on_gpu:
         if torch.version.hip:
             raise ValueError(
-                f"torch {torch.__version__} is built for ROCm, which is not supported: nothing "
-                f"here has run on AMD GPUs. Use NVIDIA GPUs, or DS_ACCELERATOR=cpu; plan.py plans "
-                f"for the MI300X all the same"
+                f"torch {torch.__version__} is built for ROCm, which is not supported: Threefold "
+                f"has never been run on AMD GPUs. Use NVIDIA GPUs, or set DS_ACCELERATOR=cpu to "
+                f"train on the CPU; for MI300X you can only plan, with recipes/plan.py"
             )
         name, capability = torch.cuda.get_device_name(), torch.cuda.get_device_capability()
         check_architecture(name, capability, torch.cuda.get_arch_list())
     elif wanted and not cpu_is_chosen:
         raise ValueError(
-            f'cluster.gpu = "{wanted}" and torch {torch.__version__} finds no GPU on this node. '
+            f'cluster.gpu = "{wanted}", but torch {torch.__version__} finds no GPU on this node. '
             f"NVIDIA GPUs need a driver (see nvidia-smi) and torch's CUDA wheels; AMD GPUs are not "
             f"supported. To train on the CPU, set DS_ACCELERATOR=cpu"
         )
@@ -44,12 +44,12 @@ def check_architecture(name: str, capability: tuple[int, int], built_for: Sequen
     """Check that one of the architectures that torch was built for runs on a GPU.
 
     Args:
-        name: what the GPU calls itself
+        name: name of the GPU as the driver reports it
         capability: its compute capability, such as (9, 0)
-        built_for: as `torch.cuda.get_arch_list()` gives them, such as "sm_90" and "compute_120"
+        built_for: result of `torch.cuda.get_arch_list()`, such as "sm_90" and "compute_120"
 
     Raises:
-        ValueError: none does.
+        ValueError: none of them runs on the GPU.
     """
     if not built_for or any(runs_on(each, capability) for each in built_for):
         return
@@ -69,11 +69,11 @@ def check_architecture(name: str, capability: tuple[int, int], built_for: Sequen
 def runs_on(architecture: str, capability: tuple[int, int]) -> bool:
     """Tell whether code for an architecture runs on a GPU.
 
-    Binary code (sm_) runs on later GPUs of the same generation; with the suffix "a" only on exactly
-    its own. PTX (compute_) is compiled for every later GPU when it is loaded.
+    Binary code (sm_) runs on its own and on later GPUs of the same generation; with the suffix "a"
+    it runs only on its own. PTX (compute_) is compiled for every later GPU when it is loaded.
     """
     found = ARCHITECTURE.fullmatch(architecture)
-    if found is None:  # of a build that names its targets otherwise: not for this check to judge
+    if found is None:  # a build that names its targets in another way cannot be checked
         return True
     built = int(found["major"]), int(found["minor"])
     if found["suffix"] == "a":

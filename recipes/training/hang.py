@@ -1,6 +1,6 @@
-"""Who is behind, when nothing moves any more: what each rank writes, and what one of them reads.
+"""Reports of a hang: each rank writes its place, and one rank reads them to see which is behind.
 
-The ranks cannot talk to each other then; they meet in the run folder.
+The ranks of a hanging run cannot communicate; they exchange files in the run folder.
 """
 
 import json
@@ -30,11 +30,11 @@ class Place(Protocol):
 
 @dataclass(frozen=True)
 class Sighting:
-    """The place of a rank when nothing moved any more.
+    """The place of a rank in a hanging run.
 
     waits_in: the collective that its main thread was in; empty: none
     at: the innermost line of this project or DeepSpeed
-    launched: what it has launched on each process group; empty: its flight recorder is off
+    launched: the operations launched on each process group; empty: the flight recorder is off
     """
 
     rank: int
@@ -57,9 +57,9 @@ class Sighting:
 
 
 class HangReport:
-    """A folder with a file for each rank that has noticed.
+    """A folder with a file for each rank that has noticed the hang.
 
-    names: of all ranks, for messages
+    names: names of all ranks, for messages
     """
 
     def __init__(self, room: Path, names: Sequence[str]):
@@ -83,7 +83,7 @@ class HangReport:
             self._written = False
 
     def verdict(self, rank: int) -> str:
-        """Describe the hang, on the first of the ranks that have written; empty on the others."""
+        """Return a description of the hang on the first rank that has written, "" on the others."""
         present = sorted(int(file.stem.split("-")[1]) for file in self.room.glob("rank-*.txt"))
         if rank != present[0]:
             return ""

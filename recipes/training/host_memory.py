@@ -1,8 +1,8 @@
-"""Page-locked host memory of exactly the size that is asked for.
+"""Page-locked host memory of exactly the requested size.
 
 torch's allocator of pinned memory rounds every block up to a power of two and keeps it: the staged
 copies of a checkpoint would take up to twice the host memory that they need. Here whole pages of
-ordinary memory are registered with CUDA instead, which makes them as fast to copy into.
+ordinary memory are registered with CUDA instead, and copies into them are just as fast.
 """
 
 import mmap
@@ -18,8 +18,8 @@ PORTABLE = 1  # cudaHostRegisterPortable: page-locked for all CUDA contexts
 def host_copy(tensor: Tensor) -> Tensor:
     """Allocate host memory for a copy of a tensor, page-locked when the tensor is on a GPU.
 
-    The memory is written to once: the system then provides all of its pages now, and not in the
-    middle of the first save.
+    The memory is written once, so that the system allocates all of its pages now and not during the
+    first save.
     """
     if tensor.is_cuda:
         return page_locked(tensor.shape, tensor.dtype, torch.cuda.cudart())
@@ -29,7 +29,7 @@ def host_copy(tensor: Tensor) -> Tensor:
 def page_locked(shape: torch.Size, dtype: torch.dtype, runtime: Any) -> Tensor:
     """Allocate a tensor of zeros whose memory is registered with CUDA for as long as it exists.
 
-    Its pages are its own: CUDA refuses to register a page twice.
+    The tensor shares no page with other memory, because CUDA does not register a page twice.
 
     Args:
         runtime: `torch.cuda.cudart()`, or a substitute with the same two functions
@@ -48,7 +48,6 @@ def page_locked(shape: torch.Size, dtype: torch.dtype, runtime: Any) -> Tensor:
             f"(cudaHostRegister returned {code}); give the job more host memory"
         )
     release = weakref.finalize(buffer, runtime.cudaHostUnregister, buffer.data_ptr())
-    release.atexit = (
-        False  # the system unlocks it then; the call would wait for a device that hangs
-    )
+    # At exit the system unlocks the memory by itself; the call could wait for a hanging device.
+    release.atexit = False
     return buffer

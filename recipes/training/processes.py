@@ -1,4 +1,4 @@
-"""What a rank needs of its machine before there is a model: a device, memory, a process group."""
+"""Setup of a rank before the model is built: device, memory, process group."""
 
 import contextlib
 import ctypes
@@ -75,18 +75,18 @@ def check_machine(
     deterministic: bool = False,
     gpu: str | None = None,
 ) -> None:
-    """Compare what is asked for with this machine and what the launcher has set.
+    """Check that this machine and the launcher's settings fit the recipe.
 
     Args:
         world: this rank's place and the ranks of the launcher
         precision: "fp32", "bf16" or "fp16"
         compile: the recipe's `training.compile`
         deterministic: the recipe's `training.deterministic`
-        gpu: the recipe's `cluster.gpu`, where it names a cluster
+        gpu: the recipe's `cluster.gpu`, or None if it names no cluster
 
     Raises:
         ValueError: torch cannot use this machine's GPUs, or this machine cannot run the precision,
-            compile or keep compiled kernels, or the launcher left the address out.
+            compile kernels or store compiled ones, or the launcher has not set the address.
     """
     check_gpus(gpu, on_gpu=on_gpu(), cpu_is_chosen=os.environ.get("DS_ACCELERATOR") == "cpu")
     if deterministic:
@@ -136,7 +136,7 @@ def start_processes(world: World, *, deterministic: bool = False) -> None:
 
     Args:
         world: this rank's place and the ranks of the launcher
-        deterministic: compute with algorithms whose results repeat bit for bit
+        deterministic: use only algorithms whose results are reproducible bit for bit
     """
     set_torch_variables(os.environ, deterministic=deterministic)
     if deterministic:
@@ -168,11 +168,11 @@ def start_processes(world: World, *, deterministic: bool = False) -> None:
 
 
 def use_deterministic_algorithms() -> None:
-    """Let torch choose algorithms whose results repeat, and raise where it has none.
+    """Let torch choose algorithms with reproducible results, and raise where it has none.
 
-    Attention then takes the deterministic backward pass of FlashAttention instead of cuDNN's, which
-    adds with atomics. torch would also fill uninitialised memory; no result here depends on that
-    memory, and filling it takes time.
+    Attention then uses the deterministic backward pass of FlashAttention instead of cuDNN's, which
+    adds with atomics. torch would also fill uninitialised memory. That is turned off: no result
+    depends on such memory, and filling it takes time.
     """
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = False

@@ -1,7 +1,8 @@
-"""Small objects from all ranks to rank 0 and back, through the host's memory and few connections.
+"""Gather small objects on rank 0 and broadcast them, with few connections in host memory.
 
-gloo connects all ranks of a group with each other: a world of 1,024 would hold 1,023 connections
-per rank. Here each rank belongs to one group of at most FAN_OUT ranks on each level of a tree.
+gloo connects all ranks of a group with each other: in a group of 1,024 ranks, each would hold 1,023
+connections. Here the ranks form a tree, and on each level of the tree a rank belongs to at most one
+group of at most FAN_OUT ranks.
 """
 
 from datetime import timedelta
@@ -17,9 +18,10 @@ T = TypeVar("T")
 
 
 def levels(ranks: int, fan_out: int) -> list[list[list[int]]]:
-    """Return the groups of each level; the first rank of a group belongs to the next level too.
+    """Return the groups of each level of the tree, from the leaves to the root.
 
-    The last level is one group, whose first rank is 0.
+    The first rank of a group also belongs to a group of the next level. The last level is one
+    group, whose first rank is 0.
     """
     found: list[list[list[int]]] = []
     left = list(range(ranks))
@@ -30,9 +32,9 @@ def levels(ranks: int, fan_out: int) -> list[list[list[int]]]:
 
 
 class RankTree:
-    """The groups of this rank, from the leaves to the root; all ranks build it together.
+    """The groups of this rank, from the leaves to the root; creating it is collective.
 
-    timeout: of each exchange with the ranks of a group
+    timeout: time limit of each exchange within a group
     """
 
     def __init__(self, timeout: timedelta, *, fan_out: int = FAN_OUT):
@@ -45,7 +47,7 @@ class RankTree:
                 self.groups.append((group, members))
 
     def gather(self, value: T) -> dict[int, T]:
-        """Return the values of all ranks by rank on rank 0, and nothing on the others."""
+        """Return the values of all ranks by rank on rank 0, and an empty dict on the others."""
         found = {self.rank: value}
         for group, members in self.groups:
             leader = members[0]

@@ -141,17 +141,18 @@ class Optimizer(Section):
 
 
 class Training(Section):
-    """How long, how often validated, and how often ranks' copies are compared (0: never)."""
+    """Number of steps, and how often to validate and to compare replicas (0: never)."""
 
     steps: Count
     evaluate_every: NonNegative
     evaluation_batches: Count = 4  # global batches of the validation file
     compare_copies_every: NonNegative = 100  # steps; `copies.py`
     initial_weights: str | None = None  # a checkpoint to start from; None: drawn from the seed
-    # What runs between matrix products, as kernels of its own; "auto": on GPUs, given a compiler.
-    # The first time that takes 10 to 20 seconds.
+    # Compile the element-wise operations; "auto": on GPUs if there is a compiler. The first time,
+    # compiling takes 10 to 20 seconds.
     compile: Literal[True, False, "auto"] = "auto"
-    # On GPUs, algorithms whose results repeat bit for bit; slower. CPUs repeat theirs anyway.
+    # On GPUs, use only algorithms with reproducible results, which are slower. On CPUs results are
+    # always reproducible.
     deterministic: bool = False
 
 

@@ -1,4 +1,4 @@
-"""The time of a step, from the end of the step before to its own end."""
+"""The time of a step, from the end of the previous step to its own end."""
 
 import time
 from collections.abc import Iterator
@@ -8,11 +8,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class StepSeconds:
-    """The seconds of a step.
+    """The duration of a step, in seconds.
 
-    total: from the end of the step before, without validation
-    between: the part of it before the step began: garbage collection, agreeing on signals and bad
-        steps, comparing replicas, waiting for a save to begin
+    total: from the end of the previous step to the end of this one, without validation
+    between: the part of `total` before the step began: garbage collection, agreement on signals and
+        bad steps, comparison of replicas, beginning of a save
     """
 
     total: float
@@ -20,26 +20,26 @@ class StepSeconds:
 
 
 class StepClock:
-    """Measures steps so that their times add up to the run's, apart from validation.
+    """Measures steps such that their times add up to the time of the run without validation.
 
-    The end of a step is when the host has its loss. On a GPU the update still runs then, which is
-    another reason to measure from end to end.
+    A step ends when the host has its loss. On a GPU the update is still running at that moment,
+    which is another reason to measure from end to end.
     """
 
     def __init__(self) -> None:
         self.restart()
 
     def restart(self) -> None:
-        """Measure the next step from its own beginning: the first one, and after a rollback."""
+        """Measure the next step from its own beginning, at the start or after a rollback."""
         self._ended: float | None = None
         self._left_out = 0.0
 
     def begin(self) -> None:
-        """Begin a step."""
+        """Mark the beginning of a step."""
         self._began = time.perf_counter()
 
     def end(self) -> StepSeconds:
-        """End a step."""
+        """Mark the end of a step, and return its duration."""
         now = time.perf_counter()
         between = 0.0 if self._ended is None else self._began - self._ended - self._left_out
         seconds = StepSeconds(now - self._began + between, between)
@@ -48,7 +48,7 @@ class StepClock:
 
     @contextmanager
     def left_out(self) -> Iterator[list[float]]:
-        """Count what runs within it to no step; the list that it yields then has its seconds."""
+        """Exclude the time within this context from all steps; the yielded list receives it."""
         began, found = time.perf_counter(), []
         yield found
         found.append(time.perf_counter() - began)

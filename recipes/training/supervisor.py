@@ -1,10 +1,11 @@
-"""Whatever ends a run before its last step, in order: signals, dead launchers, hangs.
+"""Supervision of a run: orderly ends after signals, dead launchers and hangs.
 
-In each rank one thread listens to signals (a second one ends the rank at once) and looks, every
-second, for the processes that have launched it (whose death counts as a signal) and for progress.
-Ranks agree at the end of each step whether one of them has been asked to stop. When nothing has
-moved for a while, hang.py says who is behind, and all end. What a thread cannot notice, its process
-having been stopped, the guard does.
+In each rank one thread listens to signals (a second signal ends the rank at once). Every second it
+checks that the launcher processes of the rank are alive (the death of one counts as a signal) and
+that there is progress. At the end of each step the ranks agree whether one of them has been asked
+to stop. When there has been no progress for a while, hang.py reports which rank is behind, and all
+ranks end. A thread cannot notice that its process has been stopped; the watchdog process (guard.py)
+does.
 """
 
 import contextlib
@@ -184,10 +185,11 @@ class Supervisor:
                     os.kill(pid, signal.SIGKILL)
 
     def _look_at_progress(self, idle: int) -> None:
-        """Write where this rank is after half of the time; name the cause and end after all of it.
+        """Write this rank's place after half of the time limit; report and end after all of it.
 
-        The place is written before the flight recorder is read: reading it asks the device, which
-        may never answer. Should it even hold Python's lock then, the guard ends this rank.
+        The place is written before the flight recorder is read, because reading it queries the
+        device, which may never answer. If the query also holds the GIL, the watchdog process ends
+        this rank.
         """
         if not self.hang_seconds:
             return
@@ -226,9 +228,9 @@ class Supervisor:
 
 
 def launched_collectives() -> list[Launched]:
-    """Read what this rank has launched on every process group, from torch's flight recorder."""
+    """Return the operations that this rank has launched, from torch's flight recorder."""
     recorder = torch._C._distributed_c10d
-    backend = "nccl" if "nccl" in dist.get_backend() else "fr"  # fr: of all other backends
+    backend = "nccl" if "nccl" in dist.get_backend() else "fr"  # fr: all other backends
     dump = json.loads(getattr(recorder, f"_dump_{backend}_trace_json")())
     world = dist.distributed_c10d._world
     members = {

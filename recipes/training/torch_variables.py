@@ -1,21 +1,21 @@
-"""Environment variables that torch reads once: before CUDA starts, or before the process group.
+"""Environment variables that torch reads only once, at the latest when the process group starts.
 
-They have to be set before torch is imported, so this file does without it. A variable that the user
-has set is left alone.
+They have to be set before torch is imported, so this file does not import it. Variables that the
+user has set are not changed.
 """
 
 from collections.abc import MutableMapping
 from importlib.metadata import version
 
-RENAMED_IN = (2, 9)  # the torch that gave the allocator's and the recorder's variables new names
+RENAMED_IN = (2, 9)  # version of torch that renamed the allocator's and the recorder's variables
 ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 RECORDER_VARIABLES = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
 RECORDED_COLLECTIVES = 2000  # torch's own default from 2.13 on
 WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 DETERMINISTIC_WORKSPACES = (":4096:8", ":16:8")  # the values that cuBLAS documents
 PIPELINE_VARIABLES = {
-    # A kernel that is loaded at its first use waits for all streams, and with them for a posted
-    # receive whose message may depend on that very kernel.
+    # Loading a kernel at its first use waits for all streams, including a posted receive, whose
+    # message may depend on that very kernel.
     "CUDA_MODULE_LOADING": "EAGER",
     # Streams share the hardware queues: with the default of 8, a transfer that waits for its peer
     # can hold up kernels of other streams that were launched after it. 32 is the maximum.
@@ -33,23 +33,23 @@ def set_torch_variables(
     pipelined: bool = False,
     torch_version: str | None = None,
 ) -> None:
-    """Set what this project wants of torch, unless the user has decided otherwise.
+    """Set the environment variables of torch that the user has not set.
 
     - The CUDA allocator grows its segments instead of adding new ones. Activations of different
       sizes then leave no unusable gaps, and `cudaFree`, which waits for the whole device, is rarely
       needed.
-    - The flight recorder keeps the last collectives, which a hang report names.
-    - Inductor chooses kernels without timing them. Tensor ranks compute the gradients of replicated
-      weights by themselves, and kernels that each rank chooses by its own timings may round
-      differently: the replicas would diverge.
-    - Deterministic runs: cuBLAS works in a workspace of fixed size.
+    - The flight recorder keeps the last collectives, for hang reports.
+    - Inductor chooses kernels without timing them. Each tensor rank computes the gradients of
+      replicated weights itself; if each chose kernels by its own timings, the kernels might round
+      differently, and the replicas would diverge.
+    - Deterministic runs: cuBLAS uses a workspace of fixed size.
     - Pipelined runs: kernels are loaded before the first step, and streams do not share queues.
 
     Args:
         environment: `os.environ`
         deterministic: the recipe's `training.deterministic`
-        pipelined: the layout has several pipeline stages
-        torch_version: such as "2.13.0+cu130"; by default that of the installed torch
+        pipelined: whether the layout has more than one pipeline stage
+        torch_version: such as "2.13.0+cu130"; None: that of the installed torch
     """
     release = tuple(map(int, (torch_version or version("torch")).split(".")[:2]))
     new_names = release >= RENAMED_IN
@@ -67,7 +67,7 @@ def set_torch_variables(
 
 
 def check_workspace(environment: MutableMapping[str, str]) -> None:
-    """Check that cuBLAS is as deterministic as `training.deterministic` asks for.
+    """Check that the user's cuBLAS workspace is one of those that make cuBLAS deterministic.
 
     Raises:
         ValueError: the user has set a workspace whose results differ from run to run.

@@ -1,4 +1,4 @@
-"""Let DeepSpeed's optimizers see every gradient, at its own loss scale, without needless passes."""
+"""Changes to DeepSpeed's optimizers: gradient norm, loss scale and clipping, with fewer passes."""
 
 from collections.abc import Iterable
 from types import MethodType
@@ -17,7 +17,7 @@ ROW = 512  # elements that are added up in fp32
 
 
 def without_needless_copies(optimizer: object) -> None:
-    """Change an optimizer that DeepSpeed has made, according to its kind."""
+    """Apply the changes of this file to an optimizer that DeepSpeed has created."""
     if isinstance(optimizer, DeepSpeedZeroOptimizer):
         share_fp32_weights(optimizer)
         optimizer.get_grad_norm_direct = MethodType(gradient_norm, optimizer)
@@ -32,13 +32,13 @@ def without_needless_copies(optimizer: object) -> None:
 
 
 def share_fp32_weights(optimizer: DeepSpeedZeroOptimizer) -> None:
-    """Let the optimizer update weights that are in fp32 where they are, instead of a copy."""
+    """Let the optimizer update fp32 weights in place, instead of a copy."""
     partitions = optimizer.parallel_partitioned_bit16_groups
     for number, master in enumerate(optimizer.single_partition_of_fp32_groups):
         own = partitions[number][dist.get_rank(optimizer.real_dp_process_group[number])]
         if own.dtype == master.dtype:
             master.data = own
-    optimizer._link_all_hp_params()  # parameters know where their part of it is
+    optimizer._link_all_hp_params()  # so that parameters point to their parts
 
 
 def gradient_norm(
@@ -48,8 +48,11 @@ def gradient_norm(
 ) -> Tensor:
     """Replace DeepSpeed's get_grad_norm_direct, which would copy each gradient to fp64 first.
 
-    It comes before the loss scale is changed for the next step. Returns -1 if any rank has a value
-    that is not finite.
+    DeepSpeed calls it before it changes the loss scale for the next step, so the current scale is
+    noted here.
+
+    Returns:
+        The norm, or -1 if any rank has a value that is not finite.
     """
     self.scale_of_gradients = self.loss_scale
     gradients = (each for each in gradients if not getattr(each, "_zero_padding", False))
@@ -67,9 +70,11 @@ def shards_for_norm(
 ) -> list[Tensor] | tuple[list[Tensor], dict[str, list[Tensor]]]:
     """Replace DeepSpeed's get_grads_for_norm, which reads the gradients of the whole stage.
 
-    A rank has the average of its own shard only (`models/pipeline/reduction.py`). For clipping the
-    shards are returned. For the norm it is one number, the norm over all data ranks' shards;
-    DeepSpeed adds those of the tensor ranks and stages.
+    A rank has only the average of its own shard (`models/pipeline/reduction.py`).
+
+    Returns:
+        For clipping, the shards. For the norm, a list with one number, the norm over the shards of
+        all data ranks; DeepSpeed adds the norms of tensor ranks and stages.
     """
     shards = self.fp32_groups_gradient_flat_partition
     if for_clipping:
@@ -78,7 +83,7 @@ def shards_for_norm(
         (shard, parameter, parameter._hp_mapping.hp_fragment_address)
         for shard, group in zip(shards, self.bf16_groups, strict=True)
         for parameter in group
-        if parameter._hp_mapping is not None  # this rank owns some of it
+        if parameter._hp_mapping is not None  # this rank owns a part
     )
     parts = ((shard[at.start : at.start + at.numel], each) for shard, each, at in places)
     tensor_rank = bwc_tensor_model_parallel_rank(mpu=self.mpu)
@@ -92,10 +97,10 @@ def sum_of_squares(
 ) -> Tensor:
     """Add up the squares of the gradients that count on this rank, in fp32.
 
-    Replicated weights count on the first tensor rank, tied ones on one stage. On the other ranks
-    their squares count nothing, but a value that is not finite makes the sum NaN: DeepSpeed leaves
-    these gradients out, and a rank with a broken one would update its weights with it while the
-    others see a sound norm.
+    Replicated weights count on the first tensor rank only, tied weights on one stage only. On other
+    ranks their squares count as zero, unless a value is not finite, which makes the sum NaN.
+    DeepSpeed ignores these gradients entirely: a rank with a non-finite one would then update its
+    weights, because the norm is finite.
     """
     counted, others = [], []
     for gradient, parameter in parts:
@@ -112,7 +117,7 @@ def sum_of_squares(
 
 
 def adjacent(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """Join tensors that follow one another in memory, flattened, so that fewer kernels run."""
+    """Flatten tensors and join those that are adjacent in memory, so that fewer kernels run."""
     joined: list[Tensor] = []
     for each in tensors:
         if joined and _follows(each, joined[-1]):
@@ -130,12 +135,12 @@ def _follows(tensor: Tensor, other: Tensor) -> bool:
 
 
 def scale_in_update(self: DeepSpeedZeroOptimizer, gradients: list[Tensor], norm: Tensor) -> None:
-    """DeepSpeed's unscale_and_clip_grads, left to fused AdamW: it divides what it reads.
+    """Replace DeepSpeed's unscale_and_clip_grads: fused AdamW divides gradients as it reads them.
 
-    By the loss scale that the gradients have; DeepSpeed's takes the next step's, and halves the
-    gradients whenever the scale doubles.
+    The divisor is the loss scale with which the gradients were computed. DeepSpeed uses the scale
+    of the next step, and thus halves the gradients whenever the scale doubles.
 
-    norm: of the gradients as they are, with the loss scale
+    norm: norm of the gradients, including the loss scale
     """
     loss_scale = self.scale_of_gradients
     scale = torch.full((), loss_scale, dtype=torch.float32, device=self.device)
@@ -175,8 +180,8 @@ def change_loss_scale_after_update(optimizer: DeepSpeedZeroOptimizer_Stage3) -> 
 def clip_in_update(optimizer: BF16_Optimizer) -> None:
     """Leave clipping to fused AdamW, which divides the gradients that it reads.
 
-    DeepSpeed would multiply all gradients in a pass of their own, and wait for the device to know
-    whether it has to.
+    DeepSpeed would multiply all gradients in a separate pass, and wait for the device to decide
+    whether that pass is needed.
     """
     most, optimizer.clip_grad = optimizer.clip_grad, 0.0
     if most == 0:
@@ -190,7 +195,7 @@ def clip_in_update(optimizer: BF16_Optimizer) -> None:
 
 
 def squared_norm(gradient: Tensor) -> Tensor:
-    """In fp64, of rows whose norms are computed in fp32: a relative error below 1e-6."""
+    """Return the squared norm in fp64, from norms of rows in fp32 (relative error below 1e-6)."""
     flat = gradient.detach().flatten().float()
     whole = flat.numel() - flat.numel() % ROW
     rows = torch.linalg.vector_norm(flat[:whole].view(-1, ROW), dim=1)

@@ -55,7 +55,7 @@ def measure(schedule: str, chunks: int) -> dict[str, object]:
 
 
 def _measure_step(steps: StepProgram, found: dict[str, int], slower: dict[str, float]) -> None:
-    """Raise the figures to those of one more step."""
+    """Simulate one step; raise the figures in `found` and `slower` to those of this step."""
     seconds = pass_seconds(steps.pipeline)
     in_order, free = LaunchRule.POSTING_ORDER, LaunchRule.FREE_COMMUNICATOR
     for name, slots in (

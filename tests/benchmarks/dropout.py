@@ -1,4 +1,4 @@
-"""What masks that do not depend on the layout cost, beside torch's own dropout.
+"""Measure the cost of masks that do not depend on the layout, relative to torch's own dropout.
 
 Forward and backward, the two alternating in one process; prints the ratio of the medians.
 
@@ -52,7 +52,7 @@ def main() -> None:
 
 
 def residual(s: int, b: int, h: int) -> float:
-    """Our time over torch's for dropout on [s, b, h]."""
+    """Return our time divided by torch's for dropout on [s, b, h]."""
     x = torch.randn(s, b, h, requires_grad=True)
     key, axis = MaskKey(seed=0, samples=range(b)), TensorAxis()
     return compare(

@@ -1,4 +1,4 @@
-"""Who trains the same two stages: our engine, DeepSpeed's, torch's pipelining, one process alone.
+"""The contestants that train the same two stages: our engine, DeepSpeed's, torch's, one process.
 
 Each starts from the same weights and takes the same optimizer steps.
 """
@@ -169,7 +169,7 @@ def with_first_weights(model: nn.Module, recipe: Recipe) -> nn.Module:
 
 
 def loss_of_logits(recipe: Recipe) -> Callable[[Tensor, Tensor], Tensor]:
-    """For engines that compute the loss apart from the layers."""
+    """Return the loss, for engines that compute it separately from the layers."""
 
     def loss(logits: Tensor, labels: Tensor) -> Tensor:
         real = logits[..., : recipe.model.vocab_size].float()  # [s, b, v] without the padding

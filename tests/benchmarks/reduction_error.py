@@ -1,13 +1,13 @@
 """Simulate the error of a gradient's sum over the data ranks, in bf16 and in fp32.
 
 NCCL's ring passes a partial sum from rank to rank. Each rank adds its own contribution and rounds
-to the precision of the communication, so an element is rounded once per rank. Here a contribution
-is an element's mean gradient, different for each element, plus this rank's own noise. The error is
-the norm of the difference from the exact sum, relative to the norm of the exact sum.
+to the precision of the communication, so an element is rounded once per rank. In the simulation,
+the contribution of a rank to an element is the mean gradient of the element plus random noise. The
+error is the norm of the difference from the exact sum, relative to the norm of the exact sum.
 
-noise: standard deviation of a rank's gradient over its mean. It is about the square root of the
-number of ranks where the global batch has the critical size (McCandlish et al. 2018, arXiv
-1812.06162), and smaller with larger batches.
+noise: standard deviation of a rank's gradient divided by its mean. If the global batch has the
+critical size (McCandlish et al. 2018, arXiv 1812.06162), it is about the square root of the number
+of ranks; it is smaller with larger batches.
 
     python tests/benchmarks/reduction_error.py [--json]
 """
@@ -27,7 +27,7 @@ ELEMENTS = 2**14
 def ring_errors(
     ranks: Sequence[int], noise: float, *, elements: int = ELEMENTS, seed: int = 0
 ) -> Iterator[tuple[int, dict[str, float]]]:
-    """Yield the relative error in each precision for each number of ranks, in ascending order."""
+    """Yield (number of ranks, relative error by precision), by ascending number of ranks."""
     generator = torch.Generator().manual_seed(seed)
     mean = torch.randn(elements, generator=generator)
     exact = torch.zeros(elements, dtype=torch.float64)

@@ -1,9 +1,10 @@
-"""Would ZeRO-2 pay under a pipeline? What it saves and costs, as the planner sees it.
+"""Predict with the planner whether ZeRO-2 would be faster than ZeRO-1 in a pipeline.
 
-Gradients would be shared by the data ranks while micro-batches accumulate: 4 bytes per parameter
-less, and each micro-batch's gradients reduced instead of a step's. For every recipe of
-the catalogue with a cluster of 16 GPUs or more, the best layout as it is, then with this saving and
-its communication: all hidden that a backward pass is long enough to hide, and none hidden.
+ZeRO-2 would split gradients over the data ranks while micro-batches accumulate. That saves 4 bytes
+per parameter, but the gradients of each micro-batch would have to be reduced, instead of once per
+step. For every recipe of the catalogue with a cluster of 16 GPUs or more, this prints the time of
+the best layout with ZeRO-1, then that with ZeRO-2: once with as much of the communication hidden as
+the backward passes allow, and once with none of it hidden.
 
     python tests/benchmarks/zero2_in_pipeline.py [--json]
 """

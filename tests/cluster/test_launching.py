@@ -1,4 +1,4 @@
-"""The documented ways to start a run, on hosts and a Slurm of this machine."""
+"""The documented ways to start a run, on simulated hosts and a Slurm on this machine."""
 
 import json
 import re

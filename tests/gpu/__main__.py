@@ -5,8 +5,9 @@
     python -m tests.gpu --only losses --only step
     python -m tests.gpu --write           # into BENCHMARKS.md and recipes/planning/gpus
 
-Each part runs in a process of its own and is ended when its time is over; the next one follows. The
-exit code is 0 if all parts pass or are skipped, 1 if one fails, 2 without a GPU or a package.
+Each part runs in a separate process, which is ended when its time limit is reached; then the next
+part runs. The exit code is 0 if all parts pass or are skipped, 1 if a part fails, and 2 if there is
+no usable GPU or a package is missing.
 """
 
 import argparse
@@ -29,7 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if lacking := missing(NEEDED):
         print(f"make gpu: {how_to_bring(lacking)}", file=sys.stderr)
         return UNUSABLE_CODE
-    from tests.gpu.parts import BY_NAME, PARTS  # after the check of what they import
+    from tests.gpu.parts import BY_NAME, PARTS  # imports the packages that were just checked
 
     if options.list:
         for part in PARTS:
@@ -42,12 +43,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not gpus:
         return UNUSABLE_CODE
     if lacking := missing(OPTIONAL):
-        print(f"parts that need {', '.join(lacking)} will be skipped: not installed")
+        print(f"{', '.join(lacking)} not installed: the parts that need it will be skipped")
     return check(options, gpus)
 
 
 def count_gpus(options: argparse.Namespace) -> int:
-    """Return the number of GPUs, or of ranks on a CPU; say why none can be used."""
+    """Return the number of GPUs, or of ranks on a CPU; print a message and return 0 if unusable."""
     import torch
 
     from recipes.training.gpu_support import check_gpus
@@ -72,7 +73,7 @@ def count_gpus(options: argparse.Namespace) -> int:
 
 
 def check(options: argparse.Namespace, gpus: int) -> int:
-    """Run the parts that were asked for, and write results and report."""
+    """Run the requested parts, and write their results and the report; return the exit code."""
     if options.device == "cpu":
         os.environ["DS_ACCELERATOR"] = "cpu"
     from tests.gpu.environment import device_name, facts
@@ -82,7 +83,7 @@ def check(options: argparse.Namespace, gpus: int) -> int:
     from tests.gpu.setting import FAILED, Setting
 
     output = options.output.absolute()
-    shutil.rmtree(output / "runs", ignore_errors=True)  # a run of last time would be resumed
+    shutil.rmtree(output / "runs", ignore_errors=True)  # otherwise old runs would be resumed
     output.mkdir(parents=True, exist_ok=True)
     setting = Setting(device=options.device, gpus=gpus, output=output, small=options.small)
     parts = [BY_NAME[name] for name in options.only] if options.only else list(PARTS)
@@ -101,7 +102,7 @@ def check(options: argparse.Namespace, gpus: int) -> int:
 
 
 def publish(output: Path, text: str, *, device: str, repository: Path) -> None:
-    """Insert the report into BENCHMARKS.md, and copy the planner's files where there are any."""
+    """Insert the report into BENCHMARKS.md, and copy the planner's files if any were written."""
     from tests.gpu.report import write
 
     write(repository / "BENCHMARKS.md", text, device=device)
@@ -110,20 +111,22 @@ def publish(output: Path, text: str, *, device: str, repository: Path) -> None:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """Return the command's options."""
+    """Return the parser of the command's options."""
     parser = argparse.ArgumentParser(
         prog="python -m tests.gpu",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--list", action="store_true", help="list the parts and their time")
-    parser.add_argument("--only", action="append", metavar="PART", help="this part; repeatable")
+    parser.add_argument("--list", action="store_true", help="list the parts and their time limits")
+    parser.add_argument("--only", action="append", metavar="PART", help="run this part; repeatable")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="default: cuda")
-    parser.add_argument("--ranks", type=int, default=1, help="with --device cpu; default: 1")
-    parser.add_argument("--small", action="store_true", help="sizes of seconds, for tests on a CPU")
-    parser.add_argument("--minutes", type=float, help="of all parts; default: 10, more GPUs: 17")
+    parser.add_argument("--ranks", type=int, default=1, help="ranks with --device cpu; default: 1")
+    parser.add_argument("--small", action="store_true", help="run in seconds, for tests on a CPU")
     parser.add_argument(
-        "--output", type=Path, default=Path("runs/gpu"), help="results; default: runs/gpu"
+        "--minutes", type=float, help="limit for all parts; default: 10, with several GPUs 17"
+    )
+    parser.add_argument(
+        "--output", type=Path, default=Path("runs/gpu"), help="folder of results; default: runs/gpu"
     )
     parser.add_argument(
         "--write", action="store_true", help="insert the results into BENCHMARKS.md and the planner"

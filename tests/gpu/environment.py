@@ -1,4 +1,4 @@
-"""What this machine is: GPU, driver, libraries, compiler, and the rates of matrix products."""
+"""Description of this machine: GPU, driver, libraries, compiler, and rates of matrix products."""
 
 import os
 import platform
@@ -23,13 +23,13 @@ from tests.gpu.setting import Result, Setting
 
 LIBRARIES = ("torch", "deepspeed", "transformers", "triton", "numpy", "pydantic")
 TOKENS = 8192  # rows of the products
-SUSTAINED_SECONDS = 4.0  # long enough for a GPU to reach the clock that its power allows
+SUSTAINED_SECONDS = 4.0  # long enough for a GPU to settle at the clock that its power limit allows
 SHORT_SECONDS = 0.1
 LLAMA_1B = REPOSITORY / "recipes" / "llama" / "1b.toml"
 
 
 def environment(setting: Setting) -> Result:
-    """Describe the machine and measure matrix products of the shapes of llama/1b."""
+    """Describe the machine, and measure matrix products with the shapes of llama/1b."""
     result = Result()
     result.table(["", ""], [[name, text] for name, text in facts(setting.device)])
     precision = torch.bfloat16 if setting.device == "cuda" else torch.float32
@@ -48,7 +48,7 @@ def environment(setting: Setting) -> Result:
 
 
 def facts(device: str) -> Iterator[tuple[str, str]]:
-    """Yield what figures depend on, by name."""
+    """Yield (name, value) of everything that the measurements depend on."""
     yield "device", device_name(device)
     yield "Python", f"{platform.python_version()}, {sys.platform} {platform.machine()}"
     for name in LIBRARIES:
@@ -70,7 +70,7 @@ def facts(device: str) -> Iterator[tuple[str, str]]:
 
 
 def device_name(device: str) -> str:
-    """Return what the device calls itself."""
+    """Return the name of the device as its driver reports it."""
     return torch.cuda.get_device_name(0) if device == "cuda" else device
 
 
@@ -111,9 +111,10 @@ def product_shapes(setting: Setting) -> dict[str, tuple[int, int, int]]:
 
 
 def product_rates(setting: Setting, m: int, n: int, k: int, dtype: torch.dtype) -> list[float]:
-    """Return TFLOP/s of a linear layer's products.
+    """Return the TFLOP/s of a linear layer's matrix products.
 
-    Forward, the input's gradient, the weight's gradient, and the weight's added to a sum.
+    They are the forward product, the input gradient, the weight gradient, and the weight gradient
+    added to a sum.
     """
     make = {"dtype": dtype, "device": setting.device}
     x, weight, grad = (torch.randn(*size, **make) for size in ((m, k), (n, k), (m, n)))
@@ -129,7 +130,7 @@ def product_rates(setting: Setting, m: int, n: int, k: int, dtype: torch.dtype) 
 
 
 def large_rates(setting: Setting, dtype: torch.dtype) -> tuple[float, float]:
-    """Return TFLOP/s of a large square product, at first and over seconds."""
+    """Return the TFLOP/s of a large square product, at first and sustained over seconds."""
     size = 256 if setting.small else 8192
     a = torch.randn(size, size, device=setting.device, dtype=dtype)
     flops = 2e-12 * size**3
@@ -139,7 +140,7 @@ def large_rates(setting: Setting, dtype: torch.dtype) -> tuple[float, float]:
 
 
 def seconds_of_call(call: Callable[[], object], device: str, span: float) -> float:
-    """Return the mean seconds of a call, of as many as take `span` seconds."""
+    """Return the mean duration of a call, over as many calls as take `span` seconds."""
     call()
     once = max(timed(call, device, 1), 1e-7)
     calls = max(1, int(span / once))
@@ -147,7 +148,7 @@ def seconds_of_call(call: Callable[[], object], device: str, span: float) -> flo
 
 
 def timed(call: Callable[[], object], device: str, calls: int) -> float:
-    """Return the seconds of some calls; the device is idle before and after them."""
+    """Return the duration of some calls; the device is idle before and after them."""
     synchronize(device)
     started = time.perf_counter()
     for _ in range(calls):

@@ -1,4 +1,4 @@
-"""A trained model, exported for transformers, gives the same logits there."""
+"""Check that a trained model, exported for transformers, gives the same logits there."""
 
 import subprocess
 import sys
@@ -66,7 +66,7 @@ def our_logits(source: CheckpointReader, tokens: torch.Tensor, device: str) -> t
 
 
 def make_tokenizer(setting: Setting) -> Path:
-    """Write a tokenizer that transformers can load, a word per token; return its folder."""
+    """Write a tokenizer with one word per token that transformers can load; return its folder."""
     folder = setting.output / "tokenizer"
     words = {f"t{number}": number for number in range(vocab_size(setting))}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="t0"))

@@ -1,4 +1,4 @@
-"""The packages that the checks need, told before anything starts; nothing is installed."""
+"""The packages that the checks need. They are checked before anything starts, and not installed."""
 
 import importlib.util
 import sys
@@ -21,15 +21,16 @@ NEEDED = {  # module -> name in the package index
     "msgpack": "msgpack",
     "cpuinfo": "py-cpuinfo",
 }
-OPTIONAL = {"transformers": "transformers", "tokenizers": "tokenizers"}  # parts without are skipped
+OPTIONAL = {"transformers": "transformers", "tokenizers": "tokenizers"}  # else parts are skipped
 HOW = """\
-Nothing is installed from here. On a machine with a network and a checkout of this repository:
+`make gpu` installs nothing. On a machine with a network and a checkout of this repository, run
 
     grep -E '^({pattern})==' requirements.txt > missing.txt
     DS_BUILD_OPS=0 python3 -m pip wheel --no-deps -w .whl -r missing.txt
 
-(with the same Python, {python}, and system; for others `pip download --only-binary=:all:` takes
---python-version and --platform). Copy .whl here, then:
+with the same Python, {python}, and operating system. (With another Python or system, use
+`pip download --only-binary=:all:` with --python-version and --platform.) Copy .whl to this machine
+and run
 
     {executable} -m pip install --no-index --no-deps --target .site .whl/*.whl
     PYTHONPATH=$PWD/.site make gpu PYTHON={executable}"""
@@ -41,7 +42,7 @@ def missing(modules: dict[str, str]) -> list[str]:
 
 
 def how_to_bring(packages: list[str]) -> str:
-    """Say what is missing and how to bring it without a network."""
+    """Return a message with the missing packages and how to install them without a network."""
     text = HOW.format(
         pattern="|".join(packages),
         executable=sys.executable,

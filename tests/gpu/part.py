@@ -1,4 +1,4 @@
-"""One part in this process: python -m tests.gpu.part MODULE:FUNCTION SETTING RESULT."""
+"""Run one part in this process: python -m tests.gpu.part MODULE:FUNCTION SETTING RESULT."""
 
 import importlib
 import json
@@ -20,11 +20,11 @@ def main() -> None:
     Path(file).write_text(json.dumps(asdict(result) | {"status": result.status}))
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(0)  # the teardown of libraries' threads sometimes aborts
+    os._exit(0)  # the teardown of library threads sometimes aborts
 
 
 def run(function: str, setting: Setting) -> Result:
-    """Run a part; an error is a failure of the part, a package that is missing skips it."""
+    """Run a part; an error fails the part, and a missing package skips it."""
     module, name = function.split(":")
     try:
         part: Callable[[Setting], Result] = getattr(importlib.import_module(module), name)

@@ -1,4 +1,4 @@
-"""The parts of `make gpu`, in order of importance: each in a process of its own, with a budget."""
+"""The parts of `make gpu`, in order of importance; each has a process and a time limit."""
 
 from dataclasses import dataclass
 
@@ -7,10 +7,10 @@ MINUTES = 10.0  # of all parts together, on one GPU
 
 @dataclass(frozen=True)
 class Part:
-    """A part.
+    """One part of the checks.
 
     function: "module:function", imported in the part's process
-    seconds: after which it is ended
+    seconds: time limit, after which the part is ended
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""The section for BENCHMARKS.md: command, versions, date and figures of all parts."""
+"""The section for BENCHMARKS.md, with the command, versions, date and figures of all parts."""
 
 import re
 from collections.abc import Iterable, Sequence
@@ -15,10 +15,10 @@ def section(
     """Return the section as Markdown, between two markers.
 
     Args:
-        outcomes: of all parts that were asked for
-        device: what the GPU calls itself
+        outcomes: outcomes of all requested parts
+        device: name of the GPU as its driver reports it
         date: such as "2026-11-22"
-        versions: what the figures depend on, by name
+        versions: (name, value) of everything that the figures depend on
     """
     about = ", ".join(f"{name} {text}" for name, text in versions)
     parts = ", ".join(f"{each.part.name} {each.status}" for each in outcomes)

@@ -1,4 +1,4 @@
-"""Run parts one after the other, each in a process that is ended when its time is over."""
+"""Run parts one after the other, each in a process that is ended when its time limit is reached."""
 
 import contextlib
 import json
@@ -26,7 +26,7 @@ class Outcome:
     """A part's result.
 
     status: "passed", "failed" or "skipped"
-    log: what its process has printed
+    log: file with the output of its process
     """
 
     part: Part
@@ -41,13 +41,13 @@ class Outcome:
 def run_parts(
     parts: Sequence[Part], setting: Setting, *, minutes: float, tell: Callable[[str], None]
 ) -> list[Outcome]:
-    """Run the parts; whatever happens to one of them, the next one follows.
+    """Run the parts in order; a failure of one part does not stop the others.
 
     Args:
-        parts: in order
+        parts: the parts, in order
         setting: the machine and the sizes
-        minutes: of all parts together; a part for which too little is left is skipped
-        tell: prints a line
+        minutes: time limit of all parts together; a part is skipped if too little time is left
+        tell: function that prints a line
     """
     deadline = time.monotonic() + 60 * minutes
     outcomes = []
@@ -55,7 +55,7 @@ def run_parts(
         left = deadline - time.monotonic()
         tell(f"[{number}/{len(parts)}] {part.name}: {part.title}")
         if left < LEAST_SECONDS:
-            reason = f"the {minutes:g} minutes of all parts are over (--minutes)"
+            reason = f"the {minutes:g} minutes for all parts are over; use a larger --minutes"
             outcome = Outcome(part, SKIPPED, 0.0, Path(), skipped=reason)
         else:
             outcome = run_part(part, setting, seconds=min(part.seconds, left))
@@ -65,7 +65,7 @@ def run_parts(
 
 
 def run_part(part: Part, setting: Setting, *, seconds: float) -> Outcome:
-    """Run a part in a process of its own; end the process and its runs when the time is over."""
+    """Run a part in a separate process; end the process and its runs after `seconds`."""
     log = setting.output / f"{part.name}.log"
     file = setting.output / f"{part.name}.json"
     file.unlink(missing_ok=True)
@@ -105,14 +105,14 @@ def run_part(part: Part, setting: Setting, *, seconds: float) -> Outcome:
 
 
 def end_group(process: subprocess.Popen) -> None:
-    """Kill a part's process and whatever it has started."""
+    """Kill a part's process and all processes that it has started."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
 
 
 def describe(outcome: Outcome) -> str:
-    """Describe a part's outcome for the terminal."""
+    """Return the lines that describe a part's outcome on the terminal."""
     lines = [*outcome.lines]
     if outcome.skipped:
         lines.append(f"skipped: {outcome.skipped}")

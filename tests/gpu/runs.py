@@ -1,4 +1,4 @@
-"""Runs of recipes/pretrain.py on a made-up corpus, each in processes of its own."""
+"""Runs of recipes/pretrain.py on a synthetic corpus, each in separate processes."""
 
 import json
 import os
@@ -29,11 +29,11 @@ THREADS = 8  # of a run on the CPU, at most
 
 
 class Failure(Exception):
-    """A run that has not ended as it should."""
+    """An error for a run that has not ended as expected."""
 
 
 def corpus(setting: Setting) -> Path:
-    """Write the corpus, unless another part has; return its folder."""
+    """Write the corpus unless another part has written it; return its folder."""
     folder = setting.output / "corpus"
     if not folder.exists():
         tokens = SMALL_VALIDATION_TOKENS if setting.small else VALIDATION_TOKENS
@@ -47,11 +47,11 @@ def vocab_size(setting: Setting) -> int:
 
 
 def overrides(setting: Setting, **changes: Any) -> list[str]:
-    """Return what is set on recipes/tiny.toml: one stage, the corpus, and `section__key=value`."""
+    """Return the changes of recipes/tiny.toml: one stage, the corpus, and `section__key=value`."""
     data = corpus(setting)
     found = {
         "layout.pipeline": 1,
-        "batch.global_sequences": 8,  # the CPU has to keep up
+        "batch.global_sequences": 8,  # few, so that the CPU can keep up
         "training.steps": 20,
         "training.evaluate_every": 0,
         "optimizer.schedule.warmup_steps": 10,
@@ -73,7 +73,7 @@ def _toml(value: Any) -> str:
 class Run:
     """A run that has been started.
 
-    folder: its run folder
+    folder: the run folder
     """
 
     name: str
@@ -82,7 +82,7 @@ class Run:
     logs: list[Path]
 
     def finish(self) -> list[dict[str, Any]]:
-        """Wait for the run; return its metrics, a line per step.
+        """Wait for the end of the run; return its metrics, one line per step.
 
         Raises:
             Failure: a rank has failed, with the end of its log.
@@ -95,13 +95,13 @@ class Run:
         return self.metrics()
 
     def metrics(self) -> list[dict[str, Any]]:
-        """Return the lines that are there."""
+        """Return the lines of metrics that have been written so far."""
         file = self.folder / "metrics.jsonl"
         lines = file.read_text().splitlines(keepends=True) if file.exists() else []
         return [json.loads(line) for line in lines if line.endswith("\n")]
 
     def kill_after(self, steps: int) -> int:
-        """Kill all ranks with SIGKILL once so many steps are done; return the steps that are.
+        """Kill all ranks with SIGKILL after some steps; return the number of steps done.
 
         Raises:
             Failure: the run has ended before.
@@ -121,13 +121,13 @@ class Run:
 def start(
     setting: Setting, name: str, settings: Sequence[str], *, ranks: int = 1, device: str = ""
 ) -> Run:
-    """Start recipes/tiny.toml with some settings; ranks are started as torchrun would.
+    """Start a run of recipes/tiny.toml, with ranks started as torchrun starts them.
 
     Args:
         setting: the machine and the sizes
-        name: of the run folder; the same name resumes
-        settings: as `overrides` gives them
-        ranks: one per GPU
+        name: name of the run folder; a run with the same name is resumed
+        settings: changes of the recipe, as `overrides` returns them
+        ranks: number of ranks, one per GPU
         device: "cpu" to run on the CPU although there is a GPU
     """
     folder = setting.output / "runs" / name
@@ -151,10 +151,10 @@ def start(
 
 
 def device_environment(device: str, *, small: bool = False) -> dict[str, str]:
-    """Return this process's environment: a device, fp32 products in full fp32, no network."""
+    """Return an environment for runs: the device, matrix products in full fp32, no network."""
     environment = os.environ | {"NVIDIA_TF32_OVERRIDE": "0", "HF_HUB_OFFLINE": "1"}
     if device == "cpu":
-        half = len(os.sched_getaffinity(0)) // 2  # other runs work at the same time
+        half = len(os.sched_getaffinity(0)) // 2  # other runs use the machine at the same time
         threads = "1" if small else str(max(1, min(THREADS, half)))
         return environment | {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": threads}
     environment.pop("DS_ACCELERATOR", None)
@@ -170,7 +170,7 @@ def largest_difference(one: Sequence[float], other: Sequence[float]) -> float:
     """Return the largest relative difference of two runs' losses.
 
     Raises:
-        Failure: one of them has more steps.
+        Failure: the runs have different numbers of steps.
     """
     if len(one) != len(other):
         raise Failure(f"{len(one)} steps cannot be compared with {len(other)}")

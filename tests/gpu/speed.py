@@ -1,4 +1,4 @@
-"""How fast a step of llama/1b is: beside the planner's prediction and beside transformers."""
+"""Speed of a step of llama/1b, compared with the planner's prediction and with transformers."""
 
 import re
 import shutil
@@ -30,7 +30,7 @@ MICRO_BATCHES = 8
 WARM_UP_STEPS, TIMED_STEPS = 2, 8
 KERNELS = 25
 KERNEL_NAME = 70  # characters
-ROUNDS = 3  # beside transformers
+ROUNDS = 3  # of the comparison with transformers
 FALLBACK = "H100"  # whose file a GPU without one begins as
 
 
@@ -81,7 +81,7 @@ def step(setting: Setting) -> Result:
 
 
 def rows(setting: Setting, recipe: Recipe, shape: Shape, seconds: float) -> list[list[str]]:
-    """Return the lines of the table: measured, and as the planner predicts them."""
+    """Return the rows of the table: measured values, and the planner's predictions."""
     name = device_name(setting.device)
     gpu = known_gpu(name)
     found = []
@@ -107,7 +107,7 @@ def rows(setting: Setting, recipe: Recipe, shape: Shape, seconds: float) -> list
 
 
 def known_gpu(name: str) -> Gpu | None:
-    """Return the planner's numbers of a device, if it has any."""
+    """Return the planner's description of a device, or None if it has none."""
     if name == "cpu":
         return hardware.load_gpu("cpu")
     return next((gpu for gpu in gpus() if any(each in name for each in gpu.device_names)), None)
@@ -127,8 +127,9 @@ def draw_batch(recipe: Recipe) -> list[MicroBatch]:
 
 
 def beside_transformers(setting: Setting) -> Result:
-    """Measure our step and that of transformers' Llama under DeepSpeed in turns."""
-    from tests.benchmarks import device_rates, step_rows  # transformers, which few parts need
+    """Measure our step and that of transformers' Llama under DeepSpeed, in turns."""
+    # Imported here because they import transformers, which most parts do not need.
+    from tests.benchmarks import device_rates, step_rows
 
     precision = "bf16" if setting.device == "cuda" else "fp32"
     cores = () if setting.device == "cuda" else tuple(cores_at_hand())
@@ -157,7 +158,7 @@ def beside_transformers(setting: Setting) -> Result:
 
 def device_file(setting: Setting) -> Result:
     """Write the planner's file of this GPU into the output folder."""
-    from tests.benchmarks import device_file as files  # transformers, as above
+    from tests.benchmarks import device_file as files  # imports transformers, as above
     from tests.benchmarks import step_rows
 
     name = device_name(setting.device)
@@ -183,6 +184,6 @@ def device_file(setting: Setting) -> Result:
     ]  # fmt: skip
     result.table(["step", "predicted, s", "measured, s", "error"], table)
     if not gpu:
-        result.say(f"The planner did not know {name}: replace the datasheet's numbers in its file, "
-                   f"which are the {FALLBACK}'s.")  # fmt: skip
+        result.say(f"The planner has no datasheet of {name}, so its file has that of {FALLBACK}: "
+                   f"replace the datasheet's numbers in the file.")  # fmt: skip
     return result

@@ -1,4 +1,4 @@
-"""Checks of losses: those of the CPU, in every precision and layout, and after a kill."""
+"""Checks of losses: against the CPU, in every precision and layout, and after a killed run."""
 
 from typing import Any
 
@@ -30,17 +30,18 @@ def fp32_losses(setting: Setting) -> Result:
     result.say(f"Loss of step 1: {found[0]:.6f}, of step {len(found)}: {found[-1]:.6f}.")
     difference = largest_difference(found, expected)
     result.check(
-        difference <= SAME, f"fp32 losses are the CPU's: {difference:.1e} (at most {SAME:.0e})"
+        difference <= SAME,
+        f"fp32 losses equal those of the CPU: difference {difference:.1e}, at most {SAME:.0e}",
     )
     result.check(found[-1] < found[0], "the loss falls")
     return result
 
 
 def precisions(setting: Setting) -> Result:
-    """Train in bf16 and fp16 and with ZeRO-1 to 3; losses fall and stay near those of fp32."""
+    """Check in bf16 and fp16 and with ZeRO-1 to 3 that losses fall and stay near those of fp32."""
     files = dict(PRECISIONS)
     if setting.device == "cpu":
-        files.pop("fp16, ZeRO-1")  # CPUs do not have it
+        files.pop("fp16, ZeRO-1")  # not supported on CPUs
     if setting.small:
         files = {name: files[name] for name in ("bf16, ZeRO-1", "fp32, ZeRO-3")}
     runs = {"fp32, ZeRO-1": start(setting, "precision-fp32", overrides(setting))}
@@ -54,13 +55,13 @@ def precisions(setting: Setting) -> Result:
     for name, own in found.items():
         difference, limit = largest_difference(own, expected), NEAR.get(name[:4], SAME)
         rows.append([name, f"{own[0]:.4f}", f"{own[-1]:.4f}", f"{difference:.1e}", f"{limit:.0e}"])
-        result.check(own[-1] < own[0] and difference <= limit, f"{name} trains near fp32, ZeRO-1")
+        result.check(own[-1] < own[0] and difference <= limit, f"{name} trains like fp32")
     result.table(["precision", "first loss", "last loss", "to fp32", "limit"], rows)
     return result
 
 
 def deterministic(setting: Setting) -> Result:
-    """Train twice with `training.deterministic`; all losses are the same bit for bit."""
+    """Check that two runs with `training.deterministic` have the same losses bit for bit."""
     pairs = {}
     for precision in ("bf16",) if setting.small else ("fp32", "bf16"):
         settings = overrides(
@@ -79,7 +80,7 @@ def deterministic(setting: Setting) -> Result:
 
 
 def resume(setting: Setting) -> Result:
-    """Kill a run with SIGKILL and resume it; its losses are those of an undisturbed one."""
+    """Check that a run that is killed and resumed has the losses of an undisturbed run."""
     steps, every, kill_after = SMALL_RESUME if setting.small else RESUME
     settings = overrides(setting, training__steps=steps, checkpoint__every=every)
     undisturbed = start(setting, "undisturbed", settings)
@@ -95,23 +96,24 @@ def resume(setting: Setting) -> Result:
         f"killed after step {done}, the run resumes from the checkpoint of step {resumes[-1:]}",
     )
     steps_match = [line["step"] for line in found] == list(range(1, steps + 1))
-    result.check(steps_match, f"all {steps} steps are there once")
+    result.check(steps_match, f"each of the {steps} steps is recorded once")
     difference = largest_difference(losses(found), losses(expected))
     result.check(
-        difference <= SAME, f"its losses are those of an undisturbed run: {difference:.1e}"
+        difference <= SAME,
+        f"its losses equal those of an undisturbed run: difference {difference:.1e}",
     )
     return result
 
 
 def _resumed_steps(run: Run) -> list[int]:
-    """Return the steps after which the run has been resumed, from its log."""
+    """Return the steps from whose checkpoints the run was resumed, as its log says."""
     marker = "resumed after step "
     lines = run.logs[0].read_text(errors="replace").splitlines()
     return [int(line.split(marker)[1].split()[0].strip(",")) for line in lines if marker in line]
 
 
 def layout_variants(ranks: int) -> dict[str, dict[str, Any]]:
-    """Return the layouts that are compared with one GPU, by name, as `section__key` settings."""
+    """Return the layouts to compare with one GPU: name -> changes of the recipe."""
     two = {"layout__pipeline": 2}
     variants = {
         "pipeline 2, 1f1b": two,
@@ -122,7 +124,7 @@ def layout_variants(ranks: int) -> dict[str, dict[str, Any]]:
         "tensor 2": {"layout__tensor": 2},
         "tensor 2, sequence parallel": {"layout__tensor": 2, "layout__sequence_parallel": True},
         "data": {},
-        "data, ZeRO-2": {"deepspeed": "ds_configs/zero2_fp32.json"},  # as ZeRO-1 on one rank
+        "data, ZeRO-2": {"deepspeed": "ds_configs/zero2_fp32.json"},  # runs as ZeRO-1 on one rank
         "data, ZeRO-3": {"deepspeed": "ds_configs/zero3_fp32.json"},
     }
     if ranks == 4:
@@ -132,7 +134,7 @@ def layout_variants(ranks: int) -> dict[str, dict[str, Any]]:
 
 
 def layouts(setting: Setting) -> Result:
-    """Train in all pipeline schedules and with tensor parallelism; losses are those of one GPU."""
+    """Check that all pipeline schedules and tensor parallelism have the losses of one GPU."""
     if setting.gpus < 2:
         return Result(skipped="one GPU: pipeline schedules and tensor parallelism need two or more")
     ranks = 4 if setting.gpus >= 4 else 2

@@ -1,6 +1,6 @@
 """A process-group backend for the CPU that obeys NCCL's rules where they differ from gloo's.
 
-Data travels over gloo, one gloo group for each connection. Rules, by their number in docs:
+Data travels over gloo, with one gloo group per connection. The rules of docs/nccl-and-cuda.md:
 
 1. The first operation between two ranks of a communicator, and a communicator's first collective,
    blocks the host until all its ranks have posted theirs: creating the gloo group does that.

@@ -16,20 +16,20 @@ UNLIMITED = 10_000  # slots
 
 
 class Hang(RuntimeError):
-    """An operation has waited for longer than the patience of the test."""
+    """An error for an operation that has waited longer than the patience of the test."""
 
 
 class DeviceWideSynchronization(RuntimeError):
-    """A call would wait for a posted receive, which may depend on what follows the call."""
+    """An error for a call that waits for a receive whose message may depend on later operations."""
 
 
 @dataclass(frozen=True)
 class Rules:
-    """The device that is modelled.
+    """The rules of the modelled device.
 
-    slots: communication kernels that are resident at a time
-    launch: which posted kernel becomes resident next
-    one_queue: CUDA_DEVICE_MAX_CONNECTIONS=1, where a kernel that cannot be launched holds up
+    slots: maximum number of communication kernels that are resident at a time
+    launch: rule that selects the posted kernel that becomes resident next
+    one_queue: CUDA_DEVICE_MAX_CONNECTIONS=1, where a kernel that cannot be launched blocks
         everything that is launched after it
     patience: seconds after which a wait counts as a hang
     """
@@ -40,12 +40,12 @@ class Rules:
     patience: float = 20.0
 
     def environment(self) -> dict[str, str]:
-        """Return the variables from which `from_environment` reads these rules on another rank."""
+        """Return environment variables from which another rank can read these rules."""
         return {f"NCCL_RULES_{name.upper()}": str(value) for name, value in vars(self).items()}
 
     @classmethod
     def from_environment(cls) -> "Rules":
-        """Read the rules of this rank; what is not set has its default."""
+        """Read the rules of this rank; rules that are not set have their defaults."""
         found = {
             name: os.environ[f"NCCL_RULES_{name.upper()}"]
             for name in cls.__dataclass_fields__
@@ -61,7 +61,7 @@ class Rules:
 
 
 class Kernel(dist.Work):
-    """An operation of a communicator: posted, then resident, then done."""
+    """An operation of a communicator, which is first posted, then resident, then done."""
 
     def __init__(self, device: "Device", communicator: object, name: str, run: Callable[[], None]):
         super().__init__()
@@ -71,7 +71,7 @@ class Kernel(dist.Work):
         self.outputs: list[torch.Tensor] = []
 
     def wait(self, timeout: Any = None) -> bool:
-        """Wait as the compute stream would; the host of a CPU waits with it."""
+        """Wait as the compute stream would; here the host waits as well."""
         if not self.finished.wait(self.device.rules.patience):
             raise Hang(f"rank {self.device.rank} waits for {self.name}; {self.device}")
         if self.error is not None:
@@ -111,7 +111,7 @@ class Device:
     rules: Rules
     rank: int = -1
     most_resident: int = 0
-    doing: str = ""  # what the host is blocked in
+    doing: str = ""  # the call that blocks the host
     posted: list[Kernel] = field(default_factory=list)
     resident: list[Kernel] = field(default_factory=list)
     receives: list[Kernel] = field(default_factory=list)  # posted and not done
@@ -125,7 +125,7 @@ class Device:
             if is_receive:
                 self.receives.append(kernel)
             self._launch()
-            if self.rules.one_queue:  # the next launch comes after this one
+            if self.rules.one_queue:  # nothing can be launched before this kernel is
                 launched = self.changed.wait_for(
                     lambda: kernel.state != "posted", self.rules.patience
                 )
@@ -174,9 +174,9 @@ class Device:
 
     def _run(self, kernel: Kernel) -> None:
         try:
-            with torch.no_grad():  # the setting belongs to the thread
+            with torch.no_grad():  # gradient mode is per thread
                 kernel.run()
-        except Exception as error:  # the host gets it from `wait`
+        except Exception as error:  # `wait` raises it on the host's thread
             kernel.error = error
         with self.changed:
             kernel.state = "done"

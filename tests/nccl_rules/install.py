@@ -1,4 +1,4 @@
-"""Import this module on a rank to let DeepSpeed join its ranks with the backend of NCCL's rules."""
+"""Importing this module makes DeepSpeed use the backend that enforces NCCL's rules."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ init_distributed = deepspeed.init_distributed
 
 
 def init_with_rules(dist_backend: str, **settings: Any) -> None:
-    """Join the ranks with this backend instead of the one that is asked for."""
+    """Join the ranks with this backend instead of the requested one."""
     init_distributed(dist_backend=NAME, **settings)
 
 

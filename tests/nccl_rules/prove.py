@@ -15,7 +15,7 @@ SLOTS = "--slots"
 
 
 def main() -> None:
-    """Let the processes of a proof import the backend before anything else, then prove."""
+    """Run a proof whose processes import the backend before anything else."""
     slots, patience = 4, 120.0
     if SLOTS in sys.argv:
         place = sys.argv.index(SLOTS)

@@ -8,8 +8,8 @@ resident. Three launch rules say which posted operation becomes resident next:
 - free communicator: the earliest one whose communicator is free
 - any order: any one whose communicator is free, as unfavourable as possible
 
-With one hardware queue (CUDA_DEVICE_MAX_CONNECTIONS=1) an operation that cannot be launched also
-holds up all computation that was launched after it.
+With one hardware queue (CUDA_DEVICE_MAX_CONNECTIONS=1), an operation that cannot be launched also
+blocks all computation that was launched after it.
 """
 
 import random
@@ -22,11 +22,11 @@ from typing import NamedTuple
 from models.pipeline.communication import Action, Event, Route, program
 from models.pipeline.order import BACKWARD, FORWARD, Pass, Pipeline
 
-MAX_SLOTS = 16  # beyond which a search gives up
+MAX_SLOTS = 16  # upper limit of a search
 
 
 class LaunchRule(StrEnum):
-    """Which posted operation becomes resident next."""
+    """Rule that selects the posted operation that becomes resident next."""
 
     POSTING_ORDER = "posting order"
     FREE_COMMUNICATOR = "free communicator"
@@ -36,7 +36,7 @@ class LaunchRule(StrEnum):
 class Operation(NamedTuple):
     """A posted send or receive.
 
-    message: the pass that starts with what is sent
+    message: the pass that starts with the message as its input
     """
 
     route: Route
@@ -65,7 +65,7 @@ class StepProgram:
 
     @cached_property
     def posted_at(self) -> dict[Operation, tuple[int, int]]:
-        """The stage and the index of the event that posts each operation."""
+        """Return the stage and the index of the event that posts each operation."""
         return {
             operation: (stage, index)
             for stage, events in enumerate(self.stages)
@@ -95,14 +95,14 @@ def step_seconds(
     one_queue: bool = False,
     chooser: random.Random | None = None,
 ) -> float | None:
-    """Return the length of a step, or None if the stages wait for each other for ever.
+    """Return the length of a step, or None if the stages deadlock.
 
     Args:
         steps: the events of all stages
-        slots: communication kernels that a device holds at a time
-        rule: decides what is launched next; `ANY_ORDER` draws from `chooser`
-        seconds: duration of a pass
-        one_queue: what cannot be launched holds up computation too
+        slots: number of communication kernels that a device can hold at a time
+        rule: rule that selects the next operation to launch; `ANY_ORDER` draws from `chooser`
+        seconds: function that returns the duration of a pass
+        one_queue: whether an operation that cannot be launched blocks computation
     """
     stages = [_Stage(events) for events in steps.stages]
     now = 0.0
@@ -166,19 +166,19 @@ def step_seconds(
 
 
 def smallest_slots(steps: StepProgram, *, rule: LaunchRule, **settings) -> int:
-    """Return the smallest K with which a step ends; `settings` are those of `step_seconds`."""
+    """Return the smallest number of slots with which a step ends; `settings`: of `step_seconds`."""
     for slots in range(1, MAX_SLOTS + 1):
         if step_seconds(steps, slots, rule=rule, **settings) is not None:
             return slots
-    raise AssertionError(f"a step does not end with {MAX_SLOTS} slots")
+    raise AssertionError(f"the step does not end, even with {MAX_SLOTS} slots")
 
 
 def sufficient_slots(steps: StepProgram) -> int:
-    """Return the K that is sufficient for any launch order and any duration of passes.
+    """Return a number of slots that suffices for any launch order and any duration of passes.
 
-    It is the largest number of a stage's communicators with an operation that may be pending. An
-    operation may be pending at a stage's event unless the events that must precede this event, on
-    all stages, have posted both the operation and its counterpart.
+    It is the largest number of communicators of a stage on which an operation may be pending at the
+    same time. An operation may be pending at an event unless the events that must precede this
+    event, on any stage, have posted both the operation and its counterpart.
     """
     return max(_most_pending(steps, stage, events) for stage, events in enumerate(steps.stages))
 
@@ -203,7 +203,7 @@ def _is_met(steps: StepProgram, progress: Sequence[int], operation: Operation) -
 
 
 def _require(steps: StepProgram, progress: list[int], stage: int, count: int) -> None:
-    """Raise `progress` by all events that must precede the first `count` events of a stage."""
+    """Advance `progress` by the first `count` events of a stage and all that must precede them."""
     required = [(stage, count)]
     while required:
         stage, count = required.pop()
