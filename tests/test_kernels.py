@@ -319,13 +319,17 @@ def compiled_everywhere() -> Iterator[None]:
         yield
 
 
+QUICK = ("llama", "gpt2")  # the others are among the long tests
 needs_compiler = pytest.mark.skipif(
     shutil.which(compiler()) is None, reason="there is no C++ compiler"
 )
 
 
 @needs_compiler
-@pytest.mark.parametrize("name", COMPILED)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(each, marks=[] if each in QUICK else pytest.mark.long) for each in COMPILED],
+)
 def test_compiled_kernels_compute_the_same(name: str, compiled_everywhere: None) -> None:
     expected = model_outcome(*COMPILED[name], compile=False)
     assert difference(model_outcome(*COMPILED[name], compile=True), expected) < 1e-5

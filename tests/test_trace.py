@@ -85,7 +85,7 @@ WAYS = {
         {"layout": {"pipeline": 2, "schedule": "zb-v"}, "model__layers": 4},
     ),
 }
-QUICK = ("stages",)  # the others only among the long tests
+QUICK = ("interleaved",)  # the others only among the long tests
 
 
 @pytest.mark.parametrize(
