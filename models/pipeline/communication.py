@@ -70,8 +70,7 @@ def program(pipeline: Pipeline, stage: int, *, training: bool) -> Iterator[Event
     Before a stage waits for a message, it posts the receive of the message after it. All receives
     that precede this one in the order of its sender are posted first. A send follows its pass.
     """
-    orders = pipeline.orders if training else pipeline.forward_orders
-    order = orders[stage]
+    order = pipeline.orders_of_step(training=training)[stage]
     needed = iter([work for work in order if is_remote(stage, pipeline.needed(work))])
     receives = _Receives(pipeline, stage, training=training)
     yield from receives.up_to(next(needed, None))
@@ -88,20 +87,21 @@ class _Receives:
     """The receives of a stage, grouped by sender and in the order of that sender."""
 
     def __init__(self, pipeline: Pipeline, stage: int, *, training: bool):
-        orders = pipeline.orders if training else pipeline.forward_orders
         self.pipeline = pipeline
-        self.waiting = {}  # by sender: the passes whose messages have no receive yet
-        for sender, order in enumerate(orders):
+        self.messages: dict[int, list[Pass]] = {}  # by sender: the passes that its messages are for
+        for sender, order in enumerate(pipeline.orders_of_step(training=training)):
             receivers = map(pipeline.receiver, order)
             if sender != stage:
-                self.waiting[sender] = [w for w in receivers if w is not None and w.stage == stage]
-        for queue in self.waiting.values():
-            queue.reverse()
+                self.messages[sender] = [w for w in receivers if w is not None and w.stage == stage]
+        self.places = {w: n for messages in self.messages.values() for n, w in enumerate(messages)}
+        self.posted = dict.fromkeys(self.messages, 0)
 
     def up_to(self, work: Pass | None) -> Iterator[Event]:
         """Yield the receives that must be posted for the message of `work` to arrive."""
         if work is None:
             return
-        queue = self.waiting[self.pipeline.needed(work).stage]
-        while work in queue:
-            yield Event(Action.POST_RECEIVE, queue.pop())
+        sender = self.pipeline.needed(work).stage
+        end = max(self.places[work] + 1, self.posted[sender])
+        for each in self.messages[sender][self.posted[sender] : end]:
+            yield Event(Action.POST_RECEIVE, each)
+        self.posted[sender] = end

@@ -57,6 +57,10 @@ class ScheduledEngine(PipelineEngine):
         self.deferral = Deferral()
         if self.pipeline.splits:
             defer_weights(self.module, self.deferral)
+        self.schedules = {  # by whether the step trains
+            training: PassSchedule(self.pipeline, self.stage_id, training=training)
+            for training in (True, False)
+        }
         self.needs_warm_up = matches_by_order() and self.pipeline.stages > 1
         self._begin_step()
 
@@ -99,11 +103,11 @@ class ScheduledEngine(PipelineEngine):
         return self.grid.stage_to_global(self._stage_of_loss())
 
     def _train_schedule(self) -> PassSchedule:
-        return PassSchedule(self.pipeline, self.stage_id, training=True)
+        return self.schedules[True]
 
     def _inference_schedule(self, micro_batches: int) -> PassSchedule:
         assert micro_batches == self.pipeline.micro_batches
-        return PassSchedule(self.pipeline, self.stage_id, training=False)
+        return self.schedules[False]
 
     def _exec_schedule(self, pipe_schedule: PassSchedule) -> None:
         self.fwd_outputs = []

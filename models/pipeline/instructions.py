@@ -1,6 +1,7 @@
 """Translate an order of passes into DeepSpeed's instructions: receive, compute, send, reduce."""
 
 from collections.abc import Iterator
+from functools import cached_property
 
 from deepspeed.runtime.pipe.schedule import (
     BackwardPass,
@@ -54,13 +55,19 @@ class PassSchedule(PipeSchedule):
         return 0
 
     def steps(self) -> Iterator[list[PipeInstruction]]:
-        """Yield the instructions of one action after the other, then those that end the step."""
-        pipeline = self.pipeline
-        order = (pipeline.orders if self.training else pipeline.forward_orders)[self.stage_id]
+        """Return the instructions of one action after the other, then those that end the step."""
+        return iter(self._steps)
+
+    @cached_property
+    def _steps(self) -> list[list[PipeInstruction]]:
+        return list(self._make_steps())
+
+    def _make_steps(self) -> Iterator[list[PipeInstruction]]:
+        order = self.pipeline.orders_of_step(training=self.training)[self.stage_id]
         last_pass = {work.chunk: work for work in order}
-        for action, work in program(pipeline, self.stage_id, training=self.training):
+        for action, work in program(self.pipeline, self.stage_id, training=self.training):
             yield list(self._instructions(action, work))
-            is_sent = is_remote(self.stage_id, pipeline.receiver(work))
+            is_sent = is_remote(self.stage_id, self.pipeline.receiver(work))
             is_over = action == (Action.SEND if is_sent else Action.COMPUTE)
             if self.training and is_over and work == last_pass[work.chunk]:
                 yield [ReduceGrads(chunk=work.chunk)]

@@ -126,6 +126,10 @@ class Pipeline:
         """Of each stage, all that it does in a step."""
         return SCHEDULES[self.schedule].orders(self)
 
+    def orders_of_step(self, *, training: bool) -> list[Order]:
+        """Return the orders of all stages, in training or in validation."""
+        return self.orders if training else self.forward_orders
+
     @cached_property
     def forward_orders(self) -> list[Order]:
         """The same without backward passes."""

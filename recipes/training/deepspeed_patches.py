@@ -20,6 +20,10 @@ In `recipes/training/zero.py`:
   rows in fp32 and sum them in fp64, and every rank sees a gradient that is not finite.
 - `scale_in_update`: DeepSpeed divides all gradients by the loss scale and clips them in a separate
   pass. We let fused AdamW divide each gradient when it reads it.
+- `change_loss_scale_after_update`, `scale_in_update_of_group`: ZeRO-3 changes the loss scale before
+  it divides, which halves gradients whenever the scale grows. We change it after the update.
+- `clip_in_update`: BF16_Optimizer clips in a pass of its own and waits for the norm. We let fused
+  AdamW divide each gradient when it reads it.
 - `shards_for_norm`: DeepSpeed's BF16_Optimizer reads the gradients of the whole stage, and misses
   non-finite ones as above. We read only a rank's own shard, so that no rank needs the sums of other
   shards.
@@ -28,6 +32,8 @@ In `models/pipeline/`:
 - `gradients.py`: DeepSpeed copies gradients into buckets and reduces them after the last backward
   pass, and BF16_Optimizer zeroes all of them after each step. We add them to one tensor per
   optimizer group, reduce them to their owners during the last backward pass, and never zero them.
+- `process_grid.py`, `stages.py`: DeepSpeed creates the groups of the axes and of tied weights one
+  call per group, thousands on 1,000 ranks. We create those of an axis in one call.
 - `engine.py`: DeepSpeed runs a fixed schedule with blocking sends and receives. We run any order of
   passes.
 
