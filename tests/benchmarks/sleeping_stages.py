@@ -18,9 +18,9 @@ from models.parallel.deferral import Deferring
 from models.pipeline.channels import Boundary
 from models.pipeline.engine import scheduled_engines
 from models.pipeline.order import BACKWARD, Pass, Pipeline
+from models.pipeline.process_grid import ProcessGrid
 from models.pipeline.recording import Event, Recording
 from models.pipeline.simulation import TimedPass, Timeline, pipeline_seconds, simulate
-from models.pipeline.process_grid import ProcessGrid
 from models.pipeline.stages import Stage
 from recipes.training.processes import quiet
 from tests.ranks import join_world, run_ranks
