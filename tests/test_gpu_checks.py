@@ -23,7 +23,7 @@ from tests.gpu.packages import NEEDED, how_to_bring, missing
 from tests.gpu.parts import BY_NAME, MINUTES, PARTS, Part
 from tests.gpu.report import insert, section
 from tests.gpu.runner import Outcome, describe, run_part, run_parts
-from tests.gpu.runs import Failure, Run, overrides, start
+from tests.gpu.runs import Failure, Run, largest_difference, overrides, start
 from tests.gpu.setting import FAILED, PASSED, SKIPPED, Result, Setting
 
 CPU = {"device": "cpu", "gpus": 1, "small": True}
@@ -67,7 +67,7 @@ def test_a_part_of_several_runs_passes_on_the_cpu(name: str, setting: Setting) -
 @pytest.mark.long
 def test_layouts_pass_on_two_ranks(tmp_path: Path) -> None:
     outcome = run("layouts", Setting(output=tmp_path, **CPU | {"gpus": 2}))
-    assert "| tensor 2 | 2 |" in "\n".join(outcome.lines)
+    assert "| tensor 2, 2 ranks | " in "\n".join(outcome.lines)
 
 
 @pytest.mark.long
@@ -165,6 +165,59 @@ def test_steps_that_are_missing_or_a_run_that_starts_afresh_fail(tmp_path: Path)
     assert len(result.failures) == 2
 
 
+class Broken(Run):
+    """A run that fails."""
+
+    def finish(self, seconds: float | None = None) -> list[dict]:
+        raise Failure(f"{self.name}: rank 0 ended with exit code 7")
+
+
+@pytest.mark.parametrize(
+    ("part", "broken"),
+    [(training.precisions, "precision-zero1_bf16"), (training.layouts, "layout-0")],
+)
+def test_a_variant_that_fails_leaves_the_others_alone(
+    part: Callable[[Setting], Result], broken: str, tmp_path: Path
+) -> None:
+    works = fake_runs(lambda name, lines: lines)
+
+    def fake(setting: Setting, name: str, settings: Sequence[str], **_: Any) -> Run:
+        return Broken(name, tmp_path, [], []) if name == broken else works(setting, name, settings)
+
+    file = tmp_path / "part.json"
+    saved = []
+    setting = Setting(output=tmp_path, result_file=file, **CPU | {"gpus": 2})
+    with (
+        mock.patch.object(training, "start", fake),
+        mock.patch.object(Setting, "save", lambda _, result: saved.append(len(result.lines))),
+    ):
+        result = part(setting)
+    assert result.status == FAILED and len(result.failures) == 1
+    assert f"{broken}: rank 0 ended with exit code 7" in result.failures[0]
+    assert result.lines[-3].endswith("| failed |  |  |  | **NO** |")
+    assert result.lines[-2].endswith("| yes |") and not result.lines[-1]
+    assert saved == [4, 5]  # after each row
+
+
+def test_a_run_that_hangs_is_killed(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    log.write_text("step 3\n")
+    commands = ["import time; time.sleep(120)", "import time; time.sleep(120)"]
+    processes = [subprocess.Popen([sys.executable, "-c", text]) for text in commands]
+    with pytest.raises(Failure, match=r"stuck: killed after 0\.5 seconds:\nstep 3"):
+        Run("stuck", tmp_path, processes, [log, log]).finish(0.5)
+    assert [process.poll() for process in processes] == [-9, -9]
+
+
+def test_runs_end_soon_after_a_hang(setting: Setting) -> None:
+    recipe = load_recipe(REPOSITORY / "recipes" / "tiny.toml", overrides(setting))
+    assert 0 < recipe.supervision.hang_seconds <= 60
+
+
+def test_a_loss_that_is_not_a_number_differs() -> None:
+    assert not largest_difference([1.0, float("nan"), 1.0], [1.0, 1.0, 1.0]) <= 1e9
+
+
 def test_a_run_that_fails_shows_its_log(setting: Setting) -> None:
     settings = overrides(setting, training__steps=-1)
     with pytest.raises(Failure, match=r"exit code 2:(?s:.*)training\.steps = -1"):
@@ -197,6 +250,9 @@ def test_every_layout_is_legal(ranks: int, small: bool, tmp_path: Path) -> None:
 
 
 def sleep_with_a_child(setting: Setting) -> Result:
+    found = Result()
+    found.check(True, "it began")
+    setting.save(found)
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(120)"])
     (setting.output / "child").write_text(str(child.pid))
     time.sleep(120)
@@ -237,6 +293,7 @@ def test_the_next_part_follows_whatever_happens(tmp_path: Path) -> None:
     assert [each.status for each in outcomes] == [FAILED, FAILED, FAILED, SKIPPED, PASSED]
     slow, broken, crashed, lacking, _ = outcomes
     assert slow.failures == ["ended after 8 seconds, which is its time"] and slow.seconds < 30
+    assert slow.lines == ["- yes: it began"]
     assert broken.failures == ["RuntimeError: no kernel image"]
     assert "its process ended with 11" in crashed.failures[0]
     assert lacking.skipped == "the package transformers is not installed"

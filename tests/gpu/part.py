@@ -1,4 +1,4 @@
-"""One part in this process: python -m tests.gpu.part MODULE:FUNCTION SETTING RESULT."""
+"""One part in this process: python -m tests.gpu.part MODULE:FUNCTION SETTING."""
 
 import importlib
 import json
@@ -6,8 +6,6 @@ import os
 import sys
 import traceback
 from collections.abc import Callable
-from dataclasses import asdict
-from pathlib import Path
 
 from tests.gpu.packages import OPTIONAL
 from tests.gpu.setting import Result, Setting
@@ -15,9 +13,9 @@ from tests.gpu.setting import Result, Setting
 
 def main() -> None:
     """Run the part and write its result."""
-    function, setting, file = sys.argv[1:]
-    result = run(function, Setting.from_json(json.loads(setting)))
-    Path(file).write_text(json.dumps(asdict(result) | {"status": result.status}))
+    function, text = sys.argv[1:]
+    setting = Setting.from_json(json.loads(text))
+    setting.save(run(function, setting))
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)  # the teardown of libraries' threads sometimes aborts

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -65,15 +65,18 @@ def run_parts(
 
 
 def run_part(part: Part, setting: Setting, *, seconds: float) -> Outcome:
-    """Run a part in a process of its own; end the process and its runs when the time is over."""
+    """Run a part in a process of its own; end the process and its runs when the time is over.
+
+    What the part has found until then is in the outcome.
+    """
     log = setting.output / f"{part.name}.log"
     file = setting.output / f"{part.name}.json"
     file.unlink(missing_ok=True)
-    command = [sys.executable, "-m", "tests.gpu.part", part.function, json.dumps(setting.as_json())]
+    settings = json.dumps(replace(setting, result_file=file).as_json())
     started = time.monotonic()
     with log.open("wb") as output:
         process = subprocess.Popen(
-            [*command, str(file)],
+            [sys.executable, "-m", "tests.gpu.part", part.function, settings],
             cwd=REPOSITORY,
             env=device_environment(setting.device, small=setting.small),
             stdout=output,
@@ -87,21 +90,15 @@ def run_part(part: Part, setting: Setting, *, seconds: float) -> Outcome:
         finally:
             end_group(process)
     taken = time.monotonic() - started
+    found: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
+    outcome = Outcome(part, found.pop("status", FAILED), taken, log, **found)
     if code is None:
-        failure = f"ended after {seconds:.0f} seconds, which is its time"
-        return Outcome(part, FAILED, taken, log, failures=[failure])
-    if code or not file.exists():
-        return Outcome(part, FAILED, taken, log, failures=[f"its process ended with {code}"])
-    found: dict[str, Any] = json.loads(file.read_text())
-    return Outcome(
-        part,
-        found["status"],
-        taken,
-        log,
-        lines=found["lines"],
-        failures=found["failures"],
-        skipped=found["skipped"],
-    )
+        outcome.failures.append(f"ended after {seconds:.0f} seconds, which is its time")
+    elif code or not found:
+        outcome.failures.append(f"its process ended with {code}")
+    if outcome.failures:
+        outcome.status = FAILED
+    return outcome
 
 
 def end_group(process: subprocess.Popen) -> None:

@@ -1,6 +1,7 @@
 """Runs of recipes/pretrain.py on a made-up corpus, each in processes of its own."""
 
 import json
+import math
 import os
 import signal
 import subprocess
@@ -26,6 +27,8 @@ SMALL = (  # on top of recipes/tiny.toml
 LAST_CHARACTERS = 3000  # of a log, in an error
 POLL_SECONDS = 0.01
 THREADS = 8  # of a run on the CPU, at most
+# Without progress; then the run ends with a hang report. Compiling its kernels takes up to 20.
+HANG_SECONDS = 45
 
 
 class Failure(Exception):
@@ -56,6 +59,7 @@ def overrides(setting: Setting, **changes: Any) -> list[str]:
         "training.evaluate_every": 0,
         "optimizer.schedule.warmup_steps": 10,
         "checkpoint.every": 1000,
+        "supervision.hang_seconds": HANG_SECONDS,
         "data.train": f'[{{path = "{data}/train"}}]',
         "data.validation": f"{data}/validation",
         "data.tokenizer": f"{data}/tokenizer",
@@ -81,13 +85,25 @@ class Run:
     processes: list[subprocess.Popen]
     logs: list[Path]
 
-    def finish(self) -> list[dict[str, Any]]:
+    def finish(self, seconds: float | None = None) -> list[dict[str, Any]]:
         """Wait for the run; return its metrics, a line per step.
 
+        Args:
+            seconds: after which all ranks are killed; None: wait for as long as it takes
+
         Raises:
-            Failure: a rank has failed, with the end of its log.
+            Failure: a rank has failed, with the end of its log, or the time is over.
         """
-        codes = [process.wait() for process in self.processes]
+        deadline = None if seconds is None else time.monotonic() + seconds
+        codes = []
+        for process, log in zip(self.processes, self.logs, strict=True):
+            try:
+                left = None if deadline is None else max(0.0, deadline - time.monotonic())
+                codes.append(process.wait(left))
+            except subprocess.TimeoutExpired:
+                self.kill()
+                text = log.read_text(errors="replace")[-LAST_CHARACTERS:]
+                raise Failure(f"{self.name}: killed after {seconds:g} seconds:\n{text}") from None
         for rank, (code, log) in enumerate(zip(codes, self.logs, strict=True)):
             if code:
                 text = log.read_text(errors="replace")[-LAST_CHARACTERS:]
@@ -111,11 +127,15 @@ class Run:
                 self.finish()
                 raise Failure(f"{self.name} ended before it could be killed")
             time.sleep(POLL_SECONDS)
+        self.kill()
+        return done
+
+    def kill(self) -> None:
+        """Kill all ranks with SIGKILL."""
         for process in self.processes:
             process.send_signal(signal.SIGKILL)
         for process in self.processes:
             process.wait()
-        return done
 
 
 def start(
@@ -167,11 +187,12 @@ def losses(metrics: Sequence[dict[str, Any]]) -> list[float]:
 
 
 def largest_difference(one: Sequence[float], other: Sequence[float]) -> float:
-    """Return the largest relative difference of two runs' losses.
+    """Return the largest relative difference of two runs' losses; NaN if one of them is NaN.
 
     Raises:
         Failure: one of them has more steps.
     """
     if len(one) != len(other):
         raise Failure(f"{len(one)} steps cannot be compared with {len(other)}")
-    return max(abs(a / b - 1) for a, b in zip(one, other, strict=True))
+    differences = [abs(a / b - 1) for a, b in zip(one, other, strict=True)]
+    return max(differences, key=lambda each: (math.isnan(each), each))

@@ -1,5 +1,6 @@
 """The setting that all parts share, and what a part finds out."""
 
+import json
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,21 +16,34 @@ class Setting:
     gpus: that this machine has; on a CPU, the ranks that are allowed
     output: the folder of runs, logs and results
     small: models and runs of a few seconds on a CPU
+    result_file: where a part writes its result as JSON, also while it runs; None: nowhere
     """
 
     device: str
     gpus: int
     output: Path
     small: bool = False
+    result_file: Path | None = None
 
     def as_json(self) -> dict[str, Any]:
         """Convert it for another process."""
-        return asdict(self) | {"output": str(self.output)}
+        paths = {"output": self.output, "result_file": self.result_file}
+        return asdict(self) | {name: path and str(path) for name, path in paths.items()}
 
     @classmethod
     def from_json(cls, table: dict[str, Any]) -> "Setting":
         """Restore it."""
-        return cls(**{**table, "output": Path(table["output"])})
+        file = table["result_file"]
+        paths = {"output": Path(table["output"]), "result_file": file and Path(file)}
+        return cls(**{**table, **paths})
+
+    def save(self, result: "Result") -> None:
+        """Write what a part has found so far; the part may be ended before it finds more."""
+        if self.result_file is None:
+            return
+        new = self.result_file.with_suffix(".new")  # whole or not at all
+        new.write_text(json.dumps(asdict(result) | {"status": result.status}), encoding="utf-8")
+        new.replace(self.result_file)
 
 
 @dataclass
@@ -55,7 +69,13 @@ class Result:
         lines = [head, ["---"] * len(head), *rows]
         if self.lines and self.lines[-1]:
             self.lines.append("")
-        self.lines += [*("| " + " | ".join(line) + " |" for line in lines), ""]
+        self.lines += [*map(_table_row, lines), ""]
+
+    def row(self, cells: list[str], *, failure: str = "") -> None:
+        """Add a row to the table that was added last; `failure` fails the part."""
+        self.lines.insert(len(self.lines) - 1, _table_row([*cells, "**NO**" if failure else "yes"]))
+        if failure:
+            self.failures.append(failure)
 
     @property
     def status(self) -> str:
@@ -63,3 +83,7 @@ class Result:
         if self.skipped:
             return SKIPPED
         return FAILED if self.failures else PASSED
+
+
+def _table_row(cells: list[str]) -> str:
+    return "| " + " | ".join(cells) + " |"
