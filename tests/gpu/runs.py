@@ -26,6 +26,11 @@ SMALL = (  # on top of recipes/tiny.toml
 )  # fmt: skip
 LAST_CHARACTERS = 3000  # of a log, in an error
 POLL_SECONDS = 0.01
+LAUNCHER_VARIABLES = {
+    "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "LOCAL_SIZE", "GROUP_RANK",
+    "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_WORLD_SIZE", "CROSS_RANK", "CROSS_SIZE", "MASTER_ADDR",
+    "MASTER_PORT",
+}  # fmt: skip
 THREADS = 8  # of a run on the CPU, at most
 # Without progress; then the run ends with a hang report. Compiling its kernels takes up to 20.
 HANG_SECONDS = 45
@@ -171,14 +176,24 @@ def start(
 
 
 def device_environment(device: str, *, small: bool = False) -> dict[str, str]:
-    """Return this process's environment: a device, fp32 products in full fp32, no network."""
-    environment = os.environ | {"NVIDIA_TF32_OVERRIDE": "0", "HF_HUB_OFFLINE": "1"}
+    """Return this process's environment: a device, fp32 products in full fp32, no network.
+
+    A launcher's variables are left out: inside a job of Slurm or under torchrun a part would wait
+    for ranks that do not exist.
+    """
+    environment = {name: text for name, text in os.environ.items() if not of_launcher(name)}
+    environment |= {"NVIDIA_TF32_OVERRIDE": "0", "HF_HUB_OFFLINE": "1"}
     if device == "cpu":
         half = len(os.sched_getaffinity(0)) // 2  # other runs work at the same time
         threads = "1" if small else str(max(1, min(THREADS, half)))
         return environment | {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": threads}
     environment.pop("DS_ACCELERATOR", None)
     return environment
+
+
+def of_launcher(name: str) -> bool:
+    """Return True for an environment variable that tells a process of other ranks."""
+    return name in LAUNCHER_VARIABLES or name.startswith(("SLURM_", "TORCHELASTIC_"))
 
 
 def losses(metrics: Sequence[dict[str, Any]]) -> list[float]:
