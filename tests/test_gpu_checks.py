@@ -17,13 +17,15 @@ from recipes.planning.hardware import read_gpu
 from recipes.training.deepspeed_config import build_deepspeed_config
 from recipes.training.recipe import REPOSITORY, load_recipe
 from recipes.training.topology import World
+from tests.benchmarks import step_contestants, step_report, step_rows
+from tests.benchmarks.step_shapes import can_compile, cpu_shape
 from tests.gpu import training
 from tests.gpu.__main__ import main, publish
 from tests.gpu.packages import NEEDED, how_to_bring, missing
 from tests.gpu.parts import BY_NAME, MINUTES, PARTS, Part
 from tests.gpu.report import insert, section
 from tests.gpu.runner import Outcome, describe, run_part, run_parts
-from tests.gpu.runs import Failure, Run, largest_difference, overrides, start
+from tests.gpu.runs import Failure, Run, device_environment, largest_difference, overrides, start
 from tests.gpu.setting import FAILED, PASSED, SKIPPED, Result, Setting
 
 CPU = {"device": "cpu", "gpus": 1, "small": True}
@@ -74,6 +76,41 @@ def test_layouts_pass_on_two_ranks(tmp_path: Path) -> None:
 def test_beside_transformers_on_the_cpu(setting: Setting) -> None:
     outcome = run("transformers", setting)
     assert "times as fast as transformers eager" in "\n".join(outcome.lines)
+
+
+NO_COMPILER = {"CXX": "/nonexistent/g++", "CC": "/nonexistent/gcc"}
+
+
+@pytest.mark.long
+def test_beside_transformers_without_a_compiler(tmp_path: Path) -> None:
+    with mock.patch.dict(os.environ, NO_COMPILER):
+        outcome = run("transformers", Setting(output=tmp_path, **CPU))
+    text = "\n".join(outcome.lines)
+    assert "| transformers_eager |" in text and "transformers_compiled" not in text
+    assert "Nothing is compiled: `/nonexistent/g++` or Python's headers are missing" in text
+
+
+def test_without_a_compiler_nothing_is_compiled() -> None:
+    can_compile.cache_clear()
+    setting = step_rows.Setting(who="all")
+    compiled = [name for name in step_rows.entries(setting, "bf16") if "compiled" in name]
+    assert len(compiled) == 3 and cpu_shape(64, 2, 256).recipe("fp32").training.compile is True
+    try:
+        with (
+            mock.patch.dict(os.environ, NO_COMPILER),
+            mock.patch("torch.compile", side_effect=AssertionError),
+        ):
+            can_compile.cache_clear()
+            entries = step_rows.entries(setting, "bf16")
+            assert set(compiled) & set(entries) == set() and "transformers_eager_bare" in entries
+            assert cpu_shape(64, 2, 256).recipe("fp32").training.compile is False
+            step_contestants.warm_libraries()
+    finally:
+        can_compile.cache_clear()
+    memory = {"ours": {"memory_gb": 1.0}, "transformers_eager": {"memory_gb": 2.0}}
+    row = step_rows.row(cpu_shape(64, 2, 256), "fp32", {"transformers_eager": 1.5}, memory)
+    assert row["over_transformers_compiled"] is None and row["memory_over_transformers"] == 0.5
+    step_report.print_row(row | {"contestants": {}, "matmul_tflops": {}})
 
 
 def test_layouts_are_skipped_with_one_gpu(setting: Setting) -> None:
@@ -207,6 +244,21 @@ def test_a_run_that_hangs_is_killed(tmp_path: Path) -> None:
     with pytest.raises(Failure, match=r"stuck: killed after 0\.5 seconds:\nstep 3"):
         Run("stuck", tmp_path, processes, [log, log]).finish(0.5)
     assert [process.poll() for process in processes] == [-9, -9]
+
+
+LAUNCHED = {  # the environment of a rank of another job
+    "RANK": "1", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "8",
+    "MASTER_ADDR": "node7", "MASTER_PORT": "29500", "TORCHELASTIC_RUN_ID": "5",
+    "SLURM_PROCID": "3", "SLURM_NTASKS": "4", "SLURM_LOCALID": "3", "SLURM_JOB_ID": "17",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_parts_do_not_wait_for_the_ranks_of_a_job_around_them(device: str) -> None:
+    with mock.patch.dict(os.environ, LAUNCHED):
+        environment = device_environment(device)
+    assert World.from_environment(environment) == World()
+    assert not environment.keys() & LAUNCHED.keys() and "PATH" in environment
 
 
 def test_runs_end_soon_after_a_hang(setting: Setting) -> None:
