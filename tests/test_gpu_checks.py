@@ -11,7 +11,10 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 
+from models.kernels.attention import causal_attention
+from models.parallel import cross_entropy
 from models.pipeline.order import SCHEDULES
 from recipes.planning.hardware import read_gpu
 from recipes.training.deepspeed_config import build_deepspeed_config
@@ -19,7 +22,7 @@ from recipes.training.recipe import REPOSITORY, load_recipe
 from recipes.training.topology import World
 from tests.benchmarks import step_contestants, step_report, step_rows
 from tests.benchmarks.step_shapes import can_compile, cpu_shape
-from tests.gpu import training
+from tests.gpu import kernels, training
 from tests.gpu.__main__ import main, publish
 from tests.gpu.packages import NEEDED, how_to_bring, missing
 from tests.gpu.parts import BY_NAME, MINUTES, PARTS, Part
@@ -70,6 +73,71 @@ def test_a_part_of_several_runs_passes_on_the_cpu(name: str, setting: Setting) -
 def test_layouts_pass_on_two_ranks(tmp_path: Path) -> None:
     outcome = run("layouts", Setting(output=tmp_path, **CPU | {"gpus": 2}))
     assert "| tensor 2, 2 ranks | " in "\n".join(outcome.lines)
+
+
+@pytest.mark.long
+def test_kernels_pass_on_two_ranks(tmp_path: Path) -> None:
+    outcome = run("kernels", Setting(output=tmp_path, **CPU | {"gpus": 2}))
+    rows = [line for line in outcome.lines if line.endswith("| yes |")]
+    assert len(rows) == 6 and any(line.startswith("| tied GPT") for line in rows)
+
+
+@pytest.mark.parametrize(("factor", "failures"), [(1.0, 0), (1.05, 1)])
+@pytest.mark.parametrize("name", kernels.COMPARISONS)
+def test_a_kernel_with_another_gradient_fails(name: str, factor: float, failures: int) -> None:
+    with_gradients = kernels.with_gradients
+
+    def changed(function: Callable, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        *found, last = with_gradients(function, inputs)
+        return [*found, last if last.dtype == torch.float32 else last * factor]
+
+    result = Result()
+    result.table(["", "", "", ""], [])
+    with mock.patch.object(kernels, "with_gradients", changed):
+        kernels.compare_values(result, name, kernels.COMPARISONS[name], torch.device("cpu"))
+    assert len(result.failures) == failures
+
+
+def test_attention_across_documents_fails() -> None:
+    def joined(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: Any, **__: Any) -> Any:
+        return causal_attention(q, k, v)
+
+    with mock.patch.object(kernels, "document_attention", joined):
+        assert kernels.documents_at_once(torch.device("cpu")) > kernels.ROUNDED
+
+
+def test_the_loss_is_compared_in_several_parts() -> None:
+    found = []
+
+    def noted(*arguments: Any) -> list[slice]:
+        found.append(divide(*arguments))
+        return found[-1]
+
+    divide = cross_entropy._chunks
+    with mock.patch.object(cross_entropy, "_chunks", noted):
+        kernels.loss_in_parts(torch.device("cpu"))
+    assert [len(chunks) for chunks in found] == [kernels.PARTS_OF_LOSS]
+
+
+def test_a_kernel_that_does_not_run_fails_its_row_alone() -> None:
+    result = Result()
+    result.table(["", "", "", ""], [])
+
+    def broken(device: torch.device) -> float:
+        raise RuntimeError("CUDA error: misaligned address")
+
+    kernels.compare_values(result, "loss", broken, torch.device("cpu"))
+    assert result.failures == ["loss: RuntimeError('CUDA error: misaligned address')"]
+
+
+@pytest.mark.parametrize("wrong", ["gpt", "documents-bf16", "tied-stages"])
+def test_other_losses_of_kernels_fail(wrong: str, tmp_path: Path) -> None:
+    def change(name: str, lines: list[dict]) -> list[dict]:
+        return scaled(lines, 1.04) if name == wrong else lines
+
+    with mock.patch.object(kernels, "start", fake_runs(change)):
+        result = kernels.kernels(Setting(output=tmp_path, **CPU | {"gpus": 2}))
+    assert len(result.failures) == 1
 
 
 @pytest.mark.long
@@ -362,8 +430,27 @@ def test_parts_are_skipped_when_the_time_of_all_is_over(tmp_path: Path) -> None:
     assert outcome.status == SKIPPED and "--minutes" in outcome.skipped
 
 
-def test_all_parts_have_a_function_and_fit_into_ten_minutes_by_the_limit() -> None:
+def test_a_part_may_use_the_time_that_others_have_left(tmp_path: Path) -> None:
+    given = []
+
+    def run_part(each: Part, setting: Setting, *, seconds: float) -> Outcome:
+        given.append(round(seconds))
+        status = SKIPPED if each.seconds == 420 else PASSED
+        return Outcome(each, status, 10.0, tmp_path)
+
+    parts = [part(succeed, seconds) for seconds in (30, 420, 5, 400, 60)]
+    with mock.patch("tests.gpu.runner.run_part", run_part):
+        run_parts(parts, Setting(output=tmp_path, **CPU), minutes=6, tell=lambda text: None)
+    assert given == [30, 360, 25, 360, 360]
+
+
+def test_the_parts_of_one_gpu_fit_into_ten_minutes_the_most_important_first() -> None:
     assert MINUTES <= 10
+    assert sum(each.seconds for each in PARTS if each.name != "layouts") <= 60 * MINUTES
+    assert list(BY_NAME)[:4] == ["environment", "losses", "step", "device"]
+
+
+def test_all_parts_have_a_function() -> None:
     for each in PARTS:
         module, name = each.function.split(":")
         file = REPOSITORY / (module.replace(".", "/") + ".py")

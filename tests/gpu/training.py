@@ -59,7 +59,7 @@ def precisions(setting: Setting) -> Result:
 
 
 def compare(
-    result: Result, name: str, run: Run, expected: Sequence[float], *, limit: float
+    result: Result, name: str, run: Run, expected: Sequence[float] | Run, *, limit: float
 ) -> None:
     """Wait for a variant and add its row; a variant that fails leaves the others alone.
 
@@ -68,12 +68,13 @@ def compare(
             and verdict
         name: of the variant
         run: the variant
-        expected: the losses of the run that the variant is compared with
+        expected: the run that the variant is compared with, or its losses
         limit: of the relative difference
     """
     try:
         found = losses(run.finish(VARIANT_SECONDS))
-        difference = largest_difference(found, expected)
+        reference = losses(expected.finish()) if isinstance(expected, Run) else expected
+        difference = largest_difference(found, reference)
     except Failure as failure:
         print(failure)  # into the log of the part
         result.row([name, "failed", "", "", ""], failure=f"{name}: {failure}")
