@@ -43,6 +43,8 @@ def run_parts(
 ) -> list[Outcome]:
     """Run the parts; whatever happens to one of them, the next one follows.
 
+    A part may also use the time that parts before it have left.
+
     Args:
         parts: in order
         setting: the machine and the sizes
@@ -50,7 +52,7 @@ def run_parts(
         tell: prints a line
     """
     deadline = time.monotonic() + 60 * minutes
-    outcomes = []
+    outcomes, spare = [], 0.0
     for number, part in enumerate(parts, start=1):
         left = deadline - time.monotonic()
         tell(f"[{number}/{len(parts)}] {part.name}: {part.title}")
@@ -58,7 +60,9 @@ def run_parts(
             reason = f"the {minutes:g} minutes of all parts are over (--minutes)"
             outcome = Outcome(part, SKIPPED, 0.0, Path(), skipped=reason)
         else:
-            outcome = run_part(part, setting, seconds=min(part.seconds, left))
+            outcome = run_part(part, setting, seconds=min(part.seconds + spare, left))
+            if outcome.status != SKIPPED:  # the time of parts for several GPUs is no one's else
+                spare = max(0.0, part.seconds + spare - outcome.seconds)
         outcomes.append(outcome)
         tell(describe(outcome))
     return outcomes
