@@ -9,32 +9,41 @@ VOLTA = (7, 0)  # V100; CUDA 13, which the pinned wheels are built with, has no 
 ARCHITECTURE = re.compile(r"(?P<kind>sm|compute)_(?P<major>\d+)(?P<minor>\d)(?P<suffix>[af]?)")
 
 
-def check_gpus(wanted: str | None, *, on_gpu: bool, cpu_is_chosen: bool) -> None:
-    """Compare this machine's GPUs with those that the installed torch was built for.
+def check_gpus(
+    wanted: str | None, *, on_gpu: bool, cpu_is_chosen: bool, local_rank: int = 0
+) -> None:
+    """Compare the GPU of a rank with those that the installed torch was built for.
 
     Without this check a V100 fails at its first kernel, and a node of AMD GPUs, or one with a
     broken driver, trains on its CPUs without a word.
 
     Args:
         wanted: the recipe's `cluster.gpu`, where it names a cluster
-        on_gpu: DeepSpeed has found GPUs that it can use
+        on_gpu: DeepSpeed uses GPUs: it has found some, or the user has set DS_ACCELERATOR=cuda
         cpu_is_chosen: the user has set DS_ACCELERATOR=cpu
+        local_rank: of this node's ranks; they share its visible GPUs in turn
 
     Raises:
-        ValueError: torch finds no GPU although the recipe names one, or it has no code for them.
+        ValueError: torch finds no GPU although the recipe or the user names one, or it has no code
+            for the rank's.
     """
-    if on_gpu:
-        if torch.version.hip:
-            raise ValueError(
-                f"torch {torch.__version__} is built for ROCm, which is not supported: nothing "
-                f"here has run on AMD GPUs. Use NVIDIA GPUs, or DS_ACCELERATOR=cpu; plan.py plans "
-                f"for the MI300X all the same"
-            )
-        name, capability = torch.cuda.get_device_name(), torch.cuda.get_device_capability()
-        check_architecture(name, capability, torch.cuda.get_arch_list())
-    elif wanted and not cpu_is_chosen:
+    if on_gpu and torch.version.hip:
         raise ValueError(
-            f'cluster.gpu = "{wanted}" and torch {torch.__version__} finds no GPU on this node. '
+            f"torch {torch.__version__} is built for ROCm, which is not supported: nothing "
+            f"here has run on AMD GPUs. Use NVIDIA GPUs, or DS_ACCELERATOR=cpu; plan.py plans "
+            f"for the MI300X all the same"
+        )
+    if on_gpu and torch.cuda.is_available():
+        device = local_rank % torch.cuda.device_count()  # as `start_processes` chooses it
+        name, capability = (
+            torch.cuda.get_device_name(device),
+            torch.cuda.get_device_capability(device),
+        )
+        check_architecture(name, capability, torch.cuda.get_arch_list())
+    elif on_gpu or (wanted and not cpu_is_chosen):
+        asked = "DS_ACCELERATOR = cuda" if on_gpu else f'cluster.gpu = "{wanted}"'
+        raise ValueError(
+            f"{asked} and torch {torch.__version__} finds no GPU on this node. "
             f"NVIDIA GPUs need a driver (see nvidia-smi) and torch's CUDA wheels; AMD GPUs are not "
             f"supported. To train on the CPU, set DS_ACCELERATOR=cpu"
         )
