@@ -20,11 +20,12 @@ from recipes.planning.hardware import read_gpu
 from recipes.training.deepspeed_config import build_deepspeed_config
 from recipes.training.recipe import REPOSITORY, load_recipe
 from recipes.training.topology import World
-from tests.benchmarks import step_contestants, step_report, step_rows
 from tests.benchmarks.step_shapes import can_compile, cpu_shape
 from tests.gpu import kernels, training
 from tests.gpu.__main__ import main, publish
+from tests.gpu.environment import driver
 from tests.gpu.packages import NEEDED, how_to_bring, missing
+from tests.gpu.part import run as run_here
 from tests.gpu.parts import BY_NAME, MINUTES, PARTS, Part
 from tests.gpu.report import insert, section
 from tests.gpu.runner import Outcome, describe, run_part, run_parts
@@ -159,6 +160,8 @@ def test_beside_transformers_without_a_compiler(tmp_path: Path) -> None:
 
 
 def test_without_a_compiler_nothing_is_compiled() -> None:
+    from tests.benchmarks import step_contestants, step_report, step_rows  # transformers
+
     can_compile.cache_clear()
     setting = step_rows.Setting(who="all")
     compiled = [name for name in step_rows.entries(setting, "bf16") if "compiled" in name]
@@ -391,6 +394,33 @@ def lack_a_package(setting: Setting) -> Result:
     raise ModuleNotFoundError("No module named 'transformers'", name="transformers")
 
 
+def lack_a_dependency(setting: Setting) -> Result:
+    exec("import huggingface_hub_of_no_machine", {"__name__": "transformers.utils.hub"})
+    return Result()
+
+
+def lack_a_module_of_ours(setting: Setting) -> Result:
+    import models.no_such_module  # noqa: F401
+
+    return Result()
+
+
+@pytest.mark.parametrize(
+    ("function", "status", "says"),
+    [
+        (lack_a_package, SKIPPED, "the package transformers is not installed"),
+        (lack_a_dependency, SKIPPED, "transformers cannot be imported: No module named 'hugging"),
+        (lack_a_module_of_ours, FAILED, "No module named 'models.no_such_module'"),
+    ],
+)
+def test_only_what_an_optional_package_lacks_skips_a_part(
+    function: Callable[[Setting], Result], status: str, says: str, setting: Setting
+) -> None:
+    result = run_here(f"tests.test_gpu_checks:{function.__name__}", setting)
+    assert result.status == status
+    assert says in "".join([result.skipped, *result.failures])
+
+
 def succeed(setting: Setting) -> Result:
     result = Result()
     result.check(True, "it works")
@@ -405,14 +435,15 @@ def part(function: Callable[[Setting], Result], seconds: float = 60) -> Part:
 def test_the_next_part_follows_whatever_happens(tmp_path: Path) -> None:
     setting = Setting(output=tmp_path, **CPU)
     parts = [
-        part(sleep_with_a_child, 8), part(raise_an_error), part(crash), part(lack_a_package),
+        part(sleep_with_a_child, 20), part(raise_an_error), part(crash), part(lack_a_package),
         part(succeed),
     ]  # fmt: skip
     told: list[str] = []
     outcomes = run_parts(parts, setting, minutes=10, tell=told.append)
     assert [each.status for each in outcomes] == [FAILED, FAILED, FAILED, SKIPPED, PASSED]
     slow, broken, crashed, lacking, _ = outcomes
-    assert slow.failures == ["ended after 8 seconds, which is its time"] and slow.seconds < 30
+    assert slow.failures == ["ended after 20 seconds, which is its time"]
+    assert slow.seconds < 60
     assert slow.lines == ["- yes: it began"]
     assert broken.failures == ["RuntimeError: no kernel image"]
     assert "its process ended with 11" in crashed.failures[0]
@@ -513,6 +544,19 @@ def test_parts_are_listed_and_unknown_ones_rejected(capsys: pytest.CaptureFixtur
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == list(BY_NAME)
     assert main(["--only", "speed"]) == 2
     assert "--only speed: use one of environment, losses" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("ranks", ["0", "-2"])
+def test_fewer_ranks_than_one_are_rejected(ranks: str, capsys: pytest.CaptureFixture) -> None:
+    assert main(["--device", "cpu", "--small", "--ranks", ranks]) == 2
+    assert f"invalid --ranks {ranks}: expected 1 or more" in capsys.readouterr().err
+
+
+def test_a_driver_that_lists_nothing_is_unknown() -> None:
+    for output, says in (("", "unknown: nvidia-smi lists no GPU"), ("580.95\n580.95\n", "580.95")):
+        done = subprocess.CompletedProcess([], 0, stdout=output)
+        with mock.patch("subprocess.run", return_value=done):
+            assert driver() == says
 
 
 def test_a_failure_is_the_exit_code_and_in_the_report(tmp_path: Path) -> None:

@@ -28,10 +28,19 @@ def run(function: str, setting: Setting) -> Result:
         part: Callable[[Setting], Result] = getattr(importlib.import_module(module), name)
         return part(setting)
     except Exception as error:
-        if isinstance(error, ImportError) and error.name in OPTIONAL:
-            return Result(skipped=f"the package {error.name} is not installed")
         traceback.print_exc()
+        if isinstance(error, ModuleNotFoundError) and error.name in OPTIONAL:
+            return Result(skipped=f"the package {error.name} is not installed")
+        if isinstance(error, ImportError) and (package := optional_package_of(error)):
+            return Result(skipped=f"the package {package} cannot be imported: {error}")
         return Result(failures=[f"{type(error).__name__}: {error}"])
+
+
+def optional_package_of(error: ImportError) -> str | None:
+    """Return the optional package that was being imported, such as one without its dependencies."""
+    frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
+    modules = (str(frame.f_globals.get("__name__")).partition(".")[0] for frame in frames)
+    return next((name for name in modules if name in OPTIONAL), None)
 
 
 if __name__ == "__main__":
