@@ -11,19 +11,25 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 
+from models.kernels.attention import causal_attention
+from models.parallel import cross_entropy
 from models.pipeline.order import SCHEDULES
 from recipes.planning.hardware import read_gpu
 from recipes.training.deepspeed_config import build_deepspeed_config
 from recipes.training.recipe import REPOSITORY, load_recipe
 from recipes.training.topology import World
-from tests.gpu import training
+from tests.benchmarks.step_shapes import can_compile, cpu_shape
+from tests.gpu import kernels, training
 from tests.gpu.__main__ import main, publish
+from tests.gpu.environment import driver
 from tests.gpu.packages import NEEDED, how_to_bring, missing
+from tests.gpu.part import run as run_here
 from tests.gpu.parts import BY_NAME, MINUTES, PARTS, Part
 from tests.gpu.report import insert, section
 from tests.gpu.runner import Outcome, describe, run_part, run_parts
-from tests.gpu.runs import Failure, Run, overrides, start
+from tests.gpu.runs import Failure, Run, device_environment, largest_difference, overrides, start
 from tests.gpu.setting import FAILED, PASSED, SKIPPED, Result, Setting
 
 CPU = {"device": "cpu", "gpus": 1, "small": True}
@@ -67,13 +73,115 @@ def test_a_part_of_several_runs_passes_on_the_cpu(name: str, setting: Setting) -
 @pytest.mark.long
 def test_layouts_pass_on_two_ranks(tmp_path: Path) -> None:
     outcome = run("layouts", Setting(output=tmp_path, **CPU | {"gpus": 2}))
-    assert "| tensor 2 | 2 |" in "\n".join(outcome.lines)
+    assert "| tensor 2, 2 ranks | " in "\n".join(outcome.lines)
+
+
+@pytest.mark.long
+def test_kernels_pass_on_two_ranks(tmp_path: Path) -> None:
+    outcome = run("kernels", Setting(output=tmp_path, **CPU | {"gpus": 2}))
+    rows = [line for line in outcome.lines if line.endswith("| yes |")]
+    assert len(rows) == 6 and any(line.startswith("| tied GPT") for line in rows)
+
+
+@pytest.mark.parametrize(("factor", "failures"), [(1.0, 0), (1.05, 1)])
+@pytest.mark.parametrize("name", kernels.COMPARISONS)
+def test_a_kernel_with_another_gradient_fails(name: str, factor: float, failures: int) -> None:
+    with_gradients = kernels.with_gradients
+
+    def changed(function: Callable, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        *found, last = with_gradients(function, inputs)
+        return [*found, last if last.dtype == torch.float32 else last * factor]
+
+    result = Result()
+    result.table(["", "", "", ""], [])
+    with mock.patch.object(kernels, "with_gradients", changed):
+        kernels.compare_values(result, name, kernels.COMPARISONS[name], torch.device("cpu"))
+    assert len(result.failures) == failures
+
+
+def test_attention_across_documents_fails() -> None:
+    def joined(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: Any, **__: Any) -> Any:
+        return causal_attention(q, k, v)
+
+    with mock.patch.object(kernels, "document_attention", joined):
+        assert kernels.documents_at_once(torch.device("cpu")) > kernels.ROUNDED
+
+
+def test_the_loss_is_compared_in_several_parts() -> None:
+    found = []
+
+    def noted(*arguments: Any) -> list[slice]:
+        found.append(divide(*arguments))
+        return found[-1]
+
+    divide = cross_entropy._chunks
+    with mock.patch.object(cross_entropy, "_chunks", noted):
+        kernels.loss_in_parts(torch.device("cpu"))
+    assert [len(chunks) for chunks in found] == [kernels.PARTS_OF_LOSS]
+
+
+def test_a_kernel_that_does_not_run_fails_its_row_alone() -> None:
+    result = Result()
+    result.table(["", "", "", ""], [])
+
+    def broken(device: torch.device) -> float:
+        raise RuntimeError("CUDA error: misaligned address")
+
+    kernels.compare_values(result, "loss", broken, torch.device("cpu"))
+    assert result.failures == ["loss: RuntimeError('CUDA error: misaligned address')"]
+
+
+@pytest.mark.parametrize("wrong", ["gpt", "documents-bf16", "tied-stages"])
+def test_other_losses_of_kernels_fail(wrong: str, tmp_path: Path) -> None:
+    def change(name: str, lines: list[dict]) -> list[dict]:
+        return scaled(lines, 1.04) if name == wrong else lines
+
+    with mock.patch.object(kernels, "start", fake_runs(change)):
+        result = kernels.kernels(Setting(output=tmp_path, **CPU | {"gpus": 2}))
+    assert len(result.failures) == 1
 
 
 @pytest.mark.long
 def test_beside_transformers_on_the_cpu(setting: Setting) -> None:
     outcome = run("transformers", setting)
     assert "times as fast as transformers eager" in "\n".join(outcome.lines)
+
+
+NO_COMPILER = {"CXX": "/nonexistent/g++", "CC": "/nonexistent/gcc"}
+
+
+@pytest.mark.long
+def test_beside_transformers_without_a_compiler(tmp_path: Path) -> None:
+    with mock.patch.dict(os.environ, NO_COMPILER):
+        outcome = run("transformers", Setting(output=tmp_path, **CPU))
+    text = "\n".join(outcome.lines)
+    assert "| transformers_eager |" in text and "transformers_compiled" not in text
+    assert "Nothing is compiled: `/nonexistent/g++` or Python's headers are missing" in text
+
+
+def test_without_a_compiler_nothing_is_compiled() -> None:
+    from tests.benchmarks import step_contestants, step_report, step_rows  # transformers
+
+    can_compile.cache_clear()
+    setting = step_rows.Setting(who="all")
+    compiled = [name for name in step_rows.entries(setting, "bf16") if "compiled" in name]
+    assert len(compiled) == 3 and cpu_shape(64, 2, 256).recipe("fp32").training.compile is True
+    try:
+        with (
+            mock.patch.dict(os.environ, NO_COMPILER),
+            mock.patch("torch.compile", side_effect=AssertionError),
+        ):
+            can_compile.cache_clear()
+            entries = step_rows.entries(setting, "bf16")
+            assert set(compiled) & set(entries) == set() and "transformers_eager_bare" in entries
+            assert cpu_shape(64, 2, 256).recipe("fp32").training.compile is False
+            step_contestants.warm_libraries()
+    finally:
+        can_compile.cache_clear()
+    memory = {"ours": {"memory_gb": 1.0}, "transformers_eager": {"memory_gb": 2.0}}
+    row = step_rows.row(cpu_shape(64, 2, 256), "fp32", {"transformers_eager": 1.5}, memory)
+    assert row["over_transformers_compiled"] is None and row["memory_over_transformers"] == 0.5
+    step_report.print_row(row | {"contestants": {}, "matmul_tflops": {}})
 
 
 def test_layouts_are_skipped_with_one_gpu(setting: Setting) -> None:
@@ -165,6 +273,74 @@ def test_steps_that_are_missing_or_a_run_that_starts_afresh_fail(tmp_path: Path)
     assert len(result.failures) == 2
 
 
+class Broken(Run):
+    """A run that fails."""
+
+    def finish(self, seconds: float | None = None) -> list[dict]:
+        raise Failure(f"{self.name}: rank 0 ended with exit code 7")
+
+
+@pytest.mark.parametrize(
+    ("part", "broken"),
+    [(training.precisions, "precision-zero1_bf16"), (training.layouts, "layout-0")],
+)
+def test_a_variant_that_fails_leaves_the_others_alone(
+    part: Callable[[Setting], Result], broken: str, tmp_path: Path
+) -> None:
+    works = fake_runs(lambda name, lines: lines)
+
+    def fake(setting: Setting, name: str, settings: Sequence[str], **_: Any) -> Run:
+        return Broken(name, tmp_path, [], []) if name == broken else works(setting, name, settings)
+
+    file = tmp_path / "part.json"
+    saved = []
+    setting = Setting(output=tmp_path, result_file=file, **CPU | {"gpus": 2})
+    with (
+        mock.patch.object(training, "start", fake),
+        mock.patch.object(Setting, "save", lambda _, result: saved.append(len(result.lines))),
+    ):
+        result = part(setting)
+    assert result.status == FAILED and len(result.failures) == 1
+    assert f"{broken}: rank 0 ended with exit code 7" in result.failures[0]
+    assert result.lines[-3].endswith("| failed |  |  |  | **NO** |")
+    assert result.lines[-2].endswith("| yes |") and not result.lines[-1]
+    assert saved == [4, 5]  # after each row
+
+
+def test_a_run_that_hangs_is_killed(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    log.write_text("step 3\n")
+    commands = ["import time; time.sleep(120)", "import time; time.sleep(120)"]
+    processes = [subprocess.Popen([sys.executable, "-c", text]) for text in commands]
+    with pytest.raises(Failure, match=r"stuck: killed after 0\.5 seconds:\nstep 3"):
+        Run("stuck", tmp_path, processes, [log, log]).finish(0.5)
+    assert [process.poll() for process in processes] == [-9, -9]
+
+
+LAUNCHED = {  # the environment of a rank of another job
+    "RANK": "1", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "8",
+    "MASTER_ADDR": "node7", "MASTER_PORT": "29500", "TORCHELASTIC_RUN_ID": "5",
+    "SLURM_PROCID": "3", "SLURM_NTASKS": "4", "SLURM_LOCALID": "3", "SLURM_JOB_ID": "17",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_parts_do_not_wait_for_the_ranks_of_a_job_around_them(device: str) -> None:
+    with mock.patch.dict(os.environ, LAUNCHED):
+        environment = device_environment(device)
+    assert World.from_environment(environment) == World()
+    assert not environment.keys() & LAUNCHED.keys() and "PATH" in environment
+
+
+def test_runs_end_soon_after_a_hang(setting: Setting) -> None:
+    recipe = load_recipe(REPOSITORY / "recipes" / "tiny.toml", overrides(setting))
+    assert 0 < recipe.supervision.hang_seconds <= 60
+
+
+def test_a_loss_that_is_not_a_number_differs() -> None:
+    assert not largest_difference([1.0, float("nan"), 1.0], [1.0, 1.0, 1.0]) <= 1e9
+
+
 def test_a_run_that_fails_shows_its_log(setting: Setting) -> None:
     settings = overrides(setting, training__steps=-1)
     with pytest.raises(Failure, match=r"exit code 2:(?s:.*)training\.steps = -1"):
@@ -197,6 +373,9 @@ def test_every_layout_is_legal(ranks: int, small: bool, tmp_path: Path) -> None:
 
 
 def sleep_with_a_child(setting: Setting) -> Result:
+    found = Result()
+    found.check(True, "it began")
+    setting.save(found)
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(120)"])
     (setting.output / "child").write_text(str(child.pid))
     time.sleep(120)
@@ -215,6 +394,33 @@ def lack_a_package(setting: Setting) -> Result:
     raise ModuleNotFoundError("No module named 'transformers'", name="transformers")
 
 
+def lack_a_dependency(setting: Setting) -> Result:
+    exec("import huggingface_hub_of_no_machine", {"__name__": "transformers.utils.hub"})
+    return Result()
+
+
+def lack_a_module_of_ours(setting: Setting) -> Result:
+    import models.no_such_module  # noqa: F401
+
+    return Result()
+
+
+@pytest.mark.parametrize(
+    ("function", "status", "says"),
+    [
+        (lack_a_package, SKIPPED, "the package transformers is not installed"),
+        (lack_a_dependency, SKIPPED, "transformers cannot be imported: No module named 'hugging"),
+        (lack_a_module_of_ours, FAILED, "No module named 'models.no_such_module'"),
+    ],
+)
+def test_only_what_an_optional_package_lacks_skips_a_part(
+    function: Callable[[Setting], Result], status: str, says: str, setting: Setting
+) -> None:
+    result = run_here(f"tests.test_gpu_checks:{function.__name__}", setting)
+    assert result.status == status
+    assert says in "".join([result.skipped, *result.failures])
+
+
 def succeed(setting: Setting) -> Result:
     result = Result()
     result.check(True, "it works")
@@ -229,14 +435,16 @@ def part(function: Callable[[Setting], Result], seconds: float = 60) -> Part:
 def test_a_failed_part_does_not_stop_the_next_one(tmp_path: Path) -> None:
     setting = Setting(output=tmp_path, **CPU)
     parts = [
-        part(sleep_with_a_child, 8), part(raise_an_error), part(crash), part(lack_a_package),
+        part(sleep_with_a_child, 20), part(raise_an_error), part(crash), part(lack_a_package),
         part(succeed),
     ]  # fmt: skip
     told: list[str] = []
     outcomes = run_parts(parts, setting, minutes=10, tell=told.append)
     assert [each.status for each in outcomes] == [FAILED, FAILED, FAILED, SKIPPED, PASSED]
     slow, broken, crashed, lacking, _ = outcomes
-    assert slow.failures == ["ended after 8 seconds, which is its time"] and slow.seconds < 30
+    assert slow.failures == ["ended after 20 seconds, which is its time"]
+    assert slow.seconds < 60
+    assert slow.lines == ["- yes: it began"]
     assert broken.failures == ["RuntimeError: no kernel image"]
     assert "its process ended with 11" in crashed.failures[0]
     assert lacking.skipped == "the package transformers is not installed"
@@ -253,8 +461,27 @@ def test_parts_are_skipped_when_the_time_of_all_is_over(tmp_path: Path) -> None:
     assert outcome.status == SKIPPED and "--minutes" in outcome.skipped
 
 
-def test_all_parts_have_a_function_and_fit_into_ten_minutes_by_the_limit() -> None:
+def test_a_part_may_use_the_time_that_others_have_left(tmp_path: Path) -> None:
+    given = []
+
+    def run_part(each: Part, setting: Setting, *, seconds: float) -> Outcome:
+        given.append(round(seconds))
+        status = SKIPPED if each.seconds == 420 else PASSED
+        return Outcome(each, status, 10.0, tmp_path)
+
+    parts = [part(succeed, seconds) for seconds in (30, 420, 5, 400, 60)]
+    with mock.patch("tests.gpu.runner.run_part", run_part):
+        run_parts(parts, Setting(output=tmp_path, **CPU), minutes=6, tell=lambda text: None)
+    assert given == [30, 360, 25, 360, 360]
+
+
+def test_the_parts_of_one_gpu_fit_into_ten_minutes_the_most_important_first() -> None:
     assert MINUTES <= 10
+    assert sum(each.seconds for each in PARTS if each.name != "layouts") <= 60 * MINUTES
+    assert list(BY_NAME)[:4] == ["environment", "losses", "step", "device"]
+
+
+def test_all_parts_have_a_function() -> None:
     for each in PARTS:
         module, name = each.function.split(":")
         file = REPOSITORY / (module.replace(".", "/") + ".py")
@@ -317,6 +544,19 @@ def test_parts_are_listed_and_unknown_ones_rejected(capsys: pytest.CaptureFixtur
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == list(BY_NAME)
     assert main(["--only", "speed"]) == 2
     assert "--only speed: use one of environment, losses" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("ranks", ["0", "-2"])
+def test_fewer_ranks_than_one_are_rejected(ranks: str, capsys: pytest.CaptureFixture) -> None:
+    assert main(["--device", "cpu", "--small", "--ranks", ranks]) == 2
+    assert f"invalid --ranks {ranks}: expected 1 or more" in capsys.readouterr().err
+
+
+def test_a_driver_that_lists_nothing_is_unknown() -> None:
+    for output, says in (("", "unknown: nvidia-smi lists no GPU"), ("580.95\n580.95\n", "580.95")):
+        done = subprocess.CompletedProcess([], 0, stdout=output)
+        with mock.patch("subprocess.run", return_value=done):
+            assert driver() == says
 
 
 def test_a_failure_is_the_exit_code_and_in_the_report(tmp_path: Path) -> None:

@@ -21,6 +21,8 @@ def machine(name: str, capability: tuple[int, int], *, hip: str | None = None) -
     """Simulate a node with the given GPUs and torch's wheels for CUDA 13."""
     with (
         mock.patch("recipes.training.processes.on_gpu", return_value=True),
+        mock.patch.object(torch.cuda, "is_available", return_value=True),
+        mock.patch.object(torch.cuda, "device_count", return_value=1),
         mock.patch.object(torch.cuda, "get_device_name", return_value=name),
         mock.patch.object(torch.cuda, "get_device_capability", return_value=capability),
         mock.patch.object(torch.cuda, "get_arch_list", return_value=CUDA_13),
@@ -78,6 +80,30 @@ def test_a_v100_is_named_with_what_to_install() -> None:
 def test_an_older_gpu_is_named_too() -> None:
     with pytest.raises(ValueError, match=r"sm_61.*TORCH_CUDA_ARCH_LIST=6\.1"):
         check_architecture("Tesla P40", (6, 1), CUDA_13)
+
+
+def test_each_rank_checks_its_own_gpu() -> None:
+    capabilities = [(9, 0), (7, 0)]
+    with (
+        machine("a GPU", (9, 0)),
+        mock.patch.object(torch.cuda, "device_count", return_value=2),
+        mock.patch.object(torch.cuda, "get_device_capability", capabilities.__getitem__),
+    ):
+        for local_rank in (0, 2):
+            check_machine(World(local_rank=local_rank), precision="fp16", compile=False)
+        for local_rank in (1, 3):
+            with pytest.raises(ValueError, match="a GPU is sm_70"):
+                check_machine(World(local_rank=local_rank), precision="fp16", compile=False)
+
+
+def test_cuda_that_is_asked_for_and_not_there_is_rejected() -> None:
+    with (
+        machine("a GPU", (9, 0)),
+        mock.patch.object(torch.cuda, "is_available", return_value=False),
+        mock.patch.object(torch.cuda, "device_count", return_value=0),
+        pytest.raises(ValueError, match=r"DS_ACCELERATOR = cuda and torch .* finds no GPU"),
+    ):
+        check(None)
 
 
 def test_rocm_is_rejected() -> None:

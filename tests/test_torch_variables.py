@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from importlib.metadata import PackageNotFoundError
 from unittest import mock
 
 import pytest
@@ -19,6 +20,15 @@ def variables(torch_version: str, deterministic: bool = False, **given: str) -> 
     environment = dict(given)
     set_torch_variables(environment, deterministic=deterministic, torch_version=torch_version)
     return environment
+
+
+def test_a_torch_without_metadata_has_the_newest_names() -> None:
+    environment: dict[str, str] = {}
+    with mock.patch(
+        "recipes.training.torch_variables.version", side_effect=PackageNotFoundError("torch")
+    ):
+        set_torch_variables(environment)
+    assert environment == variables("2.13.0")
 
 
 @pytest.mark.parametrize(

@@ -9,32 +9,41 @@ VOLTA = (7, 0)  # V100; not supported by CUDA 13, with which the pinned wheels a
 ARCHITECTURE = re.compile(r"(?P<kind>sm|compute)_(?P<major>\d+)(?P<minor>\d)(?P<suffix>[af]?)")
 
 
-def check_gpus(wanted: str | None, *, on_gpu: bool, cpu_is_chosen: bool) -> None:
-    """Check that the installed torch can use this machine's GPUs.
+def check_gpus(
+    wanted: str | None, *, on_gpu: bool, cpu_is_chosen: bool, local_rank: int = 0
+) -> None:
+    """Compare the GPU of a rank with those that the installed torch was built for.
 
     Without this check a V100 would fail at its first kernel, and a node with AMD GPUs or with a
     broken driver would silently train on its CPUs.
 
     Args:
-        wanted: the recipe's `cluster.gpu`, or None if it names no cluster
-        on_gpu: DeepSpeed has found GPUs that it can use
+        wanted: the recipe's `cluster.gpu`, where it names a cluster
+        on_gpu: DeepSpeed uses GPUs: it has found some, or the user has set DS_ACCELERATOR=cuda
         cpu_is_chosen: the user has set DS_ACCELERATOR=cpu
+        local_rank: of this node's ranks; they share its visible GPUs in turn
 
     Raises:
-        ValueError: torch finds no GPU although the recipe names one, or has no kernels for it.
+        ValueError: torch finds no GPU although the recipe or the user names one, or it has no code
+            for the rank's.
     """
-    if on_gpu:
-        if torch.version.hip:
-            raise ValueError(
-                f"torch {torch.__version__} is built for ROCm, which is not supported: Threefold "
-                f"has never been run on AMD GPUs. Use NVIDIA GPUs, or set DS_ACCELERATOR=cpu to "
-                f"train on the CPU; for MI300X you can only plan, with recipes/plan.py"
-            )
-        name, capability = torch.cuda.get_device_name(), torch.cuda.get_device_capability()
-        check_architecture(name, capability, torch.cuda.get_arch_list())
-    elif wanted and not cpu_is_chosen:
+    if on_gpu and torch.version.hip:
         raise ValueError(
-            f'cluster.gpu = "{wanted}", but torch {torch.__version__} finds no GPU on this node. '
+            f"torch {torch.__version__} is built for ROCm, which is not supported: nothing "
+            f"here has run on AMD GPUs. Use NVIDIA GPUs, or DS_ACCELERATOR=cpu; plan.py plans "
+            f"for the MI300X all the same"
+        )
+    if on_gpu and torch.cuda.is_available():
+        device = local_rank % torch.cuda.device_count()  # as `start_processes` chooses it
+        name, capability = (
+            torch.cuda.get_device_name(device),
+            torch.cuda.get_device_capability(device),
+        )
+        check_architecture(name, capability, torch.cuda.get_arch_list())
+    elif on_gpu or (wanted and not cpu_is_chosen):
+        asked = "DS_ACCELERATOR = cuda" if on_gpu else f'cluster.gpu = "{wanted}"'
+        raise ValueError(
+            f"{asked} and torch {torch.__version__} finds no GPU on this node. "
             f"NVIDIA GPUs need a driver (see nvidia-smi) and torch's CUDA wheels; AMD GPUs are not "
             f"supported. To train on the CPU, set DS_ACCELERATOR=cpu"
         )

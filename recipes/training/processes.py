@@ -88,7 +88,12 @@ def check_machine(
         ValueError: torch cannot use this machine's GPUs, or this machine cannot run the precision,
             compile kernels or store compiled ones, or the launcher has not set the address.
     """
-    check_gpus(gpu, on_gpu=on_gpu(), cpu_is_chosen=os.environ.get("DS_ACCELERATOR") == "cpu")
+    check_gpus(
+        gpu,
+        on_gpu=on_gpu(),
+        cpu_is_chosen=os.environ.get("DS_ACCELERATOR") == "cpu",
+        local_rank=world.local_rank,
+    )
     if deterministic:
         check_workspace(os.environ)
     if precision == "fp16" and not on_gpu():

@@ -5,7 +5,7 @@ user has set are not changed.
 """
 
 from collections.abc import MutableMapping
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 
 RENAMED_IN = (2, 9)  # version of torch that renamed the allocator's and the recorder's variables
 ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
@@ -51,8 +51,8 @@ def set_torch_variables(
         pipelined: whether the layout has more than one pipeline stage
         torch_version: such as "2.13.0+cu130"; None: that of the installed torch
     """
-    release = tuple(map(int, (torch_version or version("torch")).split(".")[:2]))
-    new_names = release >= RENAMED_IN
+    release = torch_version or _installed_torch()
+    new_names = release is None or tuple(map(int, release.split(".")[:2])) >= RENAMED_IN
     if not any(name in environment for name in ALLOCATOR_VARIABLES):
         name = ALLOCATOR_VARIABLES[0 if new_names else 1]
         environment[name] = "expandable_segments:True"
@@ -64,6 +64,14 @@ def set_torch_variables(
     if pipelined:
         for name, value in PIPELINE_VARIABLES.items():
             environment.setdefault(name, value)
+
+
+def _installed_torch() -> str | None:
+    """Return the version of torch; None for one that was built in place, without metadata."""
+    try:
+        return version("torch")
+    except PackageNotFoundError:
+        return None
 
 
 def check_workspace(environment: MutableMapping[str, str]) -> None:

@@ -23,7 +23,8 @@ def print_row(row: Mapping[str, Any]) -> None:
             f"{percent(each['mfu_datasheet_full']):>9}{each['memory_gb']:7.2f}  {products}"
         )
     ratios = {key: value for key, value in row.items() if key.startswith("over_")}
-    print(", ".join(f"{key} {value:.3f}" for key, value in ratios.items()), end="")
+    known = {key: value for key, value in ratios.items() if value is not None}
+    print(", ".join(f"{key} {value:.3f}" for key, value in known.items()), end="")
     print(f", memory {row['memory_over_transformers']:.3f} of theirs", end="")
     if row["engine_overhead"] is not None:
         print(f", engine {row['engine_overhead']:+.1%} over a bare loop", end="")

@@ -8,7 +8,7 @@ from typing import Any
 from recipes.planning.hardware import peak_tflops
 from tests.benchmarks import step_contestants
 from tests.benchmarks.step_contestants import Entry
-from tests.benchmarks.step_shapes import Shape, step_flops
+from tests.benchmarks.step_shapes import Shape, can_compile, step_flops
 from tests.benchmarks.taking_turns import (
     Player,
     Turn,
@@ -49,7 +49,7 @@ class Setting:
 
 
 def entries(setting: Setting, precision: str) -> dict[str, Entry]:
-    """The contestants by name, ours first.
+    """Return the contestants by name, ours first; without a compiler only those that need none.
 
     In bf16 transformers' weights are fp32 under autocast on a CPU, where its bf16 weights would
     leave norms and losses in bf16, and as in our JSON on a GPU, where people train so.
@@ -73,7 +73,7 @@ def entries(setting: Setting, precision: str) -> dict[str, Entry]:
             f"{EAGER}_{kind}": llama(autocast=not usual),
             f"{COMPILED}_{kind}": llama(autocast=not usual, compiled=True),
         }
-    return found
+    return {name: entry for name, entry in found.items() if can_compile() or not entry.compiled}
 
 
 def matches(setting: Setting, names: Sequence[str]) -> list[list[str]]:
@@ -171,7 +171,8 @@ def row(
     """The ratios of a row, and what they are from.
 
     over: seconds of each by those of ours, both bare or both not; ours by its bare loop
-    memory_over_transformers: ours by the lesser of theirs
+    memory_over_transformers: ours by the lesser of theirs; the compiled one is missing without a
+        compiler
     """
     memory = {name: each["memory_gb"] for name, each in contestants.items()}
     rivals = [name for name in over if name not in (OURS, OURS_BARE)]
@@ -179,8 +180,9 @@ def row(
         "shape": shape.name,
         "precision": precision,
         "over_transformers_eager": over[EAGER],
-        "over_transformers_compiled": over[COMPILED],
-        "memory_over_transformers": memory[OURS] / min(memory[EAGER], memory[COMPILED]),
+        "over_transformers_compiled": over.get(COMPILED),
+        "memory_over_transformers": memory[OURS]
+        / min(memory[name] for name in (EAGER, COMPILED) if name in memory),
         "engine_overhead": over[OURS] - 1 if OURS in over else None,
         **{f"over_{name}": over[name] for name in rivals},
         "contestants": dict(contestants),

@@ -1,13 +1,14 @@
 """What takes a step: shapes of models, precisions, and the recipes that both make."""
 
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 
 from models.config import ModelConfig
 from models.cost import attention_multiply_adds, flops_per_token
+from recipes.training.processes import has_compiler
 from recipes.training.recipe import DEFAULT_RECIPE, REPOSITORY, Recipe, load_recipe
 
-OURS = ["training.compile=true"]  # what our contestants run with beside the shape
 PRECISIONS = ("fp32", "bf16")
 INITIAL_STD = 0.06  # so much that attention matters to the first losses, which are compared
 
@@ -42,7 +43,10 @@ class Shape:
         return length * self.micro_sequences * self.micro_batches
 
     def recipe(self, precision: str, *, zero_stage: int = 1, more: tuple[str, ...] = ()) -> Recipe:
-        """As our engine runs it, on one process unless `more` says otherwise."""
+        """Return what our engine runs, on one process unless `more` says otherwise.
+
+        Its kernels are compiled where the machine has a compiler.
+        """
         settings = {
             **{f"model.{key}": size for key, size in self.sizes},
             "model.initial_std": INITIAL_STD,
@@ -50,12 +54,19 @@ class Shape:
             "layout.pipeline": 1,
             "batch.micro_sequences": self.micro_sequences,
             "batch.global_sequences": self.micro_sequences * self.micro_batches,
+            "training.compile": "true" if can_compile() else "false",
             "deepspeed": f"ds_configs/zero{zero_stage}_{precision}.json",
         }
         if self.base != DEFAULT_RECIPE:
             settings |= {"cluster.nodes": 1, "cluster.gpus_per_node": 1}
         overrides = [f"{key}={value}" for key, value in settings.items()]
-        return load_recipe(self.base, [*overrides, *OURS, *more])
+        return load_recipe(self.base, [*overrides, *more])
+
+
+@cache
+def can_compile() -> bool:
+    """Return True if this machine has a compiler for torch.compile."""
+    return has_compiler()
 
 
 def cpu_shape(hidden_size: int, layers: int, vocab_size: int, **batch: int) -> Shape:

@@ -5,9 +5,9 @@
     python -m tests.gpu --only losses --only step
     python -m tests.gpu --write           # into BENCHMARKS.md and recipes/planning/gpus
 
-Each part runs in a separate process, which is ended when its time limit is reached; then the next
-part runs. The exit code is 0 if all parts pass or are skipped, 1 if a part fails, and 2 if there is
-no usable GPU or a package is missing.
+Each part runs in a process of its own and is ended when its time is over; the next one follows. The
+exit code of `python -m tests.gpu` is 0 if all parts pass or are skipped, 1 if one fails, and 2
+without a GPU or a package. `make gpu` returns 2, not 1: make does so when any command fails.
 """
 
 import argparse
@@ -39,6 +39,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if unknown := [name for name in options.only or () if name not in BY_NAME]:
         print(f"make gpu: --only {unknown[0]}: use one of {', '.join(BY_NAME)}", file=sys.stderr)
         return UNUSABLE_CODE
+    if options.ranks < 1:
+        print(
+            f"make gpu: invalid --ranks {options.ranks}: expected 1 or more, for example 2",
+            file=sys.stderr,
+        )
+        return UNUSABLE_CODE
     gpus = count_gpus(options)
     if not gpus:
         return UNUSABLE_CODE
@@ -65,7 +71,8 @@ def count_gpus(options: argparse.Namespace) -> int:
         )
         return 0
     try:
-        check_gpus(None, on_gpu=True, cpu_is_chosen=False)
+        for local_rank in range(gpus):
+            check_gpus(None, on_gpu=True, cpu_is_chosen=False, local_rank=local_rank)
     except ValueError as problem:
         print(f"make gpu: {problem}", file=sys.stderr)
         return 0

@@ -89,7 +89,8 @@ def driver() -> str:
         done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=20)
     except (OSError, subprocess.SubprocessError):
         return "unknown: nvidia-smi does not run"
-    return done.stdout.splitlines()[0]
+    lines = done.stdout.splitlines()
+    return lines[0] if lines else "unknown: nvidia-smi lists no GPU"
 
 
 def product_shapes(setting: Setting) -> dict[str, tuple[int, int, int]]:

@@ -1,4 +1,4 @@
-"""Run one part in this process: python -m tests.gpu.part MODULE:FUNCTION SETTING RESULT."""
+"""One part in this process: python -m tests.gpu.part MODULE:FUNCTION SETTING."""
 
 import importlib
 import json
@@ -6,8 +6,6 @@ import os
 import sys
 import traceback
 from collections.abc import Callable
-from dataclasses import asdict
-from pathlib import Path
 
 from tests.gpu.packages import OPTIONAL
 from tests.gpu.setting import Result, Setting
@@ -15,9 +13,9 @@ from tests.gpu.setting import Result, Setting
 
 def main() -> None:
     """Run the part and write its result."""
-    function, setting, file = sys.argv[1:]
-    result = run(function, Setting.from_json(json.loads(setting)))
-    Path(file).write_text(json.dumps(asdict(result) | {"status": result.status}))
+    function, text = sys.argv[1:]
+    setting = Setting.from_json(json.loads(text))
+    setting.save(run(function, setting))
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)  # the teardown of library threads sometimes aborts
@@ -30,10 +28,19 @@ def run(function: str, setting: Setting) -> Result:
         part: Callable[[Setting], Result] = getattr(importlib.import_module(module), name)
         return part(setting)
     except Exception as error:
-        if isinstance(error, ImportError) and error.name in OPTIONAL:
-            return Result(skipped=f"the package {error.name} is not installed")
         traceback.print_exc()
+        if isinstance(error, ModuleNotFoundError) and error.name in OPTIONAL:
+            return Result(skipped=f"the package {error.name} is not installed")
+        if isinstance(error, ImportError) and (package := optional_package_of(error)):
+            return Result(skipped=f"the package {package} cannot be imported: {error}")
         return Result(failures=[f"{type(error).__name__}: {error}"])
+
+
+def optional_package_of(error: ImportError) -> str | None:
+    """Return the optional package that was being imported, such as one without its dependencies."""
+    frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
+    modules = (str(frame.f_globals.get("__name__")).partition(".")[0] for frame in frames)
+    return next((name for name in modules if name in OPTIONAL), None)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +43,8 @@ def run_parts(
 ) -> list[Outcome]:
     """Run the parts in order; a failure of one part does not stop the others.
 
+    A part may also use the time that parts before it have left.
+
     Args:
         parts: the parts, in order
         setting: the machine and the sizes
@@ -50,7 +52,7 @@ def run_parts(
         tell: function that prints a line
     """
     deadline = time.monotonic() + 60 * minutes
-    outcomes = []
+    outcomes, spare = [], 0.0
     for number, part in enumerate(parts, start=1):
         left = deadline - time.monotonic()
         tell(f"[{number}/{len(parts)}] {part.name}: {part.title}")
@@ -58,22 +60,27 @@ def run_parts(
             reason = f"the {minutes:g} minutes for all parts are over; use a larger --minutes"
             outcome = Outcome(part, SKIPPED, 0.0, Path(), skipped=reason)
         else:
-            outcome = run_part(part, setting, seconds=min(part.seconds, left))
+            outcome = run_part(part, setting, seconds=min(part.seconds + spare, left))
+            if outcome.status != SKIPPED:  # the time of parts for several GPUs is no one's else
+                spare = max(0.0, part.seconds + spare - outcome.seconds)
         outcomes.append(outcome)
         tell(describe(outcome))
     return outcomes
 
 
 def run_part(part: Part, setting: Setting, *, seconds: float) -> Outcome:
-    """Run a part in a separate process; end the process and its runs after `seconds`."""
+    """Run a part in a process of its own; end the process and its runs when the time is over.
+
+    What the part has found until then is in the outcome.
+    """
     log = setting.output / f"{part.name}.log"
     file = setting.output / f"{part.name}.json"
     file.unlink(missing_ok=True)
-    command = [sys.executable, "-m", "tests.gpu.part", part.function, json.dumps(setting.as_json())]
+    settings = json.dumps(replace(setting, result_file=file).as_json())
     started = time.monotonic()
     with log.open("wb") as output:
         process = subprocess.Popen(
-            [*command, str(file)],
+            [sys.executable, "-m", "tests.gpu.part", part.function, settings],
             cwd=REPOSITORY,
             env=device_environment(setting.device, small=setting.small),
             stdout=output,
@@ -87,21 +94,15 @@ def run_part(part: Part, setting: Setting, *, seconds: float) -> Outcome:
         finally:
             end_group(process)
     taken = time.monotonic() - started
+    found: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
+    outcome = Outcome(part, found.pop("status", FAILED), taken, log, **found)
     if code is None:
-        failure = f"ended after {seconds:.0f} seconds, which is its time"
-        return Outcome(part, FAILED, taken, log, failures=[failure])
-    if code or not file.exists():
-        return Outcome(part, FAILED, taken, log, failures=[f"its process ended with {code}"])
-    found: dict[str, Any] = json.loads(file.read_text())
-    return Outcome(
-        part,
-        found["status"],
-        taken,
-        log,
-        lines=found["lines"],
-        failures=found["failures"],
-        skipped=found["skipped"],
-    )
+        outcome.failures.append(f"ended after {seconds:.0f} seconds, which is its time")
+    elif code or not found:
+        outcome.failures.append(f"its process ended with {code}")
+    if outcome.failures:
+        outcome.status = FAILED
+    return outcome
 
 
 def end_group(process: subprocess.Popen) -> None:

@@ -1,6 +1,7 @@
 """Runs of recipes/pretrain.py on a synthetic corpus, each in separate processes."""
 
 import json
+import math
 import os
 import signal
 import subprocess
@@ -25,7 +26,14 @@ SMALL = (  # on top of recipes/tiny.toml
 )  # fmt: skip
 LAST_CHARACTERS = 3000  # of a log, in an error
 POLL_SECONDS = 0.01
+LAUNCHER_VARIABLES = {
+    "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "LOCAL_SIZE", "GROUP_RANK",
+    "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_WORLD_SIZE", "CROSS_RANK", "CROSS_SIZE", "MASTER_ADDR",
+    "MASTER_PORT",
+}  # fmt: skip
 THREADS = 8  # of a run on the CPU, at most
+# Without progress; then the run ends with a hang report. Compiling its kernels takes up to 20.
+HANG_SECONDS = 45
 
 
 class Failure(Exception):
@@ -56,6 +64,7 @@ def overrides(setting: Setting, **changes: Any) -> list[str]:
         "training.evaluate_every": 0,
         "optimizer.schedule.warmup_steps": 10,
         "checkpoint.every": 1000,
+        "supervision.hang_seconds": HANG_SECONDS,
         "data.train": f'[{{path = "{data}/train"}}]',
         "data.validation": f"{data}/validation",
         "data.tokenizer": f"{data}/tokenizer",
@@ -81,13 +90,25 @@ class Run:
     processes: list[subprocess.Popen]
     logs: list[Path]
 
-    def finish(self) -> list[dict[str, Any]]:
-        """Wait for the end of the run; return its metrics, one line per step.
+    def finish(self, seconds: float | None = None) -> list[dict[str, Any]]:
+        """Wait for the run; return its metrics, a line per step.
+
+        Args:
+            seconds: after which all ranks are killed; None: wait for as long as it takes
 
         Raises:
-            Failure: a rank has failed, with the end of its log.
+            Failure: a rank has failed, with the end of its log, or the time is over.
         """
-        codes = [process.wait() for process in self.processes]
+        deadline = None if seconds is None else time.monotonic() + seconds
+        codes = []
+        for process, log in zip(self.processes, self.logs, strict=True):
+            try:
+                left = None if deadline is None else max(0.0, deadline - time.monotonic())
+                codes.append(process.wait(left))
+            except subprocess.TimeoutExpired:
+                self.kill()
+                text = log.read_text(errors="replace")[-LAST_CHARACTERS:]
+                raise Failure(f"{self.name}: killed after {seconds:g} seconds:\n{text}") from None
         for rank, (code, log) in enumerate(zip(codes, self.logs, strict=True)):
             if code:
                 text = log.read_text(errors="replace")[-LAST_CHARACTERS:]
@@ -111,11 +132,15 @@ class Run:
                 self.finish()
                 raise Failure(f"{self.name} ended before it could be killed")
             time.sleep(POLL_SECONDS)
+        self.kill()
+        return done
+
+    def kill(self) -> None:
+        """Kill all ranks with SIGKILL."""
         for process in self.processes:
             process.send_signal(signal.SIGKILL)
         for process in self.processes:
             process.wait()
-        return done
 
 
 def start(
@@ -151,8 +176,13 @@ def start(
 
 
 def device_environment(device: str, *, small: bool = False) -> dict[str, str]:
-    """Return an environment for runs: the device, matrix products in full fp32, no network."""
-    environment = os.environ | {"NVIDIA_TF32_OVERRIDE": "0", "HF_HUB_OFFLINE": "1"}
+    """Return this process's environment: a device, fp32 products in full fp32, no network.
+
+    A launcher's variables are left out: inside a job of Slurm or under torchrun a part would wait
+    for ranks that do not exist.
+    """
+    environment = {name: text for name, text in os.environ.items() if not of_launcher(name)}
+    environment |= {"NVIDIA_TF32_OVERRIDE": "0", "HF_HUB_OFFLINE": "1"}
     if device == "cpu":
         half = len(os.sched_getaffinity(0)) // 2  # other runs use the machine at the same time
         threads = "1" if small else str(max(1, min(THREADS, half)))
@@ -161,17 +191,23 @@ def device_environment(device: str, *, small: bool = False) -> dict[str, str]:
     return environment
 
 
+def of_launcher(name: str) -> bool:
+    """Return True for an environment variable that tells a process of other ranks."""
+    return name in LAUNCHER_VARIABLES or name.startswith(("SLURM_", "TORCHELASTIC_"))
+
+
 def losses(metrics: Sequence[dict[str, Any]]) -> list[float]:
     """Return the losses of a run's metrics."""
     return [line["loss"] for line in metrics]
 
 
 def largest_difference(one: Sequence[float], other: Sequence[float]) -> float:
-    """Return the largest relative difference of two runs' losses.
+    """Return the largest relative difference of two runs' losses; NaN if one of them is NaN.
 
     Raises:
         Failure: the runs have different numbers of steps.
     """
     if len(one) != len(other):
         raise Failure(f"{len(one)} steps cannot be compared with {len(other)}")
-    return max(abs(a / b - 1) for a, b in zip(one, other, strict=True))
+    differences = [abs(a / b - 1) for a, b in zip(one, other, strict=True)]
+    return max(differences, key=lambda each: (math.isnan(each), each))

@@ -1,5 +1,6 @@
 """The setting that all parts share, and the result of a part."""
 
+import json
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,22 +15,35 @@ class Setting:
     device: "cuda", or "cpu" for tests of the checks themselves
     gpus: number of GPUs of this machine; on a CPU, the maximum number of ranks
     output: the folder of runs, logs and results
-    small: use models and runs that take a few seconds on a CPU
+    small: models and runs of a few seconds on a CPU
+    result_file: where a part writes its result as JSON, also while it runs; None: nowhere
     """
 
     device: str
     gpus: int
     output: Path
     small: bool = False
+    result_file: Path | None = None
 
     def as_json(self) -> dict[str, Any]:
-        """Convert the setting to JSON, for another process."""
-        return asdict(self) | {"output": str(self.output)}
+        """Convert it for another process."""
+        paths = {"output": self.output, "result_file": self.result_file}
+        return asdict(self) | {name: path and str(path) for name, path in paths.items()}
 
     @classmethod
     def from_json(cls, table: dict[str, Any]) -> "Setting":
-        """Restore a setting from JSON."""
-        return cls(**{**table, "output": Path(table["output"])})
+        """Restore it."""
+        file = table["result_file"]
+        paths = {"output": Path(table["output"]), "result_file": file and Path(file)}
+        return cls(**{**table, **paths})
+
+    def save(self, result: "Result") -> None:
+        """Write what a part has found so far; the part may be ended before it finds more."""
+        if self.result_file is None:
+            return
+        new = self.result_file.with_suffix(".new")  # whole or not at all
+        new.write_text(json.dumps(asdict(result) | {"status": result.status}), encoding="utf-8")
+        new.replace(self.result_file)
 
 
 @dataclass
@@ -55,7 +69,13 @@ class Result:
         lines = [head, ["---"] * len(head), *rows]
         if self.lines and self.lines[-1]:
             self.lines.append("")
-        self.lines += [*("| " + " | ".join(line) + " |" for line in lines), ""]
+        self.lines += [*map(_table_row, lines), ""]
+
+    def row(self, cells: list[str], *, failure: str = "") -> None:
+        """Add a row to the table that was added last; `failure` fails the part."""
+        self.lines.insert(len(self.lines) - 1, _table_row([*cells, "**NO**" if failure else "yes"]))
+        if failure:
+            self.failures.append(failure)
 
     @property
     def status(self) -> str:
@@ -63,3 +83,7 @@ class Result:
         if self.skipped:
             return SKIPPED
         return FAILED if self.failures else PASSED
+
+
+def _table_row(cells: list[str]) -> str:
+    return "| " + " | ".join(cells) + " |"

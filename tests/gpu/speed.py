@@ -17,11 +17,18 @@ from recipes.planning.step_time import step_time
 from recipes.training.deepspeed_config import build_deepspeed_config
 from recipes.training.engine import build_engine
 from recipes.training.micro_batch import MicroBatch
-from recipes.training.processes import start_processes
+from recipes.training.processes import compiler, start_processes
 from recipes.training.recipe import Recipe
 from recipes.training.topology import World
 from tests.benchmarks.step_probes import top_kernels
-from tests.benchmarks.step_shapes import GPU_SHAPES, Shape, cpu_shape, step_flops, with_batch
+from tests.benchmarks.step_shapes import (
+    GPU_SHAPES,
+    Shape,
+    can_compile,
+    cpu_shape,
+    step_flops,
+    with_batch,
+)
 from tests.benchmarks.taking_turns import Player, cores_at_hand, players
 from tests.gpu.environment import device_name, synchronize
 from tests.gpu.setting import Result, Setting
@@ -151,9 +158,18 @@ def beside_transformers(setting: Setting) -> Result:
     result.table(["", "seconds", "tokens/s", "TFLOP/s, in full", "GB"], table)
     eager, compiled = row["over_transformers_eager"], row["over_transformers_compiled"]
     memory = row["memory_over_transformers"]
-    result.say(f"Ours is {eager:.2f} times as fast as transformers eager and {compiled:.2f} times "
-               f"as fast as compiled, with {memory:.2f} of the memory.")  # fmt: skip
+    than_compiled = f" and {compiled:.2f} times as fast as compiled" if compiled else ""
+    result.say(f"Ours is {eager:.2f} times as fast as transformers eager{than_compiled}, with "
+               f"{memory:.2f} of the memory.")  # fmt: skip
+    say_if_not_compiled(result)
     return result
+
+
+def say_if_not_compiled(result: Result) -> None:
+    """Say that no contestant is compiled, on a machine without a compiler."""
+    if not can_compile():
+        result.say(f"Nothing is compiled: `{compiler()}` or Python's headers are missing on this "
+                   f"machine, and torch.compile needs them.")  # fmt: skip
 
 
 def device_file(setting: Setting) -> Result:
@@ -183,6 +199,7 @@ def device_file(setting: Setting) -> Result:
         for each in found["steps"]
     ]  # fmt: skip
     result.table(["step", "predicted, s", "measured, s", "error"], table)
+    say_if_not_compiled(result)
     if not gpu:
         result.say(f"The planner has no datasheet of {name}, so its file has that of {FALLBACK}: "
                    f"replace the datasheet's numbers in the file.")  # fmt: skip

@@ -1,0 +1,173 @@
+"""Checks of kernels that the recipes of the other parts do not reach, each against a reference."""
+
+from collections.abc import Callable, Sequence
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from models import cost
+from models.kernels.attention import document_attention, varlen_kernel
+from models.kernels.fusing import as_written, compiled
+from models.parallel.collectives import TensorAxis
+from models.parallel.cross_entropy import vocab_parallel_loss
+from recipes.training.processes import has_compiler
+from tests.gpu.runs import overrides, start
+from tests.gpu.setting import Result, Setting
+from tests.gpu.training import NEAR, SAME, compare
+
+GPT = {  # on top of recipes/tiny.toml; its rotation has no meaning with learned positions
+    "model__norm": "layernorm",
+    "model__positions": "learned",
+    "model__activation": "gelu",
+    "model__bias": True,
+    "model__tie_embeddings": True,
+    "model__dropout": 0.1,
+    "training__steps": 10,
+}
+ATTENTION_DROPOUT = {"model__attention_dropout": 0.1}
+BF16 = {"deepspeed": "ds_configs/zero1_bf16.json"}
+DOCUMENTS = {"data__separate_documents": True, "training__steps": 10}
+ROUNDED = 0.02  # of the largest value, of results in 16 bits
+LENGTHS = (1, 2, 4, 30, 63, 150, 6), (256,)  # of the documents of two sequences
+PARTS_OF_LOSS = 4
+LOSS_SCALE = 2.0**10
+
+
+def kernels(setting: Setting) -> Result:
+    """Train with GPT's kernels and with separate documents; compare attention and loss by hand."""
+    gpt = start(
+        setting, "gpt", overrides(setting, **GPT | ATTENTION_DROPOUT, layout__recompute="full")
+    )
+    kept = overrides(setting, **GPT | ATTENTION_DROPOUT)
+    gpt_on_cpu = start(setting, "gpt-cpu", kept, device="cpu")
+    documents = start(setting, "documents-bf16", overrides(setting, **DOCUMENTS | BF16))
+    documents_fp32 = start(setting, "documents-fp32", overrides(setting, **DOCUMENTS))
+    result = Result()
+    head = ["run", "first loss", "last loss", "to the reference", "limit", "same"]
+    result.table(head, [])
+    name = "GPT in fp32 with dropout, recomputed; the CPU keeps all"
+    compare(result, name, gpt, gpt_on_cpu, limit=SAME)
+    setting.save(result)
+    name = "separate documents in bf16; fp32"
+    compare(result, name, documents, documents_fp32, limit=NEAR["bf16"])
+    setting.save(result)
+    if setting.gpus >= 2:
+        one_each = GPT | {"batch__micro_sequences": 1}
+        whole = start(setting, "tied-fp32", overrides(setting, **one_each))
+        stages = overrides(setting, **one_each | BF16, layout__pipeline=2)
+        split = start(setting, "tied-stages", stages, ranks=2)
+        name = "tied GPT in bf16 on two stages; fp32 on one"
+        compare(result, name, split, whole, limit=NEAR["bf16"])
+        setting.save(result)
+    result.table(["results and gradients in 16 bits", "to fp32", "limit", "same"], [])
+    device = torch.device(setting.device)
+    for name, find in COMPARISONS.items():
+        compare_values(result, name, find, device)
+        setting.save(result)
+    return result
+
+
+def compare_values(
+    result: Result, name: str, find: Callable[[torch.device], float], device: torch.device
+) -> None:
+    """Add a row; an error of the kernels, also of their compilation, fails this row alone."""
+    try:
+        error = find(device)
+    except Exception as problem:
+        print(repr(problem))  # into the log of the part
+        result.row([name, "failed", f"{ROUNDED:g}"], failure=f"{name}: {problem!r}")
+        return
+    claim = f"{name}: differs from fp32 by {ROUNDED:g} of the largest value at most ({error:.1e})"
+    result.row([name, f"{error:.1e}", f"{ROUNDED:g}"], failure="" if error <= ROUNDED else claim)
+
+
+def documents_at_once(device: torch.device) -> float:
+    """Return the error of attention over documents by the kernel that takes all of them."""
+    return documents_error(device, at_once=True)
+
+
+def documents_one_by_one(device: torch.device) -> float:
+    """Return the error of attention over documents in a call for each."""
+    return documents_error(device, at_once=False)
+
+
+def documents_error(device: torch.device, *, at_once: bool) -> float:
+    """Return the largest error of attention over documents in bf16 and of its gradients.
+
+    The reference is attention over all tokens in fp32 with a mask. Without a kernel that takes all
+    documents, on CPUs and older GPUs, each has a call of its own.
+    """
+    generator = torch.Generator().manual_seed(0)
+    heads, kv_heads, d = 4, 2, 64
+    b, s = len(LENGTHS), sum(LENGTHS[0])
+    drawn = (torch.randn(b, s, n, d, generator=generator) for n in (heads, kv_heads, kv_heads))
+    # [b, a, s, d], in memory [b, s, a, d] as in the model
+    inputs = [each.to(device, torch.bfloat16).transpose(1, 2) for each in drawn]
+    varlen = varlen_kernel(device, torch.bfloat16, d) if at_once else None
+    number = torch.stack([torch.arange(len(n)).repeat_interleave(torch.tensor(n)) for n in LENGTHS])
+    mask = (number.unsqueeze(1) == number.unsqueeze(2)).tril().unsqueeze(1).to(device)  # [b,1,s,s]
+    found = with_gradients(
+        lambda q, k, v: document_attention(q, k, v, LENGTHS, varlen=varlen), inputs
+    )
+    expected = with_gradients(
+        lambda q, k, v: F.scaled_dot_product_attention(q, k, v, mask, enable_gqa=True),
+        [each.float() for each in inputs],
+    )
+    return largest_error(found, expected)
+
+
+def loss_in_parts(device: torch.device) -> float:
+    """Return the largest error of the loss in fp16 and of its gradients, from several parts."""
+    generator = torch.Generator().manual_seed(0)
+    b, s, hidden, padded, vocab_size = 2, 128, 64, 1024, 1000
+    drawn = (torch.randn(s, b, hidden, generator=generator),
+             0.1 * torch.randn(padded, hidden, generator=generator))  # fmt: skip
+    x, weight = (each.to(device, torch.float16) for each in drawn)
+    labels = torch.randint(vocab_size, (b, s), generator=generator).to(device)
+    fuse = compiled if device.type == "cuda" and has_compiler() else as_written
+
+    def ours(x: Tensor, weight: Tensor) -> Tensor:
+        return LOSS_SCALE * vocab_parallel_loss(
+            x, weight, labels, vocab_size=vocab_size, axis=TensorAxis(), fuse=fuse,
+            gradient_scale=LOSS_SCALE,
+        )  # fmt: skip
+
+    def theirs(x: Tensor, weight: Tensor) -> Tensor:
+        logits = (x @ weight[:vocab_size].t()).flatten(0, 1)  # [s * b, v]
+        return LOSS_SCALE * F.cross_entropy(logits, labels.t().flatten())
+
+    with mock.patch.dict(cost.MOST_LOGITS, {device.type: b * s * padded // PARTS_OF_LOSS}):
+        found = with_gradients(ours, [x, weight])
+    return largest_error(found, with_gradients(theirs, [x.float(), weight.float()]))
+
+
+COMPARISONS = {
+    "attention over documents at once, bf16": documents_at_once,
+    "attention over documents one by one, bf16": documents_one_by_one,
+    f"loss in {PARTS_OF_LOSS} parts, fp16": loss_in_parts,
+}
+
+
+def with_gradients(function: Callable[..., Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
+    """Return a function's result and the gradients of its inputs."""
+    leaves = [each.detach().requires_grad_() for each in inputs]
+    result = function(*leaves)
+    result.backward(torch.ones_like(result) if result.ndim == 0 else weights_like(result))
+    return [result.detach(), *(each.grad for each in leaves)]
+
+
+def weights_like(x: Tensor) -> Tensor:
+    """Return gradients that differ from element to element, the same for every data type."""
+    places = torch.arange(x.numel(), device=x.device, dtype=torch.float32)
+    return places.cos().view(x.shape).to(x.dtype)
+
+
+def largest_error(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
+    """Return the largest error of all tensors, each relative to its largest expected value."""
+    errors = [
+        (one.float() - other).abs().max() / other.abs().max()
+        for one, other in zip(found, expected, strict=True)
+    ]
+    return float(torch.stack(errors).amax())  # NaN if one is
