@@ -7,6 +7,7 @@ import pytest
 
 from models.pipeline.communication import Action, Event, Route, is_remote, rounds, routes
 from models.pipeline.order import Pass, Pipeline
+from tests.benchmarks.communication_slots import SCHEDULES
 from tests.nccl_rules.slots import (
     LaunchRule,
     StepProgram,
@@ -16,14 +17,6 @@ from tests.nccl_rules.slots import (
     sufficient_slots,
 )
 
-SCHEDULES = (
-    ("1f1b", 1),
-    ("interleaved", 2),
-    ("interleaved", 3),
-    ("zb-h1", 1),
-    ("zb-v", 2),
-    ("dualpipev", 2),
-)
 PIPELINES = [
     Pipeline(stages=p, micro_batches=m, schedule=schedule, chunks=chunks)
     for schedule, chunks in SCHEDULES

@@ -9,7 +9,8 @@ import json
 import sys
 from pathlib import Path
 
-sys.path[0] = str(Path(__file__).resolve().parents[2])
+if __name__ == "__main__":  # the repository is where imports start
+    sys.path[0] = str(Path(__file__).resolve().parents[2])
 
 from models.pipeline.order import Pipeline, least_micro_batches, schedule_name
 from tests.nccl_rules.slots import (
