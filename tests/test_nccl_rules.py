@@ -99,7 +99,7 @@ def layouts_of(world_size: int) -> dict[str, dict[str, Any]]:
         return found
     across = {"tensor": 2} if world_size == 8 else {}
     return found | {
-        "tensor": {"layout": {"tensor": world_size // 2}},
+        "tensor": {"layout": {"tensor": 2}, "data": world_size // 4},
         "sequence parallel, recomputed": {
             "layout": {**SPLIT, "schedule": "zb-v", "recompute": "full"},
             "data": world_size // 4,
