@@ -141,19 +141,24 @@ def gather(engine: Engine, held: dict[str, Tensor]) -> dict[str, Tensor]:
 
 @contextlib.contextmanager
 def shared_groups() -> Iterator[Callable[[], None]]:
-    """Within it, process groups are made once: the n-th group of the same ranks is used again by
-    the next variant that asks for an n-th one. Yields what to call before each variant.
+    """Create process groups once: variants of a world share them, in the order of their requests.
 
-    Every engine makes dozens, each of which opens connections that are never closed.
+    The n-th request for a group of the same ranks and backend gets the group that the n-th request
+    of an earlier variant created. Every engine requests dozens of groups, each of which opens
+    connections that are never closed.
+
+    Yields:
+        The function to call before each variant.
     """
-    made: dict[tuple[int, ...], list[dist.ProcessGroup]] = {}
-    asked: dict[tuple[int, ...], int] = {}
+    made: dict[tuple, list[dist.ProcessGroup]] = {}
+    asked: dict[tuple, int] = {}
     new_group = dist.new_group
 
     def reuse(ranks: Iterable[int] | None = None, *arguments: Any, **settings: Any) -> Any:
         members = tuple(ranks) if ranks is not None else tuple(range(dist.get_world_size()))
-        turn = asked[members] = asked.get(members, -1) + 1
-        groups = made.setdefault(members, [])
+        key = members, settings.get("backend")
+        turn = asked[key] = asked.get(key, -1) + 1
+        groups = made.setdefault(key, [])
         if turn == len(groups):
             groups.append(new_group(list(members), *arguments, **settings))
         return groups[turn]
