@@ -23,7 +23,16 @@ from models.parallel.process_groups import matches_by_order
 from models.pipeline.channels import Boundary, Channels
 from models.pipeline.gradients import gradients_of
 from models.pipeline.instructions import PassSchedule, WeightPass
-from models.pipeline.order import BACKWARD, FORWARD, WEIGHT, Kind, Pass, last_passes, last_stage
+from models.pipeline.order import (
+    BACKWARD,
+    FORWARD,
+    WEIGHT,
+    Kind,
+    Pass,
+    Pipeline,
+    last_passes,
+    last_stage,
+)
 from models.pipeline.replacement import replaced
 from models.pipeline.warm_up import warm_up
 
@@ -57,10 +66,7 @@ class ScheduledEngine(PipelineEngine):
         self.deferral = Deferral()
         if self.pipeline.splits:
             defer_weights(self.module, self.deferral)
-        self.schedules = {  # by whether the step trains
-            training: PassSchedule(self.pipeline, self.stage_id, training=training)
-            for training in (True, False)
-        }
+        self.schedules: dict[tuple[Pipeline, bool], PassSchedule] = {}
         self.needs_warm_up = matches_by_order() and self.pipeline.stages > 1
         self._begin_step()
 
@@ -102,12 +108,19 @@ class ScheduledEngine(PipelineEngine):
     def _loss_stage_global_rank(self) -> int:
         return self.grid.stage_to_global(self._stage_of_loss())
 
+    def _schedule(self, *, training: bool) -> PassSchedule:
+        """Return the instructions of a step, planned once."""
+        key = self.pipeline, training
+        if key not in self.schedules:
+            self.schedules[key] = PassSchedule(self.pipeline, self.stage_id, training=training)
+        return self.schedules[key]
+
     def _train_schedule(self) -> PassSchedule:
-        return self.schedules[True]
+        return self._schedule(training=True)
 
     def _inference_schedule(self, micro_batches: int) -> PassSchedule:
         assert micro_batches == self.pipeline.micro_batches
-        return self.schedules[False]
+        return self._schedule(training=False)
 
     def _exec_schedule(self, pipe_schedule: PassSchedule) -> None:
         self.fwd_outputs = []
