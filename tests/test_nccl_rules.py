@@ -168,10 +168,10 @@ def mutant_worker(corpus: str, mutant: str) -> str:
     if mutant == "no warm-up":
         engine.warm_up = leave_out
     if mutant == "order of need":
-        from models.pipeline import instructions
-        from tests.test_communication import by_need
+        from models.pipeline import communication
+        from tests.test_communication import ReceivesByNeed
 
-        instructions.program = by_need
+        communication._Receives = ReceivesByNeed
     schedule = "zb-v" if mutant == "order of need" else "1f1b"
     try:
         train(recipe_of(corpus, {"schedule": schedule}), world, watched=mutant == "no passes")

@@ -61,7 +61,7 @@ def run_parts(
             outcome = Outcome(part, SKIPPED, 0.0, Path(), skipped=reason)
         else:
             outcome = run_part(part, setting, seconds=min(part.seconds + spare, left))
-            if outcome.status != SKIPPED:  # the time of parts for several GPUs is no one's else
+            if outcome.status != SKIPPED:  # a skipped part leaves no time to the others
                 spare = max(0.0, part.seconds + spare - outcome.seconds)
         outcomes.append(outcome)
         tell(describe(outcome))

@@ -18,7 +18,7 @@ PRECISIONS = {  # run -> file of ds_configs/
 RESUME = 60, 10, 25  # steps, steps between saves, and steps before the kill
 # Eight blocks: two chunks on each of four stages.
 LAYOUT_SIZES = {"model__layers": 8, "training__steps": 10, "batch__micro_sequences": 1}
-VARIANT_SECONDS = 80  # of a run beside others that are compared with the same one
+VARIANT_SECONDS = 80  # after which one of the compared runs is ended
 SMALL_RESUME = 12, 4, 9  # the save of step 8 waits for that of step 4
 
 
