@@ -574,9 +574,17 @@ def test_a_failure_is_the_exit_code_and_in_the_report(tmp_path: Path) -> None:
 def test_make_gpu_uses_the_given_python_and_installs_nothing() -> None:
     def planned(*arguments: str) -> str:
         return subprocess.run(
-            ["make", "-n", "gpu", *arguments], cwd=REPOSITORY, capture_output=True, text=True
+            ["make", "--no-print-directory", "-n", "gpu", *arguments],
+            cwd=REPOSITORY,
+            env=outside_make,
+            capture_output=True,
+            text=True,
+            check=True,
         ).stdout
 
+    # Under `make test`, an inner make would inherit the outer one's options and variables.
+    inherited = ("ARGS", "PYTHON", "MAKEFLAGS", "MAKEOVERRIDES", "MAKELEVEL", "MFLAGS")
+    outside_make = {key: value for key, value in os.environ.items() if key not in inherited}
     assert planned("PYTHON=/opt/python3").strip() == "/opt/python3 -m tests.gpu"
     assert "-m tests.gpu --only step" in planned("ARGS=--only step")
     assert "pip" not in planned() + planned("PYTHON=/opt/python3")
