@@ -1,17 +1,27 @@
 """Run a function on several ranks, for tests of what needs more than one process."""
 
+import importlib
+import multiprocessing
 import os
 import pickle
+import runpy
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from recipes.proving.worlds import free_port, rank_variables
+from recipes.proving.worlds import (
+    ENVIRONMENT,
+    PRELOADED,
+    environment,
+    free_port,
+    rank_variables,
+)
 from recipes.training.processes import start_processes
 from recipes.training.topology import World
 
@@ -22,53 +32,152 @@ SECONDS = 420
 def run_ranks(
     world_size: int, function: Callable[..., Any], *arguments: Any, seconds: float = SECONDS
 ) -> list[Any]:
-    """Call a module's function on every rank of a fresh world; returns the ranks' results.
+    """Call a module's function on every rank of a new world; return the results by rank.
 
     The function finds RANK and WORLD_SIZE in the environment, as a launcher would set them.
 
-    seconds: after which they are ended
+    Args:
+        world_size: number of ranks
+        function: a function of a module
+        arguments: its arguments, which have to be picklable, as its result
+        seconds: time limit, after which the ranks are killed
+
+    Raises:
+        AssertionError: a rank raised, was killed, or reached the time limit.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        call = Path(folder) / "call"
-        call.write_bytes(pickle.dumps((function.__module__, function.__name__, arguments)))
-        codes, outputs = start_ranks(
-            world_size, ["-m", "tests.ranks", str(call)], folder=Path(folder), seconds=seconds
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        call = (function.__module__, function.__name__, arguments)
+        (folder / "call").write_bytes(pickle.dumps(call))
+        codes = _fork(world_size, _call, folder, seconds)
+        assert not any(code != 0 for code in codes), "\n".join(
+            f"rank {rank} of {world_size}, "
+            + ("killed at the time limit" if code is None else f"exit code {code}")
+            + f":\n{_log(folder, rank).read_text(errors='replace')[-4000:]}"
+            for rank, code in enumerate(codes)
         )
-        assert not any(codes), "\n".join(
-            f"rank {rank} of {world_size}, exit code {code}:\n{output[-4000:]}"
-            for rank, (code, output) in enumerate(zip(codes, outputs, strict=True))
-        )
-        return [
-            pickle.loads((Path(folder) / f"result{rank}").read_bytes())
-            for rank in range(world_size)
-        ]
+        return [pickle.loads((folder / f"result{rank}").read_bytes()) for rank in range(world_size)]
 
 
 def start_ranks(
-    world_size: int, arguments: list[str], *, folder: Path, seconds: float
+    world_size: int, arguments: list[str], *, folder: Path, seconds: float, forked: bool = True
 ) -> tuple[list[int], list[str]]:
-    """Run `python ARGUMENTS` on every rank of a fresh world; exit codes and outputs.
+    """Run `python ARGUMENTS` on every rank of a new world; return exit codes and outputs.
 
-    Outputs go to files: a rank whose pipe nobody reads would stop, and the others wait for it.
+    Outputs go to files, because a full pipe would stop a rank.
+
+    Args:
+        world_size: number of ranks
+        arguments: a file or `-c CODE`, and the arguments of the program
+        folder: of the outputs
+        seconds: time limit, after which the ranks are killed
+        forked: fork processes that have imported torch and DeepSpeed. False starts interpreters,
+            for what has to happen before torch is imported.
+
+    Raises:
+        subprocess.TimeoutExpired: a rank has reached the time limit.
     """
-    port = free_port()
-    logs = [folder / f"rank{rank}.log" for rank in range(world_size)]
+    if forked:
+        (folder / "call").write_bytes(pickle.dumps(arguments))
+        codes = _fork(world_size, _run_program, folder, seconds)
+    else:
+        codes = _start_interpreters(world_size, arguments, folder, seconds)
+    outputs = [_log(folder, rank).read_text(errors="replace") for rank in range(world_size)]
+    if None in codes:
+        raise subprocess.TimeoutExpired(arguments, seconds, "\n".join(outputs))
+    return codes, outputs
+
+
+def _start_interpreters(
+    world_size: int, arguments: list[str], folder: Path, seconds: float
+) -> list[int | None]:
+    """Start an interpreter per rank; return the exit codes, None where the time was over."""
+    port, deadline = free_port(), time.monotonic() + seconds
     processes = [
         subprocess.Popen(
             [sys.executable, *arguments],
             cwd=REPOSITORY,
             env=os.environ | rank_environment(rank, world_size, port),
-            stdout=log.open("wb"),
+            stdout=_log(folder, rank).open("wb"),
             stderr=subprocess.STDOUT,
         )
-        for rank, log in enumerate(logs)
+        for rank in range(world_size)
     ]
+    codes: list[int | None] = []
+    for process in processes:
+        try:
+            codes.append(process.wait(timeout=max(0.0, deadline - time.monotonic())))
+        except subprocess.TimeoutExpired:
+            codes.append(None)
+    for process in processes:
+        process.kill()
+    return codes
+
+
+def _fork(
+    world_size: int, target: Callable[[Path], None], folder: Path, seconds: float
+) -> list[int | None]:
+    """Run a function on forked ranks; return the exit codes, None where the time was over.
+
+    The server that the ranks are forked from has imported torch and DeepSpeed, which saves
+    seconds per world.
+    """
+    server = multiprocessing.get_context("forkserver")
+    server.set_forkserver_preload(PRELOADED)
+    port, deadline = free_port(), time.monotonic() + seconds
+    with environment(ENVIRONMENT):  # of the server, which starts with the first rank
+        processes = [
+            server.Process(
+                target=_rank,
+                args=(target, folder, os.environ | rank_environment(rank, world_size, port)),
+            )
+            for rank in range(world_size)
+        ]
+        for process in processes:
+            process.start()
     try:
-        codes = [process.wait(timeout=seconds) for process in processes]
+        for process in processes:
+            process.join(max(0.0, deadline - time.monotonic()))
+        return [process.exitcode for process in processes]
     finally:
         for process in processes:
             process.kill()
-    return codes, [log.read_text(errors="replace") for log in logs]
+            process.join()
+
+
+def _rank(target: Callable[[Path], None], folder: Path, variables: dict[str, str]) -> None:
+    """Run one forked rank."""
+    log = os.open(_log(folder, int(variables["RANK"])), os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.environ.clear()
+    os.environ.update(variables)
+    os.chdir(REPOSITORY)
+    target(folder)
+    sys.stdout.flush()
+    os._exit(0)  # the teardown of torch's threads sometimes aborts, and is not under test
+
+
+def _call(folder: Path) -> None:
+    """Call the function that `run_ranks` was given, and write its result."""
+    module, name, arguments = pickle.loads((folder / "call").read_bytes())
+    result = getattr(importlib.import_module(module), name)(*arguments)
+    (folder / f"result{os.environ['RANK']}").write_bytes(pickle.dumps(result))
+
+
+def _run_program(folder: Path) -> None:
+    """Run the program that `start_ranks` was given, as `__main__`."""
+    file, *rest = pickle.loads((folder / "call").read_bytes())
+    if file == "-c":
+        sys.argv = ["-c", *rest[1:]]
+        exec(compile(rest[0], "<string>", "exec"), {"__name__": "__main__"})
+    else:
+        sys.argv = [file, *rest]
+        runpy.run_path(file, run_name="__main__")
+
+
+def _log(folder: Path, rank: int) -> Path:
+    return folder / f"rank{rank}.log"
 
 
 def rank_environment(rank: int, world_size: int, port: int) -> dict[str, str]:
@@ -86,19 +195,3 @@ def join_world() -> World:
     torch.set_num_threads(1)
     start_processes(world)
     return world
-
-
-def main() -> None:
-    """One rank: call the function and write down what it returns."""
-    call = Path(sys.argv[1])
-    module, name, arguments = pickle.loads(call.read_bytes())
-    function = getattr(__import__(module, fromlist=[name]), name)
-    result = function(*arguments)
-    call.with_name(f"result{os.environ['RANK']}").write_bytes(pickle.dumps(result))
-    # The interpreter's teardown of torch's threads sometimes aborts; it is not what is tested.
-    sys.stdout.flush()
-    os._exit(0)
-
-
-if __name__ == "__main__":
-    main()

@@ -88,7 +88,7 @@ def test_a_run_computes_deterministically_with_the_same_numbers(
         file.write_text(tomli_w.dumps(table))
         folder = tmp_path / str(mode)
         arguments = ["-c", WATCHED, str(file), "--run-dir", str(folder)]
-        codes, outputs = start_ranks(1, arguments, folder=tmp_path, seconds=120)
+        codes, outputs = start_ranks(1, arguments, folder=tmp_path, seconds=120, forked=False)
         assert codes == [0], outputs
         assert outputs[0].count(f"deterministic: {mode}") == 3
         lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]

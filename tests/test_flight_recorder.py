@@ -178,7 +178,7 @@ def test_a_hang_on_gloo_names_the_collective(recorder: str, tmp_path: Path) -> N
     script.write_text(HANGING)
     arguments = ["-c", f"exec(open({str(script)!r}).read())", str(tmp_path / "run"), recorder]
     (tmp_path / "run").mkdir()
-    codes, outputs = start_ranks(2, arguments, folder=tmp_path, seconds=60)
+    codes, outputs = start_ranks(2, arguments, folder=tmp_path, seconds=60, forked=False)
     assert HUNG in codes, outputs
     waiting = (
         "rank 0 (here) waits in all_reduce, number 2, of [7] Float, on group 1 (tensor) of ranks "

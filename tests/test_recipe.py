@@ -353,7 +353,7 @@ def test_zero_2_with_nobody_to_share_with_is_zero_1(ranks: int, tensor: int, sta
 
 def test_two_ranks_print_one_message_and_no_traceback(tmp_path: Path) -> None:
     command = ["recipes/pretrain.py", "--set", "model.heads=7"]
-    codes, outputs = start_ranks(2, command, folder=tmp_path, seconds=60)
+    codes, outputs = start_ranks(2, command, folder=tmp_path, seconds=60, forked=False)
     assert codes == [2, 2]
     assert outputs[0].count("model.hidden_size = 192 is not divisible by heads = 7") == 1
     assert outputs[0].count("\n") == 1

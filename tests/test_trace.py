@@ -95,8 +95,7 @@ QUICK = ("interleaved",)  # the others only among the long tests
 def test_a_trace_is_what_a_real_run_allocates(way: str, small: dict[str, Any]) -> None:
     world_size, changes = WAYS[way]
     recipe = parse_recipe(changed(small, **changes), "test")
-    with mock.patch("tests.ranks.SECONDS", 60):
-        reals = run_ranks(world_size, real_measure, recipe)
+    reals = run_ranks(world_size, real_measure, recipe)
     for rank, real in enumerate(reals):
         found = traced_as_on_a_cpu(recipe, world_size, rank)
         for category in ("weights", "gradients", "optimizer", "buffers"):
