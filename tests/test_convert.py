@@ -4,6 +4,7 @@ import json
 import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,7 @@ from recipes.training.recipe import REPOSITORY, Recipe, parse_recipe
 from recipes.training.run_folder import RunFolder
 from recipes.training.topology import World
 from tests.conftest import GPT_SWITCHES, VOCAB_SIZE, changed, small_recipe
-from tests.ranks import join_world, run_ranks
+from tests.ranks import join_world, run_ranks, start_ranks
 
 SHAPES: dict[str, dict[str, Any]] = {
     "llama": {},
@@ -246,11 +247,11 @@ def test_a_run_in_any_layout_starts_from_their_weights(
 
 
 def convert(*arguments: object, code: int = 0) -> str:
-    """The command; what it says."""
-    command = [sys.executable, "recipes/convert.py", *map(str, arguments)]
-    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=120)
-    output = done.stdout + done.stderr
-    assert done.returncode == code and "Traceback" not in output, output
+    """Run the command and return its output."""
+    command = ["recipes/convert.py", *map(str, arguments)]
+    with tempfile.TemporaryDirectory() as folder:
+        codes, (output,) = start_ranks(1, command, folder=Path(folder), seconds=300)
+    assert codes == [code] and "Traceback" not in output, output
     return output
 
 

@@ -51,7 +51,10 @@ def run(name: str, setting: Setting) -> Outcome:
 # The parts
 
 
-@pytest.mark.parametrize("name", ["environment", "losses", "resume", "export", "step"])
+@pytest.mark.parametrize(
+    "name",
+    ["environment", "losses", "resume", "step", pytest.param("export", marks=pytest.mark.long)],
+)
 def test_a_part_passes_on_the_cpu(name: str, setting: Setting) -> None:
     outcome = run(name, setting)
     claims = {"environment": 0, "losses": 2, "resume": 3, "export": 1, "step": 1}
@@ -433,23 +436,28 @@ def part(function: Callable[[Setting], Result], seconds: float = 60) -> Part:
 
 
 def test_a_failed_part_does_not_stop_the_next_one(tmp_path: Path) -> None:
-    setting = Setting(output=tmp_path, **CPU)
-    parts = [
-        part(sleep_with_a_child, 20), part(raise_an_error), part(crash), part(lack_a_package),
-        part(succeed),
-    ]  # fmt: skip
+    parts = [part(raise_an_error), part(crash), part(lack_a_package), part(succeed)]
     told: list[str] = []
+    setting = Setting(output=tmp_path, **CPU)
     outcomes = run_parts(parts, setting, minutes=10, tell=told.append)
-    assert [each.status for each in outcomes] == [FAILED, FAILED, FAILED, SKIPPED, PASSED]
-    slow, broken, crashed, lacking, _ = outcomes
-    assert slow.failures == ["ended after 20 seconds, which is its time"]
-    assert slow.seconds < 60
-    assert slow.lines == ["- yes: it began"]
+    assert [each.status for each in outcomes] == [FAILED, FAILED, SKIPPED, PASSED]
+    broken, crashed, lacking, _ = outcomes
     assert broken.failures == ["RuntimeError: no kernel image"]
     assert "its process ended with 11" in crashed.failures[0]
     assert lacking.skipped == "the package transformers is not installed"
     text = "\n".join(told)
-    assert "Traceback" in text and "- yes: it works" in text and "[5/5] succeed" in text
+    assert "Traceback" in text and "- yes: it works" in text and "[4/4] succeed" in text
+
+
+@pytest.mark.long
+def test_a_part_ends_with_its_time_and_its_children(tmp_path: Path) -> None:
+    parts = [part(sleep_with_a_child, 20), part(succeed)]
+    setting = Setting(output=tmp_path, **CPU)
+    slow, after = run_parts(parts, setting, minutes=10, tell=lambda text: None)
+    assert (slow.status, after.status) == (FAILED, PASSED)
+    assert slow.failures == ["ended after 20 seconds, which is its time"]
+    assert slow.seconds < 60
+    assert slow.lines == ["- yes: it began"]
     child = int((tmp_path / "child").read_text())
     state = Path(f"/proc/{child}/stat")
     assert not state.exists() or state.read_text().rpartition(")")[2].split()[0] == "Z"

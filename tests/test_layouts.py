@@ -141,7 +141,35 @@ REFERENCES = {
     "bf16": BF16,
     "bf16-gpt": BF16 | GPT | CLIPPED,
 }
-CASES = [(world_size, name) for world_size, layouts in LAYOUTS.items() for name in layouts]
+QUICK = {  # each engine, axis, ZeRO stage, precision and schedule once; the others are long
+    1: ("gpt zero3", "dropout zero3, micro-batch 4"),
+    2: (
+        "data 2",
+        "tensor 2 sequence-parallel",
+        "zero2 data 2",
+        "zero3 tensor 2",
+        "gpt dualpipev",
+        "seven interleaved x 3",
+        "seven zb-h1, dealt by hand",
+        "dropout pipeline 2",
+        "documents-gpt zero3 tensor 2 sequence-parallel",
+        "bf16 data 2",
+        "bf16-gpt zb-v",
+        "bf16-gpt pipeline 2",
+        "bf16-gpt pipeline 2, accumulating in bf16",
+    ),
+    4: (
+        "gpt zb-v data 2",
+        "zero2 tensor 2 data 2",
+        "dropout pipeline 2 tensor 2 sequence-parallel selective",
+        "documents dualpipev tensor 2 sequence-parallel selective",
+    ),
+}
+CASES = [
+    pytest.param(size, name, marks=[] if name in QUICK[size] else pytest.mark.long)
+    for size, layouts in LAYOUTS.items()
+    for name in layouts
+]
 
 
 def variant(corpus: Path, world_size: int, changes: dict[str, Any]) -> Variant:
@@ -255,13 +283,25 @@ def references(layout_corpus: Path) -> dict[str, Outcome]:
 
 
 @pytest.fixture(scope="session")
-def trained(layout_corpus: Path) -> dict[tuple[int, str], Outcome]:
-    """Every layout's outcome, one set of processes per world size."""
+def trained(layout_corpus: Path, request: pytest.FixtureRequest) -> dict[tuple[int, str], Outcome]:
+    """Outcomes of the layouts of the selected tests, one set of processes per world size."""
+    marks = [
+        mark.kwargs["layouts"]
+        for item in request.session.items
+        for mark in item.iter_markers("trains")
+    ]
+    parameters = [
+        item.callspec.params
+        for item in request.session.items
+        if getattr(item, "originalname", "") == test_losses_are_those_of_one_rank.__name__
+    ]
+    selected = {(each["world_size"], each["name"]) for each in parameters}.union(*marks)
     return {
         (size, name): outcome
         for size, layouts in LAYOUTS.items()
+        if (wanted := {n: each for n, each in layouts.items() if (size, n) in selected})
         for name, outcome in run_ranks(
-            size, train_worker, str(layout_corpus), located(layout_corpus, layouts)
+            size, train_worker, str(layout_corpus), located(layout_corpus, wanted)
         )[0].items()
     }
 
@@ -297,9 +337,13 @@ def test_the_references_learn_and_clip_and_drop_and_separate(
     assert references["dropout"].losses[-2] > 1.001 * references[""].losses[-2]
 
 
+THROUGHOUT = [(2, "bf16-gpt pipeline 2"), (2, "bf16-gpt pipeline 2, accumulating in bf16")]
+
+
+@pytest.mark.trains(layouts=THROUGHOUT)
 def test_bf16_throughout_is_another_path(trained: dict[tuple[int, str], Outcome]) -> None:
-    two = [trained[2, f"bf16-gpt pipeline 2{more}"] for more in ("", ", accumulating in bf16")]
-    assert two[0].losses != two[1].losses
+    fp32, bf16 = (trained[each] for each in THROUGHOUT)
+    assert fp32.losses != bf16.losses
 
 
 def test_resuming_continues_bit_for_bit(corpus: Path) -> None:

@@ -30,8 +30,10 @@ HANGS = 5.0  # seconds of patience where a hang is expected
 FLOAT32, BFLOAT16 = "ds_configs/zero1_fp32.json", "ds_configs/zero1_bf16.json"
 SPLIT = {"tensor": 2, "sequence_parallel": True}
 FOUR_STAGES = ("zb-v",)  # the long tests run all schedules, with eight stages
+QUICK_LAYOUTS_OF_FOUR = ("zb-v", "sequence parallel, recomputed", "data, bf16")
 LONG = [
     (2, "one hardware queue"),
+    (4, "posting order"),
     (4, "one hardware queue"),
     (4, "any order"),
     (8, "posting order"),
@@ -118,14 +120,16 @@ def layouts_of(world_size: int) -> dict[str, dict[str, Any]]:
     }
 
 
-def layouts_worker(corpus: str, rules: Rules | None, world_size: int) -> dict[str, list[float]]:
-    """Train the layouts of a world size.
+def layouts_worker(
+    corpus: str, rules: Rules | None, layouts: dict[str, dict[str, Any]]
+) -> dict[str, list[float]]:
+    """Train layouts of one world size.
 
     rules: NCCL's rules; None: train the reference, on one process with gloo
     """
     world = join_world() if rules is None else join_with_rules(rules)
     found = {}
-    for name, changes in layouts_of(world_size).items():
+    for name, changes in layouts.items():
         recipe = recipe_of(corpus, **changes)
         if rules is None:
             recipe = recipe.model_copy(update={"layout": type(recipe.layout)()})
@@ -137,15 +141,25 @@ def layouts_worker(corpus: str, rules: Rules | None, world_size: int) -> dict[st
     ("size", "rules"),
     [
         (2, "posting order"),
-        (4, "posting order"),
         *(pytest.param(size, each, marks=pytest.mark.long) for size, each in LONG),
     ],
 )
 def test_every_layout_trains_under_the_rules_with_the_numbers_of_one_process(
     size: int, rules: str, corpus: Path
 ) -> None:
-    (expected,) = run_ranks(1, layouts_worker, str(corpus), None, size)
-    found = run_ranks(size, layouts_worker, str(corpus), RULES[rules], size)
+    compare_with_one_process(size, rules, layouts_of(size), corpus)
+
+
+def test_some_layouts_of_four_ranks_train_under_the_rules(corpus: Path) -> None:
+    layouts = {name: layouts_of(4)[name] for name in QUICK_LAYOUTS_OF_FOUR}
+    compare_with_one_process(4, "posting order", layouts, corpus)
+
+
+def compare_with_one_process(
+    size: int, rules: str, layouts: dict[str, dict[str, Any]], corpus: Path
+) -> None:
+    (expected,) = run_ranks(1, layouts_worker, str(corpus), None, layouts)
+    found = run_ranks(size, layouts_worker, str(corpus), RULES[rules], layouts)
     for name, numbers in expected.items():
         close = pytest.approx(numbers, rel=2e-2 if "bf16" in name else 2e-6)
         assert all(each[name] == close for each in found), name

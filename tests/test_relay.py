@@ -64,6 +64,7 @@ def test_a_run_goes_on_in_any_layout(shape: str, corpus: Path, tmp_path: Path) -
     assert sum(finding.result.first for finding in findings) == 1
 
 
+@pytest.mark.long
 def test_bf16_loses_nothing_either(corpus: Path, tmp_path: Path) -> None:
     with mock.patch.object(layouts, "CONFIG", "ds_configs/zero{}_bf16.json"):
         legs = variants(corpus, {}, ranks=2, count=5)
