@@ -74,8 +74,9 @@ test: $(READY)
 cluster: $(READY)
 	@$(BIN)/python -m pytest tests/cluster -m cluster -rs $(ARGS)
 
+# Most long tests are traces, which run in one process each: two files of tests at a time.
 long: $(READY)
-	@$(BIN)/python -m pytest -m long $(ARGS)
+	@$(BIN)/python -m pytest -m long --numprocesses 2 --dist loadfile $(ARGS)
 
 gpu:
 	@$(GPU_PYTHON) -m tests.gpu $(ARGS)
