@@ -32,6 +32,7 @@ os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 logging.getLogger().setLevel(logging.ERROR)
 
 from models.config import ModelConfig
+from models.errors import UserError
 from recipes.converting.adopt import adopt
 from recipes.converting.export import DTYPES, export, find_tokenizer
 from recipes.converting.output import output_folder
@@ -46,7 +47,7 @@ def main() -> None:
     options = parse_command_line()
     try:
         options.command(options)
-    except ValueError as problem:
+    except UserError as problem:
         sys.exit(f"convert.py: {problem}")
 
 
@@ -55,7 +56,7 @@ def to_hf(options: argparse.Namespace) -> None:
     source = open_checkpoint(options.checkpoint)
     tokenizer = find_tokenizer(source, options.tokenizer)
     if options.prompt and tokenizer is None:
-        raise ValueError("--prompt needs a tokenizer and these weights have none; use --tokenizer")
+        raise UserError("--prompt needs a tokenizer and these weights have none; use --tokenizer")
     with output(options, source.path) as folder:
         export(source, folder, dtype=options.dtype, tokenizer=tokenizer)
     print(f"{source.path} is now {options.output}, for AutoModelForCausalLM.from_pretrained")

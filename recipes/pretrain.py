@@ -21,6 +21,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from models.errors import UserError
 from recipes.training.deepspeed_config import build_deepspeed_config, precision
 from recipes.training.exit_codes import FINISHED, INTERRUPTED, REFUSED, STOPPED
 from recipes.training.garbage import (
@@ -301,7 +302,7 @@ def unreadable_data(run: Run, step: int) -> Iterator[None]:
     """End this rank when its tokens cannot be read; launchers then end the others."""
     try:
         yield
-    except (ValueError, OSError) as problem:
+    except (UserError, OSError) as problem:
         reason = without_save(step, str(problem))
         run.folder.event("stop", step, reason=reason, exit_code=STOPPED)
         print(f"stopped: {reason}", file=sys.stderr)
@@ -361,7 +362,7 @@ def roll_back(run: Run, step: int, reason: str) -> tuple[int, Ending | None]:
             found = checkpoint.find(
                 run.folder.checkpoints, "auto", run.recipe, run.data.fingerprint
             )
-        except ValueError as problem:
+        except UserError as problem:
             return step, Ending(STOPPED, f"step {step}: {reason}, and {problem}")
     if not found.path or found.weights_only:
         return step, Ending(STOPPED, f"step {step}: {reason}, and there is no checkpoint yet")
@@ -405,14 +406,14 @@ def without_save(step: int, reason: str) -> str:
 
 @contextmanager
 def refusals(world: World, options: argparse.Namespace | None = None) -> Iterator[None]:
-    """Turn a ValueError into one message, about this recipe file if named, and exit code 2.
+    """Turn a UserError into one message, about this recipe file if named, and exit code 2.
 
     Launchers end all ranks when the first one exits, so the others let rank 0 speak; they speak
     up themselves if they are still there after that.
     """
     try:
         yield
-    except ValueError as problem:
+    except UserError as problem:
         about = f"{origin(options.recipe, options.set)}: " if options else ""
         if world.rank != 0:
             time.sleep(SECONDS_FOR_RANK_0_TO_SPEAK)
@@ -423,18 +424,18 @@ def refusals(world: World, options: argparse.Namespace | None = None) -> Iterato
 
 @contextmanager
 def refused_together() -> Iterator[None]:
-    """Let all ranks raise the ValueError that one of them has raised; collective."""
+    """Let all ranks raise the UserError that one of them has raised; collective."""
     import torch.distributed as dist
 
     problem = ""
     try:
         yield
-    except ValueError as error:
+    except UserError as error:
         problem = str(error)
     problems = [""] * dist.get_world_size()
     dist.all_gather_object(problems, problem)
     if any(problems):
-        raise ValueError(next(filter(None, problems)))
+        raise UserError(next(filter(None, problems)))
 
 
 def rollbacks_to(folder: RunFolder, step: int) -> list[dict[str, Any]]:

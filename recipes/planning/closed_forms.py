@@ -12,6 +12,7 @@ from typing import Any
 
 from models.config import ModelConfig
 from models.cost import block_parameters
+from models.errors import UserError
 from recipes.planning.activations import activation_bytes, micro_batches_in_flight
 from recipes.planning.evaluation import mean, percent
 from recipes.planning.footprint import MEGATRON
@@ -53,15 +54,15 @@ def evaluate(path: Path) -> dict[str, Any]:
     """All rows, predicted beside what is printed.
 
     Raises:
-        ValueError: a model or a quantity that is not known.
+        UserError: a model or a quantity that is not known.
     """
     rows = []
     with path.open(newline="", encoding="utf-8") as file:
         for number, cells in enumerate(csv.DictReader(file), start=1):
             try:
                 predicted, printed = zero(cells) if "stage" in cells else korthikanti(cells)
-            except ValueError as error:
-                raise ValueError(f"{path}, row {number}: {error}") from None
+            except UserError as error:
+                raise UserError(f"{path}, row {number}: {error}") from None
             rows.append(
                 {
                     "row_id": f"{path.stem}-{number:04}",
@@ -91,7 +92,7 @@ def zero(cells: dict[str, str]) -> tuple[float, float]:
     name = cells["model"]
     size, ranks = re.match(r"([0-9.]+)B", name), re.search(r"Nd=([0-9]+)", name)
     if not size or not ranks:
-        raise ValueError(f'model = "{name}" says no size or no ranks; use "7.5B, Nd=64"')
+        raise UserError(f'model = "{name}" says no size or no ranks; use "7.5B, Nd=64"')
     # Their gradients are in 16 bits.
     footprint = replace(MEGATRON, gradient=2)
     spread = Spread(data=int(ranks[1]), zero_stage=int(cells["stage"]))
@@ -102,7 +103,7 @@ def zero(cells: dict[str, str]) -> tuple[float, float]:
 def korthikanti(cells: dict[str, str]) -> tuple[float, float]:
     """Korthikanti et al. 2022 (arXiv 2205.05198), figures 1 (GiB) and 7 (percent), first stage."""
     if cells["model"] not in KORTHIKANTI:
-        raise ValueError(f'model = "{cells["model"]}" is none of {", ".join(KORTHIKANTI)}')
+        raise UserError(f'model = "{cells["model"]}" is none of {", ".join(KORTHIKANTI)}')
     layers, hidden, heads, pipeline, chunks, micro_sequences = KORTHIKANTI[cells["model"]]
     model = ModelConfig(
         layers=layers,
@@ -138,7 +139,7 @@ def korthikanti(cells: dict[str, str]) -> tuple[float, float]:
     if what in quantities:
         return quantities[what]() / GIB, printed
     if what not in WAYS:
-        raise ValueError(f'what = "{what}" is none of params+optimizer, {", ".join(WAYS)}')
+        raise UserError(f'what = "{what}" is none of params+optimizer, {", ".join(WAYS)}')
     if cells["unit"].startswith("%"):
         return 100 * activations(what) / activations("activations, no recompute, no SP"), printed
     return activations(what) / GIB, printed

@@ -5,6 +5,8 @@ from dataclasses import dataclass, fields
 from functools import cache
 from pathlib import Path
 
+from models.errors import UserError
+
 FOLDER = Path(__file__).parent / "gpus"
 OTHER_BOARDS = {  # slower ones of the same names, for the MFU of a run; dense peaks in TFLOP/s
     "V100-PCIE": {"fp16": 112.0, "fp32": 14.0},  # NVIDIA V100 datasheet
@@ -57,13 +59,13 @@ def load_gpu(name: str) -> Gpu:
     """The GPU of that name.
 
     Raises:
-        ValueError: there is none, with the names that there are.
+        UserError: there is none, with the names that there are.
     """
     for gpu in gpus():
         if gpu.name == name:
             return gpu
     names = ", ".join(gpu.name for gpu in gpus())
-    raise ValueError(f'gpu = "{name}" is not known; use one of {names}')
+    raise UserError(f'gpu = "{name}" is not known; use one of {names}')
 
 
 @cache
@@ -76,7 +78,7 @@ def read_gpu(path: Path) -> Gpu:
     """One file of `gpus/`; its efficiency may be that of another one.
 
     Raises:
-        ValueError: a key is missing or unknown.
+        UserError: a key is missing or unknown.
     """
     table = tomllib.loads(path.read_text(encoding="utf-8"))
     efficiency = table.pop("efficiency", {})
@@ -86,7 +88,7 @@ def read_gpu(path: Path) -> Gpu:
     table |= efficiency
     known = {field.name for field in fields(Gpu)}
     if wrong := known ^ set(table):
-        raise ValueError(f"{path.name}: missing or unknown: {', '.join(sorted(wrong))}")
+        raise UserError(f"{path.name}: missing or unknown: {', '.join(sorted(wrong))}")
     return Gpu(**table)
 
 

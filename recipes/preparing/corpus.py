@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 
+from models.errors import UserError
 from recipes.preparing.formats import NumberedPiece, describe
 from recipes.preparing.tokenization import PARTS, Report, Tokenization
 from recipes.training.manifest import flush, sha256
@@ -51,7 +52,7 @@ def join(
     facts: what the manifest says besides
 
     Raises:
-        ValueError: a part without tokens.
+        UserError: a part without tokens.
     """
     shutil.rmtree(output, ignore_errors=True)
     output.mkdir(parents=True)
@@ -66,8 +67,8 @@ def join(
         if not files[part]["tokens"]:
             rows = sum(each["rows"] for each in skipped.values())
             if not sum_documents(reports):
-                raise ValueError(f"the source has no documents ({rows} rows were skipped)")
-            raise ValueError(
+                raise UserError(f"the source has no documents ({rows} rows were skipped)")
+            raise UserError(
                 f"the {part} part has no tokens: of {sum_documents(reports)} documents "
                 f"({rows} rows were skipped), --validation-fraction "
                 f"{tokenization.validation_fraction} leaves none for it; use more documents, or "
@@ -175,14 +176,14 @@ def find_damages(corpus: Path, threads: int) -> Iterator[str]:
     threads: that hash side by side
 
     Raises:
-        ValueError: there is no such corpus.
+        UserError: there is no such corpus.
     """
     try:
         manifest = json.loads((corpus / "manifest.json").read_text())
         files, tokenizer = manifest["files"], manifest["tokenizer_folder_sha256"]
         expected = {"pieces.jsonl": manifest["pieces_sha256"]}
     except (OSError, json.JSONDecodeError, KeyError) as error:
-        raise ValueError(
+        raise UserError(
             f"{corpus} is no corpus that prepare_data.py has written ({error!r})"
         ) from None
     if folder_hash(corpus / "tokenizer") != tokenizer:

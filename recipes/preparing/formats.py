@@ -22,6 +22,7 @@ from typing import IO, TYPE_CHECKING
 import pyarrow
 from pyarrow import parquet
 
+from models.errors import UserError
 from recipes.preparing.documents import Problem, Row, decoded, document, field, json_document
 
 if TYPE_CHECKING:
@@ -161,7 +162,7 @@ class JsonArray(Format):
         """The array's objects.
 
         Raises:
-            ValueError: one wrong byte, and there is none to be had.
+            UserError: one wrong byte, and there is none to be had.
         """
         with open_bytes(self.file) as stream:
             items = json.loads(stream.read().removeprefix(BYTE_ORDER_MARK).decode())
@@ -210,7 +211,7 @@ class Parquet(Format):
     """A Parquet file.
 
     Raises:
-        ValueError: it is none, or has no such column.
+        UserError: it is none, or has no such column.
     """
 
     def __init__(self, file: Path, column: str):
@@ -218,7 +219,7 @@ class Parquet(Format):
         try:
             names = parquet.read_schema(file).names
         except (pyarrow.ArrowInvalid, OSError) as error:
-            raise ValueError(f"{file} cannot be read: {first_line(error)}") from None
+            raise UserError(f"{file} cannot be read: {first_line(error)}") from None
         check_column(str(file), column, names)
 
     def pieces(self, target_bytes: int) -> Iterator[Piece]:
@@ -253,7 +254,7 @@ class Rows(Format):
     """A dataset with rows that have a number.
 
     Raises:
-        ValueError: it has no such column.
+        UserError: it has no such column.
     """
 
     def __init__(self, name: str, dataset: "Dataset", column: str):
@@ -289,7 +290,7 @@ class Stream(Format):
     identity: tells it from others of that name: configuration, split, revision
 
     Raises:
-        ValueError: it has no such column.
+        UserError: it has no such column.
     """
 
     def __init__(self, name: str, dataset: "IterableDataset", column: str, identity: str):
@@ -333,7 +334,7 @@ def version_of(file: Path) -> str:
 def check_column(name: str, column: str, columns: list[str]) -> None:
     """Refuse a column that is not there."""
     if column not in columns:
-        raise ValueError(f"--column {column}: {name} has the columns {', '.join(columns)}")
+        raise UserError(f"--column {column}: {name} has the columns {', '.join(columns)}")
 
 
 def first_line(error: Exception) -> str:

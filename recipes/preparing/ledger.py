@@ -23,7 +23,7 @@ def ledger(recipe: Recipe, run: Path, step: int, *, text: bool) -> Iterator[str]
     text: show the beginning of each window's text
 
     Raises:
-        ValueError: the corpora and the recipe do not fit each other.
+        UserError: the corpora and the recipe do not fit each other.
     """
     data = TrainingData(recipe, Topology(pipeline=1, data=1, tensor=1), 0)
     samples, length = samples_of(recipe, RunFolder(run), step), recipe.model.sequence_length

@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer
 
+from models.errors import UserError
 from recipes.preparing.documents import Row
 from recipes.preparing.formats import Format, Piece, first_line
 from recipes.training.manifest import flush
@@ -87,7 +88,7 @@ class Tokenization:
         progress: gets (documents, tokens) now and then
 
         Raises:
-            ValueError: a row that is no document, of a kind that is not skipped.
+            UserError: a row that is no document, of a kind that is not skipped.
         """
         report = Report()
         reader = self.formats[format_number]
@@ -102,7 +103,7 @@ class Tokenization:
                     tokens = self._write(texts, files)
                     progress.put((len(texts), tokens))
             if reader.version(piece) != piece.version:
-                raise ValueError(f"{piece} has changed while it was read; start again")
+                raise UserError(f"{piece} has changed while it was read; start again")
             for name, file in files.items():
                 report.parts[name] = {
                     "documents": file.documents, "tokens": file.tokens, "sha256": file.hashes["bin"]
@@ -122,7 +123,7 @@ class Tokenization:
         for name, sequences in parts.items():
             tokens = np.fromiter(chain.from_iterable(sequences), np.int64)
             if tokens.size and not 0 <= tokens.min() <= tokens.max() < self.vocab_size:
-                raise ValueError(f"{self.tokenizer}: a token id outside 0 .. {self.vocab_size - 1}")
+                raise UserError(f"{self.tokenizer}: a token id outside 0 .. {self.vocab_size - 1}")
             files[name].write(tokens, np.array([len(ids) for ids in sequences], np.int32))
             total += tokens.size
         return total
@@ -148,7 +149,7 @@ def texts_of(
     report: where to count what is skipped
 
     Raises:
-        ValueError: naming file, line and reason of a row that is no document.
+        UserError: naming file, line and reason of a row that is no document.
     """
     report = report or Report()
     for row in readable(reader, piece):
@@ -158,17 +159,17 @@ def texts_of(
         kind, reason = row.content.kind, row.content.reason
         if kind not in skip:
             place = reader.place(piece, row.position)
-            raise ValueError(f"{place}: {reason}; mend it, or leave such rows out: --skip {kind}")
+            raise UserError(f"{place}: {reason}; mend it, or leave such rows out: --skip {kind}")
         known = {"rows": 0, "position": row.position, "reason": reason}
         report.skipped.setdefault(kind, known)["rows"] += 1
 
 
 def readable(reader: Format, piece: Piece) -> Iterator[Row]:
-    """The rows of a piece; what hinders their reading becomes a ValueError that names it."""
+    """The rows of a piece; what hinders their reading becomes a UserError that names it."""
     try:
         yield from reader.rows(piece)
     except Exception as error:  # whatever pyarrow, datasets and the hub's client raise
-        raise ValueError(f"{piece} cannot be read: {first_line(error)}") from None
+        raise UserError(f"{piece} cannot be read: {first_line(error)}") from None
 
 
 def batches(texts: Iterator[str]) -> Iterator[list[str]]:

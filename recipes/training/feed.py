@@ -26,7 +26,7 @@ class Feed:
         """A step's micro-batches, and the seconds that were waited for them.
 
         Raises:
-            ValueError: what reading them has raised.
+            UserError: what reading them has raised.
         """
         started = time.perf_counter()
         coming = self._coming.pop(step, None) or self._thread.submit(self._fetch, step)

@@ -20,6 +20,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from models.errors import UserError
 from recipes.training.progress import Progress
 from recipes.training.recipe import Checkpoint
 
@@ -86,11 +87,11 @@ class Manifest:
         """Of a checkpoint whose manifest has been verified.
 
         Raises:
-            ValueError: a later version of this code has written it.
+            UserError: a later version of this code has written it.
         """
         content = json.loads((checkpoint / "manifest.json").read_text())
         if content.get("format") != FORMAT:
-            raise ValueError(
+            raise UserError(
                 f"{checkpoint / 'manifest.json'}: format = {content.get('format')}, and this "
                 f"version of Threefold reads format = {FORMAT}; use the one that wrote it"
             )
@@ -121,7 +122,7 @@ def find_damages(checkpoint: Path, *, share: int = 0, shares: int = 1) -> Iterat
     """What is wrong with a checkpoint's manifest and this share of its files, a sentence each.
 
     Raises:
-        ValueError: a later version of this code has written it.
+        UserError: a later version of this code has written it.
     """
     manifest, digest = checkpoint / "manifest.json", checkpoint / "manifest.sha256"
     for file in (manifest, digest):

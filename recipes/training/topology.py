@@ -5,6 +5,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
+from models.errors import UserError
+
 
 @dataclass(frozen=True)
 class World:
@@ -67,10 +69,10 @@ class Topology:
         """Data parallelism takes what pipeline and tensor leave of the world.
 
         Raises:
-            ValueError: they do not divide it.
+            UserError: they do not divide it.
         """
         if world_size % (pipeline * tensor):
-            raise ValueError(
+            raise UserError(
                 f"layout.tensor = {tensor} x layout.pipeline = {pipeline} does not divide the "
                 f"world of {world_size} ranks; use {pipeline * tensor} ranks or a multiple, or "
                 f"a layout whose product divides {world_size}, such as "
@@ -112,12 +114,12 @@ def check_placement(topology: Topology, hosts: Sequence[str]) -> None:
     hosts: of all ranks, by rank
 
     Raises:
-        ValueError: the launcher has not put neighbouring ranks on the same node.
+        UserError: the launcher has not put neighbouring ranks on the same node.
     """
     for ranks in topology.tensor_groups():
         there = sorted({hosts[rank] for rank in ranks})
         if len(there) > 1:
-            raise ValueError(
+            raise UserError(
                 f"the tensor group of the ranks {ranks[0]} .. {ranks[-1]} is spread over "
                 f"{' and '.join(there)}; start neighbouring ranks on one node (srun "
                 f"--distribution=block), or use a smaller layout.tensor"

@@ -20,6 +20,7 @@ import torch
 from tqdm import tqdm
 
 from models.cost import flops_per_token
+from models.errors import UserError
 from recipes.planning.hardware import peak_tflops
 from recipes.training.progress import Progress
 from recipes.training.provenance import code_version
@@ -161,7 +162,7 @@ class RunTracker(Tracker):
         )
         try:
             self.folder.prepare(self.recipe, to.step, fresh=False, branching=True)
-        except ValueError as problem:  # of a disk: the lines of the steps gone back over stay
+        except UserError as problem:  # the lines of the discarded steps stay
             self.warn(str(problem))
         self.last_step = to.step
 
@@ -341,7 +342,7 @@ def read_wandb_key() -> None:
     """Take W&B's key from the file that WANDB_API_KEY_FILE names, where it is not set itself.
 
     Raises:
-        ValueError: the file cannot be read, or by others too.
+        UserError: the file cannot be read, or by others too.
     """
     name = os.environ.get("WANDB_API_KEY_FILE")
     if not name or os.environ.get("WANDB_API_KEY"):
@@ -350,12 +351,12 @@ def read_wandb_key() -> None:
     try:
         readers, key = file.stat().st_mode & 0o077, file.read_text().strip()
     except OSError as error:
-        raise ValueError(
+        raise UserError(
             f"WANDB_API_KEY_FILE = {name} cannot be read ({error.strerror}); use a file with the "
             f"key and nothing else, or unset it"
         ) from None
     if readers:
-        raise ValueError(f"WANDB_API_KEY_FILE = {name} can be read by others; use chmod 600 {name}")
+        raise UserError(f"WANDB_API_KEY_FILE = {name} can be read by others; use chmod 600 {name}")
     os.environ["WANDB_API_KEY"] = key
 
 
