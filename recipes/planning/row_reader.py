@@ -215,7 +215,7 @@ class RowReader:
     def zero_stage(self) -> int:
         """0 .. 3, also as "ZeRO-1" or "FSDP"."""
         text = self.cell("zero_stage")
-        found = re.match(r"(?:zero|stage)?[- ]*([0-9]+)(?![\w.])", text, re.IGNORECASE)
+        found = re.match(r"(?:zero|stage)?[- ]*([0-9]{1,9})(?![\w.])", text, re.IGNORECASE)
         if found and int(found[1]) <= 3:
             return int(found[1])
         if "FSDP" in text:
@@ -229,7 +229,7 @@ class RowReader:
 
     def optimizer_group(self) -> int | None:
         """Ranks that share the optimizer's state, where it is not all data ranks."""
-        found = re.search(r"zero1=([0-9]+)", self.cell("zero_stage"))
+        found = re.search(r"zero1=([1-9][0-9]{0,8})(?![0-9])", self.cell("zero_stage"))
         return int(found[1]) if found else None
 
     def with_recomputation(self, job: Job) -> Job:

@@ -69,9 +69,18 @@ def read_table(path: Path) -> list[Row]:
     """
     if missing := NEEDED - columns_of(path):
         raise UserError(f"{path}: no column {', '.join(sorted(missing))}; it is no table of runs")
+    return [read_row(cells) for cells in read_cells(path)]
+
+
+def read_cells(path: Path) -> list[dict[str, str]]:
+    """Return the rows of a CSV file, each as column -> cell; missing cells are empty.
+
+    Raises:
+        UserError: the file is not valid CSV.
+    """
     try:
         with path.open(newline="", encoding="utf-8-sig") as file:
-            return [read_row(cells) for cells in csv.DictReader(file, restval="")]
+            return list(csv.DictReader(file, restval=""))
     except (UnicodeDecodeError, csv.Error) as error:
         raise UserError(f"{path}: this is no CSV file: {error}") from None
 

@@ -95,7 +95,11 @@ def read_deepspeed_json(name: str) -> dict[str, Any]:
         config = json.loads(path.read_text(encoding="utf-8"))
     except (FileNotFoundError, IsADirectoryError):
         raise UserError(f'deepspeed = "{name}": no such file; use one of {SHIPPED}') from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except OSError as error:
+        raise UserError(
+            f'deepspeed = "{name}" cannot be read ({error.strerror}); use one of {SHIPPED}'
+        ) from None
+    except (ValueError, RecursionError) as error:  # a plain ValueError for 4,301 digits
         raise UserError(
             f'deepspeed = "{name}": this is no JSON: {error}; use one of {SHIPPED}'
         ) from None

@@ -4,6 +4,7 @@ import contextlib
 import ctypes
 import io
 import os
+import re
 import resource
 import shutil
 import socket
@@ -114,6 +115,18 @@ def check_machine(
         raise UserError(
             "MASTER_ADDR is not set, so the ranks cannot meet; use the name of the first node"
         )
+    check_port(os.environ.get("MASTER_PORT"))
+
+
+def check_port(port: str | None) -> None:
+    """Check that MASTER_PORT is a TCP port, before torch reads it.
+
+    Raises:
+        UserError: it is not.
+    """
+    if port is None or (re.fullmatch("[0-9]{1,5}", port) and int(port) < 2**16):
+        return
+    raise UserError(f'MASTER_PORT = "{port}" is not in 0 .. 65535; use 29500, or unset it')
 
 
 def check_compile_cache() -> None:

@@ -436,7 +436,11 @@ def _read_toml(path: Path) -> dict[str, Any]:
     except (FileNotFoundError, IsADirectoryError):
         shipped = ", ".join(str(file.relative_to(REPOSITORY)) for file in shipped_recipes())
         raise UserError(f"{short(path)}: no such recipe; these are here: {shipped}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except OSError as error:
+        raise UserError(
+            f"{short(path)} cannot be read ({error.strerror}); use a file that you may read"
+        ) from None
+    except (ValueError, RecursionError) as error:  # a plain ValueError for 4,301 digits
         raise UserError(
             f'{short(path)}: this is no TOML: {error}; write lines such as  name = "tiny"'
         ) from None
@@ -453,7 +457,7 @@ def apply_overrides(table: dict[str, Any], overrides: Sequence[str]) -> None:
     given = {override.partition("=")[0].strip() for override in overrides}
     if "layout.schedule" in given:
         for key in ("chunks", "layers_per_stage"):
-            if f"layout.{key}" not in given:
+            if f"layout.{key}" not in given and isinstance(table["layout"], dict):
                 table["layout"].pop(key, None)
 
 
@@ -465,7 +469,7 @@ def apply_override(table: dict[str, Any], override: str) -> None:
         raise UserError(f"--set {override}: write it as --set section.key=value")
     try:
         value = tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
+    except (ValueError, RecursionError):
         value = text.strip()  # a bare word
     for depth, section in enumerate(sections, start=1):
         table = table.setdefault(section, {})
