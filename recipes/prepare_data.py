@@ -118,12 +118,19 @@ def prepare(arguments: list[str]) -> None:
 
 
 def check_the_same(options: argparse.Namespace, output: Path) -> None:
-    """Refuse a corpus that is there and was prepared otherwise.
+    """Compare the options of an existing corpus with those of this command.
 
     Raises:
-        UserError: naming the options that differ.
+        UserError: some options differ, or the manifest of the corpus is damaged.
     """
-    made = json.loads((output / "manifest.json").read_text()).get("options", {})
+    manifest = output / "manifest.json"
+    try:
+        made = dict(json.loads(manifest.read_text()).get("options", {}))
+    except (ValueError, RecursionError, TypeError, AttributeError) as error:
+        raise UserError(
+            f"{manifest} is not a manifest of this command ({error!r}); use another --output, or "
+            f"delete {output} to prepare it again"
+        ) from None
     wanted = what_decides(options)
     different = [
         f"--{key.replace('_', '-')} {made[key]} (here {wanted[key]})"
@@ -205,10 +212,8 @@ def plan(
     workspace: Path,
 ) -> "Tokenization":
     """How the documents will be tokenized; a tokenizer is trained if none is named."""
-    from transformers import AutoTokenizer
-
     from recipes.preparing.tokenization import Tokenization
-    from recipes.preparing.tokenizer import copy_tokenizer, train_tokenizer
+    from recipes.preparing.tokenizer import copy_tokenizer, load_tokenizer, train_tokenizer
 
     skip, fraction = frozenset(options.skip), options.validation_fraction
     if options.tokenizer:
@@ -222,7 +227,7 @@ def plan(
             validation_fraction=fraction,
             skip=skip,
         )
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer = load_tokenizer(folder, f"--tokenizer {options.tokenizer or folder}")
     return Tokenization(
         formats=formats,
         tokenizer=folder / "tokenizer.json",

@@ -40,7 +40,7 @@ from recipes.training.startup import Startup
 from recipes.training.step_clock import StepClock
 from recipes.training.streams import outlive_output
 from recipes.training.topology import Topology, World, check_placement
-from recipes.training.torch_variables import set_torch_variables
+from recipes.training.torch_variables import check_accelerator, set_torch_variables
 
 if TYPE_CHECKING:
     from recipes.training.checkpoint_writer import CheckpointWriter
@@ -61,6 +61,9 @@ def main() -> None:
     outlive_output()
     try:
         pretrain()
+    except UserError as problem:  # found later than the checks within `refusals`
+        print(f"pretrain.py: {problem}", file=sys.stderr, flush=True)
+        leave(REFUSED)
     except Exception:
         traceback.print_exc()
         leave(1)  # and not by way of threads that may hang
@@ -73,6 +76,7 @@ def pretrain() -> None:
     options = parse_command_line()
     with refusals(World()):
         world = World.from_environment(os.environ)
+        check_accelerator(os.environ)
     with refusals(world):
         recipe = load_recipe(options.recipe, options.set)
     with refusals(world, options):
@@ -424,18 +428,31 @@ def refusals(world: World, options: argparse.Namespace | None = None) -> Iterato
 
 @contextmanager
 def refused_together() -> Iterator[None]:
-    """Let all ranks raise the UserError that one of them has raised; collective."""
+    """Let all ranks raise the UserError that one of them has raised; collective.
+
+    Any other exception is a defect. Its rank raises it once the others know, so that none of them
+    waits for that rank in its next collective; they end with exit code 1.
+    """
     import torch.distributed as dist
 
-    problem = ""
+    problem: Exception | None = None
     try:
         yield
-    except UserError as error:
-        problem = str(error)
-    problems = [""] * dist.get_world_size()
-    dist.all_gather_object(problems, problem)
-    if any(problems):
-        raise UserError(next(filter(None, problems)))
+    except Exception as error:
+        problem = error
+    is_defect = problem is not None and not isinstance(problem, UserError)
+    everyones: list[tuple[bool, str]] = [(False, "")] * dist.get_world_size()
+    dist.all_gather_object(everyones, (is_defect, str(problem or "")))
+    if is_defect:
+        raise problem
+    for rank, (failed, _) in enumerate(everyones):
+        if failed:
+            time.sleep(SECONDS_FOR_RANK_0_TO_SPEAK)  # launchers end all ranks after the first one
+            print(f"this rank ends because of the error of rank {rank}", file=sys.stderr)
+            leave(1)
+    messages = [message for _, message in everyones if message]
+    if messages:
+        raise UserError(messages[0])
 
 
 def rollbacks_to(folder: RunFolder, step: int) -> list[dict[str, Any]]:

@@ -38,7 +38,7 @@ class TheirFiles:
             try:
                 with safe_open(folder / name, framework="pt") as file:
                     self.files |= dict.fromkeys(file.keys(), name)
-            except (SafetensorError, FileNotFoundError) as error:
+            except (SafetensorError, OSError) as error:
                 raise UserError(f"{folder / name} cannot be read: {error}") from None
 
     def _names(self) -> set[str]:
@@ -52,8 +52,8 @@ class TheirFiles:
                 f"save_pretrained(..., safe_serialization=True)"
             )
         try:
-            return set(json.loads(index.read_text())["weight_map"].values())
-        except (json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
+            return {str(name) for name in json.loads(index.read_text())["weight_map"].values()}
+        except (ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
             raise UserError(
                 f"{index} is no index of tensors ({error!r}); save the model again"
             ) from None
@@ -77,8 +77,14 @@ class TheirFiles:
             UserError: it has another shape.
         """
         found = self.find(name)
-        with safe_open(self.folder / self.files[found], framework="pt") as file:
-            tensor = file.get_tensor(found)
+        try:
+            with safe_open(self.folder / self.files[found], framework="pt") as file:
+                tensor = file.get_tensor(found)
+        except SafetensorError as error:  # such as a type that torch does not have
+            raise UserError(
+                f"{self.folder / self.files[found]}: {found} cannot be read ({error}); use a model "
+                f"in bf16, fp16 or fp32"
+            ) from None
         if tensor.dtype not in PRECISIONS:
             raise UserError(
                 f"{self.folder / self.files[found]}: {found} is {tensor.dtype}, which needs more "
@@ -93,18 +99,22 @@ class TheirFiles:
 
 
 def read_config(folder: Path) -> ModelConfig:
-    """The architecture of a folder's config.json.
+    """Read the architecture from a folder's config.json.
 
     Raises:
-        UserError: there is none, or it is not one of ours.
+        UserError: there is no such file, transformers cannot read it, or the architecture is not
+            supported.
     """
     if not (folder / "config.json").is_file():
         raise UserError(f"{folder}: no config.json there; use a folder that save_pretrained wrote")
     try:
         theirs = AutoConfig.from_pretrained(folder)
-        return ModelConfig(**model_settings(theirs.to_dict()))
-    except Exception as error:  # transformers raises whatever its classes do
+    except Exception as error:  # of any class: transformers' configs validate themselves
         raise UserError(f"{folder / 'config.json'}: {error}") from None
+    try:
+        return ModelConfig(**model_settings(theirs.to_dict()))
+    except UserError as problem:
+        raise UserError(f"{folder / 'config.json'}: {problem}") from None
 
 
 def adopt(folder: Path, output: Path) -> ModelConfig:

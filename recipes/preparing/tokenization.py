@@ -26,7 +26,7 @@ from tokenizers import Tokenizer
 
 from models.errors import UserError
 from recipes.preparing.documents import Row
-from recipes.preparing.formats import Format, Piece, first_line
+from recipes.preparing.formats import READ_ERRORS, Format, Piece, first_line
 from recipes.training.manifest import flush
 from recipes.training.token_file import TokenFileWriter, token_type
 
@@ -79,7 +79,7 @@ class Tokenization:
         file = self.folder / self.name(format_number, piece) / REPORT
         if not file.is_file():
             return None
-        report = Report(**json.loads(file.read_text()))
+        report = read_report(file)
         return report if self.skip.issuperset(report.skipped) else None
 
     def run(self, format_number: int, piece: Piece, progress: Queue) -> "Report":
@@ -114,7 +114,15 @@ class Tokenization:
     def _write(self, texts: list[str], files: dict[str, TokenFileWriter]) -> int:
         """Tokenize documents and add each to its part; returns the number of tokens."""
         tokenizer = fast_tokenizer(self.tokenizer, self.split_special_tokens)
-        encoded = tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        try:
+            encoded = tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        except Exception as error:
+            if type(error) is not Exception:  # the class of all errors of the tokenizers library
+                raise
+            raise UserError(
+                f"--tokenizer cannot tokenize a document that begins with {texts[0][:40]!r}, or "
+                f"one of the {len(texts) - 1} after it: {first_line(error)}; use another tokenizer"
+            ) from None
         parts: dict[str, list[list[int]]] = {name: [] for name in PARTS}
         for text, encoding in zip(texts, encoded, strict=True):
             held_out = is_held_out(text, self.validation_fraction)
@@ -141,6 +149,21 @@ class Report:
     skipped: dict[str, Skipped] = field(default_factory=dict)
 
 
+def read_report(file: Path) -> Report:
+    """Read the report of a finished piece.
+
+    Raises:
+        UserError: the file is damaged.
+    """
+    try:
+        content = json.loads(file.read_text())
+        return Report(parts=dict(content["parts"]), skipped=dict(content["skipped"]))
+    except (ValueError, RecursionError, TypeError, KeyError) as error:
+        raise UserError(
+            f"{file} is damaged ({error!r}); delete {file.parent} and start the same command again"
+        ) from None
+
+
 def texts_of(
     reader: Format, piece: Piece, skip: frozenset[str], report: Report | None = None
 ) -> Iterator[str]:
@@ -165,10 +188,14 @@ def texts_of(
 
 
 def readable(reader: Format, piece: Piece) -> Iterator[Row]:
-    """The rows of a piece; what hinders their reading becomes a UserError that names it."""
+    """Yield the rows of a piece.
+
+    Raises:
+        UserError: its files cannot be read.
+    """
     try:
         yield from reader.rows(piece)
-    except Exception as error:  # whatever pyarrow, datasets and the hub's client raise
+    except READ_ERRORS as error:
         raise UserError(f"{piece} cannot be read: {first_line(error)}") from None
 
 

@@ -7,6 +7,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
@@ -29,11 +30,8 @@ def copy_tokenizer(name: str, workspace: Path) -> Path:
     Raises:
         UserError: there is none, or it has no end-of-text token, or no tokenizer.json.
     """
-    try:
-        is_folder = repository_path(name).is_dir()
-        tokenizer = AutoTokenizer.from_pretrained(repository_path(name) if is_folder else name)
-    except Exception as error:  # whatever transformers raises
-        raise UserError(f"--tokenizer {name} cannot be loaded: {first_line(error)}") from None
+    is_folder = repository_path(name).is_dir()
+    tokenizer = load_tokenizer(repository_path(name) if is_folder else name, f"--tokenizer {name}")
     if tokenizer.eos_token_id is None:
         raise UserError(f"--tokenizer {name} has no end-of-text token; use one that has")
     with tempfile.TemporaryDirectory() as room:
@@ -47,6 +45,25 @@ def copy_tokenizer(name: str, workspace: Path) -> Path:
             with new_folder(folder) as fresh:
                 shutil.copytree(room, fresh, dirs_exist_ok=True)
     return folder
+
+
+def load_tokenizer(source: Path | str, name: str) -> Any:
+    """Load a tokenizer with transformers.
+
+    Args:
+        source: a folder, or a name of the hub
+        name: the option or key that names the tokenizer, with its value, for a message
+
+    Raises:
+        UserError: transformers cannot load it.
+    """
+    try:
+        return AutoTokenizer.from_pretrained(source)
+    except Exception as error:  # of any class: transformers, tokenizers and the hub's client
+        raise UserError(
+            f"{name} cannot be loaded: {first_line(error)}; use a folder that save_pretrained has "
+            f"written, or a name of the hub"
+        ) from None
 
 
 def train_tokenizer(

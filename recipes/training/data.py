@@ -297,12 +297,12 @@ def _check_manifest(recipe: Recipe, file: TokenFile) -> None:
         manifest = json.loads(manifest_file.read_text())
         vocab_size, made_with = int(manifest["vocab_size"]), manifest["tokenizer_sha256"]
         counts = dict(manifest.get("files", {}).get(file.path.name, {}))
-        found = {"tokens": file.count, "documents": max(0, file.boundaries - 1)}
-        wrong = {key: n for key, n in found.items() if counts.get(key, n) != n}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
         raise UserError(
-            f"{manifest_file} is no manifest ({error!r}); prepare the corpus again"
+            f"{manifest_file} is not a manifest ({error!r}); prepare the corpus again"
         ) from None
+    found = {"tokens": file.count, "documents": max(0, file.boundaries - 1)}
+    wrong = {key: n for key, n in found.items() if counts.get(key, n) != n}
     if vocab_size > recipe.model.vocab_size:
         raise UserError(
             f"model.vocab_size = {recipe.model.vocab_size} is smaller than the vocabulary of "

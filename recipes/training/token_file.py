@@ -60,7 +60,8 @@ class TokenFile:
         if version != 1 or code not in TOKEN_TYPES:
             raise UserError(f"{self._index}: version {version} or token type {code} is unknown")
         self.dtype = np.dtype(TOKEN_TYPES[code])
-        _check_size(self._index, HEADER.size + 12 * self.sequences + 8 * self.boundaries)
+        self._index_size = HEADER.size + 12 * self.sequences + 8 * self.boundaries
+        _check_size(self._index, self._index_size)
         last = int(self.offsets[-1]) + int(self.lengths[-1]) * self.dtype.itemsize
         _check_size(file, last if self.sequences else 0)
         self.count = file.stat().st_size // self.dtype.itemsize
@@ -127,6 +128,12 @@ class TokenFile:
     def _column(self, dtype: str, offset: int, count: int) -> np.ndarray:
         if not count:
             return np.zeros(1, dtype)
+        size = self._index.stat().st_size
+        if size < offset + count * np.dtype(dtype).itemsize:  # np.memmap raises a plain ValueError
+            raise UserError(
+                f"{self._index} has become shorter: {size} bytes of {self._index_size}; make it "
+                f"again with recipes/prepare_data.py"
+            )
         return np.memmap(self._index, dtype, mode="r", offset=offset, shape=(count,))
 
 

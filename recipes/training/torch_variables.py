@@ -10,6 +10,7 @@ from importlib.metadata import PackageNotFoundError, version
 from models.errors import UserError
 
 RENAMED_IN = (2, 9)  # version of torch that renamed the allocator's and the recorder's variables
+ACCELERATORS = ("cuda", "cpu")
 ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 RECORDER_VARIABLES = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
 RECORDED_COLLECTIVES = 2000  # torch's own default from 2.13 on
@@ -74,6 +75,20 @@ def _installed_torch() -> str | None:
         return version("torch")
     except PackageNotFoundError:
         return None
+
+
+def check_accelerator(environment: MutableMapping[str, str]) -> None:
+    """Check the user's choice of a device, for which DeepSpeed would raise a plain ValueError.
+
+    Raises:
+        UserError: the device is not supported.
+    """
+    chosen = environment.get("DS_ACCELERATOR")
+    if chosen not in (None, *ACCELERATORS):
+        raise UserError(
+            f'DS_ACCELERATOR = "{chosen}" is not supported; use {" or ".join(ACCELERATORS)}, or '
+            f"unset it"
+        )
 
 
 def check_workspace(environment: MutableMapping[str, str]) -> None:
