@@ -266,9 +266,9 @@ REFUSED: dict[str, tuple[Callable[[Path], Any], dict[str, Any], str]] = {
         lambda folder: write_manifest(folder, files={"train": {"tokens": 7}}), {},
         r"train has \d+ tokens and .*manifest\.json says 7"),
     "a broken manifest": (
-        lambda folder: (folder / "manifest.json").write_text("{"), {}, r"json is no manifest"),
+        lambda folder: (folder / "manifest.json").write_text("{"), {}, r"json is not a manifest"),
     "a manifest without what it is for": (
-        lambda folder: (folder / "manifest.json").write_text("{}"), {}, r"json is no manifest"),
+        lambda folder: (folder / "manifest.json").write_text("{}"), {}, r"json is not a manifest"),
     "a vocabulary that is too small": (
         write_manifest, {"model__vocab_size": 249}, "use model.vocab_size = 250"),
     "an id beyond the vocabulary at the beginning": (
