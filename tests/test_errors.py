@@ -1,13 +1,8 @@
 """A user's mistake is a UserError and ends with a message; a defect keeps class and traceback."""
 
 import ast
-import json
-import os
-import subprocess
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from unittest import mock
 
 import numpy as np
 import pytest
@@ -16,9 +11,7 @@ import tomli_w
 from models.errors import UserError
 from recipes.proving import layouts
 from recipes.training import recipe as recipe_module
-from recipes.training.recipe import DEFAULT_RECIPE, REPOSITORY, load_recipe, parse_recipe
-from recipes.training.torch_variables import check_accelerator
-from recipes.training.tracking import read_run_id, read_wandb_key, wandb_arguments
+from recipes.training.recipe import REPOSITORY, parse_recipe
 from tests.conftest import changed, small_recipe
 from tests.ranks import start_ranks
 
@@ -150,11 +143,11 @@ def test_every_command_catches_user_errors_in_its_main_function(command: str) ->
      "except KNOWN:", "except builtins.ValueError:"],
 )  # fmt: skip
 def test_a_broad_handler_is_seen(handler: str) -> None:
-    source = f"KNOWN = (OSError, ValueError)\ndef f():\n    try:\n        g()\n    {handler}\n        h()"
+    body = f"try:\n        g()\n    {handler}\n        h()"
+    source = f"KNOWN = (OSError, ValueError)\ndef f():\n    {body}"
     assert catching(ast.parse(source)) == {"f"}
-    assert raising(ast.parse("class A:\n    def f(self):\n        raise ValueError('x')")) == {
-        "A.f"
-    }
+    source = "class A:\n    def f(self):\n        raise ValueError('x')"
+    assert raising(ast.parse(source)) == {"A.f"}
 
 
 def test_a_handler_of_every_exception_that_blames_the_user_guards_one_statement() -> None:
@@ -221,8 +214,8 @@ def defect(*_: object, **__: object) -> None:
 def test_a_defect_of_a_validator_is_not_a_rejected_recipe(
     corpus: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    table = changed(small_recipe(corpus), layout__pipeline=2)
-    monkeypatch.setattr(recipe_module, "deal_blocks", defect)
+    table = changed(small_recipe(corpus), batch__micro_sequences=3)
+    monkeypatch.setattr(recipe_module, "nearest_multiples", defect)
     with pytest.raises(ValueError, match="cannot reshape") as raised:
         parse_recipe(table, "small")
     assert raised.type is ValueError
@@ -236,8 +229,8 @@ def failing_assertion(*_: object, **__: object) -> None:
 def test_a_failed_assertion_of_a_validator_is_not_a_rejected_recipe(
     corpus: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    table = changed(small_recipe(corpus), layout__pipeline=2)
-    monkeypatch.setattr(recipe_module, "deal_blocks", failing_assertion)
+    table = changed(small_recipe(corpus), batch__micro_sequences=3)
+    monkeypatch.setattr(recipe_module, "nearest_multiples", failing_assertion)
     with pytest.raises(AssertionError, match="an invariant"):
         parse_recipe(table, "small")
 
