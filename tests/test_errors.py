@@ -9,6 +9,7 @@ import pytest
 import tomli_w
 
 from models.errors import UserError
+from recipes import pretrain
 from recipes.proving import layouts
 from recipes.training import recipe as recipe_module
 from recipes.training.recipe import REPOSITORY, parse_recipe
@@ -171,8 +172,6 @@ SCRIPTS = {  # command -> the defect's place, as a user's own line of Python wou
     "convert": "from recipes import convert as command\nfrom recipes.converting import adopt\n"
     "adopt.model_settings = defect",
     "pretrain": "from recipes import pretrain as command\nfrom recipes.training import data\n"
-    "data.TrainingData.__init__ = defect",
-    "prefetch": "from recipes import pretrain as command\nfrom recipes.training import data\n"
     "data.TrainingData._micro_batch = defect",
 }
 
@@ -196,7 +195,6 @@ def test_a_defect_ends_a_command_with_a_traceback_and_exit_code_1(
         "prepare_data": ["--source", tmp_path / "text.txt", "--output", tmp_path / "out"],
         "convert": ["from-hf", tmp_path, tmp_path.with_name("converted")],
         "pretrain": [recipe_file, "--run-dir", tmp_path / "run"],
-        "prefetch": [recipe_file, "--run-dir", tmp_path / "run"],
     }[place]
     script = f"{DEFECT}\n{SCRIPTS[place]}\ncommand.main()"
     codes, outputs = start_ranks(
@@ -209,6 +207,24 @@ def test_a_defect_ends_a_command_with_a_traceback_and_exit_code_1(
 
 def defect(*_: object, **__: object) -> None:
     np.zeros(2).reshape(3)
+
+
+def mistake(*_: object, **__: object) -> None:
+    raise UserError("wandb/run_id is damaged")
+
+
+def test_a_users_mistake_that_a_run_finds_late_is_a_message_too(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    codes: list[int] = []
+    monkeypatch.setattr(pretrain, "leave", codes.append)
+    monkeypatch.setattr(pretrain, "outlive_output", lambda: None)
+    monkeypatch.setattr(pretrain, "pretrain", mistake)
+    pretrain.main()
+    assert capsys.readouterr().err == "pretrain.py: wandb/run_id is damaged\n"
+    monkeypatch.setattr(pretrain, "pretrain", defect)
+    pretrain.main()
+    assert "Traceback" in capsys.readouterr().err and codes == [2, 1]
 
 
 def test_a_defect_of_a_validator_is_not_a_rejected_recipe(
@@ -272,7 +288,6 @@ def main():
         with pretrain.refusals(world), pretrain.refused_together():
             if kinds[world.rank]:
                 raise kinds[world.rank]("wrong on rank %d" % world.rank)
-    print("no rank was wrong")
 
 pretrain.pretrain = main
 pretrain.SECONDS_FOR_RANK_0_TO_SPEAK = 1
@@ -284,10 +299,8 @@ os._exit(0)
 @pytest.mark.parametrize(
     ("kinds", "code", "said"),
     [
-        ("[(None, None)]", 0, ("no rank was wrong", "no rank was wrong")),
-        ("[(None, UserError)]", 2, ("wrong on rank 1", "wrong on rank 1")),
-        ("[(None, ValueError)]", 1, ("because of the error of rank 1", "in main")),
-        ("[(ValueError, UserError)]", 1, ("in main", "because of the error of rank 0")),
+        ("[(None, None), (None, UserError)]", 2, ("wrong on rank 1", "wrong on rank 1")),
+        ("[(UserError, ValueError)]", 1, ("because of the error of rank 1", "in main")),
     ],
 )
 def test_all_ranks_end_alike(kinds: str, code: int, said: tuple[str, str], tmp_path: Path) -> None:

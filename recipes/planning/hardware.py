@@ -96,7 +96,7 @@ def read_gpu(path: Path) -> Gpu:
         if not other.is_file():
             raise UserError(
                 f'{path.name}: efficiency = "{efficiency}": there is no {other.name}; use the name '
-                f"of another GPU, or a table [efficiency]"
+                f"of a GPU whose file has one, such as H100, or a section [efficiency]"
             )
         efficiency = _read_toml(other).get("efficiency")
     if not isinstance(efficiency, dict):
