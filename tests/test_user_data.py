@@ -212,7 +212,7 @@ def test_a_tokenizer_without_a_token_for_a_word(tmp_path: Path) -> None:
     message = refused(plan._write, ["unknown"], {})
     assert "begins with 'unknown'" in message and "UNK" in message
     with pytest.raises(TypeError):  # a defect: no text
-        plan._write([5], {})
+        plan._write(["a", 5], {})
 
 
 def test_only_a_library_is_blamed_for_data_that_cannot_be_read() -> None:
