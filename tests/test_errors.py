@@ -62,7 +62,7 @@ CATCHES = {  # function that catches one of BROAD -> why no defect becomes a use
 
 
 def sources() -> Iterator[tuple[str, ast.Module]]:
-    for folder in ("models", "recipes"):
+    for folder in ("models", "recipes", "slurm"):
         for path in sorted((REPOSITORY / folder).rglob("*.py")):
             yield str(path.relative_to(REPOSITORY)), ast.parse(path.read_text())
 

@@ -84,7 +84,7 @@ def legal_variants(
                         recipe, topology, zero_stage=zero, layout=layout, micro_sequences=micro
                     )
                 )
-            except UserError:  # refused, as it would be in a run
+            except UserError:  # a run would reject it too
                 continue
     return found
 
