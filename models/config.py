@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
+from models.errors import UserError
+
 LARGEST_SIZE = 2**24  # far beyond any model; a typing error ends here and not in a hang
 
 
@@ -14,7 +16,7 @@ class ModelConfig:
     show both. Sizes are those of the logical model, before any layout splits or pads it.
 
     Raises:
-        ValueError: sizes that do not fit each other, with a value that would.
+        UserError: sizes that do not fit each other, with a value that would.
     """
 
     # For pydantic, which reads a recipe's [model] section into this class.
@@ -50,28 +52,28 @@ class ModelConfig:
             if field.type not in (int, int | None) or value is None:
                 continue
             if not 1 <= value <= LARGEST_SIZE:
-                raise ValueError(f"{key} = {value} is not in 1 .. {LARGEST_SIZE}; use {key} = 1")
+                raise UserError(f"{key} = {value} is not in 1 .. {LARGEST_SIZE}; use {key} = 1")
         for key in ("rope_theta", "norm_epsilon", "initial_std"):
             if not getattr(self, key) > 0:
                 default = type(self).__dataclass_fields__[key].default
-                raise ValueError(f"{key} = {getattr(self, key)} must be above 0; use {default}")
+                raise UserError(f"{key} = {getattr(self, key)} must be above 0; use {default}")
         for key in ("dropout", "attention_dropout"):
             if not 0 <= getattr(self, key) < 1:
-                raise ValueError(
+                raise UserError(
                     f"{key} = {getattr(self, key)} is not a probability below 1; use {key} = 0.1"
                 )
         if self.head_size is None and self.hidden_size % self.heads:
-            raise ValueError(
+            raise UserError(
                 f"hidden_size = {self.hidden_size} is not divisible by heads = {self.heads}; "
                 f"use hidden_size = {nearest_multiples(self.hidden_size, self.heads)}"
             )
         if self.heads % self.kv_heads:
-            raise ValueError(
+            raise UserError(
                 f"kv_heads = {self.kv_heads} does not divide heads = {self.heads}; "
                 f"use kv_heads = {nearest_divisors(self.heads, self.kv_heads)}"
             )
         if self.positions == "rope" and self.attention_head_size % 2:
-            raise ValueError(
+            raise UserError(
                 f"head_size = {self.attention_head_size} is odd and rotary positions turn pairs; "
                 f"use head_size = {self.attention_head_size + 1}"
             )

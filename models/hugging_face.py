@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from models.config import ModelConfig
+from models.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,7 @@ def hugging_face_config(config: ModelConfig) -> dict[str, Any]:
     """The keyword arguments of transformers' config class, `model_type` included.
 
     Raises:
-        ValueError: no class of transformers has this architecture.
+        UserError: no class of transformers has this architecture.
     """
     shared = {
         "vocab_size": config.vocab_size,
@@ -87,13 +88,13 @@ def model_settings(theirs: Mapping[str, Any]) -> dict[str, Any]:
     """The settings of our ModelConfig, from all attributes of transformers' config.
 
     Raises:
-        ValueError: an architecture that ours cannot express, naming the attribute.
+        UserError: an architecture that ours cannot express, naming the attribute.
     """
     family = theirs["model_type"]
     if family == "gpt2":
         return _gpt2_settings(theirs)
     if family not in ("llama", "qwen3"):
-        raise ValueError(f"model_type = {family!r} is not known here; use llama, qwen3 or gpt2")
+        raise UserError(f"model_type = {family!r} is not known here; use llama, qwen3 or gpt2")
     rope = theirs.get("rope_parameters") or {}
     _require(
         rope | {key: theirs.get(key) for key in ("hidden_act", "attention_bias", "mlp_bias")}
@@ -148,7 +149,7 @@ def _gpt2_settings(theirs: Mapping[str, Any]) -> dict[str, Any]:
 def _require(theirs: Mapping[str, Any], known: dict[str, tuple[Any, ...]]) -> None:
     for name, values in known.items():
         if theirs.get(name) not in values:
-            raise ValueError(
+            raise UserError(
                 f"{name} = {theirs.get(name)!r} is not known here; use a model with {values[0]!r}"
             )
 
@@ -182,7 +183,7 @@ def _family(config: ModelConfig) -> str:
     multi_head = config.kv_heads == config.heads and config.head_size is None
     if shape == ("layernorm", "learned", "gelu", True) and multi_head and not config.qk_norm:
         return "gpt2"
-    raise ValueError(
+    raise UserError(
         f"model: no class of transformers has norm, positions, activation, bias = {shape} with "
         f"qk_norm = {config.qk_norm}; use those of recipes/tiny.toml (Llama), or layernorm, "
         f"learned, gelu, true (GPT-2)"

@@ -32,6 +32,7 @@ os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 logging.getLogger().setLevel(logging.ERROR)
 
 from models.config import ModelConfig
+from models.errors import UserError
 from recipes.converting.adopt import adopt
 from recipes.converting.export import DTYPES, export, find_tokenizer
 from recipes.converting.output import output_folder
@@ -46,7 +47,7 @@ def main() -> None:
     options = parse_command_line()
     try:
         options.command(options)
-    except ValueError as problem:
+    except UserError as problem:
         sys.exit(f"convert.py: {problem}")
 
 
@@ -55,7 +56,7 @@ def to_hf(options: argparse.Namespace) -> None:
     source = open_checkpoint(options.checkpoint)
     tokenizer = find_tokenizer(source, options.tokenizer)
     if options.prompt and tokenizer is None:
-        raise ValueError("--prompt needs a tokenizer and these weights have none; use --tokenizer")
+        raise UserError("--prompt needs a tokenizer and these weights have none; use --tokenizer")
     with output(options, source.path) as folder:
         export(source, folder, dtype=options.dtype, tokenizer=tokenizer)
     print(f"{source.path} is now {options.output}, for AutoModelForCausalLM.from_pretrained")
@@ -90,7 +91,11 @@ def output(options: argparse.Namespace, reading: Path) -> AbstractContextManager
 
 
 def write_text(options: argparse.Namespace) -> str:
-    """The prompt and what the exported model makes of it, the same every time."""
+    """Return the prompt and the exported model's continuation, the same every time.
+
+    Raises:
+        UserError: the prompt has no tokens, or leaves no position for the continuation.
+    """
     # These take seconds to import, and most conversions do without.
     from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
     from transformers.utils.logging import disable_progress_bar
@@ -100,10 +105,16 @@ def write_text(options: argparse.Namespace) -> str:
     tokenizer = AutoTokenizer.from_pretrained(options.output)
     model = AutoModelForCausalLM.from_pretrained(options.output)
     prompt = tokenizer(options.prompt, return_tensors="pt")
+    given, positions = prompt["input_ids"].shape[1], model.config.max_position_embeddings
+    if not 0 < given < positions:
+        raise UserError(
+            f"--prompt has {given} tokens and the model has {positions} positions; use a text of "
+            f"1 to {positions - 1} tokens"
+        )
     tokens = model.generate(
         input_ids=prompt["input_ids"],
         attention_mask=prompt["attention_mask"],
-        max_new_tokens=NEW_TOKENS,
+        max_new_tokens=min(NEW_TOKENS, positions - given),
         temperature=TEMPERATURE,
         pad_token_id=tokenizer.eos_token_id,
     )

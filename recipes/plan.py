@@ -28,6 +28,7 @@ from typing import Any
 import tomli_w
 
 from models.cost import parameter_count
+from models.errors import UserError
 from recipes.planning import evaluation, report
 from recipes.planning.catalogue import catalogue_lines
 from recipes.planning.comparison import calibration_from, compare
@@ -48,7 +49,7 @@ def main() -> None:
     try:
         code = run(options)
         sys.stdout.flush()
-    except ValueError as problem:
+    except UserError as problem:
         print(f"plan.py: {problem}", file=sys.stderr)
         code = 2
     except OSError as problem:  # nobody reads on, or a disk is full
@@ -79,7 +80,7 @@ def on_machine(options: argparse.Namespace) -> Recipe:
     asked = {key: value for key in WITHOUT_CLUSTER if (value := getattr(options, key)) is not None}
     cluster = table["cluster"] = WITHOUT_CLUSTER | table.get("cluster", {}) | asked
     if cluster["nodes"] * cluster["gpus_per_node"] > MOST_GPUS:
-        raise ValueError(
+        raise UserError(
             f"cluster.nodes = {cluster['nodes']} x cluster.gpus_per_node = "
             f"{cluster['gpus_per_node']} are more than {MOST_GPUS:,} GPUs; use fewer"
         )
@@ -119,7 +120,7 @@ def own_job(recipe: Recipe, machine: Machine, software: Software) -> tuple[Job |
     """The recipe's own layout on the machine, or why there is none."""
     try:
         return job_of(recipe, machine, software), ""
-    except ValueError as problem:
+    except UserError as problem:
         return None, str(problem)
 
 
@@ -144,10 +145,10 @@ def write(recipe: Recipe, found: Found, path: Path) -> None:
     """A recipe with the best layout.
 
     Raises:
-        ValueError: nothing fits, or the file is there already.
+        UserError: nothing fits, or the file is there already.
     """
     if not found.plans:
-        raise ValueError(f"--write {path}: no layout fits; use more nodes or a larger GPU")
+        raise UserError(f"--write {path}: no layout fits; use more nodes or a larger GPU")
     table = recipe.model_dump(mode="json", exclude_none=True, exclude_defaults=True)
     best = found.plans[0]
     for key, value in report.edits(recipe, best).items():
@@ -161,10 +162,10 @@ def write(recipe: Recipe, found: Found, path: Path) -> None:
             )
             file.write(text)
     except FileExistsError:
-        raise ValueError(f"--write {path}: there is such a file; use another name") from None
+        raise UserError(f"--write {path}: there is such a file; use another name") from None
     except OSError as error:
         path.unlink(missing_ok=True)  # nothing half-written stays
-        raise ValueError(f"--write {path}: {error.strerror}; use another name") from None
+        raise UserError(f"--write {path}: {error.strerror}; use another name") from None
     print(f"written: {path}", file=sys.stderr)
 
 
@@ -173,7 +174,7 @@ def draw(recipe: Recipe, job: Job | None, options: argparse.Namespace) -> None:
     if not (options.timeline or options.heatmap):
         return
     if job is None:
-        raise ValueError(
+        raise UserError(
             "its own layout is refused and no other was found, so there is nothing to draw; use "
             "one that is legal, --top 1 or more nodes"
         )

@@ -39,6 +39,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from models.config import LARGEST_SIZE
+from models.errors import UserError
 from recipes.preparing.documents import KINDS
 from recipes.training.manifest import flush
 from recipes.training.recipe import REPOSITORY, load_recipe, repository_path
@@ -61,7 +62,7 @@ def main() -> None:
     command = commands.get(sys.argv[1] if len(sys.argv) > 1 else "", prepare)
     try:
         command(sys.argv[1:] if command is prepare else sys.argv[2:])
-    except ValueError as problem:
+    except UserError as problem:
         sys.exit(f"prepare_data.py: {problem}")
     except OSError as problem:
         where = problem.filename or "a file"
@@ -100,7 +101,7 @@ def prepare(arguments: list[str]) -> None:
     pieces = cut(formats, options)
     with hold(workspace, shared=options.shard is not None):
         if output.exists() and any(output.iterdir()):
-            raise ValueError(f"another process has just written {output}")
+            raise UserError(f"another process has just written {output}")
         tokenization = plan(formats, pieces, options, workspace)
         if options.shard is not None:
             shard, shards = options.shard
@@ -117,12 +118,19 @@ def prepare(arguments: list[str]) -> None:
 
 
 def check_the_same(options: argparse.Namespace, output: Path) -> None:
-    """Refuse a corpus that is there and was prepared otherwise.
+    """Compare the options of an existing corpus with those of this command.
 
     Raises:
-        ValueError: naming the options that differ.
+        UserError: some options differ, or the manifest of the corpus is damaged.
     """
-    made = json.loads((output / "manifest.json").read_text()).get("options", {})
+    manifest = output / "manifest.json"
+    try:
+        made = dict(json.loads(manifest.read_text()).get("options", {}))
+    except (ValueError, RecursionError, TypeError, AttributeError) as error:
+        raise UserError(
+            f"{manifest} is not a manifest of this command ({error!r}); use another --output, or "
+            f"delete {output} to prepare it again"
+        ) from None
     wanted = what_decides(options)
     different = [
         f"--{key.replace('_', '-')} {made[key]} (here {wanted[key]})"
@@ -130,7 +138,7 @@ def check_the_same(options: argparse.Namespace, output: Path) -> None:
         if key in made and made[key] != wanted[key]
     ]
     if different:
-        raise ValueError(
+        raise UserError(
             f"{output} is already there, made with {', '.join(different)}; use another --output, "
             f"or delete it to prepare it again"
         )
@@ -148,31 +156,31 @@ def check_options(options: argparse.Namespace, output: Path, workspace: Path) ->
     """Refuse what cannot work before any work is done.
 
     Raises:
-        ValueError: naming the option, its value and one that works.
+        UserError: naming the option, its value and one that works.
     """
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
-        raise ValueError(f"--output {options.output} has other things in it; use an empty folder")
+        raise UserError(f"--output {options.output} has other things in it; use an empty folder")
     if os.path.ismount(output):
-        raise ValueError(f"--output {options.output} is a mount point; use a folder in it")
+        raise UserError(f"--output {options.output} is a mount point; use a folder in it")
     if workspace.exists() and not (workspace / "lock").is_file() and any(workspace.iterdir()):
-        raise ValueError(
+        raise UserError(
             f"{workspace}, where the command works, has other things in it; move them away, or use "
             f"another --output"
         )
     if not options.tokenizer and not SMALLEST_VOCABULARY <= options.vocab_size <= LARGEST_SIZE:
-        raise ValueError(
+        raise UserError(
             f"--vocab-size {options.vocab_size} is not in {SMALLEST_VOCABULARY} (the 256 bytes and "
             f"the end of text) .. {LARGEST_SIZE}; use 32000"
         )
     if not 0 < options.validation_fraction < 1:
-        raise ValueError(
+        raise UserError(
             f"--validation-fraction {options.validation_fraction} is no part of the documents; "
             f"use 0.1"
         )
     if options.processes < 1:
-        raise ValueError(f"--processes {options.processes} is too few; use 1")
+        raise UserError(f"--processes {options.processes} is too few; use 1")
     if options.shard is not None and not options.tokenizer:
-        raise ValueError(
+        raise UserError(
             "--shard needs --tokenizer, or each would train one; prepare a part of the text "
             "first, and use its folder: --tokenizer data/part/tokenizer"
         )
@@ -185,7 +193,7 @@ def cut(formats: "list[Format]", options: argparse.Namespace) -> "list[NumberedP
     about PIECES, or one for each file.
 
     Raises:
-        ValueError: there is nothing to read.
+        UserError: there is nothing to read.
     """
     total = sum(piece.size for reader in formats for piece in reader.pieces(LARGEST_PIECE))
     target = min(max(total // PIECES, SMALLEST_PIECE), LARGEST_PIECE)
@@ -193,7 +201,7 @@ def cut(formats: "list[Format]", options: argparse.Namespace) -> "list[NumberedP
         (number, piece) for number, reader in enumerate(formats) for piece in reader.pieces(target)
     ]
     if not pieces:
-        raise ValueError(f"--source {' '.join(options.source)} has no documents")
+        raise UserError(f"--source {' '.join(options.source)} has no documents")
     return pieces
 
 
@@ -204,10 +212,8 @@ def plan(
     workspace: Path,
 ) -> "Tokenization":
     """How the documents will be tokenized; a tokenizer is trained if none is named."""
-    from transformers import AutoTokenizer
-
     from recipes.preparing.tokenization import Tokenization
-    from recipes.preparing.tokenizer import copy_tokenizer, train_tokenizer
+    from recipes.preparing.tokenizer import copy_tokenizer, load_tokenizer, train_tokenizer
 
     skip, fraction = frozenset(options.skip), options.validation_fraction
     if options.tokenizer:
@@ -221,7 +227,7 @@ def plan(
             validation_fraction=fraction,
             skip=skip,
         )
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer = load_tokenizer(folder, f"--tokenizer {options.tokenizer or folder}")
     return Tokenization(
         formats=formats,
         tokenizer=folder / "tokenizer.json",
@@ -242,14 +248,14 @@ def hold(workspace: Path, *, shared: bool) -> Iterator[None]:
     shared: with those that hold it shared too
 
     Raises:
-        ValueError: another process works there.
+        UserError: another process works there.
     """
     workspace.mkdir(parents=True, exist_ok=True)
     with (workspace / "lock").open("a+") as lock:  # NFS locks only what could be read, too
         try:
             fcntl.flock(lock, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise ValueError(f"{workspace} is in use by another process; wait for it") from None
+            raise UserError(f"{workspace} is in use by another process; wait for it") from None
         if not shared:  # what killed ones have begun
             for leftover in (
                 *workspace.glob("*.incomplete"),
@@ -301,7 +307,7 @@ def show(arguments: list[str]) -> None:
     options = parser.parse_args(arguments)
     recipe = load_recipe(options.recipe, options.set)
     if not 1 <= options.step <= recipe.training.steps:
-        raise ValueError(
+        raise UserError(
             f"--step {options.step} is not in 1 .. {recipe.training.steps}, the steps of "
             f"{options.recipe}; use --step 1"
         )
@@ -325,7 +331,7 @@ def verify(arguments: list[str]) -> None:
     for damage in damages:
         print(f"{corpus}: {damage}")
     if damages:
-        raise ValueError(f"{corpus} is damaged; prepare it again")
+        raise UserError(f"{corpus} is damaged; prepare it again")
     print(f"{corpus} is what was written")
 
 

@@ -21,6 +21,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from models.errors import UserError
 from recipes.training.deepspeed_config import build_deepspeed_config, precision
 from recipes.training.exit_codes import FINISHED, INTERRUPTED, REFUSED, STOPPED
 from recipes.training.garbage import (
@@ -39,7 +40,7 @@ from recipes.training.startup import Startup
 from recipes.training.step_clock import StepClock
 from recipes.training.streams import outlive_output
 from recipes.training.topology import Topology, World, check_placement
-from recipes.training.torch_variables import set_torch_variables
+from recipes.training.torch_variables import check_accelerator, set_torch_variables
 
 if TYPE_CHECKING:
     from recipes.training.checkpoint_writer import CheckpointWriter
@@ -60,6 +61,9 @@ def main() -> None:
     outlive_output()
     try:
         pretrain()
+    except UserError as problem:  # found later than the checks within `refusals`
+        print(f"pretrain.py: {problem}", file=sys.stderr, flush=True)
+        leave(REFUSED)
     except Exception:
         traceback.print_exc()
         leave(1)  # and not by way of threads that may hang
@@ -72,6 +76,7 @@ def pretrain() -> None:
     options = parse_command_line()
     with refusals(World()):
         world = World.from_environment(os.environ)
+        check_accelerator(os.environ)
     with refusals(world):
         recipe = load_recipe(options.recipe, options.set)
     with refusals(world, options):
@@ -301,7 +306,7 @@ def unreadable_data(run: Run, step: int) -> Iterator[None]:
     """End this rank when its tokens cannot be read; launchers then end the others."""
     try:
         yield
-    except (ValueError, OSError) as problem:
+    except (UserError, OSError) as problem:
         reason = without_save(step, str(problem))
         run.folder.event("stop", step, reason=reason, exit_code=STOPPED)
         print(f"stopped: {reason}", file=sys.stderr)
@@ -361,7 +366,7 @@ def roll_back(run: Run, step: int, reason: str) -> tuple[int, Ending | None]:
             found = checkpoint.find(
                 run.folder.checkpoints, "auto", run.recipe, run.data.fingerprint
             )
-        except ValueError as problem:
+        except UserError as problem:
             return step, Ending(STOPPED, f"step {step}: {reason}, and {problem}")
     if not found.path or found.weights_only:
         return step, Ending(STOPPED, f"step {step}: {reason}, and there is no checkpoint yet")
@@ -405,14 +410,14 @@ def without_save(step: int, reason: str) -> str:
 
 @contextmanager
 def refusals(world: World, options: argparse.Namespace | None = None) -> Iterator[None]:
-    """Turn a ValueError into one message, about this recipe file if named, and exit code 2.
+    """Turn a UserError into one message, about this recipe file if named, and exit code 2.
 
     Launchers end all ranks when the first one exits, so the others let rank 0 speak; they speak
     up themselves if they are still there after that.
     """
     try:
         yield
-    except ValueError as problem:
+    except UserError as problem:
         about = f"{origin(options.recipe, options.set)}: " if options else ""
         if world.rank != 0:
             time.sleep(SECONDS_FOR_RANK_0_TO_SPEAK)
@@ -423,18 +428,31 @@ def refusals(world: World, options: argparse.Namespace | None = None) -> Iterato
 
 @contextmanager
 def refused_together() -> Iterator[None]:
-    """Let all ranks raise the ValueError that one of them has raised; collective."""
+    """Let all ranks raise the UserError that one of them has raised; collective.
+
+    Any other exception is a defect. Its rank raises it once the others know, so that none of them
+    waits for that rank in its next collective; they end with exit code 1.
+    """
     import torch.distributed as dist
 
-    problem = ""
+    problem: Exception | None = None
     try:
         yield
-    except ValueError as error:
-        problem = str(error)
-    problems = [""] * dist.get_world_size()
-    dist.all_gather_object(problems, problem)
-    if any(problems):
-        raise ValueError(next(filter(None, problems)))
+    except Exception as error:
+        problem = error
+    is_defect = problem is not None and not isinstance(problem, UserError)
+    everyones: list[tuple[bool, str]] = [(False, "")] * dist.get_world_size()
+    dist.all_gather_object(everyones, (is_defect, str(problem or "")))
+    if is_defect:
+        raise problem
+    for rank, (failed, _) in enumerate(everyones):
+        if failed:
+            time.sleep(SECONDS_FOR_RANK_0_TO_SPEAK)  # launchers end all ranks after the first one
+            print(f"this rank ends because of the error of rank {rank}", file=sys.stderr)
+            leave(1)
+    messages = [message for _, message in everyones if message]
+    if messages:
+        raise UserError(messages[0])
 
 
 def rollbacks_to(folder: RunFolder, step: int) -> list[dict[str, Any]]:

@@ -33,6 +33,7 @@ from collections.abc import Iterator
 
 from tqdm import tqdm
 
+from models.errors import UserError
 from recipes.proving.compare import Outcome, compare
 from recipes.proving.corpus import write_corpus
 from recipes.proving.layouts import Variant, legal_variants, reference
@@ -60,7 +61,7 @@ def main() -> None:
         try:
             recipe = load_recipe(options.recipe, options.set)
             small, variants = plan(recipe, options, Path(folder) / "corpus")
-        except ValueError as problem:
+        except UserError as problem:
             print(f"prove.py: {problem}", file=sys.stderr)
             sys.exit(2)
         print(f"{recipe.name}: {len(variants)} layouts of {size(small)}", file=sys.stderr)

@@ -15,6 +15,7 @@ import argparse
 import json
 import os
 
+from models.errors import UserError
 from recipes.training.exit_codes import REFUSED
 from recipes.training.manifest import published, step_of
 from recipes.training.recipe import REPOSITORY, load_recipe
@@ -36,7 +37,7 @@ def main() -> None:
         sys.exit("the recipe was refused; the job does not start again")
     try:
         name = load_recipe(options.recipe, options.set).name
-    except ValueError as problem:
+    except UserError as problem:
         sys.exit(f"{problem}; the job does not start again")
     folder = RunFolder(options.run_dir or REPOSITORY / "runs" / name)
     step = max(map(step_of, published(folder.checkpoints)), default=0)

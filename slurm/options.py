@@ -11,6 +11,7 @@ if __name__ == "__main__":  # the repository, not slurm/, is where imports start
 
 import argparse
 
+from models.errors import UserError
 from recipes.training.recipe import load_recipe, origin
 from recipes.training.topology import World
 
@@ -29,7 +30,7 @@ def main() -> None:
     options = parser.parse_args()
     try:
         print(" ".join(sbatch_options(options.recipe, options.set)))
-    except ValueError as problem:
+    except UserError as problem:
         sys.exit(f"options.py: {problem}")
 
 
@@ -37,18 +38,18 @@ def sbatch_options(path: Path, overrides: list[str]) -> list[str]:
     """The options, none of which needs quotes.
 
     Raises:
-        ValueError: the recipe has no [cluster], or cannot run on it.
+        UserError: the recipe has no [cluster], or cannot run on it.
     """
     recipe = load_recipe(path, overrides)
     if recipe.cluster is None:
-        raise ValueError(
+        raise UserError(
             f"{origin(path, overrides)} has no [cluster]; add one with nodes, gpus_per_node and gpu"
         )
     nodes, gpus = recipe.cluster.nodes, recipe.cluster.gpus_per_node
     try:
         recipe.topology(World(size=nodes * gpus, local_size=gpus))
-    except ValueError as problem:
-        raise ValueError(f"{origin(path, overrides)}: {problem}") from None
+    except UserError as problem:
+        raise UserError(f"{origin(path, overrides)}: {problem}") from None
     return [
         f"--job-name={recipe.name}",
         f"--nodes={nodes}",

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from models.errors import UserError
 from recipes.training.checkpoint import Found, check_same_run
 from recipes.training.data import TrainingData, fingerprint
 from recipes.training.manifest import Manifest
@@ -50,7 +51,7 @@ def test_another_experiment_is_refused_key_by_key(
     changes: dict[str, Any], named: str, corpus: Path
 ) -> None:
     saved, now = recipe_of(corpus), recipe_of(corpus, **changes)
-    with pytest.raises(ValueError) as refused:
+    with pytest.raises(UserError) as refused:
         check_same_run(HERE, manifest_of(saved), now, fingerprint(now))
     assert f"was trained with {named}; use that, --run-dir for a new run" in str(refused.value)
 
@@ -67,13 +68,13 @@ def test_other_data_are_refused_and_moved_ones_are_not(corpus: Path, tmp_path: P
     ):
         content = (moved / file).read_bytes()
         (moved / file).write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
-        with pytest.raises(ValueError, match=key):
+        with pytest.raises(UserError, match=key):
             check_same_run(HERE, saved, now, fingerprint(now))
         (moved / file).write_bytes(content)
     heavier = changed(small_recipe(moved), data__train=[
         {"path": str(moved / "train"), "weight": 2.0}])  # fmt: skip
     other = parse_recipe(heavier, "small")
-    with pytest.raises(ValueError, match=r"weight = 1\.0 \(here 2\.0\)"):
+    with pytest.raises(UserError, match=r"weight = 1\.0 \(here 2\.0\)"):
         check_same_run(HERE, saved, other, fingerprint(other))
 
 
@@ -84,9 +85,9 @@ def test_documents_once_separate_stay_so(corpus: Path) -> None:
     assert older.data != before.data
     for saved in (before, older):
         check_same_run(HERE, saved, across, fingerprint(across))
-        with pytest.raises(ValueError, match=r"data\.separate_documents = False \(here True\)"):
+        with pytest.raises(UserError, match=r"data\.separate_documents = False \(here True\)"):
             check_same_run(HERE, saved, separate, fingerprint(separate))
-    with pytest.raises(ValueError, match=r"data\.separate_documents = True \(here False\)"):
+    with pytest.raises(UserError, match=r"data\.separate_documents = True \(here False\)"):
         check_same_run(HERE, manifest_of(separate), across, fingerprint(across))
 
 

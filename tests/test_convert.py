@@ -16,6 +16,7 @@ from tokenizers import Tokenizer, models
 from torch.nn import functional as F
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
+from models.errors import UserError
 from models.layer_specs import (
     SequentialModel,
     layer_specs,
@@ -309,7 +310,7 @@ def test_a_reshape_that_is_no_legal_layout_is_refused(
     named: str,
     trained: dict[str, tuple[Recipe, CheckpointReader, float]],
 ) -> None:
-    with pytest.raises(ValueError, match=named):
+    with pytest.raises(UserError, match=named):
         new_recipe(trained["llama"][1], overrides, ranks=ranks)
 
 
@@ -337,7 +338,7 @@ def test_what_ours_cannot_express_is_refused(
     file = tmp_path / "theirs" / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | settings))
     with (
-        pytest.raises(ValueError, match=named),
+        pytest.raises(UserError, match=named),
         output_folder(tmp_path / "ours", reading=tmp_path / "theirs", overwrite=False) as folder,
     ):
         adopt(tmp_path / "theirs", folder)
@@ -366,7 +367,7 @@ def test_a_broken_index_is_refused(content: str | None, named: str, tmp_path: Pa
     (tmp_path / "theirs" / "model.safetensors").rename(tmp_path / "theirs" / "a.safetensors")
     if content:
         (tmp_path / "theirs" / "model.safetensors.index.json").write_text(content)
-    with pytest.raises(ValueError, match=named):
+    with pytest.raises(UserError, match=named):
         adopt(tmp_path / "theirs", tmp_path)
 
 
@@ -376,7 +377,7 @@ def test_numbers_that_are_only_codes_are_refused(tmp_path: Path) -> None:
     tensors = load_file(file)
     name = "model.layers.0.mlp.down_proj.weight"
     save_file(tensors | {name: tensors[name].to(torch.int8)}, file, {"format": "pt"})
-    with pytest.raises(ValueError, match=f"{name} is torch.int8"):
+    with pytest.raises(UserError, match=f"{name} is torch.int8"):
         adopt(tmp_path / "theirs", tmp_path)
 
 
@@ -388,7 +389,7 @@ def test_what_is_not_an_output_is_not_overwritten(
     files = sorted(str(file) for file in tmp_path.rglob("*"))
     for output in (run, run.parent, checkpoint, checkpoint / "deeper"):
         with (
-            pytest.raises(ValueError, match=r"would overwrite|other things"),
+            pytest.raises(UserError, match=r"would overwrite|other things"),
             output_folder(output, reading=checkpoint, overwrite=True),
         ):
             raise AssertionError(output)
@@ -414,13 +415,13 @@ def test_a_damaged_or_missing_source_is_refused(
     shutil.copytree(trained["llama"][1].path, copied)
     file = copied / "weights-00000.safetensors"
     file.write_bytes(file.read_bytes()[:-1] + b"x")
-    with pytest.raises(ValueError, match="is not what was written"):
+    with pytest.raises(UserError, match="is not what was written"):
         open_checkpoint(copied)
-    with pytest.raises(ValueError, match="all checkpoints here are damaged"):
+    with pytest.raises(UserError, match="all checkpoints here are damaged"):
         open_checkpoint(tmp_path)
-    with pytest.raises(ValueError, match="no checkpoint there; use a run folder"):
+    with pytest.raises(UserError, match="no checkpoint there; use a run folder"):
         open_checkpoint(tmp_path / "nowhere")
-    with pytest.raises(ValueError, match=r"no config\.json there"):
+    with pytest.raises(UserError, match=r"no config\.json there"):
         read_config(tmp_path)
 
 
@@ -428,7 +429,7 @@ def test_another_tokenizer_is_refused(
     trained: dict[str, tuple[Recipe, CheckpointReader, float]], tmp_path: Path
 ) -> None:
     (tmp_path / "tokenizer.json").write_text("{}")
-    with pytest.raises(ValueError, match="is not the tokenizer that the run was trained with"):
+    with pytest.raises(UserError, match="is not the tokenizer that the run was trained with"):
         find_tokenizer(trained["llama"][1], tmp_path)
 
 

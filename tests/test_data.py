@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from models.errors import UserError
 from models.parallel.rng import MaskKey
 from recipes.training.data import TrainingData, Windows, choose_sources, permuted
 from recipes.training.micro_batch import MicroBatch
@@ -204,7 +205,7 @@ def test_token_files_are_read_as_written(tmp_path) -> None:
         assert write_token_file(tmp_path / "x", kept, vocab_size=vocab_size) == sum(map(len, kept))
         file = TokenFile(tmp_path / "x")
         assert file.read(0, file.count).tolist() == np.concatenate(kept).tolist()
-    with pytest.raises(ValueError, match="document 2: token id outside"):
+    with pytest.raises(UserError, match="document 2: token id outside"):
         write_token_file(tmp_path / "x", documents, vocab_size=70000)
 
 
@@ -213,7 +214,7 @@ def test_a_truncated_token_file_is_refused(tmp_path, suffix: str) -> None:
     write_token_file(tmp_path / "x", [np.arange(50)], vocab_size=50)
     file = tmp_path / f"x.{suffix}"
     file.write_bytes(file.read_bytes()[:-2])
-    with pytest.raises(ValueError, match=rf"x\.{suffix} has \d+ bytes instead of"):
+    with pytest.raises(UserError, match=rf"x\.{suffix} has \d+ bytes instead of"):
         TokenFile(tmp_path / "x")
 
 
@@ -265,9 +266,9 @@ REFUSED: dict[str, tuple[Callable[[Path], Any], dict[str, Any], str]] = {
         lambda folder: write_manifest(folder, files={"train": {"tokens": 7}}), {},
         r"train has \d+ tokens and .*manifest\.json says 7"),
     "a broken manifest": (
-        lambda folder: (folder / "manifest.json").write_text("{"), {}, r"json is no manifest"),
+        lambda folder: (folder / "manifest.json").write_text("{"), {}, r"json is not a manifest"),
     "a manifest without what it is for": (
-        lambda folder: (folder / "manifest.json").write_text("{}"), {}, r"json is no manifest"),
+        lambda folder: (folder / "manifest.json").write_text("{}"), {}, r"json is not a manifest"),
     "a vocabulary that is too small": (
         write_manifest, {"model__vocab_size": 249}, "use model.vocab_size = 250"),
     "an id beyond the vocabulary at the beginning": (
@@ -298,5 +299,5 @@ def test_what_is_refused_before_the_first_step(
     build(own_corpus)
     spoil, changes, message = REFUSED[name]
     spoil(tmp_path / "data")
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(UserError, match=message):
         build(changed(own_corpus, **changes))

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from models.errors import UserError
 from models.parallel.context import Context
 from recipes.training.feed import Feed
 from recipes.training.micro_batch import MicroBatch
@@ -39,12 +40,12 @@ def test_the_next_step_is_fetched_while_this_one_runs() -> None:
 def test_what_goes_wrong_is_raised_where_the_step_begins() -> None:
     def source(step: int) -> Iterator[MicroBatch]:
         if step == 2:
-            raise ValueError("corpus.bin ends before token 9")
+            raise UserError("corpus.bin ends before token 9")
         yield micro_batch(step)
 
     feed = Feed(source, last_step=9)
     assert len(feed.take(1)[0]) == 1
-    with pytest.raises(ValueError, match="ends before token 9"):
+    with pytest.raises(UserError, match="ends before token 9"):
         feed.take(2)
 
 

@@ -10,6 +10,7 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 
 # The first prefix that fits a module decides its floor.
 FLOORS = [
+    ("models.errors", 0),
     ("models.config", 0),
     ("models.cost", 0),
     ("models.sharding", 1),

@@ -9,6 +9,7 @@ import pytest
 from datasets import Dataset, DatasetDict, IterableDataset
 from pyarrow import parquet
 
+from models.errors import UserError
 from recipes.preparing.documents import KINDS
 from recipes.preparing.formats import Format, Stream
 from recipes.preparing.source import open_source
@@ -115,9 +116,9 @@ def test_links_are_followed_and_files_count_once(
     assert texts(opened(tmp_path / "in"), 500) == TEXTS
     assert "left out, no reader for them: 1 files, such as" in capsys.readouterr().out
     assert texts(opened(f"{tmp_path}/in/**/*.jsonl"), 500) == TEXTS
-    with pytest.raises(ValueError, match="is named twice; name it once"):
+    with pytest.raises(UserError, match="is named twice; name it once"):
         opened(tmp_path / "in", tmp_path / "elsewhere")
-    with pytest.raises(ValueError, match="--source is empty"):
+    with pytest.raises(UserError, match="--source is empty"):
         opened("")
 
 
@@ -162,7 +163,7 @@ def test_a_bad_row_is_named(name: str, tmp_path: Path) -> None:
     content, place, kind, reason = BAD[name]
     (tmp_path / name).write_bytes(content)
     for target_bytes in (1, 10**6):
-        with pytest.raises(ValueError) as raised:
+        with pytest.raises(UserError) as raised:
             texts(opened(tmp_path / name), target_bytes, skip=ALL - {kind})
         assert f"{tmp_path / name}, {place}: " in str(raised.value)
         assert reason in str(raised.value) and f"--skip {kind}" in str(raised.value)
@@ -173,7 +174,7 @@ def test_a_bad_row_is_named(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("content", [b'[{"body": "a"}, {"bo', b'[{"body": "a\xff"}]'])
 def test_a_broken_array_is_no_row_to_skip(content: bytes, tmp_path: Path) -> None:
     (tmp_path / "broken.json").write_bytes(content)
-    with pytest.raises(ValueError, match=r"broken\.json cannot be read: "):
+    with pytest.raises(UserError, match=r"broken\.json cannot be read: "):
         texts(opened(tmp_path / "broken.json"), 1, skip=ALL)
 
 
@@ -182,7 +183,7 @@ def test_parquet_with_bytes_that_are_no_text(tmp_path: Path) -> None:
     content = pyarrow.py_buffer(offsets), pyarrow.py_buffer(b"a\xff\xff")
     column = pyarrow.StringArray.from_buffers(2, *content)
     parquet.write_table(pyarrow.table({"body": column}), tmp_path / "bad.parquet")
-    with pytest.raises(ValueError, match=r"bad\.parquet, row 1: byte 0"):
+    with pytest.raises(UserError, match=r"bad\.parquet, row 1: byte 0"):
         texts(opened(tmp_path / "bad.parquet"), 1)
     assert texts(opened(tmp_path / "bad.parquet"), 1, skip=frozenset({"utf-8"})) == ["a"]
 
@@ -204,7 +205,7 @@ def test_a_source_that_cannot_be_read_is_refused(name: str, tmp_path: Path) -> N
         (tmp_path / name).mkdir()
     elif content is not None:
         (tmp_path / name).write_bytes(content)
-    with pytest.raises(ValueError) as raised:
+    with pytest.raises(UserError) as raised:
         opened(tmp_path / name)
     assert reason in str(raised.value) and "\n" not in str(raised.value)
 
@@ -214,14 +215,14 @@ def test_a_compressed_file_that_is_cut_off_is_an_error(suffix: str, tmp_path: Pa
     file = tmp_path / f"lines.jsonl{suffix}"
     json_lines(file)
     file.write_bytes(file.read_bytes()[:-40])
-    with pytest.raises(ValueError, match=f"lines.jsonl{suffix}"):
+    with pytest.raises(UserError, match=f"lines.jsonl{suffix}"):
         texts(opened(file), 1)
 
 
 def test_a_dataset_that_is_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    with pytest.raises(ValueError, match="--source no/where is no file here, and as a dataset"):
+    with pytest.raises(UserError, match="--source no/where is no file here, and as a dataset"):
         opened("no/where")
 
 

@@ -7,6 +7,7 @@ from unittest import mock
 import pytest
 import torch
 
+from models.errors import UserError
 from recipes.planning.hardware import load_gpu
 from recipes.training.gpu_support import check_architecture, check_gpus, runs_on
 from recipes.training.processes import check_machine
@@ -68,7 +69,7 @@ def test_current_gpus_are_accepted() -> None:
 def test_a_v100_is_named_with_what_to_install() -> None:
     with (
         machine("Tesla V100-SXM2-32GB", (7, 0)),
-        pytest.raises(ValueError) as refusal,
+        pytest.raises(UserError) as refusal,
     ):
         check("V100-32GB")
     message = str(refusal.value)
@@ -78,7 +79,7 @@ def test_a_v100_is_named_with_what_to_install() -> None:
 
 
 def test_an_older_gpu_is_named_too() -> None:
-    with pytest.raises(ValueError, match=r"sm_61.*TORCH_CUDA_ARCH_LIST=6\.1"):
+    with pytest.raises(UserError, match=r"sm_61.*TORCH_CUDA_ARCH_LIST=6\.1"):
         check_architecture("Tesla P40", (6, 1), CUDA_13)
 
 
@@ -92,7 +93,7 @@ def test_each_rank_checks_its_own_gpu() -> None:
         for local_rank in (0, 2):
             check_machine(World(local_rank=local_rank), precision="fp16", compile=False)
         for local_rank in (1, 3):
-            with pytest.raises(ValueError, match="a GPU is sm_70"):
+            with pytest.raises(UserError, match="a GPU is sm_70"):
                 check_machine(World(local_rank=local_rank), precision="fp16", compile=False)
 
 
@@ -101,7 +102,7 @@ def test_cuda_that_is_asked_for_and_not_there_is_rejected() -> None:
         machine("a GPU", (9, 0)),
         mock.patch.object(torch.cuda, "is_available", return_value=False),
         mock.patch.object(torch.cuda, "device_count", return_value=0),
-        pytest.raises(ValueError, match=r"DS_ACCELERATOR = cuda and torch .* finds no GPU"),
+        pytest.raises(UserError, match=r"DS_ACCELERATOR = cuda and torch .* finds no GPU"),
     ):
         check(None)
 
@@ -109,7 +110,7 @@ def test_cuda_that_is_asked_for_and_not_there_is_rejected() -> None:
 def test_rocm_is_rejected() -> None:
     with (
         machine("AMD Instinct MI300X", (9, 4), hip="7.1"),
-        pytest.raises(ValueError, match="built for ROCm, which is not supported"),
+        pytest.raises(UserError, match="built for ROCm, which is not supported"),
     ):
         check("MI300X")
 
@@ -117,7 +118,7 @@ def test_rocm_is_rejected() -> None:
 def test_a_recipe_for_gpus_does_not_train_on_the_cpu_by_accident() -> None:
     check_gpus(None, on_gpu=False, cpu_is_chosen=False)  # a recipe without a cluster
     check_gpus("MI300X", on_gpu=False, cpu_is_chosen=True)
-    with pytest.raises(ValueError, match=r'cluster\.gpu = "MI300X" .*DS_ACCELERATOR=cpu'):
+    with pytest.raises(UserError, match=r'cluster\.gpu = "MI300X" .*DS_ACCELERATOR=cpu'):
         check_gpus("MI300X", on_gpu=False, cpu_is_chosen=False)
 
 

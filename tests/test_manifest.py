@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
+from models.errors import UserError
 from recipes.training import manifest
 from recipes.training.manifest import Manifest, find_damages
 from recipes.training.recipe import Checkpoint
@@ -112,7 +113,7 @@ def test_a_checkpoint_of_a_later_format_is_refused(checkpoint: Path) -> None:
     file = checkpoint / "manifest.json"
     file.write_text(file.read_text().replace('"format": 1', '"format": 2'))
     with pytest.raises(
-        ValueError, match="format = 2, and this version of Threefold reads format = 1"
+        UserError, match="format = 2, and this version of Threefold reads format = 1"
     ):
         Manifest.read(checkpoint)
 

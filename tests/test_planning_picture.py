@@ -9,6 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.collections import PolyCollection
 from matplotlib.patches import Rectangle
 
+from models.errors import UserError
 from recipes import plan
 from recipes.planning import picture
 from recipes.planning.job import Job, Machine, job_of
@@ -173,7 +174,7 @@ def test_a_scatter_plot_has_the_tables_with_times_and_the_largest_behind() -> No
 
 
 def test_a_scatter_plot_of_nothing_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="no row has both a predicted and a measured"):
+    with pytest.raises(UserError, match="no row has both a predicted and a measured"):
         picture.draw_scatter({"t": result([(1.0, None)], None)}, file=tmp_path / "x.png")
 
 
@@ -188,7 +189,7 @@ def test_pictures_are_written(tmp_path: Path, suffix: str) -> None:
 
 def test_a_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     _, job = load("llama/8b.toml")
-    with pytest.raises(ValueError, match=r"gone/x\.png: No such file or directory; use a file in"):
+    with pytest.raises(UserError, match=r"gone/x\.png: No such file or directory; use a file in"):
         picture.draw_timeline(job, title="x", file=tmp_path / "gone" / "x.png")
 
 

@@ -15,6 +15,7 @@ from unittest import mock
 import pytest
 import tomli_w
 
+from models.errors import UserError
 from recipes.pretrain import rollbacks_to
 from recipes.proving.worlds import free_port
 from recipes.training.processes import check_machine
@@ -360,11 +361,11 @@ def test_every_so_many_checkpoints_stay(recipe_file: Path, tmp_path: Path) -> No
 def test_what_this_machine_cannot_do_is_refused(recipe_file: Path, tmp_path: Path) -> None:
     fp16 = ["--set", "deepspeed=ds_configs/zero1_fp16.json", "--run-dir", tmp_path / "x"]
     assert "fp16 needs a GPU and none was found" in refused(recipe_file, *fp16)
-    with pytest.raises(ValueError, match="MASTER_ADDR is not set"), mock.patch.dict(os.environ):
+    with pytest.raises(UserError, match="MASTER_ADDR is not set"), mock.patch.dict(os.environ):
         os.environ.pop("MASTER_ADDR", None)
         check_machine(World(size=2), precision="fp32", compile="auto")
     with (
-        pytest.raises(ValueError, match=r"TORCHINDUCTOR_CACHE_DIR = .*File exists"),
+        pytest.raises(UserError, match=r"TORCHINDUCTOR_CACHE_DIR = .*File exists"),
         mock.patch("recipes.training.processes.has_compiler", return_value=True),
         mock.patch.dict(os.environ, TORCHINDUCTOR_CACHE_DIR=str(recipe_file)),
     ):

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import tomli_w
 
+from models.errors import UserError
 from recipes.training.deepspeed_config import build_deepspeed_config, zero_stage
 from recipes.training.recipe import (
     REPOSITORY,
@@ -167,7 +168,7 @@ BAD: list[tuple[str, int, str, str]] = [
 
 def refuse(path: Path, overrides: list[str], ranks: int) -> str:
     """The message that a run with these overrides ends with."""
-    with pytest.raises(ValueError) as refusal:
+    with pytest.raises(UserError) as refusal:
         recipe = load_recipe(path, overrides)
         topology = recipe.topology(World(size=ranks, local_size=ranks))
         build_deepspeed_config(recipe, topology)
@@ -309,7 +310,7 @@ def test_what_was_dealt_for_a_schedule_leaves_with_it(tmp_path: Path) -> None:
     assert (other.schedule, other.chunks, other.layers_per_stage) == ("1f1b", 1, None)
     more = ["layout.schedule=interleaved", "layout.chunks=3", "model.layers=6"]
     assert load_recipe(resolved, more).layout.chunks == 3
-    with pytest.raises(ValueError, match=r"layout.chunks = 2 does not go with"):
+    with pytest.raises(UserError, match=r"layout.chunks = 2 does not go with"):
         load_recipe(resolved, ["layout.schedule=1f1b", "layout.chunks=2"])
 
 

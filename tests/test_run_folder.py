@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from models.errors import UserError
 from recipes.training.recipe import REPOSITORY, parse_recipe
 from recipes.training.run_folder import RunFolder
 
@@ -48,7 +49,7 @@ def test_a_fresh_start_sets_the_old_run_aside(tmp_path: Path, small) -> None:
     assert folder.read_metrics() == [] and not folder.events.exists()
     (aside,) = tmp_path.glob("run.*")
     assert RunFolder(aside).read_metrics() == [{"step": 1}]
-    with pytest.raises(ValueError, match="is in use"):
+    with pytest.raises(UserError, match="is in use"):
         RunFolder(tmp_path / "run").hold()
 
 

@@ -7,6 +7,7 @@ from itertools import chain, pairwise
 import pytest
 from deepspeed.runtime.pipe import schedule as deepspeed_schedule
 
+from models.errors import UserError
 from models.pipeline.order import (
     BACKWARD,
     FORWARD,
@@ -288,5 +289,5 @@ def test_dualpipev_is_in_deepspeeds_order(p: int, m: int) -> None:
 
 def test_what_has_no_order_is_refused() -> None:
     message = "dualpipev with 2 stages and 3 micro-batches; use 4"
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(UserError, match=message):
         Pipeline(stages=2, chunks=2, micro_batches=3, schedule="dualpipev")

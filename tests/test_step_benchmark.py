@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from models.errors import UserError
 from recipes.planning.hardware import FOLDER, Gpu, load_gpu, read_gpu
 from recipes.planning.kernels import matmul_seconds
 from recipes.training.recipe import REPOSITORY
@@ -126,9 +127,9 @@ def test_another_devices_datasheet_is_not_written_over() -> None:
     assert check("H100", "NVIDIA H100 80GB HBM3").name == "H100"
     assert check("H100", "NVIDIA GH200 480GB", is_new=True).name == "H100"
     for name, device in (("H100", "cpu"), ("cpu", "NVIDIA A100"), ("H100", "NVIDIA A100")):
-        with pytest.raises(ValueError, match="--like"):
+        with pytest.raises(UserError, match="--like"):
             check(name, device)
-    with pytest.raises(ValueError, match="not there"):
+    with pytest.raises(UserError, match="not there"):
         check("Z1", "cpu")
 
 

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
 
+from models.errors import UserError
 from recipes.training.token_file import TOKEN_TYPES, TokenFile, write_token_file
 
 DOCUMENTS = 10_000
@@ -80,5 +81,5 @@ def test_a_file_that_is_cut_off_under_a_run_is_an_error_with_a_name(tmp_path: Pa
     file = TokenFile(tmp_path / "x")
     os.truncate(tmp_path / "x.bin", 100)
     assert file.read(0, 50).tolist() == list(range(50))
-    with pytest.raises(ValueError, match=r"x\.bin ends before token 51; it had 100"):
+    with pytest.raises(UserError, match=r"x\.bin ends before token 51; it had 100"):
         file.read(0, 51)

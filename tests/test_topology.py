@@ -1,6 +1,7 @@
 import pytest
 from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 
+from models.errors import UserError
 from recipes.training.topology import (
     Coordinates,
     Topology,
@@ -27,7 +28,7 @@ def test_data_parallelism_takes_what_is_left() -> None:
 
 
 def test_an_indivisible_world_is_refused_with_a_layout_that_works() -> None:
-    with pytest.raises(ValueError, match=r"world of 6 ranks.*layout.pipeline = 3"):
+    with pytest.raises(UserError, match=r"world of 6 ranks.*layout.pipeline = 3"):
         Topology.for_world(6, pipeline=4, tensor=1)
 
 
@@ -61,9 +62,7 @@ def test_the_launcher_decides_the_rank(environment: dict[str, str], world: World
 def test_tensor_groups_belong_inside_a_node() -> None:
     hosts = ["a", "a", "b", "b"]
     check_placement(Topology(pipeline=2, data=1, tensor=2), hosts)
-    with pytest.raises(
-        ValueError, match=r"ranks 0 .. 1 is spread over a and b; start neighbouring"
-    ):
+    with pytest.raises(UserError, match=r"ranks 0 .. 1 is spread over a and b; start neighbouring"):
         check_placement(Topology(pipeline=2, data=1, tensor=2), ["a", "b", "a", "b"])
 
 

@@ -8,6 +8,7 @@ from unittest import mock
 
 import pytest
 
+from models.errors import UserError
 from recipes.training.processes import check_machine
 from recipes.training.recipe import REPOSITORY
 from recipes.training.topology import World
@@ -70,11 +71,11 @@ def test_deterministic_runs_fix_the_workspace() -> None:
 def test_a_workspace_that_is_not_deterministic_is_rejected() -> None:
     for environment in ({}, {"CUBLAS_WORKSPACE_CONFIG": ":16:8"}):
         check_workspace(environment)
-    with pytest.raises(ValueError, match=r"CUBLAS_WORKSPACE_CONFIG = :0:0 .* use :4096:8"):
+    with pytest.raises(UserError, match=r"CUBLAS_WORKSPACE_CONFIG = :0:0 .* use :4096:8"):
         check_workspace({"CUBLAS_WORKSPACE_CONFIG": ":0:0"})
     with mock.patch.dict("os.environ", CUBLAS_WORKSPACE_CONFIG=":0:0"):
         check_machine(World(), precision="fp32", compile=False)
-        with pytest.raises(ValueError, match="CUBLAS_WORKSPACE_CONFIG"):
+        with pytest.raises(UserError, match="CUBLAS_WORKSPACE_CONFIG"):
             check_machine(World(), precision="fp32", compile=False, deterministic=True)
 
 

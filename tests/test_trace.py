@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from models.cost import parameter_count
+from models.errors import UserError
 from models.transformer import Block, rotary_table
 from recipes.tracing import report
 from recipes.tracing.trace import Trace, measure, trace
@@ -298,5 +299,5 @@ def test_nothing_of_a_trace_stays(small: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("rank", [-1, 4])
 def test_a_rank_that_is_not_there_is_refused(rank: int, small: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=r"rank -?\d is not in 0 \.\. 3; use 0"):
+    with pytest.raises(UserError, match=r"rank -?\d is not in 0 \.\. 3; use 0"):
         traced(small, 4, rank=rank)

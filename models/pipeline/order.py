@@ -23,6 +23,8 @@ from heapq import heappop, heappush
 from itertools import chain, pairwise
 from typing import NamedTuple
 
+from models.errors import UserError
+
 
 class Kind(StrEnum):
     """What a pass computes; a whole backward pass computes the weights' part too."""
@@ -68,7 +70,7 @@ class Pipeline:
         backward pass is split, an order may depend on it
 
     Raises:
-        ValueError: there is no such order.
+        UserError: there is no such order.
     """
 
     stages: int
@@ -80,7 +82,7 @@ class Pipeline:
     def __post_init__(self) -> None:
         least = least_micro_batches(self.schedule, self.stages)
         if self.micro_batches < least:
-            raise ValueError(
+            raise UserError(
                 f"{self.schedule} with {self.stages} stages and {self.micro_batches} "
                 f"micro-batches; use {least}"
             )

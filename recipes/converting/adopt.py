@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import AutoConfig
 
 from models.config import ModelConfig
+from models.errors import UserError
 from models.hugging_face import counterparts, model_settings
 from models.layer_specs import logical_shapes
 from recipes.training.manifest import Manifest
@@ -26,7 +27,7 @@ class TheirFiles:
     """The tensors of a folder's safetensors files, by name.
 
     Raises:
-        ValueError: there are none, or a file is damaged.
+        UserError: there are none, or a file is damaged.
     """
 
     def __init__(self, folder: Path):
@@ -37,8 +38,8 @@ class TheirFiles:
             try:
                 with safe_open(folder / name, framework="pt") as file:
                     self.files |= dict.fromkeys(file.keys(), name)
-            except (SafetensorError, FileNotFoundError) as error:
-                raise ValueError(f"{folder / name} cannot be read: {error}") from None
+            except (SafetensorError, OSError) as error:
+                raise UserError(f"{folder / name} cannot be read: {error}") from None
 
     def _names(self) -> set[str]:
         """The files that transformers would load, whatever else is there."""
@@ -46,14 +47,14 @@ class TheirFiles:
         if (self.folder / WHOLE).is_file():
             return {WHOLE}
         if not index.is_file():
-            raise ValueError(
+            raise UserError(
                 f"{self.folder}: neither {WHOLE} nor {INDEX} there; save the model with "
                 f"save_pretrained(..., safe_serialization=True)"
             )
         try:
-            return set(json.loads(index.read_text())["weight_map"].values())
-        except (json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
-            raise ValueError(
+            return {str(name) for name in json.loads(index.read_text())["weight_map"].values()}
+        except (ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
+            raise UserError(
                 f"{index} is no index of tensors ({error!r}); save the model again"
             ) from None
 
@@ -61,30 +62,36 @@ class TheirFiles:
         """A tensor's name in the files, which may have another prefix.
 
         Raises:
-            ValueError: it is not there.
+            UserError: it is not there.
         """
         for prefix in PREFIXES:
             for candidate in (name.removeprefix(prefix), prefix + name):
                 if candidate in self.files:
                     return candidate
-        raise ValueError(f"{self.folder}: {name} is in none of {sorted(set(self.files.values()))}")
+        raise UserError(f"{self.folder}: {name} is in none of {sorted(set(self.files.values()))}")
 
     def read(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """A tensor of this shape, as fp32.
 
         Raises:
-            ValueError: it has another shape.
+            UserError: it has another shape.
         """
         found = self.find(name)
-        with safe_open(self.folder / self.files[found], framework="pt") as file:
-            tensor = file.get_tensor(found)
+        try:
+            with safe_open(self.folder / self.files[found], framework="pt") as file:
+                tensor = file.get_tensor(found)
+        except SafetensorError as error:  # such as a type that torch does not have
+            raise UserError(
+                f"{self.folder / self.files[found]}: {found} cannot be read ({error}); use a model "
+                f"in bf16, fp16 or fp32"
+            ) from None
         if tensor.dtype not in PRECISIONS:
-            raise ValueError(
+            raise UserError(
                 f"{self.folder / self.files[found]}: {found} is {tensor.dtype}, which needs more "
                 f"than its numbers; use a model in bf16, fp16 or fp32"
             )
         if tuple(tensor.shape) != shape:
-            raise ValueError(
+            raise UserError(
                 f"{self.folder / self.files[found]}: {found} has the shape {tuple(tensor.shape)} "
                 f"and config.json makes it {shape}"
             )
@@ -92,25 +99,29 @@ class TheirFiles:
 
 
 def read_config(folder: Path) -> ModelConfig:
-    """The architecture of a folder's config.json.
+    """Read the architecture from a folder's config.json.
 
     Raises:
-        ValueError: there is none, or it is not one of ours.
+        UserError: there is no such file, transformers cannot read it, or the architecture is not
+            supported.
     """
     if not (folder / "config.json").is_file():
-        raise ValueError(f"{folder}: no config.json there; use a folder that save_pretrained wrote")
+        raise UserError(f"{folder}: no config.json there; use a folder that save_pretrained wrote")
     try:
         theirs = AutoConfig.from_pretrained(folder)
+    except Exception as error:  # of any class: transformers' configs validate themselves
+        raise UserError(f"{folder / 'config.json'}: {error}") from None
+    try:
         return ModelConfig(**model_settings(theirs.to_dict()))
-    except Exception as error:  # transformers raises whatever its classes do
-        raise ValueError(f"{folder / 'config.json'}: {error}") from None
+    except UserError as problem:
+        raise UserError(f"{folder / 'config.json'}: {problem}") from None
 
 
 def adopt(folder: Path, output: Path) -> ModelConfig:
     """Write the checkpoint, one tensor in memory at a time.
 
     Raises:
-        ValueError: the folder's tensors are not those of its config.
+        UserError: the folder's tensors are not those of its config.
     """
     model = read_config(folder)
     theirs = TheirFiles(folder)
@@ -121,7 +132,7 @@ def adopt(folder: Path, output: Path) -> ModelConfig:
         name for name in theirs.files.keys() - used - tied if not name.endswith(NO_PARAMETERS)
     }
     if unknown:
-        raise ValueError(
+        raise UserError(
             f"{folder}: {sorted(unknown)[0]} and {len(unknown) - 1} more tensors have no place in "
             f"a model with this config.json"
         )

@@ -9,6 +9,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
 from models.cost import parameter_count
+from models.errors import UserError
 from models.hugging_face import counterparts, hugging_face_config
 from models.layer_specs import logical_shapes
 from recipes.converting.source import model_of
@@ -37,7 +38,7 @@ def export(source: CheckpointReader, folder: Path, *, dtype: str, tokenizer: Pat
     tokenizer: its folder, as `find_tokenizer` has found it
 
     Raises:
-        ValueError: transformers has no class for it, or cannot load the tokenizer.
+        UserError: transformers has no class for it, or cannot load the tokenizer.
     """
     settings = hugging_face_config(model_of(source))
     card = model_card(source, dtype)
@@ -58,16 +59,16 @@ def find_tokenizer(source: CheckpointReader, given: Path | None) -> Path | None:
     """The folder of the tokenizer that the run's tokens are of; None: nobody knows one.
 
     Raises:
-        ValueError: it is another one, or not where the recipe says.
+        UserError: it is another one, or not where the recipe says.
     """
     expected = source.manifest.data.get("tokenizer")
     if given is None and "data" not in source.manifest.recipe:
         return None  # weights from elsewhere
     folder = given or repository_path(source.manifest.recipe["data"]["tokenizer"])
     if not (folder / "tokenizer.json").is_file():
-        raise ValueError(f"{folder}: no tokenizer.json there; use --tokenizer with its folder")
+        raise UserError(f"{folder}: no tokenizer.json there; use --tokenizer with its folder")
     if expected and tokenizer_hash(folder) != expected:
-        raise ValueError(
+        raise UserError(
             f"{folder} is not the tokenizer that the run was trained with; use --tokenizer with "
             f"the folder of the one with SHA-256 {expected}"
         )
@@ -81,7 +82,7 @@ def special_tokens(tokenizer: Path | None) -> dict[str, int | None]:
     try:
         loaded = AutoTokenizer.from_pretrained(tokenizer)
     except Exception as error:  # transformers raises whatever its classes do
-        raise ValueError(
+        raise UserError(
             f"{tokenizer} cannot be loaded by transformers ({error}); use --tokenizer with a "
             f"folder that save_pretrained has written"
         ) from None

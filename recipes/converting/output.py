@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from models.errors import UserError
 from recipes.training.manifest import flush
 
 OURS = ("manifest.json", "config.json")  # one of them is in whatever this command has written
@@ -18,7 +19,7 @@ def output_folder(path: Path, *, reading: Path, overwrite: bool) -> Iterator[Pat
     reading: what must not be overwritten
 
     Raises:
-        ValueError: there is something already, or no room for it.
+        UserError: there is something already, or no room for it.
     """
     path, reading = path.resolve(), reading.resolve()
     _check(path, reading, overwrite)
@@ -37,7 +38,7 @@ def output_folder(path: Path, *, reading: Path, overwrite: bool) -> Iterator[Pat
             os.rename(workspace, path)
             flush(path.parent)
     except OSError as error:
-        raise ValueError(
+        raise UserError(
             f"{error.filename or path} cannot be written ({error.strerror or error}); use a folder "
             f"with room, to which you may write"
         ) from None
@@ -45,15 +46,15 @@ def output_folder(path: Path, *, reading: Path, overwrite: bool) -> Iterator[Pat
 
 def _check(path: Path, reading: Path, overwrite: bool) -> None:
     if path.is_relative_to(reading) or reading.is_relative_to(path):
-        raise ValueError(f"{path} would overwrite what is read, {reading}; use another folder")
+        raise UserError(f"{path} would overwrite what is read, {reading}; use another folder")
     if path.is_file():
-        raise ValueError(f"{path} is a file; use a folder")
+        raise UserError(f"{path} is a file; use a folder")
     if not path.is_dir() or not any(path.iterdir()):
         return
     if not overwrite:
-        raise ValueError(f"{path} is already there; use another folder, or --overwrite")
+        raise UserError(f"{path} is already there; use another folder, or --overwrite")
     if not any((path / name).is_file() for name in OURS) or (path / "checkpoints").exists():
-        raise ValueError(
+        raise UserError(
             f"{path} has other things in it than this command writes; use another folder, or "
             f"delete it yourself"
         )

@@ -9,6 +9,7 @@ from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 
+from models.errors import UserError
 from models.layer_specs import logical_shapes
 from recipes.converting.source import model_of
 from recipes.training.assembly import deal
@@ -30,10 +31,10 @@ def new_recipe(
     """The checkpoint's recipe with other settings, and its axes on so many ranks.
 
     Raises:
-        ValueError: it would be another run, or is no legal layout.
+        UserError: it would be another run, or is no legal layout.
     """
     if "seed" not in source.manifest.recipe:
-        raise ValueError(f"{source.path} has weights and no run; every layout starts from it as is")
+        raise UserError(f"{source.path} has weights and no run; every layout starts from it as is")
     table = deepcopy(source.manifest.recipe)
     table.pop("cluster", None)  # of the machine that it leaves
     apply_overrides(table, overrides)
@@ -42,7 +43,7 @@ def new_recipe(
     changed = [key for key in differences(before, recipe.model_dump(mode="json"))
                if key.startswith(FIXED)]  # fmt: skip
     if changed:
-        raise ValueError(f"{changed[0]} makes it another run; leave it as it is in {source.path}")
+        raise UserError(f"{changed[0]} makes it another run; leave it as it is in {source.path}")
     topology = recipe.topology(World(size=ranks, local_size=ranks))
     build_deepspeed_config(recipe, topology)
     return recipe, topology

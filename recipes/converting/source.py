@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from models.config import ModelConfig
+from models.errors import UserError
 from recipes.training.checkpoint import CheckpointReader
 from recipes.training.manifest import Manifest, find_damages, published
 
@@ -11,12 +12,12 @@ def open_checkpoint(path: Path) -> CheckpointReader:
     """A checkpoint, or the newest undamaged one of a run folder.
 
     Raises:
-        ValueError: there is none, or it is damaged.
+        UserError: there is none, or it is damaged.
     """
     if (path / "manifest.json").is_file():
         damage = next(find_damages(path), None)
         if damage:
-            raise ValueError(f"{damage}; use another checkpoint")
+            raise UserError(f"{damage}; use another checkpoint")
         return CheckpointReader(path, Manifest.read(path))
     found = published(path / "checkpoints") or published(path)
     for checkpoint in reversed(found):
@@ -24,8 +25,8 @@ def open_checkpoint(path: Path) -> CheckpointReader:
             return CheckpointReader(checkpoint, Manifest.read(checkpoint))
     if found:
         damage = next(find_damages(found[-1]))
-        raise ValueError(f"{path}: all checkpoints here are damaged; {damage}")
-    raise ValueError(f"{path}: no checkpoint there; use a run folder such as runs/tiny")
+        raise UserError(f"{path}: all checkpoints here are damaged; {damage}")
+    raise UserError(f"{path}: no checkpoint there; use a run folder such as runs/tiny")
 
 
 def model_of(source: CheckpointReader) -> ModelConfig:

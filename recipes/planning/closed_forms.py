@@ -3,7 +3,6 @@
 They have no rows of runs, but a model's name, what is counted, and how much it is.
 """
 
-import csv
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -12,13 +11,14 @@ from typing import Any
 
 from models.config import ModelConfig
 from models.cost import block_parameters
+from models.errors import UserError
 from recipes.planning.activations import activation_bytes, micro_batches_in_flight
 from recipes.planning.evaluation import mean, percent
 from recipes.planning.footprint import MEGATRON
 from recipes.planning.job import Spread
 from recipes.planning.memory import GIB, state_bytes
-from recipes.planning.row_reader import ARCHITECTURES
-from recipes.planning.table import columns_of
+from recipes.planning.row_reader import ARCHITECTURES, number
+from recipes.planning.table import columns_of, read_cells
 
 # Korthikanti et al. 2022 (arXiv 2205.05198), table 3: layers, hidden, heads, pipeline, chunks,
 # micro-batch; tensor is 8, the sequence 2,048.
@@ -50,26 +50,25 @@ def is_closed_form(path: Path) -> bool:
 
 
 def evaluate(path: Path) -> dict[str, Any]:
-    """All rows, predicted beside what is printed.
+    """Predict all rows of a table, next to the values that it prints.
 
     Raises:
-        ValueError: a model or a quantity that is not known.
+        UserError: a model, a quantity or a value that cannot be read, with file and row.
     """
     rows = []
-    with path.open(newline="", encoding="utf-8") as file:
-        for number, cells in enumerate(csv.DictReader(file), start=1):
-            try:
-                predicted, printed = zero(cells) if "stage" in cells else korthikanti(cells)
-            except ValueError as error:
-                raise ValueError(f"{path}, row {number}: {error}") from None
-            rows.append(
-                {
-                    "row_id": f"{path.stem}-{number:04}",
-                    "predicted_memory_gb": predicted,
-                    "measured_memory_gb": printed,
-                    "memory_error_percent": percent(predicted / printed - 1),
-                }
-            )
+    for row, cells in enumerate(read_cells(path), start=1):
+        try:
+            predicted, printed = zero(cells) if "stage" in cells else korthikanti(cells)
+        except UserError as error:
+            raise UserError(f"{path}, row {row}: {error}") from None
+        rows.append(
+            {
+                "row_id": f"{path.stem}-{row:04}",
+                "predicted_memory_gb": predicted,
+                "measured_memory_gb": printed,
+                "memory_error_percent": percent(predicted / printed - 1),
+            }
+        )
     errors = [abs(row["memory_error_percent"]) for row in rows]
     return {
         "rows": rows,
@@ -89,20 +88,32 @@ def zero(cells: dict[str, str]) -> tuple[float, float]:
     The model's billions of parameters and the data ranks are in its name ("7.5B, ... Nd=64").
     """
     name = cells["model"]
-    size, ranks = re.match(r"([0-9.]+)B", name), re.search(r"Nd=([0-9]+)", name)
+    size = re.match(r"([0-9]{1,9}(?:\.[0-9]+)?)B", name)
+    ranks = re.search(r"Nd=([1-9][0-9]{0,8})(?![0-9])", name)
     if not size or not ranks:
-        raise ValueError(f'model = "{name}" says no size or no ranks; use "7.5B, Nd=64"')
+        raise UserError(f'model = "{name}" says no size or no ranks; use "7.5B, Nd=64"')
+    if cells["stage"].strip() not in ("0", "1", "2", "3"):
+        raise UserError(f'stage = "{cells["stage"]}" is not a ZeRO stage; use 0, 1, 2 or 3')
     # Their gradients are in 16 bits.
     footprint = replace(MEGATRON, gradient=2)
     spread = Spread(data=int(ranks[1]), zero_stage=int(cells["stage"]))
     held = sum(state_bytes(footprint, spread, float(size[1]) * 1e9))
-    return held / 1e9, float(cells["closed_form_gb"] or cells["gb_per_gpu"])
+    return held / 1e9, _printed(
+        cells, "closed_form_gb" if cells.get("closed_form_gb") else "gb_per_gpu"
+    )
+
+
+def _printed(cells: dict[str, str], key: str) -> float:
+    found = number(cells[key])
+    if not found:
+        raise UserError(f'{key} = "{cells[key]}" is not a number above 0; use 16.6, for example')
+    return found
 
 
 def korthikanti(cells: dict[str, str]) -> tuple[float, float]:
     """Korthikanti et al. 2022 (arXiv 2205.05198), figures 1 (GiB) and 7 (percent), first stage."""
     if cells["model"] not in KORTHIKANTI:
-        raise ValueError(f'model = "{cells["model"]}" is none of {", ".join(KORTHIKANTI)}')
+        raise UserError(f'model = "{cells["model"]}" is none of {", ".join(KORTHIKANTI)}')
     layers, hidden, heads, pipeline, chunks, micro_sequences = KORTHIKANTI[cells["model"]]
     model = ModelConfig(
         layers=layers,
@@ -134,11 +145,11 @@ def korthikanti(cells: dict[str, str]) -> tuple[float, float]:
             state_bytes(MEGATRON, base, layers // pipeline * block_parameters(model, 8))
         )
     }
-    what, printed = cells["what"], float(cells["value"])
+    what, printed = cells["what"], _printed(cells, "value")
     if what in quantities:
         return quantities[what]() / GIB, printed
     if what not in WAYS:
-        raise ValueError(f'what = "{what}" is none of params+optimizer, {", ".join(WAYS)}')
+        raise UserError(f'what = "{what}" is none of params+optimizer, {", ".join(WAYS)}')
     if cells["unit"].startswith("%"):
         return 100 * activations(what) / activations("activations, no recompute, no SP"), printed
     return activations(what) / GIB, printed

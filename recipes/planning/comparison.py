@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+from models.errors import UserError
 from recipes.planning import closed_forms, evaluation
 from recipes.planning.calibration import Calibration, calibrate, evenly_spread
 from recipes.planning.table import Row, is_table_of_runs, read_table
@@ -12,13 +13,13 @@ def compare(path: Path, factors: Calibration) -> tuple[dict[str, dict[str, Any]]
     """Name -> rows and errors of a table, or of all in a folder, and the files that are none.
 
     Raises:
-        ValueError: there is no table, or one cannot be read.
+        UserError: there is no table, or one cannot be read.
     """
     files = sorted(path.glob("*.csv")) if path.is_dir() else [path]
     left_out = [file for file in files if path.is_dir() and not is_table(file)]
     results = {file.stem: compared(file, factors) for file in files if file not in left_out}
     if not results:
-        raise ValueError(f"--table {path}: there is no table of runs")
+        raise UserError(f"--table {path}: there is no table of runs")
     return results, left_out
 
 
@@ -43,12 +44,12 @@ def calibration_from(path: Path | None) -> tuple[Calibration, list[Row]]:
     """The factors of a table's runs, and the rows that they are from; none without a table.
 
     Raises:
-        ValueError: no row was measured.
+        UserError: no row was measured.
     """
     if path is None:
         return Calibration(), []
     rows = [row for row in read_table(path) if row.job and row.measured.step_seconds]
     if not rows:
-        raise ValueError(f"--calibrate {path}: no row has a layout and a measured step_time_s")
+        raise UserError(f"--calibrate {path}: no row has a layout and a measured step_time_s")
     chosen = [rows[index] for index in evenly_spread(len(rows))]
     return calibrate([(row.job, row.measured.step_seconds) for row in chosen]), chosen

@@ -4,8 +4,18 @@ import tomllib
 from dataclasses import dataclass, fields
 from functools import cache
 from pathlib import Path
+from typing import Any
+
+from models.errors import UserError
 
 FOLDER = Path(__file__).parent / "gpus"
+EXAMPLES = {  # type of a key -> its Python types, a value that works
+    str: ((str,), '"H100"'),
+    float: ((int, float), "1.5"),
+    int: ((int,), "132"),
+    list[str]: ((list,), '["H100"]'),
+    dict[str, float]: ((dict,), "{ bf16 = 989.0 }"),
+}
 OTHER_BOARDS = {  # slower ones of the same names, for the MFU of a run; dense peaks in TFLOP/s
     "V100-PCIE": {"fp16": 112.0, "fp32": 14.0},  # NVIDIA V100 datasheet
     "H100 PCIe": {"bf16": 756.0, "fp16": 756.0, "fp32": 51.0},  # NVIDIA H100 datasheet
@@ -57,13 +67,13 @@ def load_gpu(name: str) -> Gpu:
     """The GPU of that name.
 
     Raises:
-        ValueError: there is none, with the names that there are.
+        UserError: there is none, with the names that there are.
     """
     for gpu in gpus():
         if gpu.name == name:
             return gpu
     names = ", ".join(gpu.name for gpu in gpus())
-    raise ValueError(f'gpu = "{name}" is not known; use one of {names}')
+    raise UserError(f'gpu = "{name}" is not known; use one of {names}')
 
 
 @cache
@@ -73,21 +83,56 @@ def gpus() -> tuple[Gpu, ...]:
 
 
 def read_gpu(path: Path) -> Gpu:
-    """One file of `gpus/`; its efficiency may be that of another one.
+    """Read a file of `gpus/`, whose efficiency may be the name of another GPU of the folder.
 
     Raises:
-        ValueError: a key is missing or unknown.
+        UserError: the file is not valid TOML, a key is missing or unknown, or a value has the
+            wrong type.
     """
-    table = tomllib.loads(path.read_text(encoding="utf-8"))
+    table = _read_toml(path)
     efficiency = table.pop("efficiency", {})
     if isinstance(efficiency, str):
-        file = efficiency.lower().replace("-", "_") + ".toml"
-        efficiency = tomllib.loads((FOLDER / file).read_text(encoding="utf-8"))["efficiency"]
+        other = FOLDER / (efficiency.lower().replace("-", "_") + ".toml")
+        if not other.is_file():
+            raise UserError(
+                f'{path.name}: efficiency = "{efficiency}": there is no {other.name}; use the name '
+                f"of a GPU whose file has one, such as H100, or a section [efficiency]"
+            )
+        efficiency = _read_toml(other).get("efficiency")
+    if not isinstance(efficiency, dict):
+        raise UserError(
+            f"{path.name}: efficiency is not a table; write a section [efficiency] as h100.toml "
+            f"has it"
+        )
     table |= efficiency
     known = {field.name for field in fields(Gpu)}
     if wrong := known ^ set(table):
-        raise ValueError(f"{path.name}: missing or unknown: {', '.join(sorted(wrong))}")
+        raise UserError(f"{path.name}: missing or unknown: {', '.join(sorted(wrong))}")
+    for field in fields(Gpu):
+        _check_type(path, field.name, table[field.name], field.type)
     return Gpu(**table)
+
+
+def _read_toml(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise UserError(
+            f"{path.name}: this is not valid TOML: {error}; compare it with h100.toml beside it"
+        ) from None
+
+
+def _check_type(path: Path, key: str, value: Any, wanted: Any) -> None:
+    types, example = EXAMPLES[wanted]
+    contents = value.values() if wanted == dict[str, float] and isinstance(value, dict) else value
+    inner = {dict[str, float]: (int, float), list[str]: (str,)}.get(wanted)
+    right = isinstance(value, types) and not isinstance(value, bool)
+    if right and inner is not None:
+        right = all(isinstance(each, inner) and not isinstance(each, bool) for each in contents)
+    if not right:
+        raise UserError(
+            f"{path.name}: {key} = {value!r} has the wrong type; write {key} = {example}"
+        )
 
 
 def peak_tflops(device_name: str, precision: str) -> float | None:

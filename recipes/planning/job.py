@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from models.config import ModelConfig
+from models.errors import UserError
 from models.pipeline.balance import deal_blocks, deal_evenly, head_in_blocks
 from recipes.planning.footprint import Footprint
 from recipes.planning.hardware import Gpu, load_gpu
@@ -36,7 +37,7 @@ class Machine:
         """The machine that a recipe names.
 
         Raises:
-            ValueError: its GPU is not known.
+            UserError: its GPU is not known.
         """
         gpus = cluster.nodes * cluster.gpus_per_node
         return cls.of(load_gpu(cluster.gpu), gpus=gpus, gpus_per_node=cluster.gpus_per_node)
@@ -156,7 +157,7 @@ def job_of(recipe: Recipe, machine: Machine, software: Software = THREEFOLD) -> 
     """A recipe's job on a machine, in the recipe's own layout.
 
     Raises:
-        ValueError: the recipe cannot run there.
+        UserError: the recipe cannot run there.
     """
     topology = recipe.topology(World(size=machine.gpus, local_size=machine.gpus_per_node))
     config = build_deepspeed_config(recipe, topology)
@@ -184,12 +185,12 @@ def unspread_job(recipe: Recipe, machine: Machine, software: Software = THREEFOL
     their own precision.
 
     Raises:
-        ValueError: the GPU does not compute in the recipe's precision.
+        UserError: the GPU does not compute in the recipe's precision.
     """
     config = read_deepspeed_json(recipe.deepspeed)
     kind = precision(config)
     if kind not in machine.gpu.peak_tflops:
-        raise ValueError(
+        raise UserError(
             f'deepspeed = "{recipe.deepspeed}" computes in {kind}, which a {machine.gpu.name} does '
             f"not; use ds_configs/zero1_{next(iter(machine.gpu.peak_tflops))}.json"
         )

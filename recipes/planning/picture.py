@@ -12,6 +12,7 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Rectangle
 
 from models.cost import parameter_count
+from models.errors import UserError
 from models.pipeline.order import Pipeline
 from models.pipeline.simulation import Timeline
 from recipes.planning.job import Job, Machine, unspread_job
@@ -30,7 +31,7 @@ def draw_timeline(job: Job, *, title: str, file: Path) -> None:
     """Write the schedule of a job's pipeline and the memory of its stages.
 
     Raises:
-        ValueError: the file cannot be written, or the schedule does not run as many micro-batches.
+        UserError: the file cannot be written, or the schedule does not run as many micro-batches.
     """
     _save(timeline(job, title), file)
 
@@ -41,7 +42,7 @@ def draw_comparison(
     """Write a step's pipeline as it was predicted, and below as it was measured.
 
     Raises:
-        ValueError: the file cannot be written.
+        UserError: the file cannot be written.
     """
     _save(comparison(pipeline, predicted, measured, title), file)
 
@@ -50,7 +51,7 @@ def draw_heatmap(recipe: Recipe, job: Job, *, file: Path) -> None:
     """Write the best layouts of a recipe's family by nodes, on machines like the job's.
 
     Raises:
-        ValueError: the file cannot be written.
+        UserError: the file cannot be written.
     """
     _save(heatmap(recipe, job), file)
 
@@ -59,7 +60,7 @@ def draw_scatter(results: Mapping[str, Mapping[str, Any]], *, file: Path) -> Non
     """Write predicted against measured step times, as `plan.py --table` has them.
 
     Raises:
-        ValueError: no row has both, or the file cannot be written.
+        UserError: no row has both, or the file cannot be written.
     """
     _save(scatter(results), file)
 
@@ -69,7 +70,7 @@ def _save(figure: Figure, file: Path) -> None:
     try:
         figure.savefig(file, dpi=200, bbox_inches="tight", pad_inches=0.1)
     except OSError as error:
-        raise ValueError(f"{file}: {error.strerror}; use a file in another folder") from None
+        raise UserError(f"{file}: {error.strerror}; use a file in another folder") from None
 
 
 def heatmap(recipe: Recipe, job: Job) -> Figure:
@@ -134,7 +135,7 @@ def best_plan(recipe: Recipe, job: Job, nodes: int) -> Plan | None:
     machine = Machine.of(job.machine.gpu, gpus=nodes * per_node, gpus_per_node=per_node)
     try:
         found = search(unspread_job(recipe, machine, job.software), top=1)
-    except ValueError:  # the GPU does not compute in its precision
+    except UserError:  # the GPU does not compute in its precision
         return None
     return found.plans[0] if found.plans else None
 
@@ -194,7 +195,7 @@ def scatter(results: Mapping[str, Mapping[str, Any]]) -> Figure:
     """Above, predicted by measured; below, their ratio: on the line a prediction is right."""
     tables = [points for name in results if (points := Points.of(name, results[name])).measured]
     if not tables:
-        raise ValueError(
+        raise UserError(
             "--scatter: no row has both a predicted and a measured step time; use a table with "
             "step_time_s"
         )

@@ -4,6 +4,7 @@ import re
 from dataclasses import replace
 
 from models.config import ModelConfig
+from models.errors import UserError
 from recipes.planning.hardware import OTHER_BOARDS, Gpu, gpus
 from recipes.planning.job import Job, Machine, Spread
 from recipes.planning.memory import GIB, fullest_stage
@@ -64,7 +65,7 @@ class RowReader:
         """The job of the row.
 
         Raises:
-            ValueError: what is missing, makes no sense, or is not modelled.
+            UserError: what is missing, makes no sense, or is not modelled.
         """
         software, machine, model = self.software(), self.machine(), self.model()
         job = Job(
@@ -78,7 +79,7 @@ class RowReader:
         )
         together = job.spread.data * job.spread.micro_sequences
         if job.global_sequences < together:
-            raise ValueError(f"gbs = {job.global_sequences} is less than dp x mbs = {together}")
+            raise UserError(f"gbs = {job.global_sequences} is less than dp x mbs = {together}")
         if job.global_sequences % together:
             self.assumed.append(f"{job.micro_batches} micro-batches (gbs over {together}, rounded)")
         return self.with_recomputation(job)
@@ -91,7 +92,7 @@ class RowReader:
         """A whole number from 1 on; without a usual value it must be there."""
         found = self.positive(key, usual, why)
         if found != int(found):
-            raise ValueError(f"{key} is {self.cell(key)}")
+            raise UserError(f"{key} is {self.cell(key)}")
         return int(found)
 
     def positive(self, key: str, usual: float | None = None, why: str = "usual") -> float:
@@ -101,7 +102,7 @@ class RowReader:
             self.assumed.append(f"{key} = {usual:g} ({why})")
             return usual
         if found is None or found <= 0:
-            raise ValueError(f"{key} is {text or 'empty'}")
+            raise UserError(f"{key} is {text or 'empty'}")
         return found
 
     def precision(self) -> str:
@@ -109,7 +110,7 @@ class RowReader:
         text = self.cell("precision").lower()
         found = next((each for each in ("bf16", "fp16") if each in text), None)
         if found is None or "fp8" in text or "fp4" in text:
-            raise ValueError(f"precision {self.cell('precision') or 'empty'} is not modelled")
+            raise UserError(f"precision {self.cell('precision') or 'empty'} is not modelled")
         return found
 
     def software(self) -> Software:
@@ -117,7 +118,7 @@ class RowReader:
         framework, kernel = self.cell("framework"), self.cell("attention_kernel")
         stack = next((s for s in STACKS if framework.startswith(s.framework)), None)
         if stack is None:
-            raise ValueError(f"framework {framework or 'empty'} is not modelled")
+            raise UserError(f"framework {framework or 'empty'} is not modelled")
         if "unfused" in kernel:
             return replace(stack, fused_attention=False, attention_dropout=True)
         return replace(stack, fused_attention=True) if "flash" in kernel else stack
@@ -126,7 +127,7 @@ class RowReader:
         """The hardware file of the row's GPU."""
         name = self.cell("gpu")
         if any(board.split()[-1].lower() in name.lower() for board in OTHER_BOARDS):
-            raise ValueError(f"gpu {name} is another board and has no hardware file")
+            raise UserError(f"gpu {name} is another board and has no hardware file")
         found = [
             gpu
             for gpu in gpus()
@@ -134,7 +135,7 @@ class RowReader:
         ]
         if len(found) <= 1:
             if not found:
-                raise ValueError(f"gpu {name or 'empty'} has no hardware file")
+                raise UserError(f"gpu {name or 'empty'} has no hardware file")
             return found[0]
         size = re.search(r"(\d+) ?gb", name.lower())
         stated = float(size[1]) if size else number(self.cell("gpu_mem_gb"))
@@ -142,7 +143,7 @@ class RowReader:
             if stated is not None and abs(gpu.memory_gib - stated) < 4:
                 return gpu
         if stated is not None:
-            raise ValueError(f"gpu {name} with {stated:g} GB has no hardware file")
+            raise UserError(f"gpu {name} with {stated:g} GB has no hardware file")
         largest = max(found, key=lambda gpu: gpu.memory_gib)
         self.assumed.append(f"gpu = {largest.name} (no memory is stated)")
         return largest
@@ -169,7 +170,7 @@ class RowReader:
         arch = self.cell("arch") or "gpt"
         switches = next((v for k, v in ARCHITECTURES.items() if arch.startswith(k)), None)
         if switches is None:
-            raise ValueError(f"arch {arch} is not modelled")
+            raise UserError(f"arch {arch} is not modelled")
         heads = self.whole("heads")
         return ModelConfig(
             layers=self.whole("layers"),
@@ -189,16 +190,16 @@ class RowReader:
         data = self.whole("dp", max(1, count // (tensor * pipeline * context)), "what is left")
         if tensor * pipeline * context * data != count:
             product = tensor * pipeline * context * data
-            raise ValueError(f"tp x pp x cp x dp = {product} and gpus = {count}")
+            raise UserError(f"tp x pp x cp x dp = {product} and gpus = {count}")
         for name, size in (("heads", model.heads), ("kv_heads", model.kv_heads)):
             if size % tensor:
-                raise ValueError(f"{name} = {size} over tp = {tensor} is not modelled")
+                raise UserError(f"{name} = {size} over tp = {tensor} is not modelled")
         chunks = self.whole("vpp", 1, "no interleaving") if pipeline > 1 else 1
         if pipeline * chunks > model.layers:
-            raise ValueError(f"pp x vpp = {pipeline * chunks} is more than layers = {model.layers}")
+            raise UserError(f"pp x vpp = {pipeline * chunks} is more than layers = {model.layers}")
         split = self.cell("seq_parallel")
         if not (is_yes(split) or is_no(split)):
-            raise ValueError(f"seq_parallel is {split}")
+            raise UserError(f"seq_parallel is {split}")
         return Spread(
             tensor=tensor,
             pipeline=pipeline,
@@ -214,21 +215,21 @@ class RowReader:
     def zero_stage(self) -> int:
         """0 .. 3, also as "ZeRO-1" or "FSDP"."""
         text = self.cell("zero_stage")
-        found = re.match(r"(?:zero|stage)?[- ]*([0-9]+)(?![\w.])", text, re.IGNORECASE)
+        found = re.match(r"(?:zero|stage)?[- ]*([0-9]{1,9})(?![\w.])", text, re.IGNORECASE)
         if found and int(found[1]) <= 3:
             return int(found[1])
         if "FSDP" in text:
             self.assumed.append(f"zero_stage = 3 ({text})")
             return 3
         if text and "unstated" not in text:
-            raise ValueError(f"zero_stage is {text}")
+            raise UserError(f"zero_stage is {text}")
         presumed = number(text)
         self.assumed.append(f"zero_stage = {int(presumed or 0)} (unstated)")
         return int(presumed or 0)
 
     def optimizer_group(self) -> int | None:
         """Ranks that share the optimizer's state, where it is not all data ranks."""
-        found = re.search(r"zero1=([0-9]+)", self.cell("zero_stage"))
+        found = re.search(r"zero1=([1-9][0-9]{0,8})(?![0-9])", self.cell("zero_stage"))
         return int(found[1]) if found else None
 
     def with_recomputation(self, job: Job) -> Job:
@@ -242,7 +243,7 @@ class RowReader:
             if stated.startswith(each):
                 return choice
         if stated and "unstated" not in stated:
-            raise ValueError(f"recompute is {self.cell('recompute')}")
+            raise UserError(f"recompute is {self.cell('recompute')}")
         memory = job.machine.gpu.memory_gib * GIB
         least = next(
             (each for each, choice in choices.items() if fullest_stage(choice).total <= memory),

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from models.errors import UserError
 from recipes.planning.footprint import (
     DEEPSPEED,
     DEEPSPEED_2022,
@@ -182,10 +183,10 @@ def load_software(name: str) -> Software:
     """The stack of that name.
 
     Raises:
-        ValueError: there is none, with the names that there are.
+        UserError: there is none, with the names that there are.
     """
     for stack in STACKS:
         if stack.name == name:
             return stack
     names = ", ".join(stack.name for stack in STACKS)
-    raise ValueError(f"--software {name} is not known; use one of {names}")
+    raise UserError(f"--software {name} is not known; use one of {names}")

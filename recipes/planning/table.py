@@ -26,6 +26,7 @@ import csv
 from dataclasses import dataclass
 from pathlib import Path
 
+from models.errors import UserError
 from recipes.planning.job import Job
 from recipes.planning.row_reader import RowReader, is_no, is_yes, number
 
@@ -64,15 +65,24 @@ def read_table(path: Path) -> list[Row]:
     """All rows of a table.
 
     Raises:
-        ValueError: the file is no table, or lacks a column.
+        UserError: the file is no table, or lacks a column.
     """
     if missing := NEEDED - columns_of(path):
-        raise ValueError(f"{path}: no column {', '.join(sorted(missing))}; it is no table of runs")
+        raise UserError(f"{path}: no column {', '.join(sorted(missing))}; it is no table of runs")
+    return [read_row(cells) for cells in read_cells(path)]
+
+
+def read_cells(path: Path) -> list[dict[str, str]]:
+    """Return the rows of a CSV file, each as column -> cell; missing cells are empty.
+
+    Raises:
+        UserError: the file is not valid CSV.
+    """
     try:
         with path.open(newline="", encoding="utf-8-sig") as file:
-            return [read_row(cells) for cells in csv.DictReader(file, restval="")]
+            return list(csv.DictReader(file, restval=""))
     except (UnicodeDecodeError, csv.Error) as error:
-        raise ValueError(f"{path}: this is no CSV file: {error}") from None
+        raise UserError(f"{path}: this is no CSV file: {error}") from None
 
 
 def is_table_of_runs(path: Path) -> bool:
@@ -84,15 +94,15 @@ def columns_of(path: Path) -> set[str]:
     """The columns of a CSV file.
 
     Raises:
-        ValueError: it cannot be read.
+        UserError: it cannot be read.
     """
     try:
         with path.open(newline="", encoding="utf-8-sig") as file:
             return set(next(csv.reader(file), []))
     except OSError as error:
-        raise ValueError(f"{path}: {error.strerror}; use a .csv file") from None
+        raise UserError(f"{path}: {error.strerror}; use a .csv file") from None
     except (UnicodeDecodeError, csv.Error) as error:
-        raise ValueError(f"{path}: this is no CSV file: {error}") from None
+        raise UserError(f"{path}: this is no CSV file: {error}") from None
 
 
 def read_row(cells: dict[str, str]) -> Row:
@@ -106,6 +116,6 @@ def read_row(cells: dict[str, str]) -> Row:
     )
     try:
         job = reader.job()
-    except ValueError as error:
+    except UserError as error:
         return Row(reader.cell("row_id"), measured, None, tuple(reader.assumed), str(error))
     return Row(reader.cell("row_id"), measured, job, tuple(reader.assumed))

@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 
+from models.errors import UserError
 from recipes.preparing.formats import NumberedPiece, describe
 from recipes.preparing.tokenization import PARTS, Report, Tokenization
 from recipes.training.manifest import flush, sha256
@@ -34,6 +35,7 @@ from recipes.training.token_file import (
 
 BLOCK_BYTES = 2**24
 WHERE = ("files", "start", "stop")  # of a Piece, in pieces.jsonl
+COUNTS = ("documents", "tokens")  # of a part, in the manifest
 
 
 def join(
@@ -51,7 +53,7 @@ def join(
     facts: what the manifest says besides
 
     Raises:
-        ValueError: a part without tokens.
+        UserError: a part without tokens.
     """
     shutil.rmtree(output, ignore_errors=True)
     output.mkdir(parents=True)
@@ -66,8 +68,8 @@ def join(
         if not files[part]["tokens"]:
             rows = sum(each["rows"] for each in skipped.values())
             if not sum_documents(reports):
-                raise ValueError(f"the source has no documents ({rows} rows were skipped)")
-            raise ValueError(
+                raise UserError(f"the source has no documents ({rows} rows were skipped)")
+            raise UserError(
                 f"the {part} part has no tokens: of {sum_documents(reports)} documents "
                 f"({rows} rows were skipped), --validation-fraction "
                 f"{tokenization.validation_fraction} leaves none for it; use more documents, or "
@@ -152,12 +154,15 @@ def append(source: Path, target: int) -> None:
 
 
 class Origins:
-    """Where the documents of a part come from, as far as pieces.jsonl tells."""
+    """The sources of the documents of a part, as far as pieces.jsonl names them.
+
+    Raises:
+        UserError: a line of pieces.jsonl is damaged.
+    """
 
     def __init__(self, token_file: Path):
         pieces = token_file.with_name("pieces.jsonl")
-        lines = pieces.read_text().splitlines() if pieces.is_file() else []
-        self.pieces = [json.loads(line) for line in lines]
+        self.pieces = read_pieces(pieces) if pieces.is_file() else []
         counts = [piece.get(token_file.name, {}).get("documents", 0) for piece in self.pieces]
         self.ends = list(accumulate(counts))
 
@@ -169,27 +174,47 @@ class Origins:
         return describe(*(self.pieces[number][key] for key in WHERE))
 
 
+def read_pieces(file: Path) -> list[dict[str, Any]]:
+    """Read the lines of a pieces.jsonl.
+
+    Raises:
+        UserError: a line is not what `join` writes.
+    """
+    pieces = []
+    for number, line in enumerate(file.read_bytes().splitlines(), start=1):
+        try:
+            piece = json.loads(line)
+            pieces.append({key: piece[key] for key in (*WHERE, *PARTS)})
+        except (ValueError, RecursionError, TypeError, KeyError) as error:
+            raise UserError(
+                f"{file}, line {number}, is damaged ({error!r}); prepare the corpus again"
+            ) from None
+    return pieces
+
+
 def find_damages(corpus: Path, threads: int) -> Iterator[str]:
     """What of a corpus is not as it was written, a sentence each.
 
     threads: that hash side by side
 
     Raises:
-        ValueError: there is no such corpus.
+        UserError: there is no such corpus.
     """
     try:
         manifest = json.loads((corpus / "manifest.json").read_text())
         files, tokenizer = manifest["files"], manifest["tokenizer_folder_sha256"]
         expected = {"pieces.jsonl": manifest["pieces_sha256"]}
-    except (OSError, json.JSONDecodeError, KeyError) as error:
-        raise ValueError(
+        expected |= {f"{part}.idx": files[part]["idx_sha256"] for part in PARTS}
+        counts = {part: {key: files[part][key] for key in COUNTS} for part in PARTS}
+        token_bytes = token_type(int(manifest["vocab_size"])).itemsize
+    except (OSError, ValueError, RecursionError, KeyError, TypeError) as error:
+        raise UserError(
             f"{corpus} is no corpus that prepare_data.py has written ({error!r})"
         ) from None
     if folder_hash(corpus / "tokenizer") != tokenizer:
         yield "tokenizer/ has other files than those that made the corpus"
-    expected |= {f"{part}.idx": facts["idx_sha256"] for part, facts in files.items()}
     wrong = {}
-    for name in (*expected, *(f"{part}.bin" for part in files)):
+    for name in (*expected, *(f"{part}.bin" for part in PARTS)):
         if not (corpus / name).is_file():
             wrong[name] = "is missing"
         elif name in expected and sha256(corpus / name) != expected[name]:
@@ -197,13 +222,12 @@ def find_damages(corpus: Path, threads: int) -> Iterator[str]:
     yield from (f"{name} {what}" for name, what in wrong.items())
     if any(name == "pieces.jsonl" or name.endswith(".bin") for name in wrong):
         return  # it says what is in the .bin files
-    pieces = [json.loads(line) for line in (corpus / "pieces.jsonl").open()]
-    for part, facts in files.items():
-        for key in ("documents", "tokens"):
+    pieces = read_pieces(corpus / "pieces.jsonl")
+    for part, facts in counts.items():
+        for key in COUNTS:
             if facts[key] != sum(piece[part][key] for piece in pieces):
                 yield f"manifest.json says {facts[key]} {key} of {part}, pieces.jsonl does not"
-    for part in files:
-        token_bytes = token_type(manifest["vocab_size"]).itemsize
+    for part in PARTS:
         sizes = [piece[part]["tokens"] * token_bytes for piece in pieces]
         starts = [0, *accumulate(sizes)]
         size = (corpus / f"{part}.bin").stat().st_size

@@ -14,14 +14,15 @@
 import io
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, TYPE_CHECKING
+from typing import IO, TYPE_CHECKING, Any, TypeVar
 
 import pyarrow
 from pyarrow import parquet
 
+from models.errors import UserError
 from recipes.preparing.documents import Problem, Row, decoded, document, field, json_document
 
 if TYPE_CHECKING:
@@ -31,6 +32,11 @@ BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 COMPRESSED = (".gz", ".bz2", ".zst")
 BLOCK_BYTES = 2**24
 ROWS_AT_ONCE = 256
+# Raised for a file that is damaged, cut off or not readable. Arrow's own classes are named, since
+# some of them are also ValueErrors, which a defect of this code may raise too.
+READ_ERRORS = (OSError, pyarrow.ArrowException)
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -158,13 +164,17 @@ class JsonArray(Format):
         yield Piece((str(self.file),), 0, None, size, version_of(self.file))
 
     def rows(self, piece: Piece) -> Iterator[Row]:
-        """The array's objects.
+        """Yield the array's objects.
 
         Raises:
-            ValueError: one wrong byte, and there is none to be had.
+            UserError: the file is not valid JSON, so that no row can be read.
         """
         with open_bytes(self.file) as stream:
-            items = json.loads(stream.read().removeprefix(BYTE_ORDER_MARK).decode())
+            content = stream.read().removeprefix(BYTE_ORDER_MARK)
+        try:
+            items = json.loads(content.decode())
+        except (ValueError, RecursionError) as error:  # UnicodeDecodeError, JSONDecodeError, digits
+            raise UserError(f"{piece} cannot be read: {first_line(error)}") from None
         for number, item in enumerate(items):
             yield Row(number, field(item, self.column))
 
@@ -210,15 +220,15 @@ class Parquet(Format):
     """A Parquet file.
 
     Raises:
-        ValueError: it is none, or has no such column.
+        UserError: it is none, or has no such column.
     """
 
     def __init__(self, file: Path, column: str):
         self.file, self.column = file, column
         try:
             names = parquet.read_schema(file).names
-        except (pyarrow.ArrowInvalid, OSError) as error:
-            raise ValueError(f"{file} cannot be read: {first_line(error)}") from None
+        except READ_ERRORS as error:
+            raise UserError(f"{file} cannot be read: {first_line(error)}") from None
         check_column(str(file), column, names)
 
     def pieces(self, target_bytes: int) -> Iterator[Piece]:
@@ -253,7 +263,7 @@ class Rows(Format):
     """A dataset with rows that have a number.
 
     Raises:
-        ValueError: it has no such column.
+        UserError: it has no such column.
     """
 
     def __init__(self, name: str, dataset: "Dataset", column: str):
@@ -276,10 +286,11 @@ class Rows(Format):
         return self.fingerprint
 
     def rows(self, piece: Piece) -> Iterator[Row]:
-        """The rows of the piece."""
-        for start in range(piece.start, piece.stop, ROWS_AT_ONCE):
-            stop = min(start + ROWS_AT_ONCE, piece.stop)
-            for number, text in enumerate(self.dataset[start:stop][self.column], start):
+        """Yield the rows of the piece."""
+        starts = range(piece.start, piece.stop, ROWS_AT_ONCE)
+        batches = (self.dataset[n : min(n + ROWS_AT_ONCE, piece.stop)] for n in starts)
+        for start, batch in zip(starts, from_library(batches, piece), strict=True):
+            for number, text in enumerate(batch[self.column], start):
                 yield Row(number, document(text, self.column))
 
 
@@ -289,12 +300,14 @@ class Stream(Format):
     identity: tells it from others of that name: configuration, split, revision
 
     Raises:
-        ValueError: it has no such column.
+        UserError: it has no such column.
     """
 
     def __init__(self, name: str, dataset: "IterableDataset", column: str, identity: str):
         names = dataset.column_names
-        check_column(name, column, list(next(iter(dataset), {})) if names is None else names)
+        if names is None:
+            names = list(next(from_library(dataset, name), {}))
+        check_column(name, column, names)
         self.name, self.dataset, self.column, self.identity = name, dataset, column, identity
 
     def pieces(self, target_bytes: int) -> Iterator[Piece]:
@@ -307,14 +320,39 @@ class Stream(Format):
         return self.identity
 
     def rows(self, piece: Piece) -> Iterator[Row]:
-        """The rows of the shard."""
+        """Yield the rows of the shard."""
         shard = self.dataset.shard(num_shards=self.dataset.num_shards, index=piece.start)
-        for number, row in enumerate(shard):
+        for number, row in enumerate(from_library(shard, piece)):
             yield Row(number, field(row, self.column))
 
     def place(self, piece: Piece, position: int) -> str:
         """Where a row is."""
         return f"{self.name}, shard {piece.start}, row {position}"
+
+
+def from_library(rows: Iterable[T], source: object) -> Iterator[T]:
+    """Yield the rows of a library's iterator.
+
+    Datasets and the hub's client raise many classes of exceptions for data that they cannot read,
+    so all of them are taken for the user's data. Only the library runs under the `try`: a defect in
+    the code that takes the rows keeps its traceback.
+
+    Args:
+        rows: the library's iterator
+        source: what it reads, for a message
+
+    Raises:
+        UserError: the library has raised something.
+    """
+    coming = iter(rows)
+    while True:
+        try:
+            row: Any = next(coming)
+        except StopIteration:
+            return
+        except Exception as error:
+            raise UserError(f"{source} cannot be read: {first_line(error)}") from None
+        yield row
 
 
 def open_bytes(file: Path) -> IO[bytes]:
@@ -333,7 +371,7 @@ def version_of(file: Path) -> str:
 def check_column(name: str, column: str, columns: list[str]) -> None:
     """Refuse a column that is not there."""
     if column not in columns:
-        raise ValueError(f"--column {column}: {name} has the columns {', '.join(columns)}")
+        raise UserError(f"--column {column}: {name} has the columns {', '.join(columns)}")
 
 
 def first_line(error: Exception) -> str:

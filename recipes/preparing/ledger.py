@@ -5,9 +5,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
-from transformers import AutoTokenizer
 
 from recipes.preparing.corpus import Origins
+from recipes.preparing.tokenizer import load_tokenizer
 from recipes.training.data import TrainingData
 from recipes.training.recipe import Recipe, repository_path
 from recipes.training.run_folder import RunFolder
@@ -23,14 +23,15 @@ def ledger(recipe: Recipe, run: Path, step: int, *, text: bool) -> Iterator[str]
     text: show the beginning of each window's text
 
     Raises:
-        ValueError: the corpora and the recipe do not fit each other.
+        UserError: the corpora and the recipe do not fit each other.
     """
     data = TrainingData(recipe, Topology(pipeline=1, data=1, tensor=1), 0)
     samples, length = samples_of(recipe, RunFolder(run), step), recipe.model.sequence_length
     span = f"{samples.start} .. {samples.stop - 1}"
     yield f"step {step} reads samples {span}, windows of {length} + 1 tokens"
     folder = repository_path(recipe.data.tokenizer)
-    tokenizer = AutoTokenizer.from_pretrained(folder) if text else None
+    setting = f'data.tokenizer = "{recipe.data.tokenizer}"'
+    tokenizer = load_tokenizer(folder, setting) if text else None
     origins = [Origins(corpus.file.path) for corpus in data.sources]
     for sample, (source, window) in zip(samples, data.places(np.array(samples)), strict=True):
         corpus, path = data.sources[source], recipe.data.train[source].path

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from datasets import Dataset, DatasetDict, disable_progress_bars, load_dataset, load_from_disk
 
+from models.errors import UserError
 from recipes.preparing.formats import (
     COMPRESSED,
     Format,
@@ -43,7 +44,7 @@ def open_source(
     text_is: "line" or "file", the document in a .txt file
 
     Raises:
-        ValueError: there is no such thing, or no way to read it.
+        UserError: there is no such thing, or no way to read it.
     """
     formats: list[Format] = []
     seen: set[Path] = set()
@@ -53,7 +54,7 @@ def open_source(
         elif files := find_files(name):
             twice = seen.intersection(file.resolve() for file in files)
             if twice:
-                raise ValueError(f"--source {name}: {min(twice)} is named twice; name it once")
+                raise UserError(f"--source {name}: {min(twice)} is named twice; name it once")
             seen |= {file.resolve() for file in files}
             formats += [open_file(file, column) for file in files if not is_whole(file, text_is)]
             whole = [file for file in files if is_whole(file, text_is)]
@@ -69,14 +70,14 @@ def find_files(name: str) -> list[Path]:
     Links are followed, and a file that is found twice counts once.
 
     Raises:
-        ValueError: there is no such file, or its format is unknown.
+        UserError: there is no such file, or its format is unknown.
     """
     path = Path(name)
     if not name.strip():
-        raise ValueError("--source is empty; use a file, a folder, a pattern or a dataset")
+        raise UserError("--source is empty; use a file, a folder, a pattern or a dataset")
     if path.is_file():
         if not is_readable(path):
-            raise ValueError(f"--source {name}: no reader for it; use one of {', '.join(SUFFIXES)}")
+            raise UserError(f"--source {name}: no reader for it; use one of {', '.join(SUFFIXES)}")
         return [path]
     if path.is_dir():
         if is_saved_dataset(path):
@@ -85,14 +86,14 @@ def find_files(name: str) -> list[Path]:
     elif glob.has_magic(name):
         found = [Path(each) for each in glob.glob(name, recursive=True)]
     elif format_of(path) in SUFFIXES or path.is_absolute():
-        raise ValueError(f"--source {name}: no such file")
+        raise UserError(f"--source {name}: no such file")
     else:
         return []
     once = {file.resolve(): file for file in sorted(found, reverse=True) if file.is_file()}
     files = sorted(file for file in once.values() if not is_ours(file))
     readable = [file for file in files if is_readable(file)]
     if not readable:
-        raise ValueError(f"--source {name}: no file there is one of {', '.join(SUFFIXES)}")
+        raise UserError(f"--source {name}: no file there is one of {', '.join(SUFFIXES)}")
     if len(readable) < len(files):
         others = [file for file in files if not is_readable(file)]
         print(f"left out, no reader for them: {len(others)} files, such as {others[0]}")
@@ -161,7 +162,7 @@ def open_file(file: Path, column: str) -> Format:
             dataset = load_dataset("csv", data_files=str(file), split="train", **texts)
     except Exception as error:  # whatever pyarrow and datasets raise
         reason = first_line(error.__cause__ or error)
-        raise ValueError(f"--source {file} cannot be read: {reason}") from None
+        raise UserError(f"--source {file} cannot be read: {reason}") from None
     return Rows(str(file), dataset, column)
 
 
@@ -180,13 +181,13 @@ def open_dataset(name: str, column: str, config: str | None, split: str, streami
         else:
             dataset = load_dataset(name, config, split=split, streaming=streaming)
     except Exception as error:  # whatever the hub's client raises
-        raise ValueError(
+        raise UserError(
             f"--source {name} is no file here, and as a dataset it cannot be loaded: "
             f"{first_line(error)}"
         ) from None
     if isinstance(dataset, DatasetDict):
         if split not in dataset:
-            raise ValueError(f"--split {split}: {name} has the splits {', '.join(dataset)}")
+            raise UserError(f"--split {split}: {name} has the splits {', '.join(dataset)}")
         dataset = dataset[split]
     if isinstance(dataset, Dataset):
         return Rows(name, dataset, column)

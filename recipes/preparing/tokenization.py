@@ -24,8 +24,9 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer
 
+from models.errors import UserError
 from recipes.preparing.documents import Row
-from recipes.preparing.formats import Format, Piece, first_line
+from recipes.preparing.formats import READ_ERRORS, Format, Piece, first_line
 from recipes.training.manifest import flush
 from recipes.training.token_file import TokenFileWriter, token_type
 
@@ -78,7 +79,7 @@ class Tokenization:
         file = self.folder / self.name(format_number, piece) / REPORT
         if not file.is_file():
             return None
-        report = Report(**json.loads(file.read_text()))
+        report = read_report(file)
         return report if self.skip.issuperset(report.skipped) else None
 
     def run(self, format_number: int, piece: Piece, progress: Queue) -> "Report":
@@ -87,7 +88,7 @@ class Tokenization:
         progress: gets (documents, tokens) now and then
 
         Raises:
-            ValueError: a row that is no document, of a kind that is not skipped.
+            UserError: a row that is no document, of a kind that is not skipped.
         """
         report = Report()
         reader = self.formats[format_number]
@@ -102,7 +103,7 @@ class Tokenization:
                     tokens = self._write(texts, files)
                     progress.put((len(texts), tokens))
             if reader.version(piece) != piece.version:
-                raise ValueError(f"{piece} has changed while it was read; start again")
+                raise UserError(f"{piece} has changed while it was read; start again")
             for name, file in files.items():
                 report.parts[name] = {
                     "documents": file.documents, "tokens": file.tokens, "sha256": file.hashes["bin"]
@@ -113,7 +114,15 @@ class Tokenization:
     def _write(self, texts: list[str], files: dict[str, TokenFileWriter]) -> int:
         """Tokenize documents and add each to its part; returns the number of tokens."""
         tokenizer = fast_tokenizer(self.tokenizer, self.split_special_tokens)
-        encoded = tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        try:
+            encoded = tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        except Exception as error:
+            if type(error) is not Exception:  # the class of all errors of the tokenizers library
+                raise
+            raise UserError(
+                f"--tokenizer cannot tokenize a document that begins with {texts[0][:40]!r}, or "
+                f"one of the {len(texts) - 1} after it: {first_line(error)}; use another tokenizer"
+            ) from None
         parts: dict[str, list[list[int]]] = {name: [] for name in PARTS}
         for text, encoding in zip(texts, encoded, strict=True):
             held_out = is_held_out(text, self.validation_fraction)
@@ -122,7 +131,7 @@ class Tokenization:
         for name, sequences in parts.items():
             tokens = np.fromiter(chain.from_iterable(sequences), np.int64)
             if tokens.size and not 0 <= tokens.min() <= tokens.max() < self.vocab_size:
-                raise ValueError(f"{self.tokenizer}: a token id outside 0 .. {self.vocab_size - 1}")
+                raise UserError(f"{self.tokenizer}: a token id outside 0 .. {self.vocab_size - 1}")
             files[name].write(tokens, np.array([len(ids) for ids in sequences], np.int32))
             total += tokens.size
         return total
@@ -140,6 +149,21 @@ class Report:
     skipped: dict[str, Skipped] = field(default_factory=dict)
 
 
+def read_report(file: Path) -> Report:
+    """Read the report of a finished piece.
+
+    Raises:
+        UserError: the file is damaged.
+    """
+    try:
+        content = json.loads(file.read_text())
+        return Report(parts=dict(content["parts"]), skipped=dict(content["skipped"]))
+    except (ValueError, RecursionError, TypeError, KeyError) as error:
+        raise UserError(
+            f"{file} is damaged ({error!r}); delete {file.parent} and start the same command again"
+        ) from None
+
+
 def texts_of(
     reader: Format, piece: Piece, skip: frozenset[str], report: Report | None = None
 ) -> Iterator[str]:
@@ -148,7 +172,7 @@ def texts_of(
     report: where to count what is skipped
 
     Raises:
-        ValueError: naming file, line and reason of a row that is no document.
+        UserError: naming file, line and reason of a row that is no document.
     """
     report = report or Report()
     for row in readable(reader, piece):
@@ -158,17 +182,21 @@ def texts_of(
         kind, reason = row.content.kind, row.content.reason
         if kind not in skip:
             place = reader.place(piece, row.position)
-            raise ValueError(f"{place}: {reason}; mend it, or leave such rows out: --skip {kind}")
+            raise UserError(f"{place}: {reason}; mend it, or leave such rows out: --skip {kind}")
         known = {"rows": 0, "position": row.position, "reason": reason}
         report.skipped.setdefault(kind, known)["rows"] += 1
 
 
 def readable(reader: Format, piece: Piece) -> Iterator[Row]:
-    """The rows of a piece; what hinders their reading becomes a ValueError that names it."""
+    """Yield the rows of a piece.
+
+    Raises:
+        UserError: its files cannot be read.
+    """
     try:
         yield from reader.rows(piece)
-    except Exception as error:  # whatever pyarrow, datasets and the hub's client raise
-        raise ValueError(f"{piece} cannot be read: {first_line(error)}") from None
+    except READ_ERRORS as error:
+        raise UserError(f"{piece} cannot be read: {first_line(error)}") from None
 
 
 def batches(texts: Iterator[str]) -> Iterator[list[str]]:

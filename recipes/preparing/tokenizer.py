@@ -7,10 +7,12 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from models.errors import UserError
 from recipes.preparing.formats import Format, NumberedPiece, first_line
 from recipes.preparing.tokenization import is_held_out, new_folder, texts_of
 from recipes.training.recipe import repository_path
@@ -26,19 +28,16 @@ def copy_tokenizer(name: str, workspace: Path) -> Path:
     name: of the hub, or a folder, from the repository's root
 
     Raises:
-        ValueError: there is none, or it has no end-of-text token, or no tokenizer.json.
+        UserError: there is none, or it has no end-of-text token, or no tokenizer.json.
     """
-    try:
-        is_folder = repository_path(name).is_dir()
-        tokenizer = AutoTokenizer.from_pretrained(repository_path(name) if is_folder else name)
-    except Exception as error:  # whatever transformers raises
-        raise ValueError(f"--tokenizer {name} cannot be loaded: {first_line(error)}") from None
+    is_folder = repository_path(name).is_dir()
+    tokenizer = load_tokenizer(repository_path(name) if is_folder else name, f"--tokenizer {name}")
     if tokenizer.eos_token_id is None:
-        raise ValueError(f"--tokenizer {name} has no end-of-text token; use one that has")
+        raise UserError(f"--tokenizer {name} has no end-of-text token; use one that has")
     with tempfile.TemporaryDirectory() as room:
         tokenizer.save_pretrained(room)
         if not (Path(room) / "tokenizer.json").is_file():
-            raise ValueError(
+            raise UserError(
                 f"--tokenizer {name} has no tokenizer.json, it is written in Python; use a fast one"
             )
         folder = workspace / f"tokenizer-{folder_hash(Path(room))[:24]}"
@@ -46,6 +45,25 @@ def copy_tokenizer(name: str, workspace: Path) -> Path:
             with new_folder(folder) as fresh:
                 shutil.copytree(room, fresh, dirs_exist_ok=True)
     return folder
+
+
+def load_tokenizer(source: Path | str, name: str) -> Any:
+    """Load a tokenizer with transformers.
+
+    Args:
+        source: a folder, or a name of the hub
+        name: the option or key that names the tokenizer, with its value, for a message
+
+    Raises:
+        UserError: transformers cannot load it.
+    """
+    try:
+        return AutoTokenizer.from_pretrained(source)
+    except Exception as error:  # of any class: transformers, tokenizers and the hub's client
+        raise UserError(
+            f"{name} cannot be loaded: {first_line(error)}; use a folder that save_pretrained has "
+            f"written, or a name of the hub"
+        ) from None
 
 
 def train_tokenizer(
@@ -60,7 +78,7 @@ def train_tokenizer(
     """A folder in the workspace with a byte-level BPE of the training documents.
 
     Raises:
-        ValueError: a row that is no document.
+        UserError: a row that is no document.
     """
     columns = [reader.column for reader in formats]
     decides = [asdict(piece) for _, piece in pieces], columns, vocab_size, validation_fraction

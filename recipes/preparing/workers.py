@@ -11,6 +11,7 @@ from multiprocessing.queues import Queue
 
 from tqdm import tqdm
 
+from models.errors import UserError
 from recipes.preparing.formats import NumberedPiece, Piece
 from recipes.preparing.tokenization import Tokenization, run_piece, start_worker
 
@@ -22,7 +23,7 @@ def run_pieces(tokenization: Tokenization, pieces: Sequence[NumberedPiece], proc
     """Tokenize the pieces that are not finished yet.
 
     Raises:
-        ValueError: a row that is no document, or a process that was killed.
+        UserError: a row that is no document, or a process that was killed.
     """
     left = [item for item in pieces if not tokenization.find(*item)]
     if len(left) < len(pieces):
@@ -41,7 +42,7 @@ def run_pieces(tokenization: Tokenization, pieces: Sequence[NumberedPiece], proc
     try:
         _run(pool, left, speed)
     except BrokenProcessPool:
-        raise ValueError(
+        raise UserError(
             "a process was killed, perhaps for want of memory; start the same command again, it "
             "goes on where it was, with fewer --processes if need be"
         ) from None

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
+from models.errors import UserError
 from recipes.training.deepspeed_config import build_deepspeed_config, read_deepspeed_json
 from recipes.training.recipe import Recipe, parse_recipe
 from recipes.training.topology import Topology, World
@@ -83,7 +84,7 @@ def legal_variants(
                         recipe, topology, zero_stage=zero, layout=layout, micro_sequences=micro
                     )
                 )
-            except ValueError:  # refused, as it would be in a run
+            except UserError:  # a run would reject it too
                 continue
     return found
 

@@ -25,6 +25,7 @@ os.environ.setdefault("DS_ACCELERATOR", "cpu")  # or DeepSpeed says that it look
 
 import torch
 
+from models.errors import UserError
 from models.parallel.context import Context
 from models.parallel.rng import MaskKey
 from models.pipeline.order import BACKWARD, FORWARD, WEIGHT, Order, least_micro_batches
@@ -112,10 +113,10 @@ def trace(recipe: Recipe, world_size: int, gpus_per_node: int, rank: int) -> Tra
     Of many micro-batches only so many are run as it takes for this stage to hold its most.
 
     Raises:
-        ValueError: the recipe does not fit this world, or there is no such rank.
+        UserError: the recipe does not fit this world, or there is no such rank.
     """
     if not 0 <= rank < world_size:
-        raise ValueError(f"rank {rank} is not in 0 .. {world_size - 1}; use 0")
+        raise UserError(f"rank {rank} is not in 0 .. {world_size - 1}; use 0")
     topology = recipe.topology(World(rank=rank, size=world_size, local_size=gpus_per_node))
     compiled = recipe.training.compile is not False
     with one_rank_of(world_size, rank), fake_tensors(), kernels_of_a_gpu(compiled):

@@ -9,6 +9,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from models.config import ModelConfig
+from models.errors import UserError
 from recipes.training.deepspeed_config import leaves, read_deepspeed_json
 from recipes.training.manifest import (
     ABANDONED,
@@ -89,15 +90,13 @@ def find(folder: Path, resume: str, recipe: Recipe, data: dict[str, Any]) -> Fou
     data: what the run reads: fingerprints of corpora and tokenizer
 
     Raises:
-        ValueError: there is none at that path, none verifies, or it belongs to another experiment.
+        UserError: there is none at that path, none verifies, or it belongs to another experiment.
     """
     candidates = [] if resume == "never" else list(reversed(published(folder)))
     if resume not in ("auto", "never"):
         if not (Path(resume) / "manifest.json").is_file():
             choices = ", ".join(map(str, reversed(candidates))) or "none here"
-            raise ValueError(
-                f"--resume {resume}: no checkpoint there; use auto, never or {choices}"
-            )
+            raise UserError(f"--resume {resume}: no checkpoint there; use auto, never or {choices}")
         candidates = [Path(resume)]
     _agree(candidates)
     skipped: dict[Path, str] = {}
@@ -110,13 +109,13 @@ def find(folder: Path, resume: str, recipe: Recipe, data: dict[str, Any]) -> Fou
         skipped[path] = damage
     if resume == "auto" and not candidates and any(folder.glob(ABANDONED)):
         left = ", ".join(str(path) for path in sorted(folder.glob(ABANDONED)))
-        raise ValueError(
+        raise UserError(
             f"the checkpoints here were left for another one's steps, which were never saved "
             f"({left}); use --resume with one of them, or --resume never to start again"
         )
     if skipped:
         found = "; ".join(f"{path}: {damage}" for path, damage in skipped.items())
-        raise ValueError(
+        raise UserError(
             f"no checkpoint here can be trusted ({found}); use --resume with one from elsewhere, "
             f"or --resume never to start again (what is here is kept beside it)"
         )
@@ -129,7 +128,7 @@ def find_initial_weights(recipe: Recipe, *, run: Path) -> Found:
     run: the folder that is about to be begun
 
     Raises:
-        ValueError: they are not there, damaged, or of another model.
+        UserError: they are not there, damaged, or of another model.
     """
     setting = recipe.training.initial_weights
     if setting is None:
@@ -137,15 +136,15 @@ def find_initial_weights(recipe: Recipe, *, run: Path) -> Found:
     path = repository_path(setting)
     key = f'training.initial_weights = "{setting}"'
     if not (path / "manifest.json").is_file():
-        raise ValueError(
+        raise UserError(
             f"{key}: no checkpoint there; use one of a run (runs/NAME/checkpoints/step-...), or "
             f"what recipes/convert.py from-hf writes"
         )
     if path.is_relative_to(run.resolve()):
-        raise ValueError(f"{key} is in the run's own folder; use --run-dir with another one")
+        raise UserError(f"{key} is in the run's own folder; use --run-dir with another one")
     damage = find_damage(path)
     if damage:
-        raise ValueError(f"{key}: {damage}; make it again with recipes/convert.py from-hf")
+        raise UserError(f"{key}: {damage}; make it again with recipes/convert.py from-hf")
     manifest = Manifest.read(path)
     theirs = _spelled_out(manifest.recipe["model"])
     ours = _spelled_out(recipe.model_dump(mode="json")["model"])
@@ -157,7 +156,7 @@ def find_initial_weights(recipe: Recipe, *, run: Path) -> Found:
     if recipe.model.positions == "rope":
         different.pop("sequence_length", None)
     if different:
-        raise ValueError(f"{key} has {_sentence(different, 'model.')}; use that")
+        raise UserError(f"{key} has {_sentence(different, 'model.')}; use that")
     return Found(path, manifest, weights_only=True)
 
 
@@ -185,10 +184,10 @@ def check_same_run(
     """Compare a checkpoint with the run that wants to resume from it.
 
     Raises:
-        ValueError: another model, seed, tokenizer or corpus; each key that differs is named.
+        UserError: another model, seed, tokenizer or corpus; each key that differs is named.
     """
     if not manifest.has_moments or "seed" not in manifest.recipe:
-        raise ValueError(
+        raise UserError(
             f"{checkpoint} has weights and no run to resume; start one from it with "
             f'--set training.initial_weights="{checkpoint}"'
         )
@@ -199,7 +198,7 @@ def check_same_run(
         {"model": _spelled_out(now["model"]), "seed": now["seed"], "data": data},
     )
     if different:
-        raise ValueError(
+        raise UserError(
             f"{checkpoint} was trained with {_sentence(different)}; use that, --run-dir for a new "
             f"run, or --resume never to start again"
         )
@@ -227,7 +226,7 @@ def _agree(candidates: list[Path]) -> None:
     everyones: list[list[str]] = [[] for _ in range(dist.get_world_size())]
     dist.all_gather_object(everyones, [path.name for path in candidates])
     if any(names != everyones[0] for names in everyones):
-        raise ValueError(
+        raise UserError(
             f"the ranks see different checkpoints ({sorted(map(tuple, everyones))}); use a "
             f"--run-dir on storage that all nodes share"
         )

@@ -24,6 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from models.errors import UserError
 from models.parallel.context import Context, Documents
 from models.parallel.rng import MaskKey
 from recipes.training.micro_batch import MicroBatch
@@ -45,7 +46,7 @@ class Windows:
         self.file, self.sequence_length = file, sequence_length
         self.count = (file.count - 1) // sequence_length
         if self.count < 1:
-            raise ValueError(
+            raise UserError(
                 f"{file.path}.bin has {file.count} tokens, less than one window of "
                 f"model.sequence_length = {sequence_length}; use more text or shorter sequences"
             )
@@ -65,7 +66,7 @@ class TrainingData:
     """What a rank is fed, in training and in validation: on stages between, contexts alone.
 
     Raises:
-        ValueError: token files, manifest, tokenizer and recipe do not fit each other.
+        UserError: token files, manifest, tokenizer and recipe do not fit each other.
     """
 
     def __init__(self, recipe: Recipe, topology: Topology, rank: int):
@@ -88,7 +89,7 @@ class TrainingData:
             works = (
                 f"training.evaluation_batches = {most}" if most else "training.evaluate_every = 0"
             )
-            raise ValueError(
+            raise UserError(
                 f"training.evaluation_batches = {self.evaluation_batches} of "
                 f"batch.global_sequences = {self.global_sequences} need {needed} windows and "
                 f"{recipe.data.validation} has {self.validation.count}; use {works}"
@@ -166,7 +167,7 @@ class TrainingData:
         wrong = ((tokens < 0) | (tokens >= self.vocab_size)).nonzero()
         if len(wrong):
             (row, place), (corpus, index) = wrong[0].tolist(), windows[int(wrong[0, 0])]
-            raise ValueError(
+            raise UserError(
                 f"{corpus.file.path}.bin: token {index * corpus.sequence_length + place} has the "
                 f"id {tokens[row, place]} and model.vocab_size is {self.vocab_size}; use the size "
                 f"of the tokenizer that made it"
@@ -277,7 +278,7 @@ def _open(path: str, recipe: Recipe) -> Windows:
     """A corpus of the recipe, compared with its manifest, the tokenizer and the model."""
     tokenizer = repository_path(recipe.data.tokenizer)
     if not (tokenizer / "tokenizer.json").is_file():
-        raise ValueError(
+        raise UserError(
             f'data.tokenizer = "{recipe.data.tokenizer}": no tokenizer.json there; '
             f"make it with recipes/prepare_data.py"
         )
@@ -296,24 +297,24 @@ def _check_manifest(recipe: Recipe, file: TokenFile) -> None:
         manifest = json.loads(manifest_file.read_text())
         vocab_size, made_with = int(manifest["vocab_size"]), manifest["tokenizer_sha256"]
         counts = dict(manifest.get("files", {}).get(file.path.name, {}))
-        found = {"tokens": file.count, "documents": max(0, file.boundaries - 1)}
-        wrong = {key: n for key, n in found.items() if counts.get(key, n) != n}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(
-            f"{manifest_file} is no manifest ({error!r}); prepare the corpus again"
+    except (ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(
+            f"{manifest_file} is not a manifest ({error!r}); prepare the corpus again"
         ) from None
+    found = {"tokens": file.count, "documents": max(0, file.boundaries - 1)}
+    wrong = {key: n for key, n in found.items() if counts.get(key, n) != n}
     if vocab_size > recipe.model.vocab_size:
-        raise ValueError(
+        raise UserError(
             f"model.vocab_size = {recipe.model.vocab_size} is smaller than the vocabulary of "
             f"{file.path}, {vocab_size}; use model.vocab_size = {vocab_size}"
         )
     if made_with != tokenizer_hash(repository_path(recipe.data.tokenizer)):
-        raise ValueError(
+        raise UserError(
             f'data.tokenizer = "{recipe.data.tokenizer}" is not the tokenizer that made '
             f"{file.path}; use {manifest.get('tokenizer')}, or prepare the corpus again"
         )
     for key, count in wrong.items():
-        raise ValueError(
+        raise UserError(
             f"{file.path} has {count} {key} and {manifest_file} says {counts[key]}; use the files "
             f"that belong together, or prepare the corpus again"
         )
@@ -326,7 +327,7 @@ def _check_tokens(recipe: Recipe, file: TokenFile) -> None:
         tokens = file.read(start, min(start + BLOCK_TOKENS, file.count))
         wrong = np.flatnonzero((tokens < 0) | (tokens >= recipe.model.vocab_size))
         if len(wrong):
-            raise ValueError(
+            raise UserError(
                 f"{file.path}.bin: token {start + wrong[0]} has the id {tokens[wrong[0]]} and "
                 f"model.vocab_size is {recipe.model.vocab_size}; use the vocabulary of the "
                 f"tokenizer that made the corpus"

@@ -9,6 +9,7 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
+from models.errors import UserError
 from recipes.training.recipe import REPOSITORY, Recipe, repository_path
 from recipes.training.topology import Topology
 
@@ -61,7 +62,7 @@ def build_deepspeed_config(recipe: Recipe, topology: Topology) -> dict[str, Any]
     """Return the configuration for `deepspeed.initialize`, with every "auto" filled in.
 
     Raises:
-        ValueError: the JSON sets a value that the recipe owns, or the two are incompatible.
+        UserError: the JSON sets a value that the recipe owns, or the two are incompatible.
     """
     config = read_deepspeed_json(recipe.deepspeed)
     _check_combination(recipe, config)
@@ -93,52 +94,56 @@ def read_deepspeed_json(name: str) -> dict[str, Any]:
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except (FileNotFoundError, IsADirectoryError):
-        raise ValueError(f'deepspeed = "{name}": no such file; use one of {SHIPPED}') from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(
+        raise UserError(f'deepspeed = "{name}": no such file; use one of {SHIPPED}') from None
+    except OSError as error:
+        raise UserError(
+            f'deepspeed = "{name}" cannot be read ({error.strerror}); use one of {SHIPPED}'
+        ) from None
+    except (ValueError, RecursionError) as error:  # a plain ValueError for 4,301 digits
+        raise UserError(
             f'deepspeed = "{name}": this is no JSON: {error}; use one of {SHIPPED}'
         ) from None
     _check_shape(name, config)
     for key in AUTO_KEYS:
         if config.get(key) != "auto":
-            raise ValueError(
+            raise UserError(
                 f'{name}: {key} = {config.get(key)} belongs to the recipe; use "{key}": "auto"'
             )
     for key, owner in RECIPE_KEYS.items():
         if key in config:
-            raise ValueError(f"{name}: {key} belongs to the recipe; remove it and use {owner}")
+            raise UserError(f"{name}: {key} belongs to the recipe; remove it and use {owner}")
     for key, value in leaves(config):
         if value == "auto" and key not in AUTO_KEYS:
-            raise ValueError(
+            raise UserError(
                 f'{name}: {key} = "auto" is not filled in by anyone; use a value or remove it'
             )
     if config.get("bf16", {}).get("enabled") and config.get("fp16", {}).get("enabled"):
-        raise ValueError(f"{name}: bf16 and fp16 are both enabled; use bf16 alone")
+        raise UserError(f"{name}: bf16 and fp16 are both enabled; use bf16 alone")
     if "offload_optimizer" in config.get("zero_optimization", {}):
-        raise ValueError(
+        raise UserError(
             f"{name}: zero_optimization.offload_optimizer needs DeepSpeed's own Adam; remove it "
             f"and use more data ranks, which share the optimizer's state"
         )
     if not config.get("zero_optimization", {}).get("compute_grad_norm", True):
-        raise ValueError(
+        raise UserError(
             f"{name}: zero_optimization.compute_grad_norm = false leaves nothing to clip and watch "
             f"gradients by; remove it"
         )
     gradients = config.get("data_types", {}).get("grad_accum_dtype")
     if gradients not in (None, *PRECISIONS):
-        raise ValueError(
+        raise UserError(
             f'{name}: grad_accum_dtype = "{gradients}" is not one of {", ".join(PRECISIONS)}; '
             f'use "fp32", in which sums over many micro-batches stay accurate'
         )
     if communication_precision(config) not in PRECISIONS:
-        raise ValueError(
+        raise UserError(
             f"{name}: communication_data_type = {json.dumps(config['communication_data_type'])} is "
             f'not one of {", ".join(PRECISIONS)}; use "fp32", in which sums of gradients over many '
             f"ranks stay accurate"
         )
     stage = config.get("zero_optimization", {}).get("stage", 0)
     if isinstance(stage, bool) or stage not in (1, 2, 3):
-        raise ValueError(
+        raise UserError(
             f"{name}: zero_optimization.stage = {json.dumps(stage)}: without ZeRO DeepSpeed clips "
             f"wrongly over pipeline stages; use 1, which costs no more on one data rank"
         )
@@ -167,21 +172,21 @@ def communication_precision(config: dict[str, Any]) -> str:
 def _check_shape(name: str, config: Any) -> None:
     """Refuse what DeepSpeed would trip over or, misspelt, leave unread."""
     if not isinstance(config, dict):
-        raise ValueError(f'deepspeed = "{name}": this is no JSON object; use one of {SHIPPED}')
+        raise UserError(f'deepspeed = "{name}": this is no JSON object; use one of {SHIPPED}')
     known = (*AUTO_KEYS, *RECIPE_KEYS, *BLOCKS, *VALUES)
     for key, value in config.items():
         if key not in known:
             close = difflib.get_close_matches(key, known, n=1, cutoff=0.6)
             hint = f"did you mean {close[0]}?" if close else f"the keys are {', '.join(known)}"
-            raise ValueError(f"{name}: unknown key {key}; {hint}")
+            raise UserError(f"{name}: unknown key {key}; {hint}")
         if key in BLOCKS and not isinstance(value, dict):
-            raise ValueError(f"{name}: {key} = {value!r} should be an object, {BLOCKS[key]}")
+            raise UserError(f"{name}: {key} = {value!r} should be an object, {BLOCKS[key]}")
     for key in ("bf16", "fp16"):
         if key in config and not isinstance(config[key].get("enabled"), bool):
-            raise ValueError(f'{name}: {key} lacks "enabled"; use "{key}": {{"enabled": true}}')
+            raise UserError(f'{name}: {key} lacks "enabled"; use "{key}": {{"enabled": true}}')
         for setting in SHORT_STATE:
             if config.get(key, {}).get(setting):
-                raise ValueError(
+                raise UserError(
                     f"{name}: {key}.{setting} = true keeps the optimizer's state in 16 bits, and "
                     f"checkpoints hold 32; remove it"
                 )
@@ -192,7 +197,7 @@ def _check_combination(recipe: Recipe, config: dict[str, Any]) -> None:
     if recipe.layout.pipeline > 1 and stage > 1:
         same_at_one = recipe.deepspeed.replace(f"zero{stage}", "zero1")
         use = difflib.get_close_matches(same_at_one, SHIPPED.split(", "), n=1, cutoff=0)[0]
-        raise ValueError(
+        raise UserError(
             f"layout.pipeline = {recipe.layout.pipeline} with ZeRO-{stage} (deepspeed = "
             f'"{recipe.deepspeed}"): a pipeline would reduce the gradients of every micro-batch, '
             f"which makes no recipe of the catalogue faster unless all of that is hidden "
@@ -200,7 +205,7 @@ def _check_combination(recipe: Recipe, config: dict[str, Any]) -> None:
             f"layout.pipeline = 1"
         )
     if recipe.tracking.timeline_step and stage > 1:
-        raise ValueError(
+        raise UserError(
             f"tracking.timeline_step = {recipe.tracking.timeline_step} with ZeRO-{stage} "
             f'(deepspeed = "{recipe.deepspeed}"): only the pipeline\'s engine is recorded, '
             f"which ZeRO-1 runs on; use tracking.timeline_step = 0"
@@ -210,7 +215,7 @@ def _check_combination(recipe: Recipe, config: dict[str, Any]) -> None:
         precision(config) != "bf16" or gradients != "fp32"
     )
     if recipe.model.tie_embeddings and recipe.layout.pipeline > 1 and untied:
-        raise ValueError(
+        raise UserError(
             f"model.tie_embeddings = true with layout.pipeline = {recipe.layout.pipeline} and "
             f'"grad_accum_dtype": "{gradients}" ({recipe.deepspeed}): DeepSpeed would let the two '
             f"copies drift apart; remove grad_accum_dtype, or use ds_configs/zero1_bf16.json"

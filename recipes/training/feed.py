@@ -26,7 +26,8 @@ class Feed:
         """A step's micro-batches, and the seconds that were waited for them.
 
         Raises:
-            ValueError: what reading them has raised.
+            Exception: what reading them has raised: UserError or OSError for data that cannot be
+                read, any other class for a defect.
         """
         started = time.perf_counter()
         coming = self._coming.pop(step, None) or self._thread.submit(self._fetch, step)

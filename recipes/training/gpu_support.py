@@ -5,6 +5,8 @@ from collections.abc import Sequence
 
 import torch
 
+from models.errors import UserError
+
 VOLTA = (7, 0)  # V100; not supported by CUDA 13, with which the pinned wheels are built
 ARCHITECTURE = re.compile(r"(?P<kind>sm|compute)_(?P<major>\d+)(?P<minor>\d)(?P<suffix>[af]?)")
 
@@ -24,11 +26,11 @@ def check_gpus(
         local_rank: of this node's ranks; they share its visible GPUs in turn
 
     Raises:
-        ValueError: torch finds no GPU although the recipe or the user names one, or it has no code
+        UserError: torch finds no GPU although the recipe or the user names one, or it has no code
             for the rank's.
     """
     if on_gpu and torch.version.hip:
-        raise ValueError(
+        raise UserError(
             f"torch {torch.__version__} is built for ROCm, which is not supported: nothing "
             f"here has run on AMD GPUs. Use NVIDIA GPUs, or DS_ACCELERATOR=cpu; plan.py plans "
             f"for the MI300X all the same"
@@ -42,7 +44,7 @@ def check_gpus(
         check_architecture(name, capability, torch.cuda.get_arch_list())
     elif on_gpu or (wanted and not cpu_is_chosen):
         asked = "DS_ACCELERATOR = cuda" if on_gpu else f'cluster.gpu = "{wanted}"'
-        raise ValueError(
+        raise UserError(
             f"{asked} and torch {torch.__version__} finds no GPU on this node. "
             f"NVIDIA GPUs need a driver (see nvidia-smi) and torch's CUDA wheels; AMD GPUs are not "
             f"supported. To train on the CPU, set DS_ACCELERATOR=cpu"
@@ -58,7 +60,7 @@ def check_architecture(name: str, capability: tuple[int, int], built_for: Sequen
         built_for: result of `torch.cuda.get_arch_list()`, such as "sm_90" and "compute_120"
 
     Raises:
-        ValueError: none of them runs on the GPU.
+        UserError: none of them runs on the GPU.
     """
     if not built_for or any(runs_on(each, capability) for each in built_for):
         return
@@ -69,7 +71,7 @@ def check_architecture(name: str, capability: tuple[int, int], built_for: Sequen
         if capability >= VOLTA and capability < (7, 5)
         else f"use another GPU, or build torch with TORCH_CUDA_ARCH_LIST={own[3:-1]}.{own[-1]}"
     )
-    raise ValueError(
+    raise UserError(
         f"{name} is {own}, and torch {torch.__version__} has code for {', '.join(built_for)} only; "
         f"{install}"
     )

@@ -16,10 +16,11 @@ import re
 import shutil
 import time
 from collections.abc import Collection, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from models.errors import UserError
 from recipes.training.progress import Progress
 from recipes.training.recipe import Checkpoint
 
@@ -83,16 +84,25 @@ class Manifest:
 
     @classmethod
     def read(cls, checkpoint: Path) -> "Manifest":
-        """Of a checkpoint whose manifest has been verified.
+        """Read the manifest of a checkpoint, which `find_damages` has verified.
 
         Raises:
-            ValueError: a later version of this code has written it.
+            UserError: the file is damaged, or a later version of this code has written it.
         """
-        content = json.loads((checkpoint / "manifest.json").read_text())
+        file = checkpoint / "manifest.json"
+        try:
+            content = dict(json.loads(file.read_text()))
+        except (ValueError, RecursionError, TypeError) as error:
+            raise UserError(f"{file} is damaged ({error}); use another checkpoint") from None
         if content.get("format") != FORMAT:
-            raise ValueError(
-                f"{checkpoint / 'manifest.json'}: format = {content.get('format')}, and this "
-                f"version of Threefold reads format = {FORMAT}; use the one that wrote it"
+            raise UserError(
+                f"{file}: format = {content.get('format')}, and this version of Threefold reads "
+                f"format = {FORMAT}; use the one that wrote it"
+            )
+        if wrong := {field.name for field in fields(cls)} ^ content.keys():
+            raise UserError(
+                f"{file}: missing or unknown: {', '.join(sorted(wrong))}; use the version of "
+                f"Threefold that wrote it"
             )
         return cls(**content)
 
@@ -121,7 +131,7 @@ def find_damages(checkpoint: Path, *, share: int = 0, shares: int = 1) -> Iterat
     """What is wrong with a checkpoint's manifest and this share of its files, a sentence each.
 
     Raises:
-        ValueError: a later version of this code has written it.
+        UserError: a later version of this code has written it.
     """
     manifest, digest = checkpoint / "manifest.json", checkpoint / "manifest.sha256"
     for file in (manifest, digest):

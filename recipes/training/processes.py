@@ -4,6 +4,7 @@ import contextlib
 import ctypes
 import io
 import os
+import re
 import resource
 import shutil
 import socket
@@ -19,6 +20,7 @@ import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 
+from models.errors import UserError
 from recipes.training.gpu_support import check_gpus
 from recipes.training.topology import World
 from recipes.training.torch_variables import check_workspace, set_torch_variables
@@ -85,7 +87,7 @@ def check_machine(
         gpu: the recipe's `cluster.gpu`, or None if it names no cluster
 
     Raises:
-        ValueError: torch cannot use this machine's GPUs, or this machine cannot run the precision,
+        UserError: torch cannot use this machine's GPUs, or this machine cannot run the precision,
             compile kernels or store compiled ones, or the launcher has not set the address.
     """
     check_gpus(
@@ -97,12 +99,12 @@ def check_machine(
     if deterministic:
         check_workspace(os.environ)
     if precision == "fp16" and not on_gpu():
-        raise ValueError(
+        raise UserError(
             'deepspeed: fp16 needs a GPU and none was found; use deepspeed = "ds_configs/'
             'zero1_fp32.json" or "ds_configs/zero1_bf16.json"'
         )
     if compile is True and not has_compiler():
-        raise ValueError(
+        raise UserError(
             f'training.compile = true needs a compiler, and "{compiler()}" is none that works here '
             f"(on GPUs with Python's headers); install one, name it in CXX (on GPUs CC), or use "
             f"training.compile = false"
@@ -110,16 +112,28 @@ def check_machine(
     if would_compile(compile):
         check_compile_cache()
     if world.size > 1 and not os.environ.get("MASTER_ADDR"):
-        raise ValueError(
+        raise UserError(
             "MASTER_ADDR is not set, so the ranks cannot meet; use the name of the first node"
         )
+    check_port(os.environ.get("MASTER_PORT"))
+
+
+def check_port(port: str | None) -> None:
+    """Check that MASTER_PORT is a TCP port, before torch reads it.
+
+    Raises:
+        UserError: it is not.
+    """
+    if port is None or (re.fullmatch("[0-9]{1,5}", port) and int(port) < 2**16):
+        return
+    raise UserError(f'MASTER_PORT = "{port}" is not in 0 .. 65535; use 29500, or unset it')
 
 
 def check_compile_cache() -> None:
     """See that torch can write compiled kernels where it was told to.
 
     Raises:
-        ValueError: it cannot.
+        UserError: it cannot.
     """
     folder = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
     if folder is None:
@@ -129,7 +143,7 @@ def check_compile_cache() -> None:
         with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as problem:
-        raise ValueError(
+        raise UserError(
             f"TORCHINDUCTOR_CACHE_DIR = {folder}: compiled kernels cannot be written there "
             f"({problem.strerror}); use a folder of this node's disk that you may write to, or "
             f"training.compile = false"

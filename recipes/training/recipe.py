@@ -11,6 +11,7 @@ import tomli_w
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from models.config import ModelConfig, nearest_divisors, nearest_multiples
+from models.errors import UserError
 from models.pipeline.balance import deal_blocks, head_in_blocks
 from models.pipeline.order import SCHEDULES, last_stage, least_micro_batches, schedule_name
 from recipes.training.recipe_errors import explain, root_causes
@@ -56,19 +57,19 @@ class Layout(Section):
     @model_validator(mode="after")
     def _check(self) -> "Layout":
         if self.recompute_interval > 1 and self.recompute != "full":
-            raise ValueError(
+            raise UserError(
                 f"layout.recompute_interval = {self.recompute_interval} does not go with "
                 f'layout.recompute = "{self.recompute}"; use layout.recompute = "full", or leave '
                 f"layout.recompute_interval out"
             )
         if self.schedule != "1f1b" and self.pipeline == 1:
-            raise ValueError(
+            raise UserError(
                 f'layout.schedule = "{self.schedule}" needs stages and layout.pipeline = 1 is one; '
                 f'use layout.pipeline = 2 or more, or layout.schedule = "1f1b"'
             )
         possible = SCHEDULES[self.schedule].chunks
         if self.chunks != (possible or max(2, self.chunks)):
-            raise ValueError(
+            raise UserError(
                 f"layout.chunks = {self.chunks} does not go with layout.schedule = "
                 f'"{self.schedule}"; use layout.chunks = {possible or 2}'
                 + ("" if possible else " or more")
@@ -95,7 +96,7 @@ class Batch(Section):
     @model_validator(mode="after")
     def _check(self) -> "Batch":
         if self.global_sequences % self.micro_sequences:
-            raise ValueError(
+            raise UserError(
                 f"batch.global_sequences = {self.global_sequences} is not divisible by "
                 f"batch.micro_sequences = {self.micro_sequences}; use batch.global_sequences = "
                 f"{nearest_multiples(self.global_sequences, self.micro_sequences)}"
@@ -126,13 +127,13 @@ class Optimizer(Section):
     def _check(self) -> "Optimizer":
         schedule = self.schedule
         if schedule.minimum_learning_rate > self.learning_rate:
-            raise ValueError(
+            raise UserError(
                 f"optimizer.schedule.minimum_learning_rate = {schedule.minimum_learning_rate} is "
                 f"above optimizer.learning_rate = {self.learning_rate}; "
                 f"use {self.learning_rate / 10:g}"
             )
         if (schedule.decay == "wsd") != (schedule.decay_steps > 0):
-            raise ValueError(
+            raise UserError(
                 f"optimizer.schedule.decay_steps = {schedule.decay_steps} does not go with "
                 f'optimizer.schedule.decay = "{schedule.decay}"; use decay_steps = 1 or more with '
                 f'"wsd" and leave it out otherwise'
@@ -175,12 +176,12 @@ class Data(Section):
     def _check(self) -> "Data":
         paths = [repository_path(source.path) for source in self.train]
         if len(set(paths)) < len(paths):
-            raise ValueError(
+            raise UserError(
                 f"data.train = {[source.path for source in self.train]} names a corpus twice; use "
                 f"each path once, with its weight"
             )
         if repository_path(self.validation) in paths:
-            raise ValueError(
+            raise UserError(
                 f'data.validation = "{self.validation}" is trained on too (data.train); use a file '
                 f"of its own, as prepare_data.py writes it"
             )
@@ -247,7 +248,7 @@ class Recipe(Section):
     def _check_timeline(self) -> "Recipe":
         first, steps = self.tracking.timeline_step, self.training.steps
         if first > steps:
-            raise ValueError(
+            raise UserError(
                 f"tracking.timeline_step = {first} comes after training.steps = {steps}; use "
                 f"tracking.timeline_step = {steps}"
             )
@@ -260,12 +261,12 @@ class Recipe(Section):
         for key in ("heads", "kv_heads", "ffn_hidden_size"):
             size = getattr(model, key)
             if size % tensor:
-                raise ValueError(
+                raise UserError(
                     f"model.{key} = {size} is not divisible by layout.tensor = {tensor}; use "
                     f"layout.tensor = {nearest_divisors(divisible, tensor)}"
                 )
         if self.layout.sequence_parallel and model.sequence_length % tensor:
-            raise ValueError(
+            raise UserError(
                 f"model.sequence_length = {model.sequence_length} is not divisible by "
                 f"layout.tensor = {tensor}, which layout.sequence_parallel needs; use "
                 f"model.sequence_length = {nearest_multiples(model.sequence_length, tensor)}"
@@ -275,14 +276,14 @@ class Recipe(Section):
             each = f" with {self.layout.chunks} parts each" if self.layout.chunks > 1 else ""
             most = model.layers // self.layout.chunks
             fewer = f"layout.pipeline = {most}" + (" or fewer" if most > self.layout.chunks else "")
-            raise ValueError(
+            raise UserError(
                 f"layout.pipeline = {self.layout.pipeline}{each} has more stages than "
                 f"model.layers = {model.layers}; use "
                 + (fewer if most >= self.layout.chunks else f"model.layers = {parts} or more")
             )
         dealt = self.layout.layers_per_stage
         if dealt is not None and (len(dealt) != parts or sum(dealt) != model.layers):
-            raise ValueError(
+            raise UserError(
                 f"layout.layers_per_stage = {dealt} deals {sum(dealt)} blocks to {len(dealt)} "
                 f"parts, and model.layers = {model.layers} go to layout.pipeline = "
                 f"{self.layout.pipeline} x layout.chunks = {self.layout.chunks}; use "
@@ -292,7 +293,7 @@ class Recipe(Section):
         if schedule.decay == "wsd" and (
             schedule.warmup_steps + schedule.decay_steps > self.training.steps
         ):
-            raise ValueError(
+            raise UserError(
                 f"optimizer.schedule.warmup_steps = {schedule.warmup_steps} and decay_steps = "
                 f"{schedule.decay_steps} do not fit into training.steps = {self.training.steps}; "
                 f"use training.steps = {schedule.warmup_steps + schedule.decay_steps} or more"
@@ -335,13 +336,13 @@ class Recipe(Section):
         """The axes of this recipe on this world.
 
         Raises:
-            ValueError: the world is not one that the recipe can run on.
+            UserError: the world is not one that the recipe can run on.
         """
         if self.cluster is not None:
             meant = self.cluster.nodes * self.cluster.gpus_per_node
             if (meant, self.cluster.gpus_per_node) != (world.size, world.local_size):
                 nodes = max(1, world.size // world.local_size)
-                raise ValueError(
+                raise UserError(
                     f"cluster.nodes = {self.cluster.nodes} x cluster.gpus_per_node = "
                     f"{self.cluster.gpus_per_node} are {meant} ranks, and {world.size} were "
                     f"started, {world.local_size} on this node; start {meant}, or use "
@@ -351,14 +352,14 @@ class Recipe(Section):
             world.size, pipeline=self.layout.pipeline, tensor=self.layout.tensor
         )
         if world.local_size % topology.tensor:
-            raise ValueError(
+            raise UserError(
                 f"layout.tensor = {topology.tensor} does not divide the {world.local_size} ranks "
                 f"of a node, and tensor groups belong inside one; use layout.tensor = "
                 f"{nearest_divisors(world.local_size, topology.tensor)}"
             )
         together = self.batch.micro_sequences * topology.data
         if self.batch.global_sequences % together:
-            raise ValueError(
+            raise UserError(
                 f"batch.global_sequences = {self.batch.global_sequences} is not divisible by "
                 f"batch.micro_sequences = {self.batch.micro_sequences} x {topology.data} data "
                 f"ranks; use batch.global_sequences = "
@@ -366,7 +367,7 @@ class Recipe(Section):
             )
         least = least_micro_batches(self.layout.schedule, topology.pipeline)
         if self.micro_batches(topology.data) < least:
-            raise ValueError(
+            raise UserError(
                 f'layout.schedule = "{self.layout.schedule}" needs {least} micro-batches or more '
                 f"for layout.pipeline = {topology.pipeline}, and batch.global_sequences = "
                 f"{self.batch.global_sequences} makes {self.micro_batches(topology.data)} on each "
@@ -403,7 +404,7 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
     """Read a recipe and apply `section.key=value` overrides (TOML values; a bare word is a string).
 
     Raises:
-        ValueError: one message for all that is wrong, naming file, key, value and a value that
+        UserError: one message for all that is wrong, naming file, key, value and a value that
             works.
     """
     table = _read_toml(path)
@@ -421,12 +422,12 @@ def parse_recipe(table: dict[str, Any], name: str) -> Recipe:
         example = _read_toml(CLUSTER_RECIPE) | _read_toml(DEFAULT_RECIPE)
         problems = [explain(problem, table, Recipe, example) for problem in root_causes(error)]
     if len(problems) == 1:
-        raise ValueError(f"{name}: {problems[0]}")
-    raise ValueError("\n  ".join([f"{name}: {len(problems)} problems", *problems]))
+        raise UserError(f"{name}: {problems[0]}")
+    raise UserError("\n  ".join([f"{name}: {len(problems)} problems", *problems]))
 
 
 def _refuse_date(value: Any) -> Any:
-    raise ValueError(f'{value} is a date in TOML and no key wants one; write "{value}"')
+    raise UserError(f'{value} is a date in TOML and no key wants one; write "{value}"')
 
 
 def _read_toml(path: Path) -> dict[str, Any]:
@@ -434,9 +435,13 @@ def _read_toml(path: Path) -> dict[str, Any]:
         return tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except (FileNotFoundError, IsADirectoryError):
         shipped = ", ".join(str(file.relative_to(REPOSITORY)) for file in shipped_recipes())
-        raise ValueError(f"{short(path)}: no such recipe; these are here: {shipped}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(
+        raise UserError(f"{short(path)}: no such recipe; these are here: {shipped}") from None
+    except OSError as error:
+        raise UserError(
+            f"{short(path)} cannot be read ({error.strerror}); use a file that you may read"
+        ) from None
+    except (ValueError, RecursionError) as error:  # a plain ValueError for 4,301 digits
+        raise UserError(
             f'{short(path)}: this is no TOML: {error}; write lines such as  name = "tiny"'
         ) from None
 
@@ -452,7 +457,7 @@ def apply_overrides(table: dict[str, Any], overrides: Sequence[str]) -> None:
     given = {override.partition("=")[0].strip() for override in overrides}
     if "layout.schedule" in given:
         for key in ("chunks", "layers_per_stage"):
-            if f"layout.{key}" not in given:
+            if f"layout.{key}" not in given and isinstance(table["layout"], dict):
                 table["layout"].pop(key, None)
 
 
@@ -461,16 +466,16 @@ def apply_override(table: dict[str, Any], override: str) -> None:
     name, equals, text = override.partition("=")
     *sections, key = (part.strip() for part in name.split("."))
     if not equals or not key or not all(sections):
-        raise ValueError(f"--set {override}: write it as --set section.key=value")
+        raise UserError(f"--set {override}: write it as --set section.key=value")
     try:
         value = tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
+    except (ValueError, RecursionError):
         value = text.strip()  # a bare word
     for depth, section in enumerate(sections, start=1):
         table = table.setdefault(section, {})
         if not isinstance(table, dict):
             path = ".".join(sections[:depth])
-            raise ValueError(
+            raise UserError(
                 f"--set {override}: {path} is a value, not a section; write --set {path}=..."
             )
     table[key] = value

@@ -8,21 +8,37 @@ from typing import Any, get_args
 import tomli_w
 from pydantic import BaseModel, ValidationError
 
+from models.errors import UserError
+
 Location = tuple[str | int, ...]
 
 
 def explain(
     problem: dict[str, Any], table: dict[str, Any], recipe: type[BaseModel], example: dict[str, Any]
 ) -> str:
-    """One of pydantic's errors as one line.
+    """Describe one of pydantic's errors in one line.
 
-    table: what the recipe's file says; recipe: the class it should fit; example: a table that does
+    Args:
+        problem: an entry of `ValidationError.errors()`
+        table: the table of the recipe's file
+        recipe: the class that the table should fit
+        example: a table that fits the class
+
+    Raises:
+        Exception: the error of a validator that is not a UserError. pydantic takes every
+            ValueError and AssertionError for an invalid value; such an error is a defect of the
+            validator, so it keeps its class and its traceback.
     """
     location, kind = problem["loc"], problem["type"]
     key = ".".join(str(part) for part in location)
-    if kind == "value_error":  # ours: it names the key itself
-        message = str(problem["ctx"]["error"])
+    raised = problem.get("ctx", {}).get("error")
+    if isinstance(raised, UserError):  # it names the key itself
+        message = str(raised)
         return message if message.startswith(key) else f"{key}.{message}"
+    if isinstance(raised, Exception):
+        raise raised from None
+    if not location:
+        return f'{problem["msg"]}; write lines such as  name = "tiny"'
     if kind in ("extra_forbidden", "unexpected_keyword_argument"):
         return f"unknown key {key} = {problem['input']!r}; {_suggestion(location, recipe)}"
     works = _example(location, recipe, example)

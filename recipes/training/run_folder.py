@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from models.errors import UserError
 from recipes.training.recipe import Recipe
 
 
@@ -31,13 +32,13 @@ class RunFolder:
         """Create the folder and lock it until this process ends.
 
         Raises:
-            ValueError: another process holds it.
+            UserError: another process holds it.
         """
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             lock = (self.path / "lock").open("a+")
         except OSError as error:
-            raise ValueError(
+            raise UserError(
                 f"{self.path} cannot be written ({error.strerror}); use --run-dir with a folder "
                 f"that can"
             ) from None
@@ -45,7 +46,7 @@ class RunFolder:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             lock.seek(0)
-            raise ValueError(
+            raise UserError(
                 f"{self.path} is in use by {lock.read().strip() or 'another process'}; wait for "
                 f"it, or use --run-dir for a second run"
             ) from None
@@ -54,7 +55,7 @@ class RunFolder:
             lock.write(f"process {os.getpid()} on {socket.gethostname()}\n")
             lock.flush()
         except OSError as error:
-            raise ValueError(
+            raise UserError(
                 f"{self.path} cannot be written ({error.strerror}); make room, or use --run-dir "
                 f"with another folder"
             ) from None
@@ -67,7 +68,7 @@ class RunFolder:
         branching: the steps after `done` will be others; the lines of those that were are kept
 
         Raises:
-            ValueError: the folder cannot be written, or a line of metrics.jsonl is no JSON.
+            UserError: the folder cannot be written, or a line of metrics.jsonl is no JSON.
         """
         try:
             if fresh and any(entry.name != "lock" for entry in self.path.iterdir()):
@@ -83,7 +84,7 @@ class RunFolder:
                 shutil.copyfile(self.metrics, self.path / f"metrics.{stamp}.jsonl")
             write_whole(self.metrics, "".join(json.dumps(line) + "\n" for line in kept))
         except OSError as error:
-            raise ValueError(
+            raise UserError(
                 f"{error.filename or self.path} cannot be written ({error.strerror}); make room, "
                 f"or use --run-dir with another folder"
             ) from None
@@ -100,7 +101,7 @@ class RunFolder:
         """The complete lines of metrics.jsonl.
 
         Raises:
-            ValueError: a line that ends is no JSON.
+            UserError: a line that ends is no JSON.
         """
         return _read_lines(self.metrics)
 
@@ -108,7 +109,7 @@ class RunFolder:
         """The complete lines of events.jsonl.
 
         Raises:
-            ValueError: a line that ends is no JSON.
+            UserError: a line that ends is no JSON.
         """
         return _read_lines(self.events)
 
@@ -123,7 +124,7 @@ def _read_lines(file: Path) -> list[dict[str, Any]]:
             if line.endswith("\n"):
                 lines.append(json.loads(line))
         except json.JSONDecodeError:
-            raise ValueError(
+            raise UserError(
                 f"{file}, line {number}, is no JSON; remove the line to go on"
             ) from None
     return lines

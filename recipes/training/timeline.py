@@ -14,6 +14,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from models.errors import UserError
 from models.pipeline.recording import Event, Recording, passes_of
 from models.pipeline.simulation import Timeline, simulate, typical_seconds
 from recipes.training.engine import Engine, PipelinedEngine
@@ -84,7 +85,7 @@ class TimelineRecorder:
             )
             first = min(of_ranks[0])
             print(f"steps {first} to {step} are in {picture} and timeline.json beside it")
-        except (OSError, ValueError) as problem:  # training goes on without it
+        except (OSError, UserError) as problem:  # training continues without a timeline
             self.folder.event("warning", step, reason=f"no timeline: {problem}")
             print(f"warning: no timeline: {problem}", file=sys.stderr)
 

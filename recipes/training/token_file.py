@@ -23,6 +23,8 @@ from pathlib import Path
 
 import numpy as np
 
+from models.errors import UserError
+
 MAGIC = b"MMIDIDX\x00\x00"
 HEADER = struct.Struct("<9sQBQQ")
 TOKEN_TYPES = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
@@ -38,7 +40,7 @@ class TokenFile:
     The .idx is mapped, where documents are asked for.
 
     Raises:
-        ValueError: a file is missing, no token file or truncated.
+        UserError: a file is missing, no token file or truncated.
     """
 
     def __init__(self, path: Path):
@@ -47,18 +49,19 @@ class TokenFile:
         file = path.with_name(path.name + ".bin")
         for name in (self._index, file):
             if not name.is_file():
-                raise ValueError(f"{name} is missing; make it with recipes/prepare_data.py")
+                raise UserError(f"{name} is missing; make it with recipes/prepare_data.py")
         with self._index.open("rb") as stream:
             head = stream.read(HEADER.size)
         if len(head) < HEADER.size or head[:9] != MAGIC:
-            raise ValueError(
+            raise UserError(
                 f"{self._index} is no token index; make it with recipes/prepare_data.py"
             )
         _, version, code, self.sequences, self.boundaries = HEADER.unpack(head)
         if version != 1 or code not in TOKEN_TYPES:
-            raise ValueError(f"{self._index}: version {version} or token type {code} is unknown")
+            raise UserError(f"{self._index}: version {version} or token type {code} is unknown")
         self.dtype = np.dtype(TOKEN_TYPES[code])
-        _check_size(self._index, HEADER.size + 12 * self.sequences + 8 * self.boundaries)
+        self._index_size = HEADER.size + 12 * self.sequences + 8 * self.boundaries
+        _check_size(self._index, self._index_size)
         last = int(self.offsets[-1]) + int(self.lengths[-1]) * self.dtype.itemsize
         _check_size(file, last if self.sequences else 0)
         self.count = file.stat().st_size // self.dtype.itemsize
@@ -72,12 +75,12 @@ class TokenFile:
         """Tokens start .. stop - 1 of the file, across documents, in its own type.
 
         Raises:
-            ValueError: the file has become shorter.
+            UserError: the file has become shorter.
         """
         size = self.dtype.itemsize
         content = os.pread(self._file, (stop - start) * size, start * size)
         if len(content) < (stop - start) * size:
-            raise ValueError(
+            raise UserError(
                 f"{self.path}.bin ends before token {stop}; it had {self.count} when the run began"
             )
         return np.frombuffer(content, self.dtype)
@@ -125,12 +128,18 @@ class TokenFile:
     def _column(self, dtype: str, offset: int, count: int) -> np.ndarray:
         if not count:
             return np.zeros(1, dtype)
+        size = self._index.stat().st_size
+        if size < offset + count * np.dtype(dtype).itemsize:  # np.memmap raises a plain ValueError
+            raise UserError(
+                f"{self._index} has become shorter: {size} bytes of {self._index_size}; make it "
+                f"again with recipes/prepare_data.py"
+            )
         return np.memmap(self._index, dtype, mode="r", offset=offset, shape=(count,))
 
 
 def _check_size(file: Path, expected: int) -> None:
     if file.stat().st_size != expected:
-        raise ValueError(
+        raise UserError(
             f"{file} has {file.stat().st_size} bytes instead of {expected}: truncated? "
             f"Make it again with recipes/prepare_data.py"
         )
@@ -231,12 +240,12 @@ def write_token_file(path: Path, documents: Iterable[np.ndarray], *, vocab_size:
     """Write one sequence per document, flushed to disk; returns the number of tokens.
 
     Raises:
-        ValueError: a token id outside the vocabulary.
+        UserError: a token id outside the vocabulary.
     """
     with TokenFileWriter(path, token_type(vocab_size)) as file:
         for number, document in enumerate(documents):
             document = np.asarray(document)
             if document.size and (document.min() < 0 or document.max() >= vocab_size):
-                raise ValueError(f"document {number}: token id outside 0 .. {vocab_size - 1}")
+                raise UserError(f"document {number}: token id outside 0 .. {vocab_size - 1}")
             file.write(document, [len(document)])
     return file.tokens

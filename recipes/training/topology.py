@@ -5,6 +5,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
+from models.errors import UserError
+
 
 @dataclass(frozen=True)
 class World:
@@ -17,9 +19,12 @@ class World:
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str]) -> "World":
-        """Read what `deepspeed`, `torchrun` or a plain `srun` (one task per GPU) has set.
+        """Read the variables of `deepspeed`, `torchrun` or a plain `srun` (one task per GPU).
 
-        None of them: one process alone.
+        Without any of them this process is alone.
+
+        Raises:
+            UserError: a variable is not a number, or the numbers contradict each other.
         """
         for rank, size, local_rank, local_sizes in (
             ("RANK", "WORLD_SIZE", "LOCAL_RANK", ("LOCAL_WORLD_SIZE", "LOCAL_SIZE")),
@@ -31,14 +36,21 @@ class World:
             ),
         ):
             if rank in environment and size in environment:
-                local = next((environment[k] for k in local_sizes if k in environment), None)
-                local_size = int(re.match(r"\d+", local or environment[size])[0])  # "8(x4)"
-                return cls(
-                    rank=int(environment[rank]),
-                    size=int(environment[size]),
-                    local_rank=int(environment.get(local_rank, 0)),
-                    local_size=local_size,
+                local_size = next((key for key in local_sizes if key in environment), size)
+                world = cls(
+                    rank=_number(environment, rank),
+                    size=_number(environment, size),
+                    local_rank=_number(environment, local_rank) if local_rank in environment else 0,
+                    local_size=_number(environment, local_size, or_list=True),
                 )
+                if not (world.rank < world.size and world.local_rank < world.size):
+                    raise UserError(
+                        f"{rank} = {world.rank} and {local_rank} = {world.local_rank} do not go "
+                        f"with {size} = {world.size}; use numbers below it, or unset all of them"
+                    )
+                if not world.local_size:
+                    raise UserError(f"{local_size} = {environment[local_size]}; use 1 or more")
+                return world
         return cls()
 
 
@@ -67,10 +79,10 @@ class Topology:
         """Data parallelism takes what pipeline and tensor leave of the world.
 
         Raises:
-            ValueError: they do not divide it.
+            UserError: they do not divide it.
         """
         if world_size % (pipeline * tensor):
-            raise ValueError(
+            raise UserError(
                 f"layout.tensor = {tensor} x layout.pipeline = {pipeline} does not divide the "
                 f"world of {world_size} ranks; use {pipeline * tensor} ranks or a multiple, or "
                 f"a layout whose product divides {world_size}, such as "
@@ -112,12 +124,12 @@ def check_placement(topology: Topology, hosts: Sequence[str]) -> None:
     hosts: of all ranks, by rank
 
     Raises:
-        ValueError: the launcher has not put neighbouring ranks on the same node.
+        UserError: the launcher has not put neighbouring ranks on the same node.
     """
     for ranks in topology.tensor_groups():
         there = sorted({hosts[rank] for rank in ranks})
         if len(there) > 1:
-            raise ValueError(
+            raise UserError(
                 f"the tensor group of the ranks {ranks[0]} .. {ranks[-1]} is spread over "
                 f"{' and '.join(there)}; start neighbouring ranks on one node (srun "
                 f"--distribution=block), or use a smaller layout.tensor"
@@ -139,6 +151,26 @@ def rank_map(topology: Topology, hosts: Sequence[str]) -> list[str]:
         ]
         lines.append(f"{host}: rank {_span(ranks)}: {', '.join(parts)}")
     return lines
+
+
+def _number(environment: Mapping[str, str], name: str, *, or_list: bool = False) -> int:
+    """Read a whole number from an environment variable.
+
+    Args:
+        environment: the variables
+        name: the variable
+        or_list: take the first number of Slurm's tasks per node, such as "8(x4)" or "4,2"
+
+    Raises:
+        UserError: the variable holds something else.
+    """
+    found = re.match(r"([0-9]{1,9})(?:$|[(,])" if or_list else r"([0-9]{1,9})$", environment[name])
+    if not found:
+        raise UserError(
+            f'{name} = "{environment[name]}" is not a whole number; let deepspeed, torchrun or '
+            f"srun set it, or unset it"
+        )
+    return int(found[1])
 
 
 def _span(numbers: Sequence[int]) -> str:

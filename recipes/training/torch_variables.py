@@ -7,7 +7,10 @@ user has set are not changed.
 from collections.abc import MutableMapping
 from importlib.metadata import PackageNotFoundError, version
 
+from models.errors import UserError
+
 RENAMED_IN = (2, 9)  # version of torch that renamed the allocator's and the recorder's variables
+ACCELERATORS = ("cuda", "cpu")
 ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 RECORDER_VARIABLES = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
 RECORDED_COLLECTIVES = 2000  # torch's own default from 2.13 on
@@ -74,15 +77,29 @@ def _installed_torch() -> str | None:
         return None
 
 
+def check_accelerator(environment: MutableMapping[str, str]) -> None:
+    """Check the user's choice of a device, for which DeepSpeed would raise a plain ValueError.
+
+    Raises:
+        UserError: the device is not supported.
+    """
+    chosen = environment.get("DS_ACCELERATOR")
+    if chosen not in (None, *ACCELERATORS):
+        raise UserError(
+            f'DS_ACCELERATOR = "{chosen}" is not supported; use {" or ".join(ACCELERATORS)}, or '
+            f"unset it"
+        )
+
+
 def check_workspace(environment: MutableMapping[str, str]) -> None:
     """Check that the user's cuBLAS workspace is one of those that make cuBLAS deterministic.
 
     Raises:
-        ValueError: the user has set a workspace whose results differ from run to run.
+        UserError: the user has set a workspace whose results differ from run to run.
     """
     workspace = environment.get(WORKSPACE)
     if workspace not in (None, *DETERMINISTIC_WORKSPACES):
-        raise ValueError(
+        raise UserError(
             f"training.deterministic = true: with {WORKSPACE} = {workspace} the matrix products of "
             f"cuBLAS differ from run to run; unset it, or use {DETERMINISTIC_WORKSPACES[0]}"
         )

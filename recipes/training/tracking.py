@@ -6,6 +6,7 @@ import math
 import netrc
 import os
 import queue
+import re
 import resource
 import secrets
 import sys
@@ -20,6 +21,7 @@ import torch
 from tqdm import tqdm
 
 from models.cost import flops_per_token
+from models.errors import UserError
 from recipes.planning.hardware import peak_tflops
 from recipes.training.progress import Progress
 from recipes.training.provenance import code_version
@@ -161,7 +163,7 @@ class RunTracker(Tracker):
         )
         try:
             self.folder.prepare(self.recipe, to.step, fresh=False, branching=True)
-        except ValueError as problem:  # of a disk: the lines of the steps gone back over stay
+        except UserError as problem:  # the lines of the discarded steps stay
             self.warn(str(problem))
         self.last_step = to.step
 
@@ -328,7 +330,7 @@ def wandb_arguments(recipe: Recipe, folder: Path) -> dict[str, Any]:
     return {
         "project": tracking.project,
         "name": recipe.name,
-        "id": run_id.read_text().strip(),
+        "id": read_run_id(run_id),
         "resume": "allow" if mode == "online" else None,
         "tags": list(tracking.tags),
         "config": recipe.model_dump(mode="json") | {"code_version": code_version()},
@@ -341,30 +343,56 @@ def read_wandb_key() -> None:
     """Take W&B's key from the file that WANDB_API_KEY_FILE names, where it is not set itself.
 
     Raises:
-        ValueError: the file cannot be read, or by others too.
+        UserError: the file cannot be read, other users can read it, or it holds no key.
     """
     name = os.environ.get("WANDB_API_KEY_FILE")
     if not name or os.environ.get("WANDB_API_KEY"):
         return
-    file = Path(name).expanduser()
+    file = Path(os.path.expanduser(name))
     try:
-        readers, key = file.stat().st_mode & 0o077, file.read_text().strip()
+        readers, key = file.stat().st_mode & 0o077, file.read_bytes().strip()
     except OSError as error:
-        raise ValueError(
+        raise UserError(
             f"WANDB_API_KEY_FILE = {name} cannot be read ({error.strerror}); use a file with the "
             f"key and nothing else, or unset it"
         ) from None
     if readers:
-        raise ValueError(f"WANDB_API_KEY_FILE = {name} can be read by others; use chmod 600 {name}")
-    os.environ["WANDB_API_KEY"] = key
+        raise UserError(f"WANDB_API_KEY_FILE = {name} can be read by others; use chmod 600 {name}")
+    if not re.fullmatch(rb"[!-~]+", key):
+        raise UserError(
+            f"WANDB_API_KEY_FILE = {name} does not hold a key; use a file with the key and nothing "
+            f"else, or unset it"
+        )
+    os.environ["WANDB_API_KEY"] = key.decode()
+
+
+def read_run_id(file: Path) -> str:
+    """Read the id under which W&B knows a run folder.
+
+    Raises:
+        UserError: the file is damaged.
+    """
+    run_id = file.read_text(errors="replace").strip()
+    if not re.fullmatch(r"[A-Za-z0-9_-]+", run_id):
+        raise UserError(
+            f"{file} holds {run_id[:40]!r} instead of the id of a W&B run; write this run's id "
+            f"into it, or delete it for a new W&B run"
+        )
+    return run_id
 
 
 def has_wandb_key() -> bool:
     """Whether a key is in the environment or in the netrc file that `wandb login` writes."""
     if os.environ.get("WANDB_API_KEY"):
         return True
-    host = urlparse(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname or ""
+    url = os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")
+    try:
+        host = urlparse(url).hostname or ""
+    except ValueError as error:
+        raise UserError(
+            f"WANDB_BASE_URL = {url}: {error}; use https://api.wandb.ai, or unset it"
+        ) from None
     try:
         return netrc.netrc(os.environ.get("NETRC")).authenticators(host) is not None
-    except (OSError, netrc.NetrcParseError):
+    except (OSError, UnicodeDecodeError, netrc.NetrcParseError):
         return False

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from models.errors import UserError
 from recipes.planning import hardware
 from recipes.planning.hardware import Gpu, read_gpu
 from recipes.planning.job import Machine, job_of
@@ -40,7 +41,7 @@ def calibrate(name: str, like: str | None, setting: Setting, folder: Path) -> di
     folder: of the files
 
     Raises:
-        ValueError: there is no such file, or it is another device's.
+        UserError: there is no such file, or it is another device's.
     """
     start = partial(Player, device_rates.play, cores=setting.cores)
     with players({"rates": start}) as playing:
@@ -69,17 +70,17 @@ def checked(file: Path, device: str, *, is_new: bool) -> Gpu:
     """The device of a file, if what was measured may go into it.
 
     Raises:
-        ValueError: there is no such file, or its datasheet is another device's.
+        UserError: there is no such file, or its datasheet is another device's.
     """
     if not file.exists():
         there = ", ".join(gpu.name for gpu in hardware.gpus())
-        raise ValueError(f"{file.name} is not there; use --like with one of {there}")
+        raise UserError(f"{file.name} is not there; use --like with one of {there}")
     gpu = read_gpu(file)
     is_cpu = device == "cpu"
     fits = not gpu.device_names if is_cpu else any(each in device for each in gpu.device_names)
     if is_cpu != (not gpu.device_names) or not (fits or is_new):
         means = ", ".join(gpu.device_names) or "a CPU"
-        raise ValueError(
+        raise UserError(
             f"{file.name} has the datasheet of {means}, and this is {device}; use "
             f"--calibrate-device with a name of its own, and --like with the most similar one's"
         )

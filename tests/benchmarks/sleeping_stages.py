@@ -12,6 +12,7 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from torch import Tensor, nn
 
+from models.errors import UserError
 from models.parallel.collectives import TensorAxis
 from models.parallel.context import Context
 from models.parallel.deferral import Deferring
@@ -77,7 +78,7 @@ class Setting:
         for name, contestant in CONTESTANTS.items():
             try:
                 found[name] = self.pipeline(contestant)
-            except ValueError:  # dualpipev
+            except UserError:  # dualpipev
                 continue
         return found
 

@@ -33,6 +33,7 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
+from models.errors import UserError
 from recipes.planning.hardware import FOLDER
 from recipes.training.processes import on_gpu
 from tests.benchmarks import (
@@ -79,7 +80,7 @@ def main() -> None:
             calibrated = device_file.calibrate(
                 options.calibrate_device, options.like, setting, FOLDER
             )
-        except ValueError as problem:
+        except UserError as problem:
             parser.error(str(problem))
         print(json.dumps(calibrated)) if options.json else step_report.print_file(calibrated)
         return

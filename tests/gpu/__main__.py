@@ -18,6 +18,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from models.errors import UserError
 from tests.gpu.packages import NEEDED, OPTIONAL, how_to_bring, missing
 
 FAILED_CODE, UNUSABLE_CODE = 1, 2
@@ -73,7 +74,7 @@ def count_gpus(options: argparse.Namespace) -> int:
     try:
         for local_rank in range(gpus):
             check_gpus(None, on_gpu=True, cpu_is_chosen=False, local_rank=local_rank)
-    except ValueError as problem:
+    except UserError as problem:
         print(f"make gpu: {problem}", file=sys.stderr)
         return 0
     return gpus

@@ -1,0 +1,312 @@
+"""A user's mistake is a UserError and ends with a message; a defect keeps class and traceback."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tomli_w
+
+from models.errors import UserError
+from recipes import pretrain
+from recipes.proving import layouts
+from recipes.training import recipe as recipe_module
+from recipes.training.recipe import REPOSITORY, parse_recipe
+from tests.conftest import changed, small_recipe
+from tests.ranks import start_ranks
+
+COMMANDS = ("pretrain", "plan", "prove", "prepare_data", "convert")
+BROAD = {"ValueError", "AssertionError", "Exception", "BaseException"}
+INVARIANTS = {  # function that raises a plain ValueError -> why no user can cause it
+    "models/pipeline/simulation.py: simulate": "the orders of passes are made here, not by users",
+    "recipes/proving/worlds.py: run_variants": "prove.py only makes layouts of at most --ranks",
+}
+FOREIGN = "the line calls a library, which raises many classes for data that it cannot read"
+PARSING = "the block parses text of a file or an option, and nothing else"
+CONTINUES = "what fails is reported, and the run continues without it"
+RAISES = "the exception is raised again, or ends the process with its traceback"
+CATCHES = {  # function that catches one of BROAD -> why no defect becomes a user's mistake there
+    "recipes/converting/adopt.py: TheirFiles._names": PARSING,
+    "recipes/converting/adopt.py: read_config": FOREIGN,
+    "recipes/converting/export.py: special_tokens": FOREIGN,
+    "recipes/planning/hardware.py: _read_toml": PARSING,
+    "recipes/prepare_data.py: check_the_same": PARSING,
+    "recipes/prepare_data.py: hold": RAISES,
+    "recipes/preparing/corpus.py: find_damages": PARSING,
+    "recipes/preparing/corpus.py: read_pieces": PARSING,
+    "recipes/preparing/documents.py: json_document": PARSING,
+    "recipes/preparing/formats.py: JsonArray.rows": PARSING,
+    "recipes/preparing/formats.py: from_library": FOREIGN,
+    "recipes/preparing/source.py: open_dataset": FOREIGN,
+    "recipes/preparing/source.py: open_file": FOREIGN,
+    "recipes/preparing/tokenization.py: Tokenization._write": FOREIGN,
+    "recipes/preparing/tokenization.py: read_report": PARSING,
+    "recipes/preparing/tokenizer.py: load_tokenizer": FOREIGN,
+    "recipes/pretrain.py: main": RAISES,
+    "recipes/pretrain.py: refused_together": RAISES,
+    "recipes/proving/worlds.py: _rank": "a layout that fails is a finding of the proof",
+    "recipes/training/checkpoint_writer.py: CheckpointWriter._work": RAISES,
+    "recipes/training/data.py: _check_manifest": PARSING,
+    "recipes/training/deepspeed_config.py: read_deepspeed_json": PARSING,
+    "recipes/training/flight_recorder.py: within.run": CONTINUES,
+    "recipes/training/manifest.py: Manifest.read": PARSING,
+    "recipes/training/recipe.py: _read_toml": PARSING,
+    "recipes/training/recipe.py: apply_override": PARSING,
+    "recipes/training/supervisor.py: Supervisor._watch": CONTINUES,
+    "recipes/training/tracking.py: WandbThread._work": CONTINUES,
+    "recipes/training/tracking.py: has_wandb_key": PARSING,
+    "recipes/training/tracking.py: open_tracker": RAISES,
+    "recipes/training/tracking.py: start_wandb": RAISES,
+}
+
+
+def sources() -> Iterator[tuple[str, ast.Module]]:
+    for folder in ("models", "recipes", "slurm"):
+        for path in sorted((REPOSITORY / folder).rglob("*.py")):
+            yield str(path.relative_to(REPOSITORY)), ast.parse(path.read_text())
+
+
+def functions(tree: ast.Module) -> Iterator[tuple[str, ast.AST]]:
+    """Every node of a module with the qualified name of the innermost function around it."""
+    waiting: list[tuple[str, ast.AST]] = [("", tree)]
+    while waiting:
+        name, node = waiting.pop()
+        yield name, node
+        for child in ast.iter_child_nodes(node):
+            is_scope = isinstance(child, ast.FunctionDef | ast.ClassDef)
+            waiting.append((f"{name}.{child.name}".lstrip(".") if is_scope else name, child))
+
+
+def caught(handler: ast.ExceptHandler, tree: ast.Module) -> set[str]:
+    """Names of the classes that a handler catches, constants of the module written out."""
+    constants = {
+        target.id: node.value
+        for node in tree.body
+        if isinstance(node, ast.Assign)
+        for target in node.targets
+        if isinstance(target, ast.Name)
+    }
+    if handler.type is None:
+        return {"BaseException"}
+    found = constants.get(handler.type.id) if isinstance(handler.type, ast.Name) else None
+    return {
+        node.id if isinstance(node, ast.Name) else node.attr
+        for node in ast.walk(found or handler.type)
+        if isinstance(node, ast.Name | ast.Attribute)
+    }
+
+
+def raising(tree: ast.Module) -> set[str]:
+    """The functions that raise a plain ValueError."""
+    return {
+        name
+        for name, node in functions(tree)
+        if isinstance(node, ast.Raise) and node.exc is not None
+        for raised in [node.exc.func if isinstance(node.exc, ast.Call) else node.exc]
+        if isinstance(raised, ast.Name) and raised.id == "ValueError"
+    }
+
+
+def catching(tree: ast.Module) -> set[str]:
+    """The functions that catch one of BROAD."""
+    return {
+        name
+        for name, node in functions(tree)
+        if isinstance(node, ast.ExceptHandler) and caught(node, tree) & BROAD
+    }
+
+
+def test_plain_value_errors_are_raised_for_invariants_only() -> None:
+    found = {f"{path}: {name}" for path, tree in sources() for name in raising(tree)}
+    assert found == set(INVARIANTS)
+
+
+def test_broad_classes_are_caught_only_where_no_defect_becomes_a_users_mistake() -> None:
+    found = {f"{path}: {name}" for path, tree in sources() for name in catching(tree)}
+    assert found == set(CATCHES)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_catches_user_errors_in_its_main_function(command: str) -> None:
+    tree = ast.parse((REPOSITORY / "recipes" / f"{command}.py").read_text())
+    found = [
+        caught(node, tree)
+        for name, node in functions(tree)
+        if name == "main" and isinstance(node, ast.ExceptHandler)
+    ]
+    assert {"UserError"} in found
+
+
+@pytest.mark.parametrize(
+    "handler",
+    ["except ValueError:", "except (OSError, ValueError):", "except Exception as e:", "except:",
+     "except KNOWN:", "except builtins.ValueError:"],
+)  # fmt: skip
+def test_a_broad_handler_is_seen(handler: str) -> None:
+    body = f"try:\n        g()\n    {handler}\n        h()"
+    source = f"KNOWN = (OSError, ValueError)\ndef f():\n    {body}"
+    assert catching(ast.parse(source)) == {"f"}
+    source = "class A:\n    def f(self):\n        raise ValueError('x')"
+    assert raising(ast.parse(source)) == {"A.f"}
+
+
+def test_a_handler_of_every_exception_that_blames_the_user_guards_one_statement() -> None:
+    for path, tree in sources():
+        for node in ast.walk(tree):
+            for handler in getattr(node, "handlers", ()):
+                blames = any(isinstance(each, ast.Raise) and "UserError" in ast.dump(each)
+                             for each in ast.walk(handler))  # fmt: skip
+                if blames and caught(handler, tree) & {"Exception", "BaseException"}:
+                    assert len(node.body) == 1, f"{path}, line {node.lineno}"
+
+
+# A ValueError of a library, as a defect of ours makes numpy raise it.
+DEFECT = "import numpy\ndef defect(*_, **__):\n    numpy.zeros(2).reshape(3)\n"
+SCRIPTS = {  # command -> the defect's place, as a user's own line of Python would patch it
+    "plan": "from recipes import plan as command\ncommand.search = defect",
+    "prove": "from recipes import prove as command\nfrom recipes.proving import layouts\n"
+    "layouts.build_deepspeed_config = defect",
+    "prepare_data": "from recipes import prepare_data as command\n"
+    "from recipes.preparing import formats\nformats.document = defect",
+    "convert": "from recipes import convert as command\nfrom recipes.converting import adopt\n"
+    "adopt.model_settings = defect",
+    "pretrain": "from recipes import pretrain as command\nfrom recipes.training import data\n"
+    "data.TrainingData._micro_batch = defect",
+}
+
+
+@pytest.fixture
+def recipe_file(corpus: Path, tmp_path: Path) -> Path:
+    file = tmp_path / "small.toml"
+    file.write_text(tomli_w.dumps(small_recipe(corpus)))
+    return file
+
+
+@pytest.mark.parametrize("place", SCRIPTS)
+def test_a_defect_ends_a_command_with_a_traceback_and_exit_code_1(
+    place: str, recipe_file: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "text.txt").write_text("some text\nmore text\n")
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    arguments = {
+        "plan": [],
+        "prove": ["--ranks", "1"],
+        "prepare_data": ["--source", tmp_path / "text.txt", "--output", tmp_path / "out"],
+        "convert": ["from-hf", tmp_path, tmp_path.with_name("converted")],
+        "pretrain": [recipe_file, "--run-dir", tmp_path / "run"],
+    }[place]
+    script = f"{DEFECT}\n{SCRIPTS[place]}\ncommand.main()"
+    codes, outputs = start_ranks(
+        1, ["-c", script, *map(str, arguments)], folder=tmp_path, seconds=120
+    )
+    assert codes == [1], outputs[0]
+    assert "Traceback" in outputs[0] and "in defect" in outputs[0]
+    assert "ValueError: cannot reshape array of size 2 into shape (3,)" in outputs[0]
+
+
+def defect(*_: object, **__: object) -> None:
+    np.zeros(2).reshape(3)
+
+
+def mistake(*_: object, **__: object) -> None:
+    raise UserError("wandb/run_id is damaged")
+
+
+def test_a_users_mistake_that_a_run_finds_late_is_a_message_too(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    codes: list[int] = []
+    monkeypatch.setattr(pretrain, "leave", codes.append)
+    monkeypatch.setattr(pretrain, "outlive_output", lambda: None)
+    monkeypatch.setattr(pretrain, "pretrain", mistake)
+    pretrain.main()
+    assert capsys.readouterr().err == "pretrain.py: wandb/run_id is damaged\n"
+    monkeypatch.setattr(pretrain, "pretrain", defect)
+    pretrain.main()
+    assert "Traceback" in capsys.readouterr().err and codes == [2, 1]
+
+
+def test_a_defect_of_a_validator_is_not_a_rejected_recipe(
+    corpus: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    table = changed(small_recipe(corpus), batch__micro_sequences=3)
+    monkeypatch.setattr(recipe_module, "nearest_multiples", defect)
+    with pytest.raises(ValueError, match="cannot reshape") as raised:
+        parse_recipe(table, "small")
+    assert raised.type is ValueError
+    assert "defect" in [entry.name for entry in raised.traceback]
+
+
+def failing_assertion(*_: object, **__: object) -> None:
+    assert not _, "an invariant"
+
+
+def test_a_failed_assertion_of_a_validator_is_not_a_rejected_recipe(
+    corpus: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    table = changed(small_recipe(corpus), batch__micro_sequences=3)
+    monkeypatch.setattr(recipe_module, "nearest_multiples", failing_assertion)
+    with pytest.raises(AssertionError, match="an invariant"):
+        parse_recipe(table, "small")
+
+
+def test_a_defect_drops_no_layout_from_a_proof(
+    corpus: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = parse_recipe(small_recipe(corpus), "small")
+    every = layouts.legal_variants(recipe, ranks=2, micro_sequences=[1])
+    healthy = layouts.build_deepspeed_config
+
+    def refusing(variant: recipe_module.Recipe, topology: object, kind: type = UserError) -> object:
+        if variant.layout.tensor == 2:
+            raise kind("a layout of tensor = 2")
+        return healthy(variant, topology)
+
+    monkeypatch.setattr(layouts, "build_deepspeed_config", refusing)
+    fewer = layouts.legal_variants(recipe, ranks=2, micro_sequences=[1])
+    assert fewer == [each for each in every if each.topology.tensor == 1] != every
+    monkeypatch.setattr(
+        layouts, "build_deepspeed_config", lambda *pair: refusing(*pair, kind=ValueError)
+    )
+    with pytest.raises(ValueError, match="a layout of tensor = 2") as raised:
+        layouts.legal_variants(recipe, ranks=2, micro_sequences=[1])
+    assert raised.type is ValueError
+
+
+TOGETHER = """
+import os, sys
+from models.errors import UserError
+from recipes import pretrain
+from recipes.training.processes import start_processes
+from recipes.training.topology import World
+
+def main():
+    world = World.from_environment(os.environ)
+    start_processes(world)
+    for kinds in {kinds}:
+        with pretrain.refusals(world), pretrain.refused_together():
+            if kinds[world.rank]:
+                raise kinds[world.rank]("wrong on rank %d" % world.rank)
+
+pretrain.pretrain = main
+pretrain.SECONDS_FOR_RANK_0_TO_SPEAK = 1
+pretrain.main()
+os._exit(0)
+"""
+
+
+@pytest.mark.parametrize(
+    ("kinds", "code", "said"),
+    [
+        ("[(None, None), (None, UserError)]", 2, ("wrong on rank 1", "wrong on rank 1")),
+        ("[(UserError, ValueError)]", 1, ("because of the error of rank 1", "in main")),
+    ],
+)
+def test_all_ranks_end_alike(kinds: str, code: int, said: tuple[str, str], tmp_path: Path) -> None:
+    script = TOGETHER.replace("{kinds}", kinds)
+    codes, outputs = start_ranks(2, ["-c", script], folder=tmp_path, seconds=120)
+    assert codes == [code, code], outputs
+    for output, words in zip(outputs, said, strict=True):
+        assert words in output
+        assert ("Traceback" in output) == (words == "in main")

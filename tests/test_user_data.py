@@ -1,0 +1,280 @@
+"""Files, options and variables that cannot be parsed are UserErrors that name them."""
+
+import json
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer, models
+from transformers import AutoConfig, PreTrainedTokenizerFast
+
+from models.errors import UserError
+from recipes.converting.adopt import TheirFiles, read_config
+from recipes.planning.closed_forms import evaluate
+from recipes.planning.hardware import FOLDER, read_gpu
+from recipes.planning.table import read_table
+from recipes.prepare_data import check_the_same, parse_command_line
+from recipes.preparing.corpus import Origins, find_damages
+from recipes.preparing.formats import TextLines, from_library
+from recipes.preparing.tokenization import Tokenization, read_report, texts_of
+from recipes.preparing.tokenizer import load_tokenizer
+from recipes.training.deepspeed_config import read_deepspeed_json
+from recipes.training.manifest import Manifest
+from recipes.training.processes import check_port
+from recipes.training.recipe import DEFAULT_RECIPE, load_recipe
+from recipes.training.token_file import TokenFile, write_token_file
+from recipes.training.topology import World
+from recipes.training.torch_variables import check_accelerator
+from recipes.training.tracking import has_wandb_key, read_run_id, read_wandb_key
+
+DIGITS = "1" * 5000  # more than Python converts: a plain ValueError of json and tomllib
+NO_TABLES = (b"{", b"[" * 10**5, b"\xff", DIGITS.encode(), b"5", b"[]", b"null", b'"text"')
+H100 = (FOLDER / "h100.toml").read_text()
+
+
+def refused(call: Callable[..., Any], *arguments: Any) -> str:
+    """The message of a call that must raise a UserError."""
+    with pytest.raises(UserError) as raised:
+        call(*arguments)
+    return str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("variables", "named"),
+    [
+        ({"RANK": "abc"}, 'RANK = "abc" is not a whole number'),
+        ({"RANK": ""}, 'RANK = ""'),
+        ({"RANK": "-1"}, 'RANK = "-1"'),
+        ({"RANK": "8"}, "RANK = 8 and LOCAL_RANK = 0 do not go with WORLD_SIZE = 8"),
+        ({"WORLD_SIZE": "many"}, 'WORLD_SIZE = "many"'),
+        ({"WORLD_SIZE": "0"}, "RANK = 0 and LOCAL_RANK = 0 do not go with WORLD_SIZE = 0"),
+        ({"LOCAL_RANK": "1.5"}, 'LOCAL_RANK = "1.5"'),
+        ({"LOCAL_SIZE": "x"}, 'LOCAL_SIZE = "x"'),
+        ({"LOCAL_SIZE": "0"}, "LOCAL_SIZE = 0"),
+        ({"WORLD_SIZE": DIGITS}, "WORLD_SIZE = "),
+    ],
+)
+def test_a_variable_of_the_launcher(variables: dict[str, str], named: str) -> None:
+    environment = {"RANK": "0", "WORLD_SIZE": "8", "LOCAL_RANK": "0"} | variables
+    assert refused(World.from_environment, environment).startswith(named)
+
+
+def test_the_tasks_per_node_of_slurm() -> None:
+    slurm = {"SLURM_PROCID": "3", "SLURM_NTASKS": "20", "SLURM_LOCALID": "3"}
+    for text, size in (("8(x2),4", 8), ("4,2", 4), ("20", 20)):
+        world = World.from_environment(slurm | {"SLURM_TASKS_PER_NODE": text})
+        assert world.local_size == size
+    assert "8x" in refused(World.from_environment, slurm | {"SLURM_TASKS_PER_NODE": "8x"})
+
+
+@pytest.mark.parametrize("port", ["abc", "", "-1", "70000", "29500 "])
+def test_a_port(port: str) -> None:
+    assert f'MASTER_PORT = "{port}"' in refused(check_port, port)
+    for works in (None, "0", "29500", "65535"):
+        check_port(works)
+
+
+def test_a_device() -> None:
+    assert "use cuda or cpu" in refused(check_accelerator, {"DS_ACCELERATOR": "gpu"})
+    for works in ({}, {"DS_ACCELERATOR": "cpu"}, {"DS_ACCELERATOR": "cuda"}):
+        check_accelerator(works)
+
+
+@pytest.mark.parametrize("text", [f"seed = {DIGITS}", "seed = " + "[" * 10**5, "seed = \udcff"])
+def test_a_recipe(text: str, tmp_path: Path) -> None:
+    file = tmp_path / "bad.toml"
+    file.write_text(text, errors="surrogateescape")
+    assert refused(load_recipe, file).startswith(f"{file}: this is no TOML")
+    key, _, value = text.partition(" = ")
+    assert "seed" in refused(load_recipe, DEFAULT_RECIPE, [f"{key}={value}"])
+
+
+def test_a_name_that_is_not_text() -> None:
+    assert "name" in refused(load_recipe, DEFAULT_RECIPE, ["name=\udcff"])
+
+
+def test_a_section_that_is_set_to_a_value() -> None:
+    overrides = ["layout.schedule=zb-v", "layout=5"]
+    assert "layout = 5" in refused(load_recipe, DEFAULT_RECIPE, overrides)
+
+
+@pytest.mark.parametrize("content", NO_TABLES)
+def test_a_deepspeed_json(content: bytes, tmp_path: Path) -> None:
+    (tmp_path / "x.json").write_bytes(content)
+    assert f'deepspeed = "{tmp_path / "x.json"}"' in refused(
+        read_deepspeed_json, str(tmp_path / "x.json")
+    )
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "named"),
+    [
+        ("memory_gib = 79.1", "memory_gib = ", "this is not valid TOML"),
+        ("memory_gib = 79.1", f"memory_gib = {DIGITS}", "this is not valid TOML"),
+        ("memory_gib = 79.1", 'memory_gib = "80"', "memory_gib = '80' has the wrong type"),
+        ("memory_gib = 79.1", "memory_gib = true", "memory_gib = True has the wrong type"),
+        ('["H100"]', '"H100"', "device_names = 'H100' has the wrong type"),
+        ('["H100"]', "[100]", "device_names = [100] has the wrong type"),
+        ("{ bf16 = 989.4, fp16 = 989.4, fp32 = 66.9 }", '{ bf16 = "x" }', "peak_tflops = "),
+        ("multiprocessors = 132", "multiprocessors = 132.5", "multiprocessors = 132.5"),
+        ("[efficiency]", 'efficiency = "X"\n[other]', "there is no x.toml"),
+        ("[efficiency]", "efficiency = 5\n[other]", "efficiency is not a table"),
+        ("[efficiency]", 'efficiency = "A100-80GB"\n[other]', "missing or unknown: other"),
+    ],
+)
+def test_a_hardware_file(before: str, after: str, named: str, tmp_path: Path) -> None:
+    assert before in H100
+    (tmp_path / "mine.toml").write_text(H100.replace(before, after))
+    message = refused(read_gpu, tmp_path / "mine.toml")
+    assert message.startswith("mine.toml: ") and named in message
+
+
+ZERO = "model,stage,gb_per_gpu,closed_form_gb\n"
+KORTHIKANTI = "model,what,value,unit\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        (ZERO + '"7.5B, Nd=64",x,31.4,31.4\n', 'stage = "x" is not a ZeRO stage'),
+        (ZERO + '"7.5B, Nd=64",1\n', 'gb_per_gpu = "" is not a number above 0'),
+        (ZERO + '"7.5B, Nd=64",1,31.4,much\n', 'closed_form_gb = "much"'),
+        (ZERO + '"7.5B, Nd=64",1,0,\n', 'gb_per_gpu = "0" is not a number above 0'),
+        (ZERO + '"7.5.5B, Nd=64",1,31.4,\n', "says no size or no ranks"),
+        (ZERO + '"7.5B, Nd=0",1,31.4,\n', "says no size or no ranks"),
+        (KORTHIKANTI + "22B,SP,many,GB\n", 'value = "many"'),
+        (KORTHIKANTI + "22B,SP,0,GB\n", 'value = "0"'),
+    ],
+)
+def test_a_table_by_formula(text: str, named: str, tmp_path: Path) -> None:
+    file = tmp_path / "x.csv"
+    file.write_text(text, encoding="utf-8-sig")
+    message = refused(evaluate, file)
+    assert message.startswith(f"{file}, row 1: ") and named in message
+
+
+def test_a_table_with_bytes_that_are_no_text(tmp_path: Path) -> None:
+    published = FOLDER.parent / "published" / "narayanan2021.csv"
+    (tmp_path / "x.csv").write_bytes(published.read_bytes() + b"\xff\n")
+    assert "x.csv: this is no CSV file" in refused(read_table, tmp_path / "x.csv")
+    (tmp_path / "y.csv").write_bytes(ZERO.encode() + b"\xff\n")
+    assert "y.csv: this is no CSV file" in refused(evaluate, tmp_path / "y.csv")
+
+
+@pytest.mark.parametrize("content", NO_TABLES)
+def test_the_files_of_a_corpus(content: bytes, tmp_path: Path) -> None:
+    for name in ("manifest.json", "pieces.jsonl", "report.json"):
+        (tmp_path / name).write_bytes(content)
+    options = parse_command_line(["--output", str(tmp_path)])
+    assert f"{tmp_path}/manifest.json is not a man" in refused(check_the_same, options, tmp_path)
+    assert f"{tmp_path} is no corpus" in refused(lambda: list(find_damages(tmp_path, 1)))
+    assert f"{tmp_path}/pieces.jsonl, line 1, is damaged" in refused(Origins, tmp_path / "train")
+    assert f"delete {tmp_path}" in refused(read_report, tmp_path / "report.json")
+
+
+@pytest.mark.parametrize("content", [*NO_TABLES, b"{}", b'{"format": 1, "more": 2}'])
+def test_the_manifest_of_a_checkpoint(content: bytes, tmp_path: Path) -> None:
+    (tmp_path / "manifest.json").write_bytes(content)
+    assert f"{tmp_path}/manifest.json" in refused(Manifest.read, tmp_path)
+
+
+def test_an_index_that_becomes_shorter(tmp_path: Path) -> None:
+    write_token_file(tmp_path / "x", [np.arange(100)], vocab_size=100)
+    file = TokenFile(tmp_path / "x")
+    os.truncate(tmp_path / "x.idx", 40)
+    assert "x.idx has become shorter: 40 bytes of 62" in refused(lambda: file.offsets)
+
+
+def test_a_tokenizer_that_cannot_be_loaded(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text("{")
+    message = refused(load_tokenizer, tmp_path, 'data.tokenizer = "x"')
+    assert message.startswith('data.tokenizer = "x" cannot be loaded: ') and "\n" not in message
+
+
+def test_a_tokenizer_without_a_token_for_a_word(tmp_path: Path) -> None:
+    tokenizer = Tokenizer(models.WordLevel({"a": 0, "</s>": 1}, unk_token="[UNK]"))
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>").save_pretrained(tmp_path)
+    plan = Tokenization(
+        formats=[],
+        tokenizer=tmp_path / "tokenizer.json",
+        tokenizer_sha256="",
+        vocab_size=2,
+        end=1,
+        split_special_tokens=False,
+        validation_fraction=0.1,
+        skip=frozenset(),
+        folder=tmp_path,
+    )
+    message = refused(plan._write, ["unknown"], {})
+    assert "begins with 'unknown'" in message and "UNK" in message
+    with pytest.raises(TypeError):  # a defect: no text
+        plan._write(["a", 5], {})
+
+
+def test_only_a_library_is_blamed_for_data_that_cannot_be_read() -> None:
+    def rows() -> Any:
+        yield 1
+        raise ValueError("the shard is damaged")
+
+    seen = []
+    assert refused(lambda: seen.extend(from_library(rows(), "books"))) == (
+        "books cannot be read: the shard is damaged"
+    )
+    with pytest.raises(ZeroDivisionError):
+        for row in from_library(rows(), "books"):
+            seen.append(row / 0)
+
+
+def test_a_defect_while_a_row_is_read_is_not_a_file_that_cannot_be_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "x.txt").write_text("some text\n")
+    reader = TextLines(tmp_path / "x.txt")
+    (piece,) = reader.pieces(10**6)
+    monkeypatch.setattr(TextLines, "content", lambda self, line: np.zeros(2).reshape(3))
+    with pytest.raises(ValueError, match="cannot reshape") as raised:
+        list(texts_of(reader, piece, frozenset()))
+    assert raised.type is ValueError
+
+
+def test_the_files_of_weights_and_biases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "run_id").write_bytes(b"\x00\xff")
+    assert f"{tmp_path / 'run_id'} holds " in refused(read_run_id, tmp_path / "run_id")
+    (tmp_path / "run_id").write_text("")
+    assert "holds '' instead" in refused(read_run_id, tmp_path / "run_id")
+    (tmp_path / "run_id").write_text("0a1b2c3d\n")
+    assert read_run_id(tmp_path / "run_id") == "0a1b2c3d"
+    key = tmp_path / "key"
+    monkeypatch.setenv("WANDB_API_KEY_FILE", str(key))
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    for content in (b"\xff", b"a\x00b", b"", b"two words"):
+        key.write_bytes(content)
+        key.chmod(0o600)
+        assert "does not hold a key" in refused(read_wandb_key)
+    monkeypatch.setenv("WANDB_BASE_URL", "http://[::1")
+    assert "WANDB_BASE_URL = http://[::1: " in refused(has_wandb_key)
+
+
+@pytest.mark.parametrize("content", NO_TABLES)
+def test_a_folder_of_transformers(content: bytes, tmp_path: Path) -> None:
+    for name in ("config.json", "model.safetensors.index.json"):
+        (tmp_path / name).write_bytes(content)
+    assert refused(read_config, tmp_path).startswith(f"{tmp_path}/config.json: ")
+    assert "is no index of tensors" in refused(TheirFiles, tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(content)
+    assert "model.safetensors cannot be read" in refused(TheirFiles, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("num_attention_heads", 0), ("hidden_size", "big"), ("vocab_size", -1)]
+)
+def test_a_config_of_transformers(key: str, value: Any, tmp_path: Path) -> None:
+    AutoConfig.for_model("llama").save_pretrained(tmp_path)
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {key: value}))
+    message = refused(read_config, tmp_path)
+    assert message.startswith(f"{file}: ") and re.search(f"{key}|vocab_size|heads|zero", message)
