@@ -47,6 +47,7 @@ FLOORS = [
     ("recipes.training.recipe_errors", 4),
     ("recipes.training.topology", 4),
     ("recipes.training.deepspeed_config", 4),
+    ("recipes.training.deepspeed_schema", 4),
     ("recipes.training.learning_rate", 4),
     ("recipes.training.token_file", 4),
     ("recipes.training.run_folder", 4),
