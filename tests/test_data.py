@@ -1,5 +1,6 @@
 import itertools
 import json
+import re
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -10,7 +11,9 @@ import numpy as np
 import pytest
 import torch
 
+from models.errors import UserError
 from models.parallel.rng import MaskKey
+from recipes.training.blend import check_weights, whole_shares
 from recipes.training.data import TrainingData, Windows, choose_sources, permuted
 from recipes.training.micro_batch import MicroBatch
 from recipes.training.progress import Progress
@@ -74,6 +77,41 @@ def test_sources_are_mixed_by_weight_at_every_prefix(weights: list[float]) -> No
         for index, weight in enumerate(weights):
             share = (sample + 1) * weight / sum(weights)
             assert abs(given[index] - share) < 1
+
+
+def test_the_order_of_rounded_blends_stays() -> None:
+    """Checkpoints do not record it: runs that were begun with it would read other samples."""
+    for weights, expected in {
+        (0.7, 0.3): (7, 3),
+        (1.0, 1.0, 1.0): (1, 1, 1),
+        (0.9999, 0.0001): (9999, 1),
+        (1 / 3, 2 / 3): (1, 2),
+        (0.1234567, 0.3, 0.0007654): (19072, 46346, 118),
+    }.items():
+        assert whole_shares(weights) == expected
+
+
+@pytest.mark.parametrize("rest", [[1.0], [0.5, 0.2, 0.3], [100.0]])
+def test_a_weight_too_small_for_the_period_is_rejected(rest: list[float]) -> None:
+    weights = [1e-6 * sum(rest), *rest]
+    with pytest.raises(UserError, match=r"data.train.0.weight = .* would become 1.53e-05") as said:
+        check_weights(weights)
+    least = float(re.search(r"use weight = (\S+) or more", str(said.value))[1])
+    assert least < 2e-4 * sum(rest)
+    check_weights([least, *rest])
+    sources, _ = choose_sources(np.arange(2**16), [least, *rest])
+    found = np.count_nonzero(sources == 0) / 2**16
+    assert found == pytest.approx(least / (least + sum(rest)), rel=0.1)
+    with pytest.raises(UserError):
+        check_weights([least * 0.15, *rest])
+
+
+@pytest.mark.parametrize("weights", [[0.9999, 0.0001], [1.0] * 200, [65535.0, 1.0]])
+def test_small_weights_that_are_exact_are_accepted(weights: list[float]) -> None:
+    check_weights(weights)
+    given = Counter(choose_sources(np.arange(sum(whole_shares(weights))), weights)[0].tolist())
+    shares = [given[source] / given.total() for source in range(len(weights))]
+    assert shares == pytest.approx([weight / sum(weights) for weight in weights], rel=1e-9)
 
 
 def test_the_global_batch_is_the_same_for_every_layout(small: dict[str, Any]) -> None:
@@ -286,6 +324,10 @@ REFUSED: dict[str, tuple[Callable[[Path], Any], dict[str, Any], str]] = {
         write_manifest, {"training__evaluation_batches": 16}, "evaluation_batches = 15"),
     "a weight of zero": (
         write_manifest, {"data__train": [{"path": "data/x", "weight": 0.0}]}, "weight = 0.0"),
+    "a weight that is too small": (
+        write_manifest,
+        {"data__train": [{"path": "data/x"}, {"path": "data/y", "weight": 1e-6}]},
+        r"data\.train\.1\.weight = 1e-06 is 1e-06 of all .* use weight = 0\.00016 or more"),
     "a negative weight": (
         write_manifest, {"data__train": [{"path": "data/x", "weight": -1.0}]}, "weight = -1.0"),
 }  # fmt: skip

@@ -43,6 +43,7 @@ FLOORS = [
     ("recipes.training.training_state", 3),
     ("recipes.training.rank_tree", 3),
     ("recipes.training.assembly", 3),
+    ("recipes.training.blend", 4),
     ("recipes.training.recipe", 4),
     ("recipes.training.recipe_errors", 4),
     ("recipes.training.topology", 4),

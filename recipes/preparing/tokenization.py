@@ -124,7 +124,7 @@ class Tokenization:
             tokens = np.fromiter(chain.from_iterable(sequences), np.int64)
             if tokens.size and not 0 <= tokens.min() <= tokens.max() < self.vocab_size:
                 raise UserError(f"{self.tokenizer}: a token id outside 0 .. {self.vocab_size - 1}")
-            files[name].write(tokens, np.array([len(ids) for ids in sequences], np.int32))
+            files[name].write(tokens, np.array([len(ids) for ids in sequences], np.int64))
             total += tokens.size
         return total
 

@@ -13,9 +13,7 @@ for them; a document that begins before its window counts from the window's firs
 
 import hashlib
 import json
-import math
 from collections.abc import Iterator, Sequence
-from fractions import Fraction
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
@@ -27,6 +25,7 @@ from torch import Tensor
 from models.errors import UserError
 from models.parallel.context import Context, Documents
 from models.parallel.rng import MaskKey
+from recipes.training.blend import whole_shares
 from recipes.training.micro_batch import MicroBatch
 from recipes.training.progress import Progress
 from recipes.training.recipe import Recipe, repository_path
@@ -35,7 +34,6 @@ from recipes.training.topology import Topology
 
 ROUNDS = 6  # of the permutation; four are enough for it to be pseudorandom (Luby, Rackoff 1988)
 BLOCKS, BLOCK_BYTES = 256, 2**12  # of a file, spread evenly, that its fingerprint covers
-PERIOD = 2**16  # samples, at most, after which the order of sources repeats itself
 BLOCK_TOKENS = 2**12  # of as many blocks, that are looked at before a run
 
 
@@ -180,23 +178,11 @@ def choose_sources(samples: np.ndarray, weights: Sequence[float]) -> tuple[np.nd
 
     After any number of samples, each source has given its share to less than one sample.
     """
-    shares = whole_shares(tuple(weights))
+    shares = whole_shares(weights)
     order, turns = one_period(shares)
     periods, places = np.divmod(samples.astype(np.int64), len(order))
     sources = order[places]
     return sources, periods * np.array(shares)[sources] + turns[places]
-
-
-def whole_shares(weights: tuple[float, ...]) -> tuple[int, ...]:
-    """Samples of each source in a period: exactly as the weights, if one of PERIOD or less can."""
-    exact = [Fraction(str(weight)) for weight in weights]
-    total = sum(exact)
-    period = math.lcm(*((weight / total).denominator for weight in exact))
-    if period <= PERIOD:
-        return tuple(int(weight / total * period) for weight in exact)
-    whole = [max(1, int(weight / total * PERIOD)) for weight in exact]
-    whole[whole.index(max(whole))] += PERIOD - sum(whole)
-    return tuple(whole)
 
 
 @lru_cache(maxsize=4)
