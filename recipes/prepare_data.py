@@ -41,6 +41,7 @@ from typing import TYPE_CHECKING, Any
 from models.config import LARGEST_SIZE
 from models.errors import UserError
 from recipes.preparing.documents import KINDS
+from recipes.preparing.own_files import mark_workspace
 from recipes.training.manifest import flush
 from recipes.training.recipe import REPOSITORY, load_recipe, repository_path
 from recipes.training.token_file import tokenizer_hash
@@ -251,6 +252,7 @@ def hold(workspace: Path, *, shared: bool) -> Iterator[None]:
             fcntl.flock(lock, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
         except BlockingIOError:
             raise UserError(f"{workspace} is in use by another process; wait for it") from None
+        mark_workspace(lock)
         if not shared:  # what killed ones have begun
             for leftover in (
                 *workspace.glob("*.incomplete"),
