@@ -209,7 +209,7 @@ def plan(
     from transformers import AutoTokenizer
 
     from recipes.preparing.tokenization import Tokenization
-    from recipes.preparing.tokenizer import copy_tokenizer, train_tokenizer
+    from recipes.preparing.tokenizer import copy_tokenizer, document_start, train_tokenizer
 
     skip, fraction = frozenset(options.skip), options.validation_fraction
     if options.tokenizer:
@@ -229,6 +229,7 @@ def plan(
         tokenizer=folder / "tokenizer.json",
         tokenizer_sha256=tokenizer_hash(folder),
         vocab_size=max(tokenizer.get_vocab().values()) + 1,
+        start=tuple(document_start(tokenizer)),
         end=tokenizer.eos_token_id,
         split_special_tokens=getattr(tokenizer, "split_special_tokens", False),
         validation_fraction=fraction,
@@ -288,6 +289,8 @@ def tell(manifest: dict[str, Any], output: Path) -> None:
         print(f"{part}: {facts['documents']:,} documents, {facts['tokens']:,} tokens")
     for kind, skipped in manifest["skipped"].items():
         print(f"skipped {skipped['rows']:,} rows, {kind}: first {skipped['first']}")
+    if manifest["document_start"]:
+        print(f"each document begins with {manifest['document_start']}, as the tokenizer has it")
     print(f"written to {output}, vocabulary {manifest['vocab_size']:,}")
 
 

@@ -4,6 +4,7 @@ import json
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models
 from torch.nn import functional as F
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from models.layer_specs import (
     SequentialModel,
@@ -235,6 +236,36 @@ def test_the_command_says_that_a_head_is_not_tied(tmp_path: Path) -> None:
     said = convert("from-hf", tmp_path / "theirs", tmp_path / "ours")
     assert "the head is kept, with model.tie_embeddings = false" in said
     assert "tie_embeddings = false\n" in said.partition("[model]")[2]
+
+
+@pytest.mark.parametrize(
+    ("starts", "begins"),
+    [([[1]], True), ([[]], False), ([[1], []], False), (None, True), ("corpora", False)],
+)
+def test_exported_texts_begin_as_documents_did(
+    starts: Any, begins: bool, real_corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """starts: recorded in the checkpoint; None: not recorded, and the corpora are gone."""
+    words = {f"t{number}": number for number in range(VOCAB_SIZE)}
+    PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(models.WordLevel(words, unk_token="t0")),
+        bos_token="t1", eos_token="t2", add_bos_token=True,
+    ).save_pretrained(tmp_path / "tokenizer")  # fmt: skip
+    their_model("llama", torch.float32).save_pretrained(tmp_path / "theirs")
+    for folder in ("ours", "back"):
+        (tmp_path / folder).mkdir()
+    adopt(tmp_path / "theirs", tmp_path / "ours")
+    source = open_checkpoint(tmp_path / "ours")
+    changes: dict[str, Any] = {"data": {"document_starts": starts}}
+    if starts is None or starts == "corpora":
+        corpus = real_corpus if starts else tmp_path / "gone"
+        changes = {"data": {}, "recipe": recipe_of(corpus).model_dump(mode="json")}
+    source = replace(source, manifest=replace(source.manifest, **changes))
+    export(source, tmp_path / "back", dtype="fp32", tokenizer=tmp_path / "tokenizer")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "back")
+    assert tokenizer("t5")["input_ids"] == ([1, 5] if begins else [5])
+    assert (tokenizer.bos_token_id, tokenizer.eos_token_id) == (1, 2)
+    assert ("the exported one adds none" in capsys.readouterr().out) != begins
 
 
 def test_large_models_are_split_into_files(tmp_path: Path, monkeypatch) -> None:

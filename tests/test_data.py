@@ -14,7 +14,14 @@ import torch
 from models.errors import UserError
 from models.parallel.rng import MaskKey
 from recipes.training.blend import check_weights, whole_shares
-from recipes.training.data import TrainingData, Windows, choose_sources, permuted
+from recipes.training.data import (
+    TrainingData,
+    Windows,
+    choose_sources,
+    document_starts,
+    fingerprint,
+    permuted,
+)
 from recipes.training.micro_batch import MicroBatch
 from recipes.training.progress import Progress
 from recipes.training.recipe import Recipe, parse_recipe
@@ -287,6 +294,42 @@ def put_token(folder: Path, place: int, token: int) -> None:
     with (folder / "train.bin").open("r+b") as stream:
         stream.seek(2 * place)
         stream.write(token.to_bytes(2, "little"))
+
+
+def write_documents(file: Path, first: int | None) -> None:
+    """Write random documents, beginning with a token if given."""
+    random, start = np.random.default_rng(0), [] if first is None else [first]
+    lengths = [*random.integers(1, 40, 300), 0, 0]  # empty ones at the end
+    documents = [[*start, *random.integers(2, 250, n)] if n else [] for n in lengths]
+    write_token_file(file, map(np.array, documents), vocab_size=250)
+
+
+def test_the_start_of_documents_is_recorded_or_found(
+    own_corpus: dict[str, Any], tmp_path: Path
+) -> None:
+    recipe, folder = parse_recipe(own_corpus, "test"), tmp_path / "data"
+    assert document_starts(recipe) == [[]]
+    write_manifest(folder, document_start=[7])
+    assert document_starts(recipe) == [[7]] == fingerprint(recipe)["document_starts"]
+    (folder / "manifest.json").unlink()  # as a corpus of Megatron's tools
+    for first in (1, None):
+        write_documents(folder / "train", first)
+        assert document_starts(recipe) == [[1] if first else []]
+
+
+def test_corpora_that_begin_documents_differently_are_rejected(
+    own_corpus: dict[str, Any], tmp_path: Path
+) -> None:
+    other = shutil.copytree(tmp_path / "data", tmp_path / "other")
+    table = changed(own_corpus, data__validation=str(other / "validation"))
+    for start, other_start in (([1], [1]), (None, [1]), ([1], None)):
+        for folder, value in ((tmp_path / "data", start), (other, other_start)):
+            write_manifest(folder, **({} if value is None else {"document_start": value}))
+        build(table)
+    write_manifest(tmp_path / "data", document_start=[])
+    write_manifest(other, document_start=[1])
+    with pytest.raises(UserError, match=r"train begin with the tokens \[\] and .* with \[1\]"):
+        build(table)
 
 
 PARTS = ("train", "validation")
