@@ -33,7 +33,7 @@ logging.getLogger().setLevel(logging.ERROR)
 
 from models.config import ModelConfig
 from models.errors import UserError
-from recipes.converting.adopt import adopt
+from recipes.converting.adopt import adopt, read_config
 from recipes.converting.export import DTYPES, export, find_tokenizer
 from recipes.converting.output import output_folder
 from recipes.converting.reshape import new_recipe, reshape
@@ -65,9 +65,14 @@ def to_hf(options: argparse.Namespace) -> None:
 
 
 def from_hf(options: argparse.Namespace) -> None:
-    """A folder of transformers -> a checkpoint to start from."""
+    """Convert a folder of transformers to a checkpoint to start from."""
     with output(options, options.folder) as folder:
         model = adopt(options.folder, folder)
+    if read_config(options.folder).tie_embeddings and not model.tie_embeddings:
+        print(
+            f"{options.folder}: config.json has tie_word_embeddings = true, and lm_head.weight "
+            f"differs from the embedding; the head is kept, with model.tie_embeddings = false"
+        )
     print(f"{options.folder} is now {options.output}; a recipe that starts from it has\n")
     start = {"initial_weights": str(options.output.resolve())}
     print(tomli_w.dumps({"model": settings(model), "training": start}))

@@ -41,6 +41,7 @@ from typing import TYPE_CHECKING, Any
 from models.config import LARGEST_SIZE
 from models.errors import UserError
 from recipes.preparing.documents import KINDS
+from recipes.preparing.own_files import mark_workspace
 from recipes.training.manifest import flush
 from recipes.training.recipe import REPOSITORY, load_recipe, repository_path
 from recipes.training.token_file import tokenizer_hash
@@ -213,7 +214,12 @@ def plan(
 ) -> "Tokenization":
     """How the documents will be tokenized; a tokenizer is trained if none is named."""
     from recipes.preparing.tokenization import Tokenization
-    from recipes.preparing.tokenizer import copy_tokenizer, load_tokenizer, train_tokenizer
+    from recipes.preparing.tokenizer import (
+        copy_tokenizer,
+        document_start,
+        load_tokenizer,
+        train_tokenizer,
+    )
 
     skip, fraction = frozenset(options.skip), options.validation_fraction
     if options.tokenizer:
@@ -233,6 +239,7 @@ def plan(
         tokenizer=folder / "tokenizer.json",
         tokenizer_sha256=tokenizer_hash(folder),
         vocab_size=max(tokenizer.get_vocab().values()) + 1,
+        start=tuple(document_start(tokenizer)),
         end=tokenizer.eos_token_id,
         split_special_tokens=getattr(tokenizer, "split_special_tokens", False),
         validation_fraction=fraction,
@@ -256,6 +263,7 @@ def hold(workspace: Path, *, shared: bool) -> Iterator[None]:
             fcntl.flock(lock, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
         except BlockingIOError:
             raise UserError(f"{workspace} is in use by another process; wait for it") from None
+        mark_workspace(lock)
         if not shared:  # what killed ones have begun
             for leftover in (
                 *workspace.glob("*.incomplete"),
@@ -291,6 +299,8 @@ def tell(manifest: dict[str, Any], output: Path) -> None:
         print(f"{part}: {facts['documents']:,} documents, {facts['tokens']:,} tokens")
     for kind, skipped in manifest["skipped"].items():
         print(f"skipped {skipped['rows']:,} rows, {kind}: first {skipped['first']}")
+    if manifest["document_start"]:
+        print(f"each document begins with {manifest['document_start']}, as the tokenizer has it")
     print(f"written to {output}, vocabulary {manifest['vocab_size']:,}")
 
 

@@ -5,6 +5,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models
 from torch.nn import functional as F
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from models.errors import UserError
 from models.layer_specs import (
@@ -188,6 +189,85 @@ def test_there_and_back_is_the_same_bit_for_bit(family: str, dtype: str, tmp_pat
     assert before.keys() == after.keys()
     for name, tensor in before.items():
         assert tensor.dtype == after[name].dtype and torch.equal(tensor, after[name]), name
+
+
+def save_with_head(family: str, folder: Path, head: str) -> None:
+    """Save a model whose config says tied, and whose files have a head too."""
+    model = their_model(family, torch.float32)
+    model.config.tie_word_embeddings = False
+    model.lm_head.weight = torch.nn.Parameter(model.get_input_embeddings().weight.clone())
+    if head == "another":
+        model.lm_head.weight.data[-1, -1] += 1.0
+    model.save_pretrained(folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
+    if head == "alone":
+        file = folder / "model.safetensors"
+        tensors = load_file(file)
+        (embedding,) = (
+            name for name in tensors if name.endswith(("embed_tokens.weight", "wte.weight"))
+        )
+        del tensors[embedding]
+        save_file(tensors, file, metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize("head", ["another", "equal", "alone"])
+@pytest.mark.parametrize("family", ["tied llama", "gpt2"])
+@torch.no_grad()
+def test_a_head_that_is_not_tied_is_kept(family: str, head: str, tmp_path: Path) -> None:
+    """As transformers opens the folder: config.json says tied, the files may say otherwise."""
+    save_with_head(family, tmp_path / "theirs", head)
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "theirs").eval()
+    (tmp_path / "ours").mkdir()
+    (tmp_path / "back").mkdir()
+    model = adopt(tmp_path / "theirs", tmp_path / "ours")
+    assert model.tie_embeddings == (head != "another")
+    source = open_checkpoint(tmp_path / "ours")
+    export(source, tmp_path / "back", dtype="fp32", tokenizer=None)
+    tokens = torch.arange(64).view(2, 32) % VOCAB_SIZE
+    tokens[0, 5] = VOCAB_SIZE - 1
+    expected = theirs(tokens).logits
+    assert float((our_logits(source, tokens) - expected).abs().max() / expected.abs().max()) <= 1e-5
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "back").eval()
+    assert torch.equal(again(tokens).logits, expected)
+    assert again.config.tie_word_embeddings == (head != "another")
+
+
+def test_the_command_says_that_a_head_is_not_tied(tmp_path: Path) -> None:
+    save_with_head("tied llama", tmp_path / "theirs", "another")
+    said = convert("from-hf", tmp_path / "theirs", tmp_path / "ours")
+    assert "the head is kept, with model.tie_embeddings = false" in said
+    assert "tie_embeddings = false\n" in said.partition("[model]")[2]
+
+
+@pytest.mark.parametrize(
+    ("starts", "begins"),
+    [([[1]], True), ([[]], False), ([[1], []], False), (None, True), ("corpora", False)],
+)
+def test_exported_texts_begin_as_documents_did(
+    starts: Any, begins: bool, real_corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """starts: recorded in the checkpoint; None: not recorded, and the corpora are gone."""
+    words = {f"t{number}": number for number in range(VOCAB_SIZE)}
+    PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(models.WordLevel(words, unk_token="t0")),
+        bos_token="t1", eos_token="t2", add_bos_token=True,
+    ).save_pretrained(tmp_path / "tokenizer")  # fmt: skip
+    their_model("llama", torch.float32).save_pretrained(tmp_path / "theirs")
+    for folder in ("ours", "back"):
+        (tmp_path / folder).mkdir()
+    adopt(tmp_path / "theirs", tmp_path / "ours")
+    source = open_checkpoint(tmp_path / "ours")
+    changes: dict[str, Any] = {"data": {"document_starts": starts}}
+    if starts is None or starts == "corpora":
+        corpus = real_corpus if starts else tmp_path / "gone"
+        changes = {"data": {}, "recipe": recipe_of(corpus).model_dump(mode="json")}
+    source = replace(source, manifest=replace(source.manifest, **changes))
+    export(source, tmp_path / "back", dtype="fp32", tokenizer=tmp_path / "tokenizer")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "back")
+    assert tokenizer("t5")["input_ids"] == ([1, 5] if begins else [5])
+    assert (tokenizer.bos_token_id, tokenizer.eos_token_id) == (1, 2)
+    assert ("the exported one adds none" in capsys.readouterr().out) != begins
 
 
 def test_large_models_are_split_into_files(tmp_path: Path, monkeypatch) -> None:

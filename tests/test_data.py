@@ -1,5 +1,6 @@
 import itertools
 import json
+import re
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -12,7 +13,15 @@ import torch
 
 from models.errors import UserError
 from models.parallel.rng import MaskKey
-from recipes.training.data import TrainingData, Windows, choose_sources, permuted
+from recipes.training.blend import check_weights, whole_shares
+from recipes.training.data import (
+    TrainingData,
+    Windows,
+    choose_sources,
+    document_starts,
+    fingerprint,
+    permuted,
+)
 from recipes.training.micro_batch import MicroBatch
 from recipes.training.progress import Progress
 from recipes.training.recipe import Recipe, parse_recipe
@@ -75,6 +84,41 @@ def test_sources_are_mixed_by_weight_at_every_prefix(weights: list[float]) -> No
         for index, weight in enumerate(weights):
             share = (sample + 1) * weight / sum(weights)
             assert abs(given[index] - share) < 1
+
+
+def test_the_order_of_rounded_blends_stays() -> None:
+    """Checkpoints do not record it: runs that were begun with it would read other samples."""
+    for weights, expected in {
+        (0.7, 0.3): (7, 3),
+        (1.0, 1.0, 1.0): (1, 1, 1),
+        (0.9999, 0.0001): (9999, 1),
+        (1 / 3, 2 / 3): (1, 2),
+        (0.1234567, 0.3, 0.0007654): (19072, 46346, 118),
+    }.items():
+        assert whole_shares(weights) == expected
+
+
+@pytest.mark.parametrize("rest", [[1.0], [0.5, 0.2, 0.3], [100.0]])
+def test_a_weight_too_small_for_the_period_is_rejected(rest: list[float]) -> None:
+    weights = [1e-6 * sum(rest), *rest]
+    with pytest.raises(UserError, match=r"data.train.0.weight = .* would become 1.53e-05") as said:
+        check_weights(weights)
+    least = float(re.search(r"use weight = (\S+) or more", str(said.value))[1])
+    assert least < 2e-4 * sum(rest)
+    check_weights([least, *rest])
+    sources, _ = choose_sources(np.arange(2**16), [least, *rest])
+    found = np.count_nonzero(sources == 0) / 2**16
+    assert found == pytest.approx(least / (least + sum(rest)), rel=0.1)
+    with pytest.raises(UserError):
+        check_weights([least * 0.15, *rest])
+
+
+@pytest.mark.parametrize("weights", [[0.9999, 0.0001], [1.0] * 200, [65535.0, 1.0]])
+def test_small_weights_that_are_exact_are_accepted(weights: list[float]) -> None:
+    check_weights(weights)
+    given = Counter(choose_sources(np.arange(sum(whole_shares(weights))), weights)[0].tolist())
+    shares = [given[source] / given.total() for source in range(len(weights))]
+    assert shares == pytest.approx([weight / sum(weights) for weight in weights], rel=1e-9)
 
 
 def test_the_global_batch_is_the_same_for_every_layout(small: dict[str, Any]) -> None:
@@ -252,6 +296,42 @@ def put_token(folder: Path, place: int, token: int) -> None:
         stream.write(token.to_bytes(2, "little"))
 
 
+def write_documents(file: Path, first: int | None) -> None:
+    """Write random documents, beginning with a token if given."""
+    random, start = np.random.default_rng(0), [] if first is None else [first]
+    lengths = [*random.integers(1, 40, 300), 0, 0]  # empty ones at the end
+    documents = [[*start, *random.integers(2, 250, n)] if n else [] for n in lengths]
+    write_token_file(file, map(np.array, documents), vocab_size=250)
+
+
+def test_the_start_of_documents_is_recorded_or_found(
+    own_corpus: dict[str, Any], tmp_path: Path
+) -> None:
+    recipe, folder = parse_recipe(own_corpus, "test"), tmp_path / "data"
+    assert document_starts(recipe) == [[]]
+    write_manifest(folder, document_start=[7])
+    assert document_starts(recipe) == [[7]] == fingerprint(recipe)["document_starts"]
+    (folder / "manifest.json").unlink()  # as a corpus of Megatron's tools
+    for first in (1, None):
+        write_documents(folder / "train", first)
+        assert document_starts(recipe) == [[1] if first else []]
+
+
+def test_corpora_that_begin_documents_differently_are_rejected(
+    own_corpus: dict[str, Any], tmp_path: Path
+) -> None:
+    other = shutil.copytree(tmp_path / "data", tmp_path / "other")
+    table = changed(own_corpus, data__validation=str(other / "validation"))
+    for start, other_start in (([1], [1]), (None, [1]), ([1], None)):
+        for folder, value in ((tmp_path / "data", start), (other, other_start)):
+            write_manifest(folder, **({} if value is None else {"document_start": value}))
+        build(table)
+    write_manifest(tmp_path / "data", document_start=[])
+    write_manifest(other, document_start=[1])
+    with pytest.raises(UserError, match=r"train begin with the tokens \[\] and .* with \[1\]"):
+        build(table)
+
+
 PARTS = ("train", "validation")
 REFUSED: dict[str, tuple[Callable[[Path], Any], dict[str, Any], str]] = {
     "a truncated .bin": (
@@ -287,6 +367,10 @@ REFUSED: dict[str, tuple[Callable[[Path], Any], dict[str, Any], str]] = {
         write_manifest, {"training__evaluation_batches": 16}, "evaluation_batches = 15"),
     "a weight of zero": (
         write_manifest, {"data__train": [{"path": "data/x", "weight": 0.0}]}, "weight = 0.0"),
+    "a weight that is too small": (
+        write_manifest,
+        {"data__train": [{"path": "data/x"}, {"path": "data/y", "weight": 1e-6}]},
+        r"data\.train\.1\.weight = 1e-06 is 1e-06 of all .* use weight = 0\.00016 or more"),
     "a negative weight": (
         write_manifest, {"data__train": [{"path": "data/x", "weight": -1.0}]}, "weight = -1.0"),
 }  # fmt: skip

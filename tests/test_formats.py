@@ -1,5 +1,7 @@
+import errno
 import gzip
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,8 +14,10 @@ from pyarrow import parquet
 from models.errors import UserError
 from recipes.preparing.documents import KINDS
 from recipes.preparing.formats import Format, Stream
+from recipes.preparing.own_files import mark_workspace
 from recipes.preparing.source import open_source
 from recipes.preparing.tokenization import texts_of
+from recipes.training.token_file import tokenizer_hash
 
 TEXTS = [
     f"document {i}: ünïcode 🙂 {'and more ' * (i % 7)}\u2028no line ends here" for i in range(100)
@@ -240,11 +244,84 @@ def test_a_source_that_changes_while_it_is_read_is_noticed(tmp_path: Path) -> No
     assert reader.version(piece) != piece.version
 
 
-def test_a_corpus_is_no_source(tmp_path: Path) -> None:
+def corpus_in(folder: Path) -> None:
+    """Write the files of a small corpus that a search for text would find."""
+    (folder / "tokenizer").mkdir(parents=True)
+    for name in ("tokenizer.json", "tokenizer_config.json", "merges.txt"):
+        (folder / "tokenizer" / name).write_text("{}")
+    manifest = {"tokenizer_sha256": tokenizer_hash(folder / "tokenizer"), "vocab_size": 5}
+    (folder / "manifest.json").write_text(json.dumps(manifest | {"files": {}}))
+    (folder / "pieces.jsonl").write_text('{"files": ["a"], "start": 0, "stop": 5}\n')
+
+
+def test_a_corpus_is_no_source(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     json_lines(tmp_path / "lines.jsonl")
-    for folder in (tmp_path / "made", tmp_path / "more.incomplete" / "pieces"):
-        folder.mkdir(parents=True)
-        (folder / "pieces.jsonl").write_text("{}")
-        (folder / "report.json").write_text("{}")
+    corpus_in(tmp_path / "made")
+    workspace = tmp_path / "more.incomplete"
+    corpus_in(workspace / "corpus")
+    (workspace / "pieces" / "0" / "train").mkdir(parents=True)
+    (workspace / "pieces" / "0" / "report.json").write_text("{}")
+    with (workspace / "lock").open("a+") as lock:
+        mark_workspace(lock)
     assert texts(opened(tmp_path), 500) == TEXTS
+    said = capsys.readouterr().out
+    assert said.count("left out") == 2 and "no reader for them: 1 files" in said  # the lock
+    assert (
+        f"left out, written by prepare_data.py: 11 files, such as {tmp_path}/made/manifest" in said
+    )
     assert texts(opened(f"{tmp_path}/**/**/lines.jsonl"), 500) == TEXTS  # found twice
+    with pytest.raises(
+        UserError, match=r"no file there is .*; left out, written by prep.*: 5 files"
+    ):
+        opened(tmp_path / "made")
+
+
+def test_names_like_ours_hide_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A user's own files are read: beside a pieces.jsonl, in NAME.incomplete, in our folders."""
+    corpus_in(tmp_path / "made")
+    workspace = tmp_path / "work.incomplete"
+    for folder in ("pieces", "half.incomplete", "half.incomplete/pieces", "work.incomplete"):
+        (tmp_path / folder).mkdir(parents=True)
+    (tmp_path / "half.incomplete" / "lock").write_text("")
+    with (workspace / "lock").open("a+") as lock:
+        mark_workspace(lock)
+    own = [
+        "half.incomplete/a.jsonl", "half.incomplete/pieces/b.jsonl", "made/c.jsonl",
+        "pieces/d.jsonl", "pieces/pieces.jsonl", "pieces/manifest.json", "pieces/dataset_info.json",
+        "work.incomplete/e.jsonl",
+    ]  # fmt: skip
+    for name in own:
+        (tmp_path / name).write_text(json.dumps({"body": name}) + "\n")
+    assert sorted(texts(opened(tmp_path), 500)) == sorted(own)
+    assert f"5 files, such as {tmp_path}/made/manifest.json" in capsys.readouterr().out
+
+
+def test_what_a_folder_hides_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    json_lines(tmp_path / "lines.jsonl")
+    (tmp_path / "moved.jsonl").symlink_to(tmp_path / "nowhere.jsonl")
+    table().save_to_disk(tmp_path / "saved")
+    capsys.readouterr()
+    assert texts(opened(tmp_path), 500) == TEXTS
+    said = capsys.readouterr().out
+    assert (
+        f"left out, links to nothing or no regular files: 1 files, such as {tmp_path}/moved" in said
+    )
+    assert f"name each alone in --source: 1 folders, such as {tmp_path}/saved" in said
+    assert len(texts(opened(f"{tmp_path}/saved/*.arrow"), 500)) == len(TEXTS)  # if it is named
+
+
+def test_a_folder_that_cannot_be_read_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    json_lines(tmp_path / "lines.jsonl")
+    (tmp_path / "closed").mkdir()
+    scandir = os.scandir
+
+    def refuse(path: str) -> object:
+        if str(path).endswith("closed"):
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", refuse)
+    with pytest.raises(PermissionError, match="closed"):
+        opened(tmp_path)

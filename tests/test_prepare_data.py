@@ -9,11 +9,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tomli_w
-from transformers import AutoTokenizer
+from tokenizers import Tokenizer
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from recipes.preparing.corpus import find_damages
 from recipes.preparing.documents import KINDS
+from recipes.preparing.formats import TextLines
 from recipes.preparing.ledger import samples_of
+from recipes.preparing.own_files import LOCK_TEXT
+from recipes.preparing.tokenization import Tokenization
 from recipes.training.data import TrainingData
 from recipes.training.recipe import DEFAULT_RECIPE, REPOSITORY, load_recipe, parse_recipe
 from recipes.training.run_folder import RunFolder
@@ -115,6 +119,62 @@ def test_a_tokenizer_can_be_brought_along(prepared: Path) -> None:
         assert (prepared / "again" / name).read_bytes() == (prepared / "out" / name).read_bytes()
 
 
+@pytest.fixture(scope="module")
+def bos_tokenizer(prepared: Path) -> Path:
+    """The folder of a tokenizer that begins every text with <s>."""
+    tokenizer = Tokenizer.from_file(str(prepared / "out" / "tokenizer" / "tokenizer.json"))
+    tokenizer.add_special_tokens(["<s>"])
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        bos_token="<s>",
+        eos_token="<|endoftext|>",
+        add_bos_token=True,
+    ).save_pretrained(prepared / "bos")
+    return prepared / "bos"
+
+
+def test_documents_begin_as_the_tokenizer_begins_texts(
+    prepared: Path, bos_tokenizer: Path, tmp_path: Path
+) -> None:
+    done = prepare(*into(prepared, tmp_path / "out"), "--tokenizer", bos_tokenizer)
+    assert done.returncode == 0, done.stderr
+    assert "each document begins with [300], as the tokenizer has it" in done.stdout
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out" / "tokenizer")
+    manifest = json.loads((tmp_path / "out" / "manifest.json").read_text())
+    assert manifest["document_start"] == [tokenizer.bos_token_id] == [300]
+    found = []
+    for name in ("train", "validation"):
+        file = TokenFile(tmp_path / "out" / name)
+        tokens = file.read(0, file.count).tolist()
+        starts = (file.offsets // file.dtype.itemsize).tolist()
+        found += [tokens[a:b] for a, b in zip(starts, [*starts[1:], file.count], strict=True)]
+        assert manifest["files"][name]["tokens"] == file.count
+    expected = [[*tokenizer(text)["input_ids"], tokenizer.eos_token_id] for text in TEXTS]
+    assert sorted(found) == sorted(expected) and {each[0] for each in found} == {300}
+    table = changed(
+        small_recipe(tmp_path / "out"), model__vocab_size=301, training__evaluate_every=0
+    )
+    (tmp_path / "recipe.toml").write_text(tomli_w.dumps(table))
+    shown = prepare("show", tmp_path / "recipe.toml", "--step", 1, "--text").stdout
+    assert f"documents of {tmp_path}/out/train begin with the tokens [300]" in shown
+    assert "<s>document" in shown
+
+
+def test_pieces_without_a_start_are_not_used_for_documents_with_one(tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("a")
+    reader = TextLines(tmp_path / "text.txt")
+    (piece,) = reader.pieces(10**6)
+    names = {
+        Tokenization(
+            formats=[reader], tokenizer=tmp_path, tokenizer_sha256="", vocab_size=9, start=start,
+            end=0, split_special_tokens=False, validation_fraction=0.1, skip=frozenset(),
+            folder=tmp_path,
+        ).name(0, piece)
+        for start in ((), (1,), (2,))
+    }  # fmt: skip
+    assert len(names) == 3
+
+
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
@@ -184,6 +244,7 @@ def test_finished_pieces_stay_when_something_fails(prepared: Path, tmp_path: Pat
     done = prepare(*options, "--vocab-size", 300, "--validation-fraction", "1e-9")
     assert done.returncode == 1 and "the validation part has no tokens" in done.stderr
     workspace = tmp_path / "out.incomplete"
+    assert (workspace / "lock").read_text() == LOCK_TEXT
     assert f"1 finished pieces in {workspace}: the same command goes on there" in done.stderr
     assert "of 60 documents (0 rows were skipped), --validation-fraction 1e-09" in done.stderr
     assert not (tmp_path / "out").exists() and list(workspace.glob("pieces/*/report.json"))

@@ -162,7 +162,7 @@ BAD: list[tuple[str, int, str, str]] = [
         "layout.pipeline = 2 with ZeRO-3", 'deepspeed = "ds_configs/zero1_bf16.json"',
     ),
     ("deepspeed=ds_configs/zero9.json", 2, 'deepspeed = "ds_configs/zero9.json"', "zero1_fp32"),
-    ("deepspeed=Makefile", 2, 'deepspeed = "Makefile": this is no JSON', "zero1_fp32"),
+    ("deepspeed=Makefile", 2, 'deepspeed = "Makefile": this is not valid JSON', "zero1_fp32"),
 ]  # fmt: skip
 
 
@@ -231,7 +231,7 @@ def test_a_file_that_is_no_recipe_is_refused(tmp_path: Path, text: str, named: s
         ),
         (
             {"zero_optimization": {"stage": 1, "compute_grad_norm": False}},
-            "compute_grad_norm = false leaves nothing to clip",
+            "compute_grad_norm = false is not supported: clipping",
             "remove it",
         ),
         ({"data_types": {"grad_accum_dtype": "foo"}}, 'grad_accum_dtype = "foo"', '"fp32"'),

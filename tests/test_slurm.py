@@ -1,9 +1,11 @@
 """What the templates call; tests/cluster runs the templates themselves."""
 
 import json
+import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -73,6 +75,62 @@ def test_a_template_has_no_personal_path(template: Path) -> None:
     assert "set -euo pipefail" in text and ("EDIT" in text) == (template.suffix == ".slurm")
     assert re.findall(r"(?<![\w.$}*\"])/(?:home|scratch|work|data|mnt)/", text) == []
     assert subprocess.run(["bash", "-n", template], capture_output=True).stderr == b""
+
+
+@pytest.fixture
+def start_job(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """Run pretrain.slurm with an scontrol that prints some hosts and an srun that ends at once."""
+    (tmp_path / "srun").write_text('#!/bin/sh\necho "master $MASTER_ADDR"\n')
+    # Line by line, as far as somebody reads; a single large write would fit into the pipe.
+    (tmp_path / "scontrol").write_text(
+        f'#!/bin/sh\nwhile read -r host; do echo "$host"; done <"{tmp_path}/hosts"\n'
+    )
+    for stub in ("srun", "scontrol"):
+        (tmp_path / stub).chmod(0o755)
+    job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "node[0001-1024]", "SLURM_CPUS_PER_TASK": "8"}
+    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_SUBMIT_DIR": str(tmp_path)}
+
+    def start(hosts: str) -> subprocess.CompletedProcess[str]:
+        (tmp_path / "hosts").write_text(hosts)
+        return subprocess.run(
+            ["bash", REPOSITORY / "slurm" / "pretrain.slurm", "recipe.toml"],
+            env=job | environment,
+            capture_output=True,
+            text=True,
+        )
+
+    return start
+
+
+def test_a_job_of_1024_nodes_starts(
+    start_job: Callable[..., subprocess.CompletedProcess[str]],
+) -> None:
+    names = [f"a-cluster-with-long-host-names-{number:04}" for number in range(1, 1025)]
+    for _ in range(100):
+        done = start_job("\n".join(names) + "\n")
+        assert (done.returncode, done.stdout, done.stderr) == (0, f"master {names[0]}\n", "")
+
+
+def test_a_job_without_hosts_says_so(
+    start_job: Callable[..., subprocess.CompletedProcess[str]],
+) -> None:
+    done = start_job("")
+    assert done.returncode != 0 and "scontrol show hostnames printed no host" in done.stderr
+
+
+def shell_lines() -> list[str]:
+    """The commands of all shell scripts and of the Makefile, comments left out."""
+    scripts = [REPOSITORY / "Makefile", REPOSITORY / ".ci" / "run", *TEMPLATES]
+    scripts += (REPOSITORY / "tests").rglob("*.sh")
+    lines = [line for script in scripts for line in script.read_text().splitlines()]
+    return [line for line in lines if not line.lstrip().startswith("#")]
+
+
+def test_no_pipe_ends_in_a_command_that_stops_reading() -> None:
+    """With pipefail, its writer's SIGPIPE would end the script, and only where output is long."""
+    assert len(shell_lines()) > 200
+    stops_reading = re.compile(r"\|\s*(head|sed|awk|read|grep\s+(-\w*[qm]|--quiet|--max-count))\b")
+    assert [line for line in shell_lines() if stops_reading.search(line)] == []
 
 
 def test_templates_know_the_exit_codes() -> None:

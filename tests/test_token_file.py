@@ -8,7 +8,15 @@ import pytest
 from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
 
 from models.errors import UserError
-from recipes.training.token_file import TOKEN_TYPES, TokenFile, write_token_file
+from recipes.training.token_file import (
+    TOKEN_TYPES,
+    HashedFile,
+    TokenFile,
+    TokenFileWriter,
+    token_type,
+    write_index,
+    write_token_file,
+)
 
 DOCUMENTS = 10_000
 
@@ -69,6 +77,33 @@ def test_documents_longer_than_a_window_and_empty_ones(tmp_path: Path) -> None:
     file = TokenFile(tmp_path / "x")
     windows = [file.document_lengths(start, start + 12) for start in range(0, 60, 12)]
     assert windows == [(12,), (8, 4), (1, 11), (12,), (12,)]
+
+
+@pytest.mark.parametrize("vocab_size", [2**16, 2**16 + 1])
+def test_a_document_may_have_more_than_2_gib(vocab_size: int, tmp_path: Path) -> None:
+    """The .bin is sparse: it has the size of its documents and no blocks on the disk."""
+    lengths, dtype = np.array([5, 2**30, 0, 3, 2**29], "<i4"), token_type(vocab_size)
+    index = HashedFile(tmp_path / "x.idx")
+    write_index(index, dtype, lambda: [lengths[:2], lengths[2:]], count=len(lengths))
+    index.close()
+    starts = [0, 5, 5 + 2**30, 5 + 2**30, 8 + 2**30]
+    with (tmp_path / "x.bin").open("wb") as stream:
+        stream.truncate((starts[-1] + 2**29) * dtype.itemsize)
+    file = TokenFile(tmp_path / "x")
+    assert file.offsets.tolist() == [start * dtype.itemsize for start in starts]
+    last = starts[-1]
+    assert file.documents_of(last - 5, last + 1) == [(1, 2**30 - 2, 2**30), (3, 0, 3), (4, 0, 1)]
+    assert file.document_lengths(last - 5, last + 1) == (2, 3, 1)
+    theirs = IndexedDataset(str(tmp_path / "x")).index
+    assert theirs.sequence_pointers.tolist() == file.offsets.tolist()
+
+
+def test_a_document_too_long_for_the_index_is_rejected(tmp_path: Path) -> None:
+    with (
+        pytest.raises(UserError, match=r"has 2147483648 tokens .* lengths up to 2147483647"),
+        TokenFileWriter(tmp_path / "x", token_type(10)) as file,
+    ):
+        file.write(np.zeros(1), np.array([7, 2**31]))
 
 
 def test_a_file_without_documents_is_empty(tmp_path: Path) -> None:

@@ -1,7 +1,8 @@
 """Weights of transformers -> a checkpoint that a run in any layout can start from."""
 
 import json
-from dataclasses import asdict
+from collections.abc import Iterator
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
@@ -11,13 +12,15 @@ from transformers import AutoConfig
 
 from models.config import ModelConfig
 from models.errors import UserError
-from models.hugging_face import counterparts, model_settings
+from models.hugging_face import Counterpart, counterparts, model_settings
 from models.layer_specs import logical_shapes
 from recipes.training.manifest import Manifest
 from recipes.training.provenance import versions
 from recipes.training.tensor_file import TensorFileWriter, split_by_size
 
 WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+HEAD, EMBEDDING = "lm_head.weight", "embedding.weight"  # their name, our name
+BLOCK_ROWS = 4096  # of two tensors that are compared
 PRECISIONS = (torch.float32, torch.bfloat16, torch.float16)
 PREFIXES = ("", "transformer.", "model.")  # of names; files of a base model are without
 NO_PARAMETERS = ("rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")  # buffers of old files
@@ -70,6 +73,25 @@ class TheirFiles:
                     return candidate
         raise UserError(f"{self.folder}: {name} is in none of {sorted(set(self.files.values()))}")
 
+    def has(self, name: str) -> bool:
+        """Return whether the files have a tensor, perhaps with another prefix."""
+        try:
+            return bool(self.find(name))
+        except UserError:
+            return False
+
+    def shape(self, found: str) -> tuple[int, ...]:
+        """Return the shape of a tensor, by its name in the files."""
+        with safe_open(self.folder / self.files[found], framework="pt") as file:
+            return tuple(file.get_slice(found).get_shape())
+
+    def blocks(self, found: str) -> Iterator[Tensor]:
+        """Yield the rows of a tensor in blocks, by its name in the files."""
+        rows = self.shape(found)[0]
+        with safe_open(self.folder / self.files[found], framework="pt") as file:
+            for start in range(0, rows, BLOCK_ROWS):
+                yield file.get_slice(found)[start : min(start + BLOCK_ROWS, rows)]
+
     def read(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """A tensor of this shape, as fp32.
 
@@ -117,17 +139,40 @@ def read_config(folder: Path) -> ModelConfig:
         raise UserError(f"{folder / 'config.json'}: {problem}") from None
 
 
+def _has_own_head(model: ModelConfig, theirs: TheirFiles) -> bool:
+    """Return whether the files have both ends of a tied table, with different values.
+
+    transformers compares them too (5.23, PreTrainedModel.tie_weights), since files may hold a tied
+    table under both names.
+    """
+    embedding = counterparts(model)[EMBEDDING].names[0]
+    if HEAD not in theirs.files or not theirs.has(embedding):
+        return False
+    pairs = zip(theirs.blocks(HEAD), theirs.blocks(theirs.find(embedding)), strict=False)
+    same_shape = theirs.shape(HEAD) == theirs.shape(theirs.find(embedding))
+    return not same_shape or not all(
+        torch.equal(one.float(), other.float()) for one, other in pairs
+    )
+
+
 def adopt(folder: Path, output: Path) -> ModelConfig:
     """Write the checkpoint, one tensor in memory at a time.
+
+    Returns:
+        The architecture. As in transformers, embeddings that config.json ties are untied if the
+        files have a head with other values.
 
     Raises:
         UserError: the folder's tensors are not those of its config.
     """
-    model = read_config(folder)
-    theirs = TheirFiles(folder)
+    model, theirs = read_config(folder), TheirFiles(folder)
+    if model.tie_embeddings and _has_own_head(model, theirs):
+        model = replace(model, tie_embeddings=False)
     table, shapes = counterparts(model), logical_shapes(model)
+    if model.tie_embeddings and HEAD in theirs.files and not theirs.has(table[EMBEDDING].names[0]):
+        table[EMBEDDING] = Counterpart((HEAD,))  # the tied tensor, saved by its other name
     used = {theirs.find(part) for counterpart in table.values() for part in counterpart.names}
-    tied = {"lm_head.weight"} if model.tie_embeddings else set()
+    tied = {HEAD} if model.tie_embeddings else set()
     unknown = {
         name for name in theirs.files.keys() - used - tied if not name.endswith(NO_PARAMETERS)
     }

@@ -6,15 +6,22 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoTokenizer, GenerationConfig
+from transformers import (
+    AutoConfig,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedTokenizerBase,
+)
 
 from models.cost import parameter_count
 from models.errors import UserError
 from models.hugging_face import counterparts, hugging_face_config
 from models.layer_specs import logical_shapes
 from recipes.converting.source import model_of
+from recipes.preparing.tokenizer import document_start
 from recipes.training.checkpoint import CheckpointReader
-from recipes.training.recipe import repository_path
+from recipes.training.data import document_starts
+from recipes.training.recipe import parse_recipe, repository_path
 from recipes.training.run_folder import RunFolder
 from recipes.training.tensor_file import BYTES, TensorFileWriter, split_by_size
 from recipes.training.token_file import tokenizer_hash
@@ -45,6 +52,8 @@ def export(source: CheckpointReader, folder: Path, *, dtype: str, tokenizer: Pat
     for name in TOKENIZER_FILES:
         if tokenizer and (tokenizer / name).is_file():
             shutil.copyfile(tokenizer / name, folder / name)
+    if tokenizer:
+        begin_texts_as_in_training(source, folder)
     special = special_tokens(tokenizer)
     config = AutoConfig.for_model(**settings, **special)
     config.architectures = [CLASSES[settings["model_type"]]]
@@ -75,17 +84,63 @@ def find_tokenizer(source: CheckpointReader, given: Path | None) -> Path | None:
     return folder
 
 
-def special_tokens(tokenizer: Path | None) -> dict[str, int | None]:
-    """The ids that begin and end a text, for both configs."""
-    if tokenizer is None:
-        return {"bos_token_id": None, "eos_token_id": None}
+def begin_texts_as_in_training(source: CheckpointReader, folder: Path) -> None:
+    """Let the exported tokenizer add no BOS if the documents of the run did not begin with it.
+
+    prepare_data.py begins documents as the tokenizer begins texts. Corpora of other tools, and of
+    before it did so, may have no BOS: the model has then never seen the token that the tokenizer
+    would put before every prompt.
+    """
+    start = document_start(_load(folder))
+    trained = source.manifest.data.get("document_starts")
+    if trained is None and start:
+        trained = _starts_of_corpora(source)
+    if not start or trained is None or all(each == start for each in trained):
+        return
+    file = folder / "tokenizer.json"
+    settings = json.loads(file.read_text())
+    file.write_text(json.dumps(settings | {"post_processor": None}, ensure_ascii=False, indent=2))
+    if document_start(_load(folder)):
+        raise UserError(
+            f"the tokenizer begins texts with {start} and documents of the run began with "
+            f"{trained}; its class adds the tokens itself, so use --tokenizer with a copy that "
+            f"adds none"
+        )
+    print(
+        f"the tokenizer begins texts with the tokens {start} and documents of the run did not; the "
+        f"exported one adds none"
+    )
+
+
+def _starts_of_corpora(source: CheckpointReader) -> list[list[int]] | None:
+    """Return the starts of the documents of a run that did not record them, from its corpora."""
     try:
-        loaded = AutoTokenizer.from_pretrained(tokenizer)
+        recipe = parse_recipe(source.manifest.recipe, str(source.path))
+        return document_starts(recipe)
+    except (UserError, OSError):
+        return None  # the corpora are not here
+
+
+def _load(folder: Path) -> PreTrainedTokenizerBase:
+    """Load a tokenizer.
+
+    Raises:
+        UserError: transformers cannot load it.
+    """
+    try:
+        return AutoTokenizer.from_pretrained(folder)
     except Exception as error:  # transformers raises whatever its classes do
         raise UserError(
-            f"{tokenizer} cannot be loaded by transformers ({error}); use --tokenizer with a "
-            f"folder that save_pretrained has written"
+            f"{folder} cannot be loaded by transformers ({error}); use --tokenizer with a folder "
+            f"that save_pretrained has written"
         ) from None
+
+
+def special_tokens(tokenizer: Path | None) -> dict[str, int | None]:
+    """Return the ids that begin and end a text, for both configs."""
+    if tokenizer is None:
+        return {"bos_token_id": None, "eos_token_id": None}
+    loaded = _load(tokenizer)
     return {"bos_token_id": loaded.bos_token_id, "eos_token_id": loaded.eos_token_id}
 
 

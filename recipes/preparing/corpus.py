@@ -92,6 +92,7 @@ def join(
     manifest = facts | {
         "tokenizer_sha256": tokenization.tokenizer_sha256,
         "vocab_size": tokenization.vocab_size,
+        "document_start": list(tokenization.start),
         "files": files,
         "pieces_sha256": sha256(output / "pieces.jsonl"),
         "tokenizer_folder_sha256": folder_hash(output / "tokenizer"),

@@ -8,7 +8,7 @@ import numpy as np
 
 from recipes.preparing.corpus import Origins
 from recipes.preparing.tokenizer import load_tokenizer
-from recipes.training.data import TrainingData
+from recipes.training.data import TrainingData, document_starts
 from recipes.training.recipe import Recipe, repository_path
 from recipes.training.run_folder import RunFolder
 from recipes.training.topology import Topology
@@ -32,6 +32,9 @@ def ledger(recipe: Recipe, run: Path, step: int, *, text: bool) -> Iterator[str]
     folder = repository_path(recipe.data.tokenizer)
     setting = f'data.tokenizer = "{recipe.data.tokenizer}"'
     tokenizer = load_tokenizer(folder, setting) if text else None
+    for source, start in zip(recipe.data.train, document_starts(recipe), strict=True):
+        if start:
+            yield f"documents of {source.path} begin with the tokens {start}"
     origins = [Origins(corpus.file.path) for corpus in data.sources]
     for sample, (source, window) in zip(samples, data.places(np.array(samples)), strict=True):
         corpus, path = data.sources[source], recipe.data.train[source].path

@@ -3,6 +3,7 @@
 import glob
 import os
 import sysconfig
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from recipes.preparing.formats import (
     first_line,
     open_bytes,
 )
+from recipes.preparing.own_files import OwnFiles
 
 STANDARD_LIBRARY = "stdlib"
 SUFFIXES = (".jsonl", ".ndjson", ".json", ".parquet", ".txt", ".arrow", ".csv")
@@ -65,9 +67,13 @@ def open_source(
 
 
 def find_files(name: str) -> list[Path]:
-    """The files that a name means: itself, those of a folder or of a pattern, sorted; or none.
+    """Return the files that a name means: itself, or those of a folder or a pattern, sorted.
 
-    Links are followed, and a file that is found twice counts once.
+    Links are followed, and a file that is found twice counts once. What is left out is printed,
+    with the reason.
+
+    Returns:
+        No files if the name is neither a file nor a folder of files nor a pattern.
 
     Raises:
         UserError: there is no such file, or its format is unknown.
@@ -84,51 +90,82 @@ def find_files(name: str) -> list[Path]:
             return []
         found = walk(path)
     elif glob.has_magic(name):
-        found = [Path(each) for each in glob.glob(name, recursive=True)]
+        found = [Path(each) for each in glob.glob(name, recursive=True) if not os.path.isdir(each)]
     elif format_of(path) in SUFFIXES or path.is_absolute():
         raise UserError(f"--source {name}: no such file")
     else:
         return []
-    once = {file.resolve(): file for file in sorted(found, reverse=True) if file.is_file()}
-    files = sorted(file for file in once.values() if not is_ours(file))
-    readable = [file for file in files if is_readable(file)]
-    if not readable:
-        raise UserError(f"--source {name}: no file there is one of {', '.join(SUFFIXES)}")
-    if len(readable) < len(files):
-        others = [file for file in files if not is_readable(file)]
-        print(f"left out, no reader for them: {len(others)} files, such as {others[0]}")
-    return readable
+    once = {file.resolve(): file for file in sorted(found, reverse=True)}
+    files, left_out = sort_out(sorted(once.values()))
+    for reason, others in left_out.items():
+        print(f"left out, {reason}: {count_of(others)}, such as {others[0]}")
+    if not files:
+        why = "".join(
+            f"; left out, {reason}: {count_of(others)}" for reason, others in left_out.items()
+        )
+        raise UserError(f"--source {name}: no file there is one of {', '.join(SUFFIXES)}{why}")
+    return files
+
+
+def sort_out(found: Sequence[Path]) -> tuple[list[Path], dict[str, list[Path]]]:
+    """Divide what was found into the files to read, and what to leave out, by reason."""
+    own, files, left_out = OwnFiles(), [], defaultdict(list)
+    for path in found:
+        if path.is_dir():
+            left_out["saved by save_to_disk, name each alone in --source"].append(path)
+        elif not path.is_file():
+            left_out["links to nothing or no regular files"].append(path)
+        elif path in own:
+            left_out["written by prepare_data.py"].append(path)
+        elif not is_readable(path):
+            left_out["no reader for them"].append(path)
+        else:
+            files.append(path)
+    return files, left_out
+
+
+def count_of(paths: Sequence[Path]) -> str:
+    """Return the number of some files, or of some folders, with the noun."""
+    return f"{len(paths)} {'folders' if paths[0].is_dir() else 'files'}"
 
 
 def walk(folder: Path) -> Iterator[Path]:
-    """All files below a folder, links followed, each folder once."""
+    """Yield all files below a folder, links followed, each folder once.
+
+    Of datasets that save_to_disk has written, the folder alone is yielded.
+
+    Raises:
+        OSError: a folder cannot be read.
+    """
+
+    def refuse(error: OSError) -> None:
+        raise error
+
     seen = set()
-    for path, folders, files in os.walk(folder, followlinks=True):
+    for path, folders, files in os.walk(folder, followlinks=True, onerror=refuse):
         real = os.path.realpath(path)
-        if real in seen or is_saved_dataset(Path(path)):
+        if real in seen:
             folders.clear()
             continue
         seen.add(real)
+        if is_saved_dataset(Path(path)):
+            folders.clear()
+            yield Path(path)
+            continue
         yield from (Path(path, file) for file in files)
 
 
 def is_saved_dataset(folder: Path) -> bool:
-    """Whether datasets' save_to_disk has written a folder."""
-    return any((folder / name).is_file() for name in ("dataset_info.json", "dataset_dict.json"))
+    """Return whether the save_to_disk of `datasets` has written a folder."""
+    if (folder / "dataset_dict.json").is_file():
+        return True
+    return all((folder / name).is_file() for name in ("dataset_info.json", "state.json"))
 
 
 def is_readable(file: Path) -> bool:
     """Whether a file's name says a format that is known here."""
     suffix = format_of(file)
     return suffix in SUFFIXES and (suffix == file.suffix.lower() or suffix in COMPRESSIBLE)
-
-
-def is_ours(file: Path) -> bool:
-    """Whether a file is part of a corpus, finished or not, that this command has made."""
-    return any(
-        folder.suffix == ".incomplete" or (folder / "pieces.jsonl").is_file()
-        for folder in file.parents
-    )
 
 
 def is_whole(file: Path, text_is: str) -> bool:

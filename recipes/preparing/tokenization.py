@@ -43,6 +43,7 @@ class Tokenization:
 
     formats: what reads the source; a piece belongs to one of them
     tokenizer: its tokenizer.json, of hash `tokenizer_sha256`
+    start: the tokens before each document, which the tokenizer puts before every text
     end: the token after each document
     split_special_tokens: as transformers has it
     skip: kinds of problems that are left out; others raise
@@ -53,6 +54,7 @@ class Tokenization:
     tokenizer: Path
     tokenizer_sha256: str
     vocab_size: int
+    start: tuple[int, ...]
     end: int
     split_special_tokens: bool
     validation_fraction: float
@@ -71,6 +73,7 @@ class Tokenization:
             self.end,
             self.split_special_tokens,
             self.validation_fraction,
+            *([self.start] if self.start else []),  # pieces of before it was recorded have none
         )
         return hashlib.sha256(json.dumps(decides).encode()).hexdigest()[:24]
 
@@ -126,13 +129,15 @@ class Tokenization:
         parts: dict[str, list[list[int]]] = {name: [] for name in PARTS}
         for text, encoding in zip(texts, encoded, strict=True):
             held_out = is_held_out(text, self.validation_fraction)
-            parts["validation" if held_out else "train"].append([*encoding.ids, self.end])
+            parts["validation" if held_out else "train"].append(
+                [*self.start, *encoding.ids, self.end]
+            )
         total = 0
         for name, sequences in parts.items():
             tokens = np.fromiter(chain.from_iterable(sequences), np.int64)
             if tokens.size and not 0 <= tokens.min() <= tokens.max() < self.vocab_size:
                 raise UserError(f"{self.tokenizer}: a token id outside 0 .. {self.vocab_size - 1}")
-            files[name].write(tokens, np.array([len(ids) for ids in sequences], np.int32))
+            files[name].write(tokens, np.array([len(ids) for ids in sequences], np.int64))
             total += tokens.size
         return total
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from models.errors import UserError
 from recipes.preparing.formats import Format, NumberedPiece, first_line
@@ -64,6 +64,26 @@ def load_tokenizer(source: Path | str, name: str) -> Any:
             f"{name} cannot be loaded: {first_line(error)}; use a folder that save_pretrained has "
             f"written, or a name of the hub"
         ) from None
+
+
+def document_start(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Return the ids that a tokenizer puts before every text, such as its BOS token.
+
+    Raises:
+        UserError: they cannot be told from the ids of the text.
+    """
+    examples = ("a", "0", ".", *tokenizer.get_vocab())
+    known = (each for each in examples if tokenizer(each, add_special_tokens=False)["input_ids"])
+    example = next(known, "a")
+    text = tokenizer(example, add_special_tokens=False)["input_ids"]
+    whole = tokenizer(example)["input_ids"]
+    for start in range(len(whole) - len(text) + 1):
+        if whole[start : start + len(text)] == text:
+            return whole[:start]
+    raise UserError(
+        f"{tokenizer.name_or_path}: a text has the ids {text} alone and {whole} with special "
+        f"tokens, which do not contain them; use a tokenizer that adds special tokens at the ends"
+    )
 
 
 def train_tokenizer(

@@ -13,9 +13,7 @@ for them; a document that begins before its window counts from the window's firs
 
 import hashlib
 import json
-import math
 from collections.abc import Iterator, Sequence
-from fractions import Fraction
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
@@ -27,6 +25,7 @@ from torch import Tensor
 from models.errors import UserError
 from models.parallel.context import Context, Documents
 from models.parallel.rng import MaskKey
+from recipes.training.blend import whole_shares
 from recipes.training.micro_batch import MicroBatch
 from recipes.training.progress import Progress
 from recipes.training.recipe import Recipe, repository_path
@@ -35,7 +34,6 @@ from recipes.training.topology import Topology
 
 ROUNDS = 6  # of the permutation; four are enough for it to be pseudorandom (Luby, Rackoff 1988)
 BLOCKS, BLOCK_BYTES = 256, 2**12  # of a file, spread evenly, that its fingerprint covers
-PERIOD = 2**16  # samples, at most, after which the order of sources repeats itself
 BLOCK_TOKENS = 2**12  # of as many blocks, that are looked at before a run
 
 
@@ -83,6 +81,7 @@ class TrainingData:
         self.evaluation_batches = recipe.training.evaluation_batches
         self.recipe = recipe
         self.progress = Progress()
+        _check_document_starts(recipe)
         needed = self.evaluation_batches * self.global_sequences
         if recipe.training.evaluate_every and needed > self.validation.count:
             most = self.validation.count // self.global_sequences
@@ -180,23 +179,11 @@ def choose_sources(samples: np.ndarray, weights: Sequence[float]) -> tuple[np.nd
 
     After any number of samples, each source has given its share to less than one sample.
     """
-    shares = whole_shares(tuple(weights))
+    shares = whole_shares(weights)
     order, turns = one_period(shares)
     periods, places = np.divmod(samples.astype(np.int64), len(order))
     sources = order[places]
     return sources, periods * np.array(shares)[sources] + turns[places]
-
-
-def whole_shares(weights: tuple[float, ...]) -> tuple[int, ...]:
-    """Samples of each source in a period: exactly as the weights, if one of PERIOD or less can."""
-    exact = [Fraction(str(weight)) for weight in weights]
-    total = sum(exact)
-    period = math.lcm(*((weight / total).denominator for weight in exact))
-    if period <= PERIOD:
-        return tuple(int(weight / total * period) for weight in exact)
-    whole = [max(1, int(weight / total * PERIOD)) for weight in exact]
-    whole[whole.index(max(whole))] += PERIOD - sum(whole)
-    return tuple(whole)
 
 
 @lru_cache(maxsize=4)
@@ -259,7 +246,42 @@ def fingerprint(recipe: Recipe) -> dict[str, Any]:
         "tokenizer": tokenizer,
         "train": sources,
         "separate_documents": recipe.data.separate_documents,
+        "document_starts": document_starts(recipe),
     }
+
+
+def document_starts(recipe: Recipe) -> list[list[int]]:
+    """Return the tokens that begin every document of each training corpus, such as BOS.
+
+    Where no manifest records them, which is so for corpora of Megatron's tools and older ones of
+    prepare_data.py, it is the first token that all documents looked at share, if they do.
+    """
+    paths = [repository_path(source.path) for source in recipe.data.train]
+    recorded = [_read_manifest(path).get("document_start") for path in paths]
+    return [
+        _shared_start(TokenFile(path)) if start is None else start
+        for path, start in zip(paths, recorded, strict=True)
+    ]
+
+
+def _shared_start(file: TokenFile) -> list[int]:
+    """Return the first token of documents spread over a file, if all begin with the same one."""
+    count, offsets, documents = file.boundaries - 1, file.offsets, file.documents
+    if count < 2:
+        return []
+    chosen = {number * (count - 1) // (BLOCKS - 1) for number in range(BLOCKS)}
+    # Empty documents at the end begin after the last sequence or token.
+    begun = {int(documents[number]) for number in chosen}.intersection(range(file.sequences))
+    firsts = {int(offsets[sequence]) // file.dtype.itemsize for sequence in begun}
+    firsts.intersection_update(range(file.count))
+    found = {int(file.read(first, first + 1)[0]) for first in firsts}
+    return list(found) if len(found) == 1 else []
+
+
+def _read_manifest(path: Path) -> dict[str, Any]:
+    """Return the manifest of a token file, empty for a corpus that Megatron's tools prepared."""
+    file = path.with_name("manifest.json")
+    return json.loads(file.read_text()) if file.is_file() else {}
 
 
 def _content(path: Path) -> str:
@@ -318,6 +340,24 @@ def _check_manifest(recipe: Recipe, file: TokenFile) -> None:
             f"{file.path} has {count} {key} and {manifest_file} says {counts[key]}; use the files "
             f"that belong together, or prepare the corpus again"
         )
+
+
+def _check_document_starts(recipe: Recipe) -> None:
+    """Reject corpora of which some begin documents with BOS and others do not.
+
+    Only manifests count: documents of another corpus may share their first token by chance.
+    """
+    paths = [*(source.path for source in recipe.data.train), recipe.data.validation]
+    starts = {path: _read_manifest(repository_path(path)).get("document_start") for path in paths}
+    recorded = {path: start for path, start in starts.items() if start is not None}
+    for path, start in recorded.items():
+        first = next(iter(recorded))
+        if start != recorded[first]:
+            raise UserError(
+                f"documents of {first} begin with the tokens {recorded[first]} and those of {path} "
+                f"with {start} (document_start in manifest.json); prepare both with the same "
+                f"tokenizer"
+            )
 
 
 def _check_tokens(recipe: Recipe, file: TokenFile) -> None:

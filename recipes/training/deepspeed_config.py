@@ -7,9 +7,11 @@ the JSON leaves "auto".
 import difflib
 import json
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 from models.errors import UserError
+from recipes.training.deepspeed_schema import check_settings
 from recipes.training.recipe import REPOSITORY, Recipe, repository_path
 from recipes.training.topology import Topology
 
@@ -22,37 +24,12 @@ RECIPE_KEYS = {  # key of the JSON -> where its setting belongs
     "pipeline": "[layout]",
     "wandb": "[tracking]",
 }
-BLOCKS = {  # what else the JSON may hold -> an example
-    "zero_optimization": '{"stage": 1}',
-    "bf16": '{"enabled": true}',
-    "fp16": '{"enabled": true}',
-    "data_types": '{"grad_accum_dtype": "fp32"}',
-    "comms_logger": '{"enabled": true}',
-    "flops_profiler": '{"enabled": true}',
-    "aio": '{"thread_count": 1}',
-}
-VALUES = (
-    "communication_data_type",
-    "prescale_gradients",
-    "gradient_predivide_factor",
-    "zero_allow_untested_optimizer",
-    "memory_breakdown",
-    "wall_clock_breakdown",
-    "dump_state",
-)
 # ZeRO-1 sums gradients over the data ranks in buckets during the last backward pass. 64 MiB in fp32
 # is enough to reach a network's full bandwidth, and holds only a few blocks of a large model.
 # DeepSpeed's default of 5e8 elements would hold most of a stage, so that no sum could begin before
 # the end of the pass.
 GRADIENT_BUCKET_ELEMENTS = 2**24
 STEPS_PER_BREAKDOWN = 10
-PRECISIONS = ("fp32", "bf16", "fp16")
-SHORT_STATE = (
-    "bf16_master_weights_and_grads",
-    "bf16_optimizer_states",
-    "fp16_master_weights_and_grads",
-    "fp16_optimizer_states",
-)
 SHIPPED = ", ".join(
     str(path.relative_to(REPOSITORY)) for path in sorted((REPOSITORY / "ds_configs").glob("*.json"))
 )
@@ -81,18 +58,32 @@ def build_deepspeed_config(recipe: Recipe, topology: Topology) -> dict[str, Any]
         "gradient_clipping": recipe.optimizer.gradient_clipping,
         "communication_data_type": communication_precision(config),
         # DeepSpeed prints nothing, since `tracking.py` does; a breakdown of times needs a number.
-        "steps_per_print": STEPS_PER_BREAKDOWN if config.get("wall_clock_breakdown") else None,
+        "steps_per_print": STEPS_PER_BREAKDOWN if _breaks_down_times(config) else None,
         # Off, since this timer synchronises the device for every micro-batch; `tracking.py`
         # measures throughput.
         "timers": {"throughput": {"enabled": False}},
     }
 
 
+def _breaks_down_times(config: dict[str, Any]) -> bool:
+    """Return whether DeepSpeed prints times; its profiler of FLOPs turns them on too."""
+    profiled = config.get("flops_profiler", {}).get("enabled", False)
+    return bool(config.get("wall_clock_breakdown") or profiled)
+
+
 def read_deepspeed_json(name: str) -> dict[str, Any]:
-    """Read and check one file of ds_configs/, named as in the recipe."""
+    """Read and check one file of ds_configs/, named as in the recipe.
+
+    Raises:
+        UserError: the file is missing or no JSON, or has a key or value that is not supported.
+    """
     path = repository_path(name)
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
+        config = json.loads(
+            path.read_text(encoding="utf-8"),
+            object_pairs_hook=partial(_unique_keys, name),
+            parse_constant=partial(_reject_constant, name),
+        )
     except (FileNotFoundError, IsADirectoryError):
         raise UserError(f'deepspeed = "{name}": no such file; use one of {SHIPPED}') from None
     except OSError as error:
@@ -101,13 +92,45 @@ def read_deepspeed_json(name: str) -> dict[str, Any]:
         ) from None
     except (ValueError, RecursionError) as error:  # a plain ValueError for 4,301 digits
         raise UserError(
-            f'deepspeed = "{name}": this is no JSON: {error}; use one of {SHIPPED}'
+            f'deepspeed = "{name}": this is not valid JSON: {error}; use one of {SHIPPED}'
         ) from None
-    _check_shape(name, config)
+    if not isinstance(config, dict):
+        raise UserError(f'deepspeed = "{name}": this is not a JSON object; use one of {SHIPPED}')
+    _check_owners(name, config)
+    check_settings(name, {key: value for key, value in config.items() if key not in AUTO_KEYS})
+    if config.get("bf16", {}).get("enabled") and config.get("fp16", {}).get("enabled"):
+        raise UserError(f"{name}: bf16 and fp16 are both enabled; use bf16 alone")
+    scaled = config.get("gradient_predivide_factor", 1) != 1 or config.get("prescale_gradients")
+    if scaled and zero_stage(config) > 1:
+        raise UserError(
+            f"{name}: prescale_gradients and gradient_predivide_factor scale gradients before "
+            f"their sum, which DeepSpeed does not support under ZeRO-{zero_stage(config)} with "
+            f"reduce scatter, and which gives wrong gradients without it; remove them"
+        )
+    return config
+
+
+def _unique_keys(name: str, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return the object of a JSON's pairs; DeepSpeed rejects keys that occur twice, too."""
+    found: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in found:
+            raise UserError(f"{name}: {key} occurs twice in an object; remove one of the two")
+        found[key] = value
+    return found
+
+
+def _reject_constant(name: str, constant: str) -> None:
+    raise UserError(f"{name}: {constant} is not a number that JSON has; use a finite number")
+
+
+def _check_owners(name: str, config: dict[str, Any]) -> None:
+    """Reject settings that the recipe owns, other values "auto", and a config without ZeRO."""
     for key in AUTO_KEYS:
         if config.get(key) != "auto":
             raise UserError(
-                f'{name}: {key} = {config.get(key)} belongs to the recipe; use "{key}": "auto"'
+                f"{name}: {key} = {json.dumps(config.get(key))} belongs to the recipe; use "
+                f'"{key}": "auto"'
             )
     for key, owner in RECIPE_KEYS.items():
         if key in config:
@@ -117,46 +140,22 @@ def read_deepspeed_json(name: str) -> dict[str, Any]:
             raise UserError(
                 f'{name}: {key} = "auto" is not filled in by anyone; use a value or remove it'
             )
-    if config.get("bf16", {}).get("enabled") and config.get("fp16", {}).get("enabled"):
-        raise UserError(f"{name}: bf16 and fp16 are both enabled; use bf16 alone")
-    if "offload_optimizer" in config.get("zero_optimization", {}):
-        raise UserError(
-            f"{name}: zero_optimization.offload_optimizer needs DeepSpeed's own Adam; remove it "
-            f"and use more data ranks, which share the optimizer's state"
-        )
-    if not config.get("zero_optimization", {}).get("compute_grad_norm", True):
-        raise UserError(
-            f"{name}: zero_optimization.compute_grad_norm = false leaves nothing to clip and watch "
-            f"gradients by; remove it"
-        )
-    gradients = config.get("data_types", {}).get("grad_accum_dtype")
-    if gradients not in (None, *PRECISIONS):
-        raise UserError(
-            f'{name}: grad_accum_dtype = "{gradients}" is not one of {", ".join(PRECISIONS)}; '
-            f'use "fp32", in which sums over many micro-batches stay accurate'
-        )
-    if communication_precision(config) not in PRECISIONS:
-        raise UserError(
-            f"{name}: communication_data_type = {json.dumps(config['communication_data_type'])} is "
-            f'not one of {", ".join(PRECISIONS)}; use "fp32", in which sums of gradients over many '
-            f"ranks stay accurate"
-        )
-    stage = config.get("zero_optimization", {}).get("stage", 0)
+    zero = config.get("zero_optimization", {})
+    stage = zero.get("stage", 0) if isinstance(zero, dict) else 1  # check_settings rejects it
     if isinstance(stage, bool) or stage not in (1, 2, 3):
         raise UserError(
             f"{name}: zero_optimization.stage = {json.dumps(stage)}: without ZeRO DeepSpeed clips "
             f"wrongly over pipeline stages; use 1, which costs no more on one data rank"
         )
-    return config
 
 
 def zero_stage(config: dict[str, Any]) -> int:
-    """The ZeRO stage of a checked config."""
+    """Return the ZeRO stage of a checked config."""
     return config["zero_optimization"]["stage"]
 
 
 def precision(config: dict[str, Any]) -> str:
-    """ "fp32", "bf16" or "fp16"."""
+    """Return the precision of the weights: fp32, bf16 or fp16."""
     return next((p for p in ("bf16", "fp16") if config.get(p, {}).get("enabled")), "fp32")
 
 
@@ -167,29 +166,6 @@ def communication_precision(config: dict[str, Any]) -> str:
     sums in bf16 (`tests/benchmarks/reduction_error.py`).
     """
     return config.get("communication_data_type", "fp32")
-
-
-def _check_shape(name: str, config: Any) -> None:
-    """Refuse what DeepSpeed would trip over or, misspelt, leave unread."""
-    if not isinstance(config, dict):
-        raise UserError(f'deepspeed = "{name}": this is no JSON object; use one of {SHIPPED}')
-    known = (*AUTO_KEYS, *RECIPE_KEYS, *BLOCKS, *VALUES)
-    for key, value in config.items():
-        if key not in known:
-            close = difflib.get_close_matches(key, known, n=1, cutoff=0.6)
-            hint = f"did you mean {close[0]}?" if close else f"the keys are {', '.join(known)}"
-            raise UserError(f"{name}: unknown key {key}; {hint}")
-        if key in BLOCKS and not isinstance(value, dict):
-            raise UserError(f"{name}: {key} = {value!r} should be an object, {BLOCKS[key]}")
-    for key in ("bf16", "fp16"):
-        if key in config and not isinstance(config[key].get("enabled"), bool):
-            raise UserError(f'{name}: {key} lacks "enabled"; use "{key}": {{"enabled": true}}')
-        for setting in SHORT_STATE:
-            if config.get(key, {}).get(setting):
-                raise UserError(
-                    f"{name}: {key}.{setting} = true keeps the optimizer's state in 16 bits, and "
-                    f"checkpoints hold 32; remove it"
-                )
 
 
 def _check_combination(recipe: Recipe, config: dict[str, Any]) -> None:

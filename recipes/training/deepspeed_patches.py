@@ -4,8 +4,9 @@ In `recipes/training/deepspeed_config.py`:
 - `timers`: DeepSpeed's ThroughputTimer synchronises the device when a forward pass begins and when
   `step` ends, two or three times per micro-batch under ZeRO-2 and 3. We turn it off, so that the
   host runs ahead of the device; `tracking.py` measures throughput.
-- `steps_per_print`: DeepSpeed's pipeline engine divides by it under `wall_clock_breakdown`, and
-  fails if it is None. We set a number in that case, and otherwise None, because we print ourselves.
+- `steps_per_print`: DeepSpeed's pipeline engine divides by it under `wall_clock_breakdown`, which
+  `flops_profiler` turns on too, and fails if it is None. We set a number in that case, and
+  otherwise None, because we print ourselves.
 
 In this file:
 - `replace_timers`: DeepSpeed's pipeline engine times every batch and never frees the pair of CUDA

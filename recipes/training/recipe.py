@@ -14,6 +14,7 @@ from models.config import ModelConfig, nearest_divisors, nearest_multiples
 from models.errors import UserError
 from models.pipeline.balance import deal_blocks, head_in_blocks
 from models.pipeline.order import SCHEDULES, last_stage, least_micro_batches, schedule_name
+from recipes.training.blend import check_weights
 from recipes.training.recipe_errors import explain, root_causes
 from recipes.training.topology import Topology, World
 
@@ -185,6 +186,7 @@ class Data(Section):
                 f'data.validation = "{self.validation}" is trained on too (data.train); use a file '
                 f"of its own, as prepare_data.py writes it"
             )
+        check_weights([source.weight for source in self.train])
         return self
 
 

@@ -29,6 +29,7 @@ MAGIC = b"MMIDIDX\x00\x00"
 HEADER = struct.Struct("<9sQBQQ")
 TOKEN_TYPES = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 TOKEN_CODES = {"<u2": 8, "<i4": 4}
+LONGEST_DOCUMENT = 2**31 - 1  # tokens; Megatron's format has them as int32
 INDEX_BLOCK = 2**20  # entries of an index that are written at once
 
 
@@ -159,7 +160,21 @@ class TokenFileWriter:
         self._lengths: list[np.ndarray] = []
 
     def write(self, tokens: np.ndarray, lengths: np.ndarray) -> None:
-        """Add documents: their tokens end to end, and how many each has."""
+        """Add documents.
+
+        Args:
+            tokens: The tokens of the documents, end to end.
+            lengths: The number of tokens of each document.
+
+        Raises:
+            UserError: a document is too long for the index.
+        """
+        longest = np.max(lengths, initial=0)
+        if longest > LONGEST_DOCUMENT:
+            raise UserError(
+                f"{self.path}: a document has {longest} tokens and the index of a token file "
+                f"holds lengths up to {LONGEST_DOCUMENT}; divide the document"
+            )
         self._bin.write(np.ascontiguousarray(tokens, self.dtype))
         self._lengths.append(np.asarray(lengths, "<i4"))
         self.documents, self.tokens = self.documents + len(lengths), self.tokens + len(tokens)
@@ -199,10 +214,12 @@ def write_index(
     *,
     count: int,
 ) -> None:
-    """Write an .idx for one sequence per document.
+    """Write an .idx with one sequence per document.
 
-    lengths: the tokens of each document, in blocks; called twice, needs one block in memory
-    count: of the documents
+    Args:
+        lengths: Returns the number of tokens of each document, in blocks. It is called twice, so
+            that only one block is in memory.
+        count: The number of documents.
     """
     size = type_of_tokens.itemsize
     stream.write(HEADER.pack(MAGIC, 1, TOKEN_CODES[type_of_tokens.str], count, count + 1))
@@ -210,8 +227,9 @@ def write_index(
         stream.write(np.ascontiguousarray(block, "<i4"))
     offset = 0
     for block in lengths():
-        ends = offset + size * np.cumsum(block, dtype="<i8")
-        stream.write(ends - size * block)
+        lengths_in_bytes = size * np.asarray(block, "<i8")  # a length in bytes may not fit in int32
+        ends = offset + np.cumsum(lengths_in_bytes)
+        stream.write(ends - lengths_in_bytes)
         offset = int(ends[-1]) if len(ends) else offset
     for first in range(0, count + 1, INDEX_BLOCK):
         stream.write(np.arange(first, min(first + INDEX_BLOCK, count + 1), dtype="<i8"))
