@@ -29,7 +29,7 @@ RAISES = "the exception is raised again, or ends the process with its traceback"
 CATCHES = {  # function that catches one of BROAD -> why no defect becomes a user's mistake there
     "recipes/converting/adopt.py: TheirFiles._names": PARSING,
     "recipes/converting/adopt.py: read_config": FOREIGN,
-    "recipes/converting/export.py: special_tokens": FOREIGN,
+    "recipes/converting/export.py: _load": FOREIGN,
     "recipes/planning/hardware.py: _read_toml": PARSING,
     "recipes/prepare_data.py: check_the_same": PARSING,
     "recipes/prepare_data.py: hold": RAISES,
@@ -38,6 +38,7 @@ CATCHES = {  # function that catches one of BROAD -> why no defect becomes a use
     "recipes/preparing/documents.py: json_document": PARSING,
     "recipes/preparing/formats.py: JsonArray.rows": PARSING,
     "recipes/preparing/formats.py: from_library": FOREIGN,
+    "recipes/preparing/own_files.py: _read_manifest": PARSING,
     "recipes/preparing/source.py: open_dataset": FOREIGN,
     "recipes/preparing/source.py: open_file": FOREIGN,
     "recipes/preparing/tokenization.py: Tokenization._write": FOREIGN,

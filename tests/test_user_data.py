@@ -203,6 +203,7 @@ def test_a_tokenizer_without_a_token_for_a_word(tmp_path: Path) -> None:
         tokenizer=tmp_path / "tokenizer.json",
         tokenizer_sha256="",
         vocab_size=2,
+        start=(),
         end=1,
         split_special_tokens=False,
         validation_fraction=0.1,

@@ -84,6 +84,8 @@ def read_deepspeed_json(name: str) -> dict[str, Any]:
             object_pairs_hook=partial(_unique_keys, name),
             parse_constant=partial(_reject_constant, name),
         )
+    except UserError:  # of the two functions above
+        raise
     except (FileNotFoundError, IsADirectoryError):
         raise UserError(f'deepspeed = "{name}": no such file; use one of {SHIPPED}') from None
     except OSError as error:
