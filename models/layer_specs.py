@@ -21,9 +21,9 @@ from itertools import groupby
 import torch
 from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from models.config import ModelConfig
+from models.kernels.embedding import look_up
 from models.kernels.fusing import Fusing
 from models.parallel.collectives import TensorAxis, scatter_to_tensor_axis
 from models.parallel.context import Context, positions_in
@@ -214,7 +214,7 @@ class LearnedPositions(Fusing):
             positions = self.weight[:length].unsqueeze(1)  # [s, 1, h]
         else:
             places = positions_in(context.documents, x.device)
-            positions = F.embedding(places, self.weight)  # [s, b, h]
+            positions = look_up(places, self.weight)  # [s, b, h]
         if split:
             positions = scatter_to_tensor_axis(positions, self.axis)  # [s/t, 1 or b, h]
         x = x + positions

@@ -83,7 +83,7 @@ def test_layouts_pass_on_two_ranks(tmp_path: Path) -> None:
 def test_kernels_pass_on_two_ranks(tmp_path: Path) -> None:
     outcome = run("kernels", Setting(output=tmp_path, **CPU | {"gpus": 2}))
     rows = [line for line in outcome.lines if line.endswith("| yes |")]
-    assert len(rows) == 6 and any(line.startswith("| tied GPT") for line in rows)
+    assert len(rows) == 7 and any(line.startswith("| tied GPT") for line in rows)
 
 
 @pytest.mark.parametrize(("factor", "failures"), [(1.0, 0), (1.05, 1)])
@@ -98,8 +98,14 @@ def test_a_kernel_with_another_gradient_fails(name: str, factor: float, failures
     result = Result()
     result.table(["", "", "", ""], [])
     with mock.patch.object(kernels, "with_gradients", changed):
-        kernels.compare_values(result, name, kernels.COMPARISONS[name], torch.device("cpu"))
+        find, limit = kernels.COMPARISONS[name]
+        kernels.compare_values(result, name, find, torch.device("cpu"), limit=limit)
     assert len(result.failures) == failures
+
+
+def test_an_embedding_that_rounds_each_sum_fails() -> None:
+    with mock.patch.object(kernels, "look_up", torch.nn.functional.embedding):
+        assert kernels.repeated_tokens(torch.device("cpu")) > 0.4
 
 
 def test_attention_across_documents_fails() -> None:

@@ -3,7 +3,9 @@
 Between two matrix products a block adds the bias of the first product, applies dropout, adds the
 result to the residual stream and norms the sum: one kernel forward and one backward. RMSNorm is
 computed in fp32 and rounds before and after the multiplication by its weight, as in transformers.
-LayerNorm is torch's own kernel, which the compiler decomposes to fuse it.
+LayerNorm is torch's own kernel, which the compiler decomposes to fuse it. On CPUs that kernel adds
+up the gradients of weight and bias in the type of its input, and rounds the statistics to the type
+of the weight; there it gets fp32 tensors instead of 16-bit ones.
 
 s sequence, b micro-batch, h hidden.
 """
@@ -112,6 +114,8 @@ class _AddAndNorm(torch.autograd.Function):
 def _norm(x: Tensor, weight: Tensor, bias: Tensor | None, epsilon: float) -> tuple[Tensor, ...]:
     """Return the norm and each row's statistics [..., 1]: mean and 1 / std, or 1 / rms in fp32."""
     if bias is not None:
+        if sums_in_16_bits(x):
+            weight, bias = weight.float(), bias.float()
         return torch.native_layer_norm(x, weight.shape, weight, bias, epsilon)
     wide = x.float()
     inverse_rms = torch.rsqrt(wide.square().mean(-1, keepdim=True) + epsilon)
@@ -123,9 +127,11 @@ def _norm_backward(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return the gradients of x, weight and bias."""
     if bias is not None:
-        return torch.ops.aten.native_layer_norm_backward(
-            grad, x, weight.shape, *statistics, weight, bias, [True, True, True]
-        )
+        tensors = (grad, x, *statistics, weight, bias)
+        if sums_in_16_bits(x):
+            tensors = tuple(each.float() for each in tensors)
+        gradients = _layer_norm_backward(*tensors)
+        return tuple(each.to(x.dtype) for each in gradients)
     (inverse_rms,) = statistics
     normed = x.float() * inverse_rms
     grad = grad.float()
@@ -134,6 +140,20 @@ def _norm_backward(
     mean = (grad * normed).mean(-1, keepdim=True)
     grad_x = (inverse_rms * (grad - normed * mean)).to(x.dtype)
     return grad_x, grad_weight.to(weight.dtype), None
+
+
+def _layer_norm_backward(
+    grad: Tensor, x: Tensor, mean: Tensor, inverse_std: Tensor, weight: Tensor, bias: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of x, weight and bias."""
+    return torch.ops.aten.native_layer_norm_backward(
+        grad, x, weight.shape, mean, inverse_std, weight, bias, [True, True, True]
+    )
+
+
+def sums_in_16_bits(x: Tensor) -> bool:
+    """Tell whether torch's LayerNorm would add up the rows of x in 16 bits."""
+    return x.device.type == "cpu" and x.dtype in (torch.bfloat16, torch.float16)
 
 
 def _add(

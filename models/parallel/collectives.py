@@ -154,9 +154,12 @@ class _Copy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        grad = grad.clone(memory_format=torch.contiguous_format)  # other operations may hold it too
-        dist.all_reduce(grad, group=ctx.axis.group)
-        return grad, None
+        # A copy, because other operations may hold `grad` too; in fp32, because in 16 bits each
+        # addition of a rank's part would round.
+        dtype = torch.promote_types(grad.dtype, torch.float32)
+        total = grad.to(dtype, memory_format=torch.contiguous_format, copy=True)
+        dist.all_reduce(total, group=ctx.axis.group)
+        return total.to(grad.dtype), None
 
 
 class _Reduce(torch.autograd.Function):

@@ -1,8 +1,8 @@
 """The token embedding with its vocabulary split over the tensor axis."""
 
 from torch import Tensor, nn
-from torch.nn import functional as F
 
+from models.kernels.embedding import look_up
 from models.parallel.collectives import TensorAxis, leave_tensor_region
 from models.parallel.linear import column_parallel_product
 from models.sharding import Sharding, declared_parameter
@@ -11,10 +11,10 @@ from models.sharding import Sharding, declared_parameter
 class VocabParallelEmbedding(nn.Module):
     """One [v/t, h] part of the embedding table; serves as the output layer too.
 
-    s sequence, b micro-batch, h hidden, v padded vocabulary, t tensor ranks. Looking up
-    communicates like a row-parallel linear, projecting like a column-parallel one.
+    s sequence, b micro-batch, h hidden, v padded vocabulary, t tensor ranks. A look-up communicates
+    like a row-parallel linear, a projection like a column-parallel one.
 
-    The rows beyond `vocab_size` are zero and never looked up.
+    Rows beyond `vocab_size` are zero and are never looked up.
     """
 
     def __init__(
@@ -29,12 +29,12 @@ class VocabParallelEmbedding(nn.Module):
         """Look up [b, s] token ids: [s, b, h] (s/t under sequence parallelism)."""
         tokens = tokens.t()  # [s, b]
         if self.axis.size == 1:
-            return F.embedding(tokens, self.weight)
+            return look_up(tokens, self.weight)
         rows = self.weight.shape[0]
         local = tokens - self.axis.rank * rows
         elsewhere = (local < 0) | (local >= rows)
-        x = F.embedding(local.masked_fill(elsewhere, 0), self.weight)
-        return leave_tensor_region(x.masked_fill(elsewhere.unsqueeze(-1), 0), self.axis)
+        x = look_up(local.masked_fill(elsewhere, 0), self.weight)
+        return leave_tensor_region(x.masked_fill_(elsewhere.unsqueeze(-1), 0), self.axis)
 
     def logits(self, x: Tensor) -> Tensor:
         """Project [s, b, h] (s/t under sequence parallelism) to [s, b, v/t]."""

@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from models import cost
-from models.kernels import attention, fusing
+from models.kernels import attention, fusing, norms
 from models.parallel.context import positions_in
 from models.transformer import rotary_table
 
@@ -78,15 +78,16 @@ def fake_tensors() -> Iterator[None]:
 def kernels_of_a_gpu(compiled: bool) -> Iterator[None]:
     """Keep the same tensors as a GPU would, where a CPU keeps others.
 
-    On a GPU attention is fused at any length, and the loss computes more logits at a time. A sent
-    tensor is freed once its transfer is complete, and not only when the send is waited for, as with
-    gloo.
+    On a GPU attention is fused at any length, LayerNorm needs no fp32 copies, and the loss computes
+    more logits at a time. A sent tensor is freed once its transfer is complete, and not only when
+    the send is waited for, as with gloo.
 
     compiled: element-wise operations allocate only their results
     """
     fuse = one_kernel if compiled else fusing.as_written
     with (
         mock.patch.object(attention, "MOST_KEPT", 0),
+        mock.patch.object(norms, "sums_in_16_bits", lambda x: False),
         mock.patch.dict(cost.MOST_LOGITS, cpu=cost.MOST_LOGITS["cuda"]),
         mock.patch.object(fusing.Fusing, "fuse", staticmethod(fuse)),
         mock.patch.object(dist.Work, "is_completed", lambda self: True),

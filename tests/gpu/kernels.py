@@ -9,6 +9,7 @@ from torch.nn import functional as F
 
 from models import cost
 from models.kernels.attention import document_attention, varlen_kernel
+from models.kernels.embedding import look_up
 from models.kernels.fusing import as_written, compiled
 from models.parallel.collectives import TensorAxis
 from models.parallel.cross_entropy import vocab_parallel_loss
@@ -30,7 +31,9 @@ ATTENTION_DROPOUT = {"model__attention_dropout": 0.1}
 BF16 = {"deepspeed": "ds_configs/zero1_bf16.json"}
 DOCUMENTS = {"data__separate_documents": True, "training__steps": 10}
 ROUNDED = 0.02  # of the largest value, of results in 16 bits
+ROUNDED_ONCE = 2**-8  # likewise, of results that are rounded to bf16 once
 LENGTHS = (1, 2, 4, 30, 63, 150, 6), (256,)  # of the documents of two sequences
+REPEATS = 1024, 16384  # of a token
 PARTS_OF_LOSS = 4
 LOSS_SCALE = 2.0**10
 
@@ -63,24 +66,29 @@ def kernels(setting: Setting) -> Result:
         setting.save(result)
     result.table(["results and gradients in 16 bits", "to fp32", "limit", "same"], [])
     device = torch.device(setting.device)
-    for name, find in COMPARISONS.items():
-        compare_values(result, name, find, device)
+    for name, (find, limit) in COMPARISONS.items():
+        compare_values(result, name, find, device, limit=limit)
         setting.save(result)
     return result
 
 
 def compare_values(
-    result: Result, name: str, find: Callable[[torch.device], float], device: torch.device
+    result: Result,
+    name: str,
+    find: Callable[[torch.device], float],
+    device: torch.device,
+    *,
+    limit: float = ROUNDED,
 ) -> None:
     """Add a row; an error of the kernels, also of their compilation, fails this row alone."""
     try:
         error = find(device)
     except Exception as problem:
         print(repr(problem))  # into the log of the part
-        result.row([name, "failed", f"{ROUNDED:g}"], failure=f"{name}: {problem!r}")
+        result.row([name, "failed", f"{limit:g}"], failure=f"{name}: {problem!r}")
         return
-    claim = f"{name}: differs from fp32 by {ROUNDED:g} of the largest value at most ({error:.1e})"
-    result.row([name, f"{error:.1e}", f"{ROUNDED:g}"], failure="" if error <= ROUNDED else claim)
+    claim = f"{name}: differs from fp32 by {limit:g} of the largest value at most ({error:.1e})"
+    result.row([name, f"{error:.1e}", f"{limit:g}"], failure="" if error <= limit else claim)
 
 
 def documents_at_once(device: torch.device) -> float:
@@ -143,10 +151,28 @@ def loss_in_parts(device: torch.device) -> float:
     return largest_error(found, with_gradients(theirs, [x.float(), weight.float()]))
 
 
-COMPARISONS = {
-    "attention over documents at once, bf16": documents_at_once,
-    "attention over documents one by one, bf16": documents_one_by_one,
-    f"loss in {PARTS_OF_LOSS} parts, fp16": loss_in_parts,
+def repeated_tokens(device: torch.device) -> float:
+    """Return the largest error of an embedding in bf16 and of its gradient, when tokens repeat."""
+    return max(repetition_error(device, repeats) for repeats in REPEATS)
+
+
+def repetition_error(device: torch.device, repeats: int) -> float:
+    """Return the error for two tokens that occur `repeats` times, with gradients of one sign."""
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.arange(2).repeat(repeats).to(device)
+    grad = (0.5 + torch.rand(len(tokens), 64, generator=generator)).to(device, torch.bfloat16)
+    table = torch.ones(3 * repeats, 64, device=device, dtype=torch.bfloat16)
+    found = with_gradients(lambda table: (look_up(tokens, table) * grad).sum(), [table])
+    expected = with_gradients(lambda table: (table[:2].repeat(repeats, 1) * grad).sum(),
+                              [table.float()])  # fmt: skip
+    return largest_error(found, expected)
+
+
+COMPARISONS = {  # name -> function that returns an error, its limit
+    "attention over documents at once, bf16": (documents_at_once, ROUNDED),
+    "attention over documents one by one, bf16": (documents_one_by_one, ROUNDED),
+    f"loss in {PARTS_OF_LOSS} parts, fp16": (loss_in_parts, ROUNDED),
+    "embedding of repeated tokens, bf16": (repeated_tokens, ROUNDED_ONCE),
 }
 
 
