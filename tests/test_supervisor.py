@@ -47,13 +47,15 @@ def test_who_is_behind(sightings: list[Sighting], said: str) -> None:
 
 def test_the_first_one_there_says_who_is_behind(tmp_path: Path) -> None:
     ranks = [HangReport(tmp_path / "hang", NAMES) for _ in range(3)]
+    places = []
     for rank, report in enumerate(ranks):
         crumb = Breadcrumb()
         crumb.note("ForwardPass", micro_batch=rank, step=5)
-        report.write(take_sighting(rank, crumb))
+        places.append(take_sighting(rank, crumb))
+        report.write(places[rank])
     ranks[0].take_back(0)  # it has moved again
-    assert ranks[2].verdict(2) == ""
-    said = ranks[1].verdict(1)
+    assert ranks[2].verdict(places[2][0]) == ""
+    said = ranks[1].verdict(places[1][0])
     assert said.startswith("rank 0 (node1), rank 3 (node2) do not answer")
     assert "rank 1 (node1): step 5, ForwardPass of micro-batch 1" in said
     stack = (tmp_path / "hang" / "rank-00002.txt").read_text()
@@ -78,20 +80,36 @@ def test_what_launches(command: str, expected: bool, tmp_path: Path) -> None:
 
 
 SUPERVISED = """
-import os, signal, sys, time
+import os, pathlib, signal, sys, time
 import torch
 from recipes.training.processes import start_processes
 from recipes.training.supervisor import Breadcrumb, Supervisor
 from recipes.training.run_folder import RunFolder
+from recipes.training.streams import outlive_output
 from recipes.training.topology import World
 from pathlib import Path
 
+outlive_output()
 start_processes(World())
-crumb = Breadcrumb()
-with Supervisor(RunFolder(Path(sys.argv[1])), crumb, ["here"], int(sys.argv[2])) as supervisor:
+crumb, folder, what = Breadcrumb(), RunFolder(Path(sys.argv[1])), sys.argv[2]
+if what == "hang, and no folder":
+    folder = RunFolder(Path(sys.argv[1]) / "absent")
+if what == "hang, and so does the disk":
+    os.mkfifo(folder.events)
+    pathlib.Path.mkdir = lambda *_, **__: time.sleep(1000)
+supervisor = Supervisor(folder, crumb, hang_seconds=3, startup_seconds=6).start()
+if what == "hang at start":
+    crumb.note("building the engine")
+    time.sleep(60)
+if what == "slow start":
+    time.sleep(4)
+supervisor.name_hosts(["here"])
+with supervisor:
+    supervisor.expect_steps()
     print(supervisor.agree(2, torch.device("cpu")), flush=True)
-    what = sys.argv[3]
-    if what == "hang":
+    if what == "stopped":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    if what.startswith("hang"):
         time.sleep(60)
     if what == "patient":
         with crumb.waiting_for_disk("saving"):
@@ -100,6 +118,8 @@ with Supervisor(RunFolder(Path(sys.argv[1])), crumb, ["here"], int(sys.argv[2]))
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(2.5 if what == "twice" else 0.5)
     print(supervisor.agree(0, torch.device("cpu")), flush=True)
+print("the end of the run", flush=True)
+sys.stdout.finish(5)
 os._exit(0)
 """
 
@@ -110,25 +130,30 @@ os._exit(0)
         ("once", 0, "('rank 0 (here): SIGTERM', 0)"),
         ("echo", 0, "('rank 0 (here): SIGTERM', 0)"),
         ("twice", 128 + signal.SIGTERM, "rank 0 (here): SIGTERM again, ends at once"),
-        ("hang", HUNG, "no progress for 3 s: all ranks are in step 0"),
+        ("hang", HUNG, "no progress for 3 s: all ranks are in start-up and wait for the device"),
+        ("hang, and no folder", HUNG, "no progress for 3 s: rank 0 (here): start-up, starting to"),
+        ("hang, and so does the disk", HUNG, "no progress for 3 s: rank 0 (here): start-up, start"),
+        ("hang at start", HUNG, "no progress for 6 s: all ranks are in start-up"),
+        ("slow start", 0, "('', 0)"),
         ("patient", 0, "('', 0)"),
     ],
 )
 def test_a_supervisor(what: str, code: int, said: str, tmp_path: Path) -> None:
     done = subprocess.run(
-        [sys.executable, "-c", SUPERVISED, str(tmp_path), "3", what],
+        [sys.executable, "-c", SUPERVISED, str(tmp_path), what],
         cwd=REPOSITORY,
         capture_output=True,
         text=True,
         timeout=60,
     )
     assert done.returncode == code, done.stderr
-    assert "('', 2)" in done.stdout and said in done.stdout + done.stderr
+    assert said in done.stdout + done.stderr
+    assert what == "hang at start" or "('', 2)" in done.stdout
 
 
 def test_a_crumb_says_where() -> None:
     crumb = Breadcrumb()
-    assert str(crumb) == "step 0, starting"
+    assert str(crumb) == "start-up, starting"
     crumb.note("waiting for data", step=3)
     crumb.note("ForwardPass", micro_batch=2)
     assert str(crumb) == "step 3, ForwardPass of micro-batch 2" and crumb.count == 2
@@ -167,11 +192,11 @@ def guarded() -> subprocess.Popen:
     """A process that has a guard of two seconds, and beats as long as it runs."""
     script = (
         "import os, subprocess, sys, time\n"
-        f"guard = subprocess.Popen([sys.executable, {str(GUARD)!r}, '2', str(os.getpid()),"
+        f"guard = subprocess.Popen([sys.executable, {str(GUARD)!r}, str(os.getpid()),"
         " 'rank 5 (node1)'],"
         " stdin=subprocess.PIPE)\n"
         "print(guard.pid, flush=True)\n"
-        "while True:\n    guard.stdin.write(b'.'); guard.stdin.flush(); time.sleep(0.3)\n"
+        "while True:\n    guard.stdin.write(b'2\\n'); guard.stdin.flush(); time.sleep(0.3)\n"
     )
     process = subprocess.Popen(
         [sys.executable, "-c", script],
