@@ -42,6 +42,12 @@ HANG_SECONDS = 6
 LIMIT_SECONDS = HANG_SECONDS + 10  # from the fault to the last process's end, where ranks notice
 SECONDS_TO_TRAIN = 240
 HOSTS = ("node1", "node2")
+ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "DS_ACCELERATOR": "cpu",
+    # Otherwise `deepspeed` exits with 120 when its own output cannot be written at the end.
+    "PYTHONUNBUFFERED": "1",
+}
 FAULTY = "tests/cluster/faulty_pretrain.py"
 OURS = r"pretrain\.py|deepspeed\.launcher|bin/deepspeed|guard\.py|pdsh"
 RANK, LAUNCHER, DEEPSPEED = (
@@ -254,7 +260,7 @@ def start(cluster: Cluster, fault: Fault, folder: Path, output: Output) -> Job:
     process = subprocess.Popen(
         cluster.command(command),
         cwd=REPOSITORY,
-        env=cluster.environment | {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"},
+        env=cluster.environment | ENVIRONMENT,
         stdin=subprocess.DEVNULL,
         stdout=output.descriptor,
         stderr=output.descriptor,

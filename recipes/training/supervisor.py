@@ -124,6 +124,7 @@ class Supervisor:
                 self._launchers.append(Process(pid))
         self._stopped: Counter[int] = Counter()  # seconds that launchers have been seen stopped
         self._guard = self._start_guard()
+        self._beat()  # this rank may be stopped before the first second is over
         self._thread = threading.Thread(target=self._watch, name="supervisor", daemon=True)
         self._thread.start()
         stamp = [time.strftime("%Y%m%dT%H%M%S")]
@@ -140,6 +141,7 @@ class Supervisor:
         """End the start-up: from now on the time limit is that of training."""
         self.crumb.note("starting to train")
         self.limit = self.hang_seconds
+        self._beat()
 
     def __enter__(self) -> "Supervisor":
         # One that is ignored stays so: nohup means it.
@@ -298,12 +300,10 @@ class Supervisor:
         return guard
 
     def _beat(self) -> None:
+        patience = self.limit + GUARD_SECONDS if self.limit else 0
         if self._guard:
-            patience = self.limit + GUARD_SECONDS if self.limit else 0
-            try:
+            with contextlib.suppress(BrokenPipeError):  # the watchdog has been killed
                 self._guard.stdin.write(b"%d\n" % patience)
-            except BrokenPipeError:
-                self._guard = None
 
 
 class Background:
