@@ -55,6 +55,12 @@ def test_a_process_prints_and_ends(kind: str) -> None:
         assert places == sorted(places) and text.endswith("the last line")
 
 
+def test_a_process_that_ends_by_itself_prints() -> None:
+    with Output("pipe") as output:
+        assert start("print('help', end='')\nsys.exit(3)", output).wait(timeout=60) == 3
+        assert output.text() == "help"
+
+
 def test_a_closed_descriptor_is_no_error() -> None:
     command = [sys.executable, "-c", PRINTING.format(body=EVERYTHING)]
     script = 'exec "$@" <&- >&- 2>&-'

@@ -10,6 +10,7 @@ the messages of this process, which outlast the process, and those of the launch
 to the same pipe, and they print before they end the ranks.
 """
 
+import atexit
 import contextlib
 import fcntl
 import math
@@ -27,6 +28,7 @@ from typing import Any, NoReturn, TextIO
 MAX_UNREAD_BYTES = 4 * 2**20  # that a stream keeps; older text is left out
 CHUNK_BYTES = select.PIPE_BUF  # a pipe takes at most this much at once, undivided
 RESERVE_BYTES = 16 * 2**10  # of a pipe, left to the launchers
+SECONDS_AT_EXIT = 2.0  # without progress, before an ending process leaves unread text behind
 SECONDS_BETWEEN_LOOKS = 1.0  # at the room in a pipe, while there is nothing to write
 
 
@@ -171,7 +173,8 @@ def outlive_output() -> None:
     """Replace standard output and error by streams that never make this process wait.
 
     Both share a thread if they are the same file, which keeps their order. A descriptor that is
-    closed becomes /dev/null, or the next file that is opened would get the output.
+    closed becomes /dev/null, or the next file that is opened would get the output. A process that
+    ends without `end_process` waits for its readers, too.
     """
     for descriptor in range(3):
         try:
@@ -185,6 +188,7 @@ def outlive_output() -> None:
         with contextlib.suppress(OSError):
             stream.flush()
         setattr(sys, name, EnduringStream(stream, thread))
+    atexit.register(finish_output, SECONDS_AT_EXIT)
 
 
 def finish_output(seconds: float, *, at_most: float = math.inf) -> None:
