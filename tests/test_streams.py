@@ -1,7 +1,6 @@
 """Output whose reader is slow, absent or gone neither stops a process nor gets lost needlessly."""
 
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -117,22 +116,38 @@ streams.end_process(0)
     assert "line 19999 " in text and "line 15000 " not in text
 
 
-def test_a_launcher_can_print_when_the_ranks_have_filled_the_pipe() -> None:
-    body = """
+@pytest.mark.parametrize("grows", [True, False])
+def test_a_launcher_can_print_when_the_ranks_have_filled_the_pipe(grows: bool) -> None:
+    body = f"""
+if not {grows}:
+    streams.fcntl.F_SETPIPE_SZ = -1  # as at the limit of pipe-max-size
 for number in range(10_000):
     print("line", number, "x" * 50)
-time.sleep(60)
+streams.finish_output(3)
+open("/dev/stdin").read()
 """
-    with Output("full pipe") as output:
-        output.spoil()
-        process = start(body, output)
+    with Output("pipe") as output:
+        output.stop_reading()
+        if grows:
+            output.fill()
+        process = subprocess.Popen(
+            [sys.executable, "-c", PRINTING.format(body=body)],
+            cwd=REPOSITORY,
+            stdin=subprocess.PIPE,
+            stdout=output.descriptor,
+        )
+        time.sleep(4)
         launcher = subprocess.Popen(
             [sys.executable, "-c", "print('Killing subprocess', flush=True)"],
             stdout=output.descriptor,
         )
-        assert launcher.wait(timeout=30) == 0
-        process.send_signal(signal.SIGKILL)
-        process.wait()
+        try:
+            assert launcher.wait(timeout=30) == 0
+        finally:
+            for each in (launcher, process):
+                each.kill()
+                each.wait()
+            process.stdin.close()
         assert "Killing subprocess" in output.text()
 
 

@@ -106,7 +106,7 @@ if what == "hang, and no folder":
     folder = RunFolder(Path(sys.argv[1]) / "absent")
 if what == "hang, and so does the disk":
     os.mkfifo(folder.events)
-    pathlib.Path.mkdir = lambda *_, **__: time.sleep(1000)
+    pathlib.Path.mkdir = pathlib.Path.glob = lambda *_, **__: time.sleep(1000)
 supervisor = Supervisor(folder, crumb, hang_seconds=3, startup_seconds=6).start()
 if what == "hang at start":
     crumb.note("building the engine")
@@ -142,7 +142,7 @@ os._exit(0)
         ("twice", 128 + signal.SIGTERM, "rank 0 (here): SIGTERM again, ends at once"),
         ("hang", HUNG, "no progress for 3 s: all ranks are in start-up and wait for the device"),
         ("hang, and no folder", HUNG, "no progress for 3 s: rank 0 (here): start-up, starting to"),
-        ("hang, and so does the disk", HUNG, "no progress for 3 s: rank 0 (here): start-up, start"),
+        ("hang, and so does the disk", HUNG, "the run folder does not answer"),
         ("hang at start", HUNG, "no progress for 6 s: all ranks are in start-up"),
         ("slow start", 0, "('', 0)"),
         ("patient", 0, "('', 0)"),
