@@ -138,7 +138,7 @@ open("/dev/stdin").read()
         )
         time.sleep(4)
         launcher = subprocess.Popen(
-            [sys.executable, "-c", "print('Killing subprocess', flush=True)"],
+            [sys.executable, "-c", "print('Killing subprocess', 'x' * 3000, flush=True)"],
             stdout=output.descriptor,
         )
         try:
