@@ -38,7 +38,7 @@ from recipes.training.recipe import DEFAULT_RECIPE, REPOSITORY, Recipe, load_rec
 from recipes.training.run_folder import RunFolder
 from recipes.training.startup import Startup
 from recipes.training.step_clock import StepClock
-from recipes.training.streams import outlive_output
+from recipes.training.streams import end_process, finish_output, outlive_output
 from recipes.training.topology import Topology, World, check_placement
 from recipes.training.torch_variables import check_accelerator, set_torch_variables
 
@@ -53,6 +53,8 @@ if TYPE_CHECKING:
     from recipes.training.tracking import Meter, Tracker
 
 SECONDS_FOR_RANK_0_TO_SPEAK = 5
+SECONDS_FOR_READER = 30.0  # of the output of a finished run, without progress
+SECONDS_FOR_READER_OF_FAILURE = 2.0
 DRIFTED_SHOWN = 8  # weights in a message
 
 
@@ -117,15 +119,29 @@ def pretrain() -> None:
         )
         data = TrainingData(recipe, topology, world.rank)
         startup.lap("data")
-        start_processes(world, deterministic=recipe.training.deterministic)
+        start_processes(
+            world,
+            deterministic=recipe.training.deterministic,
+            patience_seconds=recipe.supervision.patience_seconds,
+        )
         startup.lap("joining")
+        crumb = Breadcrumb()
+        supervisor = Supervisor(
+            folder,
+            crumb,
+            hang_seconds=recipe.supervision.hang_seconds,
+            startup_seconds=recipe.supervision.startup_seconds,
+        ).start()
+        crumb.note("locking the run folder")
         with refused_together():
             if world.rank == 0:
                 read_wandb_key()
                 folder.hold()
         hosts = hosts_of_ranks()
+        supervisor.name_hosts(hosts)
         check_placement(topology, hosts)
-        found = checkpoint.find(folder.checkpoints, options.resume, recipe, data.fingerprint)
+        with crumb.waiting_for_disk("verifying checkpoints"):
+            found = checkpoint.find(folder.checkpoints, options.resume, recipe, data.fingerprint)
     start = found.progress
     if world.rank == 0:
         tell_skipped(folder, found)
@@ -140,7 +156,7 @@ def pretrain() -> None:
     if world.rank == 0:
         announce(recipe, topology, hosts, folder, found)
 
-    crumb = Breadcrumb()
+    crumb.note("building the engine")
     engine = build_engine(recipe, topology, config, crumb, startup.lap)
     startup.lap("DeepSpeed")
     if found.path:
@@ -155,7 +171,7 @@ def pretrain() -> None:
     with (
         CheckpointWriter(engine.state, folder, damaged=found.skipped, **facts) as writer,
         open_tracker(recipe, folder, world.rank, done=start.step, changed=changed) as tracker,
-        Supervisor(folder, crumb, hosts, recipe.supervision.hang_seconds) as supervisor,
+        supervisor,
     ):
         if engine.on_gpu and recipe.training.compile == "auto" and not engine.compiled:
             tracker.warn(NOT_COMPILED)
@@ -182,6 +198,8 @@ def pretrain() -> None:
             timeline=TimelineRecorder(engine, recipe, topology, folder),
             startup=startup,
         )
+        if not engine.compiled:  # otherwise the first step compiles, and belongs to the start-up
+            supervisor.expect_steps()
         ending = train(run, start.step)
         with crumb.waiting_for_disk("saving"):
             unsaved = writer.wait()
@@ -236,7 +254,9 @@ def train(run: Run, step: int) -> Ending:
             startup = run.startup.stop("first step")
             run.tracker.started(step, startup, compiled=run.engine.compiled)
             hold_garbage()  # now, since a first step imports and compiles
-        run.tracker.step(metrics)
+            run.supervisor.expect_steps()
+        with run.supervisor.crumb.waiting_for_disk("writing metrics"):
+            run.tracker.step(metrics)
         run.timeline.write_after(step)
         bad = run.watch.judge(metrics["loss"], metrics["grad_norm"])
         asked, severity = run.supervisor.agree(bad.severity if bad else 0, run.engine.device)
@@ -275,9 +295,9 @@ def train_step(run: Run, step: int) -> dict[str, Any]:
     """Run one step, and a validation if one is due; return the metrics of the step."""
     run.clock.begin()
     crumb, recipe = run.supervisor.crumb, run.recipe
-    crumb.note("waiting for data", step=step)
+    crumb.step = step
     rate = learning_rate(step, recipe.optimizer, recipe.training.steps)
-    with unreadable_data(run, step):
+    with unreadable_data(run, step), crumb.waiting_for_disk("waiting for data"):
         micro_batches, waited = run.feed.take(step)
     with run.timeline.recorded(step):
         result = run.engine.train_step(micro_batches, rate)
@@ -484,9 +504,8 @@ def leave(code: int) -> None:
     launcher would take a finished run for a failed one.
     """
     atexit._run_exitfuncs()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
+    finish_output(SECONDS_FOR_READER if code == FINISHED else SECONDS_FOR_READER_OF_FAILURE)
+    end_process(code)
 
 
 def parse_command_line() -> argparse.Namespace:

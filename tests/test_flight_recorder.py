@@ -126,11 +126,13 @@ def test_members_come_from_torch_if_the_recorder_has_none() -> None:
 
 def test_the_verdict_names_the_collective(tmp_path: Path) -> None:
     ranks = [HangReport(tmp_path / "hang", NAMES) for _ in range(4)]
+    places = []
     for rank, report in enumerate(ranks):
         own = WAITING if rank < 3 else launched(done("all_reduce", 16))
         place = Sighting(rank, 7, "step 7, ForwardPass", "", "models/x.py:1 f", own)
+        places.append(place)
         report.write((place, "the stack"))
-    verdict = ranks[0].verdict(0)
+    verdict = ranks[0].verdict(places[0])
     assert "all ranks are in step 7 and wait for the device, or compute" in verdict
     assert "by torch's flight recorder rank 0 (node1), rank 1 (node1), rank 2 (node2)" in verdict
     assert "rank 3 (node2) has not joined; the stacks of all are in" in verdict
@@ -141,7 +143,7 @@ def test_a_recorder_that_fails_or_hangs_is_ignored(capsys: pytest.CaptureFixture
         raise RuntimeError("CUDA error")
 
     assert within(5, fail) is None
-    assert "the flight recorder cannot be read: CUDA error" in capsys.readouterr().out
+    assert "reading the flight recorder failed: CUDA error" in capsys.readouterr().out
     started = time.monotonic()
     assert within(0.2, lambda: time.sleep(30)) is None
     assert time.monotonic() - started < 10
@@ -165,7 +167,12 @@ if sys.argv[2] == "broken":
     from recipes.training import supervisor
     supervisor.launched_collectives = lambda: time.sleep(60)
 hosts = ["here", "there"]
-with Supervisor(RunFolder(Path(sys.argv[1])), Breadcrumb(), hosts, 4) as supervisor:
+supervisor = Supervisor(
+    RunFolder(Path(sys.argv[1])), Breadcrumb(), hang_seconds=4, startup_seconds=60
+).start()
+supervisor.name_hosts(hosts)
+with supervisor:
+    supervisor.expect_steps()
     if world.rank == 0:
         dist.all_reduce(torch.ones(7), group=pair)
     time.sleep(60)

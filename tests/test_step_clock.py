@@ -85,7 +85,7 @@ class FakeRun(SimpleNamespace):
         super().__init__(
             clock=StepClock(),
             recipe=SimpleNamespace(training=training, supervision=supervision, optimizer=None),
-            supervisor=SimpleNamespace(crumb=mock.Mock()),
+            supervisor=SimpleNamespace(crumb=mock.MagicMock()),
             feed=SimpleNamespace(take=lambda step: spend(0.5, ([], 0.5))),
             timeline=SimpleNamespace(recorded=lambda step: contextlib.nullcontext()),
             engine=SimpleNamespace(

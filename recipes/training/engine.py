@@ -2,6 +2,7 @@
 
 import contextlib
 import importlib
+import itertools
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
@@ -98,8 +99,24 @@ class Engine(ABC):
         return logical_parameters(self.wrapped.module, self.recipe.model)
 
     def differing_copies(self) -> list[str]:
-        """Weights that ranks should hold alike and do not, a sentence each; the same everywhere."""
-        return differing_copies(self._copies(), self.wrapped.device)
+        """Return a sentence for each weight whose replicas differ; the same on all ranks."""
+
+        def noted() -> Iterator[CopyGroup]:
+            for group in self._copies():
+                self.crumb.note(f"comparing replicas of {group.kind}")
+                yield group
+
+        return differing_copies(noted(), self.wrapped.device)
+
+    def _from_disk(self, micro_batches: Iterable[MicroBatch]) -> Iterator[MicroBatch]:
+        """Iterate over micro-batches that are read while they are iterated over."""
+        iterator = iter(micro_batches)
+        for number in itertools.count():
+            with self.crumb.waiting_for_disk("reading data", micro_batch=number):
+                micro_batch = next(iterator, None)
+            if micro_batch is None:
+                return
+            yield micro_batch
 
     def _copies(self) -> list[CopyGroup]:
         data_rank = dist.get_rank(self.data_group)
@@ -120,12 +137,13 @@ class Engine(ABC):
         """This rank's group along the data axis."""
 
     def load(self, reader: CheckpointReader, *, weights_only: bool = False) -> None:
-        """Take this rank's share of a checkpoint, whichever layout wrote it.
+        """Read this rank's share of a checkpoint, whichever layout wrote it.
 
         weights_only: the optimizer starts afresh
         """
 
         def read(kind: str, fragment: Fragment) -> torch.Tensor:
+            self.crumb.note(f"loading {kind} of {fragment.name}")
             return self.state.parameters[fragment.name].sharding.local_elements(
                 partial(reader.rows, kind, fragment.name),
                 fragment.elements,
@@ -196,8 +214,8 @@ class PipelinedEngine(Engine):
         return self.wrapped.grid.get_data_parallel_group()
 
     def evaluate(self, micro_batches: Iterable[MicroBatch]) -> float:
-        """The mean loss, in nats per token, over all data ranks' micro-batches."""
-        micro_batches = list(micro_batches)
+        """Return the mean loss, in nats per token, over all data ranks' micro-batches."""
+        micro_batches = list(self._from_disk(micro_batches))
         together = self.wrapped.micro_batches
         losses = [
             self._run(self.wrapped.eval_batch, micro_batches[first : first + together])
@@ -240,9 +258,13 @@ class SequentialEngine(Engine):
 
     @torch.no_grad()
     def evaluate(self, micro_batches: Iterable[MicroBatch]) -> float:
-        """The mean loss, in nats per token, over all data ranks' micro-batches."""
+        """Return the mean loss, in nats per token, over all data ranks' micro-batches."""
         self.wrapped.eval()
-        return float(self._mean([self._loss(each) for each in micro_batches]))
+        losses = []
+        for number, micro_batch in enumerate(self._from_disk(micro_batches)):
+            self.crumb.note("validation pass", micro_batch=number)
+            losses.append(self._loss(micro_batch))
+        return float(self._mean(losses))
 
     def _loss(self, micro_batch: MicroBatch) -> torch.Tensor:
         here = micro_batch.on(self.wrapped.device)

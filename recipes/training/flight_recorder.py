@@ -217,7 +217,9 @@ def _numbers(ranks: Sequence[int]) -> str:
     return shown + (", ..." if len(ranks) > MAX_RANKS_IN_MESSAGE else "")
 
 
-def within(seconds: float, function: Callable[[], T]) -> T | None:
+def within(
+    seconds: float, function: Callable[[], T], *, doing: str = "reading the flight recorder"
+) -> T | None:
     """Return the result of a function, or None if it fails or takes longer than `seconds`.
 
     Reading the flight recorder queries CUDA events, and that call can hang as well.
@@ -228,9 +230,9 @@ def within(seconds: float, function: Callable[[], T]) -> T | None:
         try:
             found.append(function())
         except Exception as error:  # no error here may hide the report of the hang
-            print(f"the flight recorder cannot be read: {error}", flush=True)
+            print(f"{doing} failed: {error}", flush=True)
 
-    thread = threading.Thread(target=run, name="flight recorder", daemon=True)
+    thread = threading.Thread(target=run, name=doing, daemon=True)
     thread.start()
     thread.join(seconds)
     return found[0] if found else None

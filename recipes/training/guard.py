@@ -1,34 +1,73 @@
-"""A process beside a rank: ends it when it has been stopped or no longer runs Python.
+"""The watchdog process of a rank: ends the rank when it is stopped or no longer runs Python.
 
-Nothing inside a stopped process can notice that. Its own time is counted in ticks that it has seen,
-so that a whole job that is suspended and goes on (Ctrl-Z, fg) is left alone.
+A process that has been stopped cannot notice it. The watchdog counts its own ticks instead of
+reading a clock, so that a whole job that is suspended and resumed (Ctrl-Z, fg) is left alone.
 
-    python guard.py SECONDS PID NAME      with a pipe from the rank as standard input
+    python guard.py PID NAME      with a pipe from the rank as standard input
+
+Each beat of the rank is a line with the seconds that the rank may be silent from then on; 0: for
+ever.
 """
 
 import os
 import select
 import signal
 import sys
+import threading
+from pathlib import Path
+
+if __name__ == "__main__":  # the repository is where imports start
+    sys.path[:0] = [str(Path(__file__).resolve().parents[2])]
+
+from recipes.training.launchers import Process
+
+SECONDS_TO_SPEAK = 5.0
 
 
 def main() -> None:
-    """Read the rank's beats; kill it when they have failed to come."""
-    patience, rank, name = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # the rank's to answer
-    silent = 0
-    while silent < patience:
+    """Read the rank's beats; kill the rank when they fail to come."""
+    pid, name = int(sys.argv[1]), sys.argv[2]
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGPIPE):
+        signal.signal(number, signal.SIG_IGN)  # meant for the rank
+    try:
+        rank = Process(pid)
+    except OSError:
+        return
+    if os.getppid() != pid:  # the rank has ended before its number was looked up
+        return
+    patience = wait_for_silence()
+    # First the kill, then the message: nobody may be reading standard error.
+    if patience and rank.kill():
+        say(f"{name} has not answered for {patience} s and is ended\n")
+
+
+def wait_for_silence() -> int:
+    """Return the patience in seconds that the rank has exceeded, or 0 when the rank has ended."""
+    patience = silent = 0
+    unread = b""
+    while not patience or silent < patience:
         ready, _, _ = select.select([0], [], [], 1)
         if not ready:
             silent += 1
-        elif os.read(0, 4096):
-            silent = 0
-        else:
-            return  # the rank has ended
-    print(f"{name} has not answered for {patience} s and is ended", file=sys.stderr, flush=True)
-    os.kill(rank, signal.SIGKILL)
+            continue
+        content = os.read(0, 4096)
+        if not content:
+            return 0
+        silent = 0
+        *beats, unread = (unread + content).split(b"\n")
+        if beats:
+            patience = int(beats[-1])
+    return patience
+
+
+def say(text: str) -> None:
+    """Write a message to standard error, and give up after a while."""
+    thread = threading.Thread(target=os.write, args=(2, text.encode()), daemon=True)
+    threading.excepthook = lambda problem: None  # a closed pipe, a full disk
+    thread.start()
+    thread.join(SECONDS_TO_SPEAK)
 
 
 if __name__ == "__main__":
     main()
+    os._exit(0)  # the message may still be waiting for a reader

@@ -3,7 +3,9 @@
 The ranks of a hanging run cannot communicate; they exchange files in the run folder.
 """
 
+import errno
 import json
+import math
 import os
 import sys
 import threading
@@ -59,12 +61,16 @@ class Sighting:
 class HangReport:
     """A folder with a file for each rank that has noticed the hang.
 
-    names: names of all ranks, for messages
+    Every method may fail or block: the file system may be what hangs.
+
+    Args:
+        room: the folder
+        names: names of all ranks, for messages
+        fresh_seconds: files that are older than the newest by more are from an earlier hang
     """
 
-    def __init__(self, room: Path, names: Sequence[str]):
-        self.room, self.names = room, names
-        self._written = False
+    def __init__(self, room: Path, names: Sequence[str], *, fresh_seconds: float = math.inf):
+        self.room, self.names, self.fresh_seconds = room, names, fresh_seconds
 
     def write(self, sighting: tuple[Sighting, str]) -> None:
         """Write the place of a rank and its stack; a later call replaces the file."""
@@ -74,23 +80,23 @@ class HangReport:
         temporary = file.with_suffix(".writing")
         temporary.write_text(f"{json.dumps(asdict(about))}\n{stack}")
         os.rename(temporary, file)
-        self._written = True
 
     def take_back(self, rank: int) -> None:
-        """It has moved again."""
-        if self._written:
-            self._file(rank).unlink(missing_ok=True)
-            self._written = False
+        """Remove the file of a rank that has moved again."""
+        self._file(rank).unlink(missing_ok=True)
 
-    def verdict(self, rank: int) -> str:
-        """Return a description of the hang on the first rank that has written, "" on the others."""
-        present = sorted(int(file.stem.split("-")[1]) for file in self.room.glob("rank-*.txt"))
-        if rank != present[0]:
+    def verdict(self, own: Sighting) -> str:
+        """Return a description of the hang on the first rank that has written, "" on the others.
+
+        A rank that could not write describes the hang, too, with its own place.
+
+        Raises:
+            OSError: no rank has written, or the files cannot be read.
+        """
+        sightings = self._read()
+        if own.rank in sightings and own.rank != min(sightings):
             return ""
-        sightings = {}
-        for each in present:
-            first_line = self._file(each).read_text().partition("\n")[0]
-            sightings[each] = Sighting.from_json(first_line)
+        sightings.setdefault(own.rank, own)
         launched = {rank: sighting.launched for rank, sighting in sightings.items()}
         waiting = describe_waiting(launched, self.names)
         parts = [describe_hang(sightings, self.names), f"the stacks of all are in {self.room}"]
@@ -98,12 +104,25 @@ class HangReport:
             parts.insert(1, f"by torch's flight recorder {waiting}")
         return "; ".join(parts)
 
+    def _read(self) -> dict[int, Sighting]:
+        """Return the places of all ranks that have written about this hang, by rank."""
+        changed = {file: file.stat().st_mtime for file in sorted(self.room.glob("rank-*.txt"))}
+        if not changed:
+            raise FileNotFoundError(errno.ENOENT, "no rank could write there", str(self.room))
+        oldest = max(changed.values()) - self.fresh_seconds
+        sightings = {}
+        for file in (file for file, when in changed.items() if when >= oldest):
+            sighting = Sighting.from_json(file.read_text().partition("\n")[0])
+            if sighting.rank < len(self.names):
+                sightings[sighting.rank] = sighting
+        return sightings
+
     def _file(self, rank: int) -> Path:
         return self.room / f"rank-{rank:05d}.txt"
 
 
 def take_sighting(rank: int, place: Place) -> tuple[Sighting, str]:
-    """Where the main thread is, and its stack."""
+    """Return the place of this rank's main thread, and its stack."""
     frame = sys._current_frames()[threading.main_thread().ident]
     about = Sighting(
         rank=rank,
@@ -116,7 +135,7 @@ def take_sighting(rank: int, place: Place) -> tuple[Sighting, str]:
 
 
 def describe_hang(sightings: dict[int, Sighting], names: Sequence[str]) -> str:
-    """Who is behind: ranks that are silent, or in an earlier step, or outside of collectives."""
+    """Name the ranks that are behind: silent, in an earlier step, or outside of collectives."""
     first = sightings[min(sightings)]
     silent = [name for rank, name in enumerate(names) if rank not in sightings]
     if silent:
@@ -130,7 +149,8 @@ def describe_hang(sightings: dict[int, Sighting], names: Sequence[str]) -> str:
         behind = [each for each in behind if not each.waits_in]
     if not behind or len(behind) == len(sightings):
         where = "in a collective" if not behind else "for the device, or compute"
-        return f"all ranks are in step {earliest} and wait {where}. {names[first.rank]}: {first}"
+        when = f"in step {earliest}" if earliest else "in start-up"
+        return f"all ranks are {when} and wait {where}. {names[first.rank]}: {first}"
     told = "; ".join(f"{names[each.rank]} is behind: {each}" for each in behind[:NAMED])
     return f"{told}. {names[first.rank]}: {first}"
 

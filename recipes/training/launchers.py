@@ -1,6 +1,8 @@
-"""The processes above a rank: which of them have launched it, since when, and how they are."""
+"""The launchers of a rank: its ancestor processes, their ages and their states."""
 
+import contextlib
 import os
+import signal
 import time
 from pathlib import Path
 
@@ -13,14 +15,62 @@ LAUNCHER_NAMES = {"deepspeed", "torchrun"}
 STATE, PARENT, START = 0, 1, 19  # fields of /proc/PID/stat after the name, see proc_pid_stat(5)
 
 
+class Process:
+    """A process, told apart from a later one with the same number by its start time.
+
+    Raises:
+        OSError: there is no such process.
+    """
+
+    def __init__(self, pid: int):
+        self.pid = pid
+        self._started = _stat(pid)[START]
+
+    def state(self) -> str:
+        """Return the process's state, "T" if a signal has stopped it, or "" if it is gone."""
+        try:
+            fields = _stat(self.pid)
+        except OSError:
+            return ""
+        return "" if fields[STATE] in "ZX" or fields[START] != self._started else fields[STATE]
+
+    def kill(self) -> bool:
+        """End the process with SIGKILL; return False if it was gone before.
+
+        A pidfd (Linux 5.3) stays with its process, so that the process found alive is the one that
+        gets the signal. Without pidfds, a tiny chance is left that the number changes hands between
+        the two.
+        """
+        try:
+            descriptor = os.pidfd_open(self.pid)
+        except ProcessLookupError:
+            return False
+        except (AttributeError, OSError):  # an older kernel, or a container that forbids it
+            descriptor = None
+        try:
+            if not self.state():
+                return False
+            if descriptor is None:
+                os.kill(self.pid, signal.SIGKILL)
+            else:
+                signal.pidfd_send_signal(descriptor, signal.SIGKILL)
+        except ProcessLookupError:
+            return False
+        finally:
+            if descriptor is not None:
+                os.close(descriptor)
+        return True
+
+
 def launchers_of(pid: int) -> list[int]:
-    """The processes above this one that have launched it, the nearest first."""
+    """Return the processes above this one that have launched it, the nearest first."""
     found = []
-    while pid > 1:
-        pid = int(_stat(pid)[PARENT])
-        if not is_launcher(Path(f"/proc/{pid}/cmdline")):
-            break
-        found.append(pid)
+    with contextlib.suppress(OSError):  # one of them has just ended
+        while pid > 1:
+            pid = int(_stat(pid)[PARENT])
+            if not is_launcher(Path(f"/proc/{pid}/cmdline")):
+                break
+            found.append(pid)
     return found
 
 
@@ -32,15 +82,6 @@ def is_launcher(command_line: Path) -> bool:
     return bool(LAUNCHER_MODULES.intersection(words)) or any(
         Path(word).name in LAUNCHER_NAMES for word in words[:2]
     )
-
-
-def state_of(pid: int) -> str:
-    """A process's state, "T" if it was stopped by a signal; empty if it is gone."""
-    try:
-        state = _stat(pid)[STATE]
-    except (FileNotFoundError, ProcessLookupError):
-        return ""
-    return "" if state in "ZX" else state
 
 
 def age_seconds(pid: int) -> float:

@@ -12,6 +12,7 @@ import subprocess
 import sysconfig
 import tempfile
 import warnings
+from datetime import timedelta
 from pathlib import Path
 from typing import Literal
 
@@ -19,6 +20,7 @@ import deepspeed
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
+from deepspeed.constants import default_pg_timeout
 
 from models.errors import UserError
 from recipes.training.gpu_support import check_gpus
@@ -27,6 +29,8 @@ from recipes.training.torch_variables import check_workspace, set_torch_variable
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
 LARGEST_KEPT = 32 * 2**20  # bytes of a block; the most that glibc allows
+NO_TIMEOUT = timedelta(days=365)
+MARGIN = timedelta(minutes=5)  # from the end of supervision's patience to that of a collective
 
 
 def on_gpu() -> bool:
@@ -150,12 +154,15 @@ def check_compile_cache() -> None:
         ) from None
 
 
-def start_processes(world: World, *, deterministic: bool = False) -> None:
+def start_processes(
+    world: World, *, deterministic: bool = False, patience_seconds: int | None = 0
+) -> None:
     """Join the process group; a single process needs no launcher's MASTER_ADDR.
 
     Args:
         world: this rank's place and the ranks of the launcher
         deterministic: use only algorithms whose results are reproducible bit for bit
+        patience_seconds: how long supervision waits for progress; None: without limit
     """
     set_torch_variables(os.environ, deterministic=deterministic)
     if deterministic:
@@ -184,6 +191,21 @@ def start_processes(world: World, *, deterministic: bool = False) -> None:
             torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // world.local_size))
     with quiet():
         deepspeed.init_distributed(dist_backend="nccl" if on_gpu() else "gloo", verbose=False)
+    dist.distributed_c10d._set_pg_timeout(collective_timeout(patience_seconds))
+
+
+def collective_timeout(patience_seconds: int | None) -> timedelta:
+    """Return the time limit of collectives in the default process group.
+
+    Supervision must notice a hang first, because it names the rank that is behind. The limit is
+    therefore longer than its patience. The limit for joining stays DeepSpeed's 10 minutes.
+    DEEPSPEED_TIMEOUT, in minutes, takes precedence.
+    """
+    if "DEEPSPEED_TIMEOUT" in os.environ:
+        return default_pg_timeout
+    if patience_seconds is None:
+        return NO_TIMEOUT
+    return max(default_pg_timeout, timedelta(seconds=patience_seconds) + MARGIN)
 
 
 def use_deterministic_algorithms() -> None:

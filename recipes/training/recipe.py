@@ -200,15 +200,28 @@ class Checkpoint(Section):
 
 
 class Supervision(Section):
-    """When a run is given up, goes back or complains."""
+    """Time limits without progress, and the limits for bad steps and slow ranks."""
 
-    # Without any progress, then it ends; 0: never. Collectives of DeepSpeed give up after 600.
+    # Without progress in training, then the run ends; 0: never. On GPUs, collectives of subgroups
+    # give up after 600.
     hang_seconds: NonNegative = 300
+    # Without progress before the first step (with compiled kernels, before its end): building the
+    # model, loading a checkpoint, compiling; then the run ends; 0: never.
+    startup_seconds: NonNegative = 1800
     bad_steps: Count = 3  # in a row without finite numbers: it goes back to the last checkpoint
     loss_spike: Annotated[float, Field(ge=0)] = 3.0  # nats above the usual: likewise; 0: never
     rollbacks: NonNegative = 2  # how often it goes back, and leaves out what it has read since
     compare_speed_every: NonNegative = 100  # steps between looks for slow ranks; 0: never
     slow_rank: Annotated[float, Field(gt=1)] = 1.5  # times its peers' time, to be named
+
+    @property
+    def patience_seconds(self) -> int | None:
+        """The longest time that a rank may wait for others before supervision ends the run.
+
+        None if there is no limit.
+        """
+        limits = self.hang_seconds, self.startup_seconds
+        return max(limits) if all(limits) else None
 
 
 class Tracking(Section):

@@ -1,31 +1,218 @@
-"""Output that may go nowhere: a run outlives the terminal or the pipe that showed it."""
+"""Standard output and error that never make a run wait for their readers.
 
+A terminal that is halted with Ctrl-S, a pager that nobody scrolls or a full disk must neither stop
+the training nor keep the processes that end it from doing so. `outlive_output` therefore replaces
+both streams: writing puts text into a bounded buffer, and a thread writes the buffer to the file.
+Every message of this process takes this way, tracebacks and warnings of libraries included.
+
+A pipe whose reader does not read is enlarged as long as the kernel allows it. The pipe then takes
+the messages of this process, which outlast the process, and those of the launchers. Launchers write
+to the same pipe, and they print before they end the ranks.
+"""
+
+import atexit
 import contextlib
+import fcntl
+import math
+import os
+import select
+import stat
+import struct
 import sys
-from typing import Any, TextIO
+import termios
+import threading
+import time
+from collections import deque
+from typing import Any, NoReturn, TextIO
+
+MAX_UNREAD_BYTES = 4 * 2**20  # that a stream keeps; older text is left out
+CHUNK_BYTES = select.PIPE_BUF  # a pipe takes at most this much at once, undivided
+RESERVE_BYTES = 16 * 2**10  # of a pipe, left to the launchers
+SECONDS_AT_EXIT = 2.0  # without progress, before an ending process leaves unread text behind
+SECONDS_BETWEEN_LOOKS = 1.0  # at the room in a pipe, while there is nothing to write
+
+
+class OutputThread:
+    """A thread that writes text to a file descriptor, for callers that cannot wait for a reader."""
+
+    def __init__(self, descriptor: int):
+        self.descriptor = descriptor
+        self._is_pipe = stat.S_ISFIFO(os.fstat(descriptor).st_mode)
+        self._process = os.getpid()
+        self._changed = threading.Condition()  # reentrant: a destructor may print during `put`
+        self._waiting: deque[bytes] = deque()
+        self._unread = 0  # bytes that are waiting or being written
+        self._left_out = 0  # bytes
+        self._written = 0  # chunks
+        threading.Thread(target=self._run, name="output", daemon=True).start()
+
+    def put(self, content: bytes) -> None:
+        """Take some text and return at once; when the buffer is full, drop the oldest text."""
+        if os.getpid() != self._process:  # a fork has no such thread
+            _write_whole(self.descriptor, content)
+            return
+        with self._changed:
+            self._waiting.append(content)
+            self._unread += len(content)
+            while self._unread > MAX_UNREAD_BYTES and len(self._waiting) > 1:
+                oldest = len(self._waiting.popleft())
+                self._unread -= oldest
+                self._left_out += oldest
+            self._changed.notify_all()
+
+    def finish(self, seconds: float, *, at_most: float = math.inf) -> bool:
+        """Wait until all text is written.
+
+        Args:
+            seconds: without progress, after which the reader is given up
+            at_most: seconds to wait in all
+
+        Returns:
+            True if all text is written.
+        """
+        end = time.monotonic() + at_most
+        with self._changed:
+            while self._unread:
+                before = self._written
+                patience = min(seconds, end - time.monotonic())
+                if not self._changed.wait_for(lambda: self._written != before, patience):  # noqa: B023
+                    return False
+        return True
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                if not self._changed.wait_for(lambda: self._waiting, SECONDS_BETWEEN_LOOKS):
+                    content, taken = b"", 0
+                else:
+                    content, taken = self._take()
+            if self._is_pipe and not content:
+                self._has_room()
+            self._write(content)
+            with self._changed:
+                self._unread -= taken
+                self._written += bool(taken)
+                self._changed.notify_all()
+
+    def _take(self) -> tuple[bytes, int]:
+        """Return a chunk of text, after a note about text left out, and its length without it."""
+        parts = [self._waiting.popleft()]
+        while self._waiting and sum(map(len, parts)) + len(self._waiting[0]) <= CHUNK_BYTES:
+            parts.append(self._waiting.popleft())
+        content, note = b"".join(parts), b""
+        if self._left_out:
+            note = f"\n[{self._left_out} bytes of output are left out: no one read them]\n".encode()
+            self._left_out = 0
+        return note + content, len(content)
+
+    def _write(self, content: bytes) -> None:
+        for first in range(0, len(content), CHUNK_BYTES):
+            while self._is_pipe and not self._has_room():
+                time.sleep(0.02)
+            _write_whole(self.descriptor, content[first : first + CHUNK_BYTES])
+
+    def _has_room(self) -> bool:
+        """Tell whether a chunk can be written, or will fail at once; enlarge a full pipe."""
+        try:
+            poll = select.poll()
+            poll.register(self.descriptor, select.POLLOUT)
+            events = dict(poll.poll(0)).get(self.descriptor, 0)
+            if events & ~select.POLLOUT:
+                return True  # there is no reader any more
+            size = fcntl.fcntl(self.descriptor, fcntl.F_GETPIPE_SZ)
+            (unread,) = struct.unpack(
+                "i", fcntl.ioctl(self.descriptor, termios.FIONREAD, struct.pack("i", 0))
+            )
+            if events and size - unread >= min(RESERVE_BYTES, size // 2) + CHUNK_BYTES:
+                return True
+            with contextlib.suppress(OSError):  # the limit of /proc/sys/fs/pipe-max-size
+                fcntl.fcntl(self.descriptor, fcntl.F_SETPIPE_SZ, 2 * size)
+        except OSError:
+            return True
+        return False
 
 
 class EnduringStream:
-    """A stream that swallows what nobody takes any more."""
+    """A text stream in front of an OutputThread; text that cannot be written is dropped."""
 
-    def __init__(self, stream: TextIO):
-        self._stream = stream
+    def __init__(self, stream: TextIO, thread: OutputThread):
+        self._stream, self._thread = stream, thread
+        self._lock = threading.RLock()
+        self._line = ""
 
     def write(self, text: str) -> int:
-        """Write, if there is somebody."""
-        with contextlib.suppress(OSError):
-            self._stream.write(text)
+        """Take text, and hand it on when a line is complete."""
+        with self._lock:
+            self._line += text
+            if "\n" in text or "\r" in text or len(self._line) > CHUNK_BYTES:
+                self.flush()
         return len(text)
 
+    def writelines(self, lines: Any) -> None:
+        """Take several texts."""
+        for line in lines:
+            self.write(line)
+
     def flush(self) -> None:
-        """Flush, likewise."""
-        with contextlib.suppress(OSError):
-            self._stream.flush()
+        """Hand on an incomplete line; does not wait until the line is written."""
+        with self._lock:
+            line, self._line = self._line, ""
+            if line:
+                self._thread.put(line.encode(self._stream.encoding or "utf-8", "backslashreplace"))
+
+    def finish(self, seconds: float, *, at_most: float = math.inf) -> bool:
+        """Wait until all text is written; see OutputThread.finish."""
+        self.flush()
+        return self._thread.finish(seconds, at_most=at_most)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
 
 
 def outlive_output() -> None:
-    """Let standard output and error be such streams from here on."""
-    sys.stdout, sys.stderr = EnduringStream(sys.stdout), EnduringStream(sys.stderr)
+    """Replace standard output and error by streams that never make this process wait.
+
+    Both share a thread if they are the same file, which keeps their order. A descriptor that is
+    closed becomes /dev/null, or the next file that is opened would get the output. A process that
+    ends without `end_process` waits for its readers, too.
+    """
+    for descriptor in range(3):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest number, this one
+    threads = [OutputThread(1)]
+    threads.append(threads[0] if os.path.sameopenfile(1, 2) else OutputThread(2))
+    for name, descriptor, thread in zip(("stdout", "stderr"), (1, 2), threads, strict=True):
+        stream = getattr(sys, name) or open(descriptor, "w", closefd=False)  # noqa: SIM115
+        with contextlib.suppress(OSError):
+            stream.flush()
+        setattr(sys, name, EnduringStream(stream, thread))
+    atexit.register(finish_output, SECONDS_AT_EXIT)
+
+
+def finish_output(seconds: float, *, at_most: float = math.inf) -> None:
+    """Wait until the output of this process is written; see OutputThread.finish."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, EnduringStream):
+            stream.finish(seconds, at_most=at_most)
+
+
+def end_process(code: int, *, seconds: float = 1.0) -> NoReturn:
+    """End this process at once, after at most `seconds` for the readers of its output."""
+    try:
+        finish_output(seconds, at_most=seconds)
+    finally:
+        os._exit(code)
+
+
+def _write_whole(descriptor: int, content: bytes) -> None:
+    """Write to a file; drop what it does not take, because it is full or has no reader."""
+    left = memoryview(content)
+    while left:
+        try:
+            left = left[os.write(descriptor, left) :]
+        except BlockingIOError:  # another process has made the file non-blocking
+            select.select([], [descriptor], [], 1.0)
+        except OSError:
+            return

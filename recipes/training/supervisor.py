@@ -6,6 +6,10 @@ that there is progress. At the end of each step the ranks agree whether one of t
 to stop. When there has been no progress for a while, hang.py reports which rank is behind, and all
 ranks end. A thread cannot notice that its process has been stopped; the watchdog process (guard.py)
 does.
+
+Nothing that may block runs in the thread itself. Files are written and read by threads of their
+own, because the file system may be what hangs; the rank ends in time without their result. Messages
+never wait for a reader (streams.py).
 """
 
 import contextlib
@@ -13,15 +17,17 @@ import json
 import os
 import selectors
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
 import traceback
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from queue import SimpleQueue
 
 import torch
 import torch.distributed as dist
@@ -29,22 +35,24 @@ import torch.distributed as dist
 from recipes.training.exit_codes import HUNG
 from recipes.training.flight_recorder import Launched, read_dump, within
 from recipes.training.hang import HangReport, take_sighting
-from recipes.training.launchers import launchers_of, state_of
+from recipes.training.launchers import Process, launchers_of
 from recipes.training.run_folder import RunFolder
+from recipes.training.streams import end_process
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
-ECHO_SECONDS = 2.0  # launchers pass on what they get; later it is a second signal
-GUARD_SECONDS = 8  # that the guard leaves to the other ranks, which know more
+ECHO_SECONDS = 2.0  # launchers pass on signals; a later signal is a second one
+GUARD_SECONDS = 8  # that the watchdog leaves to the other ranks, which know more
 RECORDER_SECONDS = 10  # at most, to read the flight recorder
+REPORT_SECONDS = 5  # for the report of a hang, before a rank ends without it
 GUARD = Path(__file__).with_name("guard.py")
 
 
 @dataclass
 class Breadcrumb:
-    """Where a rank is.
+    """The current activity of a rank.
 
-    count: how many places it has come through
-    patient: whether it waits for a disk, which may take its time
+    count: number of activities so far
+    patient: the rank waits for a disk, which may take any time
     """
 
     step: int = 0
@@ -54,60 +62,93 @@ class Breadcrumb:
     patient: bool = False
 
     def note(self, doing: str, *, micro_batch: int | None = None, step: int | None = None) -> None:
-        """Come to another place."""
+        """Begin another activity."""
         self.doing, self.micro_batch = doing, micro_batch
         self.step = self.step if step is None else step
         self.count += 1
 
     @contextlib.contextmanager
-    def waiting_for_disk(self, doing: str) -> Iterator[None]:
-        """What is inside is no hang, however long it takes."""
-        self.note(doing)
+    def waiting_for_disk(self, doing: str, *, micro_batch: int | None = None) -> Iterator[None]:
+        """Do not count this activity as a hang, however long it takes."""
+        before = self.patient
+        self.note(doing, micro_batch=micro_batch)
         self.patient = True
-        yield
-        self.patient = False
-        self.note(doing)
+        try:
+            yield
+        finally:
+            self.patient = before
+        self.note(doing, micro_batch=micro_batch)
 
     def __str__(self) -> str:
         of = "" if self.micro_batch is None else f" of micro-batch {self.micro_batch}"
-        return f"step {self.step}, {self.doing}{of}"
+        when = f"step {self.step}" if self.step else "start-up"
+        return f"{when}, {self.doing}{of}"
 
 
 class Supervisor:
-    """Listens and looks, in each rank, for as long as it is entered.
+    """Supervision of this rank: of hangs from `start` on, of signals while it is entered.
 
-    crumb: where the rank is; whoever gets somewhere notes it
-    hosts: of all ranks, by rank
-    hang_seconds: without progress; 0: wait for ever
+    Args:
+        folder: where a hang is reported
+        crumb: the rank's current activity, which the training notes
+        hang_seconds: time limit without progress once `expect_steps` has been called; 0: none
+        startup_seconds: time limit without progress until then; 0: none
     """
 
     def __init__(
-        self, folder: RunFolder, crumb: Breadcrumb, hosts: Sequence[str], hang_seconds: int
+        self, folder: RunFolder, crumb: Breadcrumb, *, hang_seconds: int, startup_seconds: int
     ):
         self.folder, self.crumb = folder, crumb
-        self.hosts, self.hang_seconds = hosts, hang_seconds
+        self.hang_seconds, self.limit = hang_seconds, startup_seconds
         self.rank = dist.get_rank()
-        self.names = [f"rank {rank} ({host})" for rank, host in enumerate(hosts)]
+        self.hosts: Sequence[str] = ()
+        self.names = [f"rank {rank}" for rank in range(dist.get_world_size())]
+        self.names[self.rank] += f" ({socket.gethostname()})"
         self.asked = ""  # why this rank should stop
         self._signalled_at: float | None = None
+        self._before: dict[int, object] = {}
         self._leaving = threading.Event()
-        stamp = [time.strftime("%Y%m%dT%H%M%S")]
-        dist.broadcast_object_list(stamp)  # not to be mixed up with a hang before
-        self._report = HangReport(folder.path / f"hang-{stamp[0]}", self.names)
+        self._idle, self._seen = 0, -1
+        self._reported = False
+        self._report = HangReport(folder.path / "hang-at-start", self.names)
+        self._disk = Background("hang report")
+        self._trouble = ""
 
-    def __enter__(self) -> "Supervisor":
+    def start(self) -> "Supervisor":
+        """Begin to watch the progress; collective."""
         self._read, self._write = os.pipe()
         os.set_blocking(self._write, False)
+        self._launchers = []
+        for pid in launchers_of(os.getpid()):
+            with contextlib.suppress(OSError):  # it has just ended
+                self._launchers.append(Process(pid))
+        self._stopped: Counter[int] = Counter()  # seconds that launchers have been seen stopped
+        self._guard = self._start_guard()
+        self._beat()  # this rank may be stopped before the first second is over
+        self._thread = threading.Thread(target=self._watch, name="supervisor", daemon=True)
+        self._thread.start()
+        stamp = [time.strftime("%Y%m%dT%H%M%S")]
+        dist.broadcast_object_list(stamp)  # a later hang gets another folder
+        self._report.room = self.folder.path / f"hang-{stamp[0]}"
+        return self
+
+    def name_hosts(self, hosts: Sequence[str]) -> None:
+        """Use the names of the ranks' hosts, by rank, in messages."""
+        self.hosts = hosts
+        self.names[:] = [f"rank {rank} ({host})" for rank, host in enumerate(hosts)]
+
+    def expect_steps(self) -> None:
+        """End the start-up: from now on the time limit is that of training."""
+        self.crumb.note("starting to train")
+        self.limit = self.hang_seconds
+        self._beat()
+
+    def __enter__(self) -> "Supervisor":
         # One that is ignored stays so: nohup means it.
         answered = [n for n in SIGNALS if signal.getsignal(n) is not signal.SIG_IGN]
         self._before = {number: signal.signal(number, _wake) for number in answered}
         # Python's own handlers run between its instructions, and never in a collective that waits.
         self._wakeup = signal.set_wakeup_fd(self._write)
-        self._launchers = launchers_of(os.getpid())
-        self._stopped: Counter[int] = Counter()  # seconds that launchers have been seen stopped
-        self._guard = self._start_guard()
-        self._thread = threading.Thread(target=self._watch, name="supervisor", daemon=True)
-        self._thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -120,10 +161,13 @@ class Supervisor:
         os.close(self._write)
         if self._guard:
             self._guard.stdin.close()
-            self._guard.wait()
+            try:
+                self._guard.wait(GUARD_SECONDS)
+            except subprocess.TimeoutExpired:  # it has been stopped
+                self._guard.kill()
 
     def agree(self, severity: int, device: torch.device) -> tuple[str, int]:
-        """Why the run should stop, or nothing, and the worst severity; the same on all ranks.
+        """Return why the run should stop, or "", and the worst severity; the same on all ranks.
 
         Every rank asks once, at the end of a step.
         """
@@ -138,20 +182,21 @@ class Supervisor:
     def _watch(self) -> None:
         with selectors.DefaultSelector() as selector:
             selector.register(self._read, selectors.EVENT_READ)
-            idle, seen = 0, -1
             while not self._leaving.is_set():
                 if selector.select(timeout=1.0):
                     for number in os.read(self._read, 64):
                         self._on_signal(number)
                     continue
-                try:
-                    self._beat()
-                    self._look_at_launchers()
-                    moved = self.crumb.patient or self.crumb.count != seen
-                    idle, seen = (0 if moved else idle + 1), self.crumb.count
-                    self._look_at_progress(idle)
-                except Exception:  # of a disk, of /proc: no reason to stop beating
-                    traceback.print_exc()
+                for look in (self._look_at_progress, self._beat, self._look_at_launchers):
+                    try:
+                        look()
+                    except Exception:  # for example of /proc; never a reason to stop watching
+                        self._tell_once(traceback.format_exc())
+
+    def _tell_once(self, trouble: str) -> None:
+        if trouble != self._trouble:  # not every second
+            self._trouble = trouble
+            print(trouble, file=sys.stderr, flush=True)
 
     def _on_signal(self, number: int) -> None:
         now = time.monotonic()
@@ -161,7 +206,7 @@ class Supervisor:
             self._ask(name)
         elif number in self._before and now - self._signalled_at > ECHO_SECONDS:
             print(f"{self.names[self.rank]}: {name} again, ends at once", file=sys.stderr)
-            os._exit(128 + number)
+            end_process(128 + number)
 
     def _ask(self, reason: str) -> None:
         if not self.asked:
@@ -174,57 +219,115 @@ class Supervisor:
         A stopped one would never notice the run's end. The outermost first: `deepspeed` exits
         with 0 when what it has started is killed.
         """
-        for pid in self._launchers:
-            state = state_of(pid)
+        for launcher in self._launchers:
+            state = launcher.state()
             if not state:
-                self._ask(f"its launcher, process {pid}, is gone")
-            self._stopped[pid] = self._stopped[pid] + 1 if state == "T" else 0
-        if self.hang_seconds and max(self._stopped.values(), default=0) >= self.hang_seconds:
-            for pid in reversed(self._launchers):
-                with contextlib.suppress(ProcessLookupError):  # another rank was faster
-                    os.kill(pid, signal.SIGKILL)
+                self._ask(f"its launcher, process {launcher.pid}, is gone")
+            self._stopped[launcher.pid] = self._stopped[launcher.pid] + 1 if state == "T" else 0
+        if self.limit and max(self._stopped.values(), default=0) >= self.limit:
+            for launcher in reversed(self._launchers):
+                launcher.kill()
 
-    def _look_at_progress(self, idle: int) -> None:
-        """Write this rank's place after half of the time limit; report and end after all of it.
+    def _look_at_progress(self) -> None:
+        """Report this rank's place after half of the time limit, and end after all of it.
+
+        Reports take time, and may take for ever: the rank ends REPORT_SECONDS after the limit.
+        """
+        limit = self.limit  # before the crumb: `expect_steps` changes them in the other order
+        moved = self.crumb.patient or self.crumb.count != self._seen
+        self._idle, self._seen = (0 if moved else self._idle + 1), self.crumb.count
+        if not limit:
+            return
+        if self._idle == 0 and self._reported:
+            self._reported = False
+            self._disk.run(lambda: self._report.take_back(self.rank))
+        elif self._idle == -(-limit // 2):
+            self._reported = True
+            self._report.fresh_seconds = limit
+            self._disk.run(self._write_report)
+        elif self._idle == limit:
+            Background("end of a hang").run(self._end)
+        elif self._idle >= limit + REPORT_SECONDS:
+            self._say_hung("the run folder does not answer")
+            end_process(HUNG)
+
+    def _write_report(self) -> None:
+        """Write this rank's place.
 
         The place is written before the flight recorder is read, because reading it queries the
         device, which may never answer. If the query also holds the GIL, the watchdog process ends
         this rank.
         """
-        if not self.hang_seconds:
-            return
-        if idle == 0:
-            self._report.take_back(self.rank)
-        elif idle == -(-self.hang_seconds // 2):
-            about, stack = take_sighting(self.rank, self.crumb)
-            self._report.write((about, stack))
-            launched = within(min(RECORDER_SECONDS, self.hang_seconds / 4), launched_collectives)
-            if launched:
-                self._report.write((replace(about, launched=launched), stack))
-        elif idle >= self.hang_seconds:
-            verdict = self._report.verdict(self.rank)
-            if verdict:
-                text = f"no progress for {self.hang_seconds} s: {verdict}"
-                print(text, file=sys.stderr, flush=True)
-                self.folder.event("stop", self.crumb.step, reason=text, exit_code=HUNG)
-            else:
+        about, stack = take_sighting(self.rank, self.crumb)
+        self._report.write((about, stack))
+        launched = within(min(RECORDER_SECONDS, self.limit / 4), launched_collectives)
+        if launched:
+            self._report.write((replace(about, launched=launched), stack))
+
+    def _end(self) -> None:
+        """Say which rank is behind, and end this rank."""
+        try:
+            verdict = self._report.verdict(take_sighting(self.rank, self.crumb)[0])
+        except Exception as problem:  # of the disk, of a torn file: no reason not to end
+            self._say_hung(f"the ranks' reports cannot be read ({problem})")
+        else:
+            if not verdict:
                 time.sleep(2)  # launchers end all ranks when the first one exits
-            os._exit(HUNG)
+                end_process(HUNG)
+            self._say_hung("", verdict)
+        end_process(HUNG)
+
+    def _say_hung(self, problem: str, verdict: str = "") -> None:
+        """Print why this rank ends, and then try to write it into the run folder."""
+        if problem:
+            about, _ = take_sighting(self.rank, self.crumb)
+            verdict = f"{self.names[self.rank]}: {about}; {problem}"
+        text = f"no progress for {self.limit} s: {verdict}"
+        print(text, file=sys.stderr, flush=True)
+        step = self.crumb.step
+        within(
+            1,
+            lambda: self.folder.event("stop", step, reason=text, exit_code=HUNG),
+            doing="writing events.jsonl",
+        )
 
     def _start_guard(self) -> subprocess.Popen | None:
-        if not self.hang_seconds:
+        if not (self.hang_seconds or self.limit):
             return None
-        patience, name = str(self.hang_seconds + GUARD_SECONDS), self.names[self.rank]
-        command = [sys.executable, "-I", "-S", str(GUARD), patience, str(os.getpid()), name]
-        return subprocess.Popen(command, stdin=subprocess.PIPE)
+        command = [sys.executable, "-I", "-S", str(GUARD), str(os.getpid()), self.names[self.rank]]
+        guard = subprocess.Popen(command, stdin=subprocess.PIPE, bufsize=0)
+        os.set_blocking(guard.stdin.fileno(), False)  # it may have been stopped
+        return guard
 
     def _beat(self) -> None:
+        patience = self.limit + GUARD_SECONDS if self.limit else 0
         if self._guard:
+            with contextlib.suppress(BrokenPipeError):  # the watchdog has been killed
+                self._guard.stdin.write(b"%d\n" % patience)
+
+
+class Background:
+    """A thread that runs functions one after another, for a caller that cannot wait for them."""
+
+    def __init__(self, name: str):
+        self._name = name
+        self._calls: SimpleQueue[Callable[[], object]] = SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def run(self, function: Callable[[], object]) -> None:
+        """Run a function after those before; print its error."""
+        self._calls.put(function)
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._work, name=self._name, daemon=True)
+            self._thread.start()
+
+    def _work(self) -> None:
+        while True:
+            function = self._calls.get()
             try:
-                self._guard.stdin.write(b".")
-                self._guard.stdin.flush()
-            except BrokenPipeError:
-                self._guard = None
+                function()
+            except Exception as problem:
+                print(f"{self._name}: {problem!r}", file=sys.stderr, flush=True)
 
 
 def launched_collectives() -> list[Launched]:
@@ -241,4 +344,4 @@ def launched_collectives() -> list[Launched]:
 
 
 def _wake(*_: object) -> None:
-    """The thread has read the signal's number."""
+    """Do nothing: the thread has read the signal's number."""

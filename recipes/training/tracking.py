@@ -28,6 +28,7 @@ from recipes.training.provenance import code_version
 from recipes.training.recipe import Recipe
 from recipes.training.run_folder import RunFolder
 from recipes.training.startup import Startup
+from recipes.training.streams import end_process
 
 SECONDS_BETWEEN_LINES = 10.0
 
@@ -281,7 +282,7 @@ class WandbThread:
         self._thread.join(self.SECONDS_TO_FINISH)
         if self._thread.is_alive():
             # W&B's own exit handler would go on waiting; this one is called before it.
-            atexit.register(os._exit, self.exit_code)
+            atexit.register(end_process, self.exit_code)
             return "Weights & Biases did not finish in time; metrics.jsonl has every step"
         return self._problem
 

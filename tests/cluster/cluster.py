@@ -24,6 +24,7 @@ HERE = Path(__file__).resolve().parent
 PACKAGES = "slurmctld slurmd slurm-client munge pdsh openssh-server openssh-client iproute2"
 PROGRAMS = ("slurmctld", "slurmd", "srun", "munged", "pdsh", "sshd", "ssh-keygen", "ip", "unshare",
             "setpriv")  # fmt: skip
+PROGRAMS_OF_HEAD = ("ip", "unshare", "setpriv", "nsenter")
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 SECONDS_TO_START = 60
 NETWORK = "10.77.0"
@@ -32,11 +33,12 @@ OWN_NAMESPACES = (
 )
 
 
-def missing() -> str:
-    """Why there can be no cluster here; empty if there can."""
+def missing(*, hosts: bool = True) -> str:
+    """Return why there can be no cluster here, or no head without hosts; "" if there can."""
     if os.geteuid() != 0:
         return "hosts of its own need root"
-    absent = [name for name in PROGRAMS if not shutil.which(name, path=PATH)]
+    programs = PROGRAMS if hosts else PROGRAMS_OF_HEAD
+    absent = [name for name in programs if not shutil.which(name, path=PATH)]
     if absent:
         return f"{', '.join(absent)} not found; apt-get install --no-install-recommends {PACKAGES}"
     probe = subprocess.run([*shlex.split(OWN_NAMESPACES), "true"], capture_output=True, text=True)
@@ -46,6 +48,7 @@ def missing() -> str:
 class Cluster:
     """`hosts` hosts named node1, node2, ...; two fake GPUs each for Slurm, or `gpus`.
 
+    hosts: 0: only the head, which then needs no sshd and no Slurm
     slurm: start slurmctld on the head and slurmd on the hosts
     """
 
@@ -175,14 +178,16 @@ class Cluster:
         (folder / "home").mkdir()
         for name in ("state", *(f"spool-{host}" for host in self.hosts)):
             (folder / name).mkdir()
+        names = [f"{NETWORK}.254 head"] if self.hosts else ["127.0.0.1 head"]
+        names += [f"{NETWORK}.{number} {host}" for number, host in enumerate(self.hosts, 1)]
+        (folder / "hosts").write_text("127.0.0.1 localhost\n" + "\n".join(names) + "\n")
+        if not self.hosts:
+            return
         for key in ("user_key", "host_key"):
             command = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", folder / key]
             subprocess.run(command, check=True)
         (folder / "munge.key").write_bytes(os.urandom(128))
         (folder / "munge.key").chmod(0o600)
-        names = [f"{NETWORK}.254 head"]
-        names += [f"{NETWORK}.{number} {host}" for number, host in enumerate(self.hosts, 1)]
-        (folder / "hosts").write_text("127.0.0.1 localhost\n" + "\n".join(names) + "\n")
         (folder / "ssh_config").write_text(SSH_CONFIG.format(folder=folder))
         (folder / "sshd_config").write_text(SSHD_CONFIG.format(folder=folder))
         devices = FAKE_DEVICES[: self.gpus]

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The head of a cluster, first process of its namespaces: a bridge, ssh, slurmctld if munge has a key.
+# The head of a cluster, first process of its namespaces: a bridge, ssh and Slurm if munge has a key.
 #   head.sh FOLDER NETWORK
 set -euo pipefail
 folder=$1 network=$2
@@ -7,6 +7,10 @@ folder=$1 network=$2
 hostname head
 ip link set lo up
 mount --bind "$folder/hosts" /etc/hosts
+if [ ! -e "$folder/munge.key" ]; then
+  touch "$folder/head.ready"
+  exec "$BASH" -c 'while :; do sleep 3600 & wait $!; done'
+fi
 mount --bind "$folder/ssh_config" /etc/ssh/ssh_config
 mount -t tmpfs tmpfs /run
 ip link add bridge0 type bridge

@@ -6,12 +6,17 @@ import pytest
 
 from tests.cluster.cluster import Cluster, missing
 from tests.faults import HOSTS, Fault, faults, inject
+from tests.unread import UNREAD
 
 pytestmark = [
     pytest.mark.cluster,
     pytest.mark.skipif(bool(missing()), reason=f"no cluster here: {missing()}"),
 ]
-FAULTS = {f"{fault.name}, {len(fault.hosts) or 1} hosts": fault for fault in faults()}
+FAULTS = {  # tests/test_faults.py has those on one host with other outputs
+    f"{fault.name}, {len(fault.hosts) or 1} hosts, {kind}": (fault, kind)
+    for fault in faults()
+    for kind in ("pipe", *(UNREAD if fault.hosts else ()))
+}
 
 
 @pytest.fixture(scope="module")
@@ -20,8 +25,8 @@ def cluster() -> Iterator[Cluster]:
         yield cluster
 
 
-@pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS)
-def test_a_run_ends_in_order(fault: Fault, cluster: Cluster) -> None:
-    outcome = inject(cluster, fault, list(FAULTS.values()).index(fault))
+@pytest.mark.parametrize(("fault", "kind"), FAULTS.values(), ids=FAULTS)
+def test_a_run_ends_in_order(fault: Fault, kind: str, cluster: Cluster) -> None:
+    outcome = inject(cluster, fault, list(FAULTS.values()).index((fault, kind)), kind)
     print(outcome)
     assert not outcome.wrong, str(outcome)
