@@ -41,7 +41,7 @@ from typing import TYPE_CHECKING, Any
 from models.config import LARGEST_SIZE
 from models.errors import UserError
 from recipes.preparing.documents import KINDS
-from recipes.training.manifest import flush
+from recipes.training.line_file import flush
 from recipes.training.recipe import REPOSITORY, load_recipe, repository_path
 from recipes.training.token_file import tokenizer_hash
 
@@ -251,6 +251,11 @@ def hold(workspace: Path, *, shared: bool) -> Iterator[None]:
             fcntl.flock(lock, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
         except BlockingIOError:
             raise UserError(f"{workspace} is in use by another process; wait for it") from None
+        except OSError as error:
+            raise UserError(
+                f"{workspace} cannot be locked ({error.strerror}): its file system has no flock; "
+                f"use an --output on another one, for example a local disk, and copy it"
+            ) from None
         if not shared:  # what killed ones have begun
             for leftover in (
                 *workspace.glob("*.incomplete"),
