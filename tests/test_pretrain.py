@@ -15,7 +15,6 @@ from unittest import mock
 import pytest
 import tomli_w
 
-from recipes.pretrain import rollbacks_to
 from recipes.proving.worlds import free_port
 from recipes.training.processes import check_machine
 from recipes.training.recipe import REPOSITORY, load_recipe
@@ -447,11 +446,3 @@ def test_a_corpus_that_is_not_there_is_refused(recipe_file: Path, tmp_path: Path
     arguments = ["--set", "data.validation=nowhere/x", "--run-dir", tmp_path / "x"]
     output = two_ranks(recipe_file, *arguments, code=2)
     assert "nowhere/x.idx is missing; make it with recipes/prepare_data.py" in output
-
-
-def test_a_rollback_is_remembered_until_the_next_save(tmp_path: Path) -> None:
-    folder = RunFolder(tmp_path)
-    for step, to, samples in ((7, 4, 56), (12, 8, 100), (13, 8, 116)):
-        folder.event("rollback", step, to=to, samples=samples)
-    assert [event["samples"] for event in rollbacks_to(folder, 8)] == [100, 116]
-    assert rollbacks_to(folder, 10) == rollbacks_to(folder, 0) == []

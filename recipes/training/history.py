@@ -13,6 +13,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+NEEDED: dict[str, dict[str, type]] = {  # by event, beside the step
+    "rollback": {"to": int, "samples": int},
+    "branch": {"checkpoint": str, "stamp": str},
+}
+
 
 @dataclass(frozen=True)
 class Branch:
@@ -63,7 +68,7 @@ class History:
 
     def apply(self, event: dict[str, Any]) -> None:
         """Take the next event into account."""
-        kind, step = event["event"], event.get("step", 0)
+        kind, step = event["event"], event["step"]
         if kind == "start":
             self._forget(after=-1)
             self._train()
@@ -72,7 +77,7 @@ class History:
             self._targets.clear()
             self.branch = Branch(step, event["checkpoint"], event["stamp"])
             if event.get("once"):
-                self.requests.add((event["once"], event["resume"]))
+                self.requests.add((event["once"], event.get("resume", "")))
             if "samples" in event:
                 self.resumed[step] = event["samples"]
         elif kind == "resume":
@@ -109,8 +114,7 @@ def replay(events: Iterable[dict[str, Any]]) -> History:
     """
     history = History()
     for event in events:
-        try:
+        needed = {"step": int} | NEEDED.get(event["event"], {})
+        if all(isinstance(event.get(key), kind) for key, kind in needed.items()):
             history.apply(event)
-        except (KeyError, TypeError):
-            continue
     return history
