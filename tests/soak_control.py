@@ -515,9 +515,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--rounds", type=int, default=200, help="default: 200")
+    parser.add_argument("--rounds", "--kills", type=int, default=200, help="default: 200")
     parser.add_argument("--seed", type=int, default=0, help="default: 0")
-    parser.add_argument("--kills", type=int, help=argparse.SUPPRESS)  # for soak.py, by make soak
     parser.add_argument("--fault", choices=FAULTS, help="break the code first, to see it noticed")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as home:
