@@ -145,7 +145,7 @@ class Soak:
     def round(self) -> None:
         """Start the run in some way, kill it or let it end, and look at what is there."""
         kind, words = self.choose()
-        plan = self.choose_plan() if kind != "mistake" else None
+        plan = self.choose_plan(kind) if kind != "mistake" else None
         if kind == "automatic" and self.folder.exists() and self.chance.random() < 0.3:
             for name in ("events.jsonl", "metrics.jsonl"):
                 with (self.folder / name).open("ab") as stream:
@@ -192,14 +192,14 @@ class Soak:
         kind = "never" if branch.resume == "never" else "checkpoint"
         return kind, ["--resume", branch.resume, "--resume-once", branch.once, *branch.options]
 
-    def choose_plan(self) -> tuple[Any, ...] | None:
+    def choose_plan(self, kind: str) -> tuple[Any, ...] | None:
         """Choose how a start is killed: (kind, number); None: it is not."""
         draw = self.chance.random()
-        if draw < 0.12:
+        if draw < 0.2:
             return None
-        if draw < 0.5:
-            return "operation", self.chance.randrange(1, 60)
-        if draw < 0.65:
+        if draw < 0.5:  # most of the first ones are those of a request
+            return "operation", self.chance.randrange(1, self.chance.choice([20, 200]))
+        if draw < (0.8 if kind == "checkpoint" else 0.65):
             return "loading", self.chance.randrange(RANKS)
         return "time", self.chance.uniform(0, self.seconds), self.chance.randrange(1, 2**RANKS)
 

@@ -16,7 +16,7 @@ def test_the_run_stays_in_the_branch_that_was_asked_for(tmp_path: Path) -> None:
 
 NOTICED = {
     "stale rollbacks": "instead of {",
-    "late abandonment": "steps [",
+    "late abandonment": "instead of {",
     "rollbacks for ever": "after 1 rollbacks without a checkpoint in between",
 }
 
