@@ -66,6 +66,12 @@ MISTAKES = (
     ("--set", "training.stepz=9"),
     ("--set", "layout.pipeline=9"),
 )
+WAYS = ("automatic", "automatic", "automatic", "checkpoint", "checkpoint", "mistake", "never")
+ENDINGS = {  # by the way that the run was started; "": it is not killed
+    "never": ("operation", "", "loading"),
+    "checkpoint": ("loading", "operation", "time"),
+    "automatic": ("", "operation", "time", "time", "loading"),
+}
 TORN = (b'{"event": "rollback", "st', b"\0" * 200, b'{"step": 3, "lo\0\0\0')
 
 
@@ -114,6 +120,7 @@ class Soak:
         self.folder, self.recipe = home / "run", write_recipe(home)
         self.seen: set[bytes] = set()  # manifests of all checkpoints
         self.requests = 0
+        self.decks: dict[tuple[str, ...], list[str]] = {}
         self.report = Report(seed)
         started = time.monotonic()
         codes = self.start(home / "poisoned", [], None)
@@ -168,18 +175,18 @@ class Soak:
     def choose(self) -> tuple[str, list[str]]:
         """Choose how the run is started next; return the kind and the command's options."""
         branch, steps = self.branch, [step_of(path) for path in self.published()]
-        if branch.announced and steps and self.chance.random() < 0.15:
+        way = self.draw(WAYS) if branch.announced else "again"
+        if way == "mistake" and steps:
             return "mistake", [
                 *self.chance.choice(MISTAKES),
                 "--set",
                 f"training.steps={STEPS + 9}",
             ]
-        finished = STEPS in steps
-        if branch.announced and (finished or self.chance.random() < 0.35):
+        if way in ("never", "checkpoint"):
             # Steps up to the one where a branch began are those of the poisoned run.
             begun = int(branch.resume[-7:]) if branch.options else STEPS
             choices = [step for step in steps if step <= min(begun, STEPS - EVERY)]
-            if not choices or self.chance.random() < 0.2:
+            if not choices or way == "never":
                 self.branch = self.new_branch("never", 0, ())
             else:
                 step = self.chance.choice(choices)
@@ -194,14 +201,21 @@ class Soak:
 
     def choose_plan(self, kind: str) -> tuple[Any, ...] | None:
         """Choose how a start is killed: (kind, number); None: it is not."""
-        draw = self.chance.random()
-        if draw < 0.2:
+        ending = self.draw(ENDINGS[kind])
+        if not ending:
             return None
-        if draw < 0.5:  # most of the first ones are those of a request
-            return "operation", self.chance.randrange(1, self.chance.choice([20, 200]))
-        if draw < (0.8 if kind == "checkpoint" else 0.65):
-            return "loading", self.chance.randrange(RANKS)
+        if ending == "operation":  # most of the first ones are those of a request
+            return ending, self.chance.randrange(1, self.chance.choice([20, 200]))
+        if ending == "loading":
+            return ending, self.chance.randrange(RANKS)
         return "time", self.chance.uniform(0, self.seconds), self.chance.randrange(1, 2**RANKS)
+
+    def draw(self, cards: tuple[str, ...]) -> str:
+        """Draw from a shuffled deck, so that few rounds have all kinds."""
+        deck = self.decks.setdefault(cards, [])
+        if not deck:
+            deck += self.chance.sample(cards, len(cards))
+        return deck.pop()
 
     def start(
         self, folder: Path, options: list[str], plan: tuple[Any, ...] | None
