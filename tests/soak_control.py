@@ -226,6 +226,8 @@ class Soak:
         fault = self.fault if folder == self.folder else None
         place = (self.recipe, folder, options, plan, fault)
         port = free_port()
+        for rank in range(RANKS):  # a rank that is killed at once would leave the last start's
+            log_file(folder, rank).unlink(missing_ok=True)
         with environment(ENVIRONMENT):
             ranks = [
                 context.Process(target=_rank, args=(rank, port, place), daemon=True)
