@@ -66,6 +66,7 @@ endif
 
 soak: $(READY)
 	@$(BIN)/python tests/soak.py $(ARGS)
+	@$(BIN)/python tests/soak_control.py $(ARGS)
 	@$(BIN)/python tests/soak_data.py $(ARGS)
 
 test: $(READY)

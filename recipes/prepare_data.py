@@ -42,7 +42,7 @@ from models.config import LARGEST_SIZE
 from models.errors import UserError
 from recipes.preparing.documents import KINDS
 from recipes.preparing.own_files import mark_workspace
-from recipes.training.manifest import flush
+from recipes.training.line_file import flush
 from recipes.training.recipe import REPOSITORY, load_recipe, repository_path
 from recipes.training.token_file import tokenizer_hash
 
@@ -263,6 +263,11 @@ def hold(workspace: Path, *, shared: bool) -> Iterator[None]:
             fcntl.flock(lock, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
         except BlockingIOError:
             raise UserError(f"{workspace} is in use by another process; wait for it") from None
+        except OSError as error:
+            raise UserError(
+                f"{workspace} cannot be locked ({error.strerror}): its file system has no flock; "
+                f"use an --output on another one, for example a local disk, and copy it"
+            ) from None
         mark_workspace(lock)
         if not shared:  # what killed ones have begun
             for leftover in (

@@ -13,17 +13,18 @@ if __name__ == "__main__":  # the repository, not recipes/, is where imports sta
 
 import argparse
 import atexit
+import math
 import os
 import time
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from models.errors import UserError
 from recipes.training.deepspeed_config import build_deepspeed_config, precision
-from recipes.training.exit_codes import FINISHED, INTERRUPTED, REFUSED, STOPPED
+from recipes.training.exit_codes import BUSY, FINISHED, INTERRUPTED, REFUSED, STOPPED
 from recipes.training.garbage import (
     collect_garbage,
     hold_garbage,
@@ -55,6 +56,7 @@ if TYPE_CHECKING:
 SECONDS_FOR_RANK_0_TO_SPEAK = 5
 SECONDS_FOR_READER = 30.0  # of the output of a finished run, without progress
 SECONDS_FOR_READER_OF_FAILURE = 2.0
+SECONDS_TO_WAIT_FOR_FOLDER = 300  # file servers notice a dead node after 30 to 120 s
 DRIFTED_SHOWN = 8  # weights in a message
 
 
@@ -95,13 +97,13 @@ def pretrain() -> None:
     # torch and DeepSpeed take seconds to import; a bad recipe has been rejected by now.
     import torch.distributed as dist
 
-    from recipes.training import checkpoint
     from recipes.training.checkpoint_writer import CheckpointWriter
     from recipes.training.data import TrainingData
     from recipes.training.engine import build_engine
     from recipes.training.feed import Feed
     from recipes.training.loss_watch import LossWatch
     from recipes.training.processes import check_machine, hosts_of_ranks, start_processes
+    from recipes.training.resume import Request, begin_branch, find_start, hold_together
     from recipes.training.supervisor import Breadcrumb, Supervisor
     from recipes.training.timeline import TimelineRecorder
     from recipes.training.tracking import Meter, open_tracker, read_wandb_key
@@ -136,22 +138,27 @@ def pretrain() -> None:
         with refused_together():
             if world.rank == 0:
                 read_wandb_key()
-                folder.hold()
+        with crumb.waiting_for_disk("waiting for the run folder"):
+            in_use = hold_together(folder, wait_seconds=options.wait_for_folder)
+        if in_use:
+            leave_busy(world, in_use)
         hosts = hosts_of_ranks()
         supervisor.name_hosts(hosts)
         check_placement(topology, hosts)
+        request = Request(options.resume, options.resume_once)
         with crumb.waiting_for_disk("verifying checkpoints"):
-            found = checkpoint.find(folder.checkpoints, options.resume, recipe, data.fingerprint)
-    start = found.progress
-    if world.rank == 0:
-        tell_skipped(folder, found)
+            beginning = find_start(folder, request, recipe, data.fingerprint)
+    found, start = beginning.found, beginning.progress
+    with refusals(world, options), refused_together():
+        if world.rank == 0:
+            tell_skipped(folder, found)
+            begin_branch(folder, beginning)
     if start.step >= recipe.training.steps:
         summarize(recipe, folder, world)
         leave(FINISHED)
     with refusals(world, options), refused_together():
         if world.rank == 0:
-            fresh, branching = options.resume == "never", options.resume not in ("auto", "never")
-            folder.prepare(recipe, start.step, fresh=fresh, branching=branching)
+            folder.prepare(recipe, start)
     startup.lap("checkpoint search")
     if world.rank == 0:
         announce(recipe, topology, hosts, folder, found)
@@ -162,15 +169,12 @@ def pretrain() -> None:
     if found.path:
         engine.load(found.reader(), weights_only=found.weights_only)
         startup.lap("loading")
-    if world.rank == 0:
-        checkpoint.abandon_after(folder.checkpoints, found)
-    start, rollbacks = past_rollbacks(folder, start) if options.resume == "auto" else (start, 0)
     data.resume(start)
     facts = {"recipe": recipe, "topology": topology, "data": data.fingerprint}
     changed = found.changes(recipe)
     with (
         CheckpointWriter(engine.state, folder, damaged=found.skipped, **facts) as writer,
-        open_tracker(recipe, folder, world.rank, done=start.step, changed=changed) as tracker,
+        open_tracker(recipe, folder, world.rank, start=start, changed=changed) as tracker,
         supervisor,
     ):
         if engine.on_gpu and recipe.training.compile == "auto" and not engine.compiled:
@@ -190,7 +194,6 @@ def pretrain() -> None:
                 recipe.supervision,
                 fp16=number_format == "fp16",
                 losses=[line["loss"] for line in folder.read_metrics()] if world.rank == 0 else (),
-                rollbacks=rollbacks,
             ),
             writer=writer,
             tracker=tracker,
@@ -261,21 +264,38 @@ def train(run: Run, step: int) -> Ending:
         bad = run.watch.judge(metrics["loss"], metrics["grad_norm"])
         asked, severity = run.supervisor.agree(bad.severity if bad else 0, run.engine.device)
         reason = bad.reason if bad else "another rank has a bad step"
-        if severity == ROLL_BACK:
+        is_last = step == run.recipe.training.steps
+        if severity == ROLL_BACK or (severity == UNSAFE and is_last):
             step, ending = roll_back(run, step, reason)
+            if ending and severity == UNSAFE:
+                ending = finish_bad_last_step(run, metrics, reason) or finish(run, step, asked)
         else:
             if bad:
                 run.tracker.skip(step, reason, run.data.samples(step))
-            ending = skip(run, step, reason) if severity == UNSAFE else finish(run, step, asked)
+            ending = None if severity == UNSAFE else finish(run, step, asked)
         if ending:
             return ending
     return Ending(FINISHED)
 
 
-def skip(run: Run, step: int, reason: str) -> Ending | None:
-    """What follows a step whose weights are not to be trusted: no save, and no end but the last."""
-    is_last = step == run.recipe.training.steps
-    return Ending(STOPPED, without_save(step, reason)) if is_last else None
+def finish_bad_last_step(run: Run, metrics: dict[str, Any], reason: str) -> Ending | None:
+    """Leave out a last step that is bad, if the weights before it are sound.
+
+    After any other bad step the next loss shows whether the weights are to blame. After the last
+    one a validation does.
+
+    Returns:
+        None if the run may be saved as it is; otherwise how it ends.
+    """
+    step = run.recipe.training.steps
+    run.tracker.skip(step, reason, run.data.samples(step))
+    loss = metrics.get("validation_loss")
+    if loss is None:
+        run.supervisor.crumb.note("validating")
+        loss = run.engine.evaluate(run.data.evaluation())
+    if math.isfinite(loss):
+        return None
+    return Ending(STOPPED, without_save(step, f"{reason}, and the validation loss is {loss}"))
 
 
 def finish(run: Run, step: int, asked: str) -> Ending | None:
@@ -372,30 +392,31 @@ def roll_back(run: Run, step: int, reason: str) -> tuple[int, Ending | None]:
     """
     import torch.distributed as dist
 
-    from recipes.training import checkpoint
+    from recipes.training.resume import Request, find_start
 
     most = run.recipe.supervision.rollbacks
-    if run.watch.rollbacks >= most:
-        why = f"after {most} rollbacks" if most else "supervision.rollbacks = 0"
-        return step, Ending(STOPPED, without_save(step, f"{reason}, {why}"))
-    with run.supervisor.crumb.waiting_for_disk("going back"):
+    if not most:
+        return step, Ending(STOPPED, without_save(step, f"{reason}, supervision.rollbacks = 0"))
+    with run.supervisor.crumb.waiting_for_disk("rolling back"):
         unsaved = run.writer.wait()
         if unsaved:
             run.tracker.warn(unsaved)
         try:
-            found = checkpoint.find(
-                run.folder.checkpoints, "auto", run.recipe, run.data.fingerprint
-            )
+            back = find_start(run.folder, Request(), run.recipe, run.data.fingerprint)
         except UserError as problem:
             return step, Ending(STOPPED, f"step {step}: {reason}, and {problem}")
+    found = back.found
     if not found.path or found.weights_only:
         return step, Ending(STOPPED, f"step {step}: {reason}, and there is no checkpoint yet")
+    if back.rollbacks >= most:
+        why = f"after {most} rollbacks without a checkpoint in between"
+        return step, Ending(STOPPED, without_save(step, f"{reason}, {why}"))
     run.feed.forget()
     to = Progress(found.progress.step, run.data.progress_after(step).samples)
     if dist.get_rank() == 0:
         tell_skipped(run.folder, found)
     run.writer.damaged = found.skipped
-    with run.supervisor.crumb.waiting_for_disk("going back"):
+    with run.supervisor.crumb.waiting_for_disk("rolling back"):
         run.engine.load(found.reader())
     run.data.resume(to)
     run.watch.rolled_back()
@@ -475,29 +496,16 @@ def refused_together() -> Iterator[None]:
         raise UserError(messages[0])
 
 
-def rollbacks_to(folder: RunFolder, step: int) -> list[dict[str, Any]]:
-    """The events of going back to a step, if the run has not been saved since."""
-    events = [e for e in folder.read_events() if e["event"] == "rollback" and e["to"] == step]
-    return events if step else []
+def leave_busy(world: World, reason: str) -> NoReturn:
+    """End this rank because another process holds the run folder."""
+    if world.rank != 0:
+        time.sleep(SECONDS_FOR_RANK_0_TO_SPEAK)
+    else:
+        print(f"pretrain.py: {reason}", file=sys.stderr, flush=True)
+    leave(BUSY)
 
 
-def past_rollbacks(folder: RunFolder, start: Progress) -> tuple[Progress, int]:
-    """Where the run goes on, past the data that it has gone back from, and how often it has.
-
-    The same on all ranks.
-    """
-    import torch.distributed as dist
-
-    found: list[Any] = [start, 0]
-    if dist.get_rank() == 0:
-        rollbacks = rollbacks_to(folder, start.step)
-        if rollbacks:
-            found = [Progress(start.step, rollbacks[-1]["samples"]), len(rollbacks)]
-    dist.broadcast_object_list(found)
-    return found[0], found[1]
-
-
-def leave(code: int) -> None:
+def leave(code: int) -> NoReturn:
     """End this process after its exit handlers, without the teardown of libraries' threads.
 
     Of torch's, some abort now and then ("terminate called without an active exception"), and the
@@ -528,6 +536,20 @@ def parse_command_line() -> argparse.Namespace:
         default="auto",
         metavar="auto|never|CHECKPOINT",
         help="auto: from the newest checkpoint of the run folder, if there is one",
+    )
+    parser.add_argument(
+        "--resume-once",
+        default="",
+        metavar="NAME",
+        help="carry --resume out once: later starts with the same NAME resume automatically",
+    )
+    parser.add_argument(
+        "--wait-for-folder",
+        type=float,
+        default=SECONDS_TO_WAIT_FOR_FOLDER,
+        metavar="SECONDS",
+        help="how long to wait for the lock of a run that shows no sign of life, for example "
+        "because its node has died; default: %(default)s",
     )
     parser.add_argument("--run-dir", type=Path, help="default: runs/NAME of the recipe")
     parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # deepspeed passes it

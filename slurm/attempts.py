@@ -12,11 +12,11 @@ if __name__ == "__main__":  # the repository, not slurm/, is where imports start
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import argparse
-import json
 import os
 
 from models.errors import UserError
 from recipes.training.exit_codes import REFUSED
+from recipes.training.line_file import LineFile
 from recipes.training.manifest import published, step_of
 from recipes.training.recipe import REPOSITORY, load_recipe
 from recipes.training.run_folder import RunFolder
@@ -31,7 +31,8 @@ def main() -> None:
     parser.add_argument("recipe", type=Path)
     parser.add_argument("--set", action="append", default=[])
     parser.add_argument("--run-dir", type=Path)
-    parser.add_argument("--resume")
+    for name in ("--resume", "--resume-once", "--wait-for-folder"):
+        parser.add_argument(name, help="for pretrain.py")
     options = parser.parse_args()
     if options.code == REFUSED:
         sys.exit("the recipe was refused; the job does not start again")
@@ -50,14 +51,13 @@ def main() -> None:
 
 
 def note_failure(attempts: Path, step: int, code: int) -> bool:
-    """Whether the job has failed after that checkpoint before."""
+    """Note a failure; return whether the job has failed after that checkpoint before."""
     attempts.parent.mkdir(parents=True, exist_ok=True)
     job = os.environ.get("SLURM_JOB_ID", "")
-    text = attempts.read_text() if attempts.exists() else ""
-    earlier = [json.loads(line) for line in text.splitlines() if line.endswith("}")]
-    with attempts.open("a") as stream:
-        stream.write(json.dumps({"job": job, "step": step, "exit_code": code}) + "\n")
-    return any(attempt["job"] == job and attempt["step"] == step for attempt in earlier)
+    lines = LineFile(attempts, key="job")
+    earlier = lines.read()
+    lines.append({"job": job, "step": step, "exit_code": code})
+    return any(attempt["job"] == job and attempt.get("step") == step for attempt in earlier)
 
 
 if __name__ == "__main__":

@@ -14,8 +14,9 @@ shift
 : "${1:?name a recipe: slurm/chain.sh 5 RECIPE}"
 
 options=$(.venv/bin/python slurm/options.py "$@")
+RESUME_ONCE=chain-$(date +%s)-$$ # --resume is for the first job that starts; the others go on
 for _ in $(seq "$jobs"); do
   # shellcheck disable=SC2086 # several options, none with a space
-  REQUEUE=no sbatch $options --no-requeue --dependency=singleton slurm/pretrain.slurm "$@"
-  set -- "$@" --resume auto # the jobs after the first go on
+  REQUEUE=no RESUME_ONCE=$RESUME_ONCE \
+    sbatch $options --no-requeue --dependency=singleton slurm/pretrain.slurm "$@"
 done

@@ -25,7 +25,7 @@ def main() -> None:
     parser.add_argument(
         "--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="as for pretrain.py"
     )
-    for name in ("--run-dir", "--resume"):
+    for name in ("--run-dir", "--resume", "--resume-once", "--wait-for-folder"):
         parser.add_argument(name, help="for pretrain.py")
     options = parser.parse_args()
     try:

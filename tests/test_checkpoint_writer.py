@@ -12,9 +12,10 @@ import tomli_w
 
 from recipes.proving.trial import start, train_step
 from recipes.training.checkpoint_writer import CheckpointWriter
+from recipes.training.line_file import LineFile
 from recipes.training.manifest import find_damages, published, step_of
 from recipes.training.recipe import Recipe, parse_recipe
-from recipes.training.run_folder import LineFile, RunFolder
+from recipes.training.run_folder import RunFolder
 from tests.conftest import changed, small_recipe
 from tests.ranks import join_world, run_ranks, start_ranks
 from tests.test_pretrain import events, metrics
@@ -124,7 +125,7 @@ def test_a_full_disk_costs_no_checkpoint(
 
 
 def test_lines_that_a_full_disk_does_not_take_come_later(disk: Path) -> None:
-    lines, ballast = LineFile(disk / "lines"), disk / "ballast"
+    lines, ballast = LineFile(disk / "lines", key="line"), disk / "ballast"
     lines.append({"step": 1})
     ballast.write_bytes(bytes(shutil.disk_usage(disk).free))
     long = "x" * 10_000

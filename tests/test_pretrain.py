@@ -16,7 +16,6 @@ import pytest
 import tomli_w
 
 from models.errors import UserError
-from recipes.pretrain import rollbacks_to
 from recipes.proving.worlds import free_port
 from recipes.training.processes import check_machine
 from recipes.training.recipe import REPOSITORY, load_recipe
@@ -148,8 +147,7 @@ def metrics(folder: Path) -> list[dict[str, Any]]:
 
 
 def events(folder: Path) -> list[tuple[str, int]]:
-    lines = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
-    return [(line["event"], line["step"]) for line in lines]
+    return [(line["event"], line["step"]) for line in RunFolder(folder).read_events()]
 
 
 def test_a_run_leaves_what_the_design_says(finished: tuple[Path, str], recipe_file: Path) -> None:
@@ -208,6 +206,8 @@ def test_an_interrupted_run_continues_bit_for_bit(
     shutil.rmtree(folder / "checkpoints" / "step-0000008")
     with (folder / "metrics.jsonl").open("a") as stream:
         stream.write('{"step": 9, "lo')  # a process killed in the middle of a line
+    with (folder / "events.jsonl").open("ab") as stream:
+        stream.write(b'{"event": "rollb' + bytes(100))  # a power loss
     (folder / "checkpoints" / "step-0000008.incomplete").mkdir()
     output = two_ranks(recipe_file, "--run-dir", folder)
     assert "resumed after step 4" in output
@@ -417,6 +417,61 @@ def test_a_run_goes_back_only_so_often(recipe_file: Path, tmp_path: Path) -> Non
     assert RunFolder(tmp_path / "x").read_metrics()[-1]["tokens"] == 32 * (32 + 3 * 8)
 
 
+def poisoned(recipe_file: Path, folder: Path, samples: tuple[int, ...], *settings: str) -> str:
+    """The command on two ranks, with bad micro-batches that begin at these samples; its output."""
+    script = POISONED.replace("range(32, 56)", repr(samples))
+    options = [word for setting in settings for word in ("--set", setting)]
+    arguments = ["-c", script, str(recipe_file), "--run-dir", str(folder), *options]
+    codes, outputs = start_ranks(2, arguments, folder=folder.parent, seconds=300)
+    assert codes == [0, 0], outputs
+    return outputs[0]
+
+
+def test_rollbacks_with_a_save_in_between_do_not_stop_a_run(
+    recipe_file: Path, tmp_path: Path
+) -> None:
+    settings = ("training.steps=12", "supervision.bad_steps=1", "supervision.rollbacks=1")
+    poisoned(recipe_file, tmp_path / "x", (40, 80), *settings)
+    lines = RunFolder(tmp_path / "x").read_events()
+    found = [(e["step"], e["to"], e["samples"]) for e in lines if e["event"] == "rollback"]
+    assert found == [(6, 4, 48), (9, 8, 88)]
+    ends = [line["tokens"] // 32 for line in RunFolder(tmp_path / "x").read_metrics()]
+    assert ends == [8, 16, 24, 32, 56, 64, 72, 80, 96, 104, 112, 120]
+
+
+def test_a_bad_last_step_is_rolled_back(recipe_file: Path, tmp_path: Path) -> None:
+    poisoned(recipe_file, tmp_path / "x", (56,))
+    assert ("rollback", 8) in events(tmp_path / "x") and events(tmp_path / "x")[-1] == ("end", 8)
+    ends = [line["tokens"] // 32 for line in RunFolder(tmp_path / "x").read_metrics()]
+    assert ends == [8, 16, 24, 32, 72, 80, 88, 96]
+
+
+def test_a_bad_last_step_that_cannot_be_rolled_back_is_left_out(
+    recipe_file: Path, tmp_path: Path
+) -> None:
+    settings = ("supervision.rollbacks=0", "training.evaluate_every=0")
+    output = poisoned(recipe_file, tmp_path / "x", (56,), *settings)
+    assert "skipped: step 8: the gradient norm is inf; samples 56 .. 63" in output
+    told = [("save", 4), ("skip", 8), ("save", 8), ("end", 8)]
+    found = [each for each in events(tmp_path / "x") if each[0] in ("save", "skip", "end", "stop")]
+    assert found == told
+
+
+def test_a_folder_without_flock_is_a_warning(recipe_file: Path, tmp_path: Path) -> None:
+    script = (
+        "import fcntl\n"
+        "def refuse(*_): raise OSError(38, 'Function not implemented')\n"
+        "fcntl.flock = refuse\n"
+        "from recipes import pretrain\n"
+        "pretrain.main()\n"
+    )
+    steps = ["--set", "training.steps=2", "--run-dir", str(tmp_path / "x")]
+    arguments = ["-c", script, str(recipe_file), *steps]
+    codes, outputs = start_ranks(2, arguments, folder=tmp_path, seconds=300)
+    assert codes == [0, 0] and "is on a file system without flock" in outputs[0], outputs
+    assert not (tmp_path / "x" / "lock.exclusive").exists()
+
+
 @pytest.mark.parametrize(
     ("every", "stopped"),
     [(3, 3), (100, 4), (0, None)],  # at its interval; before a save; never
@@ -448,11 +503,3 @@ def test_a_corpus_that_is_not_there_is_refused(recipe_file: Path, tmp_path: Path
     arguments = ["--set", "data.validation=nowhere/x", "--run-dir", tmp_path / "x"]
     output = two_ranks(recipe_file, *arguments, code=2)
     assert "nowhere/x.idx is missing; make it with recipes/prepare_data.py" in output
-
-
-def test_a_rollback_is_remembered_until_the_next_save(tmp_path: Path) -> None:
-    folder = RunFolder(tmp_path)
-    for step, to, samples in ((7, 4, 56), (12, 8, 100), (13, 8, 116)):
-        folder.event("rollback", step, to=to, samples=samples)
-    assert [event["samples"] for event in rollbacks_to(folder, 8)] == [100, 116]
-    assert rollbacks_to(folder, 10) == rollbacks_to(folder, 0) == []

@@ -5,6 +5,8 @@ from pathlib import Path
 import pytest
 
 from models.errors import UserError
+from recipes.training.line_file import LineFile
+from recipes.training.progress import Progress
 from recipes.training.recipe import REPOSITORY, parse_recipe
 from recipes.training.run_folder import RunFolder
 
@@ -35,7 +37,7 @@ def test_metrics_of_steps_to_be_done_again_are_dropped(tmp_path: Path, small) ->
     folder.hold()
     for step in range(1, 6):
         folder.metric({"step": step, "loss": 0.1 + 0.2})
-    folder.prepare(parse_recipe(small, "test"), 3, fresh=False)
+    folder.prepare(parse_recipe(small, "test"), Progress(3, 24))
     assert [line["step"] for line in folder.read_metrics()] == [1, 2, 3]
     assert folder.read_metrics()[0]["loss"] == 0.1 + 0.2  # every digit
 
@@ -45,7 +47,8 @@ def test_a_fresh_start_sets_the_old_run_aside(tmp_path: Path, small) -> None:
     folder.hold()
     folder.metric({"step": 1})
     folder.event("start", 0)
-    folder.prepare(parse_recipe(small, "test"), 0, fresh=True)
+    folder.move_aside()
+    folder.prepare(parse_recipe(small, "test"), Progress())
     assert folder.read_metrics() == [] and not folder.events.exists()
     (aside,) = tmp_path.glob("run.*")
     assert RunFolder(aside).read_metrics() == [{"step": 1}]
@@ -59,7 +62,34 @@ def test_a_link_stays_a_link(tmp_path: Path, small) -> None:
     folder = RunFolder(tmp_path / "run")
     folder.hold()
     folder.metric({"step": 1})
-    folder.prepare(parse_recipe(small, "small"), 0, fresh=True)
+    folder.move_aside()
+    folder.prepare(parse_recipe(small, "small"), Progress())
     assert (tmp_path / "run").is_symlink() and (tmp_path / "run" / "recipe.toml").is_file()
     (aside,) = tmp_path.glob("large disk.*")
     assert (aside / "metrics.jsonl").is_file()
+
+
+def test_metrics_that_a_rollback_discarded_are_copied_by_the_next_start(
+    tmp_path: Path, small
+) -> None:
+    """The run was killed after the rollback was written down and before they were moved."""
+    folder, recipe = RunFolder(tmp_path / "run"), parse_recipe(small, "test")
+    folder.hold()
+    for step in range(1, 8):
+        folder.metric({"step": step, "tokens": 8 * 32 * step})
+    folder.prepare(recipe, Progress(6, 48))  # step 7 will be the same again
+    assert not list(folder.path.glob("metrics.*.jsonl"))
+    folder.prepare(recipe, Progress(4, 48))  # steps 5 and 6 will read other samples
+    (copy,) = folder.path.glob("metrics.*.jsonl")
+    assert [line["step"] for line in LineFile(copy, key="step").read()] == [1, 2, 3, 4, 5, 6]
+    assert [line["step"] for line in folder.read_metrics()] == [1, 2, 3, 4]
+
+
+def test_runs_moved_aside_in_the_same_second_are_all_kept(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "run")
+    folder.hold()
+    for step in (1, 2, 3):
+        folder.metric({"step": step})
+        folder.move_aside()
+    kept = [RunFolder(path).read_metrics()[0]["step"] for path in tmp_path.glob("run.*")]
+    assert sorted(kept) == [1, 2, 3]

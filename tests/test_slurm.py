@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import tomli_w
 
-from recipes.training.exit_codes import INTERRUPTED
+from recipes.training.exit_codes import BUSY, INTERRUPTED
 from recipes.training.recipe import REPOSITORY
 from tests.conftest import changed, small_recipe
 
@@ -135,3 +135,22 @@ def test_no_pipe_ends_in_a_command_that_stops_reading() -> None:
 
 def test_templates_know_the_exit_codes() -> None:
     assert f'[ "$code" -eq {INTERRUPTED} ]' in (REPOSITORY / "slurm/pretrain.slurm").read_text()
+
+
+def test_a_folder_that_is_still_locked_starts_the_job_again_once(
+    recipe: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "attempts.jsonl").write_bytes(b'{"job": "7", "st' + bytes(50))  # torn
+    words = ["slurm/attempts.py", BUSY, recipe, "--run-dir", tmp_path / "run"]
+    words += ["--resume-once", "job-7", "--wait-for-folder", "60"]
+    assert "exit code 6; starts again" in python(*words)
+    assert "failed twice" in python(*words, code=1)
+
+
+def test_a_request_is_made_by_every_start_of_a_job() -> None:
+    """pretrain.py knows whether it was carried out; the template cannot."""
+    template = (REPOSITORY / "slurm/pretrain.slurm").read_text()
+    assert "--resume auto" not in template and '--resume-once "${RESUME_ONCE:-job-' in template
+    chain = (REPOSITORY / "slurm/chain.sh").read_text()
+    assert "--resume auto" not in chain and "RESUME_ONCE=$RESUME_ONCE" in chain

@@ -82,7 +82,7 @@ def test_the_first_step_is_told(
     small, startup: Startup, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = RunFolder(tmp_path)
-    tracker = RunTracker(parse_recipe(changed(small), "test"), folder, done=0)
+    tracker = RunTracker(parse_recipe(changed(small), "test"), folder)
     startup.seconds = {"launcher": 2.25}
     startup.lap("imports")
     assert startup.running

@@ -105,11 +105,11 @@ def test_weights_and_biases_that_raises_is_reported_once(small, folder: RunFolde
 
 def test_only_rank_0_tracks(small, folder: RunFolder) -> None:
     recipe = recipe_with(small, "disabled")
-    with tracking.open_tracker(recipe, folder, 1, done=0, changed={}) as silent:
+    with tracking.open_tracker(recipe, folder, 1, start=Progress(), changed={}) as silent:
         silent.step(LINE)
         silent.end()
     assert not folder.metrics.exists() and not folder.events.exists()
-    with tracking.open_tracker(recipe, folder, 0, done=0, changed={}) as tracker:
+    with tracking.open_tracker(recipe, folder, 0, start=Progress(), changed={}) as tracker:
         tracker.step(LINE)
         tracker.end()
     assert folder.read_metrics() == [LINE]

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from models.errors import UserError
-from recipes.training.manifest import flush
+from recipes.training.line_file import flush
 
 OURS = ("manifest.json", "config.json")  # one of them is in whatever this command has written
 

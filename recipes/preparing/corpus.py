@@ -24,7 +24,8 @@ import numpy as np
 from models.errors import UserError
 from recipes.preparing.formats import NumberedPiece, describe
 from recipes.preparing.tokenization import PARTS, Report, Tokenization
-from recipes.training.manifest import flush, sha256
+from recipes.training.line_file import flush
+from recipes.training.manifest import sha256
 from recipes.training.token_file import (
     HashedFile,
     TokenFile,

@@ -56,13 +56,13 @@ def from_where(origin: str) -> str:
 
 
 def samples_of(recipe: Recipe, run: RunFolder, step: int) -> range:
-    """The samples that a step of a run has read, or will read if it goes on as the recipe says."""
+    """Return the samples that a step of a run has read, or will read with this recipe."""
     length, batch = recipe.model.sequence_length, recipe.batch.global_sequences
-    ends = {0: 0} | {line["step"]: line["tokens"] // length for line in run.read_metrics()}
-    begins = dict(ends)  # of the step after each
-    for event in run.read_events():
-        if event["event"] == "rollback":
-            begins[event["to"]] = event["samples"]
+    firsts = {0: 0} | run.history().first_samples()  # of the step after each
+    ends = {line["step"]: line["tokens"] // length for line in run.read_metrics()}
+    for at, first in firsts.items():  # steps that a rollback discarded a moment ago
+        ends = {step: end for step, end in ends.items() if step <= at or end > first}
+    begins = ends | firsts
     if step in ends and step - 1 in begins:
         return range(begins[step - 1], ends[step])
     known = max(at for at in begins if at < step)

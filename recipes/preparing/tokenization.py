@@ -27,7 +27,7 @@ from tokenizers import Tokenizer
 from models.errors import UserError
 from recipes.preparing.documents import Row
 from recipes.preparing.formats import READ_ERRORS, Format, Piece, first_line
-from recipes.training.manifest import flush
+from recipes.training.line_file import flush
 from recipes.training.token_file import TokenFileWriter, token_type
 
 PARTS = ("train", "validation")

@@ -11,8 +11,11 @@ from torch import Tensor
 from models.config import ModelConfig
 from models.errors import UserError
 from recipes.training.deepspeed_config import leaves, read_deepspeed_json
+from recipes.training.history import Branch
+from recipes.training.line_file import flush
 from recipes.training.manifest import (
     ABANDONED,
+    NAME,
     Manifest,
     find_damages,
     published,
@@ -82,20 +85,31 @@ class CheckpointReader:
             return file.get_tensor(key)
 
 
-def find(folder: Path, resume: str, recipe: Recipe, data: dict[str, Any]) -> Found:
-    """The checkpoint to start or go on from; collective, and the same on all ranks.
+def find(
+    folder: Path,
+    resume: str,
+    recipe: Recipe,
+    data: dict[str, Any],
+    *,
+    branch: Branch | None = None,
+) -> Found:
+    """Find the checkpoint to start or resume from; collective, and the same on all ranks.
 
-    folder: of the run's checkpoints
-    resume: "auto" the newest that verifies, "never" none, or the one at a path
-    data: what the run reads: fingerprints of corpora and tokenizer
+    Args:
+        folder: the run's checkpoints
+        resume: "auto" the newest that verifies, "never" none, or the one at a path
+        recipe: of the run
+        data: fingerprints of corpora and tokenizer
+        branch: the newest request for a certain checkpoint, which "auto" obeys
 
     Raises:
         UserError: there is none at that path, none verifies, or it belongs to another experiment.
     """
-    candidates = [] if resume == "never" else list(reversed(published(folder)))
-    if resume not in ("auto", "never"):
+    if resume in ("auto", "never"):
+        candidates = _candidates(folder, branch) if resume == "auto" else []
+    else:
         if not (Path(resume) / "manifest.json").is_file():
-            choices = ", ".join(map(str, reversed(candidates))) or "none here"
+            choices = ", ".join(map(str, published(folder))) or "none here"
             raise UserError(f"--resume {resume}: no checkpoint there; use auto, never or {choices}")
         candidates = [Path(resume)]
     _agree(candidates)
@@ -120,6 +134,28 @@ def find(folder: Path, resume: str, recipe: Recipe, data: dict[str, Any]) -> Fou
             f"or --resume never to start again (what is here is kept beside it)"
         )
     return find_initial_weights(recipe, run=folder.parent)
+
+
+def _candidates(folder: Path, branch: Branch | None) -> list[Path]:
+    """Return the checkpoints that belong to the branch that the run is on, newest first.
+
+    A request that was not finished excludes later checkpoints: they may not all have been set
+    aside yet. A checkpoint from elsewhere is used until the run has saved one itself; those that
+    were here before are of another run.
+    """
+    own = list(reversed(published(folder)))
+    if branch is None or not branch.checkpoint:
+        return own
+    chosen = folder / branch.checkpoint
+    if is_own(folder, chosen):
+        return [path for path in own if not branch.pending or step_of(path) <= branch.step]
+    return [chosen] if branch.pending else [*own, chosen]
+
+
+def is_own(folder: Path, checkpoint: Path) -> bool:
+    """Whether a checkpoint is one of those that a run has published in a folder."""
+    path = checkpoint.resolve()
+    return path.parent == folder.resolve() and NAME.fullmatch(path.name) is not None
 
 
 def find_initial_weights(recipe: Recipe, *, run: Path) -> Found:
@@ -160,14 +196,24 @@ def find_initial_weights(recipe: Recipe, *, run: Path) -> Found:
     return Found(path, manifest, weights_only=True)
 
 
-def abandon_after(folder: Path, found: Found) -> None:
-    """Move later checkpoints out of the way: the run goes another way from there.
+def abandon_others(folder: Path, found: Found, *, stamp: str) -> None:
+    """Set aside the checkpoints that are not part of the branch which begins at a checkpoint.
 
-    Damaged ones stay where they are.
+    These are the later ones; if the checkpoint lies elsewhere, all of them. Those that were found
+    damaged stay where they are.
+
+    Args:
+        folder: the run's checkpoints
+        found: the checkpoint that the branch begins at
+        stamp: for the names of those that are set aside
     """
-    for later in published(folder):
-        if step_of(later) > found.progress.step and later not in found.skipped:
-            set_aside(later)
+    own = is_own(folder, found.path)
+    for path in published(folder):
+        belongs = own and step_of(path) <= found.progress.step
+        if not belongs and path not in found.skipped:
+            set_aside(path, stamp)
+    if folder.is_dir():
+        flush(folder)
 
 
 def find_damage(checkpoint: Path) -> str | None:

@@ -30,7 +30,6 @@ from recipes.training.manifest import (
     Facts,
     Manifest,
     checkpoint_name,
-    flush,
     publish,
     remove_debris,
     retain,
@@ -263,8 +262,9 @@ class CheckpointWriter:
             unseen = manifest.missing(workspace)
             if unseen:
                 return f"{unseen}; use a --run-dir on storage that all nodes share"
-            if self.folder.metrics.exists():
-                flush(self.folder.metrics)  # no later than the steps that they tell of
+            # Metrics no later than the steps that they describe; events no later than a checkpoint
+            # that was saved after them, since their order says which of them count for it.
+            self.folder.flush()
             manifest.write(workspace)
             publish(workspace, final)
         except OSError as error:

@@ -29,8 +29,7 @@ class LossWatch:
     """Judges step after step; the same on all ranks, since loss and norm are.
 
     fp16: infinite gradients are how its loss scale finds its value, and no reason to roll back
-    losses: of the steps before, if the run goes on
-    rollbacks: to the checkpoint that the run goes on from, so far
+    losses: of the steps before, if the run is resumed
     """
 
     def __init__(
@@ -39,9 +38,8 @@ class LossWatch:
         *,
         fp16: bool,
         losses: Sequence[float] = (),
-        rollbacks: int = 0,
     ):
-        self.limits, self.fp16, self.rollbacks = limits, fp16, rollbacks
+        self.limits, self.fp16 = limits, fp16
         self.bad_steps = 0  # in a row
         self._losses = deque(filter(math.isfinite, losses), maxlen=SEEN)
 
@@ -69,6 +67,5 @@ class LossWatch:
         return None
 
     def rolled_back(self) -> None:
-        """Count; what is usual stays so, or a run that has diverged would pass for one."""
+        """Forget bad steps; the usual loss is kept, or a diverged run would look normal."""
         self.bad_steps = 0
-        self.rollbacks += 1

@@ -13,6 +13,7 @@ import hashlib
 import json
 import os
 import re
+import secrets
 import shutil
 import time
 from collections.abc import Collection, Iterator
@@ -21,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from models.errors import UserError
+from recipes.training.line_file import flush
 from recipes.training.progress import Progress
 from recipes.training.recipe import Checkpoint
 
@@ -118,15 +120,6 @@ def sha256(file: Path) -> str:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
-def flush(path: Path) -> None:
-    """Wait until a file's or a folder's content is on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 def find_damages(checkpoint: Path, *, share: int = 0, shares: int = 1) -> Iterator[str]:
     """What is wrong with a checkpoint's manifest and this share of its files, a sentence each.
 
@@ -139,8 +132,10 @@ def find_damages(checkpoint: Path, *, share: int = 0, shares: int = 1) -> Iterat
             yield f"{file} is missing"
             return
     try:
-        if sha256(manifest) + "\n" != digest.read_text(errors="replace"):
-            yield f"{manifest} is not what was written (SHA-256)"
+        expected, found = sha256(manifest) + "\n", digest.read_text(errors="replace")
+        if found != expected:
+            file = digest if _is_damaged_digest(found, expected) else manifest
+            yield f"{file} is not what was written (SHA-256)"
             return
         content = Manifest.read(checkpoint)
         if NAME.fullmatch(checkpoint.name) and content.step != step_of(checkpoint):
@@ -149,6 +144,17 @@ def find_damages(checkpoint: Path, *, share: int = 0, shares: int = 1) -> Iterat
             yield from _file_damages(checkpoint / name, facts)
     except OSError as error:
         yield f"{error.filename} cannot be read ({error.strerror or error})"
+
+
+def _is_damaged_digest(found: str, expected: str) -> bool:
+    """Whether a digest file is damaged, rather than the file whose digest it holds.
+
+    If that file were damaged, the two digests would be unrelated: they would share one in 16
+    characters, and half of them in less than one of 10^18 cases.
+    """
+    same = sum(here == there for here, there in zip(found, expected, strict=False))
+    well_formed = re.fullmatch(r"[0-9a-f]{64}\n", found) is not None
+    return not well_formed or same > len(expected) // 2
 
 
 def _file_damages(file: Path, facts: Facts) -> Iterator[str]:
@@ -187,10 +193,26 @@ def remove_debris(folder: Path) -> None:
         shutil.rmtree(debris, ignore_errors=True)
 
 
-def set_aside(checkpoint: Path) -> None:
-    """Rename a checkpoint that is not to be found any more, but kept."""
-    stamp = time.strftime("%Y%m%dT%H%M%S")
-    os.rename(checkpoint, checkpoint.with_name(f"abandoned-{stamp}-{checkpoint.name}"))
+def set_aside(checkpoint: Path, stamp: str | None = None) -> None:
+    """Rename a checkpoint that is to be kept, but no longer to be found.
+
+    Args:
+        checkpoint: its folder
+        stamp: part of the new name; checkpoints of one branch share it with its metrics
+    """
+    name = f"{ABANDONED.rstrip('*')}{stamp or time_stamp()}-{checkpoint.name}"
+    os.rename(checkpoint, checkpoint.with_name(name))
+
+
+def stamp_of(abandoned: Path) -> str | None:
+    """Return the stamp in the name of an abandoned checkpoint; None if the name is another."""
+    match = re.fullmatch(rf"abandoned-(.+)-{NAME.pattern}", abandoned.name)
+    return match[1] if match else None
+
+
+def time_stamp() -> str:
+    """Return the time and a random number, for a name that does not exist yet."""
+    return f"{time.strftime('%Y%m%dT%H%M%S')}.{secrets.token_hex(4)}"
 
 
 def published(folder: Path) -> list[Path]:

@@ -1,18 +1,18 @@
-"""The folder of one run: who holds it, its recipe, its metrics and its events."""
+"""The folder of one run: its lock, its recipe, its metrics and its events."""
 
-import errno
-import fcntl
 import json
 import os
-import shutil
-import socket
-import sys
-import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from models.errors import UserError
+from recipes.training.folder_lock import FolderLock
+from recipes.training.history import History, replay
+from recipes.training.line_file import LineFile, flush, write_whole
+from recipes.training.manifest import time_stamp
+from recipes.training.progress import Progress
 from recipes.training.recipe import Recipe
 
 
@@ -25,157 +25,178 @@ class RunFolder:
         self.checkpoints = path / "checkpoints"
         self.metrics = path / "metrics.jsonl"
         self.events = path / "events.jsonl"
-        self._metric_lines, self._event_lines = LineFile(self.metrics), LineFile(self.events)
-        self._lock = None
+        self._metric_lines = LineFile(self.metrics, key="step")
+        self._event_lines = LineFile(self.events, key="event")
+        self._lock: FolderLock | None = None
 
     def hold(self) -> None:
-        """Create the folder and lock it until this process ends.
+        """Create the folder and lock it until this process ends; call again to try again.
 
         Raises:
-            UserError: another process holds it.
+            FolderInUse: another process holds it.
+            UserError: it cannot be written.
         """
+        self._lock = self._lock or FolderLock(self.path)
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            lock = (self.path / "lock").open("a+")
-        except OSError as error:
-            raise UserError(
-                f"{self.path} cannot be written ({error.strerror}); use --run-dir with a folder "
-                f"that can"
-            ) from None
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            lock.seek(0)
-            raise UserError(
-                f"{self.path} is in use by {lock.read().strip() or 'another process'}; wait for "
-                f"it, or use --run-dir for a second run"
-            ) from None
-        try:
-            lock.truncate(0)
-            lock.write(f"process {os.getpid()} on {socket.gethostname()}\n")
-            lock.flush()
+            self._lock.acquire()
         except OSError as error:
             raise UserError(
                 f"{self.path} cannot be written ({error.strerror}); make room, or use --run-dir "
-                f"with another folder"
+                f"with a folder that can be written"
             ) from None
-        self._lock = lock
 
-    def prepare(self, recipe: Recipe, done: int, *, fresh: bool, branching: bool = False) -> None:
-        """Make the folder ready to go on after step `done`.
+    def move_aside(self) -> None:
+        """Move everything that an earlier run left here to a folder beside this one.
 
-        fresh: what an earlier run left here is moved beside it, so that nothing is lost
-        branching: the steps after `done` will be others; the lines of those that were are kept
+        One rename does it, so that the next start finds the earlier run or nothing.
 
         Raises:
-            UserError: the folder cannot be written, or a line of metrics.jsonl is no JSON.
+            UserError: the folder cannot be moved.
         """
+        aside = self.path.with_name(f"{self.path.name}.{time_stamp()}")
         try:
-            if fresh and any(entry.name != "lock" for entry in self.path.iterdir()):
-                aside = self.path.with_name(f"{self.path.name}.{time.strftime('%Y%m%dT%H%M%S')}")
-                os.rename(self.path, aside)
-                self.hold()
-                print(f"the run that was there is now {aside}")
-            write_whole(self.path / "recipe.toml", recipe.toml())
-            lines = self.read_metrics()
-            kept = [line for line in lines if line["step"] <= done]
-            if branching and len(kept) < len(lines):
-                stamp = f"{time.strftime('%Y%m%dT%H%M%S')}.{time.time_ns() % 10**9:09d}"
-                shutil.copyfile(self.metrics, self.path / f"metrics.{stamp}.jsonl")
-            write_whole(self.metrics, "".join(json.dumps(line) + "\n" for line in kept))
+            if all(entry.name.startswith("lock") for entry in self.path.iterdir()):
+                return
+            os.rename(self.path, aside)
+            flush(self.path.parent)
         except OSError as error:
             raise UserError(
-                f"{error.filename or self.path} cannot be written ({error.strerror}); make room, "
-                f"or use --run-dir with another folder"
+                f"{self.path} cannot be moved to {aside} ({error.strerror}); use --run-dir with "
+                f"another folder"
             ) from None
+        earlier, self._lock = self._lock, None
+        self.hold()
+        if earlier is not None:
+            earlier.release()
+        print(f"the run that was there is now {aside}")
+
+    def prepare(self, recipe: Recipe, start: Progress, *, branching: bool = False) -> None:
+        """Make the folder ready to continue after a step.
+
+        Args:
+            recipe: written to recipe.toml
+            start: the last step that stays, and the samples read until the next one
+            branching: whether the next steps differ from those that were done after `start`
+
+        Raises:
+            UserError: the folder cannot be written.
+        """
+        try:
+            write_whole(self.path / "recipe.toml", recipe.toml())
+            lines = self._metric_lines.read()
+            # Steps that a rollback discarded have read no further than the next step begins.
+            limit = start.samples * recipe.model.sequence_length
+            discarded = any(
+                line["step"] > start.step and line.get("tokens", limit + 1) <= limit
+                for line in lines
+            )
+            self._keep_metrics(lines, start.step, copy=branching or discarded)
+        except OSError as error:
+            raise _cannot_write(error.filename or self.path, error) from None
+
+    def restore_metrics(self, source: Path, step: int, *, stamp: str) -> None:
+        """Keep the metrics up to a step, of another file if they are there; copy the others.
+
+        Args:
+            source: the metrics of the run that wrote the checkpoint to continue from
+            step: the last one that stays
+            stamp: names the copy; with an existing one this was done before, at least in part
+
+        Raises:
+            UserError: the folder cannot be written.
+        """
+        try:
+            copied = self.path / f"metrics.{stamp}.jsonl"
+            lines = LineFile(source, key="step").read()
+            self._keep_metrics(lines, step, copy=not copied.exists(), copy_to=copied)
+        except OSError as error:
+            raise _cannot_write(error.filename or self.path, error) from None
+
+    def _keep_metrics(
+        self,
+        lines: Sequence[dict[str, Any]],
+        step: int,
+        *,
+        copy: bool,
+        copy_to: Path | None = None,
+    ) -> None:
+        """Replace metrics.jsonl by lines up to a step; copy first what would be lost."""
+        kept = "".join(json.dumps(line) + "\n" for line in lines if line["step"] <= step)
+        before = self.metrics.read_text(errors="replace") if self.metrics.exists() else ""
+        if copy and not kept.startswith(before):
+            write_whole(copy_to or self.path / f"metrics.{time_stamp()}.jsonl", before)
+        write_whole(self.metrics, kept)
 
     def event(self, event: str, step: int, **facts: Any) -> None:
         """Append to events.jsonl: start, resume, first_step, skip, save, ..."""
-        self._event_lines.append({"event": event, "step": step, "time": time.time()} | facts)
+        self._event_lines.append(_event(event, step, facts))
+
+    def durable_event(self, event: str, step: int, **facts: Any) -> None:
+        """Append to events.jsonl, and wait until the line is on the disk.
+
+        Raises:
+            UserError: the file cannot be written.
+        """
+        try:
+            self._event_lines.append_durably(_event(event, step, facts))
+        except OSError as error:
+            raise _cannot_write(self.events, error) from None
 
     def metric(self, line: dict[str, Any]) -> None:
         """Append a step's line to metrics.jsonl; floats keep all their digits."""
         self._metric_lines.append(line)
 
-    def read_metrics(self) -> list[dict[str, Any]]:
-        """The complete lines of metrics.jsonl.
+    def flush(self) -> None:
+        """Wait until all metrics and events are on the disk.
 
         Raises:
-            UserError: a line that ends is no JSON.
+            OSError: they cannot be written.
         """
-        return _read_lines(self.metrics)
+        self._metric_lines.flush()
+        self._event_lines.flush()
+
+    def read_metrics(self) -> list[dict[str, Any]]:
+        """Return the lines of metrics.jsonl that can be parsed.
+
+        Raises:
+            UserError: the file cannot be read.
+        """
+        return _read(self._metric_lines)
 
     def read_events(self) -> list[dict[str, Any]]:
-        """The complete lines of events.jsonl.
+        """Return the lines of events.jsonl that can be parsed.
 
         Raises:
-            UserError: a line that ends is no JSON.
+            UserError: the file cannot be read.
         """
-        return _read_lines(self.events)
+        return _read(self._event_lines)
+
+    def history(self) -> History:
+        """Return what the events say about the branch that the run is on.
+
+        Raises:
+            UserError: events.jsonl cannot be read.
+        """
+        return replay(self.read_events())
 
 
-def _read_lines(file: Path) -> list[dict[str, Any]]:
-    if not file.exists():
-        return []
-    text = file.read_text(encoding="utf-8", errors="replace")
-    lines = []
-    for number, line in enumerate(text.splitlines(keepends=True), start=1):
-        try:
-            if line.endswith("\n"):
-                lines.append(json.loads(line))
-        except json.JSONDecodeError:
-            raise UserError(
-                f"{file}, line {number}, is no JSON; remove the line to go on"
-            ) from None
-    return lines
+def _event(event: str, step: int, facts: dict[str, Any]) -> dict[str, Any]:
+    return {"event": event, "step": step, "time": time.time()} | facts
 
 
-class LineFile:
-    """A file of JSON lines that is appended to, whole lines only, from any thread.
-
-    What a full disk does not take is kept and written with the next line.
-    """
-
-    def __init__(self, path: Path):
-        self.path = path
-        self._waiting: list[str] = []
-        self._lock = threading.Lock()
-
-    def append(self, line: dict[str, Any]) -> None:
-        """Write a line, and those that are waiting."""
-        with self._lock:
-            self._waiting.append(json.dumps(line) + "\n")
-            try:
-                self._write("".join(self._waiting))
-            except OSError as error:
-                if len(self._waiting) == 1:  # the first of a row
-                    print(f"{self.path} cannot be written ({error.strerror}); its lines are kept "
-                          f"and written as soon as they can be", file=sys.stderr)  # fmt: skip
-                return
-            self._waiting.clear()
-
-    def _write(self, text: str) -> None:
-        with self.path.open("ab", buffering=0) as stream:
-            before, content = stream.tell(), text.encode()
-            try:
-                written = stream.write(content)
-            except OSError:
-                stream.truncate(before)
-                raise
-            if written < len(content):
-                stream.truncate(before)
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
-
-
-def write_whole(file: Path, text: str) -> None:
-    """Write a file so that it is there whole or not at all."""
-    fresh = file.with_name(file.name + ".incomplete")
+def _read(lines: LineFile) -> list[dict[str, Any]]:
     try:
-        with fresh.open("w") as stream:
-            stream.write(text)
-            stream.flush()
-            os.fsync(stream.fileno())
-        os.rename(fresh, file)
-    except OSError:
-        fresh.unlink(missing_ok=True)
-        raise
+        return lines.read()
+    except OSError as error:
+        raise UserError(
+            f"{lines.path} cannot be read ({error.strerror}); make it readable, or use --run-dir "
+            f"with another folder"
+        ) from None
+
+
+def _cannot_write(file: Path | str, error: OSError) -> UserError:
+    return UserError(
+        f"{file} cannot be written ({error.strerror}); make room, or use --run-dir with another "
+        f"folder"
+    )

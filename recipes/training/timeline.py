@@ -18,8 +18,9 @@ from models.errors import UserError
 from models.pipeline.recording import Event, Recording, passes_of
 from models.pipeline.simulation import Timeline, simulate, typical_seconds
 from recipes.training.engine import Engine, PipelinedEngine
+from recipes.training.line_file import write_whole
 from recipes.training.recipe import Recipe
-from recipes.training.run_folder import RunFolder, write_whole
+from recipes.training.run_folder import RunFolder
 from recipes.training.topology import Coordinates, Topology
 
 Steps = dict[int, list[Event]]  # the events of each recorded step

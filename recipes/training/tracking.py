@@ -23,6 +23,7 @@ from tqdm import tqdm
 from models.cost import flops_per_token
 from models.errors import UserError
 from recipes.planning.hardware import peak_tflops
+from recipes.training.line_file import write_whole
 from recipes.training.progress import Progress
 from recipes.training.provenance import code_version
 from recipes.training.recipe import Recipe
@@ -74,17 +75,21 @@ def peak_memory_gb(on_gpu: bool) -> float:
 
 @contextlib.contextmanager
 def open_tracker(
-    recipe: Recipe, folder: RunFolder, rank: int, *, done: int, changed: dict[str, Any]
+    recipe: Recipe, folder: RunFolder, rank: int, *, start: Progress, changed: dict[str, Any]
 ) -> Iterator["Tracker"]:
-    """A tracker on rank 0 and one that keeps silent on the others, closed whatever happens.
+    """Open a tracker on rank 0 and a silent one on the others; close it in any case.
 
-    done: the last step of the checkpoint that the run resumes from; 0: it starts
-    changed: keys of the recipe that are not what they were then
+    Args:
+        recipe: of the run
+        folder: of the run
+        rank: of this process
+        start: where the run resumes; step 0 if it starts
+        changed: keys of the recipe that have changed since the checkpoint was saved
     """
     if rank != 0:
         yield Tracker()
         return
-    tracker = RunTracker(recipe, folder, done=done, changed=changed)
+    tracker = RunTracker(recipe, folder, start=start, changed=changed)
     try:
         yield tracker
     except BaseException:
@@ -123,14 +128,21 @@ class RunTracker(Tracker):
     """Shows, writes and sends what the training loop reports."""
 
     def __init__(
-        self, recipe: Recipe, folder: RunFolder, *, done: int, changed: dict[str, Any] | None = None
+        self,
+        recipe: Recipe,
+        folder: RunFolder,
+        *,
+        start: Progress = Progress(),  # noqa: B008 (frozen)
+        changed: dict[str, Any] | None = None,
     ):
-        self.recipe, self.folder, self.last_step = recipe, folder, done
-        facts = {"changed": changed} if changed else {}
-        event = "resume" if done else "start"
-        self.folder.event(event, done, code_version=code_version(), **facts)
+        self.recipe, self.folder, self.last_step = recipe, folder, start.step
+        facts: dict[str, Any] = {"changed": changed} if changed else {}
+        if start.step:
+            facts["samples"] = start.samples
+        event = "resume" if start.step else "start"
+        self.folder.event(event, start.step, code_version=code_version(), **facts)
         self.wandb = WandbThread(recipe, folder)
-        self.display = Display(recipe.training.steps, done)
+        self.display = Display(recipe.training.steps, start.step)
 
     def step(self, metrics: dict[str, Any]) -> None:
         """Take one step's metrics."""
@@ -163,7 +175,7 @@ class RunTracker(Tracker):
             file=sys.stderr,
         )
         try:
-            self.folder.prepare(self.recipe, to.step, fresh=False, branching=True)
+            self.folder.prepare(self.recipe, to, branching=True)
         except UserError as problem:  # the lines of the discarded steps stay
             self.warn(str(problem))
         self.last_step = to.step
@@ -327,7 +339,7 @@ def wandb_arguments(recipe: Recipe, folder: Path) -> dict[str, Any]:
     home.mkdir(exist_ok=True)
     run_id = home / "run_id"
     if not run_id.exists():
-        run_id.write_text(secrets.token_hex(4))
+        write_whole(run_id, secrets.token_hex(4))
     return {
         "project": tracking.project,
         "name": recipe.name,

@@ -1,0 +1,120 @@
+"""The branch that a run is on, derived from events.jsonl alone.
+
+A run leaves the steps behind that it has done when it rolls back, when it resumes from an earlier
+checkpoint, and when a user sends it to another one. What had been noted about later steps is then
+void. Otherwise a rollback of an abandoned branch would apply to a checkpoint of the same step in
+the next branch, and the samples that it left out would never be read.
+
+The order of the events decides, and no clock. A checkpoint is published only after all earlier
+events are on the disk, so the order is known even if the event of the save itself is lost.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+NEEDED: dict[str, dict[str, type]] = {  # by event, beside the step
+    "rollback": {"to": int, "samples": int},
+    "branch": {"checkpoint": str, "stamp": str},
+}
+
+
+@dataclass(frozen=True)
+class Branch:
+    """A user's request to continue from a chosen checkpoint, or to start again.
+
+    Attributes:
+        step: step of the checkpoint; 0 if the run starts again
+        checkpoint: its name in the run's folder of checkpoints, its absolute path if it lies
+            elsewhere, or empty if the run starts again
+        stamp: in the names of the checkpoints and metrics that were set aside for it
+        pending: whether no process has started to train from it yet
+    """
+
+    step: int
+    checkpoint: str
+    stamp: str
+    pending: bool = True
+
+
+@dataclass
+class History:
+    """The events that count for the branch that the run is on.
+
+    Attributes:
+        rolled_back: steps of checkpoints, each with the first sample to read after it, because the
+            run has rolled back to it since it was saved
+        resumed: steps after which the run was resumed, each with the first sample read after it
+        branch: the newest request for a certain checkpoint
+        requests: names and values of the `--resume` options that were carried out once
+    """
+
+    rolled_back: dict[int, int] = field(default_factory=dict)
+    resumed: dict[int, int] = field(default_factory=dict)
+    branch: Branch | None = None
+    requests: set[tuple[str, str]] = field(default_factory=set)
+    _targets: list[int] = field(default_factory=list)
+
+    def rollbacks(self, step: int) -> int:
+        """Return how often the run has rolled back since it saved the checkpoint of a step.
+
+        Rollbacks to earlier checkpoints do not count: the run has passed what made it roll back.
+        """
+        return sum(target >= step for target in self._targets)
+
+    def first_samples(self) -> dict[int, int]:
+        """Return the steps whose next step did not read on from its predecessor's last sample."""
+        return self.resumed | self.rolled_back
+
+    def apply(self, event: dict[str, Any]) -> None:
+        """Take the next event into account."""
+        kind, step = event["event"], event["step"]
+        if kind == "start":
+            self._forget(after=-1)
+            self._train()
+        elif kind == "branch":
+            self._forget(after=step - 1)
+            self._targets.clear()
+            self.branch = Branch(step, event["checkpoint"], event["stamp"])
+            if event.get("once"):
+                self.requests.add((event["once"], event.get("resume", "")))
+            if "samples" in event:
+                self.resumed[step] = event["samples"]
+        elif kind == "resume":
+            self._forget(after=step)
+            self._train()
+            if "samples" in event:  # of an older version it is not known
+                self.resumed[step] = event["samples"]
+        elif kind == "rollback":
+            self._forget(after=event["to"])
+            self.rolled_back[event["to"]] = event["samples"]
+            self._targets.append(event["to"])
+        elif kind == "save":
+            self.rolled_back.pop(step, None)
+            self.resumed.pop(step, None)
+            self._targets.clear()
+
+    def _forget(self, *, after: int) -> None:
+        """Drop what is known about later steps: they are about to be done in another way."""
+        for known in (self.rolled_back, self.resumed):
+            for step in [step for step in known if step > after]:
+                del known[step]
+        if after < 0:
+            self._targets.clear()
+
+    def _train(self) -> None:
+        if self.branch is not None and self.branch.pending:
+            self.branch = replace(self.branch, pending=False)
+
+
+def replay(events: Iterable[dict[str, Any]]) -> History:
+    """Derive the history of a run from its events, oldest first.
+
+    A line that parses but lacks what its event needs is skipped like one that does not parse.
+    """
+    history = History()
+    for event in events:
+        needed = {"step": int} | NEEDED.get(event["event"], {})
+        if all(isinstance(event.get(key), kind) for key, kind in needed.items()):
+            history.apply(event)
+    return history

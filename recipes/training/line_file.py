@@ -1,0 +1,128 @@
+"""Files of JSON lines that survive full disks and power losses, and files replaced as a whole."""
+
+import errno
+import json
+import os
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+
+class LineFile:
+    """A file of JSON objects, one per line, that any thread may append to.
+
+    A power loss can leave half a line or a block of NUL bytes. Such lines are skipped by the
+    reader, and the next line that is written starts on a line of its own. Lines that a full disk
+    does not take are kept in memory and written together with the next line.
+
+    Args:
+        path: the file, which need not exist
+        key: a key that every line has; objects without it are skipped
+    """
+
+    def __init__(self, path: Path, *, key: str):
+        self.path, self.key = path, key
+        self._waiting: list[str] = []
+        self._lock = threading.Lock()
+
+    def append(self, line: dict[str, Any]) -> None:
+        """Write a line, after those that are waiting; print a message if the disk is full."""
+        with self._lock:
+            self._waiting.append(json.dumps(line) + "\n")
+            try:
+                self._write_waiting()
+            except OSError as error:
+                if len(self._waiting) == 1:  # the first of a row
+                    print(f"{self.path} cannot be written ({error.strerror}); its lines are kept "
+                          f"and written as soon as they can be", file=sys.stderr)  # fmt: skip
+
+    def append_durably(self, line: dict[str, Any]) -> None:
+        """Write a line, and wait until it is on the disk.
+
+        Raises:
+            OSError: the file cannot be written; the line is dropped.
+        """
+        with self._lock:
+            self._waiting.append(json.dumps(line) + "\n")
+            try:
+                self._write_waiting()
+            except OSError:
+                self._waiting.pop()
+                raise
+            flush(self.path)
+        flush(self.path.parent)
+
+    def flush(self) -> None:
+        """Wait until every appended line is on the disk.
+
+        Raises:
+            OSError: the file cannot be written.
+        """
+        with self._lock:
+            if self._waiting:
+                self._write_waiting()
+            if self.path.exists():
+                flush(self.path)
+
+    def read(self) -> list[dict[str, Any]]:
+        """Return the lines of the file that can be parsed, and those that are waiting.
+
+        Raises:
+            OSError: the file exists and cannot be read.
+        """
+        with self._lock:
+            content = self.path.read_bytes() if self.path.exists() else b""
+            waiting = "".join(self._waiting).encode()
+        lines = map(self._parse, [*content.split(b"\n"), *waiting.split(b"\n")])
+        return [line for line in lines if line is not None]
+
+    def _parse(self, line: bytes) -> dict[str, Any] | None:
+        try:
+            content = json.loads(line.strip(b"\0"))
+        except ValueError:  # also of bytes that are not UTF-8
+            return None
+        return content if isinstance(content, dict) and self.key in content else None
+
+    def _write_waiting(self) -> None:
+        self._write("".join(self._waiting).encode())
+        self._waiting.clear()
+
+    def _write(self, content: bytes) -> None:
+        with self.path.open("a+b", buffering=0) as stream:
+            before = stream.seek(0, os.SEEK_END)
+            if before:
+                stream.seek(before - 1)
+                if stream.read(1) != b"\n":  # a torn line, which must not swallow this one
+                    content = b"\n" + content
+            try:
+                written = stream.write(content)
+            except OSError:
+                stream.truncate(before)
+                raise
+            if written < len(content):
+                stream.truncate(before)
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
+
+
+def write_whole(file: Path, text: str) -> None:
+    """Write a file so that it exists with all of its content or not at all."""
+    fresh = file.with_name(file.name + ".incomplete")
+    try:
+        with fresh.open("w") as stream:
+            stream.write(text)
+            stream.flush()
+            os.fsync(stream.fileno())
+        os.rename(fresh, file)
+    except OSError:
+        fresh.unlink(missing_ok=True)
+        raise
+
+
+def flush(path: Path) -> None:
+    """Wait until the content of a file or a folder is on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

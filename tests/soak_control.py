@@ -1,0 +1,545 @@
+"""Interleave kills with starts, loads, saves, rollbacks, `--resume` requests and requeues.
+
+A small run of two processes saves every fourth step. Its data are poisoned: one bad step that is
+left out, two rollbacks with saves in between, and a last step that is bad twice. Each round starts
+it in one of these ways: as a requeued job would, with `--resume CHECKPOINT` (and sometimes with
+another learning rate, with which the data do no harm, so that the branches differ), with `--resume
+never`, or with a user's mistake. Most starts are killed: at a random time, in the middle of
+loading, or before, during or after one of the operations that change the run folder. Sometimes the
+last lines of the files are torn, too.
+
+After each round the run must be in the branch that was asked for last: metrics and samples equal
+those of an undisturbed run of this branch, no step is there twice and none is missing, all
+checkpoints ever published exist under some name, and no process is left. A mistake must be
+rejected without a traceback and without a change.
+
+    make soak
+    python tests/soak_control.py --rounds 20 --seed 7
+"""
+
+import sys
+from pathlib import Path
+
+if __name__ == "__main__":  # the repository, not tests/, is where imports start
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+import argparse
+import json
+import multiprocessing
+import os
+import random
+import shutil
+import signal
+import tempfile
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import Any
+
+import tomli_w
+
+from recipes.preparing.ledger import samples_of
+from recipes.proving.corpus import write_corpus
+from recipes.proving.worlds import ENVIRONMENT, environment, free_port, rank_variables
+from recipes.training.exit_codes import REFUSED
+from recipes.training.line_file import LineFile
+from recipes.training.manifest import find_damages, published, step_of
+from recipes.training.recipe import load_recipe
+from recipes.training.run_folder import RunFolder
+from tests.conftest import VOCAB_SIZE, changed, small_recipe
+from tests.soak import IMPORTED, TIMED
+
+RANKS, STEPS, EVERY, BATCH = 2, 20, 4, 8
+SECONDS = 240  # a start that takes longer hangs
+BAD_SAMPLES = {  # first samples of bad steps, and what follows from them
+    40: "step 6 is left out",
+    72: "and 80: steps 10 and 11, back to 8", 80: "",
+    128: "and 136: steps 14 and 15, back to 12", 136: "",
+    200: "step 20, back to 16",
+    232: "step 20 again, left out",
+}  # fmt: skip
+HEALTHY = "optimizer.learning_rate=0.0005"  # another branch, in which no step is bad
+MISTAKES = (
+    ("--resume", "nowhere"),
+    ("--set", "seed=5"),
+    ("--set", "training.stepz=9"),
+    ("--set", "layout.pipeline=9"),
+)
+WAYS = ("automatic", "automatic", "automatic", "checkpoint", "checkpoint", "mistake", "never")
+ENDINGS = {  # by the way that the run was started; "": it is not killed
+    "never": ("operation", "", "loading"),
+    "checkpoint": ("loading", "operation", "time"),
+    "automatic": ("", "operation", "time", "time", "loading"),
+}
+TORN = (b'{"event": "rollback", "st', b"\0" * 200, b'{"step": 3, "lo\0\0\0')
+
+
+@dataclass
+class Branch:
+    """A branch of the run, as it should be.
+
+    Attributes:
+        resume: what was asked for: "never" or a checkpoint
+        options: that every start in this branch has
+        once: the name of the request
+        metrics: of an undisturbed run, by step
+        discarded: the lines of steps that it has rolled back
+        reads: samples that the ranks read in each step
+        announced: whether a start has said that it is in this branch
+    """
+
+    resume: str
+    options: tuple[str, ...]
+    once: str
+    metrics: dict[int, str]
+    discarded: set[str]
+    reads: dict[int, list[int]]
+    announced: bool = False
+
+
+@dataclass
+class Report:
+    """The rounds by kind, and what is wrong."""
+
+    seed: int
+    rounds: Counter = field(default_factory=Counter)
+    wrong: list[str] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        lines = [f"  {count:4} {kind}" for kind, count in sorted(self.rounds.items())]
+        lines += [f"wrong: {text}" for text in self.wrong]
+        return "\n".join([f"seed {self.seed}, {self.rounds.total()} rounds:", *lines])
+
+
+class Soak:
+    """One run folder, the branch that it is in, and the undisturbed runs to compare with."""
+
+    def __init__(self, home: Path, seed: int, fault: str | None):
+        self.home, self.chance, self.fault = home, random.Random(seed), fault
+        self.folder, self.recipe = home / "run", write_recipe(home)
+        self.seen: set[bytes] = set()  # manifests of all checkpoints
+        self.requests = 0
+        self.decks: dict[tuple[str, ...], list[str]] = {}
+        self.report = Report(seed)
+        started = time.monotonic()
+        codes = self.start(home / "poisoned", [], None)
+        self.seconds = time.monotonic() - started
+        assert codes == [0, 0], self.words(home / "poisoned")
+        self.undisturbed = {0: self.compared(home / "poisoned")}
+        self.branch = self.new_branch("never", 0, ())
+
+    def new_branch(self, resume: str, step: int, options: tuple[str, ...]) -> Branch:
+        """Return the branch that a request leads to, with its undisturbed run."""
+        key = step if options else 0
+        if key not in self.undisturbed:
+            folder = self.home / f"from{step}"
+            source = self.home / "poisoned" / "checkpoints" / f"step-{step:07d}"
+            words = ["--resume", str(source), *options]
+            shutil.copy(reads_file(self.home / "poisoned"), reads_file(folder))
+            assert self.start(folder, words, None) == [0, 0], self.words(folder)
+            self.undisturbed[key] = self.compared(folder)
+        self.requests += 1
+        return Branch(resume, options, f"request{self.requests}", *self.undisturbed[key])
+
+    def compared(self, folder: Path) -> tuple[dict[int, str], set[str], dict[int, list[int]]]:
+        """Return metrics, discarded lines and samples of a run."""
+        lines = RunFolder(folder).read_metrics()
+        copies = [LineFile(file, key="step").read() for file in folder.glob("metrics.*.jsonl")]
+        discarded = {without_times(line) for copy in copies for line in copy}
+        return {x["step"]: without_times(x) for x in lines}, discarded, reads_of(folder)
+
+    def round(self) -> None:
+        """Start the run in some way, kill it or let it end, and look at what is there."""
+        kind, words = self.choose()
+        plan = self.choose_plan(kind) if kind != "mistake" else None
+        if kind == "automatic" and self.folder.exists() and self.chance.random() < 0.3:
+            for name in ("events.jsonl", "metrics.jsonl"):
+                with (self.folder / name).open("ab") as stream:
+                    stream.write(self.chance.choice(TORN))
+        before = snapshot(self.folder) if kind == "mistake" else {}
+        codes = self.start(self.folder, words, plan)
+        self.report.rounds[f"{kind}, {plan[0] if plan else 'not killed'}"] += 1
+        where = f"round {self.report.rounds.total()}, {kind} {words}, {plan}: "
+        wrong = left_over()
+        if kind == "mistake":
+            if codes != [REFUSED] * RANKS or "Traceback" in self.words(self.folder):
+                wrong.append(f"{codes} {self.words(self.folder)}")
+            if snapshot(self.folder) != before:
+                wrong.append("a mistake has changed the folder")
+        else:
+            self.branch.announced |= " into " in self.words(self.folder)
+            wrong += self.check(codes, killed=plan is not None)
+        self.report.wrong += [where + text for text in wrong]
+
+    def choose(self) -> tuple[str, list[str]]:
+        """Choose how the run is started next; return the kind and the command's options."""
+        branch, steps = self.branch, [step_of(path) for path in self.published()]
+        way = self.draw(WAYS) if branch.announced else "again"
+        if way == "mistake" and steps:
+            return "mistake", [
+                *self.chance.choice(MISTAKES),
+                "--set",
+                f"training.steps={STEPS + 9}",
+            ]
+        if way in ("never", "checkpoint"):
+            # Steps up to the one where a branch began are those of the poisoned run.
+            begun = int(branch.resume[-7:]) if branch.options else STEPS
+            choices = [step for step in steps if step <= min(begun, STEPS - EVERY)]
+            if not choices or way == "never":
+                self.branch = self.new_branch("never", 0, ())
+            else:
+                step = self.chance.choice(choices)
+                options = ("--set", HEALTHY) if self.chance.random() < 0.7 else ()
+                path = str(self.folder / "checkpoints" / f"step-{step:07d}")
+                self.branch = self.new_branch(path, step, options)
+        branch = self.branch
+        if branch.announced:
+            return "automatic", ["--resume", "auto", *branch.options]
+        kind = "never" if branch.resume == "never" else "checkpoint"
+        return kind, ["--resume", branch.resume, "--resume-once", branch.once, *branch.options]
+
+    def choose_plan(self, kind: str) -> tuple[Any, ...] | None:
+        """Choose how a start is killed: (kind, number); None: it is not."""
+        ending = self.draw(ENDINGS[kind])
+        if not ending:
+            return None
+        if ending == "operation":  # most of the first ones are those of a request
+            return ending, self.chance.randrange(1, self.chance.choice([20, 200]))
+        if ending == "loading":
+            return ending, self.chance.randrange(RANKS)
+        return "time", self.chance.uniform(0, self.seconds), self.chance.randrange(1, 2**RANKS)
+
+    def draw(self, cards: tuple[str, ...]) -> str:
+        """Draw from a shuffled deck, so that few rounds have all kinds."""
+        deck = self.decks.setdefault(cards, [])
+        if not deck:
+            deck += self.chance.sample(cards, len(cards))
+        return deck.pop()
+
+    def start(
+        self, folder: Path, options: list[str], plan: tuple[Any, ...] | None
+    ) -> list[int | None]:
+        """Start all ranks, carry the plan out, and end the others as a launcher does."""
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(IMPORTED)
+        fault = self.fault if folder == self.folder else None
+        place = (self.recipe, folder, options, plan, fault)
+        port = free_port()
+        for rank in range(RANKS):  # a rank that is killed at once would leave the last start's
+            log_file(folder, rank).unlink(missing_ok=True)
+        with environment(ENVIRONMENT):
+            ranks = [
+                context.Process(target=_rank, args=(rank, port, place), daemon=True)
+                for rank in range(RANKS)
+            ]
+            for process in ranks:
+                process.start()
+        deadline = time.monotonic() + SECONDS
+        if plan and plan[0] == "time":
+            deadline = time.monotonic() + plan[1]
+        while all(process.is_alive() for process in ranks) and time.monotonic() < deadline:
+            time.sleep(0.005)
+        if time.monotonic() >= deadline and plan and plan[0] == "time":
+            for rank, process in enumerate(ranks):
+                if plan[2] >> rank & 1 and process.is_alive():
+                    os.kill(process.pid, signal.SIGKILL)
+        if all(process.exitcode in (0, REFUSED, None) for process in ranks):
+            for process in ranks:  # one has ended by itself; so should the others
+                process.join(30)
+        for process in ranks:
+            process.kill()
+            process.join()
+        return [process.exitcode for process in ranks]
+
+    def check(self, codes: list[int | None], *, killed: bool) -> list[str]:
+        """Return what is wrong with the run folder after a start has ended."""
+        wrong, branch = [], self.branch
+        allowed = {0, 1, -signal.SIGKILL} if killed else {0}
+        if not set(codes) <= allowed:
+            wrong.append(f"ended with {codes}:\n{self.words(self.folder)}")
+        wrong += [damage for path in self.published() for damage in find_damages(path)]
+        self.seen |= {(path / "manifest.json").read_bytes() for path in self.published()}
+        there = {
+            file.read_bytes()
+            for run in (self.folder, *self.home.glob("run.2*"))
+            for file in run.glob("checkpoints/*step-???????/manifest.json")
+        }
+        if not self.seen <= there:
+            wrong.append(f"{len(self.seen - there)} checkpoints are gone")
+        if branch.announced:
+            wrong += self.compare(set(codes) == {0})
+        return wrong
+
+    def compare(self, finished: bool) -> list[str]:
+        """Return where the run differs from the undisturbed one of its branch."""
+        wrong, branch, folder = [], self.branch, RunFolder(self.folder)
+        lines = [(line["step"], without_times(line)) for line in folder.read_metrics()]
+        if [step for step, _ in lines] != list(range(1, len(lines) + 1)):
+            wrong.append(f"steps {[step for step, _ in lines]}")
+        newest = max(map(step_of, self.published()), default=0)
+        if len(lines) < newest:
+            wrong.append(f"metrics end at step {len(lines)}, and step {newest} is saved")
+        reads, recipe = reads_of(self.folder), load_recipe(self.recipe, [])
+        for step, line in lines:
+            if line != branch.metrics[step] and (step <= newest or line not in branch.discarded):
+                wrong.append(f"step {step}: {line} instead of {branch.metrics[step]}")
+            elif step <= newest:
+                expected = branch.reads[step]
+                if reads.get(step) != expected:
+                    wrong.append(f"step {step} read {reads.get(step)} instead of {expected}")
+                if list(samples_of(recipe, folder, step)) != expected:
+                    wrong.append(f"the ledger says {samples_of(recipe, folder, step)} of {step}")
+        if finished and len(lines) != STEPS:
+            wrong.append(f"finished with {len(lines)} steps")
+        return wrong
+
+    def published(self) -> list[Path]:
+        """Return the checkpoints that the run can resume from."""
+        return published(self.folder / "checkpoints")
+
+    def words(self, folder: Path) -> str:
+        """Return what the ranks of the newest start have printed."""
+        logs = [log_file(folder, rank) for rank in range(RANKS)]
+        return "\n".join(log.read_text(errors="replace")[-6000:] for log in logs if log.exists())
+
+
+def soak(home: Path, *, rounds: int, seed: int, fault: str | None = None) -> Report:
+    """Do rounds until something is wrong; fault: one of FAULTS, to see that it is noticed."""
+    run = Soak(home, seed, fault)
+    while run.report.rounds.total() < rounds and not run.report.wrong:
+        run.round()
+        if run.report.rounds.total() % 10 == 0:
+            print(f"{run.report.rounds.total()} rounds", file=sys.stderr)
+    return run.report
+
+
+def write_recipe(home: Path) -> Path:
+    """Write a recipe whose run takes seconds, and its corpus."""
+    write_corpus(home / "data", VOCAB_SIZE)
+    table = changed(
+        small_recipe(home / "data"),
+        name="soak",
+        model__layers=1,
+        training__steps=STEPS,
+        training__evaluate_every=STEPS,
+        checkpoint__every=EVERY,
+        checkpoint__keep=100,
+        supervision__bad_steps=2,
+        supervision__rollbacks=1,
+        supervision__hang_seconds=SECONDS,
+    )
+    file = home / "soak.toml"
+    file.write_text(tomli_w.dumps(table))
+    return file
+
+
+def without_times(line: dict[str, Any]) -> str:
+    """Return a line of metrics.jsonl as text, which compares NaNs as equal."""
+    return json.dumps({key: value for key, value in line.items() if key not in TIMED})
+
+
+def snapshot(folder: Path) -> dict[str, bytes]:
+    """Return the content of all files of a run folder except the lock."""
+    files = (file for file in folder.rglob("*") if file.is_file() and file.name != "lock")
+    return {str(file): file.read_bytes() for file in files}
+
+
+def left_over() -> list[str]:
+    """Return the watchdog processes that have outlived their ranks by ten seconds."""
+    deadline = time.monotonic() + 10
+    while True:
+        left = []
+        for process in Path("/proc").glob("[0-9]*/cmdline"):
+            try:
+                words = process.read_bytes().decode(errors="replace").split("\0")
+            except OSError:
+                continue
+            ours = any(word == str(SECONDS + 8) for word in words)
+            if ours and any(word.endswith("guard.py") for word in words):
+                left.append(f"left: {' '.join(words)}")
+        if not left or time.monotonic() > deadline:
+            return left
+        time.sleep(0.1)
+
+
+def reads_file(folder: Path) -> Path:
+    """Return the file that lists which samples were read, beside a run folder."""
+    return folder.with_name(f"{folder.name}-reads.jsonl")
+
+
+def log_file(folder: Path, rank: int) -> Path:
+    """Return the file of a rank's output."""
+    return folder.with_name(f"{folder.name}-rank{rank}.log")
+
+
+def reads_of(folder: Path) -> dict[int, list[int]]:
+    """Return the samples that the ranks have read when they last did each step."""
+    newest: dict[int, dict[int, list[int]]] = {}
+    for line in LineFile(reads_file(folder), key="step").read():
+        newest.setdefault(line["step"], {})[line["rank"]] = line["samples"]
+    return {step: sorted(chain(*ranks.values())) for step, ranks in newest.items()}
+
+
+def _rank(rank: int, port: int, place: tuple[Any, ...]) -> None:
+    """One process: the command, as a launcher would start it.
+
+    place: recipe, run folder, options, plan and fault
+    """
+    recipe, folder, options, plan, fault = place
+    os.environ |= ENVIRONMENT | rank_variables(rank, RANKS, port)
+    output = os.open(log_file(folder, rank), os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    from recipes import pretrain
+
+    _poison_and_record(rank, folder)
+    if plan and plan[0] == "operation" and rank == 0:
+        _die_at_operation(plan[1])
+    if plan and plan[0] == "loading" and rank == plan[1]:
+        _die_loading()
+    if fault:
+        FAULTS[fault]()
+    sys.argv = ["pretrain.py", str(recipe), "--run-dir", str(folder), *options]
+    pretrain.main()
+
+
+def _poison_and_record(rank: int, folder: Path) -> None:
+    """Make some samples bad, and list those that each step has read."""
+    from recipes import pretrain
+    from recipes.training.engine import Engine
+
+    train_step, healthy, steps = pretrain.train_step, Engine.train_step, []
+    reads = LineFile(reads_file(folder), key="step")
+
+    def note(run: Any, step: int) -> Any:
+        steps.append(step)
+        return train_step(run, step)
+
+    def poisoned(self: Any, micro_batches: Any, rate: float) -> Any:
+        micro_batches = list(micro_batches)
+        samples = [n for each in micro_batches for n in each.context.dropout.samples]
+        reads.append({"step": steps[-1], "rank": rank, "samples": samples})
+        bad = any(n - n % BATCH in BAD_SAMPLES for n in samples)
+        if not bad or rank != 1 or self.recipe.optimizer.learning_rate == 0.0005:
+            return healthy(self, micro_batches, rate)
+        weight = next(weight for _, weight in self.parameters() if weight.requires_grad)
+        hook = weight.register_hook(lambda gradient: gradient * float("nan"))
+        result = healthy(self, micro_batches, rate)
+        hook.remove()
+        return result
+
+    pretrain.train_step, Engine.train_step = note, poisoned
+
+
+def _die_at_operation(number: int) -> None:
+    """SIGKILL to this process before, during or after an operation on the run folder."""
+    left = [number]
+
+    def dies() -> bool:
+        left[0] -= 1
+        return left[0] == 0
+
+    def mortal(operation: Any) -> Any:
+        def run(*arguments: Any) -> Any:
+            if dies():
+                os.kill(os.getpid(), signal.SIGKILL)
+            result = operation(*arguments)
+            if dies():
+                os.kill(os.getpid(), signal.SIGKILL)
+            return result
+
+        return run
+
+    write = LineFile._write
+
+    def torn(lines: LineFile, content: bytes) -> None:
+        if lines.key == "step" and "reads" in lines.path.name:
+            write(lines, content)
+            return
+        if dies():
+            write(lines, content[: len(content) // 2])
+            os.kill(os.getpid(), signal.SIGKILL)
+        write(lines, content)
+
+    os.rename, os.fsync, LineFile._write = mortal(os.rename), mortal(os.fsync), torn
+
+
+def _die_loading() -> None:
+    """SIGKILL to this process when it has loaded a checkpoint, at the start or in a rollback."""
+    from recipes.training.engine import Engine
+
+    def load(*_: Any, **__: Any) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    Engine.load = load
+
+
+def _count_stale_rollbacks() -> None:
+    """Let rollbacks of other branches count, and those before a save of the same step."""
+    from recipes.training.history import History
+
+    healthy = History.apply
+
+    def apply(self: History, event: dict[str, Any]) -> None:
+        if event["event"] == "save":
+            self._targets.clear()
+        else:
+            healthy(self, event)
+
+    History.apply = apply
+    History._forget = lambda self, *, after: None
+
+
+def _abandon_late() -> None:
+    """Set later checkpoints aside when the chosen one has been loaded, and not before."""
+    from recipes.training import resume
+    from recipes.training.engine import Engine
+
+    load, begin_branch, begun = Engine.load, resume.begin_branch, []
+
+    def late(self: Any, *arguments: Any, **options: Any) -> None:
+        load(self, *arguments, **options)
+        if begun:
+            begin_branch(*begun.pop())
+
+    def postpone(folder: RunFolder, start: Any) -> None:
+        if start.request.resume == "never":
+            begin_branch(folder, start)
+        else:
+            begun.append((folder, start))
+
+    Engine.load, resume.begin_branch = late, postpone
+
+
+def _count_for_ever() -> None:
+    """Count the rollbacks of a whole life, as if nothing had been saved."""
+    from recipes.training.history import History
+
+    History.rollbacks = lambda self, step: len(self.rolled_back)
+
+
+FAULTS = {
+    "stale rollbacks": _count_stale_rollbacks,
+    "late abandonment": _abandon_late,
+    "rollbacks for ever": _count_for_ever,
+}
+
+
+def main() -> None:
+    """Run the soak, and print the report."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rounds", "--kills", type=int, default=200, help="default: 200")
+    parser.add_argument("--seed", type=int, default=0, help="default: 0")
+    parser.add_argument("--fault", choices=FAULTS, help="break the code first, to see it noticed")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as home:
+        report = soak(Path(home), rounds=options.rounds, seed=options.seed, fault=options.fault)
+    print(report)
+    sys.exit(1 if report.wrong else 0)
+
+
+if __name__ == "__main__":
+    main()
