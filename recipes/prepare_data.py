@@ -129,8 +129,8 @@ def check_the_same(options: argparse.Namespace, output: Path) -> None:
         made = dict(json.loads(manifest.read_text()).get("options", {}))
     except (ValueError, RecursionError, TypeError, AttributeError) as error:
         raise UserError(
-            f"{manifest} is not a manifest of this command ({error!r}); use another --output, or "
-            f"delete {output} to prepare it again"
+            f"{manifest} is not a manifest of prepare_data.py ({error!r}); use another --output, "
+            f"or delete {output} to prepare it again"
         ) from None
     wanted = what_decides(options)
     different = [
@@ -305,7 +305,8 @@ def tell(manifest: dict[str, Any], output: Path) -> None:
     for kind, skipped in manifest["skipped"].items():
         print(f"skipped {skipped['rows']:,} rows, {kind}: first {skipped['first']}")
     if manifest["document_start"]:
-        print(f"each document begins with {manifest['document_start']}, as the tokenizer has it")
+        start = manifest["document_start"]
+        print(f"each document begins with the tokens {start}, which the tokenizer adds")
     print(f"written to {output}, vocabulary {manifest['vocab_size']:,}")
 
 

@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     from recipes.training.tracking import Meter, Tracker
 
 SECONDS_FOR_RANK_0_TO_SPEAK = 5
-SECONDS_FOR_READER = 30.0  # of the output of a finished run, without progress
+SECONDS_FOR_READER = 30.0  # without progress, until the output of a finished run is read
 SECONDS_FOR_READER_OF_FAILURE = 2.0
 SECONDS_TO_WAIT_FOR_FOLDER = 300  # file servers notice a dead node after 30 to 120 s
 DRIFTED_SHOWN = 8  # weights in a message
@@ -281,8 +281,8 @@ def train(run: Run, step: int) -> Ending:
 def finish_bad_last_step(run: Run, metrics: dict[str, Any], reason: str) -> Ending | None:
     """Leave out a last step that is bad, if the weights before it are sound.
 
-    After any other bad step the next loss shows whether the weights are to blame. After the last
-    one a validation does.
+    After any other bad step, the loss of the next step shows whether the weights are sound. After
+    the last step there is no next one, so the validation loss is used instead.
 
     Returns:
         None if the run may be saved as it is; otherwise how it ends.
@@ -489,7 +489,7 @@ def refused_together() -> Iterator[None]:
     for rank, (failed, _) in enumerate(everyones):
         if failed:
             time.sleep(SECONDS_FOR_RANK_0_TO_SPEAK)  # launchers end all ranks after the first one
-            print(f"this rank ends because of the error of rank {rank}", file=sys.stderr)
+            print(f"this rank exits because rank {rank} failed", file=sys.stderr)
             leave(1)
     messages = [message for _, message in everyones if message]
     if messages:
@@ -541,7 +541,7 @@ def parse_command_line() -> argparse.Namespace:
         "--resume-once",
         default="",
         metavar="NAME",
-        help="carry --resume out once: later starts with the same NAME resume automatically",
+        help="carry out --resume only once; later starts with this NAME use --resume auto",
     )
     parser.add_argument(
         "--wait-for-folder",

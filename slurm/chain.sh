@@ -14,7 +14,7 @@ shift
 : "${1:?name a recipe: slurm/chain.sh 5 RECIPE}"
 
 options=$(.venv/bin/python slurm/options.py "$@")
-RESUME_ONCE=chain-$(date +%s)-$$ # --resume is for the first job that starts; the others go on
+RESUME_ONCE=chain-$(date +%s)-$$ # the first job to start carries out --resume
 for _ in $(seq "$jobs"); do
   # shellcheck disable=SC2086 # several options, none with a space
   REQUEUE=no RESUME_ONCE=$RESUME_ONCE \

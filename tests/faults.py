@@ -40,7 +40,7 @@ from tests.unread import UNREAD, Output
 
 HANG_SECONDS = 6
 # The watchdog adds 8 seconds, and launchers look once a second.
-LIMIT_SECONDS = HANG_SECONDS + 14  # from the fault to the last process's end, where ranks notice
+LIMIT_SECONDS = HANG_SECONDS + 14  # from the fault to the exit of the last process, if ranks notice
 SECONDS_TO_TRAIN = 240
 HOSTS = ("node1", "node2")
 ENVIRONMENT = {

@@ -1,17 +1,17 @@
 """Interleave kills with starts, loads, saves, rollbacks, `--resume` requests and requeues.
 
-A small run of two processes saves every fourth step. Its data are poisoned: one bad step that is
-left out, two rollbacks with saves in between, and a last step that is bad twice. Each round starts
-it in one of these ways: as a requeued job would, with `--resume CHECKPOINT` (and sometimes with
-another learning rate, with which the data do no harm, so that the branches differ), with `--resume
-never`, or with a user's mistake. Most starts are killed: at a random time, in the middle of
-loading, or before, during or after one of the operations that change the run folder. Sometimes the
-last lines of the files are torn, too.
+A small run of two processes saves every fourth step. Its data contain bad samples that cause one
+skipped step, two rollbacks with saves in between, and a last step that is bad twice. Each round
+starts the run in one of four ways: as a requeued job would; with `--resume CHECKPOINT`, sometimes
+with another learning rate at which the bad samples are harmless, so that the branches differ; with
+`--resume never`; or with a user's mistake. Most starts are killed at a random time, while a
+checkpoint is being loaded, or before, during or after one of the operations that change the run
+folder. Sometimes the last lines of the files are torn as well.
 
-After each round the run must be in the branch that was asked for last: metrics and samples equal
-those of an undisturbed run of this branch, no step is there twice and none is missing, all
-checkpoints ever published exist under some name, and no process is left. A mistake must be
-rejected without a traceback and without a change.
+After each round the run must be on the branch that was requested last: its metrics and samples
+equal those of an undisturbed run of that branch, no step is duplicated or missing, every checkpoint
+ever published still exists under some name, and no process is left running. A mistake must be
+rejected without a traceback and without changing the folder.
 
     make soak
     python tests/soak_control.py --rounds 20 --seed 7
@@ -211,7 +211,7 @@ class Soak:
         return "time", self.chance.uniform(0, self.seconds), self.chance.randrange(1, 2**RANKS)
 
     def draw(self, cards: tuple[str, ...]) -> str:
-        """Draw from a shuffled deck, so that few rounds have all kinds."""
+        """Draw from a shuffled deck, so that even a few rounds cover every kind."""
         deck = self.decks.setdefault(cards, [])
         if not deck:
             deck += self.chance.sample(cards, len(cards))
@@ -513,7 +513,7 @@ def _abandon_late() -> None:
 
 
 def _count_for_ever() -> None:
-    """Count the rollbacks of a whole life, as if nothing had been saved."""
+    """Count every rollback of the run, as if no checkpoint had been saved since."""
     from recipes.training.history import History
 
     History.rollbacks = lambda self, step: len(self.rolled_back)
@@ -533,7 +533,11 @@ def main() -> None:
     )
     parser.add_argument("--rounds", "--kills", type=int, default=200, help="default: 200")
     parser.add_argument("--seed", type=int, default=0, help="default: 0")
-    parser.add_argument("--fault", choices=FAULTS, help="break the code first, to see it noticed")
+    parser.add_argument(
+        "--fault",
+        choices=FAULTS,
+        help="inject this defect first, to check that the soak detects it",
+    )
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as home:
         report = soak(Path(home), rounds=options.rounds, seed=options.seed, fault=options.fault)

@@ -267,7 +267,7 @@ def test_exported_texts_begin_as_documents_did(
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "back")
     assert tokenizer("t5")["input_ids"] == ([1, 5] if begins else [5])
     assert (tokenizer.bos_token_id, tokenizer.eos_token_id) == (1, 2)
-    assert ("the exported one adds none" in capsys.readouterr().out) != begins
+    assert ("the exported tokenizer adds none" in capsys.readouterr().out) != begins
 
 
 def test_large_models_are_split_into_files(tmp_path: Path, monkeypatch) -> None:

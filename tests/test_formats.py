@@ -118,7 +118,7 @@ def test_links_are_followed_and_files_count_once(
     (tmp_path / "in" / "same.JSONL").symlink_to(tmp_path / "elsewhere" / "lines.jsonl")
     (tmp_path / "in" / "notes.md").write_text("not this")
     assert texts(opened(tmp_path / "in"), 500) == TEXTS
-    assert "left out, no reader for them: 1 files, such as" in capsys.readouterr().out
+    assert "skipped 1 files (unsupported format), such as" in capsys.readouterr().out
     assert texts(opened(f"{tmp_path}/in/**/*.jsonl"), 500) == TEXTS
     with pytest.raises(UserError, match="is named twice; name it once"):
         opened(tmp_path / "in", tmp_path / "elsewhere")
@@ -254,7 +254,9 @@ def corpus_in(folder: Path) -> None:
     (folder / "pieces.jsonl").write_text('{"files": ["a"], "start": 0, "stop": 5}\n')
 
 
-def test_a_corpus_is_no_source(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_prepared_corpora_are_skipped_as_sources(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     json_lines(tmp_path / "lines.jsonl")
     corpus_in(tmp_path / "made")
     workspace = tmp_path / "more.incomplete"
@@ -265,18 +267,18 @@ def test_a_corpus_is_no_source(tmp_path: Path, capsys: pytest.CaptureFixture[str
         mark_workspace(lock)
     assert texts(opened(tmp_path), 500) == TEXTS
     said = capsys.readouterr().out
-    assert said.count("left out") == 2 and "no reader for them: 1 files" in said  # the lock
+    assert said.count("skipped") == 2 and "1 files (unsupported format)" in said  # the lock
     assert (
-        f"left out, written by prepare_data.py: 11 files, such as {tmp_path}/made/manifest" in said
+        f"skipped 11 files (written by prepare_data.py), such as {tmp_path}/made/manifest" in said
     )
     assert texts(opened(f"{tmp_path}/**/**/lines.jsonl"), 500) == TEXTS  # found twice
-    with pytest.raises(
-        UserError, match=r"no file there is .*; left out, written by prep.*: 5 files"
-    ):
+    with pytest.raises(UserError, match=r"no file there is .*; skipped 5 files \(written by prep"):
         opened(tmp_path / "made")
 
 
-def test_names_like_ours_hide_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_user_files_with_our_names_are_read(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """A user's own files are read: beside a pieces.jsonl, in NAME.incomplete, in our folders."""
     corpus_in(tmp_path / "made")
     workspace = tmp_path / "work.incomplete"
@@ -293,20 +295,21 @@ def test_names_like_ours_hide_nothing(tmp_path: Path, capsys: pytest.CaptureFixt
     for name in own:
         (tmp_path / name).write_text(json.dumps({"body": name}) + "\n")
     assert sorted(texts(opened(tmp_path), 500)) == sorted(own)
-    assert f"5 files, such as {tmp_path}/made/manifest.json" in capsys.readouterr().out
+    assert (
+        f"skipped 5 files (written by prepare_data.py), such as {tmp_path}/made/manifest.json"
+        in capsys.readouterr().out
+    )
 
 
-def test_what_a_folder_hides_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_skipped_files_are_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     json_lines(tmp_path / "lines.jsonl")
     (tmp_path / "moved.jsonl").symlink_to(tmp_path / "nowhere.jsonl")
     table().save_to_disk(tmp_path / "saved")
     capsys.readouterr()
     assert texts(opened(tmp_path), 500) == TEXTS
     said = capsys.readouterr().out
-    assert (
-        f"left out, links to nothing or no regular files: 1 files, such as {tmp_path}/moved" in said
-    )
-    assert f"name each alone in --source: 1 folders, such as {tmp_path}/saved" in said
+    assert f"skipped 1 files (broken link or not a regular file), such as {tmp_path}/moved" in said
+    assert f"by itself), such as {tmp_path}/saved" in said
     assert len(texts(opened(f"{tmp_path}/saved/*.arrow"), 500)) == len(TEXTS)  # if it is named
 
 

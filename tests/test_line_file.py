@@ -68,7 +68,7 @@ def test_lines_that_wait_for_room_are_read_too(tmp_path: Path) -> None:
     assert RunFolder(folder.path).history().rolled_back == {4: 56}
 
 
-def test_a_durable_line_is_written_or_refused(tmp_path: Path) -> None:
+def test_a_durable_append_succeeds_or_raises(tmp_path: Path) -> None:
     lines = LineFile(tmp_path / "run" / "events.jsonl", key="event")
     with pytest.raises(OSError, match="No such file"):
         lines.append_durably({"event": "branch"})

@@ -138,7 +138,7 @@ def test_documents_begin_as_the_tokenizer_begins_texts(
 ) -> None:
     done = prepare(*into(prepared, tmp_path / "out"), "--tokenizer", bos_tokenizer)
     assert done.returncode == 0, done.stderr
-    assert "each document begins with [300], as the tokenizer has it" in done.stdout
+    assert "each document begins with the tokens [300], which the tokenizer adds" in done.stdout
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out" / "tokenizer")
     manifest = json.loads((tmp_path / "out" / "manifest.json").read_text())
     assert manifest["document_start"] == [tokenizer.bos_token_id] == [300]

@@ -1,4 +1,4 @@
-"""`--resume CHECKPOINT` and `--resume never`, killed at every instant of their beginning."""
+"""`--resume CHECKPOINT` and `--resume never`, killed at every point of start-up."""
 
 import os
 import shutil
@@ -191,7 +191,7 @@ def test_rollbacks_of_the_branch_that_was_left_do_not_count(recipe: Recipe, tmp_
     assert start.progress.step == 32 and start.progress.samples == 256 and start.rollbacks == 0
 
 
-def test_a_torn_event_is_not_an_obstacle(recipe: Recipe, tmp_path: Path) -> None:
+def test_a_torn_event_is_skipped(recipe: Recipe, tmp_path: Path) -> None:
     write_run(tmp_path / "run")
     for file in (tmp_path / "run/events.jsonl", tmp_path / "run/metrics.jsonl"):
         with file.open("ab") as stream:

@@ -1,4 +1,4 @@
-"""A short soak of starts, kills, rollbacks and requests, and that it sees what it is for."""
+"""A short soak of starts, kills, rollbacks and requests, and of faults that it has to detect."""
 
 import re
 from pathlib import Path

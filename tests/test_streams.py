@@ -60,7 +60,7 @@ def test_a_process_that_ends_by_itself_prints() -> None:
         assert output.text() == "help"
 
 
-def test_a_closed_descriptor_is_no_error() -> None:
+def test_a_closed_descriptor_is_not_an_error() -> None:
     command = [sys.executable, "-c", PRINTING.format(body=EVERYTHING)]
     script = 'exec "$@" <&- >&- 2>&-'
     done = subprocess.run(["bash", "-c", script, "bash", *command], cwd=REPOSITORY, timeout=60)
@@ -112,7 +112,7 @@ streams.end_process(0)
         text = stream.read()
     process.stderr.close()
     assert process.wait(timeout=60) == 0
-    assert text.endswith("the last line\n") and "bytes of output are left out" in text
+    assert text.endswith("the last line\n") and "bytes of output were dropped" in text
     assert "line 19999 " in text and "line 15000 " not in text
 
 

@@ -172,7 +172,7 @@ def test_replicated_weights_over_tensor_ranks() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-def test_the_gradient_of_a_table_is_autograd_s(
+def test_table_gradient_matches_autograd(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(kernel, "MAX_WIDE_ELEMENTS", 40 * 5)  # parts of 5, 5 and 1 columns

@@ -162,7 +162,7 @@ def test_a_supervisor(what: str, code: int, said: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", UNREAD)
-def test_a_supervisor_ends_its_rank_whoever_reads(kind: str, tmp_path: Path) -> None:
+def test_a_supervisor_ends_its_rank_even_if_output_is_unread(kind: str, tmp_path: Path) -> None:
     codes = {"once": 0, "twice": 128 + signal.SIGTERM, "hang": HUNG, "stopped": -signal.SIGKILL,
              "hang, and so does the disk": HUNG}  # fmt: skip
     with Output(kind) as output:

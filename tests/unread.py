@@ -40,7 +40,7 @@ class Output:
                 os.close(descriptor)
 
     def spoil(self) -> None:
-        """Let the output be what its kind says from now on."""
+        """Switch the output to the failure mode named by `kind`."""
         if self.kind in ("full pipe", "closed pipe"):
             self.stop_reading()
         if self.kind == "full pipe":

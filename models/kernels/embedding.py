@@ -1,9 +1,9 @@
 """Look-up in a table of vectors, with the backward pass written out.
 
-The gradient of a row is a sum over all its occurrences. In 16 bits, torch's kernel rounds the sum
-after each addition on CPUs, and after each 32 tokens on GPUs if there are at most 3,072 of them: a
-row that occurs 16,384 times gets a fraction of its gradient. Here sums are in fp32, and only the
-result is rounded.
+The gradient of a row is a sum over all its occurrences. For 16-bit gradients, torch's kernel rounds
+the running sum after every addition on CPUs, so that a row that occurs 16,384 times receives only a
+fraction of its gradient. On GPUs it rounds less often. This function accumulates in fp32 and rounds
+only the result.
 
 n tokens of a micro-batch, h hidden, v rows of the table.
 """
@@ -39,13 +39,13 @@ class _LookUp(torch.autograd.Function):
 def table_gradient(grad: Tensor, rows: Tensor, table_rows: int) -> Tensor:
     """Return the gradient of a table [v, h] from the gradients [n, h] of its rows [n].
 
-    No tensor has a size that depends on the tokens, so that the host never waits for the device,
-    and fp32 tensors have n rows instead of v.
+    No tensor's size depends on the token values, so the host never waits for the device. The fp32
+    tensors have n rows instead of v.
     """
     if grad.dtype not in (torch.bfloat16, torch.float16):
         return torch.ops.aten.embedding_dense_backward(grad, rows, table_rows, -1, False)
     tokens, hidden = grad.shape
-    # The slot of a row is the place of any of its occurrences; the sums do not depend on which.
+    # A row's slot is the position of any one of its occurrences; the sums are the same for each.
     places = torch.arange(tokens, device=rows.device)
     slots = rows.new_empty(table_rows).index_copy_(0, rows, places).index_select(0, rows)
     gradient = grad.new_zeros(table_rows, hidden)

@@ -3,9 +3,9 @@
 Between two matrix products a block adds the bias of the first product, applies dropout, adds the
 result to the residual stream and norms the sum: one kernel forward and one backward. RMSNorm is
 computed in fp32 and rounds before and after the multiplication by its weight, as in transformers.
-LayerNorm is torch's own kernel, which the compiler decomposes to fuse it. On CPUs that kernel adds
-up the gradients of weight and bias in the type of its input, and rounds the statistics to the type
-of the weight; there it gets fp32 tensors instead of 16-bit ones.
+LayerNorm is torch's own kernel, which the compiler decomposes to fuse it. On CPUs that kernel
+accumulates the gradients of weight and bias in the dtype of its input, and rounds the statistics to
+the dtype of the weight. We therefore pass it fp32 copies of 16-bit tensors on CPUs.
 
 s sequence, b micro-batch, h hidden.
 """

@@ -154,8 +154,8 @@ class _Copy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        # A copy, because other operations may hold `grad` too; in fp32, because in 16 bits each
-        # addition of a rank's part would round.
+        # Copy, because other operations may also hold `grad`. All-reduce in fp32, because every
+        # addition in 16 bits would round the sum.
         dtype = torch.promote_types(grad.dtype, torch.float32)
         total = grad.to(dtype, memory_format=torch.contiguous_format, copy=True)
         dist.all_reduce(total, group=ctx.axis.group)

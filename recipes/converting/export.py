@@ -87,8 +87,8 @@ def find_tokenizer(source: CheckpointReader, given: Path | None) -> Path | None:
 def begin_texts_as_in_training(source: CheckpointReader, folder: Path) -> None:
     """Let the exported tokenizer add no BOS if the documents of the run did not begin with it.
 
-    prepare_data.py begins documents as the tokenizer begins texts. Corpora of other tools, and of
-    before it did so, may have no BOS: the model has then never seen the token that the tokenizer
+    prepare_data.py begins documents as the tokenizer begins texts. Corpora from other tools or
+    from older versions may have no BOS. The model has then never seen the token that the tokenizer
     would put before every prompt.
     """
     start = document_start(_load(folder))
@@ -102,13 +102,13 @@ def begin_texts_as_in_training(source: CheckpointReader, folder: Path) -> None:
     file.write_text(json.dumps(settings | {"post_processor": None}, ensure_ascii=False, indent=2))
     if document_start(_load(folder)):
         raise UserError(
-            f"the tokenizer begins texts with {start} and documents of the run began with "
-            f"{trained}; its class adds the tokens itself, so use --tokenizer with a copy that "
-            f"adds none"
+            f"the tokenizer adds {start} at the start of a text, but training documents began "
+            f"with {trained}. Its class adds these tokens in code, which the export cannot turn "
+            f"off; use --tokenizer with a tokenizer that adds none"
         )
     print(
-        f"the tokenizer begins texts with the tokens {start} and documents of the run did not; the "
-        f"exported one adds none"
+        f"the tokenizer adds the tokens {start} at the start of a text, but training documents did "
+        f"not begin with them; the exported tokenizer adds none"
     )
 
 

@@ -101,8 +101,8 @@ def read_gpu(path: Path) -> Gpu:
         efficiency = _read_toml(other).get("efficiency")
     if not isinstance(efficiency, dict):
         raise UserError(
-            f"{path.name}: efficiency is not a table; write a section [efficiency] as h100.toml "
-            f"has it"
+            f"{path.name}: efficiency is not a table; add an [efficiency] section like the one in "
+            f"h100.toml"
         )
     table |= efficiency
     known = {field.name for field in fields(Gpu)}
@@ -118,7 +118,8 @@ def _read_toml(path: Path) -> dict[str, Any]:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
         raise UserError(
-            f"{path.name}: this is not valid TOML: {error}; compare it with h100.toml beside it"
+            f"{path.name}: this is not valid TOML: {error}; compare it with h100.toml in the same "
+            f"folder"
         ) from None
 
 

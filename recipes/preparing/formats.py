@@ -333,16 +333,16 @@ class Stream(Format):
 def from_library(rows: Iterable[T], source: object) -> Iterator[T]:
     """Yield the rows of a library's iterator.
 
-    Datasets and the hub's client raise many classes of exceptions for data that they cannot read,
-    so all of them are taken for the user's data. Only the library runs under the `try`: a defect in
-    the code that takes the rows keeps its traceback.
+    Datasets and the hub's client raise many exception classes for unreadable data, so every
+    exception is reported as a problem with the user's data. Only the library call is inside the
+    `try`; a defect in the code that consumes the rows keeps its traceback.
 
     Args:
         rows: the library's iterator
         source: what it reads, for a message
 
     Raises:
-        UserError: the library has raised something.
+        UserError: the library raised an exception.
     """
     coming = iter(rows)
     while True:

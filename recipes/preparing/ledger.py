@@ -60,7 +60,7 @@ def samples_of(recipe: Recipe, run: RunFolder, step: int) -> range:
     length, batch = recipe.model.sequence_length, recipe.batch.global_sequences
     firsts = {0: 0} | run.history().first_samples()  # of the step after each
     ends = {line["step"]: line["tokens"] // length for line in run.read_metrics()}
-    for at, first in firsts.items():  # steps that a rollback discarded a moment ago
+    for at, first in firsts.items():  # drop steps that a rollback has discarded
         ends = {step: end for step, end in ends.items() if step <= at or end > first}
     begins = ends | firsts
     if step in ends and step - 1 in begins:

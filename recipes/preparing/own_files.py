@@ -12,8 +12,8 @@ WORK = re.compile(r"pieces|corpus|tokenizer-[0-9a-f]{24}(\..*)?")  # folders in 
 
 
 def mark_workspace(lock: IO[str]) -> None:
-    """Write into the lock of a workspace whose folder it is; other processes may do the same."""
-    if not lock.tell():  # opened to append: where it ends
+    """Write LOCK_TEXT into the lock file of a workspace unless it has content."""
+    if not lock.tell():  # opened for appending, so tell() is the file's size
         lock.write(LOCK_TEXT)
         lock.flush()
 

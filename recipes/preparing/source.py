@@ -98,10 +98,10 @@ def find_files(name: str) -> list[Path]:
     once = {file.resolve(): file for file in sorted(found, reverse=True)}
     files, left_out = sort_out(sorted(once.values()))
     for reason, others in left_out.items():
-        print(f"left out, {reason}: {count_of(others)}, such as {others[0]}")
+        print(f"skipped {count_of(others)} ({reason}), such as {others[0]}")
     if not files:
         why = "".join(
-            f"; left out, {reason}: {count_of(others)}" for reason, others in left_out.items()
+            f"; skipped {count_of(others)} ({reason})" for reason, others in left_out.items()
         )
         raise UserError(f"--source {name}: no file there is one of {', '.join(SUFFIXES)}{why}")
     return files
@@ -112,13 +112,13 @@ def sort_out(found: Sequence[Path]) -> tuple[list[Path], dict[str, list[Path]]]:
     own, files, left_out = OwnFiles(), [], defaultdict(list)
     for path in found:
         if path.is_dir():
-            left_out["saved by save_to_disk, name each alone in --source"].append(path)
+            left_out["saved with save_to_disk; pass each one to --source by itself"].append(path)
         elif not path.is_file():
-            left_out["links to nothing or no regular files"].append(path)
+            left_out["broken link or not a regular file"].append(path)
         elif path in own:
             left_out["written by prepare_data.py"].append(path)
         elif not is_readable(path):
-            left_out["no reader for them"].append(path)
+            left_out["unsupported format"].append(path)
         else:
             files.append(path)
     return files, left_out

@@ -73,7 +73,7 @@ class Tokenization:
             self.end,
             self.split_special_tokens,
             self.validation_fraction,
-            *([self.start] if self.start else []),  # pieces of before it was recorded have none
+            *([self.start] if self.start else []),  # older pieces have no recorded start
         )
         return hashlib.sha256(json.dumps(decides).encode()).hexdigest()[:24]
 

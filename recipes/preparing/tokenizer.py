@@ -70,7 +70,7 @@ def document_start(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """Return the ids that a tokenizer puts before every text, such as its BOS token.
 
     Raises:
-        UserError: they cannot be told from the ids of the text.
+        UserError: they cannot be distinguished from the ids of the text.
     """
     examples = ("a", "0", ".", *tokenizer.get_vocab())
     known = (each for each in examples if tokenizer(each, add_special_tokens=False)["input_ids"])
@@ -81,8 +81,9 @@ def document_start(tokenizer: PreTrainedTokenizerBase) -> list[int]:
         if whole[start : start + len(text)] == text:
             return whole[:start]
     raise UserError(
-        f"{tokenizer.name_or_path}: a text has the ids {text} alone and {whole} with special "
-        f"tokens, which do not contain them; use a tokenizer that adds special tokens at the ends"
+        f"{tokenizer.name_or_path}: {example!r} is tokenized as {text} without and {whole} with "
+        f"special tokens, and the second does not contain the first; use a tokenizer that adds "
+        f"special tokens only at the start and end"
     )
 
 

@@ -8,16 +8,18 @@ from models.errors import UserError
 
 PERIOD = 2**16  # samples, at most, after which the order of the sources repeats itself
 LARGEST_ROUNDING = Fraction(1, 10)  # of a source's share, relative
-# From this many samples in a period on, rounding down changes a share by less than that.
+# A source with this many samples per period or more loses less than LARGEST_ROUNDING of its share
+# when it is rounded down.
 SAMPLES_TO_ROUND = math.ceil(1 / LARGEST_ROUNDING)
 
 
 def whole_shares(weights: Sequence[float]) -> tuple[int, ...]:
     """Return the samples of each source in a period.
 
-    They are exact if a period of PERIOD samples or fewer can be. Otherwise shares are rounded down
-    to a multiple of 1 / PERIOD, and the largest source takes the rest. The order of a run's samples
-    follows from these numbers, so that a change here would change what resumed runs read.
+    The shares are exact if a period of at most PERIOD samples can represent them. Otherwise they
+    are rounded down to a multiple of 1 / PERIOD, and the largest source takes the rest. The order
+    of a run's samples follows from these numbers, so a change here would change what resumed runs
+    read.
     """
     exact = [Fraction(str(weight)) for weight in weights]
     total = sum(exact)

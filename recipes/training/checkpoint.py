@@ -139,9 +139,9 @@ def find(
 def _candidates(folder: Path, branch: Branch | None) -> list[Path]:
     """Return the checkpoints that belong to the branch that the run is on, newest first.
 
-    A request that was not finished excludes later checkpoints: they may not all have been set
-    aside yet. A checkpoint from elsewhere is used until the run has saved one itself; those that
-    were here before are of another run.
+    While a request is pending, later checkpoints are excluded, because some may not have been set
+    aside yet. A checkpoint from another folder is used until this run has saved one of its own;
+    checkpoints that were already here belong to another run.
     """
     own = list(reversed(published(folder)))
     if branch is None or not branch.checkpoint:
@@ -153,7 +153,7 @@ def _candidates(folder: Path, branch: Branch | None) -> list[Path]:
 
 
 def is_own(folder: Path, checkpoint: Path) -> bool:
-    """Whether a checkpoint is one of those that a run has published in a folder."""
+    """Return True if a run has published this checkpoint in the folder."""
     path = checkpoint.resolve()
     return path.parent == folder.resolve() and NAME.fullmatch(path.name) is not None
 
@@ -197,10 +197,10 @@ def find_initial_weights(recipe: Recipe, *, run: Path) -> Found:
 
 
 def abandon_others(folder: Path, found: Found, *, stamp: str) -> None:
-    """Set aside the checkpoints that are not part of the branch which begins at a checkpoint.
+    """Set aside the checkpoints that do not belong to the branch that starts from a checkpoint.
 
-    These are the later ones; if the checkpoint lies elsewhere, all of them. Those that were found
-    damaged stay where they are.
+    If that checkpoint is in this folder, the later ones are set aside; if it is elsewhere, all of
+    them are. Checkpoints that were found damaged stay where they are.
 
     Args:
         folder: the run's checkpoints
@@ -238,7 +238,7 @@ def check_same_run(
             f'--set training.initial_weights="{checkpoint}"'
         )
     saved, now = manifest.recipe, recipe.model_dump(mode="json")
-    # An older checkpoint says neither of these. Its corpora are compared by content in any case.
+    # Older checkpoints record neither of these keys. Corpora are compared by content in any case.
     unsaid = {"separate_documents": False, "document_starts": data.get("document_starts")}
     read = {**unsaid, **manifest.data}
     different = differences(

@@ -253,8 +253,9 @@ def fingerprint(recipe: Recipe) -> dict[str, Any]:
 def document_starts(recipe: Recipe) -> list[list[int]]:
     """Return the tokens that begin every document of each training corpus, such as BOS.
 
-    Where no manifest records them, which is so for corpora of Megatron's tools and older ones of
-    prepare_data.py, it is the first token that all documents looked at share, if they do.
+    Manifests of Megatron corpora and of older prepare_data.py corpora do not record them. For these
+    corpora, the start is the first token of the sampled documents if all of them share it, and
+    empty otherwise.
     """
     paths = [repository_path(source.path) for source in recipe.data.train]
     recorded = [_read_manifest(path).get("document_start") for path in paths]

@@ -105,9 +105,9 @@ def read_deepspeed_json(name: str) -> dict[str, Any]:
     scaled = config.get("gradient_predivide_factor", 1) != 1 or config.get("prescale_gradients")
     if scaled and zero_stage(config) > 1:
         raise UserError(
-            f"{name}: prescale_gradients and gradient_predivide_factor scale gradients before "
-            f"their sum, which DeepSpeed does not support under ZeRO-{zero_stage(config)} with "
-            f"reduce scatter, and which gives wrong gradients without it; remove them"
+            f"{name}: prescale_gradients and gradient_predivide_factor scale gradients before they "
+            f"are summed. With reduce_scatter, DeepSpeed does not support this under "
+            f"ZeRO-{zero_stage(config)}; without it, the gradients would be wrong; remove them"
         )
     return config
 
@@ -123,11 +123,11 @@ def _unique_keys(name: str, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _reject_constant(name: str, constant: str) -> None:
-    raise UserError(f"{name}: {constant} is not a number that JSON has; use a finite number")
+    raise UserError(f"{name}: {constant} is not valid in JSON; use a finite number")
 
 
 def _check_owners(name: str, config: dict[str, Any]) -> None:
-    """Reject settings that the recipe owns, other values "auto", and a config without ZeRO."""
+    """Reject settings that the recipe owns, "auto" for any other key, and a config without ZeRO."""
     for key in AUTO_KEYS:
         if config.get(key) != "auto":
             raise UserError(

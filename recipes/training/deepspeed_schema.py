@@ -121,10 +121,10 @@ SETTINGS: Table = {
     "wall_clock_breakdown": flag(False),
     "dump_state": flag(False),
 }
-NEEDED = {"bf16": "enabled", "fp16": "enabled"}  # block -> a key without which it means nothing
+NEEDED = {"bf16": "enabled", "fp16": "enabled"}  # block -> the key that it must contain
 
 _OFFLOADING = "weights and optimizer state stay on the GPU; remove it and use more data ranks"
-_SECONDARY = "weights are spread over all data ranks and gathered as they are; remove it"
+_SECONDARY = "weights are sharded over all data ranks and gathered unquantized; remove it"
 _SHORT_STATE = "checkpoints hold weights and optimizer state in 32 bits; remove it"
 _LAYOUT_OF_STATE = "checkpoints expect DeepSpeed's default layout of the optimizer state; remove it"
 _OWN_CHECKPOINTS = "checkpoints are not written by DeepSpeed and fit every layout; remove it"

@@ -109,7 +109,7 @@ class Engine(ABC):
         return differing_copies(noted(), self.wrapped.device)
 
     def _from_disk(self, micro_batches: Iterable[MicroBatch]) -> Iterator[MicroBatch]:
-        """Iterate over micro-batches that are read while they are iterated over."""
+        """Yield micro-batches as they are read from disk, which does not count as a hang."""
         iterator = iter(micro_batches)
         for number in itertools.count():
             with self.crumb.waiting_for_disk("reading data", micro_batch=number):

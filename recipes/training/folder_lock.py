@@ -5,9 +5,9 @@ dies. A server notices the death of a whole node only after a while. Without flo
 with `noflock`, some FUSE file systems) the file `lock.exclusive` exists for as long as a run holds
 the folder.
 
-The holder touches its file every few seconds. A process that waits compares two such times of the
-same file, so that clocks of different nodes need not agree: a holder that moves is alive, and
-waiting for it is pointless; a file of the second kind that has not moved for a minute is stale.
+The holder touches its file every few seconds. A waiting process compares two modification times of
+the same file, so clocks of different nodes need not agree. If the time has changed, the holder is
+alive and waiting is pointless. A `lock.exclusive` whose time has not changed for a minute is stale.
 """
 
 import atexit
@@ -117,15 +117,15 @@ class FolderLock:
             flush(self.exclusive)
             print(
                 f"warning: {self.folder} is on a file system without flock; the file "
-                f"{self.exclusive.name} keeps other runs out, and after the death of this node "
-                f"the next run waits {STALE_SECONDS:.0f} s",
+                f"{self.exclusive.name} is used as the lock instead, and if this node dies, the "
+                f"next run waits {STALE_SECONDS:.0f} s before it takes the folder over",
                 file=sys.stderr,
             )
             return
         raise self._in_use(self.exclusive)
 
     def _is_stale(self) -> bool:
-        """Whether the holder of the exclusive file has died, as far as can be seen from here."""
+        """Return True if the holder of the exclusive file appears to be dead."""
         if self._seen is None:
             return True  # released a moment ago
         holder = _parse(self._seen[0])
@@ -174,7 +174,7 @@ class FolderLock:
         file = self.shared if self._stream is not None else self.exclusive
         while not self._released.wait(BEAT_SECONDS):
             if self._stream is None and self._was_taken_over() and not self._released.is_set():
-                os.write(2, f"{self.folder} was taken over by another run; ends\n".encode())
+                os.write(2, f"{self.folder} was taken over by another run; exiting\n".encode())
                 os._exit(LOST)
             with contextlib.suppress(OSError):
                 os.utime(file)
@@ -184,7 +184,7 @@ class FolderLock:
         return seen is not None and _parse(seen[0]).get("token") == self.record["token"]
 
     def _was_taken_over(self) -> bool:
-        """Whether this process was suspended for so long that another one took it for dead."""
+        """Return True if this process slept for so long that another run took the folder over."""
         try:
             seen = _look(self.exclusive)
         except OSError:  # of a disk that is away for a moment
@@ -212,13 +212,13 @@ def _parse(record: str) -> dict[str, Any]:
 
 
 def _runs(holder: dict[str, Any]) -> bool:
-    """Whether a process of this machine still runs, and is not another one with its number."""
+    """Return True if the holder still runs on this machine and its PID was not reused."""
     started = _start_ticks(holder.get("process", 0))
     return started is not None and started == holder.get("started")
 
 
 def _machine() -> str:
-    """Return what tells apart the machines, boots and containers that share a host name."""
+    """Return an identifier of the machine, its boot and its container; a host name is shared."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{boot} {os.readlink('/proc/self/ns/pid')}"
 

@@ -5,8 +5,8 @@ reading a clock, so that a whole job that is suspended and resumed (Ctrl-Z, fg) 
 
     python guard.py PID NAME      with a pipe from the rank as standard input
 
-Each beat of the rank is a line with the seconds that the rank may be silent from then on; 0: for
-ever.
+Each heartbeat of the rank is a line with the number of seconds for which the rank may then be
+silent; 0: no limit.
 """
 
 import os

@@ -66,7 +66,8 @@ class HangReport:
     Args:
         room: the folder
         names: names of all ranks, for messages
-        fresh_seconds: files that are older than the newest by more are from an earlier hang
+        fresh_seconds: a file more than this many seconds older than the newest one is from an
+            earlier hang
     """
 
     def __init__(self, room: Path, names: Sequence[str], *, fresh_seconds: float = math.inf):
@@ -86,9 +87,10 @@ class HangReport:
         self._file(rank).unlink(missing_ok=True)
 
     def verdict(self, own: Sighting) -> str:
-        """Return a description of the hang on the first rank that has written, "" on the others.
+        """Return a description of the hang on the lowest rank that wrote its file, else "".
 
-        A rank that could not write describes the hang, too, with its own place.
+        A rank that could not write its file also returns a description, which includes its own
+        place.
 
         Raises:
             OSError: no rank has written, or the files cannot be read.

@@ -1,9 +1,9 @@
 """The branch that a run is on, derived from events.jsonl alone.
 
-A run leaves the steps behind that it has done when it rolls back, when it resumes from an earlier
-checkpoint, and when a user sends it to another one. What had been noted about later steps is then
-void. Otherwise a rollback of an abandoned branch would apply to a checkpoint of the same step in
-the next branch, and the samples that it left out would never be read.
+A run abandons steps that it has completed when it rolls back, when it resumes from an earlier
+checkpoint, and when a user resumes it from a chosen checkpoint. Records of later steps are then
+void. Otherwise a rollback on an abandoned branch would also apply to the checkpoint of the same
+step on the next branch, and the samples that the rollback skipped would never be read.
 
 The order of the events decides, and no clock. A checkpoint is published only after all earlier
 events are on the disk, so the order is known even if the event of the save itself is lost.
@@ -42,9 +42,9 @@ class History:
     """The events that count for the branch that the run is on.
 
     Attributes:
-        rolled_back: steps of checkpoints, each with the first sample to read after it, because the
-            run has rolled back to it since it was saved
-        resumed: steps after which the run was resumed, each with the first sample read after it
+        rolled_back: checkpoints that the run has rolled back to since saving them, as step -> first
+            sample to read next
+        resumed: steps that the run was resumed after, as step -> first sample read next
         branch: the newest request for a certain checkpoint
         requests: names and values of the `--resume` options that were carried out once
     """
@@ -58,12 +58,13 @@ class History:
     def rollbacks(self, step: int) -> int:
         """Return how often the run has rolled back since it saved the checkpoint of a step.
 
-        Rollbacks to earlier checkpoints do not count: the run has passed what made it roll back.
+        Rollbacks to earlier checkpoints do not count: the run has since trained past the steps that
+        caused them.
         """
         return sum(target >= step for target in self._targets)
 
     def first_samples(self) -> dict[int, int]:
-        """Return the steps whose next step did not read on from its predecessor's last sample."""
+        """Return the first sample read after each step at which the data jumped: step -> sample."""
         return self.resumed | self.rolled_back
 
     def apply(self, event: dict[str, Any]) -> None:

@@ -37,9 +37,9 @@ class Process:
     def kill(self) -> bool:
         """End the process with SIGKILL; return False if it was gone before.
 
-        A pidfd (Linux 5.3) stays with its process, so that the process found alive is the one that
-        gets the signal. Without pidfds, a tiny chance is left that the number changes hands between
-        the two.
+        A pidfd (Linux 5.3) always refers to the same process, so the signal goes to the process
+        that was found alive. Without pidfds, there is a small chance that the PID is reused between
+        the check and the signal.
         """
         try:
             descriptor = os.pidfd_open(self.pid)

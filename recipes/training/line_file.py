@@ -34,8 +34,8 @@ class LineFile:
                 self._write_waiting()
             except OSError as error:
                 if len(self._waiting) == 1:  # the first of a row
-                    print(f"{self.path} cannot be written ({error.strerror}); its lines are kept "
-                          f"and written as soon as they can be", file=sys.stderr)  # fmt: skip
+                    print(f"{self.path} cannot be written ({error.strerror}); its lines stay "
+                          f"in memory until they can be written", file=sys.stderr)  # fmt: skip
 
     def append_durably(self, line: dict[str, Any]) -> None:
         """Write a line, and wait until it is on the disk.

@@ -147,10 +147,10 @@ def find_damages(checkpoint: Path, *, share: int = 0, shares: int = 1) -> Iterat
 
 
 def _is_damaged_digest(found: str, expected: str) -> bool:
-    """Whether a digest file is damaged, rather than the file whose digest it holds.
+    """Return True if the digest file is damaged, rather than the file that it describes.
 
-    If that file were damaged, the two digests would be unrelated: they would share one in 16
-    characters, and half of them in less than one of 10^18 cases.
+    If the hashed file were damaged, the two digests would be unrelated: on average one character in
+    16 would match, and the probability that half of them match is below 10^-18.
     """
     same = sum(here == there for here, there in zip(found, expected, strict=False))
     well_formed = re.fullmatch(r"[0-9a-f]{64}\n", found) is not None

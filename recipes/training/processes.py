@@ -30,7 +30,7 @@ from recipes.training.torch_variables import check_workspace, set_torch_variable
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
 LARGEST_KEPT = 32 * 2**20  # bytes of a block; the most that glibc allows
 NO_TIMEOUT = timedelta(days=365)
-MARGIN = timedelta(minutes=5)  # from the end of supervision's patience to that of a collective
+MARGIN = timedelta(minutes=5)  # of the time limit of collectives over that of supervision
 
 
 def on_gpu() -> bool:

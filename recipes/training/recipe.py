@@ -202,11 +202,11 @@ class Checkpoint(Section):
 class Supervision(Section):
     """Time limits without progress, and the limits for bad steps and slow ranks."""
 
-    # Without progress in training, then the run ends; 0: never. On GPUs, collectives of subgroups
-    # give up after 600.
+    # End the run after this many seconds without progress in training; 0: never. On GPUs,
+    # collectives of subgroups time out after 600 seconds in any case.
     hang_seconds: NonNegative = 300
-    # Without progress before the first step (with compiled kernels, before its end): building the
-    # model, loading a checkpoint, compiling; then the run ends; 0: never.
+    # The same limit before the first step (with compiled kernels, until its end), which covers
+    # building the model, loading a checkpoint and compiling; 0: never.
     startup_seconds: NonNegative = 1800
     bad_steps: Count = 3  # in a row without finite numbers: it goes back to the last checkpoint
     loss_spike: Annotated[float, Field(ge=0)] = 3.0  # nats above the usual: likewise; 0: never

@@ -1,9 +1,9 @@
 """Where a run starts: its folder, the branch that it is on, and the checkpoint to resume from.
 
-`--resume CHECKPOINT` and `--resume never` leave a branch. The request is recorded durably, as an
-event, before anything is changed. From then on every start carries it out, `--resume auto` too,
-until a process has begun to train. So a run that is killed at any instant continues in the branch
-that the user has asked for.
+`--resume CHECKPOINT` and `--resume never` start a new branch. The request is recorded durably, as
+an event, before anything is changed. Until a process has begun to train on the new branch, every
+later start carries the request out, including starts with `--resume auto`. A run that is killed at
+any instant therefore continues on the branch that the user requested.
 """
 
 import sys
@@ -48,9 +48,9 @@ class Start:
     Attributes:
         found: the checkpoint
         progress: the last step that is done, and the first sample to read next
-        rollbacks: how often the run has rolled back since it has saved that checkpoint
-        request: what is to be carried out first; "auto" if that is nothing
-        branch: the request of an earlier start that is not finished; None if there is none
+        rollbacks: number of rollbacks since that checkpoint was saved
+        request: the `--resume` request to carry out before training; "auto" for none
+        branch: a pending request of an earlier start; None if there is none
     """
 
     found: Found
@@ -129,8 +129,8 @@ def find_start(folder: RunFolder, request: Request, recipe: Recipe, data: dict[s
 def begin_branch(folder: RunFolder, start: Start) -> None:
     """Leave the branch that the run was on, if that is requested; on rank 0.
 
-    A start that is killed here is followed by one that finds the event and does the rest. Nothing
-    is deleted: the folder, or later checkpoints and their metrics, get other names.
+    If this process is killed here, the next start finds the event and completes the request.
+    Nothing is deleted: the folder, or the later checkpoints and their metrics, are renamed.
 
     Raises:
         UserError: the run folder cannot be written.

@@ -85,7 +85,8 @@ class RunFolder:
         try:
             write_whole(self.path / "recipe.toml", recipe.toml())
             lines = self._metric_lines.read()
-            # Steps that a rollback discarded have read no further than the next step begins.
+            # Metrics of a step after `start` that ends at or before the first sample to read next
+            # are from a branch that a rollback discarded.
             limit = start.samples * recipe.model.sequence_length
             discarded = any(
                 line["step"] > start.step and line.get("tokens", limit + 1) <= limit
@@ -96,12 +97,13 @@ class RunFolder:
             raise _cannot_write(error.filename or self.path, error) from None
 
     def restore_metrics(self, source: Path, step: int, *, stamp: str) -> None:
-        """Keep the metrics up to a step, of another file if they are there; copy the others.
+        """Reduce metrics.jsonl to the lines of `source` up to a step, and copy the previous file.
 
         Args:
             source: the metrics of the run that wrote the checkpoint to continue from
             step: the last one that stays
-            stamp: names the copy; with an existing one this was done before, at least in part
+            stamp: part of the copy's name; if the copy exists, an earlier start has already begun
+                this
 
         Raises:
             UserError: the folder cannot be written.

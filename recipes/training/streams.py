@@ -5,9 +5,9 @@ the training nor keep the processes that end it from doing so. `outlive_output` 
 both streams: writing puts text into a bounded buffer, and a thread writes the buffer to the file.
 Every message of this process takes this way, tracebacks and warnings of libraries included.
 
-A pipe whose reader does not read is enlarged as long as the kernel allows it. The pipe then takes
-the messages of this process, which outlast the process, and those of the launchers. Launchers write
-to the same pipe, and they print before they end the ranks.
+A pipe whose reader has stalled is enlarged up to the kernel's limit. It then holds the messages of
+this process, which outlive the process, and those of the launchers, which print to the same pipe
+before they end the ranks.
 """
 
 import atexit
@@ -25,11 +25,11 @@ import time
 from collections import deque
 from typing import Any, NoReturn, TextIO
 
-MAX_UNREAD_BYTES = 4 * 2**20  # that a stream keeps; older text is left out
-CHUNK_BYTES = select.PIPE_BUF  # a pipe takes at most this much at once, undivided
-RESERVE_BYTES = 16 * 2**10  # of a pipe, left to the launchers
-SECONDS_AT_EXIT = 2.0  # without progress, before an ending process leaves unread text behind
-SECONDS_BETWEEN_LOOKS = 1.0  # at the room in a pipe, while there is nothing to write
+MAX_UNREAD_BYTES = 4 * 2**20  # per stream; older text is dropped
+CHUNK_BYTES = select.PIPE_BUF  # the largest atomic write to a pipe
+RESERVE_BYTES = 16 * 2**10  # space in a pipe that is reserved for the launchers
+SECONDS_AT_EXIT = 2.0  # without progress, before an exiting process drops unread text
+SECONDS_BETWEEN_LOOKS = 1.0  # between checks for space in a pipe, while idle
 
 
 class OutputThread:
@@ -64,7 +64,7 @@ class OutputThread:
         """Wait until all text is written.
 
         Args:
-            seconds: without progress, after which the reader is given up
+            seconds: time without progress after which to stop waiting for the reader
             at_most: seconds to wait in all
 
         Returns:
@@ -101,7 +101,7 @@ class OutputThread:
             parts.append(self._waiting.popleft())
         content, note = b"".join(parts), b""
         if self._left_out:
-            note = f"\n[{self._left_out} bytes of output are left out: no one read them]\n".encode()
+            note = f"\n[{self._left_out} bytes of output were dropped: not read in time]\n".encode()
             self._left_out = 0
         return note + content, len(content)
 
@@ -172,9 +172,9 @@ class EnduringStream:
 def outlive_output() -> None:
     """Replace standard output and error by streams that never make this process wait.
 
-    Both share a thread if they are the same file, which keeps their order. A descriptor that is
-    closed becomes /dev/null, or the next file that is opened would get the output. A process that
-    ends without `end_process` waits for its readers, too.
+    If both streams are the same file, they share one thread, which preserves the order of the
+    output. A closed descriptor is opened as /dev/null; otherwise the next file opened would receive
+    the output. A process that exits without `end_process` also waits for its readers.
     """
     for descriptor in range(3):
         try:

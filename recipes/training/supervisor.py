@@ -7,9 +7,9 @@ to stop. When there has been no progress for a while, hang.py reports which rank
 ranks end. A thread cannot notice that its process has been stopped; the watchdog process (guard.py)
 does.
 
-Nothing that may block runs in the thread itself. Files are written and read by threads of their
-own, because the file system may be what hangs; the rank ends in time without their result. Messages
-never wait for a reader (streams.py).
+Nothing that may block runs in the thread itself. Separate threads read and write files, because the
+file system may be what hangs; the rank ends on time even if they do not finish. Messages never wait
+for a reader (streams.py).
 """
 
 import contextlib
@@ -41,7 +41,7 @@ from recipes.training.streams import end_process
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 ECHO_SECONDS = 2.0  # launchers pass on signals; a later signal is a second one
-GUARD_SECONDS = 8  # that the watchdog leaves to the other ranks, which know more
+GUARD_SECONDS = 8  # before the watchdog acts, since the other ranks can report more
 RECORDER_SECONDS = 10  # at most, to read the flight recorder
 REPORT_SECONDS = 5  # for the report of a hang, before a rank ends without it
 GUARD = Path(__file__).with_name("guard.py")
@@ -190,11 +190,11 @@ class Supervisor:
                 for look in (self._look_at_progress, self._beat, self._look_at_launchers):
                     try:
                         look()
-                    except Exception:  # for example of /proc; never a reason to stop watching
+                    except Exception:  # for example when /proc cannot be read; keep watching
                         self._tell_once(traceback.format_exc())
 
     def _tell_once(self, trouble: str) -> None:
-        if trouble != self._trouble:  # not every second
+        if trouble != self._trouble:  # print each problem once, not every second
             self._trouble = trouble
             print(trouble, file=sys.stderr, flush=True)
 
@@ -231,7 +231,7 @@ class Supervisor:
     def _look_at_progress(self) -> None:
         """Report this rank's place after half of the time limit, and end after all of it.
 
-        Reports take time, and may take for ever: the rank ends REPORT_SECONDS after the limit.
+        Writing a report may block, so the rank ends at most REPORT_SECONDS after the limit.
         """
         limit = self.limit  # before the crumb: `expect_steps` changes them in the other order
         moved = self.crumb.patient or self.crumb.count != self._seen
@@ -268,7 +268,7 @@ class Supervisor:
         """Say which rank is behind, and end this rank."""
         try:
             verdict = self._report.verdict(take_sighting(self.rank, self.crumb)[0])
-        except Exception as problem:  # of the disk, of a torn file: no reason not to end
+        except Exception as problem:  # an unreadable report must not keep the rank alive
             self._say_hung(f"the ranks' reports cannot be read ({problem})")
         else:
             if not verdict:

@@ -21,7 +21,7 @@ class World:
     def from_environment(cls, environment: Mapping[str, str]) -> "World":
         """Read the variables of `deepspeed`, `torchrun` or a plain `srun` (one task per GPU).
 
-        Without any of them this process is alone.
+        If none are set, the world is this one process.
 
         Raises:
             UserError: a variable is not a number, or the numbers contradict each other.
@@ -45,8 +45,9 @@ class World:
                 )
                 if not (world.rank < world.size and world.local_rank < world.size):
                     raise UserError(
-                        f"{rank} = {world.rank} and {local_rank} = {world.local_rank} do not go "
-                        f"with {size} = {world.size}; use numbers below it, or unset all of them"
+                        f"{rank} = {world.rank} and {local_rank} = {world.local_rank} are not "
+                        f"both below {size} = {world.size}; use numbers below it, or unset all "
+                        f"three"
                     )
                 if not world.local_size:
                     raise UserError(f"{local_size} = {environment[local_size]}; use 1 or more")
