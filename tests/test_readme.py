@@ -97,10 +97,11 @@ def test_every_deepspeed_config_is_explained() -> None:
 
 
 def test_the_proofs_are_counted_right() -> None:
-    from tests.test_layouts import CASES
+    from tests.test_layouts import CASES, QUICK
     from tests.test_recipe import BAD
 
     assert f"in {len(CASES)} layouts" in README
+    assert f"({sum(map(len, QUICK.values()))} of them here" in README
     assert len(BAD) > 50 and "More than 50 bad recipes" in README
 
 
