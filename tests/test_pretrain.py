@@ -273,7 +273,7 @@ def test_a_run_with_nothing_but_abandoned_checkpoints_does_not_start_again(
     for path in (folder / "checkpoints").iterdir():
         path.rename(path.with_name(f"abandoned-20260101T000000-{path.name}"))
     output = refused(recipe_file, "--run-dir", folder)
-    assert "were left for another one's steps" in output and "abandoned-2026" in output
+    assert "belong to branches that were abandoned" in output and "abandoned-2026" in output
     assert metrics(folder) == metrics(finished[0])
 
 
