@@ -507,16 +507,16 @@ def test_a_corpus_that_is_not_there_is_refused(recipe_file: Path, tmp_path: Path
 
 TRUNCATED = """
 from recipes import pretrain
-from recipes.training.engine import Engine
+from recipes.training.engine import SequentialEngine
 
-healthy = Engine.evaluate
+healthy = SequentialEngine.evaluate
 
 def evaluate(self, micro_batches):
     with open(FILE, "r+b") as stream:
         stream.truncate(1000)
     return healthy(self, micro_batches)
 
-Engine.evaluate = evaluate
+SequentialEngine.evaluate = evaluate
 pretrain.main()
 """
 
