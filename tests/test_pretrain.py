@@ -507,16 +507,16 @@ def test_a_corpus_that_is_not_there_is_refused(recipe_file: Path, tmp_path: Path
 
 TRUNCATED = """
 from recipes import pretrain
-from recipes.training.engine import SequentialEngine
+from recipes.training.data import TrainingData
 
-healthy = SequentialEngine.evaluate
+healthy = TrainingData.evaluation
 
-def evaluate(self, micro_batches):
+def evaluation(self):
     with open(FILE, "r+b") as stream:
         stream.truncate(1000)
-    return healthy(self, micro_batches)
+    return healthy(self)
 
-SequentialEngine.evaluate = evaluate
+TrainingData.evaluation = evaluation
 pretrain.main()
 """
 
