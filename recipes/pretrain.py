@@ -12,7 +12,6 @@ if __name__ == "__main__":  # the repository, not recipes/, is where imports sta
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import argparse
-import atexit
 import math
 import os
 import time
@@ -25,6 +24,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from models.errors import UserError
 from recipes.training.deepspeed_config import build_deepspeed_config, precision
 from recipes.training.exit_codes import BUSY, FINISHED, INTERRUPTED, REFUSED, STOPPED
+from recipes.training.folder_lock import FolderInUse
 from recipes.training.garbage import (
     collect_garbage,
     hold_garbage,
@@ -32,6 +32,7 @@ from recipes.training.garbage import (
     resume_collection,
 )
 from recipes.training.learning_rate import learning_rate
+from recipes.training.leaving import leave
 from recipes.training.loss_watch import ROLL_BACK, UNSAFE
 from recipes.training.messages import NOT_COMPILED, announce, summarize, tell_skipped
 from recipes.training.progress import Progress
@@ -39,7 +40,7 @@ from recipes.training.recipe import DEFAULT_RECIPE, REPOSITORY, Recipe, load_rec
 from recipes.training.run_folder import RunFolder
 from recipes.training.startup import Startup
 from recipes.training.step_clock import StepClock
-from recipes.training.streams import end_process, finish_output, outlive_output
+from recipes.training.streams import outlive_output
 from recipes.training.topology import Topology, World, check_placement
 from recipes.training.torch_variables import check_accelerator, set_torch_variables
 
@@ -54,8 +55,6 @@ if TYPE_CHECKING:
     from recipes.training.tracking import Meter, Tracker
 
 SECONDS_FOR_RANK_0_TO_SPEAK = 5
-SECONDS_FOR_READER = 30.0  # without progress, until the output of a finished run is read
-SECONDS_FOR_READER_OF_FAILURE = 2.0
 SECONDS_TO_WAIT_FOR_FOLDER = 300  # file servers notice a dead node after 30 to 120 s
 DRIFTED_SHOWN = 8  # weights in a message
 
@@ -106,7 +105,7 @@ def pretrain() -> None:
     from recipes.training.resume import Request, begin_branch, find_start, hold_together
     from recipes.training.supervisor import Breadcrumb, Supervisor
     from recipes.training.timeline import TimelineRecorder
-    from recipes.training.tracking import Meter, open_tracker, read_wandb_key
+    from recipes.training.tracking import Meter, check_wandb, open_tracker, read_wandb_key
 
     resume_collection()
     startup.lap("imports")
@@ -151,6 +150,9 @@ def pretrain() -> None:
     found, start = beginning.found, beginning.progress
     with refusals(world, options), refused_together():
         if world.rank == 0:
+            if start.step < recipe.training.steps:
+                keeps_id = beginning.request.resume != "never"
+                check_wandb(recipe, folder.path, keeps_id=keeps_id)
             tell_skipped(folder, found)
             begin_branch(folder, beginning)
     if start.step >= recipe.training.steps:
@@ -291,17 +293,19 @@ def finish_bad_last_step(run: Run, metrics: dict[str, Any], reason: str) -> Endi
     run.tracker.skip(step, reason, run.data.samples(step))
     loss = metrics.get("validation_loss")
     if loss is None:
-        run.supervisor.crumb.note("validating")
-        loss = run.engine.evaluate(run.data.evaluation())
+        loss = validate(run, step)
     if math.isfinite(loss):
         return None
     return Ending(STOPPED, without_save(step, f"{reason}, and the validation loss is {loss}"))
 
 
 def finish(run: Run, step: int, asked: str) -> Ending | None:
-    """What is due after a step, and how the run ends with it.
+    """Compare replicas and save if they are due; return the ending, if the run ends here.
 
-    asked: why it should stop; empty: it should not
+    Args:
+        run: the objects of the run
+        step: the step that is done
+        asked: reason to stop, or an empty string
     """
     ending = find_drift(run, step) or save_if_due(run, step)
     if ending or not asked or step == run.recipe.training.steps:
@@ -331,14 +335,20 @@ def train_step(run: Run, step: int) -> dict[str, Any]:
     )
     metrics |= {"between_seconds": seconds.between, "data_seconds": waited}
     if due(step, recipe.training.evaluate_every, recipe.training.steps):
-        crumb.note("validating")
         with run.clock.left_out() as spent:
-            metrics["validation_loss"] = run.engine.evaluate(run.data.evaluation())
+            metrics["validation_loss"] = validate(run, step)
         metrics["validation_seconds"] = spent[0]
     every = recipe.supervision.compare_speed_every
     if every and step % every == 0:
         metrics |= compare_speed(run)
     return metrics
+
+
+def validate(run: Run, step: int) -> float:
+    """Return the validation loss; collective."""
+    run.supervisor.crumb.note("validating")
+    with unreadable_data(run, step):
+        return run.engine.evaluate(run.data.evaluation())
 
 
 @contextmanager
@@ -451,10 +461,11 @@ def without_save(step: int, reason: str) -> str:
 
 @contextmanager
 def refusals(world: World, options: argparse.Namespace | None = None) -> Iterator[None]:
-    """Turn a UserError into one message, about this recipe file if named, and exit code 2.
+    """Turn a UserError into one message and an exit code: 6 if the folder is in use, else 2.
 
-    Launchers end all ranks when the first one exits, so the others let rank 0 speak; they speak
-    up themselves if they are still there after that.
+    The message names the recipe file if `options` are given. Launchers end all ranks when the first
+    one exits, so the others let rank 0 speak; they speak up themselves if they are still there
+    after that.
     """
     try:
         yield
@@ -464,7 +475,7 @@ def refusals(world: World, options: argparse.Namespace | None = None) -> Iterato
             time.sleep(SECONDS_FOR_RANK_0_TO_SPEAK)
             about = f"rank {world.rank}: {about}"
         print(f"pretrain.py: {about}{problem}", file=sys.stderr, flush=True)
-        leave(REFUSED)
+        leave(BUSY if isinstance(problem, FolderInUse) else REFUSED)
 
 
 @contextmanager
@@ -482,18 +493,19 @@ def refused_together() -> Iterator[None]:
     except Exception as error:
         problem = error
     is_defect = problem is not None and not isinstance(problem, UserError)
-    everyones: list[tuple[bool, str]] = [(False, "")] * dist.get_world_size()
-    dist.all_gather_object(everyones, (is_defect, str(problem or "")))
+    in_use = isinstance(problem, FolderInUse)
+    everyones: list[tuple[bool, bool, str]] = [(False, False, "")] * dist.get_world_size()
+    dist.all_gather_object(everyones, (is_defect, in_use, str(problem or "")))
     if is_defect:
         raise problem
-    for rank, (failed, _) in enumerate(everyones):
+    for rank, (failed, *_) in enumerate(everyones):
         if failed:
             time.sleep(SECONDS_FOR_RANK_0_TO_SPEAK)  # launchers end all ranks after the first one
             print(f"this rank exits because rank {rank} failed", file=sys.stderr)
             leave(1)
-    messages = [message for _, message in everyones if message]
-    if messages:
-        raise UserError(messages[0])
+    for _, in_use, message in everyones:
+        if message:
+            raise FolderInUse(message, alive=True) if in_use else UserError(message)
 
 
 def leave_busy(world: World, reason: str) -> NoReturn:
@@ -503,17 +515,6 @@ def leave_busy(world: World, reason: str) -> NoReturn:
     else:
         print(f"pretrain.py: {reason}", file=sys.stderr, flush=True)
     leave(BUSY)
-
-
-def leave(code: int) -> NoReturn:
-    """End this process after its exit handlers, without the teardown of libraries' threads.
-
-    Of torch's, some abort now and then ("terminate called without an active exception"), and the
-    launcher would take a finished run for a failed one.
-    """
-    atexit._run_exitfuncs()
-    finish_output(SECONDS_FOR_READER if code == FINISHED else SECONDS_FOR_READER_OF_FAILURE)
-    end_process(code)
 
 
 def parse_command_line() -> argparse.Namespace:

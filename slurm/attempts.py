@@ -42,7 +42,14 @@ def main() -> None:
         sys.exit(f"{problem}; the job does not start again")
     folder = RunFolder(options.run_dir or REPOSITORY / "runs" / name)
     step = max(map(step_of, published(folder.checkpoints)), default=0)
-    if note_failure(folder.path / "attempts.jsonl", step, options.code):
+    try:
+        repeated = note_failure(folder.path / "attempts.jsonl", step, options.code)
+    except OSError as problem:
+        sys.exit(
+            f"{problem.filename or folder.path} cannot be read or written ({problem.strerror}), so "
+            f"failures cannot be counted; make room, and submit the job again"
+        )
+    if repeated:
         sys.exit(
             f"failed twice without a checkpoint after step {step} (exit code {options.code}); the "
             f"job does not start again"
@@ -51,12 +58,16 @@ def main() -> None:
 
 
 def note_failure(attempts: Path, step: int, code: int) -> bool:
-    """Note a failure; return whether the job has failed after that checkpoint before."""
+    """Note a failure; return True if the job has already failed after that checkpoint.
+
+    Raises:
+        OSError: the failure cannot be noted.
+    """
     attempts.parent.mkdir(parents=True, exist_ok=True)
     job = os.environ.get("SLURM_JOB_ID", "")
     lines = LineFile(attempts, key="job")
     earlier = lines.read()
-    lines.append({"job": job, "step": step, "exit_code": code})
+    lines.append_durably({"job": job, "step": step, "exit_code": code})
     return any(attempt["job"] == job and attempt.get("step") == step for attempt in earlier)
 
 

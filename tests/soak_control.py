@@ -33,8 +33,9 @@ import signal
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Collection
 from dataclasses import dataclass, field
-from itertools import chain
+from itertools import chain, pairwise
 from typing import Any
 
 import tomli_w
@@ -49,16 +50,10 @@ from recipes.training.recipe import load_recipe
 from recipes.training.run_folder import RunFolder
 from tests.conftest import VOCAB_SIZE, changed, small_recipe
 from tests.soak import IMPORTED, TIMED
+from tests.soak_faults import FAULTS, die_at_operation, die_loading, poison_and_record
 
-RANKS, STEPS, EVERY, BATCH = 2, 20, 4, 8
+RANKS, STEPS, EVERY = 2, 20, 4
 SECONDS = 240  # a start that takes longer hangs
-BAD_SAMPLES = {  # first samples of bad steps, and what follows from them
-    40: "step 6 is left out",
-    72: "and 80: steps 10 and 11, back to 8", 80: "",
-    128: "and 136: steps 14 and 15, back to 12", 136: "",
-    200: "step 20, back to 16",
-    232: "step 20 again, left out",
-}  # fmt: skip
 HEALTHY = "optimizer.learning_rate=0.0005"  # another branch, in which no step is bad
 MISTAKES = (
     ("--resume", "nowhere"),
@@ -120,6 +115,7 @@ class Soak:
         self.folder, self.recipe = home / "run", write_recipe(home)
         self.seen: set[bytes] = set()  # manifests of all checkpoints
         self.requests = 0
+        self.pids: list[int] = []  # of the ranks of the newest start
         self.decks: dict[tuple[str, ...], list[str]] = {}
         self.report = Report(seed)
         started = time.monotonic()
@@ -161,7 +157,7 @@ class Soak:
         codes = self.start(self.folder, words, plan)
         self.report.rounds[f"{kind}, {plan[0] if plan else 'not killed'}"] += 1
         where = f"round {self.report.rounds.total()}, {kind} {words}, {plan}: "
-        wrong = left_over()
+        wrong = left_over(self.pids)
         if kind == "mistake":
             if codes != [REFUSED] * RANKS or "Traceback" in self.words(self.folder):
                 wrong.append(f"{codes} {self.words(self.folder)}")
@@ -235,6 +231,7 @@ class Soak:
             ]
             for process in ranks:
                 process.start()
+        self.pids = [process.pid for process in ranks]
         deadline = time.monotonic() + SECONDS
         if plan and plan[0] == "time":
             deadline = time.monotonic() + plan[1]
@@ -345,9 +342,14 @@ def snapshot(folder: Path) -> dict[str, bytes]:
     return {str(file): file.read_bytes() for file in files}
 
 
-def left_over() -> list[str]:
-    """Return the watchdog processes that have outlived their ranks by ten seconds."""
-    deadline = time.monotonic() + 10
+def left_over(ranks: Collection[int], *, seconds: float = 10) -> list[str]:
+    """Return the watchdog processes that have outlived their ranks.
+
+    Args:
+        ranks: process numbers of ranks that have ended
+        seconds: for which their watchdogs may outlive them
+    """
+    deadline = time.monotonic() + seconds
     while True:
         left = []
         for process in Path("/proc").glob("[0-9]*/cmdline"):
@@ -355,8 +357,8 @@ def left_over() -> list[str]:
                 words = process.read_bytes().decode(errors="replace").split("\0")
             except OSError:
                 continue
-            ours = any(word == str(SECONDS + 8) for word in words)
-            if ours and any(word.endswith("guard.py") for word in words):
+            pairs = pairwise(words)  # guard.py PID NAME
+            if any(a.endswith("guard.py") and b in map(str, ranks) for a, b in pairs):
                 left.append(f"left: {' '.join(words)}")
         if not left or time.monotonic() > deadline:
             return left
@@ -393,137 +395,15 @@ def _rank(rank: int, port: int, place: tuple[Any, ...]) -> None:
     os.dup2(output, 2)
     from recipes import pretrain
 
-    _poison_and_record(rank, folder)
+    poison_and_record(rank, LineFile(reads_file(folder), key="step"))
     if plan and plan[0] == "operation" and rank == 0:
-        _die_at_operation(plan[1])
+        die_at_operation(plan[1])
     if plan and plan[0] == "loading" and rank == plan[1]:
-        _die_loading()
+        die_loading()
     if fault:
         FAULTS[fault]()
     sys.argv = ["pretrain.py", str(recipe), "--run-dir", str(folder), *options]
     pretrain.main()
-
-
-def _poison_and_record(rank: int, folder: Path) -> None:
-    """Make some samples bad, and list those that each step has read."""
-    from recipes import pretrain
-    from recipes.training.engine import Engine
-
-    train_step, healthy, steps = pretrain.train_step, Engine.train_step, []
-    reads = LineFile(reads_file(folder), key="step")
-
-    def note(run: Any, step: int) -> Any:
-        steps.append(step)
-        return train_step(run, step)
-
-    def poisoned(self: Any, micro_batches: Any, rate: float) -> Any:
-        micro_batches = list(micro_batches)
-        samples = [n for each in micro_batches for n in each.context.dropout.samples]
-        reads.append({"step": steps[-1], "rank": rank, "samples": samples})
-        bad = any(n - n % BATCH in BAD_SAMPLES for n in samples)
-        if not bad or rank != 1 or self.recipe.optimizer.learning_rate == 0.0005:
-            return healthy(self, micro_batches, rate)
-        weight = next(weight for _, weight in self.parameters() if weight.requires_grad)
-        hook = weight.register_hook(lambda gradient: gradient * float("nan"))
-        result = healthy(self, micro_batches, rate)
-        hook.remove()
-        return result
-
-    pretrain.train_step, Engine.train_step = note, poisoned
-
-
-def _die_at_operation(number: int) -> None:
-    """SIGKILL to this process before, during or after an operation on the run folder."""
-    left = [number]
-
-    def dies() -> bool:
-        left[0] -= 1
-        return left[0] == 0
-
-    def mortal(operation: Any) -> Any:
-        def run(*arguments: Any) -> Any:
-            if dies():
-                os.kill(os.getpid(), signal.SIGKILL)
-            result = operation(*arguments)
-            if dies():
-                os.kill(os.getpid(), signal.SIGKILL)
-            return result
-
-        return run
-
-    write = LineFile._write
-
-    def torn(lines: LineFile, content: bytes) -> None:
-        if lines.key == "step" and "reads" in lines.path.name:
-            write(lines, content)
-            return
-        if dies():
-            write(lines, content[: len(content) // 2])
-            os.kill(os.getpid(), signal.SIGKILL)
-        write(lines, content)
-
-    os.rename, os.fsync, LineFile._write = mortal(os.rename), mortal(os.fsync), torn
-
-
-def _die_loading() -> None:
-    """SIGKILL to this process when it has loaded a checkpoint, at the start or in a rollback."""
-    from recipes.training.engine import Engine
-
-    def load(*_: Any, **__: Any) -> None:
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    Engine.load = load
-
-
-def _count_stale_rollbacks() -> None:
-    """Let rollbacks of other branches count, and those before a save of the same step."""
-    from recipes.training.history import History
-
-    healthy = History.apply
-
-    def apply(self: History, event: dict[str, Any]) -> None:
-        if event["event"] == "save":
-            self._targets.clear()
-        else:
-            healthy(self, event)
-
-    History.apply = apply
-    History._forget = lambda self, *, after: None
-
-
-def _abandon_late() -> None:
-    """Set later checkpoints aside when the chosen one has been loaded, and not before."""
-    from recipes.training import resume
-    from recipes.training.engine import Engine
-
-    load, begin_branch, begun = Engine.load, resume.begin_branch, []
-
-    def late(self: Any, *arguments: Any, **options: Any) -> None:
-        load(self, *arguments, **options)
-        if begun:
-            begin_branch(*begun.pop())
-
-    def postpone(folder: RunFolder, start: Any) -> None:
-        if start.request.resume == "never":
-            begin_branch(folder, start)
-        else:
-            begun.append((folder, start))
-
-    Engine.load, resume.begin_branch = late, postpone
-
-
-def _count_for_ever() -> None:
-    """Count every rollback of the run, as if no checkpoint had been saved since."""
-    from recipes.training.history import History
-
-    History.rollbacks = lambda self, step: len(self.rolled_back)
-
-
-FAULTS = {
-    "stale rollbacks": _count_stale_rollbacks,
-    "late abandonment": _abandon_late,
-    "rollbacks for ever": _count_for_ever,
-}
 
 
 def main() -> None:

@@ -30,6 +30,7 @@ FLOORS = [
     ("recipes.training.guard", 4),
     ("recipes.training.hang", 4),
     ("recipes.training.launchers", 4),
+    ("recipes.training.leaving", 4),
     ("recipes.training.startup", 4),
     ("recipes.training.streams", 4),
     ("recipes.training.flight_recorder", 4),

@@ -194,3 +194,86 @@ def test_a_folder_in_use_has_an_exit_code_of_its_own(
     codes, outputs = start_ranks(2, command, folder=tmp_path, seconds=300)
     assert codes == [BUSY, BUSY] and "Traceback" not in outputs[0]
     assert "is in use by process" in outputs[0] and "--run-dir" in outputs[0]
+
+
+def test_a_folder_that_is_moved_while_its_lock_is_taken_is_not_held(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another run renames the folder and locks a new one, between `open` and `flock` here."""
+    holder, lock, flock = RunFolder(tmp_path / "run"), FolderLock(tmp_path / "run"), fcntl.flock
+    holder.hold()
+    holder.metric({"step": 1})
+
+    def late(*arguments: Any) -> None:
+        monkeypatch.setattr(fcntl, "flock", flock)
+        holder.move_aside()
+        flock(*arguments)
+
+    monkeypatch.setattr(fcntl, "flock", late)
+    with pytest.raises(FolderInUse, match="is being moved by another run") as found:
+        lock.acquire()
+    assert not found.value.alive  # so that it is tried again
+    with pytest.raises(FolderInUse, match="is in use by process"):
+        lock.acquire()
+    holder.release()
+    lock.acquire()
+    lock.release()
+
+
+def test_a_folder_without_flock_is_moved_aside(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The beats of the first lock stop before the second one exists, with another token."""
+    without_flock(errno.ENOSYS, monkeypatch)
+    folder = RunFolder(tmp_path / "run")
+    folder.hold()
+    folder.metric({"step": 1})
+    first, create, released = folder._lock, FolderLock._create_exclusive, []
+
+    def watched(lock: FolderLock) -> None:
+        released.append(first._released.is_set())
+        create(lock)
+
+    monkeypatch.setattr(FolderLock, "_create_exclusive", watched)
+    folder.move_aside()
+    assert released == [True]
+    assert folder._lock._holds(folder._lock.exclusive)
+    (aside,) = tmp_path.glob("run.*")
+    RunFolder(aside).hold()  # it is not in use
+
+
+def test_a_lock_of_another_run_in_a_moved_folder_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    without_flock(errno.ENOSYS, monkeypatch)
+    lock, other = FolderLock(tmp_path), tmp_path / "other"
+    lock.acquire()
+    other.mkdir()
+    (other / "lock.exclusive").write_text('{"token": "another"}')
+    lock.release(moved_to=other)
+    assert (other / "lock.exclusive").exists()
+
+
+LATE = """
+import sys
+from recipes import pretrain
+from recipes.training.folder_lock import FolderInUse
+from recipes.training.run_folder import RunFolder
+
+def move_aside(self):
+    raise FolderInUse("the new folder is in use", alive=True)
+
+RunFolder.move_aside = move_aside
+pretrain.main()
+"""
+
+
+def test_a_folder_that_another_run_takes_while_it_is_moved_is_busy(
+    small: dict[str, Any], tmp_path: Path
+) -> None:
+    (tmp_path / "small.toml").write_text(tomli_w.dumps(small))
+    command = ["-c", LATE, str(tmp_path / "small.toml"), "--resume", "never"]
+    command += ["--run-dir", str(tmp_path / "run")]
+    codes, outputs = start_ranks(2, command, folder=tmp_path, seconds=300)
+    assert codes == [BUSY, BUSY] and "Traceback" not in outputs[0] + outputs[1]
+    assert "the new folder is in use" in outputs[0]

@@ -110,6 +110,33 @@ def test_the_ledger_follows_the_branch(recipe, tmp_path: Path) -> None:
     assert samples_of(recipe, folder, 30) == range(232, 240)
 
 
+def test_the_ledger_follows_a_branch_to_a_checkpoint_of_another_run(recipe, tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    write(folder, BACK, {step: BATCH * step for step in range(1, 33)})  # those of the other run
+    facts = {"checkpoint": "/elsewhere/step-0000032", "stamp": "x", "samples": 256}
+    folder.event("branch", 32, resume="/elsewhere/step-0000032", **facts)
+    folder.event("resume", 32, samples=256)
+    assert samples_of(recipe, folder, 25) == range(192, 200)  # and not from sample 208 on
+    assert samples_of(recipe, folder, 33) == range(256, 264)
+
+
+def test_the_ledger_follows_a_branch_to_an_abandoned_checkpoint(recipe, tmp_path: Path) -> None:
+    """The second branch rolls back at step 18, and the first one at step 26."""
+    folder = RunFolder(tmp_path)
+    ends = {step: BATCH * step for step in range(1, 25)}
+    ends |= {step: BATCH * (step + 2) for step in range(25, 33)}
+    second = ("branch 16 128", "resume 16 128", "rollback 18 16 144")
+    write(folder, (*BACK, "save 32", *second), ends)
+    facts = {"checkpoint": "abandoned-x-step-0000032", "stamp": "y", "samples": 272}
+    folder.event("branch", 32, resume="abandoned-x-step-0000032", **facts)
+    folder.event("resume", 32, samples=272)
+    assert samples_of(recipe, folder, 17) == range(128, 136)  # and not from sample 144 on
+    assert samples_of(recipe, folder, 25) == range(208, 216)
+    assert samples_of(recipe, folder, 33) == range(272, 280)
+    folder.event("branch", 16, checkpoint="abandoned-y-step-0000016", stamp="z", samples=144)
+    assert folder.history().resumed == {16: 144}
+
+
 def test_the_ledger_knows_the_samples_after_a_rollback(recipe, tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     ends = {step: BATCH * step for step in range(1, 27)}  # 25 and 26 are not dropped yet

@@ -73,3 +73,12 @@ def test_a_durable_append_succeeds_or_raises(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="No such file"):
         lines.append_durably({"event": "branch"})
     assert lines.read() == []  # the caller has been told, so that it is not written later
+
+
+def test_a_replacement_drops_the_lines_that_wait(tmp_path: Path) -> None:
+    lines = LineFile(tmp_path / "run" / "metrics.jsonl", key="step")
+    lines.append({"step": 1})  # the folder does not exist: nothing can be written
+    (tmp_path / "run").mkdir()
+    lines.replace('{"step": 7}\n')
+    lines.append({"step": 8})
+    assert [line["step"] for line in lines.read()] == [7, 8]

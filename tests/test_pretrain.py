@@ -273,7 +273,7 @@ def test_a_run_with_nothing_but_abandoned_checkpoints_does_not_start_again(
     for path in (folder / "checkpoints").iterdir():
         path.rename(path.with_name(f"abandoned-20260101T000000-{path.name}"))
     output = refused(recipe_file, "--run-dir", folder)
-    assert "were left for another one's steps" in output and "abandoned-2026" in output
+    assert "belong to branches that were abandoned" in output and "abandoned-2026" in output
     assert metrics(folder) == metrics(finished[0])
 
 
@@ -503,3 +503,46 @@ def test_a_corpus_that_is_not_there_is_refused(recipe_file: Path, tmp_path: Path
     arguments = ["--set", "data.validation=nowhere/x", "--run-dir", tmp_path / "x"]
     output = two_ranks(recipe_file, *arguments, code=2)
     assert "nowhere/x.idx is missing; make it with recipes/prepare_data.py" in output
+
+
+TRUNCATED = """
+from recipes import pretrain
+from recipes.training.data import TrainingData
+
+healthy = TrainingData.evaluation
+
+def evaluation(self):
+    with open(FILE, "r+b") as stream:
+        stream.truncate(1000)
+    return healthy(self)
+
+TrainingData.evaluation = evaluation
+pretrain.main()
+"""
+
+
+def test_validation_data_that_cannot_be_read_stop_the_run(
+    corpus: Path, recipe_file: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(corpus, tmp_path / "corpus")
+    path = tmp_path / "corpus" / "validation"
+    file = str(path.with_suffix(".bin"))
+    script = f"FILE = {file!r}\n{TRUNCATED}"
+    words = ["-c", script, str(recipe_file), "--run-dir", str(tmp_path / "run")]
+    words += ["--set", "layout.pipeline=1", "--set", f"data.validation={str(path)!r}"]
+    codes, outputs = start_ranks(1, words, folder=tmp_path, seconds=300)
+    assert codes == [3], outputs
+    assert "Traceback" not in outputs[0] and file in outputs[0]
+    stop = RunFolder(tmp_path / "run").read_events()[-1]
+    assert (stop["event"], stop["step"], stop["exit_code"]) == ("stop", 4, 3)
+
+
+def test_a_damaged_wandb_id_is_refused_before_the_run_begins(
+    recipe_file: Path, tmp_path: Path
+) -> None:
+    run_id = tmp_path / "run" / "wandb" / "run_id"
+    run_id.parent.mkdir(parents=True)
+    run_id.write_bytes(bytes(8))
+    output = two_ranks(recipe_file, "--run-dir", tmp_path / "run", code=2)
+    assert f"{run_id} holds" in output and "Traceback" not in output
+    assert not (tmp_path / "run" / "events.jsonl").exists()

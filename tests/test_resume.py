@@ -198,3 +198,34 @@ def test_a_torn_event_is_skipped(recipe: Recipe, tmp_path: Path) -> None:
             stream.write(b'{"step": 34, "ev' + b"\0" * 100)
     assert start_again(tmp_path / "run", Request(), recipe).progress.step == 32
     assert [line["step"] for line in RunFolder(tmp_path / "run").read_metrics()][-1] == 32
+
+
+@pytest.mark.parametrize("name", ["an abandoned one", "one of another run"])
+def test_metrics_are_found_where_checkpoints_are_on_another_disk(
+    name: str, recipe: Recipe, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Both runs' folders of checkpoints are links; the requeued start knows the same place."""
+    where, step, metrics_of = REQUESTS[name]
+    for run in ("run", "other"):
+        write_run(tmp_path / run)
+        (tmp_path / run / "checkpoints").rename(tmp_path / f"scratch {run}")
+        (tmp_path / run / "checkpoints").symlink_to(tmp_path / f"scratch {run}")
+    for request in (Request(str(tmp_path / where)), Request()):
+        start = start_again(tmp_path / "run", request, recipe)
+        assert start.progress.step == step
+        lines = RunFolder(tmp_path / "run").read_metrics()
+        assert {line["run"] for line in lines} == {metrics_of} and lines[-1]["step"] == step
+    assert "warning" not in capsys.readouterr().err
+
+
+def test_metrics_that_are_not_beside_a_checkpoint_are_a_warning(
+    recipe: Recipe, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for run in ("run", "other"):
+        write_run(tmp_path / run)
+    (tmp_path / "other" / "metrics.jsonl").unlink()
+    request = Request(str(tmp_path / "other/checkpoints/step-0000008"))
+    start_again(tmp_path / "run", request, recipe)
+    said = capsys.readouterr().err
+    assert f"warning: {tmp_path / 'other' / 'metrics.jsonl'} does not exist" in said
+    assert RunFolder(tmp_path / "run").read_metrics()[-1]["step"] == 8

@@ -1,3 +1,5 @@
+import errno
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -93,3 +95,45 @@ def test_runs_moved_aside_in_the_same_second_are_all_kept(tmp_path: Path) -> Non
         folder.move_aside()
     kept = [RunFolder(path).read_metrics()[0]["step"] for path in tmp_path.glob("run.*")]
     assert sorted(kept) == [1, 2, 3]
+
+
+def test_lines_of_discarded_steps_that_wait_for_room_are_copied_and_dropped(
+    tmp_path: Path, small, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = RunFolder(tmp_path / "run")
+    folder.hold()
+    folder.metric({"step": 1})
+    write = LineFile._write
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(LineFile, "_write", full)
+    for step in (2, 3):
+        folder.metric({"step": step})
+    monkeypatch.setattr(LineFile, "_write", write)
+    folder.prepare(parse_recipe(small, "test"), Progress(2, 16), branching=True)
+    folder.metric({"step": 3})
+    assert [line["step"] for line in folder.read_metrics()] == [1, 2, 3]
+    (copy,) = folder.path.glob("metrics.*.jsonl")
+    assert [line["step"] for line in LineFile(copy, key="step").read()] == [1, 2, 3]
+
+
+@pytest.mark.parametrize("hidden", ["boot_id", "pid"])
+def test_a_folder_is_held_where_proc_is_not_readable(
+    hidden: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(path: object, *_: object) -> str:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
+    with monkeypatch.context() as patch:
+        if hidden == "boot_id":
+            patch.setattr(Path, "read_text", refuse)
+        else:
+            patch.setattr(os, "readlink", refuse)
+        folder, second = RunFolder(tmp_path / "run"), RunFolder(tmp_path / "run")
+        folder.hold()
+        with pytest.raises(UserError, match="is in use by process"):
+            second.hold()
+    folder.release()
+    second.hold()

@@ -69,6 +69,26 @@ def test_a_job_starts_again_until_it_fails_twice_at_the_same_step(
     assert "was refused" in python("slurm/attempts.py", "2", recipe, code=1)
 
 
+def test_a_job_whose_failures_cannot_be_counted_does_not_start_again(
+    recipe: Path, tmp_path: Path
+) -> None:
+    words = [sys.executable, "slurm/attempts.py", "3", recipe, "--run-dir", tmp_path / "run"]
+    for _ in range(2):
+        done = subprocess.run(  # no file may grow, as on a full disk
+            ["bash", "-c", 'ulimit -f 0; exec "$0" "$@"', *map(str, words)],
+            cwd=REPOSITORY,
+            env={"SLURM_JOB_ID": "7"},
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == 1 and "Traceback" not in done.stderr
+        assert "(File too large), so failures cannot be counted; make room" in done.stderr
+    attempts = tmp_path / "run" / "attempts.jsonl"
+    attempts.unlink()
+    attempts.mkdir()
+    assert "failures cannot be counted; make room" in python(*words[1:], code=1)
+
+
 @pytest.mark.parametrize("template", TEMPLATES, ids=lambda path: path.name)
 def test_a_template_has_no_personal_path(template: Path) -> None:
     text = template.read_text()

@@ -1,11 +1,15 @@
 """A short soak of starts, kills, rollbacks and requests, and of faults that it has to detect."""
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from tests.soak_control import FAULTS, soak
+from recipes.training.supervisor import GUARD
+from tests.soak_control import left_over, soak
+from tests.soak_faults import FAULTS
 
 
 def test_the_run_stays_in_the_branch_that_was_asked_for(tmp_path: Path) -> None:
@@ -15,6 +19,27 @@ def test_the_run_stays_in_the_branch_that_was_asked_for(tmp_path: Path) -> None:
     assert report.rounds.total() == 10
 
 
+def test_a_watchdog_that_outlives_its_rank_is_reported() -> None:
+    rank = subprocess.Popen([sys.executable, "-c", RANK, str(GUARD)], stdin=subprocess.PIPE,
+                            stdout=subprocess.PIPE, text=True)  # fmt: skip
+    with rank:
+        rank.stdout.readline()
+        (left,) = left_over([rank.pid], seconds=0)
+        assert "guard.py" in left and str(rank.pid) in left
+        assert left_over([rank.pid + 1], seconds=0) == []
+        rank.stdin.close()
+    assert left_over([rank.pid]) == []
+
+
+RANK = """
+import os, subprocess, sys
+command = [sys.executable, "-I", "-S", sys.argv[1], str(os.getpid()), "rank 0"]
+guard = subprocess.Popen(command, stdin=subprocess.PIPE)
+while not open(f"/proc/{guard.pid}/cmdline").read():  # the kernel fills it in after exec
+    pass
+print("started", flush=True)
+sys.stdin.read()
+"""
 NOTICED = {
     "stale rollbacks": r"instead of \{",
     "late abandonment": r"instead of \{|is saved",

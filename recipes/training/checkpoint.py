@@ -124,8 +124,9 @@ def find(
     if resume == "auto" and not candidates and any(folder.glob(ABANDONED)):
         left = ", ".join(str(path) for path in sorted(folder.glob(ABANDONED)))
         raise UserError(
-            f"the checkpoints here were left for another one's steps, which were never saved "
-            f"({left}); use --resume with one of them, or --resume never to start again"
+            f"all checkpoints here belong to branches that were abandoned ({left}), and the "
+            f"current branch has saved none; resume one with --resume CHECKPOINT, or start again "
+            f"with --resume never"
         )
     if skipped:
         found = "; ".join(f"{path}: {damage}" for path, damage in skipped.items())

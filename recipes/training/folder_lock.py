@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from models.errors import UserError
+from recipes.training.launchers import start_ticks
 from recipes.training.line_file import flush
 
 NO_FLOCK = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP}
@@ -57,7 +58,7 @@ class FolderLock:
             "process": os.getpid(),
             "host": socket.gethostname(),
             "machine": _machine(),
-            "started": _start_ticks(os.getpid()),
+            "started": start_ticks(os.getpid()),
             "token": secrets.token_hex(8),
         }
         self._stream: Any = None
@@ -85,6 +86,13 @@ class FolderLock:
                 raise
             self._create_exclusive()
         else:
+            if not self._is_current(stream):
+                stream.close()
+                raise FolderInUse(
+                    f"{self.folder} is being moved by another run; wait for it, or use --run-dir "
+                    f"for a second run",
+                    alive=False,
+                )
             self._stream = stream
             stream.truncate(0)
             stream.write(json.dumps(self.record) + "\n")
@@ -92,15 +100,28 @@ class FolderLock:
         atexit.register(self.release)
         threading.Thread(target=self._beat, name="folder lock", daemon=True).start()
 
-    def release(self) -> None:
-        """Give the lock back; without one, do nothing."""
+    def release(self, moved_to: Path | None = None) -> None:
+        """Give the lock back; without one, do nothing.
+
+        Args:
+            moved_to: where the folder is now, if it has been renamed since
+        """
         self._released.set()
         atexit.unregister(self.release)
         if self._stream is not None:
             self._stream.close()
-        elif self._holds_exclusive():
-            with contextlib.suppress(OSError):
-                self.exclusive.unlink()
+            return
+        exclusive = (moved_to or self.folder) / self.exclusive.name
+        with contextlib.suppress(OSError):
+            if self._holds(exclusive):
+                exclusive.unlink()
+
+    def _is_current(self, stream: Any) -> bool:
+        """Return False if the folder was renamed between opening its lock and locking it."""
+        try:
+            return os.path.samestat(os.fstat(stream.fileno()), self.shared.stat())
+        except FileNotFoundError:
+            return False
 
     def _create_exclusive(self) -> None:
         for _ in range(2):
@@ -179,8 +200,8 @@ class FolderLock:
             with contextlib.suppress(OSError):
                 os.utime(file)
 
-    def _holds_exclusive(self) -> bool:
-        seen = _look(self.exclusive)
+    def _holds(self, exclusive: Path) -> bool:
+        seen = _look(exclusive)
         return seen is not None and _parse(seen[0]).get("token") == self.record["token"]
 
     def _was_taken_over(self) -> bool:
@@ -213,20 +234,18 @@ def _parse(record: str) -> dict[str, Any]:
 
 def _runs(holder: dict[str, Any]) -> bool:
     """Return True if the holder still runs on this machine and its PID was not reused."""
-    started = _start_ticks(holder.get("process", 0))
+    started = start_ticks(holder.get("process", 0))
     return started is not None and started == holder.get("started")
 
 
 def _machine() -> str:
-    """Return an identifier of the machine, its boot and its container; a host name is shared."""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return f"{boot} {os.readlink('/proc/self/ns/pid')}"
+    """Return an identifier of the machine, its boot and its container.
 
-
-def _start_ticks(process: int) -> int | None:
-    """Return when a process started, in clock ticks since boot; None if it has ended."""
+    A host name is not enough, because containers may share one. Where /proc is not readable, the
+    identifier is therefore unlike any other: holders are then judged by their beats alone.
+    """
     try:
-        fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
     except OSError:
-        return None
-    return None if fields[0] in "ZX" else int(fields[19])
+        return f"{socket.gethostname()} {secrets.token_hex(8)}"

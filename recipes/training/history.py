@@ -11,7 +11,10 @@ events are on the disk, so the order is known even if the event of the save itse
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
+
+from recipes.training.manifest import stamp_of
 
 NEEDED: dict[str, dict[str, type]] = {  # by event, beside the step
     "rollback": {"to": int, "samples": int},
@@ -54,6 +57,7 @@ class History:
     branch: Branch | None = None
     requests: set[tuple[str, str]] = field(default_factory=set)
     _targets: list[int] = field(default_factory=list)
+    _left: dict[str, tuple[dict[int, int], dict[int, int]]] = field(default_factory=dict)
 
     def rollbacks(self, step: int) -> int:
         """Return how often the run has rolled back since it saved the checkpoint of a step.
@@ -74,6 +78,7 @@ class History:
             self._forget(after=-1)
             self._train()
         elif kind == "branch":
+            self._begin_at(Path(event["checkpoint"]), stamp=event["stamp"])
             self._forget(after=step - 1)
             self._targets.clear()
             self.branch = Branch(step, event["checkpoint"], event["stamp"])
@@ -102,6 +107,20 @@ class History:
                 del known[step]
         if after < 0:
             self._targets.clear()
+
+    def _begin_at(self, checkpoint: Path, *, stamp: str) -> None:
+        """Replace what is known about all steps, if the checkpoint is not of the current branch.
+
+        What is known about the current branch is kept under the stamp of its checkpoints, in case
+        the run resumes from one of them later.
+        """
+        self._left.setdefault(stamp, (self.rolled_back, self.resumed))
+        rolled_back, resumed = self.rolled_back, self.resumed
+        if checkpoint.is_absolute():  # of another run, whose jumps in the data are not known here
+            rolled_back, resumed = {}, {}
+        elif abandoned := stamp_of(checkpoint):
+            rolled_back, resumed = self._left.get(abandoned, (rolled_back, resumed))
+        self.rolled_back, self.resumed = dict(rolled_back), dict(resumed)
 
     def _train(self) -> None:
         if self.branch is not None and self.branch.pending:

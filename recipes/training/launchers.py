@@ -94,5 +94,14 @@ def age_seconds(pid: int) -> float:
     return time.clock_gettime(time.CLOCK_BOOTTIME) - started
 
 
+def start_ticks(pid: int) -> int | None:
+    """Return when a process started, in clock ticks since boot; None if it has ended."""
+    try:
+        fields = _stat(pid)
+    except OSError:
+        return None
+    return None if fields[STATE] in "ZX" else int(fields[START])
+
+
 def _stat(pid: int) -> list[str]:
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()

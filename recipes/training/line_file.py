@@ -41,7 +41,7 @@ class LineFile:
         """Write a line, and wait until it is on the disk.
 
         Raises:
-            OSError: the file cannot be written; the line is dropped.
+            OSError: the line could not be written, or it is not known to be on the disk.
         """
         with self._lock:
             self._waiting.append(json.dumps(line) + "\n")
@@ -71,11 +71,30 @@ class LineFile:
         Raises:
             OSError: the file exists and cannot be read.
         """
-        with self._lock:
-            content = self.path.read_bytes() if self.path.exists() else b""
-            waiting = "".join(self._waiting).encode()
-        lines = map(self._parse, [*content.split(b"\n"), *waiting.split(b"\n")])
+        lines = map(self._parse, self.content().split(b"\n"))
         return [line for line in lines if line is not None]
+
+    def content(self) -> bytes:
+        """Return the bytes of the file, followed by the lines that are waiting.
+
+        Raises:
+            OSError: the file exists and cannot be read.
+        """
+        with self._lock:
+            written = self.path.read_bytes() if self.path.exists() else b""
+            waiting = "".join(self._waiting).encode()
+        torn = waiting and written and not written.endswith(b"\n")
+        return written + (b"\n" if torn else b"") + waiting
+
+    def replace(self, text: str) -> None:
+        """Replace the whole file, and drop the lines that are waiting to be appended.
+
+        Raises:
+            OSError: the file cannot be written; nothing has changed.
+        """
+        with self._lock:
+            write_whole(self.path, text)
+            self._waiting.clear()
 
     def _parse(self, line: bytes) -> dict[str, Any] | None:
         try:

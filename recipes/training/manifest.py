@@ -27,7 +27,9 @@ from recipes.training.progress import Progress
 from recipes.training.recipe import Checkpoint
 
 NAME = re.compile(r"step-\d{7,}")
-INCOMPLETE, ABANDONED = "step-*.incomplete", "abandoned-*"
+INCOMPLETE = "step-*.incomplete"
+ABANDONED_PREFIX = "abandoned-"
+ABANDONED = ABANDONED_PREFIX + "*"
 FORMAT = 1
 
 Facts = dict[str, Any]  # of a file: "bytes", "sha256"
@@ -200,13 +202,13 @@ def set_aside(checkpoint: Path, stamp: str | None = None) -> None:
         checkpoint: its folder
         stamp: part of the new name; checkpoints of one branch share it with its metrics
     """
-    name = f"{ABANDONED.rstrip('*')}{stamp or time_stamp()}-{checkpoint.name}"
+    name = f"{ABANDONED_PREFIX}{stamp or time_stamp()}-{checkpoint.name}"
     os.rename(checkpoint, checkpoint.with_name(name))
 
 
 def stamp_of(abandoned: Path) -> str | None:
     """Return the stamp in the name of an abandoned checkpoint; None if the name is another."""
-    match = re.fullmatch(rf"abandoned-(.+)-{NAME.pattern}", abandoned.name)
+    match = re.fullmatch(rf"{ABANDONED_PREFIX}(.+)-{NAME.pattern}", abandoned.name)
     return match[1] if match else None
 
 

@@ -143,12 +143,12 @@ def begin_branch(folder: RunFolder, start: Start) -> None:
     if found.path is None or found.weights_only or (request.resume == "auto" and branch is None):
         return
     own = checkpoint.is_own(folder.checkpoints, found.path)
-    inside = found.path.resolve().parent == folder.checkpoints
-    name = found.path.name if inside else str(found.path.resolve())
+    path = _place(found.path)
+    name = path.name if _is_inside(folder, path) else str(path)
     stamp = branch.stamp if branch else time_stamp()
     if branch is None or branch.checkpoint != name:
         _record(folder, request, found, checkpoint=name, stamp=stamp)
-    source = folder.metrics if own else _metrics_of(folder, found.path.resolve())
+    source = folder.metrics if own else _metrics_of(folder, path)
     try:
         checkpoint.abandon_others(folder.checkpoints, found, stamp=stamp)
     except OSError as error:
@@ -167,12 +167,31 @@ def _record(folder: RunFolder, request: Request, found: Found, **facts: str) -> 
 
 def _metrics_of(folder: RunFolder, path: Path) -> Path:
     """Return the metrics of the run that wrote a checkpoint which is not one of this run's."""
-    metrics = folder.metrics
-    if path.parent == folder.checkpoints:  # of a branch that was left
+    metrics = path.parent.parent / "metrics.jsonl"
+    if _is_inside(folder, path):  # of a branch that was left
         metrics = folder.path / f"metrics.{stamp_of(path)}.jsonl"
-    elif path.parent.name == "checkpoints":
-        metrics = path.parent.parent / "metrics.jsonl"
-    return metrics if metrics.exists() else folder.metrics
+    if metrics.exists():
+        return metrics
+    print(
+        f"warning: {metrics} does not exist; metrics.jsonl keeps this run's own lines for the "
+        f"steps before {path}",
+        file=sys.stderr,
+    )
+    return folder.metrics
+
+
+def _place(checkpoint: Path) -> Path:
+    """Return the absolute path of a checkpoint; a link to it may point elsewhere tomorrow.
+
+    Links among the folders above are kept: the metrics are beside the link, if a run's folder of
+    checkpoints is a link to a larger disk.
+    """
+    return checkpoint.resolve() if checkpoint.is_symlink() else checkpoint.absolute()
+
+
+def _is_inside(folder: RunFolder, checkpoint: Path) -> bool:
+    """Return True if a checkpoint lies in the run's folder of checkpoints, which may be a link."""
+    return checkpoint.parent.resolve() == folder.checkpoints.resolve()
 
 
 def _agree_on_history(folder: RunFolder) -> History:

@@ -36,8 +36,8 @@ class RunFolder:
             FolderInUse: another process holds it.
             UserError: it cannot be written.
         """
-        self._lock = self._lock or FolderLock(self.path)
         try:
+            self._lock = self._lock or FolderLock(self.path)
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock.acquire()
         except OSError as error:
@@ -46,12 +46,18 @@ class RunFolder:
                 f"with a folder that can be written"
             ) from None
 
+    def release(self) -> None:
+        """Release the lock, if this process holds it."""
+        if self._lock is not None:
+            self._lock.release()
+
     def move_aside(self) -> None:
         """Move everything that an earlier run left here to a folder beside this one.
 
         One rename does it, so that the next start finds the earlier run or nothing.
 
         Raises:
+            FolderInUse: another process has locked the new folder first.
             UserError: the folder cannot be moved.
         """
         aside = self.path.with_name(f"{self.path.name}.{time_stamp()}")
@@ -66,9 +72,10 @@ class RunFolder:
                 f"another folder"
             ) from None
         earlier, self._lock = self._lock, None
-        self.hold()
+        # Before the new lock exists: the earlier one's beats would take it for that of another run.
         if earlier is not None:
-            earlier.release()
+            earlier.release(moved_to=aside)
+        self.hold()
         print(f"the run that was there is now {aside}")
 
     def prepare(self, recipe: Recipe, start: Progress, *, branching: bool = False) -> None:
@@ -125,10 +132,10 @@ class RunFolder:
     ) -> None:
         """Replace metrics.jsonl by lines up to a step; copy first what would be lost."""
         kept = "".join(json.dumps(line) + "\n" for line in lines if line["step"] <= step)
-        before = self.metrics.read_text(errors="replace") if self.metrics.exists() else ""
+        before = self._metric_lines.content().decode(errors="replace")
         if copy and not kept.startswith(before):
             write_whole(copy_to or self.path / f"metrics.{time_stamp()}.jsonl", before)
-        write_whole(self.metrics, kept)
+        self._metric_lines.replace(kept)
 
     def event(self, event: str, step: int, **facts: Any) -> None:
         """Append to events.jsonl: start, resume, first_step, skip, save, ..."""

@@ -23,13 +23,13 @@ from tqdm import tqdm
 from models.cost import flops_per_token
 from models.errors import UserError
 from recipes.planning.hardware import peak_tflops
+from recipes.training.leaving import leave_handlers_out
 from recipes.training.line_file import write_whole
 from recipes.training.progress import Progress
 from recipes.training.provenance import code_version
 from recipes.training.recipe import Recipe
 from recipes.training.run_folder import RunFolder
 from recipes.training.startup import Startup
-from recipes.training.streams import end_process
 
 SECONDS_BETWEEN_LINES = 10.0
 
@@ -268,13 +268,13 @@ class WandbThread:
     SECONDS_TO_FINISH = 60.0
 
     def __init__(self, recipe: Recipe, folder: RunFolder):
+        self._folder = folder
         self._queue: queue.Queue[dict[str, Any] | None] = queue.Queue(self.QUEUE_LIMIT)
         self.exit_code = 0  # of this process, should W&B have to be left behind
         self._problem: str | None = None
         self._thread: threading.Thread | None = None
         if recipe.tracking.mode != "disabled":
-            arguments = wandb_arguments(recipe, folder.path)
-            self._thread = threading.Thread(target=self._work, args=(arguments,), daemon=True)
+            self._thread = threading.Thread(target=self._work, args=(recipe,), daemon=True)
             self._thread.start()
 
     def log(self, metrics: dict[str, Any]) -> None:
@@ -293,14 +293,19 @@ class WandbThread:
             self._queue.put_nowait(None)
         self._thread.join(self.SECONDS_TO_FINISH)
         if self._thread.is_alive():
-            # W&B's own exit handler would go on waiting; this one is called before it.
-            atexit.register(end_process, self.exit_code)
+            # W&B's exit handler would wait longer. This one runs first, and is the last to run.
+            atexit.register(self._leave_behind)
             return "Weights & Biases did not finish in time; metrics.jsonl has every step"
         return self._problem
 
-    def _work(self, arguments: dict[str, Any]) -> None:
+    def _leave_behind(self) -> None:
+        """End this process; do first what the exit handlers after this one would do."""
+        self._folder.release()
+        leave_handlers_out(self.exit_code)
+
+    def _work(self, recipe: Recipe) -> None:
         try:
-            run = start_wandb(arguments)
+            run = start_wandb(wandb_arguments(recipe, self._folder.path))
             while (metrics := self._queue.get()) is not None:
                 run.log(metrics)
             run.finish()
@@ -326,15 +331,42 @@ def start_wandb(arguments: dict[str, Any]) -> Any:
     return run
 
 
+def check_wandb(recipe: Recipe, folder: Path, *, keeps_id: bool) -> None:
+    """Check what Weights & Biases will be started with, before the engine is built.
+
+    Args:
+        recipe: of the run
+        folder: the run folder
+        keeps_id: whether the run continues the W&B run that the folder names
+
+    Raises:
+        UserError: a variable or the file with the run's id is wrong.
+    """
+    if recipe.tracking.mode == "disabled":
+        return
+    wandb_mode(recipe)
+    run_id = folder / "wandb" / "run_id"
+    if keeps_id and run_id.exists():
+        read_run_id(run_id)
+
+
+def wandb_mode(recipe: Recipe) -> str:
+    """Return W&B's mode for a run: "online", "offline", or what WANDB_MODE says.
+
+    Raises:
+        UserError: WANDB_BASE_URL is not a URL.
+    """
+    if recipe.tracking.mode != "auto":
+        return recipe.tracking.mode
+    return os.environ.get("WANDB_MODE") or ("online" if has_wandb_key() else "offline")
+
+
 def wandb_arguments(recipe: Recipe, folder: Path) -> dict[str, Any]:
     """What `wandb.init` gets: the same run id every time this folder is resumed.
 
     Mode "auto" is W&B's own WANDB_MODE where that is set.
     """
-    tracking = recipe.tracking
-    mode = tracking.mode
-    if mode == "auto":
-        mode = os.environ.get("WANDB_MODE") or ("online" if has_wandb_key() else "offline")
+    tracking, mode = recipe.tracking, wandb_mode(recipe)
     home = folder / "wandb"
     home.mkdir(exist_ok=True)
     run_id = home / "run_id"
@@ -383,9 +415,15 @@ def read_run_id(file: Path) -> str:
     """Read the id under which W&B knows a run folder.
 
     Raises:
-        UserError: the file is damaged.
+        UserError: the file is damaged, or cannot be read.
     """
-    run_id = file.read_text(errors="replace").strip()
+    try:
+        run_id = file.read_text(errors="replace").strip()
+    except OSError as error:
+        raise UserError(
+            f"{file} cannot be read ({error.strerror}); make it readable, or delete it for a new "
+            f"W&B run"
+        ) from None
     if not re.fullmatch(r"[A-Za-z0-9_-]+", run_id):
         raise UserError(
             f"{file} holds {run_id[:40]!r} instead of the id of a W&B run; write this run's id "
