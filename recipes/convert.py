@@ -99,15 +99,18 @@ def write_text(options: argparse.Namespace) -> str:
     """Return the prompt and the exported model's continuation, the same every time.
 
     Raises:
-        UserError: the prompt has no tokens, or leaves no position for the continuation.
+        UserError: transformers cannot load the tokenizer, or the prompt has no tokens, or leaves no
+            position for the continuation.
     """
     # These take seconds to import, and most conversions do without.
-    from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
+    from transformers import AutoModelForCausalLM, set_seed
     from transformers.utils.logging import disable_progress_bar
+
+    from recipes.preparing.tokenizer import load_tokenizer
 
     disable_progress_bar()
     set_seed(0)
-    tokenizer = AutoTokenizer.from_pretrained(options.output)
+    tokenizer = load_tokenizer(options.output, f"the tokenizer in {options.output}")
     model = AutoModelForCausalLM.from_pretrained(options.output)
     prompt = tokenizer(options.prompt, return_tensors="pt")
     given, positions = prompt["input_ids"].shape[1], model.config.max_position_embeddings
@@ -139,7 +142,7 @@ def settings(model: ModelConfig) -> dict[str, object]:
 def count(text: str) -> int:
     """A number of one or more, for argparse."""
     if not text.isdecimal() or not int(text):
-        raise argparse.ArgumentTypeError(f"{text} is no number of ranks; use 4, for example")
+        raise argparse.ArgumentTypeError(f"{text} is not a number of ranks; use 4, for example")
     return int(text)
 
 

@@ -284,7 +284,7 @@ def picture_file(text: str) -> Path:
     """A file that a picture can be written to, for argparse."""
     path = Path(text)
     if path.suffix not in (".png", ".svg", ".pdf"):
-        raise argparse.ArgumentTypeError(f"{text} is no .png, .svg or .pdf; use plan.png")
+        raise argparse.ArgumentTypeError(f"{text} is not a .png, .svg or .pdf; use plan.png")
     folder = path.absolute().parent
     if not folder.is_dir():
         raise argparse.ArgumentTypeError(f"{text}: there is no folder {folder}; use plan.png")

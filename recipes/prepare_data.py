@@ -30,7 +30,6 @@ if __name__ == "__main__":  # the repository, not recipes/, is where imports sta
 import argparse
 import contextlib
 import fcntl
-import json
 import os
 import re
 import shutil
@@ -42,9 +41,10 @@ from models.config import LARGEST_SIZE
 from models.errors import UserError
 from recipes.preparing.documents import KINDS
 from recipes.preparing.own_files import mark_workspace
+from recipes.training.folder_lock import NO_FLOCK
 from recipes.training.line_file import flush
 from recipes.training.recipe import REPOSITORY, load_recipe, repository_path
-from recipes.training.token_file import tokenizer_hash
+from recipes.training.token_file import read_manifest, tokenizer_hash
 
 if TYPE_CHECKING:
     from recipes.preparing.formats import Format, NumberedPiece
@@ -124,14 +124,13 @@ def check_the_same(options: argparse.Namespace, output: Path) -> None:
     Raises:
         UserError: some options differ, or the manifest of the corpus is damaged.
     """
-    manifest = output / "manifest.json"
-    try:
-        made = dict(json.loads(manifest.read_text()).get("options", {}))
-    except (ValueError, RecursionError, TypeError, AttributeError) as error:
+    advice = f"use another --output, or delete {output} to prepare it again"
+    made = read_manifest(output, advice=advice).get("options", {})
+    if not isinstance(made, dict):
         raise UserError(
-            f"{manifest} is not a manifest of prepare_data.py ({error!r}); use another --output, "
-            f"or delete {output} to prepare it again"
-        ) from None
+            f"{output / 'manifest.json'} is not a manifest of prepare_data.py (options = "
+            f"{made!r}); {advice}"
+        )
     wanted = what_decides(options)
     different = [
         f"--{key.replace('_', '-')} {made[key]} (here {wanted[key]})"
@@ -139,10 +138,7 @@ def check_the_same(options: argparse.Namespace, output: Path) -> None:
         if key in made and made[key] != wanted[key]
     ]
     if different:
-        raise UserError(
-            f"{output} is already there, made with {', '.join(different)}; use another --output, "
-            f"or delete it to prepare it again"
-        )
+        raise UserError(f"{output} is already there, made with {', '.join(different)}; {advice}")
 
 
 def what_decides(options: argparse.Namespace) -> dict[str, Any]:
@@ -175,8 +171,8 @@ def check_options(options: argparse.Namespace, output: Path, workspace: Path) ->
         )
     if not 0 < options.validation_fraction < 1:
         raise UserError(
-            f"--validation-fraction {options.validation_fraction} is no part of the documents; "
-            f"use 0.1"
+            f"--validation-fraction {options.validation_fraction} is not in 0 .. 1, the ends "
+            f"excluded; use 0.1"
         )
     if options.processes < 1:
         raise UserError(f"--processes {options.processes} is too few; use 1")
@@ -250,12 +246,15 @@ def plan(
 
 @contextlib.contextmanager
 def hold(workspace: Path, *, shared: bool) -> Iterator[None]:
-    """Keep others out of the workspace; what is finished in it stays when something fails.
+    """Lock the workspace against other processes; finished pieces in it outlive an error.
 
-    shared: with those that hold it shared too
+    Args:
+        workspace: the folder to lock
+        shared: with other processes that hold it shared
 
     Raises:
-        UserError: another process works there.
+        UserError: another process works there, or the file system has no flock.
+        OSError: the lock fails for another reason, such as an I/O error.
     """
     workspace.mkdir(parents=True, exist_ok=True)
     with (workspace / "lock").open("a+") as lock:  # NFS locks only what could be read, too
@@ -264,6 +263,8 @@ def hold(workspace: Path, *, shared: bool) -> Iterator[None]:
         except BlockingIOError:
             raise UserError(f"{workspace} is in use by another process; wait for it") from None
         except OSError as error:
+            if error.errno not in NO_FLOCK:
+                raise OSError(error.errno, error.strerror, lock.name) from None
             raise UserError(
                 f"{workspace} cannot be locked ({error.strerror}): its file system has no flock; "
                 f"use an --output on another one, for example a local disk, and copy it"
@@ -355,7 +356,7 @@ def shard_of(text: str) -> tuple[int, int]:
     """(number, shards) of an option like 3/16."""
     found = re.fullmatch(r"(\d+)/(\d+)", text)
     if not found or not int(found[1]) < int(found[2]):
-        raise argparse.ArgumentTypeError(f"{text} is no shard; use 0/16, 1/16, ... 15/16")
+        raise argparse.ArgumentTypeError(f"{text} is not a shard; use 0/16, 1/16, ... 15/16")
     return int(found[1]), int(found[2])
 
 
@@ -392,8 +393,8 @@ def parse_command_line(arguments: list[str]) -> argparse.Namespace:
         action="append",
         default=[],
         choices=KINDS,
-        help="leave out rows that are empty, no UTF-8, no JSON, or have no text in the column, and "
-        "count them, instead of stopping at the first; repeatable",
+        help="leave out rows that are empty, not UTF-8 or not JSON, or have no text in the column, "
+        "and count them, instead of stopping at the first; repeatable",
     )
     add("--processes", type=int, default=len(os.sched_getaffinity(0)), help="default: all cores")
     add("--shard", type=shard_of, metavar="I/N", help="this machine's share, 0/N .. N-1/N")

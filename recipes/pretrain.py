@@ -145,8 +145,8 @@ def pretrain() -> None:
         supervisor.name_hosts(hosts)
         check_placement(topology, hosts)
         request = Request(options.resume, options.resume_once)
-        with crumb.waiting_for_disk("verifying checkpoints"):
-            beginning = find_start(folder, request, recipe, data.fingerprint)
+        crumb.note("verifying checkpoints")
+        beginning = find_start(folder, request, recipe, data.fingerprint, note=crumb.note)
     found, start = beginning.found, beginning.progress
     with refusals(world, options), refused_together():
         if world.rank == 0:

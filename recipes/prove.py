@@ -180,7 +180,7 @@ def picture(text: str) -> Path:
     """A file that a picture can be written to, for argparse."""
     path = Path(text)
     if path.suffix not in (".png", ".svg", ".pdf"):
-        raise argparse.ArgumentTypeError(f"{text} is no .png, .svg or .pdf; use proof.png")
+        raise argparse.ArgumentTypeError(f"{text} is not a .png, .svg or .pdf; use proof.png")
     if not path.absolute().parent.is_dir():
         raise argparse.ArgumentTypeError(f"{text}: there is no folder {path.absolute().parent}")
     return path
@@ -189,7 +189,7 @@ def picture(text: str) -> Path:
 def count(text: str) -> int:
     """A number of one or more, for argparse."""
     if not text.isdecimal() or not 1 <= int(text) <= 1024:
-        raise argparse.ArgumentTypeError(f"{text} is no number in 1 .. 1024; use 4, for example")
+        raise argparse.ArgumentTypeError(f"{text} is not a number in 1 .. 1024; use 4, for example")
     return int(text)
 
 

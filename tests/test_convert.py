@@ -27,7 +27,7 @@ from models.layer_specs import (
 from models.parallel.collectives import TensorAxis
 from models.parallel.context import Context
 from recipes.converting.adopt import adopt, read_config
-from recipes.converting.export import export, find_tokenizer
+from recipes.converting.export import export, find_tokenizer, special_tokens
 from recipes.converting.output import output_folder
 from recipes.converting.reshape import new_recipe
 from recipes.converting.source import model_of, open_checkpoint
@@ -267,7 +267,9 @@ def test_exported_texts_begin_as_documents_did(
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "back")
     assert tokenizer("t5")["input_ids"] == ([1, 5] if begins else [5])
     assert (tokenizer.bos_token_id, tokenizer.eos_token_id) == (1, 2)
-    assert ("the exported tokenizer adds none" in capsys.readouterr().out) != begins
+    said = capsys.readouterr().out
+    assert ("the exported tokenizer adds none" in said) != begins
+    assert ("the exported tokenizer is unchanged" in said) == (starts is None)
 
 
 def test_large_models_are_split_into_files(tmp_path: Path, monkeypatch) -> None:
@@ -440,7 +442,7 @@ def test_only_what_transformers_would_load_is_read(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("content", "named"),
-    [("{}", "is no index of tensors"), ("{", "is no index of tensors"), (None, "neither model")],
+    [("{}", "not an index of tensors"), ("{", "not an index of tensors"), (None, "neither model")],
 )
 def test_a_broken_index_is_refused(content: str | None, named: str, tmp_path: Path) -> None:
     their_model("llama", torch.float32).save_pretrained(tmp_path / "theirs")
@@ -503,6 +505,30 @@ def test_a_damaged_or_missing_source_is_refused(
         open_checkpoint(tmp_path / "nowhere")
     with pytest.raises(UserError, match=r"no config\.json there"):
         read_config(tmp_path)
+
+
+def test_a_tokenizer_that_cannot_be_loaded_is_named(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text("{")
+    with pytest.raises(UserError, match=f"--tokenizer {tmp_path} cannot be loaded: "):
+        special_tokens(tmp_path)
+    script = (
+        "import argparse, sys\n"
+        "from pathlib import Path\n"
+        "from recipes import convert\n"
+        "options = argparse.Namespace(output=Path(sys.argv[1]), prompt='t5')\n"
+        "convert.parse_command_line = lambda: argparse.Namespace(\n"
+        "    command=lambda _: convert.write_text(options))\n"
+        "convert.main()\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(tmp_path)],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert f"convert.py: the tokenizer in {tmp_path} cannot be loaded: " in done.stderr
+    assert done.returncode == 1 and "Traceback" not in done.stderr
 
 
 def test_another_tokenizer_is_refused(

@@ -13,6 +13,7 @@ import torch
 
 from models.errors import UserError
 from models.parallel.rng import MaskKey
+from recipes.preparing.own_files import OwnFiles
 from recipes.training.blend import check_weights, whole_shares
 from recipes.training.data import (
     TrainingData,
@@ -317,6 +318,20 @@ def test_the_start_of_documents_is_recorded_or_found(
         assert document_starts(recipe) == [[1] if first else []]
 
 
+@pytest.mark.parametrize("content", ["{", "[]", "[" * 10**5, '"text"'])
+def test_a_manifest_that_is_not_an_object_is_an_error_of_the_user(
+    content: str, own_corpus: dict[str, Any], tmp_path: Path
+) -> None:
+    file = tmp_path / "data" / "manifest.json"
+    file.write_text(content)
+    named = re.escape(f"{file} is not a manifest of prepare_data.py (")
+    with pytest.raises(UserError, match=named):
+        document_starts(parse_recipe(own_corpus, "test"))
+    with pytest.raises(UserError, match=named):
+        build(own_corpus)
+    assert tmp_path / "data" / "train.bin" not in OwnFiles()
+
+
 def test_corpora_that_begin_documents_differently_are_rejected(
     own_corpus: dict[str, Any], tmp_path: Path
 ) -> None:
@@ -341,7 +356,7 @@ REFUSED: dict[str, tuple[Callable[[Path], Any], dict[str, Any], str]] = {
     "a missing file": (
         lambda folder: (folder / "train.idx").unlink(), {}, r"train\.idx is missing"),
     "no token index": (
-        lambda folder: (folder / "train.idx").write_bytes(b"x" * 99), {}, "is no token index"),
+        lambda folder: (folder / "train.idx").write_bytes(b"x" * 99), {}, "is not a token index"),
     "another size than the manifest's": (
         lambda folder: write_manifest(folder, files={"train": {"tokens": 7}}), {},
         r"train has \d+ tokens and .*manifest\.json says 7"),

@@ -149,14 +149,14 @@ def test_a_stream_is_read_shard_by_shard() -> None:
 BAD = {  # file: its bytes, which row, the kind of problem, what is said of it
     "utf8.jsonl": (b'{"body": "a"}\n{"body": "\xff"}\n', "line 2", "utf-8", "byte 10 is 0xff"),
     "half.jsonl": (b'{"body": "a"}\n\n{"body": "\\ud800"}', "line 3", "utf-8", "surrogate pair"),
-    "json.jsonl": (b'{"body": "a"}\n{"body": \n', "line 2", "json", "no JSON: Expecting value"),
-    "number5000.jsonl": (b'{"body": "a"}\n[' + b"1" * 5000 + b"]", "line 2", "json", "no JSON"),
-    "list.jsonl": (b'{"body": "a"}\n[1, 2]\n', "line 2", "json", "[1, 2] is no object"),
-    "deep.jsonl": (b'{"body": "a"}\n' + b"[" * 2 * 10**4, "line 2", "json", "no JSON"),
+    "json.jsonl": (b'{"body": "a"}\n{"body": \n', "line 2", "json", "JSON: Expecting value"),
+    "number5000.jsonl": (b'{"body": "a"}\n[' + b"1" * 5000 + b"]", "line 2", "json", "not valid"),
+    "list.jsonl": (b'{"body": "a"}\n[1, 2]\n', "line 2", "json", "[1, 2] is not a JSON object"),
+    "deep.jsonl": (b'{"body": "a"}\n' + b"[" * 2 * 10**4, "line 2", "json", "not valid JSON"),
     "empty.jsonl": (b'{"body": "a"}\n{"body": " "}', "line 2", "empty", "the document is empty"),
     "column.jsonl": (b'{"body": "a"}\n{"text": 1}', "line 2", "column", "no column body"),
-    "number.jsonl": (b'{"body": "a"}\n{"body": 4}', "line 2", "column", "body = 4 is no text"),
-    "none.jsonl": (b'{"body": "a"}\n{"body": null}', "line 2", "column", "body = None is no text"),
+    "number.jsonl": (b'{"body": "a"}\n{"body": 4}', "line 2", "column", "body = 4 is not a text"),
+    "none.jsonl": (b'{"body": "a"}\n{"body": null}', "line 2", "column", "None is not a text"),
     "array.json": (b'[{"body": "a"}, {"body": ""}]', "row 1", "empty", "is empty"),
     "utf8.txt": (b"a\n\n\xc3\xa4\n\xe4\n", "line 2", "empty", "is empty"),
 }  # fmt: skip
@@ -223,10 +223,29 @@ def test_a_compressed_file_that_is_cut_off_is_an_error(suffix: str, tmp_path: Pa
         texts(opened(file), 1)
 
 
+def test_folders_that_a_pattern_matches_are_reported(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "deep" / "inside").mkdir(parents=True)
+    for file in (tmp_path / "a.txt", tmp_path / "deep" / "b.txt", tmp_path / "deep/inside/c.txt"):
+        file.write_text("one\n")
+    saved = tmp_path / "saved"
+    Dataset.from_dict({"body": ["one"]}).save_to_disk(saved)
+    assert len(opened(f"{tmp_path}/*")) == 1
+    said = capsys.readouterr().out
+    reason = "folder; pass it to --source by itself"
+    assert f"skipped 1 folders ({reason}), such as {tmp_path}/deep" in said
+    assert f"pass each one to --source by itself), such as {saved}" in said
+    assert len(opened(f"{tmp_path}/deep/**")) == 2  # whose folders are read
+    assert "folder" not in capsys.readouterr().out
+    with pytest.raises(UserError, match=r"skipped 1 folders \(folder; pass it"):
+        opened(f"{tmp_path}/dee*")
+
+
 def test_a_dataset_that_is_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    with pytest.raises(UserError, match="--source no/where is no file here, and as a dataset"):
+    with pytest.raises(UserError, match="--source no/where is not a file here, and as a dataset"):
         opened("no/where")
 
 

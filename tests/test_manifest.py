@@ -108,6 +108,13 @@ def test_shares_of_the_ranks_cover_all_files(checkpoint: Path) -> None:
     assert found == [1, 1] and len(list(find_damages(checkpoint))) == 2
 
 
+def test_each_file_is_noted_before_it_is_verified(checkpoint: Path) -> None:
+    noted: list[str] = []
+    assert list(find_damages(checkpoint, note=noted.append)) == []
+    files = ("moments-00000.safetensors", "weights-00000.safetensors")
+    assert noted == [f"verifying {checkpoint.name}/{file}" for file in files]
+
+
 def test_a_checkpoint_of_a_later_format_is_refused(checkpoint: Path) -> None:
     file = checkpoint / "manifest.json"
     file.write_text(file.read_text().replace('"format": 1', '"format": 2'))

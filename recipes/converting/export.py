@@ -6,19 +6,14 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from transformers import (
-    AutoConfig,
-    AutoTokenizer,
-    GenerationConfig,
-    PreTrainedTokenizerBase,
-)
+from transformers import AutoConfig, GenerationConfig
 
 from models.cost import parameter_count
 from models.errors import UserError
 from models.hugging_face import counterparts, hugging_face_config
 from models.layer_specs import logical_shapes
 from recipes.converting.source import model_of
-from recipes.preparing.tokenizer import document_start
+from recipes.preparing.tokenizer import document_start, load_tokenizer
 from recipes.training.checkpoint import CheckpointReader
 from recipes.training.data import document_starts
 from recipes.training.recipe import parse_recipe, repository_path
@@ -53,7 +48,7 @@ def export(source: CheckpointReader, folder: Path, *, dtype: str, tokenizer: Pat
         if tokenizer and (tokenizer / name).is_file():
             shutil.copyfile(tokenizer / name, folder / name)
     if tokenizer:
-        begin_texts_as_in_training(source, folder)
+        begin_texts_as_in_training(source, folder, name=f"--tokenizer {tokenizer}")
     special = special_tokens(tokenizer)
     config = AutoConfig.for_model(**settings, **special)
     config.architectures = [CLASSES[settings["model_type"]]]
@@ -84,14 +79,22 @@ def find_tokenizer(source: CheckpointReader, given: Path | None) -> Path | None:
     return folder
 
 
-def begin_texts_as_in_training(source: CheckpointReader, folder: Path) -> None:
+def begin_texts_as_in_training(source: CheckpointReader, folder: Path, *, name: str) -> None:
     """Let the exported tokenizer add no BOS if the documents of the run did not begin with it.
 
     prepare_data.py begins documents as the tokenizer begins texts. Corpora from other tools or
     from older versions may have no BOS. The model has then never seen the token that the tokenizer
     would put before every prompt.
+
+    Args:
+        source: the checkpoint
+        folder: the export, which has the tokenizer's files
+        name: the option that names the tokenizer, with its value, for a message
+
+    Raises:
+        UserError: transformers cannot load the tokenizer, or it adds tokens in code.
     """
-    start = document_start(_load(folder))
+    start = document_start(load_tokenizer(folder, name))
     trained = source.manifest.data.get("document_starts")
     if trained is None and start:
         trained = _starts_of_corpora(source)
@@ -100,7 +103,7 @@ def begin_texts_as_in_training(source: CheckpointReader, folder: Path) -> None:
     file = folder / "tokenizer.json"
     settings = json.loads(file.read_text())
     file.write_text(json.dumps(settings | {"post_processor": None}, ensure_ascii=False, indent=2))
-    if document_start(_load(folder)):
+    if document_start(load_tokenizer(folder, name)):
         raise UserError(
             f"the tokenizer adds {start} at the start of a text, but training documents began "
             f"with {trained}. Its class adds these tokens in code, which the export cannot turn "
@@ -117,30 +120,16 @@ def _starts_of_corpora(source: CheckpointReader) -> list[list[int]] | None:
     try:
         recipe = parse_recipe(source.manifest.recipe, str(source.path))
         return document_starts(recipe)
-    except (UserError, OSError):
-        return None  # the corpora are not here
-
-
-def _load(folder: Path) -> PreTrainedTokenizerBase:
-    """Load a tokenizer.
-
-    Raises:
-        UserError: transformers cannot load it.
-    """
-    try:
-        return AutoTokenizer.from_pretrained(folder)
-    except Exception as error:  # transformers raises whatever its classes do
-        raise UserError(
-            f"{folder} cannot be loaded by transformers ({error}); use --tokenizer with a folder "
-            f"that save_pretrained has written"
-        ) from None
+    except (UserError, OSError) as problem:  # for example, the corpora are on another machine
+        print(f"the exported tokenizer is unchanged, because the corpora cannot be read: {problem}")
+        return None
 
 
 def special_tokens(tokenizer: Path | None) -> dict[str, int | None]:
     """Return the ids that begin and end a text, for both configs."""
     if tokenizer is None:
         return {"bos_token_id": None, "eos_token_id": None}
-    loaded = _load(tokenizer)
+    loaded = load_tokenizer(tokenizer, f"--tokenizer {tokenizer}")
     return {"bos_token_id": loaded.bos_token_id, "eos_token_id": loaded.eos_token_id}
 
 

@@ -65,10 +65,11 @@ def read_table(path: Path) -> list[Row]:
     """All rows of a table.
 
     Raises:
-        UserError: the file is no table, or lacks a column.
+        UserError: the file is not a table, or lacks a column.
     """
     if missing := NEEDED - columns_of(path):
-        raise UserError(f"{path}: no column {', '.join(sorted(missing))}; it is no table of runs")
+        columns = ", ".join(sorted(missing))
+        raise UserError(f"{path}: no column {columns}; it is not a table of runs")
     return [read_row(cells) for cells in read_cells(path)]
 
 
@@ -82,7 +83,7 @@ def read_cells(path: Path) -> list[dict[str, str]]:
         with path.open(newline="", encoding="utf-8-sig") as file:
             return list(csv.DictReader(file, restval=""))
     except (UnicodeDecodeError, csv.Error) as error:
-        raise UserError(f"{path}: this is no CSV file: {error}") from None
+        raise UserError(f"{path}: this is not valid CSV: {error}") from None
 
 
 def is_table_of_runs(path: Path) -> bool:
@@ -102,7 +103,7 @@ def columns_of(path: Path) -> set[str]:
     except OSError as error:
         raise UserError(f"{path}: {error.strerror}; use a .csv file") from None
     except (UnicodeDecodeError, csv.Error) as error:
-        raise UserError(f"{path}: this is no CSV file: {error}") from None
+        raise UserError(f"{path}: this is not valid CSV: {error}") from None
 
 
 def read_row(cells: dict[str, str]) -> Row:

@@ -30,6 +30,7 @@ from recipes.training.token_file import (
     HashedFile,
     TokenFile,
     folder_hash,
+    read_manifest,
     token_type,
     write_index,
 )
@@ -195,23 +196,26 @@ def read_pieces(file: Path) -> list[dict[str, Any]]:
 
 
 def find_damages(corpus: Path, threads: int) -> Iterator[str]:
-    """What of a corpus is not as it was written, a sentence each.
+    """Compare a corpus with its manifest; yield a sentence for each difference.
 
-    threads: that hash side by side
+    Args:
+        corpus: its folder
+        threads: number of threads that hash files
 
     Raises:
         UserError: there is no such corpus.
     """
+    advice = "use the folder that --output named"
+    manifest = read_manifest(corpus, advice=advice)
     try:
-        manifest = json.loads((corpus / "manifest.json").read_text())
         files, tokenizer = manifest["files"], manifest["tokenizer_folder_sha256"]
         expected = {"pieces.jsonl": manifest["pieces_sha256"]}
         expected |= {f"{part}.idx": files[part]["idx_sha256"] for part in PARTS}
         counts = {part: {key: files[part][key] for key in COUNTS} for part in PARTS}
         token_bytes = token_type(int(manifest["vocab_size"])).itemsize
-    except (OSError, ValueError, RecursionError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError) as error:
         raise UserError(
-            f"{corpus} is no corpus that prepare_data.py has written ({error!r})"
+            f"{corpus} is not a corpus that prepare_data.py has written ({error!r}); {advice}"
         ) from None
     if folder_hash(corpus / "tokenizer") != tokenizer:
         yield "tokenizer/ has other files than those that made the corpus"

@@ -10,7 +10,7 @@ KINDS = ("empty", "utf-8", "json", "column")  # of what can be wrong with a row
 
 @dataclass(frozen=True)
 class Problem:
-    """Why a row is no document.
+    """Why a row is not a document.
 
     kind: one of KINDS
     """
@@ -33,7 +33,7 @@ class Row:
 def document(value: Any, column: str) -> str | Problem:
     """The text of a document from what a column holds."""
     if not isinstance(value, str):
-        return Problem("column", f"{column} = {shortened(repr(value))} is no text")
+        return Problem("column", f"{column} = {shortened(repr(value))} is not a text")
     if not value.strip():
         return Problem("empty", "the document is empty")
     try:
@@ -48,7 +48,7 @@ def decoded(content: bytes) -> str | Problem:
     try:
         return content.decode()
     except UnicodeDecodeError as error:
-        return Problem("utf-8", f"byte {error.start} is {content[error.start]:#04x}, no UTF-8")
+        return Problem("utf-8", f"byte {error.start} is {content[error.start]:#04x}, not UTF-8")
 
 
 def json_document(line: bytes, column: str) -> str | Problem:
@@ -59,14 +59,15 @@ def json_document(line: bytes, column: str) -> str | Problem:
     try:
         item = json.loads(text)
     except (ValueError, RecursionError) as error:  # a plain ValueError for 4,301 digits
-        return Problem("json", f"no JSON: {error}")
+        return Problem("json", f"not valid JSON: {error}")
     return field(item, column)
 
 
 def field(item: Any, column: str) -> str | Problem:
     """The text in a column of a parsed JSON object."""
     if not isinstance(item, dict):
-        return Problem("json", f"{shortened(reprlib.repr(item))} is no object")  # of any depth
+        shown = shortened(reprlib.repr(item))  # which may be nested to any depth
+        return Problem("json", f"{shown} is not a JSON object")
     if column not in item:
         names = shortened(", ".join(item)) or "none"
         return Problem("column", f"no column {column}; its columns: {names}")

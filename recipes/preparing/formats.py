@@ -256,7 +256,7 @@ class Parquet(Format):
         try:
             return document(value.as_py(), self.column)
         except UnicodeDecodeError as error:
-            return Problem("utf-8", f"byte {error.start} of {self.column} is no UTF-8")
+            return Problem("utf-8", f"byte {error.start} of {self.column} is not UTF-8")
 
 
 class Rows(Format):

@@ -1,11 +1,11 @@
 """Recognise the files that prepare_data.py has written, by their content."""
 
-import json
 import re
 from pathlib import Path
 from typing import IO, Any
 
-from recipes.training.token_file import tokenizer_hash
+from models.errors import UserError
+from recipes.training.token_file import read_manifest, tokenizer_hash
 
 LOCK_TEXT = "prepare_data.py works in this folder\n"
 WORK = re.compile(r"pieces|corpus|tokenizer-[0-9a-f]{24}(\..*)?")  # folders in a workspace
@@ -68,10 +68,10 @@ def _begins(file: Path, text: str) -> bool:
 
 
 def _read_manifest(folder: Path) -> dict[str, Any]:
-    """Return the manifest of a corpus, or an empty one if the folder has none."""
+    """Return the manifest of a corpus, or an empty one if the folder has none that we wrote."""
     try:
-        manifest = json.loads((folder / "manifest.json").read_bytes())
-    except (OSError, ValueError):
+        manifest = read_manifest(folder)
+    except (OSError, UserError):
         return {}
     needed = {"tokenizer_sha256", "vocab_size", "files"}
-    return manifest if isinstance(manifest, dict) and needed <= manifest.keys() else {}
+    return manifest if needed <= manifest.keys() else {}

@@ -90,7 +90,7 @@ def find_files(name: str) -> list[Path]:
             return []
         found = walk(path)
     elif glob.has_magic(name):
-        found = [Path(each) for each in glob.glob(name, recursive=True) if not os.path.isdir(each)]
+        found = match(name)
     elif format_of(path) in SUFFIXES or path.is_absolute():
         raise UserError(f"--source {name}: no such file")
     else:
@@ -107,11 +107,20 @@ def find_files(name: str) -> list[Path]:
     return files
 
 
+def match(pattern: str) -> list[Path]:
+    """Return what a pattern matches, without the folders of which it matches something inside."""
+    found = [Path(each) for each in glob.glob(pattern, recursive=True)]
+    entered = {parent for path in found for parent in path.parents}
+    return [path for path in found if path not in entered]
+
+
 def sort_out(found: Sequence[Path]) -> tuple[list[Path], dict[str, list[Path]]]:
     """Divide what was found into the files to read, and what to leave out, by reason."""
     own, files, left_out = OwnFiles(), [], defaultdict(list)
     for path in found:
-        if path.is_dir():
+        if path.is_dir() and not is_saved_dataset(path):
+            left_out["folder; pass it to --source by itself"].append(path)
+        elif path.is_dir():
             left_out["saved with save_to_disk; pass each one to --source by itself"].append(path)
         elif not path.is_file():
             left_out["broken link or not a regular file"].append(path)
@@ -219,7 +228,7 @@ def open_dataset(name: str, column: str, config: str | None, split: str, streami
             dataset = load_dataset(name, config, split=split, streaming=streaming)
     except Exception as error:  # whatever the hub's client raises
         raise UserError(
-            f"--source {name} is no file here, and as a dataset it cannot be loaded: "
+            f"--source {name} is not a file here, and as a dataset it cannot be loaded: "
             f"{first_line(error)}"
         ) from None
     if isinstance(dataset, DatasetDict):

@@ -177,7 +177,7 @@ def texts_of(
     report: where to count what is skipped
 
     Raises:
-        UserError: naming file, line and reason of a row that is no document.
+        UserError: naming file, line and reason of a row that is not a document.
     """
     report = report or Report()
     for row in readable(reader, piece):
@@ -187,7 +187,7 @@ def texts_of(
         kind, reason = row.content.kind, row.content.reason
         if kind not in skip:
             place = reader.place(piece, row.position)
-            raise UserError(f"{place}: {reason}; mend it, or leave such rows out: --skip {kind}")
+            raise UserError(f"{place}: {reason}; correct it, or skip such rows with --skip {kind}")
         known = {"rows": 0, "position": row.position, "reason": reason}
         report.skipped.setdefault(kind, known)["rows"] += 1
 

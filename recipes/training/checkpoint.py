@@ -1,5 +1,6 @@
 """Find the checkpoint that a run goes on from, verify it, and read it in any layout."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,12 @@ from recipes.training.recipe import Recipe, repository_path
 
 # Of the model, what weights do not depend on; a run that starts from given ones may differ there.
 TRAINING_ONLY = ("dropout", "attention_dropout", "initial_std")
+
+Note = Callable[[str], object]  # is told each file before it is verified, as a sign of progress
+
+
+def no_note(activity: str) -> None:
+    """Tell no one about the progress."""
 
 
 @dataclass(frozen=True)
@@ -92,6 +99,7 @@ def find(
     data: dict[str, Any],
     *,
     branch: Branch | None = None,
+    note: Note = no_note,
 ) -> Found:
     """Find the checkpoint to start or resume from; collective, and the same on all ranks.
 
@@ -101,6 +109,7 @@ def find(
         recipe: of the run
         data: fingerprints of corpora and tokenizer
         branch: the newest request for a certain checkpoint, which "auto" obeys
+        note: is told each file before it is verified
 
     Raises:
         UserError: there is none at that path, none verifies, or it belongs to another experiment.
@@ -115,7 +124,7 @@ def find(
     _agree(candidates)
     skipped: dict[Path, str] = {}
     for path in candidates:
-        damage = find_damage(path)
+        damage = find_damage(path, note)
         if damage is None:
             manifest = Manifest.read(path)
             check_same_run(path, manifest, recipe, data)
@@ -134,7 +143,7 @@ def find(
             f"no checkpoint here can be trusted ({found}); use --resume with one from elsewhere, "
             f"or --resume never to start again (what is here is kept beside it)"
         )
-    return find_initial_weights(recipe, run=folder.parent)
+    return find_initial_weights(recipe, run=folder.parent, note=note)
 
 
 def _candidates(folder: Path, branch: Branch | None) -> list[Path]:
@@ -159,10 +168,13 @@ def is_own(folder: Path, checkpoint: Path) -> bool:
     return path.parent == folder.resolve() and NAME.fullmatch(path.name) is not None
 
 
-def find_initial_weights(recipe: Recipe, *, run: Path) -> Found:
-    """The weights that the recipe starts from; collective.
+def find_initial_weights(recipe: Recipe, *, run: Path, note: Note = no_note) -> Found:
+    """Return the weights that the recipe starts from; collective.
 
-    run: the folder that is about to be begun
+    Args:
+        recipe: of the run
+        run: the folder that is about to be begun
+        note: is told each file before it is verified
 
     Raises:
         UserError: they are not there, damaged, or of another model.
@@ -179,7 +191,7 @@ def find_initial_weights(recipe: Recipe, *, run: Path) -> Found:
         )
     if path.is_relative_to(run.resolve()):
         raise UserError(f"{key} is in the run's own folder; use --run-dir with another one")
-    damage = find_damage(path)
+    damage = find_damage(path, note)
     if damage:
         raise UserError(f"{key}: {damage}; make it again with recipes/convert.py from-hf")
     manifest = Manifest.read(path)
@@ -217,9 +229,10 @@ def abandon_others(folder: Path, found: Found, *, stamp: str) -> None:
         flush(folder)
 
 
-def find_damage(checkpoint: Path) -> str | None:
-    """What is wrong with a checkpoint's files; collective, each rank verifies some of them."""
-    own = next(find_damages(checkpoint, share=dist.get_rank(), shares=dist.get_world_size()), None)
+def find_damage(checkpoint: Path, note: Note = no_note) -> str | None:
+    """Return the first damage of a checkpoint's files; collective, each rank verifies some."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    own = next(find_damages(checkpoint, share=rank, shares=ranks, note=note), None)
     everyones: list[str | None] = [None] * dist.get_world_size()
     dist.all_gather_object(everyones, own)
     return next((damage for damage in everyones if damage), None)

@@ -12,7 +12,6 @@ for them; a document that begins before its window counts from the window's firs
 """
 
 import hashlib
-import json
 from collections.abc import Iterator, Sequence
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -29,7 +28,7 @@ from recipes.training.blend import whole_shares
 from recipes.training.micro_batch import MicroBatch
 from recipes.training.progress import Progress
 from recipes.training.recipe import Recipe, repository_path
-from recipes.training.token_file import TokenFile, tokenizer_hash
+from recipes.training.token_file import TokenFile, read_manifest, tokenizer_hash
 from recipes.training.topology import Topology
 
 ROUNDS = 6  # of the permutation; four are enough for it to be pseudorandom (Luby, Rackoff 1988)
@@ -258,7 +257,7 @@ def document_starts(recipe: Recipe) -> list[list[int]]:
     empty otherwise.
     """
     paths = [repository_path(source.path) for source in recipe.data.train]
-    recorded = [_read_manifest(path).get("document_start") for path in paths]
+    recorded = [read_manifest(path.parent).get("document_start") for path in paths]
     return [
         _shared_start(TokenFile(path)) if start is None else start
         for path, start in zip(paths, recorded, strict=True)
@@ -277,12 +276,6 @@ def _shared_start(file: TokenFile) -> list[int]:
     firsts.intersection_update(range(file.count))
     found = {int(file.read(first, first + 1)[0]) for first in firsts}
     return list(found) if len(found) == 1 else []
-
-
-def _read_manifest(path: Path) -> dict[str, Any]:
-    """Return the manifest of a token file, empty for a corpus that Megatron's tools prepared."""
-    file = path.with_name("manifest.json")
-    return json.loads(file.read_text()) if file.is_file() else {}
 
 
 def _content(path: Path) -> str:
@@ -312,17 +305,22 @@ def _open(path: str, recipe: Recipe) -> Windows:
 
 
 def _check_manifest(recipe: Recipe, file: TokenFile) -> None:
-    """Compare a token file's manifest, where there is one, with the file and the recipe."""
+    """Compare a token file's manifest, where there is one, with the file and the recipe.
+
+    Raises:
+        UserError: the manifest is damaged, or says something else than the file or the recipe.
+    """
     manifest_file = file.path.with_name("manifest.json")
     if not manifest_file.is_file():
         return  # a corpus that Megatron's tools prepared
+    manifest = read_manifest(file.path.parent)
     try:
-        manifest = json.loads(manifest_file.read_text())
         vocab_size, made_with = int(manifest["vocab_size"]), manifest["tokenizer_sha256"]
         counts = dict(manifest.get("files", {}).get(file.path.name, {}))
-    except (ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(
-            f"{manifest_file} is not a manifest ({error!r}); prepare the corpus again"
+            f"{manifest_file} is not a manifest of prepare_data.py ({error!r}); prepare the corpus "
+            f"again"
         ) from None
     found = {"tokens": file.count, "documents": max(0, file.boundaries - 1)}
     wrong = {key: n for key, n in found.items() if counts.get(key, n) != n}
@@ -349,7 +347,8 @@ def _check_document_starts(recipe: Recipe) -> None:
     Only manifests count: documents of another corpus may share their first token by chance.
     """
     paths = [*(source.path for source in recipe.data.train), recipe.data.validation]
-    starts = {path: _read_manifest(repository_path(path)).get("document_start") for path in paths}
+    manifests = {path: read_manifest(repository_path(path).parent) for path in paths}
+    starts = {path: manifest.get("document_start") for path, manifest in manifests.items()}
     recorded = {path: start for path, start in starts.items() if start is not None}
     for path, start in recorded.items():
         first = next(iter(recorded))

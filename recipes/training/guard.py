@@ -36,7 +36,7 @@ def main() -> None:
     if os.getppid() != pid:  # the rank has ended before its number was looked up
         return
     patience = wait_for_silence()
-    # First the kill, then the message: nobody may be reading standard error.
+    # Kill before printing, because a message may block if standard error has no reader.
     if patience and rank.kill():
         say(f"{name} has not answered for {patience} s and is ended\n")
 

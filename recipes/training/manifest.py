@@ -16,7 +16,7 @@ import re
 import secrets
 import shutil
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -122,8 +122,20 @@ def sha256(file: Path) -> str:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
-def find_damages(checkpoint: Path, *, share: int = 0, shares: int = 1) -> Iterator[str]:
-    """What is wrong with a checkpoint's manifest and this share of its files, a sentence each.
+def find_damages(
+    checkpoint: Path,
+    *,
+    share: int = 0,
+    shares: int = 1,
+    note: Callable[[str], object] = lambda activity: None,
+) -> Iterator[str]:
+    """Verify a checkpoint's manifest and a share of its files; yield a sentence for each damage.
+
+    Args:
+        checkpoint: its folder
+        share: 0 .. shares - 1
+        shares: number of processes that verify the files together
+        note: is told each file before it is read, as a sign of progress
 
     Raises:
         UserError: a later version of this code has written it.
@@ -143,6 +155,7 @@ def find_damages(checkpoint: Path, *, share: int = 0, shares: int = 1) -> Iterat
         if NAME.fullmatch(checkpoint.name) and content.step != step_of(checkpoint):
             yield f"{manifest} is of step {content.step}"
         for name, facts in sorted(content.files.items())[share::shares]:
+            note(f"verifying {checkpoint.name}/{name}")
             yield from _file_damages(checkpoint / name, facts)
     except OSError as error:
         yield f"{error.filename} cannot be read ({error.strerror or error})"

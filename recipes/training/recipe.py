@@ -210,7 +210,8 @@ class Supervision(Section):
     startup_seconds: NonNegative = 1800
     bad_steps: Count = 3  # in a row without finite numbers: it goes back to the last checkpoint
     loss_spike: Annotated[float, Field(ge=0)] = 3.0  # nats above the usual: likewise; 0: never
-    rollbacks: NonNegative = 2  # how often it goes back, and leaves out what it has read since
+    # Rollbacks without a new checkpoint in between, then the run stops; 0: never roll back.
+    rollbacks: NonNegative = 2
     compare_speed_every: NonNegative = 100  # steps between looks for slow ranks; 0: never
     slow_rank: Annotated[float, Field(gt=1)] = 1.5  # times its peers' time, to be named
 
@@ -457,7 +458,7 @@ def _read_toml(path: Path) -> dict[str, Any]:
         ) from None
     except (ValueError, RecursionError) as error:  # a plain ValueError for 4,301 digits
         raise UserError(
-            f'{short(path)}: this is no TOML: {error}; write lines such as  name = "tiny"'
+            f'{short(path)}: this is not valid TOML: {error}; write lines such as  name = "tiny"'
         ) from None
 
 

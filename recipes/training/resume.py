@@ -106,8 +106,17 @@ def _try_to_hold(folder: RunFolder, *, over: bool) -> tuple[str, str]:
     return "held", ""
 
 
-def find_start(folder: RunFolder, request: Request, recipe: Recipe, data: dict[str, Any]) -> Start:
+def find_start(
+    folder: RunFolder,
+    request: Request,
+    recipe: Recipe,
+    data: dict[str, Any],
+    *,
+    note: checkpoint.Note = checkpoint.no_note,
+) -> Start:
     """Find where the run starts or resumes, without changing anything; collective.
+
+    `note` is told each file of a checkpoint before it is verified.
 
     Raises:
         UserError: see `checkpoint.find`; or the events cannot be read.
@@ -115,7 +124,9 @@ def find_start(folder: RunFolder, request: Request, recipe: Recipe, data: dict[s
     history = _agree_on_history(folder)
     if (request.once, request.resume) in history.requests:
         request = Request()
-    found = checkpoint.find(folder.checkpoints, request.resume, recipe, data, branch=history.branch)
+    found = checkpoint.find(
+        folder.checkpoints, request.resume, recipe, data, branch=history.branch, note=note
+    )
     progress = found.progress
     if request.resume != "auto":
         return Start(found, progress, 0, request, None)

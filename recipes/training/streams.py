@@ -3,7 +3,8 @@
 A terminal that is halted with Ctrl-S, a pager that nobody scrolls or a full disk must neither stop
 the training nor keep the processes that end it from doing so. `outlive_output` therefore replaces
 both streams: writing puts text into a bounded buffer, and a thread writes the buffer to the file.
-Every message of this process takes this way, tracebacks and warnings of libraries included.
+Everything that Python prints takes this way, tracebacks and warnings included; C++ libraries such
+as NCCL write to the descriptor themselves.
 
 A pipe whose reader has stalled is enlarged up to the kernel's limit. It then holds the messages of
 this process, which outlive the process, and those of the launchers, which print to the same pipe
@@ -123,7 +124,8 @@ class OutputThread:
             (unread,) = struct.unpack(
                 "i", fcntl.ioctl(self.descriptor, termios.FIONREAD, struct.pack("i", 0))
             )
-            if events and size - unread >= min(RESERVE_BYTES, size // 2) + CHUNK_BYTES:
+            needed = min(RESERVE_BYTES + CHUNK_BYTES, size)  # a pipe of one page has no reserve
+            if events and size - unread >= needed:
                 return True
             with contextlib.suppress(OSError):  # the limit of /proc/sys/fs/pipe-max-size
                 fcntl.fcntl(self.descriptor, fcntl.F_SETPIPE_SZ, 2 * size)

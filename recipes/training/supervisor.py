@@ -52,7 +52,7 @@ class Breadcrumb:
     """The current activity of a rank.
 
     count: number of activities so far
-    patient: the rank waits for a disk, which may take any time
+    patient: the rank waits for a disk, which may take any time; it does not end itself meanwhile
     """
 
     step: int = 0
@@ -69,7 +69,10 @@ class Breadcrumb:
 
     @contextlib.contextmanager
     def waiting_for_disk(self, doing: str, *, micro_batch: int | None = None) -> Iterator[None]:
-        """Do not count this activity as a hang, however long it takes."""
+        """Do not end this rank during this activity, however long it takes.
+
+        Ranks that wait for this rank in a collective do end; their message names this activity.
+        """
         before = self.patient
         self.note(doing, micro_batch=micro_batch)
         self.patient = True
@@ -108,8 +111,10 @@ class Supervisor:
         self._signalled_at: float | None = None
         self._before: dict[int, object] = {}
         self._leaving = threading.Event()
-        self._idle, self._seen = 0, -1
-        self._reported = False
+        self._seen = -1  # the crumb's count a second ago
+        self._still = 0  # seconds since the crumb's count changed
+        self._idle = 0  # likewise, but without those in which the rank waits for a disk
+        self._reported = self._ending = False
         self._report = HangReport(folder.path / "hang-at-start", self.names)
         self._disk = Background("hang report")
         self._trouble = ""
@@ -133,7 +138,7 @@ class Supervisor:
         return self
 
     def name_hosts(self, hosts: Sequence[str]) -> None:
-        """Use the names of the ranks' hosts, by rank, in messages."""
+        """Use the names of the ranks' hosts, by rank, in messages; the folder is locked by now."""
         self.hosts = hosts
         self.names[:] = [f"rank {rank} ({host})" for rank, host in enumerate(hosts)]
 
@@ -231,21 +236,27 @@ class Supervisor:
     def _look_at_progress(self) -> None:
         """Report this rank's place after half of the time limit, and end after all of it.
 
-        Writing a report may block, so the rank ends at most REPORT_SECONDS after the limit.
+        A rank that waits for a disk does not end, but reports its place for the ranks that wait
+        for it in a collective. It does so again after each half of the limit, because peers ignore
+        old reports. Writing a report may block, so a rank ends at most REPORT_SECONDS after the
+        limit.
         """
         limit = self.limit  # before the crumb: `expect_steps` changes them in the other order
-        moved = self.crumb.patient or self.crumb.count != self._seen
-        self._idle, self._seen = (0 if moved else self._idle + 1), self.crumb.count
+        moved, self._seen = self.crumb.count != self._seen, self.crumb.count
+        self._still = 0 if moved else self._still + 1
+        self._idle = 0 if moved or self.crumb.patient else self._idle + 1
         if not limit:
             return
-        if self._idle == 0 and self._reported:
+        half = -(-limit // 2)
+        if not self._still and self._reported:
             self._reported = False
             self._disk.run(lambda: self._report.take_back(self.rank))
-        elif self._idle == -(-limit // 2):
+        elif self._still == half or (self.crumb.patient and self._still and not self._still % half):
             self._reported = True
             self._report.fresh_seconds = limit
             self._disk.run(self._write_report)
-        elif self._idle == limit:
+        elif self._idle >= limit and not self._ending:  # a limit of one second ends after two
+            self._ending = True
             Background("end of a hang").run(self._end)
         elif self._idle >= limit + REPORT_SECONDS:
             self._say_hung("the run folder does not answer")
@@ -278,12 +289,17 @@ class Supervisor:
         end_process(HUNG)
 
     def _say_hung(self, problem: str, verdict: str = "") -> None:
-        """Print why this rank ends, and then try to write it into the run folder."""
+        """Print why this rank ends, and then try to write it into the run folder.
+
+        Until the hosts are known, the folder may be locked by another run, whose events these are.
+        """
         if problem:
             about, _ = take_sighting(self.rank, self.crumb)
             verdict = f"{self.names[self.rank]}: {about}; {problem}"
         text = f"no progress for {self.limit} s: {verdict}"
         print(text, file=sys.stderr, flush=True)
+        if not self.hosts:
+            return
         step = self.crumb.step
         within(
             1,

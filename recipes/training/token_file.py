@@ -15,11 +15,13 @@
 """
 
 import hashlib
+import json
 import os
 import struct
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -31,6 +33,30 @@ TOKEN_TYPES = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 TOKEN_CODES = {"<u2": 8, "<i4": 4}
 LONGEST_DOCUMENT = 2**31 - 1  # tokens; Megatron's format has them as int32
 INDEX_BLOCK = 2**20  # entries of an index that are written at once
+
+
+def read_manifest(folder: Path, *, advice: str = "prepare the corpus again") -> dict[str, Any]:
+    """Return the manifest of a corpus; empty for a corpus that Megatron's tools prepared.
+
+    Args:
+        folder: of the corpus
+        advice: the end of the message, after "use ..., or" for example
+
+    Raises:
+        UserError: the file is not a JSON object.
+    """
+    file = folder / "manifest.json"
+    if not file.is_file():
+        return {}
+    try:
+        manifest = json.loads(file.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise UserError(
+            f"{file} is not a manifest of prepare_data.py ({error!r}); {advice}"
+        ) from None
+    if not isinstance(manifest, dict):
+        raise UserError(f"{file} is not a manifest of prepare_data.py (no JSON object); {advice}")
+    return manifest
 
 
 class TokenFile:
@@ -55,7 +81,7 @@ class TokenFile:
             head = stream.read(HEADER.size)
         if len(head) < HEADER.size or head[:9] != MAGIC:
             raise UserError(
-                f"{self._index} is no token index; make it with recipes/prepare_data.py"
+                f"{self._index} is not a token index; make it with recipes/prepare_data.py"
             )
         _, version, code, self.sequences, self.boundaries = HEADER.unpack(head)
         if version != 1 or code not in TOKEN_TYPES:
