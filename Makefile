@@ -41,7 +41,7 @@ else
   GPU_PYTHON := $(if $(wildcard $(READY)),$(BIN)/python,$(PYTHON))
 endif
 
-.PHONY: setup pretrain test lint soak cluster long gpu
+.PHONY: setup pretrain test lint soak cluster long exhaustive gpu
 
 setup: $(READY)
 
@@ -73,11 +73,15 @@ test: $(READY)
 	@$(BIN)/python -m pytest $(ARGS)
 
 cluster: $(READY)
-	@$(BIN)/python -m pytest tests/cluster -m cluster -rs $(ARGS)
+	@$(BIN)/python -m pytest tests/cluster -m "cluster and not exhaustive" -rs $(ARGS)
 
 # Most long tests are traces, which run in one process each: two files of tests at a time.
 long: $(READY)
 	@$(BIN)/python -m pytest -m long --numprocesses 2 --dist loadfile $(ARGS)
+
+# CI runs all other tests; run these after a change of the pipeline or of supervision.
+exhaustive: $(READY)
+	@$(BIN)/python -m pytest -m exhaustive -rs $(ARGS)
 
 gpu:
 	@$(GPU_PYTHON) -m tests.gpu $(ARGS)

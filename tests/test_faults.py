@@ -9,10 +9,7 @@ from tests.cluster.cluster import Cluster, missing
 from tests.faults import Fault, faults, inject
 from tests.unread import UNREAD
 
-pytestmark = [
-    pytest.mark.long,
-    pytest.mark.skipif(bool(missing(hosts=False)), reason=missing(hosts=False)),
-]
+pytestmark = pytest.mark.skipif(bool(missing(hosts=False)), reason=missing(hosts=False))
 ON_ONE_HOST = [fault for fault in faults() if not fault.hosts]
 CASES = {f"{fault.name}, {kind}": (fault, kind) for fault, kind in product(ON_ONE_HOST, UNREAD)}
 
@@ -23,7 +20,17 @@ def cluster() -> Iterator[Cluster]:
         yield cluster
 
 
-@pytest.mark.parametrize(("fault", "kind"), CASES.values(), ids=CASES)
+@pytest.mark.parametrize(
+    ("fault", "kind"),
+    [
+        pytest.param(
+            *case,
+            id=name,
+            marks=pytest.mark.long if "full pipe" in name else pytest.mark.exhaustive,
+        )
+        for name, case in CASES.items()
+    ],
+)
 def test_a_run_ends_as_with_a_terminal(fault: Fault, kind: str, cluster: Cluster) -> None:
     outcome = inject(cluster, fault, list(CASES.values()).index((fault, kind)), kind)
     print(outcome)

@@ -67,7 +67,7 @@ def test_a_part_passes_on_the_cpu(name: str, setting: Setting) -> None:
         assert "| share | ms | calls | kernel |" in text and "| `aten::" in text
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", ["precisions", "deterministic"])
 def test_a_part_of_several_runs_passes_on_the_cpu(name: str, setting: Setting) -> None:
     run(name, setting)
@@ -150,7 +150,7 @@ def test_other_losses_of_kernels_fail(wrong: str, tmp_path: Path) -> None:
     assert len(result.failures) == 1
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_beside_transformers_on_the_cpu(setting: Setting) -> None:
     outcome = run("transformers", setting)
     assert "times as fast as transformers eager" in "\n".join(outcome.lines)
@@ -159,7 +159,7 @@ def test_beside_transformers_on_the_cpu(setting: Setting) -> None:
 NO_COMPILER = {"CXX": "/nonexistent/g++", "CC": "/nonexistent/gcc"}
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_beside_transformers_without_a_compiler(tmp_path: Path) -> None:
     with mock.patch.dict(os.environ, NO_COMPILER):
         outcome = run("transformers", Setting(output=tmp_path, **CPU))
