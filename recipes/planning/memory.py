@@ -178,6 +178,8 @@ def moments(job: Job, stage: int, parameters: int) -> list[Moment]:
     else:  # whenever a bucket is full: so much of the backward pass is behind it
         left = activations * (1 - min(1.0, footprint.bucket_elements / parameters))
         found.append(Moment(left, block, reduced, passing.reducing_buffers))
+        if spread.zero_stage == 2:
+            found.append(head_reduction(job, activations, passing.buffers))
     if not footprint.stock_pipeline and spread.chunks > 1 and spread.data > 1:
         # The first chunk goes backward, while the others' gradients are added up already.
         early = footprint.reducing * (parameters - first_chunk_parameters(job, stage))
@@ -185,6 +187,21 @@ def moments(job: Job, stage: int, parameters: int) -> list[Moment]:
         held = held_activations(job, stage, ending) + expected_bytes(job)
         found.append(Moment(held, block, gradients + early))
     return found
+
+
+def head_reduction(job: Job, activations: float, buckets: float) -> Moment:
+    """Return the moment at which ZeRO-2 reduces the head's gradient, if no bucket can hold it.
+
+    DeepSpeed reduces such a gradient by itself as soon as it exists, and converts it to the
+    precision of the sum while all activations are still there.
+    """
+    model, footprint = job.model, job.footprint
+    head = table_parameters(model, job.spread.tensor)
+    if model.tie_embeddings or head <= footprint.bucket_elements:
+        return Moment()
+    size, sent = footprint.weight, footprint.sent or footprint.weight
+    converted = sent if sent != size else 0.0
+    return Moment(activations, 0.0, size * head, buckets + converted * head)
 
 
 def first_chunk_parameters(job: Job, stage: int) -> int:
