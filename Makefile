@@ -69,15 +69,17 @@ soak: $(READY)
 	@$(BIN)/python tests/soak_control.py $(ARGS)
 	@$(BIN)/python tests/soak_data.py $(ARGS)
 
+# Many tests wait for processes: two files of tests run at a time, each with tests in order.
+PARALLEL := --numprocesses 2 --dist loadfile
+
 test: $(READY)
-	@$(BIN)/python -m pytest $(ARGS)
+	@$(BIN)/python -m pytest $(PARALLEL) $(ARGS)
 
 cluster: $(READY)
 	@$(BIN)/python -m pytest tests/cluster -m "cluster and not exhaustive" -rs $(ARGS)
 
-# Most long tests are traces, which run in one process each: two files of tests at a time.
 long: $(READY)
-	@$(BIN)/python -m pytest -m long --numprocesses 2 --dist loadfile $(ARGS)
+	@$(BIN)/python -m pytest -m long $(PARALLEL) $(ARGS)
 
 # CI runs all other tests; run these after a change of the pipeline or of supervision.
 exhaustive: $(READY)
