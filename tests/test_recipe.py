@@ -206,7 +206,11 @@ def test_all_problems_are_told_at_once() -> None:
 
 @pytest.mark.parametrize(
     ("text", "named"),
-    [("model = [", "this is not valid TOML"), ("\x00", "this is not valid TOML"), (None, "no such recipe")],
+    [
+        ("model = [", "this is not valid TOML"),
+        ("\x00", "this is not valid TOML"),
+        (None, "no such recipe"),
+    ],
 )
 def test_a_file_that_is_no_recipe_is_refused(tmp_path: Path, text: str, named: str) -> None:
     file = tmp_path / "bad.toml"
