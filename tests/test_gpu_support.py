@@ -118,7 +118,8 @@ def test_rocm_is_rejected() -> None:
 def test_a_recipe_for_gpus_does_not_train_on_the_cpu_by_accident() -> None:
     check_gpus(None, on_gpu=False, cpu_is_chosen=False)  # a recipe without a cluster
     check_gpus("MI300X", on_gpu=False, cpu_is_chosen=True)
-    with pytest.raises(UserError, match=r'cluster\.gpu = "MI300X" .*DS_ACCELERATOR=cpu'):
+    check_gpus("cpu", on_gpu=False, cpu_is_chosen=False)
+    with pytest.raises(UserError, match=r'cluster\.gpu = "MI300X" .*"cpu".*DS_ACCELERATOR=cpu'):
         check_gpus("MI300X", on_gpu=False, cpu_is_chosen=False)
 
 

@@ -42,12 +42,13 @@ def check_gpus(
             torch.cuda.get_device_capability(device),
         )
         check_architecture(name, capability, torch.cuda.get_arch_list())
-    elif on_gpu or (wanted and not cpu_is_chosen):
+    elif on_gpu or (wanted and wanted.lower() != "cpu" and not cpu_is_chosen):
         asked = "DS_ACCELERATOR = cuda" if on_gpu else f'cluster.gpu = "{wanted}"'
         raise UserError(
             f"{asked} and torch {torch.__version__} finds no GPU on this node. "
             f"NVIDIA GPUs need a driver (see nvidia-smi) and torch's CUDA wheels; AMD GPUs are not "
-            f"supported. To train on the CPU, set DS_ACCELERATOR=cpu"
+            f'supported. To train on CPUs, use cluster.gpu = "cpu", or set DS_ACCELERATOR=cpu on '
+            f"every node (deepspeed passes it on from a file .deepspeed_env)"
         )
 
 

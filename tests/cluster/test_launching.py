@@ -134,6 +134,7 @@ def test_deepspeed_on_four_hosts_trains_as_one_process_does(
     recipe = write_recipe(corpus, tmp_path / "recipe.toml")
     (tmp_path / "hosts").write_text("".join(f"{host} slots=2\n" for host in cluster.hosts))
     command = "deepspeed --hostfile {} --num_nodes 4 recipes/pretrain.py {} --run-dir {}"
+    command += " --set cluster.gpu=cpu"  # DS_ACCELERATOR does not reach the hosts
     done = cluster.run(command.format(tmp_path / "hosts", recipe, tmp_path / "run"), env=CPU)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "node3: rank 4 .. 5: pipeline 2, data 0, tensor 0 .. 1" in done.stdout
@@ -271,6 +272,7 @@ def test_a_key_is_nowhere(submit, cluster: Cluster, corpus: Path, tmp_path: Path
     assert facts["JobState"] == "COMPLETED", job.words(facts)
     command = ["deepspeed", "--hostfile", str(tmp_path / "hosts"), "--num_nodes", "2"]
     command += ["recipes/pretrain.py", str(tmp_path / "recipe.toml")]
+    command += ["--set", "cluster.gpu=cpu"]  # DS_ACCELERATOR does not reach the hosts
     command += ["--set", "tracking.mode=offline"]  # to look for its server takes W&B a minute
     with (tmp_path / "deepspeed.log").open("w") as log:
         process = subprocess.Popen(
