@@ -121,7 +121,7 @@ def test_a_file_of_a_node_that_died_is_taken_over_when_it_is_stale(
         alive = found.value.alive
     holder.kill()
     holder.wait()
-    with pytest.raises(FolderInUse):  # nobody can know yet
+    with pytest.raises(FolderInUse):  # whether the holder is alive is unknown yet
         lock.acquire()
     monkeypatch.setattr(folder_lock, "STALE_SECONDS", 0.0)
     lock.acquire()

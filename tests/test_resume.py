@@ -88,7 +88,7 @@ def write_run(path: Path) -> None:
 
 
 def start_again(path: Path, request: Request, recipe: Recipe) -> Start:
-    """What a process does until it builds the engine."""
+    """Run the part of a process that precedes the engine."""
     folder = RunFolder(path)
     folder.hold()
     try:

@@ -101,7 +101,7 @@ def test_a_template_has_no_personal_path(template: Path) -> None:
 def start_job(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
     """Run pretrain.slurm with an scontrol that prints some hosts and an srun that ends at once."""
     (tmp_path / "srun").write_text('#!/bin/sh\necho "master $MASTER_ADDR"\n')
-    # Line by line, as far as somebody reads; a single large write would fit into the pipe.
+    # Line by line until the reader stops; a single large write would fit into the pipe.
     (tmp_path / "scontrol").write_text(
         f'#!/bin/sh\nwhile read -r host; do echo "$host"; done <"{tmp_path}/hosts"\n'
     )

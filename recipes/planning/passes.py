@@ -13,7 +13,7 @@ def pipeline_of(job: Job) -> Pipeline:
     """What decides the order of a job's passes.
 
     Raises:
-        UserError: the schedule has no order for so many micro-batches.
+        UserError: the schedule does not support this number of micro-batches.
     """
     spread = job.spread
     return Pipeline(
@@ -41,6 +41,6 @@ def timeline_of(job: Job) -> Timeline:
     """When each pass runs; transfers take their time, and stages wait where they have to.
 
     Raises:
-        UserError: the schedule has no order for so many micro-batches.
+        UserError: the schedule does not support this number of micro-batches.
     """
     return simulate(pipeline_of(job), pass_seconds(job), transfer=transfer_time(job))

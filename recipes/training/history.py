@@ -16,7 +16,7 @@ from typing import Any
 
 from recipes.training.manifest import stamp_of
 
-NEEDED: dict[str, dict[str, type]] = {  # by event, beside the step
+NEEDED: dict[str, dict[str, type]] = {  # by event, in addition to the step
     "rollback": {"to": int, "samples": int},
     "branch": {"checkpoint": str, "stamp": str},
 }

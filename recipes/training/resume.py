@@ -1,4 +1,4 @@
-"""Where a run starts: its folder, the branch that it is on, and the checkpoint to resume from.
+"""The start of a run: its folder, the branch that it is on, and the checkpoint to resume from.
 
 `--resume CHECKPOINT` and `--resume never` start a new branch. The request is recorded durably, as
 an event, before anything is changed. Until a process has begun to train on the new branch, every
@@ -43,7 +43,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Start:
-    """Where a run starts or resumes.
+    """The point at which a run starts or resumes.
 
     Attributes:
         found: the checkpoint

@@ -52,7 +52,7 @@ class RunFolder:
             self._lock.release()
 
     def move_aside(self) -> None:
-        """Move everything that an earlier run left here to a folder beside this one.
+        """Move everything that an earlier run left here to a sibling folder.
 
         One rename does it, so that the next start finds the earlier run or nothing.
 

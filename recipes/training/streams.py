@@ -1,6 +1,6 @@
 """Standard output and error that never make a run wait for their readers.
 
-A terminal that is halted with Ctrl-S, a pager that nobody scrolls or a full disk must neither stop
+A terminal that is halted with Ctrl-S, a pager that is not scrolled or a full disk must neither stop
 the training nor keep the processes that end it from doing so. `outlive_output` therefore replaces
 both streams: writing puts text into a bounded buffer, and a thread writes the buffer to the file.
 Everything that Python prints takes this way, tracebacks and warnings included; C++ libraries such
