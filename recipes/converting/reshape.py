@@ -31,7 +31,7 @@ def new_recipe(
     """The checkpoint's recipe with other settings, and its axes on so many ranks.
 
     Raises:
-        UserError: it would be another run, or is no legal layout.
+        UserError: the new recipe describes another run, or its layout is not legal.
     """
     if "seed" not in source.manifest.recipe:
         raise UserError(f"{source.path} has weights and no run; every layout starts from it as is")

@@ -29,7 +29,7 @@ def row_bytes(job: Job) -> float:
 def block_working_bytes(job: Job, first_only: bool) -> float:
     """Return the bytes that a block's backward pass needs besides the activations kept for it.
 
-    first_only: there is no earlier micro-batch, to whose gradients new ones would be added
+    first_only: the micro-batch is the first, so that its gradients are not added to earlier ones
     """
     spread, model, footprint = job.spread, job.model, job.footprint
     again = 0.0

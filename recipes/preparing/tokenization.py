@@ -91,7 +91,7 @@ class Tokenization:
         progress: gets (documents, tokens) now and then
 
         Raises:
-            UserError: a row that is no document, of a kind that is not skipped.
+            UserError: a row is not a document, and its kind is not skipped.
         """
         report = Report()
         reader = self.formats[format_number]

@@ -99,7 +99,7 @@ def train_tokenizer(
     """A folder in the workspace with a byte-level BPE of the training documents.
 
     Raises:
-        UserError: a row that is no document.
+        UserError: a row is not a document.
     """
     columns = [reader.column for reader in formats]
     decides = [asdict(piece) for _, piece in pieces], columns, vocab_size, validation_fraction

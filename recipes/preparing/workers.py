@@ -23,7 +23,7 @@ def run_pieces(tokenization: Tokenization, pieces: Sequence[NumberedPiece], proc
     """Tokenize the pieces that are not finished yet.
 
     Raises:
-        UserError: a row that is no document, or a process that was killed.
+        UserError: a row is not a document, or a process was killed.
     """
     left = [item for item in pieces if not tokenization.find(*item)]
     if len(left) < len(pieces):

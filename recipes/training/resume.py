@@ -194,8 +194,8 @@ def _metrics_of(folder: RunFolder, path: Path) -> Path:
 def _place(checkpoint: Path) -> Path:
     """Return the absolute path of a checkpoint; a link to it may point elsewhere tomorrow.
 
-    Links among the folders above are kept: the metrics are beside the link, if a run's folder of
-    checkpoints is a link to a larger disk.
+    Links among the folders above are kept: if a run's folder of checkpoints is a link to a larger
+    disk, the metrics are in the folder that holds the link.
     """
     return checkpoint.resolve() if checkpoint.is_symlink() else checkpoint.absolute()
 

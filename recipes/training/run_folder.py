@@ -41,10 +41,7 @@ class RunFolder:
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock.acquire()
         except OSError as error:
-            raise UserError(
-                f"{self.path} cannot be written ({error.strerror}); make room, or use --run-dir "
-                f"with a folder that can be written"
-            ) from None
+            raise _cannot_write(self.path, error) from None
 
     def release(self) -> None:
         """Release the lock, if this process holds it."""
