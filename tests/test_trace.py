@@ -297,6 +297,15 @@ def test_nothing_of_a_trace_stays(small: dict[str, Any]) -> None:
     assert traced(changed(small, deepspeed="ds_configs/zero3_fp32.json"), 4) == once
 
 
+def test_a_cached_table_is_not_missing_from_a_trace(small: dict[str, Any]) -> None:
+    recipe = parse_recipe(small, "test")
+    once = traced_as_on_a_cpu(recipe, 1, 0)
+    model = recipe.model
+    length, head_size = model.sequence_length, model.attention_head_size
+    rotary_table(length, head_size, model.rope_theta, torch.device("cpu"), None)
+    assert traced_as_on_a_cpu(recipe, 1, 0) == once
+
+
 @pytest.mark.parametrize("rank", [-1, 4])
 def test_a_rank_that_is_not_there_is_refused(rank: int, small: dict[str, Any]) -> None:
     with pytest.raises(UserError, match=r"rank -?\d is not in 0 \.\. 3; use 0"):

@@ -26,6 +26,7 @@ from torch.utils._pytree import tree_map_only
 
 from models import cost
 from models.kernels import attention, fusing, norms
+from models.kernels.attention import cumulative_lengths
 from models.parallel.context import positions_in
 from models.transformer import rotary_table
 
@@ -34,6 +35,7 @@ from models.transformer import rotary_table
 def one_rank_of(world_size: int, rank: int) -> Iterator[None]:
     """torch.distributed and DeepSpeed as that rank finds them; nothing of it stays."""
     assert not dist.is_initialized()
+    clear_tables()
     environment = {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": "0"}
     remembered = {name: value for name, value in vars(groups).items() if name.isupper()}
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
@@ -47,13 +49,16 @@ def one_rank_of(world_size: int, rank: int) -> Iterator[None]:
             dist.destroy_process_group()
             deepspeed.comm.comm.cdb = None
             vars(groups).update(remembered)
-            forget_tables()
+            clear_tables()
 
 
-def forget_tables() -> None:
-    """Drop the tables that layers share: fake ones are of no use to others."""
-    rotary_table.cache_clear()
-    positions_in.cache_clear()
+def clear_tables() -> None:
+    """Empty the caches of tensors that layers share.
+
+    A cached table would be missing from the trace, and a fake one would break later passes.
+    """
+    for cached in (rotary_table, positions_in, cumulative_lengths):
+        cached.cache_clear()
 
 
 @contextlib.contextmanager
