@@ -65,9 +65,9 @@ ifeq ($(findstring --run-dir,$(ARGS)),)
 endif
 
 soak: $(READY)
-	@$(BIN)/python tests/soak.py $(ARGS)
-	@$(BIN)/python tests/soak_control.py $(ARGS)
-	@$(BIN)/python tests/soak_data.py $(ARGS)
+	@$(BIN)/python tests/fault_injection/soak.py $(ARGS)
+	@$(BIN)/python tests/fault_injection/soak_control.py $(ARGS)
+	@$(BIN)/python tests/fault_injection/soak_data.py $(ARGS)
 
 # Many tests wait for processes: two files of tests run at a time, each with tests in order.
 PARALLEL := --numprocesses 2 --dist loadfile

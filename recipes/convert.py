@@ -35,9 +35,9 @@ from models.config import ModelConfig
 from models.errors import UserError
 from recipes.converting.adopt import adopt, read_config
 from recipes.converting.export import DTYPES, export, find_tokenizer
-from recipes.converting.output import output_folder
+from recipes.converting.output_folder import output_folder
 from recipes.converting.reshape import new_recipe, reshape
-from recipes.converting.source import open_checkpoint
+from recipes.converting.verified_source import open_checkpoint
 
 NEW_TOKENS, TEMPERATURE = 60, 0.7  # of the text that shows what a model has learned
 

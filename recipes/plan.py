@@ -29,14 +29,15 @@ import tomli_w
 
 from models.cost import parameter_count
 from models.errors import UserError
-from recipes.planning import evaluation, report
-from recipes.planning.catalogue import catalogue_lines
-from recipes.planning.comparison import calibration_from, compare
-from recipes.planning.job import Job, Machine, job_of, unspread_job
-from recipes.planning.search import Found, search
-from recipes.planning.software import THREEFOLD, Software, load_software
-from recipes.planning.step_time import step_time
-from recipes.training.recipe import DEFAULT_RECIPE, Recipe, load_recipe, parse_recipe
+from recipes.planning.inputs.job import Job, Machine, job_of, unspread_job
+from recipes.planning.inputs.software import THREEFOLD, Software, load_software
+from recipes.planning.measured import evaluation
+from recipes.planning.measured.comparison import calibration_from, compare
+from recipes.planning.output import plan_report
+from recipes.planning.output.catalogue import catalogue_lines
+from recipes.planning.search.layout_search import Found, search
+from recipes.planning.time.step_time import step_time
+from recipes.training.recipe.schema import DEFAULT_RECIPE, Recipe, load_recipe, parse_recipe
 
 MOST_GPUS = 10**6
 GOES_WITH = {"scatter": "table", "calibrate": "table", "rank": "trace"}
@@ -98,22 +99,24 @@ def plan(recipe: Recipe, options: argparse.Namespace) -> int:
     if options.json:
         print(json.dumps(plan_table(recipe, own, refusal, found)))
     else:
-        print(report.head(recipe, own or job), end="\n\n")
-        lines = report.plan_text(own, steps) if own else [f"Its own layout is refused: {refusal}"]
+        print(plan_report.head(recipe, own or job), end="\n\n")
+        lines = (
+            plan_report.plan_text(own, steps) if own else [f"Its own layout is refused: {refusal}"]
+        )
         print("\n".join(lines))
         if recipe.data.separate_documents:
             print("data.separate_documents is not considered: attention over whole windows")
         if options.top:
             seconds = step_time(own).total if own else None
-            print("\n" + "\n".join(report.found_text(found, seconds)))
-            if found.plans and (changes := report.changes(recipe, found.plans[0])):
+            print("\n" + "\n".join(plan_report.found_text(found, seconds)))
+            if found.plans and (changes := plan_report.changes(recipe, found.plans[0])):
                 print(f"The first: {changes}")
     if options.write:
         write(recipe, found, options.write)
     if own is None and found.plans and (options.timeline or options.heatmap):
         print("its own layout is refused; the picture shows the first one found", file=sys.stderr)
     draw(recipe, own or (found.plans[0].job if found.plans else None), options)
-    return 0 if own and report.fits(own) else 1
+    return 0 if own and plan_report.fits(own) else 1
 
 
 def own_job(recipe: Recipe, machine: Machine, software: Software) -> tuple[Job | None, str]:
@@ -133,10 +136,10 @@ def plan_table(recipe: Recipe, own: Job | None, refusal: str, found: Found) -> d
         "tokens_per_step": recipe.tokens_per_step,
         "steps": steps,
         "cluster": recipe.cluster.model_dump(),
-        "own": report.job_table(own, steps) if own else None,
+        "own": plan_report.job_table(own, steps) if own else None,
         "own_refused": refusal,
         "tried": found.tried,
-        "best": [report.plan_table(recipe, each) for each in found.plans],
+        "best": [plan_report.plan_table(recipe, each) for each in found.plans],
         "refused": dict(found.refused),
     }
 
@@ -151,7 +154,7 @@ def write(recipe: Recipe, found: Found, path: Path) -> None:
         raise UserError(f"--write {path}: no layout fits; use more nodes or a larger GPU")
     table = recipe.model_dump(mode="json", exclude_none=True, exclude_defaults=True)
     best = found.plans[0]
-    for key, value in report.edits(recipe, best).items():
+    for key, value in plan_report.edits(recipe, best).items():
         section, _, name = key.rpartition(".")
         (table[section] if section else table)[name] = value
     text = tomli_w.dumps(parse_recipe(table, str(path)).model_dump(mode="json", exclude_none=True))
@@ -179,18 +182,18 @@ def draw(recipe: Recipe, job: Job | None, options: argparse.Namespace) -> None:
             "one that is legal, --top 1 or more nodes"
         )
     # Here, because a plan without a picture should not wait a second for matplotlib.
-    from recipes.planning import picture
+    from recipes.planning.output import plan_picture
 
     if options.timeline:
-        picture.draw_timeline(job, title=recipe.name, file=options.timeline)
+        plan_picture.draw_timeline(job, title=recipe.name, file=options.timeline)
     if options.heatmap:
-        picture.draw_heatmap(recipe, job, file=options.heatmap)
+        plan_picture.draw_heatmap(recipe, job, file=options.heatmap)
 
 
 def trace(recipe: Recipe, options: argparse.Namespace) -> int:
     """What a rank allocates and sends, counted on fake tensors."""
     # Here, because nothing else of this command needs torch.
-    from recipes.tracing import report as trace_report
+    from recipes.tracing import trace_report
     from recipes.tracing.trace import trace as trace_rank
 
     machine = Machine.of_cluster(recipe.cluster)
@@ -209,20 +212,20 @@ def compare_tables(options: argparse.Namespace) -> int:
     for path in left_out:
         print(f"{path}: no table of runs, left out", file=sys.stderr)
     if options.scatter:
-        from recipes.planning import picture  # here, as above
+        from recipes.planning.output import plan_picture  # here, as above
 
-        picture.draw_scatter(results, file=options.scatter)
+        plan_picture.draw_scatter(results, file=options.scatter)
     calibration = evaluation.calibration_table(factors, chosen) if options.calibrate else None
     if options.json:
         tables = {name: result | {"calibration": calibration} for name, result in results.items()}
         print(json.dumps(tables if options.table.is_dir() else next(iter(tables.values()))))
         return 0
     if calibration:
-        print(report.calibration_text(calibration))
-    print(report.EVALUATION_HEAD)
+        print(plan_report.calibration_text(calibration))
+    print(plan_report.EVALUATION_HEAD)
     for name, result in results.items():
-        print(report.evaluation_text(name, result["summary"]))
-    for reason, count in report.skipped(results.values()):
+        print(plan_report.evaluation_text(name, result["summary"]))
+    for reason, count in plan_report.skipped(results.values()):
         print(f"skipped, {count} rows: {reason}", file=sys.stderr)
     return 0
 
@@ -242,7 +245,7 @@ def parse_command_line() -> argparse.Namespace:
     machine = parser.add_argument_group("the machine, instead of the recipe's [cluster]")
     machine.add_argument("--nodes", type=int)
     machine.add_argument("--gpus-per-node", type=int)
-    machine.add_argument("--gpu", help="a name of recipes/planning/gpus/")
+    machine.add_argument("--gpu", help="a name of recipes/gpus/")
     machine.add_argument(
         "--software", default=THREEFOLD.name, help="whose kernels and overlaps; default: ours"
     )

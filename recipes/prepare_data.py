@@ -41,10 +41,10 @@ from models.config import LARGEST_SIZE
 from models.errors import UserError
 from recipes.preparing.documents import KINDS
 from recipes.preparing.own_files import mark_workspace
-from recipes.training.folder_lock import NO_FLOCK
-from recipes.training.line_file import flush
-from recipes.training.recipe import REPOSITORY, load_recipe, repository_path
-from recipes.training.token_file import read_manifest, tokenizer_hash
+from recipes.training.data.token_file import read_manifest, tokenizer_hash
+from recipes.training.recipe.schema import REPOSITORY, load_recipe, repository_path
+from recipes.training.run_folder.line_file import flush
+from recipes.training.run_folder.lock import NO_FLOCK
 
 if TYPE_CHECKING:
     from recipes.preparing.formats import Format, NumberedPiece
@@ -87,7 +87,7 @@ def prepare(arguments: list[str]) -> None:
     check_options(options, output, workspace)
 
     # These take seconds to import; the processes that tokenize do without most of them.
-    from recipes.preparing.corpus import join
+    from recipes.preparing.prepared_corpus import join
     from recipes.preparing.source import open_source
     from recipes.preparing.workers import run_pieces
 
@@ -341,7 +341,7 @@ def verify(arguments: list[str]) -> None:
     parser = argparse.ArgumentParser(prog="prepare_data.py verify", description=verify.__doc__)
     parser.add_argument("corpus", type=Path, help="a folder, from the repository's root")
     options = parser.parse_args(arguments)
-    from recipes.preparing.corpus import find_damages
+    from recipes.preparing.prepared_corpus import find_damages
 
     corpus = repository_path(options.corpus)
     damages = list(find_damages(corpus, len(os.sched_getaffinity(0))))

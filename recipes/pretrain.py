@@ -22,37 +22,36 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from models.errors import UserError
-from recipes.training.deepspeed_config import build_deepspeed_config, precision
-from recipes.training.exit_codes import BUSY, FINISHED, INTERRUPTED, REFUSED, STOPPED
-from recipes.training.folder_lock import FolderInUse
-from recipes.training.garbage import (
+from recipes.training.recipe.deepspeed_config import build_deepspeed_config, precision
+from recipes.training.recipe.learning_rate import learning_rate
+from recipes.training.recipe.progress import Progress
+from recipes.training.recipe.schema import DEFAULT_RECIPE, REPOSITORY, Recipe, load_recipe, origin
+from recipes.training.recipe.topology import Topology, World, check_placement
+from recipes.training.run_folder.folder import RunFolder
+from recipes.training.run_folder.lock import FolderInUse
+from recipes.training.runtime.exits import BUSY, FINISHED, INTERRUPTED, REFUSED, STOPPED, leave
+from recipes.training.runtime.garbage import (
     collect_garbage,
     hold_garbage,
     pause_collection,
     resume_collection,
 )
-from recipes.training.learning_rate import learning_rate
-from recipes.training.leaving import leave
-from recipes.training.loss_watch import ROLL_BACK, UNSAFE
-from recipes.training.messages import NOT_COMPILED, announce, summarize, tell_skipped
-from recipes.training.progress import Progress
-from recipes.training.recipe import DEFAULT_RECIPE, REPOSITORY, Recipe, load_recipe, origin
-from recipes.training.run_folder import RunFolder
-from recipes.training.startup import Startup
-from recipes.training.step_clock import StepClock
-from recipes.training.streams import outlive_output
-from recipes.training.topology import Topology, World, check_placement
-from recipes.training.torch_variables import check_accelerator, set_torch_variables
+from recipes.training.runtime.streams import outlive_output
+from recipes.training.runtime.torch_variables import check_accelerator, set_torch_variables
+from recipes.training.supervision.loss_watch import ROLL_BACK, UNSAFE
+from recipes.training.tracking.messages import NOT_COMPILED, announce, summarize, tell_skipped
+from recipes.training.tracking.startup import Startup
+from recipes.training.tracking.step_clock import StepClock
 
 if TYPE_CHECKING:
-    from recipes.training.checkpoint_writer import CheckpointWriter
-    from recipes.training.data import TrainingData
-    from recipes.training.engine import Engine
-    from recipes.training.feed import Feed
-    from recipes.training.loss_watch import LossWatch
-    from recipes.training.supervisor import Supervisor
-    from recipes.training.timeline import TimelineRecorder
-    from recipes.training.tracking import Meter, Tracker
+    from recipes.training.checkpoint.writer import CheckpointWriter
+    from recipes.training.data.dataset import TrainingData
+    from recipes.training.data.prefetcher import Feed
+    from recipes.training.engine.engine import Engine
+    from recipes.training.supervision.loss_watch import LossWatch
+    from recipes.training.supervision.supervisor import Supervisor
+    from recipes.training.tracking.timeline import TimelineRecorder
+    from recipes.training.tracking.tracker import Meter, Tracker
 
 SECONDS_FOR_RANK_0_TO_SPEAK = 5
 SECONDS_TO_WAIT_FOR_FOLDER = 300  # file servers notice a dead node after 30 to 120 s
@@ -96,16 +95,16 @@ def pretrain() -> None:
     # torch and DeepSpeed take seconds to import; a bad recipe has been rejected by now.
     import torch.distributed as dist
 
-    from recipes.training.checkpoint_writer import CheckpointWriter
-    from recipes.training.data import TrainingData
-    from recipes.training.engine import build_engine
-    from recipes.training.feed import Feed
-    from recipes.training.loss_watch import LossWatch
-    from recipes.training.processes import check_machine, hosts_of_ranks, start_processes
-    from recipes.training.resume import Request, begin_branch, find_start, hold_together
-    from recipes.training.supervisor import Breadcrumb, Supervisor
-    from recipes.training.timeline import TimelineRecorder
-    from recipes.training.tracking import Meter, check_wandb, open_tracker, read_wandb_key
+    from recipes.training.checkpoint.resume import Request, begin_branch, find_start, hold_together
+    from recipes.training.checkpoint.writer import CheckpointWriter
+    from recipes.training.data.dataset import TrainingData
+    from recipes.training.data.prefetcher import Feed
+    from recipes.training.engine.engine import build_engine
+    from recipes.training.runtime.processes import check_machine, hosts_of_ranks, start_processes
+    from recipes.training.supervision.loss_watch import LossWatch
+    from recipes.training.supervision.supervisor import Breadcrumb, Supervisor
+    from recipes.training.tracking.timeline import TimelineRecorder
+    from recipes.training.tracking.tracker import Meter, check_wandb, open_tracker, read_wandb_key
 
     resume_collection()
     startup.lap("imports")
@@ -365,7 +364,7 @@ def unreadable_data(run: Run, step: int) -> Iterator[None]:
 
 def compare_speed(run: Run) -> dict[str, Any]:
     """Name slow ranks; for the metrics, the slowest and its time over that of its peers."""
-    from recipes.training.stragglers import find_slow, gather, ratios
+    from recipes.training.supervision.stragglers import find_slow, gather, ratios
 
     relative = ratios(gather(run.engine.stopwatch.take()), run.topology)
     if not relative:  # nobody has peers
@@ -402,7 +401,7 @@ def roll_back(run: Run, step: int, reason: str) -> tuple[int, Ending | None]:
     """
     import torch.distributed as dist
 
-    from recipes.training.resume import Request, find_start
+    from recipes.training.checkpoint.resume import Request, find_start
 
     most = run.recipe.supervision.rollbacks
     if not most:

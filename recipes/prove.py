@@ -35,19 +35,12 @@ from tqdm import tqdm
 
 from models.errors import UserError
 from recipes.proving.compare import Outcome, compare
-from recipes.proving.corpus import write_corpus
 from recipes.proving.layouts import Variant, legal_variants, reference
-from recipes.proving.report import (
-    Finding,
-    as_json,
-    as_text,
-    describe,
-    relay_as_text,
-    summary,
-)
+from recipes.proving.proof_corpus import write_corpus
+from recipes.proving.proof_report import Finding, as_json, as_text, describe, relay_as_text, summary
 from recipes.proving.shrink import larger_micro_batch, shrink
 from recipes.proving.worlds import run_variants
-from recipes.training.recipe import DEFAULT_RECIPE, Recipe, load_recipe
+from recipes.training.recipe.schema import DEFAULT_RECIPE, Recipe, load_recipe
 
 SECONDS = 300  # a layout that takes longer hangs
 RELAY_STEPS = 1000  # more than a relay has: the learning rate is not at its minimum
@@ -84,7 +77,7 @@ def main() -> None:
     else:
         print(as_text(findings, every_layout=options.layouts))
     if options.heatmap:
-        from recipes.proving.picture import draw_heatmap  # matplotlib, which few proofs need
+        from recipes.proving.proof_picture import draw_heatmap  # matplotlib, which few proofs need
 
         draw_heatmap(findings, title=f"{recipe.name}: {summary(findings)}", file=options.heatmap)
     sys.exit(0 if all(finding.passes for finding in findings) else 1)

@@ -15,11 +15,11 @@ import argparse
 import os
 
 from models.errors import UserError
-from recipes.training.exit_codes import REFUSED
-from recipes.training.line_file import LineFile
-from recipes.training.manifest import published, step_of
-from recipes.training.recipe import REPOSITORY, load_recipe
-from recipes.training.run_folder import RunFolder
+from recipes.training.recipe.schema import REPOSITORY, load_recipe
+from recipes.training.run_folder.checkpoint_folders import published, step_of
+from recipes.training.run_folder.folder import RunFolder
+from recipes.training.run_folder.line_file import LineFile
+from recipes.training.runtime.exits import REFUSED
 
 
 def main() -> None:

@@ -22,8 +22,8 @@ from recipes.proving.worlds import (
     free_port,
     rank_variables,
 )
-from recipes.training.processes import start_processes
-from recipes.training.topology import World
+from recipes.training.recipe.topology import World
+from recipes.training.runtime.processes import start_processes
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 SECONDS = 420

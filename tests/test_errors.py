@@ -11,15 +11,15 @@ import tomli_w
 from models.errors import UserError
 from recipes import pretrain
 from recipes.proving import layouts
-from recipes.training import recipe as recipe_module
-from recipes.training.recipe import REPOSITORY, parse_recipe
+from recipes.training.recipe import schema as recipe_module
+from recipes.training.recipe.schema import REPOSITORY, parse_recipe
 from tests.conftest import changed, small_recipe
 from tests.ranks import start_ranks
 
 COMMANDS = ("pretrain", "plan", "prove", "prepare_data", "convert")
 BROAD = {"ValueError", "AssertionError", "Exception", "BaseException"}
 INVARIANTS = {  # function that raises a plain ValueError -> why no user can cause it
-    "models/pipeline/simulation.py: simulate": "the orders of passes are made here, not by users",
+    "models/pipeline/schedule/simulation.py: simulate": "no order of passes is made by users",
     "recipes/proving/worlds.py: run_variants": "prove.py only makes layouts of at most --ranks",
 }
 FOREIGN = "the line calls a library, which raises many classes for data that it cannot read"
@@ -29,10 +29,10 @@ RAISES = "the exception is raised again, or ends the process with its traceback"
 CATCHES = {  # function that catches one of BROAD -> why no defect becomes a user's mistake there
     "recipes/converting/adopt.py: TheirFiles._names": PARSING,
     "recipes/converting/adopt.py: read_config": FOREIGN,
-    "recipes/planning/hardware.py: _read_toml": PARSING,
+    "recipes/gpus/datasheet.py: _read_toml": PARSING,
     "recipes/prepare_data.py: hold": RAISES,
-    "recipes/preparing/corpus.py: find_damages": PARSING,
-    "recipes/preparing/corpus.py: read_pieces": PARSING,
+    "recipes/preparing/prepared_corpus.py: find_damages": PARSING,
+    "recipes/preparing/prepared_corpus.py: read_pieces": PARSING,
     "recipes/preparing/documents.py: json_document": PARSING,
     "recipes/preparing/formats.py: JsonArray.rows": PARSING,
     "recipes/preparing/formats.py: from_library": FOREIGN,
@@ -44,23 +44,23 @@ CATCHES = {  # function that catches one of BROAD -> why no defect becomes a use
     "recipes/pretrain.py: main": RAISES,
     "recipes/pretrain.py: refused_together": RAISES,
     "recipes/proving/worlds.py: _rank": "a layout that fails is a finding of the proof",
-    "recipes/training/checkpoint_writer.py: CheckpointWriter._work": RAISES,
-    "recipes/training/data.py: _check_manifest": PARSING,
-    "recipes/training/deepspeed_config.py: read_deepspeed_json": PARSING,
-    "recipes/training/flight_recorder.py: within.run": CONTINUES,
-    "recipes/training/folder_lock.py: _parse": PARSING,
-    "recipes/training/line_file.py: LineFile._parse": PARSING,
-    "recipes/training/manifest.py: Manifest.read": PARSING,
-    "recipes/training/recipe.py: _read_toml": PARSING,
-    "recipes/training/recipe.py: apply_override": PARSING,
-    "recipes/training/supervisor.py: Background._work": CONTINUES,
-    "recipes/training/supervisor.py: Supervisor._end": CONTINUES,
-    "recipes/training/supervisor.py: Supervisor._watch": CONTINUES,
-    "recipes/training/token_file.py: read_manifest": PARSING,
-    "recipes/training/tracking.py: WandbThread._work": CONTINUES,
-    "recipes/training/tracking.py: has_wandb_key": PARSING,
-    "recipes/training/tracking.py: open_tracker": RAISES,
-    "recipes/training/tracking.py: start_wandb": RAISES,
+    "recipes/training/checkpoint/writer.py: CheckpointWriter._work": RAISES,
+    "recipes/training/data/dataset.py: _check_manifest": PARSING,
+    "recipes/training/recipe/deepspeed_config.py: read_deepspeed_json": PARSING,
+    "recipes/training/supervision/flight_recorder.py: within.run": CONTINUES,
+    "recipes/training/run_folder/lock.py: _parse": PARSING,
+    "recipes/training/run_folder/line_file.py: LineFile._parse": PARSING,
+    "recipes/training/checkpoint/manifest.py: Manifest.read": PARSING,
+    "recipes/training/recipe/schema.py: _read_toml": PARSING,
+    "recipes/training/recipe/schema.py: apply_override": PARSING,
+    "recipes/training/supervision/supervisor.py: Background._work": CONTINUES,
+    "recipes/training/supervision/supervisor.py: Supervisor._end": CONTINUES,
+    "recipes/training/supervision/supervisor.py: Supervisor._watch": CONTINUES,
+    "recipes/training/data/token_file.py: read_manifest": PARSING,
+    "recipes/training/tracking/tracker.py: WandbThread._work": CONTINUES,
+    "recipes/training/tracking/tracker.py: has_wandb_key": PARSING,
+    "recipes/training/tracking/tracker.py: open_tracker": RAISES,
+    "recipes/training/tracking/tracker.py: start_wandb": RAISES,
 }
 
 
@@ -174,8 +174,8 @@ SCRIPTS = {  # command -> the defect's place, as a user's own line of Python wou
     "from recipes.preparing import formats\nformats.document = defect",
     "convert": "from recipes import convert as command\nfrom recipes.converting import adopt\n"
     "adopt.model_settings = defect",
-    "pretrain": "from recipes import pretrain as command\nfrom recipes.training import data\n"
-    "data.TrainingData._micro_batch = defect",
+    "pretrain": "from recipes import pretrain as command\n"
+    "from recipes.training.data import dataset\ndataset.TrainingData._micro_batch = defect",
 }
 
 
@@ -281,8 +281,8 @@ TOGETHER = """
 import os, sys
 from models.errors import UserError
 from recipes import pretrain
-from recipes.training.processes import start_processes
-from recipes.training.topology import World
+from recipes.training.runtime.processes import start_processes
+from recipes.training.recipe.topology import World
 
 def main():
     world = World.from_environment(os.environ)

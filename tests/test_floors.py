@@ -1,4 +1,4 @@
-"""A file imports only from lower floors; DESIGN of the tree, enforced."""
+"""Modules import only from their own package or from lower floors, without import cycles."""
 
 import ast
 import sys
@@ -8,105 +8,96 @@ import pytest
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 
-# The first prefix that fits a module decides its floor.
+# From the lowest floor up. The longest prefix that fits a module decides its floor.
 FLOORS = [
-    ("models.errors", 0),
-    ("models.config", 0),
-    ("models.cost", 0),
-    ("models.sharding", 1),
-    ("models.kernels", 1),
-    ("models.parallel", 1),
-    ("models.transformer", 2),
-    ("models.initialization", 2),
-    ("models.hugging_face", 2),
-    ("models.layer_specs", 3),
-    ("models.pipeline.order", 0),
-    ("models.pipeline.simulation", 0),
-    ("models.pipeline.balance", 0),
-    ("models.pipeline.communication", 0),
-    ("models.pipeline", 3),
-    ("recipes.training.exit_codes", 4),
-    ("recipes.training.garbage", 4),
-    ("recipes.training.guard", 4),
-    ("recipes.training.hang", 4),
-    ("recipes.training.launchers", 4),
-    ("recipes.training.leaving", 4),
-    ("recipes.training.startup", 4),
-    ("recipes.training.streams", 4),
-    ("recipes.training.flight_recorder", 4),
-    ("recipes.training.torch_variables", 4),
-    ("recipes.training.loss_watch", 5),
-    ("recipes.training.stragglers", 5),
-    ("recipes.training.supervisor", 5),
-    ("recipes.training.micro_batch", 3),
-    ("recipes.training.gpu_support", 3),
-    ("recipes.training.host_memory", 3),
-    ("recipes.training.training_state", 3),
-    ("recipes.training.rank_tree", 3),
-    ("recipes.training.assembly", 3),
-    ("recipes.training.blend", 4),
-    ("recipes.training.recipe", 4),
-    ("recipes.training.recipe_errors", 4),
-    ("recipes.training.topology", 4),
-    ("recipes.training.deepspeed_config", 4),
-    ("recipes.training.deepspeed_schema", 4),
-    ("recipes.training.learning_rate", 4),
-    ("recipes.training.token_file", 4),
-    ("recipes.training.run_folder", 4),
-    ("recipes.training.folder_lock", 4),
-    ("recipes.training.line_file", 4),
-    ("recipes.training.history", 4),
-    ("recipes.training.progress", 4),
-    ("recipes.training.step_clock", 4),
-    ("recipes.training.tensor_file", 4),
-    ("recipes.training.manifest", 4),
-    ("recipes.training.provenance", 4),
-    ("recipes.planning", 4),
-    ("recipes.proving.shrink", 4),
-    ("recipes.proving.layouts", 4),
-    ("recipes.proving.corpus", 4),
-    ("recipes.training.copies", 5),
-    ("recipes.training.data", 5),
-    ("recipes.training.feed", 5),
-    ("recipes.training.checkpoint", 5),
-    ("recipes.training.checkpoint_writer", 5),
-    ("recipes.training.tracking", 5),
-    ("recipes.training.processes", 5),
-    ("recipes.training.zero", 5),
-    ("recipes.training.deepspeed_patches", 5),
-    ("recipes.training.engine", 6),
-    ("recipes.training.resume", 6),
-    ("recipes.training.timeline", 7),
-    ("recipes.tracing", 7),
-    ("recipes", 8),
+    ["models.errors", "models.config", "models.cost", "models.pipeline.schedule"],
+    ["models.sharding", "models.kernels"],
+    ["models.parallel"],
+    ["models.transformer", "models.initialization", "models.hugging_face"],
+    ["models.layer_specs"],
+    ["models.pipeline"],
+    ["recipes.training.recipe"],
+    ["recipes.gpus", "recipes.pictures"],
+    ["recipes.training.runtime"],
+    ["recipes.training.run_folder"],
+    ["recipes.training.data"],
+    ["recipes.training.checkpoint"],
+    ["recipes.training.supervision"],
+    ["recipes.training.engine"],
+    ["recipes.training.tracking"],
+    ["recipes.training.loop"],
+    ["recipes.planning.inputs"],
+    ["recipes.planning.memory", "recipes.planning.time"],
+    ["recipes.planning.search"],
+    ["recipes.planning.measured", "recipes.planning.output"],
+    ["recipes.preparing", "recipes.tracing"],
+    ["recipes.proving", "recipes.converting"],
+    ["recipes"],
 ]
-FORBIDDEN = {  # floor -> packages it does without
-    1: {"deepspeed", "transformers"},
-    2: {"deepspeed", "transformers"},
-    4: {"torch", "deepspeed", "transformers"},
-}
-SOURCES = sorted(
-    path
+STANDARD_LIBRARY_ONLY = FLOORS[0]
+NO_DEEPSPEED = [*FLOORS[1], *FLOORS[2], *FLOORS[3]]
+NO_TORCH = [  # imported before torch, by commands of a login node, or in processes of their own
+    *FLOORS[0],
+    "recipes.training.recipe",
+    "recipes.gpus",
+    "recipes.pictures",
+    "recipes.planning",
+    "recipes.training.run_folder",
+    "recipes.training.runtime.exits",
+    "recipes.training.runtime.garbage",
+    "recipes.training.runtime.launchers",
+    "recipes.training.runtime.streams",
+    "recipes.training.runtime.torch_variables",
+    "recipes.training.data.token_file",
+    "recipes.training.checkpoint.manifest",
+    "recipes.training.checkpoint.tensor_file",
+    "recipes.training.supervision.flight_recorder",
+    "recipes.training.supervision.hang_report",
+    "recipes.training.supervision.loss_watch",
+    "recipes.training.supervision.watchdog",
+    "recipes.training.tracking.startup",
+    "recipes.training.tracking.step_clock",
+    "recipes.proving.layouts",
+    "recipes.proving.proof_corpus",
+    "recipes.proving.shrink",
+]
+# The layers of the model get sizes and groups, not the recipe's section.
+NO_CONFIG = [*FLOORS[1], *FLOORS[2]]
+MAX_MODULES = 9  # in a package
+
+SOURCES = {
+    ".".join(path.relative_to(REPOSITORY).with_suffix("").parts): path
     for folder in ("models", "recipes")
-    for path in (REPOSITORY / folder).rglob("*.py")
+    for path in sorted((REPOSITORY / folder).rglob("*.py"))
     if path.name != "__init__.py"
-)
+}
 
 
-def module_name(path: Path) -> str:
-    return ".".join(path.relative_to(REPOSITORY).with_suffix("").parts)
+def is_within(module: str, prefixes: list[str]) -> bool:
+    return any(module == prefix or module.startswith(prefix + ".") for prefix in prefixes)
 
 
-def floor(module: str) -> int:
-    return next(
-        level for prefix, level in FLOORS if module == prefix or module.startswith(prefix + ".")
-    )
+def floor(module: str) -> tuple[int, str]:
+    """Return the floor of a module, and the prefix that decides it."""
+    fitting = [
+        (len(prefix), level, prefix)
+        for level, prefixes in enumerate(FLOORS)
+        for prefix in prefixes
+        if is_within(module, [prefix])
+    ]
+    _, level, prefix = max(fitting)
+    return level, prefix
 
 
-def imported_modules(source: str) -> set[str]:
-    """Everything a source imports, `from package import module` as package.module."""
-    found = set()
-    for node in ast.walk(ast.parse(source)):
+def imported_modules(source: str, *, for_types: bool = True) -> set[str]:
+    """Return everything that a source imports, `from package import module` as package.module.
+
+    for_types: whether imports under `if TYPE_CHECKING` count
+    """
+    found, tree = set(), ast.parse(source)
+    if not for_types:
+        tree.body = [node for node in tree.body if "TYPE_CHECKING" not in ast.unparse(node)]
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -118,26 +109,38 @@ def imported_modules(source: str) -> set[str]:
 
 
 def violations(module: str, source: str) -> list[str]:
-    """What a module imports although its floor may not."""
-    level, wrong = floor(module), []
+    """Return the imports that the floor of a module does not allow."""
+    level, prefix = floor(module)
+    wrong = []
     for name in imported_modules(source):
         package = name.split(".")[0]
-        outside = package not in sys.stdlib_module_names and package not in ("models", "recipes")
-        if package in FORBIDDEN.get(level, ()) or (level == 0 and outside):
-            wrong.append(f"floor {level} does without {name}")
-        elif package in ("models", "recipes"):
-            other = floor(name)
-            beside = other == level and level in (5, 6) and name != module
-            if other > level or beside or (level == 1 and name == "models.config"):
-                wrong.append(f"{name} (floor {other}) is not below floor {level}")
-            if level == 4 and 1 <= other <= 3:
-                wrong.append(f"{name} brings torch to floor 4")
+        ours = package in ("models", "recipes")
+        if is_within(module, STANDARD_LIBRARY_ONLY) and not (
+            ours or package in sys.stdlib_module_names
+        ):
+            wrong.append(f"{name} is not in the standard library")
+        if package == "transformers" and level < floor("recipes.preparing")[0]:
+            wrong.append(f"{name} is for commands")
+        if package == "deepspeed" and is_within(module, NO_DEEPSPEED):
+            wrong.append(f"{name} brings DeepSpeed")
+        no_torch = is_within(module, NO_TORCH)
+        if no_torch and (
+            package in ("torch", "deepspeed") or (ours and not is_within(name, NO_TORCH))
+        ):
+            wrong.append(f"{name} brings torch")
+        if ours:
+            other, its_prefix = floor(name)
+            same = its_prefix == prefix
+            if other > level or (other == level and not same and level > 0):
+                wrong.append(f"{name} is not below {prefix}")
+            if is_within(module, NO_CONFIG) and name == "models.config":
+                wrong.append("models.config is for the model's higher floors")
     return wrong
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=module_name)
-def test_imports_only_from_lower_floors(path: Path) -> None:
-    assert violations(module_name(path), path.read_text()) == []
+@pytest.mark.parametrize("module", SOURCES)
+def test_imports_only_from_lower_floors(module: str) -> None:
+    assert violations(module, SOURCES[module].read_text()) == []
 
 
 @pytest.mark.parametrize(
@@ -146,10 +149,55 @@ def test_imports_only_from_lower_floors(path: Path) -> None:
         ("models.cost", "import torch"),
         ("models.parallel.linear", "from models.transformer import Block"),
         ("models.parallel.linear", "from models.config import ModelConfig"),
-        ("recipes.training.recipe", "from models.sharding import Sharding"),
-        ("recipes.training.data", "from recipes.training import checkpoint"),
-        ("recipes.training.tracking", "def f():\n    from recipes.training.engine import Engine"),
+        ("models.transformer", "import deepspeed"),
+        ("recipes.training.recipe.schema", "from models.sharding import Sharding"),
+        ("recipes.training.data.dataset", "from recipes.training.checkpoint import reader"),
+        ("recipes.training.data.dataset", "def f():\n    import transformers"),
+        ("recipes.training.tracking.tracker", "from recipes.planning.inputs.job import Job"),
+        (
+            "recipes.training.supervision.hang_report",
+            "from recipes.training.supervision.supervisor import Supervisor",
+        ),
+        (
+            "recipes.training.supervision.supervisor",
+            "def f():\n    from recipes.training.engine.engine import Engine",
+        ),
     ],
 )
 def test_a_wrong_import_is_seen(module: str, source: str) -> None:
     assert violations(module, source)
+
+
+def cycle(imports: dict[str, set[str]]) -> list[str]:
+    """Return modules that import each other in a circle; empty if there are none."""
+    done: set[str] = set()
+
+    def visit(module: str, path: list[str]) -> list[str]:
+        if module in path:
+            return [*path[path.index(module) :], module]
+        if module in done:
+            return []
+        for other in imports.get(module, ()):
+            if found := visit(other, [*path, module]):
+                return found
+        done.add(module)
+        return []
+
+    return next((found for module in imports if (found := visit(module, []))), [])
+
+
+def test_no_modules_import_each_other() -> None:
+    imports = {
+        name: imported_modules(path.read_text(), for_types=False) for name, path in SOURCES.items()
+    }
+    assert cycle(imports) == []
+    assert cycle({"a": {"b"}, "b": {"c"}, "c": {"b"}}) == ["b", "c", "b"]
+
+
+def test_packages_are_small() -> None:
+    counts: dict[Path, int] = {}
+    for path in SOURCES.values():
+        counts[path.parent] = counts.get(path.parent, 0) + 1
+    counts.pop(REPOSITORY / "recipes")  # one module for each command
+    assert {folder: count for folder, count in counts.items() if count > MAX_MODULES} == {}
+    assert not list((REPOSITORY / "recipes" / "training").glob("[!_]*.py"))

@@ -17,10 +17,10 @@ import tomli_w
 
 from models.errors import UserError
 from recipes.proving.worlds import free_port
-from recipes.training.processes import check_machine
-from recipes.training.recipe import REPOSITORY, load_recipe
-from recipes.training.run_folder import RunFolder
-from recipes.training.topology import World
+from recipes.training.recipe.schema import REPOSITORY, load_recipe
+from recipes.training.recipe.topology import World
+from recipes.training.run_folder.folder import RunFolder
+from recipes.training.runtime.processes import check_machine
 from tests.conftest import changed, small_recipe
 from tests.ranks import start_ranks
 
@@ -28,7 +28,7 @@ from tests.ranks import start_ranks
 FAULTY = """
 import os
 from recipes import pretrain
-from recipes.training.engine import Engine
+from recipes.training.engine.engine import Engine
 
 healthy, steps = Engine.train_step, []
 
@@ -46,7 +46,7 @@ pretrain.main()
 POISONED = """
 import os, torch
 from recipes import pretrain
-from recipes.training.engine import Engine
+from recipes.training.engine.engine import Engine
 
 healthy = Engine.train_step
 
@@ -65,8 +65,8 @@ pretrain.main()
 """
 JUMPING = """
 from recipes import pretrain
-from recipes.training.data import TrainingData
-from recipes.training.progress import Progress
+from recipes.training.data.dataset import TrainingData
+from recipes.training.recipe.progress import Progress
 
 resume = TrainingData.resume
 
@@ -366,7 +366,7 @@ def test_what_this_machine_cannot_do_is_refused(recipe_file: Path, tmp_path: Pat
         check_machine(World(size=2), precision="fp32", compile="auto")
     with (
         pytest.raises(UserError, match=r"TORCHINDUCTOR_CACHE_DIR = .*File exists"),
-        mock.patch("recipes.training.processes.has_compiler", return_value=True),
+        mock.patch("recipes.training.runtime.processes.has_compiler", return_value=True),
         mock.patch.dict(os.environ, TORCHINDUCTOR_CACHE_DIR=str(recipe_file)),
     ):
         check_machine(World(size=1), precision="fp32", compile=True)
@@ -507,7 +507,7 @@ def test_a_corpus_that_is_not_there_is_refused(recipe_file: Path, tmp_path: Path
 
 TRUNCATED = """
 from recipes import pretrain
-from recipes.training.data import TrainingData
+from recipes.training.data.dataset import TrainingData
 
 healthy = TrainingData.evaluation
 

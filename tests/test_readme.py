@@ -9,8 +9,9 @@ import sys
 import pytest
 
 from models.cost import parameter_count
-from recipes.training.recipe import DEFAULT_RECIPE, REPOSITORY, load_recipe
+from recipes.training.recipe.schema import DEFAULT_RECIPE, REPOSITORY, load_recipe
 
+PUBLISHED = "recipes/planning/measured/published"
 README = (REPOSITORY / "README.md").read_text()
 BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```$", README, flags=re.DOTALL | re.MULTILINE)
 TREE = next(text for _, text in BLOCKS if text.startswith("recipes/"))
@@ -97,8 +98,8 @@ def test_every_deepspeed_config_is_explained() -> None:
 
 
 def test_the_proofs_are_counted_right() -> None:
-    from tests.test_layouts import CASES, QUICK
-    from tests.test_recipe import BAD
+    from tests.training.engine.test_layouts import CASES, QUICK
+    from tests.training.recipe.test_schema import BAD
 
     assert f"in {len(CASES)} layouts" in README
     assert f"({sum(map(len, QUICK.values()))} of them here" in README
@@ -117,7 +118,13 @@ def test_the_catalogue_is_the_planners() -> None:
 
 def test_the_errors_of_published_tables_are_those_shown() -> None:
     done = subprocess.run(
-        [sys.executable, "recipes/plan.py", "--table", "recipes/planning/published", "--json"],
+        [
+            sys.executable,
+            "recipes/plan.py",
+            "--table",
+            "recipes/planning/measured/published",
+            "--json",
+        ],
         cwd=REPOSITORY,
         capture_output=True,
         text=True,

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import tomli_w
 
-from recipes.training.exit_codes import BUSY, INTERRUPTED
-from recipes.training.recipe import REPOSITORY
+from recipes.training.recipe.schema import REPOSITORY
+from recipes.training.runtime.exits import BUSY, INTERRUPTED
 from tests.conftest import changed, small_recipe
 
 TEMPLATES = sorted((REPOSITORY / "slurm").glob("*.s[lh]*"))

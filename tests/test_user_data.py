@@ -14,22 +14,22 @@ from transformers import AutoConfig, PreTrainedTokenizerFast
 
 from models.errors import UserError
 from recipes.converting.adopt import TheirFiles, read_config
-from recipes.planning.closed_forms import evaluate
-from recipes.planning.hardware import FOLDER, read_gpu
-from recipes.planning.table import read_table
+from recipes.gpus.datasheet import FOLDER, read_gpu
+from recipes.planning.measured.closed_forms import evaluate
+from recipes.planning.measured.table import read_table
 from recipes.prepare_data import check_the_same, parse_command_line
-from recipes.preparing.corpus import Origins, find_damages
 from recipes.preparing.formats import TextLines, from_library
+from recipes.preparing.prepared_corpus import Origins, find_damages
 from recipes.preparing.tokenization import Tokenization, read_report, texts_of
 from recipes.preparing.tokenizer import load_tokenizer
-from recipes.training.deepspeed_config import read_deepspeed_json
-from recipes.training.manifest import Manifest
-from recipes.training.processes import check_port
-from recipes.training.recipe import DEFAULT_RECIPE, load_recipe
-from recipes.training.token_file import TokenFile, write_token_file
-from recipes.training.topology import World
-from recipes.training.torch_variables import check_accelerator
-from recipes.training.tracking import has_wandb_key, read_run_id, read_wandb_key
+from recipes.training.checkpoint.manifest import Manifest
+from recipes.training.data.token_file import TokenFile, write_token_file
+from recipes.training.recipe.deepspeed_config import read_deepspeed_json
+from recipes.training.recipe.schema import DEFAULT_RECIPE, REPOSITORY, load_recipe
+from recipes.training.recipe.topology import World
+from recipes.training.runtime.processes import check_port
+from recipes.training.runtime.torch_variables import check_accelerator
+from recipes.training.tracking.tracker import has_wandb_key, read_run_id, read_wandb_key
 
 DIGITS = "1" * 5000  # more than Python converts: a plain ValueError of json and tomllib
 NO_TABLES = (b"{", b"[" * 10**5, b"\xff", DIGITS.encode(), b"5", b"[]", b"null", b'"text"')
@@ -158,7 +158,7 @@ def test_a_table_by_formula(text: str, named: str, tmp_path: Path) -> None:
 
 
 def test_a_table_with_bytes_that_are_no_text(tmp_path: Path) -> None:
-    published = FOLDER.parent / "published" / "narayanan2021.csv"
+    published = REPOSITORY / "recipes/planning/measured/published" / "narayanan2021.csv"
     (tmp_path / "x.csv").write_bytes(published.read_bytes() + b"\xff\n")
     assert "x.csv: this is not valid CSV" in refused(read_table, tmp_path / "x.csv")
     (tmp_path / "y.csv").write_bytes(ZERO.encode() + b"\xff\n")

@@ -138,7 +138,7 @@ def begin_sum_of_copies(grad: Tensor, axis: TensorAxis) -> Callable[[], Tensor]:
 
 
 def wait_for(running: dist.Work) -> None:
-    """Wait for what was begun; `recipes/training/hang.py` names a waiting rank by who called."""
+    """Wait for what was begun; the hang report names the caller."""
     running.wait()
 
 

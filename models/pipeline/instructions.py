@@ -19,8 +19,8 @@ from deepspeed.runtime.pipe.schedule import (
     SendGrad,
 )
 
-from models.pipeline.communication import Action, is_remote, program
-from models.pipeline.order import BACKWARD, FORWARD, WEIGHT, Kind, Pass, Pipeline
+from models.pipeline.schedule.communication import Action, is_remote, program
+from models.pipeline.schedule.order import BACKWARD, FORWARD, WEIGHT, Kind, Pass, Pipeline
 
 
 class WeightPass(BufferOpInstruction):

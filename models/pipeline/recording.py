@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 import torch
 from deepspeed.runtime.pipe.schedule import PipeInstruction
 
-from models.pipeline.engine import ScheduledEngine
 from models.pipeline.instructions import COMPUTE
-from models.pipeline.order import Kind, Pass
-from models.pipeline.simulation import TimedPass
+from models.pipeline.schedule.order import Kind, Pass
+from models.pipeline.schedule.simulation import TimedPass
+from models.pipeline.scheduled_engine import ScheduledEngine
 
 KINDS = {instruction: kind for kind, instruction in COMPUTE.items()}
 

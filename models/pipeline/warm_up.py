@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from models.parallel.context import Context
-from models.pipeline.order import BACKWARD, FORWARD, WEIGHT, Pass
+from models.pipeline.schedule.order import BACKWARD, FORWARD, WEIGHT, Pass
 
 if TYPE_CHECKING:
-    from models.pipeline.engine import ScheduledEngine
+    from models.pipeline.scheduled_engine import ScheduledEngine
 
 MICRO_BATCHES = 2  # the second one uses the kernels that add to an existing loss and gradients
 

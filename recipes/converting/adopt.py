@@ -14,9 +14,9 @@ from models.config import ModelConfig
 from models.errors import UserError
 from models.hugging_face import Counterpart, counterparts, model_settings
 from models.layer_specs import logical_shapes
-from recipes.training.manifest import Manifest
-from recipes.training.provenance import versions
-from recipes.training.tensor_file import TensorFileWriter, split_by_size
+from recipes.training.checkpoint.manifest import Manifest
+from recipes.training.checkpoint.tensor_file import TensorFileWriter, split_by_size
+from recipes.training.run_folder.provenance import versions
 
 WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 HEAD, EMBEDDING = "lm_head.weight", "embedding.weight"  # their name, our name

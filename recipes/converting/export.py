@@ -12,15 +12,15 @@ from models.cost import parameter_count
 from models.errors import UserError
 from models.hugging_face import counterparts, hugging_face_config
 from models.layer_specs import logical_shapes
-from recipes.converting.source import model_of
+from recipes.converting.verified_source import model_of
 from recipes.preparing.tokenizer import document_start, load_tokenizer
-from recipes.training.checkpoint import CheckpointReader
-from recipes.training.data import document_starts
-from recipes.training.recipe import parse_recipe, repository_path
-from recipes.training.run_folder import RunFolder
-from recipes.training.tensor_file import BYTES, TensorFileWriter, split_by_size
-from recipes.training.token_file import tokenizer_hash
-from recipes.training.training_state import WEIGHTS
+from recipes.training.checkpoint.reader import CheckpointReader
+from recipes.training.checkpoint.state import WEIGHTS
+from recipes.training.checkpoint.tensor_file import BYTES, TensorFileWriter, split_by_size
+from recipes.training.data.dataset import document_starts
+from recipes.training.data.token_file import tokenizer_hash
+from recipes.training.recipe.schema import parse_recipe, repository_path
+from recipes.training.run_folder.folder import RunFolder
 
 DTYPES = {  # of the command -> of the file, of torch
     "fp32": ("F32", torch.float32),

@@ -11,16 +11,16 @@ from pathlib import Path
 
 from models.errors import UserError
 from models.layer_specs import logical_shapes
-from recipes.converting.source import model_of
-from recipes.training.assembly import deal
-from recipes.training.checkpoint import CheckpointReader, differences
-from recipes.training.checkpoint_writer import FILES
-from recipes.training.deepspeed_config import build_deepspeed_config
-from recipes.training.manifest import tensor_key
-from recipes.training.provenance import layout_of, versions
-from recipes.training.recipe import Recipe, apply_overrides, parse_recipe
-from recipes.training.tensor_file import TensorFileWriter
-from recipes.training.topology import Topology, World
+from recipes.converting.verified_source import model_of
+from recipes.training.checkpoint.assembly import deal
+from recipes.training.checkpoint.manifest import tensor_key
+from recipes.training.checkpoint.reader import CheckpointReader, differences
+from recipes.training.checkpoint.tensor_file import TensorFileWriter
+from recipes.training.checkpoint.writer import FILES
+from recipes.training.recipe.deepspeed_config import build_deepspeed_config
+from recipes.training.recipe.schema import Recipe, apply_overrides, parse_recipe
+from recipes.training.recipe.topology import Topology, World
+from recipes.training.run_folder.provenance import layout_of, versions
 
 FIXED = ("model.", "seed", "data.")  # what makes it another run
 

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import numpy as np
 
-from recipes.preparing.corpus import Origins
+from recipes.preparing.prepared_corpus import Origins
 from recipes.preparing.tokenizer import load_tokenizer
-from recipes.training.data import TrainingData, document_starts
-from recipes.training.recipe import Recipe, repository_path
-from recipes.training.run_folder import RunFolder
-from recipes.training.topology import Topology
+from recipes.training.data.dataset import TrainingData, document_starts
+from recipes.training.recipe.schema import Recipe, repository_path
+from recipes.training.recipe.topology import Topology
+from recipes.training.run_folder.folder import RunFolder
 
 TEXT_SHOWN = 200  # characters of a window
 

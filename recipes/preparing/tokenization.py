@@ -27,8 +27,8 @@ from tokenizers import Tokenizer
 from models.errors import UserError
 from recipes.preparing.documents import Row
 from recipes.preparing.formats import READ_ERRORS, Format, Piece, first_line
-from recipes.training.line_file import flush
-from recipes.training.token_file import TokenFileWriter, token_type
+from recipes.training.data.token_file import TokenFileWriter, token_type
+from recipes.training.run_folder.line_file import flush
 
 PARTS = ("train", "validation")
 REPORT = "report.json"

@@ -6,9 +6,9 @@ from itertools import product
 from typing import Any
 
 from models.errors import UserError
-from recipes.training.deepspeed_config import build_deepspeed_config, read_deepspeed_json
-from recipes.training.recipe import Recipe, parse_recipe
-from recipes.training.topology import Topology, World
+from recipes.training.recipe.deepspeed_config import build_deepspeed_config, read_deepspeed_json
+from recipes.training.recipe.schema import Recipe, parse_recipe
+from recipes.training.recipe.topology import Topology, World
 
 ZERO_STAGES = (1, 2, 3)
 CONFIG = "ds_configs/zero{}_fp32.json"

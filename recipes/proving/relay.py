@@ -23,12 +23,12 @@ from recipes.proving.trial import (
     start,
     train_step,
 )
-from recipes.training import checkpoint
-from recipes.training.checkpoint_writer import CheckpointWriter
-from recipes.training.data import TrainingData
-from recipes.training.engine import Engine
-from recipes.training.run_folder import RunFolder
-from recipes.training.topology import World
+from recipes.training.checkpoint import reader
+from recipes.training.checkpoint.writer import CheckpointWriter
+from recipes.training.data.dataset import TrainingData
+from recipes.training.engine.engine import Engine
+from recipes.training.recipe.topology import World
+from recipes.training.run_folder.folder import RunFolder
 
 LOSSES = 10  # that two layouts have in common
 
@@ -64,7 +64,7 @@ def run_leg(variant: Variant, world: World, folder: RunFolder) -> Leg | None:
 
 def load_newest(engine: Engine, data: TrainingData, folder: RunFolder) -> int:
     """Go on from the newest checkpoint, if there is one; its step; collective."""
-    found = checkpoint.find(folder.checkpoints, "auto", engine.recipe, data.fingerprint)
+    found = reader.find(folder.checkpoints, "auto", engine.recipe, data.fingerprint)
     if found.path:
         engine.load(found.reader())
     data.resume(found.progress)

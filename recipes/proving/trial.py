@@ -17,13 +17,13 @@ from torch import Tensor
 from models.sharding import Sharding
 from recipes.proving.compare import Outcome
 from recipes.proving.layouts import Variant
-from recipes.training.data import TrainingData
-from recipes.training.deepspeed_config import build_deepspeed_config
-from recipes.training.engine import Engine, StepResult, build_engine, is_partitioned
-from recipes.training.learning_rate import learning_rate
-from recipes.training.processes import start_processes
-from recipes.training.recipe import Recipe
-from recipes.training.topology import World
+from recipes.training.data.dataset import TrainingData
+from recipes.training.engine.engine import Engine, StepResult, build_engine, is_partitioned
+from recipes.training.recipe.deepspeed_config import build_deepspeed_config
+from recipes.training.recipe.learning_rate import learning_rate
+from recipes.training.recipe.schema import Recipe
+from recipes.training.recipe.topology import World
+from recipes.training.runtime.processes import start_processes
 
 
 def try_variants(variants: Iterable[Variant]) -> Iterator[Outcome | None]:

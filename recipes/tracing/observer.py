@@ -5,10 +5,10 @@ from collections.abc import Iterator
 import torch
 
 from models.layer_specs import logical_parameters
-from recipes.tracing.allocations import AllocationCounter
-from recipes.tracing.collectives import CollectiveCounter
-from recipes.training.engine import Engine
-from recipes.training.supervisor import Breadcrumb
+from recipes.tracing.allocation_counter import AllocationCounter
+from recipes.tracing.collective_counter import CollectiveCounter
+from recipes.training.engine.engine import Engine
+from recipes.training.supervision.supervisor import Breadcrumb
 
 
 class Observer(Breadcrumb):

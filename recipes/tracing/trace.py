@@ -28,16 +28,16 @@ import torch
 from models.errors import UserError
 from models.parallel.context import Context
 from models.parallel.rng import MaskKey
-from models.pipeline.order import BACKWARD, FORWARD, WEIGHT, Order, least_micro_batches
-from recipes.tracing.allocations import Allocation, AllocationCounter
-from recipes.tracing.collectives import CollectiveCounter, Traffic
+from models.pipeline.schedule.order import BACKWARD, FORWARD, WEIGHT, Order, least_micro_batches
+from recipes.tracing.allocation_counter import Allocation, AllocationCounter
+from recipes.tracing.collective_counter import CollectiveCounter, Traffic
+from recipes.tracing.fake_cluster import fake_tensors, kernels_of_a_gpu, one_rank_of
 from recipes.tracing.observer import Observer
-from recipes.tracing.pretence import fake_tensors, kernels_of_a_gpu, one_rank_of
-from recipes.training.deepspeed_config import build_deepspeed_config
-from recipes.training.engine import Engine, PipelinedEngine, build_engine, pipeline_of
-from recipes.training.micro_batch import MicroBatch
-from recipes.training.recipe import Recipe
-from recipes.training.topology import Coordinates, Topology, World
+from recipes.training.data.micro_batch import MicroBatch
+from recipes.training.engine.engine import Engine, PipelinedEngine, build_engine, pipeline_of
+from recipes.training.recipe.deepspeed_config import build_deepspeed_config
+from recipes.training.recipe.schema import Recipe
+from recipes.training.recipe.topology import Coordinates, Topology, World
 
 ALLOCATOR_BYTES = 512  # CUDA's caching allocator gives multiples (kMinBlockSize)
 LARGEST = 15

@@ -1,18 +1,18 @@
-"""Every fault of tests/faults.py, injected for real."""
+"""Every fault of tests/fault_injection/faults.py, injected for real."""
 
 from collections.abc import Iterator
 
 import pytest
 
 from tests.cluster.cluster import Cluster, missing
-from tests.faults import HOSTS, Fault, faults, inject
-from tests.unread import UNREAD
+from tests.fault_injection.faults import HOSTS, Fault, faults, inject
+from tests.fault_injection.unread import UNREAD
 
 pytestmark = [
     pytest.mark.cluster,
     pytest.mark.skipif(bool(missing()), reason=f"no cluster here: {missing()}"),
 ]
-FAULTS = {  # tests/test_faults.py has those on one host with other outputs
+FAULTS = {  # tests/fault_injection/test_faults.py has those on one host with other outputs
     f"{fault.name}, {len(fault.hosts) or 1} hosts, {kind}": (fault, kind)
     for fault in faults()
     for kind in ("pipe", *(UNREAD if fault.hosts else ()))

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import tomli_w
 
-from recipes.training.recipe import REPOSITORY
-from recipes.training.run_folder import RunFolder
+from recipes.training.recipe.schema import REPOSITORY
+from recipes.training.run_folder.folder import RunFolder
 from tests.cluster.cluster import Cluster, missing
 from tests.conftest import changed, small_recipe
 

@@ -3,7 +3,7 @@
     make gpu                              # with .venv, or: make gpu PYTHON=python3
     python -m tests.gpu --list
     python -m tests.gpu --only losses --only step
-    python -m tests.gpu --write           # into BENCHMARKS.md and recipes/planning/gpus
+    python -m tests.gpu --write           # into BENCHMARKS.md and recipes/gpus
 
 Each part runs in a process of its own and is ended when its time is over; the next one follows. The
 exit code of `python -m tests.gpu` is 0 if all parts pass or are skipped, 1 if one fails, and 2
@@ -58,7 +58,7 @@ def count_gpus(options: argparse.Namespace) -> int:
     """Return the number of GPUs, or of ranks on a CPU; print a message and return 0 if unusable."""
     import torch
 
-    from recipes.training.gpu_support import check_gpus
+    from recipes.training.runtime.gpu_support import check_gpus
 
     if options.device == "cpu":
         return options.ranks
@@ -105,7 +105,7 @@ def check(options: argparse.Namespace, gpus: int) -> int:
     print(f"report: {output / 'report.md'}")
     if options.write:
         publish(output, text, device=device, repository=REPOSITORY)
-        print("written into BENCHMARKS.md and recipes/planning/gpus")
+        print("written into BENCHMARKS.md and recipes/gpus")
     return FAILED_CODE if any(each.status == FAILED for each in outcomes) else 0
 
 

@@ -16,9 +16,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from models.config import ModelConfig
-from recipes.planning.hardware import peak_tflops
-from recipes.training.processes import compiler
-from recipes.training.recipe import REPOSITORY, load_recipe
+from recipes.gpus.datasheet import peak_tflops
+from recipes.training.recipe.schema import REPOSITORY, load_recipe
+from recipes.training.runtime.processes import compiler
 from tests.gpu.setting import Result, Setting
 
 LIBRARIES = ("torch", "deepspeed", "transformers", "triton", "numpy", "pydantic")

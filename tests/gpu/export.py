@@ -11,9 +11,9 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from models.layer_specs import SequentialModel, layer_specs, logical_parameters, run_layers
 from models.parallel.collectives import TensorAxis
 from models.parallel.context import Context
-from recipes.converting.source import model_of, open_checkpoint
-from recipes.training.checkpoint import CheckpointReader
-from recipes.training.recipe import REPOSITORY
+from recipes.converting.verified_source import model_of, open_checkpoint
+from recipes.training.checkpoint.reader import CheckpointReader
+from recipes.training.recipe.schema import REPOSITORY
 from tests.gpu.runs import Failure, device_environment, overrides, start, vocab_size
 from tests.gpu.setting import Result, Setting
 

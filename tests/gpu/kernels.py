@@ -13,7 +13,7 @@ from models.kernels.embedding import look_up
 from models.kernels.fusing import as_written, compiled
 from models.parallel.collectives import TensorAxis
 from models.parallel.cross_entropy import vocab_parallel_loss
-from recipes.training.processes import has_compiler
+from recipes.training.runtime.processes import has_compiler
 from tests.gpu.runs import overrides, start
 from tests.gpu.setting import Result, Setting
 from tests.gpu.training import NEAR, SAME, compare

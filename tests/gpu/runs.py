@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from recipes.proving.corpus import write_corpus
+from recipes.proving.proof_corpus import write_corpus
 from recipes.proving.worlds import free_port, rank_variables
-from recipes.training.recipe import REPOSITORY
+from recipes.training.recipe.schema import REPOSITORY
 from tests.gpu.setting import Setting
 
 VOCAB_SIZE, SMALL_VOCAB_SIZE = 2048, 250

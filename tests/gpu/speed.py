@@ -8,20 +8,8 @@ import time
 import torch
 from deepspeed.accelerator import get_accelerator
 
-from models.parallel.context import Context
-from recipes.planning import hardware
-from recipes.planning.hardware import FOLDER, Gpu, gpus, peak_tflops
-from recipes.planning.job import Machine, job_of
-from recipes.planning.memory import stage_memory
-from recipes.planning.step_time import step_time
-from recipes.training.deepspeed_config import build_deepspeed_config
-from recipes.training.engine import build_engine
-from recipes.training.micro_batch import MicroBatch
-from recipes.training.processes import compiler, start_processes
-from recipes.training.recipe import Recipe
-from recipes.training.topology import World
-from tests.benchmarks.step_probes import top_kernels
-from tests.benchmarks.step_shapes import (
+from benchmarks.one_step.probes import top_kernels
+from benchmarks.one_step.shapes import (
     GPU_SHAPES,
     Shape,
     can_compile,
@@ -29,7 +17,19 @@ from tests.benchmarks.step_shapes import (
     step_flops,
     with_batch,
 )
-from tests.benchmarks.taking_turns import Player, cores_at_hand, players
+from benchmarks.taking_turns import Player, cores_at_hand, players
+from models.parallel.context import Context
+from recipes.gpus import datasheet
+from recipes.gpus.datasheet import FOLDER, Gpu, gpus, peak_tflops
+from recipes.planning.inputs.job import Machine, job_of
+from recipes.planning.memory.peak import stage_memory
+from recipes.planning.time.step_time import step_time
+from recipes.training.data.micro_batch import MicroBatch
+from recipes.training.engine.engine import build_engine
+from recipes.training.recipe.deepspeed_config import build_deepspeed_config
+from recipes.training.recipe.schema import Recipe
+from recipes.training.recipe.topology import World
+from recipes.training.runtime.processes import compiler, start_processes
 from tests.gpu.environment import device_name, synchronize
 from tests.gpu.setting import Result, Setting
 
@@ -116,7 +116,7 @@ def rows(setting: Setting, recipe: Recipe, shape: Shape, seconds: float) -> list
 def known_gpu(name: str) -> Gpu | None:
     """Return the planner's description of a device, or None if it has none."""
     if name == "cpu":
-        return hardware.load_gpu("cpu")
+        return datasheet.load_gpu("cpu")
     return next((gpu for gpu in gpus() if any(each in name for each in gpu.device_names)), None)
 
 
@@ -136,14 +136,15 @@ def draw_batch(recipe: Recipe) -> list[MicroBatch]:
 def beside_transformers(setting: Setting) -> Result:
     """Measure our step and that of transformers' Llama under DeepSpeed, in turns."""
     # Imported here because they import transformers, which most parts do not need.
-    from tests.benchmarks import device_rates, step_rows
+    from benchmarks.device import rates
+    from benchmarks.one_step import rows
 
     precision = "bf16" if setting.device == "cuda" else "fp32"
     cores = () if setting.device == "cuda" else tuple(cores_at_hand())
-    with players({"": lambda: Player(device_rates.play, cores=cores)}) as playing:
+    with players({"": lambda: Player(rates.play, cores=cores)}) as playing:
         (matmul,) = playing[""].ask("large_matmul", precision)
-    row = step_rows.compare(
-        step_rows.Setting(rounds=ROUNDS, warm_up=2, cores=cores),
+    row = rows.compare(
+        rows.Setting(rounds=ROUNDS, warm_up=2, cores=cores),
         with_batch(shape_of(setting), None, 2),
         precision,
         matmul,
@@ -174,8 +175,8 @@ def say_if_not_compiled(result: Result) -> None:
 
 def device_file(setting: Setting) -> Result:
     """Write the planner's file of this GPU into the output folder."""
-    from tests.benchmarks import device_file as files  # imports transformers, as above
-    from tests.benchmarks import step_rows
+    from benchmarks.device import device_file as files  # imports transformers, as above
+    from benchmarks.one_step import rows
 
     name = device_name(setting.device)
     gpu = known_gpu(name)
@@ -188,7 +189,7 @@ def device_file(setting: Setting) -> Result:
         shutil.copy(source, folder)
     cores = () if setting.device == "cuda" else tuple(cores_at_hand())
     found = files.calibrate(
-        key, None if gpu else FALLBACK, step_rows.Setting(rounds=ROUNDS, cores=cores), folder
+        key, None if gpu else FALLBACK, rows.Setting(rounds=ROUNDS, cores=cores), folder
     )
     result = Result()
     result.say(f"`{found['file']}`: {found['products']} matrix products, predicted with a mean "

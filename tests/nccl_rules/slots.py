@@ -19,8 +19,8 @@ from enum import StrEnum
 from functools import cached_property
 from typing import NamedTuple
 
-from models.pipeline.communication import Action, Event, Route, program
-from models.pipeline.order import BACKWARD, FORWARD, Pass, Pipeline
+from models.pipeline.schedule.communication import Action, Event, Route, program
+from models.pipeline.schedule.order import BACKWARD, FORWARD, Pass, Pipeline
 
 MAX_SLOTS = 16  # upper limit of a search
 

@@ -1,0 +1,138 @@
+"""bf16: do layouts stay within what another seed changes?
+
+In bf16 every layout rounds differently, so losses cannot be equal; the question is whether they
+differ less than chance does. Trains recipes/tiny.toml in bf16 with real runs of pretrain.py: one
+process with two seeds, and four layouts with the first seed. Prints a table and draws the curves.
+
+    python benchmarks/bf16_layouts.py --output docs/images/bf16_layouts.svg
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import numpy as np
+from matplotlib import pyplot
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+SEED, OTHER_SEED = 1234, 1235
+ONE = ["layout.pipeline=1"]
+LAYOUTS = {  # name -> ranks, overrides
+    "pipeline 2, DualPipeV": (2, ["layout.pipeline=2", "layout.schedule=dualpipev"]),
+    "tensor 2, sequence-parallel": (
+        2,
+        ["layout.pipeline=1", "layout.tensor=2", "layout.sequence_parallel=true"],
+    ),
+    "data 2, ZeRO-2": (2, ["layout.pipeline=1", "deepspeed=ds_configs/zero2_bf16.json"]),
+    "pipeline 2 x tensor 2": (4, ["layout.pipeline=2", "layout.tensor=2"]),
+}
+WINDOW = 20  # steps that a curve is averaged over
+
+
+def main() -> None:
+    """Run, compare, draw."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--output", type=Path, help="a picture of the curves")
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    reference = losses(1, ONE, options.steps, SEED)
+    seeds = distances(losses(1, ONE, options.steps, OTHER_SEED), reference)
+    layouts = {
+        name: distances(losses(ranks, overrides, options.steps, SEED), reference)
+        for name, (ranks, overrides) in LAYOUTS.items()
+    }
+    if options.output:
+        draw(reference, seeds, layouts, options.output)
+    rows = {"another seed": seeds, **layouts}
+    if options.json:
+        print(json.dumps({name: summary(row, seeds) for name, row in rows.items()}))
+        return
+    print(f"{'against one process':<28} {'largest':>9} {'rms':>9} {'of the band':>12}")
+    for name, row in rows.items():
+        found = summary(row, seeds)
+        print(
+            f"{name:<28} {found['largest']:9.2e} {found['rms']:9.2e} {found['of_the_band']:12.3f}"
+        )
+
+
+def losses(ranks: int, overrides: list[str], steps: int, seed: int) -> np.ndarray:
+    """The loss of every step of a run."""
+    settings = [
+        "deepspeed=ds_configs/zero1_bf16.json",
+        f"seed={seed}",
+        f"training.steps={steps}",
+        "training.evaluate_every=0",
+        "tracking.mode=disabled",
+        *overrides,
+    ]
+    with tempfile.TemporaryDirectory() as folder:
+        subprocess.run(
+            [
+                *(str(Path(sys.executable).with_name("deepspeed")), "--quiet"),
+                *("--num_gpus", str(ranks), "recipes/pretrain.py", "recipes/tiny.toml"),
+                *(argument for setting in settings for argument in ("--set", setting)),
+                *("--run-dir", folder),
+            ],
+            cwd=REPOSITORY,
+            env=os.environ | {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"},
+            stdout=sys.stderr,
+            check=True,
+        )
+        lines = (Path(folder) / "metrics.jsonl").read_text().splitlines()
+    return np.array([json.loads(line)["loss"] for line in lines])
+
+
+def distances(run: np.ndarray, reference: np.ndarray) -> np.ndarray:
+    """Relative differences, step by step."""
+    return (run - reference) / reference
+
+
+def summary(row: np.ndarray, seeds: np.ndarray) -> dict[str, float]:
+    """How far a run is from the reference, and that as a part of what another seed does.
+
+    of_the_band: the largest ratio, over the steps, of this run's distance to the other seed's,
+        both averaged over a window
+    """
+    return {
+        "largest": float(np.abs(row).max()),
+        "rms": float(np.sqrt((row**2).mean())),
+        "of_the_band": float((smooth(row) / smooth(seeds)).max()),
+    }
+
+
+def smooth(row: np.ndarray) -> np.ndarray:
+    """The root mean square over a sliding window of steps."""
+    window = min(WINDOW, len(row))
+    return np.sqrt(np.convolve(row**2, np.ones(window) / window, mode="valid"))
+
+
+def draw(
+    reference: np.ndarray, seeds: np.ndarray, layouts: dict[str, np.ndarray], output: Path
+) -> None:
+    """The reference's loss, and below it everyone's distance from it inside the seeds' band."""
+    figure, (above, below) = pyplot.subplots(2, 1, figsize=(8, 6), sharex=True, layout="tight")
+    steps = np.arange(1, len(reference) + 1)
+    above.plot(steps, reference, color="black", linewidth=1, label="one process")
+    for name, row in layouts.items():
+        above.plot(steps, reference * (1 + row), linewidth=0.8, label=name)
+    above.set_ylabel("loss (nats per token)")
+    above.legend(fontsize=8)
+    above.set_title("recipes/tiny.toml in bf16: one loss in every layout", fontsize=10)
+    middle = steps[len(steps) - len(smooth(seeds)) :]
+    below.fill_between(middle, smooth(seeds), alpha=0.2, color="gray", label="another seed")
+    for name, row in layouts.items():
+        below.plot(middle, smooth(row), linewidth=0.9, label=name)
+    below.set_yscale("log")
+    below.set_ylabel(f"relative distance\n(rms of {WINDOW} steps)")
+    below.set_xlabel("step")
+    below.legend(fontsize=8)
+    figure.savefig(output)
+
+
+if __name__ == "__main__":
+    main()

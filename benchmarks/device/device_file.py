@@ -1,0 +1,152 @@
+"""The planner's file of a device, refreshed from measurements.
+
+A datasheet's numbers stay, and so does what one device cannot tell: links, network, price.
+"""
+
+import platform
+import re
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.device import rates
+from benchmarks.device.fit import fit, rounded
+from benchmarks.one_step import contestants
+from benchmarks.one_step.rows import OUR_ENTRY, Setting
+from benchmarks.one_step.shapes import CPU_SHAPES, GPU_SHAPES, PRECISIONS
+from benchmarks.taking_turns import Player, median_seconds, players, take_turns
+from models.errors import UserError
+from recipes.gpus import datasheet
+from recipes.gpus.datasheet import Gpu, read_gpu
+from recipes.planning.inputs.job import Machine, job_of
+from recipes.planning.time.step_time import step_time
+
+MEASURED = (  # keys of [efficiency] that one device can tell
+    "matmul_efficiency", "matmul_tile_cost", "matmul_depth_cost", "wave_quantization",
+    "unaligned_efficiency", "attention_efficiency", "memory_efficiency", "kernel_seconds",
+)  # fmt: skip
+KEPT = (
+    "node_link_efficiency", "network_efficiency", "network_contention",
+    "node_link_latency_seconds", "network_latency_seconds", "straggling",
+)  # fmt: skip
+EFFICIENCY = re.compile(r"^(?:#[^\n]*\n)*\[efficiency\].*|^efficiency = [^\n]*\n", re.M | re.S)
+
+
+def calibrate(name: str, like: str | None, setting: Setting, folder: Path) -> dict[str, Any]:
+    """Measure this device, write its file, and predict a few steps with it that are measured too.
+
+    like: whose file a device without one begins as
+    folder: of the files
+
+    Raises:
+        UserError: there is no such file, or it is another device's.
+    """
+    start = partial(Player, rates.play, cores=setting.cores)
+    with players({"rates": start}) as playing:
+        player = playing["rates"]
+        player.settle()
+        (device,), (properties,) = player.ask("name"), player.ask("properties")
+        file = file_of(folder, name)
+        source = file if file.exists() else file_of(folder, like or name)
+        text = source.read_text(encoding="utf-8") if source.exists() else ""
+        gpu = checked(source, device, is_new=source != file)
+        if source != file:
+            names = [device] if setting.cores == () else []
+            gpu = replace(gpu, name=name, device_names=names, **properties)
+        gpu, fitted = fit(gpu, player, PRECISIONS if setting.cores else ("bf16",))
+    file.write_text(rewritten(text, gpu, device), encoding="utf-8")
+    gpu = read_gpu(file)
+    return {"file": str(file), **fitted, "steps": predict(gpu, setting)}
+
+
+def file_of(folder: Path, name: str) -> Path:
+    """Where a device's numbers are."""
+    return folder / (name.lower().replace("-", "_") + ".toml")
+
+
+def checked(file: Path, device: str, *, is_new: bool) -> Gpu:
+    """The device of a file, if what was measured may go into it.
+
+    Raises:
+        UserError: there is no such file, or it is another device's.
+    """
+    if not file.exists():
+        there = ", ".join(gpu.name for gpu in datasheet.gpus())
+        raise UserError(f"{file.name} is not there; use --like with one of {there}")
+    gpu = read_gpu(file)
+    is_cpu = device == "cpu"
+    fits = not gpu.device_names if is_cpu else any(each in device for each in gpu.device_names)
+    if is_cpu != (not gpu.device_names) or not (fits or is_new):
+        means = ", ".join(gpu.device_names) or "a CPU"
+        raise UserError(
+            f"{file.name} has the datasheet of {means}, and this is {device}; use "
+            f"--calibrate-device with a name of its own, and --like with the most similar one's"
+        )
+    return gpu
+
+
+def rewritten(text: str, gpu: Gpu, device: str) -> str:
+    """A file's text with other numbers; its comments stay, but for those on efficiency."""
+    for key in (
+        "name", "device_names", "peak_tflops", "memory_gib", "multiprocessors",
+        "memory_gigabytes_per_second",
+    ):  # fmt: skip
+        line = f"{key} = {toml_value(getattr(gpu, key))}"
+        text = re.sub(rf"^{key} = [^\n#]*[^\n#\s]", lambda _, line=line: line, text, flags=re.M)
+    head = EFFICIENCY.sub("", text).rstrip()
+    processor = f"{processor_name()}, one core" if device == "cpu" else device
+    lines = [
+        f"# Measured on {processor}, with torch {torch.__version__.partition('+')[0]}:",
+        f"# python benchmarks/step.py --calibrate-device {gpu.name}",
+        "[efficiency]",
+        *(f"{key} = {toml_value(rounded(getattr(gpu, key)))}" for key in MEASURED),
+        "# Not measured:",
+        *(f"{key} = {toml_value(getattr(gpu, key))}" for key in KEPT),
+    ]
+    return head + "\n\n" + "\n".join(lines) + "\n"
+
+
+def toml_value(value: Any) -> str:
+    """A number, a name, a list of names or a table of numbers, as TOML."""
+    if isinstance(value, dict):
+        return "{ " + ", ".join(f"{key} = {each}" for key, each in value.items()) + " }"
+    if isinstance(value, list):
+        return "[" + ", ".join(map(toml_value, value)) + "]"
+    return f'"{value}"' if isinstance(value, str) else repr(value)
+
+
+def processor_name() -> str:
+    """What the CPU calls itself."""
+    information = Path("/proc/cpuinfo")
+    lines = information.read_text().splitlines() if information.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
+
+
+def predict(gpu: Gpu, setting: Setting) -> list[dict[str, Any]]:
+    """Steps of our contestant: as the planner predicts them, and as they are."""
+    found = []
+    machine = Machine.of(gpu, gpus=1, gpus_per_node=1)
+    for name, shape in (CPU_SHAPES if setting.cores else GPU_SHAPES).items():
+        for precision in PRECISIONS if setting.cores else ("bf16",):
+            start = partial(
+                Player, contestants.play, OUR_ENTRY, shape, precision, {},
+                cores=setting.cores,
+            )  # fmt: skip
+            with players({name: start}) as playing:
+                turns = take_turns(playing, warm_up=setting.warm_up, rounds=setting.rounds)
+            measured = median_seconds(turns[name][setting.warm_up :])
+            predicted = step_time(job_of(shape.recipe(precision), machine)).total
+            found.append(
+                {
+                    "shape": shape.name,
+                    "precision": precision,
+                    "predicted_seconds": predicted,
+                    "measured_seconds": measured,
+                    "error": predicted / measured - 1,
+                }
+            )
+    return found

@@ -1,0 +1,100 @@
+"""Measure the cost of masks that do not depend on the layout, relative to torch's own dropout.
+
+Forward and backward, the two alternating in one process; prints the ratio of the medians.
+
+    python benchmarks/dropout.py
+"""
+
+import sys
+from pathlib import Path
+
+if __name__ == "__main__":  # the repository, not this folder, is where imports start
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+from torch.nn import functional as F
+
+from models.config import ModelConfig
+from models.kernels.fusing import as_written
+from models.parallel.collectives import TensorAxis
+from models.parallel.context import Context
+from models.parallel.rng import MaskKey, dropout
+from models.transformer import Attention
+
+ROUNDS = 15
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    ratios = {
+        **{
+            f"residual stream {shape}": residual(*shape) for shape in ((256, 4, 192), (512, 8, 512))
+        },
+        **{
+            f"attention core {shape}": attention(*shape) for shape in ((256, 4, 192), (512, 2, 512))
+        },
+    }
+    if options.json:
+        print(json.dumps(ratios))
+        return
+    for name, ratio in ratios.items():
+        print(f"{name} (s, b, h): {ratio:.2f} of torch's time")
+
+
+def residual(s: int, b: int, h: int) -> float:
+    """Return our time divided by torch's for dropout on [s, b, h]."""
+    x = torch.randn(s, b, h, requires_grad=True)
+    key, axis = MaskKey(seed=0, samples=range(b)), TensorAxis()
+    return compare(
+        lambda: dropout(x, 0.1, key=key, place="blocks.0.mlp", axis=axis, fuse=as_written).backward(
+            x.detach()
+        ),
+        lambda: F.dropout(x, 0.1).backward(x.detach()),
+    )
+
+
+def attention(s: int, b: int, h: int) -> float:
+    """Our time over that of torch's fused attention with dropout, heads of 64 columns."""
+    heads = h // 64
+    config = ModelConfig(
+        **{"layers": 1, "hidden_size": h, "heads": heads, "kv_heads": heads},
+        **{"ffn_hidden_size": h, "vocab_size": 64, "sequence_length": s, "bias": False},
+        **{"norm": "rmsnorm", "positions": "learned", "activation": "gelu"},
+        **{"tie_embeddings": False, "attention_dropout": 0.1},
+    )
+    core = Attention(config, TensorAxis(), name="blocks.0.attention.core", recompute_core=False)
+    q, k, v = (torch.randn(s, b, heads, 64, requires_grad=True) for _ in range(3))
+    context = Context(dropout=MaskKey(seed=0, samples=range(b)))
+
+    def theirs() -> None:
+        y = F.scaled_dot_product_attention(
+            *(t.permute(1, 2, 0, 3) for t in (q, k, v)), dropout_p=0.1, is_causal=True
+        )
+        y.sum().backward()
+
+    return compare(lambda: core._core(q, k, v, context=context).sum().backward(), theirs)
+
+
+def compare(ours: Callable[[], None], theirs: Callable[[], None]) -> float:
+    """The ratio of the medians."""
+    seconds: dict[Callable[[], None], list[float]] = {ours: [], theirs: []}
+    for _ in range(ROUNDS + 1):
+        for function, times in seconds.items():
+            started = time.perf_counter()
+            function()
+            times.append(time.perf_counter() - started)
+    return statistics.median(seconds[ours][1:]) / statistics.median(seconds[theirs][1:])
+
+
+if __name__ == "__main__":
+    main()

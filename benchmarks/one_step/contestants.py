@@ -1,0 +1,348 @@
+"""Who takes the step: our model and transformers' Llama, under DeepSpeed and in bare loops.
+
+All start from the same weights, take the same batches and have the same optimizer and clipping.
+Everything here runs in a contestant's own process.
+"""
+
+import contextlib
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import deepspeed
+import torch
+import torch._inductor.compile_fx  # once, before contestants part
+from deepspeed.accelerator import get_accelerator
+from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from benchmarks.one_step import probes
+from benchmarks.one_step.shapes import Shape, can_compile
+from benchmarks.taking_turns import Turn, serve
+from models.hugging_face import counterparts, hugging_face_config
+from models.initialization import initialize
+from models.kernels.fusing import compile_kernels
+from models.layer_specs import SequentialModel, layer_specs, logical_parameters
+from models.parallel import linear
+from models.parallel.collectives import TensorAxis
+from models.parallel.context import Context
+from recipes.training.data.micro_batch import MicroBatch
+from recipes.training.engine.engine import build_engine, build_optimizer
+from recipes.training.recipe.deepspeed_config import build_deepspeed_config
+from recipes.training.recipe.schema import Recipe
+from recipes.training.recipe.topology import World
+from recipes.training.runtime import processes
+from recipes.training.runtime.processes import compiles, on_gpu, quiet
+
+Batch = Sequence[tuple[Tensor, Tensor]]  # tokens and labels [b, s] of each micro-batch
+Train = Callable[[Batch], float]  # a step's mean loss
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A contestant.
+
+    of: "ours" or "transformers"
+    bare: a loop without DeepSpeed
+    compiled: by torch.compile; ours is as its recipe says
+    autocast: in bf16, fp32 weights whose products autocast makes in bf16; otherwise bf16 weights
+        with an fp32 copy and fp32 gradients
+    keeps_memory: its process reuses memory as our runs do on a CPU (`processes.keep_memory`);
+        others' give it back, as malloc does if nobody tells it otherwise
+    overlaps: tensor ranks add up gradients beside matrix products; otherwise before them
+    """
+
+    of: str
+    bare: bool = False
+    compiled: bool = False
+    autocast: bool = False
+    keeps_memory: bool = False
+    overlaps: bool = True
+
+    @property
+    def name(self) -> str:
+        """Such as "transformers compiled, bare"."""
+        if self.of == "ours":
+            return "ours, bare" if self.bare else "ours"
+        name = f"{self.of} {'compiled' if self.compiled else 'eager'}"
+        return f"{name}, bare" if self.bare else name
+
+
+def play(pipe: Connection, entry: Entry, shape: Shape, precision: str, more: dict) -> None:
+    """Build a contestant and take the parent's steps.
+
+    more: for `Shape.recipe`
+    """
+    if not entry.overlaps:
+        linear.begin_all_gather = partial(at_once, linear.begin_all_gather)
+        linear.begin_sum_of_copies = partial(at_once, linear.begin_sum_of_copies)
+    serve(pipe, Contestant(entry, shape, precision, more))
+
+
+def at_once(begin: Callable[..., Callable[[], Tensor]], *arguments: Any) -> Callable[[], Tensor]:
+    """A collective that has ended when it has begun."""
+    result = begin(*arguments)()
+    return lambda: result
+
+
+class Contestant:
+    """One of them, with what the parent may ask."""
+
+    def __init__(self, entry: Entry, shape: Shape, precision: str, more: dict):
+        if not on_gpu():
+            torch.set_num_threads(1)
+        world = start(keeps_memory=entry.keeps_memory)
+        warm_libraries()
+        self.recipe = shape.recipe(precision, **more)
+        self.device = torch.device(get_accelerator().current_device_name())
+        self.memory_before = start_of_memory(self.device)
+        self.train = BUILDERS[entry.of, entry.bare](entry, self.recipe, world)
+        self.steps = 0
+
+    def step(self) -> Turn:
+        """The next step."""
+        self.steps += 1
+        batch = draw_batch(self.recipe, self.steps, self.device)
+        self._synchronize()
+        started = time.perf_counter()
+        loss = self.train(batch)
+        self._synchronize()
+        return Turn(started, time.perf_counter(), loss)
+
+    def memory(self) -> float:
+        """The most bytes it has held so far, beyond what it had before its model was built."""
+        if self.device.type == "cuda":
+            return float(torch.cuda.max_memory_allocated(self.device))
+        return resident_bytes("VmHWM") - self.memory_before
+
+    def gemm_libraries(self) -> dict[str, float]:
+        """Who multiplies matrices in a step: the share of their time, by library and precision."""
+        return probes.gemm_libraries(self.step, self.device)
+
+    def top_kernels(self, count: int) -> list[dict[str, Any]]:
+        """What a step spends most of its time in."""
+        return probes.top_kernels(self.step, self.device, count)
+
+    def device_name(self) -> str:
+        """What the device calls itself."""
+        if self.device.type == "cuda":
+            return torch.cuda.get_device_name(self.device)
+        return self.device.type
+
+    def _synchronize(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+
+def start(*, keeps_memory: bool) -> World:
+    """Join this process's world, one of its own if no other is in the environment."""
+    world = World.from_environment(os.environ)
+    with contextlib.nullcontext() if keeps_memory else mock.patch.object(processes, "keep_memory"):
+        processes.start_processes(world)
+    return world
+
+
+def warm_libraries() -> None:
+    """Load what is loaded at its first use, so that it counts as no contestant's memory."""
+    device = get_accelerator().current_device_name()
+    for dtype in (torch.float32, torch.bfloat16):
+        x = torch.ones(1, 2, 64, 64, dtype=dtype, device=device, requires_grad=True)
+        y = nn.functional.scaled_dot_product_attention(x @ x, x, x, is_causal=True)
+        square = torch.compile(sum_of_squares) if can_compile() else sum_of_squares
+        square(y).backward()
+
+
+def sum_of_squares(y: Tensor) -> Tensor:
+    """Return the sum of a tensor's squares."""
+    return (y * y).sum()
+
+
+def start_of_memory(device: torch.device) -> float:
+    """Begin to count the peak anew; the bytes that are held now."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        return 0.0
+    Path("/proc/self/clear_refs").write_text("5")  # the peak is what is held now (proc(5))
+    return resident_bytes("VmRSS")
+
+
+def resident_bytes(key: str) -> float:
+    """VmRSS or VmHWM of this process."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(1024.0 * int(line.split()[1]) for line in lines if line.startswith(key))
+
+
+def draw_batch(recipe: Recipe, step: int, device: torch.device) -> Batch:
+    """The micro-batches of a step, the same for all contestants; int64 [b, s] each."""
+    generator = torch.Generator().manual_seed(step)
+    batch = []
+    for _ in range(recipe.micro_batches(1)):
+        shape = (recipe.batch.micro_sequences, recipe.model.sequence_length + 1)
+        drawn = torch.randint(recipe.model.vocab_size, shape, generator=generator)  # [b, s + 1]
+        tokens, labels = drawn[:, :-1].contiguous(), drawn[:, 1:].contiguous()
+        batch.append((tokens.to(device), labels.to(device)))
+    return batch
+
+
+def build_ours(entry: Entry, recipe: Recipe, world: World) -> Train:
+    """Our engine, as recipes/pretrain.py builds it."""
+    topology = recipe.topology(world)
+    engine = build_engine(recipe, topology, build_deepspeed_config(recipe, topology))
+    rate = recipe.optimizer.learning_rate
+
+    def train(batch: Batch) -> float:
+        return engine.train_step([MicroBatch(*each, Context()) for each in batch], rate).loss
+
+    return train
+
+
+def build_ours_bare(entry: Entry, recipe: Recipe, world: World) -> Train:
+    """Our model alone."""
+    model = SequentialModel(layer_specs(recipe.model, TensorAxis()))
+    if compiles(recipe.training.compile):
+        compile_kernels(model)
+    parameters = logical_parameters(model, recipe.model)
+    initialize(parameters, recipe.model, seed=recipe.seed, tensor_rank=0, tensor_size=1)
+    loop = BareLoop(model.to(get_accelerator().current_device_name()), recipe, entry)
+    return lambda batch: loop.train([(*each, Context()) for each in batch])
+
+
+def build_theirs(entry: Entry, recipe: Recipe, world: World) -> Train:
+    """Transformers' Llama under DeepSpeed, with the JSON that ours has.
+
+    Under autocast that of fp32: DeepSpeed's own `torch_autocast` would reduce gradients in bf16.
+    """
+    topology = recipe.topology(world)
+    model = Theirs(recipe, entry.autocast)
+    config = build_deepspeed_config(json_of(recipe, entry), topology)
+    with quiet():
+        engine, *_ = deepspeed.initialize(
+            model=model, optimizer=build_optimizer(model, recipe.optimizer), config=config
+        )
+    if entry.compiled:
+        engine.compile()
+
+    def train(batch: Batch) -> float:
+        losses = []
+        for tokens, labels in batch:
+            loss = engine(tokens, labels)
+            engine.backward(loss)
+            engine.step()
+            losses.append(loss.detach())
+        return float(torch.stack(losses).mean())
+
+    return train
+
+
+def json_of(recipe: Recipe, entry: Entry) -> Recipe:
+    """The recipe with DeepSpeed's JSON for an entry."""
+    if not entry.autocast:
+        return recipe
+    return recipe.model_copy(update={"deepspeed": recipe.deepspeed.replace("bf16", "fp32")})
+
+
+def build_theirs_bare(entry: Entry, recipe: Recipe, world: World) -> Train:
+    """Transformers' Llama alone."""
+    model = Theirs(recipe, entry.autocast).to(get_accelerator().current_device_name())
+    if entry.compiled:
+        model.compile()
+    return BareLoop(model, recipe, entry).train
+
+
+BUILDERS: dict[tuple[str, bool], Callable[[Entry, Recipe, World], Train]] = {
+    ("ours", False): build_ours,
+    ("ours", True): build_ours_bare,
+    ("transformers", False): build_theirs,
+    ("transformers", True): build_theirs_bare,
+}
+
+
+class Theirs(nn.Module):
+    """Transformers' Llama with our first weights; tokens and labels [b, s] to its own loss."""
+
+    def __init__(self, recipe: Recipe, autocast: bool):
+        super().__init__()
+        settings = hugging_face_config(recipe.model) | {"use_cache": False}
+        settings.pop("model_type")
+        self.llama = LlamaForCausalLM(LlamaConfig(attn_implementation="sdpa", **settings))
+        self.llama.train()
+        self.autocast = autocast
+        copy_first_weights(self.llama, recipe)
+
+    def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
+        """The mean cross-entropy, by transformers' loss function; our labels are shifted."""
+        with torch.autocast(tokens.device.type, torch.bfloat16, enabled=self.autocast):
+            output = self.llama(
+                input_ids=tokens, labels=labels, shift_labels=labels, use_cache=False
+            )
+        return output.loss
+
+
+@torch.no_grad()
+def copy_first_weights(llama: LlamaForCausalLM, recipe: Recipe) -> None:
+    """Fill transformers' model with the weights that ours starts from, one tensor at a time."""
+    with torch.device("meta"):
+        ours = SequentialModel(layer_specs(recipe.model, TensorAxis()))
+    table, theirs = counterparts(recipe.model), dict(llama.named_parameters())
+    for name, declared in logical_parameters(ours, recipe.model):
+        weight = nn.Parameter(torch.empty(declared.shape))
+        weight.sharding = declared.sharding
+        initialize([(name, weight)], recipe.model, seed=recipe.seed, tensor_rank=0, tensor_size=1)
+        for part, tensor in table[name].split(declared.sharding.logical_tensor([weight])):
+            theirs.pop(part).copy_(tensor)
+    assert not theirs, list(theirs)
+
+
+class BareLoop:
+    """Forward, backward, clipping and fused AdamW, and nothing else.
+
+    In bf16 without autocast the optimizer has an fp32 copy of the weights, whose gradients are
+    accumulated in fp32 as soon as each is there.
+    """
+
+    def __init__(self, model: nn.Module, recipe: Recipe, entry: Entry):
+        self.model, self.clipping = model, recipe.optimizer.gradient_clipping
+        self.weights: list[tuple[Tensor, Tensor]] = []  # of the optimizer and of the model
+        trained: nn.Module = model
+        if "bf16" in recipe.deepspeed and not entry.autocast:
+            trained = nn.ParameterList(
+                nn.Parameter(each.detach().float().clone()) for each in model.parameters()
+            )
+            model.bfloat16()
+            self.weights = list(zip(trained.parameters(), model.parameters(), strict=True))
+            for master, weight in self.weights:
+                master.grad = torch.empty_like(master)
+                weight.register_post_accumulate_grad_hook(partial(self._accumulate, master))
+        self.trained = list(trained.parameters())
+        self.optimizer = build_optimizer(trained, recipe.optimizer)
+
+    def train(self, batch: Sequence[tuple[Any, ...]]) -> float:
+        """A step; each micro-batch is what the model takes."""
+        losses = []
+        for micro_batch in batch:
+            self.is_first = not losses
+            loss = self.model(*micro_batch)
+            (loss / len(batch)).backward()
+            losses.append(loss.detach())
+        nn.utils.clip_grad_norm_(self.trained, self.clipping)
+        self.optimizer.step()
+        if not self.weights:
+            self.optimizer.zero_grad()
+        with torch.no_grad():
+            for master, weight in self.weights:
+                weight.copy_(master)
+        return float(torch.stack(losses).mean())
+
+    def _accumulate(self, master: Tensor, weight: Tensor) -> None:
+        """Add a weight's gradient to its fp32 copy's, which the first micro-batch begins anew."""
+        if self.is_first:
+            master.grad.copy_(weight.grad)
+        else:
+            master.grad.add_(weight.grad)
+        weight.grad = None

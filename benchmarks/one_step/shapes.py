@@ -1,0 +1,118 @@
+"""What takes a step: shapes of models, precisions, and the recipes that both make."""
+
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+
+from models.config import ModelConfig
+from models.cost import attention_multiply_adds, flops_per_token
+from recipes.training.recipe.schema import DEFAULT_RECIPE, REPOSITORY, Recipe, load_recipe
+from recipes.training.runtime.processes import has_compiler
+
+PRECISIONS = ("fp32", "bf16")
+INITIAL_STD = 0.06  # so much that attention matters to the first losses, which are compared
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """A model and its batch; Llama's architecture.
+
+    base: the recipe that it changes
+    sizes: keys of [model] that are not the base's
+    """
+
+    base: Path = DEFAULT_RECIPE
+    sizes: tuple[tuple[str, int], ...]
+    micro_sequences: int
+    micro_batches: int = 1
+
+    @property
+    def name(self) -> str:
+        """Such as "hidden 512 x 8, sequence 512, vocabulary 4096"."""
+        model = self.recipe("fp32").model
+        own = "" if self.base == DEFAULT_RECIPE else f"{self.base.parent.name} {self.base.stem}, "
+        return (
+            f"{own}hidden {model.hidden_size} x {model.layers}, "
+            f"sequence {model.sequence_length}, vocabulary {model.vocab_size}"
+        )
+
+    @property
+    def tokens(self) -> int:
+        """Of a step."""
+        length = self.recipe("fp32").model.sequence_length
+        return length * self.micro_sequences * self.micro_batches
+
+    def recipe(self, precision: str, *, zero_stage: int = 1, more: tuple[str, ...] = ()) -> Recipe:
+        """Return what our engine runs, on one process unless `more` says otherwise.
+
+        Its kernels are compiled where the machine has a compiler.
+        """
+        settings = {
+            **{f"model.{key}": size for key, size in self.sizes},
+            "model.initial_std": INITIAL_STD,
+            "layout.tensor": 1,
+            "layout.pipeline": 1,
+            "batch.micro_sequences": self.micro_sequences,
+            "batch.global_sequences": self.micro_sequences * self.micro_batches,
+            "training.compile": "true" if can_compile() else "false",
+            "deepspeed": f"ds_configs/zero{zero_stage}_{precision}.json",
+        }
+        if self.base != DEFAULT_RECIPE:
+            settings |= {"cluster.nodes": 1, "cluster.gpus_per_node": 1}
+        overrides = [f"{key}={value}" for key, value in settings.items()]
+        return load_recipe(self.base, [*overrides, *more])
+
+
+@cache
+def can_compile() -> bool:
+    """Return True if this machine has a compiler for torch.compile."""
+    return has_compiler()
+
+
+def cpu_shape(hidden_size: int, layers: int, vocab_size: int, **batch: int) -> Shape:
+    """Heads of 64 and an MLP of 8/3, as multiples of 64; sequences of 512."""
+    sizes = {
+        "hidden_size": hidden_size,
+        "layers": layers,
+        "vocab_size": vocab_size,
+        "sequence_length": 512,
+        "heads": hidden_size // 64,
+        "kv_heads": hidden_size // 64,
+        "ffn_hidden_size": -(-8 * hidden_size // (3 * 64)) * 64,
+    }
+    return Shape(sizes=tuple(sizes.items()), **({"micro_sequences": 2} | batch))
+
+
+CPU_SHAPES = {
+    "512x8-4k": cpu_shape(512, 8, 4096),
+    "512x8-32k": cpu_shape(512, 8, 32768),
+    "1024x4-4k": cpu_shape(1024, 4, 4096),
+    "1024x4-32k": cpu_shape(1024, 4, 32768),
+}
+GPU_SHAPES = {
+    "llama-1b": Shape(
+        base=REPOSITORY / "recipes" / "llama" / "1b.toml",
+        sizes=(("sequence_length", 4096),),
+        micro_sequences=2,
+    )
+}
+CPU_MEMORY_SHAPES = {"512x8-128k": cpu_shape(512, 8, 131072)}
+OVERHEAD_SHAPE = cpu_shape(512, 7, 2048, micro_sequences=1, micro_batches=4)  # 25 M parameters
+TENSOR_SHAPE = cpu_shape(1024, 4, 4096)
+SHAPES = CPU_SHAPES | GPU_SHAPES | CPU_MEMORY_SHAPES
+
+
+def with_batch(shape: Shape, micro_sequences: int | None, micro_batches: int | None) -> Shape:
+    """The shape with another batch, where one is given."""
+    return replace(
+        shape,
+        micro_sequences=micro_sequences or shape.micro_sequences,
+        micro_batches=micro_batches or shape.micro_batches,
+    )
+
+
+def step_flops(model: ModelConfig, tokens: int) -> dict[str, float]:
+    """FLOPs of a step: attention counted as half, which is what is not masked, and in full."""
+    full = flops_per_token(model) * tokens
+    masked = 3 * 2 * model.layers * attention_multiply_adds(model) / 2 * tokens
+    return {"causal": full - masked, "full": full}

@@ -1,0 +1,287 @@
+"""Pipelines of layers that sleep instead of computing: only the engine needs the cores."""
+
+import time
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from deepspeed.pipe import DualPipeVModule, LayerSpec, PipelineModule
+from deepspeed.runtime.pipe.engine import PipelineEngine
+from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
+from torch import Tensor, nn
+
+from models.errors import UserError
+from models.parallel.collectives import TensorAxis
+from models.parallel.context import Context
+from models.parallel.deferral import Deferring
+from models.pipeline.channels import Boundary
+from models.pipeline.process_grid import ProcessGrid
+from models.pipeline.recording import Event, Recording
+from models.pipeline.schedule.order import BACKWARD, Pass, Pipeline
+from models.pipeline.schedule.simulation import TimedPass, Timeline, pipeline_seconds, simulate
+from models.pipeline.scheduled_engine import scheduled_engines
+from models.pipeline.stage import Stage
+from recipes.training.runtime.processes import quiet
+from tests.ranks import join_world, run_ranks
+
+SHAPE = (1, 1, 8)  # of activations, [s, b, h]
+
+
+class Contestant(NamedTuple):
+    """A schedule and who runs it."""
+
+    schedule: str
+    chunks: int = 1
+    is_stock: bool = False
+
+
+CONTESTANTS = {
+    "1f1b": Contestant("1f1b"),
+    "interleaved, 2 chunks": Contestant("interleaved", 2),
+    "interleaved, 3 chunks": Contestant("interleaved", 3),
+    "zb-h1": Contestant("zb-h1"),
+    "zb-v": Contestant("zb-v", 2),
+    "dualpipev": Contestant("dualpipev", 2),
+    "DeepSpeed's 1f1b": Contestant("1f1b", is_stock=True),
+    "DeepSpeed's dualpipev": Contestant("dualpipev", 2, is_stock=True),
+}
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What is timed.
+
+    forward: seconds of a micro-batch's forward pass through all chunks of a stage; of each of the
+        two parts of its backward pass, too
+    steps: of each contestant, after one that is not timed
+    """
+
+    stages: int
+    micro_batches: int
+    forward: float
+    steps: int
+
+    def pipeline(self, contestant: Contestant) -> Pipeline:
+        """What orders a contestant's passes."""
+        return Pipeline(
+            stages=self.stages,
+            micro_batches=self.micro_batches,
+            chunks=contestant.chunks,
+            schedule=contestant.schedule,
+        )
+
+    def contestants(self) -> dict[str, Pipeline]:
+        """The contestants that run with so many micro-batches."""
+        found = {}
+        for name, contestant in CONTESTANTS.items():
+            try:
+                found[name] = self.pipeline(contestant)
+            except UserError:  # dualpipev
+                continue
+        return found
+
+    def seconds(self, pipeline: Pipeline, work: Pass) -> float:
+        """How long a pass sleeps."""
+        parts = 2 if work.kind == BACKWARD and not pipeline.splits else 1
+        return parts * self.forward / pipeline.chunks
+
+    def theory(self, pipeline: Pipeline) -> float:
+        """Seconds of a step by the table in `models/pipeline/schedule/order.py`."""
+        p, m, v = pipeline.stages, pipeline.micro_batches, pipeline.chunks
+        forwards = {
+            "1f1b": 3 * (m + p - 1),
+            "interleaved": 3 * (m + (p - 1) / v),
+            "zb-h1": 3 * m + p - 1,
+            "zb-v": 3 * m + (p - 1) / 2,
+            "dualpipev": 3 * m + 2 * (p - 1) - 1 / 2,
+        }
+        return forwards[pipeline.schedule] * self.forward
+
+
+class Step(NamedTuple):
+    """One step of all stages.
+
+    seconds: from the barrier before it until the last rank is through, optimizer and loss included
+    passes: what ran when
+    """
+
+    seconds: float
+    passes: Timeline
+
+    @property
+    def makespan(self) -> float:
+        """Seconds from the first pass's start to the last one's end."""
+        start = min(stage[0].start for stage in self.passes)
+        return pipeline_seconds(self.passes) - start
+
+    def simulated(self, pipeline: Pipeline) -> Timeline:
+        """When these passes, each as long as it was, would have run if nothing else took time."""
+        took = {timed.work: timed.end - timed.start for stage in self.passes for timed in stage}
+        return simulate(pipeline, took.__getitem__)
+
+
+class Found(NamedTuple):
+    """A contestant's steps."""
+
+    pipeline: Pipeline
+    steps: list[Step]
+
+    @property
+    def best(self) -> Step:
+        """The one whose passes were through first."""
+        return min(self.steps, key=lambda step: step.makespan)
+
+    def ratios(self, setting: Setting) -> dict[str, float]:
+        """Of the best step; seconds beside them."""
+        best, theory = self.best, setting.theory(self.pipeline)
+        simulated = pipeline_seconds(best.simulated(self.pipeline))
+        return {
+            "over_theory": best.makespan / theory,
+            "over_simulated": best.makespan / simulated,
+            "step_over_theory": min(step.seconds for step in self.steps) / theory,
+            "makespan_seconds": best.makespan,
+            "theory_seconds": theory,
+        }
+
+
+def time_all(setting: Setting) -> dict[str, Found]:
+    """Every contestant's steps; one after the other, so that what disturbs one disturbs all."""
+    ranks = run_ranks(setting.stages, time_rank, setting)
+    found = {}
+    for name, pipeline in setting.contestants().items():
+        steps = [rank[name] for rank in ranks]
+        found[name] = Found(pipeline, [joined(pipeline, step) for step in zip(*steps, strict=True)])
+    return found
+
+
+RankStep = tuple[float, float, list[Event]]  # start, end and events of one rank's step
+
+
+def joined(pipeline: Pipeline, ranks: tuple[RankStep, ...]) -> Step:
+    """What the ranks have seen of a step."""
+    start = min(rank[0] for rank in ranks)
+    passes: Timeline = []
+    for order, (_, _, events) in zip(pipeline.orders, ranks, strict=True):
+        computed = [event for event in events if event.kind is not None]
+        assert [work.kind for work in order] == [event.kind for event in computed]
+        passes.append(
+            [
+                TimedPass(work, event.start - start, event.end - start)
+                for work, event in zip(order, computed, strict=True)
+            ]
+        )
+    return Step(max(rank[1] for rank in ranks) - start, passes)
+
+
+def time_rank(setting: Setting) -> dict[str, list[RankStep]]:
+    """On a rank: the steps of every contestant."""
+    join_world()
+    engines = {
+        name: build(setting, pipeline, is_stock=CONTESTANTS[name].is_stock)
+        for name, pipeline in setting.contestants().items()
+    }
+    for engine in engines.values():
+        run_step(engine)
+    recordings = {name: Recording(engine) for name, engine in engines.items()}
+    steps: dict[str, list[RankStep]] = {name: [] for name in engines}
+    for _ in range(setting.steps):
+        for name, engine in engines.items():
+            recordings[name].clear()
+            start, end = run_step(engine)
+            steps[name].append((start, end, recordings[name].events))
+    return steps
+
+
+def run_step(engine: PipelineEngine) -> tuple[float, float]:
+    """Its start and end."""
+    micro_batch = torch.ones(SHAPE), torch.ones(SHAPE)
+    if isinstance(engine.module, Stage):
+        engine.module.take_contexts([Context()] * engine.micro_batches)
+    dist.barrier()
+    start = time.perf_counter()
+    engine.train_batch(iter([micro_batch] * engine.micro_batches))
+    return start, time.perf_counter()
+
+
+def build(setting: Setting, pipeline: Pipeline, *, is_stock: bool) -> PipelineEngine:
+    """Build a pipeline with one layer in each chunk."""
+    layers = [LayerSpec(SleepingLayer, setting.forward / pipeline.chunks)] * pipeline.positions
+    topology = PipeModelDataParallelTopology(num_pp=setting.stages, num_dp=1, num_mp=1)
+    if is_stock:
+        with quiet():
+            module = DualPipeVModule if pipeline.chunks == 2 else PipelineModule
+            model = module(layers=layers, topology=topology, loss_fn=loss)
+            return initialize(model, setting)
+    with quiet(), scheduled_engines(Boundary(SHAPE, torch.float32, TensorAxis())):
+        model = Stage(
+            layers,
+            pipeline=pipeline,
+            grid=ProcessGrid(topology),
+            layers_of_positions=[1] * pipeline.positions,
+            recompute_interval=0,
+        )
+        return initialize(model, setting)
+
+
+def initialize(model: PipelineModule, setting: Setting) -> PipelineEngine:
+    """The module under DeepSpeed, with ZeRO-1."""
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": setting.micro_batches,
+        "zero_optimization": {"stage": 1},
+        "steps_per_print": None,
+        "pipeline": {"pipe_partitioned": False, "grad_partitioned": False},
+    }
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+    return engine
+
+
+def loss(y: Tensor, labels: Tensor) -> Tensor:
+    """Of two [s, b, h], some number."""
+    return (y * labels).mean()
+
+
+class SleepingLayer(Deferring):
+    """x times a weight for each column, at leisure.
+
+    seconds: of the forward pass and of each part of the backward pass
+    """
+
+    def __init__(self, seconds: float):
+        super().__init__()
+        self.seconds = seconds
+        self.weight = nn.Parameter(torch.ones(SHAPE[-1]))
+
+    def forward(self, x: Tensor, labels: Tensor | None = None) -> Tensor:
+        """[s, b, h] to [s, b, h]; given labels of the same shape, to a loss."""
+        y = _SleepingProduct.apply(x, self.weight, self)
+        return y if labels is None else loss(y, labels)
+
+
+class _SleepingProduct(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, layer):
+        ctx.save_for_backward(x)
+        ctx.weight, ctx.layer = weight, layer
+        time.sleep(layer.seconds)
+        return x * weight
+
+    @staticmethod
+    def backward(ctx, grad):
+        (x,) = ctx.saved_tensors
+        layer = ctx.layer
+        time.sleep(layer.seconds)
+
+        def weight_gradient() -> Tensor:
+            time.sleep(layer.seconds)
+            return (grad * x).flatten(0, 1).sum(0)
+
+        grad_weight = None
+        if layer.deferral is None:
+            grad_weight = weight_gradient()
+        else:
+            layer.deferral.put(ctx.weight, weight_gradient)
+        return grad * ctx.weight, grad_weight, None

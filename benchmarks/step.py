@@ -1,0 +1,206 @@
+"""How fast one device trains: our step beside that of transformers' Llama under DeepSpeed.
+
+On a GPU if DeepSpeed finds one, on one core and one thread a process otherwise. Contestants have a
+process each and take turns; ratios are medians over the rounds.
+
+    python benchmarks/step.py                                  # everything, on this device
+    python benchmarks/step.py --only rows --shape 512x8-4k --precision bf16 --profile 12
+    python benchmarks/step.py --only rows --contestants all    # bare loops, both ways to bf16
+    python benchmarks/step.py --only overhead --steps 15 --json
+    python benchmarks/step.py --calibrate-device cpu           # the planner's file
+
+On a GPU, Llama 1B at sequences of 4096 in bf16, two contestants in its memory at a time:
+
+    python benchmarks/step.py --only rows --steps 10 --profile 15
+    python benchmarks/step.py --calibrate-device H100
+"""
+
+import os
+import sys
+from pathlib import Path
+
+if __name__ == "__main__":  # the repository, not this folder, is where imports start
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Contestants are ended where they are, and what they hold ends with them.
+os.environ.setdefault("PYTHONWARNINGS", "ignore:resource_tracker:UserWarning")
+
+import argparse
+import json
+import re
+from collections.abc import Iterable
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+from benchmarks.device import device_file
+from benchmarks.one_step import overhead, rows, step_report, tensor_ranks
+from benchmarks.one_step.shapes import (
+    CPU_MEMORY_SHAPES,
+    CPU_SHAPES,
+    GPU_SHAPES,
+    OVERHEAD_SHAPE,
+    PRECISIONS,
+    SHAPES,
+    TENSOR_SHAPE,
+    Shape,
+    with_batch,
+)
+from benchmarks.taking_turns import Player, cores_at_hand, players
+from models.errors import UserError
+from recipes.gpus.datasheet import FOLDER
+from recipes.training.runtime.processes import on_gpu
+
+PARTS = ("rows", "memory", "overhead", "tensor_parallel")
+MEMORY_ROUNDS = 2  # the peak is there after the first
+OVERHEAD_ROUNDS = 3  # times as many: what is looked for is small
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = build_parser()
+    options = parser.parse_args()
+    cores = () if on_gpu() else tuple(cores_at_hand())
+    setting = rows.Setting(
+        rounds=options.steps,
+        zero_stage=options.zero,
+        who=options.contestants,
+        cores=cores,
+        kernels=options.profile,
+        memory_kept_by=options.memory_kept_by,
+    )
+    if options.calibrate_device:
+        try:
+            calibrated = device_file.calibrate(
+                options.calibrate_device, options.like, setting, FOLDER
+            )
+        except UserError as problem:
+            parser.error(str(problem))
+        print(json.dumps(calibrated)) if options.json else step_report.print_file(calibrated)
+        return
+    result: dict[str, Any] = {"rows": [], "tensor_parallel_2": None}
+    for part in options.only or PARTS:
+        for found in MEASURE[part](options, setting):
+            if part == "tensor_parallel":
+                result["tensor_parallel_2"] = (result["tensor_parallel_2"] or {}) | found
+            else:
+                result["rows"].append(found)
+            if not options.json:
+                step_report.PRINT[part](found)
+    if options.json:
+        print(json.dumps(result))
+
+
+def measure_rows(options: argparse.Namespace, setting: rows.Setting) -> Iterable[dict[str, Any]]:
+    """A row for each shape and precision."""
+    usual = CPU_SHAPES if setting.cores else GPU_SHAPES
+    for name in options.shape or usual:
+        for precision in options.precision or (PRECISIONS if setting.cores else ("bf16",)):
+            yield rows.compare(
+                setting, shape(options, SHAPES[name]), precision, matmul(setting.cores, precision)
+            )
+
+
+def measure_memory(options: argparse.Namespace, setting: rows.Setting) -> Iterable[dict[str, Any]]:
+    """Rows of shapes whose logits are most of what a step keeps; a GPU's rows are such already."""
+    few = replace(setting, rounds=min(setting.rounds, MEMORY_ROUNDS), warm_up=1, kernels=0)
+    shapes = CPU_MEMORY_SHAPES if setting.cores else {}
+    for name in options.shape or shapes:
+        for precision in options.precision or PRECISIONS:
+            yield rows.compare(
+                few, shape(options, SHAPES[name]), precision, matmul(setting.cores, precision)
+            )
+
+
+def measure_overhead(
+    options: argparse.Namespace, setting: rows.Setting
+) -> Iterable[dict[str, Any]]:
+    """Rows of engine, tracking and data feeding together."""
+    more = replace(setting, rounds=OVERHEAD_ROUNDS * setting.rounds)
+    for precision in options.precision or PRECISIONS:
+        yield from overhead.compare(more, shape(options, OVERHEAD_SHAPE), precision)
+
+
+def measure_tensor_parallel(
+    options: argparse.Namespace, setting: rows.Setting
+) -> Iterable[dict[str, Any]]:
+    """Of each precision; on one GPU there is nobody to share with."""
+    if len(setting.cores) < 2:
+        return
+    for precision in options.precision or PRECISIONS:
+        yield {precision: tensor_ranks.compare(setting, shape(options, TENSOR_SHAPE), precision)}
+
+
+MEASURE = {
+    "rows": measure_rows,
+    "memory": measure_memory,
+    "overhead": measure_overhead,
+    "tensor_parallel": measure_tensor_parallel,
+}
+
+
+def shape(options: argparse.Namespace, usual: Shape) -> Shape:
+    """A shape with the batch that was asked for."""
+    return with_batch(usual, options.micro_sequences, options.micro_batches)
+
+
+@cache
+def matmul(cores: tuple[int, ...], precision: str) -> dict[str, float]:
+    """The device's measured TFLOP/s of large matrix products, by library."""
+    with players({"": lambda: Player(rates.play, cores=cores)}) as playing:
+        playing[""].settle()
+        (rates,) = playing[""].ask("large_matmul", precision)
+    return rates
+
+
+def positive(text: str) -> int:
+    """A number from 1 on."""
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text} is none; use 1 or more")
+    return number
+
+
+def device_name(text: str) -> str:
+    """What can be a file's name in the planner's folder."""
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9 _-]*", text):
+        raise argparse.ArgumentTypeError(f'"{text}" is no name; use one such as H100')
+    return text
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The command's options."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--only", action="append", choices=PARTS, help="this part; repeatable")
+    parser.add_argument(
+        "--steps", type=positive, default=5, help="that are timed; overheads: three times as many"
+    )
+    parser.add_argument(
+        "--shape", action="append", choices=SHAPES, help="of rows and memory; repeatable"
+    )
+    parser.add_argument("--precision", action="append", choices=PRECISIONS, help="repeatable")
+    parser.add_argument("--micro-sequences", type=positive, help="of a micro-batch")
+    parser.add_argument("--micro-batches", type=positive, help="of a step")
+    parser.add_argument("--zero", type=int, choices=(1, 2), default=1, help="all rows' ZeRO stage")
+    parser.add_argument(
+        "--contestants", choices=("main", "bare", "all"), default="main",
+        help="main: under DeepSpeed; bare: loops without it too; all: both ways to bf16 too",
+    )  # fmt: skip
+    parser.add_argument(
+        "--memory-kept-by", choices=("ours", "all"), default="ours",
+        help="on a CPU our runs tell malloc to reuse memory; all: transformers' processes too",
+    )  # fmt: skip
+    parser.add_argument("--profile", type=int, default=0, metavar="K", help="list K kernels each")
+    parser.add_argument(
+        "--calibrate-device", metavar="NAME", type=device_name,
+        help="write recipes/gpus/datasheets/NAME.toml instead, from what is measured here",
+    )  # fmt: skip
+    parser.add_argument("--like", metavar="NAME", help="whose file a new device's begins as")
+    parser.add_argument("--json", action="store_true", help="one JSON object and nothing else")
+    return parser
+
+
+if __name__ == "__main__":
+    main()

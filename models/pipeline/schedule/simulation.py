@@ -1,0 +1,87 @@
+"""When each pass of a pipeline runs. Arithmetic only."""
+
+from collections.abc import Callable, Sequence
+from itertools import chain
+from statistics import median
+from typing import NamedTuple
+
+from models.pipeline.schedule.order import Kind, Order, Pass, Pipeline
+
+
+class TimedPass(NamedTuple):
+    """A pass and its seconds since the step's start."""
+
+    work: Pass
+    start: float
+    end: float
+
+
+Timeline = list[list[TimedPass]]  # by stage, in the stage's order
+
+
+def simulate(
+    pipeline: Pipeline,
+    seconds: Callable[[Pass], float],
+    *,
+    transfer: float = 0.0,
+    orders: Sequence[Order] | None = None,
+) -> Timeline:
+    """When each pass runs: when its stage is free and what it needs is there.
+
+    What a pass makes leaves at once, and neither stage waits while it is on its way.
+
+    seconds: of a pass
+    transfer: seconds from one stage to another
+    orders: of the stages, if not the pipeline's own
+
+    Raises:
+        ValueError: the stages wait for each other.
+    """
+    orders = pipeline.orders if orders is None else orders
+    done: Timeline = [[] for _ in orders]
+    ends: dict[Pass, float] = {}
+
+    def run_next(stage: int) -> bool:
+        work = orders[stage][len(done[stage])]
+        start = done[stage][-1].end if done[stage] else 0.0
+        needed = pipeline.needed(work)
+        if needed is not None:
+            if needed not in ends:
+                return False
+            arrival = ends[needed] + (transfer if needed.stage != stage else 0.0)
+            start = max(start, arrival)
+        ends[work] = start + seconds(work)
+        done[stage].append(TimedPass(work, start, ends[work]))
+        return True
+
+    progress = True
+    while progress:
+        progress = False
+        for stage, order in enumerate(orders):
+            while len(done[stage]) < len(order) and run_next(stage):
+                progress = True
+    stuck = [order[len(d)] for order, d in zip(orders, done, strict=True) if len(d) < len(order)]
+    if stuck:
+        raise ValueError(f"the stages wait for each other: {stuck}")
+    return done
+
+
+def pipeline_seconds(timeline: Timeline) -> float:
+    """From the first pass to the end of the last one."""
+    return max(stage[-1].end for stage in timeline)
+
+
+def idle_share(timeline: Timeline) -> float:
+    """The share of all stages' time in which they wait: the bubble and the transfers."""
+    busy = sum(timed.end - timed.start for stage in timeline for timed in stage)
+    return 1 - busy / (len(timeline) * pipeline_seconds(timeline))
+
+
+def typical_seconds(timeline: Timeline) -> Callable[[Pass], float]:
+    """The median of what each stage's, chunk's and kind's passes took."""
+    spans: dict[tuple[Kind, int, int], list[float]] = {}
+    for timed in chain.from_iterable(timeline):
+        work = timed.work
+        spans.setdefault((work.kind, work.stage, work.chunk), []).append(timed.end - timed.start)
+    medians = {key: median(found) for key, found in spans.items()}
+    return lambda work: medians[work.kind, work.stage, work.chunk]

@@ -1,0 +1,248 @@
+"""DeepSpeed's PipelineEngine, running any order of passes with communication in the background.
+
+What a pass leaves for its backward pass is kept under its chunk and micro-batch, from the forward
+pass to the last one that needs it.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, ClassVar
+
+import deepspeed
+import torch
+from deepspeed.runtime.pipe import schedule
+from deepspeed.runtime.pipe.engine import PipelineEngine
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from models.parallel.context import Context
+from models.parallel.deferral import Deferral, defer_weights
+from models.parallel.process_groups import matches_by_order
+from models.pipeline.channels import Boundary, Channels
+from models.pipeline.gradients.flat_gradients import gradients_of
+from models.pipeline.instructions import PassSchedule, WeightPass
+from models.pipeline.replacement import replaced
+from models.pipeline.schedule.order import (
+    BACKWARD,
+    FORWARD,
+    WEIGHT,
+    Kind,
+    Pass,
+    Pipeline,
+    last_passes,
+    last_stage,
+)
+from models.pipeline.warm_up import warm_up
+
+
+@dataclass
+class InFlight:
+    """A micro-batch in a chunk, between its passes.
+
+    x: what the forward pass started with, whose gradient the chunk before waits for
+    end: where the backward pass begins; the output itself is not kept
+    """
+
+    x: Tensor
+    end: GradientEdge | Tensor
+
+
+class ScheduledEngine(PipelineEngine):
+    """Runs a Stage in the order of its Pipeline.
+
+    boundary: the tensors that pass from one chunk to the next
+    """
+
+    def __init__(self, *arguments: Any, boundary: Boundary, **settings: Any):
+        self.is_built = False
+        super().__init__(*arguments, **settings)
+        self.is_built = True
+        self.pipeline = self.module.pipeline
+        assert self.pipeline.micro_batches == self.micro_batches
+        self.channels = Channels(self.pipeline, self.grid, boundary, self.device)
+        self.gradients = gradients_of(self, self._parameters_of_chunks())
+        self.deferral = Deferral()
+        if self.pipeline.splits:
+            defer_weights(self.module, self.deferral)
+        self.schedules: dict[tuple[Pipeline, bool], PassSchedule] = {}
+        self.needs_warm_up = matches_by_order() and self.pipeline.stages > 1
+        self._begin_step()
+
+    def warm_up(
+        self,
+        tokens: Tensor | None,
+        labels: Tensor | None,
+        context: Context,
+        *,
+        note: Callable[[str], None],
+    ) -> None:
+        """Use every route, group and kernel once, before the first step; see `warm_up.py`."""
+        warm_up(self, tokens, labels, context, note=note)
+        self.needs_warm_up = False
+
+    def _parameters_of_chunks(self) -> dict[int, list[nn.Parameter]]:
+        """Return the untied parameters of each chunk, with chunks in the order of last passes."""
+        order = self.pipeline.orders[self.stage_id]
+        ending = dict.fromkeys(work.chunk for work in reversed(last_passes(order)))
+        return {chunk: list(self.module.parameters_of_chunk(chunk)) for chunk in reversed(ending)}
+
+    def _begin_step(self) -> None:
+        self.in_flight: dict[tuple[int, int], InFlight] = {}
+        self.deferred: dict[tuple[int, int], list] = {}  # for the weights' passes
+        self.handed_on: dict[Pass, Tensor] = {}  # from one chunk of this stage to another
+        self.labels: dict[int, Tensor] = {}
+        self.tokens: dict[int, Tensor] = {}
+        self.last_passes = set(last_passes(self.pipeline.orders[self.stage_id]))
+
+    def is_last_stage(self) -> bool:
+        """Whether this stage has the end of the model; while DeepSpeed sets up, the last rank."""
+        if not self.is_built:
+            return super().is_last_stage()
+        return self.stage_id == self._stage_of_loss()
+
+    def _stage_of_loss(self) -> int:
+        return last_stage(self.pipeline.schedule, self.pipeline.stages, self.pipeline.chunks)
+
+    def _loss_stage_global_rank(self) -> int:
+        return self.grid.stage_to_global(self._stage_of_loss())
+
+    def _schedule(self, *, training: bool) -> PassSchedule:
+        """Return the instructions of a step, planned once."""
+        key = self.pipeline, training
+        if key not in self.schedules:
+            self.schedules[key] = PassSchedule(self.pipeline, self.stage_id, training=training)
+        return self.schedules[key]
+
+    def _train_schedule(self) -> PassSchedule:
+        return self._schedule(training=True)
+
+    def _inference_schedule(self, micro_batches: int) -> PassSchedule:
+        assert micro_batches == self.pipeline.micro_batches
+        return self._schedule(training=False)
+
+    def _exec_schedule(self, pipe_schedule: PassSchedule) -> None:
+        self.fwd_outputs = []
+        self._begin_step()
+        for step in pipe_schedule.steps():
+            for instruction in step:
+                self._INSTRUCTION_MAP[type(instruction)](self, **instruction.kwargs)
+        assert not (self.in_flight or self.deferred or self.handed_on)
+
+    def _pass(self, kind: Kind, buffer_id: int, chunk: int) -> Pass:
+        return Pass(kind, self.stage_id, chunk, buffer_id)
+
+    def _is_end(self, chunk: int) -> bool:
+        """Whether a chunk is the end of the model."""
+        return self.pipeline.position(self.stage_id, chunk) == self.pipeline.positions - 1
+
+    def _exec_load_micro_batch(self, buffer_id: int, chunk: int) -> None:
+        tokens, labels = self._next_batch()
+        if self.is_first_stage():
+            self.tokens[buffer_id] = tokens.to(self.device, non_blocking=True)
+        if self.is_last_stage():
+            self.labels[buffer_id] = labels.to(self.device, non_blocking=True)
+
+    def _exec_receive(self, kind: Kind, buffer_id: int, chunk: int) -> None:
+        self.channels.expect(self._pass(kind, buffer_id, chunk))
+
+    def _exec_commit_p2p(
+        self, kind: Kind | None = None, buffer_id: int = 0, chunk: int = 0
+    ) -> None:
+        """Wait for what a pass starts with; without one, until all has left."""
+        if kind is None:
+            self.channels.wait_for_sends()
+        else:
+            work = self._pass(kind, buffer_id, chunk)
+            self.handed_on[work] = self.channels.receive(work)
+
+    def run_forward(self, buffer_id: int, chunk: int) -> None:
+        """Run the forward pass of a micro-batch (`buffer_id`) through a chunk."""
+        work = self._pass(FORWARD, buffer_id, chunk)
+        if self.pipeline.needed(work) is None:
+            x = self.tokens.pop(buffer_id)
+        else:
+            x = self.handed_on.pop(work).requires_grad_(torch.is_grad_enabled())
+        if self._is_end(chunk):
+            output = self.module(x, chunk, self.labels.pop(buffer_id))
+            self._note_loss(output.detach())
+        else:
+            output = self.module(x, chunk)
+            self._hand_on(work, output.detach())
+        if torch.is_grad_enabled():
+            end = output if self._is_end(chunk) else get_gradient_edge(output)
+            self.in_flight[chunk, buffer_id] = InFlight(x, end)
+
+    def _note_loss(self, loss: Tensor) -> None:
+        """Where DeepSpeed looks for the losses of the micro-batches and for their sum."""
+        self.fwd_outputs.append(loss)
+        self.total_loss = loss if self.total_loss is None else self.total_loss + loss
+
+    def run_backward(self, buffer_id: int, chunk: int) -> None:
+        """Run the backward pass, without the weight gradients if the schedule splits it."""
+        work = self._pass(BACKWARD, buffer_id, chunk)
+        passing = self.in_flight.pop((chunk, buffer_id))
+        with self._gradients_of(work):
+            if self._is_end(chunk):
+                loss = self.optimizer.scale_if_loss(passing.end / self.micro_batches)
+                torch.autograd.backward(loss)
+            else:
+                torch.autograd.backward(passing.end, self.handed_on.pop(work))
+        if self.pipeline.receiver(work) is not None:
+            self._hand_on(work, passing.x.grad)
+        if self.pipeline.splits:
+            self.deferred[chunk, buffer_id] = self.deferral.take()
+
+    @torch.no_grad()  # otherwise each gradient would keep its inputs alive
+    def run_weight(self, buffer_id: int, chunk: int) -> None:
+        """Compute the weight gradients that the backward pass has deferred."""
+        deferred = self.deferred.pop((chunk, buffer_id))
+        deferred.reverse()
+        with self._gradients_of(self._pass(WEIGHT, buffer_id, chunk)):
+            while deferred:  # pop, so that the inputs of a gradient are freed before the next
+                weight, gradient = deferred.pop()
+                self.gradients.add(weight, gradient())
+
+    def _gradients_of(self, work: Pass) -> AbstractContextManager[None]:
+        """Return a context that marks the gradients of a pass as final if it is the last one."""
+        is_last = work in self.last_passes
+        return self.gradients.last_of(work.chunk) if is_last else nullcontext()
+
+    def _hand_on(self, work: Pass, result: Tensor) -> None:
+        """Keep the result of a pass for the pass that continues with it, or until it is sent."""
+        receiver = self.pipeline.receiver(work)
+        self.handed_on[receiver] = result
+
+    def _exec_send(self, kind: Kind, buffer_id: int, chunk: int) -> None:
+        work = self._pass(kind, buffer_id, chunk)
+        self.channels.send(work, self.handed_on.pop(self.pipeline.receiver(work)))
+
+    def _exec_reduce_grads(self, chunk: int | None = None) -> None:
+        """Note that a chunk's gradients are complete; without a chunk, end the reduction."""
+        if chunk is None:
+            self.gradients.finish()
+        else:
+            self.gradients.complete_chunk(chunk)
+
+    _INSTRUCTION_MAP: ClassVar[dict] = {
+        schedule.LoadMicroBatch: _exec_load_micro_batch,
+        schedule.RecvActivation: partial(_exec_receive, kind=FORWARD),
+        schedule.RecvGrad: partial(_exec_receive, kind=BACKWARD),
+        schedule.CommitP2P: _exec_commit_p2p,
+        schedule.ForwardPass: run_forward,
+        schedule.BackwardPass: run_backward,
+        WeightPass: run_weight,
+        schedule.SendActivation: partial(_exec_send, kind=FORWARD),
+        schedule.SendGrad: partial(_exec_send, kind=BACKWARD),
+        schedule.ReduceGrads: _exec_reduce_grads,
+        schedule.OptimizerStep: PipelineEngine._exec_optimizer_step,
+    }
+
+
+@contextmanager
+def scheduled_engines(boundary: Boundary) -> Iterator[None]:
+    """Let `deepspeed.initialize` make ScheduledEngines of pipelines within the context."""
+    engine = partial(ScheduledEngine, boundary=boundary)
+    with replaced(deepspeed, "PipelineEngine", engine):
+        yield

@@ -1,0 +1,135 @@
+"""A rank's part of the pipeline: DeepSpeed's module, holding any number of chunks.
+
+DeepSpeed builds the layers and joins the copies of tied ones; how a rank runs its layers (contexts,
+recomputation) is `run_layers`, the same as without a pipeline.
+"""
+
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
+from typing import Any
+
+from deepspeed.pipe import PipelineModule, TiedLayerSpec
+from deepspeed.runtime.pipe import module
+from torch import Tensor, nn
+
+from models.layer_specs import run_layers
+from models.parallel.context import Context
+from models.parallel.process_groups import create_groups
+from models.pipeline.process_grid import ProcessGrid
+from models.pipeline.replacement import replaced
+from models.pipeline.schedule.order import Pipeline
+
+
+class Stage(PipelineModule):
+    """The layers of one stage.
+
+    pipeline: the order of the passes
+    grid: the process groups
+    layers_of_positions: number of layers of each chunk of the pipeline, in the model's order
+    recompute_interval: blocks that the backward pass recomputes at a time; 0: no recomputation
+    """
+
+    def __init__(
+        self,
+        *arguments: Any,
+        pipeline: Pipeline,
+        grid: ProcessGrid,
+        layers_of_positions: Sequence[int],
+        recompute_interval: int,
+        **settings: Any,
+    ):
+        assert len(layers_of_positions) == pipeline.positions
+        self.pipeline = pipeline
+        self.parts = [0, *accumulate(layers_of_positions)]
+        # PipelineModule would build a grid of its own, group by group.
+        with replaced(module, "PipelineParallelGrid", lambda **_: grid):
+            super().__init__(*arguments, topology=grid.topology(), **settings)
+        self.recompute_interval = recompute_interval
+        self.take_contexts([])
+
+    def _partition_layers(self, method: str = "") -> None:
+        """Which layers are whose has been decided; DeepSpeed's name for the hook."""
+        assert self.parts[-1] == self._num_layers
+        chunks = range(self.pipeline.chunks)
+        positions = [self.pipeline.position(self.stage_id, chunk) for chunk in chunks]
+        self.bounds = [(self.parts[n], self.parts[n + 1]) for n in positions]
+        self._set_bounds(*self.bounds[0])
+
+    def _build(self) -> None:
+        self.layers_of_chunks = []
+        for start, stop in self.bounds:
+            self._set_bounds(start, stop)
+            self.forward_funcs = []
+            super()._build()
+            self.layers_of_chunks.append(self.forward_funcs)
+        self.forward_funcs = [layer for chunk in self.layers_of_chunks for layer in chunk]
+        self._set_bounds(*self.bounds[0])
+
+    def _synchronize_tied_weights(self) -> None:
+        """Do nothing: `initialize` makes all replicas equal, and DeepSpeed's broadcast warns."""
+
+    def _index_tied_modules(self) -> dict[str, dict[str, Any]]:
+        """Create the groups of stages with a tied module, for all data and tensor ranks at once.
+
+        PipelineModule's own method calls `new_group` for every data and tensor rank.
+
+        Returns:
+            By key: the ranks, their group, the names of the weights and the module.
+        """
+        if self.num_stages == 1:
+            return {}
+        keys = sorted({s.key for s in self._layer_specs if isinstance(s, TiedLayerSpec)})
+        found = {key: self._tied_comm(key) for key in keys}
+        return {key: comm for key, comm in found.items() if comm is not None}
+
+    def _tied_comm(self, key: str) -> dict[str, Any] | None:
+        stages = {
+            self.stage_owner(index)
+            for index, spec in enumerate(self._layer_specs)
+            if isinstance(spec, TiedLayerSpec) and spec.key == key
+        }
+        of_stages = [self._topo.filter_match(pipe=stage) for stage in sorted(stages)]
+        partition = list(zip(*of_stages, strict=True))
+        group = create_groups(partition)
+        ranks = next((list(each) for each in partition if self.global_rank in each), None)
+        if ranks is None:
+            return None
+        shared = self.tied_modules[key]
+        if self.global_rank != ranks[0]:
+            for parameter in shared.parameters():
+                parameter.ds_pipe_replicated = True  # the gradient norm counts it once
+        attributes = self.tied_weight_attrs[key]
+        return {"ranks": ranks, "group": group, "weight_attr": attributes, "module": shared}
+
+    def stage_owner(self, layer_idx: int) -> int:
+        """Return the stage that holds a layer."""
+        position = next(n for n, stop in enumerate(self.parts[1:]) if layer_idx < stop)
+        return self.pipeline.place(position)[0]
+
+    def parameters_of_chunk(self, chunk: int) -> Iterator[nn.Parameter]:
+        """Of a chunk's layers, without tied ones, which other chunks may hold too."""
+        start, stop = self.bounds[chunk]
+        for number, layer in self.named_children():
+            if number.isdecimal() and start <= int(number) < stop:
+                yield from layer.parameters()
+
+    def take_contexts(self, contexts: Sequence[Context]) -> None:
+        """The contexts of the micro-batches that are about to come through, in this order."""
+        self.contexts = [iter(contexts) for _ in range(self.pipeline.chunks)]
+
+    def check_contexts_taken(self) -> None:
+        """Check that every micro-batch has come through every chunk."""
+        assert not any(list(contexts) for contexts in self.contexts)
+
+    def forward(self, x: Tensor, chunk: int, labels: Tensor | None = None) -> Tensor:
+        """The next micro-batch through one of this rank's chunks.
+
+        labels: [b, s], for the end of the model, which then gives the loss
+        """
+        return run_layers(
+            self.layers_of_chunks[chunk],
+            x,
+            context=next(self.contexts[chunk]),
+            labels=labels,
+            recompute_interval=self.recompute_interval,
+        )

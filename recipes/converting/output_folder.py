@@ -1,0 +1,60 @@
+"""A folder that a command writes: it appears when everything is in it."""
+
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from models.errors import UserError
+from recipes.training.run_folder.line_file import flush
+
+OURS = ("manifest.json", "config.json")  # one of them is in whatever this command has written
+
+
+@contextmanager
+def output_folder(path: Path, *, reading: Path, overwrite: bool) -> Iterator[Path]:
+    """The folder to write into, which is renamed to `path` at the end, or deleted.
+
+    reading: what must not be overwritten
+
+    Raises:
+        UserError: there is something already, or no room for it.
+    """
+    path, reading = path.resolve(), reading.resolve()
+    _check(path, reading, overwrite)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # Names that no other process has, which may be writing the same.
+        beside = {"dir": path.parent, "prefix": f"{path.name}.", "suffix": ".incomplete"}
+        with tempfile.TemporaryDirectory(**beside, ignore_cleanup_errors=True) as room:
+            workspace, old = Path(room) / "new", Path(room) / "old"
+            workspace.mkdir()
+            yield workspace
+            for file in (*workspace.rglob("*"), workspace):
+                flush(file)
+            if path.exists():
+                os.rename(path, old)
+            os.rename(workspace, path)
+            flush(path.parent)
+    except OSError as error:
+        raise UserError(
+            f"{error.filename or path} cannot be written ({error.strerror or error}); use a folder "
+            f"with room, to which you may write"
+        ) from None
+
+
+def _check(path: Path, reading: Path, overwrite: bool) -> None:
+    if path.is_relative_to(reading) or reading.is_relative_to(path):
+        raise UserError(f"{path} would overwrite what is read, {reading}; use another folder")
+    if path.is_file():
+        raise UserError(f"{path} is a file; use a folder")
+    if not path.is_dir() or not any(path.iterdir()):
+        return
+    if not overwrite:
+        raise UserError(f"{path} is already there; use another folder, or --overwrite")
+    if not any((path / name).is_file() for name in OURS) or (path / "checkpoints").exists():
+        raise UserError(
+            f"{path} has other things in it than this command writes; use another folder, or "
+            f"delete it yourself"
+        )

@@ -1,0 +1,35 @@
+"""The checkpoint that a command reads, verified."""
+
+from pathlib import Path
+
+from models.config import ModelConfig
+from models.errors import UserError
+from recipes.training.checkpoint.manifest import Manifest, find_damages
+from recipes.training.checkpoint.reader import CheckpointReader
+from recipes.training.run_folder.checkpoint_folders import published
+
+
+def open_checkpoint(path: Path) -> CheckpointReader:
+    """A checkpoint, or the newest undamaged one of a run folder.
+
+    Raises:
+        UserError: there is none, or it is damaged.
+    """
+    if (path / "manifest.json").is_file():
+        damage = next(find_damages(path), None)
+        if damage:
+            raise UserError(f"{damage}; use another checkpoint")
+        return CheckpointReader(path, Manifest.read(path))
+    found = published(path / "checkpoints") or published(path)
+    for checkpoint in reversed(found):
+        if next(find_damages(checkpoint), None) is None:
+            return CheckpointReader(checkpoint, Manifest.read(checkpoint))
+    if found:
+        damage = next(find_damages(found[-1]))
+        raise UserError(f"{path}: all checkpoints here are damaged; {damage}")
+    raise UserError(f"{path}: no checkpoint there; use a run folder such as runs/tiny")
+
+
+def model_of(source: CheckpointReader) -> ModelConfig:
+    """The architecture, of a run's checkpoint or of weights from elsewhere."""
+    return ModelConfig(**source.manifest.recipe["model"])

@@ -1,0 +1,147 @@
+"""Performance of a GPU: its maker's datasheet, and the share of it that is reached."""
+
+import tomllib
+from dataclasses import dataclass, fields
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from models.errors import UserError
+
+FOLDER = Path(__file__).with_name("datasheets")
+EXAMPLES = {  # type of a key -> its Python types, a value that works
+    str: ((str,), '"H100"'),
+    float: ((int, float), "1.5"),
+    int: ((int,), "132"),
+    list[str]: ((list,), '["H100"]'),
+    dict[str, float]: ((dict,), "{ bf16 = 989.0 }"),
+}
+OTHER_BOARDS = {  # slower ones of the same names, for the MFU of a run; dense peaks in TFLOP/s
+    "V100-PCIE": {"fp16": 112.0, "fp32": 14.0},  # NVIDIA V100 datasheet
+    "H100 PCIe": {"bf16": 756.0, "fp16": 756.0, "fp32": 51.0},  # NVIDIA H100 datasheet
+    "H100 NVL": {"bf16": 835.0, "fp16": 835.0, "fp32": 60.0},  # NVIDIA H100 datasheet
+}
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Gpu:
+    """One kind of GPU and the node it usually sits in, a file of `gpus/`.
+
+    Rates are per GPU and, for links, in one direction. Efficiencies are what large operations
+    reach of a datasheet's number, latencies what small ones cannot go below.
+    """
+
+    name: str
+    device_names: list[str]  # what the driver's name of such a device contains
+    peak_tflops: dict[str, float]  # precision -> dense matrix products
+    memory_gib: float  # that CUDA reports
+    node_memory_gib: float  # of a usual host, for all of its GPUs
+    context_gib: float  # CUDA's and NCCL's own memory, our guess
+    memory_gigabytes_per_second: float
+    multiprocessors: int
+    node_link_gigabytes_per_second: float
+    network_gigabytes_per_second: float
+    dollars_per_hour: float
+    matmul_efficiency: float  # of large matrix products in 16 bits
+    matmul_tile_cost: float  # of a tile's edge, in elements: small tiles read more per product
+    matmul_depth_cost: float  # of a tile's start and end, in elements of the inner dimension
+    wave_quantization: float  # how much of a last, partly filled wave of tiles is waited for
+    unaligned_efficiency: float  # of products whose rows are no multiple of 16 bytes
+    attention_efficiency: float  # of a fused attention kernel, relative to matrix products
+    memory_efficiency: float
+    node_link_efficiency: float
+    network_efficiency: float
+    network_contention: float  # of that, when several groups each use several links of a node
+    kernel_seconds: float  # between two kernels
+    node_link_latency_seconds: float
+    network_latency_seconds: float
+    straggling: float  # share of time lost per doubling of the nodes: slowest of many
+
+    @property
+    def device(self) -> str:
+        """Return the kind of device, as in `torch.device.type`; a CPU has no driver names."""
+        return "cuda" if self.device_names else "cpu"
+
+
+def load_gpu(name: str) -> Gpu:
+    """The GPU of that name.
+
+    Raises:
+        UserError: there is none, with the names that there are.
+    """
+    for gpu in gpus():
+        if gpu.name == name:
+            return gpu
+    names = ", ".join(gpu.name for gpu in gpus())
+    raise UserError(f'gpu = "{name}" is not known; use one of {names}')
+
+
+@cache
+def gpus() -> tuple[Gpu, ...]:
+    """All GPUs that have a file."""
+    return tuple(read_gpu(path) for path in sorted(FOLDER.glob("*.toml")))
+
+
+def read_gpu(path: Path) -> Gpu:
+    """Read a file of `gpus/`, whose efficiency may be the name of another GPU of the folder.
+
+    Raises:
+        UserError: the file is not valid TOML, a key is missing or unknown, or a value has the
+            wrong type.
+    """
+    table = _read_toml(path)
+    efficiency = table.pop("efficiency", {})
+    if isinstance(efficiency, str):
+        other = FOLDER / (efficiency.lower().replace("-", "_") + ".toml")
+        if not other.is_file():
+            raise UserError(
+                f'{path.name}: efficiency = "{efficiency}": there is no {other.name}; use the name '
+                f"of a GPU whose file has one, such as H100, or a section [efficiency]"
+            )
+        efficiency = _read_toml(other).get("efficiency")
+    if not isinstance(efficiency, dict):
+        raise UserError(
+            f"{path.name}: efficiency is not a table; add an [efficiency] section like the one in "
+            f"h100.toml"
+        )
+    table |= efficiency
+    known = {field.name for field in fields(Gpu)}
+    if wrong := known ^ set(table):
+        raise UserError(f"{path.name}: missing or unknown: {', '.join(sorted(wrong))}")
+    for field in fields(Gpu):
+        _check_type(path, field.name, table[field.name], field.type)
+    return Gpu(**table)
+
+
+def _read_toml(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise UserError(
+            f"{path.name}: this is not valid TOML: {error}; compare it with h100.toml in the same "
+            f"folder"
+        ) from None
+
+
+def _check_type(path: Path, key: str, value: Any, wanted: Any) -> None:
+    types, example = EXAMPLES[wanted]
+    contents = value.values() if wanted == dict[str, float] and isinstance(value, dict) else value
+    inner = {dict[str, float]: (int, float), list[str]: (str,)}.get(wanted)
+    right = isinstance(value, types) and not isinstance(value, bool)
+    if right and inner is not None:
+        right = all(isinstance(each, inner) and not isinstance(each, bool) for each in contents)
+    if not right:
+        raise UserError(
+            f"{path.name}: {key} = {value!r} has the wrong type; write {key} = {example}"
+        )
+
+
+def peak_tflops(device_name: str, precision: str) -> float | None:
+    """A device's dense peak in TFLOP/s, None where it is not known (a CPU, an unlisted GPU)."""
+    for name, peaks in OTHER_BOARDS.items():
+        if name in device_name:
+            return peaks.get(precision)
+    for gpu in gpus():
+        if any(name in device_name for name in gpu.device_names):
+            return gpu.peak_tflops.get(precision)
+    return None

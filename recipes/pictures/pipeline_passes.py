@@ -1,0 +1,216 @@
+"""Pictures of a pipeline's passes: one row per stage, one box per pass."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import matplotlib
+from matplotlib.axes import Axes
+from matplotlib.collections import PolyCollection
+from matplotlib.colors import to_rgb
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.patches import Patch
+
+from models.errors import UserError
+from models.pipeline.schedule.order import BACKWARD, FORWARD, SCHEDULES, WEIGHT, Kind, Pipeline
+from models.pipeline.schedule.simulation import TimedPass, Timeline, idle_share, pipeline_seconds
+
+ROWS = 16  # stages with a row of their own, at most
+WHOLE = 34  # micro-batches that are all drawn; of more, the first and the last ones
+PAIRS = 14  # of a forward and a backward pass that each of the two ends shows, at least
+WIDTH = 11.0  # inches
+POINTS = 650  # of that, 1/72 inch each, where passes are
+UPRIGHT = 3  # digits that fit into a row's height
+FONT, DIGIT, LINE = 5.5, 3.6, 4.8  # points: of the numbers, of a digit, of a line of them
+LEGEND = 3  # chunks that are all in the legend; of more, the first and the last one
+LABELS = {FORWARD: "forward", BACKWARD: "backward", WEIGHT: "weights"}
+SHADES = {FORWARD: "Blues", BACKWARD: "Oranges", WEIGHT: "Greens"}
+NAMES = {
+    "1f1b": "1F1B",
+    "interleaved": "interleaved 1F1B",
+    "zb-h1": "ZB-H1",
+    "zb-v": "ZB-V",
+    "dualpipev": "DualPipeV",
+}
+
+Window = tuple[float, float]  # seconds since the step's start
+
+
+def draw_comparison(
+    pipeline: Pipeline, predicted: Timeline, measured: Timeline, *, title: str, file: Path
+) -> None:
+    """Write a picture of a step's passes: predicted above, measured below.
+
+    Raises:
+        UserError: the file cannot be written.
+    """
+    save_figure(comparison(pipeline, predicted, measured, title), file)
+
+
+def save_figure(figure: Figure, file: Path) -> None:
+    """Write a figure in the format that the file's suffix names.
+
+    Raises:
+        UserError: the file cannot be written.
+    """
+    try:
+        figure.savefig(file, dpi=200, bbox_inches="tight", pad_inches=0.1)
+    except OSError as error:
+        raise UserError(f"{file}: {error.strerror}; use a file in another folder") from None
+
+
+def comparison(pipeline: Pipeline, predicted: Timeline, measured: Timeline, title: str) -> Figure:
+    """A row for each stage, twice on one scale: predicted above measured."""
+    stages = evenly_picked(pipeline.stages, ROWS)
+    height = 0.5 + 0.24 * max(3, len(stages))
+    figure = Figure(figsize=(WIDTH, 2 * height + 0.8), layout="constrained")
+    above, below = figure.subplots(2, 1, sharex=True)
+    longest = max(map(pipeline_seconds, (predicted, measured)))
+    for axes, name, passes in ((above, "predicted", predicted), (below, "measured", measured)):
+        rows = [passes[stage] for stage in stages]
+        draw_passes(axes, rows, (0.0, longest), points=POINTS, chunks=pipeline.chunks)
+        label_passes([axes], stages, pipeline)
+        axes.set_title(
+            f"{name}: {three_digits(pipeline_seconds(passes))} s, stages wait "
+            f"{idle_share(passes):.1%}",
+            fontsize=9,
+            loc="left",
+        )
+    above.set_xlabel("")
+    figure.suptitle(f"{title}, {schedule_title(pipeline)}", fontsize=10)
+    return figure
+
+
+def shown_windows(pipeline: Pipeline, passes: Timeline) -> list[Window]:
+    """All of the time, or its two ends: until the pipeline is full, and since it empties."""
+    total = pipeline_seconds(passes)
+    pair = total / pipeline.micro_batches
+    first_backward = min(timed.start for timed in passes[0] if timed.work.kind == BACKWARD)
+    end = max(first_backward + 6 * pair, PAIRS * pair)
+    if pipeline.micro_batches <= WHOLE or 2 * end > 0.9 * total:
+        return [(0.0, total)]
+    return [(0.0, end), (total - end, total)]
+
+
+def evenly_picked(count: int, most: int) -> list[int]:
+    """So many of 0 .. count - 1, the ends among them."""
+    if count <= most:
+        return list(range(count))
+    return [round(place * (count - 1) / (most - 1)) for place in range(most)]
+
+
+def schedule_title(pipeline: Pipeline) -> str:
+    """The schedule's, with its chunks where they are chosen."""
+    is_chosen = SCHEDULES[pipeline.schedule].chunks is None
+    return NAMES[pipeline.schedule] + f" ({pipeline.chunks} chunks)" * is_chosen
+
+
+def three_digits(seconds: float) -> str:
+    """Format a number with three significant digits."""
+    return f"{seconds:.0f}" if seconds >= 100 else f"{seconds:#.3g}"
+
+
+def draw_passes(
+    axes: Axes,
+    rows: Sequence[Sequence[TimedPass]],
+    window: Window,
+    *,
+    points: float,
+    chunks: int,
+) -> None:
+    """The passes of each row that fall into the window, numbered where the number fits."""
+    start, end = window
+    scale = points / (end - start)
+    for (kind, chunk), boxes in _by_kind(rows, window).items():
+        colour = shade(kind, chunk, chunks)
+        corners = [
+            [(t.start, row - 0.4), (t.end, row - 0.4), (t.end, row + 0.4), (t.start, row + 0.4)]
+            for row, t in boxes
+        ]
+        edge = min(0.5, 0.15 * scale * min(t.end - t.start for _, t in boxes))
+        axes.add_collection(
+            PolyCollection(corners, facecolors=colour, edgecolors="white", linewidths=edge)
+        )
+        whole = [(row, t) for row, t in boxes if start <= t.start and t.end <= end]
+        for row in range(len(rows)):
+            _number(axes, row, [t for other, t in whole if other == row], scale, ink(colour))
+    axes.set_xlim(start, end)
+    axes.set_ylim(len(rows) - 0.5, -0.5)
+    axes.tick_params(labelsize=8)
+
+
+def _number(axes: Axes, row: int, boxes: Sequence[TimedPass], scale: float, colour: str) -> None:
+    """Micro-batches in the boxes of a row and a kind: all or, where they do not fit, none."""
+    if not boxes:
+        return
+    room = scale * min(timed.end - timed.start for timed in boxes) - 0.5
+    digits = max(len(str(timed.work.micro_batch)) for timed in boxes)
+    if room < digits * DIGIT and (room < LINE or digits > UPRIGHT):
+        return
+    for timed in boxes:
+        axes.text(
+            (timed.start + timed.end) / 2, row, str(timed.work.micro_batch),
+            ha="center", va="center_baseline", fontsize=FONT, color=colour,
+            rotation=0 if room >= digits * DIGIT else 90,
+        )  # fmt: skip
+
+
+def _by_kind(
+    rows: Sequence[Sequence[TimedPass]], window: Window
+) -> dict[tuple[Kind, int], list[tuple[int, TimedPass]]]:
+    """(kind, chunk) -> (row, pass) in the window."""
+    found: dict[tuple[Kind, int], list[tuple[int, TimedPass]]] = {}
+    for row, passes in enumerate(rows):
+        for timed in passes:
+            if timed.end > window[0] and timed.start < window[1]:
+                of = timed.work.kind, timed.work.chunk
+                found.setdefault(of, []).append((row, timed))
+    return found
+
+
+def shade(kind: Kind, chunk: int, chunks: int) -> tuple[float, float, float]:
+    """The colour of a chunk's passes: dark for the first one, lighter for each that follows."""
+    lightness = min(0.35, 0.5 / max(1, chunks - 1)) * chunk
+    return to_rgb(matplotlib.colormaps[SHADES[kind]](0.75 - lightness))
+
+
+def ink(colour: tuple[float, float, float]) -> str:
+    """What can be read on a colour (its luma, ITU-R BT.601)."""
+    red, green, blue = colour[:3]
+    return "black" if 0.299 * red + 0.587 * green + 0.114 * blue > 0.5 else "white"
+
+
+def label_passes(axes: Sequence[Axes], stages: Sequence[int], pipeline: Pipeline) -> None:
+    """Stages, seconds, the colours, and a break between two windows."""
+    first, last = axes[0], axes[-1]
+    first.set_yticks(range(len(stages)), [str(stage) for stage in stages])
+    some = f", {len(stages)} of {pipeline.stages}" if len(stages) < pipeline.stages else ""
+    first.set_ylabel(f"stage{some}", fontsize=9)
+    for each in axes:
+        each.set_xlabel("seconds since the step's start", fontsize=9)
+    if first is not last:
+        last.set_yticks([])
+        first.spines.right.set_visible(False)
+        last.spines.left.set_visible(False)
+        slash = {"marker": [(-1, -2), (1, 2)], "markersize": 9, "linestyle": "none", "color": "k"}
+        first.plot([1, 1], [0, 1], transform=first.transAxes, clip_on=False, **slash)
+        last.plot([0, 0], [0, 1], transform=last.transAxes, clip_on=False, **slash)
+    chunks = pipeline.chunks
+    shown = range(chunks) if chunks <= LEGEND else (0, chunks - 1)
+    handles = [
+        Patch(
+            color=shade(kind, chunk, chunks),
+            label=LABELS[kind] + f" of chunk {chunk}" * (chunks > 1),
+        )
+        for kind in (Kind if pipeline.splits else (FORWARD, BACKWARD))
+        for chunk in shown
+    ]
+    add_legend(last, handles)
+
+
+def add_legend(axes: Axes, handles: Sequence[Line2D | Patch]) -> None:
+    """Beside the axes, at the right."""
+    axes.legend(
+        handles=handles, loc="upper left", bbox_to_anchor=(1.005, 1.0), borderaxespad=0.0,
+        fontsize=8, frameon=False, handlelength=1.4,
+    )  # fmt: skip

@@ -1,0 +1,192 @@
+"""Properties of training software: the kernels that it uses, and what it overlaps."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from models.errors import UserError
+from recipes.planning.inputs.footprint import (
+    DEEPSPEED,
+    DEEPSPEED_2022,
+    MEGATRON,
+    NANOTRON,
+    SHARDED,
+    Footprint,
+    footprints,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Software:
+    """A training stack at a certain time: the kernels that it fuses, and what it overlaps.
+
+    era: how fast its kernels run, relative to the hardware file's efficiencies; the one number
+        that stands for everything that a version of a library changes
+    """
+
+    name: str
+    footprint: Mapping[str, Footprint] = field(
+        default_factory=lambda: DEEPSPEED, compare=False
+    )  # by precision
+    framework: tuple[str, ...] = ()  # what the framework column of a table begins with
+    era: float = 1.0
+    fused_attention: bool = True  # or the scores are written, with a fused softmax
+    attention: float = 1.0  # speed of its fused attention, relative to the hardware file's
+    attention_dropout: bool = False  # of written scores
+    elementwise: float = 1.0  # bytes of the other kernels, relative to one pass per operation
+    tensor_overlap: float = 0.0  # share of tensor collectives hidden, forward
+    tensor_overlap_backward: float = 0.0  # likewise backward, behind the weights' gradients
+    balances_stages: bool = False  # deals blocks by cost, or evenly, the first stages one more
+    split_transfers: bool = True  # each tensor rank sends its part to the next stage
+    pipeline_overlap: float = 0.0  # share of transfers between stages hidden
+    data_overlap: float = 0.0  # share of the gradients' reduction that the backward pass hides
+    gradient_bytes: int | None = None  # as sent; None: those of a weight
+    reduce_scatter: bool = True  # or all-reduce, although the optimizer's state is spread
+    zero2_all_reduce: bool = False  # DeepSpeed's `use_multi_rank_bucket_allreduce`, its default
+    shard_overlap: float = 0.9  # share of ZeRO-2 and 3's communication that computation hides
+    block_seconds: float = 5e-4  # host time to issue a block's forward pass
+    step_seconds: float = 0.02  # host time of a step beside its micro-batches
+    straggling: float = 1.0  # relative to the hardware file's
+    parallel_block: bool = False  # attention and MLP side by side: half the tensor collectives
+
+    def bytes_of_gradients(self, weight: int) -> int:
+        """Return the bytes of a gradient as it is sent.
+
+        weight: bytes of a weight in the model's precision
+        """
+        return self.gradient_bytes or weight
+
+
+THREEFOLD = Software(
+    name="threefold",
+    era=0.95,  # Megatron-DeepSpeed's; nobody has measured ours yet
+    elementwise=1.5,  # our norms, rotations and additions are kernels of their own
+    shard_overlap=0.0,  # as measured for FSDP on the same GPUs
+    zero2_all_reduce=True,
+    block_seconds=6.4e-4,
+    balances_stages=True,
+    pipeline_overlap=1.0,  # receives are posted ahead, sends do not block: as simulated
+)
+# What a stack overlaps at all is from its documents; how much of it, and eras, are fitted to its
+# published measurements.
+STACKS = (
+    THREEFOLD,
+    Software(
+        name="megatron-lm-2021",
+        footprint=footprints(MEGATRON),
+        framework=("Megatron-LM (Jan 2021)", "Megatron-LM (Apr 2021)"),
+        fused_attention=False,
+        attention_dropout=True,
+    ),
+    Software(
+        name="megatron-lm-2022",
+        footprint=footprints(MEGATRON),
+        framework=("Megatron-LM (2022)",),
+        era=1.106,
+        fused_attention=False,
+        attention_dropout=True,
+        tensor_overlap_backward=0.07,
+    ),
+    Software(
+        name="megatron-lm-2023",
+        footprint=footprints(MEGATRON),
+        framework=("Megatron-LM (commit",),
+        era=0.98,
+        tensor_overlap_backward=0.49,
+        gradient_bytes=4,
+    ),
+    Software(
+        name="megascale",
+        footprint=footprints(MEGATRON),
+        framework=("MegaScale",),
+        era=1.066,
+        tensor_overlap=0.7,
+        tensor_overlap_backward=0.53,
+        pipeline_overlap=0.8,
+        data_overlap=0.9,
+        parallel_block=True,
+    ),
+    Software(
+        name="megatron-deepspeed-bigscience",
+        footprint=DEEPSPEED_2022,
+        framework=("Megatron-DeepSpeed (BigScience)",),
+        era=0.875,
+        fused_attention=False,
+        attention_dropout=True,
+        reduce_scatter=False,
+    ),
+    Software(
+        name="megatron-deepspeed",
+        footprint=DEEPSPEED_2022,
+        framework=("Megatron-DeepSpeed",),
+        era=0.95,
+        fused_attention=False,
+        attention_dropout=True,
+        elementwise=0.5,
+        tensor_overlap_backward=0.9,
+        reduce_scatter=False,
+        block_seconds=6.4e-4,
+    ),
+    Software(
+        name="megatron-core",
+        footprint=footprints(MEGATRON),
+        framework=("NeMo/Megatron-Core", "Megatron-Core", "Megatron-Bridge"),
+        elementwise=0.7,
+        tensor_overlap=0.7,
+        tensor_overlap_backward=0.75,
+        pipeline_overlap=0.8,
+        data_overlap=0.9,
+    ),
+    Software(
+        name="composer-fsdp",
+        footprint=footprints(SHARDED),
+        framework=("llm-foundry/composer FSDP",),
+        era=1.007,
+        attention=0.42,
+        shard_overlap=0.0,
+        data_overlap=0.9,
+    ),
+    Software(
+        name="torchtitan",
+        footprint=footprints(SHARDED),
+        framework=("torchtitan",),
+        era=0.87,
+        attention=0.44,
+        elementwise=0.7,
+        data_overlap=0.9,
+    ),
+    Software(
+        name="maxtext",
+        footprint=footprints(SHARDED),
+        framework=("MaxText",),
+        era=1.05,
+        elementwise=0.7,
+        data_overlap=0.9,
+    ),
+    Software(
+        name="internevo",
+        footprint=footprints(MEGATRON),
+        framework=("InternEvo",),
+        era=0.9,
+        data_overlap=0.39,
+    ),
+    Software(
+        name="nanotron",
+        footprint=footprints(NANOTRON),
+        framework=("nanotron",),
+        era=0.89,
+        gradient_bytes=4,
+    ),
+)
+
+
+def load_software(name: str) -> Software:
+    """The stack of that name.
+
+    Raises:
+        UserError: there is none, with the names that there are.
+    """
+    for stack in STACKS:
+        if stack.name == name:
+            return stack
+    names = ", ".join(stack.name for stack in STACKS)
+    raise UserError(f"--software {name} is not known; use one of {names}")

@@ -1,0 +1,253 @@
+"""A row of a table of runs as a job: what its cells say, and what they leave open."""
+
+import re
+from dataclasses import replace
+
+from models.config import ModelConfig
+from models.errors import UserError
+from recipes.gpus.datasheet import OTHER_BOARDS, Gpu, gpus
+from recipes.planning.inputs.job import Job, Machine, Spread
+from recipes.planning.inputs.software import STACKS, Software
+from recipes.planning.memory.peak import GIB, fullest_stage
+
+VOCABULARY = 51200  # Megatron's padded GPT-2 vocabulary
+LARGEST_NUMBER = 10**12
+ARCHITECTURES = {  # beginning of the arch column -> switches of ModelConfig
+    "llama": {
+        "norm": "rmsnorm",
+        "positions": "rope",
+        "activation": "swiglu",
+        "bias": False,
+        "tie_embeddings": False,
+    },
+    "gpt": {
+        "norm": "layernorm",
+        "positions": "learned",
+        "activation": "gelu",
+        "bias": True,
+        "tie_embeddings": True,
+    },
+}
+RECOMPUTATIONS = ("none", "selective", "full")  # from least to most
+YES, NO = ("1", "1.0", "yes", "true"), ("", "0", "0.0", "no", "false")
+NUMBER = r"(\d{1,3}(?:,\d{3})+|\d*\.?\d+(?:[eE][+-]?\d+)?)"  # 1,024 and 1e3 too
+
+
+def number(cell: str | None) -> float | None:
+    """The number that a cell holds, words after it allowed: "4 (best)". None: it holds none.
+
+    "unstated (51200 presumed)" is 51200.
+    """
+    text = (cell or "").strip()
+    found = re.match(rf"{NUMBER}(?![\w.,%-])", text) or re.search(rf"\({NUMBER} presumed\)", text)
+    value = float(found[1].replace(",", "")) if found else None
+    return value if value is None or value < LARGEST_NUMBER else None
+
+
+def is_yes(cell: str | None) -> bool:
+    """Whether a cell says 1, yes or true."""
+    return (cell or "").strip().lower() in YES
+
+
+def is_no(cell: str | None) -> bool:
+    """Whether a cell says 0, no or false, or nothing."""
+    return (cell or "").strip().lower() in NO
+
+
+class RowReader:
+    """Reads the cells of a row, and remembers what it had to assume."""
+
+    def __init__(self, cells: dict[str, str]):
+        self.cells = {key: (value or "").strip() for key, value in cells.items() if key}
+        self.assumed: list[str] = []
+
+    def job(self) -> Job:
+        """The job of the row.
+
+        Raises:
+            UserError: what is missing, makes no sense, or is not modelled.
+        """
+        software, machine, model = self.software(), self.machine(), self.model()
+        job = Job(
+            model=model,
+            machine=machine,
+            spread=self.spread(model, machine.gpus),
+            global_sequences=self.whole("gbs"),
+            precision=self.precision(),
+            software=software,
+            optimizer_group=self.optimizer_group(),
+        )
+        together = job.spread.data * job.spread.micro_sequences
+        if job.global_sequences < together:
+            raise UserError(f"gbs = {job.global_sequences} is less than dp x mbs = {together}")
+        if job.global_sequences % together:
+            self.assumed.append(f"{job.micro_batches} micro-batches (gbs over {together}, rounded)")
+        return self.with_recomputation(job)
+
+    def cell(self, key: str) -> str:
+        """A cell; empty where there is no such column."""
+        return self.cells.get(key, "")
+
+    def whole(self, key: str, usual: int | None = None, why: str = "usual") -> int:
+        """A whole number from 1 on; without a usual value it must be there."""
+        found = self.positive(key, usual, why)
+        if found != int(found):
+            raise UserError(f"{key} is {self.cell(key)}")
+        return int(found)
+
+    def positive(self, key: str, usual: float | None = None, why: str = "usual") -> float:
+        """A number above 0; without a usual value it must be there."""
+        text, found = self.cell(key), number(self.cell(key))
+        if found is None and usual is not None and (not text or "unstated" in text):
+            self.assumed.append(f"{key} = {usual:g} ({why})")
+            return usual
+        if found is None or found <= 0:
+            raise UserError(f"{key} is {text or 'empty'}")
+        return found
+
+    def precision(self) -> str:
+        """That of the matrix products."""
+        text = self.cell("precision").lower()
+        found = next((each for each in ("bf16", "fp16") if each in text), None)
+        if found is None or "fp8" in text or "fp4" in text:
+            raise UserError(f"precision {self.cell('precision') or 'empty'} is not modelled")
+        return found
+
+    def software(self) -> Software:
+        """The stack whose name the framework begins with, with the row's attention kernel."""
+        framework, kernel = self.cell("framework"), self.cell("attention_kernel")
+        stack = next((s for s in STACKS if framework.startswith(s.framework)), None)
+        if stack is None:
+            raise UserError(f"framework {framework or 'empty'} is not modelled")
+        if "unfused" in kernel:
+            return replace(stack, fused_attention=False, attention_dropout=True)
+        return replace(stack, fused_attention=True) if "flash" in kernel else stack
+
+    def gpu(self) -> Gpu:
+        """The hardware file of the row's GPU."""
+        name = self.cell("gpu")
+        if any(board.split()[-1].lower() in name.lower() for board in OTHER_BOARDS):
+            raise UserError(f"gpu {name} is another board and has no hardware file")
+        found = [
+            gpu
+            for gpu in gpus()
+            if re.search(rf"(?<![a-z]){gpu.name.split('-')[0]}(?![0-9])", name, re.IGNORECASE)
+        ]
+        if len(found) <= 1:
+            if not found:
+                raise UserError(f"gpu {name or 'empty'} has no hardware file")
+            return found[0]
+        size = re.search(r"(\d+) ?gb", name.lower())
+        stated = float(size[1]) if size else number(self.cell("gpu_mem_gb"))
+        for gpu in found:
+            if stated is not None and abs(gpu.memory_gib - stated) < 4:
+                return gpu
+        if stated is not None:
+            raise UserError(f"gpu {name} with {stated:g} GB has no hardware file")
+        largest = max(found, key=lambda gpu: gpu.memory_gib)
+        self.assumed.append(f"gpu = {largest.name} (no memory is stated)")
+        return largest
+
+    def machine(self) -> Machine:
+        """The GPUs and their links."""
+        gpu = self.gpu()
+        usual = Machine.of(
+            gpu, gpus=self.whole("gpus"), gpus_per_node=self.whole("gpus_per_node", 8)
+        )
+        why = f"a usual {gpu.name} node's"
+        return replace(
+            usual,
+            node_link_gigabytes_per_second=self.positive(
+                "intra_gbps_unidir", usual.node_link_gigabytes_per_second, why
+            ),
+            network_gigabytes_per_second=self.positive(
+                "inter_gbps_per_gpu", usual.network_gigabytes_per_second, why
+            ),
+        )
+
+    def model(self) -> ModelConfig:
+        """The shape of the model."""
+        arch = self.cell("arch") or "gpt"
+        switches = next((v for k, v in ARCHITECTURES.items() if arch.startswith(k)), None)
+        if switches is None:
+            raise UserError(f"arch {arch} is not modelled")
+        heads = self.whole("heads")
+        return ModelConfig(
+            layers=self.whole("layers"),
+            hidden_size=self.whole("hidden"),
+            heads=heads,
+            kv_heads=self.whole("kv_heads", heads, "as many as heads"),
+            ffn_hidden_size=self.whole("ffn"),
+            vocab_size=self.whole("vocab", VOCABULARY, "Megatron's GPT-2 vocabulary"),
+            sequence_length=self.whole("seq"),
+            **switches,
+        )
+
+    def spread(self, model: ModelConfig, count: int) -> Spread:
+        """The layout, recomputation left out."""
+        tensor, pipeline = self.whole("tp"), self.whole("pp")
+        context = self.whole("cp", 1, "none") if self.cell("cp") else 1
+        data = self.whole("dp", max(1, count // (tensor * pipeline * context)), "what is left")
+        if tensor * pipeline * context * data != count:
+            product = tensor * pipeline * context * data
+            raise UserError(f"tp x pp x cp x dp = {product} and gpus = {count}")
+        for name, size in (("heads", model.heads), ("kv_heads", model.kv_heads)):
+            if size % tensor:
+                raise UserError(f"{name} = {size} over tp = {tensor} is not modelled")
+        chunks = self.whole("vpp", 1, "no interleaving") if pipeline > 1 else 1
+        if pipeline * chunks > model.layers:
+            raise UserError(f"pp x vpp = {pipeline * chunks} is more than layers = {model.layers}")
+        split = self.cell("seq_parallel")
+        if not (is_yes(split) or is_no(split)):
+            raise UserError(f"seq_parallel is {split}")
+        return Spread(
+            tensor=tensor,
+            pipeline=pipeline,
+            chunks=chunks,
+            schedule="interleaved" if chunks > 1 else "1f1b",
+            context=context,
+            data=data,
+            zero_stage=self.zero_stage(),
+            sequence_parallel=is_yes(split),
+            micro_sequences=self.whole("mbs", 1, "unstated"),
+        )
+
+    def zero_stage(self) -> int:
+        """0 .. 3, also as "ZeRO-1" or "FSDP"."""
+        text = self.cell("zero_stage")
+        found = re.match(r"(?:zero|stage)?[- ]*([0-9]{1,9})(?![\w.])", text, re.IGNORECASE)
+        if found and int(found[1]) <= 3:
+            return int(found[1])
+        if "FSDP" in text:
+            self.assumed.append(f"zero_stage = 3 ({text})")
+            return 3
+        if text and "unstated" not in text:
+            raise UserError(f"zero_stage is {text}")
+        presumed = number(text)
+        self.assumed.append(f"zero_stage = {int(presumed or 0)} (unstated)")
+        return int(presumed or 0)
+
+    def optimizer_group(self) -> int | None:
+        """Ranks that share the optimizer's state, where it is not all data ranks."""
+        found = re.search(r"zero1=([1-9][0-9]{0,8})(?![0-9])", self.cell("zero_stage"))
+        return int(found[1]) if found else None
+
+    def with_recomputation(self, job: Job) -> Job:
+        """The row's recomputation or, where it is unstated, the least with which the job fits."""
+        stated = self.cell("recompute").lower()
+        choices = {
+            each: replace(job, spread=replace(job.spread, recompute=each))
+            for each in RECOMPUTATIONS
+        }
+        for each, choice in choices.items():
+            if stated.startswith(each):
+                return choice
+        if stated and "unstated" not in stated:
+            raise UserError(f"recompute is {self.cell('recompute')}")
+        memory = job.machine.gpu.memory_gib * GIB
+        least = next(
+            (each for each, choice in choices.items() if fullest_stage(choice).total <= memory),
+            "full",
+        )
+        self.assumed.append(f"recompute = {least} (the least that fits)")
+        return choices[least]

@@ -1,0 +1,122 @@
+"""Tables of published measurements: each row as a job, and predicted beside what was measured.
+
+A table is a CSV file with a line per run. What decides its time is in these columns, of which all
+but those in brackets must be there:
+
+    row_id               a name for the run
+    framework            begins as a stack of `software.py`, such as "Megatron-DeepSpeed"
+    [arch]               begins with "gpt" (GPT-2's switches) or "llama"
+    layers hidden heads [kv_heads] ffn [vocab] seq
+    gpu [gpu_mem_gb]     contains a name of `gpus/`, such as "A100"; 40 or 80 tells two apart
+    gpus [gpus_per_node]
+    [intra_gbps_unidir]  gigabytes/s between GPUs of a node, each GPU, one direction
+    [inter_gbps_per_gpu] gigabytes/s between nodes, each GPU, one direction
+    precision            contains "bf16" or "fp16"
+    [attention_kernel]   contains "flash" or "unfused"
+    tp pp [vpp] [cp] [dp]  tensor, pipeline, chunks, context, data ranks
+    [zero_stage] [seq_parallel] [recompute]  0 .. 3; 0 or 1; "none", "selective" or "full"
+    mbs gbs              sequences of a micro-batch and of a step
+
+and what was measured in step_time_s, mem_gb (GiB) and oom, all of which may be missing, with
+usable_for_time = 0 where the time is not to be compared. Predictions look at the former alone. A
+number may have words behind it; a cell that makes no sense makes its row skipped.
+"""
+
+import csv
+from dataclasses import dataclass
+from pathlib import Path
+
+from models.errors import UserError
+from recipes.planning.inputs.job import Job
+from recipes.planning.measured.row_reader import RowReader, is_no, is_yes, number
+
+NEEDED = {  # columns; others may be missing
+    "row_id", "framework", "precision", "gpu", "gpus", "layers", "hidden", "heads", "ffn", "seq",
+    "tp", "pp", "mbs", "gbs",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Row:
+    """A row of a table, and the job that it describes.
+
+    measured: what the result columns say; for comparison only
+    assumed: what the row leaves open, and how it was read
+    skipped: why it cannot be predicted; empty otherwise
+    """
+
+    row_id: str
+    measured: "Measured"
+    job: Job | None = None
+    assumed: tuple[str, ...] = ()
+    skipped: str = ""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """The result columns of a row; None: empty."""
+
+    step_seconds: float | None
+    memory_gib: float | None
+    out_of_memory: bool
+
+
+def read_table(path: Path) -> list[Row]:
+    """All rows of a table.
+
+    Raises:
+        UserError: the file is not a table, or lacks a column.
+    """
+    if missing := NEEDED - columns_of(path):
+        columns = ", ".join(sorted(missing))
+        raise UserError(f"{path}: no column {columns}; it is not a table of runs")
+    return [read_row(cells) for cells in read_cells(path)]
+
+
+def read_cells(path: Path) -> list[dict[str, str]]:
+    """Return the rows of a CSV file, each as column -> cell; missing cells are empty.
+
+    Raises:
+        UserError: the file is not valid CSV.
+    """
+    try:
+        with path.open(newline="", encoding="utf-8-sig") as file:
+            return list(csv.DictReader(file, restval=""))
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise UserError(f"{path}: this is not valid CSV: {error}") from None
+
+
+def is_table_of_runs(path: Path) -> bool:
+    """Whether a file has the columns of runs."""
+    return columns_of(path) >= NEEDED
+
+
+def columns_of(path: Path) -> set[str]:
+    """The columns of a CSV file.
+
+    Raises:
+        UserError: it cannot be read.
+    """
+    try:
+        with path.open(newline="", encoding="utf-8-sig") as file:
+            return set(next(csv.reader(file), []))
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror}; use a .csv file") from None
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise UserError(f"{path}: this is not valid CSV: {error}") from None
+
+
+def read_row(cells: dict[str, str]) -> Row:
+    """One row, which may turn out to lack what a prediction needs."""
+    reader = RowReader(cells)
+    usable = not (cells.get("usable_for_time") and is_no(cells["usable_for_time"]))
+    measured = Measured(
+        step_seconds=(number(cells.get("step_time_s")) or None) if usable else None,
+        memory_gib=number(cells.get("mem_gb")) or None,
+        out_of_memory=is_yes(cells.get("oom")),
+    )
+    try:
+        job = reader.job()
+    except UserError as error:
+        return Row(reader.cell("row_id"), measured, None, tuple(reader.assumed), str(error))
+    return Row(reader.cell("row_id"), measured, job, tuple(reader.assumed))

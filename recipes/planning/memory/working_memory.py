@@ -1,0 +1,131 @@
+"""Working memory of the current operation (a block's backward pass, or the loss).
+
+It comes on top of the activations that were kept.
+
+Legend: s sequence (of a context rank), b sequences of a micro-batch, h hidden, f MLP, v vocabulary,
+t tensor ranks; bytes.
+"""
+
+from models.cost import tokens_at_a_time
+from models.pipeline.schedule.order import SCHEDULES
+from recipes.planning.inputs.job import Job
+from recipes.planning.inputs.stage_contents import (
+    last_stage,
+    table_parameters,
+    tokens_per_micro_batch,
+)
+from recipes.planning.memory.activations import block_bytes
+
+FORWARD_ROWS = 3  # of a block at its end: what its two halves give, and the sum
+
+
+def forward_working_bytes(job: Job) -> float:
+    """What a block's forward pass holds at its end beside what it keeps."""
+    return FORWARD_ROWS * row_bytes(job)
+
+
+def row_bytes(job: Job) -> float:
+    """A tensor of the hidden size, not split: [s, b, h]."""
+    tokens = tokens_per_micro_batch(job.model, job.spread)
+    return job.footprint.weight * tokens * job.model.hidden_size
+
+
+def block_working_bytes(job: Job, first_only: bool) -> float:
+    """Return the bytes that a block's backward pass needs besides the activations kept for it.
+
+    first_only: the micro-batch is the first, so that its gradients are not added to earlier ones
+    """
+    spread, model, footprint = job.spread, job.model, job.footprint
+    again = 0.0
+    if spread.recompute == "full":
+        again = spread.recompute_interval * block_bytes(
+            model, spread, footprint, not job.writes_scores
+        )
+        if not footprint.stock_pipeline:  # the input of the first block was kept
+            again -= row_bytes(job) / spread.sequence_ranks
+    needs = footprint.rows * row_bytes(job)
+    needs += footprint.weight * mlp_working_elements(job, first_only)
+    if model.attention_dropout:
+        tokens = tokens_per_micro_batch(model, spread)
+        scores = tokens * model.sequence_length * model.heads / spread.tensor
+        return again + max(needs, footprint.score * scores)
+    return again + needs
+
+
+def mlp_working_elements(job: Job, first_only: bool) -> float:
+    """Gradients in an MLP's backward pass beside those that take the place of what was kept.
+
+    Of its output matrix, with that of its input; of its activation's inputs; or of its first matrix
+    and what that reads, when the activation is behind it. Where weights wait, there are none of
+    weights, and what the output matrix reads stays.
+    """
+    spread, model = job.spread, job.model
+    tokens, t = tokens_per_micro_batch(model, spread), spread.tensor
+    h, f, gate_and_up = model.hidden_size, model.ffn_hidden_size, model.gate_and_up_size
+    if job.footprint.stock_pipeline:
+        return (tokens * (gate_and_up + f) + (0 if first_only else h * gate_and_up)) / t
+    if SCHEDULES[spread.schedule].splits:
+        return tokens * (gate_and_up + f) / t
+    first_matrix = (h * gate_and_up - tokens * f) / t + h * tokens
+    return max(f * (tokens + h) / t, tokens * gate_and_up / t, first_matrix)
+
+
+def loss_bytes(job: Job, stage: int, first_only: bool) -> float:
+    """What the loss needs, or the gradient of the output matrix; only the last stage has them.
+
+    first_only: there was no micro-batch before, whose logits DeepSpeed's pipeline still holds
+    """
+    if stage != last_stage(job.spread):
+        return 0.0
+    if job.footprint.loss_in_parts:
+        return loss_in_parts_bytes(job)
+    spread, model, footprint = job.spread, job.model, job.footprint
+    tokens, size = tokens_per_micro_batch(model, spread), footprint.weight
+    columns = model.padded_vocab_size(spread.tensor) / spread.tensor
+    each = footprint.logit
+    if footprint.stock_pipeline:
+        if spread.zero_stage > 1:  # without a pipeline, forward: logits, their softmax
+            each -= 2 * size
+        elif first_only:
+            each -= size
+    gradient = 0.0
+    if not first_only and spread.zero_stage < 2:
+        gradient = tokens * columns * footprint.head + size * model.hidden_size * columns
+    return max(tokens * columns * each, gradient) + 2 * row_bytes(job)
+
+
+def loss_in_parts_bytes(job: Job) -> float:
+    """Return the working memory of the loss when logits are computed for some tokens at a time.
+
+    It is the gradient of the output matrix, and the larger of those logits and a second copy of the
+    gradient on its way to the optimizer. Added to it are the input and output rows of the last norm
+    and the gradient of its output; under sequence parallelism also the rows gathered from all
+    tensor ranks.
+    """
+    spread, model = job.spread, job.model
+    tokens = tokens_per_micro_batch(model, spread)
+    columns = model.padded_vocab_size(spread.tensor) // spread.tensor
+    logits = tokens_at_a_time(tokens, columns, job.machine.gpu.device) * columns
+    table = table_parameters(model, spread.tensor)
+    rows = 2 / spread.sequence_ranks + (2 if spread.sequence_ranks > 1 else 1)
+    return job.footprint.weight * (table + max(table, logits)) + rows * row_bytes(job)
+
+
+def waiting_loss_bytes(job: Job, stage: int) -> float:
+    """What stays of a loss while the stage computes something else before it goes backward.
+
+    Where the model leads back to the first stage, other passes come in between. The gradient of the
+    head's input stays until the backward pass is over.
+    """
+    spread, model, footprint = job.spread, job.model, job.footprint
+    if stage != last_stage(spread):
+        return 0.0
+    folded = SCHEDULES[spread.schedule].folded
+    if footprint.loss_in_parts:
+        table = footprint.weight * table_parameters(model, spread.tensor) if folded else 0.0
+        return table + row_bytes(job) / spread.sequence_ranks
+    if not folded:
+        return 0.0
+    columns = model.padded_vocab_size(spread.tensor) / spread.tensor
+    softmax = footprint.logit - footprint.weight  # bytes per logit
+    return softmax * columns * tokens_per_micro_batch(model, spread)

@@ -1,0 +1,263 @@
+"""The corpus that training reads: finished pieces joined, with a manifest.
+
+NAME/
+  manifest.json     tokenizer, vocabulary, documents and tokens, SHA-256s, sources
+  pieces.jsonl      where the tokens come from: a line for each piece, in order
+  tokenizer/
+  train.bin train.idx validation.bin validation.idx
+"""
+
+import hashlib
+import json
+import os
+import shutil
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from models.errors import UserError
+from recipes.preparing.formats import NumberedPiece, describe
+from recipes.preparing.tokenization import PARTS, Report, Tokenization
+from recipes.training.checkpoint.manifest import sha256
+from recipes.training.data.token_file import (
+    HashedFile,
+    TokenFile,
+    folder_hash,
+    read_manifest,
+    token_type,
+    write_index,
+)
+from recipes.training.run_folder.line_file import flush
+
+BLOCK_BYTES = 2**24
+WHERE = ("files", "start", "stop")  # of a Piece, in pieces.jsonl
+COUNTS = ("documents", "tokens")  # of a part, in the manifest
+
+
+def join(
+    tokenization: Tokenization,
+    pieces: Sequence[NumberedPiece],
+    output: Path,
+    facts: dict[str, Any],
+) -> dict[str, Any]:
+    """Make a corpus of finished pieces, in their order; its manifest.
+
+    The tokens are copied by the operating system and not read again: what is known of them has
+    been counted and hashed when they were written.
+
+    output: a folder, which is made anew
+    facts: what the manifest says besides
+
+    Raises:
+        UserError: a part without tokens.
+    """
+    shutil.rmtree(output, ignore_errors=True)
+    output.mkdir(parents=True)
+    reports = [tokenization.find(*item) for item in pieces]
+    folders = [tokenization.folder / tokenization.name(*item) for item in pieces]
+    assert None not in reports
+    skipped = add_up(tokenization, pieces, reports)
+    files: dict[str, Any] = {}
+    for part in PARTS:
+        counts = [report.parts[part] for report in reports]
+        files[part] = {key: sum(c[key] for c in counts) for key in ("documents", "tokens")}
+        if not files[part]["tokens"]:
+            rows = sum(each["rows"] for each in skipped.values())
+            if not sum_documents(reports):
+                raise UserError(f"the source has no documents ({rows} rows were skipped)")
+            raise UserError(
+                f"the {part} part has no tokens: of {sum_documents(reports)} documents "
+                f"({rows} rows were skipped), --validation-fraction "
+                f"{tokenization.validation_fraction} leaves none for it; use more documents, or "
+                f"a fraction that leaves some for both parts"
+            )
+        files[part] |= {
+            "bin_sha256": digest_of(count["sha256"] for count in counts),
+            "idx_sha256": join_part(
+                [folder / part for folder in folders],
+                output / part,
+                documents=files[part]["documents"],
+                vocab_size=tokenization.vocab_size,
+            ),
+        }
+    shutil.copytree(tokenization.tokenizer.parent, output / "tokenizer")
+    with (output / "pieces.jsonl").open("w") as stream:
+        for (_, piece), report in zip(pieces, reports, strict=True):
+            where = {key: getattr(piece, key) for key in WHERE}
+            stream.write(json.dumps(where | report.parts) + "\n")
+    manifest = facts | {
+        "tokenizer_sha256": tokenization.tokenizer_sha256,
+        "vocab_size": tokenization.vocab_size,
+        "document_start": list(tokenization.start),
+        "files": files,
+        "pieces_sha256": sha256(output / "pieces.jsonl"),
+        "tokenizer_folder_sha256": folder_hash(output / "tokenizer"),
+        "skipped": skipped,
+    }
+    (output / "manifest.json").write_text(json.dumps(manifest, indent=2) + "\n")
+    for file in output.rglob("*"):
+        flush(file)
+    flush(output)
+    return manifest
+
+
+def add_up(
+    tokenization: Tokenization, pieces: Sequence[NumberedPiece], reports: Sequence[Report]
+) -> dict[str, dict[str, Any]]:
+    """The rows that were left out, by kind: how many, and the first one in words."""
+    total: dict[str, dict[str, Any]] = {}
+    for (number, piece), report in zip(pieces, reports, strict=True):
+        for kind, skipped in report.skipped.items():
+            if kind not in total:
+                place = tokenization.formats[number].place(piece, skipped["position"])
+                total[kind] = {"rows": 0, "first": f"{place}: {skipped['reason']}"}
+            total[kind]["rows"] += skipped["rows"]
+    return total
+
+
+def sum_documents(reports: Sequence[Report]) -> int:
+    """Documents of all parts."""
+    return sum(counts["documents"] for report in reports for counts in report.parts.values())
+
+
+def join_part(parts: Sequence[Path], target: Path, *, documents: int, vocab_size: int) -> str:
+    """Join token files, in their order; the SHA-256 of the new index.
+
+    documents: in all of them
+    """
+    with target.with_name(target.name + ".bin").open("wb") as stream:
+        for part in parts:
+            append(part.with_name(part.name + ".bin"), stream.fileno())
+
+    def lengths() -> Iterator[np.ndarray]:
+        for part in parts:
+            file = TokenFile(part)
+            yield file.lengths[: file.sequences]  # without any it is one zero
+
+    index = HashedFile(target.with_name(target.name + ".idx"))
+    write_index(index, token_type(vocab_size), lengths, count=documents)
+    return index.close()
+
+
+def append(source: Path, target: int) -> None:
+    """Copy a file to where another one is being written, without its bytes coming here."""
+    with source.open("rb") as stream:
+        left = source.stat().st_size
+        while left:
+            copied = os.sendfile(target, stream.fileno(), None, left)
+            if not copied:
+                raise OSError(f"{source} has become shorter")
+            left -= copied
+
+
+class Origins:
+    """The sources of the documents of a part, as far as pieces.jsonl names them.
+
+    Raises:
+        UserError: a line of pieces.jsonl is damaged.
+    """
+
+    def __init__(self, token_file: Path):
+        pieces = token_file.with_name("pieces.jsonl")
+        self.pieces = read_pieces(pieces) if pieces.is_file() else []
+        counts = [piece.get(token_file.name, {}).get("documents", 0) for piece in self.pieces]
+        self.ends = list(accumulate(counts))
+
+    def __getitem__(self, document: int) -> str:
+        """The files, and which bytes, row groups or rows of them; empty where it is not known."""
+        number = bisect_right(self.ends, document)
+        if number == len(self.ends):
+            return ""
+        return describe(*(self.pieces[number][key] for key in WHERE))
+
+
+def read_pieces(file: Path) -> list[dict[str, Any]]:
+    """Read the lines of a pieces.jsonl.
+
+    Raises:
+        UserError: a line is not what `join` writes.
+    """
+    pieces = []
+    for number, line in enumerate(file.read_bytes().splitlines(), start=1):
+        try:
+            piece = json.loads(line)
+            pieces.append({key: piece[key] for key in (*WHERE, *PARTS)})
+        except (ValueError, RecursionError, TypeError, KeyError) as error:
+            raise UserError(
+                f"{file}, line {number}, is damaged ({error!r}); prepare the corpus again"
+            ) from None
+    return pieces
+
+
+def find_damages(corpus: Path, threads: int) -> Iterator[str]:
+    """Compare a corpus with its manifest; yield a sentence for each difference.
+
+    Args:
+        corpus: its folder
+        threads: number of threads that hash files
+
+    Raises:
+        UserError: there is no such corpus.
+    """
+    advice = "use the folder that --output named"
+    manifest = read_manifest(corpus, advice=advice)
+    try:
+        files, tokenizer = manifest["files"], manifest["tokenizer_folder_sha256"]
+        expected = {"pieces.jsonl": manifest["pieces_sha256"]}
+        expected |= {f"{part}.idx": files[part]["idx_sha256"] for part in PARTS}
+        counts = {part: {key: files[part][key] for key in COUNTS} for part in PARTS}
+        token_bytes = token_type(int(manifest["vocab_size"])).itemsize
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(
+            f"{corpus} is not a corpus that prepare_data.py has written ({error!r}); {advice}"
+        ) from None
+    if folder_hash(corpus / "tokenizer") != tokenizer:
+        yield "tokenizer/ has other files than those that made the corpus"
+    wrong = {}
+    for name in (*expected, *(f"{part}.bin" for part in PARTS)):
+        if not (corpus / name).is_file():
+            wrong[name] = "is missing"
+        elif name in expected and sha256(corpus / name) != expected[name]:
+            wrong[name] = "has another SHA-256 than the manifest says"
+    yield from (f"{name} {what}" for name, what in wrong.items())
+    if any(name == "pieces.jsonl" or name.endswith(".bin") for name in wrong):
+        return  # it says what is in the .bin files
+    pieces = read_pieces(corpus / "pieces.jsonl")
+    for part, facts in counts.items():
+        for key in COUNTS:
+            if facts[key] != sum(piece[part][key] for piece in pieces):
+                yield f"manifest.json says {facts[key]} {key} of {part}, pieces.jsonl does not"
+    for part in PARTS:
+        sizes = [piece[part]["tokens"] * token_bytes for piece in pieces]
+        starts = [0, *accumulate(sizes)]
+        size = (corpus / f"{part}.bin").stat().st_size
+        if size != starts[-1]:
+            yield f"{part}.bin has {size} bytes instead of {starts[-1]}"
+        with ThreadPoolExecutor(threads) as pool:
+            found = pool.map(partial(sha256_of_range, corpus / f"{part}.bin"), starts, sizes)
+            for piece, start, digest in zip(pieces, starts, found, strict=False):
+                if digest != piece[part]["sha256"]:
+                    end = start + piece[part]["tokens"] * token_bytes
+                    yield f"{part}.bin, bytes {start} .. {end}, from {piece['files'][0]}: changed"
+
+
+def sha256_of_range(file: Path, start: int, size: int) -> str:
+    """The SHA-256 of `size` bytes of a file, from `start` on, in hexadecimal."""
+    digest = hashlib.sha256()
+    with file.open("rb") as stream:
+        stream.seek(start)
+        while block := stream.read(min(size, BLOCK_BYTES)):  # empty at the end, too
+            digest.update(block)
+            size -= len(block)
+    return digest.hexdigest()
+
+
+def digest_of(digests: Iterable[str]) -> str:
+    """One SHA-256 for a file of pieces: that of their SHA-256s, a line each."""
+    return hashlib.sha256("".join(f"{digest}\n" for digest in digests).encode()).hexdigest()

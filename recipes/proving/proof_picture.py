@@ -1,0 +1,90 @@
+"""A proof as a heat map: every layout a cell, its colour how much of the tolerance it needs."""
+
+import math
+from collections.abc import Sequence
+from itertools import product
+from pathlib import Path
+
+import matplotlib
+from matplotlib import pyplot
+
+from recipes.proving.compare import GRAD_NORM, LOSS, MOMENTS, WEIGHTS, Difference
+from recipes.proving.layouts import SCHEDULES, ZERO_STAGES, Variant
+from recipes.proving.proof_report import Finding
+
+matplotlib.use("Agg")  # no display
+
+LEAST = -3.0  # of the colours: a thousandth of the tolerance, or less
+FAILED = 1.0  # beyond the colours: black
+RECOMPUTE = ("none", "selective", "full")
+GROUPS = [  # of columns: how the axes are used
+    (kind, split)
+    for kind, split in product(
+        [*(f"zero{stage}" for stage in ZERO_STAGES), *SCHEDULES], (False, True)
+    )
+]
+
+
+def draw_heatmap(findings: Sequence[Finding], *, title: str, file: Path) -> None:
+    """Write the picture; its format is that of the file's name (.svg, .png, .pdf).
+
+    Rows are the axes, columns the schedule or the ZeRO stage with and without sequence parallelism,
+    and in each of these recomputation and micro-batch. Blank: not legal there; black: failed.
+    """
+    within = sorted({_within(finding.variant) for finding in findings})
+    sizes = [finding.variant.topology for finding in findings]
+    rows = sorted({(s.world_size, s.tensor, s.pipeline, s.data) for s in sizes})
+    cells = [[math.nan] * (len(GROUPS) * len(within)) for _ in rows]
+    for finding in findings:
+        sizes = finding.variant.topology
+        row = rows.index((sizes.world_size, sizes.tensor, sizes.pipeline, sizes.data))
+        cells[row][_column(finding.variant, within)] = _colour(finding)
+    figure, axes = pyplot.subplots(
+        figsize=(3 + 0.14 * len(cells[0]), 1.6 + 0.2 * len(rows)), layout="constrained"
+    )
+    colours = matplotlib.colormaps["RdYlGn_r"].with_extremes(over="black")
+    image = axes.imshow(cells, cmap=colours, vmin=LEAST, vmax=0, aspect="auto")
+    axes.set_yticks(range(len(rows)), [f"{t} x {p} x {d}" for _, t, p, d in rows], fontsize=7)
+    axes.set_ylabel("tensor x pipeline x data", fontsize=8)
+    middles = [(group + 0.5) * len(within) - 0.5 for group in range(len(GROUPS))]
+    labels = [f"{kind}\nsequence-\nparallel" if split else kind for kind, split in GROUPS]
+    axes.set_xticks(middles, labels, fontsize=7)
+    for edge in range(1, len(GROUPS)):
+        axes.axvline(edge * len(within) - 0.5, color="black", linewidth=0.4)
+    axes.set_title(
+        f"{title}\nin each column: recompute "
+        + ", ".join(f"{RECOMPUTE[kind]} {interval} x {micro}" for kind, interval, micro in within)
+        + " (interval x micro-batch)",
+        fontsize=8,
+    )
+    bar = figure.colorbar(image, ax=axes, pad=0.01)
+    bar.set_label("largest difference / tolerance, log10", fontsize=7)
+    figure.savefig(file)
+    pyplot.close(figure)
+
+
+def _within(variant: Variant) -> tuple[int, int, int]:
+    """What tells the cells of a column apart: recomputation, its interval, micro-batch."""
+    layout = variant.recipe.layout
+    kind = RECOMPUTE.index(layout.recompute)
+    return kind, layout.recompute_interval, variant.recipe.batch.micro_sequences
+
+
+def _column(variant: Variant, within: list[tuple[int, int, int]]) -> int:
+    layout = variant.recipe.layout
+    kind = layout.schedule_name if layout.pipeline > 1 else f"zero{variant.zero_stage}"
+    group = GROUPS.index((kind, layout.sequence_parallel))
+    return group * len(within) + within.index(_within(variant))
+
+
+def _colour(finding: Finding) -> float:
+    result = finding.result
+    if not finding.passes or not isinstance(result, Difference):
+        return FAILED
+    needed = max(
+        result.loss / LOSS,
+        result.grad_norm / GRAD_NORM,
+        result.weights / WEIGHTS,
+        result.moments / MOMENTS,
+    )
+    return min(0.0, max(LEAST, math.log10(needed))) if needed else LEAST

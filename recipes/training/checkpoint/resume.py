@@ -1,0 +1,223 @@
+"""The start of a run: its folder, the branch that it is on, and the checkpoint to resume from.
+
+`--resume CHECKPOINT` and `--resume never` start a new branch. The request is recorded durably, as
+an event, before anything is changed. Until a process has begun to train on the new branch, every
+later start carries the request out, including starts with `--resume auto`. A run that is killed at
+any instant therefore continues on the branch that the user requested.
+"""
+
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from models.errors import UserError
+from recipes.training.checkpoint import reader
+from recipes.training.checkpoint.reader import Found
+from recipes.training.recipe.progress import Progress
+from recipes.training.recipe.schema import Recipe
+from recipes.training.run_folder.checkpoint_folders import stamp_of, time_stamp
+from recipes.training.run_folder.folder import RunFolder
+from recipes.training.run_folder.history import Branch, History
+from recipes.training.run_folder.lock import FolderInUse
+
+SECONDS_BETWEEN_TRIES = 1.0
+SECONDS_BETWEEN_MESSAGES = 30.0
+
+
+@dataclass(frozen=True)
+class Request:
+    """The `--resume` option of a command.
+
+    Attributes:
+        resume: "auto", "never", or the path of a checkpoint
+        once: a name; another start with the same name and `resume` resumes automatically
+    """
+
+    resume: str = "auto"
+    once: str = ""
+
+
+@dataclass(frozen=True)
+class Start:
+    """The point at which a run starts or resumes.
+
+    Attributes:
+        found: the checkpoint
+        progress: the last step that is done, and the first sample to read next
+        rollbacks: number of rollbacks since that checkpoint was saved
+        request: the `--resume` request to carry out before training; "auto" for none
+        branch: a pending request of an earlier start; None if there is none
+    """
+
+    found: Found
+    progress: Progress
+    rollbacks: int
+    request: Request
+    branch: Branch | None
+
+
+def hold_together(folder: RunFolder, *, wait_seconds: float) -> str:
+    """Lock the run folder on rank 0, and wait for a holder that may be dead; collective.
+
+    The ranks meet after each try, so that no collective waits for longer than a second.
+
+    Args:
+        folder: the run folder
+        wait_seconds: limit for a holder that shows no sign of life
+
+    Returns:
+        Why the folder is in use, the same on all ranks; empty if it is held now.
+
+    Raises:
+        UserError: the folder cannot be written; on all ranks.
+    """
+    started, told = time.monotonic(), -SECONDS_BETWEEN_MESSAGES
+    while True:
+        answer = [("held", "")]
+        if dist.get_rank() == 0:
+            waited = time.monotonic() - started
+            answer = [_try_to_hold(folder, over=waited >= wait_seconds)]
+            if answer[0][0] == "wait":
+                if waited - told >= SECONDS_BETWEEN_MESSAGES:
+                    text = f"{answer[0][1]}; waiting up to {wait_seconds:.0f} s for its lock"
+                    print(text, file=sys.stderr, flush=True)
+                    told = waited
+                time.sleep(SECONDS_BETWEEN_TRIES)
+        dist.broadcast_object_list(answer)
+        kind, message = answer[0]
+        if kind == "rejected":
+            raise UserError(message)
+        if kind != "wait":
+            return message
+
+
+def _try_to_hold(folder: RunFolder, *, over: bool) -> tuple[str, str]:
+    """Try once; return "held", "wait", "busy" or "rejected", and a message."""
+    try:
+        folder.hold()
+    except FolderInUse as problem:
+        return "busy" if problem.alive or over else "wait", str(problem)
+    except UserError as problem:
+        return "rejected", str(problem)
+    return "held", ""
+
+
+def find_start(
+    folder: RunFolder,
+    request: Request,
+    recipe: Recipe,
+    data: dict[str, Any],
+    *,
+    note: reader.Note = reader.no_note,
+) -> Start:
+    """Find where the run starts or resumes, without changing anything; collective.
+
+    `note` is told each file of a checkpoint before it is verified.
+
+    Raises:
+        UserError: see `reader.find`; or the events cannot be read.
+    """
+    history = _agree_on_history(folder)
+    if (request.once, request.resume) in history.requests:
+        request = Request()
+    found = reader.find(
+        folder.checkpoints, request.resume, recipe, data, branch=history.branch, note=note
+    )
+    progress = found.progress
+    if request.resume != "auto":
+        return Start(found, progress, 0, request, None)
+    pending = history.branch if history.branch and history.branch.pending else None
+    samples = history.rolled_back.get(progress.step)
+    if progress.step and samples is not None:
+        progress = Progress(progress.step, samples)
+    return Start(found, progress, history.rollbacks(progress.step), request, pending)
+
+
+def begin_branch(folder: RunFolder, start: Start) -> None:
+    """Leave the branch that the run was on, if that is requested; on rank 0.
+
+    If this process is killed here, the next start finds the event and completes the request.
+    Nothing is deleted: the folder, or the later checkpoints and their metrics, are renamed.
+
+    Raises:
+        UserError: the run folder cannot be written.
+    """
+    request, found, branch = start.request, start.found, start.branch
+    if request.resume == "never":
+        folder.move_aside()
+        _record(folder, request, found, checkpoint="", stamp=time_stamp())
+        return
+    if found.path is None or found.weights_only or (request.resume == "auto" and branch is None):
+        return
+    own = reader.is_own(folder.checkpoints, found.path)
+    path = _place(found.path)
+    name = path.name if _is_inside(folder, path) else str(path)
+    stamp = branch.stamp if branch else time_stamp()
+    if branch is None or branch.checkpoint != name:
+        _record(folder, request, found, checkpoint=name, stamp=stamp)
+    source = folder.metrics if own else _metrics_of(folder, path)
+    try:
+        reader.abandon_others(folder.checkpoints, found, stamp=stamp)
+    except OSError as error:
+        raise UserError(
+            f"{error.filename or folder.checkpoints} cannot be renamed ({error.strerror}); make "
+            f"it writable, or use --run-dir with another folder"
+        ) from None
+    folder.restore_metrics(source, found.progress.step, stamp=stamp)
+
+
+def _record(folder: RunFolder, request: Request, found: Found, **facts: str) -> None:
+    step, samples = found.progress.step, found.progress.samples
+    once = {"once": request.once} if request.once else {}
+    folder.durable_event("branch", step, samples=samples, resume=request.resume, **once, **facts)
+
+
+def _metrics_of(folder: RunFolder, path: Path) -> Path:
+    """Return the metrics of the run that wrote a checkpoint which is not one of this run's."""
+    metrics = path.parent.parent / "metrics.jsonl"
+    if _is_inside(folder, path):  # of a branch that was left
+        metrics = folder.path / f"metrics.{stamp_of(path)}.jsonl"
+    if metrics.exists():
+        return metrics
+    print(
+        f"warning: {metrics} does not exist; metrics.jsonl keeps this run's own lines for the "
+        f"steps before {path}",
+        file=sys.stderr,
+    )
+    return folder.metrics
+
+
+def _place(checkpoint: Path) -> Path:
+    """Return the absolute path of a checkpoint; a link to it may point elsewhere tomorrow.
+
+    Links among the folders above are kept: if a run's folder of checkpoints is a link to a larger
+    disk, the metrics are in the folder that holds the link.
+    """
+    return checkpoint.resolve() if checkpoint.is_symlink() else checkpoint.absolute()
+
+
+def _is_inside(folder: RunFolder, checkpoint: Path) -> bool:
+    """Return True if a checkpoint lies in the run's folder of checkpoints, which may be a link."""
+    return checkpoint.parent.resolve() == folder.checkpoints.resolve()
+
+
+def _agree_on_history(folder: RunFolder) -> History:
+    """Return what rank 0 reads in the events; collective.
+
+    Raises:
+        UserError: it cannot read them; on all ranks.
+    """
+    found: list[Any] = [None, ""]
+    if dist.get_rank() == 0:
+        try:
+            found[0] = folder.history()
+        except UserError as problem:
+            found[1] = str(problem)
+    dist.broadcast_object_list(found)
+    if found[1]:
+        raise UserError(found[1])
+    return found[0]

@@ -1,0 +1,279 @@
+"""Save a checkpoint in the background while the steps continue.
+
+The training thread waits only for the copy of this rank's share from the device to the host. A
+second thread does the rest. The ranks of a stage assemble logical tensors, and each rank writes,
+flushes and hashes its own. When all ranks have agreed that every file is complete, rank 0 writes
+the manifest and publishes the checkpoint with one rename.
+
+Communication through host memory, on separate groups: a broadcast of the state of the disk when a
+save begins; then point-to-point messages within the stage, and two broadcasts and a gather over a
+tree of all ranks.
+"""
+
+import secrets
+import shutil
+import sys
+import threading
+from collections.abc import Collection
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from models.cost import parameter_count
+from models.parallel.process_groups import create_host_groups
+from recipes.training.checkpoint.assembly import Assembly
+from recipes.training.checkpoint.manifest import Facts, Manifest, tensor_key
+from recipes.training.checkpoint.state import KINDS, MOMENTS, WEIGHTS, TrainingState
+from recipes.training.checkpoint.tensor_file import TensorFileWriter
+from recipes.training.recipe.progress import Progress
+from recipes.training.recipe.schema import Recipe
+from recipes.training.recipe.topology import Topology
+from recipes.training.run_folder.checkpoint_folders import (
+    checkpoint_name,
+    publish,
+    remove_debris,
+    retain,
+)
+from recipes.training.run_folder.folder import RunFolder
+from recipes.training.run_folder.provenance import layout_of, versions
+from recipes.training.runtime.host_memory import host_copy
+from recipes.training.runtime.rank_tree import RankTree
+
+FILES = {"weights": (WEIGHTS,), "moments": MOMENTS}  # of each rank, and the kinds in them
+SPACE_BESIDE = 64 * 2**20  # bytes: manifest, metrics, logs
+PATIENCE = timedelta(hours=1)  # with a disk, before the ranks give each other up
+SECONDS_TO_END = 60.0  # of a save, when the run has failed
+
+T = TypeVar("T")
+
+
+class CheckpointWriter:
+    """Saves a run, one checkpoint at a time; all ranks build it and make the same calls.
+
+    As a context manager: an error in the run gives the save in flight a moment to end.
+
+    data: fingerprints of corpora and tokenizer, for the manifest
+    damaged: checkpoints that stay and do not count
+    """
+
+    def __init__(
+        self,
+        state: TrainingState,
+        folder: RunFolder,
+        *,
+        recipe: Recipe,
+        topology: Topology,
+        data: dict[str, Any],
+        damaged: Collection[Path] = (),
+    ):
+        self.state, self.folder, self.recipe, self.damaged = state, folder, recipe, damaged
+        self.rank = dist.get_rank()
+        self.facts: dict[str, Any] = {}
+        if self.rank == 0:  # who writes the manifest; git need not run a thousand times
+            self.facts = {
+                "recipe": recipe.model_dump(mode="json"),
+                "layout": layout_of(recipe, topology),
+                "data": data,
+                "versions": versions(),
+            }
+        self.tree = RankTree(PATIENCE)
+        place = topology.coordinates(self.rank)
+        self.assembly = Assembly(
+            state,
+            create_host_groups(topology.stage_groups(), PATIENCE),
+            tensor_rank=place.tensor,
+            tensor_size=topology.tensor,
+        )
+        # Ranks that survived the end of an earlier run may still be writing into its workspaces, so
+        # this run's have other names.
+        self.token = self._from_rank_0(secrets.token_hex(4))
+        self.staged = [
+            {kind: host_copy(tensor) for kind, tensor in flat.items()} for flat in state.tensors()
+        ]
+        self._thread: threading.Thread | None = None
+        self._problem: str | None = None
+        self._broken: Exception | None = None
+
+    def __enter__(self) -> "CheckpointWriter":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *details: object) -> None:
+        if kind is not None:
+            if self._thread is not None:
+                self._thread.join(SECONDS_TO_END)
+            return
+        self.wait()  # the save in flight reads the staged copies
+        self.staged.clear()
+
+    def save(self, progress: Progress) -> str | None:
+        """Begin to save the run as it is now; collective.
+
+        Returns what went wrong, the same on all ranks: with the save before, which is waited for,
+        or with the disk's room for this one.
+
+        Raises:
+            RuntimeError: this rank cannot reach the others any more.
+        """
+        earlier = self.wait() if self._thread else None
+        no_room = self._from_rank_0(self._lack_of_room() if self.rank == 0 else None)
+        self._problem = f"step {progress.step} is not saved: {no_room}" if no_room else None
+        if no_room:
+            return "; ".join(filter(None, [earlier, self._problem]))
+        self._copy_from_device()
+        arguments = (progress, self.state.updates, self.state.loss_scale)
+        self._thread = threading.Thread(target=self._work, args=arguments, daemon=True)
+        self._thread.start()
+        return earlier
+
+    def wait(self) -> str | None:
+        """Wait for the save in flight; what went wrong with the newest, the same on all ranks.
+
+        Raises:
+            RuntimeError: this rank cannot reach the others any more.
+        """
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        if self._broken:  # to go on would leave the others waiting for this rank
+            raise RuntimeError("a save has lost contact with the other ranks") from self._broken
+        return self._problem
+
+    def _lack_of_room(self) -> str | None:
+        needed = 4 * len(KINDS) * parameter_count(self.recipe.model) + SPACE_BESIDE
+        folder = self.folder.checkpoints
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            free = shutil.disk_usage(folder).free
+        except OSError as error:
+            return f"{folder}: {error.strerror}"
+        if free >= needed:
+            return None
+        return (
+            f"{folder} has {free / 1e9:.3f} GB free and a checkpoint needs {needed / 1e9:.3f}; "
+            f"make room, or keep fewer with checkpoint.keep"
+        )
+
+    def _copy_from_device(self) -> None:
+        for staged, flat in zip(self.staged, self.state.tensors(), strict=True):
+            for kind, tensor in flat.items():
+                staged[kind].copy_(tensor, non_blocking=True)
+        if any(tensor.is_cuda for tensor in self.state.weights):
+            torch.cuda.current_stream().synchronize()
+
+    def _work(self, progress: Progress, updates: int, loss_scale: dict[str, Any] | None) -> None:
+        """The thread: write and publish."""
+        name = checkpoint_name(progress.step)
+        workspace = self.folder.checkpoints / f"{name}.{self.token}.incomplete"
+        try:
+            files, tensors, problem = self._write_together(workspace)
+            if self.rank == 0 and not problem:
+                manifest = Manifest(
+                    step=progress.step,
+                    samples=progress.samples,
+                    tokens=progress.samples * self.recipe.model.sequence_length,
+                    updates=updates,
+                    loss_scale=loss_scale,
+                    tensors=tensors,
+                    files=files,
+                    **self.facts,
+                )
+                problem = self._publish(workspace, manifest)
+            if self.rank == 0 and problem:
+                shutil.rmtree(workspace, ignore_errors=True)
+            problem = self._from_rank_0(problem)
+        except Exception as error:
+            self._broken = error
+            return
+        if problem:
+            self._problem = f"step {progress.step} is not saved: {problem}"
+
+    def _write_together(
+        self, workspace: Path
+    ) -> tuple[dict[str, Facts], dict[str, str], str | None]:
+        """Let every rank write its files.
+
+        Returns:
+            On rank 0, the files of all ranks, the tensors in them, and a problem of any rank if
+            there is one. On the other ranks only a problem from before the writing began.
+        """
+        problem = None
+        if self.rank == 0:
+            try:
+                remove_debris(self.folder.checkpoints)
+                workspace.mkdir(parents=True)
+            except OSError as error:
+                problem = f"{workspace}: {error.strerror}"
+        problem = self._from_rank_0(problem)
+        if problem:
+            return {}, {}, problem
+        files, tensors = {}, {}
+        everyones = self.tree.gather(self._write_own(workspace))
+        for rank, (own_files, own_tensors, own_problem) in everyones.items():
+            files |= own_files
+            tensors |= own_tensors
+            if own_problem:
+                problem = f"rank {rank}: {own_problem}"
+        return dict(sorted(files.items())), tensors, problem
+
+    def _write_own(self, workspace: Path) -> tuple[dict[str, Facts], dict[str, str], str | None]:
+        """This rank's files, the tensors in them, and what went wrong."""
+        sending = self.assembly.send(self.staged)
+        files: dict[str, Facts] = {}
+        tensors: dict[str, str] = {}
+        problem = None
+        for label, kinds in FILES.items():
+            path = workspace / f"{label}-{self.rank:05d}.safetensors"
+            arriving = (
+                (tensor_key(kind, name), tensor)
+                for kind in kinds
+                for name, tensor in self.assembly.receive(kind, self.staged)
+            )
+            shapes = {
+                tensor_key(kind, name): shape
+                for kind in kinds
+                for name, shape in self.assembly.shapes.items()
+            }
+            try:
+                if shapes and not problem:
+                    workspace.mkdir(parents=True, exist_ok=True)  # seen late from another node
+                    with TensorFileWriter(path, shapes, dtype="F32") as writer:
+                        for key, tensor in arriving:
+                            writer.write(key, memoryview(tensor.numpy()))
+                    files[path.name] = writer.facts
+                    tensors |= dict.fromkeys(shapes, path.name)
+            except OSError as error:
+                problem = f"{path}: {error.strerror or error}"
+            for _ in arriving:  # the others wait until what they send is taken
+                pass
+        for work in sending:
+            work.wait()
+        return files, tensors, problem
+
+    def _publish(self, workspace: Path, manifest: Manifest) -> str | None:
+        """Make the checkpoint exist, and let old ones go; returns why it does not exist."""
+        folder, settings = self.folder.checkpoints, self.recipe.checkpoint
+        final = folder / checkpoint_name(manifest.step)
+        try:
+            unseen = manifest.missing(workspace)
+            if unseen:
+                return f"{unseen}; use a --run-dir on storage that all nodes share"
+            # Metrics no later than the steps that they describe; events no later than a checkpoint
+            # that was saved after them, since their order says which of them count for it.
+            self.folder.flush()
+            manifest.write(workspace)
+            publish(workspace, final)
+        except OSError as error:
+            return f"{error.filename or final}: {error.strerror or error}"
+        self.folder.event("save", manifest.step, checkpoint=str(final))
+        try:
+            retain(folder, settings, step=manifest.step, damaged=self.damaged)
+        except OSError as error:
+            print(f"{error.filename}: {error.strerror}; old checkpoints stay", file=sys.stderr)
+        return None
+
+    def _from_rank_0(self, value: T) -> T:
+        """Return rank 0's value on all ranks."""
+        return self.tree.broadcast(value)

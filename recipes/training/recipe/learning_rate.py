@@ -1,0 +1,24 @@
+"""The learning rate as a function of the step, so that there is no scheduler to save."""
+
+import math
+
+from recipes.training.recipe.schema import Optimizer
+
+
+def learning_rate(step: int, optimizer: Optimizer, steps: int) -> float:
+    """The learning rate of step 1, 2, ... `steps`; a run may end within its warm-up.
+
+    Linear warm-up, which reaches the peak at step `warmup_steps`, then down to the minimum at
+    the last step: over all that is left ("cosine", arXiv 1608.03983, or "linear"), or constant
+    until the last `decay_steps` and linear over these ("wsd", warm-up-stable-decay,
+    arXiv 2404.06395).
+    """
+    peak, schedule = optimizer.learning_rate, optimizer.schedule
+    if step <= schedule.warmup_steps:
+        return peak * step / schedule.warmup_steps
+    length = schedule.decay_steps if schedule.decay == "wsd" else steps - schedule.warmup_steps
+    progress = max(0.0, 1 - (steps - step) / length)
+    fall = peak - schedule.minimum_learning_rate
+    if schedule.decay == "cosine":
+        return schedule.minimum_learning_rate + fall * (1 + math.cos(math.pi * progress)) / 2
+    return schedule.minimum_learning_rate + fall * (1 - progress)

@@ -1,0 +1,208 @@
+"""The folder of one run: its lock, its recipe, its metrics and its events."""
+
+import json
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from models.errors import UserError
+from recipes.training.recipe.progress import Progress
+from recipes.training.recipe.schema import Recipe
+from recipes.training.run_folder.checkpoint_folders import time_stamp
+from recipes.training.run_folder.history import History, replay
+from recipes.training.run_folder.line_file import LineFile, flush, write_whole
+from recipes.training.run_folder.lock import FolderLock
+
+
+class RunFolder:
+    """`runs/<name>/`: recipe.toml, metrics.jsonl, events.jsonl, checkpoints/, wandb/."""
+
+    def __init__(self, path: Path):
+        path = path.resolve()  # where a link points: there the next run goes too
+        self.path = path
+        self.checkpoints = path / "checkpoints"
+        self.metrics = path / "metrics.jsonl"
+        self.events = path / "events.jsonl"
+        self._metric_lines = LineFile(self.metrics, key="step")
+        self._event_lines = LineFile(self.events, key="event")
+        self._lock: FolderLock | None = None
+
+    def hold(self) -> None:
+        """Create the folder and lock it until this process ends; call again to try again.
+
+        Raises:
+            FolderInUse: another process holds it.
+            UserError: it cannot be written.
+        """
+        try:
+            self._lock = self._lock or FolderLock(self.path)
+            self.path.mkdir(parents=True, exist_ok=True)
+            self._lock.acquire()
+        except OSError as error:
+            raise _cannot_write(self.path, error) from None
+
+    def release(self) -> None:
+        """Release the lock, if this process holds it."""
+        if self._lock is not None:
+            self._lock.release()
+
+    def move_aside(self) -> None:
+        """Move everything that an earlier run left here to a sibling folder.
+
+        One rename does it, so that the next start finds the earlier run or nothing.
+
+        Raises:
+            FolderInUse: another process has locked the new folder first.
+            UserError: the folder cannot be moved.
+        """
+        aside = self.path.with_name(f"{self.path.name}.{time_stamp()}")
+        try:
+            if all(entry.name.startswith("lock") for entry in self.path.iterdir()):
+                return
+            os.rename(self.path, aside)
+            flush(self.path.parent)
+        except OSError as error:
+            raise UserError(
+                f"{self.path} cannot be moved to {aside} ({error.strerror}); use --run-dir with "
+                f"another folder"
+            ) from None
+        earlier, self._lock = self._lock, None
+        # Before the new lock exists: the earlier one's beats would take it for that of another run.
+        if earlier is not None:
+            earlier.release(moved_to=aside)
+        self.hold()
+        print(f"the run that was there is now {aside}")
+
+    def prepare(self, recipe: Recipe, start: Progress, *, branching: bool = False) -> None:
+        """Make the folder ready to continue after a step.
+
+        Args:
+            recipe: written to recipe.toml
+            start: the last step that stays, and the samples read until the next one
+            branching: whether the next steps differ from those that were done after `start`
+
+        Raises:
+            UserError: the folder cannot be written.
+        """
+        try:
+            write_whole(self.path / "recipe.toml", recipe.toml())
+            lines = self._metric_lines.read()
+            # Metrics of a step after `start` that ends at or before the first sample to read next
+            # are from a branch that a rollback discarded.
+            limit = start.samples * recipe.model.sequence_length
+            discarded = any(
+                line["step"] > start.step and line.get("tokens", limit + 1) <= limit
+                for line in lines
+            )
+            self._keep_metrics(lines, start.step, copy=branching or discarded)
+        except OSError as error:
+            raise _cannot_write(error.filename or self.path, error) from None
+
+    def restore_metrics(self, source: Path, step: int, *, stamp: str) -> None:
+        """Reduce metrics.jsonl to the lines of `source` up to a step, and copy the previous file.
+
+        Args:
+            source: the metrics of the run that wrote the checkpoint to continue from
+            step: the last one that stays
+            stamp: part of the copy's name; if the copy exists, an earlier start has already begun
+                this
+
+        Raises:
+            UserError: the folder cannot be written.
+        """
+        try:
+            copied = self.path / f"metrics.{stamp}.jsonl"
+            lines = LineFile(source, key="step").read()
+            self._keep_metrics(lines, step, copy=not copied.exists(), copy_to=copied)
+        except OSError as error:
+            raise _cannot_write(error.filename or self.path, error) from None
+
+    def _keep_metrics(
+        self,
+        lines: Sequence[dict[str, Any]],
+        step: int,
+        *,
+        copy: bool,
+        copy_to: Path | None = None,
+    ) -> None:
+        """Replace metrics.jsonl by lines up to a step; copy first what would be lost."""
+        kept = "".join(json.dumps(line) + "\n" for line in lines if line["step"] <= step)
+        before = self._metric_lines.content().decode(errors="replace")
+        if copy and not kept.startswith(before):
+            write_whole(copy_to or self.path / f"metrics.{time_stamp()}.jsonl", before)
+        self._metric_lines.replace(kept)
+
+    def event(self, event: str, step: int, **facts: Any) -> None:
+        """Append to events.jsonl: start, resume, first_step, skip, save, ..."""
+        self._event_lines.append(_event(event, step, facts))
+
+    def durable_event(self, event: str, step: int, **facts: Any) -> None:
+        """Append to events.jsonl, and wait until the line is on the disk.
+
+        Raises:
+            UserError: the file cannot be written.
+        """
+        try:
+            self._event_lines.append_durably(_event(event, step, facts))
+        except OSError as error:
+            raise _cannot_write(self.events, error) from None
+
+    def metric(self, line: dict[str, Any]) -> None:
+        """Append a step's line to metrics.jsonl; floats keep all their digits."""
+        self._metric_lines.append(line)
+
+    def flush(self) -> None:
+        """Wait until all metrics and events are on the disk.
+
+        Raises:
+            OSError: they cannot be written.
+        """
+        self._metric_lines.flush()
+        self._event_lines.flush()
+
+    def read_metrics(self) -> list[dict[str, Any]]:
+        """Return the lines of metrics.jsonl that can be parsed.
+
+        Raises:
+            UserError: the file cannot be read.
+        """
+        return _read(self._metric_lines)
+
+    def read_events(self) -> list[dict[str, Any]]:
+        """Return the lines of events.jsonl that can be parsed.
+
+        Raises:
+            UserError: the file cannot be read.
+        """
+        return _read(self._event_lines)
+
+    def history(self) -> History:
+        """Return what the events say about the branch that the run is on.
+
+        Raises:
+            UserError: events.jsonl cannot be read.
+        """
+        return replay(self.read_events())
+
+
+def _event(event: str, step: int, facts: dict[str, Any]) -> dict[str, Any]:
+    return {"event": event, "step": step, "time": time.time()} | facts
+
+
+def _read(lines: LineFile) -> list[dict[str, Any]]:
+    try:
+        return lines.read()
+    except OSError as error:
+        raise UserError(
+            f"{lines.path} cannot be read ({error.strerror}); make it readable, or use --run-dir "
+            f"with another folder"
+        ) from None
+
+
+def _cannot_write(file: Path | str, error: OSError) -> UserError:
+    return UserError(
+        f"{file} cannot be written ({error.strerror}); make room, or use --run-dir with another "
+        f"folder"
+    )

@@ -1,0 +1,140 @@
+"""The branch that a run is on, derived from events.jsonl alone.
+
+A run abandons steps that it has completed when it rolls back, when it resumes from an earlier
+checkpoint, and when a user resumes it from a chosen checkpoint. Records of later steps are then
+void. Otherwise a rollback on an abandoned branch would also apply to the checkpoint of the same
+step on the next branch, and the samples that the rollback skipped would never be read.
+
+The order of the events decides, and no clock. A checkpoint is published only after all earlier
+events are on the disk, so the order is known even if the event of the save itself is lost.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from recipes.training.run_folder.checkpoint_folders import stamp_of
+
+NEEDED: dict[str, dict[str, type]] = {  # by event, in addition to the step
+    "rollback": {"to": int, "samples": int},
+    "branch": {"checkpoint": str, "stamp": str},
+}
+
+
+@dataclass(frozen=True)
+class Branch:
+    """A user's request to continue from a chosen checkpoint, or to start again.
+
+    Attributes:
+        step: step of the checkpoint; 0 if the run starts again
+        checkpoint: its name in the run's folder of checkpoints, its absolute path if it lies
+            elsewhere, or empty if the run starts again
+        stamp: in the names of the checkpoints and metrics that were set aside for it
+        pending: whether no process has started to train from it yet
+    """
+
+    step: int
+    checkpoint: str
+    stamp: str
+    pending: bool = True
+
+
+@dataclass
+class History:
+    """The events that count for the branch that the run is on.
+
+    Attributes:
+        rolled_back: checkpoints that the run has rolled back to since saving them, as step -> first
+            sample to read next
+        resumed: steps that the run was resumed after, as step -> first sample read next
+        branch: the newest request for a certain checkpoint
+        requests: names and values of the `--resume` options that were carried out once
+    """
+
+    rolled_back: dict[int, int] = field(default_factory=dict)
+    resumed: dict[int, int] = field(default_factory=dict)
+    branch: Branch | None = None
+    requests: set[tuple[str, str]] = field(default_factory=set)
+    _targets: list[int] = field(default_factory=list)
+    _left: dict[str, tuple[dict[int, int], dict[int, int]]] = field(default_factory=dict)
+
+    def rollbacks(self, step: int) -> int:
+        """Return how often the run has rolled back since it saved the checkpoint of a step.
+
+        Rollbacks to earlier checkpoints do not count: the run has since trained past the steps that
+        caused them.
+        """
+        return sum(target >= step for target in self._targets)
+
+    def first_samples(self) -> dict[int, int]:
+        """Return the first sample read after each step at which the data jumped: step -> sample."""
+        return self.resumed | self.rolled_back
+
+    def apply(self, event: dict[str, Any]) -> None:
+        """Take the next event into account."""
+        kind, step = event["event"], event["step"]
+        if kind == "start":
+            self._forget(after=-1)
+            self._train()
+        elif kind == "branch":
+            self._begin_at(Path(event["checkpoint"]), stamp=event["stamp"])
+            self._forget(after=step - 1)
+            self._targets.clear()
+            self.branch = Branch(step, event["checkpoint"], event["stamp"])
+            if event.get("once"):
+                self.requests.add((event["once"], event.get("resume", "")))
+            if "samples" in event:
+                self.resumed[step] = event["samples"]
+        elif kind == "resume":
+            self._forget(after=step)
+            self._train()
+            if "samples" in event:  # of an older version it is not known
+                self.resumed[step] = event["samples"]
+        elif kind == "rollback":
+            self._forget(after=event["to"])
+            self.rolled_back[event["to"]] = event["samples"]
+            self._targets.append(event["to"])
+        elif kind == "save":
+            self.rolled_back.pop(step, None)
+            self.resumed.pop(step, None)
+            self._targets.clear()
+
+    def _forget(self, *, after: int) -> None:
+        """Drop what is known about later steps: they are about to be done in another way."""
+        for known in (self.rolled_back, self.resumed):
+            for step in [step for step in known if step > after]:
+                del known[step]
+        if after < 0:
+            self._targets.clear()
+
+    def _begin_at(self, checkpoint: Path, *, stamp: str) -> None:
+        """Replace what is known about all steps, if the checkpoint is not of the current branch.
+
+        What is known about the current branch is kept under the stamp of its checkpoints, in case
+        the run resumes from one of them later.
+        """
+        self._left.setdefault(stamp, (self.rolled_back, self.resumed))
+        rolled_back, resumed = self.rolled_back, self.resumed
+        if checkpoint.is_absolute():  # of another run, whose jumps in the data are not known here
+            rolled_back, resumed = {}, {}
+        elif abandoned := stamp_of(checkpoint):
+            rolled_back, resumed = self._left.get(abandoned, (rolled_back, resumed))
+        self.rolled_back, self.resumed = dict(rolled_back), dict(resumed)
+
+    def _train(self) -> None:
+        if self.branch is not None and self.branch.pending:
+            self.branch = replace(self.branch, pending=False)
+
+
+def replay(events: Iterable[dict[str, Any]]) -> History:
+    """Derive the history of a run from its events, oldest first.
+
+    A line that parses but lacks what its event needs is skipped like one that does not parse.
+    """
+    history = History()
+    for event in events:
+        needed = {"step": int} | NEEDED.get(event["event"], {})
+        if all(isinstance(event.get(key), kind) for key, kind in needed.items()):
+            history.apply(event)
+    return history

@@ -1,0 +1,251 @@
+"""The lock of a run folder: one run at a time, on file systems with and without flock.
+
+With flock the kernel, or the server of a network file system, releases the lock when the process
+dies. A server notices the death of a whole node only after a while. Without flock (Lustre mounted
+with `noflock`, some FUSE file systems) the file `lock.exclusive` exists for as long as a run holds
+the folder.
+
+The holder touches its file every few seconds. A waiting process compares two modification times of
+the same file, so clocks of different nodes need not agree. If the time has changed, the holder is
+alive and waiting is pointless. A `lock.exclusive` whose time has not changed for a minute is stale.
+"""
+
+import atexit
+import contextlib
+import errno
+import fcntl
+import json
+import os
+import secrets
+import socket
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from models.errors import UserError
+from recipes.training.run_folder.line_file import flush
+from recipes.training.runtime.launchers import start_ticks
+
+NO_FLOCK = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP}
+BEAT_SECONDS = 5.0
+STALE_SECONDS = 60.0  # longer than network file systems cache a file's time
+LOST = 1  # exit code of a process whose lock another one has taken over
+
+
+class FolderInUse(UserError):
+    """Another process holds the run folder.
+
+    Args:
+        message: names the folder and the holder
+        alive: whether the holder is known to run, so that waiting for it is pointless
+    """
+
+    def __init__(self, message: str, *, alive: bool):
+        super().__init__(message)
+        self.alive = alive
+
+
+class FolderLock:
+    """A lock on a folder, held by this process until it ends or releases it."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self.shared = folder / "lock"  # stays; what counts is the flock on it
+        self.exclusive = folder / "lock.exclusive"  # its existence is the lock
+        self.record = {
+            "process": os.getpid(),
+            "host": socket.gethostname(),
+            "machine": _machine(),
+            "started": start_ticks(os.getpid()),
+            "token": secrets.token_hex(8),
+        }
+        self._stream: Any = None
+        self._seen: tuple[str, int] | None = None
+        self._seen_at = 0.0
+        self._moved = False
+        self._released = threading.Event()
+
+    def acquire(self) -> None:
+        """Take the lock without waiting; call again to try again.
+
+        Raises:
+            FolderInUse: another process holds it.
+            OSError: the folder cannot be written.
+        """
+        stream = self.shared.open("a+")
+        try:
+            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            stream.close()
+            raise self._in_use(self.shared) from None
+        except OSError as error:
+            stream.close()
+            if error.errno not in NO_FLOCK:
+                raise
+            self._create_exclusive()
+        else:
+            if not self._is_current(stream):
+                stream.close()
+                raise FolderInUse(
+                    f"{self.folder} is being moved by another run; wait for it, or use --run-dir "
+                    f"for a second run",
+                    alive=False,
+                )
+            self._stream = stream
+            stream.truncate(0)
+            stream.write(json.dumps(self.record) + "\n")
+            stream.flush()
+        atexit.register(self.release)
+        threading.Thread(target=self._beat, name="folder lock", daemon=True).start()
+
+    def release(self, moved_to: Path | None = None) -> None:
+        """Give the lock back; without one, do nothing.
+
+        Args:
+            moved_to: where the folder is now, if it has been renamed since
+        """
+        self._released.set()
+        atexit.unregister(self.release)
+        if self._stream is not None:
+            self._stream.close()
+            return
+        exclusive = (moved_to or self.folder) / self.exclusive.name
+        with contextlib.suppress(OSError):
+            if self._holds(exclusive):
+                exclusive.unlink()
+
+    def _is_current(self, stream: Any) -> bool:
+        """Return False if the folder was renamed between opening its lock and locking it."""
+        try:
+            return os.path.samestat(os.fstat(stream.fileno()), self.shared.stat())
+        except FileNotFoundError:
+            return False
+
+    def _create_exclusive(self) -> None:
+        for _ in range(2):
+            try:
+                descriptor = os.open(self.exclusive, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
+            except FileExistsError:
+                in_use = self._in_use(self.exclusive)
+                if not self._is_stale():
+                    raise in_use from None
+                self._remove_stale()
+                continue
+            with os.fdopen(descriptor, "w") as stream:
+                stream.write(json.dumps(self.record) + "\n")
+            flush(self.exclusive)
+            print(
+                f"warning: {self.folder} is on a file system without flock; the file "
+                f"{self.exclusive.name} is used as the lock instead, and if this node dies, the "
+                f"next run waits {STALE_SECONDS:.0f} s before it takes the folder over",
+                file=sys.stderr,
+            )
+            return
+        raise self._in_use(self.exclusive)
+
+    def _is_stale(self) -> bool:
+        """Return True if the holder of the exclusive file appears to be dead."""
+        if self._seen is None:
+            return True  # released a moment ago
+        holder = _parse(self._seen[0])
+        if holder.get("machine") == self.record["machine"]:
+            return not _runs(holder)
+        return time.monotonic() - self._seen_at >= STALE_SECONDS
+
+    def _remove_stale(self) -> None:
+        """Remove a stale file, under a lock of its own: two processes may have noticed it."""
+        mutex = self.folder / "lock.takeover"
+        try:
+            os.close(os.open(mutex, os.O_CREAT | os.O_EXCL))
+        except FileExistsError:
+            raise FolderInUse(
+                f"{self.folder} is being taken over by another process; if there is none, remove "
+                f"{mutex}",
+                alive=False,
+            ) from None
+        try:
+            if self._seen is not None and _look(self.exclusive) == self._seen:
+                self.exclusive.unlink()
+        finally:
+            mutex.unlink()
+
+    def _in_use(self, file: Path) -> FolderInUse:
+        """Describe the holder of a file, after a comparison with what was seen before."""
+        now = _look(file)
+        if now != self._seen:
+            same_holder = self._seen is not None and now is not None and now[0] == self._seen[0]
+            self._moved, self._seen, self._seen_at = same_holder, now, time.monotonic()
+        text = now[0] if now else ""
+        holder = _parse(text)
+        alive = self._moved
+        if holder.get("machine") == self.record["machine"]:
+            alive = _runs(holder)
+        name = text or "another process"
+        if holder:
+            name = f"process {holder.get('process')} on {holder.get('host')}"
+        return FolderInUse(
+            f"{self.folder} is in use by {name}; wait for it, or use --run-dir for a second run",
+            alive=alive,
+        )
+
+    def _beat(self) -> None:
+        """Touch the file, and end this process if another one has taken the folder over."""
+        file = self.shared if self._stream is not None else self.exclusive
+        while not self._released.wait(BEAT_SECONDS):
+            if self._stream is None and self._was_taken_over() and not self._released.is_set():
+                os.write(2, f"{self.folder} was taken over by another run; exiting\n".encode())
+                os._exit(LOST)
+            with contextlib.suppress(OSError):
+                os.utime(file)
+
+    def _holds(self, exclusive: Path) -> bool:
+        seen = _look(exclusive)
+        return seen is not None and _parse(seen[0]).get("token") == self.record["token"]
+
+    def _was_taken_over(self) -> bool:
+        """Return True if this process slept for so long that another run took the folder over."""
+        try:
+            seen = _look(self.exclusive)
+        except OSError:  # of a disk that is away for a moment
+            return False
+        return seen is not None and _parse(seen[0]).get("token") not in (
+            self.record["token"], None,
+        )  # fmt: skip
+
+
+def _look(file: Path) -> tuple[str, int] | None:
+    """Return content and time of a lock file; None if it does not exist."""
+    try:
+        with file.open(errors="replace") as stream:  # opened: makes NFS ask the server
+            return stream.read(1000).strip(), os.fstat(stream.fileno()).st_mtime_ns
+    except FileNotFoundError:
+        return None
+
+
+def _parse(record: str) -> dict[str, Any]:
+    try:
+        content = json.loads(record)
+    except ValueError:
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def _runs(holder: dict[str, Any]) -> bool:
+    """Return True if the holder still runs on this machine and its PID was not reused."""
+    started = start_ticks(holder.get("process", 0))
+    return started is not None and started == holder.get("started")
+
+
+def _machine() -> str:
+    """Return an identifier of the machine, its boot and its container.
+
+    A host name is not enough, because containers may share one. Where /proc is not readable, the
+    identifier is therefore unlike any other: holders are then judged by their beats alone.
+    """
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return f"{socket.gethostname()} {secrets.token_hex(8)}"

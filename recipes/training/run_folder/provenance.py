@@ -1,0 +1,35 @@
+"""What computed a run's numbers: code, libraries, layout."""
+
+import platform
+import subprocess
+from importlib.metadata import version
+from typing import Any
+
+from recipes.training.recipe.deepspeed_config import read_deepspeed_json
+from recipes.training.recipe.schema import REPOSITORY, Recipe
+from recipes.training.recipe.topology import Topology
+
+
+def code_version() -> str | None:
+    """The repository's commit, "-dirty" with changes; None outside git."""
+    command = ["git", "-C", str(REPOSITORY), "describe", "--always", "--dirty", "--abbrev=40"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+def versions() -> dict[str, str | None]:
+    """Of this code, of Python and of the libraries that do the arithmetic."""
+    libraries = {name: version(name) for name in ("torch", "deepspeed", "numpy")}
+    return {"threefold": code_version(), "python": platform.python_version()} | libraries
+
+
+def layout_of(recipe: Recipe, topology: Topology) -> dict[str, Any]:
+    """How a run is spread, with the content of the file that the recipe names for ZeRO."""
+    axes = {"pipeline": topology.pipeline, "data": topology.data, "tensor": topology.tensor}
+    return axes | {
+        "schedule": recipe.layout.schedule,
+        "deepspeed": recipe.deepspeed,
+        "deepspeed_json": read_deepspeed_json(recipe.deepspeed),
+    }

@@ -1,0 +1,183 @@
+"""Reports of a hang: each rank writes its place, and one rank reads them to see which is behind.
+
+The ranks of a hanging run cannot communicate; they exchange files in the run folder.
+"""
+
+import errno
+import json
+import math
+import os
+import sys
+import threading
+import traceback
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any, Protocol
+
+from recipes.training.recipe.schema import REPOSITORY
+from recipes.training.supervision.flight_recorder import Launched, describe_waiting
+
+COLLECTIVES = str(Path("torch", "distributed", "distributed_c10d.py"))
+WAITING = str(REPOSITORY / "models" / "parallel" / "collectives.py")  # has `wait_for`
+NAMED = 8  # ranks, at most, in a message
+
+
+class Place(Protocol):
+    """Where a rank is; as text, for a message."""
+
+    step: int
+
+
+@dataclass(frozen=True)
+class Sighting:
+    """The place of a rank in a hanging run.
+
+    waits_in: the collective that its main thread was in; empty: none
+    at: the innermost line of this project or DeepSpeed
+    launched: the operations launched on each process group; empty: the flight recorder is off
+    """
+
+    rank: int
+    step: int
+    place: str
+    waits_in: str
+    at: str
+    launched: list[Launched] = field(default_factory=list)
+
+    @classmethod
+    def from_json(cls, text: str) -> "Sighting":
+        """Restore a sighting from the first line of a rank's file."""
+        table: dict[str, Any] = json.loads(text)
+        launched = [Launched.from_json(each) for each in table["launched"]]
+        return cls(**{**table, "launched": launched})
+
+    def __str__(self) -> str:
+        waiting = f"waits in {self.waits_in}" if self.waits_in else "waits in no collective"
+        return f"{self.place}; it {waiting}, at {self.at}"
+
+
+class HangReport:
+    """A folder with a file for each rank that has noticed the hang.
+
+    Every method may fail or block: the file system may be what hangs.
+
+    Args:
+        room: the folder
+        names: names of all ranks, for messages
+        fresh_seconds: a file more than this many seconds older than the newest one is from an
+            earlier hang
+    """
+
+    def __init__(self, room: Path, names: Sequence[str], *, fresh_seconds: float = math.inf):
+        self.room, self.names, self.fresh_seconds = room, names, fresh_seconds
+
+    def write(self, sighting: tuple[Sighting, str]) -> None:
+        """Write the place of a rank and its stack; a later call replaces the file."""
+        about, stack = sighting
+        self.room.mkdir(exist_ok=True)
+        file = self._file(about.rank)
+        temporary = file.with_suffix(".writing")
+        temporary.write_text(f"{json.dumps(asdict(about))}\n{stack}")
+        os.rename(temporary, file)
+
+    def take_back(self, rank: int) -> None:
+        """Remove the file of a rank that has moved again."""
+        self._file(rank).unlink(missing_ok=True)
+
+    def verdict(self, own: Sighting) -> str:
+        """Return a description of the hang on the lowest rank that wrote its file, else "".
+
+        A rank that could not write its file also returns a description, which includes its own
+        place.
+
+        Raises:
+            OSError: no rank has written, or the files cannot be read.
+        """
+        sightings = self._read()
+        if own.rank in sightings and own.rank != min(sightings):
+            return ""
+        sightings.setdefault(own.rank, own)
+        launched = {rank: sighting.launched for rank, sighting in sightings.items()}
+        waiting = describe_waiting(launched, self.names)
+        parts = [describe_hang(sightings, self.names), f"the stacks of all are in {self.room}"]
+        if waiting:
+            parts.insert(1, f"by torch's flight recorder {waiting}")
+        return "; ".join(parts)
+
+    def _read(self) -> dict[int, Sighting]:
+        """Return the places of all ranks that have written about this hang, by rank."""
+        changed = {file: file.stat().st_mtime for file in sorted(self.room.glob("rank-*.txt"))}
+        if not changed:
+            raise FileNotFoundError(errno.ENOENT, "no rank could write there", str(self.room))
+        oldest = max(changed.values()) - self.fresh_seconds
+        sightings = {}
+        for file in (file for file, when in changed.items() if when >= oldest):
+            sighting = Sighting.from_json(file.read_text().partition("\n")[0])
+            if sighting.rank < len(self.names):
+                sightings[sighting.rank] = sighting
+        return sightings
+
+    def _file(self, rank: int) -> Path:
+        return self.room / f"rank-{rank:05d}.txt"
+
+
+def take_sighting(rank: int, place: Place) -> tuple[Sighting, str]:
+    """Return the place of this rank's main thread, and its stack."""
+    frame = sys._current_frames()[threading.main_thread().ident]
+    about = Sighting(
+        rank=rank,
+        step=place.step,
+        place=str(place),
+        waits_in=collective_of(frame),
+        at=innermost_line(frame),
+    )
+    return about, "".join(traceback.format_stack(frame))
+
+
+def describe_hang(sightings: dict[int, Sighting], names: Sequence[str]) -> str:
+    """Name the ranks that are behind: silent, in an earlier step, or outside of collectives."""
+    first = sightings[min(sightings)]
+    silent = [name for rank, name in enumerate(names) if rank not in sightings]
+    if silent:
+        more = f" and {len(silent) - NAMED} more" if len(silent) > NAMED else ""
+        verb = "does" if len(silent) == 1 else "do"
+        who = f"{', '.join(silent[:NAMED])}{more} {verb} not answer: stopped, dead or cut off"
+        return f"{who}. {names[first.rank]}: {first}"
+    earliest = min(each.step for each in sightings.values())
+    behind = [each for each in sightings.values() if each.step == earliest]
+    if len(behind) == len(sightings):
+        behind = [each for each in behind if not each.waits_in]
+    if not behind or len(behind) == len(sightings):
+        where = "in a collective" if not behind else "for the device, or compute"
+        when = f"in step {earliest}" if earliest else "in start-up"
+        return f"all ranks are {when} and wait {where}. {names[first.rank]}: {first}"
+    told = "; ".join(f"{names[each.rank]} is behind: {each}" for each in behind[:NAMED])
+    return f"{told}. {names[first.rank]}: {first}"
+
+
+def collective_of(frame: FrameType | None) -> str:
+    """The function of torch.distributed that a stack is in, or that waits for one; empty: none."""
+    name = ""
+    while frame:
+        if frame.f_code.co_filename.endswith(COLLECTIVES):
+            name = frame.f_code.co_name
+        elif frame.f_code.co_name == "wait_for" and frame.f_code.co_filename == WAITING:
+            name = frame.f_back.f_code.co_name
+        frame = frame.f_back
+    return name
+
+
+def innermost_line(frame: FrameType | None) -> str:
+    """The innermost line of a stack that is this project's or DeepSpeed's."""
+    while frame:
+        file = Path(frame.f_code.co_filename)
+        if file.is_relative_to(REPOSITORY / "models") or file.is_relative_to(
+            REPOSITORY / "recipes"
+        ):
+            return f"{file.relative_to(REPOSITORY)}:{frame.f_lineno} {frame.f_code.co_name}"
+        if "deepspeed" in file.parts and "comm" not in file.parts:
+            return f"deepspeed {file.name}:{frame.f_lineno} {frame.f_code.co_name}"
+        frame = frame.f_back
+    return "an unknown line"

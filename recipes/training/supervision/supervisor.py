@@ -1,0 +1,370 @@
+"""Supervision of a run: orderly ends after signals, dead launchers and hangs.
+
+In each rank one thread listens to signals (a second signal ends the rank at once). Every second it
+checks that the launcher processes of the rank are alive (the death of one counts as a signal) and
+that there is progress. At the end of each step the ranks agree whether one of them has been asked
+to stop. When there has been no progress for a while, hang_report.py says which rank is behind, and
+all ranks end. A thread cannot notice that its process has been stopped; the watchdog process
+(watchdog.py) does.
+
+Nothing that may block runs in the thread itself. Separate threads read and write files, because the
+file system may be what hangs; the rank ends on time even if they do not finish. Messages never wait
+for a reader (streams.py).
+"""
+
+import contextlib
+import json
+import os
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from queue import SimpleQueue
+
+import torch
+import torch.distributed as dist
+
+from recipes.training.run_folder.folder import RunFolder
+from recipes.training.runtime.exits import HUNG
+from recipes.training.runtime.launchers import Process, launchers_of
+from recipes.training.runtime.streams import end_process
+from recipes.training.supervision.flight_recorder import Launched, read_dump, within
+from recipes.training.supervision.hang_report import HangReport, take_sighting
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
+ECHO_SECONDS = 2.0  # launchers pass on signals; a later signal is a second one
+SECONDS_BEFORE_WATCHDOG = 8  # before the watchdog acts, since the other ranks can report more
+RECORDER_SECONDS = 10  # at most, to read the flight recorder
+REPORT_SECONDS = 5  # for the report of a hang, before a rank ends without it
+WATCHDOG = Path(__file__).with_name("watchdog.py")
+
+
+@dataclass
+class Breadcrumb:
+    """The current activity of a rank.
+
+    count: number of activities so far
+    patient: the rank waits for a disk, which may take any time; it does not end itself meanwhile
+    """
+
+    step: int = 0
+    doing: str = "starting"
+    micro_batch: int | None = None
+    count: int = 0
+    patient: bool = False
+
+    def note(self, doing: str, *, micro_batch: int | None = None, step: int | None = None) -> None:
+        """Begin another activity."""
+        self.doing, self.micro_batch = doing, micro_batch
+        self.step = self.step if step is None else step
+        self.count += 1
+
+    @contextlib.contextmanager
+    def waiting_for_disk(self, doing: str, *, micro_batch: int | None = None) -> Iterator[None]:
+        """Do not end this rank during this activity, however long it takes.
+
+        Ranks that wait for this rank in a collective do end; their message names this activity.
+        """
+        before = self.patient
+        self.note(doing, micro_batch=micro_batch)
+        self.patient = True
+        try:
+            yield
+        finally:
+            self.patient = before
+        self.note(doing, micro_batch=micro_batch)
+
+    def __str__(self) -> str:
+        of = "" if self.micro_batch is None else f" of micro-batch {self.micro_batch}"
+        when = f"step {self.step}" if self.step else "start-up"
+        return f"{when}, {self.doing}{of}"
+
+
+class Supervisor:
+    """Supervision of this rank: of hangs from `start` on, of signals while it is entered.
+
+    Args:
+        folder: where a hang is reported
+        crumb: the rank's current activity, which the training notes
+        hang_seconds: time limit without progress once `expect_steps` has been called; 0: none
+        startup_seconds: time limit without progress until then; 0: none
+    """
+
+    def __init__(
+        self, folder: RunFolder, crumb: Breadcrumb, *, hang_seconds: int, startup_seconds: int
+    ):
+        self.folder, self.crumb = folder, crumb
+        self.hang_seconds, self.limit = hang_seconds, startup_seconds
+        self.rank = dist.get_rank()
+        self.hosts: Sequence[str] = ()
+        self.names = [f"rank {rank}" for rank in range(dist.get_world_size())]
+        self.names[self.rank] += f" ({socket.gethostname()})"
+        self.asked = ""  # why this rank should stop
+        self._signalled_at: float | None = None
+        self._before: dict[int, object] = {}
+        self._leaving = threading.Event()
+        self._seen = -1  # the crumb's count a second ago
+        self._still = 0  # seconds since the crumb's count changed
+        self._idle = 0  # likewise, but without those in which the rank waits for a disk
+        self._reported = self._ending = False
+        self._report = HangReport(folder.path / "hang-at-start", self.names)
+        self._disk = Background("hang report")
+        self._trouble = ""
+
+    def start(self) -> "Supervisor":
+        """Begin to watch the progress; collective."""
+        self._read, self._write = os.pipe()
+        os.set_blocking(self._write, False)
+        self._launchers = []
+        for pid in launchers_of(os.getpid()):
+            with contextlib.suppress(OSError):  # it has just ended
+                self._launchers.append(Process(pid))
+        self._stopped: Counter[int] = Counter()  # seconds that launchers have been seen stopped
+        self._watchdog = self._start_watchdog()
+        self._beat()  # this rank may be stopped before the first second is over
+        self._thread = threading.Thread(target=self._watch, name="supervisor", daemon=True)
+        self._thread.start()
+        stamp = [time.strftime("%Y%m%dT%H%M%S")]
+        dist.broadcast_object_list(stamp)  # a later hang gets another folder
+        self._report.room = self.folder.path / f"hang-{stamp[0]}"
+        return self
+
+    def name_hosts(self, hosts: Sequence[str]) -> None:
+        """Use the names of the ranks' hosts, by rank, in messages; the folder is locked by now."""
+        self.hosts = hosts
+        self.names[:] = [f"rank {rank} ({host})" for rank, host in enumerate(hosts)]
+
+    def expect_steps(self) -> None:
+        """End the start-up: from now on the time limit is that of training."""
+        self.crumb.note("starting to train")
+        self.limit = self.hang_seconds
+        self._beat()
+
+    def __enter__(self) -> "Supervisor":
+        # One that is ignored stays so: nohup means it.
+        answered = [n for n in SIGNALS if signal.getsignal(n) is not signal.SIG_IGN]
+        self._before = {number: signal.signal(number, _wake) for number in answered}
+        # Python's own handlers run between its instructions, and never in a collective that waits.
+        self._wakeup = signal.set_wakeup_fd(self._write)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._leaving.set()
+        self._thread.join()
+        signal.set_wakeup_fd(self._wakeup)
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        os.close(self._read)
+        os.close(self._write)
+        if self._watchdog:
+            self._watchdog.stdin.close()
+            try:
+                self._watchdog.wait(SECONDS_BEFORE_WATCHDOG)
+            except subprocess.TimeoutExpired:  # it has been stopped
+                self._watchdog.kill()
+
+    def agree(self, severity: int, device: torch.device) -> tuple[str, int]:
+        """Return why the run should stop, or "", and the worst severity; the same on all ranks.
+
+        Every rank asks once, at the end of a step.
+        """
+        asked = self.rank + 1 if self.asked else 0
+        worst = torch.tensor([asked, severity], dtype=torch.int32, device=device)
+        dist.all_reduce(worst, op=dist.ReduceOp.MAX)
+        asked, severity = worst.tolist()
+        if not asked:
+            return "", severity
+        return f"{self.names[asked - 1]}: {self.asked or 'was asked to stop'}", severity
+
+    def _watch(self) -> None:
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._read, selectors.EVENT_READ)
+            while not self._leaving.is_set():
+                if selector.select(timeout=1.0):
+                    for number in os.read(self._read, 64):
+                        self._on_signal(number)
+                    continue
+                for look in (self._look_at_progress, self._beat, self._look_at_launchers):
+                    try:
+                        look()
+                    except Exception:  # for example when /proc cannot be read; keep watching
+                        self._tell_once(traceback.format_exc())
+
+    def _tell_once(self, trouble: str) -> None:
+        if trouble != self._trouble:  # print each problem once, not every second
+            self._trouble = trouble
+            print(trouble, file=sys.stderr, flush=True)
+
+    def _on_signal(self, number: int) -> None:
+        now = time.monotonic()
+        name = signal.Signals(number).name
+        if self._signalled_at is None:
+            self._signalled_at = now
+            self._ask(name)
+        elif number in self._before and now - self._signalled_at > ECHO_SECONDS:
+            print(f"{self.names[self.rank]}: {name} again, ends at once", file=sys.stderr)
+            end_process(128 + number)
+
+    def _ask(self, reason: str) -> None:
+        if not self.asked:
+            self.asked = reason
+            print(f"{self.names[self.rank]}: {reason}: stops after this step", file=sys.stderr)
+
+    def _look_at_launchers(self) -> None:
+        """Ask to stop if one is gone; end them if one has been stopped for too long.
+
+        A stopped one would never notice the run's end. The outermost first: `deepspeed` exits
+        with 0 when what it has started is killed.
+        """
+        for launcher in self._launchers:
+            state = launcher.state()
+            if not state:
+                self._ask(f"its launcher, process {launcher.pid}, is gone")
+            self._stopped[launcher.pid] = self._stopped[launcher.pid] + 1 if state == "T" else 0
+        if self.limit and max(self._stopped.values(), default=0) >= self.limit:
+            for launcher in reversed(self._launchers):
+                launcher.kill()
+
+    def _look_at_progress(self) -> None:
+        """Report this rank's place after half of the time limit, and end after all of it.
+
+        A rank that waits for a disk does not end, but reports its place for the ranks that wait
+        for it in a collective. It does so again after each half of the limit, because peers ignore
+        old reports. Writing a report may block, so a rank ends at most REPORT_SECONDS after the
+        limit.
+        """
+        limit = self.limit  # before the crumb: `expect_steps` changes them in the other order
+        moved, self._seen = self.crumb.count != self._seen, self.crumb.count
+        self._still = 0 if moved else self._still + 1
+        self._idle = 0 if moved or self.crumb.patient else self._idle + 1
+        if not limit:
+            return
+        half = -(-limit // 2)
+        if not self._still and self._reported:
+            self._reported = False
+            self._disk.run(lambda: self._report.take_back(self.rank))
+        elif self._still == half or (self.crumb.patient and self._still and not self._still % half):
+            self._reported = True
+            self._report.fresh_seconds = limit
+            self._disk.run(self._write_report)
+        elif self._idle >= limit and not self._ending:  # a limit of one second ends after two
+            self._ending = True
+            Background("end of a hang").run(self._end)
+        elif self._idle >= limit + REPORT_SECONDS:
+            self._say_hung("the run folder does not answer")
+            end_process(HUNG)
+
+    def _write_report(self) -> None:
+        """Write this rank's place.
+
+        The place is written before the flight recorder is read, because reading it queries the
+        device, which may never answer. If the query also holds the GIL, the watchdog process ends
+        this rank.
+        """
+        about, stack = take_sighting(self.rank, self.crumb)
+        self._report.write((about, stack))
+        launched = within(min(RECORDER_SECONDS, self.limit / 4), launched_collectives)
+        if launched:
+            self._report.write((replace(about, launched=launched), stack))
+
+    def _end(self) -> None:
+        """Say which rank is behind, and end this rank."""
+        try:
+            verdict = self._report.verdict(take_sighting(self.rank, self.crumb)[0])
+        except Exception as problem:  # an unreadable report must not keep the rank alive
+            self._say_hung(f"the ranks' reports cannot be read ({problem})")
+        else:
+            if not verdict:
+                time.sleep(2)  # launchers end all ranks when the first one exits
+                end_process(HUNG)
+            self._say_hung("", verdict)
+        end_process(HUNG)
+
+    def _say_hung(self, problem: str, verdict: str = "") -> None:
+        """Print why this rank ends, and then try to write it into the run folder.
+
+        Until the hosts are known, the folder may be locked by another run, whose events these are.
+        """
+        if problem:
+            about, _ = take_sighting(self.rank, self.crumb)
+            verdict = f"{self.names[self.rank]}: {about}; {problem}"
+        text = f"no progress for {self.limit} s: {verdict}"
+        print(text, file=sys.stderr, flush=True)
+        if not self.hosts:
+            return
+        step = self.crumb.step
+        within(
+            1,
+            lambda: self.folder.event("stop", step, reason=text, exit_code=HUNG),
+            doing="writing events.jsonl",
+        )
+
+    def _start_watchdog(self) -> subprocess.Popen | None:
+        if not (self.hang_seconds or self.limit):
+            return None
+        command = [
+            sys.executable,
+            "-I",
+            "-S",
+            str(WATCHDOG),
+            str(os.getpid()),
+            self.names[self.rank],
+        ]
+        watchdog = subprocess.Popen(command, stdin=subprocess.PIPE, bufsize=0)
+        os.set_blocking(watchdog.stdin.fileno(), False)  # it may have been stopped
+        return watchdog
+
+    def _beat(self) -> None:
+        patience = self.limit + SECONDS_BEFORE_WATCHDOG if self.limit else 0
+        if self._watchdog:
+            with contextlib.suppress(BrokenPipeError):  # the watchdog has been killed
+                self._watchdog.stdin.write(b"%d\n" % patience)
+
+
+class Background:
+    """A thread that runs functions one after another, for a caller that cannot wait for them."""
+
+    def __init__(self, name: str):
+        self._name = name
+        self._calls: SimpleQueue[Callable[[], object]] = SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def run(self, function: Callable[[], object]) -> None:
+        """Run a function after those before; print its error."""
+        self._calls.put(function)
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._work, name=self._name, daemon=True)
+            self._thread.start()
+
+    def _work(self) -> None:
+        while True:
+            function = self._calls.get()
+            try:
+                function()
+            except Exception as problem:
+                print(f"{self._name}: {problem!r}", file=sys.stderr, flush=True)
+
+
+def launched_collectives() -> list[Launched]:
+    """Return the operations that this rank has launched, from torch's flight recorder."""
+    recorder = torch._C._distributed_c10d
+    backend = "nccl" if "nccl" in dist.get_backend() else "fr"  # fr: all other backends
+    dump = json.loads(getattr(recorder, f"_dump_{backend}_trace_json")())
+    world = dist.distributed_c10d._world
+    members = {
+        name: sorted(world.pg_group_ranks.get(group, ()))
+        for group, name in list(world.pg_names.items())
+    }
+    return read_dump(dump, members)
+
+
+def _wake(*_: object) -> None:
+    """Do nothing: the thread has read the signal's number."""

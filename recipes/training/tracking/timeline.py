@@ -1,0 +1,130 @@
+"""The measured timeline: what every rank ran in a few steps, and when.
+
+`timeline.json` in the run folder is a trace for ui.perfetto.dev (Chrome's trace event format);
+`timeline.svg` shows the last of the steps on one pipeline, as the simulator would have run it with
+the durations that were measured, and below as it was.
+"""
+
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from time import perf_counter
+from typing import Any
+
+import torch.distributed as dist
+
+from models.errors import UserError
+from models.pipeline.recording import Event, Recording, passes_of
+from models.pipeline.schedule.simulation import Timeline, simulate, typical_seconds
+from recipes.training.engine.engine import Engine, PipelinedEngine
+from recipes.training.recipe.schema import Recipe
+from recipes.training.recipe.topology import Coordinates, Topology
+from recipes.training.run_folder.folder import RunFolder
+from recipes.training.run_folder.line_file import write_whole
+
+Steps = dict[int, list[Event]]  # the events of each recorded step
+
+
+class TimelineRecorder:
+    """Records the steps that `tracking.timeline_step` and `timeline_steps` name."""
+
+    def __init__(self, engine: Engine, recipe: Recipe, topology: Topology, folder: RunFolder):
+        self.engine, self.topology, self.folder = engine, topology, folder
+        first = recipe.tracking.timeline_step
+        self.wanted = range(first, first + recipe.tracking.timeline_steps) if first else range(0)
+        self.last = min(self.wanted[-1], recipe.training.steps) if first else 0
+        self.steps: Steps = {}
+        self.origin = 0.0
+
+    @contextmanager
+    def recorded(self, step: int) -> Iterator[None]:
+        """Record what runs within it, if this step is wanted; the first time, ranks meet before."""
+        if step not in self.wanted:
+            yield
+            return
+        assert isinstance(self.engine, PipelinedEngine)
+        if not self.steps:
+            dist.barrier()
+            self.origin = perf_counter()
+        recording = Recording(self.engine.wrapped)
+        try:
+            yield
+        finally:
+            recording.stop()
+        self.steps[step] = [
+            event._replace(start=event.start - self.origin, end=event.end - self.origin)
+            for event in recording.events
+        ]
+
+    def write_after(self, step: int) -> None:
+        """Write the files, if this was the last of the steps; collective then."""
+        if step != self.last or not self.steps:
+            return
+        of_ranks: list[Steps] = [{} for _ in range(dist.get_world_size())]
+        dist.all_gather_object(of_ranks, self.steps)
+        self.steps = {}
+        if dist.get_rank() == 0:
+            self._write(of_ranks, step)
+
+    def _write(self, of_ranks: Sequence[Steps], step: int) -> None:
+        # Here, because a run without a timeline should not wait a second for matplotlib.
+        from recipes.pictures.pipeline_passes import draw_comparison
+
+        trace = perfetto_trace(of_ranks, self.topology)
+        measured = measured_passes(of_ranks, self.topology, step)
+        pipeline = self.engine.wrapped.pipeline
+        picture = self.folder.path / "timeline.svg"
+        try:
+            write_whole(self.folder.path / "timeline.json", json.dumps(trace))
+            draw_comparison(
+                pipeline,
+                simulate(pipeline, typical_seconds(measured)),
+                measured,
+                title=f"{self.engine.recipe.name}, step {step}",
+                file=picture,
+            )
+            first = min(of_ranks[0])
+            print(f"steps {first} to {step} are in {picture} and timeline.json beside it")
+        except (OSError, UserError) as problem:  # training continues without a timeline
+            self.folder.event("warning", step, reason=f"no timeline: {problem}")
+            print(f"warning: no timeline: {problem}", file=sys.stderr)
+
+
+def perfetto_trace(of_ranks: Sequence[Steps], topology: Topology) -> dict[str, Any]:
+    """Chrome's trace events: a process for each rank, times in microseconds."""
+    events: list[dict[str, Any]] = []
+    for rank, steps in enumerate(of_ranks):
+        place = topology.coordinates(rank)
+        name = f"pipeline {place.pipeline}, data {place.data}, tensor {place.tensor}"
+        named = {"name": f"rank {rank}: {name}"}
+        events.append({"ph": "M", "name": "process_name", "pid": rank, "args": named})
+        for step, events_of_step in steps.items():
+            for event in events_of_step:
+                about = {"chunk": event.chunk, "micro_batch": event.micro_batch, "step": step}
+                events.append(
+                    {
+                        "ph": "X",
+                        "name": event.instruction,
+                        "cat": event.kind or "communication",
+                        "pid": rank,
+                        "tid": 0,
+                        "ts": event.start * 1e6,
+                        "dur": (event.end - event.start) * 1e6,
+                        "args": {key: value for key, value in about.items() if value is not None},
+                    }
+                )
+    return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+def measured_passes(of_ranks: Sequence[Steps], topology: Topology, step: int) -> Timeline:
+    """The passes of a step on the first pipeline, from its first one on."""
+    stages = []
+    for stage in range(topology.pipeline):
+        rank = topology.rank(Coordinates(pipeline=stage, data=0, tensor=0))
+        stages.append(passes_of(of_ranks[rank][step], stage))
+    start = min(passes[0].start for passes in stages)
+    return [
+        [timed._replace(start=timed.start - start, end=timed.end - start) for timed in passes]
+        for passes in stages
+    ]

@@ -1,0 +1,555 @@
+"""Checkpoints to transformers and back, and what is refused on the way."""
+
+import json
+import shutil
+import subprocess
+import sys
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tomli_w
+import torch
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer, models
+from torch.nn import functional as F
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+
+from models.errors import UserError
+from models.layer_specs import (
+    SequentialModel,
+    layer_specs,
+    logical_parameters,
+    run_layers,
+)
+from models.parallel.collectives import TensorAxis
+from models.parallel.context import Context
+from recipes.converting.adopt import adopt, read_config
+from recipes.converting.export import export, find_tokenizer, special_tokens
+from recipes.converting.output_folder import output_folder
+from recipes.converting.reshape import new_recipe
+from recipes.converting.verified_source import model_of, open_checkpoint
+from recipes.proving.proof_corpus import write_corpus
+from recipes.proving.relay import save
+from recipes.proving.trial import start, train_step
+from recipes.training.checkpoint.manifest import Manifest
+from recipes.training.checkpoint.reader import CheckpointReader, find_initial_weights
+from recipes.training.data.dataset import TrainingData
+from recipes.training.recipe.schema import REPOSITORY, Recipe, parse_recipe
+from recipes.training.recipe.topology import World
+from recipes.training.run_folder.folder import RunFolder
+from tests.conftest import GPT_SWITCHES, VOCAB_SIZE, changed, small_recipe
+from tests.ranks import join_world, run_ranks, start_ranks
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "tied llama": {"model__tie_embeddings": True},
+    "qwen3": {"model__qk_norm": True, "model__head_size": 24},
+    "gpt2": GPT_SWITCHES,
+}
+FAMILIES = {
+    "llama": {"num_key_value_heads": 2},
+    "tied llama": {"num_key_value_heads": 4, "tie_word_embeddings": True},
+    "qwen3": {"num_key_value_heads": 2, "head_dim": 24},
+    "gpt2": {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 32},
+}
+SIZES = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 32,
+}
+
+
+@pytest.fixture(scope="module")
+def real_corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The small corpus, with a tokenizer that transformers can load."""
+    folder = tmp_path_factory.mktemp("corpus") / "data"
+    write_corpus(folder, VOCAB_SIZE)
+    words = {f"t{number}": number for number in range(VOCAB_SIZE)}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="t0"))
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token="t1", eos_token="t1"
+    ).save_pretrained(folder / "tokenizer")
+    return folder
+
+
+def recipe_of(corpus: Path, **changes: Any) -> Recipe:
+    return parse_recipe(changed(small_recipe(corpus), **changes), "small")
+
+
+def train_and_save(recipes: list[Recipe], folder: Path) -> list[float]:
+    """On each rank: two steps, a checkpoint; validation losses."""
+    world, losses = join_world(), []
+    for number, recipe in enumerate(recipes):
+        engine, data = start(recipe, world)
+        for step in (1, 2):
+            train_step(engine, data, step)
+        losses.append(engine.evaluate(data.evaluation()))
+        save(engine, data, RunFolder(folder / str(number)), step=2)
+    return losses
+
+
+def start_from_weights(recipe: Recipe) -> float:
+    """On each rank: the validation loss of the recipe's initial weights."""
+    engine, data = start(recipe, join_world())
+    found = find_initial_weights(recipe, run=Path("nowhere"))
+    engine.load(found.reader(), weights_only=True)
+    assert engine.state.updates == 0
+    return engine.evaluate(data.evaluation())
+
+
+@pytest.fixture(scope="module")
+def trained(
+    real_corpus: Path, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, tuple[Recipe, CheckpointReader, float]]:
+    """By shape: a recipe, its checkpoint from tensor 2 x pipeline 2, its validation loss there."""
+    folder = tmp_path_factory.mktemp("runs")
+    split = {"layout__tensor": 2, "layout__pipeline": 2}
+    recipes = [recipe_of(real_corpus, **SHAPES[shape], **split) for shape in SHAPES]
+    losses = run_ranks(4, train_and_save, recipes, folder)[0]
+    return {
+        shape: (recipe, open_checkpoint(folder / str(number)), loss)
+        for number, (shape, recipe, loss) in enumerate(zip(SHAPES, recipes, losses, strict=True))
+    }
+
+
+def validation(data: TrainingData) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens and labels, each [n, s]."""
+    batches = list(data.evaluation())
+    return torch.cat([b.tokens for b in batches]), torch.cat([b.labels for b in batches])
+
+
+@torch.no_grad()
+def our_logits(source: CheckpointReader, tokens: torch.Tensor) -> torch.Tensor:
+    """[b, s, v] of a checkpoint's weights, in one process."""
+    config, axis = model_of(source), TensorAxis()
+    model = SequentialModel(layer_specs(config, axis))
+    for name, parameter in logical_parameters(model, config):
+        logical = source.tensor("weights", name)
+        parameter.copy_(parameter.sharding.local_part(logical, 0, 1))
+    logits = run_layers(model.layers, tokens, context=Context())  # [s, b, v]
+    return logits.transpose(0, 1)[..., : config.vocab_size]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@torch.no_grad()
+def test_transformers_opens_what_a_parallel_run_has_saved(
+    shape: str, trained: dict[str, tuple[Recipe, CheckpointReader, float]], tmp_path: Path
+) -> None:
+    recipe, source, loss = trained[shape]
+    export(source, tmp_path, dtype="fp32", tokenizer=find_tokenizer(source, None))
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert type(theirs).__name__.lower().startswith(shape.split()[-1])
+    tokens, labels = validation(
+        TrainingData(recipe, recipe.topology(World(size=4, local_size=4)), 0)
+    )
+    got, expected = theirs(tokens).logits, our_logits(source, tokens)
+    assert float((got - expected).abs().max() / expected.abs().max()) <= 1e-5
+    assert float(F.cross_entropy(got.flatten(0, 1), labels.flatten())) == pytest.approx(loss, 1e-5)
+    card = (tmp_path / "README.md").read_text()
+    assert "2 steps" in card and "tensor 2" in card and f"seed | {recipe.seed}" in card
+    settings = json.loads((tmp_path / "generation_config.json").read_text())
+    assert settings["eos_token_id"] == theirs.config.eos_token_id == 1
+
+
+def their_model(family: str, dtype: torch.dtype) -> Any:
+    """A model of transformers with random weights."""
+    model_type = family.split()[-1]
+    sizes = {} if model_type == "gpt2" else SIZES
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(model_type, vocab_size=VOCAB_SIZE, **sizes, **FAMILIES[family])
+    config.bos_token_id = config.eos_token_id = 1
+    model = AutoModelForCausalLM.from_config(config).to(dtype)
+    for parameter in model.parameters():  # norms and biases too
+        parameter.data = torch.randn_like(parameter)
+    return model.eval()
+
+
+def stored(folder: Path) -> dict[str, torch.Tensor]:
+    """All tensors of a folder's safetensors files."""
+    files = sorted(folder.glob("*.safetensors"))
+    return {name: tensor for file in files for name, tensor in load_file(file).items()}
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_there_and_back_is_the_same_bit_for_bit(family: str, dtype: str, tmp_path: Path) -> None:
+    model = their_model(family, {"fp32": torch.float32, "bf16": torch.bfloat16}[dtype])
+    model.save_pretrained(tmp_path / "theirs", max_shard_size="100KB")
+    assert len(list((tmp_path / "theirs").glob("*.safetensors"))) > 1
+    (tmp_path / "ours").mkdir()
+    adopt(tmp_path / "theirs", tmp_path / "ours")
+    (tmp_path / "back").mkdir()
+    export(open_checkpoint(tmp_path / "ours"), tmp_path / "back", dtype=dtype, tokenizer=None)
+    before, after = stored(tmp_path / "theirs"), stored(tmp_path / "back")
+    assert before.keys() == after.keys()
+    for name, tensor in before.items():
+        assert tensor.dtype == after[name].dtype and torch.equal(tensor, after[name]), name
+
+
+def save_with_head(family: str, folder: Path, head: str) -> None:
+    """Save a model whose config says tied, and whose files have a head too."""
+    model = their_model(family, torch.float32)
+    model.config.tie_word_embeddings = False
+    model.lm_head.weight = torch.nn.Parameter(model.get_input_embeddings().weight.clone())
+    if head == "another":
+        model.lm_head.weight.data[-1, -1] += 1.0
+    model.save_pretrained(folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
+    if head == "alone":
+        file = folder / "model.safetensors"
+        tensors = load_file(file)
+        (embedding,) = (
+            name for name in tensors if name.endswith(("embed_tokens.weight", "wte.weight"))
+        )
+        del tensors[embedding]
+        save_file(tensors, file, metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize("head", ["another", "equal", "alone"])
+@pytest.mark.parametrize("family", ["tied llama", "gpt2"])
+@torch.no_grad()
+def test_a_head_that_is_not_tied_is_kept(family: str, head: str, tmp_path: Path) -> None:
+    """As transformers opens the folder: config.json says tied, the files may say otherwise."""
+    save_with_head(family, tmp_path / "theirs", head)
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "theirs").eval()
+    (tmp_path / "ours").mkdir()
+    (tmp_path / "back").mkdir()
+    model = adopt(tmp_path / "theirs", tmp_path / "ours")
+    assert model.tie_embeddings == (head != "another")
+    source = open_checkpoint(tmp_path / "ours")
+    export(source, tmp_path / "back", dtype="fp32", tokenizer=None)
+    tokens = torch.arange(64).view(2, 32) % VOCAB_SIZE
+    tokens[0, 5] = VOCAB_SIZE - 1
+    expected = theirs(tokens).logits
+    assert float((our_logits(source, tokens) - expected).abs().max() / expected.abs().max()) <= 1e-5
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "back").eval()
+    assert torch.equal(again(tokens).logits, expected)
+    assert again.config.tie_word_embeddings == (head != "another")
+
+
+def test_the_command_says_that_a_head_is_not_tied(tmp_path: Path) -> None:
+    save_with_head("tied llama", tmp_path / "theirs", "another")
+    said = convert("from-hf", tmp_path / "theirs", tmp_path / "ours")
+    assert "the head is kept, with model.tie_embeddings = false" in said
+    assert "tie_embeddings = false\n" in said.partition("[model]")[2]
+
+
+@pytest.mark.parametrize(
+    ("starts", "begins"),
+    [([[1]], True), ([[]], False), ([[1], []], False), (None, True), ("corpora", False)],
+)
+def test_exported_texts_begin_as_documents_did(
+    starts: Any, begins: bool, real_corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """starts: recorded in the checkpoint; None: not recorded, and the corpora are gone."""
+    words = {f"t{number}": number for number in range(VOCAB_SIZE)}
+    PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(models.WordLevel(words, unk_token="t0")),
+        bos_token="t1", eos_token="t2", add_bos_token=True,
+    ).save_pretrained(tmp_path / "tokenizer")  # fmt: skip
+    their_model("llama", torch.float32).save_pretrained(tmp_path / "theirs")
+    for folder in ("ours", "back"):
+        (tmp_path / folder).mkdir()
+    adopt(tmp_path / "theirs", tmp_path / "ours")
+    source = open_checkpoint(tmp_path / "ours")
+    changes: dict[str, Any] = {"data": {"document_starts": starts}}
+    if starts is None or starts == "corpora":
+        corpus = real_corpus if starts else tmp_path / "gone"
+        changes = {"data": {}, "recipe": recipe_of(corpus).model_dump(mode="json")}
+    source = replace(source, manifest=replace(source.manifest, **changes))
+    export(source, tmp_path / "back", dtype="fp32", tokenizer=tmp_path / "tokenizer")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "back")
+    assert tokenizer("t5")["input_ids"] == ([1, 5] if begins else [5])
+    assert (tokenizer.bos_token_id, tokenizer.eos_token_id) == (1, 2)
+    said = capsys.readouterr().out
+    assert ("the exported tokenizer adds none" in said) != begins
+    assert ("the exported tokenizer is unchanged" in said) == (starts is None)
+
+
+def test_large_models_are_split_into_files(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr("recipes.training.checkpoint.tensor_file.FILE_BYTES", 100_000)
+    their_model("llama", torch.float32).save_pretrained(tmp_path / "theirs")
+    (tmp_path / "ours").mkdir()
+    adopt(tmp_path / "theirs", tmp_path / "ours")
+    (tmp_path / "back").mkdir()
+    export(open_checkpoint(tmp_path / "ours"), tmp_path / "back", dtype="fp32", tokenizer=None)
+    assert len(list((tmp_path / "back").glob("model-*-of-*.safetensors"))) > 2
+    reopened = AutoModelForCausalLM.from_pretrained(tmp_path / "back").state_dict()
+    for name, tensor in stored(tmp_path / "theirs").items():
+        assert torch.equal(reopened[name], tensor)
+
+
+def test_names_without_prefix_and_with_old_buffers_are_read(tmp_path: Path) -> None:
+    model = their_model("gpt2", torch.float32)
+    model.save_pretrained(tmp_path / "theirs")
+    file = tmp_path / "theirs" / "model.safetensors"
+    tensors = {name.removeprefix("transformer."): t for name, t in load_file(file).items()}
+    save_file(tensors | {"h.0.attn.bias": torch.ones(1, 1, 32, 32)}, file)
+    (tmp_path / "ours").mkdir()
+    adopt(tmp_path / "theirs", tmp_path / "ours")
+    source = open_checkpoint(tmp_path / "ours")
+    assert torch.equal(source.tensor("weights", "embedding.weight"), tensors["wte.weight"])
+
+
+@pytest.mark.parametrize(
+    ("family", "layout"),
+    [("llama", {"layout__tensor": 2}), ("gpt2", {"layout__pipeline": 2})],
+)
+@torch.no_grad()
+def test_a_run_in_any_layout_starts_from_their_weights(
+    family: str, layout: dict[str, int], real_corpus: Path, tmp_path: Path
+) -> None:
+    model = their_model(family, torch.float32)
+    for parameter in model.parameters():
+        parameter.data *= 0.1
+    model.save_pretrained(tmp_path / "theirs")
+    (tmp_path / "ours").mkdir()
+    adopt(tmp_path / "theirs", tmp_path / "ours")
+    settings = {"model__ffn_hidden_size": 256} if family == "gpt2" else {}
+    epsilon = {"model__norm_epsilon": 1e-6 if family == "llama" else 1e-5}
+    recipe = recipe_of(
+        real_corpus,
+        **SHAPES[family],
+        **layout,
+        **settings,
+        **epsilon,
+        training__initial_weights=str(tmp_path / "ours"),
+    )
+    loss = run_ranks(2, start_from_weights, recipe)[0]
+    tokens, labels = validation(
+        TrainingData(recipe, recipe.topology(World(size=2, local_size=2)), 0)
+    )
+    expected = F.cross_entropy(model(tokens).logits.flatten(0, 1), labels.flatten())
+    assert loss == pytest.approx(float(expected), 1e-5)
+
+
+def convert(*arguments: object, code: int = 0) -> str:
+    """Run the command and return its output."""
+    command = ["recipes/convert.py", *map(str, arguments)]
+    with tempfile.TemporaryDirectory() as folder:
+        codes, (output,) = start_ranks(1, command, folder=Path(folder), seconds=300)
+    assert codes == [code] and "Traceback" not in output, output
+    return output
+
+
+def test_the_command_exports_and_writes_a_text(
+    trained: dict[str, tuple[Recipe, CheckpointReader, float]], tmp_path: Path
+) -> None:
+    run = trained["llama"][1].path.parents[1]
+    output = convert("to-hf", run, tmp_path / "hf", "--dtype", "bf16", "--prompt", "t5")
+    assert "what it writes after 't5'" in output and "t5 t" in output
+    assert AutoConfig.from_pretrained(tmp_path / "hf").dtype == torch.bfloat16
+    assert "is already there" in convert("to-hf", run, tmp_path / "hf", code=1)
+    convert("to-hf", run, tmp_path / "hf", "--overwrite")
+    assert AutoConfig.from_pretrained(tmp_path / "hf").dtype == torch.float32
+    output = convert("from-hf", tmp_path / "hf", tmp_path / "weights")
+    assert f'initial_weights = "{tmp_path / "weights"}"' in output and "kv_heads = 2" in output
+    assert not list(tmp_path.glob("*.incomplete"))
+
+
+def test_reshape_deals_the_same_tensors_to_other_files(
+    trained: dict[str, tuple[Recipe, CheckpointReader, float]], tmp_path: Path
+) -> None:
+    source = trained["qwen3"][1]
+    output = convert(
+        "reshape", source.path, tmp_path / "moved", "--ranks", 3,
+        *("--set", "layout.tensor=1", "--set", "layout.pipeline=1"),
+        *("--set", "deepspeed=ds_configs/zero3_fp32.json", "--set", "batch.global_sequences=6"),
+    )  # fmt: skip
+    assert "pipeline 1 x data 3 x tensor 1" in output
+    moved = open_checkpoint(tmp_path / "moved")
+    assert moved.manifest.layout["data"] == 3 and moved.manifest.samples == 16
+    assert moved.manifest.recipe["batch"]["global_sequences"] == 6
+    assert len(list((tmp_path / "moved").glob("*.safetensors"))) == 6
+    before, after = stored(source.path), stored(tmp_path / "moved")
+    assert before.keys() == after.keys() and len(before) == 3 * len(stored_weights(source))
+    assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())
+
+
+def stored_weights(source: CheckpointReader) -> list[str]:
+    return [name for name in source.manifest.tensors if not name.startswith("exp_avg")]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "ranks", "named"),
+    [
+        (["seed=5"], 4, "seed makes it another run"),
+        (["model.layers=3"], 4, "model.layers makes it another run"),
+        (["layout.tensor=3"], 6, "model.heads = 4 is not divisible by layout.tensor = 3"),
+        ([], 3, "does not divide the world of 3 ranks"),
+        (["deepspeed=ds_configs/zero2_fp32.json"], 4, "zero2"),
+    ],
+)
+def test_a_reshape_that_is_no_legal_layout_is_refused(
+    overrides: list[str],
+    ranks: int,
+    named: str,
+    trained: dict[str, tuple[Recipe, CheckpointReader, float]],
+) -> None:
+    with pytest.raises(UserError, match=named):
+        new_recipe(trained["llama"][1], overrides, ranks=ranks)
+
+
+@pytest.mark.parametrize(
+    ("family", "settings", "named"),
+    [
+        ("llama", {"attention_bias": True}, "attention_bias = True is not known here"),
+        ("llama", {"hidden_act": "gelu"}, "hidden_act = 'gelu' is not known here"),
+        ("gpt2", {"activation_function": "relu"}, "activation_function = 'relu'"),
+        ("llama", {"model_type": "mistral"}, "model_type = 'mistral' is not known here"),
+        (
+            "llama",
+            {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}},
+            "rope_type = 'linear' is not known here",
+        ),
+        ("llama", {"intermediate_size": 100}, r"has the shape \(96, 64\) and config.json makes it"),
+        ("llama", {"num_hidden_layers": 3}, "layers.2.input_layernorm.weight is in none of"),
+        ("llama", {"num_hidden_layers": 1}, "more tensors have no place"),
+    ],
+)
+def test_what_ours_cannot_express_is_refused(
+    family: str, settings: dict[str, Any], named: str, tmp_path: Path
+) -> None:
+    their_model(family, torch.float32).save_pretrained(tmp_path / "theirs")
+    file = tmp_path / "theirs" / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | settings))
+    with (
+        pytest.raises(UserError, match=named),
+        output_folder(tmp_path / "ours", reading=tmp_path / "theirs", overwrite=False) as folder,
+    ):
+        adopt(tmp_path / "theirs", folder)
+    assert not (tmp_path / "ours").exists() and not list(tmp_path.glob("*.incomplete"))
+
+
+def test_only_what_transformers_would_load_is_read(tmp_path: Path) -> None:
+    their_model("llama", torch.float32).save_pretrained(tmp_path / "theirs")
+    tensors = load_file(tmp_path / "theirs" / "model.safetensors")
+    zeros = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
+    save_file(zeros, tmp_path / "theirs" / "model_ema.safetensors")
+    index = {"weight_map": dict.fromkeys(zeros, "model_ema.safetensors")}
+    (tmp_path / "theirs" / "model.safetensors.index.json").write_text(json.dumps(index))
+    (tmp_path / "ours").mkdir()
+    adopt(tmp_path / "theirs", tmp_path / "ours")
+    table = open_checkpoint(tmp_path / "ours").tensor("weights", "embedding.weight")
+    assert torch.equal(table, tensors["model.embed_tokens.weight"])
+
+
+@pytest.mark.parametrize(
+    ("content", "named"),
+    [("{}", "not an index of tensors"), ("{", "not an index of tensors"), (None, "neither model")],
+)
+def test_a_broken_index_is_refused(content: str | None, named: str, tmp_path: Path) -> None:
+    their_model("llama", torch.float32).save_pretrained(tmp_path / "theirs")
+    (tmp_path / "theirs" / "model.safetensors").rename(tmp_path / "theirs" / "a.safetensors")
+    if content:
+        (tmp_path / "theirs" / "model.safetensors.index.json").write_text(content)
+    with pytest.raises(UserError, match=named):
+        adopt(tmp_path / "theirs", tmp_path)
+
+
+def test_numbers_that_are_only_codes_are_refused(tmp_path: Path) -> None:
+    their_model("llama", torch.float32).save_pretrained(tmp_path / "theirs")
+    file = tmp_path / "theirs" / "model.safetensors"
+    tensors = load_file(file)
+    name = "model.layers.0.mlp.down_proj.weight"
+    save_file(tensors | {name: tensors[name].to(torch.int8)}, file, {"format": "pt"})
+    with pytest.raises(UserError, match=f"{name} is torch.int8"):
+        adopt(tmp_path / "theirs", tmp_path)
+
+
+def test_what_is_not_an_output_is_not_overwritten(
+    trained: dict[str, tuple[Recipe, CheckpointReader, float]], tmp_path: Path
+) -> None:
+    run = shutil.copytree(trained["llama"][1].path.parents[1], tmp_path / "runs" / "small")
+    checkpoint = open_checkpoint(run).path
+    files = sorted(str(file) for file in tmp_path.rglob("*"))
+    for output in (run, run.parent, checkpoint, checkpoint / "deeper"):
+        with (
+            pytest.raises(UserError, match=r"would overwrite|other things"),
+            output_folder(output, reading=checkpoint, overwrite=True),
+        ):
+            raise AssertionError(output)
+    assert sorted(str(file) for file in tmp_path.rglob("*")) == files
+
+
+def test_two_that_write_the_same_do_not_mix(tmp_path: Path) -> None:
+    out, reading = tmp_path / "out", tmp_path / "in"
+    with output_folder(out, reading=reading, overwrite=True) as first:
+        (first / "config.json").write_text("first")
+        with output_folder(out, reading=reading, overwrite=True) as second:
+            (second / "config.json").write_text("second")
+            (second / "more").write_text("second")
+        assert (out / "more").exists()
+    assert [file.read_text() for file in out.iterdir()] == ["first"]
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_a_damaged_or_missing_source_is_refused(
+    trained: dict[str, tuple[Recipe, CheckpointReader, float]], tmp_path: Path
+) -> None:
+    copied = tmp_path / "step-0000002"
+    shutil.copytree(trained["llama"][1].path, copied)
+    file = copied / "weights-00000.safetensors"
+    file.write_bytes(file.read_bytes()[:-1] + b"x")
+    with pytest.raises(UserError, match="is not what was written"):
+        open_checkpoint(copied)
+    with pytest.raises(UserError, match="all checkpoints here are damaged"):
+        open_checkpoint(tmp_path)
+    with pytest.raises(UserError, match="no checkpoint there; use a run folder"):
+        open_checkpoint(tmp_path / "nowhere")
+    with pytest.raises(UserError, match=r"no config\.json there"):
+        read_config(tmp_path)
+
+
+def test_a_tokenizer_that_cannot_be_loaded_is_named(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text("{")
+    with pytest.raises(UserError, match=f"--tokenizer {tmp_path} cannot be loaded: "):
+        special_tokens(tmp_path)
+    script = (
+        "import argparse, sys\n"
+        "from pathlib import Path\n"
+        "from recipes import convert\n"
+        "options = argparse.Namespace(output=Path(sys.argv[1]), prompt='t5')\n"
+        "convert.parse_command_line = lambda: argparse.Namespace(\n"
+        "    command=lambda _: convert.write_text(options))\n"
+        "convert.main()\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(tmp_path)],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert f"convert.py: the tokenizer in {tmp_path} cannot be loaded: " in done.stderr
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+
+
+def test_another_tokenizer_is_refused(
+    trained: dict[str, tuple[Recipe, CheckpointReader, float]], tmp_path: Path
+) -> None:
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(UserError, match="is not the tokenizer that the run was trained with"):
+        find_tokenizer(trained["llama"][1], tmp_path)
+
+
+def test_initial_weights_of_another_model_are_refused(real_corpus: Path, tmp_path: Path) -> None:
+    their_model("llama", torch.float32).save_pretrained(tmp_path / "theirs")
+    (tmp_path / "ours").mkdir()
+    adopt(tmp_path / "theirs", tmp_path / "ours")
+    assert not Manifest.read(tmp_path / "ours").has_moments
+    table = changed(small_recipe(real_corpus), training__initial_weights=str(tmp_path / "ours"))
+    file = tmp_path / "recipe.toml"
+    file.write_text(tomli_w.dumps(table))
+    command = [sys.executable, "recipes/pretrain.py", str(file), "--run-dir", str(tmp_path / "x")]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2 and "norm_epsilon = 1e-06 (here 1e-05)" in done.stderr
+    command += ["--resume", str(tmp_path / "ours")]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2 and "has weights and no run to resume" in done.stderr

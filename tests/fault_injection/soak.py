@@ -1,0 +1,357 @@
+"""Kill a run again and again, at random instants, and see that nothing is lost.
+
+A small run of four processes (pipeline 2 x data 2) saves every second step. Again and again one of
+its ranks, several or all get SIGKILL: while they start, in the middle of a step, in the middle of a
+save. Before each restart every published checkpoint must pass verification. After it the run must
+resume from the newest checkpoint. Every line of metrics.jsonl must equal, bit for bit, that of an
+undisturbed run. The exit code is 1 if one of these conditions is violated.
+
+    make soak
+    python tests/fault_injection/soak.py --kills 20 --seed 7
+"""
+
+import sys
+from pathlib import Path
+
+if __name__ == "__main__":  # the repository, not tests/, is where imports start
+    sys.path[0] = str(Path(__file__).resolve().parents[2])
+
+import argparse
+import json
+import multiprocessing
+import os
+import random
+import signal
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import tomli_w
+
+from recipes.proving.proof_corpus import write_corpus
+from recipes.proving.worlds import ENVIRONMENT, PRELOADED, environment, free_port
+from recipes.training.checkpoint.manifest import find_damages
+from recipes.training.run_folder.checkpoint_folders import INCOMPLETE, published, step_of
+from tests.conftest import VOCAB_SIZE, changed, small_recipe
+
+IMPORTED = [
+    *PRELOADED,
+    "recipes.pretrain",
+    "recipes.training.tracking.tracker",
+]
+RANKS = 4
+SECONDS = 120  # a run that takes longer hangs
+TIMED = (
+    "step_seconds", "between_seconds", "data_seconds", "validation_seconds", "tokens_per_second",
+    "tflops_per_gpu", "memory_gb",
+)  # fmt: skip
+LAST_WORDS = 2000  # characters of a rank's output, in a report
+
+
+@dataclass
+class Report:
+    """What has been seen.
+
+    kills: by the phase that they hit and how many ranks
+    """
+
+    kills: Counter = field(default_factory=Counter)
+    resumes: int = 0
+    runs: int = 1
+    wrong: list[str] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        lines = [f"  {count:4} {phase}" for phase, count in sorted(self.kills.items())]
+        return "\n".join(
+            [
+                f"{self.kills.total()} kills of {RANKS} ranks:",
+                *lines,
+                f"{self.resumes} times resumed, {self.runs} runs",
+                *(f"wrong: {text}" for text in self.wrong),
+                "nothing was lost" if not self.wrong else f"{len(self.wrong)} things are wrong",
+            ]
+        )
+
+
+class Run:
+    """One run folder and the processes that work on it."""
+
+    def __init__(self, recipe: Path, folder: Path, fault: str | None):
+        self.recipe, self.folder, self.fault = recipe, folder, fault
+        self.checkpoints = folder / "checkpoints"
+        self.processes: list[Any] = []
+        self.debris: set[Path] = set()  # of killed saves, when it was started
+
+    def start(self) -> None:
+        """Start all ranks; imports are done already, in the server they are forked from."""
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(IMPORTED)
+        self.debris = set(self.checkpoints.glob(INCOMPLETE))
+        port, place = free_port(), (self.recipe, self.folder, self.fault)
+        with environment(ENVIRONMENT):
+            self.processes = [
+                context.Process(target=_rank, args=(rank, port, place), daemon=True)
+                for rank in range(RANKS)
+            ]
+            for process in self.processes:
+                process.start()
+
+    @property
+    def alive(self) -> bool:
+        """Whether all ranks are running."""
+        return all(process.is_alive() for process in self.processes)
+
+    def kill(self, ranks: list[int]) -> None:
+        """SIGKILL to these ranks."""
+        for rank in ranks:
+            if self.processes[rank].is_alive():
+                os.kill(self.processes[rank].pid, signal.SIGKILL)
+
+    def end(self, patience: float) -> list[int]:
+        """What a launcher does when a rank has died: end the others; all exit codes."""
+        deadline = time.monotonic() + patience
+        while any(p.is_alive() for p in self.processes) and time.monotonic() < deadline:
+            time.sleep(0.002)
+        self.kill(list(range(RANKS)))
+        for process in self.processes:
+            process.join()
+        return [process.exitcode for process in self.processes]
+
+    def finish(self) -> list[int]:
+        """Wait for a run that nobody disturbs."""
+        return self.end(SECONDS)
+
+    def metrics(self) -> dict[int, dict[str, Any]]:
+        """The complete lines by step, without what a clock decides."""
+        lines = self._lines("metrics.jsonl")
+        return {x["step"]: {k: v for k, v in x.items() if k not in TIMED} for x in lines}
+
+    def events(self) -> list[dict[str, Any]]:
+        """The complete lines of events.jsonl."""
+        return self._lines("events.jsonl")
+
+    def _lines(self, name: str) -> list[dict[str, Any]]:
+        file = self.folder / name
+        text = file.read_text() if file.exists() else ""
+        return [json.loads(x) for x in text.splitlines(keepends=True) if x.endswith("\n")]
+
+    @property
+    def saving(self) -> bool:
+        """Whether a save is under way."""
+        return bool(set(self.checkpoints.glob(INCOMPLETE)) - self.debris)
+
+    def phase(self, events: int) -> str:
+        """What the run is doing; events: there were so many when it was started."""
+        if self.saving:
+            return "in a save"
+        return "in a step" if len(self.events()) > events else "at the start"
+
+    def newest(self) -> int:
+        """The step of the newest published checkpoint; 0: there is none."""
+        return max(map(step_of, published(self.checkpoints)), default=0)
+
+    def last_words(self) -> str:
+        """The end of every rank's output."""
+        files = sorted(self.folder.parent.glob(f"{self.folder.name}-rank*"))
+        return "\n".join(file.read_text(errors="replace")[-LAST_WORDS:] for file in files)
+
+
+def soak(
+    folder: Path, *, kills: int, seed: int, resumes: int = 0, fault: str | None = None
+) -> Report:
+    """Kill so many times, and go on until a run was resumed so often.
+
+    fault: of `FAULTS`, to see that it is noticed
+    """
+    chance, report = random.Random(seed), Report()
+    recipe = write_recipe(folder)
+    for name in ("imports", "undisturbed"):  # the first one waits for the server
+        undisturbed = Run(recipe, folder / name, None)
+        started = time.monotonic()
+        undisturbed.start()
+        codes = undisturbed.finish()
+        seconds = time.monotonic() - started
+        assert codes == [0] * RANKS, f"{codes}\n{undisturbed.last_words()}"
+    expected = undisturbed.metrics()
+    run = Run(recipe, folder / "run1", fault)
+    while not report.wrong and (report.kills.total() < kills or report.resumes < resumes):
+        before = run.newest()
+        starts = len(run.events())
+        run.start()
+        phase = wait_for_an_instant(run, chance, seconds=seconds, events=starts)
+        if phase is None:  # it was quicker
+            codes = run.finish()
+            report.wrong += compare(run, expected, before, starts)
+            if any(codes) or run.metrics() != expected:
+                report.wrong.append(f"{run.folder.name} ended with {codes}:\n{run.last_words()}")
+            report.resumes += before > 0
+            report.runs += 1
+            run = Run(recipe, folder / f"run{report.runs}", fault)
+            continue
+        victims = chance.sample(range(RANKS), chance.choice([1, 1, 2, 3, RANKS]))
+        run.kill(victims)
+        run.end(chance.choice([0.0, 0.05, 0.5]))
+        report.kills[f"{phase}, {len(victims)} rank{'s' * (len(victims) > 1)}"] += 1
+        report.wrong += compare(run, expected, before, starts)
+        resumed = [e for e in run.events()[starts:] if e["event"] == "resume"]
+        report.resumes += bool(resumed)
+        if report.kills.total() % 10 == 0:
+            print(f"{report.kills.total()} kills", file=sys.stderr)
+    return report
+
+
+def wait_for_an_instant(
+    run: Run, chance: random.Random, *, seconds: float, events: int
+) -> str | None:
+    """Wait until a random instant, half of the time inside a save; None: the run has ended.
+
+    seconds: a whole run takes
+    events: that there were when it was started
+    """
+    deadline = time.monotonic() + chance.uniform(0, seconds)
+    in_a_save = chance.random() < 0.5
+    while run.alive and time.monotonic() < deadline:
+        time.sleep(0.001)
+    while in_a_save and run.alive and not run.saving:
+        time.sleep(0.0005)
+    if in_a_save:
+        time.sleep(chance.uniform(0, 0.02))
+    return run.phase(events) if run.alive else None
+
+
+def compare(run: Run, expected: dict[int, dict], before: int, starts: int) -> list[str]:
+    """What is wrong with a run folder after a kill.
+
+    before: the newest checkpoint when the run was started
+    starts: the events until then
+    """
+    name, wrong = run.folder.name, []
+    for checkpoint in published(run.checkpoints):
+        wrong += [f"{name}: {damage}" for damage in find_damages(checkpoint)]
+    for event in run.events()[starts:]:
+        if event["event"] in ("start", "resume") and event["step"] != before:
+            wrong.append(f"{name}: {event['event']} at step {event['step']} instead of {before}")
+        if event["event"] in ("skip", "stop", "warning"):
+            wrong.append(f"{name}: {event}")
+    if run.newest() < before:
+        wrong.append(f"{name}: the checkpoint of step {before} is gone")
+    saved = [event["step"] for event in run.events() if event["event"] == "save"]
+    if saved and run.newest() < max(saved):
+        wrong.append(f"{name}: step {max(saved)} was saved and is not there")
+    lines = run.metrics()
+    for step, line in lines.items():
+        if line != expected[step]:
+            wrong.append(f"{name}, step {step}: {line} instead of {expected[step]}")
+    missing = [step for step in range(1, run.newest() + 1) if step not in lines]
+    if missing:
+        wrong.append(f"{name}: no metrics of the steps {missing}")
+    return wrong
+
+
+def write_recipe(folder: Path) -> Path:
+    """A recipe whose run takes seconds, and its corpus."""
+    write_corpus(folder / "data", VOCAB_SIZE)
+    table = changed(
+        small_recipe(folder / "data"),
+        name="soak",
+        layout__pipeline=2,
+        model__dropout=0.1,
+        training__steps=30,
+        training__evaluate_every=10,
+        checkpoint__every=2,
+    )
+    file = folder / "soak.toml"
+    file.write_text(tomli_w.dumps(table))
+    return file
+
+
+def _rank(rank: int, port: int, place: tuple[Path, Path, str | None]) -> None:
+    """One process: the command, as a launcher would start it.
+
+    place: recipe, run folder and fault
+    """
+    recipe, folder, fault = place
+    os.environ |= ENVIRONMENT | {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(RANKS),
+        "LOCAL_WORLD_SIZE": str(RANKS),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+    log = folder.with_name(f"{folder.name}-rank{rank}")
+    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    from recipes import pretrain
+
+    if fault:
+        FAULTS[fault]()
+    sys.argv = ["pretrain.py", str(recipe), "--run-dir", str(folder)]
+    pretrain.main()
+
+
+def _publish_early() -> None:
+    """A checkpoint has its name before its files are written."""
+    from recipes.training.checkpoint.writer import CheckpointWriter
+
+    healthy = CheckpointWriter._write_together
+
+    def write(self: Any, workspace: Path) -> Any:
+        if self.rank == 0:
+            workspace.with_name(workspace.name.split(".")[0]).mkdir()
+        return healthy(self, workspace)
+
+    CheckpointWriter._write_together = write
+
+
+def _forget_moments() -> None:
+    """A resumed run's optimizer starts afresh."""
+    from recipes.training.checkpoint.state import TrainingState
+
+    healthy = TrainingState.restore
+
+    def restore(self: Any, read: Callable, *, updates: int, loss_scale: Any) -> None:
+        healthy(self, read, updates=None, loss_scale=loss_scale)
+
+    TrainingState.restore = restore
+
+
+def _read_again() -> None:
+    """A resumed run reads the corpus from its beginning again."""
+    from recipes.training.data.dataset import TrainingData
+    from recipes.training.recipe.progress import Progress
+
+    def resume(self: Any, progress: Progress) -> None:
+        self.progress = Progress(progress.step, samples=0)
+
+    TrainingData.resume = resume
+
+
+FAULTS = {
+    "publish early": _publish_early,
+    "forget moments": _forget_moments,
+    "read again": _read_again,
+}
+
+
+def main() -> None:
+    """Run the soak, print what was seen."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--kills", type=int, default=200, help="default: 200")
+    parser.add_argument("--seed", type=int, default=0, help="default: 0")
+    parser.add_argument("--fault", choices=FAULTS, help="break the code first, to see it noticed")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        report = soak(Path(folder), kills=options.kills, seed=options.seed, fault=options.fault)
+    print(report)
+    sys.exit(1 if report.wrong else 0)
+
+
+if __name__ == "__main__":
+    main()

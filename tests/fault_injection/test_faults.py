@@ -1,0 +1,37 @@
+"""Every fault that needs no ssh, injected while no one reads the output of the run."""
+
+from collections.abc import Iterator
+from itertools import product
+
+import pytest
+
+from tests.cluster.cluster import Cluster, missing
+from tests.fault_injection.faults import Fault, faults, inject
+from tests.fault_injection.unread import UNREAD
+
+pytestmark = pytest.mark.skipif(bool(missing(hosts=False)), reason=missing(hosts=False))
+ON_ONE_HOST = [fault for fault in faults() if not fault.hosts]
+CASES = {f"{fault.name}, {kind}": (fault, kind) for fault, kind in product(ON_ONE_HOST, UNREAD)}
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    with Cluster(hosts=0) as cluster:
+        yield cluster
+
+
+@pytest.mark.parametrize(
+    ("fault", "kind"),
+    [
+        pytest.param(
+            *case,
+            id=name,
+            marks=pytest.mark.long if "full pipe" in name else pytest.mark.exhaustive,
+        )
+        for name, case in CASES.items()
+    ],
+)
+def test_a_run_ends_as_with_a_terminal(fault: Fault, kind: str, cluster: Cluster) -> None:
+    outcome = inject(cluster, fault, list(CASES.values()).index((fault, kind)), kind)
+    print(outcome)
+    assert not outcome.wrong, str(outcome)

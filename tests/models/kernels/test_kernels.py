@@ -1,0 +1,397 @@
+"""Kernels with explicit backward passes, compared with autograd on the plain formula."""
+
+import contextlib
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from models import cost
+from models.config import ModelConfig
+from models.kernels import attention, elementwise, norms
+from models.kernels import dropout as dropout_kernels
+from models.kernels.dropout import GOLDEN_64, drop_out, keep_mask, signed
+from models.kernels.fusing import are_compiled, as_written, compile_kernels, compiled, native_on_cpu
+from models.kernels.norms import Branch
+from models.layer_specs import SequentialModel, layer_specs, logical_parameters
+from models.parallel import cross_entropy
+from models.parallel.collectives import TensorAxis
+from models.parallel.context import Context
+from models.parallel.rng import MaskKey, dropout
+from models.transformer import rotary_table
+from recipes.tracing.allocation_counter import AllocationCounter
+from recipes.tracing.fake_cluster import one_kernel
+from recipes.training.runtime.processes import compiler, compiles, has_compiler
+from tests.models.test_transformer import KEY, SHAPES, WITH_DROPOUT
+
+EPSILON, HEADS, KV_HEADS, D = 1e-5, 4, 2, 8
+TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2e-2}  # of the largest value
+
+
+def rms_norm(x: Tensor, weight: Tensor) -> Tensor:
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + EPSILON) * weight
+
+
+def dropped(x: Tensor) -> Tensor:
+    return x * keep_mask(ROWS, x.shape[-1], 0.3) / 0.7
+
+
+def add_and_layer_norm(
+    x: Tensor, y: Tensor, y_bias: Tensor, weight: Tensor, bias: Tensor
+) -> tuple[Tensor, Tensor]:
+    total = x + dropped(y + y_bias)
+    return total, F.layer_norm(total, (16,), weight, bias, EPSILON)
+
+
+def swiglu(x: Tensor) -> Tensor:
+    gate, up = x.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+def heads_first(qkv: Tensor, rotation: tuple[Tensor, Tensor] | None) -> tuple[Tensor, ...]:
+    """By complex numbers: a pair is one, and its rotation a product."""
+    q, k, v = qkv.split([HEADS, KV_HEADS, KV_HEADS], dim=2)
+    if rotation:
+        turn = torch.complex(*rotation)
+        q, k = (turn * torch.complex(*x.chunk(2, dim=-1)) for x in (q, k))
+        q, k = (torch.cat([x.real, x.imag], dim=-1) for x in (q, k))
+    return tuple(x.permute(1, 2, 0, 3) for x in (q, k, v))
+
+
+def rotation() -> tuple[Tensor, Tensor]:
+    return rotary_table(6, D, 100.0, torch.device("cpu"), None)
+
+
+STREAM = (5, 3, 16)
+ROWS = torch.arange(15).view(5, 3) * signed(GOLDEN_64, 64)
+QKV = (6, 2, HEADS + 2 * KV_HEADS, D)
+KERNELS: dict[str, tuple[Callable, Callable, Sequence[tuple[int, ...]]]] = {
+    "rms_norm": (
+        lambda x, w: norms.norm(x, w, None, EPSILON, as_written),
+        rms_norm,
+        [STREAM, (16,)],
+    ),
+    "layer_norm": (
+        lambda x, w, b: norms.norm(x, w, b, EPSILON, as_written),
+        lambda x, w, b: F.layer_norm(x, (16,), w, b, EPSILON),
+        [STREAM, (16,), (16,)],
+    ),
+    "add": (
+        lambda x, y: norms.add(x, Branch(y), as_written),
+        torch.add,
+        [STREAM, STREAM],
+    ),
+    "add bias": (
+        lambda x, y, b: norms.add(x, Branch(y, b), as_written),
+        lambda x, y, b: x + y + b,
+        [STREAM, STREAM, (16,)],
+    ),
+    "add bias and dropout": (
+        lambda x, y, b: norms.add(x, Branch(y, b, ROWS, 0.3), as_written),
+        lambda x, y, b: x + dropped(y + b),
+        [STREAM, STREAM, (16,)],
+    ),
+    "add dropout": (
+        lambda x, y: norms.add(x, Branch(y, None, ROWS, 0.3), as_written),
+        lambda x, y: x + dropped(y),
+        [STREAM, STREAM],
+    ),
+    "add and rms_norm": (
+        lambda x, y, w: norms.add_and_norm(x, Branch(y), w, None, epsilon=EPSILON, fuse=as_written),
+        lambda x, y, w: (x + y, rms_norm(x + y, w)),
+        [STREAM, STREAM, (16,)],
+    ),
+    "add bias and dropout, and layer_norm": (
+        lambda x, y, yb, w, b: norms.add_and_norm(
+            x, Branch(y, yb, ROWS, 0.3), w, b, epsilon=EPSILON, fuse=as_written
+        ),
+        add_and_layer_norm,
+        [STREAM, STREAM, (16,), (16,), (16,)],
+    ),
+    "dropout": (
+        lambda x: drop_out(x, ROWS, 0.3, as_written),
+        lambda x: dropped(x),
+        [STREAM],
+    ),
+    "gelu": (
+        lambda x, b: elementwise.gelu(x + b.detach(), b, as_written),
+        lambda x, b: F.gelu(x + b, approximate="tanh"),
+        [STREAM, (16,)],
+    ),
+    "gelu without bias": (
+        lambda x: elementwise.gelu(x, None, as_written),
+        lambda x: F.gelu(x, approximate="tanh"),
+        [STREAM],
+    ),
+    "swiglu": (lambda x: elementwise.swiglu(x, as_written), swiglu, [(5, 3, 16)]),
+    "rotated heads": (
+        lambda x: elementwise.heads_first(
+            x, rotation(), heads=HEADS, kv_heads=KV_HEADS, order="basd", fuse=as_written
+        ),
+        lambda x: heads_first(x, rotation()),
+        [QKV],
+    ),
+    "heads": (
+        lambda x: elementwise.heads_first(
+            x, None, heads=HEADS, kv_heads=KV_HEADS, order="basd", fuse=as_written
+        ),
+        lambda x: heads_first(x, None),
+        [QKV],
+    ),
+    "attention": (
+        attention.causal_attention,
+        lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True),
+        [(2, 4, 11, 8), (2, 2, 11, 8), (2, 2, 11, 8)],
+    ),
+}
+
+
+def outcome(function: Callable, inputs: Sequence[Tensor]) -> list[Tensor]:
+    """Outputs, and gradients of a sum in which each output's element has its own weight."""
+    inputs = [x.clone().requires_grad_() for x in inputs]
+    outputs = function(*inputs)
+    outputs = [outputs] if isinstance(outputs, Tensor) else list(outputs)
+    weights = [torch.linspace(-1, 2, x.numel()).view(x.shape).to(x.dtype) for x in outputs]
+    sum((x * w).sum() for x, w in zip(outputs, weights, strict=True)).backward()
+    return [x.detach() for x in outputs] + [x.grad for x in inputs]
+
+
+def difference(ours: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
+    """The largest, of each tensor's largest value."""
+    pairs = list(zip(ours, expected, strict=True))
+    assert all(a.shape == b.shape for a, b in pairs)
+    return max(float((a.float() - b.float()).abs().max() / b.abs().max()) for a, b in pairs)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_a_kernel_is_its_formula(kernel: str, dtype: torch.dtype) -> None:
+    ours, formula, shapes = KERNELS[kernel]
+    torch.manual_seed(0)
+    inputs = [torch.randn(shape).to(dtype) for shape in shapes]
+    with mock.patch.object(attention, "ROWS", 4):  # blocks of 4, 4 and 3 queries
+        found = outcome(ours, inputs)
+    assert all(x.dtype == dtype for x in found)
+    expected = outcome(formula, [x.float() for x in inputs])
+    assert difference(found, expected) < TOLERANCE[dtype]
+
+
+def test_an_attention_that_saw_later_keys_would_show() -> None:
+    ours, formula, shapes = KERNELS["attention"]
+    torch.manual_seed(0)
+    inputs = [torch.randn(shape) for shape in shapes]
+    blind = mock.patch.object(Tensor, "triu_", lambda x, diagonal: x.zero_())
+    with mock.patch.object(attention, "ROWS", 4), blind:
+        found = outcome(ours, inputs)
+    assert difference(found, outcome(formula, inputs)) > 0.1
+
+
+def test_long_sequences_keep_no_probabilities() -> None:
+    x = torch.randn(1, 1, attention.MOST_KEPT + 1, 8, requires_grad=True)
+    assert "Blocked" not in type(attention.causal_attention(x, x, x).grad_fn).__name__
+    x = x[:, :, 1:]
+    assert "Blocked" in type(attention.causal_attention(x, x, x).grad_fn).__name__
+
+
+# The loss over the vocabulary
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("most", [1, 40, 2**26])  # logits at a time: of 1, 2, all 12 tokens
+def test_the_loss_in_chunks_is_cross_entropy(most: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    x, table = torch.randn(4, 3, 8).to(dtype), torch.randn(20, 8).to(dtype)
+    labels = torch.randint(17, (3, 4))
+
+    def ours(x: Tensor, table: Tensor) -> Tensor:
+        return cross_entropy.vocab_parallel_loss(
+            x, table, labels, vocab_size=17, axis=TensorAxis(), fuse=as_written
+        )
+
+    def formula(x: Tensor, table: Tensor) -> Tensor:
+        return F.cross_entropy((x @ table[:17].t()).flatten(0, 1), labels.t().flatten())
+
+    tolerance = 2e-6 if dtype == torch.float32 else 1e-2
+    with mock.patch.dict(cost.MOST_LOGITS, cpu=most):
+        expected = outcome(formula, (x.float(), table.float()))
+        assert difference(outcome(ours, (x, table)), expected) < tolerance
+        with torch.no_grad():
+            assert float(ours(x, table)) == pytest.approx(float(expected[0]), rel=tolerance)
+
+
+def test_a_token_that_is_nearly_sure_keeps_its_gradient_in_bf16() -> None:
+    logits = torch.tensor([[9.0, 0.0, 0.0]])  # x W^T of x = 1
+    x, table = torch.ones(1, 1, 1, dtype=torch.bfloat16), logits.t().bfloat16()
+
+    table.requires_grad_()
+    labels = torch.zeros(1, 1, dtype=torch.long)
+    cross_entropy.vocab_parallel_loss(
+        x, table, labels, vocab_size=3, axis=TensorAxis(), fuse=as_written
+    ).backward()
+    expected = float(logits.softmax(-1)[0, 0]) - 1  # -2.5e-4: the softmax in bf16 would be 1
+    assert float(table.grad[0, 0]) == pytest.approx(expected, rel=1e-2)
+
+
+@pytest.mark.parametrize(("scale", "is_exact"), [(2.0**16, True), (1.0, False)])
+def test_gradients_of_rare_tokens_survive_in_fp16(scale: float, is_exact: bool) -> None:
+    """The probability of a token divided by the number of tokens is too small for fp16."""
+    torch.manual_seed(0)
+    tokens, columns = 2048, 4096
+    x, table = 0.1 * torch.randn(tokens, 1, 8), 0.1 * torch.randn(columns, 8)
+    labels = torch.randint(8, (1, tokens))
+
+    def gradients(dtype: torch.dtype, scale: float) -> list[Tensor]:
+        inputs = [each.to(dtype).requires_grad_() for each in (x, table)]
+        loss = cross_entropy.vocab_parallel_loss(
+            *inputs,
+            labels,
+            vocab_size=columns,
+            axis=TensorAxis(),
+            fuse=as_written,
+            gradient_scale=scale,
+        )
+        (loss * scale).backward()
+        return [each.grad.float() / scale for each in inputs]
+
+    (_, found), (_, expected) = gradients(torch.float16, scale), gradients(torch.float32, 1)
+    rare = slice(8, None)
+    assert (difference([found[rare]], [expected[rare]]) < 1e-2) == is_exact
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_only_the_logits_of_one_part_exist_at_a_time(dtype: torch.dtype) -> None:
+    tokens, columns, h = 64, 256, 8
+    x = torch.randn(tokens, 1, h, dtype=dtype, requires_grad=True)
+    table = torch.randn(columns, h, dtype=dtype)
+    labels = torch.zeros(1, tokens, dtype=torch.long)
+    peaks = []
+    for parts in (1, 4):
+        with (
+            mock.patch.dict(cost.MOST_LOGITS, cpu=tokens * columns // parts),
+            AllocationCounter() as counter,
+        ):
+            cross_entropy.vocab_parallel_loss(
+                x, table, labels, vocab_size=columns, axis=TensorAxis(), fuse=one_kernel
+            )
+        peaks.append(counter.peak)
+    logits = dtype.itemsize * tokens * columns
+    assert peaks[0] - peaks[1] == pytest.approx(3 / 4 * logits, rel=0.05)
+
+
+# Compiled
+
+
+COMPILED = {
+    "qwen3": (SHAPES["qwen3"], Context()),
+    "gpt2": (SHAPES["gpt2"], Context()),
+    "gpt2 with dropout": (WITH_DROPOUT, Context(dropout=KEY)),
+}
+
+
+def model_outcome(config: ModelConfig, context: Context, *, compile: bool) -> list[Tensor]:
+    config = replace(config, vocab_size=96)
+    torch.manual_seed(0)
+    model = SequentialModel(layer_specs(config, TensorAxis()))
+    for _, parameter in logical_parameters(model, config):
+        torch.nn.init.normal_(parameter, std=0.3)
+    if compile:
+        assert not are_compiled(model)
+        compile_kernels(model)
+        assert are_compiled(model)
+    tokens = torch.randint(96, (2, config.sequence_length))
+    loss = model(tokens, tokens.roll(-1, 1), context)
+    loss.backward()
+    return [loss.detach()] + [each.grad for each in model.parameters()]
+
+
+@pytest.fixture
+def compiled_everywhere() -> Iterator[None]:
+    """Compile also the functions that a CPU otherwise runs eagerly."""
+    natives = (elementwise._gelu, elementwise._gelu_backward, dropout_kernels._drop_out)
+    with contextlib.ExitStack() as stack:
+        for function in natives:
+            stack.enter_context(mock.patch.object(function, "native_on_cpu", False))
+        yield
+
+
+QUICK = ("qwen3", "gpt2")  # the others are among the long tests
+needs_compiler = pytest.mark.skipif(
+    shutil.which(compiler()) is None, reason="there is no C++ compiler"
+)
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(each, marks=[] if each in QUICK else pytest.mark.long) for each in COMPILED],
+)
+def test_compiled_kernels_compute_the_same(name: str, compiled_everywhere: None) -> None:
+    expected = model_outcome(*COMPILED[name], compile=False)
+    assert difference(model_outcome(*COMPILED[name], compile=True), expected) < 1e-5
+
+
+@needs_compiler
+@pytest.mark.parametrize("columns", [33, 48])  # vectors and what is left over
+def test_compiled_masks_are_the_same_bit_for_bit(columns: int, compiled_everywhere: None) -> None:
+    """Eager and compiled kernels drop the same elements, so that a job can mix them."""
+    x = torch.ones(7, 2, columns)
+    axis = TensorAxis(rank=1, size=2, sequence_parallel=True)
+    kept = [
+        dropout(x, 0.3, key=KEY, place="blocks.1.mlp", axis=axis, fuse=fuse) != 0
+        for fuse in (as_written, compiled)
+    ]
+    assert torch.equal(*kept) and 0.6 < float(kept[0].float().mean()) < 0.8
+
+
+@needs_compiler
+def test_another_step_compiles_nothing(compiled_everywhere: None) -> None:
+    """Samples change in every step, and each layer has its own place."""
+    x, compilations = torch.ones(5, 2, 16), []
+    for step in range(4):
+        key = MaskKey(1, range(2 * step, 2 * step + 2))
+        dropout(x, 0.3, key=key, place=f"blocks.{step}.mlp", axis=TensorAxis(), fuse=compiled)
+        compilations.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+    assert compilations[0] > 0 and len(set(compilations)) == 1
+
+
+def test_a_cpu_runs_marked_functions_eagerly() -> None:
+    """The compiler is not called for a marked function, but it is called for another one."""
+
+    def double(x: Tensor) -> Tensor:
+        return 2 * x
+
+    x = torch.randn(3, 4)
+    with mock.patch.object(torch, "compile", lambda function, **settings: torch.zeros_like):
+        run = compiled(double)
+        assert not run(x).any()
+        native_on_cpu(double)
+        assert torch.equal(run(x), 2 * x)
+
+
+def test_auto_compiles_on_gpus_only() -> None:
+    with mock.patch("recipes.training.runtime.processes.on_gpu", return_value=False):
+        assert not compiles("auto") and compiles(True)
+    with mock.patch("recipes.training.runtime.processes.on_gpu", return_value=True):
+        assert not compiles(False)
+        with mock.patch.dict("os.environ", CC="no-such-compiler"):
+            assert not has_compiler()
+        for others, together in ((True, True), (False, False)):
+            with (
+                mock.patch("torch.distributed.get_world_size", return_value=2),
+                mock.patch("torch.distributed.all_gather_object", gathering(others)),
+            ):
+                assert compiles("auto") == together
+
+
+def gathering(others: bool) -> Callable[[list, bool], None]:
+    """A gather in which this rank has a compiler and the other has one or not."""
+
+    def gather(found: list, own: bool) -> None:
+        found[:] = [True, others]
+
+    return gather

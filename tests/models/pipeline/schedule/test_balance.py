@@ -1,0 +1,108 @@
+"""Blocks are dealt so that the slowest stage is as fast as can be, and it is said how well."""
+
+from dataclasses import replace
+from itertools import product
+
+import pytest
+
+from models.cost import block_multiply_adds, flops_per_token, head_multiply_adds
+from models.pipeline.schedule.balance import (
+    balance_text,
+    deal_blocks,
+    deal_evenly,
+    head_in_blocks,
+    imbalance,
+)
+from models.pipeline.schedule.order import FORWARD, SCHEDULES, Pass, Pipeline, place
+from models.pipeline.schedule.simulation import pipeline_seconds, simulate
+from recipes.training.recipe.schema import REPOSITORY, Recipe, load_recipe, shipped_recipes
+
+WITH_PIPELINE = [r for r in map(load_recipe, shipped_recipes()) if r.layout.pipeline > 1]
+
+PLACES = [
+    (schedule, stages, chunks, layers, head)
+    for schedule, stages, layers, head in product(SCHEDULES, (2, 3, 4), (13, 24), (0.0, 0.4, 1.5))
+    for chunks in ((SCHEDULES[schedule].chunks,) if SCHEDULES[schedule].chunks else (2, 3))
+]
+
+
+@pytest.mark.parametrize(("schedule", "stages", "chunks", "layers", "head"), PLACES)
+def test_no_other_dealing_has_a_faster_slowest_stage(
+    schedule: str, stages: int, chunks: int, layers: int, head: float
+) -> None:
+    dealt = deal_blocks(layers, schedule=schedule, stages=stages, chunks=chunks, head=head)
+    assert sum(dealt) == layers and len(dealt) == stages * chunks and min(dealt) >= 1
+    found = imbalance(dealt, schedule=schedule, stages=stages, head=head)
+    last, _ = place(schedule, stages, stages * chunks - 1)
+    fastest = min(
+        max(n + head * (stage == last) for stage, n in enumerate(blocks))
+        for blocks in product(range(chunks, layers + 1), repeat=stages)
+        if sum(blocks) == layers
+    )
+    assert found == pytest.approx(fastest * stages / (layers + head))
+
+
+@pytest.mark.parametrize("chunks", [2, 4])
+def test_the_chunk_with_the_head_has_fewer_blocks(chunks: int) -> None:
+    """It is this one that all others of an interleaved pipeline would wait for."""
+    pipeline = Pipeline(stages=4, chunks=chunks, micro_batches=16, schedule="interleaved")
+    layers, head = 4 * chunks * 2 - 1, 1.0
+
+    def seconds(dealt: tuple[int, ...]) -> float:
+        def of(work: Pass) -> float:
+            position = pipeline.position(work.stage, work.chunk)
+            blocks = dealt[position] + head * (position == pipeline.positions - 1)
+            return blocks if work.kind == FORWARD else 2 * blocks
+
+        return pipeline_seconds(simulate(pipeline, of))
+
+    dealt = deal_blocks(layers, schedule="interleaved", stages=4, chunks=chunks, head=head)
+    assert dealt == (2,) * (4 * chunks - 1) + (1,)
+    others = [tuple(2 - (n == k) for n in range(4 * chunks)) for k in range(4 * chunks - 1)]
+    assert all(seconds(dealt) < seconds(other) for other in others)
+
+
+def test_a_head_costs_as_many_blocks_as_it_multiplies() -> None:
+    model = load_recipe(REPOSITORY / "recipes" / "llama" / "70b.toml").model
+    whole = head_in_blocks(model, "none")
+    assert whole == pytest.approx(8192 * 128256 / (8192 * (18432 + 3 * 28672) + 2 * 8192 * 8192))
+    assert head_in_blocks(model, "full") == pytest.approx(whole * 3 / 4)
+
+
+def test_even_dealing_gives_the_first_ones_one_more() -> None:
+    assert deal_evenly(126, 16) == (8,) * 14 + (7,) * 2
+    assert deal_evenly(6, 3) == (2, 2, 2)
+
+
+@pytest.mark.parametrize(
+    ("dealt", "stages", "text"),
+    [
+        ((20, 20, 21, 19), 4, "blocks of stages: 2 x 20, 21, 19; the slowest stage has 3.7%"),
+        ((2, 2, 2, 2), 2, "blocks of 2 chunks of 2 stages: 4 x 2; the slowest stage has 11.1%"),
+    ],
+)
+def test_the_dealing_is_said_in_a_line(dealt: tuple[int, ...], stages: int, text: str) -> None:
+    schedule = "1f1b" if len(dealt) == stages else "interleaved"
+    said = balance_text(dealt, schedule=schedule, stages=stages, head=1.0)
+    assert said == f"{text} more to do than the mean"
+
+
+@pytest.mark.parametrize("recipe", WITH_PIPELINE, ids=lambda recipe: recipe.name)
+def test_the_catalogue_is_balanced(recipe: Recipe) -> None:
+    layout = recipe.layout
+    head = head_in_blocks(recipe.model, layout.recompute)
+    dealt = recipe.blocks_of_positions
+    assert sum(dealt) == recipe.model.layers and min(dealt) > 0
+    found = imbalance(dealt, schedule=layout.schedule, stages=layout.pipeline, head=head)
+    stage = (recipe.model.layers + head) / layout.pipeline
+    assert 1 <= found <= (stage + 1) / stage  # less than a block from the mean
+
+
+def test_the_head_costs_what_the_flops_say() -> None:
+    model = WITH_PIPELINE[0].model
+    without = replace(model, layers=1)
+    block = flops_per_token(replace(model, layers=2)) - flops_per_token(without)
+    assert block == 6 * block_multiply_adds(model)
+    assert flops_per_token(without) - block == 6 * head_multiply_adds(model)
+    assert head_in_blocks(model, "none") == pytest.approx(flops_per_token(without) / block - 1)
+    assert head_in_blocks(model, "full") == pytest.approx(head_in_blocks(model, "none") * 3 / 4)

@@ -1,0 +1,309 @@
+"""The engine obeys NCCL's rules: it trains on a backend that enforces them, and mutants hang."""
+
+import contextlib
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from recipes.proving.layouts import SCHEDULES
+from recipes.training.recipe.schema import Recipe, parse_recipe
+from recipes.training.recipe.topology import World
+from tests.conftest import GPT_SWITCHES, changed, small_recipe
+from tests.nccl_rules.device import Rules
+from tests.nccl_rules.slots import LaunchRule
+from tests.ranks import REPOSITORY, join_world, run_ranks
+
+STRICT = Rules(slots=2, launch=LaunchRule.POSTING_ORDER, patience=60)
+RULES = {
+    "posting order": STRICT,
+    "one hardware queue": replace(STRICT, one_queue=True),
+    "any order": Rules(slots=4, launch=LaunchRule.ANY_ORDER, patience=60),
+}
+HANGS = 5.0  # seconds of patience where a hang is expected
+FLOAT32, BFLOAT16 = "ds_configs/zero1_fp32.json", "ds_configs/zero1_bf16.json"
+SPLIT = {"tensor": 2, "sequence_parallel": True}
+FOUR_STAGES = ("zb-v",)  # the long tests run all schedules, with eight stages
+QUICK_LAYOUTS_OF_FOUR = ("zb-v", "sequence parallel, recomputed", "data, bf16")
+LONG = [(2, "one hardware queue"), (4, "posting order"), (4, "one hardware queue")]
+EXHAUSTIVE = [(4, "any order"), (8, "posting order"), (8, "one hardware queue")]
+
+
+def join_with_rules(rules: Rules) -> World:
+    """Join the world with the backend that enforces the rules."""
+    os.environ.update(rules.environment())
+    from tests.nccl_rules import install  # noqa: F401
+
+    return join_world()
+
+
+def recipe_of(corpus: str, layout: dict[str, Any], **changes: Any) -> Recipe:
+    """Return a small recipe of two stages, or of the layout's number of stages."""
+    stages = layout.get("pipeline", 2)
+    sequences = 2 * stages * changes.pop("data", 1)
+    defaults = {
+        "model__layers": 3 * stages,
+        "layout": {"pipeline": stages, **layout},
+        "batch": {"global_sequences": sequences, "micro_sequences": 1},
+    }
+    return parse_recipe(changed(small_recipe(Path(corpus)), **(defaults | changes)), "test")
+
+
+def train(recipe: Recipe, world: World, *, watched: bool = False) -> list[float]:
+    """Train three steps with a validation in between; return losses and gradient norms.
+
+    watched: fail if an operation runs for the first time while a receive is outstanding
+    """
+    from recipes.proving.trial import start, train_step
+
+    engine, data = start(recipe, world)
+    found = []
+    with watch_first_uses(watched):
+        for step in (1, 2, 3):
+            result = train_step(engine, data, step)
+            found += [result.loss, result.grad_norm]
+            if step == 2:
+                found.append(engine.evaluate(data.evaluation()))
+    return found
+
+
+def watch_first_uses(watched: bool) -> Any:
+    if not watched:
+        return contextlib.nullcontext()
+    from tests.nccl_rules.backend import DEVICE
+    from tests.nccl_rules.first_uses import FirstUses
+
+    return FirstUses(DEVICE)
+
+
+def layouts_of(world_size: int) -> dict[str, dict[str, Any]]:
+    """Return the layouts to train with this number of ranks: name -> changes of the recipe."""
+    two_stages = world_size == 2
+    found: dict[str, dict[str, Any]] = {
+        name: {"layout": {**layout, "pipeline": min(world_size, 8)}}
+        for name, layout in SCHEDULES.items()
+        if world_size != 4 or name in FOUR_STAGES
+    }
+    if two_stages:
+        found["tied, bf16"] = {"layout": {}, "deepspeed": BFLOAT16, **GPT_SWITCHES}
+        return found
+    across = {"tensor": 2} if world_size == 8 else {}
+    return found | {
+        "tensor": {"layout": {"tensor": 2}, "data": world_size // 4},
+        "sequence parallel, recomputed": {
+            "layout": {**SPLIT, "schedule": "zb-v", "recompute": "full"},
+            "data": world_size // 4,
+        },
+        "data, bf16": {
+            "layout": {"schedule": "interleaved", "chunks": 2, **across},
+            "deepspeed": BFLOAT16,
+            "data": 2,
+        },
+        "data, fp32": {"layout": {"schedule": "zb-h1", **across}, "data": 2},
+        "data, fp32, tied": {
+            "layout": {"schedule": "dualpipev", **across},
+            "data": 2,
+            **GPT_SWITCHES,
+        },
+    }
+
+
+def layouts_worker(
+    corpus: str, rules: Rules | None, layouts: dict[str, dict[str, Any]]
+) -> dict[str, list[float]]:
+    """Train layouts of one world size.
+
+    rules: NCCL's rules; None: train the reference, on one process with gloo
+    """
+    world = join_world() if rules is None else join_with_rules(rules)
+    found = {}
+    for name, changes in layouts.items():
+        recipe = recipe_of(corpus, **changes)
+        if rules is None:
+            recipe = recipe.model_copy(update={"layout": type(recipe.layout)()})
+        found[name] = train(recipe, world, watched=rules == RULES["posting order"])
+    return found
+
+
+@pytest.mark.parametrize(
+    ("size", "rules"),
+    [
+        (2, "posting order"),
+        *(pytest.param(size, each, marks=pytest.mark.long) for size, each in LONG),
+        *(pytest.param(size, each, marks=pytest.mark.exhaustive) for size, each in EXHAUSTIVE),
+    ],
+)
+def test_every_layout_trains_under_the_rules_with_the_numbers_of_one_process(
+    size: int, rules: str, corpus: Path
+) -> None:
+    compare_with_one_process(size, rules, layouts_of(size), corpus)
+
+
+def test_some_layouts_of_four_ranks_train_under_the_rules(corpus: Path) -> None:
+    layouts = {name: layouts_of(4)[name] for name in QUICK_LAYOUTS_OF_FOUR}
+    compare_with_one_process(4, "posting order", layouts, corpus)
+
+
+def compare_with_one_process(
+    size: int, rules: str, layouts: dict[str, dict[str, Any]], corpus: Path
+) -> None:
+    (expected,) = run_ranks(1, layouts_worker, str(corpus), None, layouts)
+    found = run_ranks(size, layouts_worker, str(corpus), RULES[rules], layouts)
+    for name, numbers in expected.items():
+        close = pytest.approx(numbers, rel=2e-2 if "bf16" in name else 2e-6)
+        assert all(each[name] == close for each in found), name
+
+
+def mutant_worker(corpus: str, mutant: str) -> str:
+    """Train a step with a mutant of the engine; return the error that ended it."""
+    rules = Rules(slots=1 if mutant == "one kernel" else 100, patience=HANGS)
+    world = join_with_rules(rules)
+    from models.pipeline import channels, scheduled_engine, warm_up
+
+    def leave_out(*arguments: Any, **settings: Any) -> None:
+        pass
+
+    if mutant == "no connections":
+        channels.Channels.connect = leave_out
+        warm_up._run_passes = leave_out
+    if mutant == "no passes":
+        warm_up._run_passes = leave_out
+    if mutant == "no warm-up":
+        scheduled_engine.warm_up = leave_out
+    if mutant == "order of need":
+        from models.pipeline.schedule import communication
+        from tests.models.pipeline.schedule.test_communication import ReceivesByNeed
+
+        communication._Receives = ReceivesByNeed
+    schedule = "zb-v" if mutant == "order of need" else "1f1b"
+    try:
+        train(recipe_of(corpus, {"schedule": schedule}), world, watched=mutant == "no passes")
+    except Exception as problem:
+        return f"{type(problem).__name__}: {problem}"
+    return "trained"
+
+
+@pytest.mark.parametrize(
+    ("mutant", "expected"),
+    [
+        ("no connections", "the first use of"),
+        ("no passes", "DeviceWideSynchronization"),
+        ("order of need", "met receive"),
+        pytest.param("no warm-up", "the first use of", marks=pytest.mark.long),
+        pytest.param("one kernel", "Hang", marks=pytest.mark.long),
+    ],
+)
+def test_a_mutant_of_the_engine_is_caught(mutant: str, expected: str, corpus: Path) -> None:
+    found = run_ranks(2, mutant_worker, str(corpus), mutant)
+    assert any(expected in each for each in found), found
+
+
+def rules_worker() -> dict[str, str]:
+    """Break one rule after the other on two ranks; return the resulting error by rule."""
+    world = join_with_rules(Rules(patience=2.0))
+    from tests.nccl_rules.backend import DEVICE
+
+    rank, other, token = world.rank, 1 - world.rank, torch.ones(1)
+
+    def first_send() -> None:
+        groups = two_groups()
+        dist.irecv(token, other, group=groups[0])  # blocks, since the peer sends only later
+        dist.isend(token, other, group=groups[0])
+
+    def first_collective() -> None:
+        for group in two_groups()[:: 1 - 2 * rank]:
+            dist.all_reduce(token, group=group, async_op=True)
+
+    def order() -> None:
+        groups = two_groups()
+        connect(groups, token, rank)
+        tags = (1, 2) if rank == 0 else (2, 1)
+        for each in [post(rank == 0, token, other, groups[0], tag) for tag in tags]:
+            each.wait()
+
+    def slots() -> None:
+        groups = two_groups()
+        connect(groups, token, rank)
+        DEVICE.rules = replace(DEVICE.rules, slots=1)
+        expected = dist.irecv(token, other, group=groups[rank])  # takes the only slot
+        dist.isend(token, other, group=groups[other])
+        expected.wait()
+
+    def one_queue() -> None:
+        DEVICE.rules = replace(DEVICE.rules, slots=100)
+        groups = two_groups()
+        connect(groups, token, rank)
+        DEVICE.rules = replace(DEVICE.rules, one_queue=True)
+        dist.irecv(token, other, group=groups[rank])
+        dist.irecv(token, other, group=groups[rank])  # blocks the sends that both wait for
+        for _ in range(2):
+            dist.isend(token, other, group=groups[other])
+
+    def synchronization() -> None:
+        DEVICE.rules = replace(DEVICE.rules, one_queue=False)
+        groups = two_groups()
+        connect(groups, token, rank)
+        dist.irecv(token, other, group=groups[rank])
+        DEVICE.synchronize_all("a first use")
+
+    found = {}
+    for rule in (first_send, first_collective, order, slots, one_queue, synchronization):
+        try:
+            rule()
+            found[rule.__name__] = "nothing"
+        except Exception as problem:
+            found[rule.__name__] = f"{type(problem).__name__}: {problem}"
+    return found
+
+
+def two_groups() -> list[dist.ProcessGroup]:
+    return [dist.new_group([0, 1]) for _ in range(2)]
+
+
+def connect(groups: list[dist.ProcessGroup], token: torch.Tensor, rank: int) -> None:
+    """Exchange a message in both directions of both groups."""
+    for group in groups:
+        for sender in (0, 1):
+            post(rank == sender, token, 1 - rank, group, 0).wait()
+
+
+def post(
+    sends: bool, token: torch.Tensor, other: int, group: dist.ProcessGroup, tag: int
+) -> dist.Work:
+    transfer = dist.isend if sends else dist.irecv
+    return transfer(token.clone(), other, group=group, tag=tag)
+
+
+def test_the_backend_enforces_each_rule() -> None:
+    results = run_ranks(2, rules_worker)
+    for rule, expected in (
+        ("first_send", "the first use of"),
+        ("first_collective", "the first use of"),
+        ("order", "message 1 met receive 2"),
+        ("slots", "Hang: rank"),
+        ("one_queue", "is not launched"),
+        ("synchronization", "DeviceWideSynchronization: "),
+    ):  # a rank that gives up sets the other one free
+        assert any(expected in found[rule] for found in results), (rule, results)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("relay", [[], ["--relay"]], ids=["layouts", "relay"])
+def test_proofs_pass_under_the_rules(relay: list[str]) -> None:
+    command = [sys.executable, "-m", "tests.nccl_rules.prove", "--ranks", "2", "--json", *relay]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+@pytest.mark.exhaustive
+def test_a_proof_with_one_kernel_fails() -> None:
+    """This shows that the processes of a proof run on the backend."""
+    command = [sys.executable, "-m", "tests.nccl_rules.prove", "--ranks", "2", "--slots", "1"]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=900)
+    assert done.returncode == 1 and "Hang" in done.stdout + done.stderr

@@ -1,0 +1,149 @@
+"""The engine holds what the orders say, on four stages; and records what it did."""
+
+import itertools
+import json
+from collections import Counter
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from models.pipeline.instructions import COMPUTE
+from models.pipeline.schedule.order import most_in_flight
+from models.pipeline.scheduled_engine import ScheduledEngine
+from recipes.proving.layouts import SCHEDULES
+from recipes.proving.trial import start, train_step
+from recipes.training.engine.engine import Engine
+from recipes.training.recipe.schema import parse_recipe
+from recipes.training.run_folder.folder import RunFolder
+from recipes.training.tracking.timeline import TimelineRecorder
+from tests.conftest import changed, small_recipe
+from tests.ranks import join_world, run_ranks
+
+STAGES, MICRO_BATCHES = 4, 8
+aten = torch.ops.aten
+NEEDS_THE_VALUES = {  # on the host: a GPU is waited for
+    aten._local_scalar_dense.default,
+    aten.nonzero.default,
+    aten.equal.default,
+    aten.masked_select.default,
+}
+
+
+class Waiting(TorchDispatchMode):
+    """Notes what the engine is doing whenever the host needs to know what a device has computed."""
+
+    def __init__(self, engine: Engine):
+        super().__init__()
+        self.engine, self.found = engine, set()
+
+    def __torch_dispatch__(self, function, types, arguments=(), keywords=None):
+        if function in NEEDS_THE_VALUES:
+            self.found.add(self.engine.crumb.doing)
+        return function(*arguments, **(keywords or {}))
+
+
+def watch_what_is_held(engine: ScheduledEngine) -> list[int]:
+    """The micro-batches in flight in all chunks together, after each pass from now on."""
+    held = []
+
+    def run(original, engine, **arguments) -> None:
+        original(engine, **arguments)
+        held.append(len(engine.in_flight) + len(engine.deferred))
+
+    engine._INSTRUCTION_MAP = {
+        kind: partial(run, each) if kind in COMPUTE.values() else each
+        for kind, each in engine._INSTRUCTION_MAP.items()
+    }
+    return held
+
+
+def schedules_worker(corpus: str, folder: str) -> dict[str, dict[str, Any]]:
+    """Of each schedule: what was held at most, and what the order says."""
+    world = join_world()
+    found = {}
+    for name, layout in SCHEDULES.items():
+        table = changed(
+            small_recipe(Path(corpus)),
+            model__layers=12,
+            layout={"pipeline": STAGES, **layout},
+            batch={"global_sequences": MICRO_BATCHES, "micro_sequences": 1},
+            tracking__timeline_step=2,
+            tracking__timeline_steps=2,
+        )
+        recipe = parse_recipe(table, "test")
+        engine, data = start(recipe, world)
+        held = watch_what_is_held(engine.wrapped)
+        run = RunFolder(Path(folder) / name)
+        if world.rank == 0:
+            run.path.mkdir()
+        recorder = TimelineRecorder(engine, recipe, recipe.topology(world), run)
+        for step in range(1, 4):
+            with recorder.recorded(step), Waiting(engine) as waiting:
+                train_step(engine, data, step)
+            recorder.write_after(step)
+        pipeline = engine.wrapped.pipeline
+        found[name] = {
+            "held": max(held),
+            "ordered": most_in_flight(pipeline.orders[world.rank]),
+            "waited in": waiting.found,
+        }
+    return found
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("runs")
+
+
+@pytest.fixture(scope="module")
+def found(corpus: Path, runs: Path) -> list[dict[str, dict[str, Any]]]:
+    return run_ranks(STAGES, schedules_worker, str(corpus), str(runs))
+
+
+MOST = {  # chunks in flight on each stage, as the papers count them
+    "1f1b": [4, 3, 2, 1],
+    "interleaved x 2": [11, 9, 7, 5],
+    "interleaved x 3": [15, 13, 11, 9],
+    "zb-h1": [4, 4, 4, 4],
+    "zb-v": [8, 8, 8, 8],
+    "dualpipev": [9, 9, 9, 9],
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_as_much_is_in_flight_as_the_order_says(
+    name: str, found: list[dict[str, dict[str, Any]]]
+) -> None:
+    assert [stage[name]["held"] for stage in found] == MOST[name]
+    assert [stage[name]["ordered"] for stage in found] == MOST[name]
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_the_host_waits_for_no_device_before_the_update(
+    name: str, found: list[dict[str, dict[str, Any]]]
+) -> None:
+    assert [stage[name]["waited in"] for stage in found] == STAGES * [{"OptimizerStep"}]
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_the_measured_timeline_has_every_pass_of_every_rank(
+    name: str, found: list[dict[str, dict[str, Any]]], runs: Path
+) -> None:
+    assert (runs / name / "timeline.svg").read_text().count("<path") > 2 * len(found)
+    assert not (runs / name / "events.jsonl").exists()  # no warning
+    events = json.loads((runs / name / "timeline.json").read_text())["traceEvents"]
+    ranks = {e["pid"]: e["args"]["name"] for e in events if e["ph"] == "M"}
+    assert ranks == {rank: f"rank {rank}: pipeline {rank}, data 0, tensor 0" for rank in range(4)}
+    passes = Counter((e["pid"], e["cat"], e["args"]["step"]) for e in events if e["ph"] == "X")
+    layout = SCHEDULES[name]
+    each = MICRO_BATCHES * layout.get("chunks", 1 if name in ("1f1b", "zb-h1") else 2)
+    for rank in range(STAGES):
+        for step in (2, 3):
+            assert passes[rank, "forward", step] == passes[rank, "backward", step] == each
+            assert passes[rank, "weight", step] == (each if name.startswith("zb") else 0)
+    of_rank = [e for e in events if e["ph"] == "X" and e["pid"] == 1]
+    assert all(a["ts"] + a["dur"] <= b["ts"] for a, b in itertools.pairwise(of_rank))

@@ -1,0 +1,34 @@
+"""What is kept for the backward pass is what the paper's formulas say, and no more."""
+
+from unittest import mock
+
+import pytest
+
+from benchmarks.activation_memory import FORMULAS, rows
+
+
+@pytest.fixture(scope="module")
+def counted() -> dict[tuple[int, bool, str], float]:
+    """Counted over formula, for each number of tensor ranks and each way."""
+    return {
+        (row["tensor"], row["sequence_parallel"], row["recompute"]): row["counted_over_formula"]
+        for row in rows()
+    }
+
+
+@pytest.mark.parametrize(
+    "way", [(1, *way) for way in FORMULAS if not way[0]] + [(8, *way) for way in FORMULAS]
+)
+def test_memory_is_that_of_the_formula(
+    way: tuple[int, bool, str], counted: dict[tuple[int, bool, str], float]
+) -> None:
+    assert counted[way] == pytest.approx(1, abs=0.01)
+
+
+def test_recomputation_that_keeps_everything_is_seen() -> None:
+    with (
+        mock.patch("models.layer_specs.recomputed", lambda function, *inputs: function(*inputs)),
+        mock.patch("models.transformer.recomputed", lambda function, *inputs: function(*inputs)),
+    ):
+        ratios = [row["counted_over_formula"] for row in rows() if row["recompute"] != "none"]
+    assert min(ratios) > 1.5

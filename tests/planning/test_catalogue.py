@@ -1,0 +1,274 @@
+"""Every shipped recipe is the published model, goes on its own cluster, and trains when made small.
+
+What is published is typed here again, apart from the recipes, each with its source.
+"""
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from models.cost import parameter_count
+from recipes.proving.layouts import Variant, legal_variants
+from recipes.proving.proof_corpus import write_corpus
+from recipes.proving.shrink import shrink
+from recipes.proving.trial import try_variants
+from recipes.training.recipe.deepspeed_config import (
+    build_deepspeed_config,
+    read_deepspeed_json,
+    zero_stage,
+)
+from recipes.training.recipe.schema import DEFAULT_RECIPE, Recipe, load_recipe, shipped_recipes
+from recipes.training.recipe.topology import World
+from tests.ranks import run_ranks
+
+FILES = [path for path in shipped_recipes() if path != DEFAULT_RECIPE]
+NAMES = [f"{path.parent.name}-{path.stem}" for path in FILES]
+GPUS = ("V100-32GB", "A100-40GB", "A100-80GB", "H100", "H200", "B200", "MI300X")
+STEPS = 2
+VOCAB_SIZE = 192  # of the corpus: the smallest vocabulary that shrinking makes
+
+
+@dataclass(frozen=True)
+class Published:
+    """A model as its source has it; `tokens` is the budget."""
+
+    layers: int
+    hidden_size: int
+    heads: int
+    kv_heads: int
+    ffn_hidden_size: int
+    parameters: int
+    tokens: float
+
+
+@dataclass(frozen=True)
+class Training:
+    """A few steps of a small copy; `untouched` are the parameters that had no gradient."""
+
+    losses: list[float]
+    grad_norms: list[float]
+    untouched: list[str]
+
+
+def gpt(layers: int, hidden: int, heads: int, parameters: int, tokens: float) -> Published:
+    return Published(layers, hidden, heads, heads, 4 * hidden, parameters, tokens)
+
+
+# Brown et al. 2020, table 2.1, but 16 heads for 1.3B's 24 and 5,120 columns for 13B's 5,140, which
+# their heads do not make; 300 B tokens. The counts are not published; GPT-2's checkpoint of the
+# first shape has 124,439,808 parameters with 1,024 positions, and these are its formula's.
+GPT3 = {
+    "gpt-125m": gpt(12, 768, 12, 124_439_808 + 1024 * 768, 10e9),  # its own budget
+    "gpt-350m": gpt(24, 1024, 16, 355_871_744, 300e9),
+    "gpt-760m": gpt(24, 1536, 16, 760_300_032, 300e9),
+    "gpt-1.3b": gpt(24, 2048, 16, 1_315_723_264, 300e9),
+    "gpt-2.7b": gpt(32, 2560, 32, 2_651_553_280, 300e9),
+    "gpt-6.7b": gpt(32, 4096, 32, 6_658_404_352, 300e9),
+    "gpt-13b": gpt(40, 5120, 40, 12_853_386_240, 300e9),
+    "gpt-175b": gpt(96, 12288, 96, 174_604_259_328, 300e9),
+}
+# The same table: parameters, batch in tokens, learning rate.
+GPT3_TRAINING = {
+    "gpt-125m": (125e6, 0.5e6, 6e-4),
+    "gpt-350m": (350e6, 0.5e6, 3e-4),
+    "gpt-760m": (760e6, 0.5e6, 2.5e-4),
+    "gpt-1.3b": (1.3e9, 1e6, 2e-4),
+    "gpt-2.7b": (2.7e9, 1e6, 1.6e-4),
+    "gpt-6.7b": (6.7e9, 2e6, 1.2e-4),
+    "gpt-13b": (13.0e9, 2e6, 1e-4),
+    "gpt-175b": (175.0e9, 3.2e6, 0.6e-4),
+}
+# Narayanan et al. 2021, table 1: parameters in units of 1e9, heads, hidden size, layers, tensor,
+# pipeline, GPUs, global batch; and the tokens of its section 5.1.
+MEGATRON = {
+    "megatron-1.7b": (1.7, 24, 2304, 24, 1, 1, 32, 512, 300e9),
+    "megatron-3.6b": (3.6, 32, 3072, 30, 2, 1, 64, 512, 300e9),
+    "megatron-7.5b": (7.5, 32, 4096, 36, 4, 1, 128, 512, 300e9),
+    "megatron-18b": (18.4, 48, 6144, 40, 8, 1, 256, 1024, 300e9),
+    "megatron-39b": (39.1, 64, 8192, 48, 8, 2, 512, 1536, 300e9),
+    "megatron-76b": (76.1, 80, 10240, 60, 8, 4, 1024, 1792, 300e9),
+    "megatron-145b": (145.6, 96, 12288, 80, 8, 8, 1536, 2304, 300e9),
+    "megatron-310b": (310.1, 128, 16384, 96, 8, 16, 1920, 2160, 300e9),
+    "megatron-530b": (529.6, 128, 20480, 105, 8, 35, 2520, 2520, 300e9),
+    "megatron-1t": (1008.0, 160, 25600, 128, 8, 64, 3072, 3072, 450e9),
+}
+
+
+def equation_2(layers: int, hidden: int, vocab: int = 51200, sequence: int = 2048) -> int:
+    """Narayanan et al. 2021: 12 l h^2 (1 + 13 / 12h + (V + s) / 12lh); without the final norm."""
+    return 12 * layers * hidden**2 + 13 * layers * hidden + (vocab + sequence) * hidden
+
+
+# Shapes: the models' config.json; counts: the elements of their released weights; tokens: Touvron
+# et al. 2023, table 1; the model cards of Llama 3.1 and 3.2; Dubey et al. 2024, section 3; the
+# Qwen3 report's section 3.1.
+RELEASED = {
+    "llama-1b": Published(16, 2048, 32, 8, 8192, 1_235_814_400, 9e12),
+    "llama-3b": Published(28, 3072, 24, 8, 8192, 3_212_749_824, 9e12),
+    "llama-7b": Published(32, 4096, 32, 32, 11008, 6_738_415_616, 2e12),
+    "llama-8b": Published(32, 4096, 32, 8, 14336, 8_030_261_248, 15e12),
+    "llama-13b": Published(40, 5120, 40, 40, 13824, 13_015_864_320, 2e12),
+    "llama-70b": Published(80, 8192, 64, 8, 28672, 70_553_706_496, 15e12),
+    "llama-405b": Published(126, 16384, 128, 8, 53248, 405_853_388_800, 15.6e12),
+    "qwen3-0.6b": Published(28, 1024, 16, 8, 3072, 596_049_920, 36e12),
+    "qwen3-1.7b": Published(28, 2048, 16, 8, 6144, 1_720_574_976, 36e12),
+    "qwen3-4b": Published(36, 2560, 32, 8, 9728, 4_022_468_096, 36e12),
+    "qwen3-8b": Published(36, 4096, 32, 8, 12288, 8_190_735_360, 36e12),
+    "qwen3-14b": Published(40, 5120, 40, 8, 17408, 14_768_307_200, 36e12),
+    "qwen3-32b": Published(64, 5120, 64, 8, 25600, 32_762_123_264, 36e12),
+}
+PUBLISHED = (
+    GPT3
+    | {
+        name: gpt(layers, hidden, heads, equation_2(layers, hidden) + 2 * hidden, tokens)
+        for name, (_, heads, hidden, layers, *_, tokens) in MEGATRON.items()
+    }
+    | RELEASED
+)
+# Touvron et al. 2023, table 1; Dubey et al. 2024, table 3.
+LLAMA_RATES = {"7b": 3e-4, "13b": 3e-4, "8b": 3e-4, "70b": 1.5e-4, "405b": 8e-5}
+
+
+def shipped(name: str) -> Recipe:
+    return load_recipe(FILES[NAMES.index(name)])
+
+
+def test_the_catalogue_is_all_that_is_shipped() -> None:
+    assert set(NAMES) == set(PUBLISHED) and len(NAMES) == len(PUBLISHED)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_recipe_is_the_published_model(name: str) -> None:
+    recipe, published = shipped(name), PUBLISHED[name]
+    model, text = recipe.model, FILES[NAMES.index(name)].read_text()
+    for size in ("layers", "hidden_size", "heads", "kv_heads", "ffn_hidden_size"):
+        assert getattr(model, size) == getattr(published, size), size
+    assert parameter_count(model) == published.parameters
+    assert recipe.name == name
+    comment = " ".join(line.removeprefix("# ") for line in text.split("\n\n")[0].split("\n"))
+    assert f"{published.parameters:,} parameters" in comment
+    assert len(text.splitlines()) <= 75
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_it_sees_its_token_budget(name: str) -> None:
+    recipe, tokens = shipped(name), PUBLISHED[name].tokens
+    assert recipe.training.steps == math.ceil(tokens / recipe.tokens_per_step)
+    assert recipe.optimizer.schedule.warmup_steps < recipe.training.steps / 20
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_it_goes_on_its_own_cluster(name: str) -> None:
+    recipe = shipped(name)
+    local = recipe.cluster.gpus_per_node
+    topology = recipe.topology(World(size=recipe.cluster.nodes * local, local_size=local))
+    config = build_deepspeed_config(recipe, topology)
+    assert config["gradient_accumulation_steps"] >= topology.pipeline  # no stage idles throughout
+    assert recipe.cluster.gpu in GPUS
+    assert ("bf16" in config) == (recipe.cluster.gpu[:4] != "V100" and "megatron" not in name)
+
+
+@pytest.mark.parametrize("name", GPT3)
+def test_gpt_3_is_trained_as_in_its_table(name: str) -> None:
+    recipe = shipped(name)
+    parameters, batch, rate = GPT3_TRAINING[name]
+    assert parameter_count(recipe.model) == pytest.approx(parameters, rel=0.02)
+    assert recipe.tokens_per_step == pytest.approx(batch, rel=0.05)  # 0.5 M: 2^19
+    assert recipe.optimizer.learning_rate == rate
+    assert recipe.optimizer.schedule.minimum_learning_rate == pytest.approx(rate / 10)
+    model = recipe.model
+    assert (model.vocab_size, model.sequence_length) == (50257, 2048)
+
+
+@pytest.mark.parametrize("name", MEGATRON)
+def test_megatron_is_as_in_its_table(name: str) -> None:
+    recipe = shipped(name)
+    billions, *_, tensor, pipeline, gpus, batch, _ = MEGATRON[name]
+    model, layout, cluster = recipe.model, recipe.layout, recipe.cluster
+    assert round(parameter_count(model) / 1e9, 1) == billions
+    assert (layout.tensor, layout.pipeline) == (tensor, pipeline)
+    assert (cluster.nodes * cluster.gpus_per_node, cluster.gpu) == (gpus, "A100-80GB")
+    assert recipe.batch.global_sequences == batch
+    assert (layout.schedule, layout.recompute, layout.recompute_interval) == ("1f1b", "full", 1)
+    assert not layout.sequence_parallel and recipe.deepspeed == "ds_configs/zero1_fp16.json"
+    assert (model.vocab_size, model.sequence_length) == (51200, 2048)
+
+
+@pytest.mark.parametrize("name", RELEASED)
+def test_llama_and_qwen3_have_their_switches(name: str) -> None:
+    recipe = shipped(name)
+    family, size = name.split("-")
+    model = recipe.model
+    if family == "qwen3":
+        tied, theta, vocab, sequence, epsilon = (
+            size in ("0.6b", "1.7b", "4b"),
+            1e6,
+            151936,
+            4096,
+            1e-6,
+        )
+        assert model.qk_norm and model.head_size == 128
+    elif size in ("7b", "13b"):
+        tied, theta, vocab, sequence, epsilon = False, 1e4, 32000, 4096, 1e-5
+    else:
+        tied, theta, vocab, sequence, epsilon = size in ("1b", "3b"), 5e5, 128256, 8192, 1e-5
+    assert (model.tie_embeddings, model.rope_theta, model.norm_epsilon) == (tied, theta, epsilon)
+    assert (model.vocab_size, model.sequence_length) == (vocab, sequence)
+    assert (model.norm, model.positions, model.activation) == ("rmsnorm", "rope", "swiglu")
+    assert not model.bias and model.qk_norm == (family == "qwen3")
+    if family == "llama" and size in LLAMA_RATES:
+        assert recipe.optimizer.learning_rate == LLAMA_RATES[size]
+
+
+def test_llama_405b_is_trained_as_in_its_report() -> None:
+    recipe = shipped("llama-405b")
+    schedule = recipe.optimizer.schedule
+    assert recipe.tokens_per_step == 16 * 2**20
+    assert (schedule.warmup_steps, schedule.minimum_learning_rate) == (8000, 8e-7)
+
+
+def small_variant(name: str, corpus: Path) -> Variant:
+    """The recipe made small, on one process, with its own ZeRO stage and recomputation."""
+    recipe = shipped(name)
+    small = shrink(recipe, ranks=2, layers=2, steps=STEPS, corpus=corpus)
+    stage = zero_stage(read_deepspeed_json(recipe.deepspeed))
+    (variant,) = (
+        variant
+        for variant in legal_variants(small, ranks=1, micro_sequences=(1,))
+        if variant.zero_stage == stage
+        and variant.recipe.layout.recompute == recipe.layout.recompute
+    )
+    return variant
+
+
+def train_worker(corpus: str) -> dict[str, Training]:
+    """What each small recipe's training came to."""
+    outcomes = try_variants(small_variant(name, Path(corpus)) for name in NAMES)
+    return {
+        name: Training(
+            outcome.losses,
+            outcome.grad_norms,
+            [parameter for parameter, moment in outcome.moments.items() if not moment.any()],
+        )
+        for name, outcome in zip(NAMES, outcomes, strict=True)
+    }
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Training]:
+    """All of them, in one process."""
+    folder = tmp_path_factory.mktemp("catalogue") / "corpus"
+    write_corpus(folder, VOCAB_SIZE)
+    return run_ranks(1, train_worker, str(folder))[0]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_its_small_copy_trains(name: str, trained: dict[str, Training]) -> None:
+    training = trained[name]
+    assert len(training.losses) == STEPS + 1 and len(training.grad_norms) == STEPS
+    # Wide models are drawn wider when made small, and begin further above a uniform guess.
+    assert all(-0.5 < loss - math.log(VOCAB_SIZE) < 2 for loss in training.losses)
+    assert all(0 < norm < math.inf for norm in training.grad_norms)
+    assert training.untouched == []

@@ -1,0 +1,639 @@
+"""The planner: formulas, search, tables, calibration and the command."""
+
+import csv
+import json
+import subprocess
+import sys
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from models.config import ModelConfig
+from models.cost import parameter_count
+from models.errors import UserError
+from models.pipeline.schedule.order import SCHEDULES, Pipeline, least_micro_batches, most_in_flight
+from models.pipeline.schedule.simulation import pipeline_seconds
+from recipes.gpus.datasheet import FOLDER, gpus, load_gpu, read_gpu
+from recipes.planning.inputs.footprint import DEEPSPEED, MEGATRON
+from recipes.planning.inputs.job import Job, Machine, Spread, job_of
+from recipes.planning.inputs.kernels import matmul_seconds
+from recipes.planning.inputs.software import STACKS, THREEFOLD, load_software
+from recipes.planning.inputs.stage_contents import stage_parameters
+from recipes.planning.measured import closed_forms, evaluation
+from recipes.planning.measured.calibration import MOST_ROWS, Calibration, calibrate, evenly_spread
+from recipes.planning.measured.row_reader import number
+from recipes.planning.measured.table import read_row, read_table
+from recipes.planning.memory.activations import block_bytes, micro_batches_in_flight
+from recipes.planning.memory.peak import GIB, fullest_stage, host_bytes, stage_memory, state_bytes
+from recipes.planning.output.plan_report import changes, rates
+from recipes.planning.search.layout_search import CHUNKS as INTERLEAVED
+from recipes.planning.search.layout_search import divisors, search, spreads
+from recipes.planning.time.network import all_reduce_seconds, gather_seconds
+from recipes.planning.time.passes import timeline_of
+from recipes.planning.time.step_time import step_time
+from recipes.training.recipe.schema import (
+    REPOSITORY,
+    Recipe,
+    apply_overrides,
+    load_recipe,
+    parse_recipe,
+    shipped_recipes,
+)
+
+PLAN = str(REPOSITORY / "recipes" / "plan.py")
+PUBLISHED = REPOSITORY / "recipes" / "planning" / "measured" / "published"
+LIMITS = {  # table -> mean and largest error in percent that we promise
+    "narayanan2021": (4, 8),
+    "korthikanti2022": (5, 8),
+    "megascale2024": (6, 8),
+}
+RESULTS = ("step_time_s", "tflops_per_gpu", "mfu_pct", "mem_gb", "oom")
+CHUNKS = {name: schedule.chunks or 3 for name, schedule in SCHEDULES.items()}
+CLUSTERED = [path for path in shipped_recipes() if path.parent.name != "recipes"]
+
+
+def planned(name: str, *overrides: str) -> tuple[Recipe, Job]:
+    """A shipped recipe and its job on its own cluster."""
+    recipe = load_recipe(REPOSITORY / "recipes" / f"{name}.toml", overrides)
+    return recipe, job_of(recipe, Machine.of_cluster(recipe.cluster))
+
+
+def respread(job: Job, **sizes: object) -> Job:
+    """A job in another layout; data takes what is left."""
+    spread = replace(job.spread, **sizes)
+    data = job.machine.gpus // (spread.tensor * spread.pipeline)
+    return replace(job, spread=replace(spread, data=data))
+
+
+@pytest.mark.parametrize("name", LIMITS)
+def test_published_steps_are_predicted(name: str) -> None:
+    rows = read_table(PUBLISHED / f"{name}.csv")
+    summary = evaluation.summary(rows, evaluation.predict(rows, Calibration()))
+    mean, largest = LIMITS[name]
+    assert summary["compared"] == len(rows) > 3 and summary["skipped"] == 0
+    assert summary["mean_absolute_error_percent"] < mean
+    assert summary["max_absolute_error_percent"] < largest
+    assert summary["false_alarms"] == 0
+
+
+def test_published_memory_is_predicted() -> None:
+    summary = closed_forms.evaluate(PUBLISHED / "zero2020.csv")["summary"]
+    assert summary["memory_max_absolute_error_percent"] < 0.5
+
+
+@pytest.mark.parametrize(
+    ("model", "what", "printed", "unit"),
+    [  # Korthikanti et al. 2022, by the formulas of its section 4 and 18 bytes a parameter
+        ("22B", "params+optimizer", 45.56, "GiB"),
+        ("175B", "activations, no recompute, no SP", 66.84, "GiB"),
+        ("530B", "activations, SP+selective", 23.08, "GiB"),
+        ("1T", "SP+selective", 20.2, "% of tensor parallelism alone"),
+    ],
+)
+def test_korthikantis_memory_is_predicted(model: str, what: str, printed: float, unit: str) -> None:
+    cells = {"model": model, "what": what, "value": str(printed), "unit": unit}
+    predicted, expected = closed_forms.korthikanti(cells)
+    assert predicted == pytest.approx(expected, rel=0.01)
+
+
+def test_narayanans_trillion_has_its_published_rate() -> None:
+    """Table 1: 163 TFLOP/s on each of 3,072 A100, 502 PFLOP/s in all, recomputation counted."""
+    _, job = planned("megatron/1t")
+    software = next(stack for stack in STACKS if stack.name == "megatron-lm-2021")
+    job = replace(job, software=software)
+    rate = rates(job, step_time(job).total, 1)
+    assert rate.hardware_tflops == pytest.approx(163, rel=0.04)
+    assert rate.hardware_tflops * 3072 / 1000 == pytest.approx(502, rel=0.04)
+
+
+def test_results_do_not_enter_predictions(tmp_path: Path) -> None:
+    with (PUBLISHED / "narayanan2021.csv").open(newline="") as file:
+        lines = list(csv.DictReader(file))
+    for cells in lines:
+        without = cells | dict.fromkeys(RESULTS, "")
+        other = cells | {"step_time_s": "1e6", "mem_gb": "1", "oom": "1", "mfu_pct": "99"}
+        jobs = [read_row(each).job for each in (cells, without, other)]
+        assert jobs[0] is not None and jobs[0] == jobs[1] == jobs[2]
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"precision": "fp8"}, "precision fp8 is not modelled"),
+        ({"framework": "Pathways"}, "framework Pathways is not modelled"),
+        ({"gpu": "TPU v4"}, "gpu TPU v4 has no hardware file"),
+        ({"gpu": "GB200"}, "gpu GB200 has no hardware file"),
+        ({"layers": ""}, "layers is empty"),
+        ({"pp": "unstated"}, "pp is unstated"),
+        ({"dp": "7"}, "tp x pp x cp x dp = 7 and gpus = 32"),
+        ({"heads": "23"}, "hidden_size = 2304 is not divisible by heads = 23"),
+        ({"precision": "fp8 (bf16 rest)"}, "precision fp8 (bf16 rest) is not modelled"),
+        ({"gpu": "H100 PCIe"}, "gpu H100 PCIe is another board"),
+        ({"gpu": "A100-SXM4-64GB"}, "A100-SXM4-64GB with 64 GB has no hardware file"),
+        ({"gpus_per_node": "0"}, "gpus_per_node is 0"),
+        ({"inter_gbps_per_gpu": "-1"}, "inter_gbps_per_gpu is -1"),
+        ({"mbs": "0.5"}, "mbs is 0.5"),
+        ({"mbs": "1e400"}, "mbs is 1e400"),
+        ({"mbs": "1.2.3"}, "mbs is 1.2.3"),
+        ({"gbs": "4"}, "gbs = 4 is less than dp x mbs = 512"),
+        ({"zero_stage": "7"}, "zero_stage is 7"),
+        ({"seq_parallel": "perhaps"}, "seq_parallel is perhaps"),
+        ({"recompute": "block"}, "recompute is block"),
+        ({"tp": "32", "dp": "1"}, "heads = 24 over tp = 32 is not modelled"),
+        ({"pp": "32", "dp": "1"}, "pp x vpp = 32 is more than layers = 24"),
+    ],
+)
+def test_a_row_that_lacks_something_is_skipped_with_the_reason(
+    changes: dict[str, str], reason: str
+) -> None:
+    with (PUBLISHED / "narayanan2021.csv").open(newline="") as file:
+        cells = next(csv.DictReader(file))
+    row = read_row(cells | changes)
+    assert row.job is None and reason in row.skipped
+
+
+def test_what_a_row_leaves_open_is_said() -> None:
+    with (PUBLISHED / "narayanan2021.csv").open(newline="") as file:
+        cells = next(csv.DictReader(file))
+    row = read_row(cells | {"vocab": "unstated", "recompute": "", "inter_gbps_per_gpu": ""})
+    assert row.job is not None and len(row.assumed) == 3
+    assert "recompute = full (the least that fits)" in row.assumed  # 32 layers' scores do not
+
+
+@pytest.mark.parametrize(
+    ("cell", "expected"),
+    [
+        ("1,024", 1024),
+        ("1e3", 1000),
+        (" 8 (presumed)", 8),
+        ("unstated (51200 presumed)", 51200),
+        ("1: zero1=8", 1),
+        ("unstated", None),
+        ("1,02", None),
+        ("12abc", None),
+        ("-3", None),
+        ("1e400", None),
+        ("", None),
+    ],
+)
+def test_numbers_of_cells(cell: str, expected: float | None) -> None:
+    assert number(cell) == expected
+
+
+def test_cells_may_say_the_same_in_other_words(tmp_path: Path) -> None:
+    with (PUBLISHED / "korthikanti2022.csv").open(newline="") as file:
+        lines = list(csv.DictReader(file))
+    words = {"zero_stage": "ZeRO-0", "recompute": "Full", "precision": "FP16", "gbs": "4.0"}
+    assert read_row(lines[0] | words).job == read_row(lines[0]).job
+    assert read_row(lines[1] | {"seq_parallel": "true"}).job == read_row(lines[1]).job
+    marked = tmp_path / "excel.csv"  # as Excel writes "CSV UTF-8"
+    marked.write_text((PUBLISHED / "korthikanti2022.csv").read_text(), encoding="utf-8-sig")
+    assert read_table(marked) == read_table(PUBLISHED / "korthikanti2022.csv")
+
+
+def test_attention_dropout_writes_the_scores() -> None:
+    fused, written = (
+        step_time(planned("llama/8b", f"model.attention_dropout={p}")[1]) for p in (0.0, 0.1)
+    )
+    assert written.compute > 1.5 * fused.compute
+
+
+def test_an_odd_number_of_tokens_is_not_misaligned() -> None:
+    even, odd = (
+        step_time(planned("llama/7b", f"model.sequence_length={s}")[1]) for s in (2048, 2047)
+    )
+    assert odd.total < 1.05 * even.total
+
+
+def test_calibration_finds_the_factors_of_a_cluster() -> None:
+    """Of rows that another machine would have measured."""
+    truth = Calibration(compute=1.2, network=1.5)
+    jobs = [
+        respread(planned("llama/70b", "layout.recompute=full")[1], **changes)
+        for changes in (
+            {"tensor": 8, "pipeline": 1},
+            {"tensor": 8, "pipeline": 2},
+            {"tensor": 4, "pipeline": 4},
+            {"tensor": 4, "pipeline": 1},
+            {"tensor": 2, "pipeline": 1},
+            {"tensor": 1, "pipeline": 1},
+        )
+    ]
+    found = calibrate([(job, step_time(truth.of(job)).total) for job in jobs])
+    assert found.compute == pytest.approx(1.2, rel=0.05)
+    assert found.network > 1.05  # what shows little is in part taken for usual
+    errors = [step_time(found.of(j)).total / step_time(truth.of(j)).total - 1 for j in jobs]
+    assert max(map(abs, errors)) < 0.03
+    unfitted = [step_time(j).total / step_time(truth.of(j)).total - 1 for j in jobs]
+    assert min(map(abs, unfitted)) > 0.1
+
+
+def test_calibration_takes_at_most_eight_rows_evenly() -> None:
+    assert evenly_spread(3) == [0, 1, 2]
+    assert evenly_spread(15) == [0, 2, 4, 6, 8, 10, 12, 14]
+    assert all(len(evenly_spread(n)) <= MOST_ROWS for n in range(1, 100))
+    assert all({0, n - 1} <= set(evenly_spread(n)) for n in range(1, 100))
+
+
+def test_ranking_is_measured_by_pairs_and_by_the_first() -> None:
+    rows = read_table(PUBLISHED / "narayanan2021.csv")[:3]
+    group = []
+    for row, predicted, measured in zip(rows, (2.0, 1.0, 3.0), (20.0, 30.0, 40.0), strict=True):
+        row = replace(row, measured=replace(row.measured, step_seconds=measured))
+        group.append(evaluation.Prediction(row, row.job, predicted, 1.0, True))
+    assert evaluation.kendall_tau(group) == pytest.approx((2 - 1) / 3)
+    assert evaluation.regret(group) == pytest.approx(30 / 20 - 1)
+
+
+@pytest.mark.parametrize("path", CLUSTERED, ids=lambda path: f"{path.parent.name}-{path.stem}")
+def test_every_recipe_fits_the_cluster_that_it_names(path: Path) -> None:
+    recipe, job = planned(f"{path.parent.name}/{path.stem}")
+    assert fullest_stage(job).total <= job.machine.gpu.memory_gib * GIB
+    time = step_time(job)
+    assert time.total > 0 and all(getattr(time, each) >= 0 for each in ("bubble", "data"))
+    rate = rates(job, time.total, recipe.training.steps)
+    assert 0.1 < rate.mfu < 0.7
+
+
+def test_stage_parameters_are_the_models() -> None:
+    """Without padding, all stages and tensor ranks together hold each parameter, norms t times."""
+    for name in ("gpt/125m", "llama/7b"):
+        job = planned(name, "model.vocab_size=32768")[1]
+        model = job.model
+        whole = held_by_all(job, Spread())
+        assert whole == parameter_count(model)
+        tied = model.vocab_size * model.hidden_size if model.tie_embeddings else 0
+        interleaved = Spread(pipeline=4, chunks=3, schedule="interleaved")
+        assert held_by_all(job, Spread(pipeline=4)) == whole + tied
+        assert held_by_all(job, interleaved) == whole + tied
+        assert held_by_all(job, Spread(pipeline=4, chunks=2, schedule="zb-v")) == whole
+        assert held_by_all(job, Spread(tensor=2)) * 2 > whole
+
+
+def held_by_all(job: Job, spread: Spread) -> int:
+    """Parameters on a rank of each stage, together."""
+    return sum(stage_parameters(replace(job, spread=spread)))
+
+
+def test_our_stages_are_balanced_and_published_runs_are_as_they_were() -> None:
+    _, job = planned("llama/70b")
+    assert job.blocks_of_positions == (20, 20, 21, 19)
+    _, other = planned("llama/70b", "layout.layers_per_stage=[18, 20, 20, 22]")
+    assert other.blocks_of_positions == (18, 20, 20, 22)
+    assert step_time(other).total > step_time(job).total
+    theirs = replace(job, software=next(s for s in STACKS if s.name == "megatron-core"))
+    assert theirs.blocks_of_positions == (20, 20, 20, 20)
+
+
+@pytest.mark.parametrize(
+    ("spread", "stage", "micro_batches", "expected"),
+    [
+        (Spread(), 0, 8, 1),
+        (Spread(pipeline=4), 0, 8, 4),
+        (Spread(pipeline=4), 3, 8, 1),
+        (Spread(pipeline=4), 0, 2, 2),
+        # Korthikanti et al. 2022, section 4.2.3: p (1 + (p - 1) / (p m)) of a stage's layers
+        (Spread(pipeline=8, chunks=3, schedule="interleaved"), 0, 64, 8 * (1 + 7 / (8 * 3))),
+        (Spread(pipeline=4, chunks=2, schedule="dualpipev"), 2, 8, 4.5),
+    ],
+)
+def test_micro_batches_in_flight(
+    spread: Spread, stage: int, micro_batches: int, expected: float
+) -> None:
+    assert micro_batches_in_flight(spread, stage, micro_batches) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_what_is_in_flight_is_what_the_orders_hold(schedule: str) -> None:
+    chunks = CHUNKS[schedule]
+    for p in (2, 3, 4, 7):
+        for m in (1, 2, p, p + 1, 2 * p, 2 * p + 3, 4 * p):
+            if m < least_micro_batches(schedule, p):
+                continue
+            pipeline = Pipeline(stages=p, chunks=chunks, micro_batches=m, schedule=schedule)
+            spread = Spread(pipeline=p, chunks=chunks, schedule=schedule)
+            held = [most_in_flight(order) / chunks for order in pipeline.orders]
+            assert [micro_batches_in_flight(spread, i, m) for i in range(p)] == held, (p, m)
+
+
+@pytest.mark.parametrize("path", CLUSTERED, ids=lambda path: f"{path.parent.name}-{path.stem}")
+def test_the_formula_of_the_step_is_the_simulation(path: Path) -> None:
+    _, job = planned(f"{path.parent.name}/{path.stem}")
+    assert bubble_error(job) < 0.02
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("name", ["llama/70b", "llama/405b", "gpt/175b", "qwen3/32b", "llama/7b"])
+def test_the_formula_of_every_schedule_is_the_simulation(name: str, schedule: str) -> None:
+    _, job = planned(name)
+    spread = replace(job.spread, schedule=schedule, chunks=CHUNKS[schedule])
+    for recompute in ("none", "full"):
+        other = replace(job, spread=replace(spread, recompute=recompute))
+        assert bubble_error(other) < (0.05 if schedule == "zb-v" else 0.03)
+
+
+def bubble_error(job: Job) -> float:
+    """How far the formula of a step's passes is off its simulation."""
+    time = step_time(job)
+    formula = time.compute + time.tensor + time.pipeline + time.bubble
+    return abs(formula / pipeline_seconds(timeline_of(job)) - 1)
+
+
+def test_a_gpt_block_keeps_what_korthikanti_counts() -> None:
+    """Their equation 2: s b h (10 + 24 / t + 5 a s / (h t)), and table 2 with sequence parallel."""
+    model = ModelConfig(
+        layers=1, hidden_size=6144, heads=64, kv_heads=64, ffn_hidden_size=24576,
+        vocab_size=51200, sequence_length=2048, norm="layernorm", positions="learned",
+        activation="gelu", bias=True, tie_embeddings=True,
+    )  # fmt: skip
+    row = 2048 * 4 * 6144
+    scores = 5 * 64 * 2048 / 6144
+    for t, split, expected in (
+        (1, False, 34 + scores),
+        (8, False, 10 + (24 + scores) / 8),
+        (8, True, (34 + scores) / 8),
+    ):
+        spread = Spread(tensor=t, sequence_parallel=split, micro_sequences=4)
+        assert block_bytes(model, spread, MEGATRON, False) == pytest.approx(
+            row * expected, rel=1e-3
+        )
+
+
+def test_zero_spreads_what_its_stages_say() -> None:
+    """Rajbhandari et al. 2020, section 5: optimizer, then gradients, then weights."""
+    held = {
+        stage: state_bytes(DEEPSPEED["bf16"], Spread(data=10, zero_stage=stage), 10**9)
+        for stage in (1, 2, 3)
+    }
+    assert held[1] == (2e9, 4e9, 1.2e9)
+    assert held[2] == (2e9, 4e8, 1.2e9)
+    assert held[3] == (2e8, 4e8, 1.2e9)
+
+
+def test_a_ring_moves_its_share_and_uses_all_links_of_a_node() -> None:
+    machine = Machine.of(load_gpu("H100"), gpus=64)
+    gpu, size = machine.gpu, 1e12  # latencies do not matter
+    inside = gather_seconds(machine, size, ranks=8, stride=1)
+    assert inside == pytest.approx(7 / 8 * size / (450e9 * gpu.node_link_efficiency), rel=1e-3)
+    one_link = gather_seconds(machine, size, ranks=8, stride=8)
+    assert one_link == pytest.approx(7 / 8 * size / (50e9 * gpu.network_efficiency), rel=1e-3)
+    all_links = gather_seconds(machine, size, ranks=64, stride=1)
+    links = min(450e9 * gpu.node_link_efficiency, 8 * 50e9 * gpu.network_efficiency)
+    assert all_links == pytest.approx(63 / 64 * size / links, rel=1e-3)
+    assert all_reduce_seconds(machine, size, ranks=64, stride=1) == pytest.approx(
+        2 * all_links, rel=1e-3
+    )
+    assert gather_seconds(machine, size, ranks=1, stride=1) == 0
+
+
+def test_a_product_with_short_rows_misaligned_is_slow() -> None:
+    gpu = load_gpu("A100-80GB")
+
+    def seconds(inner: int) -> float:
+        return matmul_seconds(gpu, "bf16", rows=4096, columns=4096, inner=inner, batch=32)
+
+    assert seconds(112) < 1.1 * seconds(104) and seconds(108) > 2 * seconds(112)
+
+
+def test_more_micro_batches_mean_less_bubble() -> None:
+    job = planned("llama/70b")[1]
+    shares = []
+    for sequences in (512, 2048, 8192):
+        time = step_time(replace(job, global_sequences=sequences))
+        shares.append(time.bubble / time.total)
+    assert shares == sorted(shares, reverse=True) and shares[0] > 2 * shares[2]
+
+
+def test_a_step_is_the_sum_of_its_parts() -> None:
+    time = step_time(planned("llama/405b")[1])
+    parts = ("compute", "tensor", "pipeline", "bubble", "data", "optimizer", "waiting")
+    assert time.total == pytest.approx(sum(getattr(time, part) for part in parts))
+    assert len(time.forward) == len(time.backward) == 16
+
+
+@pytest.mark.parametrize("name", ["llama/13b", "llama/405b", "gpt/350m"])  # in fp16 too
+def test_the_best_layouts_can_be_run_and_are_what_was_predicted(name: str) -> None:
+    recipe, job = planned(name)
+    found = search(job, 5)
+    assert len(found.plans) == 5
+    seconds = [plan.time.total for plan in found.plans]
+    assert seconds == sorted(seconds) and seconds[0] <= step_time(job).total
+    for plan in found.plans:
+        assert plan.memory.total <= job.machine.gpu.memory_gib * GIB
+        table = recipe.model_dump(mode="json", exclude_none=True)
+        apply_overrides(table, changes(recipe, plan).split()[1::2])
+        again = job_of(parse_recipe(table, "edited"), job.machine)  # which reads the JSON too
+        assert again.spread == plan.job.spread
+        assert step_time(again).total == plan.time.total
+
+
+def test_the_options_for_a_layout_ask_for_it() -> None:
+    recipe, job = planned("llama/70b")
+    best = search(job, 1).plans[0]
+    options = changes(recipe, best).split()
+    assert options and options[::2] == ["--set"] * (len(options) // 2)
+    assert planned("llama/70b", *options[1::2])[1].spread == best.job.spread
+
+
+def test_a_search_misses_no_layout_that_a_recipe_may_ask_for() -> None:
+    """By brute force over all sizes, on a small machine."""
+    recipe, job = planned("llama/7b", "cluster.nodes=1", "batch.global_sequences=16")
+    machine = job.machine
+    refused: Counter[str] = Counter()
+    seen = set(spreads(job, refused))
+    table = recipe.model_dump(mode="json", exclude_none=True)
+    legal = set()
+    ways = [
+        (schedule, chunks)
+        for schedule, kind in SCHEDULES.items()
+        for chunks in ((kind.chunks,) if kind.chunks else INTERLEAVED)
+    ]
+    for tensor in range(1, 9):
+        for pipeline in range(1, 9):
+            for micro_sequences in range(1, 17):
+                for schedule, chunks in ways:
+                    table["layout"] |= {
+                        "tensor": tensor, "pipeline": pipeline, "schedule": schedule,
+                        "chunks": chunks,
+                    }  # fmt: skip
+                    table["batch"]["micro_sequences"] = micro_sequences
+                    try:
+                        legal.add(job_of(parse_recipe(table, "legal"), machine).spread)
+                    except UserError:
+                        continue
+    plain = {s for s in seen if s.zero_stage == 1 and s.recompute == "none"}
+    assert {s for s in plain if not s.sequence_parallel} == legal
+    assert {s.recompute for s in seen} == {"none", "full"}  # selective saves nothing here
+    _, written = planned("llama/7b", "cluster.nodes=1", "model.attention_dropout=0.1")
+    assert "selective" in {s.recompute for s in spreads(written, refused)}
+
+
+def test_what_is_refused_is_counted_with_its_reason() -> None:
+    _, job = planned("llama/405b")
+    found = search(job, 1)
+    assert found.refused["too large for a GPU"] > 100
+    assert found.refused["tensor groups across nodes"] > 0
+    _, job = planned("llama/70b")
+    small = replace(job, machine=Machine.of(load_gpu("V100-32GB"), gpus=8), precision="fp16")
+    nothing = search(small, 1)
+    assert not nothing.plans and nothing.nearest is not None and nothing.nearest[1] > 10
+
+
+def test_what_a_host_cannot_build_is_refused() -> None:
+    """ZeRO-3 spreads what each process has built whole, 4 bytes a parameter."""
+    _, job = planned("llama/70b")
+    whole = replace(job, spread=Spread(data=job.machine.gpus, zero_stage=3))
+    assert host_bytes(whole) == pytest.approx(8 * 4 * parameter_count(job.model), rel=0.01)
+    assert search(job, 1).refused["too large for the host that builds them"] > 0
+    roomy = replace(job.machine, gpu=replace(job.machine.gpu, node_memory_gib=10**6))
+    assert "too large for the host" not in str(search(replace(job, machine=roomy), 1).refused)
+
+
+def test_runs_that_were_out_of_memory_are_counted() -> None:
+    with (PUBLISHED / "narayanan2021.csv").open(newline="") as file:
+        cells = next(csv.DictReader(file))
+    large = {"mbs": "512", "gbs": "16384", "recompute": "none", "step_time_s": ""}
+    rows = [read_row(cells | large | {"oom": "1"}), read_row(cells), read_row(cells | large)]
+    summary = evaluation.summary(rows, evaluation.predict(rows, Calibration()))
+    assert (summary["out_of_memory_rows"], summary["out_of_memory_flagged"]) == (1, 1)
+    assert summary["false_alarms"] == 1
+
+
+def test_divisors_are_all_and_in_order() -> None:
+    for whole in (1, 12, 49, 97, 4096):
+        assert divisors(whole) == [n for n in range(1, whole + 1) if whole % n == 0]
+
+
+def test_hardware_files_are_complete_and_found_by_name() -> None:
+    names = {gpu.name for gpu in gpus()}
+    assert names >= {"V100-32GB", "A100-40GB", "A100-80GB", "H100", "H200", "B200", "MI300X", "cpu"}
+    with pytest.raises(UserError, match='gpu = "A100" is not known; use one of A100-40GB'):
+        load_gpu("A100")
+
+
+def test_a_hardware_file_with_a_wrong_key_is_refused(tmp_path: Path) -> None:
+    text = (FOLDER / "h100.toml").read_text()
+    broken = tmp_path / "h100.toml"
+    broken.write_text(text.replace("straggling", "stragling"))
+    with pytest.raises(UserError, match="missing or unknown: straggling, stragling"):
+        read_gpu(broken)
+
+
+def run_plan(*arguments: str) -> subprocess.CompletedProcess:
+    """The command, as a user runs it."""
+    return subprocess.run(
+        [sys.executable, PLAN, *arguments], capture_output=True, text=True, cwd=REPOSITORY
+    )
+
+
+def test_the_command_needs_neither_torch_nor_matplotlib() -> None:
+    code = (
+        "import sys; sys.argv = ['plan.py', 'recipes/llama/405b.toml', '--json']\n"
+        "from recipes import plan\n"
+        "try:\n    plan.main()\nexcept SystemExit:\n    pass\n"
+        "heavy = {'torch', 'deepspeed', 'transformers', 'matplotlib', 'numpy'} & set(sys.modules)\n"
+        "assert not heavy, heavy"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=REPOSITORY
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["parameters"] == 405_853_388_800 and found["own"]["fits"] and found["best"]
+
+
+def test_the_command_plans_another_machine_and_writes_a_recipe_for_it(tmp_path: Path) -> None:
+    file = tmp_path / "mine.toml"
+    done = run_plan("recipes/llama/7b.toml", "--nodes", "2", "--gpu", "H200", "--write", str(file))
+    assert "16 x H200 on 2 nodes" in done.stdout and file.exists()
+    recipe = load_recipe(file)
+    assert (recipe.cluster.nodes, recipe.cluster.gpu, recipe.name) == (2, "H200", "llama-7b")
+    again = json.loads(run_plan(str(file), "--json").stdout)
+    assert again["own"]["layout"] == again["best"][0]["layout"]
+    refused = run_plan("recipes/llama/7b.toml", "--write", str(file))
+    assert refused.returncode == 2 and "there is such a file; use another name" in refused.stderr
+
+
+def test_exit_codes_say_whether_it_fits() -> None:
+    assert run_plan("recipes/llama/7b.toml", "--top", "0").returncode == 0
+    large = run_plan("recipes/llama/405b.toml", "--nodes", "8", "--top", "0")
+    assert large.returncode == 1 and "Its own layout is refused" in large.stdout
+    full = run_plan(
+        "recipes/llama/7b.toml", "--set", "batch.micro_sequences=8", "--top", "0", "--gpu", "H100"
+    )
+    assert full.returncode == 1 and "DOES NOT FIT" in full.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["recipes/llama/7b.toml", "--gpu", "A100"], 'gpu = "A100" is not known; use one of'),
+        (["recipes/llama/7b.toml", "--nodes", "0"], "cluster.nodes = 0"),
+        (["recipes/llama/7b.toml", "--software", "x"], "--software x is not known; use one of"),
+        (["recipes/llama/8b.toml", "--gpu", "V100-32GB"], "computes in bf16, which a V100-32GB"),
+        (["nowhere.toml"], "no such recipe"),
+        (["--table", "nowhere.csv"], "nowhere.csv"),
+        (["--table", "requirements.txt"], "it is not a table of runs"),
+        (["--top", "-1"], "--top -1 is negative"),
+        (["--scatter", "errors.png"], "--scatter goes with --table"),
+        (["--rank", "1"], "--rank goes with --trace"),
+        (["--trace", "--write", "mine.toml"], "--write goes with a plan"),
+    ],
+)
+def test_bad_options_are_refused(arguments: list[str], message: str) -> None:
+    done = run_plan(*arguments)
+    assert done.returncode == 2 and message in done.stderr and "Traceback" not in done.stderr
+
+
+def test_a_table_is_compared_as_json(tmp_path: Path) -> None:
+    table = PUBLISHED / "narayanan2021.csv"
+    other = PUBLISHED / "korthikanti2022.csv"
+    found = json.loads(run_plan("--table", str(table), "--calibrate", str(other), "--json").stdout)
+    assert [set(row) >= {"row_id", "predicted_step_seconds"} for row in found["rows"]] == [True] * 6
+    assert found["summary"]["skipped"] == 0
+    assert set(found["calibration"]["factors"]) >= {"compute", "network"}
+    assert len(found["calibration"]["rows"]) == 6
+
+
+def test_a_folder_of_tables_is_compared(tmp_path: Path) -> None:
+    (tmp_path / "other.csv").write_text("a,b\n1,2\n")
+    (tmp_path / "runs.csv").write_bytes((PUBLISHED / "narayanan2021.csv").read_bytes())
+    found = json.loads(run_plan("--table", str(tmp_path), "--json").stdout)
+    assert list(found) == ["runs"] and found["runs"]["summary"]["rows"] == 6
+    text = run_plan("--table", str(tmp_path)).stdout
+    assert "| runs | 6 |" in text
+
+
+def test_stages_of_a_pipeline_hold_less_and_less() -> None:
+    memory = stage_memory(planned("llama/70b")[1])
+    activations = [stage.activations for stage in memory]
+    assert activations == sorted(activations, reverse=True)
+    assert all(stage.total > stage.counted > 0 for stage in memory)
+
+
+def test_the_default_software_is_ours_and_names_are_unique() -> None:
+    names = [stack.name for stack in STACKS]
+    assert names[0] == THREEFOLD.name and len(set(names)) == len(names)
+
+
+@pytest.mark.parametrize(("precision", "sent_bytes"), [("fp32", 4), ("bf16", 2)])
+def test_gradients_are_counted_as_the_json_sends_them(
+    precision: str, sent_bytes: int, tmp_path: Path
+) -> None:
+    config = json.loads((REPOSITORY / "ds_configs" / "zero1_bf16.json").read_text())
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(config | {"communication_data_type": precision}))
+    recipe, job = planned("llama/7b", f'deepspeed="{file}"')
+    ranks, stride = job.spread.data, job.spread.tensor
+    parameters = max(stage_parameters(job))
+    reduced, gathered = (
+        gather_seconds(job.machine, size * parameters, ranks=ranks, stride=stride)
+        for size in (sent_bytes, 2)
+    )
+    assert step_time(job).data == pytest.approx(reduced + gathered)
+    # Other stacks have their own precision.
+    for name, expected in (("megatron-lm-2021", 2), ("megatron-lm-2023", 4)):
+        other = job_of(recipe, job.machine, load_software(name))
+        assert other.software.bytes_of_gradients(2) == expected

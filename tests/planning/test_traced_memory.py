@@ -1,0 +1,139 @@
+"""The planner's memory beside what DeepSpeed allocates: every formula against a trace."""
+
+from pathlib import Path
+
+import pytest
+
+from recipes.planning.inputs.job import Job, Machine, job_of
+from recipes.planning.memory.peak import memory_of_stage, stage_memory
+from recipes.tracing.trace import trace
+from recipes.training.recipe.schema import (
+    DEFAULT_RECIPE,
+    REPOSITORY,
+    Recipe,
+    load_recipe,
+    shipped_recipes,
+)
+
+CATALOGUE = [path for path in shipped_recipes() if path != DEFAULT_RECIPE]
+TOLERANCE = 0.03  # of the recipes; of every kind of layout, one hundredth more
+GPT = [
+    "model.norm=layernorm",
+    "model.positions=learned",
+    "model.activation=gelu",
+    "model.bias=true",
+]
+SMALL = [  # a model of a few large blocks, as those of the large recipes are
+    "model.layers=8",
+    "model.hidden_size=4096",
+    "model.heads=32",
+    "model.kv_heads=8",
+    "model.ffn_hidden_size=11008",
+    "cluster.nodes=1",
+    "batch.global_sequences=64",
+]
+VARIANTS = {
+    "tensor": ["layout.tensor=4", "layout.pipeline=1"],
+    "tensor, stages": ["layout.tensor=2", "layout.pipeline=4"],
+    "sequence parallel, stages": [
+        "layout.tensor=4", "layout.pipeline=2", "layout.sequence_parallel=true",
+    ],
+    "selective": ["layout.tensor=2", "layout.pipeline=4", "layout.recompute=selective"],
+    "full by 2": [
+        "layout.pipeline=4", "layout.recompute=full", "layout.recompute_interval=2",
+    ],
+    "dualpipev": ["layout.pipeline=4", "layout.schedule=dualpipev"],
+    "dualpipev, tensor": [
+        "layout.tensor=2", "layout.pipeline=2", "layout.schedule=dualpipev",
+        "layout.sequence_parallel=true", "layout.recompute=full",
+    ],
+    "interleaved": ["layout.pipeline=4", "layout.schedule=interleaved"],
+    "interleaved, 3 chunks, tensor": [
+        "layout.tensor=2", "layout.pipeline=2", "layout.schedule=interleaved", "layout.chunks=3",
+        "model.layers=12",
+    ],
+    "interleaved, full": [
+        "layout.pipeline=2", "layout.schedule=interleaved", "layout.recompute=full",
+    ],
+    "interleaved, uneven": [
+        "layout.pipeline=4", "layout.schedule=interleaved", "model.layers=13",
+    ],
+    "zb-h1": ["layout.pipeline=4", "layout.schedule=zb-h1"],
+    "zb-h1, tensor": ["layout.tensor=2", "layout.pipeline=4", "layout.schedule=zb-h1"],
+    "zb-h1, sequence parallel": [
+        "layout.tensor=2", "layout.pipeline=2", "layout.schedule=zb-h1",
+        "layout.sequence_parallel=true",
+    ],
+    "zb-h1, full": ["layout.pipeline=4", "layout.schedule=zb-h1", "layout.recompute=full"],
+    "zb-h1, fp16": [
+        "deepspeed=ds_configs/zero1_fp16.json", "layout.pipeline=4", "layout.schedule=zb-h1",
+    ],
+    "zb-v": ["layout.pipeline=4", "layout.schedule=zb-v"],
+    "zb-v, tensor": [
+        "layout.tensor=4", "layout.pipeline=2", "layout.schedule=zb-v",
+        "layout.sequence_parallel=true",
+    ],
+    "zb-v, full": ["layout.pipeline=4", "layout.schedule=zb-v", "layout.recompute=full"],
+    "fp16": ["deepspeed=ds_configs/zero1_fp16.json", "layout.pipeline=4"],
+    "fp32": ["deepspeed=ds_configs/zero1_fp32.json", "layout.pipeline=2"],
+    "dualpipev, uneven": [
+        "layout.pipeline=4", "layout.schedule=dualpipev", "model.layers=13",
+    ],
+    "zero-2, one micro-batch": [
+        "deepspeed=ds_configs/zero2_fp32.json", "layout.pipeline=1", "batch.global_sequences=8",
+    ],
+    "zero-3, one micro-batch": [
+        "deepspeed=ds_configs/zero3_bf16.json", "layout.pipeline=1", "batch.global_sequences=8",
+    ],
+    "zero-3, full, one micro-batch": [
+        "deepspeed=ds_configs/zero3_bf16.json", "layout.pipeline=1", "batch.global_sequences=8",
+        "layout.recompute=full",
+    ],
+    "fp16, one micro-batch": [
+        "deepspeed=ds_configs/zero1_fp16.json", "layout.pipeline=1", "batch.global_sequences=8",
+    ],
+    "fp32, one micro-batch": [
+        "deepspeed=ds_configs/zero1_fp32.json", "layout.pipeline=1", "batch.global_sequences=8",
+    ],
+    "zero-2": ["deepspeed=ds_configs/zero2_bf16.json", "layout.pipeline=1"],
+    "zero-3": ["deepspeed=ds_configs/zero3_bf16.json", "layout.pipeline=1", "model.layers=4"],
+    "gpt, dropout": [*GPT, "model.dropout=0.1", "layout.tensor=2", "layout.pipeline=2"],
+    "attention dropout": [*GPT, "model.attention_dropout=0.1", "layout.pipeline=1"],
+    "qk-norm": ["model.qk_norm=true", "layout.tensor=2", "layout.pipeline=1"],
+}  # fmt: skip
+
+QUICK = ("tensor, stages", "fp16", "zero-2")  # the others only among the long tests
+
+
+def planned_job(path: Path, overrides: list[str]) -> tuple[Recipe, Job]:
+    """A recipe and its job on its own cluster."""
+    recipe = load_recipe(path, overrides)
+    return recipe, job_of(recipe, Machine.of_cluster(recipe.cluster))
+
+
+def difference(recipe: Recipe, job: Job, stage: int) -> float:
+    """What is planned for a stage relative to what its first rank has allocated."""
+    ranks = job.machine.gpus // job.spread.pipeline
+    traced = trace(recipe, job.machine.gpus, job.machine.gpus_per_node, stage * ranks)
+    return memory_of_stage(job, stage).counted / traced.peak_bytes - 1
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=[] if n in QUICK else pytest.mark.long) for n in VARIANTS],
+)
+def test_the_formula_agrees_with_a_trace(name: str) -> None:
+    path = REPOSITORY / "recipes" / "llama" / "7b.toml"
+    recipe, job = planned_job(path, [*SMALL, *VARIANTS[name]])
+    for stage in {0, job.spread.pipeline - 1}:
+        assert abs(difference(recipe, job, stage)) < TOLERANCE + 0.01
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("path", CATALOGUE, ids=lambda path: f"{path.parent.name}-{path.stem}")
+def test_the_formula_agrees_with_a_trace_of_every_recipe(path: Path) -> None:
+    """On the fullest stage, which decides whether it fits."""
+    recipe, job = planned_job(path, [])
+    memory = stage_memory(job)
+    fullest = max(range(len(memory)), key=lambda stage: memory[stage].total)
+    assert abs(difference(recipe, job, fullest)) < TOLERANCE

@@ -1,0 +1,349 @@
+import errno
+import gzip
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pyarrow
+import pytest
+from datasets import Dataset, DatasetDict, IterableDataset
+from pyarrow import parquet
+
+from models.errors import UserError
+from recipes.preparing.documents import KINDS
+from recipes.preparing.formats import Format, Stream
+from recipes.preparing.own_files import mark_workspace
+from recipes.preparing.source import open_source
+from recipes.preparing.tokenization import texts_of
+from recipes.training.data.token_file import tokenizer_hash
+
+TEXTS = [
+    f"document {i}: ünïcode 🙂 {'and more ' * (i % 7)}\u2028no line ends here" for i in range(100)
+]
+ALL = frozenset(KINDS)
+
+
+def opened(*names: Path | str, text_is: str = "line") -> list[Format]:
+    settings = {"column": "body", "config": None, "split": "train", "streaming": False}
+    return open_source([str(name) for name in names], text_is=text_is, **settings)
+
+
+def texts(formats: list[Format], target_bytes: int, skip: frozenset[str] = frozenset()) -> list:
+    pieces = [(reader, piece) for reader in formats for piece in reader.pieces(target_bytes)]
+    return [text for reader, piece in pieces for text in texts_of(reader, piece, skip)]
+
+
+def json_lines(path: Path) -> None:
+    lines = "".join(json.dumps({"id": i, "body": text}) + "\n" for i, text in enumerate(TEXTS))
+    if path.suffix == ".jsonl":
+        path.write_text(lines[:-1])  # without the last line's end
+        return
+    with pyarrow.output_stream(str(path), compression="detect") as stream:
+        stream.write(lines.encode())
+
+
+def table() -> Dataset:
+    return Dataset.from_dict({"id": list(range(len(TEXTS))), "body": TEXTS})
+
+
+def write_arrow(path: Path) -> None:
+    data = table().data.table
+    with pyarrow.OSFile(str(path), "wb") as sink, pyarrow.ipc.new_stream(sink, data.schema) as out:
+        out.write_table(data)
+
+
+WRITERS: dict[str, Callable[[Path], object]] = {
+    "lines.jsonl": json_lines,
+    "lines.jsonl.gz": json_lines,
+    "lines.jsonl.bz2": json_lines,
+    "lines.json.zst": json_lines,
+    "bom.jsonl": lambda path: path.write_bytes(
+        b"\xef\xbb\xbf" + b"".join(json.dumps({"body": t}).encode() + b"\n" for t in TEXTS)
+    ),
+    "bom.txt": lambda path: path.write_text("\n".join(TEXTS) + "\n", encoding="utf-8-sig"),
+    "array.json.gz": lambda path: path.write_bytes(
+        gzip.compress(json.dumps([{"body": text} for text in TEXTS]).encode())
+    ),
+    "array.json": lambda path: path.write_text(
+        json.dumps([{"body": text} for text in TEXTS], indent=1), encoding="utf-8-sig"
+    ),
+    "groups.parquet": lambda path: parquet.write_table(table().data.table, path, row_group_size=7),
+    "table.csv": lambda path: table().to_csv(str(path)),
+    "table.arrow": write_arrow,
+    "saved": lambda path: table().save_to_disk(str(path)),
+    "splits": lambda path: DatasetDict({"train": table()}).save_to_disk(str(path)),
+    "lines.txt": lambda path: path.write_text("\r\n".join(TEXTS), newline=""),
+}
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_a_source_gives_its_documents_in_order(name: str, tmp_path: Path) -> None:
+    WRITERS[name](tmp_path / name)
+    for target_bytes in (1, 70, 1000, 10**9):
+        assert texts(opened(tmp_path / name), target_bytes) == TEXTS
+
+
+def test_pieces_follow_each_other(tmp_path: Path) -> None:
+    json_lines(tmp_path / "lines.jsonl")
+    for target_bytes in (1, 70, 1000):
+        pieces = [p for r in opened(tmp_path / "lines.jsonl") for p in r.pieces(target_bytes)]
+        assert len(pieces) == -(-(tmp_path / "lines.jsonl").stat().st_size // target_bytes)
+        assert [piece.stop for piece in pieces[:-1]] == [piece.start for piece in pieces[1:]]
+
+
+def test_texts_of_a_csv_stay_texts(tmp_path: Path) -> None:
+    (tmp_path / "table.csv").write_text("id,body\n1,001\n,NA\n3,null\n")
+    assert texts(opened(tmp_path / "table.csv"), 1) == ["001", "NA", "null"]
+
+
+def test_several_sources_and_patterns(tmp_path: Path) -> None:
+    json_lines(tmp_path / "b.jsonl")
+    WRITERS["groups.parquet"](tmp_path / "a.parquet")
+    (tmp_path / "notes.md").write_text("not this")
+    assert texts(opened(tmp_path), 500) == TEXTS + TEXTS
+    assert texts(opened(f"{tmp_path}/*.jsonl"), 500) == TEXTS
+    assert texts(opened(tmp_path / "b.jsonl", tmp_path / "a.parquet"), 500) == TEXTS + TEXTS
+
+
+def test_links_are_followed_and_files_count_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for folder in ("in", "elsewhere"):
+        (tmp_path / folder).mkdir()
+    json_lines(tmp_path / "elsewhere" / "lines.jsonl")
+    (tmp_path / "in" / "link").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "in" / "self").symlink_to(tmp_path / "in")
+    (tmp_path / "in" / "same.JSONL").symlink_to(tmp_path / "elsewhere" / "lines.jsonl")
+    (tmp_path / "in" / "notes.md").write_text("not this")
+    assert texts(opened(tmp_path / "in"), 500) == TEXTS
+    assert "skipped 1 files (unsupported format), such as" in capsys.readouterr().out
+    assert texts(opened(f"{tmp_path}/in/**/*.jsonl"), 500) == TEXTS
+    with pytest.raises(UserError, match="is named twice; name it once"):
+        opened(tmp_path / "in", tmp_path / "elsewhere")
+    with pytest.raises(UserError, match="--source is empty"):
+        opened("")
+
+
+def test_files_can_be_documents(tmp_path: Path) -> None:
+    for number in range(4):
+        (tmp_path / f"{number}.txt").write_text(f"first {number}\nsecond\n")
+    (tmp_path / "4.txt.gz").write_bytes(gzip.compress(b"first 4\nsecond\n"))
+    whole = [f"first {number}\nsecond\n" for number in range(5)]
+    assert texts(opened(tmp_path, text_is="file"), 30) == whole
+    assert texts(opened(tmp_path / "3.txt"), 1) == ["first 3", "second"]
+
+
+def test_a_stream_is_read_shard_by_shard() -> None:
+    def rows(parts: list[int]) -> object:
+        for part in parts:
+            yield from ({"body": text} for text in TEXTS[25 * part : 25 * part + 25])
+
+    dataset = IterableDataset.from_generator(rows, gen_kwargs={"parts": [0, 1, 2, 3]})
+    stream = Stream("made", dataset, "body", "default/train/1")
+    assert len(list(stream.pieces(1))) == 4
+    assert texts([stream], 1) == TEXTS
+
+
+BAD = {  # file: its bytes, which row, the kind of problem, what is said of it
+    "utf8.jsonl": (b'{"body": "a"}\n{"body": "\xff"}\n', "line 2", "utf-8", "byte 10 is 0xff"),
+    "half.jsonl": (b'{"body": "a"}\n\n{"body": "\\ud800"}', "line 3", "utf-8", "surrogate pair"),
+    "json.jsonl": (b'{"body": "a"}\n{"body": \n', "line 2", "json", "JSON: Expecting value"),
+    "number5000.jsonl": (b'{"body": "a"}\n[' + b"1" * 5000 + b"]", "line 2", "json", "not valid"),
+    "list.jsonl": (b'{"body": "a"}\n[1, 2]\n', "line 2", "json", "[1, 2] is not a JSON object"),
+    "deep.jsonl": (b'{"body": "a"}\n' + b"[" * 2 * 10**4, "line 2", "json", "not valid JSON"),
+    "empty.jsonl": (b'{"body": "a"}\n{"body": " "}', "line 2", "empty", "the document is empty"),
+    "column.jsonl": (b'{"body": "a"}\n{"text": 1}', "line 2", "column", "no column body"),
+    "number.jsonl": (b'{"body": "a"}\n{"body": 4}', "line 2", "column", "body = 4 is not a text"),
+    "none.jsonl": (b'{"body": "a"}\n{"body": null}', "line 2", "column", "None is not a text"),
+    "array.json": (b'[{"body": "a"}, {"body": ""}]', "row 1", "empty", "is empty"),
+    "utf8.txt": (b"a\n\n\xc3\xa4\n\xe4\n", "line 2", "empty", "is empty"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_bad_row_is_named(name: str, tmp_path: Path) -> None:
+    content, place, kind, reason = BAD[name]
+    (tmp_path / name).write_bytes(content)
+    for target_bytes in (1, 10**6):
+        with pytest.raises(UserError) as raised:
+            texts(opened(tmp_path / name), target_bytes, skip=ALL - {kind})
+        assert f"{tmp_path / name}, {place}: " in str(raised.value)
+        assert reason in str(raised.value) and f"--skip {kind}" in str(raised.value)
+        kept = texts(opened(tmp_path / name), target_bytes, skip=ALL)
+        assert kept == (["a", "ä"] if name == "utf8.txt" else ["a"])
+
+
+@pytest.mark.parametrize("content", [b'[{"body": "a"}, {"bo', b'[{"body": "a\xff"}]'])
+def test_a_broken_array_is_no_row_to_skip(content: bytes, tmp_path: Path) -> None:
+    (tmp_path / "broken.json").write_bytes(content)
+    with pytest.raises(UserError, match=r"broken\.json cannot be read: "):
+        texts(opened(tmp_path / "broken.json"), 1, skip=ALL)
+
+
+def test_parquet_with_bytes_that_are_no_text(tmp_path: Path) -> None:
+    offsets = np.array([0, 1, 3], np.int32)
+    content = pyarrow.py_buffer(offsets), pyarrow.py_buffer(b"a\xff\xff")
+    column = pyarrow.StringArray.from_buffers(2, *content)
+    parquet.write_table(pyarrow.table({"body": column}), tmp_path / "bad.parquet")
+    with pytest.raises(UserError, match=r"bad\.parquet, row 1: byte 0"):
+        texts(opened(tmp_path / "bad.parquet"), 1)
+    assert texts(opened(tmp_path / "bad.parquet"), 1, skip=frozenset({"utf-8"})) == ["a"]
+
+
+REFUSED = {
+    "nowhere.jsonl": (None, "nowhere.jsonl: no such file"),
+    "text.docx": (b"PK", "text.docx: no reader for it; use one of .jsonl"),
+    "folder": ("folder", "folder: no file there is one of"),
+    "cut.parquet": (b"PAR1 and then nothing", "cut.parquet cannot be read"),
+    "other.csv": (b"name,age\na,1\n", "--column body: "),
+    "cut.arrow": (b"nothing", "cut.arrow cannot be read"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_source_that_cannot_be_read_is_refused(name: str, tmp_path: Path) -> None:
+    content, reason = REFUSED[name]
+    if content == "folder":
+        (tmp_path / name).mkdir()
+    elif content is not None:
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(UserError) as raised:
+        opened(tmp_path / name)
+    assert reason in str(raised.value) and "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("suffix", [".gz", ".bz2", ".zst"])
+def test_a_compressed_file_that_is_cut_off_is_an_error(suffix: str, tmp_path: Path) -> None:
+    file = tmp_path / f"lines.jsonl{suffix}"
+    json_lines(file)
+    file.write_bytes(file.read_bytes()[:-40])
+    with pytest.raises(UserError, match=f"lines.jsonl{suffix}"):
+        texts(opened(file), 1)
+
+
+def test_folders_that_a_pattern_matches_are_reported(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "deep" / "inside").mkdir(parents=True)
+    for file in (tmp_path / "a.txt", tmp_path / "deep" / "b.txt", tmp_path / "deep/inside/c.txt"):
+        file.write_text("one\n")
+    saved = tmp_path / "saved"
+    Dataset.from_dict({"body": ["one"]}).save_to_disk(saved)
+    assert len(opened(f"{tmp_path}/*")) == 1
+    said = capsys.readouterr().out
+    reason = "folder; pass it to --source by itself"
+    assert f"skipped 1 folders ({reason}), such as {tmp_path}/deep" in said
+    assert f"pass each one to --source by itself), such as {saved}" in said
+    assert len(opened(f"{tmp_path}/deep/**")) == 2  # whose folders are read
+    assert "folder" not in capsys.readouterr().out
+    with pytest.raises(UserError, match=r"skipped 1 folders \(folder; pass it"):
+        opened(f"{tmp_path}/dee*")
+
+
+def test_a_dataset_that_is_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(UserError, match="--source no/where is not a file here, and as a dataset"):
+        opened("no/where")
+
+
+def test_every_kind_has_a_bad_row() -> None:
+    assert {kind for _, _, kind, _ in BAD.values()} == set(KINDS)
+
+
+def test_a_source_that_changes_while_it_is_read_is_noticed(tmp_path: Path) -> None:
+    json_lines(tmp_path / "lines.jsonl")
+    (reader,) = opened(tmp_path / "lines.jsonl")
+    (piece,) = reader.pieces(10**9)
+    assert reader.version(piece) == piece.version
+    with (tmp_path / "lines.jsonl").open("a") as stream:
+        stream.write("\n")
+    assert reader.version(piece) != piece.version
+
+
+def corpus_in(folder: Path) -> None:
+    """Write the files of a small corpus that a search for text would find."""
+    (folder / "tokenizer").mkdir(parents=True)
+    for name in ("tokenizer.json", "tokenizer_config.json", "merges.txt"):
+        (folder / "tokenizer" / name).write_text("{}")
+    manifest = {"tokenizer_sha256": tokenizer_hash(folder / "tokenizer"), "vocab_size": 5}
+    (folder / "manifest.json").write_text(json.dumps(manifest | {"files": {}}))
+    (folder / "pieces.jsonl").write_text('{"files": ["a"], "start": 0, "stop": 5}\n')
+
+
+def test_prepared_corpora_are_skipped_as_sources(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    json_lines(tmp_path / "lines.jsonl")
+    corpus_in(tmp_path / "made")
+    workspace = tmp_path / "more.incomplete"
+    corpus_in(workspace / "corpus")
+    (workspace / "pieces" / "0" / "train").mkdir(parents=True)
+    (workspace / "pieces" / "0" / "report.json").write_text("{}")
+    with (workspace / "lock").open("a+") as lock:
+        mark_workspace(lock)
+    assert texts(opened(tmp_path), 500) == TEXTS
+    said = capsys.readouterr().out
+    assert said.count("skipped") == 2 and "1 files (unsupported format)" in said  # the lock
+    assert (
+        f"skipped 11 files (written by prepare_data.py), such as {tmp_path}/made/manifest" in said
+    )
+    assert texts(opened(f"{tmp_path}/**/**/lines.jsonl"), 500) == TEXTS  # found twice
+    with pytest.raises(UserError, match=r"no file there is .*; skipped 5 files \(written by prep"):
+        opened(tmp_path / "made")
+
+
+def test_user_files_with_our_names_are_read(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A user's own files are read: beside a pieces.jsonl, in NAME.incomplete, in our folders."""
+    corpus_in(tmp_path / "made")
+    workspace = tmp_path / "work.incomplete"
+    for folder in ("pieces", "half.incomplete", "half.incomplete/pieces", "work.incomplete"):
+        (tmp_path / folder).mkdir(parents=True)
+    (tmp_path / "half.incomplete" / "lock").write_text("")
+    with (workspace / "lock").open("a+") as lock:
+        mark_workspace(lock)
+    own = [
+        "half.incomplete/a.jsonl", "half.incomplete/pieces/b.jsonl", "made/c.jsonl",
+        "pieces/d.jsonl", "pieces/pieces.jsonl", "pieces/manifest.json", "pieces/dataset_info.json",
+        "work.incomplete/e.jsonl",
+    ]  # fmt: skip
+    for name in own:
+        (tmp_path / name).write_text(json.dumps({"body": name}) + "\n")
+    assert sorted(texts(opened(tmp_path), 500)) == sorted(own)
+    assert (
+        f"skipped 5 files (written by prepare_data.py), such as {tmp_path}/made/manifest.json"
+        in capsys.readouterr().out
+    )
+
+
+def test_skipped_files_are_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    json_lines(tmp_path / "lines.jsonl")
+    (tmp_path / "moved.jsonl").symlink_to(tmp_path / "nowhere.jsonl")
+    table().save_to_disk(tmp_path / "saved")
+    capsys.readouterr()
+    assert texts(opened(tmp_path), 500) == TEXTS
+    said = capsys.readouterr().out
+    assert f"skipped 1 files (broken link or not a regular file), such as {tmp_path}/moved" in said
+    assert f"by itself), such as {tmp_path}/saved" in said
+    assert len(texts(opened(f"{tmp_path}/saved/*.arrow"), 500)) == len(TEXTS)  # if it is named
+
+
+def test_a_folder_that_cannot_be_read_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    json_lines(tmp_path / "lines.jsonl")
+    (tmp_path / "closed").mkdir()
+    scandir = os.scandir
+
+    def refuse(path: str) -> object:
+        if str(path).endswith("closed"):
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", refuse)
+    with pytest.raises(PermissionError, match="closed"):
+        opened(tmp_path)

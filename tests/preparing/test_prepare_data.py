@@ -1,0 +1,338 @@
+import errno
+import fcntl
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tomli_w
+from tokenizers import Tokenizer
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from models.errors import UserError
+from recipes.prepare_data import hold
+from recipes.preparing.documents import KINDS
+from recipes.preparing.formats import TextLines
+from recipes.preparing.ledger import samples_of
+from recipes.preparing.own_files import LOCK_TEXT
+from recipes.preparing.prepared_corpus import find_damages
+from recipes.preparing.tokenization import Tokenization
+from recipes.training.data.dataset import TrainingData
+from recipes.training.data.token_file import TokenFile, tokenizer_hash
+from recipes.training.recipe.schema import DEFAULT_RECIPE, REPOSITORY, load_recipe, parse_recipe
+from recipes.training.recipe.topology import Topology
+from recipes.training.run_folder.folder import RunFolder
+from tests.conftest import changed, small_recipe
+from tests.fault_injection.soak_data import soak
+
+TEXTS = [f"document {i}: the quick brown fox jumps over {i * 7} lazy dogs\n" for i in range(60)]
+
+
+def prepare(*arguments: object, pieces_of: int = 0) -> subprocess.CompletedProcess[str]:
+    command = ["recipes/prepare_data.py"]
+    if pieces_of:
+        patched = f"p.SMALLEST_PIECE, p.LARGEST_PIECE = {pieces_of}, 2**20"
+        command = ["-c", f"import recipes.prepare_data as p; {patched}; p.main()"]
+    return subprocess.run(
+        [sys.executable, *command, *map(str, arguments)],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+
+
+def into(prepared: Path, output: Path) -> list[object]:
+    """The options that prepare the texts into a folder."""
+    return ["--source", prepared / "text.jsonl", "--column", "body", "--output", output]
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("text")
+    source = folder / "text.jsonl"
+    source.write_text("".join(json.dumps({"body": text}) + "\n" for text in TEXTS))
+    options = ["--column", "body", "--vocab-size", 300, "--output", folder / "out"]
+    done = prepare("--source", source, *options)
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+def test_the_tokens_are_the_documents(prepared: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(prepared / "out" / "tokenizer")
+    texts = []
+    for name in ("train", "validation"):
+        file = TokenFile(prepared / "out" / name)
+        tokens = file.read(0, file.count)
+        ends = np.flatnonzero(tokens == tokenizer.eos_token_id)
+        assert ends[-1] == len(tokens) - 1
+        texts += [tokenizer.decode(part[:-1]) for part in np.split(tokens, ends[:-1] + 1)]
+    assert sorted(texts) == sorted(TEXTS)
+
+
+def test_the_manifest_describes_the_folder(prepared: Path) -> None:
+    manifest = json.loads((prepared / "out" / "manifest.json").read_text())
+    counts = [manifest["files"][name]["documents"] for name in ("train", "validation")]
+    assert sum(counts) == 60 and min(counts) > 0
+    assert manifest["vocab_size"] == 300
+    assert manifest["tokenizer_sha256"] == tokenizer_hash(prepared / "out" / "tokenizer")
+
+
+def test_a_corpus_is_not_prepared_twice(prepared: Path) -> None:
+    options = into(prepared, prepared / "out")
+    done = prepare(*options, "--vocab-size", 300)
+    assert done.returncode == 0 and "already there" in done.stdout
+    done = prepare(*options, "--vocab-size", 301)
+    assert done.returncode == 1 and "made with --vocab-size 300 (here 301)" in done.stderr
+
+
+def test_what_is_not_ours_stays(prepared: Path, tmp_path: Path) -> None:
+    (tmp_path / "out.incomplete").mkdir()
+    (tmp_path / "out.incomplete" / "thesis.txt").write_text("precious")
+    done = prepare("--source", prepared / "text.jsonl", "--output", tmp_path / "out")
+    assert done.returncode == 1 and "out.incomplete, where the command works, has" in done.stderr
+    assert (tmp_path / "out.incomplete" / "thesis.txt").read_text() == "precious"
+
+
+def test_the_samples_of_a_step(tmp_path: Path) -> None:
+    recipe = load_recipe(DEFAULT_RECIPE)  # batches of 32 sequences of 256 tokens
+    run = RunFolder(tmp_path)
+    assert samples_of(recipe, run, 3) == range(64, 96)
+    for step, samples in ((1, 16), (2, 32), (3, 64), (4, 96), (5, 192)):  # the batch grew once
+        run.metric({"step": step, "tokens": 256 * samples})
+    run.event("rollback", 7, to=4, samples=160)
+    assert samples_of(recipe, run, 2) == range(16, 32)
+    assert samples_of(recipe, run, 3) == range(32, 64)
+    assert samples_of(recipe, run, 5) == range(160, 192)
+    assert samples_of(recipe, run, 6) == range(192, 224)
+    assert samples_of(recipe, run, 9) == range(288, 320)
+
+
+def test_a_tokenizer_can_be_brought_along(prepared: Path) -> None:
+    done = prepare(
+        *("--source", prepared / "text.jsonl", "--column", "body"),
+        *("--tokenizer", prepared / "out" / "tokenizer", "--output", prepared / "again"),
+    )
+    assert done.returncode == 0, done.stderr
+    for name in ("train.bin", "train.idx", "validation.bin", "validation.idx"):
+        assert (prepared / "again" / name).read_bytes() == (prepared / "out" / name).read_bytes()
+
+
+@pytest.fixture(scope="module")
+def bos_tokenizer(prepared: Path) -> Path:
+    """The folder of a tokenizer that begins every text with <s>."""
+    tokenizer = Tokenizer.from_file(str(prepared / "out" / "tokenizer" / "tokenizer.json"))
+    tokenizer.add_special_tokens(["<s>"])
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        bos_token="<s>",
+        eos_token="<|endoftext|>",
+        add_bos_token=True,
+    ).save_pretrained(prepared / "bos")
+    return prepared / "bos"
+
+
+def test_documents_begin_as_the_tokenizer_begins_texts(
+    prepared: Path, bos_tokenizer: Path, tmp_path: Path
+) -> None:
+    done = prepare(*into(prepared, tmp_path / "out"), "--tokenizer", bos_tokenizer)
+    assert done.returncode == 0, done.stderr
+    assert "each document begins with the tokens [300], which the tokenizer adds" in done.stdout
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out" / "tokenizer")
+    manifest = json.loads((tmp_path / "out" / "manifest.json").read_text())
+    assert manifest["document_start"] == [tokenizer.bos_token_id] == [300]
+    found = []
+    for name in ("train", "validation"):
+        file = TokenFile(tmp_path / "out" / name)
+        tokens = file.read(0, file.count).tolist()
+        starts = (file.offsets // file.dtype.itemsize).tolist()
+        found += [tokens[a:b] for a, b in zip(starts, [*starts[1:], file.count], strict=True)]
+        assert manifest["files"][name]["tokens"] == file.count
+    expected = [[*tokenizer(text)["input_ids"], tokenizer.eos_token_id] for text in TEXTS]
+    assert sorted(found) == sorted(expected) and {each[0] for each in found} == {300}
+    table = changed(
+        small_recipe(tmp_path / "out"), model__vocab_size=301, training__evaluate_every=0
+    )
+    (tmp_path / "recipe.toml").write_text(tomli_w.dumps(table))
+    shown = prepare("show", tmp_path / "recipe.toml", "--step", 1, "--text").stdout
+    assert f"documents of {tmp_path}/out/train begin with the tokens [300]" in shown
+    assert "<s>document" in shown
+
+
+def test_pieces_without_a_start_are_not_used_for_documents_with_one(tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("a")
+    reader = TextLines(tmp_path / "text.txt")
+    (piece,) = reader.pieces(10**6)
+    names = {
+        Tokenization(
+            formats=[reader], tokenizer=tmp_path, tokenizer_sha256="", vocab_size=9, start=start,
+            end=0, split_special_tokens=False, validation_fraction=0.1, skip=frozenset(),
+            folder=tmp_path,
+        ).name(0, piece)
+        for start in ((), (1,), (2,))
+    }  # fmt: skip
+    assert len(names) == 3
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["--source", "nowhere.jsonl"], "--source nowhere.jsonl: no such file"),
+        (["--validation-fraction", "0"], "--validation-fraction 0.0"),
+        (["--vocab-size", "10"], "--vocab-size 10 is not in 257 (the"),
+        (["--processes", "0"], "--processes 0 is too few; use 1"),
+        (["--shard", "0/4"], "--shard needs --tokenizer"),
+        (["--source", "EMPTY.jsonl"], "EMPTY.jsonl has no documents"),
+        (["--source", "NUMBER.jsonl"], "NUMBER.jsonl, line 1: body = 4 is not a text"),
+        (["--source", "LATER.jsonl"], "LATER.jsonl, line 2: not valid JSON"),
+        (["--tokenizer", "NOWHERE.tokenizer"], "NOWHERE.tokenizer cannot be loaded: "),
+    ],
+)
+def test_bad_input_is_refused_in_one_line(
+    prepared: Path, tmp_path: Path, arguments: list[str], named: str
+) -> None:
+    for name, text in (
+        ("EMPTY", ""),
+        ("LATER", '{"body": "a"}\n{"body": '),
+        ("NUMBER", '{"body": 4}\n{"body": 5}\n'),
+    ):
+        (tmp_path / f"{name}.jsonl").write_text(text)
+    arguments = [str(tmp_path / word) if word[:5].isupper() else word for word in arguments]
+    source = [] if "--source" in arguments else ["--source", prepared / "text.jsonl"]
+    column = ["--column", "body", "--output", tmp_path / "bad"]
+    done = prepare(*source, *column, *arguments)
+    assert done.returncode == 1
+    assert named in done.stderr and done.stderr.count("\n") == 1
+    assert not list(tmp_path.glob("bad*"))
+
+
+@pytest.mark.parametrize(
+    ("number", "kind", "said"),
+    [
+        (errno.ENOSYS, UserError, "its file system has no flock"),
+        (errno.EIO, OSError, "Input/output error: '.*/work/lock'"),
+    ],
+)
+def test_only_a_missing_flock_is_reported_as_one(
+    number: int, kind: type, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr("fcntl.flock", fail)
+    with pytest.raises(kind, match=said), hold(tmp_path / "work", shared=False):
+        pass
+
+
+def test_one_process_at_a_time_joins(prepared: Path, tmp_path: Path) -> None:
+    workspace = tmp_path / "out.incomplete"
+    workspace.mkdir()
+    with (workspace / "lock").open("a+") as lock:
+        fcntl.flock(lock, fcntl.LOCK_SH)  # a shard at work
+        options = ["--source", prepared / "text.jsonl", "--column", "body"]
+        done = prepare(*options, "--output", tmp_path / "out")
+    assert done.returncode == 1 and "out.incomplete is in use by another process" in done.stderr
+
+
+def test_bad_rows_are_left_out_and_counted(prepared: Path, tmp_path: Path) -> None:
+    bad = ["", '{"body": ""}', '{"body": 7}', "{", '{"body": "  "}', "\udcff"]
+    lines = [json.dumps({"body": text}) for text in TEXTS]
+    mixed = [line for pair in zip(lines, bad * 10, strict=True) for line in pair]
+    (tmp_path / "mixed.jsonl").write_text("\n".join(mixed), errors="surrogateescape")
+    options = ["--column", "body", "--tokenizer", prepared / "out" / "tokenizer"]
+    options += ["--source", tmp_path / "mixed.jsonl", "--output", tmp_path / "out"]
+    refused = prepare(*options, "--skip", "empty", "--skip", "json", "--skip", "utf-8")
+    assert refused.returncode == 1
+    assert "mixed.jsonl, line 6: body = 7 is not a text; correct it, or skip" in refused.stderr
+    skip = [word for kind in KINDS for word in ("--skip", kind)]
+    done = prepare(*options, *skip)
+    assert done.returncode == 0, done.stderr
+    manifest = json.loads((tmp_path / "out" / "manifest.json").read_text())
+    counts = {kind: skipped["rows"] for kind, skipped in manifest["skipped"].items()}
+    assert counts == {"empty": 20, "column": 10, "json": 10, "utf-8": 10}
+    first = manifest["skipped"]["json"]["first"]
+    assert first.startswith(f"{tmp_path}/mixed.jsonl, line 8: not valid JSON")
+    assert f"skipped 20 rows, empty: first {tmp_path}/mixed.jsonl, line 4: the d" in done.stdout
+    assert (tmp_path / "out" / "train.bin").read_bytes() == (
+        prepared / "out" / "train.bin"
+    ).read_bytes()
+
+
+def test_finished_pieces_stay_when_something_fails(prepared: Path, tmp_path: Path) -> None:
+    options = into(prepared, tmp_path / "out")
+    done = prepare(*options, "--vocab-size", 300, "--validation-fraction", "1e-9")
+    assert done.returncode == 1 and "the validation part has no tokens" in done.stderr
+    workspace = tmp_path / "out.incomplete"
+    assert (workspace / "lock").read_text() == LOCK_TEXT
+    assert f"1 finished pieces in {workspace}: the same command goes on there" in done.stderr
+    assert "of 60 documents (0 rows were skipped), --validation-fraction 1e-09" in done.stderr
+    assert not (tmp_path / "out").exists() and list(workspace.glob("pieces/*/report.json"))
+
+
+def test_shards_are_joined_to_the_same_corpus(prepared: Path, tmp_path: Path) -> None:
+    options = into(prepared, tmp_path / "out")
+    options += ["--tokenizer", prepared / "out" / "tokenizer"]
+    for shard in (2, 0):
+        done = prepare(*options, "--shard", f"{shard}/3", pieces_of=500)
+        assert done.returncode == 0 and "without --shard joins" in done.stdout, done.stderr
+    made = {path: path.stat().st_mtime_ns for path in tmp_path.glob("out.incomplete/pieces/*/*")}
+    assert len(made) == 5 * 6  # of nine pieces, every third one is still to be made
+    assert prepare(*options, "--shard", "3/3").returncode == 2
+    done = prepare(*options, pieces_of=500)
+    assert "6 of 9 pieces are there from an earlier start" in done.stdout, done.stderr
+    for name in ("train.bin", "train.idx", "validation.bin", "validation.idx"):
+        assert (tmp_path / "out" / name).read_bytes() == (prepared / "out" / name).read_bytes()
+    assert not list(tmp_path.glob("*.incomplete"))
+    assert len((tmp_path / "out" / "pieces.jsonl").read_text().splitlines()) == 9
+
+
+def test_a_corpus_is_verified(prepared: Path, tmp_path: Path) -> None:
+    corpus = shutil.copytree(prepared / "out", tmp_path / "out")
+    assert prepare("verify", corpus).returncode == 0
+    chance = random.Random(0)
+    for file in (path for path in corpus.rglob("*") if path.is_file()):
+        content = file.read_bytes()
+        if file.name == "manifest.json":
+            continue  # the only one that says what the others are
+        place = chance.randrange(len(content))
+        file.write_bytes(content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :])
+        assert list(find_damages(corpus, 2)), file
+        file.unlink()
+        assert list(find_damages(corpus, 2)), file
+        file.write_bytes(content)
+        assert not list(find_damages(corpus, 2))
+    (corpus / "train.bin").write_bytes((corpus / "train.bin").read_bytes()[:-2])
+    done = prepare("verify", corpus)
+    assert done.returncode == 1 and "train.bin has" in done.stdout and "damaged" in done.stderr
+
+
+def test_nothing_is_lost_under_kills(tmp_path: Path) -> None:
+    report = soak(tmp_path, kills=2, seed=1, megabytes=2)
+    assert not report.wrong, str(report)
+    assert report.kills.total() == 2 and report.corpora
+
+
+def test_the_ledger_says_what_a_step_reads(prepared: Path, tmp_path: Path) -> None:
+    table = changed(
+        small_recipe(prepared / "out"), model__vocab_size=300, training__evaluate_every=0
+    )
+    (tmp_path / "recipe.toml").write_text(tomli_w.dumps(table))
+    run = tmp_path / "run"
+    arguments = ["show", tmp_path / "recipe.toml", "--step", 3, "--text", "--run-dir", run]
+    lines = prepare(*arguments).stdout.splitlines()
+    assert lines[0] == "step 3 reads samples 16 .. 23, windows of 32 + 1 tokens"
+    data = TrainingData(parse_recipe(table, "small"), Topology(1, 1, 1), 0)
+    batches = [micro_batch.tokens for micro_batch in data.step(3)]
+    tokenizer = AutoTokenizer.from_pretrained(prepared / "out" / "tokenizer")
+    for number, row in enumerate(np.concatenate(batches)):
+        sample, text = lines[1 + 2 * number], json.loads(lines[2 + 2 * number])
+        assert sample.startswith(f"sample {16 + number}: ") and "document" in sample
+        assert f" of {prepared / 'text.jsonl'} (0 .. " in sample
+        assert text.startswith(tokenizer.decode(row)[:30])
+    refused = prepare("show", tmp_path / "recipe.toml", "--step", 21)
+    assert refused.returncode == 1 and "--step 21 is not in 1 .. 20" in refused.stderr

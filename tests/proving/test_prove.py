@@ -1,0 +1,501 @@
+"""The proof: what it shrinks, which layouts it finds, that it sees faults, what it says."""
+
+import argparse
+import contextlib
+import json
+import math
+import multiprocessing
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from models.layer_specs import SequentialModel, layer_specs, logical_parameters, run_layers
+from models.parallel.collectives import TensorAxis
+from models.parallel.context import Context
+from models.parallel.deferral import Deferral
+from models.parallel.rng import attention_rows
+from models.pipeline.stage import Stage
+from models.sharding import Sharding
+from recipes import prove
+from recipes.proving import compare as comparison
+from recipes.proving import proof_picture
+from recipes.proving.compare import Outcome, compare
+from recipes.proving.layouts import Variant, legal_variants, reference
+from recipes.proving.proof_corpus import write_corpus
+from recipes.proving.proof_report import Finding, as_json, failures, table, verdict
+from recipes.proving.shrink import larger_micro_batch, shrink
+from recipes.proving.trial import try_variants
+from recipes.proving.worlds import run_variants
+from recipes.training.data.dataset import TrainingData
+from recipes.training.engine.engine import Engine, build_engine
+from recipes.training.recipe.schema import (
+    REPOSITORY,
+    Recipe,
+    load_recipe,
+    parse_recipe,
+    shipped_recipes,
+)
+from tests.conftest import GPT_SWITCHES, changed, small_recipe
+from tests.ranks import run_ranks
+
+SHIPPED = shipped_recipes()
+SLOW = ("odd", "gpt with dropout")  # of these, only among the long tests
+UNSEEN = {  # recipes that are not shipped; each is proven in the layouts of two ranks
+    "odd": {
+        "model__layers": 5,
+        "model__vocab_size": 251,
+        "model__heads": 6,
+        "model__kv_heads": 2,
+        "model__hidden_size": 66,
+        "model__head_size": 10,
+        "model__qk_norm": True,
+        "model__bias": True,
+        "model__tie_embeddings": True,
+        "batch__micro_sequences": 3,
+        "batch__global_sequences": 12,
+        "optimizer__gradient_clipping": 0.5,
+    },
+    "gpt with dropout": GPT_SWITCHES
+    | {"model__dropout": 0.1, "model__attention_dropout": 0.1, "model__layers": 3},
+}
+
+
+def recipe_of(corpus: Path, changes: dict[str, Any]) -> Recipe:
+    return parse_recipe(changed(small_recipe(corpus), **changes), "test")
+
+
+def made_small(recipe: Recipe, corpus: Path, *, ranks: int = 2, steps: int = 4) -> Recipe:
+    return shrink(recipe, ranks=ranks, layers=4, steps=steps, corpus=corpus)
+
+
+# What it shrinks
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: f"{path.parent.name}-{path.stem}")
+def test_shrinking_keeps_the_structure(path: Path, tmp_path: Path) -> None:
+    recipe = load_recipe(path)
+    model, small = recipe.model, made_small(recipe, tmp_path, ranks=8).model
+    for switch in (
+        *("norm", "positions", "activation", "bias", "tie_embeddings", "qk_norm", "dropout"),
+        *("attention_dropout", "rope_theta", "norm_epsilon"),
+    ):
+        assert getattr(small, switch) == getattr(model, switch), switch
+    assert (small.heads == small.kv_heads) == (model.heads == model.kv_heads)
+    assert small.layers % 2 == model.layers % 2
+    for tensor in range(1, 9):
+        for size in ("kv_heads", "ffn_hidden_size", "sequence_length"):
+            legal = getattr(model, size) % tensor == 0
+            assert (getattr(small, size) % tensor == 0) == legal, (size, tensor)
+    assert small.hidden_size <= 40 * 8 and small.vocab_size < 256  # 40: heads for 5 and 8 ranks
+
+
+@pytest.mark.parametrize(("micro", "small"), [(1, 2), (2, 2), (3, 3), (4, 2), (5, 5), (11, 2)])
+def test_the_larger_micro_batch_is_possible(micro: int, small: int, corpus: Path) -> None:
+    batch = {"batch__micro_sequences": micro, "batch__global_sequences": 12 * micro}
+    recipe = recipe_of(corpus, batch)
+    assert larger_micro_batch(recipe) == small
+    for ranks in (1, 2, 8):
+        sequences = made_small(recipe, corpus, ranks=ranks).batch.global_sequences
+        assert sequences % small == 0 and 8 <= sequences <= 120
+
+
+def test_a_large_common_multiple_is_made_small(corpus: Path) -> None:
+    sizes = {"batch__global_sequences": 1680, "model__ffn_hidden_size": 16800}
+    small = made_small(recipe_of(corpus, sizes | {"model__sequence_length": 1680}), corpus, ranks=8)
+    assert max(small.batch.global_sequences, small.model.sequence_length) <= 64
+    assert small.model.ffn_hidden_size <= 128
+
+
+def test_the_recipes_own_interval_is_proven(corpus: Path, tmp_path: Path) -> None:
+    options = argparse.Namespace(ranks=1, layers=4, steps=1, relay=False)
+    for interval, proven in ((1, {1, 2}), (2, {2}), (3, {2, 3}), (40, {2, 4})):
+        layout = {"layout__recompute": "full", "layout__recompute_interval": interval}
+        recipe = recipe_of(corpus, layout | {"model__layers": 4})
+        _, variants = prove.plan(recipe, options, tmp_path / str(interval))
+        full = [v.recipe.layout for v in variants if v.recipe.layout.recompute == "full"]
+        assert {layout.recompute_interval for layout in full} == proven
+
+
+def test_shrinking_keeps_a_head_size_of_its_own(corpus: Path, tmp_path: Path) -> None:
+    small = made_small(recipe_of(corpus, UNSEEN["odd"]), tmp_path)
+    assert small.model.head_size * small.model.heads != small.model.hidden_size
+    assert small.model.layers == 5 and small.model.vocab_size % 64 == 251 % 64
+    assert larger_micro_batch(recipe_of(corpus, UNSEEN["odd"])) == 3
+    assert larger_micro_batch(recipe_of(corpus, {})) == 2
+
+
+# Which layouts it finds
+
+
+def test_the_layouts_are_those_that_the_recipe_accepts(corpus: Path, tmp_path: Path) -> None:
+    small = made_small(recipe_of(corpus, {"model__layers": 4}), tmp_path, ranks=4)
+    variants = legal_variants(small, ranks=4, micro_sequences=(1, 2))
+    names = {f"{variant.axes}: {variant.method}" for variant in variants}
+    assert len(names) == len(variants) == 267  # counted by hand
+    for name in (
+        "tensor 1 x pipeline 1 x data 1: zero3, recompute full by 2, micro-batch 2",
+        "tensor 1 x pipeline 3 x data 1: zero1, 1f1b, micro-batch 1",  # four layers, three stages
+        "tensor 2 x pipeline 2 x data 1: zero1, dualpipev, sequence-parallel, micro-batch 1",
+        "tensor 1 x pipeline 2 x data 2: zero1, interleaved x 2, micro-batch 2",
+        "tensor 1 x pipeline 4 x data 1: zero1, zb-h1, micro-batch 1",
+        "tensor 2 x pipeline 1 x data 2: zero2, sequence-parallel, recompute selective, "
+        "micro-batch 2",
+    ):
+        assert name in names
+    for name in names:
+        assert "tensor 4" not in name and "tensor 3" not in name  # two key-value heads
+        assert "zero1" in name or "pipeline 1" in name
+        if "dualpipev" in name or "zb-v" in name or "interleaved" in name:
+            assert "pipeline 2" in name  # there are four blocks
+        assert "interleaved x 3" not in name
+
+
+# How it compares
+
+
+def outcome(
+    loss: float = 2.0, norm: float = 1.0, weight: float = 1.0, moment: float = 1.0
+) -> Outcome:
+    moments = {"head.weight": torch.full((4, 4), moment)}
+    return Outcome([2.5, loss], [norm], {"head.weight": torch.full((4, 4), weight)}, moments)
+
+
+@pytest.mark.parametrize(
+    ("other", "passes"),
+    [
+        (outcome(), True),
+        (outcome(loss=2.0 * (1 + 1.9e-6)), True),
+        (outcome(loss=2.0 * (1 + 2.1e-6)), False),
+        (outcome(norm=1 + 0.9e-5), True),
+        (outcome(norm=1 + 1.1e-5), False),
+        (outcome(weight=1 + 0.9e-5), True),
+        (outcome(weight=1 + 1.1e-5), False),
+        (outcome(loss=math.nan), False),
+        (outcome(norm=math.nan), False),
+        (outcome(weight=math.nan), False),
+        (outcome(moment=1 + 0.9e-4), True),
+        (outcome(moment=1 + 1.1e-4), False),
+        (outcome(moment=math.nan), False),
+        (replace(outcome(), drifted=["head.weight is different on ..."]), False),
+    ],
+)
+def test_tolerances(other: Outcome, passes: bool, corpus: Path) -> None:
+    assert compare(other, outcome(), recipe_of(corpus, {}).model).passes == passes
+
+
+def test_only_the_key_bias_of_plain_attention_is_noise(corpus: Path) -> None:
+    gpt = recipe_of(corpus, GPT_SWITCHES).model
+    queries_keys_values = torch.ones(3 * 64)
+    expected = Outcome([1.0], [1.0], {"blocks.0.attention.qkv.bias": queries_keys_values}, {})
+    for first, noisy in ((0, False), (64, True), (128, False)):
+        moved = queries_keys_values.clone()
+        moved[first + 5] += 1
+        got = Outcome([1.0], [1.0], {"blocks.0.attention.qkv.bias": moved}, {})
+        difference = compare(got, expected, gpt)
+        assert difference.passes == noisy and (difference.noise > 0) == noisy
+    name = "blocks.0.attention.qkv.bias"
+    for switches in ({}, GPT_SWITCHES | {"model__qk_norm": True}):
+        other = recipe_of(corpus, {"model__bias": True, "model__kv_heads": 4} | switches).model
+        assert comparison.split_noise(name, other) == {name: slice(None)}
+
+
+def test_a_key_bias_has_no_gradient_of_its_own(corpus: Path) -> None:
+    """Why it is left out: in fp64 its gradient is zero, unlike the others', to 1e-12."""
+    for changes, noise in ((GPT_SWITCHES, True), ({"model__bias": True}, False)):
+        config = recipe_of(corpus, changes).model
+        torch.manual_seed(0)
+        model = SequentialModel(layer_specs(config, TensorAxis()))
+        for parameter in model.parameters():
+            torch.nn.init.normal_(parameter, std=0.3)
+        model.double()
+        tokens = torch.randint(config.vocab_size, (2, 16))
+        run_layers(model.layers, tokens, context=Context()).sin().mean().backward()
+        bias = dict(logical_parameters(model, config))["blocks.0.attention.qkv.bias"]
+        parts = comparison.split_noise("blocks.0.attention.qkv.bias", config)
+        sizes = {name: float(bias.grad[rows].norm()) for name, rows in parts.items()}
+        quiet = [name for name, size in sizes.items() if size < 1e-12]
+        assert bool(quiet) == noise and all(name.endswith(comparison.NOISE) for name in quiet)
+
+
+# That it sees faults
+
+MUTANTS = {  # seeded fault -> changes of the recipe, the layout it must show in
+    "the tied gradients are not added up": (GPT_SWITCHES, {"pipeline": 2}),
+    "q, k and v are declared as one block": ({}, {"tensor": 2}),
+    "column-parallel inputs keep partial gradients": ({}, {"tensor": 2}),
+    "norms in the split region keep partial gradients": (
+        {},
+        {"tensor": 2, "sequence_parallel": True},
+    ),
+    "the loss is divided by one micro-batch too many": ({}, {}),
+    "data ranks read one place further": ({}, {}),
+    "replicated parameters count on every tensor rank": ({}, {"tensor": 2}),
+    "the masks of attention dropout start at head 0 on all ranks": (
+        {"model__attention_dropout": 0.2},
+        {"tensor": 2},
+    ),
+    "the last stage attends across documents": (
+        {"data__separate_documents": True},
+        {"pipeline": 2},
+    ),
+    "the last weight that was put off is forgotten": (
+        {},
+        {"pipeline": 2, "schedule": "zb-h1"},
+    ),
+    # too little of the gradient norm to show there, and Adam's steps hide a factor
+    "the last norm's gradient is a thousandth too large": ({}, {"tensor": 2}),
+}
+DRIFTING = (  # faults that make copies of one weight differ
+    "the tied gradients are not added up",
+    "column-parallel inputs keep partial gradients",
+    "norms in the split region keep partial gradients",
+)
+TAKE_CONTEXTS, TAKE, PLACES = Stage.take_contexts, Deferral.take, TrainingData.places
+
+
+def scaled(engine: Engine, name: str, factor: float) -> Engine:
+    dict(engine.parameters())[name].register_hook(lambda gradient: gradient * factor)
+    return engine
+
+
+@contextlib.contextmanager
+def seeded_fault(fault: str) -> Iterator[None]:
+    """Break one thing on purpose."""
+    zero = "deepspeed.runtime.zero.stage_1_and_2"
+    target, broken = {
+        "the tied gradients are not added up": (
+            "deepspeed.pipe.PipelineModule.get_tied_weights_and_groups",
+            lambda self: [],
+        ),
+        "q, k and v are declared as one block": (
+            "models.parallel.linear.Sharding",
+            lambda shape, dimension=None, blocks=(): Sharding(
+                shape, dimension, (sum(blocks),) if blocks else ()
+            ),
+        ),
+        "column-parallel inputs keep partial gradients": (
+            "models.parallel.linear.begin_sum_of_copies",
+            lambda grad, axis: lambda: grad,
+        ),
+        "norms in the split region keep partial gradients": (
+            "models.parallel.norm.copy_to_tensor_axis",
+            lambda x, axis: x,
+        ),
+        "the loss is divided by one micro-batch too many": (
+            "deepspeed.runtime.engine.DeepSpeedEngine._scale_loss_by_gas",
+            lambda self, loss, eval_micro_batches=None: loss / (self.micro_batches + 1),
+        ),
+        "data ranks read one place further": (
+            "recipes.training.data.dataset.TrainingData.places",
+            lambda self, samples: PLACES(self, samples + self.micro_sequences),
+        ),
+        "replicated parameters count on every tensor rank": (
+            f"{zero}.is_model_parallel_parameter",
+            lambda parameter: True,
+        ),
+        "the masks of attention dropout start at head 0 on all ranks": (
+            "models.transformer.attention_rows",
+            lambda x, *, axis, **settings: attention_rows(
+                x, axis=replace(axis, rank=0), **settings
+            ),
+        ),
+        "the last stage attends across documents": (
+            "models.pipeline.stage.Stage.take_contexts",
+            lambda self, contexts: TAKE_CONTEXTS(
+                self,
+                [replace(each, documents=None) for each in contexts] if self.stage_id else contexts,
+            ),
+        ),
+        "the last weight that was put off is forgotten": (
+            "models.parallel.deferral.Deferral.take",
+            lambda self: TAKE(self)[:-1],
+        ),
+        "the last norm's gradient is a thousandth too large": (
+            "recipes.proving.trial.build_engine",
+            lambda *arguments: scaled(build_engine(*arguments), "final_norm.weight", 1.001),
+        ),
+    }[fault]
+    with mock.patch(target, broken, create=target.endswith(".range")):
+        yield
+
+
+def mutant_variant(corpus: Path, fault: str) -> Variant:
+    changes, layout = MUTANTS[fault]
+    small = made_small(recipe_of(corpus, changes), corpus)
+    found = legal_variants(small, ranks=2, micro_sequences=(1,))
+    wanted = {"tensor": 1, "pipeline": 1, "schedule": "1f1b", "sequence_parallel": False} | layout
+    wanted |= {"recompute": "none"}
+    (variant,) = (
+        variant
+        for variant in found
+        if variant.world_size == 2
+        and variant.zero_stage == 1
+        and all(getattr(variant.recipe.layout, key) == value for key, value in wanted.items())
+    )
+    return variant
+
+
+def mutant_worker(corpus: str) -> dict[str, tuple[Outcome, Outcome]]:
+    """Each mutant's layout without the fault and with it."""
+    outcomes = {}
+    for fault in MUTANTS:
+        variant = mutant_variant(Path(corpus), fault)
+        (healthy,) = try_variants([variant])
+        with seeded_fault(fault):
+            (faulty,) = try_variants([variant])
+        outcomes[fault] = healthy, faulty
+    return outcomes
+
+
+def mutant_reference_worker(corpus: str) -> dict[str, Outcome]:
+    variants = [reference(mutant_variant(Path(corpus), fault).recipe) for fault in MUTANTS]
+    return dict(zip(MUTANTS, try_variants(variants), strict=True))
+
+
+@pytest.fixture(scope="session")
+def mutants(corpus: Path) -> dict[str, tuple[Outcome, Outcome, Outcome]]:
+    expected = run_ranks(1, mutant_reference_worker, str(corpus))[0]
+    outcomes = run_ranks(2, mutant_worker, str(corpus))[0]
+    return {fault: (expected[fault], *outcomes[fault]) for fault in MUTANTS}
+
+
+@pytest.mark.parametrize("fault", MUTANTS)
+def test_a_seeded_fault_fails_the_proof(
+    fault: str, mutants: dict[str, tuple[Outcome, Outcome, Outcome]], corpus: Path
+) -> None:
+    expected, healthy, faulty = mutants[fault]
+    model = mutant_variant(corpus, fault).recipe.model
+    assert compare(healthy, expected, model).passes
+    assert not compare(replace(faulty, drifted=[]), expected, model).passes  # by the numbers
+    assert healthy.drifted == []
+    assert bool(faulty.drifted) == (fault in DRIFTING)
+
+
+# What it does and says
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.long if n in SLOW else []) for n in UNSEEN]
+)
+def test_recipes_it_has_never_seen(name: str, corpus: Path, tmp_path: Path) -> None:
+    recipe = recipe_of(corpus, UNSEEN[name])
+    small = made_small(recipe, tmp_path / "corpus")
+    write_corpus(tmp_path / "corpus", small.model.vocab_size)
+    variants = legal_variants(small, ranks=2, micro_sequences=(1, larger_micro_batch(recipe)))
+    some = variants[:: len(variants) // 6]
+    findings = list(prove.prove(small, some, ranks=2))
+    assert len(findings) == len(some) >= 6
+    assert failures(findings) == ""
+
+
+def test_a_layout_that_breaks_is_a_finding_and_the_others_go_on(
+    corpus: Path, tmp_path: Path
+) -> None:
+    small = made_small(recipe_of(corpus, {}), corpus, steps=1)
+    good = [v for v in legal_variants(small, ranks=2, micro_sequences=(1,)) if v.world_size == 2][
+        :2
+    ]
+    lost = changed(small.model_dump(mode="json", exclude_none=True), data__validation="nowhere")
+    bad = Variant(parse_recipe(lost, "test"), good[0].topology, 1)
+    results = dict(run_variants([good[0], bad, good[1]], ranks=2, seconds=60))
+    assert isinstance(results[good[0]], Outcome) and isinstance(results[good[1]], Outcome)
+    assert "nowhere" in results[bad]
+    findings = [Finding(bad, results[bad])]
+    assert "failed: tensor 1 x pipeline 1 x data 2" in failures(findings)
+    assert "| 1 x 1 x 2 | 2 | 0 of 1 | inf | inf | inf | inf |" in table(findings)
+    assert verdict(findings).startswith("0 of 1 layouts")
+    assert as_json(findings)["passed"] is False and json.dumps(as_json(findings), allow_nan=False)
+
+
+def test_a_layout_that_hangs_is_a_finding(corpus: Path) -> None:
+    good = reference(made_small(recipe_of(corpus, {}), corpus, steps=1))
+    endless = reference(made_small(recipe_of(corpus, {}), corpus, steps=10**6))
+    children = len(multiprocessing.active_children())
+    results = dict(run_variants([good, endless, good], ranks=1, seconds=12))
+    assert isinstance(results[good], Outcome)
+    assert results[endless].startswith("nothing within 12 seconds")
+    assert len(multiprocessing.active_children()) == children
+
+
+def command(*arguments: str) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, "recipes/prove.py", *arguments],
+        cwd=REPOSITORY,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+
+
+def test_the_command_prints_one_json_object_and_nothing_else() -> None:
+    done = command("--ranks", "1", "--steps", "2", "--json")
+    assert done.returncode == 0, done.stderr
+    proof = json.loads(done.stdout)
+    assert proof["passed"] and len(proof["layouts"]) == 18
+    assert {row["recompute"] for row in proof["layouts"]} == {"none", "selective", "full"}
+    assert {row["zero"] for row in proof["layouts"]} == {1, 2, 3}
+    assert max(row["loss"] for row in proof["layouts"]) <= proof["tolerances"]["loss"]
+
+
+def test_the_command_runs_anywhere_and_draws(tmp_path: Path) -> None:
+    (tmp_path / "models").mkdir()  # which must not be taken for ours
+    (tmp_path / "models" / "__init__.py").write_text("raise SystemExit('not this one')")
+    script = str(REPOSITORY / "recipes" / "prove.py")
+    options = ["--ranks", "1", "--steps", "1", "--heatmap", "proof.png"]
+    done = subprocess.run(
+        [sys.executable, script, *options],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "proof.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_failed_layout_is_black(corpus: Path) -> None:
+    variant = reference(made_small(recipe_of(corpus, {}), corpus))
+    same = compare(outcome(), outcome(), variant.recipe.model)
+    close = replace(same, loss=2e-7)
+    results = (same, close, replace(same, loss=1.0), replace(same, drifted=["x"]), "an error")
+    colours = [proof_picture._colour(Finding(variant, result)) for result in results]
+    assert colours == [proof_picture.LEAST, pytest.approx(-1), *(3 * [proof_picture.FAILED])]
+
+
+def test_the_exit_code_says_the_verdict(capsys: pytest.CaptureFixture) -> None:
+    arguments = ["prove.py", "--ranks", "1", "--steps", "1", "--layouts"]
+    with (
+        mock.patch.object(sys, "argv", arguments),
+        mock.patch.object(comparison, "LOSS", -1.0),
+        pytest.raises(SystemExit) as ended,
+    ):
+        prove.main()
+    assert ended.value.code == 1
+    printed = capsys.readouterr().out
+    assert "differs: tensor 1 x pipeline 1 x data 1, zero2, recompute full by 2" in printed
+    assert "0 of 18 layouts train like one process" in printed
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["recipes/none.toml"], "recipes/none.toml: no such recipe"),
+        (["--set", "model.heads=7"], "use hidden_size = 189 or 196"),
+        (["--ranks", "0"], "0 is not a number in 1 .. 1024"),
+        (["--steps", "many"], "many"),
+    ],
+)
+def test_a_bad_recipe_or_option_is_refused_in_one_line(arguments: list[str], message: str) -> None:
+    done = command(*arguments)
+    assert done.returncode == 2 and done.stdout == ""
+    assert message in done.stderr.splitlines()[-1]

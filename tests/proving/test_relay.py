@@ -1,0 +1,167 @@
+"""A run that is handed from layout to layout, and faults that a relay must see."""
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+from torch import Tensor
+
+from models.sharding import Sharding
+from recipes.prove import run_relay
+from recipes.proving import layouts
+from recipes.proving.compare import Leg
+from recipes.proving.layouts import Variant, legal_variants
+from recipes.proving.proof_report import Finding, relay_as_text
+from recipes.proving.relay import run_leg
+from recipes.proving.trial import many_variants
+from recipes.training.checkpoint.reader import CheckpointReader
+from recipes.training.checkpoint.state import SharedState, TrainingState
+from recipes.training.recipe.schema import parse_recipe
+from recipes.training.recipe.topology import World
+from recipes.training.run_folder.folder import RunFolder
+from tests.conftest import GPT_SWITCHES, changed, small_recipe
+from tests.ranks import run_ranks
+
+SHAPES = {
+    "llama, grouped queries": {},
+    "gpt, tied, biases": GPT_SWITCHES | {"model__layers": 3},
+}
+FAULTS = (
+    "second moments as first",
+    "blocks split as one",
+    "one element late",
+    "updates forgotten",
+    "moments forgotten",
+    "model keeps its weights",
+)
+BF16_FAULTS = ("model keeps its weights",)
+
+
+def variants(corpus: Path, shape: dict[str, Any], *, ranks: int, count: int) -> list[Variant]:
+    """So many legal layouts of each size, far from each other."""
+    table = changed(small_recipe(corpus), **shape, training__steps=200)
+    legal = legal_variants(parse_recipe(table, "small"), ranks=ranks, micro_sequences=(2,))
+    chosen = []
+    for size in {variant.world_size for variant in legal}:
+        own = [variant for variant in legal if variant.world_size == size]
+        chosen += own[:: max(1, len(own) // count)][:count]
+    return chosen
+
+
+@pytest.mark.parametrize(
+    "shape", [pytest.param(n, marks=pytest.mark.long if "gpt" in n else []) for n in SHAPES]
+)
+def test_a_run_goes_on_in_any_layout(shape: str, corpus: Path, tmp_path: Path) -> None:
+    legs = variants(corpus, SHAPES[shape], ranks=4, count=3)
+    assert {leg.world_size for leg in legs} >= {1, 2, 4}
+    findings = list(run_relay(legs, folder=tmp_path))
+    assert len(findings) == len(legs)
+    assert all(finding.passes for finding in findings), relay_as_text(findings, every_layout=True)
+    assert sum(finding.result.first for finding in findings) == 1
+
+
+@pytest.mark.long
+def test_bf16_loses_nothing_either(corpus: Path, tmp_path: Path) -> None:
+    with mock.patch.object(layouts, "CONFIG", "ds_configs/zero{}_bf16.json"):
+        legs = variants(corpus, {}, ranks=2, count=5)
+    assert {leg.zero_stage for leg in legs} == {1, 2, 3}
+    findings = list(run_relay(legs, folder=tmp_path))
+    for finding in findings:
+        assert isinstance(finding.result, Leg), finding.result
+        assert not finding.result.changed and finding.result.loss < 1e-2  # bf16 rounds
+
+
+@contextlib.contextmanager
+def seeded_fault(fault: str | None) -> Iterator[None]:
+    rows, elements = CheckpointReader.rows, Sharding.local_elements
+    restore, ranges = TrainingState.restore, Sharding._ranges
+
+    def other_kind(self: Any, kind: str, *arguments: Any) -> Tensor:
+        return rows(self, "exp_avg_sq" if kind == "exp_avg" else kind, *arguments)
+
+    def one_block(self: Sharding, *arguments: Any, **settings: Any) -> Tensor:
+        with mock.patch.object(Sharding, "_ranges", joined):
+            return elements(self, *arguments, **settings)
+
+    def joined(self: Sharding, rank: int, size: int, padded: bool = False) -> list:
+        whole = Sharding(self.shape, self.dimension, (sum(self.blocks),), self.padded_size)
+        return ranges(whole, rank, size, padded)
+
+    def late(self: Sharding, *arguments: Any, **settings: Any) -> Tensor:
+        return elements(self, *arguments, **settings).roll(1)
+
+    def restore_with(**changes: Any) -> Callable:
+        def changed_restore(self: TrainingState, read: Any, **settings: Any) -> None:
+            restore(self, read, **settings | changes)
+
+        return changed_restore
+
+    def forget_updates(self: TrainingState, *arguments: Any, **settings: Any) -> None:
+        restore(self, *arguments, **settings)
+        for flat in self.weights:
+            self._adam(flat)["step"].zero_()
+
+    place, name, broken = {
+        None: (CheckpointReader, "rows", rows),
+        "second moments as first": (CheckpointReader, "rows", other_kind),
+        "blocks split as one": (Sharding, "local_elements", one_block),
+        "one element late": (Sharding, "local_elements", late),
+        "updates forgotten": (TrainingState, "restore", forget_updates),
+        "moments forgotten": (TrainingState, "restore", restore_with(updates=None)),
+        "model keeps its weights": (SharedState, "_weights_have_changed", lambda self: None),
+    }[fault]
+    with mock.patch.object(place, name, broken):
+        yield
+
+
+def relay_with_faults(
+    legs: list[Variant], bf16: list[Variant], folder: Path
+) -> dict[str | None, list[Leg]]:
+    """On each rank: the relay once as it is and once with each fault.
+
+    bf16: legs for the faults that fp32 cannot have, as its model and optimizer share the weights
+    """
+    found: dict[str | None, list[Leg]] = {}
+    world = World(rank=int(os.environ["RANK"]), size=2, local_size=2)
+    with many_variants() as begin:
+        for number, fault in enumerate((None, *FAULTS)):
+            found[fault] = []
+            for leg in bf16 if fault in BF16_FAULTS else legs:
+                begin()
+                with seeded_fault(fault):
+                    found[fault].append(run_leg(leg, world, RunFolder(folder / str(number))))
+    return found
+
+
+def test_faults_of_saving_and_loading_are_seen(corpus: Path, tmp_path: Path) -> None:
+    legs, bf16 = pipeline_and_tensor(corpus, "fp32"), pipeline_and_tensor(corpus, "bf16")
+    found = run_ranks(2, relay_with_faults, legs, bf16, tmp_path)[0]
+    assert all(leg.passes for leg in found.pop(None))
+    for fault, results in found.items():
+        seen = [leg.changed if fault in BF16_FAULTS else not leg.passes for leg in results]
+        assert any(seen), fault
+
+
+def pipeline_and_tensor(corpus: Path, dtype: str) -> list[Variant]:
+    """A layout of two stages and one of two tensor ranks."""
+    with mock.patch.object(layouts, "CONFIG", f"ds_configs/zero{{}}_{dtype}.json"):
+        two = [leg for leg in variants(corpus, {}, ranks=2, count=99) if leg.world_size == 2]
+    return [
+        next(v for v in two if v.axes == axes and v.zero_stage == 1)
+        for axes in ("tensor 1 x pipeline 2 x data 1", "tensor 2 x pipeline 1 x data 1")
+    ]
+
+
+def test_the_table_says_what_failed(corpus: Path) -> None:
+    first, second, *_ = variants(corpus, {}, ranks=2, count=2)
+    findings = [
+        Finding(first, Leg(first=True, changed=[], loss=0.0)),
+        Finding(second, Leg(first=False, changed=["exp_avg embedding.weight"], loss=0.5)),
+    ]
+    text = relay_as_text(findings, every_layout=False)
+    assert "changed: exp_avg embedding.weight, losses after it 5.0e-01" in text
+    assert "0 of 1 layouts went on" in text

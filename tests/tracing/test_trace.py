@@ -1,0 +1,312 @@
+"""A trace is what a real run allocates and sends, at any size."""
+
+import contextlib
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from models.cost import parameter_count
+from models.errors import UserError
+from models.transformer import Block, rotary_table
+from recipes.tracing import trace_report
+from recipes.tracing.trace import Trace, measure, trace
+from recipes.training.recipe.schema import REPOSITORY, Recipe, load_recipe, parse_recipe
+from tests.conftest import GPT_SWITCHES, changed
+from tests.ranks import join_world, run_ranks
+
+FP32 = 4  # bytes
+ALL = 10**9  # micro-batches: no fewer than there are
+LLAMA = REPOSITORY / "recipes" / "llama" / "7b.toml"
+
+
+def traced(table: dict[str, Any], world_size: int, rank: int = 0) -> Trace:
+    return trace(parse_recipe(table, "test"), world_size, min(world_size, 8), rank)
+
+
+def traced_as_on_a_cpu(recipe: Recipe, world_size: int, rank: int) -> Trace:
+    """As many micro-batches as there are: real stages have to agree on a number."""
+    with (
+        mock.patch("recipes.tracing.trace.kernels_of_a_gpu", contextlib.nullcontext),
+        mock.patch("recipes.tracing.trace.enough_micro_batches", lambda *_: ALL),
+    ):
+        return trace(recipe, world_size, world_size, rank)
+
+
+def real_measure(recipe: Recipe) -> Trace:
+    """On a rank: the same counters around real tensors and real collectives."""
+    world = join_world()
+    return measure(recipe, recipe.topology(world), world.rank, at_most=ALL)
+
+
+def traffic(found: Trace) -> dict[tuple[str, str], tuple[int, int]]:
+    """(axis, kind) -> calls, bytes."""
+    return {(each.axis, each.kind): (each.count, each.memory_bytes) for each in found.traffic}
+
+
+WAYS = {
+    "fp32": (1, {}),
+    "bf16": (1, {"deepspeed": "ds_configs/zero1_bf16.json"}),
+    "zero2": (2, {"deepspeed": "ds_configs/zero2_bf16.json", "model__dropout": 0.1}),
+    "zero3": (1, {"deepspeed": "ds_configs/zero3_bf16.json"}),
+    "stages": (
+        4,
+        {"layout__pipeline": 2, "layout__tensor": 2, "model__layers": 8} | GPT_SWITCHES,
+    ),
+    "sequence parallel": (
+        4,
+        {
+            "deepspeed": "ds_configs/zero1_bf16.json",
+            "layout": {"pipeline": 2, "tensor": 2, "sequence_parallel": True},
+            "model__layers": 8,  # gloo's threads keep what they have sent a moment longer
+        },
+    ),
+    "folded": (2, {"layout": {"pipeline": 2, "schedule": "dualpipev"}, "model__layers": 4}),
+    "interleaved": (
+        2,
+        {
+            "deepspeed": "ds_configs/zero1_bf16.json",
+            "layout": {"pipeline": 2, "schedule": "interleaved"},
+            "model__layers": 4,
+        },
+    ),
+    "weights later": (
+        4,
+        {
+            "deepspeed": "ds_configs/zero1_bf16.json",
+            "layout": {"pipeline": 2, "tensor": 2, "schedule": "zb-h1"},
+            "model__layers": 8,
+        },
+    ),
+    "folded, weights later": (
+        2,
+        {"layout": {"pipeline": 2, "schedule": "zb-v"}, "model__layers": 4},
+    ),
+}
+QUICK = ("interleaved",)  # the others only among the long tests
+
+
+@pytest.mark.parametrize(
+    "way",
+    [pytest.param(way, marks=[] if way in QUICK else pytest.mark.long) for way in WAYS],
+)
+def test_a_trace_is_what_a_real_run_allocates(way: str, small: dict[str, Any]) -> None:
+    world_size, changes = WAYS[way]
+    recipe = parse_recipe(changed(small, **changes), "test")
+    reals = run_ranks(world_size, real_measure, recipe)
+    for rank, real in enumerate(reals):
+        found = traced_as_on_a_cpu(recipe, world_size, rank)
+        for category in ("weights", "gradients", "optimizer", "buffers"):
+            for moment in ("between_steps", "at_peak"):
+                expected = getattr(getattr(real, moment), category)
+                assert getattr(getattr(found, moment), category) == expected, (rank, category)
+        assert found.peak_bytes == pytest.approx(real.peak_bytes, rel=0.01)
+        assert found.traffic == real.traffic
+
+
+def test_what_tensor_ranks_and_stages_send(small: dict[str, Any]) -> None:
+    layout = {"pipeline": 2, "tensor": 2}
+    table = changed(small, layout=layout, model__layers=6, batch__global_sequences=40)
+    first, last = traced(table, 8, rank=0), traced(table, 8, rank=7)
+    m, s, b, h = 10, 32, 2, 64
+    activations, tokens = s * b * h * FP32, s * b * FP32
+    assert (first.micro_batches, first.traced) == (10, 3)
+    # 3 blocks on each stage; forward and backward 2 each, the embedding forward, the head backward
+    assert traffic(first)["tensor", "all_reduce"] == (m * 13, m * 13 * activations)
+    # and the loss: the largest logit, and two sums
+    assert traffic(last)["tensor", "all_reduce"] == (m * 15, m * (13 * activations + 3 * tokens))
+    # Each tensor rank sends its part; who receives gathers the whole: the first stage the gradient,
+    # the last one its input.
+    sent = (m, m * activations // 2)
+    for found in (first, last):
+        assert traffic(found)["pipeline", "send"] == sent
+        assert traffic(found)["pipeline", "recv"] == sent
+        assert traffic(found)["tensor", "all_gather"] == (m, m * activations)
+    # ZeRO-1 in fp32: gradients reduced, weights gathered, both once; the two groups' norms.
+    weights = first.between_steps.weights
+    for kind in ("reduce_scatter", "all_gather"):
+        assert traffic(first)["data", kind][1] == pytest.approx(weights, rel=0.01)
+    assert traffic(first)["data", "all_reduce"] == (2, 2 * FP32)
+
+
+def test_sequence_parallelism_sends_parts(small: dict[str, Any]) -> None:
+    layout = {"tensor": 2, "pipeline": 2, "sequence_parallel": True}
+    found = traffic(traced(changed(small, layout=layout, model__layers=4), 4))
+    m, activations = 4, 32 * 2 * 64 * FP32
+    # 2 blocks: gathered before each of 2 products forward, backward for the weight's gradient and
+    # after the row-parallel one; scattered after it, and backward before it. And the embedding.
+    assert found["tensor", "all_gather"] == (m * 13, m * 13 * activations)
+    assert found["tensor", "reduce_scatter"] == (m * 9, m * 9 * activations)
+    assert found["pipeline", "send"] == (m, m * activations // 2)
+
+
+def test_the_first_stage_holds_as_many_micro_batches_as_there_are_stages(
+    small: dict[str, Any],
+) -> None:
+    table = changed(small, layout={"pipeline": 4}, model__layers=8)
+    held = {}
+    for m in (1, 2, 3, 4, 5, 12):
+        recipe = parse_recipe(changed(table, batch__global_sequences=2 * m), "test")
+        with mock.patch("recipes.tracing.trace.enough_micro_batches", lambda *_: ALL):
+            found = trace(recipe, 4, 4, 0)
+        assert found.traced == m
+        held[m] = dict(found.phase_bytes)["ForwardPass"]
+    # What one holds; from the second one on also the output that was sent before.
+    assert held[3] - held[2] == held[4] - held[3] == held[2] - held[1] - 32 * 2 * 64 * FP32
+    assert held[5] == held[12]
+    enough = trace(parse_recipe(changed(table, batch__global_sequences=24), "test"), 4, 4, 0)
+    assert (enough.traced, dict(enough.phase_bytes)["ForwardPass"]) == (5, held[12])
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_enough_micro_batches_are_enough(stage: int, small: dict[str, Any]) -> None:
+    table = changed(small, layout={"pipeline": 4}, model__layers=4, batch__global_sequences=24)
+    enough = traced(table, 4, rank=stage)
+    with mock.patch("recipes.tracing.trace.enough_micro_batches", lambda *_: ALL):
+        every = traced(table, 4, rank=stage)
+    assert (enough.traced, every.traced) == (5 - stage, 12)
+    assert enough.traffic == every.traffic
+    last = stage == 3
+    losses = 512 * (every.traced - enough.traced) if last else 0
+    for few, all_of_them in (
+        (enough.at_peak, every.at_peak),
+        (enough.between_steps, every.between_steps),
+    ):
+        more = all_of_them.activations - few.activations
+        assert losses <= more <= losses + 512 * last  # the losses' sum may come before the peak
+        assert all_of_them == replace(few, activations=few.activations + more)
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        "zb-h1",
+        *(pytest.param(n, marks=pytest.mark.long) for n in ("interleaved", "dualpipev", "zb-v")),
+    ],
+)
+def test_enough_micro_batches_are_enough_in_every_schedule(
+    schedule: str, small: dict[str, Any]
+) -> None:
+    layout = {"pipeline": 2, "schedule": schedule, "recompute": "full"}
+    table = changed(small, layout=layout, model__layers=4, batch__global_sequences=24)
+    for stage in range(2):
+        enough = traced(table, 2, rank=stage)
+        with mock.patch("recipes.tracing.trace.enough_micro_batches", lambda *_: ALL):
+            every = traced(table, 2, rank=stage)
+        assert enough.traced < every.traced == 12
+        assert enough.traffic == every.traffic
+        losses = 512 * (every.traced - enough.traced)
+        assert 0 <= every.peak_bytes - enough.peak_bytes <= losses
+        assert every.between_steps.state == enough.between_steps.state
+
+
+def test_a_tensor_that_blocks_keep_is_seen(small: dict[str, Any]) -> None:
+    table = changed(
+        small,
+        model__layers=4,
+        batch={"global_sequences": 16, "micro_sequences": 8},
+        deepspeed="ds_configs/zero2_fp32.json",
+    )
+    forward = Block.forward
+
+    class Kept(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.save_for_backward(x.clone())
+            return x.view_as(x)
+
+        @staticmethod
+        def backward(ctx, grad):
+            (extra,) = ctx.saved_tensors
+            return grad + 0 * extra
+
+    def wasteful(block, x, context):
+        return Kept.apply(forward(block, x, context))
+
+    plain = traced(table, 2)
+    with mock.patch.object(Block, "forward", wasteful):
+        mutant = traced(table, 2)
+    most, wasted = (dict(each.phase_bytes)["forward pass"] for each in (plain, mutant))
+    assert wasted - most == 4 * 32 * 8 * 64 * FP32
+    assert (mutant.between_steps, mutant.traffic) == (plain.between_steps, plain.traffic)
+
+
+def test_a_layer_more_costs_what_each_of_them_does(small: dict[str, Any]) -> None:
+    peaks = [
+        dict(traced(changed(small, model__layers=layers), 1).phase_bytes)["ForwardPass"]
+        for layers in (2, 3, 4)
+    ]
+    assert peaks[2] - peaks[1] == peaks[1] - peaks[0]
+
+
+@pytest.mark.long
+def test_kernels_that_are_not_compiled_hold_more(small: dict[str, Any]) -> None:
+    """Copies in fp32 of what SwiGLU's backward pass reads and gives, and more."""
+    table = changed(small, deepspeed="ds_configs/zero1_bf16.json", model__ffn_hidden_size=1024)
+    s, b, f = 32, 2, 1024
+    written = traced(changed(table, training__compile=False), 1)
+    assert written.peak_bytes - traced(table, 1).peak_bytes > s * b * 2 * f * FP32
+    assert written.between_steps == traced(table, 1).between_steps
+
+
+def test_a_job_of_4096_gpus_without_its_memory() -> None:
+    model = {
+        "layers": 126,
+        "hidden_size": 16384,
+        "heads": 128,
+        "kv_heads": 8,
+        "ffn_hidden_size": 53248,
+        "vocab_size": 128256,
+        "sequence_length": 8192,
+    }
+    layout = ["layout.tensor=8", "layout.pipeline=16", "layout.recompute=full"]
+    cluster = ["batch.global_sequences=2048", "cluster.nodes=512"]
+    overrides = [f"model.{key}={value}" for key, value in model.items()] + layout + cluster
+    recipe = load_recipe(LLAMA, overrides)
+    found = trace(recipe, 4096, 8, 4095)
+    assert (found.place.pipeline, found.place.data, found.place.tensor) == (15, 31, 7)
+    assert 20 * 2**30 < found.peak_bytes < 80 * 2**30
+
+
+def test_states_are_shared_by_the_data_ranks() -> None:
+    recipe = load_recipe(REPOSITORY / "recipes" / "gpt" / "125m.toml")
+    padded = replace(recipe.model, vocab_size=recipe.model.padded_vocab_size(1))
+    count = parameter_count(padded)
+    state = trace(recipe, 8, 8, 3).between_steps
+    assert state.weights == pytest.approx(2 * count, rel=1e-3)
+    assert state.gradients == pytest.approx(4 * count, rel=1e-3)
+    assert state.optimizer == pytest.approx(12 * count / 8, rel=1e-3)
+
+
+def test_a_trace_is_reported(small: dict[str, Any]) -> None:
+    found = traced(small, 4)
+    assert f"rank {found.rank} of 4" in trace_report.text(found)
+    table = trace_report.table(found)
+    assert table["peak_bytes"] == sum(table["at_peak_bytes"].values())
+    assert max(table["phase_bytes"].values()) == table["peak_bytes"]
+
+
+def test_nothing_of_a_trace_stays(small: dict[str, Any]) -> None:
+    once = traced(changed(small, deepspeed="ds_configs/zero3_fp32.json"), 4)
+    assert not dist.is_initialized()
+    assert rotary_table.cache_info().currsize == 0
+    assert torch.zeros(2).add(1).tolist() == [1, 1]
+    assert traced(changed(small, deepspeed="ds_configs/zero3_fp32.json"), 4) == once
+
+
+def test_a_cached_table_is_not_missing_from_a_trace(small: dict[str, Any]) -> None:
+    recipe = parse_recipe(small, "test")
+    once = traced_as_on_a_cpu(recipe, 1, 0)
+    model = recipe.model
+    length, head_size = model.sequence_length, model.attention_head_size
+    rotary_table(length, head_size, model.rope_theta, torch.device("cpu"), None)
+    assert traced_as_on_a_cpu(recipe, 1, 0) == once
+
+
+@pytest.mark.parametrize("rank", [-1, 4])
+def test_a_rank_that_is_not_there_is_refused(rank: int, small: dict[str, Any]) -> None:
+    with pytest.raises(UserError, match=r"rank -?\d is not in 0 \.\. 3; use 0"):
+        traced(small, 4, rank=rank)

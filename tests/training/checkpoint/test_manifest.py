@@ -1,0 +1,156 @@
+"""Checkpoints on the disk: what is written, what is noticed, what stays."""
+
+import random
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+
+from models.errors import UserError
+from recipes.training.checkpoint.manifest import Manifest, find_damages
+from recipes.training.checkpoint.tensor_file import TensorFileWriter
+from recipes.training.recipe.schema import Checkpoint
+from recipes.training.run_folder import checkpoint_folders
+
+SHAPES = {"embedding.weight": (50, 8), "blocks.0.norm.weight": (8,)}
+
+
+def write_checkpoint(folder: Path, step: int) -> Path:
+    """A small checkpoint with two files of tensors."""
+    checkpoint = folder / checkpoint_folders.checkpoint_name(step)
+    checkpoint.mkdir(parents=True)
+    generator = torch.Generator().manual_seed(step)
+    files, tensors = {}, {}
+    for name in ("weights-00000.safetensors", "moments-00000.safetensors"):
+        shapes = SHAPES if "weights" in name else {f"exp_avg/{k}": v for k, v in SHAPES.items()}
+        with TensorFileWriter(checkpoint / name, shapes, dtype="F32") as writer:
+            for key, shape in shapes.items():
+                writer.write(key, memoryview(torch.randn(shape, generator=generator).numpy()))
+        files[name] = writer.facts
+        tensors |= dict.fromkeys(shapes, name)
+    nothing: dict[str, Any] = {"recipe": {}, "layout": {}, "data": {}, "versions": {}}
+    Manifest(
+        step=step, samples=8 * step, tokens=256 * step, updates=step, loss_scale=None,
+        tensors=tensors, files=files, **nothing,
+    ).write(checkpoint)  # fmt: skip
+    return checkpoint
+
+
+def flips(file: Path, *, count: int, seed: int) -> Iterator[int]:
+    """Flip one bit at a time, at random; it is put back before the next one."""
+    content, chance = file.read_bytes(), random.Random(seed)
+    for _ in range(count):
+        bit = chance.randrange(8 * len(content))
+        damaged = bytearray(content)
+        damaged[bit // 8] ^= 1 << bit % 8
+        file.write_bytes(damaged)
+        yield bit
+    file.write_bytes(content)
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    return write_checkpoint(tmp_path, 4)
+
+
+def test_what_was_written_is_found_in_order(checkpoint: Path) -> None:
+    assert list(find_damages(checkpoint)) == []
+    with safe_open(checkpoint / "weights-00000.safetensors", framework="pt") as file:
+        assert {key: tuple(file.get_tensor(key).shape) for key in file.keys()} == SHAPES  # noqa: SIM118
+    read = Manifest.read(checkpoint)
+    assert read.has_moments and read.progress.samples == 32
+
+
+def test_every_flipped_bit_of_every_file_is_noticed(checkpoint: Path) -> None:
+    names = sorted(file.name for file in checkpoint.iterdir())
+    assert len(names) == 4
+    for number, name in enumerate(names):
+        for bit in flips(checkpoint / name, count=100, seed=number):
+            (damage,) = find_damages(checkpoint)
+            assert damage.startswith(f"{checkpoint / name} "), (name, bit)
+    assert list(find_damages(checkpoint)) == []
+
+
+@pytest.mark.parametrize("left", [0, 1, -1])  # bytes
+def test_truncated_and_longer_files_are_noticed(checkpoint: Path, left: int) -> None:
+    for file in sorted(checkpoint.iterdir()):
+        content = file.read_bytes()
+        file.write_bytes(content[:left])
+        (damage,) = find_damages(checkpoint)
+        assert file.stem in damage
+        file.write_bytes(content + b"\n")
+        assert len(list(find_damages(checkpoint))) == 1
+        file.write_bytes(content)
+
+
+def test_missing_files_are_noticed(checkpoint: Path) -> None:
+    for file in sorted(checkpoint.iterdir()):
+        content = file.read_bytes()
+        file.unlink()
+        assert list(find_damages(checkpoint)) == [f"{file} is missing"]
+        file.write_bytes(content)
+
+
+def test_a_name_of_another_step_is_noticed(checkpoint: Path) -> None:
+    renamed = checkpoint.rename(checkpoint.with_name("step-0000010"))
+    assert list(find_damages(renamed)) == [f"{renamed / 'manifest.json'} is of step 4"]
+    assert list(find_damages(renamed.rename(renamed.with_name("abandoned-x")))) == []
+
+
+def test_shares_of_the_ranks_cover_all_files(checkpoint: Path) -> None:
+    for name in ("weights-00000.safetensors", "moments-00000.safetensors"):
+        (checkpoint / name).write_bytes(b"")
+    found = [len(list(find_damages(checkpoint, share=share, shares=2))) for share in range(2)]
+    assert found == [1, 1] and len(list(find_damages(checkpoint))) == 2
+
+
+def test_each_file_is_noted_before_it_is_verified(checkpoint: Path) -> None:
+    noted: list[str] = []
+    assert list(find_damages(checkpoint, note=noted.append)) == []
+    files = ("moments-00000.safetensors", "weights-00000.safetensors")
+    assert noted == [f"verifying {checkpoint.name}/{file}" for file in files]
+
+
+def test_a_checkpoint_of_a_later_format_is_refused(checkpoint: Path) -> None:
+    file = checkpoint / "manifest.json"
+    file.write_text(file.read_text().replace('"format": 1', '"format": 2'))
+    with pytest.raises(
+        UserError, match="format = 2, and this version of Threefold reads format = 1"
+    ):
+        Manifest.read(checkpoint)
+
+
+def test_what_stays(tmp_path: Path) -> None:
+    steps = (1, 2, 4, 5, 6, 7, 9)
+    paths = {step: write_checkpoint(tmp_path, step) for step in steps}
+    damaged = [paths[step] for step in (1, 6, 9)]
+    settings = Checkpoint(every=1, keep=2, keep_every=4)
+    checkpoint_folders.retain(tmp_path, settings, step=7, damaged=damaged)
+    left = [checkpoint_folders.step_of(path) for path in checkpoint_folders.published(tmp_path)]
+    assert left == [1, 4, 5, 6, 7, 9]
+    assert not list(tmp_path.glob("*.incomplete"))
+
+
+def test_a_damaged_one_of_the_same_step_is_kept_aside(tmp_path: Path) -> None:
+    checkpoint = write_checkpoint(tmp_path, 4)
+    workspace = tmp_path / "step-0000004.0a1b.incomplete"
+    shutil.copytree(checkpoint, workspace)
+    (checkpoint / "manifest.json").unlink()
+    checkpoint_folders.publish(workspace, checkpoint)
+    assert list(find_damages(checkpoint)) == []
+    (aside,) = tmp_path.glob("abandoned-*")
+    assert not (aside / "manifest.json").exists()
+
+
+def test_what_is_not_complete_is_no_checkpoint(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, 4)
+    (tmp_path / "step-0000008.0a1b.incomplete").mkdir()
+    (tmp_path / "abandoned-20260101T000000-step-0000006").mkdir()
+    (tmp_path / "step-0000009").write_text("a file")
+    assert [path.name for path in checkpoint_folders.published(tmp_path)] == ["step-0000004"]
+    checkpoint_folders.remove_debris(tmp_path)
+    assert not list(tmp_path.glob("*.incomplete"))

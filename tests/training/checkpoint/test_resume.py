@@ -1,0 +1,231 @@
+"""`--resume CHECKPOINT` and `--resume never`, killed at every point of start-up."""
+
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from recipes.training.checkpoint import reader
+from recipes.training.checkpoint.resume import Request, Start, begin_branch, find_start
+from recipes.training.recipe.schema import Recipe, parse_recipe
+from recipes.training.run_folder.checkpoint_folders import published, set_aside, step_of
+from recipes.training.run_folder.folder import RunFolder
+from recipes.training.run_folder.line_file import LineFile
+from tests.training.checkpoint.test_manifest import write_checkpoint
+
+STEPS = (8, 16, 24, 32)
+INSTANTS = 200  # more than there are in any request
+
+
+class KilledError(BaseException):
+    """SIGKILL, as far as files can tell: no handler of this code catches it."""
+
+
+class Killer:
+    """Ends the process at the n-th instant: before or after an operation that changes the disk."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch):
+        self.left = -1  # alive
+        for name in ("rename", "fsync"):
+            monkeypatch.setattr(os, name, self._mortal(getattr(os, name)))
+        write = LineFile._write
+
+        def torn(lines: LineFile, content: bytes) -> None:
+            if self._dies():
+                write(lines, content[: len(content) // 2])
+                raise KilledError
+            write(lines, content)
+
+        monkeypatch.setattr(LineFile, "_write", torn)
+
+    def _mortal(self, operation: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*arguments: Any) -> Any:
+            if self._dies():
+                raise KilledError
+            result = operation(*arguments)
+            if self._dies():
+                raise KilledError
+            return result
+
+        return run
+
+    def _dies(self) -> bool:
+        self.left -= 1
+        return self.left == 0
+
+
+@pytest.fixture(scope="module")
+def world() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def recipe(small, world: None, monkeypatch: pytest.MonkeyPatch) -> Recipe:
+    monkeypatch.setattr(reader, "check_same_run", lambda *_: None)
+    return parse_recipe(small, "test")
+
+
+def write_run(path: Path) -> None:
+    """A run of 33 steps, with checkpoints, metrics, events and one that was abandoned before."""
+    folder = RunFolder(path)
+    folder.path.mkdir(parents=True)
+    folder.event("start", 0)
+    for step in range(1, 34):
+        folder.metric({"step": step, "tokens": 8 * 32 * step, "run": path.name})
+    for step in (*STEPS, 40):
+        write_checkpoint(folder.checkpoints, step)
+        folder.event("save", step)
+    set_aside(folder.checkpoints / "step-0000040", "earlier")
+    copy = LineFile(path / "metrics.earlier.jsonl", key="step")
+    for step in range(1, 42):
+        copy.append({"step": step, "tokens": 8 * 32 * step, "run": "earlier"})
+
+
+def start_again(path: Path, request: Request, recipe: Recipe) -> Start:
+    """Run the part of a process that precedes the engine."""
+    folder = RunFolder(path)
+    folder.hold()
+    try:
+        start = find_start(folder, request, recipe, {})
+        begin_branch(folder, start)
+        folder.prepare(recipe, start.progress)
+    finally:
+        folder._lock.release()  # as the kernel does for a process that has ended
+    return start
+
+
+def kept(home: Path) -> tuple[set[str], set[tuple[str, int]]]:
+    """All checkpoints and all metrics below a folder, wherever they are now."""
+    checkpoints = {str(file.read_bytes()) for file in home.rglob("manifest.json")}
+    files = [LineFile(file, key="step") for file in home.rglob("metrics*.jsonl")]
+    return checkpoints, {(line["run"], line["step"]) for file in files for line in file.read()}
+
+
+REQUESTS = {
+    "an earlier one": ("run/checkpoints/step-0000016", 16, "run"),
+    "the newest": ("run/checkpoints/step-0000032", 32, "run"),
+    "an abandoned one": ("run/checkpoints/abandoned-earlier-step-0000040", 40, "earlier"),
+    "one of another run": ("other/checkpoints/step-0000008", 8, "other"),
+    "never": ("never", 0, ""),
+}
+
+
+@pytest.mark.parametrize("name", REQUESTS)
+def test_a_request_survives_a_kill_at_any_instant(
+    name: str, recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    where, step, metrics_of = REQUESTS[name]
+    for run in ("run", "other"):
+        write_run(tmp_path / "template" / run)
+    killer, obeyed, instant, alive = Killer(monkeypatch), [], 0, True
+    while alive:
+        instant += 1
+        home = tmp_path / str(instant)
+        for run in ("run", "other"):
+            shutil.copytree(tmp_path / "template" / run, home / run)
+        before = kept(home)
+        if step == STEPS[-1]:
+            before[1].discard(("run", 33))  # without the request it is done again, and the same
+        request = Request(str(home / where) if "/" in where else where)
+        killer.left = instant
+        try:
+            start_again(home / "run", request, recipe)
+            alive = False
+        except KilledError:
+            pass
+        killer.left = -1
+        found = start_again(home / "run", Request(), recipe)  # requeued
+        obeyed.append(found.progress.step == step)
+        if not obeyed[-1]:  # killed before the request was on the disk: as if never made
+            assert found.progress.step == STEPS[-1] and instant < 6
+            continue
+        again = start_again(home / "run", Request(), recipe)  # killed while loading
+        assert again.found.path == found.found.path and again.progress.step == step
+        folder = RunFolder(home / "run")
+        assert {step_of(path) for path in published(folder.checkpoints)} <= {
+            each for each in STEPS if each <= step and metrics_of == "run"
+        }
+        lines = folder.read_metrics()
+        assert [(line["run"], line["step"]) for line in lines] == [
+            (metrics_of, each) for each in range(1, step + 1) if each <= 33 or step == 40
+        ]
+        assert all(part <= whole for part, whole in zip(before, kept(home), strict=True))
+        folder.event("resume", step, samples=8 * step)
+        write_checkpoint(folder.checkpoints, step + 8)
+        assert start_again(home / "run", Request(), recipe).progress.step == step + 8
+    assert obeyed[-1] and instant < INSTANTS
+    assert obeyed == sorted(obeyed) and (obeyed.count(True) > 5 or name == "never")
+
+
+def test_a_request_is_carried_out_once(recipe: Recipe, tmp_path: Path) -> None:
+    write_run(tmp_path / "run")
+    request = Request(str(tmp_path / "run/checkpoints/step-0000008"), once="job-7")
+    assert start_again(tmp_path / "run", request, recipe).progress.step == 8
+    folder = RunFolder(tmp_path / "run")
+    folder.event("resume", 8, samples=64)
+    write_checkpoint(folder.checkpoints, 16)
+    assert start_again(tmp_path / "run", request, recipe).progress.step == 16  # requeued
+    other = Request(request.resume, once="job-8")
+    assert start_again(tmp_path / "run", other, recipe).progress.step == 8
+
+
+def test_rollbacks_of_the_branch_that_was_left_do_not_count(recipe: Recipe, tmp_path: Path) -> None:
+    write_run(tmp_path / "run")
+    folder = RunFolder(tmp_path / "run")
+    folder.event("rollback", 34, to=32, samples=272)
+    start = start_again(tmp_path / "run", Request(), recipe)
+    assert start.progress.samples == 272 and start.rollbacks == 1
+    request = Request(str(folder.checkpoints / "step-0000016"))
+    start = start_again(tmp_path / "run", request, recipe)
+    assert start.progress.samples == 128 and start.rollbacks == 0
+    folder.event("resume", 16, samples=128)
+    for step in (24, 32):
+        write_checkpoint(folder.checkpoints, step)  # killed before the event of the save
+    start = start_again(tmp_path / "run", Request(), recipe)
+    assert start.progress.step == 32 and start.progress.samples == 256 and start.rollbacks == 0
+
+
+def test_a_torn_event_is_skipped(recipe: Recipe, tmp_path: Path) -> None:
+    write_run(tmp_path / "run")
+    for file in (tmp_path / "run/events.jsonl", tmp_path / "run/metrics.jsonl"):
+        with file.open("ab") as stream:
+            stream.write(b'{"step": 34, "ev' + b"\0" * 100)
+    assert start_again(tmp_path / "run", Request(), recipe).progress.step == 32
+    assert [line["step"] for line in RunFolder(tmp_path / "run").read_metrics()][-1] == 32
+
+
+@pytest.mark.parametrize("name", ["an abandoned one", "one of another run"])
+def test_metrics_are_found_where_checkpoints_are_on_another_disk(
+    name: str, recipe: Recipe, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Both runs' folders of checkpoints are links; the requeued start knows the same place."""
+    where, step, metrics_of = REQUESTS[name]
+    for run in ("run", "other"):
+        write_run(tmp_path / run)
+        (tmp_path / run / "checkpoints").rename(tmp_path / f"scratch {run}")
+        (tmp_path / run / "checkpoints").symlink_to(tmp_path / f"scratch {run}")
+    for request in (Request(str(tmp_path / where)), Request()):
+        start = start_again(tmp_path / "run", request, recipe)
+        assert start.progress.step == step
+        lines = RunFolder(tmp_path / "run").read_metrics()
+        assert {line["run"] for line in lines} == {metrics_of} and lines[-1]["step"] == step
+    assert "warning" not in capsys.readouterr().err
+
+
+def test_metrics_that_are_not_beside_a_checkpoint_are_a_warning(
+    recipe: Recipe, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for run in ("run", "other"):
+        write_run(tmp_path / run)
+    (tmp_path / "other" / "metrics.jsonl").unlink()
+    request = Request(str(tmp_path / "other/checkpoints/step-0000008"))
+    start_again(tmp_path / "run", request, recipe)
+    said = capsys.readouterr().err
+    assert f"warning: {tmp_path / 'other' / 'metrics.jsonl'} does not exist" in said
+    assert RunFolder(tmp_path / "run").read_metrics()[-1]["step"] == 8

@@ -1,0 +1,135 @@
+"""DeepSpeed's own way from a parallel run to logical tensors, as a check of ours.
+
+DeepSpeed saves what each rank has; its converter puts fragments, tensor ranks and stages together
+as lists of patterns tell it. What comes out must be what our checkpoint of the same step holds.
+"""
+
+import re
+from argparse import Namespace
+from pathlib import Path
+
+import pytest
+import torch
+from deepspeed.checkpoint import constants, ds_to_universal
+
+from models.layer_specs import layer_names
+from models.sharding import Sharding
+from recipes.converting.verified_source import open_checkpoint
+from recipes.proving.relay import save
+from recipes.proving.trial import start, train_step
+from recipes.training.checkpoint.reader import CheckpointReader
+from recipes.training.recipe.schema import Recipe, parse_recipe
+from recipes.training.run_folder.folder import RunFolder
+from tests.conftest import changed, small_recipe
+from tests.ranks import join_world, run_ranks
+
+KINDS = {"fp32": "weights", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
+LAYOUTS = {
+    "tensor 2 x pipeline 2": {"layout__tensor": 2, "layout__pipeline": 2},
+    "data 2 x pipeline 2, tied": {"layout__pipeline": 2, "model__tie_embeddings": True},
+    "tensor 2 x data 2, zero 2": {
+        "layout__tensor": 2,
+        "deepspeed": "ds_configs/zero2_fp32.json",
+    },
+}
+
+
+def train_and_save(recipes: list[Recipe], folder: Path) -> None:
+    """On each rank: two steps, then a checkpoint of ours and one of DeepSpeed's."""
+    world = join_world()
+    for number, recipe in enumerate(recipes):
+        engine, data = start(recipe, world)
+        for step in (1, 2):
+            train_step(engine, data, step)
+        save(engine, data, RunFolder(folder / f"ours{number}"), step=2)
+        shardings: dict[str, Sharding] = {}
+        everyones = [None] * world.size
+        own = [(name, p.sharding) for name, p in engine.parameters()]
+        torch.distributed.all_gather_object(everyones, own)
+        for theirs in everyones:
+            shardings |= dict(theirs)
+        information = {constants.UNIVERSAL_CHECKPOINT_INFO: patterns(recipe, shardings)}
+        engine.wrapped.save_checkpoint(
+            str(folder / f"deepspeed{number}"), tag="2", client_state=information
+        )
+
+
+def deepspeed_name(recipe: Recipe, name: str) -> str:
+    """What DeepSpeed's modules call a parameter."""
+    if name.startswith("embedding.") and recipe.model.tie_embeddings:
+        return f"tied_modules.{name}"
+    names = layer_names(recipe.model)
+    layer = next(layer for layer in names if name.startswith(f"{layer}."))
+    return f"{names.index(layer)}.{name.removeprefix(f'{layer}.')}"
+
+
+def patterns(recipe: Recipe, shardings: dict[str, Sharding]) -> dict[str, object]:
+    """How each parameter lies over the tensor ranks, in DeepSpeed's words."""
+    rows, replicated, vocabulary, joined, widths = [], [], [], [], {}
+    tensor_size = recipe.layout.tensor
+    for name, sharding in shardings.items():
+        pattern = re.escape(deepspeed_name(recipe, name)) + "$"
+        if sharding.dimension is None:
+            replicated.append(pattern)
+        elif sharding.dimension == 1:
+            rows.append(pattern)
+        elif sharding.padded_size:
+            vocabulary.append(pattern)
+        elif len(sharding.blocks) > 1:
+            shape = (tuple(sharding.blocks), *sharding.shape[1:])
+            joined.append({"patterns": [pattern], "shape": shape, "partition_dim": 0})
+            widths[pattern] = [[size // tensor_size] * tensor_size for size in sharding.blocks]
+    tied = ["tied_modules.embedding.weight$"] if recipe.model.tie_embeddings else []
+    return {
+        constants.UNIVERSAL_CHECKPOINT_VERSION_KEY: constants.UNIVERSAL_CHECKPOINT_VERSION_VALUE,
+        constants.ORIGINAL_VOCAB_SIZE: recipe.model.vocab_size,
+        constants.VOCABULARY_PARAMETER_PATTERNS: vocabulary,
+        constants.PARAMETER_WITH_ROW_PARALLELISM_PATTERNS: rows,
+        constants.TP_REPLICATED_PARAMETER_PATTERNS: replicated,
+        constants.PARAMETER_WITH_SUB_PARAMS: joined,
+        constants.SUB_PARAM_SHARD_WIDTHS: widths,
+        constants.PIPELINE_REPLICATED_PARAMETER_PATTERNS: tied,
+    }
+
+
+@pytest.fixture(scope="module")
+def saved(
+    corpus: Path, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, tuple[Recipe, CheckpointReader, Path]]:
+    """By layout: the recipe, our checkpoint, DeepSpeed's converted one."""
+    folder = tmp_path_factory.mktemp("universal")
+    recipes = [
+        parse_recipe(changed(small_recipe(corpus), **layout), name)
+        for name, layout in LAYOUTS.items()
+    ]
+    run_ranks(4, train_and_save, recipes, folder)
+    found = {}
+    for number, (name, recipe) in enumerate(zip(LAYOUTS, recipes, strict=True)):
+        universal = folder / f"universal{number}"
+        ds_to_universal.main(
+            Namespace(
+                input_folder=str(folder / f"deepspeed{number}" / "2"),
+                output_folder=str(universal),
+                num_extract_workers=1,
+                num_merge_workers=1,
+                keep_temp_folder=False,
+                strict=True,
+                inject_missing_state=False,
+            )
+        )
+        found[name] = recipe, open_checkpoint(folder / f"ours{number}"), universal / "zero"
+    return found
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_deepspeeds_converter_finds_the_same_tensors(
+    layout: str, saved: dict[str, tuple[Recipe, CheckpointReader, Path]]
+) -> None:
+    recipe, ours, universal = saved[layout]
+    names = [name for name in ours.manifest.tensors if not name.startswith("exp_avg")]
+    assert len(names) == len(list(universal.iterdir())) - 1  # optimizer_state.pt
+    for name in names:
+        for file, kind in KINDS.items():
+            path = universal / deepspeed_name(recipe, name) / f"{file}.pt"
+            theirs = torch.load(path, weights_only=False)["param"]
+            assert torch.equal(ours.tensor(kind, name), theirs), (name, kind)

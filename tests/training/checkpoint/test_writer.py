@@ -1,0 +1,158 @@
+"""Saves that go wrong: a full disk, found before or in the middle; disks that are not shared."""
+
+import json
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import tomli_w
+
+from recipes.proving.trial import start, train_step
+from recipes.training.checkpoint.manifest import find_damages
+from recipes.training.checkpoint.writer import CheckpointWriter
+from recipes.training.recipe.schema import Recipe, parse_recipe
+from recipes.training.run_folder.checkpoint_folders import published, step_of
+from recipes.training.run_folder.folder import RunFolder
+from recipes.training.run_folder.line_file import LineFile
+from tests.conftest import changed, small_recipe
+from tests.ranks import join_world, run_ranks, start_ranks
+from tests.test_pretrain import events, metrics
+
+# pretrain.py on a disk that is full when step 4 is to be saved; a file system with a quota says all
+# the same that it has room.
+FILLING = """
+import os, sys
+from pathlib import Path
+from recipes import pretrain
+from recipes.training.checkpoint.writer import CheckpointWriter
+
+disk, quota = Path(sys.argv.pop(1)), sys.argv.pop(1) == "quota"
+look = CheckpointWriter._lack_of_room
+
+def fill_and_look(self):
+    with (disk / "ballast").open("ab", buffering=0) as ballast:
+        try:
+            while ballast.write(bytes(4096)):
+                pass
+        except OSError:
+            pass
+    return None if quota else look(self)
+
+CheckpointWriter._lack_of_room = fill_and_look
+pretrain.main()
+"""
+DISK_BYTES = 72 * 2**20
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    """A small file system of its own."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={DISK_BYTES}", "tmpfs", str(folder)]
+    if os.geteuid() or subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("mounting a file system takes root")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+@pytest.fixture(scope="module")
+def recipe_file(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    table = changed(
+        small_recipe(corpus),
+        layout__pipeline=2,
+        training__steps=8,
+        training__evaluate_every=0,
+        checkpoint__every=2,
+        checkpoint__keep=1,
+    )
+    file = tmp_path_factory.mktemp("recipe") / "small.toml"
+    file.write_text(tomli_w.dumps(table))
+    return file
+
+
+@pytest.fixture(scope="module")
+def undisturbed(recipe_file: Path) -> Path:
+    """The folder of a run on a large disk."""
+    folder = recipe_file.parent / "undisturbed"
+    run(recipe_file, folder, start=["recipes/pretrain.py"])
+    return folder
+
+
+def run(recipe: Path, folder: Path, *settings: str, code: int = 0, start: list[str]) -> str:
+    """Two ranks of the command; all they say."""
+    options = [word for setting in settings for word in ("--set", setting)]
+    arguments = [*start, str(recipe), "--run-dir", str(folder), *options]
+    codes, outputs = start_ranks(2, arguments, folder=recipe.parent, seconds=300)
+    assert codes == [code, code], outputs
+    assert "Traceback" not in "".join(outputs), outputs
+    return "".join(outputs)
+
+
+def steps_of(folder: Path) -> list[int]:
+    """The steps of the checkpoints that are there, all of them undamaged."""
+    found = published(folder / "checkpoints")
+    assert not [damage for path in found for damage in find_damages(path)]
+    return [step_of(path) for path in found]
+
+
+@pytest.mark.parametrize(
+    ("kind", "on_failure"),
+    [("quota", "continue"), pytest.param("room is looked at", "stop", marks=pytest.mark.long)],
+)
+def test_a_full_disk_costs_no_checkpoint(
+    kind: str, on_failure: str, disk: Path, recipe_file: Path, undisturbed: Path
+) -> None:
+    folder, healthy = disk / "run", ["recipes/pretrain.py"]
+    filling = ["-c", FILLING, str(disk), kind]
+    run(recipe_file, folder, "training.steps=3", start=healthy)
+    assert steps_of(folder) == [3]
+    output = run(recipe_file, folder, f"checkpoint.on_failure={on_failure}", code=3, start=filling)
+    reason = "No space left on device" if kind == "quota" else "GB free and a checkpoint needs"
+    assert "step 4 is not saved: " in output and reason in output
+    assert ("step 8 is not saved: " in output) == (on_failure == "continue")
+    assert steps_of(folder) == [3] and not list((folder / "checkpoints").glob("*.incomplete"))
+    expected = metrics(undisturbed)
+    assert metrics(folder) == expected[: len(metrics(folder))]
+
+    (disk / "ballast").unlink()
+    output = run(recipe_file, folder, start=healthy)
+    assert "resumed after step 3" in output and steps_of(folder) == [8]
+    assert metrics(folder) == expected
+    assert events(folder)[-1] == ("end", 8)
+
+
+def test_lines_that_a_full_disk_does_not_take_come_later(disk: Path) -> None:
+    lines, ballast = LineFile(disk / "lines", key="line"), disk / "ballast"
+    lines.append({"step": 1})
+    ballast.write_bytes(bytes(shutil.disk_usage(disk).free))
+    long = "x" * 10_000
+    lines.append({"step": 2, "text": long})
+    assert (disk / "lines").read_text() == '{"step": 1}\n'
+    lines.append({"step": 3})
+    ballast.unlink()
+    lines.append({"step": 4})
+    steps = [json.loads(line)["step"] for line in (disk / "lines").read_text().splitlines()]
+    assert steps == [1, 2, 3, 4]
+
+
+def test_a_folder_that_only_one_node_sees_is_no_checkpoint(corpus: Path, tmp_path: Path) -> None:
+    recipe = parse_recipe(changed(small_recipe(corpus), layout__pipeline=2), "small")
+    problems = run_ranks(2, save_into_folders_of_their_own, recipe, tmp_path)
+    assert problems[0] == problems[1]
+    assert "has been written and is not there; use a --run-dir on storage that" in problems[0]
+    assert not published(tmp_path / "0" / "checkpoints")
+
+
+def save_into_folders_of_their_own(recipe: Recipe, folder: Path) -> str | None:
+    """On each rank: a step and a save."""
+    world = join_world()
+    engine, data = start(recipe, world)
+    train_step(engine, data, 1)
+    own = RunFolder(folder / str(world.rank))
+    facts = {"recipe": recipe, "topology": recipe.topology(world), "data": data.fingerprint}
+    writer = CheckpointWriter(engine.state, own, **facts)
+    return writer.save(data.progress_after(1)) or writer.wait()

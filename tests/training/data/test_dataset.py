@@ -1,0 +1,402 @@
+import itertools
+import json
+import re
+import shutil
+from collections import Counter
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from models.errors import UserError
+from models.parallel.rng import MaskKey
+from recipes.preparing.own_files import OwnFiles
+from recipes.training.recipe.blend_weights import check_weights, whole_shares
+from recipes.training.data.dataset import (
+    TrainingData,
+    Windows,
+    choose_sources,
+    document_starts,
+    fingerprint,
+    permuted,
+)
+from recipes.training.data.micro_batch import MicroBatch
+from recipes.training.recipe.progress import Progress
+from recipes.training.recipe.schema import Recipe, parse_recipe
+from recipes.training.data.token_file import TokenFile, tokenizer_hash, write_token_file
+from recipes.training.recipe.topology import Topology
+from tests.conftest import changed
+
+
+def build(table: dict[str, Any], data_size: int = 1, data_rank: int = 0) -> TrainingData:
+    recipe: Recipe = parse_recipe(table, "test.toml")
+    return TrainingData(recipe, Topology(pipeline=1, data=data_size, tensor=1), data_rank)
+
+
+def window(data: TrainingData, sample: int) -> np.ndarray:
+    """The [s + 1] tokens of a sample."""
+    ((source, index),) = data.places(np.array([sample]))
+    return data.sources[source].read(index)
+
+
+def rows(micro_batches: Iterable[MicroBatch]) -> list[tuple[int, ...]]:
+    """Every sequence of some micro-batches, inputs and last label."""
+    return [
+        (*tokens.tolist(), label.tolist()[-1])
+        for each in micro_batches
+        for tokens, label in zip(each.tokens, each.labels, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 7, 64, 65, 1000])
+def test_a_permutation_visits_every_window_once(size: int) -> None:
+    assert sorted(permuted(np.arange(size), size, "key")) == list(range(size))
+    assert [int(permuted(np.array([i]), size, "key")[0]) for i in range(size)] == list(
+        permuted(np.arange(size), size, "key")
+    )
+
+
+def test_permutations_depend_on_the_key_and_mix() -> None:
+    orders = [permuted(np.arange(1000), 1000, key) for key in ("1/0/0", "1/0/1", "2")]
+    assert len({tuple(order) for order in orders}) == 3
+    for order in orders:
+        assert abs(np.corrcoef(np.arange(1000), order)[0, 1]) < 0.1
+        assert np.sum(np.diff(order) == 1) < 10
+        quarter = np.sort(order[:250])  # any part of an epoch is spread over the whole corpus
+        assert np.abs(quarter / 1000 - np.arange(250) / 250).max() < 0.1
+
+
+@pytest.mark.parametrize(
+    "weights",
+    [
+        [1.0], [0.7, 0.3], [5.0, 3.0, 2.0], [0.01, 0.99], [10.0, 10.0, 10.0, 70.0], [1.0] * 50,
+        [0.5, *(0.5 / 20 for _ in range(20))], [round(0.1 * 1.3**n, 3) for n in range(20)],
+    ],
+)  # fmt: skip
+def test_sources_are_mixed_by_weight_at_every_prefix(weights: list[float]) -> None:
+    given: Counter[int] = Counter()
+    for source, place in zip(*choose_sources(np.arange(2000), weights), strict=True):
+        sample = given.total()
+        assert place == given[source]  # each of its windows in turn, none left out
+        given[source] += 1
+        for index, weight in enumerate(weights):
+            share = (sample + 1) * weight / sum(weights)
+            assert abs(given[index] - share) < 1
+
+
+def test_the_order_of_rounded_blends_stays() -> None:
+    """Checkpoints do not record it: runs that were begun with it would read other samples."""
+    for weights, expected in {
+        (0.7, 0.3): (7, 3),
+        (1.0, 1.0, 1.0): (1, 1, 1),
+        (0.9999, 0.0001): (9999, 1),
+        (1 / 3, 2 / 3): (1, 2),
+        (0.1234567, 0.3, 0.0007654): (19072, 46346, 118),
+    }.items():
+        assert whole_shares(weights) == expected
+
+
+@pytest.mark.parametrize("rest", [[1.0], [0.5, 0.2, 0.3], [100.0]])
+def test_a_weight_too_small_for_the_period_is_rejected(rest: list[float]) -> None:
+    weights = [1e-6 * sum(rest), *rest]
+    with pytest.raises(UserError, match=r"data.train.0.weight = .* would become 1.53e-05") as said:
+        check_weights(weights)
+    least = float(re.search(r"use weight = (\S+) or more", str(said.value))[1])
+    assert least < 2e-4 * sum(rest)
+    check_weights([least, *rest])
+    sources, _ = choose_sources(np.arange(2**16), [least, *rest])
+    found = np.count_nonzero(sources == 0) / 2**16
+    assert found == pytest.approx(least / (least + sum(rest)), rel=0.1)
+    with pytest.raises(UserError):
+        check_weights([least * 0.15, *rest])
+
+
+@pytest.mark.parametrize("weights", [[0.9999, 0.0001], [1.0] * 200, [65535.0, 1.0]])
+def test_small_weights_that_are_exact_are_accepted(weights: list[float]) -> None:
+    check_weights(weights)
+    given = Counter(choose_sources(np.arange(sum(whole_shares(weights))), weights)[0].tolist())
+    shares = [given[source] / given.total() for source in range(len(weights))]
+    assert shares == pytest.approx([weight / sum(weights) for weight in weights], rel=1e-9)
+
+
+def test_the_global_batch_is_the_same_for_every_layout(small: dict[str, Any]) -> None:
+    whole = rows(build(small).step(3))
+    for micro_sequences, data_size in ((1, 2), (2, 2), (2, 4), (4, 1)):
+        table = changed(small, batch__micro_sequences=micro_sequences)
+        shares = [rows(build(table, data_size, rank).step(3)) for rank in range(data_size)]
+        assert sorted(itertools.chain(*shares)) == sorted(whole)
+        assert {len(share) for share in shares} == {8 // data_size}
+
+
+def test_one_epoch_reads_every_window_once_and_the_next_in_another_order(
+    small: dict[str, Any],
+) -> None:
+    data = build(small)
+    count = data.sources[0].count
+    windows = [tuple(window(data, sample)) for sample in range(2 * count)]
+    expected = {tuple(data.sources[0].read(index)) for index in range(count)}
+    assert set(windows[:count]) == set(windows[count:]) == expected
+    assert windows[:count] != windows[count:]
+
+
+def test_an_epoch_is_exact_while_the_layout_changes(small: dict[str, Any]) -> None:
+    """None missing and none twice, on 1, 2, 4 and 8 data ranks in turn, also with other batches."""
+    data, progress = build(small), Progress()
+    count = data.sources[0].count
+    seen: Counter[int] = Counter()
+    for step in itertools.count(1):
+        size = (1, 2, 4, 8)[step % 4]
+        sequences = (8, 16)[step % 3 == 0]
+        settings = {"batch__global_sequences": sequences, "batch__micro_sequences": 1 + (size < 8)}
+        table = changed(small, **settings, training__evaluate_every=0)
+        parts = [build(table, size, rank) for rank in range(size)]
+        for part in parts:
+            part.resume(progress)
+            for each in part.step(step):
+                seen.update(sample for sample in each.context.dropout.samples if sample < count)
+        progress = parts[0].progress_after(step)
+        if progress.samples >= count:
+            break
+    assert sorted(seen) == list(range(count)) and set(seen.values()) == {1}
+    places = data.places(np.arange(count))
+    assert sorted(index for _, index in places) == list(range(count))
+
+
+def test_labels_are_the_tokens_one_place_on(small: dict[str, Any]) -> None:
+    micro_batch = next(build(small).step(1))
+    tokens, labels = micro_batch.tokens, micro_batch.labels
+    assert tokens.dtype == labels.dtype == torch.int64
+    assert torch.equal(tokens[:, 1:], labels[:, :-1])
+
+
+def test_validation_is_spread_over_its_own_file(small: dict[str, Any]) -> None:
+    data = build(small)
+    assert data.validation.count == 124
+    expected = [tuple(data.validation.read(index * 124 // 16)) for index in range(16)]
+    assert rows(data.evaluation()) == expected
+    training = {tuple(window(data, sample)) for sample in range(data.sources[0].count)}
+    assert not training & set(expected)
+
+
+SPREAD = {  # layout -> the stages that take tokens, or labels
+    "1f1b": {0, 2},
+    "interleaved": {0, 2},
+    "zb-h1": {0, 2},
+    "zb-v": {0},
+    "dualpipev": {0},
+}
+
+
+@pytest.mark.parametrize("schedule", SPREAD)
+def test_every_stage_knows_the_documents_and_its_ends_read_tokens(
+    schedule: str, small: dict[str, Any]
+) -> None:
+    table = changed(
+        small,
+        model__layers=6,
+        layout={"pipeline": 3, "tensor": 2, "schedule": schedule},
+        batch__global_sequences=24,
+        data__separate_documents=True,
+    )
+    recipe, topology = parse_recipe(table, "test.toml"), Topology(pipeline=3, data=2, tensor=2)
+    found = set()
+    for rank in range(12):
+        data, place = TrainingData(recipe, topology, rank), topology.coordinates(rank)
+        data.resume(Progress(5, 77))
+        for each, first in zip(data.step(6), range(77 + 2 * place.data, 77 + 24, 4), strict=True):
+            assert each.context.dropout == MaskKey(recipe.seed, range(first, first + 2))
+            places = data.places(np.array([first, first + 1]))
+            found.add(check_documents(each, [(data.sources[s], index) for s, index in places]))
+            assert (each.tokens is not None) == (place.pipeline in SPREAD[schedule])
+        windows = [(data.validation, n * data.validation.count // 48) for n in range(48)]
+        for each, first in zip(data.evaluation(), range(2 * place.data, 48, 4), strict=True):
+            assert each.context.dropout is None
+            found.add(check_documents(each, windows[first : first + 2]))
+            assert (each.tokens is not None) == (place.pipeline in SPREAD[schedule])
+    assert None in found and any(len(lengths[0]) > 2 for lengths in filter(None, found))
+
+
+def check_documents(
+    micro_batch: MicroBatch, windows: list[tuple[Windows, int]]
+) -> tuple[tuple[int, ...], ...] | None:
+    """Compare a context with the documents of its windows; they, or None where nothing ends."""
+    lengths = tuple(
+        tuple(
+            end - begin for _, begin, end in corpus.file.documents_of(32 * index, 32 * index + 32)
+        )
+        for corpus, index in windows
+    )
+    expected = lengths if max(map(len, lengths)) > 1 else None
+    documents = micro_batch.context.documents
+    assert (documents and documents.lengths) == expected
+    return expected
+
+
+def test_documents_are_not_separate_unless_it_is_said(small: dict[str, Any]) -> None:
+    data = build(small)
+    assert {each.context.documents for each in (*data.step(1), *data.evaluation())} == {None}
+
+
+def test_another_seed_reads_in_another_order(small: dict[str, Any]) -> None:
+    assert rows(build(small).step(1)) != rows(build(changed(small, seed=5)).step(1))
+
+
+def test_token_files_are_read_as_written(tmp_path) -> None:
+    documents = [np.array([1, 2, 3]), np.array([], dtype=int), np.array([70000])]
+    for vocab_size, kept in ((70001, documents), (2**16, documents[:2])):
+        assert write_token_file(tmp_path / "x", kept, vocab_size=vocab_size) == sum(map(len, kept))
+        file = TokenFile(tmp_path / "x")
+        assert file.read(0, file.count).tolist() == np.concatenate(kept).tolist()
+    with pytest.raises(UserError, match="document 2: token id outside"):
+        write_token_file(tmp_path / "x", documents, vocab_size=70000)
+
+
+@pytest.mark.parametrize("suffix", ["bin", "idx"])
+def test_a_truncated_token_file_is_refused(tmp_path, suffix: str) -> None:
+    write_token_file(tmp_path / "x", [np.arange(50)], vocab_size=50)
+    file = tmp_path / f"x.{suffix}"
+    file.write_bytes(file.read_bytes()[:-2])
+    with pytest.raises(UserError, match=rf"x\.{suffix} has \d+ bytes instead of"):
+        TokenFile(tmp_path / "x")
+
+
+@pytest.fixture
+def own_corpus(small: dict[str, Any], corpus: Path, tmp_path: Path) -> dict[str, Any]:
+    """The small recipe on a copy of the corpus, in tmp_path, with a manifest."""
+    folder = shutil.copytree(corpus, tmp_path / "data")
+    table = changed(
+        small,
+        data__train=[{"path": str(folder / "train")}],
+        data__validation=str(folder / "validation"),
+        data__tokenizer=str(folder / "tokenizer"),
+    )
+    write_manifest(folder)
+    return table
+
+
+def write_manifest(folder: Path, **changes: Any) -> None:
+    manifest = {
+        "vocab_size": 250,
+        "tokenizer": "that one",
+        "tokenizer_sha256": tokenizer_hash(folder / "tokenizer"),
+        "files": {name: {"tokens": TokenFile(folder / name).count} for name in PARTS},
+    }
+    (folder / "manifest.json").write_text(json.dumps(manifest | changes))
+
+
+def shorten(folder: Path, name: str) -> None:
+    (folder / name).write_bytes((folder / name).read_bytes()[:-2])
+
+
+def put_token(folder: Path, place: int, token: int) -> None:
+    with (folder / "train.bin").open("r+b") as stream:
+        stream.seek(2 * place)
+        stream.write(token.to_bytes(2, "little"))
+
+
+def write_documents(file: Path, first: int | None) -> None:
+    """Write random documents, beginning with a token if given."""
+    random, start = np.random.default_rng(0), [] if first is None else [first]
+    lengths = [*random.integers(1, 40, 300), 0, 0]  # empty ones at the end
+    documents = [[*start, *random.integers(2, 250, n)] if n else [] for n in lengths]
+    write_token_file(file, map(np.array, documents), vocab_size=250)
+
+
+def test_the_start_of_documents_is_recorded_or_found(
+    own_corpus: dict[str, Any], tmp_path: Path
+) -> None:
+    recipe, folder = parse_recipe(own_corpus, "test"), tmp_path / "data"
+    assert document_starts(recipe) == [[]]
+    write_manifest(folder, document_start=[7])
+    assert document_starts(recipe) == [[7]] == fingerprint(recipe)["document_starts"]
+    (folder / "manifest.json").unlink()  # as a corpus of Megatron's tools
+    for first in (1, None):
+        write_documents(folder / "train", first)
+        assert document_starts(recipe) == [[1] if first else []]
+
+
+@pytest.mark.parametrize("content", ["{", "[]", "[" * 10**5, '"text"'])
+def test_a_manifest_that_is_not_an_object_is_an_error_of_the_user(
+    content: str, own_corpus: dict[str, Any], tmp_path: Path
+) -> None:
+    file = tmp_path / "data" / "manifest.json"
+    file.write_text(content)
+    named = re.escape(f"{file} is not a manifest of prepare_data.py (")
+    with pytest.raises(UserError, match=named):
+        document_starts(parse_recipe(own_corpus, "test"))
+    with pytest.raises(UserError, match=named):
+        build(own_corpus)
+    assert tmp_path / "data" / "train.bin" not in OwnFiles()
+
+
+def test_corpora_that_begin_documents_differently_are_rejected(
+    own_corpus: dict[str, Any], tmp_path: Path
+) -> None:
+    other = shutil.copytree(tmp_path / "data", tmp_path / "other")
+    table = changed(own_corpus, data__validation=str(other / "validation"))
+    for start, other_start in (([1], [1]), (None, [1]), ([1], None)):
+        for folder, value in ((tmp_path / "data", start), (other, other_start)):
+            write_manifest(folder, **({} if value is None else {"document_start": value}))
+        build(table)
+    write_manifest(tmp_path / "data", document_start=[])
+    write_manifest(other, document_start=[1])
+    with pytest.raises(UserError, match=r"train begin with the tokens \[\] and .* with \[1\]"):
+        build(table)
+
+
+PARTS = ("train", "validation")
+REFUSED: dict[str, tuple[Callable[[Path], Any], dict[str, Any], str]] = {
+    "a truncated .bin": (
+        lambda folder: shorten(folder, "train.bin"), {}, r"train\.bin has \d+ bytes instead of"),
+    "a truncated .idx": (
+        lambda folder: shorten(folder, "validation.idx"), {}, r"validation\.idx has \d+ bytes"),
+    "a missing file": (
+        lambda folder: (folder / "train.idx").unlink(), {}, r"train\.idx is missing"),
+    "no token index": (
+        lambda folder: (folder / "train.idx").write_bytes(b"x" * 99), {}, "is not a token index"),
+    "another size than the manifest's": (
+        lambda folder: write_manifest(folder, files={"train": {"tokens": 7}}), {},
+        r"train has \d+ tokens and .*manifest\.json says 7"),
+    "a broken manifest": (
+        lambda folder: (folder / "manifest.json").write_text("{"), {}, r"json is not a manifest"),
+    "a manifest without what it is for": (
+        lambda folder: (folder / "manifest.json").write_text("{}"), {}, r"json is not a manifest"),
+    "a vocabulary that is too small": (
+        write_manifest, {"model__vocab_size": 249}, "use model.vocab_size = 250"),
+    "an id beyond the vocabulary at the beginning": (
+        lambda folder: put_token(folder, 0, 250), {}, "token 0 has the id 250"),
+    "an id beyond the vocabulary in the middle": (
+        lambda folder: put_token(folder, 10_000, 999), {}, "token 10000 has the id 999"),
+    "another tokenizer": (
+        lambda folder: (folder / "tokenizer" / "tokenizer.json").write_text("{}"), {},
+        "is not the tokenizer that made .*use that one"),
+    "no tokenizer": (
+        lambda folder: (folder / "tokenizer" / "tokenizer.json").unlink(), {},
+        r"no tokenizer\.json there"),
+    "less than one window": (
+        write_manifest, {"model__sequence_length": 100_000}, "less than one window"),
+    "too few windows to validate on": (
+        write_manifest, {"training__evaluation_batches": 16}, "evaluation_batches = 15"),
+    "a weight of zero": (
+        write_manifest, {"data__train": [{"path": "data/x", "weight": 0.0}]}, "weight = 0.0"),
+    "a weight that is too small": (
+        write_manifest,
+        {"data__train": [{"path": "data/x"}, {"path": "data/y", "weight": 1e-6}]},
+        r"data\.train\.1\.weight = 1e-06 is 1e-06 of all .* use weight = 0\.00016 or more"),
+    "a negative weight": (
+        write_manifest, {"data__train": [{"path": "data/x", "weight": -1.0}]}, "weight = -1.0"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_refused_before_the_first_step(
+    name: str, own_corpus: dict[str, Any], tmp_path: Path
+) -> None:
+    build(own_corpus)
+    spoil, changes, message = REFUSED[name]
+    spoil(tmp_path / "data")
+    with pytest.raises(UserError, match=message):
+        build(changed(own_corpus, **changes))

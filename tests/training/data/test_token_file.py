@@ -1,0 +1,120 @@
+"""Token files beside Megatron's own reader and writer."""
+
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
+
+from models.errors import UserError
+from recipes.training.data.token_file import (
+    TOKEN_TYPES,
+    HashedFile,
+    TokenFile,
+    TokenFileWriter,
+    token_type,
+    write_index,
+    write_token_file,
+)
+
+DOCUMENTS = 10_000
+
+
+def documents(largest: int, *, count: int = DOCUMENTS) -> list[np.ndarray]:
+    """Of 0 to 40 tokens; about one in forty is empty."""
+    random = np.random.default_rng(0)
+    lengths = random.integers(0, 41, count)
+    lengths[[0, -1]] = 0  # at both ends too
+    return [random.integers(0, largest + 1, length) for length in lengths]
+
+
+@pytest.mark.parametrize("vocab_size", [2**16, 2**16 + 1])
+def test_megatron_reads_what_we_write(vocab_size: int, tmp_path: Path) -> None:
+    ours = documents(vocab_size - 1)
+    write_token_file(tmp_path / "x", ours, vocab_size=vocab_size)
+    theirs = IndexedDataset(str(tmp_path / "x"))
+    assert len(theirs) == DOCUMENTS and len(theirs.document_indices) == DOCUMENTS + 1
+    for number, document in enumerate(ours):
+        assert theirs[number].tolist() == document.tolist()
+    assert theirs.index.dtype is (np.uint16 if vocab_size == 2**16 else np.int32)
+
+
+@pytest.mark.parametrize("dtype", [np.dtype(name) for name in TOKEN_TYPES.values()], ids=str)
+def test_we_read_what_megatron_writes(dtype: np.dtype, tmp_path: Path) -> None:
+    theirs = documents(min(np.iinfo(dtype).max, 2**31))
+    builder = IndexedDatasetBuilder(str(tmp_path / "x.bin"), dtype=dtype.type)
+    for document in theirs:
+        parts = np.array_split(document, 2)  # two sequences, as of two sentences
+        builder.add_document(document.astype(dtype), [len(part) for part in parts])
+    builder.finalize(str(tmp_path / "x.idx"))
+    file = TokenFile(tmp_path / "x")
+    tokens = np.concatenate(theirs)
+    assert file.dtype == dtype and file.count == len(tokens)
+    assert file.read(0, file.count).tolist() == tokens.tolist()
+    assert file.read(1000, 1003).tolist() == tokens[1000:1003].tolist()
+    assert file.sequences == 2 * DOCUMENTS
+    assert file.documents.tolist() == list(range(0, 2 * DOCUMENTS + 1, 2))
+    places = [
+        (number, place) for number, document in enumerate(theirs) for place in range(len(document))
+    ]
+    for start, stop in ((0, 1), (0, 100), (4321, 4400), (len(tokens) - 50, len(tokens))):
+        found = file.documents_of(start, stop)
+        spelled_out = [(number, at) for number, begin, end in found for at in range(begin, end)]
+        assert spelled_out == places[start:stop]
+    numbers = np.repeat(np.arange(DOCUMENTS), [len(document) for document in theirs])
+    for start in range(0, len(tokens), 997):
+        for stop in range(start + 1, min(start + 100, len(tokens)), 7):
+            counted = np.unique(numbers[start:stop], return_counts=True)[1]
+            assert file.document_lengths(start, stop) == tuple(counted.tolist())
+    ends = (file.offsets // dtype.itemsize + file.lengths)[1::2]
+    assert ends.tolist() == np.cumsum([len(document) for document in theirs]).tolist()
+
+
+def test_documents_longer_than_a_window_and_empty_ones(tmp_path: Path) -> None:
+    lengths = [0, 20, 0, 0, 4, 1, 0, 35, 0]
+    write_token_file(tmp_path / "x", [np.arange(length) for length in lengths], vocab_size=40)
+    file = TokenFile(tmp_path / "x")
+    windows = [file.document_lengths(start, start + 12) for start in range(0, 60, 12)]
+    assert windows == [(12,), (8, 4), (1, 11), (12,), (12,)]
+
+
+@pytest.mark.parametrize("vocab_size", [2**16, 2**16 + 1])
+def test_a_document_may_have_more_than_2_gib(vocab_size: int, tmp_path: Path) -> None:
+    """The .bin is sparse: it has the size of its documents and no blocks on the disk."""
+    lengths, dtype = np.array([5, 2**30, 0, 3, 2**29], "<i4"), token_type(vocab_size)
+    index = HashedFile(tmp_path / "x.idx")
+    write_index(index, dtype, lambda: [lengths[:2], lengths[2:]], count=len(lengths))
+    index.close()
+    starts = [0, 5, 5 + 2**30, 5 + 2**30, 8 + 2**30]
+    with (tmp_path / "x.bin").open("wb") as stream:
+        stream.truncate((starts[-1] + 2**29) * dtype.itemsize)
+    file = TokenFile(tmp_path / "x")
+    assert file.offsets.tolist() == [start * dtype.itemsize for start in starts]
+    last = starts[-1]
+    assert file.documents_of(last - 5, last + 1) == [(1, 2**30 - 2, 2**30), (3, 0, 3), (4, 0, 1)]
+    assert file.document_lengths(last - 5, last + 1) == (2, 3, 1)
+    theirs = IndexedDataset(str(tmp_path / "x")).index
+    assert theirs.sequence_pointers.tolist() == file.offsets.tolist()
+
+
+def test_a_document_too_long_for_the_index_is_rejected(tmp_path: Path) -> None:
+    with (
+        pytest.raises(UserError, match=r"has 2147483648 tokens .* lengths up to 2147483647"),
+        TokenFileWriter(tmp_path / "x", token_type(10)) as file,
+    ):
+        file.write(np.zeros(1), np.array([7, 2**31]))
+
+
+def test_a_file_without_documents_is_empty(tmp_path: Path) -> None:
+    assert write_token_file(tmp_path / "x", [], vocab_size=10) == 0
+    assert TokenFile(tmp_path / "x").count == 0
+
+
+def test_a_file_that_is_cut_off_under_a_run_is_an_error_with_a_name(tmp_path: Path) -> None:
+    write_token_file(tmp_path / "x", [np.arange(100)], vocab_size=100)
+    file = TokenFile(tmp_path / "x")
+    os.truncate(tmp_path / "x.bin", 100)
+    assert file.read(0, 50).tolist() == list(range(50))
+    with pytest.raises(UserError, match=r"x\.bin ends before token 51; it had 100"):
+        file.read(0, 51)

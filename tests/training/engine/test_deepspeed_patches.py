@@ -1,0 +1,57 @@
+"""DeepSpeed's timers neither synchronise the device nor accumulate events."""
+
+import json
+import os
+from pathlib import Path
+from unittest import mock
+
+import pytest
+from deepspeed.accelerator import get_accelerator
+from deepspeed.utils.timer import NoopTimer, SynchronizedWallClockTimer
+
+from recipes.proving.trial import many_variants, start, train_step
+from recipes.training.recipe.schema import parse_recipe
+from recipes.training.recipe.topology import World
+from tests.conftest import changed, small_recipe
+from tests.ranks import run_ranks
+
+CONFIGS = ("zero1_fp32", "zero1_bf16", "zero2_fp32", "zero3_fp32")
+STEPS = 4  # DeepSpeed's throughput timer starts with the third
+
+
+def worker(corpus: str, timed: str) -> dict[str, tuple[int, str, int]]:
+    """Return the number of device synchronisations, the class of the timers, and kept events."""
+    found = {}
+    with many_variants() as begin:
+        for config in (*(f"ds_configs/{name}.json" for name in CONFIGS), timed):
+            begin()
+            recipe = parse_recipe(changed(small_recipe(Path(corpus)), deepspeed=config), "test")
+            engine, data = start(recipe, World.from_environment(os.environ))
+            accelerator = type(get_accelerator())
+            with mock.patch.object(accelerator, "synchronize") as synchronize:
+                for step in range(1, STEPS + 1):
+                    train_step(engine, data, step)
+            timers = engine.wrapped.timers
+            kept = sum(len(each.event_timers) for each in timers.get_timers().values())
+            found[config] = (synchronize.call_count, type(timers).__name__, kept)
+    return found
+
+
+@pytest.fixture(scope="module")
+def found(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> dict:
+    config = json.loads(Path("ds_configs/zero1_fp32.json").read_text())
+    file = tmp_path_factory.mktemp("configs") / "timed.json"
+    file.write_text(json.dumps(config | {"wall_clock_breakdown": True}))
+    (ranks, _) = run_ranks(2, worker, str(corpus), str(file), seconds=120)
+    return {Path(name).stem: each for name, each in ranks.items()}
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+def test_a_step_neither_waits_for_the_device_nor_keeps_times(config: str, found: dict) -> None:
+    assert found[config] == (0, NoopTimer.__name__, 0)
+
+
+def test_a_breakdown_of_times_is_available_on_request(found: dict) -> None:
+    _, timers, kept = found["timed"]
+    assert timers == SynchronizedWallClockTimer.__name__
+    assert kept > 0

@@ -1,0 +1,78 @@
+"""Norm, clipping and update read only the shard of the gradients that a rank owns."""
+
+import math
+import os
+from pathlib import Path
+from unittest import mock
+
+import pytest
+from deepspeed.accelerator import get_accelerator
+
+from models.pipeline.gradients.flat_gradients import FlatGradients
+from recipes.proving.trial import many_variants, start, train_step
+from recipes.training.recipe.schema import parse_recipe
+from recipes.training.recipe.topology import World
+from tests.conftest import changed, small_recipe
+from tests.ranks import run_ranks
+
+PRECISIONS = ("fp32", "bf16", "fp16")
+STEPS = 4
+Steps = list[tuple[float, float]]
+
+
+def worker(corpus: str) -> dict[tuple[str, bool], Steps]:
+    """Return losses and norms in each precision, without and with NaN in other ranks' shards.
+
+    DeepSpeed rejects fp16 on a CPU, although the CPU can compute it; the check is bypassed.
+    """
+    found = {}
+    allowed = mock.patch.object(type(get_accelerator()), "is_fp16_supported", lambda _: True)
+    with allowed, many_variants() as begin:
+        for precision in PRECISIONS:
+            for poisoned in (False, True):
+                begin()
+                config = f"ds_configs/zero1_{precision}.json"
+                table = changed(small_recipe(Path(corpus)), deepspeed=config)
+                table = changed(table, optimizer__gradient_clipping=0.5)
+                world = World.from_environment(os.environ)
+                engine, data = start(parse_recipe(table, "test"), world)
+                if poisoned:
+                    poison(engine.wrapped.gradients)
+                steps = [train_step(engine, data, step) for step in range(1, STEPS + 1)]
+                found[precision, poisoned] = [(each.loss, each.grad_norm) for each in steps]
+    return found
+
+
+def poison(gradients: FlatGradients) -> None:
+    """Fill the shards of other ranks with NaN before the optimizer gets that of this rank."""
+    reduction, hand_over = gradients.reduction, gradients._hand_over
+
+    def poison_and_hand_over(shards: list) -> None:
+        for flat, size, rank in zip(reduction.flats, reduction.sizes, reduction.ranks, strict=True):
+            for number, part in enumerate(flat.chunk(size)):
+                if number != rank:
+                    part.fill_(math.nan)
+        hand_over(shards)
+
+    gradients._hand_over = poison_and_hand_over
+
+
+@pytest.fixture(scope="module")
+def found(corpus: Path) -> dict[tuple[str, bool], Steps]:
+    return run_ranks(2, worker, str(corpus), seconds=120)[0]
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_other_ranks_shards_are_not_read(
+    precision: str, found: dict[tuple[str, bool], Steps]
+) -> None:
+    assert found[precision, True] == found[precision, False]
+    assert max(norm for _, norm in found[precision, False]) > 0.5  # something is clipped
+
+
+@pytest.mark.parametrize(("precision", "tolerance"), [("fp16", 1e-3), ("bf16", 1e-2)])
+def test_16_bit_weights_have_the_gradients_of_fp32(
+    precision: str, tolerance: float, found: dict[tuple[str, bool], Steps]
+) -> None:
+    for ours, exact in zip(found[precision, False], found["fp32", False], strict=True):
+        assert ours == pytest.approx(exact, rel=tolerance)

@@ -1,0 +1,98 @@
+"""DeepSpeed's ZeRO optimizer computes the same without needless copies."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+import torch
+
+from recipes.proving.trial import gather, held_state, many_variants, start, train_step
+from recipes.training.engine.zero_patches import ROW, gradient_norm, scale_in_update, squared_norm
+from recipes.training.recipe.schema import parse_recipe
+from tests.conftest import changed, small_recipe
+from tests.ranks import join_world, run_ranks
+
+CONFIGS = ("zero1_fp32", "zero1_bf16", "zero2_bf16", "zero3_fp32", "zero3_bf16")
+CLIPPING = (0.01, 1e6)  # below every gradient's norm, and above
+
+
+@pytest.mark.parametrize("elements", [1, ROW - 1, ROW, 3 * ROW + 5, 4_000_000])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_norm_is_as_exact_as_in_fp64(elements: int, dtype: torch.dtype) -> None:
+    gradient = torch.randn(elements, generator=torch.Generator().manual_seed(0)).to(dtype)
+    expected = float(gradient.double().square().sum())
+    assert float(squared_norm(gradient)) == pytest.approx(expected, rel=1e-6)
+
+
+def test_a_gradient_that_is_not_finite_shows() -> None:
+    assert torch.isinf(squared_norm(torch.tensor([1.0, float("inf")])))
+    assert torch.isnan(squared_norm(torch.tensor([1.0, float("nan")])))
+
+
+@pytest.mark.parametrize("norm", [0.5, 8.0])  # below what is clipped, and above
+@pytest.mark.parametrize("loss_scale", [1.0, 4.0])
+@pytest.mark.parametrize("growth", [1, 2])  # of the scale, for the next step
+def test_adamw_clips_while_it_updates(norm: float, loss_scale: float, growth: int) -> None:
+    weights, expected = (torch.ones(4, requires_grad=True) for _ in range(2))
+    gradient = torch.tensor([1.0, -2.0, 3.0, 0.5])
+    gradient *= norm / gradient.norm()
+    # A large epsilon, or AdamW's first step would not depend on the gradient's size.
+    settings = {"lr": 0.1, "eps": 1.0, "fused": True}
+    optimizer = torch.optim.AdamW([weights], **settings)
+    zero = SimpleNamespace(
+        loss_scale=loss_scale,
+        clip_grad=2.0,
+        device="cpu",
+        optimizer=optimizer,
+        model_parallel_rank=0,
+        dp_process_group=None,
+        _model_parallel_all_reduce=lambda tensor, op: None,
+    )
+    weights.grad = gradient * loss_scale
+    with mock.patch("torch.distributed.all_reduce"):
+        measured = gradient_norm(zero, [weights.grad], [weights])
+    assert float(measured) == pytest.approx(norm * loss_scale)
+    zero.loss_scale *= growth
+    scale_in_update(zero, [weights.grad], measured)
+    optimizer.step()
+    plain = torch.optim.AdamW([expected], **settings)
+    expected.grad = gradient.clone()
+    torch.nn.utils.clip_grad_norm_([expected], 2.0)
+    plain.step()
+    assert torch.allclose(weights, expected, rtol=1e-6)
+
+
+def first_steps(corpus: str) -> dict[tuple[str, float], tuple[float, float]]:
+    """Return the norms of the gradient and of the first moments, by config and clipping."""
+    world, found = join_world(), {}
+    with many_variants() as begin:
+        for config in CONFIGS:
+            for clipping in CLIPPING:
+                begin()
+                table = changed(
+                    small_recipe(Path(corpus)),
+                    deepspeed=f"ds_configs/{config}.json",
+                    optimizer__gradient_clipping=clipping,
+                )
+                engine, data = start(parse_recipe(table, "test"), world)
+                norm = train_step(engine, data, 1).grad_norm
+                moments = gather(engine, held_state(engine, "exp_avg"))
+                squares = sum(float(each.double().square().sum()) for each in moments.values())
+                found[config, clipping] = norm, squares**0.5
+    return found
+
+
+@pytest.fixture(scope="module")
+def steps(corpus: Path) -> dict[tuple[str, float], tuple[float, float]]:
+    return run_ranks(2, first_steps, str(corpus))[0]
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+def test_every_optimizer_clips(config: str, steps: dict) -> None:
+    """After one step the first moments are (1 - beta) times the gradient that AdamW has used."""
+    norm, clipped = steps[config, CLIPPING[0]]
+    assert norm == pytest.approx(steps["zero1_fp32", CLIPPING[0]][0], rel=1e-2)
+    assert clipped == pytest.approx((1 - 0.9) * CLIPPING[0], rel=1e-3)
+    norm, whole = steps[config, CLIPPING[1]]
+    assert whole == pytest.approx((1 - 0.9) * norm, rel=1e-3)

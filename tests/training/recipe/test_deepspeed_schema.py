@@ -1,0 +1,223 @@
+"""The supported keys of the DeepSpeed JSON: each trains alike, and all others are rejected."""
+
+import json
+import math
+import os
+import traceback
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+from deepspeed.accelerator import get_accelerator
+
+from models.errors import UserError
+from recipes.proving.trial import many_variants, start, train_step
+from recipes.training.recipe.deepspeed_config import read_deepspeed_json
+from recipes.training.recipe.deepspeed_schema import NOT_SUPPORTED, SETTINGS
+from recipes.training.recipe.schema import REPOSITORY, parse_recipe
+from recipes.training.recipe.topology import World
+from tests.conftest import changed, small_recipe
+from tests.ranks import run_ranks
+
+STEPS = 2
+OTHER: dict[str, Any] = {  # every supported key -> a valid value that is not DeepSpeed's default
+    "zero_optimization.stage": 1,
+    "zero_optimization.contiguous_gradients": False,
+    "zero_optimization.overlap_comm": False,
+    "zero_optimization.reduce_scatter": False,
+    "zero_optimization.reduce_bucket_size": 1e4,
+    "zero_optimization.use_multi_rank_bucket_allreduce": False,
+    "zero_optimization.allgather_partitions": False,
+    "zero_optimization.allgather_bucket_size": 10_000,
+    "zero_optimization.sub_group_size": 10_000,
+    "zero_optimization.stage3_prefetch_bucket_size": 0,
+    "zero_optimization.stage3_param_persistence_threshold": 1000,
+    "zero_optimization.stage3_model_persistence_threshold": 5000,
+    "zero_optimization.stage3_max_live_parameters": 10_000,
+    "zero_optimization.stage3_max_reuse_distance": 0,
+    "bf16.enabled": True,
+    "fp16.enabled": True,
+    "fp16.loss_scale": 1024.0,
+    "fp16.initial_scale_power": 8,
+    "fp16.loss_scale_window": 2,
+    "fp16.hysteresis": 1,
+    "fp16.consecutive_hysteresis": True,
+    "fp16.min_loss_scale": 4,
+    "data_types.grad_accum_dtype": "fp32",
+    "comms_logger.enabled": True,
+    "comms_logger.verbose": True,
+    "comms_logger.prof_all": False,
+    "comms_logger.prof_ops": ["all_reduce"],
+    "comms_logger.debug": True,
+    "flops_profiler.enabled": True,
+    "flops_profiler.recompute_fwd_factor": 1.0,
+    "flops_profiler.profile_step": 2,
+    "flops_profiler.module_depth": 1,
+    "flops_profiler.top_modules": 2,
+    "flops_profiler.detailed": False,
+    "flops_profiler.output_file": "FOLDER/flops.txt",
+    "communication_data_type": "bf16",
+    "prescale_gradients": True,
+    "gradient_predivide_factor": 2.0,
+    "zero_allow_untested_optimizer": True,
+    "memory_breakdown": True,
+    "wall_clock_breakdown": True,
+    "dump_state": True,
+}
+SCALED = ("prescale_gradients", "gradient_predivide_factor")
+TOLERANCES = {"bf16.enabled": 2e-2, "fp16": 3e-3, "communication_data_type": 1e-2}
+
+
+def stages_of(path: str) -> tuple[int, ...]:
+    """Return the ZeRO stages to try a setting with."""
+    return (2, 3) if path.startswith("zero_optimization.") else (1,)
+
+
+CASES = [(path, stage) for path in OTHER for stage in stages_of(path)]
+
+
+def config_with(path: str, value: Any, stage: int) -> dict[str, Any]:
+    """Return a JSON with one more setting, unless it is empty, and what that setting needs."""
+    name = REPOSITORY / "ds_configs" / f"zero{stage}_fp32.json"
+    config: dict[str, Any] = json.loads(name.read_text())
+    block, _, key = path.rpartition(".")
+    if block in ("bf16", "fp16", "comms_logger", "flops_profiler"):
+        config[block] = {"enabled": True}
+    if block == "fp16":
+        config[block]["initial_scale_power"] = 10
+    if path:
+        (config.setdefault(block, {}) if block else config)[key] = value
+    return config
+
+
+def train_with_each(corpus: str, folder: str) -> dict[tuple[str, int], list[float] | str]:
+    """Return the losses and norms with each setting on this rank, or the error."""
+    supports = mock.patch.object(type(get_accelerator()), "is_fp16_supported", lambda _: True)
+    found: dict[tuple[str, int], list[float] | str] = {}
+    file = Path(folder) / f"rank{os.environ['RANK']}.json"
+    table = changed(small_recipe(Path(corpus)), deepspeed=str(file))
+    with supports, many_variants() as begin:
+        for path, stage in [("", 1), ("", 2), ("", 3), *CASES]:
+            content = json.dumps(config_with(path, OTHER.get(path), stage))
+            file.write_text(content.replace("FOLDER", folder))
+            begin()
+            try:
+                found[path, stage] = train(table)
+            except Exception:
+                found[path, stage] = traceback.format_exc()
+    return found
+
+
+def train(table: dict[str, Any]) -> list[float]:
+    """Return the losses and gradient norms of some steps."""
+    engine, data = start(parse_recipe(table, "test"), World.from_environment(os.environ))
+    steps = [train_step(engine, data, step) for step in range(1, STEPS + 1)]
+    return [number for step in steps for number in (step.loss, step.grad_norm)]
+
+
+@pytest.fixture(scope="module")
+def trained(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int], Any]:
+    return run_ranks(2, train_with_each, str(corpus), str(tmp_path_factory.mktemp("json")))[0]
+
+
+@pytest.mark.parametrize(("path", "stage"), CASES)
+def test_every_supported_key_trains_alike(
+    path: str, stage: int, trained: dict[tuple[str, int], list[float]]
+) -> None:
+    tolerance = TOLERANCES.get(path) or TOLERANCES.get(path.partition(".")[0], 1e-6)
+    assert not isinstance(trained[path, stage], str), trained[path, stage]
+    assert trained[path, stage] == pytest.approx(trained["", stage], rel=tolerance)
+
+
+def paths(table: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    for key, setting in table.items():
+        if isinstance(setting, Mapping):
+            yield from paths(setting, f"{prefix}{key}.")
+        else:
+            yield prefix + key
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
+    [
+        # not supported, with the reason
+        ("zero_optimization.offload_param", {"device": "cpu"}, "offload_param = {"),
+        ("zero_optimization.offload_optimizer", {"device": "cpu"}, "stay on the GPU; remove it"),
+        ("zero_optimization.zero_hpz_partition_size", 8, "= 8 is not supported: weights"),
+        ("zero_optimization.zero_quantized_weights", True, "gathered unquantized; remove it"),
+        ("zero_optimization.zero_quantized_gradients", True, "are summed without quantization"),
+        ("zero_optimization.round_robin_gradients", True, "layout of the optimizer state"),
+        ("bf16.check_grad_overflow", False, "is always skipped; remove it"),
+        ("bf16.bf16_optimizer_states", True, "optimizer state in 32 bits; remove it"),
+        ("aio", {"thread_count": 1}, "stay on the GPU"),
+        # unknown, with the key that was meant and an example
+        ("zero_optimization.overlap_com", True, 'overlap_comm? For example "overlap_comm": true'),
+        ("zero_optimization.max_live_parameters", 5, "zero_optimization.stage3_max_live_param"),
+        ("zero_optimization.grad_accum_dtype", "fp32", "did you mean data_types.grad_accum_dtype?"),
+        ("fp16.loss_scale_windows", 5, 'fp16.loss_scale_window? For example "loss_scale_window":'),
+        ("flops_profiler.depth", 5, "unknown key flops_profiler.depth; "),
+        ("data_types.params", 5, "the keys of data_types are grad_accum_dtype"),
+        ("curriculum_learning", {}, "unknown key curriculum_learning; the keys of the top level"),
+        ("bf_16", {"enabled": True}, 'did you mean bf16? For example "bf16": {"enabled": true}'),
+        # types and ranges
+        ("zero_optimization.stage", "1", 'zero_optimization.stage = "1"'),
+        ("zero_optimization.stage", 1.0, "stage = 1.0 is not one of 1, 2, 3; use 1"),
+        ("zero_optimization.overlap_comm", "true", '= "true" is not true or false; use true'),
+        ("zero_optimization.overlap_comm", 1, "= 1 is not true or false; use true"),
+        ("zero_optimization.reduce_bucket_size", 0, "= 0 is not an integer in 1 .. "),
+        ("zero_optimization.reduce_bucket_size", 1.5, "= 1.5 is not an integer in 1 .. "),
+        ("zero_optimization.reduce_bucket_size", True, "= true is not an integer in 1 .. "),
+        ("zero_optimization.reduce_bucket_size", None, "= null is not an integer in 1 .. "),
+        ("zero_optimization.stage3_max_live_parameters", -1, "= -1 is not an integer in 0 .. "),
+        ("fp16.initial_scale_power", 127, "= 127 is not an integer in 0 .. 126; use 16"),
+        ("fp16.loss_scale", -1, "= -1 is not a number in 0 .. "),
+        ("fp16.enabled", "yes", 'fp16.enabled = "yes" is not true or false; use true'),
+        ("gradient_predivide_factor", 0, "= 0 is not a number in "),
+        ("gradient_predivide_factor", math.nan, "NaN is not valid in JSON"),
+        ("gradient_predivide_factor", math.inf, "Infinity is not valid in JSON"),
+        ("data_types.grad_accum_dtype", "float32", 'one of "fp32", "bf16", "fp16"; use "fp32"'),
+        ("comms_logger.prof_ops", "all_reduce", 'is not a list of strings; use ["all_reduce"]'),
+        ("comms_logger", True, 'comms_logger = true should be an object; use "comms_logger": {"en'),
+        ("bf16", {}, 'bf16 lacks "enabled"; use "bf16": {"enabled": true}'),
+    ],
+)  # fmt: skip
+def test_unsupported_settings_are_rejected(
+    path: str, value: Any, message: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "bad.json"
+    file.write_text(json.dumps(config_with(path, value, 1)))
+    with pytest.raises(UserError) as raised:
+        read_deepspeed_json(str(file))
+    said = str(raised.value)
+    assert said.startswith(f"{file}: ") and message in said and "\n" not in said
+    assert path.rpartition(".")[2] in said or "in JSON" in said
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("path", SCALED)
+@pytest.mark.parametrize("reduce_scatter", [True, False])
+def test_scaling_before_the_sum_needs_zero_1(
+    path: str, stage: int, reduce_scatter: bool, tmp_path: Path
+) -> None:
+    """With reduce_scatter false, ZeRO-3 would not undo gradient_predivide_factor."""
+    file = tmp_path / "bad.json"
+    config = config_with(path, OTHER[path], stage)
+    config["zero_optimization"]["reduce_scatter"] = reduce_scatter
+    file.write_text(json.dumps(config))
+    with pytest.raises(UserError, match=f"not support this under ZeRO-{stage};.*; remove them"):
+        read_deepspeed_json(str(file))
+
+
+def test_a_key_that_occurs_twice_is_rejected(tmp_path: Path) -> None:
+    file = tmp_path / "bad.json"
+    text = json.dumps(config_with("", None, 1))
+    file.write_text(text.replace('"stage": 1', '"stage": 1, "stage": 2'))
+    with pytest.raises(UserError, match="stage occurs twice"):
+        read_deepspeed_json(str(file))
+
+
+def test_every_supported_key_is_tried() -> None:
+    assert set(OTHER) == set(paths(SETTINGS))
+    assert not set(NOT_SUPPORTED) & set(OTHER)

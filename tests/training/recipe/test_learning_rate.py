@@ -1,0 +1,42 @@
+import pytest
+
+from recipes.training.recipe.learning_rate import learning_rate
+from recipes.training.recipe.schema import Optimizer
+
+
+def rates(decay: str, **schedule) -> list[float]:
+    optimizer = Optimizer.model_validate(
+        {
+            "learning_rate": 1.0,
+            "schedule": {
+                "warmup_steps": 10,
+                "decay": decay,
+                "minimum_learning_rate": 0.1,
+                **schedule,
+            },
+        }
+    )
+    return [learning_rate(step, optimizer, 100) for step in range(1, 101)]
+
+
+@pytest.mark.parametrize(
+    "values",
+    [rates("cosine"), rates("linear"), rates("wsd", decay_steps=20)],
+    ids=["cosine", "linear", "wsd"],
+)
+def test_warms_up_and_falls_to_the_minimum(values: list[float]) -> None:
+    assert values[:10] == pytest.approx([k / 10 for k in range(1, 11)])
+    assert values[9] == max(values) == 1.0
+    assert values[9:] == sorted(values[9:], reverse=True)
+    assert values[-1] == pytest.approx(0.1)
+
+
+def test_the_shapes_of_the_decays() -> None:
+    assert rates("cosine")[54] == pytest.approx(0.55)  # half way: the mean of peak and minimum
+    assert rates("linear")[54] == pytest.approx(0.55)
+    wsd = rates("wsd", decay_steps=20)
+    assert wsd[79] == 1.0 and wsd[80] < 1.0 and wsd[89] == pytest.approx(0.55)
+
+
+def test_without_warm_up_the_first_step_is_near_the_peak() -> None:
+    assert rates("cosine", warmup_steps=0)[0] == pytest.approx(1.0, abs=1e-3)

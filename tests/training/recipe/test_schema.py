@@ -1,0 +1,365 @@
+"""Every bad recipe gets one message that names the key and a value that works."""
+
+import json
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tomli_w
+
+from models.errors import UserError
+from recipes.training.recipe.deepspeed_config import build_deepspeed_config, zero_stage
+from recipes.training.recipe.schema import (
+    REPOSITORY,
+    Recipe,
+    load_recipe,
+    parse_recipe,
+    shipped_recipes,
+)
+from recipes.training.recipe.topology import World
+from tests.conftest import changed
+from tests.ranks import start_ranks
+
+TINY = REPOSITORY / "recipes" / "tiny.toml"
+
+# --set overrides of tiny.toml, ranks, what the message must name: the key, then a value that works
+BAD: list[tuple[str, int, str, str]] = [
+    # the model
+    ("model.heads=7", 2, "model.hidden_size = 192 is not divisible by heads = 7", "189 or 196"),
+    ("model.kv_heads=4", 2, "model.kv_heads = 4", "use kv_heads = 3 or 6"),
+    ("model.layers=0", 2, "model.layers = 0", "use layers = 1"),
+    ("model.layers=99999999999999", 2, "model.layers = 99999999999999", "use layers = 1"),
+    ("model.layers=six", 2, "model.layers = 'six'", "layers = 4"),
+    ("model.layers=4.5", 2, "model.layers = 4.5", "layers = 4"),
+    ("model.bias=1", 2, "model.bias = 1", "bias = false"),
+    ("model.norm=batchnorm", 2, "model.norm = 'batchnorm'", "'rmsnorm' or 'layernorm'"),
+    ("model.activation=relu", 2, "model.activation = 'relu'", "'swiglu' or 'gelu'"),
+    ("model.dropout=1.5", 2, "model.dropout = 1.5", "use dropout = 0.1"),
+    ("model.attention_dropout=1", 2, "attention_dropout = 1.0", "use attention_dropout = 0.1"),
+    ("model.head_size=33", 2, "model.head_size = 33", "use head_size = 34"),
+    ("model.rope_theta=-1", 2, "model.rope_theta = -1", "use 10000.0"),
+    ("model.hiden_size=192", 2, "unknown key model.hiden_size", "did you mean model.hidden_size?"),
+    # the layout
+    ("layout.tensor=4", 8, "model.heads = 6 is not divisible by layout.tensor = 4", "tensor = 2"),
+    ("layout.tensor=3", 6, "model.kv_heads = 2 is not divisible by layout.tensor", "tensor = 2"),
+    ("layout.pipeline=5", 5, "layout.pipeline = 5", "use layout.pipeline = 4"),
+    ("layout.pipeline=0", 2, "layout.pipeline = 0", "pipeline = 2"),
+    ("layout.recompute=some", 2, "layout.recompute = 'some'", "'none', 'selective' or 'full'"),
+    ("layout.recompute_interval=2", 2, "layout.recompute_interval = 2", 'recompute = "full"'),
+    (
+        "layout.schedule=gpipe", 2,
+        "layout.schedule = 'gpipe'", "'1f1b', 'interleaved', 'zb-h1', 'zb-v' or 'dualpipev'",
+    ),
+    (
+        "layout.schedule=dualpipev;layout.pipeline=1", 2,
+        'layout.schedule = "dualpipev" needs stages', "use layout.pipeline = 2 or more",
+    ),
+    (
+        "layout.schedule=zb-h1;layout.pipeline=1", 2,
+        'layout.schedule = "zb-h1" needs stages', 'or layout.schedule = "1f1b"',
+    ),
+    (
+        "layout.schedule=interleaved;layout.chunks=1", 2,
+        "layout.chunks = 1 does not go with", "use layout.chunks = 2 or more",
+    ),
+    (
+        "tracking.timeline_step=300", 2,
+        "tracking.timeline_step = 300 comes after training.steps = 200", "timeline_step = 200",
+    ),
+    ("layout.chunks=2", 2, "layout.chunks = 2 does not go with", "use layout.chunks = 1"),
+    (
+        "layout.schedule=zb-v;layout.chunks=3", 2,
+        "layout.chunks = 3 does not go with", "use layout.chunks = 2",
+    ),
+    (
+        "layout.schedule=interleaved;layout.chunks=3", 2,
+        "layout.pipeline = 2 with 3 parts each", "use model.layers = 6 or more",
+    ),
+    (
+        "layout.layers_per_stage=[3,2]", 2,
+        "layout.layers_per_stage = [3, 2] deals 5 blocks to 2 parts", "= [2, 2]",
+    ),
+    (
+        "layout.layers_per_stage=[1,1,2]", 2,
+        "layout.layers_per_stage = [1, 1, 2] deals 4 blocks to 3 parts", "or leave it out",
+    ),
+    ("layout.layers_per_stage=[4,0]", 2, "layout.layers_per_stage", "1"),
+    (
+        "layout.schedule=dualpipev;layout.pipeline=4", 4,
+        "layout.pipeline = 4 with 2 parts each", "use layout.pipeline = 2",
+    ),
+    (
+        "layout.schedule=dualpipev;model.layers=3", 2,
+        "layout.pipeline = 2 with 2 parts each", "use model.layers = 4 or more",
+    ),
+    (
+        "layout.schedule=dualpipev;batch.micro_sequences=16", 2,
+        'layout.schedule = "dualpipev" needs 4 micro-batches', "use batch.global_sequences = 64",
+    ),
+    ("layout.stages=2", 2, "unknown key layout.stages", "are tensor, pipeline"),
+    ("layout.heads=8", 2, "unknown key layout.heads", "did you mean model.heads?"),
+    (
+        "model.sequence_length=255;layout.tensor=2;layout.sequence_parallel=true", 4,
+        "model.sequence_length = 255 is not divisible by layout.tensor = 2", "254 or 256",
+    ),
+    # the world
+    ("layout.tensor=2", 6, "layout.tensor = 2 x layout.pipeline = 2", "use 4 ranks"),
+    ("batch.global_sequences=12", 8, "batch.global_sequences = 12", "= 16"),
+    (
+        'cluster={nodes = 4, gpus_per_node = 8, gpu = "H100"}', 2,
+        "cluster.nodes = 4", "--set cluster.nodes=1 --set cluster.gpus_per_node=2",
+    ),
+    ('cluster={nodes = 4, gpu = "H100"}', 2, "cluster.gpus_per_node is missing", "= 8"),
+    # the batch, the optimizer, the run
+    ("batch.micro_sequences=3", 2, "batch.global_sequences = 32", "30 or 33"),
+    ("batch.micro_sequences=0", 2, "batch.micro_sequences = 0", "micro_sequences = 4"),
+    ("optimizer.learning_rate=fast", 2, "optimizer.learning_rate = 'fast'", "0.004"),
+    ("optimizer.learning_rate=nan", 2, "optimizer.learning_rate = nan", "0.004"),
+    ("optimizer.betas=[0.9]", 2, "optimizer.betas.1", "betas = [ 0.9, 0.95, ]"),
+    ("optimizer.betas=[0.9, 1.0]", 2, "optimizer.betas.1 = 1.0", "betas = [ 0.9, 0.95, ]"),
+    ("optimizer.lr=1e-3", 2, "unknown key optimizer.lr", "learning_rate"),
+    ("optimizer.schedule.decay=sqrt", 2, "optimizer.schedule.decay = 'sqrt'", "'wsd'"),
+    ("optimizer.schedule.decay=wsd", 2, "optimizer.schedule.decay_steps = 0", "decay_steps = 1"),
+    (
+        "optimizer.schedule.decay=wsd;optimizer.schedule.decay_steps=190", 2,
+        "optimizer.schedule.warmup_steps", "use training.steps = 2",
+    ),
+    (
+        "optimizer.schedule.minimum_learning_rate=1", 2,
+        "optimizer.schedule.minimum_learning_rate = 1.0", "use 0.0004",
+    ),
+    ("training.steps=-5", 2, "training.steps = -5", "steps = "),
+    ("training.compare_copies_every=-1", 2, "training.compare_copies_every = -1", "= 100"),
+    ("training.compile=yes", 2, "training.compile = 'yes'", "true, false or 'auto'"),
+    ("training.deterministic=1", 2, "training.deterministic = 1", "= false"),
+    ("training.epochs=3", 2, "unknown key training.epochs", "are steps, evaluate_every"),
+    ("checkpoint.keep=0", 2, "checkpoint.keep = 0", "keep = 2"),
+    ("tracking.mode=on", 2, "tracking.mode = 'on'", "'offline'"),
+    ("data.train=[]", 2, "data.train = []", "train = "),
+    ("data.validation=data/stdlib/train", 2, 'data.validation = "data/stdlib/train"', "of its own"),
+    ("data.validation=./data/stdlib/train", 2, "data.validation", "of its own"),
+    ("data.separate_documents=yes", 2, "data.separate_documents = 'yes'", "= false"),
+    ("data.train=[{path='x', wait=1}]", 2, "unknown key data.train.0.wait", "are path, weight"),
+    ("tracking.project=a/b", 2, "tracking.project = 'a/b'", 'project = "threefold"'),
+    ("name=../elsewhere", 2, "name = '../elsewhere'", 'name = "tiny"'),
+    ("seed=-1", 2, "seed = -1", "seed = 1234"),
+    ("steps=5", 2, "unknown key steps", "did you mean training.steps?"),
+    ("model=5", 2, "model = 5", "layers = 4"),
+    ("data.train.x=2", 2, "data.train is a value", "--set data.train=..."),
+    ("name=2024-01-01", 2, "2024-01-01 is a date", 'write "2024-01-01"'),
+    ("model.rope_theta=inf", 2, "model.rope_theta = inf", "rope_theta = 10000.0"),
+    ("model.head_size=big", 2, "model.head_size = 'big'", "leave head_size out"),
+    ("seed.x=5", 2, "--set seed.x=5: seed is a value", "--set seed=..."),
+    ("training.steps", 2, "--set training.steps", "--set section.key=value"),
+    # ZeRO and precision
+    (
+        "deepspeed=ds_configs/zero2_fp32.json", 2,
+        "layout.pipeline = 2 with ZeRO-2", 'deepspeed = "ds_configs/zero1_fp32.json"',
+    ),
+    (
+        "deepspeed=ds_configs/zero3_bf16.json", 2,
+        "layout.pipeline = 2 with ZeRO-3", 'deepspeed = "ds_configs/zero1_bf16.json"',
+    ),
+    ("deepspeed=ds_configs/zero9.json", 2, 'deepspeed = "ds_configs/zero9.json"', "zero1_fp32"),
+    ("deepspeed=Makefile", 2, 'deepspeed = "Makefile": this is not valid JSON', "zero1_fp32"),
+]  # fmt: skip
+
+
+def refuse(path: Path, overrides: list[str], ranks: int) -> str:
+    """The message that a run with these overrides ends with."""
+    with pytest.raises(UserError) as refusal:
+        recipe = load_recipe(path, overrides)
+        topology = recipe.topology(World(size=ranks, local_size=ranks))
+        build_deepspeed_config(recipe, topology)
+    return str(refusal.value)
+
+
+@pytest.mark.parametrize(("overrides", "ranks", "key", "works"), BAD, ids=[row[0] for row in BAD])
+def test_a_bad_recipe_is_refused(overrides: str, ranks: int, key: str, works: str) -> None:
+    message = refuse(TINY, overrides.split(";"), ranks)
+    assert key in message
+    assert works in message.partition(key)[2]
+    assert "\n" not in message
+
+
+def test_the_table_is_about_refusals_only() -> None:
+    recipe = load_recipe(TINY)
+    build_deepspeed_config(recipe, recipe.topology(World(size=2, local_size=2)))
+    assert len(BAD) >= 25
+
+
+def test_a_missing_key_or_section_is_named(tmp_path: Path) -> None:
+    table = tomllib.loads(TINY.read_text())
+    for key, example in (("model__layers", "layers = 4"), ("batch", "[batch]"), ("seed", "1234")):
+        file = tmp_path / "bad.toml"
+        file.write_text(tomli_w.dumps(changed(table, **{key: None})))
+        message = refuse(file, [], 2)
+        assert f"{file}: {key.replace('__', '.')} is missing" in message and example in message
+
+
+def test_all_problems_are_told_at_once() -> None:
+    message = refuse(TINY, ["model.layers=no", "batch.micro_sequences=no", "seed=no"], 2)
+    assert "3 problems" in message
+    assert all(key in message for key in ("model.layers", "batch.micro_sequences", "seed"))
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("model = [", "this is not valid TOML"),
+        ("\x00", "this is not valid TOML"),
+        (None, "no such recipe"),
+    ],
+)
+def test_a_file_that_is_no_recipe_is_refused(tmp_path: Path, text: str, named: str) -> None:
+    file = tmp_path / "bad.toml"
+    if text is not None:
+        file.write_text(text)
+    assert refuse(file, [], 2).startswith(f"{file}: {named}")
+
+
+@pytest.mark.parametrize(
+    ("change", "named", "works"),
+    [
+        ({"gradient_clipping": 1.0}, "gradient_clipping = 1.0", '"gradient_clipping": "auto"'),
+        ({"train_batch_size": 8}, "train_batch_size", "batch.global_sequences"),
+        ({"optimizer": {}}, "optimizer", "[optimizer]"),
+        ({"zero_optimization": {"stage": 0}}, "zero_optimization.stage = 0", "use 1"),
+        ({"zero_optimization": {"stage": 1, "overlap_comm": "auto"}}, '= "auto"', "use a value"),
+        ({"zero_optimization": {"stage": True}}, "zero_optimization.stage = true", "use 1"),
+        (
+            {"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}}},
+            "offload_optimizer",
+            "remove it",
+        ),
+        (
+            {"zero_optimization": {"stage": 1, "compute_grad_norm": False}},
+            "compute_grad_norm = false is not supported: clipping",
+            "remove it",
+        ),
+        ({"data_types": {"grad_accum_dtype": "foo"}}, 'grad_accum_dtype = "foo"', '"fp32"'),
+        ({"communication_data_type": "fp8"}, 'communication_data_type = "fp8"', 'use "fp32"'),
+        ({"zero_optimization": 1}, "zero_optimization = 1 should be an object", '{"stage": 1}'),
+        ({"bf_16": {"enabled": True}}, "unknown key bf_16", "did you mean bf16?"),
+        ({"bf16": {"enable": True}}, 'bf16 lacks "enabled"', '"bf16": {"enabled": true}'),
+        (
+            {"bf16": {"enabled": True}, "fp16": {"enabled": True}},
+            "bf16 and fp16 are both enabled",
+            "use bf16 alone",
+        ),
+    ],
+)
+def test_a_deepspeed_config_that_sets_what_the_recipe_owns_is_refused(
+    tmp_path: Path, change: dict[str, Any], named: str, works: str
+) -> None:
+    file = tmp_path / "bad.json"
+    config = json.loads((REPOSITORY / "ds_configs" / "zero1_fp32.json").read_text())
+    file.write_text(json.dumps(config | change))
+    message = refuse(TINY, [f'deepspeed="{file}"'], 2)
+    assert named in message and works in message and str(file) in message
+
+
+@pytest.mark.parametrize(
+    ("named", "expected"), [({}, "fp32"), ({"communication_data_type": "bf16"}, "bf16")]
+)
+def test_gradients_are_summed_in_fp32_unless_the_json_says_otherwise(
+    tmp_path: Path, named: dict[str, str], expected: str
+) -> None:
+    config = json.loads((REPOSITORY / "ds_configs" / "zero1_bf16.json").read_text())
+    assert config.pop("communication_data_type") == "fp32"
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(config | named))
+    recipe = load_recipe(TINY, [f'deepspeed="{file}"'])
+    topology = recipe.topology(World(size=2, local_size=2))
+    assert build_deepspeed_config(recipe, topology)["communication_data_type"] == expected
+
+
+def test_tied_embeddings_that_deepspeed_would_untie_are_refused(tmp_path: Path) -> None:
+    config = json.loads((REPOSITORY / "ds_configs" / "zero1_fp16.json").read_text())
+    file = tmp_path / "bad.json"
+    file.write_text(json.dumps(config | {"data_types": {"grad_accum_dtype": "fp32"}}))
+    tied = ["model.tie_embeddings=true", f'deepspeed="{file}"']
+    message = refuse(TINY, tied, 2)
+    assert "model.tie_embeddings = true" in message and "remove grad_accum_dtype" in message
+    for overrides in (
+        ["model.tie_embeddings=true", "deepspeed=ds_configs/zero1_bf16.json"],
+        ["model.tie_embeddings=true", "deepspeed=ds_configs/zero1_fp16.json"],
+        [*tied, "layout.pipeline=1"],
+    ):
+        recipe = load_recipe(TINY, overrides)
+        build_deepspeed_config(recipe, recipe.topology(World(size=2, local_size=2)))
+
+
+def test_overrides_have_toml_values_and_bare_words_are_strings() -> None:
+    recipe = load_recipe(
+        TINY,
+        [
+            "optimizer.learning_rate=5e-4",
+            "name=tiny2",
+            'tracking.tags=["a", "b"]',
+            "layout.tensor=2",
+        ],
+    )
+    assert recipe.optimizer.learning_rate == 5e-4
+    assert (recipe.name, recipe.tracking.tags, recipe.layout.tensor) == ("tiny2", ("a", "b"), 2)
+
+
+def test_what_was_dealt_for_a_schedule_leaves_with_it(tmp_path: Path) -> None:
+    folded = ["layout.schedule=zb-v", "layout.layers_per_stage=[1,1,1,1]"]
+    resolved = tmp_path / "recipe.toml"
+    resolved.write_text(load_recipe(TINY, folded).toml())
+    assert load_recipe(resolved).layout.chunks == 2
+    other = load_recipe(resolved, ["layout.schedule=1f1b"]).layout
+    assert (other.schedule, other.chunks, other.layers_per_stage) == ("1f1b", 1, None)
+    more = ["layout.schedule=interleaved", "layout.chunks=3", "model.layers=6"]
+    assert load_recipe(resolved, more).layout.chunks == 3
+    with pytest.raises(UserError, match=r"layout.chunks = 2 does not go with"):
+        load_recipe(resolved, ["layout.schedule=1f1b", "layout.chunks=2"])
+
+
+def test_the_resolved_recipe_reproduces_itself() -> None:
+    recipe = load_recipe(TINY, ["model.qk_norm=true", "training.steps=77"])
+    assert parse_recipe(tomllib.loads(recipe.toml()), "again") == recipe
+
+
+def test_a_recipe_is_frozen() -> None:
+    recipe = load_recipe(TINY)
+    for target, key in ((recipe, "seed"), (recipe.layout, "tensor"), (recipe.model, "layers")):
+        with pytest.raises((ValueError, AttributeError)):
+            setattr(target, key, 5)
+
+
+def test_every_shipped_recipe_and_config_goes_together() -> None:
+    for path in shipped_recipes():
+        recipe = load_recipe(path)
+        assert isinstance(recipe, Recipe)
+        ranks = recipe.layout.pipeline * recipe.layout.tensor
+        world = World(size=ranks, local_size=ranks)
+        if recipe.cluster:
+            local = recipe.cluster.gpus_per_node
+            world = World(size=recipe.cluster.nodes * local, local_size=local)
+        build_deepspeed_config(recipe, recipe.topology(world))
+    for path in sorted((REPOSITORY / "ds_configs").glob("*.json")):
+        overrides = ["layout.pipeline=1", f'deepspeed="{path}"']
+        recipe = load_recipe(TINY, overrides)
+        build_deepspeed_config(recipe, recipe.topology(World()))
+
+
+@pytest.mark.parametrize(("ranks", "tensor", "stage"), [(1, 1, 1), (2, 1, 2), (2, 2, 1), (4, 2, 2)])
+def test_zero_2_with_nobody_to_share_with_is_zero_1(ranks: int, tensor: int, stage: int) -> None:
+    layout = ("layout.pipeline=1", f"layout.tensor={tensor}")
+    recipe = load_recipe(
+        REPOSITORY / "recipes" / "tiny.toml", ["deepspeed=ds_configs/zero2_fp32.json", *layout]
+    )
+    topology = recipe.topology(World(size=ranks, local_size=ranks))
+    assert zero_stage(build_deepspeed_config(recipe, topology)) == stage
+
+
+def test_two_ranks_print_one_message_and_no_traceback(tmp_path: Path) -> None:
+    command = ["recipes/pretrain.py", "--set", "model.heads=7"]
+    codes, outputs = start_ranks(2, command, folder=tmp_path, seconds=60, forked=False)
+    assert codes == [2, 2]
+    assert outputs[0].count("model.hidden_size = 192 is not divisible by heads = 7") == 1
+    assert outputs[0].count("\n") == 1
+    assert outputs[1].startswith("pretrain.py: rank 1: ") or "heads = 7" in outputs[1]

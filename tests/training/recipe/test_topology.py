@@ -1,0 +1,67 @@
+import pytest
+from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
+
+from models.errors import UserError
+from recipes.training.recipe.topology import Coordinates, Topology, World, check_placement, rank_map
+
+
+@pytest.mark.parametrize(("pipeline", "data", "tensor"), [(2, 3, 4), (1, 1, 1), (4, 2, 1)])
+def test_ranks_are_where_deepspeed_puts_them(pipeline: int, data: int, tensor: int) -> None:
+    ours = Topology(pipeline=pipeline, data=data, tensor=tensor)
+    theirs = PipeModelDataParallelTopology(num_pp=pipeline, num_dp=data, num_mp=tensor)
+    for rank in range(ours.world_size):
+        place = theirs.get_coord(rank)
+        expected = Coordinates(pipeline=place.pipe, data=place.data, tensor=place.model)
+        assert ours.coordinates(rank) == expected
+        assert ours.rank(expected) == rank
+    assert ours.tensor_groups() == theirs.get_axis_comm_lists("model") or tensor == 1
+
+
+def test_data_parallelism_takes_what_is_left() -> None:
+    assert Topology.for_world(16, pipeline=2, tensor=4).data == 2
+
+
+def test_an_indivisible_world_is_refused_with_a_layout_that_works() -> None:
+    with pytest.raises(UserError, match=r"world of 6 ranks.*layout.pipeline = 3"):
+        Topology.for_world(6, pipeline=4, tensor=1)
+
+
+@pytest.mark.parametrize(
+    ("environment", "world"),
+    [
+        ({}, World()),
+        (
+            {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"},
+            World(rank=3, size=8, local_rank=1, local_size=2),  # torchrun
+        ),
+        (
+            {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_SIZE": "2"},
+            World(rank=3, size=8, local_rank=1, local_size=2),  # deepspeed
+        ),
+        (
+            {
+                "SLURM_PROCID": "9",
+                "SLURM_NTASKS": "16",
+                "SLURM_LOCALID": "1",
+                "SLURM_TASKS_PER_NODE": "8(x2)",
+            },
+            World(rank=9, size=16, local_rank=1, local_size=8),
+        ),
+    ],
+)
+def test_the_launcher_decides_the_rank(environment: dict[str, str], world: World) -> None:
+    assert World.from_environment(environment) == world
+
+
+def test_tensor_groups_belong_inside_a_node() -> None:
+    hosts = ["a", "a", "b", "b"]
+    check_placement(Topology(pipeline=2, data=1, tensor=2), hosts)
+    with pytest.raises(UserError, match=r"ranks 0 .. 1 is spread over a and b; start neighbouring"):
+        check_placement(Topology(pipeline=2, data=1, tensor=2), ["a", "b", "a", "b"])
+
+
+def test_the_map_says_who_has_what() -> None:
+    assert rank_map(Topology(pipeline=2, data=2, tensor=2), [*"aaaa", *"bbbb"]) == [
+        "a: rank 0 .. 3: pipeline 0, data 0 .. 1, tensor 0 .. 1",
+        "b: rank 4 .. 7: pipeline 1, data 0 .. 1, tensor 0 .. 1",
+    ]

@@ -1,0 +1,139 @@
+import errno
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from models.errors import UserError
+from recipes.training.recipe.progress import Progress
+from recipes.training.recipe.schema import REPOSITORY, parse_recipe
+from recipes.training.run_folder.folder import RunFolder
+from recipes.training.run_folder.line_file import LineFile
+
+HOLD = (
+    "import sys, time, pathlib; sys.path[0] = '.'\n"
+    "from recipes.training.run_folder.folder import RunFolder\n"
+    "RunFolder(pathlib.Path(sys.argv[1])).hold()"
+)
+
+
+def test_a_second_process_is_refused_and_a_dead_one_is_not_missed(tmp_path: Path) -> None:
+    holder = subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path / "run")], cwd=REPOSITORY)
+    holder.wait(timeout=30)  # held, then gone
+    folder = RunFolder(tmp_path / "run")
+    folder.hold()
+    second = subprocess.run(
+        [sys.executable, "-c", HOLD, str(tmp_path / "run")],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+    )
+    assert second.returncode != 0
+    assert "is in use by process" in second.stderr and "--run-dir" in second.stderr
+
+
+def test_metrics_of_steps_to_be_done_again_are_dropped(tmp_path: Path, small) -> None:
+    folder = RunFolder(tmp_path / "run")
+    folder.hold()
+    for step in range(1, 6):
+        folder.metric({"step": step, "loss": 0.1 + 0.2})
+    folder.prepare(parse_recipe(small, "test"), Progress(3, 24))
+    assert [line["step"] for line in folder.read_metrics()] == [1, 2, 3]
+    assert folder.read_metrics()[0]["loss"] == 0.1 + 0.2  # every digit
+
+
+def test_a_fresh_start_sets_the_old_run_aside(tmp_path: Path, small) -> None:
+    folder = RunFolder(tmp_path / "run")
+    folder.hold()
+    folder.metric({"step": 1})
+    folder.event("start", 0)
+    folder.move_aside()
+    folder.prepare(parse_recipe(small, "test"), Progress())
+    assert folder.read_metrics() == [] and not folder.events.exists()
+    (aside,) = tmp_path.glob("run.*")
+    assert RunFolder(aside).read_metrics() == [{"step": 1}]
+    with pytest.raises(UserError, match="is in use"):
+        RunFolder(tmp_path / "run").hold()
+
+
+def test_a_link_stays_a_link(tmp_path: Path, small) -> None:
+    (tmp_path / "large disk").mkdir()
+    (tmp_path / "run").symlink_to(tmp_path / "large disk")
+    folder = RunFolder(tmp_path / "run")
+    folder.hold()
+    folder.metric({"step": 1})
+    folder.move_aside()
+    folder.prepare(parse_recipe(small, "small"), Progress())
+    assert (tmp_path / "run").is_symlink() and (tmp_path / "run" / "recipe.toml").is_file()
+    (aside,) = tmp_path.glob("large disk.*")
+    assert (aside / "metrics.jsonl").is_file()
+
+
+def test_metrics_that_a_rollback_discarded_are_copied_by_the_next_start(
+    tmp_path: Path, small
+) -> None:
+    """The run was killed after the rollback was written down and before they were moved."""
+    folder, recipe = RunFolder(tmp_path / "run"), parse_recipe(small, "test")
+    folder.hold()
+    for step in range(1, 8):
+        folder.metric({"step": step, "tokens": 8 * 32 * step})
+    folder.prepare(recipe, Progress(6, 48))  # step 7 will be the same again
+    assert not list(folder.path.glob("metrics.*.jsonl"))
+    folder.prepare(recipe, Progress(4, 48))  # steps 5 and 6 will read other samples
+    (copy,) = folder.path.glob("metrics.*.jsonl")
+    assert [line["step"] for line in LineFile(copy, key="step").read()] == [1, 2, 3, 4, 5, 6]
+    assert [line["step"] for line in folder.read_metrics()] == [1, 2, 3, 4]
+
+
+def test_runs_moved_aside_in_the_same_second_are_all_kept(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "run")
+    folder.hold()
+    for step in (1, 2, 3):
+        folder.metric({"step": step})
+        folder.move_aside()
+    kept = [RunFolder(path).read_metrics()[0]["step"] for path in tmp_path.glob("run.*")]
+    assert sorted(kept) == [1, 2, 3]
+
+
+def test_lines_of_discarded_steps_that_wait_for_room_are_copied_and_dropped(
+    tmp_path: Path, small, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = RunFolder(tmp_path / "run")
+    folder.hold()
+    folder.metric({"step": 1})
+    write = LineFile._write
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(LineFile, "_write", full)
+    for step in (2, 3):
+        folder.metric({"step": step})
+    monkeypatch.setattr(LineFile, "_write", write)
+    folder.prepare(parse_recipe(small, "test"), Progress(2, 16), branching=True)
+    folder.metric({"step": 3})
+    assert [line["step"] for line in folder.read_metrics()] == [1, 2, 3]
+    (copy,) = folder.path.glob("metrics.*.jsonl")
+    assert [line["step"] for line in LineFile(copy, key="step").read()] == [1, 2, 3]
+
+
+@pytest.mark.parametrize("hidden", ["boot_id", "pid"])
+def test_a_folder_is_held_where_proc_is_not_readable(
+    hidden: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(path: object, *_: object) -> str:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
+    with monkeypatch.context() as patch:
+        if hidden == "boot_id":
+            patch.setattr(Path, "read_text", refuse)
+        else:
+            patch.setattr(os, "readlink", refuse)
+        folder, second = RunFolder(tmp_path / "run"), RunFolder(tmp_path / "run")
+        folder.hold()
+        with pytest.raises(UserError, match="is in use by process"):
+            second.hold()
+    folder.release()
+    second.hold()

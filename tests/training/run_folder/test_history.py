@@ -1,0 +1,157 @@
+"""Which rollbacks count: by the order of the events, in every branch."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from recipes.preparing.ledger import samples_of
+from recipes.training.recipe.schema import parse_recipe
+from recipes.training.run_folder.folder import RunFolder
+from recipes.training.run_folder.history import replay
+from tests.conftest import changed
+
+BATCH, LENGTH = 8, 32
+
+
+def event(text: str) -> dict[str, Any]:
+    """ "rollback 26 24 208" as an event: name, step, then for rollbacks to and samples."""
+    kind, *numbers = text.split()
+    step, *rest = map(int, numbers or [0])
+    found = {"event": kind, "step": step}
+    if kind == "rollback":
+        found |= {"to": rest[0], "samples": rest[1]}
+    elif kind == "branch":
+        found |= {"checkpoint": f"step-{step:07d}", "stamp": "x", "resume": "x"}
+    if kind in ("branch", "resume") and rest:
+        found["samples"] = rest[0]
+    return found
+
+
+def history(*texts: str):
+    return replay(map(event, texts))
+
+
+SAVED = ("start", "save 8", "save 16", "save 24")
+BACK = (*SAVED, "rollback 26 24 208")
+
+
+@pytest.mark.parametrize(
+    ("texts", "step", "samples", "rollbacks"),
+    [
+        (BACK, 24, 208, 1),
+        ((*BACK, "resume 24 208"), 24, 208, 1),  # killed and restarted
+        ((*BACK, "rollback 25 24 216"), 24, 216, 2),
+        ((*BACK, "save 32"), 24, 208, 0),  # passed
+        ((*BACK, "save 32"), 32, None, 0),
+        ((*BACK, "save 32", "rollback 34 32 280"), 32, 280, 1),
+        ((*BACK, "save 32", "resume 24 208", "rollback 26 24 220"), 24, 220, 1),  # 32 is damaged
+        ((*BACK, "rollback 25 16 216"), 16, 216, 2),  # 24 is damaged
+        ((*BACK, "rollback 25 16 216"), 24, None, 1),
+        # the event of a save was lost, since the run was killed just then
+        (BACK, 32, None, 0),
+        # the user has left the branch
+        ((*BACK, "branch 16", "resume 16 128"), 24, None, 0),
+        ((*BACK, "branch 16", "resume 16 128", "save 24"), 24, None, 0),
+        ((*BACK, "branch 24"), 24, None, 0),
+        ((*BACK, "branch 24", "resume 24 192"), 24, None, 0),
+        ((*BACK, "branch 24", "resume 24 192", "rollback 26 24 208"), 24, 208, 1),
+        ((*BACK, "branch 32"), 24, 208, 0),  # of a checkpoint from elsewhere
+        # an automatic resume from an earlier one: the later ones are damaged
+        ((*BACK, "resume 16 128"), 24, None, 1),
+        ((*BACK, "start"), 24, None, 0),
+        # a save of the same step in the next branch
+        ((*BACK, "resume 16 128", "save 24"), 24, None, 0),
+    ],
+)
+def test_rollbacks_count_for_the_checkpoint_of_this_branch(
+    texts: tuple[str, ...], step: int, samples: int | None, rollbacks: int
+) -> None:
+    found = history(*texts)
+    assert found.rolled_back.get(step) == samples
+    assert found.rollbacks(step) == rollbacks
+
+
+def test_a_branch_is_pending_until_a_process_trains_from_it() -> None:
+    assert history(*SAVED).branch is None
+    assert history(*SAVED, "branch 16").branch.pending
+    assert not history(*SAVED, "branch 16", "resume 16 128").branch.pending
+    assert not history(*SAVED, "branch 16", "resume 16 128", "save 24").branch.pending
+    assert history(*SAVED, "branch 16", "resume 16", "branch 8").branch.step == 8
+
+
+def test_events_that_lack_something_are_skipped() -> None:
+    broken = [{"event": "rollback", "step": 26, "to": 24}, {"event": "branch"}, {"event": "save"}]
+    found = replay([*map(event, BACK), *broken, {"event": "rollback", "to": "x", "samples": 1}])
+    assert found.rolled_back == {24: 208}
+
+
+@pytest.fixture
+def recipe(small):
+    return parse_recipe(changed(small, training__steps=40), "test")
+
+
+def write(folder: RunFolder, texts: tuple[str, ...], ends: dict[int, int]) -> None:
+    """Events, and metrics: step -> the samples read so far."""
+    for text in texts:
+        found = event(text)
+        folder.event(found.pop("event"), found.pop("step"), **found)
+    for step, samples in ends.items():
+        folder.metric({"step": step, "tokens": samples * LENGTH})
+
+
+def test_the_ledger_follows_the_branch(recipe, tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    ends = {step: BATCH * step for step in range(1, 27)}
+    write(folder, (*BACK, "branch 16 128", "resume 16 128", "save 24"), ends)
+    assert samples_of(recipe, folder, 25) == range(192, 200)  # and not from sample 208 on
+    assert samples_of(recipe, folder, 17) == range(128, 136)
+    assert samples_of(recipe, folder, 30) == range(232, 240)
+
+
+def test_the_ledger_follows_a_branch_to_a_checkpoint_of_another_run(recipe, tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    write(folder, BACK, {step: BATCH * step for step in range(1, 33)})  # those of the other run
+    facts = {"checkpoint": "/elsewhere/step-0000032", "stamp": "x", "samples": 256}
+    folder.event("branch", 32, resume="/elsewhere/step-0000032", **facts)
+    folder.event("resume", 32, samples=256)
+    assert samples_of(recipe, folder, 25) == range(192, 200)  # and not from sample 208 on
+    assert samples_of(recipe, folder, 33) == range(256, 264)
+
+
+def test_the_ledger_follows_a_branch_to_an_abandoned_checkpoint(recipe, tmp_path: Path) -> None:
+    """The second branch rolls back at step 18, and the first one at step 26."""
+    folder = RunFolder(tmp_path)
+    ends = {step: BATCH * step for step in range(1, 25)}
+    ends |= {step: BATCH * (step + 2) for step in range(25, 33)}
+    second = ("branch 16 128", "resume 16 128", "rollback 18 16 144")
+    write(folder, (*BACK, "save 32", *second), ends)
+    facts = {"checkpoint": "abandoned-x-step-0000032", "stamp": "y", "samples": 272}
+    folder.event("branch", 32, resume="abandoned-x-step-0000032", **facts)
+    folder.event("resume", 32, samples=272)
+    assert samples_of(recipe, folder, 17) == range(128, 136)  # and not from sample 144 on
+    assert samples_of(recipe, folder, 25) == range(208, 216)
+    assert samples_of(recipe, folder, 33) == range(272, 280)
+    folder.event("branch", 16, checkpoint="abandoned-y-step-0000016", stamp="z", samples=144)
+    assert folder.history().resumed == {16: 144}
+
+
+def test_the_ledger_knows_the_samples_after_a_rollback(recipe, tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    ends = {step: BATCH * step for step in range(1, 27)}  # 25 and 26 are not dropped yet
+    write(folder, BACK, ends)
+    assert samples_of(recipe, folder, 25) == range(208, 216)
+    assert samples_of(recipe, folder, 26) == range(216, 224)
+    folder.metric({"step": 25, "tokens": 216 * LENGTH})
+    assert samples_of(recipe, folder, 25) == range(208, 216)
+
+
+def test_the_ledger_reads_torn_files(recipe, tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    write(folder, BACK, {step: BATCH * step for step in range(1, 25)})
+    for file in (folder.events, folder.metrics):
+        with file.open("ab") as stream:
+            stream.write(b'{"event": "rollback", "st' + b"\0" * 40)
+    assert samples_of(recipe, folder, 25) == range(208, 216)
+    assert json.loads(folder.events.read_text().splitlines()[0])["event"] == "start"

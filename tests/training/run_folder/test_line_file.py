@@ -1,0 +1,84 @@
+"""Files of JSON lines that a power loss has torn."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from recipes.training.run_folder.folder import RunFolder
+from recipes.training.run_folder.line_file import LineFile
+
+LINES = [{"event": "save", "step": step} for step in (1, 2, 3)]
+TEXT = "".join(json.dumps(line) + "\n" for line in LINES).encode()
+
+
+@pytest.mark.parametrize("cut", range(1, len(TEXT)))
+def test_a_line_after_a_torn_one_is_whole(cut: int, tmp_path: Path) -> None:
+    file = tmp_path / "events.jsonl"
+    file.write_bytes(TEXT[:cut])
+    whole = sum(len(json.dumps(line)) <= len(part) for line, part in
+                zip(LINES, TEXT[:cut].split(b"\n"), strict=False))  # fmt: skip
+    lines = LineFile(file, key="event")
+    assert lines.read() == LINES[:whole]
+    lines.append({"event": "start", "step": 9})
+    assert lines.read() == [*LINES[:whole], {"event": "start", "step": 9}]
+
+
+@pytest.mark.parametrize(
+    "torn",
+    [
+        b'{"event": "rol',
+        b"\0" * 500,
+        b"\0" * 500 + b"\n",
+        b'{"event": "sa' + b"\0" * 30 + b"\n",
+        b"\xff\xfe\n",
+        b"\n\n",
+        b"17\n",
+        b'"event"\n',
+        b'{"step": 4}\n',
+        b'{"event": "stop"}}\n',
+    ],
+)
+def test_what_does_not_parse_is_skipped_anywhere(torn: bytes, tmp_path: Path) -> None:
+    first = len(TEXT.split(b"\n")[0]) + 1
+    file = tmp_path / "events.jsonl"
+    file.write_bytes(TEXT[:first] + torn.rstrip(b"\n") + b"\n" + TEXT[first:])
+    assert LineFile(file, key="event").read() == LINES
+    file.write_bytes(TEXT + torn)
+    LineFile(file, key="event").append({"event": "end", "step": 4})
+    assert LineFile(file, key="event").read() == [*LINES, {"event": "end", "step": 4}]
+
+
+def test_a_line_behind_nul_bytes_is_read(tmp_path: Path) -> None:
+    """A writer that did not look at the end of the file has appended there."""
+    (tmp_path / "events.jsonl").write_bytes(TEXT + b"\0" * 100 + b'{"event": "end", "step": 3}\n')
+    events = RunFolder(tmp_path).read_events()
+    assert [event["event"] for event in events] == ["save", "save", "save", "end"]
+
+
+def test_lines_that_wait_for_room_are_read_too(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "run")  # the folder does not exist: nothing can be written
+    folder.event("rollback", 7, to=4, samples=56)
+    assert [event["to"] for event in folder.read_events()] == [4]
+    assert folder.history().rolled_back == {4: 56}
+    with pytest.raises(OSError, match="No such file"):
+        folder.flush()
+    folder.path.mkdir()
+    folder.flush()
+    assert RunFolder(folder.path).history().rolled_back == {4: 56}
+
+
+def test_a_durable_append_succeeds_or_raises(tmp_path: Path) -> None:
+    lines = LineFile(tmp_path / "run" / "events.jsonl", key="event")
+    with pytest.raises(OSError, match="No such file"):
+        lines.append_durably({"event": "branch"})
+    assert lines.read() == []  # the caller has been told, so that it is not written later
+
+
+def test_a_replacement_drops_the_lines_that_wait(tmp_path: Path) -> None:
+    lines = LineFile(tmp_path / "run" / "metrics.jsonl", key="step")
+    lines.append({"step": 1})  # the folder does not exist: nothing can be written
+    (tmp_path / "run").mkdir()
+    lines.replace('{"step": 7}\n')
+    lines.append({"step": 8})
+    assert [line["step"] for line in lines.read()] == [7, 8]

@@ -1,0 +1,280 @@
+"""Locks of run folders: without flock, with dead holders, and with runs that are alive."""
+
+import errno
+import fcntl
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tomli_w
+import torch.distributed as dist
+
+from models.errors import UserError
+from recipes.training.checkpoint import resume
+from recipes.training.checkpoint.resume import hold_together
+from recipes.training.recipe.schema import REPOSITORY
+from recipes.training.run_folder import lock as lock_module
+from recipes.training.run_folder.folder import RunFolder
+from recipes.training.run_folder.lock import FolderInUse, FolderLock
+from recipes.training.runtime.exits import BUSY
+from tests.ranks import start_ranks
+
+HOLDER = """
+import pathlib, sys, time
+sys.path[0] = "."
+from recipes.training.run_folder import lock
+lock.BEAT_SECONDS = 0.05
+if sys.argv[2] == "no flock":
+    import fcntl
+    def refuse(*_):
+        raise OSError(38, "Function not implemented")
+    fcntl.flock = refuse
+if sys.argv[3] == "elsewhere":
+    lock._machine = lambda: "another machine"
+from recipes.training.run_folder.folder import RunFolder
+RunFolder(pathlib.Path(sys.argv[1])).hold()
+print("held", flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.fixture
+def holders():
+    """Start processes that hold a folder; those that are left are killed."""
+    started = []
+
+    def hold(folder: Path, flock: str = "flock", where: str = "here") -> subprocess.Popen:
+        command = [sys.executable, "-c", HOLDER, str(folder), flock, where]
+        process = subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.PIPE)
+        started.append(process)
+        assert process.stdout.readline() == b"held\n"
+        return process
+
+    yield hold
+    for process in started:
+        process.kill()
+        process.wait()
+
+
+def without_flock(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+
+
+@pytest.mark.parametrize("number", [errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP])
+def test_without_flock_a_file_keeps_others_out(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
+) -> None:
+    without_flock(number, monkeypatch)
+    first, second = FolderLock(tmp_path), FolderLock(tmp_path)
+    first.acquire()
+    assert "file system without flock" in capsys.readouterr().err
+    with pytest.raises(FolderInUse, match=rf"is in use by process {os.getpid()} on ") as found:
+        second.acquire()
+    assert found.value.alive
+    first.release()
+    second.acquire()
+    second.release()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["lock"]
+
+
+def test_another_error_of_flock_is_a_message(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    without_flock(errno.EIO, monkeypatch)
+    with pytest.raises(UserError, match="Input/output error"):
+        RunFolder(tmp_path).hold()
+
+
+def test_a_file_of_a_process_that_was_killed_here_is_taken_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, holders
+) -> None:
+    holder = holders(tmp_path, "no flock")
+    without_flock(errno.ENOSYS, monkeypatch)
+    lock = FolderLock(tmp_path)
+    with pytest.raises(FolderInUse):
+        lock.acquire()
+    holder.kill()
+    holder.wait()
+    lock.acquire()
+    assert json.loads(lock.exclusive.read_text())["process"] == os.getpid()
+    lock.release()
+
+
+def test_a_file_of_a_node_that_died_is_taken_over_when_it_is_stale(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, holders
+) -> None:
+    holder = holders(tmp_path, "no flock", "elsewhere")
+    without_flock(errno.ENOSYS, monkeypatch)
+    lock = FolderLock(tmp_path)
+    alive = False
+    while not alive:  # it beats
+        with pytest.raises(FolderInUse) as found:
+            lock.acquire()
+        alive = found.value.alive
+    holder.kill()
+    holder.wait()
+    with pytest.raises(FolderInUse):  # whether the holder is alive is unknown yet
+        lock.acquire()
+    monkeypatch.setattr(lock_module, "STALE_SECONDS", 0.0)
+    lock.acquire()
+    lock.release()
+
+
+def test_a_run_whose_lock_was_taken_over_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, holders
+) -> None:
+    holder = holders(tmp_path, "no flock", "elsewhere")
+    holder.send_signal(signal.SIGSTOP)
+    without_flock(errno.ENOSYS, monkeypatch)
+    monkeypatch.setattr(lock_module, "STALE_SECONDS", 0.0)
+    lock = FolderLock(tmp_path)
+    lock.acquire()
+    holder.send_signal(signal.SIGCONT)
+    assert holder.wait(timeout=60) == lock_module.LOST
+    assert json.loads(lock.exclusive.read_text())["token"] == lock.record["token"]
+    lock.release()
+
+
+@pytest.fixture
+def world():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def test_a_lock_of_a_dead_node_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, holders, world: None, capsys
+) -> None:
+    holder = holders(tmp_path, "flock", "elsewhere")
+    holder.send_signal(signal.SIGSTOP)  # no sign of life, and the lock is held
+    tries = []
+
+    def sleep(seconds: float) -> None:
+        tries.append(seconds)
+        if len(tries) == 3:  # the file server has noticed
+            holder.kill()
+            holder.wait()
+
+    monkeypatch.setattr(resume.time, "sleep", sleep)
+    assert hold_together(RunFolder(tmp_path), wait_seconds=300) == ""
+    assert len(tries) == 3
+    assert "waiting up to 300 s" in capsys.readouterr().err
+
+
+def test_waiting_for_a_lock_ends(tmp_path: Path, holders, world: None) -> None:
+    holder = holders(tmp_path, "flock", "elsewhere")
+    holder.send_signal(signal.SIGSTOP)
+    assert "is in use by process" in hold_together(RunFolder(tmp_path), wait_seconds=0.01)
+
+
+def test_a_run_that_is_alive_is_not_waited_for(tmp_path: Path, holders, world: None) -> None:
+    holders(tmp_path / "here")
+    started = time.monotonic()
+    assert "is in use by" in hold_together(RunFolder(tmp_path / "here"), wait_seconds=10_000)
+    holders(tmp_path / "elsewhere", "flock", "elsewhere")
+    assert "is in use by" in hold_together(RunFolder(tmp_path / "elsewhere"), wait_seconds=10_000)
+    assert time.monotonic() - started < 5_000
+
+
+def test_a_folder_in_use_has_an_exit_code_of_its_own(
+    small: dict[str, Any], tmp_path: Path, holders
+) -> None:
+    holders(tmp_path / "run")
+    (tmp_path / "small.toml").write_text(tomli_w.dumps(small))
+    command = ["recipes/pretrain.py", str(tmp_path / "small.toml")]
+    command += ["--run-dir", str(tmp_path / "run")]
+    codes, outputs = start_ranks(2, command, folder=tmp_path, seconds=300)
+    assert codes == [BUSY, BUSY] and "Traceback" not in outputs[0]
+    assert "is in use by process" in outputs[0] and "--run-dir" in outputs[0]
+
+
+def test_a_folder_that_is_moved_while_its_lock_is_taken_is_not_held(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another run renames the folder and locks a new one, between `open` and `flock` here."""
+    holder, lock, flock = RunFolder(tmp_path / "run"), FolderLock(tmp_path / "run"), fcntl.flock
+    holder.hold()
+    holder.metric({"step": 1})
+
+    def late(*arguments: Any) -> None:
+        monkeypatch.setattr(fcntl, "flock", flock)
+        holder.move_aside()
+        flock(*arguments)
+
+    monkeypatch.setattr(fcntl, "flock", late)
+    with pytest.raises(FolderInUse, match="is being moved by another run") as found:
+        lock.acquire()
+    assert not found.value.alive  # so that it is tried again
+    with pytest.raises(FolderInUse, match="is in use by process"):
+        lock.acquire()
+    holder.release()
+    lock.acquire()
+    lock.release()
+
+
+def test_a_folder_without_flock_is_moved_aside(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The beats of the first lock stop before the second one exists, with another token."""
+    without_flock(errno.ENOSYS, monkeypatch)
+    folder = RunFolder(tmp_path / "run")
+    folder.hold()
+    folder.metric({"step": 1})
+    first, create, released = folder._lock, FolderLock._create_exclusive, []
+
+    def watched(lock: FolderLock) -> None:
+        released.append(first._released.is_set())
+        create(lock)
+
+    monkeypatch.setattr(FolderLock, "_create_exclusive", watched)
+    folder.move_aside()
+    assert released == [True]
+    assert folder._lock._holds(folder._lock.exclusive)
+    (aside,) = tmp_path.glob("run.*")
+    RunFolder(aside).hold()  # it is not in use
+
+
+def test_a_lock_of_another_run_in_a_moved_folder_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    without_flock(errno.ENOSYS, monkeypatch)
+    lock, other = FolderLock(tmp_path), tmp_path / "other"
+    lock.acquire()
+    other.mkdir()
+    (other / "lock.exclusive").write_text('{"token": "another"}')
+    lock.release(moved_to=other)
+    assert (other / "lock.exclusive").exists()
+
+
+LATE = """
+import sys
+from recipes import pretrain
+from recipes.training.run_folder.lock import FolderInUse
+from recipes.training.run_folder.folder import RunFolder
+
+def move_aside(self):
+    raise FolderInUse("the new folder is in use", alive=True)
+
+RunFolder.move_aside = move_aside
+pretrain.main()
+"""
+
+
+def test_a_folder_that_another_run_takes_while_it_is_moved_is_busy(
+    small: dict[str, Any], tmp_path: Path
+) -> None:
+    (tmp_path / "small.toml").write_text(tomli_w.dumps(small))
+    command = ["-c", LATE, str(tmp_path / "small.toml"), "--resume", "never"]
+    command += ["--run-dir", str(tmp_path / "run")]
+    codes, outputs = start_ranks(2, command, folder=tmp_path, seconds=300)
+    assert codes == [BUSY, BUSY] and "Traceback" not in outputs[0] + outputs[1]
+    assert "the new folder is in use" in outputs[0]

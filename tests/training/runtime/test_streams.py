@@ -1,0 +1,175 @@
+"""Output whose reader is slow, absent or gone neither stops a process nor gets lost needlessly."""
+
+import fcntl
+import os
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+
+from recipes.training.recipe.schema import REPOSITORY
+from tests.fault_injection.unread import UNREAD, Output
+
+PRINTING = """
+import sys, time, traceback
+from recipes.training.runtime import streams
+streams.outlive_output()
+{body}
+"""
+
+
+def start(body: str, output: Output) -> subprocess.Popen:
+    return subprocess.Popen(
+        [sys.executable, "-c", PRINTING.format(body=body)],
+        cwd=REPOSITORY,
+        stdout=output.descriptor,
+        stderr=output.descriptor,
+    )
+
+
+EVERYTHING = """
+print("a line")
+sys.stderr.write("a part")
+sys.stderr.writelines([" of", " another"])
+sys.stderr.flush()
+try:
+    raise RuntimeError("a bug")
+except RuntimeError:
+    traceback.print_exc()
+print("the last line", end="")
+streams.finish_output(2)
+streams.end_process(7)
+"""
+
+
+@pytest.mark.parametrize("kind", ["pipe", "halted terminal", *UNREAD])
+def test_a_process_prints_and_ends(kind: str) -> None:
+    with Output(kind) as output:
+        output.spoil()
+        assert start(EVERYTHING, output).wait(timeout=60) == 7
+        text = output.text()
+    if kind in ("pipe", "full pipe"):
+        places = [text.index(part) for part in ("a line\n", "a part of another", "RuntimeError: a")]
+        assert places == sorted(places) and text.endswith("the last line")
+
+
+def test_a_pipe_of_one_page_that_cannot_be_enlarged_takes_output() -> None:
+    with Output("pipe") as output:
+        assert fcntl.fcntl(output.descriptor, fcntl.F_SETPIPE_SZ, 4096) == 4096
+        body = f"streams.fcntl.F_SETPIPE_SZ = -1  # as at the limit of the user\n{EVERYTHING}"
+        assert start(body, output).wait(timeout=60) == 7
+        text = output.text()
+    assert text.startswith("a line\n") and text.endswith("the last line")
+
+
+def test_a_process_that_ends_by_itself_prints() -> None:
+    with Output("pipe") as output:
+        assert start("print('help', end='')\nsys.exit(3)", output).wait(timeout=60) == 3
+        assert output.text() == "help"
+
+
+def test_a_closed_descriptor_is_not_an_error() -> None:
+    command = [sys.executable, "-c", PRINTING.format(body=EVERYTHING)]
+    script = 'exec "$@" <&- >&- 2>&-'
+    done = subprocess.run(["bash", "-c", script, "bash", *command], cwd=REPOSITORY, timeout=60)
+    assert done.returncode == 7
+
+
+def test_a_slow_reader_gets_all_of_a_run_that_ends_normally() -> None:
+    lines = "".join(f"line {number} {'x' * 90}\n" for number in range(30_000))
+    read, write = os.pipe()
+    body = """
+for number in range(30_000):
+    print("line", number, "x" * 90)
+streams.finish_output(20)
+streams.end_process(0)
+"""
+    command = [sys.executable, "-c", PRINTING.format(body=body)]
+    process = subprocess.Popen(command, cwd=REPOSITORY, stdout=write)
+    os.close(write)
+    text = b""
+    while part := os.read(read, 2**16):
+        text += part
+        time.sleep(0.01)
+    os.close(read)
+    assert process.wait(timeout=60) == 0
+    assert text.decode() == lines
+
+
+def test_a_buffer_that_is_full_drops_the_oldest_lines_and_says_so() -> None:
+    body = """
+import os
+streams.MAX_UNREAD_BYTES = 10_000
+for number in range(20_000):
+    print("line", number, "x" * 100)
+os.write(2, b"printed")
+print("the last line")
+sys.stdout.finish(20)
+streams.end_process(0)
+"""
+    ours, theirs = socket.socketpair()  # cannot be enlarged, as a terminal cannot
+    process = subprocess.Popen(
+        [sys.executable, "-c", PRINTING.format(body=body)],
+        cwd=REPOSITORY,
+        stdout=theirs,
+        stderr=subprocess.PIPE,
+    )
+    theirs.close()
+    assert process.stderr.read(7) == b"printed"  # although no one has read
+    with ours.makefile() as stream:
+        text = stream.read()
+    process.stderr.close()
+    assert process.wait(timeout=60) == 0
+    assert text.endswith("the last line\n") and "bytes of output were dropped" in text
+    assert "line 19999 " in text and "line 15000 " not in text
+
+
+@pytest.mark.parametrize("grows", [True, False])
+def test_a_launcher_can_print_when_the_ranks_have_filled_the_pipe(grows: bool) -> None:
+    body = f"""
+if not {grows}:
+    streams.fcntl.F_SETPIPE_SZ = -1  # as at the limit of pipe-max-size
+for number in range(10_000):
+    print("line", number, "x" * 50)
+streams.finish_output(3)
+open("/dev/stdin").read()
+"""
+    with Output("pipe") as output:
+        output.stop_reading()
+        if grows:
+            output.fill()
+        process = subprocess.Popen(
+            [sys.executable, "-c", PRINTING.format(body=body)],
+            cwd=REPOSITORY,
+            stdin=subprocess.PIPE,
+            stdout=output.descriptor,
+        )
+        time.sleep(4)
+        launcher = subprocess.Popen(
+            [sys.executable, "-c", "print('Killing subprocess', 'x' * 3000, flush=True)"],
+            stdout=output.descriptor,
+        )
+        try:
+            assert launcher.wait(timeout=30) == 0
+        finally:
+            for each in (launcher, process):
+                each.kill()
+                each.wait()
+            process.stdin.close()
+        assert "Killing subprocess" in output.text()
+
+
+def test_a_fork_prints() -> None:
+    body = """
+import os
+if os.fork() == 0:
+    print("the child")
+    os._exit(0)
+os.wait()
+streams.end_process(0)
+"""
+    with Output("pipe") as output:
+        assert start(body, output).wait(timeout=60) == 0
+        assert output.text() == "the child\n"

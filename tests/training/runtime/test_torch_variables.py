@@ -1,0 +1,124 @@
+"""The environment variables of torch are set, except those that the user has set."""
+
+import os
+import subprocess
+import sys
+from importlib.metadata import PackageNotFoundError
+from unittest import mock
+
+import pytest
+
+from models.errors import UserError
+from recipes.training.recipe.schema import REPOSITORY
+from recipes.training.recipe.topology import World
+from recipes.training.runtime.processes import check_machine
+from recipes.training.runtime.torch_variables import check_workspace, set_torch_variables
+
+INDUCTOR = "TORCHINDUCTOR_DETERMINISTIC"
+
+
+def variables(torch_version: str, deterministic: bool = False, **given: str) -> dict[str, str]:
+    environment = dict(given)
+    set_torch_variables(environment, deterministic=deterministic, torch_version=torch_version)
+    return environment
+
+
+def test_a_torch_without_metadata_has_the_newest_names() -> None:
+    environment: dict[str, str] = {}
+    with mock.patch(
+        "recipes.training.runtime.torch_variables.version",
+        side_effect=PackageNotFoundError("torch"),
+    ):
+        set_torch_variables(environment)
+    assert environment == variables("2.13.0")
+
+
+@pytest.mark.parametrize(
+    ("torch_version", "allocator", "recorder"),
+    [
+        ("2.8.0", "PYTORCH_CUDA_ALLOC_CONF", "TORCH_NCCL_TRACE_BUFFER_SIZE"),
+        ("2.9.1+cu126", "PYTORCH_ALLOC_CONF", "TORCH_FR_BUFFER_SIZE"),
+        ("2.11.0+cu130", "PYTORCH_ALLOC_CONF", "TORCH_FR_BUFFER_SIZE"),
+        ("2.13.0", "PYTORCH_ALLOC_CONF", "TORCH_FR_BUFFER_SIZE"),
+    ],
+)
+def test_variables_have_the_names_of_their_version(
+    torch_version: str, allocator: str, recorder: str
+) -> None:
+    expected = {allocator: "expandable_segments:True", recorder: "2000", INDUCTOR: "1"}
+    assert variables(torch_version) == expected
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"PYTORCH_ALLOC_CONF": "max_split_size_mb:64", "TORCH_FR_BUFFER_SIZE": "0"},
+        {"PYTORCH_CUDA_ALLOC_CONF": "", "TORCH_NCCL_TRACE_BUFFER_SIZE": "20000"},
+    ],
+)
+def test_the_users_settings_stay(given: dict[str, str]) -> None:
+    given = given | {INDUCTOR: "0"}
+    assert variables("2.13.0", **given) == given
+
+
+def test_deterministic_runs_fix_the_workspace() -> None:
+    found = variables("2.13.0", deterministic=True)
+    assert found["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+    assert "CUBLAS_WORKSPACE_CONFIG" not in variables("2.13.0")
+    own = variables("2.13.0", deterministic=True, CUBLAS_WORKSPACE_CONFIG=":16:8")
+    assert own["CUBLAS_WORKSPACE_CONFIG"] == ":16:8"
+
+
+def test_a_workspace_that_is_not_deterministic_is_rejected() -> None:
+    for environment in ({}, {"CUBLAS_WORKSPACE_CONFIG": ":16:8"}):
+        check_workspace(environment)
+    with pytest.raises(UserError, match=r"CUBLAS_WORKSPACE_CONFIG = :0:0 .* use :4096:8"):
+        check_workspace({"CUBLAS_WORKSPACE_CONFIG": ":0:0"})
+    with mock.patch.dict("os.environ", CUBLAS_WORKSPACE_CONFIG=":0:0"):
+        check_machine(World(), precision="fp32", compile=False)
+        with pytest.raises(UserError, match="CUBLAS_WORKSPACE_CONFIG"):
+            check_machine(World(), precision="fp32", compile=False, deterministic=True)
+
+
+WATCHED = """
+import builtins, os, sys
+from unittest import mock
+
+variables = sys.argv[1:]
+original = builtins.__import__
+
+def watching(name, *arguments, **settings):
+    if name == "torch":
+        print(*map(os.environ.get, variables), flush=True)
+        os._exit(0)
+    return original(name, *arguments, **settings)
+
+builtins.__import__ = watching
+from recipes import pretrain
+settings = ["training.deterministic=true", "layout.pipeline=1"]
+with mock.patch.object(sys, "argv", ["pretrain.py", *(f"--set={each}" for each in settings)]):
+    pretrain.pretrain()
+"""
+
+
+def test_a_run_sets_the_variables_before_it_imports_torch() -> None:
+    keys = ("PYTORCH_ALLOC_CONF", "CUBLAS_WORKSPACE_CONFIG")
+    unset = {key: value for key, value in os.environ.items() if key not in keys}
+    done = subprocess.run(
+        [sys.executable, "-c", WATCHED, *keys],
+        cwd=REPOSITORY,
+        env=unset,
+        capture_output=True,
+        text=True,
+    )
+    assert done.stdout.split() == ["expandable_segments:True", ":4096:8"], done.stderr
+
+
+def test_pipelined_runs_load_kernels_early_and_use_all_queues() -> None:
+    environment = {"CUDA_DEVICE_MAX_CONNECTIONS": "16"}
+    set_torch_variables(environment, pipelined=True, torch_version="2.13.0")
+    assert environment["CUDA_MODULE_LOADING"] == "EAGER"
+    assert environment["CUDA_DEVICE_MAX_CONNECTIONS"] == "16"  # the user's own
+    assert "CUDA_MODULE_LOADING" not in variables("2.13.0")
+    set_torch_variables(environment := {}, pipelined=True, torch_version="2.13.0")
+    assert environment["CUDA_DEVICE_MAX_CONNECTIONS"] == "32"

@@ -1,0 +1,200 @@
+"""Hang reports name the collective: from dumps in torch's format, and from a real hang on gloo."""
+
+import json
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from recipes.training.runtime.exits import HUNG
+from recipes.training.supervision.flight_recorder import (
+    Launched,
+    describe_waiting,
+    read_dump,
+    within,
+)
+from recipes.training.supervision.hang_report import HangReport, Sighting
+from tests.ranks import start_ranks
+
+NAMES = [f"rank {rank} (node{1 + rank // 2})" for rank in range(4)]
+
+
+def entry(name: str, sequence: int, **changes: Any) -> dict[str, Any]:
+    """Return an entry as FlightRecorder::dump_json writes it (version 2.10, torch 2.13)."""
+    is_transfer = name.startswith(("send", "recv"))
+    table = {
+        "record_id": sequence,
+        "pg_id": 3,
+        "process_group": ["5", "undefined"],
+        "thread_name": "python",
+        "thread_id": "140373237418880",
+        "collective_seq_id": 0 if is_transfer else sequence,
+        "p2p_seq_id": sequence if is_transfer else 0,
+        "op_id": sequence,
+        "profiling_name": f"nccl:{name}",
+        "time_created_ns": 1795351139445164110,
+        "input_sizes": [[4, 1024]],
+        "input_dtypes": ["BFloat16"],
+        "output_sizes": [[4, 1024]],
+        "output_dtypes": ["BFloat16"],
+        "state": "scheduled",
+        "time_discovered_started_ns": 0,
+        "time_discovered_completed_ns": 0,
+        "retired": False,
+        "timeout_ms": 600000,
+        "is_p2p": is_transfer,
+    }
+    return table | changes
+
+
+def done(name: str, sequence: int, **changes: Any) -> dict[str, Any]:
+    return entry(name, sequence, state="completed", retired=True, **changes)
+
+
+def launched(*entries: dict[str, Any], ranks: str = "[0, 1, 2, 3]") -> list[Launched]:
+    """Return a rank's report after it has been written to a file and read again."""
+    config = {"5": {"name": "5", "desc": "undefined", "ranks": ranks}}
+    status = {"3": {"last_completed_collective": "1", "last_enqueued_collective": "2"}}
+    dump = {"version": "2.10", "pg_config": config, "pg_status": status, "entries": entries}
+    found = read_dump(json.loads(json.dumps(dump)))
+    return [Launched.from_json(json.loads(json.dumps(asdict(each)))) for each in found]
+
+
+WAITING = launched(done("all_reduce", 16), entry("all_reduce", 17, state="started"))
+
+
+def test_the_ranks_that_have_not_joined_are_named() -> None:
+    behind = launched(done("all_reduce", 16))
+    said = describe_waiting({0: WAITING, 1: WAITING, 2: behind}, NAMES)
+    assert said == (
+        "rank 0 (node1), rank 1 (node1) wait in all_reduce, number 17, of [4, 1024] BFloat16, on "
+        "group 5 of ranks 0 to 3; rank 2 (node2), rank 3 (node2) have not joined"
+    )
+
+
+def test_no_rank_is_blamed_for_a_collective_that_all_have_joined() -> None:
+    said = describe_waiting(dict.fromkeys(range(4), WAITING), NAMES)
+    assert said.endswith("on group 5 of ranks 0 to 3, which all of its ranks have joined")
+
+
+@pytest.mark.parametrize(
+    ("other", "said"),
+    [
+        (entry("broadcast", 17), "while rank 1 (node1) is in broadcast, number 17"),
+        (
+            entry("all_reduce", 17, input_sizes=[[7]]),
+            "while rank 1 (node1) is in all_reduce, number 17, of [7] BFloat16",
+        ),
+    ],
+)
+def test_ranks_in_different_collectives_are_told_apart(other: dict[str, Any], said: str) -> None:
+    assert said in describe_waiting({0: WAITING, 1: launched(other)}, NAMES)
+
+
+def test_nothing_is_said_when_nothing_is_pending() -> None:
+    assert describe_waiting({0: launched(done("all_reduce", 3)), 1: []}, NAMES) == ""
+    # gloo retires what has ended, and never marks it as completed
+    assert describe_waiting({0: launched(entry("all_reduce", 3, retired=True))}, NAMES) == ""
+
+
+def test_a_transfer_waits_for_its_peer() -> None:
+    pair = "[1, 2]"
+    receiving = launched(done("recv 1<-0", 8), entry("recv 1<-0", 9), ranks=pair)
+    sending = launched(done("send 0->1", 8), ranks=pair)
+    said = describe_waiting({1: sending, 2: receiving}, NAMES)
+    assert said.startswith("rank 2 (node2) waits in recv 1<-0, number 9,")
+    assert said.endswith("of ranks 1, 2; rank 1 (node1) has not joined")
+    # In larger groups ranks count different transfers, which says nothing about the peer.
+    said = describe_waiting({1: sending, 2: launched(entry("recv 1<-0", 9))}, NAMES)
+    assert said.endswith("of ranks 0 to 3")
+
+
+def test_collectives_with_missing_ranks_come_before_receives_posted_ahead() -> None:
+    ahead = [
+        launched(entry("recv 1<-0", 4, process_group=[str(group), "route"]), ranks="[0, 1]")[0]
+        for group in range(10, 16)
+    ]
+    said = describe_waiting({0: ahead + WAITING}, NAMES)
+    assert said.startswith("rank 0 (node1) waits in all_reduce, number 17")
+    assert said.endswith("; and 3 more operations") and "group 10 (route)" in said
+
+
+def test_members_come_from_torch_if_the_recorder_has_none() -> None:
+    dump = {"entries": [entry("all_reduce", 1)], "pg_config": {"": {"ranks": "[]"}}}
+    (found,) = read_dump(dump, {"5": [0, 3]})
+    assert found.ranks == [0, 3]
+    assert read_dump({"entries": [entry("all_reduce", 1)]})[0].ranks == []
+    assert read_dump({}) == []
+
+
+def test_the_verdict_names_the_collective(tmp_path: Path) -> None:
+    ranks = [HangReport(tmp_path / "hang", NAMES) for _ in range(4)]
+    places = []
+    for rank, report in enumerate(ranks):
+        own = WAITING if rank < 3 else launched(done("all_reduce", 16))
+        place = Sighting(rank, 7, "step 7, ForwardPass", "", "models/x.py:1 f", own)
+        places.append(place)
+        report.write((place, "the stack"))
+    verdict = ranks[0].verdict(places[0])
+    assert "all ranks are in step 7 and wait for the device, or compute" in verdict
+    assert "by torch's flight recorder rank 0 (node1), rank 1 (node1), rank 2 (node2)" in verdict
+    assert "rank 3 (node2) has not joined; the stacks of all are in" in verdict
+
+
+def test_a_recorder_that_fails_or_hangs_is_ignored(capsys: pytest.CaptureFixture) -> None:
+    def fail() -> None:
+        raise RuntimeError("CUDA error")
+
+    assert within(5, fail) is None
+    assert "reading the flight recorder failed: CUDA error" in capsys.readouterr().out
+    started = time.monotonic()
+    assert within(0.2, lambda: time.sleep(30)) is None
+    assert time.monotonic() - started < 10
+    assert within(5, lambda: "a dump") == "a dump"
+
+
+HANGING = """
+import os, sys, time
+import torch, torch.distributed as dist
+from pathlib import Path
+from recipes.training.runtime.processes import start_processes
+from recipes.training.run_folder.folder import RunFolder
+from recipes.training.supervision.supervisor import Breadcrumb, Supervisor
+from recipes.training.recipe.topology import World
+
+world = World.from_environment(os.environ)
+start_processes(world)
+pair = dist.new_group([0, 1], group_desc="tensor")
+dist.all_reduce(torch.ones(2), group=pair)
+if sys.argv[2] == "broken":
+    from recipes.training.supervision import supervisor
+    supervisor.launched_collectives = lambda: time.sleep(60)
+hosts = ["here", "there"]
+supervisor = Supervisor(
+    RunFolder(Path(sys.argv[1])), Breadcrumb(), hang_seconds=4, startup_seconds=60
+).start()
+supervisor.name_hosts(hosts)
+with supervisor:
+    supervisor.expect_steps()
+    if world.rank == 0:
+        dist.all_reduce(torch.ones(7), group=pair)
+    time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("recorder", ["works", "broken"])
+def test_a_hang_on_gloo_names_the_collective(recorder: str, tmp_path: Path) -> None:
+    script = tmp_path / "hanging.py"
+    script.write_text(HANGING)
+    arguments = ["-c", f"exec(open({str(script)!r}).read())", str(tmp_path / "run"), recorder]
+    (tmp_path / "run").mkdir()
+    codes, outputs = start_ranks(2, arguments, folder=tmp_path, seconds=60, forked=False)
+    assert HUNG in codes, outputs
+    waiting = (
+        "rank 0 (here) waits in all_reduce, number 2, of [7] Float, on group 1 (tensor) of ranks "
+        "0, 1; rank 1 (there) has not joined"
+    )
+    assert (waiting in "".join(outputs)) == (recorder == "works"), outputs
+    assert "no progress for 4 s: rank 1 (there) is behind" in "".join(outputs)

@@ -1,0 +1,60 @@
+import math
+
+import pytest
+
+from recipes.training.recipe.schema import Supervision
+from recipes.training.supervision.loss_watch import NEEDED, ROLL_BACK, SKIPPED, UNSAFE, LossWatch
+
+NAN, INF = math.nan, math.inf
+
+
+def watch(*, fp16: bool = False, **limits: object) -> LossWatch:
+    return LossWatch(Supervision(**limits), fp16=fp16)
+
+
+def test_bad_steps_are_skipped_until_there_are_too_many_in_a_row() -> None:
+    judge = watch(bad_steps=3).judge
+    assert judge(2.0, 1.0) is None
+    assert [judge(NAN, NAN).severity, judge(2.0, INF).severity] == [UNSAFE, UNSAFE]
+    assert judge(2.0, 1.0) is None  # not in a row
+    found = [judge(2.0, NAN), judge(NAN, 1.0), judge(2.0, INF)]
+    assert [bad.severity for bad in found] == [UNSAFE, UNSAFE, ROLL_BACK]
+    assert found[1].reason == "the loss is nan"
+    assert found[2].reason == "the gradient norm is inf, 3 steps in a row"
+
+
+def test_infinite_gradients_are_normal_in_fp16_and_losses_are_not() -> None:
+    judge = watch(fp16=True, bad_steps=2).judge
+    assert {judge(2.0, INF).severity for _ in range(20)} == {SKIPPED}
+    assert [judge(NAN, INF).severity for _ in range(2)] == [UNSAFE, ROLL_BACK]
+
+
+@pytest.mark.parametrize(("limit", "roll_back"), [(1.0, True), (3.0, False), (0.0, False)])
+def test_a_loss_far_above_the_usual_is_a_spike(limit: float, roll_back: bool) -> None:
+    judge = watch(loss_spike=limit).judge
+    for step in range(NEEDED):
+        assert judge(5.0 - 0.01 * step, 1.0) is None
+    bad = judge(6.95, 1.0)
+    assert bool(bad) is roll_back
+    if bad:
+        assert bad.severity == ROLL_BACK and "more than 1.0 nats above the 4.9250" in bad.reason
+
+
+def test_a_run_that_begins_has_no_usual_loss() -> None:
+    judge = watch(loss_spike=1.0).judge
+    assert judge(5.0, 1.0) is None and judge(50.0, 1.0) is None
+
+
+def test_a_run_that_goes_on_badly_after_a_rollback_is_seen() -> None:
+    seen = watch(loss_spike=1.0)
+    for _ in range(NEEDED):
+        seen.judge(5.0, 1.0)
+    assert seen.judge(50.0, 1.0).severity == ROLL_BACK
+    seen.rolled_back()
+    assert seen.judge(50.0, 1.0).severity == ROLL_BACK
+
+
+def test_a_run_that_goes_on_knows_what_is_usual() -> None:
+    losses = [5.0] * NEEDED + [NAN]
+    seen = LossWatch(Supervision(loss_spike=1.0), fp16=False, losses=losses)
+    assert seen.judge(50.0, 1.0).severity == ROLL_BACK

@@ -1,0 +1,435 @@
+import contextlib
+import errno
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import tomli_w
+import torch
+from deepspeed.constants import default_pg_timeout
+
+from models.parallel.collectives import TensorAxis, begin_sum_of_copies, wait_for
+from recipes.training.recipe.schema import REPOSITORY, Supervision
+from recipes.training.runtime.exits import HUNG
+from recipes.training.runtime.launchers import Process, is_launcher
+from recipes.training.runtime.processes import collective_timeout
+from recipes.training.supervision import hang_report
+from recipes.training.supervision.hang_report import (
+    HangReport,
+    Sighting,
+    collective_of,
+    describe_hang,
+    take_sighting,
+)
+from recipes.training.supervision.supervisor import WATCHDOG, Breadcrumb
+from tests.conftest import changed
+from tests.fault_injection.unread import UNREAD, Output
+from tests.ranks import start_ranks
+
+NAMES = [f"rank {rank} (node{1 + rank // 2})" for rank in range(4)]
+
+
+def sighting(rank: int, *, step: int = 7, waits_in: str = "recv") -> Sighting:
+    place = f"step {step}, RecvGrad of micro-batch {rank}"
+    return Sighting(rank, step, place, waits_in, "p2p.py:81 recv")
+
+
+@pytest.mark.parametrize(
+    ("sightings", "said"),
+    [
+        ([sighting(0), sighting(1)],
+         "rank 2 (node2), rank 3 (node2) do not answer: stopped, dead or cut off. rank 0 (node1): "
+         "step 7, RecvGrad of micro-batch 0; it waits in recv, at p2p.py:81 recv"),
+        ([sighting(0), sighting(1, waits_in=""), sighting(2), sighting(3)],
+         "rank 1 (node1) is behind: step 7, RecvGrad of micro-batch 1; it waits in no collective"),
+        ([sighting(0), sighting(1, waits_in=""), sighting(2, step=6), sighting(3)],
+         "rank 2 (node2) is behind: step 6"),
+        ([sighting(rank) for rank in range(4)], "all ranks are in step 7 and wait in a collective"),
+        ([sighting(rank, waits_in="") for rank in range(4)],
+         "all ranks are in step 7 and wait for the device, or compute"),
+    ],
+)  # fmt: skip
+def test_who_is_behind(sightings: list[Sighting], said: str) -> None:
+    assert describe_hang({each.rank: each for each in sightings}, NAMES).startswith(said)
+
+
+def test_the_first_one_there_says_who_is_behind(tmp_path: Path) -> None:
+    ranks = [HangReport(tmp_path / "hang", NAMES) for _ in range(3)]
+    places = []
+    for rank, report in enumerate(ranks):
+        crumb = Breadcrumb()
+        crumb.note("ForwardPass", micro_batch=rank, step=5)
+        places.append(take_sighting(rank, crumb))
+        report.write(places[rank])
+    ranks[0].take_back(0)  # it has moved again
+    assert ranks[2].verdict(places[2][0]) == ""
+    said = ranks[1].verdict(places[1][0])
+    assert said.startswith("rank 0 (node1), rank 3 (node2) do not answer")
+    assert "rank 1 (node1): step 5, ForwardPass of micro-batch 1" in said
+    stack = (tmp_path / "hang" / "rank-00002.txt").read_text()
+    assert "test_the_first_one_there_says_who_is_behind" in stack
+
+
+@pytest.mark.parametrize(
+    ("command", "expected"),
+    [
+        ("python -u -m deepspeed.launcher.launch --world_info=x train.py", True),
+        ("/usr/bin/python /opt/bin/deepspeed --num_gpus 2 train.py", True),
+        ("/opt/bin/torchrun --nproc-per-node 2 train.py", True),
+        ("python -m torch.distributed.run train.py", True),
+        ("bash /home/me/deepspeed-env/job.sh", False),
+        ("bash -c 'deepspeed train.py'", False),
+        ("vim deepspeed.json", False),
+    ],
+)
+def test_what_launches(command: str, expected: bool, tmp_path: Path) -> None:
+    (tmp_path / "cmdline").write_text("\0".join(shlex.split(command)) + "\0")
+    assert is_launcher(tmp_path / "cmdline") is expected
+
+
+SUPERVISED = """
+import os, pathlib, signal, sys, time
+from recipes.training.runtime.streams import outlive_output
+outlive_output()  # before libraries are imported, which print
+import torch
+from recipes.training.supervision import supervisor
+from recipes.training.runtime.processes import start_processes
+from recipes.training.supervision.supervisor import Breadcrumb, Supervisor
+from recipes.training.run_folder.folder import RunFolder
+from recipes.training.recipe.topology import World
+from pathlib import Path
+
+supervisor.SECONDS_BEFORE_WATCHDOG, supervisor.REPORT_SECONDS = 3, 2
+start_processes(World())
+crumb, folder, what = Breadcrumb(), RunFolder(Path(sys.argv[1])), sys.argv[2]
+if what == "hang, and no folder":
+    folder = RunFolder(Path(sys.argv[1]) / "absent")
+if what == "hang, and so does the disk":
+    os.mkfifo(folder.events)
+    pathlib.Path.mkdir = pathlib.Path.glob = lambda *_, **__: time.sleep(1000)
+hang_seconds = {"hang": 1, "twice": 5}.get(what, 2)
+supervisor = Supervisor(folder, crumb, hang_seconds=hang_seconds, startup_seconds=4).start()
+if what == "hang at start":
+    crumb.note("building the engine")
+    time.sleep(60)
+if what == "slow start":
+    time.sleep(3)
+supervisor.name_hosts(["here"])
+with supervisor:
+    supervisor.expect_steps()
+    print(supervisor.agree(2, torch.device("cpu")), flush=True)
+    if what == "stopped":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    if what.startswith("hang"):
+        time.sleep(60)
+    if what == "patient":
+        with crumb.waiting_for_disk("saving"):
+            time.sleep(4)
+    for _ in range({"twice": 2, "echo": 2, "once": 1}.get(what, 0)):
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(2.5 if what == "twice" else 0.5)
+    print(supervisor.agree(0, torch.device("cpu")), flush=True)
+print("the end of the run", flush=True)
+sys.stdout.finish(5)
+os._exit(0)
+"""
+
+
+@pytest.mark.parametrize(
+    ("what", "code", "said"),
+    [
+        ("once", 0, "('rank 0 (here): SIGTERM', 0)"),
+        ("echo", 0, "('rank 0 (here): SIGTERM', 0)"),
+        ("twice", 128 + signal.SIGTERM, "rank 0 (here): SIGTERM again, ends at once"),
+        ("hang", HUNG, "no progress for 1 s: all ranks are in start-up and wait for the device"),
+        ("hang, and no folder", HUNG, "no progress for 2 s: rank 0 (here): start-up, starting to"),
+        ("hang, and so does the disk", HUNG, "the run folder does not answer"),
+        ("hang at start", HUNG, "no progress for 4 s: all ranks are in start-up"),
+        ("slow start", 0, "('', 0)"),
+        ("patient", 0, "('', 0)"),
+    ],
+)
+def test_a_supervisor(what: str, code: int, said: str, tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", SUPERVISED, str(tmp_path), what],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == code, done.stderr
+    assert said in done.stdout + done.stderr
+    assert what == "hang at start" or "('', 2)" in done.stdout
+    # Before the hosts are named, the folder may be another run's.
+    assert (tmp_path / "events.jsonl").is_file() == (what == "hang")
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [pytest.param(n, marks=[] if n == "full pipe" else pytest.mark.long) for n in UNREAD],
+)
+def test_a_supervisor_ends_its_rank_even_if_output_is_unread(kind: str, tmp_path: Path) -> None:
+    codes = {"once": 0, "twice": 128 + signal.SIGTERM, "hang": HUNG, "stopped": -signal.SIGKILL,
+             "hang, and so does the disk": HUNG}  # fmt: skip
+    with Output(kind) as output:
+        output.spoil()
+        processes = {}
+        for what in codes:
+            (tmp_path / what).mkdir()
+            processes[what] = subprocess.Popen(
+                [sys.executable, "-c", SUPERVISED, str(tmp_path / what), what],
+                cwd=REPOSITORY,
+                stdout=output.descriptor,
+                stderr=output.descriptor,
+            )
+        try:
+            found = {what: process.wait(timeout=60) for what, process in processes.items()}
+        finally:
+            for process in processes.values():
+                process.kill()
+        assert found == codes
+        if kind == "full pipe":
+            text = output.text()
+            assert "no progress for 1 s" in text and "has not answered for 5 s" in text
+
+
+STARTING = """
+import os, sys, time
+import torch, torch.distributed as dist
+from datetime import timedelta
+from pathlib import Path
+from recipes.training.runtime.launchers import Process
+from recipes.training.runtime.processes import start_processes
+from recipes.training.run_folder.folder import RunFolder
+from recipes.training.supervision.supervisor import Breadcrumb, Supervisor
+from recipes.training.recipe.topology import World
+
+world = World.from_environment(os.environ)
+start_processes(world, patience_seconds=5000)
+backend = dist.group.WORLD._get_backend(torch.device("cpu"))
+assert backend.options._timeout > timedelta(seconds=5000), backend.options._timeout
+crumb = Breadcrumb()
+Supervisor(RunFolder(Path(sys.argv[1])), crumb, hang_seconds=9, startup_seconds=3).start()
+pid = [os.getpid()]
+dist.broadcast_object_list(pid)
+if world.rank == 1:
+    peer = Process(pid[0])
+    with crumb.waiting_for_disk("waiting for data"):
+        while peer.state() not in ("", "Z"):
+            time.sleep(0.5)
+    os._exit(7)
+for _ in range(12):  # longer than rank 1's first report is recent
+    crumb.note("building the engine")
+    time.sleep(0.5)
+dist.barrier()
+"""
+
+
+def test_the_rank_that_waits_for_a_disk_is_named_by_those_that_wait_for_it(tmp_path: Path) -> None:
+    script = tmp_path / "starting.py"
+    script.write_text(STARTING)
+    arguments = ["-c", f"exec(open({str(script)!r}).read())", str(tmp_path)]
+    codes, outputs = start_ranks(2, arguments, folder=tmp_path, seconds=120)
+    said = "".join(outputs)
+    assert codes == [HUNG, 7], said
+    assert re.search(
+        r"no progress for 3 s: rank 1 is behind: start-up, waiting for data; it waits in no "
+        r"collective, .*rank 0 \(.*\): start-up, building the engine; it waits in barrier", said
+    ), said  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("package", "module", "name", "doing"),
+    [
+        ("engine", "engine", "build_engine", "building the engine"),
+        pytest.param(
+            "checkpoint", "reader", "find", "verifying checkpoints", marks=pytest.mark.long
+        ),
+    ],
+)
+def test_a_run_is_supervised_while_it_starts(
+    package: str, module: str, name: str, doing: str, small: dict, tmp_path: Path
+) -> None:
+    recipe, script = tmp_path / "recipe.toml", tmp_path / "stuck.py"
+    recipe.write_text(
+        tomli_w.dumps(changed(small, layout__tensor=2, supervision={"startup_seconds": 6}))
+    )
+    script.write_text(
+        "import sys, time\n"
+        "from recipes import pretrain\n"
+        f"from recipes.training.{package} import {module}\n"
+        "import torch.distributed as dist\n"
+        f"function = {module}.{name}\n"
+        "def stuck(*arguments, **options):\n"
+        "    time.sleep(600 if dist.get_rank() == 1 else 0)\n"
+        "    return function(*arguments, **options)\n"
+        f"{module}.{name} = stuck\n"
+        f"sys.argv = ['pretrain.py', {str(recipe)!r}, '--run-dir', {str(tmp_path / 'run')!r}]\n"
+        "pretrain.main()\n"
+    )
+    arguments = ["-c", f"exec(open({str(script)!r}).read())"]
+    codes, outputs = start_ranks(2, arguments, folder=tmp_path, seconds=240)
+    said = "".join(outputs)
+    assert HUNG in codes, said
+    assert re.search(rf"rank 1 \(.*\) is behind: start-up, {doing}", said), said
+
+
+def test_a_hang_is_described_when_the_report_cannot_be_written(tmp_path: Path) -> None:
+    report = HangReport(tmp_path / "absent", NAMES)
+    with pytest.raises(OSError, match="no rank could write there"):
+        report.verdict(sighting(1))
+    other = HangReport(tmp_path, NAMES)
+    other.write((sighting(2), "the stack"))
+    said = HangReport(tmp_path, NAMES).verdict(sighting(1))  # could not write its own
+    assert said.startswith("rank 0 (node1), rank 3 (node2) do not answer")
+
+
+def test_files_of_an_earlier_hang_do_not_count(tmp_path: Path) -> None:
+    report = HangReport(tmp_path, NAMES[:2], fresh_seconds=10)
+    for rank in (0, 1):
+        report.write((sighting(rank), "the stack"))
+    before = time.time() - 60
+    os.utime(tmp_path / "rank-00000.txt", (before, before))
+    assert report.verdict(sighting(1)).startswith("rank 0 (node1) does not answer")
+
+
+def test_waiting_for_a_disk_ends_with_an_error_too() -> None:
+    crumb = Breadcrumb()
+    with pytest.raises(OSError), crumb.waiting_for_disk("saving"):
+        with crumb.waiting_for_disk("reading"):
+            pass
+        assert crumb.patient
+        raise OSError
+    assert not crumb.patient
+
+
+def test_the_time_limit_of_collectives_exceeds_the_patience_of_supervision() -> None:
+    with mock.patch.dict(os.environ):
+        os.environ.pop("DEEPSPEED_TIMEOUT", None)
+        assert collective_timeout(0) == default_pg_timeout
+        assert collective_timeout(1800) > timedelta(seconds=1800)
+        assert collective_timeout(None) > timedelta(days=30)
+        os.environ["DEEPSPEED_TIMEOUT"] = "1"
+        assert collective_timeout(1800) == default_pg_timeout
+    assert Supervision(hang_seconds=7, startup_seconds=5).patience_seconds == 7
+    assert Supervision(hang_seconds=0).patience_seconds is None
+    assert Supervision(startup_seconds=0).patience_seconds is None
+
+
+@pytest.mark.parametrize("has_pidfds", [True, False])
+def test_only_the_right_process_is_killed(has_pidfds: bool) -> None:
+    process = subprocess.Popen(["sleep", "60"])
+    no_pidfds = mock.patch("os.pidfd_open", side_effect=OSError(errno.ENOSYS, ""))
+    with contextlib.nullcontext() if has_pidfds else no_pidfds:
+        handle = Process(process.pid)
+        assert handle.state() in "RS"
+        with mock.patch.object(handle, "_started", "1"):  # another one had this number before
+            assert handle.state() == "" and not handle.kill()
+        assert process.poll() is None
+        assert handle.kill() and process.wait(timeout=10) == -signal.SIGKILL
+        assert handle.state() == "" and not handle.kill()
+    with pytest.raises(OSError):
+        Process(process.pid)
+
+
+def test_a_crumb_says_where() -> None:
+    crumb = Breadcrumb()
+    assert str(crumb) == "start-up, starting"
+    crumb.note("waiting for data", step=3)
+    crumb.note("ForwardPass", micro_batch=2)
+    assert str(crumb) == "step 3, ForwardPass of micro-batch 2" and crumb.count == 2
+
+
+def test_a_stack_tells_its_collective() -> None:
+    code = compile("def all_reduce():\n    return inner()\n", hang_report.COLLECTIVES, "exec")
+    space = {"inner": lambda: sys._getframe()}
+    exec(code, space)
+    assert collective_of(space["all_reduce"]()) == "all_reduce"
+    assert collective_of(sys._getframe()) == ""
+
+
+def test_a_stage_that_waits_for_another_is_in_a_collective() -> None:
+    class Receiving:
+        def wait(self) -> None:
+            self.seen = collective_of(sys._getframe())
+
+    def receive(receiving: Receiving) -> str:
+        wait_for(receiving)
+        return receiving.seen
+
+    assert receive(Receiving()) == "receive"
+
+
+def test_a_rank_that_waits_for_its_tensor_peers_is_in_a_collective() -> None:
+    running = mock.Mock()
+    running.wait = lambda: setattr(running, "seen", collective_of(sys._getframe()))
+    with mock.patch("torch.distributed.all_reduce", return_value=running):
+        begin_sum_of_copies(torch.ones(1), TensorAxis(size=2))()
+    assert running.seen == "all_reduced"
+
+
+@pytest.fixture
+def guarded() -> subprocess.Popen:
+    """A process that has a guard of two seconds, and beats as long as it runs."""
+    script = (
+        "import os, subprocess, sys, time\n"
+        f"guard = subprocess.Popen([sys.executable, {str(WATCHDOG)!r}, str(os.getpid()),"
+        " 'rank 5 (node1)'],"
+        " stdin=subprocess.PIPE)\n"
+        "print(guard.pid, flush=True)\n"
+        "while True:\n    guard.stdin.write(b'2\\n'); guard.stdin.flush(); time.sleep(0.3)\n"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", script],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    yield process
+    process.kill()
+    process.communicate()
+
+
+def test_a_guard_ends_what_is_stopped_and_nothing_else(guarded: subprocess.Popen) -> None:
+    assert guarded.stdout.readline()
+    time.sleep(3)
+    assert guarded.poll() is None  # it beats
+    os.killpg(guarded.pid, signal.SIGSTOP)  # all of the job, guard included, as Ctrl-Z does
+    time.sleep(3)
+    os.killpg(guarded.pid, signal.SIGCONT)
+    time.sleep(1)
+    assert guarded.poll() is None
+    os.kill(guarded.pid, signal.SIGSTOP)
+    assert guarded.wait(timeout=10) == -signal.SIGKILL
+    words = guarded.communicate(timeout=10)[1]  # comes when the guard has ended, too
+    assert "rank 5 (node1) has not answered for 2 s and is ended" in words
+
+
+def test_a_guard_leaves_a_rank_alone_that_has_ended_by_itself() -> None:
+    script = (
+        "import os, subprocess, sys, time\n"
+        f"guard = subprocess.Popen([sys.executable, {str(WATCHDOG)!r}, str(os.getpid()),"
+        " 'rank 5 (node1)'], stdin=subprocess.PIPE)\n"
+        "guard.stdin.write(b'2\\n'); guard.stdin.flush()\n"
+        "time.sleep(1)\n"
+        "if os.fork() == 0:\n"  # keeps the pipe to the guard open
+        "    os.close(1); os.close(2); time.sleep(5)\n"
+        "os._exit(0)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert (done.stdout, done.stderr) == ("", "")  # comes when the guard has ended, too
+
+
+def test_a_guard_ends_with_its_rank(guarded: subprocess.Popen) -> None:
+    assert guarded.stdout.readline()
+    guarded.kill()
+    assert guarded.communicate(timeout=10)[1] == ""  # comes when the guard has ended, too

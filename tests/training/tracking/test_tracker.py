@@ -1,0 +1,224 @@
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from models.errors import UserError
+from recipes.training.recipe.progress import Progress
+from recipes.training.recipe.schema import REPOSITORY, parse_recipe
+from recipes.training.run_folder.folder import RunFolder
+from recipes.training.tracking import tracker
+from tests.conftest import changed
+from tests.ranks import free_port
+
+LINE = {
+    "step": 1,
+    "loss": 2.5,
+    "learning_rate": 1e-3,
+    "step_seconds": 0.5,
+    "tokens_per_second": 1000.0,
+    "tflops_per_gpu": 0.01,
+    "mfu": None,
+}
+
+
+def recipe_with(table: dict[str, Any], mode: str):
+    return parse_recipe(changed(table, tracking__mode=mode), "test")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> RunFolder:
+    folder = RunFolder(tmp_path / "run")
+    folder.hold()
+    return folder
+
+
+@pytest.fixture
+def without_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+
+
+def test_a_key_decides_between_online_and_offline(
+    small, folder: RunFolder, without_key: None, tmp_path: Path, monkeypatch
+) -> None:
+    auto = recipe_with(small, "auto")
+    assert tracker.wandb_arguments(auto, folder.path)["mode"] == "offline"
+    (tmp_path / "netrc").write_text("machine api.wandb.ai login user password x\n")
+    assert tracker.wandb_arguments(auto, folder.path)["mode"] == "online"
+    (tmp_path / "netrc").unlink()
+    monkeypatch.setenv("WANDB_API_KEY", "x" * 40)
+    first = tracker.wandb_arguments(auto, folder.path)
+    again = tracker.wandb_arguments(auto, folder.path)
+    assert first["mode"] == "online" and first["resume"] == "allow"
+    assert first["id"] == again["id"] and first["name"] == "tiny" and first["tags"] == ["tiny"]
+    assert first["config"]["model"]["layers"] == 2 and "code_version" in first["config"]
+
+
+def test_an_unreachable_server_neither_stops_nor_slows_the_run(
+    small, folder: RunFolder, monkeypatch
+) -> None:
+    monkeypatch.setenv("WANDB_API_KEY", "x" * 40)
+    monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{free_port()}")  # nobody listens
+    monkeypatch.setattr(tracker.WandbThread, "SECONDS_TO_FINISH", 2.0)
+    check_a_run_goes_on(recipe_with(small, "online"), folder)
+
+
+def test_a_server_that_never_answers_neither_stops_nor_slows_the_run(
+    small, folder: RunFolder, monkeypatch
+) -> None:
+    monkeypatch.setenv("WANDB_API_KEY", "x" * 40)
+    monkeypatch.setattr(tracker.WandbThread, "SECONDS_TO_FINISH", 2.0)
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
+        monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{silent.getsockname()[1]}")
+        check_a_run_goes_on(recipe_with(small, "online"), folder)
+
+
+def check_a_run_goes_on(recipe, folder: RunFolder) -> None:
+    thread = tracker.WandbThread(recipe, folder)
+    started = time.monotonic()
+    for step in range(1000):
+        thread.log(LINE | {"step": step})
+    assert time.monotonic() - started < 1.0  # queued, whatever the server does
+    with mock.patch("atexit.register") as left_behind:
+        problem = thread.finish()
+    assert time.monotonic() - started < 10.0
+    if problem is not None:  # not done yet with its way to offline: the process will not wait
+        assert problem.startswith("Weights & Biases did not finish in time")
+        assert left_behind.called
+
+
+def test_weights_and_biases_that_raises_is_reported_once(small, folder: RunFolder) -> None:
+    with mock.patch.object(tracker, "start_wandb", side_effect=RuntimeError("no disk")):
+        thread = tracker.WandbThread(recipe_with(small, "offline"), folder)
+        thread.log(LINE)
+        assert thread.finish() == (
+            "Weights & Biases stopped (no disk); metrics.jsonl has every step"
+        )
+
+
+STUCK = """
+import sys, time
+sys.path[0] = "."
+import atexit, errno, fcntl, pathlib
+from recipes.training.tracking import tracker
+from recipes.training.runtime.exits import leave
+from recipes.training.recipe.schema import load_recipe
+from recipes.training.run_folder.folder import RunFolder
+from recipes.training.runtime.streams import outlive_output
+
+def refuse(*_):
+    raise OSError(errno.ENOSYS, "Function not implemented")
+
+outlive_output()
+fcntl.flock = refuse
+RECIPE = pathlib.Path("recipes/tiny.toml")
+folder = RunFolder(pathlib.Path(sys.argv[1]))
+folder.hold()
+atexit.register(time.sleep, 30)  # as W&B's handler does
+tracker.start_wandb = lambda arguments: time.sleep(600)
+tracker.WandbThread.SECONDS_TO_FINISH = 0.1
+thread = tracker.WandbThread(load_recipe(RECIPE, ["tracking.mode=offline"]), folder)
+thread.exit_code = int(sys.argv[2])
+print(thread.finish())
+print("the summary" * 200_000)  # more than a pipe holds
+leave(thread.exit_code)
+"""
+
+
+@pytest.mark.parametrize("code", [0, 3])
+def test_a_process_that_leaves_wandb_behind_releases_its_folder_and_is_read(
+    code: int, tmp_path: Path
+) -> None:
+    command = [sys.executable, "-c", STUCK, str(tmp_path / "run"), str(code)]
+    process = subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.PIPE)
+    with process:
+        exclusive = tmp_path / "run" / "lock.exclusive"
+        assert process.stdout.readline().startswith(b"Weights & Biases did not finish in time")
+        while exclusive.exists():  # released before the reader is waited for
+            assert process.poll() is None
+        time.sleep(1.3)  # a reader that is slower than 1 s, and faster than the 2 s of a failure
+        output = process.stdout.read()
+    assert process.returncode == code
+    assert output.count(b"the summary") == 200_000
+
+
+def test_what_wandb_needs_is_checked_before_the_engine_is_built(
+    small, folder: RunFolder, without_key: None, monkeypatch
+) -> None:
+    def check(mode: str = "auto", *, keeps_id: bool = True) -> None:
+        tracker.check_wandb(recipe_with(small, mode), folder.path, keeps_id=keeps_id)
+
+    check()  # there is no id yet
+    (folder.path / "wandb").mkdir()
+    (folder.path / "wandb" / "run_id").write_bytes(bytes(8))
+    for mode in ("auto", "online", "offline"):
+        with pytest.raises(UserError, match="instead of the id of a W&B run"):
+            check(mode)
+    check("disabled")
+    check(keeps_id=False)  # the folder is about to be moved aside
+    (folder.path / "wandb" / "run_id").unlink()
+    (folder.path / "wandb" / "run_id").mkdir()
+    with pytest.raises(UserError, match="cannot be read"):
+        check()
+    monkeypatch.setenv("WANDB_BASE_URL", "http://[::1")
+    with pytest.raises(UserError, match="WANDB_BASE_URL"):
+        check(keeps_id=False)
+    check("offline", keeps_id=False)
+
+
+def test_only_rank_0_tracks(small, folder: RunFolder) -> None:
+    recipe = recipe_with(small, "disabled")
+    with tracker.open_tracker(recipe, folder, 1, start=Progress(), changed={}) as silent:
+        silent.step(LINE)
+        silent.end()
+    assert not folder.metrics.exists() and not folder.events.exists()
+    with tracker.open_tracker(recipe, folder, 0, start=Progress(), changed={}) as tracking:
+        tracking.step(LINE)
+        tracking.end()
+    assert folder.read_metrics() == [LINE]
+
+
+def test_lines_tell_loss_speed_and_time_left(capsys: pytest.CaptureFixture[str]) -> None:
+    display = tracker.Display(steps=100, done=0)
+    display.step(LINE)
+    display.step(LINE | {"step": 2})  # within ten seconds: no line
+    display.step(LINE | {"step": 3, "validation_loss": 2.25, "mfu": 0.5})
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 2
+    assert lines[0].startswith("step   1/100  loss 2.5000  lr 1.00e-03  1,000 tokens/s")
+    assert lines[0].endswith("00:49 left")
+    assert "validation 2.2500" in lines[1] and "MFU 50.0%" in lines[1]
+
+
+def test_a_terminal_gets_a_progress_bar(capsys: pytest.CaptureFixture[str]) -> None:
+    with mock.patch("sys.stdout.isatty", return_value=True):
+        display = tracker.Display(steps=100, done=0)
+    display.step(LINE)
+    display.close()
+    shown = capsys.readouterr()
+    assert "1/100" in shown.err and "loss 2.5000" in shown.err and shown.out == ""
+
+
+def test_the_meter_counts_flops_of_the_whole_world(small) -> None:
+    recipe = recipe_with(small, "disabled")
+    one, two = (
+        tracker.Meter(recipe, size, precision="fp32", device_name="cpu").line(
+            Progress(3, 24), loss=1.0, grad_norm=2.0, learning_rate=0.1, seconds=0.5
+        )
+        for size in (1, 2)
+    )
+    assert one["tflops_per_gpu"] == 2 * two["tflops_per_gpu"] > 0
+    assert one["tokens"] == 3 * 256 and one["tokens_per_second"] == 512
+    assert one["mfu"] is None
+    gpu = tracker.Meter(recipe, 1, precision="bf16", device_name="NVIDIA A100-SXM4-80GB")
+    assert gpu.peak_tflops == 312.0
+    assert one["memory_gb"] > 0.05
