@@ -13,9 +13,9 @@ from recipes.training.recipe.schema import Recipe
 INTRODUCTION = """# Recipe reference
 
 This page lists every key of a recipe, section by section. It is generated from the docstrings of
-the source code with `python -m recipes.planning.output.recipe_reference`. Keys that a recipe does not
-set take their default. Unknown keys are rejected. `--set section.key=value` changes a key for one
-run.
+the source code with `python -m recipes.planning.output.recipe_reference`. Keys that a recipe does
+not set take their default. Unknown keys are rejected. `--set section.key=value` changes a key for
+one run.
 """
 TABLE_HEAD = "| key | type | default | meaning |\n|---|---|---|---|"
 MAX_BOUND_SHOWN = 10**6  # larger bounds only catch typing errors
