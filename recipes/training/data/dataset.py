@@ -24,11 +24,11 @@ from torch import Tensor
 from models.errors import UserError
 from models.parallel.context import Context, Documents
 from models.parallel.rng import MaskKey
-from recipes.training.recipe.blend_weights import whole_shares
 from recipes.training.data.micro_batch import MicroBatch
+from recipes.training.data.token_file import TokenFile, read_manifest, tokenizer_hash
+from recipes.training.recipe.blend_weights import whole_shares
 from recipes.training.recipe.progress import Progress
 from recipes.training.recipe.schema import Recipe, repository_path
-from recipes.training.data.token_file import TokenFile, read_manifest, tokenizer_hash
 from recipes.training.recipe.topology import Topology
 
 ROUNDS = 6  # of the permutation; four are enough for it to be pseudorandom (Luby, Rackoff 1988)
