@@ -9,7 +9,7 @@ from functools import cached_property, lru_cache
 
 from models.config import ModelConfig
 from recipes.planning.inputs.footprint import Footprint
-from recipes.planning.inputs.job import Job, Spread
+from recipes.planning.inputs.job import Job, JobLayout
 from recipes.planning.inputs.stage_contents import blocks_of_stages, tokens_per_micro_batch
 
 
@@ -32,12 +32,12 @@ class InFlight:
         return (sum(self.whole) + sum(self.left)) / len(self.whole)
 
 
-def micro_batches_in_flight(spread: Spread, stage: int, micro_batches: int) -> float:
+def micro_batches_in_flight(layout: JobLayout, stage: int, micro_batches: int) -> float:
     """Micro-batches of which a stage holds something, at most."""
-    return max(each.count for each in in_flight(spread, stage, micro_batches))
+    return max(each.count for each in in_flight(layout, stage, micro_batches))
 
 
-def in_flight(spread: Spread, stage: int, micro_batches: int) -> tuple[InFlight, ...]:
+def in_flight(layout: JobLayout, stage: int, micro_batches: int) -> tuple[InFlight, ...]:
     """The moments at which a stage may hold most.
 
     1F1B: the stages after this one and itself (Narayanan et al. 2021, arXiv 2104.04473, section
@@ -46,8 +46,8 @@ def in_flight(spread: Spread, stage: int, micro_batches: int) -> tuple[InFlight,
     i + 1 on the way back; ZB-H1: as 1F1B and i more, whose weights wait; ZB-V: 2 p chunks (Qi et
     al. 2023, arXiv 2401.10241). `order.py` has the orders.
     """
-    twice = spread.recompute == "full"  # forward passes, so that backward ones are long
-    return _in_flight(spread.schedule, spread.pipeline, spread.chunks, stage, micro_batches, twice)
+    twice = layout.recompute == "full"  # forward passes, so that backward ones are long
+    return _in_flight(layout.schedule, layout.pipeline, layout.chunks, stage, micro_batches, twice)
 
 
 @lru_cache(maxsize=2**16)
@@ -79,17 +79,17 @@ def _in_flight(schedule: str, p: int, v: int, i: int, m: int, twice: bool) -> tu
     return (InFlight(tuple(held), (0,) * v),)
 
 
-def in_flight_at_the_end(spread: Spread, stage: int, micro_batches: int) -> InFlight:
+def in_flight_at_the_end(layout: JobLayout, stage: int, micro_batches: int) -> InFlight:
     """When all chunks but the first one have had their last backward pass.
 
     Interleaved, the first one has a round of micro-batches before it then; where the model leads
     back, those that are between this stage and the turn.
     """
-    if spread.schedule == "interleaved":
-        held = round_size(spread.pipeline, micro_batches)
+    if layout.schedule == "interleaved":
+        held = round_size(layout.pipeline, micro_batches)
     else:
-        held = min(micro_batches, spread.pipeline - stage)
-    others = (0,) * (spread.chunks - 1)
+        held = min(micro_batches, layout.pipeline - stage)
+    others = (0,) * (layout.chunks - 1)
     return InFlight((held, *others), (0, *others))
 
 
@@ -104,21 +104,21 @@ def most_activations(job: Job, stage: int, *, forward: bool) -> float:
     The latter counts on its own in ZB-V, whose forward passes find as many weights left as there
     ever are, and all of them whole.
     """
-    moments = in_flight(job.spread, stage, job.micro_batches)
-    if forward and job.spread.schedule == "zb-v":
+    moments = in_flight(job.layout, stage, job.micro_batches)
+    if forward and job.layout.schedule == "zb-v":
         moments = tuple(replace(each, ends=False) for each in moments)
     return max(held_activations(job, stage, each) for each in moments) + expected_bytes(job)
 
 
 def held_activations(job: Job, stage: int, moment: InFlight) -> float:
     """Bytes of the activations that a stage holds then."""
-    spread, footprint = job.spread, job.footprint
-    kept = activation_bytes(job.model, spread, footprint, not job.writes_scores)
+    layout, footprint = job.layout, job.footprint
+    kept = activation_bytes(job.model, layout, footprint, not job.writes_scores)
     blocks = blocks_of_stages(job)[stage]
     held = kept * sum(n * micro for n, micro in zip(blocks, moment.whole, strict=True))
     held += sum(moment.whole) * border_bytes(job, stage)
     if any(moment.left):
-        each = split_bytes(job.model, spread, footprint)
+        each = split_bytes(job.model, layout, footprint)
         left = sum(n * micro for n, micro in zip(blocks, moment.left, strict=True))
         held += each * (left - moment.ends)
     return held
@@ -126,7 +126,7 @@ def held_activations(job: Job, stage: int, moment: InFlight) -> float:
 
 @lru_cache(maxsize=4096)
 def block_bytes(
-    model: ModelConfig, spread: Spread, footprint: Footprint, fused_attention: bool
+    model: ModelConfig, layout: JobLayout, footprint: Footprint, fused_attention: bool
 ) -> float:
     """Activations that a block keeps for its backward pass when nothing is computed again.
 
@@ -134,7 +134,7 @@ def block_bytes(
     block in 16 bits with dropout, and 5 a s / t for written scores; here by its parts, for grouped
     queries and gated MLPs too. Fused attention keeps a statistic of 4 bytes per head instead.
     """
-    tokens, t = tokens_per_micro_batch(model, spread), spread.tensor
+    tokens, t = tokens_per_micro_batch(model, layout), layout.tensor
     size = footprint.weight
     h, f = model.hidden_size, model.ffn_hidden_size
     q, k = model.query_size, model.key_value_size
@@ -151,23 +151,23 @@ def block_bytes(
         split += more + 4 * (model.heads + model.kv_heads)
     split += size * (footprint.gated if model.activation == "swiglu" else 2) * f
     split += core_bytes(model, footprint, fused_attention)
-    return tokens * (whole / spread.sequence_ranks + split / t)
+    return tokens * (whole / layout.sequence_ranks + split / t)
 
 
 def activation_bytes(
-    model: ModelConfig, spread: Spread, footprint: Footprint, fused_attention: bool
+    model: ModelConfig, layout: JobLayout, footprint: Footprint, fused_attention: bool
 ) -> float:
     """Activations that a block keeps, with the recomputation of this spread."""
-    if spread.recompute == "full":
-        row = tokens_per_micro_batch(model, spread) * model.hidden_size * footprint.weight
-        return row / spread.sequence_ranks / spread.recompute_interval
-    kept = block_bytes(model, spread, footprint, fused_attention)
-    if spread.recompute == "none":
+    if layout.recompute == "full":
+        row = tokens_per_micro_batch(model, layout) * model.hidden_size * footprint.weight
+        return row / layout.sequence_ranks / layout.recompute_interval
+    kept = block_bytes(model, layout, footprint, fused_attention)
+    if layout.recompute == "none":
         return kept
     if footprint.selective is not None:
         return kept * footprint.selective
-    core = core_bytes(model, footprint, fused_attention) / spread.tensor
-    return kept - tokens_per_micro_batch(model, spread) * core
+    core = core_bytes(model, footprint, fused_attention) / layout.tensor
+    return kept - tokens_per_micro_batch(model, layout) * core
 
 
 def core_bytes(model: ModelConfig, footprint: Footprint, fused_attention: bool) -> float:
@@ -177,16 +177,16 @@ def core_bytes(model: ModelConfig, footprint: Footprint, fused_attention: bool) 
     return (2 * footprint.weight + 1) * model.heads * model.sequence_length
 
 
-def split_bytes(model: ModelConfig, spread: Spread, footprint: Footprint) -> float:
+def split_bytes(model: ModelConfig, layout: JobLayout, footprint: Footprint) -> float:
     """What a block's linears keep for the gradients of their weights: inputs, outputs' gradients.
 
     Under sequence parallelism the inputs of the first and the third one are split along the
     sequence, and gathered again; the gradients of the outputs of the others are whole.
     """
-    t, h, f = spread.tensor, model.hidden_size, model.ffn_hidden_size
-    inputs = 2 * h / spread.sequence_ranks + (model.query_size + f) / t
+    t, h, f = layout.tensor, model.hidden_size, model.ffn_hidden_size
+    inputs = 2 * h / layout.sequence_ranks + (model.query_size + f) / t
     gradients = (model.query_size + 2 * model.key_value_size + model.gate_and_up_size) / t + 2 * h
-    return footprint.weight * tokens_per_micro_batch(model, spread) * (inputs + gradients)
+    return footprint.weight * tokens_per_micro_batch(model, layout) * (inputs + gradients)
 
 
 def border_bytes(job: Job, stage: int) -> float:
@@ -194,21 +194,21 @@ def border_bytes(job: Job, stage: int) -> float:
 
     Our own engine sends outputs and forgets them, and its input is that of the first block's norm.
     """
-    spread, model = job.spread, job.model
-    if spread.pipeline == 1 or not job.footprint.stock_pipeline:
+    layout, model = job.layout, job.model
+    if layout.pipeline == 1 or not job.footprint.stock_pipeline:
         return 0.0
-    row = tokens_per_micro_batch(model, spread) * model.hidden_size * job.footprint.weight
-    received = row / spread.sequence_ranks if stage > 0 else 0.0
-    sent = row / spread.tensor if stage < spread.pipeline - 1 else 0.0
-    if spread.recompute == "full" and stage > 0:
+    row = tokens_per_micro_batch(model, layout) * model.hidden_size * job.footprint.weight
+    received = row / layout.sequence_ranks if stage > 0 else 0.0
+    sent = row / layout.tensor if stage < layout.pipeline - 1 else 0.0
+    if layout.recompute == "full" and stage > 0:
         received = 0.0  # it is the first block's input
     return received + sent
 
 
 def expected_bytes(job: Job) -> float:
     """What a stage is about to receive: the next activation or gradient, before it is needed."""
-    spread, model = job.spread, job.model
-    if spread.pipeline == 1 or job.footprint.stock_pipeline:
+    layout, model = job.layout, job.model
+    if layout.pipeline == 1 or job.footprint.stock_pipeline:
         return 0.0
-    row = tokens_per_micro_batch(model, spread) * model.hidden_size * job.footprint.weight
-    return row / spread.tensor
+    row = tokens_per_micro_batch(model, layout) * model.hidden_size * job.footprint.weight
+    return row / layout.tensor

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from models.cost import block_parameters, position_parameters
 from recipes.planning.inputs.footprint import Footprint
-from recipes.planning.inputs.job import Job, Spread
+from recipes.planning.inputs.job import Job, JobLayout
 from recipes.planning.inputs.kernels import BYTES
 from recipes.planning.inputs.stage_contents import (
     blocks_of_stages,
@@ -64,7 +64,7 @@ class StageMemory:
 
 def stage_memory(job: Job) -> list[StageMemory]:
     """What each stage needs."""
-    return [memory_of_stage(job, stage) for stage in range(job.spread.pipeline)]
+    return [memory_of_stage(job, stage) for stage in range(job.layout.pipeline)]
 
 
 def fullest_stage(job: Job, first: StageMemory | None = None) -> StageMemory:
@@ -76,8 +76,8 @@ def fullest_stage(job: Job, first: StageMemory | None = None) -> StageMemory:
 
     first: the first stage's memory, where it is known
     """
-    spread, micro_batches = job.spread, job.micro_batches
-    last = spread.pipeline - 1
+    layout, micro_batches = job.layout, job.micro_batches
+    last = layout.pipeline - 1
     alike: dict[tuple[int, ...], list[int]] = {}
     for stage, blocks in enumerate(blocks_of_stages(job)):
         alike.setdefault(blocks, []).append(stage)
@@ -86,7 +86,7 @@ def fullest_stage(job: Job, first: StageMemory | None = None) -> StageMemory:
         running_more = (
             stage
             for stage in stages
-            if micro_batches_in_flight(spread, stage, micro_batches) < micro_batches
+            if micro_batches_in_flight(layout, stage, micro_batches) < micro_batches
         )
         looked_at |= {stages[0], stages[-1], next(running_more, 0)}
     found = [first or memory_of_stage(job, 0)]
@@ -120,9 +120,9 @@ class Moment:
 
 def memory_of_stage(job: Job, stage: int) -> StageMemory:
     """What one stage needs at its fullest moment."""
-    spread, footprint = job.spread, job.footprint
+    layout, footprint = job.layout, job.footprint
     parameters = stage_parameters(job)[stage]
-    weights, gradients, optimizer = state_bytes(footprint, spread, parameters, job.optimizer_ranks)
+    weights, gradients, optimizer = state_bytes(footprint, layout, parameters, job.optimizer_ranks)
     moment = max(moments(job, stage, parameters), key=lambda each: each.total)
     overhead = footprint.overhead_gib
     if overhead is None:
@@ -145,20 +145,20 @@ def moments(job: Job, stage: int, parameters: int) -> list[Moment]:
     The end of the forward pass, with the loss on the last stage, and a block's backward pass, with
     all activations there; the reduction of gradients; the update, when activations are gone.
     """
-    spread, footprint = job.spread, job.footprint
-    flying = micro_batches_in_flight(spread, stage, job.micro_batches)
+    layout, footprint = job.layout, job.footprint
+    flying = micro_batches_in_flight(layout, stage, job.micro_batches)
     activations = most_activations(job, stage, forward=False)
-    passing = passing_bytes(footprint, spread, parameters)
+    passing = passing_bytes(footprint, layout, parameters)
     # In the first micro-batch there are no gradients of weights yet but the newest ones, and a
     # step of one micro-batch, or of as many as are in flight, has no later one.
     first_only = job.micro_batches <= flying
     gradients = passing.gradients
     newest = gradients
-    if first_only and spread.zero_stage < 2:
+    if first_only and layout.zero_stage < 2:
         newest = footprint.running_gradient * newest_parameters(job, stage)
     # ZeRO-2's buckets are anew in each backward pass, the others stay from the first one on; ZeRO-3
     # gathers in both passes.
-    before_backward = spread.zero_stage == 2 or (first_only and spread.zero_stage < 2)
+    before_backward = layout.zero_stage == 2 or (first_only and layout.zero_stage < 2)
     block = block_working_bytes(job, first_only)
     forward = max(forward_working_bytes(job), loss_bytes(job, stage, first_only))
     found = [
@@ -169,21 +169,21 @@ def moments(job: Job, stage: int, parameters: int) -> list[Moment]:
             0.0 if before_backward else passing.buffers,
         ),
         Moment(activations, block + waiting_loss_bytes(job, stage), newest, passing.buffers),
-        Moment(gradients=footprint.updating * parameters / spread.data),
+        Moment(gradients=footprint.updating * parameters / layout.data),
     ]
     reduced = gradients + passing.reducing
-    if spread.zero_stage < 2:  # at the end of the step
+    if layout.zero_stage < 2:  # at the end of the step
         held = held_bytes(job, stage)
         found.append(Moment(gradients=reduced, buffers=passing.reducing_buffers + held))
     else:  # whenever a bucket is full: so much of the backward pass is behind it
         left = activations * (1 - min(1.0, footprint.bucket_elements / parameters))
         found.append(Moment(left, block, reduced, passing.reducing_buffers))
-        if spread.zero_stage == 2:
+        if layout.zero_stage == 2:
             found.append(head_reduction(job, activations, passing.buffers))
-    if not footprint.stock_pipeline and spread.chunks > 1 and spread.data > 1:
+    if not footprint.stock_pipeline and layout.chunks > 1 and layout.data > 1:
         # The first chunk goes backward, while the others' gradients are added up already.
         early = footprint.reducing * (parameters - first_chunk_parameters(job, stage))
-        ending = in_flight_at_the_end(spread, stage, job.micro_batches)
+        ending = in_flight_at_the_end(layout, stage, job.micro_batches)
         held = held_activations(job, stage, ending) + expected_bytes(job)
         found.append(Moment(held, block, gradients + early))
     return found
@@ -196,7 +196,7 @@ def head_reduction(job: Job, activations: float, buckets: float) -> Moment:
     precision of the sum while all activations are still there.
     """
     model, footprint = job.model, job.footprint
-    head = table_parameters(model, job.spread.tensor)
+    head = table_parameters(model, job.layout.tensor)
     if model.tie_embeddings or head <= footprint.bucket_elements:
         return Moment()
     size, sent = footprint.weight, footprint.sent or footprint.weight
@@ -206,7 +206,7 @@ def head_reduction(job: Job, activations: float, buckets: float) -> Moment:
 
 def first_chunk_parameters(job: Job, stage: int) -> int:
     """Parameters of a stage's first chunk."""
-    model, tensor = job.model, job.spread.tensor
+    model, tensor = job.model, job.layout.tensor
     found = blocks_of_stages(job)[stage][0] * block_parameters(model, tensor)
     if stage == 0:
         found += table_parameters(model, tensor) + position_parameters(model)
@@ -215,27 +215,27 @@ def first_chunk_parameters(job: Job, stage: int) -> int:
 
 def newest_parameters(job: Job, stage: int) -> float:
     """Parameters whose gradients are there while the first block's backward pass runs."""
-    spread, model = job.spread, job.model
-    found = block_parameters(model, spread.tensor)
-    if stage == last_stage(spread):
-        found += table_parameters(model, spread.tensor)
+    layout, model = job.layout, job.model
+    found = block_parameters(model, layout.tensor)
+    if stage == last_stage(layout):
+        found += table_parameters(model, layout.tensor)
     return found
 
 
 def state_bytes(
-    footprint: Footprint, spread: Spread, parameters: float, optimizer_ranks: int | None = None
+    footprint: Footprint, layout: JobLayout, parameters: float, optimizer_ranks: int | None = None
 ) -> tuple[float, float, float]:
     """Weights, gradients and optimizer's state from step to step.
 
     Rajbhandari et al. 2020 (arXiv 1910.02054), section 5: stage 1 spreads the optimizer's state
     over the data ranks, stage 2 gradients, stage 3 weights.
     """
-    ranks = spread.data * spread.context
-    stage = spread.zero_stage
+    ranks = layout.data * layout.context
+    stage = layout.zero_stage
     weights = footprint.weight * parameters / (ranks if stage == 3 else 1)
     gradients = footprint.gradient * parameters / (ranks if stage >= 2 else 1)
     optimizer = footprint.optimizer + (footprint.zero3_copy if stage == 3 else 0)
-    optimizer *= parameters / (optimizer_ranks or spread.optimizer_ranks)
+    optimizer *= parameters / (optimizer_ranks or layout.optimizer_ranks)
     return weights, gradients, optimizer
 
 
@@ -255,11 +255,11 @@ class Passing:
     reducing_buffers: float
 
 
-def passing_bytes(footprint: Footprint, spread: Spread, parameters: int) -> Passing:
+def passing_bytes(footprint: Footprint, layout: JobLayout, parameters: int) -> Passing:
     """Return the gradients and buffers that exist only within a step, for `parameters` weights."""
-    if spread.zero_stage < 2:
+    if layout.zero_stage < 2:
         whole, bucket = footprint.reducing, footprint.reducing_bucket
-        if spread.data == 1 and not footprint.stock_pipeline:
+        if layout.data == 1 and not footprint.stock_pipeline:
             whole = bucket = 0.0  # nobody to add up with
         if parameters <= footprint.bucket_elements:
             whole = max(whole, footprint.reducing_one_bucket)
@@ -274,7 +274,7 @@ def passing_bytes(footprint: Footprint, spread: Spread, parameters: int) -> Pass
     # and the gathered weights except those whose gradients are in the bucket.
     size, sent = footprint.weight, footprint.sent or footprint.weight
     full = min(parameters, footprint.bucket_elements)
-    if spread.zero_stage == 2:
+    if layout.zero_stage == 2:
         buckets = 2 * size * footprint.bucket_elements
         flat = size * full + (sent * full if sent != size else 0.0)
         return Passing(0.0, 0.0, buckets, buckets + flat)
@@ -293,10 +293,10 @@ def held_bytes(job: Job, stage: int) -> float:
 
     Logits, inputs and gradients.
     """
-    spread, model = job.spread, job.model
-    if spread.pipeline == 1 or not job.footprint.stock_pipeline or stage != last_stage(spread):
+    layout, model = job.layout, job.model
+    if layout.pipeline == 1 or not job.footprint.stock_pipeline or stage != last_stage(layout):
         return 0.0
-    tokens, t = tokens_per_micro_batch(model, spread), spread.tensor
+    tokens, t = tokens_per_micro_batch(model, layout), layout.tensor
     logits = job.footprint.held_logits * tokens * model.padded_vocab_size(t) / t
     rows = 4 * job.footprint.weight * tokens * model.hidden_size
-    return logits + rows / spread.sequence_ranks
+    return logits + rows / layout.sequence_ranks

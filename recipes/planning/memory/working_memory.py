@@ -26,7 +26,7 @@ def forward_working_bytes(job: Job) -> float:
 
 def row_bytes(job: Job) -> float:
     """A tensor of the hidden size, not split: [s, b, h]."""
-    tokens = tokens_per_micro_batch(job.model, job.spread)
+    tokens = tokens_per_micro_batch(job.model, job.layout)
     return job.footprint.weight * tokens * job.model.hidden_size
 
 
@@ -35,19 +35,19 @@ def block_working_bytes(job: Job, first_only: bool) -> float:
 
     first_only: the micro-batch is the first, so that its gradients are not added to earlier ones
     """
-    spread, model, footprint = job.spread, job.model, job.footprint
+    layout, model, footprint = job.layout, job.model, job.footprint
     again = 0.0
-    if spread.recompute == "full":
-        again = spread.recompute_interval * block_bytes(
-            model, spread, footprint, not job.writes_scores
+    if layout.recompute == "full":
+        again = layout.recompute_interval * block_bytes(
+            model, layout, footprint, not job.writes_scores
         )
         if not footprint.stock_pipeline:  # the input of the first block was kept
-            again -= row_bytes(job) / spread.sequence_ranks
+            again -= row_bytes(job) / layout.sequence_ranks
     needs = footprint.rows * row_bytes(job)
     needs += footprint.weight * mlp_working_elements(job, first_only)
     if model.attention_dropout:
-        tokens = tokens_per_micro_batch(model, spread)
-        scores = tokens * model.sequence_length * model.heads / spread.tensor
+        tokens = tokens_per_micro_batch(model, layout)
+        scores = tokens * model.sequence_length * model.heads / layout.tensor
         return again + max(needs, footprint.score * scores)
     return again + needs
 
@@ -59,12 +59,12 @@ def mlp_working_elements(job: Job, first_only: bool) -> float:
     and what that reads, when the activation is behind it. Where weights wait, there are none of
     weights, and what the output matrix reads stays.
     """
-    spread, model = job.spread, job.model
-    tokens, t = tokens_per_micro_batch(model, spread), spread.tensor
+    layout, model = job.layout, job.model
+    tokens, t = tokens_per_micro_batch(model, layout), layout.tensor
     h, f, gate_and_up = model.hidden_size, model.ffn_hidden_size, model.gate_and_up_size
     if job.footprint.stock_pipeline:
         return (tokens * (gate_and_up + f) + (0 if first_only else h * gate_and_up)) / t
-    if SCHEDULES[spread.schedule].splits:
+    if SCHEDULES[layout.schedule].splits:
         return tokens * (gate_and_up + f) / t
     first_matrix = (h * gate_and_up - tokens * f) / t + h * tokens
     return max(f * (tokens + h) / t, tokens * gate_and_up / t, first_matrix)
@@ -75,21 +75,21 @@ def loss_bytes(job: Job, stage: int, first_only: bool) -> float:
 
     first_only: there was no micro-batch before, whose logits DeepSpeed's pipeline still holds
     """
-    if stage != last_stage(job.spread):
+    if stage != last_stage(job.layout):
         return 0.0
     if job.footprint.loss_in_parts:
         return loss_in_parts_bytes(job)
-    spread, model, footprint = job.spread, job.model, job.footprint
-    tokens, size = tokens_per_micro_batch(model, spread), footprint.weight
-    columns = model.padded_vocab_size(spread.tensor) / spread.tensor
+    layout, model, footprint = job.layout, job.model, job.footprint
+    tokens, size = tokens_per_micro_batch(model, layout), footprint.weight
+    columns = model.padded_vocab_size(layout.tensor) / layout.tensor
     each = footprint.logit
     if footprint.stock_pipeline:
-        if spread.zero_stage > 1:  # without a pipeline, forward: logits, their softmax
+        if layout.zero_stage > 1:  # without a pipeline, forward: logits, their softmax
             each -= 2 * size
         elif first_only:
             each -= size
     gradient = 0.0
-    if not first_only and spread.zero_stage < 2:
+    if not first_only and layout.zero_stage < 2:
         gradient = tokens * columns * footprint.head + size * model.hidden_size * columns
     return max(tokens * columns * each, gradient) + 2 * row_bytes(job)
 
@@ -102,12 +102,12 @@ def loss_in_parts_bytes(job: Job) -> float:
     and the gradient of its output; under sequence parallelism also the rows gathered from all
     tensor ranks.
     """
-    spread, model = job.spread, job.model
-    tokens = tokens_per_micro_batch(model, spread)
-    columns = model.padded_vocab_size(spread.tensor) // spread.tensor
+    layout, model = job.layout, job.model
+    tokens = tokens_per_micro_batch(model, layout)
+    columns = model.padded_vocab_size(layout.tensor) // layout.tensor
     logits = tokens_at_a_time(tokens, columns, job.machine.gpu.device) * columns
-    table = table_parameters(model, spread.tensor)
-    rows = 2 / spread.sequence_ranks + (2 if spread.sequence_ranks > 1 else 1)
+    table = table_parameters(model, layout.tensor)
+    rows = 2 / layout.sequence_ranks + (2 if layout.sequence_ranks > 1 else 1)
     return job.footprint.weight * (table + max(table, logits)) + rows * row_bytes(job)
 
 
@@ -117,15 +117,15 @@ def waiting_loss_bytes(job: Job, stage: int) -> float:
     Where the model leads back to the first stage, other passes come in between. The gradient of the
     head's input stays until the backward pass is over.
     """
-    spread, model, footprint = job.spread, job.model, job.footprint
-    if stage != last_stage(spread):
+    layout, model, footprint = job.layout, job.model, job.footprint
+    if stage != last_stage(layout):
         return 0.0
-    folded = SCHEDULES[spread.schedule].folded
+    folded = SCHEDULES[layout.schedule].folded
     if footprint.loss_in_parts:
-        table = footprint.weight * table_parameters(model, spread.tensor) if folded else 0.0
-        return table + row_bytes(job) / spread.sequence_ranks
+        table = footprint.weight * table_parameters(model, layout.tensor) if folded else 0.0
+        return table + row_bytes(job) / layout.sequence_ranks
     if not folded:
         return 0.0
-    columns = model.padded_vocab_size(spread.tensor) / spread.tensor
+    columns = model.padded_vocab_size(layout.tensor) / layout.tensor
     softmax = footprint.logit - footprint.weight  # bytes per logit
-    return softmax * columns * tokens_per_micro_batch(model, spread)
+    return softmax * columns * tokens_per_micro_batch(model, layout)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from models.cost import block_parameters, tokens_at_a_time
-from recipes.planning.inputs.job import Job, Spread
+from recipes.planning.inputs.job import Job, JobLayout
 from recipes.planning.inputs.kernels import (
     BYTES,
     fused_attention_seconds,
@@ -76,20 +76,20 @@ class Directions:
 
 def block_job(job: Job) -> Job:
     """What of a job decides a block's time, so that many jobs share it."""
-    spread = job.spread
-    sharded = spread.zero_stage > 1
+    layout = job.layout
+    sharded = layout.zero_stage > 1
     return replace(
         job,
         global_sequences=1,
         optimizer_group=None,
-        spread=Spread(
-            tensor=spread.tensor,
-            context=spread.context,
-            data=spread.data if sharded else 1,
-            zero_stage=spread.zero_stage if sharded else 1,
-            sequence_parallel=spread.sequence_parallel,
-            recompute=spread.recompute,
-            micro_sequences=spread.micro_sequences,
+        layout=JobLayout(
+            tensor=layout.tensor,
+            context=layout.context,
+            data=layout.data if sharded else 1,
+            zero_stage=layout.zero_stage if sharded else 1,
+            sequence_parallel=layout.sequence_parallel,
+            recompute=layout.recompute,
+            micro_sequences=layout.micro_sequences,
         ),
     )
 
@@ -100,7 +100,7 @@ def block_passes(job: Job) -> Directions:
 
     job: of `block_job`
     """
-    spread, software = job.spread, job.software
+    layout, software = job.layout, job.software
     products, products_backward, products_of_weights = _products(job)
     core, core_backward = _attention(job)
     passing, passing_backward = _elementwise(job)
@@ -110,17 +110,17 @@ def block_passes(job: Job) -> Directions:
     forward = (products + core + passing) / software.era
     backward = (products_backward + core_backward + passing_backward) / software.era
     again = Spent()
-    if spread.recompute == "full":
+    if layout.recompute == "full":
         again = Spent(max(forward, software.block_seconds), tensor)
-    elif spread.recompute == "selective":
+    elif layout.recompute == "selective":
         again = Spent(core / software.era)
     host, host_backward = software.block_seconds, 2 * software.block_seconds
     ahead = Spent(max(forward, host), tensor + context)
     back = Spent(max(backward, host_backward), tensor_backward + 2 * context) + again
     # Of three collectives for each two forward, one gathers an input again for its weight.
-    gathered = tensor_backward / 3 if spread.sequence_parallel else 0.0
+    gathered = tensor_backward / 3 if layout.sequence_parallel else 0.0
     weights = Spent(products_of_weights / software.era, gathered)
-    if spread.zero_stage > 1:
+    if layout.zero_stage > 1:
         ahead, back = _with_shards(job, ahead, back)
     return Directions(ahead, back, weights)
 
@@ -130,8 +130,8 @@ def _products(job: Job) -> tuple[float, float, float]:
 
     Backward each has two, for its input and its weight.
     """
-    model, t, gpu, precision = job.model, job.spread.tensor, job.machine.gpu, job.precision
-    tokens, h = tokens_per_micro_batch(model, job.spread), model.hidden_size
+    model, t, gpu, precision = job.model, job.layout.tensor, job.machine.gpu, job.precision
+    tokens, h = tokens_per_micro_batch(model, job.layout), model.hidden_size
     rows = padded(tokens)
     forward = backward = weights = 0.0
     for inner, columns in (
@@ -155,12 +155,12 @@ def padded(tokens: int) -> int:
 
 def _attention(job: Job) -> tuple[float, float]:
     """The attention core: fused, or with scores that are written, masked and normalized."""
-    model, spread, software, gpu = job.model, job.spread, job.software, job.machine.gpu
+    model, layout, software, gpu = job.model, job.layout, job.software, job.machine.gpu
     s, d = model.sequence_length, model.attention_head_size
-    batch = spread.micro_sequences * model.heads // spread.tensor
+    batch = layout.micro_sequences * model.heads // layout.tensor
     if not job.writes_scores:
         # Half of the scores are masked; a context rank has its share of what is left.
-        flops = 4 * s * s * d * batch / 2 / spread.context
+        flops = 4 * s * s * d * batch / 2 / layout.context
         fused = fused_attention_seconds(gpu, job.precision, flops=flops, head_size=d)
         fused /= software.attention
         # Five products instead of two (Dao 2023, arXiv 2307.08691, section 4.1).
@@ -186,12 +186,12 @@ def _elementwise(job: Job) -> tuple[float, float]:
     the tensor ranks are split: queries, keys and values made ready (2 each) and the attention's
     output (2), the MLP's activation (2 of its columns, 3 with a gate). Backward half as much again.
     """
-    model, spread, gpu = job.model, job.spread, job.machine.gpu
-    whole = (2 * 2 + 2 * 3) * model.hidden_size / spread.sequence_ranks
-    heads = 4 * (model.query_size + model.key_value_size) / spread.tensor
-    activation = (model.gate_and_up_size + model.ffn_hidden_size) / spread.tensor
+    model, layout, gpu = job.model, job.layout, job.machine.gpu
+    whole = (2 * 2 + 2 * 3) * model.hidden_size / layout.sequence_ranks
+    heads = 4 * (model.query_size + model.key_value_size) / layout.tensor
+    activation = (model.gate_and_up_size + model.ffn_hidden_size) / layout.tensor
     columns = (whole + heads + activation) * job.software.elementwise
-    moved = tokens_per_micro_batch(model, spread) * columns * BYTES[job.precision]
+    moved = tokens_per_micro_batch(model, layout) * columns * BYTES[job.precision]
     forward = memory_seconds(gpu, moved) + ELEMENTWISE_KERNELS * gpu.kernel_seconds
     return forward, 1.5 * forward
 
@@ -202,11 +202,11 @@ def _tensor_collectives(job: Job) -> tuple[float, float]:
     With sequence parallelism as many bytes as reduce-scatters and all-gathers, and, backward, the
     gathered inputs twice again (Korthikanti et al. 2022, arXiv 2205.05198, section 4.2.2).
     """
-    spread, software = job.spread, job.software
-    row = tokens_per_micro_batch(job.model, spread) * job.model.hidden_size * BYTES[job.precision]
-    once = all_reduce_seconds(job.machine, row, ranks=spread.tensor, stride=1)
+    layout, software = job.layout, job.software
+    row = tokens_per_micro_batch(job.model, layout) * job.model.hidden_size * BYTES[job.precision]
+    once = all_reduce_seconds(job.machine, row, ranks=layout.tensor, stride=1)
     forward = once * (1 if software.parallel_block else 2)
-    backward = forward * (1.5 if spread.sequence_parallel else 1.0)
+    backward = forward * (1.5 if layout.sequence_parallel else 1.0)
     return (
         forward * (1 - software.tensor_overlap),
         backward * (1 - software.tensor_overlap_backward),
@@ -218,11 +218,11 @@ def _context_collectives(job: Job, core: float) -> float:
 
     Liu et al. 2023 (arXiv 2310.01889, section 3).
     """
-    spread = job.spread
-    width = 2 * job.model.key_value_size // spread.tensor
-    tokens = tokens_per_micro_batch(job.model, spread) * spread.context
+    layout = job.layout
+    width = 2 * job.model.key_value_size // layout.tensor
+    tokens = tokens_per_micro_batch(job.model, layout) * layout.context
     moved = tokens * width * BYTES[job.precision]
-    passed = gather_seconds(job.machine, moved, ranks=spread.context, stride=spread.tensor)
+    passed = gather_seconds(job.machine, moved, ranks=layout.context, stride=layout.tensor)
     return max(0.0, passed - core)
 
 
@@ -232,14 +232,14 @@ def _with_shards(job: Job, ahead: Spent, back: Spent) -> tuple[Spent, Spent]:
     ZeRO-3 gathers the weights before either pass and reduces the gradients after the second
     (Rajbhandari et al. 2020, arXiv 1910.02054, section 7.2.2).
     """
-    spread, software = job.spread, job.software
-    parameters = block_parameters(job.model, spread.tensor)
-    group = {"ranks": spread.data, "stride": spread.tensor}
+    layout, software = job.layout, job.software
+    parameters = block_parameters(job.model, layout.tensor)
+    group = {"ranks": layout.data, "stride": layout.tensor}
     gathers = 0.0
-    if spread.zero_stage == 3:
+    if layout.zero_stage == 3:
         gathers = gather_seconds(job.machine, parameters * BYTES[job.precision], **group)
     gradients = parameters * software.bytes_of_gradients(BYTES[job.precision])
-    if spread.zero_stage == 2 and (software.zero2_all_reduce or not software.reduce_scatter):
+    if layout.zero_stage == 2 and (software.zero2_all_reduce or not software.reduce_scatter):
         reduce = all_reduce_seconds(job.machine, gradients, **group)
     else:
         reduce = gather_seconds(job.machine, gradients, **group)
@@ -260,8 +260,8 @@ def end_passes(job: Job) -> tuple[Directions, Directions]:
 
     job: as `block_job` returns it
     """
-    gpu, t, precision, era = job.machine.gpu, job.spread.tensor, job.precision, job.software.era
-    tokens, h = tokens_per_micro_batch(job.model, job.spread), job.model.hidden_size
+    gpu, t, precision, era = job.machine.gpu, job.layout.tensor, job.precision, job.software.era
+    tokens, h = tokens_per_micro_batch(job.model, job.layout), job.model.hidden_size
     row = tokens * h * BYTES[precision]
     reduced = all_reduce_seconds(job.machine, row, ranks=t, stride=1)
     # looked up, masked, added; backward: added up by token

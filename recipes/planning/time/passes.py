@@ -6,7 +6,7 @@ from models.pipeline.schedule.balance import pass_proportions
 from models.pipeline.schedule.order import BACKWARD, FORWARD, WEIGHT, Kind, Pass, Pipeline
 from models.pipeline.schedule.simulation import Timeline, simulate
 from recipes.planning.inputs.job import Job
-from recipes.planning.time.step_time import position_passes, transfer_time
+from recipes.planning.time.step_time import transfer_time, virtual_stage_passes
 
 
 def pipeline_of(job: Job) -> Pipeline:
@@ -15,13 +15,13 @@ def pipeline_of(job: Job) -> Pipeline:
     Raises:
         UserError: the schedule does not support this number of micro-batches.
     """
-    spread = job.spread
+    layout = job.layout
     return Pipeline(
-        stages=spread.pipeline,
-        chunks=spread.chunks,
+        stages=layout.pipeline,
+        chunks=layout.chunks,
         micro_batches=job.micro_batches,
-        schedule=spread.schedule,
-        proportions=pass_proportions(job.model, spread.recompute),
+        schedule=layout.schedule,
+        proportions=pass_proportions(job.model, layout.recompute),
     )
 
 
@@ -29,7 +29,7 @@ def pass_seconds(job: Job) -> Callable[[Pass], float]:
     """What each pass takes."""
     pipeline = pipeline_of(job)
     spent: dict[tuple[Kind, int], float] = {}
-    for position, each in enumerate(position_passes(job)):
+    for position, each in enumerate(virtual_stage_passes(job)):
         later = each.weights.total if pipeline.splits else 0.0
         spent[FORWARD, position] = each.forward.total
         spent[BACKWARD, position] = each.backward.total - later

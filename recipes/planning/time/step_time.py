@@ -56,14 +56,14 @@ def step_time(job: Job) -> StepTime:
     A stage's micro-batches run one after the other on the slowest stage; `waiting_for_stages` has
     what it waits for meanwhile.
     """
-    spread, machine, software = job.spread, job.machine, job.software
+    layout, machine, software = job.layout, job.machine, job.software
     stages = stage_passes(job)
     slowest = max(stages, key=lambda each: each.total)
     forward, backward = slowest.forward, slowest.backward
     transfer = transfer_time(job)
     # Each micro-batch crosses every chunk's border on the way forward and back.
-    sent = job.micro_batches * 2 * spread.chunks * transfer * (1 - software.pipeline_overlap)
-    filling = 2 * (spread.pipeline - 1) * transfer
+    sent = job.micro_batches * 2 * layout.chunks * transfer * (1 - software.pipeline_overlap)
+    filling = 2 * (layout.pipeline - 1) * transfer
     bubble = waiting_for_stages(job, stages) + filling
     data = data_time(job, backward.total)
     optimizer = optimizer_time(job)
@@ -94,8 +94,8 @@ def waiting_for_stages(job: Job, stages: Sequence[Directions]) -> float:
     DualPipeV in DeepSpeed's order, with the gradients of weights and inputs together, waits for the
     backward pass of each stage. `order.py` has the orders, and the tests compare with simulations.
     """
-    p, v, m = job.spread.pipeline, job.spread.chunks, job.micro_batches
-    schedule = job.spread.schedule
+    p, v, m = job.layout.pipeline, job.layout.chunks, job.micro_batches
+    schedule = job.layout.schedule
     slowest = max(stages, key=lambda each: each.total)
     others = sum(each.total for each in stages) - slowest.total
     if schedule == "dualpipev":
@@ -117,12 +117,12 @@ def zero_bubble_v_wait(job: Job, stage: Directions) -> float:
 
     Simulated for few stages, since it grows with p - 1, and few micro-batches, since it stays.
     """
-    p, m = min(job.spread.pipeline, SIMULATED_STAGES), job.micro_batches
+    p, m = min(job.layout.pipeline, SIMULATED_STAGES), job.micro_batches
     spent = (stage.forward.total, stage.backward.total - stage.weights.total, stage.weights.total)
     lengths = tuple(round(UNITS * each / stage.total) for each in spent)
-    proportions = pass_proportions(job.model, job.spread.recompute)
+    proportions = pass_proportions(job.model, job.layout.recompute)
     waited = simulated_wait(p, min(m, SIMULATED_ROUNDS * p), proportions, lengths)
-    return max(0.0, waited) / sum(lengths) * stage.total * (job.spread.pipeline - 1) / (p - 1)
+    return max(0.0, waited) / sum(lengths) * stage.total * (job.layout.pipeline - 1) / (p - 1)
 
 
 @lru_cache(maxsize=4096)
@@ -146,12 +146,12 @@ def simulated_wait(
 def stage_passes(job: Job) -> list[Directions]:
     """Of a micro-batch through all chunks of each stage."""
     dealt = [sum(chunks) for chunks in blocks_of_stages(job)]
-    return _with_ends(job, dealt, last_stage(job.spread))
+    return _with_ends(job, dealt, last_stage(job.layout))
 
 
-def position_passes(job: Job) -> list[Directions]:
+def virtual_stage_passes(job: Job) -> list[Directions]:
     """Of a micro-batch through each chunk, in the model's order."""
-    return _with_ends(job, job.blocks_of_positions, -1)
+    return _with_ends(job, job.blocks_of_virtual_stages, -1)
 
 
 def _with_ends(job: Job, dealt: Sequence[int], last: int) -> list[Directions]:
@@ -168,17 +168,17 @@ def _with_ends(job: Job, dealt: Sequence[int], last: int) -> list[Directions]:
 
 def transfer_time(job: Job) -> float:
     """One micro-batch's activation from a stage to the next."""
-    spread = job.spread
-    if spread.pipeline == 1:
+    layout = job.layout
+    if layout.pipeline == 1:
         return 0.0
-    row = tokens_per_micro_batch(job.model, spread) * job.model.hidden_size * BYTES[job.precision]
-    stride = spread.tensor * spread.context * spread.data
-    if not (job.software.split_transfers or spread.sequence_parallel):
+    row = tokens_per_micro_batch(job.model, layout) * job.model.hidden_size * BYTES[job.precision]
+    stride = layout.tensor * layout.context * layout.data
+    if not (job.software.split_transfers or layout.sequence_parallel):
         return transfer_seconds(job.machine, row, stride=stride)
-    part = transfer_seconds(job.machine, row / spread.tensor, stride=stride)
-    if spread.sequence_parallel:
+    part = transfer_seconds(job.machine, row / layout.tensor, stride=stride)
+    if layout.sequence_parallel:
         return part
-    return part + gather_seconds(job.machine, row, ranks=spread.tensor, stride=1)
+    return part + gather_seconds(job.machine, row, ranks=layout.tensor, stride=1)
 
 
 def data_time(job: Job, last_backward: float) -> float:
@@ -187,21 +187,21 @@ def data_time(job: Job, last_backward: float) -> float:
     Where it overlaps, the last micro-batch's backward pass hides it, the first forward pass the
     weights. ZeRO-2 and 3 have done most of it with every micro-batch.
     """
-    spread, software = job.spread, job.software
-    ranks = spread.data * spread.context
-    if ranks == 1 or spread.zero_stage == 3:
+    layout, software = job.layout, job.software
+    ranks = layout.data * layout.context
+    if ranks == 1 or layout.zero_stage == 3:
         return 0.0
-    stride = spread.tensor
+    stride = layout.tensor
     parameters = max(stage_parameters(job))
     weights = parameters * BYTES[job.precision]
     gradients = parameters * software.bytes_of_gradients(BYTES[job.precision])
     reduced = gather_seconds(job.machine, gradients, ranks=ranks, stride=stride)
     gathered = gather_seconds(job.machine, weights, ranks=ranks, stride=stride)
-    if spread.zero_stage == 0:
+    if layout.zero_stage == 0:
         gathered = 0.0
-    if spread.zero_stage == 0 or not software.reduce_scatter:
+    if layout.zero_stage == 0 or not software.reduce_scatter:
         reduced = all_reduce_seconds(job.machine, gradients, ranks=ranks, stride=stride)
-    if spread.zero_stage == 2:
+    if layout.zero_stage == 2:
         reduced = 0.0
     # The first forward pass takes half as long as the last backward one.
     hidden = min(reduced + gathered, 1.5 * last_backward) * software.data_overlap
@@ -210,15 +210,15 @@ def data_time(job: Job, last_backward: float) -> float:
 
 def optimizer_time(job: Job) -> float:
     """The update of this rank's share of the parameters, the host's time of a step, tied tables."""
-    spread = job.spread
+    layout = job.layout
     parameters = max(stage_parameters(job))
     update = memory_seconds(job.machine.gpu, parameters / job.optimizer_ranks * OPTIMIZER_BYTES)
     tied = 0.0
-    if job.model.tie_embeddings and spread.pipeline > 1:
-        table = table_parameters(job.model, spread.tensor)
+    if job.model.tie_embeddings and layout.pipeline > 1:
+        table = table_parameters(job.model, layout.tensor)
         tied = 2 * transfer_seconds(
             job.machine,
             table * job.software.bytes_of_gradients(BYTES[job.precision]),
-            stride=spread.tensor * spread.context * spread.data,
+            stride=layout.tensor * layout.context * layout.data,
         )
     return update + tied + job.software.step_seconds
