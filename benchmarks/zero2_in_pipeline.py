@@ -20,7 +20,7 @@ from unittest import mock
 
 sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from recipes.planning.inputs.job import Job, Machine, JobLayout, job_of
+from recipes.planning.inputs.job import Job, JobLayout, Machine, job_of
 from recipes.planning.inputs.stage_contents import stage_parameters
 from recipes.planning.memory import peak
 from recipes.planning.search import layout_search

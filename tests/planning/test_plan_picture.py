@@ -11,7 +11,7 @@ from matplotlib.patches import Rectangle
 
 from models.errors import UserError
 from recipes import plan
-from recipes.pictures.pipeline_passes import ROWS, evenly_picked
+from recipes.pictures.pipeline_passes import MAX_STAGE_ROWS, evenly_picked
 from recipes.planning.inputs.job import Job, Machine, job_of
 from recipes.planning.memory.peak import GIB, stage_memory
 from recipes.planning.output import plan_picture
@@ -53,7 +53,7 @@ def test_a_deep_pipeline_is_some_stages_and_two_ends() -> None:
     _, job = load("megatron/530b.toml")
     first, last, bars = timeline(job, "deep").axes
     labels = [label.get_text() for label in first.get_yticklabels()]
-    assert len(labels) == ROWS and labels[0] == "0" and labels[-1] == "34"
+    assert len(labels) == MAX_STAGE_ROWS and labels[0] == "0" and labels[-1] == "34"
     assert "16 of 35" in first.get_ylabel()
     assert first.get_xlim()[1] < last.get_xlim()[0]
     assert len({round(bar.get_x(), 3) for bar in bars.patches}) == 35

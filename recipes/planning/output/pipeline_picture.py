@@ -10,9 +10,9 @@ from matplotlib.patches import Patch
 from models.pipeline.schedule.order import Pipeline
 from models.pipeline.schedule.simulation import Timeline, idle_share, pipeline_seconds
 from recipes.pictures.pipeline_passes import (
-    POINTS,
-    ROWS,
-    WIDTH,
+    FIGURE_INCHES,
+    MAX_STAGE_ROWS,
+    PASSES_POINTS,
     add_legend,
     draw_passes,
     evenly_picked,
@@ -36,14 +36,14 @@ def timeline(job: Job, title: str) -> Figure:
     pipeline = pipeline_of(job)
     passes = timeline_of(job)
     windows = shown_windows(pipeline, passes)
-    stages = evenly_picked(pipeline.stages, ROWS)
+    stages = evenly_picked(pipeline.stages, MAX_STAGE_ROWS)
     height = 0.5 + 0.24 * max(3, len(stages))
-    figure = Figure(figsize=(WIDTH, height + 3.7), layout="constrained")
+    figure = Figure(figsize=(FIGURE_INCHES, height + 3.7), layout="constrained")
     grid = figure.add_gridspec(2, len(windows), height_ratios=[height, 2.6])
     axes = [figure.add_subplot(grid[0, column]) for column in range(len(windows))]
     for each, window in zip(axes, windows, strict=True):
         rows = [passes[stage] for stage in stages]
-        draw_passes(each, rows, window, points=POINTS / len(windows), chunks=pipeline.chunks)
+        draw_passes(each, rows, window, points=PASSES_POINTS / len(windows), chunks=pipeline.chunks)
     label_passes(axes, stages, pipeline)
     _draw_memory(figure.add_subplot(grid[1, :]), job)
     figure.suptitle(f"{title}: {_summary(job, pipeline, passes)}", fontsize=10)
@@ -77,7 +77,7 @@ def _draw_memory(axes: Axes, job: Job) -> None:
         linestyle="--", linewidth=1.2,
     )  # fmt: skip
     totals = [memory[stage].total / GIB for stage in stages]
-    if len(stages) <= ROWS:
+    if len(stages) <= MAX_STAGE_ROWS:
         for column, total in enumerate(totals):
             axes.annotate(
                 f"{total:.1f}", (column, total), (0, 2), textcoords="offset points",
@@ -86,7 +86,7 @@ def _draw_memory(axes: Axes, job: Job) -> None:
     spare = max(0.0, (4 - len(stages)) / 2)
     axes.set_xlim(-0.6 - spare, len(stages) - 0.4 + spare)
     axes.set_ylim(0, 1.12 * max(limit_gib, *totals))
-    labelled = evenly_picked(len(stages), ROWS)
+    labelled = evenly_picked(len(stages), MAX_STAGE_ROWS)
     axes.set_xticks(labelled, [str(stages[column]) for column in labelled])
     axes.tick_params(labelsize=8)
     axes.set_xlabel("stage", fontsize=9)

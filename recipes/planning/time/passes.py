@@ -1,4 +1,4 @@
-"""A job's pipeline pass by pass: their order, and what each takes."""
+"""Order and duration of each pass of a job's pipeline."""
 
 from collections.abc import Callable
 
@@ -10,7 +10,7 @@ from recipes.planning.time.step_time import transfer_time, virtual_stage_passes
 
 
 def pipeline_of(job: Job) -> Pipeline:
-    """What decides the order of a job's passes.
+    """Return the pipeline of a job, which determines the order of its passes.
 
     Raises:
         UserError: the schedule does not support this number of micro-batches.
@@ -26,19 +26,19 @@ def pipeline_of(job: Job) -> Pipeline:
 
 
 def pass_seconds(job: Job) -> Callable[[Pass], float]:
-    """What each pass takes."""
+    """Return a function from a pass to its predicted seconds."""
     pipeline = pipeline_of(job)
-    spent: dict[tuple[Kind, int], float] = {}
-    for position, each in enumerate(virtual_stage_passes(job)):
-        later = each.weights.total if pipeline.splits else 0.0
-        spent[FORWARD, position] = each.forward.total
-        spent[BACKWARD, position] = each.backward.total - later
-        spent[WEIGHT, position] = later
-    return lambda work: spent[work.kind, pipeline.position(work.stage, work.chunk)]
+    seconds: dict[tuple[Kind, int], float] = {}
+    for virtual_stage, each in enumerate(virtual_stage_passes(job)):
+        deferred = each.weights.total if pipeline.splits else 0.0
+        seconds[FORWARD, virtual_stage] = each.forward.total
+        seconds[BACKWARD, virtual_stage] = each.backward.total - deferred
+        seconds[WEIGHT, virtual_stage] = deferred
+    return lambda work: seconds[work.kind, pipeline.position(work.stage, work.chunk)]
 
 
 def timeline_of(job: Job) -> Timeline:
-    """When each pass runs; transfers take their time, and stages wait where they have to.
+    """Simulate the start and end of each pass, including transfers and waiting stages.
 
     Raises:
         UserError: the schedule does not support this number of micro-batches.
