@@ -37,7 +37,8 @@ from recipes.planning.output import plan_report
 from recipes.planning.output.catalogue import catalogue_lines
 from recipes.planning.search.layout_search import Found, search
 from recipes.planning.time.step_time import step_time
-from recipes.training.recipe.schema import DEFAULT_RECIPE, Recipe, load_recipe, parse_recipe
+from recipes.training.recipe.loading import DEFAULT_RECIPE, load_recipe, parse_recipe
+from recipes.training.recipe.schema import Recipe
 
 MOST_GPUS = 10**6
 GOES_WITH = {"scatter": "table", "calibrate": "table", "rank": "trace"}

@@ -12,7 +12,7 @@ if __name__ == "__main__":  # the repository, not slurm/, is where imports start
 import argparse
 
 from models.errors import UserError
-from recipes.training.recipe.schema import load_recipe, origin
+from recipes.training.recipe.loading import load_recipe, origin
 from recipes.training.recipe.topology import World
 
 

@@ -17,7 +17,7 @@ import tomli_w
 
 from models.errors import UserError
 from recipes.proving.worlds import free_port
-from recipes.training.recipe.schema import REPOSITORY, load_recipe
+from recipes.training.recipe.loading import REPOSITORY, load_recipe
 from recipes.training.recipe.topology import World
 from recipes.training.run_folder.folder import RunFolder
 from recipes.training.runtime.processes import check_machine
@@ -66,7 +66,7 @@ pretrain.main()
 JUMPING = """
 from recipes import pretrain
 from recipes.training.data.dataset import TrainingData
-from recipes.training.recipe.progress import Progress
+from recipes.training.run_folder.progress import Progress
 
 resume = TrainingData.resume
 

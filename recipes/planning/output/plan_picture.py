@@ -18,7 +18,8 @@ from recipes.planning.inputs.job import Job, Machine, unspread_job
 from recipes.planning.output.pipeline_picture import timeline
 from recipes.planning.output.plan_report import rates
 from recipes.planning.search.layout_search import Plan, search
-from recipes.training.recipe.schema import Recipe, load_recipe, shipped_recipes
+from recipes.training.recipe.loading import load_recipe, shipped_recipes
+from recipes.training.recipe.schema import Recipe
 
 LEAST_NODES = 512  # that a heat map goes up to
 COLOURS = "YlGnBu"

@@ -26,8 +26,9 @@ from models.parallel.context import Context, Documents
 from models.parallel.rng import MaskKey
 from recipes.training.recipe.blend_weights import whole_shares
 from recipes.training.data.micro_batch import MicroBatch
-from recipes.training.recipe.progress import Progress
-from recipes.training.recipe.schema import Recipe, repository_path
+from recipes.training.run_folder.progress import Progress
+from recipes.training.recipe.schema import Recipe
+from recipes.training.recipe.sections import repository_path
 from recipes.training.data.token_file import TokenFile, read_manifest, tokenizer_hash
 from recipes.training.recipe.topology import Topology
 

@@ -42,7 +42,8 @@ from recipes.training.data.micro_batch import MicroBatch
 from recipes.training.engine.deepspeed_patches import replace_timers
 from recipes.training.engine.zero_patches import without_needless_copies
 from recipes.training.recipe.deepspeed_config import precision, zero_stage
-from recipes.training.recipe.schema import Optimizer, Recipe
+from recipes.training.recipe.schema import Recipe
+from recipes.training.recipe.sections import Optimizer
 from recipes.training.recipe.topology import Topology
 from recipes.training.runtime.processes import compiles, quiet
 from recipes.training.supervision.replicas import CopyGroup, differing_copies

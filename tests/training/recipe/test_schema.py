@@ -10,13 +10,8 @@ import tomli_w
 
 from models.errors import UserError
 from recipes.training.recipe.deepspeed_config import build_deepspeed_config, zero_stage
-from recipes.training.recipe.schema import (
-    REPOSITORY,
-    Recipe,
-    load_recipe,
-    parse_recipe,
-    shipped_recipes,
-)
+from recipes.training.recipe.loading import REPOSITORY, load_recipe, parse_recipe, shipped_recipes
+from recipes.training.recipe.schema import Recipe
 from recipes.training.recipe.topology import World
 from tests.conftest import changed
 from tests.ranks import start_ranks

@@ -9,9 +9,9 @@ from unittest import mock
 import pytest
 
 from models.errors import UserError
-from recipes.training.recipe.progress import Progress
-from recipes.training.recipe.schema import REPOSITORY, parse_recipe
+from recipes.training.recipe.loading import REPOSITORY, parse_recipe
 from recipes.training.run_folder.folder import RunFolder
+from recipes.training.run_folder.progress import Progress
 from recipes.training.tracking import tracker
 from tests.conftest import changed
 from tests.ranks import free_port

@@ -15,7 +15,8 @@ from models.pipeline.schedule.balance import (
 )
 from models.pipeline.schedule.order import FORWARD, SCHEDULES, Pass, Pipeline, place
 from models.pipeline.schedule.simulation import pipeline_seconds, simulate
-from recipes.training.recipe.schema import REPOSITORY, Recipe, load_recipe, shipped_recipes
+from recipes.training.recipe.loading import REPOSITORY, load_recipe, shipped_recipes
+from recipes.training.recipe.schema import Recipe
 
 WITH_PIPELINE = [r for r in map(load_recipe, shipped_recipes()) if r.layout.pipeline > 1]
 
