@@ -442,7 +442,7 @@ def due(step: int, every: int, last: int) -> bool:
 
 def find_drift(run: Run, step: int) -> Ending | None:
     """Which weights have drifted apart on ranks that share them; also looked at before a save."""
-    every, last = run.recipe.training.compare_copies_every, run.recipe.training.steps
+    every, last = run.recipe.training.compare_replicas_every, run.recipe.training.steps
     if not every or not (due(step, every, last) or due(step, run.recipe.checkpoint.every, last)):
         return None
     run.supervisor.crumb.note("comparing copies")

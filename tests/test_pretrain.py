@@ -479,7 +479,7 @@ def test_a_folder_without_flock_is_a_warning(recipe_file: Path, tmp_path: Path) 
 def test_a_run_whose_copies_drift_apart_stops(
     every: int, stopped: int | None, recipe_file: Path, tmp_path: Path
 ) -> None:
-    settings = ("layout.pipeline=1", "layout.tensor=2", f"training.compare_copies_every={every}")
+    settings = ("layout.pipeline=1", "layout.tensor=2", f"training.compare_replicas_every={every}")
     options = [word for setting in settings for word in ("--set", setting)]
     arguments = ["-c", FAULTY, str(recipe_file), *options, "--run-dir", str(tmp_path / "x")]
     codes, outputs = start_ranks(2, arguments, folder=tmp_path, seconds=300)

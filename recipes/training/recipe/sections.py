@@ -143,7 +143,7 @@ class Training(Section):
     steps: Count
     evaluate_every: NonNegative
     evaluation_batches: Count = 4  # global batches of the validation file
-    compare_copies_every: NonNegative = 100  # steps; `copies.py`
+    compare_replicas_every: NonNegative = 100  # steps; `copies.py`
     initial_weights: str | None = None  # a checkpoint to start from; None: drawn from the seed
     # Compile the element-wise operations; "auto": on GPUs if there is a compiler. The first time,
     # compiling takes 10 to 20 seconds.

@@ -125,7 +125,7 @@ BAD: list[tuple[str, int, str, str]] = [
         "optimizer.schedule.minimum_learning_rate = 1.0", "use 0.0004",
     ),
     ("training.steps=-5", 2, "training.steps = -5", "steps = "),
-    ("training.compare_copies_every=-1", 2, "training.compare_copies_every = -1", "= 100"),
+    ("training.compare_replicas_every=-1", 2, "training.compare_replicas_every = -1", "= 100"),
     ("training.compile=yes", 2, "training.compile = 'yes'", "true, false or 'auto'"),
     ("training.deterministic=1", 2, "training.deterministic = 1", "= false"),
     ("training.epochs=3", 2, "unknown key training.epochs", "are steps, evaluate_every"),
