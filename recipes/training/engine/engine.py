@@ -379,7 +379,7 @@ def pipeline_of(recipe: Recipe, topology: Topology) -> Pipeline:
 def layers_of_positions(recipe: Recipe) -> list[int]:
     """Layers of each chunk, in the model's order: its blocks, and at the ends what is no block."""
     names = layer_names(recipe.model)
-    layers = list(recipe.blocks_of_positions)
+    layers = list(recipe.blocks_of_virtual_stages)
     layers[0] += names.index("blocks.0")
     layers[-1] += len(names) - 1 - names.index(f"blocks.{recipe.model.layers - 1}")
     return layers

@@ -1,4 +1,4 @@
-"""Reading a recipe's TOML file, with the overrides of --set. The only reader of TOML recipes."""
+"""Load a recipe from its TOML file and apply the overrides of --set."""
 
 import json
 import tomllib
@@ -18,17 +18,17 @@ CLUSTER_RECIPE = REPOSITORY / "recipes" / "llama" / "7b.toml"  # has the section
 
 
 def shipped_recipes() -> list[Path]:
-    """The recipes of this repository, the default first, then family by family."""
+    """Return the paths of this repository's recipes: the default first, then family by family."""
     return [DEFAULT_RECIPE, *sorted((REPOSITORY / "recipes").glob("*/*.toml"))]
 
 
 def short(path: Path) -> Path:
-    """A path as a person here would write it."""
+    """Return a path relative to the current folder if it is inside, as a user would type it."""
     return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
 
 
 def origin(path: Path, overrides: Sequence[str]) -> str:
-    """What errors call a recipe: its file and what --set has changed."""
+    """Return a recipe's name for error messages: its file and its overrides."""
     return f"{short(path)}" + "".join(f" --set {override}" for override in overrides)
 
 
@@ -36,7 +36,7 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
     """Read a recipe and apply `section.key=value` overrides (TOML values; a bare word is a string).
 
     Raises:
-        UserError: one message for all that is wrong, naming file, key, value and a value that
+        UserError: one message for all problems, each with its key, its value and a value that
             works.
     """
     table = _read_toml(path)
@@ -45,11 +45,11 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
 
 
 def parse_recipe(table: dict[str, Any], name: str) -> Recipe:
-    """Validate a recipe's table; `name` is what errors call it."""
+    """Validate a recipe's table; error messages begin with `name`."""
     try:
-        # As JSON, because pydantic's strict mode takes a TOML array for a tuple and a table for
-        # a dataclass only there.
-        return Recipe.model_validate_json(json.dumps(table, default=_refuse_date))
+        # pydantic's strict mode accepts an array for a tuple and a table for a dataclass only in
+        # JSON.
+        return Recipe.model_validate_json(json.dumps(table, default=_reject_date))
     except ValidationError as error:
         example = _read_toml(CLUSTER_RECIPE) | _read_toml(DEFAULT_RECIPE)
         problems = [explain(problem, table, Recipe, example) for problem in root_causes(error)]
@@ -58,8 +58,8 @@ def parse_recipe(table: dict[str, Any], name: str) -> Recipe:
     raise UserError("\n  ".join([f"{name}: {len(problems)} problems", *problems]))
 
 
-def _refuse_date(value: Any) -> Any:
-    raise UserError(f'{value} is a date in TOML and no key wants one; write "{value}"')
+def _reject_date(value: Any) -> Any:
+    raise UserError(f'{value} is a date in TOML, and no key expects one; write "{value}"')
 
 
 def _read_toml(path: Path) -> dict[str, Any]:
@@ -67,10 +67,10 @@ def _read_toml(path: Path) -> dict[str, Any]:
         return tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except (FileNotFoundError, IsADirectoryError):
         shipped = ", ".join(str(file.relative_to(REPOSITORY)) for file in shipped_recipes())
-        raise UserError(f"{short(path)}: no such recipe; these are here: {shipped}") from None
+        raise UserError(f"{short(path)}: no such recipe; use one of: {shipped}") from None
     except OSError as error:
         raise UserError(
-            f"{short(path)} cannot be read ({error.strerror}); use a file that you may read"
+            f"{short(path)} cannot be read ({error.strerror}); use a file that you can read"
         ) from None
     except (ValueError, RecursionError) as error:  # a plain ValueError for 4,301 digits
         raise UserError(
@@ -81,8 +81,8 @@ def _read_toml(path: Path) -> dict[str, Any]:
 def apply_overrides(table: dict[str, Any], overrides: Sequence[str]) -> None:
     """Set keys of a recipe's table, as --set does.
 
-    What was dealt for another schedule leaves with it: the recipe in a run folder has every default
-    written out.
+    An override of the schedule also removes the number of chunks and the layers per stage, which
+    belong to the old schedule: the recipe in a run folder has every default written out.
     """
     for override in overrides:
         apply_override(table, override)

@@ -29,8 +29,15 @@ class Recipe(Section):
     """One complete experiment."""
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=128)]
+    """Name of the run folder, `runs/<name>`, and of the run in Weights & Biases."""
+
     seed: Annotated[int, Field(ge=0, lt=2**31)]
+    """Seed of the initial weights, the order of the samples and dropout."""
+
     deepspeed: str
+    """DeepSpeed's JSON, which sets ZeRO, precision and communication, relative to the repository
+    root; `ds_configs/` has one for each case."""
+
     model: ModelConfig
     layout: Layout
     batch: Batch
@@ -40,20 +47,31 @@ class Recipe(Section):
     checkpoint: Checkpoint
     supervision: Supervision = Supervision()
     tracking: Tracking = Tracking()
+
     cluster: Cluster | None = None
+    """Leave the section out if the recipe may run on any number of ranks that its layout
+    divides."""
 
     @model_validator(mode="after")
-    def _check_timeline(self) -> "Recipe":
+    def _check_steps(self) -> "Recipe":
         first, steps = self.tracking.timeline_step, self.training.steps
         if first > steps:
             raise UserError(
                 f"tracking.timeline_step = {first} comes after training.steps = {steps}; use "
                 f"tracking.timeline_step = {steps}"
             )
+        schedule = self.optimizer.schedule
+        least = schedule.warmup_steps + schedule.decay_steps
+        if schedule.decay == "wsd" and least > steps:
+            raise UserError(
+                f"optimizer.schedule.warmup_steps = {schedule.warmup_steps} and decay_steps = "
+                f"{schedule.decay_steps} do not fit into training.steps = {steps}; "
+                f"use training.steps = {least} or more"
+            )
         return self
 
     @model_validator(mode="after")
-    def _check(self) -> "Recipe":
+    def _check_tensor(self) -> "Recipe":
         model, tensor = self.model, self.layout.tensor
         divisible = math.gcd(model.heads, model.kv_heads, model.ffn_hidden_size)
         for key in ("heads", "kv_heads", "ffn_hidden_size"):
@@ -69,49 +87,45 @@ class Recipe(Section):
                 f"layout.tensor = {tensor}, which layout.sequence_parallel needs; use "
                 f"model.sequence_length = {nearest_multiples(model.sequence_length, tensor)}"
             )
-        parts = self.layout.pipeline * self.layout.chunks
-        if parts > model.layers:
-            each = f" with {self.layout.chunks} parts each" if self.layout.chunks > 1 else ""
-            most = model.layers // self.layout.chunks
-            fewer = f"layout.pipeline = {most}" + (" or fewer" if most > self.layout.chunks else "")
+        return self
+
+    @model_validator(mode="after")
+    def _check_pipeline(self) -> "Recipe":
+        layout, layers = self.layout, self.model.layers
+        virtual_stages = layout.pipeline * layout.chunks
+        if virtual_stages > layers:
+            each = f" with {layout.chunks} chunks each" if layout.chunks > 1 else ""
+            most = layers // layout.chunks
+            fewer = f"layout.pipeline = {most}" + (" or fewer" if most > layout.chunks else "")
             raise UserError(
-                f"layout.pipeline = {self.layout.pipeline}{each} has more stages than "
-                f"model.layers = {model.layers}; use "
-                + (fewer if most >= self.layout.chunks else f"model.layers = {parts} or more")
+                f"layout.pipeline = {layout.pipeline}{each} has more stages than "
+                f"model.layers = {layers}; use "
+                + (fewer if most >= layout.chunks else f"model.layers = {virtual_stages} or more")
             )
-        dealt = self.layout.layers_per_stage
-        if dealt is not None and (len(dealt) != parts or sum(dealt) != model.layers):
+        given = layout.layers_per_stage
+        if given is not None and (len(given) != virtual_stages or sum(given) != layers):
             raise UserError(
-                f"layout.layers_per_stage = {dealt} deals {sum(dealt)} blocks to {len(dealt)} "
-                f"parts, and model.layers = {model.layers} go to layout.pipeline = "
-                f"{self.layout.pipeline} x layout.chunks = {self.layout.chunks}; use "
-                f"layout.layers_per_stage = {list(self._dealt_by_cost)}, or leave it out"
-            )
-        schedule = self.optimizer.schedule
-        if schedule.decay == "wsd" and (
-            schedule.warmup_steps + schedule.decay_steps > self.training.steps
-        ):
-            raise UserError(
-                f"optimizer.schedule.warmup_steps = {schedule.warmup_steps} and decay_steps = "
-                f"{schedule.decay_steps} do not fit into training.steps = {self.training.steps}; "
-                f"use training.steps = {schedule.warmup_steps + schedule.decay_steps} or more"
+                f"layout.layers_per_stage = {given} assigns {sum(given)} layers to {len(given)} "
+                f"virtual stages, and the recipe has model.layers = {layers} and layout.pipeline = "
+                f"{layout.pipeline} x layout.chunks = {layout.chunks}; use "
+                f"layout.layers_per_stage = {list(self._balanced_layers)}, or leave it out"
             )
         return self
 
     @property
-    def blocks_of_positions(self) -> tuple[int, ...]:
-        """Blocks of each part of the pipeline, in the model's order."""
+    def blocks_of_virtual_stages(self) -> tuple[int, ...]:
+        """Blocks of each virtual stage of the pipeline, in the model's order."""
         if self.layout.layers_per_stage is not None:
             return tuple(self.layout.layers_per_stage)
-        return self._dealt_by_cost
+        return self._balanced_layers
 
     @property
     def head_in_blocks(self) -> float:
-        """What the logits cost, as a multiple of a block."""
+        """Cost of the logits, as a multiple of the cost of a block."""
         return head_in_blocks(self.model, self.layout.recompute)
 
     @property
-    def _dealt_by_cost(self) -> tuple[int, ...]:
+    def _balanced_layers(self) -> tuple[int, ...]:
         layout = self.layout
         return deal_blocks(
             self.model.layers,
@@ -127,34 +141,42 @@ class Recipe(Section):
         return self.batch.global_sequences * self.model.sequence_length
 
     def micro_batches(self, data_size: int) -> int:
-        """Micro-batches per step of each of `data_size` data ranks."""
+        """Return the micro-batches per step of each of `data_size` data ranks."""
         return self.batch.global_sequences // (self.batch.micro_sequences * data_size)
 
     def topology(self, world: World) -> Topology:
-        """The axes of this recipe on this world.
+        """Return the axes of this recipe on a world.
 
         Raises:
-            UserError: the world is not one that the recipe can run on.
+            UserError: the recipe cannot run on this world.
         """
         if self.cluster is not None:
-            meant = self.cluster.nodes * self.cluster.gpus_per_node
-            if (meant, self.cluster.gpus_per_node) != (world.size, world.local_size):
-                nodes = max(1, world.size // world.local_size)
-                raise UserError(
-                    f"cluster.nodes = {self.cluster.nodes} x cluster.gpus_per_node = "
-                    f"{self.cluster.gpus_per_node} are {meant} ranks, and {world.size} were "
-                    f"started, {world.local_size} on this node; start {meant}, or use "
-                    f"--set cluster.nodes={nodes} --set cluster.gpus_per_node={world.local_size}"
-                )
+            self._check_cluster(self.cluster, world)
         topology = Topology.for_world(
             world.size, pipeline=self.layout.pipeline, tensor=self.layout.tensor
         )
         if world.local_size % topology.tensor:
             raise UserError(
                 f"layout.tensor = {topology.tensor} does not divide the {world.local_size} ranks "
-                f"of a node, and tensor groups belong inside one; use layout.tensor = "
+                f"of a node, and every tensor group must be inside one node; use layout.tensor = "
                 f"{nearest_divisors(world.local_size, topology.tensor)}"
             )
+        self._check_batch(topology)
+        return topology
+
+    def _check_cluster(self, cluster: Cluster, world: World) -> None:
+        expected = cluster.nodes * cluster.gpus_per_node
+        if (expected, cluster.gpus_per_node) == (world.size, world.local_size):
+            return
+        nodes = max(1, world.size // world.local_size)
+        raise UserError(
+            f"cluster.nodes = {cluster.nodes} x cluster.gpus_per_node = "
+            f"{cluster.gpus_per_node} are {expected} ranks, and {world.size} were "
+            f"started, {world.local_size} on this node; start {expected}, or use "
+            f"--set cluster.nodes={nodes} --set cluster.gpus_per_node={world.local_size}"
+        )
+
+    def _check_batch(self, topology: Topology) -> None:
         together = self.batch.micro_sequences * topology.data
         if self.batch.global_sequences % together:
             raise UserError(
@@ -171,8 +193,7 @@ class Recipe(Section):
                 f"{self.batch.global_sequences} makes {self.micro_batches(topology.data)} on each "
                 f"of {topology.data} data ranks; use batch.global_sequences = {least * together}"
             )
-        return topology
 
     def toml(self) -> str:
-        """The resolved recipe, every default written out."""
+        """Return the resolved recipe as TOML, with every default written out."""
         return tomli_w.dumps(self.model_dump(mode="json", exclude_none=True))

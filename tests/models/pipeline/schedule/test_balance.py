@@ -92,7 +92,7 @@ def test_the_dealing_is_said_in_a_line(dealt: tuple[int, ...], stages: int, text
 def test_the_catalogue_is_balanced(recipe: Recipe) -> None:
     layout = recipe.layout
     head = head_in_blocks(recipe.model, layout.recompute)
-    dealt = recipe.blocks_of_positions
+    dealt = recipe.blocks_of_virtual_stages
     assert sum(dealt) == recipe.model.layers and min(dealt) > 0
     found = imbalance(dealt, schedule=layout.schedule, stages=layout.pipeline, head=head)
     stage = (recipe.model.layers + head) / layout.pipeline
