@@ -26,7 +26,7 @@ from recipes.planning.memory import peak
 from recipes.planning.search import layout_search
 from recipes.planning.time.network import gather_seconds
 from recipes.planning.time.step_time import StepTime
-from recipes.training.recipe.schema import load_recipe, shipped_recipes
+from recipes.training.recipe.loading import load_recipe, shipped_recipes
 
 LEAST_GPUS = 16
 Bytes = tuple[float, float, float]

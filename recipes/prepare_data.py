@@ -42,7 +42,8 @@ from models.errors import UserError
 from recipes.preparing.documents import KINDS
 from recipes.preparing.own_files import mark_workspace
 from recipes.training.data.token_file import read_manifest, tokenizer_hash
-from recipes.training.recipe.schema import REPOSITORY, load_recipe, repository_path
+from recipes.training.recipe.loading import REPOSITORY, load_recipe
+from recipes.training.recipe.sections import repository_path
 from recipes.training.run_folder.line_file import flush
 from recipes.training.run_folder.lock import NO_FLOCK
 

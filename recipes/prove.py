@@ -40,7 +40,8 @@ from recipes.proving.proof_corpus import write_corpus
 from recipes.proving.proof_report import Finding, as_json, as_text, describe, relay_as_text, summary
 from recipes.proving.shrink import larger_micro_batch, shrink
 from recipes.proving.worlds import run_variants
-from recipes.training.recipe.schema import DEFAULT_RECIPE, Recipe, load_recipe
+from recipes.training.recipe.loading import DEFAULT_RECIPE, load_recipe
+from recipes.training.recipe.schema import Recipe
 
 SECONDS = 300  # a layout that takes longer hangs
 RELAY_STEPS = 1000  # more than a relay has: the learning rate is not at its minimum

@@ -15,7 +15,7 @@ import argparse
 import os
 
 from models.errors import UserError
-from recipes.training.recipe.schema import REPOSITORY, load_recipe
+from recipes.training.recipe.loading import REPOSITORY, load_recipe
 from recipes.training.run_folder.checkpoint_folders import published, step_of
 from recipes.training.run_folder.folder import RunFolder
 from recipes.training.run_folder.line_file import LineFile

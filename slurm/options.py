@@ -14,7 +14,7 @@ if __name__ == "__main__":  # imports start in the root of the repository, not i
 import argparse
 
 from models.errors import UserError
-from recipes.training.recipe.schema import load_recipe, origin
+from recipes.training.recipe.loading import load_recipe, origin
 from recipes.training.recipe.topology import World
 
 

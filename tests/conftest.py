@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from recipes.proving.proof_corpus import write_corpus
-from recipes.training.recipe.schema import DEFAULT_RECIPE
+from recipes.training.recipe.loading import DEFAULT_RECIPE
 
 VOCAB_SIZE = 250  # divisible by neither 64 nor any tensor size in the tests: padding is exercised
 

@@ -11,8 +11,9 @@ import tomli_w
 from models.errors import UserError
 from recipes import pretrain
 from recipes.proving import layouts
-from recipes.training.recipe import schema as recipe_module
-from recipes.training.recipe.schema import REPOSITORY, parse_recipe
+from recipes.training.recipe import sections
+from recipes.training.recipe.loading import REPOSITORY, parse_recipe
+from recipes.training.recipe.schema import Recipe
 from tests.conftest import changed, small_recipe
 from tests.ranks import start_ranks
 
@@ -51,8 +52,8 @@ CATCHES = {  # function that catches one of BROAD -> why no defect becomes a use
     "recipes/training/run_folder/lock.py: _parse": PARSING,
     "recipes/training/run_folder/line_file.py: LineFile._parse": PARSING,
     "recipes/training/checkpoint/manifest.py: Manifest.read": PARSING,
-    "recipes/training/recipe/schema.py: _read_toml": PARSING,
-    "recipes/training/recipe/schema.py: apply_override": PARSING,
+    "recipes/training/recipe/loading.py: _read_toml": PARSING,
+    "recipes/training/recipe/loading.py: apply_override": PARSING,
     "recipes/training/supervision/supervisor.py: Background._work": CONTINUES,
     "recipes/training/supervision/supervisor.py: Supervisor._end": CONTINUES,
     "recipes/training/supervision/supervisor.py: Supervisor._watch": CONTINUES,
@@ -234,7 +235,7 @@ def test_a_defect_of_a_validator_is_not_a_rejected_recipe(
     corpus: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     table = changed(small_recipe(corpus), batch__micro_sequences=3)
-    monkeypatch.setattr(recipe_module, "nearest_multiples", defect)
+    monkeypatch.setattr(sections, "nearest_multiples", defect)
     with pytest.raises(ValueError, match="cannot reshape") as raised:
         parse_recipe(table, "small")
     assert raised.type is ValueError
@@ -249,7 +250,7 @@ def test_a_failed_assertion_of_a_validator_is_not_a_rejected_recipe(
     corpus: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     table = changed(small_recipe(corpus), batch__micro_sequences=3)
-    monkeypatch.setattr(recipe_module, "nearest_multiples", failing_assertion)
+    monkeypatch.setattr(sections, "nearest_multiples", failing_assertion)
     with pytest.raises(AssertionError, match="an invariant"):
         parse_recipe(table, "small")
 
@@ -261,7 +262,7 @@ def test_a_defect_drops_no_layout_from_a_proof(
     every = layouts.legal_variants(recipe, ranks=2, micro_sequences=[1])
     healthy = layouts.build_deepspeed_config
 
-    def refusing(variant: recipe_module.Recipe, topology: object, kind: type = UserError) -> object:
+    def refusing(variant: Recipe, topology: object, kind: type = UserError) -> object:
         if variant.layout.tensor == 2:
             raise kind("a layout of tensor = 2")
         return healthy(variant, topology)

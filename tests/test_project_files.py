@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from recipes.training.recipe.schema import REPOSITORY
+from recipes.training.recipe.loading import REPOSITORY
 
 PROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
 CONTRIBUTING = (REPOSITORY / "CONTRIBUTING.md").read_text()

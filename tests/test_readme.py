@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from models.cost import parameter_count
-from recipes.training.recipe.schema import DEFAULT_RECIPE, REPOSITORY, load_recipe
+from recipes.training.recipe.loading import DEFAULT_RECIPE, REPOSITORY, load_recipe
 
 PUBLISHED = "recipes/planning/measured/published"
 README = (REPOSITORY / "README.md").read_text()

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import tomli_w
 
-from recipes.training.recipe.schema import REPOSITORY
+from recipes.training.recipe.loading import REPOSITORY
 from recipes.training.runtime.exits import BUSY, INTERRUPTED
 from tests.conftest import changed, small_recipe
 

@@ -25,7 +25,7 @@ from recipes.preparing.tokenizer import load_tokenizer
 from recipes.training.checkpoint.manifest import Manifest
 from recipes.training.data.token_file import TokenFile, write_token_file
 from recipes.training.recipe.deepspeed_config import read_deepspeed_json
-from recipes.training.recipe.schema import DEFAULT_RECIPE, REPOSITORY, load_recipe
+from recipes.training.recipe.loading import DEFAULT_RECIPE, REPOSITORY, load_recipe
 from recipes.training.recipe.topology import World
 from recipes.training.runtime.processes import check_port
 from recipes.training.runtime.torch_variables import check_accelerator

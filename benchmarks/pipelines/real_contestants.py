@@ -34,7 +34,8 @@ from models.transformer import Block
 from recipes.training.data.micro_batch import MicroBatch
 from recipes.training.engine.engine import build_engine, build_optimizer, layers_of_positions
 from recipes.training.recipe.deepspeed_config import build_deepspeed_config
-from recipes.training.recipe.schema import DEFAULT_RECIPE, Recipe, load_recipe
+from recipes.training.recipe.loading import DEFAULT_RECIPE, load_recipe
+from recipes.training.recipe.schema import Recipe
 from recipes.training.recipe.topology import Topology
 from recipes.training.runtime.processes import quiet
 

@@ -7,7 +7,8 @@ from typing import Any
 
 from models.errors import UserError
 from recipes.training.recipe.deepspeed_config import build_deepspeed_config, read_deepspeed_json
-from recipes.training.recipe.schema import Recipe, parse_recipe
+from recipes.training.recipe.loading import parse_recipe
+from recipes.training.recipe.schema import Recipe
 from recipes.training.recipe.topology import Topology, World
 
 ZERO_STAGES = (1, 2, 3)

@@ -5,7 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from models.config import ModelConfig
-from recipes.training.recipe.schema import Recipe, parse_recipe
+from recipes.training.recipe.loading import parse_recipe
+from recipes.training.recipe.schema import Recipe
 
 HEAD_SIZE = 8
 HEADS_PER_GROUP = 3  # at most

@@ -18,7 +18,7 @@ from typing import Any
 
 from recipes.proving.compare import Leg, Outcome
 from recipes.proving.layouts import Variant
-from recipes.training.recipe.schema import REPOSITORY
+from recipes.training.recipe.loading import REPOSITORY
 
 ENVIRONMENT = {  # of every rank
     "DS_ACCELERATOR": "cpu",

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import tomli_w
 
-from recipes.training.recipe.schema import REPOSITORY
+from recipes.training.recipe.loading import REPOSITORY
 from recipes.training.run_folder.folder import RunFolder
 from tests.cluster.cluster import Cluster, missing
 from tests.conftest import changed, small_recipe

@@ -37,7 +37,8 @@ from recipes.proving.trial import start, train_step
 from recipes.training.checkpoint.manifest import Manifest
 from recipes.training.checkpoint.reader import CheckpointReader, find_initial_weights
 from recipes.training.data.dataset import TrainingData
-from recipes.training.recipe.schema import REPOSITORY, Recipe, parse_recipe
+from recipes.training.recipe.loading import REPOSITORY, parse_recipe
+from recipes.training.recipe.schema import Recipe
 from recipes.training.recipe.topology import World
 from recipes.training.run_folder.folder import RunFolder
 from tests.conftest import GPT_SWITCHES, VOCAB_SIZE, changed, small_recipe

@@ -323,7 +323,7 @@ def _forget_moments() -> None:
 def _read_again() -> None:
     """A resumed run reads the corpus from its beginning again."""
     from recipes.training.data.dataset import TrainingData
-    from recipes.training.recipe.progress import Progress
+    from recipes.training.run_folder.progress import Progress
 
     def resume(self: Any, progress: Progress) -> None:
         self.progress = Progress(progress.step, samples=0)

@@ -44,7 +44,7 @@ from recipes.preparing.ledger import samples_of
 from recipes.proving.proof_corpus import write_corpus
 from recipes.proving.worlds import ENVIRONMENT, environment, free_port, rank_variables
 from recipes.training.checkpoint.manifest import find_damages
-from recipes.training.recipe.schema import load_recipe
+from recipes.training.recipe.loading import load_recipe
 from recipes.training.run_folder.checkpoint_folders import published, step_of
 from recipes.training.run_folder.folder import RunFolder
 from recipes.training.run_folder.line_file import LineFile

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from recipes.training.recipe.schema import REPOSITORY
+from recipes.training.recipe.loading import REPOSITORY
 from tests.gpu.parts import Part
 from tests.gpu.runs import device_environment
 from tests.gpu.setting import FAILED, SKIPPED, Setting

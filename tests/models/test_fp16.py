@@ -13,7 +13,7 @@ from torch import Tensor
 
 from models.parallel import cross_entropy
 from recipes.proving.trial import gather, held_state, many_variants, start, train_step
-from recipes.training.recipe.schema import parse_recipe
+from recipes.training.recipe.loading import parse_recipe
 from tests.conftest import GPT_SWITCHES, changed, small_recipe
 from tests.ranks import join_world, run_ranks
 

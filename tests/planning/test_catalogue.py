@@ -19,7 +19,8 @@ from recipes.training.recipe.deepspeed_config import (
     read_deepspeed_json,
     zero_stage,
 )
-from recipes.training.recipe.schema import DEFAULT_RECIPE, Recipe, load_recipe, shipped_recipes
+from recipes.training.recipe.loading import DEFAULT_RECIPE, load_recipe, shipped_recipes
+from recipes.training.recipe.schema import Recipe
 from recipes.training.recipe.topology import World
 from tests.ranks import run_ranks
 

@@ -8,7 +8,7 @@ from models.pipeline.schedule.order import SCHEDULES
 from recipes.gpus.datasheet import load_gpu
 from recipes.planning.inputs.job import Machine, job_of
 from recipes.planning.memory.peak import fullest_stage, stage_memory
-from recipes.training.recipe.schema import REPOSITORY, load_recipe
+from recipes.training.recipe.loading import REPOSITORY, load_recipe
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)

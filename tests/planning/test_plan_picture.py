@@ -17,7 +17,8 @@ from recipes.planning.memory.peak import GIB, stage_memory
 from recipes.planning.output import plan_picture
 from recipes.planning.output.pipeline_picture import timeline
 from recipes.planning.search.layout_search import search
-from recipes.training.recipe.schema import REPOSITORY, Recipe, load_recipe
+from recipes.training.recipe.loading import REPOSITORY, load_recipe
+from recipes.training.recipe.schema import Recipe
 
 RECIPES = REPOSITORY / "recipes"
 

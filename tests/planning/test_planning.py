@@ -38,14 +38,14 @@ from recipes.planning.search.layout_search import divisors, legal_layouts, searc
 from recipes.planning.time.network import all_reduce_seconds, gather_seconds
 from recipes.planning.time.passes import timeline_of
 from recipes.planning.time.step_time import step_time
-from recipes.training.recipe.schema import (
+from recipes.training.recipe.loading import (
     REPOSITORY,
-    Recipe,
     apply_overrides,
     load_recipe,
     parse_recipe,
     shipped_recipes,
 )
+from recipes.training.recipe.schema import Recipe
 
 PLAN = str(REPOSITORY / "recipes" / "plan.py")
 PUBLISHED = REPOSITORY / "recipes" / "planning" / "measured" / "published"

@@ -7,13 +7,8 @@ import pytest
 from recipes.planning.inputs.job import Job, Machine, job_of
 from recipes.planning.memory.peak import memory_of_stage, stage_memory
 from recipes.tracing.trace import trace
-from recipes.training.recipe.schema import (
-    DEFAULT_RECIPE,
-    REPOSITORY,
-    Recipe,
-    load_recipe,
-    shipped_recipes,
-)
+from recipes.training.recipe.loading import DEFAULT_RECIPE, REPOSITORY, load_recipe, shipped_recipes
+from recipes.training.recipe.schema import Recipe
 
 CATALOGUE = [path for path in shipped_recipes() if path != DEFAULT_RECIPE]
 TOLERANCE = 0.03  # of the recipes; of every kind of layout, one hundredth more

@@ -36,13 +36,8 @@ from recipes.proving.trial import try_variants
 from recipes.proving.worlds import run_variants
 from recipes.training.data.dataset import TrainingData
 from recipes.training.engine.engine import Engine, build_engine
-from recipes.training.recipe.schema import (
-    REPOSITORY,
-    Recipe,
-    load_recipe,
-    parse_recipe,
-    shipped_recipes,
-)
+from recipes.training.recipe.loading import REPOSITORY, load_recipe, parse_recipe, shipped_recipes
+from recipes.training.recipe.schema import Recipe
 from tests.conftest import GPT_SWITCHES, changed, small_recipe
 from tests.ranks import run_ranks
 

@@ -14,7 +14,8 @@ from models.errors import UserError
 from models.transformer import Block, rotary_table
 from recipes.tracing import trace_report
 from recipes.tracing.trace import Trace, measure, trace
-from recipes.training.recipe.schema import REPOSITORY, Recipe, load_recipe, parse_recipe
+from recipes.training.recipe.loading import REPOSITORY, load_recipe, parse_recipe
+from recipes.training.recipe.schema import Recipe
 from tests.conftest import GPT_SWITCHES, changed
 from tests.ranks import join_world, run_ranks
 

@@ -17,7 +17,8 @@ from recipes.training.recipe.deepspeed_config import (
     read_deepspeed_json,
     zero_stage,
 )
-from recipes.training.recipe.schema import Cluster, Recipe
+from recipes.training.recipe.schema import Recipe
+from recipes.training.recipe.sections import Cluster
 from recipes.training.recipe.topology import World
 
 

@@ -9,7 +9,8 @@ from recipes.planning.inputs.job import JobLayout, Machine, job_of
 from recipes.planning.memory.peak import GIB, fullest_stage
 from recipes.planning.output.plan_report import rates
 from recipes.planning.time.step_time import step_time
-from recipes.training.recipe.schema import REPOSITORY, Recipe, load_recipe, shipped_recipes
+from recipes.training.recipe.loading import REPOSITORY, load_recipe, shipped_recipes
+from recipes.training.recipe.schema import Recipe
 
 TABLE_HEADER = (
     "| recipe | parameters | tokens | cluster | tensor x pipeline x data | micro-batch | memory | "

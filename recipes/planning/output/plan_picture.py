@@ -18,7 +18,8 @@ from recipes.planning.inputs.job import Job, Machine, job_without_layout
 from recipes.planning.output.pipeline_picture import timeline
 from recipes.planning.output.plan_report import rates
 from recipes.planning.search.layout_search import Plan, search
-from recipes.training.recipe.schema import Recipe, load_recipe, shipped_recipes
+from recipes.training.recipe.loading import load_recipe, shipped_recipes
+from recipes.training.recipe.schema import Recipe
 
 MIN_LAST_NODES = 512  # the last column of a heat map has at least this many nodes
 HEATMAP_COLOURS = "YlGnBu"

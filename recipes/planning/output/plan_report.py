@@ -14,7 +14,8 @@ from recipes.planning.memory.peak import GIB, StageMemory, host_bytes, stage_mem
 from recipes.planning.search.layout_search import Plan, SearchResult, deepspeed_json
 from recipes.planning.time.step_time import StepTime, step_time
 from recipes.training.recipe.deepspeed_config import read_deepspeed_json, zero_stage
-from recipes.training.recipe.schema import REPOSITORY, Recipe
+from recipes.training.recipe.loading import REPOSITORY
+from recipes.training.recipe.schema import Recipe
 
 TIME_PARTS = [field.name for field in fields(StepTime) if field.name not in ("forward", "backward")]
 MEMORY_PARTS = [field.name for field in fields(StageMemory)]

@@ -18,7 +18,7 @@ from recipes.planning.memory.peak import (
     memory_of_stage,
 )
 from recipes.planning.time.step_time import StepTime, step_time
-from recipes.training.recipe.schema import REPOSITORY
+from recipes.training.recipe.loading import REPOSITORY
 
 MAX_MICRO_SEQUENCES = 64
 RECOMPUTE_INTERVALS = (1, 2, 4)  # with full recomputation

@@ -42,7 +42,8 @@ from recipes.training.data.micro_batch import MicroBatch
 from recipes.training.engine.deepspeed_patches import replace_timers
 from recipes.training.engine.zero_patches import without_needless_copies
 from recipes.training.recipe.deepspeed_config import precision, zero_stage
-from recipes.training.recipe.schema import Optimizer, Recipe
+from recipes.training.recipe.schema import Recipe
+from recipes.training.recipe.sections import Optimizer
 from recipes.training.recipe.topology import Topology
 from recipes.training.runtime.processes import compiles, quiet
 from recipes.training.supervision.replicas import CopyGroup, differing_copies
@@ -378,7 +379,7 @@ def pipeline_of(recipe: Recipe, topology: Topology) -> Pipeline:
 def layers_of_positions(recipe: Recipe) -> list[int]:
     """Layers of each chunk, in the model's order: its blocks, and at the ends what is no block."""
     names = layer_names(recipe.model)
-    layers = list(recipe.blocks_of_positions)
+    layers = list(recipe.blocks_of_virtual_stages)
     layers[0] += names.index("blocks.0")
     layers[-1] += len(names) - 1 - names.index(f"blocks.{recipe.model.layers - 1}")
     return layers

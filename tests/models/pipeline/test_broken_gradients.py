@@ -10,7 +10,7 @@ from torch import nn
 
 from recipes.proving.trial import many_variants, start, train_step
 from recipes.training.engine.engine import Engine, PipelinedEngine
-from recipes.training.recipe.schema import parse_recipe
+from recipes.training.recipe.loading import parse_recipe
 from recipes.training.recipe.topology import World
 from tests.conftest import GPT_SWITCHES, changed, small_recipe
 from tests.ranks import run_ranks

@@ -17,7 +17,7 @@ from models.pipeline.scheduled_engine import ScheduledEngine
 from recipes.proving.layouts import SCHEDULES
 from recipes.proving.trial import start, train_step
 from recipes.training.engine.engine import Engine
-from recipes.training.recipe.schema import parse_recipe
+from recipes.training.recipe.loading import parse_recipe
 from recipes.training.run_folder.folder import RunFolder
 from recipes.training.tracking.timeline import TimelineRecorder
 from tests.conftest import changed, small_recipe

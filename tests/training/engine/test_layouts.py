@@ -23,7 +23,7 @@ from recipes.proving.trial import start, train_step, try_variants
 from recipes.training.data.dataset import TrainingData
 from recipes.training.engine.engine import Engine, held_values
 from recipes.training.recipe.deepspeed_config import build_deepspeed_config, zero_stage
-from recipes.training.recipe.schema import parse_recipe
+from recipes.training.recipe.loading import parse_recipe
 from recipes.training.recipe.topology import World
 from recipes.training.run_folder.folder import RunFolder
 from tests.conftest import GPT_SWITCHES, changed, small_recipe

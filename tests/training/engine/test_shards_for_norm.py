@@ -10,7 +10,7 @@ from deepspeed.accelerator import get_accelerator
 
 from models.pipeline.gradients.flat_gradients import FlatGradients
 from recipes.proving.trial import many_variants, start, train_step
-from recipes.training.recipe.schema import parse_recipe
+from recipes.training.recipe.loading import parse_recipe
 from recipes.training.recipe.topology import World
 from tests.conftest import changed, small_recipe
 from tests.ranks import run_ranks

@@ -9,7 +9,7 @@ import torch
 
 from recipes.proving.trial import gather, held_state, many_variants, start, train_step
 from recipes.training.engine.zero_patches import ROW, gradient_norm, scale_in_update, squared_norm
-from recipes.training.recipe.schema import parse_recipe
+from recipes.training.recipe.loading import parse_recipe
 from tests.conftest import changed, small_recipe
 from tests.ranks import join_world, run_ranks
 

@@ -16,7 +16,7 @@ from models.errors import UserError
 from recipes.proving.trial import many_variants, start, train_step
 from recipes.training.recipe.deepspeed_config import read_deepspeed_json
 from recipes.training.recipe.deepspeed_schema import NOT_SUPPORTED, SETTINGS
-from recipes.training.recipe.schema import REPOSITORY, parse_recipe
+from recipes.training.recipe.loading import REPOSITORY, parse_recipe
 from recipes.training.recipe.topology import World
 from tests.conftest import changed, small_recipe
 from tests.ranks import run_ranks

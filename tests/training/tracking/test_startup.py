@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from recipes.training.recipe.schema import REPOSITORY, parse_recipe
+from recipes.training.recipe.loading import REPOSITORY, parse_recipe
 from recipes.training.run_folder.folder import RunFolder
 from recipes.training.runtime.launchers import age_seconds
 from recipes.training.tracking.startup import Startup

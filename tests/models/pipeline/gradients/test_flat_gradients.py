@@ -6,7 +6,7 @@ import pytest
 
 from models.pipeline.gradients.flat_gradients import FlatGradients
 from recipes.proving.trial import many_variants, start, train_step
-from recipes.training.recipe.schema import parse_recipe
+from recipes.training.recipe.loading import parse_recipe
 from tests.conftest import changed, small_recipe
 from tests.ranks import join_world, run_ranks
 

@@ -13,7 +13,7 @@ from models.pipeline.gradients import reduction
 from models.pipeline.gradients.reduction import Bucket, ShardedReduction, Slot, plan_buckets
 from recipes.proving.trial import many_variants, start, train_step
 from recipes.training.engine.engine import Engine
-from recipes.training.recipe.schema import parse_recipe
+from recipes.training.recipe.loading import parse_recipe
 from tests.conftest import GPT_SWITCHES, changed, small_recipe
 from tests.ranks import join_world, run_ranks
 

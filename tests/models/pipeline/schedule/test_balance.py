@@ -15,7 +15,8 @@ from models.pipeline.schedule.balance import (
 )
 from models.pipeline.schedule.order import FORWARD, SCHEDULES, Pass, Pipeline, place
 from models.pipeline.schedule.simulation import pipeline_seconds, simulate
-from recipes.training.recipe.schema import REPOSITORY, Recipe, load_recipe, shipped_recipes
+from recipes.training.recipe.loading import REPOSITORY, load_recipe, shipped_recipes
+from recipes.training.recipe.schema import Recipe
 
 WITH_PIPELINE = [r for r in map(load_recipe, shipped_recipes()) if r.layout.pipeline > 1]
 
@@ -91,7 +92,7 @@ def test_the_dealing_is_said_in_a_line(dealt: tuple[int, ...], stages: int, text
 def test_the_catalogue_is_balanced(recipe: Recipe) -> None:
     layout = recipe.layout
     head = head_in_blocks(recipe.model, layout.recompute)
-    dealt = recipe.blocks_of_positions
+    dealt = recipe.blocks_of_virtual_stages
     assert sum(dealt) == recipe.model.layers and min(dealt) > 0
     found = imbalance(dealt, schedule=layout.schedule, stages=layout.pipeline, head=head)
     stage = (recipe.model.layers + head) / layout.pipeline
