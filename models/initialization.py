@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from models.config import ModelConfig
-from models.sharding import Sharding
+from models.sharding import Sharding, sharding_of
 
 RESIDUAL_WEIGHTS = ("attention.output.weight", "mlp.down.weight")
 
@@ -39,8 +39,9 @@ def initialize(
         else:
             residual = name.endswith(RESIDUAL_WEIGHTS)
             std = config.initial_std / (math.sqrt(2 * config.layers) if residual else 1)
-            logical = std * draw_normal(parameter.sharding, name=name, seed=seed)
-            parameter.copy_(parameter.sharding.local_part(logical, tensor_rank, tensor_size))
+            sharding = sharding_of(parameter)
+            logical = std * draw_normal(sharding, name=name, seed=seed)
+            parameter.copy_(sharding.local_part(logical, tensor_rank, tensor_size))
 
 
 def draw_normal(sharding: Sharding, *, name: str, seed: int) -> Tensor:

@@ -31,7 +31,7 @@ from models.parallel.cross_entropy import vocab_parallel_loss
 from models.parallel.embedding import VocabParallelEmbedding
 from models.parallel.norm import NORMS
 from models.parallel.rng import dropout
-from models.sharding import Sharding, declared_parameter
+from models.sharding import Sharding, declared_parameter, sharding_of
 from models.transformer import Block, recomputed
 
 TIED_KEY = "embedding"
@@ -79,7 +79,7 @@ def logical_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     axis = TensorAxis()
     with torch.device("meta"):
         model = SequentialModel(layer_specs(config, axis))
-    return {name: p.sharding.shape for name, p in logical_parameters(model, config)}
+    return {name: sharding_of(p).shape for name, p in logical_parameters(model, config)}
 
 
 def run_layers(

@@ -131,12 +131,22 @@ class Sharding:
 
 
 def declared_parameter(sharding: Sharding, tensor_size: int) -> nn.Parameter:
-    """An uninitialised parameter with this rank's shape and its declaration as `.sharding`.
+    """Return an uninitialised parameter with this rank's shape, declared as `sharding`.
 
-    `.model_parallel` is what DeepSpeed's gradient norm asks for: parameters without it count on
+    DeepSpeed's gradient norm reads the attribute `model_parallel`: a parameter without it counts on
     tensor rank 0 only.
     """
     parameter = nn.Parameter(torch.empty(sharding.local_shape(tensor_size)))
-    parameter.sharding = sharding
-    parameter.model_parallel = sharding.dimension is not None
+    declare(parameter, sharding)
+    vars(parameter)["model_parallel"] = sharding.dimension is not None
     return parameter
+
+
+def declare(parameter: nn.Parameter, sharding: Sharding) -> None:
+    """Store the declaration of a parameter with the parameter; `sharding_of` reads it."""
+    vars(parameter)["sharding"] = sharding
+
+
+def sharding_of(parameter: nn.Parameter) -> Sharding:
+    """Return the declaration of a parameter that `declared_parameter` created."""
+    return vars(parameter)["sharding"]

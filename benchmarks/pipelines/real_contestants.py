@@ -32,7 +32,7 @@ from models.parallel.context import Context
 from models.pipeline.recording import Event, Recording
 from models.transformer import Block
 from recipes.training.data.micro_batch import MicroBatch
-from recipes.training.engine.engine import build_engine, build_optimizer, layers_of_positions
+from recipes.training.engine.build import build_from_recipe, build_optimizer, layers_of_positions
 from recipes.training.recipe.deepspeed_config import build_deepspeed_config
 from recipes.training.recipe.schema import DEFAULT_RECIPE, Recipe, load_recipe
 from recipes.training.recipe.topology import Topology
@@ -208,7 +208,7 @@ class Sequential:
 def build_ours(recipe: Recipe, setting: Setting) -> Contestant:
     """Our engine, as recipes/pretrain.py builds it."""
     topology = Topology(pipeline=STAGES, data=1, tensor=1)
-    engine = build_engine(recipe, topology, build_deepspeed_config(recipe, topology))
+    engine = build_from_recipe(recipe, topology, build_deepspeed_config(recipe, topology))
     recording = Recording(engine.wrapped)
 
     def step(tokens: Tensor, labels: Tensor) -> Turn:

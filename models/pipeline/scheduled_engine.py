@@ -4,16 +4,17 @@ What a pass leaves for its backward pass is kept under its chunk and micro-batch
 pass to the last one that needs it.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
 
-import deepspeed
 import torch
+from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.pipe import schedule
 from deepspeed.runtime.pipe.engine import PipelineEngine
+from deepspeed.runtime.pipe.schedule import PipeInstruction
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
@@ -23,7 +24,6 @@ from models.parallel.process_groups import matches_by_order
 from models.pipeline.channels import Boundary, Channels
 from models.pipeline.gradients.flat_gradients import gradients_of
 from models.pipeline.instructions import PassSchedule, WeightPass
-from models.pipeline.replacement import replaced
 from models.pipeline.schedule.order import (
     BACKWARD,
     FORWARD,
@@ -34,7 +34,10 @@ from models.pipeline.schedule.order import (
     last_passes,
     last_stage,
 )
+from models.pipeline.stage import Stage
 from models.pipeline.warm_up import warm_up
+
+InstructionObserver = Callable[[PipeInstruction], AbstractContextManager[None]]
 
 
 @dataclass
@@ -50,15 +53,43 @@ class InFlight:
 
 
 class ScheduledEngine(PipelineEngine):
-    """Runs a Stage in the order of its Pipeline.
+    """The engine of a Stage, which runs passes in the order of its Pipeline.
 
-    boundary: the tensors that pass from one chunk to the next
+    It is constructed directly, because `deepspeed.initialize` has no argument for the class of a
+    pipeline's engine.
+
+    Attributes:
+        observers: functions that are called with each instruction, and return a context in which
+            the instruction runs
+
+    Args:
+        stage: this rank's part of the model
+        optimizer: the optimizer of its parameters
+        config: the DeepSpeed configuration
+        boundary: the tensors that pass from one chunk to the next
     """
 
-    def __init__(self, *arguments: Any, boundary: Boundary, **settings: Any):
+    def __init__(
+        self,
+        stage: Stage,
+        optimizer: torch.optim.Optimizer,
+        config: dict[str, Any],
+        *,
+        boundary: Boundary,
+    ):
         self.is_built = False
-        super().__init__(*arguments, **settings)
+        grid = stage.mpu()
+        super().__init__(
+            args=None,
+            model=stage,
+            optimizer=optimizer,
+            mpu=grid,
+            config=config,
+            config_class=DeepSpeedConfig(config, grid),
+        )
+        self._configure_python_gc()
         self.is_built = True
+        self.observers: list[InstructionObserver] = []
         self.pipeline = self.module.pipeline
         assert self.pipeline.micro_batches == self.micro_batches
         self.channels = Channels(self.pipeline, self.grid, boundary, self.device)
@@ -127,7 +158,10 @@ class ScheduledEngine(PipelineEngine):
         self._begin_step()
         for step in pipe_schedule.steps():
             for instruction in step:
-                self._INSTRUCTION_MAP[type(instruction)](self, **instruction.kwargs)
+                with ExitStack() as observed:
+                    for observe in self.observers:
+                        observed.enter_context(observe(instruction))
+                    self._INSTRUCTION_MAP[type(instruction)](self, **instruction.kwargs)
         assert not (self.in_flight or self.deferred or self.handed_on)
 
     def _pass(self, kind: Kind, buffer_id: int, chunk: int) -> Pass:
@@ -238,11 +272,3 @@ class ScheduledEngine(PipelineEngine):
         schedule.ReduceGrads: _exec_reduce_grads,
         schedule.OptimizerStep: PipelineEngine._exec_optimizer_step,
     }
-
-
-@contextmanager
-def scheduled_engines(boundary: Boundary) -> Iterator[None]:
-    """Let `deepspeed.initialize` make ScheduledEngines of pipelines within the context."""
-    engine = partial(ScheduledEngine, boundary=boundary)
-    with replaced(deepspeed, "PipelineEngine", engine):
-        yield

@@ -6,7 +6,6 @@ import itertools
 import os
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
-from unittest import mock
 
 import deepspeed
 import torch
@@ -14,11 +13,13 @@ import torch.distributed as dist
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 from torch import Tensor
 
-from models.sharding import Sharding
+from models.pipeline.replacement import replaced
+from models.sharding import Sharding, sharding_of
 from recipes.proving.compare import Outcome
 from recipes.proving.layouts import Variant
 from recipes.training.data.dataset import TrainingData
-from recipes.training.engine.engine import Engine, StepResult, build_engine, is_partitioned
+from recipes.training.engine.build import build_from_recipe
+from recipes.training.engine.engine import Engine, StepResult, is_partitioned
 from recipes.training.recipe.deepspeed_config import build_deepspeed_config
 from recipes.training.recipe.learning_rate import learning_rate
 from recipes.training.recipe.schema import Recipe
@@ -84,7 +85,7 @@ def train(variant: Variant, world: World) -> Outcome | None:
 def start(recipe: Recipe, world: World) -> tuple[Engine, TrainingData]:
     """The recipe's engine, initialised, and this rank's data; collective."""
     topology = recipe.topology(world)
-    engine = build_engine(recipe, topology, build_deepspeed_config(recipe, topology))
+    engine = build_from_recipe(recipe, topology, build_deepspeed_config(recipe, topology))
     return engine, TrainingData(recipe, topology, world.rank)
 
 
@@ -125,7 +126,7 @@ def held_state(engine: Engine, kind: str) -> dict[str, Tensor]:
 
 def gather(engine: Engine, held: dict[str, Tensor]) -> dict[str, Tensor]:
     """The logical tensors of all ranks' parts, on rank 0; empty on the others; collective."""
-    shardings = {name: parameter.sharding for name, parameter in engine.parameters()}
+    shardings = {name: sharding_of(parameter) for name, parameter in engine.parameters()}
     parts = [(name, engine.axis.rank, shardings[name], part) for name, part in held.items()]
     everyones: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
     dist.gather_object(parts, everyones)
@@ -163,5 +164,5 @@ def shared_groups() -> Iterator[Callable[[], None]]:
             groups.append(new_group(list(members), *arguments, **settings))
         return groups[turn]
 
-    with mock.patch.object(dist, "new_group", reuse):
+    with replaced(dist, "new_group", reuse):
         yield asked.clear

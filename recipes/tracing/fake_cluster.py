@@ -7,10 +7,9 @@ tensor, or come from another rank, is given here. Everything that is patched is 
 import contextlib
 import os
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from functools import partial
 from typing import Any
-from unittest import mock
 
 import deepspeed
 import torch
@@ -28,6 +27,7 @@ from models import cost
 from models.kernels import attention, fusing, norms
 from models.kernels.attention import cumulative_lengths
 from models.parallel.context import positions_in
+from models.pipeline.replacement import replaced
 from models.transformer import rotary_table
 
 
@@ -39,7 +39,7 @@ def one_rank_of(world_size: int, rank: int) -> Iterator[None]:
     environment = {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": "0"}
     remembered = {name: value for name, value in vars(groups).items() if name.isupper()}
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    with mock.patch.dict(os.environ, environment), warnings.catch_warnings():
+    with entries_replaced(os.environ, environment), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="`torch.distributed", category=FutureWarning)
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
         deepspeed.init_distributed(dist_backend="fake", verbose=False)
@@ -65,17 +65,13 @@ def clear_tables() -> None:
 def fake_tensors() -> Iterator[None]:
     """Tensors without memory, and what DeepSpeed wants to know of their numbers."""
     accelerator = type(get_accelerator())
-    with contextlib.ExitStack() as stack:
-        for patch in (
-            mock.patch.object(nn.Module, "_apply", apply_in_place),
-            mock.patch.object(
-                partitioned_param_coordinator, "assert_ints_same_as_other_ranks", lambda ints: None
-            ),
-            mock.patch.object(accelerator, "is_fp16_supported", lambda self: True),
-        ):
-            stack.enter_context(patch)
-        stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
-        stack.enter_context(Scalars())
+    with (
+        replaced(nn.Module, "_apply", apply_in_place),
+        replaced(partitioned_param_coordinator, "assert_ints_same_as_other_ranks", accept),
+        replaced(accelerator, "is_fp16_supported", lambda self: True),
+        FakeTensorMode(allow_non_fake_inputs=True),
+        Scalars(),
+    ):
         yield
 
 
@@ -91,13 +87,25 @@ def kernels_of_a_gpu(compiled: bool) -> Iterator[None]:
     """
     fuse = one_kernel if compiled else fusing.as_written
     with (
-        mock.patch.object(attention, "MOST_KEPT", 0),
-        mock.patch.object(norms, "sums_in_16_bits", lambda x: False),
-        mock.patch.dict(cost.MOST_LOGITS, cpu=cost.MOST_LOGITS["cuda"]),
-        mock.patch.object(fusing.Fusing, "fuse", staticmethod(fuse)),
-        mock.patch.object(dist.Work, "is_completed", lambda self: True),
+        replaced(attention, "MOST_KEPT", 0),
+        replaced(norms, "sums_in_16_bits", lambda x: False),
+        entries_replaced(cost.MOST_LOGITS, {"cpu": cost.MOST_LOGITS["cuda"]}),
+        replaced(fusing.Fusing, "fuse", staticmethod(fuse)),
+        replaced(dist.Work, "is_completed", lambda self: True),
     ):
         yield
+
+
+@contextlib.contextmanager
+def entries_replaced(table: MutableMapping[str, Any], entries: Mapping[str, Any]) -> Iterator[None]:
+    """Replace entries of a table for the duration of the context."""
+    original = dict(table)
+    table.update(entries)
+    try:
+        yield
+    finally:
+        table.clear()
+        table.update(original)
 
 
 def one_kernel(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -116,6 +124,10 @@ def one_kernel(function: Callable[..., Any]) -> Callable[..., Any]:
 def made_like(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """A new tensor of its shape, type and order in memory."""
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+
+
+def accept(ints: object) -> None:
+    """Accept numbers that DeepSpeed would compare with those of other ranks."""
 
 
 def apply_in_place(module: nn.Module, function, recurse: bool = True) -> nn.Module:

@@ -1,18 +1,18 @@
-"""Rank R of the full-size job, built and stepped without its memory: what it allocates and sends.
+"""Trace of one rank of a full-size job: the memory it allocates and the data it communicates.
 
-What is run is the real thing: `build_engine`, DeepSpeed's engine, its optimizer and its schedule,
-on fake tensors and a process group that does nothing (`pretence.py` has what that takes). The step
-that is counted is the second: by then Adam's moments are there, as in all steps that follow. Of its
-micro-batches as many are run as `enough_micro_batches` says, and what they communicate is scaled to
-all.
+The model, DeepSpeed's engine, its optimizer and its schedule are the real ones, built by
+`build_from_recipe`, on fake tensors and a process group that does nothing (`fake_cluster.py`). The
+second step is counted, because Adam's moments exist by then, as in all later steps. The trace runs
+only as many of the step's micro-batches as `enough_micro_batches` says, and scales their
+communication to all micro-batches.
 
-What is not counted: what kernels and libraries take inside (cuBLAS' workspace, NCCL's buffers,
-flash attention's fp32 accumulators in its backward pass), the CUDA context, and the caching
-allocator's fragmentation. DeepSpeed runs as on its CPU accelerator, whose engines and optimizers
-are those of CUDA; side streams, which let a few buffers live longer there, do not exist. Unless
-training.compile is false, what a compiled kernel does takes its results and nothing else.
+Not counted: memory inside kernels and libraries (cuBLAS' workspace, NCCL's buffers, flash
+attention's fp32 accumulators in its backward pass), the CUDA context, and fragmentation in the
+caching allocator. DeepSpeed runs on its CPU accelerator, which has the same engines and optimizers
+as CUDA but no side streams; on a GPU a few buffers live longer because of them. Unless
+training.compile is false, a compiled kernel allocates only its results.
 
-Documents are whole sequences here, whatever data.separate_documents says.
+Each sequence is one document here, whatever data.separate_documents says.
 """
 
 import operator
@@ -34,7 +34,8 @@ from recipes.tracing.collective_counter import CollectiveCounter, Traffic
 from recipes.tracing.fake_cluster import fake_tensors, kernels_of_a_gpu, one_rank_of
 from recipes.tracing.observer import Observer
 from recipes.training.data.micro_batch import MicroBatch
-from recipes.training.engine.engine import Engine, PipelinedEngine, build_engine, pipeline_of
+from recipes.training.engine.build import build_from_recipe, pipeline_of
+from recipes.training.engine.engine import Engine, PipelinedEngine
 from recipes.training.recipe.deepspeed_config import build_deepspeed_config
 from recipes.training.recipe.schema import Recipe
 from recipes.training.recipe.topology import Coordinates, Topology, World
@@ -141,7 +142,7 @@ def measure(recipe: Recipe, topology: Topology, rank: int, *, at_most: int) -> T
     collectives = CollectiveCounter(axes_of(topology, place))
     with counter, collectives:
         observer = Observer(counter, collectives)
-        engine = build_engine(recipe, topology, config, observer)
+        engine = build_from_recipe(recipe, topology, config, observer)
         observer.watch(engine)
         first_step(engine, batch)
         before = counter.alive()

@@ -35,7 +35,8 @@ from recipes.proving.shrink import larger_micro_batch, shrink
 from recipes.proving.trial import try_variants
 from recipes.proving.worlds import run_variants
 from recipes.training.data.dataset import TrainingData
-from recipes.training.engine.engine import Engine, build_engine
+from recipes.training.engine.build import build_from_recipe
+from recipes.training.engine.engine import Engine
 from recipes.training.recipe.schema import (
     REPOSITORY,
     Recipe,
@@ -319,8 +320,8 @@ def seeded_fault(fault: str) -> Iterator[None]:
             lambda self: TAKE(self)[:-1],
         ),
         "the last norm's gradient is a thousandth too large": (
-            "recipes.proving.trial.build_engine",
-            lambda *arguments: scaled(build_engine(*arguments), "final_norm.weight", 1.001),
+            "recipes.proving.trial.build_from_recipe",
+            lambda *arguments: scaled(build_from_recipe(*arguments), "final_norm.weight", 1.001),
         ),
     }[fault]
     with mock.patch(target, broken, create=target.endswith(".range")):
