@@ -1,6 +1,6 @@
-"""The first value of every parameter, the same in every layout.
+"""Initial values of all parameters, the same in every layout.
 
-| parameter                                    | first value                                  |
+| parameter                                    | initial value                                |
 |----------------------------------------------|----------------------------------------------|
 | norm weights                                 | 1                                            |
 | biases                                       | 0                                            |
@@ -45,9 +45,9 @@ def initialize(
 
 
 def draw_normal(sharding: Sharding, *, name: str, seed: int) -> Tensor:
-    """The logical tensor's standard normal numbers: a function of seed and name alone.
+    """Return standard normal numbers of the logical shape, a function of seed and name alone.
 
-    Drawn on the CPU in fp32, so that neither device nor precision changes them.
+    They are drawn on the CPU in fp32, so that neither device nor precision changes them.
     """
     digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest) >> 1)

@@ -35,14 +35,14 @@ from tqdm import tqdm
 
 from models.errors import UserError
 from recipes.proving.compare import Outcome, compare
-from recipes.proving.layouts import Variant, legal_variants, reference
+from recipes.proving.layouts import ProofCase, legal_cases, reference
 from recipes.proving.proof_corpus import write_corpus
 from recipes.proving.proof_report import Finding, as_json, as_text, describe, relay_as_text, summary
 from recipes.proving.shrink import larger_micro_batch, shrink
-from recipes.proving.worlds import run_variants
+from recipes.proving.worlds import run_cases
 from recipes.training.recipe.schema import DEFAULT_RECIPE, Recipe, load_recipe
 
-SECONDS = 300  # a layout that takes longer hangs
+SECONDS_PER_LAYOUT = 300  # a layout that takes longer hangs
 RELAY_STEPS = 1000  # more than a relay has: the learning rate is not at its minimum
 SECONDS_BETWEEN_LINES = 30  # of progress, where there is no terminal
 
@@ -53,18 +53,18 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         try:
             recipe = load_recipe(options.recipe, options.set)
-            small, variants = plan(recipe, options, Path(folder) / "corpus")
+            small, cases = plan(recipe, options, Path(folder) / "corpus")
         except UserError as problem:
             print(f"prove.py: {problem}", file=sys.stderr)
             sys.exit(2)
-        print(f"{recipe.name}: {len(variants)} layouts of {size(small)}", file=sys.stderr)
+        print(f"{recipe.name}: {len(cases)} layouts of {size(small)}", file=sys.stderr)
         findings = []
         seconds = 0.1 if sys.stderr.isatty() else SECONDS_BETWEEN_LINES
-        with tqdm(total=len(variants), unit="layout", mininterval=seconds) as bar:
+        with tqdm(total=len(cases), unit="layout", mininterval=seconds) as bar:
             if options.relay:
-                coming = run_relay(variants, folder=Path(folder) / "run")
+                coming = run_relay(cases, folder=Path(folder) / "run")
             else:
-                coming = prove(small, variants, ranks=options.ranks)
+                coming = prove(small, cases, ranks=options.ranks)
             for finding in coming:
                 findings.append(finding)
                 bar.update()
@@ -83,48 +83,52 @@ def main() -> None:
     sys.exit(0 if all(finding.passes for finding in findings) else 1)
 
 
-def plan(recipe: Recipe, options: argparse.Namespace, corpus: Path) -> tuple[Recipe, list[Variant]]:
+def plan(
+    recipe: Recipe, options: argparse.Namespace, corpus: Path
+) -> tuple[Recipe, list[ProofCase]]:
     """The small recipe, its corpus written, and all its legal layouts."""
     steps = RELAY_STEPS if options.relay else options.steps
     small = shrink(recipe, ranks=options.ranks, layers=options.layers, steps=steps, corpus=corpus)
     needed = small.batch.global_sequences * small.model.sequence_length
     write_corpus(corpus, small.model.vocab_size, validation_tokens=2 * needed + 1000)
     own = {recipe.layout.recompute_interval} if recipe.layout.recompute == "full" else set()
-    variants = legal_variants(
+    cases = legal_cases(
         small,
         ranks=options.ranks,
         micro_sequences=(1, larger_micro_batch(recipe)),
         recompute_intervals=sorted({min(n, small.model.layers) for n in {2} | own}),
     )
-    return small, variants
+    return small, cases
 
 
-def prove(small: Recipe, variants: list[Variant], *, ranks: int) -> Iterator[Finding]:
-    """Train the reference, then every variant; each one's difference as it comes."""
+def prove(small: Recipe, cases: list[ProofCase], *, ranks: int) -> Iterator[Finding]:
+    """Train the reference, then every case; each one's difference as it comes."""
     first = reference(small)
-    ((_, expected),) = run_variants([first], ranks=1, seconds=SECONDS)
+    ((_, expected),) = run_cases([first], ranks=1, seconds=SECONDS_PER_LAYOUT)
     if not isinstance(expected, Outcome):
         yield Finding(first, expected)
         return
-    for variant, outcome in run_variants(variants, ranks=ranks, seconds=SECONDS):
+    for case, outcome in run_cases(cases, ranks=ranks, seconds=SECONDS_PER_LAYOUT):
         if isinstance(outcome, Outcome):
-            yield Finding(variant, compare(outcome, expected, small.model))
+            yield Finding(case, compare(outcome, expected, small.model))
         else:
-            yield Finding(variant, outcome)
+            yield Finding(case, outcome)
 
 
-def run_relay(variants: list[Variant], *, folder: Path) -> Iterator[Finding]:
-    """Hand a run from variant to variant; each leg as it comes.
+def run_relay(cases: list[ProofCase], *, folder: Path) -> Iterator[Finding]:
+    """Hand a run from case to case; each leg as it comes.
 
     Half of them take it from the largest world to one process, the others up again.
     """
-    shuffled = random.Random(0).sample(variants, len(variants))
+    shuffled = random.Random(0).sample(cases, len(cases))
     down, up = shuffled[::2], shuffled[1::2]
     for half, largest_first in ((down, True), (up, False)):
         for ranks in sorted({leg.world_size for leg in half}, reverse=largest_first):
             legs = [leg for leg in half if leg.world_size == ranks]
-            for variant, result in run_variants(legs, ranks=ranks, seconds=SECONDS, relay=folder):
-                yield Finding(variant, result)
+            for case, result in run_cases(
+                legs, ranks=ranks, seconds=SECONDS_PER_LAYOUT, relay=folder
+            ):
+                yield Finding(case, result)
 
 
 def size(small: Recipe) -> str:

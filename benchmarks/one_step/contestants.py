@@ -39,7 +39,7 @@ from recipes.training.recipe.deepspeed_config import build_deepspeed_config
 from recipes.training.recipe.schema import Recipe
 from recipes.training.recipe.topology import World
 from recipes.training.runtime import processes
-from recipes.training.runtime.processes import compiles, on_gpu, quiet
+from recipes.training.runtime.processes import on_gpu, quiet, should_compile
 
 Batch = Sequence[tuple[Tensor, Tensor]]  # tokens and labels [b, s] of each micro-batch
 Train = Callable[[Batch], float]  # a step's mean loss
@@ -206,7 +206,7 @@ def build_ours(entry: Entry, recipe: Recipe, world: World) -> Train:
 def build_ours_bare(entry: Entry, recipe: Recipe, world: World) -> Train:
     """Our model alone."""
     model = SequentialModel(layer_specs(recipe.model, TensorAxis()))
-    if compiles(recipe.training.compile):
+    if should_compile(recipe.training.compile):
         compile_kernels(model)
     parameters = logical_parameters(model, recipe.model)
     initialize(parameters, recipe.model, seed=recipe.seed, tensor_rank=0, tensor_size=1)

@@ -211,7 +211,7 @@ def run_step(engine: PipelineEngine) -> tuple[float, float]:
 
 def build(setting: Setting, pipeline: Pipeline, *, is_stock: bool) -> PipelineEngine:
     """Build a pipeline with one layer in each chunk."""
-    layers = [LayerSpec(SleepingLayer, setting.forward / pipeline.chunks)] * pipeline.positions
+    layers = [LayerSpec(SleepingLayer, setting.forward / pipeline.chunks)] * pipeline.virtual_stages
     topology = PipeModelDataParallelTopology(num_pp=setting.stages, num_dp=1, num_mp=1)
     if is_stock:
         with quiet():
@@ -227,7 +227,7 @@ def build(setting: Setting, pipeline: Pipeline, *, is_stock: bool) -> PipelineEn
             layers,
             pipeline=pipeline,
             grid=ProcessGrid(topology),
-            layers_of_positions=[1] * pipeline.positions,
+            layers_of_virtual_stages=[1] * pipeline.virtual_stages,
             recompute_interval=0,
         )
         boundary = Boundary(SHAPE, torch.float32, TensorAxis())

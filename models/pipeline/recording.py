@@ -13,7 +13,7 @@ from models.pipeline.schedule.order import Kind, Pass
 from models.pipeline.schedule.simulation import TimedPass
 from models.pipeline.scheduled_engine import ScheduledEngine
 
-KINDS = {instruction: kind for kind, instruction in COMPUTE.items()}
+KIND_OF_INSTRUCTION = {instruction: kind for kind, instruction in COMPUTE.items()}
 
 
 class Event(NamedTuple):
@@ -56,7 +56,7 @@ class Recording:
         self.events.append(
             Event(
                 instruction=instruction.name,
-                kind=KINDS.get(type(instruction)),
+                kind=KIND_OF_INSTRUCTION.get(type(instruction)),
                 chunk=arguments.get("chunk"),
                 micro_batch=arguments.get("buffer_id"),
                 start=start,

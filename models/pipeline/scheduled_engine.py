@@ -1,7 +1,7 @@
 """DeepSpeed's PipelineEngine, running any order of passes with communication in the background.
 
-What a pass leaves for its backward pass is kept under its chunk and micro-batch, from the forward
-pass to the last one that needs it.
+The state that a forward pass keeps for later passes is stored under its chunk and micro-batch,
+until the last pass that needs it.
 """
 
 from collections.abc import Callable
@@ -44,8 +44,8 @@ InstructionObserver = Callable[[PipeInstruction], AbstractContextManager[None]]
 class InFlight:
     """A micro-batch in a chunk, between its passes.
 
-    x: what the forward pass started with, whose gradient the chunk before waits for
-    end: where the backward pass begins; the output itself is not kept
+    x: the input of the forward pass, whose gradient the previous chunk waits for
+    end: the node of the graph at which the backward pass begins; the output itself is not kept
     """
 
     x: Tensor
@@ -90,6 +90,7 @@ class ScheduledEngine(PipelineEngine):
         self._configure_python_gc()
         self.is_built = True
         self.observers: list[InstructionObserver] = []
+        self.total_loss: Tensor | None = None
         self.pipeline = self.module.pipeline
         assert self.pipeline.micro_batches == self.micro_batches
         self.channels = Channels(self.pipeline, self.grid, boundary, self.device)
@@ -128,7 +129,7 @@ class ScheduledEngine(PipelineEngine):
         self.last_passes = set(last_passes(self.pipeline.orders[self.stage_id]))
 
     def is_last_stage(self) -> bool:
-        """Whether this stage has the end of the model; while DeepSpeed sets up, the last rank."""
+        """Return True on the stage of the loss; while DeepSpeed sets up, on the last stage."""
         if not self.is_built:
             return super().is_last_stage()
         return self.stage_id == self._stage_of_loss()
@@ -154,7 +155,7 @@ class ScheduledEngine(PipelineEngine):
         return self._schedule(training=False)
 
     def _exec_schedule(self, pipe_schedule: PassSchedule) -> None:
-        self.fwd_outputs = []
+        self.fwd_outputs: list[Tensor] = []
         self._begin_step()
         for step in pipe_schedule.steps():
             for instruction in step:
@@ -168,8 +169,8 @@ class ScheduledEngine(PipelineEngine):
         return Pass(kind, self.stage_id, chunk, buffer_id)
 
     def _is_end(self, chunk: int) -> bool:
-        """Whether a chunk is the end of the model."""
-        return self.pipeline.position(self.stage_id, chunk) == self.pipeline.positions - 1
+        """Return True for the last virtual stage, which computes the loss."""
+        return self.pipeline.virtual_stage(self.stage_id, chunk) == self.pipeline.virtual_stages - 1
 
     def _exec_load_micro_batch(self, buffer_id: int, chunk: int) -> None:
         tokens, labels = self._next_batch()
@@ -184,7 +185,7 @@ class ScheduledEngine(PipelineEngine):
     def _exec_commit_p2p(
         self, kind: Kind | None = None, buffer_id: int = 0, chunk: int = 0
     ) -> None:
-        """Wait for what a pass starts with; without one, until all has left."""
+        """Wait for the input of a pass; without a pass, wait for all sends."""
         if kind is None:
             self.channels.wait_for_sends()
         else:
@@ -209,7 +210,7 @@ class ScheduledEngine(PipelineEngine):
             self.in_flight[chunk, buffer_id] = InFlight(x, end)
 
     def _note_loss(self, loss: Tensor) -> None:
-        """Where DeepSpeed looks for the losses of the micro-batches and for their sum."""
+        """Add a micro-batch's loss to the attributes that DeepSpeed reads."""
         self.fwd_outputs.append(loss)
         self.total_loss = loss if self.total_loss is None else self.total_loss + loss
 
@@ -224,6 +225,7 @@ class ScheduledEngine(PipelineEngine):
             else:
                 torch.autograd.backward(passing.end, self.handed_on.pop(work))
         if self.pipeline.receiver(work) is not None:
+            assert passing.x.grad is not None
             self._hand_on(work, passing.x.grad)
         if self.pipeline.splits:
             self.deferred[chunk, buffer_id] = self.deferral.take()
@@ -246,11 +248,14 @@ class ScheduledEngine(PipelineEngine):
     def _hand_on(self, work: Pass, result: Tensor) -> None:
         """Keep the result of a pass for the pass that continues with it, or until it is sent."""
         receiver = self.pipeline.receiver(work)
+        assert receiver is not None
         self.handed_on[receiver] = result
 
     def _exec_send(self, kind: Kind, buffer_id: int, chunk: int) -> None:
         work = self._pass(kind, buffer_id, chunk)
-        self.channels.send(work, self.handed_on.pop(self.pipeline.receiver(work)))
+        receiver = self.pipeline.receiver(work)
+        assert receiver is not None
+        self.channels.send(work, self.handed_on.pop(receiver))
 
     def _exec_reduce_grads(self, chunk: int | None = None) -> None:
         """Note that a chunk's gradients are complete; without a chunk, end the reduction."""

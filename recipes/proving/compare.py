@@ -11,9 +11,9 @@ if TYPE_CHECKING:
 # The largest relative differences that pass. A moment is a sum in which much cancels: that of a
 # key's norm over eight columns moves by 1.1e-5 when one process takes another micro-batch, and by
 # 2.1e-5 in other layouts.
-LOSS, GRAD_NORM, WEIGHTS, MOMENTS = 2e-6, 1e-5, 1e-5, 1e-4
-RELAY_LOSS = 1e-6  # between a layout that goes on and another that has its checkpoint
-NOISE = " (keys)"
+LOSS_TOLERANCE, GRAD_NORM_TOLERANCE, WEIGHT_TOLERANCE, MOMENT_TOLERANCE = 2e-6, 1e-5, 1e-5, 1e-4
+RELAY_LOSS_TOLERANCE = 1e-6  # between a layout that goes on and another that has its checkpoint
+NOISE_SUFFIX = " (keys)"
 
 
 @dataclass(frozen=True)
@@ -59,8 +59,8 @@ class Difference:
     @property
     def passes(self) -> bool:
         """Whether it is no more than rounding."""
-        close = self.loss <= LOSS and self.grad_norm <= GRAD_NORM
-        alike = self.weights <= WEIGHTS and self.moments <= MOMENTS
+        close = self.loss <= LOSS_TOLERANCE and self.grad_norm <= GRAD_NORM_TOLERANCE
+        alike = self.weights <= WEIGHT_TOLERANCE and self.moments <= MOMENT_TOLERANCE
         return close and alike and not self.drifted
 
 
@@ -80,7 +80,7 @@ class Leg:
     @property
     def passes(self) -> bool:
         """Whether nothing was lost on the way."""
-        return not self.changed and self.loss <= RELAY_LOSS
+        return not self.changed and self.loss <= RELAY_LOSS_TOLERANCE
 
 
 def compare(outcome: Outcome, reference: Outcome, model: ModelConfig) -> Difference:
@@ -114,7 +114,7 @@ def _distances(
         for part, rows in split_noise(name, model).items():
             size = max(float(values[rows].norm()), float(beside[rows].norm()))
             difference = _finite(float((got[name][rows] - values[rows]).norm()) / (size or 1.0))
-            (noise if part.endswith(NOISE) else distances)[part] = difference
+            (noise if part.endswith(NOISE_SUFFIX) else distances)[part] = difference
     return distances, noise
 
 
@@ -131,7 +131,7 @@ def split_noise(name: str, model: ModelConfig) -> dict[str, slice]:
     queries, keys = (heads * model.attention_head_size for heads in (model.heads, model.kv_heads))
     return {
         f"{name} (queries)": slice(0, queries),
-        name + NOISE: slice(queries, queries + keys),
+        name + NOISE_SUFFIX: slice(queries, queries + keys),
         f"{name} (values)": slice(queries + keys, None),
     }
 

@@ -23,7 +23,7 @@ SCHEDULES = {  # as they are called -> their part of the [layout] section
 
 
 @dataclass(frozen=True)
-class Variant:
+class ProofCase:
     """A recipe spread in one way."""
 
     recipe: Recipe
@@ -56,19 +56,19 @@ class Variant:
         return ", ".join([*parts, f"micro-batch {self.recipe.batch.micro_sequences}"])
 
 
-def reference(recipe: Recipe) -> Variant:
+def reference(recipe: Recipe) -> ProofCase:
     """What the others are compared with: one process, ZeRO-1, fp32, nothing split or recomputed."""
-    return _variant(recipe, Topology(1, 1, 1))
+    return _case(recipe, Topology(1, 1, 1))
 
 
-def legal_variants(
+def legal_cases(
     recipe: Recipe,
     *,
     ranks: int,
     micro_sequences: Iterable[int],
     recompute_intervals: Iterable[int] = (2,),
-) -> list[Variant]:
-    """Every variant that is legal on 1 .. ranks ranks, smallest worlds first."""
+) -> list[ProofCase]:
+    """Every case that is legal on 1 .. ranks ranks, smallest worlds first."""
     recomputes = [{"recompute": "none"}, {"recompute": "selective"}] + [
         {"recompute": "full", "recompute_interval": interval} for interval in recompute_intervals
     ]
@@ -80,9 +80,7 @@ def legal_variants(
         for zero, layout, micro in ways:
             try:
                 found.append(
-                    _variant(
-                        recipe, topology, zero_stage=zero, layout=layout, micro_sequences=micro
-                    )
+                    _case(recipe, topology, zero_stage=zero, layout=layout, micro_sequences=micro)
                 )
             except UserError:  # a run would reject it too
                 continue
@@ -108,20 +106,20 @@ def layouts(topology: Topology, recomputes: list[dict[str, Any]]) -> Iterator[di
         yield {**schedule, "sequence_parallel": split, **recompute}
 
 
-def _variant(
+def _case(
     recipe: Recipe,
     topology: Topology,
     *,
     zero_stage: int = 1,
     layout: dict[str, Any] | None = None,
     micro_sequences: int | None = None,
-) -> Variant:
+) -> ProofCase:
     table = recipe.model_dump(mode="json", exclude_none=True)
     sizes = {"tensor": topology.tensor, "pipeline": topology.pipeline}
     table["layout"] = (layout or {}) | sizes
     table["batch"]["micro_sequences"] = micro_sequences or recipe.batch.micro_sequences
     table["deepspeed"] = CONFIG.format(zero_stage)
-    variant = parse_recipe(table, recipe.name)
+    case = parse_recipe(table, recipe.name)
     world = World(size=topology.world_size, local_size=topology.world_size)
-    build_deepspeed_config(variant, variant.topology(world))
-    return Variant(variant, topology, zero_stage)
+    build_deepspeed_config(case, case.topology(world))
+    return ProofCase(case, topology, zero_stage)

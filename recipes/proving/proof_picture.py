@@ -8,8 +8,14 @@ from pathlib import Path
 import matplotlib
 from matplotlib import pyplot
 
-from recipes.proving.compare import GRAD_NORM, LOSS, MOMENTS, WEIGHTS, Difference
-from recipes.proving.layouts import SCHEDULES, ZERO_STAGES, Variant
+from recipes.proving.compare import (
+    GRAD_NORM_TOLERANCE,
+    LOSS_TOLERANCE,
+    MOMENT_TOLERANCE,
+    WEIGHT_TOLERANCE,
+    Difference,
+)
+from recipes.proving.layouts import SCHEDULES, ZERO_STAGES, ProofCase
 from recipes.proving.proof_report import Finding
 
 matplotlib.use("Agg")  # no display
@@ -31,14 +37,14 @@ def draw_heatmap(findings: Sequence[Finding], *, title: str, file: Path) -> None
     Rows are the axes, columns the schedule or the ZeRO stage with and without sequence parallelism,
     and in each of these recomputation and micro-batch. Blank: not legal there; black: failed.
     """
-    within = sorted({_within(finding.variant) for finding in findings})
-    sizes = [finding.variant.topology for finding in findings]
+    within = sorted({_within(finding.case) for finding in findings})
+    sizes = [finding.case.topology for finding in findings]
     rows = sorted({(s.world_size, s.tensor, s.pipeline, s.data) for s in sizes})
     cells = [[math.nan] * (len(GROUPS) * len(within)) for _ in rows]
     for finding in findings:
-        sizes = finding.variant.topology
+        sizes = finding.case.topology
         row = rows.index((sizes.world_size, sizes.tensor, sizes.pipeline, sizes.data))
-        cells[row][_column(finding.variant, within)] = _colour(finding)
+        cells[row][_column(finding.case, within)] = _colour(finding)
     figure, axes = pyplot.subplots(
         figsize=(3 + 0.14 * len(cells[0]), 1.6 + 0.2 * len(rows)), layout="constrained"
     )
@@ -63,18 +69,18 @@ def draw_heatmap(findings: Sequence[Finding], *, title: str, file: Path) -> None
     pyplot.close(figure)
 
 
-def _within(variant: Variant) -> tuple[int, int, int]:
+def _within(case: ProofCase) -> tuple[int, int, int]:
     """What tells the cells of a column apart: recomputation, its interval, micro-batch."""
-    layout = variant.recipe.layout
+    layout = case.recipe.layout
     kind = RECOMPUTE.index(layout.recompute)
-    return kind, layout.recompute_interval, variant.recipe.batch.micro_sequences
+    return kind, layout.recompute_interval, case.recipe.batch.micro_sequences
 
 
-def _column(variant: Variant, within: list[tuple[int, int, int]]) -> int:
-    layout = variant.recipe.layout
-    kind = layout.schedule_name if layout.pipeline > 1 else f"zero{variant.zero_stage}"
+def _column(case: ProofCase, within: list[tuple[int, int, int]]) -> int:
+    layout = case.recipe.layout
+    kind = layout.schedule_name if layout.pipeline > 1 else f"zero{case.zero_stage}"
     group = GROUPS.index((kind, layout.sequence_parallel))
-    return group * len(within) + within.index(_within(variant))
+    return group * len(within) + within.index(_within(case))
 
 
 def _colour(finding: Finding) -> float:
@@ -82,9 +88,9 @@ def _colour(finding: Finding) -> float:
     if not finding.passes or not isinstance(result, Difference):
         return FAILED
     needed = max(
-        result.loss / LOSS,
-        result.grad_norm / GRAD_NORM,
-        result.weights / WEIGHTS,
-        result.moments / MOMENTS,
+        result.loss / LOSS_TOLERANCE,
+        result.grad_norm / GRAD_NORM_TOLERANCE,
+        result.weights / WEIGHT_TOLERANCE,
+        result.moments / MOMENT_TOLERANCE,
     )
     return min(0.0, max(LEAST, math.log10(needed))) if needed else LEAST

@@ -14,12 +14,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from recipes.proving.compare import Leg, relative
-from recipes.proving.layouts import Variant
+from recipes.proving.layouts import ProofCase
 from recipes.proving.trial import (
     gather,
     held_state,
     held_weights,
-    many_variants,
+    many_cases,
     start,
     train_step,
 )
@@ -30,29 +30,29 @@ from recipes.training.engine.engine import Engine
 from recipes.training.recipe.topology import World
 from recipes.training.run_folder.folder import RunFolder
 
-LOSSES = 10  # that two layouts have in common
+SHARED_STEPS = 10  # that two layouts have in common
 
 
-def run_legs(variants: Iterable[Variant], folder: Path) -> Iterator[Leg | None]:
-    """Run variants of this world's size in turn; yield outcomes on rank 0, None on the others."""
-    variants = list(variants)
-    deterministic = variants[0].recipe.training.deterministic
-    with many_variants(deterministic=deterministic) as begin_variant:
-        for variant in variants:
-            begin_variant()
-            yield run_leg(variant, World.from_environment(os.environ), RunFolder(folder))
+def run_legs(cases: Iterable[ProofCase], folder: Path) -> Iterator[Leg | None]:
+    """Run cases of this world's size in turn; yield outcomes on rank 0, None on the others."""
+    cases = list(cases)
+    deterministic = cases[0].recipe.training.deterministic
+    with many_cases(deterministic=deterministic) as begin_case:
+        for case in cases:
+            begin_case()
+            yield run_leg(case, World.from_environment(os.environ), RunFolder(folder))
 
 
-def run_leg(variant: Variant, world: World, folder: RunFolder) -> Leg | None:
+def run_leg(case: ProofCase, world: World, folder: RunFolder) -> Leg | None:
     """Load, compare with what was saved; a step, save; the steps that the next one does too."""
-    engine, data = start(variant.recipe, world)
+    engine, data = start(case.recipe, world)
     done = load_newest(engine, data, folder)
     got = everything(engine) if done else {}
     step = done + 1
     losses = [train_step(engine, data, step).loss]
     save(engine, data, folder, step=step)
     saved = everything(engine)
-    losses += [train_step(engine, data, step + later).loss for later in range(1, LOSSES + 1)]
+    losses += [train_step(engine, data, step + later).loss for later in range(1, SHARED_STEPS + 1)]
     dist.barrier()
     if world.rank != 0:
         return None
@@ -98,5 +98,5 @@ def compare_leg(got: dict[str, Tensor], losses: list[float], handed: dict[str, A
     expected = handed["tensors"]
     assert got.keys() == expected.keys()
     changed = [name for name, tensor in expected.items() if not torch.equal(got[name], tensor)]
-    pairs = zip(losses[:LOSSES], handed["losses"], strict=True)
+    pairs = zip(losses[:SHARED_STEPS], handed["losses"], strict=True)
     return Leg(first=False, changed=changed, loss=max(relative(a, b) for a, b in pairs))

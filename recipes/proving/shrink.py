@@ -8,11 +8,11 @@ from models.config import ModelConfig
 from recipes.training.recipe.schema import Recipe, parse_recipe
 
 HEAD_SIZE = 8
-HEADS_PER_GROUP = 3  # at most
-SEQUENCE_LENGTH = 16  # at least
-LARGEST = 64  # common multiple of the sizes that stay legal
-SEQUENCES = 8  # at least, of a global batch
-LEARNING_RATE = 1e-4  # at most: Adam makes whole steps of gradients that are mere rounding
+MAX_HEADS_PER_GROUP = 3  # at most
+MIN_SEQUENCE_LENGTH = 16  # at least
+MAX_COMMON_MULTIPLE = 64  # common multiple of the sizes that stay legal
+MIN_SEQUENCES = 8  # at least, of a global batch
+MAX_LEARNING_RATE = 1e-4  # at most: Adam makes whole steps of gradients that are mere rounding
 
 
 def shrink(recipe: Recipe, *, ranks: int, layers: int, steps: int, corpus: Path) -> Recipe:
@@ -32,12 +32,12 @@ def shrink(recipe: Recipe, *, ranks: int, layers: int, steps: int, corpus: Path)
     table["layout"] = {}
     table["batch"] = {
         "global_sequences": math.lcm(
-            _alike(recipe.batch.global_sequences, ranks, at_least=SEQUENCES),
+            _same_divisors(recipe.batch.global_sequences, ranks, at_least=MIN_SEQUENCES),
             larger_micro_batch(recipe),
         ),
         "micro_sequences": 1,
     }
-    rate = min(recipe.optimizer.learning_rate, LEARNING_RATE)
+    rate = min(recipe.optimizer.learning_rate, MAX_LEARNING_RATE)
     table["optimizer"] |= {
         "learning_rate": rate,
         "schedule": {"warmup_steps": 2, "decay": "cosine", "minimum_learning_rate": rate / 10},
@@ -62,16 +62,20 @@ def shrink(recipe: Recipe, *, ranks: int, layers: int, steps: int, corpus: Path)
 
 def small_model(model: ModelConfig, ranks: int, layers: int) -> dict[str, Any]:
     """The sizes of the small model."""
-    kv_heads = _alike(model.kv_heads, ranks)
-    heads = kv_heads * min(model.heads // model.kv_heads, HEADS_PER_GROUP)
+    kv_heads = _same_divisors(model.kv_heads, ranks)
+    heads = kv_heads * min(model.heads // model.kv_heads, MAX_HEADS_PER_GROUP)
     sizes = {
         "layers": min(model.layers, layers + (model.layers - layers) % 2),
         "heads": heads,
         "kv_heads": kv_heads,
         "hidden_size": heads * HEAD_SIZE,
-        "ffn_hidden_size": _alike(model.ffn_hidden_size, ranks, at_least=heads * HEAD_SIZE + 1),
+        "ffn_hidden_size": _same_divisors(
+            model.ffn_hidden_size, ranks, at_least=heads * HEAD_SIZE + 1
+        ),
         "vocab_size": 64 * 3 + model.vocab_size % 64,
-        "sequence_length": _alike(model.sequence_length, ranks, at_least=SEQUENCE_LENGTH),
+        "sequence_length": _same_divisors(
+            model.sequence_length, ranks, at_least=MIN_SEQUENCE_LENGTH
+        ),
     }
     # Products of a row with a column keep their spread, and attention is as far from flat.
     spread = math.sqrt(model.hidden_size / sizes["hidden_size"])
@@ -89,13 +93,13 @@ def larger_micro_batch(recipe: Recipe) -> int:
     return next((p for p in (2, 3, 5, 7) if recipe.batch.micro_sequences % p == 0), 2)
 
 
-def _alike(size: int, ranks: int, at_least: int = 1) -> int:
+def _same_divisors(size: int, ranks: int, at_least: int = 1) -> int:
     """The smallest number that 1 .. ranks divide if, and only if, they divide `size`.
 
     Where that would be a large number, it holds for 1 .. fewer than ranks.
     """
     multiples = [math.lcm(*range(1, most + 1)) for most in range(ranks, 0, -1)]
-    multiple = next(m for m in multiples if math.gcd(size, m) <= LARGEST)
+    multiple = next(m for m in multiples if math.gcd(size, m) <= MAX_COMMON_MULTIPLE)
     common = math.gcd(size, multiple)
     number = -(-at_least // common) * common
     while math.gcd(number, multiple) != common:

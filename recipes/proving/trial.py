@@ -1,4 +1,4 @@
-"""The work of a rank in a proof: train every variant of its world size, one after the other."""
+"""The work of a rank in a proof: train every case of its world size, one after the other."""
 
 import contextlib
 import gc
@@ -16,7 +16,7 @@ from torch import Tensor
 from models.pipeline.replacement import replaced
 from models.sharding import Sharding, sharding_of
 from recipes.proving.compare import Outcome
-from recipes.proving.layouts import Variant
+from recipes.proving.layouts import ProofCase
 from recipes.training.data.dataset import TrainingData
 from recipes.training.engine.build import build_from_recipe
 from recipes.training.engine.engine import Engine, StepResult, is_partitioned
@@ -27,25 +27,25 @@ from recipes.training.recipe.topology import World
 from recipes.training.runtime.processes import start_processes
 
 
-def try_variants(variants: Iterable[Variant]) -> Iterator[Outcome | None]:
-    """Train the variants of this world's size; yield outcomes on rank 0, None on the others."""
-    variants = list(variants)
-    deterministic = variants[0].recipe.training.deterministic
-    with many_variants(deterministic=deterministic) as begin_variant:
-        for variant in variants:
-            begin_variant()
-            yield train(variant, World.from_environment(os.environ))
+def try_cases(cases: Iterable[ProofCase]) -> Iterator[Outcome | None]:
+    """Train the cases of this world's size; yield outcomes on rank 0, None on the others."""
+    cases = list(cases)
+    deterministic = cases[0].recipe.training.deterministic
+    with many_cases(deterministic=deterministic) as begin_case:
+        for case in cases:
+            begin_case()
+            yield train(case, World.from_environment(os.environ))
 
 
 @contextlib.contextmanager
-def many_variants(*, deterministic: bool = False) -> Iterator[Callable[[], None]]:
-    """Join the process group and train several variants in it, one after the other.
+def many_cases(*, deterministic: bool = False) -> Iterator[Callable[[], None]]:
+    """Join the process group and train several cases in it, one after the other.
 
     Args:
-        deterministic: `training.deterministic` of all variants
+        deterministic: `training.deterministic` of all cases
 
     Yields:
-        The function to call before each variant.
+        The function to call before each case.
     """
     torch.set_num_threads(1)
     gc.freeze()  # what the imports made stays; collecting is quick without it
@@ -59,11 +59,11 @@ def many_variants(*, deterministic: bool = False) -> Iterator[Callable[[], None]
         yield begin
 
 
-def train(variant: Variant, world: World) -> Outcome | None:
-    """All steps of the variant's recipe."""
-    engine, data = start(variant.recipe, world)
+def train(case: ProofCase, world: World) -> Outcome | None:
+    """All steps of the case's recipe."""
+    engine, data = start(case.recipe, world)
     results, validation = [], None
-    steps = variant.recipe.training.steps
+    steps = case.recipe.training.steps
     for step in range(1, steps + 1):
         if step == steps:  # between two steps, as in a run
             validation = engine.evaluate(data.evaluation())
@@ -142,14 +142,14 @@ def gather(engine: Engine, held: dict[str, Tensor]) -> dict[str, Tensor]:
 
 @contextlib.contextmanager
 def shared_groups() -> Iterator[Callable[[], None]]:
-    """Create process groups once: variants of a world share them, in the order of their requests.
+    """Create process groups once: cases of a world share them, in the order of their requests.
 
     The n-th request for a group of the same ranks and backend gets the group that the n-th request
-    of an earlier variant created. Every engine requests dozens of groups, each of which opens
+    of an earlier case created. Every engine requests dozens of groups, each of which opens
     connections that are never closed.
 
     Yields:
-        The function to call before each variant.
+        The function to call before each case.
     """
     made: dict[tuple, list[dist.ProcessGroup]] = {}
     asked: dict[tuple, int] = {}

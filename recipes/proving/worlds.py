@@ -1,4 +1,4 @@
-"""Processes for a proof: worlds of ranks that train many variants each, several worlds at once."""
+"""Processes for a proof: worlds of ranks that train many cases each, several worlds at once."""
 
 import contextlib
 import multiprocessing
@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from recipes.proving.compare import Leg, Outcome
-from recipes.proving.layouts import Variant
+from recipes.proving.layouts import ProofCase
 from recipes.training.recipe.schema import REPOSITORY
 
-ENVIRONMENT = {  # of every rank
+RANK_ENVIRONMENT = {  # of every rank
     "DS_ACCELERATOR": "cpu",
     "CUDA_VISIBLE_DEVICES": "",
     "OMP_NUM_THREADS": "1",
@@ -28,27 +28,27 @@ ENVIRONMENT = {  # of every rank
     "PYTHONPATH": str(REPOSITORY),
     "PYTHONSAFEPATH": "1",
 }
-PRELOADED = [  # once, for all processes; the last three are imported when an engine is built
+PRELOADED_MODULES = [  # once, for all processes; the last three are imported when an engine is built
     "recipes.proving.relay",
     "torch._dynamo",
     "torch._inductor.compile_fx",
     "deepspeed.runtime.zero.muon.muon_optimizer",
 ]
-LAST_LINES = 12  # of a rank's output, in a message
+MAX_LINES_IN_MESSAGE = 12  # of a rank's output, in a message
 
-Result = tuple[Variant, Outcome | Leg | str]
+Result = tuple[ProofCase, Outcome | Leg | str]
 
 
 @dataclass
 class WorldOfRanks:
-    """The processes that train some variants of one size.
+    """The processes that train some cases of one size.
 
     relay: the folder of a relay; None: they train by themselves
-    done: how many of the variants have their result
+    done: how many of the cases have their result
     failure: why the next one has none
     """
 
-    variants: Sequence[Variant]
+    cases: Sequence[ProofCase]
     logs: Path
     seconds: float
     relay: Path | None = None
@@ -61,26 +61,26 @@ class WorldOfRanks:
     @property
     def size(self) -> int:
         """Its ranks."""
-        return self.variants[0].world_size
+        return self.cases[0].world_size
 
     @property
     def finished(self) -> bool:
         """Whether nothing more will come."""
-        return self.failure is not None or self.done == len(self.variants)
+        return self.failure is not None or self.done == len(self.cases)
 
     def start(self) -> None:
         """Start the processes; imports are done already, in the server they are forked from."""
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(PRELOADED)
+        context.set_forkserver_preload(PRELOADED_MODULES)
         port = free_port()
         self.deadline = time.monotonic() + self.seconds
-        with environment(ENVIRONMENT):
+        with environment(RANK_ENVIRONMENT):
             for rank in range(self.size):
                 ours, theirs = context.Pipe(duplex=False)
                 self.reports[rank] = ours
                 self._log(rank).touch()
                 place = (rank, port, self._log(rank), REPOSITORY)
-                arguments = (place, self.variants, self.relay, theirs)
+                arguments = (place, self.cases, self.relay, theirs)
                 process = context.Process(target=_rank, args=arguments, daemon=True)
                 process.start()
                 theirs.close()
@@ -109,7 +109,7 @@ class WorldOfRanks:
             self.failure = f"nothing within {self.seconds:.0f} seconds"
 
     def _outcomes(self) -> Iterator[Result]:
-        """Rank 0 sends what every variant has come to."""
+        """Rank 0 sends what every case has come to."""
         while 0 in self.reports and self.reports[0].poll():
             message = self._receive(0)
             if message is None or isinstance(message[1], str):
@@ -118,10 +118,10 @@ class WorldOfRanks:
                 return
             self.deadline = time.monotonic() + self.seconds
             self.done += 1
-            yield self.variants[self.done - 1], message[1]
+            yield self.cases[self.done - 1], message[1]
 
     def _failure_of(self, rank: int) -> int | None:
-        """The variant at which a rank has failed, if it has."""
+        """The case at which a rank has failed, if it has."""
         if self.failure is not None:
             return self.done
         while rank in self.reports and self.reports[rank].poll():
@@ -129,7 +129,7 @@ class WorldOfRanks:
             if message is None:  # it has ended
                 self.processes[rank].join(1.0)
                 code = self.processes[rank].exitcode
-                if code or (rank == 0 and self.done < len(self.variants)):
+                if code or (rank == 0 and self.done < len(self.cases)):
                     self.failure = f"rank {rank} ended, exit code {code}"
                     return self.done
             elif isinstance(message[1], str):
@@ -138,7 +138,7 @@ class WorldOfRanks:
         return None
 
     def _receive(self, rank: int) -> tuple[int, Outcome | Leg | str] | None:
-        """(the variant's place, outcome or error) from a rank; None: it has ended."""
+        """(the case's place, outcome or error) from a rank; None: it has ended."""
         try:
             return pickle.loads(self.reports[rank].recv_bytes())
         except EOFError:
@@ -150,31 +150,33 @@ class WorldOfRanks:
         texts = []
         for rank in range(self.size):
             lines = self._log(rank).read_text(errors="replace").splitlines()
-            texts.append("\n".join([f"rank {rank} of {self.size}:", *lines[-LAST_LINES:]]))
+            texts.append(
+                "\n".join([f"rank {rank} of {self.size}:", *lines[-MAX_LINES_IN_MESSAGE:]])
+            )
         return "\n".join(texts)
 
     def _log(self, rank: int) -> Path:
         return self.logs / f"rank{rank}"
 
 
-def run_variants(
-    variants: Sequence[Variant], *, ranks: int, seconds: float, relay: Path | None = None
-) -> Iterator[tuple[Variant, Outcome | Leg | str]]:
-    """Each variant with its outcome, or with the text of what went wrong, as they come.
+def run_cases(
+    cases: Sequence[ProofCase], *, ranks: int, seconds: float, relay: Path | None = None
+) -> Iterator[tuple[ProofCase, Outcome | Leg | str]]:
+    """Each case with its outcome, or with the text of what went wrong, as they come.
 
-    A variant that fails ends its world; the ones after it go on in a new one.
+    A case that fails ends its world; the ones after it go on in a new one.
 
     ranks: so many processes at most run at a time
-    seconds: a variant that takes longer has failed
-    relay: a folder, through which each hands its run to the next; the variants are of one size
+    seconds: a case that takes longer has failed
+    relay: a folder, through which each hands its run to the next; the cases are of one size
 
     Raises:
-        ValueError: a variant needs more ranks.
+        ValueError: a case needs more ranks.
     """
-    sizes = sorted({variant.world_size for variant in variants}, reverse=True)
+    sizes = sorted({case.world_size for case in cases}, reverse=True)
     if sizes and sizes[0] > ranks:
         raise ValueError(f"a layout of {sizes[0]} ranks does not fit into ranks = {ranks}")
-    waiting = [[variant for variant in variants if variant.world_size == n] for n in sizes]
+    waiting = [[case for case in cases if case.world_size == n] for n in sizes]
     running: list[WorldOfRanks] = []
     with tempfile.TemporaryDirectory() as folder:
         try:
@@ -193,7 +195,7 @@ def run_variants(
                         running.remove(world)
                         world.stop()
                     if world.failure is not None:
-                        failed, *rest = world.variants[world.done :]
+                        failed, *rest = world.cases[world.done :]
                         yield failed, f"{world.failure}\n{world.last_words()}"
                         waiting += [rest] if rest else []
         finally:
@@ -243,31 +245,31 @@ def rank_variables(rank: int, size: int, port: int) -> dict[str, str]:
 
 def _rank(
     place: tuple[int, int, Path, Path],
-    variants: Sequence[Variant],
+    cases: Sequence[ProofCase],
     relay: Path | None,
     report: Connection,
 ) -> None:
-    """One process: train the variants; report outcomes, if it is rank 0, or what ended it.
+    """One process: train the cases; report outcomes, if it is rank 0, or what ended it.
 
     place: rank, port, log, and the checkout that is to be proven
     """
     rank, port, log, repository = place
-    size = variants[0].world_size
-    os.environ |= ENVIRONMENT | rank_variables(rank, size, port)
+    size = cases[0].world_size
+    os.environ |= RANK_ENVIRONMENT | rank_variables(rank, size, port)
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(output, 1)
     os.dup2(output, 2)
     from recipes.proving.relay import run_legs  # torch: only ranks need it
-    from recipes.proving.trial import try_variants
+    from recipes.proving.trial import try_cases
 
     done = 0
     try:
         assert repository == REPOSITORY, f"this rank has imported {REPOSITORY}"
-        for outcome in run_legs(variants, relay) if relay else try_variants(variants):
+        for outcome in run_legs(cases, relay) if relay else try_cases(cases):
             if rank == 0:
                 report.send_bytes(pickle.dumps((done, outcome)))
             done += 1
-    except Exception as problem:  # whatever it is, it is this variant's result
+    except Exception as problem:  # whatever it is, it is this case's result
         traceback.print_exc()
         sys.stderr.flush()
         report.send_bytes(pickle.dumps((done, f"{type(problem).__name__}: {problem}")))

@@ -1,7 +1,8 @@
-"""One rank of a cluster that is not there: what it takes for DeepSpeed to believe in it.
+"""Simulation of one rank of a cluster in this process.
 
-Tensors are fake (shapes without memory), collectives do nothing, and what would be read out of a
-tensor, or come from another rank, is given here. Everything that is patched is in this file.
+Tensors are fake (shapes without memory), collectives do nothing, and values that would be read from
+a tensor or come from another rank are constants. This file has all replacements of library
+functions, which last only for the duration of a trace.
 """
 
 import contextlib
@@ -33,7 +34,7 @@ from models.transformer import rotary_table
 
 @contextlib.contextmanager
 def one_rank_of(world_size: int, rank: int) -> Iterator[None]:
-    """torch.distributed and DeepSpeed as that rank finds them; nothing of it stays."""
+    """Initialize torch.distributed and DeepSpeed as on this rank, and restore them afterwards."""
     assert not dist.is_initialized()
     clear_tables()
     environment = {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": "0"}
@@ -63,7 +64,7 @@ def clear_tables() -> None:
 
 @contextlib.contextmanager
 def fake_tensors() -> Iterator[None]:
-    """Tensors without memory, and what DeepSpeed wants to know of their numbers."""
+    """Create tensors without memory, and answer DeepSpeed's questions about their values."""
     accelerator = type(get_accelerator())
     with (
         replaced(nn.Module, "_apply", apply_in_place),
@@ -77,7 +78,7 @@ def fake_tensors() -> Iterator[None]:
 
 @contextlib.contextmanager
 def kernels_of_a_gpu(compiled: bool) -> Iterator[None]:
-    """Keep the same tensors as a GPU would, where a CPU keeps others.
+    """Let autograd keep the tensors that it keeps on a GPU, which differ from those on a CPU.
 
     On a GPU attention is fused at any length, LayerNorm needs no fp32 copies, and the loss computes
     more logits at a time. A sent tensor is freed once its transfer is complete, and not only when
@@ -87,9 +88,9 @@ def kernels_of_a_gpu(compiled: bool) -> Iterator[None]:
     """
     fuse = one_kernel if compiled else fusing.as_written
     with (
-        replaced(attention, "MOST_KEPT", 0),
+        replaced(attention, "MAX_KEPT_LENGTH", 0),
         replaced(norms, "sums_in_16_bits", lambda x: False),
-        entries_replaced(cost.MOST_LOGITS, {"cpu": cost.MOST_LOGITS["cuda"]}),
+        entries_replaced(cost.MAX_LOGITS, {"cpu": cost.MAX_LOGITS["cuda"]}),
         replaced(fusing.Fusing, "fuse", staticmethod(fuse)),
         replaced(dist.Work, "is_completed", lambda self: True),
     ):
@@ -109,7 +110,7 @@ def entries_replaced(table: MutableMapping[str, Any], entries: Mapping[str, Any]
 
 
 def one_kernel(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function as a compiled one: of its tensors only the results are made."""
+    """Return the function as if compiled: it allocates only its results."""
 
     def run(*inputs: Any) -> Any:
         tensors = [each for each in inputs if isinstance(each, torch.Tensor)]
@@ -122,7 +123,7 @@ def one_kernel(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def made_like(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A new tensor of its shape, type and order in memory."""
+    """Return a new tensor of the same shape, type and memory order."""
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
 
 
@@ -130,8 +131,10 @@ def accept(ints: object) -> None:
     """Accept numbers that DeepSpeed would compare with those of other ranks."""
 
 
-def apply_in_place(module: nn.Module, function, recurse: bool = True) -> nn.Module:
-    """nn.Module._apply as it is for real tensors; fake ones it would swap, which hooks forbid."""
+def apply_in_place(
+    module: nn.Module, function: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True
+) -> nn.Module:
+    """Run nn.Module._apply in place; it would swap fake tensors, which their hooks do not allow."""
     for child in module.children():
         child._apply(function)
     for parameter in module._parameters.values():
@@ -145,13 +148,13 @@ def apply_in_place(module: nn.Module, function, recurse: bool = True) -> nn.Modu
 
 
 class Scalars(TorchDispatchMode):
-    """What a number out of a fake tensor is: 1 (a sound loss and norm), 0 and False (no overflow).
+    """Values of fake tensors: 1 for floats (a finite loss and norm), 0 for others (no overflow).
 
-    Those that torch knows, because they were written in the program, are what they are.
+    Constants of the program, which torch knows, keep their values.
     """
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        """Answer .item(), leave the rest."""
+        """Answer `.item()` and run all other operations."""
         if function is torch.ops.aten._local_scalar_dense.default:
             (tensor,) = args
             if getattr(tensor, "constant", None) is not None:

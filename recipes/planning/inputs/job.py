@@ -5,7 +5,7 @@ from functools import cached_property
 
 from models.config import ModelConfig
 from models.errors import UserError
-from models.pipeline.schedule.balance import deal_blocks, deal_evenly, head_in_blocks
+from models.pipeline.schedule.balance import divide_blocks, divide_evenly, head_in_blocks
 from recipes.gpus.datasheet import Gpu, load_gpu
 from recipes.planning.inputs.footprint import Footprint
 from recipes.planning.inputs.kernels import BYTES
@@ -122,8 +122,8 @@ class Job:
         if spread.layers_per_stage is not None:
             return spread.layers_per_stage
         if not self.software.balances_stages:
-            return deal_evenly(model.layers, spread.pipeline * spread.chunks)
-        return deal_blocks(
+            return divide_evenly(model.layers, spread.pipeline * spread.chunks)
+        return divide_blocks(
             model.layers,
             schedule=spread.schedule,
             stages=spread.pipeline,

@@ -34,7 +34,7 @@ def pass_seconds(job: Job) -> Callable[[Pass], float]:
         spent[FORWARD, position] = each.forward.total
         spent[BACKWARD, position] = each.backward.total - later
         spent[WEIGHT, position] = later
-    return lambda work: spent[work.kind, pipeline.position(work.stage, work.chunk)]
+    return lambda work: spent[work.kind, pipeline.virtual_stage(work.stage, work.chunk)]
 
 
 def timeline_of(job: Job) -> Timeline:

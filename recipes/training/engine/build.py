@@ -39,7 +39,7 @@ from recipes.training.engine.zero_patches import without_needless_copies
 from recipes.training.recipe.deepspeed_config import precision, zero_stage
 from recipes.training.recipe.schema import Optimizer, Recipe
 from recipes.training.recipe.topology import Topology
-from recipes.training.runtime.processes import compiles, quiet
+from recipes.training.runtime.processes import quiet, should_compile
 from recipes.training.supervision.supervisor import Breadcrumb
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -99,7 +99,7 @@ def build_model(
                 specs,
                 pipeline=pipeline_of(recipe, topology),
                 grid=grid,
-                layers_of_positions=layers_of_positions(recipe),
+                layers_of_virtual_stages=layers_of_virtual_stages(recipe),
                 recompute_interval=interval,
             )
         else:
@@ -111,7 +111,7 @@ def build_model(
         tensor_rank=axis.rank,
         tensor_size=axis.size,
     )
-    if compiles(recipe.training.compile):
+    if should_compile(recipe.training.compile):
         compile_kernels(model)
     return model
 
@@ -193,7 +193,7 @@ def pipeline_of(recipe: Recipe, topology: Topology) -> Pipeline:
     )
 
 
-def layers_of_positions(recipe: Recipe) -> list[int]:
+def layers_of_virtual_stages(recipe: Recipe) -> list[int]:
     """Return the number of layers of each virtual stage.
 
     The first and the last one also hold the layers before and after the blocks.

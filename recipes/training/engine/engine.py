@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from deepspeed.runtime.pipe.schedule import ForwardPass, PipeInstruction
 from torch import nn
+from typing_extensions import override
 
 from models.kernels.attention import cumulative_lengths
 from models.kernels.fusing import are_compiled
@@ -39,7 +40,7 @@ class StepResult:
 
 
 class Engine(ABC):
-    """A model that trains: the same interface over a pipeline and over one sequence of layers."""
+    """A model in training: the same interface over a pipeline and over one sequence of layers."""
 
     def __init__(
         self,
@@ -54,11 +55,11 @@ class Engine(ABC):
 
     @property
     def compiled(self) -> bool:
-        """Whether what runs between matrix products is compiled."""
+        """True if the element-wise operations between matmuls are compiled."""
         return are_compiled(self.wrapped.module)
 
     def train_step(self, micro_batches: Iterable[MicroBatch], learning_rate: float) -> StepResult:
-        """Forward, backward and update over one global batch."""
+        """Run the forward passes, the backward passes and the update of one global batch."""
         for group in self.wrapped.optimizer.param_groups:
             group["lr"] = learning_rate
         loss = self._train(micro_batches)
@@ -66,14 +67,14 @@ class Engine(ABC):
 
     @abstractmethod
     def evaluate(self, micro_batches: Iterable[MicroBatch]) -> float:
-        """The mean loss, in nats per token, over all data ranks' micro-batches."""
+        """Return the mean loss, in nats per token, over all data ranks' micro-batches."""
 
     @abstractmethod
     def _train(self, micro_batches: Iterable[MicroBatch]) -> torch.Tensor:
-        """Forward, backward and update; the mean loss over all data ranks' micro-batches."""
+        """Run a step and return the mean loss over all data ranks' micro-batches."""
 
     def parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """(logical name, parameter) of all that this rank holds."""
+        """Yield (logical name, parameter) of all parameters that this rank holds."""
         return logical_parameters(self.wrapped.module, self.recipe.model)
 
     def differing_copies(self) -> list[str]:
@@ -102,6 +103,7 @@ class Engine(ABC):
         copies = []
         if self.axis.size > 1:
             replicated = [(n, values) for n, values, p in held if sharding_of(p).dimension is None]
+            assert self.axis.group is not None
             copies.append(CopyGroup("tensor ranks", self.axis.group, replicated))
         group = self.data_group
         if dist.get_world_size(group) > 1:
@@ -117,7 +119,7 @@ class Engine(ABC):
     def load(self, reader: CheckpointReader, *, weights_only: bool = False) -> None:
         """Read this rank's share of a checkpoint, whichever layout wrote it.
 
-        weights_only: the optimizer starts afresh
+        weights_only: leave the state of the optimizer as it is initialised
         """
 
         def read(kind: str, fragment: Fragment) -> torch.Tensor:
@@ -138,22 +140,22 @@ class Engine(ABC):
 
     @property
     def device(self) -> torch.device:
-        """Where this rank computes."""
+        """The device on which this rank computes."""
         return self.wrapped.device
 
     @property
     def on_gpu(self) -> bool:
-        """Whether that is a GPU."""
+        """True if the device is a GPU."""
         return self.device.type == "cuda"
 
     @property
     def device_name(self) -> str:
-        """What the device calls itself: "cpu", "NVIDIA H100 80GB HBM3", ..."""
+        """The name of the device: "cpu", "NVIDIA H100 80GB HBM3", ..."""
         return torch.cuda.get_device_name(self.device) if self.on_gpu else self.device.type
 
 
 class PipelinedEngine(Engine):
-    """Stages that pass activations on; ZeRO-1."""
+    """Engine of a pipeline stage, with ZeRO-1."""
 
     def __init__(self, wrapped: ScheduledEngine, *parts: Any):
         super().__init__(wrapped, *parts)
@@ -177,12 +179,12 @@ class PipelinedEngine(Engine):
         return super()._copies() + tied
 
     @property
+    @override
     def data_group(self) -> dist.ProcessGroup:
-        """This rank's group along the data axis."""
         return self.wrapped.grid.get_data_parallel_group()
 
+    @override
     def evaluate(self, micro_batches: Iterable[MicroBatch]) -> float:
-        """Return the mean loss, in nats per token, over all data ranks' micro-batches."""
         micro_batches = list(self._from_disk(micro_batches))
         together = self.wrapped.micro_batches
         losses = [
@@ -194,9 +196,10 @@ class PipelinedEngine(Engine):
     def _run(
         self, schedule: Callable[..., torch.Tensor], micro_batches: list[MicroBatch]
     ) -> torch.Tensor:
-        """Return the mean loss of micro-batches after DeepSpeed's train_batch or eval_batch.
+        """Run DeepSpeed's train_batch or eval_batch and return the mean loss of the micro-batches.
 
-        DeepSpeed hands tokens and labels to the ends of the pipeline; every stage has the contexts.
+        DeepSpeed passes tokens and labels to the ends of the pipeline; every stage needs the
+        contexts.
         """
         prepare_documents([each.context for each in micro_batches], self.device)
         if self.wrapped.needs_warm_up:
@@ -209,7 +212,7 @@ class PipelinedEngine(Engine):
 
 
 class SequentialEngine(Engine):
-    """All layers on every rank; ZeRO-2 over several data ranks, and ZeRO-3."""
+    """Engine of a model with all layers on every rank, with ZeRO-2 or ZeRO-3."""
 
     def _train(self, micro_batches: Iterable[MicroBatch]) -> torch.Tensor:
         self.wrapped.train()
@@ -224,9 +227,9 @@ class SequentialEngine(Engine):
             losses.append(loss.detach())
         return self._mean(losses)
 
+    @override
     @torch.no_grad()
     def evaluate(self, micro_batches: Iterable[MicroBatch]) -> float:
-        """Return the mean loss, in nats per token, over all data ranks' micro-batches."""
         self.wrapped.eval()
         losses = []
         for number, micro_batch in enumerate(self._from_disk(micro_batches)):
@@ -244,8 +247,8 @@ class SequentialEngine(Engine):
         return total / dist.get_world_size(self.data_group)
 
     @property
+    @override
     def data_group(self) -> dist.ProcessGroup:
-        """This rank's group along the data axis."""
         return self.wrapped.mpu.get_data_parallel_group()
 
 
@@ -261,16 +264,17 @@ def prepare_documents(contexts: Iterable[Context], device: torch.device) -> None
 
 
 def held_values(parameter: nn.Parameter, data_rank: int) -> torch.Tensor:
-    """What this rank holds of a parameter: all of its part, or under ZeRO-3 a share of that.
+    """Return the values of a parameter that this rank holds: under ZeRO-3 a shard of its part.
 
-    The share is cut to what the parameter has: DeepSpeed never writes the padding after it.
+    The padding at the end of a shard is dropped, because DeepSpeed never writes it.
     """
     if not is_partitioned(parameter):
         return parameter
-    share = parameter.ds_tensor
-    return share[: max(0, parameter.ds_numel - data_rank * share.numel())]
+    attributes = vars(parameter)  # DeepSpeed adds the following two
+    shard: torch.Tensor = attributes["ds_tensor"]
+    return shard[: max(0, attributes["ds_numel"] - data_rank * shard.numel())]
 
 
 def is_partitioned(parameter: nn.Parameter) -> bool:
-    """Whether ZeRO-3 has spread the parameter over the data ranks."""
+    """Return True if ZeRO-3 has divided the parameter among the data ranks."""
     return hasattr(parameter, "ds_tensor")

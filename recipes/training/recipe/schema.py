@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from models.config import ModelConfig, nearest_divisors, nearest_multiples
 from models.errors import UserError
-from models.pipeline.schedule.balance import deal_blocks, head_in_blocks
+from models.pipeline.schedule.balance import divide_blocks, head_in_blocks
 from models.pipeline.schedule.order import SCHEDULES, last_stage, least_micro_batches, schedule_name
 from recipes.training.recipe.blend_weights import check_weights
 from recipes.training.recipe.errors import explain, root_causes
@@ -331,7 +331,7 @@ class Recipe(Section):
     @property
     def _dealt_by_cost(self) -> tuple[int, ...]:
         layout = self.layout
-        return deal_blocks(
+        return divide_blocks(
             self.model.layers,
             schedule=layout.schedule,
             stages=layout.pipeline,
