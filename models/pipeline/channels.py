@@ -75,7 +75,8 @@ class Channels:
         for each in rounds(self.pipeline):
             pairs = [pair for a, b in each for pair in zip(ranks[a], ranks[b], strict=True)]
             group = create_groups(pairs, TRANSFER_SETTINGS)
-            found |= {route: group for route in each if self.stage in route}
+            if group is not None:
+                found |= {route: group for route in each if self.stage in route}
         return found
 
     def connect(self) -> None:

@@ -1,4 +1,4 @@
-"""Every legal layout of a recipe: those that the recipe's own checks accept, on up to N ranks."""
+"""All layouts on up to N ranks that the checks of a recipe accept."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from recipes.training.recipe.topology import Topology, World
 
 ZERO_STAGES = (1, 2, 3)
 CONFIG = "ds_configs/zero{}_fp32.json"
-SCHEDULES = {  # as they are called -> their part of the [layout] section
+SCHEDULES = {  # name -> keys of the [layout] section
     "1f1b": {"schedule": "1f1b"},
     "interleaved x 2": {"schedule": "interleaved", "chunks": 2},
     "interleaved x 3": {"schedule": "interleaved", "chunks": 3},
@@ -24,7 +24,7 @@ SCHEDULES = {  # as they are called -> their part of the [layout] section
 
 @dataclass(frozen=True)
 class ProofCase:
-    """A recipe spread in one way."""
+    """A recipe with one layout, to be compared with the reference."""
 
     recipe: Recipe
     topology: Topology
@@ -32,18 +32,18 @@ class ProofCase:
 
     @property
     def world_size(self) -> int:
-        """Ranks it takes."""
+        """Number of ranks."""
         return self.topology.world_size
 
     @property
     def axes(self) -> str:
-        """Its sizes: "tensor 2 x pipeline 2 x data 2"."""
+        """Sizes of the axes: "tensor 2 x pipeline 2 x data 2"."""
         sizes = self.topology
         return f"tensor {sizes.tensor} x pipeline {sizes.pipeline} x data {sizes.data}"
 
     @property
     def method(self) -> str:
-        """How these axes are used: "zero1 1f1b, selective, micro-batch 2"."""
+        """All other settings of the layout: "zero1, 1f1b, recompute selective, micro-batch 2"."""
         layout = self.recipe.layout
         parts = [f"zero{self.zero_stage}"]
         if layout.pipeline > 1:
@@ -57,7 +57,7 @@ class ProofCase:
 
 
 def reference(recipe: Recipe) -> ProofCase:
-    """What the others are compared with: one process, ZeRO-1, fp32, nothing split or recomputed."""
+    """Return the reference: one process, ZeRO-1, fp32, without recomputation."""
     return _case(recipe, Topology(1, 1, 1))
 
 
@@ -68,12 +68,12 @@ def legal_cases(
     micro_sequences: Iterable[int],
     recompute_intervals: Iterable[int] = (2,),
 ) -> list[ProofCase]:
-    """Every case that is legal on 1 .. ranks ranks, smallest worlds first."""
+    """Return all legal cases on up to `ranks` ranks, smallest worlds first."""
     recomputes = [{"recompute": "none"}, {"recompute": "selective"}] + [
         {"recompute": "full", "recompute_interval": interval} for interval in recompute_intervals
     ]
     for stage in ZERO_STAGES:
-        read_deepspeed_json(CONFIG.format(stage))  # one that is not there is no refused layout
+        read_deepspeed_json(CONFIG.format(stage))  # raises here if the file is missing
     found = []
     for topology in topologies(ranks):
         ways = product(ZERO_STAGES, layouts(topology, recomputes), micro_sequences)
@@ -88,7 +88,7 @@ def legal_cases(
 
 
 def topologies(ranks: int) -> Iterator[Topology]:
-    """All sizes of the three axes with up to so many ranks."""
+    """Yield all sizes of the three axes with up to `ranks` ranks, smallest worlds first."""
     every = [
         Topology(pipeline, data, tensor)
         for tensor in range(1, ranks + 1)
@@ -99,7 +99,7 @@ def topologies(ranks: int) -> Iterator[Topology]:
 
 
 def layouts(topology: Topology, recomputes: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """The [layout] sections that differ in more than name on these axes."""
+    """Yield the [layout] sections that have different effects with this topology."""
     schedules = SCHEDULES.values() if topology.pipeline > 1 else [SCHEDULES["1f1b"]]
     splits = (False, True) if topology.tensor > 1 else (False,)
     for schedule, split, recompute in product(schedules, splits, recomputes):

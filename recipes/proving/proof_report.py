@@ -1,4 +1,4 @@
-"""A proof as a table, as JSON, as a verdict."""
+"""Reports of a proof: tables, verdict and JSON."""
 
 import math
 from collections.abc import Sequence
@@ -24,19 +24,19 @@ COLUMNS = (
 
 @dataclass(frozen=True)
 class Finding:
-    """A case, and what it came to or what went wrong with it."""
+    """A case with its result, or with the text of its error."""
 
     case: ProofCase
     result: Difference | Leg | str
 
     @property
     def passes(self) -> bool:
-        """Whether it trains like the reference, or went on as it should."""
+        """True if the case trains like the reference, or resumed without a loss."""
         return not isinstance(self.result, str) and self.result.passes
 
 
 def as_text(findings: Sequence[Finding], *, every_layout: bool) -> str:
-    """The whole proof for a person to read."""
+    """Return the report of a proof for a terminal."""
     ordered = sorted(findings, key=_axes)
     layouts = "\n".join(map(describe, ordered)) if every_layout else ""
     parts = [layouts, table(ordered), failures(ordered), verdict(ordered)]
@@ -44,7 +44,7 @@ def as_text(findings: Sequence[Finding], *, every_layout: bool) -> str:
 
 
 def table(findings: Sequence[Finding]) -> str:
-    """A row per combination of axes, with the largest differences of its layouts (Markdown)."""
+    """Return a Markdown table with the largest differences per topology."""
     lines = [COLUMNS, "|---|---|---|---|---|---|---|"]
     by_axes = groupby(sorted(findings, key=_axes), key=_axes)
     lines += [_row(list(group)) for _, group in by_axes]
@@ -52,7 +52,7 @@ def table(findings: Sequence[Finding]) -> str:
 
 
 def failures(findings: Sequence[Finding]) -> str:
-    """What did not pass, layout by layout."""
+    """Describe the layouts that did not pass, one per line."""
     lines = []
     for finding in findings:
         if isinstance(finding.result, str):
@@ -63,7 +63,7 @@ def failures(findings: Sequence[Finding]) -> str:
 
 
 def describe(finding: Finding) -> str:
-    """One layout in a line."""
+    """Describe a layout in a line."""
     result = finding.result
     if isinstance(result, str):
         return f"{_name(finding.case)}: {result.splitlines()[0]}"
@@ -79,7 +79,7 @@ def describe(finding: Finding) -> str:
 
 
 def relay_as_text(findings: Sequence[Finding], *, every_layout: bool) -> str:
-    """A whole relay for a person to read; layouts in the order of the relay."""
+    """Return the report of a relay for a terminal, with layouts in the order of the relay."""
     layouts = "\n".join(map(describe, findings)) if every_layout else ""
     lines = ["| tensor x pipeline x data | ranks | layouts | bit for bit | losses after it |"]
     lines += ["|---|---|---|---|---|"]
@@ -93,20 +93,20 @@ def relay_as_text(findings: Sequence[Finding], *, every_layout: bool) -> str:
     handed = [finding for finding in findings if not getattr(finding.result, "first", False)]
     passed = sum(finding.passes for finding in handed)
     last = (
-        f"{passed} of {len(handed)} layouts went on from another one's checkpoint as if nothing "
-        f"had changed: weights and both moments bit for bit, losses to {RELAY_LOSS_TOLERANCE:.0e}"
+        f"{passed} of {len(handed)} layouts resumed from another layout's checkpoint with nothing "
+        f"lost: weights and both moments equal bit for bit, losses to {RELAY_LOSS_TOLERANCE:.0e}"
     )
     parts = [layouts, "\n".join(lines), failures(findings), last]
     return "\n\n".join(part for part in parts if part)
 
 
 def verdict(findings: Sequence[Finding]) -> str:
-    """The last line."""
+    """Return the last lines of the report."""
     noise = max((f.result.noise for f in findings if isinstance(f.result, Difference)), default=0)
     text = (
         f"{summary(findings)}: relative differences up to {LOSS_TOLERANCE:.0e} of the loss, "
-        f"{GRAD_NORM_TOLERANCE:.0e} of the gradient norm, {WEIGHT_TOLERANCE:.0e} of the weights and {MOMENT_TOLERANCE:.0e} of "
-        f"Adam's first moments pass"
+        f"{GRAD_NORM_TOLERANCE:.0e} of the gradient norm, {WEIGHT_TOLERANCE:.0e} of the weights "
+        f"and {MOMENT_TOLERANCE:.0e} of Adam's first moments pass"
     )
     if noise:
         text += (
@@ -117,14 +117,14 @@ def verdict(findings: Sequence[Finding]) -> str:
 
 
 def summary(findings: Sequence[Finding]) -> str:
-    """How many pass."""
+    """Return the number of layouts that pass, as a phrase."""
     passed = sum(finding.passes for finding in findings)
     return f"{passed} of {len(findings)} layouts train like one process"
 
 
 def as_json(findings: Sequence[Finding], *, relay: bool = False) -> dict[str, Any]:
-    """Everything, for other programs."""
-    one_loss = {
+    """Return the report for other programs."""
+    tolerances = {
         "loss": LOSS_TOLERANCE,
         "grad_norm": GRAD_NORM_TOLERANCE,
         "weights": WEIGHT_TOLERANCE,
@@ -132,7 +132,7 @@ def as_json(findings: Sequence[Finding], *, relay: bool = False) -> dict[str, An
     }
     return {
         "passed": all(finding.passes for finding in findings),
-        "tolerances": {"loss": RELAY_LOSS_TOLERANCE} if relay else one_loss,
+        "tolerances": {"loss": RELAY_LOSS_TOLERANCE} if relay else tolerances,
         "layouts": [_row_of_json(finding) for finding in findings],
     }
 

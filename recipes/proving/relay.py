@@ -1,7 +1,7 @@
-"""A relay: every layout goes on from the checkpoint that the one before it saved.
+"""The work of a rank in a relay, in which every layout resumes from the previous one's checkpoint.
 
-What a rank does for it. In the folder are a run's checkpoints and `handed`, what the last layout
-had in memory when it saved, and its losses after that.
+The folder of a relay holds the checkpoints of a run and a file `handed`, with the tensors that the
+previous layout had in memory when it saved, and its losses after that.
 """
 
 import os
@@ -30,7 +30,7 @@ from recipes.training.engine.engine import Engine
 from recipes.training.recipe.topology import World
 from recipes.training.run_folder.folder import RunFolder
 
-SHARED_STEPS = 10  # that two layouts have in common
+SHARED_STEPS = 10  # steps after a checkpoint that two layouts both run
 
 
 def run_legs(cases: Iterable[ProofCase], folder: Path) -> Iterator[Leg | None]:
@@ -44,7 +44,7 @@ def run_legs(cases: Iterable[ProofCase], folder: Path) -> Iterator[Leg | None]:
 
 
 def run_leg(case: ProofCase, world: World, folder: RunFolder) -> Leg | None:
-    """Load, compare with what was saved; a step, save; the steps that the next one does too."""
+    """Load and compare, run a step, save, and run the steps that the next layout repeats."""
     engine, data = start(case.recipe, world)
     done = load_newest(engine, data, folder)
     got = everything(engine) if done else {}
@@ -63,7 +63,7 @@ def run_leg(case: ProofCase, world: World, folder: RunFolder) -> Leg | None:
 
 
 def load_newest(engine: Engine, data: TrainingData, folder: RunFolder) -> int:
-    """Go on from the newest checkpoint, if there is one; its step; collective."""
+    """Load the newest checkpoint, if there is one, and return its step; collective."""
     found = reader.find(folder.checkpoints, "auto", engine.recipe, data.fingerprint)
     if found.path:
         engine.load(found.reader())
@@ -72,17 +72,23 @@ def load_newest(engine: Engine, data: TrainingData, folder: RunFolder) -> int:
 
 
 def save(engine: Engine, data: TrainingData, folder: RunFolder, *, step: int) -> None:
-    """Save after a step, and wait for it; collective."""
+    """Save after a step and wait until the checkpoint is written; collective."""
     topology = engine.recipe.topology(World.from_environment(os.environ))
-    facts = {"recipe": engine.recipe, "topology": topology, "data": data.fingerprint}
-    writer = CheckpointWriter(engine.state, folder, **facts)
+    writer = CheckpointWriter(
+        engine.state,
+        folder,
+        recipe=engine.recipe,
+        topology=topology,
+        data=data.fingerprint,
+    )
     problem = writer.save(data.progress_after(step)) or writer.wait()
     assert problem is None, problem
 
 
 def everything(engine: Engine) -> dict[str, Tensor]:
-    """All logical weights, fp32 weights and both moments, on rank 0; by DeepSpeed's own ways, not
-    by the code that saves and loads.
+    """Return all logical weights, fp32 weights and both moments on rank 0.
+
+    They are read with DeepSpeed's functions, independently of the code that saves and loads.
     """
     tensors = {f"weight {n}": t for n, t in gather(engine, held_weights(engine)).items()}
     for kind in ("fp32", "exp_avg", "exp_avg_sq"):
@@ -92,7 +98,7 @@ def everything(engine: Engine) -> dict[str, Tensor]:
 
 
 def compare_leg(got: dict[str, Tensor], losses: list[float], handed: dict[str, Any] | None) -> Leg:
-    """What a layout has made of what it was handed; the first one of a relay was handed nothing."""
+    """Compare a layout with the previous one; the first layout of a relay has none."""
     if handed is None:
         return Leg(first=True, changed=[], loss=0.0)
     expected = handed["tensors"]

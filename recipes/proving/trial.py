@@ -48,25 +48,25 @@ def many_cases(*, deterministic: bool = False) -> Iterator[Callable[[], None]]:
         The function to call before each case.
     """
     torch.set_num_threads(1)
-    gc.freeze()  # what the imports made stays; collecting is quick without it
+    gc.freeze()  # the collector then skips the objects of the imports and is fast
     start_processes(World.from_environment(os.environ), deterministic=deterministic)
     with shared_groups() as forget_asked:
 
         def begin() -> None:
             forget_asked()
-            gc.collect()  # an engine is a web of references
+            gc.collect()  # an engine has reference cycles
 
         yield begin
 
 
 def train(case: ProofCase, world: World) -> Outcome | None:
-    """All steps of the case's recipe."""
+    """Run all steps of a case and return its outcome on rank 0."""
     engine, data = start(case.recipe, world)
-    results, validation = [], None
+    results, validation = [], []
     steps = case.recipe.training.steps
     for step in range(1, steps + 1):
         if step == steps:  # between two steps, as in a run
-            validation = engine.evaluate(data.evaluation())
+            validation.append(engine.evaluate(data.evaluation()))
         results.append(train_step(engine, data, step))
     weights = gather(engine, held_weights(engine))
     moments = gather(engine, held_state(engine, "exp_avg"))
@@ -74,7 +74,7 @@ def train(case: ProofCase, world: World) -> Outcome | None:
     if world.rank != 0:
         return None
     return Outcome(
-        losses=[result.loss for result in results] + [validation],
+        losses=[result.loss for result in results] + validation,
         grad_norms=[result.grad_norm for result in results],
         weights=weights,
         moments=moments,
@@ -83,20 +83,20 @@ def train(case: ProofCase, world: World) -> Outcome | None:
 
 
 def start(recipe: Recipe, world: World) -> tuple[Engine, TrainingData]:
-    """The recipe's engine, initialised, and this rank's data; collective."""
+    """Build the recipe's engine and open this rank's data; collective."""
     topology = recipe.topology(world)
     engine = build_from_recipe(recipe, topology, build_deepspeed_config(recipe, topology))
     return engine, TrainingData(recipe, topology, world.rank)
 
 
 def train_step(engine: Engine, data: TrainingData, step: int) -> StepResult:
-    """Step 1, 2, ... at the recipe's learning rate."""
+    """Run step 1, 2, ... at the recipe's learning rate."""
     rate = learning_rate(step, engine.recipe.optimizer, engine.recipe.training.steps)
     return engine.train_step(data.step(step), rate)
 
 
 def held_weights(engine: Engine) -> dict[str, Tensor]:
-    """This tensor rank's part of every weight that its stage holds; collective under ZeRO-3."""
+    """Return this tensor rank's part of every weight of its stage; collective under ZeRO-3."""
     held = dict(engine.parameters())
     partitioned = [parameter for parameter in held.values() if is_partitioned(parameter)]
     with deepspeed.zero.GatheredParameters(partitioned, enabled=bool(partitioned)):
@@ -104,10 +104,12 @@ def held_weights(engine: Engine) -> dict[str, Tensor]:
 
 
 def held_state(engine: Engine, kind: str) -> dict[str, Tensor]:
-    """The same of "fp32" weights, "exp_avg" or "exp_avg_sq", which ZeRO has spread; collective.
+    """Return this tensor rank's part of every optimizer state of its stage; collective.
 
-    The first moments are the gradients' running mean: Adam's steps do not show a gradient's scale,
-    they do.
+    The first moments are running means of the gradients. Unlike Adam's steps, they show an error in
+    the scale of a gradient.
+
+    kind: "fp32" for the fp32 weights, "exp_avg" or "exp_avg_sq"
     """
     optimizer = engine.wrapped.optimizer
     if hasattr(optimizer, "_lazy_init_hp_params_optimizer_state"):  # not ZeRO-3
@@ -125,13 +127,13 @@ def held_state(engine: Engine, kind: str) -> dict[str, Tensor]:
 
 
 def gather(engine: Engine, held: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The logical tensors of all ranks' parts, on rank 0; empty on the others; collective."""
+    """Return the logical tensors on rank 0, an empty dict on other ranks; collective."""
     shardings = {name: sharding_of(parameter) for name, parameter in engine.parameters()}
     parts = [(name, engine.axis.rank, shardings[name], part) for name, part in held.items()]
-    everyones: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
-    dist.gather_object(parts, everyones)
+    of_ranks: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+    dist.gather_object(parts, of_ranks)
     found: dict[str, tuple[Sharding, dict[int, Tensor]]] = {}
-    for name, tensor_rank, sharding, part in itertools.chain.from_iterable(everyones or []):
+    for name, tensor_rank, sharding, part in itertools.chain.from_iterable(of_ranks or []):
         tensors = found.setdefault(name, (sharding, {}))[1]
         tensors.setdefault(tensor_rank, part)
     return {

@@ -1,4 +1,4 @@
-"""Processes for a proof: worlds of ranks that train many cases each, several worlds at once."""
+"""Processes of a proof: several worlds of ranks at a time, each of which trains many cases."""
 
 import contextlib
 import multiprocessing
@@ -20,32 +20,33 @@ from recipes.proving.compare import Leg, Outcome
 from recipes.proving.layouts import ProofCase
 from recipes.training.recipe.schema import REPOSITORY
 
-RANK_ENVIRONMENT = {  # of every rank
+RANK_ENVIRONMENT = {  # environment variables of every rank
     "DS_ACCELERATOR": "cpu",
     "CUDA_VISIBLE_DEVICES": "",
     "OMP_NUM_THREADS": "1",
-    # The server imports from this checkout, and not from whatever is in the working directory.
+    # The server must import from this checkout instead of the working directory.
     "PYTHONPATH": str(REPOSITORY),
     "PYTHONSAFEPATH": "1",
 }
-PRELOADED_MODULES = [  # once, for all processes; the last three are imported when an engine is built
+# Imported once, for all processes. Building an engine would import the last three.
+PRELOADED_MODULES = [
     "recipes.proving.relay",
     "torch._dynamo",
     "torch._inductor.compile_fx",
     "deepspeed.runtime.zero.muon.muon_optimizer",
 ]
-MAX_LINES_IN_MESSAGE = 12  # of a rank's output, in a message
+MAX_LINES_IN_MESSAGE = 12  # lines of a rank's output in a message
 
 Result = tuple[ProofCase, Outcome | Leg | str]
 
 
 @dataclass
 class WorldOfRanks:
-    """The processes that train some cases of one size.
+    """The processes that train cases of one world size.
 
-    relay: the folder of a relay; None: they train by themselves
-    done: how many of the cases have their result
-    failure: why the next one has none
+    relay: the folder of a relay; None: the cases are trained independently
+    done: number of cases that have a result
+    failure: the reason why the next case failed, if it did
     """
 
     cases: Sequence[ProofCase]
@@ -56,20 +57,22 @@ class WorldOfRanks:
     failure: str | None = None
     deadline: float = 0.0
     processes: list[Any] = field(default_factory=list)
-    reports: dict[int, Connection] = field(default_factory=dict)  # of the ranks that still run
+    reports: dict[int, Connection] = field(
+        default_factory=dict
+    )  # by rank, of the ranks that still run
 
     @property
     def size(self) -> int:
-        """Its ranks."""
+        """Number of ranks."""
         return self.cases[0].world_size
 
     @property
     def finished(self) -> bool:
-        """Whether nothing more will come."""
+        """True if no more results will arrive."""
         return self.failure is not None or self.done == len(self.cases)
 
     def start(self) -> None:
-        """Start the processes; imports are done already, in the server they are forked from."""
+        """Start the processes, forked from a server that has done the imports."""
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(PRELOADED_MODULES)
         port = free_port()
@@ -79,15 +82,15 @@ class WorldOfRanks:
                 ours, theirs = context.Pipe(duplex=False)
                 self.reports[rank] = ours
                 self._log(rank).touch()
-                place = (rank, port, self._log(rank), REPOSITORY)
-                arguments = (place, self.cases, self.relay, theirs)
+                settings = (rank, port, self._log(rank), REPOSITORY)
+                arguments = (settings, self.cases, self.relay, theirs)
                 process = context.Process(target=_rank, args=arguments, daemon=True)
                 process.start()
                 theirs.close()
                 self.processes.append(process)
 
     def stop(self) -> None:
-        """End the processes, if they have not ended."""
+        """Kill the processes that still run, and wait for all."""
         for process in self.processes:
             process.kill()
         for process in self.processes:
@@ -96,12 +99,12 @@ class WorldOfRanks:
             report.close()
 
     def results(self) -> Iterator[Result]:
-        """What has come since the last call; what is wrong is in `failure` then."""
+        """Yield the results since the last call, and set `failure` if a rank failed."""
         yield from self._outcomes()
         for rank in sorted(self.reports):
             failed_at = self._failure_of(rank)
             if failed_at is not None:
-                # Rank 0 may not have sent yet what it finished before the others failed.
+                # Rank 0 may not have sent yet the results from before the failure.
                 while self.done < failed_at and self.reports.get(0) and self.reports[0].poll(1.0):
                     yield from self._outcomes()
                 return
@@ -109,7 +112,7 @@ class WorldOfRanks:
             self.failure = f"nothing within {self.seconds:.0f} seconds"
 
     def _outcomes(self) -> Iterator[Result]:
-        """Rank 0 sends what every case has come to."""
+        """Yield the outcomes that rank 0 has sent."""
         while 0 in self.reports and self.reports[0].poll():
             message = self._receive(0)
             if message is None or isinstance(message[1], str):
@@ -121,7 +124,7 @@ class WorldOfRanks:
             yield self.cases[self.done - 1], message[1]
 
     def _failure_of(self, rank: int) -> int | None:
-        """The case at which a rank has failed, if it has."""
+        """Return the index of the case at which a rank failed, or None."""
         if self.failure is not None:
             return self.done
         while rank in self.reports and self.reports[rank].poll():
@@ -138,7 +141,7 @@ class WorldOfRanks:
         return None
 
     def _receive(self, rank: int) -> tuple[int, Outcome | Leg | str] | None:
-        """(the case's place, outcome or error) from a rank; None: it has ended."""
+        """Return (index of the case, outcome or error) from a rank; None if the rank has ended."""
         try:
             return pickle.loads(self.reports[rank].recv_bytes())
         except EOFError:
@@ -146,7 +149,7 @@ class WorldOfRanks:
             return None
 
     def last_words(self) -> str:
-        """The end of every rank's output."""
+        """Return the last lines of every rank's output."""
         texts = []
         for rank in range(self.size):
             lines = self._log(rank).read_text(errors="replace").splitlines()
@@ -162,16 +165,19 @@ class WorldOfRanks:
 def run_cases(
     cases: Sequence[ProofCase], *, ranks: int, seconds: float, relay: Path | None = None
 ) -> Iterator[tuple[ProofCase, Outcome | Leg | str]]:
-    """Each case with its outcome, or with the text of what went wrong, as they come.
+    """Yield each case with its outcome, or with the text of its error, in order of completion.
 
-    A case that fails ends its world; the ones after it go on in a new one.
+    A case that fails ends its world; the remaining cases continue in a new world.
 
-    ranks: so many processes at most run at a time
-    seconds: a case that takes longer has failed
-    relay: a folder, through which each hands its run to the next; the cases are of one size
+    Args:
+        cases: the cases
+        ranks: maximum number of processes at a time
+        seconds: time limit of a case
+        relay: folder through which each case passes the run to the next; all cases then have the
+            same world size
 
     Raises:
-        ValueError: a case needs more ranks.
+        ValueError: a case needs more than `ranks` ranks.
     """
     sizes = sorted({case.world_size for case in cases}, reverse=True)
     if sizes and sizes[0] > ranks:
@@ -205,7 +211,7 @@ def run_cases(
 
 @contextlib.contextmanager
 def environment(changes: dict[str, str]) -> Iterator[None]:
-    """Within it, environment variables are changed; the server and its ranks inherit them."""
+    """Change environment variables, which the server and its ranks inherit, for a while."""
     before = dict(os.environ)
     os.environ.update(changes)
     try:
@@ -216,10 +222,10 @@ def environment(changes: dict[str, str]) -> Iterator[None]:
 
 
 def free_port() -> int:
-    """A TCP port that nobody listens on.
+    """Return an unused TCP port.
 
-    Below those that the system gives to connections: one that was free a moment ago would not be
-    for long on a busy machine.
+    It is below the range from which the system assigns ports to connections, because such a port
+    may be taken a moment later on a busy machine.
     """
     while True:
         port = random.SystemRandom().randrange(10_000, 32_000)
@@ -232,7 +238,7 @@ def free_port() -> int:
 
 
 def rank_variables(rank: int, size: int, port: int) -> dict[str, str]:
-    """What a launcher sets for a rank of one node."""
+    """Return the environment variables that a launcher sets for a rank on a single node."""
     return {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
@@ -244,16 +250,16 @@ def rank_variables(rank: int, size: int, port: int) -> dict[str, str]:
 
 
 def _rank(
-    place: tuple[int, int, Path, Path],
+    settings: tuple[int, int, Path, Path],
     cases: Sequence[ProofCase],
     relay: Path | None,
     report: Connection,
 ) -> None:
-    """One process: train the cases; report outcomes, if it is rank 0, or what ended it.
+    """Train the cases in one process, and report outcomes (rank 0) or an error (all ranks).
 
-    place: rank, port, log, and the checkout that is to be proven
+    settings: rank, port, log, and the checkout that the rank must have imported
     """
-    rank, port, log, repository = place
+    rank, port, log, repository = settings
     size = cases[0].world_size
     os.environ |= RANK_ENVIRONMENT | rank_variables(rank, size, port)
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -269,9 +275,9 @@ def _rank(
             if rank == 0:
                 report.send_bytes(pickle.dumps((done, outcome)))
             done += 1
-    except Exception as problem:  # whatever it is, it is this case's result
+    except Exception as problem:  # any exception is the result of this case
         traceback.print_exc()
         sys.stderr.flush()
         report.send_bytes(pickle.dumps((done, f"{type(problem).__name__}: {problem}")))
-    # torch's teardown of its threads sometimes aborts; the results are out by now.
+    # The results are sent; torch's teardown of its threads sometimes aborts.
     os._exit(0)

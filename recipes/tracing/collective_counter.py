@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-# Operator of torch.distributed -> its kind, and the index of the argument with the whole data, which
-# is the output of an all-gather and the input of a reduce-scatter.
+# Operator of torch.distributed -> its kind, and the index of the argument with the whole data, the
+# output of an all-gather and the input of a reduce-scatter.
 COLLECTIVES = {
     "allreduce_": ("all_reduce", 0),
     "allreduce_coalesced_": ("all_reduce", 0),

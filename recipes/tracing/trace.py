@@ -166,9 +166,7 @@ def measure(recipe: Recipe, topology: Topology, rank: int, *, at_most: int) -> T
         at_peak=categories(at_peak, roles, counter),
         peak_phase=phase,
         phase_bytes=most_in_phases(counter),
-        largest=tuple(
-            (roles.get(n, "activations"), counter.made[n]) for n in by_size[:MAX_LISTED_ALLOCATIONS]
-        ),
+        largest=tuple((roles.get(n, "activations"), counter.made[n]) for n in largest),
         traffic=per_step(collectives, micro_batches, traced),
     )
 
@@ -272,12 +270,10 @@ def axes_of(topology: Topology, coordinates: Coordinates) -> dict[frozenset[int]
     """Return the axis of each of this rank's groups; of several names the narrowest wins."""
 
     def ranks(**free: range) -> frozenset[int]:
-        ranks_of_group = [coordinates]
-        for axis, positions in free.items():
-            ranks_of_group = [
-                replace(each, **{axis: p}) for each in ranks_of_group for p in positions
-            ]
-        return frozenset(topology.rank(each) for each in ranks_of_group)
+        group = [coordinates]
+        for axis, indices in free.items():
+            group = [replace(each, **{axis: index}) for each in group for index in indices]
+        return frozenset(topology.rank(each) for each in group)
 
     pipeline, data, tensor = (range(n) for n in (topology.pipeline, topology.data, topology.tensor))
     ends = range(0, topology.pipeline, max(1, topology.pipeline - 1))

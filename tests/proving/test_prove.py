@@ -491,7 +491,7 @@ def test_the_exit_code_says_the_verdict(capsys: pytest.CaptureFixture) -> None:
     [
         (["recipes/none.toml"], "recipes/none.toml: no such recipe"),
         (["--set", "model.heads=7"], "use hidden_size = 189 or 196"),
-        (["--ranks", "0"], "0 is not a number in 1 .. 1024"),
+        (["--ranks", "0"], "invalid number 0: expected 1 to 1024"),
         (["--steps", "many"], "many"),
     ],
 )
