@@ -100,7 +100,7 @@ def pretrain() -> None:
     from recipes.training.checkpoint.writer import CheckpointWriter
     from recipes.training.data.dataset import TrainingData
     from recipes.training.data.prefetcher import Feed
-    from recipes.training.engine.engine import build_engine
+    from recipes.training.engine.build import build_from_recipe as build_engine
     from recipes.training.runtime.processes import check_machine, hosts_of_ranks, start_processes
     from recipes.training.supervision.loss_watch import LossWatch
     from recipes.training.supervision.supervisor import Breadcrumb, Supervisor

@@ -17,7 +17,7 @@ import torch
 
 from recipes.proving.worlds import (
     ENVIRONMENT,
-    PRELOADED,
+    PRELOADED_MODULES,
     environment,
     free_port,
     rank_variables,
@@ -123,7 +123,7 @@ def _fork(
     seconds per world.
     """
     server = multiprocessing.get_context("forkserver")
-    server.set_forkserver_preload(PRELOADED)
+    server.set_forkserver_preload(PRELOADED_MODULES)
     port, deadline = free_port(), time.monotonic() + seconds
     with environment(ENVIRONMENT):  # of the server, which starts with the first rank
         processes = [

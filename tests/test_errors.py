@@ -21,7 +21,7 @@ COMMANDS = ("pretrain", "plan", "prove", "prepare_data", "convert")
 BROAD = {"ValueError", "AssertionError", "Exception", "BaseException"}
 INVARIANTS = {  # function that raises a plain ValueError -> why no user can cause it
     "models/pipeline/schedule/simulation.py: simulate": "no order of passes is made by users",
-    "recipes/proving/worlds.py: run_variants": "prove.py only makes layouts of at most --ranks",
+    "recipes/proving/worlds.py: run_cases": "prove.py only makes layouts of at most --ranks",
 }
 FOREIGN = "the line calls a library, which raises many classes for data that it cannot read"
 PARSING = "the block parses text of a file or an option, and nothing else"
@@ -259,7 +259,7 @@ def test_a_defect_drops_no_layout_from_a_proof(
     corpus: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recipe = parse_recipe(small_recipe(corpus), "small")
-    every = layouts.legal_variants(recipe, ranks=2, micro_sequences=[1])
+    every = layouts.legal_cases(recipe, ranks=2, micro_sequences=[1])
     healthy = layouts.build_deepspeed_config
 
     def refusing(variant: Recipe, topology: object, kind: type = UserError) -> object:
@@ -268,13 +268,13 @@ def test_a_defect_drops_no_layout_from_a_proof(
         return healthy(variant, topology)
 
     monkeypatch.setattr(layouts, "build_deepspeed_config", refusing)
-    fewer = layouts.legal_variants(recipe, ranks=2, micro_sequences=[1])
+    fewer = layouts.legal_cases(recipe, ranks=2, micro_sequences=[1])
     assert fewer == [each for each in every if each.topology.tensor == 1] != every
     monkeypatch.setattr(
         layouts, "build_deepspeed_config", lambda *pair: refusing(*pair, kind=ValueError)
     )
     with pytest.raises(ValueError, match="a layout of tensor = 2") as raised:
-        layouts.legal_variants(recipe, ranks=2, micro_sequences=[1])
+        layouts.legal_cases(recipe, ranks=2, micro_sequences=[1])
     assert raised.type is ValueError
 
 

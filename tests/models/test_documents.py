@@ -171,7 +171,7 @@ def test_documents_in_one_call_do_not_see_each_other(shape: str) -> None:
     expected = run(config, rows, lengths, **place)
     with (
         mock.patch.object(transformer, "varlen_kernel", return_value=plain_varlen),
-        mock.patch.object(attention, "MOST_KEPT", 0),  # else heads would have the CPU's order
+        mock.patch.object(attention, "MAX_KEPT_LENGTH", 0),  # else heads would have the CPU's order
     ):
         found = run(config, rows, lengths, **place)
     torch.testing.assert_close(found[0], expected[0], rtol=1e-5, atol=1e-5)

@@ -131,7 +131,7 @@ def two_rank_worker() -> dict[Any, Outcome]:
     """Run every shape in every variant, and every mutant, on two tensor ranks."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    cost.MOST_LOGITS["cpu"] = 200  # of a few tokens at a time
+    cost.MAX_LOGITS["cpu"] = 200  # of a few tokens at a time
     outcomes: dict[Any, Outcome] = {}
     for shape, config in SHAPES.items():
         for variant, (recompute, split) in VARIANTS.items():
@@ -177,7 +177,7 @@ def seeded_fault(fault: str) -> Iterator[None]:
             )
         },
         "labels found on every rank": {
-            "models.parallel.embedding.VocabParallelEmbedding.forward": (
+            "models.parallel.embedding.VocabParallelEmbedding.embed": (
                 lambda self, tokens: torch.nn.functional.embedding(
                     tokens.t() % self.weight.shape[0], self.weight
                 )

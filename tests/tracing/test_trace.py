@@ -268,7 +268,11 @@ def test_a_job_of_4096_gpus_without_its_memory() -> None:
     overrides = [f"model.{key}={value}" for key, value in model.items()] + layout + cluster
     recipe = load_recipe(LLAMA, overrides)
     found = trace(recipe, 4096, 8, 4095)
-    assert (found.place.pipeline, found.place.data, found.place.tensor) == (15, 31, 7)
+    assert (found.coordinates.pipeline, found.coordinates.data, found.coordinates.tensor) == (
+        15,
+        31,
+        7,
+    )
     assert 20 * 2**30 < found.peak_bytes < 80 * 2**30
 
 

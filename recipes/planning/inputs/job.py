@@ -5,7 +5,7 @@ from functools import cached_property
 
 from models.config import ModelConfig
 from models.errors import UserError
-from models.pipeline.schedule.balance import deal_blocks, deal_evenly, head_in_blocks
+from models.pipeline.schedule.balance import divide_blocks, divide_evenly, head_in_blocks
 from recipes.gpus.datasheet import Gpu, load_gpu
 from recipes.planning.inputs.footprint import Footprint
 from recipes.planning.inputs.kernels import BYTES
@@ -124,8 +124,8 @@ class Job:
         if layout.layers_per_stage is not None:
             return layout.layers_per_stage
         if not self.software.balances_stages:
-            return deal_evenly(model.layers, layout.pipeline * layout.chunks)
-        return deal_blocks(
+            return divide_evenly(model.layers, layout.pipeline * layout.chunks)
+        return divide_blocks(
             model.layers,
             schedule=layout.schedule,
             stages=layout.pipeline,

@@ -7,7 +7,7 @@ from models.config import ModelConfig
 from models.cost import block_parameters, norm_parameters, position_parameters
 from models.pipeline.schedule import order
 from models.pipeline.schedule.balance import balance_text, head_in_blocks, imbalance
-from models.pipeline.schedule.order import place_in_model
+from models.pipeline.schedule.order import virtual_stage_of
 from recipes.planning.inputs.job import Job, JobLayout
 
 
@@ -23,7 +23,7 @@ def _blocks_of_stages(
     blocks: tuple[int, ...], schedule: str, pipeline: int, chunks: int
 ) -> tuple[tuple[int, ...], ...]:
     return tuple(
-        tuple(blocks[place_in_model(schedule, pipeline, stage, chunk)] for chunk in range(chunks))
+        tuple(blocks[virtual_stage_of(schedule, pipeline, stage, chunk)] for chunk in range(chunks))
         for stage in range(pipeline)
     )
 

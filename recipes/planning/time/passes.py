@@ -34,7 +34,7 @@ def pass_seconds(job: Job) -> Callable[[Pass], float]:
         seconds[FORWARD, virtual_stage] = each.forward.total
         seconds[BACKWARD, virtual_stage] = each.backward.total - deferred
         seconds[WEIGHT, virtual_stage] = deferred
-    return lambda work: seconds[work.kind, pipeline.position(work.stage, work.chunk)]
+    return lambda work: seconds[work.kind, pipeline.virtual_stage(work.stage, work.chunk)]
 
 
 def timeline_of(job: Job) -> Timeline:

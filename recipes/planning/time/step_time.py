@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from math import log2
 
-from models.pipeline.schedule.balance import UNITS, pass_proportions
+from models.pipeline.schedule.balance import PROPORTION_UNITS, pass_proportions
 from models.pipeline.schedule.order import Kind, Pipeline
 from models.pipeline.schedule.simulation import pipeline_seconds, simulate
 from recipes.planning.inputs.job import Job
@@ -121,9 +121,9 @@ def zero_bubble_v_wait(job: Job, stage: ForwardBackward) -> float:
     """
     p, m = min(job.layout.pipeline, MAX_SIMULATED_STAGES), job.micro_batches
     lengths = (
-        round(UNITS * stage.forward.total / stage.total),
-        round(UNITS * (stage.backward.total - stage.weights.total) / stage.total),
-        round(UNITS * stage.weights.total / stage.total),
+        round(PROPORTION_UNITS * stage.forward.total / stage.total),
+        round(PROPORTION_UNITS * (stage.backward.total - stage.weights.total) / stage.total),
+        round(PROPORTION_UNITS * stage.weights.total / stage.total),
     )
     proportions = pass_proportions(job.model, job.layout.recompute)
     waited = simulated_wait(p, min(m, MAX_SIMULATED_ROUNDS * p), proportions, lengths)

@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 
 from models.config import ModelConfig, nearest_divisors, nearest_multiples
 from models.errors import UserError
-from models.pipeline.schedule.balance import deal_blocks, head_in_blocks
+from models.pipeline.schedule.balance import divide_blocks, head_in_blocks
 from models.pipeline.schedule.order import least_micro_batches
 from recipes.training.recipe.sections import (
     Batch,
@@ -127,7 +127,7 @@ class Recipe(Section):
     @property
     def _balanced_layers(self) -> tuple[int, ...]:
         layout = self.layout
-        return deal_blocks(
+        return divide_blocks(
             self.model.layers,
             schedule=layout.schedule,
             stages=layout.pipeline,

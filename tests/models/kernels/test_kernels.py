@@ -26,7 +26,7 @@ from models.parallel.rng import MaskKey, dropout
 from models.transformer import rotary_table
 from recipes.tracing.allocation_counter import AllocationCounter
 from recipes.tracing.fake_cluster import one_kernel
-from recipes.training.runtime.processes import compiler, compiles, has_compiler
+from recipes.training.runtime.processes import compiler, has_compiler, should_compile
 from tests.models.test_transformer import KEY, SHAPES, WITH_DROPOUT
 
 EPSILON, HEADS, KV_HEADS, D = 1e-5, 4, 2, 8
@@ -192,7 +192,7 @@ def test_an_attention_that_saw_later_keys_would_show() -> None:
 
 
 def test_long_sequences_keep_no_probabilities() -> None:
-    x = torch.randn(1, 1, attention.MOST_KEPT + 1, 8, requires_grad=True)
+    x = torch.randn(1, 1, attention.MAX_KEPT_LENGTH + 1, 8, requires_grad=True)
     assert "Blocked" not in type(attention.causal_attention(x, x, x).grad_fn).__name__
     x = x[:, :, 1:]
     assert "Blocked" in type(attention.causal_attention(x, x, x).grad_fn).__name__
@@ -217,7 +217,7 @@ def test_the_loss_in_chunks_is_cross_entropy(most: int, dtype: torch.dtype) -> N
         return F.cross_entropy((x @ table[:17].t()).flatten(0, 1), labels.t().flatten())
 
     tolerance = 2e-6 if dtype == torch.float32 else 1e-2
-    with mock.patch.dict(cost.MOST_LOGITS, cpu=most):
+    with mock.patch.dict(cost.MAX_LOGITS, cpu=most):
         expected = outcome(formula, (x.float(), table.float()))
         assert difference(outcome(ours, (x, table)), expected) < tolerance
         with torch.no_grad():
@@ -272,7 +272,7 @@ def test_only_the_logits_of_one_part_exist_at_a_time(dtype: torch.dtype) -> None
     peaks = []
     for parts in (1, 4):
         with (
-            mock.patch.dict(cost.MOST_LOGITS, cpu=tokens * columns // parts),
+            mock.patch.dict(cost.MAX_LOGITS, cpu=tokens * columns // parts),
             AllocationCounter() as counter,
         ):
             cross_entropy.vocab_parallel_loss(
@@ -342,7 +342,7 @@ def test_compiled_masks_are_the_same_bit_for_bit(columns: int, compiled_everywhe
     x = torch.ones(7, 2, columns)
     axis = TensorAxis(rank=1, size=2, sequence_parallel=True)
     kept = [
-        dropout(x, 0.3, key=KEY, place="blocks.1.mlp", axis=axis, fuse=fuse) != 0
+        dropout(x, 0.3, key=KEY, layer="blocks.1.mlp", axis=axis, fuse=fuse) != 0
         for fuse in (as_written, compiled)
     ]
     assert torch.equal(*kept) and 0.6 < float(kept[0].float().mean()) < 0.8
@@ -354,7 +354,7 @@ def test_another_step_compiles_nothing(compiled_everywhere: None) -> None:
     x, compilations = torch.ones(5, 2, 16), []
     for step in range(4):
         key = MaskKey(1, range(2 * step, 2 * step + 2))
-        dropout(x, 0.3, key=key, place=f"blocks.{step}.mlp", axis=TensorAxis(), fuse=compiled)
+        dropout(x, 0.3, key=key, layer=f"blocks.{step}.mlp", axis=TensorAxis(), fuse=compiled)
         compilations.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
     assert compilations[0] > 0 and len(set(compilations)) == 1
 
@@ -375,9 +375,9 @@ def test_a_cpu_runs_marked_functions_eagerly() -> None:
 
 def test_auto_compiles_on_gpus_only() -> None:
     with mock.patch("recipes.training.runtime.processes.on_gpu", return_value=False):
-        assert not compiles("auto") and compiles(True)
+        assert not should_compile("auto") and should_compile(True)
     with mock.patch("recipes.training.runtime.processes.on_gpu", return_value=True):
-        assert not compiles(False)
+        assert not should_compile(False)
         with mock.patch.dict("os.environ", CC="no-such-compiler"):
             assert not has_compiler()
         for others, together in ((True, True), (False, False)):
@@ -385,7 +385,7 @@ def test_auto_compiles_on_gpus_only() -> None:
                 mock.patch("torch.distributed.get_world_size", return_value=2),
                 mock.patch("torch.distributed.all_gather_object", gathering(others)),
             ):
-                assert compiles("auto") == together
+                assert should_compile("auto") == together
 
 
 def gathering(others: bool) -> Callable[[list, bool], None]:

@@ -90,7 +90,7 @@ def test_neither_lookup_nor_head_defers() -> None:
         table.weight.normal_()
     deferral = Deferral()
     defer_weights(table, deferral)
-    for output in (table.logits(torch.randn(3, 1, IN)), table(torch.tensor([[1, 2]]))):
+    for output in (table.logits(torch.randn(3, 1, IN)), table.embed(torch.tensor([[1, 2]]))):
         table.weight.grad = None
         output.sum().backward()
         assert table.weight.grad is not None and deferral.take() == []

@@ -3,12 +3,14 @@
 import itertools
 import json
 from collections import Counter
-from functools import partial
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from deepspeed.runtime.pipe.schedule import PipeInstruction
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from models.pipeline.instructions import COMPUTE
@@ -50,14 +52,13 @@ def watch_what_is_held(engine: ScheduledEngine) -> list[int]:
     """The micro-batches in flight in all chunks together, after each pass from now on."""
     held = []
 
-    def run(original, engine, **arguments) -> None:
-        original(engine, **arguments)
-        held.append(len(engine.in_flight) + len(engine.deferred))
+    @contextmanager
+    def observe(instruction: PipeInstruction) -> Iterator[None]:
+        yield
+        if type(instruction) in COMPUTE.values():
+            held.append(len(engine.in_flight) + len(engine.deferred))
 
-    engine._INSTRUCTION_MAP = {
-        kind: partial(run, each) if kind in COMPUTE.values() else each
-        for kind, each in engine._INSTRUCTION_MAP.items()
-    }
+    engine.observers.append(observe)
     return held
 
 

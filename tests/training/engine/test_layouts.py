@@ -17,9 +17,9 @@ import torch
 import torch.distributed as dist
 
 from recipes.proving.compare import Outcome
-from recipes.proving.layouts import Variant
+from recipes.proving.layouts import ProofCase
 from recipes.proving.relay import load_newest, save
-from recipes.proving.trial import start, train_step, try_variants
+from recipes.proving.trial import start, train_step, try_cases
 from recipes.training.data.dataset import TrainingData
 from recipes.training.engine.engine import Engine, held_values
 from recipes.training.recipe.deepspeed_config import build_deepspeed_config, zero_stage
@@ -172,7 +172,7 @@ CASES = [
 ]
 
 
-def variant(corpus: Path, world_size: int, changes: dict[str, Any]) -> Variant:
+def case(corpus: Path, world_size: int, changes: dict[str, Any]) -> ProofCase:
     """The small recipe with these changes, on so many ranks."""
     settings = {
         "model__layers": 4,  # two for each stage, chunk or group of recomputed blocks
@@ -181,14 +181,14 @@ def variant(corpus: Path, world_size: int, changes: dict[str, Any]) -> Variant:
     }
     recipe = parse_recipe(changed(small_recipe(corpus), **(settings | changes)), "test")
     topology = recipe.topology(World(size=world_size, local_size=world_size))
-    return Variant(recipe, topology, zero_stage(build_deepspeed_config(recipe, topology)))
+    return ProofCase(recipe, topology, zero_stage(build_deepspeed_config(recipe, topology)))
 
 
 def train_worker(corpus: str, layouts: dict[str, dict[str, Any]]) -> dict[str, Outcome]:
     """Every layout's outcome."""
     size = int(os.environ["WORLD_SIZE"])
-    variants = [variant(Path(corpus), size, changes) for changes in layouts.values()]
-    return dict(zip(layouts, try_variants(variants), strict=True))
+    cases = [case(Path(corpus), size, changes) for changes in layouts.values()]
+    return dict(zip(layouts, try_cases(cases), strict=True))
 
 
 def resume_worker(corpus: str, layouts: dict[str, dict[str, Any]]) -> dict[str, Any]:
@@ -196,7 +196,7 @@ def resume_worker(corpus: str, layouts: dict[str, dict[str, Any]]) -> dict[str, 
     world = join_world()
     results: dict[str, Any] = {}
     for name, changes in layouts.items():
-        this = variant(Path(corpus), world.size, changes)
+        this = case(Path(corpus), world.size, changes)
         folders = [tempfile.mkdtemp()]
         dist.broadcast_object_list(folders)
         engine, data = start(this.recipe, world)
@@ -216,7 +216,7 @@ def drift_worker(corpus: str, layouts: dict[str, dict[str, Any]]) -> dict[str, l
     world = join_world()
     results = {}
     for name, changes in layouts.items():
-        engine, data = start(variant(Path(corpus), world.size, changes).recipe, world)
+        engine, data = start(case(Path(corpus), world.size, changes).recipe, world)
         train_steps(engine, data, range(1, 2))
         sentences = [engine.differing_copies()]
         for disturbed, parameter in engine.parameters():

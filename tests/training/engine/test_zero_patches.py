@@ -7,7 +7,7 @@ from unittest import mock
 import pytest
 import torch
 
-from recipes.proving.trial import gather, held_state, many_variants, start, train_step
+from recipes.proving.trial import gather, held_state, many_cases, start, train_step
 from recipes.training.engine.zero_patches import ROW, gradient_norm, scale_in_update, squared_norm
 from recipes.training.recipe.loading import parse_recipe
 from tests.conftest import changed, small_recipe
@@ -66,7 +66,7 @@ def test_adamw_clips_while_it_updates(norm: float, loss_scale: float, growth: in
 def first_steps(corpus: str) -> dict[tuple[str, float], tuple[float, float]]:
     """Return the norms of the gradient and of the first moments, by config and clipping."""
     world, found = join_world(), {}
-    with many_variants() as begin:
+    with many_cases() as begin:
         for config in CONFIGS:
             for clipping in CLIPPING:
                 begin()

@@ -11,7 +11,7 @@ from torch import nn
 
 from models.pipeline.gradients import reduction
 from models.pipeline.gradients.reduction import Bucket, ShardedReduction, Slot, plan_buckets
-from recipes.proving.trial import many_variants, start, train_step
+from recipes.proving.trial import many_cases, start, train_step
 from recipes.training.engine.engine import Engine
 from recipes.training.recipe.loading import parse_recipe
 from tests.conftest import GPT_SWITCHES, changed, small_recipe
@@ -140,7 +140,7 @@ def write_configs(folder: str) -> None:
 def bucket_worker(corpus: str, folder: str, layouts: dict) -> dict:
     """Return the losses with small and large buckets, and the log of instructions and buckets."""
     world, found = join_world(), {}
-    with many_variants() as begin:
+    with many_cases() as begin:
         for name, changes in layouts.items():
             for elements in SIZES:
                 begin()

@@ -138,14 +138,14 @@ def test_needed_and_receiver_are_each_others_reverse(pipeline: Pipeline) -> None
         if work.kind == WEIGHT:
             assert needed == work._replace(kind=BACKWARD) and pipeline.receiver(work) is None
         elif needed is None:
-            assert work.kind == FORWARD and pipeline.position(work.stage, work.chunk) == 0
+            assert work.kind == FORWARD and pipeline.virtual_stage(work.stage, work.chunk) == 0
         elif needed.kind == work.kind:
             assert pipeline.receiver(needed) == work
         else:  # the loss
             assert pipeline.receiver(needed) is None
-    places = {pipeline.place(position) for position in range(pipeline.positions)}
-    assert len(places) == pipeline.positions
-    assert all(pipeline.place(pipeline.position(*each)) == each for each in places)
+    places = {pipeline.stage_and_chunk(position) for position in range(pipeline.virtual_stages)}
+    assert len(places) == pipeline.virtual_stages
+    assert all(pipeline.stage_and_chunk(pipeline.virtual_stage(*each)) == each for each in places)
 
 
 def test_1f1b_takes_what_the_paper_says() -> None:
