@@ -3,8 +3,8 @@
 The command shrinks the recipe (all switches of its architecture stay), trains it once in one
 process, and then in every legal combination of tensor x pipeline x data x ZeRO x schedule x
 sequence parallelism x recomputation x micro-batch size on up to --ranks processes, in fp32 on the
-CPU. You need neither a GPU nor a corpus. Exit code 0: all layouts agree up to rounding; 1: some differ; 2:
-the recipe or an option is invalid.
+CPU. You need neither a GPU nor a corpus. Exit code 0: all layouts agree up to rounding; 1: some
+differ; 2: the recipe or an option is invalid.
 
 With --relay one run passes through all layouts, from the largest worlds down to one process and up
 again, in random order within a size. Each layout loads the checkpoint of the previous one, must

@@ -58,12 +58,12 @@ LAYERS: dict[str, tuple[Layer, int]] = {  # -> number of [h] vectors whose gradi
 
 
 def error(found: Tensor, expected: Tensor) -> float:
-    """Return the norm of the difference relative to the norm of what was expected."""
+    """Return the norm of the difference relative to the norm of the expected tensor."""
     return float((found.double() - expected).norm() / expected.norm())
 
 
 def upstream(*shape: int) -> Tensor:
-    """Gradients of one sign, whose sum grows with each addition: bf16."""
+    """Return bf16 gradients of one sign, whose sum grows with each addition."""
     generator = torch.Generator().manual_seed(1)
     return (torch.rand(shape, generator=generator) + 0.5).bfloat16()
 
