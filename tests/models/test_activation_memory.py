@@ -9,7 +9,7 @@ from benchmarks.activation_memory import FORMULAS, rows
 
 @pytest.fixture(scope="module")
 def counted() -> dict[tuple[int, bool, str], float]:
-    """Return measured memory / formula for each number of tensor ranks and kind of recomputation."""
+    """Return measured memory / formula for each number of tensor ranks and each recomputation."""
     return {
         (row["tensor"], row["sequence_parallel"], row["recompute"]): row["counted_over_formula"]
         for row in rows()

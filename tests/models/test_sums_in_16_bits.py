@@ -20,7 +20,7 @@ from models.layer_specs import LearnedPositions, TokenEmbedding
 from models.parallel.collectives import TensorAxis, copy_to_tensor_axis
 from models.parallel.context import Context, Documents
 from models.parallel.deferral import Deferral
-from models.parallel.linear import product
+from models.parallel.linear import matmul
 from recipes.tracing.allocation_counter import AllocationCounter
 from tests.models.test_transformer import SHAPES
 from tests.ranks import join_world, run_ranks
@@ -50,9 +50,9 @@ LAYERS: dict[str, tuple[Layer, int]] = {  # -> number of [h] vectors whose gradi
     "weight and bias of LayerNorm": (norm, 2),
     "bias in the residual stream": (residual_bias, 1),
     "bias before GELU": (gelu_bias, 1),
-    "bias of a product": (lambda x, b: product(x, torch.eye(HIDDEN).to(x), b, None), 1),
+    "bias of a product": (lambda x, b: matmul(x, torch.eye(HIDDEN).to(x), b, None), 1),
     "bias of a product with deferred weight gradients": (
-        lambda x, b: product(x, torch.eye(HIDDEN).to(x), b, Deferral()), 1,
+        lambda x, b: matmul(x, torch.eye(HIDDEN).to(x), b, Deferral()), 1,
     ),
 }  # fmt: skip
 

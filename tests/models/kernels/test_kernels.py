@@ -54,7 +54,7 @@ def swiglu(x: Tensor) -> Tensor:
 
 
 def heads_first(qkv: Tensor, rotation: tuple[Tensor, Tensor] | None) -> tuple[Tensor, ...]:
-    """Compute heads_first with complex numbers: a pair is a number, its rotation a multiplication."""
+    """Compute heads_first with complex numbers, in which a rotation is a multiplication."""
     q, k, v = qkv.split([HEADS, KV_HEADS, KV_HEADS], dim=2)
     if rotation:
         turn = torch.complex(*rotation)

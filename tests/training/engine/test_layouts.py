@@ -212,7 +212,7 @@ def resume_worker(corpus: str, layouts: dict[str, dict[str, Any]]) -> dict[str, 
 
 
 def drift_worker(corpus: str, layouts: dict[str, dict[str, Any]]) -> dict[str, list[list[str]]]:
-    """Return the reports of diverged replicas: after a step, then with one rank's weights changed."""
+    """Return the reports of diverged replicas: after a step, then with a rank's weights changed."""
     world = join_world()
     results = {}
     for name, changes in layouts.items():
@@ -386,7 +386,7 @@ def test_one_flipped_bit_of_a_replica_is_noticed(
 
 
 def test_the_padding_of_a_shard_is_dropped() -> None:
-    """Six values on three data ranks with room for four each: DeepSpeed never writes the padding."""
+    """Six values on three data ranks with four slots each: DeepSpeed never writes the padding."""
     parameter = SimpleNamespace(ds_tensor=torch.arange(4.0), ds_numel=6)
     shares = [len(held_values(parameter, data_rank)) for data_rank in range(3)]
     assert shares == [4, 2, 0]
