@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class Sharding:
-    """How a logical (unsharded, unpadded) tensor is laid out over the tensor ranks.
+    """The layout of a logical (unsharded, unpadded) tensor over the tensor ranks.
 
     shape: shape of the logical tensor
     dimension: the split dimension; None: every rank holds the whole tensor

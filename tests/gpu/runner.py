@@ -71,7 +71,7 @@ def run_parts(
 def run_part(part: Part, setting: Setting, *, seconds: float) -> Outcome:
     """Run a part in a process of its own; end the process and its runs when the time is over.
 
-    What the part has found until then is in the outcome.
+    The outcome contains the results until then.
     """
     log = setting.output / f"{part.name}.log"
     file = setting.output / f"{part.name}.json"

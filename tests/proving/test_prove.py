@@ -1,4 +1,4 @@
-"""The proof: what it shrinks, which layouts it finds, that it sees faults, what it says."""
+"""The proof: shrinking, legal layouts, comparison, detection of faults, and reports."""
 
 import argparse
 import contextlib
@@ -72,7 +72,7 @@ def made_small(recipe: Recipe, corpus: Path, *, ranks: int = 2, steps: int = 4) 
     return shrink(recipe, ranks=ranks, layers=4, steps=steps, corpus=corpus)
 
 
-# What it shrinks
+# Shrinking
 
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: f"{path.parent.name}-{path.stem}")
@@ -128,7 +128,7 @@ def test_shrinking_keeps_a_head_size_of_its_own(corpus: Path, tmp_path: Path) ->
     assert larger_micro_batch(recipe_of(corpus, {})) == 2
 
 
-# Which layouts it finds
+# Legal layouts
 
 
 def test_the_layouts_are_those_that_the_recipe_accepts(corpus: Path, tmp_path: Path) -> None:
@@ -154,7 +154,7 @@ def test_the_layouts_are_those_that_the_recipe_accepts(corpus: Path, tmp_path: P
         assert "interleaved x 3" not in name
 
 
-# How it compares
+# Comparison
 
 
 def outcome(
@@ -204,7 +204,7 @@ def test_only_the_key_bias_of_plain_attention_is_noise(corpus: Path) -> None:
 
 
 def test_a_key_bias_has_no_gradient_of_its_own(corpus: Path) -> None:
-    """Why it is left out: in fp64 its gradient is zero, unlike the others', to 1e-12."""
+    """It is left out because its gradient in fp64 is below 1e-12, unlike all others."""
     for changes, noise in ((GPT_SWITCHES, True), ({"model__bias": True}, False)):
         config = recipe_of(corpus, changes).model
         torch.manual_seed(0)
@@ -222,7 +222,7 @@ def test_a_key_bias_has_no_gradient_of_its_own(corpus: Path) -> None:
         assert all(name.endswith(comparison.NOISE_SUFFIX) for name in quiet)
 
 
-# That it sees faults
+# Detection of faults
 
 MUTANTS = {  # seeded fault -> changes of the recipe, the layout it must show in
     "the tied gradients are not added up": (GPT_SWITCHES, {"pipeline": 2}),
@@ -250,7 +250,7 @@ MUTANTS = {  # seeded fault -> changes of the recipe, the layout it must show in
     # too little of the gradient norm to show there, and Adam's steps hide a factor
     "the last norm's gradient is a thousandth too large": ({}, {"tensor": 2}),
 }
-DRIFTING = (  # faults that make copies of one weight differ
+DRIFTING = (  # faults that make replicas of one weight diverge
     "the tied gradients are not added up",
     "column-parallel inputs keep partial gradients",
     "norms in the split region keep partial gradients",
@@ -265,7 +265,7 @@ def scaled(engine: Engine, name: str, factor: float) -> Engine:
 
 @contextlib.contextmanager
 def seeded_fault(fault: str) -> Iterator[None]:
-    """Break one thing on purpose."""
+    """Break the training in one way."""
     zero = "deepspeed.runtime.zero.stage_1_and_2"
     target, broken = {
         "the tied gradients are not added up": (
@@ -324,7 +324,7 @@ def seeded_fault(fault: str) -> Iterator[None]:
         yield
 
 
-def mutant_variant(corpus: Path, fault: str) -> ProofCase:
+def mutant_case(corpus: Path, fault: str) -> ProofCase:
     changes, layout = MUTANTS[fault]
     small = made_small(recipe_of(corpus, changes), corpus)
     found = legal_cases(small, ranks=2, micro_sequences=(1,))
@@ -341,10 +341,10 @@ def mutant_variant(corpus: Path, fault: str) -> ProofCase:
 
 
 def mutant_worker(corpus: str) -> dict[str, tuple[Outcome, Outcome]]:
-    """Each mutant's layout without the fault and with it."""
+    """Return the outcome of each mutant's layout without and with the fault."""
     outcomes = {}
     for fault in MUTANTS:
-        case = mutant_variant(Path(corpus), fault)
+        case = mutant_case(Path(corpus), fault)
         (healthy,) = try_cases([case])
         with seeded_fault(fault):
             (faulty,) = try_cases([case])
@@ -353,7 +353,7 @@ def mutant_worker(corpus: str) -> dict[str, tuple[Outcome, Outcome]]:
 
 
 def mutant_reference_worker(corpus: str) -> dict[str, Outcome]:
-    cases = [reference(mutant_variant(Path(corpus), fault).recipe) for fault in MUTANTS]
+    cases = [reference(mutant_case(Path(corpus), fault).recipe) for fault in MUTANTS]
     return dict(zip(MUTANTS, try_cases(cases), strict=True))
 
 
@@ -369,20 +369,20 @@ def test_a_seeded_fault_fails_the_proof(
     fault: str, mutants: dict[str, tuple[Outcome, Outcome, Outcome]], corpus: Path
 ) -> None:
     expected, healthy, faulty = mutants[fault]
-    model = mutant_variant(corpus, fault).recipe.model
+    model = mutant_case(corpus, fault).recipe.model
     assert compare(healthy, expected, model).passes
     assert not compare(replace(faulty, drifted=[]), expected, model).passes  # by the numbers
     assert healthy.drifted == []
     assert bool(faulty.drifted) == (fault in DRIFTING)
 
 
-# What it does and says
+# The command and its reports
 
 
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=pytest.mark.long if n in SLOW else []) for n in UNSEEN]
 )
-def test_recipes_it_has_never_seen(name: str, corpus: Path, tmp_path: Path) -> None:
+def test_unseen_recipes_pass(name: str, corpus: Path, tmp_path: Path) -> None:
     recipe = recipe_of(corpus, UNSEEN[name])
     small = made_small(recipe, tmp_path / "corpus")
     write_corpus(tmp_path / "corpus", small.model.vocab_size)
@@ -393,7 +393,7 @@ def test_recipes_it_has_never_seen(name: str, corpus: Path, tmp_path: Path) -> N
     assert failures(findings) == ""
 
 
-def test_a_layout_that_breaks_is_a_finding_and_the_others_go_on(
+def test_a_layout_that_fails_is_a_finding_and_the_others_continue(
     corpus: Path, tmp_path: Path
 ) -> None:
     small = made_small(recipe_of(corpus, {}), corpus, steps=1)
@@ -467,7 +467,7 @@ def test_a_failed_layout_is_black(corpus: Path) -> None:
     assert colours == [proof_picture.LEAST, pytest.approx(-1), *(3 * [proof_picture.FAILED])]
 
 
-def test_the_exit_code_says_the_verdict(capsys: pytest.CaptureFixture) -> None:
+def test_the_exit_code_is_the_verdict(capsys: pytest.CaptureFixture) -> None:
     arguments = ["prove.py", "--ranks", "1", "--steps", "1", "--layouts"]
     with (
         mock.patch.object(sys, "argv", arguments),
@@ -490,7 +490,9 @@ def test_the_exit_code_says_the_verdict(capsys: pytest.CaptureFixture) -> None:
         (["--steps", "many"], "many"),
     ],
 )
-def test_a_bad_recipe_or_option_is_refused_in_one_line(arguments: list[str], message: str) -> None:
+def test_an_invalid_recipe_or_option_is_rejected_in_one_line(
+    arguments: list[str], message: str
+) -> None:
     done = command(*arguments)
     assert done.returncode == 2 and done.stdout == ""
     assert message in done.stderr.splitlines()[-1]

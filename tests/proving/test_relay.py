@@ -1,4 +1,4 @@
-"""A run that is handed from layout to layout, and faults that a relay must see."""
+"""A run that passes from layout to layout, and faults that a relay must notice."""
 
 import contextlib
 import os
@@ -42,7 +42,7 @@ BF16_FAULTS = ("model keeps its weights",)
 
 
 def cases(corpus: Path, shape: dict[str, Any], *, ranks: int, count: int) -> list[ProofCase]:
-    """So many legal layouts of each size, far from each other."""
+    """Return `count` legal layouts of each world size, far from each other."""
     table = changed(small_recipe(corpus), **shape, training__steps=200)
     legal = legal_cases(parse_recipe(table, "small"), ranks=ranks, micro_sequences=(2,))
     chosen = []
@@ -55,7 +55,7 @@ def cases(corpus: Path, shape: dict[str, Any], *, ranks: int, count: int) -> lis
 @pytest.mark.parametrize(
     "shape", [pytest.param(n, marks=pytest.mark.long if "gpt" in n else []) for n in SHAPES]
 )
-def test_a_run_goes_on_in_any_layout(shape: str, corpus: Path, tmp_path: Path) -> None:
+def test_a_run_resumes_in_any_layout(shape: str, corpus: Path, tmp_path: Path) -> None:
     legs = cases(corpus, SHAPES[shape], ranks=4, count=3)
     assert {leg.world_size for leg in legs} >= {1, 2, 4}
     findings = list(run_relay(legs, folder=tmp_path))
@@ -121,7 +121,7 @@ def seeded_fault(fault: str | None) -> Iterator[None]:
 def relay_with_faults(
     legs: list[ProofCase], bf16: list[ProofCase], folder: Path
 ) -> dict[str | None, list[Leg]]:
-    """On each rank: the relay once as it is and once with each fault.
+    """Run the relay on each rank, once without a fault and once with each fault.
 
     bf16: legs for the faults that fp32 cannot have, as its model and optimizer share the weights
     """
@@ -137,7 +137,7 @@ def relay_with_faults(
     return found
 
 
-def test_faults_of_saving_and_loading_are_seen(corpus: Path, tmp_path: Path) -> None:
+def test_faults_of_saving_and_loading_are_noticed(corpus: Path, tmp_path: Path) -> None:
     legs, bf16 = pipeline_and_tensor(corpus, "fp32"), pipeline_and_tensor(corpus, "bf16")
     found = run_ranks(2, relay_with_faults, legs, bf16, tmp_path)[0]
     assert all(leg.passes for leg in found.pop(None))
@@ -147,7 +147,7 @@ def test_faults_of_saving_and_loading_are_seen(corpus: Path, tmp_path: Path) -> 
 
 
 def pipeline_and_tensor(corpus: Path, dtype: str) -> list[ProofCase]:
-    """A layout of two stages and one of two tensor ranks."""
+    """Return a layout of two stages and one of two tensor ranks."""
     with mock.patch.object(layouts, "CONFIG", f"ds_configs/zero{{}}_{dtype}.json"):
         two = [leg for leg in cases(corpus, {}, ranks=2, count=99) if leg.world_size == 2]
     return [
@@ -156,7 +156,7 @@ def pipeline_and_tensor(corpus: Path, dtype: str) -> list[ProofCase]:
     ]
 
 
-def test_the_table_says_what_failed(corpus: Path) -> None:
+def test_the_table_shows_failures(corpus: Path) -> None:
     first, second, *_ = cases(corpus, {}, ranks=2, count=2)
     findings = [
         Finding(first, Leg(first=True, changed=[], loss=0.0)),

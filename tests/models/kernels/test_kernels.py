@@ -54,7 +54,7 @@ def swiglu(x: Tensor) -> Tensor:
 
 
 def heads_first(qkv: Tensor, rotation: tuple[Tensor, Tensor] | None) -> tuple[Tensor, ...]:
-    """By complex numbers: a pair is one, and its rotation a product."""
+    """Compute heads_first with complex numbers, in which a rotation is a multiplication."""
     q, k, v = qkv.split([HEADS, KV_HEADS, KV_HEADS], dim=2)
     if rotation:
         turn = torch.complex(*rotation)
@@ -152,7 +152,7 @@ KERNELS: dict[str, tuple[Callable, Callable, Sequence[tuple[int, ...]]]] = {
 
 
 def outcome(function: Callable, inputs: Sequence[Tensor]) -> list[Tensor]:
-    """Outputs, and gradients of a sum in which each output's element has its own weight."""
+    """Return the outputs, and gradients of a weighted sum of all output elements."""
     inputs = [x.clone().requires_grad_() for x in inputs]
     outputs = function(*inputs)
     outputs = [outputs] if isinstance(outputs, Tensor) else list(outputs)
@@ -162,7 +162,7 @@ def outcome(function: Callable, inputs: Sequence[Tensor]) -> list[Tensor]:
 
 
 def difference(ours: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
-    """The largest, of each tensor's largest value."""
+    """Return the largest difference, relative to the largest value of each tensor."""
     pairs = list(zip(ours, expected, strict=True))
     assert all(a.shape == b.shape for a, b in pairs)
     return max(float((a.float() - b.float()).abs().max() / b.abs().max()) for a, b in pairs)
@@ -181,7 +181,7 @@ def test_a_kernel_is_its_formula(kernel: str, dtype: torch.dtype) -> None:
     assert difference(found, expected) < TOLERANCE[dtype]
 
 
-def test_an_attention_that_saw_later_keys_would_show() -> None:
+def test_attention_to_later_keys_would_be_noticed() -> None:
     ours, formula, shapes = KERNELS["attention"]
     torch.manual_seed(0)
     inputs = [torch.randn(shape) for shape in shapes]
@@ -224,7 +224,7 @@ def test_the_loss_in_chunks_is_cross_entropy(most: int, dtype: torch.dtype) -> N
             assert float(ours(x, table)) == pytest.approx(float(expected[0]), rel=tolerance)
 
 
-def test_a_token_that_is_nearly_sure_keeps_its_gradient_in_bf16() -> None:
+def test_a_nearly_certain_token_keeps_its_gradient_in_bf16() -> None:
     logits = torch.tensor([[9.0, 0.0, 0.0]])  # x W^T of x = 1
     x, table = torch.ones(1, 1, 1, dtype=torch.bfloat16), logits.t().bfloat16()
 
@@ -336,7 +336,7 @@ def test_compiled_kernels_compute_the_same(name: str, compiled_everywhere: None)
 
 
 @needs_compiler
-@pytest.mark.parametrize("columns", [33, 48])  # vectors and what is left over
+@pytest.mark.parametrize("columns", [33, 48])  # whole vectors only, and with a remainder
 def test_compiled_masks_are_the_same_bit_for_bit(columns: int, compiled_everywhere: None) -> None:
     """Eager and compiled kernels drop the same elements, so that a job can mix them."""
     x = torch.ones(7, 2, columns)
@@ -350,7 +350,7 @@ def test_compiled_masks_are_the_same_bit_for_bit(columns: int, compiled_everywhe
 
 @needs_compiler
 def test_another_step_compiles_nothing(compiled_everywhere: None) -> None:
-    """Samples change in every step, and each layer has its own place."""
+    """Samples change in every step, and each layer has its own name."""
     x, compilations = torch.ones(5, 2, 16), []
     for step in range(4):
         key = MaskKey(1, range(2 * step, 2 * step + 2))
@@ -389,7 +389,7 @@ def test_auto_compiles_on_gpus_only() -> None:
 
 
 def gathering(others: bool) -> Callable[[list, bool], None]:
-    """A gather in which this rank has a compiler and the other has one or not."""
+    """Return a gather in which this rank has a compiler, and the other one may not."""
 
     def gather(found: list, own: bool) -> None:
         found[:] = [True, others]

@@ -18,13 +18,13 @@ dropout = partial(fused_dropout, fuse=as_written)
 
 
 def mask(probability: float, *, place: str = "blocks.0.mlp", key: MaskKey = KEY) -> Tensor:
-    """1 where an element stays, [256, 8, 512]."""
+    """Return 1 for each element that is kept, else 0: [256, 8, 512]."""
     x = torch.ones(256, 8, 512)
     return (dropout(x, probability, key=key, layer=place, axis=TensorAxis()) != 0).double()
 
 
 def deviations(a: Tensor, b: Tensor) -> float:
-    """The correlation of two masks in standard deviations of what independent ones have."""
+    """Return the correlation of two masks in standard deviations of independent masks."""
     a, b = a - a.mean(), b - b.mean()
     return float((a * b).mean() / (a.std() * b.std())) * math.sqrt(a.numel())
 
@@ -36,7 +36,7 @@ def test_the_share_dropped_is_the_probability(probability: float) -> None:
     assert abs(float(kept.mean()) - (1 - probability)) < 4 * spread
 
 
-def test_what_stays_is_scaled_so_that_the_mean_stays() -> None:
+def test_kept_elements_are_scaled_to_preserve_the_mean() -> None:
     x = torch.ones(64, 8, 512)
     y = dropout(x, 0.25, key=KEY, layer="embedding", axis=TensorAxis())
     assert y.unique().tolist() == pytest.approx([0, 4 / 3])
@@ -92,7 +92,7 @@ def test_a_head_has_its_mask_on_any_rank() -> None:
     assert not torch.equal(whole[:, 0], whole[:, 1])
 
 
-def test_the_masks_stay_what_they_are() -> None:
+def test_the_hash_is_unchanged() -> None:
     """Another hash would change every resumed run."""
     x = torch.ones(2, 8, 16)
     kept = dropout(x, 0.5, key=KEY, layer="blocks.0.mlp", axis=TensorAxis()) != 0

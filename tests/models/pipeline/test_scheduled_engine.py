@@ -1,4 +1,4 @@
-"""The engine holds what the orders say, on four stages; and records what it did."""
+"""The engine keeps as many micro-batches in flight as the order says, and records its passes."""
 
 import itertools
 import json
@@ -36,7 +36,7 @@ NEEDS_THE_VALUES = {  # on the host: a GPU is waited for
 
 
 class Waiting(TorchDispatchMode):
-    """Notes what the engine is doing whenever the host needs to know what a device has computed."""
+    """Note the engine's activity whenever the host needs a value that the device computes."""
 
     def __init__(self, engine: Engine):
         super().__init__()
@@ -48,8 +48,8 @@ class Waiting(TorchDispatchMode):
         return function(*arguments, **(keywords or {}))
 
 
-def watch_what_is_held(engine: ScheduledEngine) -> list[int]:
-    """The micro-batches in flight in all chunks together, after each pass from now on."""
+def count_in_flight(engine: ScheduledEngine) -> list[int]:
+    """Record the number of micro-batches in flight in all chunks after each pass."""
     held = []
 
     @contextmanager
@@ -63,7 +63,7 @@ def watch_what_is_held(engine: ScheduledEngine) -> list[int]:
 
 
 def schedules_worker(corpus: str, folder: str) -> dict[str, dict[str, Any]]:
-    """Of each schedule: what was held at most, and what the order says."""
+    """Return the maximum in flight, measured and according to the order, for each schedule."""
     world = join_world()
     found = {}
     for name, layout in SCHEDULES.items():
@@ -77,7 +77,7 @@ def schedules_worker(corpus: str, folder: str) -> dict[str, dict[str, Any]]:
         )
         recipe = parse_recipe(table, "test")
         engine, data = start(recipe, world)
-        held = watch_what_is_held(engine.wrapped)
+        held = count_in_flight(engine.wrapped)
         run = RunFolder(Path(folder) / name)
         if world.rank == 0:
             run.path.mkdir()
@@ -116,7 +116,7 @@ MOST = {  # chunks in flight on each stage, as the papers count them
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_as_much_is_in_flight_as_the_order_says(
+def test_the_engine_keeps_as_many_in_flight_as_the_order_says(
     name: str, found: list[dict[str, dict[str, Any]]]
 ) -> None:
     assert [stage[name]["held"] for stage in found] == MOST[name]

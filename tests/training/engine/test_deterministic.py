@@ -97,7 +97,7 @@ def test_a_run_computes_deterministically_with_the_same_numbers(
 
 
 class Operations(TorchDispatchMode):
-    """Collects the names of the operations that run, without the overload and a trailing "_"."""
+    """Collect the names of the operations that run, without the overload and a trailing "_"."""
 
     def __init__(self) -> None:
         super().__init__()

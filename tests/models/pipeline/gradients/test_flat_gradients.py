@@ -15,7 +15,7 @@ WEIGHT = "final_norm.weight"
 
 
 def leave_one_out(corpus: str) -> dict[str, list[float]]:
-    """A weight's largest gradient in a step, and in a step that gives it none."""
+    """Return a weight's largest gradient in a step with one, and in a step without one."""
     world, found = join_world(), {}
     with many_cases() as begin:
         for dtype in DTYPES:

@@ -103,7 +103,7 @@ def test_each_rank_gets_the_average_of_its_shard_rounded_once(
         own = slice(8 * rank, 8 * rank + 8)
         roundings = 3 if sent_in == torch.bfloat16 else 1e-6 * 2**9
         assert ((found - exact[own]).abs() <= roundings * 2**-9 * size[own]).all()
-        if sent_in == torch.bfloat16:  # three times the average is what travelled
+        if sent_in == torch.bfloat16:  # the sum, three times the average, was sent in bf16
             sums = (3 * found).float()
             assert torch.allclose(sums, sums.to(torch.bfloat16).float(), rtol=1e-6, atol=0)
 

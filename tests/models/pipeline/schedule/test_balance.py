@@ -45,7 +45,7 @@ def test_no_other_division_has_a_faster_slowest_stage(
 
 @pytest.mark.parametrize("chunks", [2, 4])
 def test_the_chunk_with_the_head_has_fewer_blocks(chunks: int) -> None:
-    """It is this one that all others of an interleaved pipeline would wait for."""
+    """All other chunks of an interleaved pipeline would otherwise wait for this one."""
     pipeline = Pipeline(stages=4, chunks=chunks, micro_batches=16, schedule="interleaved")
     layers, head = 4 * chunks * 2 - 1, 1.0
 
@@ -70,7 +70,7 @@ def test_a_head_costs_as_many_blocks_as_it_multiplies() -> None:
     assert head_in_blocks(model, "full") == pytest.approx(whole * 3 / 4)
 
 
-def test_even_dealing_gives_the_first_ones_one_more() -> None:
+def test_an_uneven_division_gives_the_first_parts_one_more() -> None:
     assert divide_evenly(126, 16) == (8,) * 14 + (7,) * 2
     assert divide_evenly(6, 3) == (2, 2, 2)
 
@@ -82,7 +82,9 @@ def test_even_dealing_gives_the_first_ones_one_more() -> None:
         ((2, 2, 2, 2), 2, "blocks of 2 chunks of 2 stages: 4 x 2; the slowest stage has 11.1%"),
     ],
 )
-def test_the_dealing_is_said_in_a_line(dealt: tuple[int, ...], stages: int, text: str) -> None:
+def test_the_division_is_described_in_a_line(
+    dealt: tuple[int, ...], stages: int, text: str
+) -> None:
     schedule = "1f1b" if len(dealt) == stages else "interleaved"
     said = balance_text(dealt, schedule=schedule, stages=stages, head=1.0)
     assert said == f"{text} more to do than the mean"
