@@ -40,14 +40,14 @@ from recipes.training.checkpoint.reader import CheckpointReader
 from recipes.training.checkpoint.state import Fragment, TrainingState, training_state
 from recipes.training.data.micro_batch import MicroBatch
 from recipes.training.engine.deepspeed_patches import replace_timers
+from recipes.training.engine.stopwatch import Stopwatch
 from recipes.training.engine.zero_patches import without_needless_copies
 from recipes.training.recipe.deepspeed_config import precision, zero_stage
 from recipes.training.recipe.schema import Optimizer, Recipe
 from recipes.training.recipe.topology import Topology
 from recipes.training.runtime.processes import compiles, quiet
+from recipes.training.supervision.breadcrumb import Breadcrumb
 from recipes.training.supervision.replicas import CopyGroup, differing_copies
-from recipes.training.supervision.stragglers import Stopwatch
-from recipes.training.supervision.supervisor import Breadcrumb
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 

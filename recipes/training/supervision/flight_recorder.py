@@ -8,17 +8,14 @@ not joined the collective yet.
 
 import json
 import re
-import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 MAX_PENDING = 4  # operations of a group that a report keeps, oldest first
 MAX_STATEMENTS = 4  # in a message
 MAX_RANKS_IN_MESSAGE = 8
 TRANSFER = re.compile(r"(?:send|recv) (\d+)(?:->|<-)(\d+)")  # "send 0->1", "recv 1<-0": group ranks
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -215,24 +212,3 @@ def _numbers(ranks: Sequence[int]) -> str:
         return f"{ranks[0]} to {ranks[-1]}"
     shown = ", ".join(map(str, ranks[:MAX_RANKS_IN_MESSAGE]))
     return shown + (", ..." if len(ranks) > MAX_RANKS_IN_MESSAGE else "")
-
-
-def within(
-    seconds: float, function: Callable[[], T], *, doing: str = "reading the flight recorder"
-) -> T | None:
-    """Return the result of a function, or None if it fails or takes longer than `seconds`.
-
-    Reading the flight recorder queries CUDA events, and that call can hang as well.
-    """
-    found: list[T] = []
-
-    def run() -> None:
-        try:
-            found.append(function())
-        except Exception as error:  # no error here may hide the report of the hang
-            print(f"{doing} failed: {error}", flush=True)
-
-    thread = threading.Thread(target=run, name=doing, daemon=True)
-    thread.start()
-    thread.join(seconds)
-    return found[0] if found else None

@@ -20,6 +20,7 @@ if __name__ == "__main__":  # the repository is where imports start
     sys.path[:0] = [str(Path(__file__).resolve().parents[3])]
 
 from recipes.training.runtime.launchers import Process
+from recipes.training.runtime.streams import line_label
 
 SECONDS_TO_SPEAK = 5.0
 
@@ -38,7 +39,8 @@ def main() -> None:
     patience = wait_for_silence()
     # Kill before printing, because a message may block if standard error has no reader.
     if patience and rank.kill():
-        say(f"{name} has not answered for {patience} s and is ended\n")
+        label = "" if os.isatty(2) else line_label(name.partition(" (")[0])
+        say(f"{label}{name} has not answered for {patience} s and is ended\n")
 
 
 def wait_for_silence() -> int:

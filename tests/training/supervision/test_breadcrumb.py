@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from recipes.training.engine.engine import Engine, PipelinedEngine, SequentialEngine
-from recipes.training.supervision.supervisor import Breadcrumb
+from recipes.training.supervision.breadcrumb import Breadcrumb
 
 MICRO_BATCHES = 3
 

@@ -161,7 +161,8 @@ import torch, torch.distributed as dist
 from pathlib import Path
 from recipes.training.runtime.processes import start_processes
 from recipes.training.run_folder.folder import RunFolder
-from recipes.training.supervision.supervisor import Breadcrumb, Supervisor
+from recipes.training.supervision.breadcrumb import Breadcrumb
+from recipes.training.supervision.supervisor import Supervisor
 from recipes.training.recipe.topology import World
 
 world = World.from_environment(os.environ)

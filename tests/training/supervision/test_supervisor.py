@@ -22,6 +22,7 @@ from recipes.training.runtime.exits import HUNG
 from recipes.training.runtime.launchers import Process, is_launcher
 from recipes.training.runtime.processes import collective_timeout
 from recipes.training.supervision import hang_report
+from recipes.training.supervision.breadcrumb import Breadcrumb
 from recipes.training.supervision.hang_report import (
     HangReport,
     Sighting,
@@ -29,7 +30,7 @@ from recipes.training.supervision.hang_report import (
     describe_hang,
     take_sighting,
 )
-from recipes.training.supervision.supervisor import WATCHDOG, Breadcrumb
+from recipes.training.supervision.supervisor import WATCHDOG
 from tests.conftest import changed
 from tests.fault_injection.unread import UNREAD, Output
 from tests.ranks import start_ranks
@@ -102,7 +103,8 @@ outlive_output()  # before libraries are imported, which print
 import torch
 from recipes.training.supervision import supervisor
 from recipes.training.runtime.processes import start_processes
-from recipes.training.supervision.supervisor import Breadcrumb, Supervisor
+from recipes.training.supervision.breadcrumb import Breadcrumb
+from recipes.training.supervision.supervisor import Supervisor
 from recipes.training.run_folder.folder import RunFolder
 from recipes.training.recipe.topology import World
 from pathlib import Path
@@ -209,7 +211,8 @@ from pathlib import Path
 from recipes.training.runtime.launchers import Process
 from recipes.training.runtime.processes import start_processes
 from recipes.training.run_folder.folder import RunFolder
-from recipes.training.supervision.supervisor import Breadcrumb, Supervisor
+from recipes.training.supervision.breadcrumb import Breadcrumb
+from recipes.training.supervision.supervisor import Supervisor
 from recipes.training.recipe.topology import World
 
 world = World.from_environment(os.environ)

@@ -86,7 +86,7 @@ class FakeRun(SimpleNamespace):
             clock=StepClock(),
             recipe=SimpleNamespace(training=training, supervision=supervision, optimizer=None),
             supervisor=SimpleNamespace(crumb=mock.MagicMock()),
-            feed=SimpleNamespace(take=lambda step: spend(0.5, ([], 0.5))),
+            prefetcher=SimpleNamespace(take=lambda step: spend(0.5, ([], 0.5))),
             timeline=SimpleNamespace(recorded=lambda step: contextlib.nullcontext()),
             engine=SimpleNamespace(
                 train_step=lambda *_: spend(1.5, done), evaluate=lambda _: spend(30.0, 2.0)
