@@ -22,9 +22,10 @@ TRANSFER = re.compile(r"(?:send|recv) (\d+)(?:->|<-)(\d+)")  # "send 0->1", "rec
 class Operation:
     """A collective, a send or a receive that has been launched and has not ended.
 
-    name: name without the backend, such as "all_reduce" or "send 0->1"
-    sequence: number within the group; collectives and transfers are counted separately
-    sizes: sizes of the inputs, or of the outputs if there are no inputs
+    Attributes:
+        name: name without the backend, such as "all_reduce" or "send 0->1"
+        sequence: number within the group; collectives and transfers are counted separately
+        sizes: sizes of the inputs, or of the outputs if there are no inputs
     """
 
     name: str
@@ -46,9 +47,11 @@ class Operation:
 class Launched:
     """The operations that one rank has launched on one process group.
 
-    ranks: the group's global ranks; empty: unknown
-    collectives, transfers: the newest sequence numbers
-    pending: the oldest operations that have not ended
+    Attributes:
+        ranks: the group's global ranks; empty if they are unknown
+        collectives: the newest sequence number of a collective
+        transfers: the newest sequence number of a transfer
+        pending: the oldest operations that have not ended
     """
 
     group: str
@@ -65,7 +68,7 @@ class Launched:
         return cls(**{**table, "pending": pending})
 
     def has_launched(self, operation: Operation) -> bool:
-        """Tell whether this rank has launched an operation of the group."""
+        """Return True if this rank has launched an operation of the group."""
         newest = self.transfers if operation.is_transfer else self.collectives
         return newest >= operation.sequence
 
@@ -102,7 +105,7 @@ def read_dump(
 
 
 def is_pending(entry: Mapping[str, Any]) -> bool:
-    """Tell whether an operation has not ended.
+    """Return True if an operation has not ended.
 
     torch's watchdog retires operations that have ended. Operations of gloo are retired without ever
     being marked as completed.
@@ -194,7 +197,7 @@ def _expected(operation: Operation, group: Launched) -> list[int]:
 
 
 def _match(one: Operation, other: Operation) -> bool:
-    """Tell whether two ranks are in the same collective; an all-reduce needs equal sizes, too."""
+    """Return True if two ranks are in the same collective; sizes of an all-reduce must be equal."""
     if one.is_transfer:
         return True
     return one.name == other.name and (one.name != "all_reduce" or one.sizes == other.sizes)

@@ -8,8 +8,8 @@ all ranks end. A thread cannot notice that its process has been stopped; the wat
 (watchdog.py) does.
 
 Nothing that may block runs in the thread itself. Separate threads read and write files, because the
-file system may be what hangs; the rank ends on time even if they do not finish. Messages never wait
-for a reader (streams.py).
+file system may be the cause of the hang; the rank ends on time even if they do not finish. Messages
+never wait for a reader (streams.py).
 """
 
 import contextlib
@@ -51,13 +51,13 @@ WATCHDOG = Path(__file__).with_name("watchdog.py")
 
 
 class Supervisor:
-    """Supervision of this rank: of hangs from `start` on, of signals while it is entered.
+    """Supervision of this rank: hangs from `start` on, signals within its context.
 
     Args:
         folder: where a hang is reported
         crumb: the rank's current activity, which the training notes
-        hang_seconds: time limit without progress once `expect_steps` has been called; 0: none
-        startup_seconds: time limit without progress until then; 0: none
+        hang_seconds: time limit without progress after `expect_steps`; 0 for none
+        startup_seconds: time limit without progress before `expect_steps`; 0 for none
     """
 
     def __init__(
@@ -91,12 +91,12 @@ class Supervisor:
                 self._launchers.append(Process(pid))
         self._stopped: Counter[int] = Counter()  # seconds that launchers have been seen stopped
         self._watchdog = self._start_watchdog()
-        self._beat()  # this rank may be stopped before the first second is over
+        self._beat()  # the process may be stopped within the first second
         self._thread = threading.Thread(target=self._watch, name="supervisor", daemon=True)
         self._thread.start()
         stamp = [time.strftime("%Y%m%dT%H%M%S")]
         dist.broadcast_object_list(stamp)  # a later hang gets another folder
-        self._report.room = self.folder.path / f"hang-{stamp[0]}"
+        self._report.folder = self.folder.path / f"hang-{stamp[0]}"
         return self
 
     def name_hosts(self, hosts: Sequence[str]) -> None:
@@ -105,7 +105,7 @@ class Supervisor:
         self.names[:] = [f"rank {rank} ({host})" for rank, host in enumerate(hosts)]
 
     def expect_steps(self) -> None:
-        """End the start-up: from now on the time limit is that of training."""
+        """End the start-up, and apply the time limit of training."""
         self.crumb.note("starting to train")
         self.limit = self.hang_seconds
         self._beat()
@@ -198,9 +198,9 @@ class Supervisor:
                 launcher.kill()
 
     def _look_at_progress(self) -> None:
-        """Report this rank's place after half of the time limit, and end after all of it.
+        """Report this rank's activity after half of the time limit, and end after all of it.
 
-        A rank that waits for a disk does not end, but reports its place for the ranks that wait
+        A rank that waits for a disk does not end, but reports its activity for the ranks that wait
         for it in a collective. It does so again after each half of the limit, because peers ignore
         old reports. Writing a report may block, so a rank ends at most REPORT_SECONDS after the
         limit.
@@ -227,9 +227,9 @@ class Supervisor:
             end_process(HUNG)
 
     def _write_report(self) -> None:
-        """Write this rank's place.
+        """Write this rank's activity.
 
-        The place is written before the flight recorder is read, because reading it queries the
+        The activity is written before the flight recorder is read, because reading it queries the
         device, which may never answer. If the query also holds the GIL, the watchdog process ends
         this rank.
         """
@@ -240,7 +240,7 @@ class Supervisor:
             self._report.write((replace(about, launched=launched), stack))
 
     def _end(self) -> None:
-        """Say which rank is behind, and end this rank."""
+        """Print which rank is behind, and end this rank."""
         try:
             verdict = self._report.verdict(take_sighting(self.rank, self.crumb)[0])
         except Exception as problem:  # an unreadable report must not keep the rank alive
@@ -255,7 +255,7 @@ class Supervisor:
     def _say_hung(self, problem: str, verdict: str = "") -> None:
         """Print why this rank ends, and then try to write it into the run folder.
 
-        Until the hosts are known, the folder may be locked by another run, whose events these are.
+        Until the hosts are known, the run folder may belong to another run, so nothing is written.
         """
         if problem:
             about, _ = take_sighting(self.rank, self.crumb)
@@ -303,4 +303,4 @@ def launched_collectives() -> list[Launched]:
 
 
 def _wake(*_: object) -> None:
-    """Do nothing: the thread has read the signal's number."""
+    """Do nothing, because the thread reads the signal's number."""

@@ -1,12 +1,12 @@
-"""The watchdog process of a rank: ends the rank when it is stopped or no longer runs Python.
+"""The watchdog process of a rank, which ends the rank if it is stopped or no longer runs Python.
 
-A process that has been stopped cannot notice it. The watchdog counts its own ticks instead of
+A stopped process cannot notice that it is stopped. The watchdog counts its own ticks instead of
 reading a clock, so that a whole job that is suspended and resumed (Ctrl-Z, fg) is left alone.
 
     python watchdog.py PID NAME      with a pipe from the rank as standard input
 
 Each heartbeat of the rank is a line with the number of seconds for which the rank may then be
-silent; 0: no limit.
+silent, or 0 for no limit.
 """
 
 import os
@@ -26,10 +26,10 @@ SECONDS_TO_SPEAK = 5.0
 
 
 def main() -> None:
-    """Read the rank's beats; kill the rank when they fail to come."""
+    """Read the heartbeats of the rank, and kill the rank when they stop."""
     pid, name = int(sys.argv[1]), sys.argv[2]
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGPIPE):
-        signal.signal(number, signal.SIG_IGN)  # meant for the rank
+        signal.signal(number, signal.SIG_IGN)  # these signals are meant for the rank
     try:
         rank = Process(pid)
     except OSError:

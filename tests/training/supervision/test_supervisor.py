@@ -352,7 +352,7 @@ def test_a_crumb_says_where() -> None:
 
 
 def test_a_stack_tells_its_collective() -> None:
-    code = compile("def all_reduce():\n    return inner()\n", hang_report.COLLECTIVES, "exec")
+    code = compile("def all_reduce():\n    return inner()\n", hang_report.TORCH_COLLECTIVES, "exec")
     space = {"inner": lambda: sys._getframe()}
     exec(code, space)
     assert collective_of(space["all_reduce"]()) == "all_reduce"
@@ -380,15 +380,15 @@ def test_a_rank_that_waits_for_its_tensor_peers_is_in_a_collective() -> None:
 
 
 @pytest.fixture
-def guarded() -> subprocess.Popen:
-    """A process that has a guard of two seconds, and beats as long as it runs."""
+def watched() -> subprocess.Popen:
+    """A process with a watchdog of two seconds, which sends heartbeats as long as it runs."""
     script = (
         "import os, subprocess, sys, time\n"
-        f"guard = subprocess.Popen([sys.executable, {str(WATCHDOG)!r}, str(os.getpid()),"
+        f"watchdog = subprocess.Popen([sys.executable, {str(WATCHDOG)!r}, str(os.getpid()),"
         " 'rank 5 (node1)'],"
         " stdin=subprocess.PIPE)\n"
-        "print(guard.pid, flush=True)\n"
-        "while True:\n    guard.stdin.write(b'2\\n'); guard.stdin.flush(); time.sleep(0.3)\n"
+        "print(watchdog.pid, flush=True)\n"
+        "while True:\n    watchdog.stdin.write(b'2\\n'); watchdog.stdin.flush(); time.sleep(0.3)\n"
     )
     process = subprocess.Popen(
         [sys.executable, "-c", script],
@@ -402,37 +402,37 @@ def guarded() -> subprocess.Popen:
     process.communicate()
 
 
-def test_a_guard_ends_what_is_stopped_and_nothing_else(guarded: subprocess.Popen) -> None:
-    assert guarded.stdout.readline()
+def test_a_watchdog_ends_a_stopped_rank_and_nothing_else(watched: subprocess.Popen) -> None:
+    assert watched.stdout.readline()
     time.sleep(3)
-    assert guarded.poll() is None  # it beats
-    os.killpg(guarded.pid, signal.SIGSTOP)  # all of the job, guard included, as Ctrl-Z does
+    assert watched.poll() is None  # it beats
+    os.killpg(watched.pid, signal.SIGSTOP)  # all of the job, watchdog included, as Ctrl-Z does
     time.sleep(3)
-    os.killpg(guarded.pid, signal.SIGCONT)
+    os.killpg(watched.pid, signal.SIGCONT)
     time.sleep(1)
-    assert guarded.poll() is None
-    os.kill(guarded.pid, signal.SIGSTOP)
-    assert guarded.wait(timeout=10) == -signal.SIGKILL
-    words = guarded.communicate(timeout=10)[1]  # comes when the guard has ended, too
+    assert watched.poll() is None
+    os.kill(watched.pid, signal.SIGSTOP)
+    assert watched.wait(timeout=10) == -signal.SIGKILL
+    words = watched.communicate(timeout=10)[1]  # comes when the watchdog has ended, too
     assert "rank 5 (node1) has not answered for 2 s and is ended" in words
 
 
-def test_a_guard_leaves_a_rank_alone_that_has_ended_by_itself() -> None:
+def test_a_watchdog_leaves_a_rank_alone_that_has_ended_by_itself() -> None:
     script = (
         "import os, subprocess, sys, time\n"
-        f"guard = subprocess.Popen([sys.executable, {str(WATCHDOG)!r}, str(os.getpid()),"
+        f"watchdog = subprocess.Popen([sys.executable, {str(WATCHDOG)!r}, str(os.getpid()),"
         " 'rank 5 (node1)'], stdin=subprocess.PIPE)\n"
-        "guard.stdin.write(b'2\\n'); guard.stdin.flush()\n"
+        "watchdog.stdin.write(b'2\\n'); watchdog.stdin.flush()\n"
         "time.sleep(1)\n"
-        "if os.fork() == 0:\n"  # keeps the pipe to the guard open
+        "if os.fork() == 0:\n"  # keeps the pipe to the watchdog open
         "    os.close(1); os.close(2); time.sleep(5)\n"
         "os._exit(0)\n"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
-    assert (done.stdout, done.stderr) == ("", "")  # comes when the guard has ended, too
+    assert (done.stdout, done.stderr) == ("", "")  # comes when the watchdog has ended, too
 
 
-def test_a_guard_ends_with_its_rank(guarded: subprocess.Popen) -> None:
-    assert guarded.stdout.readline()
-    guarded.kill()
-    assert guarded.communicate(timeout=10)[1] == ""  # comes when the guard has ended, too
+def test_a_watchdog_ends_with_its_rank(watched: subprocess.Popen) -> None:
+    assert watched.stdout.readline()
+    watched.kill()
+    assert watched.communicate(timeout=10)[1] == ""  # comes when the watchdog has ended, too
