@@ -1,4 +1,4 @@
-"""What the templates call; tests/cluster runs the templates themselves."""
+"""Scripts that the Slurm templates call; tests/cluster runs the templates themselves."""
 
 import json
 import os
@@ -45,7 +45,7 @@ def test_options_are_those_of_the_recipe(recipe: Path) -> None:
     assert "--nodes=2 " in python("slurm/options.py", recipe, *fewer)
 
 
-def test_what_cannot_run_there_has_no_options(recipe: Path) -> None:
+def test_a_recipe_that_does_not_fit_its_cluster_has_no_options(recipe: Path) -> None:
     crossing = ["--set", "layout.tensor=4", "--set", "model.kv_heads=4"]
     said = python("slurm/options.py", recipe, *crossing, code=1)
     assert "layout.tensor = 4 does not divide the 2 ranks of a node" in said
@@ -139,7 +139,7 @@ def test_a_job_without_hosts_says_so(
 
 
 def shell_lines() -> list[str]:
-    """The commands of all shell scripts and of the Makefile, comments left out."""
+    """Return the lines of all shell scripts and of the Makefile, without comments."""
     scripts = [REPOSITORY / "Makefile", REPOSITORY / ".ci" / "run", *TEMPLATES]
     scripts += (REPOSITORY / "tests").rglob("*.sh")
     lines = [line for script in scripts for line in script.read_text().splitlines()]
@@ -147,7 +147,7 @@ def shell_lines() -> list[str]:
 
 
 def test_no_pipe_ends_in_a_command_that_stops_reading() -> None:
-    """With pipefail, its writer's SIGPIPE would end the script, and only where output is long."""
+    """With pipefail, the SIGPIPE of the writer would end the script if the output is long."""
     assert len(shell_lines()) > 200
     stops_reading = re.compile(r"\|\s*(head|sed|awk|read|grep\s+(-\w*[qm]|--quiet|--max-count))\b")
     assert [line for line in shell_lines() if stops_reading.search(line)] == []
@@ -168,8 +168,8 @@ def test_a_folder_that_is_still_locked_starts_the_job_again_once(
     assert "failed twice" in python(*words, code=1)
 
 
-def test_a_request_is_made_by_every_start_of_a_job() -> None:
-    """pretrain.py knows whether it was carried out; the template cannot."""
+def test_every_start_of_a_job_requests_the_same() -> None:
+    """pretrain.py knows whether the request was carried out; the template does not."""
     template = (REPOSITORY / "slurm/pretrain.slurm").read_text()
     assert "--resume auto" not in template and '--resume-once "${RESUME_ONCE:-job-' in template
     chain = (REPOSITORY / "slurm/chain.sh").read_text()

@@ -93,9 +93,7 @@ def fingerprint(tensor: Tensor) -> Tensor:
 
 
 def _weighted(sums: Tensor) -> Tensor:
-    weights = (
-        torch.arange(1, len(sums) + 1, device=sums.device) * MULTIPLIER
-    )  # wraps around, like all sums here
+    weights = torch.arange(1, len(sums) + 1, device=sums.device) * MULTIPLIER  # wraps around
     return (sums * weights).sum()
 
 

@@ -95,7 +95,7 @@ def test_ranks_in_different_collectives_are_told_apart(other: dict[str, Any], sa
 
 def test_nothing_is_said_when_nothing_is_pending() -> None:
     assert describe_waiting({0: launched(done("all_reduce", 3)), 1: []}, NAMES) == ""
-    # gloo retires what has ended, and never marks it as completed
+    # gloo retires ended operations, and never marks them as completed
     assert describe_waiting({0: launched(entry("all_reduce", 3, retired=True))}, NAMES) == ""
 
 

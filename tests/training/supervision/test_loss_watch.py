@@ -41,12 +41,12 @@ def test_a_loss_far_above_the_usual_is_a_spike(limit: float, roll_back: bool) ->
         assert bad.severity == ROLL_BACK and "more than 1.0 nats above the 4.9250" in bad.reason
 
 
-def test_a_run_that_begins_has_no_usual_loss() -> None:
+def test_a_new_run_has_no_usual_loss() -> None:
     judge = watch(loss_spike=1.0).judge
     assert judge(5.0, 1.0) is None and judge(50.0, 1.0) is None
 
 
-def test_a_run_that_goes_on_badly_after_a_rollback_is_seen() -> None:
+def test_a_spike_after_a_rollback_is_detected() -> None:
     seen = watch(loss_spike=1.0)
     for _ in range(LOSSES_NEEDED):
         seen.judge(5.0, 1.0)
@@ -55,7 +55,7 @@ def test_a_run_that_goes_on_badly_after_a_rollback_is_seen() -> None:
     assert seen.judge(50.0, 1.0).severity == ROLL_BACK
 
 
-def test_a_run_that_goes_on_knows_what_is_usual() -> None:
+def test_a_resumed_run_knows_the_usual_loss() -> None:
     losses = [5.0] * LOSSES_NEEDED + [NAN]
     seen = LossWatch(Supervision(loss_spike=1.0), fp16=False, losses=losses)
     assert seen.judge(50.0, 1.0).severity == ROLL_BACK

@@ -69,9 +69,9 @@ def test_an_unreachable_server_neither_stops_nor_slows_the_run(
     small, folder: RunFolder, monkeypatch
 ) -> None:
     monkeypatch.setenv("WANDB_API_KEY", "x" * 40)
-    monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{free_port()}")  # nobody listens
+    monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{free_port()}")  # no server listens
     monkeypatch.setattr(WandbThread, "SECONDS_TO_FINISH", 2.0)
-    check_a_run_goes_on(recipe_with(small, "online"), folder)
+    check_a_run_continues(recipe_with(small, "online"), folder)
 
 
 def test_a_server_that_never_answers_neither_stops_nor_slows_the_run(
@@ -83,19 +83,19 @@ def test_a_server_that_never_answers_neither_stops_nor_slows_the_run(
         silent.bind(("127.0.0.1", 0))
         silent.listen()
         monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{silent.getsockname()[1]}")
-        check_a_run_goes_on(recipe_with(small, "online"), folder)
+        check_a_run_continues(recipe_with(small, "online"), folder)
 
 
-def check_a_run_goes_on(recipe, folder: RunFolder) -> None:
+def check_a_run_continues(recipe, folder: RunFolder) -> None:
     thread = WandbThread(recipe, folder)
     started = time.monotonic()
     for step in range(1000):
         thread.log(LINE | {"step": step})
-    assert time.monotonic() - started < 1.0  # queued, whatever the server does
+    assert time.monotonic() - started < 1.0  # only queued
     with mock.patch("atexit.register") as left_behind:
         problem = thread.finish()
     assert time.monotonic() - started < 10.0
-    if problem is not None:  # not done yet with its way to offline: the process will not wait
+    if problem is not None:  # W&B is still switching to offline mode: the process will not wait
         assert problem.startswith("Weights & Biases did not finish in time")
         assert left_behind.called
 
@@ -156,7 +156,7 @@ def test_a_process_that_leaves_wandb_behind_releases_its_folder_and_is_read(
     assert output.count(b"the summary") == 200_000
 
 
-def test_what_wandb_needs_is_checked_before_the_engine_is_built(
+def test_settings_of_wandb_are_checked_before_the_engine_is_built(
     small, folder: RunFolder, without_key: None, monkeypatch
 ) -> None:
     def check(mode: str = "auto", *, keeps_id: bool = True) -> None:
@@ -192,7 +192,7 @@ def test_only_rank_0_tracks(small, folder: RunFolder) -> None:
     assert folder.read_metrics() == [LINE]
 
 
-def test_lines_tell_loss_speed_and_time_left(capsys: pytest.CaptureFixture[str]) -> None:
+def test_lines_show_loss_speed_and_time_left(capsys: pytest.CaptureFixture[str]) -> None:
     display = Display(steps=100, done=0)
     display.step(LINE)
     display.step(LINE | {"step": 2})  # within ten seconds: no line
