@@ -133,4 +133,5 @@ def begin(experiment: Experiment, claim: Claim, start: Start, startup: Startup) 
             folder.prepare(recipe, start.progress)
     startup.lap("checkpoint search")
     if world.rank == 0:
-        announce(recipe, experiment.topology, claim.supervisor.hosts, folder, start.found)
+        hosts = list(claim.supervisor.hosts)
+        announce(recipe, experiment.topology, hosts, folder, start.found)

@@ -54,7 +54,7 @@ class Supervisor:
     """Supervision of this rank: hangs from `start` on, signals within its context.
 
     Args:
-        folder: where a hang is reported
+        folder: the run folder, for reports of a hang
         crumb: the rank's current activity, which the training notes
         hang_seconds: time limit without progress after `expect_steps`; 0 for none
         startup_seconds: time limit without progress before `expect_steps`; 0 for none
@@ -69,7 +69,7 @@ class Supervisor:
         self.hosts: Sequence[str] = ()
         self.names = [f"rank {rank}" for rank in range(dist.get_world_size())]
         self.names[self.rank] += f" ({socket.gethostname()})"
-        self.asked = ""  # why this rank should stop
+        self.asked = ""  # the reason for this rank to stop
         self._signalled_at: float | None = None
         self._before: dict[int, Any] = {}  # the handlers of signals
         self._leaving = threading.Event()
@@ -100,7 +100,7 @@ class Supervisor:
         return self
 
     def name_hosts(self, hosts: Sequence[str]) -> None:
-        """Use the names of the ranks' hosts, by rank, in messages; the folder is locked by now."""
+        """Use the names of the ranks' hosts in messages; called when the run folder is locked."""
         self.hosts = hosts
         self.names[:] = [f"rank {rank} ({host})" for rank, host in enumerate(hosts)]
 
@@ -114,7 +114,8 @@ class Supervisor:
         # An ignored signal stays ignored: nohup relies on it.
         answered = [n for n in SIGNALS if signal.getsignal(n) is not signal.SIG_IGN]
         self._before = {number: signal.signal(number, _wake) for number in answered}
-        # Python's own handlers run between its instructions, and never in a collective that waits.
+        # Python runs signal handlers between bytecode instructions, so never while a collective
+        # waits. The file descriptor wakes the thread in any case.
         self._wakeup = signal.set_wakeup_fd(self._write)
         return self
 
@@ -134,10 +135,11 @@ class Supervisor:
                 self._watchdog.kill()
 
     def agree(self, severity: Severity, device: torch.device) -> tuple[str, Severity]:
-        """Return why the run should stop, or "", and the worst severity of all ranks.
+        """Agree on requests to stop and on the severity of bad numbers; collective.
 
-        Collective: every rank calls this once, at the end of a step, and gets the same result but
-        for the wording of the reason.
+        Returns:
+            The reason to stop, or "", which differs between ranks only in its wording; and the
+            worst severity of all ranks.
         """
         asked = self.rank + 1 if self.asked else 0
         worst = torch.tensor([asked, severity], dtype=torch.int32, device=device)
@@ -253,7 +255,7 @@ class Supervisor:
         end_process(HUNG)
 
     def _say_hung(self, problem: str, verdict: str = "") -> None:
-        """Print why this rank ends, and then try to write it into the run folder.
+        """Print the reason for the end of this rank, and then try to write it into the run folder.
 
         Until the hosts are known, the run folder may belong to another run, so nothing is written.
         """

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from recipes.training.runtime.exits import HUNG
+from recipes.training.supervision.background import within
 from recipes.training.supervision.flight_recorder import (
     Launched,
     describe_waiting,
     read_dump,
-    within,
 )
 from recipes.training.supervision.hang_report import HangReport, Sighting
 from tests.ranks import start_ranks
