@@ -3,6 +3,9 @@
 deepspeed recipes/pretrain.py                                     # recipes/tiny.toml
 deepspeed --num_nodes 4 recipes/pretrain.py recipes/llama/7b.toml
 deepspeed recipes/pretrain.py --set training.steps=20 --run-dir runs/short
+
+A recipe is a complete experiment. For another model size, copy a recipe and edit it; this file
+stays the same. Rerun a command to resume its run.
 """
 
 import sys
@@ -81,7 +84,8 @@ def pretrain() -> None:
         data = open_data(experiment)
         startup.lap("data")
 
-        # 3. Processes: join the other ranks, supervise this one, and lock the run folder.
+        # 3. Processes: join the other ranks, supervise this one, and lock the run folder. If a
+        # rank hangs, the supervisor names it and ends all ranks with exit code 4.
         claim = join(experiment, folder, startup, wait_seconds=options.wait_for_folder)
 
         # 4. Start: find the newest checkpoint that can be trusted, and prepare the run folder.
@@ -109,7 +113,10 @@ def pretrain() -> None:
 
 
 def train(run: Run, step: int) -> Ending:
-    """Run the steps after `step`, up to the last one or a reason to stop."""
+    """Run the steps after `step`, up to the last one or a reason to stop.
+
+    Between two steps, `after_step` handles bad numbers, compares replicas, saves and stops.
+    """
     ending = None
     while step < run.last_step and not ending:
         collect_garbage()
@@ -125,7 +132,10 @@ def train(run: Run, step: int) -> Ending:
 
 
 def train_step(run: Run, step: int) -> dict[str, Any]:
-    """Run one step, with a validation if it is due; return the metrics of the step."""
+    """Run one step: micro-batches in, forward and backward passes, update, metrics out.
+
+    A validation and a comparison of the ranks' speed follow, if they are due.
+    """
     run.clock.begin()
     crumb, recipe = run.supervisor.crumb, run.recipe
     crumb.step = step
@@ -154,7 +164,7 @@ def train_step(run: Run, step: int) -> dict[str, Any]:
 
 
 def end_startup(run: Run, step: int) -> None:
-    """End the start-up after the first step, which imports and compiles."""
+    """End the start-up, to which the first step belongs, because it imports and compiles."""
     run.tracker.started(step, run.startup.stop("first step"), compiled=run.engine.compiled)
     hold_garbage()
     run.supervisor.expect_steps()
