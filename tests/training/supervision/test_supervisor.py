@@ -104,6 +104,7 @@ import torch
 from recipes.training.supervision import supervisor
 from recipes.training.runtime.processes import start_processes
 from recipes.training.supervision.breadcrumb import Breadcrumb
+from recipes.training.supervision.loss_watch import Severity
 from recipes.training.supervision.supervisor import Supervisor
 from recipes.training.run_folder.folder import RunFolder
 from recipes.training.recipe.topology import World
@@ -117,6 +118,10 @@ if what == "hang, and no folder":
 if what == "hang, and so does the disk":
     os.mkfifo(folder.events)
     pathlib.Path.mkdir = pathlib.Path.glob = lambda *_, **__: time.sleep(1000)
+def agree(severity):
+    reason, worst = supervisor.agree(Severity(severity), torch.device("cpu"))
+    print((reason, int(worst)), flush=True)
+
 hang_seconds = {"hang": 1, "twice": 5}.get(what, 2)
 supervisor = Supervisor(folder, crumb, hang_seconds=hang_seconds, startup_seconds=4).start()
 if what == "hang at start":
@@ -127,7 +132,7 @@ if what == "slow start":
 supervisor.name_hosts(["here"])
 with supervisor:
     supervisor.expect_steps()
-    print(supervisor.agree(2, torch.device("cpu")), flush=True)
+    agree(2)
     if what == "stopped":
         os.kill(os.getpid(), signal.SIGSTOP)
     if what.startswith("hang"):
@@ -138,7 +143,7 @@ with supervisor:
     for _ in range({"twice": 2, "echo": 2, "once": 1}.get(what, 0)):
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(2.5 if what == "twice" else 0.5)
-    print(supervisor.agree(0, torch.device("cpu")), flush=True)
+    agree(0)
 print("the end of the run", flush=True)
 sys.stdout.finish(5)
 os._exit(0)
