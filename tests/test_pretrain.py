@@ -189,7 +189,7 @@ def test_weights_and_biases_runs_on_one_rank_with_the_resolved_recipe(
         assert expected in content
 
 
-def test_a_second_start_of_a_finished_run_says_so(
+def test_a_second_start_of_a_finished_run_prints_the_summary(
     finished: tuple[Path, str], recipe_file: Path
 ) -> None:
     folder, _ = finished

@@ -31,7 +31,7 @@ def cluster() -> Iterator[Cluster]:
         for name, case in CASES.items()
     ],
 )
-def test_a_run_ends_as_with_a_terminal(fault: Fault, kind: str, cluster: Cluster) -> None:
+def test_a_run_ends_as_if_its_output_were_read(fault: Fault, kind: str, cluster: Cluster) -> None:
     outcome = inject(cluster, fault, list(CASES.values()).index((fault, kind)), kind)
     print(outcome)
     assert not outcome.wrong, str(outcome)

@@ -44,48 +44,41 @@ def open_run(
         start: the point at which the run starts or resumes
         startup: the stopwatch of the start-up
     """
-    recipe, folder, found = experiment.recipe, claim.folder, start.found
+    recipe, topology, folder = experiment.recipe, experiment.topology, claim.folder
+    found, rank, size = start.found, experiment.world.rank, experiment.world.size
     changed = found.changes(recipe)
-    with (
-        CheckpointWriter(
-            engine.state,
-            folder,
-            recipe=recipe,
-            topology=experiment.topology,
-            data=data.fingerprint,
-            damaged=found.skipped,
-        ) as writer,
-        open_tracker(
-            recipe, folder, experiment.world.rank, start=start.progress, changed=changed
-        ) as tracker,
-        claim.supervisor,
-    ):
+    writer_of_run = CheckpointWriter(
+        engine.state,
+        folder,
+        recipe=recipe,
+        topology=topology,
+        data=data.fingerprint,
+        damaged=found.skipped,
+    )
+    tracker_of_run = open_tracker(recipe, folder, rank, start=start.progress, changed=changed)
+    with writer_of_run as writer, tracker_of_run as tracker, claim.supervisor as supervisor:
         if engine.on_gpu and recipe.training.compile == "auto" and not engine.compiled:
             tracker.warn(NOT_COMPILED)
+        name, precision = engine.device_name, experiment.precision
         run = Run(
             recipe=recipe,
-            topology=experiment.topology,
+            topology=topology,
             folder=folder,
             data=data,
             prefetcher=Feed(data.step, last_step=recipe.training.steps, pinned=engine.on_gpu),
             engine=engine,
-            meter=Meter(
-                recipe,
-                experiment.world.size,
-                precision=experiment.precision,
-                device_name=engine.device_name,
-            ),
+            meter=Meter(recipe, size, precision=precision, device_name=name),
             clock=StepClock(),
             watch=watch_losses(experiment, claim),
             writer=writer,
             tracker=tracker,
-            supervisor=claim.supervisor,
-            timeline=TimelineRecorder(engine, recipe, experiment.topology, folder),
+            supervisor=supervisor,
+            timeline=TimelineRecorder(engine, recipe, topology, folder),
             startup=startup,
             find_start=partial(find_start, folder, Request(), recipe, data.fingerprint),
         )
         if not engine.compiled:  # otherwise the first step compiles, and belongs to the start-up
-            claim.supervisor.expect_steps()
+            supervisor.expect_steps()
         yield run
 
 

@@ -93,7 +93,7 @@ def test_ranks_in_different_collectives_are_told_apart(other: dict[str, Any], sa
     assert said in describe_waiting({0: WAITING, 1: launched(other)}, NAMES)
 
 
-def test_nothing_is_said_when_nothing_is_pending() -> None:
+def test_without_pending_operations_there_is_no_description() -> None:
     assert describe_waiting({0: launched(done("all_reduce", 3)), 1: []}, NAMES) == ""
     # gloo retires ended operations, and never marks them as completed
     assert describe_waiting({0: launched(entry("all_reduce", 3, retired=True))}, NAMES) == ""

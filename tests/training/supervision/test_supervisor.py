@@ -59,11 +59,11 @@ def sighting(rank: int, *, step: int = 7, waits_in: str = "recv") -> Sighting:
          "all ranks are in step 7 and wait for the device, or compute"),
     ],
 )  # fmt: skip
-def test_who_is_behind(sightings: list[Sighting], said: str) -> None:
+def test_ranks_that_are_behind_are_named(sightings: list[Sighting], said: str) -> None:
     assert describe_hang({each.rank: each for each in sightings}, NAMES).startswith(said)
 
 
-def test_the_first_one_there_says_who_is_behind(tmp_path: Path) -> None:
+def test_the_lowest_reporting_rank_describes_the_hang(tmp_path: Path) -> None:
     ranks = [HangReport(tmp_path / "hang", NAMES) for _ in range(3)]
     places = []
     for rank, report in enumerate(ranks):
@@ -71,13 +71,13 @@ def test_the_first_one_there_says_who_is_behind(tmp_path: Path) -> None:
         crumb.note("ForwardPass", micro_batch=rank, step=5)
         places.append(take_sighting(rank, crumb))
         report.write(places[rank])
-    ranks[0].take_back(0)  # it has moved again
+    ranks[0].take_back(0)  # the rank has made progress
     assert ranks[2].verdict(places[2][0]) == ""
     said = ranks[1].verdict(places[1][0])
     assert said.startswith("rank 0 (node1), rank 3 (node2) do not answer")
     assert "rank 1 (node1): step 5, ForwardPass of micro-batch 1" in said
     stack = (tmp_path / "hang" / "rank-00002.txt").read_text()
-    assert "test_the_first_one_there_says_who_is_behind" in stack
+    assert "test_the_lowest_reporting_rank_describes_the_hang" in stack
 
 
 @pytest.mark.parametrize(
@@ -92,7 +92,7 @@ def test_the_first_one_there_says_who_is_behind(tmp_path: Path) -> None:
         ("vim deepspeed.json", False),
     ],
 )
-def test_what_launches(command: str, expected: bool, tmp_path: Path) -> None:
+def test_launchers_are_recognized(command: str, expected: bool, tmp_path: Path) -> None:
     (tmp_path / "cmdline").write_text("\0".join(shlex.split(command)) + "\0")
     assert is_launcher(tmp_path / "cmdline") is expected
 
@@ -105,6 +105,7 @@ import torch
 from recipes.training.supervision import supervisor
 from recipes.training.runtime.processes import start_processes
 from recipes.training.supervision.breadcrumb import Breadcrumb
+from recipes.training.supervision.loss_watch import Severity
 from recipes.training.supervision.supervisor import Supervisor
 from recipes.training.run_folder.folder import RunFolder
 from recipes.training.recipe.topology import World
@@ -118,6 +119,10 @@ if what == "hang, and no folder":
 if what == "hang, and so does the disk":
     os.mkfifo(folder.events)
     pathlib.Path.mkdir = pathlib.Path.glob = lambda *_, **__: time.sleep(1000)
+def agree(severity):
+    reason, worst = supervisor.agree(Severity(severity), torch.device("cpu"))
+    print((reason, int(worst)), flush=True)
+
 hang_seconds = {"hang": 1, "twice": 5}.get(what, 2)
 supervisor = Supervisor(folder, crumb, hang_seconds=hang_seconds, startup_seconds=4).start()
 if what == "hang at start":
@@ -128,7 +133,7 @@ if what == "slow start":
 supervisor.name_hosts(["here"])
 with supervisor:
     supervisor.expect_steps()
-    print(supervisor.agree(2, torch.device("cpu")), flush=True)
+    agree(2)
     if what == "stopped":
         os.kill(os.getpid(), signal.SIGSTOP)
     if what.startswith("hang"):
@@ -139,7 +144,7 @@ with supervisor:
     for _ in range({"twice": 2, "echo": 2, "once": 1}.get(what, 0)):
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(2.5 if what == "twice" else 0.5)
-    print(supervisor.agree(0, torch.device("cpu")), flush=True)
+    agree(0)
 print("the end of the run", flush=True)
 sys.stdout.finish(5)
 os._exit(0)
@@ -344,7 +349,7 @@ def test_only_the_right_process_is_killed(has_pidfds: bool) -> None:
         Process(process.pid)
 
 
-def test_a_crumb_says_where() -> None:
+def test_a_breadcrumb_describes_the_activity() -> None:
     crumb = Breadcrumb()
     assert str(crumb) == "start-up, starting"
     crumb.note("waiting for data", step=3)
@@ -352,7 +357,7 @@ def test_a_crumb_says_where() -> None:
     assert str(crumb) == "step 3, ForwardPass of micro-batch 2" and crumb.count == 2
 
 
-def test_a_stack_tells_its_collective() -> None:
+def test_the_collective_of_a_stack_is_found() -> None:
     code = compile("def all_reduce():\n    return inner()\n", hang_report.TORCH_COLLECTIVES, "exec")
     space = {"inner": lambda: sys._getframe()}
     exec(code, space)
@@ -406,7 +411,7 @@ def watched() -> subprocess.Popen:
 def test_a_watchdog_ends_a_stopped_rank_and_nothing_else(watched: subprocess.Popen) -> None:
     assert watched.stdout.readline()
     time.sleep(3)
-    assert watched.poll() is None  # it beats
+    assert watched.poll() is None  # it sends heartbeats
     os.killpg(watched.pid, signal.SIGSTOP)  # all of the job, watchdog included, as Ctrl-Z does
     time.sleep(3)
     os.killpg(watched.pid, signal.SIGCONT)
@@ -414,7 +419,7 @@ def test_a_watchdog_ends_a_stopped_rank_and_nothing_else(watched: subprocess.Pop
     assert watched.poll() is None
     os.kill(watched.pid, signal.SIGSTOP)
     assert watched.wait(timeout=10) == -signal.SIGKILL
-    words = watched.communicate(timeout=10)[1]  # comes when the watchdog has ended, too
+    words = watched.communicate(timeout=10)[1]  # read until the watchdog has ended, too
     assert "rank 5 (node1) has not answered for 2 s and is ended" in words
 
 
@@ -430,10 +435,10 @@ def test_a_watchdog_leaves_a_rank_alone_that_has_ended_by_itself() -> None:
         "os._exit(0)\n"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
-    assert (done.stdout, done.stderr) == ("", "")  # comes when the watchdog has ended, too
+    assert (done.stdout, done.stderr) == ("", "")  # read until the watchdog has ended, too
 
 
 def test_a_watchdog_ends_with_its_rank(watched: subprocess.Popen) -> None:
     assert watched.stdout.readline()
     watched.kill()
-    assert watched.communicate(timeout=10)[1] == ""  # comes when the watchdog has ended, too
+    assert watched.communicate(timeout=10)[1] == ""  # read until the watchdog has ended, too
