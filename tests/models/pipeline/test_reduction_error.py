@@ -1,9 +1,9 @@
-"""The error of a simulated ring reduction, and its table in the README."""
+"""The error of a simulated ring reduction, and its table in docs/zero-and-precision.md."""
 
 import pytest
 
 from benchmarks.reduction_error import NOISES, RANKS, ring_errors, table
-from tests.test_readme import README
+from recipes.training.recipe.schema import REPOSITORY
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +26,8 @@ def test_a_sum_in_bf16_loses_more_than_a_hundredth_over_512_ranks(
     assert errors[noise][512]["bf16"] > errors[noise][8]["bf16"] > 1e-3
 
 
-def test_the_readme_shows_the_simulated_errors(
+def test_the_docs_show_the_simulated_errors(
     errors: dict[float, dict[int, dict[str, float]]],
 ) -> None:
-    assert table(errors) in README
+    page = REPOSITORY / "docs" / "zero-and-precision.md"
+    assert table(errors) in page.read_text()

@@ -1,0 +1,295 @@
+"""README, docs/ and BENCHMARKS.md are correct: links, paths, commands, outputs, keys, numbers."""
+
+import functools
+import json
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from models.cost import parameter_count
+from recipes.planning.output.recipe_reference import reference
+from recipes.training.recipe.schema import DEFAULT_RECIPE, REPOSITORY, Recipe, load_recipe
+
+MAX_README_LINES = 200
+DOCS = {path.name: path.read_text() for path in sorted((REPOSITORY / "docs").glob("*.md"))}
+README = (REPOSITORY / "README.md").read_text()
+BENCHMARKS = (REPOSITORY / "BENCHMARKS.md").read_text()
+PAGES = {
+    "README.md": README,
+    "BENCHMARKS.md": BENCHMARKS,
+    **{f"docs/{name}": text for name, text in DOCS.items()},
+}
+CREATED_BY_EXAMPLES = {"recipes/mine.toml", "recipes/NAME.toml"}
+SOURCE_FOLDERS = ("recipes", "models", "ds_configs", "slurm", "benchmarks", "tests", "docs")
+
+
+def blocks(text: str) -> list[tuple[str, str]]:
+    """Return the language and the content of the fenced blocks of a page."""
+    return re.findall(r"^```(\w*)\n(.*?)^```$", text, flags=re.DOTALL | re.MULTILINE)
+
+
+def spans(text: str) -> Iterator[str]:
+    """Yield the inline code of a page, each on one line."""
+    prose = re.sub(r"^```.*?^```$", "", text, flags=re.DOTALL | re.MULTILINE)
+    for span in re.findall(r"`([^`]+)`", prose):
+        yield " ".join(span.split())
+
+
+def commands(text: str) -> Iterator[str]:
+    """Yield the commands of a page: lines of blocks without output, and inline code."""
+    for language, content in blocks(text):
+        if language in ("", "bash") and not content.startswith(("$", *SOURCE_FOLDERS)):
+            lines = content.replace("\\\n", "").splitlines()
+            yield from (line.partition("  #")[0].strip() for line in lines)
+    for span in spans(text):
+        if re.match(r"(python|make|deepspeed --\S+|slurm/\S+|sbatch) \S", span):
+            yield span
+
+
+def prose_without_code(text: str) -> str:
+    """Return a page without its blocks and inline code."""
+    prose = re.sub(r"^```.*?^```$", "", text, flags=re.DOTALL | re.MULTILINE)
+    return re.sub(r"`[^`]*`", "", prose)
+
+
+def anchors(text: str) -> set[str]:
+    """Return the anchors that GitHub gives to the headings of a page."""
+    prose = re.sub(r"^```.*?^```$", "", text, flags=re.DOTALL | re.MULTILINE)
+    titles = re.findall(r"^#+ (.*)$", prose, flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+def links() -> Iterator[tuple[str, str]]:
+    """Yield each page with each relative link in it."""
+    for page, text in PAGES.items():
+        prose = re.sub(r"^```.*?^```$", "", text, flags=re.DOTALL | re.MULTILINE)
+        for target in re.findall(r"\]\(([^)]+)\)", prose):
+            if "://" not in target:
+                yield page, target
+
+
+SHOWN = [  # commands with their output
+    content for text in PAGES.values() for _, content in blocks(text) if content.startswith("$")
+]
+COMMANDS = sorted({command for text in PAGES.values() for command in commands(text)})
+TREE = next(content for _, content in blocks(README) if content.startswith("recipes/"))
+
+
+@pytest.mark.parametrize(("page", "target"), list(links()))
+def test_a_relative_link_resolves(page: str, target: str) -> None:
+    path, _, anchor = target.partition("#")
+    file = (REPOSITORY / page).parent / path if path else REPOSITORY / page
+    assert file.exists(), target
+    if anchor:
+        assert anchor in anchors(file.read_text()), target
+
+
+@pytest.mark.parametrize("name", DOCS)
+def test_the_readme_links_every_page(name: str) -> None:
+    assert f"](docs/{name})" in README
+
+
+def test_the_readme_is_short() -> None:
+    assert len(README.splitlines()) <= MAX_README_LINES
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_a_path_in_inline_code_exists(page: str) -> None:
+    path = rf"({'|'.join(SOURCE_FOLDERS)})/[\w./*-]*"
+    paths = {span for span in spans(PAGES[page]) if re.fullmatch(path, span)}
+    missing = [span for span in paths if not list(REPOSITORY.glob(span))]
+    assert set(missing) <= CREATED_BY_EXAMPLES
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_a_recipe_key_in_inline_code_exists(page: str) -> None:
+    schema = Recipe.model_json_schema()
+    sections = {
+        name: schema["$defs"][name.capitalize() if name != "model" else "ModelConfig"]
+        for name in schema["properties"]
+        if name not in ("name", "seed", "deepspeed")
+    }
+    keys = [span.split(" ")[0].split(".") for span in spans(PAGES[page])]
+    assert [
+        key
+        for key in keys
+        if key[0] in sections and len(key) == 2 and key[1] not in sections[key[0]]["properties"]
+    ] == []
+
+
+def tree_entries() -> dict[str, set[str]]:
+    """Return the entries of each folder in the README's tree; "" is the repository."""
+    entries: dict[str, set[str]] = {"": set()}
+    folder = ""
+    for line in TREE.splitlines():
+        names = re.split(r"  +", line.strip())[0].split()
+        if not line.startswith(" "):
+            folder = names[0].removesuffix("/")
+            entries[""].add(folder)
+        else:
+            entries.setdefault(folder, set()).update(name.removesuffix("/") for name in names)
+    return entries
+
+
+def tracked_entries(folder: str) -> set[str]:
+    """Return the files and folders of a folder that belong to the repository."""
+    path = REPOSITORY / folder
+    done = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard", "."],
+        cwd=path,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    names = {name for name in done.stdout.splitlines() if (path / name).exists()}
+    return {name.partition("/")[0] for name in names} - {"__init__.py"}
+
+
+def test_the_tree_equals_the_folders() -> None:
+    entries = tree_entries()
+    top = {name for name in tracked_entries("") if (REPOSITORY / name).is_dir()}
+    assert entries.pop("") == {name for name in top if not name.startswith(".")}
+    for folder, names in entries.items():
+        assert names == tracked_entries(folder), folder
+
+
+@functools.cache
+def usage(script: str) -> str:
+    """Return the help text of a script."""
+    done = subprocess.run(
+        [sys.executable, script, "--help"], cwd=REPOSITORY, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_command_names_what_exists(command: str) -> None:
+    words = [word.strip("()") for word in shlex.split(command)]
+    if words[0] == "make":
+        makefile = (REPOSITORY / "Makefile").read_text()
+        assert re.search(rf"^{words[1]}:", makefile, re.MULTILINE)
+    for word in words:
+        if word.startswith(tuple(f"{folder}/" for folder in SOURCE_FOLDERS)):
+            assert word in CREATED_BY_EXAMPLES or (REPOSITORY / word).exists(), word
+    if "-m" in words:
+        module = words[words.index("-m") + 1].replace(".", "/")
+        assert any((REPOSITORY / f"{module}{end}").exists() for end in (".py", "/__main__.py"))
+    script = next((word for word in words if word.endswith(".py")), None)
+    if script:
+        after = words[words.index(script) + 1 :]
+        for option in (word for word in after if word.startswith("--")):
+            assert option in usage(script), option
+
+
+@pytest.mark.parametrize("text", SHOWN)
+def test_a_shown_command_prints_what_is_shown(text: str) -> None:
+    command, expected = text.removeprefix("$ ").split("\n", 1)
+    words = shlex.split(command)
+    assert words[0] == "python"
+    done = subprocess.run(
+        [sys.executable, *words[1:]], cwd=REPOSITORY, capture_output=True, text=True
+    )
+    assert done.stdout + done.stderr == expected
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_code_and_links_are_closed(page: str) -> None:
+    """A backtick or a bracket without its partner would hide text from the other tests."""
+    prose = prose_without_code(PAGES[page])
+    assert "`" not in prose and "](" not in re.sub(r"\[[^\]]*\]\([^)]*\)", "", prose)
+
+
+def test_the_default_model_is_as_large_as_stated() -> None:
+    count = parameter_count(load_recipe(DEFAULT_RECIPE).model)
+    assert f"{count / 1e6:.1f} M parameter" in README
+
+
+def test_every_deepspeed_config_is_explained() -> None:
+    for path in (REPOSITORY / "ds_configs").glob("*.json"):
+        assert f"`{path.name}`" in DOCS["zero-and-precision.md"]
+
+
+def test_every_package_of_training_is_explained() -> None:
+    training = REPOSITORY / "recipes" / "training"
+    for path in training.iterdir():
+        if path.is_dir() and path.name != "__pycache__":
+            assert f"| `{path.name}/` |" in DOCS["architecture.md"]
+
+
+def test_the_proofs_are_counted_right() -> None:
+    from tests.training.engine.test_layouts import CASES, QUICK
+    from tests.training.recipe.test_schema import BAD
+
+    page = " ".join(DOCS["testing.md"].split())
+    assert f"in {len(CASES)} layouts" in page
+    assert f"({sum(map(len, QUICK.values()))} of them here" in page
+    assert len(BAD) > 50 and "More than 50 bad recipes" in page
+
+
+def test_the_results_at_a_glance_are_those_of_the_pages() -> None:
+    def layouts(page: str, head: str) -> int:
+        table = DOCS[page].partition(head)[2].partition("\n\n")[0]
+        return sum(int(row.split("|")[3]) for row in table.splitlines()[2:])
+
+    axes = "| tensor x pipeline x data | ranks | layouts |"
+    proven = layouts("layout-equivalence.md", axes)
+    relayed = layouts("checkpoints.md", axes)
+    readme = " ".join(README.split())
+    assert f"all {proven} legal layouts" in readme and f"{proven} of {proven}" in readme
+    assert f"{relayed} of {relayed}" in readme
+    for ratios in re.findall(r"\d\.\d\d / \d\.\d\d", readme):
+        assert ratios in DOCS["performance.md"]
+
+
+def test_the_catalogue_is_the_planners() -> None:
+    done = subprocess.run(
+        [sys.executable, "recipes/plan.py", "--catalogue"],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+    )
+    assert done.stdout.count("\n") > 30 and done.stdout in DOCS["catalogue.md"]
+
+
+def test_the_recipe_reference_is_current() -> None:
+    assert DOCS["recipe-reference.md"] == reference()
+
+
+def test_every_recipe_key_has_a_meaning() -> None:
+    rows = [row for row in reference().splitlines() if row.startswith("| `")]
+    assert len(rows) > 60
+    assert [row for row in rows if row.endswith("|  |")] == []
+
+
+def test_the_errors_of_published_tables_are_those_shown() -> None:
+    done = subprocess.run(
+        [
+            sys.executable,
+            "recipes/plan.py",
+            "--table",
+            "recipes/planning/measured/published",
+            "--json",
+        ],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+    )
+    page = DOCS["planner.md"]
+    shown = [
+        line.split("|")[2:6] for line in page.splitlines() if re.match(r"\| \w.*A100 \|", line)
+    ]
+    tables = json.loads(done.stdout)
+    for name in ("narayanan2021", "korthikanti2022", "megascale2024"):
+        summary = tables[name]["summary"]
+        cells = [
+            f" {summary['compared']} ",
+            f" {summary['mean_absolute_error_percent']:.1f} ",
+            f" {summary['max_absolute_error_percent']:.1f} ",
+            f" {summary['bias_percent']:+.1f} ",
+        ]
+        assert cells in shown, name
