@@ -75,8 +75,10 @@ soak: $(READY) ## kill and resume small runs hundreds of times, and check that n
 	@$(BIN)/python tests/fault_injection/soak_control.py $(ARGS)
 	@$(BIN)/python tests/fault_injection/soak_data.py $(ARGS)
 
-# Many tests wait for processes: two files of tests run at a time, each with tests in order.
-PARALLEL := --numprocesses 2 --dist loadfile
+# Many tests wait for processes, so two test files run at a time. The tests of a file share fixtures
+# and run in order. tests/conftest.py puts the longest files first; xdist would put those with the
+# most tests first.
+PARALLEL := --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 test: $(READY) ## run the tests that take ten minutes together on two cores
 	@$(BIN)/python -m pytest $(PARALLEL) $(ARGS)

@@ -10,7 +10,39 @@ import pytest
 from recipes.proving.proof_corpus import write_corpus
 from recipes.training.recipe.loading import DEFAULT_RECIPE
 
+# The longest files, longest first. `make test` gives each of its two processes one file at a time:
+# if a long file came last, the other process would be idle meanwhile.
+LONGEST_FILES = (
+    "proving/test_prove.py",
+    "training/engine/test_layouts.py",
+    "fault_injection/test_soak_control.py",
+    "preparing/test_prepare_data.py",
+    "models/pipeline/test_nccl_rules.py",
+    "proving/test_relay.py",
+    "models/test_activation_memory.py",
+    "training/supervision/test_supervisor.py",
+    "fault_injection/test_soak.py",
+    "gpu/test_gpu_checks.py",
+    "models/test_fp16.py",
+    "training/recipe/test_deepspeed_schema.py",
+    "models/pipeline/test_scheduled_engine.py",
+    "training/supervision/test_flight_recorder.py",
+    "test_pretrain.py",
+    "converting/test_convert.py",
+    "training/tracking/test_startup.py",
+    "models/test_transformer.py",
+    "tracing/test_trace.py",
+    "planning/test_catalogue.py",
+)
+TESTS = Path(__file__).resolve().parent
+
 VOCAB_SIZE = 250  # divisible by neither 64 nor any tensor size in the tests: padding is exercised
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Run the longest files first; keep the order of the other files and within files."""
+    ranks = {TESTS / name: rank for rank, name in enumerate(LONGEST_FILES)}
+    items.sort(key=lambda item: ranks.get(item.path, len(ranks)))
 
 
 @pytest.fixture(scope="session")

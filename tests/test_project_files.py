@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from recipes.training.recipe.loading import REPOSITORY
+from tests.conftest import LONGEST_FILES
+from tests.conftest import TESTS
 
 PROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
 CONTRIBUTING = (REPOSITORY / "CONTRIBUTING.md").read_text()
@@ -114,3 +115,7 @@ def test_the_definition_is_valid_shell() -> None:
     script = DEFINITION.partition("%post")[2].partition("%environment")[0]
     done = subprocess.run(["bash", "-n"], input=script, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_the_longest_test_files_exist() -> None:
+    assert [name for name in LONGEST_FILES if not (TESTS / name).exists()] == []

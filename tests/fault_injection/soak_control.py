@@ -40,7 +40,6 @@ from typing import Any
 
 import tomli_w
 
-from recipes.preparing.ledger import samples_of
 from recipes.proving.proof_corpus import write_corpus
 from recipes.proving.worlds import RANK_ENVIRONMENT, environment, free_port, rank_variables
 from recipes.training.checkpoint.manifest import find_damages
@@ -276,6 +275,9 @@ class Soak:
 
     def compare(self, finished: bool) -> list[str]:
         """Return the differences from the undisturbed run of this branch."""
+        # Ranks import this module too, and the ledger brings transformers, which takes seconds.
+        from recipes.preparing.ledger import samples_of
+
         wrong, branch, folder = [], self.branch, RunFolder(self.folder)
         lines = [(line["step"], without_times(line)) for line in folder.read_metrics()]
         if [step for step, _ in lines] != list(range(1, len(lines) + 1)):
