@@ -1,10 +1,10 @@
-"""What sequence parallelism and recomputation save, counted and by the formulas.
+"""Measure the activation memory of a block, and compare it with published formulas.
 
 One rank of eight tensor ranks runs a stack of blocks of the 22B model of Korthikanti et al. 2022
 (arXiv 2205.05198, table 3) forward and backward under fake tensors: no memory is used, every
 allocation is counted. The peak's growth per block stands next to their formula (section 4; s
-sequence, b micro-batch, h hidden, a heads, t tensor ranks, in bytes of bf16), so that what a step
-holds only once, such as the block that is being computed again, does not blur it.
+sequence, b micro-batch, h hidden, a heads, t tensor ranks, in bytes of bf16), so that memory held
+only once per step, such as that of the block being recomputed, does not count.
 
     python benchmarks/activation_memory.py
 """
@@ -13,12 +13,13 @@ import os
 import sys
 from pathlib import Path
 
-if __name__ == "__main__":  # the repository, not this folder, is where imports start
+if __name__ == "__main__":  # imports start at the repository, not at this folder
     sys.path[0] = str(Path(__file__).resolve().parents[1])
-os.environ.setdefault("DS_ACCELERATOR", "cpu")  # or DeepSpeed says that it looks for one
+os.environ.setdefault("DS_ACCELERATOR", "cpu")  # avoids DeepSpeed's message about its search
 
 import argparse
 import json
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -50,7 +51,7 @@ MODEL = ModelConfig(
     attention_dropout=0.1,
 )
 S, B, H, A = MODEL.sequence_length, 4, MODEL.hidden_size, MODEL.heads
-BLOCKS = 4  # the peaks of so many and of twice as many are compared
+BLOCKS = 4  # the peak of this number of blocks is compared with that of twice the number
 FORMULAS = {  # (sequence parallel, recomputation) -> bytes per block over t tensor ranks
     (False, "none"): lambda t: S * B * H * (10 + 24 / t + 5 * A * S / (H * t)),
     (True, "none"): lambda t: S * B * H / t * (34 + 5 * A * S / H),
@@ -62,7 +63,7 @@ FORMULAS = {  # (sequence parallel, recomputation) -> bytes per block over t ten
 
 
 def peak_bytes(blocks: int, tensor: int, sequence_parallel: bool, recompute: str) -> int:
-    """What a forward and a backward pass hold beyond weights and gradients, at most."""
+    """Return the peak bytes of a forward and a backward pass beyond weights and gradients."""
     group = dist.group.WORLD if tensor > 1 else None
     axis = TensorAxis(group, 0, tensor, sequence_parallel)
     with FakeTensorMode(), torch.device("cpu"):
@@ -89,12 +90,12 @@ def peak_bytes(blocks: int, tensor: int, sequence_parallel: bool, recompute: str
 
 
 def forget_gradient(parameter: torch.nn.Parameter) -> None:
-    """A weight's gradient is no activation: it does not outlive its computation here."""
+    """Free a weight's gradient at once, because it is not an activation."""
     parameter.grad = None
 
 
-def rows() -> list[dict[str, object]]:
-    """Counted and by formula, per block, for each way on one and on eight tensor ranks."""
+def rows() -> list[dict[str, Any]]:
+    """Return the counted and the predicted memory per block on one and on eight tensor ranks."""
     found = []
     for tensor in (1, 8):
         if tensor > 1:

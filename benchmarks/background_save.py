@@ -1,8 +1,8 @@
-"""How long training waits for a save of 100 M parameters, beside the whole of that save.
+"""Measure the time that training waits for a background save of 100 M parameters.
 
-One process, fp32, ZeRO-1: 1.2 GB of weights and moments. Saves that are waited for and saves in the
+One process, fp32, ZeRO-1: 1.2 GB of weights and moments. Synchronous saves and saves in the
 background take turns in one run, each after the disk has been synced; the table has the medians.
-The steps that run beside a background save share the machine with it; how much longer they take
+Steps that run during a background save share the machine with it; their slowdown
 is in the last row.
 
     python benchmarks/background_save.py
@@ -11,7 +11,7 @@ is in the last row.
 import sys
 from pathlib import Path
 
-if __name__ == "__main__":  # the repository, not tests/, is where imports start
+if __name__ == "__main__":  # imports start at the repository, not at this folder
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import argparse
@@ -36,11 +36,11 @@ from recipes.training.recipe.topology import World
 from recipes.training.run_folder.folder import RunFolder
 from recipes.training.runtime.processes import start_processes
 
-STEPS_BESIDE = 4  # of training, that follow each save
+STEPS_DURING_SAVE = 4  # training steps after each save
 
 
 def build_recipe(corpus: Path) -> Recipe:
-    """tiny.toml with 100 M parameters and short steps."""
+    """Return tiny.toml with 100 M parameters and short steps."""
     table = tomllib.loads(DEFAULT_RECIPE.read_text())
     table["model"] |= {
         "layers": 12,
@@ -63,14 +63,14 @@ def build_recipe(corpus: Path) -> Recipe:
 
 
 def timed(call: Callable[[], object]) -> float:
-    """Seconds that a call takes."""
+    """Return the seconds that a call takes."""
     started = time.perf_counter()
     call()
     return time.perf_counter() - started
 
 
 def measure(folder: Path, repeats: int) -> dict[str, list[float]]:
-    """Seconds of every save and of the steps beside it."""
+    """Return the seconds of every save and of the steps during it."""
     write_corpus(folder / "corpus", 10_000)
     recipe = build_recipe(folder / "corpus")
     start_processes(World())
@@ -88,7 +88,7 @@ def measure(folder: Path, repeats: int) -> dict[str, list[float]]:
 
     def steps() -> None:
         nonlocal step
-        for _ in range(STEPS_BESIDE):
+        for _ in range(STEPS_DURING_SAVE):
             step += 1
             train_step(engine, data, step)
 
@@ -117,7 +117,7 @@ def measure(folder: Path, repeats: int) -> dict[str, list[float]]:
 
 
 def main() -> None:
-    """Run it, print the table."""
+    """Run the benchmark and print the table."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -128,10 +128,10 @@ def main() -> None:
     middle = {name: statistics.median(values) for name, values in seconds.items()}
     longer = middle["beside"] - middle["alone"]
     print("| | seconds | of the save |\n|---|---|---|")
-    print(f"| a save that is waited for | {middle['waited']:.3f} | 1 |")
-    print(f"| what training waits for | {middle['stall']:.3f} | ", end="")
+    print(f"| synchronous save | {middle['waited']:.3f} | 1 |")
+    print(f"| wait for a background save | {middle['stall']:.3f} | ", end="")
     print(f"{middle['stall'] / middle['waited']:.3f} |")
-    print(f"| how much longer {STEPS_BESIDE} steps beside it take | {longer:.3f} | ", end="")
+    print(f"| slowdown of {STEPS_DURING_SAVE} steps during it | {longer:.3f} | ", end="")
     print(f"{longer / middle['waited']:.3f} |")
 
 

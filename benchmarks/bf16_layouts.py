@@ -1,8 +1,9 @@
-"""bf16: do layouts stay within what another seed changes?
+"""Compare the losses of bf16 runs in several layouts with the effect of another seed.
 
-In bf16 every layout rounds differently, so losses cannot be equal; the question is whether they
-differ less than chance does. Trains recipes/tiny.toml in bf16 with real runs of pretrain.py: one
-process with two seeds, and four layouts with the first seed. Prints a table and draws the curves.
+In bf16 every layout rounds differently, so losses cannot be equal; this benchmark tests if they
+differ less than with another seed. It trains recipes/tiny.toml in bf16 with real runs of
+pretrain.py, one process with two seeds and four layouts with the first seed, prints a table, and
+draws the curves.
 
     python benchmarks/bf16_layouts.py --output docs/images/bf16_layouts.svg
 """
@@ -34,7 +35,7 @@ WINDOW = 20  # steps that a curve is averaged over
 
 
 def main() -> None:
-    """Run, compare, draw."""
+    """Run all trainings, print their distances, and draw the curves."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--output", type=Path, help="a picture of the curves")
@@ -61,7 +62,7 @@ def main() -> None:
 
 
 def losses(ranks: int, overrides: list[str], steps: int, seed: int) -> np.ndarray:
-    """The loss of every step of a run."""
+    """Return the loss of every step of a run."""
     settings = [
         "deepspeed=ds_configs/zero1_bf16.json",
         f"seed={seed}",
@@ -88,12 +89,12 @@ def losses(ranks: int, overrides: list[str], steps: int, seed: int) -> np.ndarra
 
 
 def distances(run: np.ndarray, reference: np.ndarray) -> np.ndarray:
-    """Relative differences, step by step."""
+    """Return the relative difference of the losses at each step."""
     return (run - reference) / reference
 
 
 def summary(row: np.ndarray, seeds: np.ndarray) -> dict[str, float]:
-    """How far a run is from the reference, and that as a part of what another seed does.
+    """Return a run's distance from the reference, and its ratio to that of another seed.
 
     of_the_band: the largest ratio, over the steps, of this run's distance to the other seed's,
         both averaged over a window
@@ -106,7 +107,7 @@ def summary(row: np.ndarray, seeds: np.ndarray) -> dict[str, float]:
 
 
 def smooth(row: np.ndarray) -> np.ndarray:
-    """The root mean square over a sliding window of steps."""
+    """Return the root mean square over a sliding window of steps."""
     window = min(WINDOW, len(row))
     return np.sqrt(np.convolve(row**2, np.ones(window) / window, mode="valid"))
 
@@ -114,7 +115,7 @@ def smooth(row: np.ndarray) -> np.ndarray:
 def draw(
     reference: np.ndarray, seeds: np.ndarray, layouts: dict[str, np.ndarray], output: Path
 ) -> None:
-    """The reference's loss, and below it everyone's distance from it inside the seeds' band."""
+    """Draw the losses and, below, each run's distance from the reference in the seeds' band."""
     figure, (above, below) = pyplot.subplots(2, 1, figsize=(8, 6), sharex=True, layout="tight")
     steps = np.arange(1, len(reference) + 1)
     above.plot(steps, reference, color="black", linewidth=1, label="one process")

@@ -1,4 +1,4 @@
-"""Print how many communication kernels a GPU has to run at a time for each pipeline schedule.
+"""Print the number of communication kernels that a GPU must run at once, by pipeline schedule.
 
 python benchmarks/communication_slots.py           # the table of docs/nccl-and-cuda.md
 python benchmarks/communication_slots.py --json
@@ -9,7 +9,7 @@ import json
 import sys
 from pathlib import Path
 
-if __name__ == "__main__":  # the repository is where imports start
+if __name__ == "__main__":  # imports start at the repository
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from models.pipeline.schedule.order import Pipeline, least_micro_batches, schedule_name

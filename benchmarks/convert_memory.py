@@ -1,8 +1,8 @@
-"""The most memory that converting a model takes, in sizes of its largest tensor.
+"""Measure the peak memory of converting a model, in sizes of its largest tensor.
 
-A Llama of a billion parameters, random numbers, goes from transformers' files to a checkpoint and
-back, each way in a process of its own; what the interpreter and its libraries hold, measured by
-converting a model of next to nothing, is taken off.
+A Llama of a billion random parameters is converted from transformers' files to a checkpoint and
+back, each in a separate process. The memory of the interpreter and its libraries, measured by
+converting a tiny model, is subtracted.
 
     python benchmarks/convert_memory.py
 """
@@ -10,7 +10,7 @@ converting a model of next to nothing, is taken off.
 import sys
 from pathlib import Path
 
-if __name__ == "__main__":  # the repository, not tests/, is where imports start
+if __name__ == "__main__":  # imports start at the repository, not at this folder
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import argparse
@@ -37,7 +37,7 @@ SIZES = {  # of Llama 3.2 1B, without its tied table
     "vocab_size": 32_000,
     "max_position_embeddings": 2048,
 }
-LARGE = (SIZES, SIZES | {"vocab_size": 4_000})  # there two joined tensors are the largest
+LARGE = (SIZES, SIZES | {"vocab_size": 4_000})  # in the latter, a joined tensor is the largest
 SMALL = dict.fromkeys(SIZES, 8) | {"num_attention_heads": 2, "num_key_value_heads": 2}
 MEASURE = (
     "import resource, runpy, sys; sys.argv = sys.argv[1:]; code = 0\n"
@@ -49,7 +49,7 @@ MEASURE = (
 
 
 def write_their_model(folder: Path, sizes: dict[str, int]) -> ModelConfig:
-    """A folder as save_pretrained writes it, without having the model in memory."""
+    """Write a folder like save_pretrained does, without holding the model in memory."""
     config = AutoConfig.for_model("llama", **sizes)
     config.save_pretrained(folder)
     model = ModelConfig(**model_settings(config.to_dict()))
@@ -59,19 +59,19 @@ def write_their_model(folder: Path, sizes: dict[str, int]) -> ModelConfig:
     file = folder / "model.safetensors"
     with TensorFileWriter(file, theirs, dtype="F32", metadata={"format": "pt"}) as writer:
         for name, shape in theirs.items():
-            writer.write(name, memoryview(np.resize(numbers, math.prod(shape))))
+            writer.write(name, np.resize(numbers, math.prod(shape)).data)
     return model
 
 
 def peak(*arguments: object) -> int:
-    """Bytes that the command held at most."""
+    """Return the peak resident bytes of a command."""
     command = [sys.executable, "-c", MEASURE, "recipes/convert.py", *map(str, arguments)]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=True)
     return int(done.stdout.split("peak")[-1])
 
 
 def convert(folder: Path, sizes: dict[str, int]) -> tuple[ModelConfig, dict[str, int]]:
-    """Peaks of both ways."""
+    """Convert in both directions, and return the peak memory of each."""
     theirs, ours, back = folder / "theirs", folder / "ours", folder / "back"
     theirs.mkdir(parents=True)
     model = write_their_model(theirs, sizes)
@@ -82,7 +82,7 @@ def convert(folder: Path, sizes: dict[str, int]) -> tuple[ModelConfig, dict[str,
 
 
 def main() -> None:
-    """Run it, print the table."""
+    """Run the benchmark and print the table."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

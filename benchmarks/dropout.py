@@ -8,7 +8,7 @@ Forward and backward, the two alternating in one process; prints the ratio of th
 import sys
 from pathlib import Path
 
-if __name__ == "__main__":  # the repository, not this folder, is where imports start
+if __name__ == "__main__":  # imports start at the repository, not at this folder
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import argparse
@@ -31,7 +31,7 @@ ROUNDS = 15
 
 
 def main() -> None:
-    """Measure and print."""
+    """Measure the ratios and print them."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
@@ -64,13 +64,22 @@ def residual(s: int, b: int, h: int) -> float:
 
 
 def attention(s: int, b: int, h: int) -> float:
-    """Our time over that of torch's fused attention with dropout, heads of 64 columns."""
+    """Return our time divided by torch's for fused attention with dropout and heads of 64."""
     heads = h // 64
     config = ModelConfig(
-        **{"layers": 1, "hidden_size": h, "heads": heads, "kv_heads": heads},
-        **{"ffn_hidden_size": h, "vocab_size": 64, "sequence_length": s, "bias": False},
-        **{"norm": "rmsnorm", "positions": "learned", "activation": "gelu"},
-        **{"tie_embeddings": False, "attention_dropout": 0.1},
+        layers=1,
+        hidden_size=h,
+        heads=heads,
+        kv_heads=heads,
+        ffn_hidden_size=h,
+        vocab_size=64,
+        sequence_length=s,
+        bias=False,
+        norm="rmsnorm",
+        positions="learned",
+        activation="gelu",
+        tie_embeddings=False,
+        attention_dropout=0.1,
     )
     core = Attention(config, TensorAxis(), name="blocks.0.attention.core", recompute_core=False)
     q, k, v = (torch.randn(s, b, heads, 64, requires_grad=True) for _ in range(3))
@@ -78,7 +87,11 @@ def attention(s: int, b: int, h: int) -> float:
 
     def theirs() -> None:
         y = F.scaled_dot_product_attention(
-            *(t.permute(1, 2, 0, 3) for t in (q, k, v)), dropout_p=0.1, is_causal=True
+            q.permute(1, 2, 0, 3),
+            k.permute(1, 2, 0, 3),
+            v.permute(1, 2, 0, 3),
+            dropout_p=0.1,
+            is_causal=True,
         )
         y.sum().backward()
 
@@ -86,7 +99,7 @@ def attention(s: int, b: int, h: int) -> float:
 
 
 def compare(ours: Callable[[], None], theirs: Callable[[], None]) -> float:
-    """The ratio of the medians."""
+    """Return the ratio of the median times."""
     seconds: dict[Callable[[], None], list[float]] = {ours: [], theirs: []}
     for _ in range(ROUNDS + 1):
         for function, times in seconds.items():

@@ -1,4 +1,4 @@
-"""How long prepare_data.py takes beside `datasets.map` and Megatron's IndexedDatasetBuilder.
+"""Compare the speed of prepare_data.py with `datasets.map` and Megatron's IndexedDatasetBuilder.
 
 Both read the same .jsonl (the Python sources of this environment), use the same tokenizer and two
 processes on the same two cores, one after the other, several times; whole commands are timed.
@@ -51,7 +51,7 @@ builder.finalize(folder + "/plain.idx")
 
 
 def main() -> None:
-    """Print both times and their ratio."""
+    """Measure and print both times and their ratio."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--megabytes", type=int, default=100, help="of text, at most")
     parser.add_argument("--vocab-size", type=int, default=16000)
@@ -79,7 +79,7 @@ def main() -> None:
 
 
 def write_source(folder: Path, most: int) -> int:
-    """Python sources as a .jsonl; its bytes."""
+    """Write Python sources as a .jsonl, and return its size in bytes."""
     size = 0
     with (folder / "source.jsonl").open("w") as stream:
         stdlib, packages = (Path(sysconfig.get_path(name)) for name in ("stdlib", "purelib"))
@@ -92,14 +92,14 @@ def write_source(folder: Path, most: int) -> int:
 
 
 def make_tokenizer(folder: Path, vocab_size: int) -> None:
-    """Train one on the standard library."""
+    """Train a tokenizer on the standard library."""
     command = ["--output", folder / "made", "--vocab-size", vocab_size]
     prepare(*command)
     (folder / "made" / "tokenizer").rename(folder / "tokenizer")
 
 
 def run_plain(folder: Path) -> float:
-    """The seconds of the plain way."""
+    """Return the seconds of `datasets.map` and the builder."""
     subprocess.run(["rm", "-rf", folder / "cache", folder / "plain.bin", folder / "plain.idx"])
     started = time.perf_counter()
     arguments = [PLAIN, folder / "source.jsonl", folder, PROCESSES]
@@ -110,7 +110,7 @@ def run_plain(folder: Path) -> float:
 
 
 def run_ours(folder: Path) -> float:
-    """The seconds of prepare_data.py."""
+    """Return the seconds of prepare_data.py."""
     subprocess.run(["rm", "-rf", folder / "ours"])
     started = time.perf_counter()
     source = ["--source", folder / "source.jsonl", "--tokenizer", folder / "tokenizer"]
@@ -133,7 +133,7 @@ def compare(folder: Path) -> int:
 
 
 def counts(path: Path) -> np.ndarray:
-    """How often each id is in a token file."""
+    """Return the number of occurrences of each id in a token file."""
     file = TokenFile(path)
     return np.bincount(file.read(0, file.count), minlength=2**16)
 

@@ -1,7 +1,7 @@
-"""How fast windows are read in a run's order, and what a start in a huge corpus costs.
+"""Measure the speed of reading windows in a run's order, and the start-up time on a huge corpus.
 
 The corpus is a sparse file larger than this machine's memory, its windows have 2,048 tokens, and
-everything runs on one core. The virtual corpus of 10^12 tokens has no file: only the places of
+everything runs on one core. The virtual corpus of 10^12 tokens has no file: only the indices of
 its windows are computed.
 
     python benchmarks/reading.py
@@ -10,7 +10,7 @@ its windows are computed.
 import sys
 from pathlib import Path
 
-if __name__ == "__main__":  # the repository, not tests/, is where imports start
+if __name__ == "__main__":  # imports start at the repository, not at this folder
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import argparse
@@ -25,13 +25,13 @@ from recipes.training.data.dataset import Windows, permuted
 from recipes.training.data.token_file import HEADER, MAGIC, TokenFile
 
 SEQUENCE_LENGTH = 2048
-BATCH = 512  # windows whose places are computed together, as those of a step
+BATCH = 512  # windows whose indices are computed together, as for a step
 SECONDS = 10.0
 VIRTUAL_TOKENS = 10**12
 
 
 def write_sparse(path: Path, tokens: int) -> None:
-    """A token file of one document of zeros that takes no room; lengths are int32, hence many."""
+    """Write a sparse token file of zeros, in several documents because lengths are int32."""
     longest = 2**30
     count = -(-tokens // longest)
     lengths = np.full(count, longest, "<i8")
@@ -46,12 +46,12 @@ def write_sparse(path: Path, tokens: int) -> None:
 
 
 def memory() -> float:
-    """What this process holds now, in 10^6 bytes."""
+    """Return the resident memory of this process in 10^6 bytes."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 1e6
 
 
 def main() -> None:
-    """Run it, print what was seen."""
+    """Run the benchmark and print the results."""
     argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     ).parse_args()
@@ -84,7 +84,7 @@ def main() -> None:
         speed = read / (time.perf_counter() - started)
         grown = memory() - before
     most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e6
-    print(f"{speed:,.0f} windows of {SEQUENCE_LENGTH} tokens a second, {read:,} in all")
+    print(f"{speed:,.0f} windows of {SEQUENCE_LENGTH} tokens per second, {read:,} in total")
     print(f"memory {grown:+.1f} MB meanwhile, at most {most:.0f} MB")
 
 

@@ -1,9 +1,9 @@
-"""How close the pipeline's schedules come to what they could be.
+"""Measure the pipeline schedules relative to their theoretical step time.
 
-Sleeping layers take the cores out of the measurement: each schedule, and DeepSpeed's own two beside
-them, over its length in theory and over the one that is simulated from the durations of its passes.
-Real layers, on two stages with a core each: the speed-up over one process as a part of the bound,
-and beside DeepSpeed's engine and torch.distributed.pipelining. Takes about a quarter of an hour.
+Sleeping layers make the measurement independent of the cores: each schedule, and DeepSpeed's own
+two, relative to its length in theory and to a simulation with the measured durations of its passes.
+Real layers, on two stages with a core each: the speed-up over one process relative to its bound,
+DeepSpeed's engine and torch.distributed.pipelining. Takes about a quarter of an hour.
 
     python benchmarks/schedules.py [--json]
     python benchmarks/schedules.py --only sleeping --picture docs/images/schedules.svg
@@ -13,7 +13,7 @@ import os
 import sys
 from pathlib import Path
 
-if __name__ == "__main__":  # the repository, not this folder, is where imports start
+if __name__ == "__main__":  # imports start at the repository, not at this folder
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
@@ -30,7 +30,7 @@ SHAPES = {"schedules": (4, 16), "schedules_of_8_stages": (8, 8)}  # stages, micr
 
 
 def main() -> None:
-    """Measure and print."""
+    """Measure the schedules and print the results."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=5, help="of each sleeping pipeline")
     parser.add_argument("--only", choices=("sleeping", "real"), help="this part")
@@ -58,7 +58,7 @@ def main() -> None:
 
 
 def print_sleeping(rows: dict[str, dict[str, float]], setting: Setting) -> None:
-    """A line for each contestant; the best of its steps."""
+    """Print a line for each contestant, with its best step."""
     print(
         f"{setting.stages} stages, {setting.micro_batches} micro-batches, "
         f"forward {1000 * setting.forward:g} ms"
@@ -73,7 +73,7 @@ def print_sleeping(rows: dict[str, dict[str, float]], setting: Setting) -> None:
 
 
 def print_real(found: dict[str, Any]) -> None:
-    """Our schedules and their rivals, a line for each; the best of their rounds."""
+    """Print a line for each of our schedules and its rivals, with their best rounds."""
     print(f"real layers, {real_contestants.STAGES} stages")
     print(f"{'':<24}{'s':>8}{'speed-up':>10}{'bound':>8}{'of bound':>10}{'over ours':>11}")
     for name, match in found["matches"].items():

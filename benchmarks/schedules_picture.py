@@ -1,4 +1,4 @@
-"""Each schedule's stages in time: what was measured, and above it what was simulated."""
+"""A picture of each schedule's stages in time: measured passes, and simulated ones above."""
 
 import pathlib
 import re
@@ -13,17 +13,17 @@ from benchmarks.pipelines.sleeping_stages import Found, Setting
 from models.pipeline.schedule.order import BACKWARD, FORWARD, WEIGHT
 from models.pipeline.schedule.simulation import Timeline
 
-COLOURS = {  # of a kind of pass: its first chunk's, and those that follow
+COLOURS = {  # kind of pass -> colour of each chunk
     FORWARD: ("#2b6cb0", "#63a4dd", "#a9cff0"),
     BACKWARD: ("#d9730d", "#f0a04b", "#f8cd9a"),
     WEIGHT: ("#3f8f4f", "#86c38f", "#bfe0c4"),
 }
-MEASURED, SIMULATED = (0.1, 6.5), (-0.34, 1.8)  # place in a stage's row, and height in points
-GAP = 0.004  # seconds between passes, so that each is seen
+MEASURED, SIMULATED = (0.1, 6.5), (-0.34, 1.8)  # offset in a stage's row, and height in points
+GAP = 0.004  # seconds between passes, so that they remain distinguishable
 
 
 def draw(setting: Setting, found: Mapping[str, Found], output: pathlib.Path) -> None:
-    """A strip of all stages for each contestant, the best step of each, on one scale."""
+    """Draw a strip of all stages for each contestant's best step, on one scale."""
     figure = Figure(figsize=(9, 1.05 * len(found) + 0.7), layout="constrained")
     strips = figure.subplots(len(found), 1, sharex=True)
     for axes, (name, each) in zip(strips, found.items(), strict=True):
@@ -58,9 +58,9 @@ def _draw_strip(axes: Axes, found: Found) -> None:
     axes.spines[["top", "right", "left"]].set_visible(False)
 
 
-def _draw_passes(axes: Axes, timeline: Timeline, place: tuple[float, float]) -> None:
-    """Bars from the first pass's start on; those of a colour are one path, which keeps it small."""
-    offset, height = place
+def _draw_passes(axes: Axes, timeline: Timeline, row: tuple[float, float]) -> None:
+    """Draw bars from the first pass's start on, one path per colour to keep the file small."""
+    offset, height = row
     start = min(stage[0].start for stage in timeline)
     bars: dict[str, list[tuple[float, float]]] = {}
     for number, stage in enumerate(timeline):

@@ -1,7 +1,7 @@
-"""How fast one device trains: our step beside that of transformers' Llama under DeepSpeed.
+"""Measure the training step on one device, relative to transformers' Llama under DeepSpeed.
 
-On a GPU if DeepSpeed finds one, on one core and one thread a process otherwise. Contestants have a
-process each and take turns; ratios are medians over the rounds.
+Runs on a GPU if DeepSpeed finds one, otherwise on one core and one thread per process. Contestants
+have separate processes and take turns; ratios are medians over the rounds.
 
     python benchmarks/step.py                                  # everything, on this device
     python benchmarks/step.py --only rows --shape 512x8-4k --precision bf16 --profile 12
@@ -19,10 +19,10 @@ import os
 import sys
 from pathlib import Path
 
-if __name__ == "__main__":  # the repository, not this folder, is where imports start
+if __name__ == "__main__":  # imports start at the repository, not at this folder
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-# Contestants are ended where they are, and what they hold ends with them.
+# Contestants are killed at the end, and the system frees their resources.
 os.environ.setdefault("PYTHONWARNINGS", "ignore:resource_tracker:UserWarning")
 
 import argparse
@@ -52,12 +52,12 @@ from recipes.gpus.datasheet import FOLDER
 from recipes.training.runtime.processes import on_gpu
 
 PARTS = ("rows", "memory", "overhead", "tensor_parallel")
-MEMORY_ROUNDS = 2  # the peak is there after the first
-OVERHEAD_ROUNDS = 3  # times as many: what is looked for is small
+MEMORY_ROUNDS = 2  # the first round already reaches the peak
+OVERHEAD_ROUNDS = 3  # factor of the rounds, because the difference is small
 
 
 def main() -> None:
-    """Measure and print."""
+    """Run the selected measurements and print them."""
     parser = build_parser()
     options = parser.parse_args()
     cores = () if on_gpu() else tuple(cores_at_hand())
@@ -92,7 +92,7 @@ def main() -> None:
 
 
 def measure_rows(options: argparse.Namespace, setting: rows.Setting) -> Iterable[dict[str, Any]]:
-    """A row for each shape and precision."""
+    """Yield a row for each shape and precision."""
     usual = CPU_SHAPES if setting.cores else GPU_SHAPES
     for name in options.shape or usual:
         for precision in options.precision or (PRECISIONS if setting.cores else ("bf16",)):
@@ -102,7 +102,7 @@ def measure_rows(options: argparse.Namespace, setting: rows.Setting) -> Iterable
 
 
 def measure_memory(options: argparse.Namespace, setting: rows.Setting) -> Iterable[dict[str, Any]]:
-    """Rows of shapes whose logits are most of what a step keeps; a GPU's rows are such already."""
+    """Yield rows of shapes whose memory is mostly logits; a GPU's usual shape is one of them."""
     few = replace(setting, rounds=min(setting.rounds, MEMORY_ROUNDS), warm_up=1, kernels=0)
     shapes = CPU_MEMORY_SHAPES if setting.cores else {}
     for name in options.shape or shapes:
@@ -115,7 +115,7 @@ def measure_memory(options: argparse.Namespace, setting: rows.Setting) -> Iterab
 def measure_overhead(
     options: argparse.Namespace, setting: rows.Setting
 ) -> Iterable[dict[str, Any]]:
-    """Rows of engine, tracking and data feeding together."""
+    """Yield rows of the overhead of engine, tracking and data loading together."""
     more = replace(setting, rounds=OVERHEAD_ROUNDS * setting.rounds)
     for precision in options.precision or PRECISIONS:
         yield from overhead.compare(more, shape(options, OVERHEAD_SHAPE), precision)
@@ -124,7 +124,7 @@ def measure_overhead(
 def measure_tensor_parallel(
     options: argparse.Namespace, setting: rows.Setting
 ) -> Iterable[dict[str, Any]]:
-    """Of each precision; on one GPU there is nobody to share with."""
+    """Yield the speed-up of two tensor ranks for each precision; nothing on a single device."""
     if len(setting.cores) < 2:
         return
     for precision in options.precision or PRECISIONS:
@@ -140,13 +140,13 @@ MEASURE = {
 
 
 def shape(options: argparse.Namespace, usual: Shape) -> Shape:
-    """A shape with the batch that was asked for."""
+    """Return a shape with the batch given by the options."""
     return with_batch(usual, options.micro_sequences, options.micro_batches)
 
 
 @cache
 def matmul(cores: tuple[int, ...], precision: str) -> dict[str, float]:
-    """The device's measured TFLOP/s of large matrix products, by library."""
+    """Return the device's measured TFLOP/s of large matmuls by library."""
     with players({"": lambda: Player(rates.play, cores=cores)}) as playing:
         playing[""].settle()
         (rates,) = playing[""].ask("large_matmul", precision)
@@ -154,35 +154,40 @@ def matmul(cores: tuple[int, ...], precision: str) -> dict[str, float]:
 
 
 def positive(text: str) -> int:
-    """A number from 1 on."""
+    """Return a whole number from 1 on, for argparse."""
     number = int(text)
     if number < 1:
-        raise argparse.ArgumentTypeError(f"{text} is none; use 1 or more")
+        raise argparse.ArgumentTypeError(f"{text} is not positive; use 1 or more")
     return number
 
 
 def device_name(text: str) -> str:
-    """What can be a file's name in the planner's folder."""
+    """Return a name that is valid as a file in the planner's folder, for argparse."""
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9 _-]*", text):
-        raise argparse.ArgumentTypeError(f'"{text}" is no name; use one such as H100')
+        raise argparse.ArgumentTypeError(f'"{text}" is not a valid name; use one such as H100')
     return text
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The command's options."""
+    """Return the parser of the options."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--only", action="append", choices=PARTS, help="this part; repeatable")
     parser.add_argument(
-        "--steps", type=positive, default=5, help="that are timed; overheads: three times as many"
+        "--only", action="append", choices=PARTS, help="run only this part; repeatable"
     )
     parser.add_argument(
-        "--shape", action="append", choices=SHAPES, help="of rows and memory; repeatable"
+        "--steps",
+        type=positive,
+        default=5,
+        help="timed steps; three times as many for overheads",
+    )
+    parser.add_argument(
+        "--shape", action="append", choices=SHAPES, help="shape of rows and memory; repeatable"
     )
     parser.add_argument("--precision", action="append", choices=PRECISIONS, help="repeatable")
-    parser.add_argument("--micro-sequences", type=positive, help="of a micro-batch")
-    parser.add_argument("--micro-batches", type=positive, help="of a step")
+    parser.add_argument("--micro-sequences", type=positive, help="sequences per micro-batch")
+    parser.add_argument("--micro-batches", type=positive, help="micro-batches per step")
     parser.add_argument("--zero", type=int, choices=(1, 2), default=1, help="all rows' ZeRO stage")
     parser.add_argument(
         "--contestants", choices=("main", "bare", "all"), default="main",
@@ -197,7 +202,9 @@ def build_parser() -> argparse.ArgumentParser:
         "--calibrate-device", metavar="NAME", type=device_name,
         help="write recipes/gpus/datasheets/NAME.toml instead, from what is measured here",
     )  # fmt: skip
-    parser.add_argument("--like", metavar="NAME", help="whose file a new device's begins as")
+    parser.add_argument(
+        "--like", metavar="NAME", help="copy the datasheet of this GPU for a new device"
+    )
     parser.add_argument("--json", action="store_true", help="one JSON object and nothing else")
     return parser
 

@@ -1,8 +1,8 @@
-"""Contestants that take turns, each in processes of its own.
+"""Contestants of a benchmark, which take turns and run in separate processes.
 
-The parent tells one after the other to take a step, and gets back when it began and ended; between
-its turns a contestant waits for the parent's word and costs nothing. What a contestant prints goes
-into a file, which is shown should it fail.
+The parent asks one after the other to run a step, and receives its start and end times; between
+its turns a contestant blocks on the pipe and uses no CPU time. The output of a contestant goes
+into a file, which is shown if the contestant fails.
 """
 
 import contextlib
@@ -15,19 +15,19 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from recipes.proving.worlds import free_port, rank_variables
 
 PRELOADED = ["benchmarks.one_step.contestants"]
-LOG_SHOWN = 4000  # characters of what a contestant has printed before it failed
-Play = Callable[..., None]  # (its end of the pipe, *arguments), in a contestant's process
+MAX_LOG_CHARACTERS = 4000  # of a failed contestant's output, in the error message
+Play = Callable[..., None]  # (child's end of the pipe, *arguments), in a contestant's process
 
 
 class Turn(NamedTuple):
-    """A step, by a clock that all processes share.
+    """The start and end of a step, by a clock that all processes share.
 
-    loss: where it is known
+    loss: None if it is not known
     """
 
     start: float
@@ -36,23 +36,23 @@ class Turn(NamedTuple):
 
     @property
     def seconds(self) -> float:
-        """How long it took."""
+        """The duration of the step."""
         return self.end - self.start
 
 
 class Player:
-    """A contestant as the parent sees it; a process for each of its ranks.
+    """The parent's handle of a contestant, which has one process per rank.
 
-    cores: the last of which its ranks keep to once settled; empty: a GPU computes
+    cores: cores to pin the ranks to, from the last one on; empty on a GPU
     """
 
     def __init__(self, play: Play, *arguments: Any, cores: Sequence[int], ranks: int = 1):
-        context = multiprocessing.get_context("forkserver" if cores else "spawn")
+        context: Any = multiprocessing.get_context("forkserver" if cores else "spawn")
         if cores:
             context.set_forkserver_preload(PRELOADED)
         self._log = tempfile.TemporaryDirectory()
         self._pipes: list[Connection] = []
-        self._processes = []
+        self._processes: list[Any] = []
         port = free_port()
         self._cores = cores[-ranks:]
         for rank in range(ranks):
@@ -67,38 +67,38 @@ class Player:
             self._processes.append(process)
 
     def wait(self) -> None:
-        """Until it is there."""
+        """Wait until all ranks are ready."""
         self._answers()
 
     def settle(self) -> None:
-        """Keep each rank to a core from now on."""
+        """Pin each rank to a core."""
         for process, core in zip(self._processes, self._cores, strict=False):
             for thread in Path(f"/proc/{process.pid}/task").iterdir():
                 os.sched_setaffinity(int(thread.name), {core})
 
     def step(self) -> Turn:
-        """Its next step; of several ranks, from the first one's beginning to the last one's end."""
+        """Run the next step; with several ranks, from the first start to the last end."""
         self.begin_step()
         return self.end_step()
 
     def begin_step(self) -> None:
-        """Let it begin its next step."""
+        """Start the next step without waiting for its end."""
         self._say("step")
 
     def end_step(self) -> Turn:
-        """The step that was begun."""
+        """Wait for the end of the started step."""
         turns = self._answers()
         losses = [turn.loss for turn in turns if turn.loss is not None]
         start, end = min(turn.start for turn in turns), max(turn.end for turn in turns)
         return Turn(start, end, losses[0] if losses else None)
 
     def ask(self, question: str, *arguments: Any) -> list[Any]:
-        """What each rank answers."""
+        """Call a method of the contestant on each rank, and return the results."""
         self._say(question, *arguments)
         return self._answers()
 
     def close(self) -> None:
-        """End it."""
+        """Kill the processes of the contestant."""
         for process in self._processes:
             process.kill()
             process.join()
@@ -112,13 +112,17 @@ class Player:
         answers: dict[int, Any] = {}
         while len(answers) < len(self._pipes):
             waiting = {pipe: n for n, pipe in enumerate(self._pipes) if n not in answers}
-            for pipe in wait(list(waiting)):
+            for pipe in cast(list[Connection], wait(list(waiting))):
                 try:
                     answers[waiting[pipe]] = pipe.recv()
                 except EOFError:
-                    text = self._file(waiting[pipe]).read_text(errors="replace")[-LOG_SHOWN:]
+                    text = self._file(waiting[pipe]).read_text(errors="replace")[
+                        -MAX_LOG_CHARACTERS:
+                    ]
                     self.close()
-                    raise RuntimeError(f"a contestant failed; its last words:\n{text}") from None
+                    raise RuntimeError(
+                        f"a contestant failed; the end of its output:\n{text}"
+                    ) from None
         return [answers[rank] for rank in range(len(answers))]
 
     def _file(self, rank: int) -> Path:
@@ -132,7 +136,7 @@ def begin(
     play: Play,
     arguments: tuple[Any, ...],
 ) -> None:
-    """In a contestant's process: write to its file, and play."""
+    """Run a contestant in its process, with its output in a file."""
     file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(file, sys.stdout.fileno())
     os.dup2(file, sys.stderr.fileno())
@@ -145,11 +149,11 @@ def begin(
         sys.stdout.flush()
         sys.stderr.flush()
         pipe.close()
-        os._exit(0)  # the teardown of libraries' threads is not what is measured
+        os._exit(0)  # skips the teardown of libraries' threads
 
 
 def serve(pipe: Connection, contestant: Any) -> None:
-    """Answer what the parent asks, in a contestant's process, until it is ended."""
+    """Answer the parent's requests, in a contestant's process, until it is killed."""
     pipe.send("ready")
     while True:
         question, arguments = pipe.recv()
@@ -158,7 +162,7 @@ def serve(pipe: Connection, contestant: Any) -> None:
 
 @contextlib.contextmanager
 def players(plays: Mapping[str, Callable[[], Player]]) -> Iterator[dict[str, Player]]:
-    """Contestants by name, built beside each other, ended whatever happens."""
+    """Start contestants in parallel, yield them by name, and kill them at the end."""
     started: dict[str, Player] = {}
     try:
         for name, start in plays.items():
@@ -174,7 +178,7 @@ def players(plays: Mapping[str, Callable[[], Player]]) -> Iterator[dict[str, Pla
 def take_turns(
     contestants: Mapping[str, Player], *, warm_up: int, rounds: int
 ) -> dict[str, list[Turn]]:
-    """The turns of each, the first `warm_up` of which are not to be timed.
+    """Return the turns of each contestant, including `warm_up` turns that must not be timed.
 
     In the very first one kernels are compiled, on all cores and by all contestants at once; from
     then on one of them runs at a time.
@@ -191,12 +195,12 @@ def take_turns(
 
 
 def check_first_losses(turns: Mapping[str, Sequence[Turn]], tolerance: float) -> None:
-    """All contestants compute the same.
+    """Check that all contestants compute the same loss.
 
-    tolerance: of the first step's loss, relative
+    tolerance: largest relative difference of the first step's losses
 
     Raises:
-        AssertionError: one does not, with all losses.
+        AssertionError: the losses differ.
     """
     losses = {name: each[0].loss for name, each in turns.items() if each[0].loss is not None}
     expected = next(iter(losses.values()))
@@ -204,16 +208,16 @@ def check_first_losses(turns: Mapping[str, Sequence[Turn]], tolerance: float) ->
 
 
 def ratio(numerator: Sequence[Turn], denominator: Sequence[Turn]) -> float:
-    """The median over the rounds of one contestant's seconds by another's."""
+    """Return the median over the rounds of one contestant's time divided by another's."""
     pairs = zip(numerator, denominator, strict=True)
     return median(above.seconds / below.seconds for above, below in pairs)
 
 
 def median_seconds(turns: Sequence[Turn]) -> float:
-    """Of a step."""
+    """Return the median seconds of a step."""
     return median(turn.seconds for turn in turns)
 
 
 def cores_at_hand() -> list[int]:
-    """Those that this process may use; systems like to run on the first ones."""
+    """Return the cores that this process may use; systems tend to run on the first ones."""
     return sorted(os.sched_getaffinity(0))

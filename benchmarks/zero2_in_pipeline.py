@@ -1,10 +1,10 @@
 """Predict with the planner whether ZeRO-2 would be faster than ZeRO-1 in a pipeline.
 
-ZeRO-2 would split gradients over the data ranks while micro-batches accumulate. That saves 4 bytes
-per parameter, but the gradients of each micro-batch would have to be reduced, instead of once per
-step. For every recipe of the catalogue with a cluster of 16 GPUs or more, this prints the time of
-the best layout with ZeRO-1, then that with ZeRO-2: once with as much of the communication hidden as
-the backward passes allow, and once with none of it hidden.
+ZeRO-2 would shard gradients over the data ranks while micro-batches accumulate. That saves 4 bytes
+per parameter, but gradients would have to be reduced for each micro-batch instead of once per step.
+For every recipe of the catalogue with a cluster of 16 GPUs or more, this prints the step time of
+the best layout with ZeRO-1, and the gain with ZeRO-2: once with as much of the communication hidden
+as the backward passes allow, and once with none of it hidden.
 
     python benchmarks/zero2_in_pipeline.py [--json]
 """
@@ -12,68 +12,62 @@ the backward passes allow, and once with none of it hidden.
 import argparse
 import json
 import sys
-from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
-from unittest import mock
+
+from typing_extensions import override
 
 sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from recipes.planning.inputs.job import Job, JobLayout, Machine, job_of
+from recipes.planning.inputs.footprint import Footprint
+from recipes.planning.inputs.job import Job, Machine, job_of
+from recipes.planning.inputs.kernels import BYTES
 from recipes.planning.inputs.stage_contents import stage_parameters
-from recipes.planning.memory import peak
-from recipes.planning.search import layout_search
+from recipes.planning.search.layout_search import search
 from recipes.planning.time.network import gather_seconds
 from recipes.planning.time.step_time import StepTime
-from recipes.training.recipe.loading import load_recipe, shipped_recipes
+from recipes.training.recipe.loading import load_recipe
+from recipes.training.recipe.loading import shipped_recipes
+from recipes.planning.time.step_time import step_time
 
-LEAST_GPUS = 16
-Bytes = tuple[float, float, float]
-
-state_bytes, step_time = peak.state_bytes, layout_search.step_time
-
-
-def shared_gradients(footprint, layout: JobLayout, parameters: float, *more) -> Bytes:
-    """Weights, gradients and optimizer's state if pipelines shared gradients too."""
-    weights, gradients, optimizer = state_bytes(footprint, layout, parameters, *more)
-    shares = layout.data if layout.pipeline > 1 else 1
-    return weights, gradients / shares, optimizer
+MIN_GPUS = 16
 
 
-def reduced_each_time(job: Job, *, hidden: bool) -> StepTime:
-    """A step in which a pipeline reduces the gradients of every micro-batch.
+class ShardedGradientsJob(Job):
+    """A job whose pipelines shard gradients over the data ranks, as under ZeRO-2."""
 
-    hidden: as far as that can be behind this micro-batch's backward pass
+    @property
+    @override
+    def footprint(self) -> Footprint:
+        shares = self.layout.data if self.layout.pipeline > 1 else 1
+        footprint = super().footprint
+        return replace(footprint, gradient=footprint.gradient / shares)
+
+
+def step_time_with_zero2(job: Job, *, hidden: bool) -> StepTime:
+    """Predict a step in which a pipeline reduces the gradients of every micro-batch.
+
+    Args:
+        hidden: the micro-batch's backward pass hides as much of the reduction as it can
     """
     time, layout = step_time(job), job.layout
     if layout.pipeline == 1 or layout.data == 1:
         return time
-    seen = max(0.0, reduction_seconds(job) - (max(time.backward) if hidden else 0.0))
-    return replace(time, data=time.data + job.micro_batches * seen)
+    exposed = max(0.0, reduction_seconds(job) - (max(time.backward) if hidden else 0.0))
+    return replace(time, data=time.data + job.micro_batches * exposed)
 
 
 def reduction_seconds(job: Job) -> float:
     """Return the time of one reduce-scatter of a stage's gradients over the data ranks."""
-    size = job.software.gradient_bytes * max(stage_parameters(job))
+    size = job.software.bytes_of_gradients(BYTES[job.precision]) * max(stage_parameters(job))
     return gather_seconds(job.machine, size, ranks=job.layout.data, stride=job.layout.tensor)
 
 
-def best(
-    job: Job, state: Callable[..., Bytes], time: Callable[[Job], StepTime]
-) -> layout_search.Plan:
-    """The fastest layout that fits."""
-    with (
-        mock.patch.object(peak, "state_bytes", state),
-        mock.patch.object(layout_search, "step_time", time),
-    ):
-        return layout_search.search(job, 1).plans[0]
-
-
 def main() -> None:
-    """Search thrice for each recipe; print a line for each that has a pipeline."""
+    """Run three searches for each recipe, and print a line for each."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
     options = parser.parse_args()
     rows = {}
     for path in shipped_recipes():
@@ -81,16 +75,20 @@ def main() -> None:
         if recipe.cluster is None:
             continue
         job = job_of(recipe, Machine.of_cluster(recipe.cluster))
-        if job.machine.gpus < LEAST_GPUS:
+        if job.machine.gpus < MIN_GPUS:
             continue
-        now = best(job, state_bytes, step_time)
-        hidden = best(job, shared_gradients, partial(reduced_each_time, hidden=True))
-        seen = best(job, shared_gradients, partial(reduced_each_time, hidden=False))
+        values = {each.name: getattr(job, each.name) for each in fields(Job)}
+        sharded = ShardedGradientsJob(**values)
+        now = search(job, 1).plans[0]
+        hidden, exposed = (
+            search(sharded, 1, predict_time=partial(step_time_with_zero2, hidden=each)).plans[0]
+            for each in (True, False)
+        )
         rows[f"{path.parent.name}/{path.stem}"] = {
             "seconds": now.time.total,
             "pipeline": now.job.layout.pipeline,
             "gained_if_hidden": now.time.total / hidden.time.total - 1,
-            "gained": now.time.total / seen.time.total - 1,
+            "gained": now.time.total / exposed.time.total - 1,
         }
     if options.json:
         print(json.dumps(rows))

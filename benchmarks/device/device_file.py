@@ -1,6 +1,6 @@
-"""The planner's file of a device, refreshed from measurements.
+"""Update of the planner's file of a device from measurements.
 
-A datasheet's numbers stay, and so does what one device cannot tell: links, network, price.
+Datasheet values stay, and so do values that one device cannot measure: links, network, price.
 """
 
 import platform
@@ -24,7 +24,7 @@ from recipes.gpus.datasheet import Gpu, read_gpu
 from recipes.planning.inputs.job import Machine, job_of
 from recipes.planning.time.step_time import step_time
 
-MEASURED = (  # keys of [efficiency] that one device can tell
+MEASURED = (  # keys of [efficiency] that can be measured on one device
     "matmul_efficiency", "matmul_tile_cost", "matmul_depth_cost", "wave_quantization",
     "unaligned_efficiency", "attention_efficiency", "memory_efficiency", "kernel_seconds",
 )  # fmt: skip
@@ -36,10 +36,10 @@ EFFICIENCY = re.compile(r"^(?:#[^\n]*\n)*\[efficiency\].*|^efficiency = [^\n]*\n
 
 
 def calibrate(name: str, like: str | None, setting: Setting, folder: Path) -> dict[str, Any]:
-    """Measure this device, write its file, and predict a few steps with it that are measured too.
+    """Measure this device, write its file, and compare predictions with it to measured steps.
 
-    like: whose file a device without one begins as
-    folder: of the files
+    like: GPU whose file a new device's file is based on
+    folder: folder of the files
 
     Raises:
         UserError: there is no such file, or it is another device's.
@@ -63,12 +63,12 @@ def calibrate(name: str, like: str | None, setting: Setting, folder: Path) -> di
 
 
 def file_of(folder: Path, name: str) -> Path:
-    """Where a device's numbers are."""
+    """Return the path of a device's file."""
     return folder / (name.lower().replace("-", "_") + ".toml")
 
 
 def checked(file: Path, device: str, *, is_new: bool) -> Gpu:
-    """The device of a file, if what was measured may go into it.
+    """Return the device of a file, after a check that the measured device matches it.
 
     Raises:
         UserError: there is no such file, or it is another device's.
@@ -89,7 +89,7 @@ def checked(file: Path, device: str, *, is_new: bool) -> Gpu:
 
 
 def rewritten(text: str, gpu: Gpu, device: str) -> str:
-    """A file's text with other numbers; its comments stay, but for those on efficiency."""
+    """Return a file's text with other numbers; comments stay, except those on efficiency."""
     for key in (
         "name", "device_names", "peak_tflops", "memory_gib", "multiprocessors",
         "memory_gigabytes_per_second",
@@ -110,7 +110,7 @@ def rewritten(text: str, gpu: Gpu, device: str) -> str:
 
 
 def toml_value(value: Any) -> str:
-    """A number, a name, a list of names or a table of numbers, as TOML."""
+    """Format a number, a name, a list of names or a table of numbers as TOML."""
     if isinstance(value, dict):
         return "{ " + ", ".join(f"{key} = {each}" for key, each in value.items()) + " }"
     if isinstance(value, list):
@@ -119,7 +119,7 @@ def toml_value(value: Any) -> str:
 
 
 def processor_name() -> str:
-    """What the CPU calls itself."""
+    """Return the CPU's name."""
     information = Path("/proc/cpuinfo")
     lines = information.read_text().splitlines() if information.exists() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
@@ -127,7 +127,7 @@ def processor_name() -> str:
 
 
 def predict(gpu: Gpu, setting: Setting) -> list[dict[str, Any]]:
-    """Steps of our contestant: as the planner predicts them, and as they are."""
+    """Return predicted and measured times of our contestant's steps."""
     found = []
     machine = Machine.of(gpu, gpus=1, gpus_per_node=1)
     for name, shape in (CPU_SHAPES if setting.cores else GPU_SHAPES).items():

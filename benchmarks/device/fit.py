@@ -1,6 +1,6 @@
-"""The planner's numbers of a device, fitted to what was measured on it.
+"""Fit of the planner's numbers of a device to measurements.
 
-Legend of a product: [rows, inner] x [inner, columns].
+Legend of a matmul: [rows, inner] x [inner, columns].
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,27 +19,27 @@ CPU_SIZES = ((512, 512), (1536, 512), (2816, 512), (512, 1408), (4096, 512), (30
              (5504, 1024), (1024, 2752), (1024, 1024), (16384, 512))  # fmt: skip
 GPU_SIZES = ((2048, 2048), (3072, 2048), (16384, 2048), (2048, 8192), (4096, 4096), (28672, 4096),
              (4096, 14336), (8192, 8192), (128256, 2048), (1023, 4096), (50257, 2048))  # fmt: skip
-HEADS = 16  # of the attention that is timed
+HEADS = 16  # of the timed attention
 CPU_ATTENTION = ((512, 64), (1024, 64))  # length, head size
 GPU_ATTENTION = ((4096, 64), (4096, 128), (8192, 128))
-ACTIVATION = 8192  # rows and columns of the sum that is timed on a GPU
+ACTIVATION = 8192  # rows and columns of the timed sum on a GPU
 CPU_ACTIVATIONS = ((1024, 1408), (1024, 4096), (1024, 32768))
-BOUNDS = {  # of what is fitted to matrix products, on a GPU; others stay
+BOUNDS = {  # of the numbers fitted to matmuls on a GPU
     "matmul_efficiency": (0.05, 1.0),
     "matmul_tile_cost": (0.1, 200.0),
     "matmul_depth_cost": (1.0, 4000.0),
     "wave_quantization": (0.01, 1.0),
     "unaligned_efficiency": (0.02, 1.0),
 }
-ONE_PROCESSOR = ("matmul_efficiency", "matmul_tile_cost", "matmul_depth_cost")  # no waves there
-TOLERANCE = 0.05  # of a product's logarithm; those beyond it count less and less
-LEAST_STEP = 1e-3  # of a number's logarithm
+ONE_PROCESSOR = ("matmul_efficiency", "matmul_tile_cost", "matmul_depth_cost")  # without waves
+TOLERANCE = 0.05  # larger errors of a matmul's logarithm count linearly
+MIN_STEP = 1e-3  # of a number's logarithm
 ROUNDS = 200
 
 
 @dataclass(frozen=True)
 class Product:
-    """A matrix product and what it took."""
+    """A matmul and its measured time."""
 
     precision: str
     rows: int
@@ -49,15 +49,15 @@ class Product:
 
     @property
     def tflops(self) -> float:
-        """As fast as it was."""
+        """The measured speed."""
         return 2e-12 * self.rows * self.columns * self.inner / self.seconds
 
 
 def fit(gpu: Gpu, rates: Player, precisions: Sequence[str]) -> tuple[Gpu, dict[str, Any]]:
-    """The device with what one device can tell of itself, and how well its products are met.
+    """Fit a device's numbers to measurements, and return it with the errors of its matmuls.
 
-    A CPU has no datasheet: its peaks are the fastest products that were measured, and its memory is
-    as fast as a copy into memory that is there.
+    A CPU has no datasheet: its peaks are the fastest measured matmuls, and its memory is
+    as fast as a copy into allocated memory.
     """
     on_cpu = not gpu.device_names
     products = measure_products(rates, precisions, on_cpu)
@@ -96,7 +96,7 @@ def fit(gpu: Gpu, rates: Player, precisions: Sequence[str]) -> tuple[Gpu, dict[s
 
 
 def measure_products(rates: Player, precisions: Sequence[str], on_cpu: bool) -> list[Product]:
-    """Products as transformers have them, forward and backward."""
+    """Measure matmuls of the sizes in transformers, forward and backward."""
     found = []
     for precision in precisions:
         for rows in CPU_ROWS if on_cpu else GPU_ROWS:
@@ -111,7 +111,7 @@ def measure_products(rates: Player, precisions: Sequence[str], on_cpu: bool) -> 
 def attention_efficiency(
     gpu: Gpu, rates: Player, precision: str, length: int, head_size: int
 ) -> float:
-    """How fast attention is, both ways, beside the planner's at an efficiency of 1."""
+    """Return the speed of attention relative to the planner's at an efficiency of 1."""
     (seconds,) = rates.ask("attention", precision, HEADS, length, head_size)
     flops = 4 * length**2 * head_size * HEADS / 2  # half of the scores are masked
     forward = fused_attention_seconds(gpu, precision, flops=flops, head_size=head_size)
@@ -119,7 +119,7 @@ def attention_efficiency(
 
 
 def fit_products(gpu: Gpu, products: Sequence[Product], names: Sequence[str]) -> Gpu:
-    """The device whose predicted products are closest to the measured ones.
+    """Return the device whose predicted matmuls are closest to the measured ones.
 
     Minimizes a robust sum over them (Charbonnier's), one number after the other, by halving steps
     of its logarithm.
@@ -141,14 +141,14 @@ def fit_products(gpu: Gpu, products: Sequence[Product], names: Sequence[str]) ->
                     best, least, improved = candidate, found, True
                     break
         step = step if improved else step / 2
-        if step < LEAST_STEP:
+        if step < MIN_STEP:
             break
     return best
 
 
 def within_bounds(gpu: Gpu, logs: Mapping[str, float]) -> Gpu:
-    """The device with other numbers, given by their logarithms."""
-    values = {}
+    """Return the device with other numbers, given by their logarithms."""
+    values: dict[str, Any] = {}
     for name, value in logs.items():
         low, high = BOUNDS[name]
         values[name] = min(high, max(low, exp(value)))
@@ -156,11 +156,11 @@ def within_bounds(gpu: Gpu, logs: Mapping[str, float]) -> Gpu:
 
 
 def error(gpu: Gpu, product: Product) -> float:
-    """Of a prediction, as a logarithm."""
+    """Return the error of a prediction as a logarithm."""
     sizes = {"rows": product.rows, "columns": product.columns, "inner": product.inner}
     return log(matmul_seconds(gpu, product.precision, **sizes) / product.seconds)
 
 
 def rounded(value: float, digits: int = 3) -> float:
-    """To so many significant digits: more are not reproducible."""
+    """Round to `digits` significant digits, because more are not reproducible."""
     return float(f"{value:.{digits}g}")

@@ -1,4 +1,4 @@
-"""How fast one device is at what a step consists of; in a process of its own."""
+"""Measured speed of one device at the operations of a step, in a separate process."""
 
 import time
 from collections.abc import Callable
@@ -15,14 +15,14 @@ from recipes.training.engine.build import DTYPES
 from recipes.training.runtime.processes import keep_memory, on_gpu
 
 REPEATS = 5
-LEAST_SECONDS = 0.02  # that are timed together; a clock's reading is nothing beside them
+MIN_SECONDS = 0.02  # timed together, so that reading the clock does not matter
 LARGE = {"cpu": {"fp32": 2048, "bf16": 4096}, "cuda": {"fp32": 8192, "bf16": 8192}}
 COPIED_BYTES = 2**28
 TINY = 1000  # kernels in a row
 
 
 def play(pipe: Connection) -> None:
-    """Answer the parent."""
+    """Answer the parent's requests."""
     if not on_gpu():
         torch.set_num_threads(1)
         keep_memory()  # as in a run
@@ -30,18 +30,18 @@ def play(pipe: Connection) -> None:
 
 
 class Rates:
-    """What the parent may ask."""
+    """Measurements that the parent may request."""
 
     def __init__(self) -> None:
         self.device = torch.device(get_accelerator().current_device_name())
 
     def name(self) -> str:
-        """What the device calls itself."""
+        """Return the device's name."""
         on_cuda = self.device.type == "cuda"
         return torch.cuda.get_device_name(self.device) if on_cuda else self.device.type
 
     def properties(self) -> dict[str, float]:
-        """Of a GPU: its memory and multiprocessors."""
+        """Return the memory and multiprocessors of a GPU; empty for a CPU."""
         if self.device.type != "cuda":
             return {}
         found = torch.cuda.get_device_properties(self.device)
@@ -51,7 +51,7 @@ class Rates:
         }
 
     def large_matmul(self, precision: str) -> dict[str, float]:
-        """TFLOP/s of a large square product, by what computes it."""
+        """Return the TFLOP/s of a large square matmul by library."""
         size = LARGE[self.device.type][precision]
         left, right = self._matrix(precision, size, size), self._matrix(precision, size, size)
         rates = {"torch.mm": 2e-12 * size**3 / self._fastest(lambda: left @ right)}
@@ -62,7 +62,7 @@ class Rates:
         return rates
 
     def matmul(self, precision: str, rows: int, columns: int, inner: int) -> list[float]:
-        """Seconds of a linear layer's three products, of `rows` tokens.
+        """Return the seconds of a linear layer's three matmuls for `rows` tokens.
 
         [rows, inner] x [inner, columns] forward, [rows, columns] x [columns, inner] for its input's
         gradient and [columns, rows] x [rows, inner] for its weight's.
@@ -73,11 +73,13 @@ class Rates:
         return [self._fastest(product) for product in products]
 
     def attention(self, precision: str, heads: int, length: int, head_size: int) -> float:
-        """Seconds of causal attention, forward and backward; [1, heads, length, head_size]."""
+        """Return the seconds of causal attention, both passes; [1, heads, length, head_size]."""
         shape = (1, heads, length, head_size)
-        make = {"dtype": DTYPES[precision], "device": self.device}
-        q, k, v = (torch.randn(shape, **make).requires_grad_() for _ in range(3))
-        grad = torch.randn(shape, **make)
+        dtype, device = DTYPES[precision], self.device
+        q, k, v = (
+            torch.randn(shape, dtype=dtype, device=device).requires_grad_() for _ in range(3)
+        )
+        grad = torch.randn(shape, dtype=dtype, device=device)
 
         def attend() -> None:
             causal_attention(q, k, v).backward(grad)
@@ -85,19 +87,19 @@ class Rates:
         return self._fastest(attend)
 
     def copy(self) -> float:
-        """Gigabytes a second, read and written, of a large copy into memory that is there."""
+        """Return the GB/s, read and written, of a large copy into allocated memory."""
         source = torch.ones(COPIED_BYTES // 4, device=self.device)
         target = torch.empty_like(source)
         return 2e-9 * COPIED_BYTES / self._fastest(lambda: target.copy_(source))
 
     def elementwise(self, precision: str, rows: int, columns: int) -> float:
-        """Gigabytes a second of adding two activations [rows, columns] into a new one."""
+        """Return the GB/s of adding two activations [rows, columns] into a new tensor."""
         one, other = self._matrix(precision, rows, columns), self._matrix(precision, rows, columns)
         moved = 3 * one.numel() * one.element_size()
         return 1e-9 * moved / self._fastest(lambda: one + other)
 
     def kernel(self) -> float:
-        """Seconds of a kernel that has next to nothing to do, in a row of such."""
+        """Return the seconds of a tiny kernel in a long series."""
         x = torch.ones(1, device=self.device)
 
         def row() -> None:
@@ -110,10 +112,10 @@ class Rates:
         return torch.randn(rows, columns, device=self.device).to(DTYPES[precision])
 
     def _fastest(self, call: Callable[[], object]) -> float:
-        """Seconds of a call, the least of some: what else runs only makes them longer."""
+        """Return the fastest of several timings of a call, which other processes disturb least."""
         calls, found = 1, []
         self._timed(call, 2)
-        while (seconds := self._timed(call, calls)) < LEAST_SECONDS:
+        while (seconds := self._timed(call, calls)) < MIN_SECONDS:
             calls *= 2
         found = [seconds] + [self._timed(call, calls) for _ in range(REPEATS - 1)]
         return min(found) / calls

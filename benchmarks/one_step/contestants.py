@@ -1,4 +1,4 @@
-"""Who takes the step: our model and transformers' Llama, under DeepSpeed and in bare loops.
+"""Contestants of the step benchmark: our model and transformers' Llama, with and without DeepSpeed.
 
 All start from the same weights, take the same batches and have the same optimizer and clipping.
 Everything here runs in a contestant's own process.
@@ -17,7 +17,7 @@ from unittest import mock
 
 import deepspeed
 import torch
-import torch._inductor.compile_fx  # once, before contestants part
+import torch._inductor.compile_fx  # once, before the contestants are forked
 from deepspeed.accelerator import get_accelerator
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -47,16 +47,16 @@ Train = Callable[[Batch], float]  # a step's mean loss
 
 @dataclass(frozen=True)
 class Entry:
-    """A contestant.
+    """The description of a contestant.
 
     of: "ours" or "transformers"
-    bare: a loop without DeepSpeed
+    bare: runs in a loop without DeepSpeed
     compiled: by torch.compile; ours is as its recipe says
-    autocast: in bf16, fp32 weights whose products autocast makes in bf16; otherwise bf16 weights
+    autocast: in bf16, fp32 weights with matmuls in bf16 by autocast; otherwise bf16 weights
         with an fp32 copy and fp32 gradients
     keeps_memory: its process reuses memory as our runs do on a CPU (`processes.keep_memory`);
-        others' give it back, as malloc does if nobody tells it otherwise
-    overlaps: tensor ranks add up gradients beside matrix products; otherwise before them
+        otherwise malloc returns it to the system, which is its default
+    overlaps: tensor ranks reduce gradients during matmuls; otherwise before them
     """
 
     of: str
@@ -68,7 +68,7 @@ class Entry:
 
     @property
     def name(self) -> str:
-        """Such as "transformers compiled, bare"."""
+        """A name such as "transformers compiled, bare"."""
         if self.of == "ours":
             return "ours, bare" if self.bare else "ours"
         name = f"{self.of} {'compiled' if self.compiled else 'eager'}"
@@ -76,9 +76,9 @@ class Entry:
 
 
 def play(pipe: Connection, entry: Entry, shape: Shape, precision: str, more: dict) -> None:
-    """Build a contestant and take the parent's steps.
+    """Build a contestant and answer the parent's requests.
 
-    more: for `Shape.recipe`
+    more: keyword arguments of `Shape.recipe`
     """
     if not entry.overlaps:
         linear.begin_all_gather = partial(at_once, linear.begin_all_gather)
@@ -87,13 +87,13 @@ def play(pipe: Connection, entry: Entry, shape: Shape, precision: str, more: dic
 
 
 def at_once(begin: Callable[..., Callable[[], Tensor]], *arguments: Any) -> Callable[[], Tensor]:
-    """A collective that has ended when it has begun."""
+    """Run a collective synchronously, in place of its asynchronous form."""
     result = begin(*arguments)()
     return lambda: result
 
 
 class Contestant:
-    """One of them, with what the parent may ask."""
+    """A contestant with the methods that the parent may call."""
 
     def __init__(self, entry: Entry, shape: Shape, precision: str, more: dict):
         if not on_gpu():
@@ -107,7 +107,7 @@ class Contestant:
         self.steps = 0
 
     def step(self) -> Turn:
-        """The next step."""
+        """Run the next step."""
         self.steps += 1
         batch = draw_batch(self.recipe, self.steps, self.device)
         self._synchronize()
@@ -117,21 +117,21 @@ class Contestant:
         return Turn(started, time.perf_counter(), loss)
 
     def memory(self) -> float:
-        """The most bytes it has held so far, beyond what it had before its model was built."""
+        """Return the peak bytes so far, in addition to the memory before the model was built."""
         if self.device.type == "cuda":
             return float(torch.cuda.max_memory_allocated(self.device))
         return resident_bytes("VmHWM") - self.memory_before
 
     def gemm_libraries(self) -> dict[str, float]:
-        """Who multiplies matrices in a step: the share of their time, by library and precision."""
+        """Return the shares of a step's matmul time by library and precision."""
         return probes.gemm_libraries(self.step, self.device)
 
     def top_kernels(self, count: int) -> list[dict[str, Any]]:
-        """What a step spends most of its time in."""
+        """Return the slowest kernels of a step."""
         return probes.top_kernels(self.step, self.device, count)
 
     def device_name(self) -> str:
-        """What the device calls itself."""
+        """Return the device's name."""
         if self.device.type == "cuda":
             return torch.cuda.get_device_name(self.device)
         return self.device.type
@@ -142,7 +142,7 @@ class Contestant:
 
 
 def start(*, keeps_memory: bool) -> World:
-    """Join this process's world, one of its own if no other is in the environment."""
+    """Join the world of the environment, or a world of one process."""
     world = World.from_environment(os.environ)
     with contextlib.nullcontext() if keeps_memory else mock.patch.object(processes, "keep_memory"):
         processes.start_processes(world)
@@ -150,7 +150,7 @@ def start(*, keeps_memory: bool) -> World:
 
 
 def warm_libraries() -> None:
-    """Load what is loaded at its first use, so that it counts as no contestant's memory."""
+    """Load libraries that are loaded at first use, so that their memory is not counted."""
     device = get_accelerator().current_device_name()
     for dtype in (torch.float32, torch.bfloat16):
         x = torch.ones(1, 2, 64, 64, dtype=dtype, device=device, requires_grad=True)
@@ -165,7 +165,7 @@ def sum_of_squares(y: Tensor) -> Tensor:
 
 
 def start_of_memory(device: torch.device) -> float:
-    """Begin to count the peak anew; the bytes that are held now."""
+    """Reset the counter of peak memory, and return the bytes held now."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         return 0.0
@@ -174,13 +174,13 @@ def start_of_memory(device: torch.device) -> float:
 
 
 def resident_bytes(key: str) -> float:
-    """VmRSS or VmHWM of this process."""
+    """Return VmRSS or VmHWM of this process in bytes."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(1024.0 * int(line.split()[1]) for line in lines if line.startswith(key))
 
 
 def draw_batch(recipe: Recipe, step: int, device: torch.device) -> Batch:
-    """The micro-batches of a step, the same for all contestants; int64 [b, s] each."""
+    """Return the micro-batches of a step, equal for all contestants; int64 [b, s] each."""
     generator = torch.Generator().manual_seed(step)
     batch = []
     for _ in range(recipe.micro_batches(1)):
@@ -192,7 +192,7 @@ def draw_batch(recipe: Recipe, step: int, device: torch.device) -> Batch:
 
 
 def build_ours(entry: Entry, recipe: Recipe, world: World) -> Train:
-    """Our engine, as recipes/pretrain.py builds it."""
+    """Build our engine as recipes/pretrain.py does."""
     topology = recipe.topology(world)
     engine = build_from_recipe(recipe, topology, build_deepspeed_config(recipe, topology))
     rate = recipe.optimizer.learning_rate
@@ -204,7 +204,7 @@ def build_ours(entry: Entry, recipe: Recipe, world: World) -> Train:
 
 
 def build_ours_bare(entry: Entry, recipe: Recipe, world: World) -> Train:
-    """Our model alone."""
+    """Build our model in a bare loop."""
     model = SequentialModel(layer_specs(recipe.model, TensorAxis()))
     if should_compile(recipe.training.compile):
         compile_kernels(model)
@@ -215,9 +215,10 @@ def build_ours_bare(entry: Entry, recipe: Recipe, world: World) -> Train:
 
 
 def build_theirs(entry: Entry, recipe: Recipe, world: World) -> Train:
-    """Transformers' Llama under DeepSpeed, with the JSON that ours has.
+    """Build transformers' Llama under DeepSpeed, with the same JSON as ours.
 
-    Under autocast that of fp32: DeepSpeed's own `torch_autocast` would reduce gradients in bf16.
+    Under autocast it is the JSON of fp32, because DeepSpeed's `torch_autocast` would reduce
+    gradients in bf16.
     """
     topology = recipe.topology(world)
     model = Theirs(recipe, entry.autocast)
@@ -242,14 +243,14 @@ def build_theirs(entry: Entry, recipe: Recipe, world: World) -> Train:
 
 
 def json_of(recipe: Recipe, entry: Entry) -> Recipe:
-    """The recipe with DeepSpeed's JSON for an entry."""
+    """Return the recipe with DeepSpeed's JSON for an entry."""
     if not entry.autocast:
         return recipe
     return recipe.model_copy(update={"deepspeed": recipe.deepspeed.replace("bf16", "fp32")})
 
 
 def build_theirs_bare(entry: Entry, recipe: Recipe, world: World) -> Train:
-    """Transformers' Llama alone."""
+    """Build transformers' Llama in a bare loop."""
     model = Theirs(recipe, entry.autocast).to(get_accelerator().current_device_name())
     if entry.compiled:
         model.compile()
@@ -265,7 +266,7 @@ BUILDERS: dict[tuple[str, bool], Callable[[Entry, Recipe, World], Train]] = {
 
 
 class Theirs(nn.Module):
-    """Transformers' Llama with our first weights; tokens and labels [b, s] to its own loss."""
+    """Transformers' Llama with our initial weights; maps tokens and labels [b, s] to its loss."""
 
     def __init__(self, recipe: Recipe, autocast: bool):
         super().__init__()
@@ -277,7 +278,7 @@ class Theirs(nn.Module):
         copy_first_weights(self.llama, recipe)
 
     def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
-        """The mean cross-entropy, by transformers' loss function; our labels are shifted."""
+        """Return the mean cross-entropy by transformers' loss function; labels are shifted."""
         with torch.autocast(tokens.device.type, torch.bfloat16, enabled=self.autocast):
             output = self.llama(
                 input_ids=tokens, labels=labels, shift_labels=labels, use_cache=False
@@ -287,7 +288,7 @@ class Theirs(nn.Module):
 
 @torch.no_grad()
 def copy_first_weights(llama: LlamaForCausalLM, recipe: Recipe) -> None:
-    """Fill transformers' model with the weights that ours starts from, one tensor at a time."""
+    """Fill transformers' model with our initial weights, one tensor at a time."""
     with torch.device("meta"):
         ours = SequentialModel(layer_specs(recipe.model, TensorAxis()))
     table, theirs = counterparts(recipe.model), dict(llama.named_parameters())
@@ -301,15 +302,15 @@ def copy_first_weights(llama: LlamaForCausalLM, recipe: Recipe) -> None:
 
 
 class BareLoop:
-    """Forward, backward, clipping and fused AdamW, and nothing else.
+    """A training loop of only forward, backward, clipping and fused AdamW.
 
     In bf16 without autocast the optimizer has an fp32 copy of the weights, whose gradients are
-    accumulated in fp32 as soon as each is there.
+    accumulated in fp32 as soon as they are computed.
     """
 
     def __init__(self, model: nn.Module, recipe: Recipe, entry: Entry):
         self.model, self.clipping = model, recipe.optimizer.gradient_clipping
-        self.weights: list[tuple[Tensor, Tensor]] = []  # of the optimizer and of the model
+        self.weights: list[tuple[Tensor, Tensor]] = []  # the optimizer's copy, the model's weight
         trained: nn.Module = model
         if "bf16" in recipe.deepspeed and not entry.autocast:
             trained = nn.ParameterList(
@@ -324,7 +325,7 @@ class BareLoop:
         self.optimizer = build_optimizer(trained, recipe.optimizer)
 
     def train(self, batch: Sequence[tuple[Any, ...]]) -> float:
-        """A step; each micro-batch is what the model takes."""
+        """Run a step; each micro-batch is a tuple of the model's arguments."""
         losses = []
         for micro_batch in batch:
             self.is_first = not losses
@@ -341,7 +342,7 @@ class BareLoop:
         return float(torch.stack(losses).mean())
 
     def _accumulate(self, master: Tensor, weight: Tensor) -> None:
-        """Add a weight's gradient to its fp32 copy's, which the first micro-batch begins anew."""
+        """Add a weight's gradient to that of its fp32 copy; the first micro-batch overwrites it."""
         if self.is_first:
             master.grad.copy_(weight.grad)
         else:

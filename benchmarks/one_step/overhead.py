@@ -1,8 +1,8 @@
-"""What engine, tracking and data feeding cost together: a run of recipes/pretrain.py by steps.
+"""Measure the overhead of engine, tracking and data loading in a run of recipes/pretrain.py.
 
-Beside it a bare loop around the same model. The run is a real one, in a folder of its own and with
-W&B off; before each step its feed waits for the parent's word, and the step lasts until the feed
-is asked again.
+It is compared with a bare loop around the same model. The run is a real one, in its own folder and
+with W&B off; before each step its prefetcher waits for the parent, and the step lasts until the
+prefetcher is called again.
 """
 
 import sys
@@ -26,12 +26,12 @@ from recipes.proving.proof_corpus import write_corpus
 from recipes.training.loop.run import Run
 from recipes.training.runtime.processes import keep_memory, on_gpu
 
-ENGINES = {"ZeRO-1": 1, "ZeRO-2": 2}  # the latter, on one data rank, as the former
-MORE_STEPS_THAN_TAKEN = 10**6  # the run is ended before it would save
+ENGINES = {"ZeRO-1": 1, "ZeRO-2": 2}  # on one data rank, ZeRO-2 runs as ZeRO-1
+MORE_STEPS_THAN_TAKEN = 10**6  # the run is killed before it would save
 
 
 def compare(setting: Setting, shape: Shape, precision: str) -> list[dict[str, Any]]:
-    """A row for each engine: its seconds over the bare loop's, less one."""
+    """Return a row for each engine with its overhead relative to the bare loop."""
     with tempfile.TemporaryDirectory() as folder:
         write_corpus(Path(folder) / "corpus", shape.recipe(precision).model.vocab_size)
         starts: dict[str, Callable[[], Player]] = {
@@ -69,7 +69,7 @@ def compare(setting: Setting, shape: Shape, precision: str) -> list[dict[str, An
 
 
 def write_recipe(folder: Path, shape: Shape, precision: str, zero_stage: int) -> Path:
-    """The recipe of a run that goes on for as long as it is told to."""
+    """Write the recipe of a run that does not end by itself, and return its path."""
     corpus = folder / "corpus"
     more = (
         f'data.train=[{{path = "{corpus / "train"}"}}]',
@@ -87,7 +87,7 @@ def write_recipe(folder: Path, shape: Shape, precision: str, zero_stage: int) ->
 
 
 def play(pipe: Connection, recipe: Path, run_folder: Path) -> None:
-    """Run recipes/pretrain.py, step by step as the parent says."""
+    """Run recipes/pretrain.py, one step for each request of the parent."""
     if not on_gpu():
         torch.set_num_threads(1)
         keep_memory()  # as the run will
@@ -111,7 +111,7 @@ class InTurns:
         self.started: float | None = None
 
     def __call__(self, step: int) -> Any:
-        """The step's micro-batches, when it is this run's turn."""
+        """Return the step's micro-batches when it is this run's turn."""
         if on_gpu():
             torch.cuda.synchronize()
         now = time.perf_counter()

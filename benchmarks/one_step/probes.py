@@ -1,4 +1,4 @@
-"""What a process can find out about itself: who multiplies its matrices, where its time goes."""
+"""Probes of a process: the libraries that compute its matmuls, and its slowest kernels."""
 
 import contextlib
 import ctypes
@@ -22,7 +22,7 @@ GPU_GEMM = re.compile(r"gemm|nvjet|cutlass|xmma|Cijk", re.IGNORECASE)
 
 
 def gemm_libraries(step: Callable[[], object], device: torch.device) -> dict[str, float]:
-    """Run a step; the share of the time of its matrix products, by library and precision."""
+    """Run a step, and return the shares of its matmul time by library and precision."""
     seconds = gpu_gemms(step) if device.type == "cuda" else cpu_gemms(step)
     total = sum(seconds.values())
     found = sorted(seconds.items(), key=lambda each: -each[1])
@@ -30,7 +30,7 @@ def gemm_libraries(step: Callable[[], object], device: torch.device) -> dict[str
 
 
 def cpu_gemms(step: Callable[[], object]) -> dict[str, float]:
-    """Seconds of matrix products, as MKL and oneDNN themselves tell."""
+    """Return the seconds of matmuls from the verbose output of MKL and oneDNN."""
     mkl, onednn = torch.backends.mkl, torch.backends.mkldnn
     with captured_output() as read, mkl.verbose(mkl.VERBOSE_ON), onednn.verbose(onednn.VERBOSE_ON):
         step()
@@ -47,7 +47,7 @@ def cpu_gemms(step: Callable[[], object]) -> dict[str, float]:
 
 @contextlib.contextmanager
 def captured_output() -> Iterator[Callable[[], list[str]]]:
-    """What libraries write to standard output within it, by line; to be read afterwards."""
+    """Capture what libraries write to standard output; the lines can be read afterwards."""
     flush = ctypes.CDLL(None).fflush
     with tempfile.TemporaryFile() as file:
         flush(None)
@@ -65,7 +65,7 @@ def captured_output() -> Iterator[Callable[[], list[str]]]:
 
 
 def gpu_gemms(step: Callable[[], object]) -> dict[str, float]:
-    """Seconds of the kernels that are matrix products by name: its first words."""
+    """Return the seconds of kernels whose names are those of matmuls, by shortened name."""
     seconds: defaultdict[str, float] = defaultdict(float)
     for kernel in profiled(step, torch.device("cuda")):
         if GPU_GEMM.search(kernel["name"]):
@@ -76,7 +76,7 @@ def gpu_gemms(step: Callable[[], object]) -> dict[str, float]:
 def top_kernels(
     step: Callable[[], object], device: torch.device, count: int
 ) -> list[dict[str, Any]]:
-    """Run a step; the kernels (a CPU's: operators) that take the most time, with their share."""
+    """Run a step, and return its slowest kernels (on a CPU: operators) with their shares."""
     kernels = profiled(step, device)
     total = sum(kernel["seconds"] for kernel in kernels)
     kernels.sort(key=lambda kernel: -kernel["seconds"])
@@ -84,7 +84,7 @@ def top_kernels(
 
 
 def profiled(step: Callable[[], object], device: torch.device) -> list[dict[str, Any]]:
-    """Name, calls and own seconds of whatever ran."""
+    """Return the name, calls and own seconds of each kernel of a step."""
     gpu = device.type == "cuda"
     with profile(activities=[ProfilerActivity.CUDA if gpu else ProfilerActivity.CPU]) as profiler:
         step()

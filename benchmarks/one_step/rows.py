@@ -1,4 +1,4 @@
-"""Ours beside transformers' Llama: a row for each shape and precision."""
+"""Comparison of our step with transformers' Llama, in a row for each shape and precision."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -19,8 +19,8 @@ from benchmarks.taking_turns import (
 )
 from recipes.gpus.datasheet import peak_tflops
 
-TOLERANCE = {"fp32": 1e-5, "bf16": 2e-2}  # of the first loss, relative
-IN_PRECISION = 0.9  # of the time of matrix products, at least
+TOLERANCE = {"fp32": 1e-5, "bf16": 2e-2}  # relative difference of the first losses
+IN_PRECISION = 0.9  # minimum share of matmul time in the row's precision
 OURS, OURS_BARE = "ours", "ours_bare"
 OUR_ENTRY = Entry("ours", keeps_memory=True)
 OUR_BARE_ENTRY = Entry("ours", bare=True, keeps_memory=True)
@@ -29,14 +29,14 @@ EAGER, COMPILED = "transformers_eager", "transformers_compiled"
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """How rows are measured.
+    """Settings of a measurement.
 
-    rounds: that are timed
+    rounds: number of timed rounds
     zero_stage: of all contestants under DeepSpeed
     who: "main", "bare" (bare loops too) or "all" (transformers' other way to bf16 too)
-    cores: that contestants keep to; empty: a GPU computes
-    kernels: of each contestant that are listed
-    memory_kept_by: "ours", whose processes reuse memory, or "all", which tells how much that is
+    cores: cores of the contestants; empty on a GPU
+    kernels: number of kernels to list for each contestant
+    memory_kept_by: processes that reuse memory, "ours" or "all"
     """
 
     rounds: int = 5
@@ -77,7 +77,7 @@ def entries(setting: Setting, precision: str) -> dict[str, Entry]:
 
 
 def matches(setting: Setting, names: Sequence[str]) -> list[list[str]]:
-    """Who takes turns together: all on a CPU; ours and one other where a GPU holds no more."""
+    """Return groups of contestants that take turns: all on a CPU, ours and one other on a GPU."""
     if setting.cores:
         return [list(names)]
     return [[OURS, name] for name in names if name != OURS]
@@ -86,7 +86,7 @@ def matches(setting: Setting, names: Sequence[str]) -> list[list[str]]:
 def compare(
     setting: Setting, shape: Shape, precision: str, matmul: Mapping[str, float]
 ) -> dict[str, Any]:
-    """A row.
+    """Measure a row.
 
     matmul: measured TFLOP/s of large matrix products in this precision, by library
 
@@ -121,13 +121,13 @@ def compare(
 
 
 def start(setting: Setting, entry: Entry, shape: Shape, precision: str) -> Player:
-    """A contestant, in its process."""
+    """Start a contestant in its own process."""
     more = {"zero_stage": setting.zero_stage}
     return Player(contestants.play, entry, shape, precision, more, cores=setting.cores)
 
 
 def about(setting: Setting, player: Player, precision: str) -> dict[str, Any]:
-    """What a contestant knows of itself after its steps.
+    """Return a contestant's memory, device, matmul libraries and kernels after its steps.
 
     Raises:
         AssertionError: its matrix products are not in the row's precision.
@@ -150,7 +150,7 @@ def speed(
     turns: Sequence[Turn],
     facts: dict[str, Any],
 ) -> dict[str, Any]:
-    """A contestant's figures; `full` counts masked attention too, as published tables do."""
+    """Return a contestant's figures; `full` counts masked attention too, as published tables do."""
     seconds = median_seconds(turns)
     datasheet = peak_tflops(facts["device"], precision)
     found = {"seconds": seconds, "tokens_per_second": shape.tokens / seconds} | facts
@@ -168,7 +168,7 @@ def row(
     over: Mapping[str, float],
     contestants: Mapping[str, Mapping[str, Any]],
 ) -> dict[str, Any]:
-    """The ratios of a row, and what they are from.
+    """Return the ratios of a row and the figures of its contestants.
 
     over: seconds of each by those of ours, both bare or both not; ours by its bare loop
     memory_over_transformers: ours by the lesser of theirs; the compiled one is missing without a

@@ -1,4 +1,4 @@
-"""What takes a step: shapes of models, precisions, and the recipes that both make."""
+"""Shapes of models and batches, precisions, and their recipes."""
 
 from dataclasses import dataclass, replace
 from functools import cache
@@ -11,15 +11,15 @@ from recipes.training.recipe.schema import Recipe
 from recipes.training.runtime.processes import has_compiler
 
 PRECISIONS = ("fp32", "bf16")
-INITIAL_STD = 0.06  # so much that attention matters to the first losses, which are compared
+INITIAL_STD = 0.06  # large enough for attention to affect the first losses, which are compared
 
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """A model and its batch; Llama's architecture.
+    """A model of Llama's architecture and its batch.
 
-    base: the recipe that it changes
-    sizes: keys of [model] that are not the base's
+    base: recipe that the shape modifies
+    sizes: keys of [model] that differ from the base
     """
 
     base: Path = DEFAULT_RECIPE
@@ -29,7 +29,7 @@ class Shape:
 
     @property
     def name(self) -> str:
-        """Such as "hidden 512 x 8, sequence 512, vocabulary 4096"."""
+        """A name such as "hidden 512 x 8, sequence 512, vocabulary 4096"."""
         model = self.recipe("fp32").model
         own = "" if self.base == DEFAULT_RECIPE else f"{self.base.parent.name} {self.base.stem}, "
         return (
@@ -39,12 +39,12 @@ class Shape:
 
     @property
     def tokens(self) -> int:
-        """Of a step."""
+        """The tokens of a step."""
         length = self.recipe("fp32").model.sequence_length
         return length * self.micro_sequences * self.micro_batches
 
     def recipe(self, precision: str, *, zero_stage: int = 1, more: tuple[str, ...] = ()) -> Recipe:
-        """Return what our engine runs, on one process unless `more` says otherwise.
+        """Return the recipe for our engine, on one process unless `more` changes the layout.
 
         Its kernels are compiled where the machine has a compiler.
         """
@@ -70,8 +70,15 @@ def can_compile() -> bool:
     return has_compiler()
 
 
-def cpu_shape(hidden_size: int, layers: int, vocab_size: int, **batch: int) -> Shape:
-    """Heads of 64 and an MLP of 8/3, as multiples of 64; sequences of 512."""
+def cpu_shape(
+    hidden_size: int,
+    layers: int,
+    vocab_size: int,
+    *,
+    micro_sequences: int = 2,
+    micro_batches: int = 1,
+) -> Shape:
+    """Return a shape with heads of 64, an MLP of 8/3 in multiples of 64, and sequences of 512."""
     sizes = {
         "hidden_size": hidden_size,
         "layers": layers,
@@ -81,7 +88,9 @@ def cpu_shape(hidden_size: int, layers: int, vocab_size: int, **batch: int) -> S
         "kv_heads": hidden_size // 64,
         "ffn_hidden_size": -(-8 * hidden_size // (3 * 64)) * 64,
     }
-    return Shape(sizes=tuple(sizes.items()), **({"micro_sequences": 2} | batch))
+    return Shape(
+        sizes=tuple(sizes.items()), micro_sequences=micro_sequences, micro_batches=micro_batches
+    )
 
 
 CPU_SHAPES = {
@@ -104,7 +113,7 @@ SHAPES = CPU_SHAPES | GPU_SHAPES | CPU_MEMORY_SHAPES
 
 
 def with_batch(shape: Shape, micro_sequences: int | None, micro_batches: int | None) -> Shape:
-    """The shape with another batch, where one is given."""
+    """Return the shape with another batch, if one is given."""
     return replace(
         shape,
         micro_sequences=micro_sequences or shape.micro_sequences,
@@ -113,7 +122,7 @@ def with_batch(shape: Shape, micro_sequences: int | None, micro_batches: int | N
 
 
 def step_flops(model: ModelConfig, tokens: int) -> dict[str, float]:
-    """FLOPs of a step: attention counted as half, which is what is not masked, and in full."""
+    """Return the FLOPs of a step, with attention counted as half (unmasked) and in full."""
     full = flops_per_token(model) * tokens
     masked = 3 * 2 * model.layers * attention_multiply_adds(model) / 2 * tokens
     return {"causal": full - masked, "full": full}

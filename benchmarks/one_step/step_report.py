@@ -1,13 +1,13 @@
-"""The benchmark's results for people."""
+"""Text output of the step benchmark."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
 
-KERNEL_NAME = 60  # characters that are shown
+MAX_KERNEL_NAME = 60  # characters
 
 
 def print_row(row: Mapping[str, Any]) -> None:
-    """A table of the contestants, and what it comes to."""
+    """Print a table of the contestants, and the ratios."""
     rates = ", ".join(f"{name} {rate:.3g}" for name, rate in row["matmul_tflops"].items())
     print(f"{row['shape']}, {row['precision']}; matrix products measured, TFLOP/s: {rates}")
     print(
@@ -35,18 +35,18 @@ def print_row(row: Mapping[str, Any]) -> None:
 
 
 def print_kernels(contestant: str, kernels: list[dict[str, Any]]) -> None:
-    """Where a contestant's step goes."""
+    """Print the slowest kernels of a contestant."""
     if kernels:
         print(f"\n{contestant}")
     for kernel in kernels:
         print(
             f"{kernel['share']:7.1%}{1000 * kernel['seconds']:10.2f} ms{kernel['calls']:8d} x  "
-            f"{kernel['name'][:KERNEL_NAME]}"
+            f"{kernel['name'][:MAX_KERNEL_NAME]}"
         )
 
 
 def print_overhead(row: Mapping[str, Any]) -> None:
-    """A line for an engine."""
+    """Print the overhead of an engine in one line."""
     print(
         f"{row['shape']}, {row['precision']}, {row['engine']}: {row['seconds']:.3f} s a "
         f"step with tracking and data, {row['bare_seconds']:.3f} s in a bare loop: "
@@ -56,7 +56,7 @@ def print_overhead(row: Mapping[str, Any]) -> None:
 
 
 def print_tensor(found: Mapping[str, Any]) -> None:
-    """A line for each way to be two."""
+    """Print a line for each way of using two tensor ranks."""
     for precision, each in found.items():
         for name, speed_up in each["speed_up"].items():
             print(
@@ -68,7 +68,7 @@ def print_tensor(found: Mapping[str, Any]) -> None:
 
 
 def print_file(calibrated: Mapping[str, Any]) -> None:
-    """What was written, and how well the planner does with it."""
+    """Print the written file and the planner's errors with it."""
     print(
         f"{calibrated['file']}: {calibrated['products']} matrix products, predicted with a mean "
         f"error of {calibrated['mean_error']:.1%}"
@@ -81,7 +81,7 @@ def print_file(calibrated: Mapping[str, Any]) -> None:
 
 
 def percent(share: float | None) -> str:
-    """Of a peak, where it is known."""
+    """Format a share of a peak; empty if the peak is not known."""
     return "" if share is None else f"{share:.1%}"
 
 

@@ -1,4 +1,4 @@
-"""Two tensor ranks on two cores beside one process on one."""
+"""Speed-up of two tensor ranks on two cores relative to one process on one core."""
 
 from dataclasses import replace
 from functools import partial
@@ -28,10 +28,10 @@ TWO_RANKS = {
 
 
 def compare(setting: Setting, shape: Shape, precision: str) -> dict[str, Any]:
-    """How much faster two ranks are, with and without sequence parallelism and overlap.
+    """Return the speed-up of two ranks, with and without sequence parallelism and overlap.
 
     Raises:
-        AssertionError: they have not computed the same.
+        AssertionError: the contestants have not computed the same loss.
     """
     play = partial(Player, contestants.play)
     starts = {ONE: partial(play, OUR_ENTRY, shape, precision, {}, cores=setting.cores)}

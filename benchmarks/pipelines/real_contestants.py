@@ -1,4 +1,4 @@
-"""The contestants that train the same two stages: our engine, DeepSpeed's, torch's, one process.
+"""Contestants that train the same two stages: our engine, DeepSpeed's, torch's, one process.
 
 Each starts from the same weights and takes the same optimizer steps.
 """
@@ -53,7 +53,7 @@ OURS = {  # name -> schedule, chunks
 }
 STOCK, STOCK_V = "DeepSpeed's 1f1b", "DeepSpeed's dualpipev"
 TORCH = {"1f1b": "torch's 1f1b", "interleaved": "torch's interleaved"}  # by our schedule
-RIVALS = {  # of our schedules: who takes turns with them
+RIVALS = {  # our schedule -> contestants that it is compared with
     "1f1b": (STOCK, TORCH["1f1b"]),
     "interleaved": (STOCK, TORCH["interleaved"]),
     "zb-h1": (STOCK,),
@@ -63,9 +63,9 @@ RIVALS = {  # of our schedules: who takes turns with them
 
 @dataclass(frozen=True)
 class Setting:
-    """The model, which is recipes/tiny.toml's made larger, and its batch.
+    """The model, a larger version of that in recipes/tiny.toml, and its batch.
 
-    rounds: that are timed, after one that is not
+    rounds: number of timed rounds, after an untimed one
     """
 
     layers: int = 12
@@ -78,7 +78,7 @@ class Setting:
     rounds: int = 7
 
     def recipe(self, schedule: str, chunks: int) -> Recipe:
-        """With a schedule."""
+        """Return the recipe with a schedule."""
         settings = {
             "model.layers": self.layers,
             "model.hidden_size": self.hidden_size,
@@ -98,12 +98,12 @@ class Setting:
 
 
 class Turn(NamedTuple):
-    """What a contestant's step gives on a rank.
+    """The results of a contestant's step on a rank.
 
-    loss: where it is known
-    events: of our engine
+    loss: None if it is not known
+    events: events of our engine
     parts: seconds of all passes and of the optimizer, where one process does everything
-    computed: when all gradients were there
+    computed: time at which all gradients were computed
     """
 
     loss: float | None = None
@@ -116,9 +116,9 @@ Contestant = Callable[[Tensor, Tensor], Turn]  # tokens and labels, [b, s] of al
 
 
 def build_match(setting: Setting, ours: str) -> Iterator[tuple[str, Contestant]]:
-    """One process, one of our schedules and its rivals, in the order of their turns.
+    """Build one process, one of our schedules and its rivals, in the order of their turns.
 
-    No more at a time: what all keep in memory slows each of them, and not alike.
+    Other schedules are measured separately, because memory of idle contestants slows the others.
     """
     whole = setting.recipe("1f1b", 1)
     is_first = dist.get_rank() == 0
@@ -154,7 +154,7 @@ PLAIN = {TokenEmbedding: PlainEmbedding, Block: PlainBlock}
 
 
 def plain_specs(recipe: Recipe) -> list[LayerSpec]:
-    """The model's layers, as others call them."""
+    """Return the model's layers in a form that other engines can call."""
     return [
         LayerSpec(PLAIN.get(spec.typename, spec.typename), *spec.module_args, **spec.module_kwargs)
         for spec in layer_specs(recipe.model, TensorAxis())
@@ -162,7 +162,7 @@ def plain_specs(recipe: Recipe) -> list[LayerSpec]:
 
 
 def with_first_weights(model: nn.Module, recipe: Recipe) -> nn.Module:
-    """The model, initialised as our engine's is."""
+    """Initialize the model like our engine's, and return it."""
     initialize(
         logical_parameters(model, recipe.model),
         recipe.model,
@@ -184,7 +184,7 @@ def loss_of_logits(recipe: Recipe) -> Callable[[Tensor, Tensor], Tensor]:
 
 
 class Sequential:
-    """One process with all layers and a plain optimizer."""
+    """A single process with all layers and a plain optimizer."""
 
     def __init__(self, recipe: Recipe, setting: Setting):
         specs = plain_specs(recipe)
@@ -194,7 +194,7 @@ class Sequential:
         self.micro_batches = setting.micro_batches
 
     def step(self, tokens: Tensor, labels: Tensor) -> Turn:
-        """Forward, backward and update."""
+        """Run forward, backward and update."""
         start = time.perf_counter()
         losses = []
         batch = tokens.chunk(self.micro_batches), labels.chunk(self.micro_batches)
@@ -211,7 +211,7 @@ class Sequential:
 
 
 def build_ours(recipe: Recipe, setting: Setting) -> Contestant:
-    """Our engine, as recipes/pretrain.py builds it."""
+    """Build our engine as recipes/pretrain.py does."""
     topology = Topology(pipeline=STAGES, data=1, tensor=1)
     engine = build_from_recipe(recipe, topology, build_deepspeed_config(recipe, topology))
     recording = Recording(engine.wrapped)
@@ -228,7 +228,7 @@ def build_ours(recipe: Recipe, setting: Setting) -> Contestant:
 
 
 def build_stock(recipe: Recipe, setting: Setting) -> Contestant:
-    """DeepSpeed's engine with the same settings and the same layers on each stage."""
+    """Build DeepSpeed's engine with the same settings and the same layers on each stage."""
     topology = Topology(pipeline=STAGES, data=1, tensor=1)
     with quiet():
         model = (DualPipeVModule if recipe.layout.chunks == 2 else PipelineModule)(
@@ -253,7 +253,7 @@ def build_stock(recipe: Recipe, setting: Setting) -> Contestant:
 
 
 def build_torch(recipe: Recipe, setting: Setting) -> Contestant:
-    """torch.distributed.pipelining, with the same optimizer and clipping over both stages."""
+    """Build torch.distributed.pipelining with the same optimizer and clipping over both stages."""
     rank, device = dist.get_rank(), torch.device("cpu")
     loss_fn = loss_of_logits(recipe)
     model = with_first_weights(SequentialModel(plain_specs(recipe)), recipe)

@@ -1,6 +1,6 @@
-"""Two stages of a real model on two cores, one thread each: our engine, others, and the bound.
+"""Two stages of a real model on two cores with one thread each: our engine, others, and a bound.
 
-Each of our schedules meets its rivals by itself; in each round one after the other takes a step
+Each of our schedules is compared with its rivals separately; in each round, all run a step in turn
 with the same batch.
 """
 
@@ -31,7 +31,7 @@ from models.pipeline.schedule.simulation import pipeline_seconds, simulate, typi
 from recipes.training.runtime.processes import keep_memory
 from tests.ranks import join_world, run_ranks
 
-SECONDS = 600  # for all rounds of a match
+MATCH_TIMEOUT_SECONDS = 600
 TOLERANCE = 1e-4  # of losses
 
 
@@ -43,11 +43,11 @@ class RankStep(NamedTuple):
     turn: Turn
 
 
-Steps = Sequence[tuple[RankStep, ...]]  # of a contestant: by round, then by rank
+Steps = Sequence[tuple[RankStep, ...]]  # steps of a contestant by round, then by rank
 
 
 def compare(setting: Setting) -> dict[str, object]:
-    """Each of our schedules beside its rivals, and the figures of the best one.
+    """Compare each of our schedules with its rivals, and return the figures of the best one.
 
     Raises:
         AssertionError: the contestants have not computed the same.
@@ -66,12 +66,12 @@ def compare(setting: Setting) -> dict[str, object]:
 
 
 def match(setting: Setting, name: str) -> dict[str, Any]:
-    """By each contestant's best round: what else runs on the machine only makes them slower.
+    """Compare a schedule with its rivals by each contestant's best round.
 
-    of_bound: the speed-up over one process as a part of what it could be
-    over: how much longer rivals take; until the gradients are there, for those without an optimizer
+    of_bound: speed-up over one process relative to its upper bound
+    over: rivals' time relative to ours; also until the gradients are computed, without optimizer
     """
-    ranks = run_ranks(STAGES, time_rank, setting, name, seconds=SECONDS)
+    ranks = run_ranks(STAGES, time_rank, setting, name, seconds=MATCH_TIMEOUT_SECONDS)
     steps = {each: list(zip(*(rank[each] for rank in ranks), strict=True)) for each in ranks[0]}
     check_losses(steps)
     seconds = {each: min(map(step_seconds, turns)) for each, turns in steps.items()}
@@ -95,7 +95,7 @@ def match(setting: Setting, name: str) -> dict[str, Any]:
 
 
 def check_losses(steps: Mapping[str, Steps]) -> None:
-    """All contestants compute the same."""
+    """Check that all contestants compute the same loss."""
     for name, rounds in steps.items():
         for one, ranks in zip(steps[ONE], rounds, strict=True):
             found = [rank.turn.loss for rank in ranks if rank.turn.loss is not None]
@@ -104,17 +104,17 @@ def check_losses(steps: Mapping[str, Steps]) -> None:
 
 
 def step_seconds(ranks: Sequence[RankStep]) -> float:
-    """From the barrier until the last rank is through."""
+    """Return the seconds from the barrier until the last rank has ended."""
     return max(rank.end for rank in ranks) - min(rank.start for rank in ranks)
 
 
 def computed_seconds(ranks: Sequence[RankStep]) -> float:
-    """From the barrier until all gradients are there; torch's pipelining has no optimizer."""
+    """Return the seconds until all gradients exist; torch's pipelining has no optimizer."""
     return max(rank.turn.computed for rank in ranks) - min(rank.start for rank in ranks)
 
 
 def bound(setting: Setting, name: str, steps: Mapping[str, Steps]) -> float:
-    """Seconds of a step of our engine if nothing but the passes and the optimizer took time.
+    """Return the seconds of our engine's step if only the passes and the optimizer took time.
 
     All passes together take what one process takes for them, divided as it was measured; they run
     as the schedule's simulation says. The optimizer's time is halved.
@@ -136,7 +136,7 @@ def bound(setting: Setting, name: str, steps: Mapping[str, Steps]) -> float:
 
 
 def time_rank(setting: Setting, name: str) -> dict[str, list[RankStep]]:
-    """On a rank, which keeps to a core of its own: the steps of a match's contestants."""
+    """Run the steps of a match's contestants on a rank, which is pinned to a core."""
     keep_memory()
     cores = sorted(os.sched_getaffinity(0))[-STAGES:]  # systems like to run on the first ones
     os.sched_setaffinity(0, {cores[int(os.environ["RANK"])]})  # before there are other threads
@@ -155,7 +155,7 @@ def time_rank(setting: Setting, name: str) -> dict[str, list[RankStep]]:
 
 
 def draw_batch(setting: Setting, seed: int) -> tuple[Tensor, Tensor]:
-    """Tokens and labels of a step, int64 [b, s]."""
+    """Return the tokens and labels of a step, int64 [b, s]."""
     generator = torch.Generator().manual_seed(seed)
     shape = (setting.micro_sequences * setting.micro_batches, setting.sequence_length + 1)
     drawn = torch.randint(setting.vocab_size, shape, generator=generator)

@@ -1,4 +1,4 @@
-"""Pipelines of layers that sleep instead of computing: only the engine needs the cores."""
+"""Pipelines of layers that sleep instead of computing, so that only the engine needs the cores."""
 
 import time
 from collections.abc import Callable
@@ -34,7 +34,7 @@ SHAPE = (1, 1, 8)  # of activations, [s, b, h]
 
 
 class Contestant(NamedTuple):
-    """A schedule and who runs it."""
+    """A schedule and its engine."""
 
     schedule: str
     chunks: int = 1
@@ -55,7 +55,7 @@ CONTESTANTS = {
 
 @dataclass(frozen=True)
 class Setting:
-    """What is timed.
+    """Settings of the measurement.
 
     forward: seconds of a micro-batch's forward pass through all chunks of a stage; of each of the
         two parts of its backward pass, too
@@ -68,7 +68,7 @@ class Setting:
     steps: int
 
     def pipeline(self, contestant: Contestant) -> Pipeline:
-        """What orders a contestant's passes."""
+        """Return the pipeline that orders a contestant's passes."""
         return Pipeline(
             stages=self.stages,
             micro_batches=self.micro_batches,
@@ -77,7 +77,7 @@ class Setting:
         )
 
     def contestants(self) -> dict[str, Pipeline]:
-        """The contestants that run with so many micro-batches."""
+        """Return the contestants that support this number of micro-batches."""
         found = {}
         for name, contestant in CONTESTANTS.items():
             try:
@@ -87,12 +87,12 @@ class Setting:
         return found
 
     def seconds(self, pipeline: Pipeline, work: Pass) -> float:
-        """How long a pass sleeps."""
+        """Return the seconds that a pass sleeps."""
         parts = 2 if work.kind == BACKWARD and not pipeline.splits else 1
         return parts * self.forward / pipeline.chunks
 
     def theory(self, pipeline: Pipeline) -> float:
-        """Seconds of a step by the table in `models/pipeline/schedule/order.py`."""
+        """Return the seconds of a step by the table in `models/pipeline/schedule/order.py`."""
         p, m, v = pipeline.stages, pipeline.micro_batches, pipeline.chunks
         forwards = {
             "1f1b": 3 * (m + p - 1),
@@ -108,7 +108,7 @@ class Step(NamedTuple):
     """One step of all stages.
 
     seconds: from the barrier before it until the last rank is through, optimizer and loss included
-    passes: what ran when
+    passes: start and end of each pass
     """
 
     seconds: float
@@ -121,7 +121,7 @@ class Step(NamedTuple):
         return pipeline_seconds(self.passes) - start
 
     def simulated(self, pipeline: Pipeline) -> Timeline:
-        """When these passes, each as long as it was, would have run if nothing else took time."""
+        """Simulate the passes with their measured durations and no other costs."""
         took = {timed.work: timed.end - timed.start for stage in self.passes for timed in stage}
         return simulate(pipeline, took.__getitem__)
 
@@ -134,11 +134,11 @@ class Found(NamedTuple):
 
     @property
     def best(self) -> Step:
-        """The one whose passes were through first."""
+        """The step with the shortest makespan."""
         return min(self.steps, key=lambda step: step.makespan)
 
     def ratios(self, setting: Setting) -> dict[str, float]:
-        """Of the best step; seconds beside them."""
+        """Return the ratios and seconds of the best step."""
         best, theory = self.best, setting.theory(self.pipeline)
         simulated = pipeline_seconds(best.simulated(self.pipeline))
         return {
@@ -151,7 +151,7 @@ class Found(NamedTuple):
 
 
 def time_all(setting: Setting) -> dict[str, Found]:
-    """Every contestant's steps; one after the other, so that what disturbs one disturbs all."""
+    """Return every contestant's steps, interleaved so that disturbances affect all contestants."""
     ranks = run_ranks(setting.stages, time_rank, setting)
     found = {}
     for name, pipeline in setting.contestants().items():
@@ -164,7 +164,7 @@ RankStep = tuple[float, float, list[Event]]  # start, end and events of one rank
 
 
 def joined(pipeline: Pipeline, ranks: tuple[RankStep, ...]) -> Step:
-    """What the ranks have seen of a step."""
+    """Join the ranks' recordings of a step."""
     start = min(rank[0] for rank in ranks)
     passes: Timeline = []
     for order, (_, _, events) in zip(pipeline.orders, ranks, strict=True):
@@ -180,7 +180,7 @@ def joined(pipeline: Pipeline, ranks: tuple[RankStep, ...]) -> Step:
 
 
 def time_rank(setting: Setting) -> dict[str, list[RankStep]]:
-    """On a rank: the steps of every contestant."""
+    """Run every contestant's steps on a rank."""
     join_world()
     engines = {
         name: build(setting, pipeline, is_stock=CONTESTANTS[name].is_stock)
@@ -199,7 +199,7 @@ def time_rank(setting: Setting) -> dict[str, list[RankStep]]:
 
 
 def run_step(engine: PipelineEngine) -> tuple[float, float]:
-    """Its start and end."""
+    """Run a step, and return its start and end."""
     micro_batch = torch.ones(SHAPE), torch.ones(SHAPE)
     if isinstance(engine.module, Stage):
         engine.module.take_contexts([Context()] * engine.micro_batches)
@@ -271,12 +271,12 @@ def deepspeed_config(setting: Setting) -> dict[str, Any]:
 
 
 def loss(y: Tensor, labels: Tensor) -> Tensor:
-    """Of two [s, b, h], some number."""
+    """Return an arbitrary scalar of two tensors [s, b, h]."""
     return (y * labels).mean()
 
 
 class SleepingLayer(Deferring):
-    """x times a weight for each column, at leisure.
+    """A layer that multiplies x by a weight per column, and sleeps.
 
     seconds: of the forward pass and of each part of the backward pass
     """
@@ -287,7 +287,7 @@ class SleepingLayer(Deferring):
         self.weight = nn.Parameter(torch.ones(SHAPE[-1]))
 
     def forward(self, x: Tensor, labels: Tensor | None = None) -> Tensor:
-        """[s, b, h] to [s, b, h]; given labels of the same shape, to a loss."""
+        """Map [s, b, h] to [s, b, h], or to a loss if labels of this shape are given."""
         y = _SleepingProduct.apply(x, self.weight, self)
         return y if labels is None else loss(y, labels)
 

@@ -1,6 +1,6 @@
-"""Every shipped recipe is the published model, goes on its own cluster, and trains when made small.
+"""Every shipped recipe is the published model, fits its own cluster, and trains when shrunk.
 
-What is published is typed here again, apart from the recipes, each with its source.
+The published values are repeated here, independently of the recipes, each with its source.
 """
 
 import math
@@ -244,7 +244,7 @@ def small_variant(name: str, corpus: Path) -> ProofCase:
 
 
 def train_worker(corpus: str) -> dict[str, Training]:
-    """What each small recipe's training came to."""
+    """Results of training each shrunk recipe."""
     outcomes = try_cases(small_variant(name, Path(corpus)) for name in NAMES)
     return {
         name: Training(

@@ -200,7 +200,7 @@ def test_a_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     ("file", "problem"),
     [
         ("plan.gif", "plan.gif is not a .png, .svg or .pdf; use plan.png"),
-        ("gone/plan.png", "gone/plan.png: there is no folder"),
+        ("gone/plan.png", "gone/plan.png: folder "),
         (".png", ".png is not a .png, .svg or .pdf; use plan.png"),
     ],
 )

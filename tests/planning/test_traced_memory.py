@@ -1,4 +1,4 @@
-"""The planner's memory beside what DeepSpeed allocates: every formula against a trace."""
+"""The planner's memory formulas agree with traces of DeepSpeed's allocations."""
 
 from pathlib import Path
 
@@ -107,7 +107,7 @@ def planned_job(path: Path, overrides: list[str]) -> tuple[Recipe, Job]:
 
 
 def difference(recipe: Recipe, job: Job, stage: int) -> float:
-    """What is planned for a stage relative to what its first rank has allocated."""
+    """Return the relative error of a stage's planned memory against its first rank's trace."""
     ranks = job.machine.gpus // job.layout.pipeline
     traced = trace(recipe, job.machine.gpus, job.machine.gpus_per_node, stage * ranks)
     return memory_of_stage(job, stage).counted / traced.peak_bytes - 1

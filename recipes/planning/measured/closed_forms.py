@@ -61,14 +61,14 @@ def evaluate(path: Path) -> dict[str, Any]:
             predicted, printed = zero(cells) if "stage" in cells else korthikanti(cells)
         except UserError as error:
             raise UserError(f"{path}, row {row}: {error}") from None
-        error = 100 * (predicted / printed - 1)
-        errors.append(abs(error))
+        deviation = 100 * (predicted / printed - 1)
+        errors.append(abs(deviation))
         rows.append(
             {
                 "row_id": f"{path.stem}-{row:04}",
                 "predicted_memory_gb": predicted,
                 "measured_memory_gb": printed,
-                "memory_error_percent": error,
+                "memory_error_percent": deviation,
             }
         )
     return {

@@ -1,7 +1,7 @@
 """Exhaustive search for the fastest layouts of a model on a machine."""
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cache
 from heapq import nsmallest
@@ -51,7 +51,9 @@ class SearchResult:
     nearest: tuple[JobLayout, float] | None = None
 
 
-def search(job: Job, top: int) -> SearchResult:
+def search(
+    job: Job, top: int, *, predict_time: Callable[[Job], StepTime] = step_time
+) -> SearchResult:
     """Find the `top` fastest layouts that fit for a job's model, batch and machine.
 
     This is the procedure of the Ultra-Scale Playbook (Hugging Face 2025: fit a step in memory,
@@ -87,7 +89,7 @@ def search(job: Job, top: int) -> SearchResult:
                 memory = memory_within(candidate, limit)
             fits = memory.total <= limit
         if fits:
-            fitting.append(Plan(candidate, memory, step_time(candidate)))
+            fitting.append(Plan(candidate, memory, predict_time(candidate)))
         else:
             result.rejected["too large for a GPU"] += 1
     result.plans = nsmallest(top, fitting, key=lambda plan: (plan.time.total, plan.memory.total))
