@@ -243,7 +243,7 @@ MUTANTS = {  # seeded fault -> changes of the recipe, the layout it must show in
         {"data__separate_documents": True},
         {"pipeline": 2},
     ),
-    "the last weight that was put off is forgotten": (
+    "the last deferred weight gradient is dropped": (
         {},
         {"pipeline": 2, "schedule": "zb-h1"},
     ),
@@ -311,7 +311,7 @@ def seeded_fault(fault: str) -> Iterator[None]:
                 [replace(each, documents=None) for each in contexts] if self.stage_id else contexts,
             ),
         ),
-        "the last weight that was put off is forgotten": (
+        "the last deferred weight gradient is dropped": (
             "models.parallel.deferral.Deferral.take",
             lambda self: TAKE(self)[:-1],
         ),
