@@ -47,7 +47,7 @@ from recipes.training.tracking.step_clock import StepClock
 if TYPE_CHECKING:
     from recipes.training.checkpoint.writer import CheckpointWriter
     from recipes.training.data.dataset import TrainingData
-    from recipes.training.data.prefetcher import Feed
+    from recipes.training.data.prefetcher import Prefetcher
     from recipes.training.engine.engine import Engine
     from recipes.training.supervision.loss_watch import LossWatch
     from recipes.training.supervision.supervisor import Supervisor
@@ -99,7 +99,7 @@ def pretrain() -> None:
     from recipes.training.checkpoint.resume import Request, begin_branch, find_start, hold_together
     from recipes.training.checkpoint.writer import CheckpointWriter
     from recipes.training.data.dataset import TrainingData
-    from recipes.training.data.prefetcher import Feed
+    from recipes.training.data.prefetcher import Prefetcher
     from recipes.training.engine.engine import build_engine
     from recipes.training.runtime.processes import check_machine, hosts_of_ranks, start_processes
     from recipes.training.supervision.loss_watch import LossWatch
@@ -186,7 +186,7 @@ def pretrain() -> None:
             topology=topology,
             folder=folder,
             data=data,
-            feed=Feed(data.step, last_step=recipe.training.steps, pinned=engine.on_gpu),
+            feed=Prefetcher(data.step, last_step=recipe.training.steps, pinned=engine.on_gpu),
             engine=engine,
             meter=Meter(
                 recipe, world.size, precision=number_format, device_name=engine.device_name
@@ -229,7 +229,7 @@ class Run:
     topology: Topology
     folder: RunFolder
     data: "TrainingData"
-    feed: "Feed"
+    feed: "Prefetcher"
     engine: "Engine"
     meter: "Meter"
     clock: StepClock

@@ -105,7 +105,7 @@ def train_in_turns(
 
 
 class InTurns:
-    """`Feed.take`, which ends the step before and waits for the parent to begin the next."""
+    """`Prefetcher.take`, which ends the step before and waits for the parent to begin the next."""
 
     def __init__(self, pipe: Connection, take: Callable[[int], Any]):
         self.pipe, self.take = pipe, take

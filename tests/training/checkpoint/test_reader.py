@@ -12,7 +12,8 @@ import pytest
 from models.errors import UserError
 from recipes.training.checkpoint.manifest import Manifest
 from recipes.training.checkpoint.reader import Found, check_same_run
-from recipes.training.data.dataset import TrainingData, fingerprint
+from recipes.training.data.dataset import TrainingData
+from recipes.training.data.fingerprint import fingerprint
 from recipes.training.recipe.loading import parse_recipe
 from recipes.training.recipe.schema import Recipe
 from recipes.training.recipe.topology import Topology

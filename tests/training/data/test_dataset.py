@@ -15,14 +15,9 @@ from models.errors import UserError
 from models.parallel.rng import MaskKey
 from recipes.preparing.own_files import OwnFiles
 from recipes.training.recipe.blend_weights import check_weights, whole_shares
-from recipes.training.data.dataset import (
-    TrainingData,
-    Windows,
-    choose_sources,
-    document_starts,
-    fingerprint,
-    permuted,
-)
+from recipes.training.data.dataset import TrainingData, Windows
+from recipes.training.data.mixing import choose_sources, permuted
+from recipes.training.data.fingerprint import document_starts, fingerprint
 from recipes.training.data.micro_batch import MicroBatch
 from recipes.training.run_folder.progress import Progress
 from recipes.training.recipe.schema import Recipe
@@ -376,7 +371,7 @@ REFUSED: dict[str, tuple[Callable[[Path], Any], dict[str, Any], str]] = {
         "is not the tokenizer that made .*use that one"),
     "no tokenizer": (
         lambda folder: (folder / "tokenizer" / "tokenizer.json").unlink(), {},
-        r"no tokenizer\.json there"),
+        r"has no tokenizer\.json"),
     "less than one window": (
         write_manifest, {"model__sequence_length": 100_000}, "less than one window"),
     "too few windows to validate on": (
