@@ -159,8 +159,8 @@ def write_weights(source: CheckpointReader, folder: Path, *, dtype: str) -> None
 
 
 def _bytes(tensor: Tensor) -> memoryview:
-    """A tensor's elements; numpy knows no bf16."""
-    return memoryview(tensor.contiguous().view(-1).view(torch.uint8).numpy())
+    """Return a tensor's bytes; numpy has no bf16."""
+    return tensor.contiguous().view(-1).view(torch.uint8).numpy().data
 
 
 def model_card(source: CheckpointReader, dtype: str) -> str:

@@ -10,10 +10,10 @@ from recipes.training.recipe.topology import Topology, World, rank_map
 from recipes.training.run_folder.folder import RunFolder
 
 if TYPE_CHECKING:  # it needs torch, which takes a second
-    from recipes.training.checkpoint.reader import Found
+    from recipes.training.checkpoint.reader import ResumePoint
 
 
-def tell_skipped(folder: RunFolder, found: "Found") -> None:
+def tell_skipped(folder: RunFolder, found: "ResumePoint") -> None:
     """Say which checkpoints could not be used."""
     for path, damage in found.skipped.items():
         folder.event("skip", found.progress.step, checkpoint=str(path), reason=damage)
@@ -28,7 +28,7 @@ NOT_COMPILED = (
 
 
 def announce(
-    recipe: Recipe, topology: Topology, hosts: list[str], folder: RunFolder, found: "Found"
+    recipe: Recipe, topology: Topology, hosts: list[str], folder: RunFolder, found: "ResumePoint"
 ) -> None:
     """Say what is about to run, and where."""
     print(
