@@ -178,7 +178,7 @@ def is_readable(file: Path) -> bool:
 
 
 def is_whole(file: Path, text_is: str) -> bool:
-    """Whether a file is one document."""
+    """Return True if a file is one document."""
     return text_is == "file" and format_of(file) == ".txt"
 
 
@@ -213,7 +213,7 @@ def open_file(file: Path, column: str) -> Format:
 
 
 def is_array(file: Path) -> bool:
-    """Whether a JSON file is one array, and not an object per line."""
+    """Return True if a JSON file is one array, and not an object per line."""
     with open_bytes(file) as stream:
         return stream.read(4096).lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"[")
 

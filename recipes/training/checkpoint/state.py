@@ -66,7 +66,7 @@ class TrainingState(ABC):
 
     @property
     def updates(self) -> int:
-        """How many steps the optimizer has taken."""
+        """The number of steps that the optimizer has taken."""
         return int(self._adam(self.weights[0])["step"])
 
     @property

@@ -34,7 +34,7 @@ MARGIN = timedelta(minutes=5)  # of the time limit of collectives over that of s
 
 
 def on_gpu() -> bool:
-    """Whether DeepSpeed runs on GPUs here."""
+    """Return True if DeepSpeed runs on GPUs here."""
     return get_accelerator().device_name() == "cuda"
 
 
