@@ -21,7 +21,8 @@ import time
 
 import numpy as np
 
-from recipes.training.data.dataset import Windows, permuted
+from recipes.training.data.dataset import Windows
+from recipes.training.data.mixing import permuted
 from recipes.training.data.token_file import HEADER, MAGIC, TokenFile
 
 SEQUENCE_LENGTH = 2048

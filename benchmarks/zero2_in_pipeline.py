@@ -26,10 +26,8 @@ from recipes.planning.inputs.kernels import BYTES
 from recipes.planning.inputs.stage_contents import stage_parameters
 from recipes.planning.search.layout_search import search
 from recipes.planning.time.network import gather_seconds
-from recipes.planning.time.step_time import StepTime
-from recipes.training.recipe.loading import load_recipe
-from recipes.training.recipe.loading import shipped_recipes
-from recipes.planning.time.step_time import step_time
+from recipes.planning.time.step_time import StepTime, step_time
+from recipes.training.recipe.loading import load_recipe, shipped_recipes
 
 MIN_GPUS = 16
 

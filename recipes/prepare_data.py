@@ -143,7 +143,7 @@ def check_the_same(options: argparse.Namespace, output: Path) -> None:
 
 
 def what_decides(options: argparse.Namespace) -> dict[str, Any]:
-    """The options that decide what a corpus holds."""
+    """Return the options that determine the content of a corpus."""
     chosen = {key: vars(options)[key] for key in DECISIVE}
     if options.tokenizer:
         del chosen["vocab_size"]
@@ -301,7 +301,7 @@ def clear(workspace: Path) -> None:
 
 
 def tell(manifest: dict[str, Any], output: Path) -> None:
-    """Say what has been prepared."""
+    """Print a summary of the prepared corpus."""
     for part, facts in manifest["files"].items():
         print(f"{part}: {facts['documents']:,} documents, {facts['tokens']:,} tokens")
     for kind, skipped in manifest["skipped"].items():

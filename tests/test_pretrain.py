@@ -240,7 +240,7 @@ def test_the_same_seed_gives_the_same_metrics_and_never_starts_again(
             ["--set", "model.layers=3", "--set", "model.rope_theta=5e5"],
             "model.layers = 2 (here 3), model.rope_theta = 10000.0 (here 500000.0)",
         ),
-        (["--resume", "nowhere"], "--resume nowhere: no checkpoint there"),
+        (["--resume", "nowhere"], "--resume nowhere: the path has no checkpoint"),
     ],
 )
 def test_a_different_experiment_is_not_resumed(
@@ -292,7 +292,7 @@ def shorten(file: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "damage", "named"),
     [
-        ("weights-00001.safetensors", flip_a_bit, "is not what was written"),
+        ("weights-00001.safetensors", flip_a_bit, "has changed since the save"),
         ("moments-00000.safetensors", shorten, "bytes instead of"),
         ("manifest.json", Path.unlink, "is missing"),
     ],
@@ -330,7 +330,7 @@ def test_a_run_whose_checkpoints_are_all_damaged_does_not_start_again(
         flip_a_bit(folder / f"checkpoints/step-000000{step}/manifest.json")
     before = metrics(folder)
     output = rejected(recipe_file, "--run-dir", folder)
-    assert "no checkpoint here can be trusted" in output and "step-0000004" in output
+    assert "all checkpoints here are damaged" in output and "step-0000004" in output
     assert "Traceback" not in output and metrics(folder) == before
 
 

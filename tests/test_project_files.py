@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.conftest import LONGEST_FILES
-from tests.conftest import TESTS
+from recipes.training.recipe.loading import REPOSITORY
+from tests.conftest import LONGEST_FILES, TESTS
 
 PROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
 CONTRIBUTING = (REPOSITORY / "CONTRIBUTING.md").read_text()

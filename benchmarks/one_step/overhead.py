@@ -104,7 +104,7 @@ def train_in_turns(pipe: Connection, train: Callable[..., Any], run: Run, step: 
 
 
 class InTurns:
-    """`Feed.take`, which ends the step before and waits for the parent to begin the next."""
+    """`Prefetcher.take`, which ends the step before and waits for the parent to begin the next."""
 
     def __init__(self, pipe: Connection, take: Callable[[int], Any]):
         self.pipe, self.take = pipe, take

@@ -15,7 +15,7 @@ from models.errors import UserError
 from models.hugging_face import Counterpart, counterparts, model_settings
 from models.layer_specs import logical_shapes
 from recipes.training.checkpoint.manifest import Manifest
-from recipes.training.checkpoint.tensor_file import TensorFileWriter, split_by_size
+from recipes.training.checkpoint.tensor_file import FileRecord, TensorFileWriter, split_by_size
 from recipes.training.run_folder.provenance import versions
 
 WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -181,7 +181,8 @@ def adopt(folder: Path, output: Path) -> ModelConfig:
             f"{folder}: {sorted(unknown)[0]} and {len(unknown) - 1} more tensors have no place in "
             f"a model with this config.json"
         )
-    files, tensors = {}, {}
+    files: dict[str, FileRecord] = {}
+    tensors: dict[str, str] = {}
     for number, names in enumerate(split_by_size(shapes, dtype="F32")):
         file = f"weights-{number:05d}.safetensors"
         own = {name: shapes[name] for name in names}
@@ -189,8 +190,8 @@ def adopt(folder: Path, output: Path) -> ModelConfig:
             for name in names:
                 parts = table[name].shapes(shapes[name]).items()
                 joined = table[name].join(theirs.read(part, shape) for part, shape in parts)
-                writer.write(name, memoryview(joined.numpy()))
-        files[file] = writer.facts
+                writer.write(name, joined.numpy().data)
+        files[file] = writer.record
         tensors |= dict.fromkeys(names, file)
     Manifest(
         step=0,

@@ -17,7 +17,7 @@ from recipes.preparing.tokenizer import document_start, load_tokenizer
 from recipes.training.checkpoint.reader import CheckpointReader
 from recipes.training.checkpoint.state import WEIGHTS
 from recipes.training.checkpoint.tensor_file import BYTES, TensorFileWriter, split_by_size
-from recipes.training.data.dataset import document_starts
+from recipes.training.data.fingerprint import document_starts
 from recipes.training.data.token_file import tokenizer_hash
 from recipes.training.recipe.loading import parse_recipe
 from recipes.training.recipe.sections import repository_path
@@ -159,8 +159,8 @@ def write_weights(source: CheckpointReader, folder: Path, *, dtype: str) -> None
 
 
 def _bytes(tensor: Tensor) -> memoryview:
-    """A tensor's elements; numpy knows no bf16."""
-    return memoryview(tensor.contiguous().view(-1).view(torch.uint8).numpy())
+    """Return a tensor's bytes; numpy has no bf16."""
+    return tensor.contiguous().view(-1).view(torch.uint8).numpy().data
 
 
 def model_card(source: CheckpointReader, dtype: str) -> str:

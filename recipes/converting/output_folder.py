@@ -25,10 +25,14 @@ def output_folder(path: Path, *, reading: Path, overwrite: bool) -> Iterator[Pat
     _check(path, reading, overwrite)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        # Names that no other process has, which may be writing the same.
-        beside = {"dir": path.parent, "prefix": f"{path.name}.", "suffix": ".incomplete"}
-        with tempfile.TemporaryDirectory(**beside, ignore_cleanup_errors=True) as room:
-            workspace, old = Path(room) / "new", Path(room) / "old"
+        # The name is unique, because another process may be writing the same output.
+        with tempfile.TemporaryDirectory(
+            dir=path.parent,
+            prefix=f"{path.name}.",
+            suffix=".incomplete",
+            ignore_cleanup_errors=True,
+        ) as folder:
+            workspace, old = Path(folder) / "new", Path(folder) / "old"
             workspace.mkdir()
             yield workspace
             for file in (*workspace.rglob("*"), workspace):

@@ -15,7 +15,7 @@ from recipes.converting.verified_source import model_of
 from recipes.training.checkpoint.assembly import deal
 from recipes.training.checkpoint.manifest import tensor_key
 from recipes.training.checkpoint.reader import CheckpointReader, differences
-from recipes.training.checkpoint.tensor_file import TensorFileWriter
+from recipes.training.checkpoint.tensor_file import FileRecord, TensorFileWriter
 from recipes.training.checkpoint.writer import FILES
 from recipes.training.recipe.deepspeed_config import build_deepspeed_config
 from recipes.training.recipe.loading import apply_overrides, parse_recipe
@@ -51,9 +51,10 @@ def new_recipe(
 
 
 def reshape(source: CheckpointReader, output: Path, *, recipe: Recipe, topology: Topology) -> None:
-    """Write the tensors dealt to the new ranks' files, one tensor in memory at a time."""
+    """Write the tensors into files of the new ranks, with one tensor in memory at a time."""
     shapes = logical_shapes(model_of(source))
-    files, tensors = {}, {}
+    files: dict[str, FileRecord] = {}
+    tensors: dict[str, str] = {}
     owners = deal(shapes, topology.world_size)
     for rank in range(topology.world_size):
         names = [name for name in shapes if owners[name] == rank]
@@ -65,8 +66,8 @@ def reshape(source: CheckpointReader, output: Path, *, recipe: Recipe, topology:
                 continue
             with TensorFileWriter(output / file, own, dtype="F32") as writer:
                 for key, (kind, name) in keys.items():
-                    writer.write(key, memoryview(source.tensor(kind, name).numpy()))
-            files[file] = writer.facts
+                    writer.write(key, source.tensor(kind, name).numpy().data)
+            files[file] = writer.record
             tensors |= dict.fromkeys(own, file)
     replace(
         source.manifest,

@@ -1,4 +1,4 @@
-"""The checkpoint that a command reads, verified."""
+"""The verified checkpoint that a command reads."""
 
 from pathlib import Path
 
@@ -10,10 +10,10 @@ from recipes.training.run_folder.checkpoint_folders import published
 
 
 def open_checkpoint(path: Path) -> CheckpointReader:
-    """A checkpoint, or the newest undamaged one of a run folder.
+    """Open a checkpoint, or the newest undamaged one of a run folder.
 
     Raises:
-        UserError: there is none, or it is damaged.
+        UserError: there is no checkpoint, or it is damaged.
     """
     if (path / "manifest.json").is_file():
         damage = next(find_damages(path), None)
@@ -31,5 +31,5 @@ def open_checkpoint(path: Path) -> CheckpointReader:
 
 
 def model_of(source: CheckpointReader) -> ModelConfig:
-    """The architecture, of a run's checkpoint or of weights from elsewhere."""
+    """Return the architecture of a run's checkpoint or of imported weights."""
     return ModelConfig(**source.manifest.recipe["model"])

@@ -44,8 +44,8 @@ class Piece:
     """A part of a source.
 
     files: paths, or the name of a dataset
-    start, stop: bytes, row groups or rows, by the format; stop None: to the end
-    size: in bytes, for the time that is left
+    start, stop: bytes, row groups or rows, depending on the format; stop None: to the end
+    size: in bytes, for the estimate of the remaining time
     version: changes when the files do
     """
 
@@ -244,6 +244,7 @@ class Parquet(Format):
     def rows(self, piece: Piece) -> Iterator[Row]:
         """The rows of the piece's row groups."""
         with parquet.ParquetFile(self.file) as content:
+            assert piece.stop is not None  # only pieces of text files reach to the end
             groups = range(piece.start, piece.stop)
             number = sum(content.metadata.row_group(g).num_rows for g in range(piece.start))
             batches = content.iter_batches(ROWS_AT_ONCE, row_groups=groups, columns=[self.column])
@@ -287,8 +288,10 @@ class Rows(Format):
 
     def rows(self, piece: Piece) -> Iterator[Row]:
         """Yield the rows of the piece."""
-        starts = range(piece.start, piece.stop, ROWS_AT_ONCE)
-        batches = (self.dataset[n : min(n + ROWS_AT_ONCE, piece.stop)] for n in starts)
+        stop = piece.stop
+        assert stop is not None  # only pieces of text files reach to the end
+        starts = range(piece.start, stop, ROWS_AT_ONCE)
+        batches = (self.dataset[n : min(n + ROWS_AT_ONCE, stop)] for n in starts)
         for start, batch in zip(starts, from_library(batches, piece), strict=True):
             for number, text in enumerate(batch[self.column], start):
                 yield Row(number, document(text, self.column))

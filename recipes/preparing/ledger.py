@@ -8,7 +8,8 @@ import numpy as np
 
 from recipes.preparing.prepared_corpus import Origins
 from recipes.preparing.tokenizer import load_tokenizer
-from recipes.training.data.dataset import TrainingData, document_starts
+from recipes.training.data.dataset import TrainingData
+from recipes.training.data.fingerprint import document_starts
 from recipes.training.recipe.schema import Recipe
 from recipes.training.recipe.sections import repository_path
 from recipes.training.recipe.topology import Topology
@@ -33,19 +34,19 @@ def ledger(recipe: Recipe, run: Path, step: int, *, text: bool) -> Iterator[str]
     folder = repository_path(recipe.data.tokenizer)
     setting = f'data.tokenizer = "{recipe.data.tokenizer}"'
     tokenizer = load_tokenizer(folder, setting) if text else None
-    for source, start in zip(recipe.data.train, document_starts(recipe), strict=True):
+    for corpus_of_recipe, start in zip(recipe.data.train, document_starts(recipe), strict=True):
         if start:
-            yield f"documents of {source.path} begin with the tokens {start}"
+            yield f"documents of {corpus_of_recipe.path} begin with the tokens {start}"
     origins = [Origins(corpus.file.path) for corpus in data.sources]
     for sample, (source, window) in zip(samples, data.places(np.array(samples)), strict=True):
         corpus, path = data.sources[source], recipe.data.train[source].path
-        start, stop = window * length, (window + 1) * length + 1
+        first, stop = window * length, (window + 1) * length + 1
         documents = ", ".join(
             f"document {number}, its tokens {begin} .. {end - 1}"
             f"{from_where(origins[source][number])}"
-            for number, begin, end in corpus.file.documents_of(start, stop)
+            for number, begin, end in corpus.file.documents_of(first, stop)
         )
-        yield f"sample {sample}: {path} window {window}, tokens {start} .. {stop - 1}: {documents}"
+        yield f"sample {sample}: {path} window {window}, tokens {first} .. {stop - 1}: {documents}"
         if tokenizer:
             shown = tokenizer.decode(corpus.read(window))[:TEXT_SHOWN]
             yield f"  {json.dumps(shown, ensure_ascii=False)}"

@@ -46,22 +46,23 @@ def join(
     output: Path,
     facts: dict[str, Any],
 ) -> dict[str, Any]:
-    """Make a corpus of finished pieces, in their order; its manifest.
+    """Join finished pieces into a corpus, in their order; return its manifest.
 
-    The tokens are copied by the operating system and not read again: what is known of them has
-    been counted and hashed when they were written.
+    The operating system copies the tokens. They are not read again, because they were counted and
+    hashed when they were written.
 
-    output: a folder, which is made anew
-    facts: what the manifest says besides
+    output: a folder, which is deleted and created again
+    facts: further entries of the manifest
 
     Raises:
         UserError: a part without tokens.
     """
     shutil.rmtree(output, ignore_errors=True)
     output.mkdir(parents=True)
-    reports = [tokenization.find(*item) for item in pieces]
+    found = [tokenization.find(*item) for item in pieces]
+    reports = [report for report in found if report is not None]
     folders = [tokenization.folder / tokenization.name(*item) for item in pieces]
-    assert None not in reports
+    assert len(reports) == len(pieces)  # all pieces are finished
     skipped = add_up(tokenization, pieces, reports)
     files: dict[str, Any] = {}
     for part in PARTS:

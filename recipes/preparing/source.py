@@ -88,9 +88,9 @@ def find_files(name: str) -> list[Path]:
     if path.is_dir():
         if is_saved_dataset(path):
             return []
-        found = walk(path)
+        found = list(walk(path))
     elif glob.has_magic(name):
-        found = match(name)
+        found = list(match(name))
     elif format_of(path) in SUFFIXES or path.is_absolute():
         raise UserError(f"--source {name}: no such file")
     else:
@@ -178,7 +178,7 @@ def is_readable(file: Path) -> bool:
 
 
 def is_whole(file: Path, text_is: str) -> bool:
-    """Whether a file is one document."""
+    """Return True if a file is one document."""
     return text_is == "file" and format_of(file) == ".txt"
 
 
@@ -203,17 +203,17 @@ def open_file(file: Path, column: str) -> Format:
     try:
         if suffix == ".arrow":
             dataset = Dataset.from_file(str(file))
-        else:  # texts as they are: 001 is no number, NA not missing
+        else:  # keep all texts: 001 is not a number, and NA is not a missing value
             texts = {"keep_default_na": False, "converters": {column: str}}
             dataset = load_dataset("csv", data_files=str(file), split="train", **texts)
-    except Exception as error:  # whatever pyarrow and datasets raise
-        reason = first_line(error.__cause__ or error)
+    except Exception as error:  # pyarrow and datasets raise many classes
+        reason = first_line(error.__cause__ if isinstance(error.__cause__, Exception) else error)
         raise UserError(f"--source {file} cannot be read: {reason}") from None
     return Rows(str(file), dataset, column)
 
 
 def is_array(file: Path) -> bool:
-    """Whether a JSON file is one array, and not an object per line."""
+    """Return True if a JSON file is one array, and not an object per line."""
     with open_bytes(file) as stream:
         return stream.read(4096).lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"[")
 

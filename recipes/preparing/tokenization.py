@@ -265,16 +265,18 @@ _working: tuple[Tokenization, Queue]  # of this process, whose whole life it is
 
 
 def start_worker(tokenization: Tokenization, progress: Queue) -> None:
-    """Make this process ready for pieces: one thread, and no life after its parent's."""
+    """Prepare a worker process: one thread per tokenizer, and an end together with the parent."""
     global _working
     _working = tokenization, progress
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent's to answer
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles it
     threading.Thread(target=_end_with_parent, daemon=True).start()
 
 
 def _end_with_parent() -> None:
-    connection.wait([parent_process().sentinel])
+    parent = parent_process()
+    assert parent is not None  # this is a worker
+    connection.wait([parent.sentinel])
     os._exit(1)
 
 

@@ -40,7 +40,7 @@ def run_pieces(tokenization: Tokenization, pieces: Sequence[NumberedPiece], proc
         initargs=(tokenization, counts),
     )
     try:
-        _run(pool, left, speed)
+        _run(pool, left, speed, processes=min(processes, len(left)))
     except BrokenProcessPool:
         raise UserError(
             "a process was killed, perhaps for want of memory; start the same command again, it "
@@ -53,11 +53,13 @@ def run_pieces(tokenization: Tokenization, pieces: Sequence[NumberedPiece], proc
         pool.shutdown(cancel_futures=True)
 
 
-def _run(pool: ProcessPoolExecutor, left: list[NumberedPiece], speed: "Speed") -> None:
+def _run(
+    pool: ProcessPoolExecutor, left: list[NumberedPiece], speed: "Speed", *, processes: int
+) -> None:
     coming = iter(left)
     running: dict[Future, Piece] = {}
     while True:
-        while len(running) < WAITING_PER_PROCESS * pool._max_workers:
+        while len(running) < WAITING_PER_PROCESS * processes:
             item = next(coming, None)
             if item is None:
                 break

@@ -1,7 +1,7 @@
-"""Logical tensors out of the pieces that the ranks of one stage hold.
+"""Assembly of logical tensors from the pieces that the ranks of one stage hold.
 
-Each tensor is put together by one rank, so that all of them write at the same time. Everything
-here is in the host's memory.
+Each tensor is assembled by one rank, so that all ranks write files at the same time. All buffers
+are in host memory.
 """
 
 import math
@@ -15,12 +15,12 @@ from torch import Tensor
 from models.sharding import Sharding, sharding_of
 from recipes.training.checkpoint.state import KINDS, Fragment, TrainingState
 
-Flats = Sequence[Mapping[str, Tensor]]  # of each flat, kind -> elements; as TrainingState.tensors
+Flats = Sequence[Mapping[str, Tensor]]  # TrainingState.tensors: kind -> elements of each flat
 
 
 @dataclass(frozen=True)
 class Piece:
-    """What a rank of the stage sends of a parameter."""
+    """The piece of a parameter that one rank of the stage sends."""
 
     rank: int  # in the stage's group
     tensor_rank: int
@@ -28,9 +28,9 @@ class Piece:
 
 
 class Assembly:
-    """Who sends what to whom; the same at every save.
+    """The assembly of logical tensors from the pieces of a stage's ranks; the same at every save.
 
-    Communicates when it is made: an all-gather of the fragments' addresses in the stage.
+    The constructor communicates: an all-gather of the fragments' addresses in the stage.
 
     group: the ranks of this stage, communicating through the host's memory
     """
@@ -43,7 +43,9 @@ class Assembly:
         self.shardings: dict[str, Sharding] = {
             name: sharding_of(parameter)
             for name, parameter in state.parameters.items()
-            if not getattr(parameter, "ds_pipe_replicated", False)  # another stage has the first
+            if not getattr(
+                parameter, "ds_pipe_replicated", False
+            )  # another stage holds the original
         }
         own = [
             Piece(self.rank, tensor_rank, fragment)
@@ -63,7 +65,7 @@ class Assembly:
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """The logical tensors that this rank puts together, in its order."""
+        """The shapes of the logical tensors that this rank assembles, in its order."""
         return {
             name: sharding.shape
             for name, sharding in self.shardings.items()
@@ -71,8 +73,8 @@ class Assembly:
         }
 
     def send(self, flats: Flats) -> list[dist.Work]:
-        """Begin to send this rank's pieces of what others put together."""
-        return [
+        """Begin to send this rank's pieces of tensors that other ranks assemble."""
+        works = [
             dist.isend(
                 _elements(flats, kind, piece.fragment),
                 group=self.group,
@@ -84,11 +86,13 @@ class Assembly:
             for piece in pieces
             if piece.rank == self.rank != self.owners[name]
         ]
+        return [work for work in works if work is not None]
 
     def receive(self, kind: str, flats: Flats) -> Iterator[tuple[str, Tensor]]:
-        """(name, logical tensor) of this rank's tensors, one after the other.
+        """Yield (name, logical tensor) for the tensors that this rank assembles, one at a time.
 
-        All of all kinds must be taken: the others wait until what they send has arrived.
+        The caller must exhaust the iterators of all kinds, because other ranks wait until their
+        messages have arrived.
         """
         for name in self.shapes:
             yield name, self._put_together(kind, name, flats)
@@ -113,11 +117,12 @@ class Assembly:
                 )
             )
         for work in receiving:
-            work.wait()
+            if work is not None:
+                work.wait()
         return sharding.logical_tensor(parts)
 
     def _tag(self, kind: str, name: str) -> int:
-        """Of a message with a piece; no two between the same ranks are alike in one save."""
+        """Return the tag of a message with a piece, which is unique between two ranks in a save."""
         return KINDS.index(kind) * len(self.numbers) + self.numbers[name]
 
 
@@ -126,7 +131,7 @@ def _elements(flats: Flats, kind: str, fragment: Fragment) -> Tensor:
 
 
 def deal(shapes: Mapping[str, tuple[int, ...]], owners: int) -> dict[str, int]:
-    """The owner of each tensor, 0 .. owners - 1: always the one with the fewest elements so far."""
+    """Assign each tensor to the owner, 0 .. owners - 1, with the fewest elements so far."""
     load = [0] * owners
     owner_of = {}
     for name, shape in shapes.items():

@@ -1,12 +1,13 @@
-"""What a checkpoint is on the disk, and whether it is still what was written.
+"""The files of a checkpoint, and the verification that they are unchanged since the save.
 
 checkpoints/step-0000100/
   manifest.json                step, samples, recipe, layout, versions; every file, size and SHA-256
-  manifest.sha256              of manifest.json
-  weights-00000.safetensors    fp32 weights: logical tensors, whatever the layout; one file per rank
-  moments-00000.safetensors    Adam's, as exp_avg/NAME and exp_avg_sq/NAME
+  manifest.sha256              the SHA-256 of manifest.json
+  weights-00000.safetensors    fp32 weights: logical tensors, the same in every layout
+  moments-00000.safetensors    Adam's moments, as exp_avg/NAME and exp_avg_sq/NAME
 
-A folder with such a name is complete: it was written under another one (`.incomplete`) and renamed.
+A folder with such a name is complete: it is written under a name that ends with `.incomplete`, and
+then renamed.
 """
 
 import hashlib
@@ -18,25 +19,25 @@ from pathlib import Path
 from typing import Any
 
 from models.errors import UserError
+from recipes.training.checkpoint.tensor_file import FileRecord
 from recipes.training.run_folder.checkpoint_folders import NAME, step_of
 from recipes.training.run_folder.line_file import flush
 from recipes.training.run_folder.progress import Progress
 
 FORMAT = 1
 
-Facts = dict[str, Any]  # of a file: "bytes", "sha256"
-
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint says of itself.
+    """The content of manifest.json.
 
-    step, samples, tokens: what the run had done and read
-    updates: the optimizer's steps, fewer than `step` where fp16 skipped some
-    loss_scale: of fp16, the scaler's state
-    recipe: as it was resolved; of weights from elsewhere, the [model] section alone
+    step, samples, tokens: progress of the run at the save
+    updates: the optimizer's steps, fewer than `step` if fp16 skipped some
+    loss_scale: state of the loss scaler with fp16
+    recipe: the resolved recipe; only the [model] section for imported weights
     data: fingerprints of corpora and tokenizer
-    tensors: name -> file; files: file -> facts
+    tensors: tensor name -> file name
+    files: file name -> its record
     """
 
     step: int
@@ -49,29 +50,29 @@ class Manifest:
     data: dict[str, Any]
     versions: dict[str, Any]
     tensors: dict[str, str]
-    files: dict[str, Facts]
+    files: dict[str, FileRecord]
     format: int = FORMAT
 
     @property
     def progress(self) -> Progress:
-        """Where a run goes on from it."""
+        """The progress of a run that resumes from this checkpoint."""
         return Progress(self.step, self.samples)
 
     @property
     def has_moments(self) -> bool:
-        """Whether it holds an optimizer's state, or weights alone."""
+        """True if the checkpoint holds the optimizer's state, not only weights."""
         return any(name.startswith("exp_avg/") for name in self.tensors)
 
     def missing(self, folder: Path) -> str | None:
-        """The first file that is not in a folder with its size; None: they are all there."""
-        for name, facts in self.files.items():
+        """Return a message about the first missing or incomplete file; None if all are complete."""
+        for name, record in self.files.items():
             file = folder / name
-            if not file.is_file() or file.stat().st_size != facts["bytes"]:
-                return f"{file} has been written and is not there"
+            if not file.is_file() or file.stat().st_size != record["bytes"]:
+                return f"{file} was written and is now missing or incomplete"
         return None
 
     def write(self, folder: Path) -> None:
-        """Write it into a checkpoint's folder, and wait until all of that is on the disk."""
+        """Write the manifest into a checkpoint's folder, and flush it to the disk."""
         file = folder / "manifest.json"
         file.write_text(json.dumps(asdict(self), indent=1) + "\n")
         file.with_suffix(".sha256").write_text(sha256(file) + "\n")
@@ -93,7 +94,7 @@ class Manifest:
         if content.get("format") != FORMAT:
             raise UserError(
                 f"{file}: format = {content.get('format')}, and this version of Threefold reads "
-                f"format = {FORMAT}; use the one that wrote it"
+                f"format = {FORMAT}; use the version that wrote it"
             )
         if wrong := {field.name for field in fields(cls)} ^ content.keys():
             raise UserError(
@@ -104,12 +105,12 @@ class Manifest:
 
 
 def tensor_key(kind: str, name: str) -> str:
-    """A tensor's name in a checkpoint's files: weights have their own, moments are prefixed."""
+    """Return a tensor's name in a checkpoint's files; names of moments have a prefix."""
     return name if kind == "weights" else f"{kind}/{name}"
 
 
 def sha256(file: Path) -> str:
-    """The file's SHA-256, in hexadecimal."""
+    """Return the file's SHA-256, in hexadecimal."""
     with file.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
@@ -141,14 +142,14 @@ def find_damages(
         expected, found = sha256(manifest) + "\n", digest.read_text(errors="replace")
         if found != expected:
             file = digest if _is_damaged_digest(found, expected) else manifest
-            yield f"{file} is not what was written (SHA-256)"
+            yield f"{file} has changed since the save (SHA-256)"
             return
         content = Manifest.read(checkpoint)
         if NAME.fullmatch(checkpoint.name) and content.step != step_of(checkpoint):
-            yield f"{manifest} is of step {content.step}"
-        for name, facts in sorted(content.files.items())[share::shares]:
+            yield f"{manifest} belongs to step {content.step}"
+        for name, record in sorted(content.files.items())[share::shares]:
             note(f"verifying {checkpoint.name}/{name}")
-            yield from _file_damages(checkpoint / name, facts)
+            yield from _file_damages(checkpoint / name, record)
     except OSError as error:
         yield f"{error.filename} cannot be read ({error.strerror or error})"
 
@@ -164,10 +165,10 @@ def _is_damaged_digest(found: str, expected: str) -> bool:
     return not well_formed or same > len(expected) // 2
 
 
-def _file_damages(file: Path, facts: Facts) -> Iterator[str]:
+def _file_damages(file: Path, record: FileRecord) -> Iterator[str]:
     if not file.is_file():
         yield f"{file} is missing"
-    elif file.stat().st_size != facts["bytes"]:
-        yield f"{file} has {file.stat().st_size} bytes instead of {facts['bytes']}"
-    elif sha256(file) != facts["sha256"]:
-        yield f"{file} is not what was written (SHA-256)"
+    elif file.stat().st_size != record["bytes"]:
+        yield f"{file} has {file.stat().st_size} bytes instead of {record['bytes']}"
+    elif sha256(file) != record["sha256"]:
+        yield f"{file} has changed since the save (SHA-256)"

@@ -1,4 +1,4 @@
-"""Find the checkpoint that a run goes on from, verify it, and read it in any layout."""
+"""Find the checkpoint that a run resumes from, verify it, and read it in any layout."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -26,66 +26,75 @@ from recipes.training.run_folder.history import Branch
 from recipes.training.run_folder.line_file import flush
 from recipes.training.run_folder.progress import Progress
 
-# Of the model, what weights do not depend on; a run that starts from given ones may differ there.
+# Keys of [model] that do not affect the shape or meaning of weights. A run may change them when it
+# starts from initial weights.
 TRAINING_ONLY = ("dropout", "attention_dropout", "initial_std")
 
 Note = Callable[[str], object]  # is told each file before it is verified, as a sign of progress
 
 
 def no_note(activity: str) -> None:
-    """Tell no one about the progress."""
+    """Ignore the sign of progress."""
 
 
 @dataclass(frozen=True)
-class Found:
-    """What a run starts or goes on from.
+class ResumePoint:
+    """The point from which a run starts or resumes.
 
-    path: a verified checkpoint; None: fresh weights
-    weights_only: the run starts at step 0 with its weights
-    skipped: damaged ones, and what is wrong with each
+    checkpoint: a verified checkpoint; None for weights drawn from the seed
+    weights_only: True if the run starts at step 0 with the checkpoint's weights
+    skipped: damaged checkpoint -> description of the damage
     """
 
-    path: Path | None = None
-    manifest: Manifest | None = None
+    checkpoint: "CheckpointReader | None" = None
     weights_only: bool = False
     skipped: dict[Path, str] = field(default_factory=dict)
 
     @property
     def progress(self) -> Progress:
-        """The last step that the run has done, and what it has read."""
-        return Progress() if self.path is None or self.weights_only else self.manifest.progress
+        """The last step of the run so far, and the samples read."""
+        if self.checkpoint is None or self.weights_only:
+            return Progress()
+        return self.checkpoint.manifest.progress
+
+    @property
+    def path(self) -> Path | None:
+        """The folder of the checkpoint, if there is one."""
+        return self.checkpoint.path if self.checkpoint else None
 
     def reader(self) -> "CheckpointReader":
-        """Its tensors."""
-        return CheckpointReader(self.path, self.manifest)
+        """Return the checkpoint, which must exist."""
+        assert self.checkpoint is not None
+        return self.checkpoint
 
     def changes(self, recipe: Recipe) -> dict[str, list[Any]]:
-        """The keys that the recipe, or the JSON it names, has changed since: before, now."""
-        if self.path is None or self.weights_only:
+        """Return the keys of recipe and JSON that changed since the save, with [before, now]."""
+        if self.checkpoint is None or self.weights_only:
             return {}
+        manifest = self.checkpoint.manifest
         key, config = "deepspeed_json", read_deepspeed_json(recipe.deepspeed)
-        before = self.manifest.recipe | {key: self.manifest.layout.get(key, config)}
+        before = manifest.recipe | {key: manifest.layout.get(key, config)}
         return differences(before, recipe.model_dump(mode="json") | {key: config})
 
 
 @dataclass(frozen=True)
 class CheckpointReader:
-    """The logical tensors of a verified checkpoint, fp32, read where they lie.
+    """The logical tensors of a verified checkpoint, in fp32, read on demand.
 
-    A file is mapped for as long as a tensor of it lives.
+    A file stays mapped as long as one of its tensors exists.
     """
 
     path: Path
     manifest: Manifest
 
     def rows(self, kind: str, name: str, start: int, stop: int) -> Tensor:
-        """Some rows (of dimension 0) of a weight or a moment."""
+        """Return the rows start .. stop - 1 (dimension 0) of a weight or a moment."""
         key = tensor_key(kind, name)
         with safe_open(self.path / self.manifest.tensors[key], framework="pt") as file:
             return file.get_slice(key)[start:stop]
 
     def tensor(self, kind: str, name: str) -> Tensor:
-        """The whole of a weight or a moment."""
+        """Return a whole weight or moment."""
         key = tensor_key(kind, name)
         with safe_open(self.path / self.manifest.tensors[key], framework="pt") as file:
             return file.get_tensor(key)
@@ -99,26 +108,29 @@ def find(
     *,
     branch: Branch | None = None,
     note: Note = no_note,
-) -> Found:
+) -> ResumePoint:
     """Find the checkpoint to start or resume from; collective, and the same on all ranks.
 
     Args:
         folder: the run's checkpoints
-        resume: "auto" the newest that verifies, "never" none, or the one at a path
+        resume: "auto" for the newest sound checkpoint, "never" for none, or the path of one
         recipe: of the run
         data: fingerprints of corpora and tokenizer
         branch: the newest request for a certain checkpoint, which "auto" obeys
         note: is told each file before it is verified
 
     Raises:
-        UserError: there is none at that path, none verifies, or it belongs to another experiment.
+        UserError: the path has no checkpoint, all checkpoints are damaged, or the checkpoint
+            belongs to another experiment.
     """
     if resume in ("auto", "never"):
         candidates = _candidates(folder, branch) if resume == "auto" else []
     else:
         if not (Path(resume) / "manifest.json").is_file():
             choices = ", ".join(map(str, published(folder))) or "none here"
-            raise UserError(f"--resume {resume}: no checkpoint there; use auto, never or {choices}")
+            raise UserError(
+                f"--resume {resume}: the path has no checkpoint; use auto, never or {choices}"
+            )
         candidates = [Path(resume)]
     _agree(candidates)
     skipped: dict[Path, str] = {}
@@ -127,7 +139,7 @@ def find(
         if damage is None:
             manifest = Manifest.read(path)
             check_same_run(path, manifest, recipe, data)
-            return Found(path, manifest, skipped=skipped)
+            return ResumePoint(CheckpointReader(path, manifest), skipped=skipped)
         skipped[path] = damage
     if resume == "auto" and not candidates and any(folder.glob(ABANDONED)):
         left = ", ".join(str(path) for path in sorted(folder.glob(ABANDONED)))
@@ -139,8 +151,8 @@ def find(
     if skipped:
         found = "; ".join(f"{path}: {damage}" for path, damage in skipped.items())
         raise UserError(
-            f"no checkpoint here can be trusted ({found}); use --resume with one from elsewhere, "
-            f"or --resume never to start again (what is here is kept beside it)"
+            f"all checkpoints here are damaged ({found}); use --resume with one from elsewhere, "
+            f"or --resume never to start again (the current folder is kept under another name)"
         )
     return find_initial_weights(recipe, run=folder.parent, note=note)
 
@@ -167,26 +179,26 @@ def is_own(folder: Path, checkpoint: Path) -> bool:
     return path.parent == folder.resolve() and NAME.fullmatch(path.name) is not None
 
 
-def find_initial_weights(recipe: Recipe, *, run: Path, note: Note = no_note) -> Found:
+def find_initial_weights(recipe: Recipe, *, run: Path, note: Note = no_note) -> ResumePoint:
     """Return the weights that the recipe starts from; collective.
 
     Args:
         recipe: of the run
-        run: the folder that is about to be begun
+        run: the folder of the new run
         note: is told each file before it is verified
 
     Raises:
-        UserError: they are not there, damaged, or of another model.
+        UserError: the checkpoint is missing, damaged, or of another model.
     """
     setting = recipe.training.initial_weights
     if setting is None:
-        return Found()
+        return ResumePoint()
     path = repository_path(setting)
     key = f'training.initial_weights = "{setting}"'
     if not (path / "manifest.json").is_file():
         raise UserError(
-            f"{key}: no checkpoint there; use one of a run (runs/NAME/checkpoints/step-...), or "
-            f"what recipes/convert.py from-hf writes"
+            f"{key}: the path has no checkpoint; use one of a run (runs/NAME/checkpoints/step-...) "
+            f"or one that recipes/convert.py from-hf wrote"
         )
     if path.is_relative_to(run.resolve()):
         raise UserError(f"{key} is in the run's own folder; use --run-dir with another one")
@@ -205,10 +217,10 @@ def find_initial_weights(recipe: Recipe, *, run: Path, note: Note = no_note) -> 
         different.pop("sequence_length", None)
     if different:
         raise UserError(f"{key} has {_sentence(different, 'model.')}; use that")
-    return Found(path, manifest, weights_only=True)
+    return ResumePoint(CheckpointReader(path, manifest), weights_only=True)
 
 
-def abandon_others(folder: Path, found: Found, *, stamp: str) -> None:
+def abandon_others(folder: Path, found: ResumePoint, *, stamp: str) -> None:
     """Set aside the checkpoints that do not belong to the branch that starts from a checkpoint.
 
     If that checkpoint is in this folder, the later ones are set aside; if it is elsewhere, all of
@@ -219,7 +231,7 @@ def abandon_others(folder: Path, found: Found, *, stamp: str) -> None:
         found: the checkpoint that the branch begins at
         stamp: for the names of those that are set aside
     """
-    own = is_own(folder, found.path)
+    own = is_own(folder, found.reader().path)
     for path in published(folder):
         belongs = own and step_of(path) <= found.progress.step
         if not belongs and path not in found.skipped:
@@ -247,33 +259,33 @@ def check_same_run(
     """
     if not manifest.has_moments or "seed" not in manifest.recipe:
         raise UserError(
-            f"{checkpoint} has weights and no run to resume; start one from it with "
+            f"{checkpoint} has only weights and no run to resume; start a run from it with "
             f'--set training.initial_weights="{checkpoint}"'
         )
     saved, now = manifest.recipe, recipe.model_dump(mode="json")
     # Older checkpoints record neither of these keys. Corpora are compared by content in any case.
-    unsaid = {"separate_documents": False, "document_starts": data.get("document_starts")}
-    read = {**unsaid, **manifest.data}
+    unrecorded = {"separate_documents": False, "document_starts": data.get("document_starts")}
+    read = {**unrecorded, **manifest.data}
     different = differences(
         {"model": _spelled_out(saved["model"]), "seed": saved["seed"], "data": read},
         {"model": _spelled_out(now["model"]), "seed": now["seed"], "data": data},
     )
     if different:
         raise UserError(
-            f"{checkpoint} was trained with {_sentence(different)}; use that, --run-dir for a new "
-            f"run, or --resume never to start again"
+            f"{checkpoint} was trained with {_sentence(different)}; use the same values, "
+            f"--run-dir for a new run, or --resume never to start again"
         )
 
 
 def differences(before: dict[str, Any], now: dict[str, Any]) -> dict[str, list[Any]]:
-    """section.key -> both values, of all that differ in two nested tables."""
+    """Return section.key -> [before, now] for all differences between two nested tables."""
     old, new = dict(leaves(before)), dict(leaves(now))
     keys = sorted(old.keys() | new.keys())
     return {key: [old.get(key), new.get(key)] for key in keys if old.get(key) != new.get(key)}
 
 
 def _spelled_out(model: dict[str, Any]) -> dict[str, Any]:
-    """The [model] section with the head size that follows from the others."""
+    """Return the [model] section with the head size filled in."""
     return model | {"head_size": ModelConfig(**model).attention_head_size}
 
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from models.errors import UserError
 from recipes.training.checkpoint import reader
-from recipes.training.checkpoint.reader import Found
+from recipes.training.checkpoint.reader import ResumePoint
 from recipes.training.recipe.schema import Recipe
 from recipes.training.run_folder.checkpoint_folders import stamp_of, time_stamp
 from recipes.training.run_folder.folder import RunFolder
@@ -53,7 +53,7 @@ class Start:
         branch: a pending request of an earlier start; None if there is none
     """
 
-    found: Found
+    found: ResumePoint
     progress: Progress
     rollbacks: int
     request: Request
@@ -170,10 +170,10 @@ def begin_branch(folder: RunFolder, start: Start) -> None:
     folder.restore_metrics(source, found.progress.step, stamp=stamp)
 
 
-def _record(folder: RunFolder, request: Request, found: Found, **facts: str) -> None:
+def _record(folder: RunFolder, request: Request, found: ResumePoint, **fields: str) -> None:
     step, samples = found.progress.step, found.progress.samples
     once = {"once": request.once} if request.once else {}
-    folder.durable_event("branch", step, samples=samples, resume=request.resume, **once, **facts)
+    folder.durable_event("branch", step, samples=samples, resume=request.resume, **once, **fields)
 
 
 def _metrics_of(folder: RunFolder, path: Path) -> Path:

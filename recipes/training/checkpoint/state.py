@@ -9,7 +9,7 @@ padding, which belongs to none and stays zero.
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -66,7 +66,7 @@ class TrainingState(ABC):
 
     @property
     def updates(self) -> int:
-        """How many steps the optimizer has taken."""
+        """The number of steps that the optimizer has taken."""
         return int(self._adam(self.weights[0])["step"])
 
     @property
@@ -124,11 +124,11 @@ class SharedState(TrainingState):
 
     def _find_fragments(self) -> Iterable[Fragment]:
         for name, parameter in self.parameters.items():
-            place = parameter._hp_mapping
-            if place is not None:  # this rank has some of it
-                part, flat = place.lp_fragment_address, place.hp_fragment_address
+            mapping = getattr(parameter, "_hp_mapping", None)
+            if mapping is not None:  # this rank holds a part of the parameter
+                part, flat = mapping.lp_fragment_address, mapping.hp_fragment_address
                 elements = range(part.start, part.start + part.numel)
-                yield Fragment(name, elements, place.param_group_index, flat.start)
+                yield Fragment(name, elements, mapping.param_group_index, flat.start)
 
     def _weights_have_changed(self) -> None:
         self.optimizer.update_lp_params()
@@ -150,11 +150,11 @@ class PartitionedState(TrainingState):
             number = self.optimizer.get_param_id(parameter)
             flat, offset, share = self.optimizer.grad_position[number]
             first = self.optimizer._get_param_partition_rank(parameter) * share
-            elements = range(first, min(first + share, parameter.ds_numel))
+            elements = range(first, min(first + share, cast(Any, parameter).ds_numel))
             yield Fragment(name, elements, flat, offset)
 
     def _weights_have_changed(self) -> None:
-        # What DeepSpeed does with weights it has read itself.
+        # DeepSpeed does the same after it has read weights from a checkpoint of its own.
         optimizer = self.optimizer
         optimizer.checkpoint_event_prologue()
         optimizer._rigid_load_state_dict(

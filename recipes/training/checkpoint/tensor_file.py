@@ -1,13 +1,13 @@
-"""safetensors files, written tensor by tensor: nothing needs the whole model in memory.
+"""safetensors files, written tensor by tensor, so that no file has to be in memory as a whole.
 
-| bytes | what                                                                       |
+| bytes | content                                                                    |
 |-------|----------------------------------------------------------------------------|
 | 8     | uint64, little-endian: length of the header                                |
 | n     | the header, JSON: {name: {dtype, shape, data_offsets}}, padded with spaces |
 |       | the tensors, contiguous and little-endian, in the header's order           |
 
-The library that reads them (https://github.com/huggingface/safetensors) writes only what is in
-memory as a whole.
+The safetensors library (https://github.com/huggingface/safetensors), which reads the files, can
+only write files whose tensors are all in memory.
 """
 
 import hashlib
@@ -16,17 +16,24 @@ import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 BYTES = {"F32": 4, "BF16": 2, "F16": 2}  # per element
 ALIGNMENT = 8  # of the first tensor
 FILE_BYTES = 5 * 10**9  # of a file in a set of several
 
 
+class FileRecord(TypedDict):
+    """Size and SHA-256 of a file, as the save wrote it."""
+
+    bytes: int
+    sha256: str
+
+
 class TensorFileWriter:
     """One file: declare all names and shapes, then write the tensors in that order.
 
-    As a context manager; the file is on the disk, and `facts` are known, when it ends.
+    As a context manager; the file is on the disk, and `record` is known, when it ends.
     """
 
     def __init__(
@@ -57,8 +64,8 @@ class TensorFileWriter:
         self._put(data)
 
     @property
-    def facts(self) -> dict[str, Any]:
-        """The file's size, and the SHA-256 of what it should hold."""
+    def record(self) -> FileRecord:
+        """The file's size, and the SHA-256 of the bytes that were written."""
         return {"bytes": self._bytes, "sha256": self._digest.hexdigest()}
 
     def __enter__(self) -> "TensorFileWriter":
@@ -76,12 +83,12 @@ class TensorFileWriter:
         data = data.cast("B")
         self._digest.update(data)
         self._bytes += len(data)
-        while data:  # a raw write may take less than it is given
+        while data:  # a raw write may be partial
             data = data[self._stream.write(data) :]
 
 
 def split_by_size(shapes: Mapping[str, tuple[int, ...]], *, dtype: str) -> list[list[str]]:
-    """Names in order, in files of at most FILE_BYTES unless a tensor is larger by itself."""
+    """Split names, in order, into files of at most FILE_BYTES unless one tensor is larger."""
     files: list[list[str]] = [[]]
     size = 0
     for name, shape in shapes.items():

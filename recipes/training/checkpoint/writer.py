@@ -25,7 +25,7 @@ import torch.distributed as dist
 from models.cost import parameter_count
 from models.parallel.process_groups import create_host_groups
 from recipes.training.checkpoint.assembly import Assembly
-from recipes.training.checkpoint.manifest import Facts, Manifest, tensor_key
+from recipes.training.checkpoint.manifest import FileRecord, Manifest, tensor_key
 from recipes.training.checkpoint.state import KINDS, MOMENTS, WEIGHTS, TrainingState
 from recipes.training.checkpoint.tensor_file import TensorFileWriter
 from recipes.training.recipe.schema import Recipe
@@ -71,20 +71,17 @@ class CheckpointWriter:
     ):
         self.state, self.folder, self.recipe, self.damaged = state, folder, recipe, damaged
         self.rank = dist.get_rank()
-        self.facts: dict[str, Any] = {}
-        if self.rank == 0:  # who writes the manifest; git need not run a thousand times
-            self.facts = {
-                "recipe": recipe.model_dump(mode="json"),
-                "layout": layout_of(recipe, topology),
-                "data": data,
-                "versions": versions(),
-            }
+        self.layout, self.data = layout_of(recipe, topology), data
+        # Only rank 0 writes the manifest, so only rank 0 runs git.
+        self.versions = versions() if self.rank == 0 else {}
         self.tree = RankTree(PATIENCE)
-        place = topology.coordinates(self.rank)
+        coordinates = topology.coordinates(self.rank)
+        group = create_host_groups(topology.stage_groups(), PATIENCE)
+        assert group is not None  # every rank belongs to a stage
         self.assembly = Assembly(
             state,
-            create_host_groups(topology.stage_groups(), PATIENCE),
-            tensor_rank=place.tensor,
+            group,
+            tensor_rank=coordinates.tensor,
             tensor_size=topology.tensor,
         )
         # Ranks that survived the end of an earlier run may still be writing into its workspaces, so
@@ -164,7 +161,7 @@ class CheckpointWriter:
             torch.cuda.current_stream().synchronize()
 
     def _work(self, progress: Progress, updates: int, loss_scale: dict[str, Any] | None) -> None:
-        """The thread: write and publish."""
+        """Write and publish a checkpoint, in the writer's thread."""
         name = checkpoint_name(progress.step)
         workspace = self.folder.checkpoints / f"{name}.{self.token}.incomplete"
         try:
@@ -178,7 +175,10 @@ class CheckpointWriter:
                     loss_scale=loss_scale,
                     tensors=tensors,
                     files=files,
-                    **self.facts,
+                    recipe=self.recipe.model_dump(mode="json"),
+                    layout=self.layout,
+                    data=self.data,
+                    versions=self.versions,
                 )
                 problem = self._publish(workspace, manifest)
             if self.rank == 0 and problem:
@@ -192,7 +192,7 @@ class CheckpointWriter:
 
     def _write_together(
         self, workspace: Path
-    ) -> tuple[dict[str, Facts], dict[str, str], str | None]:
+    ) -> tuple[dict[str, FileRecord], dict[str, str], str | None]:
         """Let every rank write its files.
 
         Returns:
@@ -209,7 +209,8 @@ class CheckpointWriter:
         problem = self._from_rank_0(problem)
         if problem:
             return {}, {}, problem
-        files, tensors = {}, {}
+        files: dict[str, FileRecord] = {}
+        tensors: dict[str, str] = {}
         everyones = self.tree.gather(self._write_own(workspace))
         for rank, (own_files, own_tensors, own_problem) in everyones.items():
             files |= own_files
@@ -218,10 +219,12 @@ class CheckpointWriter:
                 problem = f"rank {rank}: {own_problem}"
         return dict(sorted(files.items())), tensors, problem
 
-    def _write_own(self, workspace: Path) -> tuple[dict[str, Facts], dict[str, str], str | None]:
-        """This rank's files, the tensors in them, and what went wrong."""
+    def _write_own(
+        self, workspace: Path
+    ) -> tuple[dict[str, FileRecord], dict[str, str], str | None]:
+        """Write this rank's files; return them, the tensors in them, and the problem if any."""
         sending = self.assembly.send(self.staged)
-        files: dict[str, Facts] = {}
+        files: dict[str, FileRecord] = {}
         tensors: dict[str, str] = {}
         problem = None
         for label, kinds in FILES.items():
@@ -238,22 +241,24 @@ class CheckpointWriter:
             }
             try:
                 if shapes and not problem:
-                    workspace.mkdir(parents=True, exist_ok=True)  # seen late from another node
+                    workspace.mkdir(
+                        parents=True, exist_ok=True
+                    )  # another node may not see the folder yet
                     with TensorFileWriter(path, shapes, dtype="F32") as writer:
                         for key, tensor in arriving:
-                            writer.write(key, memoryview(tensor.numpy()))
-                    files[path.name] = writer.facts
+                            writer.write(key, tensor.numpy().data)
+                    files[path.name] = writer.record
                     tensors |= dict.fromkeys(shapes, path.name)
             except OSError as error:
                 problem = f"{path}: {error.strerror or error}"
-            for _ in arriving:  # the others wait until what they send is taken
+            for _ in arriving:  # other ranks wait until their messages are received
                 pass
         for work in sending:
             work.wait()
         return files, tensors, problem
 
     def _publish(self, workspace: Path, manifest: Manifest) -> str | None:
-        """Make the checkpoint exist, and let old ones go; returns why it does not exist."""
+        """Publish the checkpoint and delete old ones; return the problem if that fails."""
         folder, settings = self.folder.checkpoints, self.recipe.checkpoint
         final = folder / checkpoint_name(manifest.step)
         try:

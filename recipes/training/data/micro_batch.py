@@ -1,4 +1,4 @@
-"""What flows through the model at a time."""
+"""The micro-batch, which flows through the model in one forward pass."""
 
 from dataclasses import dataclass, replace
 
@@ -10,11 +10,11 @@ from models.parallel.context import Context
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Some sequences of the run.
+    """Sequences of the run.
 
-    tokens: int64 [b, s]; None on a stage that takes none
-    labels: the tokens one place on, int64 [b, s]; None likewise
-    context: what every layer has to know of them
+    tokens: int64 [b, s]; None on a stage that takes no tokens
+    labels: the next token of each token, int64 [b, s]; None if tokens are None
+    context: the dropout key and the documents, which all layers need
     """
 
     tokens: Tensor | None
@@ -22,12 +22,14 @@ class MicroBatch:
     context: Context
 
     def pinned(self) -> "MicroBatch":
-        """The same in memory that a GPU copies from by itself."""
-        if self.tokens is None:
+        """Return a copy in page-locked memory, which a GPU reads without the host."""
+        if self.tokens is None or self.labels is None:
             return self
         return replace(self, tokens=self.tokens.pin_memory(), labels=self.labels.pin_memory())
 
     def on(self, device: torch.device) -> "MicroBatch":
-        """The same on a device, which pinned ones are copied to beside what runs."""
+        """Return a copy on a device; from page-locked memory, kernels run during the copy."""
+        if self.tokens is None or self.labels is None:
+            return self
         tokens, labels = (t.to(device, non_blocking=True) for t in (self.tokens, self.labels))
         return replace(self, tokens=tokens, labels=labels)

@@ -1,4 +1,4 @@
-"""Micro-batches that are there when a step begins: fetched beside the step before it."""
+"""Reading of the next step's micro-batches in parallel with the current step."""
 
 import time
 from collections.abc import Callable, Iterable
@@ -7,27 +7,27 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from recipes.training.data.micro_batch import MicroBatch
 
 
-class Feed:
-    """One step ahead of the run.
+class Prefetcher:
+    """Reads micro-batches one step ahead of the run, in a thread.
 
-    read: step to its micro-batches
-    last_step: nothing is fetched beyond it
-    pinned: into memory that a GPU copies from by itself
+    read: returns the micro-batches of a step
+    last_step: the last step that is read
+    pinned: whether to put them into page-locked memory, which a GPU reads without the host
     """
 
     def __init__(
         self, read: Callable[[int], Iterable[MicroBatch]], *, last_step: int, pinned: bool = False
     ):
         self.read, self.last_step, self.pinned = read, last_step, pinned
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="feed")
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="prefetcher")
         self._coming: dict[int, Future[list[MicroBatch]]] = {}
 
     def take(self, step: int) -> tuple[list[MicroBatch], float]:
-        """A step's micro-batches, and the seconds that were waited for them.
+        """Return a step's micro-batches, and the seconds spent waiting for them.
 
         Raises:
-            Exception: what reading them has raised: UserError or OSError for data that cannot be
-                read, any other class for a defect.
+            Exception: the exception that `read` raised: UserError or OSError for data that cannot
+                be read, any other class for a defect.
         """
         started = time.perf_counter()
         coming = self._coming.pop(step, None) or self._thread.submit(self._fetch, step)
@@ -38,9 +38,9 @@ class Feed:
         return micro_batches, waited
 
     def forget(self) -> None:
-        """Drop what has been fetched: the run goes on elsewhere."""
+        """Discard the micro-batches read ahead, because the run continues with another step."""
         for coming in self._coming.values():
-            coming.exception()  # waits
+            coming.exception()  # waits for the thread
         self._coming.clear()
 
     def _fetch(self, step: int) -> list[MicroBatch]:

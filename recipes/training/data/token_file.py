@@ -2,7 +2,7 @@
 
 `NAME.bin` holds the tokens of all documents end to end, little-endian. `NAME.idx` holds
 
-| bytes    | type      | what                                             |
+| bytes    | type      | content                                          |
 |----------|-----------|--------------------------------------------------|
 | 9        |           | magic `MMIDIDX\\0\\0`                              |
 | 8        | uint64    | version, 1                                       |
@@ -60,14 +60,14 @@ def read_manifest(folder: Path, *, advice: str = "prepare the corpus again") -> 
 
 
 class TokenFile:
-    """A corpus of tokens. Opening one reads its header and its last document's address only.
+    """A corpus of tokens. Opening it reads only the header and the address of the last document.
 
-    Tokens are read where they are asked for, not mapped: a .bin that is cut off under a run is an
-    error with a name then, and not a bus error, and what has been read counts as nobody's memory.
-    The .idx is mapped, where documents are asked for.
+    The .bin is read on demand, not mapped. If it is truncated during a run, the error therefore
+    names the file, whereas a mapped file would end the process with a bus error, and the tokens
+    read do not count as memory of the process. The .idx is mapped when documents are requested.
 
     Raises:
-        UserError: a file is missing, no token file or truncated.
+        UserError: a file is missing, not a token file, or truncated.
     """
 
     def __init__(self, path: Path):
@@ -99,7 +99,7 @@ class TokenFile:
             os.close(self._file)
 
     def read(self, start: int, stop: int) -> np.ndarray:
-        """Tokens start .. stop - 1 of the file, across documents, in its own type.
+        """Return the tokens start .. stop - 1, across documents, in the file's type.
 
         Raises:
             UserError: the file has become shorter.
@@ -215,18 +215,19 @@ class TokenFileWriter:
 
 
 class HashedFile:
-    """A new file whose SHA-256 is known when it is written, flushed to the disk."""
+    """A new file that is hashed (SHA-256) while it is written, and flushed to the disk."""
 
     def __init__(self, path: Path):
         self._stream, self._hash = path.open("wb"), hashlib.sha256()
 
     def write(self, content: bytes | np.ndarray) -> None:
         """Append bytes."""
-        self._stream.write(content)
-        self._hash.update(content)
+        data = content if isinstance(content, bytes) else content.data
+        self._stream.write(data)
+        self._hash.update(data)
 
     def close(self) -> str:
-        """Flush and close; the SHA-256 in hexadecimal."""
+        """Flush and close the file; return its SHA-256 in hexadecimal."""
         with self._stream:
             self._stream.flush()
             os.fsync(self._stream.fileno())
@@ -262,12 +263,12 @@ def write_index(
 
 
 def tokenizer_hash(folder: Path) -> str:
-    """SHA-256 of a tokenizer's `tokenizer.json`, which alone decides the ids."""
+    """Return the SHA-256 of a tokenizer's `tokenizer.json`, which alone determines the ids."""
     return hashlib.sha256((folder / "tokenizer.json").read_bytes()).hexdigest()
 
 
 def folder_hash(folder: Path) -> str:
-    """SHA-256 of the names and contents of a folder's files."""
+    """Return the SHA-256 of the names and contents of a folder's files."""
     digest = hashlib.sha256()
     for file in sorted(path for path in folder.glob("*") if path.is_file()):
         content = hashlib.sha256(file.read_bytes()).hexdigest()
@@ -276,12 +277,12 @@ def folder_hash(folder: Path) -> str:
 
 
 def token_type(vocab_size: int) -> np.dtype:
-    """The smallest type that Megatron has for ids below `vocab_size`."""
+    """Return the smallest type in Megatron's format for ids below `vocab_size`."""
     return np.dtype("<u2" if vocab_size <= 2**16 else "<i4")
 
 
 def write_token_file(path: Path, documents: Iterable[np.ndarray], *, vocab_size: int) -> int:
-    """Write one sequence per document, flushed to disk; returns the number of tokens.
+    """Write one sequence per document, flushed to disk; return the number of tokens.
 
     Raises:
         UserError: a token id outside the vocabulary.
@@ -291,5 +292,5 @@ def write_token_file(path: Path, documents: Iterable[np.ndarray], *, vocab_size:
             document = np.asarray(document)
             if document.size and (document.min() < 0 or document.max() >= vocab_size):
                 raise UserError(f"document {number}: token id outside 0 .. {vocab_size - 1}")
-            file.write(document, [len(document)])
+            file.write(document, np.array([len(document)]))
     return file.tokens

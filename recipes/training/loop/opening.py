@@ -9,7 +9,7 @@ import torch.distributed as dist
 from recipes.training.checkpoint.resume import Request, Start, find_start
 from recipes.training.checkpoint.writer import CheckpointWriter
 from recipes.training.data.dataset import TrainingData
-from recipes.training.data.prefetcher import Feed
+from recipes.training.data.prefetcher import Prefetcher
 from recipes.training.engine.engine import Engine
 from recipes.training.loop.experiment import Experiment
 from recipes.training.loop.run import Ending, Run
@@ -65,7 +65,7 @@ def open_run(
             topology=topology,
             folder=folder,
             data=data,
-            prefetcher=Feed(data.step, last_step=recipe.training.steps, pinned=engine.on_gpu),
+            prefetcher=Prefetcher(data.step, last_step=recipe.training.steps, pinned=engine.on_gpu),
             engine=engine,
             meter=Meter(recipe, size, precision=precision, device_name=name),
             clock=StepClock(),

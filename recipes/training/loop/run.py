@@ -15,7 +15,7 @@ if TYPE_CHECKING:  # these import torch, which takes seconds
     from recipes.training.checkpoint.resume import Start
     from recipes.training.checkpoint.writer import CheckpointWriter
     from recipes.training.data.dataset import TrainingData
-    from recipes.training.data.prefetcher import Feed
+    from recipes.training.data.prefetcher import Prefetcher
     from recipes.training.engine.engine import Engine
     from recipes.training.supervision.supervisor import Supervisor
     from recipes.training.tracking.meter import Meter
@@ -35,7 +35,7 @@ class Run:
     topology: Topology
     folder: RunFolder
     data: "TrainingData"
-    prefetcher: "Feed"
+    prefetcher: "Prefetcher"
     engine: "Engine"
     meter: "Meter"
     clock: StepClock

@@ -228,4 +228,5 @@ def _paths(table: Table, prefix: str = "") -> Iterator[str]:
 def _example(block: Table) -> str:
     """Return a block with its first setting, as JSON."""
     key, setting = next(iter(block.items()))
+    assert isinstance(setting, Setting)
     return json.dumps({key: setting.example})

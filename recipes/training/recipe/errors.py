@@ -1,4 +1,4 @@
-"""What a user reads when a recipe is refused: key, value, what is wrong, a value that works."""
+"""The error messages of rejected recipes: key, value, reason, and a value that works."""
 
 import difflib
 from collections.abc import Iterator
@@ -7,6 +7,7 @@ from typing import Any, get_args
 
 import tomli_w
 from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
 
 from models.errors import UserError
 
@@ -14,7 +15,7 @@ Location = tuple[str | int, ...]
 
 
 def explain(
-    problem: dict[str, Any], table: dict[str, Any], recipe: type[BaseModel], example: dict[str, Any]
+    problem: ErrorDetails, table: dict[str, Any], recipe: type[BaseModel], example: dict[str, Any]
 ) -> str:
     """Describe one of pydantic's errors in one line.
 
@@ -25,14 +26,14 @@ def explain(
         example: a table that fits the class
 
     Raises:
-        Exception: the error of a validator that is not a UserError. pydantic takes every
-            ValueError and AssertionError for an invalid value; such an error is a defect of the
+        Exception: the error of a validator that is not a UserError. pydantic treats every
+            ValueError and AssertionError as an invalid value; such an error is a defect of the
             validator, so it keeps its class and its traceback.
     """
     location, kind = problem["loc"], problem["type"]
     key = ".".join(str(part) for part in location)
     raised = problem.get("ctx", {}).get("error")
-    if isinstance(raised, UserError):  # it names the key itself
+    if isinstance(raised, UserError):  # its message names the key
         message = str(raised)
         return message if message.startswith(key) else f"{key}.{message}"
     if isinstance(raised, Exception):
@@ -45,12 +46,12 @@ def explain(
     if kind.startswith("missing"):
         return f"{key} is missing; for example  {works}"
     complaint = problem["msg"][0].lower() + problem["msg"][1:]
-    complaint = complaint.replace("True", "true").replace("False", "false")  # as TOML has them
+    complaint = complaint.replace("True", "true").replace("False", "false")  # in TOML's spelling
     return f"{key} = {_look_up(table, location)!r}: {complaint}; for example  {works}"
 
 
-def root_causes(error: ValidationError) -> list[dict[str, Any]]:
-    """pydantic's errors, less those of lists too short only because an item was refused."""
+def root_causes(error: ValidationError) -> list[ErrorDetails]:
+    """Return pydantic's errors, except for lists that are too short because an item is invalid."""
     problems = error.errors()
     return [
         problem
@@ -73,12 +74,12 @@ def _suggestion(location: Location, recipe: type[BaseModel]) -> str:
         return f"did you mean {'.'.join([*section, *close])}?"
     if elsewhere:
         return f"did you mean {elsewhere[0]}?"
-    place = f"[{'.'.join(section)}]" if section else "the top level"
-    return f"the keys of {place} are {', '.join(siblings)}"
+    section_name = f"[{'.'.join(section)}]" if section else "the top level"
+    return f"the keys of {section_name} are {', '.join(siblings)}"
 
 
 def _example(location: Location, recipe: type[BaseModel], example: dict[str, Any]) -> str:
-    """A line of TOML that works: the example's, or the default where the example leaves it out."""
+    """Return a valid line of TOML: the example's, or the default if the example lacks the key."""
     last = max(index for index, part in enumerate(location) if isinstance(part, str))
     location = location[: last + 1]
     value = _look_up(example, location)
@@ -90,7 +91,7 @@ def _example(location: Location, recipe: type[BaseModel], example: dict[str, Any
 
 
 def _defaults(model: Any, prefix: str = "") -> dict[str, Any]:
-    """Every key that a class of sections knows, "section.key" -> its default."""
+    """Return "section.key" -> default for every key of a class and its sections."""
     return dict(_walk(model, prefix))
 
 

@@ -93,7 +93,7 @@ class Layout(Section):
         if self.schedule != "1f1b" and self.pipeline == 1:
             raise UserError(
                 f'layout.schedule = "{self.schedule}" needs two stages or more, and '
-                f"layout.pipeline = 1 is a single one; use layout.pipeline = 2 or more, or "
+                f"layout.pipeline = 1 has only one; use layout.pipeline = 2 or more, or "
                 f'layout.schedule = "1f1b"'
             )
         possible = SCHEDULES[self.schedule].chunks

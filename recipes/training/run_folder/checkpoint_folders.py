@@ -43,7 +43,7 @@ def retain(folder: Path, settings: Checkpoint, *, step: int, damaged: Collection
 
 
 def remove_debris(folder: Path) -> None:
-    """Delete what unfinished saves have left."""
+    """Delete the folders of unfinished saves."""
     for debris in folder.glob(INCOMPLETE):
         shutil.rmtree(debris, ignore_errors=True)
 
@@ -71,7 +71,7 @@ def time_stamp() -> str:
 
 
 def published(folder: Path) -> list[Path]:
-    """The checkpoints of a folder, oldest first."""
+    """Return the checkpoints of a folder, oldest first."""
     if not folder.is_dir():
         return []
     found = [path for path in folder.iterdir() if NAME.fullmatch(path.name) and path.is_dir()]
@@ -79,10 +79,10 @@ def published(folder: Path) -> list[Path]:
 
 
 def checkpoint_name(step: int) -> str:
-    """Of the checkpoint after a step."""
+    """Return the name of the checkpoint after a step."""
     return f"step-{step:07d}"
 
 
 def step_of(checkpoint: Path) -> int:
-    """The step that a checkpoint's name says."""
+    """Return the step in a checkpoint's name."""
     return int(checkpoint.name.removeprefix("step-"))

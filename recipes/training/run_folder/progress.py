@@ -1,11 +1,11 @@
-"""How far a run has come, in steps and in samples: a resumed run may have another batch."""
+"""The progress of a run in steps and samples, because a resumed run may have another batch."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class Progress:
-    """Where a run starts or goes on: after so many steps, which read so many samples."""
+    """The steps that a run has done and the samples that it has read."""
 
     step: int = 0
     samples: int = 0

@@ -34,7 +34,7 @@ MARGIN = timedelta(minutes=5)  # of the time limit of collectives over that of s
 
 
 def on_gpu() -> bool:
-    """Whether DeepSpeed runs on GPUs here."""
+    """Return True if DeepSpeed runs on GPUs here."""
     return get_accelerator().device_name() == "cuda"
 
 
@@ -216,7 +216,8 @@ def use_deterministic_algorithms() -> None:
     depends on such memory, and filling it takes time.
     """
     torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = False
+    # torch replaces this module by an object with the property, which mypy cannot see.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     torch.backends.cuda.enable_cudnn_sdp(False)
 
 

@@ -10,10 +10,10 @@ from recipes.training.recipe.topology import Topology, World, rank_map
 from recipes.training.run_folder.folder import RunFolder
 
 if TYPE_CHECKING:  # it imports torch, which takes seconds
-    from recipes.training.checkpoint.reader import Found
+    from recipes.training.checkpoint.reader import ResumePoint
 
 
-def tell_skipped(folder: RunFolder, found: "Found") -> None:
+def tell_skipped(folder: RunFolder, found: "ResumePoint") -> None:
     """Report the damaged checkpoints that were skipped."""
     for path, damage in found.skipped.items():
         folder.event("skip", found.progress.step, checkpoint=str(path), reason=damage)
@@ -28,7 +28,7 @@ NOT_COMPILED = (
 
 
 def announce(
-    recipe: Recipe, topology: Topology, hosts: list[str], folder: RunFolder, found: "Found"
+    recipe: Recipe, topology: Topology, hosts: list[str], folder: RunFolder, found: "ResumePoint"
 ) -> None:
     """Print the model, the layout, the run folder and the nodes of a run."""
     print(

@@ -30,7 +30,7 @@ def write_checkpoint(folder: Path, step: int) -> Path:
         with TensorFileWriter(checkpoint / name, shapes, dtype="F32") as writer:
             for key, shape in shapes.items():
                 writer.write(key, memoryview(torch.randn(shape, generator=generator).numpy()))
-        files[name] = writer.facts
+        files[name] = writer.record
         tensors |= dict.fromkeys(shapes, name)
     nothing: dict[str, Any] = {"recipe": {}, "layout": {}, "data": {}, "versions": {}}
     Manifest(
@@ -97,7 +97,7 @@ def test_missing_files_are_noticed(checkpoint: Path) -> None:
 
 def test_a_name_of_another_step_is_noticed(checkpoint: Path) -> None:
     renamed = checkpoint.rename(checkpoint.with_name("step-0000010"))
-    assert list(find_damages(renamed)) == [f"{renamed / 'manifest.json'} is of step 4"]
+    assert list(find_damages(renamed)) == [f"{renamed / 'manifest.json'} belongs to step 4"]
     assert list(find_damages(renamed.rename(renamed.with_name("abandoned-x")))) == []
 
 

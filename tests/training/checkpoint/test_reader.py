@@ -11,8 +11,9 @@ import pytest
 
 from models.errors import UserError
 from recipes.training.checkpoint.manifest import Manifest
-from recipes.training.checkpoint.reader import Found, check_same_run
-from recipes.training.data.dataset import TrainingData, fingerprint
+from recipes.training.checkpoint.reader import CheckpointReader, ResumePoint, check_same_run
+from recipes.training.data.dataset import TrainingData
+from recipes.training.data.fingerprint import fingerprint
 from recipes.training.recipe.loading import parse_recipe
 from recipes.training.recipe.schema import Recipe
 from recipes.training.recipe.topology import Topology
@@ -54,7 +55,7 @@ def test_another_experiment_is_refused_key_by_key(
     saved, now = recipe_of(corpus), recipe_of(corpus, **changes)
     with pytest.raises(UserError) as refused:
         check_same_run(HERE, manifest_of(saved), now, fingerprint(now))
-    assert f"was trained with {named}; use that, --run-dir for a new run" in str(refused.value)
+    assert f"was trained with {named}; use the same values, --run-dir" in str(refused.value)
 
 
 def test_other_data_are_refused_and_moved_ones_are_not(corpus: Path, tmp_path: Path) -> None:
@@ -119,7 +120,7 @@ def test_what_may_change_is_accepted_and_told(corpus: Path) -> None:
         deepspeed="ds_configs/zero1_bf16.json",
     )
     check_same_run(HERE, manifest_of(saved), now, fingerprint(now))
-    told = Found(HERE, manifest_of(saved)).changes(now)
+    told = ResumePoint(CheckpointReader(HERE, manifest_of(saved))).changes(now)
     assert told == {
         "batch.global_sequences": [8, 16],
         "deepspeed": ["ds_configs/zero1_fp32.json", "ds_configs/zero1_bf16.json"],
@@ -136,9 +137,11 @@ def test_a_deepspeed_json_that_was_edited_is_told(corpus: Path, tmp_path: Path) 
     recipe = recipe_of(corpus, deepspeed=str(file))
     layout = layout_of(recipe, Topology(pipeline=1, data=1, tensor=1))
     saved = replace(manifest_of(recipe), layout=layout)
-    assert Found(HERE, saved).changes(recipe) == {}
+    assert ResumePoint(CheckpointReader(HERE, saved)).changes(recipe) == {}
     file.write_text(json.dumps(config | {"bf16": {"enabled": True}}))
-    assert Found(HERE, saved).changes(recipe) == {"deepspeed_json.bf16.enabled": [None, True]}
+    assert ResumePoint(CheckpointReader(HERE, saved)).changes(recipe) == {
+        "deepspeed_json.bf16.enabled": [None, True]
+    }
 
 
 def test_another_batch_goes_on_with_the_next_sample(corpus: Path) -> None:

@@ -144,7 +144,10 @@ def test_a_folder_that_only_one_node_sees_is_no_checkpoint(corpus: Path, tmp_pat
     recipe = parse_recipe(changed(small_recipe(corpus), layout__pipeline=2), "small")
     problems = run_ranks(2, save_into_folders_of_their_own, recipe, tmp_path)
     assert problems[0] == problems[1]
-    assert "has been written and is not there; use a --run-dir on storage that" in problems[0]
+    assert (
+        "was written and is now missing or incomplete; use a --run-dir on storage that"
+        in problems[0]
+    )
     assert not published(tmp_path / "0" / "checkpoints")
 
 

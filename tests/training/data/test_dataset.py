@@ -14,15 +14,10 @@ import torch
 from models.errors import UserError
 from models.parallel.rng import MaskKey
 from recipes.preparing.own_files import OwnFiles
-from recipes.training.data.dataset import (
-    TrainingData,
-    Windows,
-    choose_sources,
-    document_starts,
-    fingerprint,
-    permuted,
-)
+from recipes.training.data.dataset import TrainingData, Windows
+from recipes.training.data.fingerprint import document_starts, fingerprint
 from recipes.training.data.micro_batch import MicroBatch
+from recipes.training.data.mixing import choose_sources, permuted
 from recipes.training.data.token_file import TokenFile, tokenizer_hash, write_token_file
 from recipes.training.recipe.blend_weights import check_weights, whole_shares
 from recipes.training.recipe.loading import parse_recipe
@@ -376,7 +371,7 @@ REFUSED: dict[str, tuple[Callable[[Path], Any], dict[str, Any], str]] = {
         "is not the tokenizer that made .*use that one"),
     "no tokenizer": (
         lambda folder: (folder / "tokenizer" / "tokenizer.json").unlink(), {},
-        r"no tokenizer\.json there"),
+        r"has no tokenizer\.json"),
     "less than one window": (
         write_manifest, {"model__sequence_length": 100_000}, "less than one window"),
     "too few windows to validate on": (

@@ -9,7 +9,7 @@ import torch
 from models.errors import UserError
 from models.parallel.context import Context
 from recipes.training.data.micro_batch import MicroBatch
-from recipes.training.data.prefetcher import Feed
+from recipes.training.data.prefetcher import Prefetcher
 
 
 def micro_batch(number: int) -> MicroBatch:
@@ -27,7 +27,7 @@ def test_the_next_step_is_fetched_while_this_one_runs() -> None:
         if step == 4:
             fetched.set()
 
-    feed = Feed(source, last_step=4)
+    feed = Prefetcher(source, last_step=4)
     coming, waited = feed.take(3)
     assert [int(each.tokens[0, 0]) for each in coming] == [30, 31] and waited > 0
     assert fetched.wait(10)  # nobody has asked for it yet
@@ -43,7 +43,7 @@ def test_what_goes_wrong_is_raised_where_the_step_begins() -> None:
             raise UserError("corpus.bin ends before token 9")
         yield micro_batch(step)
 
-    feed = Feed(source, last_step=9)
+    feed = Prefetcher(source, last_step=9)
     assert len(feed.take(1)[0]) == 1
     with pytest.raises(UserError, match="ends before token 9"):
         feed.take(2)
@@ -51,10 +51,10 @@ def test_what_goes_wrong_is_raised_where_the_step_begins() -> None:
 
 def test_a_stage_between_has_contexts_alone() -> None:
     coming = MicroBatch(None, None, Context())
-    feed = Feed(lambda step: [coming], last_step=9, pinned=True)
+    feed = Prefetcher(lambda step: [coming], last_step=9, pinned=True)
     assert feed.take(1)[0] == [coming]
 
 
 def test_a_run_that_goes_back_reads_what_it_asks_for() -> None:
-    feed = Feed(lambda step: [micro_batch(step)], last_step=9)
+    feed = Prefetcher(lambda step: [micro_batch(step)], last_step=9)
     assert [int(feed.take(step)[0][0].tokens[0, 0]) for step in (1, 2, 7, 3)] == [1, 2, 7, 3]

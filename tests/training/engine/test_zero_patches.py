@@ -22,9 +22,7 @@ CONFIGS = ("zero1_fp32", "zero1_bf16", "zero2_bf16", "zero3_fp32", "zero3_bf16")
 CLIPPING = (0.01, 1e6)  # below every gradient's norm, and above
 
 
-@pytest.mark.parametrize(
-    "elements", [1, ROW_ELEMENTS - 1, ROW_ELEMENTS, 1541, 4_000_000]
-)
+@pytest.mark.parametrize("elements", [1, ROW_ELEMENTS - 1, ROW_ELEMENTS, 1541, 4_000_000])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_norm_is_as_exact_as_in_fp64(elements: int, dtype: torch.dtype) -> None:
     gradient = torch.randn(elements, generator=torch.Generator().manual_seed(0)).to(dtype)
