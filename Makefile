@@ -1,11 +1,11 @@
-# `make pretrain` and `make test` work on a fresh machine: Linux, Python >= 3.11, make.
+# `make` lists the commands. All of them work on a fresh machine: Linux, Python >= 3.11, make.
 
 PYTHON ?= python3
 ARGS ?=
 BIN := .venv/bin
 READY := .venv/ready
 
-# Of the GPUs here, those that DS_ACCELERATOR and CUDA_VISIBLE_DEVICES leave.
+# The number of GPUs that DS_ACCELERATOR and CUDA_VISIBLE_DEVICES allow.
 comma := ,
 ifeq ($(DS_ACCELERATOR),cpu)
   GPUS := 0
@@ -22,11 +22,11 @@ ifeq ($(GPUS),0)
 else ifeq ($(GPUS),1)
   RANKS := 1
   LAYOUT := --set layout.pipeline=1
-else  # the largest power of two, which divides the recipe's batch
+else  # the largest power of two, because the number of ranks must divide the recipe's batch
   RANKS := $(shell n=2; while [ $$((2 * n)) -le $(GPUS) ]; do n=$$((2 * n)); done; echo $$n)
 endif
 
-# DeepSpeed takes `--num_gpus` from all GPUs of the machine, whatever is visible.
+# `deepspeed --num_gpus` ignores CUDA_VISIBLE_DEVICES, so the visible GPUs are passed explicitly.
 DEVICES := --num_gpus $(RANKS)
 ifneq ($(GPUS),0)
 ifneq ($(origin CUDA_VISIBLE_DEVICES),undefined)
@@ -34,16 +34,22 @@ ifneq ($(origin CUDA_VISIBLE_DEVICES),undefined)
 endif
 endif
 
-# `make gpu` installs nothing: it uses the given PYTHON, or .venv if `make setup` has created it.
+# `make gpu` installs nothing: it uses PYTHON if given, or .venv if `make setup` has created it.
 ifeq ($(origin PYTHON),command line)
   GPU_PYTHON := $(PYTHON)
 else
   GPU_PYTHON := $(if $(wildcard $(READY)),$(BIN)/python,$(PYTHON))
 endif
 
-.PHONY: setup pretrain test lint soak cluster long exhaustive gpu
+.DEFAULT_GOAL := help
+.PHONY: help setup pretrain test long exhaustive cluster soak gpu lint format
 
-setup: $(READY)
+help: ## list these commands
+	@sed -n 's/^\([a-z]*\):[^#]*## \(.*\)/make \1\t\2/p' Makefile | expand -t 17
+	@echo
+	@echo "ARGS passes options on: make pretrain ARGS='--set training.steps=50', make test ARGS=tests/models"
+
+setup: $(READY) ## install the pinned packages into .venv; the other commands do it when needed
 
 $(READY): requirements.txt
 	@$(PYTHON) -c 'import sys; sys.exit(None if sys.version_info >= (3, 11) else \
@@ -56,7 +62,7 @@ $(READY): requirements.txt
 data/stdlib/manifest.json: | $(READY)
 	@$(BIN)/python recipes/prepare_data.py
 
-pretrain: $(READY) data/stdlib/manifest.json
+pretrain: $(READY) data/stdlib/manifest.json ## train recipes/tiny.toml and export it, in minutes
 	@port=$$($(BIN)/python -c 'import socket; s = socket.socket(); s.bind(("", 0)); print(s.getsockname()[1])') && \
 	$(BIN)/deepspeed --quiet $(DEVICES) --master_port $$port \
 	  recipes/pretrain.py recipes/tiny.toml $(LAYOUT) --run-dir runs/tiny $(ARGS)
@@ -64,7 +70,7 @@ ifeq ($(findstring --run-dir,$(ARGS)),)
 	@$(BIN)/python recipes/convert.py to-hf runs/tiny runs/tiny/hugging_face --overwrite --prompt "def "
 endif
 
-soak: $(READY)
+soak: $(READY) ## kill and resume small runs hundreds of times, and check that nothing is lost
 	@$(BIN)/python tests/fault_injection/soak.py $(ARGS)
 	@$(BIN)/python tests/fault_injection/soak_control.py $(ARGS)
 	@$(BIN)/python tests/fault_injection/soak_data.py $(ARGS)
@@ -72,22 +78,27 @@ soak: $(READY)
 # Many tests wait for processes: two files of tests run at a time, each with tests in order.
 PARALLEL := --numprocesses 2 --dist loadfile
 
-test: $(READY)
+test: $(READY) ## run the tests that take ten minutes together on two cores
 	@$(BIN)/python -m pytest $(PARALLEL) $(ARGS)
 
-cluster: $(READY)
+cluster: $(READY) ## test launching and faults with Slurm and hosts on this machine (as root)
 	@$(BIN)/python -m pytest tests/cluster -m "cluster and not exhaustive" -rs $(ARGS)
 
-long: $(READY)
+long: $(READY) ## run the tests that take minutes, such as a trace of every recipe
 	@$(BIN)/python -m pytest -m long $(PARALLEL) $(ARGS)
 
-# CI runs all other tests; run these after a change of the pipeline or of supervision.
-exhaustive: $(READY)
+# CI does not run these tests. Run them after a change to the pipeline or to supervision.
+exhaustive: $(READY) ## run the tests that take an hour, such as whole proofs under NCCL's rules
 	@$(BIN)/python -m pytest -m exhaustive -rs $(ARGS)
 
-gpu:
+gpu: ## check your GPUs in ten minutes: losses, resuming, export, speed; installs nothing
 	@$(GPU_PYTHON) -m tests.gpu $(ARGS)
 
-lint: $(READY)
+lint: $(READY) ## check style, formatting and types
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy
+
+format: $(READY) ## format the code and apply the fixes that ruff considers safe
+	@$(BIN)/ruff check --fix .
+	@$(BIN)/ruff format .

@@ -26,7 +26,7 @@ from models.cost import parameter_count
 from models.hugging_face import counterparts, model_settings
 from models.layer_specs import logical_shapes
 from recipes.training.checkpoint.tensor_file import TensorFileWriter
-from recipes.training.recipe.schema import REPOSITORY
+from recipes.training.recipe.loading import REPOSITORY
 
 SIZES = {  # of Llama 3.2 1B, without its tied table
     "hidden_size": 2048,

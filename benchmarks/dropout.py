@@ -56,7 +56,7 @@ def residual(s: int, b: int, h: int) -> float:
     x = torch.randn(s, b, h, requires_grad=True)
     key, axis = MaskKey(seed=0, samples=range(b)), TensorAxis()
     return compare(
-        lambda: dropout(x, 0.1, key=key, place="blocks.0.mlp", axis=axis, fuse=as_written).backward(
+        lambda: dropout(x, 0.1, key=key, layer="blocks.0.mlp", axis=axis, fuse=as_written).backward(
             x.detach()
         ),
         lambda: F.dropout(x, 0.1).backward(x.detach()),

@@ -20,13 +20,13 @@ from unittest import mock
 
 sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from recipes.planning.inputs.job import Job, Machine, Spread, job_of
+from recipes.planning.inputs.job import Job, JobLayout, Machine, job_of
 from recipes.planning.inputs.stage_contents import stage_parameters
 from recipes.planning.memory import peak
 from recipes.planning.search import layout_search
 from recipes.planning.time.network import gather_seconds
 from recipes.planning.time.step_time import StepTime
-from recipes.training.recipe.schema import load_recipe, shipped_recipes
+from recipes.training.recipe.loading import load_recipe, shipped_recipes
 
 LEAST_GPUS = 16
 Bytes = tuple[float, float, float]
@@ -34,10 +34,10 @@ Bytes = tuple[float, float, float]
 state_bytes, step_time = peak.state_bytes, layout_search.step_time
 
 
-def shared_gradients(footprint, spread: Spread, parameters: float, *more) -> Bytes:
+def shared_gradients(footprint, layout: JobLayout, parameters: float, *more) -> Bytes:
     """Weights, gradients and optimizer's state if pipelines shared gradients too."""
-    weights, gradients, optimizer = state_bytes(footprint, spread, parameters, *more)
-    shares = spread.data if spread.pipeline > 1 else 1
+    weights, gradients, optimizer = state_bytes(footprint, layout, parameters, *more)
+    shares = layout.data if layout.pipeline > 1 else 1
     return weights, gradients / shares, optimizer
 
 
@@ -46,8 +46,8 @@ def reduced_each_time(job: Job, *, hidden: bool) -> StepTime:
 
     hidden: as far as that can be behind this micro-batch's backward pass
     """
-    time, spread = step_time(job), job.spread
-    if spread.pipeline == 1 or spread.data == 1:
+    time, layout = step_time(job), job.layout
+    if layout.pipeline == 1 or layout.data == 1:
         return time
     seen = max(0.0, reduction_seconds(job) - (max(time.backward) if hidden else 0.0))
     return replace(time, data=time.data + job.micro_batches * seen)
@@ -56,7 +56,7 @@ def reduced_each_time(job: Job, *, hidden: bool) -> StepTime:
 def reduction_seconds(job: Job) -> float:
     """Return the time of one reduce-scatter of a stage's gradients over the data ranks."""
     size = job.software.gradient_bytes * max(stage_parameters(job))
-    return gather_seconds(job.machine, size, ranks=job.spread.data, stride=job.spread.tensor)
+    return gather_seconds(job.machine, size, ranks=job.layout.data, stride=job.layout.tensor)
 
 
 def best(
@@ -88,7 +88,7 @@ def main() -> None:
         seen = best(job, shared_gradients, partial(reduced_each_time, hidden=False))
         rows[f"{path.parent.name}/{path.stem}"] = {
             "seconds": now.time.total,
-            "pipeline": now.job.spread.pipeline,
+            "pipeline": now.job.layout.pipeline,
             "gained_if_hidden": now.time.total / hidden.time.total - 1,
             "gained": now.time.total / seen.time.total - 1,
         }

@@ -1,11 +1,11 @@
-"""The architecture of a model, every switch spelled out."""
+"""The architecture of a model, with every switch spelled out."""
 
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from models.errors import UserError
 
-LARGEST_SIZE = 2**24  # far beyond any model; a typing error ends here and not in a hang
+MAX_SIZE = 2**24  # far beyond any model, so that a typing error is reported instead of a hang
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,10 +16,10 @@ class ModelConfig:
     show both. Sizes are those of the logical model, before any layout splits or pads it.
 
     Raises:
-        UserError: sizes that do not fit each other, with a value that would.
+        UserError: sizes are inconsistent; the message gives a value that works.
     """
 
-    # For pydantic, which reads a recipe's [model] section into this class.
+    # pydantic reads a recipe's [model] section into this class with these settings.
     __pydantic_config__: ClassVar[dict] = {
         "extra": "forbid",
         "strict": True,
@@ -42,7 +42,7 @@ class ModelConfig:
     head_size: int | None = None  # None: hidden_size / heads
     rope_theta: float = 10000.0
     norm_epsilon: float = 1e-5
-    dropout: float = 0.0  # of the embedding and of what each half of a block adds
+    dropout: float = 0.0  # of the embedding and of the output of each half of a block
     attention_dropout: float = 0.0  # of the attention probabilities
     initial_std: float = 0.02
 
@@ -51,8 +51,8 @@ class ModelConfig:
             value = getattr(self, key, None)
             if field.type not in (int, int | None) or value is None:
                 continue
-            if not 1 <= value <= LARGEST_SIZE:
-                raise UserError(f"{key} = {value} is not in 1 .. {LARGEST_SIZE}; use {key} = 1")
+            if not 1 <= value <= MAX_SIZE:
+                raise UserError(f"{key} = {value} is not in 1 .. {MAX_SIZE}; use {key} = 1")
         for key in ("rope_theta", "norm_epsilon", "initial_std"):
             if not getattr(self, key) > 0:
                 default = type(self).__dataclass_fields__[key].default
@@ -95,27 +95,27 @@ class ModelConfig:
 
     @property
     def gate_and_up_size(self) -> int:
-        """Columns that go into an MLP's activation: a gated one takes two of each."""
+        """Columns of the input of an MLP's activation; a gated one takes two per output column."""
         return 2 * self.ffn_hidden_size if self.activation == "swiglu" else self.ffn_hidden_size
 
     def padded_vocab_size(self, tensor_size: int) -> int:
-        """Rows of the embedding when `tensor_size` ranks hold equal parts of it.
+        """Return the rows of the embedding, padded so that `tensor_size` ranks hold equal parts.
 
-        Each part is a multiple of 64 rows, which matrix units like; the padding rows are zero
-        and take no part in the loss.
+        Each part is a multiple of 64 rows, as matrix units require for full speed. The padding rows
+        are zero and do not affect the loss.
         """
         multiple = 64 * tensor_size
         return -(-self.vocab_size // multiple) * multiple
 
 
 def nearest_multiples(value: int, divisor: int) -> str:
-    """The multiples of `divisor` around `value`, as a phrase: '248 or 256'."""
+    """Return the multiples of `divisor` around `value` as a phrase: '248 or 256'."""
     below = value // divisor * divisor
     return f"{below} or {below + divisor}" if below else f"{divisor}"
 
 
 def nearest_divisors(number: int, value: int) -> str:
-    """The divisors of `number` around `value`, as a phrase: '4 or 8'."""
+    """Return the divisors of `number` around `value` as a phrase: '4 or 8'."""
     divisors = [d for d in range(1, number + 1) if number % d == 0]
     below = [d for d in divisors if d <= value][-1:]
     above = [d for d in divisors if d > value][:1]

@@ -5,23 +5,23 @@ import math
 from models.config import ModelConfig
 
 # Maximum number of logits that the loss computes at a time, by kind of device. With a vocabulary of
-# 128k it allows 512 tokens on a CPU, where larger matrix products are not faster, and 2,048 on a
-# GPU, where products of 512 tokens are bound by reading the weights.
-MOST_LOGITS = {"cpu": 2**26, "cuda": 2**28}
+# 128k it allows 512 tokens on a CPU, where larger matmuls are not faster, and 2,048 on a GPU, where
+# matmuls of 512 tokens are bound by reading the weights.
+MAX_LOGITS = {"cpu": 2**26, "cuda": 2**28}
 
 
 def parameter_count(config: ModelConfig) -> int:
-    """Parameters of the logical model: no vocabulary padding, a tied embedding counted once."""
+    """Return the parameters of the model, without padding; a tied embedding counts once."""
     embeddings = config.vocab_size * config.hidden_size * (1 if config.tie_embeddings else 2)
     blocks = config.layers * block_parameters(config)
     return blocks + norm_parameters(config) + position_parameters(config) + embeddings
 
 
 def block_parameters(config: ModelConfig, tensor: int = 1) -> int:
-    """Parameters of one block on each of `tensor` ranks.
+    """Return the parameters of one block on each of `tensor` ranks.
 
-    What their matrix products split is split; norms and the biases of row-parallel layers are
-    held by every rank (Shoeybi et al. 2019, arXiv 1909.08053, section 3).
+    Weights of matmuls are split; norms and the biases of row-parallel layers are replicated
+    (Shoeybi et al. 2019, arXiv 1909.08053, section 3).
     """
     h = config.hidden_size
     columns = config.query_size + 2 * config.key_value_size + config.gate_and_up_size
@@ -33,30 +33,29 @@ def block_parameters(config: ModelConfig, tensor: int = 1) -> int:
 
 
 def norm_parameters(config: ModelConfig) -> int:
-    """Parameters of one norm over the hidden size."""
+    """Return the parameters of one norm over the hidden size."""
     return config.hidden_size if config.norm == "rmsnorm" else 2 * config.hidden_size
 
 
 def position_parameters(config: ModelConfig) -> int:
-    """Parameters of learned positions, if the model has them."""
+    """Return the parameters of learned positions, 0 if the model has none."""
     return config.sequence_length * config.hidden_size if config.positions == "learned" else 0
 
 
 def flops_per_token(config: ModelConfig) -> float:
-    """FLOPs of one token's forward and backward pass, recomputation not counted.
+    """Return the FLOPs of one token's forward and backward pass, without recomputation.
 
-    Matrix products only, two FLOPs per multiply-add, the backward pass twice the forward, and
-    attention counted in full although half of it is masked, and more where documents are
-    separate: Narayanan et al. 2021 (arXiv 2104.04473), equation 3 without its recomputation,
-    generalised to grouped-query attention and gated MLPs. This is the count behind
-    `tflops_per_gpu` and `mfu`.
+    Only matmuls count, with two FLOPs per multiply-add, and the backward pass counts twice the
+    forward pass. Attention counts in full, although at least half of it is masked. This is equation
+    3 of Narayanan et al. 2021 (arXiv 2104.04473) without its recomputation, generalised to
+    grouped-query attention and gated MLPs. `tflops_per_gpu` and `mfu` are computed from it.
     """
     multiply_adds = config.layers * block_multiply_adds(config) + head_multiply_adds(config)
     return 3 * 2 * multiply_adds
 
 
 def recomputed_flops_per_token(config: ModelConfig, recompute: str) -> float:
-    """FLOPs that are computed again for a token's backward pass.
+    """Return the FLOPs that are recomputed for a token's backward pass.
 
     "full": the forward pass of all blocks (Narayanan et al. 2021, equation 3); "selective": that of
     the attention core (Korthikanti et al. 2022, arXiv 2205.05198, appendix A).
@@ -67,30 +66,30 @@ def recomputed_flops_per_token(config: ModelConfig, recompute: str) -> float:
 
 
 def block_multiply_adds(config: ModelConfig) -> int:
-    """Of a token's forward pass through one block."""
+    """Return the multiply-adds of a token's forward pass through one block."""
     projections = 2 * config.query_size + 2 * config.key_value_size
     projections += config.gate_and_up_size + config.ffn_hidden_size
     return config.hidden_size * projections + attention_multiply_adds(config)
 
 
 def head_multiply_adds(config: ModelConfig) -> int:
-    """Of a token's logits."""
+    """Return the multiply-adds of a token's logits."""
     return config.hidden_size * config.vocab_size
 
 
 def attention_multiply_adds(config: ModelConfig) -> int:
-    """Of a token's scores and of its values, in one block."""
+    """Return the multiply-adds of a token's attention scores and weighted values in one block."""
     return 2 * config.sequence_length * config.query_size
 
 
 def tokens_at_a_time(tokens: int, columns: int, device: str) -> int:
     """Return the number of tokens whose logits the loss computes together.
 
-    The tokens are divided into equal parts (the last may be smaller) of at most MOST_LOGITS logits.
+    The tokens are divided into equal parts (the last may be smaller) of at most MAX_LOGITS logits.
 
     Args:
         columns: vocabulary entries of one tensor rank
         device: kind of device, as in `torch.device.type`; other kinds count as GPUs
     """
-    most = MOST_LOGITS.get(device, MOST_LOGITS["cuda"])
+    most = MAX_LOGITS.get(device, MAX_LOGITS["cuda"])
     return math.ceil(tokens / math.ceil(tokens * columns / most))

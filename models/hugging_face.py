@@ -1,4 +1,4 @@
-"""Our names and shapes <-> those of transformers' Llama, Qwen3 and GPT-2 classes."""
+"""Conversion between our parameters and those of transformers' Llama, Qwen3 and GPT-2 classes."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -13,11 +13,11 @@ from models.errors import UserError
 
 @dataclass(frozen=True)
 class Counterpart:
-    """The tensors of transformers' model that one of our logical tensors is made of.
+    """The tensors of transformers' model that correspond to one of our logical tensors.
 
-    names: in the order in which dimension 0 of ours joins them
-    sizes: their shares of dimension 0
-    transposed: GPT-2's Conv1D keeps weights as [in, out]; ours are [out, in]
+    names: names in transformers, in the order in which our tensor joins them along dimension 0
+    sizes: their sizes along dimension 0
+    transposed: True for GPT-2's Conv1D, which stores weights as [in, out]; ours are [out, in]
     """
 
     names: tuple[str, ...]
@@ -25,26 +25,26 @@ class Counterpart:
     transposed: bool = False
 
     def shapes(self, ours: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
-        """Their names and shapes, from the shape of ours."""
+        """Return their shapes by name, given the shape of our tensor."""
         rows = self.sizes or (ours[0],)
         shapes = [(size, *ours[1:]) for size in rows]
         theirs = [shape[::-1] if self.transposed else shape for shape in shapes]
         return dict(zip(self.names, theirs, strict=True))
 
     def split(self, ours: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """Their names and tensors, from ours."""
+        """Yield their names and tensors, given our tensor."""
         parts = ours.split(self.sizes) if self.sizes else (ours,)
         for name, part in zip(self.names, parts, strict=True):
             yield name, part.t().contiguous() if self.transposed else part
 
     def join(self, theirs: Iterable[Tensor]) -> Tensor:
-        """Ours, from their tensors in the order of `names`."""
+        """Return our tensor, given their tensors in the order of `names`."""
         parts = [part.t() if self.transposed else part for part in theirs]
         return (torch.cat(parts) if len(parts) > 1 else parts[0]).contiguous()
 
 
 def hugging_face_config(config: ModelConfig) -> dict[str, Any]:
-    """The keyword arguments of transformers' config class, `model_type` included.
+    """Return the keyword arguments of transformers' config class, including `model_type`.
 
     Raises:
         UserError: no class of transformers has this architecture.
@@ -85,16 +85,16 @@ def hugging_face_config(config: ModelConfig) -> dict[str, Any]:
 
 
 def model_settings(theirs: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of our ModelConfig, from all attributes of transformers' config.
+    """Return the settings of our ModelConfig, given all attributes of transformers' config.
 
     Raises:
-        UserError: an architecture that ours cannot express, naming the attribute.
+        UserError: our model does not support the architecture; the message names the attribute.
     """
     family = theirs["model_type"]
     if family == "gpt2":
         return _gpt2_settings(theirs)
     if family not in ("llama", "qwen3"):
-        raise UserError(f"model_type = {family!r} is not known here; use llama, qwen3 or gpt2")
+        raise UserError(f"model_type = {family!r} is not supported; use llama, qwen3 or gpt2")
     rope = theirs.get("rope_parameters") or {}
     _require(
         rope | {key: theirs.get(key) for key in ("hidden_act", "attention_bias", "mlp_bias")}
@@ -150,12 +150,12 @@ def _require(theirs: Mapping[str, Any], known: dict[str, tuple[Any, ...]]) -> No
     for name, values in known.items():
         if theirs.get(name) not in values:
             raise UserError(
-                f"{name} = {theirs.get(name)!r} is not known here; use a model with {values[0]!r}"
+                f"{name} = {theirs.get(name)!r} is not supported; use a model with {values[0]!r}"
             )
 
 
 def to_hugging_face(config: ModelConfig, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Rename and split our logical tensors (weights, or anything of their shape)."""
+    """Rename and split our logical tensors: weights, or other tensors of the same shapes."""
     theirs: dict[str, Tensor] = {}
     for name, counterpart in counterparts(config).items():
         theirs |= dict(counterpart.split(tensors[name]))
@@ -171,7 +171,7 @@ def from_hugging_face(config: ModelConfig, theirs: Mapping[str, Tensor]) -> dict
 
 
 def counterparts(config: ModelConfig) -> dict[str, Counterpart]:
-    """Our logical name -> its counterpart, for every parameter of the model."""
+    """Return the counterpart of every parameter by our logical name."""
     family = _family(config)
     return _gpt2(config) if family == "gpt2" else _llama(config)
 

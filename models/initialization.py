@@ -1,6 +1,6 @@
-"""The first value of every parameter, the same in every layout.
+"""Initial values of all parameters, the same in every layout.
 
-| parameter                                    | first value                                  |
+| parameter                                    | initial value                                |
 |----------------------------------------------|----------------------------------------------|
 | norm weights                                 | 1                                            |
 | biases                                       | 0                                            |
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from models.config import ModelConfig
-from models.sharding import Sharding
+from models.sharding import Sharding, sharding_of
 
 RESIDUAL_WEIGHTS = ("attention.output.weight", "mlp.down.weight")
 
@@ -39,14 +39,15 @@ def initialize(
         else:
             residual = name.endswith(RESIDUAL_WEIGHTS)
             std = config.initial_std / (math.sqrt(2 * config.layers) if residual else 1)
-            logical = std * draw_normal(parameter.sharding, name=name, seed=seed)
-            parameter.copy_(parameter.sharding.local_part(logical, tensor_rank, tensor_size))
+            sharding = sharding_of(parameter)
+            logical = std * draw_normal(sharding, name=name, seed=seed)
+            parameter.copy_(sharding.local_part(logical, tensor_rank, tensor_size))
 
 
 def draw_normal(sharding: Sharding, *, name: str, seed: int) -> Tensor:
-    """The logical tensor's standard normal numbers: a function of seed and name alone.
+    """Return standard normal numbers of the logical shape, a function of seed and name alone.
 
-    Drawn on the CPU in fp32, so that neither device nor precision changes them.
+    They are drawn on the CPU in fp32, so that neither device nor precision changes them.
     """
     digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest) >> 1)

@@ -10,8 +10,8 @@
 |                     |              | or []       | given the labels, their loss       |
 
 s sequence, b micro-batch, h hidden, v padded vocabulary, t tensor ranks; under sequence parallelism
-everything between embedding and head is [s/t, b, h]. Parameters get their layout-independent names
-here too: `blocks.3.attention.qkv.weight`.
+everything between embedding and head is [s/t, b, h]. This module also defines the names of the
+parameters, which do not depend on the layout: `blocks.3.attention.qkv.weight`.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -31,7 +31,7 @@ from models.parallel.cross_entropy import vocab_parallel_loss
 from models.parallel.embedding import VocabParallelEmbedding
 from models.parallel.norm import NORMS
 from models.parallel.rng import dropout
-from models.sharding import Sharding, declared_parameter
+from models.sharding import Sharding, declared_parameter, sharding_of
 from models.transformer import Block, recomputed
 
 TIED_KEY = "embedding"
@@ -40,9 +40,9 @@ TIED_KEY = "embedding"
 def layer_specs(
     config: ModelConfig, axis: TensorAxis, *, recompute_core: bool = False
 ) -> list[LayerSpec]:
-    """The layers in order; `layer_names` names them.
+    """Return the layers in order, as `layer_names` lists their names.
 
-    recompute_core: the backward pass computes the attention cores again
+    recompute_core: the backward pass recomputes the attention cores
     """
     norm = partial(LayerSpec, NORMS[config.norm], config.hidden_size, config.norm_epsilon)
     specs = {
@@ -58,7 +58,7 @@ def layer_specs(
 
 
 def layer_names(config: ModelConfig) -> list[str]:
-    """The layers' names, in the order of `layer_specs`."""
+    """Return the names of the layers, in the order of `layer_specs`."""
     positions = ["positions"] if config.positions == "learned" else []
     blocks = [f"blocks.{index}" for index in range(config.layers)]
     return ["embedding", *positions, *blocks, "final_norm", "head"]
@@ -67,7 +67,7 @@ def layer_names(config: ModelConfig) -> list[str]:
 def logical_parameters(
     module: nn.Module, config: ModelConfig
 ) -> Iterator[tuple[str, nn.Parameter]]:
-    """(logical name, parameter) of the layers that a PipelineModule or SequentialModel holds."""
+    """Yield (logical name, parameter) of all layers of a PipelineModule or SequentialModel."""
     names = layer_names(config)
     for name, parameter in module.named_parameters():
         layer, rest = name.split(".", 1)  # "3.attention.qkv.weight", "tied_modules.embedding.x"
@@ -75,11 +75,11 @@ def logical_parameters(
 
 
 def logical_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Logical name -> shape of every parameter, as the layers declare it; without their memory."""
+    """Return the logical shape of every parameter by name, without allocating memory."""
     axis = TensorAxis()
     with torch.device("meta"):
         model = SequentialModel(layer_specs(config, axis))
-    return {name: p.sharding.shape for name, p in logical_parameters(model, config)}
+    return {name: sharding_of(p).shape for name, p in logical_parameters(model, config)}
 
 
 def run_layers(
@@ -90,10 +90,10 @@ def run_layers(
     labels: Tensor | None = None,
     recompute_interval: int = 0,
 ) -> Tensor:
-    """The layers' output one after the other.
+    """Run layers one after the other and return the output of the last one.
 
-    labels: [b, s], for the last one
-    recompute_interval: so many blocks at a time are computed again by the backward pass; 0: none
+    labels: [b, s], an input of the last layer
+    recompute_interval: number of blocks that the backward pass recomputes at a time; 0: none
     """
     if labels is not None:
         *layers, head = layers
@@ -155,26 +155,26 @@ class TokenEmbedding(VocabularyTable):
 
     def forward(self, tokens: Tensor, context: Context) -> Tensor:
         """[b, s] to [s, b, h]."""
-        x = super().forward(tokens)
+        x = self.embed(tokens)
         return dropout(
             x,
             self.dropout,
             key=context.dropout,
-            place="embedding",
+            layer="embedding",
             axis=self.axis,
             fuse=self.fuse,
         )
 
     @classmethod
     def spec(cls, config: ModelConfig, axis: TensorAxis) -> LayerSpec:
-        """Its LayerSpec, tied if the model is."""
+        """Return the layer's spec, tied if the model ties its embeddings."""
         if config.tie_embeddings:
             return TiedLayerSpec(TIED_KEY, cls, config, axis)
         return LayerSpec(cls, config, axis)
 
 
 class Head(VocabularyTable):
-    """The same table the other way."""
+    """The output layer: [s, b, h] to logits, or to the loss."""
 
     def forward(self, x: Tensor, labels: Tensor | None = None) -> Tensor:
         """[s, b, h] to the logits [s, b, v/t]; given labels [b, s], to their mean loss in nats."""
@@ -182,7 +182,7 @@ class Head(VocabularyTable):
 
     @classmethod
     def spec(cls, config: ModelConfig, axis: TensorAxis) -> LayerSpec:
-        """Its LayerSpec; tied, it is the embedding's module under another forward."""
+        """Return the layer's spec; if tied, it is the embedding's module with another forward."""
         if config.tie_embeddings:
             return TiedLayerSpec(
                 TIED_KEY, TokenEmbedding, config, axis, forward_fn=TokenEmbedding.predict
@@ -213,8 +213,8 @@ class LearnedPositions(Fusing):
             length = x.shape[0] * (self.axis.size if split else 1)
             positions = self.weight[:length].unsqueeze(1)  # [s, 1, h]
         else:
-            places = positions_in(context.documents, x.device)
-            positions = look_up(places, self.weight)  # [s, b, h]
+            indices = positions_in(context.documents, x.device)
+            positions = look_up(indices, self.weight)  # [s, b, h]
         if split:
             positions = scatter_to_tensor_axis(positions, self.axis)  # [s/t, 1 or b, h]
         x = x + positions
@@ -222,17 +222,17 @@ class LearnedPositions(Fusing):
             x,
             self.dropout,
             key=context.dropout,
-            place="positions",
+            layer="positions",
             axis=self.axis,
             fuse=self.fuse,
         )
 
 
-LAYERS_WITH_CONTEXT = (TokenEmbedding, LearnedPositions, Block)  # the others are called without
+LAYERS_WITH_CONTEXT = (TokenEmbedding, LearnedPositions, Block)  # the other layers take only x
 
 
 class SequentialModel(nn.Module):
-    """All layers in one module, for the ZeRO stages that a DeepSpeed pipeline refuses.
+    """All layers in one module, for the ZeRO stages that DeepSpeed's pipeline does not support.
 
     Parameters have the names that a PipelineModule of the same specs gives them.
     """
@@ -255,7 +255,7 @@ class SequentialModel(nn.Module):
             self.layers.append(layer)
 
     def forward(self, tokens: Tensor, labels: Tensor, context: Context) -> Tensor:
-        """The mean cross-entropy of labels [b, s] after tokens [b, s]."""
+        """Return the mean cross-entropy of labels [b, s] after tokens [b, s]."""
         return run_layers(
             self.layers,
             tokens,

@@ -1,7 +1,7 @@
-"""The declaration: how a parameter's logical tensor lies over the tensor axis.
+"""The declaration of a parameter: how its logical tensor is split over the tensor axis.
 
-Every parameter declares it once, and whoever must know the logical tensor (initialisation, gradient
-norm, checkpoints, the proofs) reads it here; nothing else in the code knows.
+Every parameter declares its sharding once. Initialisation, gradient norm, checkpoints and proofs
+read this declaration; no other code knows the layout of a parameter.
 """
 
 import math
@@ -14,12 +14,12 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class Sharding:
-    """How a logical (unsharded, unpadded) tensor is laid out over the tensor ranks.
+    """The layout of a logical (unsharded, unpadded) tensor over the tensor ranks.
 
-    shape: of the logical tensor
-    dimension: the one that is split; None when every rank holds the whole tensor
-    blocks: parts of that dimension that are split one by one, such as q|k|v or gate|up
-    padded_size: of that dimension once zero rows are appended (vocabulary); None: no padding
+    shape: shape of the logical tensor
+    dimension: the split dimension; None: every rank holds the whole tensor
+    blocks: parts of that dimension that are split separately, such as q|k|v or gate|up
+    padded_size: size of that dimension with appended zero rows (vocabulary); None: no padding
     """
 
     shape: tuple[int, ...]
@@ -33,7 +33,7 @@ class Sharding:
             assert self.padded_size is None or len(self.blocks) == 1
 
     def local_shape(self, tensor_size: int) -> tuple[int, ...]:
-        """The shape that one of `tensor_size` ranks holds."""
+        """Return the shape of the part that each of `tensor_size` ranks holds."""
         if self.dimension is None:
             return self.shape
         shape = list(self.shape)
@@ -43,7 +43,7 @@ class Sharding:
         return tuple(shape)
 
     def local_part(self, logical: Tensor, tensor_rank: int, tensor_size: int) -> Tensor:
-        """Cut this rank's part out of the logical tensor; padding is zero."""
+        """Return this rank's part of the logical tensor; padding is zero."""
         assert tuple(logical.shape) == self.shape
         if self.dimension is None:
             return logical
@@ -64,12 +64,16 @@ class Sharding:
         tensor_rank: int,
         tensor_size: int,
     ) -> Tensor:
-        """Some consecutive elements of a rank's flattened part, reading no more rows than needed.
+        """Return consecutive elements of a rank's flattened part, reading only the rows needed.
 
-        logical_rows: (start, stop) to these rows (of dimension 0) of the logical tensor
+        Args:
+            logical_rows: function of (start, stop) that returns these rows of the logical tensor
+            elements: indices into the flattened part
+            tensor_rank: rank along the tensor axis
+            tensor_size: number of ranks along the tensor axis
         """
         local_shape = self.local_shape(tensor_size)
-        width = math.prod(local_shape[1:])  # of a row of this rank's part
+        width = math.prod(local_shape[1:])  # elements of a row of this rank's part
         rows = range(elements.start // width, -(-elements.stop // width))
         pieces, row = [], 0  # of the rank's part; the next range's first row
         for start, stop in self._row_ranges(tensor_rank, tensor_size):
@@ -85,20 +89,20 @@ class Sharding:
         return flat[elements.start - rows.start * width :][: len(elements)]
 
     def _row_ranges(self, tensor_rank: int, tensor_size: int) -> list[tuple[int, int]]:
-        """The [start, stop) rows of the logical tensor that a rank's part takes, in its order."""
+        """Return the [start, stop) rows of the logical tensor in a rank's part, in its order."""
         return (
             self._ranges(tensor_rank, tensor_size) if self.dimension == 0 else [(0, self.shape[0])]
         )
 
     def _own_columns(self, rows: Tensor, tensor_rank: int, tensor_size: int) -> Tensor:
-        """Of some rows of the logical tensor, what a rank holds."""
+        """Return the columns that a rank holds of rows of the logical tensor."""
         if self.dimension in (None, 0):
             return rows
         ranges = self._ranges(tensor_rank, tensor_size)
         return torch.cat([rows.narrow(self.dimension, a, b - a) for a, b in ranges], self.dimension)
 
     def logical_tensor(self, parts: Sequence[Tensor]) -> Tensor:
-        """Put the ranks' parts, in rank order, together again; padding is dropped."""
+        """Join the parts of all ranks, in rank order, and drop padding."""
         if self.dimension is None:
             return parts[0]
         logical = parts[0].new_empty(self.shape)
@@ -114,7 +118,7 @@ class Sharding:
     def _ranges(
         self, tensor_rank: int, tensor_size: int, padded: bool = False
     ) -> list[tuple[int, int]]:
-        """Per block, the [start, stop) of the logical dimension that a rank holds."""
+        """Return for each block the [start, stop) of the split dimension that a rank holds."""
         ranges, block_start = [], 0
         for block in self.blocks:
             size = self.padded_size or block
@@ -131,12 +135,22 @@ class Sharding:
 
 
 def declared_parameter(sharding: Sharding, tensor_size: int) -> nn.Parameter:
-    """An uninitialised parameter with this rank's shape and its declaration as `.sharding`.
+    """Return an uninitialised parameter with this rank's shape, declared as `sharding`.
 
-    `.model_parallel` is what DeepSpeed's gradient norm asks for: parameters without it count on
+    DeepSpeed's gradient norm reads the attribute `model_parallel`: a parameter without it counts on
     tensor rank 0 only.
     """
     parameter = nn.Parameter(torch.empty(sharding.local_shape(tensor_size)))
-    parameter.sharding = sharding
-    parameter.model_parallel = sharding.dimension is not None
+    declare(parameter, sharding)
+    vars(parameter)["model_parallel"] = sharding.dimension is not None
     return parameter
+
+
+def declare(parameter: nn.Parameter, sharding: Sharding) -> None:
+    """Store the declaration of a parameter with the parameter; `sharding_of` reads it."""
+    vars(parameter)["sharding"] = sharding
+
+
+def sharding_of(parameter: nn.Parameter) -> Sharding:
+    """Return the declaration of a parameter that `declared_parameter` created."""
+    return vars(parameter)["sharding"]

@@ -26,7 +26,7 @@ from models.parallel.collectives import TensorAxis
 from models.parallel.context import Context, Documents, positions_in
 from models.parallel.linear import ColumnParallelLinear, RowParallelLinear
 from models.parallel.norm import NORMS, RMSNorm
-from models.parallel.rng import attention_rows, stream_rows
+from models.parallel.rng import MaskKey, attention_rows, stream_rows
 
 
 class Block(Fusing):
@@ -72,8 +72,8 @@ class Block(Fusing):
         """
         rows, key = None, context.dropout
         if key is not None and self.dropout > 0:
-            place = f"{self.name}.{half}"
-            rows = stream_rows(y, key=key, place=place, axis=self.axis, fuse=self.fuse)
+            layer = f"{self.name}.{half}"
+            rows = stream_rows(y, key=key, layer=layer, axis=self.axis, fuse=self.fuse)
         return Branch(y, linear.bias_here(), rows, self.dropout)
 
 
@@ -124,7 +124,7 @@ class Attention(Fusing):
     def _core(self, q: Tensor, k: Tensor, v: Tensor, *, context: Context) -> Tensor:
         """q [b, a/t, s, d] and k, v [b, g/t, s, d] to [s, b, a/t * d]."""
         if context.dropout is not None and self.config.attention_dropout > 0:
-            y = self._attend_with_dropout(q, k, v, context)
+            y = self._attend_with_dropout(q, k, v, key=context.dropout, documents=context.documents)
         elif context.documents is not None:
             varlen = varlen_kernel(q.device, q.dtype, q.shape[-1])
             y = document_attention(q, k, v, context.documents.lengths, varlen=varlen)
@@ -137,7 +137,7 @@ class Attention(Fusing):
 
         The order is contiguous if attention runs in blocks, and one sequence after the other if one
         call computes all documents. Otherwise it is [s, b, a, d]: torch's kernel then writes its
-        output in the same order, which the next matrix product needs.
+        output in the same order, which the next matmul needs.
         """
         if in_blocks(qkv.device, len(qkv)):
             return "basd"
@@ -145,27 +145,29 @@ class Attention(Fusing):
             return "bsad"
         return "sbad"
 
-    def _attend_with_dropout(self, q: Tensor, k: Tensor, v: Tensor, context: Context) -> Tensor:
-        """[b, a/t, s, d] from [b, a/t, s, d] and twice [b, g/t, s, d].
+    def _attend_with_dropout(
+        self, q: Tensor, k: Tensor, v: Tensor, *, key: MaskKey, documents: Documents | None
+    ) -> Tensor:
+        """Return the attention of q [b, a/t, s, d] to k and v [b, g/t, s, d]: [b, a/t, s, d].
 
-        Written out, because a fused kernel's masks would depend on the layout: the probabilities
-        are materialised, [b, a/t, s, s].
+        The probabilities [b, a/t, s, s] are materialised, because the masks of a fused kernel would
+        depend on the layout.
         """
         b, a, s, d = q.shape
         g, probability = self.kv_heads, self.config.attention_dropout
         q = q.reshape(b * g, (a // g) * s, d)  # each group's heads under its key and value
         k, v = k.reshape(b * g, s, d), v.reshape(b * g, s, d)
-        # Scaled before it is rounded: fp16 ends at 65504.
+        # The scores are scaled before they are rounded, because fp16 ends at 65504.
         scores = torch.baddbmm(q.new_empty(1), q, k.transpose(1, 2), beta=0, alpha=d**-0.5)
         scores = scores.view(b, a, s, s)
         hidden = torch.ones(s, s, dtype=torch.bool, device=q.device).triu_(1)  # the future
-        if context.documents is not None:
-            positions = positions_in(context.documents, q.device).t()  # [b, s]
+        if documents is not None:
+            positions = positions_in(documents, q.device).t()  # [b, s]
             starts = torch.arange(s, device=q.device) - positions  # of each token's document
             hidden = hidden | (starts[:, None, :, None] != starts[:, None, None, :])  # [b, 1, s, s]
         probabilities = scores.masked_fill_(hidden, float("-inf")).softmax(dim=-1)
         rows = attention_rows(
-            probabilities, key=context.dropout, place=self.name, axis=self.axis, fuse=self.fuse
+            probabilities, key=key, layer=self.name, axis=self.axis, fuse=self.fuse
         )
         probabilities = drop_out(probabilities, rows, probability, self.fuse)
         return torch.bmm(probabilities.view(b * g, -1, s), v).view(b, a, s, d)
@@ -194,24 +196,25 @@ class MLP(Fusing):
 
 
 def recomputed(function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
-    """function(*inputs), which the backward pass computes again instead of this one keeping it.
+    """Return function(*inputs), whose intermediate results the backward pass recomputes.
 
-    There is no random state to restore: dropout masks are functions of their key.
+    No random state has to be restored, because dropout masks are functions of their key.
     """
     if not torch.is_grad_enabled():
         return function(*inputs)
     return checkpoint(function, *inputs, use_reentrant=False, preserve_rng_state=False)
 
 
-@lru_cache(maxsize=2)  # for all layers of a micro-batch, and of one that is computed again
+@lru_cache(maxsize=2)  # shared by all layers, for a micro-batch and for a recomputed one
 def rotary_table(
     length: int, head_size: int, theta: float, device: torch.device, documents: Documents | None
 ) -> tuple[Tensor, Tensor]:
-    """cos and sin of the rotary angles, each [s, b, 1, d/2], in fp32 (arXiv 2104.09864).
+    """Return cos and sin of the rotary angles, each [s, b, 1, d/2], in fp32 (arXiv 2104.09864).
 
-    Without documents all sequences have the same, [s, 1, 1, d/2]. Attention sees differences of
-    positions alone; that they start again in each document makes its numbers those it has by
-    itself, wherever it lies. A memo and no buffer of the model: DeepSpeed would cast that to bf16.
+    Without documents all sequences share [s, 1, 1, d/2]. Attention depends only on differences of
+    positions. They restart in each document so that the numbers of a document do not depend on its
+    offset in the sequence. The tables are cached here instead of in a buffer of the model, because
+    DeepSpeed would cast a buffer to bf16.
     """
     if documents is None:
         positions = torch.arange(length, device=device)[:, None]  # [s, 1]

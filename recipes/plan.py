@@ -1,4 +1,4 @@
-"""Plan a run before a GPU is asked for: does it fit, how fast is it, and which layout is the best.
+"""Predict a run's memory, step time and fastest layout before you request a GPU.
 
     python recipes/plan.py recipes/llama/70b.toml
     python recipes/plan.py recipes/llama/7b.toml --nodes 16 --gpu H200 --top 3
@@ -9,15 +9,15 @@
     python recipes/plan.py --table measured.csv --calibrate others.csv
     python recipes/plan.py --catalogue
 
-It needs neither a GPU nor torch; only --trace, which builds a rank of the job on fake tensors and
-counts what it allocates and sends, takes a while. Exit code 0: the recipe's layout fits; 1: it does
-not; 2: the recipe or an option is refused.
+A plan needs neither a GPU nor torch, and takes about a second. --trace runs one rank of the job on
+fake tensors, which takes minutes, and counts the memory it allocates and the bytes it sends.
+Exit code 0: the recipe's layout fits; 1: it does not fit; 2: the recipe or an option is rejected.
 """
 
 import sys
 from pathlib import Path
 
-if __name__ == "__main__":  # the repository, not recipes/, is where imports start
+if __name__ == "__main__":  # imports start at the repository, not at recipes/
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import argparse
@@ -29,23 +29,25 @@ import tomli_w
 
 from models.cost import parameter_count
 from models.errors import UserError
-from recipes.planning.inputs.job import Job, Machine, job_of, unspread_job
+from recipes.planning.inputs.job import Job, Machine, job_of, job_without_layout
 from recipes.planning.inputs.software import THREEFOLD, Software, load_software
 from recipes.planning.measured import evaluation
 from recipes.planning.measured.comparison import calibration_from, compare
 from recipes.planning.output import plan_report
 from recipes.planning.output.catalogue import catalogue_lines
-from recipes.planning.search.layout_search import Found, search
+from recipes.planning.search.layout_search import SearchResult, search
 from recipes.planning.time.step_time import step_time
-from recipes.training.recipe.schema import DEFAULT_RECIPE, Recipe, load_recipe, parse_recipe
+from recipes.training.recipe.loading import DEFAULT_RECIPE, load_recipe, parse_recipe
+from recipes.training.recipe.schema import Recipe
+from recipes.training.recipe.sections import Cluster
 
-MOST_GPUS = 10**6
-GOES_WITH = {"scatter": "table", "calibrate": "table", "rank": "trace"}
-WITHOUT_CLUSTER = {"nodes": 1, "gpus_per_node": 2, "gpu": "cpu"}  # of a recipe that names none
+MAX_GPUS = 10**6
+REQUIRED_OPTIONS = {"scatter": "table", "calibrate": "table", "rank": "trace"}
+DEFAULT_CLUSTER = {"nodes": 1, "gpus_per_node": 2, "gpu": "cpu"}
 
 
 def main() -> None:
-    """Do what the options ask for; refusals go to stderr."""
+    """Run the command; errors of the recipe or the options are printed on stderr."""
     options = parse_command_line()
     try:
         code = run(options)
@@ -53,7 +55,7 @@ def main() -> None:
     except UserError as problem:
         print(f"plan.py: {problem}", file=sys.stderr)
         code = 2
-    except OSError as problem:  # nobody reads on, or a disk is full
+    except OSError as problem:  # the reader of a pipe has closed it, or a disk is full
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if not isinstance(problem, BrokenPipeError):
             print(f"plan.py: {problem}", file=sys.stderr)
@@ -62,98 +64,115 @@ def main() -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """The one thing that is asked for; its exit code."""
+    """Run the requested mode and return its exit code."""
     if options.catalogue:
         print("\n".join(catalogue_lines()))
         return 0
     if options.table:
         return compare_tables(options)
-    recipe = on_machine(options)
+    recipe, cluster = recipe_on_cluster(options)
     if options.trace:
-        return trace(recipe, options)
-    return plan(recipe, options)
+        return trace(recipe, cluster, options)
+    return plan(recipe, cluster, options)
 
 
-def on_machine(options: argparse.Namespace) -> Recipe:
-    """The recipe with the machine that the options name."""
+def recipe_on_cluster(options: argparse.Namespace) -> tuple[Recipe, Cluster]:
+    """Load the recipe, and replace its cluster by the one of the options.
+
+    Raises:
+        UserError: the recipe or the cluster is not valid.
+    """
     recipe = load_recipe(options.recipe, options.set)
     table = recipe.model_dump(mode="json", exclude_none=True)
-    asked = {key: value for key in WITHOUT_CLUSTER if (value := getattr(options, key)) is not None}
-    cluster = table["cluster"] = WITHOUT_CLUSTER | table.get("cluster", {}) | asked
-    if cluster["nodes"] * cluster["gpus_per_node"] > MOST_GPUS:
+    given = {key: value for key in DEFAULT_CLUSTER if (value := getattr(options, key)) is not None}
+    cluster = table["cluster"] = DEFAULT_CLUSTER | table.get("cluster", {}) | given
+    if cluster["nodes"] * cluster["gpus_per_node"] > MAX_GPUS:
         raise UserError(
             f"cluster.nodes = {cluster['nodes']} x cluster.gpus_per_node = "
-            f"{cluster['gpus_per_node']} are more than {MOST_GPUS:,} GPUs; use fewer"
+            f"{cluster['gpus_per_node']} are more than {MAX_GPUS:,} GPUs; use fewer"
         )
-    return parse_recipe(table, str(options.recipe))  # again, so that it is checked
+    recipe = parse_recipe(table, str(options.recipe))  # validates the new cluster
+    assert recipe.cluster is not None
+    return recipe, recipe.cluster
 
 
-def plan(recipe: Recipe, options: argparse.Namespace) -> int:
-    """The recipe's own layout, and the best ones."""
-    machine, software = Machine.of_cluster(recipe.cluster), load_software(options.software)
-    steps = recipe.training.steps
-    job = unspread_job(recipe, machine, software)
-    own, refusal = own_job(recipe, machine, software)
-    wanted = max(options.top, 1 if options.write else 0)
-    found = search(job, wanted) if wanted else Found()
+def plan(recipe: Recipe, cluster: Cluster, options: argparse.Namespace) -> int:
+    """Print a plan of the recipe's own layout and the fastest layouts; return the exit code."""
+    machine, software = Machine.of_cluster(cluster), load_software(options.software)
+    job = job_without_layout(recipe, machine, software)
+    own, problem = own_job(recipe, machine, software)
+    count = max(options.top, 1 if options.write else 0)
+    result = search(job, count) if count else SearchResult()
     if options.json:
-        print(json.dumps(plan_table(recipe, own, refusal, found)))
+        table = {"cluster": cluster.model_dump()} | search_table(recipe, result)
+        own_table = plan_report.job_table(own, recipe.training.steps) if own else None
+        print(json.dumps(table | {"own": own_table, "own_refused": problem}))
     else:
-        print(plan_report.head(recipe, own or job), end="\n\n")
-        lines = (
-            plan_report.plan_text(own, steps) if own else [f"Its own layout is refused: {refusal}"]
-        )
-        print("\n".join(lines))
-        if recipe.data.separate_documents:
-            print("data.separate_documents is not considered: attention over whole windows")
+        print(plan_report.heading(recipe, own or job), end="\n\n")
+        print_plan(recipe, own, problem)
         if options.top:
-            seconds = step_time(own).total if own else None
-            print("\n" + "\n".join(plan_report.found_text(found, seconds)))
-            if found.plans and (changes := plan_report.changes(recipe, found.plans[0])):
-                print(f"The first: {changes}")
+            print()
+            print_search(recipe, own, result)
     if options.write:
-        write(recipe, found, options.write)
-    if own is None and found.plans and (options.timeline or options.heatmap):
-        print("its own layout is refused; the picture shows the first one found", file=sys.stderr)
-    draw(recipe, own or (found.plans[0].job if found.plans else None), options)
+        write(recipe, result, options.write)
+    if own is None and result.plans and (options.timeline or options.heatmap):
+        print(
+            "plan.py: the recipe's own layout is not legal; the picture shows the fastest layout",
+            file=sys.stderr,
+        )
+    draw(recipe, own or (result.plans[0].job if result.plans else None), options)
     return 0 if own and plan_report.fits(own) else 1
 
 
 def own_job(recipe: Recipe, machine: Machine, software: Software) -> tuple[Job | None, str]:
-    """The recipe's own layout on the machine, or why there is none."""
+    """Return the recipe's job in its own layout, or None and the reason why it is not legal."""
     try:
         return job_of(recipe, machine, software), ""
     except UserError as problem:
         return None, str(problem)
 
 
-def plan_table(recipe: Recipe, own: Job | None, refusal: str, found: Found) -> dict[str, Any]:
-    """All of it for --json."""
-    steps = recipe.training.steps
+def print_plan(recipe: Recipe, own: Job | None, problem: str) -> None:
+    """Print the predictions for the recipe's own layout, or the reason why it is not legal."""
+    if own:
+        print("\n".join(plan_report.plan_text(own, recipe.training.steps)))
+    else:
+        print(f"The recipe's own layout is not legal: {problem}")
+    if recipe.data.separate_documents:
+        print("data.separate_documents is ignored: attention is counted over whole sequences.")
+
+
+def print_search(recipe: Recipe, own: Job | None, result: SearchResult) -> None:
+    """Print the fastest layouts, and the options that select the first one."""
+    seconds = step_time(own).total if own else None
+    print("\n".join(plan_report.search_lines(result, seconds)))
+    if result.plans and (changes := plan_report.changes(recipe, result.plans[0])):
+        print(f"To use layout 1: {changes}")
+
+
+def search_table(recipe: Recipe, result: SearchResult) -> dict[str, Any]:
+    """Return the recipe's sizes and the fastest layouts for --json."""
     return {
         "name": recipe.name,
         "parameters": parameter_count(recipe.model),
         "tokens_per_step": recipe.tokens_per_step,
-        "steps": steps,
-        "cluster": recipe.cluster.model_dump(),
-        "own": plan_report.job_table(own, steps) if own else None,
-        "own_refused": refusal,
-        "tried": found.tried,
-        "best": [plan_report.plan_table(recipe, each) for each in found.plans],
-        "refused": dict(found.refused),
+        "steps": recipe.training.steps,
+        "tried": result.tried,
+        "best": [plan_report.plan_table(recipe, each) for each in result.plans],
+        "refused": dict(result.rejected),
     }
 
 
-def write(recipe: Recipe, found: Found, path: Path) -> None:
-    """A recipe with the best layout.
+def write(recipe: Recipe, result: SearchResult, path: Path) -> None:
+    """Write a copy of the recipe with the fastest layout.
 
     Raises:
-        UserError: nothing fits, or the file is there already.
+        UserError: no layout fits, or the file exists or cannot be written.
     """
-    if not found.plans:
+    if not result.plans:
         raise UserError(f"--write {path}: no layout fits; use more nodes or a larger GPU")
     table = recipe.model_dump(mode="json", exclude_none=True, exclude_defaults=True)
-    best = found.plans[0]
+    best = result.plans[0]
     for key, value in plan_report.edits(recipe, best).items():
         section, _, name = key.rpartition(".")
         (table[section] if section else table)[name] = value
@@ -165,23 +184,27 @@ def write(recipe: Recipe, found: Found, path: Path) -> None:
             )
             file.write(text)
     except FileExistsError:
-        raise UserError(f"--write {path}: there is such a file; use another name") from None
+        raise UserError(f"--write {path}: the file exists; use another name") from None
     except OSError as error:
-        path.unlink(missing_ok=True)  # nothing half-written stays
+        path.unlink(missing_ok=True)  # leaves no incomplete file behind
         raise UserError(f"--write {path}: {error.strerror}; use another name") from None
-    print(f"written: {path}", file=sys.stderr)
+    print(f"wrote {path}", file=sys.stderr)
 
 
 def draw(recipe: Recipe, job: Job | None, options: argparse.Namespace) -> None:
-    """The pictures that are asked for."""
+    """Draw the requested pictures.
+
+    Raises:
+        UserError: there is no job to draw, or a file cannot be written.
+    """
     if not (options.timeline or options.heatmap):
         return
     if job is None:
         raise UserError(
-            "its own layout is refused and no other was found, so there is nothing to draw; use "
-            "one that is legal, --top 1 or more nodes"
+            "the recipe's own layout is not legal and no other was found, so there is nothing to "
+            "draw; use a legal layout, --top 1 or more nodes"
         )
-    # Here, because a plan without a picture should not wait a second for matplotlib.
+    # Importing matplotlib takes a second, which a plan without a picture should not wait for.
     from recipes.planning.output import plan_picture
 
     if options.timeline:
@@ -190,29 +213,30 @@ def draw(recipe: Recipe, job: Job | None, options: argparse.Namespace) -> None:
         plan_picture.draw_heatmap(recipe, job, file=options.heatmap)
 
 
-def trace(recipe: Recipe, options: argparse.Namespace) -> int:
-    """What a rank allocates and sends, counted on fake tensors."""
-    # Here, because nothing else of this command needs torch.
+def trace(recipe: Recipe, cluster: Cluster, options: argparse.Namespace) -> int:
+    """Trace a rank on fake tensors, and print its allocated memory and communication."""
+    # Only this mode needs torch, which takes seconds to import.
     from recipes.tracing import trace_report
     from recipes.tracing.trace import trace as trace_rank
 
-    machine = Machine.of_cluster(recipe.cluster)
-    found = trace_rank(recipe, machine.gpus, machine.gpus_per_node, options.rank)
+    machine = Machine.of_cluster(cluster)
+    traced = trace_rank(recipe, machine.gpus, machine.gpus_per_node, options.rank)
     if options.json:
-        print(json.dumps(trace_report.table(found)))
+        print(json.dumps(trace_report.table(traced)))
     else:
-        print(trace_report.text(found))
+        print(trace_report.text(traced))
     return 0
 
 
 def compare_tables(options: argparse.Namespace) -> int:
-    """Predictions beside measurements, for one table or all of a folder."""
+    """Print predictions next to measurements, for one table or all tables of a folder."""
     factors, chosen = calibration_from(options.calibrate)
     results, left_out = compare(options.table, factors)
     for path in left_out:
-        print(f"{path}: no table of runs, left out", file=sys.stderr)
+        print(f"plan.py: skipped {path}: not a table of runs", file=sys.stderr)
     if options.scatter:
-        from recipes.planning.output import plan_picture  # here, as above
+        # As in `draw`: matplotlib takes a second to import.
+        from recipes.planning.output import plan_picture
 
         plan_picture.draw_scatter(results, file=options.scatter)
     calibration = evaluation.calibration_table(factors, chosen) if options.calibrate else None
@@ -222,75 +246,112 @@ def compare_tables(options: argparse.Namespace) -> int:
         return 0
     if calibration:
         print(plan_report.calibration_text(calibration))
-    print(plan_report.EVALUATION_HEAD)
+    print(plan_report.EVALUATION_HEADER)
     for name, result in results.items():
         print(plan_report.evaluation_text(name, result["summary"]))
     for reason, count in plan_report.skipped(results.values()):
-        print(f"skipped, {count} rows: {reason}", file=sys.stderr)
+        print(f"plan.py: skipped {count} row{'s' * (count > 1)}: {reason}", file=sys.stderr)
     return 0
 
 
 def parse_command_line() -> argparse.Namespace:
-    """The options."""
-    summary, _, examples = __doc__.partition("\n\n")
+    """Return the options of the command line."""
+    summary, _, examples = (__doc__ or "").partition("\n\n")
     parser = argparse.ArgumentParser(
         description=summary, epilog=examples, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument(
-        "recipe", nargs="?", type=Path, default=DEFAULT_RECIPE, help="default: recipes/tiny.toml"
-    )
-    parser.add_argument(
-        "--set", action="append", default=[], metavar="KEY=VALUE", help="change a key; repeatable"
-    )
-    machine = parser.add_argument_group("the machine, instead of the recipe's [cluster]")
-    machine.add_argument("--nodes", type=int)
-    machine.add_argument("--gpus-per-node", type=int)
-    machine.add_argument("--gpu", help="a name of recipes/gpus/")
-    machine.add_argument(
-        "--software", default=THREEFOLD.name, help="whose kernels and overlaps; default: ours"
-    )
-    parser.add_argument("--top", type=int, default=5, help="best layouts to show; default: 5")
-    parser.add_argument("--write", type=Path, metavar="TOML", help="a recipe with the best one")
-    parser.add_argument(
-        "--timeline", type=picture_file, metavar="PICTURE", help="schedule and memory"
-    )
-    parser.add_argument(
-        "--heatmap", type=picture_file, metavar="PICTURE", help="the recipe's family by nodes"
-    )
-    parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
-    other = parser.add_argument_group("instead of a plan")
-    other.add_argument("--trace", action="store_true", help="count what a rank allocates and sends")
-    other.add_argument("--rank", type=int, default=0, help="of --trace; default: 0")
-    other.add_argument("--table", type=Path, help="measured runs, a .csv or a folder of them")
-    other.add_argument("--calibrate", type=Path, metavar="CSV", help="other runs of that cluster")
-    other.add_argument(
-        "--scatter", type=picture_file, metavar="PICTURE", help="predicted and measured"
-    )
-    other.add_argument(
-        "--catalogue", action="store_true", help="all recipes, as the README's table"
-    )
+    add_plan_options(parser)
+    add_other_modes(parser)
     options = parser.parse_args()
-    for name, needs in GOES_WITH.items():
-        if getattr(options, name) != parser.get_default(name) and not getattr(options, needs):
-            parser.error(f"--{name} goes with --{needs}")
-    if options.recipe != DEFAULT_RECIPE and (options.table or options.catalogue):
-        parser.error("a recipe goes with a plan or --trace; leave --table and --catalogue out")
-    for name in ("write", "timeline", "heatmap"):
-        if getattr(options, name) and (options.trace or options.table or options.catalogue):
-            parser.error(f"--{name} goes with a plan; leave --trace, --table and --catalogue out")
-    if options.top < 0:
-        parser.error(f"--top {options.top} is negative; use 5")
+    check_combinations(parser, options)
     return options
 
 
+def add_plan_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of a plan."""
+    parser.add_argument(
+        "recipe", nargs="?", type=Path, default=DEFAULT_RECIPE,
+        help="recipe to plan (default: recipes/tiny.toml)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE",
+        help="change a key of the recipe, such as layout.tensor=4; repeatable",
+    )  # fmt: skip
+    machine = parser.add_argument_group("machine (default: the recipe's [cluster])")
+    machine.add_argument("--nodes", type=int, help="number of nodes")
+    machine.add_argument("--gpus-per-node", type=int, help="number of GPUs in each node")
+    machine.add_argument("--gpu", help="name of a GPU in recipes/gpus/datasheets/, such as H100")
+    machine.add_argument(
+        "--software", default=THREEFOLD.name,
+        help="training software whose kernels and overlap are assumed (default: threefold)",
+    )  # fmt: skip
+    output = parser.add_argument_group("output")
+    output.add_argument(
+        "--top", type=int, default=5, help="number of fastest layouts to print (default: 5)"
+    )
+    output.add_argument(
+        "--write", type=Path, metavar="TOML", help="write the recipe with the fastest layout"
+    )
+    output.add_argument(
+        "--timeline", type=picture_file, metavar="PICTURE",
+        help="draw the pipeline schedule and the memory of each stage (.png, .svg or .pdf)",
+    )  # fmt: skip
+    output.add_argument(
+        "--heatmap", type=picture_file, metavar="PICTURE",
+        help="draw the fastest layouts of the recipe's family by number of nodes",
+    )  # fmt: skip
+    output.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+
+
+def add_other_modes(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the modes that run instead of a plan."""
+    modes = parser.add_argument_group("other modes, instead of a plan")
+    modes.add_argument(
+        "--trace", action="store_true", help="count the memory and the communication of one rank"
+    )
+    modes.add_argument("--rank", type=int, default=0, help="rank for --trace (default: 0)")
+    modes.add_argument(
+        "--table", type=Path, metavar="CSV", help="compare with measured runs: a .csv or a folder"
+    )
+    modes.add_argument(
+        "--calibrate", type=Path, metavar="CSV",
+        help="adjust the predictions of --table to other runs of the same cluster",
+    )  # fmt: skip
+    modes.add_argument(
+        "--scatter", type=picture_file, metavar="PICTURE",
+        help="draw the predicted and measured times of --table",
+    )  # fmt: skip
+    modes.add_argument(
+        "--catalogue", action="store_true", help="print all shipped recipes as a Markdown table"
+    )
+
+
+def check_combinations(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    """Exit with an error if options exclude each other or require another one."""
+    for name, required in REQUIRED_OPTIONS.items():
+        if getattr(options, name) != parser.get_default(name) and not getattr(options, required):
+            parser.error(f"--{name} requires --{required}")
+    if options.recipe != DEFAULT_RECIPE and (options.table or options.catalogue):
+        parser.error("--table and --catalogue take no recipe; leave the recipe out")
+    for name in ("write", "timeline", "heatmap"):
+        if getattr(options, name) and (options.trace or options.table or options.catalogue):
+            parser.error(f"--{name} requires a plan; leave out --trace, --table and --catalogue")
+    if options.top < 0:
+        parser.error(f"invalid --top {options.top}: expected 0 or more, for example 5")
+
+
 def picture_file(text: str) -> Path:
-    """A file that a picture can be written to, for argparse."""
+    """Return the path of a picture that can be written, for argparse.
+
+    Raises:
+        ArgumentTypeError: the format is not supported, or the file cannot be written.
+    """
     path = Path(text)
     if path.suffix not in (".png", ".svg", ".pdf"):
         raise argparse.ArgumentTypeError(f"{text} is not a .png, .svg or .pdf; use plan.png")
     folder = path.absolute().parent
     if not folder.is_dir():
-        raise argparse.ArgumentTypeError(f"{text}: there is no folder {folder}; use plan.png")
+        raise argparse.ArgumentTypeError(f"{text}: folder {folder} does not exist; use plan.png")
     if path.is_dir() or not os.access(path if path.exists() else folder, os.W_OK):
         raise argparse.ArgumentTypeError(f"{text} cannot be written; use another name or folder")
     return path

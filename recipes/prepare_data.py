@@ -37,12 +37,13 @@ import signal
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from models.config import LARGEST_SIZE
+from models.config import MAX_SIZE
 from models.errors import UserError
 from recipes.preparing.documents import KINDS
 from recipes.preparing.own_files import mark_workspace
 from recipes.training.data.token_file import read_manifest, tokenizer_hash
-from recipes.training.recipe.schema import REPOSITORY, load_recipe, repository_path
+from recipes.training.recipe.loading import REPOSITORY, load_recipe
+from recipes.training.recipe.sections import repository_path
 from recipes.training.run_folder.line_file import flush
 from recipes.training.run_folder.lock import NO_FLOCK
 
@@ -164,10 +165,10 @@ def check_options(options: argparse.Namespace, output: Path, workspace: Path) ->
             f"{workspace}, where the command works, has other things in it; move them away, or use "
             f"another --output"
         )
-    if not options.tokenizer and not SMALLEST_VOCABULARY <= options.vocab_size <= LARGEST_SIZE:
+    if not options.tokenizer and not SMALLEST_VOCABULARY <= options.vocab_size <= MAX_SIZE:
         raise UserError(
             f"--vocab-size {options.vocab_size} is not in {SMALLEST_VOCABULARY} (the 256 bytes and "
-            f"the end of text) .. {LARGEST_SIZE}; use 32000"
+            f"the end of text) .. {MAX_SIZE}; use 32000"
         )
     if not 0 < options.validation_fraction < 1:
         raise UserError(

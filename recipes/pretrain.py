@@ -24,11 +24,12 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from models.errors import UserError
 from recipes.training.recipe.deepspeed_config import build_deepspeed_config, precision
 from recipes.training.recipe.learning_rate import learning_rate
-from recipes.training.recipe.progress import Progress
-from recipes.training.recipe.schema import DEFAULT_RECIPE, REPOSITORY, Recipe, load_recipe, origin
+from recipes.training.recipe.loading import DEFAULT_RECIPE, REPOSITORY, load_recipe, origin
+from recipes.training.recipe.schema import Recipe
 from recipes.training.recipe.topology import Topology, World, check_placement
 from recipes.training.run_folder.folder import RunFolder
 from recipes.training.run_folder.lock import FolderInUse
+from recipes.training.run_folder.progress import Progress
 from recipes.training.runtime.exits import BUSY, FINISHED, INTERRUPTED, REFUSED, STOPPED, leave
 from recipes.training.runtime.garbage import (
     collect_garbage,
@@ -99,7 +100,7 @@ def pretrain() -> None:
     from recipes.training.checkpoint.writer import CheckpointWriter
     from recipes.training.data.dataset import TrainingData
     from recipes.training.data.prefetcher import Feed
-    from recipes.training.engine.engine import build_engine
+    from recipes.training.engine.build import build_from_recipe as build_engine
     from recipes.training.runtime.processes import check_machine, hosts_of_ranks, start_processes
     from recipes.training.supervision.loss_watch import LossWatch
     from recipes.training.supervision.supervisor import Breadcrumb, Supervisor
@@ -441,7 +442,7 @@ def due(step: int, every: int, last: int) -> bool:
 
 def find_drift(run: Run, step: int) -> Ending | None:
     """Which weights have drifted apart on ranks that share them; also looked at before a save."""
-    every, last = run.recipe.training.compare_copies_every, run.recipe.training.steps
+    every, last = run.recipe.training.compare_replicas_every, run.recipe.training.steps
     if not every or not (due(step, every, last) or due(step, run.recipe.checkpoint.every, last)):
         return None
     run.supervisor.crumb.note("comparing copies")

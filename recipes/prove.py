@@ -1,15 +1,15 @@
 """Prove that a recipe trains with the same loss, gradient norm and weights in every layout.
 
-The recipe is made small (every switch of its architecture stays), trained once in one process, and
-then in every legal combination of tensor x pipeline x data x ZeRO x schedule x sequence parallel x
-recomputation x micro-batch size up to --ranks processes of this machine's CPU, in fp32. Neither a
-GPU nor a corpus is needed. Exit code 0: all are the same up to rounding; 1: some are not; 2: the
-recipe or an option is refused.
+The command shrinks the recipe (all switches of its architecture stay), trains it once in one
+process, and then in every legal combination of tensor x pipeline x data x ZeRO x schedule x
+sequence parallelism x recomputation x micro-batch size on up to --ranks processes, in fp32 on the
+CPU. You need neither a GPU nor a corpus. Exit code 0: all layouts agree up to rounding; 1: some
+differ; 2: the recipe or an option is invalid.
 
-With --relay the layouts hand one run from each to the next, from the largest worlds down to one
-process and up again, otherwise in a random order: each loads the checkpoint that another one saved,
-must hold the same weights and moments bit for bit, does a step, saves, and must go on with the same
-losses as the one that loads its checkpoint in turn.
+With --relay one run passes through all layouts, from the largest worlds down to one process and up
+again, in random order within a size. Each layout loads the checkpoint of the previous one, must
+hold the same weights and moments bit for bit, runs a step, saves, and continues; the next layout
+must then have the same losses.
 
     python recipes/prove.py recipes/tiny.toml
     python recipes/prove.py recipes/llama/7b.toml --ranks 4 --layouts
@@ -21,7 +21,7 @@ losses as the one that loads its checkpoint in turn.
 import sys
 from pathlib import Path
 
-if __name__ == "__main__":  # the repository, not recipes/, is where imports start
+if __name__ == "__main__":  # imports start at the repository, not in recipes/
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import argparse
@@ -35,36 +35,37 @@ from tqdm import tqdm
 
 from models.errors import UserError
 from recipes.proving.compare import Outcome, compare
-from recipes.proving.layouts import Variant, legal_variants, reference
+from recipes.proving.layouts import ProofCase, legal_cases, reference
 from recipes.proving.proof_corpus import write_corpus
 from recipes.proving.proof_report import Finding, as_json, as_text, describe, relay_as_text, summary
 from recipes.proving.shrink import larger_micro_batch, shrink
-from recipes.proving.worlds import run_variants
-from recipes.training.recipe.schema import DEFAULT_RECIPE, Recipe, load_recipe
+from recipes.proving.worlds import run_cases
+from recipes.training.recipe.loading import DEFAULT_RECIPE, load_recipe
+from recipes.training.recipe.schema import Recipe
 
-SECONDS = 300  # a layout that takes longer hangs
-RELAY_STEPS = 1000  # more than a relay has: the learning rate is not at its minimum
-SECONDS_BETWEEN_LINES = 30  # of progress, where there is no terminal
+SECONDS_PER_LAYOUT = 300  # a layout that takes longer counts as hanging
+RELAY_STEPS = 1000  # more than a relay runs, so that the learning rate stays above its minimum
+SECONDS_BETWEEN_LINES = 30  # between progress lines if stderr is not a terminal
 
 
 def main() -> None:
-    """Run the proof, print it, say by the exit code how it went."""
+    """Run the proof, print the report and exit with 0, 1 or 2."""
     options = parse_command_line()
     with tempfile.TemporaryDirectory() as folder:
         try:
             recipe = load_recipe(options.recipe, options.set)
-            small, variants = plan(recipe, options, Path(folder) / "corpus")
+            small, cases = plan(recipe, options, Path(folder) / "corpus")
         except UserError as problem:
             print(f"prove.py: {problem}", file=sys.stderr)
             sys.exit(2)
-        print(f"{recipe.name}: {len(variants)} layouts of {size(small)}", file=sys.stderr)
+        print(f"{recipe.name}: {len(cases)} layouts of {size(small)}", file=sys.stderr)
         findings = []
         seconds = 0.1 if sys.stderr.isatty() else SECONDS_BETWEEN_LINES
-        with tqdm(total=len(variants), unit="layout", mininterval=seconds) as bar:
+        with tqdm(total=len(cases), unit="layout", mininterval=seconds) as bar:
             if options.relay:
-                coming = run_relay(variants, folder=Path(folder) / "run")
+                coming = run_relay(cases, folder=Path(folder) / "run")
             else:
-                coming = prove(small, variants, ranks=options.ranks)
+                coming = prove(small, cases, ranks=options.ranks)
             for finding in coming:
                 findings.append(finding)
                 bar.update()
@@ -83,52 +84,57 @@ def main() -> None:
     sys.exit(0 if all(finding.passes for finding in findings) else 1)
 
 
-def plan(recipe: Recipe, options: argparse.Namespace, corpus: Path) -> tuple[Recipe, list[Variant]]:
-    """The small recipe, its corpus written, and all its legal layouts."""
+def plan(
+    recipe: Recipe, options: argparse.Namespace, corpus: Path
+) -> tuple[Recipe, list[ProofCase]]:
+    """Shrink the recipe, write its corpus, and return the small recipe and its legal cases."""
     steps = RELAY_STEPS if options.relay else options.steps
     small = shrink(recipe, ranks=options.ranks, layers=options.layers, steps=steps, corpus=corpus)
     needed = small.batch.global_sequences * small.model.sequence_length
     write_corpus(corpus, small.model.vocab_size, validation_tokens=2 * needed + 1000)
     own = {recipe.layout.recompute_interval} if recipe.layout.recompute == "full" else set()
-    variants = legal_variants(
+    cases = legal_cases(
         small,
         ranks=options.ranks,
         micro_sequences=(1, larger_micro_batch(recipe)),
         recompute_intervals=sorted({min(n, small.model.layers) for n in {2} | own}),
     )
-    return small, variants
+    return small, cases
 
 
-def prove(small: Recipe, variants: list[Variant], *, ranks: int) -> Iterator[Finding]:
-    """Train the reference, then every variant; each one's difference as it comes."""
+def prove(small: Recipe, cases: list[ProofCase], *, ranks: int) -> Iterator[Finding]:
+    """Train the reference, then every case, and yield the differences in order of completion."""
     first = reference(small)
-    ((_, expected),) = run_variants([first], ranks=1, seconds=SECONDS)
+    ((_, expected),) = run_cases([first], ranks=1, seconds=SECONDS_PER_LAYOUT)
     if not isinstance(expected, Outcome):
         yield Finding(first, expected)
         return
-    for variant, outcome in run_variants(variants, ranks=ranks, seconds=SECONDS):
+    for case, outcome in run_cases(cases, ranks=ranks, seconds=SECONDS_PER_LAYOUT):
         if isinstance(outcome, Outcome):
-            yield Finding(variant, compare(outcome, expected, small.model))
+            yield Finding(case, compare(outcome, expected, small.model))
         else:
-            yield Finding(variant, outcome)
+            yield Finding(case, outcome)
 
 
-def run_relay(variants: list[Variant], *, folder: Path) -> Iterator[Finding]:
-    """Hand a run from variant to variant; each leg as it comes.
+def run_relay(cases: list[ProofCase], *, folder: Path) -> Iterator[Finding]:
+    """Pass a run from case to case and yield each leg.
 
-    Half of them take it from the largest world to one process, the others up again.
+    Half of the cases lead from the largest world down to one process, the others up again.
     """
-    shuffled = random.Random(0).sample(variants, len(variants))
+    shuffled = random.Random(0).sample(cases, len(cases))
     down, up = shuffled[::2], shuffled[1::2]
     for half, largest_first in ((down, True), (up, False)):
         for ranks in sorted({leg.world_size for leg in half}, reverse=largest_first):
             legs = [leg for leg in half if leg.world_size == ranks]
-            for variant, result in run_variants(legs, ranks=ranks, seconds=SECONDS, relay=folder):
-                yield Finding(variant, result)
+            for case, result in run_cases(
+                legs, ranks=ranks, seconds=SECONDS_PER_LAYOUT, relay=folder
+            ):
+                assert not isinstance(result, Outcome)  # a relay yields legs
+                yield Finding(case, result)
 
 
 def size(small: Recipe) -> str:
-    """The small model in a few words."""
+    """Describe the small model in a few words."""
     model = small.model
     return (
         f"a model of the same structure ({model.layers} layers, hidden {model.hidden_size}, "
@@ -138,51 +144,61 @@ def size(small: Recipe) -> str:
 
 
 def parse_command_line() -> argparse.Namespace:
-    """The command's options."""
+    """Parse the options of the command."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
         "recipe", nargs="?", type=Path, default=DEFAULT_RECIPE, help="default: recipes/tiny.toml"
     )
-    parser.add_argument("--ranks", type=count, default=8, help="the largest world; default: 8")
-    parser.add_argument("--steps", type=count, default=10, help="per layout; default: 10")
+    parser.add_argument(
+        "--ranks", type=count, default=8, help="size of the largest world; default: 8"
+    )
+    parser.add_argument("--steps", type=count, default=10, help="steps per layout; default: 10")
     parser.add_argument(
         "--layers",
         type=count,
         default=4,
-        help="of the small model, if the recipe has as many (one more if that is odd); stages of a "
-        "pipeline are at most as many; default: 4",
+        help="maximum number of layers of the small model, and so of pipeline stages (one more if "
+        "the recipe has an odd number); default: 4",
     )
     parser.add_argument(
-        "--relay", action="store_true", help="hand one run from layout to layout by checkpoints"
+        "--relay",
+        action="store_true",
+        help="pass one run from layout to layout through checkpoints",
     )
     parser.add_argument("--layouts", action="store_true", help="print a line per layout too")
-    parser.add_argument("--heatmap", type=picture, metavar="FILE", help="draw it: .png, .svg, .pdf")
+    parser.add_argument(
+        "--heatmap", type=picture, metavar="FILE", help="draw a heat map: .png, .svg, .pdf"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object instead")
     parser.add_argument(
         "--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="as in pretrain.py"
     )
     options = parser.parse_args()
     if options.relay and options.heatmap:
-        parser.error("--heatmap draws differences to one process; leave it out with --relay")
+        parser.error("--heatmap shows differences from one process; omit it with --relay")
     return options
 
 
 def picture(text: str) -> Path:
-    """A file that a picture can be written to, for argparse."""
+    """Parse the name of a picture file, for argparse."""
     path = Path(text)
     if path.suffix not in (".png", ".svg", ".pdf"):
         raise argparse.ArgumentTypeError(f"{text} is not a .png, .svg or .pdf; use proof.png")
     if not path.absolute().parent.is_dir():
-        raise argparse.ArgumentTypeError(f"{text}: there is no folder {path.absolute().parent}")
+        raise argparse.ArgumentTypeError(
+            f"{text}: the folder {path.absolute().parent} does not exist"
+        )
     return path
 
 
 def count(text: str) -> int:
-    """A number of one or more, for argparse."""
+    """Parse a number from 1 to 1024, for argparse."""
     if not text.isdecimal() or not 1 <= int(text) <= 1024:
-        raise argparse.ArgumentTypeError(f"{text} is not a number in 1 .. 1024; use 4, for example")
+        raise argparse.ArgumentTypeError(
+            f"invalid number {text}: expected 1 to 1024, for example 4"
+        )
     return int(text)
 
 

@@ -1,21 +1,21 @@
-"""Whether a job that has failed should start again: not if the last one failed where it did.
+"""Decide whether to requeue a failed job: not if it has failed before at the same checkpoint.
 
-    python slurm/attempts.py EXIT_CODE RECIPE [what else pretrain.py got]
+    python slurm/attempts.py EXIT_CODE RECIPE [options of pretrain.py]
 
-Exit code 0: start again. Failures are noted in the run folder, in attempts.jsonl.
+Exit code 0 means requeue. Failures are recorded in attempts.jsonl in the run folder.
 """
 
 import sys
 from pathlib import Path
 
-if __name__ == "__main__":  # the repository, not slurm/, is where imports start
+if __name__ == "__main__":  # imports start in the root of the repository, not in slurm/
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import argparse
 import os
 
 from models.errors import UserError
-from recipes.training.recipe.schema import REPOSITORY, load_recipe
+from recipes.training.recipe.loading import REPOSITORY, load_recipe
 from recipes.training.run_folder.checkpoint_folders import published, step_of
 from recipes.training.run_folder.folder import RunFolder
 from recipes.training.run_folder.line_file import LineFile
@@ -23,45 +23,50 @@ from recipes.training.runtime.exits import REFUSED
 
 
 def main() -> None:
-    """Note the failure and decide."""
+    """Record the failure, and exit with 0 if the job should be requeued."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("code", type=int, help="how pretrain.py ended")
+    parser.add_argument("code", type=int, help="exit code of pretrain.py")
     parser.add_argument("recipe", type=Path)
     parser.add_argument("--set", action="append", default=[])
     parser.add_argument("--run-dir", type=Path)
     for name in ("--resume", "--resume-once", "--wait-for-folder"):
-        parser.add_argument(name, help="for pretrain.py")
+        parser.add_argument(name, help="ignored; for pretrain.py")
     options = parser.parse_args()
     if options.code == REFUSED:
-        sys.exit("the recipe was refused; the job does not start again")
+        sys.exit("the recipe was rejected; the job is not requeued")
     try:
         name = load_recipe(options.recipe, options.set).name
     except UserError as problem:
-        sys.exit(f"{problem}; the job does not start again")
+        sys.exit(f"{problem}; the job is not requeued")
     folder = RunFolder(options.run_dir or REPOSITORY / "runs" / name)
     step = max(map(step_of, published(folder.checkpoints)), default=0)
     try:
-        repeated = note_failure(folder.path / "attempts.jsonl", step, options.code)
+        repeated = record_failure(folder.path / "attempts.jsonl", step, options.code)
     except OSError as problem:
         sys.exit(
             f"{problem.filename or folder.path} cannot be read or written ({problem.strerror}), so "
-            f"failures cannot be counted; make room, and submit the job again"
+            f"failures cannot be counted; free disk space and submit the job again"
         )
     if repeated:
         sys.exit(
             f"failed twice without a checkpoint after step {step} (exit code {options.code}); the "
-            f"job does not start again"
+            f"job is not requeued"
         )
-    print(f"failed with exit code {options.code}; starts again after step {step}")
+    print(f"failed with exit code {options.code}; requeued, to resume after step {step}")
 
 
-def note_failure(attempts: Path, step: int, code: int) -> bool:
-    """Note a failure; return True if the job has already failed after that checkpoint.
+def record_failure(attempts: Path, step: int, code: int) -> bool:
+    """Record a failure; return True if this job has failed before with the same newest checkpoint.
+
+    Args:
+        attempts: the file that records failures
+        step: step of the newest checkpoint
+        code: exit code of pretrain.py
 
     Raises:
-        OSError: the failure cannot be noted.
+        OSError: the failure cannot be recorded.
     """
     attempts.parent.mkdir(parents=True, exist_ok=True)
     job = os.environ.get("SLURM_JOB_ID", "")

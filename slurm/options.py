@@ -1,32 +1,34 @@
-"""Print the sbatch options that a recipe's [cluster] asks for, so that nothing is typed twice.
+"""Print the sbatch options for the nodes and GPUs of a recipe's [cluster] section.
 
-sbatch $(python slurm/options.py recipes/llama/7b.toml) slurm/pretrain.slurm recipes/llama/7b.toml
+slurm/submit.sh calls this command. To add sbatch options of your own, call sbatch yourself:
+
+    sbatch $(python slurm/options.py RECIPE) --qos=high slurm/pretrain.slurm RECIPE
 """
 
 import sys
 from pathlib import Path
 
-if __name__ == "__main__":  # the repository, not slurm/, is where imports start
+if __name__ == "__main__":  # imports start in the root of the repository, not in slurm/
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import argparse
 
 from models.errors import UserError
-from recipes.training.recipe.schema import load_recipe, origin
+from recipes.training.recipe.loading import load_recipe, origin
 from recipes.training.recipe.topology import World
 
 
 def main() -> None:
-    """Run the command."""
+    """Parse the command line and print the options."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("recipe", type=Path, help="as for pretrain.py")
+    parser.add_argument("recipe", type=Path, help="TOML file, as for pretrain.py")
     parser.add_argument(
         "--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="as for pretrain.py"
     )
     for name in ("--run-dir", "--resume", "--resume-once", "--wait-for-folder"):
-        parser.add_argument(name, help="for pretrain.py")
+        parser.add_argument(name, help="ignored; for pretrain.py")
     options = parser.parse_args()
     try:
         print(" ".join(sbatch_options(options.recipe, options.set)))
@@ -35,15 +37,16 @@ def main() -> None:
 
 
 def sbatch_options(path: Path, overrides: list[str]) -> list[str]:
-    """The options, none of which needs quotes.
+    """Return the sbatch options, none of which needs quotes.
 
     Raises:
-        UserError: the recipe has no [cluster], or cannot run on it.
+        UserError: the recipe has no [cluster] section, or its layout does not fit that cluster.
     """
     recipe = load_recipe(path, overrides)
     if recipe.cluster is None:
         raise UserError(
-            f"{origin(path, overrides)} has no [cluster]; add one with nodes, gpus_per_node and gpu"
+            f"{origin(path, overrides)} has no [cluster] section, which gives the size of the job; "
+            f'add one, for example nodes = 4, gpus_per_node = 8, gpu = "H100"'
         )
     nodes, gpus = recipe.cluster.nodes, recipe.cluster.gpus_per_node
     try:

@@ -1,4 +1,4 @@
-"""What several test files share: a small corpus and a small recipe on it."""
+"""Fixtures for several test files: a small corpus and a small recipe."""
 
 import tomllib
 from copy import deepcopy
@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 
 from recipes.proving.proof_corpus import write_corpus
-from recipes.training.recipe.schema import DEFAULT_RECIPE
+from recipes.training.recipe.loading import DEFAULT_RECIPE
 
 VOCAB_SIZE = 250  # divisible by neither 64 nor any tensor size in the tests: padding is exercised
 
 
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a small corpus."""
+    """Return the folder of a small corpus."""
     folder = tmp_path_factory.mktemp("corpus")
     write_corpus(folder / "data", VOCAB_SIZE)
     return folder / "data"
@@ -23,12 +23,12 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def small(corpus: Path) -> dict[str, Any]:
-    """A recipe's table, as TOML would give it: tiny.toml made smaller, on the small corpus."""
+    """Return the table of a recipe, as read from TOML: a smaller tiny.toml on the small corpus."""
     return small_recipe(corpus)
 
 
 def small_recipe(corpus: Path) -> dict[str, Any]:
-    """tiny.toml made smaller, on a corpus that `write_corpus` wrote."""
+    """Return the table of a smaller tiny.toml on a corpus that `write_corpus` wrote."""
     table = deepcopy(tomllib.loads(DEFAULT_RECIPE.read_text()))
     table["model"] |= {
         "layers": 2,
@@ -53,7 +53,7 @@ def small_recipe(corpus: Path) -> dict[str, Any]:
 
 
 def changed(table: dict[str, Any], **changes: Any) -> dict[str, Any]:
-    """A copy of a recipe's table with `section__key=value` changed; None removes the key."""
+    """Return a copy of a recipe's table with changes `section__key=value`; None removes a key."""
     table = deepcopy(table)
     for name, value in changes.items():
         *sections, key = name.split("__")

@@ -1,4 +1,4 @@
-"""Run a function on several ranks, for tests of what needs more than one process."""
+"""Run a function or a program on several ranks, for tests that need more than one process."""
 
 import importlib
 import multiprocessing
@@ -16,8 +16,8 @@ from typing import Any
 import torch
 
 from recipes.proving.worlds import (
-    ENVIRONMENT,
-    PRELOADED,
+    PRELOADED_MODULES,
+    RANK_ENVIRONMENT,
     environment,
     free_port,
     rank_variables,
@@ -72,7 +72,7 @@ def start_ranks(
         folder: of the outputs
         seconds: time limit, after which the ranks are killed
         forked: fork processes that have imported torch and DeepSpeed. False starts interpreters,
-            for what has to happen before torch is imported.
+            for code that must run before torch is imported.
 
     Raises:
         subprocess.TimeoutExpired: a rank has reached the time limit.
@@ -123,9 +123,9 @@ def _fork(
     seconds per world.
     """
     server = multiprocessing.get_context("forkserver")
-    server.set_forkserver_preload(PRELOADED)
+    server.set_forkserver_preload(PRELOADED_MODULES)
     port, deadline = free_port(), time.monotonic() + seconds
-    with environment(ENVIRONMENT):  # of the server, which starts with the first rank
+    with environment(RANK_ENVIRONMENT):  # of the server, which starts with the first rank
         processes = [
             server.Process(
                 target=_rank,
@@ -181,7 +181,7 @@ def _log(folder: Path, rank: int) -> Path:
 
 
 def rank_environment(rank: int, world_size: int, port: int) -> dict[str, str]:
-    """The variables that a launcher sets on one CPU rank, and what keeps it to one core."""
+    """Return the variables that a launcher sets for a CPU rank, and limits to one core."""
     return rank_variables(rank, world_size, port) | {
         "OMP_NUM_THREADS": "1",
         "DS_ACCELERATOR": "cpu",
@@ -190,7 +190,7 @@ def rank_environment(rank: int, world_size: int, port: int) -> dict[str, str]:
 
 
 def join_world() -> World:
-    """On a rank: its world, joined, with one thread."""
+    """Join the world of this rank, with one thread, and return it."""
     world = World.from_environment(os.environ)
     torch.set_num_threads(1)
     start_processes(world)

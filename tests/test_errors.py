@@ -11,8 +11,9 @@ import tomli_w
 from models.errors import UserError
 from recipes import pretrain
 from recipes.proving import layouts
-from recipes.training.recipe import schema as recipe_module
-from recipes.training.recipe.schema import REPOSITORY, parse_recipe
+from recipes.training.recipe import sections
+from recipes.training.recipe.loading import REPOSITORY, parse_recipe
+from recipes.training.recipe.schema import Recipe
 from tests.conftest import changed, small_recipe
 from tests.ranks import start_ranks
 
@@ -20,7 +21,7 @@ COMMANDS = ("pretrain", "plan", "prove", "prepare_data", "convert")
 BROAD = {"ValueError", "AssertionError", "Exception", "BaseException"}
 INVARIANTS = {  # function that raises a plain ValueError -> why no user can cause it
     "models/pipeline/schedule/simulation.py: simulate": "no order of passes is made by users",
-    "recipes/proving/worlds.py: run_variants": "prove.py only makes layouts of at most --ranks",
+    "recipes/proving/worlds.py: run_cases": "prove.py only makes layouts of at most --ranks",
 }
 FOREIGN = "the line calls a library, which raises many classes for data that it cannot read"
 PARSING = "the block parses text of a file or an option, and nothing else"
@@ -51,8 +52,8 @@ CATCHES = {  # function that catches one of BROAD -> why no defect becomes a use
     "recipes/training/run_folder/lock.py: _parse": PARSING,
     "recipes/training/run_folder/line_file.py: LineFile._parse": PARSING,
     "recipes/training/checkpoint/manifest.py: Manifest.read": PARSING,
-    "recipes/training/recipe/schema.py: _read_toml": PARSING,
-    "recipes/training/recipe/schema.py: apply_override": PARSING,
+    "recipes/training/recipe/loading.py: _read_toml": PARSING,
+    "recipes/training/recipe/loading.py: apply_override": PARSING,
     "recipes/training/supervision/supervisor.py: Background._work": CONTINUES,
     "recipes/training/supervision/supervisor.py: Supervisor._end": CONTINUES,
     "recipes/training/supervision/supervisor.py: Supervisor._watch": CONTINUES,
@@ -234,7 +235,7 @@ def test_a_defect_of_a_validator_is_not_a_rejected_recipe(
     corpus: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     table = changed(small_recipe(corpus), batch__micro_sequences=3)
-    monkeypatch.setattr(recipe_module, "nearest_multiples", defect)
+    monkeypatch.setattr(sections, "nearest_multiples", defect)
     with pytest.raises(ValueError, match="cannot reshape") as raised:
         parse_recipe(table, "small")
     assert raised.type is ValueError
@@ -249,7 +250,7 @@ def test_a_failed_assertion_of_a_validator_is_not_a_rejected_recipe(
     corpus: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     table = changed(small_recipe(corpus), batch__micro_sequences=3)
-    monkeypatch.setattr(recipe_module, "nearest_multiples", failing_assertion)
+    monkeypatch.setattr(sections, "nearest_multiples", failing_assertion)
     with pytest.raises(AssertionError, match="an invariant"):
         parse_recipe(table, "small")
 
@@ -258,22 +259,22 @@ def test_a_defect_drops_no_layout_from_a_proof(
     corpus: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recipe = parse_recipe(small_recipe(corpus), "small")
-    every = layouts.legal_variants(recipe, ranks=2, micro_sequences=[1])
+    every = layouts.legal_cases(recipe, ranks=2, micro_sequences=[1])
     healthy = layouts.build_deepspeed_config
 
-    def refusing(variant: recipe_module.Recipe, topology: object, kind: type = UserError) -> object:
+    def refusing(variant: Recipe, topology: object, kind: type = UserError) -> object:
         if variant.layout.tensor == 2:
             raise kind("a layout of tensor = 2")
         return healthy(variant, topology)
 
     monkeypatch.setattr(layouts, "build_deepspeed_config", refusing)
-    fewer = layouts.legal_variants(recipe, ranks=2, micro_sequences=[1])
+    fewer = layouts.legal_cases(recipe, ranks=2, micro_sequences=[1])
     assert fewer == [each for each in every if each.topology.tensor == 1] != every
     monkeypatch.setattr(
         layouts, "build_deepspeed_config", lambda *pair: refusing(*pair, kind=ValueError)
     )
     with pytest.raises(ValueError, match="a layout of tensor = 2") as raised:
-        layouts.legal_variants(recipe, ranks=2, micro_sequences=[1])
+        layouts.legal_cases(recipe, ranks=2, micro_sequences=[1])
     assert raised.type is ValueError
 
 

@@ -17,7 +17,7 @@ import tomli_w
 
 from models.errors import UserError
 from recipes.proving.worlds import free_port
-from recipes.training.recipe.schema import REPOSITORY, load_recipe
+from recipes.training.recipe.loading import REPOSITORY, load_recipe
 from recipes.training.recipe.topology import World
 from recipes.training.run_folder.folder import RunFolder
 from recipes.training.runtime.processes import check_machine
@@ -66,7 +66,7 @@ pretrain.main()
 JUMPING = """
 from recipes import pretrain
 from recipes.training.data.dataset import TrainingData
-from recipes.training.recipe.progress import Progress
+from recipes.training.run_folder.progress import Progress
 
 resume = TrainingData.resume
 
@@ -479,7 +479,7 @@ def test_a_folder_without_flock_is_a_warning(recipe_file: Path, tmp_path: Path) 
 def test_a_run_whose_copies_drift_apart_stops(
     every: int, stopped: int | None, recipe_file: Path, tmp_path: Path
 ) -> None:
-    settings = ("layout.pipeline=1", "layout.tensor=2", f"training.compare_copies_every={every}")
+    settings = ("layout.pipeline=1", "layout.tensor=2", f"training.compare_replicas_every={every}")
     options = [word for setting in settings for word in ("--set", setting)]
     arguments = ["-c", FAULTY, str(recipe_file), *options, "--run-dir", str(tmp_path / "x")]
     codes, outputs = start_ranks(2, arguments, folder=tmp_path, seconds=300)

@@ -1,4 +1,4 @@
-"""What the templates call; tests/cluster runs the templates themselves."""
+"""The scripts in slurm/, with stubs for Slurm; tests/cluster runs them under a real Slurm."""
 
 import json
 import os
@@ -11,11 +11,12 @@ from pathlib import Path
 import pytest
 import tomli_w
 
-from recipes.training.recipe.schema import REPOSITORY
+from recipes.training.recipe.loading import REPOSITORY
 from recipes.training.runtime.exits import BUSY, INTERRUPTED
 from tests.conftest import changed, small_recipe
 
 TEMPLATES = sorted((REPOSITORY / "slurm").glob("*.s[lh]*"))
+OPTIONS_OF_RECIPE = "--job-name=a.b-c_1 --nodes=4 --ntasks-per-node=2 --gpus-per-node=2"
 
 
 def python(*words: object, code: int = 0, job: str = "7") -> str:
@@ -38,38 +39,37 @@ def recipe(corpus: Path, tmp_path: Path) -> Path:
     return tmp_path / "recipe.toml"
 
 
-def test_options_are_those_of_the_recipe(recipe: Path) -> None:
-    expected = "--job-name=a.b-c_1 --nodes=4 --ntasks-per-node=2 --gpus-per-node=2\n"
-    assert python("slurm/options.py", recipe, "--run-dir", "x") == expected
+def test_options_come_from_the_recipe(recipe: Path) -> None:
+    assert python("slurm/options.py", recipe, "--run-dir", "x") == OPTIONS_OF_RECIPE + "\n"
     fewer = ["--set", "cluster.nodes=2"]
     assert "--nodes=2 " in python("slurm/options.py", recipe, *fewer)
 
 
-def test_what_cannot_run_there_has_no_options(recipe: Path) -> None:
+def test_a_recipe_that_does_not_fit_its_cluster_is_rejected(recipe: Path) -> None:
     crossing = ["--set", "layout.tensor=4", "--set", "model.kv_heads=4"]
     said = python("slurm/options.py", recipe, *crossing, code=1)
     assert "layout.tensor = 4 does not divide the 2 ranks of a node" in said
     assert "use layout.tensor = 2" in said
-    assert "has no [cluster]" in python("slurm/options.py", "recipes/tiny.toml", code=1)
+    assert "has no [cluster] section" in python("slurm/options.py", "recipes/tiny.toml", code=1)
 
 
-def test_a_job_starts_again_until_it_fails_twice_at_the_same_step(
+def test_a_job_is_requeued_until_it_fails_twice_at_the_same_step(
     recipe: Path, tmp_path: Path
 ) -> None:
     failed = ["slurm/attempts.py", "3", recipe, "--run-dir", tmp_path / "run", "--resume", "auto"]
-    assert "starts again after step 0" in python(*failed)
+    assert "requeued, to resume after step 0" in python(*failed)
     (tmp_path / "run" / "checkpoints" / "step-0000010").mkdir(parents=True)
-    assert "starts again after step 10" in python(*failed)
-    assert "starts again after step 10" in python(*failed, job="8")  # another job
+    assert "requeued, to resume after step 10" in python(*failed)
+    assert "requeued, to resume after step 10" in python(*failed, job="8")  # another job
     assert "failed twice without a checkpoint after step 10 (exit code 3)" in python(
         *failed, code=1
     )
     lines = (tmp_path / "run" / "attempts.jsonl").read_text().splitlines()
     assert [json.loads(line)["job"] for line in lines] == ["7", "7", "8", "7"]
-    assert "was refused" in python("slurm/attempts.py", "2", recipe, code=1)
+    assert "was rejected" in python("slurm/attempts.py", "2", recipe, code=1)
 
 
-def test_a_job_whose_failures_cannot_be_counted_does_not_start_again(
+def test_a_job_whose_failures_cannot_be_counted_is_not_requeued(
     recipe: Path, tmp_path: Path
 ) -> None:
     words = [sys.executable, "slurm/attempts.py", "3", recipe, "--run-dir", tmp_path / "run"]
@@ -82,11 +82,11 @@ def test_a_job_whose_failures_cannot_be_counted_does_not_start_again(
             text=True,
         )
         assert done.returncode == 1 and "Traceback" not in done.stderr
-        assert "(File too large), so failures cannot be counted; make room" in done.stderr
+        assert "(File too large), so failures cannot be counted; free disk space" in done.stderr
     attempts = tmp_path / "run" / "attempts.jsonl"
     attempts.unlink()
     attempts.mkdir()
-    assert "failures cannot be counted; make room" in python(*words[1:], code=1)
+    assert "failures cannot be counted; free disk space" in python(*words[1:], code=1)
 
 
 @pytest.mark.parametrize("template", TEMPLATES, ids=lambda path: path.name)
@@ -110,11 +110,11 @@ def start_job(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]
     job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "node[0001-1024]", "SLURM_CPUS_PER_TASK": "8"}
     environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_SUBMIT_DIR": str(tmp_path)}
 
-    def start(hosts: str) -> subprocess.CompletedProcess[str]:
+    def start(hosts: str, **variables: str) -> subprocess.CompletedProcess[str]:
         (tmp_path / "hosts").write_text(hosts)
         return subprocess.run(
             ["bash", REPOSITORY / "slurm" / "pretrain.slurm", "recipe.toml"],
-            env=job | environment,
+            env=job | environment | variables,
             capture_output=True,
             text=True,
         )
@@ -157,20 +157,135 @@ def test_templates_know_the_exit_codes() -> None:
     assert f'[ "$code" -eq {INTERRUPTED} ]' in (REPOSITORY / "slurm/pretrain.slurm").read_text()
 
 
-def test_a_folder_that_is_still_locked_starts_the_job_again_once(
-    recipe: Path, tmp_path: Path
-) -> None:
+def test_a_job_whose_folder_is_locked_is_requeued_once(recipe: Path, tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "attempts.jsonl").write_bytes(b'{"job": "7", "st' + bytes(50))  # torn
     words = ["slurm/attempts.py", BUSY, recipe, "--run-dir", tmp_path / "run"]
     words += ["--resume-once", "job-7", "--wait-for-folder", "60"]
-    assert "exit code 6; starts again" in python(*words)
+    assert "exit code 6; requeued" in python(*words)
     assert "failed twice" in python(*words, code=1)
 
 
-def test_a_request_is_made_by_every_start_of_a_job() -> None:
-    """pretrain.py knows whether it was carried out; the template cannot."""
+def test_every_start_of_a_job_passes_the_same_request() -> None:
+    """pretrain.py knows whether the request has been carried out; the scripts do not."""
     template = (REPOSITORY / "slurm/pretrain.slurm").read_text()
     assert "--resume auto" not in template and '--resume-once "${RESUME_ONCE:-job-' in template
-    chain = (REPOSITORY / "slurm/chain.sh").read_text()
-    assert "--resume auto" not in chain and "RESUME_ONCE=$RESUME_ONCE" in chain
+    submit = (REPOSITORY / "slurm/submit.sh").read_text()
+    assert "--resume auto" not in submit and "export RESUME_ONCE REQUEUE=no" in submit
+
+
+Submit = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture
+def submit(tmp_path: Path) -> Submit:
+    """Run submit.sh with an sbatch that records its arguments and environment."""
+    stub = tmp_path / "bin" / "sbatch"
+    stub.parent.mkdir()
+    record = (
+        f'echo "$* REQUEUE=${{REQUEUE-}} RESUME_ONCE=${{RESUME_ONCE-}}" >>"{tmp_path}/submitted"'
+    )
+    stub.write_text(f'#!/bin/sh\n{record}\necho "Submitted batch job 7"\n')
+    stub.chmod(0o755)
+
+    def run(*words: object, **environment: str) -> subprocess.CompletedProcess[str]:
+        (tmp_path / "submitted").unlink(missing_ok=True)
+        return subprocess.run(
+            [REPOSITORY / "slurm" / "submit.sh", *map(str, words)],
+            cwd=tmp_path,
+            env={"PATH": f"{stub.parent}:{os.environ['PATH']}"} | environment,
+            capture_output=True,
+            text=True,
+        )
+
+    return run
+
+
+def submitted(tmp_path: Path) -> list[str]:
+    """Return a line for each call of sbatch."""
+    file = tmp_path / "submitted"
+    return file.read_text().splitlines() if file.exists() else []
+
+
+def test_one_command_submits_a_recipe(submit: Submit, recipe: Path, tmp_path: Path) -> None:
+    steps = "training.steps=10"
+    done = submit(recipe, "--set", steps, "--run-dir", "a b")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout == "Submitted batch job 7\n"
+    call = f"{OPTIONS_OF_RECIPE} slurm/pretrain.slurm {recipe} --set {steps} --run-dir a b"
+    assert submitted(tmp_path) == [f"{call} REQUEUE= RESUME_ONCE="]
+    fewer = submit("--jobs", "1", recipe, "--set", "cluster.nodes=2")
+    assert fewer.returncode == 0
+    (line,) = submitted(tmp_path)
+    assert "--nodes=2 " in line and "singleton" not in line
+
+
+def test_one_command_submits_jobs_that_follow_each_other(
+    submit: Submit, recipe: Path, tmp_path: Path
+) -> None:
+    names = set()
+    for words in (["--jobs", 3], ["--jobs=3"]):
+        done = submit(*words, recipe, "--resume", "never")
+        assert done.returncode == 0 and done.stdout.count("Submitted") == 3, done.stderr
+        lines = submitted(tmp_path)
+        options = f"{OPTIONS_OF_RECIPE} --no-requeue --dependency=singleton"
+        call = f"{options} slurm/pretrain.slurm {recipe} --resume never REQUEUE=no RESUME_ONCE="
+        assert len(lines) == 3 and len(set(lines)) == 1 and lines[0].startswith(f"{call}chain-")
+        names.add(lines[0])
+    assert len(names) == 2  # a request of its own for each chain
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "expected a recipe, for example recipes/llama/7b.toml"),
+        (["--set", "seed=1"], "expected a recipe instead of --set"),
+        (["--jobs"], "invalid --jobs (no value): expected 1 to 999, for example --jobs 5"),
+        (["--jobs", "0", "recipes/llama/7b.toml"], "invalid --jobs 0: expected 1 to 999"),
+        (["--jobs", "5x", "recipes/llama/7b.toml"], "invalid --jobs 5x"),
+        (["--jobs", "recipes/llama/7b.toml"], "invalid --jobs recipes/llama/7b.toml"),
+        (["--jobs=", "recipes/llama/7b.toml"], "invalid --jobs (no value)"),
+        (["--jobs", "5"], "expected a recipe"),
+        (["recipes/llama/7b.toml", "--jobs", "5"], "--jobs comes after the recipe"),
+        (["recipes/no-such.toml"], "no such recipe"),
+        (["recipes/tiny.toml"], "has no [cluster] section"),
+        (["recipes/llama/7b.toml", "--set", "layout.tensor=3"], "layout.tensor = 3"),
+        (["recipes/llama/7b.toml", "--step", "5"], "unrecognized arguments: --step 5"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_bad_input_is_reported_before_anything_is_submitted(
+    words: list[str], message: str, submit: Submit, tmp_path: Path
+) -> None:
+    done = submit(*words)
+    assert done.returncode != 0 and submitted(tmp_path) == []
+    assert message in done.stderr and "Traceback" not in done.stderr
+
+
+def test_a_missing_slurm_or_container_is_reported(submit: Submit, tmp_path: Path) -> None:
+    (tmp_path / "bin" / "sbatch").unlink()
+    plain = {"PATH": "/usr/bin:/bin"}
+    if not any(Path(folder, "sbatch").exists() for folder in plain["PATH"].split(":")):
+        done = submit("recipes/llama/7b.toml", **plain)
+        assert done.returncode == 2 and "sbatch is not on PATH" in done.stderr
+    done = submit("recipes/llama/7b.toml", CONTAINER="image.sif", **plain)
+    assert done.returncode == 2 and "apptainer is not on PATH" in done.stderr
+
+
+def test_a_container_runs_the_options_and_the_job(
+    submit: Submit, recipe: Path, tmp_path: Path, start_job: Submit
+) -> None:
+    image, apptainer = tmp_path / "image.sif", tmp_path / "bin" / "apptainer"
+    apptainer.write_text(
+        f'#!/bin/sh\nshift 2; [ "$1" = python ] && shift; exec {sys.executable} "$@"'
+    )
+    apptainer.chmod(0o755)
+    done = submit(recipe, CONTAINER=str(image))
+    assert done.returncode == 2 and f"CONTAINER={image} does not exist" in done.stderr
+    image.touch()
+    done = submit(recipe, CONTAINER=str(image))
+    assert done.returncode == 0, done.stderr
+    assert submitted(tmp_path)[0].startswith(OPTIONS_OF_RECIPE)
+    (tmp_path / "srun").write_text('#!/bin/sh\necho "$*"\n')
+    started = start_job("node1\n", CONTAINER=str(image)).stdout
+    assert f"apptainer exec --nv {image} python recipes/pretrain.py recipe.toml" in started

@@ -25,7 +25,7 @@ from recipes.preparing.tokenizer import load_tokenizer
 from recipes.training.checkpoint.manifest import Manifest
 from recipes.training.data.token_file import TokenFile, write_token_file
 from recipes.training.recipe.deepspeed_config import read_deepspeed_json
-from recipes.training.recipe.schema import DEFAULT_RECIPE, REPOSITORY, load_recipe
+from recipes.training.recipe.loading import DEFAULT_RECIPE, REPOSITORY, load_recipe
 from recipes.training.recipe.topology import World
 from recipes.training.runtime.processes import check_port
 from recipes.training.runtime.torch_variables import check_accelerator
@@ -144,8 +144,8 @@ KORTHIKANTI = "model,what,value,unit\n"
         (ZERO + '"7.5B, Nd=64",1\n', 'gb_per_gpu = "" is not a number above 0'),
         (ZERO + '"7.5B, Nd=64",1,31.4,much\n', 'closed_form_gb = "much"'),
         (ZERO + '"7.5B, Nd=64",1,0,\n', 'gb_per_gpu = "0" is not a number above 0'),
-        (ZERO + '"7.5.5B, Nd=64",1,31.4,\n', "says no size or no ranks"),
-        (ZERO + '"7.5B, Nd=0",1,31.4,\n', "says no size or no ranks"),
+        (ZERO + '"7.5.5B, Nd=64",1,31.4,\n', "lacks the size or the number of ranks"),
+        (ZERO + '"7.5B, Nd=0",1,31.4,\n', "lacks the size or the number of ranks"),
         (KORTHIKANTI + "22B,SP,many,GB\n", 'value = "many"'),
         (KORTHIKANTI + "22B,SP,0,GB\n", 'value = "0"'),
     ],

@@ -32,13 +32,14 @@ from models.layer_specs import SequentialModel, layer_specs, logical_parameters
 from models.parallel import linear
 from models.parallel.collectives import TensorAxis
 from models.parallel.context import Context
+from models.sharding import declare, sharding_of
 from recipes.training.data.micro_batch import MicroBatch
-from recipes.training.engine.engine import build_engine, build_optimizer
+from recipes.training.engine.build import build_from_recipe, build_optimizer
 from recipes.training.recipe.deepspeed_config import build_deepspeed_config
 from recipes.training.recipe.schema import Recipe
 from recipes.training.recipe.topology import World
 from recipes.training.runtime import processes
-from recipes.training.runtime.processes import compiles, on_gpu, quiet
+from recipes.training.runtime.processes import on_gpu, quiet, should_compile
 
 Batch = Sequence[tuple[Tensor, Tensor]]  # tokens and labels [b, s] of each micro-batch
 Train = Callable[[Batch], float]  # a step's mean loss
@@ -193,7 +194,7 @@ def draw_batch(recipe: Recipe, step: int, device: torch.device) -> Batch:
 def build_ours(entry: Entry, recipe: Recipe, world: World) -> Train:
     """Our engine, as recipes/pretrain.py builds it."""
     topology = recipe.topology(world)
-    engine = build_engine(recipe, topology, build_deepspeed_config(recipe, topology))
+    engine = build_from_recipe(recipe, topology, build_deepspeed_config(recipe, topology))
     rate = recipe.optimizer.learning_rate
 
     def train(batch: Batch) -> float:
@@ -205,7 +206,7 @@ def build_ours(entry: Entry, recipe: Recipe, world: World) -> Train:
 def build_ours_bare(entry: Entry, recipe: Recipe, world: World) -> Train:
     """Our model alone."""
     model = SequentialModel(layer_specs(recipe.model, TensorAxis()))
-    if compiles(recipe.training.compile):
+    if should_compile(recipe.training.compile):
         compile_kernels(model)
     parameters = logical_parameters(model, recipe.model)
     initialize(parameters, recipe.model, seed=recipe.seed, tensor_rank=0, tensor_size=1)
@@ -292,9 +293,9 @@ def copy_first_weights(llama: LlamaForCausalLM, recipe: Recipe) -> None:
     table, theirs = counterparts(recipe.model), dict(llama.named_parameters())
     for name, declared in logical_parameters(ours, recipe.model):
         weight = nn.Parameter(torch.empty(declared.shape))
-        weight.sharding = declared.sharding
+        declare(weight, sharding_of(declared))
         initialize([(name, weight)], recipe.model, seed=recipe.seed, tensor_rank=0, tensor_size=1)
-        for part, tensor in table[name].split(declared.sharding.logical_tensor([weight])):
+        for part, tensor in table[name].split(sharding_of(declared).logical_tensor([weight])):
             theirs.pop(part).copy_(tensor)
     assert not theirs, list(theirs)
 

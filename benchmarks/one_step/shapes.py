@@ -6,7 +6,8 @@ from pathlib import Path
 
 from models.config import ModelConfig
 from models.cost import attention_multiply_adds, flops_per_token
-from recipes.training.recipe.schema import DEFAULT_RECIPE, REPOSITORY, Recipe, load_recipe
+from recipes.training.recipe.loading import DEFAULT_RECIPE, REPOSITORY, load_recipe
+from recipes.training.recipe.schema import Recipe
 from recipes.training.runtime.processes import has_compiler
 
 PRECISIONS = ("fp32", "bf16")

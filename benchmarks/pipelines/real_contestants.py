@@ -32,9 +32,14 @@ from models.parallel.context import Context
 from models.pipeline.recording import Event, Recording
 from models.transformer import Block
 from recipes.training.data.micro_batch import MicroBatch
-from recipes.training.engine.engine import build_engine, build_optimizer, layers_of_positions
+from recipes.training.engine.build import (
+    build_from_recipe,
+    build_optimizer,
+    layers_of_virtual_stages,
+)
 from recipes.training.recipe.deepspeed_config import build_deepspeed_config
-from recipes.training.recipe.schema import DEFAULT_RECIPE, Recipe, load_recipe
+from recipes.training.recipe.loading import DEFAULT_RECIPE, load_recipe
+from recipes.training.recipe.schema import Recipe
 from recipes.training.recipe.topology import Topology
 from recipes.training.runtime.processes import quiet
 
@@ -208,7 +213,7 @@ class Sequential:
 def build_ours(recipe: Recipe, setting: Setting) -> Contestant:
     """Our engine, as recipes/pretrain.py builds it."""
     topology = Topology(pipeline=STAGES, data=1, tensor=1)
-    engine = build_engine(recipe, topology, build_deepspeed_config(recipe, topology))
+    engine = build_from_recipe(recipe, topology, build_deepspeed_config(recipe, topology))
     recording = Recording(engine.wrapped)
 
     def step(tokens: Tensor, labels: Tensor) -> Turn:
@@ -232,7 +237,7 @@ def build_stock(recipe: Recipe, setting: Setting) -> Contestant:
             loss_fn=loss_of_logits(recipe),
             partition_method="type:Block",
         )
-        assert list(model.parts) == [0, *accumulate(layers_of_positions(recipe))]
+        assert list(model.parts) == [0, *accumulate(layers_of_virtual_stages(recipe))]
         with_first_weights(model, recipe)
         engine, *_ = deepspeed.initialize(
             model=model,
@@ -252,7 +257,7 @@ def build_torch(recipe: Recipe, setting: Setting) -> Contestant:
     rank, device = dist.get_rank(), torch.device("cpu")
     loss_fn = loss_of_logits(recipe)
     model = with_first_weights(SequentialModel(plain_specs(recipe)), recipe)
-    parts = [0, *accumulate(layers_of_positions(recipe))]
+    parts = [0, *accumulate(layers_of_virtual_stages(recipe))]
     places = range(rank, len(parts) - 1, STAGES)
     chunks = [nn.Sequential(*model.layers[parts[place] : parts[place + 1]]) for place in places]
     stages = [

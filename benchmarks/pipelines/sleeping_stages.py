@@ -1,14 +1,18 @@
 """Pipelines of layers that sleep instead of computing: only the engine needs the cores."""
 
 import time
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
 import deepspeed
 import torch
 import torch.distributed as dist
 from deepspeed.pipe import DualPipeVModule, LayerSpec, PipelineModule
 from deepspeed.runtime.pipe.engine import PipelineEngine
+from deepspeed.runtime.pipe.schedule import PipeInstruction
 from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from torch import Tensor, nn
 
@@ -21,7 +25,7 @@ from models.pipeline.process_grid import ProcessGrid
 from models.pipeline.recording import Event, Recording
 from models.pipeline.schedule.order import BACKWARD, Pass, Pipeline
 from models.pipeline.schedule.simulation import TimedPass, Timeline, pipeline_seconds, simulate
-from models.pipeline.scheduled_engine import scheduled_engines
+from models.pipeline.scheduled_engine import ScheduledEngine
 from models.pipeline.stage import Stage
 from recipes.training.runtime.processes import quiet
 from tests.ranks import join_world, run_ranks
@@ -207,36 +211,63 @@ def run_step(engine: PipelineEngine) -> tuple[float, float]:
 
 def build(setting: Setting, pipeline: Pipeline, *, is_stock: bool) -> PipelineEngine:
     """Build a pipeline with one layer in each chunk."""
-    layers = [LayerSpec(SleepingLayer, setting.forward / pipeline.chunks)] * pipeline.positions
+    layers = [LayerSpec(SleepingLayer, setting.forward / pipeline.chunks)] * pipeline.virtual_stages
     topology = PipeModelDataParallelTopology(num_pp=setting.stages, num_dp=1, num_mp=1)
     if is_stock:
         with quiet():
             module = DualPipeVModule if pipeline.chunks == 2 else PipelineModule
             model = module(layers=layers, topology=topology, loss_fn=loss)
-            return initialize(model, setting)
-    with quiet(), scheduled_engines(Boundary(SHAPE, torch.float32, TensorAxis())):
+            engine, *_ = deepspeed.initialize(
+                model=model, optimizer=adamw(model), config=deepspeed_config(setting)
+            )
+        add_observers(engine)
+        return engine
+    with quiet():
         model = Stage(
             layers,
             pipeline=pipeline,
             grid=ProcessGrid(topology),
-            layers_of_positions=[1] * pipeline.positions,
+            layers_of_virtual_stages=[1] * pipeline.virtual_stages,
             recompute_interval=0,
         )
-        return initialize(model, setting)
+        boundary = Boundary(SHAPE, torch.float32, TensorAxis())
+        return ScheduledEngine(model, adamw(model), deepspeed_config(setting), boundary=boundary)
 
 
-def initialize(model: PipelineModule, setting: Setting) -> PipelineEngine:
-    """The module under DeepSpeed, with ZeRO-1."""
-    config = {
+def add_observers(engine: PipelineEngine) -> None:
+    """Give DeepSpeed's own engine the list of observers that a ScheduledEngine has."""
+    engine.observers = []
+
+    def run_observed(
+        kind: type[PipeInstruction],
+        run: Callable[..., None],
+        engine: PipelineEngine,
+        **arguments: Any,
+    ) -> None:
+        with ExitStack() as observed:
+            for observe in engine.observers:
+                observed.enter_context(observe(kind(**arguments)))
+            run(engine, **arguments)
+
+    engine._INSTRUCTION_MAP = {
+        kind: partial(run_observed, kind, run) for kind, run in engine._INSTRUCTION_MAP.items()
+    }
+
+
+def adamw(model: PipelineModule) -> torch.optim.AdamW:
+    """Return the optimizer of a module."""
+    return torch.optim.AdamW(model.parameters(), fused=True)
+
+
+def deepspeed_config(setting: Setting) -> dict[str, Any]:
+    """Return a DeepSpeed configuration with ZeRO-1."""
+    return {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": setting.micro_batches,
         "zero_optimization": {"stage": 1},
         "steps_per_print": None,
         "pipeline": {"pipe_partitioned": False, "grad_partitioned": False},
     }
-    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
-    return engine
 
 
 def loss(y: Tensor, labels: Tensor) -> Tensor:

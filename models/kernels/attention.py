@@ -1,6 +1,6 @@
 """Causal attention: in blocks of queries on CPUs, and within documents.
 
-On a CPU torch's fused attention is slower than matrix products of the same size (for 512 tokens 1.5
+On a CPU torch's fused attention is slower than matmuls of the same size (for 512 tokens 1.5
 times as slow in fp32, twice in bf16), and it takes most of the time of a short sequence. A block of
 queries skips the keys that come after the block. On GPUs torch's fused kernels are faster.
 
@@ -22,15 +22,15 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-ROWS = 128  # queries of a block
-# The longest sequence whose probabilities are kept for the backward pass; in a trace of a GPU none.
-MOST_KEPT = 1024
+ROWS = 128  # number of queries of a block
+# The longest sequence whose probabilities are kept for the backward pass; 0 in the trace of a GPU.
+MAX_KEPT_LENGTH = 1024
 MAX_FLASH_HEAD_SIZE = 256  # torch's flash_api.cpp, which also requires a multiple of 8
 # Not cuDNN, which builds a plan for each new shape in 0.1 to 0.4 s: document lengths keep changing.
 WITHOUT_PLANS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 MIN_PINNED_ELEMENTS = 2048  # enough for the documents of most micro-batches
 
-Lengths = tuple[tuple[int, ...], ...]  # of each sequence's documents
+Lengths = tuple[tuple[int, ...], ...]  # document lengths of each sequence
 Varlen = Callable[..., Tensor]  # called like torch.nn.attention.varlen.varlen_attn
 
 
@@ -92,8 +92,8 @@ def _varlen_attention(device: torch.device) -> Varlen | None:
 
 
 def in_blocks(device: torch.device, length: int) -> bool:
-    """Tell whether attention over `length` tokens runs in blocks, not in torch's kernel."""
-    return device.type == "cpu" and length <= MOST_KEPT
+    """Return True if attention over `length` tokens runs in blocks, not in torch's kernel."""
+    return device.type == "cpu" and length <= MAX_KEPT_LENGTH
 
 
 def _packed_attention(q: Tensor, k: Tensor, v: Tensor, lengths: Lengths, varlen: Varlen) -> Tensor:
@@ -137,7 +137,7 @@ def cumulative_lengths(lengths: Lengths, device: torch.device) -> Tensor:
 def _attention_by_document(q: Tensor, k: Tensor, v: Tensor, lengths: Lengths) -> Tensor:
     """Call attention per document; adjacent sequences with equal document lengths share calls."""
     divisions, counts = zip(
-        *((each, len(list(alike))) for each, alike in groupby(lengths)), strict=True
+        *((each, len(list(run))) for each, run in groupby(lengths)), strict=True
     )
     attended = []
     # The backward pass of split is one cat; each slice would allocate a full-size tensor of zeros.
@@ -150,7 +150,7 @@ def _attention_by_document(q: Tensor, k: Tensor, v: Tensor, lengths: Lengths) ->
 class _BlockedAttention(torch.autograd.Function):
     """Keeps each block's probabilities, a s (s + ROWS) / 2 of them for a sequence.
 
-    The heads that share a key and a value are rows of one product, [b * g, a/g * ROWS, d].
+    The heads that share a key and a value are rows of one matmul, [b * g, a/g * ROWS, d].
     """
 
     @staticmethod
@@ -190,19 +190,19 @@ class _BlockedAttention(torch.autograd.Function):
 
 
 def _blocks(q: Tensor) -> list[tuple[int, int]]:
-    """The first row of each block and that of the next."""
+    """Return the first row of each block, and the row after its last one."""
     length = q.shape[2]
     return [(first, min(first + ROWS, length)) for first in range(0, length, ROWS)]
 
 
 def _rows(x: Tensor, k: Tensor, first: int, last: int) -> Tensor:
-    """A block of [b, a, s, d] by key-value head: [b * g, a/g * rows, d]."""
+    """Return a block of [b, a, s, d] grouped by key-value head: [b * g, a/g * rows, d]."""
     b, g = k.shape[:2]
     return x[:, :, first:last].reshape(b * g, -1, x.shape[-1])
 
 
 def _scores(queries: Tensor, keys: Tensor, first: int) -> Tensor:
-    """[b * g, a/g * rows, keys], scaled, -inf where a key comes after the query."""
+    """Return scaled scores [b * g, a/g * rows, keys], -inf where a key follows the query."""
     rows = keys.shape[1] - first
     scale = queries.shape[-1] ** -0.5
     scores = torch.baddbmm(

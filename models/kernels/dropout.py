@@ -2,7 +2,7 @@
 
 A row number is 64 bits that identify a row of the logical tensor (`models/parallel/rng.py` computes
 it); the mask of an element is a hash of its row number and its column. A compiled kernel computes
-mask and product at once and writes the mask, one byte per element, for the backward pass.
+the mask, applies it and writes the mask, one byte per element, for the backward pass.
 """
 
 import torch

@@ -1,4 +1,4 @@
-"""Element-wise operations between matrix products, with the backward pass written out.
+"""Element-wise operations between matmuls, with the backward pass written out.
 
 Autograd would keep each intermediate result, in fp32 where it is computed in fp32; these functions
 keep only their inputs and recompute the rest. Arithmetic is in fp32. Norms and the residual stream
@@ -26,7 +26,7 @@ PERMUTATIONS: dict[Order, tuple[tuple[int, ...], tuple[int, ...]]] = {
 
 
 def swiglu(x: Tensor, fuse: Function) -> Tensor:
-    """silu(gate) * up (arXiv 2002.05202): gate|up [..., 2f] to [..., f]."""
+    """Return silu(gate) * up (arXiv 2002.05202): gate|up [..., 2f] to [..., f]."""
     return _SwiGLU.apply(x, fuse)
 
 
@@ -34,8 +34,8 @@ def gelu(x: Tensor, bias: Tensor | None, fuse: Function) -> Tensor:
     """Return GELU by its tanh approximation (arXiv 1606.08415): [..., f] to [..., f].
 
     Args:
-        bias: [f], already added to x by the matrix product, which does this at no cost but does not
-            return the gradient of the bias. That gradient is a column sum of the gradient of x, and
+        bias: [f], already added to x by the matmul, which does this at no cost but does not return
+            the gradient of the bias. That gradient is a column sum of the gradient of x, and
             is computed here together with it.
     """
     return _GELU.apply(x, bias, fuse)
@@ -132,7 +132,7 @@ def _heads_first(
     order: Order,
 ) -> tuple[Tensor, Tensor, Tensor]:
     queries_keys, v = qkv.split([heads + kv_heads, kv_heads], dim=2)
-    if cos is not None:
+    if cos is not None and sin is not None:
         queries_keys = _rotate(queries_keys, cos, sin)
     q, k = queries_keys.split([heads, kv_heads], dim=2)
     there, back = PERMUTATIONS[order]
@@ -142,15 +142,15 @@ def _heads_first(
 def _heads_first_backward(
     grad_q: Tensor, grad_k: Tensor, grad_v: Tensor, cos: Tensor | None, sin: Tensor | None
 ) -> Tensor:
-    """The gradient of q|k|v [s, b, a + 2g, d]."""
+    """Return the gradient of q|k|v [s, b, a + 2g, d]."""
     q, k, v = (each.permute(2, 0, 1, 3) for each in (grad_q, grad_k, grad_v))
-    if cos is None:
+    if cos is None or sin is None:
         return torch.cat([q, k, v], dim=2)
     q, k = _rotate(q, cos, -sin), _rotate(k, cos, -sin)
     return torch.cat([q, k, v], dim=2)
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """[s, b, a, d], each pair (i, i + d/2) rotated."""
+    """Rotate each pair (i, i + d/2) of x [s, b, a, d]."""
     first, second = x.float().chunk(2, dim=-1)
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)

@@ -46,8 +46,8 @@ def table_gradient(grad: Tensor, rows: Tensor, table_rows: int) -> Tensor:
         return torch.ops.aten.embedding_dense_backward(grad, rows, table_rows, -1, False)
     tokens, hidden = grad.shape
     # A row's slot is the position of any one of its occurrences; the sums are the same for each.
-    places = torch.arange(tokens, device=rows.device)
-    slots = rows.new_empty(table_rows).index_copy_(0, rows, places).index_select(0, rows)
+    indices = torch.arange(tokens, device=rows.device)
+    slots = rows.new_empty(table_rows).index_copy_(0, rows, indices).index_select(0, rows)
     gradient = grad.new_zeros(table_rows, hidden)
     width = max(1, MAX_WIDE_ELEMENTS // tokens)
     for first in range(0, hidden, width):

@@ -1,8 +1,8 @@
-"""Element-wise operations between matrix products: run eagerly, or compiled into few kernels.
+"""Element-wise operations between matmuls: run eagerly, or compiled into few kernels.
 
-Only the pure functions of this folder are compiled, forward and backward ones separately. Matrix
-products, collectives and deferred weight gradients run the same either way, in every layout, and
-autograd keeps the same tensors. All layers share a function, so it is compiled once per shape.
+Only the pure functions of this folder are compiled, forward and backward ones separately. Matmuls,
+collectives and deferred weight gradients run the same either way, in every layout, and autograd
+keeps the same tensors. All layers share a function, so it is compiled once per shape.
 """
 
 from collections.abc import Callable
@@ -16,13 +16,13 @@ Function = Callable[..., Any]
 
 
 def as_written(function: Function) -> Function:
-    """The function itself: torch runs its operations one by one."""
+    """Return the function itself, whose operations torch runs one by one."""
     return function
 
 
 def native_on_cpu(function: Function) -> Function:
     """Mark a function as faster in eager mode on a CPU, where torch has vectorised kernels."""
-    function.native_on_cpu = True
+    vars(function)["native_on_cpu"] = True
     return function
 
 
@@ -44,21 +44,21 @@ def compiled(function: Function) -> Function:
 
 
 class Fusing(nn.Module):
-    """A module with work between matrix products.
+    """A module with element-wise operations between matmuls.
 
-    fuse: `as_written` or `compiled`
+    fuse: `as_written` or `compiled`, applied to each function that the module runs
     """
 
     fuse: Callable[[Function], Function] = staticmethod(as_written)
 
 
 def are_compiled(module: nn.Module) -> bool:
-    """Whether all of a module run compiled kernels."""
+    """Return True if all submodules run compiled kernels."""
     return all(each.fuse is compiled for each in module.modules() if isinstance(each, Fusing))
 
 
 def compile_kernels(module: nn.Module) -> None:
-    """Let all of a module run compiled kernels."""
+    """Let all submodules run compiled kernels."""
     for each in module.modules():
         if isinstance(each, Fusing):
             each.fuse = compiled

@@ -1,7 +1,7 @@
 """Norms and the residual stream, with the backward pass written out.
 
-Between two matrix products a block adds the bias of the first product, applies dropout, adds the
-result to the residual stream and norms the sum: one kernel forward and one backward. RMSNorm is
+Between two matmuls a block adds the bias of the first one, applies dropout, adds the result to the
+residual stream and norms the sum: one kernel forward and one backward. RMSNorm is
 computed in fp32 and rounds before and after the multiplication by its weight, as in transformers.
 LayerNorm is torch's own kernel, which the compiler decomposes to fuse it. On CPUs that kernel
 accumulates the gradients of weight and bias in the dtype of its input, and rounds the statistics to
@@ -22,7 +22,7 @@ from models.kernels.fusing import Function
 class Branch(NamedTuple):
     """The output of one half of a block on its way to the residual stream: dropout(y + bias).
 
-    y: [s, b, h], result of a row-parallel product
+    y: [s, b, h], result of a row-parallel matmul
     bias: [h]; None: no bias
     rows: int64 [s, b], the row numbers of the dropout mask; None: no dropout
     probability: probability that an element is dropped
@@ -131,7 +131,8 @@ def _norm_backward(
         if sums_in_16_bits(x):
             tensors = tuple(each.float() for each in tensors)
         gradients = _layer_norm_backward(*tensors)
-        return tuple(each.to(x.dtype) for each in gradients)
+        grad_x, grad_weight, grad_bias = (each.to(x.dtype) for each in gradients)
+        return grad_x, grad_weight, grad_bias
     (inverse_rms,) = statistics
     normed = x.float() * inverse_rms
     grad = grad.float()
@@ -152,7 +153,7 @@ def _layer_norm_backward(
 
 
 def sums_in_16_bits(x: Tensor) -> bool:
-    """Tell whether torch's LayerNorm would add up the rows of x in 16 bits."""
+    """Return True if torch's LayerNorm would add up the rows of x in 16 bits."""
     return x.device.type == "cpu" and x.dtype in (torch.bfloat16, torch.float16)
 
 
@@ -198,9 +199,12 @@ def _add_and_norm_backward(
     grad: Tensor,
     keep: Tensor | None,
     branch: tuple[float, bool],
-    *normed: Tensor | None,
+    total: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    *statistics: Tensor,
 ) -> tuple[Tensor | None, ...]:
     """Return the gradients of x, y (None if it equals that of x), y's bias, weight and bias."""
-    grad_x, grad_weight, grad_bias = _norm_backward(grad, *normed)
+    grad_x, grad_weight, grad_bias = _norm_backward(grad, total, weight, bias, *statistics)
     grad_x = grad_x + grad_total
     return grad_x, *_branch_backward(grad_x, keep, *branch), grad_weight, grad_bias

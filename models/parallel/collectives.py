@@ -13,7 +13,7 @@ parallelism g-bar, arXiv 2205.05198). s sequence, b micro-batch, h hidden, t ten
 | reduce_scatter_sequence | reduce-scatter         | all-gather     |
 
 The conjugate of the last one, all-gather forward and reduce-scatter backward, is part of the
-column-parallel product (`linear.py`), which keeps a part of its input instead of the whole.
+column-parallel matmul (`linear.py`), which keeps a part of its input instead of the whole.
 """
 
 from collections.abc import Callable
@@ -30,10 +30,10 @@ reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.red
 
 @dataclass(frozen=True)
 class TensorAxis:
-    """The ranks that share each layer, as one of them sees it.
+    """The tensor axis from the perspective of one rank.
 
-    sequence_parallel: between the layers' matrix products, activations are split along the
-        sequence, [s/t, b, h], instead of being repeated on every rank
+    sequence_parallel: between the layers' matmuls, activations are split along the sequence,
+        [s/t, b, h], instead of being repeated on every rank
     """
 
     group: dist.ProcessGroup | None = None
@@ -43,12 +43,12 @@ class TensorAxis:
 
 
 def copy_to_tensor_axis(x: Tensor, axis: TensorAxis) -> Tensor:
-    """Forward: identity; backward: all-reduce. Into a region where each rank does a part."""
+    """Forward: identity; backward: all-reduce. Enters a region in which each rank does a part."""
     return x if axis.size == 1 else _Copy.apply(x, axis)
 
 
 def reduce_from_tensor_axis(x: Tensor, axis: TensorAxis) -> Tensor:
-    """Forward: all-reduce; backward: identity. Leaves a region where each rank computed a part.
+    """Forward: all-reduce; backward: identity. Leaves a region in which each rank computed a part.
 
     The sum is written into x: no other operation may need x, not even in the backward pass.
     """
@@ -61,7 +61,7 @@ def scatter_to_tensor_axis(x: Tensor, axis: TensorAxis, dimension: int = 0) -> T
 
 
 def gather_from_tensor_axis(x: Tensor, axis: TensorAxis, dimension: int = -1) -> Tensor:
-    """Forward: all-gather; backward: this rank's part. What follows is done by every rank."""
+    """Forward: all-gather; backward: this rank's part. Every rank repeats the work that follows."""
     return x if axis.size == 1 else _Gather.apply(x, axis, dimension)
 
 
@@ -71,7 +71,7 @@ def reduce_scatter_sequence(x: Tensor, axis: TensorAxis) -> Tensor:
 
 
 def leave_tensor_region(x: Tensor, axis: TensorAxis) -> Tensor:
-    """After a row-parallel product: reduce_scatter_sequence or reduce_from_tensor_axis."""
+    """Apply reduce_scatter_sequence or reduce_from_tensor_axis after a row-parallel matmul."""
     if axis.sequence_parallel:
         return reduce_scatter_sequence(x, axis)
     return reduce_from_tensor_axis(x, axis)
@@ -138,7 +138,7 @@ def begin_sum_of_copies(grad: Tensor, axis: TensorAxis) -> Callable[[], Tensor]:
 
 
 def wait_for(running: dist.Work) -> None:
-    """Wait for what was begun; the hang report names the caller."""
+    """Wait for a collective; a hang report shows the caller."""
     running.wait()
 
 

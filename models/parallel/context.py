@@ -25,11 +25,11 @@ class Documents:
     lengths: tuple[tuple[int, ...], ...]
 
 
-@lru_cache(maxsize=2)  # for all layers of a micro-batch, and of one that is computed again
+@lru_cache(maxsize=2)  # shared by all layers, for a micro-batch and for a recomputed one
 def positions_in(documents: Documents, device: torch.device) -> Tensor:
-    """Each token's place in its document: int64 [s, b]; made without waiting for the device."""
+    """Return each token's position in its document, int64 [s, b], without a synchronization."""
     sequences = [[torch.arange(n, device=device) for n in each] for each in documents.lengths]
-    return torch.stack([torch.cat(places) for places in sequences], dim=1)
+    return torch.stack([torch.cat(positions) for positions in sequences], dim=1)
 
 
 @dataclass(frozen=True)

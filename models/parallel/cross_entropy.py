@@ -34,7 +34,7 @@ def vocab_parallel_loss(
     in the window has to predict.
 
     Forward: all-reduce (max) and all-reduce (sum) of [n] for each chunk, and the collectives of the
-    backward pass of a column-parallel product; backward: none.
+    backward pass of a column-parallel matmul; backward: none.
 
     Args:
         x: [s, b, h], or [s/t, b, h] under sequence parallelism
@@ -46,10 +46,10 @@ def vocab_parallel_loss(
             Gradients then overflow exactly where those of an ordinary backward pass would.
     """
     scale = gradient_scale if torch.is_grad_enabled() else None
-    return _ProductLoss.apply(x, weight, labels, vocab_size, axis, fuse, scale)
+    return _VocabParallelLoss.apply(x, weight, labels, vocab_size, axis, fuse, scale)
 
 
-class _ProductLoss(torch.autograd.Function):
+class _VocabParallelLoss(torch.autograd.Function):
     """Compute the gradients in the forward pass, and scale them in the backward pass.
 
     scale: factor of the gradients; None: no gradients are needed
@@ -74,6 +74,7 @@ class _ProductLoss(torch.autograd.Function):
             total += (log_sums - label_logits).sum()
             if scale is None:
                 continue
+            assert grad_tokens is not None
             share = scale / len(tokens)  # d(scaled loss) / d(loss of a token)
             of_labels = torch.expm1(label_logits - log_sums) * share
             _turn_into_gradients(
@@ -84,7 +85,7 @@ class _ProductLoss(torch.autograd.Function):
                 grad_weight = logits.t() @ rows
             else:
                 grad_weight.addmm_(logits.t(), rows)
-        if scale is not None:
+        if grad_tokens is not None:
             # Not saved with save_for_backward: the backward pass scales them in place, only once.
             ctx.grad_x = begin_sum_of_copies(grad_tokens.view(whole.shape), axis)
             ctx.grad_weight, ctx.scale = grad_weight, scale
@@ -108,7 +109,7 @@ def _chunks(tokens: int, columns: int, device: torch.device) -> list[slice]:
 def _reduced(
     logits: Tensor, columns: Tensor, axis: TensorAxis, fuse: Function
 ) -> tuple[Tensor, Tensor]:
-    """The log-sum-exp of each token's logits over all ranks, and its label's logit: each [n]."""
+    """Return the log-sum-exp of each token's logits over all ranks, and its label's logit: [n]."""
     largest = fuse(_largest)(logits)
     if axis.size > 1:
         dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=axis.group)
@@ -145,7 +146,7 @@ def _largest(logits: Tensor) -> Tensor:
 
 
 def _sums(logits: Tensor, columns: Tensor, largest: Tensor) -> Tensor:
-    """[2, n]: the sum of exp(logit - largest), and the label's logit where it is here."""
+    """Return the sum of exp(logit - largest) and the label's logit, 0 on other ranks: [2, n]."""
     total = (logits - largest.unsqueeze(1)).exp_().sum(dim=-1)  # in fp32, as `largest` is
     outside = (columns < 0) | (columns >= logits.shape[1])
     labels = logits.gather(1, columns.masked_fill(outside, 0).unsqueeze(1)).squeeze(1).float()

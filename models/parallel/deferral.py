@@ -1,7 +1,7 @@
-"""Weight gradients that are computed later than the input's, when a pipeline has nothing to send.
+"""Deferred weight gradients, which a pipeline computes while it would otherwise be idle.
 
 Zero bubble pipeline parallelism (Qi et al. 2023, arXiv 2401.10241): the backward pass of a linear
-layer has two parts, and only the input's gradient is waited for by the stage before.
+layer has two parts, and the previous stage waits only for the gradient of the input.
 """
 
 from collections.abc import Callable
@@ -12,32 +12,32 @@ WeightGradient = Callable[[], Tensor]
 
 
 class Deferral:
-    """What is put off for the weights of the linears that share it, in the order it came."""
+    """Deferred weight gradients of the linear layers that share this object, in order."""
 
     def __init__(self) -> None:
         self.deferred: list[tuple[nn.Parameter, WeightGradient]] = []
 
     def put(self, weight: nn.Parameter, gradient: WeightGradient) -> None:
-        """Put a weight's gradient off; it holds what it is computed from."""
+        """Defer a weight gradient; the function holds its inputs."""
         self.deferred.append((weight, gradient))
 
     def take(self) -> list[tuple[nn.Parameter, WeightGradient]]:
-        """All that was put off, which is then the caller's."""
+        """Return all deferred gradients and forget them."""
         deferred, self.deferred = self.deferred, []
         return deferred
 
 
 class Deferring(nn.Module):
-    """A module whose backward pass may leave the weight's part to a Deferral.
+    """A module whose backward pass may defer the weight gradient.
 
-    deferral: where; None: the backward pass is whole
+    deferral: receives the weight gradient; None: the backward pass computes it
     """
 
     deferral: Deferral | None = None
 
 
 def defer_weights(module: nn.Module, deferral: Deferral) -> None:
-    """Let all linears in a module leave their weights' gradients there."""
+    """Let all linear layers of a module defer their weight gradients."""
     for each in module.modules():
         if isinstance(each, Deferring):
             each.deferral = deferral

@@ -4,15 +4,15 @@ from torch import Tensor, nn
 
 from models.kernels.embedding import look_up
 from models.parallel.collectives import TensorAxis, leave_tensor_region
-from models.parallel.linear import column_parallel_product
+from models.parallel.linear import column_parallel_matmul
 from models.sharding import Sharding, declared_parameter
 
 
 class VocabParallelEmbedding(nn.Module):
     """One [v/t, h] part of the embedding table; serves as the output layer too.
 
-    s sequence, b micro-batch, h hidden, v padded vocabulary, t tensor ranks. A look-up communicates
-    like a row-parallel linear, a projection like a column-parallel one.
+    s sequence, b micro-batch, h hidden, v padded vocabulary, t tensor ranks. `embed` communicates
+    as a row-parallel linear layer does, `logits` as a column-parallel one.
 
     Rows beyond `vocab_size` are zero and are never looked up.
     """
@@ -25,7 +25,7 @@ class VocabParallelEmbedding(nn.Module):
         sharding = Sharding((vocab_size, hidden_size), 0, (vocab_size,), padded_vocab_size)
         self.weight = declared_parameter(sharding, axis.size)
 
-    def forward(self, tokens: Tensor) -> Tensor:
+    def embed(self, tokens: Tensor) -> Tensor:
         """Look up [b, s] token ids: [s, b, h] (s/t under sequence parallelism)."""
         tokens = tokens.t()  # [s, b]
         if self.axis.size == 1:
@@ -38,4 +38,4 @@ class VocabParallelEmbedding(nn.Module):
 
     def logits(self, x: Tensor) -> Tensor:
         """Project [s, b, h] (s/t under sequence parallelism) to [s, b, v/t]."""
-        return column_parallel_product(x, self.weight, None, axis=self.axis, deferral=None)
+        return column_parallel_matmul(x, self.weight, None, axis=self.axis, deferral=None)

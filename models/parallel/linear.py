@@ -26,7 +26,7 @@ class ColumnParallelLinear(Deferring):
 
     Forward: no communication; backward: all-reduce. Under sequence parallelism, forward:
     all-gather; backward: all-gather of the input once more, and reduce-scatter. The backward pass
-    overlaps communication with its two matrix products.
+    overlaps communication with its two matmuls.
 
     blocks: output columns of each part that is split by itself (q|k|v, gate|up)
     """
@@ -45,10 +45,10 @@ class ColumnParallelLinear(Deferring):
         Args:
             bias_gradient: False leaves the gradient of the bias to the following operation
         """
-        bias = self.bias
+        bias: Tensor | None = self.bias
         if bias is not None and not bias_gradient:
             bias = bias.detach()
-        return column_parallel_product(x, self.weight, bias, axis=self.axis, deferral=self.deferral)
+        return column_parallel_matmul(x, self.weight, bias, axis=self.axis, deferral=self.deferral)
 
 
 class RowParallelLinear(Deferring):
@@ -69,7 +69,7 @@ class RowParallelLinear(Deferring):
 
     def forward(self, x: Tensor) -> Tensor:
         """[s, b, in/t] to [s, b, out] (s/t under sequence parallelism), without the bias."""
-        return leave_tensor_region(product(x, self.weight, None, self.deferral), self.axis)
+        return leave_tensor_region(matmul(x, self.weight, None, self.deferral), self.axis)
 
     def bias_here(self) -> Tensor | None:
         """Return the bias for this rank's positions.
@@ -82,7 +82,7 @@ class RowParallelLinear(Deferring):
         return copy_to_tensor_axis(self.bias, self.axis)
 
 
-def column_parallel_product(
+def column_parallel_matmul(
     x: Tensor,
     weight: nn.Parameter,
     bias: Tensor | None,
@@ -90,31 +90,31 @@ def column_parallel_product(
     axis: TensorAxis,
     deferral: Deferral | None,
 ) -> Tensor:
-    """x W^T + bias with this rank's rows of W: [s, b, in] (or s/t) to [s, b, out/t]."""
+    """Return x W^T + bias with this rank's rows of W: [s, b, in] (or s/t) to [s, b, out/t]."""
     if axis.size > 1:
-        return _ColumnProduct.apply(x, weight, bias, axis, deferral)
-    return product(x, weight, bias, deferral)
+        return _ColumnParallelMatmul.apply(x, weight, bias, axis, deferral)
+    return matmul(x, weight, bias, deferral)
 
 
-def product(
+def matmul(
     x: Tensor, weight: nn.Parameter, bias: Tensor | None, deferral: Deferral | None
 ) -> Tensor:
-    """x W^T + bias without communication: [s, b, in] to [s, b, out]."""
+    """Return x W^T + bias without communication: [s, b, in] to [s, b, out]."""
     if deferral is None:
         return F.linear(x, weight, bias)
-    return _SplitProduct.apply(x, weight, bias, deferral)
+    return _DeferredMatmul.apply(x, weight, bias, deferral)
 
 
 def weight_gradient(grad: Tensor, x: Tensor) -> Tensor:
-    """The gradient of W in x W^T, from [s, b, out] and [s, b, in]: [out, in]."""
+    """Return the gradient of W in x W^T, from [s, b, out] and [s, b, in]: [out, in]."""
     return grad.flatten(0, 1).t() @ x.flatten(0, 1)
 
 
-class _SplitProduct(torch.autograd.Function):
-    """F.linear whose backward pass leaves the weight's part for later.
+class _DeferredMatmul(torch.autograd.Function):
+    """F.linear whose backward pass defers the weight gradient.
 
-    The weight is kept on the context itself: what `save_for_backward` gives back under activation
-    checkpointing is another tensor, whose gradient nobody reads.
+    The weight is kept on the context itself, because under activation checkpointing
+    `save_for_backward` returns another tensor, whose gradient no optimizer reads.
     """
 
     @staticmethod
@@ -126,18 +126,18 @@ class _SplitProduct(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         (x,) = ctx.saved_tensors
-        # Detached, or what is left would hold the whole graph before it.
+        # Detached, because the deferred function would otherwise keep the graph before x alive.
         ctx.deferral.put(ctx.weight, partial(weight_gradient, grad, x.detach()))
         grad_bias = grad.flatten(0, 1).sum(0) if ctx.needs_input_grad[2] else None
         return grad @ ctx.weight, None, grad_bias, None
 
 
-class _ColumnProduct(torch.autograd.Function):
-    """F.linear of an input that each rank has a copy of, or a part along the sequence.
+class _ColumnParallelMatmul(torch.autograd.Function):
+    """F.linear of an input that is replicated, or split along the sequence.
 
-    The ranks' gradients of the input are added up while the weight's gradient is computed. An input
-    in parts is gathered once more for that, beside the product before it, instead of being kept
-    whole, t times as large (arXiv 2205.05198, section 4.2.2).
+    The ranks' gradients of the input are summed while the weight gradient is computed. A split
+    input is gathered again for the weight gradient, during the preceding matmul, instead of being
+    kept whole, which would take t times the memory (arXiv 2205.05198, section 4.2.2).
     """
 
     @staticmethod
@@ -160,10 +160,10 @@ class _ColumnProduct(torch.autograd.Function):
             grad_weight = weight_gradient(grad, gathered)
         else:
             grad_x = begin_sum_of_copies(grad @ ctx.weight, axis)
-            left = x.detach()  # or the whole graph before it would be held
+            own = x.detach()  # otherwise the graph before x would stay alive
             ctx.deferral.put(
                 ctx.weight,
-                lambda: weight_gradient(grad, all_gather(left, axis) if in_parts else left),
+                lambda: weight_gradient(grad, all_gather(own, axis) if in_parts else own),
             )
         grad_bias = grad.flatten(0, 1).sum(0) if ctx.needs_input_grad[2] else None
         return grad_x(), grad_weight, grad_bias, None, None

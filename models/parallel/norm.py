@@ -1,10 +1,11 @@
 """Norms, whose weights are replicated on every tensor rank.
 
-Where each rank norms only a part (its positions under sequence parallelism, its heads in
+If each rank norms only a part (its positions under sequence parallelism, its heads in
 qk_norm), the gradient of the weight is a partial sum: `copy_to_tensor_axis` on the weight sums the
 parts in the backward pass.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
@@ -43,7 +44,8 @@ class Norm(Fusing):
 
     def _parameters_here(self) -> tuple[Tensor, Tensor | None]:
         """Return weight and bias; with a split input, their gradients are summed over the ranks."""
-        weight, bias = self.weight, self.bias
+        weight: Tensor = self.weight
+        bias: Tensor | None = self.bias
         if self.input_is_split:
             weight = copy_to_tensor_axis(weight, self.axis)
             bias = None if bias is None else copy_to_tensor_axis(bias, self.axis)
@@ -64,4 +66,4 @@ class LayerNorm(Norm):
         super().__init__(size, epsilon, bias=True, **settings)
 
 
-NORMS: dict[str, type[Norm]] = {"rmsnorm": RMSNorm, "layernorm": LayerNorm}
+NORMS: dict[str, Callable[..., Norm]] = {"rmsnorm": RMSNorm, "layernorm": LayerNorm}

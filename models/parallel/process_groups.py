@@ -13,6 +13,7 @@ import copy
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,7 +23,7 @@ import torch.distributed as dist
 class NcclSettings:
     """Settings of a group's NCCL communicator; other backends have none.
 
-    high_priority: run on a high-priority stream, for collectives that the next operation waits for
+    high_priority: run on a high-priority stream, for collectives that the next operation needs
     max_ctas: thread blocks that one operation occupies at most, for operations that run in parallel
         with computation; None: NCCL's choice
     """
@@ -39,7 +40,7 @@ def create_groups(
     Returns:
         This rank's group, or None if no list holds this rank.
     """
-    device = dist.group.WORLD.bound_device_id
+    device = _world().bound_device_id
     if device is None:
         return _create_among_members(partition)
     lists = [sorted(ranks) for ranks in partition]
@@ -62,18 +63,29 @@ def create_host_groups(
     return _create_among_members(partition, backend="gloo", timeout=timeout)
 
 
+def _world() -> dist.ProcessGroup:
+    world = dist.group.WORLD
+    assert world is not None, "torch.distributed is not initialized"
+    return world
+
+
 def _create_among_members(
-    partition: Sequence[Collection[int]], **settings: object
+    partition: Sequence[Collection[int]],
+    *,
+    backend: str | None = None,
+    timeout: timedelta | None = None,
 ) -> dist.ProcessGroup | None:
     """Create this rank's group with one call per rank, in which only its members communicate."""
     rank = dist.get_rank()
     own = next((sorted(ranks) for ranks in partition if rank in ranks), None)
-    group = dist.new_group(own or [rank], use_local_synchronization=True, **settings)
+    group = dist.new_group(
+        own or [rank], timeout=timeout, backend=backend, use_local_synchronization=True
+    )
     return group if own else None
 
 
 def matches_by_order() -> bool:
-    """Return whether the backend matches sends to receives by posting order, as NCCL does.
+    """Return True if the backend matches sends to receives by posting order, as NCCL does.
 
     gloo matches them by tag and connects all ranks before the first message; torch's fake backend
     sends nothing.
@@ -81,9 +93,9 @@ def matches_by_order() -> bool:
     return dist.get_backend() not in ("gloo", "fake")
 
 
-def _nccl_options(device: torch.device, settings: NcclSettings) -> object:
+def _nccl_options(device: torch.device, settings: NcclSettings) -> Any:
     """Copy the world's options (`ProcessGroupNCCL.Options`) and apply the settings."""
-    options = copy.deepcopy(dist.group.WORLD._get_backend(device).options)
+    options: Any = copy.deepcopy(_world()._get_backend(device).options)
     options.is_high_priority_stream = settings.high_priority
     if settings.max_ctas is not None:
         options.config.max_ctas = settings.max_ctas

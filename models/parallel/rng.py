@@ -4,8 +4,8 @@ A mask is a function of (seed, sample of the run, name of the layer, position in
 tensor): each element is a counter, hashed, so there is no generator whose state would have to be
 seeded, forked over tensor ranks or restored for recomputation (counter-based random numbers,
 Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"). Tensor ranks that hold the same
-activations drop the same elements, ranks that hold different parts drop different ones, and one
-rank, a thousand ranks, a replay and a resumed run all drop what the recipe says.
+activations drop the same elements, and ranks that hold different parts drop different ones. The
+masks are the same on one rank, on a thousand ranks, in a replay and in a resumed run.
 
 s sequence, b micro-batch, h hidden, t tensor ranks, a/t heads on this rank.
 """
@@ -39,7 +39,7 @@ def dropout(
     probability: float,
     *,
     key: MaskKey | None,
-    place: str,
+    layer: str,
     axis: TensorAxis,
     fuse: Function,
 ) -> Tensor:
@@ -47,23 +47,23 @@ def dropout(
 
     Args:
         key: None disables dropout, for validation
-        place: the name of the layer
+        layer: the name of the layer
     """
     if key is None or probability == 0:
         return x
-    rows = stream_rows(x, key=key, place=place, axis=axis, fuse=fuse)
+    rows = stream_rows(x, key=key, layer=layer, axis=axis, fuse=fuse)
     return drop_out(x, rows, probability, fuse)
 
 
-def stream_rows(x: Tensor, *, key: MaskKey, place: str, axis: TensorAxis, fuse: Function) -> Tensor:
+def stream_rows(x: Tensor, *, key: MaskKey, layer: str, axis: TensorAxis, fuse: Function) -> Tensor:
     """Number the rows of x, [s, b, h] or [s/t, b, h], for its dropout mask: int64 [s, b]."""
     first = axis.rank * x.shape[0] if axis.sequence_parallel else 0
     positions = torch.arange(first, first + x.shape[0], device=x.device)
-    return fuse(_stream_rows)(_sample_numbers(key, place, x.device), positions)
+    return fuse(_stream_rows)(_sample_numbers(key, layer, x.device), positions)
 
 
 def attention_rows(
-    x: Tensor, *, key: MaskKey, place: str, axis: TensorAxis, fuse: Function
+    x: Tensor, *, key: MaskKey, layer: str, axis: TensorAxis, fuse: Function
 ) -> Tensor:
     """Number the rows of attention probabilities [b, a/t, s, s]: int64 [b, a/t, s].
 
@@ -72,7 +72,7 @@ def attention_rows(
     count, length = x.shape[1:3]
     heads = torch.arange(axis.rank * count, (axis.rank + 1) * count, device=x.device)
     positions = torch.arange(length, device=x.device)
-    return fuse(_attention_rows)(_sample_numbers(key, place, x.device), heads, positions)
+    return fuse(_attention_rows)(_sample_numbers(key, layer, x.device), heads, positions)
 
 
 def _stream_rows(samples: Tensor, positions: Tensor) -> Tensor:
@@ -84,16 +84,16 @@ def _attention_rows(samples: Tensor, heads: Tensor, positions: Tensor) -> Tensor
     return mix(rows[..., None] + positions)
 
 
-def _sample_numbers(key: MaskKey, place: str, device: torch.device) -> Tensor:
-    """Number the samples at a place: int64 [b], created on the device without a copy from the host.
+def _sample_numbers(key: MaskKey, layer: str, device: torch.device) -> Tensor:
+    """Number the samples of a layer: int64 [b], created on the device without a copy from the host.
 
     The result is a tensor because a Python number would be compiled into the kernel as a constant.
     """
     samples = torch.arange(key.samples.start, key.samples.stop, device=device)
-    return samples + _place_number(key.seed, place)
+    return samples + _layer_number(key.seed, layer)
 
 
 @lru_cache(maxsize=4096)
-def _place_number(seed: int, place: str) -> int:
-    digest = hashlib.blake2b(f"{seed}/{place}".encode(), digest_size=8).digest()
+def _layer_number(seed: int, layer: str) -> int:
+    digest = hashlib.blake2b(f"{seed}/{layer}".encode(), digest_size=8).digest()
     return signed(int.from_bytes(digest), 64)

@@ -1,6 +1,6 @@
 """Activations and gradients between the stages of a pipeline, transferred in the background.
 
-NCCL knows no tags and runs the operations of a communicator in the order in which they were posted,
+NCCL has no tags and runs the operations of a communicator in the order in which they were posted,
 so each ordered pair of stages has a communicator of its own, and sender and receiver post in the
 same order (`communication.py`). NCCL also connects two ranks inside their first exchange, and each
 host blocks until the other one joins. All routes are therefore connected before the first step.
@@ -22,7 +22,7 @@ from models.pipeline.schedule.order import FORWARD, Pass, Pipeline
 # Thread blocks that a transfer occupies on the GPU while the passes compute. NCCL would take 16 to
 # 32 inside a node. With four, 16 MiB are sent in a fraction of the time of the pass that computed
 # them.
-TRANSFER = NcclSettings(max_ctas=4)
+TRANSFER_SETTINGS = NcclSettings(max_ctas=4)
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Boundary:
 
     @property
     def is_parted(self) -> bool:
-        """Return whether each tensor rank sends one part, gathered on arrival (scatter/gather).
+        """True if each tensor rank sends one part, gathered on arrival (scatter/gather).
 
         Narayanan et al. 2021 (arXiv 2104.04473), section 4.1.
         """
@@ -71,11 +71,12 @@ class Channels:
             return dict.fromkeys(routes(self.pipeline), grid.get_pipe_parallel_group())
         topology = grid.topology()
         ranks = [topology.filter_match(pipe=stage) for stage in range(self.pipeline.stages)]
-        found = {}
+        found: dict[Route, dist.ProcessGroup] = {}
         for each in rounds(self.pipeline):
             pairs = [pair for a, b in each for pair in zip(ranks[a], ranks[b], strict=True)]
-            group = create_groups(pairs, TRANSFER)
-            found |= {route: group for route in each if self.stage in route}
+            group = create_groups(pairs, TRANSFER_SETTINGS)
+            if group is not None:
+                found |= {route: group for route in each if self.stage in route}
         return found
 
     def connect(self) -> None:
@@ -95,7 +96,9 @@ class Channels:
 
     def expect(self, work: Pass) -> None:
         """Start to receive the input of a pass of this stage."""
-        sender = self.pipeline.needed(work).stage
+        source = self.pipeline.needed(work)
+        assert source is not None
+        sender = source.stage
         buffer = self._buffer()
         receiving = dist.irecv(
             buffer,
@@ -103,6 +106,7 @@ class Channels:
             group=self.groups[sender, work.stage],
             tag=self._tag(work),
         )
+        assert receiving is not None  # None is for ranks outside the group
         self.expected[work] = buffer, receiving
 
     def receive(self, work: Pass) -> Tensor:
@@ -138,6 +142,7 @@ class Channels:
     def send(self, work: Pass, result: Tensor) -> None:
         """Start to send the result of a pass to the stage that continues with it."""
         receiver = self.pipeline.receiver(work)
+        assert receiver is not None
         part = self.part_to_send(result)
         sending = dist.isend(
             part,
@@ -145,8 +150,9 @@ class Channels:
             group=self.groups[work.stage, receiver.stage],
             tag=self._tag(receiver),
         )
+        assert sending is not None  # None is for ranks outside the group
         if self.device.type == "cpu":
-            os.sched_yield()  # to gloo's thread, which may share this one's core
+            os.sched_yield()  # gloo's thread may share the core of this thread
         self._let_go(None)
         self.leaving.append((receiver, part, sending))
 
@@ -168,14 +174,18 @@ class Channels:
         """
         still_leaving = []
         for receiver, part, sending in self.leaving:
-            same_stage = heard is not None and receiver.stage == heard.stage
-            if same_stage and self.turns[receiver] <= self.turns[heard]:
+            is_received = (
+                heard is not None
+                and receiver.stage == heard.stage
+                and self.turns[receiver] <= self.turns[heard]
+            )
+            if is_received:
                 sending.wait()
             elif not sending.is_completed():
                 still_leaving.append((receiver, part, sending))
         self.leaving = still_leaving
 
     def _tag(self, receiver: Pass) -> int:
-        position = self.pipeline.position(receiver.stage, receiver.chunk)
-        number = position * self.pipeline.micro_batches + receiver.micro_batch
+        virtual_stage = self.pipeline.virtual_stage(receiver.stage, receiver.chunk)
+        number = virtual_stage * self.pipeline.micro_batches + receiver.micro_batch
         return 2 * number + (receiver.kind == FORWARD)

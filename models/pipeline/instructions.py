@@ -89,9 +89,9 @@ class PassSchedule(PipeSchedule):
             yield COMPUTE[work.kind](**arguments)
 
     def _reads_data(self, work: Pass) -> bool:
-        """Return whether a pass is the first of its stage to need tokens or labels."""
-        position = self.pipeline.position(work.stage, work.chunk)
-        if position == 0:
+        """Return True if a pass is the first of its stage that needs tokens or labels."""
+        virtual_stage = self.pipeline.virtual_stage(work.stage, work.chunk)
+        if virtual_stage == 0:
             return True
-        first_stage, _ = self.pipeline.place(0)
-        return position == self.pipeline.positions - 1 and work.stage != first_stage
+        first_stage, _ = self.pipeline.stage_and_chunk(0)
+        return virtual_stage == self.pipeline.virtual_stages - 1 and work.stage != first_stage

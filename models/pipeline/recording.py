@@ -1,9 +1,9 @@
-"""When a pipeline's engine ran which instruction."""
+"""Recordings of the instructions of a pipeline's engine, with their times."""
 
 import time
-from collections.abc import Callable, Iterable
-from functools import partial
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
 
 import torch
 from deepspeed.runtime.pipe.schedule import PipeInstruction
@@ -13,15 +13,15 @@ from models.pipeline.schedule.order import Kind, Pass
 from models.pipeline.schedule.simulation import TimedPass
 from models.pipeline.scheduled_engine import ScheduledEngine
 
-KINDS = {instruction: kind for kind, instruction in COMPUTE.items()}
+KIND_OF_INSTRUCTION = {instruction: kind for kind, instruction in COMPUTE.items()}
 
 
 class Event(NamedTuple):
-    """An instruction, what it was for, and when it ran.
+    """An instruction of the engine and its times.
 
-    start, end: seconds on this host's clock since an unknown time, the same for all its processes;
-        on a GPU the host waits after each instruction for what the device computes
-    kind: of a pass that is computed
+    start, end: seconds on the monotonic clock of this host, which all its processes share; on a
+        GPU the host waits for the device after each instruction
+    kind: the kind of the pass, if the instruction computes one
     """
 
     instruction: str
@@ -33,48 +33,51 @@ class Event(NamedTuple):
 
 
 class Recording:
-    """The events of an engine, from now on."""
+    """The events of an engine, from its creation until `stop`."""
 
     def __init__(self, engine: ScheduledEngine):
         self.engine = engine
         self.events: list[Event] = []
-        self.instructions = engine._INSTRUCTION_MAP
-        engine._INSTRUCTION_MAP = {
-            each: partial(self._run, each, run) for each, run in self.instructions.items()
-        }
+        engine.observers.append(self._observe)
 
     def clear(self) -> None:
-        """Forget what was recorded."""
+        """Discard the events that were recorded so far."""
         self.events = []
 
     def stop(self) -> None:
-        """Record nothing more."""
-        self.engine._INSTRUCTION_MAP = self.instructions
+        """Stop recording."""
+        self.engine.observers.remove(self._observe)
 
-    def _run(
-        self,
-        instruction: type[PipeInstruction],
-        run: Callable[..., None],
-        engine: ScheduledEngine,
-        **arguments: Any,
-    ) -> None:
+    @contextmanager
+    def _observe(self, instruction: PipeInstruction) -> Iterator[None]:
         start = self._now()
-        run(engine, **arguments)
-        of_pass = arguments.get("chunk"), arguments.get("buffer_id")
-        event = Event(instruction.__name__, KINDS.get(instruction), *of_pass, start, self._now())
-        self.events.append(event)
+        yield
+        arguments = instruction.kwargs
+        self.events.append(
+            Event(
+                instruction=instruction.name,
+                kind=KIND_OF_INSTRUCTION.get(type(instruction)),
+                chunk=arguments.get("chunk"),
+                micro_batch=arguments.get("buffer_id"),
+                start=start,
+                end=self._now(),
+            )
+        )
 
     def _now(self) -> float:
         if self.engine.device.type == "cuda":
-            # Not the device: a receive that was posted ahead may wait for what comes after this.
+            # Synchronizing the whole device would wait for receives that were posted ahead, whose
+            # messages may depend on later instructions of this rank.
             torch.cuda.current_stream(self.engine.device).synchronize()
         return time.perf_counter()
 
 
 def passes_of(events: Iterable[Event], stage: int) -> list[TimedPass]:
-    """The passes among a stage's events."""
-    return [
-        TimedPass(Pass(each.kind, stage, each.chunk, each.micro_batch), each.start, each.end)
-        for each in events
-        if each.kind is not None
-    ]
+    """Return the passes among the events of a stage."""
+    passes = []
+    for each in events:
+        if each.kind is not None:
+            assert each.chunk is not None and each.micro_batch is not None
+            work = Pass(each.kind, stage, each.chunk, each.micro_batch)
+            passes.append(TimedPass(work, each.start, each.end))
+    return passes

@@ -1,19 +1,20 @@
 """DeepSpeed's PipelineEngine, running any order of passes with communication in the background.
 
-What a pass leaves for its backward pass is kept under its chunk and micro-batch, from the forward
-pass to the last one that needs it.
+The state that a forward pass keeps for later passes is stored under its chunk and micro-batch,
+until the last pass that needs it.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
 
-import deepspeed
 import torch
+from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.pipe import schedule
 from deepspeed.runtime.pipe.engine import PipelineEngine
+from deepspeed.runtime.pipe.schedule import PipeInstruction
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
@@ -23,7 +24,6 @@ from models.parallel.process_groups import matches_by_order
 from models.pipeline.channels import Boundary, Channels
 from models.pipeline.gradients.flat_gradients import gradients_of
 from models.pipeline.instructions import PassSchedule, WeightPass
-from models.pipeline.replacement import replaced
 from models.pipeline.schedule.order import (
     BACKWARD,
     FORWARD,
@@ -34,15 +34,18 @@ from models.pipeline.schedule.order import (
     last_passes,
     last_stage,
 )
+from models.pipeline.stage import Stage
 from models.pipeline.warm_up import warm_up
+
+InstructionObserver = Callable[[PipeInstruction], AbstractContextManager[None]]
 
 
 @dataclass
 class InFlight:
     """A micro-batch in a chunk, between its passes.
 
-    x: what the forward pass started with, whose gradient the chunk before waits for
-    end: where the backward pass begins; the output itself is not kept
+    x: the input of the forward pass, whose gradient the previous chunk waits for
+    end: the node of the graph at which the backward pass begins; the output itself is not kept
     """
 
     x: Tensor
@@ -50,15 +53,44 @@ class InFlight:
 
 
 class ScheduledEngine(PipelineEngine):
-    """Runs a Stage in the order of its Pipeline.
+    """The engine of a Stage, which runs passes in the order of its Pipeline.
 
-    boundary: the tensors that pass from one chunk to the next
+    It is constructed directly, because `deepspeed.initialize` has no argument for the class of a
+    pipeline's engine.
+
+    Attributes:
+        observers: functions that are called with each instruction, and return a context in which
+            the instruction runs
+
+    Args:
+        stage: this rank's part of the model
+        optimizer: the optimizer of its parameters
+        config: the DeepSpeed configuration
+        boundary: the tensors that pass from one chunk to the next
     """
 
-    def __init__(self, *arguments: Any, boundary: Boundary, **settings: Any):
+    def __init__(
+        self,
+        stage: Stage,
+        optimizer: torch.optim.Optimizer,
+        config: dict[str, Any],
+        *,
+        boundary: Boundary,
+    ):
         self.is_built = False
-        super().__init__(*arguments, **settings)
+        grid = stage.mpu()
+        super().__init__(
+            args=None,
+            model=stage,
+            optimizer=optimizer,
+            mpu=grid,
+            config=config,
+            config_class=DeepSpeedConfig(config, grid),
+        )
+        self._configure_python_gc()
         self.is_built = True
+        self.observers: list[InstructionObserver] = []
+        self.total_loss: Tensor | None = None
         self.pipeline = self.module.pipeline
         assert self.pipeline.micro_batches == self.micro_batches
         self.channels = Channels(self.pipeline, self.grid, boundary, self.device)
@@ -97,7 +129,7 @@ class ScheduledEngine(PipelineEngine):
         self.last_passes = set(last_passes(self.pipeline.orders[self.stage_id]))
 
     def is_last_stage(self) -> bool:
-        """Whether this stage has the end of the model; while DeepSpeed sets up, the last rank."""
+        """Return True on the stage of the loss; while DeepSpeed sets up, on the last stage."""
         if not self.is_built:
             return super().is_last_stage()
         return self.stage_id == self._stage_of_loss()
@@ -123,19 +155,22 @@ class ScheduledEngine(PipelineEngine):
         return self._schedule(training=False)
 
     def _exec_schedule(self, pipe_schedule: PassSchedule) -> None:
-        self.fwd_outputs = []
+        self.fwd_outputs: list[Tensor] = []
         self._begin_step()
         for step in pipe_schedule.steps():
             for instruction in step:
-                self._INSTRUCTION_MAP[type(instruction)](self, **instruction.kwargs)
+                with ExitStack() as observed:
+                    for observe in self.observers:
+                        observed.enter_context(observe(instruction))
+                    self._INSTRUCTION_MAP[type(instruction)](self, **instruction.kwargs)
         assert not (self.in_flight or self.deferred or self.handed_on)
 
     def _pass(self, kind: Kind, buffer_id: int, chunk: int) -> Pass:
         return Pass(kind, self.stage_id, chunk, buffer_id)
 
     def _is_end(self, chunk: int) -> bool:
-        """Whether a chunk is the end of the model."""
-        return self.pipeline.position(self.stage_id, chunk) == self.pipeline.positions - 1
+        """Return True for the last virtual stage, which computes the loss."""
+        return self.pipeline.virtual_stage(self.stage_id, chunk) == self.pipeline.virtual_stages - 1
 
     def _exec_load_micro_batch(self, buffer_id: int, chunk: int) -> None:
         tokens, labels = self._next_batch()
@@ -150,7 +185,7 @@ class ScheduledEngine(PipelineEngine):
     def _exec_commit_p2p(
         self, kind: Kind | None = None, buffer_id: int = 0, chunk: int = 0
     ) -> None:
-        """Wait for what a pass starts with; without one, until all has left."""
+        """Wait for the input of a pass; without a pass, wait for all sends."""
         if kind is None:
             self.channels.wait_for_sends()
         else:
@@ -175,7 +210,7 @@ class ScheduledEngine(PipelineEngine):
             self.in_flight[chunk, buffer_id] = InFlight(x, end)
 
     def _note_loss(self, loss: Tensor) -> None:
-        """Where DeepSpeed looks for the losses of the micro-batches and for their sum."""
+        """Add a micro-batch's loss to the attributes that DeepSpeed reads."""
         self.fwd_outputs.append(loss)
         self.total_loss = loss if self.total_loss is None else self.total_loss + loss
 
@@ -190,6 +225,7 @@ class ScheduledEngine(PipelineEngine):
             else:
                 torch.autograd.backward(passing.end, self.handed_on.pop(work))
         if self.pipeline.receiver(work) is not None:
+            assert passing.x.grad is not None
             self._hand_on(work, passing.x.grad)
         if self.pipeline.splits:
             self.deferred[chunk, buffer_id] = self.deferral.take()
@@ -212,11 +248,14 @@ class ScheduledEngine(PipelineEngine):
     def _hand_on(self, work: Pass, result: Tensor) -> None:
         """Keep the result of a pass for the pass that continues with it, or until it is sent."""
         receiver = self.pipeline.receiver(work)
+        assert receiver is not None
         self.handed_on[receiver] = result
 
     def _exec_send(self, kind: Kind, buffer_id: int, chunk: int) -> None:
         work = self._pass(kind, buffer_id, chunk)
-        self.channels.send(work, self.handed_on.pop(self.pipeline.receiver(work)))
+        receiver = self.pipeline.receiver(work)
+        assert receiver is not None
+        self.channels.send(work, self.handed_on.pop(receiver))
 
     def _exec_reduce_grads(self, chunk: int | None = None) -> None:
         """Note that a chunk's gradients are complete; without a chunk, end the reduction."""
@@ -238,11 +277,3 @@ class ScheduledEngine(PipelineEngine):
         schedule.ReduceGrads: _exec_reduce_grads,
         schedule.OptimizerStep: PipelineEngine._exec_optimizer_step,
     }
-
-
-@contextmanager
-def scheduled_engines(boundary: Boundary) -> Iterator[None]:
-    """Let `deepspeed.initialize` make ScheduledEngines of pipelines within the context."""
-    engine = partial(ScheduledEngine, boundary=boundary)
-    with replaced(deepspeed, "PipelineEngine", engine):
-        yield

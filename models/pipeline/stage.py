@@ -1,10 +1,10 @@
-"""A rank's part of the pipeline: DeepSpeed's module, holding any number of chunks.
+"""A stage of the pipeline: DeepSpeed's module, with any number of chunks.
 
-DeepSpeed builds the layers and joins the copies of tied ones; how a rank runs its layers (contexts,
-recomputation) is `run_layers`, the same as without a pipeline.
+DeepSpeed builds the layers and connects the replicas of tied ones. `run_layers` runs them, with the
+same contexts and recomputation as without a pipeline.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -25,7 +25,7 @@ class Stage(PipelineModule):
 
     pipeline: the order of the passes
     grid: the process groups
-    layers_of_positions: number of layers of each chunk of the pipeline, in the model's order
+    layers_of_virtual_stages: number of layers of each virtual stage
     recompute_interval: blocks that the backward pass recomputes at a time; 0: no recomputation
     """
 
@@ -34,32 +34,32 @@ class Stage(PipelineModule):
         *arguments: Any,
         pipeline: Pipeline,
         grid: ProcessGrid,
-        layers_of_positions: Sequence[int],
+        layers_of_virtual_stages: Sequence[int],
         recompute_interval: int,
         **settings: Any,
     ):
-        assert len(layers_of_positions) == pipeline.positions
+        assert len(layers_of_virtual_stages) == pipeline.virtual_stages
         self.pipeline = pipeline
-        self.parts = [0, *accumulate(layers_of_positions)]
-        # PipelineModule would build a grid of its own, group by group.
+        self.parts = [0, *accumulate(layers_of_virtual_stages)]
+        # PipelineModule builds a grid itself, group by group, and no argument can change its class.
         with replaced(module, "PipelineParallelGrid", lambda **_: grid):
             super().__init__(*arguments, topology=grid.topology(), **settings)
         self.recompute_interval = recompute_interval
         self.take_contexts([])
 
     def _partition_layers(self, method: str = "") -> None:
-        """Which layers are whose has been decided; DeepSpeed's name for the hook."""
+        """Set the bounds of this stage's chunks; DeepSpeed calls this to partition the layers."""
         assert self.parts[-1] == self._num_layers
         chunks = range(self.pipeline.chunks)
-        positions = [self.pipeline.position(self.stage_id, chunk) for chunk in chunks]
-        self.bounds = [(self.parts[n], self.parts[n + 1]) for n in positions]
+        virtual_stages = [self.pipeline.virtual_stage(self.stage_id, chunk) for chunk in chunks]
+        self.bounds = [(self.parts[n], self.parts[n + 1]) for n in virtual_stages]
         self._set_bounds(*self.bounds[0])
 
     def _build(self) -> None:
         self.layers_of_chunks = []
         for start, stop in self.bounds:
             self._set_bounds(start, stop)
-            self.forward_funcs = []
+            self.forward_funcs: list[Callable[..., Tensor]] = []
             super()._build()
             self.layers_of_chunks.append(self.forward_funcs)
         self.forward_funcs = [layer for chunk in self.layers_of_chunks for layer in chunk]
@@ -103,28 +103,28 @@ class Stage(PipelineModule):
 
     def stage_owner(self, layer_idx: int) -> int:
         """Return the stage that holds a layer."""
-        position = next(n for n, stop in enumerate(self.parts[1:]) if layer_idx < stop)
-        return self.pipeline.place(position)[0]
+        virtual_stage = next(n for n, stop in enumerate(self.parts[1:]) if layer_idx < stop)
+        return self.pipeline.stage_and_chunk(virtual_stage)[0]
 
     def parameters_of_chunk(self, chunk: int) -> Iterator[nn.Parameter]:
-        """Of a chunk's layers, without tied ones, which other chunks may hold too."""
+        """Yield the parameters of a chunk, without tied ones, which other chunks may also hold."""
         start, stop = self.bounds[chunk]
         for number, layer in self.named_children():
             if number.isdecimal() and start <= int(number) < stop:
                 yield from layer.parameters()
 
     def take_contexts(self, contexts: Sequence[Context]) -> None:
-        """The contexts of the micro-batches that are about to come through, in this order."""
+        """Set the contexts of the next micro-batches, in the order in which they arrive."""
         self.contexts = [iter(contexts) for _ in range(self.pipeline.chunks)]
 
     def check_contexts_taken(self) -> None:
-        """Check that every micro-batch has come through every chunk."""
+        """Check that every micro-batch has passed through every chunk."""
         assert not any(list(contexts) for contexts in self.contexts)
 
     def forward(self, x: Tensor, chunk: int, labels: Tensor | None = None) -> Tensor:
-        """The next micro-batch through one of this rank's chunks.
+        """Run the next micro-batch through one of this rank's chunks.
 
-        labels: [b, s], for the end of the model, which then gives the loss
+        labels: [b, s], for the last virtual stage, which then returns the loss
         """
         return run_layers(
             self.layers_of_chunks[chunk],

@@ -46,7 +46,7 @@ def warm_up(
     """
     note("connecting stages")
     engine.channels.connect()
-    inputs = tuple(each if each is None else each.to(engine.device) for each in (tokens, labels))
+    inputs = _on_device(tokens, engine.device), _on_device(labels, engine.device)
     engine.module.train()
     _run_passes(engine, inputs, context, note)
     note("warming up: reduction of gradients")
@@ -57,6 +57,10 @@ def warm_up(
     engine.module.train()
     if engine.device.type == "cuda":
         torch.cuda.synchronize(engine.device)
+
+
+def _on_device(tensor: Tensor | None, device: torch.device) -> Tensor | None:
+    return None if tensor is None else tensor.to(device)
 
 
 def _run_passes(
@@ -99,18 +103,20 @@ def _begin_forward(
 ) -> None:
     """Provide the input of a forward pass as the engine would have received it."""
     tokens, labels = inputs
-    position = engine.pipeline.position(engine.stage_id, chunk)
-    if position == 0:
+    virtual_stage = engine.pipeline.virtual_stage(engine.stage_id, chunk)
+    if virtual_stage == 0:
+        assert tokens is not None
         engine.tokens[number] = tokens
     else:
         work = Pass(FORWARD, engine.stage_id, chunk, number)
         engine.handed_on[work] = engine.channels.zero_message()
-    if position == engine.pipeline.positions - 1:
+    if virtual_stage == engine.pipeline.virtual_stages - 1:
+        assert labels is not None
         engine.labels[number] = labels
 
 
 def _begin_backward(engine: "ScheduledEngine", chunk: int, number: int) -> None:
     """Provide the gradient of a chunk's output as the engine would have received it."""
-    if engine.pipeline.position(engine.stage_id, chunk) < engine.pipeline.positions - 1:
+    if engine.pipeline.virtual_stage(engine.stage_id, chunk) < engine.pipeline.virtual_stages - 1:
         work = Pass(BACKWARD, engine.stage_id, chunk, number)
         engine.handed_on[work] = engine.channels.zero_message()

@@ -19,7 +19,8 @@ from recipes.training.checkpoint.state import WEIGHTS
 from recipes.training.checkpoint.tensor_file import BYTES, TensorFileWriter, split_by_size
 from recipes.training.data.dataset import document_starts
 from recipes.training.data.token_file import tokenizer_hash
-from recipes.training.recipe.schema import parse_recipe, repository_path
+from recipes.training.recipe.loading import parse_recipe
+from recipes.training.recipe.sections import repository_path
 from recipes.training.run_folder.folder import RunFolder
 
 DTYPES = {  # of the command -> of the file, of torch

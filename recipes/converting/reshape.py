@@ -18,7 +18,8 @@ from recipes.training.checkpoint.reader import CheckpointReader, differences
 from recipes.training.checkpoint.tensor_file import TensorFileWriter
 from recipes.training.checkpoint.writer import FILES
 from recipes.training.recipe.deepspeed_config import build_deepspeed_config
-from recipes.training.recipe.schema import Recipe, apply_overrides, parse_recipe
+from recipes.training.recipe.loading import apply_overrides, parse_recipe
+from recipes.training.recipe.schema import Recipe
 from recipes.training.recipe.topology import Topology, World
 from recipes.training.run_folder.provenance import layout_of, versions
 

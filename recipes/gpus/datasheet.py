@@ -1,4 +1,4 @@
-"""Performance of a GPU: its maker's datasheet, and the share of it that is reached."""
+"""Performance of GPUs: datasheet values, and the efficiency reached in practice."""
 
 import tomllib
 from dataclasses import dataclass, fields
@@ -9,14 +9,14 @@ from typing import Any
 from models.errors import UserError
 
 FOLDER = Path(__file__).with_name("datasheets")
-EXAMPLES = {  # type of a key -> its Python types, a value that works
+EXAMPLES: dict[Any, tuple[tuple[type, ...], str]] = {  # type of a key -> Python types, a value
     str: ((str,), '"H100"'),
     float: ((int, float), "1.5"),
     int: ((int,), "132"),
     list[str]: ((list,), '["H100"]'),
     dict[str, float]: ((dict,), "{ bf16 = 989.0 }"),
 }
-OTHER_BOARDS = {  # slower ones of the same names, for the MFU of a run; dense peaks in TFLOP/s
+OTHER_BOARDS = {  # slower boards of similar names, for the MFU of a run; dense peaks in TFLOP/s
     "V100-PCIE": {"fp16": 112.0, "fp32": 14.0},  # NVIDIA V100 datasheet
     "H100 PCIe": {"bf16": 756.0, "fp16": 756.0, "fp32": 51.0},  # NVIDIA H100 datasheet
     "H100 NVL": {"bf16": 835.0, "fp16": 835.0, "fp32": 60.0},  # NVIDIA H100 datasheet
@@ -25,37 +25,37 @@ OTHER_BOARDS = {  # slower ones of the same names, for the MFU of a run; dense p
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Gpu:
-    """One kind of GPU and the node it usually sits in, a file of `gpus/`.
+    """A GPU model and its usual node, from a file in `datasheets/`.
 
-    Rates are per GPU and, for links, in one direction. Efficiencies are what large operations
-    reach of a datasheet's number, latencies what small ones cannot go below.
+    Rates are per GPU and, for links, in one direction. An efficiency is the share of the datasheet
+    value that large operations reach; a latency is the lower bound of small operations.
     """
 
     name: str
-    device_names: list[str]  # what the driver's name of such a device contains
-    peak_tflops: dict[str, float]  # precision -> dense matrix products
-    memory_gib: float  # that CUDA reports
-    node_memory_gib: float  # of a usual host, for all of its GPUs
-    context_gib: float  # CUDA's and NCCL's own memory, our guess
+    device_names: list[str]  # substrings of the driver's name of the device
+    peak_tflops: dict[str, float]  # precision -> peak of dense matmuls
+    memory_gib: float  # as reported by CUDA
+    node_memory_gib: float  # host memory of a usual node
+    context_gib: float  # memory of CUDA and NCCL themselves, estimated
     memory_gigabytes_per_second: float
     multiprocessors: int
     node_link_gigabytes_per_second: float
     network_gigabytes_per_second: float
     dollars_per_hour: float
-    matmul_efficiency: float  # of large matrix products in 16 bits
-    matmul_tile_cost: float  # of a tile's edge, in elements: small tiles read more per product
+    matmul_efficiency: float  # of large matmuls in 16 bits
+    matmul_tile_cost: float  # of a tile's edge, in elements; small tiles read more per FLOP
     matmul_depth_cost: float  # of a tile's start and end, in elements of the inner dimension
-    wave_quantization: float  # how much of a last, partly filled wave of tiles is waited for
-    unaligned_efficiency: float  # of products whose rows are no multiple of 16 bytes
-    attention_efficiency: float  # of a fused attention kernel, relative to matrix products
+    wave_quantization: float  # share of the empty part of the last wave of tiles that costs time
+    unaligned_efficiency: float  # of matmuls whose rows are not multiples of 16 bytes
+    attention_efficiency: float  # of a fused attention kernel, relative to matmuls
     memory_efficiency: float
     node_link_efficiency: float
     network_efficiency: float
-    network_contention: float  # of that, when several groups each use several links of a node
+    network_contention: float  # share left when several groups each use several links of a node
     kernel_seconds: float  # between two kernels
     node_link_latency_seconds: float
     network_latency_seconds: float
-    straggling: float  # share of time lost per doubling of the nodes: slowest of many
+    straggling: float  # share of time lost to the slowest node, per doubling of the nodes
 
     @property
     def device(self) -> str:
@@ -64,10 +64,10 @@ class Gpu:
 
 
 def load_gpu(name: str) -> Gpu:
-    """The GPU of that name.
+    """Return the GPU of that name.
 
     Raises:
-        UserError: there is none, with the names that there are.
+        UserError: the name is not known.
     """
     for gpu in gpus():
         if gpu.name == name:
@@ -78,12 +78,12 @@ def load_gpu(name: str) -> Gpu:
 
 @cache
 def gpus() -> tuple[Gpu, ...]:
-    """All GPUs that have a file."""
+    """Return all GPUs with a file in `datasheets/`."""
     return tuple(read_gpu(path) for path in sorted(FOLDER.glob("*.toml")))
 
 
 def read_gpu(path: Path) -> Gpu:
-    """Read a file of `gpus/`, whose efficiency may be the name of another GPU of the folder.
+    """Read a datasheet file; its efficiency may be the name of another GPU.
 
     Raises:
         UserError: the file is not valid TOML, a key is missing or unknown, or a value has the
@@ -137,7 +137,7 @@ def _check_type(path: Path, key: str, value: Any, wanted: Any) -> None:
 
 
 def peak_tflops(device_name: str, precision: str) -> float | None:
-    """A device's dense peak in TFLOP/s, None where it is not known (a CPU, an unlisted GPU)."""
+    """Return a device's dense peak in TFLOP/s; None for a CPU or an unlisted GPU."""
     for name, peaks in OTHER_BOARDS.items():
         if name in device_name:
             return peaks.get(precision)

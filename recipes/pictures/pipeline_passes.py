@@ -15,17 +15,17 @@ from models.errors import UserError
 from models.pipeline.schedule.order import BACKWARD, FORWARD, SCHEDULES, WEIGHT, Kind, Pipeline
 from models.pipeline.schedule.simulation import TimedPass, Timeline, idle_share, pipeline_seconds
 
-ROWS = 16  # stages with a row of their own, at most
-WHOLE = 34  # micro-batches that are all drawn; of more, the first and the last ones
-PAIRS = 14  # of a forward and a backward pass that each of the two ends shows, at least
-WIDTH = 11.0  # inches
-POINTS = 650  # of that, 1/72 inch each, where passes are
-UPRIGHT = 3  # digits that fit into a row's height
-FONT, DIGIT, LINE = 5.5, 3.6, 4.8  # points: of the numbers, of a digit, of a line of them
-LEGEND = 3  # chunks that are all in the legend; of more, the first and the last one
-LABELS = {FORWARD: "forward", BACKWARD: "backward", WEIGHT: "weights"}
-SHADES = {FORWARD: "Blues", BACKWARD: "Oranges", WEIGHT: "Greens"}
-NAMES = {
+MAX_STAGE_ROWS = 16
+MAX_MICRO_BATCHES_DRAWN = 34  # of a longer step, only the start and the end are drawn
+MIN_PAIRS_DRAWN = 14  # forward and backward passes that the start and the end show at least
+FIGURE_INCHES = 11.0  # width of a figure
+PASSES_POINTS = 650  # width of the part of a figure with passes, in points of 1/72 inch
+MAX_ROTATED_DIGITS = 3  # digits that fit into a row's height
+FONT_POINTS, DIGIT_POINTS, LINE_POINTS = 5.5, 3.6, 4.8  # of the numbers in the boxes
+MAX_LEGEND_CHUNKS = 3  # of more chunks, the legend has only the first and the last
+PASS_LABELS = {FORWARD: "forward", BACKWARD: "backward", WEIGHT: "weights"}
+PASS_COLOUR_MAPS = {FORWARD: "Blues", BACKWARD: "Oranges", WEIGHT: "Greens"}
+SCHEDULE_NAMES = {
     "1f1b": "1F1B",
     "interleaved": "interleaved 1F1B",
     "zb-h1": "ZB-H1",
@@ -60,18 +60,18 @@ def save_figure(figure: Figure, file: Path) -> None:
 
 
 def comparison(pipeline: Pipeline, predicted: Timeline, measured: Timeline, title: str) -> Figure:
-    """A row for each stage, twice on one scale: predicted above measured."""
-    stages = evenly_picked(pipeline.stages, ROWS)
+    """Return a figure of the predicted passes above the measured ones, on the same time scale."""
+    stages = evenly_picked(pipeline.stages, MAX_STAGE_ROWS)
     height = 0.5 + 0.24 * max(3, len(stages))
-    figure = Figure(figsize=(WIDTH, 2 * height + 0.8), layout="constrained")
+    figure = Figure(figsize=(FIGURE_INCHES, 2 * height + 0.8), layout="constrained")
     above, below = figure.subplots(2, 1, sharex=True)
     longest = max(map(pipeline_seconds, (predicted, measured)))
     for axes, name, passes in ((above, "predicted", predicted), (below, "measured", measured)):
         rows = [passes[stage] for stage in stages]
-        draw_passes(axes, rows, (0.0, longest), points=POINTS, chunks=pipeline.chunks)
+        draw_passes(axes, rows, (0.0, longest), points=PASSES_POINTS, chunks=pipeline.chunks)
         label_passes([axes], stages, pipeline)
         axes.set_title(
-            f"{name}: {three_digits(pipeline_seconds(passes))} s, stages wait "
+            f"{name}: {three_digits(pipeline_seconds(passes))} s, stages idle "
             f"{idle_share(passes):.1%}",
             fontsize=9,
             loc="left",
@@ -82,27 +82,27 @@ def comparison(pipeline: Pipeline, predicted: Timeline, measured: Timeline, titl
 
 
 def shown_windows(pipeline: Pipeline, passes: Timeline) -> list[Window]:
-    """All of the time, or its two ends: until the pipeline is full, and since it empties."""
+    """Return the shown times: all of a step, or the filling and the draining of the pipeline."""
     total = pipeline_seconds(passes)
     pair = total / pipeline.micro_batches
     first_backward = min(timed.start for timed in passes[0] if timed.work.kind == BACKWARD)
-    end = max(first_backward + 6 * pair, PAIRS * pair)
-    if pipeline.micro_batches <= WHOLE or 2 * end > 0.9 * total:
+    end = max(first_backward + 6 * pair, MIN_PAIRS_DRAWN * pair)
+    if pipeline.micro_batches <= MAX_MICRO_BATCHES_DRAWN or 2 * end > 0.9 * total:
         return [(0.0, total)]
     return [(0.0, end), (total - end, total)]
 
 
 def evenly_picked(count: int, most: int) -> list[int]:
-    """So many of 0 .. count - 1, the ends among them."""
+    """Return at most `most` evenly spaced numbers of 0 .. count - 1, including both ends."""
     if count <= most:
         return list(range(count))
-    return [round(place * (count - 1) / (most - 1)) for place in range(most)]
+    return [round(index * (count - 1) / (most - 1)) for index in range(most)]
 
 
 def schedule_title(pipeline: Pipeline) -> str:
-    """The schedule's, with its chunks where they are chosen."""
+    """Return the name of the schedule, with the number of chunks if it can be chosen."""
     is_chosen = SCHEDULES[pipeline.schedule].chunks is None
-    return NAMES[pipeline.schedule] + f" ({pipeline.chunks} chunks)" * is_chosen
+    return SCHEDULE_NAMES[pipeline.schedule] + f" ({pipeline.chunks} chunks)" * is_chosen
 
 
 def three_digits(seconds: float) -> str:
@@ -118,7 +118,7 @@ def draw_passes(
     points: float,
     chunks: int,
 ) -> None:
-    """The passes of each row that fall into the window, numbered where the number fits."""
+    """Draw the passes of each row within the window, with micro-batch numbers that fit."""
     start, end = window
     scale = points / (end - start)
     for (kind, chunk), boxes in _by_kind(rows, window).items():
@@ -140,51 +140,51 @@ def draw_passes(
 
 
 def _number(axes: Axes, row: int, boxes: Sequence[TimedPass], scale: float, colour: str) -> None:
-    """Micro-batches in the boxes of a row and a kind: all or, where they do not fit, none."""
+    """Write micro-batch numbers into all boxes of a row and a kind, if every number fits."""
     if not boxes:
         return
     room = scale * min(timed.end - timed.start for timed in boxes) - 0.5
     digits = max(len(str(timed.work.micro_batch)) for timed in boxes)
-    if room < digits * DIGIT and (room < LINE or digits > UPRIGHT):
+    if room < digits * DIGIT_POINTS and (room < LINE_POINTS or digits > MAX_ROTATED_DIGITS):
         return
     for timed in boxes:
         axes.text(
             (timed.start + timed.end) / 2, row, str(timed.work.micro_batch),
-            ha="center", va="center_baseline", fontsize=FONT, color=colour,
-            rotation=0 if room >= digits * DIGIT else 90,
+            ha="center", va="center_baseline", fontsize=FONT_POINTS, color=colour,
+            rotation=0 if room >= digits * DIGIT_POINTS else 90,
         )  # fmt: skip
 
 
 def _by_kind(
     rows: Sequence[Sequence[TimedPass]], window: Window
 ) -> dict[tuple[Kind, int], list[tuple[int, TimedPass]]]:
-    """(kind, chunk) -> (row, pass) in the window."""
-    found: dict[tuple[Kind, int], list[tuple[int, TimedPass]]] = {}
+    """Group the passes within the window: (kind, chunk) -> list of (row, pass)."""
+    groups: dict[tuple[Kind, int], list[tuple[int, TimedPass]]] = {}
     for row, passes in enumerate(rows):
         for timed in passes:
             if timed.end > window[0] and timed.start < window[1]:
-                of = timed.work.kind, timed.work.chunk
-                found.setdefault(of, []).append((row, timed))
-    return found
+                key = timed.work.kind, timed.work.chunk
+                groups.setdefault(key, []).append((row, timed))
+    return groups
 
 
 def shade(kind: Kind, chunk: int, chunks: int) -> tuple[float, float, float]:
-    """The colour of a chunk's passes: dark for the first one, lighter for each that follows."""
+    """Return the colour of a chunk's passes: dark for the first chunk, then lighter."""
     lightness = min(0.35, 0.5 / max(1, chunks - 1)) * chunk
-    return to_rgb(matplotlib.colormaps[SHADES[kind]](0.75 - lightness))
+    return to_rgb(matplotlib.colormaps[PASS_COLOUR_MAPS[kind]](0.75 - lightness))
 
 
 def ink(colour: tuple[float, float, float]) -> str:
-    """What can be read on a colour (its luma, ITU-R BT.601)."""
+    """Return black or white, whichever is readable on a colour (by luma, ITU-R BT.601)."""
     red, green, blue = colour[:3]
     return "black" if 0.299 * red + 0.587 * green + 0.114 * blue > 0.5 else "white"
 
 
 def label_passes(axes: Sequence[Axes], stages: Sequence[int], pipeline: Pipeline) -> None:
-    """Stages, seconds, the colours, and a break between two windows."""
+    """Label the axes, add a legend of the colours, and mark the break between two windows."""
     first, last = axes[0], axes[-1]
     first.set_yticks(range(len(stages)), [str(stage) for stage in stages])
-    some = f", {len(stages)} of {pipeline.stages}" if len(stages) < pipeline.stages else ""
+    some = f" ({len(stages)} of {pipeline.stages} shown)" * (len(stages) < pipeline.stages)
     first.set_ylabel(f"stage{some}", fontsize=9)
     for each in axes:
         each.set_xlabel("seconds since the step's start", fontsize=9)
@@ -192,15 +192,17 @@ def label_passes(axes: Sequence[Axes], stages: Sequence[int], pipeline: Pipeline
         last.set_yticks([])
         first.spines.right.set_visible(False)
         last.spines.left.set_visible(False)
-        slash = {"marker": [(-1, -2), (1, 2)], "markersize": 9, "linestyle": "none", "color": "k"}
-        first.plot([1, 1], [0, 1], transform=first.transAxes, clip_on=False, **slash)
-        last.plot([0, 0], [0, 1], transform=last.transAxes, clip_on=False, **slash)
+        for each, x in ((first, 1), (last, 0)):
+            each.plot(
+                [x, x], [0, 1], transform=each.transAxes, clip_on=False, color="k",
+                marker=[(-1, -2), (1, 2)], markersize=9, linestyle="none",
+            )  # fmt: skip
     chunks = pipeline.chunks
-    shown = range(chunks) if chunks <= LEGEND else (0, chunks - 1)
+    shown = range(chunks) if chunks <= MAX_LEGEND_CHUNKS else (0, chunks - 1)
     handles = [
         Patch(
             color=shade(kind, chunk, chunks),
-            label=LABELS[kind] + f" of chunk {chunk}" * (chunks > 1),
+            label=PASS_LABELS[kind] + f" of chunk {chunk}" * (chunks > 1),
         )
         for kind in (Kind if pipeline.splits else (FORWARD, BACKWARD))
         for chunk in shown
@@ -209,7 +211,7 @@ def label_passes(axes: Sequence[Axes], stages: Sequence[int], pipeline: Pipeline
 
 
 def add_legend(axes: Axes, handles: Sequence[Line2D | Patch]) -> None:
-    """Beside the axes, at the right."""
+    """Add a legend to the right of the axes."""
     axes.legend(
         handles=handles, loc="upper left", bbox_to_anchor=(1.005, 1.0), borderaxespad=0.0,
         fontsize=8, frameon=False, handlelength=1.4,

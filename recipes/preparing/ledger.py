@@ -9,7 +9,8 @@ import numpy as np
 from recipes.preparing.prepared_corpus import Origins
 from recipes.preparing.tokenizer import load_tokenizer
 from recipes.training.data.dataset import TrainingData, document_starts
-from recipes.training.recipe.schema import Recipe, repository_path
+from recipes.training.recipe.schema import Recipe
+from recipes.training.recipe.sections import repository_path
 from recipes.training.recipe.topology import Topology
 from recipes.training.run_folder.folder import RunFolder
 

@@ -1,4 +1,4 @@
-"""How far two trainings are apart, and what of it is Adam's noise."""
+"""Differences between two training runs, with Adam's amplified rounding errors apart."""
 
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -8,23 +8,25 @@ from models.config import ModelConfig
 if TYPE_CHECKING:
     from torch import Tensor
 
-# The largest relative differences that pass. A moment is a sum in which much cancels: that of a
-# key's norm over eight columns moves by 1.1e-5 when one process takes another micro-batch, and by
-# 2.1e-5 in other layouts.
-LOSS, GRAD_NORM, WEIGHTS, MOMENTS = 2e-6, 1e-5, 1e-5, 1e-4
-RELAY_LOSS = 1e-6  # between a layout that goes on and another that has its checkpoint
-NOISE = " (keys)"
+# The largest relative differences that pass. Much cancels in the sum of a moment: the moment of a
+# key norm with eight columns changes by 1.1e-5 with the size of the micro-batch in one process, and
+# by 2.1e-5 with the layout.
+LOSS_TOLERANCE, GRAD_NORM_TOLERANCE, WEIGHT_TOLERANCE, MOMENT_TOLERANCE = 2e-6, 1e-5, 1e-5, 1e-4
+RELAY_LOSS_TOLERANCE = (
+    1e-6  # between a layout that continues and the layout that resumes from its checkpoint
+)
+NOISE_SUFFIX = " (keys)"
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What must not depend on the layout.
+    """Results of a training run that must not depend on the layout.
 
-    losses: of every step, and the validation loss before the last one; nats per token
-    grad_norms: of every step, before clipping
-    weights: the final logical tensors, by name
-    moments: Adam's first moments, likewise
-    drifted: what ranks should hold alike and do not, a sentence each
+    losses: the loss of every step, then the validation loss before the last step, in nats per token
+    grad_norms: the gradient norm of every step, before clipping
+    weights: the final logical tensors by name
+    moments: Adam's first moments by name
+    drifted: a sentence for each weight whose replicas diverged
     """
 
     losses: list[float]
@@ -40,11 +42,11 @@ class Difference:
 
     loss: over all steps and the validation
     grad_norm: over all steps
-    weights: over the final logical tensors, ||a - b|| / ||b||, a bias by its weight's norm if that
-        is larger; `parameter` is the worst one
-    moments: the same over Adam's first moments; `moment` is the worst one's parameter
-    drifted: copies that ranks should hold alike and do not
-    noise: the same over the parameters whose exact gradient is zero, which Adam makes of rounding
+    weights: over the final logical tensors, ||a - b|| / ||b||; for a bias, the larger of its norm
+        and its weight's norm is the divisor; `parameter` has the largest difference
+    moments: the same over Adam's first moments; `moment` is the parameter
+    drifted: a sentence for each weight whose replicas diverged
+    noise: the same for parameters whose exact gradient is zero, so that Adam amplifies rounding
     """
 
     loss: float
@@ -58,19 +60,19 @@ class Difference:
 
     @property
     def passes(self) -> bool:
-        """Whether it is no more than rounding."""
-        close = self.loss <= LOSS and self.grad_norm <= GRAD_NORM
-        alike = self.weights <= WEIGHTS and self.moments <= MOMENTS
-        return close and alike and not self.drifted
+        """True if the differences are no larger than rounding."""
+        close = self.loss <= LOSS_TOLERANCE and self.grad_norm <= GRAD_NORM_TOLERANCE
+        same_state = self.weights <= WEIGHT_TOLERANCE and self.moments <= MOMENT_TOLERANCE
+        return close and same_state and not self.drifted
 
 
 @dataclass(frozen=True)
 class Leg:
-    """A layout that went on from another one's checkpoint.
+    """A layout that resumed from another layout's checkpoint.
 
-    first: it was handed nothing
-    changed: weights and moments that are not bit for bit what the other one had saved
-    loss: the largest relative difference over the steps that both have done after it
+    first: True for the start of a relay, without a checkpoint
+    changed: weights and moments that differ from those the other layout had saved
+    loss: the largest relative difference over the steps that both layouts did after the checkpoint
     """
 
     first: bool
@@ -79,12 +81,12 @@ class Leg:
 
     @property
     def passes(self) -> bool:
-        """Whether nothing was lost on the way."""
-        return not self.changed and self.loss <= RELAY_LOSS
+        """True if nothing was lost between the layouts."""
+        return not self.changed and self.loss <= RELAY_LOSS_TOLERANCE
 
 
 def compare(outcome: Outcome, reference: Outcome, model: ModelConfig) -> Difference:
-    """How far `outcome` is from `reference`; NaN is infinitely far."""
+    """Return the differences of `outcome` from `reference`; NaN counts as infinite."""
     weights, noise = _distances(outcome.weights, reference.weights, model)
     moments, _ = _distances(outcome.moments, reference.moments, model)
     parameter = max(weights, key=weights.__getitem__)
@@ -104,34 +106,35 @@ def compare(outcome: Outcome, reference: Outcome, model: ModelConfig) -> Differe
 def _distances(
     got: "dict[str, Tensor]", expected: "dict[str, Tensor]", model: ModelConfig
 ) -> tuple[dict[str, float], dict[str, float]]:
-    """Relative differences by parameter: those that count, and those that are noise."""
+    """Return relative differences by parameter: those that count, and those that are noise."""
     assert got.keys() == expected.keys()
-    distances, noise = {"": 0.0}, {}
+    distances: dict[str, float] = {"": 0.0}
+    noise: dict[str, float] = {}
     for name, values in expected.items():
-        # A bias is measured with the weight beside it: the two are one affine map, and a bias
-        # that has grown from zero by a few small gradients is no scale for rounding.
-        beside = expected.get(name.replace(".bias", ".weight"), values)
+        # A bias is compared with the weight of its layer, because both form one affine map. A bias
+        # that has grown from zero in a few steps is too small a scale for rounding errors.
+        weight = expected.get(name.replace(".bias", ".weight"), values)
         for part, rows in split_noise(name, model).items():
-            size = max(float(values[rows].norm()), float(beside[rows].norm()))
+            size = max(float(values[rows].norm()), float(weight[rows].norm()))
             difference = _finite(float((got[name][rows] - values[rows]).norm()) / (size or 1.0))
-            (noise if part.endswith(NOISE) else distances)[part] = difference
+            (noise if part.endswith(NOISE_SUFFIX) else distances)[part] = difference
     return distances, noise
 
 
 def split_noise(name: str, model: ModelConfig) -> dict[str, slice]:
-    """The parts of a parameter that are compared by themselves: name -> rows.
+    """Return the rows of the parts of a parameter that are compared separately, by name.
 
-    A bias added to all keys moves a query's scores alike, and softmax does not see it: the exact
-    gradient is zero, what is computed is rounding, and Adam divides it by its own size. Rotary
-    positions turn the bias by each key's place, and a norm after it sees it: there it has a
-    gradient like any other.
+    A bias of the keys shifts all scores of a query by the same amount, which softmax ignores. Its
+    exact gradient is therefore zero, the computed gradient is a rounding error, and Adam divides
+    that error by its own size. With rotary positions or a norm of the keys, the bias has an
+    ordinary gradient.
     """
     if not name.endswith("attention.qkv.bias") or model.positions == "rope" or model.qk_norm:
         return {name: slice(None)}
     queries, keys = (heads * model.attention_head_size for heads in (model.heads, model.kv_heads))
     return {
         f"{name} (queries)": slice(0, queries),
-        name + NOISE: slice(queries, queries + keys),
+        name + NOISE_SUFFIX: slice(queries, queries + keys),
         f"{name} (values)": slice(queries + keys, None),
     }
 
@@ -141,7 +144,7 @@ def _largest(got: list[float], expected: list[float]) -> float:
 
 
 def relative(got: float, expected: float) -> float:
-    """The relative difference; NaN is infinitely far."""
+    """Return the relative difference; NaN counts as infinite."""
     return _finite(abs(got - expected) / abs(expected))
 
 

@@ -1,4 +1,4 @@
-"""Every legal layout of a recipe: those that the recipe's own checks accept, on up to N ranks."""
+"""All layouts on up to N ranks that the checks of a recipe accept."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -7,12 +7,13 @@ from typing import Any
 
 from models.errors import UserError
 from recipes.training.recipe.deepspeed_config import build_deepspeed_config, read_deepspeed_json
-from recipes.training.recipe.schema import Recipe, parse_recipe
+from recipes.training.recipe.loading import parse_recipe
+from recipes.training.recipe.schema import Recipe
 from recipes.training.recipe.topology import Topology, World
 
 ZERO_STAGES = (1, 2, 3)
 CONFIG = "ds_configs/zero{}_fp32.json"
-SCHEDULES = {  # as they are called -> their part of the [layout] section
+SCHEDULES = {  # name -> keys of the [layout] section
     "1f1b": {"schedule": "1f1b"},
     "interleaved x 2": {"schedule": "interleaved", "chunks": 2},
     "interleaved x 3": {"schedule": "interleaved", "chunks": 3},
@@ -23,8 +24,8 @@ SCHEDULES = {  # as they are called -> their part of the [layout] section
 
 
 @dataclass(frozen=True)
-class Variant:
-    """A recipe spread in one way."""
+class ProofCase:
+    """A recipe with one layout, to be compared with the reference."""
 
     recipe: Recipe
     topology: Topology
@@ -32,18 +33,18 @@ class Variant:
 
     @property
     def world_size(self) -> int:
-        """Ranks it takes."""
+        """Number of ranks."""
         return self.topology.world_size
 
     @property
     def axes(self) -> str:
-        """Its sizes: "tensor 2 x pipeline 2 x data 2"."""
+        """Sizes of the axes: "tensor 2 x pipeline 2 x data 2"."""
         sizes = self.topology
         return f"tensor {sizes.tensor} x pipeline {sizes.pipeline} x data {sizes.data}"
 
     @property
     def method(self) -> str:
-        """How these axes are used: "zero1 1f1b, selective, micro-batch 2"."""
+        """All other settings of the layout: "zero1, 1f1b, recompute selective, micro-batch 2"."""
         layout = self.recipe.layout
         parts = [f"zero{self.zero_stage}"]
         if layout.pipeline > 1:
@@ -56,33 +57,31 @@ class Variant:
         return ", ".join([*parts, f"micro-batch {self.recipe.batch.micro_sequences}"])
 
 
-def reference(recipe: Recipe) -> Variant:
-    """What the others are compared with: one process, ZeRO-1, fp32, nothing split or recomputed."""
-    return _variant(recipe, Topology(1, 1, 1))
+def reference(recipe: Recipe) -> ProofCase:
+    """Return the reference: one process, ZeRO-1, fp32, without recomputation."""
+    return _case(recipe, Topology(1, 1, 1))
 
 
-def legal_variants(
+def legal_cases(
     recipe: Recipe,
     *,
     ranks: int,
     micro_sequences: Iterable[int],
     recompute_intervals: Iterable[int] = (2,),
-) -> list[Variant]:
-    """Every variant that is legal on 1 .. ranks ranks, smallest worlds first."""
+) -> list[ProofCase]:
+    """Return all legal cases on up to `ranks` ranks, smallest worlds first."""
     recomputes = [{"recompute": "none"}, {"recompute": "selective"}] + [
         {"recompute": "full", "recompute_interval": interval} for interval in recompute_intervals
     ]
     for stage in ZERO_STAGES:
-        read_deepspeed_json(CONFIG.format(stage))  # one that is not there is no refused layout
+        read_deepspeed_json(CONFIG.format(stage))  # raises here if the file is missing
     found = []
     for topology in topologies(ranks):
         ways = product(ZERO_STAGES, layouts(topology, recomputes), micro_sequences)
         for zero, layout, micro in ways:
             try:
                 found.append(
-                    _variant(
-                        recipe, topology, zero_stage=zero, layout=layout, micro_sequences=micro
-                    )
+                    _case(recipe, topology, zero_stage=zero, layout=layout, micro_sequences=micro)
                 )
             except UserError:  # a run would reject it too
                 continue
@@ -90,7 +89,7 @@ def legal_variants(
 
 
 def topologies(ranks: int) -> Iterator[Topology]:
-    """All sizes of the three axes with up to so many ranks."""
+    """Yield all sizes of the three axes with up to `ranks` ranks, smallest worlds first."""
     every = [
         Topology(pipeline, data, tensor)
         for tensor in range(1, ranks + 1)
@@ -101,27 +100,27 @@ def topologies(ranks: int) -> Iterator[Topology]:
 
 
 def layouts(topology: Topology, recomputes: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """The [layout] sections that differ in more than name on these axes."""
+    """Yield the [layout] sections that have different effects with this topology."""
     schedules = SCHEDULES.values() if topology.pipeline > 1 else [SCHEDULES["1f1b"]]
     splits = (False, True) if topology.tensor > 1 else (False,)
     for schedule, split, recompute in product(schedules, splits, recomputes):
         yield {**schedule, "sequence_parallel": split, **recompute}
 
 
-def _variant(
+def _case(
     recipe: Recipe,
     topology: Topology,
     *,
     zero_stage: int = 1,
     layout: dict[str, Any] | None = None,
     micro_sequences: int | None = None,
-) -> Variant:
+) -> ProofCase:
     table = recipe.model_dump(mode="json", exclude_none=True)
     sizes = {"tensor": topology.tensor, "pipeline": topology.pipeline}
     table["layout"] = (layout or {}) | sizes
     table["batch"]["micro_sequences"] = micro_sequences or recipe.batch.micro_sequences
     table["deepspeed"] = CONFIG.format(zero_stage)
-    variant = parse_recipe(table, recipe.name)
+    case = parse_recipe(table, recipe.name)
     world = World(size=topology.world_size, local_size=topology.world_size)
-    build_deepspeed_config(variant, variant.topology(world))
-    return Variant(variant, topology, zero_stage)
+    build_deepspeed_config(case, case.topology(world))
+    return ProofCase(case, topology, zero_stage)

@@ -1,4 +1,4 @@
-"""A small made-up corpus with something to learn, so that a proof needs no data."""
+"""A small synthetic corpus with learnable structure, so that a proof needs no data."""
 
 import json
 from pathlib import Path
@@ -7,14 +7,14 @@ import numpy as np
 
 from recipes.training.data.token_file import write_token_file
 
-DOCUMENT_TOKENS = (1, 2, 4, 30, 63, 150, 150)  # shorter and longer than a window of a proof
+DOCUMENT_TOKENS = (1, 2, 4, 30, 63, 150, 150)  # shorter and longer than a sequence of a proof
 
 
 def write_corpus(folder: Path, vocab_size: int, *, validation_tokens: int = 4000) -> None:
-    """Training and validation files of noisy arithmetic sequences, and what passes for a tokenizer.
+    """Write training and validation files of noisy arithmetic sequences, and a dummy tokenizer.
 
-    folder: is made
-    validation_tokens: at least so many; five times as many are for training
+    folder: created by this function
+    validation_tokens: minimum number of validation tokens; training has five times as many
     """
     rounds = -(-validation_tokens // sum(DOCUMENT_TOKENS))
     (folder / "tokenizer").mkdir(parents=True)

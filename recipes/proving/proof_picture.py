@@ -1,4 +1,4 @@
-"""A proof as a heat map: every layout a cell, its colour how much of the tolerance it needs."""
+"""Heat map of a proof, with a cell per layout, coloured by its difference over the tolerance."""
 
 import math
 from collections.abc import Sequence
@@ -8,16 +8,22 @@ from pathlib import Path
 import matplotlib
 from matplotlib import pyplot
 
-from recipes.proving.compare import GRAD_NORM, LOSS, MOMENTS, WEIGHTS, Difference
-from recipes.proving.layouts import SCHEDULES, ZERO_STAGES, Variant
+from recipes.proving.compare import (
+    GRAD_NORM_TOLERANCE,
+    LOSS_TOLERANCE,
+    MOMENT_TOLERANCE,
+    WEIGHT_TOLERANCE,
+    Difference,
+)
+from recipes.proving.layouts import SCHEDULES, ZERO_STAGES, ProofCase
 from recipes.proving.proof_report import Finding
 
 matplotlib.use("Agg")  # no display
 
-LEAST = -3.0  # of the colours: a thousandth of the tolerance, or less
-FAILED = 1.0  # beyond the colours: black
+MIN_COLOUR = -3.0  # log10: a thousandth of the tolerance, or less
+FAILED = 1.0  # above the colour scale, drawn in black
 RECOMPUTE = ("none", "selective", "full")
-GROUPS = [  # of columns: how the axes are used
+COLUMN_GROUPS = [  # (ZeRO stage or schedule, sequence parallelism)
     (kind, split)
     for kind, split in product(
         [*(f"zero{stage}" for stage in ZERO_STAGES), *SCHEDULES], (False, True)
@@ -26,30 +32,27 @@ GROUPS = [  # of columns: how the axes are used
 
 
 def draw_heatmap(findings: Sequence[Finding], *, title: str, file: Path) -> None:
-    """Write the picture; its format is that of the file's name (.svg, .png, .pdf).
+    """Write the picture, in the format of the file's extension (.svg, .png, .pdf).
 
-    Rows are the axes, columns the schedule or the ZeRO stage with and without sequence parallelism,
-    and in each of these recomputation and micro-batch. Blank: not legal there; black: failed.
+    Rows are topologies. Column groups are schedules or ZeRO stages, with and without sequence
+    parallelism; their columns are recomputation and micro-batch. Blank: not legal; black: failed.
     """
-    within = sorted({_within(finding.variant) for finding in findings})
-    sizes = [finding.variant.topology for finding in findings]
-    rows = sorted({(s.world_size, s.tensor, s.pipeline, s.data) for s in sizes})
-    cells = [[math.nan] * (len(GROUPS) * len(within)) for _ in rows]
+    within = sorted({_within(finding.case) for finding in findings})
+    rows = sorted({_sizes(finding) for finding in findings})
+    cells = [[math.nan] * (len(COLUMN_GROUPS) * len(within)) for _ in rows]
     for finding in findings:
-        sizes = finding.variant.topology
-        row = rows.index((sizes.world_size, sizes.tensor, sizes.pipeline, sizes.data))
-        cells[row][_column(finding.variant, within)] = _colour(finding)
+        cells[rows.index(_sizes(finding))][_column(finding.case, within)] = _colour(finding)
     figure, axes = pyplot.subplots(
         figsize=(3 + 0.14 * len(cells[0]), 1.6 + 0.2 * len(rows)), layout="constrained"
     )
     colours = matplotlib.colormaps["RdYlGn_r"].with_extremes(over="black")
-    image = axes.imshow(cells, cmap=colours, vmin=LEAST, vmax=0, aspect="auto")
+    image = axes.imshow(cells, cmap=colours, vmin=MIN_COLOUR, vmax=0, aspect="auto")
     axes.set_yticks(range(len(rows)), [f"{t} x {p} x {d}" for _, t, p, d in rows], fontsize=7)
     axes.set_ylabel("tensor x pipeline x data", fontsize=8)
-    middles = [(group + 0.5) * len(within) - 0.5 for group in range(len(GROUPS))]
-    labels = [f"{kind}\nsequence-\nparallel" if split else kind for kind, split in GROUPS]
+    middles = [(group + 0.5) * len(within) - 0.5 for group in range(len(COLUMN_GROUPS))]
+    labels = [f"{kind}\nsequence-\nparallel" if split else kind for kind, split in COLUMN_GROUPS]
     axes.set_xticks(middles, labels, fontsize=7)
-    for edge in range(1, len(GROUPS)):
+    for edge in range(1, len(COLUMN_GROUPS)):
         axes.axvline(edge * len(within) - 0.5, color="black", linewidth=0.4)
     axes.set_title(
         f"{title}\nin each column: recompute "
@@ -63,18 +66,23 @@ def draw_heatmap(findings: Sequence[Finding], *, title: str, file: Path) -> None
     pyplot.close(figure)
 
 
-def _within(variant: Variant) -> tuple[int, int, int]:
-    """What tells the cells of a column apart: recomputation, its interval, micro-batch."""
-    layout = variant.recipe.layout
+def _sizes(finding: Finding) -> tuple[int, int, int, int]:
+    sizes = finding.case.topology
+    return sizes.world_size, sizes.tensor, sizes.pipeline, sizes.data
+
+
+def _within(case: ProofCase) -> tuple[int, int, int]:
+    """Return the key of a column within its group: recomputation, interval, micro-batch."""
+    layout = case.recipe.layout
     kind = RECOMPUTE.index(layout.recompute)
-    return kind, layout.recompute_interval, variant.recipe.batch.micro_sequences
+    return kind, layout.recompute_interval, case.recipe.batch.micro_sequences
 
 
-def _column(variant: Variant, within: list[tuple[int, int, int]]) -> int:
-    layout = variant.recipe.layout
-    kind = layout.schedule_name if layout.pipeline > 1 else f"zero{variant.zero_stage}"
-    group = GROUPS.index((kind, layout.sequence_parallel))
-    return group * len(within) + within.index(_within(variant))
+def _column(case: ProofCase, within: list[tuple[int, int, int]]) -> int:
+    layout = case.recipe.layout
+    kind = layout.schedule_name if layout.pipeline > 1 else f"zero{case.zero_stage}"
+    group = COLUMN_GROUPS.index((kind, layout.sequence_parallel))
+    return group * len(within) + within.index(_within(case))
 
 
 def _colour(finding: Finding) -> float:
@@ -82,9 +90,9 @@ def _colour(finding: Finding) -> float:
     if not finding.passes or not isinstance(result, Difference):
         return FAILED
     needed = max(
-        result.loss / LOSS,
-        result.grad_norm / GRAD_NORM,
-        result.weights / WEIGHTS,
-        result.moments / MOMENTS,
+        result.loss / LOSS_TOLERANCE,
+        result.grad_norm / GRAD_NORM_TOLERANCE,
+        result.weights / WEIGHT_TOLERANCE,
+        result.moments / MOMENT_TOLERANCE,
     )
-    return min(0.0, max(LEAST, math.log10(needed))) if needed else LEAST
+    return min(0.0, max(MIN_COLOUR, math.log10(needed))) if needed else MIN_COLOUR

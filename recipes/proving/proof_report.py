@@ -1,4 +1,4 @@
-"""A proof as a table, as JSON, as a verdict."""
+"""Reports of a proof: tables, verdict and JSON."""
 
 import math
 from collections.abc import Sequence
@@ -6,8 +6,16 @@ from dataclasses import asdict, dataclass
 from itertools import groupby
 from typing import Any
 
-from recipes.proving.compare import GRAD_NORM, LOSS, MOMENTS, RELAY_LOSS, WEIGHTS, Difference, Leg
-from recipes.proving.layouts import Variant
+from recipes.proving.compare import (
+    GRAD_NORM_TOLERANCE,
+    LOSS_TOLERANCE,
+    MOMENT_TOLERANCE,
+    RELAY_LOSS_TOLERANCE,
+    WEIGHT_TOLERANCE,
+    Difference,
+    Leg,
+)
+from recipes.proving.layouts import ProofCase
 
 COLUMNS = (
     "| tensor x pipeline x data | ranks | layouts | loss | gradient norm | weights | moments |"
@@ -16,19 +24,19 @@ COLUMNS = (
 
 @dataclass(frozen=True)
 class Finding:
-    """A variant, and what it came to or what went wrong with it."""
+    """A case with its result, or with the text of its error."""
 
-    variant: Variant
+    case: ProofCase
     result: Difference | Leg | str
 
     @property
     def passes(self) -> bool:
-        """Whether it trains like the reference, or went on as it should."""
+        """True if the case trains like the reference, or resumed without a loss."""
         return not isinstance(self.result, str) and self.result.passes
 
 
 def as_text(findings: Sequence[Finding], *, every_layout: bool) -> str:
-    """The whole proof for a person to read."""
+    """Return the report of a proof for a terminal."""
     ordered = sorted(findings, key=_axes)
     layouts = "\n".join(map(describe, ordered)) if every_layout else ""
     parts = [layouts, table(ordered), failures(ordered), verdict(ordered)]
@@ -36,7 +44,7 @@ def as_text(findings: Sequence[Finding], *, every_layout: bool) -> str:
 
 
 def table(findings: Sequence[Finding]) -> str:
-    """A row per combination of axes, with the largest differences of its layouts (Markdown)."""
+    """Return a Markdown table with the largest differences per topology."""
     lines = [COLUMNS, "|---|---|---|---|---|---|---|"]
     by_axes = groupby(sorted(findings, key=_axes), key=_axes)
     lines += [_row(list(group)) for _, group in by_axes]
@@ -44,26 +52,26 @@ def table(findings: Sequence[Finding]) -> str:
 
 
 def failures(findings: Sequence[Finding]) -> str:
-    """What did not pass, layout by layout."""
+    """Describe the layouts that did not pass, one per line."""
     lines = []
     for finding in findings:
         if isinstance(finding.result, str):
-            lines.append(f"failed: {_name(finding.variant)}: {finding.result}")
+            lines.append(f"failed: {_name(finding.case)}: {finding.result}")
         elif not finding.passes:
             lines.append(f"differs: {describe(finding)}")
     return "\n".join(lines)
 
 
 def describe(finding: Finding) -> str:
-    """One layout in a line."""
+    """Describe a layout in a line."""
     result = finding.result
     if isinstance(result, str):
-        return f"{_name(finding.variant)}: {result.splitlines()[0]}"
+        return f"{_name(finding.case)}: {result.splitlines()[0]}"
     if isinstance(result, Leg):
         changed = f"changed: {', '.join(result.changed)}" if result.changed else "bit for bit"
-        return f"{_name(finding.variant)}: {changed}, losses after it {result.loss:.1e}"
+        return f"{_name(finding.case)}: {changed}, losses after it {result.loss:.1e}"
     text = (
-        f"{_name(finding.variant)}: loss {result.loss:.1e}, gradient norm {result.grad_norm:.1e}, "
+        f"{_name(finding.case)}: loss {result.loss:.1e}, gradient norm {result.grad_norm:.1e}, "
         f"weights {result.weights:.1e} ({result.parameter}), "
         f"Adam's moments {result.moments:.1e} ({result.moment})"
     )
@@ -71,7 +79,7 @@ def describe(finding: Finding) -> str:
 
 
 def relay_as_text(findings: Sequence[Finding], *, every_layout: bool) -> str:
-    """A whole relay for a person to read; layouts in the order of the relay."""
+    """Return the report of a relay for a terminal, with layouts in the order of the relay."""
     layouts = "\n".join(map(describe, findings)) if every_layout else ""
     lines = ["| tensor x pipeline x data | ranks | layouts | bit for bit | losses after it |"]
     lines += ["|---|---|---|---|---|"]
@@ -85,20 +93,20 @@ def relay_as_text(findings: Sequence[Finding], *, every_layout: bool) -> str:
     handed = [finding for finding in findings if not getattr(finding.result, "first", False)]
     passed = sum(finding.passes for finding in handed)
     last = (
-        f"{passed} of {len(handed)} layouts went on from another one's checkpoint as if nothing "
-        f"had changed: weights and both moments bit for bit, losses to {RELAY_LOSS:.0e}"
+        f"{passed} of {len(handed)} layouts resumed from another layout's checkpoint with nothing "
+        f"lost: weights and both moments equal bit for bit, losses to {RELAY_LOSS_TOLERANCE:.0e}"
     )
     parts = [layouts, "\n".join(lines), failures(findings), last]
     return "\n\n".join(part for part in parts if part)
 
 
 def verdict(findings: Sequence[Finding]) -> str:
-    """The last line."""
+    """Return the last lines of the report."""
     noise = max((f.result.noise for f in findings if isinstance(f.result, Difference)), default=0)
     text = (
-        f"{summary(findings)}: relative differences up to {LOSS:.0e} of the loss, "
-        f"{GRAD_NORM:.0e} of the gradient norm, {WEIGHTS:.0e} of the weights and {MOMENTS:.0e} of "
-        f"Adam's first moments pass"
+        f"{summary(findings)}: relative differences up to {LOSS_TOLERANCE:.0e} of the loss, "
+        f"{GRAD_NORM_TOLERANCE:.0e} of the gradient norm, {WEIGHT_TOLERANCE:.0e} of the weights "
+        f"and {MOMENT_TOLERANCE:.0e} of Adam's first moments pass"
     )
     if noise:
         text += (
@@ -109,36 +117,41 @@ def verdict(findings: Sequence[Finding]) -> str:
 
 
 def summary(findings: Sequence[Finding]) -> str:
-    """How many pass."""
+    """Return the number of layouts that pass, as a phrase."""
     passed = sum(finding.passes for finding in findings)
     return f"{passed} of {len(findings)} layouts train like one process"
 
 
 def as_json(findings: Sequence[Finding], *, relay: bool = False) -> dict[str, Any]:
-    """Everything, for other programs."""
-    one_loss = {"loss": LOSS, "grad_norm": GRAD_NORM, "weights": WEIGHTS, "moments": MOMENTS}
+    """Return the report for other programs."""
+    tolerances = {
+        "loss": LOSS_TOLERANCE,
+        "grad_norm": GRAD_NORM_TOLERANCE,
+        "weights": WEIGHT_TOLERANCE,
+        "moments": MOMENT_TOLERANCE,
+    }
     return {
         "passed": all(finding.passes for finding in findings),
-        "tolerances": {"loss": RELAY_LOSS} if relay else one_loss,
+        "tolerances": {"loss": RELAY_LOSS_TOLERANCE} if relay else tolerances,
         "layouts": [_row_of_json(finding) for finding in findings],
     }
 
 
 def _row_of_json(finding: Finding) -> dict[str, Any]:
-    variant, result = finding.variant, finding.result
-    layout, sizes = variant.recipe.layout, variant.topology
+    case, result = finding.case, finding.result
+    layout, sizes = case.recipe.layout, case.topology
     numbers = {"error": result} if isinstance(result, str) else asdict(result)
     return {
         "tensor": sizes.tensor,
         "pipeline": sizes.pipeline,
         "data": sizes.data,
-        "zero": variant.zero_stage,
+        "zero": case.zero_stage,
         "schedule": layout.schedule,
         "chunks": layout.chunks,
         "sequence_parallel": layout.sequence_parallel,
         "recompute": layout.recompute,
         "recompute_interval": layout.recompute_interval,
-        "micro_sequences": variant.recipe.batch.micro_sequences,
+        "micro_sequences": case.recipe.batch.micro_sequences,
         "passed": finding.passes,
         # JSON has no infinity
         **{key: None if value == math.inf else value for key, value in numbers.items()},
@@ -146,7 +159,7 @@ def _row_of_json(finding: Finding) -> dict[str, Any]:
 
 
 def _axes(finding: Finding) -> tuple[int, int, int, int]:
-    sizes = finding.variant.topology
+    sizes = finding.case.topology
     return sizes.world_size, sizes.tensor, sizes.pipeline, sizes.data
 
 
@@ -162,5 +175,5 @@ def _row(findings: list[Finding]) -> str:
     return f"| {' x '.join(map(str, sizes))} | {world_size} | {count} | {' | '.join(largest)} |"
 
 
-def _name(variant: Variant) -> str:
-    return f"{variant.axes}, {variant.method}"
+def _name(case: ProofCase) -> str:
+    return f"{case.axes}, {case.method}"

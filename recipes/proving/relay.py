@@ -1,7 +1,7 @@
-"""A relay: every layout goes on from the checkpoint that the one before it saved.
+"""The work of a rank in a relay, in which every layout resumes from the previous one's checkpoint.
 
-What a rank does for it. In the folder are a run's checkpoints and `handed`, what the last layout
-had in memory when it saved, and its losses after that.
+The folder of a relay holds the checkpoints of a run and a file `handed`, with the tensors that the
+previous layout had in memory when it saved, and its losses after that.
 """
 
 import os
@@ -14,12 +14,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from recipes.proving.compare import Leg, relative
-from recipes.proving.layouts import Variant
+from recipes.proving.layouts import ProofCase
 from recipes.proving.trial import (
     gather,
     held_state,
     held_weights,
-    many_variants,
+    many_cases,
     start,
     train_step,
 )
@@ -30,29 +30,29 @@ from recipes.training.engine.engine import Engine
 from recipes.training.recipe.topology import World
 from recipes.training.run_folder.folder import RunFolder
 
-LOSSES = 10  # that two layouts have in common
+SHARED_STEPS = 10  # steps after a checkpoint that two layouts both run
 
 
-def run_legs(variants: Iterable[Variant], folder: Path) -> Iterator[Leg | None]:
-    """Run variants of this world's size in turn; yield outcomes on rank 0, None on the others."""
-    variants = list(variants)
-    deterministic = variants[0].recipe.training.deterministic
-    with many_variants(deterministic=deterministic) as begin_variant:
-        for variant in variants:
-            begin_variant()
-            yield run_leg(variant, World.from_environment(os.environ), RunFolder(folder))
+def run_legs(cases: Iterable[ProofCase], folder: Path) -> Iterator[Leg | None]:
+    """Run cases of this world's size in turn; yield outcomes on rank 0, None on the others."""
+    cases = list(cases)
+    deterministic = cases[0].recipe.training.deterministic
+    with many_cases(deterministic=deterministic) as begin_case:
+        for case in cases:
+            begin_case()
+            yield run_leg(case, World.from_environment(os.environ), RunFolder(folder))
 
 
-def run_leg(variant: Variant, world: World, folder: RunFolder) -> Leg | None:
-    """Load, compare with what was saved; a step, save; the steps that the next one does too."""
-    engine, data = start(variant.recipe, world)
+def run_leg(case: ProofCase, world: World, folder: RunFolder) -> Leg | None:
+    """Load and compare, run a step, save, and run the steps that the next layout repeats."""
+    engine, data = start(case.recipe, world)
     done = load_newest(engine, data, folder)
     got = everything(engine) if done else {}
     step = done + 1
     losses = [train_step(engine, data, step).loss]
     save(engine, data, folder, step=step)
     saved = everything(engine)
-    losses += [train_step(engine, data, step + later).loss for later in range(1, LOSSES + 1)]
+    losses += [train_step(engine, data, step + later).loss for later in range(1, SHARED_STEPS + 1)]
     dist.barrier()
     if world.rank != 0:
         return None
@@ -63,7 +63,7 @@ def run_leg(variant: Variant, world: World, folder: RunFolder) -> Leg | None:
 
 
 def load_newest(engine: Engine, data: TrainingData, folder: RunFolder) -> int:
-    """Go on from the newest checkpoint, if there is one; its step; collective."""
+    """Load the newest checkpoint, if there is one, and return its step; collective."""
     found = reader.find(folder.checkpoints, "auto", engine.recipe, data.fingerprint)
     if found.path:
         engine.load(found.reader())
@@ -72,17 +72,23 @@ def load_newest(engine: Engine, data: TrainingData, folder: RunFolder) -> int:
 
 
 def save(engine: Engine, data: TrainingData, folder: RunFolder, *, step: int) -> None:
-    """Save after a step, and wait for it; collective."""
+    """Save after a step and wait until the checkpoint is written; collective."""
     topology = engine.recipe.topology(World.from_environment(os.environ))
-    facts = {"recipe": engine.recipe, "topology": topology, "data": data.fingerprint}
-    writer = CheckpointWriter(engine.state, folder, **facts)
+    writer = CheckpointWriter(
+        engine.state,
+        folder,
+        recipe=engine.recipe,
+        topology=topology,
+        data=data.fingerprint,
+    )
     problem = writer.save(data.progress_after(step)) or writer.wait()
     assert problem is None, problem
 
 
 def everything(engine: Engine) -> dict[str, Tensor]:
-    """All logical weights, fp32 weights and both moments, on rank 0; by DeepSpeed's own ways, not
-    by the code that saves and loads.
+    """Return all logical weights, fp32 weights and both moments on rank 0.
+
+    They are read with DeepSpeed's functions, independently of the code that saves and loads.
     """
     tensors = {f"weight {n}": t for n, t in gather(engine, held_weights(engine)).items()}
     for kind in ("fp32", "exp_avg", "exp_avg_sq"):
@@ -92,11 +98,11 @@ def everything(engine: Engine) -> dict[str, Tensor]:
 
 
 def compare_leg(got: dict[str, Tensor], losses: list[float], handed: dict[str, Any] | None) -> Leg:
-    """What a layout has made of what it was handed; the first one of a relay was handed nothing."""
+    """Compare a layout with the previous one; the first layout of a relay has none."""
     if handed is None:
         return Leg(first=True, changed=[], loss=0.0)
     expected = handed["tensors"]
     assert got.keys() == expected.keys()
     changed = [name for name, tensor in expected.items() if not torch.equal(got[name], tensor)]
-    pairs = zip(losses[:LOSSES], handed["losses"], strict=True)
+    pairs = zip(losses[:SHARED_STEPS], handed["losses"], strict=True)
     return Leg(first=False, changed=changed, loss=max(relative(a, b) for a, b in pairs))

@@ -1,30 +1,34 @@
-"""A recipe made small: the same structure, sizes for seconds instead of weeks."""
+"""Shrinking of a recipe to the same structure with sizes that train in seconds."""
 
 import math
 from pathlib import Path
 from typing import Any
 
 from models.config import ModelConfig
-from recipes.training.recipe.schema import Recipe, parse_recipe
+from recipes.training.recipe.loading import parse_recipe
+from recipes.training.recipe.schema import Recipe
 
 HEAD_SIZE = 8
-HEADS_PER_GROUP = 3  # at most
-SEQUENCE_LENGTH = 16  # at least
-LARGEST = 64  # common multiple of the sizes that stay legal
-SEQUENCES = 8  # at least, of a global batch
-LEARNING_RATE = 1e-4  # at most: Adam makes whole steps of gradients that are mere rounding
+MAX_HEADS_PER_GROUP = 3  # query heads per key-value head
+MIN_SEQUENCE_LENGTH = 16
+MAX_COMMON_MULTIPLE = 64  # limit of the common divisors that a size keeps
+MIN_SEQUENCES = 8  # in a global batch
+MAX_LEARNING_RATE = 1e-4  # because Adam turns gradients that are rounding errors into full steps
 
 
 def shrink(recipe: Recipe, *, ranks: int, layers: int, steps: int, corpus: Path) -> Recipe:
     """Return the recipe with every architectural switch kept and every size small.
 
-    What a layout must divide (key-value heads, feed-forward columns, sequence, global batch) keeps
-    its divisors among 1 .. ranks, so that the same sizes are legal; the vocabulary keeps its
-    remainder by 64 and the layers whether they are odd.
+    Sizes that a layout must divide (key-value heads, feed-forward columns, sequence, global batch)
+    keep their divisors among 1 .. ranks, so that the same layouts are legal. The vocabulary keeps
+    its remainder modulo 64, and an odd number of layers stays odd.
 
-    ranks: the largest world it will be spread over
-    layers: at most, or one more
-    corpus: folder that `write_corpus` wrote
+    Args:
+        recipe: the recipe
+        ranks: size of the largest world
+        layers: maximum number of layers, or one more to keep an odd number odd
+        steps: number of training steps
+        corpus: folder that `write_corpus` wrote
     """
     table = recipe.model_dump(mode="json", exclude_none=True)
     table.pop("cluster", None)
@@ -32,12 +36,12 @@ def shrink(recipe: Recipe, *, ranks: int, layers: int, steps: int, corpus: Path)
     table["layout"] = {}
     table["batch"] = {
         "global_sequences": math.lcm(
-            _alike(recipe.batch.global_sequences, ranks, at_least=SEQUENCES),
+            _same_divisors(recipe.batch.global_sequences, ranks, at_least=MIN_SEQUENCES),
             larger_micro_batch(recipe),
         ),
         "micro_sequences": 1,
     }
-    rate = min(recipe.optimizer.learning_rate, LEARNING_RATE)
+    rate = min(recipe.optimizer.learning_rate, MAX_LEARNING_RATE)
     table["optimizer"] |= {
         "learning_rate": rate,
         "schedule": {"warmup_steps": 2, "decay": "cosine", "minimum_learning_rate": rate / 10},
@@ -61,41 +65,45 @@ def shrink(recipe: Recipe, *, ranks: int, layers: int, steps: int, corpus: Path)
 
 
 def small_model(model: ModelConfig, ranks: int, layers: int) -> dict[str, Any]:
-    """The sizes of the small model."""
-    kv_heads = _alike(model.kv_heads, ranks)
-    heads = kv_heads * min(model.heads // model.kv_heads, HEADS_PER_GROUP)
-    sizes = {
+    """Return the sizes of the small model."""
+    kv_heads = _same_divisors(model.kv_heads, ranks)
+    heads = kv_heads * min(model.heads // model.kv_heads, MAX_HEADS_PER_GROUP)
+    sizes: dict[str, Any] = {
         "layers": min(model.layers, layers + (model.layers - layers) % 2),
         "heads": heads,
         "kv_heads": kv_heads,
         "hidden_size": heads * HEAD_SIZE,
-        "ffn_hidden_size": _alike(model.ffn_hidden_size, ranks, at_least=heads * HEAD_SIZE + 1),
+        "ffn_hidden_size": _same_divisors(
+            model.ffn_hidden_size, ranks, at_least=heads * HEAD_SIZE + 1
+        ),
         "vocab_size": 64 * 3 + model.vocab_size % 64,
-        "sequence_length": _alike(model.sequence_length, ranks, at_least=SEQUENCE_LENGTH),
+        "sequence_length": _same_divisors(
+            model.sequence_length, ranks, at_least=MIN_SEQUENCE_LENGTH
+        ),
     }
-    # Products of a row with a column keep their spread, and attention is as far from flat.
+    # The products keep their spread, so that attention is as far from uniform as in the recipe.
     spread = math.sqrt(model.hidden_size / sizes["hidden_size"])
     sizes["initial_std"] = model.initial_std * spread
-    if model.head_size is not None:  # heads of their own size: not hidden_size / heads
+    if model.head_size is not None:  # the recipe sets the head size separately
         sizes |= {"head_size": HEAD_SIZE, "hidden_size": heads * HEAD_SIZE + 8}
     return sizes
 
 
 def larger_micro_batch(recipe: Recipe) -> int:
-    """The micro-batch that a proof uses beside one of a single sequence.
+    """Return the micro-batch that a proof uses in addition to one of a single sequence.
 
-    A prime that divides the recipe's own, so that a large one is small and an odd one stays odd.
+    It is a prime factor of the recipe's micro-batch, so that it is small and an odd one stays odd.
     """
     return next((p for p in (2, 3, 5, 7) if recipe.batch.micro_sequences % p == 0), 2)
 
 
-def _alike(size: int, ranks: int, at_least: int = 1) -> int:
-    """The smallest number that 1 .. ranks divide if, and only if, they divide `size`.
+def _same_divisors(size: int, ranks: int, at_least: int = 1) -> int:
+    """Return the smallest number with the same divisors among 1 .. ranks as `size`.
 
-    Where that would be a large number, it holds for 1 .. fewer than ranks.
+    If that number would be large, the divisors agree only up to a number below `ranks`.
     """
     multiples = [math.lcm(*range(1, most + 1)) for most in range(ranks, 0, -1)]
-    multiple = next(m for m in multiples if math.gcd(size, m) <= LARGEST)
+    multiple = next(m for m in multiples if math.gcd(size, m) <= MAX_COMMON_MULTIPLE)
     common = math.gcd(size, multiple)
     number = -(-at_least // common) * common
     while math.gcd(number, multiple) != common:

@@ -1,4 +1,4 @@
-"""The work of a rank in a proof: train every variant of its world size, one after the other."""
+"""The work of a rank in a proof: train every case of its world size, one after the other."""
 
 import contextlib
 import gc
@@ -6,7 +6,6 @@ import itertools
 import os
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
-from unittest import mock
 
 import deepspeed
 import torch
@@ -14,11 +13,13 @@ import torch.distributed as dist
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 from torch import Tensor
 
-from models.sharding import Sharding
+from models.pipeline.replacement import replaced
+from models.sharding import Sharding, sharding_of
 from recipes.proving.compare import Outcome
-from recipes.proving.layouts import Variant
+from recipes.proving.layouts import ProofCase
 from recipes.training.data.dataset import TrainingData
-from recipes.training.engine.engine import Engine, StepResult, build_engine, is_partitioned
+from recipes.training.engine.build import build_from_recipe
+from recipes.training.engine.engine import Engine, StepResult, is_partitioned
 from recipes.training.recipe.deepspeed_config import build_deepspeed_config
 from recipes.training.recipe.learning_rate import learning_rate
 from recipes.training.recipe.schema import Recipe
@@ -26,46 +27,46 @@ from recipes.training.recipe.topology import World
 from recipes.training.runtime.processes import start_processes
 
 
-def try_variants(variants: Iterable[Variant]) -> Iterator[Outcome | None]:
-    """Train the variants of this world's size; yield outcomes on rank 0, None on the others."""
-    variants = list(variants)
-    deterministic = variants[0].recipe.training.deterministic
-    with many_variants(deterministic=deterministic) as begin_variant:
-        for variant in variants:
-            begin_variant()
-            yield train(variant, World.from_environment(os.environ))
+def try_cases(cases: Iterable[ProofCase]) -> Iterator[Outcome | None]:
+    """Train the cases of this world's size; yield outcomes on rank 0, None on the others."""
+    cases = list(cases)
+    deterministic = cases[0].recipe.training.deterministic
+    with many_cases(deterministic=deterministic) as begin_case:
+        for case in cases:
+            begin_case()
+            yield train(case, World.from_environment(os.environ))
 
 
 @contextlib.contextmanager
-def many_variants(*, deterministic: bool = False) -> Iterator[Callable[[], None]]:
-    """Join the process group and train several variants in it, one after the other.
+def many_cases(*, deterministic: bool = False) -> Iterator[Callable[[], None]]:
+    """Join the process group and train several cases in it, one after the other.
 
     Args:
-        deterministic: `training.deterministic` of all variants
+        deterministic: `training.deterministic` of all cases
 
     Yields:
-        The function to call before each variant.
+        The function to call before each case.
     """
     torch.set_num_threads(1)
-    gc.freeze()  # what the imports made stays; collecting is quick without it
+    gc.freeze()  # the collector then skips the objects of the imports and is fast
     start_processes(World.from_environment(os.environ), deterministic=deterministic)
     with shared_groups() as forget_asked:
 
         def begin() -> None:
             forget_asked()
-            gc.collect()  # an engine is a web of references
+            gc.collect()  # an engine has reference cycles
 
         yield begin
 
 
-def train(variant: Variant, world: World) -> Outcome | None:
-    """All steps of the variant's recipe."""
-    engine, data = start(variant.recipe, world)
-    results, validation = [], None
-    steps = variant.recipe.training.steps
+def train(case: ProofCase, world: World) -> Outcome | None:
+    """Run all steps of a case and return its outcome on rank 0."""
+    engine, data = start(case.recipe, world)
+    results, validation = [], []
+    steps = case.recipe.training.steps
     for step in range(1, steps + 1):
         if step == steps:  # between two steps, as in a run
-            validation = engine.evaluate(data.evaluation())
+            validation.append(engine.evaluate(data.evaluation()))
         results.append(train_step(engine, data, step))
     weights = gather(engine, held_weights(engine))
     moments = gather(engine, held_state(engine, "exp_avg"))
@@ -73,7 +74,7 @@ def train(variant: Variant, world: World) -> Outcome | None:
     if world.rank != 0:
         return None
     return Outcome(
-        losses=[result.loss for result in results] + [validation],
+        losses=[result.loss for result in results] + validation,
         grad_norms=[result.grad_norm for result in results],
         weights=weights,
         moments=moments,
@@ -82,20 +83,20 @@ def train(variant: Variant, world: World) -> Outcome | None:
 
 
 def start(recipe: Recipe, world: World) -> tuple[Engine, TrainingData]:
-    """The recipe's engine, initialised, and this rank's data; collective."""
+    """Build the recipe's engine and open this rank's data; collective."""
     topology = recipe.topology(world)
-    engine = build_engine(recipe, topology, build_deepspeed_config(recipe, topology))
+    engine = build_from_recipe(recipe, topology, build_deepspeed_config(recipe, topology))
     return engine, TrainingData(recipe, topology, world.rank)
 
 
 def train_step(engine: Engine, data: TrainingData, step: int) -> StepResult:
-    """Step 1, 2, ... at the recipe's learning rate."""
+    """Run step 1, 2, ... at the recipe's learning rate."""
     rate = learning_rate(step, engine.recipe.optimizer, engine.recipe.training.steps)
     return engine.train_step(data.step(step), rate)
 
 
 def held_weights(engine: Engine) -> dict[str, Tensor]:
-    """This tensor rank's part of every weight that its stage holds; collective under ZeRO-3."""
+    """Return this tensor rank's part of every weight of its stage; collective under ZeRO-3."""
     held = dict(engine.parameters())
     partitioned = [parameter for parameter in held.values() if is_partitioned(parameter)]
     with deepspeed.zero.GatheredParameters(partitioned, enabled=bool(partitioned)):
@@ -103,10 +104,12 @@ def held_weights(engine: Engine) -> dict[str, Tensor]:
 
 
 def held_state(engine: Engine, kind: str) -> dict[str, Tensor]:
-    """The same of "fp32" weights, "exp_avg" or "exp_avg_sq", which ZeRO has spread; collective.
+    """Return this tensor rank's part of every optimizer state of its stage; collective.
 
-    The first moments are the gradients' running mean: Adam's steps do not show a gradient's scale,
-    they do.
+    The first moments are running means of the gradients. Unlike Adam's steps, they show an error in
+    the scale of a gradient.
+
+    kind: "fp32" for the fp32 weights, "exp_avg" or "exp_avg_sq"
     """
     optimizer = engine.wrapped.optimizer
     if hasattr(optimizer, "_lazy_init_hp_params_optimizer_state"):  # not ZeRO-3
@@ -124,13 +127,13 @@ def held_state(engine: Engine, kind: str) -> dict[str, Tensor]:
 
 
 def gather(engine: Engine, held: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The logical tensors of all ranks' parts, on rank 0; empty on the others; collective."""
-    shardings = {name: parameter.sharding for name, parameter in engine.parameters()}
+    """Return the logical tensors on rank 0, an empty dict on other ranks; collective."""
+    shardings = {name: sharding_of(parameter) for name, parameter in engine.parameters()}
     parts = [(name, engine.axis.rank, shardings[name], part) for name, part in held.items()]
-    everyones: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
-    dist.gather_object(parts, everyones)
+    of_ranks: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+    dist.gather_object(parts, of_ranks)
     found: dict[str, tuple[Sharding, dict[int, Tensor]]] = {}
-    for name, tensor_rank, sharding, part in itertools.chain.from_iterable(everyones or []):
+    for name, tensor_rank, sharding, part in itertools.chain.from_iterable(of_ranks or []):
         tensors = found.setdefault(name, (sharding, {}))[1]
         tensors.setdefault(tensor_rank, part)
     return {
@@ -141,14 +144,14 @@ def gather(engine: Engine, held: dict[str, Tensor]) -> dict[str, Tensor]:
 
 @contextlib.contextmanager
 def shared_groups() -> Iterator[Callable[[], None]]:
-    """Create process groups once: variants of a world share them, in the order of their requests.
+    """Create process groups once: cases of a world share them, in the order of their requests.
 
     The n-th request for a group of the same ranks and backend gets the group that the n-th request
-    of an earlier variant created. Every engine requests dozens of groups, each of which opens
+    of an earlier case created. Every engine requests dozens of groups, each of which opens
     connections that are never closed.
 
     Yields:
-        The function to call before each variant.
+        The function to call before each case.
     """
     made: dict[tuple, list[dist.ProcessGroup]] = {}
     asked: dict[tuple, int] = {}
@@ -163,5 +166,5 @@ def shared_groups() -> Iterator[Callable[[], None]]:
             groups.append(new_group(list(members), *arguments, **settings))
         return groups[turn]
 
-    with mock.patch.object(dist, "new_group", reuse):
+    with replaced(dist, "new_group", reuse):
         yield asked.clear

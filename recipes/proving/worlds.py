@@ -1,4 +1,4 @@
-"""Processes for a proof: worlds of ranks that train many variants each, several worlds at once."""
+"""Processes of a proof: several worlds of ranks at a time, each of which trains many cases."""
 
 import contextlib
 import multiprocessing
@@ -17,38 +17,39 @@ from pathlib import Path
 from typing import Any
 
 from recipes.proving.compare import Leg, Outcome
-from recipes.proving.layouts import Variant
-from recipes.training.recipe.schema import REPOSITORY
+from recipes.proving.layouts import ProofCase
+from recipes.training.recipe.loading import REPOSITORY
 
-ENVIRONMENT = {  # of every rank
+RANK_ENVIRONMENT = {  # environment variables of every rank
     "DS_ACCELERATOR": "cpu",
     "CUDA_VISIBLE_DEVICES": "",
     "OMP_NUM_THREADS": "1",
-    # The server imports from this checkout, and not from whatever is in the working directory.
+    # The server must import from this checkout instead of the working directory.
     "PYTHONPATH": str(REPOSITORY),
     "PYTHONSAFEPATH": "1",
 }
-PRELOADED = [  # once, for all processes; the last three are imported when an engine is built
+# Imported once, for all processes. Building an engine would import the last three.
+PRELOADED_MODULES = [
     "recipes.proving.relay",
     "torch._dynamo",
     "torch._inductor.compile_fx",
     "deepspeed.runtime.zero.muon.muon_optimizer",
 ]
-LAST_LINES = 12  # of a rank's output, in a message
+MAX_LINES_IN_MESSAGE = 12  # lines of a rank's output in a message
 
-Result = tuple[Variant, Outcome | Leg | str]
+Result = tuple[ProofCase, Outcome | Leg | str]
 
 
 @dataclass
 class WorldOfRanks:
-    """The processes that train some variants of one size.
+    """The processes that train cases of one world size.
 
-    relay: the folder of a relay; None: they train by themselves
-    done: how many of the variants have their result
-    failure: why the next one has none
+    relay: the folder of a relay; None: the cases are trained independently
+    done: number of cases that have a result
+    failure: the reason why the next case failed, if it did
     """
 
-    variants: Sequence[Variant]
+    cases: Sequence[ProofCase]
     logs: Path
     seconds: float
     relay: Path | None = None
@@ -56,38 +57,40 @@ class WorldOfRanks:
     failure: str | None = None
     deadline: float = 0.0
     processes: list[Any] = field(default_factory=list)
-    reports: dict[int, Connection] = field(default_factory=dict)  # of the ranks that still run
+    reports: dict[int, Connection] = field(
+        default_factory=dict
+    )  # by rank, of the ranks that still run
 
     @property
     def size(self) -> int:
-        """Its ranks."""
-        return self.variants[0].world_size
+        """Number of ranks."""
+        return self.cases[0].world_size
 
     @property
     def finished(self) -> bool:
-        """Whether nothing more will come."""
-        return self.failure is not None or self.done == len(self.variants)
+        """True if no more results will arrive."""
+        return self.failure is not None or self.done == len(self.cases)
 
     def start(self) -> None:
-        """Start the processes; imports are done already, in the server they are forked from."""
+        """Start the processes, forked from a server that has done the imports."""
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(PRELOADED)
+        context.set_forkserver_preload(PRELOADED_MODULES)
         port = free_port()
         self.deadline = time.monotonic() + self.seconds
-        with environment(ENVIRONMENT):
+        with environment(RANK_ENVIRONMENT):
             for rank in range(self.size):
                 ours, theirs = context.Pipe(duplex=False)
                 self.reports[rank] = ours
                 self._log(rank).touch()
-                place = (rank, port, self._log(rank), REPOSITORY)
-                arguments = (place, self.variants, self.relay, theirs)
+                settings = (rank, port, self._log(rank), REPOSITORY)
+                arguments = (settings, self.cases, self.relay, theirs)
                 process = context.Process(target=_rank, args=arguments, daemon=True)
                 process.start()
                 theirs.close()
                 self.processes.append(process)
 
     def stop(self) -> None:
-        """End the processes, if they have not ended."""
+        """Kill the processes that still run, and wait for all."""
         for process in self.processes:
             process.kill()
         for process in self.processes:
@@ -96,12 +99,12 @@ class WorldOfRanks:
             report.close()
 
     def results(self) -> Iterator[Result]:
-        """What has come since the last call; what is wrong is in `failure` then."""
+        """Yield the results since the last call, and set `failure` if a rank failed."""
         yield from self._outcomes()
         for rank in sorted(self.reports):
             failed_at = self._failure_of(rank)
             if failed_at is not None:
-                # Rank 0 may not have sent yet what it finished before the others failed.
+                # Rank 0 may not have sent yet the results from before the failure.
                 while self.done < failed_at and self.reports.get(0) and self.reports[0].poll(1.0):
                     yield from self._outcomes()
                 return
@@ -109,7 +112,7 @@ class WorldOfRanks:
             self.failure = f"nothing within {self.seconds:.0f} seconds"
 
     def _outcomes(self) -> Iterator[Result]:
-        """Rank 0 sends what every variant has come to."""
+        """Yield the outcomes that rank 0 has sent."""
         while 0 in self.reports and self.reports[0].poll():
             message = self._receive(0)
             if message is None or isinstance(message[1], str):
@@ -118,10 +121,10 @@ class WorldOfRanks:
                 return
             self.deadline = time.monotonic() + self.seconds
             self.done += 1
-            yield self.variants[self.done - 1], message[1]
+            yield self.cases[self.done - 1], message[1]
 
     def _failure_of(self, rank: int) -> int | None:
-        """The variant at which a rank has failed, if it has."""
+        """Return the index of the case at which a rank failed, or None."""
         if self.failure is not None:
             return self.done
         while rank in self.reports and self.reports[rank].poll():
@@ -129,7 +132,7 @@ class WorldOfRanks:
             if message is None:  # it has ended
                 self.processes[rank].join(1.0)
                 code = self.processes[rank].exitcode
-                if code or (rank == 0 and self.done < len(self.variants)):
+                if code or (rank == 0 and self.done < len(self.cases)):
                     self.failure = f"rank {rank} ended, exit code {code}"
                     return self.done
             elif isinstance(message[1], str):
@@ -138,7 +141,7 @@ class WorldOfRanks:
         return None
 
     def _receive(self, rank: int) -> tuple[int, Outcome | Leg | str] | None:
-        """(the variant's place, outcome or error) from a rank; None: it has ended."""
+        """Return (index of the case, outcome or error) from a rank; None if the rank has ended."""
         try:
             return pickle.loads(self.reports[rank].recv_bytes())
         except EOFError:
@@ -146,35 +149,40 @@ class WorldOfRanks:
             return None
 
     def last_words(self) -> str:
-        """The end of every rank's output."""
+        """Return the last lines of every rank's output."""
         texts = []
         for rank in range(self.size):
             lines = self._log(rank).read_text(errors="replace").splitlines()
-            texts.append("\n".join([f"rank {rank} of {self.size}:", *lines[-LAST_LINES:]]))
+            texts.append(
+                "\n".join([f"rank {rank} of {self.size}:", *lines[-MAX_LINES_IN_MESSAGE:]])
+            )
         return "\n".join(texts)
 
     def _log(self, rank: int) -> Path:
         return self.logs / f"rank{rank}"
 
 
-def run_variants(
-    variants: Sequence[Variant], *, ranks: int, seconds: float, relay: Path | None = None
-) -> Iterator[tuple[Variant, Outcome | Leg | str]]:
-    """Each variant with its outcome, or with the text of what went wrong, as they come.
+def run_cases(
+    cases: Sequence[ProofCase], *, ranks: int, seconds: float, relay: Path | None = None
+) -> Iterator[tuple[ProofCase, Outcome | Leg | str]]:
+    """Yield each case with its outcome, or with the text of its error, in order of completion.
 
-    A variant that fails ends its world; the ones after it go on in a new one.
+    A case that fails ends its world; the remaining cases continue in a new world.
 
-    ranks: so many processes at most run at a time
-    seconds: a variant that takes longer has failed
-    relay: a folder, through which each hands its run to the next; the variants are of one size
+    Args:
+        cases: the cases
+        ranks: maximum number of processes at a time
+        seconds: time limit of a case
+        relay: folder through which each case passes the run to the next; all cases then have the
+            same world size
 
     Raises:
-        ValueError: a variant needs more ranks.
+        ValueError: a case needs more than `ranks` ranks.
     """
-    sizes = sorted({variant.world_size for variant in variants}, reverse=True)
+    sizes = sorted({case.world_size for case in cases}, reverse=True)
     if sizes and sizes[0] > ranks:
         raise ValueError(f"a layout of {sizes[0]} ranks does not fit into ranks = {ranks}")
-    waiting = [[variant for variant in variants if variant.world_size == n] for n in sizes]
+    waiting = [[case for case in cases if case.world_size == n] for n in sizes]
     running: list[WorldOfRanks] = []
     with tempfile.TemporaryDirectory() as folder:
         try:
@@ -193,7 +201,7 @@ def run_variants(
                         running.remove(world)
                         world.stop()
                     if world.failure is not None:
-                        failed, *rest = world.variants[world.done :]
+                        failed, *rest = world.cases[world.done :]
                         yield failed, f"{world.failure}\n{world.last_words()}"
                         waiting += [rest] if rest else []
         finally:
@@ -203,7 +211,7 @@ def run_variants(
 
 @contextlib.contextmanager
 def environment(changes: dict[str, str]) -> Iterator[None]:
-    """Within it, environment variables are changed; the server and its ranks inherit them."""
+    """Change environment variables, which the server and its ranks inherit, for a while."""
     before = dict(os.environ)
     os.environ.update(changes)
     try:
@@ -214,10 +222,10 @@ def environment(changes: dict[str, str]) -> Iterator[None]:
 
 
 def free_port() -> int:
-    """A TCP port that nobody listens on.
+    """Return an unused TCP port.
 
-    Below those that the system gives to connections: one that was free a moment ago would not be
-    for long on a busy machine.
+    It is below the range from which the system assigns ports to connections, because such a port
+    may be taken a moment later on a busy machine.
     """
     while True:
         port = random.SystemRandom().randrange(10_000, 32_000)
@@ -230,7 +238,7 @@ def free_port() -> int:
 
 
 def rank_variables(rank: int, size: int, port: int) -> dict[str, str]:
-    """What a launcher sets for a rank of one node."""
+    """Return the environment variables that a launcher sets for a rank on a single node."""
     return {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
@@ -242,34 +250,34 @@ def rank_variables(rank: int, size: int, port: int) -> dict[str, str]:
 
 
 def _rank(
-    place: tuple[int, int, Path, Path],
-    variants: Sequence[Variant],
+    settings: tuple[int, int, Path, Path],
+    cases: Sequence[ProofCase],
     relay: Path | None,
     report: Connection,
 ) -> None:
-    """One process: train the variants; report outcomes, if it is rank 0, or what ended it.
+    """Train the cases in one process, and report outcomes (rank 0) or an error (all ranks).
 
-    place: rank, port, log, and the checkout that is to be proven
+    settings: rank, port, log, and the checkout that the rank must have imported
     """
-    rank, port, log, repository = place
-    size = variants[0].world_size
-    os.environ |= ENVIRONMENT | rank_variables(rank, size, port)
+    rank, port, log, repository = settings
+    size = cases[0].world_size
+    os.environ |= RANK_ENVIRONMENT | rank_variables(rank, size, port)
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(output, 1)
     os.dup2(output, 2)
     from recipes.proving.relay import run_legs  # torch: only ranks need it
-    from recipes.proving.trial import try_variants
+    from recipes.proving.trial import try_cases
 
     done = 0
     try:
         assert repository == REPOSITORY, f"this rank has imported {REPOSITORY}"
-        for outcome in run_legs(variants, relay) if relay else try_variants(variants):
+        for outcome in run_legs(cases, relay) if relay else try_cases(cases):
             if rank == 0:
                 report.send_bytes(pickle.dumps((done, outcome)))
             done += 1
-    except Exception as problem:  # whatever it is, it is this variant's result
+    except Exception as problem:  # any exception is the result of this case
         traceback.print_exc()
         sys.stderr.flush()
         report.send_bytes(pickle.dumps((done, f"{type(problem).__name__}: {problem}")))
-    # torch's teardown of its threads sometimes aborts; the results are out by now.
+    # The results are sent; torch's teardown of its threads sometimes aborts.
     os._exit(0)

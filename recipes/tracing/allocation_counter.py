@@ -1,4 +1,4 @@
-"""Memory, counted operation by operation: what was allocated, when, and what is still there."""
+"""Counter of allocated memory, operation by operation."""
 
 import weakref
 from collections.abc import Iterable
@@ -11,10 +11,10 @@ from torch.utils._pytree import tree_leaves
 
 @dataclass(frozen=True)
 class Allocation:
-    """A storage that an operation has made.
+    """A storage that an operation has allocated.
 
-    shape, dtype: of the tensor that came with it
-    phase: what the rank was doing
+    shape, dtype: shape and type of the first tensor that uses the storage
+    phase: the rank's activity at that time
     """
 
     operation: str
@@ -26,21 +26,21 @@ class Allocation:
 
 @dataclass
 class AllocationCounter(TorchDispatchMode):
-    """Bytes of all storages that operations have made and nobody has freed yet, and their peak.
+    """Count the bytes of all live storages that operations have allocated, and their peak.
 
-    granularity: a storage takes a multiple of so many bytes; 512 in CUDA's caching allocator
-    known: storages (`_cdata`) that are there already, and are not counted; then those that are
-    phase: what the rank is doing, for the record
+    granularity: sizes are rounded up to a multiple; 512 bytes in CUDA's caching allocator
+    known: live storages (`_cdata`), with None for storages that are not counted
+    phase: the rank's current activity
     """
 
     granularity: int = 1
     live: int = 0
     peak: int = 0
-    known: dict[int, int | None] = field(default_factory=dict)  # storage -> its number in `made`
+    known: dict[int, int | None] = field(default_factory=dict)  # storage -> index in `made`
     made: list[Allocation] = field(default_factory=list)
     phase: str = ""
-    peaks: dict[str, int] = field(default_factory=dict)  # phase -> the most in it
-    _events: list[int] = field(default_factory=list)  # n: allocation n was made; ~n: was freed
+    peaks: dict[str, int] = field(default_factory=dict)  # phase -> peak
+    _events: list[int] = field(default_factory=list)  # n: allocation n was made; ~n: it was freed
     _peak_event: int = 0
     _peak_phase: str = ""
 
@@ -48,24 +48,24 @@ class AllocationCounter(TorchDispatchMode):
         super().__init__()
 
     def ignore(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Do not count what these hold."""
+        """Do not count the storages of these tensors."""
         self.known |= {tensor.untyped_storage()._cdata: None for tensor in tensors}
 
     def restart(self) -> None:
-        """Look for the peak from here on."""
+        """Restart the search for the peak."""
         self.peak, self._peak_event, self._peak_phase = self.live, len(self._events), self.phase
         self.peaks.clear()
 
     def number(self, tensor: torch.Tensor) -> int | None:
-        """Which allocation of `made` a tensor's memory is; None: none, or it was ignored."""
+        """Return the index in `made` of a tensor's storage; None if it is not counted."""
         return self.known.get(tensor.untyped_storage()._cdata)
 
     def alive(self) -> set[int]:
-        """The allocations that have not been freed."""
+        """Return the live allocations."""
         return self._alive_after(len(self._events))
 
     def alive_at_peak(self) -> tuple[set[int], str]:
-        """The allocations that were not freed when there was most, and the phase of that."""
+        """Return the allocations that were live at the peak, and its phase."""
         return self._alive_after(self._peak_event), self._peak_phase
 
     def _alive_after(self, events: int) -> set[int]:
@@ -75,7 +75,7 @@ class AllocationCounter(TorchDispatchMode):
         return alive
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        """Count what the operation has made."""
+        """Count the storages that the operation has allocated."""
         result = function(*args, **(kwargs or {}))
         leaves = (result,) if isinstance(result, torch.Tensor) else tree_leaves(result)
         for tensor in leaves:

@@ -1,4 +1,4 @@
-"""Communication, counted by axis and kind: what a rank gives to its process groups."""
+"""Counter of a rank's communication by axis and kind of collective."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -9,9 +9,9 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-# Operator of torch.distributed -> what it is called, and which argument has the whole of the data:
-# what an all-gather yields, what a reduce-scatter takes.
-KINDS = {
+# Operator of torch.distributed -> its kind, and the index of the argument with the whole data, the
+# output of an all-gather and the input of a reduce-scatter.
+COLLECTIVES = {
     "allreduce_": ("all_reduce", 0),
     "allreduce_coalesced_": ("all_reduce", 0),
     "allgather_": ("all_gather", 0),
@@ -26,16 +26,16 @@ KINDS = {
     "send": ("send", 0),
     "recv_": ("recv", 0),
 }
-POINT_TO_POINT = ("send", "recv")  # over the group of all ranks; only stages do
+POINT_TO_POINT = ("send", "recv")  # only stages use these, in the group of all ranks
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """What one kind of collective does on one axis.
+    """Communication of one kind on one axis.
 
     axis: "tensor", "data", "pipeline", "model" (tensor x pipeline) or "world"
-    memory_bytes: of the whole tensors: what is reduced, gathered (all parts), scattered (all
-        parts), sent or received
+    memory_bytes: size of the whole tensors: all parts of a gather or scatter, otherwise the tensor
+        that is reduced, sent or received
     """
 
     axis: str
@@ -46,9 +46,9 @@ class Traffic:
 
 @dataclass
 class CollectiveCounter(TorchDispatchMode):
-    """Counts collectives; groups of one rank, which move nothing, are left out.
+    """Count collectives, except those in groups of one rank, which transfer nothing.
 
-    axes: the ranks of a group -> its axis
+    axes: axis by the ranks of its group
     """
 
     axes: Mapping[frozenset[int], str]
@@ -60,12 +60,12 @@ class CollectiveCounter(TorchDispatchMode):
         super().__init__()
 
     def restart(self) -> None:
-        """Count from here on."""
+        """Restart the counts."""
         self.counts.clear()
         self.totals.clear()
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        """Count what the operation moves."""
+        """Count the data that the operation transfers."""
         if function.namespace == "c10d":
             self._count(function._schema.name.removeprefix("c10d::"), args)
         return function(*args, **(kwargs or {}))
@@ -73,7 +73,7 @@ class CollectiveCounter(TorchDispatchMode):
     def _count(self, name: str, arguments: tuple) -> None:
         if name in ("barrier", "monitored_barrier_"):
             return
-        kind, argument = KINDS[name]
+        kind, argument = COLLECTIVES[name]
         if kind in POINT_TO_POINT:
             axis = "pipeline"
         else:

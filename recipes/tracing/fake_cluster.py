@@ -1,16 +1,16 @@
-"""One rank of a cluster that is not there: what it takes for DeepSpeed to believe in it.
+"""Simulation of one rank of a cluster in this process.
 
-Tensors are fake (shapes without memory), collectives do nothing, and what would be read out of a
-tensor, or come from another rank, is given here. Everything that is patched is in this file.
+Tensors are fake (shapes without memory), collectives do nothing, and values that would be read from
+a tensor or come from another rank are constants. This file has all replacements of library
+functions, which last only for the duration of a trace.
 """
 
 import contextlib
 import os
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from functools import partial
 from typing import Any
-from unittest import mock
 
 import deepspeed
 import torch
@@ -28,18 +28,19 @@ from models import cost
 from models.kernels import attention, fusing, norms
 from models.kernels.attention import cumulative_lengths
 from models.parallel.context import positions_in
+from models.pipeline.replacement import replaced
 from models.transformer import rotary_table
 
 
 @contextlib.contextmanager
 def one_rank_of(world_size: int, rank: int) -> Iterator[None]:
-    """torch.distributed and DeepSpeed as that rank finds them; nothing of it stays."""
+    """Initialize torch.distributed and DeepSpeed as on this rank, and restore them afterwards."""
     assert not dist.is_initialized()
     clear_tables()
     environment = {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": "0"}
     remembered = {name: value for name, value in vars(groups).items() if name.isupper()}
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    with mock.patch.dict(os.environ, environment), warnings.catch_warnings():
+    with entries_replaced(os.environ, environment), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="`torch.distributed", category=FutureWarning)
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
         deepspeed.init_distributed(dist_backend="fake", verbose=False)
@@ -63,25 +64,21 @@ def clear_tables() -> None:
 
 @contextlib.contextmanager
 def fake_tensors() -> Iterator[None]:
-    """Tensors without memory, and what DeepSpeed wants to know of their numbers."""
+    """Create tensors without memory, and answer DeepSpeed's questions about their values."""
     accelerator = type(get_accelerator())
-    with contextlib.ExitStack() as stack:
-        for patch in (
-            mock.patch.object(nn.Module, "_apply", apply_in_place),
-            mock.patch.object(
-                partitioned_param_coordinator, "assert_ints_same_as_other_ranks", lambda ints: None
-            ),
-            mock.patch.object(accelerator, "is_fp16_supported", lambda self: True),
-        ):
-            stack.enter_context(patch)
-        stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
-        stack.enter_context(Scalars())
+    with (
+        replaced(nn.Module, "_apply", apply_in_place),
+        replaced(partitioned_param_coordinator, "assert_ints_same_as_other_ranks", accept),
+        replaced(accelerator, "is_fp16_supported", lambda self: True),
+        FakeTensorMode(allow_non_fake_inputs=True),
+        Scalars(),
+    ):
         yield
 
 
 @contextlib.contextmanager
 def kernels_of_a_gpu(compiled: bool) -> Iterator[None]:
-    """Keep the same tensors as a GPU would, where a CPU keeps others.
+    """Let autograd keep the tensors that it keeps on a GPU, which differ from those on a CPU.
 
     On a GPU attention is fused at any length, LayerNorm needs no fp32 copies, and the loss computes
     more logits at a time. A sent tensor is freed once its transfer is complete, and not only when
@@ -91,17 +88,29 @@ def kernels_of_a_gpu(compiled: bool) -> Iterator[None]:
     """
     fuse = one_kernel if compiled else fusing.as_written
     with (
-        mock.patch.object(attention, "MOST_KEPT", 0),
-        mock.patch.object(norms, "sums_in_16_bits", lambda x: False),
-        mock.patch.dict(cost.MOST_LOGITS, cpu=cost.MOST_LOGITS["cuda"]),
-        mock.patch.object(fusing.Fusing, "fuse", staticmethod(fuse)),
-        mock.patch.object(dist.Work, "is_completed", lambda self: True),
+        replaced(attention, "MAX_KEPT_LENGTH", 0),
+        replaced(norms, "sums_in_16_bits", lambda x: False),
+        entries_replaced(cost.MAX_LOGITS, {"cpu": cost.MAX_LOGITS["cuda"]}),
+        replaced(fusing.Fusing, "fuse", staticmethod(fuse)),
+        replaced(dist.Work, "is_completed", lambda self: True),
     ):
         yield
 
 
+@contextlib.contextmanager
+def entries_replaced(table: MutableMapping[str, Any], entries: Mapping[str, Any]) -> Iterator[None]:
+    """Replace entries of a table for the duration of the context."""
+    original = dict(table)
+    table.update(entries)
+    try:
+        yield
+    finally:
+        table.clear()
+        table.update(original)
+
+
 def one_kernel(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function as a compiled one: of its tensors only the results are made."""
+    """Return the function as if compiled: it allocates only its results."""
 
     def run(*inputs: Any) -> Any:
         tensors = [each for each in inputs if isinstance(each, torch.Tensor)]
@@ -114,12 +123,18 @@ def one_kernel(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def made_like(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A new tensor of its shape, type and order in memory."""
+    """Return a new tensor of the same shape, type and memory order."""
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
 
 
-def apply_in_place(module: nn.Module, function, recurse: bool = True) -> nn.Module:
-    """nn.Module._apply as it is for real tensors; fake ones it would swap, which hooks forbid."""
+def accept(ints: object) -> None:
+    """Accept numbers that DeepSpeed would compare with those of other ranks."""
+
+
+def apply_in_place(
+    module: nn.Module, function: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True
+) -> nn.Module:
+    """Run nn.Module._apply in place; it would swap fake tensors, which their hooks do not allow."""
     for child in module.children():
         child._apply(function)
     for parameter in module._parameters.values():
@@ -133,13 +148,13 @@ def apply_in_place(module: nn.Module, function, recurse: bool = True) -> nn.Modu
 
 
 class Scalars(TorchDispatchMode):
-    """What a number out of a fake tensor is: 1 (a sound loss and norm), 0 and False (no overflow).
+    """Values of fake tensors: 1 for floats (a finite loss and norm), 0 for others (no overflow).
 
-    Those that torch knows, because they were written in the program, are what they are.
+    Constants of the program, which torch knows, keep their values.
     """
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        """Answer .item(), leave the rest."""
+        """Answer `.item()` and run all other operations."""
         if function is torch.ops.aten._local_scalar_dense.default:
             (tensor,) = args
             if getattr(tensor, "constant", None) is not None:

@@ -1,4 +1,4 @@
-"""What a rank's memory is for, seen from outside while it trains."""
+"""Observation of the purpose of a rank's memory while it trains."""
 
 from collections.abc import Iterator
 
@@ -12,9 +12,9 @@ from recipes.training.supervision.supervisor import Breadcrumb
 
 
 class Observer(Breadcrumb):
-    """Told by the engine what it is doing; sees in between which memory is a weight, a gradient...
+    """A breadcrumb that, at each activity, notes which allocations are weights, gradients, ...
 
-    roles: allocation -> category, of all that were seen as something other than an activation
+    roles: category by allocation, for all allocations that are not activations
     """
 
     def __init__(self, counter: AllocationCounter, collectives: CollectiveCounter):
@@ -23,7 +23,7 @@ class Observer(Breadcrumb):
         self.engine: Engine | None = None
 
     def watch(self, engine: Engine) -> None:
-        """Look at this engine's tensors from now on."""
+        """Observe the tensors of an engine from now on."""
         self.engine = engine
         step = engine.wrapped.optimizer.step
 
@@ -34,7 +34,7 @@ class Observer(Breadcrumb):
         engine.wrapped.optimizer.step = noted_step
 
     def note(self, doing: str, *, micro_batch: int | None = None, step: int | None = None) -> None:
-        """A phase begins."""
+        """Begin a phase."""
         if self.engine is not None:
             for tensor, role in roles_of(self.engine):
                 number = self.counter.number(tensor)
@@ -45,14 +45,14 @@ class Observer(Breadcrumb):
 
 
 def roles_of(engine: Engine) -> Iterator[tuple[torch.Tensor, str]]:
-    """The tensors that are known to be more than an activation, and what they are."""
+    """Yield the tensors of an engine that are not activations, with their roles."""
     optimizer = engine.wrapped.optimizer
     for state in optimizer.optimizer.state.values():
         for value in state.values():
             if isinstance(value, torch.Tensor):
                 yield value, "optimizer"
     parameters = [p for _, p in logical_parameters(engine.wrapped.module, engine.recipe.model)]
-    for parameter in parameters:  # in fp32 the optimizer may have no others
+    for parameter in parameters:  # before the optimizer's, which in fp32 may be the same tensors
         yield parameter.data, "weights"
     for flat in engine.state.weights:
         yield flat, "optimizer"
@@ -72,7 +72,7 @@ def roles_of(engine: Engine) -> Iterator[tuple[torch.Tensor, str]]:
 
 
 def tensors_in(value: object) -> Iterator[torch.Tensor]:
-    """All in nested lists, tuples and dicts."""
+    """Yield all tensors in nested lists, tuples and dicts."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, dict | list | tuple):

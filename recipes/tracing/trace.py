@@ -1,18 +1,18 @@
-"""Rank R of the full-size job, built and stepped without its memory: what it allocates and sends.
+"""Trace of one rank of a full-size job: the memory it allocates and the data it communicates.
 
-What is run is the real thing: `build_engine`, DeepSpeed's engine, its optimizer and its schedule,
-on fake tensors and a process group that does nothing (`pretence.py` has what that takes). The step
-that is counted is the second: by then Adam's moments are there, as in all steps that follow. Of its
-micro-batches as many are run as `enough_micro_batches` says, and what they communicate is scaled to
-all.
+The model, DeepSpeed's engine, its optimizer and its schedule are the real ones, built by
+`build_from_recipe`, on fake tensors and a process group that does nothing (`fake_cluster.py`). The
+second step is counted, because Adam's moments exist by then, as in all later steps. The trace runs
+only as many of the step's micro-batches as `enough_micro_batches` says, and scales their
+communication to all micro-batches.
 
-What is not counted: what kernels and libraries take inside (cuBLAS' workspace, NCCL's buffers,
-flash attention's fp32 accumulators in its backward pass), the CUDA context, and the caching
-allocator's fragmentation. DeepSpeed runs as on its CPU accelerator, whose engines and optimizers
-are those of CUDA; side streams, which let a few buffers live longer there, do not exist. Unless
-training.compile is false, what a compiled kernel does takes its results and nothing else.
+Not counted: memory inside kernels and libraries (cuBLAS' workspace, NCCL's buffers, flash
+attention's fp32 accumulators in its backward pass), the CUDA context, and fragmentation in the
+caching allocator. DeepSpeed runs on its CPU accelerator, which has the same engines and optimizers
+as CUDA but no side streams; on a GPU a few buffers live longer because of them. Unless
+training.compile is false, a compiled kernel allocates only its results.
 
-Documents are whole sequences here, whatever data.separate_documents says.
+Each sequence is one document here, whatever data.separate_documents says.
 """
 
 import operator
@@ -34,28 +34,29 @@ from recipes.tracing.collective_counter import CollectiveCounter, Traffic
 from recipes.tracing.fake_cluster import fake_tensors, kernels_of_a_gpu, one_rank_of
 from recipes.tracing.observer import Observer
 from recipes.training.data.micro_batch import MicroBatch
-from recipes.training.engine.engine import Engine, PipelinedEngine, build_engine, pipeline_of
+from recipes.training.engine.build import build_from_recipe, pipeline_of
+from recipes.training.engine.engine import Engine, PipelinedEngine
 from recipes.training.recipe.deepspeed_config import build_deepspeed_config
 from recipes.training.recipe.schema import Recipe
 from recipes.training.recipe.topology import Coordinates, Topology, World
 
-ALLOCATOR_BYTES = 512  # CUDA's caching allocator gives multiples (kMinBlockSize)
-LARGEST = 15
-# Phases that happen once in a step; all others happen once for each micro-batch.
-ONCE = ("", "ReduceGrads", "OptimizerStep", "optimizer step")
+ALLOCATOR_BYTES = 512  # CUDA's caching allocator rounds sizes up to a multiple (kMinBlockSize)
+MAX_LISTED_ALLOCATIONS = 15
+# Phases that occur once per step; all others occur once per micro-batch.
+PHASES_ONCE_PER_STEP = ("", "ReduceGrads", "OptimizerStep", "optimizer step")
 # Passes of a pipeline. Data ranks communicate only in the last of them in a step.
-PASSES = ("BackwardPass", "WeightPass")
+BACKWARD_PHASES = ("BackwardPass", "WeightPass")
 
 
 @dataclass(frozen=True)
 class Categories:
-    """Bytes by what they are for.
+    """Bytes of memory by purpose.
 
-    weights: what the forward pass reads
+    weights: tensors that the forward pass reads
     gradients: of all precisions
     optimizer: fp32 master weights, and Adam's two moments
-    buffers: the rest of what stays from step to step: reduction buckets, tables
-    activations: everything that comes and goes within a step, gradients of activations included
+    buffers: all other tensors that live from step to step: reduction buckets, tables
+    activations: tensors that live within a step, including gradients of activations
     """
 
     weights: int = 0
@@ -66,31 +67,31 @@ class Categories:
 
     @property
     def total(self) -> int:
-        """All of them."""
+        """Sum of all categories."""
         return self.state + self.activations
 
     @property
     def state(self) -> int:
-        """What is no activation."""
+        """Sum of all categories but activations."""
         return self.weights + self.gradients + self.optimizer + self.buffers
 
 
 @dataclass(frozen=True)
 class Trace:
-    """One optimizer step of one rank, counted.
+    """Memory and communication of one optimizer step of one rank.
 
-    micro_batches: of the step; `traced` of them were run, enough for the peak, and what is
-        communicated for each was scaled to all
-    between_steps: what stays from step to step
-    at_peak: what was there when there was most, in `peak_phase`
-    phase_bytes: the most in each phase
-    largest: the largest allocations then, with their categories
-    traffic: per step
+    micro_batches: number of micro-batches of the step; `traced` of them were run, which suffices
+        for the peak, and their communication was scaled to all
+    between_steps: memory that lives from step to step
+    at_peak: memory at the peak, which occurs in `peak_phase`
+    phase_bytes: peak of each phase
+    largest: the largest allocations at the peak, with their categories
+    traffic: communication of the step
     """
 
     name: str
     rank: int
-    place: Coordinates
+    coordinates: Coordinates
     topology: Topology
     micro_batches: int
     traced: int
@@ -103,17 +104,17 @@ class Trace:
 
     @property
     def peak_bytes(self) -> int:
-        """The most that was there at once."""
+        """Peak memory."""
         return self.at_peak.total
 
 
 def trace(recipe: Recipe, world_size: int, gpus_per_node: int, rank: int) -> Trace:
-    """Build rank `rank` of the recipe's job and count one step of it.
+    """Build rank `rank` of the recipe's job and trace one of its steps.
 
-    Of many micro-batches only so many are run as it takes for this stage to hold its most.
+    Only as many micro-batches are run as this stage needs to reach its peak memory.
 
     Raises:
-        UserError: the recipe does not fit this world, or there is no such rank.
+        UserError: the layout does not fit the world size, or the rank is not in it.
     """
     if not 0 <= rank < world_size:
         raise UserError(f"rank {rank} is not in 0 .. {world_size - 1}; use 0")
@@ -124,24 +125,24 @@ def trace(recipe: Recipe, world_size: int, gpus_per_node: int, rank: int) -> Tra
 
 
 def measure(recipe: Recipe, topology: Topology, rank: int, *, at_most: int) -> Trace:
-    """Build the engine in the process group that is there, and count its second step.
+    """Build the engine in the current process group and count its second step.
 
-    The tensors may be fake or real: the tests compare the two.
+    The tensors may be fake or real; the tests compare the two.
 
-    at_most: so many micro-batches
+    at_most: maximum number of micro-batches to run
     """
-    place = topology.coordinates(rank)
+    coordinates = topology.coordinates(rank)
     micro_batches = recipe.micro_batches(topology.data)
     traced = min(micro_batches, at_most)
     recipe = as_written(with_micro_batches(recipe, topology, traced))
     config = build_deepspeed_config(recipe, topology)
     batch = [micro_batch(recipe, number) for number in range(traced)]
     counter = AllocationCounter(granularity=ALLOCATOR_BYTES)
-    counter.ignore(t for each in batch for t in (each.tokens, each.labels))
-    collectives = CollectiveCounter(axes_of(topology, place))
+    counter.ignore(t for each in batch for t in (each.tokens, each.labels) if t is not None)
+    collectives = CollectiveCounter(axes_of(topology, coordinates))
     with counter, collectives:
         observer = Observer(counter, collectives)
-        engine = build_engine(recipe, topology, config, observer)
+        engine = build_from_recipe(recipe, topology, config, observer)
         observer.watch(engine)
         first_step(engine, batch)
         before = counter.alive()
@@ -153,10 +154,11 @@ def measure(recipe: Recipe, topology: Topology, rank: int, *, at_most: int) -> T
     at_peak, phase = counter.alive_at_peak()
     roles = observer.roles | dict.fromkeys((before & after) - observer.roles.keys(), "buffers")
     by_size = sorted(at_peak, key=lambda number: -counter.made[number].memory_bytes)
+    largest = by_size[:MAX_LISTED_ALLOCATIONS]
     return Trace(
         name=recipe.name,
         rank=rank,
-        place=place,
+        coordinates=coordinates,
         topology=topology,
         micro_batches=micro_batches,
         traced=traced,
@@ -164,17 +166,16 @@ def measure(recipe: Recipe, topology: Topology, rank: int, *, at_most: int) -> T
         at_peak=categories(at_peak, roles, counter),
         peak_phase=phase,
         phase_bytes=most_in_phases(counter),
-        largest=tuple((roles.get(n, "activations"), counter.made[n]) for n in by_size[:LARGEST]),
+        largest=tuple((roles.get(n, "activations"), counter.made[n]) for n in largest),
         traffic=per_step(collectives, micro_batches, traced),
     )
 
 
 def enough_micro_batches(recipe: Recipe, topology: Topology, rank: int) -> int:
-    """How many it takes for the most that this rank ever holds.
+    """Return the number of micro-batches with which this rank reaches its peak memory.
 
-    With these its stage comes through all moments at which it may hold most, each with and without
-    gradients of a micro-batch before. All that more of them would add is the list of losses, a
-    number each.
+    With this number the stage passes through all states that may be the fullest, each with and
+    without gradients of an earlier micro-batch. A larger number adds only one loss per micro-batch.
     """
     pipeline = pipeline_of(recipe, topology)
     stage = topology.coordinates(rank).pipeline
@@ -187,10 +188,10 @@ def enough_micro_batches(recipe: Recipe, topology: Topology, rank: int) -> int:
 
 
 def fullest_moments(order: Order) -> set[tuple[int, ...]]:
-    """What a stage holds at the moments at which it holds most, as counts; none is below another.
+    """Return the contents of a stage at its fullest moments; no moment is exceeded by another.
 
-    Of each chunk the micro-batches before their backward pass, those before the weights' one, and
-    whether there are gradients.
+    A moment counts, for each chunk, the micro-batches before their backward pass, those before
+    their weight pass, and 1 if gradients exist.
     """
     chunks = 1 + max(work.chunk for work in order)
     before = [0] * chunks
@@ -212,20 +213,20 @@ def fullest_moments(order: Order) -> set[tuple[int, ...]]:
 
 
 def with_micro_batches(recipe: Recipe, topology: Topology, count: int) -> Recipe:
-    """The recipe with so many micro-batches a step."""
+    """Return the recipe with `count` micro-batches per step."""
     sequences = count * recipe.batch.micro_sequences * topology.data
     batch = recipe.batch.model_copy(update={"global_sequences": sequences})
     return recipe.model_copy(update={"batch": batch})
 
 
 def as_written(recipe: Recipe) -> Recipe:
-    """The recipe without compiled kernels: neither fake tensors nor the counter can run those."""
+    """Return the recipe without compiled kernels, which fake tensors and counters cannot run."""
     training = recipe.training.model_copy(update={"compile": False})
     return recipe.model_copy(update={"training": training})
 
 
 def micro_batch(recipe: Recipe, number: int) -> MicroBatch:
-    """One of the recipe's shape, without documents."""
+    """Return a micro-batch of the recipe's shape, without documents."""
     shape = (recipe.batch.micro_sequences, recipe.model.sequence_length)
     first = number * recipe.batch.micro_sequences
     samples = range(first, first + recipe.batch.micro_sequences)
@@ -234,7 +235,7 @@ def micro_batch(recipe: Recipe, number: int) -> MicroBatch:
 
 
 def first_step(engine: Engine, batch: list[MicroBatch]) -> None:
-    """The step that allocates what stays; in a pipeline as few micro-batches as can be do that."""
+    """Run the step that allocates lasting tensors, in a pipeline with few micro-batches."""
     rate = engine.recipe.optimizer.learning_rate
     if not isinstance(engine, PipelinedEngine):
         engine.train_step(batch, rate)
@@ -249,7 +250,7 @@ def first_step(engine: Engine, batch: list[MicroBatch]) -> None:
 def categories(
     alive: Iterable[int], roles: dict[int, str], counter: AllocationCounter
 ) -> Categories:
-    """The bytes of these allocations by role."""
+    """Return the bytes of allocations by role."""
     totals: Counter[str] = Counter()
     for number in alive:
         totals[roles.get(number, "activations")] += counter.made[number].memory_bytes
@@ -257,7 +258,7 @@ def categories(
 
 
 def most_in_phases(counter: AllocationCounter) -> tuple[tuple[str, int], ...]:
-    """(phase, the most in it), over all micro-batches."""
+    """Return the peak of each phase, over all micro-batches."""
     most: dict[str, int] = {}
     for phase, size in counter.peaks.items():
         name = phase.partition(" of micro-batch ")[0]
@@ -265,19 +266,19 @@ def most_in_phases(counter: AllocationCounter) -> tuple[tuple[str, int], ...]:
     return tuple(most.items())
 
 
-def axes_of(topology: Topology, place: Coordinates) -> dict[frozenset[int], str]:
-    """The ranks of each of this rank's groups -> the axis; the narrower name wins."""
+def axes_of(topology: Topology, coordinates: Coordinates) -> dict[frozenset[int], str]:
+    """Return the axis of each of this rank's groups; of several names the narrowest wins."""
 
     def ranks(**free: range) -> frozenset[int]:
-        places = [place]
-        for axis, positions in free.items():
-            places = [replace(each, **{axis: p}) for each in places for p in positions]
-        return frozenset(topology.rank(each) for each in places)
+        group = [coordinates]
+        for axis, indices in free.items():
+            group = [replace(each, **{axis: index}) for each in group for index in indices]
+        return frozenset(topology.rank(each) for each in group)
 
     pipeline, data, tensor = (range(n) for n in (topology.pipeline, topology.data, topology.tensor))
     ends = range(0, topology.pipeline, max(1, topology.pipeline - 1))
     return {
-        ranks(pipeline=ends): "tied",  # the two copies of a tied embedding
+        ranks(pipeline=ends): "tied",  # the two replicas of a tied embedding
         ranks(pipeline=pipeline, data=data, tensor=tensor): "world",
         ranks(pipeline=pipeline, tensor=tensor): "model",
         ranks(pipeline=pipeline): "pipeline",
@@ -295,7 +296,7 @@ def per_step(counted: CollectiveCounter, micro_batches: int, traced: int) -> tup
     totals: Counter[tuple[str, str]] = Counter()
     for (phase, axis, kind), count in counted.counts.items():
         size = counted.totals[phase, axis, kind]
-        is_once = phase in ONCE or (axis == "data" and phase in PASSES)
+        is_once = phase in PHASES_ONCE_PER_STEP or (axis == "data" and phase in BACKWARD_PHASES)
         if not is_once:
             count, size = (round(n * micro_batches / traced) for n in (count, size))
         counts[axis, kind] += count

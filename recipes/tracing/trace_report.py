@@ -1,4 +1,4 @@
-"""A trace for a terminal and as a dict for --json."""
+"""Reports of a trace: text for a terminal and a dict for --json."""
 
 from dataclasses import asdict, fields
 from typing import Any
@@ -7,19 +7,19 @@ from recipes.tracing.trace import Categories, Trace
 
 
 def text(trace: Trace) -> str:
-    """What a person reads: categories, what fills the peak, and what is communicated."""
-    topology, place = trace.topology, trace.place
+    """Return the report for a terminal: categories, largest allocations and communication."""
+    sizes, own = trace.topology, trace.coordinates
     lines = [
-        f"{trace.name}, rank {trace.rank} of {topology.world_size}: pipeline {place.pipeline} of "
-        f"{topology.pipeline}, data {place.data} of {topology.data}, tensor {place.tensor} of "
-        f"{topology.tensor}",
+        f"{trace.name}, rank {trace.rank} of {sizes.world_size}: pipeline {own.pipeline} of "
+        f"{sizes.pipeline}, data {own.data} of {sizes.data}, tensor {own.tensor} of "
+        f"{sizes.tensor}",
         f"{trace.micro_batches} micro-batches a step, {trace.traced} traced",
         "",
         f"{'memory, MiB':28}{'between steps':>16}{'at the peak':>16}",
     ]
-    for category in fields(Categories):
-        between, peak = (getattr(c, category.name) for c in (trace.between_steps, trace.at_peak))
-        lines.append(f"{category.name:28}{_mib(between):>16}{_mib(peak):>16}")
+    for field in fields(Categories):
+        between, peak = (getattr(c, field.name) for c in (trace.between_steps, trace.at_peak))
+        lines.append(f"{field.name:28}{_mib(between):>16}{_mib(peak):>16}")
     lines += [
         f"{'total':28}{_mib(trace.between_steps.total):>16}{_mib(trace.at_peak.total):>16}",
         "",
@@ -43,13 +43,13 @@ def text(trace: Trace) -> str:
 
 
 def table(trace: Trace) -> dict[str, Any]:
-    """The same for a program; all sizes in bytes."""
+    """Return the report for programs; all sizes are in bytes."""
     return {
         "name": trace.name,
         "rank": trace.rank,
         "world_size": trace.topology.world_size,
         "topology": asdict(trace.topology),
-        "coordinates": asdict(trace.place),
+        "coordinates": asdict(trace.coordinates),
         "micro_batches": trace.micro_batches,
         "traced_micro_batches": trace.traced,
         "between_steps_bytes": asdict(trace.between_steps) | {"total": trace.between_steps.total},

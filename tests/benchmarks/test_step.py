@@ -20,7 +20,7 @@ from benchmarks.taking_turns import Turn, check_first_losses, cores_at_hand, rat
 from models.errors import UserError
 from recipes.gpus.datasheet import FOLDER, Gpu, load_gpu, read_gpu
 from recipes.planning.inputs.kernels import matmul_seconds
-from recipes.training.recipe.schema import REPOSITORY
+from recipes.training.recipe.loading import REPOSITORY
 
 TINY = cpu_shape(64, 2, 256, micro_batches=2)
 SIZES = ("rows", "columns", "inner")

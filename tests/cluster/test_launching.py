@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import tomli_w
 
-from recipes.training.recipe.schema import REPOSITORY
+from recipes.training.recipe.loading import REPOSITORY
 from recipes.training.run_folder.folder import RunFolder
 from tests.cluster.cluster import Cluster, missing
 from tests.conftest import changed, small_recipe
@@ -211,7 +211,7 @@ def test_a_refused_recipe_does_not_start_again(submit, tmp_path: Path) -> None:
 
 def test_jobs_follow_each_other(cluster: Cluster, corpus: Path, tmp_path: Path) -> None:
     recipe = write_recipe(corpus, tmp_path / "recipe.toml")
-    done = cluster.run(f"slurm/chain.sh 2 {recipe} --run-dir {tmp_path}/run", env=CPU)
+    done = cluster.run(f"slurm/submit.sh --jobs 2 {recipe} --run-dir {tmp_path}/run", env=CPU)
     numbers = re.findall(r"Submitted batch job (\d+)", done.stdout)
     assert len(numbers) == 2, done.stderr
     jobs = [Job(cluster, f"echo {number}") for number in numbers]

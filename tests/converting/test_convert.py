@@ -37,7 +37,8 @@ from recipes.proving.trial import start, train_step
 from recipes.training.checkpoint.manifest import Manifest
 from recipes.training.checkpoint.reader import CheckpointReader, find_initial_weights
 from recipes.training.data.dataset import TrainingData
-from recipes.training.recipe.schema import REPOSITORY, Recipe, parse_recipe
+from recipes.training.recipe.loading import REPOSITORY, parse_recipe
+from recipes.training.recipe.schema import Recipe
 from recipes.training.recipe.topology import World
 from recipes.training.run_folder.folder import RunFolder
 from tests.conftest import GPT_SWITCHES, VOCAB_SIZE, changed, small_recipe
@@ -399,14 +400,14 @@ def test_a_reshape_that_is_no_legal_layout_is_refused(
 @pytest.mark.parametrize(
     ("family", "settings", "named"),
     [
-        ("llama", {"attention_bias": True}, "attention_bias = True is not known here"),
-        ("llama", {"hidden_act": "gelu"}, "hidden_act = 'gelu' is not known here"),
+        ("llama", {"attention_bias": True}, "attention_bias = True is not supported"),
+        ("llama", {"hidden_act": "gelu"}, "hidden_act = 'gelu' is not supported"),
         ("gpt2", {"activation_function": "relu"}, "activation_function = 'relu'"),
-        ("llama", {"model_type": "mistral"}, "model_type = 'mistral' is not known here"),
+        ("llama", {"model_type": "mistral"}, "model_type = 'mistral' is not supported"),
         (
             "llama",
             {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}},
-            "rope_type = 'linear' is not known here",
+            "rope_type = 'linear' is not supported",
         ),
         ("llama", {"intermediate_size": 100}, r"has the shape \(96, 64\) and config.json makes it"),
         ("llama", {"num_hidden_layers": 3}, "layers.2.input_layernorm.weight is in none of"),

@@ -31,7 +31,7 @@ from itertools import product
 import tomli_w
 
 from recipes.proving.proof_corpus import write_corpus
-from recipes.training.recipe.schema import REPOSITORY
+from recipes.training.recipe.loading import REPOSITORY
 from recipes.training.run_folder.checkpoint_folders import published, step_of
 from recipes.training.runtime.exits import HUNG, INTERRUPTED, STOPPED
 from tests.cluster.cluster import Cluster, missing

@@ -32,13 +32,13 @@ from typing import Any
 import tomli_w
 
 from recipes.proving.proof_corpus import write_corpus
-from recipes.proving.worlds import ENVIRONMENT, PRELOADED, environment, free_port
+from recipes.proving.worlds import PRELOADED_MODULES, RANK_ENVIRONMENT, environment, free_port
 from recipes.training.checkpoint.manifest import find_damages
 from recipes.training.run_folder.checkpoint_folders import INCOMPLETE, published, step_of
 from tests.conftest import VOCAB_SIZE, changed, small_recipe
 
 IMPORTED = [
-    *PRELOADED,
+    *PRELOADED_MODULES,
     "recipes.pretrain",
     "recipes.training.tracking.tracker",
 ]
@@ -91,7 +91,7 @@ class Run:
         context.set_forkserver_preload(IMPORTED)
         self.debris = set(self.checkpoints.glob(INCOMPLETE))
         port, place = free_port(), (self.recipe, self.folder, self.fault)
-        with environment(ENVIRONMENT):
+        with environment(RANK_ENVIRONMENT):
             self.processes = [
                 context.Process(target=_rank, args=(rank, port, place), daemon=True)
                 for rank in range(RANKS)
@@ -274,7 +274,7 @@ def _rank(rank: int, port: int, place: tuple[Path, Path, str | None]) -> None:
     place: recipe, run folder and fault
     """
     recipe, folder, fault = place
-    os.environ |= ENVIRONMENT | {
+    os.environ |= RANK_ENVIRONMENT | {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
         "WORLD_SIZE": str(RANKS),
@@ -323,7 +323,7 @@ def _forget_moments() -> None:
 def _read_again() -> None:
     """A resumed run reads the corpus from its beginning again."""
     from recipes.training.data.dataset import TrainingData
-    from recipes.training.recipe.progress import Progress
+    from recipes.training.run_folder.progress import Progress
 
     def resume(self: Any, progress: Progress) -> None:
         self.progress = Progress(progress.step, samples=0)

@@ -42,9 +42,9 @@ import tomli_w
 
 from recipes.preparing.ledger import samples_of
 from recipes.proving.proof_corpus import write_corpus
-from recipes.proving.worlds import ENVIRONMENT, environment, free_port, rank_variables
+from recipes.proving.worlds import RANK_ENVIRONMENT, environment, free_port, rank_variables
 from recipes.training.checkpoint.manifest import find_damages
-from recipes.training.recipe.schema import load_recipe
+from recipes.training.recipe.loading import load_recipe
 from recipes.training.run_folder.checkpoint_folders import published, step_of
 from recipes.training.run_folder.folder import RunFolder
 from recipes.training.run_folder.line_file import LineFile
@@ -230,7 +230,7 @@ class Soak:
         port = free_port()
         for rank in range(RANKS):  # a rank that is killed at once would leave the last start's
             log_file(folder, rank).unlink(missing_ok=True)
-        with environment(ENVIRONMENT):
+        with environment(RANK_ENVIRONMENT):
             ranks = [
                 context.Process(target=_rank, args=(rank, port, place), daemon=True)
                 for rank in range(RANKS)
@@ -395,7 +395,7 @@ def _rank(rank: int, port: int, place: tuple[Any, ...]) -> None:
     place: recipe, run folder, options, plan and fault
     """
     recipe, folder, options, plan, fault = place
-    os.environ |= ENVIRONMENT | rank_variables(rank, RANKS, port)
+    os.environ |= RANK_ENVIRONMENT | rank_variables(rank, RANKS, port)
     output = os.open(log_file(folder, rank), os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(output, 1)
     os.dup2(output, 2)

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from models.config import ModelConfig
 from recipes.gpus.datasheet import peak_tflops
-from recipes.training.recipe.schema import REPOSITORY, load_recipe
+from recipes.training.recipe.loading import REPOSITORY, load_recipe
 from recipes.training.runtime.processes import compiler
 from tests.gpu.setting import Result, Setting
 

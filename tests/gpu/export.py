@@ -13,7 +13,7 @@ from models.parallel.collectives import TensorAxis
 from models.parallel.context import Context
 from recipes.converting.verified_source import model_of, open_checkpoint
 from recipes.training.checkpoint.reader import CheckpointReader
-from recipes.training.recipe.schema import REPOSITORY
+from recipes.training.recipe.loading import REPOSITORY
 from tests.gpu.runs import Failure, device_environment, overrides, start, vocab_size
 from tests.gpu.setting import Result, Setting
 

@@ -146,7 +146,7 @@ def loss_in_parts(device: torch.device) -> float:
         logits = (x @ weight[:vocab_size].t()).flatten(0, 1)  # [s * b, v]
         return LOSS_SCALE * F.cross_entropy(logits, labels.t().flatten())
 
-    with mock.patch.dict(cost.MOST_LOGITS, {device.type: b * s * padded // PARTS_OF_LOSS}):
+    with mock.patch.dict(cost.MAX_LOGITS, {device.type: b * s * padded // PARTS_OF_LOSS}):
         found = with_gradients(ours, [x, weight])
     return largest_error(found, with_gradients(theirs, [x.float(), weight.float()]))
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from recipes.training.recipe.schema import REPOSITORY
+from recipes.training.recipe.loading import REPOSITORY
 from tests.gpu.parts import Part
 from tests.gpu.runs import device_environment
 from tests.gpu.setting import FAILED, SKIPPED, Setting
@@ -71,7 +71,7 @@ def run_parts(
 def run_part(part: Part, setting: Setting, *, seconds: float) -> Outcome:
     """Run a part in a process of its own; end the process and its runs when the time is over.
 
-    What the part has found until then is in the outcome.
+    The outcome contains the results until then.
     """
     log = setting.output / f"{part.name}.log"
     file = setting.output / f"{part.name}.json"

@@ -14,7 +14,7 @@ from typing import Any
 
 from recipes.proving.proof_corpus import write_corpus
 from recipes.proving.worlds import free_port, rank_variables
-from recipes.training.recipe.schema import REPOSITORY
+from recipes.training.recipe.loading import REPOSITORY
 from tests.gpu.setting import Setting
 
 VOCAB_SIZE, SMALL_VOCAB_SIZE = 2048, 250

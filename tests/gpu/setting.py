@@ -38,7 +38,7 @@ class Setting:
         return cls(**{**table, **paths})
 
     def save(self, result: "Result") -> None:
-        """Write what a part has found so far; the part may be ended before it finds more."""
+        """Write the results so far, because the part may be ended before it is complete."""
         if self.result_file is None:
             return
         new = self.result_file.with_suffix(".new")  # whole or not at all

@@ -25,7 +25,7 @@ from recipes.planning.inputs.job import Machine, job_of
 from recipes.planning.memory.peak import stage_memory
 from recipes.planning.time.step_time import step_time
 from recipes.training.data.micro_batch import MicroBatch
-from recipes.training.engine.engine import build_engine
+from recipes.training.engine.build import build_from_recipe
 from recipes.training.recipe.deepspeed_config import build_deepspeed_config
 from recipes.training.recipe.schema import Recipe
 from recipes.training.recipe.topology import World
@@ -56,7 +56,7 @@ def step(setting: Setting) -> Result:
     recipe = shape.recipe(precision, more=(f"training.compile={compile}",))
     start_processes(World())
     topology = recipe.topology(World())
-    engine = build_engine(recipe, topology, build_deepspeed_config(recipe, topology))
+    engine = build_from_recipe(recipe, topology, build_deepspeed_config(recipe, topology))
     batch = draw_batch(recipe)
 
     def run() -> float:

@@ -19,7 +19,7 @@ from models.parallel import cross_entropy
 from models.pipeline.schedule.order import SCHEDULES
 from recipes.gpus.datasheet import read_gpu
 from recipes.training.recipe.deepspeed_config import build_deepspeed_config
-from recipes.training.recipe.schema import REPOSITORY, load_recipe
+from recipes.training.recipe.loading import REPOSITORY, load_recipe
 from recipes.training.recipe.topology import World
 from tests.gpu import kernels, training
 from tests.gpu.__main__ import main, publish

@@ -1,4 +1,4 @@
-"""What is kept for the backward pass is what the paper's formulas say, and no more."""
+"""The memory kept for the backward pass agrees with the paper's formulas."""
 
 from unittest import mock
 
@@ -9,7 +9,7 @@ from benchmarks.activation_memory import FORMULAS, rows
 
 @pytest.fixture(scope="module")
 def counted() -> dict[tuple[int, bool, str], float]:
-    """Counted over formula, for each number of tensor ranks and each way."""
+    """Return measured memory / formula for each number of tensor ranks and each recomputation."""
     return {
         (row["tensor"], row["sequence_parallel"], row["recompute"]): row["counted_over_formula"]
         for row in rows()
@@ -25,7 +25,7 @@ def test_memory_is_that_of_the_formula(
     assert counted[way] == pytest.approx(1, abs=0.01)
 
 
-def test_recomputation_that_keeps_everything_is_seen() -> None:
+def test_recomputation_that_keeps_everything_is_noticed() -> None:
     with (
         mock.patch("models.layer_specs.recomputed", lambda function, *inputs: function(*inputs)),
         mock.patch("models.transformer.recomputed", lambda function, *inputs: function(*inputs)),

@@ -60,7 +60,7 @@ def test_flops_agree_with_narayanan_2021_equation_3() -> None:
 
 
 def test_a_gpu_computes_more_logits_at_a_time() -> None:
-    """With a vocabulary of 128k, matrix products have 512 tokens on a CPU and 2,048 on a GPU."""
+    """With a vocabulary of 128k, matmuls have 512 tokens on a CPU and 2,048 on a GPU."""
     tokens, columns = 16_384, 2**17
     assert tokens_at_a_time(tokens, columns, "cpu") == 512
     assert tokens_at_a_time(tokens, columns, "cuda") == tokens_at_a_time(tokens, columns, "xpu")

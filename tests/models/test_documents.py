@@ -1,4 +1,4 @@
-"""Documents that share a window and do not see each other."""
+"""Documents that share a sequence do not influence each other."""
 
 from dataclasses import replace
 from unittest import mock
@@ -27,7 +27,7 @@ from tests.models.test_transformer import GROUPED_WITH_DROPOUT, KEY, LLAMA, SHAP
 SHAPES_WITH_DROPOUT = {"llama": GROUPED_WITH_DROPOUT, "gpt2": WITH_DROPOUT}
 CPU = torch.device("cpu")
 
-Seen = tuple[Tensor, dict[str, Tensor]]  # the losses of tokens [n], and what those do to weights
+Seen = tuple[Tensor, dict[str, Tensor]]  # losses of tokens [n], gradients of the weights
 
 
 def tokens_of(config: ModelConfig, seed: int, count: int) -> Tensor:
@@ -44,7 +44,7 @@ def run(
     row: int,
     where: slice,
 ) -> Seen:
-    """The losses of one row's tokens in one place, each to predict itself, and their gradients."""
+    """Return the losses of the tokens of one document, each as its own label, and the gradients."""
     model = SequentialModel(layer_specs(config, TensorAxis()))
     parameters = dict(logical_parameters(model, config))
     initialize(parameters.items(), config, seed=3, tensor_rank=0, tensor_size=1)
@@ -57,7 +57,7 @@ def run(
 
 
 def same(one: Seen, other: Seen) -> bool:
-    """Bit for bit."""
+    """Return True if losses and gradients are equal bit for bit."""
     assert one[1].keys() == other[1].keys()
     return torch.equal(one[0], other[0]) and all(
         torch.equal(one[1][name], other[1][name]) for name in one[1]
@@ -66,8 +66,8 @@ def same(one: Seen, other: Seen) -> bool:
 
 @pytest.mark.parametrize("key", [None, KEY], ids=["", "dropout"])
 @pytest.mark.parametrize("shape", SHAPES_WITH_DROPOUT)
-def test_a_document_is_none_of_its_neighbours_business(shape: str, key: MaskKey | None) -> None:
-    """Of three in a window, the second: what is around it changes, and how that divides."""
+def test_a_document_does_not_depend_on_its_neighbours(shape: str, key: MaskKey | None) -> None:
+    """The neighbours of the second of three documents change, in tokens and in length."""
     config = SHAPES_WITH_DROPOUT[shape]
     rows = [tokens_of(config, seed, 24) for seed in (1, 2)]
     second = {"row": 1, "where": slice(9, 17)}
@@ -88,8 +88,8 @@ def test_a_document_is_none_of_its_neighbours_business(shape: str, key: MaskKey 
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_a_document_is_the_same_anywhere_in_a_window(shape: str) -> None:
-    """Positions start again: B after A, alone, and as the second half of another row."""
+def test_a_document_does_not_depend_on_its_offset(shape: str) -> None:
+    """Positions restart for B after A, alone, and as the second half of another row."""
     config = SHAPES[shape]
     a, b = tokens_of(config, 1, 9), tokens_of(config, 2, 8)
     rest = tokens_of(config, 3, 7)
@@ -106,8 +106,8 @@ def test_a_document_is_the_same_anywhere_in_a_window(shape: str) -> None:
 
 
 @pytest.mark.parametrize("config", [WITH_DROPOUT, GROUPED_WITH_DROPOUT], ids=["gpt2", "llama"])
-def test_written_out_attention_is_the_fused_one(config: ModelConfig) -> None:
-    """With a probability of next to nothing, nothing is dropped, and only the path differs."""
+def test_attention_with_dropout_agrees_with_fused_attention(config: ModelConfig) -> None:
+    """With a tiny probability nothing is dropped, and only the code path differs."""
     rows = [tokens_of(config, seed, 24) for seed in (1, 2)]
     lengths = ((9, 8, 7), (24,))
     nothing = replace(config, dropout=0.0, attention_dropout=1e-12)
@@ -171,7 +171,7 @@ def test_documents_in_one_call_do_not_see_each_other(shape: str) -> None:
     expected = run(config, rows, lengths, **place)
     with (
         mock.patch.object(transformer, "varlen_kernel", return_value=plain_varlen),
-        mock.patch.object(attention, "MOST_KEPT", 0),  # else heads would have the CPU's order
+        mock.patch.object(attention, "MAX_KEPT_LENGTH", 0),  # else heads would have the CPU's order
     ):
         found = run(config, rows, lengths, **place)
     torch.testing.assert_close(found[0], expected[0], rtol=1e-5, atol=1e-5)
@@ -265,8 +265,8 @@ def test_documents_do_not_use_cudnn() -> None:
     assert enabled == [False] and torch.backends.cuda.cudnn_sdp_enabled()
 
 
-def test_rotary_angles_start_again() -> None:
-    """Attention sees no more of it than rounding, hence a test of the table itself."""
+def test_rotary_angles_restart_in_each_document() -> None:
+    """Attention would differ only by rounding, so the table itself is tested."""
     documents = Documents(((2, 3), (4, 1)))
     whole = rotary_table(5, 8, 10_000.0, CPU, None)
     for table, places in zip(rotary_table(5, 8, 10_000.0, CPU, documents), whole, strict=True):
@@ -275,7 +275,7 @@ def test_rotary_angles_start_again() -> None:
             assert torch.equal(table[:, sequence : sequence + 1], expected)
 
 
-def test_positions_start_again_and_are_made_once() -> None:
+def test_positions_restart_and_are_computed_once() -> None:
     documents = Documents(((2, 3), (5,), (1, 1, 3)))
     positions = positions_in(documents, CPU)
     assert positions.t().tolist() == [[0, 1, 0, 1, 2], [0, 1, 2, 3, 4], [0, 0, 0, 1, 2]]

@@ -12,8 +12,8 @@ from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 
 from models.parallel import cross_entropy
-from recipes.proving.trial import gather, held_state, many_variants, start, train_step
-from recipes.training.recipe.schema import parse_recipe
+from recipes.proving.trial import gather, held_state, many_cases, start, train_step
+from recipes.training.recipe.loading import parse_recipe
 from tests.conftest import GPT_SWITCHES, changed, small_recipe
 from tests.ranks import join_world, run_ranks
 
@@ -55,13 +55,13 @@ def train(table: dict[str, Any], config: Path) -> Run:
     world = join_world()
     engine, data = start(parse_recipe(changed(table, deepspeed=str(config)), "test"), world)
     results, scales, factors = [], [], set()
-    backward = cross_entropy._ProductLoss.backward
+    backward = cross_entropy._VocabParallelLoss.backward
 
     def noted(ctx, grad):
         factors.add(float(grad) / ctx.scale)
         return backward(ctx, grad)
 
-    with mock.patch.object(cross_entropy._ProductLoss, "backward", staticmethod(noted)):
+    with mock.patch.object(cross_entropy._VocabParallelLoss, "backward", staticmethod(noted)):
         for step in range(1, STEPS + 1):
             scales.append(float(getattr(engine.wrapped.optimizer, "loss_scale", 1)))
             results.append(train_step(engine, data, step))
@@ -74,7 +74,7 @@ def train_all(corpus: str, folder: str) -> dict[tuple[str, str], Run]:
     join_world()
     runs = {}
     supports = mock.patch.object(type(get_accelerator()), "is_fp16_supported", lambda self: True)
-    with many_variants() as begin, supports:
+    with many_cases() as begin, supports:
         for layout, (stage, changes) in LAYOUTS.items():
             table = changed(small_recipe(Path(corpus)), **changes)
             for name in ("fp32", *SCALES):

@@ -1,7 +1,7 @@
 """fp32 gradients of two tensor ranks are as close to fp64 as those of one process.
 
-Losses of two layouts drift apart as far as a model amplifies rounding. This test shows that tensor
-parallelism adds no rounding of its own to what is amplified.
+Losses of two layouts drift apart because a model amplifies rounding errors. This test shows that
+tensor parallelism adds no rounding errors.
 """
 
 from collections.abc import Iterator
@@ -46,7 +46,7 @@ def gradients(name: str, axis: TensorAxis, *, exact: bool = False) -> dict[str, 
 
 @contextmanager
 def in_fp64() -> Iterator[None]:
-    """Let kernels compute in fp64 what they compute in fp32, with the same rotary table."""
+    """Let kernels compute in fp64 instead of fp32, with the same rotary table."""
     config = CONFIGS["llama"]
     head_size = config.hidden_size // config.heads
     device = torch.device("cpu")
@@ -80,5 +80,5 @@ def test_two_tensor_ranks_round_as_little_as_one_process(name: str) -> None:
 
 
 def error(found: Tensor, expected: Tensor) -> float:
-    """Return the norm of the difference relative to the norm of what was expected."""
+    """Return the norm of the difference relative to the norm of the expected tensor."""
     return float((found.double() - expected).norm() / expected.norm())

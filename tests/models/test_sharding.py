@@ -16,7 +16,7 @@ SHARDINGS = {
 
 @pytest.mark.parametrize("tensor_size", [1, 2, 4])
 @pytest.mark.parametrize("sharding", SHARDINGS.values(), ids=SHARDINGS.keys())
-def test_parts_make_the_logical_tensor_again(sharding: Sharding, tensor_size: int) -> None:
+def test_parts_join_to_the_logical_tensor(sharding: Sharding, tensor_size: int) -> None:
     logical = torch.arange(1.0, 1 + torch.Size(sharding.shape).numel()).view(sharding.shape)
     parts = [sharding.local_part(logical, rank, tensor_size) for rank in range(tensor_size)]
     assert {tuple(part.shape) for part in parts} == {sharding.local_shape(tensor_size)}

@@ -20,7 +20,7 @@ from models.layer_specs import LearnedPositions, TokenEmbedding
 from models.parallel.collectives import TensorAxis, copy_to_tensor_axis
 from models.parallel.context import Context, Documents
 from models.parallel.deferral import Deferral
-from models.parallel.linear import product
+from models.parallel.linear import matmul
 from recipes.tracing.allocation_counter import AllocationCounter
 from tests.models.test_transformer import SHAPES
 from tests.ranks import join_world, run_ranks
@@ -50,20 +50,20 @@ LAYERS: dict[str, tuple[Layer, int]] = {  # -> number of [h] vectors whose gradi
     "weight and bias of LayerNorm": (norm, 2),
     "bias in the residual stream": (residual_bias, 1),
     "bias before GELU": (gelu_bias, 1),
-    "bias of a product": (lambda x, b: product(x, torch.eye(HIDDEN).to(x), b, None), 1),
+    "bias of a product": (lambda x, b: matmul(x, torch.eye(HIDDEN).to(x), b, None), 1),
     "bias of a product with deferred weight gradients": (
-        lambda x, b: product(x, torch.eye(HIDDEN).to(x), b, Deferral()), 1,
+        lambda x, b: matmul(x, torch.eye(HIDDEN).to(x), b, Deferral()), 1,
     ),
 }  # fmt: skip
 
 
 def error(found: Tensor, expected: Tensor) -> float:
-    """Return the norm of the difference relative to the norm of what was expected."""
+    """Return the norm of the difference relative to the norm of the expected tensor."""
     return float((found.double() - expected).norm() / expected.norm())
 
 
 def upstream(*shape: int) -> Tensor:
-    """Gradients of one sign, whose sum grows with each addition: bf16."""
+    """Return bf16 gradients of one sign, whose sum grows with each addition."""
     generator = torch.Generator().manual_seed(1)
     return (torch.rand(shape, generator=generator) + 0.5).bfloat16()
 

@@ -58,7 +58,7 @@ SHAPES = {
         kv_heads=6,
     ),
 }
-RECOMPUTE = {  # what the backward pass computes again -> attention cores?, blocks at a time
+RECOMPUTE = {  # name -> (recompute attention cores, blocks recomputed at a time)
     "none": (False, 0),
     "selective": (True, 0),
     "full": (False, 1),
@@ -93,7 +93,7 @@ def run_model(
     recompute: str = "none",
     context: Context = PLAIN,
 ) -> Outcome:
-    """Forward and backward over the same tokens, gathered from the tensor ranks."""
+    """Run a forward and a backward pass; return results gathered from the tensor ranks."""
     axis = axis or TensorAxis()
     cores, interval = RECOMPUTE[recompute]
     model = SequentialModel(
@@ -131,7 +131,7 @@ def two_rank_worker() -> dict[Any, Outcome]:
     """Run every shape in every variant, and every mutant, on two tensor ranks."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    cost.MOST_LOGITS["cpu"] = 200  # of a few tokens at a time
+    cost.MAX_LOGITS["cpu"] = 200  # of a few tokens at a time
     outcomes: dict[Any, Outcome] = {}
     for shape, config in SHAPES.items():
         for variant, (recompute, split) in VARIANTS.items():
@@ -152,7 +152,7 @@ def two_rank_worker() -> dict[Any, Outcome]:
 
 @contextlib.contextmanager
 def seeded_fault(fault: str) -> Iterator[None]:
-    """Break one thing on purpose."""
+    """Break the model in one way."""
     collectives = "models.parallel.collectives"
     faults = {
         "copy without its all-reduce": {
@@ -177,7 +177,7 @@ def seeded_fault(fault: str) -> Iterator[None]:
             )
         },
         "labels found on every rank": {
-            "models.parallel.embedding.VocabParallelEmbedding.forward": (
+            "models.parallel.embedding.VocabParallelEmbedding.embed": (
                 lambda self, tokens: torch.nn.functional.embedding(
                     tokens.t() % self.weight.shape[0], self.weight
                 )
@@ -191,9 +191,9 @@ def seeded_fault(fault: str) -> Iterator[None]:
 
 
 def reference(config: ModelConfig, documents: Documents | None = None) -> Outcome:
-    """What transformers makes of the same weights; gradients under our names.
+    """Return the results of transformers with the same weights, with gradients under our names.
 
-    documents: each runs alone
+    documents: True runs each document alone
     """
     keywords = hugging_face_config(config)
     model = AutoModelForCausalLM.from_config(
@@ -224,10 +224,10 @@ def reference(config: ModelConfig, documents: Documents | None = None) -> Outcom
 
 
 def largest_difference(one: Outcome, other: Outcome) -> float:
-    """The largest relative difference of logits, loss and any parameter's gradient.
+    """Return the largest relative difference of logits, loss and gradients.
 
-    Relative to the largest entry of each tensor. The gradient of a key's bias is zero in exact
-    arithmetic (softmax does not see it), so it is measured against the query's.
+    It is relative to the largest entry of each tensor. The exact gradient of a key's bias is zero,
+    because softmax ignores it, so its difference is relative to the gradient of the query's bias.
     """
     assert one[2].keys() == other[2].keys()
     differences = [relative(one[0], other[0]), relative(one[1], other[1])]
@@ -274,7 +274,7 @@ def test_two_tensor_ranks_agree_with_transformers(
 
 
 @pytest.mark.parametrize(("fault", "shape"), MUTANTS.items())
-def test_a_seeded_fault_is_seen(
+def test_a_seeded_fault_is_noticed(
     fault: str, shape: str, two_ranks: dict[Any, Outcome], plain: dict[str, Outcome]
 ) -> None:
     assert not largest_difference(two_ranks["mutant", fault], plain[shape]) < 1e-3

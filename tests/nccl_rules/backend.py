@@ -7,7 +7,7 @@ Data travels over gloo, with one gloo group per connection. The rules of docs/nc
 2. A communicator runs its operations in the order in which they were posted, and there are no tags.
    A message that meets the wrong receive is an error here; NCCL would deliver it.
 3. Few kernels are resident at a time (`Rules.slots`).
-4. One hardware queue holds up what follows (`Rules.one_queue`).
+4. One hardware queue blocks all kernels behind the first one (`Rules.one_queue`).
 5. A device-wide synchronization waits for outstanding receives (`Device.synchronize_all`).
 """
 

@@ -23,7 +23,7 @@ def main() -> None:
         del sys.argv[place : place + 2]
     rules = Rules(slots=slots, launch=LaunchRule.POSTING_ORDER, patience=patience)
     os.environ.update(rules.environment())
-    worlds.PRELOADED.insert(0, "tests.nccl_rules.install")
+    worlds.PRELOADED_MODULES.insert(0, "tests.nccl_rules.install")
     prove.main()
 
 

@@ -10,16 +10,17 @@ from pathlib import Path
 import pytest
 
 from models.cost import parameter_count
-from recipes.proving.layouts import Variant, legal_variants
+from recipes.proving.layouts import ProofCase, legal_cases
 from recipes.proving.proof_corpus import write_corpus
 from recipes.proving.shrink import shrink
-from recipes.proving.trial import try_variants
+from recipes.proving.trial import try_cases
 from recipes.training.recipe.deepspeed_config import (
     build_deepspeed_config,
     read_deepspeed_json,
     zero_stage,
 )
-from recipes.training.recipe.schema import DEFAULT_RECIPE, Recipe, load_recipe, shipped_recipes
+from recipes.training.recipe.loading import DEFAULT_RECIPE, load_recipe, shipped_recipes
+from recipes.training.recipe.schema import Recipe
 from recipes.training.recipe.topology import World
 from tests.ranks import run_ranks
 
@@ -229,23 +230,22 @@ def test_llama_405b_is_trained_as_in_its_report() -> None:
     assert (schedule.warmup_steps, schedule.minimum_learning_rate) == (8000, 8e-7)
 
 
-def small_variant(name: str, corpus: Path) -> Variant:
+def small_variant(name: str, corpus: Path) -> ProofCase:
     """The recipe made small, on one process, with its own ZeRO stage and recomputation."""
     recipe = shipped(name)
     small = shrink(recipe, ranks=2, layers=2, steps=STEPS, corpus=corpus)
     stage = zero_stage(read_deepspeed_json(recipe.deepspeed))
-    (variant,) = (
-        variant
-        for variant in legal_variants(small, ranks=1, micro_sequences=(1,))
-        if variant.zero_stage == stage
-        and variant.recipe.layout.recompute == recipe.layout.recompute
+    (case,) = (
+        case
+        for case in legal_cases(small, ranks=1, micro_sequences=(1,))
+        if case.zero_stage == stage and case.recipe.layout.recompute == recipe.layout.recompute
     )
-    return variant
+    return case
 
 
 def train_worker(corpus: str) -> dict[str, Training]:
     """What each small recipe's training came to."""
-    outcomes = try_variants(small_variant(name, Path(corpus)) for name in NAMES)
+    outcomes = try_cases(small_variant(name, Path(corpus)) for name in NAMES)
     return {
         name: Training(
             outcome.losses,

@@ -8,7 +8,7 @@ from models.pipeline.schedule.order import SCHEDULES
 from recipes.gpus.datasheet import load_gpu
 from recipes.planning.inputs.job import Machine, job_of
 from recipes.planning.memory.peak import fullest_stage, stage_memory
-from recipes.training.recipe.schema import REPOSITORY, load_recipe
+from recipes.training.recipe.loading import REPOSITORY, load_recipe
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -20,10 +20,10 @@ def test_the_fullest_stage_is_found_without_looking_at_all(schedule: str) -> Non
         model = replace(job.model, vocab_size=vocab_size)
         for micro_batches in (1, 3, pipeline, 40):
             for recompute in ("none", "full"):
-                spread = replace(
-                    job.spread, pipeline=pipeline, chunks=chunks, schedule=schedule, data=2,
+                layout = replace(
+                    job.layout, pipeline=pipeline, chunks=chunks, schedule=schedule, data=2,
                     recompute=recompute,
                 )  # fmt: skip
-                other = replace(job, model=model, spread=spread, global_sequences=2 * micro_batches)
+                other = replace(job, model=model, layout=layout, global_sequences=2 * micro_batches)
                 fullest = max(stage.total for stage in stage_memory(other))
                 assert fullest_stage(other).total == fullest

@@ -11,13 +11,14 @@ from matplotlib.patches import Rectangle
 
 from models.errors import UserError
 from recipes import plan
-from recipes.pictures.pipeline_passes import ROWS, evenly_picked
+from recipes.pictures.pipeline_passes import MAX_STAGE_ROWS, evenly_picked
 from recipes.planning.inputs.job import Job, Machine, job_of
 from recipes.planning.memory.peak import GIB, stage_memory
 from recipes.planning.output import plan_picture
 from recipes.planning.output.pipeline_picture import timeline
 from recipes.planning.search.layout_search import search
-from recipes.training.recipe.schema import REPOSITORY, Recipe, load_recipe
+from recipes.training.recipe.loading import REPOSITORY, load_recipe
+from recipes.training.recipe.schema import Recipe
 
 RECIPES = REPOSITORY / "recipes"
 
@@ -53,7 +54,7 @@ def test_a_deep_pipeline_is_some_stages_and_two_ends() -> None:
     _, job = load("megatron/530b.toml")
     first, last, bars = timeline(job, "deep").axes
     labels = [label.get_text() for label in first.get_yticklabels()]
-    assert len(labels) == ROWS and labels[0] == "0" and labels[-1] == "34"
+    assert len(labels) == MAX_STAGE_ROWS and labels[0] == "0" and labels[-1] == "34"
     assert "16 of 35" in first.get_ylabel()
     assert first.get_xlim()[1] < last.get_xlim()[0]
     assert len({round(bar.get_x(), 3) for bar in bars.patches}) == 35
@@ -72,7 +73,7 @@ def test_a_deep_pipeline_is_some_stages_and_two_ends() -> None:
 )
 def test_chunks_and_kinds_have_colours_of_their_own(schedule: str, chunks: int, kinds: int) -> None:
     _, job = load("qwen3/32b.toml")
-    job = replace(job, spread=replace(job.spread, schedule=schedule, chunks=chunks))
+    job = replace(job, layout=replace(job.layout, schedule=schedule, chunks=chunks))
     passes, _ = timeline(job, "chunks").axes
     assert len({tuple(each.get_facecolor()[0]) for each in passes.collections}) == kinds * chunks
     assert boxes(passes) == 2 * 8 * chunks * kinds
@@ -117,7 +118,7 @@ def test_picked_stages_are_spread_evenly() -> None:
 
 
 def test_a_heat_map_has_the_family_by_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plan_picture, "LEAST_NODES", 2)
+    monkeypatch.setattr(plan_picture, "MIN_LAST_NODES", 2)
     recipe, job = load("llama/7b.toml", "cluster.nodes=3", "batch.global_sequences=768")
     axes, bar = plan_picture.heatmap(recipe, job).axes
     assert [label.get_text() for label in axes.get_xticklabels()] == ["1", "2", "3"]
@@ -218,7 +219,7 @@ def test_a_bad_name_is_refused_before_anything_is_planned(
 
 
 def test_the_command_draws(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plan_picture, "LEAST_NODES", 1)
+    monkeypatch.setattr(plan_picture, "MIN_LAST_NODES", 1)
     files = {"--timeline": tmp_path / "timeline.png", "--heatmap": tmp_path / "heatmap.svg"}
     options = [str(word) for pair in files.items() for word in pair]
     monkeypatch.setattr("sys.argv", ["plan.py", "--top", "0", *options])

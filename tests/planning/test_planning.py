@@ -17,30 +17,35 @@ from models.pipeline.schedule.order import SCHEDULES, Pipeline, least_micro_batc
 from models.pipeline.schedule.simulation import pipeline_seconds
 from recipes.gpus.datasheet import FOLDER, gpus, load_gpu, read_gpu
 from recipes.planning.inputs.footprint import DEEPSPEED, MEGATRON
-from recipes.planning.inputs.job import Job, Machine, Spread, job_of
+from recipes.planning.inputs.job import Job, JobLayout, Machine, job_of
 from recipes.planning.inputs.kernels import matmul_seconds
 from recipes.planning.inputs.software import STACKS, THREEFOLD, load_software
 from recipes.planning.inputs.stage_contents import stage_parameters
 from recipes.planning.measured import closed_forms, evaluation
-from recipes.planning.measured.calibration import MOST_ROWS, Calibration, calibrate, evenly_spread
+from recipes.planning.measured.calibration import (
+    MAX_ROWS,
+    Calibration,
+    calibrate,
+    evenly_spaced_rows,
+)
 from recipes.planning.measured.row_reader import number
 from recipes.planning.measured.table import read_row, read_table
 from recipes.planning.memory.activations import block_bytes, micro_batches_in_flight
 from recipes.planning.memory.peak import GIB, fullest_stage, host_bytes, stage_memory, state_bytes
 from recipes.planning.output.plan_report import changes, rates
-from recipes.planning.search.layout_search import CHUNKS as INTERLEAVED
-from recipes.planning.search.layout_search import divisors, search, spreads
+from recipes.planning.search.layout_search import INTERLEAVED_CHUNKS as INTERLEAVED
+from recipes.planning.search.layout_search import divisors, legal_layouts, search
 from recipes.planning.time.network import all_reduce_seconds, gather_seconds
 from recipes.planning.time.passes import timeline_of
 from recipes.planning.time.step_time import step_time
-from recipes.training.recipe.schema import (
+from recipes.training.recipe.loading import (
     REPOSITORY,
-    Recipe,
     apply_overrides,
     load_recipe,
     parse_recipe,
     shipped_recipes,
 )
+from recipes.training.recipe.schema import Recipe
 
 PLAN = str(REPOSITORY / "recipes" / "plan.py")
 PUBLISHED = REPOSITORY / "recipes" / "planning" / "measured" / "published"
@@ -60,11 +65,11 @@ def planned(name: str, *overrides: str) -> tuple[Recipe, Job]:
     return recipe, job_of(recipe, Machine.of_cluster(recipe.cluster))
 
 
-def respread(job: Job, **sizes: object) -> Job:
+def with_layout(job: Job, **sizes: object) -> Job:
     """A job in another layout; data takes what is left."""
-    spread = replace(job.spread, **sizes)
-    data = job.machine.gpus // (spread.tensor * spread.pipeline)
-    return replace(job, spread=replace(spread, data=data))
+    layout = replace(job.layout, **sizes)
+    data = job.machine.gpus // (layout.tensor * layout.pipeline)
+    return replace(job, layout=replace(layout, data=data))
 
 
 @pytest.mark.parametrize("name", LIMITS)
@@ -211,7 +216,7 @@ def test_calibration_finds_the_factors_of_a_cluster() -> None:
     """Of rows that another machine would have measured."""
     truth = Calibration(compute=1.2, network=1.5)
     jobs = [
-        respread(planned("llama/70b", "layout.recompute=full")[1], **changes)
+        with_layout(planned("llama/70b", "layout.recompute=full")[1], **changes)
         for changes in (
             {"tensor": 8, "pipeline": 1},
             {"tensor": 8, "pipeline": 2},
@@ -231,10 +236,10 @@ def test_calibration_finds_the_factors_of_a_cluster() -> None:
 
 
 def test_calibration_takes_at_most_eight_rows_evenly() -> None:
-    assert evenly_spread(3) == [0, 1, 2]
-    assert evenly_spread(15) == [0, 2, 4, 6, 8, 10, 12, 14]
-    assert all(len(evenly_spread(n)) <= MOST_ROWS for n in range(1, 100))
-    assert all({0, n - 1} <= set(evenly_spread(n)) for n in range(1, 100))
+    assert evenly_spaced_rows(3) == [0, 1, 2]
+    assert evenly_spaced_rows(15) == [0, 2, 4, 6, 8, 10, 12, 14]
+    assert all(len(evenly_spaced_rows(n)) <= MAX_ROWS for n in range(1, 100))
+    assert all({0, n - 1} <= set(evenly_spaced_rows(n)) for n in range(1, 100))
 
 
 def test_ranking_is_measured_by_pairs_and_by_the_first() -> None:
@@ -262,47 +267,47 @@ def test_stage_parameters_are_the_models() -> None:
     for name in ("gpt/125m", "llama/7b"):
         job = planned(name, "model.vocab_size=32768")[1]
         model = job.model
-        whole = held_by_all(job, Spread())
+        whole = held_by_all(job, JobLayout())
         assert whole == parameter_count(model)
         tied = model.vocab_size * model.hidden_size if model.tie_embeddings else 0
-        interleaved = Spread(pipeline=4, chunks=3, schedule="interleaved")
-        assert held_by_all(job, Spread(pipeline=4)) == whole + tied
+        interleaved = JobLayout(pipeline=4, chunks=3, schedule="interleaved")
+        assert held_by_all(job, JobLayout(pipeline=4)) == whole + tied
         assert held_by_all(job, interleaved) == whole + tied
-        assert held_by_all(job, Spread(pipeline=4, chunks=2, schedule="zb-v")) == whole
-        assert held_by_all(job, Spread(tensor=2)) * 2 > whole
+        assert held_by_all(job, JobLayout(pipeline=4, chunks=2, schedule="zb-v")) == whole
+        assert held_by_all(job, JobLayout(tensor=2)) * 2 > whole
 
 
-def held_by_all(job: Job, spread: Spread) -> int:
+def held_by_all(job: Job, layout: JobLayout) -> int:
     """Parameters on a rank of each stage, together."""
-    return sum(stage_parameters(replace(job, spread=spread)))
+    return sum(stage_parameters(replace(job, layout=layout)))
 
 
 def test_our_stages_are_balanced_and_published_runs_are_as_they_were() -> None:
     _, job = planned("llama/70b")
-    assert job.blocks_of_positions == (20, 20, 21, 19)
+    assert job.blocks_of_virtual_stages == (20, 20, 21, 19)
     _, other = planned("llama/70b", "layout.layers_per_stage=[18, 20, 20, 22]")
-    assert other.blocks_of_positions == (18, 20, 20, 22)
+    assert other.blocks_of_virtual_stages == (18, 20, 20, 22)
     assert step_time(other).total > step_time(job).total
     theirs = replace(job, software=next(s for s in STACKS if s.name == "megatron-core"))
-    assert theirs.blocks_of_positions == (20, 20, 20, 20)
+    assert theirs.blocks_of_virtual_stages == (20, 20, 20, 20)
 
 
 @pytest.mark.parametrize(
-    ("spread", "stage", "micro_batches", "expected"),
+    ("layout", "stage", "micro_batches", "expected"),
     [
-        (Spread(), 0, 8, 1),
-        (Spread(pipeline=4), 0, 8, 4),
-        (Spread(pipeline=4), 3, 8, 1),
-        (Spread(pipeline=4), 0, 2, 2),
+        (JobLayout(), 0, 8, 1),
+        (JobLayout(pipeline=4), 0, 8, 4),
+        (JobLayout(pipeline=4), 3, 8, 1),
+        (JobLayout(pipeline=4), 0, 2, 2),
         # Korthikanti et al. 2022, section 4.2.3: p (1 + (p - 1) / (p m)) of a stage's layers
-        (Spread(pipeline=8, chunks=3, schedule="interleaved"), 0, 64, 8 * (1 + 7 / (8 * 3))),
-        (Spread(pipeline=4, chunks=2, schedule="dualpipev"), 2, 8, 4.5),
+        (JobLayout(pipeline=8, chunks=3, schedule="interleaved"), 0, 64, 8 * (1 + 7 / (8 * 3))),
+        (JobLayout(pipeline=4, chunks=2, schedule="dualpipev"), 2, 8, 4.5),
     ],
 )
 def test_micro_batches_in_flight(
-    spread: Spread, stage: int, micro_batches: int, expected: float
+    layout: JobLayout, stage: int, micro_batches: int, expected: float
 ) -> None:
-    assert micro_batches_in_flight(spread, stage, micro_batches) == pytest.approx(expected)
+    assert micro_batches_in_flight(layout, stage, micro_batches) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -313,9 +318,9 @@ def test_what_is_in_flight_is_what_the_orders_hold(schedule: str) -> None:
             if m < least_micro_batches(schedule, p):
                 continue
             pipeline = Pipeline(stages=p, chunks=chunks, micro_batches=m, schedule=schedule)
-            spread = Spread(pipeline=p, chunks=chunks, schedule=schedule)
+            layout = JobLayout(pipeline=p, chunks=chunks, schedule=schedule)
             held = [most_in_flight(order) / chunks for order in pipeline.orders]
-            assert [micro_batches_in_flight(spread, i, m) for i in range(p)] == held, (p, m)
+            assert [micro_batches_in_flight(layout, i, m) for i in range(p)] == held, (p, m)
 
 
 @pytest.mark.parametrize("path", CLUSTERED, ids=lambda path: f"{path.parent.name}-{path.stem}")
@@ -328,9 +333,9 @@ def test_the_formula_of_the_step_is_the_simulation(path: Path) -> None:
 @pytest.mark.parametrize("name", ["llama/70b", "llama/405b", "gpt/175b", "qwen3/32b", "llama/7b"])
 def test_the_formula_of_every_schedule_is_the_simulation(name: str, schedule: str) -> None:
     _, job = planned(name)
-    spread = replace(job.spread, schedule=schedule, chunks=CHUNKS[schedule])
+    layout = replace(job.layout, schedule=schedule, chunks=CHUNKS[schedule])
     for recompute in ("none", "full"):
-        other = replace(job, spread=replace(spread, recompute=recompute))
+        other = replace(job, layout=replace(layout, recompute=recompute))
         assert bubble_error(other) < (0.05 if schedule == "zb-v" else 0.03)
 
 
@@ -355,16 +360,16 @@ def test_a_gpt_block_keeps_what_korthikanti_counts() -> None:
         (8, False, 10 + (24 + scores) / 8),
         (8, True, (34 + scores) / 8),
     ):
-        spread = Spread(tensor=t, sequence_parallel=split, micro_sequences=4)
-        assert block_bytes(model, spread, MEGATRON, False) == pytest.approx(
+        layout = JobLayout(tensor=t, sequence_parallel=split, micro_sequences=4)
+        assert block_bytes(model, layout, MEGATRON, False) == pytest.approx(
             row * expected, rel=1e-3
         )
 
 
-def test_zero_spreads_what_its_stages_say() -> None:
+def test_each_zero_stage_shards_the_documented_state() -> None:
     """Rajbhandari et al. 2020, section 5: optimizer, then gradients, then weights."""
     held = {
-        stage: state_bytes(DEEPSPEED["bf16"], Spread(data=10, zero_stage=stage), 10**9)
+        stage: state_bytes(DEEPSPEED["bf16"], JobLayout(data=10, zero_stage=stage), 10**9)
         for stage in (1, 2, 3)
     }
     assert held[1] == (2e9, 4e9, 1.2e9)
@@ -425,7 +430,7 @@ def test_the_best_layouts_can_be_run_and_are_what_was_predicted(name: str) -> No
         table = recipe.model_dump(mode="json", exclude_none=True)
         apply_overrides(table, changes(recipe, plan).split()[1::2])
         again = job_of(parse_recipe(table, "edited"), job.machine)  # which reads the JSON too
-        assert again.spread == plan.job.spread
+        assert again.layout == plan.job.layout
         assert step_time(again).total == plan.time.total
 
 
@@ -434,15 +439,15 @@ def test_the_options_for_a_layout_ask_for_it() -> None:
     best = search(job, 1).plans[0]
     options = changes(recipe, best).split()
     assert options and options[::2] == ["--set"] * (len(options) // 2)
-    assert planned("llama/70b", *options[1::2])[1].spread == best.job.spread
+    assert planned("llama/70b", *options[1::2])[1].layout == best.job.layout
 
 
 def test_a_search_misses_no_layout_that_a_recipe_may_ask_for() -> None:
     """By brute force over all sizes, on a small machine."""
     recipe, job = planned("llama/7b", "cluster.nodes=1", "batch.global_sequences=16")
     machine = job.machine
-    refused: Counter[str] = Counter()
-    seen = set(spreads(job, refused))
+    rejected: Counter[str] = Counter()
+    seen = set(legal_layouts(job, rejected))
     table = recipe.model_dump(mode="json", exclude_none=True)
     legal = set()
     ways = [
@@ -460,35 +465,35 @@ def test_a_search_misses_no_layout_that_a_recipe_may_ask_for() -> None:
                     }  # fmt: skip
                     table["batch"]["micro_sequences"] = micro_sequences
                     try:
-                        legal.add(job_of(parse_recipe(table, "legal"), machine).spread)
+                        legal.add(job_of(parse_recipe(table, "legal"), machine).layout)
                     except UserError:
                         continue
     plain = {s for s in seen if s.zero_stage == 1 and s.recompute == "none"}
     assert {s for s in plain if not s.sequence_parallel} == legal
     assert {s.recompute for s in seen} == {"none", "full"}  # selective saves nothing here
     _, written = planned("llama/7b", "cluster.nodes=1", "model.attention_dropout=0.1")
-    assert "selective" in {s.recompute for s in spreads(written, refused)}
+    assert "selective" in {s.recompute for s in legal_layouts(written, rejected)}
 
 
-def test_what_is_refused_is_counted_with_its_reason() -> None:
+def test_rejected_layouts_are_counted_by_reason() -> None:
     _, job = planned("llama/405b")
     found = search(job, 1)
-    assert found.refused["too large for a GPU"] > 100
-    assert found.refused["tensor groups across nodes"] > 0
+    assert found.rejected["too large for a GPU"] > 100
+    assert found.rejected["tensor groups across nodes"] > 0
     _, job = planned("llama/70b")
     small = replace(job, machine=Machine.of(load_gpu("V100-32GB"), gpus=8), precision="fp16")
     nothing = search(small, 1)
     assert not nothing.plans and nothing.nearest is not None and nothing.nearest[1] > 10
 
 
-def test_what_a_host_cannot_build_is_refused() -> None:
-    """ZeRO-3 spreads what each process has built whole, 4 bytes a parameter."""
+def test_layouts_too_large_for_the_host_are_rejected() -> None:
+    """Each process builds its whole stage, 4 bytes per parameter, before ZeRO-3 shards it."""
     _, job = planned("llama/70b")
-    whole = replace(job, spread=Spread(data=job.machine.gpus, zero_stage=3))
+    whole = replace(job, layout=JobLayout(data=job.machine.gpus, zero_stage=3))
     assert host_bytes(whole) == pytest.approx(8 * 4 * parameter_count(job.model), rel=0.01)
-    assert search(job, 1).refused["too large for the host that builds them"] > 0
+    assert search(job, 1).rejected["too large for the host that builds them"] > 0
     roomy = replace(job.machine, gpu=replace(job.machine.gpu, node_memory_gib=10**6))
-    assert "too large for the host" not in str(search(replace(job, machine=roomy), 1).refused)
+    assert "too large for the host" not in str(search(replace(job, machine=roomy), 1).rejected)
 
 
 def test_runs_that_were_out_of_memory_are_counted() -> None:
@@ -513,7 +518,7 @@ def test_hardware_files_are_complete_and_found_by_name() -> None:
         load_gpu("A100")
 
 
-def test_a_hardware_file_with_a_wrong_key_is_refused(tmp_path: Path) -> None:
+def test_a_hardware_file_with_a_wrong_key_is_rejected(tmp_path: Path) -> None:
     text = (FOLDER / "h100.toml").read_text()
     broken = tmp_path / "h100.toml"
     broken.write_text(text.replace("straggling", "stragling"))
@@ -552,14 +557,14 @@ def test_the_command_plans_another_machine_and_writes_a_recipe_for_it(tmp_path: 
     assert (recipe.cluster.nodes, recipe.cluster.gpu, recipe.name) == (2, "H200", "llama-7b")
     again = json.loads(run_plan(str(file), "--json").stdout)
     assert again["own"]["layout"] == again["best"][0]["layout"]
-    refused = run_plan("recipes/llama/7b.toml", "--write", str(file))
-    assert refused.returncode == 2 and "there is such a file; use another name" in refused.stderr
+    rejected = run_plan("recipes/llama/7b.toml", "--write", str(file))
+    assert rejected.returncode == 2 and "the file exists; use another name" in rejected.stderr
 
 
-def test_exit_codes_say_whether_it_fits() -> None:
+def test_the_exit_code_reports_the_fit() -> None:
     assert run_plan("recipes/llama/7b.toml", "--top", "0").returncode == 0
     large = run_plan("recipes/llama/405b.toml", "--nodes", "8", "--top", "0")
-    assert large.returncode == 1 and "Its own layout is refused" in large.stdout
+    assert large.returncode == 1 and "The recipe's own layout is not legal" in large.stdout
     full = run_plan(
         "recipes/llama/7b.toml", "--set", "batch.micro_sequences=8", "--top", "0", "--gpu", "H100"
     )
@@ -571,18 +576,21 @@ def test_exit_codes_say_whether_it_fits() -> None:
     [
         (["recipes/llama/7b.toml", "--gpu", "A100"], 'gpu = "A100" is not known; use one of'),
         (["recipes/llama/7b.toml", "--nodes", "0"], "cluster.nodes = 0"),
-        (["recipes/llama/7b.toml", "--software", "x"], "--software x is not known; use one of"),
-        (["recipes/llama/8b.toml", "--gpu", "V100-32GB"], "computes in bf16, which a V100-32GB"),
+        (["recipes/llama/7b.toml", "--software", "x"], "invalid --software x: expected one of"),
+        (
+            ["recipes/llama/8b.toml", "--gpu", "V100-32GB"],
+            "bf16, which the GPU V100-32GB",
+        ),
         (["nowhere.toml"], "no such recipe"),
         (["--table", "nowhere.csv"], "nowhere.csv"),
         (["--table", "requirements.txt"], "it is not a table of runs"),
-        (["--top", "-1"], "--top -1 is negative"),
-        (["--scatter", "errors.png"], "--scatter goes with --table"),
-        (["--rank", "1"], "--rank goes with --trace"),
-        (["--trace", "--write", "mine.toml"], "--write goes with a plan"),
+        (["--top", "-1"], "invalid --top -1"),
+        (["--scatter", "errors.png"], "--scatter requires --table"),
+        (["--rank", "1"], "--rank requires --trace"),
+        (["--trace", "--write", "mine.toml"], "--write requires a plan"),
     ],
 )
-def test_bad_options_are_refused(arguments: list[str], message: str) -> None:
+def test_bad_options_are_rejected(arguments: list[str], message: str) -> None:
     done = run_plan(*arguments)
     assert done.returncode == 2 and message in done.stderr and "Traceback" not in done.stderr
 
@@ -606,14 +614,14 @@ def test_a_folder_of_tables_is_compared(tmp_path: Path) -> None:
     assert "| runs | 6 |" in text
 
 
-def test_stages_of_a_pipeline_hold_less_and_less() -> None:
+def test_later_stages_hold_fewer_activations() -> None:
     memory = stage_memory(planned("llama/70b")[1])
     activations = [stage.activations for stage in memory]
     assert activations == sorted(activations, reverse=True)
     assert all(stage.total > stage.counted > 0 for stage in memory)
 
 
-def test_the_default_software_is_ours_and_names_are_unique() -> None:
+def test_the_default_software_is_threefold_and_names_are_unique() -> None:
     names = [stack.name for stack in STACKS]
     assert names[0] == THREEFOLD.name and len(set(names)) == len(names)
 
@@ -626,7 +634,7 @@ def test_gradients_are_counted_as_the_json_sends_them(
     file = tmp_path / "config.json"
     file.write_text(json.dumps(config | {"communication_data_type": precision}))
     recipe, job = planned("llama/7b", f'deepspeed="{file}"')
-    ranks, stride = job.spread.data, job.spread.tensor
+    ranks, stride = job.layout.data, job.layout.tensor
     parameters = max(stage_parameters(job))
     reduced, gathered = (
         gather_seconds(job.machine, size * parameters, ranks=ranks, stride=stride)

@@ -7,13 +7,8 @@ import pytest
 from recipes.planning.inputs.job import Job, Machine, job_of
 from recipes.planning.memory.peak import memory_of_stage, stage_memory
 from recipes.tracing.trace import trace
-from recipes.training.recipe.schema import (
-    DEFAULT_RECIPE,
-    REPOSITORY,
-    Recipe,
-    load_recipe,
-    shipped_recipes,
-)
+from recipes.training.recipe.loading import DEFAULT_RECIPE, REPOSITORY, load_recipe, shipped_recipes
+from recipes.training.recipe.schema import Recipe
 
 CATALOGUE = [path for path in shipped_recipes() if path != DEFAULT_RECIPE]
 TOLERANCE = 0.03  # of the recipes; of every kind of layout, one hundredth more
@@ -113,7 +108,7 @@ def planned_job(path: Path, overrides: list[str]) -> tuple[Recipe, Job]:
 
 def difference(recipe: Recipe, job: Job, stage: int) -> float:
     """What is planned for a stage relative to what its first rank has allocated."""
-    ranks = job.machine.gpus // job.spread.pipeline
+    ranks = job.machine.gpus // job.layout.pipeline
     traced = trace(recipe, job.machine.gpus, job.machine.gpus_per_node, stage * ranks)
     return memory_of_stage(job, stage).counted / traced.peak_bytes - 1
 
@@ -125,7 +120,7 @@ def difference(recipe: Recipe, job: Job, stage: int) -> float:
 def test_the_formula_agrees_with_a_trace(name: str) -> None:
     path = REPOSITORY / "recipes" / "llama" / "7b.toml"
     recipe, job = planned_job(path, [*SMALL, *VARIANTS[name]])
-    for stage in {0, job.spread.pipeline - 1}:
+    for stage in {0, job.layout.pipeline - 1}:
         assert abs(difference(recipe, job, stage)) < TOLERANCE + 0.01
 
 

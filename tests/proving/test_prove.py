@@ -1,4 +1,4 @@
-"""The proof: what it shrinks, which layouts it finds, that it sees faults, what it says."""
+"""The proof: shrinking, legal layouts, comparison, detection of faults, and reports."""
 
 import argparse
 import contextlib
@@ -28,21 +28,17 @@ from recipes import prove
 from recipes.proving import compare as comparison
 from recipes.proving import proof_picture
 from recipes.proving.compare import Outcome, compare
-from recipes.proving.layouts import Variant, legal_variants, reference
+from recipes.proving.layouts import ProofCase, legal_cases, reference
 from recipes.proving.proof_corpus import write_corpus
 from recipes.proving.proof_report import Finding, as_json, failures, table, verdict
 from recipes.proving.shrink import larger_micro_batch, shrink
-from recipes.proving.trial import try_variants
-from recipes.proving.worlds import run_variants
+from recipes.proving.trial import try_cases
+from recipes.proving.worlds import run_cases
 from recipes.training.data.dataset import TrainingData
-from recipes.training.engine.engine import Engine, build_engine
-from recipes.training.recipe.schema import (
-    REPOSITORY,
-    Recipe,
-    load_recipe,
-    parse_recipe,
-    shipped_recipes,
-)
+from recipes.training.engine.build import build_from_recipe
+from recipes.training.engine.engine import Engine
+from recipes.training.recipe.loading import REPOSITORY, load_recipe, parse_recipe, shipped_recipes
+from recipes.training.recipe.schema import Recipe
 from tests.conftest import GPT_SWITCHES, changed, small_recipe
 from tests.ranks import run_ranks
 
@@ -76,7 +72,7 @@ def made_small(recipe: Recipe, corpus: Path, *, ranks: int = 2, steps: int = 4) 
     return shrink(recipe, ranks=ranks, layers=4, steps=steps, corpus=corpus)
 
 
-# What it shrinks
+# Shrinking
 
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: f"{path.parent.name}-{path.stem}")
@@ -119,8 +115,8 @@ def test_the_recipes_own_interval_is_proven(corpus: Path, tmp_path: Path) -> Non
     for interval, proven in ((1, {1, 2}), (2, {2}), (3, {2, 3}), (40, {2, 4})):
         layout = {"layout__recompute": "full", "layout__recompute_interval": interval}
         recipe = recipe_of(corpus, layout | {"model__layers": 4})
-        _, variants = prove.plan(recipe, options, tmp_path / str(interval))
-        full = [v.recipe.layout for v in variants if v.recipe.layout.recompute == "full"]
+        _, cases = prove.plan(recipe, options, tmp_path / str(interval))
+        full = [v.recipe.layout for v in cases if v.recipe.layout.recompute == "full"]
         assert {layout.recompute_interval for layout in full} == proven
 
 
@@ -132,14 +128,14 @@ def test_shrinking_keeps_a_head_size_of_its_own(corpus: Path, tmp_path: Path) ->
     assert larger_micro_batch(recipe_of(corpus, {})) == 2
 
 
-# Which layouts it finds
+# Legal layouts
 
 
 def test_the_layouts_are_those_that_the_recipe_accepts(corpus: Path, tmp_path: Path) -> None:
     small = made_small(recipe_of(corpus, {"model__layers": 4}), tmp_path, ranks=4)
-    variants = legal_variants(small, ranks=4, micro_sequences=(1, 2))
-    names = {f"{variant.axes}: {variant.method}" for variant in variants}
-    assert len(names) == len(variants) == 267  # counted by hand
+    cases = legal_cases(small, ranks=4, micro_sequences=(1, 2))
+    names = {f"{case.axes}: {case.method}" for case in cases}
+    assert len(names) == len(cases) == 267  # counted by hand
     for name in (
         "tensor 1 x pipeline 1 x data 1: zero3, recompute full by 2, micro-batch 2",
         "tensor 1 x pipeline 3 x data 1: zero1, 1f1b, micro-batch 1",  # four layers, three stages
@@ -158,7 +154,7 @@ def test_the_layouts_are_those_that_the_recipe_accepts(corpus: Path, tmp_path: P
         assert "interleaved x 3" not in name
 
 
-# How it compares
+# Comparison
 
 
 def outcome(
@@ -208,7 +204,7 @@ def test_only_the_key_bias_of_plain_attention_is_noise(corpus: Path) -> None:
 
 
 def test_a_key_bias_has_no_gradient_of_its_own(corpus: Path) -> None:
-    """Why it is left out: in fp64 its gradient is zero, unlike the others', to 1e-12."""
+    """It is left out because its gradient in fp64 is below 1e-12, unlike all others."""
     for changes, noise in ((GPT_SWITCHES, True), ({"model__bias": True}, False)):
         config = recipe_of(corpus, changes).model
         torch.manual_seed(0)
@@ -222,10 +218,11 @@ def test_a_key_bias_has_no_gradient_of_its_own(corpus: Path) -> None:
         parts = comparison.split_noise("blocks.0.attention.qkv.bias", config)
         sizes = {name: float(bias.grad[rows].norm()) for name, rows in parts.items()}
         quiet = [name for name, size in sizes.items() if size < 1e-12]
-        assert bool(quiet) == noise and all(name.endswith(comparison.NOISE) for name in quiet)
+        assert bool(quiet) == noise
+        assert all(name.endswith(comparison.NOISE_SUFFIX) for name in quiet)
 
 
-# That it sees faults
+# Detection of faults
 
 MUTANTS = {  # seeded fault -> changes of the recipe, the layout it must show in
     "the tied gradients are not added up": (GPT_SWITCHES, {"pipeline": 2}),
@@ -253,7 +250,7 @@ MUTANTS = {  # seeded fault -> changes of the recipe, the layout it must show in
     # too little of the gradient norm to show there, and Adam's steps hide a factor
     "the last norm's gradient is a thousandth too large": ({}, {"tensor": 2}),
 }
-DRIFTING = (  # faults that make copies of one weight differ
+DRIFTING = (  # faults that make replicas of one weight diverge
     "the tied gradients are not added up",
     "column-parallel inputs keep partial gradients",
     "norms in the split region keep partial gradients",
@@ -268,7 +265,7 @@ def scaled(engine: Engine, name: str, factor: float) -> Engine:
 
 @contextlib.contextmanager
 def seeded_fault(fault: str) -> Iterator[None]:
-    """Break one thing on purpose."""
+    """Break the training in one way."""
     zero = "deepspeed.runtime.zero.stage_1_and_2"
     target, broken = {
         "the tied gradients are not added up": (
@@ -319,45 +316,45 @@ def seeded_fault(fault: str) -> Iterator[None]:
             lambda self: TAKE(self)[:-1],
         ),
         "the last norm's gradient is a thousandth too large": (
-            "recipes.proving.trial.build_engine",
-            lambda *arguments: scaled(build_engine(*arguments), "final_norm.weight", 1.001),
+            "recipes.proving.trial.build_from_recipe",
+            lambda *arguments: scaled(build_from_recipe(*arguments), "final_norm.weight", 1.001),
         ),
     }[fault]
     with mock.patch(target, broken, create=target.endswith(".range")):
         yield
 
 
-def mutant_variant(corpus: Path, fault: str) -> Variant:
+def mutant_case(corpus: Path, fault: str) -> ProofCase:
     changes, layout = MUTANTS[fault]
     small = made_small(recipe_of(corpus, changes), corpus)
-    found = legal_variants(small, ranks=2, micro_sequences=(1,))
+    found = legal_cases(small, ranks=2, micro_sequences=(1,))
     wanted = {"tensor": 1, "pipeline": 1, "schedule": "1f1b", "sequence_parallel": False} | layout
     wanted |= {"recompute": "none"}
-    (variant,) = (
-        variant
-        for variant in found
-        if variant.world_size == 2
-        and variant.zero_stage == 1
-        and all(getattr(variant.recipe.layout, key) == value for key, value in wanted.items())
+    (case,) = (
+        case
+        for case in found
+        if case.world_size == 2
+        and case.zero_stage == 1
+        and all(getattr(case.recipe.layout, key) == value for key, value in wanted.items())
     )
-    return variant
+    return case
 
 
 def mutant_worker(corpus: str) -> dict[str, tuple[Outcome, Outcome]]:
-    """Each mutant's layout without the fault and with it."""
+    """Return the outcome of each mutant's layout without and with the fault."""
     outcomes = {}
     for fault in MUTANTS:
-        variant = mutant_variant(Path(corpus), fault)
-        (healthy,) = try_variants([variant])
+        case = mutant_case(Path(corpus), fault)
+        (healthy,) = try_cases([case])
         with seeded_fault(fault):
-            (faulty,) = try_variants([variant])
+            (faulty,) = try_cases([case])
         outcomes[fault] = healthy, faulty
     return outcomes
 
 
 def mutant_reference_worker(corpus: str) -> dict[str, Outcome]:
-    variants = [reference(mutant_variant(Path(corpus), fault).recipe) for fault in MUTANTS]
-    return dict(zip(MUTANTS, try_variants(variants), strict=True))
+    cases = [reference(mutant_case(Path(corpus), fault).recipe) for fault in MUTANTS]
+    return dict(zip(MUTANTS, try_cases(cases), strict=True))
 
 
 @pytest.fixture(scope="session")
@@ -372,40 +369,38 @@ def test_a_seeded_fault_fails_the_proof(
     fault: str, mutants: dict[str, tuple[Outcome, Outcome, Outcome]], corpus: Path
 ) -> None:
     expected, healthy, faulty = mutants[fault]
-    model = mutant_variant(corpus, fault).recipe.model
+    model = mutant_case(corpus, fault).recipe.model
     assert compare(healthy, expected, model).passes
     assert not compare(replace(faulty, drifted=[]), expected, model).passes  # by the numbers
     assert healthy.drifted == []
     assert bool(faulty.drifted) == (fault in DRIFTING)
 
 
-# What it does and says
+# The command and its reports
 
 
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=pytest.mark.long if n in SLOW else []) for n in UNSEEN]
 )
-def test_recipes_it_has_never_seen(name: str, corpus: Path, tmp_path: Path) -> None:
+def test_unseen_recipes_pass(name: str, corpus: Path, tmp_path: Path) -> None:
     recipe = recipe_of(corpus, UNSEEN[name])
     small = made_small(recipe, tmp_path / "corpus")
     write_corpus(tmp_path / "corpus", small.model.vocab_size)
-    variants = legal_variants(small, ranks=2, micro_sequences=(1, larger_micro_batch(recipe)))
-    some = variants[:: len(variants) // 6]
+    cases = legal_cases(small, ranks=2, micro_sequences=(1, larger_micro_batch(recipe)))
+    some = cases[:: len(cases) // 6]
     findings = list(prove.prove(small, some, ranks=2))
     assert len(findings) == len(some) >= 6
     assert failures(findings) == ""
 
 
-def test_a_layout_that_breaks_is_a_finding_and_the_others_go_on(
+def test_a_layout_that_fails_is_a_finding_and_the_others_continue(
     corpus: Path, tmp_path: Path
 ) -> None:
     small = made_small(recipe_of(corpus, {}), corpus, steps=1)
-    good = [v for v in legal_variants(small, ranks=2, micro_sequences=(1,)) if v.world_size == 2][
-        :2
-    ]
+    good = [v for v in legal_cases(small, ranks=2, micro_sequences=(1,)) if v.world_size == 2][:2]
     lost = changed(small.model_dump(mode="json", exclude_none=True), data__validation="nowhere")
-    bad = Variant(parse_recipe(lost, "test"), good[0].topology, 1)
-    results = dict(run_variants([good[0], bad, good[1]], ranks=2, seconds=60))
+    bad = ProofCase(parse_recipe(lost, "test"), good[0].topology, 1)
+    results = dict(run_cases([good[0], bad, good[1]], ranks=2, seconds=60))
     assert isinstance(results[good[0]], Outcome) and isinstance(results[good[1]], Outcome)
     assert "nowhere" in results[bad]
     findings = [Finding(bad, results[bad])]
@@ -419,7 +414,7 @@ def test_a_layout_that_hangs_is_a_finding(corpus: Path) -> None:
     good = reference(made_small(recipe_of(corpus, {}), corpus, steps=1))
     endless = reference(made_small(recipe_of(corpus, {}), corpus, steps=10**6))
     children = len(multiprocessing.active_children())
-    results = dict(run_variants([good, endless, good], ranks=1, seconds=12))
+    results = dict(run_cases([good, endless, good], ranks=1, seconds=12))
     assert isinstance(results[good], Outcome)
     assert results[endless].startswith("nothing within 12 seconds")
     assert len(multiprocessing.active_children()) == children
@@ -464,19 +459,19 @@ def test_the_command_runs_anywhere_and_draws(tmp_path: Path) -> None:
 
 
 def test_a_failed_layout_is_black(corpus: Path) -> None:
-    variant = reference(made_small(recipe_of(corpus, {}), corpus))
-    same = compare(outcome(), outcome(), variant.recipe.model)
+    case = reference(made_small(recipe_of(corpus, {}), corpus))
+    same = compare(outcome(), outcome(), case.recipe.model)
     close = replace(same, loss=2e-7)
     results = (same, close, replace(same, loss=1.0), replace(same, drifted=["x"]), "an error")
-    colours = [proof_picture._colour(Finding(variant, result)) for result in results]
+    colours = [proof_picture._colour(Finding(case, result)) for result in results]
     assert colours == [proof_picture.LEAST, pytest.approx(-1), *(3 * [proof_picture.FAILED])]
 
 
-def test_the_exit_code_says_the_verdict(capsys: pytest.CaptureFixture) -> None:
+def test_the_exit_code_is_the_verdict(capsys: pytest.CaptureFixture) -> None:
     arguments = ["prove.py", "--ranks", "1", "--steps", "1", "--layouts"]
     with (
         mock.patch.object(sys, "argv", arguments),
-        mock.patch.object(comparison, "LOSS", -1.0),
+        mock.patch.object(comparison, "LOSS_TOLERANCE", -1.0),
         pytest.raises(SystemExit) as ended,
     ):
         prove.main()
@@ -491,11 +486,13 @@ def test_the_exit_code_says_the_verdict(capsys: pytest.CaptureFixture) -> None:
     [
         (["recipes/none.toml"], "recipes/none.toml: no such recipe"),
         (["--set", "model.heads=7"], "use hidden_size = 189 or 196"),
-        (["--ranks", "0"], "0 is not a number in 1 .. 1024"),
+        (["--ranks", "0"], "invalid number 0: expected 1 to 1024"),
         (["--steps", "many"], "many"),
     ],
 )
-def test_a_bad_recipe_or_option_is_refused_in_one_line(arguments: list[str], message: str) -> None:
+def test_an_invalid_recipe_or_option_is_rejected_in_one_line(
+    arguments: list[str], message: str
+) -> None:
     done = command(*arguments)
     assert done.returncode == 2 and done.stdout == ""
     assert message in done.stderr.splitlines()[-1]

@@ -1,4 +1,4 @@
-"""A run that is handed from layout to layout, and faults that a relay must see."""
+"""A run that passes from layout to layout, and faults that a relay must notice."""
 
 import contextlib
 import os
@@ -14,13 +14,13 @@ from models.sharding import Sharding
 from recipes.prove import run_relay
 from recipes.proving import layouts
 from recipes.proving.compare import Leg
-from recipes.proving.layouts import Variant, legal_variants
+from recipes.proving.layouts import ProofCase, legal_cases
 from recipes.proving.proof_report import Finding, relay_as_text
 from recipes.proving.relay import run_leg
-from recipes.proving.trial import many_variants
+from recipes.proving.trial import many_cases
 from recipes.training.checkpoint.reader import CheckpointReader
 from recipes.training.checkpoint.state import SharedState, TrainingState
-from recipes.training.recipe.schema import parse_recipe
+from recipes.training.recipe.loading import parse_recipe
 from recipes.training.recipe.topology import World
 from recipes.training.run_folder.folder import RunFolder
 from tests.conftest import GPT_SWITCHES, changed, small_recipe
@@ -41,13 +41,13 @@ FAULTS = (
 BF16_FAULTS = ("model keeps its weights",)
 
 
-def variants(corpus: Path, shape: dict[str, Any], *, ranks: int, count: int) -> list[Variant]:
-    """So many legal layouts of each size, far from each other."""
+def cases(corpus: Path, shape: dict[str, Any], *, ranks: int, count: int) -> list[ProofCase]:
+    """Return `count` legal layouts of each world size, far from each other."""
     table = changed(small_recipe(corpus), **shape, training__steps=200)
-    legal = legal_variants(parse_recipe(table, "small"), ranks=ranks, micro_sequences=(2,))
+    legal = legal_cases(parse_recipe(table, "small"), ranks=ranks, micro_sequences=(2,))
     chosen = []
-    for size in {variant.world_size for variant in legal}:
-        own = [variant for variant in legal if variant.world_size == size]
+    for size in {case.world_size for case in legal}:
+        own = [case for case in legal if case.world_size == size]
         chosen += own[:: max(1, len(own) // count)][:count]
     return chosen
 
@@ -55,8 +55,8 @@ def variants(corpus: Path, shape: dict[str, Any], *, ranks: int, count: int) -> 
 @pytest.mark.parametrize(
     "shape", [pytest.param(n, marks=pytest.mark.long if "gpt" in n else []) for n in SHAPES]
 )
-def test_a_run_goes_on_in_any_layout(shape: str, corpus: Path, tmp_path: Path) -> None:
-    legs = variants(corpus, SHAPES[shape], ranks=4, count=3)
+def test_a_run_resumes_in_any_layout(shape: str, corpus: Path, tmp_path: Path) -> None:
+    legs = cases(corpus, SHAPES[shape], ranks=4, count=3)
     assert {leg.world_size for leg in legs} >= {1, 2, 4}
     findings = list(run_relay(legs, folder=tmp_path))
     assert len(findings) == len(legs)
@@ -67,7 +67,7 @@ def test_a_run_goes_on_in_any_layout(shape: str, corpus: Path, tmp_path: Path) -
 @pytest.mark.long
 def test_bf16_loses_nothing_either(corpus: Path, tmp_path: Path) -> None:
     with mock.patch.object(layouts, "CONFIG", "ds_configs/zero{}_bf16.json"):
-        legs = variants(corpus, {}, ranks=2, count=5)
+        legs = cases(corpus, {}, ranks=2, count=5)
     assert {leg.zero_stage for leg in legs} == {1, 2, 3}
     findings = list(run_relay(legs, folder=tmp_path))
     for finding in findings:
@@ -119,15 +119,15 @@ def seeded_fault(fault: str | None) -> Iterator[None]:
 
 
 def relay_with_faults(
-    legs: list[Variant], bf16: list[Variant], folder: Path
+    legs: list[ProofCase], bf16: list[ProofCase], folder: Path
 ) -> dict[str | None, list[Leg]]:
-    """On each rank: the relay once as it is and once with each fault.
+    """Run the relay on each rank, once without a fault and once with each fault.
 
     bf16: legs for the faults that fp32 cannot have, as its model and optimizer share the weights
     """
     found: dict[str | None, list[Leg]] = {}
     world = World(rank=int(os.environ["RANK"]), size=2, local_size=2)
-    with many_variants() as begin:
+    with many_cases() as begin:
         for number, fault in enumerate((None, *FAULTS)):
             found[fault] = []
             for leg in bf16 if fault in BF16_FAULTS else legs:
@@ -137,7 +137,7 @@ def relay_with_faults(
     return found
 
 
-def test_faults_of_saving_and_loading_are_seen(corpus: Path, tmp_path: Path) -> None:
+def test_faults_of_saving_and_loading_are_noticed(corpus: Path, tmp_path: Path) -> None:
     legs, bf16 = pipeline_and_tensor(corpus, "fp32"), pipeline_and_tensor(corpus, "bf16")
     found = run_ranks(2, relay_with_faults, legs, bf16, tmp_path)[0]
     assert all(leg.passes for leg in found.pop(None))
@@ -146,18 +146,18 @@ def test_faults_of_saving_and_loading_are_seen(corpus: Path, tmp_path: Path) -> 
         assert any(seen), fault
 
 
-def pipeline_and_tensor(corpus: Path, dtype: str) -> list[Variant]:
-    """A layout of two stages and one of two tensor ranks."""
+def pipeline_and_tensor(corpus: Path, dtype: str) -> list[ProofCase]:
+    """Return a layout of two stages and one of two tensor ranks."""
     with mock.patch.object(layouts, "CONFIG", f"ds_configs/zero{{}}_{dtype}.json"):
-        two = [leg for leg in variants(corpus, {}, ranks=2, count=99) if leg.world_size == 2]
+        two = [leg for leg in cases(corpus, {}, ranks=2, count=99) if leg.world_size == 2]
     return [
         next(v for v in two if v.axes == axes and v.zero_stage == 1)
         for axes in ("tensor 1 x pipeline 2 x data 1", "tensor 2 x pipeline 1 x data 1")
     ]
 
 
-def test_the_table_says_what_failed(corpus: Path) -> None:
-    first, second, *_ = variants(corpus, {}, ranks=2, count=2)
+def test_the_table_shows_failures(corpus: Path) -> None:
+    first, second, *_ = cases(corpus, {}, ranks=2, count=2)
     findings = [
         Finding(first, Leg(first=True, changed=[], loss=0.0)),
         Finding(second, Leg(first=False, changed=["exp_avg embedding.weight"], loss=0.5)),

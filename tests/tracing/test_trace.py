@@ -1,4 +1,4 @@
-"""A trace is what a real run allocates and sends, at any size."""
+"""A trace agrees with the allocations and the communication of a real run, at any size."""
 
 import contextlib
 from dataclasses import replace
@@ -14,7 +14,8 @@ from models.errors import UserError
 from models.transformer import Block, rotary_table
 from recipes.tracing import trace_report
 from recipes.tracing.trace import Trace, measure, trace
-from recipes.training.recipe.schema import REPOSITORY, Recipe, load_recipe, parse_recipe
+from recipes.training.recipe.loading import REPOSITORY, load_recipe, parse_recipe
+from recipes.training.recipe.schema import Recipe
 from tests.conftest import GPT_SWITCHES, changed
 from tests.ranks import join_world, run_ranks
 
@@ -28,7 +29,7 @@ def traced(table: dict[str, Any], world_size: int, rank: int = 0) -> Trace:
 
 
 def traced_as_on_a_cpu(recipe: Recipe, world_size: int, rank: int) -> Trace:
-    """As many micro-batches as there are: real stages have to agree on a number."""
+    """Trace all micro-batches, because real stages must agree on their number."""
     with (
         mock.patch("recipes.tracing.trace.kernels_of_a_gpu", contextlib.nullcontext),
         mock.patch("recipes.tracing.trace.enough_micro_batches", lambda *_: ALL),
@@ -37,13 +38,13 @@ def traced_as_on_a_cpu(recipe: Recipe, world_size: int, rank: int) -> Trace:
 
 
 def real_measure(recipe: Recipe) -> Trace:
-    """On a rank: the same counters around real tensors and real collectives."""
+    """Return the measurement of a rank, with real tensors and real collectives."""
     world = join_world()
     return measure(recipe, recipe.topology(world), world.rank, at_most=ALL)
 
 
 def traffic(found: Trace) -> dict[tuple[str, str], tuple[int, int]]:
-    """(axis, kind) -> calls, bytes."""
+    """Return (calls, bytes) by (axis, kind)."""
     return {(each.axis, each.kind): (each.count, each.memory_bytes) for each in found.traffic}
 
 
@@ -61,7 +62,7 @@ WAYS = {
         {
             "deepspeed": "ds_configs/zero1_bf16.json",
             "layout": {"pipeline": 2, "tensor": 2, "sequence_parallel": True},
-            "model__layers": 8,  # gloo's threads keep what they have sent a moment longer
+            "model__layers": 8,  # gloo's threads keep sent tensors a moment longer
         },
     ),
     "folded": (2, {"layout": {"pipeline": 2, "schedule": "dualpipev"}, "model__layers": 4}),
@@ -93,7 +94,7 @@ QUICK = ("interleaved",)  # the others only among the long tests
     "way",
     [pytest.param(way, marks=[] if way in QUICK else pytest.mark.long) for way in WAYS],
 )
-def test_a_trace_is_what_a_real_run_allocates(way: str, small: dict[str, Any]) -> None:
+def test_a_trace_agrees_with_a_real_run(way: str, small: dict[str, Any]) -> None:
     world_size, changes = WAYS[way]
     recipe = parse_recipe(changed(small, **changes), "test")
     reals = run_ranks(world_size, real_measure, recipe)
@@ -107,7 +108,7 @@ def test_a_trace_is_what_a_real_run_allocates(way: str, small: dict[str, Any]) -
         assert found.traffic == real.traffic
 
 
-def test_what_tensor_ranks_and_stages_send(small: dict[str, Any]) -> None:
+def test_the_communication_of_tensor_ranks_and_stages(small: dict[str, Any]) -> None:
     layout = {"pipeline": 2, "tensor": 2}
     table = changed(small, layout=layout, model__layers=6, batch__global_sequences=40)
     first, last = traced(table, 8, rank=0), traced(table, 8, rank=7)
@@ -154,7 +155,7 @@ def test_the_first_stage_holds_as_many_micro_batches_as_there_are_stages(
             found = trace(recipe, 4, 4, 0)
         assert found.traced == m
         held[m] = dict(found.phase_bytes)["ForwardPass"]
-    # What one holds; from the second one on also the output that was sent before.
+    # The memory of one micro-batch; from the second one on also the output that was sent before.
     assert held[3] - held[2] == held[4] - held[3] == held[2] - held[1] - 32 * 2 * 64 * FP32
     assert held[5] == held[12]
     enough = trace(parse_recipe(changed(table, batch__global_sequences=24), "test"), 4, 4, 0)
@@ -162,7 +163,7 @@ def test_the_first_stage_holds_as_many_micro_batches_as_there_are_stages(
 
 
 @pytest.mark.parametrize("stage", range(4))
-def test_enough_micro_batches_are_enough(stage: int, small: dict[str, Any]) -> None:
+def test_the_traced_micro_batches_reach_the_peak(stage: int, small: dict[str, Any]) -> None:
     table = changed(small, layout={"pipeline": 4}, model__layers=4, batch__global_sequences=24)
     enough = traced(table, 4, rank=stage)
     with mock.patch("recipes.tracing.trace.enough_micro_batches", lambda *_: ALL):
@@ -187,7 +188,7 @@ def test_enough_micro_batches_are_enough(stage: int, small: dict[str, Any]) -> N
         *(pytest.param(n, marks=pytest.mark.long) for n in ("interleaved", "dualpipev", "zb-v")),
     ],
 )
-def test_enough_micro_batches_are_enough_in_every_schedule(
+def test_the_traced_micro_batches_reach_the_peak_in_every_schedule(
     schedule: str, small: dict[str, Any]
 ) -> None:
     layout = {"pipeline": 2, "schedule": schedule, "recompute": "full"}
@@ -203,7 +204,7 @@ def test_enough_micro_batches_are_enough_in_every_schedule(
         assert every.between_steps.state == enough.between_steps.state
 
 
-def test_a_tensor_that_blocks_keep_is_seen(small: dict[str, Any]) -> None:
+def test_a_tensor_that_blocks_keep_is_counted(small: dict[str, Any]) -> None:
     table = changed(
         small,
         model__layers=4,
@@ -234,7 +235,7 @@ def test_a_tensor_that_blocks_keep_is_seen(small: dict[str, Any]) -> None:
     assert (mutant.between_steps, mutant.traffic) == (plain.between_steps, plain.traffic)
 
 
-def test_a_layer_more_costs_what_each_of_them_does(small: dict[str, Any]) -> None:
+def test_another_layer_costs_as_much_as_the_others(small: dict[str, Any]) -> None:
     peaks = [
         dict(traced(changed(small, model__layers=layers), 1).phase_bytes)["ForwardPass"]
         for layers in (2, 3, 4)
@@ -244,7 +245,7 @@ def test_a_layer_more_costs_what_each_of_them_does(small: dict[str, Any]) -> Non
 
 @pytest.mark.long
 def test_kernels_that_are_not_compiled_hold_more(small: dict[str, Any]) -> None:
-    """Copies in fp32 of what SwiGLU's backward pass reads and gives, and more."""
+    """They hold fp32 copies of the inputs and outputs of SwiGLU's backward pass, and more."""
     table = changed(small, deepspeed="ds_configs/zero1_bf16.json", model__ffn_hidden_size=1024)
     s, b, f = 32, 2, 1024
     written = traced(changed(table, training__compile=False), 1)
@@ -267,7 +268,11 @@ def test_a_job_of_4096_gpus_without_its_memory() -> None:
     overrides = [f"model.{key}={value}" for key, value in model.items()] + layout + cluster
     recipe = load_recipe(LLAMA, overrides)
     found = trace(recipe, 4096, 8, 4095)
-    assert (found.place.pipeline, found.place.data, found.place.tensor) == (15, 31, 7)
+    assert (found.coordinates.pipeline, found.coordinates.data, found.coordinates.tensor) == (
+        15,
+        31,
+        7,
+    )
     assert 20 * 2**30 < found.peak_bytes < 80 * 2**30
 
 
@@ -289,7 +294,7 @@ def test_a_trace_is_reported(small: dict[str, Any]) -> None:
     assert max(table["phase_bytes"].values()) == table["peak_bytes"]
 
 
-def test_nothing_of_a_trace_stays(small: dict[str, Any]) -> None:
+def test_a_trace_leaves_no_state(small: dict[str, Any]) -> None:
     once = traced(changed(small, deepspeed="ds_configs/zero3_fp32.json"), 4)
     assert not dist.is_initialized()
     assert rotary_table.cache_info().currsize == 0
@@ -307,6 +312,6 @@ def test_a_cached_table_is_not_missing_from_a_trace(small: dict[str, Any]) -> No
 
 
 @pytest.mark.parametrize("rank", [-1, 4])
-def test_a_rank_that_is_not_there_is_refused(rank: int, small: dict[str, Any]) -> None:
+def test_a_rank_outside_the_world_is_rejected(rank: int, small: dict[str, Any]) -> None:
     with pytest.raises(UserError, match=r"rank -?\d is not in 0 \.\. 3; use 0"):
         traced(small, 4, rank=rank)

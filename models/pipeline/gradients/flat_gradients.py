@@ -31,7 +31,7 @@ class FlatGradients(ABC):
 
     engine: the engine, whose optimizer has just been created
     flats: the tensor of each optimizer group
-    slots: the place of each parameter
+    slots: the slot of each parameter in its flat tensor
     chunks: the parameters of each chunk, without tied ones, in the order of the last passes
     """
 
@@ -231,8 +231,8 @@ def slots_of(
 
 def part_of(parameter: nn.Parameter, shard: Tensor) -> Tensor:
     """Return the part of a shard that belongs to a parameter; the shard must hold some of it."""
-    place = parameter._hp_mapping.hp_fragment_address
-    return shard[place.start : place.start + place.numel]
+    address = vars(parameter)["_hp_mapping"].hp_fragment_address  # set by DeepSpeed
+    return shard[address.start : address.start + address.numel]
 
 
 def _divided_before(engine: PipelineEngine) -> float:

@@ -86,7 +86,7 @@ class _Running:
 
     start: index of the first element in the flat tensor
     total: the tensor in which the sum arrives on this rank; None if another rank owns it
-    in_place: whether `total` is a view of the flat tensor
+    in_place: `total` is a view of the flat tensor
     sent: the input of the collective, which must be kept until the sum is complete
     """
 
@@ -178,7 +178,7 @@ class ShardedReduction:
         return self.flats[number].numel() // self.sizes[number]
 
     def _is_in_place(self, number: int) -> bool:
-        """Tell whether sums arrive in the flat tensor itself: everything is in fp32, no copies."""
+        """Return True if sums arrive in the flat tensor itself, because everything is in fp32."""
         return self.flats[number].dtype == self.dtype == torch.float32
 
     def _reduce(self, number: int, sent: Tensor, start: int, owner: int) -> None:

@@ -1,4 +1,4 @@
-"""The messages between the stages of a pipeline, and when each stage posts them. Arithmetic only.
+"""Messages between pipeline stages and the order in which they are posted. Arithmetic only.
 
 NCCL runs the operations of a communicator in the order in which they were posted and knows no tags.
 Each ordered pair of stages therefore has a communicator of its own, over which activations and
@@ -37,7 +37,7 @@ class Event(NamedTuple):
 
 def routes(pipeline: Pipeline) -> list[Route]:
     """Return the pairs of stages that send to each other, in the same order on every rank."""
-    stages = [pipeline.place(position)[0] for position in range(pipeline.positions)]
+    stages = [pipeline.stage_and_chunk(index)[0] for index in range(pipeline.virtual_stages)]
     forward = {(a, b) for a, b in pairwise(stages) if a != b}
     return sorted(forward | {(b, a) for a, b in forward})
 
@@ -60,7 +60,7 @@ def rounds(pipeline: Pipeline) -> list[list[Route]]:
 
 
 def is_remote(stage: int, other: Pass | None) -> bool:
-    """Return whether another pass exists and runs on another stage."""
+    """Return True if `other` exists and runs on another stage."""
     return other is not None and other.stage != stage
 
 
@@ -93,15 +93,17 @@ class _Receives:
             receivers = map(pipeline.receiver, order)
             if sender != stage:
                 self.messages[sender] = [w for w in receivers if w is not None and w.stage == stage]
-        self.places = {w: n for messages in self.messages.values() for n, w in enumerate(messages)}
+        self.indices = {w: n for messages in self.messages.values() for n, w in enumerate(messages)}
         self.posted = dict.fromkeys(self.messages, 0)
 
     def up_to(self, work: Pass | None) -> Iterator[Event]:
         """Yield the receives that must be posted for the message of `work` to arrive."""
         if work is None:
             return
-        sender = self.pipeline.needed(work).stage
-        end = max(self.places[work] + 1, self.posted[sender])
+        source = self.pipeline.needed(work)
+        assert source is not None
+        sender = source.stage
+        end = max(self.indices[work] + 1, self.posted[sender])
         for each in self.messages[sender][self.posted[sender] : end]:
             yield Event(Action.POST_RECEIVE, each)
         self.posted[sender] = end

@@ -1,18 +1,20 @@
 """The order in which the stages of a pipeline run their passes. Arithmetic only.
 
-The same objects drive the engine (`engine.py`), the simulator (`simulation.py`) and the planner.
+The same objects drive the engine (`models/pipeline/scheduled_engine.py`), the simulator
+(`simulation.py`) and the planner.
 
-| schedule    | chunks of a stage      | backward | a step's length                     |
+| schedule    | chunks of a stage      | backward | length of a step                    |
 |-------------|------------------------|----------|-------------------------------------|
 | 1f1b        | 1                      | whole    | (m + p - 1) (F + B + W)             |
-| interleaved | v, always the same way | whole    | (m + (p - 1) / v) (F + B + W)       |
+| interleaved | v, all forward         | whole    | (m + (p - 1) / v) (F + B + W)       |
 | zb-h1       | 1                      | split    | m (F + B + W) + (p - 1) (F + B - W) |
-| zb-v        | 2, there and back      | split    | m (F + B + W) + (p - 1) F / 2       |
-| dualpipev   | 2, there and back      | whole    | m (F + B + W) + (p - 1) (B + W) - F / 2 |
+| zb-v        | 2, forward and back     | split    | m (F + B + W) + (p - 1) F / 2       |
+| dualpipev   | 2, forward and back     | whole    | m (F + B + W) + (p - 1) (B + W) - F / 2 |
 
-p stages, v chunks of a stage, m >= p micro-batches; F forward pass, B backward pass for the input
-and W for the weights, of a micro-batch through all chunks of a stage; for zb-v equally long, and
-otherwise it is somewhat longer. A position is a chunk's place in the model, from 0 to p v - 1.
+p stages, v chunks per stage, m >= p micro-batches; F, B and W are the times of the forward pass,
+the backward pass for the input and the backward pass for the weights of a micro-batch through all
+chunks of a stage. The length for zb-v holds if the three are equal; otherwise the step is somewhat
+longer. The virtual stage of a chunk is its index in the whole model, from 0 to p v - 1.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -27,7 +29,7 @@ from models.errors import UserError
 
 
 class Kind(StrEnum):
-    """What a pass computes; a whole backward pass computes the weights' part too."""
+    """The kind of a pass; an undivided backward pass computes the weight gradients, too."""
 
     FORWARD = "forward"
     BACKWARD = "backward"
@@ -43,17 +45,17 @@ class Pass(NamedTuple):
     micro_batch: int
 
 
-Order = Sequence[Pass]  # all that a stage does in a step
+Order = Sequence[Pass]  # all passes of a stage in a step
 FORWARD, BACKWARD, WEIGHT = Kind
 
 
 class Schedule(NamedTuple):
-    """One way to order passes.
+    """A pipeline schedule.
 
-    orders: of a pipeline's stages
-    folded: the model goes through the stages there and back
-    splits: weights have backward passes of their own
-    chunks: of a stage, if only that many are possible
+    orders: returns the order of passes of each stage
+    folded: the second chunks pass through the stages in reverse order
+    splits: weight gradients have separate passes
+    chunks: the only possible number of chunks per stage; None: any number
     """
 
     orders: Callable[["Pipeline"], list[Order]]
@@ -64,13 +66,13 @@ class Schedule(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Pipeline:
-    """What decides the order of passes.
+    """A pipeline: its stages, chunks, micro-batches and schedule, which decide the order of passes.
 
-    proportions: how long forward, backward and weights' passes take, to each other; where the
-        backward pass is split, an order may depend on it
+    proportions: relative durations of forward, backward and weight passes, on which the order may
+        depend if the backward pass is split
 
     Raises:
-        UserError: there is no such order.
+        UserError: the schedule needs more micro-batches.
     """
 
     stages: int
@@ -88,44 +90,48 @@ class Pipeline:
             )
 
     @property
-    def positions(self) -> int:
-        """How many chunks all stages have together."""
+    def virtual_stages(self) -> int:
+        """Number of chunks of all stages together."""
         return self.stages * self.chunks
 
     @property
     def splits(self) -> bool:
-        """Whether weights have backward passes of their own."""
+        """True if weight gradients have separate passes."""
         return SCHEDULES[self.schedule].splits
 
-    def position(self, stage: int, chunk: int) -> int:
-        """Where in the model a chunk is."""
-        return place_in_model(self.schedule, self.stages, stage, chunk)
+    def virtual_stage(self, stage: int, chunk: int) -> int:
+        """Return the virtual stage of a chunk, its index in the whole model."""
+        return virtual_stage_of(self.schedule, self.stages, stage, chunk)
 
-    def place(self, position: int) -> tuple[int, int]:
-        """The stage and the chunk that are there."""
-        return place(self.schedule, self.stages, position)
+    def stage_and_chunk(self, virtual_stage: int) -> tuple[int, int]:
+        """Return the stage and the chunk of a virtual stage."""
+        return stage_and_chunk(self.schedule, self.stages, virtual_stage)
 
     def needed(self, work: Pass) -> Pass | None:
-        """The pass whose result another one starts with; None: it starts with tokens."""
+        """Return the pass whose result is the input of `work`; None: its input is tokens."""
         if work.kind == WEIGHT:
             return work._replace(kind=BACKWARD)
-        position = self.position(work.stage, work.chunk)
-        if work.kind == BACKWARD and position == self.positions - 1:
+        virtual_stage = self.virtual_stage(work.stage, work.chunk)
+        if work.kind == BACKWARD and virtual_stage == self.virtual_stages - 1:
             return work._replace(kind=FORWARD)
-        before = position - 1 if work.kind == FORWARD else position + 1
-        return Pass(work.kind, *self.place(before), work.micro_batch) if before >= 0 else None
+        before = virtual_stage - 1 if work.kind == FORWARD else virtual_stage + 1
+        return (
+            Pass(work.kind, *self.stage_and_chunk(before), work.micro_batch)
+            if before >= 0
+            else None
+        )
 
     def receiver(self, work: Pass) -> Pass | None:
-        """The pass that starts with this one's result, on this stage or another; None: none."""
-        position = self.position(work.stage, work.chunk)
-        after = position + 1 if work.kind == FORWARD else position - 1
-        if work.kind == WEIGHT or not 0 <= after < self.positions:
+        """Return the pass whose input is the result of `work`; None if there is none."""
+        virtual_stage = self.virtual_stage(work.stage, work.chunk)
+        after = virtual_stage + 1 if work.kind == FORWARD else virtual_stage - 1
+        if work.kind == WEIGHT or not 0 <= after < self.virtual_stages:
             return None
-        return Pass(work.kind, *self.place(after), work.micro_batch)
+        return Pass(work.kind, *self.stage_and_chunk(after), work.micro_batch)
 
     @cached_property
     def orders(self) -> list[Order]:
-        """Of each stage, all that it does in a step."""
+        """The order of passes of each stage in a training step."""
         return SCHEDULES[self.schedule].orders(self)
 
     def orders_of_step(self, *, training: bool) -> list[Order]:
@@ -134,23 +140,23 @@ class Pipeline:
 
     @cached_property
     def forward_orders(self) -> list[Order]:
-        """The same without backward passes."""
+        """The order of passes of each stage in a validation step."""
         return [[work for work in order if work.kind == FORWARD] for order in self.orders]
 
 
-def place(schedule: str, stages: int, position: int) -> tuple[int, int]:
-    """The stage and the chunk at a position of the model."""
-    chunk, stage = divmod(position, stages)
+def stage_and_chunk(schedule: str, stages: int, virtual_stage: int) -> tuple[int, int]:
+    """Return the stage and the chunk of a virtual stage."""
+    chunk, stage = divmod(virtual_stage, stages)
     return (stages - 1 - stage if _leads_back(schedule, chunk) else stage), chunk
 
 
 def last_stage(schedule: str, stages: int, chunks: int) -> int:
-    """The stage with the end of the model, its logits and loss."""
-    return place(schedule, stages, stages * chunks - 1)[0]
+    """Return the stage that computes the logits and the loss."""
+    return stage_and_chunk(schedule, stages, stages * chunks - 1)[0]
 
 
-def place_in_model(schedule: str, stages: int, stage: int, chunk: int) -> int:
-    """The position of a stage's chunk in the model."""
+def virtual_stage_of(schedule: str, stages: int, stage: int, chunk: int) -> int:
+    """Return the virtual stage of a chunk of a stage."""
     return chunk * stages + (stages - 1 - stage if _leads_back(schedule, chunk) else stage)
 
 
@@ -159,12 +165,12 @@ def _leads_back(schedule: str, chunk: int) -> bool:
 
 
 def schedule_name(schedule: str, chunks: int) -> str:
-    """With its chunks where they are chosen: "interleaved x 2"."""
+    """Return a schedule's name with the number of chunks if it is variable: "interleaved x 2"."""
     return schedule if SCHEDULES[schedule].chunks else f"{schedule} x {chunks}"
 
 
 def least_micro_batches(schedule: str, stages: int) -> int:
-    """Fewer the schedule cannot run."""
+    """Return the smallest number of micro-batches that a schedule can run."""
     return 2 * stages if schedule == "dualpipev" else 1
 
 
@@ -179,7 +185,10 @@ def last_passes(order: Sequence[Pass]) -> list[Pass]:
 
 
 def most_in_flight(order: Iterable[Pass]) -> int:
-    """Chunks whose activations an order holds at once, at most; until all backward is done."""
+    """Return the maximum number of micro-batches whose activations a stage holds at the same time.
+
+    A chunk holds them until the last of its backward passes, that of the weights included.
+    """
     order = list(order)
     ending = WEIGHT if any(work.kind == WEIGHT for work in order) else BACKWARD
     held = most = 0
@@ -193,13 +202,14 @@ def _one_forward_one_backward(pipeline: "Pipeline") -> list[Order]:
     """1F1B and, with chunks, interleaved 1F1B.
 
     Narayanan et al. 2021 (arXiv 2104.04473), section 2.2 and figure 4; Megatron-LM's warm-up
-    (megatron/core/pipeline_parallel/schedules.py). p micro-batches go through a stage's first
-    chunk, then through its second, and so on, before the next p; backward from the last chunk to
-    the first. Where p does not divide m, rounds are of more than p.
+    (megatron/core/pipeline_parallel/schedules.py). A round of p micro-batches passes through a
+    stage's first chunk, then its second, and so on, before the next round begins; backward passes
+    run from the last chunk to the first. If p does not divide m, rounds have more than p.
     """
     p, v, m = pipeline.stages, pipeline.chunks, pipeline.micro_batches
     rounds = max(1, m // p)
-    starts = [-(-m * each // rounds) for each in range(rounds + 1)]  # the first ones one more
+    # The first rounds may have one micro-batch more than the others.
+    starts = [-(-m * each // rounds) for each in range(rounds + 1)]
 
     def order(stage: int) -> Order:
         forwards, backwards = [], []
@@ -217,10 +227,10 @@ def _one_forward_one_backward(pipeline: "Pipeline") -> list[Order]:
 
 
 def _zero_bubble_h1(pipeline: "Pipeline") -> list[Order]:
-    """1F1B in which the weights' part of stage i comes i micro-batches later, or at the end.
+    """Return 1F1B in which stage i delays its weight passes by i micro-batches.
 
-    Qi et al. 2023 (arXiv 2401.10241), section 2.1 and figure 2: no stage holds more than the first
-    one, p micro-batches, and what is put off fills the bubble as the pipeline drains.
+    Qi et al. 2023 (arXiv 2401.10241), section 2.1 and figure 2. No stage holds more micro-batches
+    than the first one, p, and the delayed passes fill the bubble while the pipeline drains.
     """
 
     whole = _one_forward_one_backward(pipeline)
@@ -240,12 +250,13 @@ def _zero_bubble_h1(pipeline: "Pipeline") -> list[Order]:
 
 @lru_cache(maxsize=8)
 def _zero_bubble_v(pipeline: "Pipeline") -> list[Order]:
-    """Stages that take the best pass there is whenever they are free.
+    """Return the orders in which each stage runs the best available pass whenever it is idle.
 
-    The V-shape of Qi et al. 2023 (arXiv 2401.10241), section 6, with its memory: 2 p chunks, each
-    half a stage. Best is a backward pass, the first chunk's before the second's, then a forward
-    pass, the second chunk's first, which brings the loss nearer; weights fill what would be idle.
-    One of the chunks is the second, or there is room for it, without which nothing would come back.
+    The V shape of Qi et al. 2023 (arXiv 2401.10241), section 6, with its memory limit of 2 p chunks
+    of half a stage each. Backward passes come first, those of the first chunk before those of the
+    second; then forward passes, those of the second chunk first, because they are closer to the
+    loss; weight passes fill idle time. One slot is reserved for the second chunk, because without
+    it no micro-batch could return.
     """
     p, m = pipeline.stages, pipeline.micro_batches
     takes = dict(zip(Kind, pipeline.proportions, strict=True))
@@ -257,10 +268,10 @@ def _zero_bubble_v(pipeline: "Pipeline") -> list[Order]:
         (WEIGHT, 0),
         (WEIGHT, 1),
     ]
-    ends: dict[Pass, int] = {}  # when a pass ends
+    ends: dict[Pass, int] = {}  # the time at which a pass ends
     next_ones = [{(kind, chunk): 0 for kind in Kind for chunk in (0, 1)} for _ in range(p)]
-    orders: list[Order] = [[] for _ in range(p)]
-    free = [0] * p  # from when on
+    orders: list[list[Pass]] = [[] for _ in range(p)]
+    free = [0] * p  # the time from which a stage is idle
 
     def best(stage: int, now: int) -> Pass | None:
         counts = next_ones[stage]
@@ -287,11 +298,11 @@ def _zero_bubble_v(pipeline: "Pipeline") -> list[Order]:
                 heappush(events, free[stage])
                 orders[stage].append(work)
                 next_ones[stage][work.kind, work.chunk] += 1
-    return orders
+    return list(orders)
 
 
 def _there_and_back(pipeline: "Pipeline") -> list[Order]:
-    """DualPipeV, step by step as DeepSpeed's DualPipeVSchedule (runtime/pipe/schedule.py)."""
+    """Return the orders of DeepSpeed's DualPipeVSchedule (runtime/pipe/schedule.py)."""
     p, m = pipeline.stages, pipeline.micro_batches
 
     def order(stage: int) -> Order:

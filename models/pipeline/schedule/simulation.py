@@ -1,4 +1,4 @@
-"""When each pass of a pipeline runs. Arithmetic only."""
+"""Simulation of the times at which the passes of a pipeline run. Arithmetic only."""
 
 from collections.abc import Callable, Sequence
 from itertools import chain
@@ -26,13 +26,15 @@ def simulate(
     transfer: float = 0.0,
     orders: Sequence[Order] | None = None,
 ) -> Timeline:
-    """When each pass runs: when its stage is free and what it needs is there.
+    """Return the timeline in which a pass runs as soon as its stage is idle and its input is there.
 
-    What a pass makes leaves at once, and neither stage waits while it is on its way.
+    A result is sent at once, and neither stage waits during the transfer.
 
-    seconds: of a pass
-    transfer: seconds from one stage to another
-    orders: of the stages, if not the pipeline's own
+    Args:
+        pipeline: the pipeline
+        seconds: returns the duration of a pass
+        transfer: seconds of a transfer between two stages
+        orders: the order of passes of each stage, if it differs from the pipeline's
 
     Raises:
         ValueError: the stages wait for each other.
@@ -67,18 +69,18 @@ def simulate(
 
 
 def pipeline_seconds(timeline: Timeline) -> float:
-    """From the first pass to the end of the last one."""
+    """Return the seconds from the start of the step to the end of the last pass."""
     return max(stage[-1].end for stage in timeline)
 
 
 def idle_share(timeline: Timeline) -> float:
-    """The share of all stages' time in which they wait: the bubble and the transfers."""
+    """Return the share of the stages' time that is idle, in bubbles and transfers."""
     busy = sum(timed.end - timed.start for stage in timeline for timed in stage)
     return 1 - busy / (len(timeline) * pipeline_seconds(timeline))
 
 
 def typical_seconds(timeline: Timeline) -> Callable[[Pass], float]:
-    """The median of what each stage's, chunk's and kind's passes took."""
+    """Return a function that gives the median duration of a pass's kind, stage and chunk."""
     spans: dict[tuple[Kind, int, int], list[float]] = {}
     for timed in chain.from_iterable(timeline):
         work = timed.work

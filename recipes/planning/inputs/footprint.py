@@ -1,4 +1,4 @@
-"""The memory that a training stack keeps, in bytes per parameter, activation or logit."""
+"""Memory footprints of training software, in bytes per parameter, activation or logit."""
 
 from dataclasses import dataclass, replace
 
@@ -7,37 +7,38 @@ from dataclasses import dataclass, replace
 class Footprint:
     """Bytes per parameter, per activation and in fixed buffers.
 
-    weight: per parameter, as the matrix products read it
-    gradient: per parameter, from step to step; under ZeRO-2 and 3 spread over the data ranks
-    running_gradient: per parameter more between the first backward pass and the update
-    optimizer: per parameter, spread over the data ranks from ZeRO-1 on
-    zero3_copy: likewise, more of it under ZeRO-3
-    bucket_elements: of ZeRO's buckets for gradients; DeepSpeed's reduce_bucket_size
-    gathered_elements: that ZeRO-3 holds whole at once; stage3_max_live_parameters
-    bucket: bytes that are there from the first backward pass on
-    reducing: per parameter more while gradients are added up over the data ranks
-    reducing_one_bucket: likewise, where all of a stage's parameters go into one bucket
-    reducing_bucket: bytes more then
-    updating: per parameter of a data rank's share more while it is updated
-    norm: per element that an RMSNorm reads, kept for its backward pass
-    apart: whether q, k and v are kept apart instead of their product and what is rotated
-    gated: what a SwiGLU keeps, in columns of the MLP: gate, up, silu(gate), their product
-    rows: of the hidden size, for each token, that a block's backward pass works with
-    loss_in_parts: whether the logits are there for some tokens at a time, and the loss's forward
-        pass computes the gradients of its input and of the output matrix
-    logit: per logit of the micro-batch at hand, while its loss is computed
-    head: per logit while the gradient of the output matrix is computed
-    score: per attention score that is written, while it is normalized
-    held_logits: of earlier micro-batches that the last stage still holds after a step, in bytes
-    stock_pipeline: whether a stage keeps what it has sent, the logits of the micro-batch before the
-        one at hand, and a copy of gradients even for one data rank, as DeepSpeed's own pipeline
-    dropout: whether its masks are kept even where a model's dropout is unknown
-    selective: share of a block's activations that selective recomputation keeps; None: all but the
-        attention core's
-    overhead_gib: of the CUDA context and the communication library; None: the GPU's usual one
-    fragmentation: share of the activations that the caching allocator wastes
-    sent: bytes of a gradient while it is summed over the data ranks; None: those of a weight
-    zero1: the footprint under ZeRO-1; None: this one
+    Attributes:
+        weight: bytes per parameter in the precision of the matmuls
+        gradient: bytes per parameter kept between steps, sharded over data ranks by ZeRO-2 and 3
+        running_gradient: additional bytes per parameter from the first backward pass to the update
+        optimizer: bytes per parameter, sharded over the data ranks from ZeRO-1 on
+        zero3_copy: additional bytes per parameter under ZeRO-3, sharded likewise
+        bucket_elements: elements of a ZeRO gradient bucket (DeepSpeed's reduce_bucket_size)
+        gathered_elements: most elements that ZeRO-3 gathers at once (stage3_max_live_parameters)
+        bucket: bytes of buckets, allocated from the first backward pass on
+        reducing: additional bytes per parameter during the gradient reduction
+        reducing_one_bucket: the same if all of a stage's parameters fit into one bucket
+        reducing_bucket: additional bytes of buckets during the gradient reduction
+        updating: additional bytes per parameter of a rank's share during its update
+        norm: bytes per input element of an RMSNorm, kept for its backward pass
+        apart: q, k and v are kept separately, instead of the fused projection and rotated q and k
+        gated: number of f-sized tensors that a SwiGLU keeps (gate, up, silu(gate), their product)
+        rows: number of h-sized tensors in the working memory of a block's backward pass
+        loss_in_parts: logits exist for some tokens at a time, and the loss's forward pass computes
+            the gradients of its input and of the output matrix
+        logit: bytes per logit of the current micro-batch during its loss
+        head: bytes per logit during the gradient of the output matrix
+        score: bytes per written attention score during the softmax
+        held_logits: bytes per logit that the last stage still holds after a step
+        stock_pipeline: like DeepSpeed's pipeline, a stage keeps sent activations, the previous
+            micro-batch's logits, and a copy of the gradients even for one data rank
+        dropout: dropout masks are kept even if the model's dropout is unknown
+        selective: share of a block's activations that selective recomputation keeps; None: all
+            except those of the attention core
+        overhead_gib: GiB of the CUDA context and the communication library; None: the GPU's usual
+        fragmentation: share of the activations that the caching allocator wastes
+        sent: bytes of a gradient during its reduction over the data ranks; None: as `weight`
+        zero1: the footprint under ZeRO-1; None: this one
     """
 
     weight: float = 2
@@ -70,7 +71,7 @@ class Footprint:
     zero1: "Footprint | None" = None
 
 
-# DeepSpeed 0.19 as our recipes use it, counted operation by operation (`plan.py --trace`). ZeRO-1
+# DeepSpeed 0.19 with our recipes, counted operation by operation (`plan.py --trace`). ZeRO-1
 # keeps the fp32 gradients of the whole stage in one tensor from step to step. They are summed over
 # the data ranks in place, or in copies if the JSON sets a shorter type. fp32 weights are updated in
 # place. ZeRO-2 and 3 have buckets of 5e8 elements.
@@ -88,7 +89,7 @@ DEEPSPEED = {
     "fp16": replace(FP16, zero1=replace(FP16, gradient=4, running_gradient=0, updating=0)),
     "fp32": replace(FP32, zero1=replace(FP32, gradient=4, running_gradient=0)),
 }
-# DeepSpeed's own pipeline, which keeps gradients in 16 bits until they are added up.
+# DeepSpeed's own pipeline, which keeps gradients in 16 bits until their reduction.
 STOCK_PIPELINE = {
     "bf16": replace(
         DEEPSPEED_ZERO, running_gradient=2, reducing=2, reducing_one_bucket=6, held_logits=4
@@ -102,8 +103,8 @@ STOCK_PIPELINE = {
         norm=12, logit=12, head=12, held_logits=8,
     ),
 }  # fmt: skip
-# The same in 2022, fitted to what nvidia-smi saw of BLOOM's runs: several communicators, and an
-# allocator that gave less back.
+# The same in 2022, fitted to nvidia-smi's figures of BLOOM's runs: several communicators, and an
+# allocator that returned less memory.
 DEEPSPEED_2022 = {
     precision: replace(footprint, overhead_gib=9.0, fragmentation=0.12)
     for precision, footprint in STOCK_PIPELINE.items()
@@ -111,13 +112,13 @@ DEEPSPEED_2022 = {
 # Korthikanti et al. 2022 (arXiv 2205.05198), table 2 and section 4: 16-bit weights, fp32 gradients
 # and state, dropout everywhere.
 MEGATRON = Footprint(norm=4, gated=3, logit=6, dropout=True)
-# FSDP: all but the gathered blocks is spread over the data ranks (Zhao et al. 2023, arXiv
-# 2304.11277); torchtitan's selective recomputation keeps every second matrix product.
+# FSDP: everything but the gathered blocks is sharded over the data ranks (Zhao et al. 2023, arXiv
+# 2304.11277); torchtitan's selective recomputation keeps every second matmul.
 SHARDED = Footprint(norm=4, gated=3, logit=4, selective=0.5, fragmentation=0.02)
 # Fitted to the peaks of the Ultra-Scale Playbook's runs.
 NANOTRON = Footprint(norm=12, logit=4, overhead_gib=3.0, fragmentation=0.0)
 
 
 def footprints(footprint: Footprint) -> dict[str, Footprint]:
-    """One for all precisions."""
+    """Return the same footprint for every precision."""
     return dict.fromkeys(DEEPSPEED, footprint)

@@ -1,11 +1,11 @@
-"""One training job as the predictions see it: model, machine, layout, batch and software."""
+"""The planner's description of a training job: model, machine, layout, batch and software."""
 
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 from models.config import ModelConfig
 from models.errors import UserError
-from models.pipeline.schedule.balance import deal_blocks, deal_evenly, head_in_blocks
+from models.pipeline.schedule.balance import divide_blocks, divide_evenly, head_in_blocks
 from recipes.gpus.datasheet import Gpu, load_gpu
 from recipes.planning.inputs.footprint import Footprint
 from recipes.planning.inputs.kernels import BYTES
@@ -17,34 +17,35 @@ from recipes.training.recipe.deepspeed_config import (
     read_deepspeed_json,
     zero_stage,
 )
-from recipes.training.recipe.schema import Cluster, Recipe
+from recipes.training.recipe.schema import Recipe
+from recipes.training.recipe.sections import Cluster
 from recipes.training.recipe.topology import World
 
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """The GPUs of a job; link rates per GPU and in one direction."""
+    """The GPUs of a job and their links; rates are per GPU and in one direction."""
 
     gpu: Gpu
     gpus: int
     gpus_per_node: int = 8
     node_link_gigabytes_per_second: float
     network_gigabytes_per_second: float
-    network_contention: float  # share of it that is left when groups use the same links of a node
+    network_contention: float  # share of that rate left when groups share a node's links
 
     @classmethod
     def of_cluster(cls, cluster: Cluster) -> "Machine":
-        """The machine that a recipe names.
+        """Return the machine of a recipe's [cluster] section.
 
         Raises:
-            UserError: its GPU is not known.
+            UserError: the GPU is not known.
         """
         gpus = cluster.nodes * cluster.gpus_per_node
         return cls.of(load_gpu(cluster.gpu), gpus=gpus, gpus_per_node=cluster.gpus_per_node)
 
     @classmethod
     def of(cls, gpu: Gpu, *, gpus: int, gpus_per_node: int = 8) -> "Machine":
-        """As many nodes of the usual kind."""
+        """Return a machine of this many GPUs in nodes with the GPU's usual links."""
         return cls(
             gpu=gpu,
             gpus=gpus,
@@ -56,22 +57,22 @@ class Machine:
 
     @property
     def nodes(self) -> int:
-        """Nodes, the last one perhaps not full."""
+        """The number of nodes; the last one may be partly filled."""
         return -(-self.gpus // self.gpus_per_node)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Spread:
-    """How a model is spread over the machine: what the planner chooses."""
+class JobLayout:
+    """The division of a model and its batch over the machine, which the planner chooses."""
 
     tensor: int = 1
     pipeline: int = 1
-    chunks: int = 1  # parts of the model that a stage holds
-    context: int = 1  # ranks that share a sequence; none of our recipes, some of the tables
+    chunks: int = 1  # virtual stages per pipeline stage
+    context: int = 1  # ranks that share a sequence; only in published tables, not in recipes
     data: int = 1
     zero_stage: int = 1
     schedule: str = "1f1b"
-    layers_per_stage: tuple[int, ...] | None = None  # blocks of each part; None: as usual
+    layers_per_stage: tuple[int, ...] | None = None  # blocks per virtual stage; None: automatic
     sequence_parallel: bool = False
     recompute: str = "none"  # "selective": the attention core, "full": blocks
     recompute_interval: int = 1
@@ -79,31 +80,32 @@ class Spread:
 
     @property
     def sequence_ranks(self) -> int:
-        """Tensor ranks that share the activations between matrix products."""
+        """Tensor ranks that shard the activations between matmuls."""
         return self.tensor if self.sequence_parallel else 1
 
     @property
     def optimizer_ranks(self) -> int:
-        """Ranks that share the optimizer's state: from ZeRO-1 on, those of a stage's part."""
+        """Ranks that shard the optimizer state: all data ranks, from ZeRO-1 on."""
         return self.data * self.context if self.zero_stage else 1
 
     @property
     def gpus(self) -> int:
-        """Ranks in all."""
+        """The total number of ranks."""
         return self.tensor * self.pipeline * self.context * self.data
 
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What is predicted.
+    """A training job whose memory and step time are predicted.
 
-    precision: of the matrix products, a key of `Gpu.peak_tflops`
-    optimizer_group: ranks that share the optimizer's state; None: all data ranks
+    Attributes:
+        precision: precision of the matmuls, a key of `Gpu.peak_tflops`
+        optimizer_group: number of ranks that shard the optimizer state; None: all data ranks
     """
 
     model: ModelConfig
     machine: Machine
-    spread: Spread
+    layout: JobLayout
     global_sequences: int
     precision: str
     software: Software
@@ -112,40 +114,40 @@ class Job:
     @cached_property
     def micro_batches(self) -> int:
         """Micro-batches per step of each data rank."""
-        spread = self.spread
-        return max(1, round(self.global_sequences / (spread.data * spread.micro_sequences)))
+        layout = self.layout
+        return max(1, round(self.global_sequences / (layout.data * layout.micro_sequences)))
 
     @cached_property
-    def blocks_of_positions(self) -> tuple[int, ...]:
-        """Blocks of each chunk of the pipeline, in the model's order."""
-        spread, model = self.spread, self.model
-        if spread.layers_per_stage is not None:
-            return spread.layers_per_stage
+    def blocks_of_virtual_stages(self) -> tuple[int, ...]:
+        """Number of blocks of each virtual stage, in the model's order."""
+        layout, model = self.layout, self.model
+        if layout.layers_per_stage is not None:
+            return layout.layers_per_stage
         if not self.software.balances_stages:
-            return deal_evenly(model.layers, spread.pipeline * spread.chunks)
-        return deal_blocks(
+            return divide_evenly(model.layers, layout.pipeline * layout.chunks)
+        return divide_blocks(
             model.layers,
-            schedule=spread.schedule,
-            stages=spread.pipeline,
-            chunks=spread.chunks,
-            head=head_in_blocks(model, spread.recompute),
+            schedule=layout.schedule,
+            stages=layout.pipeline,
+            chunks=layout.chunks,
+            head=head_in_blocks(model, layout.recompute),
         )
 
     @property
     def footprint(self) -> Footprint:
         """Return the memory footprint of the software in this precision and ZeRO stage."""
         found = self.software.footprint[self.precision]
-        return found.zero1 if found.zero1 and self.spread.zero_stage < 2 else found
+        return found.zero1 if found.zero1 and self.layout.zero_stage < 2 else found
 
     @property
     def writes_scores(self) -> bool:
-        """Whether attention scores are written: dropout needs them, or no kernel is fused."""
+        """True if attention scores are written to memory, for dropout or without a fused kernel."""
         return not self.software.fused_attention or self.model.attention_dropout > 0
 
     @property
     def optimizer_ranks(self) -> int:
-        """Ranks that share the optimizer's state."""
-        return self.optimizer_group or self.spread.optimizer_ranks
+        """Ranks that shard the optimizer state."""
+        return self.optimizer_group or self.layout.optimizer_ranks
 
     @property
     def tokens_per_step(self) -> int:
@@ -154,35 +156,35 @@ class Job:
 
 
 def job_of(recipe: Recipe, machine: Machine, software: Software = THREEFOLD) -> Job:
-    """A recipe's job on a machine, in the recipe's own layout.
+    """Return a recipe's job on a machine, in the recipe's own layout.
 
     Raises:
-        UserError: the recipe cannot run there.
+        UserError: the recipe cannot run on this machine.
     """
     topology = recipe.topology(World(size=machine.gpus, local_size=machine.gpus_per_node))
     config = build_deepspeed_config(recipe, topology)
-    layout = recipe.layout
-    spread = Spread(
+    section = recipe.layout
+    layout = JobLayout(
         tensor=topology.tensor,
         pipeline=topology.pipeline,
-        chunks=layout.chunks,
+        chunks=section.chunks,
         data=topology.data,
         zero_stage=zero_stage(config),
-        schedule=layout.schedule,
-        layers_per_stage=tuple(layout.layers_per_stage) if layout.layers_per_stage else None,
-        sequence_parallel=layout.sequence_parallel,
-        recompute=layout.recompute,
-        recompute_interval=layout.recompute_interval,
+        schedule=section.schedule,
+        layers_per_stage=tuple(section.layers_per_stage) if section.layers_per_stage else None,
+        sequence_parallel=section.sequence_parallel,
+        recompute=section.recompute,
+        recompute_interval=section.recompute_interval,
         micro_sequences=recipe.batch.micro_sequences,
     )
-    return replace(unspread_job(recipe, machine, software), spread=spread)
+    return replace(job_without_layout(recipe, machine, software), layout=layout)
 
 
-def unspread_job(recipe: Recipe, machine: Machine, software: Software = THREEFOLD) -> Job:
-    """Describe a recipe's model, batch and precision on a machine, without a layout.
+def job_without_layout(recipe: Recipe, machine: Machine, software: Software = THREEFOLD) -> Job:
+    """Return a recipe's job on a machine in a layout of one rank, for a search to replace.
 
-    Our own stack sums gradients in the precision that the recipe's JSON sets; other stacks use
-    their own precision.
+    Threefold sums gradients in the precision that the recipe's JSON sets; other software stacks
+    use their own precision.
 
     Raises:
         UserError: the GPU does not compute in the recipe's precision.
@@ -191,8 +193,9 @@ def unspread_job(recipe: Recipe, machine: Machine, software: Software = THREEFOL
     kind = precision(config)
     if kind not in machine.gpu.peak_tflops:
         raise UserError(
-            f'deepspeed = "{recipe.deepspeed}" computes in {kind}, which a {machine.gpu.name} does '
-            f"not; use ds_configs/zero1_{next(iter(machine.gpu.peak_tflops))}.json"
+            f'deepspeed = "{recipe.deepspeed}" computes in {kind}, which the GPU '
+            f"{machine.gpu.name} does not support; use "
+            f"ds_configs/zero1_{next(iter(machine.gpu.peak_tflops))}.json"
         )
     footprint = software.footprint[kind]
     if software.name == THREEFOLD.name:
@@ -208,7 +211,7 @@ def unspread_job(recipe: Recipe, machine: Machine, software: Software = THREEFOL
     return Job(
         model=recipe.model,
         machine=machine,
-        spread=Spread(),
+        layout=JobLayout(),
         global_sequences=recipe.batch.global_sequences,
         precision=kind,
         software=replace(software, footprint={**software.footprint, kind: footprint}),
@@ -216,7 +219,7 @@ def unspread_job(recipe: Recipe, machine: Machine, software: Software = THREEFOL
 
 
 def with_sent_bytes(footprint: Footprint, sent: int) -> Footprint:
-    """Return the footprint of a stack that sums gradients in a precision of `sent` bytes.
+    """Return the footprint of a stack that sums gradients of `sent` bytes each.
 
     ZeRO-1 sums fp32 gradients in place, and gradients of another type in a copy.
     """

@@ -1,4 +1,4 @@
-"""Seconds of the kernels that a transformer consists of, on one GPU."""
+"""Predicted seconds of a transformer's kernels on one GPU."""
 
 from math import ceil
 
@@ -18,12 +18,12 @@ BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 def matmul_seconds(
     gpu: Gpu, precision: str, *, rows: int, columns: int, inner: int, batch: int = 1
 ) -> float:
-    """[rows, inner] x [inner, columns], `batch` of them at once.
+    """Return the seconds of `batch` matmuls [rows, inner] x [inner, columns] in one kernel.
 
-    The multiprocessors compute output tiles wave by wave; of a last wave that is partly filled,
-    `wave_quantization` of the empty part is waited for (tile and wave quantization, NVIDIA Deep
-    Learning Performance: Matrix Multiplication Background). Of all tile sizes the fastest is
-    taken, as cuBLAS does, and nothing is faster than its bytes (roofline, Williams et al. 2009).
+    The multiprocessors compute output tiles in waves. If the last wave is partly filled, the
+    kernel takes `wave_quantization` of the empty part longer (tile and wave quantization, NVIDIA
+    Deep Learning Performance: Matrix Multiplication Background). The fastest tile size is used,
+    as cuBLAS does, and memory traffic is a lower bound (roofline, Williams et al. 2009).
     """
     peak = gpu.peak_tflops[precision] * 1e12 * gpu.matmul_efficiency
     peak *= min(alignment(gpu, precision, inner), alignment(gpu, precision, columns))
@@ -34,31 +34,32 @@ def matmul_seconds(
         waves = tiles / gpu.multiprocessors
         waves += gpu.wave_quantization * (ceil(waves) - waves)
         cost = 1 + gpu.matmul_tile_cost * (1 / tile_rows + 1 / tile_columns)
-        products = waves * gpu.multiprocessors * tile_rows * tile_columns * depth
-        best = min(best, products * cost)
+        multiplications = waves * gpu.multiprocessors * tile_rows * tile_columns * depth
+        best = min(best, multiplications * cost)
     moved = batch * (rows * inner + inner * columns + rows * columns) * BYTES[precision]
     return max(2 * best / peak, memory_seconds(gpu, moved)) + gpu.kernel_seconds
 
 
 def alignment(gpu: Gpu, precision: str, size: int) -> float:
-    """Relative speed of products with rows of `size` elements.
+    """Return the relative speed of matmuls with rows of `size` elements.
 
-    Tensor cores want rows that are multiples of 16 bytes (cuBLAS documentation, "Tensor Core
+    Tensor cores need rows that are multiples of 16 bytes (cuBLAS documentation, "Tensor Core
     Usage").
     """
     return 1.0 if size * BYTES[precision] % 16 == 0 else gpu.unaligned_efficiency
 
 
 def memory_seconds(gpu: Gpu, moved: float) -> float:
-    """So many bytes read and written by kernels that do little else."""
+    """Return the seconds of memory-bound kernels that read and write `moved` bytes."""
     return moved / (gpu.memory_gigabytes_per_second * 1e9 * gpu.memory_efficiency)
 
 
 def fused_attention_seconds(gpu: Gpu, precision: str, *, flops: float, head_size: int) -> float:
-    """Attention that never writes its scores (Dao 2023, arXiv 2307.08691).
+    """Return the seconds of attention without written scores (Dao 2023, arXiv 2307.08691).
 
-    flops: those of the part of the scores that is not masked
+    Args:
+        flops: floating-point operations of the unmasked scores
     """
     peak = gpu.peak_tflops[precision] * 1e12 * gpu.matmul_efficiency * gpu.attention_efficiency
-    filled = min(1.0, 0.5 + head_size / 256)  # shorter heads compute less per softmax; our guess
+    filled = min(1.0, 0.5 + head_size / 256)  # small heads compute less per softmax; estimated
     return flops / (peak * filled) + gpu.kernel_seconds

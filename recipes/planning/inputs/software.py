@@ -1,4 +1,4 @@
-"""Properties of training software: the kernels that it uses, and what it overlaps."""
+"""Properties of training software: its fused kernels and its overlap of communication."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -17,57 +17,59 @@ from recipes.planning.inputs.footprint import (
 
 @dataclass(frozen=True, kw_only=True)
 class Software:
-    """A training stack at a certain time: the kernels that it fuses, and what it overlaps.
+    """A version of a training stack: its fused kernels and its overlap of communication.
 
-    era: how fast its kernels run, relative to the hardware file's efficiencies; the one number
-        that stands for everything that a version of a library changes
+    Attributes:
+        era: speed of its kernels relative to the efficiencies in the hardware file; this single
+            number covers all differences between library versions
     """
 
     name: str
     footprint: Mapping[str, Footprint] = field(
         default_factory=lambda: DEEPSPEED, compare=False
     )  # by precision
-    framework: tuple[str, ...] = ()  # what the framework column of a table begins with
+    framework: tuple[str, ...] = ()  # prefixes of the framework column of a table
     era: float = 1.0
-    fused_attention: bool = True  # or the scores are written, with a fused softmax
-    attention: float = 1.0  # speed of its fused attention, relative to the hardware file's
-    attention_dropout: bool = False  # of written scores
-    elementwise: float = 1.0  # bytes of the other kernels, relative to one pass per operation
-    tensor_overlap: float = 0.0  # share of tensor collectives hidden, forward
-    tensor_overlap_backward: float = 0.0  # likewise backward, behind the weights' gradients
-    balances_stages: bool = False  # deals blocks by cost, or evenly, the first stages one more
+    fused_attention: bool = True  # False: scores are written, with a fused softmax
+    attention: float = 1.0  # speed of its fused attention relative to the hardware file
+    attention_dropout: bool = False  # dropout on written scores
+    elementwise: float = 1.0  # bytes of element-wise kernels, relative to one pass per operation
+    tensor_overlap: float = 0.0  # hidden share of the forward tensor collectives
+    tensor_overlap_backward: float = 0.0  # the same backward, behind the weight gradients
+    balances_stages: bool = False  # blocks are divided by cost; False: by number
     split_transfers: bool = True  # each tensor rank sends its part to the next stage
-    pipeline_overlap: float = 0.0  # share of transfers between stages hidden
-    data_overlap: float = 0.0  # share of the gradients' reduction that the backward pass hides
-    gradient_bytes: int | None = None  # as sent; None: those of a weight
-    reduce_scatter: bool = True  # or all-reduce, although the optimizer's state is spread
-    zero2_all_reduce: bool = False  # DeepSpeed's `use_multi_rank_bucket_allreduce`, its default
-    shard_overlap: float = 0.9  # share of ZeRO-2 and 3's communication that computation hides
-    block_seconds: float = 5e-4  # host time to issue a block's forward pass
-    step_seconds: float = 0.02  # host time of a step beside its micro-batches
-    straggling: float = 1.0  # relative to the hardware file's
-    parallel_block: bool = False  # attention and MLP side by side: half the tensor collectives
+    pipeline_overlap: float = 0.0  # hidden share of transfers between stages
+    data_overlap: float = 0.0  # share of the gradient reduction hidden by the backward pass
+    gradient_bytes: int | None = None  # bytes of a gradient as sent; None: as a weight
+    reduce_scatter: bool = True  # False: all-reduce, although the optimizer state is sharded
+    zero2_all_reduce: bool = False  # DeepSpeed's default, `use_multi_rank_bucket_allreduce`
+    shard_overlap: float = 0.9  # hidden share of the communication of ZeRO-2 and 3
+    block_seconds: float = 5e-4  # host time to launch a block's forward pass
+    step_seconds: float = 0.02  # host time of a step in addition to its micro-batches
+    straggling: float = 1.0  # relative to the hardware file
+    parallel_block: bool = False  # attention and MLP in parallel: half the tensor collectives
 
     def bytes_of_gradients(self, weight: int) -> int:
-        """Return the bytes of a gradient as it is sent.
+        """Return the bytes of a gradient as sent.
 
-        weight: bytes of a weight in the model's precision
+        Args:
+            weight: bytes of a weight in the model's precision
         """
         return self.gradient_bytes or weight
 
 
 THREEFOLD = Software(
     name="threefold",
-    era=0.95,  # Megatron-DeepSpeed's; nobody has measured ours yet
-    elementwise=1.5,  # our norms, rotations and additions are kernels of their own
+    era=0.95,  # that of Megatron-DeepSpeed, because Threefold has not been measured yet
+    elementwise=1.5,  # norms, rotations and additions are separate kernels
     shard_overlap=0.0,  # as measured for FSDP on the same GPUs
     zero2_all_reduce=True,
     block_seconds=6.4e-4,
     balances_stages=True,
     pipeline_overlap=1.0,  # receives are posted ahead, sends do not block: as simulated
 )
-# What a stack overlaps at all is from its documents; how much of it, and eras, are fitted to its
-# published measurements.
+# The documents of each stack say which communication it overlaps; the overlapped share and the era
+# are fitted to its published measurements.
 STACKS = (
     THREEFOLD,
     Software(
@@ -180,13 +182,13 @@ STACKS = (
 
 
 def load_software(name: str) -> Software:
-    """The stack of that name.
+    """Return the software stack of that name.
 
     Raises:
-        UserError: there is none, with the names that there are.
+        UserError: the name is not known.
     """
     for stack in STACKS:
         if stack.name == name:
             return stack
     names = ", ".join(stack.name for stack in STACKS)
-    raise UserError(f"--software {name} is not known; use one of {names}")
+    raise UserError(f"invalid --software {name}: expected one of {names}")

@@ -1,4 +1,4 @@
-"""What each stage of a pipeline holds."""
+"""Blocks and parameters of each pipeline stage."""
 
 from functools import lru_cache
 from typing import Any
@@ -7,46 +7,46 @@ from models.config import ModelConfig
 from models.cost import block_parameters, norm_parameters, position_parameters
 from models.pipeline.schedule import order
 from models.pipeline.schedule.balance import balance_text, head_in_blocks, imbalance
-from models.pipeline.schedule.order import place_in_model
-from recipes.planning.inputs.job import Job, Spread
+from models.pipeline.schedule.order import virtual_stage_of
+from recipes.planning.inputs.job import Job, JobLayout
 
 
 def blocks_of_stages(job: Job) -> tuple[tuple[int, ...], ...]:
-    """Blocks of each stage's chunks."""
-    spread = job.spread
-    dealt = job.blocks_of_positions
-    return _blocks_of_stages(dealt, spread.schedule, spread.pipeline, spread.chunks)
+    """Return the number of blocks of each chunk of each stage."""
+    layout = job.layout
+    blocks = job.blocks_of_virtual_stages
+    return _blocks_of_stages(blocks, layout.schedule, layout.pipeline, layout.chunks)
 
 
 @lru_cache(maxsize=4096)
 def _blocks_of_stages(
-    dealt: tuple[int, ...], schedule: str, pipeline: int, chunks: int
+    blocks: tuple[int, ...], schedule: str, pipeline: int, chunks: int
 ) -> tuple[tuple[int, ...], ...]:
     return tuple(
-        tuple(dealt[place_in_model(schedule, pipeline, stage, chunk)] for chunk in range(chunks))
+        tuple(blocks[virtual_stage_of(schedule, pipeline, stage, chunk)] for chunk in range(chunks))
         for stage in range(pipeline)
     )
 
 
 def stage_imbalance(job: Job) -> float:
-    """The slowest stage's work over the mean of all."""
-    return imbalance(job.blocks_of_positions, **_sharing(job))
+    """Return the slowest stage's work relative to the mean of all stages."""
+    return imbalance(job.blocks_of_virtual_stages, **_sharing(job))
 
 
 def stages_text(job: Job) -> str:
-    """How its blocks are dealt, in a line."""
-    return balance_text(job.blocks_of_positions, **_sharing(job))
+    """Describe the division of the blocks over the stages in one line."""
+    return balance_text(job.blocks_of_virtual_stages, **_sharing(job))
 
 
 def _sharing(job: Job) -> dict[str, Any]:
-    spread = job.spread
-    head = head_in_blocks(job.model, spread.recompute)
-    return {"schedule": spread.schedule, "stages": spread.pipeline, "head": head}
+    layout = job.layout
+    head = head_in_blocks(job.model, layout.recompute)
+    return {"schedule": layout.schedule, "stages": layout.pipeline, "head": head}
 
 
 def stage_parameters(job: Job) -> tuple[int, ...]:
-    """Parameters that a rank of each stage holds; a tied table counts on both ends."""
-    tensor, last = job.spread.tensor, last_stage(job.spread)
+    """Return the parameters per rank of each stage; tied embeddings count on both ends."""
+    tensor, last = job.layout.tensor, last_stage(job.layout)
     return _stage_parameters(job.model, tensor, last, blocks_of_stages(job))
 
 
@@ -65,15 +65,15 @@ def _stage_parameters(
 
 
 def table_parameters(model: ModelConfig, tensor: int) -> int:
-    """Parameters of a tensor rank's part of the embedding, or of the output matrix."""
+    """Return the parameters of a tensor rank's part of the embedding or output matrix."""
     return model.padded_vocab_size(tensor) // tensor * model.hidden_size
 
 
-def last_stage(spread: Spread) -> int:
-    """The stage with the logits."""
-    return order.last_stage(spread.schedule, spread.pipeline, spread.chunks)
+def last_stage(layout: JobLayout) -> int:
+    """Return the stage that computes the logits."""
+    return order.last_stage(layout.schedule, layout.pipeline, layout.chunks)
 
 
-def tokens_per_micro_batch(model: ModelConfig, spread: Spread) -> int:
-    """Tokens of a micro-batch on a rank."""
-    return spread.micro_sequences * model.sequence_length // spread.context
+def tokens_per_micro_batch(model: ModelConfig, layout: JobLayout) -> int:
+    """Return the tokens of a micro-batch on one rank."""
+    return layout.micro_sequences * model.sequence_length // layout.context

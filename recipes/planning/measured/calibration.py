@@ -1,4 +1,4 @@
-"""A few factors for one cluster, fitted to a few of its runs."""
+"""Calibration: a few factors for one cluster, fitted to a few of its runs."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
@@ -7,15 +7,15 @@ from math import exp, log, sqrt
 from recipes.planning.inputs.job import Job
 from recipes.planning.time.step_time import step_time
 
-MOST_ROWS = 8
-BOUND = log(3)  # no factor leaves 1/3 .. 3
-TOLERANCE = 0.05  # of a row's logarithm; rows beyond it count less and less
-ROUNDS = 40
+MAX_ROWS = 8  # of a table, used for the fit
+MAX_LOG_FACTOR = log(3)  # factors stay within 1/3 .. 3
+LOG_ERROR_SCALE = 0.05  # larger errors of a row's logarithm count linearly
+MAX_ROUNDS = 40
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """Times of a kind, relative to the prediction without calibration."""
+    """Factors by kind of time, relative to the prediction without calibration."""
 
     compute: float = 1.0
     node_links: float = 1.0
@@ -24,7 +24,7 @@ class Calibration:
     host: float = 1.0
 
     def of(self, job: Job) -> Job:
-        """The job on hardware and software that take this much longer."""
+        """Return the job on hardware and software slower by these factors."""
         software = job.software
         return replace(
             job,
@@ -45,24 +45,26 @@ class Calibration:
         )
 
 
-# How far a factor usually is from 1, as a standard deviation of its logarithm.
-USUAL = Calibration(compute=0.1, node_links=0.1, network=0.2, contention=1.0, host=0.1)
+# The expected standard deviation of each factor's logarithm.
+PRIOR_DEVIATION = Calibration(compute=0.1, node_links=0.1, network=0.2, contention=1.0, host=0.1)
 
 
-def evenly_spread(count: int) -> list[int]:
-    """At most `MOST_ROWS` of `count` indices, the first and the last among them."""
-    chosen = min(count, MOST_ROWS)
+def evenly_spaced_rows(count: int) -> list[int]:
+    """Return at most `MAX_ROWS` of `count` indices, including the first and the last one."""
+    chosen = min(count, MAX_ROWS)
     return sorted({round(k * (count - 1) / max(1, chosen - 1)) for k in range(chosen)})
 
 
 def calibrate(measured: Sequence[tuple[Job, float]]) -> Calibration:
-    """The factors that explain measured steps best.
+    """Fit the factors to measured steps.
 
-    measured: jobs and the seconds of their steps
+    The fit minimizes a robust sum over the rows (Charbonnier's, which is quadratic for small
+    errors and linear for large ones) plus the squares of the factors' logarithms in units of
+    `PRIOR_DEVIATION`, so that a factor without effect on the rows stays at 1. It is a coordinate
+    descent with halving steps.
 
-    Minimizes a robust sum over the rows (Charbonnier's, which is quadratic for small errors and
-    linear for large ones) plus the squares of the factors' logarithms in units of `USUAL`, so that
-    what the rows do not show stays at 1. One factor after the other, by halving steps.
+    Args:
+        measured: jobs and the seconds of their steps
     """
     names = [field.name for field in fields(Calibration)]
     logs = dict.fromkeys(names, 0.0)
@@ -70,17 +72,17 @@ def calibrate(measured: Sequence[tuple[Job, float]]) -> Calibration:
     def cost() -> float:
         factors = Calibration(**{name: exp(value) for name, value in logs.items()})
         errors = (log(step_time(factors.of(job)).total / seconds) for job, seconds in measured)
-        rows = sum(2 * (sqrt(1 + (error / TOLERANCE) ** 2) - 1) for error in errors)
-        usual = asdict(USUAL)
-        return rows + sum((logs[name] / usual[name]) ** 2 for name in names) / 2
+        rows = sum(2 * (sqrt(1 + (error / LOG_ERROR_SCALE) ** 2) - 1) for error in errors)
+        deviations = asdict(PRIOR_DEVIATION)
+        return rows + sum((logs[name] / deviations[name]) ** 2 for name in names) / 2
 
     step, best = 0.2, cost()
-    for _ in range(ROUNDS):
+    for _ in range(MAX_ROUNDS):
         improved = False
         for name in names:
             for change in (step, -step):
                 before = logs[name]
-                logs[name] = max(-BOUND, min(BOUND, before + change))
+                logs[name] = max(-MAX_LOG_FACTOR, min(MAX_LOG_FACTOR, before + change))
                 now = cost()
                 if now < best - 1e-9:
                     best, improved = now, True

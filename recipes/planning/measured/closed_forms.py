@@ -1,10 +1,9 @@
-"""Tables of memory by formula, which papers print: ZeRO's figure 1, Korthikanti's figures 1 and 7.
+"""Published tables of memory by formula: ZeRO's figure 1, Korthikanti's figures 1 and 7.
 
-They have no rows of runs, but a model's name, what is counted, and how much it is.
+Their rows do not describe runs; each has the name of a model, a quantity and its value.
 """
 
 import re
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,22 +12,22 @@ from models.config import ModelConfig
 from models.cost import block_parameters
 from models.errors import UserError
 from recipes.planning.inputs.footprint import MEGATRON
-from recipes.planning.inputs.job import Spread
-from recipes.planning.measured.evaluation import mean, percent
-from recipes.planning.measured.row_reader import ARCHITECTURES, number
+from recipes.planning.inputs.job import JobLayout
+from recipes.planning.measured.evaluation import mean
+from recipes.planning.measured.row_reader import architecture_switches, number
 from recipes.planning.measured.table import columns_of, read_cells
 from recipes.planning.memory.activations import activation_bytes, micro_batches_in_flight
 from recipes.planning.memory.peak import GIB, state_bytes
 
 # Korthikanti et al. 2022 (arXiv 2205.05198), table 3: layers, hidden, heads, pipeline, chunks,
 # micro-batch; tensor is 8, the sequence 2,048.
-KORTHIKANTI = {
+KORTHIKANTI_MODELS = {
     "22B": (48, 6144, 64, 1, 1, 4),
     "175B": (96, 12288, 96, 8, 3, 1),
     "530B": (105, 20480, 128, 35, 3, 1),
     "1T": (128, 25600, 160, 64, 1, 1),
 }
-WAYS = {  # what a row calls it -> sequence parallel, recomputation
+ACTIVATION_QUANTITIES = {  # quantity of a row -> sequence parallelism, recomputation
     "activations, no recompute, no SP": (False, "none"),
     "activations, SP+selective": (True, "selective"),
     "SP": (True, "none"),
@@ -39,7 +38,7 @@ WAYS = {  # what a row calls it -> sequence parallel, recomputation
 
 
 def is_closed_form(path: Path) -> bool:
-    """Whether a file has such rows."""
+    """Return True if a file has the columns of a table by formula."""
     columns = columns_of(path)
     return {"model", "stage", "gb_per_gpu"} <= set(columns) or {
         "model",
@@ -50,26 +49,28 @@ def is_closed_form(path: Path) -> bool:
 
 
 def evaluate(path: Path) -> dict[str, Any]:
-    """Predict all rows of a table, next to the values that it prints.
+    """Predict all rows of a table, and compare them with its values.
 
     Raises:
-        UserError: a model, a quantity or a value that cannot be read, with file and row.
+        UserError: the model, the quantity or the value of a row cannot be read.
     """
-    rows = []
+    rows: list[dict[str, Any]] = []
+    errors: list[float] = []
     for row, cells in enumerate(read_cells(path), start=1):
         try:
             predicted, printed = zero(cells) if "stage" in cells else korthikanti(cells)
         except UserError as error:
             raise UserError(f"{path}, row {row}: {error}") from None
+        error = 100 * (predicted / printed - 1)
+        errors.append(abs(error))
         rows.append(
             {
                 "row_id": f"{path.stem}-{row:04}",
                 "predicted_memory_gb": predicted,
                 "measured_memory_gb": printed,
-                "memory_error_percent": percent(predicted / printed - 1),
+                "memory_error_percent": error,
             }
         )
-    errors = [abs(row["memory_error_percent"]) for row in rows]
     return {
         "rows": rows,
         "summary": {
@@ -83,21 +84,24 @@ def evaluate(path: Path) -> dict[str, Any]:
 
 
 def zero(cells: dict[str, str]) -> tuple[float, float]:
-    """Rajbhandari et al. 2020 (arXiv 1910.02054), figure 1: GB of 10^9 bytes.
+    """Return the predicted and the printed value of a row of ZeRO's figure 1.
 
-    The model's billions of parameters and the data ranks are in its name ("7.5B, ... Nd=64").
+    Rajbhandari et al. 2020 (arXiv 1910.02054); in GB of 10^9 bytes. The model's name has its
+    billions of parameters and the data ranks ("7.5B, ... Nd=64").
     """
     name = cells["model"]
     size = re.match(r"([0-9]{1,9}(?:\.[0-9]+)?)B", name)
     ranks = re.search(r"Nd=([1-9][0-9]{0,8})(?![0-9])", name)
     if not size or not ranks:
-        raise UserError(f'model = "{name}" says no size or no ranks; use "7.5B, Nd=64"')
+        raise UserError(
+            f'model = "{name}" lacks the size or the number of ranks; use "7.5B, Nd=64"'
+        )
     if cells["stage"].strip() not in ("0", "1", "2", "3"):
         raise UserError(f'stage = "{cells["stage"]}" is not a ZeRO stage; use 0, 1, 2 or 3')
-    # Their gradients are in 16 bits.
+    # The paper's gradients have 16 bits.
     footprint = replace(MEGATRON, gradient=2)
-    spread = Spread(data=int(ranks[1]), zero_stage=int(cells["stage"]))
-    held = sum(state_bytes(footprint, spread, float(size[1]) * 1e9))
+    layout = JobLayout(data=int(ranks[1]), zero_stage=int(cells["stage"]))
+    held = sum(state_bytes(footprint, layout, float(size[1]) * 1e9))
     return held / 1e9, _printed(
         cells, "closed_form_gb" if cells.get("closed_form_gb") else "gb_per_gpu"
     )
@@ -111,10 +115,16 @@ def _printed(cells: dict[str, str], key: str) -> float:
 
 
 def korthikanti(cells: dict[str, str]) -> tuple[float, float]:
-    """Korthikanti et al. 2022 (arXiv 2205.05198), figures 1 (GiB) and 7 (percent), first stage."""
-    if cells["model"] not in KORTHIKANTI:
-        raise UserError(f'model = "{cells["model"]}" is none of {", ".join(KORTHIKANTI)}')
-    layers, hidden, heads, pipeline, chunks, micro_sequences = KORTHIKANTI[cells["model"]]
+    """Return the predicted and the printed value of a row of Korthikanti's figures 1 and 7.
+
+    Korthikanti et al. 2022 (arXiv 2205.05198): GiB (figure 1) or percent (figure 7) of the first
+    stage.
+    """
+    if cells["model"] not in KORTHIKANTI_MODELS:
+        raise UserError(
+            f'model = "{cells["model"]}" is not known; use one of {", ".join(KORTHIKANTI_MODELS)}'
+        )
+    layers, hidden, heads, pipeline, chunks, micro_sequences = KORTHIKANTI_MODELS[cells["model"]]
     model = ModelConfig(
         layers=layers,
         hidden_size=hidden,
@@ -123,9 +133,9 @@ def korthikanti(cells: dict[str, str]) -> tuple[float, float]:
         ffn_hidden_size=4 * hidden,
         vocab_size=51200,
         sequence_length=2048,
-        **ARCHITECTURES["gpt"],
+        **architecture_switches("gpt"),
     )
-    base = Spread(
+    base = JobLayout(
         tensor=8,
         pipeline=pipeline,
         chunks=chunks,
@@ -133,23 +143,21 @@ def korthikanti(cells: dict[str, str]) -> tuple[float, float]:
         zero_stage=0,
         micro_sequences=micro_sequences,
     )
-    flying = micro_batches_in_flight(base, 0, 64 * pipeline) * layers / pipeline
+    kept_blocks = micro_batches_in_flight(base, 0, 64 * pipeline) * layers / pipeline
 
-    def activations(way: str) -> float:
-        split, recompute = WAYS[way]
-        spread = replace(base, sequence_parallel=split, recompute=recompute)
-        return flying * activation_bytes(model, spread, MEGATRON, fused_attention=False)
+    def activations(quantity: str) -> float:
+        split, recompute = ACTIVATION_QUANTITIES[quantity]
+        layout = replace(base, sequence_parallel=split, recompute=recompute)
+        return kept_blocks * activation_bytes(model, layout, MEGATRON, fused_attention=False)
 
-    quantities: dict[str, Callable[[], float]] = {
-        "params+optimizer": lambda: sum(
-            state_bytes(MEGATRON, base, layers // pipeline * block_parameters(model, 8))
-        )
-    }
-    what, printed = cells["what"], _printed(cells, "value")
-    if what in quantities:
-        return quantities[what]() / GIB, printed
-    if what not in WAYS:
-        raise UserError(f'what = "{what}" is none of params+optimizer, {", ".join(WAYS)}')
+    quantity, printed = cells["what"], _printed(cells, "value")
+    if quantity == "params+optimizer":
+        parameters = layers // pipeline * block_parameters(model, 8)
+        return sum(state_bytes(MEGATRON, base, parameters)) / GIB, printed
+    if quantity not in ACTIVATION_QUANTITIES:
+        names = ", ".join(ACTIVATION_QUANTITIES)
+        raise UserError(f'what = "{quantity}" is not known; use one of params+optimizer, {names}')
     if cells["unit"].startswith("%"):
-        return 100 * activations(what) / activations("activations, no recompute, no SP"), printed
-    return activations(what) / GIB, printed
+        whole = activations("activations, no recompute, no SP")
+        return 100 * activations(quantity) / whole, printed
+    return activations(quantity) / GIB, printed

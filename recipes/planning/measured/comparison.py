@@ -1,30 +1,33 @@
-"""Tables, read and predicted: one, or all of a folder."""
+"""Comparison of predictions with one table of measurements, or with all tables of a folder."""
 
 from pathlib import Path
 from typing import Any
 
 from models.errors import UserError
 from recipes.planning.measured import closed_forms, evaluation
-from recipes.planning.measured.calibration import Calibration, calibrate, evenly_spread
+from recipes.planning.measured.calibration import Calibration, calibrate, evenly_spaced_rows
 from recipes.planning.measured.table import Row, is_table_of_runs, read_table
 
 
 def compare(path: Path, factors: Calibration) -> tuple[dict[str, dict[str, Any]], list[Path]]:
-    """Name -> rows and errors of a table, or of all in a folder, and the files that are none.
+    """Predict the runs of a table, or of all tables in a folder.
+
+    Returns:
+        name -> rows and errors of each table, and the files that are not tables
 
     Raises:
-        UserError: there is no table, or one cannot be read.
+        UserError: there is no table, or a table cannot be read.
     """
     files = sorted(path.glob("*.csv")) if path.is_dir() else [path]
     left_out = [file for file in files if path.is_dir() and not is_table(file)]
     results = {file.stem: compared(file, factors) for file in files if file not in left_out}
     if not results:
-        raise UserError(f"--table {path}: there is no table of runs")
+        raise UserError(f"--table {path}: the folder has no table of runs; use another folder")
     return results, left_out
 
 
 def compared(path: Path, factors: Calibration) -> dict[str, Any]:
-    """A table's rows and its errors."""
+    """Return the rows and the errors of a table."""
     if closed_forms.is_closed_form(path):
         return closed_forms.evaluate(path)
     rows = read_table(path)
@@ -36,20 +39,27 @@ def compared(path: Path, factors: Calibration) -> dict[str, Any]:
 
 
 def is_table(path: Path) -> bool:
-    """Whether a file holds runs, or memory by formula."""
+    """Return True if a file is a table of runs or of memory by formula."""
     return closed_forms.is_closed_form(path) or is_table_of_runs(path)
 
 
 def calibration_from(path: Path | None) -> tuple[Calibration, list[Row]]:
-    """The factors of a table's runs, and the rows that they are from; none without a table.
+    """Fit a calibration to a table's runs, and return it with the rows used.
+
+    Without a table, all factors are 1.
 
     Raises:
-        UserError: no row was measured.
+        UserError: no row has both a layout and a measured time.
     """
     if path is None:
         return Calibration(), []
-    rows = [row for row in read_table(path) if row.job and row.measured.step_seconds]
-    if not rows:
+    runs = [
+        (row, row.job, row.measured.step_seconds)
+        for row in read_table(path)
+        if row.job and row.measured.step_seconds
+    ]
+    if not runs:
         raise UserError(f"--calibrate {path}: no row has a layout and a measured step_time_s")
-    chosen = [rows[index] for index in evenly_spread(len(rows))]
-    return calibrate([(row.job, row.measured.step_seconds) for row in chosen]), chosen
+    chosen = [runs[index] for index in evenly_spaced_rows(len(runs))]
+    factors = calibrate([(job, seconds) for _, job, seconds in chosen])
+    return factors, [row for row, _, _ in chosen]

@@ -1,4 +1,4 @@
-"""Predictions beside measurements: each row, and how far off in all."""
+"""Errors of predictions relative to measurements, by row and for a whole table."""
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
@@ -14,16 +14,17 @@ from recipes.planning.measured.table import Row
 from recipes.planning.memory.peak import GIB, fullest_stage
 from recipes.planning.time.step_time import step_time
 
-LEAST_GROUP = 3  # layouts of one model and batch that are ranked
+MIN_RANKED_LAYOUTS = 3  # groups with fewer layouts of one model and batch are not ranked
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """A row and what was predicted of it.
+    """A row of a table and its predictions.
 
-    seconds: of a step
-    memory_gib: of the fullest stage
-    fits: into the GPU's memory
+    Attributes:
+        seconds: predicted seconds of a step
+        memory_gib: predicted memory of the fullest stage
+        fits: True if that memory is at most the GPU's
     """
 
     row: Row
@@ -34,26 +35,31 @@ class Prediction:
 
     @property
     def error(self) -> float | None:
-        """Of the time, relative; None: not measured."""
-        measured = self.row.measured.step_seconds
+        """The relative error of the time; None if it was not measured."""
+        measured = self.measured_seconds
         return self.seconds / measured - 1 if measured else None
 
     @property
+    def measured_seconds(self) -> float | None:
+        """The measured seconds of a step; None if they were not measured."""
+        return self.row.measured.step_seconds
+
+    @property
     def memory_error(self) -> float | None:
-        """Of the memory, relative; None: not measured."""
+        """The relative error of the memory; None if it was not measured."""
         measured = self.row.measured.memory_gib
         return self.memory_gib / measured - 1 if measured else None
 
 
 def predict(rows: Iterable[Row], calibration: Calibration) -> list[Prediction]:
-    """All rows that can be predicted."""
-    found = []
+    """Predict all rows that describe a job."""
+    predictions = []
     for row in rows:
         if row.job is None:
             continue
         job = calibration.of(row.job)
         memory = fullest_stage(job)
-        found.append(
+        predictions.append(
             Prediction(
                 row=row,
                 job=row.job,
@@ -62,11 +68,11 @@ def predict(rows: Iterable[Row], calibration: Calibration) -> list[Prediction]:
                 fits=memory.total <= job.machine.gpu.memory_gib * GIB,
             )
         )
-    return found
+    return predictions
 
 
 def row_table(prediction: Prediction) -> dict[str, Any]:
-    """A row for --json."""
+    """Return a row for --json."""
     job = prediction.job
     flops = flops_per_token(job.model) * job.tokens_per_step
     rate = flops / prediction.seconds / job.machine.gpus / 1e12
@@ -86,11 +92,9 @@ def row_table(prediction: Prediction) -> dict[str, Any]:
 
 
 def summary(rows: Sequence[Row], predictions: Sequence[Prediction]) -> dict[str, Any]:
-    """How far off the predictions are in all; None where nothing was measured.
+    """Return the errors of a whole table; None for quantities that were not measured.
 
-    Kendall's tau and the regret are over groups of rows that differ in their layout alone: the
-    share of pairs in the right order less that of pairs in the wrong one, and how much slower the
-    layout that is predicted to be the fastest was than the fastest one.
+    Kendall's tau and the regret are means over groups of rows that differ only in their layout.
     """
     errors = [p.error for p in predictions if p.error is not None]
     memory = [p.memory_error for p in predictions if p.memory_error is not None]
@@ -122,44 +126,54 @@ def summary(rows: Sequence[Row], predictions: Sequence[Prediction]) -> dict[str,
 
 
 def ranked_groups(predictions: Iterable[Prediction]) -> list[list[Prediction]]:
-    """Measured rows of one model, batch and machine, where there are enough."""
+    """Group measured rows of one model, batch and machine; small groups are left out."""
     groups: dict[Any, list[Prediction]] = defaultdict(list)
     for each in predictions:
         if each.error is not None:
             job = each.job
             key = (job.model, job.global_sequences, job.machine, job.precision, job.software)
             groups[key].append(each)
-    return [group for group in groups.values() if len(group) >= LEAST_GROUP]
+    return [group for group in groups.values() if len(group) >= MIN_RANKED_LAYOUTS]
 
 
 def kendall_tau(group: Sequence[Prediction]) -> float:
-    """Kendall 1938: (concordant - discordant) pairs / all pairs; ties are neither."""
+    """Return the rank correlation of predicted and measured times (Kendall 1938).
+
+    It is (concordant - discordant) pairs / all pairs; ties are neither.
+    """
     score = pairs = 0
-    for a, b in combinations(group, 2):
-        predicted = a.seconds - b.seconds
-        measured = a.row.measured.step_seconds - b.row.measured.step_seconds
+    for (predicted_a, measured_a), (predicted_b, measured_b) in combinations(_times(group), 2):
+        predicted, measured = predicted_a - predicted_b, measured_a - measured_b
         score += (predicted * measured > 0) - (predicted * measured < 0)
         pairs += 1
     return score / pairs
 
 
 def regret(group: Sequence[Prediction]) -> float:
-    """How much slower than the fastest the one was that is predicted to be it."""
-    chosen = min(group, key=lambda p: p.seconds).row.measured.step_seconds
-    return chosen / min(p.row.measured.step_seconds for p in group) - 1
+    """Return the slowdown of the predicted-fastest layout relative to the measured-fastest one."""
+    times = _times(group)
+    chosen = min(times, key=lambda time: time[0])[1]
+    return chosen / min(measured for _, measured in times) - 1
+
+
+def _times(group: Sequence[Prediction]) -> list[tuple[float, float]]:
+    """Return the predicted and the measured seconds of the measured rows."""
+    return [
+        (each.seconds, each.measured_seconds) for each in group if each.measured_seconds is not None
+    ]
 
 
 def calibration_table(calibration: Calibration, rows: Sequence[Row]) -> dict[str, Any]:
-    """The factors and the rows that they are from."""
+    """Return the factors and the names of the rows used, for --json."""
     return {"factors": asdict(calibration), "rows": [row.row_id for row in rows]}
 
 
 def mean(values: Iterable[float]) -> float | None:
-    """The mean; None: of nothing."""
-    found = list(values)
-    return fmean(found) if found else None
+    """Return the mean of the values; None if there are none."""
+    listed = list(values)
+    return fmean(listed) if listed else None
 
 
 def percent(share: float | None) -> float | None:
-    """A share as a percentage."""
+    """Return a share as a percentage."""
     return None if share is None else 100 * share

@@ -1,18 +1,20 @@
-"""A row of a table of runs as a job: what its cells say, and what they leave open."""
+"""Conversion of a row of a table of runs into a job, with assumptions for open cells."""
 
 import re
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 from models.config import ModelConfig
 from models.errors import UserError
 from recipes.gpus.datasheet import OTHER_BOARDS, Gpu, gpus
-from recipes.planning.inputs.job import Job, Machine, Spread
+from recipes.planning.inputs.job import Job, JobLayout, Machine
 from recipes.planning.inputs.software import STACKS, Software
 from recipes.planning.memory.peak import GIB, fullest_stage
 
-VOCABULARY = 51200  # Megatron's padded GPT-2 vocabulary
-LARGEST_NUMBER = 10**12
-ARCHITECTURES = {  # beginning of the arch column -> switches of ModelConfig
+DEFAULT_VOCABULARY = 51200  # Megatron's padded GPT-2 vocabulary
+MAX_NUMBER = 10**12
+ARCHITECTURES: Mapping[str, Mapping[str, Any]] = {  # prefix of `arch` -> fields of ModelConfig
     "llama": {
         "norm": "rmsnorm",
         "positions": "rope",
@@ -33,51 +35,63 @@ YES, NO = ("1", "1.0", "yes", "true"), ("", "0", "0.0", "no", "false")
 NUMBER = r"(\d{1,3}(?:,\d{3})+|\d*\.?\d+(?:[eE][+-]?\d+)?)"  # 1,024 and 1e3 too
 
 
+def architecture_switches(arch: str) -> Mapping[str, Any]:
+    """Return the fields of ModelConfig for an architecture.
+
+    Raises:
+        UserError: the architecture is not modelled.
+    """
+    for prefix, switches in ARCHITECTURES.items():
+        if arch.startswith(prefix):
+            return switches
+    raise UserError(f"arch {arch} is not modelled")
+
+
 def number(cell: str | None) -> float | None:
-    """The number that a cell holds, words after it allowed: "4 (best)". None: it holds none.
+    """Return the number at the beginning of a cell, such as "4 (best)"; None if there is none.
 
     "unstated (51200 presumed)" is 51200.
     """
     text = (cell or "").strip()
-    found = re.match(rf"{NUMBER}(?![\w.,%-])", text) or re.search(rf"\({NUMBER} presumed\)", text)
-    value = float(found[1].replace(",", "")) if found else None
-    return value if value is None or value < LARGEST_NUMBER else None
+    match = re.match(rf"{NUMBER}(?![\w.,%-])", text) or re.search(rf"\({NUMBER} presumed\)", text)
+    value = float(match[1].replace(",", "")) if match else None
+    return value if value is None or value < MAX_NUMBER else None
 
 
 def is_yes(cell: str | None) -> bool:
-    """Whether a cell says 1, yes or true."""
+    """Return True for 1, yes or true."""
     return (cell or "").strip().lower() in YES
 
 
 def is_no(cell: str | None) -> bool:
-    """Whether a cell says 0, no or false, or nothing."""
+    """Return True for 0, no, false or an empty cell."""
     return (cell or "").strip().lower() in NO
 
 
 class RowReader:
-    """Reads the cells of a row, and remembers what it had to assume."""
+    """Reader of a row's cells, which records the assumed values of open cells."""
 
     def __init__(self, cells: dict[str, str]):
         self.cells = {key: (value or "").strip() for key, value in cells.items() if key}
         self.assumed: list[str] = []
 
     def job(self) -> Job:
-        """The job of the row.
+        """Return the job of the row.
 
         Raises:
-            UserError: what is missing, makes no sense, or is not modelled.
+            UserError: a cell is missing, cannot be read, or describes a feature not modelled.
         """
         software, machine, model = self.software(), self.machine(), self.model()
         job = Job(
             model=model,
             machine=machine,
-            spread=self.spread(model, machine.gpus),
+            layout=self.layout(model, machine.gpus),
             global_sequences=self.whole("gbs"),
             precision=self.precision(),
             software=software,
             optimizer_group=self.optimizer_group(),
         )
-        together = job.spread.data * job.spread.micro_sequences
+        together = job.layout.data * job.layout.micro_sequences
         if job.global_sequences < together:
             raise UserError(f"gbs = {job.global_sequences} is less than dp x mbs = {together}")
         if job.global_sequences % together:
@@ -85,18 +99,18 @@ class RowReader:
         return self.with_recomputation(job)
 
     def cell(self, key: str) -> str:
-        """A cell; empty where there is no such column."""
+        """Return a cell; empty if there is no such column."""
         return self.cells.get(key, "")
 
     def whole(self, key: str, usual: int | None = None, why: str = "usual") -> int:
-        """A whole number from 1 on; without a usual value it must be there."""
+        """Return a whole number from 1 on; a cell without a usual value is required."""
         found = self.positive(key, usual, why)
         if found != int(found):
             raise UserError(f"{key} is {self.cell(key)}")
         return int(found)
 
     def positive(self, key: str, usual: float | None = None, why: str = "usual") -> float:
-        """A number above 0; without a usual value it must be there."""
+        """Return a number above 0; a cell without a usual value is required."""
         text, found = self.cell(key), number(self.cell(key))
         if found is None and usual is not None and (not text or "unstated" in text):
             self.assumed.append(f"{key} = {usual:g} ({why})")
@@ -106,7 +120,7 @@ class RowReader:
         return found
 
     def precision(self) -> str:
-        """That of the matrix products."""
+        """Return the precision of the matmuls."""
         text = self.cell("precision").lower()
         found = next((each for each in ("bf16", "fp16") if each in text), None)
         if found is None or "fp8" in text or "fp4" in text:
@@ -114,7 +128,7 @@ class RowReader:
         return found
 
     def software(self) -> Software:
-        """The stack whose name the framework begins with, with the row's attention kernel."""
+        """Return the software stack of the framework, with the row's attention kernel."""
         framework, kernel = self.cell("framework"), self.cell("attention_kernel")
         stack = next((s for s in STACKS if framework.startswith(s.framework)), None)
         if stack is None:
@@ -124,7 +138,7 @@ class RowReader:
         return replace(stack, fused_attention=True) if "flash" in kernel else stack
 
     def gpu(self) -> Gpu:
-        """The hardware file of the row's GPU."""
+        """Return the GPU of the row."""
         name = self.cell("gpu")
         if any(board.split()[-1].lower() in name.lower() for board in OTHER_BOARDS):
             raise UserError(f"gpu {name} is another board and has no hardware file")
@@ -149,7 +163,7 @@ class RowReader:
         return largest
 
     def machine(self) -> Machine:
-        """The GPUs and their links."""
+        """Return the GPUs and their links."""
         gpu = self.gpu()
         usual = Machine.of(
             gpu, gpus=self.whole("gpus"), gpus_per_node=self.whole("gpus_per_node", 8)
@@ -166,11 +180,8 @@ class RowReader:
         )
 
     def model(self) -> ModelConfig:
-        """The shape of the model."""
-        arch = self.cell("arch") or "gpt"
-        switches = next((v for k, v in ARCHITECTURES.items() if arch.startswith(k)), None)
-        if switches is None:
-            raise UserError(f"arch {arch} is not modelled")
+        """Return the shape of the model."""
+        switches = architecture_switches(self.cell("arch") or "gpt")
         heads = self.whole("heads")
         return ModelConfig(
             layers=self.whole("layers"),
@@ -178,19 +189,19 @@ class RowReader:
             heads=heads,
             kv_heads=self.whole("kv_heads", heads, "as many as heads"),
             ffn_hidden_size=self.whole("ffn"),
-            vocab_size=self.whole("vocab", VOCABULARY, "Megatron's GPT-2 vocabulary"),
+            vocab_size=self.whole("vocab", DEFAULT_VOCABULARY, "Megatron's GPT-2 vocabulary"),
             sequence_length=self.whole("seq"),
             **switches,
         )
 
-    def spread(self, model: ModelConfig, count: int) -> Spread:
-        """The layout, recomputation left out."""
+    def layout(self, model: ModelConfig, count: int) -> JobLayout:
+        """Return the layout, without recomputation."""
         tensor, pipeline = self.whole("tp"), self.whole("pp")
         context = self.whole("cp", 1, "none") if self.cell("cp") else 1
-        data = self.whole("dp", max(1, count // (tensor * pipeline * context)), "what is left")
-        if tensor * pipeline * context * data != count:
-            product = tensor * pipeline * context * data
-            raise UserError(f"tp x pp x cp x dp = {product} and gpus = {count}")
+        data = self.whole("dp", max(1, count // (tensor * pipeline * context)), "remaining ranks")
+        ranks = tensor * pipeline * context * data
+        if ranks != count:
+            raise UserError(f"tp x pp x cp x dp = {ranks} and gpus = {count}")
         for name, size in (("heads", model.heads), ("kv_heads", model.kv_heads)):
             if size % tensor:
                 raise UserError(f"{name} = {size} over tp = {tensor} is not modelled")
@@ -200,7 +211,7 @@ class RowReader:
         split = self.cell("seq_parallel")
         if not (is_yes(split) or is_no(split)):
             raise UserError(f"seq_parallel is {split}")
-        return Spread(
+        return JobLayout(
             tensor=tensor,
             pipeline=pipeline,
             chunks=chunks,
@@ -213,7 +224,7 @@ class RowReader:
         )
 
     def zero_stage(self) -> int:
-        """0 .. 3, also as "ZeRO-1" or "FSDP"."""
+        """Return the ZeRO stage, 0 .. 3; the cell may also say "ZeRO-1" or "FSDP"."""
         text = self.cell("zero_stage")
         found = re.match(r"(?:zero|stage)?[- ]*([0-9]{1,9})(?![\w.])", text, re.IGNORECASE)
         if found and int(found[1]) <= 3:
@@ -228,15 +239,15 @@ class RowReader:
         return int(presumed or 0)
 
     def optimizer_group(self) -> int | None:
-        """Ranks that share the optimizer's state, where it is not all data ranks."""
+        """Return the number of ranks that shard the optimizer state; None for all data ranks."""
         found = re.search(r"zero1=([1-9][0-9]{0,8})(?![0-9])", self.cell("zero_stage"))
         return int(found[1]) if found else None
 
     def with_recomputation(self, job: Job) -> Job:
-        """The row's recomputation or, where it is unstated, the least with which the job fits."""
+        """Return the job with the row's recomputation; if unstated, with the least that fits."""
         stated = self.cell("recompute").lower()
         choices = {
-            each: replace(job, spread=replace(job.spread, recompute=each))
+            each: replace(job, layout=replace(job.layout, recompute=each))
             for each in RECOMPUTATIONS
         }
         for each, choice in choices.items():

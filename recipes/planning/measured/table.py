@@ -1,13 +1,13 @@
-"""Tables of published measurements: each row as a job, and predicted beside what was measured.
+"""Tables of measured runs: each row describes a job and its measured time and memory.
 
-A table is a CSV file with a line per run. What decides its time is in these columns, of which all
-but those in brackets must be there:
+A table is a CSV file with a line per run. These columns describe the job; columns in brackets are
+optional:
 
     row_id               a name for the run
-    framework            begins as a stack of `software.py`, such as "Megatron-DeepSpeed"
+    framework            begins with a `framework` of `software.py`, such as "Megatron-DeepSpeed"
     [arch]               begins with "gpt" (GPT-2's switches) or "llama"
     layers hidden heads [kv_heads] ffn [vocab] seq
-    gpu [gpu_mem_gb]     contains a name of `gpus/`, such as "A100"; 40 or 80 tells two apart
+    gpu [gpu_mem_gb]     contains a name of `gpus/`, such as "A100"; memory selects between two
     gpus [gpus_per_node]
     [intra_gbps_unidir]  gigabytes/s between GPUs of a node, each GPU, one direction
     [inter_gbps_per_gpu] gigabytes/s between nodes, each GPU, one direction
@@ -17,9 +17,9 @@ but those in brackets must be there:
     [zero_stage] [seq_parallel] [recompute]  0 .. 3; 0 or 1; "none", "selective" or "full"
     mbs gbs              sequences of a micro-batch and of a step
 
-and what was measured in step_time_s, mem_gb (GiB) and oom, all of which may be missing, with
-usable_for_time = 0 where the time is not to be compared. Predictions look at the former alone. A
-number may have words behind it; a cell that makes no sense makes its row skipped.
+The optional columns step_time_s, mem_gb (GiB) and oom hold the measurements; predictions do not
+read them. usable_for_time = 0 excludes a row's time from the comparison. A number may be followed
+by words. A row with a cell that cannot be read is skipped.
 """
 
 import csv
@@ -30,7 +30,7 @@ from models.errors import UserError
 from recipes.planning.inputs.job import Job
 from recipes.planning.measured.row_reader import RowReader, is_no, is_yes, number
 
-NEEDED = {  # columns; others may be missing
+REQUIRED_COLUMNS = {
     "row_id", "framework", "precision", "gpu", "gpus", "layers", "hidden", "heads", "ffn", "seq",
     "tp", "pp", "mbs", "gbs",
 }  # fmt: skip
@@ -38,11 +38,13 @@ NEEDED = {  # columns; others may be missing
 
 @dataclass(frozen=True)
 class Row:
-    """A row of a table, and the job that it describes.
+    """A row of a table and its job.
 
-    measured: what the result columns say; for comparison only
-    assumed: what the row leaves open, and how it was read
-    skipped: why it cannot be predicted; empty otherwise
+    Attributes:
+        measured: the result columns, for comparison only
+        job: the described job; None if the row is skipped
+        assumed: values assumed for cells that the row leaves open
+        skipped: reason why the row cannot be predicted; empty otherwise
     """
 
     row_id: str
@@ -54,7 +56,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Measured:
-    """The result columns of a row; None: empty."""
+    """The result columns of a row; None for an empty cell."""
 
     step_seconds: float | None
     memory_gib: float | None
@@ -62,19 +64,19 @@ class Measured:
 
 
 def read_table(path: Path) -> list[Row]:
-    """All rows of a table.
+    """Read all rows of a table.
 
     Raises:
         UserError: the file is not a table, or lacks a column.
     """
-    if missing := NEEDED - columns_of(path):
+    if missing := REQUIRED_COLUMNS - columns_of(path):
         columns = ", ".join(sorted(missing))
         raise UserError(f"{path}: no column {columns}; it is not a table of runs")
     return [read_row(cells) for cells in read_cells(path)]
 
 
 def read_cells(path: Path) -> list[dict[str, str]]:
-    """Return the rows of a CSV file, each as column -> cell; missing cells are empty.
+    """Return the rows of a CSV file as dictionaries column -> cell; missing cells are empty.
 
     Raises:
         UserError: the file is not valid CSV.
@@ -87,15 +89,15 @@ def read_cells(path: Path) -> list[dict[str, str]]:
 
 
 def is_table_of_runs(path: Path) -> bool:
-    """Whether a file has the columns of runs."""
-    return columns_of(path) >= NEEDED
+    """Return True if a file has the required columns of a table of runs."""
+    return columns_of(path) >= REQUIRED_COLUMNS
 
 
 def columns_of(path: Path) -> set[str]:
-    """The columns of a CSV file.
+    """Return the columns of a CSV file.
 
     Raises:
-        UserError: it cannot be read.
+        UserError: the file cannot be read.
     """
     try:
         with path.open(newline="", encoding="utf-8-sig") as file:
@@ -107,7 +109,7 @@ def columns_of(path: Path) -> set[str]:
 
 
 def read_row(cells: dict[str, str]) -> Row:
-    """One row, which may turn out to lack what a prediction needs."""
+    """Read one row; it is marked as skipped if it does not describe a job."""
     reader = RowReader(cells)
     usable = not (cells.get("usable_for_time") and is_no(cells["usable_for_time"]))
     measured = Measured(

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from models.cost import block_parameters, position_parameters
 from recipes.planning.inputs.footprint import Footprint
-from recipes.planning.inputs.job import Job, Spread
+from recipes.planning.inputs.job import Job, JobLayout
 from recipes.planning.inputs.kernels import BYTES
 from recipes.planning.inputs.stage_contents import (
     blocks_of_stages,
@@ -18,11 +18,11 @@ from recipes.planning.inputs.stage_contents import (
     tokens_per_micro_batch,
 )
 from recipes.planning.memory.activations import (
-    expected_bytes,
     held_activations,
     in_flight_at_the_end,
     micro_batches_in_flight,
     most_activations,
+    receive_bytes,
 )
 from recipes.planning.memory.working_memory import (
     block_working_bytes,
@@ -36,68 +36,70 @@ GIB = 2**30
 
 @dataclass(frozen=True, kw_only=True)
 class StageMemory:
-    """Bytes on each rank of one stage, at the fullest moment of a step; they add up to `total`."""
+    """Bytes per rank of one stage at its peak within a step; the parts add up to `total`."""
 
     weights: float
     gradients: float
     optimizer: float  # fp32 weights and moments
     activations: float  # of all micro-batches in flight
-    working: float  # of the operation at hand: a block that is computed again, or the logits
+    working: float  # of the current operation, such as a recomputed block or the logits
     buffers: float  # DeepSpeed's
     overhead: float  # CUDA, NCCL, fragmentation
 
     @property
     def total(self) -> float:
-        """All of it."""
+        """The sum of all parts."""
         return self.counted + self.overhead
 
     @property
     def counted(self) -> float:
-        """What the program itself has allocated."""
+        """The bytes allocated by the program itself, without overhead."""
         return self.state + self.activations + self.working + self.buffers
 
     @property
     def state(self) -> float:
-        """What recomputation does not change."""
+        """The bytes of weights, gradients and optimizer state."""
         return self.weights + self.gradients + self.optimizer
 
 
 def stage_memory(job: Job) -> list[StageMemory]:
-    """What each stage needs."""
-    return [memory_of_stage(job, stage) for stage in range(job.spread.pipeline)]
+    """Return the peak memory of each stage."""
+    return [memory_of_stage(job, stage) for stage in range(job.layout.pipeline)]
 
 
 def fullest_stage(job: Job, first: StageMemory | None = None) -> StageMemory:
-    """The stage that needs most.
+    """Return the peak memory of the fullest stage.
 
-    Of stages with as many blocks, what is in flight grows or shrinks from each to the next. So it
-    is the first or the last one of these, the neighbour of an end of the pipeline, or the first one
-    that runs more micro-batches than it holds and has gradients while it is full.
+    Not all stages need to be computed. Among stages with the same number of blocks, the activations
+    in flight grow or shrink monotonically, so the fullest stage is the first or the last of them, a
+    neighbour of the pipeline's ends, or the first stage that runs more micro-batches than it
+    holds, because it has accumulated gradients when its activations peak.
 
-    first: the first stage's memory, where it is known
+    Args:
+        first: the first stage's memory, if known
     """
-    spread, micro_batches = job.spread, job.micro_batches
-    last = spread.pipeline - 1
-    alike: dict[tuple[int, ...], list[int]] = {}
+    layout, micro_batches = job.layout, job.micro_batches
+    last = layout.pipeline - 1
+    stages_by_blocks: dict[tuple[int, ...], list[int]] = {}
     for stage, blocks in enumerate(blocks_of_stages(job)):
-        alike.setdefault(blocks, []).append(stage)
-    looked_at = {min(1, last), max(0, last - 1), last}
-    for stages in alike.values():
+        stages_by_blocks.setdefault(blocks, []).append(stage)
+    candidates = {min(1, last), max(0, last - 1), last}
+    for stages in stages_by_blocks.values():
         running_more = (
             stage
             for stage in stages
-            if micro_batches_in_flight(spread, stage, micro_batches) < micro_batches
+            if micro_batches_in_flight(layout, stage, micro_batches) < micro_batches
         )
-        looked_at |= {stages[0], stages[-1], next(running_more, 0)}
-    found = [first or memory_of_stage(job, 0)]
-    found += [memory_of_stage(job, stage) for stage in looked_at - {0}]
-    return max(found, key=lambda each: each.total)
+        candidates |= {stages[0], stages[-1], next(running_more, 0)}
+    memory = [first or memory_of_stage(job, 0)]
+    memory += [memory_of_stage(job, stage) for stage in candidates - {0}]
+    return max(memory, key=lambda each: each.total)
 
 
 def host_bytes(job: Job) -> float:
-    """What a node's processes build in the host's memory before their GPUs have it, in fp32.
+    """Return the host memory in which a node's processes build the model, in fp32.
 
-    Each builds what its stage and tensor rank hold, whatever ZeRO spreads later.
+    Each process builds the whole part of its stage and tensor rank; ZeRO shards it later.
     """
     together = min(job.machine.gpus, job.machine.gpus_per_node)
     return BYTES["fp32"] * max(stage_parameters(job)) * together
@@ -105,7 +107,7 @@ def host_bytes(job: Job) -> float:
 
 @dataclass(frozen=True)
 class Moment:
-    """What is there at a moment of a step beside weights, gradients and state that always are."""
+    """Bytes at one moment of a step, in addition to the state kept between steps."""
 
     activations: float = 0.0
     working: float = 0.0
@@ -114,16 +116,16 @@ class Moment:
 
     @property
     def total(self) -> float:
-        """All of it."""
+        """The sum of all parts."""
         return self.activations + self.working + self.gradients + self.buffers
 
 
 def memory_of_stage(job: Job, stage: int) -> StageMemory:
-    """What one stage needs at its fullest moment."""
-    spread, footprint = job.spread, job.footprint
+    """Return the peak memory of one stage."""
+    layout, footprint = job.layout, job.footprint
     parameters = stage_parameters(job)[stage]
-    weights, gradients, optimizer = state_bytes(footprint, spread, parameters, job.optimizer_ranks)
-    moment = max(moments(job, stage, parameters), key=lambda each: each.total)
+    weights, gradients, optimizer = state_bytes(footprint, layout, parameters, job.optimizer_ranks)
+    moment = max(peak_candidates(job, stage, parameters), key=lambda each: each.total)
     overhead = footprint.overhead_gib
     if overhead is None:
         overhead = job.machine.gpu.context_gib
@@ -139,26 +141,26 @@ def memory_of_stage(job: Job, stage: int) -> StageMemory:
     )
 
 
-def moments(job: Job, stage: int, parameters: int) -> list[Moment]:
-    """The moments of a step that may be a stage's fullest.
+def peak_candidates(job: Job, stage: int, parameters: int) -> list[Moment]:
+    """Return the moments of a step at which a stage may reach its peak.
 
-    The end of the forward pass, with the loss on the last stage, and a block's backward pass, with
-    all activations there; the reduction of gradients; the update, when activations are gone.
+    They are the end of the forward pass (with the loss on the last stage) and a block's backward
+    pass, both with all activations; the reduction of gradients; and the update, without them.
     """
-    spread, footprint = job.spread, job.footprint
-    flying = micro_batches_in_flight(spread, stage, job.micro_batches)
+    layout, footprint = job.layout, job.footprint
+    flying = micro_batches_in_flight(layout, stage, job.micro_batches)
     activations = most_activations(job, stage, forward=False)
-    passing = passing_bytes(footprint, spread, parameters)
-    # In the first micro-batch there are no gradients of weights yet but the newest ones, and a
-    # step of one micro-batch, or of as many as are in flight, has no later one.
+    passing = transient_bytes(footprint, layout, parameters)
+    # During the first micro-batch only the newest weight gradients exist. A step that has no more
+    # micro-batches than are in flight reaches its peak in the first one.
     first_only = job.micro_batches <= flying
     gradients = passing.gradients
     newest = gradients
-    if first_only and spread.zero_stage < 2:
+    if first_only and layout.zero_stage < 2:
         newest = footprint.running_gradient * newest_parameters(job, stage)
-    # ZeRO-2's buckets are anew in each backward pass, the others stay from the first one on; ZeRO-3
-    # gathers in both passes.
-    before_backward = spread.zero_stage == 2 or (first_only and spread.zero_stage < 2)
+    # ZeRO-2 allocates its buckets in each backward pass; other buckets stay from the first backward
+    # pass on. ZeRO-3 gathers in both passes.
+    before_backward = layout.zero_stage == 2 or (first_only and layout.zero_stage < 2)
     block = block_working_bytes(job, first_only)
     forward = max(forward_working_bytes(job), loss_bytes(job, stage, first_only))
     found = [
@@ -169,22 +171,22 @@ def moments(job: Job, stage: int, parameters: int) -> list[Moment]:
             0.0 if before_backward else passing.buffers,
         ),
         Moment(activations, block + waiting_loss_bytes(job, stage), newest, passing.buffers),
-        Moment(gradients=footprint.updating * parameters / spread.data),
+        Moment(gradients=footprint.updating * parameters / layout.data),
     ]
     reduced = gradients + passing.reducing
-    if spread.zero_stage < 2:  # at the end of the step
+    if layout.zero_stage < 2:  # at the end of the step
         held = held_bytes(job, stage)
         found.append(Moment(gradients=reduced, buffers=passing.reducing_buffers + held))
-    else:  # whenever a bucket is full: so much of the backward pass is behind it
+    else:  # each time a bucket is full, when its part of the backward pass is done
         left = activations * (1 - min(1.0, footprint.bucket_elements / parameters))
         found.append(Moment(left, block, reduced, passing.reducing_buffers))
-        if spread.zero_stage == 2:
+        if layout.zero_stage == 2:
             found.append(head_reduction(job, activations, passing.buffers))
-    if not footprint.stock_pipeline and spread.chunks > 1 and spread.data > 1:
-        # The first chunk goes backward, while the others' gradients are added up already.
+    if not footprint.stock_pipeline and layout.chunks > 1 and layout.data > 1:
+        # The other chunks' gradients are already being reduced during the first chunk's backward.
         early = footprint.reducing * (parameters - first_chunk_parameters(job, stage))
-        ending = in_flight_at_the_end(spread, stage, job.micro_batches)
-        held = held_activations(job, stage, ending) + expected_bytes(job)
+        ending = in_flight_at_the_end(layout, stage, job.micro_batches)
+        held = held_activations(job, stage, ending) + receive_bytes(job)
         found.append(Moment(held, block, gradients + early))
     return found
 
@@ -196,7 +198,7 @@ def head_reduction(job: Job, activations: float, buckets: float) -> Moment:
     precision of the sum while all activations are still there.
     """
     model, footprint = job.model, job.footprint
-    head = table_parameters(model, job.spread.tensor)
+    head = table_parameters(model, job.layout.tensor)
     if model.tie_embeddings or head <= footprint.bucket_elements:
         return Moment()
     size, sent = footprint.weight, footprint.sent or footprint.weight
@@ -205,8 +207,8 @@ def head_reduction(job: Job, activations: float, buckets: float) -> Moment:
 
 
 def first_chunk_parameters(job: Job, stage: int) -> int:
-    """Parameters of a stage's first chunk."""
-    model, tensor = job.model, job.spread.tensor
+    """Return the parameters of a stage's first chunk."""
+    model, tensor = job.model, job.layout.tensor
     found = blocks_of_stages(job)[stage][0] * block_parameters(model, tensor)
     if stage == 0:
         found += table_parameters(model, tensor) + position_parameters(model)
@@ -214,39 +216,40 @@ def first_chunk_parameters(job: Job, stage: int) -> int:
 
 
 def newest_parameters(job: Job, stage: int) -> float:
-    """Parameters whose gradients are there while the first block's backward pass runs."""
-    spread, model = job.spread, job.model
-    found = block_parameters(model, spread.tensor)
-    if stage == last_stage(spread):
-        found += table_parameters(model, spread.tensor)
+    """Return the parameters whose gradients exist during the first block's backward pass."""
+    layout, model = job.layout, job.model
+    found = block_parameters(model, layout.tensor)
+    if stage == last_stage(layout):
+        found += table_parameters(model, layout.tensor)
     return found
 
 
 def state_bytes(
-    footprint: Footprint, spread: Spread, parameters: float, optimizer_ranks: int | None = None
+    footprint: Footprint, layout: JobLayout, parameters: float, optimizer_ranks: int | None = None
 ) -> tuple[float, float, float]:
-    """Weights, gradients and optimizer's state from step to step.
+    """Return the bytes of weights, gradients and optimizer state kept between steps.
 
-    Rajbhandari et al. 2020 (arXiv 1910.02054), section 5: stage 1 spreads the optimizer's state
-    over the data ranks, stage 2 gradients, stage 3 weights.
+    Rajbhandari et al. 2020 (arXiv 1910.02054), section 5: stage 1 shards the optimizer state over
+    the data ranks, stage 2 also gradients, stage 3 also weights.
     """
-    ranks = spread.data * spread.context
-    stage = spread.zero_stage
+    ranks = layout.data * layout.context
+    stage = layout.zero_stage
     weights = footprint.weight * parameters / (ranks if stage == 3 else 1)
     gradients = footprint.gradient * parameters / (ranks if stage >= 2 else 1)
     optimizer = footprint.optimizer + (footprint.zero3_copy if stage == 3 else 0)
-    optimizer *= parameters / (optimizer_ranks or spread.optimizer_ranks)
+    optimizer *= parameters / (optimizer_ranks or layout.optimizer_ranks)
     return weights, gradients, optimizer
 
 
 @dataclass(frozen=True)
-class Passing:
-    """What DeepSpeed adds within a step.
+class TransientBytes:
+    """Bytes that DeepSpeed allocates only within a step.
 
-    gradients: while micro-batches run
-    reducing: gradients more while they are added up over the data ranks
-    buffers: while micro-batches run
-    reducing_buffers: while gradients are added up
+    Attributes:
+        gradients: gradients during the micro-batches
+        reducing: additional gradients during the reduction over the data ranks
+        buffers: buffers during the micro-batches
+        reducing_buffers: buffers during the reduction
     """
 
     gradients: float
@@ -255,15 +258,15 @@ class Passing:
     reducing_buffers: float
 
 
-def passing_bytes(footprint: Footprint, spread: Spread, parameters: int) -> Passing:
+def transient_bytes(footprint: Footprint, layout: JobLayout, parameters: int) -> TransientBytes:
     """Return the gradients and buffers that exist only within a step, for `parameters` weights."""
-    if spread.zero_stage < 2:
+    if layout.zero_stage < 2:
         whole, bucket = footprint.reducing, footprint.reducing_bucket
-        if spread.data == 1 and not footprint.stock_pipeline:
-            whole = bucket = 0.0  # nobody to add up with
+        if layout.data == 1 and not footprint.stock_pipeline:
+            whole = bucket = 0.0  # a single data rank does not reduce gradients
         if parameters <= footprint.bucket_elements:
             whole = max(whole, footprint.reducing_one_bucket)
-        return Passing(
+        return TransientBytes(
             gradients=footprint.running_gradient * parameters,
             reducing=whole * parameters,
             buffers=footprint.bucket,
@@ -274,13 +277,13 @@ def passing_bytes(footprint: Footprint, spread: Spread, parameters: int) -> Pass
     # and the gathered weights except those whose gradients are in the bucket.
     size, sent = footprint.weight, footprint.sent or footprint.weight
     full = min(parameters, footprint.bucket_elements)
-    if spread.zero_stage == 2:
+    if layout.zero_stage == 2:
         buckets = 2 * size * footprint.bucket_elements
         flat = size * full + (sent * full if sent != size else 0.0)
-        return Passing(0.0, 0.0, buckets, buckets + flat)
+        return TransientBytes(0.0, 0.0, buckets, buckets + flat)
     bucket, most = sent * footprint.bucket_elements, footprint.gathered_elements
     gathered, still_gathered = min(parameters, most), min(parameters - full, most)
-    return Passing(
+    return TransientBytes(
         gradients=0.0,
         reducing=0.0,
         buffers=bucket + size * gathered,
@@ -289,14 +292,14 @@ def passing_bytes(footprint: Footprint, spread: Spread, parameters: int) -> Pass
 
 
 def held_bytes(job: Job, stage: int) -> float:
-    """What the last stage of DeepSpeed's own pipeline holds from step to step.
+    """Return the bytes that the last stage of DeepSpeed's own pipeline holds between steps.
 
-    Logits, inputs and gradients.
+    They are logits, inputs and gradients.
     """
-    spread, model = job.spread, job.model
-    if spread.pipeline == 1 or not job.footprint.stock_pipeline or stage != last_stage(spread):
+    layout, model = job.layout, job.model
+    if layout.pipeline == 1 or not job.footprint.stock_pipeline or stage != last_stage(layout):
         return 0.0
-    tokens, t = tokens_per_micro_batch(model, spread), spread.tensor
+    tokens, t = tokens_per_micro_batch(model, layout), layout.tensor
     logits = job.footprint.held_logits * tokens * model.padded_vocab_size(t) / t
     rows = 4 * job.footprint.weight * tokens * model.hidden_size
-    return logits + rows / spread.sequence_ranks
+    return logits + rows / layout.sequence_ranks

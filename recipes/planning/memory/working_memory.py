@@ -1,6 +1,6 @@
-"""Working memory of the current operation (a block's backward pass, or the loss).
+"""Working memory of the current operation, in addition to the kept activations.
 
-It comes on top of the activations that were kept.
+The operation is a block's forward or backward pass, or the loss.
 
 Legend: s sequence (of a context rank), b sequences of a micro-batch, h hidden, f MLP, v vocabulary,
 t tensor ranks; bytes.
@@ -16,80 +16,83 @@ from recipes.planning.inputs.stage_contents import (
 )
 from recipes.planning.memory.activations import block_bytes
 
-FORWARD_ROWS = 3  # of a block at its end: what its two halves give, and the sum
+FORWARD_ROWS = 3  # at the end of a block: the outputs of its two halves, and their sum
 
 
 def forward_working_bytes(job: Job) -> float:
-    """What a block's forward pass holds at its end beside what it keeps."""
+    """Return the bytes that a block's forward pass holds at its end, besides kept activations."""
     return FORWARD_ROWS * row_bytes(job)
 
 
 def row_bytes(job: Job) -> float:
-    """A tensor of the hidden size, not split: [s, b, h]."""
-    tokens = tokens_per_micro_batch(job.model, job.spread)
+    """Return the bytes of an unsharded tensor [s, b, h]."""
+    tokens = tokens_per_micro_batch(job.model, job.layout)
     return job.footprint.weight * tokens * job.model.hidden_size
 
 
 def block_working_bytes(job: Job, first_only: bool) -> float:
     """Return the bytes that a block's backward pass needs besides the activations kept for it.
 
-    first_only: the micro-batch is the first, so that its gradients are not added to earlier ones
+    Args:
+        first_only: the micro-batch is the first of the step, so there are no earlier gradients
     """
-    spread, model, footprint = job.spread, job.model, job.footprint
-    again = 0.0
-    if spread.recompute == "full":
-        again = spread.recompute_interval * block_bytes(
-            model, spread, footprint, not job.writes_scores
+    layout, model, footprint = job.layout, job.model, job.footprint
+    recomputed = 0.0
+    if layout.recompute == "full":
+        recomputed = layout.recompute_interval * block_bytes(
+            model, layout, footprint, not job.writes_scores
         )
         if not footprint.stock_pipeline:  # the input of the first block was kept
-            again -= row_bytes(job) / spread.sequence_ranks
+            recomputed -= row_bytes(job) / layout.sequence_ranks
     needs = footprint.rows * row_bytes(job)
     needs += footprint.weight * mlp_working_elements(job, first_only)
     if model.attention_dropout:
-        tokens = tokens_per_micro_batch(model, spread)
-        scores = tokens * model.sequence_length * model.heads / spread.tensor
-        return again + max(needs, footprint.score * scores)
-    return again + needs
+        tokens = tokens_per_micro_batch(model, layout)
+        scores = tokens * model.sequence_length * model.heads / layout.tensor
+        return recomputed + max(needs, footprint.score * scores)
+    return recomputed + needs
 
 
 def mlp_working_elements(job: Job, first_only: bool) -> float:
-    """Gradients in an MLP's backward pass beside those that take the place of what was kept.
+    """Return the elements of gradients in an MLP's backward pass that replace no kept activation.
 
-    Of its output matrix, with that of its input; of its activation's inputs; or of its first matrix
-    and what that reads, when the activation is behind it. Where weights wait, there are none of
-    weights, and what the output matrix reads stays.
+    It is the largest of three: the gradients of the output matrix and its input; of the inputs of
+    the activation function; of the first matrix and its input, after the activation's backward
+    pass. If weight gradients are deferred, only the gradients of activations count, and the input
+    of the output matrix is still kept.
     """
-    spread, model = job.spread, job.model
-    tokens, t = tokens_per_micro_batch(model, spread), spread.tensor
+    layout, model = job.layout, job.model
+    tokens, t = tokens_per_micro_batch(model, layout), layout.tensor
     h, f, gate_and_up = model.hidden_size, model.ffn_hidden_size, model.gate_and_up_size
     if job.footprint.stock_pipeline:
         return (tokens * (gate_and_up + f) + (0 if first_only else h * gate_and_up)) / t
-    if SCHEDULES[spread.schedule].splits:
+    if SCHEDULES[layout.schedule].splits:
         return tokens * (gate_and_up + f) / t
     first_matrix = (h * gate_and_up - tokens * f) / t + h * tokens
     return max(f * (tokens + h) / t, tokens * gate_and_up / t, first_matrix)
 
 
 def loss_bytes(job: Job, stage: int, first_only: bool) -> float:
-    """What the loss needs, or the gradient of the output matrix; only the last stage has them.
+    """Return the bytes of the loss or of the output matrix's gradient; 0 before the last stage.
 
-    first_only: there was no micro-batch before, whose logits DeepSpeed's pipeline still holds
+    Args:
+        first_only: there is no previous micro-batch whose logits DeepSpeed's pipeline still holds
     """
-    if stage != last_stage(job.spread):
+    if stage != last_stage(job.layout):
         return 0.0
     if job.footprint.loss_in_parts:
         return loss_in_parts_bytes(job)
-    spread, model, footprint = job.spread, job.model, job.footprint
-    tokens, size = tokens_per_micro_batch(model, spread), footprint.weight
-    columns = model.padded_vocab_size(spread.tensor) / spread.tensor
+    layout, model, footprint = job.layout, job.model, job.footprint
+    tokens, size = tokens_per_micro_batch(model, layout), footprint.weight
+    columns = model.padded_vocab_size(layout.tensor) / layout.tensor
     each = footprint.logit
     if footprint.stock_pipeline:
-        if spread.zero_stage > 1:  # without a pipeline, forward: logits, their softmax
+        if layout.zero_stage > 1:  # without a pipeline, forward: logits, their softmax
             each -= 2 * size
         elif first_only:
             each -= size
     gradient = 0.0
-    if not first_only and spread.zero_stage < 2:
+    if not first_only and layout.zero_stage < 2:
         gradient = tokens * columns * footprint.head + size * model.hidden_size * columns
     return max(tokens * columns * each, gradient) + 2 * row_bytes(job)
 
@@ -97,35 +100,34 @@ def loss_bytes(job: Job, stage: int, first_only: bool) -> float:
 def loss_in_parts_bytes(job: Job) -> float:
     """Return the working memory of the loss when logits are computed for some tokens at a time.
 
-    It is the gradient of the output matrix, and the larger of those logits and a second copy of the
-    gradient on its way to the optimizer. Added to it are the input and output rows of the last norm
-    and the gradient of its output; under sequence parallelism also the rows gathered from all
-    tensor ranks.
+    It consists of the gradient of the output matrix; the larger of these logits and a second copy
+    of that gradient for the optimizer; the input and output of the last norm and the gradient of
+    its output; and, under sequence parallelism, the rows gathered from all tensor ranks.
     """
-    spread, model = job.spread, job.model
-    tokens = tokens_per_micro_batch(model, spread)
-    columns = model.padded_vocab_size(spread.tensor) // spread.tensor
+    layout, model = job.layout, job.model
+    tokens = tokens_per_micro_batch(model, layout)
+    columns = model.padded_vocab_size(layout.tensor) // layout.tensor
     logits = tokens_at_a_time(tokens, columns, job.machine.gpu.device) * columns
-    table = table_parameters(model, spread.tensor)
-    rows = 2 / spread.sequence_ranks + (2 if spread.sequence_ranks > 1 else 1)
+    table = table_parameters(model, layout.tensor)
+    rows = 2 / layout.sequence_ranks + (2 if layout.sequence_ranks > 1 else 1)
     return job.footprint.weight * (table + max(table, logits)) + rows * row_bytes(job)
 
 
 def waiting_loss_bytes(job: Job, stage: int) -> float:
-    """What stays of a loss while the stage computes something else before it goes backward.
+    """Return the bytes that a stage keeps of a loss until its backward pass.
 
-    Where the model leads back to the first stage, other passes come in between. The gradient of the
-    head's input stays until the backward pass is over.
+    The gradient of the head's input stays until the backward pass ends. In a folded schedule, whose
+    last virtual stage is on the first stage, other passes run between the loss and its backward.
     """
-    spread, model, footprint = job.spread, job.model, job.footprint
-    if stage != last_stage(spread):
+    layout, model, footprint = job.layout, job.model, job.footprint
+    if stage != last_stage(layout):
         return 0.0
-    folded = SCHEDULES[spread.schedule].folded
+    folded = SCHEDULES[layout.schedule].folded
     if footprint.loss_in_parts:
-        table = footprint.weight * table_parameters(model, spread.tensor) if folded else 0.0
-        return table + row_bytes(job) / spread.sequence_ranks
+        table = footprint.weight * table_parameters(model, layout.tensor) if folded else 0.0
+        return table + row_bytes(job) / layout.sequence_ranks
     if not folded:
         return 0.0
-    columns = model.padded_vocab_size(spread.tensor) / spread.tensor
+    columns = model.padded_vocab_size(layout.tensor) / layout.tensor
     softmax = footprint.logit - footprint.weight  # bytes per logit
-    return softmax * columns * tokens_per_micro_batch(model, spread)
+    return softmax * columns * tokens_per_micro_batch(model, layout)

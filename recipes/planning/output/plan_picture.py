@@ -1,4 +1,4 @@
-"""A plan as pictures: its pipeline and memory, its family by nodes, a table's predictions."""
+"""Pictures for plan.py: a plan's timeline, a family's heat map, a table's predictions."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,29 +14,31 @@ from matplotlib.patches import Rectangle
 from models.cost import parameter_count
 from models.errors import UserError
 from recipes.pictures.pipeline_passes import ink, save_figure
-from recipes.planning.inputs.job import Job, Machine, unspread_job
+from recipes.planning.inputs.job import Job, Machine, job_without_layout
 from recipes.planning.output.pipeline_picture import timeline
 from recipes.planning.output.plan_report import rates
 from recipes.planning.search.layout_search import Plan, search
-from recipes.training.recipe.schema import Recipe, load_recipe, shipped_recipes
+from recipes.training.recipe.loading import load_recipe, shipped_recipes
+from recipes.training.recipe.schema import Recipe
 
-LEAST_NODES = 512  # that a heat map goes up to
-COLOURS = "YlGnBu"
-MARKERS = "osD^vPX<>phd*8"
-MANY = 200  # rows of a table whose points are made small
+MIN_LAST_NODES = 512  # the last column of a heat map has at least this many nodes
+HEATMAP_COLOURS = "YlGnBu"
+TABLE_MARKERS = "osD^vPX<>phd*8"
+MAX_LARGE_POINTS = 200  # tables with more rows are drawn with small points
 
 
 def draw_timeline(job: Job, *, title: str, file: Path) -> None:
     """Write the schedule of a job's pipeline and the memory of its stages.
 
     Raises:
-        UserError: the file cannot be written, or the schedule does not run as many micro-batches.
+        UserError: the file cannot be written, or the schedule does not support this number of
+            micro-batches.
     """
     save_figure(timeline(job, title), file)
 
 
 def draw_heatmap(recipe: Recipe, job: Job, *, file: Path) -> None:
-    """Write the best layouts of a recipe's family by nodes, on machines like the job's.
+    """Write a heat map of the best layouts of a recipe's family by number of nodes.
 
     Raises:
         UserError: the file cannot be written.
@@ -45,16 +47,16 @@ def draw_heatmap(recipe: Recipe, job: Job, *, file: Path) -> None:
 
 
 def draw_scatter(results: Mapping[str, Mapping[str, Any]], *, file: Path) -> None:
-    """Write predicted against measured step times, as `plan.py --table` has them.
+    """Write a plot of predicted and measured step times, from the results of `plan.py --table`.
 
     Raises:
-        UserError: no row has both, or the file cannot be written.
+        UserError: no row has both times, or the file cannot be written.
     """
     save_figure(scatter(results), file)
 
 
 def heatmap(recipe: Recipe, job: Job) -> Figure:
-    """A row for each recipe, a column for each number of nodes, in each cell the best layout."""
+    """Return a figure of the best layout of each recipe (row) on each number of nodes (column)."""
     recipes = family(recipe)
     columns = node_counts(job.machine.nodes)
     cells = [[best_plan(each, job, nodes) for nodes in columns] for each in recipes]
@@ -63,24 +65,26 @@ def heatmap(recipe: Recipe, job: Job) -> Figure:
         figsize=(2.6 + 0.92 * len(columns), 1.5 + 0.42 * len(recipes)), layout="constrained"
     )
     axes = figure.add_subplot()
-    image = axes.imshow(shares, cmap=COLOURS, vmin=0.0, vmax=_top(shares), aspect="auto")
+    top = _colour_scale_end(shares)
+    image = axes.imshow(shares, cmap=HEATMAP_COLOURS, vmin=0.0, vmax=top, aspect="auto")
     for row, plans in enumerate(cells):
         for column, plan in enumerate(plans):
-            colour = image.cmap(image.norm(shares[row][column])) if plan else (1.0, 1.0, 1.0)
             axes.text(
                 column, row, cell_text(plan), ha="center", va="center", fontsize=7,
-                color=ink(colour[:3]),
+                color=_cell_ink(plan, top),
             )  # fmt: skip
     own = columns.index(job.machine.nodes), recipes.index(recipe)
-    corner = own[0] - 0.5, own[1] - 0.5
-    frame = {"fill": False, "edgecolor": "#c00000", "linewidth": 1.6, "zorder": 10}
-    axes.add_patch(Rectangle(corner, 1, 1, clip_on=False, **frame))
+    frame = Rectangle(
+        (own[0] - 0.5, own[1] - 0.5), 1, 1, clip_on=False, fill=False, edgecolor="#c00000",
+        linewidth=1.6, zorder=10,
+    )  # fmt: skip
+    axes.add_patch(frame)
     axes.set_xticks(range(len(columns)), [str(nodes) for nodes in columns], fontsize=8)
     axes.set_yticks(range(len(recipes)), [row_label(each) for each in recipes], fontsize=8)
     axes.set_xlabel(f"nodes of {job.machine.gpus_per_node} x {job.machine.gpu.name}", fontsize=9)
     axes.set_title(
-        "The fastest layout that fits: tensor x pipeline x data, and its MFU\n"
-        f"-: none fits, or the global batch is not divisible; red: {recipe.name}'s own nodes",
+        "Fastest layout that fits: tensor x pipeline x data, and its MFU\n"
+        f"-: none fits, or the global batch is not divisible; red: nodes of {recipe.name}",
         fontsize=9,
     )
     bar = figure.colorbar(image, ax=axes, pad=0.01, format=lambda share, _: f"{share:.0%}")
@@ -89,14 +93,22 @@ def heatmap(recipe: Recipe, job: Job) -> Figure:
     return figure
 
 
-def _top(shares: Sequence[Sequence[float]]) -> float:
-    """The end of the colours: the next 10 % above all of them."""
+def _cell_ink(plan: Plan | None, top: float) -> str:
+    """Return the text colour of a cell."""
+    if plan is None:
+        return ink((1.0, 1.0, 1.0))
+    red, green, blue, _ = matplotlib.colormaps[HEATMAP_COLOURS](mfu(plan) / top)
+    return ink((red, green, blue))
+
+
+def _colour_scale_end(shares: Sequence[Sequence[float]]) -> float:
+    """Return the upper end of the colour scale: the next multiple of 10 % above all shares."""
     highest = max((share for row in shares for share in row if share == share), default=0.1)
     return min(1.0, -(-highest // 0.1) * 0.1)
 
 
 def family(recipe: Recipe) -> list[Recipe]:
-    """The shipped recipes that are named like it, and itself, the smallest model first."""
+    """Return a recipe and the shipped recipes of its family, the smallest model first."""
     kind = recipe.name.partition("-")[0]
     others = [load_recipe(path) for path in shipped_recipes() if path.parent.name == kind]
     found = [recipe, *(other for other in others if other.name != recipe.name)]
@@ -104,41 +116,41 @@ def family(recipe: Recipe) -> list[Recipe]:
 
 
 def node_counts(own: int) -> list[int]:
-    """1, 2, 4, ..., and the own ones."""
-    most = max(LEAST_NODES, own)
+    """Return the powers of two up to the largest column, and the recipe's own number of nodes."""
+    most = max(MIN_LAST_NODES, own)
     return sorted({2**power for power in range(most.bit_length())} | {own})
 
 
 def best_plan(recipe: Recipe, job: Job, nodes: int) -> Plan | None:
-    """The fastest layout of a recipe on so many of the job's nodes; None: there is none."""
+    """Return the fastest layout of a recipe on `nodes` of the job's nodes; None if none fits."""
     per_node = job.machine.gpus_per_node
     machine = Machine.of(job.machine.gpu, gpus=nodes * per_node, gpus_per_node=per_node)
     try:
-        found = search(unspread_job(recipe, machine, job.software), top=1)
-    except UserError:  # the GPU does not compute in its precision
+        result = search(job_without_layout(recipe, machine, job.software), top=1)
+    except UserError:  # the GPU does not support the recipe's precision
         return None
-    return found.plans[0] if found.plans else None
+    return result.plans[0] if result.plans else None
 
 
 def mfu(plan: Plan) -> float:
-    """The share of the GPU's peak."""
+    """Return the model FLOPs utilization of a plan."""
     return rates(plan.job, plan.time.total, steps=1).mfu
 
 
 def cell_text(plan: Plan | None) -> str:
-    """A layout and its MFU."""
+    """Return the text of a cell: a layout and its MFU."""
     if plan is None:
         return "-"
-    spread = plan.job.spread
-    stage = f", ZeRO-{spread.zero_stage}" if spread.zero_stage > 1 else ""
-    return f"{spread.tensor} x {spread.pipeline} x {spread.data}\n{mfu(plan):.0%}{stage}"
+    layout = plan.job.layout
+    stage = f", ZeRO-{layout.zero_stage}" if layout.zero_stage > 1 else ""
+    return f"{layout.tensor} x {layout.pipeline} x {layout.data}\n{mfu(plan):.0%}{stage}"
 
 
 def row_label(recipe: Recipe) -> str:
-    """A recipe, its size and its batch."""
+    """Return the label of a row: a recipe, its size and its batch."""
     return (
         f"{recipe.name}\n{_short(parameter_count(recipe.model))} parameters, "
-        f"{_short(recipe.tokens_per_step)} tokens a step"
+        f"{_short(recipe.tokens_per_step)} tokens per step"
     )
 
 
@@ -151,7 +163,7 @@ def _short(count: int) -> str:
 
 @dataclass(frozen=True)
 class Points:
-    """A table's step times in seconds, and what the legend says of it."""
+    """The step times of a table in seconds, and its label in the legend."""
 
     measured: list[float]
     predicted: list[float]
@@ -159,7 +171,7 @@ class Points:
 
     @classmethod
     def of(cls, name: str, result: Mapping[str, Any]) -> "Points":
-        """The rows that have both."""
+        """Return the points of the rows that have both a measured and a predicted time."""
         keys = ("measured_step_seconds", "predicted_step_seconds")
         both = [
             (row[keys[0]], row[keys[1]])
@@ -172,20 +184,20 @@ class Points:
 
 
 def scatter(results: Mapping[str, Mapping[str, Any]]) -> Figure:
-    """Above, predicted by measured; below, their ratio: on the line a prediction is right."""
+    """Return a figure of predicted over measured times (above) and of their ratio (below)."""
     tables = [points for name in results if (points := Points.of(name, results[name])).measured]
     if not tables:
         raise UserError(
-            "--scatter: no row has both a predicted and a measured step time; use a table with "
-            "step_time_s"
+            "--scatter: no row has both a predicted and a measured step time; use a table with a "
+            "column step_time_s"
         )
     figure = Figure(figsize=(9.0, 7.0), layout="constrained")
     above, below = figure.subplots(2, 1, sharex=True, height_ratios=[2, 1])
     values = [value for points in tables for value in points.measured + points.predicted]
     ends = min(values) / 1.3, max(values) * 1.3
-    _draw_right(above, ends, ends)
-    _draw_right(below, ends, (1.0, 1.0))
-    tables.sort(key=lambda points: -len(points.measured))  # the smallest one is drawn on top
+    _draw_exact_line(above, ends, ends)
+    _draw_exact_line(below, ends, (1.0, 1.0))
+    tables.sort(key=lambda points: -len(points.measured))  # the smallest table is drawn on top
     handles = [_draw_table(above, below, points, order) for order, points in enumerate(tables)]
     above.set(xscale="log", yscale="log", xlim=ends, ylim=ends)
     above.set_ylabel("predicted, seconds a step")
@@ -199,8 +211,8 @@ def scatter(results: Mapping[str, Mapping[str, Any]]) -> Figure:
     return figure
 
 
-def _draw_right(axes: Axes, ends: tuple[float, float], right: tuple[float, float]) -> None:
-    """Where predictions are right, and 10 % on both sides."""
+def _draw_exact_line(axes: Axes, ends: tuple[float, float], right: tuple[float, float]) -> None:
+    """Draw the line of exact predictions, and a band of 10 % on both sides."""
     less, more = [0.9 * value for value in right], [1.1 * value for value in right]
     axes.fill_between(ends, less, more, color="0.86", linewidth=0, label="within 10%")
     axes.plot(ends, right, color="black", linewidth=0.8, label="predicted = measured")
@@ -209,14 +221,14 @@ def _draw_right(axes: Axes, ends: tuple[float, float], right: tuple[float, float
 
 
 def _draw_table(above: Axes, below: Axes, points: Points, order: int) -> Line2D:
-    """A table's rows, faint and small where there are hundreds; what the legend shows of it."""
-    many = len(points.measured) > MANY
-    style = {
-        "marker": MARKERS[order % len(MARKERS)],
-        "color": matplotlib.colormaps["tab20"](order * 2 % 20 + order // 10 % 2),
+    """Draw a table's rows, small and faint if there are many, and return its legend entry."""
+    many = len(points.measured) > MAX_LARGE_POINTS
+    marker = TABLE_MARKERS[order % len(TABLE_MARKERS)]
+    colour = matplotlib.colormaps["tab20"](order * 2 % 20 + order // 10 % 2)
+    style: dict[str, Any] = {
+        "marker": marker,
+        "color": colour,
         "linestyle": "none",
-    }
-    drawn = style | {
         "markersize": 2.2 if many else 5.0,
         "alpha": 0.4 if many else 0.9,
         "markeredgewidth": 0.0 if many else 0.4,
@@ -224,6 +236,8 @@ def _draw_table(above: Axes, below: Axes, points: Points, order: int) -> Line2D:
         "zorder": 3 + order,
     }
     ratios = [p / m for p, m in zip(points.predicted, points.measured, strict=True)]
-    above.plot(points.measured, points.predicted, **drawn)
-    below.plot(points.measured, ratios, **drawn)
-    return Line2D([], [], markersize=5, label=points.label, **style)
+    above.plot(points.measured, points.predicted, **style)
+    below.plot(points.measured, ratios, **style)
+    return Line2D(
+        [], [], markersize=5, label=points.label, marker=marker, color=colour, linestyle="none"
+    )

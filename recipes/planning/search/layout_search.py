@@ -1,4 +1,4 @@
-"""The best ways to spread a model over a machine, found by trying them all."""
+"""Exhaustive search for the fastest layouts of a model on a machine."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -9,7 +9,7 @@ from itertools import product
 from pathlib import Path
 
 from models.pipeline.schedule.order import SCHEDULES, least_micro_batches
-from recipes.planning.inputs.job import Job, Spread
+from recipes.planning.inputs.job import Job, JobLayout
 from recipes.planning.memory.peak import (
     GIB,
     StageMemory,
@@ -18,16 +18,16 @@ from recipes.planning.memory.peak import (
     memory_of_stage,
 )
 from recipes.planning.time.step_time import StepTime, step_time
-from recipes.training.recipe.schema import REPOSITORY
+from recipes.training.recipe.loading import REPOSITORY
 
-MOST_MICRO_SEQUENCES = 64
-INTERVALS = (1, 2, 4)  # of full recomputation
-CHUNKS = (2, 4, 8)  # of interleaved stages
+MAX_MICRO_SEQUENCES = 64
+RECOMPUTE_INTERVALS = (1, 2, 4)  # with full recomputation
+INTERLEAVED_CHUNKS = (2, 4, 8)  # virtual stages per pipeline stage
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A spread that fits, with what it costs."""
+    """A layout that fits, with its memory and step time."""
 
     job: Job
     memory: StageMemory  # of the fullest stage
@@ -35,116 +35,118 @@ class Plan:
 
 
 @dataclass
-class Found:
-    """What a search has seen.
+class SearchResult:
+    """The outcome of a search.
 
-    plans: the best ones, best first
-    refused: what it is -> how many; sizes that are refused are not tried in all their variants
-    nearest: of those that do not fit, the one that lacks least, and what it lacks in GiB
+    Attributes:
+        plans: the fastest layouts that fit, fastest first
+        tried: number of layouts whose memory was considered
+        rejected: reason -> number of rejected layouts; sizes that no layout may have count once
+        nearest: the layout that exceeds the GPU memory least, and its excess in GiB
     """
 
     plans: list[Plan] = field(default_factory=list)
     tried: int = 0
-    refused: Counter = field(default_factory=Counter)
-    nearest: tuple[Spread, float] | None = None
+    rejected: Counter[str] = field(default_factory=Counter)
+    nearest: tuple[JobLayout, float] | None = None
 
 
-def search(job: Job, top: int) -> Found:
-    """The `top` fastest spreads of a job's model, batch and machine that fit into its memory.
+def search(job: Job, top: int) -> SearchResult:
+    """Find the `top` fastest layouts that fit for a job's model, batch and machine.
 
-    The procedure of the Ultra-Scale Playbook (Hugging Face 2025: fit a step in memory, reach the
-    global batch, maximise throughput), by computation instead of by runs. Where a layout fits, more
-    that is computed again would only be slower; where it does not with full recomputation, it does
-    not with less.
+    This is the procedure of the Ultra-Scale Playbook (Hugging Face 2025: fit a step in memory,
+    reach the global batch, maximise throughput), with predictions instead of runs. Recomputation
+    saves memory and costs time: if a layout fits, it is not tried with more recomputation, and if
+    it does not fit with full recomputation, it is not tried with less.
     """
-    found = Found()
+    result = SearchResult()
     fitting = []
-    room = job.machine.gpu.memory_gib * GIB
-    fits = hopeless = False  # the same layout with less, or with more that is computed again
-    for spread in spreads(job, found.refused):
-        found.tried += 1
-        candidate = replace(job, spread=spread)
+    limit = job.machine.gpu.memory_gib * GIB
+    fits = hopeless = False  # of the same layout with less, and with full recomputation
+    for layout in legal_layouts(job, result.rejected):
+        result.tried += 1
+        candidate = replace(job, layout=layout)
         if host_bytes(candidate) > job.machine.gpu.node_memory_gib * GIB:
-            found.refused["too large for the host that builds them"] += 1
+            result.rejected["too large for the host that builds them"] += 1
             continue
-        if spread.recompute == "none":
-            memory = memory_within(candidate, room)
-            fits = memory.total <= room
+        if layout.recompute == "none":
+            memory = memory_within(candidate, limit)
+            fits = memory.total <= limit
             if not fits:
-                again, needed = recomputed(candidate, room)
-                hopeless = needed.total > room
-                lacking = (needed.total - room) / GIB
-                if hopeless and (found.nearest is None or lacking < found.nearest[1]):
-                    found.nearest = again.spread, lacking
+                recomputed, recomputed_memory = with_full_recomputation(candidate, limit)
+                hopeless = recomputed_memory.total > limit
+                excess = (recomputed_memory.total - limit) / GIB
+                if hopeless and (result.nearest is None or excess < result.nearest[1]):
+                    result.nearest = recomputed.layout, excess
         elif fits:
             continue
         elif not hopeless:
-            if spread.recompute == "full":
-                candidate, memory = again, needed
+            if layout.recompute == "full":
+                candidate, memory = recomputed, recomputed_memory
             else:
-                memory = memory_within(candidate, room)
-            fits = memory.total <= room
+                memory = memory_within(candidate, limit)
+            fits = memory.total <= limit
         if fits:
             fitting.append(Plan(candidate, memory, step_time(candidate)))
         else:
-            found.refused["too large for a GPU"] += 1
-    found.plans = nsmallest(top, fitting, key=lambda plan: (plan.time.total, plan.memory.total))
-    return found
+            result.rejected["too large for a GPU"] += 1
+    result.plans = nsmallest(top, fitting, key=lambda plan: (plan.time.total, plan.memory.total))
+    return result
 
 
 @cache
 def deepspeed_json(zero_stage: int, precision: str) -> Path:
-    """The shipped config of a ZeRO stage and a precision; there may be none."""
+    """Return the path of the shipped JSON for a ZeRO stage and a precision; it may not exist."""
     return REPOSITORY / "ds_configs" / f"zero{zero_stage}_{precision}.json"
 
 
-def recomputed(job: Job, room: float) -> tuple[Job, StageMemory]:
-    """The job with full recomputation, by the first interval that fits, or else the best."""
-    found = []
-    for interval in INTERVALS:
-        spread = replace(job.spread, recompute="full", recompute_interval=interval)
-        candidate = replace(job, spread=spread)
-        memory = memory_within(candidate, room)
-        if memory.total <= room:
+def with_full_recomputation(job: Job, limit: float) -> tuple[Job, StageMemory]:
+    """Return the job with full recomputation, in the first interval that fits or else the best."""
+    tried = []
+    for interval in RECOMPUTE_INTERVALS:
+        layout = replace(job.layout, recompute="full", recompute_interval=interval)
+        candidate = replace(job, layout=layout)
+        memory = memory_within(candidate, limit)
+        if memory.total <= limit:
             return candidate, memory
-        found.append((candidate, memory))
-        if memory.state > room:  # no interval makes that less
+        tried.append((candidate, memory))
+        if memory.state > limit:  # the state does not depend on the interval
             break
-    return min(found, key=lambda each: each[1].total)
+    return min(tried, key=lambda each: each[1].total)
 
 
-def memory_within(job: Job, room: float) -> StageMemory:
-    """The fullest stage's memory or, where the first one's is more than `room`, that one's."""
+def memory_within(job: Job, limit: float) -> StageMemory:
+    """Return the fullest stage's memory, or the first stage's if that already exceeds `limit`."""
     memory = memory_of_stage(job, 0)
-    return memory if memory.total > room else fullest_stage(job, first=memory)
+    return memory if memory.total > limit else fullest_stage(job, first=memory)
 
 
-def spreads(job: Job, refused: Counter) -> Iterator[Spread]:
-    """All spreads that a recipe may ask for on a job's machine; what it may not is counted."""
+def legal_layouts(job: Job, rejected: Counter[str]) -> Iterator[JobLayout]:
+    """Yield all legal layouts of a job on its machine, and count the rejected sizes by reason."""
     gpus, sequences = job.machine.gpus, job.global_sequences
     for tensor in divisors(gpus):
-        if reason := tensor_refusal(job, tensor):
-            refused[reason] += 1
+        if reason := tensor_rejection(job, tensor):
+            rejected[reason] += 1
             continue
         for pipeline in divisors(gpus // tensor):
             if pipeline > job.model.layers:
-                refused["pipelines with more stages than blocks"] += 1
+                rejected["pipelines with more stages than blocks"] += 1
                 continue
             data = gpus // tensor // pipeline
             if sequences % data:
-                refused["data ranks that do not divide the global batch"] += 1
+                rejected["data ranks that do not divide the global batch"] += 1
                 continue
             for micro_sequences in divisors(sequences // data):
-                if micro_sequences > MOST_MICRO_SEQUENCES:
+                if micro_sequences > MAX_MICRO_SEQUENCES:
                     break
-                sizes = Spread(
+                sizes = JobLayout(
                     tensor=tensor, pipeline=pipeline, data=data, micro_sequences=micro_sequences
                 )
-                yield from variants(job, sizes, refused)
+                yield from layout_variants(job, sizes, rejected)
 
 
-def tensor_refusal(job: Job, tensor: int) -> str:
-    """Why a tensor size is not possible; empty: it is."""
+def tensor_rejection(job: Job, tensor: int) -> str:
+    """Return the reason why a tensor-parallel size is not legal; empty if it is legal."""
     model = job.model
     if job.machine.gpus_per_node % tensor:
         return "tensor groups across nodes"
@@ -153,19 +155,19 @@ def tensor_refusal(job: Job, tensor: int) -> str:
     return ""
 
 
-def variants(job: Job, sizes: Spread, refused: Counter) -> Iterator[Spread]:
-    """Schedules, ZeRO stages, sequence parallelism and recomputation of these sizes.
+def layout_variants(job: Job, sizes: JobLayout, rejected: Counter[str]) -> Iterator[JobLayout]:
+    """Yield layouts of these sizes in every schedule, ZeRO stage, splitting and recomputation.
 
-    Recomputation comes last, from none to full; selective only where it saves anything, that is
-    where scores are written.
+    Recomputation is the innermost loop, from none to full, as `search` expects. Selective
+    recomputation is included only if attention scores are written; otherwise it saves nothing.
     """
-    micro_batches = replace(job, spread=sizes).micro_batches
+    micro_batches = replace(job, layout=sizes).micro_batches
     schedules = []
     for schedule, chunks in schedules_of(sizes.pipeline, job.model.layers):
         if micro_batches >= least_micro_batches(schedule, sizes.pipeline):
             schedules.append((schedule, chunks))
         else:
-            refused["dualpipev with fewer than two micro-batches a stage"] += 1
+            rejected["dualpipev with fewer than two micro-batches a stage"] += 1
     stages = [1]
     if sizes.pipeline == 1 and sizes.data > 1:
         stages = [n for n in (1, 2, 3) if deepspeed_json(n, job.precision).exists()]
@@ -189,18 +191,18 @@ def variants(job: Job, sizes: Spread, refused: Counter) -> Iterator[Spread]:
 
 @cache
 def schedules_of(pipeline: int, layers: int) -> list[tuple[str, int]]:
-    """(schedule, chunks) for so many stages of a model."""
+    """Return the schedules of a pipeline with their numbers of chunks."""
     if pipeline == 1:
         return [("1f1b", 1)]
     return [
         (name, chunks)
         for name, schedule in SCHEDULES.items()
-        for chunks in ((schedule.chunks,) if schedule.chunks else CHUNKS)
+        for chunks in ((schedule.chunks,) if schedule.chunks else INTERLEAVED_CHUNKS)
         if pipeline * chunks <= layers
     ]
 
 
 def divisors(number: int) -> list[int]:
-    """All divisors, ascending."""
+    """Return all divisors of a number in ascending order."""
     small = [n for n in range(1, int(number**0.5) + 1) if number % n == 0]
     return small + [number // n for n in reversed(small) if n * n < number]

@@ -1,14 +1,14 @@
-"""Time of a block and of the model's two ends, forward and backward.
+"""Predicted time of a block, the embedding and the head, forward and backward.
 
 Legend: s sequence (of a context rank), b sequences of a micro-batch, h hidden, f MLP, d head size,
-t tensor ranks. All times are seconds, of one micro-batch on one rank.
+t tensor ranks. All times are seconds of one micro-batch on one rank.
 """
 
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from models.cost import block_parameters, tokens_at_a_time
-from recipes.planning.inputs.job import Job, Spread
+from recipes.planning.inputs.job import Job, JobLayout
 from recipes.planning.inputs.kernels import (
     BYTES,
     fused_attention_seconds,
@@ -18,120 +18,124 @@ from recipes.planning.inputs.kernels import (
 from recipes.planning.inputs.stage_contents import tokens_per_micro_batch
 from recipes.planning.time.network import all_reduce_seconds, gather_seconds
 
-# Bytes per logit of the cross-entropy, forward and backward, in fp32: converted (6), maximum (4),
-# exponential (8), sum (4), scaled and subtracted (8), converted back (6).
+# Bytes per logit that the cross-entropy reads and writes, forward and backward, in fp32: conversion
+# (6), maximum (4), exponential (8), sum (4), scaling and subtraction (8), conversion back (6).
 LOSS_BYTES = 36
-# Times that each logit is read or written where they are there for some tokens at a time, in the
-# precision of the model: for the maximum, for the sum, to become its gradient (2).
+# Reads and writes of each logit, in the model's precision, if the loss computes some tokens at a
+# time: one for the maximum, one for the sum, two to replace it by its gradient.
 LOSS_PASSES = 4
-BACKWARD_SLOWER = 1 / 0.85  # a fused attention's backward products; fitted
-ELEMENTWISE_KERNELS = 8  # of a block's forward pass
+BACKWARD_SLOWER = 1 / 0.85  # slowdown of matmuls in fused attention's backward pass; fitted
+ELEMENTWISE_KERNELS = 8  # launches in a block's forward pass
 
 
 @dataclass(frozen=True)
-class Spent:
-    """One direction of a block or a stage: computation, and tensor collectives it waits for."""
+class PassTime:
+    """Seconds of one pass: computation, and exposed tensor-parallel collectives."""
 
     compute: float = 0.0
     tensor: float = 0.0
 
     @property
     def total(self) -> float:
-        """Both."""
+        """The sum of both."""
         return self.compute + self.tensor
 
-    def __add__(self, other: "Spent") -> "Spent":
-        return Spent(self.compute + other.compute, self.tensor + other.tensor)
+    def __add__(self, other: "PassTime") -> "PassTime":
+        return PassTime(self.compute + other.compute, self.tensor + other.tensor)
 
-    def __mul__(self, count: float) -> "Spent":
-        return Spent(self.compute * count, self.tensor * count)
+    def __mul__(self, count: float) -> "PassTime":
+        return PassTime(self.compute * count, self.tensor * count)
 
 
 @dataclass(frozen=True)
-class Directions:
-    """Both directions of a block or a stage.
+class ForwardBackward:
+    """Times of the forward and the backward pass of a block or a stage.
 
-    weights: the part of the backward one that may be done later, for the weights of linears
+    Attributes:
+        weights: the part of the backward pass that can be deferred: gradients of linear weights
     """
 
-    forward: Spent = Spent()
-    backward: Spent = Spent()
-    weights: Spent = Spent()
+    forward: PassTime = PassTime()
+    backward: PassTime = PassTime()
+    weights: PassTime = PassTime()
 
     @property
     def total(self) -> float:
-        """Forward and backward."""
+        """The seconds of both passes."""
         return self.forward.total + self.backward.total
 
-    def __add__(self, other: "Directions") -> "Directions":
-        return Directions(
+    def __add__(self, other: "ForwardBackward") -> "ForwardBackward":
+        return ForwardBackward(
             self.forward + other.forward,
             self.backward + other.backward,
             self.weights + other.weights,
         )
 
-    def __mul__(self, count: float) -> "Directions":
-        return Directions(self.forward * count, self.backward * count, self.weights * count)
+    def __mul__(self, count: float) -> "ForwardBackward":
+        return ForwardBackward(self.forward * count, self.backward * count, self.weights * count)
 
 
 def block_job(job: Job) -> Job:
-    """What of a job decides a block's time, so that many jobs share it."""
-    spread = job.spread
-    sharded = spread.zero_stage > 1
+    """Return a job reduced to the settings that affect a block's time, as a key for caching."""
+    layout = job.layout
+    sharded = layout.zero_stage > 1
     return replace(
         job,
         global_sequences=1,
         optimizer_group=None,
-        spread=Spread(
-            tensor=spread.tensor,
-            context=spread.context,
-            data=spread.data if sharded else 1,
-            zero_stage=spread.zero_stage if sharded else 1,
-            sequence_parallel=spread.sequence_parallel,
-            recompute=spread.recompute,
-            micro_sequences=spread.micro_sequences,
+        layout=JobLayout(
+            tensor=layout.tensor,
+            context=layout.context,
+            data=layout.data if sharded else 1,
+            zero_stage=layout.zero_stage if sharded else 1,
+            sequence_parallel=layout.sequence_parallel,
+            recompute=layout.recompute,
+            micro_sequences=layout.micro_sequences,
         ),
     )
 
 
 @lru_cache(maxsize=4096)
-def block_passes(job: Job) -> Directions:
-    """Of one block; the backward pass includes what is computed again.
+def block_passes(job: Job) -> ForwardBackward:
+    """Return the times of one block; the backward pass includes recomputation.
 
-    job: of `block_job`
+    Args:
+        job: a job as returned by `block_job`
     """
-    spread, software = job.spread, job.software
-    products, products_backward, products_of_weights = _products(job)
+    layout, software = job.layout, job.software
+    matmuls, matmuls_backward, matmuls_of_weights = _matmuls(job)
     core, core_backward = _attention(job)
-    passing, passing_backward = _elementwise(job)
+    elementwise, elementwise_backward = _elementwise(job)
     tensor, tensor_backward = _tensor_collectives(job)
     context = _context_collectives(job, core / software.era)
 
-    forward = (products + core + passing) / software.era
-    backward = (products_backward + core_backward + passing_backward) / software.era
-    again = Spent()
-    if spread.recompute == "full":
-        again = Spent(max(forward, software.block_seconds), tensor)
-    elif spread.recompute == "selective":
-        again = Spent(core / software.era)
+    forward = (matmuls + core + elementwise) / software.era
+    backward = (matmuls_backward + core_backward + elementwise_backward) / software.era
+    recomputing = PassTime()
+    if layout.recompute == "full":
+        recomputing = PassTime(max(forward, software.block_seconds), tensor)
+    elif layout.recompute == "selective":
+        recomputing = PassTime(core / software.era)
     host, host_backward = software.block_seconds, 2 * software.block_seconds
-    ahead = Spent(max(forward, host), tensor + context)
-    back = Spent(max(backward, host_backward), tensor_backward + 2 * context) + again
-    # Of three collectives for each two forward, one gathers an input again for its weight.
-    gathered = tensor_backward / 3 if spread.sequence_parallel else 0.0
-    weights = Spent(products_of_weights / software.era, gathered)
-    if spread.zero_stage > 1:
+    ahead = PassTime(max(forward, host), tensor + context)
+    back = PassTime(max(backward, host_backward), tensor_backward + 2 * context) + recomputing
+    # The backward pass has three collectives for every two of the forward pass. One of the three
+    # gathers an input again for the gradient of a weight.
+    gathered = tensor_backward / 3 if layout.sequence_parallel else 0.0
+    weights = PassTime(matmuls_of_weights / software.era, gathered)
+    if layout.zero_stage > 1:
         ahead, back = _with_shards(job, ahead, back)
-    return Directions(ahead, back, weights)
+    return ForwardBackward(ahead, back, weights)
 
 
-def _products(job: Job) -> tuple[float, float, float]:
-    """The four matrix products of a block: forward, backward, and the weights' part of that.
+def _matmuls(job: Job) -> tuple[float, float, float]:
+    """Return the times of a block's four matmuls: forward, backward, and for weights only.
 
-    Backward each has two, for its input and its weight.
+    The backward pass has two matmuls for each: the gradients of its input and of its weight. The
+    time of the latter is included in the second value and returned as the third.
     """
-    model, t, gpu, precision = job.model, job.spread.tensor, job.machine.gpu, job.precision
-    tokens, h = tokens_per_micro_batch(model, job.spread), model.hidden_size
+    model, t, gpu, precision = job.model, job.layout.tensor, job.machine.gpu, job.precision
+    tokens, h = tokens_per_micro_batch(model, job.layout), model.hidden_size
     rows = padded(tokens)
     forward = backward = weights = 0.0
     for inner, columns in (
@@ -149,21 +153,21 @@ def _products(job: Job) -> tuple[float, float, float]:
 
 
 def padded(tokens: int) -> int:
-    """The inner size of a weight's gradient: tokens are no row there that could be misaligned."""
+    """Return the aligned inner size of a weight gradient, whose rows are not made of tokens."""
     return -(-tokens // 8) * 8
 
 
 def _attention(job: Job) -> tuple[float, float]:
-    """The attention core: fused, or with scores that are written, masked and normalized."""
-    model, spread, software, gpu = job.model, job.spread, job.software, job.machine.gpu
+    """Return the forward and backward times of the attention core, fused or with written scores."""
+    model, layout, software, gpu = job.model, job.layout, job.software, job.machine.gpu
     s, d = model.sequence_length, model.attention_head_size
-    batch = spread.micro_sequences * model.heads // spread.tensor
+    batch = layout.micro_sequences * model.heads // layout.tensor
     if not job.writes_scores:
-        # Half of the scores are masked; a context rank has its share of what is left.
-        flops = 4 * s * s * d * batch / 2 / spread.context
+        # Half of the scores are masked, and the context ranks share the other half.
+        flops = 4 * s * s * d * batch / 2 / layout.context
         fused = fused_attention_seconds(gpu, job.precision, flops=flops, head_size=d)
         fused /= software.attention
-        # Five products instead of two (Dao 2023, arXiv 2307.08691, section 4.1).
+        # Five matmuls instead of two (Dao 2023, arXiv 2307.08691, section 4.1).
         return fused, 2.5 * fused * BACKWARD_SLOWER
     scores = matmul_seconds(gpu, job.precision, rows=s, columns=s, inner=d, batch=batch)
     values = matmul_seconds(gpu, job.precision, rows=s, columns=d, inner=s, batch=batch)
@@ -179,34 +183,36 @@ def _attention(job: Job) -> tuple[float, float]:
 
 
 def _elementwise(job: Job) -> tuple[float, float]:
-    """All that reads and writes activations and computes little, as bytes.
+    """Return the forward and backward times of element-wise operations, by the bytes they move.
 
-    Forward, in passes over [s, b, h] (each read or write one): two norms (2 each), two residual
-    additions with bias and dropout (3 each); these are split by sequence parallelism only. Over
-    the tensor ranks are split: queries, keys and values made ready (2 each) and the attention's
-    output (2), the MLP's activation (2 of its columns, 3 with a gate). Backward half as much again.
+    Reads and writes of [s, b, h] in the forward pass: two norms (2 each) and two residual additions
+    with bias and dropout (3 each), which only sequence parallelism shards. Sharded over the tensor
+    ranks: the preparation of queries, keys and values (2 each), the attention's output (2), and the
+    MLP's activation (2 of its columns, 3 with a gate). The backward pass moves 1.5 times as much.
     """
-    model, spread, gpu = job.model, job.spread, job.machine.gpu
-    whole = (2 * 2 + 2 * 3) * model.hidden_size / spread.sequence_ranks
-    heads = 4 * (model.query_size + model.key_value_size) / spread.tensor
-    activation = (model.gate_and_up_size + model.ffn_hidden_size) / spread.tensor
+    model, layout, gpu = job.model, job.layout, job.machine.gpu
+    whole = (2 * 2 + 2 * 3) * model.hidden_size / layout.sequence_ranks
+    heads = 4 * (model.query_size + model.key_value_size) / layout.tensor
+    activation = (model.gate_and_up_size + model.ffn_hidden_size) / layout.tensor
     columns = (whole + heads + activation) * job.software.elementwise
-    moved = tokens_per_micro_batch(model, spread) * columns * BYTES[job.precision]
+    moved = tokens_per_micro_batch(model, layout) * columns * BYTES[job.precision]
     forward = memory_seconds(gpu, moved) + ELEMENTWISE_KERNELS * gpu.kernel_seconds
     return forward, 1.5 * forward
 
 
 def _tensor_collectives(job: Job) -> tuple[float, float]:
-    """Two all-reduces of [s, b, h] each way (Shoeybi et al. 2019, arXiv 1909.08053, figure 4).
+    """Return the exposed times of the tensor-parallel collectives, forward and backward.
 
-    With sequence parallelism as many bytes as reduce-scatters and all-gathers, and, backward, the
-    gathered inputs twice again (Korthikanti et al. 2022, arXiv 2205.05198, section 4.2.2).
+    Each pass has two all-reduces of [s, b, h] (Shoeybi et al. 2019, arXiv 1909.08053, figure 4).
+    With sequence parallelism, reduce-scatters and all-gathers move the same number of bytes, and
+    the backward pass gathers both inputs again (Korthikanti et al. 2022, arXiv 2205.05198, section
+    4.2.2).
     """
-    spread, software = job.spread, job.software
-    row = tokens_per_micro_batch(job.model, spread) * job.model.hidden_size * BYTES[job.precision]
-    once = all_reduce_seconds(job.machine, row, ranks=spread.tensor, stride=1)
+    layout, software = job.layout, job.software
+    row = tokens_per_micro_batch(job.model, layout) * job.model.hidden_size * BYTES[job.precision]
+    once = all_reduce_seconds(job.machine, row, ranks=layout.tensor, stride=1)
     forward = once * (1 if software.parallel_block else 2)
-    backward = forward * (1.5 if spread.sequence_parallel else 1.0)
+    backward = forward * (1.5 if layout.sequence_parallel else 1.0)
     return (
         forward * (1 - software.tensor_overlap),
         backward * (1 - software.tensor_overlap_backward),
@@ -214,62 +220,64 @@ def _tensor_collectives(job: Job) -> tuple[float, float]:
 
 
 def _context_collectives(job: Job, core: float) -> float:
-    """Keys and values passed round the context ranks, behind the attention they are for.
+    """Return the time of passing keys and values around the context ranks, minus the overlap.
 
-    Liu et al. 2023 (arXiv 2310.01889, section 3).
+    Attention hides the transfer up to its own time (Liu et al. 2023, arXiv 2310.01889, section 3).
     """
-    spread = job.spread
-    width = 2 * job.model.key_value_size // spread.tensor
-    tokens = tokens_per_micro_batch(job.model, spread) * spread.context
+    layout = job.layout
+    width = 2 * job.model.key_value_size // layout.tensor
+    tokens = tokens_per_micro_batch(job.model, layout) * layout.context
     moved = tokens * width * BYTES[job.precision]
-    passed = gather_seconds(job.machine, moved, ranks=spread.context, stride=spread.tensor)
+    passed = gather_seconds(job.machine, moved, ranks=layout.context, stride=layout.tensor)
     return max(0.0, passed - core)
 
 
-def _with_shards(job: Job, ahead: Spent, back: Spent) -> tuple[Spent, Spent]:
-    """Add the communication of weights (ZeRO-3) or gradients (ZeRO-2) split over the data ranks.
+def _with_shards(job: Job, ahead: PassTime, back: PassTime) -> tuple[PassTime, PassTime]:
+    """Add the communication of weights (ZeRO-3) and gradients sharded over the data ranks.
 
     ZeRO-3 gathers the weights before either pass and reduces the gradients after the second
     (Rajbhandari et al. 2020, arXiv 1910.02054, section 7.2.2).
     """
-    spread, software = job.spread, job.software
-    parameters = block_parameters(job.model, spread.tensor)
-    group = {"ranks": spread.data, "stride": spread.tensor}
+    layout, software = job.layout, job.software
+    parameters = block_parameters(job.model, layout.tensor)
+    ranks, stride = layout.data, layout.tensor
     gathers = 0.0
-    if spread.zero_stage == 3:
-        gathers = gather_seconds(job.machine, parameters * BYTES[job.precision], **group)
+    if layout.zero_stage == 3:
+        weights = parameters * BYTES[job.precision]
+        gathers = gather_seconds(job.machine, weights, ranks=ranks, stride=stride)
     gradients = parameters * software.bytes_of_gradients(BYTES[job.precision])
-    if spread.zero_stage == 2 and (software.zero2_all_reduce or not software.reduce_scatter):
-        reduce = all_reduce_seconds(job.machine, gradients, **group)
+    if layout.zero_stage == 2 and (software.zero2_all_reduce or not software.reduce_scatter):
+        reduce = all_reduce_seconds(job.machine, gradients, ranks=ranks, stride=stride)
     else:
-        reduce = gather_seconds(job.machine, gradients, **group)
+        reduce = gather_seconds(job.machine, gradients, ranks=ranks, stride=stride)
     return (
-        ahead + Spent(tensor=_exposed(job, gathers, ahead.total)),
-        back + Spent(tensor=_exposed(job, gathers + reduce, back.total)),
+        ahead + PassTime(tensor=_exposed(job, gathers, ahead.total)),
+        back + PassTime(tensor=_exposed(job, gathers + reduce, back.total)),
     )
 
 
 def _exposed(job: Job, communication: float, computation: float) -> float:
-    """What of a communication beside a computation is waited for."""
+    """Return the part of a communication that the computation running with it does not hide."""
     return communication - min(communication, computation) * job.software.shard_overlap
 
 
 @lru_cache(maxsize=4096)
-def end_passes(job: Job) -> tuple[Directions, Directions]:
-    """Return the passes of the embedding, and those of the final norm, the logits and the loss.
+def end_passes(job: Job) -> tuple[ForwardBackward, ForwardBackward]:
+    """Return the times of the embedding, and those of the final norm, the logits and the loss.
 
-    job: as `block_job` returns it
+    Args:
+        job: a job as returned by `block_job`
     """
-    gpu, t, precision, era = job.machine.gpu, job.spread.tensor, job.precision, job.software.era
-    tokens, h = tokens_per_micro_batch(job.model, job.spread), job.model.hidden_size
+    gpu, t, precision, era = job.machine.gpu, job.layout.tensor, job.precision, job.software.era
+    tokens, h = tokens_per_micro_batch(job.model, job.layout), job.model.hidden_size
     row = tokens * h * BYTES[precision]
     reduced = all_reduce_seconds(job.machine, row, ranks=t, stride=1)
-    # looked up, masked, added; backward: added up by token
-    looked_up = memory_seconds(gpu, 4 * row)
-    embedding = Directions(Spent(looked_up, reduced), Spent(looked_up))
+    # Forward: lookup, mask and addition. Backward: the gradients are summed by token.
+    lookup = memory_seconds(gpu, 4 * row)
+    embedding = ForwardBackward(PassTime(lookup, reduced), PassTime(lookup))
 
     columns = job.model.padded_vocab_size(t) // t
-    rows = tokens  # of one matrix product
+    rows = tokens  # of one matmul
     if job.footprint.loss_in_parts:
         rows = tokens_at_a_time(tokens, columns, gpu.device)
     logits = matmul_seconds(gpu, precision, rows=rows, columns=columns, inner=h)
@@ -277,13 +285,13 @@ def end_passes(job: Job) -> tuple[Directions, Directions]:
     weight = matmul_seconds(gpu, precision, rows=columns, columns=h, inner=padded(rows))
     logits, backward, weight = (tokens / rows * each for each in (logits, backward, weight))
     if job.footprint.loss_in_parts:
-        # Both gradients are there after the forward pass, and the backward pass scales them.
+        # The forward pass computes both gradients, and the backward pass only scales them.
         loss = memory_seconds(gpu, tokens * columns * LOSS_PASSES * BYTES[precision])
         scaled = memory_seconds(gpu, 2 * (row + h * columns * BYTES[precision]))
-        return embedding, Directions(
-            Spent((logits + backward + weight + loss) / era), Spent(scaled / era, reduced)
+        return embedding, ForwardBackward(
+            PassTime((logits + backward + weight + loss) / era), PassTime(scaled / era, reduced)
         )
     loss = memory_seconds(gpu, tokens * columns * LOSS_BYTES / 2)
-    return embedding, Directions(
-        Spent((logits + loss) / era), Spent((backward + weight + loss) / era, reduced)
+    return embedding, ForwardBackward(
+        PassTime((logits + loss) / era), PassTime((backward + weight + loss) / era, reduced)
     )

@@ -1,4 +1,4 @@
-"""A job's pipeline pass by pass: their order, and what each takes."""
+"""Order and duration of each pass of a job's pipeline."""
 
 from collections.abc import Callable
 
@@ -6,39 +6,39 @@ from models.pipeline.schedule.balance import pass_proportions
 from models.pipeline.schedule.order import BACKWARD, FORWARD, WEIGHT, Kind, Pass, Pipeline
 from models.pipeline.schedule.simulation import Timeline, simulate
 from recipes.planning.inputs.job import Job
-from recipes.planning.time.step_time import position_passes, transfer_time
+from recipes.planning.time.step_time import transfer_time, virtual_stage_passes
 
 
 def pipeline_of(job: Job) -> Pipeline:
-    """What decides the order of a job's passes.
+    """Return the pipeline of a job, which determines the order of its passes.
 
     Raises:
         UserError: the schedule does not support this number of micro-batches.
     """
-    spread = job.spread
+    layout = job.layout
     return Pipeline(
-        stages=spread.pipeline,
-        chunks=spread.chunks,
+        stages=layout.pipeline,
+        chunks=layout.chunks,
         micro_batches=job.micro_batches,
-        schedule=spread.schedule,
-        proportions=pass_proportions(job.model, spread.recompute),
+        schedule=layout.schedule,
+        proportions=pass_proportions(job.model, layout.recompute),
     )
 
 
 def pass_seconds(job: Job) -> Callable[[Pass], float]:
-    """What each pass takes."""
+    """Return a function from a pass to its predicted seconds."""
     pipeline = pipeline_of(job)
-    spent: dict[tuple[Kind, int], float] = {}
-    for position, each in enumerate(position_passes(job)):
-        later = each.weights.total if pipeline.splits else 0.0
-        spent[FORWARD, position] = each.forward.total
-        spent[BACKWARD, position] = each.backward.total - later
-        spent[WEIGHT, position] = later
-    return lambda work: spent[work.kind, pipeline.position(work.stage, work.chunk)]
+    seconds: dict[tuple[Kind, int], float] = {}
+    for virtual_stage, each in enumerate(virtual_stage_passes(job)):
+        deferred = each.weights.total if pipeline.splits else 0.0
+        seconds[FORWARD, virtual_stage] = each.forward.total
+        seconds[BACKWARD, virtual_stage] = each.backward.total - deferred
+        seconds[WEIGHT, virtual_stage] = deferred
+    return lambda work: seconds[work.kind, pipeline.virtual_stage(work.stage, work.chunk)]
 
 
 def timeline_of(job: Job) -> Timeline:
-    """When each pass runs; transfers take their time, and stages wait where they have to.
+    """Simulate the start and end of each pass, including transfers and waiting stages.
 
     Raises:
         UserError: the schedule does not support this number of micro-batches.

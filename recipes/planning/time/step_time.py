@@ -1,11 +1,11 @@
-"""How long a step takes, and where the time goes. All times are seconds."""
+"""Predicted time of a training step and its parts. All times are seconds."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import log2
 
-from models.pipeline.schedule.balance import UNITS, pass_proportions
+from models.pipeline.schedule.balance import PROPORTION_UNITS, pass_proportions
 from models.pipeline.schedule.order import Kind, Pipeline
 from models.pipeline.schedule.simulation import pipeline_seconds, simulate
 from recipes.planning.inputs.job import Job
@@ -17,24 +17,25 @@ from recipes.planning.inputs.stage_contents import (
     table_parameters,
     tokens_per_micro_batch,
 )
-from recipes.planning.time.block_time import Directions, block_job, block_passes, end_passes
+from recipes.planning.time.block_time import ForwardBackward, block_job, block_passes, end_passes
 from recipes.planning.time.network import all_reduce_seconds, gather_seconds, transfer_seconds
 
-# Bytes per parameter of an Adam step in mixed precision: fp32 weight and two moments read and
-# written (24), fp32 gradient read by the norm, read, scaled and written, and read by the update
-# (16), 16-bit weight written (2).
+# Bytes per parameter that an Adam step in mixed precision reads and writes: fp32 weight and two
+# moments read and written (24); fp32 gradient read for the norm, read, scaled and written, and read
+# for the update (16); 16-bit weight written (2).
 OPTIMIZER_BYTES = 42
-SIMULATED_STAGES, SIMULATED_ROUNDS = 4, 2  # at most; a round is a micro-batch for each stage
+MAX_SIMULATED_STAGES = 4
+MAX_SIMULATED_ROUNDS = 2  # a round has one micro-batch per stage
 
-Lengths = tuple[int, ...]  # of a forward, a backward and a weights' pass
+Lengths = tuple[int, int, int]  # of a forward, a backward and a weight-gradient pass
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepTime:
-    """The seconds of a step by what they are spent on, on the slowest stage."""
+    """The parts of a step's seconds on the slowest stage."""
 
     compute: float
-    tensor: float  # collectives of the tensor ranks
+    tensor: float  # tensor-parallel collectives
     pipeline: float  # transfers between stages
     bubble: float  # waiting for other stages
     data: float  # reduction of gradients, gathering of weights
@@ -51,19 +52,19 @@ class StepTime:
 
 
 def step_time(job: Job) -> StepTime:
-    """Predict a step.
+    """Predict the time of a step.
 
-    A stage's micro-batches run one after the other on the slowest stage; `waiting_for_stages` has
-    what it waits for meanwhile.
+    The slowest stage runs all its micro-batches one after the other, and is idle for the bubble
+    (`waiting_for_stages`).
     """
-    spread, machine, software = job.spread, job.machine, job.software
+    layout, machine, software = job.layout, job.machine, job.software
     stages = stage_passes(job)
     slowest = max(stages, key=lambda each: each.total)
     forward, backward = slowest.forward, slowest.backward
     transfer = transfer_time(job)
-    # Each micro-batch crosses every chunk's border on the way forward and back.
-    sent = job.micro_batches * 2 * spread.chunks * transfer * (1 - software.pipeline_overlap)
-    filling = 2 * (spread.pipeline - 1) * transfer
+    # Each micro-batch crosses every chunk's boundary once forward and once backward.
+    sent = job.micro_batches * 2 * layout.chunks * transfer * (1 - software.pipeline_overlap)
+    filling = 2 * (layout.pipeline - 1) * transfer
     bubble = waiting_for_stages(job, stages) + filling
     data = data_time(job, backward.total)
     optimizer = optimizer_time(job)
@@ -83,19 +84,19 @@ def step_time(job: Job) -> StepTime:
     )
 
 
-def waiting_for_stages(job: Job, stages: Sequence[Directions]) -> float:
-    """The bubble: what the slowest stage waits in a step.
+def waiting_for_stages(job: Job, stages: Sequence[ForwardBackward]) -> float:
+    """Return the bubble: the seconds that the slowest stage is idle in a step.
 
-    Before its first and after its last micro-batch it waits for every other stage once or,
-    interleaved, for a chunk of each (Narayanan et al. 2021, arXiv 2104.04473, section 2.2).
-    ZB-H1 fills a part of that with the weights' passes (Qi et al. 2023, arXiv 2401.10241, table 2),
-    as many as there are. ZB-V leaves half a forward pass of each stage where all passes are equally
-    long, and otherwise what a simulation says.
-    DualPipeV in DeepSpeed's order, with the gradients of weights and inputs together, waits for the
-    backward pass of each stage. `order.py` has the orders, and the tests compare with simulations.
+    1F1B: before its first and after its last micro-batch, the stage waits once for every other
+    stage; interleaved, for one chunk of each (Narayanan et al. 2021, arXiv 2104.04473, section
+    2.2). ZB-H1 fills a part of this time with the available weight-gradient passes (Qi et al. 2023,
+    arXiv 2401.10241, table 2). ZB-V waits for half a forward pass of each stage if all passes
+    take equally long; otherwise the bubble is simulated. DualPipeV, which computes the gradients
+    of weights and inputs together, waits for the backward pass of each stage. `order.py` defines
+    the orders, and the tests compare these formulas with simulations.
     """
-    p, v, m = job.spread.pipeline, job.spread.chunks, job.micro_batches
-    schedule = job.spread.schedule
+    p, v, m = job.layout.pipeline, job.layout.chunks, job.micro_batches
+    schedule = job.layout.schedule
     slowest = max(stages, key=lambda each: each.total)
     others = sum(each.total for each in stages) - slowest.total
     if schedule == "dualpipev":
@@ -107,32 +108,37 @@ def waiting_for_stages(job: Job, stages: Sequence[Directions]) -> float:
         return others - 2 * weights + missing
     if schedule == "zb-v":
         return zero_bubble_v_wait(job, slowest)
-    if m < p:  # each chunk waits for the last stage's
+    if m < p:  # each chunk also waits for the last stage
         return others * (p - m + (m - 1) / v) / (p - 1)
     return others / v
 
 
-def zero_bubble_v_wait(job: Job, stage: Directions) -> float:
-    """What a stage waits in a ZB-V step, if all stages take as long as this one.
+def zero_bubble_v_wait(job: Job, stage: ForwardBackward) -> float:
+    """Return the idle seconds of a ZB-V step if all stages take as long as this one.
 
-    Simulated for few stages, since it grows with p - 1, and few micro-batches, since it stays.
+    They are simulated with few stages and micro-batches, because they grow in proportion to p - 1
+    and do not depend on the number of micro-batches.
     """
-    p, m = min(job.spread.pipeline, SIMULATED_STAGES), job.micro_batches
-    spent = (stage.forward.total, stage.backward.total - stage.weights.total, stage.weights.total)
-    lengths = tuple(round(UNITS * each / stage.total) for each in spent)
-    proportions = pass_proportions(job.model, job.spread.recompute)
-    waited = simulated_wait(p, min(m, SIMULATED_ROUNDS * p), proportions, lengths)
-    return max(0.0, waited) / sum(lengths) * stage.total * (job.spread.pipeline - 1) / (p - 1)
+    p, m = min(job.layout.pipeline, MAX_SIMULATED_STAGES), job.micro_batches
+    lengths = (
+        round(PROPORTION_UNITS * stage.forward.total / stage.total),
+        round(PROPORTION_UNITS * (stage.backward.total - stage.weights.total) / stage.total),
+        round(PROPORTION_UNITS * stage.weights.total / stage.total),
+    )
+    proportions = pass_proportions(job.model, job.layout.recompute)
+    waited = simulated_wait(p, min(m, MAX_SIMULATED_ROUNDS * p), proportions, lengths)
+    return max(0.0, waited) / sum(lengths) * stage.total * (job.layout.pipeline - 1) / (p - 1)
 
 
 @lru_cache(maxsize=4096)
 def simulated_wait(
     stages: int, micro_batches: int, proportions: Lengths, lengths: Lengths
 ) -> float:
-    """A ZB-V step's length beyond the passes of a stage, in the unit of `lengths`.
+    """Return the length of a ZB-V step minus the passes of one stage, in the unit of `lengths`.
 
-    proportions: of forward, backward and weights' passes, for the order
-    lengths: of these, as they are
+    Args:
+        proportions: lengths of the passes from which the order is computed
+        lengths: lengths of the passes in the simulation
     """
     pipeline = Pipeline(
         stages=stages, micro_batches=micro_batches, chunks=2, schedule="zb-v",
@@ -143,65 +149,70 @@ def simulated_wait(
     return pipeline_seconds(timeline) - micro_batches * sum(lengths)
 
 
-def stage_passes(job: Job) -> list[Directions]:
-    """Of a micro-batch through all chunks of each stage."""
-    dealt = [sum(chunks) for chunks in blocks_of_stages(job)]
-    return _with_ends(job, dealt, last_stage(job.spread))
+def stage_passes(job: Job) -> list[ForwardBackward]:
+    """Return the times of a micro-batch's passes through all chunks of each stage."""
+    blocks = [sum(chunks) for chunks in blocks_of_stages(job)]
+    return _with_ends(job, blocks, last_stage(job.layout))
 
 
-def position_passes(job: Job) -> list[Directions]:
-    """Of a micro-batch through each chunk, in the model's order."""
-    return _with_ends(job, job.blocks_of_positions, -1)
+def virtual_stage_passes(job: Job) -> list[ForwardBackward]:
+    """Return the times of a micro-batch's passes through each virtual stage."""
+    return _with_ends(job, job.blocks_of_virtual_stages, -1)
 
 
-def _with_ends(job: Job, dealt: Sequence[int], last: int) -> list[Directions]:
-    """Of parts with so many blocks; the first one has the embedding, one the logits."""
+def _with_ends(job: Job, blocks: Sequence[int], last: int) -> list[ForwardBackward]:
+    """Return the times of parts with these numbers of blocks, the embedding and the head.
+
+    Args:
+        blocks: number of blocks of each part; the first part also has the embedding
+        last: index of the part with the head
+    """
     shared = block_job(job)
     block = block_passes(shared)
     embedding, head = end_passes(shared)
-    passes = {blocks: block * blocks for blocks in set(dealt)}
-    parts = [passes[blocks] for blocks in dealt]
+    passes = {count: block * count for count in set(blocks)}
+    parts = [passes[count] for count in blocks]
     parts[0] += embedding
     parts[last] += head
     return parts
 
 
 def transfer_time(job: Job) -> float:
-    """One micro-batch's activation from a stage to the next."""
-    spread = job.spread
-    if spread.pipeline == 1:
+    """Return the seconds of sending a micro-batch's activation to the next stage."""
+    layout = job.layout
+    if layout.pipeline == 1:
         return 0.0
-    row = tokens_per_micro_batch(job.model, spread) * job.model.hidden_size * BYTES[job.precision]
-    stride = spread.tensor * spread.context * spread.data
-    if not (job.software.split_transfers or spread.sequence_parallel):
+    row = tokens_per_micro_batch(job.model, layout) * job.model.hidden_size * BYTES[job.precision]
+    stride = layout.tensor * layout.context * layout.data
+    if not (job.software.split_transfers or layout.sequence_parallel):
         return transfer_seconds(job.machine, row, stride=stride)
-    part = transfer_seconds(job.machine, row / spread.tensor, stride=stride)
-    if spread.sequence_parallel:
+    part = transfer_seconds(job.machine, row / layout.tensor, stride=stride)
+    if layout.sequence_parallel:
         return part
-    return part + gather_seconds(job.machine, row, ranks=spread.tensor, stride=1)
+    return part + gather_seconds(job.machine, row, ranks=layout.tensor, stride=1)
 
 
 def data_time(job: Job, last_backward: float) -> float:
-    """Gradients added up over the data ranks and new weights gathered, once per step.
+    """Return the exposed seconds of reducing gradients and gathering new weights, once per step.
 
-    Where it overlaps, the last micro-batch's backward pass hides it, the first forward pass the
-    weights. ZeRO-2 and 3 have done most of it with every micro-batch.
+    The last backward pass can hide the reduction, and the first forward pass the gathering. ZeRO-2
+    and 3 communicate most of it in every micro-batch, which the passes include.
     """
-    spread, software = job.spread, job.software
-    ranks = spread.data * spread.context
-    if ranks == 1 or spread.zero_stage == 3:
+    layout, software = job.layout, job.software
+    ranks = layout.data * layout.context
+    if ranks == 1 or layout.zero_stage == 3:
         return 0.0
-    stride = spread.tensor
+    stride = layout.tensor
     parameters = max(stage_parameters(job))
     weights = parameters * BYTES[job.precision]
     gradients = parameters * software.bytes_of_gradients(BYTES[job.precision])
     reduced = gather_seconds(job.machine, gradients, ranks=ranks, stride=stride)
     gathered = gather_seconds(job.machine, weights, ranks=ranks, stride=stride)
-    if spread.zero_stage == 0:
+    if layout.zero_stage == 0:
         gathered = 0.0
-    if spread.zero_stage == 0 or not software.reduce_scatter:
+    if layout.zero_stage == 0 or not software.reduce_scatter:
         reduced = all_reduce_seconds(job.machine, gradients, ranks=ranks, stride=stride)
-    if spread.zero_stage == 2:
+    if layout.zero_stage == 2:
         reduced = 0.0
     # The first forward pass takes half as long as the last backward one.
     hidden = min(reduced + gathered, 1.5 * last_backward) * software.data_overlap
@@ -209,16 +220,16 @@ def data_time(job: Job, last_backward: float) -> float:
 
 
 def optimizer_time(job: Job) -> float:
-    """The update of this rank's share of the parameters, the host's time of a step, tied tables."""
-    spread = job.spread
+    """Return the seconds of a rank's update, the reduction of tied embeddings, and host time."""
+    layout = job.layout
     parameters = max(stage_parameters(job))
     update = memory_seconds(job.machine.gpu, parameters / job.optimizer_ranks * OPTIMIZER_BYTES)
     tied = 0.0
-    if job.model.tie_embeddings and spread.pipeline > 1:
-        table = table_parameters(job.model, spread.tensor)
+    if job.model.tie_embeddings and layout.pipeline > 1:
+        table = table_parameters(job.model, layout.tensor)
         tied = 2 * transfer_seconds(
             job.machine,
             table * job.software.bytes_of_gradients(BYTES[job.precision]),
-            stride=spread.tensor * spread.context * spread.data,
+            stride=layout.tensor * layout.context * layout.data,
         )
     return update + tied + job.software.step_seconds

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from models.sharding import Sharding
+from models.sharding import Sharding, sharding_of
 from recipes.training.checkpoint.state import KINDS, Fragment, TrainingState
 
 Flats = Sequence[Mapping[str, Tensor]]  # of each flat, kind -> elements; as TrainingState.tensors
@@ -41,7 +41,7 @@ class Assembly:
         self.group, self.tensor_size = group, tensor_size
         self.rank = dist.get_rank(group)
         self.shardings: dict[str, Sharding] = {
-            name: parameter.sharding
+            name: sharding_of(parameter)
             for name, parameter in state.parameters.items()
             if not getattr(parameter, "ds_pipe_replicated", False)  # another stage has the first
         }

@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from models.errors import UserError
-from recipes.training.recipe.progress import Progress
 from recipes.training.run_folder.checkpoint_folders import NAME, step_of
 from recipes.training.run_folder.line_file import flush
+from recipes.training.run_folder.progress import Progress
 
 FORMAT = 1
 

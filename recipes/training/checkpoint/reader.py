@@ -13,8 +13,8 @@ from models.config import ModelConfig
 from models.errors import UserError
 from recipes.training.checkpoint.manifest import Manifest, find_damages, tensor_key
 from recipes.training.recipe.deepspeed_config import leaves, read_deepspeed_json
-from recipes.training.recipe.progress import Progress
-from recipes.training.recipe.schema import Recipe, repository_path
+from recipes.training.recipe.schema import Recipe
+from recipes.training.recipe.sections import repository_path
 from recipes.training.run_folder.checkpoint_folders import (
     ABANDONED,
     NAME,
@@ -24,6 +24,7 @@ from recipes.training.run_folder.checkpoint_folders import (
 )
 from recipes.training.run_folder.history import Branch
 from recipes.training.run_folder.line_file import flush
+from recipes.training.run_folder.progress import Progress
 
 # Of the model, what weights do not depend on; a run that starts from given ones may differ there.
 TRAINING_ONLY = ("dropout", "attention_dropout", "initial_std")

@@ -17,12 +17,12 @@ import torch.distributed as dist
 from models.errors import UserError
 from recipes.training.checkpoint import reader
 from recipes.training.checkpoint.reader import Found
-from recipes.training.recipe.progress import Progress
 from recipes.training.recipe.schema import Recipe
 from recipes.training.run_folder.checkpoint_folders import stamp_of, time_stamp
 from recipes.training.run_folder.folder import RunFolder
 from recipes.training.run_folder.history import Branch, History
 from recipes.training.run_folder.lock import FolderInUse
+from recipes.training.run_folder.progress import Progress
 
 SECONDS_BETWEEN_TRIES = 1.0
 SECONDS_BETWEEN_MESSAGES = 30.0

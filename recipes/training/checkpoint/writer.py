@@ -28,7 +28,6 @@ from recipes.training.checkpoint.assembly import Assembly
 from recipes.training.checkpoint.manifest import Facts, Manifest, tensor_key
 from recipes.training.checkpoint.state import KINDS, MOMENTS, WEIGHTS, TrainingState
 from recipes.training.checkpoint.tensor_file import TensorFileWriter
-from recipes.training.recipe.progress import Progress
 from recipes.training.recipe.schema import Recipe
 from recipes.training.recipe.topology import Topology
 from recipes.training.run_folder.checkpoint_folders import (
@@ -38,6 +37,7 @@ from recipes.training.run_folder.checkpoint_folders import (
     retain,
 )
 from recipes.training.run_folder.folder import RunFolder
+from recipes.training.run_folder.progress import Progress
 from recipes.training.run_folder.provenance import layout_of, versions
 from recipes.training.runtime.host_memory import host_copy
 from recipes.training.runtime.rank_tree import RankTree

@@ -1,57 +1,108 @@
-"""List of everything that we override in DeepSpeed 0.19.8: upstream's behaviour, ours, the reason.
+"""List of everything that we override in DeepSpeed 0.19.8.
 
-In `recipes/training/recipe/deepspeed_config.py`:
-- `timers`: DeepSpeed's ThroughputTimer synchronises the device when a forward pass begins and when
-  `step` ends, two or three times per micro-batch under ZeRO-2 and 3. We turn it off, so that the
-  host runs ahead of the device; `tracking.py` measures throughput.
-- `steps_per_print`: DeepSpeed's pipeline engine divides by it under `wall_clock_breakdown`, which
-  `flops_profiler` turns on too, and fails if it is None. We set a number in that case, and
-  otherwise None, because we print ourselves.
+Each entry names the override and gives upstream's behaviour, the reason for ours, the gain, and the
+upstream change that would make the override removable.
 
-In this file:
-- `replace_timers`: DeepSpeed's pipeline engine times every batch and never frees the pair of CUDA
-  events of each step. We replace the timers by timers that do nothing, unless the JSON asks for
-  times.
+`recipes/training/recipe/deepspeed_config.py`
 
-In `recipes/training/engine/zero_patches.py`:
-- `share_fp32_weights`: DeepSpeed's ZeRO-1 and 2 copy fp32 weights to update them. We update them in
-  place, which saves 4 bytes per parameter of a rank's share, and a copy per step.
-- `gradient_norm`: DeepSpeed copies each gradient to fp64, and leaves out gradients of replicated
-  weights on all tensor ranks but the first, even if they are not finite there. We compute norms of
-  rows in fp32 and sum them in fp64, and every rank sees a gradient that is not finite.
-- `scale_in_update`: DeepSpeed divides all gradients by the loss scale and clips them in a separate
-  pass. We let fused AdamW divide each gradient when it reads it.
-- `change_loss_scale_after_update`, `scale_in_update_of_group`: ZeRO-3 changes the loss scale before
-  it divides, which halves gradients whenever the scale grows. We change it after the update.
-- `clip_in_update`: BF16_Optimizer clips in a pass of its own and waits for the norm. We let fused
-  AdamW divide each gradient when it reads it.
-- `shards_for_norm`: DeepSpeed's BF16_Optimizer reads the gradients of the whole stage, and misses
-  non-finite ones as above. We read only a rank's own shard, so that no rank needs the sums of other
-  shards.
+- `timers`. Upstream: ThroughputTimer synchronizes the device when a forward pass begins and when
+  `step` ends. Ours: the timer is off. Reason: the host should run ahead of the device, and
+  `recipes/training/tracking/` measures throughput. Gain: two or three synchronizations per
+  micro-batch under ZeRO-2 and 3. Removable if the timer does not synchronize by default.
+- `steps_per_print`. Upstream: the pipeline engine divides by it under `wall_clock_breakdown`, which
+  `flops_profiler` turns on too, and fails if it is None. Ours: a number in that case, otherwise
+  None. Reason: we print the metrics ourselves. Gain: one line per step. Removable if the pipeline
+  engine accepts None.
 
-In `models/pipeline/`:
-- `gradients.py`: DeepSpeed copies gradients into buckets and reduces them after the last backward
-  pass, and BF16_Optimizer zeroes all of them after each step. We add them to one tensor per
-  optimizer group, reduce them to their owners during the last backward pass, and never zero them.
-- `process_grid.py`, `stages.py`: DeepSpeed creates the groups of the axes and of tied weights one
-  call per group, thousands on 1,000 ranks. We create those of an axis in one call.
-- `engine.py`: DeepSpeed runs a fixed schedule with blocking sends and receives. We run any order of
-  passes.
+`recipes/training/engine/deepspeed_patches.py`
 
-Elsewhere:
-- `engine.py`, `import_muon`: DeepSpeed's check whether an optimizer is Muon imports torch's
-  compiler, which takes most of a second. We avoid that import.
-- `processes.py`: DeepSpeed builds `deepspeed_shm_comm` on CPUs, for 30 to 74 s. We skip the build.
+- `replace_timers`. Upstream: the pipeline engine times every batch and never frees the pair of CUDA
+  events of each step. Ours: timers that do nothing, unless the JSON asks for times. Reason: the
+  events of a long run accumulate. Gain: constant memory, and no synchronization per batch.
+  Removable if the engine creates its timers only under `wall_clock_breakdown`.
+- `import_muon`. Upstream: the check whether an optimizer is Muon imports Muon, whose decorators
+  import torch's compiler. Ours: the module is imported with the compiler disabled. Reason: no
+  optimizer of ours is Muon. Gain: most of a second of start-up. Removable if Muon is imported only
+  for a Muon optimizer.
 
-These overrides could be removed if DeepSpeed had options for the timers, the norm and the copies,
-an argument of `initialize` for the class of the engine, and lazy imports.
+`recipes/training/engine/zero_patches.py`
+
+- `share_fp32_weights`. Upstream: ZeRO-1 and 2 update a copy of fp32 weights. Ours: the weights are
+  updated in place. Reason: the copy has the same type. Gain: 4 bytes per parameter of a rank's
+  shard, and one copy per step. Removable if the optimizer shares tensors of equal type.
+- `gradient_norm`. Upstream: each gradient is copied to fp64, and the gradients of replicated
+  weights are skipped on all tensor ranks but the first, even if they are not finite. Ours: norms of
+  rows in fp32, summed in fp64, over all gradients. Reason: every rank must notice a gradient that
+  is not finite, or replicas diverge. Gain: a copy of 8 bytes per element, and correctness.
+  Removable if DeepSpeed's norm checks skipped gradients and sums without the copy.
+- `scale_in_update`. Upstream: a separate pass divides all gradients by the loss scale and clips
+  them. Ours: fused AdamW divides each gradient as it reads it. Reason: AdamW has an argument for
+  it. Gain: one pass over the gradients. Removable if DeepSpeed passes `grad_scale` to AdamW.
+- `change_loss_scale_after_update`, `scale_in_update_of_group`. Upstream: ZeRO-3 changes the loss
+  scale before it divides by it. Ours: the scale changes after the update. Reason: upstream's order
+  halves the gradients of a step whenever the scale grows. Gain: correctness. Removable if ZeRO-3
+  divides by the scale of the backward pass.
+- `clip_in_update`. Upstream: BF16_Optimizer clips in a separate pass and waits for the norm. Ours:
+  fused AdamW divides each gradient as it reads it. Reason: as for `scale_in_update`. Gain: one pass
+  over the gradients and one synchronization. Removable as `scale_in_update` is.
+- `shards_for_norm`. Upstream: BF16_Optimizer reads the gradients of the whole stage, and skips
+  gradients as described at `gradient_norm`. Ours: each rank reads its own shard. Reason: with
+  reductions to the owners, a rank has no sums of other shards. Gain: the reductions below.
+  Removable if BF16_Optimizer computes the norm of its partition.
+
+`models/pipeline/`
+
+- `scheduled_engine.py`, `instructions.py`. Upstream: PipelineEngine runs a fixed schedule with
+  blocking sends and receives. Ours: a subclass, constructed directly, runs any order of passes and
+  communicates in the background. Reason: `deepspeed.initialize` has no argument for the class.
+  Gain: all schedules of `schedule/order.py`, and overlap of communication and computation.
+  Removable if the schedule becomes an argument.
+- `gradients/`. Upstream: gradients are copied into buckets and reduced after the last backward
+  pass, and BF16_Optimizer zeroes them after each step. Ours: they are added to one tensor per
+  optimizer group, reduced to their owners during the last backward pass and never zeroed; the
+  optimizers' hooks are removed. Reason: the hooks count the gradients of one backward pass, which
+  deferred weight gradients do not fit. Gain: overlap, half the traffic of an all-reduce, and no
+  copies. Removable if DeepSpeed reduces when the caller says that a gradient is final.
+- `process_grid.py`, `stage.py` (`_index_tied_modules`). Upstream: one call per group creates the
+  groups of the axes and of tied weights, thousands of calls on 1,000 ranks. Ours: one call per
+  axis. Reason: each call is a collective over all ranks. Gain: start-up time on many ranks.
+  Removable if PipelineParallelGrid creates the groups of an axis together.
+- `stage.py` (`PipelineParallelGrid`). Upstream: PipelineModule's constructor builds a grid itself.
+  Ours: the class is replaced in DeepSpeed's module during that constructor by a function that
+  returns our grid. Reason: no argument changes the class. Gain: as for `process_grid.py`. Removable
+  if PipelineModule takes a grid.
+- `stage.py` (`_synchronize_tied_weights`). Upstream: tied weights are broadcast. Ours: nothing.
+  Reason: the initialization makes all replicas equal. Gain: no collective and no warning. Removable
+  if the broadcast becomes optional.
+
+`recipes/training/runtime/processes.py`
+
+- The build of `deepspeed_shm_comm`. Upstream: `init_distributed` compiles it on CPUs. Ours: the
+  build is skipped. Reason: it serves inference. Gain: 30 to 74 s of start-up. Removable if the
+  build is optional.
 """
+
+import importlib
+import os
 
 import deepspeed
 from deepspeed.utils.timer import NoopTimer
+
+COMPILER_SWITCH = "TORCHDYNAMO_DISABLE"  # a variable that torch reads
 
 
 def replace_timers(engine: deepspeed.DeepSpeedEngine) -> None:
     """Give an engine timers that do nothing, unless the JSON asks for times."""
     if not (engine.wall_clock_breakdown() or engine.flops_profiler_enabled()):
         engine.timers = NoopTimer()
+
+
+def import_muon() -> None:
+    """Import Muon with torch's compiler disabled, before DeepSpeed imports it with the compiler."""
+    is_set = COMPILER_SWITCH in os.environ
+    os.environ.setdefault(COMPILER_SWITCH, "1")
+    try:
+        importlib.import_module("deepspeed.runtime.zero.muon.muon_optimizer")
+    finally:
+        if not is_set:
+            del os.environ[COMPILER_SWITCH]

@@ -13,7 +13,7 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from deepspeed.utils.bwc import bwc_tensor_model_parallel_rank
 from torch import Tensor, nn
 
-ROW = 512  # elements that are added up in fp32
+ROW_ELEMENTS = 512  # number of elements that are summed in fp32
 
 
 def without_needless_copies(optimizer: object) -> None:
@@ -102,7 +102,8 @@ def sum_of_squares(
     DeepSpeed ignores these gradients entirely: a rank with a non-finite one would then update its
     weights, because the norm is finite.
     """
-    counted, others = [], []
+    counted: list[Tensor] = []
+    others: list[Tensor] = []
     for gradient, parameter in parts:
         split = stage_1_and_2.is_model_parallel_parameter(parameter)
         tied = getattr(parameter, "ds_pipe_replicated", False)
@@ -187,7 +188,7 @@ def clip_in_update(optimizer: BF16_Optimizer) -> None:
     if most == 0:
         return
 
-    def divide_by_excess(adamw: torch.optim.Optimizer, *call: Any) -> None:
+    def divide_by_excess(adamw: Any, *call: Any) -> None:
         norm = optimizer._global_grad_norm
         adamw.grad_scale = ((norm + 1e-6) / most).clamp(min=1.0).float()
 
@@ -197,7 +198,7 @@ def clip_in_update(optimizer: BF16_Optimizer) -> None:
 def squared_norm(gradient: Tensor) -> Tensor:
     """Return the squared norm in fp64, from norms of rows in fp32 (relative error below 1e-6)."""
     flat = gradient.detach().flatten().float()
-    whole = flat.numel() - flat.numel() % ROW
-    rows = torch.linalg.vector_norm(flat[:whole].view(-1, ROW), dim=1)
+    whole = flat.numel() - flat.numel() % ROW_ELEMENTS
+    rows = torch.linalg.vector_norm(flat[:whole].view(-1, ROW_ELEMENTS), dim=1)
     rest = torch.linalg.vector_norm(flat[whole:])
     return rows.double().square().sum() + rest.double().square()

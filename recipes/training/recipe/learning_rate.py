@@ -2,7 +2,7 @@
 
 import math
 
-from recipes.training.recipe.schema import Optimizer
+from recipes.training.recipe.sections import Optimizer
 
 
 def learning_rate(step: int, optimizer: Optimizer, steps: int) -> float:

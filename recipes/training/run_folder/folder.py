@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from models.errors import UserError
-from recipes.training.recipe.progress import Progress
 from recipes.training.recipe.schema import Recipe
 from recipes.training.run_folder.checkpoint_folders import time_stamp
 from recipes.training.run_folder.history import History, replay
 from recipes.training.run_folder.line_file import LineFile, flush, write_whole
 from recipes.training.run_folder.lock import FolderLock
+from recipes.training.run_folder.progress import Progress
 
 
 class RunFolder:

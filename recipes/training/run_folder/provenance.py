@@ -6,7 +6,8 @@ from importlib.metadata import version
 from typing import Any
 
 from recipes.training.recipe.deepspeed_config import read_deepspeed_json
-from recipes.training.recipe.schema import REPOSITORY, Recipe
+from recipes.training.recipe.loading import REPOSITORY
+from recipes.training.recipe.schema import Recipe
 from recipes.training.recipe.topology import Topology
 
 

@@ -38,7 +38,7 @@ def on_gpu() -> bool:
     return get_accelerator().device_name() == "cuda"
 
 
-def compiles(setting: bool | Literal["auto"]) -> bool:
+def should_compile(setting: bool | Literal["auto"]) -> bool:
     """Whether kernels are compiled: as training.compile says, "auto" on GPUs with a compiler.
 
     Collective: all ranks compute alike, or copies of a weight would drift apart.

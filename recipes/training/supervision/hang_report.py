@@ -16,7 +16,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Protocol
 
-from recipes.training.recipe.schema import REPOSITORY
+from recipes.training.recipe.loading import REPOSITORY
 from recipes.training.supervision.flight_recorder import Launched, describe_waiting
 
 COLLECTIVES = str(Path("torch", "distributed", "distributed_c10d.py"))

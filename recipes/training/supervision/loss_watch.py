@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from recipes.training.recipe.schema import Supervision
+from recipes.training.recipe.sections import Supervision
 
 SKIPPED = 1  # the optimizer has left the step out, and that is enough
 UNSAFE = 2  # likewise, but the weights may be what is wrong: no checkpoint of them

@@ -42,7 +42,7 @@ def announce(
     layout = recipe.layout
     if layout.pipeline > 1:
         deal = balance_text(
-            recipe.blocks_of_positions,
+            recipe.blocks_of_virtual_stages,
             schedule=layout.schedule,
             stages=layout.pipeline,
             head=recipe.head_in_blocks,

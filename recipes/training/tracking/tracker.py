@@ -23,10 +23,10 @@ from tqdm import tqdm
 from models.cost import flops_per_token
 from models.errors import UserError
 from recipes.gpus.datasheet import peak_tflops
-from recipes.training.recipe.progress import Progress
 from recipes.training.recipe.schema import Recipe
 from recipes.training.run_folder.folder import RunFolder
 from recipes.training.run_folder.line_file import write_whole
+from recipes.training.run_folder.progress import Progress
 from recipes.training.run_folder.provenance import code_version
 from recipes.training.runtime.exits import leave_handlers_out
 from recipes.training.tracking.startup import Startup

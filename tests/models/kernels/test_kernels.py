@@ -26,7 +26,7 @@ from models.parallel.rng import MaskKey, dropout
 from models.transformer import rotary_table
 from recipes.tracing.allocation_counter import AllocationCounter
 from recipes.tracing.fake_cluster import one_kernel
-from recipes.training.runtime.processes import compiler, compiles, has_compiler
+from recipes.training.runtime.processes import compiler, has_compiler, should_compile
 from tests.models.test_transformer import KEY, SHAPES, WITH_DROPOUT
 
 EPSILON, HEADS, KV_HEADS, D = 1e-5, 4, 2, 8
@@ -54,7 +54,7 @@ def swiglu(x: Tensor) -> Tensor:
 
 
 def heads_first(qkv: Tensor, rotation: tuple[Tensor, Tensor] | None) -> tuple[Tensor, ...]:
-    """By complex numbers: a pair is one, and its rotation a product."""
+    """Compute heads_first with complex numbers, in which a rotation is a multiplication."""
     q, k, v = qkv.split([HEADS, KV_HEADS, KV_HEADS], dim=2)
     if rotation:
         turn = torch.complex(*rotation)
@@ -152,7 +152,7 @@ KERNELS: dict[str, tuple[Callable, Callable, Sequence[tuple[int, ...]]]] = {
 
 
 def outcome(function: Callable, inputs: Sequence[Tensor]) -> list[Tensor]:
-    """Outputs, and gradients of a sum in which each output's element has its own weight."""
+    """Return the outputs, and gradients of a weighted sum of all output elements."""
     inputs = [x.clone().requires_grad_() for x in inputs]
     outputs = function(*inputs)
     outputs = [outputs] if isinstance(outputs, Tensor) else list(outputs)
@@ -162,7 +162,7 @@ def outcome(function: Callable, inputs: Sequence[Tensor]) -> list[Tensor]:
 
 
 def difference(ours: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
-    """The largest, of each tensor's largest value."""
+    """Return the largest difference, relative to the largest value of each tensor."""
     pairs = list(zip(ours, expected, strict=True))
     assert all(a.shape == b.shape for a, b in pairs)
     return max(float((a.float() - b.float()).abs().max() / b.abs().max()) for a, b in pairs)
@@ -181,7 +181,7 @@ def test_a_kernel_is_its_formula(kernel: str, dtype: torch.dtype) -> None:
     assert difference(found, expected) < TOLERANCE[dtype]
 
 
-def test_an_attention_that_saw_later_keys_would_show() -> None:
+def test_attention_to_later_keys_would_be_noticed() -> None:
     ours, formula, shapes = KERNELS["attention"]
     torch.manual_seed(0)
     inputs = [torch.randn(shape) for shape in shapes]
@@ -192,7 +192,7 @@ def test_an_attention_that_saw_later_keys_would_show() -> None:
 
 
 def test_long_sequences_keep_no_probabilities() -> None:
-    x = torch.randn(1, 1, attention.MOST_KEPT + 1, 8, requires_grad=True)
+    x = torch.randn(1, 1, attention.MAX_KEPT_LENGTH + 1, 8, requires_grad=True)
     assert "Blocked" not in type(attention.causal_attention(x, x, x).grad_fn).__name__
     x = x[:, :, 1:]
     assert "Blocked" in type(attention.causal_attention(x, x, x).grad_fn).__name__
@@ -217,14 +217,14 @@ def test_the_loss_in_chunks_is_cross_entropy(most: int, dtype: torch.dtype) -> N
         return F.cross_entropy((x @ table[:17].t()).flatten(0, 1), labels.t().flatten())
 
     tolerance = 2e-6 if dtype == torch.float32 else 1e-2
-    with mock.patch.dict(cost.MOST_LOGITS, cpu=most):
+    with mock.patch.dict(cost.MAX_LOGITS, cpu=most):
         expected = outcome(formula, (x.float(), table.float()))
         assert difference(outcome(ours, (x, table)), expected) < tolerance
         with torch.no_grad():
             assert float(ours(x, table)) == pytest.approx(float(expected[0]), rel=tolerance)
 
 
-def test_a_token_that_is_nearly_sure_keeps_its_gradient_in_bf16() -> None:
+def test_a_nearly_certain_token_keeps_its_gradient_in_bf16() -> None:
     logits = torch.tensor([[9.0, 0.0, 0.0]])  # x W^T of x = 1
     x, table = torch.ones(1, 1, 1, dtype=torch.bfloat16), logits.t().bfloat16()
 
@@ -272,7 +272,7 @@ def test_only_the_logits_of_one_part_exist_at_a_time(dtype: torch.dtype) -> None
     peaks = []
     for parts in (1, 4):
         with (
-            mock.patch.dict(cost.MOST_LOGITS, cpu=tokens * columns // parts),
+            mock.patch.dict(cost.MAX_LOGITS, cpu=tokens * columns // parts),
             AllocationCounter() as counter,
         ):
             cross_entropy.vocab_parallel_loss(
@@ -336,13 +336,13 @@ def test_compiled_kernels_compute_the_same(name: str, compiled_everywhere: None)
 
 
 @needs_compiler
-@pytest.mark.parametrize("columns", [33, 48])  # vectors and what is left over
+@pytest.mark.parametrize("columns", [33, 48])  # whole vectors only, and with a remainder
 def test_compiled_masks_are_the_same_bit_for_bit(columns: int, compiled_everywhere: None) -> None:
     """Eager and compiled kernels drop the same elements, so that a job can mix them."""
     x = torch.ones(7, 2, columns)
     axis = TensorAxis(rank=1, size=2, sequence_parallel=True)
     kept = [
-        dropout(x, 0.3, key=KEY, place="blocks.1.mlp", axis=axis, fuse=fuse) != 0
+        dropout(x, 0.3, key=KEY, layer="blocks.1.mlp", axis=axis, fuse=fuse) != 0
         for fuse in (as_written, compiled)
     ]
     assert torch.equal(*kept) and 0.6 < float(kept[0].float().mean()) < 0.8
@@ -350,11 +350,11 @@ def test_compiled_masks_are_the_same_bit_for_bit(columns: int, compiled_everywhe
 
 @needs_compiler
 def test_another_step_compiles_nothing(compiled_everywhere: None) -> None:
-    """Samples change in every step, and each layer has its own place."""
+    """Samples change in every step, and each layer has its own name."""
     x, compilations = torch.ones(5, 2, 16), []
     for step in range(4):
         key = MaskKey(1, range(2 * step, 2 * step + 2))
-        dropout(x, 0.3, key=key, place=f"blocks.{step}.mlp", axis=TensorAxis(), fuse=compiled)
+        dropout(x, 0.3, key=key, layer=f"blocks.{step}.mlp", axis=TensorAxis(), fuse=compiled)
         compilations.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
     assert compilations[0] > 0 and len(set(compilations)) == 1
 
@@ -375,9 +375,9 @@ def test_a_cpu_runs_marked_functions_eagerly() -> None:
 
 def test_auto_compiles_on_gpus_only() -> None:
     with mock.patch("recipes.training.runtime.processes.on_gpu", return_value=False):
-        assert not compiles("auto") and compiles(True)
+        assert not should_compile("auto") and should_compile(True)
     with mock.patch("recipes.training.runtime.processes.on_gpu", return_value=True):
-        assert not compiles(False)
+        assert not should_compile(False)
         with mock.patch.dict("os.environ", CC="no-such-compiler"):
             assert not has_compiler()
         for others, together in ((True, True), (False, False)):
@@ -385,11 +385,11 @@ def test_auto_compiles_on_gpus_only() -> None:
                 mock.patch("torch.distributed.get_world_size", return_value=2),
                 mock.patch("torch.distributed.all_gather_object", gathering(others)),
             ):
-                assert compiles("auto") == together
+                assert should_compile("auto") == together
 
 
 def gathering(others: bool) -> Callable[[list, bool], None]:
-    """A gather in which this rank has a compiler and the other has one or not."""
+    """Return a gather in which this rank has a compiler, and the other one may not."""
 
     def gather(found: list, own: bool) -> None:
         found[:] = [True, others]

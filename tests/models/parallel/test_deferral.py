@@ -36,7 +36,7 @@ def linears(axis: TensorAxis, *, bias: bool) -> nn.Sequential:
 def gradients(
     axis: TensorAxis, *, bias: bool, split: bool, run: Callable[..., Tensor]
 ) -> tuple[list[Tensor], list[Tensor | None]]:
-    """(of the input and all weights, of all weights after the input's part)."""
+    """Return all gradients, and the weight gradients that exist after the backward pass."""
     layers, deferral = linears(axis, bias=bias), Deferral()
     if split:
         defer_weights(layers, deferral)
@@ -90,14 +90,14 @@ def test_neither_lookup_nor_head_defers() -> None:
         table.weight.normal_()
     deferral = Deferral()
     defer_weights(table, deferral)
-    for output in (table.logits(torch.randn(3, 1, IN)), table(torch.tensor([[1, 2]]))):
+    for output in (table.logits(torch.randn(3, 1, IN)), table.embed(torch.tensor([[1, 2]]))):
         table.weight.grad = None
         output.sum().backward()
         assert table.weight.grad is not None and deferral.take() == []
 
 
 def test_all_matrices_of_a_model_defer() -> None:
-    """One that did not would compute its weight's part in the input's pass."""
+    """A matrix that does not defer would compute its weight gradient in the backward pass."""
     axis, deferral = TensorAxis(), Deferral()
     model = SequentialModel(layer_specs(SHAPES["qwen3"], axis))
     defer_weights(model, deferral)

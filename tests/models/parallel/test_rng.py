@@ -18,13 +18,13 @@ dropout = partial(fused_dropout, fuse=as_written)
 
 
 def mask(probability: float, *, place: str = "blocks.0.mlp", key: MaskKey = KEY) -> Tensor:
-    """1 where an element stays, [256, 8, 512]."""
+    """Return 1 for each element that is kept, else 0: [256, 8, 512]."""
     x = torch.ones(256, 8, 512)
-    return (dropout(x, probability, key=key, place=place, axis=TensorAxis()) != 0).double()
+    return (dropout(x, probability, key=key, layer=place, axis=TensorAxis()) != 0).double()
 
 
 def deviations(a: Tensor, b: Tensor) -> float:
-    """The correlation of two masks in standard deviations of what independent ones have."""
+    """Return the correlation of two masks in standard deviations of independent masks."""
     a, b = a - a.mean(), b - b.mean()
     return float((a * b).mean() / (a.std() * b.std())) * math.sqrt(a.numel())
 
@@ -36,9 +36,9 @@ def test_the_share_dropped_is_the_probability(probability: float) -> None:
     assert abs(float(kept.mean()) - (1 - probability)) < 4 * spread
 
 
-def test_what_stays_is_scaled_so_that_the_mean_stays() -> None:
+def test_kept_elements_are_scaled_to_preserve_the_mean() -> None:
     x = torch.ones(64, 8, 512)
-    y = dropout(x, 0.25, key=KEY, place="embedding", axis=TensorAxis())
+    y = dropout(x, 0.25, key=KEY, layer="embedding", axis=TensorAxis())
     assert y.unique().tolist() == pytest.approx([0, 4 / 3])
 
 
@@ -49,8 +49,8 @@ def test_neighbours_layers_and_seeds_are_unrelated() -> None:
         "samples": (kept[:, 1:], kept[:, :-1]),
         "columns": (kept[..., 1:], kept[..., :-1]),
         "diagonal": (kept[1:, :, 1:], kept[:-1, :, :-1]),
-        "layers": (kept, mask(0.5, place="blocks.1.mlp")),
-        "halves of a block": (kept, mask(0.5, place="blocks.0.attention")),
+        "layers": (kept, mask(0.5, layer="blocks.1.mlp")),
+        "halves of a block": (kept, mask(0.5, layer="blocks.0.attention")),
         "seeds": (kept, mask(0.5, key=MaskKey(2, KEY.samples))),
         "steps": (kept, mask(0.5, key=MaskKey(1, range(1008, 1016)))),
     }
@@ -60,18 +60,18 @@ def test_neighbours_layers_and_seeds_are_unrelated() -> None:
 
 def test_a_sequence_has_its_mask_in_any_micro_batch_and_on_any_rank() -> None:
     x = torch.randn(16, 8, 12)
-    whole = dropout(x, 0.3, key=KEY, place="blocks.2.mlp", axis=TensorAxis())
+    whole = dropout(x, 0.3, key=KEY, layer="blocks.2.mlp", axis=TensorAxis())
     for first in range(8):
         alone = MaskKey(1, range(1000 + first, 1001 + first))
         part = x[:, first : first + 1]
-        got = dropout(part, 0.3, key=alone, place="blocks.2.mlp", axis=TensorAxis())
+        got = dropout(part, 0.3, key=alone, layer="blocks.2.mlp", axis=TensorAxis())
         assert torch.equal(got, whole[:, first : first + 1])
     for rank in range(4):
         axis = TensorAxis(rank=rank, size=4, sequence_parallel=True)
-        part = dropout(x.chunk(4)[rank], 0.3, key=KEY, place="blocks.2.mlp", axis=axis)
+        part = dropout(x.chunk(4)[rank], 0.3, key=KEY, layer="blocks.2.mlp", axis=axis)
         assert torch.equal(part, whole.chunk(4)[rank])
         replicated = TensorAxis(rank=rank, size=4)
-        got = dropout(x, 0.3, key=KEY, place="blocks.2.mlp", axis=replicated)
+        got = dropout(x, 0.3, key=KEY, layer="blocks.2.mlp", axis=replicated)
         assert torch.equal(got, whole)
 
 
@@ -80,7 +80,7 @@ def test_a_head_has_its_mask_on_any_rank() -> None:
         rows = attention_rows(
             torch.empty(8, 6 // size, 20, 20),
             key=KEY,
-            place="blocks.0.attention.core",
+            layer="blocks.0.attention.core",
             axis=TensorAxis(rank=rank, size=size),
             fuse=as_written,
         )
@@ -92,9 +92,9 @@ def test_a_head_has_its_mask_on_any_rank() -> None:
     assert not torch.equal(whole[:, 0], whole[:, 1])
 
 
-def test_the_masks_stay_what_they_are() -> None:
+def test_the_hash_is_unchanged() -> None:
     """Another hash would change every resumed run."""
     x = torch.ones(2, 8, 16)
-    kept = dropout(x, 0.5, key=KEY, place="blocks.0.mlp", axis=TensorAxis()) != 0
+    kept = dropout(x, 0.5, key=KEY, layer="blocks.0.mlp", axis=TensorAxis()) != 0
     rows = ["".join(str(int(bit)) for bit in kept[0, sample]) for sample in range(3)]
     assert rows == ["1100100011100000", "0011100010100101", "1101001011010110"]

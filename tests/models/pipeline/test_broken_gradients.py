@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from recipes.proving.trial import many_variants, start, train_step
+from recipes.proving.trial import many_cases, start, train_step
 from recipes.training.engine.engine import Engine, PipelinedEngine
-from recipes.training.recipe.schema import parse_recipe
+from recipes.training.recipe.loading import parse_recipe
 from recipes.training.recipe.topology import World
 from tests.conftest import GPT_SWITCHES, changed, small_recipe
 from tests.ranks import run_ranks
@@ -34,7 +34,7 @@ Outcome = tuple[float, float, bool]
 def worker(corpus: str, cases: dict) -> dict[str, Outcome]:
     """Return the norms of a sound and a broken step, and whether the weights stayed the same."""
     world, found = World.from_environment(os.environ), {}
-    with many_variants() as begin:
+    with many_cases() as begin:
         for name, (_, config, changes, weight) in cases.items():
             begin()
             table = changed(small_recipe(Path(corpus)), **changes)

@@ -77,7 +77,7 @@ def test_a_chunk_is_reduced_when_its_last_backward_pass_is_over(pipeline: Pipeli
 
 @pytest.mark.parametrize("pipeline", PIPELINES, ids=name)
 def test_the_ends_load_each_micro_batch_once(pipeline: Pipeline) -> None:
-    last, _ = pipeline.place(pipeline.positions - 1)
+    last, _ = pipeline.stage_and_chunk(pipeline.virtual_stages - 1)
     for stage in range(pipeline.stages):
         for training in (True, False):
             found = instructions(pipeline, stage, training)

@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 
 from recipes.proving.layouts import SCHEDULES
-from recipes.training.recipe.schema import Recipe, parse_recipe
+from recipes.training.recipe.loading import parse_recipe
+from recipes.training.recipe.schema import Recipe
 from recipes.training.recipe.topology import World
 from tests.conftest import GPT_SWITCHES, changed, small_recipe
 from tests.nccl_rules.device import Rules

@@ -1,14 +1,16 @@
-"""The engine holds what the orders say, on four stages; and records what it did."""
+"""The engine keeps as many micro-batches in flight as the order says, and records its passes."""
 
 import itertools
 import json
 from collections import Counter
-from functools import partial
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from deepspeed.runtime.pipe.schedule import PipeInstruction
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from models.pipeline.instructions import COMPUTE
@@ -17,7 +19,7 @@ from models.pipeline.scheduled_engine import ScheduledEngine
 from recipes.proving.layouts import SCHEDULES
 from recipes.proving.trial import start, train_step
 from recipes.training.engine.engine import Engine
-from recipes.training.recipe.schema import parse_recipe
+from recipes.training.recipe.loading import parse_recipe
 from recipes.training.run_folder.folder import RunFolder
 from recipes.training.tracking.timeline import TimelineRecorder
 from tests.conftest import changed, small_recipe
@@ -34,7 +36,7 @@ NEEDS_THE_VALUES = {  # on the host: a GPU is waited for
 
 
 class Waiting(TorchDispatchMode):
-    """Notes what the engine is doing whenever the host needs to know what a device has computed."""
+    """Note the engine's activity whenever the host needs a value that the device computes."""
 
     def __init__(self, engine: Engine):
         super().__init__()
@@ -46,23 +48,22 @@ class Waiting(TorchDispatchMode):
         return function(*arguments, **(keywords or {}))
 
 
-def watch_what_is_held(engine: ScheduledEngine) -> list[int]:
-    """The micro-batches in flight in all chunks together, after each pass from now on."""
+def count_in_flight(engine: ScheduledEngine) -> list[int]:
+    """Record the number of micro-batches in flight in all chunks after each pass."""
     held = []
 
-    def run(original, engine, **arguments) -> None:
-        original(engine, **arguments)
-        held.append(len(engine.in_flight) + len(engine.deferred))
+    @contextmanager
+    def observe(instruction: PipeInstruction) -> Iterator[None]:
+        yield
+        if type(instruction) in COMPUTE.values():
+            held.append(len(engine.in_flight) + len(engine.deferred))
 
-    engine._INSTRUCTION_MAP = {
-        kind: partial(run, each) if kind in COMPUTE.values() else each
-        for kind, each in engine._INSTRUCTION_MAP.items()
-    }
+    engine.observers.append(observe)
     return held
 
 
 def schedules_worker(corpus: str, folder: str) -> dict[str, dict[str, Any]]:
-    """Of each schedule: what was held at most, and what the order says."""
+    """Return the maximum in flight, measured and according to the order, for each schedule."""
     world = join_world()
     found = {}
     for name, layout in SCHEDULES.items():
@@ -76,7 +77,7 @@ def schedules_worker(corpus: str, folder: str) -> dict[str, dict[str, Any]]:
         )
         recipe = parse_recipe(table, "test")
         engine, data = start(recipe, world)
-        held = watch_what_is_held(engine.wrapped)
+        held = count_in_flight(engine.wrapped)
         run = RunFolder(Path(folder) / name)
         if world.rank == 0:
             run.path.mkdir()
@@ -115,7 +116,7 @@ MOST = {  # chunks in flight on each stage, as the papers count them
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_as_much_is_in_flight_as_the_order_says(
+def test_the_engine_keeps_as_many_in_flight_as_the_order_says(
     name: str, found: list[dict[str, dict[str, Any]]]
 ) -> None:
     assert [stage[name]["held"] for stage in found] == MOST[name]

@@ -13,9 +13,10 @@ from models.errors import UserError
 from recipes.training.checkpoint.manifest import Manifest
 from recipes.training.checkpoint.reader import Found, check_same_run
 from recipes.training.data.dataset import TrainingData, fingerprint
-from recipes.training.recipe.progress import Progress
-from recipes.training.recipe.schema import Recipe, parse_recipe
+from recipes.training.recipe.loading import parse_recipe
+from recipes.training.recipe.schema import Recipe
 from recipes.training.recipe.topology import Topology
+from recipes.training.run_folder.progress import Progress
 from recipes.training.run_folder.provenance import layout_of
 from tests.conftest import changed, small_recipe
 

@@ -11,7 +11,8 @@ import torch.distributed as dist
 
 from recipes.training.checkpoint import reader
 from recipes.training.checkpoint.resume import Request, Start, begin_branch, find_start
-from recipes.training.recipe.schema import Recipe, parse_recipe
+from recipes.training.recipe.loading import parse_recipe
+from recipes.training.recipe.schema import Recipe
 from recipes.training.run_folder.checkpoint_folders import published, set_aside, step_of
 from recipes.training.run_folder.folder import RunFolder
 from recipes.training.run_folder.line_file import LineFile

@@ -13,7 +13,8 @@ import tomli_w
 from recipes.proving.trial import start, train_step
 from recipes.training.checkpoint.manifest import find_damages
 from recipes.training.checkpoint.writer import CheckpointWriter
-from recipes.training.recipe.schema import Recipe, parse_recipe
+from recipes.training.recipe.loading import parse_recipe
+from recipes.training.recipe.schema import Recipe
 from recipes.training.run_folder.checkpoint_folders import published, step_of
 from recipes.training.run_folder.folder import RunFolder
 from recipes.training.run_folder.line_file import LineFile

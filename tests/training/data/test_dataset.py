@@ -14,7 +14,6 @@ import torch
 from models.errors import UserError
 from models.parallel.rng import MaskKey
 from recipes.preparing.own_files import OwnFiles
-from recipes.training.recipe.blend_weights import check_weights, whole_shares
 from recipes.training.data.dataset import (
     TrainingData,
     Windows,
@@ -24,10 +23,12 @@ from recipes.training.data.dataset import (
     permuted,
 )
 from recipes.training.data.micro_batch import MicroBatch
-from recipes.training.recipe.progress import Progress
-from recipes.training.recipe.schema import Recipe, parse_recipe
 from recipes.training.data.token_file import TokenFile, tokenizer_hash, write_token_file
+from recipes.training.recipe.blend_weights import check_weights, whole_shares
+from recipes.training.recipe.loading import parse_recipe
+from recipes.training.recipe.schema import Recipe
 from recipes.training.recipe.topology import Topology
+from recipes.training.run_folder.progress import Progress
 from tests.conftest import changed
 
 

@@ -8,8 +8,8 @@ import torch
 
 from models.errors import UserError
 from models.parallel.context import Context
-from recipes.training.data.prefetcher import Feed
 from recipes.training.data.micro_batch import MicroBatch
+from recipes.training.data.prefetcher import Feed
 
 
 def micro_batch(number: int) -> MicroBatch:

@@ -9,8 +9,8 @@ import pytest
 from deepspeed.accelerator import get_accelerator
 from deepspeed.utils.timer import NoopTimer, SynchronizedWallClockTimer
 
-from recipes.proving.trial import many_variants, start, train_step
-from recipes.training.recipe.schema import parse_recipe
+from recipes.proving.trial import many_cases, start, train_step
+from recipes.training.recipe.loading import parse_recipe
 from recipes.training.recipe.topology import World
 from tests.conftest import changed, small_recipe
 from tests.ranks import run_ranks
@@ -22,7 +22,7 @@ STEPS = 4  # DeepSpeed's throughput timer starts with the third
 def worker(corpus: str, timed: str) -> dict[str, tuple[int, str, int]]:
     """Return the number of device synchronisations, the class of the timers, and kept events."""
     found = {}
-    with many_variants() as begin:
+    with many_cases() as begin:
         for config in (*(f"ds_configs/{name}.json" for name in CONFIGS), timed):
             begin()
             recipe = parse_recipe(changed(small_recipe(Path(corpus)), deepspeed=config), "test")

@@ -20,7 +20,7 @@ from models.layer_specs import SequentialModel, layer_specs, logical_parameters
 from models.parallel.collectives import TensorAxis
 from models.parallel.context import Context
 from recipes.proving.shrink import shrink
-from recipes.training.recipe.schema import REPOSITORY, load_recipe, parse_recipe
+from recipes.training.recipe.loading import REPOSITORY, load_recipe, parse_recipe
 from tests.conftest import GPT_SWITCHES, changed
 from tests.ranks import start_ranks
 
@@ -97,7 +97,7 @@ def test_a_run_computes_deterministically_with_the_same_numbers(
 
 
 class Operations(TorchDispatchMode):
-    """Collects the names of the operations that run, without the overload and a trailing "_"."""
+    """Collect the names of the operations that run, without the overload and a trailing "_"."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,7 +1,7 @@
 """One loss: the same recipe in every layout trains with the same losses, norms and weights.
 
-`recipes/prove.py` goes through all legal layouts; these are some of each kind, and what it leaves
-out: bf16, clipping at every step, resuming, copies that drift apart.
+`recipes/prove.py` runs all legal layouts. These tests run some of each kind and the cases that it
+leaves out: bf16, clipping at every step, resuming, diverging replicas.
 """
 
 import json
@@ -17,13 +17,13 @@ import torch
 import torch.distributed as dist
 
 from recipes.proving.compare import Outcome
-from recipes.proving.layouts import Variant
+from recipes.proving.layouts import ProofCase
 from recipes.proving.relay import load_newest, save
-from recipes.proving.trial import start, train_step, try_variants
+from recipes.proving.trial import start, train_step, try_cases
 from recipes.training.data.dataset import TrainingData
 from recipes.training.engine.engine import Engine, held_values
 from recipes.training.recipe.deepspeed_config import build_deepspeed_config, zero_stage
-from recipes.training.recipe.schema import parse_recipe
+from recipes.training.recipe.loading import parse_recipe
 from recipes.training.recipe.topology import World
 from recipes.training.run_folder.folder import RunFolder
 from tests.conftest import GPT_SWITCHES, changed, small_recipe
@@ -49,7 +49,7 @@ DOCUMENTS = {"data__separate_documents": True}
 BF16 = {"deepspeed": "ds_configs/zero1_bf16.json"}
 ACCUMULATING_BF16 = {"deepspeed": "zero1_bf16_throughout.json"}  # the test writes it
 
-# world size -> name -> what differs from the one-rank run it is compared with
+# world size -> name -> changes from the run on one rank that it is compared with
 LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
     1: {
         "zero2, alone": ZERO2,
@@ -172,8 +172,8 @@ CASES = [
 ]
 
 
-def variant(corpus: Path, world_size: int, changes: dict[str, Any]) -> Variant:
-    """The small recipe with these changes, on so many ranks."""
+def case(corpus: Path, world_size: int, changes: dict[str, Any]) -> ProofCase:
+    """Return the case of the small recipe with changes, on `world_size` ranks."""
     settings = {
         "model__layers": 4,  # two for each stage, chunk or group of recomputed blocks
         "training__steps": 10,
@@ -181,22 +181,22 @@ def variant(corpus: Path, world_size: int, changes: dict[str, Any]) -> Variant:
     }
     recipe = parse_recipe(changed(small_recipe(corpus), **(settings | changes)), "test")
     topology = recipe.topology(World(size=world_size, local_size=world_size))
-    return Variant(recipe, topology, zero_stage(build_deepspeed_config(recipe, topology)))
+    return ProofCase(recipe, topology, zero_stage(build_deepspeed_config(recipe, topology)))
 
 
 def train_worker(corpus: str, layouts: dict[str, dict[str, Any]]) -> dict[str, Outcome]:
-    """Every layout's outcome."""
+    """Return the outcome of every layout."""
     size = int(os.environ["WORLD_SIZE"])
-    variants = [variant(Path(corpus), size, changes) for changes in layouts.values()]
-    return dict(zip(layouts, try_variants(variants), strict=True))
+    cases = [case(Path(corpus), size, changes) for changes in layouts.values()]
+    return dict(zip(layouts, try_cases(cases), strict=True))
 
 
 def resume_worker(corpus: str, layouts: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """Train, saving after step 4; load that into a fresh engine and train on."""
+    """Train and save after step 4; load the checkpoint into a new engine and continue."""
     world = join_world()
     results: dict[str, Any] = {}
     for name, changes in layouts.items():
-        this = variant(Path(corpus), world.size, changes)
+        this = case(Path(corpus), world.size, changes)
         folders = [tempfile.mkdtemp()]
         dist.broadcast_object_list(folders)
         engine, data = start(this.recipe, world)
@@ -212,11 +212,11 @@ def resume_worker(corpus: str, layouts: dict[str, dict[str, Any]]) -> dict[str, 
 
 
 def drift_worker(corpus: str, layouts: dict[str, dict[str, Any]]) -> dict[str, list[list[str]]]:
-    """What is said about drifted copies: after a step, then with one rank's weights disturbed."""
+    """Return the reports of diverged replicas: after a step, then with a rank's weights changed."""
     world = join_world()
     results = {}
     for name, changes in layouts.items():
-        engine, data = start(variant(Path(corpus), world.size, changes).recipe, world)
+        engine, data = start(case(Path(corpus), world.size, changes).recipe, world)
         train_steps(engine, data, range(1, 2))
         sentences = [engine.differing_copies()]
         for disturbed, parameter in engine.parameters():
@@ -229,16 +229,16 @@ def drift_worker(corpus: str, layouts: dict[str, dict[str, Any]]) -> dict[str, l
 
 
 def flip_a_bit(values: torch.Tensor) -> None:
-    """The lowest bit of the last value."""
+    """Flip the lowest bit of the last value."""
     bits = values.view(torch.int16 if values.element_size() == 2 else torch.int32)
     bits.view(-1)[-1] ^= 1
 
 
-DISTURBED = {  # what is changed on rank 1, in layouts of two ranks -> what must be said
+DISTURBED = {  # change on rank 1, in layouts of two ranks -> expected reports
     "tensor 2": {
         "blocks.1.mlp_norm.weight": "blocks.1.mlp_norm.weight differs between tensor ranks: "
         "rank 0 against rank 1",
-        "blocks.1.mlp.up.weight": None,  # split: nobody has a copy
+        "blocks.1.mlp.up.weight": None,  # split: no other rank has a replica
     },
     "zero3 tensor 2": {
         "final_norm.weight": "final_norm.weight differs between tensor ranks: rank 0 against rank 1"
@@ -261,7 +261,7 @@ def train_steps(engine: Engine, data: TrainingData, steps: range) -> list[tuple[
 
 @pytest.fixture(scope="session")
 def layout_corpus(corpus: Path) -> Path:
-    """The small corpus, and beside it what the layouts name."""
+    """Return the folder of the small corpus and of the files that the layouts name."""
     config = json.loads(Path("ds_configs/zero1_bf16.json").read_text())
     del config["data_types"]["grad_accum_dtype"]
     (corpus / ACCUMULATING_BF16["deepspeed"]).write_text(json.dumps(config))
@@ -269,7 +269,7 @@ def layout_corpus(corpus: Path) -> Path:
 
 
 def located(corpus: Path, layouts: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Layouts with the config that the test has written named by its path."""
+    """Return layouts whose DeepSpeed config, if this test has written it, is named by its path."""
     own = ACCUMULATING_BF16["deepspeed"]
     return {
         name: changes | ({"deepspeed": str(corpus / own)} if own in changes.values() else {})
@@ -284,7 +284,7 @@ def references(layout_corpus: Path) -> dict[str, Outcome]:
 
 @pytest.fixture(scope="session")
 def trained(layout_corpus: Path, request: pytest.FixtureRequest) -> dict[tuple[int, str], Outcome]:
-    """Outcomes of the layouts of the selected tests, one set of processes per world size."""
+    """Return the outcomes of the selected tests' layouts, with one world per world size."""
     marks = [
         mark.kwargs["layouts"]
         for item in request.session.items
@@ -377,14 +377,16 @@ def drifted(corpus: Path) -> dict[str, list[list[str]]]:
 
 
 @pytest.mark.parametrize("name", DISTURBED)
-def test_one_flipped_bit_of_a_copy_is_seen(name: str, drifted: dict[str, list[list[str]]]) -> None:
+def test_one_flipped_bit_of_a_replica_is_noticed(
+    name: str, drifted: dict[str, list[list[str]]]
+) -> None:
     after_a_step, disturbed = drifted[name]
     assert after_a_step == []
     assert disturbed == sorted(filter(None, DISTURBED[name].values()))
 
 
-def test_a_share_is_cut_to_what_the_parameter_has() -> None:
-    """Six values over three data ranks, four places each: DeepSpeed never writes the padding."""
+def test_the_padding_of_a_shard_is_dropped() -> None:
+    """Six values on three data ranks with four slots each: DeepSpeed never writes the padding."""
     parameter = SimpleNamespace(ds_tensor=torch.arange(4.0), ds_numel=6)
     shares = [len(held_values(parameter, data_rank)) for data_rank in range(3)]
     assert shares == [4, 2, 0]

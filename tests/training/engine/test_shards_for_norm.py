@@ -9,8 +9,8 @@ import pytest
 from deepspeed.accelerator import get_accelerator
 
 from models.pipeline.gradients.flat_gradients import FlatGradients
-from recipes.proving.trial import many_variants, start, train_step
-from recipes.training.recipe.schema import parse_recipe
+from recipes.proving.trial import many_cases, start, train_step
+from recipes.training.recipe.loading import parse_recipe
 from recipes.training.recipe.topology import World
 from tests.conftest import changed, small_recipe
 from tests.ranks import run_ranks
@@ -27,7 +27,7 @@ def worker(corpus: str) -> dict[tuple[str, bool], Steps]:
     """
     found = {}
     allowed = mock.patch.object(type(get_accelerator()), "is_fp16_supported", lambda _: True)
-    with allowed, many_variants() as begin:
+    with allowed, many_cases() as begin:
         for precision in PRECISIONS:
             for poisoned in (False, True):
                 begin()

@@ -7,9 +7,9 @@ from unittest import mock
 import pytest
 import torch
 
-from recipes.proving.trial import gather, held_state, many_variants, start, train_step
+from recipes.proving.trial import gather, held_state, many_cases, start, train_step
 from recipes.training.engine.zero_patches import ROW, gradient_norm, scale_in_update, squared_norm
-from recipes.training.recipe.schema import parse_recipe
+from recipes.training.recipe.loading import parse_recipe
 from tests.conftest import changed, small_recipe
 from tests.ranks import join_world, run_ranks
 
@@ -30,14 +30,14 @@ def test_a_gradient_that_is_not_finite_shows() -> None:
     assert torch.isnan(squared_norm(torch.tensor([1.0, float("nan")])))
 
 
-@pytest.mark.parametrize("norm", [0.5, 8.0])  # below what is clipped, and above
+@pytest.mark.parametrize("norm", [0.5, 8.0])  # below and above the clipping norm
 @pytest.mark.parametrize("loss_scale", [1.0, 4.0])
 @pytest.mark.parametrize("growth", [1, 2])  # of the scale, for the next step
 def test_adamw_clips_while_it_updates(norm: float, loss_scale: float, growth: int) -> None:
     weights, expected = (torch.ones(4, requires_grad=True) for _ in range(2))
     gradient = torch.tensor([1.0, -2.0, 3.0, 0.5])
     gradient *= norm / gradient.norm()
-    # A large epsilon, or AdamW's first step would not depend on the gradient's size.
+    # With a small epsilon AdamW's first step would not depend on the size of the gradient.
     settings = {"lr": 0.1, "eps": 1.0, "fused": True}
     optimizer = torch.optim.AdamW([weights], **settings)
     zero = SimpleNamespace(
@@ -66,7 +66,7 @@ def test_adamw_clips_while_it_updates(norm: float, loss_scale: float, growth: in
 def first_steps(corpus: str) -> dict[tuple[str, float], tuple[float, float]]:
     """Return the norms of the gradient and of the first moments, by config and clipping."""
     world, found = join_world(), {}
-    with many_variants() as begin:
+    with many_cases() as begin:
         for config in CONFIGS:
             for clipping in CLIPPING:
                 begin()

@@ -13,10 +13,10 @@ import pytest
 from deepspeed.accelerator import get_accelerator
 
 from models.errors import UserError
-from recipes.proving.trial import many_variants, start, train_step
+from recipes.proving.trial import many_cases, start, train_step
 from recipes.training.recipe.deepspeed_config import read_deepspeed_json
 from recipes.training.recipe.deepspeed_schema import NOT_SUPPORTED, SETTINGS
-from recipes.training.recipe.schema import REPOSITORY, parse_recipe
+from recipes.training.recipe.loading import REPOSITORY, parse_recipe
 from recipes.training.recipe.topology import World
 from tests.conftest import changed, small_recipe
 from tests.ranks import run_ranks
@@ -98,7 +98,7 @@ def train_with_each(corpus: str, folder: str) -> dict[tuple[str, int], list[floa
     found: dict[tuple[str, int], list[float] | str] = {}
     file = Path(folder) / f"rank{os.environ['RANK']}.json"
     table = changed(small_recipe(Path(corpus)), deepspeed=str(file))
-    with supports, many_variants() as begin:
+    with supports, many_cases() as begin:
         for path, stage in [("", 1), ("", 2), ("", 3), *CASES]:
             content = json.dumps(config_with(path, OTHER.get(path), stage))
             file.write_text(content.replace("FOLDER", folder))

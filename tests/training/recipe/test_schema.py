@@ -10,13 +10,8 @@ import tomli_w
 
 from models.errors import UserError
 from recipes.training.recipe.deepspeed_config import build_deepspeed_config, zero_stage
-from recipes.training.recipe.schema import (
-    REPOSITORY,
-    Recipe,
-    load_recipe,
-    parse_recipe,
-    shipped_recipes,
-)
+from recipes.training.recipe.loading import REPOSITORY, load_recipe, parse_recipe, shipped_recipes
+from recipes.training.recipe.schema import Recipe
 from recipes.training.recipe.topology import World
 from tests.conftest import changed
 from tests.ranks import start_ranks
@@ -61,37 +56,37 @@ BAD: list[tuple[str, int, str, str]] = [
     ),
     (
         "layout.schedule=interleaved;layout.chunks=1", 2,
-        "layout.chunks = 1 does not go with", "use layout.chunks = 2 or more",
+        "layout.chunks = 1 is not possible with", "use layout.chunks = 2 or more",
     ),
     (
         "tracking.timeline_step=300", 2,
         "tracking.timeline_step = 300 comes after training.steps = 200", "timeline_step = 200",
     ),
-    ("layout.chunks=2", 2, "layout.chunks = 2 does not go with", "use layout.chunks = 1"),
+    ("layout.chunks=2", 2, "layout.chunks = 2 is not possible with", "use layout.chunks = 1"),
     (
         "layout.schedule=zb-v;layout.chunks=3", 2,
-        "layout.chunks = 3 does not go with", "use layout.chunks = 2",
+        "layout.chunks = 3 is not possible with", "use layout.chunks = 2",
     ),
     (
         "layout.schedule=interleaved;layout.chunks=3", 2,
-        "layout.pipeline = 2 with 3 parts each", "use model.layers = 6 or more",
+        "layout.pipeline = 2 with 3 chunks each", "use model.layers = 6 or more",
     ),
     (
         "layout.layers_per_stage=[3,2]", 2,
-        "layout.layers_per_stage = [3, 2] deals 5 blocks to 2 parts", "= [2, 2]",
+        "layout.layers_per_stage = [3, 2] assigns 5 layers to 2 virtual", "= [2, 2]",
     ),
     (
         "layout.layers_per_stage=[1,1,2]", 2,
-        "layout.layers_per_stage = [1, 1, 2] deals 4 blocks to 3 parts", "or leave it out",
+        "layout.layers_per_stage = [1, 1, 2] assigns 4 layers to 3 virtual", "or leave it out",
     ),
     ("layout.layers_per_stage=[4,0]", 2, "layout.layers_per_stage", "1"),
     (
         "layout.schedule=dualpipev;layout.pipeline=4", 4,
-        "layout.pipeline = 4 with 2 parts each", "use layout.pipeline = 2",
+        "layout.pipeline = 4 with 2 chunks each", "use layout.pipeline = 2",
     ),
     (
         "layout.schedule=dualpipev;model.layers=3", 2,
-        "layout.pipeline = 2 with 2 parts each", "use model.layers = 4 or more",
+        "layout.pipeline = 2 with 2 chunks each", "use model.layers = 4 or more",
     ),
     (
         "layout.schedule=dualpipev;batch.micro_sequences=16", 2,
@@ -130,7 +125,7 @@ BAD: list[tuple[str, int, str, str]] = [
         "optimizer.schedule.minimum_learning_rate = 1.0", "use 0.0004",
     ),
     ("training.steps=-5", 2, "training.steps = -5", "steps = "),
-    ("training.compare_copies_every=-1", 2, "training.compare_copies_every = -1", "= 100"),
+    ("training.compare_replicas_every=-1", 2, "training.compare_replicas_every = -1", "= 100"),
     ("training.compile=yes", 2, "training.compile = 'yes'", "true, false or 'auto'"),
     ("training.deterministic=1", 2, "training.deterministic = 1", "= false"),
     ("training.epochs=3", 2, "unknown key training.epochs", "are steps, evaluate_every"),
@@ -166,24 +161,24 @@ BAD: list[tuple[str, int, str, str]] = [
 ]  # fmt: skip
 
 
-def refuse(path: Path, overrides: list[str], ranks: int) -> str:
-    """The message that a run with these overrides ends with."""
-    with pytest.raises(UserError) as refusal:
+def rejection(path: Path, overrides: list[str], ranks: int) -> str:
+    """Return the message of the rejected recipe."""
+    with pytest.raises(UserError) as rejected:
         recipe = load_recipe(path, overrides)
         topology = recipe.topology(World(size=ranks, local_size=ranks))
         build_deepspeed_config(recipe, topology)
-    return str(refusal.value)
+    return str(rejected.value)
 
 
 @pytest.mark.parametrize(("overrides", "ranks", "key", "works"), BAD, ids=[row[0] for row in BAD])
-def test_a_bad_recipe_is_refused(overrides: str, ranks: int, key: str, works: str) -> None:
-    message = refuse(TINY, overrides.split(";"), ranks)
+def test_a_bad_recipe_is_rejected(overrides: str, ranks: int, key: str, works: str) -> None:
+    message = rejection(TINY, overrides.split(";"), ranks)
     assert key in message
     assert works in message.partition(key)[2]
     assert "\n" not in message
 
 
-def test_the_table_is_about_refusals_only() -> None:
+def test_the_table_is_about_rejections_only() -> None:
     recipe = load_recipe(TINY)
     build_deepspeed_config(recipe, recipe.topology(World(size=2, local_size=2)))
     assert len(BAD) >= 25
@@ -194,12 +189,12 @@ def test_a_missing_key_or_section_is_named(tmp_path: Path) -> None:
     for key, example in (("model__layers", "layers = 4"), ("batch", "[batch]"), ("seed", "1234")):
         file = tmp_path / "bad.toml"
         file.write_text(tomli_w.dumps(changed(table, **{key: None})))
-        message = refuse(file, [], 2)
+        message = rejection(file, [], 2)
         assert f"{file}: {key.replace('__', '.')} is missing" in message and example in message
 
 
-def test_all_problems_are_told_at_once() -> None:
-    message = refuse(TINY, ["model.layers=no", "batch.micro_sequences=no", "seed=no"], 2)
+def test_all_problems_are_reported_at_once() -> None:
+    message = rejection(TINY, ["model.layers=no", "batch.micro_sequences=no", "seed=no"], 2)
     assert "3 problems" in message
     assert all(key in message for key in ("model.layers", "batch.micro_sequences", "seed"))
 
@@ -212,11 +207,11 @@ def test_all_problems_are_told_at_once() -> None:
         (None, "no such recipe"),
     ],
 )
-def test_a_file_that_is_no_recipe_is_refused(tmp_path: Path, text: str, named: str) -> None:
+def test_a_file_that_is_not_a_recipe_is_rejected(tmp_path: Path, text: str, named: str) -> None:
     file = tmp_path / "bad.toml"
     if text is not None:
         file.write_text(text)
-    assert refuse(file, [], 2).startswith(f"{file}: {named}")
+    assert rejection(file, [], 2).startswith(f"{file}: {named}")
 
 
 @pytest.mark.parametrize(
@@ -250,13 +245,13 @@ def test_a_file_that_is_no_recipe_is_refused(tmp_path: Path, text: str, named: s
         ),
     ],
 )
-def test_a_deepspeed_config_that_sets_what_the_recipe_owns_is_refused(
+def test_a_deepspeed_config_with_keys_of_the_recipe_is_rejected(
     tmp_path: Path, change: dict[str, Any], named: str, works: str
 ) -> None:
     file = tmp_path / "bad.json"
     config = json.loads((REPOSITORY / "ds_configs" / "zero1_fp32.json").read_text())
     file.write_text(json.dumps(config | change))
-    message = refuse(TINY, [f'deepspeed="{file}"'], 2)
+    message = rejection(TINY, [f'deepspeed="{file}"'], 2)
     assert named in message and works in message and str(file) in message
 
 
@@ -275,12 +270,12 @@ def test_gradients_are_summed_in_fp32_unless_the_json_says_otherwise(
     assert build_deepspeed_config(recipe, topology)["communication_data_type"] == expected
 
 
-def test_tied_embeddings_that_deepspeed_would_untie_are_refused(tmp_path: Path) -> None:
+def test_tied_embeddings_that_deepspeed_would_untie_are_rejected(tmp_path: Path) -> None:
     config = json.loads((REPOSITORY / "ds_configs" / "zero1_fp16.json").read_text())
     file = tmp_path / "bad.json"
     file.write_text(json.dumps(config | {"data_types": {"grad_accum_dtype": "fp32"}}))
     tied = ["model.tie_embeddings=true", f'deepspeed="{file}"']
-    message = refuse(TINY, tied, 2)
+    message = rejection(TINY, tied, 2)
     assert "model.tie_embeddings = true" in message and "remove grad_accum_dtype" in message
     for overrides in (
         ["model.tie_embeddings=true", "deepspeed=ds_configs/zero1_bf16.json"],
@@ -305,7 +300,7 @@ def test_overrides_have_toml_values_and_bare_words_are_strings() -> None:
     assert (recipe.name, recipe.tracking.tags, recipe.layout.tensor) == ("tiny2", ("a", "b"), 2)
 
 
-def test_what_was_dealt_for_a_schedule_leaves_with_it(tmp_path: Path) -> None:
+def test_a_new_schedule_resets_chunks_and_layers_per_stage(tmp_path: Path) -> None:
     folded = ["layout.schedule=zb-v", "layout.layers_per_stage=[1,1,1,1]"]
     resolved = tmp_path / "recipe.toml"
     resolved.write_text(load_recipe(TINY, folded).toml())
@@ -314,7 +309,7 @@ def test_what_was_dealt_for_a_schedule_leaves_with_it(tmp_path: Path) -> None:
     assert (other.schedule, other.chunks, other.layers_per_stage) == ("1f1b", 1, None)
     more = ["layout.schedule=interleaved", "layout.chunks=3", "model.layers=6"]
     assert load_recipe(resolved, more).layout.chunks == 3
-    with pytest.raises(UserError, match=r"layout.chunks = 2 does not go with"):
+    with pytest.raises(UserError, match=r"layout.chunks = 2 is not possible with"):
         load_recipe(resolved, ["layout.schedule=1f1b", "layout.chunks=2"])
 
 
@@ -330,7 +325,7 @@ def test_a_recipe_is_frozen() -> None:
             setattr(target, key, 5)
 
 
-def test_every_shipped_recipe_and_config_goes_together() -> None:
+def test_every_shipped_recipe_and_config_is_valid() -> None:
     for path in shipped_recipes():
         recipe = load_recipe(path)
         assert isinstance(recipe, Recipe)
@@ -347,7 +342,7 @@ def test_every_shipped_recipe_and_config_goes_together() -> None:
 
 
 @pytest.mark.parametrize(("ranks", "tensor", "stage"), [(1, 1, 1), (2, 1, 2), (2, 2, 1), (4, 2, 2)])
-def test_zero_2_with_nobody_to_share_with_is_zero_1(ranks: int, tensor: int, stage: int) -> None:
+def test_zero_2_on_one_data_rank_is_zero_1(ranks: int, tensor: int, stage: int) -> None:
     layout = ("layout.pipeline=1", f"layout.tensor={tensor}")
     recipe = load_recipe(
         REPOSITORY / "recipes" / "tiny.toml", ["deepspeed=ds_configs/zero2_fp32.json", *layout]

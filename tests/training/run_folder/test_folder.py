@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from models.errors import UserError
-from recipes.training.recipe.progress import Progress
-from recipes.training.recipe.schema import REPOSITORY, parse_recipe
+from recipes.training.recipe.loading import REPOSITORY, parse_recipe
 from recipes.training.run_folder.folder import RunFolder
 from recipes.training.run_folder.line_file import LineFile
+from recipes.training.run_folder.progress import Progress
 
 HOLD = (
     "import sys, time, pathlib; sys.path[0] = '.'\n"

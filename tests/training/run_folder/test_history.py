@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from recipes.preparing.ledger import samples_of
-from recipes.training.recipe.schema import parse_recipe
+from recipes.training.recipe.loading import parse_recipe
 from recipes.training.run_folder.folder import RunFolder
 from recipes.training.run_folder.history import replay
 from tests.conftest import changed

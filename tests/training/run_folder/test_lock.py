@@ -18,7 +18,7 @@ import torch.distributed as dist
 from models.errors import UserError
 from recipes.training.checkpoint import resume
 from recipes.training.checkpoint.resume import hold_together
-from recipes.training.recipe.schema import REPOSITORY
+from recipes.training.recipe.loading import REPOSITORY
 from recipes.training.run_folder import lock as lock_module
 from recipes.training.run_folder.folder import RunFolder
 from recipes.training.run_folder.lock import FolderInUse, FolderLock

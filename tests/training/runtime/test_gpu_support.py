@@ -9,7 +9,7 @@ import torch
 
 from models.errors import UserError
 from recipes.gpus.datasheet import load_gpu
-from recipes.training.recipe.schema import REPOSITORY, load_recipe
+from recipes.training.recipe.loading import REPOSITORY, load_recipe
 from recipes.training.recipe.topology import World
 from recipes.training.runtime.gpu_support import check_architecture, check_gpus, runs_on
 from recipes.training.runtime.processes import check_machine

@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from recipes.training.recipe.schema import REPOSITORY
+from recipes.training.recipe.loading import REPOSITORY
 from tests.fault_injection.unread import UNREAD, Output
 
 PRINTING = """

@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 
 from models.errors import UserError
-from recipes.training.recipe.schema import REPOSITORY
+from recipes.training.recipe.loading import REPOSITORY
 from recipes.training.recipe.topology import World
 from recipes.training.runtime.processes import check_machine
 from recipes.training.runtime.torch_variables import check_workspace, set_torch_variables

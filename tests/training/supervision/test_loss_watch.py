@@ -2,7 +2,7 @@ import math
 
 import pytest
 
-from recipes.training.recipe.schema import Supervision
+from recipes.training.recipe.sections import Supervision
 from recipes.training.supervision.loss_watch import NEEDED, ROLL_BACK, SKIPPED, UNSAFE, LossWatch
 
 NAN, INF = math.nan, math.inf

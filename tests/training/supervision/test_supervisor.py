@@ -17,7 +17,8 @@ import torch
 from deepspeed.constants import default_pg_timeout
 
 from models.parallel.collectives import TensorAxis, begin_sum_of_copies, wait_for
-from recipes.training.recipe.schema import REPOSITORY, Supervision
+from recipes.training.recipe.loading import REPOSITORY
+from recipes.training.recipe.sections import Supervision
 from recipes.training.runtime.exits import HUNG
 from recipes.training.runtime.launchers import Process, is_launcher
 from recipes.training.runtime.processes import collective_timeout
@@ -249,7 +250,7 @@ def test_the_rank_that_waits_for_a_disk_is_named_by_those_that_wait_for_it(tmp_p
 @pytest.mark.parametrize(
     ("package", "module", "name", "doing"),
     [
-        ("engine", "engine", "build_engine", "building the engine"),
+        ("engine", "build", "build_from_recipe", "building the engine"),
         pytest.param(
             "checkpoint", "reader", "find", "verifying checkpoints", marks=pytest.mark.long
         ),

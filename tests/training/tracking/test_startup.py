@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from recipes.training.recipe.schema import REPOSITORY, parse_recipe
+from recipes.training.recipe.loading import REPOSITORY, parse_recipe
 from recipes.training.run_folder.folder import RunFolder
 from recipes.training.runtime.launchers import age_seconds
 from recipes.training.tracking.startup import Startup
@@ -28,7 +28,7 @@ subprocess.run([sys.executable, "-c", {code!r}], check=True)
 WITHOUT_COMPILER = """
 import os, sys
 import torch, deepspeed
-from recipes.training.engine.engine import import_muon
+from recipes.training.engine.deepspeed_patches import import_muon
 import_muon()
 from deepspeed.runtime.zero.muon import muon_optimizer
 assert "torch._inductor.compile_fx" not in sys.modules and "TORCHDYNAMO_DISABLE" not in os.environ

@@ -9,9 +9,9 @@ from unittest import mock
 import pytest
 
 from models.errors import UserError
-from recipes.training.recipe.progress import Progress
-from recipes.training.recipe.schema import REPOSITORY, parse_recipe
+from recipes.training.recipe.loading import REPOSITORY, parse_recipe
 from recipes.training.run_folder.folder import RunFolder
+from recipes.training.run_folder.progress import Progress
 from recipes.training.tracking import tracker
 from tests.conftest import changed
 from tests.ranks import free_port
@@ -111,7 +111,7 @@ sys.path[0] = "."
 import atexit, errno, fcntl, pathlib
 from recipes.training.tracking import tracker
 from recipes.training.runtime.exits import leave
-from recipes.training.recipe.schema import load_recipe
+from recipes.training.recipe.loading import load_recipe
 from recipes.training.run_folder.folder import RunFolder
 from recipes.training.runtime.streams import outlive_output
 

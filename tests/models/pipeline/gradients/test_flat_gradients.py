@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from models.pipeline.gradients.flat_gradients import FlatGradients
-from recipes.proving.trial import many_variants, start, train_step
-from recipes.training.recipe.schema import parse_recipe
+from recipes.proving.trial import many_cases, start, train_step
+from recipes.training.recipe.loading import parse_recipe
 from tests.conftest import changed, small_recipe
 from tests.ranks import join_world, run_ranks
 
@@ -15,9 +15,9 @@ WEIGHT = "final_norm.weight"
 
 
 def leave_one_out(corpus: str) -> dict[str, list[float]]:
-    """A weight's largest gradient in a step, and in a step that gives it none."""
+    """Return a weight's largest gradient in a step with one, and in a step without one."""
     world, found = join_world(), {}
-    with many_variants() as begin:
+    with many_cases() as begin:
         for dtype in DTYPES:
             begin()
             config = f"ds_configs/zero1_{dtype}.json"

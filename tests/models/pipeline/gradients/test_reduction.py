@@ -11,9 +11,9 @@ from torch import nn
 
 from models.pipeline.gradients import reduction
 from models.pipeline.gradients.reduction import Bucket, ShardedReduction, Slot, plan_buckets
-from recipes.proving.trial import many_variants, start, train_step
+from recipes.proving.trial import many_cases, start, train_step
 from recipes.training.engine.engine import Engine
-from recipes.training.recipe.schema import parse_recipe
+from recipes.training.recipe.loading import parse_recipe
 from tests.conftest import GPT_SWITCHES, changed, small_recipe
 from tests.ranks import join_world, run_ranks
 
@@ -103,7 +103,7 @@ def test_each_rank_gets_the_average_of_its_shard_rounded_once(
         own = slice(8 * rank, 8 * rank + 8)
         roundings = 3 if sent_in == torch.bfloat16 else 1e-6 * 2**9
         assert ((found - exact[own]).abs() <= roundings * 2**-9 * size[own]).all()
-        if sent_in == torch.bfloat16:  # three times the average is what travelled
+        if sent_in == torch.bfloat16:  # the sum, three times the average, was sent in bf16
             sums = (3 * found).float()
             assert torch.allclose(sums, sums.to(torch.bfloat16).float(), rtol=1e-6, atol=0)
 
@@ -140,7 +140,7 @@ def write_configs(folder: str) -> None:
 def bucket_worker(corpus: str, folder: str, layouts: dict) -> dict:
     """Return the losses with small and large buckets, and the log of instructions and buckets."""
     world, found = join_world(), {}
-    with many_variants() as begin:
+    with many_cases() as begin:
         for name, changes in layouts.items():
             for elements in SIZES:
                 begin()

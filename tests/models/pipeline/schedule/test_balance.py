@@ -1,4 +1,4 @@
-"""Blocks are dealt so that the slowest stage is as fast as can be, and it is said how well."""
+"""The division of blocks makes the slowest stage fastest, and the imbalance is reported."""
 
 from dataclasses import replace
 from itertools import product
@@ -8,14 +8,15 @@ import pytest
 from models.cost import block_multiply_adds, flops_per_token, head_multiply_adds
 from models.pipeline.schedule.balance import (
     balance_text,
-    deal_blocks,
-    deal_evenly,
+    divide_blocks,
+    divide_evenly,
     head_in_blocks,
     imbalance,
 )
-from models.pipeline.schedule.order import FORWARD, SCHEDULES, Pass, Pipeline, place
+from models.pipeline.schedule.order import FORWARD, SCHEDULES, Pass, Pipeline, stage_and_chunk
 from models.pipeline.schedule.simulation import pipeline_seconds, simulate
-from recipes.training.recipe.schema import REPOSITORY, Recipe, load_recipe, shipped_recipes
+from recipes.training.recipe.loading import REPOSITORY, load_recipe, shipped_recipes
+from recipes.training.recipe.schema import Recipe
 
 WITH_PIPELINE = [r for r in map(load_recipe, shipped_recipes()) if r.layout.pipeline > 1]
 
@@ -27,13 +28,13 @@ PLACES = [
 
 
 @pytest.mark.parametrize(("schedule", "stages", "chunks", "layers", "head"), PLACES)
-def test_no_other_dealing_has_a_faster_slowest_stage(
+def test_no_other_division_has_a_faster_slowest_stage(
     schedule: str, stages: int, chunks: int, layers: int, head: float
 ) -> None:
-    dealt = deal_blocks(layers, schedule=schedule, stages=stages, chunks=chunks, head=head)
+    dealt = divide_blocks(layers, schedule=schedule, stages=stages, chunks=chunks, head=head)
     assert sum(dealt) == layers and len(dealt) == stages * chunks and min(dealt) >= 1
     found = imbalance(dealt, schedule=schedule, stages=stages, head=head)
-    last, _ = place(schedule, stages, stages * chunks - 1)
+    last, _ = stage_and_chunk(schedule, stages, stages * chunks - 1)
     fastest = min(
         max(n + head * (stage == last) for stage, n in enumerate(blocks))
         for blocks in product(range(chunks, layers + 1), repeat=stages)
@@ -44,19 +45,19 @@ def test_no_other_dealing_has_a_faster_slowest_stage(
 
 @pytest.mark.parametrize("chunks", [2, 4])
 def test_the_chunk_with_the_head_has_fewer_blocks(chunks: int) -> None:
-    """It is this one that all others of an interleaved pipeline would wait for."""
+    """All other chunks of an interleaved pipeline would otherwise wait for this one."""
     pipeline = Pipeline(stages=4, chunks=chunks, micro_batches=16, schedule="interleaved")
     layers, head = 4 * chunks * 2 - 1, 1.0
 
     def seconds(dealt: tuple[int, ...]) -> float:
         def of(work: Pass) -> float:
-            position = pipeline.position(work.stage, work.chunk)
-            blocks = dealt[position] + head * (position == pipeline.positions - 1)
+            position = pipeline.virtual_stage(work.stage, work.chunk)
+            blocks = dealt[position] + head * (position == pipeline.virtual_stages - 1)
             return blocks if work.kind == FORWARD else 2 * blocks
 
         return pipeline_seconds(simulate(pipeline, of))
 
-    dealt = deal_blocks(layers, schedule="interleaved", stages=4, chunks=chunks, head=head)
+    dealt = divide_blocks(layers, schedule="interleaved", stages=4, chunks=chunks, head=head)
     assert dealt == (2,) * (4 * chunks - 1) + (1,)
     others = [tuple(2 - (n == k) for n in range(4 * chunks)) for k in range(4 * chunks - 1)]
     assert all(seconds(dealt) < seconds(other) for other in others)
@@ -69,9 +70,9 @@ def test_a_head_costs_as_many_blocks_as_it_multiplies() -> None:
     assert head_in_blocks(model, "full") == pytest.approx(whole * 3 / 4)
 
 
-def test_even_dealing_gives_the_first_ones_one_more() -> None:
-    assert deal_evenly(126, 16) == (8,) * 14 + (7,) * 2
-    assert deal_evenly(6, 3) == (2, 2, 2)
+def test_an_uneven_division_gives_the_first_parts_one_more() -> None:
+    assert divide_evenly(126, 16) == (8,) * 14 + (7,) * 2
+    assert divide_evenly(6, 3) == (2, 2, 2)
 
 
 @pytest.mark.parametrize(
@@ -81,7 +82,9 @@ def test_even_dealing_gives_the_first_ones_one_more() -> None:
         ((2, 2, 2, 2), 2, "blocks of 2 chunks of 2 stages: 4 x 2; the slowest stage has 11.1%"),
     ],
 )
-def test_the_dealing_is_said_in_a_line(dealt: tuple[int, ...], stages: int, text: str) -> None:
+def test_the_division_is_described_in_a_line(
+    dealt: tuple[int, ...], stages: int, text: str
+) -> None:
     schedule = "1f1b" if len(dealt) == stages else "interleaved"
     said = balance_text(dealt, schedule=schedule, stages=stages, head=1.0)
     assert said == f"{text} more to do than the mean"
@@ -91,7 +94,7 @@ def test_the_dealing_is_said_in_a_line(dealt: tuple[int, ...], stages: int, text
 def test_the_catalogue_is_balanced(recipe: Recipe) -> None:
     layout = recipe.layout
     head = head_in_blocks(recipe.model, layout.recompute)
-    dealt = recipe.blocks_of_positions
+    dealt = recipe.blocks_of_virtual_stages
     assert sum(dealt) == recipe.model.layers and min(dealt) > 0
     found = imbalance(dealt, schedule=layout.schedule, stages=layout.pipeline, head=head)
     stage = (recipe.model.layers + head) / layout.pipeline

@@ -1,4 +1,4 @@
-"""The order of a pipeline's passes is DeepSpeed's and the papers'; its time is what they say."""
+"""The orders of passes agree with DeepSpeed and the papers, and so do their step times."""
 
 from collections import defaultdict
 from collections.abc import Callable
@@ -51,7 +51,7 @@ def name(pipeline: Pipeline) -> str:
 def seconds(
     pipeline: Pipeline, forward: float = 1.0, backward: float = 1.0, weight: float = 1.0
 ) -> Callable[[Pass], float]:
-    """Of a micro-batch through all chunks of a stage; where backward is whole it has both parts."""
+    """Return the durations of a micro-batch's passes; an undivided backward pass has both parts."""
     whole = backward + (0.0 if pipeline.splits else weight)
     spent = {FORWARD: forward, BACKWARD: whole, WEIGHT: weight}
     return lambda work: spent[work.kind] / pipeline.chunks
@@ -74,7 +74,7 @@ def all_passes(pipeline: Pipeline) -> set[Pass]:
 
 
 def too_early(pipeline: Pipeline, timeline: Timeline, transfer: float) -> list:
-    """What runs before it can, or two things at a time."""
+    """Return the passes that start before their input exists or while their stage is busy."""
     ends = {timed.work: timed.end for timed in chain.from_iterable(timeline)}
     wrong = []
     for stage in timeline:
@@ -89,7 +89,7 @@ def too_early(pipeline: Pipeline, timeline: Timeline, transfer: float) -> list:
 
 
 def overtaking(pipeline: Pipeline, orders: list[Order]) -> list:
-    """(sender, receiver, kind) where what is sent first is not wanted first."""
+    """Return each (sender, receiver, kind) whose messages are needed in another order than sent."""
     sent, wanted = defaultdict(list), defaultdict(list)
     for order in orders:
         for work in order:
@@ -106,7 +106,9 @@ def length(pipeline: Pipeline, *spent: float) -> float:
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_every_pass_runs_once_and_what_arrives_first_is_wanted_first(schedule: str) -> None:
+def test_every_pass_runs_once_and_messages_are_needed_in_the_order_of_sending(
+    schedule: str,
+) -> None:
     for pipeline in OF_SCHEDULE[schedule]:
         orders = pipeline.orders
         works = list(chain.from_iterable(orders))
@@ -117,7 +119,7 @@ def test_every_pass_runs_once_and_what_arrives_first_is_wanted_first(schedule: s
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_nobody_waits_for_ever(schedule: str) -> None:
+def test_no_stage_waits_forever(schedule: str) -> None:
     for pipeline in OF_SCHEDULE[schedule]:
         simulate(pipeline, seconds(pipeline))
         simulate(pipeline, uneven, transfer=0.2)
@@ -125,7 +127,7 @@ def test_nobody_waits_for_ever(schedule: str) -> None:
 
 
 @pytest.mark.parametrize("pipeline", FEW, ids=name)
-def test_every_pass_runs_after_what_it_needs(pipeline: Pipeline) -> None:
+def test_every_pass_runs_after_its_input_exists(pipeline: Pipeline) -> None:
     timeline = simulate(pipeline, uneven, transfer=0.2)
     assert too_early(pipeline, timeline, transfer=0.2) == []
     assert too_early(pipeline, timeline, transfer=0.3) or pipeline.stages == 1
@@ -138,14 +140,14 @@ def test_needed_and_receiver_are_each_others_reverse(pipeline: Pipeline) -> None
         if work.kind == WEIGHT:
             assert needed == work._replace(kind=BACKWARD) and pipeline.receiver(work) is None
         elif needed is None:
-            assert work.kind == FORWARD and pipeline.position(work.stage, work.chunk) == 0
+            assert work.kind == FORWARD and pipeline.virtual_stage(work.stage, work.chunk) == 0
         elif needed.kind == work.kind:
             assert pipeline.receiver(needed) == work
         else:  # the loss
             assert pipeline.receiver(needed) is None
-    places = {pipeline.place(position) for position in range(pipeline.positions)}
-    assert len(places) == pipeline.positions
-    assert all(pipeline.place(pipeline.position(*each)) == each for each in places)
+    places = {pipeline.stage_and_chunk(position) for position in range(pipeline.virtual_stages)}
+    assert len(places) == pipeline.virtual_stages
+    assert all(pipeline.stage_and_chunk(pipeline.virtual_stage(*each)) == each for each in places)
 
 
 def test_1f1b_takes_what_the_paper_says() -> None:
@@ -182,7 +184,7 @@ def test_zb_v_waits_half_a_forward_pass_for_each_other_stage() -> None:
 
 
 def test_zb_v_waits_where_passes_take_unequally_long() -> None:
-    """Its order is one for passes of one length; longer ones set the pace of three."""
+    """The order assumes equal durations; otherwise the longest of the three sets the pace."""
     for f, b, w in ((1.0, 1.25, 0.75), (1.0, 0.75, 1.25), (1.0, 2.0, 0.75)):
         few, many = (
             Pipeline(stages=4, chunks=2, micro_batches=m, schedule="zb-v") for m in (16, 20)
@@ -192,7 +194,7 @@ def test_zb_v_waits_where_passes_take_unequally_long() -> None:
 
 
 def test_dualpipev_waits_for_the_backward_pass_of_each_other_stage() -> None:
-    """Without the split of weight gradients it is not the half of the bubble."""
+    """Without separate weight passes the bubble is not halved."""
     for pipeline in OF_SCHEDULE["dualpipev"]:
         p, m = pipeline.stages, pipeline.micro_batches
         if p > 1:
@@ -230,7 +232,7 @@ def test_dualpipev_holds_half_a_micro_batch_more() -> None:
         assert [most_in_flight(order) for order in pipeline.orders] == [2 * p + 1] * p or p == 1
 
 
-def test_all_forward_first_is_seen() -> None:
+def test_running_all_forward_passes_first_is_noticed() -> None:
     pipeline = Pipeline(stages=4, micro_batches=8)
     orders = [
         [Pass(kind, stage, 0, n) for kind in (FORWARD, BACKWARD) for n in range(8)]
@@ -241,7 +243,7 @@ def test_all_forward_first_is_seen() -> None:
     assert [most_in_flight(order) for order in orders] == [8] * 4
 
 
-def test_stages_that_wait_for_each_other_are_seen() -> None:
+def test_a_deadlock_of_stages_is_noticed() -> None:
     pipeline = Pipeline(stages=4, micro_batches=8)
     backwards = [order[::-1] for order in pipeline.orders]
     with pytest.raises(ValueError, match="the stages wait for each other"):
@@ -253,7 +255,7 @@ def test_stages_that_wait_for_each_other_are_seen() -> None:
     assert overtaking(pipeline, orders) == [(1, 2, FORWARD), (2, 3, FORWARD)]
 
 
-def test_a_timeline_that_runs_too_early_is_seen() -> None:
+def test_a_timeline_that_runs_too_early_is_noticed() -> None:
     pipeline = Pipeline(stages=2, micro_batches=3)
     timeline = simulate(pipeline, seconds(pipeline), transfer=0.5)
     assert too_early(pipeline, timeline, transfer=0.5) == []
@@ -287,7 +289,7 @@ def test_dualpipev_is_in_deepspeeds_order(p: int, m: int) -> None:
         assert order == theirs
 
 
-def test_what_has_no_order_is_refused() -> None:
+def test_too_few_micro_batches_are_rejected() -> None:
     message = "dualpipev with 2 stages and 3 micro-batches; use 4"
     with pytest.raises(UserError, match=message):
         Pipeline(stages=2, chunks=2, micro_batches=3, schedule="dualpipev")

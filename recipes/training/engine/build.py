@@ -1,0 +1,225 @@
+"""Build the model of a rank, its optimizer and its engine.
+
+    grid = build_grid(topology)
+    model = build_model(recipe, topology=topology, config=config, grid=grid)
+    optimizer = build_optimizer(model, recipe.optimizer)
+    engine = build_engine(recipe, config=config, grid=grid, model=model, optimizer=optimizer)
+
+`build_from_recipe` makes these four calls.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import deepspeed
+import torch
+from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
+from torch import nn
+
+from models.initialization import initialize
+from models.kernels.fusing import compile_kernels
+from models.layer_specs import (
+    SequentialModel,
+    expect_gradient_scale,
+    layer_names,
+    layer_specs,
+    logical_parameters,
+)
+from models.parallel.collectives import TensorAxis
+from models.pipeline.channels import Boundary
+from models.pipeline.process_grid import ProcessGrid
+from models.pipeline.schedule.balance import pass_proportions
+from models.pipeline.schedule.order import Pipeline
+from models.pipeline.scheduled_engine import ScheduledEngine
+from models.pipeline.stage import Stage
+from recipes.training.engine.deepspeed_patches import import_muon, replace_timers
+from recipes.training.engine.engine import Engine, PipelinedEngine, SequentialEngine
+from recipes.training.engine.zero_patches import without_needless_copies
+from recipes.training.recipe.deepspeed_config import precision, zero_stage
+from recipes.training.recipe.schema import Optimizer, Recipe
+from recipes.training.recipe.topology import Topology
+from recipes.training.runtime.processes import quiet, should_compile
+from recipes.training.supervision.supervisor import Breadcrumb
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def build_from_recipe(
+    recipe: Recipe,
+    topology: Topology,
+    config: dict[str, Any],
+    crumb: Breadcrumb | None = None,
+    lap: Callable[[str], None] = lambda part: None,
+) -> Engine:
+    """Build the process groups, the model, the optimizer and the engine; collective.
+
+    Args:
+        recipe: the recipe
+        topology: the sizes of the parallel axes
+        config: the DeepSpeed configuration of `build_deepspeed_config`
+        crumb: records the engine's current activity for hang reports
+        lap: called with "model" when the model is built
+    """
+    grid = build_grid(topology)
+    model = build_model(recipe, topology=topology, config=config, grid=grid)
+    lap("model")
+    optimizer = build_optimizer(model, recipe.optimizer)
+    return build_engine(
+        recipe, config=config, grid=grid, model=model, optimizer=optimizer, crumb=crumb
+    )
+
+
+def build_grid(topology: Topology) -> ProcessGrid:
+    """Create the process groups of the parallel axes; collective."""
+    return ProcessGrid(
+        PipeModelDataParallelTopology(
+            num_pp=topology.pipeline, num_dp=topology.data, num_mp=topology.tensor
+        )
+    )
+
+
+def build_model(
+    recipe: Recipe, *, topology: Topology, config: dict[str, Any], grid: ProcessGrid
+) -> Stage | SequentialModel:
+    """Build and initialize this rank's part of the model.
+
+    Returns:
+        A stage of the pipeline under ZeRO-1, all layers under ZeRO-2 and 3. This choice decides
+        the kind of engine, too.
+    """
+    axis = tensor_axis(grid, recipe.layout.sequence_parallel)
+    recompute = recipe.layout.recompute
+    interval = recipe.layout.recompute_interval if recompute == "full" else 0
+    specs = layer_specs(recipe.model, axis, recompute_core=recompute == "selective")
+    model: Stage | SequentialModel
+    with quiet():
+        if zero_stage(config) == 1:
+            model = Stage(
+                specs,
+                pipeline=pipeline_of(recipe, topology),
+                grid=grid,
+                layers_of_virtual_stages=layers_of_virtual_stages(recipe),
+                recompute_interval=interval,
+            )
+        else:
+            model = SequentialModel(specs, recompute_interval=interval)
+    initialize(
+        logical_parameters(model, recipe.model),
+        recipe.model,
+        seed=recipe.seed,
+        tensor_rank=axis.rank,
+        tensor_size=axis.size,
+    )
+    if should_compile(recipe.training.compile):
+        compile_kernels(model)
+    return model
+
+
+def build_optimizer(model: nn.Module, settings: Optimizer) -> torch.optim.AdamW:
+    """Build AdamW, with weight decay for matrices and embeddings, but not for norms and biases.
+
+    Every stage has both parameter groups: DeepSpeed reduces the gradient norm group by group, and
+    a stage with only one group would leave the other stages waiting.
+    """
+    decayed = [parameter for parameter in model.parameters() if parameter.dim() >= 2]
+    undecayed = [parameter for parameter in model.parameters() if parameter.dim() < 2]
+    assert decayed and undecayed
+    return torch.optim.AdamW(
+        [
+            {"params": decayed, "weight_decay": settings.weight_decay},
+            {"params": undecayed, "weight_decay": 0.0},
+        ],
+        lr=settings.learning_rate,
+        betas=settings.betas,
+        eps=settings.epsilon,
+        fused=True,
+    )
+
+
+def build_engine(
+    recipe: Recipe,
+    *,
+    config: dict[str, Any],
+    grid: ProcessGrid,
+    model: Stage | SequentialModel,
+    optimizer: torch.optim.Optimizer,
+    crumb: Breadcrumb | None = None,
+) -> Engine:
+    """Build the DeepSpeed engine of a model, with our overrides, and wrap it.
+
+    Args:
+        recipe: the recipe
+        config: the DeepSpeed configuration of `build_deepspeed_config`
+        grid: the process groups
+        model: the result of `build_model`
+        optimizer: the result of `build_optimizer`
+        crumb: records the engine's current activity for hang reports
+    """
+    axis = tensor_axis(grid, recipe.layout.sequence_parallel)
+    import_muon()
+    kind: type[Engine]
+    with quiet():
+        if isinstance(model, Stage):
+            kind = PipelinedEngine
+            wrapped = ScheduledEngine(
+                model, optimizer, config, boundary=boundary(recipe, axis, config)
+            )
+        else:
+            kind = SequentialEngine
+            wrapped, *_ = deepspeed.initialize(
+                model=model, optimizer=optimizer, config=config, mpu=grid
+            )
+    without_needless_copies(wrapped.optimizer)
+    replace_timers(wrapped)
+    if precision(config) == "fp16":
+        expect_gradient_scale(wrapped.module, partial(loss_gradient, wrapped))
+    return kind(wrapped, recipe, axis, crumb or Breadcrumb())
+
+
+def loss_gradient(wrapped: deepspeed.DeepSpeedEngine) -> float:
+    """Return the gradient of a micro-batch's loss in fp16: loss scale / number of micro-batches."""
+    return wrapped.optimizer.loss_scale / wrapped.gradient_accumulation_steps()
+
+
+def pipeline_of(recipe: Recipe, topology: Topology) -> Pipeline:
+    """Return the pipeline of a recipe, which orders the passes of each stage."""
+    return Pipeline(
+        stages=topology.pipeline,
+        chunks=recipe.layout.chunks,
+        micro_batches=recipe.micro_batches(topology.data),
+        schedule=recipe.layout.schedule,
+        proportions=pass_proportions(recipe.model, recipe.layout.recompute),
+    )
+
+
+def layers_of_virtual_stages(recipe: Recipe) -> list[int]:
+    """Return the number of layers of each virtual stage.
+
+    The first and the last one also hold the layers before and after the blocks.
+    """
+    names = layer_names(recipe.model)
+    layers = list(recipe.blocks_of_virtual_stages)
+    layers[0] += names.index("blocks.0")
+    layers[-1] += len(names) - 1 - names.index(f"blocks.{recipe.model.layers - 1}")
+    return layers
+
+
+def boundary(recipe: Recipe, axis: TensorAxis, config: dict[str, Any]) -> Boundary:
+    """Return the shape and type of the activations between virtual stages."""
+    length = recipe.model.sequence_length // (axis.size if axis.sequence_parallel else 1)
+    shape = (length, recipe.batch.micro_sequences, recipe.model.hidden_size)
+    return Boundary(shape, DTYPES[precision(config)], axis)
+
+
+def tensor_axis(grid: ProcessGrid, sequence_parallel: bool) -> TensorAxis:
+    """Return the tensor axis from this rank's perspective."""
+    size = grid.slice_parallel_size
+    if size == 1:
+        return TensorAxis()
+    return TensorAxis(
+        group=grid.get_slice_parallel_group(),
+        rank=grid.get_slice_parallel_rank(),
+        size=size,
+        sequence_parallel=sequence_parallel,
+    )

@@ -1,0 +1,113 @@
+"""Load a recipe from its TOML file and apply the overrides of --set."""
+
+import json
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from models.errors import UserError
+from recipes.training.recipe.errors import explain, root_causes
+from recipes.training.recipe.schema import Recipe
+from recipes.training.recipe.sections import REPOSITORY
+
+DEFAULT_RECIPE = REPOSITORY / "recipes" / "tiny.toml"
+CLUSTER_RECIPE = REPOSITORY / "recipes" / "llama" / "7b.toml"  # has the sections that tiny lacks
+
+
+def shipped_recipes() -> list[Path]:
+    """Return the paths of this repository's recipes: the default first, then family by family."""
+    return [DEFAULT_RECIPE, *sorted((REPOSITORY / "recipes").glob("*/*.toml"))]
+
+
+def short(path: Path) -> Path:
+    """Return a path relative to the current folder if it is inside, as a user would type it."""
+    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+
+
+def origin(path: Path, overrides: Sequence[str]) -> str:
+    """Return a recipe's name for error messages: its file and its overrides."""
+    return f"{short(path)}" + "".join(f" --set {override}" for override in overrides)
+
+
+def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
+    """Read a recipe and apply `section.key=value` overrides (TOML values; a bare word is a string).
+
+    Raises:
+        UserError: one message for all problems, each with its key, its value and a value that
+            works.
+    """
+    table = _read_toml(path)
+    apply_overrides(table, overrides)
+    return parse_recipe(table, origin(path, overrides))
+
+
+def parse_recipe(table: dict[str, Any], name: str) -> Recipe:
+    """Validate a recipe's table; error messages begin with `name`."""
+    try:
+        # pydantic's strict mode accepts an array for a tuple and a table for a dataclass only in
+        # JSON.
+        return Recipe.model_validate_json(json.dumps(table, default=_reject_date))
+    except ValidationError as error:
+        example = _read_toml(CLUSTER_RECIPE) | _read_toml(DEFAULT_RECIPE)
+        problems = [explain(problem, table, Recipe, example) for problem in root_causes(error)]
+    if len(problems) == 1:
+        raise UserError(f"{name}: {problems[0]}")
+    raise UserError("\n  ".join([f"{name}: {len(problems)} problems", *problems]))
+
+
+def _reject_date(value: Any) -> Any:
+    raise UserError(f'{value} is a date in TOML, and no key expects one; write "{value}"')
+
+
+def _read_toml(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8-sig"))
+    except (FileNotFoundError, IsADirectoryError):
+        shipped = ", ".join(str(file.relative_to(REPOSITORY)) for file in shipped_recipes())
+        raise UserError(f"{short(path)}: no such recipe; use one of: {shipped}") from None
+    except OSError as error:
+        raise UserError(
+            f"{short(path)} cannot be read ({error.strerror}); use a file that you can read"
+        ) from None
+    except (ValueError, RecursionError) as error:  # a plain ValueError for 4,301 digits
+        raise UserError(
+            f'{short(path)}: this is not valid TOML: {error}; write lines such as  name = "tiny"'
+        ) from None
+
+
+def apply_overrides(table: dict[str, Any], overrides: Sequence[str]) -> None:
+    """Set keys of a recipe's table, as --set does.
+
+    An override of the schedule also removes the number of chunks and the layers per stage, which
+    belong to the old schedule: the recipe in a run folder has every default written out.
+    """
+    for override in overrides:
+        apply_override(table, override)
+    given = {override.partition("=")[0].strip() for override in overrides}
+    if "layout.schedule" in given:
+        for key in ("chunks", "layers_per_stage"):
+            if f"layout.{key}" not in given and isinstance(table["layout"], dict):
+                table["layout"].pop(key, None)
+
+
+def apply_override(table: dict[str, Any], override: str) -> None:
+    """Set one key of a recipe's table."""
+    name, equals, text = override.partition("=")
+    *sections, key = (part.strip() for part in name.split("."))
+    if not equals or not key or not all(sections):
+        raise UserError(f"--set {override}: write it as --set section.key=value")
+    try:
+        value = tomllib.loads(f"value = {text}")["value"]
+    except (ValueError, RecursionError):
+        value = text.strip()  # a bare word
+    for depth, section in enumerate(sections, start=1):
+        table = table.setdefault(section, {})
+        if not isinstance(table, dict):
+            path = ".".join(sections[:depth])
+            raise UserError(
+                f"--set {override}: {path} is a value, not a section; write --set {path}=..."
+            )
+    table[key] = value
