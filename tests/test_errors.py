@@ -43,25 +43,25 @@ CATCHES = {  # function that catches one of BROAD -> why no defect becomes a use
     "recipes/preparing/tokenization.py: read_report": PARSING,
     "recipes/preparing/tokenizer.py: load_tokenizer": FOREIGN,
     "recipes/pretrain.py: main": RAISES,
-    "recipes/pretrain.py: refused_together": RAISES,
+    "recipes/training/loop/joint_rejection.py: rejected_together": RAISES,
     "recipes/proving/worlds.py: _rank": "a layout that fails is a finding of the proof",
     "recipes/training/checkpoint/writer.py: CheckpointWriter._work": RAISES,
     "recipes/training/data/dataset.py: _check_manifest": PARSING,
     "recipes/training/recipe/deepspeed_config.py: read_deepspeed_json": PARSING,
-    "recipes/training/supervision/flight_recorder.py: within.run": CONTINUES,
+    "recipes/training/supervision/background.py: within.run": CONTINUES,
     "recipes/training/run_folder/lock.py: _parse": PARSING,
     "recipes/training/run_folder/line_file.py: LineFile._parse": PARSING,
     "recipes/training/checkpoint/manifest.py: Manifest.read": PARSING,
     "recipes/training/recipe/loading.py: _read_toml": PARSING,
     "recipes/training/recipe/loading.py: apply_override": PARSING,
-    "recipes/training/supervision/supervisor.py: Background._work": CONTINUES,
+    "recipes/training/supervision/background.py: Background._work": CONTINUES,
     "recipes/training/supervision/supervisor.py: Supervisor._end": CONTINUES,
     "recipes/training/supervision/supervisor.py: Supervisor._watch": CONTINUES,
     "recipes/training/data/token_file.py: read_manifest": PARSING,
-    "recipes/training/tracking/tracker.py: WandbThread._work": CONTINUES,
-    "recipes/training/tracking/tracker.py: has_wandb_key": PARSING,
+    "recipes/training/tracking/wandb_thread.py: WandbThread._work": CONTINUES,
+    "recipes/training/tracking/wandb_settings.py: has_wandb_key": PARSING,
     "recipes/training/tracking/tracker.py: open_tracker": RAISES,
-    "recipes/training/tracking/tracker.py: start_wandb": RAISES,
+    "recipes/training/tracking/wandb_thread.py: start_wandb": RAISES,
 }
 
 
@@ -282,6 +282,8 @@ TOGETHER = """
 import os, sys
 from models.errors import UserError
 from recipes import pretrain
+from recipes.training.loop import rejection
+from recipes.training.loop.joint_rejection import rejected_together
 from recipes.training.runtime.processes import start_processes
 from recipes.training.recipe.topology import World
 
@@ -289,12 +291,12 @@ def main():
     world = World.from_environment(os.environ)
     start_processes(world)
     for kinds in {kinds}:
-        with pretrain.refusals(world), pretrain.refused_together():
+        with rejection.rejections(world), rejected_together():
             if kinds[world.rank]:
                 raise kinds[world.rank]("wrong on rank %d" % world.rank)
 
 pretrain.pretrain = main
-pretrain.SECONDS_FOR_RANK_0_TO_SPEAK = 1
+rejection.SECONDS_FOR_RANK_0_TO_SPEAK = 1
 pretrain.main()
 os._exit(0)
 """

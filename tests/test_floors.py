@@ -51,12 +51,26 @@ NO_TORCH = [  # imported before torch, by commands of a login node, or in proces
     "recipes.training.data.token_file",
     "recipes.training.checkpoint.manifest",
     "recipes.training.checkpoint.tensor_file",
+    "recipes.training.supervision.background",
+    "recipes.training.supervision.breadcrumb",
     "recipes.training.supervision.flight_recorder",
     "recipes.training.supervision.hang_report",
     "recipes.training.supervision.loss_watch",
+    "recipes.training.supervision.stragglers",
     "recipes.training.supervision.watchdog",
+    "recipes.training.loop.after_step",
+    "recipes.training.loop.experiment",
+    "recipes.training.loop.measurements",
+    "recipes.training.loop.rejection",
+    "recipes.training.loop.rollback",
+    "recipes.training.loop.run",
+    "recipes.training.tracking.display",
+    "recipes.training.tracking.messages",
     "recipes.training.tracking.startup",
     "recipes.training.tracking.step_clock",
+    "recipes.training.tracking.tracker",
+    "recipes.training.tracking.wandb_settings",
+    "recipes.training.tracking.wandb_thread",
     "recipes.proving.layouts",
     "recipes.proving.proof_corpus",
     "recipes.proving.shrink",
@@ -112,6 +126,7 @@ def violations(module: str, source: str) -> list[str]:
     """Return the imports that the floor of a module does not allow."""
     level, prefix = floor(module)
     wrong = []
+    at_run_time = imported_modules(source, for_types=False)
     for name in imported_modules(source):
         package = name.split(".")[0]
         ours = package in ("models", "recipes")
@@ -123,7 +138,7 @@ def violations(module: str, source: str) -> list[str]:
             wrong.append(f"{name} is for commands")
         if package == "deepspeed" and is_within(module, NO_DEEPSPEED):
             wrong.append(f"{name} brings DeepSpeed")
-        no_torch = is_within(module, NO_TORCH)
+        no_torch = is_within(module, NO_TORCH) and name in at_run_time
         if no_torch and (
             package in ("torch", "deepspeed") or (ours and not is_within(name, NO_TORCH))
         ):

@@ -1,4 +1,4 @@
-"""The command, started as a user starts it, on a small recipe."""
+"""The command pretrain.py, started as a user starts it, with a small recipe."""
 
 import json
 import os
@@ -24,7 +24,7 @@ from recipes.training.runtime.processes import check_machine
 from tests.conftest import changed, small_recipe
 from tests.ranks import start_ranks
 
-# pretrain.py on a machine whose second rank computes something else from step 2 on.
+# pretrain.py on a machine whose second rank computes different weights from step 2 on.
 FAULTY = """
 import os
 from recipes import pretrain
@@ -106,7 +106,7 @@ def finished(recipe_file: Path, tmp_path_factory: pytest.TempPathFactory) -> tup
 
 
 def deepspeed(*arguments: object, code: int = 0) -> str:
-    """`deepspeed` with two CPU ranks; its output."""
+    """Run `deepspeed` with two CPU ranks; return its output."""
     command = [
         str(Path(sys.executable).with_name("deepspeed")),
         *("--num_gpus", "2", "--master_port", str(free_port())),
@@ -123,7 +123,7 @@ def deepspeed(*arguments: object, code: int = 0) -> str:
 
 
 def two_ranks(*arguments: object, code: int = 0) -> str:
-    """The command on two ranks as `torchrun` would start it; rank 0's output."""
+    """Run the command on two ranks, as `torchrun` would start it; return rank 0's output."""
     command = ["recipes/pretrain.py", *map(str, arguments)]
     with tempfile.TemporaryDirectory() as folder:
         codes, outputs = start_ranks(2, command, folder=Path(folder), seconds=300)
@@ -131,8 +131,8 @@ def two_ranks(*arguments: object, code: int = 0) -> str:
     return outputs[0]
 
 
-def refused(*arguments: object) -> str:
-    """The command on one rank, which refuses; what it says."""
+def rejected(*arguments: object) -> str:
+    """Run the command on one rank, which must reject it; return its output."""
     command = ["recipes/pretrain.py", *map(str, arguments), "--set", "layout.pipeline=1"]
     with tempfile.TemporaryDirectory() as folder:
         codes, outputs = start_ranks(1, command, folder=Path(folder), seconds=300)
@@ -141,7 +141,7 @@ def refused(*arguments: object) -> str:
 
 
 def metrics(folder: Path) -> list[dict[str, Any]]:
-    """The run's metrics without what a clock decides."""
+    """Return the metrics of a run without times."""
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return [{key: line[key] for key in line if key not in TIMED} for line in lines]
 
@@ -150,7 +150,9 @@ def events(folder: Path) -> list[tuple[str, int]]:
     return [(line["event"], line["step"]) for line in RunFolder(folder).read_events()]
 
 
-def test_a_run_leaves_what_the_design_says(finished: tuple[Path, str], recipe_file: Path) -> None:
+def test_a_run_writes_metrics_events_and_checkpoints(
+    finished: tuple[Path, str], recipe_file: Path
+) -> None:
     folder, output = finished
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == list(range(1, 9))
@@ -241,15 +243,15 @@ def test_the_same_seed_gives_the_same_metrics_and_never_starts_again(
         (["--resume", "nowhere"], "--resume nowhere: no checkpoint there"),
     ],
 )
-def test_what_cannot_be_resumed_is_refused(
+def test_a_different_experiment_is_not_resumed(
     finished: tuple[Path, str], recipe_file: Path, arguments: list[str], named: str
 ) -> None:
     steps = ["--set", "training.steps=12"]
-    output = refused(recipe_file, "--run-dir", finished[0], *steps, *arguments)
+    output = rejected(recipe_file, "--run-dir", finished[0], *steps, *arguments)
     assert named in output and "Traceback" not in output and output.count("\n") == 1
 
 
-def test_resuming_an_older_checkpoint_keeps_what_it_then_does(
+def test_resuming_an_older_checkpoint_keeps_the_later_ones_aside(
     finished: tuple[Path, str], recipe_file: Path, tmp_path: Path
 ) -> None:
     folder = tmp_path / "small"
@@ -264,15 +266,15 @@ def test_resuming_an_older_checkpoint_keeps_what_it_then_does(
     assert before.read_bytes() == (finished[0] / "metrics.jsonl").read_bytes()
 
 
-def test_a_run_with_nothing_but_abandoned_checkpoints_does_not_start_again(
+def test_a_run_with_only_abandoned_checkpoints_does_not_start_again(
     finished: tuple[Path, str], recipe_file: Path, tmp_path: Path
 ) -> None:
-    """It was sent back to another one, and killed before it could save."""
+    """The run was rolled back to another checkpoint, and killed before it could save."""
     folder = tmp_path / "small"
     shutil.copytree(finished[0], folder)
     for path in (folder / "checkpoints").iterdir():
         path.rename(path.with_name(f"abandoned-20260101T000000-{path.name}"))
-    output = refused(recipe_file, "--run-dir", folder)
+    output = rejected(recipe_file, "--run-dir", folder)
     assert "belong to branches that were abandoned" in output and "abandoned-2026" in output
     assert metrics(folder) == metrics(finished[0])
 
@@ -327,12 +329,12 @@ def test_a_run_whose_checkpoints_are_all_damaged_does_not_start_again(
     for step in (4, 8):
         flip_a_bit(folder / f"checkpoints/step-000000{step}/manifest.json")
     before = metrics(folder)
-    output = refused(recipe_file, "--run-dir", folder)
+    output = rejected(recipe_file, "--run-dir", folder)
     assert "no checkpoint here can be trusted" in output and "step-0000004" in output
     assert "Traceback" not in output and metrics(folder) == before
 
 
-def test_what_changed_is_written_down(
+def test_changed_keys_are_recorded(
     finished: tuple[Path, str], recipe_file: Path, tmp_path: Path
 ) -> None:
     folder = tmp_path / "small"
@@ -350,7 +352,7 @@ def test_what_changed_is_written_down(
     assert [line["tokens"] for line in metrics(folder)][-3:] == [2048, 2048 + 512, 2048 + 1024]
 
 
-def test_every_so_many_checkpoints_stay(recipe_file: Path, tmp_path: Path) -> None:
+def test_checkpoints_at_an_interval_are_kept(recipe_file: Path, tmp_path: Path) -> None:
     keep = ["checkpoint.every=1", "checkpoint.keep=2", "checkpoint.keep_every=3"]
     options = [word for setting in keep for word in ("--set", setting)]
     two_ranks(recipe_file, "--run-dir", tmp_path / "x", *options)
@@ -358,9 +360,11 @@ def test_every_so_many_checkpoints_stay(recipe_file: Path, tmp_path: Path) -> No
     assert names == [f"step-000000{step}" for step in (3, 6, 7, 8)]
 
 
-def test_what_this_machine_cannot_do_is_refused(recipe_file: Path, tmp_path: Path) -> None:
+def test_a_recipe_that_this_machine_cannot_run_is_rejected(
+    recipe_file: Path, tmp_path: Path
+) -> None:
     fp16 = ["--set", "deepspeed=ds_configs/zero1_fp16.json", "--run-dir", tmp_path / "x"]
-    assert "fp16 needs a GPU and none was found" in refused(recipe_file, *fp16)
+    assert "fp16 needs a GPU and none was found" in rejected(recipe_file, *fp16)
     with pytest.raises(UserError, match="MASTER_ADDR is not set"), mock.patch.dict(os.environ):
         os.environ.pop("MASTER_ADDR", None)
         check_machine(World(size=2), precision="fp32", compile="auto")
@@ -382,7 +386,7 @@ def test_a_run_whose_gradients_are_not_finite_stops(recipe_file: Path, tmp_path:
     assert events(tmp_path / "x") == told
 
 
-def test_a_run_goes_back_and_leaves_the_bad_data_out(recipe_file: Path, tmp_path: Path) -> None:
+def test_a_run_rolls_back_and_skips_the_bad_data(recipe_file: Path, tmp_path: Path) -> None:
     def run(folder: str, script: str, *options: str) -> list[dict[str, Any]]:
         arguments = ["-c", script, str(recipe_file), "--run-dir", str(tmp_path / folder)]
         codes, outputs = start_ranks(2, [*arguments, *options], folder=tmp_path, seconds=300)
@@ -404,7 +408,7 @@ def test_a_run_goes_back_and_leaves_the_bad_data_out(recipe_file: Path, tmp_path
     assert len(list((tmp_path / "x").glob("metrics.2*.jsonl"))) == 1  # with steps 5 .. 7
 
 
-def test_a_run_goes_back_only_so_often(recipe_file: Path, tmp_path: Path) -> None:
+def test_the_number_of_rollbacks_is_limited(recipe_file: Path, tmp_path: Path) -> None:
     arguments = ["-c", POISONED.replace("range(32, 56)", "range(32, 10**6)"), str(recipe_file)]
     options = ["--run-dir", str(tmp_path / "x"), "--set", "supervision.bad_steps=1"]
     codes, outputs = start_ranks(2, [*arguments, *options], folder=tmp_path, seconds=300)
@@ -412,13 +416,13 @@ def test_a_run_goes_back_only_so_often(recipe_file: Path, tmp_path: Path) -> Non
     assert "step 5: the gradient norm is inf, after 2 rollbacks" in outputs[0]
     assert [name for name, _ in events(tmp_path / "x")].count("rollback") == 2
     codes, outputs = start_ranks(2, [*arguments, *options], folder=tmp_path, seconds=300)
-    assert codes == [3, 3], outputs  # the same command goes on behind the bad data, and stops
+    assert codes == [3, 3], outputs  # the same command resumes after the bad data, and stops
     assert "after 2 rollbacks" in outputs[0]
     assert RunFolder(tmp_path / "x").read_metrics()[-1]["tokens"] == 32 * (32 + 3 * 8)
 
 
 def poisoned(recipe_file: Path, folder: Path, samples: tuple[int, ...], *settings: str) -> str:
-    """The command on two ranks, with bad micro-batches that begin at these samples; its output."""
+    """Run two ranks with bad micro-batches that begin at these samples; return rank 0's output."""
     script = POISONED.replace("range(32, 56)", repr(samples))
     options = [word for setting in settings for word in ("--set", setting)]
     arguments = ["-c", script, str(recipe_file), "--run-dir", str(folder), *options]
@@ -446,7 +450,7 @@ def test_a_bad_last_step_is_rolled_back(recipe_file: Path, tmp_path: Path) -> No
     assert ends == [8, 16, 24, 32, 72, 80, 88, 96]
 
 
-def test_a_bad_last_step_that_cannot_be_rolled_back_is_left_out(
+def test_a_bad_last_step_that_cannot_be_rolled_back_is_skipped(
     recipe_file: Path, tmp_path: Path
 ) -> None:
     settings = ("supervision.rollbacks=0", "training.evaluate_every=0")
@@ -476,7 +480,7 @@ def test_a_folder_without_flock_is_a_warning(recipe_file: Path, tmp_path: Path) 
     ("every", "stopped"),
     [(3, 3), (100, 4), (0, None)],  # at its interval; before a save; never
 )
-def test_a_run_whose_copies_drift_apart_stops(
+def test_a_run_whose_replicas_diverge_stops(
     every: int, stopped: int | None, recipe_file: Path, tmp_path: Path
 ) -> None:
     settings = ("layout.pipeline=1", "layout.tensor=2", f"training.compare_replicas_every={every}")
@@ -493,13 +497,13 @@ def test_a_run_whose_copies_drift_apart_stops(
         assert events(tmp_path / "x") == told
 
 
-def test_a_bad_recipe_is_refused_once_under_the_launcher() -> None:
+def test_a_bad_recipe_is_rejected_once_under_the_launcher() -> None:
     output = deepspeed("--set", "layout.pipeline=9", code=2)
     assert output.count("layout.pipeline = 9 has more stages than model.layers") == 1
     assert "Traceback" not in output
 
 
-def test_a_corpus_that_is_not_there_is_refused(recipe_file: Path, tmp_path: Path) -> None:
+def test_a_missing_corpus_is_rejected(recipe_file: Path, tmp_path: Path) -> None:
     arguments = ["--set", "data.validation=nowhere/x", "--run-dir", tmp_path / "x"]
     output = two_ranks(recipe_file, *arguments, code=2)
     assert "nowhere/x.idx is missing; make it with recipes/prepare_data.py" in output
@@ -521,7 +525,7 @@ pretrain.main()
 """
 
 
-def test_validation_data_that_cannot_be_read_stop_the_run(
+def test_unreadable_validation_data_stop_the_run(
     corpus: Path, recipe_file: Path, tmp_path: Path
 ) -> None:
     shutil.copytree(corpus, tmp_path / "corpus")
@@ -537,7 +541,7 @@ def test_validation_data_that_cannot_be_read_stop_the_run(
     assert (stop["event"], stop["step"], stop["exit_code"]) == ("stop", 4, 3)
 
 
-def test_a_damaged_wandb_id_is_refused_before_the_run_begins(
+def test_a_damaged_wandb_id_is_rejected_before_the_run_begins(
     recipe_file: Path, tmp_path: Path
 ) -> None:
     run_id = tmp_path / "run" / "wandb" / "run_id"

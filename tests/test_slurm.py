@@ -139,7 +139,7 @@ def test_a_job_without_hosts_says_so(
 
 
 def shell_lines() -> list[str]:
-    """The commands of all shell scripts and of the Makefile, comments left out."""
+    """Return the lines of all shell scripts and of the Makefile, without comments."""
     scripts = [REPOSITORY / "Makefile", REPOSITORY / ".ci" / "run", *TEMPLATES]
     scripts += (REPOSITORY / "tests").rglob("*.sh")
     lines = [line for script in scripts for line in script.read_text().splitlines()]
@@ -147,7 +147,7 @@ def shell_lines() -> list[str]:
 
 
 def test_no_pipe_ends_in_a_command_that_stops_reading() -> None:
-    """With pipefail, its writer's SIGPIPE would end the script, and only where output is long."""
+    """With pipefail, the SIGPIPE of the writer would end the script if the output is long."""
     assert len(shell_lines()) > 200
     stops_reading = re.compile(r"\|\s*(head|sed|awk|read|grep\s+(-\w*[qm]|--quiet|--max-count))\b")
     assert [line for line in shell_lines() if stops_reading.search(line)] == []

@@ -23,6 +23,7 @@ from benchmarks.one_step.shapes import Shape
 from benchmarks.taking_turns import Player, Turn, median_seconds, players, ratio, take_turns
 from recipes import pretrain
 from recipes.proving.proof_corpus import write_corpus
+from recipes.training.loop.run import Run
 from recipes.training.runtime.processes import keep_memory, on_gpu
 
 ENGINES = {"ZeRO-1": 1, "ZeRO-2": 2}  # the latter, on one data rank, as the former
@@ -96,11 +97,9 @@ def play(pipe: Connection, recipe: Path, run_folder: Path) -> None:
     pretrain.pretrain()
 
 
-def train_in_turns(
-    pipe: Connection, train: Callable[..., Any], run: pretrain.Run, step: int
-) -> Any:
+def train_in_turns(pipe: Connection, train: Callable[..., Any], run: Run, step: int) -> Any:
     """`pretrain.train` with a feed that waits for the parent."""
-    run.feed.take = InTurns(pipe, run.feed.take)
+    run.prefetcher.take = InTurns(pipe, run.prefetcher.take)
     return train(run, step)
 
 

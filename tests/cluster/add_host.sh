@@ -11,7 +11,7 @@ setsid $unshare "$host" "$folder" "$name" "$address" "$slurm" \
   </dev/null >>"$folder/$name.log" 2>&1 &
 until child=$(pgrep -P $!) && [ -n "$child" ]; do sleep 0.02; done
 echo "$child" >"$folder/$name.pid"
-# The same hardware address each time, or the others would go on writing to the one they know.
+# Use the same hardware address each time; other hosts would keep writing to the one they know.
 hardware=$(printf '02:00:00:00:00:%02x' "${address##*.}")
 ip link add "$name" type veth peer name eth0 address "$hardware" netns "$child"
 ip link set "$name" master bridge0 up

@@ -1,8 +1,8 @@
-"""Some hosts on this machine: real sshd, pdsh, munge and Slurm, each in namespaces of its own.
+"""A simulated cluster on this machine: hosts with real sshd, pdsh, munge and Slurm in namespaces.
 
-A host has its own network address, host name, processes, /dev/shm and /run; all of them hang below
-one process namespace, so that nothing outlives it and a `pkill` over ssh hits nobody else. The file
-system is shared, as a cluster's is. Needs root and Debian's packages PACKAGES.
+A host has its own network address, host name, processes, /dev/shm and /run. All hosts are below one
+process namespace, so that no process outlives the cluster, and a `pkill` over ssh hits no process
+outside it. The file system is shared, as in a cluster. Needs root and the Debian packages PACKAGES.
 
     with Cluster(hosts=4, slurm=True) as cluster:
         cluster.run("deepspeed --hostfile ...")         # on the head
@@ -34,7 +34,7 @@ OWN_NAMESPACES = (
 
 
 def missing(*, hosts: bool = True) -> str:
-    """Return why there can be no cluster here, or no head without hosts; "" if there can."""
+    """Return the reason that a cluster, or a head without hosts, cannot run here; "" if it can."""
     if os.geteuid() != 0:
         return "hosts of its own need root"
     programs = PROGRAMS if hosts else PROGRAMS_OF_HEAD
@@ -48,7 +48,7 @@ def missing(*, hosts: bool = True) -> str:
 class Cluster:
     """`hosts` hosts named node1, node2, ...; two fake GPUs each for Slurm, or `gpus`.
 
-    hosts: 0: only the head, which then needs no sshd and no Slurm
+    hosts: number of hosts; with 0 there is only the head, which needs no sshd and no Slurm
     slurm: start slurmctld on the head and slurmd on the hosts
     """
 
@@ -61,7 +61,7 @@ class Cluster:
         self._write_files()
         self.log = (self.folder / "log").open("w")
         self._root = subprocess.Popen(
-            # It ends with whoever has made it, however that ends.
+            # The namespace ends with the process that made it, even if that is killed.
             [
                 "setpriv",
                 "--pdeathsig",
@@ -90,13 +90,13 @@ class Cluster:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._root.kill()  # and with it, by --kill-child, the namespace and all that is in it
+        self._root.kill()  # --kill-child then ends the namespace with all its processes
         self._root.wait()
         self.log.close()
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def command(self, command: str, host: str = "head") -> list[str]:
-        """What runs a shell command on a host."""
+        """Return the command that runs a shell command on a host."""
         if host != "head":
             command = shlex.join(["ssh", host, f"cd {shlex.quote(os.getcwd())}; {command}"])
         child = f"/proc/{self._root.pid}/task/{self._root.pid}/children"
@@ -119,7 +119,7 @@ class Cluster:
 
     @property
     def environment(self) -> dict[str, str]:
-        """What commands on the head see; nothing of ours."""
+        """Return the environment of commands on the head, without that of this process."""
         return {
             "PATH": f"{Path(sys.executable).parent}:{PATH}",
             "HOME": str(self.folder / "home"),
@@ -137,15 +137,15 @@ class Cluster:
         self._until(lambda: self._answers(host), host)
 
     def cut_link(self, host: str) -> None:
-        """Take a host's network away; what runs there goes on."""
+        """Cut a host's network; its processes continue."""
         self.run(f"ip link set {host} down")
 
     def mend_link(self, host: str) -> None:
-        """Give it back."""
+        """Restore a host's network."""
         self.run(f"ip link set {host} up")
 
     def processes(self, pattern: str) -> list[str]:
-        """Command lines, of all hosts, that match a regular expression."""
+        """Return the command lines, on all hosts, that match a regular expression."""
         found = self.run(f"pgrep -af -- {shlex.quote(pattern)}").stdout.splitlines()
         return [line for line in found if "pgrep" not in line]
 
@@ -166,11 +166,11 @@ class Cluster:
         counted = self.run("sinfo --noheader --states=idle --format=%D").stdout.strip()
         return counted == str(len(self.hosts))
 
-    def _until(self, condition: Callable[[], bool], what: str) -> None:
+    def _until(self, condition: Callable[[], bool], name: str) -> None:
         deadline = time.monotonic() + SECONDS_TO_START
         while not condition():
             if time.monotonic() > deadline or self._root.poll() is not None:
-                raise RuntimeError(f"{what} does not start: {(self.folder / 'log').read_text()}")
+                raise RuntimeError(f"{name} does not start: {(self.folder / 'log').read_text()}")
             time.sleep(0.05)
 
     def _write_files(self) -> None:

@@ -1,6 +1,6 @@
-"""pretrain.py with a fault that the end of the recipe's name chooses; rank 1 has it.
+"""pretrain.py with a fault on rank 1, chosen by the last part of the recipe's name.
 
-nan: its gradients are not finite from step 4 on; sleep: it stays in step 4; crash: it ends there
+nan: gradients are not finite from step 4 on; sleep: the rank sleeps in step 4; crash: it raises
 """
 
 import sys
@@ -19,7 +19,7 @@ healthy, steps = Engine.train_step, []
 
 
 def train_step(self, micro_batches, learning_rate):
-    """A step that goes wrong."""
+    """Run a step, with the fault from step 4 on."""
     steps.append(learning_rate)
     fault = self.recipe.name.rpartition("-")[2]
     chosen = dist.get_rank() == 1

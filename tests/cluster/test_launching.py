@@ -23,7 +23,7 @@ pytestmark = [
     pytest.mark.skipif(bool(missing()), reason=f"no cluster here: {missing()}"),
 ]
 CPU = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
-CANARY = "5ec7e7" + "c0ffee" * 5 + "cafe"  # looks like a key of W&B and is nobody's
+CANARY = "5ec7e7" + "c0ffee" * 5 + "cafe"  # looks like a key of W&B, but is not one
 TIMED = (
     "step_seconds", "between_seconds", "data_seconds", "validation_seconds", "tokens_per_second",
     "tflops_per_gpu", "memory_gb",
@@ -38,7 +38,7 @@ def cluster() -> Iterator[Cluster]:
 
 
 def write_recipe(corpus: Path, file: Path, **changes: Any) -> Path:
-    """Two ranks a node on four nodes: tensor 2 inside them, a stage on each."""
+    """Write a recipe for four nodes of two ranks: tensor = 2 within a node, one stage per node."""
     settings = {
         "name": "small",
         "model__layers": 4,
@@ -54,7 +54,7 @@ def write_recipe(corpus: Path, file: Path, **changes: Any) -> Path:
 
 
 def metrics(folder: Path) -> list[dict[str, Any]]:
-    """The lines of a run, without what differs between runs."""
+    """Return the metrics of a run without times."""
     lines = RunFolder(folder).read_metrics()
     return [{k: v for k, v in line.items() if k not in TIMED} for line in lines]
 
@@ -73,12 +73,12 @@ class Job:
         self.cluster, self.number = cluster, re.search(r"\d+", done.stdout)[0]
 
     def facts(self) -> dict[str, str]:
-        """What Slurm knows."""
+        """Return the properties that Slurm reports."""
         shown = self.cluster.run(f"scontrol show job {self.number}").stdout
         return dict(re.findall(r"(\w+)=(\S*)", shown))
 
     def wait(self, *states: str) -> dict[str, str]:
-        """Until it is in such a state, and stays there for a moment."""
+        """Wait until the job remains in one of some states; return its properties."""
         deadline, seen = time.monotonic() + SECONDS_OF_A_JOB, 0
         while seen < 3:
             facts = self.facts()
@@ -88,7 +88,7 @@ class Job:
         return facts
 
     def words(self, facts: dict[str, str] | None = None) -> str:
-        """What it has printed."""
+        """Return the output of the job."""
         return Path((facts or self.facts())["StdOut"]).read_text(errors="replace")
 
 
@@ -118,7 +118,7 @@ def wait_for_step(folder: Path, step: int) -> None:
 
 @pytest.fixture(scope="module")
 def alone(cluster: Cluster, corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same training by one process."""
+    """Return the run folder of the same training by one process."""
     folder = tmp_path_factory.mktemp("alone")
     one = {"nodes": 1, "gpus_per_node": 1, "gpu": "H100"}
     layout = {"layout__tensor": 1, "layout__pipeline": 1}
@@ -157,7 +157,7 @@ def test_a_job_trains_as_one_process_does(submit, alone: Path, tmp_path: Path) -
         assert ours["loss"] == pytest.approx(one["loss"], rel=1e-6)
 
 
-def test_before_its_time_limit_a_job_is_saved_and_goes_on(submit, tmp_path: Path) -> None:
+def test_a_job_is_saved_before_its_time_limit_and_resumes(submit, tmp_path: Path) -> None:
     job = submit(training__steps=60)
     wait_for_step(tmp_path / "run", 10)
     assert job.cluster.run(f"scancel --batch --signal=USR1 {job.number}").returncode == 0
@@ -171,9 +171,7 @@ def test_before_its_time_limit_a_job_is_saved_and_goes_on(submit, tmp_path: Path
     assert disturbed == metrics(tmp_path / "run") and len(disturbed) == 60
 
 
-def test_a_job_goes_on_without_a_host_that_has_died(
-    submit, cluster: Cluster, tmp_path: Path
-) -> None:
+def test_a_job_resumes_without_a_dead_host(submit, cluster: Cluster, tmp_path: Path) -> None:
     job = submit(
         training__steps=150,
         checkpoint__every=5,
@@ -202,7 +200,7 @@ def test_a_job_that_always_fails_stops(submit, tmp_path: Path) -> None:
     assert "failed twice without a checkpoint after step 0 (exit code 3)" in job.words(facts)
 
 
-def test_a_refused_recipe_does_not_start_again(submit, tmp_path: Path) -> None:
+def test_a_rejected_recipe_is_not_requeued(submit, tmp_path: Path) -> None:
     job = submit("--set", "layout.pipeline=3")
     facts = job.wait("FAILED", "COMPLETED")
     assert facts["ExitCode"] == "2:0" and facts["Restarts"] == "0"
@@ -256,11 +254,11 @@ def test_templates_are_accepted_at_eight_gpus_a_node(corpus: Path, tmp_path: Pat
         assert subprocess.run(["bash", "-n", script], capture_output=True).stderr == b"", script
 
 
-def test_a_key_is_nowhere(submit, cluster: Cluster, corpus: Path, tmp_path: Path) -> None:
-    """A canary in place of a key: in no log, argument list, run folder or checkpoint."""
+def test_a_key_appears_nowhere(submit, cluster: Cluster, corpus: Path, tmp_path: Path) -> None:
+    """A canary in place of a key must not appear in logs, arguments, run folders or checkpoints."""
     (tmp_path / "key").write_text(CANARY)
     (tmp_path / "key").chmod(0o600)
-    offline = {"WANDB_BASE_URL": "http://127.0.0.1:9"}  # nobody listens there
+    offline = {"WANDB_BASE_URL": "http://127.0.0.1:9"}  # no server listens there
     secrets = [{"WANDB_API_KEY": CANARY}, {"WANDB_API_KEY_FILE": str(tmp_path / "key")}]
     (tmp_path / "hosts").write_text("".join(f"{host} slots=2\n" for host in cluster.hosts[:2]))
     two = {"nodes": 2, "gpus_per_node": 2, "gpu": "H100"}
@@ -273,7 +271,7 @@ def test_a_key_is_nowhere(submit, cluster: Cluster, corpus: Path, tmp_path: Path
     command = ["deepspeed", "--hostfile", str(tmp_path / "hosts"), "--num_nodes", "2"]
     command += ["recipes/pretrain.py", str(tmp_path / "recipe.toml")]
     command += ["--set", "cluster.gpu=cpu"]  # DS_ACCELERATOR does not reach the hosts
-    command += ["--set", "tracking.mode=offline"]  # to look for its server takes W&B a minute
+    command += ["--set", "tracking.mode=offline"]  # W&B would look for its server for a minute
     with (tmp_path / "deepspeed.log").open("w") as log:
         process = subprocess.Popen(
             cluster.command(shlex.join([*command, "--run-dir", str(tmp_path / "run2")])),
@@ -301,5 +299,5 @@ def test_a_key_is_nowhere(submit, cluster: Cluster, corpus: Path, tmp_path: Path
 
 
 def arguments_of_all(cluster: Cluster) -> str:
-    """The command lines of all processes on all hosts."""
+    """Return the command lines of all processes on all hosts."""
     return cluster.run("cat /proc/[0-9]*/cmdline").stdout

@@ -1,9 +1,9 @@
-"""Inject faults into runs on a cluster of this machine, and see how they end.
+"""Inject faults into runs on a simulated cluster, and check how the runs end.
 
 Each run is started by `deepspeed`, on the head alone (two ranks) or over ssh on two hosts with two
-ranks each. When it trains, something happens to it. It must end, with a code that is no success
-(but for one that DeepSpeed gives), and leave no process on any host; what can be saved is saved,
-and a hang is explained. Prints a table; exit code 1 if anything is not so.
+ranks each. Once it trains, a fault is injected. The run must end with a failure code (except for
+one case in which DeepSpeed returns success) and leave no process on any host. It must save if it
+can, and explain a hang. The command prints a table, and its exit code is 1 if a check fails.
 
     python tests/fault_injection/faults.py
     python tests/fault_injection/faults.py --only "SIGSTOP to a rank"
@@ -50,7 +50,7 @@ ENVIRONMENT = {
     "PYTHONUNBUFFERED": "1",
 }
 FAULTY = "tests/cluster/faulty_pretrain.py"
-OURS = r"pretrain\.py|deepspeed\.launcher|bin/deepspeed|guard\.py|pdsh"
+OURS = r"pretrain\.py|deepspeed\.launcher|bin/deepspeed|watchdog\.py|pdsh"
 RANK, LAUNCHER, DEEPSPEED = (
     r"-u [^ ]*pretrain\.py --local_rank={}", r"^[^ ]*python[^ ]* -u -m deepspeed\.launcher\.launch",
     r"^[^ ]*python[^ ]* [^ ]*bin/deepspeed",
@@ -59,9 +59,9 @@ RANK, LAUNCHER, DEEPSPEED = (
 
 @dataclass
 class Job:
-    """A run that is going on.
+    """A run in progress.
 
-    hosts: of its ranks; none: on the head, without ssh
+    hosts: the hosts of its ranks; empty if it runs on the head, without ssh
     """
 
     cluster: Cluster
@@ -76,37 +76,37 @@ class Job:
         assert done.returncode == 0, f"no process {pattern} on {host}"
 
     def wait_for_step(self, step: int) -> None:
-        """Until so many steps are done."""
+        """Wait until a step is done."""
         deadline = time.monotonic() + SECONDS_TO_TRAIN
         while self.steps() < step:
             if time.monotonic() > deadline or self.process.poll() is not None:
-                raise RuntimeError(f"it does not train: {self.words()}")
+                raise RuntimeError(f"the run does not train: {self.words()}")
             time.sleep(0.05)
 
     def steps(self) -> int:
-        """How many are done."""
+        """Return the number of finished steps."""
         metrics = self.folder / "metrics.jsonl"
         return metrics.read_text().count("\n") if metrics.exists() else 0
 
     def words(self) -> str:
-        """Return what it has printed, as far as it can be read."""
+        """Return the output of the run, as far as it can be read."""
         return self.output.text()
 
     def left(self) -> list[str]:
-        """Processes of the job, on any host."""
+        """Return the command lines of the job's processes on all hosts."""
         return self.cluster.processes(OURS)
 
 
 @dataclass(frozen=True)
 class Fault:
-    """Something that happens to a run.
+    """A fault that is injected into a run.
 
-    do: makes it happen, once the run trains
-    codes: of `deepspeed`, that are right
-    says: regular expressions that the run's output must match
-    saves: whether a checkpoint of the step where it stopped must be there
-    inside: the fault of tests/cluster/faulty_pretrain.py that it has instead; none: pretrain.py
-    seconds: that it may take to end
+    do: injects the fault, once the run trains
+    codes: allowed exit codes of `deepspeed`
+    says: regular expressions that the output of the run must match
+    saves: the run must have saved its last step
+    inside: the fault of tests/cluster/faulty_pretrain.py to use instead; empty for none
+    seconds: time limit for the end of the run
     """
 
     name: str
@@ -121,7 +121,7 @@ class Fault:
 
 @dataclass
 class Outcome:
-    """How a run has ended."""
+    """The end of a run, and the checks that failed."""
 
     fault: Fault
     output: str
@@ -140,12 +140,12 @@ class Outcome:
 
 
 def send(name: str, pattern: str, host: str = "head") -> Callable[[Job], None]:
-    """A signal to a process of the job."""
+    """Return a function that sends a signal to a process of the job."""
     return lambda job: job.signal(name, pattern, host)
 
 
 def suspend(job: Job) -> None:
-    """Stop `deepspeed` on the head: ranks on other hosts cannot know, and train on."""
+    """Suspend `deepspeed` on the head; ranks on other hosts do not notice, and train on."""
     job.signal("STOP", DEEPSPEED)
     before = job.steps()
     time.sleep(LIMIT_SECONDS)
@@ -155,9 +155,9 @@ def suspend(job: Job) -> None:
 
 
 def faults() -> list[Fault]:
-    """All that is injected."""
+    """Return all faults."""
     second, one = RANK.format(1), ()
-    asked = {"saves": True, "says": ("the same command goes on",)}
+    asked = {"saves": True, "says": ("rerun the same command to resume",)}
     named = r"rank 1 \(head\) does not answer: stopped, dead or cut off"
     there = r"rank 3 \(node2\) does not answer"
     gone = "its launcher, process .* is gone"
@@ -206,14 +206,14 @@ def faults() -> list[Fault]:
 
 
 def inject(cluster: Cluster, fault: Fault, number: int, kind: str = "pipe") -> Outcome:
-    """Start a run, spoil its output, make the fault happen, and see how the run ends."""
+    """Start a run, spoil its output, inject a fault, and check how the run ends."""
     with Output(kind) as output:
         job = start(cluster, fault, cluster.folder / f"run{number}", output)
         return end(cluster, fault, job)
 
 
 def end(cluster: Cluster, fault: Fault, job: Job) -> Outcome:
-    """Make a fault happen to a run."""
+    """Inject a fault into a run, and wait for the end of the run."""
     job.wait_for_step(3)
     job.output.spoil()
     started = time.monotonic()
@@ -221,13 +221,13 @@ def end(cluster: Cluster, fault: Fault, job: Job) -> Outcome:
     while job.left() and time.monotonic() < started + fault.seconds:
         time.sleep(0.1)
     outcome = Outcome(fault, job.output.kind, time.monotonic() - started, None, job.left())
-    job.process.send_signal(signal.SIGCONT)  # nsenter stops itself when what it runs is stopped
+    job.process.send_signal(signal.SIGCONT)  # nsenter stops itself when its child is stopped
     with contextlib.suppress(subprocess.TimeoutExpired):
         outcome.code = job.process.wait(timeout=5)
     outcome.wrong = judge(job, outcome)
     for line in outcome.left:
         cluster.run(f"kill -9 {line.split()[0]}")
-    for host in cluster.hosts:  # as they were
+    for host in cluster.hosts:  # restore the hosts
         if cluster.run("true", host=host).returncode:
             cluster.mend_link(host)
             if cluster.run("true", host=host).returncode:
@@ -271,7 +271,7 @@ def start(cluster: Cluster, fault: Fault, folder: Path, output: Output) -> Job:
 
 
 def judge(job: Job, outcome: Outcome) -> list[str]:
-    """What is not as it must be."""
+    """Return the checks that failed."""
     fault, wrong = outcome.fault, []
     if outcome.code not in fault.codes:
         wrong.append(f"exit code {outcome.code}, not {fault.codes}")
@@ -292,19 +292,19 @@ def judge(job: Job, outcome: Outcome) -> list[str]:
 
 
 def main() -> None:
-    """Inject, print."""
+    """Inject the chosen faults, and print a table."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--only", action="append", help="names of faults")
-    parser.add_argument("--one-host", action="store_true", help="faults that need no ssh")
+    parser.add_argument("--one-host", action="store_true", help="only faults that need no ssh")
     parser.add_argument(
         "--output", action="append", choices=["pipe", *UNREAD], help="of the run; default: pipe"
     )
     options = parser.parse_args()
     if missing(hosts=not options.one_host):
         sys.exit(f"faults.py: {missing(hosts=not options.one_host)}")
-    print("| fault | on | output | seconds | exit code | processes left | as it must be |")
+    print("| fault | on | output | seconds | exit code | processes left | as expected |")
     print("|---|---|---|---|---|---|---|")
     chosen = [f for f in faults() if not options.only or f.name in options.only]
     chosen = [f for f in chosen if not (options.one_host and f.hosts)]

@@ -1,10 +1,10 @@
-"""Kill a run again and again, at random instants, and see that nothing is lost.
+"""Kill a run repeatedly, at random times, and check that nothing is lost.
 
-A small run of four processes (pipeline 2 x data 2) saves every second step. Again and again one of
-its ranks, several or all get SIGKILL: while they start, in the middle of a step, in the middle of a
-save. Before each restart every published checkpoint must pass verification. After it the run must
-resume from the newest checkpoint. Every line of metrics.jsonl must equal, bit for bit, that of an
-undisturbed run. The exit code is 1 if one of these conditions is violated.
+A small run of four processes (pipeline 2 x data 2) saves every second step. One of its ranks,
+several or all are killed repeatedly: while they start, in the middle of a step, in the middle of a
+save. Before each restart every published checkpoint must pass verification. After the restart the
+run must resume from the newest checkpoint. Every line of metrics.jsonl must equal, bit for bit,
+that of an undisturbed run. The exit code is 1 if one of these conditions is violated.
 
     make soak
     python tests/fault_injection/soak.py --kills 20 --seed 7
@@ -43,19 +43,19 @@ IMPORTED = [
     "recipes.training.tracking.tracker",
 ]
 RANKS = 4
-SECONDS = 120  # a run that takes longer hangs
+MAX_SECONDS = 120  # a run that takes longer hangs
 TIMED = (
     "step_seconds", "between_seconds", "data_seconds", "validation_seconds", "tokens_per_second",
     "tflops_per_gpu", "memory_gb",
 )  # fmt: skip
-LAST_WORDS = 2000  # characters of a rank's output, in a report
+OUTPUT_CHARACTERS = 2000  # characters of a rank's output, in a report
 
 
 @dataclass
 class Report:
-    """What has been seen.
+    """The results of a soak.
 
-    kills: by the phase that they hit and how many ranks
+    kills: number of kills, by the phase of the run and the number of ranks
     """
 
     kills: Counter = field(default_factory=Counter)
@@ -77,23 +77,23 @@ class Report:
 
 
 class Run:
-    """One run folder and the processes that work on it."""
+    """A run folder and the processes that work on it."""
 
     def __init__(self, recipe: Path, folder: Path, fault: str | None):
         self.recipe, self.folder, self.fault = recipe, folder, fault
         self.checkpoints = folder / "checkpoints"
         self.processes: list[Any] = []
-        self.debris: set[Path] = set()  # of killed saves, when it was started
+        self.debris: set[Path] = set()  # of killed saves, at the start of the run
 
     def start(self) -> None:
-        """Start all ranks; imports are done already, in the server they are forked from."""
+        """Start all ranks, forked from a server that has done the imports."""
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(IMPORTED)
         self.debris = set(self.checkpoints.glob(INCOMPLETE))
-        port, place = free_port(), (self.recipe, self.folder, self.fault)
+        port, job = free_port(), (self.recipe, self.folder, self.fault)
         with environment(RANK_ENVIRONMENT):
             self.processes = [
-                context.Process(target=_rank, args=(rank, port, place), daemon=True)
+                context.Process(target=_rank, args=(rank, port, job), daemon=True)
                 for rank in range(RANKS)
             ]
             for process in self.processes:
@@ -101,17 +101,17 @@ class Run:
 
     @property
     def alive(self) -> bool:
-        """Whether all ranks are running."""
+        """Return True if all ranks are running."""
         return all(process.is_alive() for process in self.processes)
 
     def kill(self, ranks: list[int]) -> None:
-        """SIGKILL to these ranks."""
+        """Send SIGKILL to some ranks."""
         for rank in ranks:
             if self.processes[rank].is_alive():
                 os.kill(self.processes[rank].pid, signal.SIGKILL)
 
     def end(self, patience: float) -> list[int]:
-        """What a launcher does when a rank has died: end the others; all exit codes."""
+        """End all ranks, as a launcher does when a rank has died; return the exit codes."""
         deadline = time.monotonic() + patience
         while any(p.is_alive() for p in self.processes) and time.monotonic() < deadline:
             time.sleep(0.002)
@@ -121,16 +121,16 @@ class Run:
         return [process.exitcode for process in self.processes]
 
     def finish(self) -> list[int]:
-        """Wait for a run that nobody disturbs."""
-        return self.end(SECONDS)
+        """Wait for the end of an undisturbed run; return the exit codes."""
+        return self.end(MAX_SECONDS)
 
     def metrics(self) -> dict[int, dict[str, Any]]:
-        """The complete lines by step, without what a clock decides."""
+        """Return the complete lines of metrics.jsonl by step, without times."""
         lines = self._lines("metrics.jsonl")
         return {x["step"]: {k: v for k, v in x.items() if k not in TIMED} for x in lines}
 
     def events(self) -> list[dict[str, Any]]:
-        """The complete lines of events.jsonl."""
+        """Return the complete lines of events.jsonl."""
         return self._lines("events.jsonl")
 
     def _lines(self, name: str) -> list[dict[str, Any]]:
@@ -140,35 +140,41 @@ class Run:
 
     @property
     def saving(self) -> bool:
-        """Whether a save is under way."""
+        """Return True while a checkpoint is being written."""
         return bool(set(self.checkpoints.glob(INCOMPLETE)) - self.debris)
 
     def phase(self, events: int) -> str:
-        """What the run is doing; events: there were so many when it was started."""
+        """Return the phase of the run.
+
+        events: number of events at the start of the run
+        """
         if self.saving:
             return "in a save"
         return "in a step" if len(self.events()) > events else "at the start"
 
     def newest(self) -> int:
-        """The step of the newest published checkpoint; 0: there is none."""
+        """Return the step of the newest published checkpoint; 0 if there is none."""
         return max(map(step_of, published(self.checkpoints)), default=0)
 
     def last_words(self) -> str:
-        """The end of every rank's output."""
+        """Return the end of every rank's output."""
         files = sorted(self.folder.parent.glob(f"{self.folder.name}-rank*"))
-        return "\n".join(file.read_text(errors="replace")[-LAST_WORDS:] for file in files)
+        return "\n".join(file.read_text(errors="replace")[-OUTPUT_CHARACTERS:] for file in files)
 
 
 def soak(
     folder: Path, *, kills: int, seed: int, resumes: int = 0, fault: str | None = None
 ) -> Report:
-    """Kill so many times, and go on until a run was resumed so often.
+    """Kill runs until the numbers of kills and of resumed runs are reached.
 
-    fault: of `FAULTS`, to see that it is noticed
+    kills: number of kills
+    seed: of the random times and victims
+    resumes: number of resumed runs
+    fault: one of `FAULTS`, to check that it is detected
     """
     chance, report = random.Random(seed), Report()
     recipe = write_recipe(folder)
-    for name in ("imports", "undisturbed"):  # the first one waits for the server
+    for name in ("imports", "undisturbed"):  # the first run waits for the server
         undisturbed = Run(recipe, folder / name, None)
         started = time.monotonic()
         undisturbed.start()
@@ -182,7 +188,7 @@ def soak(
         starts = len(run.events())
         run.start()
         phase = wait_for_an_instant(run, chance, seconds=seconds, events=starts)
-        if phase is None:  # it was quicker
+        if phase is None:  # the run has ended before the kill
             codes = run.finish()
             report.wrong += compare(run, expected, before, starts)
             if any(codes) or run.metrics() != expected:
@@ -206,10 +212,13 @@ def soak(
 def wait_for_an_instant(
     run: Run, chance: random.Random, *, seconds: float, events: int
 ) -> str | None:
-    """Wait until a random instant, half of the time inside a save; None: the run has ended.
+    """Wait until a random time, in half of the cases inside a save.
 
-    seconds: a whole run takes
-    events: that there were when it was started
+    seconds: duration of a whole run
+    events: number of events at the start of the run
+
+    Returns:
+        The phase of the run; None if the run has ended.
     """
     deadline = time.monotonic() + chance.uniform(0, seconds)
     in_a_save = chance.random() < 0.5
@@ -223,10 +232,10 @@ def wait_for_an_instant(
 
 
 def compare(run: Run, expected: dict[int, dict], before: int, starts: int) -> list[str]:
-    """What is wrong with a run folder after a kill.
+    """Return the problems of a run folder after a kill.
 
-    before: the newest checkpoint when the run was started
-    starts: the events until then
+    before: step of the newest checkpoint at the start of the run
+    starts: number of events at the start of the run
     """
     name, wrong = run.folder.name, []
     for checkpoint in published(run.checkpoints):
@@ -252,7 +261,7 @@ def compare(run: Run, expected: dict[int, dict], before: int, starts: int) -> li
 
 
 def write_recipe(folder: Path) -> Path:
-    """A recipe whose run takes seconds, and its corpus."""
+    """Write a corpus and a recipe whose run takes seconds; return the recipe's file."""
     write_corpus(folder / "data", VOCAB_SIZE)
     table = changed(
         small_recipe(folder / "data"),
@@ -268,12 +277,12 @@ def write_recipe(folder: Path) -> Path:
     return file
 
 
-def _rank(rank: int, port: int, place: tuple[Path, Path, str | None]) -> None:
-    """One process: the command, as a launcher would start it.
+def _rank(rank: int, port: int, job: tuple[Path, Path, str | None]) -> None:
+    """Run the command in one process, as a launcher would start it.
 
-    place: recipe, run folder and fault
+    job: recipe, run folder and fault
     """
-    recipe, folder, fault = place
+    recipe, folder, fault = job
     os.environ |= RANK_ENVIRONMENT | {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
@@ -295,7 +304,7 @@ def _rank(rank: int, port: int, place: tuple[Path, Path, str | None]) -> None:
 
 
 def _publish_early() -> None:
-    """A checkpoint has its name before its files are written."""
+    """Give a checkpoint its final name before its files are written."""
     from recipes.training.checkpoint.writer import CheckpointWriter
 
     healthy = CheckpointWriter._write_together
@@ -309,7 +318,7 @@ def _publish_early() -> None:
 
 
 def _forget_moments() -> None:
-    """A resumed run's optimizer starts afresh."""
+    """Let a resumed run start with a new optimizer state."""
     from recipes.training.checkpoint.state import TrainingState
 
     healthy = TrainingState.restore
@@ -321,7 +330,7 @@ def _forget_moments() -> None:
 
 
 def _read_again() -> None:
-    """A resumed run reads the corpus from its beginning again."""
+    """Let a resumed run read the corpus from its beginning."""
     from recipes.training.data.dataset import TrainingData
     from recipes.training.run_folder.progress import Progress
 
@@ -339,13 +348,13 @@ FAULTS = {
 
 
 def main() -> None:
-    """Run the soak, print what was seen."""
+    """Run the soak, and print its report."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--kills", type=int, default=200, help="default: 200")
     parser.add_argument("--seed", type=int, default=0, help="default: 0")
-    parser.add_argument("--fault", choices=FAULTS, help="break the code first, to see it noticed")
+    parser.add_argument("--fault", choices=FAULTS, help="a fault that the soak must detect")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         report = soak(Path(folder), kills=options.kills, seed=options.seed, fault=options.fault)

@@ -59,7 +59,7 @@ from tests.fault_injection.soak_faults import (
 )
 
 RANKS, STEPS, EVERY = 2, 20, 4
-SECONDS = 240  # a start that takes longer hangs
+MAX_SECONDS = 240  # a start that takes longer hangs
 HEALTHY = "optimizer.learning_rate=0.0005"  # another branch, in which no step is bad
 MISTAKES = (
     ("--resume", "nowhere"),
@@ -68,7 +68,7 @@ MISTAKES = (
     ("--set", "layout.pipeline=9"),
 )
 WAYS = ("automatic", "automatic", "automatic", "checkpoint", "checkpoint", "mistake", "never")
-ENDINGS = {  # by the way that the run was started; "": it is not killed
+ENDINGS = {  # by the way in which the run was started; "" for a run that is not killed
     "never": ("operation", "", "loading"),
     "checkpoint": ("loading", "operation", "time"),
     "automatic": ("", "operation", "time", "time", "loading"),
@@ -81,13 +81,13 @@ class Branch:
     """A branch of the run, as it should be.
 
     Attributes:
-        resume: what was asked for: "never" or a checkpoint
-        options: that every start in this branch has
+        resume: the request, "never" or a checkpoint
+        options: options of every start in this branch
         once: the name of the request
-        metrics: of an undisturbed run, by step
-        discarded: the lines of steps that it has rolled back
+        metrics: metrics of an undisturbed run, by step
+        discarded: metrics lines of steps that were rolled back
         reads: samples that the ranks read in each step
-        announced: whether a start has said that it is in this branch
+        announced: a start has printed that it is in this branch
     """
 
     resume: str
@@ -101,7 +101,7 @@ class Branch:
 
 @dataclass
 class Report:
-    """The rounds by kind, and what is wrong."""
+    """The number of rounds by kind, and the problems that were found."""
 
     seed: int
     rounds: Counter = field(default_factory=Counter)
@@ -152,7 +152,7 @@ class Soak:
         return {x["step"]: without_times(x) for x in lines}, discarded, reads_of(folder)
 
     def round(self) -> None:
-        """Start the run in some way, kill it or let it end, and look at what is there."""
+        """Start the run in some way, kill it or let it end, and check the run folder."""
         kind, words = self.choose()
         plan = self.choose_plan(kind) if kind != "mistake" else None
         if kind == "automatic" and self.folder.exists() and self.chance.random() < 0.3:
@@ -202,11 +202,11 @@ class Soak:
         return kind, ["--resume", branch.resume, "--resume-once", branch.once, *branch.options]
 
     def choose_plan(self, kind: str) -> tuple[Any, ...] | None:
-        """Choose how a start is killed: (kind, number); None: it is not."""
+        """Choose how a start is killed: (kind, number); None if it is not killed."""
         ending = self.draw(ENDINGS[kind])
         if not ending:
             return None
-        if ending == "operation":  # most of the first ones are those of a request
+        if ending == "operation":  # most of the first operations belong to a request
             return ending, self.chance.randrange(1, self.chance.choice([20, 200]))
         if ending == "loading":
             return ending, self.chance.randrange(RANKS)
@@ -222,23 +222,23 @@ class Soak:
     def start(
         self, folder: Path, options: list[str], plan: tuple[Any, ...] | None
     ) -> list[int | None]:
-        """Start all ranks, carry the plan out, and end the others as a launcher does."""
+        """Start all ranks, kill some as planned, and end the others as a launcher does."""
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(IMPORTED)
         fault = self.fault if folder == self.folder else None
-        place = (self.recipe, folder, options, plan, fault)
+        job = (self.recipe, folder, options, plan, fault)
         port = free_port()
-        for rank in range(RANKS):  # a rank that is killed at once would leave the last start's
+        for rank in range(RANKS):  # a rank that is killed at once leaves the previous log
             log_file(folder, rank).unlink(missing_ok=True)
         with environment(RANK_ENVIRONMENT):
             ranks = [
-                context.Process(target=_rank, args=(rank, port, place), daemon=True)
+                context.Process(target=_rank, args=(rank, port, job), daemon=True)
                 for rank in range(RANKS)
             ]
             for process in ranks:
                 process.start()
         self.pids = [process.pid for process in ranks]
-        deadline = time.monotonic() + SECONDS
+        deadline = time.monotonic() + MAX_SECONDS
         if plan and plan[0] == "time":
             deadline = time.monotonic() + plan[1]
         while all(process.is_alive() for process in ranks) and time.monotonic() < deadline:
@@ -248,7 +248,7 @@ class Soak:
                 if plan[2] >> rank & 1 and process.is_alive():
                     os.kill(process.pid, signal.SIGKILL)
         if all(process.exitcode in (0, REFUSED, None) for process in ranks):
-            for process in ranks:  # one has ended by itself; so should the others
+            for process in ranks:  # if one rank has ended by itself, the others should end too
                 process.join(30)
         for process in ranks:
             process.kill()
@@ -256,7 +256,7 @@ class Soak:
         return [process.exitcode for process in ranks]
 
     def check(self, codes: list[int | None], *, killed: bool) -> list[str]:
-        """Return what is wrong with the run folder after a start has ended."""
+        """Return the problems of the run folder after a start has ended."""
         wrong, branch = [], self.branch
         allowed = {0, 1, -signal.SIGKILL} if killed else {0}
         if not set(codes) <= allowed:
@@ -275,7 +275,7 @@ class Soak:
         return wrong
 
     def compare(self, finished: bool) -> list[str]:
-        """Return where the run differs from the undisturbed one of its branch."""
+        """Return the differences from the undisturbed run of this branch."""
         wrong, branch, folder = [], self.branch, RunFolder(self.folder)
         lines = [(line["step"], without_times(line)) for line in folder.read_metrics()]
         if [step for step, _ in lines] != list(range(1, len(lines) + 1)):
@@ -302,13 +302,13 @@ class Soak:
         return published(self.folder / "checkpoints")
 
     def words(self, folder: Path) -> str:
-        """Return what the ranks of the newest start have printed."""
+        """Return the output of the ranks of the newest start."""
         logs = [log_file(folder, rank) for rank in range(RANKS)]
         return "\n".join(log.read_text(errors="replace")[-6000:] for log in logs if log.exists())
 
 
 def soak(home: Path, *, rounds: int, seed: int, fault: str | None = None) -> Report:
-    """Do rounds until something is wrong; fault: one of FAULTS, to see that it is noticed."""
+    """Do rounds until something is wrong; fault: one of FAULTS, to check that it is detected."""
     run = Soak(home, seed, fault)
     while run.report.rounds.total() < rounds and not run.report.wrong:
         run.round()
@@ -330,7 +330,7 @@ def write_recipe(home: Path) -> Path:
         checkpoint__keep=100,
         supervision__bad_steps=2,
         supervision__rollbacks=1,
-        supervision__hang_seconds=SECONDS,
+        supervision__hang_seconds=MAX_SECONDS,
     )
     file = home / "soak.toml"
     file.write_text(tomli_w.dumps(table))
@@ -372,7 +372,7 @@ def left_over(ranks: Collection[int], *, seconds: float = 10) -> list[str]:
 
 
 def reads_file(folder: Path) -> Path:
-    """Return the file that lists which samples were read, beside a run folder."""
+    """Return the file next to a run folder that lists the samples that were read."""
     return folder.with_name(f"{folder.name}-reads.jsonl")
 
 
@@ -389,12 +389,12 @@ def reads_of(folder: Path) -> dict[int, list[int]]:
     return {step: sorted(chain(*ranks.values())) for step, ranks in newest.items()}
 
 
-def _rank(rank: int, port: int, place: tuple[Any, ...]) -> None:
+def _rank(rank: int, port: int, job: tuple[Any, ...]) -> None:
     """One process: the command, as a launcher would start it.
 
-    place: recipe, run folder, options, plan and fault
+    job: recipe, run folder, options, plan and fault
     """
-    recipe, folder, options, plan, fault = place
+    recipe, folder, options, plan, fault = job
     os.environ |= RANK_ENVIRONMENT | rank_variables(rank, RANKS, port)
     output = os.open(log_file(folder, rank), os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(output, 1)

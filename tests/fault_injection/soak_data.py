@@ -1,9 +1,9 @@
-"""Kill prepare_data.py at random instants, and see that the corpus is the undisturbed one.
+"""Kill prepare_data.py at random times, and check that the corpus equals the undisturbed one.
 
-A small corpus of many pieces is prepared by two processes. Again and again one of them, the command
-itself or all get SIGKILL; then the same command is started again. Finished pieces must stay, nobody
-may go on without the command, and in the end every file must be, byte for byte, what an undisturbed
-preparation writes. Exit code 1 if anything is not so.
+Two processes prepare a small corpus of many pieces. One of them, the command itself or all are
+killed repeatedly, and the same command is started again. Finished pieces must remain, no process
+may continue without the command, and in the end every file must equal, byte for byte, that of an
+undisturbed preparation. The exit code is 1 if a check fails.
 
     make soak
     python tests/fault_injection/soak_data.py --kills 50 --seed 7
@@ -31,17 +31,17 @@ import psutil
 from recipes.training.recipe.loading import REPOSITORY
 
 PIECE_BYTES = 2**16
-PREPARATION_SECONDS = 120  # one that takes longer hangs
-SECONDS_TO_FOLLOW = 10  # for processes whose command is gone
+PREPARATION_SECONDS = 120  # a preparation that takes longer hangs
+SECONDS_TO_FOLLOW = 10  # until the processes of a killed command have ended
 VICTIMS = ("the command", "a process", "all of them")
 COMMAND = f"import recipes.prepare_data as p; p.SMALLEST_PIECE = {PIECE_BYTES}; p.main()"
 
 
 @dataclass
 class Report:
-    """What has been seen.
+    """The results of a soak.
 
-    kills: by victim and by what there was: no piece yet, pieces, all of them
+    kills: number of kills, by victim and by the pieces that were finished
     """
 
     kills: Counter = field(default_factory=Counter)
@@ -52,7 +52,7 @@ class Report:
         return "\n".join(
             [
                 f"{self.kills.total()} kills:",
-                *(f"  {count:4} {what}" for what, count in sorted(self.kills.items())),
+                *(f"  {count:4} {kind}" for kind, count in sorted(self.kills.items())),
                 f"{self.corpora} corpora compared",
                 *(f"wrong: {text}" for text in self.wrong),
                 "nothing was lost" if not self.wrong else f"{len(self.wrong)} things are wrong",
@@ -61,7 +61,7 @@ class Report:
 
 
 def soak(folder: Path, *, kills: int, seed: int, megabytes: float = 12) -> Report:
-    """Kill so many times; corpus after corpus until that is done."""
+    """Prepare corpora until the number of kills is reached."""
     source, expected = folder / "source.jsonl", folder / "undisturbed"
     write_source(source, int(megabytes * 1e6))
     started = time.monotonic()
@@ -84,42 +84,42 @@ def soak(folder: Path, *, kills: int, seed: int, megabytes: float = 12) -> Repor
 def prepare_under_fire(
     report: Report, chance: random.Random, kills: int, *, source: Path, output: Path, seconds: float
 ) -> None:
-    """Prepare one corpus, killing as long as kills are left and it is not there.
+    """Prepare one corpus, with kills until the corpus is finished or no kills are left.
 
-    seconds: that it takes undisturbed
+    seconds: duration of an undisturbed preparation
     """
     pieces: set[str] = set()
     while True:
         process = start(source, output)
         armed = report.kills.total() < kills
-        if chance.random() < 0.7:  # when it has come to the pieces that are left
+        if chance.random() < 0.7:  # wait until the next piece is finished
             while process.poll() is None and finished(output) <= pieces:
                 time.sleep(0.005)
         instant = time.monotonic() + chance.uniform(0, seconds / 3)
         while process.poll() is None and (not armed or time.monotonic() < instant):
             time.sleep(0.005)
             if time.monotonic() > instant + PREPARATION_SECONDS:
-                report.wrong.append("it hangs")
+                report.wrong.append("the preparation hangs")
                 process.kill()
                 return
         if process.returncode is not None:
             if process.returncode:
-                report.wrong.append(f"it failed: {process.communicate()[0]}")
+                report.wrong.append(f"the preparation failed: {process.communicate()[0]}")
             return
         victim = kill(process, chance)
         now = finished(output)
-        what = "no piece" if not now else "some pieces" if not output.is_dir() else "all there"
-        report.kills[f"{victim}, {what} finished"] += 1
+        pieces_done = "no piece" if not now else "all" if output.is_dir() else "some pieces"
+        report.kills[f"{victim}, {pieces_done} finished"] += 1
         if not pieces <= now and not (output / "manifest.json").is_file():
             report.wrong.append(f"{len(pieces - now)} finished pieces are gone")
         pieces = now
 
 
 def kill(process: subprocess.Popen, chance: random.Random) -> str:
-    """SIGKILL to a victim, which is returned, and wait until all are gone.
+    """Kill a random victim, wait until all processes have ended, and return the victim.
 
     Raises:
-        TimeoutError: somebody stays.
+        TimeoutError: a process is still running.
     """
     command = psutil.Process(process.pid)
     family = command.children(recursive=True)
@@ -143,7 +143,7 @@ def kill(process: subprocess.Popen, chance: random.Random) -> str:
 
 
 def is_worker(process: psutil.Process) -> bool:
-    """Whether it is one of those that tokenize."""
+    """Return True for a process that tokenizes."""
     try:
         return "spawn_main" in " ".join(process.cmdline())
     except psutil.Error:
@@ -151,7 +151,7 @@ def is_worker(process: psutil.Process) -> bool:
 
 
 def start(source: Path, output: Path) -> subprocess.Popen:
-    """The command, into a pipe that is read at its end."""
+    """Start the command, with its output in a pipe that is read at its end."""
     options = ["--source", source, "--output", output, "--vocab-size", 400, "--processes", 2]
     return subprocess.Popen(
         [sys.executable, "-c", COMMAND, *map(str, options)],
@@ -163,13 +163,13 @@ def start(source: Path, output: Path) -> subprocess.Popen:
 
 
 def finished(output: Path) -> set[str]:
-    """The pieces that have their names."""
+    """Return the names of the finished pieces."""
     folder = output.with_name(output.name + ".incomplete") / "pieces"
     return {path.name for path in folder.glob("*") if not path.suffix}
 
 
 def compare(expected: Path, found: Path) -> list[str]:
-    """What is different between two corpora, but for their own names in the manifest."""
+    """Return the files that differ between two corpora, apart from the corpora's own paths."""
     trees = [
         {str(file.relative_to(root)): file for file in root.rglob("*") if file.is_file()}
         for root in (expected, found)
@@ -186,7 +186,7 @@ def compare(expected: Path, found: Path) -> list[str]:
 
 
 def write_source(path: Path, size: int) -> None:
-    """Parts of Python's standard library as documents, so many bytes."""
+    """Write parts of Python's standard library as documents, `size` bytes in all."""
     with path.open("w") as stream:
         for file in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
             text = file.read_text(errors="ignore")
@@ -196,7 +196,7 @@ def write_source(path: Path, size: int) -> None:
 
 
 def main() -> None:
-    """Soak, report."""
+    """Run the soak, and print its report."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

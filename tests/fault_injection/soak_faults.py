@@ -8,7 +8,7 @@ from recipes.training.run_folder.folder import RunFolder
 from recipes.training.run_folder.line_file import LineFile
 
 BATCH = 8  # samples of a step
-BAD_SAMPLES = {  # first samples of bad steps, and what follows from them
+BAD_SAMPLES = {  # first samples of bad steps, and their consequences
     40: "step 6 is left out",
     72: "and 80: steps 10 and 11, back to 8", 80: "",
     128: "and 136: steps 14 and 15, back to 12", 136: "",

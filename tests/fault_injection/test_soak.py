@@ -1,4 +1,4 @@
-"""A short soak, and that it sees what it is for."""
+"""A short soak, and faults that it must detect."""
 
 from pathlib import Path
 
@@ -8,7 +8,7 @@ from tests.fault_injection.soak import FAULTS, soak
 
 
 def test_nothing_is_lost_under_kills(tmp_path: Path) -> None:
-    # That some kills hit a save is seen by the faults below: "publish early" shows in no other way.
+    # The faults below show that some kills hit a save: "publish early" is detected in no other way.
     report = soak(tmp_path, kills=5, seed=1, resumes=2)
     assert not report.wrong, str(report)
     assert report.kills.total() >= 5 and report.resumes >= 2
@@ -19,6 +19,6 @@ def test_nothing_is_lost_under_kills(tmp_path: Path) -> None:
 def test_a_fault_is_noticed(fault: str, tmp_path: Path) -> None:
     report = soak(tmp_path, kills=30, seed=2, fault=fault)
     wrong = "\n".join(report.wrong)
-    # Noticed for what it is, and not because the fault itself has crashed the run.
+    # The fault is detected by its effect, and not because it has crashed the run.
     assert ("manifest.json is missing" if fault == "publish early" else " instead of {") in wrong
     assert "Traceback" not in wrong

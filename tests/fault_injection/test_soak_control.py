@@ -1,4 +1,4 @@
-"""A short soak of starts, kills, rollbacks and requests, and of faults that it has to detect."""
+"""A short soak of starts, kills, rollbacks and requests, and of faults that it must detect."""
 
 import re
 import subprocess
@@ -12,7 +12,7 @@ from tests.fault_injection.soak_control import left_over, soak
 from tests.fault_injection.soak_faults import FAULTS
 
 
-def test_the_run_stays_in_the_branch_that_was_asked_for(tmp_path: Path) -> None:
+def test_the_run_stays_on_the_requested_branch(tmp_path: Path) -> None:
     report = soak(tmp_path, rounds=10, seed=1)
     print(report)
     assert not report.wrong, str(report)
@@ -34,8 +34,8 @@ def test_a_watchdog_that_outlives_its_rank_is_reported() -> None:
 RANK = """
 import os, subprocess, sys
 command = [sys.executable, "-I", "-S", sys.argv[1], str(os.getpid()), "rank 0"]
-guard = subprocess.Popen(command, stdin=subprocess.PIPE)
-while not open(f"/proc/{guard.pid}/cmdline").read():  # the kernel fills it in after exec
+watchdog = subprocess.Popen(command, stdin=subprocess.PIPE)
+while not open(f"/proc/{watchdog.pid}/cmdline").read():  # the kernel fills it in after exec
     pass
 print("started", flush=True)
 sys.stdin.read()

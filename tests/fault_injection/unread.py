@@ -13,8 +13,8 @@ FILLING = b"." * 1023 + b"\n"
 class Output:
     """A file descriptor for the output of a process; a thread reads it until it is spoiled.
 
-    kind: "pipe", which stays sound; one of UNREAD; or "halted terminal", after Ctrl-S. /dev/full is
-        full from the beginning
+    kind: "pipe", which is always read; one of UNREAD; or "halted terminal", after Ctrl-S.
+        /dev/full is full from the beginning
     """
 
     def __init__(self, kind: str):
@@ -58,14 +58,14 @@ class Output:
         return b"".join(self._parts).replace(FILLING, b"").decode(errors="replace")
 
     def stop_reading(self) -> None:
-        """Leave what is written in the pipe."""
+        """Stop the thread; later output stays in the pipe."""
         self._reading.clear()
         if self._thread:
             self._thread.join()
             self._thread = None
 
     def resume_reading(self) -> None:
-        """Read what is written until `stop_reading`."""
+        """Read the output in a thread, until `stop_reading`."""
         self._reading.set()
         self._thread = threading.Thread(target=self._keep_reading, daemon=True)
         self._thread.start()

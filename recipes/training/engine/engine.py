@@ -25,10 +25,10 @@ from models.sharding import sharding_of
 from recipes.training.checkpoint.reader import CheckpointReader
 from recipes.training.checkpoint.state import Fragment, TrainingState, training_state
 from recipes.training.data.micro_batch import MicroBatch
+from recipes.training.engine.stopwatch import Stopwatch
 from recipes.training.recipe.schema import Recipe
+from recipes.training.supervision.breadcrumb import Breadcrumb
 from recipes.training.supervision.replicas import CopyGroup, differing_copies
-from recipes.training.supervision.stragglers import Stopwatch
-from recipes.training.supervision.supervisor import Breadcrumb
 
 
 @dataclass(frozen=True)

@@ -135,17 +135,24 @@ class OutputThread:
 
 
 class EnduringStream:
-    """A text stream in front of an OutputThread; text that cannot be written is dropped."""
+    """A text stream in front of an OutputThread; text that cannot be written is dropped.
+
+    Attributes:
+        source: name of this process, with which each line begins after the time; empty for lines
+            without a label
+    """
 
     def __init__(self, stream: TextIO, thread: OutputThread):
         self._stream, self._thread = stream, thread
         self._lock = threading.RLock()
         self._line = ""
+        self.source = ""
+        self._starts_line = True
 
     def write(self, text: str) -> int:
         """Take text, and hand it on when a line is complete."""
         with self._lock:
-            self._line += text
+            self._line += self._labelled(text)
             if "\n" in text or "\r" in text or len(self._line) > CHUNK_BYTES:
                 self.flush()
         return len(text)
@@ -167,8 +174,35 @@ class EnduringStream:
         self.flush()
         return self._thread.finish(seconds, at_most=at_most)
 
+    def _labelled(self, text: str) -> str:
+        """Return text with a label at the beginning of each line that is not empty."""
+        lines = text.splitlines(keepends=True)
+        labelled = []
+        for line in lines:
+            if self.source and self._starts_line and line.strip():
+                labelled.append(line_label(self.source))
+            labelled.append(line)
+            self._starts_line = line.endswith(("\n", "\r"))
+        return "".join(labelled)
+
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
+
+
+def line_label(source: str) -> str:
+    """Return the beginning of a line of a log, such as "[2026-01-31T23:59:59 rank 3] "."""
+    return f"[{time.strftime('%Y-%m-%dT%H:%M:%S')} {source}] "
+
+
+def label_lines(rank: int) -> None:
+    """Begin each line of output with the time and the rank, except on a terminal.
+
+    Lines in the log of a job can then be ordered and told apart. `outlive_output` must have been
+    called; other streams are not changed.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, EnduringStream) and not stream.isatty():
+            stream.source = f"rank {rank}"
 
 
 def outlive_output() -> None:

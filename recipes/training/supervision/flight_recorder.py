@@ -8,26 +8,24 @@ not joined the collective yet.
 
 import json
 import re
-import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 MAX_PENDING = 4  # operations of a group that a report keeps, oldest first
 MAX_STATEMENTS = 4  # in a message
 MAX_RANKS_IN_MESSAGE = 8
 TRANSFER = re.compile(r"(?:send|recv) (\d+)(?:->|<-)(\d+)")  # "send 0->1", "recv 1<-0": group ranks
 
-T = TypeVar("T")
-
 
 @dataclass(frozen=True)
 class Operation:
     """A collective, a send or a receive that has been launched and has not ended.
 
-    name: name without the backend, such as "all_reduce" or "send 0->1"
-    sequence: number within the group; collectives and transfers are counted separately
-    sizes: sizes of the inputs, or of the outputs if there are no inputs
+    Attributes:
+        name: name without the backend, such as "all_reduce" or "send 0->1"
+        sequence: number within the group; collectives and transfers are counted separately
+        sizes: sizes of the inputs, or of the outputs if there are no inputs
     """
 
     name: str
@@ -49,9 +47,11 @@ class Operation:
 class Launched:
     """The operations that one rank has launched on one process group.
 
-    ranks: the group's global ranks; empty: unknown
-    collectives, transfers: the newest sequence numbers
-    pending: the oldest operations that have not ended
+    Attributes:
+        ranks: the group's global ranks; empty if they are unknown
+        collectives: the newest sequence number of a collective
+        transfers: the newest sequence number of a transfer
+        pending: the oldest operations that have not ended
     """
 
     group: str
@@ -68,7 +68,7 @@ class Launched:
         return cls(**{**table, "pending": pending})
 
     def has_launched(self, operation: Operation) -> bool:
-        """Tell whether this rank has launched an operation of the group."""
+        """Return True if this rank has launched an operation of the group."""
         newest = self.transfers if operation.is_transfer else self.collectives
         return newest >= operation.sequence
 
@@ -105,7 +105,7 @@ def read_dump(
 
 
 def is_pending(entry: Mapping[str, Any]) -> bool:
-    """Tell whether an operation has not ended.
+    """Return True if an operation has not ended.
 
     torch's watchdog retires operations that have ended. Operations of gloo are retired without ever
     being marked as completed.
@@ -197,7 +197,7 @@ def _expected(operation: Operation, group: Launched) -> list[int]:
 
 
 def _match(one: Operation, other: Operation) -> bool:
-    """Tell whether two ranks are in the same collective; an all-reduce needs equal sizes, too."""
+    """Return True if two ranks are in the same collective; sizes of an all-reduce must be equal."""
     if one.is_transfer:
         return True
     return one.name == other.name and (one.name != "all_reduce" or one.sizes == other.sizes)
@@ -215,24 +215,3 @@ def _numbers(ranks: Sequence[int]) -> str:
         return f"{ranks[0]} to {ranks[-1]}"
     shown = ", ".join(map(str, ranks[:MAX_RANKS_IN_MESSAGE]))
     return shown + (", ..." if len(ranks) > MAX_RANKS_IN_MESSAGE else "")
-
-
-def within(
-    seconds: float, function: Callable[[], T], *, doing: str = "reading the flight recorder"
-) -> T | None:
-    """Return the result of a function, or None if it fails or takes longer than `seconds`.
-
-    Reading the flight recorder queries CUDA events, and that call can hang as well.
-    """
-    found: list[T] = []
-
-    def run() -> None:
-        try:
-            found.append(function())
-        except Exception as error:  # no error here may hide the report of the hang
-            print(f"{doing} failed: {error}", flush=True)
-
-    thread = threading.Thread(target=run, name=doing, daemon=True)
-    thread.start()
-    thread.join(seconds)
-    return found[0] if found else None

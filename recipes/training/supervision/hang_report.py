@@ -1,4 +1,4 @@
-"""Reports of a hang: each rank writes its place, and one rank reads them to see which is behind.
+"""Reports of a hang: each rank writes its activity, and one rank finds those that are behind.
 
 The ranks of a hanging run cannot communicate; they exchange files in the run folder.
 """
@@ -14,34 +14,31 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import FrameType
-from typing import Any, Protocol
+from typing import Any
 
 from recipes.training.recipe.loading import REPOSITORY
+from recipes.training.supervision.breadcrumb import Breadcrumb
 from recipes.training.supervision.flight_recorder import Launched, describe_waiting
 
-COLLECTIVES = str(Path("torch", "distributed", "distributed_c10d.py"))
-WAITING = str(REPOSITORY / "models" / "parallel" / "collectives.py")  # has `wait_for`
-NAMED = 8  # ranks, at most, in a message
-
-
-class Place(Protocol):
-    """Where a rank is; as text, for a message."""
-
-    step: int
+TORCH_COLLECTIVES = str(Path("torch", "distributed", "distributed_c10d.py"))
+OWN_COLLECTIVES = str(REPOSITORY / "models" / "parallel" / "collectives.py")  # has `wait_for`
+MAX_RANKS_IN_MESSAGE = 8
 
 
 @dataclass(frozen=True)
 class Sighting:
-    """The place of a rank in a hanging run.
+    """The activity of a rank in a hanging run.
 
-    waits_in: the collective that its main thread was in; empty: none
-    at: the innermost line of this project or DeepSpeed
-    launched: the operations launched on each process group; empty: the flight recorder is off
+    Attributes:
+        activity: the rank's breadcrumb, as text
+        waits_in: the collective that the main thread was in; empty if it was in none
+        at: the innermost line of this project or DeepSpeed
+        launched: the operations launched on each process group; empty if the flight recorder is off
     """
 
     rank: int
     step: int
-    place: str
+    activity: str
     waits_in: str
     at: str
     launched: list[Launched] = field(default_factory=list)
@@ -55,28 +52,28 @@ class Sighting:
 
     def __str__(self) -> str:
         waiting = f"waits in {self.waits_in}" if self.waits_in else "waits in no collective"
-        return f"{self.place}; it {waiting}, at {self.at}"
+        return f"{self.activity}; it {waiting}, at {self.at}"
 
 
 class HangReport:
     """A folder with a file for each rank that has noticed the hang.
 
-    Every method may fail or block: the file system may be what hangs.
+    Every method may fail or block, because the file system may be the cause of the hang.
 
     Args:
-        room: the folder
+        folder: the folder
         names: names of all ranks, for messages
         fresh_seconds: a file more than this many seconds older than the newest one is from an
             earlier hang
     """
 
-    def __init__(self, room: Path, names: Sequence[str], *, fresh_seconds: float = math.inf):
-        self.room, self.names, self.fresh_seconds = room, names, fresh_seconds
+    def __init__(self, folder: Path, names: Sequence[str], *, fresh_seconds: float = math.inf):
+        self.folder, self.names, self.fresh_seconds = folder, names, fresh_seconds
 
     def write(self, sighting: tuple[Sighting, str]) -> None:
-        """Write the place of a rank and its stack; a later call replaces the file."""
+        """Write the activity of a rank and its stack; a later call replaces the file."""
         about, stack = sighting
-        self.room.mkdir(exist_ok=True)
+        self.folder.mkdir(exist_ok=True)
         file = self._file(about.rank)
         temporary = file.with_suffix(".writing")
         temporary.write_text(f"{json.dumps(asdict(about))}\n{stack}")
@@ -90,7 +87,7 @@ class HangReport:
         """Return a description of the hang on the lowest rank that wrote its file, else "".
 
         A rank that could not write its file also returns a description, which includes its own
-        place.
+        activity.
 
         Raises:
             OSError: no rank has written, or the files cannot be read.
@@ -101,16 +98,16 @@ class HangReport:
         sightings.setdefault(own.rank, own)
         launched = {rank: sighting.launched for rank, sighting in sightings.items()}
         waiting = describe_waiting(launched, self.names)
-        parts = [describe_hang(sightings, self.names), f"the stacks of all are in {self.room}"]
+        parts = [describe_hang(sightings, self.names), f"the stacks of all are in {self.folder}"]
         if waiting:
             parts.insert(1, f"by torch's flight recorder {waiting}")
         return "; ".join(parts)
 
     def _read(self) -> dict[int, Sighting]:
-        """Return the places of all ranks that have written about this hang, by rank."""
-        changed = {file: file.stat().st_mtime for file in sorted(self.room.glob("rank-*.txt"))}
+        """Return the reports of all ranks about this hang, by rank."""
+        changed = {file: file.stat().st_mtime for file in sorted(self.folder.glob("rank-*.txt"))}
         if not changed:
-            raise FileNotFoundError(errno.ENOENT, "no rank could write there", str(self.room))
+            raise FileNotFoundError(errno.ENOENT, "no rank could write there", str(self.folder))
         oldest = max(changed.values()) - self.fresh_seconds
         sightings = {}
         for file in (file for file, when in changed.items() if when >= oldest):
@@ -120,16 +117,16 @@ class HangReport:
         return sightings
 
     def _file(self, rank: int) -> Path:
-        return self.room / f"rank-{rank:05d}.txt"
+        return self.folder / f"rank-{rank:05d}.txt"
 
 
-def take_sighting(rank: int, place: Place) -> tuple[Sighting, str]:
-    """Return the place of this rank's main thread, and its stack."""
-    frame = sys._current_frames()[threading.main_thread().ident]
+def take_sighting(rank: int, crumb: Breadcrumb) -> tuple[Sighting, str]:
+    """Return the activity of this rank's main thread, and its stack."""
+    frame = sys._current_frames()[threading.main_thread().ident or 0]
     about = Sighting(
         rank=rank,
-        step=place.step,
-        place=str(place),
+        step=crumb.step,
+        activity=str(crumb),
         waits_in=collective_of(frame),
         at=innermost_line(frame),
     )
@@ -141,9 +138,10 @@ def describe_hang(sightings: dict[int, Sighting], names: Sequence[str]) -> str:
     first = sightings[min(sightings)]
     silent = [name for rank, name in enumerate(names) if rank not in sightings]
     if silent:
-        more = f" and {len(silent) - NAMED} more" if len(silent) > NAMED else ""
+        more = len(silent) - MAX_RANKS_IN_MESSAGE
+        shown = ", ".join(silent[:MAX_RANKS_IN_MESSAGE]) + (f" and {more} more" if more > 0 else "")
         verb = "does" if len(silent) == 1 else "do"
-        who = f"{', '.join(silent[:NAMED])}{more} {verb} not answer: stopped, dead or cut off"
+        who = f"{shown} {verb} not answer: stopped, dead or cut off"
         return f"{who}. {names[first.rank]}: {first}"
     earliest = min(each.step for each in sightings.values())
     behind = [each for each in sightings.values() if each.step == earliest]
@@ -153,24 +151,31 @@ def describe_hang(sightings: dict[int, Sighting], names: Sequence[str]) -> str:
         where = "in a collective" if not behind else "for the device, or compute"
         when = f"in step {earliest}" if earliest else "in start-up"
         return f"all ranks are {when} and wait {where}. {names[first.rank]}: {first}"
-    told = "; ".join(f"{names[each.rank]} is behind: {each}" for each in behind[:NAMED])
-    return f"{told}. {names[first.rank]}: {first}"
+    shown = "; ".join(
+        f"{names[each.rank]} is behind: {each}" for each in behind[:MAX_RANKS_IN_MESSAGE]
+    )
+    return f"{shown}. {names[first.rank]}: {first}"
 
 
 def collective_of(frame: FrameType | None) -> str:
-    """The function of torch.distributed that a stack is in, or that waits for one; empty: none."""
+    """Return the function of torch.distributed in a stack, or ours that waits for one; else ""."""
     name = ""
     while frame:
-        if frame.f_code.co_filename.endswith(COLLECTIVES):
+        if frame.f_code.co_filename.endswith(TORCH_COLLECTIVES):
             name = frame.f_code.co_name
-        elif frame.f_code.co_name == "wait_for" and frame.f_code.co_filename == WAITING:
+        elif is_wait_for(frame) and frame.f_back:
             name = frame.f_back.f_code.co_name
         frame = frame.f_back
     return name
 
 
+def is_wait_for(frame: FrameType) -> bool:
+    """Return True for a frame of models.parallel.collectives.wait_for."""
+    return frame.f_code.co_name == "wait_for" and frame.f_code.co_filename == OWN_COLLECTIVES
+
+
 def innermost_line(frame: FrameType | None) -> str:
-    """The innermost line of a stack that is this project's or DeepSpeed's."""
+    """Return the innermost line of a stack that belongs to this project or DeepSpeed."""
     while frame:
         file = Path(frame.f_code.co_filename)
         if file.is_relative_to(REPOSITORY / "models") or file.is_relative_to(

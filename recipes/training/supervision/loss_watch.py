@@ -1,71 +1,89 @@
-"""Bad numbers: what a step's loss and gradient norm say about going on."""
+"""Steps with bad numbers: a loss or gradient norm that is not finite, and spikes of the loss."""
 
 import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import IntEnum
 from statistics import median
 
 from recipes.training.recipe.sections import Supervision
 
-SKIPPED = 1  # the optimizer has left the step out, and that is enough
-UNSAFE = 2  # likewise, but the weights may be what is wrong: no checkpoint of them
-ROLL_BACK = 3  # the run should go back
-SEEN, NEEDED = 64, 16  # losses that are remembered, and how many it takes to know what is usual
+LOSSES_REMEMBERED = 64
+LOSSES_NEEDED = 16  # before a spike can be told from the usual loss
+
+
+class Severity(IntEnum):
+    """The consequence of a step's numbers; the ranks agree on the largest.
+
+    GOOD: none.
+    SKIPPED: the optimizer has skipped the step, and training continues.
+    UNSAFE: likewise, but the weights may be damaged, so they are not saved.
+    ROLL_BACK: the run rolls back to the last checkpoint.
+    """
+
+    GOOD = 0
+    SKIPPED = 1
+    UNSAFE = 2
+    ROLL_BACK = 3
 
 
 @dataclass(frozen=True)
-class Bad:
-    """What is wrong with a step.
-
-    severity: SKIPPED, UNSAFE or ROLL_BACK
-    """
+class BadStep:
+    """The judgement of a step with bad numbers."""
 
     reason: str
-    severity: int
+    severity: Severity
 
 
 class LossWatch:
-    """Judges step after step; the same on all ranks, since loss and norm are.
+    """Judge of each step's numbers; the same on all ranks, because loss and norm are the same.
 
-    fp16: infinite gradients are how its loss scale finds its value, and no reason to roll back
-    losses: of the steps before, if the run is resumed
+    Args:
+        limits: the recipe's `[supervision]`
+        fp16: infinite gradients are part of the search for a loss scale, and no reason to roll back
+        losses: losses of the previous steps, if the run is resumed
     """
 
-    def __init__(
-        self,
-        limits: Supervision,
-        *,
-        fp16: bool,
-        losses: Sequence[float] = (),
-    ):
+    def __init__(self, limits: Supervision, *, fp16: bool, losses: Sequence[float] = ()):
         self.limits, self.fp16 = limits, fp16
         self.bad_steps = 0  # in a row
-        self._losses = deque(filter(math.isfinite, losses), maxlen=SEEN)
+        self._losses = deque(filter(math.isfinite, losses), maxlen=LOSSES_REMEMBERED)
 
-    def judge(self, loss: float, grad_norm: float) -> Bad | None:
-        """The step just done: loss in nats per token, gradient norm before clipping."""
+    def judge(self, loss: float, grad_norm: float) -> BadStep | None:
+        """Judge the newest step.
+
+        Args:
+            loss: in nats per token
+            grad_norm: before clipping
+
+        Returns:
+            None if its numbers are good.
+        """
         if math.isfinite(loss) and not math.isfinite(grad_norm) and self.fp16:
-            return Bad(f"the gradient norm is {grad_norm}", SKIPPED)
+            return BadStep(f"the gradient norm is {grad_norm}", Severity.SKIPPED)
         if not (math.isfinite(loss) and math.isfinite(grad_norm)):
             name, value = ("gradient norm", grad_norm) if math.isfinite(loss) else ("loss", loss)
             self.bad_steps += 1
             reason = f"the {name} is {value}"
             if self.bad_steps < self.limits.bad_steps:
-                return Bad(reason, UNSAFE)
+                return BadStep(reason, Severity.UNSAFE)
             row = f", {self.bad_steps} steps in a row" if self.bad_steps > 1 else ""
-            return Bad(f"{reason}{row}", ROLL_BACK)
+            return BadStep(f"{reason}{row}", Severity.ROLL_BACK)
         self.bad_steps = 0
-        usual = median(self._losses) if len(self._losses) >= NEEDED else math.inf
+        usual = median(self._losses) if len(self._losses) >= LOSSES_NEEDED else math.inf
         if self.limits.loss_spike and loss > usual + self.limits.loss_spike:
-            return Bad(
+            return BadStep(
                 f"the loss is {loss:.4f}, more than {self.limits.loss_spike} nats above the "
                 f"{usual:.4f} of the steps before",
-                ROLL_BACK,
+                Severity.ROLL_BACK,
             )
         self._losses.append(loss)
         return None
 
     def rolled_back(self) -> None:
-        """Forget bad steps; the usual loss is kept, or a diverged run would look normal."""
+        """Reset the count of bad steps.
+
+        The usual loss is kept; otherwise the losses of a diverged run would count as usual.
+        """
         self.bad_steps = 0

@@ -1,10 +1,10 @@
-"""Copies of a weight that must stay equal, compared bit for bit while the run goes on.
+"""Replicas of a weight, which must stay equal, compared bit for bit during the run.
 
-Tensor ranks all hold the norms, and stages that share a tied table hold the same table. Each
-computes its own update, so a missing reduction, a bug in a library or a faulty device makes them
-drift apart without a word, and the loss goes on falling for a while. Data ranks hold the same
-weights too; ZeRO updates each piece on one of them and gathers the pieces after every step, so a
-difference there means that the last gathering, or a device's memory, is not to be trusted.
+All tensor ranks hold the norms, and stages with tied embeddings hold the same table. Each rank
+computes its own update. A missing reduction, a bug in a library or a faulty device therefore lets
+the replicas diverge silently, while the loss still falls for some time. Data ranks hold the same
+weights too. ZeRO updates each piece on one of them and gathers the pieces after every step, so a
+difference between data ranks means that the last gathering or the memory of a device is faulty.
 """
 
 from collections.abc import Iterable, Sequence
@@ -14,18 +14,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-INTEGERS = {2: torch.int16, 4: torch.int32}  # bytes -> the type that reads them as bits
-WIDENED = 2**22  # elements of a tensor that are summed, as int64, at a time
-MULTIPLIER = 0x9E3779B97F4A7C1  # any large odd number: weights that differ in all their bits
+INTEGERS_BY_BYTES = {2: torch.int16, 4: torch.int32}  # bytes of an element -> integer type
+MAX_ELEMENTS_AT_ONCE = 2**22  # of a tensor that is summed as int64
+MULTIPLIER = 0x9E3779B97F4A7C1  # a large odd number, so that factors differ in all their bits
 
 
 @dataclass(frozen=True)
 class CopyGroup:
     """Ranks that should hold the same values of some tensors.
 
-    kind: what they have in common, for messages ("tensor ranks")
-    group: this rank's process group
-    tensors: (logical name, this rank's copy), in the same order on all ranks of the group
+    Attributes:
+        kind: name of the ranks for messages, such as "tensor ranks"
+        group: this rank's process group
+        tensors: (logical name, this rank's replica), in the same order on all ranks of the group
     """
 
     kind: str
@@ -34,21 +35,23 @@ class CopyGroup:
 
 
 def differing_copies(groups: Iterable[CopyGroup], device: torch.device) -> list[str]:
-    """What differs between which ranks, a sentence each; every rank gets all of them.
+    """Return a sentence for each tensor whose replicas diverged; the same on all ranks.
 
-    Communicates: in each group an all-gather of three numbers per tensor, in the world an
-    all-reduce of one number, and the sentences if there are any.
+    Communicates: in each group an all-gather of three numbers per tensor; in the world an
+    all-reduce of one number, and an all-gather of the sentences if there are any.
 
-    device: what the world's process group communicates on
+    Args:
+        groups: the groups of this rank
+        device: the device of the world's process group
     """
     found = [sentence for group in groups for sentence in _compare(group)]
     count = torch.tensor(len(found), device=device)
     dist.all_reduce(count)
     if not count:
         return []
-    everyones: list[list[str]] = [[] for _ in range(dist.get_world_size())]
-    dist.all_gather_object(everyones, found)
-    return sorted({sentence for sentences in everyones for sentence in sentences})
+    of_ranks: list[list[str]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(of_ranks, found)
+    return sorted({sentence for sentences in of_ranks for sentence in sentences})
 
 
 def _compare(copies: CopyGroup) -> list[str]:
@@ -56,9 +59,9 @@ def _compare(copies: CopyGroup) -> list[str]:
         return []
     own = torch.stack([fingerprint(tensor) for _, tensor in copies.tensors])  # [n, 3]
     ranks = dist.get_process_group_ranks(copies.group)
-    everyones = [torch.empty_like(own) for _ in ranks]
-    dist.all_gather(everyones, own, group=copies.group)
-    numbers = torch.stack(everyones).cpu()  # [ranks, n, 3]
+    of_ranks = [torch.empty_like(own) for _ in ranks]
+    dist.all_gather(of_ranks, own, group=copies.group)
+    numbers = torch.stack(of_ranks).cpu()  # [ranks, n, 3]
     sentences = []
     for index in (numbers != numbers[0]).any(dim=2).any(dim=0).nonzero().flatten().tolist():
         holders: dict[tuple[int, ...], list[int]] = {}
@@ -70,13 +73,16 @@ def _compare(copies: CopyGroup) -> list[str]:
 
 
 def fingerprint(tensor: Tensor) -> Tensor:
-    """Three sums over the tensor's bits, plain and weighted by row and by column: int64 [3].
+    """Return three sums over the bits of a tensor: plain, weighted by row, weighted by column.
 
-    Takes a few rows at a time, so that a large matrix is never there a second time.
+    The sums take a few rows at a time, so that a large matrix is never in memory twice.
+
+    Returns:
+        The sums, int64 [3].
     """
-    bits = tensor.detach().contiguous().view(INTEGERS[tensor.element_size()])
+    bits = tensor.detach().contiguous().view(INTEGERS_BY_BYTES[tensor.element_size()])
     bits = bits.view(1, bits.numel()) if bits.dim() < 2 else bits.flatten(1)
-    height = max(1, WIDENED // max(1, bits.shape[1]))
+    height = max(1, MAX_ELEMENTS_AT_ONCE // max(1, bits.shape[1]))
     rows, columns = [], bits.new_zeros(bits.shape[1], dtype=torch.int64)
     for part in bits.split(height):
         wide = part.to(torch.int64)
@@ -87,7 +93,7 @@ def fingerprint(tensor: Tensor) -> Tensor:
 
 
 def _weighted(sums: Tensor) -> Tensor:
-    weights = torch.arange(1, len(sums) + 1, device=sums.device) * MULTIPLIER  # wraps, as all does
+    weights = torch.arange(1, len(sums) + 1, device=sums.device) * MULTIPLIER  # wraps around
     return (sums * weights).sum()
 
 

@@ -8,8 +8,8 @@ all ranks end. A thread cannot notice that its process has been stopped; the wat
 (watchdog.py) does.
 
 Nothing that may block runs in the thread itself. Separate threads read and write files, because the
-file system may be what hangs; the rank ends on time even if they do not finish. Messages never wait
-for a reader (streams.py).
+file system may be the cause of the hang; the rank ends on time even if they do not finish. Messages
+never wait for a reader (streams.py).
 """
 
 import contextlib
@@ -24,10 +24,10 @@ import threading
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from queue import SimpleQueue
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -36,8 +36,11 @@ from recipes.training.run_folder.folder import RunFolder
 from recipes.training.runtime.exits import HUNG
 from recipes.training.runtime.launchers import Process, launchers_of
 from recipes.training.runtime.streams import end_process
-from recipes.training.supervision.flight_recorder import Launched, read_dump, within
+from recipes.training.supervision.background import Background, within
+from recipes.training.supervision.breadcrumb import Breadcrumb
+from recipes.training.supervision.flight_recorder import Launched, read_dump
 from recipes.training.supervision.hang_report import HangReport, take_sighting
+from recipes.training.supervision.loss_watch import Severity
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 ECHO_SECONDS = 2.0  # launchers pass on signals; a later signal is a second one
@@ -47,55 +50,14 @@ REPORT_SECONDS = 5  # for the report of a hang, before a rank ends without it
 WATCHDOG = Path(__file__).with_name("watchdog.py")
 
 
-@dataclass
-class Breadcrumb:
-    """The current activity of a rank.
-
-    count: number of activities so far
-    patient: the rank waits for a disk, which may take any time; it does not end itself meanwhile
-    """
-
-    step: int = 0
-    doing: str = "starting"
-    micro_batch: int | None = None
-    count: int = 0
-    patient: bool = False
-
-    def note(self, doing: str, *, micro_batch: int | None = None, step: int | None = None) -> None:
-        """Begin another activity."""
-        self.doing, self.micro_batch = doing, micro_batch
-        self.step = self.step if step is None else step
-        self.count += 1
-
-    @contextlib.contextmanager
-    def waiting_for_disk(self, doing: str, *, micro_batch: int | None = None) -> Iterator[None]:
-        """Do not end this rank during this activity, however long it takes.
-
-        Ranks that wait for this rank in a collective do end; their message names this activity.
-        """
-        before = self.patient
-        self.note(doing, micro_batch=micro_batch)
-        self.patient = True
-        try:
-            yield
-        finally:
-            self.patient = before
-        self.note(doing, micro_batch=micro_batch)
-
-    def __str__(self) -> str:
-        of = "" if self.micro_batch is None else f" of micro-batch {self.micro_batch}"
-        when = f"step {self.step}" if self.step else "start-up"
-        return f"{when}, {self.doing}{of}"
-
-
 class Supervisor:
-    """Supervision of this rank: of hangs from `start` on, of signals while it is entered.
+    """Supervision of this rank: hangs from `start` on, signals within its context.
 
     Args:
-        folder: where a hang is reported
+        folder: the run folder, for reports of a hang
         crumb: the rank's current activity, which the training notes
-        hang_seconds: time limit without progress once `expect_steps` has been called; 0: none
-        startup_seconds: time limit without progress until then; 0: none
+        hang_seconds: time limit without progress after `expect_steps`; 0 for none
+        startup_seconds: time limit without progress before `expect_steps`; 0 for none
     """
 
     def __init__(
@@ -107,13 +69,13 @@ class Supervisor:
         self.hosts: Sequence[str] = ()
         self.names = [f"rank {rank}" for rank in range(dist.get_world_size())]
         self.names[self.rank] += f" ({socket.gethostname()})"
-        self.asked = ""  # why this rank should stop
+        self.asked = ""  # the reason for this rank to stop
         self._signalled_at: float | None = None
-        self._before: dict[int, object] = {}
+        self._before: dict[int, Any] = {}  # the handlers of signals
         self._leaving = threading.Event()
         self._seen = -1  # the crumb's count a second ago
         self._still = 0  # seconds since the crumb's count changed
-        self._idle = 0  # likewise, but without those in which the rank waits for a disk
+        self._idle = 0  # likewise, without the seconds in which the rank waited for a disk
         self._reported = self._ending = False
         self._report = HangReport(folder.path / "hang-at-start", self.names)
         self._disk = Background("hang report")
@@ -125,34 +87,35 @@ class Supervisor:
         os.set_blocking(self._write, False)
         self._launchers = []
         for pid in launchers_of(os.getpid()):
-            with contextlib.suppress(OSError):  # it has just ended
+            with contextlib.suppress(OSError):  # the process has just ended
                 self._launchers.append(Process(pid))
         self._stopped: Counter[int] = Counter()  # seconds that launchers have been seen stopped
         self._watchdog = self._start_watchdog()
-        self._beat()  # this rank may be stopped before the first second is over
+        self._beat()  # the process may be stopped within the first second
         self._thread = threading.Thread(target=self._watch, name="supervisor", daemon=True)
         self._thread.start()
         stamp = [time.strftime("%Y%m%dT%H%M%S")]
         dist.broadcast_object_list(stamp)  # a later hang gets another folder
-        self._report.room = self.folder.path / f"hang-{stamp[0]}"
+        self._report.folder = self.folder.path / f"hang-{stamp[0]}"
         return self
 
     def name_hosts(self, hosts: Sequence[str]) -> None:
-        """Use the names of the ranks' hosts, by rank, in messages; the folder is locked by now."""
+        """Use the names of the ranks' hosts in messages; called when the run folder is locked."""
         self.hosts = hosts
         self.names[:] = [f"rank {rank} ({host})" for rank, host in enumerate(hosts)]
 
     def expect_steps(self) -> None:
-        """End the start-up: from now on the time limit is that of training."""
+        """End the start-up, and apply the time limit of training."""
         self.crumb.note("starting to train")
         self.limit = self.hang_seconds
         self._beat()
 
     def __enter__(self) -> "Supervisor":
-        # One that is ignored stays so: nohup means it.
+        # An ignored signal stays ignored: nohup relies on it.
         answered = [n for n in SIGNALS if signal.getsignal(n) is not signal.SIG_IGN]
         self._before = {number: signal.signal(number, _wake) for number in answered}
-        # Python's own handlers run between its instructions, and never in a collective that waits.
+        # Python runs signal handlers between bytecode instructions, so never while a collective
+        # waits. The file descriptor wakes the thread in any case.
         self._wakeup = signal.set_wakeup_fd(self._write)
         return self
 
@@ -164,25 +127,28 @@ class Supervisor:
             signal.signal(number, handler)
         os.close(self._read)
         os.close(self._write)
-        if self._watchdog:
+        if self._watchdog and self._watchdog.stdin:
             self._watchdog.stdin.close()
             try:
                 self._watchdog.wait(SECONDS_BEFORE_WATCHDOG)
-            except subprocess.TimeoutExpired:  # it has been stopped
+            except subprocess.TimeoutExpired:  # the process has been stopped
                 self._watchdog.kill()
 
-    def agree(self, severity: int, device: torch.device) -> tuple[str, int]:
-        """Return why the run should stop, or "", and the worst severity; the same on all ranks.
+    def agree(self, severity: Severity, device: torch.device) -> tuple[str, Severity]:
+        """Agree on requests to stop and on the severity of bad numbers; collective.
 
-        Every rank asks once, at the end of a step.
+        Returns:
+            The reason to stop, or "", which differs between ranks only in its wording; and the
+            worst severity of all ranks.
         """
         asked = self.rank + 1 if self.asked else 0
         worst = torch.tensor([asked, severity], dtype=torch.int32, device=device)
         dist.all_reduce(worst, op=dist.ReduceOp.MAX)
         asked, severity = worst.tolist()
         if not asked:
-            return "", severity
-        return f"{self.names[asked - 1]}: {self.asked or 'was asked to stop'}", severity
+            return "", Severity(severity)
+        reason = f"{self.names[asked - 1]}: {self.asked or 'was asked to stop'}"
+        return reason, Severity(severity)
 
     def _watch(self) -> None:
         with selectors.DefaultSelector() as selector:
@@ -219,10 +185,10 @@ class Supervisor:
             print(f"{self.names[self.rank]}: {reason}: stops after this step", file=sys.stderr)
 
     def _look_at_launchers(self) -> None:
-        """Ask to stop if one is gone; end them if one has been stopped for too long.
+        """Ask to stop if a launcher is gone; kill all launchers if one is stopped for too long.
 
-        A stopped one would never notice the run's end. The outermost first: `deepspeed` exits
-        with 0 when what it has started is killed.
+        A stopped launcher would never notice the end of the run. The outermost launcher is killed
+        first, because `deepspeed` exits with 0 when its child is killed.
         """
         for launcher in self._launchers:
             state = launcher.state()
@@ -234,9 +200,9 @@ class Supervisor:
                 launcher.kill()
 
     def _look_at_progress(self) -> None:
-        """Report this rank's place after half of the time limit, and end after all of it.
+        """Report this rank's activity after half of the time limit, and end after all of it.
 
-        A rank that waits for a disk does not end, but reports its place for the ranks that wait
+        A rank that waits for a disk does not end, but reports its activity for the ranks that wait
         for it in a collective. It does so again after each half of the limit, because peers ignore
         old reports. Writing a report may block, so a rank ends at most REPORT_SECONDS after the
         limit.
@@ -263,9 +229,9 @@ class Supervisor:
             end_process(HUNG)
 
     def _write_report(self) -> None:
-        """Write this rank's place.
+        """Write this rank's activity.
 
-        The place is written before the flight recorder is read, because reading it queries the
+        The activity is written before the flight recorder is read, because reading it queries the
         device, which may never answer. If the query also holds the GIL, the watchdog process ends
         this rank.
         """
@@ -276,7 +242,7 @@ class Supervisor:
             self._report.write((replace(about, launched=launched), stack))
 
     def _end(self) -> None:
-        """Say which rank is behind, and end this rank."""
+        """Print which rank is behind, and end this rank."""
         try:
             verdict = self._report.verdict(take_sighting(self.rank, self.crumb)[0])
         except Exception as problem:  # an unreadable report must not keep the rank alive
@@ -289,9 +255,9 @@ class Supervisor:
         end_process(HUNG)
 
     def _say_hung(self, problem: str, verdict: str = "") -> None:
-        """Print why this rank ends, and then try to write it into the run folder.
+        """Print the reason for the end of this rank, and then try to write it into the run folder.
 
-        Until the hosts are known, the folder may be locked by another run, whose events these are.
+        Until the hosts are known, the run folder may belong to another run, so nothing is written.
         """
         if problem:
             about, _ = take_sighting(self.rank, self.crumb)
@@ -310,47 +276,19 @@ class Supervisor:
     def _start_watchdog(self) -> subprocess.Popen | None:
         if not (self.hang_seconds or self.limit):
             return None
-        command = [
-            sys.executable,
-            "-I",
-            "-S",
-            str(WATCHDOG),
-            str(os.getpid()),
-            self.names[self.rank],
-        ]
-        watchdog = subprocess.Popen(command, stdin=subprocess.PIPE, bufsize=0)
+        command = [sys.executable, "-I", "-S", str(WATCHDOG), str(os.getpid())]
+        watchdog = subprocess.Popen(
+            [*command, self.names[self.rank]], stdin=subprocess.PIPE, bufsize=0
+        )
+        assert watchdog.stdin
         os.set_blocking(watchdog.stdin.fileno(), False)  # it may have been stopped
         return watchdog
 
     def _beat(self) -> None:
         patience = self.limit + SECONDS_BEFORE_WATCHDOG if self.limit else 0
-        if self._watchdog:
+        if self._watchdog and self._watchdog.stdin:
             with contextlib.suppress(BrokenPipeError):  # the watchdog has been killed
                 self._watchdog.stdin.write(b"%d\n" % patience)
-
-
-class Background:
-    """A thread that runs functions one after another, for a caller that cannot wait for them."""
-
-    def __init__(self, name: str):
-        self._name = name
-        self._calls: SimpleQueue[Callable[[], object]] = SimpleQueue()
-        self._thread: threading.Thread | None = None
-
-    def run(self, function: Callable[[], object]) -> None:
-        """Run a function after those before; print its error."""
-        self._calls.put(function)
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._work, name=self._name, daemon=True)
-            self._thread.start()
-
-    def _work(self) -> None:
-        while True:
-            function = self._calls.get()
-            try:
-                function()
-            except Exception as problem:
-                print(f"{self._name}: {problem!r}", file=sys.stderr, flush=True)
 
 
 def launched_collectives() -> list[Launched]:
@@ -359,7 +297,7 @@ def launched_collectives() -> list[Launched]:
     backend = "nccl" if "nccl" in dist.get_backend() else "fr"  # fr: all other backends
     dump = json.loads(getattr(recorder, f"_dump_{backend}_trace_json")())
     world = dist.distributed_c10d._world
-    members = {
+    members: dict[str, Sequence[int]] = {
         name: sorted(world.pg_group_ranks.get(group, ()))
         for group, name in list(world.pg_names.items())
     }
@@ -367,4 +305,4 @@ def launched_collectives() -> list[Launched]:
 
 
 def _wake(*_: object) -> None:
-    """Do nothing: the thread has read the signal's number."""
+    """Do nothing, because the thread reads the signal's number."""

@@ -1,12 +1,12 @@
-"""The watchdog process of a rank: ends the rank when it is stopped or no longer runs Python.
+"""The watchdog process of a rank, which ends the rank if it is stopped or no longer runs Python.
 
-A process that has been stopped cannot notice it. The watchdog counts its own ticks instead of
+A stopped process cannot notice that it is stopped. The watchdog counts its own ticks instead of
 reading a clock, so that a whole job that is suspended and resumed (Ctrl-Z, fg) is left alone.
 
     python watchdog.py PID NAME      with a pipe from the rank as standard input
 
 Each heartbeat of the rank is a line with the number of seconds for which the rank may then be
-silent; 0: no limit.
+silent, or 0 for no limit.
 """
 
 import os
@@ -20,15 +20,16 @@ if __name__ == "__main__":  # the repository is where imports start
     sys.path[:0] = [str(Path(__file__).resolve().parents[3])]
 
 from recipes.training.runtime.launchers import Process
+from recipes.training.runtime.streams import line_label
 
 SECONDS_TO_SPEAK = 5.0
 
 
 def main() -> None:
-    """Read the rank's beats; kill the rank when they fail to come."""
+    """Read the heartbeats of the rank, and kill the rank when they stop."""
     pid, name = int(sys.argv[1]), sys.argv[2]
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGPIPE):
-        signal.signal(number, signal.SIG_IGN)  # meant for the rank
+        signal.signal(number, signal.SIG_IGN)  # these signals are meant for the rank
     try:
         rank = Process(pid)
     except OSError:
@@ -38,7 +39,8 @@ def main() -> None:
     patience = wait_for_silence()
     # Kill before printing, because a message may block if standard error has no reader.
     if patience and rank.kill():
-        say(f"{name} has not answered for {patience} s and is ended\n")
+        label = "" if os.isatty(2) else line_label(name.partition(" (")[0])
+        say(f"{label}{name} has not answered for {patience} s and is ended\n")
 
 
 def wait_for_silence() -> int:

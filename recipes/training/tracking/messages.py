@@ -1,4 +1,4 @@
-"""What a run says on the terminal: what it skips, how it begins, how it went."""
+"""Messages of a run: skipped checkpoints, its beginning and its summary."""
 
 import sys
 from typing import TYPE_CHECKING
@@ -9,28 +9,28 @@ from recipes.training.recipe.schema import Recipe
 from recipes.training.recipe.topology import Topology, World, rank_map
 from recipes.training.run_folder.folder import RunFolder
 
-if TYPE_CHECKING:  # it needs torch, which takes a second
+if TYPE_CHECKING:  # it imports torch, which takes seconds
     from recipes.training.checkpoint.reader import Found
 
 
 def tell_skipped(folder: RunFolder, found: "Found") -> None:
-    """Say which checkpoints could not be used."""
+    """Report the damaged checkpoints that were skipped."""
     for path, damage in found.skipped.items():
         folder.event("skip", found.progress.step, checkpoint=str(path), reason=damage)
         print(f"{path} is damaged and skipped: {damage}", file=sys.stderr)
 
 
 NOT_COMPILED = (
-    'training.compile = "auto": a node has no C compiler or not the headers of Python, so that '
-    "kernels run as they are written: slower, with more memory than planned and other rounding; "
-    "install both on all nodes, or set training.compile = false"
+    'training.compile = "auto": a node lacks a C compiler or the headers of Python, so no kernel '
+    "is compiled; steps are slower, need more memory than planned and round differently; install "
+    "both on all nodes, or set training.compile = false"
 )
 
 
 def announce(
     recipe: Recipe, topology: Topology, hosts: list[str], folder: RunFolder, found: "Found"
 ) -> None:
-    """Say what is about to run, and where."""
+    """Print the model, the layout, the run folder and the nodes of a run."""
     print(
         f"{recipe.name}: {parameter_count(recipe.model) / 1e6:,.1f} M parameters, "
         f"pipeline {topology.pipeline} x data {topology.data} x tensor {topology.tensor}, "
@@ -41,19 +41,19 @@ def announce(
     )
     layout = recipe.layout
     if layout.pipeline > 1:
-        deal = balance_text(
+        balance = balance_text(
             recipe.blocks_of_virtual_stages,
             schedule=layout.schedule,
             stages=layout.pipeline,
             head=recipe.head_in_blocks,
         )
-        print(f"  {layout.schedule_name}: {deal}", flush=True)
+        print(f"  {layout.schedule_name}: {balance}", flush=True)
     if len(set(hosts)) > 1:
         print("\n".join(f"  {line}" for line in rank_map(topology, hosts)), flush=True)
 
 
 def summarize(recipe: Recipe, folder: RunFolder, world: World) -> None:
-    """Say how the run went, from its metrics file."""
+    """Print the results of a finished run, from its metrics; on rank 0."""
     if world.rank != 0:
         return
     lines = folder.read_metrics()
@@ -68,7 +68,7 @@ def summarize(recipe: Recipe, folder: RunFolder, world: World) -> None:
     if validation:
         print(f"  validation  {validation[-1]:.4f}")
     print(f"  checkpoints {folder.checkpoints}")
-    print(f"  metrics     {folder.metrics}, events.jsonl and recipe.toml beside it")
+    print(f"  metrics     {folder.metrics} (next to it: events.jsonl and recipe.toml)")
     if (folder.path / "wandb").is_dir():
         print(f"  W&B         {folder.path / 'wandb'} (offline runs: wandb sync)")
-    print("  to go on, raise training.steps; to start again, --resume never", flush=True)
+    print("  to train longer, raise training.steps; to start again, use --resume never", flush=True)

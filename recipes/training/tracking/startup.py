@@ -1,4 +1,4 @@
-"""Where the time goes between a command and the end of its first step."""
+"""Times of the start-up, from the start of the launcher to the end of the first step."""
 
 import os
 import time
@@ -7,7 +7,7 @@ from recipes.training.runtime.launchers import age_seconds, launchers_of
 
 
 class Startup:
-    """A stopwatch that runs since the launcher has started, lap by lap."""
+    """A stopwatch with laps, started when the launcher started."""
 
     def __init__(self):
         self.running = True
@@ -19,13 +19,13 @@ class Startup:
             self.seconds["launcher"] = launcher - here
 
     def lap(self, part: str) -> None:
-        """What was done since the last lap was this; a part may have several laps."""
+        """Add the time since the last lap to a part of the start-up."""
         now = time.monotonic()
         self.seconds[part] = self.seconds.get(part, 0.0) + now - self._last
         self._last = now
 
     def stop(self, part: str) -> "Startup":
-        """The last lap."""
+        """Record the last lap."""
         self.lap(part)
         self.running = False
         return self
@@ -36,14 +36,14 @@ class Startup:
 
 
 def launcher_age_seconds() -> float | None:
-    """Since when the launcher of this process runs on this node; None where that is not known.
+    """Return the age of the launcher of this process on this node; None if it is unknown.
 
-    `torchrun` may start ranks again hours after itself.
+    A `torchrun` that has restarted its ranks may be hours old, so its age is not used.
     """
     if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
         return None
     try:
         launchers = launchers_of(os.getpid())
         return age_seconds(launchers[-1]) if launchers else None
-    except OSError:  # one has just ended
+    except OSError:  # a launcher has just ended
         return None

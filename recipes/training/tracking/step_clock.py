@@ -20,7 +20,7 @@ class StepSeconds:
 
 
 class StepClock:
-    """Measures steps such that their times add up to the time of the run without validation.
+    """A clock whose step times add up to the time of the run without validation.
 
     A step ends when the host has its loss. On a GPU the update is still running at that moment,
     which is another reason to measure from end to end.
@@ -49,7 +49,8 @@ class StepClock:
     @contextmanager
     def left_out(self) -> Iterator[list[float]]:
         """Exclude the time within this context from all steps; the yielded list receives it."""
-        began, found = time.perf_counter(), []
-        yield found
-        found.append(time.perf_counter() - began)
-        self._left_out += found[0]
+        began = time.perf_counter()
+        spent: list[float] = []
+        yield spent
+        spent.append(time.perf_counter() - began)
+        self._left_out += spent[0]

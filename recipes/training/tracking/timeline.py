@@ -1,8 +1,8 @@
-"""The measured timeline: what every rank ran in a few steps, and when.
+"""The measured timeline: the instructions of every rank in a few steps, with their times.
 
-`timeline.json` in the run folder is a trace for ui.perfetto.dev (Chrome's trace event format);
-`timeline.svg` shows the last of the steps on one pipeline, as the simulator would have run it with
-the durations that were measured, and below as it was.
+`timeline.json` in the run folder is a trace for ui.perfetto.dev (Chrome's trace event format).
+`timeline.svg` compares the last of these steps on one pipeline with a simulation that uses the
+measured durations.
 """
 
 import json
@@ -27,7 +27,7 @@ Steps = dict[int, list[Event]]  # the events of each recorded step
 
 
 class TimelineRecorder:
-    """Records the steps that `tracking.timeline_step` and `timeline_steps` name."""
+    """Recorder of the steps that `tracking.timeline_step` and `timeline_steps` select."""
 
     def __init__(self, engine: Engine, recipe: Recipe, topology: Topology, folder: RunFolder):
         self.engine, self.topology, self.folder = engine, topology, folder
@@ -39,7 +39,10 @@ class TimelineRecorder:
 
     @contextmanager
     def recorded(self, step: int) -> Iterator[None]:
-        """Record what runs within it, if this step is wanted; the first time, ranks meet before."""
+        """Record the instructions of this context, if the step is selected.
+
+        Before the first of these steps the ranks synchronize.
+        """
         if step not in self.wanted:
             yield
             return
@@ -58,7 +61,7 @@ class TimelineRecorder:
         ]
 
     def write_after(self, step: int) -> None:
-        """Write the files, if this was the last of the steps; collective then."""
+        """Write the files after the last of the selected steps; collective at that step."""
         if step != self.last or not self.steps:
             return
         of_ranks: list[Steps] = [{} for _ in range(dist.get_world_size())]
@@ -68,7 +71,7 @@ class TimelineRecorder:
             self._write(of_ranks, step)
 
     def _write(self, of_ranks: Sequence[Steps], step: int) -> None:
-        # Here, because a run without a timeline should not wait a second for matplotlib.
+        # Imported here, because a run without a timeline should not wait a second for matplotlib.
         from recipes.pictures.pipeline_passes import draw_comparison
 
         trace = perfetto_trace(of_ranks, self.topology)
@@ -85,40 +88,43 @@ class TimelineRecorder:
                 file=picture,
             )
             first = min(of_ranks[0])
-            print(f"steps {first} to {step} are in {picture} and timeline.json beside it")
+            print(f"the timeline of steps {first} to {step} is in {picture} and timeline.json")
         except (OSError, UserError) as problem:  # training continues without a timeline
             self.folder.event("warning", step, reason=f"no timeline: {problem}")
             print(f"warning: no timeline: {problem}", file=sys.stderr)
 
 
 def perfetto_trace(of_ranks: Sequence[Steps], topology: Topology) -> dict[str, Any]:
-    """Chrome's trace events: a process for each rank, times in microseconds."""
+    """Return Chrome's trace events: a process for each rank, times in microseconds."""
     events: list[dict[str, Any]] = []
     for rank, steps in enumerate(of_ranks):
-        place = topology.coordinates(rank)
-        name = f"pipeline {place.pipeline}, data {place.data}, tensor {place.tensor}"
-        named = {"name": f"rank {rank}: {name}"}
-        events.append({"ph": "M", "name": "process_name", "pid": rank, "args": named})
-        for step, events_of_step in steps.items():
-            for event in events_of_step:
-                about = {"chunk": event.chunk, "micro_batch": event.micro_batch, "step": step}
-                events.append(
-                    {
-                        "ph": "X",
-                        "name": event.instruction,
-                        "cat": event.kind or "communication",
-                        "pid": rank,
-                        "tid": 0,
-                        "ts": event.start * 1e6,
-                        "dur": (event.end - event.start) * 1e6,
-                        "args": {key: value for key, value in about.items() if value is not None},
-                    }
-                )
+        coordinates = topology.coordinates(rank)
+        name = f"rank {rank}: pipeline {coordinates.pipeline}, data "
+        name += f"{coordinates.data}, tensor {coordinates.tensor}"
+        events.append({"ph": "M", "name": "process_name", "pid": rank, "args": {"name": name}})
+        events += [
+            trace_event(event, rank, step) for step, recorded in steps.items() for event in recorded
+        ]
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 
+def trace_event(event: Event, rank: int, step: int) -> dict[str, Any]:
+    """Return an instruction as one of Chrome's complete events."""
+    details = {"chunk": event.chunk, "micro_batch": event.micro_batch, "step": step}
+    return {
+        "ph": "X",
+        "name": event.instruction,
+        "cat": event.kind or "communication",
+        "pid": rank,
+        "tid": 0,
+        "ts": event.start * 1e6,
+        "dur": (event.end - event.start) * 1e6,
+        "args": {key: value for key, value in details.items() if value is not None},
+    }
+
+
 def measured_passes(of_ranks: Sequence[Steps], topology: Topology, step: int) -> Timeline:
-    """The passes of a step on the first pipeline, from its first one on."""
+    """Return the passes of a step on the first pipeline, with times from its first pass on."""
     stages = []
     for stage in range(topology.pipeline):
         rank = topology.rank(Coordinates(pipeline=stage, data=0, tensor=0))

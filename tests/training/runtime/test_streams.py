@@ -2,6 +2,7 @@
 
 import fcntl
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -173,3 +174,32 @@ streams.end_process(0)
     with Output("pipe") as output:
         assert start(body, output).wait(timeout=60) == 0
         assert output.text() == "the child\n"
+
+
+LABELLED = """
+streams.label_lines(3)
+print("one\\n\\ntwo")
+print("a part", end="", flush=True)
+print(" of a line")
+sys.stderr.write("a message\\n")
+streams.finish_output(2)
+streams.end_process(0)
+"""
+LABEL = r"\[\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d rank 3\] "
+
+
+def test_lines_of_a_log_begin_with_time_and_rank() -> None:
+    with Output("pipe") as output:
+        assert start(LABELLED, output).wait(timeout=60) == 0
+        lines = output.text().splitlines()
+    assert [re.sub(LABEL, "", line) for line in lines] == [
+        *("one", "", "two", "a part of a line", "a message")
+    ]
+    assert [bool(re.match(LABEL, line)) for line in lines] == [True, False, True, True, True]
+
+
+def test_lines_on_a_terminal_have_no_label() -> None:
+    with Output("halted terminal") as output:  # not halted before `spoil`
+        assert start(LABELLED, output).wait(timeout=60) == 0
+        lines = output.text().splitlines()
+    assert lines == ["one", "", "two", "a part of a line", "a message"]

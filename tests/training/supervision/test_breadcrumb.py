@@ -7,22 +7,22 @@ import pytest
 import torch
 
 from recipes.training.engine.engine import Engine, PipelinedEngine, SequentialEngine
-from recipes.training.supervision.supervisor import Breadcrumb
+from recipes.training.supervision.breadcrumb import Breadcrumb
 
 MICRO_BATCHES = 3
 
 
 class Recorder(Breadcrumb):
-    """Remembers the places, and whether the rank waited for a disk when data were read."""
+    """Breadcrumb that records activities, and the rank's patience while data are read."""
 
     def __init__(self):
         super().__init__()
-        self.places: list[str] = []
+        self.activities: list[str] = []
         self.patience: list[bool] = []
 
     def note(self, doing: str, **details: int | None) -> None:
         super().note(doing, **details)
-        self.places.append(doing)
+        self.activities.append(doing)
 
     def data(self):
         for _ in range(MICRO_BATCHES):
@@ -48,8 +48,8 @@ def test_a_sequential_engine_notes_each_micro_batch_that_it_validates() -> None:
         SequentialEngine, crumb, wrapped=mock.Mock(side_effect=forward), _mean=lambda losses: 2.0
     )
     assert engine.evaluate(crumb.data()) == 2.0
-    places = [("validation pass", number, False) for number in range(MICRO_BATCHES)]
-    assert [each[:3] for each in seen] == places
+    activities = [("validation pass", number, False) for number in range(MICRO_BATCHES)]
+    assert [each[:3] for each in seen] == activities
     assert sorted({each[3] for each in seen}) == [each[3] for each in seen]  # progress each time
     assert crumb.patience == [True] * MICRO_BATCHES and not crumb.patient
 
@@ -74,7 +74,7 @@ def test_replicas_are_compared_with_a_note_for_each_kind() -> None:
         "recipes.training.engine.engine.differing_copies", lambda groups, _: list(groups)
     ):
         engine.differing_copies()
-    assert crumb.places == [
+    assert crumb.activities == [
         "comparing replicas of tensor ranks",
         "comparing replicas of data ranks",
     ]
@@ -96,4 +96,4 @@ def test_a_checkpoint_is_loaded_with_a_note_for_each_tensor(weights_only: bool) 
     axis = SimpleNamespace(rank=0, size=1)
     engine = engine_of(SequentialEngine, crumb, state=state, axis=axis)
     engine.load(mock.Mock(), weights_only=weights_only)
-    assert crumb.places == ["loading weight of head", "loading weight of blocks.0"]
+    assert crumb.activities == ["loading weight of head", "loading weight of blocks.0"]

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from recipes.training.runtime.exits import HUNG
+from recipes.training.supervision.background import within
 from recipes.training.supervision.flight_recorder import (
     Launched,
     describe_waiting,
     read_dump,
-    within,
 )
 from recipes.training.supervision.hang_report import HangReport, Sighting
 from tests.ranks import start_ranks
@@ -95,7 +95,7 @@ def test_ranks_in_different_collectives_are_told_apart(other: dict[str, Any], sa
 
 def test_nothing_is_said_when_nothing_is_pending() -> None:
     assert describe_waiting({0: launched(done("all_reduce", 3)), 1: []}, NAMES) == ""
-    # gloo retires what has ended, and never marks it as completed
+    # gloo retires ended operations, and never marks them as completed
     assert describe_waiting({0: launched(entry("all_reduce", 3, retired=True))}, NAMES) == ""
 
 
@@ -161,7 +161,8 @@ import torch, torch.distributed as dist
 from pathlib import Path
 from recipes.training.runtime.processes import start_processes
 from recipes.training.run_folder.folder import RunFolder
-from recipes.training.supervision.supervisor import Breadcrumb, Supervisor
+from recipes.training.supervision.breadcrumb import Breadcrumb
+from recipes.training.supervision.supervisor import Supervisor
 from recipes.training.recipe.topology import World
 
 world = World.from_environment(os.environ)

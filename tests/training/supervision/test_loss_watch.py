@@ -3,9 +3,10 @@ import math
 import pytest
 
 from recipes.training.recipe.sections import Supervision
-from recipes.training.supervision.loss_watch import NEEDED, ROLL_BACK, SKIPPED, UNSAFE, LossWatch
+from recipes.training.supervision.loss_watch import LOSSES_NEEDED, LossWatch, Severity
 
 NAN, INF = math.nan, math.inf
+SKIPPED, UNSAFE, ROLL_BACK = Severity.SKIPPED, Severity.UNSAFE, Severity.ROLL_BACK
 
 
 def watch(*, fp16: bool = False, **limits: object) -> LossWatch:
@@ -32,7 +33,7 @@ def test_infinite_gradients_are_normal_in_fp16_and_losses_are_not() -> None:
 @pytest.mark.parametrize(("limit", "roll_back"), [(1.0, True), (3.0, False), (0.0, False)])
 def test_a_loss_far_above_the_usual_is_a_spike(limit: float, roll_back: bool) -> None:
     judge = watch(loss_spike=limit).judge
-    for step in range(NEEDED):
+    for step in range(LOSSES_NEEDED):
         assert judge(5.0 - 0.01 * step, 1.0) is None
     bad = judge(6.95, 1.0)
     assert bool(bad) is roll_back
@@ -40,21 +41,21 @@ def test_a_loss_far_above_the_usual_is_a_spike(limit: float, roll_back: bool) ->
         assert bad.severity == ROLL_BACK and "more than 1.0 nats above the 4.9250" in bad.reason
 
 
-def test_a_run_that_begins_has_no_usual_loss() -> None:
+def test_a_new_run_has_no_usual_loss() -> None:
     judge = watch(loss_spike=1.0).judge
     assert judge(5.0, 1.0) is None and judge(50.0, 1.0) is None
 
 
-def test_a_run_that_goes_on_badly_after_a_rollback_is_seen() -> None:
+def test_a_spike_after_a_rollback_is_detected() -> None:
     seen = watch(loss_spike=1.0)
-    for _ in range(NEEDED):
+    for _ in range(LOSSES_NEEDED):
         seen.judge(5.0, 1.0)
     assert seen.judge(50.0, 1.0).severity == ROLL_BACK
     seen.rolled_back()
     assert seen.judge(50.0, 1.0).severity == ROLL_BACK
 
 
-def test_a_run_that_goes_on_knows_what_is_usual() -> None:
-    losses = [5.0] * NEEDED + [NAN]
+def test_a_resumed_run_knows_the_usual_loss() -> None:
+    losses = [5.0] * LOSSES_NEEDED + [NAN]
     seen = LossWatch(Supervision(loss_spike=1.0), fp16=False, losses=losses)
     assert seen.judge(50.0, 1.0).severity == ROLL_BACK

@@ -23,6 +23,7 @@ from recipes.training.runtime.exits import HUNG
 from recipes.training.runtime.launchers import Process, is_launcher
 from recipes.training.runtime.processes import collective_timeout
 from recipes.training.supervision import hang_report
+from recipes.training.supervision.breadcrumb import Breadcrumb
 from recipes.training.supervision.hang_report import (
     HangReport,
     Sighting,
@@ -30,7 +31,7 @@ from recipes.training.supervision.hang_report import (
     describe_hang,
     take_sighting,
 )
-from recipes.training.supervision.supervisor import WATCHDOG, Breadcrumb
+from recipes.training.supervision.supervisor import WATCHDOG
 from tests.conftest import changed
 from tests.fault_injection.unread import UNREAD, Output
 from tests.ranks import start_ranks
@@ -103,7 +104,8 @@ outlive_output()  # before libraries are imported, which print
 import torch
 from recipes.training.supervision import supervisor
 from recipes.training.runtime.processes import start_processes
-from recipes.training.supervision.supervisor import Breadcrumb, Supervisor
+from recipes.training.supervision.breadcrumb import Breadcrumb
+from recipes.training.supervision.supervisor import Supervisor
 from recipes.training.run_folder.folder import RunFolder
 from recipes.training.recipe.topology import World
 from pathlib import Path
@@ -210,7 +212,8 @@ from pathlib import Path
 from recipes.training.runtime.launchers import Process
 from recipes.training.runtime.processes import start_processes
 from recipes.training.run_folder.folder import RunFolder
-from recipes.training.supervision.supervisor import Breadcrumb, Supervisor
+from recipes.training.supervision.breadcrumb import Breadcrumb
+from recipes.training.supervision.supervisor import Supervisor
 from recipes.training.recipe.topology import World
 
 world = World.from_environment(os.environ)
@@ -350,7 +353,7 @@ def test_a_crumb_says_where() -> None:
 
 
 def test_a_stack_tells_its_collective() -> None:
-    code = compile("def all_reduce():\n    return inner()\n", hang_report.COLLECTIVES, "exec")
+    code = compile("def all_reduce():\n    return inner()\n", hang_report.TORCH_COLLECTIVES, "exec")
     space = {"inner": lambda: sys._getframe()}
     exec(code, space)
     assert collective_of(space["all_reduce"]()) == "all_reduce"
@@ -378,15 +381,15 @@ def test_a_rank_that_waits_for_its_tensor_peers_is_in_a_collective() -> None:
 
 
 @pytest.fixture
-def guarded() -> subprocess.Popen:
-    """A process that has a guard of two seconds, and beats as long as it runs."""
+def watched() -> subprocess.Popen:
+    """A process with a watchdog of two seconds, which sends heartbeats as long as it runs."""
     script = (
         "import os, subprocess, sys, time\n"
-        f"guard = subprocess.Popen([sys.executable, {str(WATCHDOG)!r}, str(os.getpid()),"
+        f"watchdog = subprocess.Popen([sys.executable, {str(WATCHDOG)!r}, str(os.getpid()),"
         " 'rank 5 (node1)'],"
         " stdin=subprocess.PIPE)\n"
-        "print(guard.pid, flush=True)\n"
-        "while True:\n    guard.stdin.write(b'2\\n'); guard.stdin.flush(); time.sleep(0.3)\n"
+        "print(watchdog.pid, flush=True)\n"
+        "while True:\n    watchdog.stdin.write(b'2\\n'); watchdog.stdin.flush(); time.sleep(0.3)\n"
     )
     process = subprocess.Popen(
         [sys.executable, "-c", script],
@@ -400,37 +403,37 @@ def guarded() -> subprocess.Popen:
     process.communicate()
 
 
-def test_a_guard_ends_what_is_stopped_and_nothing_else(guarded: subprocess.Popen) -> None:
-    assert guarded.stdout.readline()
+def test_a_watchdog_ends_a_stopped_rank_and_nothing_else(watched: subprocess.Popen) -> None:
+    assert watched.stdout.readline()
     time.sleep(3)
-    assert guarded.poll() is None  # it beats
-    os.killpg(guarded.pid, signal.SIGSTOP)  # all of the job, guard included, as Ctrl-Z does
+    assert watched.poll() is None  # it beats
+    os.killpg(watched.pid, signal.SIGSTOP)  # all of the job, watchdog included, as Ctrl-Z does
     time.sleep(3)
-    os.killpg(guarded.pid, signal.SIGCONT)
+    os.killpg(watched.pid, signal.SIGCONT)
     time.sleep(1)
-    assert guarded.poll() is None
-    os.kill(guarded.pid, signal.SIGSTOP)
-    assert guarded.wait(timeout=10) == -signal.SIGKILL
-    words = guarded.communicate(timeout=10)[1]  # comes when the guard has ended, too
+    assert watched.poll() is None
+    os.kill(watched.pid, signal.SIGSTOP)
+    assert watched.wait(timeout=10) == -signal.SIGKILL
+    words = watched.communicate(timeout=10)[1]  # comes when the watchdog has ended, too
     assert "rank 5 (node1) has not answered for 2 s and is ended" in words
 
 
-def test_a_guard_leaves_a_rank_alone_that_has_ended_by_itself() -> None:
+def test_a_watchdog_leaves_a_rank_alone_that_has_ended_by_itself() -> None:
     script = (
         "import os, subprocess, sys, time\n"
-        f"guard = subprocess.Popen([sys.executable, {str(WATCHDOG)!r}, str(os.getpid()),"
+        f"watchdog = subprocess.Popen([sys.executable, {str(WATCHDOG)!r}, str(os.getpid()),"
         " 'rank 5 (node1)'], stdin=subprocess.PIPE)\n"
-        "guard.stdin.write(b'2\\n'); guard.stdin.flush()\n"
+        "watchdog.stdin.write(b'2\\n'); watchdog.stdin.flush()\n"
         "time.sleep(1)\n"
-        "if os.fork() == 0:\n"  # keeps the pipe to the guard open
+        "if os.fork() == 0:\n"  # keeps the pipe to the watchdog open
         "    os.close(1); os.close(2); time.sleep(5)\n"
         "os._exit(0)\n"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
-    assert (done.stdout, done.stderr) == ("", "")  # comes when the guard has ended, too
+    assert (done.stdout, done.stderr) == ("", "")  # comes when the watchdog has ended, too
 
 
-def test_a_guard_ends_with_its_rank(guarded: subprocess.Popen) -> None:
-    assert guarded.stdout.readline()
-    guarded.kill()
-    assert guarded.communicate(timeout=10)[1] == ""  # comes when the guard has ended, too
+def test_a_watchdog_ends_with_its_rank(watched: subprocess.Popen) -> None:
+    assert watched.stdout.readline()
+    watched.kill()
+    assert watched.communicate(timeout=10)[1] == ""  # comes when the watchdog has ended, too

@@ -50,13 +50,13 @@ def test_laps_add_up_to_the_age_of_the_process(startup: Startup) -> None:
     time.sleep(0.05)
     startup.lap("data")  # again
     parts = startup.seconds
-    assert list(parts) == ["imports", "data", "model"]  # pytest is no launcher
+    assert list(parts) == ["imports", "data", "model"]  # pytest is not a launcher
     assert 0.1 <= parts["data"] < 1.0 and parts["model"] < 0.05
     assert sum(parts.values()) == pytest.approx(age_seconds(os.getpid()), abs=0.05)
 
 
 def launched(tmp_path: Path, **environment: str) -> dict[str, float]:
-    """What a process that a `torchrun` has started knows at first."""
+    """Return the first times of a process that a `torchrun` has started."""
     (tmp_path / "torchrun").write_text(LAUNCHER.format(code=LAUNCHED))
     done = subprocess.run(
         [sys.executable, str(tmp_path / "torchrun")],
@@ -78,7 +78,7 @@ def test_a_launcher_that_starts_ranks_again_is_left_out(tmp_path: Path) -> None:
     assert launched(tmp_path, TORCHELASTIC_RESTART_COUNT="1") == {}
 
 
-def test_the_first_step_is_told(
+def test_the_first_step_is_reported(
     small, startup: Startup, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = RunFolder(tmp_path)

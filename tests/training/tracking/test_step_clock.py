@@ -48,7 +48,7 @@ def test_the_time_between_two_steps_belongs_to_the_second(time: Time) -> None:
     assert run_step(clock, time, 1.0) == StepSeconds(total=1.0, between=0.0)
 
 
-def test_validation_belongs_to_no_step(time: Time) -> None:
+def test_no_step_includes_validation(time: Time) -> None:
     clock = StepClock()
     run_step(clock, time, 2.0)
     with clock.left_out() as spent:
@@ -59,7 +59,7 @@ def test_validation_belongs_to_no_step(time: Time) -> None:
     assert run_step(clock, time, 1.0).total == 1.0
 
 
-def test_a_rollback_belongs_to_no_step(time: Time) -> None:
+def test_no_step_includes_a_rollback(time: Time) -> None:
     clock = StepClock()
     run_step(clock, time, 2.0)
     with clock.left_out():
@@ -86,7 +86,7 @@ class FakeRun(SimpleNamespace):
             clock=StepClock(),
             recipe=SimpleNamespace(training=training, supervision=supervision, optimizer=None),
             supervisor=SimpleNamespace(crumb=mock.MagicMock()),
-            feed=SimpleNamespace(take=lambda step: spend(0.5, ([], 0.5))),
+            prefetcher=SimpleNamespace(take=lambda step: spend(0.5, ([], 0.5))),
             timeline=SimpleNamespace(recorded=lambda step: contextlib.nullcontext()),
             engine=SimpleNamespace(
                 train_step=lambda *_: spend(1.5, done), evaluate=lambda _: spend(30.0, 2.0)

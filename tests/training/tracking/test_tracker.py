@@ -12,7 +12,11 @@ from models.errors import UserError
 from recipes.training.recipe.loading import REPOSITORY, parse_recipe
 from recipes.training.run_folder.folder import RunFolder
 from recipes.training.run_folder.progress import Progress
-from recipes.training.tracking import tracker
+from recipes.training.tracking import wandb_settings, wandb_thread
+from recipes.training.tracking.display import Display
+from recipes.training.tracking.meter import Meter
+from recipes.training.tracking.tracker import open_tracker
+from recipes.training.tracking.wandb_thread import WandbThread
 from tests.conftest import changed
 from tests.ranks import free_port
 
@@ -49,13 +53,13 @@ def test_a_key_decides_between_online_and_offline(
     small, folder: RunFolder, without_key: None, tmp_path: Path, monkeypatch
 ) -> None:
     auto = recipe_with(small, "auto")
-    assert tracker.wandb_arguments(auto, folder.path)["mode"] == "offline"
+    assert wandb_settings.wandb_arguments(auto, folder.path)["mode"] == "offline"
     (tmp_path / "netrc").write_text("machine api.wandb.ai login user password x\n")
-    assert tracker.wandb_arguments(auto, folder.path)["mode"] == "online"
+    assert wandb_settings.wandb_arguments(auto, folder.path)["mode"] == "online"
     (tmp_path / "netrc").unlink()
     monkeypatch.setenv("WANDB_API_KEY", "x" * 40)
-    first = tracker.wandb_arguments(auto, folder.path)
-    again = tracker.wandb_arguments(auto, folder.path)
+    first = wandb_settings.wandb_arguments(auto, folder.path)
+    again = wandb_settings.wandb_arguments(auto, folder.path)
     assert first["mode"] == "online" and first["resume"] == "allow"
     assert first["id"] == again["id"] and first["name"] == "tiny" and first["tags"] == ["tiny"]
     assert first["config"]["model"]["layers"] == 2 and "code_version" in first["config"]
@@ -65,40 +69,40 @@ def test_an_unreachable_server_neither_stops_nor_slows_the_run(
     small, folder: RunFolder, monkeypatch
 ) -> None:
     monkeypatch.setenv("WANDB_API_KEY", "x" * 40)
-    monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{free_port()}")  # nobody listens
-    monkeypatch.setattr(tracker.WandbThread, "SECONDS_TO_FINISH", 2.0)
-    check_a_run_goes_on(recipe_with(small, "online"), folder)
+    monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{free_port()}")  # no server listens
+    monkeypatch.setattr(WandbThread, "SECONDS_TO_FINISH", 2.0)
+    check_a_run_continues(recipe_with(small, "online"), folder)
 
 
 def test_a_server_that_never_answers_neither_stops_nor_slows_the_run(
     small, folder: RunFolder, monkeypatch
 ) -> None:
     monkeypatch.setenv("WANDB_API_KEY", "x" * 40)
-    monkeypatch.setattr(tracker.WandbThread, "SECONDS_TO_FINISH", 2.0)
+    monkeypatch.setattr(WandbThread, "SECONDS_TO_FINISH", 2.0)
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
         silent.listen()
         monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{silent.getsockname()[1]}")
-        check_a_run_goes_on(recipe_with(small, "online"), folder)
+        check_a_run_continues(recipe_with(small, "online"), folder)
 
 
-def check_a_run_goes_on(recipe, folder: RunFolder) -> None:
-    thread = tracker.WandbThread(recipe, folder)
+def check_a_run_continues(recipe, folder: RunFolder) -> None:
+    thread = WandbThread(recipe, folder)
     started = time.monotonic()
     for step in range(1000):
         thread.log(LINE | {"step": step})
-    assert time.monotonic() - started < 1.0  # queued, whatever the server does
+    assert time.monotonic() - started < 1.0  # only queued
     with mock.patch("atexit.register") as left_behind:
         problem = thread.finish()
     assert time.monotonic() - started < 10.0
-    if problem is not None:  # not done yet with its way to offline: the process will not wait
+    if problem is not None:  # W&B is still switching to offline mode: the process will not wait
         assert problem.startswith("Weights & Biases did not finish in time")
         assert left_behind.called
 
 
 def test_weights_and_biases_that_raises_is_reported_once(small, folder: RunFolder) -> None:
-    with mock.patch.object(tracker, "start_wandb", side_effect=RuntimeError("no disk")):
-        thread = tracker.WandbThread(recipe_with(small, "offline"), folder)
+    with mock.patch.object(wandb_thread, "start_wandb", side_effect=RuntimeError("no disk")):
+        thread = WandbThread(recipe_with(small, "offline"), folder)
         thread.log(LINE)
         assert thread.finish() == (
             "Weights & Biases stopped (no disk); metrics.jsonl has every step"
@@ -109,7 +113,8 @@ STUCK = """
 import sys, time
 sys.path[0] = "."
 import atexit, errno, fcntl, pathlib
-from recipes.training.tracking import tracker
+from recipes.training.tracking import wandb_thread
+from recipes.training.tracking.wandb_thread import WandbThread
 from recipes.training.runtime.exits import leave
 from recipes.training.recipe.loading import load_recipe
 from recipes.training.run_folder.folder import RunFolder
@@ -124,9 +129,9 @@ RECIPE = pathlib.Path("recipes/tiny.toml")
 folder = RunFolder(pathlib.Path(sys.argv[1]))
 folder.hold()
 atexit.register(time.sleep, 30)  # as W&B's handler does
-tracker.start_wandb = lambda arguments: time.sleep(600)
-tracker.WandbThread.SECONDS_TO_FINISH = 0.1
-thread = tracker.WandbThread(load_recipe(RECIPE, ["tracking.mode=offline"]), folder)
+wandb_thread.start_wandb = lambda arguments: time.sleep(600)
+WandbThread.SECONDS_TO_FINISH = 0.1
+thread = WandbThread(load_recipe(RECIPE, ["tracking.mode=offline"]), folder)
 thread.exit_code = int(sys.argv[2])
 print(thread.finish())
 print("the summary" * 200_000)  # more than a pipe holds
@@ -151,11 +156,11 @@ def test_a_process_that_leaves_wandb_behind_releases_its_folder_and_is_read(
     assert output.count(b"the summary") == 200_000
 
 
-def test_what_wandb_needs_is_checked_before_the_engine_is_built(
+def test_settings_of_wandb_are_checked_before_the_engine_is_built(
     small, folder: RunFolder, without_key: None, monkeypatch
 ) -> None:
     def check(mode: str = "auto", *, keeps_id: bool = True) -> None:
-        tracker.check_wandb(recipe_with(small, mode), folder.path, keeps_id=keeps_id)
+        wandb_settings.check_wandb(recipe_with(small, mode), folder.path, keeps_id=keeps_id)
 
     check()  # there is no id yet
     (folder.path / "wandb").mkdir()
@@ -177,18 +182,18 @@ def test_what_wandb_needs_is_checked_before_the_engine_is_built(
 
 def test_only_rank_0_tracks(small, folder: RunFolder) -> None:
     recipe = recipe_with(small, "disabled")
-    with tracker.open_tracker(recipe, folder, 1, start=Progress(), changed={}) as silent:
+    with open_tracker(recipe, folder, 1, start=Progress(), changed={}) as silent:
         silent.step(LINE)
         silent.end()
     assert not folder.metrics.exists() and not folder.events.exists()
-    with tracker.open_tracker(recipe, folder, 0, start=Progress(), changed={}) as tracking:
+    with open_tracker(recipe, folder, 0, start=Progress(), changed={}) as tracking:
         tracking.step(LINE)
         tracking.end()
     assert folder.read_metrics() == [LINE]
 
 
-def test_lines_tell_loss_speed_and_time_left(capsys: pytest.CaptureFixture[str]) -> None:
-    display = tracker.Display(steps=100, done=0)
+def test_lines_show_loss_speed_and_time_left(capsys: pytest.CaptureFixture[str]) -> None:
+    display = Display(steps=100, done=0)
     display.step(LINE)
     display.step(LINE | {"step": 2})  # within ten seconds: no line
     display.step(LINE | {"step": 3, "validation_loss": 2.25, "mfu": 0.5})
@@ -200,10 +205,13 @@ def test_lines_tell_loss_speed_and_time_left(capsys: pytest.CaptureFixture[str])
 
 
 def test_a_terminal_gets_a_progress_bar(capsys: pytest.CaptureFixture[str]) -> None:
-    with mock.patch("sys.stdout.isatty", return_value=True):
-        display = tracker.Display(steps=100, done=0)
-    display.step(LINE)
-    display.close()
+    with (
+        mock.patch("sys.stdout.isatty", return_value=True),
+        mock.patch("sys.stderr.isatty", return_value=True),
+    ):
+        shown_on = Display(steps=100, done=0)
+    shown_on.step(LINE)
+    shown_on.close()
     shown = capsys.readouterr()
     assert "1/100" in shown.err and "loss 2.5000" in shown.err and shown.out == ""
 
@@ -211,7 +219,7 @@ def test_a_terminal_gets_a_progress_bar(capsys: pytest.CaptureFixture[str]) -> N
 def test_the_meter_counts_flops_of_the_whole_world(small) -> None:
     recipe = recipe_with(small, "disabled")
     one, two = (
-        tracker.Meter(recipe, size, precision="fp32", device_name="cpu").line(
+        Meter(recipe, size, precision="fp32", device_name="cpu").line(
             Progress(3, 24), loss=1.0, grad_norm=2.0, learning_rate=0.1, seconds=0.5
         )
         for size in (1, 2)
@@ -219,6 +227,6 @@ def test_the_meter_counts_flops_of_the_whole_world(small) -> None:
     assert one["tflops_per_gpu"] == 2 * two["tflops_per_gpu"] > 0
     assert one["tokens"] == 3 * 256 and one["tokens_per_second"] == 512
     assert one["mfu"] is None
-    gpu = tracker.Meter(recipe, 1, precision="bf16", device_name="NVIDIA A100-SXM4-80GB")
+    gpu = Meter(recipe, 1, precision="bf16", device_name="NVIDIA A100-SXM4-80GB")
     assert gpu.peak_tflops == 312.0
     assert one["memory_gb"] > 0.05

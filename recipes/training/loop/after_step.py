@@ -1,0 +1,129 @@
+"""Everything that happens between two training steps, in the order in which it happens.
+
+All ranks take the same decisions, because they agree on the worst numbers and on requests to stop
+before anything else.
+"""
+
+import math
+from typing import Any
+
+from recipes.training.loop.measurements import validate
+from recipes.training.loop.rollback import roll_back
+from recipes.training.loop.run import Ending, Run, StepOutcome, is_due, stopped_without_save
+from recipes.training.runtime.exits import INTERRUPTED, STOPPED
+from recipes.training.supervision.loss_watch import BadStep, Severity
+
+MAX_WEIGHTS_IN_MESSAGE = 8
+
+
+def after_step(run: Run, step: int, metrics: dict[str, Any]) -> StepOutcome:
+    """Handle bad numbers, compare replicas, save and stop, as far as each is due; collective.
+
+    Args:
+        run: the objects of the run
+        step: the step that is done
+        metrics: the metrics of the step
+    """
+    bad = run.watch.judge(metrics["loss"], metrics["grad_norm"])
+    own_severity = bad.severity if bad else Severity.GOOD
+    stop_request, severity = run.supervisor.agree(own_severity, run.engine.device)
+
+    # 1. Bad numbers: skip the step, or roll back.
+    if bad or severity >= Severity.UNSAFE:
+        outcome = handle_bad_step(run, step, metrics, bad=bad, severity=severity)
+        if outcome:
+            return outcome
+    # 2. Replicas: the ranks that hold the same weights compare them, always before a save.
+    ending = find_diverged_replicas(run, step)
+    # 3. Save: begin to write a checkpoint in the background.
+    if not ending and is_due(step, run.recipe.checkpoint.every, run.last_step):
+        ending = save(run, step)
+    # 4. Stop: after a signal or the death of a launcher, save and end.
+    if not ending and stop_request:
+        ending = stop(run, step, stop_request)
+    return StepOutcome(step, ending)
+
+
+def handle_bad_step(
+    run: Run, step: int, metrics: dict[str, Any], *, bad: BadStep | None, severity: Severity
+) -> StepOutcome | None:
+    """Skip a step with bad numbers, or roll back; collective.
+
+    Args:
+        run: the objects of the run
+        step: the step that is done
+        metrics: the metrics of the step
+        bad: the judgement of this rank, if the step is bad on this rank
+        severity: the worst severity of all ranks
+
+    Returns:
+        None if the weights after the step may be saved.
+    """
+    reason = bad.reason if bad else "another rank has a bad step"
+    is_last = step == run.last_step
+    if severity == Severity.ROLL_BACK:
+        return roll_back(run, step, reason)
+    if severity == Severity.UNSAFE and is_last:
+        outcome = roll_back(run, step, reason)
+        if not outcome.ending:
+            return outcome
+        ending = skip_last_step(run, step, metrics, reason)
+        return StepOutcome(step, ending) if ending else None
+    if bad:
+        run.tracker.skip(step, reason, run.data.samples(step))
+    return StepOutcome(step, None) if severity == Severity.UNSAFE else None
+
+
+def skip_last_step(run: Run, step: int, metrics: dict[str, Any], reason: str) -> Ending | None:
+    """Skip the last step, which is bad, if the weights are sound.
+
+    After any other bad step, the loss of the next step shows whether the weights are sound. After
+    the last step there is no next one, so the validation loss is used instead.
+
+    Returns:
+        None if the weights may be saved; otherwise the end of the run.
+    """
+    run.tracker.skip(step, reason, run.data.samples(step))
+    loss = metrics.get("validation_loss")
+    if loss is None:
+        loss = validate(run, step)
+    if math.isfinite(loss):
+        return None
+    problem = f"{reason}, and the validation loss is {loss}"
+    return Ending(STOPPED, stopped_without_save(step, problem))
+
+
+def find_diverged_replicas(run: Run, step: int) -> Ending | None:
+    """Compare the replicas of the weights, if that or a save is due; collective."""
+    every, last = run.recipe.training.compare_replicas_every, run.last_step
+    save_every = run.recipe.checkpoint.every
+    if not every or not (is_due(step, every, last) or is_due(step, save_every, last)):
+        return None
+    run.supervisor.crumb.note("comparing replicas")
+    diverged = run.engine.differing_copies()
+    if not diverged:
+        return None
+    more = len(diverged) - MAX_WEIGHTS_IN_MESSAGE
+    shown = "; ".join(diverged[:MAX_WEIGHTS_IN_MESSAGE])
+    shown += f" (and {more} more)" if more > 0 else ""
+    return Ending(STOPPED, stopped_without_save(step, shown))
+
+
+def save(run: Run, step: int) -> Ending | None:
+    """Begin to save; return the end of the run if an earlier save has failed; collective."""
+    with run.supervisor.crumb.waiting_for_disk("saving"):
+        problem = run.writer.save(run.data.progress_after(step))
+    if problem and run.recipe.checkpoint.on_failure == "continue":
+        run.tracker.warn(problem)
+        return None
+    return Ending(STOPPED, problem) if problem else None
+
+
+def stop(run: Run, step: int, request: str) -> Ending | None:
+    """End the run because a rank was asked to stop, and save first unless that has been done."""
+    if step == run.last_step:
+        return None
+    saved = is_due(step, run.recipe.checkpoint.every, run.last_step)
+    ending = None if saved else save(run, step)
+    reason = f"step {step}: {request}; rerun the same command to resume"
+    return ending or Ending(INTERRUPTED, reason)

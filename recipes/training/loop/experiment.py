@@ -1,0 +1,53 @@
+"""The experiment of a run: a recipe that has been checked, on the ranks of the launcher.
+
+Nothing here imports torch, so that a bad recipe is rejected within a fraction of a second.
+"""
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from recipes.training.loop.rejection import rejections
+from recipes.training.recipe.deepspeed_config import build_deepspeed_config, precision
+from recipes.training.recipe.loading import load_recipe, origin
+from recipes.training.recipe.schema import Recipe
+from recipes.training.recipe.topology import Topology, World
+from recipes.training.runtime.torch_variables import check_accelerator
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """A recipe and its consequences for the ranks of the launcher.
+
+    Attributes:
+        world: the ranks, as this process sees them
+        recipe: the recipe, with the overrides of the command line
+        origin: the recipe's file and the overrides, for messages
+        topology: the layout of the ranks
+        config: the configuration of DeepSpeed
+        precision: "fp32", "bf16" or "fp16"
+    """
+
+    world: World
+    recipe: Recipe
+    origin: str
+    topology: Topology
+    config: dict[str, Any]
+    precision: str
+
+
+def read_experiment(file: Path, overrides: Sequence[str]) -> Experiment:
+    """Read and check a recipe; end this process if it or the launcher's settings are rejected."""
+    with rejections(World()):
+        world = World.from_environment(os.environ)
+        check_accelerator(os.environ)
+    with rejections(world):
+        recipe = load_recipe(file, overrides)
+    name = origin(file, overrides)
+    with rejections(world, name):
+        topology = recipe.topology(world)
+        config = build_deepspeed_config(recipe, topology)
+        number_format = precision(config)
+    return Experiment(world, recipe, name, topology, config, number_format)

@@ -1,0 +1,122 @@
+"""The opening of a run, just before its first step, and its orderly end."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+
+import torch.distributed as dist
+
+from recipes.training.checkpoint.resume import Request, Start, find_start
+from recipes.training.checkpoint.writer import CheckpointWriter
+from recipes.training.data.dataset import TrainingData
+from recipes.training.data.prefetcher import Feed
+from recipes.training.engine.engine import Engine
+from recipes.training.loop.experiment import Experiment
+from recipes.training.loop.run import Ending, Run
+from recipes.training.loop.start import Claim
+from recipes.training.runtime.exits import FINISHED, INTERRUPTED, STOPPED
+from recipes.training.supervision.loss_watch import LossWatch
+from recipes.training.tracking.messages import NOT_COMPILED
+from recipes.training.tracking.meter import Meter
+from recipes.training.tracking.startup import Startup
+from recipes.training.tracking.step_clock import StepClock
+from recipes.training.tracking.timeline import TimelineRecorder
+from recipes.training.tracking.tracker import open_tracker
+
+
+@contextmanager
+def open_run(
+    experiment: Experiment,
+    claim: Claim,
+    engine: Engine,
+    *,
+    data: TrainingData,
+    start: Start,
+    startup: Startup,
+) -> Iterator[Run]:
+    """Open the checkpoint writer, the tracker and the handling of signals; collective.
+
+    Args:
+        experiment: the experiment of the run
+        claim: the run folder and the supervision of this rank
+        engine: the engine, with the weights of `start`
+        data: the corpora, at the position of `start`
+        start: the point at which the run starts or resumes
+        startup: the stopwatch of the start-up
+    """
+    recipe, folder, found = experiment.recipe, claim.folder, start.found
+    changed = found.changes(recipe)
+    with (
+        CheckpointWriter(
+            engine.state,
+            folder,
+            recipe=recipe,
+            topology=experiment.topology,
+            data=data.fingerprint,
+            damaged=found.skipped,
+        ) as writer,
+        open_tracker(
+            recipe, folder, experiment.world.rank, start=start.progress, changed=changed
+        ) as tracker,
+        claim.supervisor,
+    ):
+        if engine.on_gpu and recipe.training.compile == "auto" and not engine.compiled:
+            tracker.warn(NOT_COMPILED)
+        run = Run(
+            recipe=recipe,
+            topology=experiment.topology,
+            folder=folder,
+            data=data,
+            prefetcher=Feed(data.step, last_step=recipe.training.steps, pinned=engine.on_gpu),
+            engine=engine,
+            meter=Meter(
+                recipe,
+                experiment.world.size,
+                precision=experiment.precision,
+                device_name=engine.device_name,
+            ),
+            clock=StepClock(),
+            watch=watch_losses(experiment, claim),
+            writer=writer,
+            tracker=tracker,
+            supervisor=claim.supervisor,
+            timeline=TimelineRecorder(engine, recipe, experiment.topology, folder),
+            startup=startup,
+            find_start=partial(find_start, folder, Request(), recipe, data.fingerprint),
+        )
+        if not engine.compiled:  # otherwise the first step compiles, and belongs to the start-up
+            claim.supervisor.expect_steps()
+        yield run
+
+
+def watch_losses(experiment: Experiment, claim: Claim) -> LossWatch:
+    """Return a judge of the loss that knows the losses of the previous steps on rank 0."""
+    lines = claim.folder.read_metrics() if experiment.world.rank == 0 else []
+    return LossWatch(
+        experiment.recipe.supervision,
+        fp16=experiment.precision == "fp16",
+        losses=[line["loss"] for line in lines],
+    )
+
+
+def close_run(run: Run, ending: Ending) -> Ending:
+    """Wait for the last save, and record the end of the run; collective.
+
+    Returns:
+        The end of the run, which a failed save changes.
+    """
+    with run.supervisor.crumb.waiting_for_disk("saving"):
+        unsaved = run.writer.wait()
+    if unsaved and ending.code in (FINISHED, INTERRUPTED):
+        ending = Ending(STOPPED, unsaved)
+    if ending.code == FINISHED:
+        run.tracker.end()
+    else:
+        run.tracker.stop(ending.reason, ending.code)
+    return ending
+
+
+def leave_processes() -> None:
+    """Leave the process group; collective."""
+    dist.barrier()  # launchers end all ranks when the first one fails; rank 0 may be the last
+    dist.destroy_process_group()

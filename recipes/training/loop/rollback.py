@@ -1,0 +1,53 @@
+"""Rollback of a run to its last checkpoint, and continuation with the data after the bad step."""
+
+from models.errors import UserError
+from recipes.training.loop.run import Ending, Run, StepOutcome, stopped_without_save
+from recipes.training.run_folder.progress import Progress
+from recipes.training.runtime.exits import STOPPED
+from recipes.training.tracking.messages import tell_skipped
+
+
+def roll_back(run: Run, step: int, reason: str) -> StepOutcome:
+    """Roll back to the last checkpoint, and continue with the data that follows a step; collective.
+
+    Args:
+        run: the objects of the run
+        step: the bad step
+        reason: the problem with it
+
+    Returns:
+        The step to continue after; or the same step and an ending, if the run cannot roll back.
+    """
+    limit = run.recipe.supervision.rollbacks
+    if not limit:
+        return _stop(step, stopped_without_save(step, f"{reason}, supervision.rollbacks = 0"))
+    with run.supervisor.crumb.waiting_for_disk("rolling back"):
+        unsaved = run.writer.wait()
+        if unsaved:
+            run.tracker.warn(unsaved)
+        try:
+            start = run.find_start()
+        except UserError as problem:
+            return _stop(step, f"step {step}: {reason}, and {problem}")
+    found = start.found
+    if not found.path or found.weights_only:
+        return _stop(step, f"step {step}: {reason}, and there is no checkpoint yet")
+    if start.rollbacks >= limit:
+        why = f"after {limit} rollbacks without a checkpoint in between"
+        return _stop(step, stopped_without_save(step, f"{reason}, {why}"))
+    run.prefetcher.forget()
+    target = Progress(found.progress.step, run.data.progress_after(step).samples)
+    if run.supervisor.rank == 0:
+        tell_skipped(run.folder, found)
+    run.writer.damaged = found.skipped
+    with run.supervisor.crumb.waiting_for_disk("rolling back"):
+        run.engine.load(found.reader())
+    run.data.resume(target)
+    run.watch.rolled_back()
+    run.clock.restart()
+    run.tracker.roll_back(step, target, reason)
+    return StepOutcome(target.step, None)
+
+
+def _stop(step: int, reason: str) -> StepOutcome:
+    return StepOutcome(step, Ending(STOPPED, reason))

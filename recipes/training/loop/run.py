@@ -1,0 +1,83 @@
+"""A run: the objects that work together in it, and the way it ends."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+from recipes.training.recipe.schema import Recipe
+from recipes.training.recipe.topology import Topology
+from recipes.training.run_folder.folder import RunFolder
+from recipes.training.supervision.loss_watch import LossWatch
+from recipes.training.tracking.startup import Startup
+from recipes.training.tracking.step_clock import StepClock
+
+if TYPE_CHECKING:  # these import torch, which takes seconds
+    from recipes.training.checkpoint.resume import Start
+    from recipes.training.checkpoint.writer import CheckpointWriter
+    from recipes.training.data.dataset import TrainingData
+    from recipes.training.data.prefetcher import Feed
+    from recipes.training.engine.engine import Engine
+    from recipes.training.supervision.supervisor import Supervisor
+    from recipes.training.tracking.meter import Meter
+    from recipes.training.tracking.timeline import TimelineRecorder
+    from recipes.training.tracking.tracker import Tracker
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """The objects that work together in a run.
+
+    Attributes:
+        find_start: finds the newest checkpoint of the run, for a rollback; collective
+    """
+
+    recipe: Recipe
+    topology: Topology
+    folder: RunFolder
+    data: "TrainingData"
+    prefetcher: "Feed"
+    engine: "Engine"
+    meter: "Meter"
+    clock: StepClock
+    watch: LossWatch
+    writer: "CheckpointWriter"
+    tracker: "Tracker"
+    supervisor: "Supervisor"
+    timeline: "TimelineRecorder"
+    startup: Startup
+    find_start: "Callable[[], Start]"
+
+    @property
+    def last_step(self) -> int:
+        """The number of the run's last step."""
+        return self.recipe.training.steps
+
+
+@dataclass(frozen=True)
+class Ending:
+    """The end of a run: its exit code, and a reason unless every step is done."""
+
+    code: int
+    reason: str = ""
+
+
+class StepOutcome(NamedTuple):
+    """The state of the run after a step.
+
+    Attributes:
+        step: the last step that is done; an earlier one after a rollback
+        ending: the end of the run, if it ends here
+    """
+
+    step: int
+    ending: Ending | None
+
+
+def is_due(step: int, every: int, last: int) -> bool:
+    """Return True after every `every`-th step and the last one; never if `every` is 0."""
+    return every > 0 and (step % every == 0 or step == last)
+
+
+def stopped_without_save(step: int, reason: str) -> str:
+    """Return the message of a run that stops before it saves a step."""
+    return f"step {step}: {reason}; the newest checkpoint is before that"

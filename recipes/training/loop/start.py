@@ -1,0 +1,137 @@
+"""The start of a run on all ranks: supervision, the run folder's lock, and the resume point."""
+
+from dataclasses import dataclass
+
+from recipes.training.checkpoint.resume import (
+    Request,
+    Start,
+    begin_branch,
+    find_start,
+    hold_together,
+)
+from recipes.training.data.dataset import TrainingData
+from recipes.training.loop.experiment import Experiment
+from recipes.training.loop.joint_rejection import rejected_together
+from recipes.training.loop.rejection import leave_busy, rejections
+from recipes.training.recipe.topology import check_placement
+from recipes.training.run_folder.folder import RunFolder
+from recipes.training.runtime.exits import FINISHED, leave
+from recipes.training.runtime.processes import check_machine, hosts_of_ranks, start_processes
+from recipes.training.supervision.breadcrumb import Breadcrumb
+from recipes.training.supervision.supervisor import Supervisor
+from recipes.training.tracking.messages import announce, summarize, tell_skipped
+from recipes.training.tracking.startup import Startup
+from recipes.training.tracking.wandb_settings import check_wandb, read_wandb_key
+
+
+@dataclass(frozen=True)
+class Claim:
+    """A run folder that this run has locked, and the supervision of this rank."""
+
+    folder: RunFolder
+    supervisor: Supervisor
+
+
+def open_data(experiment: Experiment) -> TrainingData:
+    """Check this machine, and open the corpora of the recipe.
+
+    Raises:
+        UserError: the machine does not fit the recipe, or a corpus is missing or damaged.
+    """
+    recipe = experiment.recipe
+    check_machine(
+        experiment.world,
+        precision=experiment.precision,
+        compile=recipe.training.compile,
+        deterministic=recipe.training.deterministic,
+        gpu=recipe.cluster.gpu if recipe.cluster else None,
+    )
+    return TrainingData(recipe, experiment.topology, experiment.world.rank)
+
+
+def join(
+    experiment: Experiment, folder: RunFolder, startup: Startup, *, wait_seconds: float
+) -> Claim:
+    """Join the process group, supervise this rank, and lock the run folder; collective.
+
+    Args:
+        experiment: the experiment of the run
+        folder: the run folder
+        startup: the stopwatch of the start-up
+        wait_seconds: time limit for the lock of a run that shows no sign of life
+
+    Raises:
+        UserError: the folder or the key of W&B is rejected, or the ranks are placed wrongly.
+    """
+    recipe, world = experiment.recipe, experiment.world
+    start_processes(
+        world,
+        deterministic=recipe.training.deterministic,
+        patience_seconds=recipe.supervision.patience_seconds,
+    )
+    startup.lap("joining")
+    crumb = Breadcrumb()
+    supervisor = Supervisor(
+        folder,
+        crumb,
+        hang_seconds=recipe.supervision.hang_seconds,
+        startup_seconds=recipe.supervision.startup_seconds,
+    ).start()
+    crumb.note("locking the run folder")
+    with rejected_together():
+        if world.rank == 0:
+            read_wandb_key()
+    with crumb.waiting_for_disk("waiting for the run folder"):
+        in_use = hold_together(folder, wait_seconds=wait_seconds)
+    if in_use:
+        leave_busy(world, in_use)
+    hosts = hosts_of_ranks()
+    supervisor.name_hosts(hosts)
+    check_placement(experiment.topology, hosts)
+    return Claim(folder, supervisor)
+
+
+def find_resume_point(
+    experiment: Experiment, claim: Claim, data: TrainingData, resume: str, resume_once: str
+) -> Start:
+    """Find the point at which the run starts or resumes, without changing anything; collective.
+
+    Args:
+        experiment: the experiment of the run
+        claim: the run folder and the supervision of this rank
+        data: the corpora of the run
+        resume: the option `--resume`
+        resume_once: the option `--resume-once`
+
+    Raises:
+        UserError: no checkpoint can be used, or it belongs to another experiment.
+    """
+    crumb, request = claim.supervisor.crumb, Request(resume, resume_once)
+    crumb.note("verifying checkpoints")
+    return find_start(claim.folder, request, experiment.recipe, data.fingerprint, note=crumb.note)
+
+
+def begin(experiment: Experiment, claim: Claim, start: Start, startup: Startup) -> None:
+    """Prepare the run folder and announce the run; collective.
+
+    If every step of the run is done, print its summary and end this process.
+    """
+    recipe, folder, world = experiment.recipe, claim.folder, experiment.world
+    is_finished = start.progress.step >= recipe.training.steps
+    with rejections(world, experiment.origin), rejected_together():
+        if world.rank == 0:
+            if not is_finished:
+                keeps_id = start.request.resume != "never"
+                check_wandb(recipe, folder.path, keeps_id=keeps_id)
+            tell_skipped(folder, start.found)
+            begin_branch(folder, start)
+    if is_finished:
+        summarize(recipe, folder, world)
+        leave(FINISHED)
+    with rejections(world, experiment.origin), rejected_together():
+        if world.rank == 0:
+            folder.prepare(recipe, start.progress)
+    startup.lap("checkpoint search")
+    if world.rank == 0:
+        hosts = list(claim.supervisor.hosts)
+        announce(recipe, experiment.topology, hosts, folder, start.found)

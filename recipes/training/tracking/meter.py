@@ -1,0 +1,68 @@
+"""The metrics of a step: speed, model FLOP/s utilisation and memory."""
+
+import resource
+from typing import Any
+
+import torch
+
+from models.cost import flops_per_token
+from recipes.gpus.datasheet import peak_tflops
+from recipes.training.recipe.schema import Recipe
+from recipes.training.run_folder.progress import Progress
+
+
+class Meter:
+    """Metrics of a step, computed from its result and duration.
+
+    Args:
+        recipe: the recipe of the run
+        world_size: number of ranks
+        precision: "fp32", "bf16" or "fp16"
+        device_name: "cpu", or the name of the GPU
+    """
+
+    def __init__(self, recipe: Recipe, world_size: int, *, precision: str, device_name: str):
+        self.tokens_per_step = recipe.tokens_per_step
+        self.sequence_length = recipe.model.sequence_length
+        self.tflop_per_gpu = (
+            flops_per_token(recipe.model) * recipe.tokens_per_step / world_size / 1e12
+        )
+        self.peak_tflops = peak_tflops(device_name, precision)
+        self.on_gpu = device_name != "cpu"
+
+    def line(
+        self, progress: Progress, *, loss: float, grad_norm: float, learning_rate: float,
+        seconds: float,
+    ) -> dict[str, Any]:  # fmt: skip
+        """Return the metrics of the newest step.
+
+        Args:
+            progress: the step, and the samples read until its end
+            loss: mean of the global batch, in nats per token
+            grad_norm: before clipping
+            learning_rate: of the step
+            seconds: duration of the step
+
+        Returns:
+            The metrics; `mfu` is None if the peak of the device is unknown.
+        """
+        tflops = self.tflop_per_gpu / seconds
+        return {
+            "step": progress.step,
+            "loss": loss,
+            "grad_norm": grad_norm,
+            "learning_rate": learning_rate,
+            "tokens": progress.samples * self.sequence_length,
+            "step_seconds": seconds,
+            "tokens_per_second": self.tokens_per_step / seconds,
+            "tflops_per_gpu": tflops,
+            "mfu": tflops / self.peak_tflops if self.peak_tflops else None,
+            "memory_gb": peak_memory_gb(self.on_gpu),
+        }
+
+
+def peak_memory_gb(on_gpu: bool) -> float:
+    """Return the peak memory of this process, in 10^9 bytes: on the GPU, or else in the machine."""
+    if on_gpu:
+        return torch.cuda.max_memory_allocated() / 1e9
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9

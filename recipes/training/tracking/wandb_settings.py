@@ -1,0 +1,133 @@
+"""Settings of Weights & Biases: its key, its mode, and the identity of a run."""
+
+import netrc
+import os
+import re
+import secrets
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlparse
+
+from models.errors import UserError
+from recipes.training.recipe.schema import Recipe
+from recipes.training.run_folder.line_file import write_whole
+from recipes.training.run_folder.provenance import code_version
+
+
+def check_wandb(recipe: Recipe, folder: Path, *, keeps_id: bool) -> None:
+    """Check the settings of Weights & Biases before the engine is built.
+
+    Args:
+        recipe: the recipe of the run
+        folder: the run folder
+        keeps_id: the run continues the W&B run that the folder names
+
+    Raises:
+        UserError: a variable or the file with the run's id is wrong.
+    """
+    if recipe.tracking.mode == "disabled":
+        return
+    wandb_mode(recipe)
+    run_id = folder / "wandb" / "run_id"
+    if keeps_id and run_id.exists():
+        read_run_id(run_id)
+
+
+def wandb_mode(recipe: Recipe) -> str:
+    """Return W&B's mode for a run: "online", "offline", or the value of WANDB_MODE.
+
+    Raises:
+        UserError: WANDB_BASE_URL is not a URL.
+    """
+    if recipe.tracking.mode != "auto":
+        return recipe.tracking.mode
+    return os.environ.get("WANDB_MODE") or ("online" if has_wandb_key() else "offline")
+
+
+def wandb_arguments(recipe: Recipe, folder: Path) -> dict[str, Any]:
+    """Return the arguments of `wandb.init`; a resumed folder keeps its run id."""
+    tracking, mode = recipe.tracking, wandb_mode(recipe)
+    home = folder / "wandb"
+    home.mkdir(exist_ok=True)
+    run_id = home / "run_id"
+    if not run_id.exists():
+        write_whole(run_id, secrets.token_hex(4))
+    return {
+        "project": tracking.project,
+        "name": recipe.name,
+        "id": read_run_id(run_id),
+        "resume": "allow" if mode == "online" else None,
+        "tags": list(tracking.tags),
+        "config": recipe.model_dump(mode="json") | {"code_version": code_version()},
+        "mode": mode,
+        "dir": str(folder),
+    }
+
+
+def read_wandb_key() -> None:
+    """Set WANDB_API_KEY from the file that WANDB_API_KEY_FILE names, unless it is already set.
+
+    Raises:
+        UserError: the file cannot be read, other users can read it, or it holds no key.
+    """
+    name = os.environ.get("WANDB_API_KEY_FILE")
+    if not name or os.environ.get("WANDB_API_KEY"):
+        return
+    file = Path(os.path.expanduser(name))
+    try:
+        readers, key = file.stat().st_mode & 0o077, file.read_bytes().strip()
+    except OSError as error:
+        raise UserError(
+            f"WANDB_API_KEY_FILE = {name} cannot be read ({error.strerror}); use a file with the "
+            f"key and nothing else, or unset it"
+        ) from None
+    if readers:
+        raise UserError(f"WANDB_API_KEY_FILE = {name} can be read by others; use chmod 600 {name}")
+    if not re.fullmatch(rb"[!-~]+", key):
+        raise UserError(
+            f"WANDB_API_KEY_FILE = {name} does not hold a key; use a file with the key and nothing "
+            f"else, or unset it"
+        )
+    os.environ["WANDB_API_KEY"] = key.decode()
+
+
+def read_run_id(file: Path) -> str:
+    """Read the id of a run folder's W&B run.
+
+    Raises:
+        UserError: the file is damaged, or cannot be read.
+    """
+    try:
+        run_id = file.read_text(errors="replace").strip()
+    except OSError as error:
+        raise UserError(
+            f"{file} cannot be read ({error.strerror}); make it readable, or delete it for a new "
+            f"W&B run"
+        ) from None
+    if not re.fullmatch(r"[A-Za-z0-9_-]+", run_id):
+        raise UserError(
+            f"{file} holds {run_id[:40]!r} instead of the id of a W&B run; write this run's id "
+            f"into it, or delete it for a new W&B run"
+        )
+    return run_id
+
+
+def has_wandb_key() -> bool:
+    """Return True if a key is in the environment or in the netrc file that `wandb login` writes.
+
+    Raises:
+        UserError: WANDB_BASE_URL is not a URL.
+    """
+    if os.environ.get("WANDB_API_KEY"):
+        return True
+    url = os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")
+    try:
+        host = urlparse(url).hostname or ""
+    except ValueError as error:
+        raise UserError(
+            f"WANDB_BASE_URL = {url}: {error}; use https://api.wandb.ai, or unset it"
+        ) from None
+    try:
+        return netrc.netrc(os.environ.get("NETRC")).authenticators(host) is not None
+    except (OSError, UnicodeDecodeError, netrc.NetrcParseError):
+        return False

@@ -1,0 +1,83 @@
+"""Weights & Biases in a thread of its own, so that training neither waits for it nor stops."""
+
+import atexit
+import contextlib
+import queue
+import threading
+from typing import Any
+
+from recipes.training.recipe.schema import Recipe
+from recipes.training.run_folder.folder import RunFolder
+from recipes.training.runtime.exits import leave_handlers_out
+from recipes.training.tracking.wandb_settings import wandb_arguments
+
+
+class WandbThread:
+    """A thread that sends metrics to Weights & Biases."""
+
+    MAX_QUEUED_STEPS = 100_000  # later steps are dropped while W&B does not respond
+    SECONDS_TO_FINISH = 60.0
+
+    def __init__(self, recipe: Recipe, folder: RunFolder):
+        self._folder = folder
+        self._queue: queue.Queue[dict[str, Any] | None] = queue.Queue(self.MAX_QUEUED_STEPS)
+        self.exit_code = 0  # of this process, if it ends without waiting for W&B
+        self._problem: str | None = None
+        self._thread: threading.Thread | None = None
+        if recipe.tracking.mode != "disabled":
+            self._thread = threading.Thread(target=self._work, args=(recipe,), daemon=True)
+            self._thread.start()
+
+    def log(self, metrics: dict[str, Any]) -> None:
+        """Queue the metrics of a step, and return at once."""
+        if self._thread is not None:
+            try:
+                self._queue.put_nowait(metrics)
+            except queue.Full:
+                self._problem = "Weights & Biases fell behind; metrics.jsonl has every step"
+
+    def finish(self) -> str | None:
+        """Wait a limited time until all metrics are sent; return a problem, or None."""
+        if self._thread is None:
+            return None
+        with contextlib.suppress(queue.Full):
+            self._queue.put_nowait(None)
+        self._thread.join(self.SECONDS_TO_FINISH)
+        if self._thread.is_alive():
+            # The exit handler of W&B would wait longer. Handlers run in reverse order, so this one
+            # runs first; it ends the process, so no other one runs.
+            atexit.register(self._leave_behind)
+            return "Weights & Biases did not finish in time; metrics.jsonl has every step"
+        return self._problem
+
+    def _leave_behind(self) -> None:
+        """End this process, after the work of those exit handlers that are still needed."""
+        self._folder.release()
+        leave_handlers_out(self.exit_code)
+
+    def _work(self, recipe: Recipe) -> None:
+        try:
+            run = start_wandb(wandb_arguments(recipe, self._folder.path))
+            while (metrics := self._queue.get()) is not None:
+                run.log(metrics)
+            run.finish()
+        except Exception as error:
+            self._problem = f"Weights & Biases stopped ({error}); metrics.jsonl has every step"
+            while self._queue.get() is not None:
+                pass
+
+
+def start_wandb(arguments: dict[str, Any]) -> Any:
+    """Return the result of `wandb.init`, in offline mode if W&B cannot be reached."""
+    import wandb  # takes a second, for which the training thread need not wait
+
+    settings = wandb.Settings(silent=True, console="off", init_timeout=30)
+    try:
+        run = wandb.init(**arguments, settings=settings)
+    except Exception:
+        if arguments["mode"] != "online":
+            raise
+        wandb.teardown()  # the failed attempt still holds the run's id
+        run = wandb.init(**arguments | {"mode": "offline"}, settings=settings)
+    run.define_metric("*", step_metric="step")
+    return run
