@@ -12,7 +12,8 @@ import pytest
 
 from models.cost import parameter_count
 from recipes.planning.output.recipe_reference import reference
-from recipes.training.recipe.loading import DEFAULT_RECIPE, REPOSITORY, Recipe, load_recipe
+from recipes.training.recipe.loading import DEFAULT_RECIPE, REPOSITORY, load_recipe
+from recipes.training.recipe.schema import Recipe
 
 MAX_README_LINES = 200
 DOCS = {path.name: path.read_text() for path in sorted((REPOSITORY / "docs").glob("*.md"))}
