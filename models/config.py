@@ -24,27 +24,49 @@ class ModelConfig:
         "extra": "forbid",
         "strict": True,
         "allow_inf_nan": False,
+        "use_attribute_docstrings": True,
     }
 
     layers: int
+    """Number of transformer layers (blocks)."""
     hidden_size: int
+    """Size of the activations between layers."""
     heads: int
-    kv_heads: int  # fewer than heads: grouped-query attention (arXiv 2305.13245)
+    """Number of attention heads."""
+    kv_heads: int
+    """Number of key and value heads;
+    fewer than `heads` is grouped-query attention (arXiv 2305.13245).
+    """
     ffn_hidden_size: int
+    """Size of the activations inside the MLP."""
     vocab_size: int
+    """Number of tokens in the vocabulary, before padding."""
     sequence_length: int
+    """Tokens per sequence, in training and validation."""
     norm: Literal["rmsnorm", "layernorm"]
+    """Normalisation before each half of a layer and before the output."""
     positions: Literal["rope", "learned"]
-    activation: Literal["swiglu", "gelu"]  # gelu: the tanh approximation, as in GPT-2
+    """Rotary position embeddings, or learned ones that are added to the tokens."""
+    activation: Literal["swiglu", "gelu"]
+    """Activation of the MLP; "gelu" is the tanh approximation, as in GPT-2."""
     bias: bool
+    """Give linear layers a bias."""
     tie_embeddings: bool
-    qk_norm: bool = False  # RMSNorm over each head of q and k, as in Qwen3
-    head_size: int | None = None  # None: hidden_size / heads
+    """Use the token embedding as the output matrix too."""
+    qk_norm: bool = False
+    """Apply RMSNorm to each head of queries and keys, as in Qwen3."""
+    head_size: int | None = None
+    """Columns of one attention head; by default hidden_size / heads."""
     rope_theta: float = 10000.0
+    """Base of the rotary position embeddings."""
     norm_epsilon: float = 1e-5
-    dropout: float = 0.0  # of the embedding and of the output of each half of a block
-    attention_dropout: float = 0.0  # of the attention probabilities
+    """Small number in the denominator of the norms."""
+    dropout: float = 0.0
+    """Dropout probability of the embedding and of the output of each half of a layer."""
+    attention_dropout: float = 0.0
+    """Dropout probability of the attention probabilities."""
     initial_std: float = 0.02
+    """Standard deviation of the initial weights."""
 
     def __post_init__(self) -> None:
         for key, field in type(self).__dataclass_fields__.items():
