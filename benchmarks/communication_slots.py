@@ -67,8 +67,10 @@ def _measure_step(steps: StepProgram, found: dict[str, int], slower: dict[str, f
     ):
         found[name] = max(found[name], slots)
     best = step_seconds(steps, UNLIMITED, rule=free, seconds=seconds)
+    assert best is not None  # without a limit, no schedule hangs
     for name, slots, one_queue in (("two", 2, False), ("three", 3, False), ("one_queue", 3, True)):
         taken = step_seconds(steps, slots, rule=in_order, seconds=seconds, one_queue=one_queue)
+        assert taken is not None, f"{name} hangs"
         slower[name] = max(slower[name], taken / best - 1)
 
 

@@ -70,7 +70,7 @@ def record_failure(attempts: Path, step: int, code: int) -> bool:
     """
     attempts.parent.mkdir(parents=True, exist_ok=True)
     job = os.environ.get("SLURM_JOB_ID", "")
-    lines = LineFile(attempts, key="job")
+    lines = LineFile(attempts, keys={"job": (str,)})
     earlier = lines.read()
     lines.append_durably({"job": job, "step": step, "exit_code": code})
     return any(attempt["job"] == job and attempt.get("step") == step for attempt in earlier)

@@ -95,7 +95,8 @@ def rewritten(text: str, gpu: Gpu, device: str) -> str:
         "memory_gigabytes_per_second",
     ):  # fmt: skip
         line = f"{key} = {toml_value(getattr(gpu, key))}"
-        text = re.sub(rf"^{key} = [^\n#]*[^\n#\s]", lambda _, line=line: line, text, flags=re.M)
+        escaped = line.replace("\\", "\\\\")
+        text = re.sub(rf"^{key} = [^\n#]*[^\n#\s]", escaped, text, flags=re.M)
     head = EFFICIENCY.sub("", text).rstrip()
     processor = f"{processor_name()}, one core" if device == "cpu" else device
     lines = [

@@ -326,7 +326,7 @@ class BareLoop:
 
     def train(self, batch: Sequence[tuple[Any, ...]]) -> float:
         """Run a step; each micro-batch is a tuple of the model's arguments."""
-        losses = []
+        losses: list[Tensor] = []
         for micro_batch in batch:
             self.is_first = not losses
             loss = self.model(*micro_batch)
@@ -343,6 +343,7 @@ class BareLoop:
 
     def _accumulate(self, master: Tensor, weight: Tensor) -> None:
         """Add a weight's gradient to that of its fp32 copy; the first micro-batch overwrites it."""
+        assert master.grad is not None and weight.grad is not None
         if self.is_first:
             master.grad.copy_(weight.grad)
         else:

@@ -99,7 +99,7 @@ def play(pipe: Connection, recipe: Path, run_folder: Path) -> None:
 
 def train_in_turns(pipe: Connection, train: Callable[..., Any], run: Run, step: int) -> Any:
     """`pretrain.train` with a feed that waits for the parent."""
-    run.prefetcher.take = InTurns(pipe, run.prefetcher.take)
+    object.__setattr__(run.prefetcher, "take", InTurns(pipe, run.prefetcher.take))
     return train(run, step)
 
 

@@ -3,6 +3,7 @@
 Each starts from the same weights and takes the same optimizer steps.
 """
 
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -108,8 +109,8 @@ class Turn(NamedTuple):
 
     loss: float | None = None
     events: Sequence[Event] = ()
-    parts: tuple[float, float] | None = None
-    computed: float | None = None
+    parts: tuple[float, float] = (math.nan, math.nan)
+    computed: float = math.nan
 
 
 Contestant = Callable[[Tensor, Tensor], Turn]  # tokens and labels, [b, s] of all micro-batches
@@ -257,18 +258,20 @@ def build_torch(recipe: Recipe, setting: Setting) -> Contestant:
     rank, device = dist.get_rank(), torch.device("cpu")
     loss_fn = loss_of_logits(recipe)
     model = with_first_weights(SequentialModel(plain_specs(recipe)), recipe)
+    assert isinstance(model.layers, nn.ModuleList)
+    layers = list(model.layers)
     parts = [0, *accumulate(layers_of_virtual_stages(recipe))]
     places = range(rank, len(parts) - 1, STAGES)
-    chunks = [nn.Sequential(*model.layers[parts[place] : parts[place + 1]]) for place in places]
+    chunks = [nn.Sequential(*layers[parts[place] : parts[place + 1]]) for place in places]
     stages = [
         PipelineStage(chunk, place, len(parts) - 1, device)
         for chunk, place in zip(chunks, places, strict=True)
     ]
-    settings = {"n_microbatches": setting.micro_batches, "loss_fn": loss_fn}
+    schedule: Schedule1F1B | ScheduleInterleaved1F1B
     if len(stages) == 1:
-        schedule = Schedule1F1B(stages[0], **settings)
+        schedule = Schedule1F1B(stages[0], setting.micro_batches, loss_fn=loss_fn)
     else:
-        schedule = ScheduleInterleaved1F1B(stages, **settings)
+        schedule = ScheduleInterleaved1F1B([*stages], setting.micro_batches, loss_fn=loss_fn)
     mine = nn.ModuleList(chunks)
     optimizer = build_optimizer(mine, recipe.optimizer)
 
@@ -280,7 +283,9 @@ def build_torch(recipe: Recipe, setting: Setting) -> Contestant:
         else:
             run(target=labels, losses=losses)
         computed = time.perf_counter()
-        squared = get_total_norm([each.grad for each in mine.parameters()]) ** 2
+        squared = (
+            get_total_norm([each.grad for each in mine.parameters() if each.grad is not None]) ** 2
+        )
         dist.all_reduce(squared)
         clip_grads_with_norm_(mine.parameters(), recipe.optimizer.gradient_clipping, squared.sqrt())
         optimizer.step()

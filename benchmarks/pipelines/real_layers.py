@@ -100,6 +100,7 @@ def check_losses(steps: Mapping[str, Steps]) -> None:
         for one, ranks in zip(steps[ONE], rounds, strict=True):
             found = [rank.turn.loss for rank in ranks if rank.turn.loss is not None]
             expected = one[0].turn.loss
+            assert expected is not None
             assert all(abs(loss - expected) < TOLERANCE for loss in found), (name, found, expected)
 
 

@@ -146,7 +146,9 @@ class Soak:
     def compared(self, folder: Path) -> tuple[dict[int, str], set[str], dict[int, list[int]]]:
         """Return metrics, discarded lines and samples of a run."""
         lines = RunFolder(folder).read_metrics()
-        copies = [LineFile(file, key="step").read() for file in folder.glob("metrics.*.jsonl")]
+        copies = [
+            LineFile(file, keys={"step": (int,)}).read() for file in folder.glob("metrics.*.jsonl")
+        ]
         discarded = {without_times(line) for copy in copies for line in copy}
         return {x["step"]: without_times(x) for x in lines}, discarded, reads_of(folder)
 
@@ -386,7 +388,7 @@ def log_file(folder: Path, rank: int) -> Path:
 def reads_of(folder: Path) -> dict[int, list[int]]:
     """Return the samples that the ranks have read when they last did each step."""
     newest: dict[int, dict[int, list[int]]] = {}
-    for line in LineFile(reads_file(folder), key="step").read():
+    for line in LineFile(reads_file(folder), keys={"step": (int,)}).read():
         newest.setdefault(line["step"], {})[line["rank"]] = line["samples"]
     return {step: sorted(chain(*ranks.values())) for step, ranks in newest.items()}
 
@@ -403,7 +405,7 @@ def _rank(rank: int, port: int, job: tuple[Any, ...]) -> None:
     os.dup2(output, 2)
     from recipes import pretrain
 
-    poison_and_record(rank, LineFile(reads_file(folder), key="step"))
+    poison_and_record(rank, LineFile(reads_file(folder), keys={"step": (int,)}))
     if plan and plan[0] == "operation" and rank == 0:
         die_at_operation(plan[1])
     if plan and plan[0] == "loading" and rank == plan[1]:

@@ -464,7 +464,7 @@ def test_a_failed_layout_is_black(corpus: Path) -> None:
     close = replace(same, loss=2e-7)
     results = (same, close, replace(same, loss=1.0), replace(same, drifted=["x"]), "an error")
     colours = [proof_picture._colour(Finding(case, result)) for result in results]
-    assert colours == [proof_picture.LEAST, pytest.approx(-1), *(3 * [proof_picture.FAILED])]
+    assert colours == [proof_picture.MIN_COLOUR, pytest.approx(-1), *(3 * [proof_picture.FAILED])]
 
 
 def test_the_exit_code_is_the_verdict(capsys: pytest.CaptureFixture) -> None:

@@ -8,9 +8,8 @@ from models.config import ModelConfig
 from models.cost import attention_multiply_adds, block_multiply_adds, head_multiply_adds
 from models.pipeline.schedule.order import last_stage, stage_and_chunk, virtual_stage_of
 
-PROPORTION_UNITS = (
-    48  # that a micro-batch's passes are rounded to; few lengths make passes end together
-)
+# Durations are rounded to this fraction of a micro-batch, so that passes end at the same times.
+PROPORTION_UNITS = 48
 
 
 def head_in_blocks(model: ModelConfig, recompute: str) -> float:

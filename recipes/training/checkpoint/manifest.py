@@ -88,8 +88,10 @@ class Manifest:
         """
         file = checkpoint / "manifest.json"
         try:
-            content = dict(json.loads(file.read_text()))
-        except (ValueError, RecursionError, TypeError) as error:
+            content = json.loads(file.read_text())
+            if not isinstance(content, dict):
+                raise ValueError("not a JSON object")
+        except (ValueError, RecursionError) as error:
             raise UserError(f"{file} is damaged ({error}); use another checkpoint") from None
         if content.get("format") != FORMAT:
             raise UserError(

@@ -130,6 +130,12 @@ def find_start(
     progress = found.progress
     if request.resume != "auto":
         return Start(found, progress, 0, request, None)
+    if history.saved and (found.path is None or found.weights_only):
+        raise UserError(
+            f"{folder.checkpoints} has no checkpoint, but {folder.events} records that step "
+            f"{max(history.saved)} was saved there; restore the folder (for example, mount its "
+            f"disk), or start again with --resume never"
+        )
     pending = history.branch if history.branch and history.branch.pending else None
     samples = history.rolled_back.get(progress.step)
     if progress.step and samples is not None:

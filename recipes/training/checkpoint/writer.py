@@ -142,7 +142,7 @@ class CheckpointWriter:
         needed = 4 * len(KINDS) * parameter_count(self.recipe.model) + SPACE_BESIDE
         folder = self.folder.checkpoints
         try:
-            folder.mkdir(parents=True, exist_ok=True)
+            folder.mkdir(exist_ok=True)  # a run folder that was moved away is not created again
             free = shutil.disk_usage(folder).free
         except OSError as error:
             return f"{folder}: {error.strerror}"

@@ -23,12 +23,14 @@ class Setting:
             bool, int, float, str or list (of strings).
         low, high: The range of a number, both ends included.
         choices: All valid values, where they can be listed.
+        multiple: An integer must be a multiple of this number.
     """
 
     example: Any
     low: float = -math.inf
     high: float = LARGEST_COUNT
     choices: tuple[Any, ...] = ()
+    multiple: int = 1
 
     def accepts(self, value: Any) -> bool:
         """Return whether the value has the type of the setting and is in its range."""
@@ -39,7 +41,7 @@ class Setting:
         if isinstance(self.example, (int, float)):
             is_number = isinstance(value, (int, float)) and self.low <= value <= self.high
             # DeepSpeed takes 5e8, which JSON makes a float, for an integer.
-            return is_number and (isinstance(self.example, float) or value == int(value))
+            return is_number and (isinstance(self.example, float) or value % self.multiple == 0)
         if isinstance(self.example, list):
             return isinstance(value, list) and all(isinstance(each, str) for each in value)
         return isinstance(value, str)
@@ -53,7 +55,8 @@ class Setting:
             return "true or false"
         if isinstance(self.example, (int, float)):
             kind = "an integer" if isinstance(self.example, int) else "a number"
-            return f"{kind} in {self.low:g} .. {self.high:g}"
+            multiple = f" that is a multiple of {self.multiple}" if self.multiple > 1 else ""
+            return f"{kind} in {self.low:g} .. {self.high:g}{multiple}"
         return "a list of strings" if isinstance(self.example, list) else "a string"
 
 
@@ -78,7 +81,8 @@ SETTINGS: Table = {
         "reduce_bucket_size": count(2**24),
         "use_multi_rank_bucket_allreduce": flag(True),
         "allgather_partitions": flag(True),
-        "allgather_bucket_size": count(500_000_000),
+        # DeepSpeed asserts that buckets keep the alignment of NCCL's buffers.
+        "allgather_bucket_size": Setting(example=500_000_000, low=2, multiple=2),
         "sub_group_size": count(1_000_000_000),
         "stage3_prefetch_bucket_size": count(50_000_000, low=0),
         "stage3_param_persistence_threshold": count(100_000, low=0),

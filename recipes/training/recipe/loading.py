@@ -46,6 +46,7 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
 
 def parse_recipe(table: dict[str, Any], name: str) -> Recipe:
     """Validate a recipe's table; error messages begin with `name`."""
+    _reject_null_characters(table, name)
     try:
         # pydantic's strict mode accepts an array for a tuple and a table for a dataclass only in
         # JSON.
@@ -56,6 +57,20 @@ def parse_recipe(table: dict[str, Any], name: str) -> Recipe:
     if len(problems) == 1:
         raise UserError(f"{name}: {problems[0]}")
     raise UserError("\n  ".join([f"{name}: {len(problems)} problems", *problems]))
+
+
+def _reject_null_characters(value: Any, name: str, key: str = "") -> None:
+    """Raise a UserError if a string contains a character that no path may contain."""
+    if isinstance(value, dict):
+        for each, content in value.items():
+            _reject_null_characters(content, name, f"{key}.{each}" if key else str(each))
+    elif isinstance(value, list):
+        for content in value:
+            _reject_null_characters(content, name, key)
+    elif isinstance(value, str) and "\0" in value:
+        raise UserError(
+            f"{name}: {key} = {json.dumps(value)} contains a null character; remove \\u0000"
+        )
 
 
 def _reject_date(value: Any) -> Any:

@@ -214,7 +214,7 @@ class Training(Section):
     """Checkpoint whose weights the run starts from, such as one that `convert.py from-hf` has
     written. Leave it out to draw the weights from the seed."""
 
-    compile: Literal[True, False, "auto"] = "auto"
+    compile: bool | Literal["auto"] = "auto"
     """Compile the element-wise operations. "auto" compiles on GPUs if a compiler is installed. The
     first compilation takes 10 to 20 seconds."""
 

@@ -1,5 +1,6 @@
 """The folder of one run: its lock, its recipe, its metrics and its events."""
 
+import errno
 import json
 import os
 import time
@@ -15,6 +16,9 @@ from recipes.training.run_folder.line_file import LineFile, flush, write_whole
 from recipes.training.run_folder.lock import FolderLock
 from recipes.training.run_folder.progress import Progress
 
+METRIC_KEYS = {"step": (int,), "loss": (int, float)}
+EVENT_KEYS = {"event": (str,), "step": (int,)}
+
 
 class RunFolder:
     """`runs/<name>/`: recipe.toml, metrics.jsonl, events.jsonl, checkpoints/, wandb/."""
@@ -25,8 +29,8 @@ class RunFolder:
         self.checkpoints = path / "checkpoints"
         self.metrics = path / "metrics.jsonl"
         self.events = path / "events.jsonl"
-        self._metric_lines = LineFile(self.metrics, key="step")
-        self._event_lines = LineFile(self.events, key="event")
+        self._metric_lines = LineFile(self.metrics, keys=METRIC_KEYS)
+        self._event_lines = LineFile(self.events, keys=EVENT_KEYS)
         self._lock: FolderLock | None = None
 
     def hold(self) -> None:
@@ -39,9 +43,23 @@ class RunFolder:
         try:
             self._lock = self._lock or FolderLock(self.path)
             self.path.mkdir(parents=True, exist_ok=True)
+            self._check_checkpoints()
             self._lock.acquire()
         except OSError as error:
-            raise _cannot_write(self.path, error) from None
+            raise _cannot_write(error.filename or self.path, error) from None
+
+    def _check_checkpoints(self) -> None:
+        """Raise a UserError if the folder of checkpoints exists but is not a folder."""
+        if self.checkpoints.is_symlink() and not self.checkpoints.exists():
+            raise UserError(
+                f"{self.checkpoints} is a link to {self.checkpoints.readlink()}, which does not "
+                f"exist; mount the disk or create the folder, or use --run-dir with another folder"
+            )
+        if self.checkpoints.exists() and not self.checkpoints.is_dir():
+            raise UserError(
+                f"{self.checkpoints} is not a folder; rename it, or use --run-dir with another "
+                f"folder"
+            )
 
     def release(self) -> None:
         """Release the lock, if this process holds it."""
@@ -114,7 +132,7 @@ class RunFolder:
         """
         try:
             copied = self.path / f"metrics.{stamp}.jsonl"
-            lines = LineFile(source, key="step").read()
+            lines = LineFile(source, keys=METRIC_KEYS).read()
             self._keep_metrics(lines, step, copy=not copied.exists(), copy_to=copied)
         except OSError as error:
             raise _cannot_write(error.filename or self.path, error) from None
@@ -202,7 +220,9 @@ def _read(lines: LineFile) -> list[dict[str, Any]]:
 
 
 def _cannot_write(file: Path | str, error: OSError) -> UserError:
+    is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+    remedy = "free disk space" if is_full else "make it writable"
     return UserError(
-        f"{file} cannot be written ({error.strerror}); make room, or use --run-dir with another "
+        f"{file} cannot be written ({error.strerror}); {remedy}, or use --run-dir with another "
         f"folder"
     )

@@ -50,12 +50,15 @@ class History:
         resumed: steps that the run was resumed after, as step -> first sample read next
         branch: the newest request for a certain checkpoint
         requests: names and values of the `--resume` options that were carried out once
+        saved: steps of the branch whose checkpoints were published; retention may have deleted the
+            older ones
     """
 
     rolled_back: dict[int, int] = field(default_factory=dict)
     resumed: dict[int, int] = field(default_factory=dict)
     branch: Branch | None = None
     requests: set[tuple[str, str]] = field(default_factory=set)
+    saved: set[int] = field(default_factory=set)
     _targets: list[int] = field(default_factory=list)
     _left: dict[str, tuple[dict[int, int], dict[int, int]]] = field(default_factory=dict)
 
@@ -99,12 +102,14 @@ class History:
             self.rolled_back.pop(step, None)
             self.resumed.pop(step, None)
             self._targets.clear()
+            self.saved.add(step)
 
     def _forget(self, *, after: int) -> None:
         """Drop what is known about later steps: they are about to be done in another way."""
         for known in (self.rolled_back, self.resumed):
             for step in [step for step in known if step > after]:
                 del known[step]
+        self.saved = {step for step in self.saved if step <= after}
         if after < 0:
             self._targets.clear()
 

@@ -5,6 +5,7 @@ import json
 import os
 import sys
 import threading
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +19,11 @@ class LineFile:
 
     Args:
         path: the file, which need not exist
-        key: a key that every line has; objects without it are skipped
+        keys: the keys that every line has, with the types of their values; other lines are skipped
     """
 
-    def __init__(self, path: Path, *, key: str):
-        self.path, self.key = path, key
+    def __init__(self, path: Path, *, keys: Mapping[str, tuple[type, ...]]):
+        self.path, self.keys = path, keys
         self._waiting: list[str] = []
         self._lock = threading.Lock()
 
@@ -101,7 +102,10 @@ class LineFile:
             content = json.loads(line.strip(b"\0"))
         except ValueError:  # also of bytes that are not UTF-8
             return None
-        return content if isinstance(content, dict) and self.key in content else None
+        if not isinstance(content, dict):
+            return None
+        fits = all(type(content.get(key)) in types for key, types in self.keys.items())
+        return content if fits else None
 
     def _write_waiting(self) -> None:
         self._write("".join(self._waiting).encode())

@@ -17,10 +17,10 @@ KEY = MaskKey(seed=1, samples=range(1000, 1008))
 dropout = partial(fused_dropout, fuse=as_written)
 
 
-def mask(probability: float, *, place: str = "blocks.0.mlp", key: MaskKey = KEY) -> Tensor:
+def mask(probability: float, *, layer: str = "blocks.0.mlp", key: MaskKey = KEY) -> Tensor:
     """Return 1 for each element that is kept, else 0: [256, 8, 512]."""
     x = torch.ones(256, 8, 512)
-    return (dropout(x, probability, key=key, layer=place, axis=TensorAxis()) != 0).double()
+    return (dropout(x, probability, key=key, layer=layer, axis=TensorAxis()) != 0).double()
 
 
 def deviations(a: Tensor, b: Tensor) -> float:

@@ -83,7 +83,7 @@ def write_run(path: Path) -> None:
         write_checkpoint(folder.checkpoints, step)
         folder.event("save", step)
     set_aside(folder.checkpoints / "step-0000040", "earlier")
-    copy = LineFile(path / "metrics.earlier.jsonl", key="step")
+    copy = LineFile(path / "metrics.earlier.jsonl", keys={"step": (int,)})
     for step in range(1, 42):
         copy.append({"step": step, "tokens": 8 * 32 * step, "run": "earlier"})
 
@@ -104,7 +104,7 @@ def start_again(path: Path, request: Request, recipe: Recipe) -> Start:
 def kept(home: Path) -> tuple[set[str], set[tuple[str, int]]]:
     """All checkpoints and all metrics below a folder, wherever they are now."""
     checkpoints = {str(file.read_bytes()) for file in home.rglob("manifest.json")}
-    files = [LineFile(file, key="step") for file in home.rglob("metrics*.jsonl")]
+    files = [LineFile(file, keys={"step": (int,)}) for file in home.rglob("metrics*.jsonl")]
     return checkpoints, {(line["run"], line["step"]) for file in files for line in file.read()}
 
 

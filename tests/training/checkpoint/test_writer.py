@@ -127,7 +127,7 @@ def test_a_full_disk_costs_no_checkpoint(
 
 
 def test_lines_that_a_full_disk_does_not_take_come_later(disk: Path) -> None:
-    lines, ballast = LineFile(disk / "lines", key="line"), disk / "ballast"
+    lines, ballast = LineFile(disk / "lines", keys={"step": (int,)}), disk / "ballast"
     lines.append({"step": 1})
     ballast.write_bytes(bytes(shutil.disk_usage(disk).free))
     long = "x" * 10_000

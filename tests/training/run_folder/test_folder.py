@@ -83,7 +83,14 @@ def test_metrics_that_a_rollback_discarded_are_copied_by_the_next_start(
     assert not list(folder.path.glob("metrics.*.jsonl"))
     folder.prepare(recipe, Progress(4, 48))  # steps 5 and 6 will read other samples
     (copy,) = folder.path.glob("metrics.*.jsonl")
-    assert [line["step"] for line in LineFile(copy, key="step").read()] == [1, 2, 3, 4, 5, 6]
+    assert [line["step"] for line in LineFile(copy, keys={"step": (int,)}).read()] == [
+        1,
+        2,
+        3,
+        4,
+        5,
+        6,
+    ]
     assert [line["step"] for line in folder.read_metrics()] == [1, 2, 3, 4]
 
 
@@ -116,7 +123,7 @@ def test_lines_of_discarded_steps_that_wait_for_room_are_copied_and_dropped(
     folder.metric({"step": 3})
     assert [line["step"] for line in folder.read_metrics()] == [1, 2, 3]
     (copy,) = folder.path.glob("metrics.*.jsonl")
-    assert [line["step"] for line in LineFile(copy, key="step").read()] == [1, 2, 3]
+    assert [line["step"] for line in LineFile(copy, keys={"step": (int,)}).read()] == [1, 2, 3]
 
 
 @pytest.mark.parametrize("hidden", ["boot_id", "pid"])

@@ -18,7 +18,7 @@ def test_a_line_after_a_torn_one_is_whole(cut: int, tmp_path: Path) -> None:
     file.write_bytes(TEXT[:cut])
     whole = sum(len(json.dumps(line)) <= len(part) for line, part in
                 zip(LINES, TEXT[:cut].split(b"\n"), strict=False))  # fmt: skip
-    lines = LineFile(file, key="event")
+    lines = LineFile(file, keys={"event": (str,)})
     assert lines.read() == LINES[:whole]
     lines.append({"event": "start", "step": 9})
     assert lines.read() == [*LINES[:whole], {"event": "start", "step": 9}]
@@ -43,10 +43,10 @@ def test_what_does_not_parse_is_skipped_anywhere(torn: bytes, tmp_path: Path) ->
     first = len(TEXT.split(b"\n")[0]) + 1
     file = tmp_path / "events.jsonl"
     file.write_bytes(TEXT[:first] + torn.rstrip(b"\n") + b"\n" + TEXT[first:])
-    assert LineFile(file, key="event").read() == LINES
+    assert LineFile(file, keys={"event": (str,)}).read() == LINES
     file.write_bytes(TEXT + torn)
-    LineFile(file, key="event").append({"event": "end", "step": 4})
-    assert LineFile(file, key="event").read() == [*LINES, {"event": "end", "step": 4}]
+    LineFile(file, keys={"event": (str,)}).append({"event": "end", "step": 4})
+    assert LineFile(file, keys={"event": (str,)}).read() == [*LINES, {"event": "end", "step": 4}]
 
 
 def test_a_line_behind_nul_bytes_is_read(tmp_path: Path) -> None:
@@ -69,14 +69,14 @@ def test_lines_that_wait_for_room_are_read_too(tmp_path: Path) -> None:
 
 
 def test_a_durable_append_succeeds_or_raises(tmp_path: Path) -> None:
-    lines = LineFile(tmp_path / "run" / "events.jsonl", key="event")
+    lines = LineFile(tmp_path / "run" / "events.jsonl", keys={"event": (str,)})
     with pytest.raises(OSError, match="No such file"):
         lines.append_durably({"event": "branch"})
     assert lines.read() == []  # the caller has been told, so that it is not written later
 
 
 def test_a_replacement_drops_the_lines_that_wait(tmp_path: Path) -> None:
-    lines = LineFile(tmp_path / "run" / "metrics.jsonl", key="step")
+    lines = LineFile(tmp_path / "run" / "metrics.jsonl", keys={"step": (int,)})
     lines.append({"step": 1})  # the folder does not exist: nothing can be written
     (tmp_path / "run").mkdir()
     lines.replace('{"step": 7}\n')
