@@ -88,7 +88,7 @@ def watch_losses(experiment: Experiment, claim: Claim) -> LossWatch:
     return LossWatch(
         experiment.recipe.supervision,
         fp16=experiment.precision == "fp16",
-        losses=[line["loss"] for line in lines],
+        losses=[line["loss"] for line in lines if isinstance(line.get("loss"), float)],
     )
 
 

@@ -6,7 +6,7 @@ The docstrings of the fields are the text of docs/recipe-reference.md.
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from models.config import nearest_multiples
 from models.errors import UserError
@@ -20,6 +20,11 @@ SCHEDULES_WITH_CHUNKS = [name for name, kind in SCHEDULES.items() if kind.chunks
 Count = Annotated[int, Field(ge=1, le=10**9)]
 NonNegative = Annotated[int, Field(ge=0, le=10**9)]
 Probability = Annotated[float, Field(ge=0, lt=1)]
+# 1 equals True in Python, so a number has to become something else before it is compared.
+Switch = Annotated[
+    Literal[True, False, "auto"],
+    BeforeValidator(lambda value: value if isinstance(value, bool) else str(value)),
+]
 
 
 def repository_path(path: str) -> Path:
@@ -214,7 +219,7 @@ class Training(Section):
     """Checkpoint whose weights the run starts from, such as one that `convert.py from-hf` has
     written. Leave it out to draw the weights from the seed."""
 
-    compile: bool | Literal["auto"] = "auto"
+    compile: Switch = "auto"
     """Compile the element-wise operations. "auto" compiles on GPUs if a compiler is installed. The
     first compilation takes 10 to 20 seconds."""
 

@@ -16,7 +16,7 @@ from recipes.training.run_folder.line_file import LineFile, flush, write_whole
 from recipes.training.run_folder.lock import FolderLock
 from recipes.training.run_folder.progress import Progress
 
-METRIC_KEYS = {"step": (int,), "loss": (int, float)}
+METRIC_KEYS = {"step": (int,)}
 EVENT_KEYS = {"event": (str,), "step": (int,)}
 
 

@@ -81,8 +81,12 @@ class History:
             self._forget(after=-1)
             self._train()
         elif kind == "branch":
-            self._begin_at(Path(event["checkpoint"]), stamp=event["stamp"])
+            chosen = event["checkpoint"]
+            is_here = bool(chosen) and not Path(chosen).is_absolute()
+            saved = {each for each in self.saved if each <= step} if is_here else set()
+            self._begin_at(Path(chosen), stamp=event["stamp"])
             self._forget(after=step - 1)
+            self.saved = saved
             self._targets.clear()
             self.branch = Branch(step, event["checkpoint"], event["stamp"])
             if event.get("once"):

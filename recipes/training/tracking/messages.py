@@ -52,11 +52,14 @@ def announce(
         print("\n".join(f"  {line}" for line in rank_map(topology, hosts)), flush=True)
 
 
+SUMMARIZED = {"loss", "tokens", "step_seconds"}  # keys of a metrics line; a user may edit the file
+
+
 def summarize(recipe: Recipe, folder: RunFolder, world: World) -> None:
     """Print the results of a finished run, from its metrics; on rank 0."""
     if world.rank != 0:
         return
-    lines = folder.read_metrics()
+    lines = [line for line in folder.read_metrics() if line.keys() >= SUMMARIZED]
     validation = [line["validation_loss"] for line in lines if "validation_loss" in line]
     print(f"{recipe.name} is finished: {recipe.training.steps} steps")
     if lines:

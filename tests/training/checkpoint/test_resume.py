@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from models.errors import UserError
 from recipes.training.checkpoint import reader
 from recipes.training.checkpoint.resume import Request, Start, begin_branch, find_start
 from recipes.training.recipe.loading import parse_recipe
@@ -230,3 +231,35 @@ def test_metrics_that_are_not_beside_a_checkpoint_are_a_warning(
     said = capsys.readouterr().err
     assert f"warning: {tmp_path / 'other' / 'metrics.jsonl'} does not exist" in said
     assert RunFolder(tmp_path / "run").read_metrics()[-1]["step"] == 8
+
+
+@pytest.mark.parametrize("weights", [False, True])
+def test_lost_checkpoints_are_not_replaced_by_a_new_run(
+    weights: bool, recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "run"
+    write_run(path)
+    shutil.rmtree(path / "checkpoints")
+    before = {file: file.read_bytes() for file in path.glob("*.jsonl")}
+    if weights:
+        initial = reader.ResumePoint(None, weights_only=True)
+        monkeypatch.setattr(reader, "find_initial_weights", lambda *_, **__: initial)
+    with pytest.raises(UserError, match=r"has no checkpoint, but .* step 40 was saved there"):
+        start_again(path, Request(), recipe)
+    assert {file: file.read_bytes() for file in path.glob("*.jsonl")} == before
+    assert start_again(path, Request("never"), recipe).progress.step == 0
+    assert start_again(path, Request(), recipe).progress.step == 0  # this run has saved nothing
+
+
+def test_checkpoints_that_were_saved_before_a_branch_do_not_count(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    for step in (8, 16, 24):
+        folder.event("save", step)
+    assert folder.history().saved == {8, 16, 24}
+    folder.event("rollback", 30, to=16, samples=300)
+    assert folder.history().saved == {8, 16}
+    folder.event("branch", 8, checkpoint="step-0000008", stamp="a", samples=64)
+    assert folder.history().saved == {8}
+    folder.event("save", 12)
+    folder.event("branch", 0, checkpoint="", stamp="b")
+    assert folder.history().saved == set()

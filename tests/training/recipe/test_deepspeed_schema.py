@@ -167,6 +167,8 @@ def paths(table: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
         ("zero_optimization.overlap_comm", "true", '= "true" is not true or false; use true'),
         ("zero_optimization.overlap_comm", 1, "= 1 is not true or false; use true"),
         ("zero_optimization.reduce_bucket_size", 0, "= 0 is not an integer in 1 .. "),
+        ("zero_optimization.allgather_bucket_size", 5, "= 5 is not an integer in 2 .. "),
+        ("zero_optimization.allgather_bucket_size", 1, "that is a multiple of 2; use 500000000"),
         ("zero_optimization.reduce_bucket_size", 1.5, "= 1.5 is not an integer in 1 .. "),
         ("zero_optimization.reduce_bucket_size", True, "= true is not an integer in 1 .. "),
         ("zero_optimization.reduce_bucket_size", None, "= null is not an integer in 1 .. "),

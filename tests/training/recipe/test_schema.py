@@ -48,11 +48,11 @@ BAD: list[tuple[str, int, str, str]] = [
     ),
     (
         "layout.schedule=dualpipev;layout.pipeline=1", 2,
-        'layout.schedule = "dualpipev" needs stages', "use layout.pipeline = 2 or more",
+        'layout.schedule = "dualpipev" needs two stages or more', "use layout.pipeline = 2 or more",
     ),
     (
         "layout.schedule=zb-h1;layout.pipeline=1", 2,
-        'layout.schedule = "zb-h1" needs stages', 'or layout.schedule = "1f1b"',
+        'layout.schedule = "zb-h1" needs two stages or more', 'or layout.schedule = "1f1b"',
     ),
     (
         "layout.schedule=interleaved;layout.chunks=1", 2,
@@ -126,6 +126,9 @@ BAD: list[tuple[str, int, str, str]] = [
     ),
     ("training.steps=-5", 2, "training.steps = -5", "steps = "),
     ("training.compare_replicas_every=-1", 2, "training.compare_replicas_every = -1", "= 100"),
+    ("training.compile=1.0", 2, "training.compile = 1.0", "true, false or 'auto'"),
+    ("training.compile=0", 2, "training.compile = 0", "true, false or 'auto'"),
+    ('data.tokenizer="a\\u0000b"', 2, "data.tokenizer", "remove"),
     ("training.compile=yes", 2, "training.compile = 'yes'", "true, false or 'auto'"),
     ("training.deterministic=1", 2, "training.deterministic = 1", "= false"),
     ("training.epochs=3", 2, "unknown key training.epochs", "are steps, evaluate_every"),

@@ -144,3 +144,22 @@ def test_a_folder_is_held_where_proc_is_not_readable(
             second.hold()
     folder.release()
     second.hold()
+
+
+def test_a_folder_of_checkpoints_that_is_not_there_is_named(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "run")
+    folder.path.mkdir()
+    folder.checkpoints.symlink_to(tmp_path / "unmounted")
+    with pytest.raises(UserError, match=r"checkpoints is a link to .*unmounted, which does not ex"):
+        folder.hold()
+    folder.checkpoints.unlink()
+    folder.checkpoints.touch()
+    with pytest.raises(UserError, match="checkpoints is not a folder; rename it"):
+        folder.hold()
+
+
+def test_a_message_names_the_file_and_a_remedy(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "run")
+    (folder.path / "lock").mkdir(parents=True)
+    with pytest.raises(UserError, match=r"lock cannot be written \(Is a directory\); make it wr"):
+        folder.hold()

@@ -36,6 +36,8 @@ def test_a_line_after_a_torn_one_is_whole(cut: int, tmp_path: Path) -> None:
         b"17\n",
         b'"event"\n',
         b'{"step": 4}\n',
+        b'{"event": [], "step": 4}\n',
+        b'{"event": null, "step": 4}\n',
         b'{"event": "stop"}}\n',
     ],
 )
