@@ -235,7 +235,7 @@ def test_the_same_seed_gives_the_same_metrics_and_never_starts_again(
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
-        (["--set", "seed=5"], "was trained with seed = 1234 (here 5); use that"),
+        (["--set", "seed=5"], "was trained with seed = 1234 (here 5); use the same values"),
         (
             ["--set", "model.layers=3", "--set", "model.rope_theta=5e5"],
             "model.layers = 2 (here 3), model.rope_theta = 10000.0 (here 500000.0)",

@@ -3,7 +3,7 @@
     make gpu                              # with .venv, or: make gpu PYTHON=python3
     python -m tests.gpu --list
     python -m tests.gpu --only losses --only step
-    python -m tests.gpu --write           # into BENCHMARKS.md and recipes/gpus
+    python -m tests.gpu --write           # into BENCHMARKS.md and recipes/gpus/datasheets
 
 Each part runs in a process of its own and is ended when its time is over; the next one follows. The
 exit code of `python -m tests.gpu` is 0 if all parts pass or are skipped, 1 if one fails, and 2
@@ -105,7 +105,7 @@ def check(options: argparse.Namespace, gpus: int) -> int:
     print(f"report: {output / 'report.md'}")
     if options.write:
         publish(output, text, device=device, repository=REPOSITORY)
-        print("written into BENCHMARKS.md and recipes/gpus")
+        print("written into BENCHMARKS.md and recipes/gpus/datasheets")
     return FAILED_CODE if any(each.status == FAILED for each in outcomes) else 0
 
 
@@ -115,7 +115,7 @@ def publish(output: Path, text: str, *, device: str, repository: Path) -> None:
 
     write(repository / "BENCHMARKS.md", text, device=device)
     for file in (output / "gpus").glob("*.toml"):
-        shutil.copy(file, repository / "recipes" / "planning" / "gpus")
+        shutil.copy(file, repository / "recipes" / "gpus" / "datasheets")
 
 
 def build_parser() -> argparse.ArgumentParser:

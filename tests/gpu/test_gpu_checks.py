@@ -628,7 +628,7 @@ def test_results_are_inserted_into_the_repository(tmp_path: Path) -> None:
     output, repository = tmp_path / "output", tmp_path / "repository"
     (output / "gpus").mkdir(parents=True)
     (output / "gpus" / "h200.toml").write_text("measured")
-    (repository / "recipes" / "planning" / "gpus").mkdir(parents=True)
+    (repository / "recipes" / "gpus" / "datasheets").mkdir(parents=True)
     (repository / "BENCHMARKS.md").write_text("# Benchmarks\n")
     text = section(outcomes(), device="H200", date="2026-11-22", versions=[])
     publish(output, text, device="H200", repository=repository)

@@ -164,4 +164,4 @@ def test_the_table_shows_failures(corpus: Path) -> None:
     ]
     text = relay_as_text(findings, every_layout=False)
     assert "changed: exp_avg embedding.weight, losses after it 5.0e-01" in text
-    assert "0 of 1 layouts went on" in text
+    assert "0 of 1 layouts resumed" in text

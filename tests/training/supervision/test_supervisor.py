@@ -258,7 +258,7 @@ def test_the_rank_that_waits_for_a_disk_is_named_by_those_that_wait_for_it(tmp_p
 @pytest.mark.parametrize(
     ("package", "module", "name", "doing"),
     [
-        ("engine", "build", "build_from_recipe", "building the engine"),
+        ("engine", "build", "build_engine", "building the engine"),
         pytest.param(
             "checkpoint", "reader", "find", "verifying checkpoints", marks=pytest.mark.long
         ),
