@@ -102,7 +102,7 @@ def test_cuda_that_is_asked_for_and_not_there_is_rejected() -> None:
         machine("a GPU", (9, 0)),
         mock.patch.object(torch.cuda, "is_available", return_value=False),
         mock.patch.object(torch.cuda, "device_count", return_value=0),
-        pytest.raises(UserError, match=r"DS_ACCELERATOR = cuda and torch .* finds no GPU"),
+        pytest.raises(UserError, match=r"DS_ACCELERATOR = cuda, but torch .* finds no GPU"),
     ):
         check(None)
 
