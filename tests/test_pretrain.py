@@ -235,7 +235,7 @@ def test_the_same_seed_gives_the_same_metrics_and_never_starts_again(
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
-        (["--set", "seed=5"], "was trained with seed = 1234 (here 5); use that"),
+        (["--set", "seed=5"], "was trained with seed = 1234 (here 5); use the same values"),
         (
             ["--set", "model.layers=3", "--set", "model.rope_theta=5e5"],
             "model.layers = 2 (here 3), model.rope_theta = 10000.0 (here 500000.0)",
@@ -275,7 +275,7 @@ def test_a_run_with_only_abandoned_checkpoints_does_not_start_again(
     for path in (folder / "checkpoints").iterdir():
         path.rename(path.with_name(f"abandoned-20260101T000000-{path.name}"))
     output = rejected(recipe_file, "--run-dir", folder)
-    assert "belong to branches that were abandoned" in output and "abandoned-2026" in output
+    assert "belong to abandoned branches" in output and "abandoned-2026" in output
     assert metrics(folder) == metrics(finished[0])
 
 

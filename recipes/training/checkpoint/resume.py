@@ -177,10 +177,7 @@ def _record(folder: RunFolder, request: Request, found: ResumePoint, **fields: s
 
 
 def _metrics_of(folder: RunFolder, path: Path) -> Path:
-    """Return the metrics of the branch or the run that wrote a checkpoint.
-
-    The checkpoint is from another run or from an abandoned branch of this run.
-    """
+    """Return the metrics that belong to a checkpoint of another run or of an abandoned branch."""
     metrics = path.parent.parent / "metrics.jsonl"
     if _is_inside(folder, path):  # from an abandoned branch
         metrics = folder.path / f"metrics.{stamp_of(path)}.jsonl"

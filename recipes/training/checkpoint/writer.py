@@ -231,7 +231,7 @@ class CheckpointWriter:
     def _write_own(
         self, workspace: Path
     ) -> tuple[dict[str, FileRecord], dict[str, str], str | None]:
-        """Write this rank's files; return their records, their tensors, and a message on failure."""
+        """Write this rank's files; return their records, tensors, and a message on failure."""
         sending = self.assembly.send(self.staged)
         files: dict[str, FileRecord] = {}
         tensors: dict[str, str] = {}
@@ -250,7 +250,7 @@ class CheckpointWriter:
             }
             try:
                 if shapes and not problem:
-                    # A node may not see the folder yet that rank 0 has created.
+                    # Another node may not see the folder yet that rank 0 has created.
                     workspace.mkdir(parents=True, exist_ok=True)
                     with TensorFileWriter(path, shapes, dtype="F32") as writer:
                         for key, tensor in arriving:

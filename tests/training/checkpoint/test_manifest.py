@@ -119,7 +119,7 @@ def test_a_checkpoint_of_a_later_format_is_refused(checkpoint: Path) -> None:
     file = checkpoint / "manifest.json"
     file.write_text(file.read_text().replace('"format": 1', '"format": 2'))
     with pytest.raises(
-        UserError, match="format = 2, and this version of Threefold reads format = 1"
+        UserError, match="format = 2, but this version of Threefold reads format = 1"
     ):
         Manifest.read(checkpoint)
 
