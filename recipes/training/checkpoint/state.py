@@ -13,6 +13,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 WEIGHTS = "weights"
 MOMENTS = ("exp_avg", "exp_avg_sq")  # of torch.optim.AdamW
@@ -124,12 +125,13 @@ class SharedState(TrainingState):
     """State of ZeRO-1, ZeRO-2 and BF16_Optimizer: whole model weights, partitioned fp32 flats."""
 
     @property
+    @override
     def weights(self) -> list[Tensor]:
-        """The flats' fp32 weights."""
         if hasattr(self.optimizer, "fp32_groups_flat_partition"):  # BF16_Optimizer
             return self.optimizer.fp32_groups_flat_partition
         return self.optimizer.single_partition_of_fp32_groups
 
+    @override
     def _find_fragments(self) -> Iterable[Fragment]:
         for name, parameter in self.parameters.items():
             mapping = getattr(parameter, "_hp_mapping", None)
@@ -138,6 +140,7 @@ class SharedState(TrainingState):
                 elements = range(part.start, part.start + part.numel)
                 yield Fragment(name, elements, mapping.param_group_index, flat.start)
 
+    @override
     def _weights_have_changed(self) -> None:
         self.optimizer.update_lp_params()
         # DeepSpeed links its own view of the state only once, at the first optimizer step.
@@ -149,10 +152,11 @@ class PartitionedState(TrainingState):
     """State of ZeRO-3: each parameter is padded and cut into equal parts, one per data rank."""
 
     @property
+    @override
     def weights(self) -> list[Tensor]:
-        """The flats' fp32 weights."""
         return self.optimizer.fp32_partitioned_groups_flat
 
+    @override
     def _find_fragments(self) -> Iterable[Fragment]:
         for name, parameter in self.parameters.items():
             number = self.optimizer.get_param_id(parameter)
@@ -161,6 +165,7 @@ class PartitionedState(TrainingState):
             elements = range(first, min(first + share, cast(Any, parameter).ds_numel))
             yield Fragment(name, elements, flat, offset)
 
+    @override
     def _weights_have_changed(self) -> None:
         # DeepSpeed makes the same calls after it has read weights from its own checkpoint.
         optimizer = self.optimizer

@@ -51,7 +51,7 @@ T = TypeVar("T")
 
 
 class CheckpointWriter:
-    """Saves a run, one checkpoint at a time; all ranks must make the same calls.
+    """Writer of a run's checkpoints, one at a time; all ranks must make the same calls.
 
     Use it as a context manager: on exit it waits for the save in flight, but after an error only
     for a limited time.
@@ -250,7 +250,7 @@ class CheckpointWriter:
             }
             try:
                 if shapes and not problem:
-                    # Another node may not see the folder yet that rank 0 has created.
+                    # This node may not see the folder yet that rank 0 has created.
                     workspace.mkdir(parents=True, exist_ok=True)
                     with TensorFileWriter(path, shapes, dtype="F32") as writer:
                         for key, tensor in arriving:

@@ -40,7 +40,7 @@ def read_manifest(folder: Path, *, advice: str = "prepare the corpus again") -> 
 
     Args:
         folder: folder of the corpus
-        advice: end of the error message, which tells the user what to do
+        advice: end of the error message, which names a remedy
 
     Raises:
         UserError: the file is not a JSON object.
