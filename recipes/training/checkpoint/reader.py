@@ -262,7 +262,7 @@ def check_same_run(
     """
     if not manifest.has_moments or "seed" not in manifest.recipe:
         raise UserError(
-            f"{checkpoint} holds only weights, so a run cannot resume from it; start a run with "
+            f"{checkpoint} has only weights and no run to resume; start a run from it with "
             f'--set training.initial_weights="{checkpoint}"'
         )
     saved, now = manifest.recipe, recipe.model_dump(mode="json")

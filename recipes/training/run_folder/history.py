@@ -49,7 +49,7 @@ class History:
             sample to read next
         resumed: steps after which the run was resumed, as step -> first sample read next
         branch: the newest request for a certain checkpoint
-        requests: names and values of the one-time `--resume` options that were carried out
+        requests: names and values of the `--resume` options that were carried out once
     """
 
     rolled_back: dict[int, int] = field(default_factory=dict)

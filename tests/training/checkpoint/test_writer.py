@@ -126,7 +126,7 @@ def test_a_full_disk_destroys_no_checkpoint(
     assert events(folder)[-1] == ("end", 8)
 
 
-def test_lines_that_do_not_fit_on_a_full_disk_are_written_later(disk: Path) -> None:
+def test_lines_that_a_full_disk_does_not_take_come_later(disk: Path) -> None:
     lines, ballast = LineFile(disk / "lines", key="line"), disk / "ballast"
     lines.append({"step": 1})
     ballast.write_bytes(bytes(shutil.disk_usage(disk).free))

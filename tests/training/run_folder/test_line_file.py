@@ -75,7 +75,7 @@ def test_a_durable_append_succeeds_or_raises(tmp_path: Path) -> None:
     assert lines.read() == []  # the caller got an error, so the line must not be written later
 
 
-def test_replacing_the_file_drops_the_waiting_lines(tmp_path: Path) -> None:
+def test_a_replacement_drops_the_lines_that_wait(tmp_path: Path) -> None:
     lines = LineFile(tmp_path / "run" / "metrics.jsonl", key="step")
     lines.append({"step": 1})  # the folder does not exist: nothing can be written
     (tmp_path / "run").mkdir()
