@@ -226,7 +226,7 @@ def test_the_same_seed_gives_the_same_metrics_and_never_starts_again(
     folder = tmp_path / "small"
     shutil.copytree(finished[0], folder)
     output = two_ranks(recipe_file, "--run-dir", folder, "--resume", "never")
-    assert "the run that was there is now" in output
+    assert "the earlier run in this folder was moved to" in output
     assert metrics(folder) == metrics(finished[0])
     (aside,) = tmp_path.glob("small.*")
     assert metrics(aside) == metrics(finished[0])
@@ -275,7 +275,7 @@ def test_a_run_with_only_abandoned_checkpoints_does_not_start_again(
     for path in (folder / "checkpoints").iterdir():
         path.rename(path.with_name(f"abandoned-20260101T000000-{path.name}"))
     output = rejected(recipe_file, "--run-dir", folder)
-    assert "belong to branches that were abandoned" in output and "abandoned-2026" in output
+    assert "belong to abandoned branches" in output and "abandoned-2026" in output
     assert metrics(folder) == metrics(finished[0])
 
 

@@ -12,11 +12,11 @@ from pathlib import Path
 from models.errors import UserError
 from models.layer_specs import logical_shapes
 from recipes.converting.verified_source import model_of
-from recipes.training.checkpoint.assembly import deal
+from recipes.training.checkpoint.assembly import assign_owners
 from recipes.training.checkpoint.manifest import tensor_key
 from recipes.training.checkpoint.reader import CheckpointReader, differences
 from recipes.training.checkpoint.tensor_file import FileRecord, TensorFileWriter
-from recipes.training.checkpoint.writer import FILES
+from recipes.training.checkpoint.writer import KINDS_OF_FILE
 from recipes.training.recipe.deepspeed_config import build_deepspeed_config
 from recipes.training.recipe.loading import apply_overrides, parse_recipe
 from recipes.training.recipe.schema import Recipe
@@ -55,10 +55,10 @@ def reshape(source: CheckpointReader, output: Path, *, recipe: Recipe, topology:
     shapes = logical_shapes(model_of(source))
     files: dict[str, FileRecord] = {}
     tensors: dict[str, str] = {}
-    owners = deal(shapes, topology.world_size)
+    owners = assign_owners(shapes, topology.world_size)
     for rank in range(topology.world_size):
         names = [name for name in shapes if owners[name] == rank]
-        for label, kinds in FILES.items():
+        for label, kinds in KINDS_OF_FILE.items():
             keys = {tensor_key(kind, name): (kind, name) for kind in kinds for name in names}
             file = f"{label}-{rank:05d}.safetensors"
             own = {key: shapes[name] for key, (_, name) in keys.items()}

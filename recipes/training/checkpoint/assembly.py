@@ -1,7 +1,7 @@
-"""Assembly of logical tensors from the pieces that the ranks of one stage hold.
+"""Assembly of logical tensors from the pieces on the ranks of one stage.
 
-Each tensor is assembled by one rank, so that all ranks write files at the same time. All buffers
-are in host memory.
+Each rank assembles a share of the tensors, so that all ranks write files at the same time. All
+buffers are in host memory.
 """
 
 import math
@@ -28,11 +28,15 @@ class Piece:
 
 
 class Assembly:
-    """The assembly of logical tensors from the pieces of a stage's ranks; the same at every save.
+    """Plan for assembling logical tensors from the pieces of a stage's ranks; the same every save.
 
-    The constructor communicates: an all-gather of the fragments' addresses in the stage.
+    The constructor communicates: an all-gather of the fragments' addresses within the stage.
 
-    group: the ranks of this stage, communicating through the host's memory
+    Args:
+        state: this rank's share of weights and moments
+        group: the ranks of this stage, communicating through host memory
+        tensor_rank: this rank's index in its tensor group
+        tensor_size: number of tensor ranks
     """
 
     def __init__(
@@ -43,9 +47,8 @@ class Assembly:
         self.shardings: dict[str, Sharding] = {
             name: sharding_of(parameter)
             for name, parameter in state.parameters.items()
-            if not getattr(
-                parameter, "ds_pipe_replicated", False
-            )  # another stage holds the original
+            # Another stage holds the original of a replicated (tied) parameter.
+            if not getattr(parameter, "ds_pipe_replicated", False)
         }
         own = [
             Piece(self.rank, tensor_rank, fragment)
@@ -60,12 +63,12 @@ class Assembly:
             for piece in pieces:
                 self.pieces[piece.fragment.name].append(piece)
         shapes = {name: sharding.shape for name, sharding in self.shardings.items()}
-        self.owners = deal(shapes, dist.get_world_size(group))
+        self.owners = assign_owners(shapes, dist.get_world_size(group))
         self.numbers = {name: number for number, name in enumerate(self.shardings)}
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """The shapes of the logical tensors that this rank assembles, in its order."""
+        """The shapes of the logical tensors that this rank assembles, in order of assembly."""
         return {
             name: sharding.shape
             for name, sharding in self.shardings.items()
@@ -104,13 +107,13 @@ class Assembly:
         receiving = []
         for piece in self.pieces[name]:
             elements = piece.fragment.elements
-            place = parts[piece.tensor_rank].view(-1)[elements.start : elements.stop]
+            destination = parts[piece.tensor_rank].view(-1)[elements.start : elements.stop]
             if piece.rank == self.rank:
-                place.copy_(_elements(flats, kind, piece.fragment))
+                destination.copy_(_elements(flats, kind, piece.fragment))
                 continue
             receiving.append(
                 dist.irecv(
-                    place,
+                    destination,
                     group=self.group,
                     group_src=piece.rank,
                     tag=self._tag(kind, name),
@@ -122,7 +125,7 @@ class Assembly:
         return sharding.logical_tensor(parts)
 
     def _tag(self, kind: str, name: str) -> int:
-        """Return the tag of a message with a piece, which is unique between two ranks in a save."""
+        """Return the tag of a piece's message, which is unique between two ranks in a save."""
         return KINDS.index(kind) * len(self.numbers) + self.numbers[name]
 
 
@@ -130,7 +133,7 @@ def _elements(flats: Flats, kind: str, fragment: Fragment) -> Tensor:
     return flats[fragment.flat][kind].narrow(0, fragment.offset, len(fragment.elements))
 
 
-def deal(shapes: Mapping[str, tuple[int, ...]], owners: int) -> dict[str, int]:
+def assign_owners(shapes: Mapping[str, tuple[int, ...]], owners: int) -> dict[str, int]:
     """Assign each tensor to the owner, 0 .. owners - 1, with the fewest elements so far."""
     load = [0] * owners
     owner_of = {}

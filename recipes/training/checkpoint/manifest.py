@@ -1,13 +1,13 @@
 """The files of a checkpoint, and the verification that they are unchanged since the save.
 
 checkpoints/step-0000100/
-  manifest.json                step, samples, recipe, layout, versions; every file, size and SHA-256
+  manifest.json                step, samples, recipe, layout, versions; size, SHA-256 of each file
   manifest.sha256              the SHA-256 of manifest.json
   weights-00000.safetensors    fp32 weights: logical tensors, the same in every layout
   moments-00000.safetensors    Adam's moments, as exp_avg/NAME and exp_avg_sq/NAME
 
-A folder with such a name is complete: it is written under a name that ends with `.incomplete`, and
-then renamed.
+A folder with such a name is complete, because it is written under a name that ends with
+`.incomplete` and then renamed.
 """
 
 import hashlib
@@ -31,13 +31,19 @@ FORMAT = 1
 class Manifest:
     """The content of manifest.json.
 
-    step, samples, tokens: progress of the run at the save
-    updates: the optimizer's steps, fewer than `step` if fp16 skipped some
-    loss_scale: state of the loss scaler with fp16
-    recipe: the resolved recipe; only the [model] section for imported weights
-    data: fingerprints of corpora and tokenizer
-    tensors: tensor name -> file name
-    files: file name -> its record
+    Attributes:
+        step: number of completed steps
+        samples: number of samples read
+        tokens: number of tokens read
+        updates: number of optimizer steps, which is less than `step` if fp16 skipped some
+        loss_scale: state of fp16's dynamic loss scale; None without it
+        recipe: the resolved recipe; only the [model] section for imported weights
+        layout: sizes of the parallel axes, schedule, and DeepSpeed JSON at the save
+        data: fingerprints of corpora and tokenizer
+        versions: versions of this code, of Python and of the numerical libraries
+        tensors: tensor name -> file name
+        files: file name -> size and SHA-256
+        format: version of this format
     """
 
     step: int
@@ -64,7 +70,7 @@ class Manifest:
         return any(name.startswith("exp_avg/") for name in self.tensors)
 
     def missing(self, folder: Path) -> str | None:
-        """Return a message about the first missing or incomplete file; None if all are complete."""
+        """Return a message about the first missing or incomplete file; None if there is none."""
         for name, record in self.files.items():
             file = folder / name
             if not file.is_file() or file.stat().st_size != record["bytes"]:
@@ -81,10 +87,10 @@ class Manifest:
 
     @classmethod
     def read(cls, checkpoint: Path) -> "Manifest":
-        """Read the manifest of a checkpoint, which `find_damages` has verified.
+        """Read the manifest of a checkpoint, without verifying its hash.
 
         Raises:
-            UserError: the file is damaged, or a later version of this code has written it.
+            UserError: the file is damaged, or was written by a later version of this code.
         """
         file = checkpoint / "manifest.json"
         try:
@@ -95,24 +101,24 @@ class Manifest:
             raise UserError(f"{file} is damaged ({error}); use another checkpoint") from None
         if content.get("format") != FORMAT:
             raise UserError(
-                f"{file}: format = {content.get('format')}, and this version of Threefold reads "
-                f"format = {FORMAT}; use the version that wrote it"
+                f"{file}: format = {content.get('format')}, but this version of Threefold reads "
+                f"format = {FORMAT}; use the version that wrote the checkpoint"
             )
         if wrong := {field.name for field in fields(cls)} ^ content.keys():
             raise UserError(
-                f"{file}: missing or unknown: {', '.join(sorted(wrong))}; use the version of "
-                f"Threefold that wrote it"
+                f"{file}: missing or unknown keys: {', '.join(sorted(wrong))}; use the version of "
+                f"Threefold that wrote the checkpoint"
             )
         return cls(**content)
 
 
 def tensor_key(kind: str, name: str) -> str:
-    """Return a tensor's name in a checkpoint's files; names of moments have a prefix."""
+    """Return the name of a tensor in a checkpoint's files; names of moments have a prefix."""
     return name if kind == "weights" else f"{kind}/{name}"
 
 
 def sha256(file: Path) -> str:
-    """Return the file's SHA-256, in hexadecimal."""
+    """Return the SHA-256 of a file, in hexadecimal."""
     with file.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
@@ -127,13 +133,13 @@ def find_damages(
     """Verify a checkpoint's manifest and a share of its files; yield a sentence for each damage.
 
     Args:
-        checkpoint: its folder
-        share: 0 .. shares - 1
+        checkpoint: the folder of the checkpoint
+        share: the share to verify, 0 .. shares - 1
         shares: number of processes that verify the files together
-        note: is told each file before it is read, as a sign of progress
+        note: called before each file is read, to report progress
 
     Raises:
-        UserError: a later version of this code has written it.
+        UserError: the checkpoint was written by a later version of this code.
     """
     manifest, digest = checkpoint / "manifest.json", checkpoint / "manifest.sha256"
     for file in (manifest, digest):
@@ -157,10 +163,10 @@ def find_damages(
 
 
 def _is_damaged_digest(found: str, expected: str) -> bool:
-    """Return True if the digest file is damaged, rather than the file that it describes.
+    """Return True if the digest file is damaged, rather than the hashed file.
 
     If the hashed file were damaged, the two digests would be unrelated: on average one character in
-    16 would match, and the probability that half of them match is below 10^-18.
+    16 would match, and the probability of a match in half of the characters is below 10^-18.
     """
     same = sum(here == there for here, there in zip(found, expected, strict=False))
     well_formed = re.fullmatch(r"[0-9a-f]{64}\n", found) is not None

@@ -30,20 +30,21 @@ from recipes.training.run_folder.progress import Progress
 # starts from initial weights.
 TRAINING_ONLY = ("dropout", "attention_dropout", "initial_std")
 
-Note = Callable[[str], object]  # is told each file before it is verified, as a sign of progress
+Note = Callable[[str], object]  # called before each file is verified, to report progress
 
 
 def no_note(activity: str) -> None:
-    """Ignore the sign of progress."""
+    """Ignore the report of progress."""
 
 
 @dataclass(frozen=True)
 class ResumePoint:
-    """The point from which a run starts or resumes.
+    """The checkpoint from which a run starts or resumes, if there is one.
 
-    checkpoint: a verified checkpoint; None for weights drawn from the seed
-    weights_only: True if the run starts at step 0 with the checkpoint's weights
-    skipped: damaged checkpoint -> description of the damage
+    Attributes:
+        checkpoint: a verified checkpoint; None for weights drawn from the seed
+        weights_only: True if the run starts at step 0 with the checkpoint's weights
+        skipped: damaged checkpoint -> description of the damage
     """
 
     checkpoint: "CheckpointReader | None" = None
@@ -52,7 +53,7 @@ class ResumePoint:
 
     @property
     def progress(self) -> Progress:
-        """The last step of the run so far, and the samples read."""
+        """The progress of the run so far; zero if the run starts."""
         if self.checkpoint is None or self.weights_only:
             return Progress()
         return self.checkpoint.manifest.progress
@@ -68,7 +69,7 @@ class ResumePoint:
         return self.checkpoint
 
     def changes(self, recipe: Recipe) -> dict[str, list[Any]]:
-        """Return the keys of recipe and JSON that changed since the save, with [before, now]."""
+        """Return key -> [before, now] for recipe and JSON keys that changed since the save."""
         if self.checkpoint is None or self.weights_only:
             return {}
         manifest = self.checkpoint.manifest
@@ -113,11 +114,11 @@ def find(
 
     Args:
         folder: the run's checkpoints
-        resume: "auto" for the newest sound checkpoint, "never" for none, or the path of one
-        recipe: of the run
+        resume: "auto" for the newest undamaged checkpoint, "never" for none, or a checkpoint's path
+        recipe: the recipe of the run
         data: fingerprints of corpora and tokenizer
         branch: the newest request for a certain checkpoint, which "auto" obeys
-        note: is told each file before it is verified
+        note: called before each file is verified
 
     Raises:
         UserError: the path has no checkpoint, all checkpoints are damaged, or the checkpoint
@@ -144,25 +145,26 @@ def find(
     if resume == "auto" and not candidates and any(folder.glob(ABANDONED)):
         left = ", ".join(str(path) for path in sorted(folder.glob(ABANDONED)))
         raise UserError(
-            f"all checkpoints here belong to branches that were abandoned ({left}), and the "
-            f"current branch has saved none; resume one with --resume CHECKPOINT, or start again "
-            f"with --resume never"
+            f"the current branch has not saved a checkpoint yet, and all checkpoints here belong "
+            f"to abandoned branches ({left}); resume from one with --resume CHECKPOINT, or start "
+            f"again with --resume never"
         )
     if skipped:
         found = "; ".join(f"{path}: {damage}" for path, damage in skipped.items())
         raise UserError(
-            f"all checkpoints here are damaged ({found}); use --resume with one from elsewhere, "
-            f"or --resume never to start again (the current folder is kept under another name)"
+            f"all checkpoints here are damaged ({found}); use --resume with a checkpoint from "
+            f"another folder, or --resume never to start again (this run folder is kept under "
+            f"another name)"
         )
     return find_initial_weights(recipe, run=folder.parent, note=note)
 
 
 def _candidates(folder: Path, branch: Branch | None) -> list[Path]:
-    """Return the checkpoints that belong to the branch that the run is on, newest first.
+    """Return the checkpoints of the run's current branch, newest first.
 
     While a request is pending, later checkpoints are excluded, because some may not have been set
-    aside yet. A checkpoint from another folder is used until this run has saved one of its own;
-    checkpoints that were already here belong to another run.
+    aside yet. A checkpoint from another folder is used until this run has saved its own first
+    checkpoint. Checkpoints that were in the folder before belong to another run.
     """
     own = list(reversed(published(folder)))
     if branch is None or not branch.checkpoint:
@@ -183,9 +185,9 @@ def find_initial_weights(recipe: Recipe, *, run: Path, note: Note = no_note) -> 
     """Return the weights that the recipe starts from; collective.
 
     Args:
-        recipe: of the run
+        recipe: the recipe of the run
         run: the folder of the new run
-        note: is told each file before it is verified
+        note: called before each file is verified
 
     Raises:
         UserError: the checkpoint is missing, damaged, or of another model.
@@ -197,11 +199,11 @@ def find_initial_weights(recipe: Recipe, *, run: Path, note: Note = no_note) -> 
     key = f'training.initial_weights = "{setting}"'
     if not (path / "manifest.json").is_file():
         raise UserError(
-            f"{key}: the path has no checkpoint; use one of a run (runs/NAME/checkpoints/step-...) "
-            f"or one that recipes/convert.py from-hf wrote"
+            f"{key}: the path has no checkpoint; use a run's checkpoint "
+            f"(runs/NAME/checkpoints/step-...) or the output of recipes/convert.py from-hf"
         )
     if path.is_relative_to(run.resolve()):
-        raise UserError(f"{key} is in the run's own folder; use --run-dir with another one")
+        raise UserError(f"{key} is in the run's own folder; use --run-dir with another folder")
     damage = find_damage(path, note)
     if damage:
         raise UserError(f"{key}: {damage}; make it again with recipes/convert.py from-hf")
@@ -216,20 +218,20 @@ def find_initial_weights(recipe: Recipe, *, run: Path, note: Note = no_note) -> 
     if recipe.model.positions == "rope":
         different.pop("sequence_length", None)
     if different:
-        raise UserError(f"{key} has {_sentence(different, 'model.')}; use that")
+        raise UserError(f"{key} has {_sentence(different, 'model.')}; use the checkpoint's values")
     return ResumePoint(CheckpointReader(path, manifest), weights_only=True)
 
 
 def abandon_others(folder: Path, found: ResumePoint, *, stamp: str) -> None:
-    """Set aside the checkpoints that do not belong to the branch that starts from a checkpoint.
+    """Set aside the checkpoints that do not belong to a new branch.
 
-    If that checkpoint is in this folder, the later ones are set aside; if it is elsewhere, all of
-    them are. Checkpoints that were found damaged stay where they are.
+    If the branch begins at a checkpoint in this folder, the later checkpoints are set aside;
+    otherwise all checkpoints are. Damaged checkpoints are not renamed.
 
     Args:
         folder: the run's checkpoints
-        found: the checkpoint that the branch begins at
-        stamp: for the names of those that are set aside
+        found: the checkpoint at which the branch begins
+        stamp: part of the new names of the checkpoints
     """
     own = is_own(folder, found.reader().path)
     for path in published(folder):
@@ -241,7 +243,7 @@ def abandon_others(folder: Path, found: ResumePoint, *, stamp: str) -> None:
 
 
 def find_damage(checkpoint: Path, note: Note = no_note) -> str | None:
-    """Return the first damage of a checkpoint's files; collective, each rank verifies some."""
+    """Return the first damage found in a checkpoint; collective, each rank verifies a share."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     own = next(find_damages(checkpoint, share=rank, shares=ranks, note=note), None)
     everyones: list[str | None] = [None] * dist.get_world_size()
@@ -252,10 +254,11 @@ def find_damage(checkpoint: Path, note: Note = no_note) -> str | None:
 def check_same_run(
     checkpoint: Path, manifest: Manifest, recipe: Recipe, data: dict[str, Any]
 ) -> None:
-    """Compare a checkpoint with the run that wants to resume from it.
+    """Check that a run may resume from a checkpoint.
 
     Raises:
-        UserError: another model, seed, tokenizer or corpus; each key that differs is named.
+        UserError: the checkpoint has another model, seed, tokenizer or corpus; the message names
+            each key that differs.
     """
     if not manifest.has_moments or "seed" not in manifest.recipe:
         raise UserError(
@@ -263,7 +266,7 @@ def check_same_run(
             f'--set training.initial_weights="{checkpoint}"'
         )
     saved, now = manifest.recipe, recipe.model_dump(mode="json")
-    # Older checkpoints record neither of these keys. Corpora are compared by content in any case.
+    # Older checkpoints do not record these two keys. Corpora are always compared by content.
     unrecorded = {"separate_documents": False, "document_starts": data.get("document_starts")}
     read = {**unrecorded, **manifest.data}
     different = differences(

@@ -1,8 +1,8 @@
-"""The start of a run: its folder, the branch that it is on, and the checkpoint to resume from.
+"""The start of a run: its folder, its current branch, and the checkpoint to resume from.
 
 `--resume CHECKPOINT` and `--resume never` start a new branch. The request is recorded durably, as
 an event, before anything is changed. Until a process has begun to train on the new branch, every
-later start carries the request out, including starts with `--resume auto`. A run that is killed at
+later start carries out the request, including starts with `--resume auto`. A run that is killed at
 any instant therefore continues on the branch that the user requested.
 """
 
@@ -34,7 +34,7 @@ class Request:
 
     Attributes:
         resume: "auto", "never", or the path of a checkpoint
-        once: a name; another start with the same name and `resume` resumes automatically
+        once: name of the request; later starts with the same name and `resume` resume automatically
     """
 
     resume: str = "auto"
@@ -46,9 +46,9 @@ class Start:
     """The point at which a run starts or resumes.
 
     Attributes:
-        found: the checkpoint
-        progress: the last step that is done, and the first sample to read next
-        rollbacks: number of rollbacks since that checkpoint was saved
+        found: the checkpoint to start or resume from
+        progress: the last completed step, and the first sample to read next
+        rollbacks: number of rollbacks since the checkpoint was saved
         request: the `--resume` request to carry out before training; "auto" for none
         branch: a pending request of an earlier start; None if there is none
     """
@@ -63,17 +63,17 @@ class Start:
 def hold_together(folder: RunFolder, *, wait_seconds: float) -> str:
     """Lock the run folder on rank 0, and wait for a holder that may be dead; collective.
 
-    The ranks meet after each try, so that no collective waits for longer than a second.
+    The ranks synchronize after each try, so that no collective waits for longer than a second.
 
     Args:
         folder: the run folder
-        wait_seconds: limit for a holder that shows no sign of life
+        wait_seconds: time to wait for a holder that shows no sign of life
 
     Returns:
-        Why the folder is in use, the same on all ranks; empty if it is held now.
+        A message, the same on all ranks, if the folder is in use; empty if it is now locked.
 
     Raises:
-        UserError: the folder cannot be written; on all ranks.
+        UserError: the folder cannot be written; raised on all ranks.
     """
     started, told = time.monotonic(), -SECONDS_BETWEEN_MESSAGES
     while True:
@@ -114,12 +114,12 @@ def find_start(
     *,
     note: reader.Note = reader.no_note,
 ) -> Start:
-    """Find where the run starts or resumes, without changing anything; collective.
+    """Find the point at which the run starts or resumes, without changing files; collective.
 
-    `note` is told each file of a checkpoint before it is verified.
+    `note` is called before each file of a checkpoint is verified.
 
     Raises:
-        UserError: see `reader.find`; or the events cannot be read.
+        UserError: the events cannot be read, or `reader.find` raised the error.
     """
     history = _agree_on_history(folder)
     if (request.once, request.resume) in history.requests:
@@ -144,10 +144,10 @@ def find_start(
 
 
 def begin_branch(folder: RunFolder, start: Start) -> None:
-    """Leave the branch that the run was on, if that is requested; on rank 0.
+    """Abandon the current branch of the run, if a new one is requested; on rank 0.
 
-    If this process is killed here, the next start finds the event and completes the request.
-    Nothing is deleted: the folder, or the later checkpoints and their metrics, are renamed.
+    If this process is killed here, the next start finds the event and completes the request. No
+    file is deleted: the folder, or the later checkpoints and their metrics, are renamed.
 
     Raises:
         UserError: the run folder cannot be written.
@@ -160,7 +160,7 @@ def begin_branch(folder: RunFolder, start: Start) -> None:
     if found.path is None or found.weights_only or (request.resume == "auto" and branch is None):
         return
     own = reader.is_own(folder.checkpoints, found.path)
-    path = _place(found.path)
+    path = _absolute_path(found.path)
     name = path.name if _is_inside(folder, path) else str(path)
     stamp = branch.stamp if branch else time_stamp()
     if branch is None or branch.checkpoint != name:
@@ -183,39 +183,39 @@ def _record(folder: RunFolder, request: Request, found: ResumePoint, **fields: s
 
 
 def _metrics_of(folder: RunFolder, path: Path) -> Path:
-    """Return the metrics of the run that wrote a checkpoint which is not one of this run's."""
+    """Return the metrics that belong to a checkpoint of another run or of an abandoned branch."""
     metrics = path.parent.parent / "metrics.jsonl"
-    if _is_inside(folder, path):  # of a branch that was left
+    if _is_inside(folder, path):  # from an abandoned branch
         metrics = folder.path / f"metrics.{stamp_of(path)}.jsonl"
     if metrics.exists():
         return metrics
     print(
-        f"warning: {metrics} does not exist; metrics.jsonl keeps this run's own lines for the "
-        f"steps before {path}",
+        f"warning: {metrics} does not exist; for the steps before {path}, metrics.jsonl keeps this "
+        f"run's own lines",
         file=sys.stderr,
     )
     return folder.metrics
 
 
-def _place(checkpoint: Path) -> Path:
-    """Return the absolute path of a checkpoint; a link to it may point elsewhere tomorrow.
+def _absolute_path(checkpoint: Path) -> Path:
+    """Return the absolute path of a checkpoint, resolving a link to it, which may later change.
 
-    Links among the folders above are kept: if a run's folder of checkpoints is a link to a larger
+    Links among the parent folders are kept: if a run's folder of checkpoints is a link to a larger
     disk, the metrics are in the folder that holds the link.
     """
     return checkpoint.resolve() if checkpoint.is_symlink() else checkpoint.absolute()
 
 
 def _is_inside(folder: RunFolder, checkpoint: Path) -> bool:
-    """Return True if a checkpoint lies in the run's folder of checkpoints, which may be a link."""
+    """Return True if a checkpoint is in the run's folder of checkpoints, which may be a link."""
     return checkpoint.parent.resolve() == folder.checkpoints.resolve()
 
 
 def _agree_on_history(folder: RunFolder) -> History:
-    """Return what rank 0 reads in the events; collective.
+    """Return the run's history as read by rank 0; collective.
 
     Raises:
-        UserError: it cannot read them; on all ranks.
+        UserError: rank 0 cannot read the events; raised on all ranks.
     """
     found: list[Any] = [None, ""]
     if dist.get_rank() == 0:

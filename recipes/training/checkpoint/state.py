@@ -1,9 +1,9 @@
-"""What a run must not lose, where DeepSpeed keeps this rank's share of it.
+"""This rank's share of the training state, at the addresses where DeepSpeed keeps it.
 
-ZeRO lays the parameters of an optimizer group end to end, cuts the result into equal parts and
-gives every data rank one. A *flat* is such a part: fp32 weights, and of the same length Adam's two
-moments. A *fragment* is the run of a flat's elements that belongs to one parameter. Flats end in
-padding, which belongs to none and stays zero.
+ZeRO concatenates the parameters of an optimizer group, cuts the result into equal parts and gives
+one part to every data rank. A *flat* is such a part: the fp32 weights, and Adam's two moments with
+the same length. A *fragment* is the range of a flat that belongs to one parameter. Flats end in
+padding, which belongs to no parameter and stays zero.
 """
 
 from abc import ABC, abstractmethod
@@ -13,6 +13,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 WEIGHTS = "weights"
 MOMENTS = ("exp_avg", "exp_avg_sq")  # of torch.optim.AdamW
@@ -22,10 +23,13 @@ LOSS_SCALER_STATE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hystere
 
 @dataclass(frozen=True)
 class Fragment:
-    """Consecutive elements of a rank's part of a parameter, and where in the flats they are.
+    """Consecutive elements of this rank's part of a parameter, and their address in the flats.
 
-    elements: of the flattened part
-    flat, offset: which flat, and the first element's place in it
+    Attributes:
+        name: logical name of the parameter
+        elements: indices in the flattened part of the parameter
+        flat: index of the flat
+        offset: index of the first element within the flat
     """
 
     name: str
@@ -37,7 +41,9 @@ class Fragment:
 class TrainingState(ABC):
     """This rank's share of weights and moments.
 
-    parameters: by logical name; each knows its `.sharding`
+    Args:
+        optimizer: DeepSpeed's wrapper around AdamW
+        parameters: the parameters by logical name; each has an attribute `sharding`
     """
 
     def __init__(self, optimizer: Any, parameters: Mapping[str, nn.Parameter]):
@@ -54,10 +60,10 @@ class TrainingState(ABC):
 
     @abstractmethod
     def _weights_have_changed(self) -> None:
-        """Give the model the weights that are in the flats."""
+        """Copy the weights from the flats to the model."""
 
     def tensors(self) -> list[dict[str, Tensor]]:
-        """Of each flat, the weights and both moments, as they are until the next step."""
+        """Return each flat's weights and moments, without copying; the next step changes them."""
         flats = []
         for flat in self.weights:
             state = self._adam(flat)
@@ -85,10 +91,13 @@ class TrainingState(ABC):
         updates: int | None,
         loss_scale: dict[str, Any] | None = None,
     ) -> None:
-        """Put other weights and moments in.
+        """Replace the weights and moments.
 
-        read: (kind, fragment) to the fragment's values
-        updates: the optimizer's steps so far; None: weights only, moments start again
+        Args:
+            read: returns the values of a fragment, given the kind and the fragment
+            updates: number of optimizer steps so far; None to restore only the weights and count
+                from 0
+            loss_scale: state of fp16's dynamic loss scale
         """
         kinds = (WEIGHTS,) if updates is None else KINDS
         flats = self.tensors()
@@ -104,7 +113,7 @@ class TrainingState(ABC):
         self._weights_have_changed()
 
     def _adam(self, flat: Tensor) -> dict[str, Tensor]:
-        """AdamW's state, which it makes at its first step only."""
+        """Return AdamW's state; create it if AdamW has not taken its first step yet."""
         state = self.optimizer.optimizer.state[flat]
         if not state:
             state["step"] = torch.zeros((), dtype=torch.float32, device=flat.device)
@@ -113,15 +122,16 @@ class TrainingState(ABC):
 
 
 class SharedState(TrainingState):
-    """ZeRO-1 and ZeRO-2, and DeepSpeed's BF16_Optimizer: whole weights, shared fp32 flats."""
+    """State of ZeRO-1, ZeRO-2 and BF16_Optimizer: whole model weights, partitioned fp32 flats."""
 
     @property
+    @override
     def weights(self) -> list[Tensor]:
-        """The flats' fp32 weights."""
         if hasattr(self.optimizer, "fp32_groups_flat_partition"):  # BF16_Optimizer
             return self.optimizer.fp32_groups_flat_partition
         return self.optimizer.single_partition_of_fp32_groups
 
+    @override
     def _find_fragments(self) -> Iterable[Fragment]:
         for name, parameter in self.parameters.items():
             mapping = getattr(parameter, "_hp_mapping", None)
@@ -130,21 +140,23 @@ class SharedState(TrainingState):
                 elements = range(part.start, part.start + part.numel)
                 yield Fragment(name, elements, mapping.param_group_index, flat.start)
 
+    @override
     def _weights_have_changed(self) -> None:
         self.optimizer.update_lp_params()
-        # DeepSpeed's own view of the state, which it links at the first group's step.
+        # DeepSpeed links its own view of the state only once, at the first optimizer step.
         self.optimizer._hp_optimizer_states_linked = False
         self.optimizer._lazy_init_hp_params_optimizer_state()
 
 
 class PartitionedState(TrainingState):
-    """ZeRO-3: every parameter is cut into equal parts, padded, one for each data rank."""
+    """State of ZeRO-3: each parameter is padded and cut into equal parts, one per data rank."""
 
     @property
+    @override
     def weights(self) -> list[Tensor]:
-        """The flats' fp32 weights."""
         return self.optimizer.fp32_partitioned_groups_flat
 
+    @override
     def _find_fragments(self) -> Iterable[Fragment]:
         for name, parameter in self.parameters.items():
             number = self.optimizer.get_param_id(parameter)
@@ -153,8 +165,9 @@ class PartitionedState(TrainingState):
             elements = range(first, min(first + share, cast(Any, parameter).ds_numel))
             yield Fragment(name, elements, flat, offset)
 
+    @override
     def _weights_have_changed(self) -> None:
-        # DeepSpeed does the same after it has read weights from a checkpoint of its own.
+        # DeepSpeed makes the same calls after it has read weights from its own checkpoint.
         optimizer = self.optimizer
         optimizer.checkpoint_event_prologue()
         optimizer._rigid_load_state_dict(
@@ -170,6 +183,6 @@ class PartitionedState(TrainingState):
 
 
 def training_state(optimizer: Any, parameters: Mapping[str, nn.Parameter]) -> TrainingState:
-    """Of the optimizer that DeepSpeed has wrapped around AdamW."""
+    """Return the training state of the optimizer that DeepSpeed has wrapped around AdamW."""
     partitioned = hasattr(optimizer, "fp32_partitioned_groups_flat")
     return (PartitionedState if partitioned else SharedState)(optimizer, parameters)

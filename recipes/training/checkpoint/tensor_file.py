@@ -1,4 +1,4 @@
-"""safetensors files, written tensor by tensor, so that no file has to be in memory as a whole.
+"""safetensors files, written tensor by tensor, so that a file never has to fit in memory.
 
 | bytes | content                                                                    |
 |-------|----------------------------------------------------------------------------|
@@ -19,21 +19,21 @@ from pathlib import Path
 from typing import Any, TypedDict
 
 BYTES = {"F32": 4, "BF16": 2, "F16": 2}  # per element
-ALIGNMENT = 8  # of the first tensor
-FILE_BYTES = 5 * 10**9  # of a file in a set of several
+ALIGNMENT = 8  # of the first tensor, in bytes
+FILE_BYTES = 5 * 10**9  # maximum size of a file that holds more than one tensor
 
 
 class FileRecord(TypedDict):
-    """Size and SHA-256 of a file, as the save wrote it."""
+    """Size and SHA-256 of a file as it was written."""
 
     bytes: int
     sha256: str
 
 
 class TensorFileWriter:
-    """One file: declare all names and shapes, then write the tensors in that order.
+    """Writer of one file: declare all names and shapes, then write the tensors in that order.
 
-    As a context manager; the file is on the disk, and `record` is known, when it ends.
+    Use it as a context manager. On exit the file is flushed to the disk, and `record` is complete.
     """
 
     def __init__(
@@ -54,10 +54,10 @@ class TensorFileWriter:
         self._put(memoryview(len(text).to_bytes(8, "little") + text))
 
     def write(self, name: str, data: memoryview) -> None:
-        """The next tensor's elements.
+        """Write the elements of the next tensor.
 
         Raises:
-            OSError: the disk is full, or whatever else it says.
+            OSError: the file cannot be written.
         """
         expected, size = self._waiting.pop()
         assert (name, data.nbytes) == (expected, size), (name, data.nbytes, expected, size)

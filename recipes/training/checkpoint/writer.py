@@ -5,9 +5,9 @@ second thread does the rest. The ranks of a stage assemble logical tensors, and 
 flushes and hashes its own. When all ranks have agreed that every file is complete, rank 0 writes
 the manifest and publishes the checkpoint with one rename.
 
-Communication through host memory, on separate groups: a broadcast of the state of the disk when a
-save begins; then point-to-point messages within the stage, and two broadcasts and a gather over a
-tree of all ranks.
+All communication goes through host memory, on separate groups: a broadcast of the state of the disk
+when a save begins; then point-to-point messages within the stage, and two broadcasts and a gather
+over a tree of all ranks.
 """
 
 import secrets
@@ -42,21 +42,27 @@ from recipes.training.run_folder.provenance import layout_of, versions
 from recipes.training.runtime.host_memory import host_copy
 from recipes.training.runtime.rank_tree import RankTree
 
-FILES = {"weights": (WEIGHTS,), "moments": MOMENTS}  # of each rank, and the kinds in them
-SPACE_BESIDE = 64 * 2**20  # bytes: manifest, metrics, logs
-PATIENCE = timedelta(hours=1)  # with a disk, before the ranks give each other up
-SECONDS_TO_END = 60.0  # of a save, when the run has failed
+KINDS_OF_FILE = {"weights": (WEIGHTS,), "moments": MOMENTS}  # for each of a rank's files
+RESERVED_DISK_BYTES = 64 * 2**20  # for the manifest, metrics and logs
+EXCHANGE_TIMEOUT = timedelta(hours=1)  # long, because ranks wait for each other's disks
+SECONDS_FOR_SAVE_AFTER_ERROR = 60.0  # before a failed run abandons the save in flight
 
 T = TypeVar("T")
 
 
 class CheckpointWriter:
-    """Saves a run, one checkpoint at a time; all ranks build it and make the same calls.
+    """Writer of a run's checkpoints, one at a time; all ranks must make the same calls.
 
-    As a context manager: an error in the run gives the save in flight a moment to end.
+    Use it as a context manager: on exit it waits for the save in flight, but after an error only
+    for a limited time.
 
-    data: fingerprints of corpora and tokenizer, for the manifest
-    damaged: checkpoints that stay and do not count
+    Args:
+        state: this rank's share of weights and moments
+        folder: the run folder
+        recipe: the recipe of the run
+        topology: the layout of the ranks
+        data: fingerprints of corpora and tokenizer, for the manifest
+        damaged: checkpoints that retention neither deletes nor counts
     """
 
     def __init__(
@@ -74,9 +80,9 @@ class CheckpointWriter:
         self.layout, self.data = layout_of(recipe, topology), data
         # Only rank 0 writes the manifest, so only rank 0 runs git.
         self.versions = versions() if self.rank == 0 else {}
-        self.tree = RankTree(PATIENCE)
+        self.tree = RankTree(EXCHANGE_TIMEOUT)
         coordinates = topology.coordinates(self.rank)
-        group = create_host_groups(topology.stage_groups(), PATIENCE)
+        group = create_host_groups(topology.stage_groups(), EXCHANGE_TIMEOUT)
         assert group is not None  # every rank belongs to a stage
         self.assembly = Assembly(
             state,
@@ -84,8 +90,8 @@ class CheckpointWriter:
             tensor_rank=coordinates.tensor,
             tensor_size=topology.tensor,
         )
-        # Ranks that survived the end of an earlier run may still be writing into its workspaces, so
-        # this run's have other names.
+        # Ranks that survived the end of an earlier run may still be writing into its workspaces.
+        # The workspaces of this run therefore have other names.
         self.token = self._from_rank_0(secrets.token_hex(4))
         self.staged = [
             {kind: host_copy(tensor) for kind, tensor in flat.items()} for flat in state.tensors()
@@ -100,19 +106,20 @@ class CheckpointWriter:
     def __exit__(self, kind: type[BaseException] | None, *details: object) -> None:
         if kind is not None:
             if self._thread is not None:
-                self._thread.join(SECONDS_TO_END)
+                self._thread.join(SECONDS_FOR_SAVE_AFTER_ERROR)
             return
         self.wait()  # the save in flight reads the staged copies
         self.staged.clear()
 
     def save(self, progress: Progress) -> str | None:
-        """Begin to save the run as it is now; collective.
+        """Wait for the previous save, then begin to save the current state; collective.
 
-        Returns what went wrong, the same on all ranks: with the save before, which is waited for,
-        or with the disk's room for this one.
+        Returns:
+            A message, the same on all ranks, if the previous save failed or the disk has no room
+            for this one; otherwise None.
 
         Raises:
-            RuntimeError: this rank cannot reach the others any more.
+            RuntimeError: this rank can no longer reach the other ranks.
         """
         earlier = self.wait() if self._thread else None
         no_room = self._from_rank_0(self._lack_of_room() if self.rank == 0 else None)
@@ -126,20 +133,22 @@ class CheckpointWriter:
         return earlier
 
     def wait(self) -> str | None:
-        """Wait for the save in flight; what went wrong with the newest, the same on all ranks.
+        """Wait for the save in flight; return a message if the newest save failed.
+
+        The message is the same on all ranks.
 
         Raises:
-            RuntimeError: this rank cannot reach the others any more.
+            RuntimeError: this rank can no longer reach the other ranks.
         """
         if self._thread is not None:
             self._thread.join()
             self._thread = None
-        if self._broken:  # to go on would leave the others waiting for this rank
+        if self._broken:  # if this rank continued, the other ranks would wait for it
             raise RuntimeError("a save has lost contact with the other ranks") from self._broken
         return self._problem
 
     def _lack_of_room(self) -> str | None:
-        needed = 4 * len(KINDS) * parameter_count(self.recipe.model) + SPACE_BESIDE
+        needed = 4 * len(KINDS) * parameter_count(self.recipe.model) + RESERVED_DISK_BYTES
         folder = self.folder.checkpoints
         try:
             folder.mkdir(exist_ok=True)  # a run folder that was moved away is not created again
@@ -149,8 +158,8 @@ class CheckpointWriter:
         if free >= needed:
             return None
         return (
-            f"{folder} has {free / 1e9:.3f} GB free and a checkpoint needs {needed / 1e9:.3f}; "
-            f"make room, or keep fewer with checkpoint.keep"
+            f"{folder} has {free / 1e9:.3f} GB free and a checkpoint needs {needed / 1e9:.3f} GB; "
+            f"make room, or keep fewer checkpoints with checkpoint.keep"
         )
 
     def _copy_from_device(self) -> None:
@@ -193,11 +202,11 @@ class CheckpointWriter:
     def _write_together(
         self, workspace: Path
     ) -> tuple[dict[str, FileRecord], dict[str, str], str | None]:
-        """Let every rank write its files.
+        """Write the files of all ranks; collective.
 
         Returns:
-            On rank 0, the files of all ranks, the tensors in them, and a problem of any rank if
-            there is one. On the other ranks only a problem from before the writing began.
+            On rank 0, the files of all ranks, the tensors in them, and a message if any rank
+            failed. On the other ranks only a message if the workspace could not be created.
         """
         problem = None
         if self.rank == 0:
@@ -222,12 +231,12 @@ class CheckpointWriter:
     def _write_own(
         self, workspace: Path
     ) -> tuple[dict[str, FileRecord], dict[str, str], str | None]:
-        """Write this rank's files; return them, the tensors in them, and the problem if any."""
+        """Write this rank's files; return their records, tensors, and a message on failure."""
         sending = self.assembly.send(self.staged)
         files: dict[str, FileRecord] = {}
         tensors: dict[str, str] = {}
         problem = None
-        for label, kinds in FILES.items():
+        for label, kinds in KINDS_OF_FILE.items():
             path = workspace / f"{label}-{self.rank:05d}.safetensors"
             arriving = (
                 (tensor_key(kind, name), tensor)
@@ -241,9 +250,8 @@ class CheckpointWriter:
             }
             try:
                 if shapes and not problem:
-                    workspace.mkdir(
-                        parents=True, exist_ok=True
-                    )  # another node may not see the folder yet
+                    # This node may not see the folder yet that rank 0 has created.
+                    workspace.mkdir(parents=True, exist_ok=True)
                     with TensorFileWriter(path, shapes, dtype="F32") as writer:
                         for key, tensor in arriving:
                             writer.write(key, tensor.numpy().data)
@@ -251,22 +259,22 @@ class CheckpointWriter:
                     tensors |= dict.fromkeys(shapes, path.name)
             except OSError as error:
                 problem = f"{path}: {error.strerror or error}"
-            for _ in arriving:  # other ranks wait until their messages are received
+            for _ in arriving:  # the senders wait until their messages are received
                 pass
         for work in sending:
             work.wait()
         return files, tensors, problem
 
     def _publish(self, workspace: Path, manifest: Manifest) -> str | None:
-        """Publish the checkpoint and delete old ones; return the problem if that fails."""
+        """Publish the checkpoint and delete old ones; return a message if publishing fails."""
         folder, settings = self.folder.checkpoints, self.recipe.checkpoint
         final = folder / checkpoint_name(manifest.step)
         try:
             unseen = manifest.missing(workspace)
             if unseen:
                 return f"{unseen}; use a --run-dir on storage that all nodes share"
-            # Metrics no later than the steps that they describe; events no later than a checkpoint
-            # that was saved after them, since their order says which of them count for it.
+            # The metrics of the saved steps must not be lost. All earlier events must be on the
+            # disk before the checkpoint, because their order decides which ones apply to it.
             self.folder.flush()
             manifest.write(workspace)
             publish(workspace, final)
@@ -276,7 +284,10 @@ class CheckpointWriter:
         try:
             retain(folder, settings, step=manifest.step, damaged=self.damaged)
         except OSError as error:
-            print(f"{error.filename}: {error.strerror}; old checkpoints stay", file=sys.stderr)
+            print(
+                f"{error.filename}: {error.strerror}; old checkpoints are not deleted",
+                file=sys.stderr,
+            )
         return None
 
     def _from_rank_0(self, value: T) -> T:

@@ -1,4 +1,4 @@
-"""Token files: Megatron's indexed dataset, so that corpora are shared with its users.
+"""Token files in the format of Megatron's indexed dataset, so that corpora can be exchanged.
 
 `NAME.bin` holds the tokens of all documents end to end, little-endian. `NAME.idx` holds
 
@@ -31,16 +31,16 @@ MAGIC = b"MMIDIDX\x00\x00"
 HEADER = struct.Struct("<9sQBQQ")
 TOKEN_TYPES = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 TOKEN_CODES = {"<u2": 8, "<i4": 4}
-LONGEST_DOCUMENT = 2**31 - 1  # tokens; Megatron's format has them as int32
-INDEX_BLOCK = 2**20  # entries of an index that are written at once
+MAX_DOCUMENT_TOKENS = 2**31 - 1  # Megatron's format stores lengths as int32
+INDEX_ENTRIES_PER_WRITE = 2**20
 
 
 def read_manifest(folder: Path, *, advice: str = "prepare the corpus again") -> dict[str, Any]:
     """Return the manifest of a corpus; empty for a corpus that Megatron's tools prepared.
 
     Args:
-        folder: of the corpus
-        advice: the end of the message, after "use ..., or" for example
+        folder: folder of the corpus
+        advice: end of the error message, which names a remedy
 
     Raises:
         UserError: the file is not a JSON object.
@@ -55,16 +55,18 @@ def read_manifest(folder: Path, *, advice: str = "prepare the corpus again") -> 
             f"{file} is not a manifest of prepare_data.py ({error!r}); {advice}"
         ) from None
     if not isinstance(manifest, dict):
-        raise UserError(f"{file} is not a manifest of prepare_data.py (no JSON object); {advice}")
+        raise UserError(
+            f"{file} is not a manifest of prepare_data.py (not a JSON object); {advice}"
+        )
     return manifest
 
 
 class TokenFile:
-    """A corpus of tokens. Opening it reads only the header and the address of the last document.
+    """A corpus of tokens; opening it reads only the header and the address of the last document.
 
-    The .bin is read on demand, not mapped. If it is truncated during a run, the error therefore
-    names the file, whereas a mapped file would end the process with a bus error, and the tokens
-    read do not count as memory of the process. The .idx is mapped when documents are requested.
+    The .bin is read on demand, not mapped. If it is truncated during a run, the error names the
+    file, whereas a mapped file would end the process with a bus error. Moreover, the tokens read do
+    not count as memory of the process. The .idx is mapped when documents are requested.
 
     Raises:
         UserError: a file is missing, not a token file, or truncated.
@@ -113,11 +115,14 @@ class TokenFile:
         return np.frombuffer(content, self.dtype)
 
     def documents_of(self, start: int, stop: int) -> list[tuple[int, int, int]]:
-        """(document, first token in it, token after the last) of the tokens start .. stop - 1."""
+        """Return the ranges of documents that make up the tokens start .. stop - 1.
+
+        Each range is (document, first token, token after the last), counted within the document.
+        """
         size, found = self.dtype.itemsize, []
         offsets, documents = self.offsets, self.documents
         while start < stop:
-            # The last sequence that begins here or before: empty ones share their address.
+            # Empty sequences share the address of the next one, so the last match is the right one.
             sequence = bisect_right(offsets, start * size) - 1
             document = bisect_right(documents, sequence) - 1
             after = int(documents[document + 1])
@@ -128,28 +133,28 @@ class TokenFile:
         return found
 
     def document_lengths(self, start: int, stop: int) -> tuple[int, ...]:
-        """How many of the tokens start .. stop - 1 are of each document, empty ones left out."""
+        """Count the tokens start .. stop - 1 of each document; empty documents are left out."""
         size, offsets, documents = self.dtype.itemsize, self.offsets, self.documents
-        # The sequences that begin inside, and of them those that begin a document. np.searchsorted
-        # would copy a whole column first, since none of them lies aligned in the file.
+        # The range of sequences that begin here, then the documents that begin with one of them.
+        # np.searchsorted would first copy a whole column, because the columns are not aligned.
         first, after = bisect_right(offsets, start * size), bisect_left(offsets, stop * size)
         begun = documents[bisect_left(documents, first) : bisect_left(documents, after)]
-        starts = np.unique(offsets[begun] // size)  # empty ones share their address
+        starts = np.unique(offsets[begun] // size)  # empty documents share their address
         return tuple(np.diff(starts, prepend=start, append=stop).tolist())
 
     @property
     def lengths(self) -> np.ndarray:
-        """Tokens of each sequence, mapped."""
+        """The number of tokens of each sequence, mapped."""
         return self._column("<i4", HEADER.size, self.sequences)
 
     @property
     def offsets(self) -> np.ndarray:
-        """Byte offset of each sequence in the .bin, mapped."""
+        """The byte offset of each sequence in the .bin, mapped."""
         return self._column("<i8", HEADER.size + 4 * self.sequences, self.sequences)
 
     @property
     def documents(self) -> np.ndarray:
-        """The first sequence of each document, and at the end the number of sequences, mapped."""
+        """The first sequence of each document, then the number of sequences, mapped."""
         return self._column("<i8", HEADER.size + 12 * self.sequences, self.boundaries)
 
     def _column(self, dtype: str, offset: int, count: int) -> np.ndarray:
@@ -173,9 +178,13 @@ def _check_size(file: Path, expected: int) -> None:
 
 
 class TokenFileWriter:
-    """A token file that grows, one sequence per document; complete when it has been left.
+    """Writer of a token file with one sequence per document.
 
-    type_of_tokens: as `token_type` gives it
+    Use it as a context manager; the file is complete on exit.
+
+    Args:
+        path: path of the token file, without .bin or .idx
+        type_of_tokens: result of `token_type`
     """
 
     def __init__(self, path: Path, type_of_tokens: np.dtype):
@@ -186,20 +195,20 @@ class TokenFileWriter:
         self._lengths: list[np.ndarray] = []
 
     def write(self, tokens: np.ndarray, lengths: np.ndarray) -> None:
-        """Add documents.
+        """Append documents.
 
         Args:
-            tokens: The tokens of the documents, end to end.
-            lengths: The number of tokens of each document.
+            tokens: the tokens of the documents, end to end
+            lengths: the number of tokens of each document
 
         Raises:
             UserError: a document is too long for the index.
         """
         longest = np.max(lengths, initial=0)
-        if longest > LONGEST_DOCUMENT:
+        if longest > MAX_DOCUMENT_TOKENS:
             raise UserError(
-                f"{self.path}: a document has {longest} tokens and the index of a token file "
-                f"holds lengths up to {LONGEST_DOCUMENT}; divide the document"
+                f"{self.path}: a document has {longest} tokens, but the index of a token file "
+                f"holds lengths up to {MAX_DOCUMENT_TOKENS}; divide the document"
             )
         self._bin.write(np.ascontiguousarray(tokens, self.dtype))
         self._lengths.append(np.asarray(lengths, "<i4"))
@@ -244,9 +253,11 @@ def write_index(
     """Write an .idx with one sequence per document.
 
     Args:
-        lengths: Returns the number of tokens of each document, in blocks. It is called twice, so
-            that only one block is in memory.
-        count: The number of documents.
+        stream: the file
+        type_of_tokens: result of `token_type`
+        lengths: returns the number of tokens of each document, in blocks; called twice, so that
+            only one block is in memory
+        count: the number of documents
     """
     size = type_of_tokens.itemsize
     stream.write(HEADER.pack(MAGIC, 1, TOKEN_CODES[type_of_tokens.str], count, count + 1))
@@ -258,8 +269,9 @@ def write_index(
         ends = offset + np.cumsum(lengths_in_bytes)
         stream.write(ends - lengths_in_bytes)
         offset = int(ends[-1]) if len(ends) else offset
-    for first in range(0, count + 1, INDEX_BLOCK):
-        stream.write(np.arange(first, min(first + INDEX_BLOCK, count + 1), dtype="<i8"))
+    for first in range(0, count + 1, INDEX_ENTRIES_PER_WRITE):
+        after = min(first + INDEX_ENTRIES_PER_WRITE, count + 1)
+        stream.write(np.arange(first, after, dtype="<i8"))
 
 
 def tokenizer_hash(folder: Path) -> str:
@@ -285,7 +297,7 @@ def write_token_file(path: Path, documents: Iterable[np.ndarray], *, vocab_size:
     """Write one sequence per document, flushed to disk; return the number of tokens.
 
     Raises:
-        UserError: a token id outside the vocabulary.
+        UserError: a token id is outside the vocabulary.
     """
     with TokenFileWriter(path, token_type(vocab_size)) as file:
         for number, document in enumerate(documents):

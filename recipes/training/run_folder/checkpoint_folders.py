@@ -1,7 +1,7 @@
-"""The checkpoint folders of a run: their names, and how they appear, move and disappear.
+"""The checkpoint folders of a run: naming, publishing, retention and setting aside.
 
 A folder named `step-0000100` is a complete checkpoint: it was written as `step-0000100.incomplete`
-and then renamed. A folder whose name begins with `abandoned-` belongs to a branch that was left.
+and then renamed. A folder whose name begins with `abandoned-` belongs to an abandoned branch.
 """
 
 import os
@@ -22,22 +22,27 @@ ABANDONED = ABANDONED_PREFIX + "*"
 
 
 def publish(workspace: Path, checkpoint: Path) -> None:
-    """Make a complete checkpoint exist, by one rename."""
-    if checkpoint.exists():  # a damaged one, which the run has skipped
+    """Publish a complete checkpoint with one rename."""
+    if checkpoint.exists():  # a damaged checkpoint, which the run has skipped
         set_aside(checkpoint)
     os.rename(workspace, checkpoint)
     flush(checkpoint.parent)
 
 
 def retain(folder: Path, settings: Checkpoint, *, step: int, damaged: Collection[Path]) -> None:
-    """Delete checkpoints beyond the newest `keep` up to a step and every `keep_every`-th step's.
+    """Delete old checkpoints, except the newest `keep` and the multiples of `keep_every`.
 
-    damaged: these neither go nor count
+    Args:
+        folder: the run's checkpoints
+        settings: the recipe's [checkpoint] section
+        step: checkpoints of later steps are neither deleted nor counted
+        damaged: these checkpoints are neither deleted nor counted
     """
     sound = [path for path in published(folder) if path not in damaged and step_of(path) <= step]
     for old in sound[: -settings.keep]:
         if not settings.keep_every or step_of(old) % settings.keep_every:
-            doomed = old.with_name(f"{old.name}.incomplete")  # never half a checkpoint
+            # Renamed first, so that a partly deleted checkpoint is never taken for a complete one.
+            doomed = old.with_name(f"{old.name}.incomplete")
             os.rename(old, doomed)
             shutil.rmtree(doomed, ignore_errors=True)
 
@@ -49,24 +54,25 @@ def remove_debris(folder: Path) -> None:
 
 
 def set_aside(checkpoint: Path, stamp: str | None = None) -> None:
-    """Rename a checkpoint that is to be kept, but no longer to be found.
+    """Rename a checkpoint so that it is kept, but no longer found by a resuming run.
 
     Args:
-        checkpoint: its folder
-        stamp: part of the new name; checkpoints of one branch share it with its metrics
+        checkpoint: folder of the checkpoint
+        stamp: part of the new name, shared by all checkpoints and the metrics of a branch; None for
+            the current time
     """
     name = f"{ABANDONED_PREFIX}{stamp or time_stamp()}-{checkpoint.name}"
     os.rename(checkpoint, checkpoint.with_name(name))
 
 
 def stamp_of(abandoned: Path) -> str | None:
-    """Return the stamp in the name of an abandoned checkpoint; None if the name is another."""
+    """Return the stamp in an abandoned checkpoint's name; None if it is not abandoned."""
     match = re.fullmatch(rf"{ABANDONED_PREFIX}(.+)-{NAME.pattern}", abandoned.name)
     return match[1] if match else None
 
 
 def time_stamp() -> str:
-    """Return the time and a random number, for a name that does not exist yet."""
+    """Return the time and a random number, as part of a unique file name."""
     return f"{time.strftime('%Y%m%dT%H%M%S')}.{secrets.token_hex(4)}"
 
 

@@ -24,7 +24,7 @@ class RunFolder:
     """`runs/<name>/`: recipe.toml, metrics.jsonl, events.jsonl, checkpoints/, wandb/."""
 
     def __init__(self, path: Path):
-        path = path.resolve()  # where a link points: there the next run goes too
+        path = path.resolve()  # `move_aside` then renames the target of a link and keeps the link
         self.path = path
         self.checkpoints = path / "checkpoints"
         self.metrics = path / "metrics.jsonl"
@@ -34,11 +34,11 @@ class RunFolder:
         self._lock: FolderLock | None = None
 
     def hold(self) -> None:
-        """Create the folder and lock it until this process ends; call again to try again.
+        """Create the folder and lock it until this process ends; call again to retry.
 
         Raises:
-            FolderInUse: another process holds it.
-            UserError: it cannot be written.
+            FolderInUse: another process holds the folder.
+            UserError: the folder cannot be written.
         """
         try:
             self._lock = self._lock or FolderLock(self.path)
@@ -69,10 +69,11 @@ class RunFolder:
     def move_aside(self) -> None:
         """Move everything that an earlier run left here to a sibling folder.
 
-        One rename does it, so that the next start finds the earlier run or nothing.
+        The move is a single rename, so the next start finds either the whole earlier run or an
+        empty folder.
 
         Raises:
-            FolderInUse: another process has locked the new folder first.
+            FolderInUse: another process has already locked the new folder.
             UserError: the folder cannot be moved.
         """
         aside = self.path.with_name(f"{self.path.name}.{time_stamp()}")
@@ -87,19 +88,20 @@ class RunFolder:
                 f"another folder"
             ) from None
         earlier, self._lock = self._lock, None
-        # Before the new lock exists: the earlier one's beats would take it for that of another run.
+        # The earlier lock is released before the new lock exists. Otherwise the heartbeat of the
+        # earlier lock would mistake the new lock for that of another run and end this process.
         if earlier is not None:
             earlier.release(moved_to=aside)
         self.hold()
-        print(f"the run that was there is now {aside}")
+        print(f"the earlier run in this folder was moved to {aside}")
 
     def prepare(self, recipe: Recipe, start: Progress, *, branching: bool = False) -> None:
-        """Make the folder ready to continue after a step.
+        """Prepare the folder to continue after a step.
 
         Args:
             recipe: written to recipe.toml
-            start: the last step that stays, and the samples read until the next one
-            branching: whether the next steps differ from those that were done after `start`
+            start: the last completed step to keep, and the samples read before the next step
+            branching: True if the next steps differ from the steps already recorded after `start`
 
         Raises:
             UserError: the folder cannot be written.
@@ -123,9 +125,9 @@ class RunFolder:
 
         Args:
             source: the metrics of the run that wrote the checkpoint to continue from
-            step: the last one that stays
-            stamp: part of the copy's name; if the copy exists, an earlier start has already begun
-                this
+            step: the last step to keep
+            stamp: part of the copy's name; if the copy exists, an earlier start has already made
+                it
 
         Raises:
             UserError: the folder cannot be written.
@@ -145,7 +147,7 @@ class RunFolder:
         copy: bool,
         copy_to: Path | None = None,
     ) -> None:
-        """Replace metrics.jsonl by lines up to a step; copy first what would be lost."""
+        """Reduce metrics.jsonl to the lines up to a step; with `copy`, first copy lost lines."""
         kept = "".join(json.dumps(line) + "\n" for line in lines if line["step"] <= step)
         before = self._metric_lines.content().decode(errors="replace")
         if copy and not kept.startswith(before):
@@ -168,14 +170,14 @@ class RunFolder:
             raise _cannot_write(self.events, error) from None
 
     def metric(self, line: dict[str, Any]) -> None:
-        """Append a step's line to metrics.jsonl; floats keep all their digits."""
+        """Append the line of a step to metrics.jsonl; floats keep all their digits."""
         self._metric_lines.append(line)
 
     def flush(self) -> None:
         """Wait until all metrics and events are on the disk.
 
         Raises:
-            OSError: they cannot be written.
+            OSError: a file cannot be written.
         """
         self._metric_lines.flush()
         self._event_lines.flush()
@@ -197,7 +199,7 @@ class RunFolder:
         return _read(self._event_lines)
 
     def history(self) -> History:
-        """Return what the events say about the branch that the run is on.
+        """Return the history of the current branch, derived from the events.
 
         Raises:
             UserError: events.jsonl cannot be read.

@@ -1,12 +1,12 @@
-"""The branch that a run is on, derived from events.jsonl alone.
+"""The current branch of a run, derived from events.jsonl alone.
 
-A run abandons steps that it has completed when it rolls back, when it resumes from an earlier
-checkpoint, and when a user resumes it from a chosen checkpoint. Records of later steps are then
-void. Otherwise a rollback on an abandoned branch would also apply to the checkpoint of the same
-step on the next branch, and the samples that the rollback skipped would never be read.
+A run abandons completed steps when it rolls back, when it resumes from an earlier checkpoint, and
+when a user resumes it from a chosen checkpoint. Records of later steps are then void. Otherwise a
+rollback on an abandoned branch would also apply to the checkpoint of the same step on the next
+branch, and the samples that the rollback skipped would never be read.
 
-The order of the events decides, and no clock. A checkpoint is published only after all earlier
-events are on the disk, so the order is known even if the event of the save itself is lost.
+Only the order of the events counts, not their times. A checkpoint is published only after all
+earlier events are on the disk, so the order is known even if the event of the save itself is lost.
 """
 
 from collections.abc import Iterable
@@ -16,7 +16,7 @@ from typing import Any
 
 from recipes.training.run_folder.checkpoint_folders import stamp_of
 
-NEEDED: dict[str, dict[str, type]] = {  # by event, in addition to the step
+REQUIRED_FIELDS: dict[str, dict[str, type]] = {  # by event, in addition to the step
     "rollback": {"to": int, "samples": int},
     "branch": {"checkpoint": str, "stamp": str},
 }
@@ -28,10 +28,10 @@ class Branch:
 
     Attributes:
         step: step of the checkpoint; 0 if the run starts again
-        checkpoint: its name in the run's folder of checkpoints, its absolute path if it lies
+        checkpoint: name of the checkpoint in the run's folder, its absolute path if it is
             elsewhere, or empty if the run starts again
-        stamp: in the names of the checkpoints and metrics that were set aside for it
-        pending: whether no process has started to train from it yet
+        stamp: part of the names of the checkpoints and metrics that were set aside for the branch
+        pending: True until a process starts to train on the branch
     """
 
     step: int
@@ -42,12 +42,12 @@ class Branch:
 
 @dataclass
 class History:
-    """The events that count for the branch that the run is on.
+    """The events that apply to the current branch of a run.
 
     Attributes:
         rolled_back: checkpoints that the run has rolled back to since saving them, as step -> first
             sample to read next
-        resumed: steps that the run was resumed after, as step -> first sample read next
+        resumed: steps after which the run was resumed, as step -> first sample read next
         branch: the newest request for a certain checkpoint
         requests: names and values of the `--resume` options that were carried out once
         saved: steps of the branch whose checkpoints were published; retention may have deleted the
@@ -63,15 +63,15 @@ class History:
     _left: dict[str, tuple[dict[int, int], dict[int, int]]] = field(default_factory=dict)
 
     def rollbacks(self, step: int) -> int:
-        """Return how often the run has rolled back since it saved the checkpoint of a step.
+        """Return the number of rollbacks since the run saved the checkpoint of a step.
 
-        Rollbacks to earlier checkpoints do not count: the run has since trained past the steps that
-        caused them.
+        Rollbacks to earlier checkpoints do not count, because the run has since trained past the
+        steps that caused them.
         """
         return sum(target >= step for target in self._targets)
 
     def first_samples(self) -> dict[int, int]:
-        """Return the first sample read after each step at which the data jumped: step -> sample."""
+        """Return step -> first sample read next, for the steps after which the data jumped."""
         return self.resumed | self.rolled_back
 
     def apply(self, event: dict[str, Any]) -> None:
@@ -96,7 +96,7 @@ class History:
         elif kind == "resume":
             self._forget(after=step)
             self._train()
-            if "samples" in event:  # of an older version it is not known
+            if "samples" in event:  # older versions did not record it
                 self.resumed[step] = event["samples"]
         elif kind == "rollback":
             self._forget(after=event["to"])
@@ -109,7 +109,7 @@ class History:
             self.saved.add(step)
 
     def _forget(self, *, after: int) -> None:
-        """Drop what is known about later steps: they are about to be done in another way."""
+        """Drop the records of later steps, because the run is about to repeat these steps."""
         for known in (self.rolled_back, self.resumed):
             for step in [step for step in known if step > after]:
                 del known[step]
@@ -118,14 +118,14 @@ class History:
             self._targets.clear()
 
     def _begin_at(self, checkpoint: Path, *, stamp: str) -> None:
-        """Replace what is known about all steps, if the checkpoint is not of the current branch.
+        """Replace the records of all steps if the checkpoint belongs to another branch.
 
-        What is known about the current branch is kept under the stamp of its checkpoints, in case
-        the run resumes from one of them later.
+        The records of the current branch are kept under the stamp of its checkpoints, in case the
+        run later resumes from one of these checkpoints.
         """
         self._left.setdefault(stamp, (self.rolled_back, self.resumed))
         rolled_back, resumed = self.rolled_back, self.resumed
-        if checkpoint.is_absolute():  # of another run, whose jumps in the data are not known here
+        if checkpoint.is_absolute():  # another run, whose jumps in the data are not recorded here
             rolled_back, resumed = {}, {}
         elif abandoned := stamp_of(checkpoint):
             rolled_back, resumed = self._left.get(abandoned, (rolled_back, resumed))
@@ -139,11 +139,11 @@ class History:
 def replay(events: Iterable[dict[str, Any]]) -> History:
     """Derive the history of a run from its events, oldest first.
 
-    A line that parses but lacks what its event needs is skipped like one that does not parse.
+    Events that lack a required field are skipped, like lines that cannot be parsed.
     """
     history = History()
     for event in events:
-        needed = {"step": int} | NEEDED.get(event["event"], {})
-        if all(isinstance(event.get(key), kind) for key, kind in needed.items()):
+        required = {"step": int} | REQUIRED_FIELDS.get(event["event"], {})
+        if all(isinstance(event.get(key), kind) for key, kind in required.items()):
             history.apply(event)
     return history

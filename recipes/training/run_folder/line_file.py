@@ -13,9 +13,9 @@ from typing import Any
 class LineFile:
     """A file of JSON objects, one per line, that any thread may append to.
 
-    A power loss can leave half a line or a block of NUL bytes. Such lines are skipped by the
-    reader, and the next line that is written starts on a line of its own. Lines that a full disk
-    does not take are kept in memory and written together with the next line.
+    A power loss can leave half a line or a block of NUL bytes. Readers skip such lines, and the
+    next write starts on a new line. Lines that cannot be written to a full disk are kept in memory
+    and written together with the next line.
 
     Args:
         path: the file, which need not exist
@@ -28,13 +28,13 @@ class LineFile:
         self._lock = threading.Lock()
 
     def append(self, line: dict[str, Any]) -> None:
-        """Write a line, after those that are waiting; print a message if the disk is full."""
+        """Write the waiting lines and this one; print a message if the disk is full."""
         with self._lock:
             self._waiting.append(json.dumps(line) + "\n")
             try:
                 self._write_waiting()
             except OSError as error:
-                if len(self._waiting) == 1:  # the first of a row
+                if len(self._waiting) == 1:  # only for the first of several failures in a row
                     print(f"{self.path} cannot be written ({error.strerror}); its lines stay "
                           f"in memory until they can be written", file=sys.stderr)  # fmt: skip
 
@@ -42,7 +42,7 @@ class LineFile:
         """Write a line, and wait until it is on the disk.
 
         Raises:
-            OSError: the line could not be written, or it is not known to be on the disk.
+            OSError: the line could not be written, or could not be flushed to the disk.
         """
         with self._lock:
             self._waiting.append(json.dumps(line) + "\n")
@@ -67,7 +67,7 @@ class LineFile:
                 flush(self.path)
 
     def read(self) -> list[dict[str, Any]]:
-        """Return the lines of the file that can be parsed, and those that are waiting.
+        """Return the lines of the file that can be parsed, followed by the waiting lines.
 
         Raises:
             OSError: the file exists and cannot be read.
@@ -76,7 +76,7 @@ class LineFile:
         return [line for line in lines if line is not None]
 
     def content(self) -> bytes:
-        """Return the bytes of the file, followed by the lines that are waiting.
+        """Return the bytes of the file, followed by the waiting lines.
 
         Raises:
             OSError: the file exists and cannot be read.
@@ -88,10 +88,10 @@ class LineFile:
         return written + (b"\n" if torn else b"") + waiting
 
     def replace(self, text: str) -> None:
-        """Replace the whole file, and drop the lines that are waiting to be appended.
+        """Replace the whole file, and drop the waiting lines.
 
         Raises:
-            OSError: the file cannot be written; nothing has changed.
+            OSError: the file cannot be written; its content is unchanged.
         """
         with self._lock:
             write_whole(self.path, text)
@@ -100,7 +100,7 @@ class LineFile:
     def _parse(self, line: bytes) -> dict[str, Any] | None:
         try:
             content = json.loads(line.strip(b"\0"))
-        except ValueError:  # also of bytes that are not UTF-8
+        except ValueError:  # includes UnicodeDecodeError
             return None
         if not isinstance(content, dict):
             return None
@@ -116,7 +116,7 @@ class LineFile:
             before = stream.seek(0, os.SEEK_END)
             if before:
                 stream.seek(before - 1)
-                if stream.read(1) != b"\n":  # a torn line, which must not swallow this one
+                if stream.read(1) != b"\n":  # a torn line, which this line must not extend
                     content = b"\n" + content
             try:
                 written = stream.write(content)
@@ -129,7 +129,7 @@ class LineFile:
 
 
 def write_whole(file: Path, text: str) -> None:
-    """Write a file so that it exists with all of its content or not at all."""
+    """Write a file atomically: after a failure the previous file still exists, unchanged."""
     fresh = file.with_name(file.name + ".incomplete")
     try:
         with fresh.open("w") as stream:

@@ -1,8 +1,8 @@
 """The lock of a run folder: one run at a time, on file systems with and without flock.
 
-With flock the kernel, or the server of a network file system, releases the lock when the process
+With flock, the kernel or the server of a network file system releases the lock when the process
 dies. A server notices the death of a whole node only after a while. Without flock (Lustre mounted
-with `noflock`, some FUSE file systems) the file `lock.exclusive` exists for as long as a run holds
+with `noflock`, some FUSE file systems), the file `lock.exclusive` exists for as long as a run holds
 the folder.
 
 The holder touches its file every few seconds. A waiting process compares two modification times of
@@ -31,15 +31,15 @@ from recipes.training.runtime.launchers import start_ticks
 NO_FLOCK = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP}
 BEAT_SECONDS = 5.0
 STALE_SECONDS = 60.0  # longer than network file systems cache a file's time
-LOST = 1  # exit code of a process whose lock another one has taken over
+LOST = 1  # exit code of a process whose lock another process has taken over
 
 
 class FolderInUse(UserError):
     """Another process holds the run folder.
 
     Args:
-        message: names the folder and the holder
-        alive: whether the holder is known to run, so that waiting for it is pointless
+        message: error message that names the folder and the holder
+        alive: True if the holder is known to run, so that waiting for it is pointless
     """
 
     def __init__(self, message: str, *, alive: bool):
@@ -52,7 +52,7 @@ class FolderLock:
 
     def __init__(self, folder: Path):
         self.folder = folder
-        self.shared = folder / "lock"  # stays; what counts is the flock on it
+        self.shared = folder / "lock"  # never deleted; the flock on it is the lock
         self.exclusive = folder / "lock.exclusive"  # its existence is the lock
         self.record = {
             "process": os.getpid(),
@@ -68,10 +68,10 @@ class FolderLock:
         self._released = threading.Event()
 
     def acquire(self) -> None:
-        """Take the lock without waiting; call again to try again.
+        """Take the lock without waiting; call again to retry.
 
         Raises:
-            FolderInUse: another process holds it.
+            FolderInUse: another process holds the lock.
             OSError: the folder cannot be written.
         """
         stream = self.shared.open("a+")
@@ -101,10 +101,10 @@ class FolderLock:
         threading.Thread(target=self._beat, name="folder lock", daemon=True).start()
 
     def release(self, moved_to: Path | None = None) -> None:
-        """Give the lock back; without one, do nothing.
+        """Release the lock; do nothing if this process does not hold it.
 
         Args:
-            moved_to: where the folder is now, if it has been renamed since
+            moved_to: new path of the folder, if it was renamed after the lock was taken
         """
         self._released.set()
         atexit.unregister(self.release)
@@ -137,9 +137,9 @@ class FolderLock:
                 stream.write(json.dumps(self.record) + "\n")
             flush(self.exclusive)
             print(
-                f"warning: {self.folder} is on a file system without flock; the file "
-                f"{self.exclusive.name} is used as the lock instead, and if this node dies, the "
-                f"next run waits {STALE_SECONDS:.0f} s before it takes the folder over",
+                f"warning: {self.folder} is on a file system without flock, so the file "
+                f"{self.exclusive.name} is used as the lock; if this node dies, the next run waits "
+                f"{STALE_SECONDS:.0f} s before it takes the folder over",
                 file=sys.stderr,
             )
             return
@@ -155,7 +155,7 @@ class FolderLock:
         return time.monotonic() - self._seen_at >= STALE_SECONDS
 
     def _remove_stale(self) -> None:
-        """Remove a stale file, under a lock of its own: two processes may have noticed it."""
+        """Remove a stale file, under a mutex, because two processes may have noticed it."""
         mutex = self.folder / "lock.takeover"
         try:
             os.close(os.open(mutex, os.O_CREAT | os.O_EXCL))
@@ -172,7 +172,11 @@ class FolderLock:
             mutex.unlink()
 
     def _in_use(self, file: Path) -> FolderInUse:
-        """Describe the holder of a file, after a comparison with what was seen before."""
+        """Return an error that describes the holder of a lock file.
+
+        The file is compared with its state at the previous call: if only the time has changed, the
+        holder is alive.
+        """
         now = _look(file)
         if now != self._seen:
             same_holder = self._seen is not None and now is not None and now[0] == self._seen[0]
@@ -191,7 +195,7 @@ class FolderLock:
         )
 
     def _beat(self) -> None:
-        """Touch the file, and end this process if another one has taken the folder over."""
+        """Touch the file regularly; end this process if another one has taken the folder over."""
         file = self.shared if self._stream is not None else self.exclusive
         while not self._released.wait(BEAT_SECONDS):
             if self._stream is None and self._was_taken_over() and not self._released.is_set():
@@ -208,7 +212,7 @@ class FolderLock:
         """Return True if this process slept for so long that another run took the folder over."""
         try:
             seen = _look(self.exclusive)
-        except OSError:  # of a disk that is away for a moment
+        except OSError:  # the disk may be unavailable for a moment
             return False
         return seen is not None and _parse(seen[0]).get("token") not in (
             self.record["token"], None,
@@ -216,9 +220,10 @@ class FolderLock:
 
 
 def _look(file: Path) -> tuple[str, int] | None:
-    """Return content and time of a lock file; None if it does not exist."""
+    """Return the content and the modification time of a lock file; None if it does not exist."""
     try:
-        with file.open(errors="replace") as stream:  # opened: makes NFS ask the server
+        # Opening the file makes NFS ask the server; its cached time could be out of date.
+        with file.open(errors="replace") as stream:
             return stream.read(1000).strip(), os.fstat(stream.fileno()).st_mtime_ns
     except FileNotFoundError:
         return None
@@ -241,8 +246,9 @@ def _runs(holder: dict[str, Any]) -> bool:
 def _machine() -> str:
     """Return an identifier of the machine, its boot and its container.
 
-    A host name is not enough, because containers may share one. Where /proc is not readable, the
-    identifier is therefore unlike any other: holders are then judged by their beats alone.
+    A host name is not enough, because containers may share one. If /proc cannot be read, the
+    identifier is random and never equals another one, so holders are judged by their heartbeats
+    alone.
     """
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()

@@ -1,4 +1,4 @@
-"""What computed a run's numbers: code, libraries, layout."""
+"""The provenance of a run's numbers: versions of code and libraries, and the layout."""
 
 import platform
 import subprocess
@@ -12,7 +12,7 @@ from recipes.training.recipe.topology import Topology
 
 
 def code_version() -> str | None:
-    """The repository's commit, "-dirty" with changes; None outside git."""
+    """Return the repository's commit, with "-dirty" if it has changes; None outside git."""
     command = ["git", "-C", str(REPOSITORY), "describe", "--always", "--dirty", "--abbrev=40"]
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
@@ -21,13 +21,13 @@ def code_version() -> str | None:
 
 
 def versions() -> dict[str, str | None]:
-    """Of this code, of Python and of the libraries that do the arithmetic."""
+    """Return the versions of this code, of Python and of the numerical libraries."""
     libraries = {name: version(name) for name in ("torch", "deepspeed", "numpy")}
     return {"threefold": code_version(), "python": platform.python_version()} | libraries
 
 
 def layout_of(recipe: Recipe, topology: Topology) -> dict[str, Any]:
-    """How a run is spread, with the content of the file that the recipe names for ZeRO."""
+    """Return the layout of a run, with the content of the DeepSpeed JSON."""
     axes = {"pipeline": topology.pipeline, "data": topology.data, "tensor": topology.tensor}
     return axes | {
         "schedule": recipe.layout.schedule,

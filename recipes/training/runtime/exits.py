@@ -6,27 +6,28 @@ from typing import NoReturn
 from recipes.training.runtime.streams import end_process, finish_output
 
 FINISHED = 0  # every step is done and saved
-REFUSED = 2  # nothing was started: the message says what to change
+REFUSED = 2  # nothing was started; the message names the setting to change
 STOPPED = 3  # it cannot continue by itself: bad numbers, replicas that diverged, a failed save
 HUNG = 4  # no progress; the message names the rank that is behind
 INTERRUPTED = 5  # asked to stop; saved, rerun the same command to resume
 BUSY = 6  # nothing was started: another process holds the run folder; may be started again later
 
-SECONDS_FOR_READER = 30.0  # without progress, until the output of a finished run is read
+# Time without progress before a process stops waiting for the reader of its output.
+SECONDS_FOR_READER = 30.0  # of a finished run
 SECONDS_FOR_READER_OF_FAILURE = 2.0
 
 
 def leave(code: int) -> NoReturn:
-    """End this process after its exit handlers, without the teardown of libraries' threads.
+    """Run the exit handlers and end this process, without tearing down the libraries' threads.
 
-    Some threads of torch abort now and then during teardown ("terminate called without an active
-    exception"), and the launcher would take a finished run for a failed one.
+    Some threads of torch occasionally abort during teardown ("terminate called without an active
+    exception"), and the launcher would then report a finished run as failed.
     """
     atexit._run_exitfuncs()
     leave_handlers_out(code)
 
 
 def leave_handlers_out(code: int) -> NoReturn:
-    """End this process without further exit handlers, when its output is read."""
+    """Wait until the output of this process is read, then end it without further exit handlers."""
     finish_output(SECONDS_FOR_READER if code == FINISHED else SECONDS_FOR_READER_OF_FAILURE)
     end_process(code)

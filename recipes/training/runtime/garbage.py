@@ -1,29 +1,33 @@
-"""When garbage is collected: neither during imports nor within a step.
+"""Garbage collection between steps only, not during imports or within a step.
 
-Within a step Python would begin it at a different place on each rank, which the others wait for.
+Within a step, Python would start a collection at a different point on each rank, and every rank
+would wait for each of these collections.
 """
 
 import gc
 
 
 def pause_collection() -> None:
-    """Collect nothing: imports leave little, and hundreds of thousands of objects to look at."""
+    """Turn the collector off during imports.
+
+    Imports create hundreds of thousands of objects to scan, but hardly any garbage.
+    """
     gc.disable()
 
 
 def resume_collection() -> None:
-    """Collect again, all but what there is, which stays for good."""
+    """Turn the collector on again, and exempt all existing objects from it."""
     gc.freeze()
     gc.enable()
 
 
 def hold_garbage() -> None:
-    """Keep all that there is for good, and collect nothing without being asked."""
+    """Exempt all existing objects from collection, and collect only on request."""
     gc.collect()
     gc.freeze()
     gc.disable()
 
 
 def collect_garbage() -> None:
-    """Collect what has come since, in a few milliseconds: the rest is not looked at."""
+    """Collect garbage among the objects created since `hold_garbage`, in a few milliseconds."""
     gc.collect()

@@ -14,26 +14,27 @@ ARCHITECTURE = re.compile(r"(?P<kind>sm|compute)_(?P<major>\d+)(?P<minor>\d)(?P<
 def check_gpus(
     wanted: str | None, *, on_gpu: bool, cpu_is_chosen: bool, local_rank: int = 0
 ) -> None:
-    """Compare the GPU of a rank with those that the installed torch was built for.
+    """Check that the installed torch supports the GPU of a rank.
 
     Without this check a V100 would fail at its first kernel, and a node with AMD GPUs or with a
     broken driver would silently train on its CPUs.
 
     Args:
-        wanted: the recipe's `cluster.gpu`, where it names a cluster
-        on_gpu: DeepSpeed uses GPUs: it has found some, or the user has set DS_ACCELERATOR=cuda
-        cpu_is_chosen: the user has set DS_ACCELERATOR=cpu
-        local_rank: of this node's ranks; they share its visible GPUs in turn
+        wanted: the recipe's `cluster.gpu`; None if the recipe names no cluster
+        on_gpu: True if DeepSpeed uses GPUs, because it found some or because the user has set
+            DS_ACCELERATOR=cuda
+        cpu_is_chosen: True if the user has set DS_ACCELERATOR=cpu
+        local_rank: number of the rank within this node; visible GPUs are assigned round robin
 
     Raises:
-        UserError: torch finds no GPU although the recipe or the user names one, or it has no code
-            for the rank's.
+        UserError: torch finds no GPU although the recipe or the user names one, or torch has no
+            kernels for this rank's GPU.
     """
     if on_gpu and torch.version.hip:
         raise UserError(
-            f"torch {torch.__version__} is built for ROCm, which is not supported: nothing "
-            f"here has run on AMD GPUs. Use NVIDIA GPUs, or DS_ACCELERATOR=cpu; plan.py plans "
-            f"for the MI300X all the same"
+            f"torch {torch.__version__} is built for ROCm, which is not supported: training has "
+            f"never been tested on AMD GPUs. Use NVIDIA GPUs, or DS_ACCELERATOR=cpu; plan.py "
+            f"still plans for the MI300X"
         )
     if on_gpu and torch.cuda.is_available():
         device = local_rank % torch.cuda.device_count()  # as `start_processes` chooses it
@@ -45,7 +46,7 @@ def check_gpus(
     elif on_gpu or (wanted and wanted.lower() != "cpu" and not cpu_is_chosen):
         asked = "DS_ACCELERATOR = cuda" if on_gpu else f'cluster.gpu = "{wanted}"'
         raise UserError(
-            f"{asked} and torch {torch.__version__} finds no GPU on this node. "
+            f"{asked}, but torch {torch.__version__} finds no GPU on this node. "
             f"NVIDIA GPUs need a driver (see nvidia-smi) and torch's CUDA wheels; AMD GPUs are not "
             f'supported. To train on CPUs, use cluster.gpu = "cpu", or set DS_ACCELERATOR=cpu on '
             f"every node (deepspeed passes it on from a file .deepspeed_env)"
@@ -53,7 +54,7 @@ def check_gpus(
 
 
 def check_architecture(name: str, capability: tuple[int, int], built_for: Sequence[str]) -> None:
-    """Check that one of the architectures that torch was built for runs on a GPU.
+    """Check that torch was built for an architecture that runs on a GPU.
 
     Args:
         name: name of the GPU as the driver reports it
@@ -61,7 +62,7 @@ def check_architecture(name: str, capability: tuple[int, int], built_for: Sequen
         built_for: result of `torch.cuda.get_arch_list()`, such as "sm_90" and "compute_120"
 
     Raises:
-        UserError: none of them runs on the GPU.
+        UserError: none of the architectures runs on the GPU.
     """
     if not built_for or any(runs_on(each, capability) for each in built_for):
         return
@@ -79,13 +80,14 @@ def check_architecture(name: str, capability: tuple[int, int], built_for: Sequen
 
 
 def runs_on(architecture: str, capability: tuple[int, int]) -> bool:
-    """Tell whether code for an architecture runs on a GPU.
+    """Return True if code for an architecture runs on a GPU.
 
-    Binary code (sm_) runs on its own and on later GPUs of the same generation; with the suffix "a"
-    it runs only on its own. PTX (compute_) is compiled for every later GPU when it is loaded.
+    Binary code (sm_) runs on its own architecture and on later ones of the same generation; with
+    the suffix "a" it runs only on its own. PTX (compute_) is compiled at load time for any later
+    GPU.
     """
     found = ARCHITECTURE.fullmatch(architecture)
-    if found is None:  # a build that names its targets in another way cannot be checked
+    if found is None:  # a build with other names for its targets cannot be checked
         return True
     built = int(found["major"]), int(found["minor"])
     if found["suffix"] == "a":

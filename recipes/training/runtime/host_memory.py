@@ -18,8 +18,8 @@ PORTABLE = 1  # cudaHostRegisterPortable: page-locked for all CUDA contexts
 def host_copy(tensor: Tensor) -> Tensor:
     """Allocate host memory for a copy of a tensor, page-locked when the tensor is on a GPU.
 
-    The memory is written once, so that the system allocates all of its pages now and not during the
-    first save.
+    The memory is written once, so that the system allocates all pages now and not during the first
+    save.
     """
     if tensor.is_cuda:
         return page_locked(tensor.shape, tensor.dtype, torch.cuda.cudart())
@@ -29,7 +29,7 @@ def host_copy(tensor: Tensor) -> Tensor:
 def page_locked(shape: torch.Size, dtype: torch.dtype, runtime: Any) -> Tensor:
     """Allocate a tensor of zeros whose memory is registered with CUDA for as long as it exists.
 
-    The tensor shares no page with other memory, because CUDA does not register a page twice.
+    The tensor shares no page with other memory, because CUDA cannot register a page twice.
 
     Args:
         runtime: `torch.cuda.cudart()`, or a substitute with the same two functions
@@ -48,6 +48,6 @@ def page_locked(shape: torch.Size, dtype: torch.dtype, runtime: Any) -> Tensor:
             f"(cudaHostRegister returned {code}); give the job more host memory"
         )
     release = weakref.finalize(buffer, runtime.cudaHostUnregister, buffer.data_ptr())
-    # At exit the system unlocks the memory by itself; the call could wait for a hanging device.
+    # At exit the system unlocks the memory by itself, while the call could hang with the device.
     release.atexit = False
     return buffer

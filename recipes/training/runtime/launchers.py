@@ -16,10 +16,10 @@ STATE, PARENT, START = 0, 1, 19  # fields of /proc/PID/stat after the name, see 
 
 
 class Process:
-    """A process, told apart from a later one with the same number by its start time.
+    """A process, distinguished by its start time from a later process with the same PID.
 
     Raises:
-        OSError: there is no such process.
+        OSError: the process does not exist.
     """
 
     def __init__(self, pid: int):
@@ -63,9 +63,9 @@ class Process:
 
 
 def launchers_of(pid: int) -> list[int]:
-    """Return the processes above this one that have launched it, the nearest first."""
+    """Return the PIDs of the launchers among a process's ancestors, nearest first."""
     found = []
-    with contextlib.suppress(OSError):  # one of them has just ended
+    with contextlib.suppress(OSError):  # an ancestor has just ended
         while pid > 1:
             pid = int(_stat(pid)[PARENT])
             if not is_launcher(Path(f"/proc/{pid}/cmdline")):
@@ -75,7 +75,11 @@ def launchers_of(pid: int) -> list[int]:
 
 
 def is_launcher(command_line: Path) -> bool:
-    """Whether a process is `deepspeed`, `torchrun`, or what they start on each node."""
+    """Return True if a process is `deepspeed`, `torchrun`, or the launcher of one node.
+
+    Args:
+        command_line: the file /proc/PID/cmdline of the process
+    """
     if not command_line.exists():
         return False
     words = command_line.read_bytes().decode(errors="replace").split("\0")[:8]  # options follow
@@ -85,10 +89,10 @@ def is_launcher(command_line: Path) -> bool:
 
 
 def age_seconds(pid: int) -> float:
-    """How long a process has been there, to a hundredth of a second.
+    """Return the age of a process, to a hundredth of a second.
 
     Raises:
-        OSError: it is gone.
+        OSError: the process has ended.
     """
     started = int(_stat(pid)[START]) / os.sysconf("SC_CLK_TCK")  # after the machine's boot
     return time.clock_gettime(time.CLOCK_BOOTTIME) - started

@@ -28,9 +28,9 @@ from recipes.training.runtime.gpu_support import check_gpus
 from recipes.training.runtime.torch_variables import check_workspace, set_torch_variables
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
-LARGEST_KEPT = 32 * 2**20  # bytes of a block; the most that glibc allows
+MAX_KEPT_BLOCK_BYTES = 32 * 2**20  # glibc's upper limit of the threshold
 NO_TIMEOUT = timedelta(days=365)
-MARGIN = timedelta(minutes=5)  # of the time limit of collectives over that of supervision
+COLLECTIVE_TIMEOUT_MARGIN = timedelta(minutes=5)  # on top of the patience of supervision
 
 
 def on_gpu() -> bool:
@@ -39,9 +39,10 @@ def on_gpu() -> bool:
 
 
 def should_compile(setting: bool | Literal["auto"]) -> bool:
-    """Whether kernels are compiled: as training.compile says, "auto" on GPUs with a compiler.
+    """Return True if kernels are to be compiled; collective, and the same on all ranks.
 
-    Collective: all ranks compute alike, or copies of a weight would drift apart.
+    With training.compile = "auto", the ranks compile if they run on GPUs and every rank has a
+    compiler. If only some ranks compiled, the replicas of a weight would diverge.
     """
     here = would_compile(setting)
     if setting != "auto" or not on_gpu():
@@ -52,12 +53,12 @@ def should_compile(setting: bool | Literal["auto"]) -> bool:
 
 
 def would_compile(setting: bool | Literal["auto"]) -> bool:
-    """What this rank would do by itself."""
+    """Return True if this rank would compile kernels, regardless of the other ranks."""
     return setting is True or (setting == "auto" and on_gpu() and has_compiler())
 
 
 def has_compiler() -> bool:
-    """Whether torch.compile finds what it needs beside itself: on GPUs Triton wants C."""
+    """Return True if this machine has a compiler, and on GPUs the Python headers for Triton."""
     headers = Path(sysconfig.get_paths()["include"]) / "Python.h"
     try:
         subprocess.run([compiler(), "--version"], capture_output=True, check=True)
@@ -67,7 +68,7 @@ def has_compiler() -> bool:
 
 
 def compiler() -> str:
-    """The compiler that torch.compile asks for."""
+    """Return the command of the compiler that torch.compile uses."""
     if not on_gpu():
         return os.environ.get("CXX", "g++")
     return os.environ.get("CC") or next(filter(shutil.which, ("gcc", "clang")), "gcc")
@@ -84,7 +85,7 @@ def check_machine(
     """Check that this machine and the launcher's settings fit the recipe.
 
     Args:
-        world: this rank's place and the ranks of the launcher
+        world: rank and number of ranks, as set by the launcher
         precision: "fp32", "bf16" or "fp16"
         compile: the recipe's `training.compile`
         deterministic: the recipe's `training.deterministic`
@@ -92,7 +93,7 @@ def check_machine(
 
     Raises:
         UserError: torch cannot use this machine's GPUs, or this machine cannot run the precision,
-            compile kernels or store compiled ones, or the launcher has not set the address.
+            compile kernels or store compiled kernels, or MASTER_ADDR is missing.
     """
     check_gpus(
         gpu,
@@ -109,9 +110,9 @@ def check_machine(
         )
     if compile is True and not has_compiler():
         raise UserError(
-            f'training.compile = true needs a compiler, and "{compiler()}" is none that works here '
-            f"(on GPUs with Python's headers); install one, name it in CXX (on GPUs CC), or use "
-            f"training.compile = false"
+            f"training.compile = true needs a working compiler (on GPUs also Python's headers), "
+            f'and "{compiler()}" does not work here; install one, name it in CXX (on GPUs CC), or '
+            f"use training.compile = false"
         )
     if would_compile(compile):
         check_compile_cache()
@@ -126,7 +127,7 @@ def check_port(port: str | None) -> None:
     """Check that MASTER_PORT is a TCP port, before torch reads it.
 
     Raises:
-        UserError: it is not.
+        UserError: the value is not a TCP port.
     """
     if port is None or (re.fullmatch("[0-9]{1,5}", port) and int(port) < 2**16):
         return
@@ -134,10 +135,10 @@ def check_port(port: str | None) -> None:
 
 
 def check_compile_cache() -> None:
-    """See that torch can write compiled kernels where it was told to.
+    """Check that torch can write compiled kernels to TORCHINDUCTOR_CACHE_DIR, if that is set.
 
     Raises:
-        UserError: it cannot.
+        UserError: the folder cannot be written.
     """
     folder = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
     if folder is None:
@@ -149,7 +150,7 @@ def check_compile_cache() -> None:
     except OSError as problem:
         raise UserError(
             f"TORCHINDUCTOR_CACHE_DIR = {folder}: compiled kernels cannot be written there "
-            f"({problem.strerror}); use a folder of this node's disk that you may write to, or "
+            f"({problem.strerror}); use a writable folder on this node's disk, or "
             f"training.compile = false"
         ) from None
 
@@ -157,19 +158,19 @@ def check_compile_cache() -> None:
 def start_processes(
     world: World, *, deterministic: bool = False, patience_seconds: int | None = 0
 ) -> None:
-    """Join the process group; a single process needs no launcher's MASTER_ADDR.
+    """Join the process group; a single process does not need MASTER_ADDR.
 
     Args:
-        world: this rank's place and the ranks of the launcher
+        world: rank and number of ranks, as set by the launcher
         deterministic: use only algorithms whose results are reproducible bit for bit
-        patience_seconds: how long supervision waits for progress; None: without limit
+        patience_seconds: time that supervision waits for progress; None for no limit
     """
     set_torch_variables(os.environ, deterministic=deterministic)
     if deterministic:
         use_deterministic_algorithms()
-    # DeepSpeed calls what torch has renamed.
+    # DeepSpeed calls functions of torch.distributed under deprecated names.
     warnings.filterwarnings("ignore", message="`torch.distributed", category=FutureWarning)
-    # Under Slurm a task may see its own GPU only.
+    # Under Slurm, a task may see only its own GPU.
     local_rank = world.local_rank % torch.cuda.device_count() if on_gpu() else world.local_rank
     os.environ |= {
         "RANK": str(world.rank),
@@ -178,10 +179,11 @@ def start_processes(
         "MASTER_ADDR": os.environ.get("MASTER_ADDR", "127.0.0.1"),
         "MASTER_PORT": os.environ.get("MASTER_PORT", "29500" if world.size > 1 else "0"),
     }
-    # The ranks of a process group that works on the CPU are all connected with each other.
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-    # Its build needs a compiler and a minute, and its all-reduce knows one group only.
+    # gloo connects every rank of a group with every other one, which takes many descriptors.
+    _, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard_limit, hard_limit))
+    # Building DeepSpeed's shared-memory operations needs a compiler and a minute, and their
+    # all-reduce supports only one group.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     if on_gpu():
         torch.cuda.set_device(local_rank)
@@ -197,26 +199,26 @@ def start_processes(
 def collective_timeout(patience_seconds: int | None) -> timedelta:
     """Return the time limit of collectives in the default process group.
 
-    Supervision must notice a hang first, because it names the rank that is behind. The limit is
-    therefore longer than its patience. The limit for joining stays DeepSpeed's 10 minutes.
-    DEEPSPEED_TIMEOUT, in minutes, takes precedence.
+    Supervision must notice a hang first, because its message names the rank that is behind. The
+    limit is therefore longer than the patience of supervision. The limit for joining the group
+    remains DeepSpeed's 10 minutes. DEEPSPEED_TIMEOUT, in minutes, takes precedence.
     """
     if "DEEPSPEED_TIMEOUT" in os.environ:
         return default_pg_timeout
     if patience_seconds is None:
         return NO_TIMEOUT
-    return max(default_pg_timeout, timedelta(seconds=patience_seconds) + MARGIN)
+    return max(default_pg_timeout, timedelta(seconds=patience_seconds) + COLLECTIVE_TIMEOUT_MARGIN)
 
 
 def use_deterministic_algorithms() -> None:
-    """Let torch choose algorithms with reproducible results, and raise where it has none.
+    """Let torch use only deterministic algorithms, and raise an error where it has none.
 
     Attention then uses the deterministic backward pass of FlashAttention instead of cuDNN's, which
-    adds with atomics. torch would also fill uninitialised memory. That is turned off: no result
-    depends on such memory, and filling it takes time.
+    adds with atomics. By default torch would also fill uninitialised memory. That is turned off,
+    because no result depends on such memory and filling it takes time.
     """
     torch.use_deterministic_algorithms(True)
-    # torch replaces this module by an object with the property, which mypy cannot see.
+    # torch replaces this module with an object that has the property, which mypy cannot see.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     torch.backends.cuda.enable_cudnn_sdp(False)
 
@@ -224,24 +226,25 @@ def use_deterministic_algorithms() -> None:
 def keep_memory() -> None:
     """Let this process reuse the memory that it frees.
 
-    glibc gives blocks back to the kernel, which clears each page again when it is next touched: up
-    to 7 % of a step. Very large ones still go back, since the holes they leave would not all be
-    filled. With another C library nothing is changed. Huge pages would save small models as much
-    again, and cost others a tenth of a step where memory is fragmented.
+    By default glibc returns freed blocks to the kernel, which clears each page again when it is
+    next touched. This takes up to 7 % of a step. Blocks above MAX_KEPT_BLOCK_BYTES are still
+    returned, because not all of the holes that they leave would be filled. With another C library
+    nothing changes. Huge pages are not used: they would save small models another 7 %, but where
+    memory is fragmented they would cost other models a tenth of a step.
     """
     with contextlib.suppress(AttributeError, OSError):
         libc = ctypes.CDLL(None)
-        libc.mallopt(M_MMAP_THRESHOLD, LARGEST_KEPT)
+        libc.mallopt(M_MMAP_THRESHOLD, MAX_KEPT_BLOCK_BYTES)
         libc.mallopt(M_TRIM_THRESHOLD, -1)
 
 
 def hosts_of_ranks() -> list[str]:
-    """The names of the nodes that all ranks run on, by rank; collective."""
+    """Return the name of each rank's node, by rank; collective."""
     hosts = [""] * dist.get_world_size()
     dist.all_gather_object(hosts, socket.gethostname())
     return hosts
 
 
 def quiet() -> contextlib.AbstractContextManager:
-    """Swallow what DeepSpeed prints while it builds; warnings and errors do not come that way."""
+    """Suppress standard output, where DeepSpeed prints progress; errors are not suppressed."""
     return contextlib.redirect_stdout(io.StringIO())

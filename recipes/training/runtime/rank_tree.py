@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from models.parallel.process_groups import create_host_groups
 
-FAN_OUT = 32  # ranks of a group
+FAN_OUT = 32  # maximum number of ranks in a group
 
 T = TypeVar("T")
 
@@ -20,8 +20,8 @@ T = TypeVar("T")
 def levels(ranks: int, fan_out: int) -> list[list[list[int]]]:
     """Return the groups of each level of the tree, from the leaves to the root.
 
-    The first rank of a group also belongs to a group of the next level. The last level is one
-    group, whose first rank is 0.
+    The first rank of a group also belongs to a group of the next level. The last level is a single
+    group whose first rank is 0.
     """
     found: list[list[list[int]]] = []
     left = list(range(ranks))
@@ -32,9 +32,11 @@ def levels(ranks: int, fan_out: int) -> list[list[list[int]]]:
 
 
 class RankTree:
-    """The groups of this rank, from the leaves to the root; creating it is collective.
+    """The groups of this rank, from the leaves to the root; the constructor is collective.
 
-    timeout: time limit of each exchange within a group
+    Args:
+        timeout: time limit of each exchange within a group
+        fan_out: maximum number of ranks in a group
     """
 
     def __init__(self, timeout: timedelta, *, fan_out: int = FAN_OUT):

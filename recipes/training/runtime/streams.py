@@ -1,14 +1,14 @@
 """Standard output and error that never make a run wait for their readers.
 
 A terminal that is halted with Ctrl-S, a pager that is not scrolled or a full disk must neither stop
-the training nor keep the processes that end it from doing so. `outlive_output` therefore replaces
-both streams: writing puts text into a bounded buffer, and a thread writes the buffer to the file.
-Everything that Python prints takes this way, tracebacks and warnings included; C++ libraries such
-as NCCL write to the descriptor themselves.
+the training nor delay its end. `outlive_output` therefore replaces both streams: writing puts text
+into a bounded buffer, and a thread writes the buffer to the file. This applies to everything that
+Python prints, including tracebacks and warnings. C++ libraries such as NCCL write to the descriptor
+directly.
 
-A pipe whose reader has stalled is enlarged up to the kernel's limit. It then holds the messages of
-this process, which outlive the process, and those of the launchers, which print to the same pipe
-before they end the ranks.
+A pipe whose reader has stalled is enlarged up to the kernel's limit. It then has room for the
+messages of this process, which remain readable after the process ends, and for the messages of the
+launchers, which print to the same pipe before they end the ranks.
 """
 
 import atexit
@@ -49,7 +49,7 @@ class OutputThread:
 
     def put(self, content: bytes) -> None:
         """Take some text and return at once; when the buffer is full, drop the oldest text."""
-        if os.getpid() != self._process:  # a fork has no such thread
+        if os.getpid() != self._process:  # a forked process does not have this thread
             _write_whole(self.descriptor, content)
             return
         with self._changed:
@@ -66,7 +66,7 @@ class OutputThread:
 
         Args:
             seconds: time without progress after which to stop waiting for the reader
-            at_most: seconds to wait in all
+            at_most: limit of the total time, in seconds
 
         Returns:
             True if all text is written.
@@ -96,7 +96,7 @@ class OutputThread:
                 self._changed.notify_all()
 
     def _take(self) -> tuple[bytes, int]:
-        """Return a chunk of text, after a note about text left out, and its length without it."""
+        """Return a chunk of text, preceded by a note if text was dropped, and the text's length."""
         parts = [self._waiting.popleft()]
         while self._waiting and sum(map(len, parts)) + len(self._waiting[0]) <= CHUNK_BYTES:
             parts.append(self._waiting.popleft())
@@ -113,13 +113,13 @@ class OutputThread:
             _write_whole(self.descriptor, content[first : first + CHUNK_BYTES])
 
     def _has_room(self) -> bool:
-        """Tell whether a chunk can be written, or will fail at once; enlarge a full pipe."""
+        """Return True if writing a chunk will not block; enlarge a full pipe."""
         try:
             poll = select.poll()
             poll.register(self.descriptor, select.POLLOUT)
             events = dict(poll.poll(0)).get(self.descriptor, 0)
             if events & ~select.POLLOUT:
-                return True  # there is no reader any more
+                return True  # the reader is gone, so that writing fails at once
             size = fcntl.fcntl(self.descriptor, fcntl.F_GETPIPE_SZ)
             (unread,) = struct.unpack(
                 "i", fcntl.ioctl(self.descriptor, termios.FIONREAD, struct.pack("i", 0))
@@ -138,8 +138,7 @@ class EnduringStream:
     """A text stream in front of an OutputThread; text that cannot be written is dropped.
 
     Attributes:
-        source: name of this process, with which each line begins after the time; empty for lines
-            without a label
+        source: name of this process in the label of each line; empty for lines without a label
     """
 
     def __init__(self, stream: TextIO, thread: OutputThread):
@@ -197,8 +196,8 @@ def line_label(source: str) -> str:
 def label_lines(rank: int) -> None:
     """Begin each line of output with the time and the rank, except on a terminal.
 
-    Lines in the log of a job can then be ordered and told apart. `outlive_output` must have been
-    called; other streams are not changed.
+    The labels show the order and the rank of the lines in a job's log. `outlive_output` must have
+    been called; other streams are not changed.
     """
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, EnduringStream) and not stream.isatty():
@@ -243,7 +242,7 @@ def end_process(code: int, *, seconds: float = 1.0) -> NoReturn:
 
 
 def _write_whole(descriptor: int, content: bytes) -> None:
-    """Write to a file; drop what it does not take, because it is full or has no reader."""
+    """Write to a file, and drop the rest of the content if the file is full or has no reader."""
     left = memoryview(content)
     while left:
         try:

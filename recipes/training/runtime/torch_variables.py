@@ -1,6 +1,6 @@
 """Environment variables that torch reads only once, at the latest when the process group starts.
 
-They have to be set before torch is imported, so this file does not import it. Variables that the
+They must be set before torch is imported, so this file does not import torch. Variables that the
 user has set are not changed.
 """
 
@@ -23,8 +23,8 @@ PIPELINE_VARIABLES = {
     # Streams share the hardware queues: with the default of 8, a transfer that waits for its peer
     # can hold up kernels of other streams that were launched after it. 32 is the maximum.
     "CUDA_DEVICE_MAX_CONNECTIONS": "32",
-    # torch would warn on every rank that sends and receives of a group run one after the other,
-    # which is intended: each ordered pair of stages has a group of its own.
+    # Otherwise torch warns on every rank that the sends and receives of a group are serialized.
+    # That is intended: each ordered pair of stages has a group of its own.
     "TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING": "false",
 }
 
@@ -52,7 +52,7 @@ def set_torch_variables(
         environment: `os.environ`
         deterministic: the recipe's `training.deterministic`
         pipelined: whether the layout has more than one pipeline stage
-        torch_version: such as "2.13.0+cu130"; None: that of the installed torch
+        torch_version: such as "2.13.0+cu130"; None for the version of the installed torch
     """
     release = torch_version or _installed_torch()
     new_names = release is None or tuple(map(int, release.split(".")[:2])) >= RENAMED_IN
@@ -70,7 +70,7 @@ def set_torch_variables(
 
 
 def _installed_torch() -> str | None:
-    """Return the version of torch; None for one that was built in place, without metadata."""
+    """Return the version of torch; None for a build in place, which has no metadata."""
     try:
         return version("torch")
     except PackageNotFoundError:
@@ -78,7 +78,7 @@ def _installed_torch() -> str | None:
 
 
 def check_accelerator(environment: MutableMapping[str, str]) -> None:
-    """Check the user's choice of a device, for which DeepSpeed would raise a plain ValueError.
+    """Check DS_ACCELERATOR, because DeepSpeed would raise a plain ValueError.
 
     Raises:
         UserError: the device is not supported.
@@ -92,14 +92,14 @@ def check_accelerator(environment: MutableMapping[str, str]) -> None:
 
 
 def check_workspace(environment: MutableMapping[str, str]) -> None:
-    """Check that the user's cuBLAS workspace is one of those that make cuBLAS deterministic.
+    """Check that the user's cuBLAS workspace makes cuBLAS deterministic.
 
     Raises:
-        UserError: the user has set a workspace whose results differ from run to run.
+        UserError: the results of the workspace differ from run to run.
     """
     workspace = environment.get(WORKSPACE)
     if workspace not in (None, *DETERMINISTIC_WORKSPACES):
         raise UserError(
-            f"training.deterministic = true: with {WORKSPACE} = {workspace} the matrix products of "
-            f"cuBLAS differ from run to run; unset it, or use {DETERMINISTIC_WORKSPACES[0]}"
+            f"training.deterministic = true: with {WORKSPACE} = {workspace} the matmuls of cuBLAS "
+            f"differ from run to run; unset it, or use {DETERMINISTIC_WORKSPACES[0]}"
         )

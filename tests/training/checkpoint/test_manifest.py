@@ -1,4 +1,4 @@
-"""Checkpoints on the disk: what is written, what is noticed, what stays."""
+"""Checkpoints on the disk: writing, detection of damage, retention."""
 
 import random
 import shutil
@@ -20,7 +20,7 @@ SHAPES = {"embedding.weight": (50, 8), "blocks.0.norm.weight": (8,)}
 
 
 def write_checkpoint(folder: Path, step: int) -> Path:
-    """A small checkpoint with two files of tensors."""
+    """Write a small checkpoint with two files of tensors."""
     checkpoint = folder / checkpoint_folders.checkpoint_name(step)
     checkpoint.mkdir(parents=True)
     generator = torch.Generator().manual_seed(step)
@@ -41,7 +41,7 @@ def write_checkpoint(folder: Path, step: int) -> Path:
 
 
 def flips(file: Path, *, count: int, seed: int) -> Iterator[int]:
-    """Flip one bit at a time, at random; it is put back before the next one."""
+    """Flip random bits one at a time, restoring each bit before the next flip."""
     content, chance = file.read_bytes(), random.Random(seed)
     for _ in range(count):
         bit = chance.randrange(8 * len(content))
@@ -57,7 +57,7 @@ def checkpoint(tmp_path: Path) -> Path:
     return write_checkpoint(tmp_path, 4)
 
 
-def test_what_was_written_is_found_in_order(checkpoint: Path) -> None:
+def test_tensors_are_read_in_the_order_of_writing(checkpoint: Path) -> None:
     assert list(find_damages(checkpoint)) == []
     with safe_open(checkpoint / "weights-00000.safetensors", framework="pt") as file:
         assert {key: tuple(file.get_tensor(key).shape) for key in file.keys()} == SHAPES  # noqa: SIM118
@@ -65,7 +65,7 @@ def test_what_was_written_is_found_in_order(checkpoint: Path) -> None:
     assert read.has_moments and read.progress.samples == 32
 
 
-def test_every_flipped_bit_of_every_file_is_noticed(checkpoint: Path) -> None:
+def test_every_flipped_bit_of_every_file_is_detected(checkpoint: Path) -> None:
     names = sorted(file.name for file in checkpoint.iterdir())
     assert len(names) == 4
     for number, name in enumerate(names):
@@ -76,7 +76,7 @@ def test_every_flipped_bit_of_every_file_is_noticed(checkpoint: Path) -> None:
 
 
 @pytest.mark.parametrize("left", [0, 1, -1])  # bytes
-def test_truncated_and_longer_files_are_noticed(checkpoint: Path, left: int) -> None:
+def test_truncated_and_longer_files_are_detected(checkpoint: Path, left: int) -> None:
     for file in sorted(checkpoint.iterdir()):
         content = file.read_bytes()
         file.write_bytes(content[:left])
@@ -87,7 +87,7 @@ def test_truncated_and_longer_files_are_noticed(checkpoint: Path, left: int) -> 
         file.write_bytes(content)
 
 
-def test_missing_files_are_noticed(checkpoint: Path) -> None:
+def test_missing_files_are_detected(checkpoint: Path) -> None:
     for file in sorted(checkpoint.iterdir()):
         content = file.read_bytes()
         file.unlink()
@@ -95,7 +95,7 @@ def test_missing_files_are_noticed(checkpoint: Path) -> None:
         file.write_bytes(content)
 
 
-def test_a_name_of_another_step_is_noticed(checkpoint: Path) -> None:
+def test_a_folder_named_after_another_step_is_detected(checkpoint: Path) -> None:
     renamed = checkpoint.rename(checkpoint.with_name("step-0000010"))
     assert list(find_damages(renamed)) == [f"{renamed / 'manifest.json'} belongs to step 4"]
     assert list(find_damages(renamed.rename(renamed.with_name("abandoned-x")))) == []
@@ -108,23 +108,23 @@ def test_shares_of_the_ranks_cover_all_files(checkpoint: Path) -> None:
     assert found == [1, 1] and len(list(find_damages(checkpoint))) == 2
 
 
-def test_each_file_is_noted_before_it_is_verified(checkpoint: Path) -> None:
+def test_progress_is_reported_before_each_file_is_verified(checkpoint: Path) -> None:
     noted: list[str] = []
     assert list(find_damages(checkpoint, note=noted.append)) == []
     files = ("moments-00000.safetensors", "weights-00000.safetensors")
     assert noted == [f"verifying {checkpoint.name}/{file}" for file in files]
 
 
-def test_a_checkpoint_of_a_later_format_is_refused(checkpoint: Path) -> None:
+def test_a_checkpoint_of_a_later_format_is_rejected(checkpoint: Path) -> None:
     file = checkpoint / "manifest.json"
     file.write_text(file.read_text().replace('"format": 1', '"format": 2'))
     with pytest.raises(
-        UserError, match="format = 2, and this version of Threefold reads format = 1"
+        UserError, match="format = 2, but this version of Threefold reads format = 1"
     ):
         Manifest.read(checkpoint)
 
 
-def test_what_stays(tmp_path: Path) -> None:
+def test_retention_keeps_the_newest_and_every_nth_checkpoint(tmp_path: Path) -> None:
     steps = (1, 2, 4, 5, 6, 7, 9)
     paths = {step: write_checkpoint(tmp_path, step) for step in steps}
     damaged = [paths[step] for step in (1, 6, 9)]
@@ -135,7 +135,7 @@ def test_what_stays(tmp_path: Path) -> None:
     assert not list(tmp_path.glob("*.incomplete"))
 
 
-def test_a_damaged_one_of_the_same_step_is_kept_aside(tmp_path: Path) -> None:
+def test_a_damaged_checkpoint_of_the_same_step_is_set_aside(tmp_path: Path) -> None:
     checkpoint = write_checkpoint(tmp_path, 4)
     workspace = tmp_path / "step-0000004.0a1b.incomplete"
     shutil.copytree(checkpoint, workspace)
@@ -146,7 +146,7 @@ def test_a_damaged_one_of_the_same_step_is_kept_aside(tmp_path: Path) -> None:
     assert not (aside / "manifest.json").exists()
 
 
-def test_what_is_not_complete_is_no_checkpoint(tmp_path: Path) -> None:
+def test_an_incomplete_folder_is_not_a_checkpoint(tmp_path: Path) -> None:
     write_checkpoint(tmp_path, 4)
     (tmp_path / "step-0000008.0a1b.incomplete").mkdir()
     (tmp_path / "abandoned-20260101T000000-step-0000006").mkdir()

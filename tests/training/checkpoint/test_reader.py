@@ -1,4 +1,4 @@
-"""Which checkpoint a run may go on from, and what may have changed since."""
+"""Checkpoints from which a run may resume, and the settings that may have changed."""
 
 import json
 import shutil
@@ -22,7 +22,7 @@ from recipes.training.run_folder.provenance import layout_of
 from tests.conftest import changed, small_recipe
 
 HERE = Path("step-0000004")
-OLDER = ("tokenizer", "train")  # what a manifest said of its data once
+OLDER_DATA_KEYS = ("tokenizer", "train")  # keys of `data` in manifests of older versions
 
 
 def recipe_of(corpus: Path, **changes: Any) -> Recipe:
@@ -49,7 +49,7 @@ def manifest_of(recipe: Recipe) -> Manifest:
         ),
     ],
 )
-def test_another_experiment_is_refused_key_by_key(
+def test_a_checkpoint_of_another_experiment_is_rejected_with_each_key(
     changes: dict[str, Any], named: str, corpus: Path
 ) -> None:
     saved, now = recipe_of(corpus), recipe_of(corpus, **changes)
@@ -58,7 +58,7 @@ def test_another_experiment_is_refused_key_by_key(
     assert f"was trained with {named}; use the same values, --run-dir" in str(refused.value)
 
 
-def test_other_data_are_refused_and_moved_ones_are_not(corpus: Path, tmp_path: Path) -> None:
+def test_other_data_are_rejected_and_moved_data_are_accepted(corpus: Path, tmp_path: Path) -> None:
     saved = manifest_of(recipe_of(corpus))
     moved = shutil.copytree(corpus, tmp_path / "moved")
     now = recipe_of(moved)
@@ -80,10 +80,10 @@ def test_other_data_are_refused_and_moved_ones_are_not(corpus: Path, tmp_path: P
         check_same_run(HERE, saved, other, fingerprint(other))
 
 
-def test_documents_once_separate_stay_so(corpus: Path) -> None:
+def test_separate_documents_cannot_change_on_resume(corpus: Path) -> None:
     across, separate = recipe_of(corpus), recipe_of(corpus, data__separate_documents=True)
     before = manifest_of(across)
-    older = replace(before, data={k: v for k, v in before.data.items() if k in OLDER})
+    older = replace(before, data={k: v for k, v in before.data.items() if k in OLDER_DATA_KEYS})
     assert older.data != before.data
     for saved in (before, older):
         check_same_run(HERE, saved, across, fingerprint(across))
@@ -93,7 +93,7 @@ def test_documents_once_separate_stay_so(corpus: Path) -> None:
         check_same_run(HERE, manifest_of(separate), across, fingerprint(across))
 
 
-def test_a_change_in_the_middle_of_a_corpus_is_noticed(corpus: Path, tmp_path: Path) -> None:
+def test_a_change_in_the_middle_of_a_corpus_is_detected(corpus: Path, tmp_path: Path) -> None:
     moved = shutil.copytree(corpus, tmp_path / "moved")
     before = fingerprint(recipe_of(moved))
     content = bytearray((moved / "train.bin").read_bytes())
@@ -103,13 +103,13 @@ def test_a_change_in_the_middle_of_a_corpus_is_noticed(corpus: Path, tmp_path: P
     assert fingerprint(recipe_of(moved)) != before
 
 
-def test_a_default_spelled_out_is_the_same_model(corpus: Path) -> None:
+def test_spelling_out_a_default_gives_the_same_model(corpus: Path) -> None:
     saved, now = recipe_of(corpus), recipe_of(corpus, model__head_size=16)
     assert saved.model.head_size is None and saved.model.attention_head_size == 16
     check_same_run(HERE, manifest_of(saved), now, fingerprint(now))
 
 
-def test_what_may_change_is_accepted_and_told(corpus: Path) -> None:
+def test_permitted_changes_are_accepted_and_reported(corpus: Path) -> None:
     saved = recipe_of(corpus)
     now = recipe_of(
         corpus,
@@ -130,7 +130,7 @@ def test_what_may_change_is_accepted_and_told(corpus: Path) -> None:
     }
 
 
-def test_a_deepspeed_json_that_was_edited_is_told(corpus: Path, tmp_path: Path) -> None:
+def test_an_edited_deepspeed_json_is_reported(corpus: Path, tmp_path: Path) -> None:
     config = json.loads(Path("ds_configs/zero1_fp32.json").read_text())
     file = tmp_path / "own.json"
     file.write_text(json.dumps(config))
@@ -144,7 +144,7 @@ def test_a_deepspeed_json_that_was_edited_is_told(corpus: Path, tmp_path: Path) 
     }
 
 
-def test_another_batch_goes_on_with_the_next_sample(corpus: Path) -> None:
+def test_a_new_batch_size_resumes_at_the_next_sample(corpus: Path) -> None:
     def samples(data: TrainingData, step: int) -> list[int]:
         return [sample for each in data.step(step) for sample in each.context.dropout.samples]
 

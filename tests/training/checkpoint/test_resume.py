@@ -20,18 +20,18 @@ from recipes.training.run_folder.line_file import LineFile
 from tests.training.checkpoint.test_manifest import write_checkpoint
 
 STEPS = (8, 16, 24, 32)
-INSTANTS = 200  # more than there are in any request
+MAX_INSTANTS = 200  # more than any request has
 
 
 class KilledError(BaseException):
-    """SIGKILL, as far as files can tell: no handler of this code catches it."""
+    """A simulated SIGKILL: no exception handler in the tested code catches it."""
 
 
 class Killer:
-    """Ends the process at the n-th instant: before or after an operation that changes the disk."""
+    """Ends the process at the n-th instant, before or after an operation that changes the disk."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch):
-        self.left = -1  # alive
+        self.left = -1  # negative: never dies
         for name in ("rename", "fsync"):
             monkeypatch.setattr(os, name, self._mortal(getattr(os, name)))
         write = LineFile._write
@@ -74,7 +74,7 @@ def recipe(small, world: None, monkeypatch: pytest.MonkeyPatch) -> Recipe:
 
 
 def write_run(path: Path) -> None:
-    """A run of 33 steps, with checkpoints, metrics, events and one that was abandoned before."""
+    """Write a run of 33 steps with checkpoints, metrics, events and an abandoned checkpoint."""
     folder = RunFolder(path)
     folder.path.mkdir(parents=True)
     folder.event("start", 0)
@@ -98,12 +98,12 @@ def start_again(path: Path, request: Request, recipe: Recipe) -> Start:
         begin_branch(folder, start)
         folder.prepare(recipe, start.progress)
     finally:
-        folder._lock.release()  # as the kernel does for a process that has ended
+        folder._lock.release()  # the kernel does this when a process ends
     return start
 
 
 def kept(home: Path) -> tuple[set[str], set[tuple[str, int]]]:
-    """All checkpoints and all metrics below a folder, wherever they are now."""
+    """Return all checkpoints and all metrics in any folder below `home`."""
     checkpoints = {str(file.read_bytes()) for file in home.rglob("manifest.json")}
     files = [LineFile(file, keys={"step": (int,)}) for file in home.rglob("metrics*.jsonl")]
     return checkpoints, {(line["run"], line["step"]) for file in files for line in file.read()}
@@ -133,7 +133,7 @@ def test_a_request_survives_a_kill_at_any_instant(
             shutil.copytree(tmp_path / "template" / run, home / run)
         before = kept(home)
         if step == STEPS[-1]:
-            before[1].discard(("run", 33))  # without the request it is done again, and the same
+            before[1].discard(("run", 33))  # without the request, the step is repeated identically
         request = Request(str(home / where) if "/" in where else where)
         killer.left = instant
         try:
@@ -144,7 +144,7 @@ def test_a_request_survives_a_kill_at_any_instant(
         killer.left = -1
         found = start_again(home / "run", Request(), recipe)  # requeued
         obeyed.append(found.progress.step == step)
-        if not obeyed[-1]:  # killed before the request was on the disk: as if never made
+        if not obeyed[-1]:  # killed before the request was on the disk, so it has no effect
             assert found.progress.step == STEPS[-1] and instant < 6
             continue
         again = start_again(home / "run", Request(), recipe)  # killed while loading
@@ -161,7 +161,7 @@ def test_a_request_survives_a_kill_at_any_instant(
         folder.event("resume", step, samples=8 * step)
         write_checkpoint(folder.checkpoints, step + 8)
         assert start_again(home / "run", Request(), recipe).progress.step == step + 8
-    assert obeyed[-1] and instant < INSTANTS
+    assert obeyed[-1] and instant < MAX_INSTANTS
     assert obeyed == sorted(obeyed) and (obeyed.count(True) > 5 or name == "never")
 
 
@@ -177,7 +177,7 @@ def test_a_request_is_carried_out_once(recipe: Recipe, tmp_path: Path) -> None:
     assert start_again(tmp_path / "run", other, recipe).progress.step == 8
 
 
-def test_rollbacks_of_the_branch_that_was_left_do_not_count(recipe: Recipe, tmp_path: Path) -> None:
+def test_rollbacks_of_an_abandoned_branch_do_not_count(recipe: Recipe, tmp_path: Path) -> None:
     write_run(tmp_path / "run")
     folder = RunFolder(tmp_path / "run")
     folder.event("rollback", 34, to=32, samples=272)
@@ -203,10 +203,10 @@ def test_a_torn_event_is_skipped(recipe: Recipe, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["an abandoned one", "one of another run"])
-def test_metrics_are_found_where_checkpoints_are_on_another_disk(
+def test_metrics_are_found_if_checkpoints_are_on_another_disk(
     name: str, recipe: Recipe, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Both runs' folders of checkpoints are links; the requeued start knows the same place."""
+    """The checkpoint folders of both runs are links; the requeued start uses the same path."""
     where, step, metrics_of = REQUESTS[name]
     for run in ("run", "other"):
         write_run(tmp_path / run)
@@ -220,7 +220,7 @@ def test_metrics_are_found_where_checkpoints_are_on_another_disk(
     assert "warning" not in capsys.readouterr().err
 
 
-def test_metrics_that_are_not_beside_a_checkpoint_are_a_warning(
+def test_missing_metrics_of_a_checkpoint_are_a_warning(
     recipe: Recipe, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for run in ("run", "other"):

@@ -1,4 +1,4 @@
-"""What is kept beside weights and moments; those are tested by the relay."""
+"""The state of fp16's loss scaler; weights and moments are tested by the relay."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -9,7 +9,7 @@ from recipes.training.checkpoint.state import training_state
 
 
 def fp16_optimizer(**scaler: Any) -> Any:
-    """As much of DeepSpeed's fp16 optimizer as has no fragments; a CPU refuses the real one."""
+    """Return a stand-in for DeepSpeed's fp16 optimizer, which does not run on a CPU."""
     flat = torch.zeros(4)
     return SimpleNamespace(
         optimizer=torch.optim.AdamW([flat]),
@@ -20,7 +20,7 @@ def fp16_optimizer(**scaler: Any) -> Any:
     )
 
 
-def test_the_loss_scale_goes_on_where_it_was() -> None:
+def test_the_loss_scale_resumes_from_its_saved_value() -> None:
     fresh = {"cur_scale": 65536.0, "cur_iter": 0, "last_overflow_iter": -1, "cur_hysteresis": 2}
     later = {"cur_scale": 256.0, "cur_iter": 90, "last_overflow_iter": 7, "cur_hysteresis": 1}
     saved = training_state(fp16_optimizer(dynamic=True, **later), {}).loss_scale
@@ -31,7 +31,7 @@ def test_the_loss_scale_goes_on_where_it_was() -> None:
     assert state.optimizer._hp_optimizer_states_linked is False
 
 
-def test_a_fixed_scale_is_not_kept() -> None:
+def test_a_fixed_loss_scale_is_not_saved() -> None:
     state = training_state(fp16_optimizer(dynamic=False), {})
     assert state.loss_scale is None and state.updates == 0
     state.restore(lambda kind, fragment: torch.empty(0), updates=3, loss_scale={"cur_scale": 2.0})

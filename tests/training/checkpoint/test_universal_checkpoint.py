@@ -1,7 +1,7 @@
-"""DeepSpeed's own way from a parallel run to logical tensors, as a check of ours.
+"""Comparison of our checkpoints with DeepSpeed's universal checkpoints.
 
-DeepSpeed saves what each rank has; its converter puts fragments, tensor ranks and stages together
-as lists of patterns tell it. What comes out must be what our checkpoint of the same step holds.
+DeepSpeed saves the state of each rank. Its converter then merges fragments, tensor ranks and stages
+according to lists of patterns. The result must equal our checkpoint of the same step.
 """
 
 import re
@@ -36,7 +36,7 @@ LAYOUTS = {
 
 
 def train_and_save(recipes: list[Recipe], folder: Path) -> None:
-    """On each rank: two steps, then a checkpoint of ours and one of DeepSpeed's."""
+    """Train two steps on each rank, then save our checkpoint and DeepSpeed's."""
     world = join_world()
     for number, recipe in enumerate(recipes):
         engine, data = start(recipe, world)
@@ -56,7 +56,7 @@ def train_and_save(recipes: list[Recipe], folder: Path) -> None:
 
 
 def deepspeed_name(recipe: Recipe, name: str) -> str:
-    """What DeepSpeed's modules call a parameter."""
+    """Return the name of a parameter in DeepSpeed's modules."""
     if name.startswith("embedding.") and recipe.model.tie_embeddings:
         return f"tied_modules.{name}"
     names = layer_names(recipe.model)
@@ -65,7 +65,7 @@ def deepspeed_name(recipe: Recipe, name: str) -> str:
 
 
 def patterns(recipe: Recipe, shardings: dict[str, Sharding]) -> dict[str, object]:
-    """How each parameter lies over the tensor ranks, in DeepSpeed's words."""
+    """Return the patterns that tell DeepSpeed the sharding of each parameter."""
     rows, replicated, vocabulary, joined, widths = [], [], [], [], {}
     tensor_size = recipe.layout.tensor
     for name, sharding in shardings.items():
@@ -97,7 +97,7 @@ def patterns(recipe: Recipe, shardings: dict[str, Sharding]) -> dict[str, object
 def saved(
     corpus: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, tuple[Recipe, CheckpointReader, Path]]:
-    """By layout: the recipe, our checkpoint, DeepSpeed's converted one."""
+    """Return layout -> (recipe, our checkpoint, DeepSpeed's converted checkpoint)."""
     folder = tmp_path_factory.mktemp("universal")
     recipes = [
         parse_recipe(changed(small_recipe(corpus), **layout), name)

@@ -1,4 +1,4 @@
-"""Saves that go wrong: a full disk, found before or in the middle; disks that are not shared."""
+"""Failed saves: a disk that is full before or during a save, and disks that are not shared."""
 
 import json
 import os
@@ -22,8 +22,8 @@ from tests.conftest import changed, small_recipe
 from tests.ranks import join_world, run_ranks, start_ranks
 from tests.test_pretrain import events, metrics
 
-# pretrain.py on a disk that is full when step 4 is to be saved; a file system with a quota says all
-# the same that it has room.
+# pretrain.py on a disk that is full when step 4 is saved. A file system with a quota still reports
+# free space.
 FILLING = """
 import os, sys
 from pathlib import Path
@@ -50,7 +50,7 @@ DISK_BYTES = 72 * 2**20
 
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Path]:
-    """A small file system of its own."""
+    """Mount a small file system for the test."""
     folder = tmp_path / "disk"
     folder.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", f"size={DISK_BYTES}", "tmpfs", str(folder)]
@@ -77,14 +77,14 @@ def recipe_file(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def undisturbed(recipe_file: Path) -> Path:
-    """The folder of a run on a large disk."""
+    """Return the folder of a run on a large disk."""
     folder = recipe_file.parent / "undisturbed"
     run(recipe_file, folder, start=["recipes/pretrain.py"])
     return folder
 
 
 def run(recipe: Path, folder: Path, *settings: str, code: int = 0, start: list[str]) -> str:
-    """Two ranks of the command; all they say."""
+    """Run the command on two ranks; return their output."""
     options = [word for setting in settings for word in ("--set", setting)]
     arguments = [*start, str(recipe), "--run-dir", str(folder), *options]
     codes, outputs = start_ranks(2, arguments, folder=recipe.parent, seconds=300)
@@ -94,7 +94,7 @@ def run(recipe: Path, folder: Path, *settings: str, code: int = 0, start: list[s
 
 
 def steps_of(folder: Path) -> list[int]:
-    """The steps of the checkpoints that are there, all of them undamaged."""
+    """Return the steps of the checkpoints in a folder, and check that all are undamaged."""
     found = published(folder / "checkpoints")
     assert not [damage for path in found for damage in find_damages(path)]
     return [step_of(path) for path in found]
@@ -104,7 +104,7 @@ def steps_of(folder: Path) -> list[int]:
     ("kind", "on_failure"),
     [("quota", "continue"), pytest.param("room is looked at", "stop", marks=pytest.mark.long)],
 )
-def test_a_full_disk_costs_no_checkpoint(
+def test_a_full_disk_destroys_no_checkpoint(
     kind: str, on_failure: str, disk: Path, recipe_file: Path, undisturbed: Path
 ) -> None:
     folder, healthy = disk / "run", ["recipes/pretrain.py"]
@@ -140,7 +140,7 @@ def test_lines_that_a_full_disk_does_not_take_come_later(disk: Path) -> None:
     assert steps == [1, 2, 3, 4]
 
 
-def test_a_folder_that_only_one_node_sees_is_no_checkpoint(corpus: Path, tmp_path: Path) -> None:
+def test_storage_that_is_not_shared_yields_no_checkpoint(corpus: Path, tmp_path: Path) -> None:
     recipe = parse_recipe(changed(small_recipe(corpus), layout__pipeline=2), "small")
     problems = run_ranks(2, save_into_folders_of_their_own, recipe, tmp_path)
     assert problems[0] == problems[1]
@@ -152,7 +152,7 @@ def test_a_folder_that_only_one_node_sees_is_no_checkpoint(corpus: Path, tmp_pat
 
 
 def save_into_folders_of_their_own(recipe: Recipe, folder: Path) -> str | None:
-    """On each rank: a step and a save."""
+    """Train one step on each rank, then save into a folder that only this rank sees."""
     world = join_world()
     engine, data = start(recipe, world)
     train_step(engine, data, 1)

@@ -33,13 +33,13 @@ def build(table: dict[str, Any], data_size: int = 1, data_rank: int = 0) -> Trai
 
 
 def window(data: TrainingData, sample: int) -> np.ndarray:
-    """The [s + 1] tokens of a sample."""
+    """Return the [s + 1] tokens of a sample."""
     ((source, index),) = data.places(np.array([sample]))
     return data.sources[source].read(index)
 
 
 def rows(micro_batches: Iterable[MicroBatch]) -> list[tuple[int, ...]]:
-    """Every sequence of some micro-batches, inputs and last label."""
+    """Return each sequence of the micro-batches: its inputs and its last label."""
     return [
         (*tokens.tolist(), label.tolist()[-1])
         for each in micro_batches
@@ -74,17 +74,17 @@ def test_permutations_depend_on_the_key_and_mix() -> None:
 )  # fmt: skip
 def test_sources_are_mixed_by_weight_at_every_prefix(weights: list[float]) -> None:
     given: Counter[int] = Counter()
-    for source, place in zip(*choose_sources(np.arange(2000), weights), strict=True):
+    for source, index in zip(*choose_sources(np.arange(2000), weights), strict=True):
         sample = given.total()
-        assert place == given[source]  # each of its windows in turn, none left out
+        assert index == given[source]  # each window of the source in turn
         given[source] += 1
         for index, weight in enumerate(weights):
             share = (sample + 1) * weight / sum(weights)
             assert abs(given[index] - share) < 1
 
 
-def test_the_order_of_rounded_blends_stays() -> None:
-    """Checkpoints do not record it: runs that were begun with it would read other samples."""
+def test_the_sample_order_of_rounded_weights_is_fixed() -> None:
+    """Checkpoints do not record the order, so resumed runs would read other samples."""
     for weights, expected in {
         (0.7, 0.3): (7, 3),
         (1.0, 1.0, 1.0): (1, 1, 1),
@@ -127,7 +127,7 @@ def test_the_global_batch_is_the_same_for_every_layout(small: dict[str, Any]) ->
         assert {len(share) for share in shares} == {8 // data_size}
 
 
-def test_one_epoch_reads_every_window_once_and_the_next_in_another_order(
+def test_an_epoch_reads_every_window_once_and_the_next_epoch_in_another_order(
     small: dict[str, Any],
 ) -> None:
     data = build(small)
@@ -139,7 +139,7 @@ def test_one_epoch_reads_every_window_once_and_the_next_in_another_order(
 
 
 def test_an_epoch_is_exact_while_the_layout_changes(small: dict[str, Any]) -> None:
-    """None missing and none twice, on 1, 2, 4 and 8 data ranks in turn, also with other batches."""
+    """Each window is read once on 1, 2, 4 and 8 data ranks in turn, with changing batch sizes."""
     data, progress = build(small), Progress()
     count = data.sources[0].count
     seen: Counter[int] = Counter()
@@ -161,7 +161,7 @@ def test_an_epoch_is_exact_while_the_layout_changes(small: dict[str, Any]) -> No
     assert sorted(index for _, index in places) == list(range(count))
 
 
-def test_labels_are_the_tokens_one_place_on(small: dict[str, Any]) -> None:
+def test_labels_are_the_tokens_shifted_by_one(small: dict[str, Any]) -> None:
     micro_batch = next(build(small).step(1))
     tokens, labels = micro_batch.tokens, micro_batch.labels
     assert tokens.dtype == labels.dtype == torch.int64
@@ -177,7 +177,7 @@ def test_validation_is_spread_over_its_own_file(small: dict[str, Any]) -> None:
     assert not training & set(expected)
 
 
-SPREAD = {  # layout -> the stages that take tokens, or labels
+STAGES_WITH_TOKENS = {  # schedule -> the stages that read tokens (inputs or labels)
     "1f1b": {0, 2},
     "interleaved": {0, 2},
     "zb-h1": {0, 2},
@@ -186,8 +186,8 @@ SPREAD = {  # layout -> the stages that take tokens, or labels
 }
 
 
-@pytest.mark.parametrize("schedule", SPREAD)
-def test_every_stage_knows_the_documents_and_its_ends_read_tokens(
+@pytest.mark.parametrize("schedule", STAGES_WITH_TOKENS)
+def test_all_stages_know_the_documents_and_only_the_end_stages_read_tokens(
     schedule: str, small: dict[str, Any]
 ) -> None:
     table = changed(
@@ -200,25 +200,32 @@ def test_every_stage_knows_the_documents_and_its_ends_read_tokens(
     recipe, topology = parse_recipe(table, "test.toml"), Topology(pipeline=3, data=2, tensor=2)
     found = set()
     for rank in range(12):
-        data, place = TrainingData(recipe, topology, rank), topology.coordinates(rank)
+        data = TrainingData(recipe, topology, rank)
+        coordinates = topology.coordinates(rank)
         data.resume(Progress(5, 77))
-        for each, first in zip(data.step(6), range(77 + 2 * place.data, 77 + 24, 4), strict=True):
+        for each, first in zip(
+            data.step(6), range(77 + 2 * coordinates.data, 77 + 24, 4), strict=True
+        ):
             assert each.context.dropout == MaskKey(recipe.seed, range(first, first + 2))
             places = data.places(np.array([first, first + 1]))
             found.add(check_documents(each, [(data.sources[s], index) for s, index in places]))
-            assert (each.tokens is not None) == (place.pipeline in SPREAD[schedule])
+            assert (each.tokens is not None) == (
+                coordinates.pipeline in STAGES_WITH_TOKENS[schedule]
+            )
         windows = [(data.validation, n * data.validation.count // 48) for n in range(48)]
-        for each, first in zip(data.evaluation(), range(2 * place.data, 48, 4), strict=True):
+        for each, first in zip(data.evaluation(), range(2 * coordinates.data, 48, 4), strict=True):
             assert each.context.dropout is None
             found.add(check_documents(each, windows[first : first + 2]))
-            assert (each.tokens is not None) == (place.pipeline in SPREAD[schedule])
+            assert (each.tokens is not None) == (
+                coordinates.pipeline in STAGES_WITH_TOKENS[schedule]
+            )
     assert None in found and any(len(lengths[0]) > 2 for lengths in filter(None, found))
 
 
 def check_documents(
     micro_batch: MicroBatch, windows: list[tuple[Windows, int]]
 ) -> tuple[tuple[int, ...], ...] | None:
-    """Compare a context with the documents of its windows; they, or None where nothing ends."""
+    """Check a context against the documents of its windows; return them, or None without ends."""
     lengths = tuple(
         tuple(
             end - begin for _, begin, end in corpus.file.documents_of(32 * index, 32 * index + 32)
@@ -231,7 +238,7 @@ def check_documents(
     return expected
 
 
-def test_documents_are_not_separate_unless_it_is_said(small: dict[str, Any]) -> None:
+def test_documents_are_not_separate_by_default(small: dict[str, Any]) -> None:
     data = build(small)
     assert {each.context.documents for each in (*data.step(1), *data.evaluation())} == {None}
 
@@ -251,7 +258,7 @@ def test_token_files_are_read_as_written(tmp_path) -> None:
 
 
 @pytest.mark.parametrize("suffix", ["bin", "idx"])
-def test_a_truncated_token_file_is_refused(tmp_path, suffix: str) -> None:
+def test_a_truncated_token_file_is_rejected(tmp_path, suffix: str) -> None:
     write_token_file(tmp_path / "x", [np.arange(50)], vocab_size=50)
     file = tmp_path / f"x.{suffix}"
     file.write_bytes(file.read_bytes()[:-2])
@@ -261,7 +268,7 @@ def test_a_truncated_token_file_is_refused(tmp_path, suffix: str) -> None:
 
 @pytest.fixture
 def own_corpus(small: dict[str, Any], corpus: Path, tmp_path: Path) -> dict[str, Any]:
-    """The small recipe on a copy of the corpus, in tmp_path, with a manifest."""
+    """Return the small recipe on a copy of the corpus in tmp_path, with a manifest."""
     folder = shutil.copytree(corpus, tmp_path / "data")
     table = changed(
         small,
@@ -294,7 +301,7 @@ def put_token(folder: Path, place: int, token: int) -> None:
 
 
 def write_documents(file: Path, first: int | None) -> None:
-    """Write random documents, beginning with a token if given."""
+    """Write random documents, each beginning with the token `first` unless it is None."""
     random, start = np.random.default_rng(0), [] if first is None else [first]
     lengths = [*random.integers(1, 40, 300), 0, 0]  # empty ones at the end
     documents = [[*start, *random.integers(2, 250, n)] if n else [] for n in lengths]
@@ -344,7 +351,7 @@ def test_corpora_that_begin_documents_differently_are_rejected(
 
 
 PARTS = ("train", "validation")
-REFUSED: dict[str, tuple[Callable[[Path], Any], dict[str, Any], str]] = {
+REJECTED: dict[str, tuple[Callable[[Path], Any], dict[str, Any], str]] = {
     "a truncated .bin": (
         lambda folder: shorten(folder, "train.bin"), {}, r"train\.bin has \d+ bytes instead of"),
     "a truncated .idx": (
@@ -387,12 +394,12 @@ REFUSED: dict[str, tuple[Callable[[Path], Any], dict[str, Any], str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_is_refused_before_the_first_step(
+@pytest.mark.parametrize("name", REJECTED)
+def test_bad_data_are_rejected_before_the_first_step(
     name: str, own_corpus: dict[str, Any], tmp_path: Path
 ) -> None:
     build(own_corpus)
-    spoil, changes, message = REFUSED[name]
+    spoil, changes, message = REJECTED[name]
     spoil(tmp_path / "data")
     with pytest.raises(UserError, match=message):
         build(changed(own_corpus, **changes))

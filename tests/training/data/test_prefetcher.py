@@ -1,4 +1,4 @@
-"""The next step's micro-batches, one step ahead."""
+"""Prefetching of the next step's micro-batches."""
 
 import threading
 from collections.abc import Iterator
@@ -30,14 +30,14 @@ def test_the_next_step_is_fetched_while_this_one_runs() -> None:
     feed = Prefetcher(source, last_step=4)
     coming, waited = feed.take(3)
     assert [int(each.tokens[0, 0]) for each in coming] == [30, 31] and waited > 0
-    assert fetched.wait(10)  # nobody has asked for it yet
+    assert fetched.wait(10)  # before it is requested
     assert read == [3, 4]
     coming, waited_again = feed.take(4)
     assert [int(each.labels[0, 0]) for each in coming] == [41, 42]
-    assert waited_again < 1.0 and read == [3, 4]  # none after the last
+    assert waited_again < 1.0 and read == [3, 4]  # the last step prefetches nothing
 
 
-def test_what_goes_wrong_is_raised_where_the_step_begins() -> None:
+def test_errors_are_raised_at_the_start_of_the_step() -> None:
     def source(step: int) -> Iterator[MicroBatch]:
         if step == 2:
             raise UserError("corpus.bin ends before token 9")
@@ -49,12 +49,12 @@ def test_what_goes_wrong_is_raised_where_the_step_begins() -> None:
         feed.take(2)
 
 
-def test_a_stage_between_has_contexts_alone() -> None:
+def test_a_middle_stage_gets_only_contexts() -> None:
     coming = MicroBatch(None, None, Context())
     feed = Prefetcher(lambda step: [coming], last_step=9, pinned=True)
     assert feed.take(1)[0] == [coming]
 
 
-def test_a_run_that_goes_back_reads_what_it_asks_for() -> None:
+def test_a_run_that_rolls_back_reads_the_requested_samples() -> None:
     feed = Prefetcher(lambda step: [micro_batch(step)], last_step=9)
     assert [int(feed.take(step)[0][0].tokens[0, 0]) for step in (1, 2, 7, 3)] == [1, 2, 7, 3]

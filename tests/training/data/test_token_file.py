@@ -1,4 +1,4 @@
-"""Token files beside Megatron's own reader and writer."""
+"""Token files compared with Megatron's own reader and writer."""
 
 import os
 from pathlib import Path
@@ -22,10 +22,10 @@ DOCUMENTS = 10_000
 
 
 def documents(largest: int, *, count: int = DOCUMENTS) -> list[np.ndarray]:
-    """Of 0 to 40 tokens; about one in forty is empty."""
+    """Return random documents of 0 to 40 tokens; about one in forty is empty."""
     random = np.random.default_rng(0)
     lengths = random.integers(0, 41, count)
-    lengths[[0, -1]] = 0  # at both ends too
+    lengths[[0, -1]] = 0  # also at both ends
     return [random.integers(0, largest + 1, length) for length in lengths]
 
 
@@ -45,7 +45,7 @@ def test_we_read_what_megatron_writes(dtype: np.dtype, tmp_path: Path) -> None:
     theirs = documents(min(np.iinfo(dtype).max, 2**31))
     builder = IndexedDatasetBuilder(str(tmp_path / "x.bin"), dtype=dtype.type)
     for document in theirs:
-        parts = np.array_split(document, 2)  # two sequences, as of two sentences
+        parts = np.array_split(document, 2)  # two sequences per document, like two sentences
         builder.add_document(document.astype(dtype), [len(part) for part in parts])
     builder.finalize(str(tmp_path / "x.idx"))
     file = TokenFile(tmp_path / "x")
@@ -71,7 +71,7 @@ def test_we_read_what_megatron_writes(dtype: np.dtype, tmp_path: Path) -> None:
     assert ends.tolist() == np.cumsum([len(document) for document in theirs]).tolist()
 
 
-def test_documents_longer_than_a_window_and_empty_ones(tmp_path: Path) -> None:
+def test_windows_span_long_and_empty_documents(tmp_path: Path) -> None:
     lengths = [0, 20, 0, 0, 4, 1, 0, 35, 0]
     write_token_file(tmp_path / "x", [np.arange(length) for length in lengths], vocab_size=40)
     file = TokenFile(tmp_path / "x")
@@ -81,7 +81,7 @@ def test_documents_longer_than_a_window_and_empty_ones(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("vocab_size", [2**16, 2**16 + 1])
 def test_a_document_may_have_more_than_2_gib(vocab_size: int, tmp_path: Path) -> None:
-    """The .bin is sparse: it has the size of its documents and no blocks on the disk."""
+    """The .bin is a sparse file with the size of its documents, so it takes no disk space."""
     lengths, dtype = np.array([5, 2**30, 0, 3, 2**29], "<i4"), token_type(vocab_size)
     index = HashedFile(tmp_path / "x.idx")
     write_index(index, dtype, lambda: [lengths[:2], lengths[2:]], count=len(lengths))
@@ -111,7 +111,7 @@ def test_a_file_without_documents_is_empty(tmp_path: Path) -> None:
     assert TokenFile(tmp_path / "x").count == 0
 
 
-def test_a_file_that_is_cut_off_under_a_run_is_an_error_with_a_name(tmp_path: Path) -> None:
+def test_the_error_about_a_file_truncated_during_a_run_names_it(tmp_path: Path) -> None:
     write_token_file(tmp_path / "x", [np.arange(100)], vocab_size=100)
     file = TokenFile(tmp_path / "x")
     os.truncate(tmp_path / "x.bin", 100)

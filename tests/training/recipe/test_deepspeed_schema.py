@@ -1,4 +1,4 @@
-"""The supported keys of the DeepSpeed JSON: each trains alike, and all others are rejected."""
+"""Supported keys of the DeepSpeed JSON train to the same result; all others are rejected."""
 
 import json
 import math
@@ -22,7 +22,9 @@ from tests.conftest import changed, small_recipe
 from tests.ranks import run_ranks
 
 STEPS = 2
-OTHER: dict[str, Any] = {  # every supported key -> a valid value that is not DeepSpeed's default
+NON_DEFAULT: dict[
+    str, Any
+] = {  # every supported key -> a valid value that is not DeepSpeed's default
     "zero_optimization.stage": 1,
     "zero_optimization.contiguous_gradients": False,
     "zero_optimization.overlap_comm": False,
@@ -75,11 +77,11 @@ def stages_of(path: str) -> tuple[int, ...]:
     return (2, 3) if path.startswith("zero_optimization.") else (1,)
 
 
-CASES = [(path, stage) for path in OTHER for stage in stages_of(path)]
+CASES = [(path, stage) for path in NON_DEFAULT for stage in stages_of(path)]
 
 
 def config_with(path: str, value: Any, stage: int) -> dict[str, Any]:
-    """Return a JSON with one more setting, unless it is empty, and what that setting needs."""
+    """Return a JSON with one more setting, unless it is empty, and the settings it requires."""
     name = REPOSITORY / "ds_configs" / f"zero{stage}_fp32.json"
     config: dict[str, Any] = json.loads(name.read_text())
     block, _, key = path.rpartition(".")
@@ -100,7 +102,7 @@ def train_with_each(corpus: str, folder: str) -> dict[tuple[str, int], list[floa
     table = changed(small_recipe(Path(corpus)), deepspeed=str(file))
     with supports, many_cases() as begin:
         for path, stage in [("", 1), ("", 2), ("", 3), *CASES]:
-            content = json.dumps(config_with(path, OTHER.get(path), stage))
+            content = json.dumps(config_with(path, NON_DEFAULT.get(path), stage))
             file.write_text(content.replace("FOLDER", folder))
             begin()
             try:
@@ -123,7 +125,7 @@ def trained(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[tupl
 
 
 @pytest.mark.parametrize(("path", "stage"), CASES)
-def test_every_supported_key_trains_alike(
+def test_every_supported_key_trains_to_the_same_result(
     path: str, stage: int, trained: dict[tuple[str, int], list[float]]
 ) -> None:
     tolerance = TOLERANCES.get(path) or TOLERANCES.get(path.partition(".")[0], 1e-6)
@@ -152,7 +154,7 @@ def paths(table: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
         ("bf16.check_grad_overflow", False, "is always skipped; remove it"),
         ("bf16.bf16_optimizer_states", True, "optimizer state in 32 bits; remove it"),
         ("aio", {"thread_count": 1}, "stay on the GPU"),
-        # unknown, with the key that was meant and an example
+        # unknown, with the intended key and an example
         ("zero_optimization.overlap_com", True, 'overlap_comm? For example "overlap_comm": true'),
         ("zero_optimization.max_live_parameters", 5, "zero_optimization.stage3_max_live_param"),
         ("zero_optimization.grad_accum_dtype", "fp32", "did you mean data_types.grad_accum_dtype?"),
@@ -200,19 +202,19 @@ def test_unsupported_settings_are_rejected(
 @pytest.mark.parametrize("stage", [2, 3])
 @pytest.mark.parametrize("path", SCALED)
 @pytest.mark.parametrize("reduce_scatter", [True, False])
-def test_scaling_before_the_sum_needs_zero_1(
+def test_gradient_predivide_factor_needs_zero_1(
     path: str, stage: int, reduce_scatter: bool, tmp_path: Path
 ) -> None:
-    """With reduce_scatter false, ZeRO-3 would not undo gradient_predivide_factor."""
+    """With reduce_scatter = false, ZeRO-3 would not undo gradient_predivide_factor."""
     file = tmp_path / "bad.json"
-    config = config_with(path, OTHER[path], stage)
+    config = config_with(path, NON_DEFAULT[path], stage)
     config["zero_optimization"]["reduce_scatter"] = reduce_scatter
     file.write_text(json.dumps(config))
     with pytest.raises(UserError, match=f"not support this under ZeRO-{stage};.*; remove them"):
         read_deepspeed_json(str(file))
 
 
-def test_a_key_that_occurs_twice_is_rejected(tmp_path: Path) -> None:
+def test_a_duplicate_key_is_rejected(tmp_path: Path) -> None:
     file = tmp_path / "bad.json"
     text = json.dumps(config_with("", None, 1))
     file.write_text(text.replace('"stage": 1', '"stage": 1, "stage": 2'))
@@ -220,6 +222,6 @@ def test_a_key_that_occurs_twice_is_rejected(tmp_path: Path) -> None:
         read_deepspeed_json(str(file))
 
 
-def test_every_supported_key_is_tried() -> None:
-    assert set(OTHER) == set(paths(SETTINGS))
-    assert not set(NOT_SUPPORTED) & set(OTHER)
+def test_every_supported_key_is_tested() -> None:
+    assert set(NON_DEFAULT) == set(paths(SETTINGS))
+    assert not set(NOT_SUPPORTED) & set(NON_DEFAULT)

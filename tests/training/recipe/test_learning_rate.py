@@ -24,14 +24,14 @@ def rates(decay: str, **schedule) -> list[float]:
     [rates("cosine"), rates("linear"), rates("wsd", decay_steps=20)],
     ids=["cosine", "linear", "wsd"],
 )
-def test_warms_up_and_falls_to_the_minimum(values: list[float]) -> None:
+def test_the_rate_warms_up_and_decays_to_the_minimum(values: list[float]) -> None:
     assert values[:10] == pytest.approx([k / 10 for k in range(1, 11)])
     assert values[9] == max(values) == 1.0
     assert values[9:] == sorted(values[9:], reverse=True)
     assert values[-1] == pytest.approx(0.1)
 
 
-def test_the_shapes_of_the_decays() -> None:
+def test_each_decay_has_its_shape() -> None:
     assert rates("cosine")[54] == pytest.approx(0.55)  # half way: the mean of peak and minimum
     assert rates("linear")[54] == pytest.approx(0.55)
     wsd = rates("wsd", decay_steps=20)

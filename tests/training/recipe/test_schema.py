@@ -1,4 +1,4 @@
-"""Every bad recipe gets one message that names the key and a value that works."""
+"""Every bad recipe is rejected with one message that names the key and a value that works."""
 
 import json
 import tomllib
@@ -18,7 +18,7 @@ from tests.ranks import start_ranks
 
 TINY = REPOSITORY / "recipes" / "tiny.toml"
 
-# --set overrides of tiny.toml, ranks, what the message must name: the key, then a value that works
+# --set overrides of tiny.toml, number of ranks, and two parts of the message: key, working value
 BAD: list[tuple[str, int, str, str]] = [
     # the model
     ("model.heads=7", 2, "model.hidden_size = 192 is not divisible by heads = 7", "189 or 196"),
@@ -181,7 +181,7 @@ def test_a_bad_recipe_is_rejected(overrides: str, ranks: int, key: str, works: s
     assert "\n" not in message
 
 
-def test_the_table_is_about_rejections_only() -> None:
+def test_the_unmodified_recipe_of_the_table_is_valid() -> None:
     recipe = load_recipe(TINY)
     build_deepspeed_config(recipe, recipe.topology(World(size=2, local_size=2)))
     assert len(BAD) >= 25
@@ -261,7 +261,7 @@ def test_a_deepspeed_config_with_keys_of_the_recipe_is_rejected(
 @pytest.mark.parametrize(
     ("named", "expected"), [({}, "fp32"), ({"communication_data_type": "bf16"}, "bf16")]
 )
-def test_gradients_are_summed_in_fp32_unless_the_json_says_otherwise(
+def test_gradients_are_summed_in_fp32_by_default(
     tmp_path: Path, named: dict[str, str], expected: str
 ) -> None:
     config = json.loads((REPOSITORY / "ds_configs" / "zero1_bf16.json").read_text())
@@ -273,7 +273,7 @@ def test_gradients_are_summed_in_fp32_unless_the_json_says_otherwise(
     assert build_deepspeed_config(recipe, topology)["communication_data_type"] == expected
 
 
-def test_tied_embeddings_that_deepspeed_would_untie_are_rejected(tmp_path: Path) -> None:
+def test_tied_embeddings_are_rejected_if_deepspeed_would_untie_them(tmp_path: Path) -> None:
     config = json.loads((REPOSITORY / "ds_configs" / "zero1_fp16.json").read_text())
     file = tmp_path / "bad.json"
     file.write_text(json.dumps(config | {"data_types": {"grad_accum_dtype": "fp32"}}))

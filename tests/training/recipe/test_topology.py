@@ -6,7 +6,7 @@ from recipes.training.recipe.topology import Coordinates, Topology, World, check
 
 
 @pytest.mark.parametrize(("pipeline", "data", "tensor"), [(2, 3, 4), (1, 1, 1), (4, 2, 1)])
-def test_ranks_are_where_deepspeed_puts_them(pipeline: int, data: int, tensor: int) -> None:
+def test_coordinates_are_those_of_deepspeed(pipeline: int, data: int, tensor: int) -> None:
     ours = Topology(pipeline=pipeline, data=data, tensor=tensor)
     theirs = PipeModelDataParallelTopology(num_pp=pipeline, num_dp=data, num_mp=tensor)
     for rank in range(ours.world_size):
@@ -17,11 +17,11 @@ def test_ranks_are_where_deepspeed_puts_them(pipeline: int, data: int, tensor: i
     assert ours.tensor_groups() == theirs.get_axis_comm_lists("model") or tensor == 1
 
 
-def test_data_parallelism_takes_what_is_left() -> None:
+def test_the_remaining_ranks_are_data_parallel() -> None:
     assert Topology.for_world(16, pipeline=2, tensor=4).data == 2
 
 
-def test_an_indivisible_world_is_refused_with_a_layout_that_works() -> None:
+def test_the_message_about_an_indivisible_world_names_a_working_layout() -> None:
     with pytest.raises(UserError, match=r"world of 6 ranks.*layout.pipeline = 3"):
         Topology.for_world(6, pipeline=4, tensor=1)
 
@@ -60,7 +60,7 @@ def test_tensor_groups_belong_inside_a_node() -> None:
         check_placement(Topology(pipeline=2, data=1, tensor=2), ["a", "b", "a", "b"])
 
 
-def test_the_map_says_who_has_what() -> None:
+def test_the_rank_map_shows_the_coordinates_of_each_node() -> None:
     assert rank_map(Topology(pipeline=2, data=2, tensor=2), [*"aaaa", *"bbbb"]) == [
         "a: rank 0 .. 3: pipeline 0, data 0 .. 1, tensor 0 .. 1",
         "b: rank 4 .. 7: pipeline 1, data 0 .. 1, tensor 0 .. 1",

@@ -19,9 +19,9 @@ HOLD = (
 )
 
 
-def test_a_second_process_is_refused_and_a_dead_one_is_not_missed(tmp_path: Path) -> None:
+def test_a_dead_process_releases_the_folder_and_a_live_one_keeps_it(tmp_path: Path) -> None:
     holder = subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path / "run")], cwd=REPOSITORY)
-    holder.wait(timeout=30)  # held, then gone
+    holder.wait(timeout=30)  # it has locked the folder and ended
     folder = RunFolder(tmp_path / "run")
     folder.hold()
     second = subprocess.run(
@@ -34,7 +34,7 @@ def test_a_second_process_is_refused_and_a_dead_one_is_not_missed(tmp_path: Path
     assert "is in use by process" in second.stderr and "--run-dir" in second.stderr
 
 
-def test_metrics_of_steps_to_be_done_again_are_dropped(tmp_path: Path, small) -> None:
+def test_metrics_of_repeated_steps_are_dropped(tmp_path: Path, small) -> None:
     folder = RunFolder(tmp_path / "run")
     folder.hold()
     for step in range(1, 6):
@@ -44,7 +44,7 @@ def test_metrics_of_steps_to_be_done_again_are_dropped(tmp_path: Path, small) ->
     assert folder.read_metrics()[0]["loss"] == 0.1 + 0.2  # every digit
 
 
-def test_a_fresh_start_sets_the_old_run_aside(tmp_path: Path, small) -> None:
+def test_a_fresh_start_moves_the_old_run_aside(tmp_path: Path, small) -> None:
     folder = RunFolder(tmp_path / "run")
     folder.hold()
     folder.metric({"step": 1})
@@ -58,7 +58,7 @@ def test_a_fresh_start_sets_the_old_run_aside(tmp_path: Path, small) -> None:
         RunFolder(tmp_path / "run").hold()
 
 
-def test_a_link_stays_a_link(tmp_path: Path, small) -> None:
+def test_moving_a_run_aside_keeps_the_link_to_its_folder(tmp_path: Path, small) -> None:
     (tmp_path / "large disk").mkdir()
     (tmp_path / "run").symlink_to(tmp_path / "large disk")
     folder = RunFolder(tmp_path / "run")
@@ -74,12 +74,12 @@ def test_a_link_stays_a_link(tmp_path: Path, small) -> None:
 def test_metrics_that_a_rollback_discarded_are_copied_by_the_next_start(
     tmp_path: Path, small
 ) -> None:
-    """The run was killed after the rollback was written down and before they were moved."""
+    """The run was killed after the rollback was recorded and before its metrics were copied."""
     folder, recipe = RunFolder(tmp_path / "run"), parse_recipe(small, "test")
     folder.hold()
     for step in range(1, 8):
         folder.metric({"step": step, "tokens": 8 * 32 * step})
-    folder.prepare(recipe, Progress(6, 48))  # step 7 will be the same again
+    folder.prepare(recipe, Progress(6, 48))  # step 7 will be repeated with the same samples
     assert not list(folder.path.glob("metrics.*.jsonl"))
     folder.prepare(recipe, Progress(4, 48))  # steps 5 and 6 will read other samples
     (copy,) = folder.path.glob("metrics.*.jsonl")
@@ -104,7 +104,7 @@ def test_runs_moved_aside_in_the_same_second_are_all_kept(tmp_path: Path) -> Non
     assert sorted(kept) == [1, 2, 3]
 
 
-def test_lines_of_discarded_steps_that_wait_for_room_are_copied_and_dropped(
+def test_waiting_lines_of_discarded_steps_are_copied_and_dropped(
     tmp_path: Path, small, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = RunFolder(tmp_path / "run")
@@ -127,7 +127,7 @@ def test_lines_of_discarded_steps_that_wait_for_room_are_copied_and_dropped(
 
 
 @pytest.mark.parametrize("hidden", ["boot_id", "pid"])
-def test_a_folder_is_held_where_proc_is_not_readable(
+def test_a_folder_can_be_locked_without_access_to_proc(
     hidden: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(path: object, *_: object) -> str:

@@ -1,4 +1,4 @@
-"""Which rollbacks count: by the order of the events, in every branch."""
+"""The order of the events decides which rollbacks apply to a branch."""
 
 import json
 from pathlib import Path
@@ -16,7 +16,7 @@ BATCH, LENGTH = 8, 32
 
 
 def event(text: str) -> dict[str, Any]:
-    """ "rollback 26 24 208" as an event: name, step, then for rollbacks to and samples."""
+    """Parse an event such as "rollback 26 24 208": name, step, `to` and `samples`."""
     kind, *numbers = text.split()
     step, *rest = map(int, numbers or [0])
     found = {"event": kind, "step": step}
@@ -43,29 +43,29 @@ BACK = (*SAVED, "rollback 26 24 208")
         (BACK, 24, 208, 1),
         ((*BACK, "resume 24 208"), 24, 208, 1),  # killed and restarted
         ((*BACK, "rollback 25 24 216"), 24, 216, 2),
-        ((*BACK, "save 32"), 24, 208, 0),  # passed
+        ((*BACK, "save 32"), 24, 208, 0),  # trained past the rollback
         ((*BACK, "save 32"), 32, None, 0),
         ((*BACK, "save 32", "rollback 34 32 280"), 32, 280, 1),
         ((*BACK, "save 32", "resume 24 208", "rollback 26 24 220"), 24, 220, 1),  # 32 is damaged
         ((*BACK, "rollback 25 16 216"), 16, 216, 2),  # 24 is damaged
         ((*BACK, "rollback 25 16 216"), 24, None, 1),
-        # the event of a save was lost, since the run was killed just then
+        # the event of a save was lost, because the run was killed before writing it
         (BACK, 32, None, 0),
-        # the user has left the branch
+        # the user has abandoned the branch
         ((*BACK, "branch 16", "resume 16 128"), 24, None, 0),
         ((*BACK, "branch 16", "resume 16 128", "save 24"), 24, None, 0),
         ((*BACK, "branch 24"), 24, None, 0),
         ((*BACK, "branch 24", "resume 24 192"), 24, None, 0),
         ((*BACK, "branch 24", "resume 24 192", "rollback 26 24 208"), 24, 208, 1),
-        ((*BACK, "branch 32"), 24, 208, 0),  # of a checkpoint from elsewhere
-        # an automatic resume from an earlier one: the later ones are damaged
+        ((*BACK, "branch 32"), 24, 208, 0),  # from a checkpoint of another folder
+        # an automatic resume from an earlier checkpoint, because the later ones are damaged
         ((*BACK, "resume 16 128"), 24, None, 1),
         ((*BACK, "start"), 24, None, 0),
         # a save of the same step in the next branch
         ((*BACK, "resume 16 128", "save 24"), 24, None, 0),
     ],
 )
-def test_rollbacks_count_for_the_checkpoint_of_this_branch(
+def test_rollbacks_apply_to_the_checkpoint_of_the_current_branch(
     texts: tuple[str, ...], step: int, samples: int | None, rollbacks: int
 ) -> None:
     found = history(*texts)
@@ -81,7 +81,7 @@ def test_a_branch_is_pending_until_a_process_trains_from_it() -> None:
     assert history(*SAVED, "branch 16", "resume 16", "branch 8").branch.step == 8
 
 
-def test_events_that_lack_something_are_skipped() -> None:
+def test_events_without_a_required_field_are_skipped() -> None:
     broken = [{"event": "rollback", "step": 26, "to": 24}, {"event": "branch"}, {"event": "save"}]
     found = replay([*map(event, BACK), *broken, {"event": "rollback", "to": "x", "samples": 1}])
     assert found.rolled_back == {24: 208}
@@ -93,7 +93,7 @@ def recipe(small):
 
 
 def write(folder: RunFolder, texts: tuple[str, ...], ends: dict[int, int]) -> None:
-    """Events, and metrics: step -> the samples read so far."""
+    """Write events, and metrics given as step -> number of samples read so far."""
     for text in texts:
         found = event(text)
         folder.event(found.pop("event"), found.pop("step"), **found)
@@ -112,7 +112,9 @@ def test_the_ledger_follows_the_branch(recipe, tmp_path: Path) -> None:
 
 def test_the_ledger_follows_a_branch_to_a_checkpoint_of_another_run(recipe, tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
-    write(folder, BACK, {step: BATCH * step for step in range(1, 33)})  # those of the other run
+    write(
+        folder, BACK, {step: BATCH * step for step in range(1, 33)}
+    )  # the metrics of the other run
     facts = {"checkpoint": "/elsewhere/step-0000032", "stamp": "x", "samples": 256}
     folder.event("branch", 32, resume="/elsewhere/step-0000032", **facts)
     folder.event("resume", 32, samples=256)
@@ -139,7 +141,9 @@ def test_the_ledger_follows_a_branch_to_an_abandoned_checkpoint(recipe, tmp_path
 
 def test_the_ledger_knows_the_samples_after_a_rollback(recipe, tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
-    ends = {step: BATCH * step for step in range(1, 27)}  # 25 and 26 are not dropped yet
+    ends = {
+        step: BATCH * step for step in range(1, 27)
+    }  # the lines of 25 and 26 are not dropped yet
     write(folder, BACK, ends)
     assert samples_of(recipe, folder, 25) == range(208, 216)
     assert samples_of(recipe, folder, 26) == range(216, 224)

@@ -1,4 +1,4 @@
-"""Files of JSON lines that a power loss has torn."""
+"""Files of JSON lines after a power loss and on a full disk."""
 
 import json
 from pathlib import Path
@@ -13,7 +13,7 @@ TEXT = "".join(json.dumps(line) + "\n" for line in LINES).encode()
 
 
 @pytest.mark.parametrize("cut", range(1, len(TEXT)))
-def test_a_line_after_a_torn_one_is_whole(cut: int, tmp_path: Path) -> None:
+def test_a_line_after_a_torn_line_is_readable(cut: int, tmp_path: Path) -> None:
     file = tmp_path / "events.jsonl"
     file.write_bytes(TEXT[:cut])
     whole = sum(len(json.dumps(line)) <= len(part) for line, part in
@@ -41,7 +41,7 @@ def test_a_line_after_a_torn_one_is_whole(cut: int, tmp_path: Path) -> None:
         b'{"event": "stop"}}\n',
     ],
 )
-def test_what_does_not_parse_is_skipped_anywhere(torn: bytes, tmp_path: Path) -> None:
+def test_lines_that_cannot_be_parsed_are_skipped(torn: bytes, tmp_path: Path) -> None:
     first = len(TEXT.split(b"\n")[0]) + 1
     file = tmp_path / "events.jsonl"
     file.write_bytes(TEXT[:first] + torn.rstrip(b"\n") + b"\n" + TEXT[first:])
@@ -51,14 +51,14 @@ def test_what_does_not_parse_is_skipped_anywhere(torn: bytes, tmp_path: Path) ->
     assert LineFile(file, keys={"event": (str,)}).read() == [*LINES, {"event": "end", "step": 4}]
 
 
-def test_a_line_behind_nul_bytes_is_read(tmp_path: Path) -> None:
-    """A writer that did not look at the end of the file has appended there."""
+def test_a_line_after_nul_bytes_is_read(tmp_path: Path) -> None:
+    """Another writer has appended a line without checking for a newline first."""
     (tmp_path / "events.jsonl").write_bytes(TEXT + b"\0" * 100 + b'{"event": "end", "step": 3}\n')
     events = RunFolder(tmp_path).read_events()
     assert [event["event"] for event in events] == ["save", "save", "save", "end"]
 
 
-def test_lines_that_wait_for_room_are_read_too(tmp_path: Path) -> None:
+def test_waiting_lines_are_read_too(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path / "run")  # the folder does not exist: nothing can be written
     folder.event("rollback", 7, to=4, samples=56)
     assert [event["to"] for event in folder.read_events()] == [4]
@@ -74,7 +74,7 @@ def test_a_durable_append_succeeds_or_raises(tmp_path: Path) -> None:
     lines = LineFile(tmp_path / "run" / "events.jsonl", keys={"event": (str,)})
     with pytest.raises(OSError, match="No such file"):
         lines.append_durably({"event": "branch"})
-    assert lines.read() == []  # the caller has been told, so that it is not written later
+    assert lines.read() == []  # the caller got an error, so the line must not be written later
 
 
 def test_a_replacement_drops_the_lines_that_wait(tmp_path: Path) -> None:

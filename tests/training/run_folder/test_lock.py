@@ -1,4 +1,4 @@
-"""Locks of run folders: without flock, with dead holders, and with runs that are alive."""
+"""Locks of run folders: without flock, with dead holders and with live holders."""
 
 import errno
 import fcntl
@@ -46,7 +46,7 @@ time.sleep(600)
 
 @pytest.fixture
 def holders():
-    """Start processes that hold a folder; those that are left are killed."""
+    """Start processes that hold a folder, and kill them after the test."""
     started = []
 
     def hold(folder: Path, flock: str = "flock", where: str = "here") -> subprocess.Popen:
@@ -70,7 +70,7 @@ def without_flock(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("number", [errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP])
-def test_without_flock_a_file_keeps_others_out(
+def test_without_flock_a_file_is_the_lock(
     number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
 ) -> None:
     without_flock(number, monkeypatch)
@@ -86,7 +86,7 @@ def test_without_flock_a_file_keeps_others_out(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["lock"]
 
 
-def test_another_error_of_flock_is_a_message(
+def test_other_errors_of_flock_are_user_errors(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     without_flock(errno.EIO, monkeypatch)
@@ -94,7 +94,7 @@ def test_another_error_of_flock_is_a_message(
         RunFolder(tmp_path).hold()
 
 
-def test_a_file_of_a_process_that_was_killed_here_is_taken_over(
+def test_the_lock_of_a_process_killed_on_this_node_is_taken_over(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, holders
 ) -> None:
     holder = holders(tmp_path, "no flock")
@@ -109,27 +109,27 @@ def test_a_file_of_a_process_that_was_killed_here_is_taken_over(
     lock.release()
 
 
-def test_a_file_of_a_node_that_died_is_taken_over_when_it_is_stale(
+def test_the_lock_of_a_dead_node_is_taken_over_once_it_is_stale(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, holders
 ) -> None:
     holder = holders(tmp_path, "no flock", "elsewhere")
     without_flock(errno.ENOSYS, monkeypatch)
     lock = FolderLock(tmp_path)
     alive = False
-    while not alive:  # it beats
+    while not alive:  # wait for a heartbeat
         with pytest.raises(FolderInUse) as found:
             lock.acquire()
         alive = found.value.alive
     holder.kill()
     holder.wait()
-    with pytest.raises(FolderInUse):  # whether the holder is alive is unknown yet
+    with pytest.raises(FolderInUse):  # it is not known yet if the holder is alive
         lock.acquire()
     monkeypatch.setattr(lock_module, "STALE_SECONDS", 0.0)
     lock.acquire()
     lock.release()
 
 
-def test_a_run_whose_lock_was_taken_over_ends(
+def test_a_run_ends_if_its_lock_is_taken_over(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, holders
 ) -> None:
     holder = holders(tmp_path, "no flock", "elsewhere")
@@ -151,16 +151,16 @@ def world():
     dist.destroy_process_group()
 
 
-def test_a_lock_of_a_dead_node_is_waited_for(
+def test_a_run_waits_for_the_lock_of_a_dead_node(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, holders, world: None, capsys
 ) -> None:
     holder = holders(tmp_path, "flock", "elsewhere")
-    holder.send_signal(signal.SIGSTOP)  # no sign of life, and the lock is held
+    holder.send_signal(signal.SIGSTOP)  # the holder shows no sign of life and keeps the lock
     tries = []
 
     def sleep(seconds: float) -> None:
         tries.append(seconds)
-        if len(tries) == 3:  # the file server has noticed
+        if len(tries) == 3:  # the file server has noticed the death of the node
             holder.kill()
             holder.wait()
 
@@ -170,13 +170,13 @@ def test_a_lock_of_a_dead_node_is_waited_for(
     assert "waiting up to 300 s" in capsys.readouterr().err
 
 
-def test_waiting_for_a_lock_ends(tmp_path: Path, holders, world: None) -> None:
+def test_waiting_for_a_lock_has_a_limit(tmp_path: Path, holders, world: None) -> None:
     holder = holders(tmp_path, "flock", "elsewhere")
     holder.send_signal(signal.SIGSTOP)
     assert "is in use by process" in hold_together(RunFolder(tmp_path), wait_seconds=0.01)
 
 
-def test_a_run_that_is_alive_is_not_waited_for(tmp_path: Path, holders, world: None) -> None:
+def test_a_run_does_not_wait_for_a_live_run(tmp_path: Path, holders, world: None) -> None:
     holders(tmp_path / "here")
     started = time.monotonic()
     assert "is in use by" in hold_together(RunFolder(tmp_path / "here"), wait_seconds=10_000)
@@ -185,7 +185,7 @@ def test_a_run_that_is_alive_is_not_waited_for(tmp_path: Path, holders, world: N
     assert time.monotonic() - started < 5_000
 
 
-def test_a_folder_in_use_has_an_exit_code_of_its_own(
+def test_a_folder_in_use_has_its_own_exit_code(
     small: dict[str, Any], tmp_path: Path, holders
 ) -> None:
     holders(tmp_path / "run")
@@ -197,10 +197,10 @@ def test_a_folder_in_use_has_an_exit_code_of_its_own(
     assert "is in use by process" in outputs[0] and "--run-dir" in outputs[0]
 
 
-def test_a_folder_that_is_moved_while_its_lock_is_taken_is_not_held(
+def test_a_folder_moved_during_locking_is_not_locked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Another run renames the folder and locks a new one, between `open` and `flock` here."""
+    """Another run renames the folder and locks a new one between our `open` and `flock`."""
     holder, lock, flock = RunFolder(tmp_path / "run"), FolderLock(tmp_path / "run"), fcntl.flock
     holder.hold()
     holder.metric({"step": 1})
@@ -213,7 +213,7 @@ def test_a_folder_that_is_moved_while_its_lock_is_taken_is_not_held(
     monkeypatch.setattr(fcntl, "flock", late)
     with pytest.raises(FolderInUse, match="is being moved by another run") as found:
         lock.acquire()
-    assert not found.value.alive  # so that it is tried again
+    assert not found.value.alive  # the caller will therefore retry
     with pytest.raises(FolderInUse, match="is in use by process"):
         lock.acquire()
     holder.release()
@@ -224,7 +224,7 @@ def test_a_folder_that_is_moved_while_its_lock_is_taken_is_not_held(
 def test_a_folder_without_flock_is_moved_aside(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The beats of the first lock stop before the second one exists, with another token."""
+    """The heartbeat of the first lock stops before the second lock exists."""
     without_flock(errno.ENOSYS, monkeypatch)
     folder = RunFolder(tmp_path / "run")
     folder.hold()
@@ -240,10 +240,10 @@ def test_a_folder_without_flock_is_moved_aside(
     assert released == [True]
     assert folder._lock._holds(folder._lock.exclusive)
     (aside,) = tmp_path.glob("run.*")
-    RunFolder(aside).hold()  # it is not in use
+    RunFolder(aside).hold()  # the moved folder is not in use
 
 
-def test_a_lock_of_another_run_in_a_moved_folder_stays(
+def test_the_lock_of_another_run_in_a_moved_folder_is_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     without_flock(errno.ENOSYS, monkeypatch)
@@ -269,7 +269,7 @@ pretrain.main()
 """
 
 
-def test_a_folder_that_another_run_takes_while_it_is_moved_is_busy(
+def test_a_folder_taken_by_another_run_during_the_move_is_busy(
     small: dict[str, Any], tmp_path: Path
 ) -> None:
     (tmp_path / "small.toml").write_text(tomli_w.dumps(small))

@@ -1,4 +1,4 @@
-"""Garbage waits for imports and for the ends of steps."""
+"""Garbage is not collected during imports or within a step."""
 
 import gc
 import weakref
@@ -15,7 +15,7 @@ from recipes.training.runtime.garbage import (
 
 
 class Knot:
-    """Garbage that only the collector finds."""
+    """An object in a reference cycle, which only the collector can free."""
 
     def __init__(self):
         self.itself = self
@@ -28,19 +28,19 @@ def _collecting() -> Iterator[None]:
     gc.enable()
 
 
-def test_garbage_waits_for_the_imports() -> None:
+def test_the_collector_is_off_during_imports() -> None:
     pause_collection()
     assert not gc.isenabled()
     resume_collection()
     assert gc.isenabled() and gc.get_freeze_count() > 10_000
 
 
-def test_within_a_step_nothing_is_collected_and_between_steps_what_has_come() -> None:
+def test_garbage_is_collected_between_steps_only() -> None:
     hold_garbage()
     left = weakref.ref(Knot())
-    for _ in range(10 * gc.get_threshold()[0]):  # many times what would begin a collection
+    for _ in range(10 * gc.get_threshold()[0]):  # far above the threshold of a collection
         Knot()
     assert left() is not None
     collect_garbage()
     assert left() is None
-    assert len(gc.get_objects()) < 10_000  # what is looked at each time
+    assert len(gc.get_objects()) < 10_000  # existing objects are not scanned

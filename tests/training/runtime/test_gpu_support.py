@@ -1,4 +1,4 @@
-"""GPUs that the installed torch cannot use are named before a run starts."""
+"""A run on a GPU that the installed torch cannot use is rejected before it starts."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -63,10 +63,10 @@ def test_current_gpus_are_accepted() -> None:
         check_architecture("a GPU", capability, CUDA_13)
     with machine("NVIDIA H100 80GB HBM3", (9, 0)):
         check("H100")
-    check_architecture("a GPU", (7, 0), [])  # torch does not say
+    check_architecture("a GPU", (7, 0), [])  # torch reports no architectures
 
 
-def test_a_v100_is_named_with_what_to_install() -> None:
+def test_the_message_about_a_v100_names_the_torch_to_install() -> None:
     with (
         machine("Tesla V100-SXM2-32GB", (7, 0)),
         pytest.raises(UserError) as refusal,
@@ -78,7 +78,7 @@ def test_a_v100_is_named_with_what_to_install() -> None:
     assert "https://download.pytorch.org/whl/cu126" in message
 
 
-def test_an_older_gpu_is_named_too() -> None:
+def test_the_message_about_an_older_gpu_names_its_architecture() -> None:
     with pytest.raises(UserError, match=r"sm_61.*TORCH_CUDA_ARCH_LIST=6\.1"):
         check_architecture("Tesla P40", (6, 1), CUDA_13)
 
@@ -97,12 +97,12 @@ def test_each_rank_checks_its_own_gpu() -> None:
                 check_machine(World(local_rank=local_rank), precision="fp16", compile=False)
 
 
-def test_cuda_that_is_asked_for_and_not_there_is_rejected() -> None:
+def test_a_request_for_cuda_without_gpus_is_rejected() -> None:
     with (
         machine("a GPU", (9, 0)),
         mock.patch.object(torch.cuda, "is_available", return_value=False),
         mock.patch.object(torch.cuda, "device_count", return_value=0),
-        pytest.raises(UserError, match=r"DS_ACCELERATOR = cuda and torch .* finds no GPU"),
+        pytest.raises(UserError, match=r"DS_ACCELERATOR = cuda, but torch .* finds no GPU"),
     ):
         check(None)
 
@@ -115,7 +115,7 @@ def test_rocm_is_rejected() -> None:
         check("MI300X")
 
 
-def test_a_recipe_for_gpus_does_not_train_on_the_cpu_by_accident() -> None:
+def test_a_recipe_for_gpus_does_not_silently_train_on_the_cpu() -> None:
     check_gpus(None, on_gpu=False, cpu_is_chosen=False)  # a recipe without a cluster
     check_gpus("MI300X", on_gpu=False, cpu_is_chosen=True)
     check_gpus("cpu", on_gpu=False, cpu_is_chosen=False)

@@ -27,7 +27,7 @@ class Runtime:
 
 
 @pytest.mark.parametrize("count", [1, 1000, 2**20 + 1])
-def test_exactly_the_size_is_locked_until_the_tensor_is_gone(count: int) -> None:
+def test_only_the_tensors_memory_is_locked_and_only_while_it_exists(count: int) -> None:
     runtime = Runtime()
     shape = torch.Size([count, 3])
     buffer = page_locked(shape, torch.float32, runtime)
@@ -42,7 +42,7 @@ def test_exactly_the_size_is_locked_until_the_tensor_is_gone(count: int) -> None
     assert runtime.registered == {}
 
 
-def test_a_checkpoint_writer_releases_its_copies_at_the_end_of_a_run() -> None:
+def test_a_checkpoint_writer_unlocks_its_memory_at_the_end_of_a_run() -> None:
     runtime = Runtime()
     writer = CheckpointWriter.__new__(CheckpointWriter)
     writer._thread = writer._broken = writer._problem = None

@@ -12,7 +12,7 @@ from tests.ranks import join_world, run_ranks
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 31, 32, 33, 1024, 1025, 16384])
-def test_every_rank_reaches_rank_0_over_few_connections(ranks: int) -> None:
+def test_every_rank_reaches_rank_0_with_few_connections(ranks: int) -> None:
     found = levels(ranks, FAN_OUT)
     assert found[-1][0][0] == 0 and len(found[-1]) == 1
     assert [rank for group in found[0] for rank in group] == list(range(ranks))

@@ -1,4 +1,4 @@
-"""Output whose reader is slow, absent or gone neither stops a process nor gets lost needlessly."""
+"""A slow or missing reader of the output neither stops a process nor causes needless losses."""
 
 import fcntl
 import os
@@ -65,7 +65,7 @@ def test_a_pipe_of_one_page_that_cannot_be_enlarged_takes_output() -> None:
     assert text.startswith("a line\n") and text.endswith("the last line")
 
 
-def test_a_process_that_ends_by_itself_prints() -> None:
+def test_the_output_of_a_process_without_end_process_is_printed() -> None:
     with Output("pipe") as output:
         assert start("print('help', end='')\nsys.exit(3)", output).wait(timeout=60) == 3
         assert output.text() == "help"
@@ -99,7 +99,7 @@ streams.end_process(0)
     assert text.decode() == lines
 
 
-def test_a_buffer_that_is_full_drops_the_oldest_lines_and_says_so() -> None:
+def test_a_full_buffer_drops_the_oldest_lines_and_reports_it() -> None:
     body = """
 import os
 streams.MAX_UNREAD_BYTES = 10_000
@@ -110,7 +110,7 @@ print("the last line")
 sys.stdout.finish(20)
 streams.end_process(0)
 """
-    ours, theirs = socket.socketpair()  # cannot be enlarged, as a terminal cannot
+    ours, theirs = socket.socketpair()  # like a terminal, a socket cannot be enlarged
     process = subprocess.Popen(
         [sys.executable, "-c", PRINTING.format(body=body)],
         cwd=REPOSITORY,
@@ -118,7 +118,7 @@ streams.end_process(0)
         stderr=subprocess.PIPE,
     )
     theirs.close()
-    assert process.stderr.read(7) == b"printed"  # although no one has read
+    assert process.stderr.read(7) == b"printed"  # although the output is not read
     with ours.makefile() as stream:
         text = stream.read()
     process.stderr.close()
@@ -162,7 +162,7 @@ open("/dev/stdin").read()
         assert "Killing subprocess" in output.text()
 
 
-def test_a_fork_prints() -> None:
+def test_a_forked_process_prints() -> None:
     body = """
 import os
 if os.fork() == 0:
@@ -188,7 +188,7 @@ streams.end_process(0)
 LABEL = r"\[\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d rank 3\] "
 
 
-def test_lines_of_a_log_begin_with_time_and_rank() -> None:
+def test_log_lines_begin_with_time_and_rank() -> None:
     with Output("pipe") as output:
         assert start(LABELLED, output).wait(timeout=60) == 0
         lines = output.text().splitlines()

@@ -23,7 +23,7 @@ def variables(torch_version: str, deterministic: bool = False, **given: str) -> 
     return environment
 
 
-def test_a_torch_without_metadata_has_the_newest_names() -> None:
+def test_a_torch_without_metadata_gets_the_newest_names() -> None:
     environment: dict[str, str] = {}
     with mock.patch(
         "recipes.training.runtime.torch_variables.version",
@@ -56,7 +56,7 @@ def test_variables_have_the_names_of_their_version(
         {"PYTORCH_CUDA_ALLOC_CONF": "", "TORCH_NCCL_TRACE_BUFFER_SIZE": "20000"},
     ],
 )
-def test_the_users_settings_stay(given: dict[str, str]) -> None:
+def test_variables_set_by_the_user_are_kept(given: dict[str, str]) -> None:
     given = given | {INDUCTOR: "0"}
     assert variables("2.13.0", **given) == given
 
@@ -118,7 +118,7 @@ def test_pipelined_runs_load_kernels_early_and_use_all_queues() -> None:
     environment = {"CUDA_DEVICE_MAX_CONNECTIONS": "16"}
     set_torch_variables(environment, pipelined=True, torch_version="2.13.0")
     assert environment["CUDA_MODULE_LOADING"] == "EAGER"
-    assert environment["CUDA_DEVICE_MAX_CONNECTIONS"] == "16"  # the user's own
+    assert environment["CUDA_DEVICE_MAX_CONNECTIONS"] == "16"  # set by the user
     assert "CUDA_MODULE_LOADING" not in variables("2.13.0")
     set_torch_variables(environment := {}, pipelined=True, torch_version="2.13.0")
     assert environment["CUDA_DEVICE_MAX_CONNECTIONS"] == "32"
