@@ -31,7 +31,7 @@ CATCHES = {  # function that catches one of BROAD -> why no defect becomes a use
     "recipes/converting/adopt.py: TheirFiles._names": PARSING,
     "recipes/converting/adopt.py: read_config": FOREIGN,
     "recipes/gpus/datasheet.py: _read_toml": PARSING,
-    "recipes/prepare_data.py: hold": RAISES,
+    "recipes/prepare_data.py: lock_workspace": RAISES,
     "recipes/preparing/prepared_corpus.py: find_damages": PARSING,
     "recipes/preparing/prepared_corpus.py: read_pieces": PARSING,
     "recipes/preparing/documents.py: json_document": PARSING,

@@ -17,7 +17,7 @@ from recipes.converting.adopt import TheirFiles, read_config
 from recipes.gpus.datasheet import FOLDER, read_gpu
 from recipes.planning.measured.closed_forms import evaluate
 from recipes.planning.measured.table import read_table
-from recipes.prepare_data import check_the_same, parse_command_line
+from recipes.prepare_data import check_same_options, parse_command_line
 from recipes.preparing.formats import TextLines, from_library
 from recipes.preparing.prepared_corpus import Origins, find_damages
 from recipes.preparing.tokenization import Tokenization, read_report, texts_of
@@ -170,7 +170,9 @@ def test_the_files_of_a_corpus(content: bytes, tmp_path: Path) -> None:
     for name in ("manifest.json", "pieces.jsonl", "report.json"):
         (tmp_path / name).write_bytes(content)
     options = parse_command_line(["--output", str(tmp_path)])
-    assert f"{tmp_path}/manifest.json is not a man" in refused(check_the_same, options, tmp_path)
+    assert f"{tmp_path}/manifest.json is not a man" in refused(
+        check_same_options, options, tmp_path
+    )
     assert "is not a " in refused(lambda: list(find_damages(tmp_path, 1)))
     assert f"{tmp_path}/pieces.jsonl, line 1, is damaged" in refused(Origins, tmp_path / "train")
     assert f"delete {tmp_path}" in refused(read_report, tmp_path / "report.json")

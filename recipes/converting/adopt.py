@@ -23,7 +23,7 @@ HEAD, EMBEDDING = "lm_head.weight", "embedding.weight"  # their name, our name
 BLOCK_ROWS = 4096  # of two tensors that are compared
 PRECISIONS = (torch.float32, torch.bfloat16, torch.float16)
 PREFIXES = ("", "transformer.", "model.")  # of names; files of a base model are without
-NO_PARAMETERS = ("rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")  # buffers of old files
+BUFFER_SUFFIXES = ("rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")  # buffers of old files
 
 
 class TheirFiles:
@@ -174,7 +174,7 @@ def adopt(folder: Path, output: Path) -> ModelConfig:
     used = {theirs.find(part) for counterpart in table.values() for part in counterpart.names}
     tied = {HEAD} if model.tie_embeddings else set()
     unknown = {
-        name for name in theirs.files.keys() - used - tied if not name.endswith(NO_PARAMETERS)
+        name for name in theirs.files.keys() - used - tied if not name.endswith(BUFFER_SUFFIXES)
     }
     if unknown:
         raise UserError(

@@ -9,7 +9,10 @@ from pathlib import Path
 from models.errors import UserError
 from recipes.training.run_folder.line_file import flush
 
-OURS = ("manifest.json", "config.json")  # one of them is in whatever this command has written
+OUTPUT_MARKERS = (
+    "manifest.json",
+    "config.json",
+)  # one of them is in whatever this command has written
 
 
 @contextmanager
@@ -57,7 +60,10 @@ def _check(path: Path, reading: Path, overwrite: bool) -> None:
         return
     if not overwrite:
         raise UserError(f"{path} is already there; use another folder, or --overwrite")
-    if not any((path / name).is_file() for name in OURS) or (path / "checkpoints").exists():
+    if (
+        not any((path / name).is_file() for name in OUTPUT_MARKERS)
+        or (path / "checkpoints").exists()
+    ):
         raise UserError(
             f"{path} has other things in it than this command writes; use another folder, or "
             f"delete it yourself"

@@ -23,7 +23,7 @@ from recipes.training.recipe.schema import Recipe
 from recipes.training.recipe.topology import Topology, World
 from recipes.training.run_folder.provenance import layout_of, versions
 
-FIXED = ("model.", "seed", "data.")  # what makes it another run
+FIXED_KEYS = ("model.", "seed", "data.")  # what makes it another run
 
 
 def new_recipe(
@@ -42,7 +42,7 @@ def new_recipe(
     recipe = parse_recipe(table, "".join(f"--set {override} " for override in overrides).strip())
     before = source.manifest.recipe
     changed = [key for key in differences(before, recipe.model_dump(mode="json"))
-               if key.startswith(FIXED)]  # fmt: skip
+               if key.startswith(FIXED_KEYS)]  # fmt: skip
     if changed:
         raise UserError(f"{changed[0]} makes it another run; leave it as it is in {source.path}")
     topology = recipe.topology(World(size=ranks, local_size=ranks))

@@ -12,7 +12,7 @@ from datasets import Dataset, DatasetDict, IterableDataset
 from pyarrow import parquet
 
 from models.errors import UserError
-from recipes.preparing.documents import KINDS
+from recipes.preparing.documents import PROBLEM_KINDS
 from recipes.preparing.formats import Format, Stream
 from recipes.preparing.own_files import mark_workspace
 from recipes.preparing.source import open_source
@@ -22,7 +22,7 @@ from recipes.training.data.token_file import tokenizer_hash
 TEXTS = [
     f"document {i}: ünïcode 🙂 {'and more ' * (i % 7)}\u2028no line ends here" for i in range(100)
 ]
-ALL = frozenset(KINDS)
+ALL = frozenset(PROBLEM_KINDS)
 
 
 def opened(*names: Path | str, text_is: str = "line") -> list[Format]:
@@ -194,8 +194,8 @@ def test_parquet_with_bytes_that_are_no_text(tmp_path: Path) -> None:
 
 REFUSED = {
     "nowhere.jsonl": (None, "nowhere.jsonl: no such file"),
-    "text.docx": (b"PK", "text.docx: no reader for it; use one of .jsonl"),
-    "folder": ("folder", "folder: no file there is one of"),
+    "text.docx": (b"PK", "text.docx: unsupported format; use one of .jsonl"),
+    "folder": ("folder", "folder: no file is one of"),
     "cut.parquet": (b"PAR1 and then nothing", "cut.parquet cannot be read"),
     "other.csv": (b"name,age\na,1\n", "--column body: "),
     "cut.arrow": (b"nothing", "cut.arrow cannot be read"),
@@ -245,12 +245,12 @@ def test_folders_that_a_pattern_matches_are_reported(
 def test_a_dataset_that_is_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    with pytest.raises(UserError, match="--source no/where is not a file here, and as a dataset"):
+    with pytest.raises(UserError, match="--source no/where is not a file, and cannot be loaded"):
         opened("no/where")
 
 
 def test_every_kind_has_a_bad_row() -> None:
-    assert {kind for _, _, kind, _ in BAD.values()} == set(KINDS)
+    assert {kind for _, _, kind, _ in BAD.values()} == set(PROBLEM_KINDS)
 
 
 def test_a_source_that_changes_while_it_is_read_is_noticed(tmp_path: Path) -> None:

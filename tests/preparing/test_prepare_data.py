@@ -15,8 +15,8 @@ from tokenizers import Tokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from models.errors import UserError
-from recipes.prepare_data import hold
-from recipes.preparing.documents import KINDS
+from recipes.prepare_data import lock_workspace
+from recipes.preparing.documents import PROBLEM_KINDS
 from recipes.preparing.formats import TextLines
 from recipes.preparing.ledger import samples_of
 from recipes.preparing.own_files import LOCK_TEXT
@@ -36,7 +36,7 @@ TEXTS = [f"document {i}: the quick brown fox jumps over {i * 7} lazy dogs\n" for
 def prepare(*arguments: object, pieces_of: int = 0) -> subprocess.CompletedProcess[str]:
     command = ["recipes/prepare_data.py"]
     if pieces_of:
-        patched = f"p.SMALLEST_PIECE, p.LARGEST_PIECE = {pieces_of}, 2**20"
+        patched = f"p.MIN_PIECE_BYTES, p.MAX_PIECE_BYTES = {pieces_of}, 2**20"
         command = ["-c", f"import recipes.prepare_data as p; {patched}; p.main()"]
     return subprocess.run(
         [sys.executable, *command, *map(str, arguments)],
@@ -225,7 +225,7 @@ def test_only_a_missing_flock_is_reported_as_one(
         raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr("fcntl.flock", fail)
-    with pytest.raises(kind, match=said), hold(tmp_path / "work", shared=False):
+    with pytest.raises(kind, match=said), lock_workspace(tmp_path / "work", shared=False):
         pass
 
 
@@ -249,7 +249,7 @@ def test_bad_rows_are_left_out_and_counted(prepared: Path, tmp_path: Path) -> No
     refused = prepare(*options, "--skip", "empty", "--skip", "json", "--skip", "utf-8")
     assert refused.returncode == 1
     assert "mixed.jsonl, line 6: body = 7 is not a text; correct it, or skip" in refused.stderr
-    skip = [word for kind in KINDS for word in ("--skip", kind)]
+    skip = [word for kind in PROBLEM_KINDS for word in ("--skip", kind)]
     done = prepare(*options, *skip)
     assert done.returncode == 0, done.stderr
     manifest = json.loads((tmp_path / "out" / "manifest.json").read_text())
@@ -269,7 +269,7 @@ def test_finished_pieces_stay_when_something_fails(prepared: Path, tmp_path: Pat
     assert done.returncode == 1 and "the validation part has no tokens" in done.stderr
     workspace = tmp_path / "out.incomplete"
     assert (workspace / "lock").read_text() == LOCK_TEXT
-    assert f"1 finished pieces in {workspace}: the same command goes on there" in done.stderr
+    assert f"{workspace} keeps 1 finished pieces; rerun the same command to resume" in done.stderr
     assert "of 60 documents (0 rows were skipped), --validation-fraction 1e-09" in done.stderr
     assert not (tmp_path / "out").exists() and list(workspace.glob("pieces/*/report.json"))
 
