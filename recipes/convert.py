@@ -27,7 +27,7 @@ from dataclasses import asdict
 
 import tomli_w
 
-# Converting needs no device, so silence what transformers and DeepSpeed print about devices.
+# Converting needs no device, so silence the device messages of transformers and DeepSpeed.
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 logging.getLogger().setLevel(logging.ERROR)

@@ -107,7 +107,7 @@ def start_from_weights(recipe: Recipe) -> float:
 def trained(
     real_corpus: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, tuple[Recipe, CheckpointReader, float]]:
-    """Return a recipe, its checkpoint (tensor 2 x pipeline 2) and validation loss for each shape."""
+    """Return recipe, checkpoint (tensor 2 x pipeline 2) and validation loss for each shape."""
     folder = tmp_path_factory.mktemp("runs")
     split = {"layout__tensor": 2, "layout__pipeline": 2}
     recipes = [recipe_of(real_corpus, **SHAPES[shape], **split) for shape in SHAPES]
