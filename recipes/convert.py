@@ -1,21 +1,22 @@
-"""Checkpoint <-> Hugging Face, checkpoint -> another layout; tensor by tensor, without a GPU.
+"""Convert checkpoints to and from Hugging Face or to another layout, on a machine without a GPU.
 
     python recipes/convert.py to-hf runs/tiny runs/tiny/hugging_face --prompt "def "
     python recipes/convert.py to-hf runs/7b/checkpoints/step-0100000 exported --dtype bf16
     python recipes/convert.py from-hf ~/Qwen3-0.6B data/qwen3
     python recipes/convert.py reshape runs/7b moved --ranks 64 --set layout.tensor=8
 
-CHECKPOINT is one, or a run folder, whose newest undamaged one is taken; it is verified first. The
-folder that is written appears when it is complete; where one is already, --overwrite replaces it.
-`from-hf` writes a checkpoint that a recipe names in training.initial_weights; any layout starts
-from it. No layout needs `reshape` to resume: it checks that another one is legal, and spreads the
-tensors over as many files as it has ranks.
+Each command holds one tensor in memory at a time. The checkpoint to read is a checkpoint folder, or
+a run folder, of which the newest undamaged checkpoint is taken. It is verified first. The output
+folder appears when it is complete; --overwrite replaces an existing one. To start a run in any
+layout from the weights that `from-hf` writes, name them in training.initial_weights. You never need
+`reshape` to resume: use it to check that another layout is legal, and to distribute the tensors
+over one set of files per rank.
 """
 
 import sys
 from pathlib import Path
 
-if __name__ == "__main__":  # the repository, not recipes/, is where imports start
+if __name__ == "__main__":  # imports start in the root of the repository, not in recipes/
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import argparse
@@ -26,7 +27,7 @@ from dataclasses import asdict
 
 import tomli_w
 
-# transformers and DeepSpeed say things about devices that converting does not need.
+# Converting needs no device, so silence the device messages of transformers and DeepSpeed.
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 logging.getLogger().setLevel(logging.ERROR)
@@ -39,7 +40,7 @@ from recipes.converting.output_folder import output_folder
 from recipes.converting.reshape import new_recipe, reshape
 from recipes.converting.verified_source import open_checkpoint
 
-NEW_TOKENS, TEMPERATURE = 60, 0.7  # of the text that shows what a model has learned
+NEW_TOKENS, TEMPERATURE = 60, 0.7  # of the text generated after --prompt
 
 
 def main() -> None:
@@ -52,20 +53,22 @@ def main() -> None:
 
 
 def to_hf(options: argparse.Namespace) -> None:
-    """Checkpoint -> a folder of transformers."""
+    """Convert a checkpoint to a folder that transformers can load."""
     source = open_checkpoint(options.checkpoint)
     tokenizer = find_tokenizer(source, options.tokenizer)
     if options.prompt and tokenizer is None:
-        raise UserError("--prompt needs a tokenizer and these weights have none; use --tokenizer")
+        raise UserError(
+            "--prompt needs a tokenizer, and these weights have none; name one with --tokenizer"
+        )
     with output(options, source.path) as folder:
         export(source, folder, dtype=options.dtype, tokenizer=tokenizer)
     print(f"{source.path} is now {options.output}, for AutoModelForCausalLM.from_pretrained")
     if options.prompt:
-        print(f"\nwhat it writes after {options.prompt!r}:\n\n{write_text(options)}")
+        print(f"\ntext generated after {options.prompt!r}:\n\n{write_text(options)}")
 
 
 def from_hf(options: argparse.Namespace) -> None:
-    """Convert a folder of transformers to a checkpoint to start from."""
+    """Convert a folder of transformers to a checkpoint from which a run can start."""
     with output(options, options.folder) as folder:
         model = adopt(options.folder, folder)
     if read_config(options.folder).tie_embeddings and not model.tie_embeddings:
@@ -79,7 +82,7 @@ def from_hf(options: argparse.Namespace) -> None:
 
 
 def reshape_command(options: argparse.Namespace) -> None:
-    """A checkpoint -> the same for another layout."""
+    """Convert a checkpoint to another layout."""
     source = open_checkpoint(options.checkpoint)
     recipe, topology = new_recipe(source, options.set, ranks=options.ranks)
     with output(options, source.path) as folder:
@@ -91,18 +94,18 @@ def reshape_command(options: argparse.Namespace) -> None:
 
 
 def output(options: argparse.Namespace, reading: Path) -> AbstractContextManager[Path]:
-    """The folder to write into."""
+    """Return the context manager of the output folder."""
     return output_folder(options.output, reading=reading, overwrite=options.overwrite)
 
 
 def write_text(options: argparse.Namespace) -> str:
-    """Return the prompt and the exported model's continuation, the same every time.
+    """Return the prompt and the exported model's continuation, sampled with a fixed seed.
 
     Raises:
         UserError: transformers cannot load the tokenizer, or the prompt has no tokens, or leaves no
             position for the continuation.
     """
-    # These take seconds to import, and most conversions do without.
+    # These imports take seconds, and most conversions do not need them.
     from transformers import AutoModelForCausalLM, set_seed
     from transformers.utils.logging import disable_progress_bar
 
@@ -130,7 +133,7 @@ def write_text(options: argparse.Namespace) -> str:
 
 
 def settings(model: ModelConfig) -> dict[str, object]:
-    """The [model] section of a recipe, without what is as it would be anyway."""
+    """Return the [model] section of a recipe, without keys at their defaults."""
     fields = ModelConfig.__dataclass_fields__
     return {
         key: value
@@ -140,14 +143,14 @@ def settings(model: ModelConfig) -> dict[str, object]:
 
 
 def count(text: str) -> int:
-    """A number of one or more, for argparse."""
+    """Parse a positive number of ranks, for argparse."""
     if not text.isdecimal() or not int(text):
         raise argparse.ArgumentTypeError(f"{text} is not a number of ranks; use 4, for example")
     return int(text)
 
 
 def parse_command_line() -> argparse.Namespace:
-    """The command's options."""
+    """Parse the options of the command."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -155,22 +158,22 @@ def parse_command_line() -> argparse.Namespace:
     export_parser = commands.add_parser("to-hf", help="checkpoint -> transformers")
     export_parser.add_argument("checkpoint", type=Path, help="a checkpoint or a run folder")
     export_parser.add_argument("--dtype", choices=DTYPES, default="fp32", help="default: fp32")
-    export_parser.add_argument("--tokenizer", type=Path, help="default: where the recipe has it")
-    export_parser.add_argument("--prompt", help="let the exported model go on from this text")
+    export_parser.add_argument("--tokenizer", type=Path, help="default: the recipe's")
+    export_parser.add_argument("--prompt", help="print a continuation of this text")
     export_parser.set_defaults(command=to_hf)
     adopt_parser = commands.add_parser("from-hf", help="transformers -> a checkpoint to start from")
-    adopt_parser.add_argument("folder", type=Path, help="what save_pretrained has written")
+    adopt_parser.add_argument("folder", type=Path, help="written by save_pretrained")
     adopt_parser.set_defaults(command=from_hf)
     reshape_parser = commands.add_parser("reshape", help="checkpoint -> another layout")
     reshape_parser.add_argument("checkpoint", type=Path, help="a checkpoint or a run folder")
-    reshape_parser.add_argument("--ranks", type=count, required=True, help="of the new layout")
+    reshape_parser.add_argument("--ranks", type=count, required=True, help="in the new layout")
     reshape_parser.add_argument(
-        "--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="as in pretrain.py"
+        "--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="as for pretrain.py"
     )
     reshape_parser.set_defaults(command=reshape_command)
     for subparser in (export_parser, adopt_parser, reshape_parser):
-        subparser.add_argument("output", type=Path, help="the folder to write")
-        subparser.add_argument("--overwrite", action="store_true", help="replace what is there")
+        subparser.add_argument("output", type=Path, help="folder to write")
+        subparser.add_argument("--overwrite", action="store_true", help="replace its content")
     return parser.parse_args()
 
 

@@ -1,7 +1,7 @@
-"""Text -> token files and the tokenizer that made them.
+"""Tokenize text into a corpus: token files, their tokenizer and a manifest.
 
-Without arguments: the sources of this interpreter's standard library, which recipes/tiny.toml
-trains on.
+Without arguments, the command prepares the Python sources of this interpreter's standard library,
+on which recipes/tiny.toml trains.
 
     python recipes/prepare_data.py
     python recipes/prepare_data.py --source books.jsonl --output data/books --vocab-size 32000
@@ -10,12 +10,11 @@ trains on.
     python recipes/prepare_data.py --source wikitext --config wikitext-103-raw-v1 \\
         --tokenizer gpt2 --output data/wikitext --skip empty
 
-Whatever ends it, the same command goes on where it was. Over several machines with one file system:
-the same command with --shard 0/16, --shard 1/16, ... and, when they are done, without it, which
-joins what they have made.
+After an interruption, rerun the same command to resume. To use several machines with a shared file
+system, run the command with --shard 0/16, --shard 1/16, ... When all shards are done, run it once
+without --shard to join them.
 
-What one step of a recipe reads (documents, and which of their tokens), and whether a corpus still
-is what was written:
+List the documents and tokens that a step of a recipe reads, and compare a corpus with its manifest:
 
     python recipes/prepare_data.py show recipes/tiny.toml --step 17 --text
     python recipes/prepare_data.py verify data/books
@@ -24,7 +23,7 @@ is what was written:
 import sys
 from pathlib import Path
 
-if __name__ == "__main__":  # the repository, not recipes/, is where imports start
+if __name__ == "__main__":  # imports start in the root of the repository, not in recipes/
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import argparse
@@ -39,7 +38,7 @@ from typing import TYPE_CHECKING, Any
 
 from models.config import MAX_SIZE
 from models.errors import UserError
-from recipes.preparing.documents import KINDS
+from recipes.preparing.documents import PROBLEM_KINDS
 from recipes.preparing.own_files import mark_workspace
 from recipes.training.data.token_file import read_manifest, tokenizer_hash
 from recipes.training.recipe.loading import REPOSITORY, load_recipe
@@ -51,11 +50,11 @@ if TYPE_CHECKING:
     from recipes.preparing.formats import Format, NumberedPiece
     from recipes.preparing.tokenization import Tokenization
 
-SMALLEST_VOCABULARY = 257  # every byte and the end of text
-DECISIVE = ("source", "config", "split", "column", "text_is", "tokenizer", "vocab_size",
+MIN_VOCAB_SIZE = 257  # the 256 bytes and the end-of-text token
+CONTENT_OPTIONS = ("source", "config", "split", "column", "text_is", "tokenizer", "vocab_size",
             "validation_fraction")  # fmt: skip
-PIECES = 1000  # of a source, about
-SMALLEST_PIECE, LARGEST_PIECE = 2**22, 2**30  # bytes
+TARGET_PIECES = 1000  # approximate number of pieces of a large source
+MIN_PIECE_BYTES, MAX_PIECE_BYTES = 2**22, 2**30
 
 
 def main() -> None:
@@ -76,18 +75,18 @@ def main() -> None:
 
 
 def prepare(arguments: list[str]) -> None:
-    """Write token files, tokenizer and manifest into a folder that appears when all is there."""
+    """Write token files, tokenizer and manifest; the output folder appears when it is complete."""
     options = parse_command_line(arguments)
     output = repository_path(options.output)
     workspace = output.with_name(output.name + ".incomplete")
     if (output / "manifest.json").exists():
-        check_the_same(options, output)
-        clear(workspace)  # of one that was killed after its last step
-        print(f"{output} is already there; delete it to prepare it again")
+        check_same_options(options, output)
+        clear(workspace)  # it remains if a process was killed after the last step
+        print(f"{output} already exists; delete it to prepare it again")
         return
     check_options(options, output, workspace)
 
-    # These take seconds to import; the processes that tokenize do without most of them.
+    # These imports take seconds, and the worker processes do not need most of them.
     from recipes.preparing.prepared_corpus import join
     from recipes.preparing.source import open_source
     from recipes.preparing.workers import run_pieces
@@ -101,7 +100,7 @@ def prepare(arguments: list[str]) -> None:
         text_is=options.text_is,
     )
     pieces = cut(formats, options)
-    with hold(workspace, shared=options.shard is not None):
+    with lock_workspace(workspace, shared=options.shard is not None):
         if output.exists() and any(output.iterdir()):
             raise UserError(f"another process has just written {output}")
         tokenization = plan(formats, pieces, options, workspace)
@@ -111,7 +110,7 @@ def prepare(arguments: list[str]) -> None:
             print(f"shard {shard}/{shards} is done; the command without --shard joins all of them")
             return
         run_pieces(tokenization, pieces, options.processes)
-        facts = {"tokenizer": f"{options.output}/tokenizer", "options": what_decides(options)}
+        facts = {"tokenizer": f"{options.output}/tokenizer", "options": content_options(options)}
         manifest = join(tokenization, pieces, workspace / "corpus", facts)
         os.rename(workspace / "corpus", output)
         flush(output.parent)
@@ -119,11 +118,11 @@ def prepare(arguments: list[str]) -> None:
     tell(manifest, output)
 
 
-def check_the_same(options: argparse.Namespace, output: Path) -> None:
+def check_same_options(options: argparse.Namespace, output: Path) -> None:
     """Compare the options of an existing corpus with those of this command.
 
     Raises:
-        UserError: some options differ, or the manifest of the corpus is damaged.
+        UserError: An option differs, or the manifest of the corpus is damaged.
     """
     advice = f"use another --output, or delete {output} to prepare it again"
     made = read_manifest(output, advice=advice).get("options", {})
@@ -132,43 +131,43 @@ def check_the_same(options: argparse.Namespace, output: Path) -> None:
             f"{output / 'manifest.json'} is not a manifest of prepare_data.py (options = "
             f"{made!r}); {advice}"
         )
-    wanted = what_decides(options)
+    wanted = content_options(options)
     different = [
         f"--{key.replace('_', '-')} {made[key]} (here {wanted[key]})"
         for key in wanted
         if key in made and made[key] != wanted[key]
     ]
     if different:
-        raise UserError(f"{output} is already there, made with {', '.join(different)}; {advice}")
+        raise UserError(f"{output} already exists, made with {', '.join(different)}; {advice}")
 
 
-def what_decides(options: argparse.Namespace) -> dict[str, Any]:
+def content_options(options: argparse.Namespace) -> dict[str, Any]:
     """Return the options that determine the content of a corpus."""
-    chosen = {key: vars(options)[key] for key in DECISIVE}
+    chosen = {key: vars(options)[key] for key in CONTENT_OPTIONS}
     if options.tokenizer:
         del chosen["vocab_size"]
     return chosen
 
 
 def check_options(options: argparse.Namespace, output: Path, workspace: Path) -> None:
-    """Refuse what cannot work before any work is done.
+    """Check the options before any work is done.
 
     Raises:
-        UserError: naming the option, its value and one that works.
+        UserError: An option has an invalid value.
     """
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
-        raise UserError(f"--output {options.output} has other things in it; use an empty folder")
+        raise UserError(f"--output {options.output} contains other files; use an empty folder")
     if os.path.ismount(output):
         raise UserError(f"--output {options.output} is a mount point; use a folder in it")
     if workspace.exists() and not (workspace / "lock").is_file() and any(workspace.iterdir()):
         raise UserError(
-            f"{workspace}, where the command works, has other things in it; move them away, or use "
-            f"another --output"
+            f"{workspace}, the working folder of this command, contains other files; move them "
+            f"away, or use another --output"
         )
-    if not options.tokenizer and not SMALLEST_VOCABULARY <= options.vocab_size <= MAX_SIZE:
+    if not options.tokenizer and not MIN_VOCAB_SIZE <= options.vocab_size <= MAX_SIZE:
         raise UserError(
-            f"--vocab-size {options.vocab_size} is not in {SMALLEST_VOCABULARY} (the 256 bytes and "
-            f"the end of text) .. {MAX_SIZE}; use 32000"
+            f"--vocab-size {options.vocab_size} is not in {MIN_VOCAB_SIZE} (the 256 bytes and "
+            f"the end-of-text token) .. {MAX_SIZE}; use 32000"
         )
     if not 0 < options.validation_fraction < 1:
         raise UserError(
@@ -179,22 +178,23 @@ def check_options(options: argparse.Namespace, output: Path, workspace: Path) ->
         raise UserError(f"--processes {options.processes} is too few; use 1")
     if options.shard is not None and not options.tokenizer:
         raise UserError(
-            "--shard needs --tokenizer, or each would train one; prepare a part of the text "
-            "first, and use its folder: --tokenizer data/part/tokenizer"
+            "--shard needs --tokenizer, because each shard would train a tokenizer of its own; "
+            "prepare a part of the text first and use its tokenizer: "
+            "--tokenizer data/part/tokenizer"
         )
 
 
 def cut(formats: "list[Format]", options: argparse.Namespace) -> "list[NumberedPiece]":
-    """All pieces of the source in order, each with the number of its format.
+    """Return all pieces of the source in order, each with the number of its format.
 
-    The same for every shard and number of processes: a small source has small pieces, a large one
-    about PIECES, or one for each file.
+    The result is the same for every shard and number of processes. A large source has about
+    TARGET_PIECES pieces, or one per file if it has more files.
 
     Raises:
-        UserError: there is nothing to read.
+        UserError: The source has no documents.
     """
-    total = sum(piece.size for reader in formats for piece in reader.pieces(LARGEST_PIECE))
-    target = min(max(total // PIECES, SMALLEST_PIECE), LARGEST_PIECE)
+    total = sum(piece.size for reader in formats for piece in reader.pieces(MAX_PIECE_BYTES))
+    target = min(max(total // TARGET_PIECES, MIN_PIECE_BYTES), MAX_PIECE_BYTES)
     pieces = [
         (number, piece) for number, reader in enumerate(formats) for piece in reader.pieces(target)
     ]
@@ -209,7 +209,7 @@ def plan(
     options: argparse.Namespace,
     workspace: Path,
 ) -> "Tokenization":
-    """How the documents will be tokenized; a tokenizer is trained if none is named."""
+    """Return the tokenization of the documents; train a tokenizer if the options name none."""
     from recipes.preparing.tokenization import Tokenization
     from recipes.preparing.tokenizer import (
         copy_tokenizer,
@@ -246,19 +246,19 @@ def plan(
 
 
 @contextlib.contextmanager
-def hold(workspace: Path, *, shared: bool) -> Iterator[None]:
-    """Lock the workspace against other processes; finished pieces in it outlive an error.
+def lock_workspace(workspace: Path, *, shared: bool) -> Iterator[None]:
+    """Lock the workspace against other processes; keep its finished pieces after an error.
 
     Args:
         workspace: the folder to lock
-        shared: with other processes that hold it shared
+        shared: take a shared lock, as the processes of all shards do
 
     Raises:
-        UserError: another process works there, or the file system has no flock.
-        OSError: the lock fails for another reason, such as an I/O error.
+        UserError: Another process uses the workspace, or the file system does not support flock.
+        OSError: The lock fails for another reason, such as an I/O error.
     """
     workspace.mkdir(parents=True, exist_ok=True)
-    with (workspace / "lock").open("a+") as lock:  # NFS locks only what could be read, too
+    with (workspace / "lock").open("a+") as lock:  # NFS needs a readable file for LOCK_SH
         try:
             fcntl.flock(lock, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -268,10 +268,10 @@ def hold(workspace: Path, *, shared: bool) -> Iterator[None]:
                 raise OSError(error.errno, error.strerror, lock.name) from None
             raise UserError(
                 f"{workspace} cannot be locked ({error.strerror}): its file system has no flock; "
-                f"use an --output on another one, for example a local disk, and copy it"
+                f"use an --output on another one, for example a local disk, and copy the result"
             ) from None
         mark_workspace(lock)
-        if not shared:  # what killed ones have begun
+        if not shared:  # remove unfinished folders of killed processes
             for leftover in (
                 *workspace.glob("*.incomplete"),
                 *workspace.glob("pieces/*.incomplete"),
@@ -285,14 +285,15 @@ def hold(workspace: Path, *, shared: bool) -> Iterator[None]:
             trained = [path for path in workspace.glob("tokenizer-*") if not path.suffix]
             if finished or trained:
                 pieces = f"{len(finished)} finished pieces" if finished else "a tokenizer"
-                print(f"{pieces} in {workspace}: the same command goes on there", file=sys.stderr)
+                print(f"{workspace} keeps {pieces}; rerun the same command to resume",
+                      file=sys.stderr)  # fmt: skip
             elif not shared:
                 clear(workspace)
             raise
 
 
 def clear(workspace: Path) -> None:
-    """Remove what this command has made, and the folder if nothing else is in it."""
+    """Remove this command's files from the workspace, and the folder if it is then empty."""
     for name in ("pieces", "corpus", *(path.name for path in workspace.glob("tokenizer-*"))):
         shutil.rmtree(workspace / name, ignore_errors=True)
     with contextlib.suppress(OSError):
@@ -313,12 +314,14 @@ def tell(manifest: dict[str, Any], output: Path) -> None:
 
 
 def show(arguments: list[str]) -> None:
-    """Print what a step of a recipe reads."""
+    """Print the documents and tokens that a step of a recipe reads."""
     parser = argparse.ArgumentParser(prog="prepare_data.py show", description=show.__doc__)
-    parser.add_argument("recipe", type=Path, help="as for pretrain.py")
-    parser.add_argument("--step", type=int, required=True, help="1, 2, ...")
-    parser.add_argument("--text", action="store_true", help="and the beginning of each window")
-    parser.add_argument("--run-dir", type=Path, help="default: runs/NAME of the recipe")
+    parser.add_argument("recipe", type=Path, help="TOML file, as for pretrain.py")
+    parser.add_argument("--step", type=int, required=True, help="number of the step, from 1")
+    parser.add_argument(
+        "--text", action="store_true", help="also print the beginning of each window's text"
+    )
+    parser.add_argument("--run-dir", type=Path, help="run folder (default: runs/NAME)")
     parser.add_argument(
         "--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="as for pretrain.py"
     )
@@ -331,7 +334,7 @@ def show(arguments: list[str]) -> None:
         )
     from recipes.preparing.ledger import ledger
 
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends it quietly
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # end without a traceback in `| head`
     run = options.run_dir or REPOSITORY / "runs" / recipe.name
     for line in ledger(recipe, run, options.step, text=options.text):
         print(line)
@@ -340,7 +343,7 @@ def show(arguments: list[str]) -> None:
 def verify(arguments: list[str]) -> None:
     """Compare a corpus with the SHA-256s of its manifest; exit code 1 if anything differs."""
     parser = argparse.ArgumentParser(prog="prepare_data.py verify", description=verify.__doc__)
-    parser.add_argument("corpus", type=Path, help="a folder, from the repository's root")
+    parser.add_argument("corpus", type=Path, help="folder, relative to the repository's root")
     options = parser.parse_args(arguments)
     from recipes.preparing.prepared_corpus import find_damages
 
@@ -350,11 +353,11 @@ def verify(arguments: list[str]) -> None:
         print(f"{corpus}: {damage}")
     if damages:
         raise UserError(f"{corpus} is damaged; prepare it again")
-    print(f"{corpus} is what was written")
+    print(f"{corpus} matches its manifest")
 
 
 def shard_of(text: str) -> tuple[int, int]:
-    """(number, shards) of an option like 3/16."""
+    """Parse a shard such as 3/16 into its number and the number of shards."""
     found = re.fullmatch(r"(\d+)/(\d+)", text)
     if not found or not int(found[1]) < int(found[2]):
         raise argparse.ArgumentTypeError(f"{text} is not a shard; use 0/16, 1/16, ... 15/16")
@@ -362,7 +365,7 @@ def shard_of(text: str) -> tuple[int, int]:
 
 
 def parse_command_line(arguments: list[str]) -> argparse.Namespace:
-    """The command's options."""
+    """Parse the options of the command."""
     parser = argparse.ArgumentParser(
         prog="prepare_data.py",
         description=__doc__,
@@ -373,32 +376,57 @@ def parse_command_line(arguments: list[str]) -> argparse.Namespace:
         "--source",
         nargs="+",
         default=["stdlib"],
-        help='"stdlib"; files, folders or patterns of .jsonl, .ndjson, .json, .parquet, .txt, '
-        ".arrow or .csv (text also .gz, .bz2, .zst), from here; what save_to_disk wrote; datasets "
-        "of the hub",
+        help='"stdlib"; files, folders or patterns, relative to the current folder (.jsonl, '
+        ".ndjson, .json, .parquet, .txt, .arrow or .csv; text formats also .gz, .bz2 or .zst); "
+        "folders written by save_to_disk; datasets of the Hugging Face hub",
     )
-    add("--config", help="the hub dataset's configuration")
-    add("--split", default="train", help="the dataset's split")
-    add("--streaming", action="store_true", help="read the dataset without storing it here")
-    add("--column", default="text", help="the column that holds the text")
-    add("--text-is", choices=("line", "file"), default="line", help="the document in a .txt")
-    add("--output", default="data/stdlib", help="folder to write, from the repository's root")
+    add("--config", help="configuration of the hub dataset")
+    add("--split", default="train", help="split of the dataset (default: train)")
+    add("--streaming", action="store_true", help="stream the dataset without storing it")
+    add("--column", default="text", help="column that holds the text (default: text)")
+    add(
+        "--text-is",
+        choices=("line", "file"),
+        default="line",
+        help="unit that is a document in a .txt file (default: line)",
+    )
+    add(
+        "--output",
+        default="data/stdlib",
+        help="folder to write, relative to the repository's root (default: data/stdlib)",
+    )
     add(
         "--tokenizer",
-        help="of the hub, or a folder, from the repository's root; none: train one",
+        help="name on the hub, or a folder relative to the repository's root; without it, a "
+        "tokenizer is trained",
     )
-    add("--vocab-size", type=int, default=2048, help="of the tokenizer to train")
-    add("--validation-fraction", type=float, default=0.1, help="of the documents")
+    add(
+        "--vocab-size",
+        type=int,
+        default=2048,
+        help="vocabulary size of a trained tokenizer (default: 2048)",
+    )
+    add(
+        "--validation-fraction",
+        type=float,
+        default=0.1,
+        help="share of the documents held out for validation (default: 0.1)",
+    )
     add(
         "--skip",
         action="append",
         default=[],
-        choices=KINDS,
-        help="leave out rows that are empty, not UTF-8 or not JSON, or have no text in the column, "
-        "and count them, instead of stopping at the first; repeatable",
+        choices=PROBLEM_KINDS,
+        help="skip and count rows that are empty, not UTF-8, not JSON or without text in the "
+        "column, instead of stopping at the first one; repeatable",
     )
-    add("--processes", type=int, default=len(os.sched_getaffinity(0)), help="default: all cores")
-    add("--shard", type=shard_of, metavar="I/N", help="this machine's share, 0/N .. N-1/N")
+    add(
+        "--processes",
+        type=int,
+        default=len(os.sched_getaffinity(0)),
+        help="worker processes (default: one per core)",
+    )
+    add("--shard", type=shard_of, metavar="I/N", help="shard of this machine, 0/N to N-1/N")
     return parser.parse_args(arguments)
 
 

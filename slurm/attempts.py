@@ -1,4 +1,4 @@
-"""Decide whether to requeue a failed job: not if it has failed before at the same checkpoint.
+"""Decide whether to requeue a failed job; a second failure at the same checkpoint is final.
 
     python slurm/attempts.py EXIT_CODE RECIPE [options of pretrain.py]
 

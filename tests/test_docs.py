@@ -169,7 +169,7 @@ def usage(script: str) -> str:
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_a_command_names_what_exists(command: str) -> None:
+def test_a_command_names_existing_files_and_options(command: str) -> None:
     words = [word.strip("()") for word in shlex.split(command)]
     if words[0] == "make":
         makefile = (REPOSITORY / "Makefile").read_text()
@@ -188,7 +188,7 @@ def test_a_command_names_what_exists(command: str) -> None:
 
 
 @pytest.mark.parametrize("text", SHOWN)
-def test_a_shown_command_prints_what_is_shown(text: str) -> None:
+def test_a_shown_command_prints_the_shown_output(text: str) -> None:
     command, expected = text.removeprefix("$ ").split("\n", 1)
     words = shlex.split(command)
     assert words[0] == "python"

@@ -31,7 +31,7 @@ CATCHES = {  # function that catches one of BROAD -> why no defect becomes a use
     "recipes/converting/adopt.py: TheirFiles._names": PARSING,
     "recipes/converting/adopt.py: read_config": FOREIGN,
     "recipes/gpus/datasheet.py: _read_toml": PARSING,
-    "recipes/prepare_data.py: hold": RAISES,
+    "recipes/prepare_data.py: lock_workspace": RAISES,
     "recipes/preparing/prepared_corpus.py: find_damages": PARSING,
     "recipes/preparing/prepared_corpus.py: read_pieces": PARSING,
     "recipes/preparing/documents.py: json_document": PARSING,
@@ -72,7 +72,7 @@ def sources() -> Iterator[tuple[str, ast.Module]]:
 
 
 def functions(tree: ast.Module) -> Iterator[tuple[str, ast.AST]]:
-    """Every node of a module with the qualified name of the innermost function around it."""
+    """Yield every node of a module with the qualified name of its innermost function."""
     waiting: list[tuple[str, ast.AST]] = [("", tree)]
     while waiting:
         name, node = waiting.pop()
@@ -83,7 +83,7 @@ def functions(tree: ast.Module) -> Iterator[tuple[str, ast.AST]]:
 
 
 def caught(handler: ast.ExceptHandler, tree: ast.Module) -> set[str]:
-    """Names of the classes that a handler catches, constants of the module written out."""
+    """Return the names of the classes that a handler catches, with module constants resolved."""
     constants = {
         target.id: node.value
         for node in tree.body
@@ -102,7 +102,7 @@ def caught(handler: ast.ExceptHandler, tree: ast.Module) -> set[str]:
 
 
 def raising(tree: ast.Module) -> set[str]:
-    """The functions that raise a plain ValueError."""
+    """Return the functions that raise a plain ValueError."""
     return {
         name
         for name, node in functions(tree)
@@ -113,7 +113,7 @@ def raising(tree: ast.Module) -> set[str]:
 
 
 def catching(tree: ast.Module) -> set[str]:
-    """The functions that catch one of BROAD."""
+    """Return the functions that catch one of BROAD."""
     return {
         name
         for name, node in functions(tree)
@@ -309,7 +309,9 @@ os._exit(0)
         ("[(UserError, ValueError)]", 1, ("because rank 1 failed", "in main")),
     ],
 )
-def test_all_ranks_end_alike(kinds: str, code: int, said: tuple[str, str], tmp_path: Path) -> None:
+def test_all_ranks_end_in_the_same_way(
+    kinds: str, code: int, said: tuple[str, str], tmp_path: Path
+) -> None:
     script = TOGETHER.replace("{kinds}", kinds)
     codes, outputs = start_ranks(2, ["-c", script], folder=tmp_path, seconds=120)
     assert codes == [code, code], outputs

@@ -100,7 +100,7 @@ def recipe_file(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def finished(recipe_file: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """The run folder and the output of an undisturbed run under the `deepspeed` launcher."""
+    """Return the run folder and the output of an undisturbed run under the `deepspeed` launcher."""
     folder = tmp_path_factory.mktemp("runs") / "small"
     return folder, deepspeed(recipe_file, "--run-dir", str(folder))
 
@@ -316,7 +316,7 @@ def test_a_damaged_checkpoint_is_skipped(
     assert "resumed after step 4" in output and "step-0000008 is damaged and skipped" in output
     assert named in output and str(damaged / name) in output
     assert ("skip", 4) in events(folder) and events(folder)[-1] == ("end", 6)
-    assert sorted(str(file) for file in damaged.rglob("*")) == left  # in its place, and not counted
+    assert sorted(str(file) for file in damaged.rglob("*")) == left  # neither moved nor counted
     assert (folder / "checkpoints" / "step-0000006").is_dir()
     assert metrics(folder)[:4] == metrics(finished[0])[:4]
 
@@ -396,7 +396,7 @@ def test_a_run_rolls_back_and_skips_the_bad_data(recipe_file: Path, tmp_path: Pa
     # One rank's gradient is not finite while the samples 32 .. 55 of steps 5, 6 and 7 come.
     found = run("x", POISONED)
     told = [("save", 4), ("skip", 5), ("skip", 6), ("rollback", 7), ("save", 8), ("end", 8)]
-    found_events = sorted(events(tmp_path / "x"), key=itemgetter(1))  # a save ends when it ends
+    found_events = sorted(events(tmp_path / "x"), key=itemgetter(1))  # saves end at any time
     assert found_events == [("start", 0), ("first_step", 1), *told]
     run("y", POISONED, "--set", "training.steps=4")
     expected = run("y", JUMPING)  # resumes with the samples after those

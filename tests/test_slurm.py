@@ -131,7 +131,7 @@ def test_a_job_of_1024_nodes_starts(
         assert (done.returncode, done.stdout, done.stderr) == (0, f"master {names[0]}\n", "")
 
 
-def test_a_job_without_hosts_says_so(
+def test_a_job_without_hosts_is_reported(
     start_job: Callable[..., subprocess.CompletedProcess[str]],
 ) -> None:
     done = start_job("")

@@ -17,7 +17,7 @@ from recipes.converting.adopt import TheirFiles, read_config
 from recipes.gpus.datasheet import FOLDER, read_gpu
 from recipes.planning.measured.closed_forms import evaluate
 from recipes.planning.measured.table import read_table
-from recipes.prepare_data import check_the_same, parse_command_line
+from recipes.prepare_data import check_same_options, parse_command_line
 from recipes.preparing.formats import TextLines, from_library
 from recipes.preparing.prepared_corpus import Origins, find_damages
 from recipes.preparing.tokenization import Tokenization, read_report, texts_of
@@ -36,8 +36,8 @@ NO_TABLES = (b"{", b"[" * 10**5, b"\xff", DIGITS.encode(), b"5", b"[]", b"null",
 H100 = (FOLDER / "h100.toml").read_text()
 
 
-def refused(call: Callable[..., Any], *arguments: Any) -> str:
-    """The message of a call that must raise a UserError."""
+def rejection(call: Callable[..., Any], *arguments: Any) -> str:
+    """Return the message of a call that must raise a UserError."""
     with pytest.raises(UserError) as raised:
         call(*arguments)
     return str(raised.value)
@@ -60,7 +60,7 @@ def refused(call: Callable[..., Any], *arguments: Any) -> str:
 )
 def test_a_variable_of_the_launcher(variables: dict[str, str], named: str) -> None:
     environment = {"RANK": "0", "WORLD_SIZE": "8", "LOCAL_RANK": "0"} | variables
-    assert refused(World.from_environment, environment).startswith(named)
+    assert rejection(World.from_environment, environment).startswith(named)
 
 
 def test_the_tasks_per_node_of_slurm() -> None:
@@ -68,18 +68,18 @@ def test_the_tasks_per_node_of_slurm() -> None:
     for text, size in (("8(x2),4", 8), ("4,2", 4), ("20", 20)):
         world = World.from_environment(slurm | {"SLURM_TASKS_PER_NODE": text})
         assert world.local_size == size
-    assert "8x" in refused(World.from_environment, slurm | {"SLURM_TASKS_PER_NODE": "8x"})
+    assert "8x" in rejection(World.from_environment, slurm | {"SLURM_TASKS_PER_NODE": "8x"})
 
 
 @pytest.mark.parametrize("port", ["abc", "", "-1", "70000", "29500 "])
 def test_a_port(port: str) -> None:
-    assert f'MASTER_PORT = "{port}"' in refused(check_port, port)
+    assert f'MASTER_PORT = "{port}"' in rejection(check_port, port)
     for works in (None, "0", "29500", "65535"):
         check_port(works)
 
 
 def test_a_device() -> None:
-    assert "use cuda or cpu" in refused(check_accelerator, {"DS_ACCELERATOR": "gpu"})
+    assert "use cuda or cpu" in rejection(check_accelerator, {"DS_ACCELERATOR": "gpu"})
     for works in ({}, {"DS_ACCELERATOR": "cpu"}, {"DS_ACCELERATOR": "cuda"}):
         check_accelerator(works)
 
@@ -88,24 +88,24 @@ def test_a_device() -> None:
 def test_a_recipe(text: str, tmp_path: Path) -> None:
     file = tmp_path / "bad.toml"
     file.write_text(text, errors="surrogateescape")
-    assert refused(load_recipe, file).startswith(f"{file}: this is not valid TOML")
+    assert rejection(load_recipe, file).startswith(f"{file}: this is not valid TOML")
     key, _, value = text.partition(" = ")
-    assert "seed" in refused(load_recipe, DEFAULT_RECIPE, [f"{key}={value}"])
+    assert "seed" in rejection(load_recipe, DEFAULT_RECIPE, [f"{key}={value}"])
 
 
 def test_a_name_that_is_not_text() -> None:
-    assert "name" in refused(load_recipe, DEFAULT_RECIPE, ["name=\udcff"])
+    assert "name" in rejection(load_recipe, DEFAULT_RECIPE, ["name=\udcff"])
 
 
 def test_a_section_that_is_set_to_a_value() -> None:
     overrides = ["layout.schedule=zb-v", "layout=5"]
-    assert "layout = 5" in refused(load_recipe, DEFAULT_RECIPE, overrides)
+    assert "layout = 5" in rejection(load_recipe, DEFAULT_RECIPE, overrides)
 
 
 @pytest.mark.parametrize("content", NO_TABLES)
 def test_a_deepspeed_json(content: bytes, tmp_path: Path) -> None:
     (tmp_path / "x.json").write_bytes(content)
-    assert f'deepspeed = "{tmp_path / "x.json"}"' in refused(
+    assert f'deepspeed = "{tmp_path / "x.json"}"' in rejection(
         read_deepspeed_json, str(tmp_path / "x.json")
     )
 
@@ -129,7 +129,7 @@ def test_a_deepspeed_json(content: bytes, tmp_path: Path) -> None:
 def test_a_hardware_file(before: str, after: str, named: str, tmp_path: Path) -> None:
     assert before in H100
     (tmp_path / "mine.toml").write_text(H100.replace(before, after))
-    message = refused(read_gpu, tmp_path / "mine.toml")
+    message = rejection(read_gpu, tmp_path / "mine.toml")
     assert message.startswith("mine.toml: ") and named in message
 
 
@@ -153,16 +153,16 @@ KORTHIKANTI = "model,what,value,unit\n"
 def test_a_table_by_formula(text: str, named: str, tmp_path: Path) -> None:
     file = tmp_path / "x.csv"
     file.write_text(text, encoding="utf-8-sig")
-    message = refused(evaluate, file)
+    message = rejection(evaluate, file)
     assert message.startswith(f"{file}, row 1: ") and named in message
 
 
-def test_a_table_with_bytes_that_are_no_text(tmp_path: Path) -> None:
+def test_a_table_with_bytes_that_are_not_utf_8(tmp_path: Path) -> None:
     published = REPOSITORY / "recipes/planning/measured/published" / "narayanan2021.csv"
     (tmp_path / "x.csv").write_bytes(published.read_bytes() + b"\xff\n")
-    assert "x.csv: this is not valid CSV" in refused(read_table, tmp_path / "x.csv")
+    assert "x.csv: this is not valid CSV" in rejection(read_table, tmp_path / "x.csv")
     (tmp_path / "y.csv").write_bytes(ZERO.encode() + b"\xff\n")
-    assert "y.csv: this is not valid CSV" in refused(evaluate, tmp_path / "y.csv")
+    assert "y.csv: this is not valid CSV" in rejection(evaluate, tmp_path / "y.csv")
 
 
 @pytest.mark.parametrize("content", NO_TABLES)
@@ -170,28 +170,30 @@ def test_the_files_of_a_corpus(content: bytes, tmp_path: Path) -> None:
     for name in ("manifest.json", "pieces.jsonl", "report.json"):
         (tmp_path / name).write_bytes(content)
     options = parse_command_line(["--output", str(tmp_path)])
-    assert f"{tmp_path}/manifest.json is not a man" in refused(check_the_same, options, tmp_path)
-    assert "is not a " in refused(lambda: list(find_damages(tmp_path, 1)))
-    assert f"{tmp_path}/pieces.jsonl, line 1, is damaged" in refused(Origins, tmp_path / "train")
-    assert f"delete {tmp_path}" in refused(read_report, tmp_path / "report.json")
+    assert f"{tmp_path}/manifest.json is not a man" in rejection(
+        check_same_options, options, tmp_path
+    )
+    assert "is not a " in rejection(lambda: list(find_damages(tmp_path, 1)))
+    assert f"{tmp_path}/pieces.jsonl, line 1, is damaged" in rejection(Origins, tmp_path / "train")
+    assert f"delete {tmp_path}" in rejection(read_report, tmp_path / "report.json")
 
 
 @pytest.mark.parametrize("content", [*NO_TABLES, b"{}", b'{"format": 1, "more": 2}'])
 def test_the_manifest_of_a_checkpoint(content: bytes, tmp_path: Path) -> None:
     (tmp_path / "manifest.json").write_bytes(content)
-    assert f"{tmp_path}/manifest.json" in refused(Manifest.read, tmp_path)
+    assert f"{tmp_path}/manifest.json" in rejection(Manifest.read, tmp_path)
 
 
 def test_an_index_that_becomes_shorter(tmp_path: Path) -> None:
     write_token_file(tmp_path / "x", [np.arange(100)], vocab_size=100)
     file = TokenFile(tmp_path / "x")
     os.truncate(tmp_path / "x.idx", 40)
-    assert "x.idx has become shorter: 40 bytes of 62" in refused(lambda: file.offsets)
+    assert "x.idx has become shorter: 40 bytes of 62" in rejection(lambda: file.offsets)
 
 
 def test_a_tokenizer_that_cannot_be_loaded(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{")
-    message = refused(load_tokenizer, tmp_path, 'data.tokenizer = "x"')
+    message = rejection(load_tokenizer, tmp_path, 'data.tokenizer = "x"')
     assert message.startswith('data.tokenizer = "x" cannot be loaded: ') and "\n" not in message
 
 
@@ -210,9 +212,9 @@ def test_a_tokenizer_without_a_token_for_a_word(tmp_path: Path) -> None:
         skip=frozenset(),
         folder=tmp_path,
     )
-    message = refused(plan._write, ["unknown"], {})
+    message = rejection(plan._write, ["unknown"], {})
     assert "begins with 'unknown'" in message and "UNK" in message
-    with pytest.raises(TypeError):  # a defect: no text
+    with pytest.raises(TypeError):  # a defect: the argument is not a text
         plan._write(["a", 5], {})
 
 
@@ -222,7 +224,7 @@ def test_only_a_library_is_blamed_for_data_that_cannot_be_read() -> None:
         raise ValueError("the shard is damaged")
 
     seen = []
-    assert refused(lambda: seen.extend(from_library(rows(), "books"))) == (
+    assert rejection(lambda: seen.extend(from_library(rows(), "books"))) == (
         "books cannot be read: the shard is damaged"
     )
     with pytest.raises(ZeroDivisionError):
@@ -244,9 +246,9 @@ def test_a_defect_while_a_row_is_read_is_not_a_file_that_cannot_be_read(
 
 def test_the_files_of_weights_and_biases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "run_id").write_bytes(b"\x00\xff")
-    assert f"{tmp_path / 'run_id'} holds " in refused(read_run_id, tmp_path / "run_id")
+    assert f"{tmp_path / 'run_id'} holds " in rejection(read_run_id, tmp_path / "run_id")
     (tmp_path / "run_id").write_text("")
-    assert "holds '' instead" in refused(read_run_id, tmp_path / "run_id")
+    assert "holds '' instead" in rejection(read_run_id, tmp_path / "run_id")
     (tmp_path / "run_id").write_text("0a1b2c3d\n")
     assert read_run_id(tmp_path / "run_id") == "0a1b2c3d"
     key = tmp_path / "key"
@@ -255,19 +257,19 @@ def test_the_files_of_weights_and_biases(tmp_path: Path, monkeypatch: pytest.Mon
     for content in (b"\xff", b"a\x00b", b"", b"two words"):
         key.write_bytes(content)
         key.chmod(0o600)
-        assert "does not hold a key" in refused(read_wandb_key)
+        assert "does not hold a key" in rejection(read_wandb_key)
     monkeypatch.setenv("WANDB_BASE_URL", "http://[::1")
-    assert "WANDB_BASE_URL = http://[::1: " in refused(has_wandb_key)
+    assert "WANDB_BASE_URL = http://[::1: " in rejection(has_wandb_key)
 
 
 @pytest.mark.parametrize("content", NO_TABLES)
 def test_a_folder_of_transformers(content: bytes, tmp_path: Path) -> None:
     for name in ("config.json", "model.safetensors.index.json"):
         (tmp_path / name).write_bytes(content)
-    assert refused(read_config, tmp_path).startswith(f"{tmp_path}/config.json: ")
-    assert "is not an index of tensors" in refused(TheirFiles, tmp_path)
+    assert rejection(read_config, tmp_path).startswith(f"{tmp_path}/config.json: ")
+    assert "is not an index of tensors" in rejection(TheirFiles, tmp_path)
     (tmp_path / "model.safetensors").write_bytes(content)
-    assert "model.safetensors cannot be read" in refused(TheirFiles, tmp_path)
+    assert "model.safetensors cannot be read" in rejection(TheirFiles, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -277,5 +279,5 @@ def test_a_config_of_transformers(key: str, value: Any, tmp_path: Path) -> None:
     AutoConfig.for_model("llama").save_pretrained(tmp_path)
     file = tmp_path / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {key: value}))
-    message = refused(read_config, tmp_path)
+    message = rejection(read_config, tmp_path)
     assert message.startswith(f"{file}: ") and re.search(f"{key}|vocab_size|heads|zero", message)

@@ -1,4 +1,4 @@
-"""Weights of transformers -> a checkpoint that a run in any layout can start from."""
+"""Convert weights of transformers to a checkpoint from which a run in any layout can start."""
 
 import json
 from collections.abc import Iterator
@@ -19,18 +19,21 @@ from recipes.training.checkpoint.tensor_file import FileRecord, TensorFileWriter
 from recipes.training.run_folder.provenance import versions
 
 WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-HEAD, EMBEDDING = "lm_head.weight", "embedding.weight"  # their name, our name
-BLOCK_ROWS = 4096  # of two tensors that are compared
+HEAD, EMBEDDING = (
+    "lm_head.weight",
+    "embedding.weight",
+)  # name in transformers, name in our checkpoints
+BLOCK_ROWS = 4096  # rows of two tensors that are compared at once
 PRECISIONS = (torch.float32, torch.bfloat16, torch.float16)
-PREFIXES = ("", "transformer.", "model.")  # of names; files of a base model are without
-NO_PARAMETERS = ("rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")  # buffers of old files
+PREFIXES = ("", "transformer.", "model.")  # of tensor names; files of a base model have none
+BUFFER_SUFFIXES = ("rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")  # in old files
 
 
 class TheirFiles:
     """The tensors of a folder's safetensors files, by name.
 
     Raises:
-        UserError: there are none, or a file is damaged.
+        UserError: The folder has no such files, or a file is damaged.
     """
 
     def __init__(self, folder: Path):
@@ -45,13 +48,13 @@ class TheirFiles:
                 raise UserError(f"{folder / name} cannot be read: {error}") from None
 
     def _names(self) -> set[str]:
-        """The files that transformers would load, whatever else is there."""
+        """Return the names of the files that transformers would load."""
         index = self.folder / INDEX
         if (self.folder / WHOLE).is_file():
             return {WHOLE}
         if not index.is_file():
             raise UserError(
-                f"{self.folder}: neither {WHOLE} nor {INDEX} there; save the model with "
+                f"{self.folder} has neither {WHOLE} nor {INDEX}; save the model with "
                 f"save_pretrained(..., safe_serialization=True)"
             )
         try:
@@ -62,10 +65,10 @@ class TheirFiles:
             ) from None
 
     def find(self, name: str) -> str:
-        """A tensor's name in the files, which may have another prefix.
+        """Return a tensor's name in the files, which may have another prefix.
 
         Raises:
-            UserError: it is not there.
+            UserError: The files do not have the tensor.
         """
         for prefix in PREFIXES:
             for candidate in (name.removeprefix(prefix), prefix + name):
@@ -93,29 +96,29 @@ class TheirFiles:
                 yield file.get_slice(found)[start : min(start + BLOCK_ROWS, rows)]
 
     def read(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """A tensor of this shape, as fp32.
+        """Read a tensor as fp32.
 
         Raises:
-            UserError: it has another shape.
+            UserError: The tensor is missing, or has another shape or an unsupported precision.
         """
         found = self.find(name)
         try:
             with safe_open(self.folder / self.files[found], framework="pt") as file:
                 tensor = file.get_tensor(found)
-        except SafetensorError as error:  # such as a type that torch does not have
+        except SafetensorError as error:  # for example, torch does not have its type
             raise UserError(
                 f"{self.folder / self.files[found]}: {found} cannot be read ({error}); use a model "
                 f"in bf16, fp16 or fp32"
             ) from None
         if tensor.dtype not in PRECISIONS:
             raise UserError(
-                f"{self.folder / self.files[found]}: {found} is {tensor.dtype}, which needs more "
-                f"than its numbers; use a model in bf16, fp16 or fp32"
+                f"{self.folder / self.files[found]}: {found} is {tensor.dtype}, which is not "
+                f"supported; use a model in bf16, fp16 or fp32"
             )
         if tuple(tensor.shape) != shape:
             raise UserError(
                 f"{self.folder / self.files[found]}: {found} has the shape {tuple(tensor.shape)} "
-                f"and config.json makes it {shape}"
+                f"but config.json implies {shape}"
             )
         return tensor.to(torch.float32)
 
@@ -124,14 +127,14 @@ def read_config(folder: Path) -> ModelConfig:
     """Read the architecture from a folder's config.json.
 
     Raises:
-        UserError: there is no such file, transformers cannot read it, or the architecture is not
+        UserError: The file is missing, transformers cannot read it, or the architecture is not
             supported.
     """
     if not (folder / "config.json").is_file():
-        raise UserError(f"{folder}: no config.json there; use a folder that save_pretrained wrote")
+        raise UserError(f"{folder} has no config.json; use a folder written by save_pretrained")
     try:
         theirs = AutoConfig.from_pretrained(folder)
-    except Exception as error:  # of any class: transformers' configs validate themselves
+    except Exception as error:  # transformers' configs raise many classes
         raise UserError(f"{folder / 'config.json'}: {error}") from None
     try:
         return ModelConfig(**model_settings(theirs.to_dict()))
@@ -140,10 +143,10 @@ def read_config(folder: Path) -> ModelConfig:
 
 
 def _has_own_head(model: ModelConfig, theirs: TheirFiles) -> bool:
-    """Return whether the files have both ends of a tied table, with different values.
+    """Return whether the files have an embedding and a head with different values.
 
-    transformers compares them too (5.23, PreTrainedModel.tie_weights), since files may hold a tied
-    table under both names.
+    transformers compares them too (5.23, PreTrainedModel.tie_weights), because files may hold a
+    tied embedding under both names.
     """
     embedding = counterparts(model)[EMBEDDING].names[0]
     if HEAD not in theirs.files or not theirs.has(embedding):
@@ -156,14 +159,13 @@ def _has_own_head(model: ModelConfig, theirs: TheirFiles) -> bool:
 
 
 def adopt(folder: Path, output: Path) -> ModelConfig:
-    """Write the checkpoint, one tensor in memory at a time.
+    """Write the checkpoint with one tensor in memory at a time, and return the architecture.
 
-    Returns:
-        The architecture. As in transformers, embeddings that config.json ties are untied if the
-        files have a head with other values.
+    As in transformers, a head that config.json ties to the embedding is untied if the files have a
+    head with other values.
 
     Raises:
-        UserError: the folder's tensors are not those of its config.
+        UserError: The tensors do not match the config.
     """
     model, theirs = read_config(folder), TheirFiles(folder)
     if model.tie_embeddings and _has_own_head(model, theirs):
@@ -174,7 +176,7 @@ def adopt(folder: Path, output: Path) -> ModelConfig:
     used = {theirs.find(part) for counterpart in table.values() for part in counterpart.names}
     tied = {HEAD} if model.tie_embeddings else set()
     unknown = {
-        name for name in theirs.files.keys() - used - tied if not name.endswith(NO_PARAMETERS)
+        name for name in theirs.files.keys() - used - tied if not name.endswith(BUFFER_SUFFIXES)
     }
     if unknown:
         raise UserError(

@@ -1,4 +1,4 @@
-"""Checkpoint -> a folder that transformers' `AutoModelForCausalLM.from_pretrained` opens."""
+"""Export a checkpoint to a folder that transformers' `from_pretrained` can load."""
 
 import json
 import shutil
@@ -23,7 +23,7 @@ from recipes.training.recipe.loading import parse_recipe
 from recipes.training.recipe.sections import repository_path
 from recipes.training.run_folder.folder import RunFolder
 
-DTYPES = {  # of the command -> of the file, of torch
+DTYPES = {  # name in the command -> name in safetensors files, torch's dtype
     "fp32": ("F32", torch.float32),
     "bf16": ("BF16", torch.bfloat16),
     "fp16": ("F16", torch.float16),
@@ -38,10 +38,10 @@ TOKENIZER_FILES = (
 def export(source: CheckpointReader, folder: Path, *, dtype: str, tokenizer: Path | None) -> None:
     """Write weights, config, generation config, tokenizer and model card.
 
-    tokenizer: its folder, as `find_tokenizer` has found it
+    tokenizer: folder of the tokenizer, from `find_tokenizer`
 
     Raises:
-        UserError: transformers has no class for it, or cannot load the tokenizer.
+        UserError: transformers has no class for the model, or cannot load the tokenizer.
     """
     settings = hugging_face_config(model_of(source))
     card = model_card(source, dtype)
@@ -61,27 +61,27 @@ def export(source: CheckpointReader, folder: Path, *, dtype: str, tokenizer: Pat
 
 
 def find_tokenizer(source: CheckpointReader, given: Path | None) -> Path | None:
-    """The folder of the tokenizer that the run's tokens are of; None: nobody knows one.
+    """Return the folder of the run's tokenizer, or None for imported weights without one.
 
     Raises:
-        UserError: it is another one, or not where the recipe says.
+        UserError: The folder has no tokenizer, or another tokenizer than the run.
     """
     expected = source.manifest.data.get("tokenizer")
     if given is None and "data" not in source.manifest.recipe:
-        return None  # weights from elsewhere
+        return None
     folder = given or repository_path(source.manifest.recipe["data"]["tokenizer"])
     if not (folder / "tokenizer.json").is_file():
-        raise UserError(f"{folder}: no tokenizer.json there; use --tokenizer with its folder")
+        raise UserError(f"{folder} has no tokenizer.json; name its folder with --tokenizer")
     if expected and tokenizer_hash(folder) != expected:
         raise UserError(
-            f"{folder} is not the tokenizer that the run was trained with; use --tokenizer with "
-            f"the folder of the one with SHA-256 {expected}"
+            f"{folder} is not the tokenizer that the run was trained with; name the folder of the "
+            f"tokenizer with SHA-256 {expected} with --tokenizer"
         )
     return folder
 
 
 def begin_texts_as_in_training(source: CheckpointReader, folder: Path, *, name: str) -> None:
-    """Let the exported tokenizer add no BOS if the documents of the run did not begin with it.
+    """Remove the BOS from the exported tokenizer if the run's documents did not begin with it.
 
     prepare_data.py begins documents as the tokenizer begins texts. Corpora from other tools or
     from older versions may have no BOS. The model has then never seen the token that the tokenizer
@@ -117,7 +117,7 @@ def begin_texts_as_in_training(source: CheckpointReader, folder: Path, *, name: 
 
 
 def _starts_of_corpora(source: CheckpointReader) -> list[list[int]] | None:
-    """Return the starts of the documents of a run that did not record them, from its corpora."""
+    """Return the first tokens of documents from the corpora of a run that did not record them."""
     try:
         recipe = parse_recipe(source.manifest.recipe, str(source.path))
         return document_starts(recipe)
@@ -127,7 +127,7 @@ def _starts_of_corpora(source: CheckpointReader) -> list[list[int]] | None:
 
 
 def special_tokens(tokenizer: Path | None) -> dict[str, int | None]:
-    """Return the ids that begin and end a text, for both configs."""
+    """Return the ids of the tokens that begin and end a text, for both configs."""
     if tokenizer is None:
         return {"bos_token_id": None, "eos_token_id": None}
     loaded = load_tokenizer(tokenizer, f"--tokenizer {tokenizer}")
@@ -135,7 +135,7 @@ def special_tokens(tokenizer: Path | None) -> dict[str, int | None]:
 
 
 def write_weights(source: CheckpointReader, folder: Path, *, dtype: str) -> None:
-    """model.safetensors, or numbered files and their index; one tensor in memory at a time."""
+    """Write model.safetensors, or numbered files and an index, one tensor in memory at a time."""
     model = model_of(source)
     table, shapes = counterparts(model), logical_shapes(model)
     kind, torch_dtype = DTYPES[dtype]
@@ -159,12 +159,12 @@ def write_weights(source: CheckpointReader, folder: Path, *, dtype: str) -> None
 
 
 def _bytes(tensor: Tensor) -> memoryview:
-    """Return a tensor's bytes; numpy has no bf16."""
+    """Return a tensor's bytes. The view as uint8 is needed because numpy has no bf16."""
     return tensor.contiguous().view(-1).view(torch.uint8).numpy().data
 
 
 def model_card(source: CheckpointReader, dtype: str) -> str:
-    """README.md of the exported model: what it is and how it came to be."""
+    """Return the README.md of the exported model: its architecture and its training."""
     manifest, model = source.manifest, model_of(source)
     facts = {
         "parameters": f"{parameter_count(model):,}",
@@ -195,7 +195,7 @@ def model_card(source: CheckpointReader, dtype: str) -> str:
 
 
 def _losses(source: CheckpointReader) -> dict[str, str]:
-    """The losses at the checkpoint's step, if its run folder is there."""
+    """Return the losses at the checkpoint's step if its run folder exists."""
     lines = RunFolder(source.path.parent.parent).read_metrics()
     found: dict[str, str] = {}
     for line in lines:

@@ -1,4 +1,4 @@
-"""A folder that a command writes: it appears when everything is in it."""
+"""The output folder of a command, which appears when it is complete."""
 
 import os
 import tempfile
@@ -9,17 +9,23 @@ from pathlib import Path
 from models.errors import UserError
 from recipes.training.run_folder.line_file import flush
 
-OURS = ("manifest.json", "config.json")  # one of them is in whatever this command has written
+OUTPUT_MARKERS = (
+    "manifest.json",
+    "config.json",
+)  # each output of this command has one of them
 
 
 @contextmanager
 def output_folder(path: Path, *, reading: Path, overwrite: bool) -> Iterator[Path]:
-    """The folder to write into, which is renamed to `path` at the end, or deleted.
+    """Yield a temporary folder, which is renamed to `path` at the end, or deleted after an error.
 
-    reading: what must not be overwritten
+    Args:
+        path: the output folder
+        reading: the input, which must not be overwritten
+        overwrite: replace an existing output
 
     Raises:
-        UserError: there is something already, or no room for it.
+        UserError: The folder exists, or cannot be written.
     """
     path, reading = path.resolve(), reading.resolve()
     _check(path, reading, overwrite)
@@ -43,22 +49,25 @@ def output_folder(path: Path, *, reading: Path, overwrite: bool) -> Iterator[Pat
             flush(path.parent)
     except OSError as error:
         raise UserError(
-            f"{error.filename or path} cannot be written ({error.strerror or error}); use a folder "
-            f"with room, to which you may write"
+            f"{error.filename or path} cannot be written ({error.strerror or error}); use a "
+            f"writable folder on a disk with free space"
         ) from None
 
 
 def _check(path: Path, reading: Path, overwrite: bool) -> None:
     if path.is_relative_to(reading) or reading.is_relative_to(path):
-        raise UserError(f"{path} would overwrite what is read, {reading}; use another folder")
+        raise UserError(f"{path} would overwrite the input {reading}; use another folder")
     if path.is_file():
         raise UserError(f"{path} is a file; use a folder")
     if not path.is_dir() or not any(path.iterdir()):
         return
     if not overwrite:
-        raise UserError(f"{path} is already there; use another folder, or --overwrite")
-    if not any((path / name).is_file() for name in OURS) or (path / "checkpoints").exists():
+        raise UserError(f"{path} already exists; use another folder, or --overwrite")
+    if (
+        not any((path / name).is_file() for name in OUTPUT_MARKERS)
+        or (path / "checkpoints").exists()
+    ):
         raise UserError(
-            f"{path} has other things in it than this command writes; use another folder, or "
-            f"delete it yourself"
+            f"{path} was not written by this command, so it is not overwritten; use another "
+            f"folder, or delete it"
         )

@@ -1,8 +1,8 @@
-"""A checkpoint -> the same run's for another layout.
+"""Convert a run's checkpoint to another layout.
 
-A checkpoint's tensors are logical, so any layout reads it as it is. What changes is the recipe and
-the layout in it, checked here instead of on the machine that resumes it, and the files: the tensors
-are spread evenly over as many as there will be ranks.
+A checkpoint holds logical tensors, so any layout can read it without conversion. This command
+checks the new layout ahead of time, records it in the checkpoint's recipe, and distributes the
+tensors evenly over one set of files per new rank.
 """
 
 from copy import deepcopy
@@ -23,28 +23,33 @@ from recipes.training.recipe.schema import Recipe
 from recipes.training.recipe.topology import Topology, World
 from recipes.training.run_folder.provenance import layout_of, versions
 
-FIXED = ("model.", "seed", "data.")  # what makes it another run
+FIXED_KEYS = ("model.", "seed", "data.")  # a change of these keys would make it another run
 
 
 def new_recipe(
     source: CheckpointReader, overrides: list[str], *, ranks: int
 ) -> tuple[Recipe, Topology]:
-    """The checkpoint's recipe with other settings, and its axes on so many ranks.
+    """Return the checkpoint's recipe with the overrides, and its topology on the new ranks.
 
     Raises:
-        UserError: the new recipe describes another run, or its layout is not legal.
+        UserError: The new recipe describes another run, or its layout is not legal.
     """
     if "seed" not in source.manifest.recipe:
-        raise UserError(f"{source.path} has weights and no run; every layout starts from it as is")
+        raise UserError(
+            f"{source.path} has only weights, so there is no run to reshape; name it in "
+            f"training.initial_weights, which any layout can read"
+        )
     table = deepcopy(source.manifest.recipe)
-    table.pop("cluster", None)  # of the machine that it leaves
+    table.pop("cluster", None)  # it describes the old machine
     apply_overrides(table, overrides)
     recipe = parse_recipe(table, "".join(f"--set {override} " for override in overrides).strip())
     before = source.manifest.recipe
     changed = [key for key in differences(before, recipe.model_dump(mode="json"))
-               if key.startswith(FIXED)]  # fmt: skip
+               if key.startswith(FIXED_KEYS)]  # fmt: skip
     if changed:
-        raise UserError(f"{changed[0]} makes it another run; leave it as it is in {source.path}")
+        raise UserError(
+            f"{changed[0]} makes it another run; leave the key as it is in {source.path}"
+        )
     topology = recipe.topology(World(size=ranks, local_size=ranks))
     build_deepspeed_config(recipe, topology)
     return recipe, topology

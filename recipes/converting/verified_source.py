@@ -10,10 +10,10 @@ from recipes.training.run_folder.checkpoint_folders import published
 
 
 def open_checkpoint(path: Path) -> CheckpointReader:
-    """Open a checkpoint, or the newest undamaged one of a run folder.
+    """Open a checkpoint, or the newest undamaged checkpoint of a run folder.
 
     Raises:
-        UserError: there is no checkpoint, or it is damaged.
+        UserError: The path has no checkpoint, or only damaged ones.
     """
     if (path / "manifest.json").is_file():
         damage = next(find_damages(path), None)
@@ -27,7 +27,7 @@ def open_checkpoint(path: Path) -> CheckpointReader:
     if found:
         damage = next(find_damages(found[-1]))
         raise UserError(f"{path}: all checkpoints here are damaged; {damage}")
-    raise UserError(f"{path}: no checkpoint there; use a run folder such as runs/tiny")
+    raise UserError(f"{path} has no checkpoint; use a run folder such as runs/tiny")
 
 
 def model_of(source: CheckpointReader) -> ModelConfig:

@@ -1,18 +1,18 @@
-"""Documents as a source has them: rows with a text, or with what is wrong with them."""
+"""Rows of a source: documents, or problems in their place."""
 
 import json
 import reprlib
 from dataclasses import dataclass
 from typing import Any
 
-KINDS = ("empty", "utf-8", "json", "column")  # of what can be wrong with a row
+PROBLEM_KINDS = ("empty", "utf-8", "json", "column")
 
 
 @dataclass(frozen=True)
 class Problem:
-    """Why a row is not a document.
+    """The reason why a row is not a document.
 
-    kind: one of KINDS
+    kind: one of PROBLEM_KINDS
     """
 
     kind: str
@@ -23,7 +23,7 @@ class Problem:
 class Row:
     """A document, or a problem in its place.
 
-    position: where it is: the byte of a file where its line begins, or a number of rows
+    position: byte at which the line begins in its file, or index of the row
     """
 
     position: int
@@ -31,7 +31,7 @@ class Row:
 
 
 def document(value: Any, column: str) -> str | Problem:
-    """The text of a document from what a column holds."""
+    """Return the value of a column if it is the text of a document, or the problem with it."""
     if not isinstance(value, str):
         return Problem("column", f"{column} = {shortened(repr(value))} is not a text")
     if not value.strip():
@@ -44,7 +44,7 @@ def document(value: Any, column: str) -> str | Problem:
 
 
 def decoded(content: bytes) -> str | Problem:
-    """The text that bytes are in UTF-8."""
+    """Decode UTF-8, or return the problem with it."""
     try:
         return content.decode()
     except UnicodeDecodeError as error:
@@ -52,21 +52,24 @@ def decoded(content: bytes) -> str | Problem:
 
 
 def json_document(line: bytes, column: str) -> str | Problem:
-    """The text in a column of a line of JSON."""
+    """Return the text in a column of a line of JSON, or the problem with it."""
     text = decoded(line)
     if isinstance(text, Problem):
         return text
     try:
         item = json.loads(text)
-    except (ValueError, RecursionError) as error:  # a plain ValueError for 4,301 digits
+    except (
+        ValueError,
+        RecursionError,
+    ) as error:  # ValueError: an integer of more than 4,300 digits
         return Problem("json", f"not valid JSON: {error}")
     return field(item, column)
 
 
 def field(item: Any, column: str) -> str | Problem:
-    """The text in a column of a parsed JSON object."""
+    """Return the text in a column of a parsed JSON object, or the problem with it."""
     if not isinstance(item, dict):
-        shown = shortened(reprlib.repr(item))  # which may be nested to any depth
+        shown = shortened(reprlib.repr(item))  # limits the depth of nested values
         return Problem("json", f"{shown} is not a JSON object")
     if column not in item:
         names = shortened(", ".join(item)) or "none"
@@ -75,6 +78,6 @@ def field(item: Any, column: str) -> str | Problem:
 
 
 def shortened(text: str) -> str:
-    """At most 60 characters of a text, such that it can be printed."""
+    """Return at most 60 printable characters of a text."""
     text = text.encode(errors="backslashreplace").decode()
     return text if len(text) <= 60 else text[:57] + "..."

@@ -1,11 +1,11 @@
-"""How files and datasets are read: in pieces, each by one process, and row by row.
+"""Readers of files and datasets: each process reads one piece at a time, row by row.
 
-| format    | a piece                                  | position of a row      |
+| format    | piece                                    | position of a row      |
 |-----------|------------------------------------------|------------------------|
 | JsonLines | a range of bytes of a file               | byte where it begins   |
-| TextLines | the same                                 | byte where it begins   |
+| TextLines | a range of bytes of a file               | byte where it begins   |
 | JsonArray | a file                                   | row                    |
-| Texts     | some files, each of them a document      | file                   |
+| Texts     | several files, each of them a document   | file                   |
 | Parquet   | row groups of a file                     | row                    |
 | Rows      | rows of a `datasets.Dataset`             | row                    |
 | Stream    | a shard of a `datasets.IterableDataset`  | row of the shard       |
@@ -32,8 +32,8 @@ BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 COMPRESSED = (".gz", ".bz2", ".zst")
 BLOCK_BYTES = 2**24
 ROWS_AT_ONCE = 256
-# Raised for a file that is damaged, cut off or not readable. Arrow's own classes are named, since
-# some of them are also ValueErrors, which a defect of this code may raise too.
+# The classes that reading a damaged, truncated or unreadable file raises. Arrow's base class stands
+# here instead of ValueError, because a defect of this code may raise a ValueError too.
 READ_ERRORS = (OSError, pyarrow.ArrowException)
 
 T = TypeVar("T")
@@ -44,7 +44,8 @@ class Piece:
     """A part of a source.
 
     files: paths, or the name of a dataset
-    start, stop: bytes, row groups or rows, depending on the format; stop None: to the end
+    start, stop: range of bytes, row groups or rows, depending on the format; if stop is None, the
+        piece extends to the end
     size: in bytes, for the estimate of the remaining time
     version: changes when the files do
     """
@@ -56,52 +57,52 @@ class Piece:
     version: str
 
     def __str__(self) -> str:
-        """What it is, for a message."""
+        """Return the piece in words, for a message."""
         return describe(self.files, self.start, self.stop)
 
 
-NumberedPiece = tuple[int, Piece]  # which of the formats reads it
+NumberedPiece = tuple[int, Piece]  # index of the format that reads the piece, and the piece
 
 
 def describe(files: Sequence[str], start: int, stop: int | None) -> str:
-    """A piece in words."""
+    """Return a piece in words: its files and its range."""
     more = f" and {len(files) - 1} more" if len(files) > 1 else ""
     return f"{files[0]}{more}" + ("" if stop is None else f" ({start} .. {stop - 1})")
 
 
 class Format(ABC):
-    """A way to read documents.
+    """A reader of documents.
 
-    column: that holds the text; empty: the format has none
+    column: column that holds the text; empty if the format has no columns
     """
 
     column = ""
 
     @abstractmethod
     def pieces(self, target_bytes: int) -> Iterator[Piece]:
-        """What there is to read, in its order, in pieces of about so many bytes."""
+        """Yield the pieces of the source in order, each of about `target_bytes`."""
 
     @abstractmethod
     def rows(self, piece: Piece) -> Iterator[Row]:
-        """The rows of a piece."""
+        """Yield the rows of a piece."""
 
     def place(self, piece: Piece, position: int) -> str:
-        """Where a row is, as a user looks for it."""
+        """Return the location of a row in words that a user can search for."""
         return f"{piece.files[0]}, row {position}"
 
     def version(self, piece: Piece) -> str:
-        """The version of what the piece is read from, now."""
+        """Return the current version of the files that the piece is read from."""
         return " ".join(version_of(Path(file)) for file in piece.files)
 
 
 class TextLines(Format):
-    """A file whose lines are documents, compressed or not."""
+    """A file whose lines are documents, possibly compressed."""
 
     def __init__(self, file: Path):
         self.file = file
 
     def pieces(self, target_bytes: int) -> Iterator[Piece]:
-        """Ranges of bytes; a compressed file is one piece."""
+        """Yield ranges of bytes; a compressed file is one piece."""
         size, version = self.file.stat().st_size, version_of(self.file)
         if self.file.suffix in COMPRESSED:
             yield Piece((str(self.file),), 0, None, size, version)
@@ -111,7 +112,7 @@ class TextLines(Format):
             yield Piece((str(self.file),), start, stop, stop - start, version)
 
     def rows(self, piece: Piece) -> Iterator[Row]:
-        """The lines that begin in the piece."""
+        """Yield the lines that begin in the piece."""
         with open_bytes(self.file) as stream:
             position = piece.start
             if position:
@@ -127,12 +128,12 @@ class TextLines(Format):
                 position += len(line)
 
     def content(self, line: bytes) -> str | Problem | None:
-        """The document that a line is; None: nothing."""
+        """Return the document in a line, or None to ignore the line."""
         text = decoded(line.rstrip(b"\r\n"))
         return text if isinstance(text, Problem) else document(text, "the line")
 
     def place(self, piece: Piece, position: int) -> str:
-        """Where a row is, by the number of its line."""
+        """Return the file and the line number of a row."""
         with open_bytes(self.file) as stream:
             number, left = 1, position
             while left and (block := stream.read(min(left, BLOCK_BYTES))):
@@ -141,25 +142,25 @@ class TextLines(Format):
 
 
 class JsonLines(TextLines):
-    """A file with a JSON object in each line, compressed or not."""
+    """A file with a JSON object in each line, possibly compressed."""
 
     def __init__(self, file: Path, column: str):
         super().__init__(file)
         self.column = column
 
     def content(self, line: bytes) -> str | Problem | None:
-        """The document that a line is; None for a blank one."""
+        """Return the document in a line, or None for a blank line."""
         return json_document(line, self.column) if line.strip() else None
 
 
 class JsonArray(Format):
-    """A file that is one JSON array of objects, compressed or not."""
+    """A file that is one JSON array of objects, possibly compressed."""
 
     def __init__(self, file: Path, column: str):
         self.file, self.column = file, column
 
     def pieces(self, target_bytes: int) -> Iterator[Piece]:
-        """The whole file."""
+        """Yield the whole file as one piece."""
         size = self.file.stat().st_size
         yield Piece((str(self.file),), 0, None, size, version_of(self.file))
 
@@ -167,29 +168,32 @@ class JsonArray(Format):
         """Yield the array's objects.
 
         Raises:
-            UserError: the file is not valid JSON, so that no row can be read.
+            UserError: The file is not valid JSON.
         """
         with open_bytes(self.file) as stream:
             content = stream.read().removeprefix(BYTE_ORDER_MARK)
         try:
             items = json.loads(content.decode())
-        except (ValueError, RecursionError) as error:  # UnicodeDecodeError, JSONDecodeError, digits
+        except (
+            ValueError,
+            RecursionError,
+        ) as error:  # also UnicodeDecodeError and too long integers
             raise UserError(f"{piece} cannot be read: {first_line(error)}") from None
         for number, item in enumerate(items):
             yield Row(number, field(item, self.column))
 
 
 class Texts(Format):
-    """Files that are a document each, compressed or not.
+    """Files that are a document each, possibly compressed.
 
-    lenient: bytes that are no UTF-8 are left out, and files without text too
+    lenient: drop bytes that are not UTF-8, and files without text
     """
 
     def __init__(self, files: list[Path], *, lenient: bool = False):
         self.files, self.lenient = files, lenient
 
     def pieces(self, target_bytes: int) -> Iterator[Piece]:
-        """Neighbouring files together."""
+        """Yield groups of neighbouring files."""
         group: list[Path] = []
         size = 0
         for file in self.files:
@@ -201,7 +205,7 @@ class Texts(Format):
                 group, size = [], 0
 
     def rows(self, piece: Piece) -> Iterator[Row]:
-        """The files' texts."""
+        """Yield the text of each file."""
         for number, name in enumerate(piece.files):
             with open_bytes(Path(name)) as stream:
                 content = stream.read().removeprefix(BYTE_ORDER_MARK)
@@ -212,7 +216,7 @@ class Texts(Format):
                 yield Row(number, text)
 
     def place(self, piece: Piece, position: int) -> str:
-        """The file."""
+        """Return the name of the file."""
         return piece.files[position]
 
 
@@ -220,7 +224,7 @@ class Parquet(Format):
     """A Parquet file.
 
     Raises:
-        UserError: it is none, or has no such column.
+        UserError: The file is not a Parquet file, or does not have the column.
     """
 
     def __init__(self, file: Path, column: str):
@@ -232,7 +236,7 @@ class Parquet(Format):
         check_column(str(file), column, names)
 
     def pieces(self, target_bytes: int) -> Iterator[Piece]:
-        """Neighbouring row groups together."""
+        """Yield groups of neighbouring row groups."""
         about = parquet.read_metadata(self.file)
         version, first, size = version_of(self.file), 0, 0
         for group in range(about.num_row_groups):
@@ -242,9 +246,9 @@ class Parquet(Format):
                 first, size = group + 1, 0
 
     def rows(self, piece: Piece) -> Iterator[Row]:
-        """The rows of the piece's row groups."""
+        """Yield the rows of the piece's row groups."""
         with parquet.ParquetFile(self.file) as content:
-            assert piece.stop is not None  # only pieces of text files reach to the end
+            assert piece.stop is not None  # only pieces of text files have no stop
             groups = range(piece.start, piece.stop)
             number = sum(content.metadata.row_group(g).num_rows for g in range(piece.start))
             batches = content.iter_batches(ROWS_AT_ONCE, row_groups=groups, columns=[self.column])
@@ -261,10 +265,10 @@ class Parquet(Format):
 
 
 class Rows(Format):
-    """A dataset with rows that have a number.
+    """A dataset with random access to its rows.
 
     Raises:
-        UserError: it has no such column.
+        UserError: The dataset does not have the column.
     """
 
     def __init__(self, name: str, dataset: "Dataset", column: str):
@@ -273,7 +277,7 @@ class Rows(Format):
         self.fingerprint = dataset._fingerprint
 
     def pieces(self, target_bytes: int) -> Iterator[Piece]:
-        """Ranges of rows."""
+        """Yield ranges of rows."""
         count = len(self.dataset)
         row_bytes = max(1, self.dataset.data.nbytes // max(1, count))
         step = max(1, target_bytes // row_bytes)
@@ -283,13 +287,13 @@ class Rows(Format):
             yield Piece((self.name,), start, stop, size, self.fingerprint)
 
     def version(self, piece: Piece) -> str:
-        """The dataset's fingerprint."""
+        """Return the dataset's fingerprint."""
         return self.fingerprint
 
     def rows(self, piece: Piece) -> Iterator[Row]:
         """Yield the rows of the piece."""
         stop = piece.stop
-        assert stop is not None  # only pieces of text files reach to the end
+        assert stop is not None  # only pieces of text files have no stop
         starts = range(piece.start, stop, ROWS_AT_ONCE)
         batches = (self.dataset[n : min(n + ROWS_AT_ONCE, stop)] for n in starts)
         for start, batch in zip(starts, from_library(batches, piece), strict=True):
@@ -298,12 +302,12 @@ class Rows(Format):
 
 
 class Stream(Format):
-    """A dataset that is read from its beginning, without being stored here.
+    """A dataset that is streamed without being stored.
 
-    identity: tells it from others of that name: configuration, split, revision
+    identity: configuration, split and version, which distinguish datasets of the same name
 
     Raises:
-        UserError: it has no such column.
+        UserError: The dataset does not have the column.
     """
 
     def __init__(self, name: str, dataset: "IterableDataset", column: str, identity: str):
@@ -314,12 +318,12 @@ class Stream(Format):
         self.name, self.dataset, self.column, self.identity = name, dataset, column, identity
 
     def pieces(self, target_bytes: int) -> Iterator[Piece]:
-        """The shards that the dataset has."""
+        """Yield the shards of the dataset."""
         for shard in range(self.dataset.num_shards):
             yield Piece((self.name,), shard, shard + 1, 1, self.identity)
 
     def version(self, piece: Piece) -> str:
-        """What it was opened as."""
+        """Return the identity with which the dataset was opened."""
         return self.identity
 
     def rows(self, piece: Piece) -> Iterator[Row]:
@@ -329,7 +333,7 @@ class Stream(Format):
             yield Row(number, field(row, self.column))
 
     def place(self, piece: Piece, position: int) -> str:
-        """Where a row is."""
+        """Return the shard and the row number."""
         return f"{self.name}, shard {piece.start}, row {position}"
 
 
@@ -342,10 +346,10 @@ def from_library(rows: Iterable[T], source: object) -> Iterator[T]:
 
     Args:
         rows: the library's iterator
-        source: what it reads, for a message
+        source: the source of the rows, for a message
 
     Raises:
-        UserError: the library raised an exception.
+        UserError: The library raised an exception.
     """
     coming = iter(rows)
     while True:
@@ -359,24 +363,28 @@ def from_library(rows: Iterable[T], source: object) -> Iterator[T]:
 
 
 def open_bytes(file: Path) -> IO[bytes]:
-    """A file's bytes, decompressed if its name says so."""
+    """Open a file for reading bytes, decompressed according to its suffix."""
     if file.suffix in COMPRESSED:
         return io.BufferedReader(pyarrow.input_stream(str(file), compression="detect"))
     return file.open("rb")
 
 
 def version_of(file: Path) -> str:
-    """Size and time of the last change."""
+    """Return the size of a file and the time of its last change."""
     about = file.stat()
     return f"{about.st_size}/{about.st_mtime_ns}"
 
 
 def check_column(name: str, column: str, columns: list[str]) -> None:
-    """Refuse a column that is not there."""
+    """Check that a source has a column.
+
+    Raises:
+        UserError: The source does not have the column.
+    """
     if column not in columns:
         raise UserError(f"--column {column}: {name} has the columns {', '.join(columns)}")
 
 
 def first_line(error: Exception) -> str:
-    """What an error says, without the rest."""
+    """Return the first line of an error's message, or its class if the message is empty."""
     return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

@@ -1,4 +1,4 @@
-"""Which documents a step reads: what one needs to know when the loss has jumped."""
+"""List the documents that a step reads, to find the cause of a jump in the loss."""
 
 import json
 from collections.abc import Iterator
@@ -15,17 +15,20 @@ from recipes.training.recipe.sections import repository_path
 from recipes.training.recipe.topology import Topology
 from recipes.training.run_folder.folder import RunFolder
 
-TEXT_SHOWN = 200  # characters of a window
+MAX_CHARACTERS_SHOWN = 200  # of a window
 
 
 def ledger(recipe: Recipe, run: Path, step: int, *, text: bool) -> Iterator[str]:
-    """A step's samples, a line each: corpus, window, tokens, documents and the places in them.
+    """Yield a line per sample of a step: corpus, window, tokens, documents and their token ranges.
 
-    run: its folder, which knows about changed batches and rollbacks
-    text: show the beginning of each window's text
+    Args:
+        recipe: recipe of the run
+        run: run folder, which records changed batch sizes and rollbacks
+        step: number of the step, from 1
+        text: also yield the beginning of each window's text
 
     Raises:
-        UserError: the corpora and the recipe do not fit each other.
+        UserError: The corpora and the recipe do not match.
     """
     data = TrainingData(recipe, Topology(pipeline=1, data=1, tensor=1), 0)
     samples, length = samples_of(recipe, RunFolder(run), step), recipe.model.sequence_length
@@ -43,24 +46,24 @@ def ledger(recipe: Recipe, run: Path, step: int, *, text: bool) -> Iterator[str]
         first, stop = window * length, (window + 1) * length + 1
         documents = ", ".join(
             f"document {number}, its tokens {begin} .. {end - 1}"
-            f"{from_where(origins[source][number])}"
+            f"{origin_phrase(origins[source][number])}"
             for number, begin, end in corpus.file.documents_of(first, stop)
         )
         yield f"sample {sample}: {path} window {window}, tokens {first} .. {stop - 1}: {documents}"
         if tokenizer:
-            shown = tokenizer.decode(corpus.read(window))[:TEXT_SHOWN]
+            shown = tokenizer.decode(corpus.read(window))[:MAX_CHARACTERS_SHOWN]
             yield f"  {json.dumps(shown, ensure_ascii=False)}"
 
 
-def from_where(origin: str) -> str:
-    """The end of a phrase."""
+def origin_phrase(origin: str) -> str:
+    """Return the origin of a document as the end of a phrase."""
     return f" of {origin}" if origin else ""
 
 
 def samples_of(recipe: Recipe, run: RunFolder, step: int) -> range:
     """Return the samples that a step of a run has read, or will read with this recipe."""
     length, batch = recipe.model.sequence_length, recipe.batch.global_sequences
-    firsts = {0: 0} | run.history().first_samples()  # of the step after each
+    firsts = {0: 0} | run.history().first_samples()  # step -> first sample of the next step
     ends = {line["step"]: line["tokens"] // length for line in run.read_metrics()}
     for at, first in firsts.items():  # drop steps that a rollback has discarded
         ends = {step: end for step, end in ends.items() if step <= at or end > first}

@@ -19,7 +19,7 @@ def mark_workspace(lock: IO[str]) -> None:
 
 
 class OwnFiles:
-    """Files of corpora, finished or not. Each folder is looked at once."""
+    """Files of corpora, finished or unfinished. Each folder is examined once."""
 
     def __init__(self) -> None:
         self._workspaces: dict[Path, bool] = {}
@@ -28,7 +28,7 @@ class OwnFiles:
     def __contains__(self, file: Path) -> bool:
         """Return whether prepare_data.py has written a file.
 
-        Other files in the same folders, whatever their names, are not ours.
+        Other files in the same folders belong to the user, even under the same names.
         """
         file = file.absolute()
         return any(

@@ -1,8 +1,8 @@
-"""The corpus that training reads: finished pieces joined, with a manifest.
+"""The corpus that training reads: joined pieces and a manifest.
 
 NAME/
   manifest.json     tokenizer, vocabulary, documents and tokens, SHA-256s, sources
-  pieces.jsonl      where the tokens come from: a line for each piece, in order
+  pieces.jsonl      origin of the tokens: a line for each piece, in order
   tokenizer/
   train.bin train.idx validation.bin validation.idx
 """
@@ -36,8 +36,8 @@ from recipes.training.data.token_file import (
 from recipes.training.run_folder.line_file import flush
 
 BLOCK_BYTES = 2**24
-WHERE = ("files", "start", "stop")  # of a Piece, in pieces.jsonl
-COUNTS = ("documents", "tokens")  # of a part, in the manifest
+LOCATION_KEYS = ("files", "start", "stop")  # fields of a Piece in pieces.jsonl
+COUNT_KEYS = ("documents", "tokens")  # counts of a part in the manifest
 
 
 def join(
@@ -46,16 +46,19 @@ def join(
     output: Path,
     facts: dict[str, Any],
 ) -> dict[str, Any]:
-    """Join finished pieces into a corpus, in their order; return its manifest.
+    """Join finished pieces into a corpus in order, and return its manifest.
 
     The operating system copies the tokens. They are not read again, because they were counted and
     hashed when they were written.
 
-    output: a folder, which is deleted and created again
-    facts: further entries of the manifest
+    Args:
+        tokenization: the tokenization of the pieces
+        pieces: all pieces of the source, in order
+        output: folder of the corpus, which is deleted and created again
+        facts: further entries of the manifest
 
     Raises:
-        UserError: a part without tokens.
+        UserError: A part has no tokens.
     """
     shutil.rmtree(output, ignore_errors=True)
     output.mkdir(parents=True)
@@ -63,7 +66,7 @@ def join(
     reports = [report for report in found if report is not None]
     folders = [tokenization.folder / tokenization.name(*item) for item in pieces]
     assert len(reports) == len(pieces)  # all pieces are finished
-    skipped = add_up(tokenization, pieces, reports)
+    skipped = count_skipped(tokenization, pieces, reports)
     files: dict[str, Any] = {}
     for part in PARTS:
         counts = [report.parts[part] for report in reports]
@@ -90,7 +93,7 @@ def join(
     shutil.copytree(tokenization.tokenizer.parent, output / "tokenizer")
     with (output / "pieces.jsonl").open("w") as stream:
         for (_, piece), report in zip(pieces, reports, strict=True):
-            where = {key: getattr(piece, key) for key in WHERE}
+            where = {key: getattr(piece, key) for key in LOCATION_KEYS}
             stream.write(json.dumps(where | report.parts) + "\n")
     manifest = facts | {
         "tokenizer_sha256": tokenization.tokenizer_sha256,
@@ -108,10 +111,10 @@ def join(
     return manifest
 
 
-def add_up(
+def count_skipped(
     tokenization: Tokenization, pieces: Sequence[NumberedPiece], reports: Sequence[Report]
 ) -> dict[str, dict[str, Any]]:
-    """The rows that were left out, by kind: how many, and the first one in words."""
+    """Return the number of skipped rows by kind of problem, and the first of each kind in words."""
     total: dict[str, dict[str, Any]] = {}
     for (number, piece), report in zip(pieces, reports, strict=True):
         for kind, skipped in report.skipped.items():
@@ -123,14 +126,14 @@ def add_up(
 
 
 def sum_documents(reports: Sequence[Report]) -> int:
-    """Documents of all parts."""
+    """Return the number of documents in all parts of all pieces."""
     return sum(counts["documents"] for report in reports for counts in report.parts.values())
 
 
 def join_part(parts: Sequence[Path], target: Path, *, documents: int, vocab_size: int) -> str:
-    """Join token files, in their order; the SHA-256 of the new index.
+    """Join token files in order, and return the SHA-256 of the new index.
 
-    documents: in all of them
+    documents: total number of documents
     """
     with target.with_name(target.name + ".bin").open("wb") as stream:
         for part in parts:
@@ -139,7 +142,7 @@ def join_part(parts: Sequence[Path], target: Path, *, documents: int, vocab_size
     def lengths() -> Iterator[np.ndarray]:
         for part in parts:
             file = TokenFile(part)
-            yield file.lengths[: file.sequences]  # without any it is one zero
+            yield file.lengths[: file.sequences]  # an empty file has one length, zero
 
     index = HashedFile(target.with_name(target.name + ".idx"))
     write_index(index, token_type(vocab_size), lengths, count=documents)
@@ -147,7 +150,7 @@ def join_part(parts: Sequence[Path], target: Path, *, documents: int, vocab_size
 
 
 def append(source: Path, target: int) -> None:
-    """Copy a file to where another one is being written, without its bytes coming here."""
+    """Append a file to an open one inside the kernel."""
     with source.open("rb") as stream:
         left = source.stat().st_size
         while left:
@@ -158,10 +161,10 @@ def append(source: Path, target: int) -> None:
 
 
 class Origins:
-    """The sources of the documents of a part, as far as pieces.jsonl names them.
+    """The origins of the documents of a part, as pieces.jsonl records them.
 
     Raises:
-        UserError: a line of pieces.jsonl is damaged.
+        UserError: A line of pieces.jsonl is damaged.
     """
 
     def __init__(self, token_file: Path):
@@ -171,24 +174,24 @@ class Origins:
         self.ends = list(accumulate(counts))
 
     def __getitem__(self, document: int) -> str:
-        """The files, and which bytes, row groups or rows of them; empty where it is not known."""
+        """Return the files and the range of a document's piece in words; "" if not recorded."""
         number = bisect_right(self.ends, document)
         if number == len(self.ends):
             return ""
-        return describe(*(self.pieces[number][key] for key in WHERE))
+        return describe(*(self.pieces[number][key] for key in LOCATION_KEYS))
 
 
 def read_pieces(file: Path) -> list[dict[str, Any]]:
     """Read the lines of a pieces.jsonl.
 
     Raises:
-        UserError: a line is not what `join` writes.
+        UserError: A line is damaged.
     """
     pieces = []
     for number, line in enumerate(file.read_bytes().splitlines(), start=1):
         try:
             piece = json.loads(line)
-            pieces.append({key: piece[key] for key in (*WHERE, *PARTS)})
+            pieces.append({key: piece[key] for key in (*LOCATION_KEYS, *PARTS)})
         except (ValueError, RecursionError, TypeError, KeyError) as error:
             raise UserError(
                 f"{file}, line {number}, is damaged ({error!r}); prepare the corpus again"
@@ -197,14 +200,14 @@ def read_pieces(file: Path) -> list[dict[str, Any]]:
 
 
 def find_damages(corpus: Path, threads: int) -> Iterator[str]:
-    """Compare a corpus with its manifest; yield a sentence for each difference.
+    """Compare a corpus with its manifest; yield a message for each difference.
 
     Args:
-        corpus: its folder
+        corpus: folder of the corpus
         threads: number of threads that hash files
 
     Raises:
-        UserError: there is no such corpus.
+        UserError: The folder is not a corpus.
     """
     advice = "use the folder that --output named"
     manifest = read_manifest(corpus, advice=advice)
@@ -212,26 +215,26 @@ def find_damages(corpus: Path, threads: int) -> Iterator[str]:
         files, tokenizer = manifest["files"], manifest["tokenizer_folder_sha256"]
         expected = {"pieces.jsonl": manifest["pieces_sha256"]}
         expected |= {f"{part}.idx": files[part]["idx_sha256"] for part in PARTS}
-        counts = {part: {key: files[part][key] for key in COUNTS} for part in PARTS}
+        counts = {part: {key: files[part][key] for key in COUNT_KEYS} for part in PARTS}
         token_bytes = token_type(int(manifest["vocab_size"])).itemsize
     except (ValueError, KeyError, TypeError) as error:
         raise UserError(
             f"{corpus} is not a corpus that prepare_data.py has written ({error!r}); {advice}"
         ) from None
     if folder_hash(corpus / "tokenizer") != tokenizer:
-        yield "tokenizer/ has other files than those that made the corpus"
+        yield "tokenizer/ differs from the tokenizer that made the corpus"
     wrong = {}
     for name in (*expected, *(f"{part}.bin" for part in PARTS)):
         if not (corpus / name).is_file():
             wrong[name] = "is missing"
         elif name in expected and sha256(corpus / name) != expected[name]:
-            wrong[name] = "has another SHA-256 than the manifest says"
-    yield from (f"{name} {what}" for name, what in wrong.items())
+            wrong[name] = "does not have the SHA-256 in the manifest"
+    yield from (f"{name} {problem}" for name, problem in wrong.items())
     if any(name == "pieces.jsonl" or name.endswith(".bin") for name in wrong):
-        return  # it says what is in the .bin files
+        return  # the .bin files cannot be compared without pieces.jsonl
     pieces = read_pieces(corpus / "pieces.jsonl")
     for part, facts in counts.items():
-        for key in COUNTS:
+        for key in COUNT_KEYS:
             if facts[key] != sum(piece[part][key] for piece in pieces):
                 yield f"manifest.json says {facts[key]} {key} of {part}, pieces.jsonl does not"
     for part in PARTS:
@@ -249,16 +252,18 @@ def find_damages(corpus: Path, threads: int) -> Iterator[str]:
 
 
 def sha256_of_range(file: Path, start: int, size: int) -> str:
-    """The SHA-256 of `size` bytes of a file, from `start` on, in hexadecimal."""
+    """Return the SHA-256 of `size` bytes of a file from `start` on, in hexadecimal."""
     digest = hashlib.sha256()
     with file.open("rb") as stream:
         stream.seek(start)
-        while block := stream.read(min(size, BLOCK_BYTES)):  # empty at the end, too
+        while block := stream.read(
+            min(size, BLOCK_BYTES)
+        ):  # ends after `size` bytes or at the end of the file
             digest.update(block)
             size -= len(block)
     return digest.hexdigest()
 
 
 def digest_of(digests: Iterable[str]) -> str:
-    """One SHA-256 for a file of pieces: that of their SHA-256s, a line each."""
+    """Return one SHA-256 for a list of SHA-256s: the hash of the list with one per line."""
     return hashlib.sha256("".join(f"{digest}\n" for digest in digests).encode()).hexdigest()

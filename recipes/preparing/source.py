@@ -1,4 +1,4 @@
-"""What `--source` names: files, the standard library, or a dataset, as formats that read them."""
+"""Open the sources that `--source` names: files, the standard library or datasets."""
 
 import glob
 import os
@@ -39,14 +39,18 @@ def open_source(
     streaming: bool,
     text_is: str,
 ) -> list[Format]:
-    """What to read, in order.
+    """Return the formats that read the sources, in order.
 
-    names: files, patterns of files, folders, "stdlib" or datasets of the hub
-    config, split, streaming: of a dataset
-    text_is: "line" or "file", the document in a .txt file
+    Args:
+        names: files, patterns of files, folders, "stdlib" or datasets of the hub
+        column: column that holds the text
+        config: configuration of a hub dataset
+        split: split of a dataset
+        streaming: stream hub datasets instead of storing them
+        text_is: unit that is a document in a .txt file, "line" or "file"
 
     Raises:
-        UserError: there is no such thing, or no way to read it.
+        UserError: A source does not exist or cannot be read.
     """
     formats: list[Format] = []
     seen: set[Path] = set()
@@ -67,23 +71,25 @@ def open_source(
 
 
 def find_files(name: str) -> list[Path]:
-    """Return the files that a name means: itself, or those of a folder or a pattern, sorted.
+    """Return the files that a name stands for: the file, the folder's files or the matches, sorted.
 
-    Links are followed, and a file that is found twice counts once. What is left out is printed,
-    with the reason.
+    Links are followed, and a file found twice counts once. Skipped files are printed with the
+    reason.
 
     Returns:
         No files if the name is neither a file nor a folder of files nor a pattern.
 
     Raises:
-        UserError: there is no such file, or its format is unknown.
+        UserError: The file does not exist, or its format is not supported.
     """
     path = Path(name)
     if not name.strip():
         raise UserError("--source is empty; use a file, a folder, a pattern or a dataset")
     if path.is_file():
         if not is_readable(path):
-            raise UserError(f"--source {name}: no reader for it; use one of {', '.join(SUFFIXES)}")
+            raise UserError(
+                f"--source {name}: unsupported format; use one of {', '.join(SUFFIXES)}"
+            )
         return [path]
     if path.is_dir():
         if is_saved_dataset(path):
@@ -103,19 +109,19 @@ def find_files(name: str) -> list[Path]:
         why = "".join(
             f"; skipped {count_of(others)} ({reason})" for reason, others in left_out.items()
         )
-        raise UserError(f"--source {name}: no file there is one of {', '.join(SUFFIXES)}{why}")
+        raise UserError(f"--source {name}: no file is one of {', '.join(SUFFIXES)}{why}")
     return files
 
 
 def match(pattern: str) -> list[Path]:
-    """Return what a pattern matches, without the folders of which it matches something inside."""
+    """Return the matches of a pattern, without the folders that contain another match."""
     found = [Path(each) for each in glob.glob(pattern, recursive=True)]
     entered = {parent for path in found for parent in path.parents}
     return [path for path in found if path not in entered]
 
 
 def sort_out(found: Sequence[Path]) -> tuple[list[Path], dict[str, list[Path]]]:
-    """Divide what was found into the files to read, and what to leave out, by reason."""
+    """Divide paths into the files to read, and the skipped paths by reason."""
     own, files, left_out = OwnFiles(), [], defaultdict(list)
     for path in found:
         if path.is_dir() and not is_saved_dataset(path):
@@ -134,17 +140,17 @@ def sort_out(found: Sequence[Path]) -> tuple[list[Path], dict[str, list[Path]]]:
 
 
 def count_of(paths: Sequence[Path]) -> str:
-    """Return the number of some files, or of some folders, with the noun."""
+    """Return the number of paths with their noun, for example "3 files"."""
     return f"{len(paths)} {'folders' if paths[0].is_dir() else 'files'}"
 
 
 def walk(folder: Path) -> Iterator[Path]:
-    """Yield all files below a folder, links followed, each folder once.
+    """Yield all files below a folder, following links and visiting each folder once.
 
-    Of datasets that save_to_disk has written, the folder alone is yielded.
+    For a dataset written by save_to_disk, only its folder is yielded.
 
     Raises:
-        OSError: a folder cannot be read.
+        OSError: A folder cannot be read.
     """
 
     def refuse(error: OSError) -> None:
@@ -165,31 +171,31 @@ def walk(folder: Path) -> Iterator[Path]:
 
 
 def is_saved_dataset(folder: Path) -> bool:
-    """Return whether the save_to_disk of `datasets` has written a folder."""
+    """Return whether a folder was written by save_to_disk of `datasets`."""
     if (folder / "dataset_dict.json").is_file():
         return True
     return all((folder / name).is_file() for name in ("dataset_info.json", "state.json"))
 
 
 def is_readable(file: Path) -> bool:
-    """Whether a file's name says a format that is known here."""
+    """Return whether the suffix of a file is that of a supported format."""
     suffix = format_of(file)
     return suffix in SUFFIXES and (suffix == file.suffix.lower() or suffix in COMPRESSIBLE)
 
 
 def is_whole(file: Path, text_is: str) -> bool:
-    """Return True if a file is one document."""
+    """Return whether a file is one document."""
     return text_is == "file" and format_of(file) == ".txt"
 
 
 def format_of(file: Path) -> str:
-    """A file's suffix, before that of its compression."""
+    """Return the suffix of a file without that of its compression."""
     suffix = file.suffix.lower()
     return Path(file.stem).suffix.lower() if suffix in COMPRESSED else suffix
 
 
 def open_file(file: Path, column: str) -> Format:
-    """A file, read by the format that its name says."""
+    """Open a file with the format that its suffix names."""
     suffix = format_of(file)
     if suffix == ".txt":
         return TextLines(file)
@@ -213,23 +219,22 @@ def open_file(file: Path, column: str) -> Format:
 
 
 def is_array(file: Path) -> bool:
-    """Return True if a JSON file is one array, and not an object per line."""
+    """Return whether a JSON file is one array instead of an object per line."""
     with open_bytes(file) as stream:
         return stream.read(4096).lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"[")
 
 
 def open_dataset(name: str, column: str, config: str | None, split: str, streaming: bool) -> Format:
-    """A dataset of the hub, or one that `save_to_disk` has written."""
+    """Open a dataset of the hub, or a folder written by `save_to_disk`."""
     disable_progress_bars()
     try:
         if Path(name).is_dir():
             dataset = load_from_disk(name)
         else:
             dataset = load_dataset(name, config, split=split, streaming=streaming)
-    except Exception as error:  # whatever the hub's client raises
+    except Exception as error:  # the hub's client raises many classes
         raise UserError(
-            f"--source {name} is not a file here, and as a dataset it cannot be loaded: "
-            f"{first_line(error)}"
+            f"--source {name} is not a file, and cannot be loaded as a dataset: {first_line(error)}"
         ) from None
     if isinstance(dataset, DatasetDict):
         if split not in dataset:
@@ -242,7 +247,7 @@ def open_dataset(name: str, column: str, config: str | None, split: str, streami
 
 
 def standard_library() -> list[Path]:
-    """The interpreter's own Python sources, tests and installed packages left out."""
+    """Return the interpreter's own Python sources, without tests and installed packages."""
     root = Path(sysconfig.get_path("stdlib"))
     left_out = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
     files = sorted(root.rglob("*.py"))

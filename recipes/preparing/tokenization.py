@@ -1,7 +1,7 @@
-"""The documents of a piece -> its token files: what each process does.
+"""Tokenize the documents of a piece into token files, in a worker process.
 
-A finished piece is a folder whose name is a hash of all that decides its content, so whoever finds
-it there can use it; it gets that name when everything in it is on the disk.
+A finished piece is a folder whose name is a hash of everything that determines its content. The
+folder gets this name when all its files are on the disk, so any process that finds it can use it.
 """
 
 import hashlib
@@ -32,22 +32,24 @@ from recipes.training.run_folder.line_file import flush
 
 PARTS = ("train", "validation")
 REPORT = "report.json"
-BATCH_DOCUMENTS, BATCH_CHARACTERS = 64, 2**18  # tokenized at once; more is slower
+BATCH_DOCUMENTS, BATCH_CHARACTERS = 64, 2**18  # tokenized together; larger batches are slower
 
-Skipped = dict[str, Any]  # "rows": how many; "position", "reason": of the first of them
+Skipped = dict[str, Any]  # "rows": number of rows; "position", "reason": those of the first row
 
 
 @dataclass(frozen=True)
 class Tokenization:
-    """How documents become tokens.
+    """The settings that turn documents into tokens.
 
-    formats: what reads the source; a piece belongs to one of them
-    tokenizer: its tokenizer.json, of hash `tokenizer_sha256`
-    start: the tokens before each document, which the tokenizer puts before every text
-    end: the token after each document
-    split_special_tokens: as transformers has it
-    skip: kinds of problems that are left out; others raise
-    folder: where the finished pieces are
+    formats: readers of the source; each piece belongs to one of them
+    tokenizer: path of tokenizer.json
+    tokenizer_sha256: hash of the tokenizer
+    start: tokens before each document, which the tokenizer puts before every text
+    end: token after each document
+    split_special_tokens: the attribute of that name of transformers' tokenizers
+    validation_fraction: share of the documents that is held out
+    skip: kinds of problems whose rows are skipped; other problems raise
+    folder: folder of the finished pieces
     """
 
     formats: list[Format]
@@ -62,7 +64,7 @@ class Tokenization:
     folder: Path
 
     def name(self, format_number: int, piece: Piece) -> str:
-        """The piece's folder: a hash of what decides its content."""
+        """Return the name of a piece's folder: a hash of everything that determines its content."""
         reader = self.formats[format_number]
         decides = (
             type(reader).__name__,
@@ -78,7 +80,7 @@ class Tokenization:
         return hashlib.sha256(json.dumps(decides).encode()).hexdigest()[:24]
 
     def find(self, format_number: int, piece: Piece) -> "Report | None":
-        """The report of a piece that is finished, and has skipped nothing that must not be."""
+        """Return the report of a finished piece, or None if it skipped rows that `skip` forbids."""
         file = self.folder / self.name(format_number, piece) / REPORT
         if not file.is_file():
             return None
@@ -88,10 +90,10 @@ class Tokenization:
     def run(self, format_number: int, piece: Piece, progress: Queue) -> "Report":
         """Tokenize a piece.
 
-        progress: gets (documents, tokens) now and then
+        progress: receives (documents, tokens) after each batch
 
         Raises:
-            UserError: a row is not a document, and its kind is not skipped.
+            UserError: A row is not a document, and `skip` does not name its kind of problem.
         """
         report = Report()
         reader = self.formats[format_number]
@@ -106,7 +108,7 @@ class Tokenization:
                     tokens = self._write(texts, files)
                     progress.put((len(texts), tokens))
             if reader.version(piece) != piece.version:
-                raise UserError(f"{piece} has changed while it was read; start again")
+                raise UserError(f"{piece} changed while it was read; start again")
             for name, file in files.items():
                 report.parts[name] = {
                     "documents": file.documents, "tokens": file.tokens, "sha256": file.hashes["bin"]
@@ -115,12 +117,12 @@ class Tokenization:
         return report
 
     def _write(self, texts: list[str], files: dict[str, TokenFileWriter]) -> int:
-        """Tokenize documents and add each to its part; returns the number of tokens."""
+        """Tokenize documents, add each to its part, and return the number of tokens."""
         tokenizer = fast_tokenizer(self.tokenizer, self.split_special_tokens)
         try:
             encoded = tokenizer.encode_batch_fast(texts, add_special_tokens=False)
         except Exception as error:
-            if type(error) is not Exception:  # the class of all errors of the tokenizers library
+            if type(error) is not Exception:  # tokenizers raises Exception itself
                 raise
             raise UserError(
                 f"--tokenizer cannot tokenize a document that begins with {texts[0][:40]!r}, or "
@@ -144,10 +146,10 @@ class Tokenization:
 
 @dataclass
 class Report:
-    """What has become of a piece.
+    """The counts of a finished piece.
 
     parts: documents, tokens and SHA-256 of the .bin, by part
-    skipped: by kind of problem
+    skipped: skipped rows, by kind of problem
     """
 
     parts: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -158,26 +160,26 @@ def read_report(file: Path) -> Report:
     """Read the report of a finished piece.
 
     Raises:
-        UserError: the file is damaged.
+        UserError: The file is damaged.
     """
     try:
         content = json.loads(file.read_text())
         return Report(parts=dict(content["parts"]), skipped=dict(content["skipped"]))
     except (ValueError, RecursionError, TypeError, KeyError) as error:
         raise UserError(
-            f"{file} is damaged ({error!r}); delete {file.parent} and start the same command again"
+            f"{file} is damaged ({error!r}); delete {file.parent} and rerun the same command"
         ) from None
 
 
 def texts_of(
     reader: Format, piece: Piece, skip: frozenset[str], report: Report | None = None
 ) -> Iterator[str]:
-    """The texts of a piece.
+    """Yield the texts of a piece.
 
-    report: where to count what is skipped
+    report: counts the skipped rows
 
     Raises:
-        UserError: naming file, line and reason of a row that is not a document.
+        UserError: A row is not a document; the message names the file, the line and the reason.
     """
     report = report or Report()
     for row in readable(reader, piece):
@@ -196,7 +198,7 @@ def readable(reader: Format, piece: Piece) -> Iterator[Row]:
     """Yield the rows of a piece.
 
     Raises:
-        UserError: its files cannot be read.
+        UserError: The files of the piece cannot be read.
     """
     try:
         yield from reader.rows(piece)
@@ -205,7 +207,7 @@ def readable(reader: Format, piece: Piece) -> Iterator[Row]:
 
 
 def batches(texts: Iterator[str]) -> Iterator[list[str]]:
-    """Documents in groups that are worth a call of the tokenizer."""
+    """Yield documents in groups that are large enough for a call of the tokenizer."""
     group: list[str] = []
     characters = 0
     for text in texts:
@@ -219,16 +221,19 @@ def batches(texts: Iterator[str]) -> Iterator[list[str]]:
 
 
 def is_held_out(text: str, fraction: float) -> bool:
-    """Whether a document is for validation; by content, so that equal ones stay together."""
+    """Return whether a document is held out for validation.
+
+    The content decides, so that equal documents are in the same part.
+    """
     digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
     return int.from_bytes(digest) < fraction * 2**64
 
 
 @lru_cache(maxsize=1)
 def fast_tokenizer(file: Path, split_special_tokens: bool) -> Tokenizer:
-    """A tokenizer.json, such that it neither cuts nor fills up.
+    """Load a tokenizer.json without truncation and padding.
 
-    split_special_tokens: what a document says is text, even if it reads like a special token
+    split_special_tokens: tokenize a special token's name in a document as ordinary text
     """
     tokenizer = Tokenizer.from_file(str(file))
     tokenizer.no_truncation()
@@ -239,12 +244,12 @@ def fast_tokenizer(file: Path, split_special_tokens: bool) -> Tokenizer:
 
 @contextmanager
 def new_folder(path: Path) -> Iterator[Path]:
-    """A folder to write into, which gets its name when all of it is on the disk.
+    """Yield a temporary folder that is renamed to `path` when all its files are on the disk.
 
-    Of several processes that make the same folder, the first one's stays.
+    If several processes write the same folder, the first result is kept.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    # A name that no other process has, on any machine.
+    # The name is unique among the processes of all machines.
     room = Path(mkdtemp(prefix=f"{path.name}.", suffix=".incomplete", dir=path.parent))
     room.chmod(0o755)
     try:
@@ -261,11 +266,11 @@ def new_folder(path: Path) -> Iterator[Path]:
         shutil.rmtree(room, ignore_errors=True)
 
 
-_working: tuple[Tokenization, Queue]  # of this process, whose whole life it is
+_working: tuple[Tokenization, Queue]  # set once, by start_worker
 
 
 def start_worker(tokenization: Tokenization, progress: Queue) -> None:
-    """Prepare a worker process: one thread per tokenizer, and an end together with the parent."""
+    """Prepare a worker process: one tokenizer thread, and exit together with the parent."""
     global _working
     _working = tokenization, progress
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism

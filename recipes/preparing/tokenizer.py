@@ -1,4 +1,4 @@
-"""The tokenizer of a corpus: one that there is already, or one made for it."""
+"""The tokenizer of a corpus: an existing one, or one trained on its documents."""
 
 import hashlib
 import json
@@ -19,26 +19,29 @@ from recipes.training.data.token_file import folder_hash
 from recipes.training.recipe.sections import repository_path
 
 END_OF_TEXT = "<|endoftext|>"
-TRAINING_CHARACTERS = 2**29  # about as many, taken evenly from all pieces
+TRAINING_CHARACTERS = 2**29  # approximate number, taken evenly from all pieces
 
 
 def copy_tokenizer(name: str, workspace: Path) -> Path:
-    """A folder in the workspace with a tokenizer that transformers knows.
+    """Copy an existing tokenizer into the workspace, and return its folder.
 
-    name: of the hub, or a folder, from the repository's root
+    name: name on the hub, or a folder relative to the repository's root
 
     Raises:
-        UserError: there is none, or it has no end-of-text token, or no tokenizer.json.
+        UserError: The tokenizer does not exist, or has no end-of-text token or no tokenizer.json.
     """
     is_folder = repository_path(name).is_dir()
     tokenizer = load_tokenizer(repository_path(name) if is_folder else name, f"--tokenizer {name}")
     if tokenizer.eos_token_id is None:
-        raise UserError(f"--tokenizer {name} has no end-of-text token; use one that has")
+        raise UserError(
+            f"--tokenizer {name} has no end-of-text token; use a tokenizer with one, such as gpt2"
+        )
     with tempfile.TemporaryDirectory() as room:
         tokenizer.save_pretrained(room)
         if not (Path(room) / "tokenizer.json").is_file():
             raise UserError(
-                f"--tokenizer {name} has no tokenizer.json, it is written in Python; use a fast one"
+                f"--tokenizer {name} has no tokenizer.json, because it is implemented in Python; "
+                f"use a fast tokenizer, such as gpt2"
             )
         folder = workspace / f"tokenizer-{folder_hash(Path(room))[:24]}"
         if not folder.is_dir():
@@ -51,18 +54,18 @@ def load_tokenizer(source: Path | str, name: str) -> Any:
     """Load a tokenizer with transformers.
 
     Args:
-        source: a folder, or a name of the hub
+        source: a folder, or a name on the hub
         name: the option or key that names the tokenizer, with its value, for a message
 
     Raises:
-        UserError: transformers cannot load it.
+        UserError: transformers cannot load the tokenizer.
     """
     try:
         return AutoTokenizer.from_pretrained(source)
-    except Exception as error:  # of any class: transformers, tokenizers and the hub's client
+    except Exception as error:  # transformers, tokenizers and the hub's client raise many classes
         raise UserError(
-            f"{name} cannot be loaded: {first_line(error)}; use a folder that save_pretrained has "
-            f"written, or a name of the hub"
+            f"{name} cannot be loaded: {first_line(error)}; use a folder written by "
+            f"save_pretrained, or a name on the hub"
         ) from None
 
 
@@ -70,7 +73,7 @@ def document_start(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """Return the ids that a tokenizer puts before every text, such as its BOS token.
 
     Raises:
-        UserError: they cannot be distinguished from the ids of the text.
+        UserError: These ids cannot be distinguished from the ids of the text.
     """
     examples = ("a", "0", ".", *tokenizer.get_vocab())
     known = (each for each in examples if tokenizer(each, add_special_tokens=False)["input_ids"])
@@ -96,10 +99,10 @@ def train_tokenizer(
     validation_fraction: float,
     skip: frozenset[str],
 ) -> Path:
-    """A folder in the workspace with a byte-level BPE of the training documents.
+    """Train a byte-level BPE on the training documents, and return its folder in the workspace.
 
     Raises:
-        UserError: a row is not a document.
+        UserError: A row is not a document.
     """
     columns = [reader.column for reader in formats]
     decides = [asdict(piece) for _, piece in pieces], columns, vocab_size, validation_fraction

@@ -1,4 +1,4 @@
-"""Pieces over processes, and how fast that goes."""
+"""Distribute pieces over worker processes, and show the progress."""
 
 import queue
 import sys
@@ -16,18 +16,18 @@ from recipes.preparing.formats import NumberedPiece, Piece
 from recipes.preparing.tokenization import Tokenization, run_piece, start_worker
 
 SECONDS_BETWEEN_LINES = 10.0
-WAITING_PER_PROCESS = 2  # pieces that are handed out before one is finished
+PIECES_IN_FLIGHT_PER_PROCESS = 2  # the running piece and the next one
 
 
 def run_pieces(tokenization: Tokenization, pieces: Sequence[NumberedPiece], processes: int) -> None:
     """Tokenize the pieces that are not finished yet.
 
     Raises:
-        UserError: a row is not a document, or a process was killed.
+        UserError: A row is not a document, or a process was killed.
     """
     left = [item for item in pieces if not tokenization.find(*item)]
     if len(left) < len(pieces):
-        print(f"{len(pieces) - len(left)} of {len(pieces)} pieces are there from an earlier start")
+        print(f"{len(pieces) - len(left)} of {len(pieces)} pieces are already finished")
     if not left:
         return
     context = get_context("spawn")  # a fork would inherit the threads of the tokenizer
@@ -43,12 +43,12 @@ def run_pieces(tokenization: Tokenization, pieces: Sequence[NumberedPiece], proc
         _run(pool, left, speed, processes=min(processes, len(left)))
     except BrokenProcessPool:
         raise UserError(
-            "a process was killed, perhaps for want of memory; start the same command again, it "
-            "goes on where it was, with fewer --processes if need be"
+            "a worker process was killed, perhaps because the memory was full; rerun the same "
+            "command to resume, with fewer --processes if it happens again"
         ) from None
     finally:
         speed.close()
-        for worker in list((pool._processes or {}).values()):  # nobody waits for what they do
+        for worker in list((pool._processes or {}).values()):  # their results are not needed
             worker.terminate()
         pool.shutdown(cancel_futures=True)
 
@@ -59,7 +59,7 @@ def _run(
     coming = iter(left)
     running: dict[Future, Piece] = {}
     while True:
-        while len(running) < WAITING_PER_PROCESS * processes:
+        while len(running) < PIECES_IN_FLIGHT_PER_PROCESS * processes:
             item = next(coming, None)
             if item is None:
                 break
@@ -74,10 +74,10 @@ def _run(
 
 
 class Speed:
-    """Documents, tokens and time left: a bar on a terminal, otherwise a line every ten seconds.
+    """Progress and time left: a bar on a terminal, otherwise a line every ten seconds.
 
     total: bytes of all pieces
-    counts: (documents, tokens) that processes have done
+    counts: queue of (documents, tokens), which the worker processes fill
     """
 
     def __init__(self, total: int, counts: Queue):
@@ -87,13 +87,13 @@ class Speed:
         self.bar = tqdm(total=total, unit="B", unit_scale=True) if sys.stdout.isatty() else None
 
     def finished(self, piece: Piece) -> None:
-        """Count a piece."""
+        """Count a finished piece."""
         self.done += piece.size
         if self.bar is not None:
             self.bar.update(piece.size)
 
     def show(self) -> None:
-        """Show how far it is, now and then."""
+        """Show the progress if the interval since the last line has passed."""
         while True:
             try:
                 documents, tokens = self.counts.get_nowait()
@@ -110,7 +110,7 @@ class Speed:
             self.last_line = now
 
     def describe(self, now: float) -> str:
-        """Counts and rates."""
+        """Return the counts and rates in words."""
         seconds = now - self.started
         return (
             f"{self.documents:,} documents ({self.documents / seconds:,.0f}/s)  "
@@ -118,6 +118,6 @@ class Speed:
         )
 
     def close(self) -> None:
-        """Leave the terminal as it should be."""
+        """Close the progress bar."""
         if self.bar is not None:
             self.bar.close()

@@ -8,5 +8,5 @@ def test_every_schedule_is_measured() -> None:
     found = {name: each.ratios(setting) for name, each in time_all(setting).items()}
     assert list(found) == list(CONTESTANTS)
     for row in found.values():
-        assert row["over_simulated"] >= 1 - 1e-6  # nothing ends before what it waits for
+        assert row["over_simulated"] >= 1 - 1e-6  # no pass ends before the passes it depends on
         assert 0.95 < row["over_theory"] < 5

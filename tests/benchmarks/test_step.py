@@ -31,7 +31,7 @@ KEYS = {
 
 
 def turns(*seconds: float) -> list[Turn]:
-    """Steps that took so long."""
+    """Return steps with these durations."""
     return [Turn(10.0, 10.0 + each) for each in seconds]
 
 
@@ -39,7 +39,7 @@ def test_ratios_are_medians_over_rounds() -> None:
     assert ratio(turns(3, 4, 90), turns(1, 2, 10)) == pytest.approx(3)
 
 
-def test_other_losses_are_refused() -> None:
+def test_other_losses_are_rejected() -> None:
     alike = {"ours": [Turn(0, 1, 5.0)], "theirs": [Turn(0, 1, 5.00001)]}
     check_first_losses(alike, 1e-5)
     with pytest.raises(AssertionError, match="theirs"):
@@ -48,7 +48,7 @@ def test_other_losses_are_refused() -> None:
 
 @pytest.mark.long
 def test_a_row_of_two_contestants() -> None:
-    """In processes of their own; compiling takes too long here."""
+    """Each contestant runs in its own process, uncompiled because compiling takes too long."""
     eager = {rows.OURS: Entry("ours"), rows.EAGER: Entry("transformers")}
     setting = rows.Setting(rounds=2, warm_up=1, cores=tuple(cores_at_hand()))
     with pytest.MonkeyPatch.context() as patch:
@@ -82,7 +82,7 @@ def test_masked_attention_is_counted_as_half() -> None:
     assert flops["full"] - flops["causal"] == scores / 2
 
 
-def test_libraries_lines_are_read() -> None:
+def test_lines_of_libraries_are_parsed() -> None:
     line = "MKL_VERBOSE SGEMM(N,N,2048,2048,2048,0x7f,0x56,2048) 102.55ms CNR:OFF Dyn:1 FastMM:1"
     assert MKL_LINE.match(line).groups() == ("SGEMM", "102.55", "ms")
     line = (
@@ -93,7 +93,7 @@ def test_libraries_lines_are_read() -> None:
     assert ONEDNN_LINE.match(line).groups() == ("bf16", "18.5608")
 
 
-def test_what_a_device_does_is_found_again() -> None:
+def test_calibration_recovers_the_values_of_a_device() -> None:
     device = load_gpu("H100")
     sizes = ((4096, 4096, 4096), (2048, 8192, 2048), (512, 512, 512), (8192, 1024, 8192))
     products = []
@@ -108,7 +108,7 @@ def test_what_a_device_does_is_found_again() -> None:
 
 
 @pytest.mark.parametrize("name", ["cpu", "H100", "H200"])
-def test_a_file_keeps_what_was_not_measured(name: str, tmp_path) -> None:
+def test_a_file_keeps_values_that_were_not_measured(name: str, tmp_path) -> None:
     before = device_file.file_of(FOLDER, name)
     measured = replace(read_gpu(before), matmul_efficiency=0.123, kernel_seconds=1.5e-6)
     after = tmp_path / before.name

@@ -46,7 +46,7 @@ def missing(*, hosts: bool = True) -> str:
 
 
 class Cluster:
-    """`hosts` hosts named node1, node2, ...; two fake GPUs each for Slurm, or `gpus`.
+    """A cluster of hosts named node1, node2, ..., each with two fake GPUs for Slurm, or `gpus`.
 
     hosts: number of hosts; with 0 there is only the head, which needs no sshd and no Slurm
     slurm: start slurmctld on the head and slurmd on the hosts

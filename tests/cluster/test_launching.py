@@ -78,7 +78,7 @@ class Job:
         return dict(re.findall(r"(\w+)=(\S*)", shown))
 
     def wait(self, *states: str) -> dict[str, str]:
-        """Wait until the job remains in one of some states; return its properties."""
+        """Wait until the job stays in one of the given states, and return its properties."""
         deadline, seen = time.monotonic() + SECONDS_OF_A_JOB, 0
         while seen < 3:
             facts = self.facts()

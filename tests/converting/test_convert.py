@@ -1,4 +1,4 @@
-"""Checkpoints to transformers and back, and what is refused on the way."""
+"""Conversion of checkpoints to transformers and back, to other layouts, and rejected inputs."""
 
 import json
 import shutil
@@ -83,7 +83,7 @@ def recipe_of(corpus: Path, **changes: Any) -> Recipe:
 
 
 def train_and_save(recipes: list[Recipe], folder: Path) -> list[float]:
-    """On each rank: two steps, a checkpoint; validation losses."""
+    """Train two steps of each recipe, save a checkpoint, and return the validation losses."""
     world, losses = join_world(), []
     for number, recipe in enumerate(recipes):
         engine, data = start(recipe, world)
@@ -95,7 +95,7 @@ def train_and_save(recipes: list[Recipe], folder: Path) -> list[float]:
 
 
 def start_from_weights(recipe: Recipe) -> float:
-    """On each rank: the validation loss of the recipe's initial weights."""
+    """Return the validation loss of the recipe's initial weights."""
     engine, data = start(recipe, join_world())
     found = find_initial_weights(recipe, run=Path("nowhere"))
     engine.load(found.reader(), weights_only=True)
@@ -107,7 +107,7 @@ def start_from_weights(recipe: Recipe) -> float:
 def trained(
     real_corpus: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, tuple[Recipe, CheckpointReader, float]]:
-    """By shape: a recipe, its checkpoint from tensor 2 x pipeline 2, its validation loss there."""
+    """Return recipe, checkpoint (tensor 2 x pipeline 2) and validation loss for each shape."""
     folder = tmp_path_factory.mktemp("runs")
     split = {"layout__tensor": 2, "layout__pipeline": 2}
     recipes = [recipe_of(real_corpus, **SHAPES[shape], **split) for shape in SHAPES]
@@ -119,14 +119,14 @@ def trained(
 
 
 def validation(data: TrainingData) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokens and labels, each [n, s]."""
+    """Return the tokens and labels of the validation batches, each [n, s]."""
     batches = list(data.evaluation())
     return torch.cat([b.tokens for b in batches]), torch.cat([b.labels for b in batches])
 
 
 @torch.no_grad()
 def our_logits(source: CheckpointReader, tokens: torch.Tensor) -> torch.Tensor:
-    """[b, s, v] of a checkpoint's weights, in one process."""
+    """Return the logits [b, s, v] of a checkpoint's weights, computed in one process."""
     config, axis = model_of(source), TensorAxis()
     model = SequentialModel(layer_specs(config, axis))
     for name, parameter in logical_parameters(model, config):
@@ -138,7 +138,7 @@ def our_logits(source: CheckpointReader, tokens: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("shape", SHAPES)
 @torch.no_grad()
-def test_transformers_opens_what_a_parallel_run_has_saved(
+def test_transformers_opens_the_checkpoint_of_a_parallel_run(
     shape: str, trained: dict[str, tuple[Recipe, CheckpointReader, float]], tmp_path: Path
 ) -> None:
     recipe, source, loss = trained[shape]
@@ -158,27 +158,27 @@ def test_transformers_opens_what_a_parallel_run_has_saved(
 
 
 def their_model(family: str, dtype: torch.dtype) -> Any:
-    """A model of transformers with random weights."""
+    """Return a model of transformers with random weights."""
     model_type = family.split()[-1]
     sizes = {} if model_type == "gpt2" else SIZES
     torch.manual_seed(0)
     config = AutoConfig.for_model(model_type, vocab_size=VOCAB_SIZE, **sizes, **FAMILIES[family])
     config.bos_token_id = config.eos_token_id = 1
     model = AutoModelForCausalLM.from_config(config).to(dtype)
-    for parameter in model.parameters():  # norms and biases too
+    for parameter in model.parameters():  # including norms and biases
         parameter.data = torch.randn_like(parameter)
     return model.eval()
 
 
 def stored(folder: Path) -> dict[str, torch.Tensor]:
-    """All tensors of a folder's safetensors files."""
+    """Return all tensors of a folder's safetensors files."""
     files = sorted(folder.glob("*.safetensors"))
     return {name: tensor for file in files for name, tensor in load_file(file).items()}
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_there_and_back_is_the_same_bit_for_bit(family: str, dtype: str, tmp_path: Path) -> None:
+def test_a_round_trip_is_bit_for_bit(family: str, dtype: str, tmp_path: Path) -> None:
     model = their_model(family, {"fp32": torch.float32, "bf16": torch.bfloat16}[dtype])
     model.save_pretrained(tmp_path / "theirs", max_shard_size="100KB")
     assert len(list((tmp_path / "theirs").glob("*.safetensors"))) > 1
@@ -193,7 +193,7 @@ def test_there_and_back_is_the_same_bit_for_bit(family: str, dtype: str, tmp_pat
 
 
 def save_with_head(family: str, folder: Path, head: str) -> None:
-    """Save a model whose config says tied, and whose files have a head too."""
+    """Save a model whose config ties the embeddings and whose files also have a head."""
     model = their_model(family, torch.float32)
     model.config.tie_word_embeddings = False
     model.lm_head.weight = torch.nn.Parameter(model.get_input_embeddings().weight.clone())
@@ -215,8 +215,8 @@ def save_with_head(family: str, folder: Path, head: str) -> None:
 @pytest.mark.parametrize("head", ["another", "equal", "alone"])
 @pytest.mark.parametrize("family", ["tied llama", "gpt2"])
 @torch.no_grad()
-def test_a_head_that_is_not_tied_is_kept(family: str, head: str, tmp_path: Path) -> None:
-    """As transformers opens the folder: config.json says tied, the files may say otherwise."""
+def test_an_untied_head_is_kept(family: str, head: str, tmp_path: Path) -> None:
+    """The files decide as in transformers, even if config.json ties the embeddings."""
     save_with_head(family, tmp_path / "theirs", head)
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "theirs").eval()
     (tmp_path / "ours").mkdir()
@@ -234,7 +234,7 @@ def test_a_head_that_is_not_tied_is_kept(family: str, head: str, tmp_path: Path)
     assert again.config.tie_word_embeddings == (head != "another")
 
 
-def test_the_command_says_that_a_head_is_not_tied(tmp_path: Path) -> None:
+def test_the_command_reports_an_untied_head(tmp_path: Path) -> None:
     save_with_head("tied llama", tmp_path / "theirs", "another")
     said = convert("from-hf", tmp_path / "theirs", tmp_path / "ours")
     assert "the head is kept, with model.tie_embeddings = false" in said
@@ -245,10 +245,10 @@ def test_the_command_says_that_a_head_is_not_tied(tmp_path: Path) -> None:
     ("starts", "begins"),
     [([[1]], True), ([[]], False), ([[1], []], False), (None, True), ("corpora", False)],
 )
-def test_exported_texts_begin_as_documents_did(
+def test_the_exported_tokenizer_begins_texts_as_documents_began(
     starts: Any, begins: bool, real_corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """starts: recorded in the checkpoint; None: not recorded, and the corpora are gone."""
+    """`starts` are recorded in the checkpoint; None if not recorded and the corpora are missing."""
     words = {f"t{number}": number for number in range(VOCAB_SIZE)}
     PreTrainedTokenizerFast(
         tokenizer_object=Tokenizer(models.WordLevel(words, unk_token="t0")),
@@ -344,9 +344,9 @@ def test_the_command_exports_and_writes_a_text(
 ) -> None:
     run = trained["llama"][1].path.parents[1]
     output = convert("to-hf", run, tmp_path / "hf", "--dtype", "bf16", "--prompt", "t5")
-    assert "what it writes after 't5'" in output and "t5 t" in output
+    assert "text generated after 't5'" in output and "t5 t" in output
     assert AutoConfig.from_pretrained(tmp_path / "hf").dtype == torch.bfloat16
-    assert "is already there" in convert("to-hf", run, tmp_path / "hf", code=1)
+    assert "already exists" in convert("to-hf", run, tmp_path / "hf", code=1)
     convert("to-hf", run, tmp_path / "hf", "--overwrite")
     assert AutoConfig.from_pretrained(tmp_path / "hf").dtype == torch.float32
     output = convert("from-hf", tmp_path / "hf", tmp_path / "weights")
@@ -354,7 +354,7 @@ def test_the_command_exports_and_writes_a_text(
     assert not list(tmp_path.glob("*.incomplete"))
 
 
-def test_reshape_deals_the_same_tensors_to_other_files(
+def test_reshape_distributes_the_same_tensors_over_other_files(
     trained: dict[str, tuple[Recipe, CheckpointReader, float]], tmp_path: Path
 ) -> None:
     source = trained["qwen3"][1]
@@ -387,7 +387,7 @@ def stored_weights(source: CheckpointReader) -> list[str]:
         (["deepspeed=ds_configs/zero2_fp32.json"], 4, "zero2"),
     ],
 )
-def test_a_reshape_that_is_no_legal_layout_is_refused(
+def test_an_illegal_reshape_is_rejected(
     overrides: list[str],
     ranks: int,
     named: str,
@@ -409,12 +409,12 @@ def test_a_reshape_that_is_no_legal_layout_is_refused(
             {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}},
             "rope_type = 'linear' is not supported",
         ),
-        ("llama", {"intermediate_size": 100}, r"has the shape \(96, 64\) and config.json makes it"),
+        ("llama", {"intermediate_size": 100}, r"has the shape \(96, 64\) but config.json implies"),
         ("llama", {"num_hidden_layers": 3}, "layers.2.input_layernorm.weight is in none of"),
         ("llama", {"num_hidden_layers": 1}, "more tensors have no place"),
     ],
 )
-def test_what_ours_cannot_express_is_refused(
+def test_unsupported_architectures_are_rejected(
     family: str, settings: dict[str, Any], named: str, tmp_path: Path
 ) -> None:
     their_model(family, torch.float32).save_pretrained(tmp_path / "theirs")
@@ -428,7 +428,7 @@ def test_what_ours_cannot_express_is_refused(
     assert not (tmp_path / "ours").exists() and not list(tmp_path.glob("*.incomplete"))
 
 
-def test_only_what_transformers_would_load_is_read(tmp_path: Path) -> None:
+def test_only_files_that_transformers_loads_are_read(tmp_path: Path) -> None:
     their_model("llama", torch.float32).save_pretrained(tmp_path / "theirs")
     tensors = load_file(tmp_path / "theirs" / "model.safetensors")
     zeros = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
@@ -445,7 +445,7 @@ def test_only_what_transformers_would_load_is_read(tmp_path: Path) -> None:
     ("content", "named"),
     [("{}", "not an index of tensors"), ("{", "not an index of tensors"), (None, "neither model")],
 )
-def test_a_broken_index_is_refused(content: str | None, named: str, tmp_path: Path) -> None:
+def test_a_broken_index_is_rejected(content: str | None, named: str, tmp_path: Path) -> None:
     their_model("llama", torch.float32).save_pretrained(tmp_path / "theirs")
     (tmp_path / "theirs" / "model.safetensors").rename(tmp_path / "theirs" / "a.safetensors")
     if content:
@@ -454,7 +454,7 @@ def test_a_broken_index_is_refused(content: str | None, named: str, tmp_path: Pa
         adopt(tmp_path / "theirs", tmp_path)
 
 
-def test_numbers_that_are_only_codes_are_refused(tmp_path: Path) -> None:
+def test_quantized_weights_are_rejected(tmp_path: Path) -> None:
     their_model("llama", torch.float32).save_pretrained(tmp_path / "theirs")
     file = tmp_path / "theirs" / "model.safetensors"
     tensors = load_file(file)
@@ -464,7 +464,7 @@ def test_numbers_that_are_only_codes_are_refused(tmp_path: Path) -> None:
         adopt(tmp_path / "theirs", tmp_path)
 
 
-def test_what_is_not_an_output_is_not_overwritten(
+def test_only_outputs_are_overwritten(
     trained: dict[str, tuple[Recipe, CheckpointReader, float]], tmp_path: Path
 ) -> None:
     run = shutil.copytree(trained["llama"][1].path.parents[1], tmp_path / "runs" / "small")
@@ -472,14 +472,14 @@ def test_what_is_not_an_output_is_not_overwritten(
     files = sorted(str(file) for file in tmp_path.rglob("*"))
     for output in (run, run.parent, checkpoint, checkpoint / "deeper"):
         with (
-            pytest.raises(UserError, match=r"would overwrite|other things"),
+            pytest.raises(UserError, match=r"would overwrite|was not written by this command"),
             output_folder(output, reading=checkpoint, overwrite=True),
         ):
             raise AssertionError(output)
     assert sorted(str(file) for file in tmp_path.rglob("*")) == files
 
 
-def test_two_that_write_the_same_do_not_mix(tmp_path: Path) -> None:
+def test_concurrent_writers_of_one_output_do_not_mix(tmp_path: Path) -> None:
     out, reading = tmp_path / "out", tmp_path / "in"
     with output_folder(out, reading=reading, overwrite=True) as first:
         (first / "config.json").write_text("first")
@@ -491,7 +491,7 @@ def test_two_that_write_the_same_do_not_mix(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
-def test_a_damaged_or_missing_source_is_refused(
+def test_a_damaged_or_missing_source_is_rejected(
     trained: dict[str, tuple[Recipe, CheckpointReader, float]], tmp_path: Path
 ) -> None:
     copied = tmp_path / "step-0000002"
@@ -502,9 +502,9 @@ def test_a_damaged_or_missing_source_is_refused(
         open_checkpoint(copied)
     with pytest.raises(UserError, match="all checkpoints here are damaged"):
         open_checkpoint(tmp_path)
-    with pytest.raises(UserError, match="no checkpoint there; use a run folder"):
+    with pytest.raises(UserError, match="has no checkpoint; use a run folder"):
         open_checkpoint(tmp_path / "nowhere")
-    with pytest.raises(UserError, match=r"no config\.json there"):
+    with pytest.raises(UserError, match=r"has no config\.json"):
         read_config(tmp_path)
 
 
@@ -532,7 +532,7 @@ def test_a_tokenizer_that_cannot_be_loaded_is_named(tmp_path: Path) -> None:
     assert done.returncode == 1 and "Traceback" not in done.stderr
 
 
-def test_another_tokenizer_is_refused(
+def test_another_tokenizer_is_rejected(
     trained: dict[str, tuple[Recipe, CheckpointReader, float]], tmp_path: Path
 ) -> None:
     (tmp_path / "tokenizer.json").write_text("{}")
@@ -540,7 +540,7 @@ def test_another_tokenizer_is_refused(
         find_tokenizer(trained["llama"][1], tmp_path)
 
 
-def test_initial_weights_of_another_model_are_refused(real_corpus: Path, tmp_path: Path) -> None:
+def test_initial_weights_of_another_model_are_rejected(real_corpus: Path, tmp_path: Path) -> None:
     their_model("llama", torch.float32).save_pretrained(tmp_path / "theirs")
     (tmp_path / "ours").mkdir()
     adopt(tmp_path / "theirs", tmp_path / "ours")

@@ -33,7 +33,7 @@ VOCAB_SIZE = 192  # of the corpus: the smallest vocabulary that shrinking makes
 
 @dataclass(frozen=True)
 class Published:
-    """A model as its source has it; `tokens` is the budget."""
+    """A model as its source publishes it; `tokens` is the budget."""
 
     layers: int
     hidden_size: int
@@ -136,7 +136,7 @@ def shipped(name: str) -> Recipe:
     return load_recipe(FILES[NAMES.index(name)])
 
 
-def test_the_catalogue_is_all_that_is_shipped() -> None:
+def test_the_catalogue_lists_every_shipped_recipe() -> None:
     assert set(NAMES) == set(PUBLISHED) and len(NAMES) == len(PUBLISHED)
 
 
@@ -154,14 +154,14 @@ def test_a_recipe_is_the_published_model(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_it_sees_its_token_budget(name: str) -> None:
+def test_a_recipe_trains_on_its_token_budget(name: str) -> None:
     recipe, tokens = shipped(name), PUBLISHED[name].tokens
     assert recipe.training.steps == math.ceil(tokens / recipe.tokens_per_step)
     assert recipe.optimizer.schedule.warmup_steps < recipe.training.steps / 20
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_it_goes_on_its_own_cluster(name: str) -> None:
+def test_a_recipe_fits_its_own_cluster(name: str) -> None:
     recipe = shipped(name)
     local = recipe.cluster.gpus_per_node
     topology = recipe.topology(World(size=recipe.cluster.nodes * local, local_size=local))
@@ -172,7 +172,7 @@ def test_it_goes_on_its_own_cluster(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", GPT3)
-def test_gpt_3_is_trained_as_in_its_table(name: str) -> None:
+def test_gpt_3_training_matches_its_table(name: str) -> None:
     recipe = shipped(name)
     parameters, batch, rate = GPT3_TRAINING[name]
     assert parameter_count(recipe.model) == pytest.approx(parameters, rel=0.02)
@@ -184,7 +184,7 @@ def test_gpt_3_is_trained_as_in_its_table(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", MEGATRON)
-def test_megatron_is_as_in_its_table(name: str) -> None:
+def test_megatron_matches_its_table(name: str) -> None:
     recipe = shipped(name)
     billions, *_, tensor, pipeline, gpus, batch, _ = MEGATRON[name]
     model, layout, cluster = recipe.model, recipe.layout, recipe.cluster
@@ -198,7 +198,7 @@ def test_megatron_is_as_in_its_table(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", RELEASED)
-def test_llama_and_qwen3_have_their_switches(name: str) -> None:
+def test_llama_and_qwen3_have_their_features(name: str) -> None:
     recipe = shipped(name)
     family, size = name.split("-")
     model = recipe.model
@@ -223,7 +223,7 @@ def test_llama_and_qwen3_have_their_switches(name: str) -> None:
         assert recipe.optimizer.learning_rate == LLAMA_RATES[size]
 
 
-def test_llama_405b_is_trained_as_in_its_report() -> None:
+def test_llama_405b_training_matches_its_report() -> None:
     recipe = shipped("llama-405b")
     schedule = recipe.optimizer.schedule
     assert recipe.tokens_per_step == 16 * 2**20
@@ -231,7 +231,7 @@ def test_llama_405b_is_trained_as_in_its_report() -> None:
 
 
 def small_variant(name: str, corpus: Path) -> ProofCase:
-    """The recipe made small, on one process, with its own ZeRO stage and recomputation."""
+    """Return the shrunk recipe on one process, with the recipe's ZeRO stage and recomputation."""
     recipe = shipped(name)
     small = shrink(recipe, ranks=2, layers=2, steps=STEPS, corpus=corpus)
     stage = zero_stage(read_deepspeed_json(recipe.deepspeed))
@@ -244,7 +244,7 @@ def small_variant(name: str, corpus: Path) -> ProofCase:
 
 
 def train_worker(corpus: str) -> dict[str, Training]:
-    """Results of training each shrunk recipe."""
+    """Train each shrunk recipe and return the results."""
     outcomes = try_cases(small_variant(name, Path(corpus)) for name in NAMES)
     return {
         name: Training(
@@ -258,14 +258,14 @@ def train_worker(corpus: str) -> dict[str, Training]:
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Training]:
-    """All of them, in one process."""
+    """Train all shrunk recipes in one process and return the results."""
     folder = tmp_path_factory.mktemp("catalogue") / "corpus"
     write_corpus(folder, VOCAB_SIZE)
     return run_ranks(1, train_worker, str(folder))[0]
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_its_small_copy_trains(name: str, trained: dict[str, Training]) -> None:
+def test_a_small_copy_trains(name: str, trained: dict[str, Training]) -> None:
     training = trained[name]
     assert len(training.losses) == STEPS + 1 and len(training.grad_norms) == STEPS
     # Wide models are drawn wider when made small, and begin further above a uniform guess.

@@ -1,4 +1,4 @@
-"""The stage that needs most memory is found by looking at a few."""
+"""The stage that needs the most memory is found among a few candidates."""
 
 from dataclasses import replace
 
@@ -12,7 +12,7 @@ from recipes.training.recipe.loading import REPOSITORY, load_recipe
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_the_fullest_stage_is_found_without_looking_at_all(schedule: str) -> None:
+def test_the_fullest_stage_is_found_among_a_few_candidates(schedule: str) -> None:
     recipe = load_recipe(REPOSITORY / "recipes" / "gpt" / "175b.toml")
     job = job_of(recipe, Machine.of(load_gpu("A100-80GB"), gpus=1024))
     chunks = SCHEDULES[schedule].chunks or 3

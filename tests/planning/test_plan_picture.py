@@ -1,4 +1,4 @@
-"""The planner's pictures show what was planned; looked at by the figure's axes, not its pixels."""
+"""The planner's pictures show the plan. The tests read the figure's axes, not its pixels."""
 
 from dataclasses import replace
 from itertools import pairwise
@@ -50,7 +50,7 @@ def test_a_timeline_has_every_stage_and_every_pass() -> None:
     assert [line.get_ydata()[0] for line in bars.lines] == [job.machine.gpu.memory_gib]
 
 
-def test_a_deep_pipeline_is_some_stages_and_two_ends() -> None:
+def test_a_deep_pipeline_shows_some_stages_and_both_ends() -> None:
     _, job = load("megatron/530b.toml")
     first, last, bars = timeline(job, "deep").axes
     labels = [label.get_text() for label in first.get_yticklabels()]
@@ -138,7 +138,7 @@ def test_a_heat_map_has_the_family_by_nodes(monkeypatch: pytest.MonkeyPatch) -> 
     assert bar.get_ylabel() == "predicted MFU"
 
 
-def test_a_recipe_of_ones_own_is_in_its_family() -> None:
+def test_a_users_recipe_is_in_its_family() -> None:
     recipe, _ = load("llama/7b.toml", "name=llama-mine", "model.layers=40")
     names = [each.name for each in plan_picture.family(recipe)]
     assert names.index("llama-mine") == names.index("llama-8b") + 1
@@ -146,7 +146,7 @@ def test_a_recipe_of_ones_own_is_in_its_family() -> None:
     assert plan_picture.family(other) == [other]
 
 
-def test_columns_are_powers_of_two_and_ones_own_nodes() -> None:
+def test_columns_are_powers_of_two_and_the_users_nodes() -> None:
     powers = [1, 2, 4, 8, 16, 32, 64, 128, 256, 512]
     assert plan_picture.node_counts(4) == powers
     assert plan_picture.node_counts(384) == [*powers[:-1], 384, 512]
@@ -175,7 +175,7 @@ def test_a_scatter_plot_has_the_tables_with_times_and_the_largest_behind() -> No
     assert list(below.lines[-1].get_ydata()) == pytest.approx([1 / 1.1, 3 / 2.9])
 
 
-def test_a_scatter_plot_of_nothing_is_refused(tmp_path: Path) -> None:
+def test_an_empty_scatter_plot_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no row has both a predicted and a measured"):
         plan_picture.draw_scatter({"t": result([(1.0, None)], None)}, file=tmp_path / "x.png")
 
@@ -204,7 +204,7 @@ def test_a_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
         (".png", ".png is not a .png, .svg or .pdf; use plan.png"),
     ],
 )
-def test_a_bad_name_is_refused_before_anything_is_planned(
+def test_a_bad_name_is_rejected_before_planning(
     option: str,
     file: str,
     problem: str,
@@ -212,9 +212,9 @@ def test_a_bad_name_is_refused_before_anything_is_planned(
     capsys: pytest.CaptureFixture,
 ) -> None:
     monkeypatch.setattr("sys.argv", ["plan.py", option, file])
-    with pytest.raises(SystemExit) as refused:
+    with pytest.raises(SystemExit) as rejected:
         plan.main()
-    assert refused.value.code == 2
+    assert rejected.value.code == 2
     assert f"argument {option}: {problem}" in capsys.readouterr().err
 
 

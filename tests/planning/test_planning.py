@@ -49,7 +49,7 @@ from recipes.training.recipe.schema import Recipe
 
 PLAN = str(REPOSITORY / "recipes" / "plan.py")
 PUBLISHED = REPOSITORY / "recipes" / "planning" / "measured" / "published"
-LIMITS = {  # table -> mean and largest error in percent that we promise
+LIMITS = {  # table -> documented limits of the mean and the largest error, in percent
     "narayanan2021": (4, 8),
     "korthikanti2022": (5, 8),
     "megascale2024": (6, 8),
@@ -60,13 +60,13 @@ CLUSTERED = [path for path in shipped_recipes() if path.parent.name != "recipes"
 
 
 def planned(name: str, *overrides: str) -> tuple[Recipe, Job]:
-    """A shipped recipe and its job on its own cluster."""
+    """Return a shipped recipe and its job on its own cluster."""
     recipe = load_recipe(REPOSITORY / "recipes" / f"{name}.toml", overrides)
     return recipe, job_of(recipe, Machine.of_cluster(recipe.cluster))
 
 
 def with_layout(job: Job, **sizes: object) -> Job:
-    """A job in another layout; data takes what is left."""
+    """Return a job in another layout, with the remaining GPUs as data-parallel replicas."""
     layout = replace(job.layout, **sizes)
     data = job.machine.gpus // (layout.tensor * layout.pipeline)
     return replace(job, layout=replace(layout, data=data))
@@ -150,16 +150,14 @@ def test_results_do_not_enter_predictions(tmp_path: Path) -> None:
         ({"pp": "32", "dp": "1"}, "pp x vpp = 32 is more than layers = 24"),
     ],
 )
-def test_a_row_that_lacks_something_is_skipped_with_the_reason(
-    changes: dict[str, str], reason: str
-) -> None:
+def test_an_incomplete_row_is_skipped_with_the_reason(changes: dict[str, str], reason: str) -> None:
     with (PUBLISHED / "narayanan2021.csv").open(newline="") as file:
         cells = next(csv.DictReader(file))
     row = read_row(cells | changes)
     assert row.job is None and reason in row.skipped
 
 
-def test_what_a_row_leaves_open_is_said() -> None:
+def test_assumptions_about_a_row_are_reported() -> None:
     with (PUBLISHED / "narayanan2021.csv").open(newline="") as file:
         cells = next(csv.DictReader(file))
     row = read_row(cells | {"vocab": "unstated", "recompute": "", "inter_gbps_per_gpu": ""})
@@ -187,7 +185,7 @@ def test_numbers_of_cells(cell: str, expected: float | None) -> None:
     assert number(cell) == expected
 
 
-def test_cells_may_say_the_same_in_other_words(tmp_path: Path) -> None:
+def test_cells_accept_synonyms(tmp_path: Path) -> None:
     with (PUBLISHED / "korthikanti2022.csv").open(newline="") as file:
         lines = list(csv.DictReader(file))
     words = {"zero_stage": "ZeRO-0", "recompute": "Full", "precision": "FP16", "gbs": "4.0"}
@@ -213,7 +211,7 @@ def test_an_odd_number_of_tokens_is_not_misaligned() -> None:
 
 
 def test_calibration_finds_the_factors_of_a_cluster() -> None:
-    """Of rows that another machine would have measured."""
+    """The rows are predictions for a machine with known factors."""
     truth = Calibration(compute=1.2, network=1.5)
     jobs = [
         with_layout(planned("llama/70b", "layout.recompute=full")[1], **changes)
@@ -228,7 +226,7 @@ def test_calibration_finds_the_factors_of_a_cluster() -> None:
     ]
     found = calibrate([(job, step_time(truth.of(job)).total) for job in jobs])
     assert found.compute == pytest.approx(1.2, rel=0.05)
-    assert found.network > 1.05  # what shows little is in part taken for usual
+    assert found.network > 1.05  # a factor with little influence is pulled towards 1
     errors = [step_time(found.of(j)).total / step_time(truth.of(j)).total - 1 for j in jobs]
     assert max(map(abs, errors)) < 0.03
     unfitted = [step_time(j).total / step_time(truth.of(j)).total - 1 for j in jobs]
@@ -278,11 +276,11 @@ def test_stage_parameters_are_the_models() -> None:
 
 
 def held_by_all(job: Job, layout: JobLayout) -> int:
-    """Parameters on a rank of each stage, together."""
+    """Return the parameters of one rank of each stage, summed over the stages."""
     return sum(stage_parameters(replace(job, layout=layout)))
 
 
-def test_our_stages_are_balanced_and_published_runs_are_as_they_were() -> None:
+def test_our_stages_are_balanced_and_published_stages_are_unchanged() -> None:
     _, job = planned("llama/70b")
     assert job.blocks_of_virtual_stages == (20, 20, 21, 19)
     _, other = planned("llama/70b", "layout.layers_per_stage=[18, 20, 20, 22]")
@@ -311,7 +309,7 @@ def test_micro_batches_in_flight(
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_what_is_in_flight_is_what_the_orders_hold(schedule: str) -> None:
+def test_micro_batches_in_flight_match_the_orders(schedule: str) -> None:
     chunks = CHUNKS[schedule]
     for p in (2, 3, 4, 7):
         for m in (1, 2, p, p + 1, 2 * p, 2 * p + 3, 4 * p):
@@ -340,7 +338,7 @@ def test_the_formula_of_every_schedule_is_the_simulation(name: str, schedule: st
 
 
 def bubble_error(job: Job) -> float:
-    """How far the formula of a step's passes is off its simulation."""
+    """Return the relative error of the formula for a step's passes against the simulation."""
     time = step_time(job)
     formula = time.compute + time.tensor + time.pipeline + time.bubble
     return abs(formula / pipeline_seconds(timeline_of(job)) - 1)
@@ -379,7 +377,7 @@ def test_each_zero_stage_shards_the_documented_state() -> None:
 
 def test_a_ring_moves_its_share_and_uses_all_links_of_a_node() -> None:
     machine = Machine.of(load_gpu("H100"), gpus=64)
-    gpu, size = machine.gpu, 1e12  # latencies do not matter
+    gpu, size = machine.gpu, 1e12  # large enough for latencies to be negligible
     inside = gather_seconds(machine, size, ranks=8, stride=1)
     assert inside == pytest.approx(7 / 8 * size / (450e9 * gpu.node_link_efficiency), rel=1e-3)
     one_link = gather_seconds(machine, size, ranks=8, stride=8)
@@ -393,7 +391,7 @@ def test_a_ring_moves_its_share_and_uses_all_links_of_a_node() -> None:
     assert gather_seconds(machine, size, ranks=1, stride=1) == 0
 
 
-def test_a_product_with_short_rows_misaligned_is_slow() -> None:
+def test_a_matmul_with_short_misaligned_rows_is_slow() -> None:
     gpu = load_gpu("A100-80GB")
 
     def seconds(inner: int) -> float:
@@ -419,7 +417,7 @@ def test_a_step_is_the_sum_of_its_parts() -> None:
 
 
 @pytest.mark.parametrize("name", ["llama/13b", "llama/405b", "gpt/350m"])  # in fp16 too
-def test_the_best_layouts_can_be_run_and_are_what_was_predicted(name: str) -> None:
+def test_the_best_layouts_can_be_run_and_match_the_prediction(name: str) -> None:
     recipe, job = planned(name)
     found = search(job, 5)
     assert len(found.plans) == 5
@@ -429,12 +427,12 @@ def test_the_best_layouts_can_be_run_and_are_what_was_predicted(name: str) -> No
         assert plan.memory.total <= job.machine.gpu.memory_gib * GIB
         table = recipe.model_dump(mode="json", exclude_none=True)
         apply_overrides(table, changes(recipe, plan).split()[1::2])
-        again = job_of(parse_recipe(table, "edited"), job.machine)  # which reads the JSON too
+        again = job_of(parse_recipe(table, "edited"), job.machine)  # reads the DeepSpeed JSON too
         assert again.layout == plan.job.layout
         assert step_time(again).total == plan.time.total
 
 
-def test_the_options_for_a_layout_ask_for_it() -> None:
+def test_the_options_for_a_layout_select_it() -> None:
     recipe, job = planned("llama/70b")
     best = search(job, 1).plans[0]
     options = changes(recipe, best).split()
@@ -442,7 +440,7 @@ def test_the_options_for_a_layout_ask_for_it() -> None:
     assert planned("llama/70b", *options[1::2])[1].layout == best.job.layout
 
 
-def test_a_search_misses_no_layout_that_a_recipe_may_ask_for() -> None:
+def test_a_search_finds_every_layout_of_a_recipe() -> None:
     """By brute force over all sizes, on a small machine."""
     recipe, job = planned("llama/7b", "cluster.nodes=1", "batch.global_sequences=16")
     machine = job.machine
@@ -470,7 +468,10 @@ def test_a_search_misses_no_layout_that_a_recipe_may_ask_for() -> None:
                         continue
     plain = {s for s in seen if s.zero_stage == 1 and s.recompute == "none"}
     assert {s for s in plain if not s.sequence_parallel} == legal
-    assert {s.recompute for s in seen} == {"none", "full"}  # selective saves nothing here
+    assert {s.recompute for s in seen} == {
+        "none",
+        "full",
+    }  # selective recomputation would save nothing
     _, written = planned("llama/7b", "cluster.nodes=1", "model.attention_dropout=0.1")
     assert "selective" in {s.recompute for s in legal_layouts(written, rejected)}
 
@@ -506,7 +507,7 @@ def test_runs_that_were_out_of_memory_are_counted() -> None:
     assert summary["false_alarms"] == 1
 
 
-def test_divisors_are_all_and_in_order() -> None:
+def test_divisors_are_complete_and_sorted() -> None:
     for whole in (1, 12, 49, 97, 4096):
         assert divisors(whole) == [n for n in range(1, whole + 1) if whole % n == 0]
 
@@ -527,7 +528,7 @@ def test_a_hardware_file_with_a_wrong_key_is_rejected(tmp_path: Path) -> None:
 
 
 def run_plan(*arguments: str) -> subprocess.CompletedProcess:
-    """The command, as a user runs it."""
+    """Run the command as a user does."""
     return subprocess.run(
         [sys.executable, PLAN, *arguments], capture_output=True, text=True, cwd=REPOSITORY
     )

@@ -12,7 +12,7 @@ from datasets import Dataset, DatasetDict, IterableDataset
 from pyarrow import parquet
 
 from models.errors import UserError
-from recipes.preparing.documents import KINDS
+from recipes.preparing.documents import PROBLEM_KINDS
 from recipes.preparing.formats import Format, Stream
 from recipes.preparing.own_files import mark_workspace
 from recipes.preparing.source import open_source
@@ -22,7 +22,7 @@ from recipes.training.data.token_file import tokenizer_hash
 TEXTS = [
     f"document {i}: ünïcode 🙂 {'and more ' * (i % 7)}\u2028no line ends here" for i in range(100)
 ]
-ALL = frozenset(KINDS)
+ALL = frozenset(PROBLEM_KINDS)
 
 
 def opened(*names: Path | str, text_is: str = "line") -> list[Format]:
@@ -38,7 +38,7 @@ def texts(formats: list[Format], target_bytes: int, skip: frozenset[str] = froze
 def json_lines(path: Path) -> None:
     lines = "".join(json.dumps({"id": i, "body": text}) + "\n" for i, text in enumerate(TEXTS))
     if path.suffix == ".jsonl":
-        path.write_text(lines[:-1])  # without the last line's end
+        path.write_text(lines[:-1])  # without the last line break
         return
     with pyarrow.output_stream(str(path), compression="detect") as stream:
         stream.write(lines.encode())
@@ -146,7 +146,7 @@ def test_a_stream_is_read_shard_by_shard() -> None:
     assert texts([stream], 1) == TEXTS
 
 
-BAD = {  # file: its bytes, which row, the kind of problem, what is said of it
+BAD = {  # file -> its bytes, the row, the kind of problem, the message
     "utf8.jsonl": (b'{"body": "a"}\n{"body": "\xff"}\n', "line 2", "utf-8", "byte 10 is 0xff"),
     "half.jsonl": (b'{"body": "a"}\n\n{"body": "\\ud800"}', "line 3", "utf-8", "surrogate pair"),
     "json.jsonl": (b'{"body": "a"}\n{"body": \n', "line 2", "json", "JSON: Expecting value"),
@@ -176,13 +176,13 @@ def test_a_bad_row_is_named(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [b'[{"body": "a"}, {"bo', b'[{"body": "a\xff"}]'])
-def test_a_broken_array_is_no_row_to_skip(content: bytes, tmp_path: Path) -> None:
+def test_a_broken_array_is_not_skipped_as_a_row(content: bytes, tmp_path: Path) -> None:
     (tmp_path / "broken.json").write_bytes(content)
     with pytest.raises(UserError, match=r"broken\.json cannot be read: "):
         texts(opened(tmp_path / "broken.json"), 1, skip=ALL)
 
 
-def test_parquet_with_bytes_that_are_no_text(tmp_path: Path) -> None:
+def test_parquet_with_bytes_that_are_not_utf_8(tmp_path: Path) -> None:
     offsets = np.array([0, 1, 3], np.int32)
     content = pyarrow.py_buffer(offsets), pyarrow.py_buffer(b"a\xff\xff")
     column = pyarrow.StringArray.from_buffers(2, *content)
@@ -194,8 +194,8 @@ def test_parquet_with_bytes_that_are_no_text(tmp_path: Path) -> None:
 
 REFUSED = {
     "nowhere.jsonl": (None, "nowhere.jsonl: no such file"),
-    "text.docx": (b"PK", "text.docx: no reader for it; use one of .jsonl"),
-    "folder": ("folder", "folder: no file there is one of"),
+    "text.docx": (b"PK", "text.docx: unsupported format; use one of .jsonl"),
+    "folder": ("folder", "folder: no file is one of"),
     "cut.parquet": (b"PAR1 and then nothing", "cut.parquet cannot be read"),
     "other.csv": (b"name,age\na,1\n", "--column body: "),
     "cut.arrow": (b"nothing", "cut.arrow cannot be read"),
@@ -203,7 +203,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_a_source_that_cannot_be_read_is_refused(name: str, tmp_path: Path) -> None:
+def test_a_source_that_cannot_be_read_is_rejected(name: str, tmp_path: Path) -> None:
     content, reason = REFUSED[name]
     if content == "folder":
         (tmp_path / name).mkdir()
@@ -236,24 +236,24 @@ def test_folders_that_a_pattern_matches_are_reported(
     reason = "folder; pass it to --source by itself"
     assert f"skipped 1 folders ({reason}), such as {tmp_path}/deep" in said
     assert f"pass each one to --source by itself), such as {saved}" in said
-    assert len(opened(f"{tmp_path}/deep/**")) == 2  # whose folders are read
+    assert len(opened(f"{tmp_path}/deep/**")) == 2  # reads the files of matched folders
     assert "folder" not in capsys.readouterr().out
     with pytest.raises(UserError, match=r"skipped 1 folders \(folder; pass it"):
         opened(f"{tmp_path}/dee*")
 
 
-def test_a_dataset_that_is_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_dataset_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    with pytest.raises(UserError, match="--source no/where is not a file here, and as a dataset"):
+    with pytest.raises(UserError, match="--source no/where is not a file, and cannot be loaded"):
         opened("no/where")
 
 
 def test_every_kind_has_a_bad_row() -> None:
-    assert {kind for _, _, kind, _ in BAD.values()} == set(KINDS)
+    assert {kind for _, _, kind, _ in BAD.values()} == set(PROBLEM_KINDS)
 
 
-def test_a_source_that_changes_while_it_is_read_is_noticed(tmp_path: Path) -> None:
+def test_a_source_that_changes_while_it_is_read_is_detected(tmp_path: Path) -> None:
     json_lines(tmp_path / "lines.jsonl")
     (reader,) = opened(tmp_path / "lines.jsonl")
     (piece,) = reader.pieces(10**9)
@@ -290,7 +290,9 @@ def test_prepared_corpora_are_skipped_as_sources(
     assert (
         f"skipped 11 files (written by prepare_data.py), such as {tmp_path}/made/manifest" in said
     )
-    assert texts(opened(f"{tmp_path}/**/**/lines.jsonl"), 500) == TEXTS  # found twice
+    assert (
+        texts(opened(f"{tmp_path}/**/**/lines.jsonl"), 500) == TEXTS
+    )  # ** twice finds each file twice
     with pytest.raises(UserError, match=r"no file there is .*; skipped 5 files \(written by prep"):
         opened(tmp_path / "made")
 
@@ -298,7 +300,7 @@ def test_prepared_corpora_are_skipped_as_sources(
 def test_user_files_with_our_names_are_read(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A user's own files are read: beside a pieces.jsonl, in NAME.incomplete, in our folders."""
+    """Files of the user are read next to a pieces.jsonl, in NAME.incomplete and in our folders."""
     corpus_in(tmp_path / "made")
     workspace = tmp_path / "work.incomplete"
     for folder in ("pieces", "half.incomplete", "half.incomplete/pieces", "work.incomplete"):
@@ -329,7 +331,9 @@ def test_skipped_files_are_reported(tmp_path: Path, capsys: pytest.CaptureFixtur
     said = capsys.readouterr().out
     assert f"skipped 1 files (broken link or not a regular file), such as {tmp_path}/moved" in said
     assert f"by itself), such as {tmp_path}/saved" in said
-    assert len(texts(opened(f"{tmp_path}/saved/*.arrow"), 500)) == len(TEXTS)  # if it is named
+    assert len(texts(opened(f"{tmp_path}/saved/*.arrow"), 500)) == len(
+        TEXTS
+    )  # if the pattern names its files
 
 
 def test_a_folder_that_cannot_be_read_is_an_error(

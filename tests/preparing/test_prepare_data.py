@@ -15,8 +15,8 @@ from tokenizers import Tokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from models.errors import UserError
-from recipes.prepare_data import hold
-from recipes.preparing.documents import KINDS
+from recipes.prepare_data import lock_workspace
+from recipes.preparing.documents import PROBLEM_KINDS
 from recipes.preparing.formats import TextLines
 from recipes.preparing.ledger import samples_of
 from recipes.preparing.own_files import LOCK_TEXT
@@ -36,7 +36,7 @@ TEXTS = [f"document {i}: the quick brown fox jumps over {i * 7} lazy dogs\n" for
 def prepare(*arguments: object, pieces_of: int = 0) -> subprocess.CompletedProcess[str]:
     command = ["recipes/prepare_data.py"]
     if pieces_of:
-        patched = f"p.SMALLEST_PIECE, p.LARGEST_PIECE = {pieces_of}, 2**20"
+        patched = f"p.MIN_PIECE_BYTES, p.MAX_PIECE_BYTES = {pieces_of}, 2**20"
         command = ["-c", f"import recipes.prepare_data as p; {patched}; p.main()"]
     return subprocess.run(
         [sys.executable, *command, *map(str, arguments)],
@@ -48,7 +48,7 @@ def prepare(*arguments: object, pieces_of: int = 0) -> subprocess.CompletedProce
 
 
 def into(prepared: Path, output: Path) -> list[object]:
-    """The options that prepare the texts into a folder."""
+    """Return the options that prepare the texts into a folder."""
     return ["--source", prepared / "text.jsonl", "--column", "body", "--output", output]
 
 
@@ -91,11 +91,11 @@ def test_a_corpus_is_not_prepared_twice(prepared: Path) -> None:
     assert done.returncode == 1 and "made with --vocab-size 300 (here 301)" in done.stderr
 
 
-def test_what_is_not_ours_stays(prepared: Path, tmp_path: Path) -> None:
+def test_user_files_in_the_workspace_stay(prepared: Path, tmp_path: Path) -> None:
     (tmp_path / "out.incomplete").mkdir()
     (tmp_path / "out.incomplete" / "thesis.txt").write_text("precious")
     done = prepare("--source", prepared / "text.jsonl", "--output", tmp_path / "out")
-    assert done.returncode == 1 and "out.incomplete, where the command works, has" in done.stderr
+    assert done.returncode == 1 and "out.incomplete, the working folder" in done.stderr
     assert (tmp_path / "out.incomplete" / "thesis.txt").read_text() == "precious"
 
 
@@ -113,7 +113,7 @@ def test_the_samples_of_a_step(tmp_path: Path) -> None:
     assert samples_of(recipe, run, 9) == range(288, 320)
 
 
-def test_a_tokenizer_can_be_brought_along(prepared: Path) -> None:
+def test_an_existing_tokenizer_can_be_used(prepared: Path) -> None:
     done = prepare(
         *("--source", prepared / "text.jsonl", "--column", "body"),
         *("--tokenizer", prepared / "out" / "tokenizer", "--output", prepared / "again"),
@@ -125,7 +125,7 @@ def test_a_tokenizer_can_be_brought_along(prepared: Path) -> None:
 
 @pytest.fixture(scope="module")
 def bos_tokenizer(prepared: Path) -> Path:
-    """The folder of a tokenizer that begins every text with <s>."""
+    """Save a tokenizer that begins every text with <s>, and return its folder."""
     tokenizer = Tokenizer.from_file(str(prepared / "out" / "tokenizer" / "tokenizer.json"))
     tokenizer.add_special_tokens(["<s>"])
     PreTrainedTokenizerFast(
@@ -193,7 +193,7 @@ def test_pieces_without_a_start_are_not_used_for_documents_with_one(tmp_path: Pa
         (["--tokenizer", "NOWHERE.tokenizer"], "NOWHERE.tokenizer cannot be loaded: "),
     ],
 )
-def test_bad_input_is_refused_in_one_line(
+def test_bad_input_is_rejected_in_one_line(
     prepared: Path, tmp_path: Path, arguments: list[str], named: str
 ) -> None:
     for name, text in (
@@ -225,7 +225,7 @@ def test_only_a_missing_flock_is_reported_as_one(
         raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr("fcntl.flock", fail)
-    with pytest.raises(kind, match=said), hold(tmp_path / "work", shared=False):
+    with pytest.raises(kind, match=said), lock_workspace(tmp_path / "work", shared=False):
         pass
 
 
@@ -233,7 +233,7 @@ def test_one_process_at_a_time_joins(prepared: Path, tmp_path: Path) -> None:
     workspace = tmp_path / "out.incomplete"
     workspace.mkdir()
     with (workspace / "lock").open("a+") as lock:
-        fcntl.flock(lock, fcntl.LOCK_SH)  # a shard at work
+        fcntl.flock(lock, fcntl.LOCK_SH)  # as a running shard does
         options = ["--source", prepared / "text.jsonl", "--column", "body"]
         done = prepare(*options, "--output", tmp_path / "out")
     assert done.returncode == 1 and "out.incomplete is in use by another process" in done.stderr
@@ -246,10 +246,10 @@ def test_bad_rows_are_left_out_and_counted(prepared: Path, tmp_path: Path) -> No
     (tmp_path / "mixed.jsonl").write_text("\n".join(mixed), errors="surrogateescape")
     options = ["--column", "body", "--tokenizer", prepared / "out" / "tokenizer"]
     options += ["--source", tmp_path / "mixed.jsonl", "--output", tmp_path / "out"]
-    refused = prepare(*options, "--skip", "empty", "--skip", "json", "--skip", "utf-8")
-    assert refused.returncode == 1
-    assert "mixed.jsonl, line 6: body = 7 is not a text; correct it, or skip" in refused.stderr
-    skip = [word for kind in KINDS for word in ("--skip", kind)]
+    rejected = prepare(*options, "--skip", "empty", "--skip", "json", "--skip", "utf-8")
+    assert rejected.returncode == 1
+    assert "mixed.jsonl, line 6: body = 7 is not a text; correct it, or skip" in rejected.stderr
+    skip = [word for kind in PROBLEM_KINDS for word in ("--skip", kind)]
     done = prepare(*options, *skip)
     assert done.returncode == 0, done.stderr
     manifest = json.loads((tmp_path / "out" / "manifest.json").read_text())
@@ -269,7 +269,7 @@ def test_finished_pieces_stay_when_something_fails(prepared: Path, tmp_path: Pat
     assert done.returncode == 1 and "the validation part has no tokens" in done.stderr
     workspace = tmp_path / "out.incomplete"
     assert (workspace / "lock").read_text() == LOCK_TEXT
-    assert f"1 finished pieces in {workspace}: the same command goes on there" in done.stderr
+    assert f"{workspace} keeps 1 finished pieces; rerun the same command to resume" in done.stderr
     assert "of 60 documents (0 rows were skipped), --validation-fraction 1e-09" in done.stderr
     assert not (tmp_path / "out").exists() and list(workspace.glob("pieces/*/report.json"))
 
@@ -281,10 +281,10 @@ def test_shards_are_joined_to_the_same_corpus(prepared: Path, tmp_path: Path) ->
         done = prepare(*options, "--shard", f"{shard}/3", pieces_of=500)
         assert done.returncode == 0 and "without --shard joins" in done.stdout, done.stderr
     made = {path: path.stat().st_mtime_ns for path in tmp_path.glob("out.incomplete/pieces/*/*")}
-    assert len(made) == 5 * 6  # of nine pieces, every third one is still to be made
+    assert len(made) == 5 * 6  # every third of the nine pieces is still missing
     assert prepare(*options, "--shard", "3/3").returncode == 2
     done = prepare(*options, pieces_of=500)
-    assert "6 of 9 pieces are there from an earlier start" in done.stdout, done.stderr
+    assert "6 of 9 pieces are already finished" in done.stdout, done.stderr
     for name in ("train.bin", "train.idx", "validation.bin", "validation.idx"):
         assert (tmp_path / "out" / name).read_bytes() == (prepared / "out" / name).read_bytes()
     assert not list(tmp_path.glob("*.incomplete"))
@@ -298,7 +298,7 @@ def test_a_corpus_is_verified(prepared: Path, tmp_path: Path) -> None:
     for file in (path for path in corpus.rglob("*") if path.is_file()):
         content = file.read_bytes()
         if file.name == "manifest.json":
-            continue  # the only one that says what the others are
+            continue  # no other file has its hash
         place = chance.randrange(len(content))
         file.write_bytes(content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :])
         assert list(find_damages(corpus, 2)), file
@@ -317,7 +317,7 @@ def test_nothing_is_lost_under_kills(tmp_path: Path) -> None:
     assert report.kills.total() == 2 and report.corpora
 
 
-def test_the_ledger_says_what_a_step_reads(prepared: Path, tmp_path: Path) -> None:
+def test_the_ledger_lists_the_samples_of_a_step(prepared: Path, tmp_path: Path) -> None:
     table = changed(
         small_recipe(prepared / "out"), model__vocab_size=300, training__evaluate_every=0
     )
@@ -334,5 +334,5 @@ def test_the_ledger_says_what_a_step_reads(prepared: Path, tmp_path: Path) -> No
         assert sample.startswith(f"sample {16 + number}: ") and "document" in sample
         assert f" of {prepared / 'text.jsonl'} (0 .. " in sample
         assert text.startswith(tokenizer.decode(row)[:30])
-    refused = prepare("show", tmp_path / "recipe.toml", "--step", 21)
-    assert refused.returncode == 1 and "--step 21 is not in 1 .. 20" in refused.stderr
+    rejected = prepare("show", tmp_path / "recipe.toml", "--step", 21)
+    assert rejected.returncode == 1 and "--step 21 is not in 1 .. 20" in rejected.stderr
