@@ -74,6 +74,7 @@ def load_newest(engine: Engine, data: TrainingData, folder: RunFolder) -> int:
 def save(engine: Engine, data: TrainingData, folder: RunFolder, *, step: int) -> None:
     """Save after a step and wait until the checkpoint is written; collective."""
     topology = engine.recipe.topology(World.from_environment(os.environ))
+    folder.path.mkdir(parents=True, exist_ok=True)
     writer = CheckpointWriter(
         engine.state,
         folder,
