@@ -76,6 +76,7 @@ def measure(folder: Path, repeats: int) -> dict[str, list[float]]:
     start_processes(World())
     variant = reference(recipe)
     engine, data = start(variant.recipe, World())
+    (folder / "run").mkdir(exist_ok=True)
     writer = CheckpointWriter(
         engine.state,
         RunFolder(folder / "run"),

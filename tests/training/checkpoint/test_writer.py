@@ -157,6 +157,7 @@ def save_into_folders_of_their_own(recipe: Recipe, folder: Path) -> str | None:
     engine, data = start(recipe, world)
     train_step(engine, data, 1)
     own = RunFolder(folder / str(world.rank))
+    own.path.mkdir(parents=True)
     facts = {"recipe": recipe, "topology": recipe.topology(world), "data": data.fingerprint}
     writer = CheckpointWriter(engine.state, own, **facts)
     return writer.save(data.progress_after(1)) or writer.wait()
