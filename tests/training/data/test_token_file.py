@@ -100,7 +100,7 @@ def test_a_document_may_have_more_than_2_gib(vocab_size: int, tmp_path: Path) ->
 
 def test_a_document_too_long_for_the_index_is_rejected(tmp_path: Path) -> None:
     with (
-        pytest.raises(UserError, match=r"has 2147483648 tokens .* lengths up to 2147483647"),
+        pytest.raises(UserError, match=r"has 2147483648 tokens, .* lengths up to 2147483647"),
         TokenFileWriter(tmp_path / "x", token_type(10)) as file,
     ):
         file.write(np.zeros(1), np.array([7, 2**31]))

@@ -119,7 +119,7 @@ def test_a_recipe_for_gpus_does_not_silently_train_on_the_cpu() -> None:
     check_gpus(None, on_gpu=False, cpu_is_chosen=False)  # a recipe without a cluster
     check_gpus("MI300X", on_gpu=False, cpu_is_chosen=True)
     check_gpus("cpu", on_gpu=False, cpu_is_chosen=False)
-    with pytest.raises(UserError, match=r'cluster\.gpu = "MI300X" .*"cpu".*DS_ACCELERATOR=cpu'):
+    with pytest.raises(UserError, match=r'cluster\.gpu = "MI300X", .*"cpu".*DS_ACCELERATOR=cpu'):
         check_gpus("MI300X", on_gpu=False, cpu_is_chosen=False)
 
 
