@@ -553,4 +553,4 @@ def test_initial_weights_of_another_model_are_rejected(real_corpus: Path, tmp_pa
     assert done.returncode == 2 and "norm_epsilon = 1e-06 (here 1e-05)" in done.stderr
     command += ["--resume", str(tmp_path / "ours")]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 2 and "has weights and no run to resume" in done.stderr
+    assert done.returncode == 2 and "has only weights and no run to resume" in done.stderr
