@@ -171,8 +171,7 @@ def check_options(options: argparse.Namespace, output: Path, workspace: Path) ->
         )
     if not 0 < options.validation_fraction < 1:
         raise UserError(
-            f"--validation-fraction {options.validation_fraction} is not in 0 .. 1, the ends "
-            f"excluded; use 0.1"
+            f"--validation-fraction {options.validation_fraction} is not between 0 and 1; use 0.1"
         )
     if options.processes < 1:
         raise UserError(f"--processes {options.processes} is too few; use 1")

@@ -106,7 +106,7 @@ def floor(module: str) -> tuple[int, str]:
 def imported_modules(source: str, *, for_types: bool = True) -> set[str]:
     """Return everything that a source imports, `from package import module` as package.module.
 
-    for_types: whether imports under `if TYPE_CHECKING` count
+    for_types: include imports under `if TYPE_CHECKING`
     """
     found, tree = set(), ast.parse(source)
     if not for_types:

@@ -68,6 +68,6 @@ def _check(path: Path, reading: Path, overwrite: bool) -> None:
         or (path / "checkpoints").exists()
     ):
         raise UserError(
-            f"{path} was not written by this command, so it is not overwritten; use another "
-            f"folder, or delete it"
+            f"{path} was not written by this command and is not overwritten; use another folder, "
+            f"or delete it"
         )

@@ -48,7 +48,7 @@ def new_recipe(
                if key.startswith(FIXED_KEYS)]  # fmt: skip
     if changed:
         raise UserError(
-            f"{changed[0]} makes it another run; leave the key as it is in {source.path}"
+            f"changing {changed[0]} would make it another run; keep the value in {source.path}"
         )
     topology = recipe.topology(World(size=ranks, local_size=ranks))
     build_deepspeed_config(recipe, topology)

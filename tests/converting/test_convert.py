@@ -380,8 +380,8 @@ def stored_weights(source: CheckpointReader) -> list[str]:
 @pytest.mark.parametrize(
     ("overrides", "ranks", "named"),
     [
-        (["seed=5"], 4, "seed makes it another run"),
-        (["model.layers=3"], 4, "model.layers makes it another run"),
+        (["seed=5"], 4, "changing seed would make it another run"),
+        (["model.layers=3"], 4, "changing model.layers would make it another run"),
         (["layout.tensor=3"], 6, "model.heads = 4 is not divisible by layout.tensor = 3"),
         ([], 3, "does not divide the world of 3 ranks"),
         (["deepspeed=ds_configs/zero2_fp32.json"], 4, "zero2"),

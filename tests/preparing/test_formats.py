@@ -290,10 +290,9 @@ def test_prepared_corpora_are_skipped_as_sources(
     assert (
         f"skipped 11 files (written by prepare_data.py), such as {tmp_path}/made/manifest" in said
     )
-    assert (
-        texts(opened(f"{tmp_path}/**/**/lines.jsonl"), 500) == TEXTS
-    )  # ** twice finds each file twice
-    with pytest.raises(UserError, match=r"no file there is .*; skipped 5 files \(written by prep"):
+    # The pattern matches each file several times.
+    assert texts(opened(f"{tmp_path}/**/**/lines.jsonl"), 500) == TEXTS
+    with pytest.raises(UserError, match=r"no file is .*; skipped 5 files \(written by prep"):
         opened(tmp_path / "made")
 
 

@@ -86,7 +86,7 @@ def test_the_manifest_describes_the_folder(prepared: Path) -> None:
 def test_a_corpus_is_not_prepared_twice(prepared: Path) -> None:
     options = into(prepared, prepared / "out")
     done = prepare(*options, "--vocab-size", 300)
-    assert done.returncode == 0 and "already there" in done.stdout
+    assert done.returncode == 0 and "already exists" in done.stdout
     done = prepare(*options, "--vocab-size", 301)
     assert done.returncode == 1 and "made with --vocab-size 300 (here 301)" in done.stderr
 
