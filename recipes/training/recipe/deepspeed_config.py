@@ -166,8 +166,8 @@ def precision(config: dict[str, Any]) -> str:
 def communication_precision(config: dict[str, Any]) -> str:
     """Return the precision in which gradients are summed over the data ranks, by default fp32.
 
-    DeepSpeed's own default is the precision of the weights. The README's table shows the error of
-    sums in bf16 (`benchmarks/reduction_error.py`).
+    DeepSpeed's own default is the precision of the weights. `docs/zero-and-precision.md` shows the
+    error of sums in bf16 (`benchmarks/reduction_error.py`).
     """
     return config.get("communication_data_type", "fp32")
 
