@@ -95,10 +95,10 @@ class Manifest:
         file = checkpoint / "manifest.json"
         try:
             content = json.loads(file.read_text())
-            if not isinstance(content, dict):
-                raise ValueError("not a JSON object")
         except (ValueError, RecursionError) as error:
             raise UserError(f"{file} is damaged ({error}); use another checkpoint") from None
+        if not isinstance(content, dict):
+            raise UserError(f"{file} is damaged (not a JSON object); use another checkpoint")
         if content.get("format") != FORMAT:
             raise UserError(
                 f"{file}: format = {content.get('format')}, but this version of Threefold reads "
