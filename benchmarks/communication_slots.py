@@ -12,7 +12,7 @@ from pathlib import Path
 if __name__ == "__main__":  # imports start at the repository
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from models.pipeline.schedule.order import Pipeline, least_micro_batches, schedule_name
+from models.pipeline.schedule.order import Pipeline, min_micro_batches, schedule_name
 from tests.nccl_rules.slots import (
     LaunchRule,
     StepProgram,
@@ -41,7 +41,7 @@ def measure(schedule: str, chunks: int) -> dict[str, object]:
     slower = {"two": 0.0, "three": 0.0, "one_queue": 0.0}
     for stages in STAGES:
         for factor in (1, 2, 4):
-            micro_batches = max(factor * stages, least_micro_batches(schedule, stages))
+            micro_batches = max(factor * stages, min_micro_batches(schedule, stages))
             pipeline = Pipeline(
                 stages=stages,
                 micro_batches=micro_batches,

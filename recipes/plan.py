@@ -106,7 +106,7 @@ def plan(recipe: Recipe, cluster: Cluster, options: argparse.Namespace) -> int:
     if options.json:
         table = {"cluster": cluster.model_dump()} | search_table(recipe, result)
         own_table = plan_report.job_table(own, recipe.training.steps) if own else None
-        print(json.dumps(table | {"own": own_table, "own_refused": problem}))
+        print(json.dumps(table | {"own": own_table, "own_rejected": problem}))
     else:
         print(plan_report.heading(recipe, own or job), end="\n\n")
         print_plan(recipe, own, problem)
@@ -159,7 +159,7 @@ def search_table(recipe: Recipe, result: SearchResult) -> dict[str, Any]:
         "steps": recipe.training.steps,
         "tried": result.tried,
         "best": [plan_report.plan_table(recipe, each) for each in result.plans],
-        "refused": dict(result.rejected),
+        "rejected": dict(result.rejected),
     }
 
 

@@ -28,7 +28,7 @@ from recipes.training.loop.run import Ending, Run, is_due
 from recipes.training.recipe.learning_rate import learning_rate
 from recipes.training.recipe.loading import DEFAULT_RECIPE, REPOSITORY
 from recipes.training.run_folder.folder import RunFolder
-from recipes.training.runtime.exits import FINISHED, REFUSED, leave
+from recipes.training.runtime.exits import FINISHED, REJECTED, leave
 from recipes.training.runtime.garbage import (
     collect_garbage,
     hold_garbage,
@@ -50,7 +50,7 @@ def main() -> None:
         pretrain()
     except UserError as problem:  # found later than the checks within `rejections`
         print(f"pretrain.py: {problem}", file=sys.stderr, flush=True)
-        leave(REFUSED)
+        leave(REJECTED)
     except Exception:
         traceback.print_exc()
         leave(1)  # an ordinary exit would wait for threads, which may hang

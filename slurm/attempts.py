@@ -19,7 +19,7 @@ from recipes.training.recipe.loading import REPOSITORY, load_recipe
 from recipes.training.run_folder.checkpoint_folders import published, step_of
 from recipes.training.run_folder.folder import RunFolder
 from recipes.training.run_folder.line_file import LineFile
-from recipes.training.runtime.exits import REFUSED
+from recipes.training.runtime.exits import REJECTED
 
 
 def main() -> None:
@@ -34,7 +34,7 @@ def main() -> None:
     for name in ("--resume", "--resume-once", "--wait-for-folder"):
         parser.add_argument(name, help="ignored; for pretrain.py")
     options = parser.parse_args()
-    if options.code == REFUSED:
+    if options.code == REJECTED:
         sys.exit("the recipe was rejected; the job is not requeued")
     try:
         name = load_recipe(options.recipe, options.set).name

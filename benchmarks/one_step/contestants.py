@@ -4,7 +4,6 @@ All start from the same weights, take the same batches and have the same optimiz
 Everything here runs in a contestant's own process.
 """
 
-import contextlib
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -13,7 +12,6 @@ from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import deepspeed
 import torch
@@ -38,8 +36,7 @@ from recipes.training.engine.build import build_from_recipe, build_optimizer
 from recipes.training.recipe.deepspeed_config import build_deepspeed_config
 from recipes.training.recipe.schema import Recipe
 from recipes.training.recipe.topology import World
-from recipes.training.runtime import processes
-from recipes.training.runtime.processes import on_gpu, quiet, should_compile
+from recipes.training.runtime.processes import on_gpu, quiet, should_compile, start_processes
 
 Batch = Sequence[tuple[Tensor, Tensor]]  # tokens and labels [b, s] of each micro-batch
 Train = Callable[[Batch], float]  # a step's mean loss
@@ -144,8 +141,7 @@ class Contestant:
 def start(*, keeps_memory: bool) -> World:
     """Join the world of the environment, or a world of one process."""
     world = World.from_environment(os.environ)
-    with contextlib.nullcontext() if keeps_memory else mock.patch.object(processes, "keep_memory"):
-        processes.start_processes(world)
+    start_processes(world, keeps_memory=keeps_memory)
     return world
 
 

@@ -153,11 +153,11 @@ def walk(folder: Path) -> Iterator[Path]:
         OSError: A folder cannot be read.
     """
 
-    def refuse(error: OSError) -> None:
+    def reject(error: OSError) -> None:
         raise error
 
     seen = set()
-    for path, folders, files in os.walk(folder, followlinks=True, onerror=refuse):
+    for path, folders, files in os.walk(folder, followlinks=True, onerror=reject):
         real = os.path.realpath(path)
         if real in seen:
             folders.clear()

@@ -70,7 +70,7 @@ def train(case: ProofCase, world: World) -> Outcome | None:
         results.append(train_step(engine, data, step))
     weights = gather(engine, held_weights(engine))
     moments = gather(engine, held_state(engine, "exp_avg"))
-    drifted = engine.differing_copies()
+    drifted = engine.differing_replicas()
     if world.rank != 0:
         return None
     return Outcome(

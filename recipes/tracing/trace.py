@@ -28,7 +28,7 @@ import torch
 from models.errors import UserError
 from models.parallel.context import Context
 from models.parallel.rng import MaskKey
-from models.pipeline.schedule.order import BACKWARD, FORWARD, WEIGHT, Order, least_micro_batches
+from models.pipeline.schedule.order import BACKWARD, FORWARD, WEIGHT, Order, min_micro_batches
 from recipes.tracing.allocation_counter import Allocation, AllocationCounter
 from recipes.tracing.collective_counter import CollectiveCounter, Traffic
 from recipes.tracing.fake_cluster import fake_tensors, kernels_of_a_gpu, one_rank_of
@@ -180,7 +180,7 @@ def enough_micro_batches(recipe: Recipe, topology: Topology, rank: int) -> int:
     pipeline = pipeline_of(recipe, topology)
     stage = topology.coordinates(rank).pipeline
     wanted = fullest_moments(pipeline.orders[stage])
-    least = least_micro_batches(pipeline.schedule, pipeline.stages)
+    least = min_micro_batches(pipeline.schedule, pipeline.stages)
     for fewer in range(least, pipeline.micro_batches):
         if fullest_moments(replace(pipeline, micro_batches=fewer).orders[stage]) == wanted:
             return fewer
@@ -241,7 +241,7 @@ def first_step(engine: Engine, batch: list[MicroBatch]) -> None:
         engine.train_step(batch, rate)
         return
     wrapped, pipeline = engine.wrapped, engine.wrapped.pipeline
-    few = least_micro_batches(pipeline.schedule, pipeline.stages)
+    few = min_micro_batches(pipeline.schedule, pipeline.stages)
     wrapped.pipeline, wrapped.micro_batches = replace(pipeline, micro_batches=few), few
     engine.train_step(batch[:few], rate)
     wrapped.pipeline, wrapped.micro_batches = pipeline, pipeline.micro_batches

@@ -189,7 +189,9 @@ class Cluster:
         (folder / "munge.key").write_bytes(os.urandom(128))
         (folder / "munge.key").chmod(0o600)
         (folder / "ssh_config").write_text(SSH_CONFIG.format(folder=folder))
-        (folder / "sshd_config").write_text(SSHD_CONFIG.format(folder=folder))
+        (folder / "sshd_config").write_text(
+            SSHD_CONFIG.format(folder=folder, path=self.environment["PATH"])
+        )
         devices = FAKE_DEVICES[: self.gpus]
         gres = [f"NodeName=node[1-{len(self.hosts)}] Name=gpu File={file}" for file in devices]
         (folder / "gres.conf").write_text("\n".join(["AutoDetect=off", *gres]) + "\n")
@@ -230,7 +232,7 @@ StrictModes no
 UsePAM no
 PasswordAuthentication no
 PermitRootLogin prohibit-password
-SetEnv SLURM_CONF={folder}/slurm.conf
+SetEnv SLURM_CONF={folder}/slurm.conf PATH={path}
 UseDNS no
 PidFile none
 MaxStartups 100

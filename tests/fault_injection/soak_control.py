@@ -47,7 +47,7 @@ from recipes.training.recipe.loading import load_recipe
 from recipes.training.run_folder.checkpoint_folders import published, step_of
 from recipes.training.run_folder.folder import RunFolder
 from recipes.training.run_folder.line_file import LineFile
-from recipes.training.runtime.exits import REFUSED
+from recipes.training.runtime.exits import REJECTED
 from tests.conftest import VOCAB_SIZE, changed, small_recipe
 from tests.fault_injection.soak import IMPORTED, TIMED
 from tests.fault_injection.soak_faults import (
@@ -166,7 +166,7 @@ class Soak:
         where = f"round {self.report.rounds.total()}, {kind} {words}, {plan}: "
         wrong = left_over(self.pids)
         if kind == "mistake":
-            if codes != [REFUSED] * RANKS or "Traceback" in self.words(self.folder):
+            if codes != [REJECTED] * RANKS or "Traceback" in self.words(self.folder):
                 wrong.append(f"{codes} {self.words(self.folder)}")
             if snapshot(self.folder) != before:
                 wrong.append("a mistake has changed the folder")
@@ -248,7 +248,7 @@ class Soak:
             for rank, process in enumerate(ranks):
                 if plan[2] >> rank & 1 and process.is_alive():
                     os.kill(process.pid, signal.SIGKILL)
-        if all(process.exitcode in (0, REFUSED, None) for process in ranks):
+        if all(process.exitcode in (0, REJECTED, None) for process in ranks):
             for process in ranks:  # if one rank has ended by itself, the others should end too
                 process.join(30)
         for process in ranks:

@@ -13,7 +13,7 @@ import pytest
 from models.config import ModelConfig
 from models.cost import parameter_count
 from models.errors import UserError
-from models.pipeline.schedule.order import SCHEDULES, Pipeline, least_micro_batches, most_in_flight
+from models.pipeline.schedule.order import SCHEDULES, Pipeline, min_micro_batches, most_in_flight
 from models.pipeline.schedule.simulation import pipeline_seconds
 from recipes.gpus.datasheet import FOLDER, gpus, load_gpu, read_gpu
 from recipes.planning.inputs.footprint import DEEPSPEED, MEGATRON
@@ -313,7 +313,7 @@ def test_micro_batches_in_flight_match_the_orders(schedule: str) -> None:
     chunks = CHUNKS[schedule]
     for p in (2, 3, 4, 7):
         for m in (1, 2, p, p + 1, 2 * p, 2 * p + 3, 4 * p):
-            if m < least_micro_batches(schedule, p):
+            if m < min_micro_batches(schedule, p):
                 continue
             pipeline = Pipeline(stages=p, chunks=chunks, micro_batches=m, schedule=schedule)
             layout = JobLayout(pipeline=p, chunks=chunks, schedule=schedule)

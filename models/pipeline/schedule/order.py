@@ -82,7 +82,7 @@ class Pipeline:
     proportions: tuple[int, int, int] = (1, 1, 1)
 
     def __post_init__(self) -> None:
-        least = least_micro_batches(self.schedule, self.stages)
+        least = min_micro_batches(self.schedule, self.stages)
         if self.micro_batches < least:
             raise UserError(
                 f"{self.schedule} with {self.stages} stages and {self.micro_batches} "
@@ -169,7 +169,7 @@ def schedule_name(schedule: str, chunks: int) -> str:
     return schedule if SCHEDULES[schedule].chunks else f"{schedule} x {chunks}"
 
 
-def least_micro_batches(schedule: str, stages: int) -> int:
+def min_micro_batches(schedule: str, stages: int) -> int:
     """Return the smallest number of micro-batches that a schedule can run."""
     return 2 * stages if schedule == "dualpipev" else 1
 

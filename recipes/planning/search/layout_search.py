@@ -8,7 +8,7 @@ from heapq import nsmallest
 from itertools import product
 from pathlib import Path
 
-from models.pipeline.schedule.order import SCHEDULES, least_micro_batches
+from models.pipeline.schedule.order import SCHEDULES, min_micro_batches
 from recipes.planning.inputs.job import Job, JobLayout
 from recipes.planning.memory.peak import (
     GIB,
@@ -166,7 +166,7 @@ def layout_variants(job: Job, sizes: JobLayout, rejected: Counter[str]) -> Itera
     micro_batches = replace(job, layout=sizes).micro_batches
     schedules = []
     for schedule, chunks in schedules_of(sizes.pipeline, job.model.layers):
-        if micro_batches >= least_micro_batches(schedule, sizes.pipeline):
+        if micro_batches >= min_micro_batches(schedule, sizes.pipeline):
             schedules.append((schedule, chunks))
         else:
             rejected["dualpipev with fewer than two micro-batches a stage"] += 1

@@ -28,7 +28,7 @@ from recipes.training.data.micro_batch import MicroBatch
 from recipes.training.engine.stopwatch import Stopwatch
 from recipes.training.recipe.schema import Recipe
 from recipes.training.supervision.breadcrumb import Breadcrumb
-from recipes.training.supervision.replicas import CopyGroup, differing_copies
+from recipes.training.supervision.replicas import ReplicaGroup, differing_replicas
 
 
 @dataclass(frozen=True)
@@ -77,15 +77,15 @@ class Engine(ABC):
         """Yield (logical name, parameter) of all parameters that this rank holds."""
         return logical_parameters(self.wrapped.module, self.recipe.model)
 
-    def differing_copies(self) -> list[str]:
+    def differing_replicas(self) -> list[str]:
         """Return a sentence for each weight whose replicas differ; the same on all ranks."""
 
-        def noted() -> Iterator[CopyGroup]:
+        def noted() -> Iterator[ReplicaGroup]:
             for group in self._copies():
                 self.crumb.note(f"comparing replicas of {group.kind}")
                 yield group
 
-        return differing_copies(noted(), self.wrapped.device)
+        return differing_replicas(noted(), self.wrapped.device)
 
     def _from_disk(self, micro_batches: Iterable[MicroBatch]) -> Iterator[MicroBatch]:
         """Yield micro-batches as they are read from disk, which does not count as a hang."""
@@ -97,18 +97,18 @@ class Engine(ABC):
                 return
             yield micro_batch
 
-    def _copies(self) -> list[CopyGroup]:
+    def _copies(self) -> list[ReplicaGroup]:
         data_rank = dist.get_rank(self.data_group)
         held = [(n, held_values(p, data_rank), p) for n, p in self.parameters()]
         copies = []
         if self.axis.size > 1:
             replicated = [(n, values) for n, values, p in held if sharding_of(p).dimension is None]
             assert self.axis.group is not None
-            copies.append(CopyGroup("tensor ranks", self.axis.group, replicated))
+            copies.append(ReplicaGroup("tensor ranks", self.axis.group, replicated))
         group = self.data_group
         if dist.get_world_size(group) > 1:
             whole = [(n, values) for n, values, p in held if not is_partitioned(p)]
-            copies.append(CopyGroup("data ranks", group, whole))
+            copies.append(ReplicaGroup("data ranks", group, whole))
         return copies
 
     @property
@@ -171,9 +171,9 @@ class PipelinedEngine(Engine):
     def _train(self, micro_batches: Iterable[MicroBatch]) -> torch.Tensor:
         return self._run(self.wrapped.train_batch, list(micro_batches))
 
-    def _copies(self) -> list[CopyGroup]:
+    def _copies(self) -> list[ReplicaGroup]:
         tied = [
-            CopyGroup("stages", comm["group"], list(comm["module"].named_parameters(prefix=key)))
+            ReplicaGroup("stages", comm["group"], list(comm["module"].named_parameters(prefix=key)))
             for key, comm in self.wrapped.module.tied_comms.items()
         ]
         return super()._copies() + tied

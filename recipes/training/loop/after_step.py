@@ -100,7 +100,7 @@ def find_diverged_replicas(run: Run, step: int) -> Ending | None:
     if not every or not (is_due(step, every, last) or is_due(step, save_every, last)):
         return None
     run.supervisor.crumb.note("comparing replicas")
-    diverged = run.engine.differing_copies()
+    diverged = run.engine.differing_replicas()
     if not diverged:
         return None
     more = len(diverged) - MAX_WEIGHTS_IN_MESSAGE

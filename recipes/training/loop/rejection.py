@@ -4,12 +4,11 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import NoReturn
 
 from models.errors import UserError
 from recipes.training.recipe.topology import World
 from recipes.training.run_folder.lock import FolderInUse
-from recipes.training.runtime.exits import BUSY, REFUSED, leave
+from recipes.training.runtime.exits import BUSY, REJECTED, leave
 
 SECONDS_FOR_RANK_0_TO_SPEAK = 5
 
@@ -33,13 +32,4 @@ def rejections(world: World, origin: str = "") -> Iterator[None]:
             time.sleep(SECONDS_FOR_RANK_0_TO_SPEAK)
             about = f"rank {world.rank}: {about}"
         print(f"pretrain.py: {about}{problem}", file=sys.stderr, flush=True)
-        leave(BUSY if isinstance(problem, FolderInUse) else REFUSED)
-
-
-def leave_busy(world: World, reason: str) -> NoReturn:
-    """End this rank because another process holds the run folder."""
-    if world.rank != 0:
-        time.sleep(SECONDS_FOR_RANK_0_TO_SPEAK)
-    else:
-        print(f"pretrain.py: {reason}", file=sys.stderr, flush=True)
-    leave(BUSY)
+        leave(BUSY if isinstance(problem, FolderInUse) else REJECTED)

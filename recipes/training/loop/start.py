@@ -12,9 +12,10 @@ from recipes.training.checkpoint.resume import (
 from recipes.training.data.dataset import TrainingData
 from recipes.training.loop.experiment import Experiment
 from recipes.training.loop.joint_rejection import rejected_together
-from recipes.training.loop.rejection import leave_busy, rejections
+from recipes.training.loop.rejection import rejections
 from recipes.training.recipe.topology import check_placement
 from recipes.training.run_folder.folder import RunFolder
+from recipes.training.run_folder.lock import FolderInUse
 from recipes.training.runtime.exits import FINISHED, leave
 from recipes.training.runtime.processes import check_machine, hosts_of_ranks, start_processes
 from recipes.training.supervision.breadcrumb import Breadcrumb
@@ -84,7 +85,7 @@ def join(
     with crumb.waiting_for_disk("waiting for the run folder"):
         in_use = hold_together(folder, wait_seconds=wait_seconds)
     if in_use:
-        leave_busy(world, in_use)
+        raise FolderInUse(in_use, alive=True)
     hosts = hosts_of_ranks()
     supervisor.name_hosts(hosts)
     check_placement(experiment.topology, hosts)

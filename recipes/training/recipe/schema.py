@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 from models.config import ModelConfig, nearest_divisors, nearest_multiples
 from models.errors import UserError
 from models.pipeline.schedule.balance import divide_blocks, head_in_blocks
-from models.pipeline.schedule.order import least_micro_batches
+from models.pipeline.schedule.order import min_micro_batches
 from recipes.training.recipe.sections import (
     Batch,
     Checkpoint,
@@ -185,7 +185,7 @@ class Recipe(Section):
                 f"ranks; use batch.global_sequences = "
                 f"{nearest_multiples(self.batch.global_sequences, together)}"
             )
-        least = least_micro_batches(self.layout.schedule, topology.pipeline)
+        least = min_micro_batches(self.layout.schedule, topology.pipeline)
         if self.micro_batches(topology.data) < least:
             raise UserError(
                 f'layout.schedule = "{self.layout.schedule}" needs {least} micro-batches or more '

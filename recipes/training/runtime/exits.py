@@ -6,7 +6,7 @@ from typing import NoReturn
 from recipes.training.runtime.streams import end_process, finish_output
 
 FINISHED = 0  # every step is done and saved
-REFUSED = 2  # nothing was started; the message names the setting to change
+REJECTED = 2  # nothing was started; the message names the setting to change
 STOPPED = 3  # it cannot continue by itself: bad numbers, replicas that diverged, a failed save
 HUNG = 4  # no progress; the message names the rank that is behind
 INTERRUPTED = 5  # asked to stop; saved, rerun the same command to resume

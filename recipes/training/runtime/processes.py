@@ -156,7 +156,11 @@ def check_compile_cache() -> None:
 
 
 def start_processes(
-    world: World, *, deterministic: bool = False, patience_seconds: int | None = 0
+    world: World,
+    *,
+    deterministic: bool = False,
+    patience_seconds: int | None = 0,
+    keeps_memory: bool = True,
 ) -> None:
     """Join the process group; a single process does not need MASTER_ADDR.
 
@@ -164,6 +168,7 @@ def start_processes(
         world: rank and number of ranks, as set by the launcher
         deterministic: use only algorithms whose results are reproducible bit for bit
         patience_seconds: time that supervision waits for progress; None for no limit
+        keeps_memory: on CPUs, reuse freed memory as `keep_memory` does
     """
     set_torch_variables(os.environ, deterministic=deterministic)
     if deterministic:
@@ -188,7 +193,8 @@ def start_processes(
     if on_gpu():
         torch.cuda.set_device(local_rank)
     else:
-        keep_memory()
+        if keeps_memory:
+            keep_memory()
         if "OMP_NUM_THREADS" not in os.environ:
             torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // world.local_size))
     with quiet():

@@ -20,7 +20,7 @@ MULTIPLIER = 0x9E3779B97F4A7C1  # a large odd number, so that factors differ in 
 
 
 @dataclass(frozen=True)
-class CopyGroup:
+class ReplicaGroup:
     """Ranks that should hold the same values of some tensors.
 
     Attributes:
@@ -34,7 +34,7 @@ class CopyGroup:
     tensors: Sequence[tuple[str, Tensor]]
 
 
-def differing_copies(groups: Iterable[CopyGroup], device: torch.device) -> list[str]:
+def differing_replicas(groups: Iterable[ReplicaGroup], device: torch.device) -> list[str]:
     """Return a sentence for each tensor whose replicas diverged; the same on all ranks.
 
     Communicates: in each group an all-gather of three numbers per tensor; in the world an
@@ -54,7 +54,7 @@ def differing_copies(groups: Iterable[CopyGroup], device: torch.device) -> list[
     return sorted({sentence for sentences in of_ranks for sentence in sentences})
 
 
-def _compare(copies: CopyGroup) -> list[str]:
+def _compare(copies: ReplicaGroup) -> list[str]:
     if not copies.tensors:
         return []
     own = torch.stack([fingerprint(tensor) for _, tensor in copies.tensors])  # [n, 3]

@@ -218,11 +218,11 @@ def drift_worker(corpus: str, layouts: dict[str, dict[str, Any]]) -> dict[str, l
     for name, changes in layouts.items():
         engine, data = start(case(Path(corpus), world.size, changes).recipe, world)
         train_steps(engine, data, range(1, 2))
-        sentences = [engine.differing_copies()]
+        sentences = [engine.differing_replicas()]
         for disturbed, parameter in engine.parameters():
             if world.rank == 1 and disturbed in DISTURBED[name]:
                 flip_a_bit(held_values(parameter, data_rank=0).data)
-        sentences.append(engine.differing_copies())
+        sentences.append(engine.differing_replicas())
         results[name] = sentences
     dist.barrier()
     return results

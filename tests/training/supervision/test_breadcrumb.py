@@ -71,9 +71,9 @@ def test_replicas_are_compared_with_a_note_for_each_kind() -> None:
         _copies=lambda: [SimpleNamespace(kind=kind) for kind in ("tensor ranks", "data ranks")],
     )
     with mock.patch(
-        "recipes.training.engine.engine.differing_copies", lambda groups, _: list(groups)
+        "recipes.training.engine.engine.differing_replicas", lambda groups, _: list(groups)
     ):
-        engine.differing_copies()
+        engine.differing_replicas()
     assert crumb.activities == [
         "comparing replicas of tensor ranks",
         "comparing replicas of data ranks",

@@ -17,7 +17,7 @@ from models.pipeline.schedule.order import (
     Order,
     Pass,
     Pipeline,
-    least_micro_batches,
+    min_micro_batches,
     most_in_flight,
 )
 from models.pipeline.schedule.simulation import Timeline, idle_share, pipeline_seconds, simulate
@@ -29,7 +29,7 @@ MANY = [
     for v in CHUNKS.get(schedule, (1,))
     for p in range(1, 9)
     for m in sorted({1, 2, 3, p, p + 1, 2 * p - 1, 2 * p, 2 * p + 3, 4 * p})
-    if m >= least_micro_batches(schedule, p)
+    if m >= min_micro_batches(schedule, p)
 ]
 OF_SCHEDULE = {name: [each for each in MANY if each.schedule == name] for name in SCHEDULES}
 FEW = [
