@@ -23,7 +23,8 @@ from models.parallel.deferral import Deferring
 from models.pipeline.channels import Boundary
 from models.pipeline.process_grid import ProcessGrid
 from models.pipeline.recording import Event, Recording
-from models.pipeline.schedule.order import BACKWARD, Pass, Pipeline
+from models.pipeline.schedule.order import Pipeline
+from models.pipeline.schedule.passes import BACKWARD, Pass
 from models.pipeline.schedule.simulation import TimedPass, Timeline, pipeline_seconds, simulate
 from models.pipeline.scheduled_engine import ScheduledEngine
 from models.pipeline.stage import Stage

@@ -28,7 +28,8 @@ import torch
 from models.errors import UserError
 from models.parallel.context import Context
 from models.parallel.rng import MaskKey
-from models.pipeline.schedule.order import BACKWARD, FORWARD, WEIGHT, Order, min_micro_batches
+from models.pipeline.schedule.order import min_micro_batches
+from models.pipeline.schedule.passes import BACKWARD, FORWARD, WEIGHT, Order
 from recipes.tracing.allocation_counter import Allocation, AllocationCounter
 from recipes.tracing.collective_counter import CollectiveCounter, Traffic
 from recipes.tracing.fake_cluster import fake_tensors, kernels_of_a_gpu, one_rank_of

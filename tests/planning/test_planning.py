@@ -13,7 +13,8 @@ import pytest
 from models.config import ModelConfig
 from models.cost import parameter_count
 from models.errors import UserError
-from models.pipeline.schedule.order import SCHEDULES, Pipeline, min_micro_batches, most_in_flight
+from models.pipeline.schedule.order import SCHEDULES, Pipeline, min_micro_batches
+from models.pipeline.schedule.passes import most_in_flight
 from models.pipeline.schedule.simulation import pipeline_seconds
 from recipes.gpus.datasheet import FOLDER, gpus, load_gpu, read_gpu
 from recipes.planning.inputs.footprint import DEEPSPEED, MEGATRON
