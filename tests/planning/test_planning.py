@@ -32,7 +32,8 @@ from recipes.planning.measured.calibration import (
 from recipes.planning.measured.row_reader import number
 from recipes.planning.measured.table import read_row, read_table
 from recipes.planning.memory.activations import block_bytes, micro_batches_in_flight
-from recipes.planning.memory.peak import GIB, fullest_stage, host_bytes, stage_memory, state_bytes
+from recipes.planning.memory.model_states import state_bytes
+from recipes.planning.memory.peak import GIB, fullest_stage, host_bytes, stage_memory
 from recipes.planning.output.plan_report import changes, rates
 from recipes.planning.search.layout_search import INTERLEAVED_CHUNKS as INTERLEAVED
 from recipes.planning.search.layout_search import divisors, legal_layouts, search
