@@ -40,7 +40,7 @@ from models.config import MAX_SIZE
 from models.errors import UserError
 from recipes.preparing.documents import PROBLEM_KINDS
 from recipes.preparing.own_files import mark_workspace
-from recipes.training.data.token_file import read_manifest, tokenizer_hash
+from recipes.training.data.corpus_manifest import read_manifest, tokenizer_hash
 from recipes.training.recipe.loading import REPOSITORY, load_recipe
 from recipes.training.recipe.sections import repository_path
 from recipes.training.run_folder.line_file import flush

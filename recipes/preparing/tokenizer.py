@@ -15,7 +15,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedToken
 from models.errors import UserError
 from recipes.preparing.formats import Format, NumberedPiece, first_line
 from recipes.preparing.tokenization import is_held_out, new_folder, texts_of
-from recipes.training.data.token_file import folder_hash
+from recipes.training.data.corpus_manifest import folder_hash
 from recipes.training.recipe.sections import repository_path
 
 END_OF_TEXT = "<|endoftext|>"

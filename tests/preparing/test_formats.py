@@ -17,7 +17,7 @@ from recipes.preparing.formats import Format, Stream
 from recipes.preparing.own_files import mark_workspace
 from recipes.preparing.source import open_source
 from recipes.preparing.tokenization import texts_of
-from recipes.training.data.token_file import tokenizer_hash
+from recipes.training.data.corpus_manifest import tokenizer_hash
 
 TEXTS = [
     f"document {i}: ünïcode 🙂 {'and more ' * (i % 7)}\u2028no line ends here" for i in range(100)

@@ -22,8 +22,9 @@ from recipes.preparing.ledger import samples_of
 from recipes.preparing.own_files import LOCK_TEXT
 from recipes.preparing.prepared_corpus import find_damages
 from recipes.preparing.tokenization import Tokenization
+from recipes.training.data.corpus_manifest import tokenizer_hash
 from recipes.training.data.dataset import TrainingData
-from recipes.training.data.token_file import TokenFile, tokenizer_hash
+from recipes.training.data.token_file import TokenFile
 from recipes.training.recipe.loading import DEFAULT_RECIPE, REPOSITORY, load_recipe, parse_recipe
 from recipes.training.recipe.topology import Topology
 from recipes.training.run_folder.folder import RunFolder

@@ -3,7 +3,8 @@
 import numpy as np
 
 from models.errors import UserError
-from recipes.training.data.token_file import TokenFile, read_manifest, tokenizer_hash
+from recipes.training.data.corpus_manifest import read_manifest, tokenizer_hash
+from recipes.training.data.token_file import TokenFile
 from recipes.training.recipe.schema import Recipe
 from recipes.training.recipe.sections import repository_path
 

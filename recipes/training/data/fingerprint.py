@@ -4,7 +4,8 @@ import hashlib
 from pathlib import Path
 from typing import Any
 
-from recipes.training.data.token_file import TokenFile, read_manifest, tokenizer_hash
+from recipes.training.data.corpus_manifest import read_manifest, tokenizer_hash
+from recipes.training.data.token_file import TokenFile
 from recipes.training.recipe.schema import Recipe
 from recipes.training.recipe.sections import repository_path
 
