@@ -39,7 +39,7 @@ from recipes.planning.search.layout_search import SearchResult, search
 from recipes.planning.time.step_time import step_time
 from recipes.training.recipe.loading import DEFAULT_RECIPE, load_recipe, parse_recipe
 from recipes.training.recipe.schema import Recipe
-from recipes.training.recipe.sections import Cluster
+from recipes.training.recipe.sections.layout import Cluster
 
 MAX_GPUS = 10**6
 REQUIRED_OPTIONS = {"scatter": "table", "calibrate": "table", "rank": "trace"}

@@ -42,7 +42,7 @@ from recipes.preparing.documents import PROBLEM_KINDS
 from recipes.preparing.own_files import mark_workspace
 from recipes.training.data.corpus_manifest import read_manifest, tokenizer_hash
 from recipes.training.recipe.loading import REPOSITORY, load_recipe
-from recipes.training.recipe.sections import repository_path
+from recipes.training.recipe.repository import repository_path
 from recipes.training.run_folder.line_file import flush
 from recipes.training.run_folder.lock import NO_FLOCK
 

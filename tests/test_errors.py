@@ -11,9 +11,9 @@ import tomli_w
 from models.errors import UserError
 from recipes import pretrain
 from recipes.proving import layouts
-from recipes.training.recipe import sections
 from recipes.training.recipe.loading import REPOSITORY, parse_recipe
 from recipes.training.recipe.schema import Recipe
+from recipes.training.recipe.sections import training
 from tests.conftest import changed, small_recipe
 from tests.ranks import start_ranks
 
@@ -235,7 +235,7 @@ def test_a_defect_of_a_validator_is_not_a_rejected_recipe(
     corpus: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     table = changed(small_recipe(corpus), batch__micro_sequences=3)
-    monkeypatch.setattr(sections, "nearest_multiples", defect)
+    monkeypatch.setattr(training, "nearest_multiples", defect)
     with pytest.raises(ValueError, match="cannot reshape") as raised:
         parse_recipe(table, "small")
     assert raised.type is ValueError
@@ -250,7 +250,7 @@ def test_a_failed_assertion_of_a_validator_is_not_a_rejected_recipe(
     corpus: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     table = changed(small_recipe(corpus), batch__micro_sequences=3)
-    monkeypatch.setattr(sections, "nearest_multiples", failing_assertion)
+    monkeypatch.setattr(training, "nearest_multiples", failing_assertion)
     with pytest.raises(AssertionError, match="an invariant"):
         parse_recipe(table, "small")
 

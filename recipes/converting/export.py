@@ -20,7 +20,7 @@ from recipes.training.checkpoint.tensor_file import BYTES, TensorFileWriter, spl
 from recipes.training.data.corpus_manifest import tokenizer_hash
 from recipes.training.data.fingerprint import document_starts
 from recipes.training.recipe.loading import parse_recipe
-from recipes.training.recipe.sections import repository_path
+from recipes.training.recipe.repository import repository_path
 from recipes.training.run_folder.folder import RunFolder
 
 DTYPES = {  # name in the command -> name in safetensors files, torch's dtype

@@ -16,7 +16,7 @@ from models.errors import UserError
 from recipes.preparing.formats import Format, NumberedPiece, first_line
 from recipes.preparing.tokenization import is_held_out, new_folder, texts_of
 from recipes.training.data.corpus_manifest import folder_hash
-from recipes.training.recipe.sections import repository_path
+from recipes.training.recipe.repository import repository_path
 
 END_OF_TEXT = "<|endoftext|>"
 TRAINING_CHARACTERS = 2**29  # approximate number, taken evenly from all pieces

@@ -18,7 +18,7 @@ from recipes.training.recipe.deepspeed_config import (
     zero_stage,
 )
 from recipes.training.recipe.schema import Recipe
-from recipes.training.recipe.sections import Cluster
+from recipes.training.recipe.sections.layout import Cluster
 from recipes.training.recipe.topology import World
 
 

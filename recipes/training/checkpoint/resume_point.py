@@ -12,8 +12,8 @@ from recipes.training.checkpoint.compatibility import check_same_model, check_sa
 from recipes.training.checkpoint.manifest import Manifest, find_damages
 from recipes.training.checkpoint.reader import CheckpointReader
 from recipes.training.recipe.deepspeed_config import read_deepspeed_json
+from recipes.training.recipe.repository import repository_path
 from recipes.training.recipe.schema import Recipe
-from recipes.training.recipe.sections import repository_path
 from recipes.training.run_folder.checkpoint_folders import (
     ABANDONED,
     NAME,
