@@ -34,7 +34,8 @@ from recipes.planning.measured.table import read_row, read_table
 from recipes.planning.memory.activations import block_bytes, micro_batches_in_flight
 from recipes.planning.memory.model_states import state_bytes
 from recipes.planning.memory.peak import GIB, fullest_stage, host_bytes, stage_memory
-from recipes.planning.output.plan_report import changes, rates
+from recipes.planning.output.plan_report import rates
+from recipes.planning.output.recipe_edits import changes
 from recipes.planning.search.layout_search import INTERLEAVED_CHUNKS as INTERLEAVED
 from recipes.planning.search.layout_search import divisors, legal_layouts, search
 from recipes.planning.time.network import all_reduce_seconds, gather_seconds

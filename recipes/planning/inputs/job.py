@@ -180,6 +180,14 @@ def job_of(recipe: Recipe, machine: Machine, software: Software = THREEFOLD) -> 
     return replace(job_without_layout(recipe, machine, software), layout=layout)
 
 
+def own_job(recipe: Recipe, machine: Machine, software: Software) -> tuple[Job | None, str]:
+    """Return the recipe's job in its own layout, or None and the reason why it is not legal."""
+    try:
+        return job_of(recipe, machine, software), ""
+    except UserError as problem:
+        return None, str(problem)
+
+
 def job_without_layout(recipe: Recipe, machine: Machine, software: Software = THREEFOLD) -> Job:
     """Return a recipe's job on a machine in a layout of one rank, for a search to replace.
 

@@ -105,6 +105,13 @@ def host_bytes(job: Job) -> float:
     return BYTES["fp32"] * max(stage_parameters(job)) * together
 
 
+def fits(job: Job) -> bool:
+    """Return True if every stage fits into GPU memory and, during its construction, the host's."""
+    gpu = job.machine.gpu
+    fullest = max(stage.total for stage in stage_memory(job))
+    return fullest <= gpu.memory_gib * GIB and host_bytes(job) <= gpu.node_memory_gib * GIB
+
+
 @dataclass(frozen=True)
 class Moment:
     """Bytes at one moment of a step, in addition to the state kept between steps."""
