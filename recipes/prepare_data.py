@@ -38,7 +38,7 @@ from typing import TYPE_CHECKING, Any
 
 from models.config import MAX_SIZE
 from models.errors import UserError
-from recipes.preparing.documents import PROBLEM_KINDS
+from recipes.preparing.formats.documents import PROBLEM_KINDS
 from recipes.preparing.own_files import mark_workspace
 from recipes.training.data.corpus_manifest import read_manifest, tokenizer_hash
 from recipes.training.recipe.loading import REPOSITORY, load_recipe
@@ -47,7 +47,7 @@ from recipes.training.run_folder.line_file import flush
 from recipes.training.run_folder.lock import NO_FLOCK
 
 if TYPE_CHECKING:
-    from recipes.preparing.formats import Format, NumberedPiece
+    from recipes.preparing.formats.format import Format, NumberedPiece
     from recipes.preparing.tokenization import Tokenization
 
 MIN_VOCAB_SIZE = 257  # the 256 bytes and the end-of-text token

@@ -34,9 +34,9 @@ CATCHES = {  # function that catches one of BROAD -> why no defect becomes a use
     "recipes/prepare_data.py: lock_workspace": RAISES,
     "recipes/preparing/prepared_corpus.py: find_damages": PARSING,
     "recipes/preparing/prepared_corpus.py: read_pieces": PARSING,
-    "recipes/preparing/documents.py: json_document": PARSING,
-    "recipes/preparing/formats.py: JsonArray.rows": PARSING,
-    "recipes/preparing/formats.py: from_library": FOREIGN,
+    "recipes/preparing/formats/documents.py: json_document": PARSING,
+    "recipes/preparing/formats/text_files.py: JsonArray.rows": PARSING,
+    "recipes/preparing/formats/tables.py: from_library": FOREIGN,
     "recipes/preparing/source.py: open_dataset": FOREIGN,
     "recipes/preparing/source.py: open_file": FOREIGN,
     "recipes/preparing/tokenization.py: Tokenization._write": FOREIGN,
@@ -172,7 +172,7 @@ SCRIPTS = {  # command -> the defect's place, as a user's own line of Python wou
     "prove": "from recipes import prove as command\nfrom recipes.proving import layouts\n"
     "layouts.build_deepspeed_config = defect",
     "prepare_data": "from recipes import prepare_data as command\n"
-    "from recipes.preparing import formats\nformats.document = defect",
+    "from recipes.preparing.formats import text_files\ntext_files.document = defect",
     "convert": "from recipes import convert as command\nfrom recipes.converting import adopt\n"
     "adopt.model_settings = defect",
     "pretrain": "from recipes import pretrain as command\n"

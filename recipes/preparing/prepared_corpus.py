@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from models.errors import UserError
-from recipes.preparing.formats import NumberedPiece, describe
+from recipes.preparing.formats.format import NumberedPiece, describe
 from recipes.preparing.tokenization import PARTS, Report, Tokenization
 from recipes.training.checkpoint.manifest import sha256
 from recipes.training.data.corpus_manifest import folder_hash, read_manifest

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from models.errors import UserError
-from recipes.preparing.formats import Format, NumberedPiece, first_line
+from recipes.preparing.formats.format import Format, NumberedPiece, first_line
 from recipes.preparing.tokenization import is_held_out, new_folder, texts_of
 from recipes.training.data.corpus_manifest import folder_hash
 from recipes.training.recipe.repository import repository_path

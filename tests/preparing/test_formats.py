@@ -12,8 +12,9 @@ from datasets import Dataset, DatasetDict, IterableDataset
 from pyarrow import parquet
 
 from models.errors import UserError
-from recipes.preparing.documents import PROBLEM_KINDS
-from recipes.preparing.formats import Format, Stream
+from recipes.preparing.formats.documents import PROBLEM_KINDS
+from recipes.preparing.formats.format import Format
+from recipes.preparing.formats.tables import Stream
 from recipes.preparing.own_files import mark_workspace
 from recipes.preparing.source import open_source
 from recipes.preparing.tokenization import texts_of

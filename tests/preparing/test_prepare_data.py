@@ -16,8 +16,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from models.errors import UserError
 from recipes.prepare_data import lock_workspace
-from recipes.preparing.documents import PROBLEM_KINDS
-from recipes.preparing.formats import TextLines
+from recipes.preparing.formats.documents import PROBLEM_KINDS
+from recipes.preparing.formats.text_files import TextLines
 from recipes.preparing.ledger import samples_of
 from recipes.preparing.own_files import LOCK_TEXT
 from recipes.preparing.prepared_corpus import find_damages
