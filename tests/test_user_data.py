@@ -17,8 +17,10 @@ from recipes.converting.adopt import TheirFiles, read_config
 from recipes.gpus.datasheet import FOLDER, read_gpu
 from recipes.planning.measured.closed_forms import evaluate
 from recipes.planning.measured.table import read_table
-from recipes.prepare_data import check_same_options, parse_command_line
-from recipes.preparing.formats import TextLines, from_library
+from recipes.prepare_data import parse_command_line
+from recipes.preparing.formats.tables import from_library
+from recipes.preparing.formats.text_files import TextLines
+from recipes.preparing.options import check_same_options
 from recipes.preparing.prepared_corpus import Origins, find_damages
 from recipes.preparing.tokenization import Tokenization, read_report, texts_of
 from recipes.preparing.tokenizer import load_tokenizer

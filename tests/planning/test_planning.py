@@ -13,7 +13,8 @@ import pytest
 from models.config import ModelConfig
 from models.cost import parameter_count
 from models.errors import UserError
-from models.pipeline.schedule.order import SCHEDULES, Pipeline, min_micro_batches, most_in_flight
+from models.pipeline.schedule.order import SCHEDULES, Pipeline, min_micro_batches
+from models.pipeline.schedule.passes import most_in_flight
 from models.pipeline.schedule.simulation import pipeline_seconds
 from recipes.gpus.datasheet import FOLDER, gpus, load_gpu, read_gpu
 from recipes.planning.inputs.footprint import DEEPSPEED, MEGATRON
@@ -31,8 +32,10 @@ from recipes.planning.measured.calibration import (
 from recipes.planning.measured.row_reader import number
 from recipes.planning.measured.table import read_row, read_table
 from recipes.planning.memory.activations import block_bytes, micro_batches_in_flight
-from recipes.planning.memory.peak import GIB, fullest_stage, host_bytes, stage_memory, state_bytes
-from recipes.planning.output.plan_report import changes, rates
+from recipes.planning.memory.model_states import state_bytes
+from recipes.planning.memory.peak import GIB, fullest_stage, host_bytes, stage_memory
+from recipes.planning.output.plan_report import rates
+from recipes.planning.output.recipe_edits import changes
 from recipes.planning.search.layout_search import INTERLEAVED_CHUNKS as INTERLEAVED
 from recipes.planning.search.layout_search import divisors, legal_layouts, search
 from recipes.planning.time.network import all_reduce_seconds, gather_seconds

@@ -1,20 +1,17 @@
-"""Text and JSON that plan.py prints: a plan, better layouts, the errors of a table."""
+"""Text that plan.py prints: a plan, better layouts, the errors of a table."""
 
-import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from typing import Any
 
 from models.cost import flops_per_token, parameter_count, recomputed_flops_per_token
-from models.pipeline.schedule.order import SCHEDULES, schedule_name
+from models.pipeline.schedule.order import schedule_name
 from recipes.planning.inputs.job import Job, JobLayout
-from recipes.planning.inputs.stage_contents import stage_imbalance, stages_text
+from recipes.planning.inputs.stage_contents import stages_text
 from recipes.planning.memory.peak import GIB, StageMemory, host_bytes, stage_memory
-from recipes.planning.search.layout_search import Plan, SearchResult, deepspeed_json
+from recipes.planning.search.layout_search import SearchResult
 from recipes.planning.time.step_time import StepTime, step_time
-from recipes.training.recipe.deepspeed_config import read_deepspeed_json, zero_stage
-from recipes.training.recipe.loading import REPOSITORY
 from recipes.training.recipe.schema import Recipe
 
 TIME_PARTS = [field.name for field in fields(StepTime) if field.name not in ("forward", "backward")]
@@ -186,66 +183,6 @@ def search_lines(result: SearchResult, own: float | None) -> Iterator[str]:
         yield f"The closest needs {excess:.1f} GiB more per GPU: {layout_line(layout)}"
 
 
-def edits(recipe: Recipe, plan: Plan) -> dict[str, Any]:
-    """Return the recipe keys that select a plan's layout.
-
-    The recipe's DeepSpeed JSON is kept if it has the plan's ZeRO stage.
-    """
-    layout, section = plan.job.layout, recipe.layout
-    deepspeed = recipe.deepspeed
-    if zero_stage(read_deepspeed_json(deepspeed)) != layout.zero_stage:
-        shipped = deepspeed_json(layout.zero_stage, plan.job.precision)
-        deepspeed = str(shipped.relative_to(REPOSITORY))
-    others: dict[str, Any] = {}
-    if SCHEDULES[layout.schedule].chunks is None or "chunks" in section.model_fields_set:
-        others["layout.chunks"] = layout.chunks
-    if section.layers_per_stage is not None:  # an option can change this key, but not remove it
-        others["layout.layers_per_stage"] = list(plan.job.blocks_of_virtual_stages)
-    return {
-        "deepspeed": deepspeed,
-        "layout.tensor": layout.tensor,
-        "layout.pipeline": layout.pipeline,
-        "layout.schedule": layout.schedule,
-        "layout.sequence_parallel": layout.sequence_parallel,
-        "layout.recompute": layout.recompute,
-        "layout.recompute_interval": layout.recompute_interval,
-        "batch.micro_sequences": layout.micro_sequences,
-        **others,
-    }
-
-
-def changes(recipe: Recipe, plan: Plan) -> str:
-    """Return the options of pretrain.py that change the recipe's layout to a plan's."""
-    options = []
-    for key, value in edits(recipe, plan).items():
-        section, _, name = key.rpartition(".")
-        if getattr(getattr(recipe, section) if section else recipe, name) != value:
-            text = value if isinstance(value, str) else json.dumps(value, separators=(",", ":"))
-            options.append(f"--set {key}={text}")
-    return " ".join(options)
-
-
-def job_table(job: Job, steps: int) -> dict[str, Any]:
-    """Return a layout's predictions for --json; memory is in bytes."""
-    time, memory = step_time(job), stage_memory(job)
-    return {
-        "layout": asdict(job.layout),
-        "micro_batches": job.micro_batches,
-        "blocks": job.blocks_of_virtual_stages,
-        "imbalance": stage_imbalance(job),
-        "fits": fits(job),
-        "memory_bytes": [asdict(stage) | {"total": stage.total} for stage in memory],
-        "gpu_memory_bytes": job.machine.gpu.memory_gib * GIB,
-        "step_seconds": asdict(time) | {"total": time.total},
-        **asdict(rates(job, time.total, steps)),
-    }
-
-
-def plan_table(recipe: Recipe, plan: Plan) -> dict[str, Any]:
-    """Return a layout of the search for --json, with the edits that select it."""
-    return job_table(plan.job, recipe.training.steps) | {"edits": edits(recipe, plan)}
-
-
 def evaluation_text(name: str, summary: Mapping[str, Any]) -> str:
     """Format the errors of a table as a row of Markdown."""
 
@@ -290,10 +227,3 @@ def skipped(results: Iterable[Mapping[str, Any]]) -> list[tuple[str, int]]:
     for result in results:
         reasons.update(result["summary"].get("skipped_reasons", {}))
     return reasons.most_common()
-
-
-def fits(job: Job) -> bool:
-    """Return True if every stage fits into GPU memory and, during its construction, the host's."""
-    gpu = job.machine.gpu
-    fullest = max(stage.total for stage in stage_memory(job))
-    return fullest <= gpu.memory_gib * GIB and host_bytes(job) <= gpu.node_memory_gib * GIB
