@@ -162,7 +162,7 @@ def search_lines(result: SearchResult, own: float | None) -> Iterator[str]:
     """Yield lines with the best layouts and the number of rejected ones.
 
     Args:
-        own: seconds of a step in the recipe's own layout; None if that layout is not legal
+        own: seconds of a step in the recipe's own layout; None if that layout is not valid
     """
     if result.plans:
         yield f"Best of {result.tried:,} layouts:"
