@@ -420,10 +420,10 @@ def test_a_layout_that_hangs_is_a_finding(corpus: Path) -> None:
     assert len(multiprocessing.active_children()) == children
 
 
-def command(*arguments: str) -> subprocess.CompletedProcess:
+def command(*arguments: str, cwd: Path = REPOSITORY) -> subprocess.CompletedProcess:
     return subprocess.run(
-        [sys.executable, "recipes/prove.py", *arguments],
-        cwd=REPOSITORY,
+        [sys.executable, str(REPOSITORY / "recipes" / "prove.py"), *arguments],
+        cwd=cwd,
         env=os.environ | {"OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
@@ -432,30 +432,18 @@ def command(*arguments: str) -> subprocess.CompletedProcess:
     )
 
 
-def test_the_command_prints_one_json_object_and_nothing_else() -> None:
-    done = command("--ranks", "1", "--steps", "2", "--json")
+def test_the_command_runs_anywhere_draws_and_prints_one_json_object(tmp_path: Path) -> None:
+    (tmp_path / "models").mkdir()  # which must not be taken for ours
+    (tmp_path / "models" / "__init__.py").write_text("raise SystemExit('not this one')")
+    options = ("--ranks", "1", "--steps", "2", "--json", "--heatmap", "proof.png")
+    done = command(*options, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
+    assert (tmp_path / "proof.png").read_bytes().startswith(b"\x89PNG")
     proof = json.loads(done.stdout)
     assert proof["passed"] and len(proof["layouts"]) == 18
     assert {row["recompute"] for row in proof["layouts"]} == {"none", "selective", "full"}
     assert {row["zero"] for row in proof["layouts"]} == {1, 2, 3}
     assert max(row["loss"] for row in proof["layouts"]) <= proof["tolerances"]["loss"]
-
-
-def test_the_command_runs_anywhere_and_draws(tmp_path: Path) -> None:
-    (tmp_path / "models").mkdir()  # which must not be taken for ours
-    (tmp_path / "models" / "__init__.py").write_text("raise SystemExit('not this one')")
-    script = str(REPOSITORY / "recipes" / "prove.py")
-    options = ["--ranks", "1", "--steps", "1", "--heatmap", "proof.png"]
-    done = subprocess.run(
-        [sys.executable, script, *options],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr
-    assert (tmp_path / "proof.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_a_failed_layout_is_black(corpus: Path) -> None:
