@@ -2,14 +2,13 @@
 
 import json
 import re
-import subprocess
-import sys
 import tomllib
 from dataclasses import replace
 
 import pytest
 import torch
 
+from benchmarks import step
 from benchmarks.device import device_file
 from benchmarks.device.fit import BOUNDS, Product, fit_products
 from benchmarks.one_step import rows
@@ -22,7 +21,6 @@ from benchmarks.taking_turns import Turn, check_first_losses, cores_at_hand, rat
 from models.errors import UserError
 from recipes.gpus.datasheet import FOLDER, Gpu, load_gpu, read_gpu
 from recipes.planning.inputs.kernels import matmul_seconds
-from recipes.training.recipe.loading import REPOSITORY
 
 TINY = cpu_shape(64, 2, 256, micro_batches=2)
 SIZES = ("rows", "columns", "inner")
@@ -137,6 +135,4 @@ def test_another_devices_datasheet_is_not_written_over() -> None:
 
 
 def test_help_shows_the_gpu_command() -> None:
-    command = [sys.executable, "benchmarks/step.py", "--help"]
-    shown = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=True)
-    assert "On a GPU" in shown.stdout
+    assert "On a GPU" in step.build_parser().format_help()
