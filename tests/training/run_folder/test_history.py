@@ -44,6 +44,7 @@ BACK = (*SAVED, "rollback 26 24 208")
         ((*BACK, "resume 24 208"), 24, 208, 1),  # killed and restarted
         ((*BACK, "rollback 25 24 216"), 24, 216, 2),
         ((*BACK, "save 32"), 24, 208, 0),  # trained past the rollback
+        ((*BACK, "save 24"), 24, None, 0),  # saved again after the rollback
         ((*BACK, "save 32"), 32, None, 0),
         ((*BACK, "save 32", "rollback 34 32 280"), 32, 280, 1),
         ((*BACK, "save 32", "resume 24 208", "rollback 26 24 220"), 24, 220, 1),  # 32 is damaged
