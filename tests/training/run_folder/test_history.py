@@ -160,3 +160,20 @@ def test_the_ledger_reads_torn_files(recipe, tmp_path: Path) -> None:
             stream.write(b'{"event": "rollback", "st' + b"\0" * 40)
     assert samples_of(recipe, folder, 25) == range(208, 216)
     assert json.loads(folder.events.read_text().splitlines()[0])["event"] == "start"
+
+
+@pytest.mark.parametrize(
+    ("texts", "saved"),
+    [
+        (SAVED, {8, 16, 24}),
+        ((*SAVED, "start"), set()),
+        ((*SAVED, "rollback 26 16 128"), {8, 16}),  # 24 was damaged and is repeated
+        ((*SAVED, "resume 16 128"), {8, 16}),
+        ((*SAVED, "branch 8"), {8}),
+        ((*SAVED, "branch 8", "resume 8 64", "save 12"), {8, 12}),
+    ],
+)
+def test_only_checkpoints_of_the_branch_count_as_saved(
+    texts: tuple[str, ...], saved: set[int]
+) -> None:
+    assert history(*texts).saved == saved
