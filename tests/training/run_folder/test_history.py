@@ -177,3 +177,9 @@ def test_only_checkpoints_of_the_branch_count_as_saved(
     texts: tuple[str, ...], saved: set[int]
 ) -> None:
     assert history(*texts).saved == saved
+
+
+@pytest.mark.parametrize("checkpoint", ["", "/elsewhere/checkpoints/step-0000016"])
+def test_a_branch_from_elsewhere_has_saved_nothing(checkpoint: str) -> None:
+    branch = {"event": "branch", "step": 16, "checkpoint": checkpoint, "stamp": "x"}
+    assert replay([*map(event, SAVED), branch]).saved == set()
