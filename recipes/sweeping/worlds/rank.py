@@ -1,0 +1,145 @@
+"""A rank of a world: waits for trials, measures them, and ends when it is no longer needed."""
+
+import os
+import threading
+import time
+import traceback
+from pathlib import Path
+from typing import NoReturn
+
+from models.errors import UserError
+from recipes.sweeping.trial import Outcome
+from recipes.sweeping.worlds.protocol import START, WorldFiles, read_message, write_message
+from recipes.training.recipe.topology import World
+from recipes.training.runtime.torch_variables import set_torch_variables
+
+SECONDS_WITHOUT_HEARTBEAT = 30.0
+SECONDS_AFTER_LIMIT = 10.0  # the scheduler ends a trial at its limit, unless it is dead
+WATCH_SECONDS = 0.5
+MAX_REASON_CHARACTERS = 300
+MAX_TRACEBACK_LINES = 20
+OUT_OF_MEMORY_TEXTS = (  # of CUDA, torch on the CPU, cuBLAS and NCCL
+    "out of memory",
+    "can't allocate memory",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "Failed to CUDA calloc",
+)
+
+
+class RankWatch(threading.Thread):
+    """Ends this process when its scheduler is gone or its trial takes too long.
+
+    Clocks of different nodes need not agree, so the watch waits for a change of the heartbeat's
+    time. It opens the file, because a network file system may return an old time otherwise.
+    """
+
+    def __init__(self, files: WorldFiles):
+        super().__init__(name="rank watch", daemon=True)
+        self.files = files
+        self.number = START
+        self._deadline: float | None = None
+
+    def begin(self, number: int, seconds: float) -> None:
+        """Note the start of a trial with a time limit."""
+        self.number, self._deadline = number, time.monotonic() + seconds + SECONDS_AFTER_LIMIT
+
+    def end(self) -> None:
+        """Note the end of the trial."""
+        self._deadline = None
+
+    def run(self) -> None:
+        """Watch until the process ends."""
+        seen, seen_at = None, time.monotonic()
+        while True:
+            time.sleep(WATCH_SECONDS)
+            now = time.monotonic()
+            deadline = self._deadline
+            if (beat := self._beat()) not in (seen, None):
+                seen, seen_at = beat, now
+            is_late = deadline is not None and now > deadline
+            if is_late or now - seen_at > SECONDS_WITHOUT_HEARTBEAT or self._is_over():
+                os._exit(1)
+
+    def _beat(self) -> int | None:
+        try:
+            with self.files.heartbeat.open() as stream:
+                return os.fstat(stream.fileno()).st_mtime_ns
+        except OSError:
+            return None
+
+    def _is_over(self) -> bool:
+        """Return True if the scheduler has removed the world."""
+        try:
+            self.files.settings.open().close()
+        except FileNotFoundError:
+            return True
+        except OSError:
+            return False
+        return False
+
+
+def run_rank(folder: Path) -> NoReturn:
+    """Run a rank until its world is stopped.
+
+    Args:
+        folder: the folder of the world
+    """
+    files = WorldFiles(folder)
+    settings = read_settings(files)
+    os.environ.update(settings["environment"])
+    set_torch_variables(
+        os.environ, deterministic=settings["deterministic"], pipelined=settings["pipelined"]
+    )
+    world = World.from_environment(os.environ)
+    output = os.open(files.log(world.rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    watch = RankWatch(files)
+    watch.start()
+    try:
+        from recipes.sweeping.worlds.measuring import serve  # torch reads its variables only once
+
+        serve(files, world, watch, deterministic=settings["deterministic"])
+    except BaseException as problem:  # any exception is the outcome of the trial
+        report_failure(files, world.rank, watch.number, problem)
+    # The end of this process would look like a second failure to the other ranks.
+    while True:
+        time.sleep(1)
+
+
+def read_settings(files: WorldFiles) -> dict:
+    """Return the settings of the world, or end this process if the world is over."""
+    settings = read_message(files.settings, START)
+    if settings is None:
+        raise SystemExit(f"{files.folder} is not the folder of a running world")
+    return settings
+
+
+def report_failure(files: WorldFiles, rank: int, number: int, problem: BaseException) -> None:
+    """Describe an exception to the scheduler."""
+    log = "".join(traceback.format_exception(problem)).splitlines()[-MAX_TRACEBACK_LINES:]
+    traceback.print_exception(problem)
+    text = " ".join(str(problem).split())[:MAX_REASON_CHARACTERS]
+    reason = text if isinstance(problem, UserError) else f"{type(problem).__name__}: {text}"
+    message = {
+        "number": number,
+        "rank": rank,
+        "outcome": outcome_of(problem),
+        "reason": reason,
+        "log": "\n".join(log),
+        "time": time.time(),
+    }
+    write_message(files.failure(rank), message)
+    write_message(files.failed, {"number": number})
+
+
+def outcome_of(problem: BaseException) -> Outcome:
+    """Return the outcome of a trial that ended with an exception."""
+    if isinstance(problem, UserError):
+        return "rejected"
+    text = str(problem)
+    if isinstance(problem, MemoryError) or type(problem).__name__ == "OutOfMemoryError":
+        return "out_of_memory"
+    if isinstance(problem, RuntimeError) and any(each in text for each in OUT_OF_MEMORY_TEXTS):
+        return "out_of_memory"
+    return "crashed"
