@@ -16,7 +16,7 @@ import torch.distributed as dist
 from recipes.proving.trial import shared_groups, start
 from recipes.sweeping.trial import Result
 from recipes.sweeping.worlds.protocol import START, WorldFiles, read_message, write_message
-from recipes.sweeping.worlds.rank import RankWatch
+from recipes.sweeping.worlds.rank_watch import RankWatch
 from recipes.training.recipe.deepspeed_config import precision, read_deepspeed_json
 from recipes.training.recipe.learning_rate import learning_rate
 from recipes.training.recipe.loading import parse_recipe

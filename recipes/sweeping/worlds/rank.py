@@ -1,7 +1,6 @@
 """A rank of a world: waits for trials, measures them, and ends when it is no longer needed."""
 
 import os
-import threading
 import time
 import traceback
 from pathlib import Path
@@ -10,12 +9,10 @@ from typing import NoReturn
 from models.errors import UserError
 from recipes.sweeping.trial import Outcome
 from recipes.sweeping.worlds.protocol import START, WorldFiles, read_message, write_message
+from recipes.sweeping.worlds.rank_watch import RankWatch
 from recipes.training.recipe.topology import World
 from recipes.training.runtime.torch_variables import set_torch_variables
 
-SECONDS_WITHOUT_HEARTBEAT = 30.0
-SECONDS_AFTER_LIMIT = 10.0  # the scheduler ends a trial at its limit, unless it is dead
-WATCH_SECONDS = 0.5
 MAX_REASON_CHARACTERS = 300
 MAX_TRACEBACK_LINES = 20
 OUT_OF_MEMORY_TEXTS = (  # of CUDA, torch on the CPU, cuBLAS and NCCL
@@ -24,58 +21,6 @@ OUT_OF_MEMORY_TEXTS = (  # of CUDA, torch on the CPU, cuBLAS and NCCL
     "CUBLAS_STATUS_ALLOC_FAILED",
     "Failed to CUDA calloc",
 )
-
-
-class RankWatch(threading.Thread):
-    """Ends this process when its scheduler is gone or its trial takes too long.
-
-    Clocks of different nodes need not agree, so the watch waits for a change of the heartbeat's
-    time. It opens the file, because a network file system may return an old time otherwise.
-    """
-
-    def __init__(self, files: WorldFiles):
-        super().__init__(name="rank watch", daemon=True)
-        self.files = files
-        self.number = START
-        self._deadline: float | None = None
-
-    def begin(self, number: int, seconds: float) -> None:
-        """Note the start of a trial with a time limit."""
-        self.number, self._deadline = number, time.monotonic() + seconds + SECONDS_AFTER_LIMIT
-
-    def end(self) -> None:
-        """Note the end of the trial."""
-        self._deadline = None
-
-    def run(self) -> None:
-        """Watch until the process ends."""
-        seen, seen_at = None, time.monotonic()
-        while True:
-            time.sleep(WATCH_SECONDS)
-            now = time.monotonic()
-            deadline = self._deadline
-            if (beat := self._beat()) not in (seen, None):
-                seen, seen_at = beat, now
-            is_late = deadline is not None and now > deadline
-            if is_late or now - seen_at > SECONDS_WITHOUT_HEARTBEAT or self._is_over():
-                os._exit(1)
-
-    def _beat(self) -> int | None:
-        try:
-            with self.files.heartbeat.open() as stream:
-                return os.fstat(stream.fileno()).st_mtime_ns
-        except OSError:
-            return None
-
-    def _is_over(self) -> bool:
-        """Return True if the scheduler has removed the world."""
-        try:
-            self.files.settings.open().close()
-        except FileNotFoundError:
-            return True
-        except OSError:
-            return False
-        return False
 
 
 def run_rank(folder: Path) -> NoReturn:
