@@ -40,6 +40,8 @@ from recipes.sweeping.worlds.launchers import (
 )
 from recipes.sweeping.worlds.rank import run_rank
 from recipes.training.recipe.loading import DEFAULT_RECIPE, REPOSITORY, load_recipe
+from recipes.training.runtime.exits import leave
+from recipes.training.runtime.streams import outlive_output
 
 MAX_NAMES = 3  # recipes in the name of a sweep folder
 
@@ -49,17 +51,20 @@ def main() -> None:
     options = parse_command_line()
     if options.rank_of:
         run_rank(options.rank_of)
-    for number in (signal.SIGINT, signal.SIGTERM):
+    outlive_output()
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda number, frame: sys.exit(128 + number))
     try:
         code = sweep(options)
+    except SystemExit as end:  # a signal
+        code = int(end.code or 0)
     except UserError as problem:
         print(f"sweep.py: {problem}", file=sys.stderr)
         code = 2
     except SweepStopped as problem:
         print(f"sweep.py: {problem}", file=sys.stderr)
         code = 1
-    sys.exit(code)
+    leave(code)
 
 
 def sweep(options: argparse.Namespace) -> int:
