@@ -14,16 +14,14 @@ import os
 import signal
 import sys
 import time
+import zlib
 from pathlib import Path
 from typing import Any
 
 if __name__ == "__main__":  # the repository is where imports start
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
-from recipes import sweep
-from recipes.sweeping.trial import Result, digest
 from recipes.sweeping.worlds.protocol import START, WorldFiles, read_message, write_message
-from recipes.sweeping.worlds.rank import report_failure
 from recipes.sweeping.worlds.rank_watch import RankWatch
 
 FAKE_SECONDS = 0.03
@@ -36,6 +34,8 @@ def fail(fault: str, rank: int, folder: Path) -> None:
     if rank != 1:
         return
     if fault == "out_of_memory":
+        if "torch" in sys.modules:
+            sys.modules["torch"].empty(2**50)
         raise MemoryError("as injected")
     if fault == "error":
         raise RuntimeError("a defect, as injected")
@@ -78,7 +78,7 @@ def fake_rank(folder: Path) -> None:
     while len(list(folder.glob("up-*"))) < int(os.environ["WORLD_SIZE"]):
         time.sleep(0.01)
     if rank == 0:
-        write_message(files.result, {"number": START, "result": Result(outcome="ok").as_json()})
+        write_message(files.result, {"number": START, "result": {"outcome": "ok"}})
     number = START + 1
     while True:
         request = read_message(files.request, number)
@@ -91,27 +91,31 @@ def fake_rank(folder: Path) -> None:
         try:
             fail(fault, rank, folder.parents[2])
         except Exception as problem:
-            report_failure(files, rank, number, problem)
+            reason = f"{type(problem).__name__}: {problem}"
+            outcome = "out_of_memory" if isinstance(problem, MemoryError) else "crashed"
+            message = {"rank": rank, "outcome": outcome, "reason": reason, "log": "", "time": 0.0}
+            write_message(files.failure(rank), message | {"number": number})
+            write_message(files.failed, {"number": number})
             fault = "failed"
         if fault in ("", "full") and rank == 0:
             time.sleep(FAKE_SECONDS)
             recipe = request["recipe"]
-            drawn = digest([recipe["layout"], recipe["batch"], recipe["deepspeed"]])[:6]
-            seconds = [1 + int(drawn, 16) / 16**6] * request["steps"]
-            result = Result(outcome="ok", step_seconds=seconds, memory_gib=1.0)
+            drawn = str([recipe["layout"], recipe["batch"], recipe["deepspeed"]])
+            seconds = [1 + zlib.crc32(drawn.encode()) / 2**32] * request["steps"]
+            result = {"outcome": "ok", "step_seconds": seconds, "memory_gib": 1.0}
             note_end(key, rank)
-            write_message(files.result, {"number": number, "result": result.as_json()})
+            write_message(files.result, {"number": number, "result": result})
         watch.end()
         number += 1
 
 
 def inject_faults() -> None:
     """Let the ranks fail in chosen trials."""
-    from recipes.sweeping.worlds import measuring
+    from recipes.sweeping.worlds import measuring  # torch, which fake ranks do not need
 
     healthy = measuring.measure
 
-    def measure(request: dict[str, Any], world: Any, *arguments: Any) -> Result:
+    def measure(request: dict[str, Any], world: Any, *arguments: Any) -> Any:
         fail(fault_of(request["key"]), world.rank, Path(request["recipe"]["data"]["tokenizer"]))
         result = healthy(request, world, *arguments)
         note_end(request["key"], world.rank)
@@ -120,9 +124,16 @@ def inject_faults() -> None:
     measuring.measure = measure
 
 
-if __name__ == "__main__":
-    if os.environ.get("FAKE_RANKS"):
-        sweep.run_rank = fake_rank
-    elif "--rank-of" in sys.argv:
+def main() -> None:
+    """Run the command, or a rank of it."""
+    if "--rank-of" in sys.argv:
+        if os.environ.get("FAKE_RANKS"):
+            fake_rank(Path(sys.argv[sys.argv.index("--rank-of") + 1]))
         inject_faults()
+    from recipes import sweep  # fake ranks, which start quickly, do not need it
+
     sweep.main()
+
+
+if __name__ == "__main__":
+    main()

@@ -70,20 +70,18 @@ def test_faults_become_outcomes(sweep: Sweep) -> None:
     assert rows["crash"]["reason"] == "rank 1 was ended by SIGKILL"
     assert rows["error"]["reason"] == "rank 1: RuntimeError: a defect, as injected"
     assert f"{len(trials) - 4} ok, 1 out_of_memory, 1 hung, 2 crashed" in done.stdout
-    results = [sweep.folder / "results" / f"{key}.json" for key in faults]
-    assert any("Traceback" in json.loads(file.read_text())["result"]["log"] for file in results)
     assert not sweep.processes() and not (sweep.folder / "worlds").exists()
 
 
-def test_only_out_of_memory_is_no_fault(sweep: Sweep) -> None:
-    trials = sweep.trials(top=TOP)
-    sweep.inject({trials[0].key: "out_of_memory"})
-    assert sweep.run().returncode == 0
+def test_out_of_memory_is_not_a_fault(sweep: Sweep) -> None:
+    sweep.inject({sweep.trials(top=TOP)[-1].key: "out_of_memory"})
+    done = sweep.run()
+    assert done.returncode == 0 and "1 out_of_memory" in done.stdout
 
 
 @pytest.mark.parametrize(
     ("kills", "options"),
-    [(3, {"top": TOP}), pytest.param(10, {"layouts": "all"}, marks=pytest.mark.long)],
+    [(2, {"top": TOP}), pytest.param(10, {"layouts": "all"}, marks=pytest.mark.long)],
 )
 def test_a_killed_sweep_continues(
     kills: int, options: dict[str, Any], tmp_path: Path, recipe: Path
@@ -91,7 +89,7 @@ def test_a_killed_sweep_continues(
     disturbed = fake_sweep(tmp_path / "disturbed", recipe)
     undisturbed = fake_sweep(tmp_path / "undisturbed", recipe)
     trials = disturbed.trials(**options)
-    kinds = ["out_of_memory", "hang", "crash", "error"]
+    kinds = ["crash", "out_of_memory", "hang", "error"][:kills]
     faults = {trials[3 * n].key: kind for n, kind in enumerate(kinds)}
     for each in (disturbed, undisturbed):
         each.options += [f"--{name}={value}" for name, value in options.items()]
@@ -99,7 +97,7 @@ def test_a_killed_sweep_continues(
     randomly = random.Random(0)
     for _ in range(kills):
         process = disturbed.start()
-        time.sleep(randomly.uniform(0.5, 2.0))
+        time.sleep(randomly.uniform(0.5, 1.5))
         disturbed.kill(process)
     for each in (disturbed, undisturbed):
         done = each.run()
