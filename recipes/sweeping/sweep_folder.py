@@ -20,7 +20,6 @@ import secrets
 import shutil
 import socket
 import threading
-import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -35,7 +34,7 @@ from recipes.training.runtime.launchers import start_ticks
 
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 HEARTBEAT_SECONDS = 2.0
-ABANDONED_SECONDS = 120.0  # without a heartbeat, on another machine
+ABANDONED_SECONDS = 60.0  # without a heartbeat; ranks end after 30
 PROBE_BYTES = 2**16
 
 
@@ -71,8 +70,8 @@ class SweepFolder:
     def close(self) -> None:
         """Remove the files of this scheduler, and those that dead schedulers have left."""
         self._closed.set()
-        shutil.rmtree(self.own, ignore_errors=True)
         self._remove_abandoned()
+        shutil.rmtree(self.own, ignore_errors=True)
         for folder in (self.worlds, self.path / "claims"):
             with contextlib.suppress(OSError):  # another scheduler uses it
                 folder.rmdir()
@@ -217,9 +216,13 @@ class SweepFolder:
             )
 
     def _remove_abandoned(self) -> None:
-        """Remove the files of schedulers that no longer run."""
+        """Remove the files of schedulers that no longer run.
+
+        Heartbeats are compared with the scheduler's own, because clocks of nodes may disagree.
+        """
+        now = self.heartbeat.stat().st_mtime if self.heartbeat.exists() else 0.0
         for folder in self.worlds.iterdir() if self.worlds.exists() else ():
-            if folder != self.own and _is_abandoned(folder):
+            if folder != self.own and _is_abandoned(folder, now):
                 shutil.rmtree(folder, ignore_errors=True)
 
     def _beat(self) -> None:
@@ -273,11 +276,16 @@ def _machine() -> str:
     return f"{boot} {os.readlink('/proc/self/ns/pid')}"
 
 
-def _is_abandoned(folder: Path) -> bool:
-    """Return True if the scheduler that a folder belongs to appears to be dead."""
+def _is_abandoned(folder: Path, now: float) -> bool:
+    """Return True if the scheduler that a folder belongs to appears to be dead.
+
+    Args:
+        folder: the scheduler's files
+        now: time of the newest heartbeat of this scheduler
+    """
     owner = _read_json(folder / "owner.json") or {}
     with contextlib.suppress(OSError):
         if owner.get("machine") == _machine():
             return _identity(owner["process"]) != owner
-        return time.time() - (folder / "heartbeat").stat().st_mtime > ABANDONED_SECONDS
+        return now - (folder / "heartbeat").stat().st_mtime > ABANDONED_SECONDS
     return False

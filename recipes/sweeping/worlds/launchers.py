@@ -174,13 +174,13 @@ class SlurmLauncher:
         """See `Launcher`."""
         command = [
             *("srun", f"--nodes={kind.nodes}", f"--ntasks={kind.size}"),
-            *(f"--ntasks-per-node={kind.gpus_per_node}", "--distribution=block"),
+            *(f"--ntasks-per-node={kind.gpus_per_node}", "--distribution=block", "--relative=0"),
             *("--kill-on-bad-exit=0", "--overlap"),
             *(sys.executable, str(self.program), "--rank-of", str(files.folder)),
         ]
         if cores := os.environ.get("SLURM_CPUS_PER_TASK"):
             command.insert(1, f"--cpus-per-task={cores}")
-        # Rank 0 runs on the first node of the step, which is the first node of the allocation.
+        # Because of --relative=0, rank 0 runs on the first node of the allocation.
         variables = os.environ | {"MASTER_ADDR": first_host(), "MASTER_PORT": str(random_port())}
         processes = Processes(local=False)
         processes.start("srun", command, variables, files.launcher_log)
