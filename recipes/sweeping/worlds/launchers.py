@@ -3,6 +3,7 @@
 import contextlib
 import os
 import random
+import shlex
 import signal
 import subprocess
 import sys
@@ -147,8 +148,10 @@ class DeepSpeedLauncher:
         command = [
             *(str(deepspeed), "--hostfile", str(self.hostfile.resolve())),
             *("--num_nodes", str(kind.nodes), "--num_gpus", str(kind.gpus_per_node)),
-            *("--master_port", str(random_port())),
-            *(str(self.program), "--rank-of", str(files.folder)),
+            # Without --force_multi, one node would be this machine instead of the first host.
+            *("--force_multi", "--master_port", str(random_port())),
+            # The remote shell gets the arguments without quotes.
+            *(shlex.quote(str(self.program)), "--rank-of", shlex.quote(str(files.folder))),
         ]
         processes = Processes(local=False)
         processes.start("deepspeed", command, os.environ, files.launcher_log)
