@@ -32,6 +32,7 @@ from recipes.sweeping.choice import Request, choose
 from recipes.sweeping.scheduler import FIRST_HALVING_STEPS, Scheduler, halve, measure_all
 from recipes.sweeping.sweep_folder import SweepFolder, SweepStopped
 from recipes.sweeping.trial import Result, Trial
+from recipes.sweeping.wandb_runs import check_wandb, publish
 from recipes.sweeping.worlds.launchers import (
     DeepSpeedLauncher,
     Launcher,
@@ -79,6 +80,8 @@ def sweep(options: argparse.Namespace) -> int:
     choice = choose(request_of(options))
     for kind in {trial.world for trial in choice.trials}:
         launcher.check(kind)
+    if options.wandb:
+        check_wandb(choice.trials)
 
     # 2. Folder: holds the results so far; the same command continues with the other trials.
     settings = {"warm_up": options.warm_up}
@@ -106,6 +109,8 @@ def sweep(options: argparse.Namespace) -> int:
             scheduler.stop()
         folder.write_table()
         results = [final_result(folder, trial, options.halving) for trial in choice.trials]
+        if options.wandb:
+            say(f"wrote {publish(folder, results)} runs of the W&B group {folder.path.name}")
     finally:
         folder.close()
 
@@ -238,6 +243,10 @@ def add_measuring_options(group: argparse._ArgumentGroup) -> None:
         help="default: deepspeed with --hostfile, srun in a Slurm allocation, otherwise local",
     )  # fmt: skip
     group.add_argument("--hostfile", type=Path, help="hosts for deepspeed: node1 slots=8 ...")
+    group.add_argument(
+        "--wandb", action="store_true",
+        help="in the end, write each trial to Weights & Biases as a run of one group",
+    )  # fmt: skip
     group.add_argument("--json", action="store_true", help="print one JSON object on stdout")
 
 

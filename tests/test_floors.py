@@ -80,6 +80,7 @@ NO_TORCH = [  # imported before torch, by commands of a login node, or in proces
     "recipes.sweeping.sweep_folder",
     "recipes.sweeping.table",
     "recipes.sweeping.trial",
+    "recipes.sweeping.wandb_runs",
     "recipes.sweeping.worlds.protocol",
 ]
 # The layers of the model get sizes and groups, not the recipe's section.

@@ -227,6 +227,19 @@ def test_invalid_options_are_errors(sweep: Sweep, tmp_path: Path) -> None:
     assert not sweep.folder.exists()
 
 
+def test_trials_are_runs_of_a_group_in_wandb(sweep: Sweep) -> None:
+    rejected = sweep.run("--wandb")
+    assert rejected.returncode == 2 and "use --set tracking.mode=auto" in rejected.stdout
+    sweep.options[-1] = "2"
+    for count in (2, 0):  # the second command has nothing to write
+        done = sweep.run("--wandb", "--set", "tracking.mode=offline")
+        assert done.returncode == 0, done.stdout
+        assert f"wrote {count} runs of the W&B group sweep" in done.stdout
+        runs = list((sweep.folder / "wandb").glob("offline-run-*"))
+        names = sorted(run.name.partition("-sweep-")[2] for run in runs)
+        assert names == sorted(row["trial"] for row in sweep.rows())
+
+
 def test_the_command_does_not_import_torch() -> None:
     code = "import sys, recipes.sweep; print(sys.modules.keys() & {'torch', 'deepspeed'})"
     done = subprocess.run(
