@@ -10,7 +10,7 @@ from recipes.planning.inputs.stage_contents import stage_parameters
 from recipes.sweeping.sweep_folder import SweepFolder, SweepStopped
 from recipes.sweeping.trial import Result, Trial
 from recipes.sweeping.worlds.launchers import Launcher
-from recipes.sweeping.worlds.world import World, WorldFailed
+from recipes.sweeping.worlds.world import World, WorldAbandoned, WorldFailed
 
 # Time limit of a trial. Building initializes the weights and may compile kernels.
 SECONDS_TO_BUILD = 60.0
@@ -76,8 +76,11 @@ class Scheduler:
 
     def _run(self, trial: Trial) -> Result:
         """Measure a trial, and stop the world if that fails."""
-        world = self._world_for(trial)
-        result = world.run(self._request(trial), self._limit(trial))
+        try:
+            result = self._world_for(trial).run(self._request(trial), self._limit(trial))
+        except WorldAbandoned:
+            self.stop()
+            return self._run(trial)
         self.measured_seconds += result.stepping_seconds
         if result.outcome != "ok":
             self.stop()

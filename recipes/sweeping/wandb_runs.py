@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from models.errors import UserError
-from recipes.sweeping.sweep_folder import SweepFolder
+from recipes.sweeping.sweep_folder import SweepFolder, SweepStopped
 from recipes.sweeping.table import row_of_result, row_of_trial
 from recipes.sweeping.trial import FAULTS, Result, Trial
 from recipes.training.run_folder.provenance import code_version
@@ -32,22 +32,34 @@ def publish(folder: SweepFolder, results: Sequence[tuple[Trial, Result]]) -> int
     """Publish the trials that have not been published yet, and return their number.
 
     This happens after the measurements, because W&B computes on the same processors.
+
+    Raises:
+        SweepStopped: W&B does not work, or the disk is full.
     """
-    count = 0
     home = folder.path / "wandb"
     home.mkdir(exist_ok=True)
-    for trial, result in results:
-        published = home / f"published-{trial.key}"
-        if not published.exists():
-            run = start_wandb(arguments_of(trial, folder))
-            for step, seconds in enumerate(result.step_seconds, start=1):
-                run.log({"step": step, "step_seconds": seconds})
-            run.summary.update(row_of_trial(trial) | row_of_result(trial, result))
-            run.finish(exit_code=int(result.outcome in FAULTS))
-            with folder.stops_without_space():
-                published.touch()
-            count += 1
-    return count
+    published = {trial.key: home / f"published-{trial.key}" for trial, _ in results}
+    left = [(trial, result) for trial, result in results if not published[trial.key].exists()]
+    for trial, result in left:
+        try:
+            publish_trial(trial, result, folder)
+        except Exception as problem:  # libraries raise errors of many classes
+            raise SweepStopped(
+                f"Weights & Biases stopped ({problem}); all results are in {folder.path}; rerun "
+                f"the same command to publish the other trials, or omit --wandb"
+            ) from None
+        with folder.stops_without_space():
+            published[trial.key].touch()
+    return len(left)
+
+
+def publish_trial(trial: Trial, result: Result, folder: SweepFolder) -> None:
+    """Publish one trial: its steps, and its row of the table as the summary."""
+    run = start_wandb(arguments_of(trial, folder))
+    for step, seconds in enumerate(result.step_seconds, start=1):
+        run.log({"step": step, "step_seconds": seconds})
+    run.summary.update(row_of_trial(trial) | row_of_result(trial, result))
+    run.finish(exit_code=int(result.outcome in FAULTS))
 
 
 def arguments_of(trial: Trial, folder: SweepFolder) -> dict[str, Any]:

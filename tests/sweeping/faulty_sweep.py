@@ -21,10 +21,11 @@ from typing import Any
 if __name__ == "__main__":  # the repository is where imports start
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
+from recipes.sweeping.worlds import rank_watch
 from recipes.sweeping.worlds.protocol import START, WorldFiles, read_message, write_message
-from recipes.sweeping.worlds.rank_watch import RankWatch
 
 FAKE_SECONDS = 0.03
+PATIENCE = "SECONDS_WITHOUT_HEARTBEAT"  # environment variable for fake ranks
 
 
 def fail(fault: str, rank: int, folder: Path) -> None:
@@ -71,8 +72,10 @@ def note_end(key: str, rank: int) -> None:
 
 def fake_rank(folder: Path) -> None:
     """Answer requests without measuring."""
+    if PATIENCE in os.environ:
+        rank_watch.SECONDS_WITHOUT_HEARTBEAT = float(os.environ[PATIENCE])
     files, rank = WorldFiles(folder), int(os.environ["RANK"])
-    watch = RankWatch(files)
+    watch = rank_watch.RankWatch(files)
     watch.start()
     (folder / f"up-{rank}").touch()
     while len(list(folder.glob("up-*"))) < int(os.environ["WORLD_SIZE"]):

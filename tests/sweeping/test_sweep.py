@@ -95,9 +95,12 @@ def test_a_killed_sweep_continues(
         each.options += [f"--{name}={value}" for name, value in options.items()]
         each.inject(faults)
     randomly = random.Random(0)
-    for _ in range(kills):
-        process = disturbed.start()
-        time.sleep(randomly.uniform(0.5, 1.5))
+    for number in range(kills):
+        before, process = len(disturbed.finished()), disturbed.start()
+        if number % 2 == 0:  # while ranks measure; otherwise possibly before they start
+            while len(disturbed.finished()) == before and process.poll() is None:
+                time.sleep(0.02)
+        time.sleep(randomly.uniform(0.0, 0.5))
         disturbed.kill(process)
     for each in (disturbed, undisturbed):
         done = each.run()
@@ -151,6 +154,22 @@ def test_a_scheduler_takes_over_from_a_killed_one(sweep: Sweep) -> None:
     assert {row["trial"] for row in sweep.rows()} == keys
     assert len(sweep.finished()) <= len(keys) + 1
     assert sweep.end_of_processes()
+
+
+@pytest.mark.long
+def test_a_suspended_sweep_continues(sweep: Sweep, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SECONDS_WITHOUT_HEARTBEAT", "5")
+    process = sweep.start()
+    while len(sweep.finished()) < 4:
+        time.sleep(0.02)
+    process.send_signal(signal.SIGSTOP)
+    deadline = time.monotonic() + 30
+    while any("--rank-of" in line for line in sweep.processes()):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    process.send_signal(signal.SIGCONT)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 0 and f"{TOP} ok" in output
 
 
 def test_a_full_disk_stops_the_sweep(sweep: Sweep, tmp_path: Path) -> None:

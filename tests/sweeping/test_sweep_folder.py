@@ -1,6 +1,7 @@
 """The sweep folder: settings, claims, results, and files that dead schedulers leave behind."""
 
 import csv
+import errno
 import json
 import os
 import subprocess
@@ -155,6 +156,27 @@ def test_a_corpus_is_written_once(tmp_path: Path) -> None:
     assert folder.corpus(250, 2048) == corpus != folder.corpus(250, 4096)
     assert (corpus / "train.bin").stat().st_mtime_ns == written
     assert TokenFile(corpus / "validation").count > 2048
+    folder.close()
+
+
+def test_a_write_that_fails_changes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_space(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    folder = SweepFolder(tmp_path, SETTINGS)
+    (trial,) = trials(1)
+    folder.add(trial)
+    folder.record(trial, OK)
+    files = {file: file.read_bytes() for file in tmp_path.rglob("*.*") if file.is_file()}
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fsync", no_space)
+        for write in (folder.write_table, lambda: folder.record(trial, OK)):
+            with pytest.raises(SweepStopped, match=r"free disk space and rerun the same command"):
+                write()
+    after = {file: file.read_bytes() for file in tmp_path.rglob("*.*") if file.is_file()}
+    assert after == files
     folder.close()
 
 

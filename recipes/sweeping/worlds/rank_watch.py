@@ -9,6 +9,7 @@ from recipes.sweeping.worlds.protocol import START, WorldFiles
 SECONDS_WITHOUT_HEARTBEAT = 30.0
 SECONDS_AFTER_LIMIT = 10.0  # the scheduler ends a trial at its limit, unless it is dead
 WATCH_SECONDS = 0.5
+ABANDONED = 75  # exit code of a rank that has ended itself
 
 
 class RankWatch(threading.Thread):
@@ -43,7 +44,7 @@ class RankWatch(threading.Thread):
                 seen, seen_at = beat, now
             is_late = deadline is not None and now > deadline
             if is_late or now - seen_at > SECONDS_WITHOUT_HEARTBEAT or self._is_over():
-                os._exit(1)
+                os._exit(ABANDONED)
 
     def _beat(self) -> int | None:
         try:

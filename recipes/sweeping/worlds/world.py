@@ -13,6 +13,7 @@ from typing import Any
 from recipes.sweeping.trial import Result, WorldKind
 from recipes.sweeping.worlds.launchers import Launcher, Processes
 from recipes.sweeping.worlds.protocol import START, WorldFiles, read_message, write_message
+from recipes.sweeping.worlds.rank_watch import ABANDONED
 
 SECONDS_TO_START = 600.0  # imports from a busy network file system take minutes
 POLL_SECONDS = 0.05
@@ -24,6 +25,10 @@ MAX_LOGS = 4  # of ranks, in a result
 
 class WorldFailed(Exception):
     """The ranks of a world could not be started."""
+
+
+class WorldAbandoned(Exception):
+    """The ranks have ended because this process was stopped for a while, such as by Ctrl-Z."""
 
 
 @dataclass
@@ -72,6 +77,9 @@ class World:
         Args:
             table: the request, which `measuring.measure` reads
             seconds: time limit
+
+        Raises:
+            WorldAbandoned: the ranks have ended for lack of a heartbeat.
         """
         self.number += 1
         started = time.monotonic()
@@ -110,6 +118,8 @@ class World:
             time.sleep(GRACE_SECONDS)
             failures = self._failures()
         ended = self.processes.ended()
+        if ABANDONED in ended.values():
+            raise WorldAbandoned
         killed = {name: code for name, code in ended.items() if code < 0}
         for failure in failures:  # the other ranks may fail because they lose the connection
             if failure["outcome"] == "out_of_memory":
