@@ -32,6 +32,7 @@ FLOORS = [
     ["recipes.planning.measured", "recipes.planning.output"],
     ["recipes.preparing", "recipes.tracing"],
     ["recipes.proving", "recipes.converting"],
+    ["recipes.sweeping"],
     ["recipes"],
 ]
 STANDARD_LIBRARY_ONLY = FLOORS[0]
@@ -75,6 +76,13 @@ NO_TORCH = [  # imported before torch, by commands of a login node, or in proces
     "recipes.proving.layouts",
     "recipes.proving.proof_corpus",
     "recipes.proving.shrink",
+    "recipes.sweeping.choice",
+    "recipes.sweeping.report",
+    "recipes.sweeping.sweep_folder",
+    "recipes.sweeping.table",
+    "recipes.sweeping.trial",
+    "recipes.sweeping.wandb_runs",
+    "recipes.sweeping.worlds.protocol",
 ]
 # The layers of the model get sizes and groups, not the recipe's section.
 NO_CONFIG = [*FLOORS[1], *FLOORS[2]]

@@ -1,0 +1,157 @@
+"""Lines that sweep.py prints: the trials to run, each result, and a summary."""
+
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from recipes.planning.output.plan_report import layout_line
+from recipes.sweeping.choice import Choice
+from recipes.sweeping.trial import FAULTS, OUTCOMES, Result, Trial
+
+MAX_BEST = 5  # layouts in the summary, for each recipe and number of GPUs
+MAX_REASON_CHARACTERS = 160  # in a progress line
+
+
+@dataclass
+class Progress:
+    """The progress of this command's trials.
+
+    Attributes:
+        total: number of trials to run in this command, as far as is known
+        done: trials that ended, with their results
+    """
+
+    total: int = 0
+    done: list[tuple[Trial, Result]] = field(default_factory=list)
+    _started: float = field(default_factory=time.monotonic)
+
+    def begin_round(self, trials: Sequence[Trial], left: Sequence[Trial]) -> None:
+        """Note that a round of trials begins, some of which may already be measured."""
+        self.total = len(self.done) + len(left)
+
+    def finish(self, trial: Trial, result: Result) -> str:
+        """Note the end of a trial, and return a line about it."""
+        self.done.append((trial, result))
+        width = len(str(self.total))
+        seconds = result.median_seconds
+        measured = f"{seconds:9.4f} s" if seconds is not None else f"{'':11}"
+        gib = f"{result.memory_gib:5.1f}" if result.memory_gib is not None else f"{'':5}"
+        line = (
+            f"[{len(self.done):{width}}/{self.total}] {result.outcome:13} {measured} "
+            f"(plan {trial.planned_seconds:.4f})  {gib} GiB (plan {trial.planned_gib:.1f})  "
+            f"{name_of(trial)}, {duration(self._seconds_left())} left"
+        )
+        if result.reason:
+            line += f"\n    {result.reason[:MAX_REASON_CHARACTERS]}"
+        return line
+
+    @property
+    def seconds(self) -> float:
+        """The duration of the sweep so far."""
+        return time.monotonic() - self._started
+
+    def _seconds_left(self) -> float:
+        return self.seconds / len(self.done) * max(0, self.total - len(self.done))
+
+
+def choice_lines(choice: Choice, measured: int) -> Iterator[str]:
+    """Yield lines about the trials of a command, and the combinations that are not tried.
+
+    Args:
+        choice: the trials and the rejected combinations
+        measured: number of trials that already have a result
+    """
+    trials = len(choice.trials)
+    worlds = Counter(trial.world.size for trial in choice.trials)
+    sizes = ", ".join(f"{count} on {size} ranks" for size, count in sorted(worlds.items()))
+    before = f"; {measured} are already measured" if measured else ""
+    yield f"{trials} trial{'s' * (trials != 1)}: {sizes}{before}"
+    for reason, count in choice.ruled_out.most_common():
+        yield f"skipped {count:,} layouts that are {reason} by the plan"
+    for rejection in choice.rejections:
+        yield (
+            f"{rejection.outcome}: {rejection.source} ({rejection.settings}): {rejection.reason}"
+        )
+
+
+def summary_lines(results: Sequence[tuple[Trial, Result]], choice: Choice) -> Iterator[str]:
+    """Yield the fastest layouts and the number of trials of each outcome."""
+    groups: dict[tuple[str, int], list[tuple[float, Trial]]] = {}
+    for trial, result in results:
+        if result.median_seconds is not None:
+            group = groups.setdefault((trial.source, trial.world.size), [])
+            group.append((result.median_seconds, trial))
+    for (source, ranks), group in groups.items():
+        yield f"Fastest layouts of {source} on {ranks} ranks:"
+        for rank, (seconds, trial) in enumerate(sorted(group, key=first)[:MAX_BEST], start=1):
+            error = trial.planned_seconds / seconds - 1
+            yield (
+                f"{rank:3}. {seconds:9.4f} s (plan {trial.planned_seconds:.4f}, {error:+.0%})  "
+                f"{layout_line(trial.job.layout)}"
+            )
+    counts = outcomes(results, choice)
+    yield "Outcomes: " + ", ".join(f"{count} {name}" for name, count in counts.items() if count)
+
+
+def first(pair: tuple[float, Trial]) -> float:
+    """Return the seconds of a pair."""
+    return pair[0]
+
+
+def outcomes(results: Iterable[tuple[Trial, Result]], choice: Choice) -> dict[str, int]:
+    """Return the number of trials of each outcome."""
+    counts = Counter(result.outcome for _, result in results)
+    counts.update(rejection.outcome for rejection in choice.rejections)
+    return {name: counts[name] for name in OUTCOMES}
+
+
+def overhead_line(progress: Progress, measured_seconds: float) -> str:
+    """Return a line with the time that the sweep has spent beyond the steps."""
+    count = len(progress.done)
+    overhead = (progress.seconds - measured_seconds) / max(1, count)
+    return (
+        f"{count} trial{'s' * (count != 1)} in {duration(progress.seconds)}, of which "
+        f"{duration(measured_seconds)} were steps: {overhead:.1f} s of overhead per trial"
+    )
+
+
+def has_faults(results: Iterable[tuple[Trial, Result]]) -> bool:
+    """Return True if a trial hung or crashed."""
+    return any(result.outcome in FAULTS for _, result in results)
+
+
+def as_json(results: Iterable[tuple[Trial, Result]], choice: Choice, folder: str) -> dict[str, Any]:
+    """Return the results for --json."""
+    results = list(results)
+    return {
+        "folder": folder,
+        "outcomes": outcomes(results, choice),
+        "ruled_out": dict(choice.ruled_out),
+        "trials": [
+            {
+                "trial": trial.key,
+                "recipe": trial.source,
+                "gpus": trial.world.size,
+                "layout": layout_line(trial.job.layout),
+                "step_seconds": result.median_seconds,
+                "planned_step_seconds": trial.planned_seconds,
+                "outcome": result.outcome,
+                "reason": result.reason,
+            }
+            for trial, result in results
+        ],
+    }
+
+
+def name_of(trial: Trial) -> str:
+    """Return the recipe and the layout of a trial."""
+    return f"{trial.recipe.name}: {layout_line(trial.job.layout)}"
+
+
+def duration(seconds: float) -> str:
+    """Format a duration as 01:23 or 1:02:03."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes:02}:{rest:02}"

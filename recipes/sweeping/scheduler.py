@@ -1,0 +1,191 @@
+"""The scheduler of a sweep: measures every trial once, whatever happens to its ranks."""
+
+import itertools
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from recipes.planning.inputs.stage_contents import stage_parameters
+from recipes.sweeping.sweep_folder import SweepFolder, SweepStopped
+from recipes.sweeping.trial import Result, Trial
+from recipes.sweeping.worlds.launchers import Launcher
+from recipes.sweeping.worlds.world import World, WorldAbandoned, WorldFailed
+
+# Time limit of a trial. Building initializes the weights and may compile kernels.
+SECONDS_TO_BUILD = 60.0
+PARAMETERS_BUILT_PER_SECOND = 5e7
+MAX_TIMES_THE_PLAN = 20  # a step that takes longer is taken for a hang
+MAX_TIMES_THE_PLAN_ON_CPU = 100  # CPUs differ more, and may be shared
+MIN_SECONDS_OF_STEPS_ON_CPU = 240.0
+SECONDS_BETWEEN_CLAIMS = 1.0
+MAX_FAILED_STARTS = 2  # in a row
+FIRST_HALVING_STEPS = 2
+
+
+@dataclass
+class Scheduler:
+    """Measures trials in worlds that it starts and replaces.
+
+    Attributes:
+        folder: the sweep folder
+        launcher: starts the ranks
+        seconds_per_trial: time limit of a trial; None: derived from the plan
+        measured_seconds: duration of all steps so far
+    """
+
+    folder: SweepFolder
+    launcher: Launcher
+    seconds_per_trial: float | None = None
+    measured_seconds: float = 0.0
+    _world: World | None = None
+    _numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1))
+
+    def measure(self, trials: Sequence[Trial]) -> Iterator[tuple[Trial, Result]]:
+        """Measure the trials without a result, and yield each as soon as it is recorded.
+
+        Trials that another scheduler measures are awaited, and taken over if it dies.
+
+        Raises:
+            SweepStopped: the disk is full, or no ranks can be started.
+        """
+        left = [trial for trial in trials if self.folder.result(trial.key) is None]
+        while left:
+            held = []
+            for trial in left:
+                with self.folder.claimed(trial.key) as is_claimed:
+                    if not is_claimed:
+                        held.append(trial)
+                        continue
+                    result = self.folder.result(trial.key)  # another scheduler may have finished
+                    if result is None:
+                        with self.folder.stops_without_space():
+                            result = self._run(trial)
+                        self.folder.record(trial, result)
+                yield trial, result
+            left = held
+            if held:
+                self.stop()
+                time.sleep(SECONDS_BETWEEN_CLAIMS)
+
+    def stop(self) -> None:
+        """Stop the ranks, if there are any."""
+        if self._world is not None:
+            self._world.stop()
+            self._world = None
+
+    def _run(self, trial: Trial) -> Result:
+        """Measure a trial, and stop the world if that fails."""
+        try:
+            result = self._world_for(trial).run(self._request(trial), self._limit(trial))
+        except WorldAbandoned:
+            self.stop()
+            return self._run(trial)
+        self.measured_seconds += result.stepping_seconds
+        if result.outcome != "ok":
+            self.stop()
+            self.folder.check_space()  # a full disk is no property of the trial
+        return result
+
+    def _world_for(self, trial: Trial) -> World:
+        """Return running ranks for a trial."""
+        if self._world is not None and self._world.kind == trial.world:
+            return self._world
+        self.stop()
+        for attempt in range(1, MAX_FAILED_STARTS + 1):
+            path = self.folder.own / f"world-{next(self._numbers)}"
+            try:
+                self._world = World.start(trial.world, path.resolve(), self.launcher)
+                return self._world
+            except WorldFailed as problem:
+                self.folder.check_space()
+                if attempt == MAX_FAILED_STARTS:
+                    raise SweepStopped(f"the ranks do not start: {problem}") from None
+        raise AssertionError("unreachable")
+
+    def _request(self, trial: Trial) -> dict[str, Any]:
+        """Return the request of a trial: its recipe on synthetic data."""
+        model = trial.recipe.model
+        corpus = self.folder.corpus(model.vocab_size, model.sequence_length).resolve()
+        table = trial.recipe.model_dump(mode="json", exclude_none=True)
+        table["data"] |= {
+            "train": [{"path": str(corpus / "train")}],
+            "validation": str(corpus / "validation"),
+            "tokenizer": str(corpus / "tokenizer"),
+        }
+        table["training"] |= {"evaluate_every": 0}
+        table["training"].pop("initial_weights", None)
+        table["tracking"] = {"mode": "disabled"}
+        return {
+            "key": trial.key,
+            "recipe": table,
+            "warm_up": trial.warm_up,
+            "steps": trial.steps,
+        }
+
+    def _limit(self, trial: Trial) -> float:
+        """Return the time limit of a trial in seconds."""
+        if self.seconds_per_trial is not None:
+            return self.seconds_per_trial
+        steps = trial.planned_seconds * (trial.warm_up + trial.steps)
+        building = SECONDS_TO_BUILD + max(stage_parameters(trial.job)) / PARAMETERS_BUILT_PER_SECOND
+        if trial.world.gpu == "cpu":
+            return building + max(MIN_SECONDS_OF_STEPS_ON_CPU, MAX_TIMES_THE_PLAN_ON_CPU * steps)
+        return building + MAX_TIMES_THE_PLAN * steps
+
+
+BeginRound = Callable[[Sequence[Trial], Sequence[Trial]], None]  # all trials, those to measure
+
+
+def measure_all(
+    scheduler: Scheduler, trials: Sequence[Trial], begin_round: BeginRound
+) -> Iterator[tuple[Trial, Result]]:
+    """Measure all trials without a result.
+
+    Args:
+        scheduler: measures the trials
+        trials: all trials
+        begin_round: called once with the trials, and with those that have no result
+    """
+    folder = scheduler.folder
+    for trial in trials:
+        folder.add(trial)
+    begin_round(trials, [trial for trial in trials if folder.result(trial.key) is None])
+    yield from scheduler.measure(trials)
+
+
+def halve(
+    scheduler: Scheduler, trials: Sequence[Trial], begin_round: BeginRound
+) -> Iterator[tuple[Trial, Result]]:
+    """Measure by successive halving: the faster half gets twice as many steps, and so on.
+
+    Jamieson and Talwalkar 2016 (arXiv 1502.07943). Only trials of the same recipe on the same
+    number of GPUs compete with each other.
+
+    Args:
+        scheduler: measures the trials
+        trials: all trials
+        begin_round: called as by `measure_all`, in every round
+    """
+    steps = FIRST_HALVING_STEPS
+    while trials:
+        trials = [trial.with_steps(steps) for trial in trials]
+        yield from measure_all(scheduler, trials, begin_round)
+        trials = faster_half(scheduler.folder, trials)
+        steps *= 2
+
+
+def faster_half(folder: SweepFolder, trials: Sequence[Trial]) -> list[Trial]:
+    """Return the faster half of each group of competing trials; nothing of one or two trials."""
+    groups: dict[tuple[str, int], list[tuple[float, Trial]]] = {}
+    for trial in trials:
+        result = folder.result(trial.key)
+        if result is not None and result.median_seconds is not None:
+            group = groups.setdefault((trial.source, trial.world.size), [])
+            group.append((result.median_seconds, trial))
+    found = []
+    for group in groups.values():
+        if len(group) > 2:
+            ordered = sorted(group, key=lambda each: (each[0], each[1].key))
+            found += [trial for _, trial in ordered[: (len(group) + 1) // 2]]
+    return sorted(found, key=lambda trial: (trial.world, trial.planned_seconds))

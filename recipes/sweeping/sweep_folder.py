@@ -1,0 +1,291 @@
+"""The folder of a sweep, which several schedulers may share and which survives any of them.
+
+    sweep.json           the measuring settings, which all trials share
+    trials/KEY.json      a trial: its recipe, its plan and its row of the table
+    results/KEY.json     its result; a trial without this file is still to be measured
+    claims/KEY/          the lock of the scheduler that measures the trial
+    corpora/             synthetic training data
+    worlds/ID/           files of the processes of one scheduler
+    sweep.csv            all results, rewritten after each
+
+Files are written under another name, flushed to the disk and then renamed, so that each is either
+complete or missing.
+"""
+
+import contextlib
+import errno
+import json
+import os
+import secrets
+import shutil
+import socket
+import threading
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from models.errors import UserError
+from recipes.proving.proof_corpus import write_corpus
+from recipes.sweeping.table import Row, row_of_rejection, row_of_result, row_of_trial, table_text
+from recipes.sweeping.trial import Rejection, Result, Trial
+from recipes.training.run_folder.line_file import flush
+from recipes.training.run_folder.lock import FolderInUse, FolderLock
+from recipes.training.runtime.launchers import start_ticks
+
+NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
+HEARTBEAT_SECONDS = 2.0
+ABANDONED_SECONDS = 60.0  # without a heartbeat; ranks end after 30
+PROBE_BYTES = 2**16
+
+
+class SweepStopped(Exception):
+    """The sweep cannot continue now; the message says what to do before the next start."""
+
+
+class SweepFolder:
+    """The folder of a sweep, as one scheduler uses it.
+
+    Args:
+        path: the folder, which is created
+        settings: measuring settings, which must be those of all trials in the folder
+
+    Raises:
+        UserError: the folder cannot be written, or holds trials with other settings.
+    """
+
+    def __init__(self, path: Path, settings: Mapping[str, Any]):
+        self.path = path
+        self.worlds = path / "worlds"
+        self.own = self.worlds / f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
+        self.heartbeat = self.own / "heartbeat"
+        self._rows: dict[str, Row] = {}
+        self._tried_locks: dict[str, FolderLock] = {}
+        self._closed = threading.Event()
+        with self.stops_without_space():
+            self._create()
+            self._check_settings(settings)
+        self._remove_abandoned()
+        threading.Thread(target=self._beat, name="heartbeat", daemon=True).start()
+
+    def close(self) -> None:
+        """Remove the files of this scheduler, and those that dead schedulers have left."""
+        self._closed.set()
+        self._remove_abandoned()
+        shutil.rmtree(self.own, ignore_errors=True)
+        for folder in (self.worlds, self.path / "claims"):
+            with contextlib.suppress(OSError):  # another scheduler uses it
+                folder.rmdir()
+
+    def add(self, trial: Trial) -> None:
+        """Write down a trial, unless an earlier command has."""
+        file = self._trial_file(trial.key)
+        if not file.exists():
+            recipe = trial.recipe.model_dump(mode="json", exclude_none=True)
+            row = row_of_trial(trial)
+            self._write_json(file, {"identity": trial.identity, "row": row, "recipe": recipe})
+
+    def add_rejection(self, rejection: Rejection) -> None:
+        """Write down a combination that is not tried, with its reason."""
+        row = row_of_rejection(rejection)
+        self._write_json(self._trial_file(rejection.key), {"identity": rejection.key, "row": row})
+        result = Result(outcome=rejection.outcome, reason=rejection.reason)
+        self._write_json(self._result_file(rejection.key), {"result": result.as_json(), "row": {}})
+
+    def result(self, key: str) -> Result | None:
+        """Return the result of a trial, or None if it is still to be measured."""
+        table = _read_json(self._result_file(key))
+        return Result.from_json(table["result"]) if table else None
+
+    def record(self, trial: Trial, result: Result) -> None:
+        """Write the result of a trial, and rewrite sweep.csv."""
+        row = row_of_result(trial, result)
+        self._write_json(self._result_file(trial.key), {"result": result.as_json(), "row": row})
+        self.write_table()
+
+    @contextlib.contextmanager
+    def claimed(self, key: str) -> Iterator[bool]:
+        """Claim a trial for this scheduler, and release it in the end.
+
+        Yields:
+            True if the claim succeeded, False if another scheduler measures the trial.
+        """
+        folder = self.path / "claims" / key
+        # The same object compares the heartbeats of another scheduler between two attempts.
+        lock = self._tried_locks.setdefault(key, FolderLock(folder))
+        with self.stops_without_space():
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+                lock.acquire()
+            except (FolderInUse, FileNotFoundError):  # the other one may just have released it
+                yield False
+                return
+        del self._tried_locks[key]
+        try:
+            yield True
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)  # before the release: the lock stays held
+            lock.release()
+
+    def corpus(self, vocab_size: int, sequence_length: int) -> Path:
+        """Return the folder of a synthetic corpus; it is written at the first call."""
+        folder = self.path / "corpora" / f"vocabulary-{vocab_size}-sequence-{sequence_length}"
+        if not folder.exists():
+            fresh = self.own / folder.name
+            with self.stops_without_space():
+                write_corpus(fresh, vocab_size, validation_tokens=2 * sequence_length)
+                folder.parent.mkdir(exist_ok=True)
+                try:
+                    fresh.rename(folder)
+                except OSError as problem:
+                    if problem.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                        raise
+        return folder
+
+    def write_table(self) -> None:
+        """Write sweep.csv with every result in the folder, each trial with its most steps."""
+        for file in sorted((self.path / "results").glob("*.json")):
+            if file.stem not in self._rows:
+                trial, result = _read_json(self._trial_file(file.stem)), _read_json(file)
+                if trial and result:
+                    row = trial["row"] | result["row"]
+                    outcome = {key: result["result"][key] for key in ("outcome", "reason")}
+                    row = {"usable_for_time": 0} | row | outcome
+                    self._rows[file.stem] = row | {"identity": trial["identity"]}
+        longest: dict[str, Row] = {}
+        for row in sorted(self._rows.values(), key=lambda row: row.get("steps", 0)):
+            longest[row["identity"]] = row
+        rows = [{k: v for k, v in row.items() if k != "identity"} for row in longest.values()]
+        self._write(self.path / "sweep.csv", table_text(rows))
+
+    def check_space(self) -> None:
+        """Check that files can still be written, after a failure that a full disk may explain.
+
+        Raises:
+            SweepStopped: the disk is full.
+        """
+        probe = self.own / "probe"
+        self._write(probe, " " * PROBE_BYTES)
+        probe.unlink(missing_ok=True)
+
+    @contextlib.contextmanager
+    def stops_without_space(self) -> Iterator[None]:
+        """Turn the error of a full disk into a message.
+
+        Raises:
+            SweepStopped: the disk is full.
+        """
+        try:
+            yield
+        except OSError as problem:
+            if problem.errno not in NO_SPACE:
+                raise
+            raise SweepStopped(
+                f"{self.path} cannot be written ({problem.strerror}); free disk space and rerun "
+                f"the same command to continue"
+            ) from None
+
+    def _create(self) -> None:
+        try:
+            for name in ("trials", "results", "claims"):
+                (self.path / name).mkdir(parents=True, exist_ok=True)
+            self.own.mkdir(parents=True)
+            self.heartbeat.touch()
+            (self.own / "owner.json").write_text(json.dumps(_identity(os.getpid())))
+        except OSError as problem:
+            if problem.errno in NO_SPACE:
+                raise
+            raise UserError(
+                f"{self.path} cannot be written ({problem.strerror}); use another --sweep-dir"
+            ) from None
+
+    def _check_settings(self, settings: Mapping[str, Any]) -> None:
+        """Write the measuring settings, or compare them with those of an earlier command."""
+        file, fresh = self.path / "sweep.json", self.own / "sweep.json"
+        fresh.write_text(json.dumps(settings, indent=1) + "\n")
+        flush(fresh)
+        with contextlib.suppress(FileExistsError):
+            os.link(fresh, file)  # fails if another scheduler was first
+        earlier = _read_json(file) or {}
+        if other := {key: value for key, value in earlier.items() if settings.get(key) != value}:
+            was = ", ".join(f"{key} = {json.dumps(value)}" for key, value in other.items())
+            now = ", ".join(f"{key} = {json.dumps(settings.get(key))}" for key in other)
+            self.close()
+            raise UserError(
+                f"{self.path} has trials that were measured with {was}, which cannot be compared "
+                f"with {now}; use the same settings, or another --sweep-dir"
+            )
+
+    def _remove_abandoned(self) -> None:
+        """Remove the files of schedulers that no longer run.
+
+        Heartbeats are compared with the scheduler's own, because clocks of nodes may disagree.
+        """
+        now = self.heartbeat.stat().st_mtime if self.heartbeat.exists() else 0.0
+        for folder in self.worlds.iterdir() if self.worlds.exists() else ():
+            if folder != self.own and _is_abandoned(folder, now):
+                shutil.rmtree(folder, ignore_errors=True)
+
+    def _beat(self) -> None:
+        """Touch the heartbeat, which the ranks of this scheduler watch."""
+        while not self._closed.wait(HEARTBEAT_SECONDS):
+            with contextlib.suppress(OSError):
+                os.utime(self.heartbeat)
+
+    def _trial_file(self, key: str) -> Path:
+        return self.path / "trials" / f"{key}.json"
+
+    def _result_file(self, key: str) -> Path:
+        return self.path / "results" / f"{key}.json"
+
+    def _write_json(self, file: Path, table: Any) -> None:
+        self._write(file, json.dumps(table, indent=1) + "\n")
+
+    def _write(self, file: Path, text: str) -> None:
+        """Replace a file as a whole; the other name is in the scheduler's own folder."""
+        fresh = self.own / f"{file.name}.incomplete"
+        with self.stops_without_space():
+            try:
+                with fresh.open("w") as stream:
+                    stream.write(text)
+                    stream.flush()
+                    os.fsync(stream.fileno())
+                fresh.rename(file)
+                flush(file.parent)
+            except OSError:
+                fresh.unlink(missing_ok=True)
+                raise
+
+
+def _read_json(file: Path) -> dict[str, Any] | None:
+    """Return the content of a file, or None if it does not exist or is damaged."""
+    try:
+        content = json.loads(file.read_text())
+    except (FileNotFoundError, ValueError):
+        return None
+    return content if isinstance(content, dict) else None
+
+
+def _identity(process: int) -> dict[str, Any]:
+    """Return an identification of a process on this machine."""
+    return {"machine": _machine(), "process": process, "started": start_ticks(process)}
+
+
+def _machine() -> str:
+    """Return an identifier of this machine, its boot and its container."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{boot} {os.readlink('/proc/self/ns/pid')}"
+
+
+def _is_abandoned(folder: Path, now: float) -> bool:
+    """Return True if the scheduler that a folder belongs to appears to be dead.
+
+    Args:
+        folder: the scheduler's files
+        now: time of the newest heartbeat of this scheduler
+    """
+    owner = _read_json(folder / "owner.json") or {}
+    with contextlib.suppress(OSError):
+        if owner.get("machine") == _machine():
+            return _identity(owner["process"]) != owner
+        return now - (folder / "heartbeat").stat().st_mtime > ABANDONED_SECONDS
+    return False

@@ -1,0 +1,120 @@
+"""Rows of sweep.csv: the columns of `planning.measured.table`, and those of a sweep."""
+
+import csv
+import io
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from recipes.planning.output.plan_report import rates
+from recipes.sweeping.trial import Rejection, Result, Trial
+
+FRAMEWORK = "Threefold"
+COLUMNS = (
+    "row_id", "framework", "arch", "layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "seq",
+    "gpu", "gpus", "gpus_per_node", "precision", "attention_kernel", "tp", "pp", "vpp", "dp",
+    "zero_stage", "seq_parallel", "recompute", "mbs", "gbs", "step_time_s", "mem_gb", "oom",
+    "usable_for_time", "schedule", "recompute_interval", "layers_per_stage", "outcome", "reason",
+    "planned_step_s", "planned_mem_gb", "mfu_pct", "tokens_s_gpu", "steps", "trial", "recipe",
+)  # fmt: skip
+
+Row = dict[str, Any]
+
+
+def row_of_trial(trial: Trial) -> Row:
+    """Return the columns that describe a trial and its plan."""
+    job, model, cluster = trial.job, trial.job.model, trial.cluster
+    layout = job.layout
+    return {
+        "row_id": f"{trial.recipe.name}-{trial.key[:8]}",
+        "framework": FRAMEWORK,
+        "arch": "llama" if model.norm == "rmsnorm" else "gpt",
+        "layers": model.layers,
+        "hidden": model.hidden_size,
+        "heads": model.heads,
+        "kv_heads": model.kv_heads,
+        "ffn": model.ffn_hidden_size,
+        "vocab": model.vocab_size,
+        "seq": model.sequence_length,
+        "gpu": cluster.gpu,
+        "gpus": trial.world.size,
+        "gpus_per_node": cluster.gpus_per_node,
+        "precision": job.precision,
+        "attention_kernel": "unfused" if job.writes_scores else "flash",
+        "tp": layout.tensor,
+        "pp": layout.pipeline,
+        "vpp": layout.chunks,
+        "dp": layout.data,
+        "zero_stage": layout.zero_stage,
+        "seq_parallel": int(layout.sequence_parallel),
+        "recompute": layout.recompute,
+        "mbs": layout.micro_sequences,
+        "gbs": job.global_sequences,
+        "schedule": layout.schedule,
+        "recompute_interval": layout.recompute_interval,
+        "layers_per_stage": " ".join(str(count) for count in job.blocks_of_virtual_stages),
+        "planned_step_s": digits(trial.planned_seconds),
+        "planned_mem_gb": digits(trial.planned_gib),
+        "steps": trial.steps,
+        "trial": trial.key,
+        "recipe": trial.source,
+    }
+
+
+def row_of_rejection(rejection: Rejection) -> Row:
+    """Return the columns that describe a combination that is not tried."""
+    if rejection.trial:
+        return row_of_trial(rejection.trial)
+    return {
+        "row_id": f"rejected-{rejection.key[:8]}",
+        "framework": FRAMEWORK,
+        "trial": rejection.key,
+        "recipe": f"{rejection.source} ({rejection.settings})",
+    }
+
+
+def row_of_result(trial: Trial | None, result: Result) -> Row:
+    """Return the columns of a trial's result."""
+    measured: Row = {}
+    seconds = result.median_seconds
+    if trial is not None and seconds is not None:
+        rate = rates(trial.job, seconds, 1)
+        measured = {
+            "step_time_s": digits(seconds),
+            "mfu_pct": digits(100 * rate.mfu),
+            "tokens_s_gpu": digits(rate.tokens_per_second / trial.world.size),
+        }
+    if result.memory_gib is not None:
+        measured["mem_gb"] = digits(result.memory_gib)
+    if result.outcome in ("ok", "out_of_memory"):
+        measured["oom"] = int(result.outcome == "out_of_memory")
+    return measured | {
+        "usable_for_time": int(result.outcome == "ok"),
+        "outcome": result.outcome,
+        "reason": result.reason,
+    }
+
+
+def digits(value: float) -> float:
+    """Return a number with five significant digits."""
+    return float(f"{value:.5g}")
+
+
+def table_text(rows: Iterable[Mapping[str, Any]]) -> str:
+    """Return rows as CSV, the fastest measured ones of each model and world first."""
+    stream = io.StringIO(newline="")
+    writer = csv.DictWriter(stream, COLUMNS, restval="", lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(sorted(rows, key=order))
+    return stream.getvalue()
+
+
+def order(row: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Return a row's position: by recipe, number of GPUs, measured time, planned time, key."""
+    missing = float("inf")
+    return (
+        row["recipe"],
+        row.get("gpus", 0),
+        row.get("step_time_s", missing),
+        row.get("planned_step_s", missing),
+        row["trial"],
+    )

@@ -1,0 +1,199 @@
+"""Trials of a sweep: a recipe in one layout on one world, and the result of its measurement."""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
+from typing import Any, Literal, NamedTuple, get_args
+
+from recipes.planning.inputs.job import Job, Machine, job_of
+from recipes.planning.memory.peak import GIB, fullest_stage
+from recipes.planning.time.step_time import step_time
+from recipes.training.recipe.deepspeed_config import read_deepspeed_json
+from recipes.training.recipe.schema import Recipe
+from recipes.training.recipe.sections import Cluster
+
+Outcome = Literal["ok", "out_of_memory", "hung", "crashed", "rejected", "too_large"]
+OUTCOMES: tuple[Outcome, ...] = get_args(Outcome)
+FAULTS: tuple[Outcome, ...] = ("hung", "crashed")  # outcomes that deserve the user's attention
+KEY_DIGITS = 16
+
+
+class WorldKind(NamedTuple):
+    """The properties of processes that trials must agree on in order to share them."""
+
+    nodes: int
+    gpus_per_node: int
+    gpu: str
+    deterministic: bool
+    pipelined: bool  # GPUs need other environment variables for a pipeline
+
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+        return self.nodes * self.gpus_per_node
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A recipe to measure.
+
+    Attributes:
+        source: file of the recipe, as on the command line
+        recipe: the recipe in the layout to measure, with a [cluster] section
+        warm_up: number of steps before the measured ones
+        steps: number of measured steps
+    """
+
+    source: str
+    recipe: Recipe
+    warm_up: int
+    steps: int
+
+    @property
+    def cluster(self) -> Cluster:
+        """The nodes and GPUs on which the trial runs."""
+        assert self.recipe.cluster is not None
+        return self.recipe.cluster
+
+    @cached_property
+    def job(self) -> Job:
+        """The planner's description of the trial."""
+        return job_of(self.recipe, Machine.of_cluster(self.cluster))
+
+    @cached_property
+    def planned_seconds(self) -> float:
+        """The predicted time of a step."""
+        return step_time(self.job).total
+
+    @cached_property
+    def planned_gib(self) -> float:
+        """The predicted memory of the fullest rank."""
+        return fullest_stage(self.job).total / GIB
+
+    @property
+    def world(self) -> WorldKind:
+        """The processes that the trial needs."""
+        cluster = self.cluster
+        return WorldKind(
+            nodes=cluster.nodes,
+            gpus_per_node=cluster.gpus_per_node,
+            gpu=cluster.gpu,
+            deterministic=self.recipe.training.deterministic,
+            pipelined=cluster.gpu != "cpu" and self.recipe.layout.pipeline > 1,
+        )
+
+    @cached_property
+    def identity(self) -> str:
+        """A hash of everything that decides the speed of a step.
+
+        The name, the data and the tracking of a recipe do not count.
+        """
+        recipe = self.recipe
+        table = recipe.model_dump(mode="json")
+        blocks = {"layers_per_stage": list(recipe.blocks_of_virtual_stages)}
+        return digest(
+            {
+                "model": table["model"],
+                "layout": table["layout"] | blocks,
+                "batch": table["batch"],
+                "cluster": table["cluster"],
+                "compile": recipe.training.compile,
+                "deterministic": recipe.training.deterministic,
+                "separate_documents": recipe.data.separate_documents,
+                "deepspeed": read_deepspeed_json(recipe.deepspeed),
+            }
+        )
+
+    @cached_property
+    def key(self) -> str:
+        """The name of the trial in the sweep folder: a hash of its identity and its steps."""
+        return digest({"identity": self.identity, "steps": self.steps, "warm_up": self.warm_up})
+
+    def with_steps(self, steps: int) -> "Trial":
+        """Return the trial with another number of measured steps."""
+        return replace(self, steps=steps)
+
+
+@dataclass(frozen=True)
+class Rejection:
+    """A combination of settings that cannot run, or that the plan rules out.
+
+    Attributes:
+        source: file of the recipe
+        settings: what distinguishes the combination, such as "layout.tensor=3, 2 nodes"
+        reason: message for the user
+        trial: the trial, if the combination is a valid recipe
+    """
+
+    source: str
+    settings: str
+    reason: str
+    trial: Trial | None = None
+
+    @property
+    def outcome(self) -> Outcome:
+        """The outcome that is recorded: a valid recipe was ruled out by its planned memory."""
+        return "too_large" if self.trial else "rejected"
+
+    @cached_property
+    def key(self) -> str:
+        """The name of the combination in the sweep folder."""
+        return self.trial.key if self.trial else digest([self.source, self.settings])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """The end of a trial.
+
+    Attributes:
+        outcome: one of OUTCOMES
+        reason: explanation in one line, if the outcome is not "ok"
+        log: last lines of the ranks' output after a failure
+        step_seconds: duration of every measured step
+        warm_up_seconds: duration of all steps before
+        memory_gib: peak memory of the fullest rank, including that of CUDA and its libraries
+        allocated_gib: peak memory of torch's allocator on the fullest rank; None on CPUs
+        device: name of the device, as the driver reports it
+        seconds: duration of the whole trial, as the scheduler sees it
+    """
+
+    outcome: Outcome
+    reason: str = ""
+    log: str = ""
+    step_seconds: list[float] = field(default_factory=list)
+    warm_up_seconds: float = 0.0
+    memory_gib: float | None = None
+    allocated_gib: float | None = None
+    device: str = ""
+    seconds: float = 0.0
+
+    @property
+    def median_seconds(self) -> float | None:
+        """The median time of a measured step; None if no step was measured."""
+        ordered = sorted(self.step_seconds)
+        if not ordered:
+            return None
+        middle = len(ordered) // 2
+        return (ordered[middle] + ordered[-middle - 1]) / 2
+
+    @property
+    def stepping_seconds(self) -> float:
+        """The duration of all steps, including the warm-up."""
+        return self.warm_up_seconds + sum(self.step_seconds)
+
+    def as_json(self) -> dict[str, Any]:
+        """Return a table for `from_json`."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, table: Mapping[str, Any]) -> "Result":
+        """Return the result of a table."""
+        return cls(**table)
+
+
+def digest(value: Any) -> str:
+    """Return a hash of a value that JSON can express."""
+    text = json.dumps(value, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:KEY_DIGITS]

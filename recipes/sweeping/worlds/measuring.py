@@ -1,0 +1,189 @@
+"""Measurement of trials in the ranks of a world: step times and peak memory."""
+
+import ctypes
+import gc
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch._dynamo
+import torch.distributed as dist
+
+from recipes.proving.trial import shared_groups, start
+from recipes.sweeping.trial import Result
+from recipes.sweeping.worlds.protocol import START, WorldFiles, read_message, write_message
+from recipes.sweeping.worlds.rank_watch import RankWatch
+from recipes.training.recipe.deepspeed_config import precision, read_deepspeed_json
+from recipes.training.recipe.learning_rate import learning_rate
+from recipes.training.recipe.loading import parse_recipe
+from recipes.training.recipe.schema import Recipe
+from recipes.training.recipe.topology import World
+from recipes.training.runtime.processes import check_machine, on_gpu, start_processes
+
+GIB = 2**30
+POLL_SECONDS = 0.05
+SECONDS_BETWEEN_TRIALS = timedelta(days=1)  # the rank's watch ends ranks that wait in vain
+
+
+def serve(files: WorldFiles, world: World, watch: RankWatch, *, deterministic: bool) -> None:
+    """Measure trials until this process is ended.
+
+    Args:
+        files: the files of the world
+        world: this rank and the number of ranks
+        watch: ends this process after a trial's time limit
+        deterministic: `training.deterministic` of all trials
+    """
+    gc.freeze()  # the collector then skips the objects of the imports and is fast
+    start_processes(world, deterministic=deterministic)
+    control = dist.new_group(backend="gloo", timeout=SECONDS_BETWEEN_TRIALS)
+    dist.barrier(group=control)
+    memory = Memory()
+    if world.rank == 0:
+        write_result(files, START, Result(outcome="ok"))
+    with shared_groups() as forget_asked:
+        for number in range(START + 1, 10**9):
+            request = next_request(files, world, control, number)
+            watch.begin(number, request["seconds"])
+            forget_asked()
+            result = measure(request, world, control, memory)
+            watch.end()
+            if world.rank == 0:
+                write_result(files, number, result)
+
+
+def next_request(
+    files: WorldFiles, world: World, control: dist.ProcessGroup, number: int
+) -> dict[str, Any]:
+    """Return the next request on all ranks; only rank 0 reads files."""
+    box: list[dict[str, Any] | None] = [None]
+    while world.rank == 0 and (box := [read_message(files.request, number)]) == [None]:
+        time.sleep(POLL_SECONDS)
+    dist.broadcast_object_list(box, src=0, group=control)
+    assert box[0] is not None
+    return box[0]
+
+
+def write_result(files: WorldFiles, number: int, result: Result) -> None:
+    """Write a result for the scheduler."""
+    write_message(files.result, {"number": number, "result": result.as_json()})
+
+
+def measure(
+    request: dict[str, Any], world: World, control: dist.ProcessGroup, memory: "Memory"
+) -> Result:
+    """Build the engine of a recipe, run its steps, and return their times; collective.
+
+    Args:
+        request: the table of the recipe, and the numbers of warm-up and measured steps
+        world: this rank and the number of ranks
+        control: group of all ranks on the CPU
+        memory: measures the memory of this rank
+    """
+    recipe = parse_recipe(request["recipe"], request["recipe"]["name"])
+    assert recipe.cluster is not None
+    check_machine(
+        world,
+        precision=precision(read_deepspeed_json(recipe.deepspeed)),
+        compile=recipe.training.compile,
+        deterministic=recipe.training.deterministic,
+        gpu=recipe.cluster.gpu,
+    )
+    memory.begin()
+    seconds, device = run_steps(recipe, world, control, request["warm_up"] + request["steps"])
+    of_ranks: list[Any] = [None] * world.size
+    dist.all_gather_object(of_ranks, (seconds, memory.peak_gib(), memory.allocated_gib()), control)
+    gc.collect()  # an engine has reference cycles
+    # The slowest rank counts: ranks end a step at slightly different times.
+    slowest = [max(each) for each in zip(*(times for times, *_ in of_ranks), strict=True)]
+    allocated = [each for *_, each in of_ranks if each is not None]
+    return Result(
+        outcome="ok",
+        step_seconds=slowest[request["warm_up"] :],
+        warm_up_seconds=sum(slowest[: request["warm_up"]]),
+        memory_gib=max(peak for _, peak, _ in of_ranks),
+        allocated_gib=max(allocated, default=None),
+        device=device,
+    )
+
+
+def run_steps(
+    recipe: Recipe, world: World, control: dist.ProcessGroup, steps: int
+) -> tuple[list[float], str]:
+    """Return the duration of each step on this rank, and the name of the device; collective.
+
+    A step lasts from the end of the previous one to its own end, each after a synchronization of
+    the device. The micro-batches are read ahead, as the prefetcher does in a run.
+    """
+    engine, data = start(recipe, world)
+    batches = [list(data.step(step)) for step in range(1, steps + 1)]
+    durations = []
+    dist.barrier(group=control)
+    with without_collections():
+        before = time.perf_counter()
+        for step, batch in enumerate(batches, start=1):
+            in_run = min(step, recipe.training.steps)
+            rate = learning_rate(in_run, recipe.optimizer, recipe.training.steps)
+            engine.train_step(batch, rate)
+            if engine.on_gpu:
+                torch.cuda.synchronize(engine.device)
+            now = time.perf_counter()
+            durations.append(now - before)
+            before = now
+    if engine.compiled:  # otherwise torch stops compiling after several shapes
+        torch._dynamo.reset()
+    return durations, engine.device_name
+
+
+@contextmanager
+def without_collections() -> Iterator[None]:
+    """Collect garbage now, and not within the steps, as a run does."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+class Memory:
+    """Peak memory of this process in a trial.
+
+    On a GPU, all used memory of the device counts, including that of CUDA and NCCL. On a CPU it is
+    the resident memory, less what earlier trials of this process have left behind.
+    """
+
+    def __init__(self) -> None:
+        self._first_bytes = self._before_bytes = 0.0 if on_gpu() else resident_bytes("VmRSS")
+
+    def begin(self) -> None:
+        """Return memory of earlier trials to the system, and reset the peaks."""
+        if on_gpu():
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+            return
+        ctypes.CDLL(None).malloc_trim(0)
+        Path("/proc/self/clear_refs").write_text("5")  # the peak is what is held now (proc(5))
+        self._before_bytes = resident_bytes("VmRSS")
+
+    def peak_gib(self) -> float:
+        """Return the peak since `begin`."""
+        if on_gpu():
+            free, total = torch.cuda.mem_get_info()
+            return (total - free) / GIB
+        left_over = self._before_bytes - self._first_bytes
+        return (resident_bytes("VmHWM") - left_over) / GIB
+
+    def allocated_gib(self) -> float | None:
+        """Return the peak of torch's allocator since `begin`; None on a CPU."""
+        return torch.cuda.max_memory_allocated() / GIB if on_gpu() else None
+
+
+def resident_bytes(key: str) -> float:
+    """Return VmRSS or VmHWM of this process in bytes."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(1024.0 * int(line.split()[1]) for line in lines if line.startswith(key))

@@ -1,0 +1,64 @@
+"""The watch of a rank: ends the process when it is no longer needed."""
+
+import os
+import threading
+import time
+
+from recipes.sweeping.worlds.protocol import START, WorldFiles
+
+SECONDS_WITHOUT_HEARTBEAT = 30.0
+SECONDS_AFTER_LIMIT = 10.0  # the scheduler ends a trial at its limit, unless it is dead
+WATCH_SECONDS = 0.5
+ABANDONED = 75  # exit code of a rank that has ended itself
+
+
+class RankWatch(threading.Thread):
+    """Ends this process when its scheduler is gone or its trial takes too long.
+
+    Clocks of different nodes need not agree, so the watch waits for a change of the heartbeat's
+    time. It opens the file, because a network file system may return an old time otherwise.
+    """
+
+    def __init__(self, files: WorldFiles):
+        super().__init__(name="rank watch", daemon=True)
+        self.files = files
+        self.number = START
+        self._deadline: float | None = None
+
+    def begin(self, number: int, seconds: float) -> None:
+        """Note the start of a trial with a time limit."""
+        self.number, self._deadline = number, time.monotonic() + seconds + SECONDS_AFTER_LIMIT
+
+    def end(self) -> None:
+        """Note the end of the trial."""
+        self._deadline = None
+
+    def run(self) -> None:
+        """Watch until the process ends."""
+        seen, seen_at = None, time.monotonic()
+        while True:
+            time.sleep(WATCH_SECONDS)
+            now = time.monotonic()
+            deadline = self._deadline
+            if (beat := self._beat()) not in (seen, None):
+                seen, seen_at = beat, now
+            is_late = deadline is not None and now > deadline
+            if is_late or now - seen_at > SECONDS_WITHOUT_HEARTBEAT or self._is_over():
+                os._exit(ABANDONED)
+
+    def _beat(self) -> int | None:
+        try:
+            with self.files.heartbeat.open() as stream:
+                return os.fstat(stream.fileno()).st_mtime_ns
+        except OSError:
+            return None
+
+    def _is_over(self) -> bool:
+        """Return True if the scheduler has removed the world."""
+        try:
+            self.files.settings.open().close()
+        except FileNotFoundError:
+            return True
+        except OSError:
+            return False
+        return False

@@ -1,0 +1,103 @@
+"""Start sweeps with injected faults, for tests."""
+
+import csv
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from recipes.sweeping.choice import Request, choose
+from recipes.sweeping.trial import Trial
+from recipes.training.recipe.loading import REPOSITORY
+
+PROGRAM = Path(__file__).with_name("faulty_sweep.py")
+SECONDS_FOR_RANKS_TO_END = 15
+TIMED = ("step_time_s", "mem_gb", "mfu_pct", "tokens_s_gpu")
+
+
+class Sweep:
+    """A sweep folder, the faults of its trials, and the commands that work on it."""
+
+    def __init__(self, folder: Path, recipe: Path, *options: str, fake: bool = True):
+        self.folder, self.recipe, self.options = folder / "sweep", recipe, list(options)
+        self.faults, self.done, self.fake = folder / "faults.json", folder / "done", fake
+        self.inject({})
+
+    def trials(self, **request: Any) -> list[Trial]:
+        """Return the trials of a request, in the order in which they run."""
+        return choose(Request(recipes=[self.recipe], **request)).trials
+
+    def inject(self, faults: dict[str, str]) -> None:
+        self.faults.write_text(json.dumps(faults))
+
+    def start(self, *options: str) -> subprocess.Popen:
+        environment = os.environ | {
+            "FAULTS": str(self.faults),
+            "DONE": str(self.done),
+            "DS_ACCELERATOR": "cpu",
+            "OMP_NUM_THREADS": "1",
+        }
+        if self.fake:
+            environment["FAKE_RANKS"] = "1"
+        command = [sys.executable, str(PROGRAM), str(self.recipe), "--sweep-dir", str(self.folder)]
+        return subprocess.Popen(
+            [*command, *self.options, *options],
+            cwd=REPOSITORY,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+
+    def run(self, *options: str, seconds: float = 120) -> subprocess.CompletedProcess[str]:
+        process = self.start(*options)
+        try:
+            output, _ = process.communicate(timeout=seconds)
+        finally:
+            process.kill()
+        return subprocess.CompletedProcess(process.args, process.returncode, output)
+
+    def kill(self, process: subprocess.Popen) -> None:
+        """Kill a scheduler, and check that its ranks end."""
+        process.send_signal(signal.SIGKILL)
+        process.communicate()
+        assert self.end_of_processes(), self.processes()
+
+    def rows(self) -> list[dict[str, str]]:
+        with (self.folder / "sweep.csv").open(newline="") as file:
+            return list(csv.DictReader(file))
+
+    def untimed_rows(self) -> list[dict[str, str]]:
+        """Return the rows without measured values, in the order of their keys."""
+        rows = [{k: v for k, v in row.items() if k not in TIMED} for row in self.rows()]
+        return sorted(rows, key=lambda row: row["trial"])
+
+    def finished(self) -> list[str]:
+        """Return the keys of trials that ranks have finished, once for each time."""
+        return self.done.read_text().split() if self.done.exists() else []
+
+    def processes(self) -> list[str]:
+        """Return the command lines of all processes of this sweep."""
+        found = []
+        for file in Path("/proc").glob("[0-9]*/cmdline"):
+            try:
+                words = file.read_bytes().decode(errors="replace").split("\0")
+            except OSError:
+                continue
+            if any(word.startswith(str(self.folder)) for word in words):
+                found.append(" ".join(words))
+        return found
+
+    def end_of_processes(self) -> bool:
+        """Return True as soon as no process of this sweep is left; False if one stays."""
+        deadline = time.monotonic() + SECONDS_FOR_RANKS_TO_END
+        while self.processes():
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.05)
+        return True

@@ -1,0 +1,267 @@
+"""The sweep command with ranks that answer without measuring: faults, kills and two schedulers."""
+
+import json
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tomli_w
+
+from recipes.training.recipe.loading import REPOSITORY
+from tests.conftest import changed, small_recipe
+from tests.sweeping.sweeps import Sweep
+
+TOP = 12
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    path = tmp_path / "small.toml"
+    path.write_text(tomli_w.dumps(changed(small_recipe(Path("absent")), model__layers=8)))
+    return path
+
+
+def fake_sweep(folder: Path, recipe: Path) -> Sweep:
+    folder.mkdir(exist_ok=True)
+    return Sweep(folder, recipe, "--seconds-per-trial", "1.5")
+
+
+@pytest.fixture
+def sweep(tmp_path: Path, recipe: Path) -> Sweep:
+    sweep = fake_sweep(tmp_path, recipe)
+    sweep.options += ["--top", str(TOP)]
+    return sweep
+
+
+def test_a_sweep_measures_every_trial(sweep: Sweep) -> None:
+    done = sweep.run()
+    keys = {trial.key for trial in sweep.trials(top=TOP)}
+    assert done.returncode == 0, done.stdout
+    assert len(keys) == TOP and {row["trial"] for row in sweep.rows()} == keys
+    assert sorted(sweep.finished()) == sorted(keys)
+    assert f"{len(keys)} ok" in done.stdout and "of overhead per trial" in done.stdout
+    assert "Fastest layouts of" in done.stdout and "00:00 left" in done.stdout
+    assert not sweep.processes()
+    again = sweep.run()
+    assert again.returncode == 0 and len(sweep.finished()) == len(keys)
+    assert f"{len(keys)} are already measured" in again.stdout
+
+
+def test_faults_become_outcomes(sweep: Sweep) -> None:
+    trials = sweep.trials(top=TOP)
+    kinds = ["out_of_memory", "hang", "crash", "error"]
+    faults = {trials[1 + 3 * n].key: kind for n, kind in enumerate(kinds)}
+    sweep.inject(faults)
+    done = sweep.run()
+    assert done.returncode == 1, done.stdout
+    rows = {faults.get(row["trial"], "ok"): row for row in sweep.rows()}
+    assert {fault: row["outcome"] for fault, row in rows.items()} == {
+        "ok": "ok", "out_of_memory": "out_of_memory", "hang": "hung", "crash": "crashed",
+        "error": "crashed",
+    }  # fmt: skip
+    assert rows["out_of_memory"]["reason"] == "rank 1: MemoryError: as injected"
+    assert rows["out_of_memory"]["oom"] == "1" and rows["ok"]["oom"] == "0"
+    assert rows["hang"]["reason"] == "not finished within 2 seconds"
+    assert rows["crash"]["reason"] == "rank 1 was ended by SIGKILL"
+    assert rows["error"]["reason"] == "rank 1: RuntimeError: a defect, as injected"
+    assert f"{len(trials) - 4} ok, 1 out_of_memory, 1 hung, 2 crashed" in done.stdout
+    assert not sweep.processes() and not (sweep.folder / "worlds").exists()
+
+
+def test_out_of_memory_is_not_a_fault(sweep: Sweep) -> None:
+    sweep.inject({sweep.trials(top=TOP)[-1].key: "out_of_memory"})
+    done = sweep.run()
+    assert done.returncode == 0 and "1 out_of_memory" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("kills", "options"),
+    [(2, {"top": TOP}), pytest.param(10, {"layouts": "all"}, marks=pytest.mark.long)],
+)
+def test_a_killed_sweep_continues(
+    kills: int, options: dict[str, Any], tmp_path: Path, recipe: Path
+) -> None:
+    disturbed = fake_sweep(tmp_path / "disturbed", recipe)
+    undisturbed = fake_sweep(tmp_path / "undisturbed", recipe)
+    trials = disturbed.trials(**options)
+    kinds = ["crash", "out_of_memory", "hang", "error"][:kills]
+    faults = {trials[3 * n].key: kind for n, kind in enumerate(kinds)}
+    for each in (disturbed, undisturbed):
+        each.options += [f"--{name}={value}" for name, value in options.items()]
+        each.inject(faults)
+    randomly = random.Random(0)
+    for number in range(kills):
+        before, process = len(disturbed.finished()), disturbed.start()
+        if number % 2 == 0:  # while ranks measure; otherwise possibly before they start
+            while len(disturbed.finished()) == before and process.poll() is None:
+                time.sleep(0.02)
+        time.sleep(randomly.uniform(0.0, 0.5))
+        disturbed.kill(process)
+    for each in (disturbed, undisturbed):
+        done = each.run()
+        assert done.returncode == 1, done.stdout
+    assert disturbed.untimed_rows() == undisturbed.untimed_rows()
+    rows = disturbed.rows()
+    assert [row["step_time_s"] for row in rows] == [
+        row["step_time_s"] for row in undisturbed.rows()
+    ]
+    assert {row["trial"] for row in rows} == {trial.key for trial in trials}
+    measured = {row["trial"] for row in rows if row["outcome"] == "ok"}
+    # A rank may finish a trial in the instant in which its scheduler is killed.
+    assert set(disturbed.finished()) == measured
+    assert len(disturbed.finished()) <= len(measured) + kills
+    assert not list(disturbed.folder.glob("worlds")) + list(disturbed.folder.glob("claims"))
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_sweep_says_how_to_continue(sweep: Sweep, number: int) -> None:
+    process = sweep.start()
+    while len(sweep.finished()) < 3:
+        time.sleep(0.02)
+    process.send_signal(number)
+    output, _ = process.communicate(timeout=20)
+    assert process.returncode == 128 + number
+    assert "interrupted; rerun the same command to continue" in output
+    assert "Traceback" not in output
+    assert not sweep.processes() and not (sweep.folder / "worlds").exists()
+
+
+def test_two_schedulers_share_a_sweep(sweep: Sweep) -> None:
+    keys = [trial.key for trial in sweep.trials(top=TOP)]
+    both = [sweep.start(), sweep.start()]
+    outputs = [process.communicate(timeout=120)[0] for process in both]
+    assert [process.returncode for process in both] == [0, 0], outputs
+    assert sorted(sweep.finished()) == sorted(keys)  # each once
+    assert len(sweep.rows()) == len(keys)
+    for output in outputs:
+        assert f"{len(keys)} ok" in output
+
+
+def test_a_scheduler_takes_over_from_a_killed_one(sweep: Sweep) -> None:
+    keys = {trial.key for trial in sweep.trials(top=TOP)}
+    both = [sweep.start(), sweep.start()]
+    while len(sweep.finished()) < 4:
+        time.sleep(0.02)
+    both[0].kill()
+    output, _ = both[1].communicate(timeout=120)
+    both[0].communicate()
+    assert both[1].returncode == 0, output
+    assert {row["trial"] for row in sweep.rows()} == keys
+    assert len(sweep.finished()) <= len(keys) + 1
+    assert sweep.end_of_processes()
+
+
+@pytest.mark.long
+def test_a_suspended_sweep_continues(sweep: Sweep, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SECONDS_WITHOUT_HEARTBEAT", "5")
+    process = sweep.start()
+    while len(sweep.finished()) < 4:
+        time.sleep(0.02)
+    process.send_signal(signal.SIGSTOP)
+    deadline = time.monotonic() + 30
+    while any("--rank-of" in line for line in sweep.processes()):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    process.send_signal(signal.SIGCONT)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 0 and f"{TOP} ok" in output
+
+
+def test_a_full_disk_stops_the_sweep(sweep: Sweep, tmp_path: Path) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", str(disk)]
+    if subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("mounting needs root")
+    try:
+        sweep.folder = disk / "sweep"
+        keys = [trial.key for trial in sweep.trials(top=TOP)]
+        sweep.inject({keys[5]: "full"})
+        done = sweep.run()
+        assert done.returncode == 1, done.stdout
+        message = f"sweep.py: {sweep.folder} cannot be written (No space left on device); free disk"
+        assert message in done.stdout and "Traceback" not in done.stdout
+        assert not sweep.processes()
+        assert len(list((sweep.folder / "results").iterdir())) == 5
+        assert len(sweep.rows()) == 5
+        (sweep.folder / "filling").unlink()
+        sweep.inject({})
+        again = sweep.run()
+        assert again.returncode == 0, again.stdout
+        assert {row["trial"] for row in sweep.rows()} == set(keys)
+    finally:
+        subprocess.run(["umount", "-l", str(disk)], check=True)
+
+
+def test_halving_gives_the_leaders_more_steps(sweep: Sweep) -> None:
+    done = sweep.run("--halving")
+    assert done.returncode == 0, done.stdout
+    rows = sweep.rows()
+    count = len(sweep.trials(top=TOP))
+    steps = [int(row["steps"]) for row in rows]
+    expected, left, each = [], count, 2
+    while left > 2:
+        kept = (left + 1) // 2
+        expected += [each] * (left - kept)
+        left, each = kept, 2 * each
+    expected += [each] * left
+    assert sorted(steps) == sorted(expected)
+    leaders = sorted(rows, key=lambda row: -int(row["steps"]))[:2]
+    times = sorted(float(row["step_time_s"]) for row in rows)
+    assert sorted(float(row["step_time_s"]) for row in leaders) == times[:2]
+    before = len(sweep.finished())
+    again = sweep.run("--halving")
+    assert again.returncode == 0 and len(sweep.finished()) == before
+
+
+def test_other_trials_are_added(sweep: Sweep) -> None:
+    sweep.options += ["--layouts", "own"]
+    sweep.run("--set", "batch.micro_sequences=1,2")
+    assert len(sweep.rows()) == 2
+    done = sweep.run("--set", "batch.micro_sequences=2,4,3", "--json")
+    assert len(sweep.rows()) == 4 and done.returncode == 0
+    assert sorted(row["outcome"] for row in sweep.rows()) == ["ok", "ok", "ok", "rejected"]
+    table = json.loads(done.stdout.splitlines()[-1])
+    assert table["outcomes"]["rejected"] == 1 and len(table["trials"]) == 2
+    refused = sweep.run("--steps", "9")
+    assert refused.returncode == 2 and "measured with steps = 5" in refused.stdout
+
+
+def test_invalid_options_are_errors(sweep: Sweep, tmp_path: Path) -> None:
+    for options, message in (
+        (["--nodes", "2"], "cluster.nodes = 2: without --hostfile or a Slurm allocation all ranks"),
+        (["--hostfile", str(tmp_path / "absent")], "cannot be read (No such file"),
+        (["--launcher", "deepspeed"], "use --hostfile FILE"),
+        (["--set", "layout.tensor=3"], "not divisible by layout.tensor = 3"),
+        (["--nodes", "0"], "invalid number 0: expected 1 or more"),
+        (["--seconds-per-trial", "no"], "invalid duration no"),
+    ):
+        done = sweep.run(*options)
+        assert done.returncode == 2 and message in done.stdout, (options, done.stdout)
+    assert not sweep.folder.exists()
+
+
+def test_trials_are_runs_of_a_group_in_wandb(sweep: Sweep) -> None:
+    rejected = sweep.run("--wandb")
+    assert rejected.returncode == 2 and "use --set tracking.mode=auto" in rejected.stdout
+    sweep.options[-1] = "2"
+    for count in (2, 0):  # the second command has nothing to write
+        done = sweep.run("--wandb", "--set", "tracking.mode=offline")
+        assert done.returncode == 0, done.stdout
+        assert f"wrote {count} runs of the W&B group sweep" in done.stdout
+        runs = list((sweep.folder / "wandb").glob("offline-run-*"))
+        names = sorted(run.name.partition("-sweep-")[2] for run in runs)
+        assert names == sorted(row["trial"] for row in sweep.rows())
+
+
+def test_the_command_does_not_import_torch() -> None:
+    code = "import sys, recipes.sweep; print(sys.modules.keys() & {'torch', 'deepspeed'})"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True
+    )
+    assert done.stdout == "set()\n", done.stderr
