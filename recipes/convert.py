@@ -9,7 +9,7 @@ Each command holds one tensor in memory at a time. The checkpoint to read is a c
 a run folder, of which the newest undamaged checkpoint is taken. It is verified first. The output
 folder appears when it is complete; --overwrite replaces an existing one. To start a run in any
 layout from the weights that `from-hf` writes, name them in training.initial_weights. You never need
-`reshape` to resume: use it to check that another layout is legal, and to distribute the tensors
+`reshape` to resume: use it to check that another layout is valid, and to distribute the tensors
 over one set of files per rank.
 """
 
@@ -62,7 +62,10 @@ def to_hf(options: argparse.Namespace) -> None:
         )
     with output(options, source.path) as folder:
         export(source, folder, dtype=options.dtype, tokenizer=tokenizer)
-    print(f"{source.path} is now {options.output}, for AutoModelForCausalLM.from_pretrained")
+    print(
+        f"exported {source.path} to {options.output}; load it with "
+        f"AutoModelForCausalLM.from_pretrained"
+    )
     if options.prompt:
         print(f"\ntext generated after {options.prompt!r}:\n\n{write_text(options)}")
 
@@ -76,7 +79,7 @@ def from_hf(options: argparse.Namespace) -> None:
             f"{options.folder}: config.json has tie_word_embeddings = true, and lm_head.weight "
             f"differs from the embedding; the head is kept, with model.tie_embeddings = false"
         )
-    print(f"{options.folder} is now {options.output}; a recipe that starts from it has\n")
+    print(f"imported {options.folder} into {options.output}; in a recipe that starts from it:\n")
     start = {"initial_weights": str(options.output.resolve())}
     print(tomli_w.dumps({"model": settings(model), "training": start}))
 
@@ -88,7 +91,7 @@ def reshape_command(options: argparse.Namespace) -> None:
     with output(options, source.path) as folder:
         reshape(source, folder, recipe=recipe, topology=topology)
     print(
-        f"{source.path} is now {options.output}: pipeline {topology.pipeline} x data "
+        f"converted {source.path} to {options.output}: pipeline {topology.pipeline} x data "
         f"{topology.data} x tensor {topology.tensor}; resume it with --resume {options.output}"
     )
 

@@ -106,7 +106,7 @@ def plan(recipe: Recipe, cluster: Cluster, options: argparse.Namespace) -> int:
         print(f"wrote {options.write}", file=sys.stderr)
     if own is None and result.plans and (options.timeline or options.heatmap):
         print(
-            "plan.py: the recipe's own layout is not legal; the picture shows the fastest layout",
+            "plan.py: the recipe's own layout is not valid; the picture shows the fastest layout",
             file=sys.stderr,
         )
     draw(recipe, own or (result.plans[0].job if result.plans else None), options)
@@ -114,11 +114,11 @@ def plan(recipe: Recipe, cluster: Cluster, options: argparse.Namespace) -> int:
 
 
 def print_plan(recipe: Recipe, own: Job | None, problem: str) -> None:
-    """Print the predictions for the recipe's own layout, or the reason why it is not legal."""
+    """Print the predictions for the recipe's own layout, or the reason why it is not valid."""
     if own:
         print("\n".join(plan_report.plan_text(own, recipe.training.steps)))
     else:
-        print(f"The recipe's own layout is not legal: {problem}")
+        print(f"The recipe's own layout is not valid: {problem}")
     if recipe.data.separate_documents:
         print("data.separate_documents is ignored: attention is counted over whole sequences.")
 
@@ -141,8 +141,8 @@ def draw(recipe: Recipe, job: Job | None, options: argparse.Namespace) -> None:
         return
     if job is None:
         raise UserError(
-            "the recipe's own layout is not legal and no other was found, so there is nothing to "
-            "draw; use a legal layout, --top 1 or more nodes"
+            "the recipe's own layout is not valid and no other was found, so there is nothing to "
+            "draw; use a valid layout, --top 1 or more nodes"
         )
     # Importing matplotlib takes a second, which a plan without a picture should not wait for.
     from recipes.planning.output import plan_picture

@@ -5,13 +5,13 @@ deepspeed --num_nodes 4 recipes/pretrain.py recipes/llama/7b.toml
 deepspeed recipes/pretrain.py --set training.steps=20 --run-dir runs/short
 
 A recipe is a complete experiment. For another model size, copy a recipe and edit it; this file
-stays the same. Rerun a command to resume its run.
+stays the same. Rerun the same command to resume an interrupted run.
 """
 
 import sys
 from pathlib import Path
 
-if __name__ == "__main__":  # the repository, not recipes/, is where imports start
+if __name__ == "__main__":  # import from the repository root, not from recipes/
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import argparse
@@ -40,7 +40,7 @@ from recipes.training.runtime.torch_variables import set_torch_variables
 from recipes.training.tracking.messages import summarize
 from recipes.training.tracking.startup import Startup
 
-SECONDS_TO_WAIT_FOR_FOLDER = 300  # file servers notice a dead node after 30 to 120 s
+SECONDS_TO_WAIT_FOR_FOLDER = 300  # file servers release a dead node's lock after 30 to 120 s
 
 
 def main() -> None:
@@ -48,7 +48,7 @@ def main() -> None:
     outlive_output()
     try:
         pretrain()
-    except UserError as problem:  # found later than the checks within `rejections`
+    except UserError as problem:  # not raised by the checks before training
         print(f"pretrain.py: {problem}", file=sys.stderr, flush=True)
         leave(REJECTED)
     except Exception:
@@ -57,11 +57,11 @@ def main() -> None:
 
 
 def pretrain() -> None:
-    """Run one training, from its options to its exit code."""
+    """Train once, from the command-line options to the exit code."""
     startup = Startup()
     pause_collection()
 
-    # 1. Experiment: read the recipe and check it, before torch is imported, which takes seconds.
+    # 1. Experiment: read and check the recipe before importing torch, which takes seconds.
     options = parse_command_line()
     experiment = read_experiment(options.recipe, options.set)
     world, recipe = experiment.world, experiment.recipe
@@ -80,7 +80,7 @@ def pretrain() -> None:
 
     folder = RunFolder(options.run_dir or REPOSITORY / "runs" / recipe.name)
     with rejections(world, experiment.origin):
-        # 2. Data: open the corpora, before ranks wait for each other.
+        # 2. Data: open the corpora first, so that a missing file ends all ranks at once.
         data = open_data(experiment)
         startup.lap("data")
 
@@ -88,12 +88,13 @@ def pretrain() -> None:
         # rank hangs, the supervisor names it and ends all ranks with exit code 4.
         claim = join(experiment, folder, startup, wait_seconds=options.wait_for_folder)
 
-        # 4. Start: find the newest checkpoint that can be trusted, and prepare the run folder.
+        # 4. Start: find the newest undamaged checkpoint, and prepare the run folder.
         start = find_resume_point(experiment, claim, data, options.resume, options.resume_once)
     begin(experiment, claim, start, startup)
 
     # 5. Model: build the model, its optimizer and the DeepSpeed engine, and load the checkpoint.
-    topology, config, crumb = experiment.topology, experiment.config, claim.supervisor.crumb
+    topology, config = experiment.topology, experiment.config
+    crumb = claim.supervisor.crumb  # tells the supervisor what this rank is doing
     crumb.note("building the engine")
     grid = build_grid(topology)
     model = build_model(recipe, topology=topology, config=config, grid=grid)
@@ -118,9 +119,11 @@ def pretrain() -> None:
 
 
 def train(run: Run, step: int) -> Ending:
-    """Run the steps after `step`, up to the last one or a reason to stop.
+    """Run the steps after `step` until the last one, or until there is a reason to stop.
 
-    Between two steps, `after_step` handles bad numbers, compares replicas, saves and stops.
+    After each step, `after_step` handles a loss that spikes or is not finite, compares replicas if
+    that is due, saves a checkpoint every `checkpoint.every` steps, and stops the run after a signal
+    or a fault. It returns an earlier step after a rollback.
     """
     ending = None
     while step < run.last_step and not ending:
@@ -139,7 +142,7 @@ def train(run: Run, step: int) -> Ending:
 def train_step(run: Run, step: int) -> dict[str, Any]:
     """Run one step: micro-batches in, forward and backward passes, update, metrics out.
 
-    A validation and a comparison of the ranks' speed follow, if they are due.
+    Then validate and compare the ranks' speed, if either is due.
     """
     run.clock.begin()
     crumb, recipe = run.supervisor.crumb, run.recipe
@@ -169,7 +172,7 @@ def train_step(run: Run, step: int) -> dict[str, Any]:
 
 
 def end_startup(run: Run, step: int) -> None:
-    """End the start-up, to which the first step belongs, because it imports and compiles."""
+    """End start-up, which includes the first step because that step imports and compiles."""
     run.tracker.started(step, run.startup.stop("first step"), compiled=run.engine.compiled)
     hold_garbage()
     run.supervisor.expect_steps()
@@ -181,36 +184,42 @@ def parse_command_line() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "recipe", nargs="?", type=Path, default=DEFAULT_RECIPE, help="default: recipes/tiny.toml"
+        "recipe",
+        nargs="?",
+        type=Path,
+        default=DEFAULT_RECIPE,
+        help="recipe to train; default: recipes/tiny.toml",
     )
     parser.add_argument(
         "--set",
         action="append",
         default=[],
         metavar="SECTION.KEY=VALUE",
-        help="change a key for this run, with a TOML value or a bare word; repeatable",
+        help="override a key for this run, with a TOML value or an unquoted string; repeatable",
     )
     parser.add_argument(
         "--resume",
         default="auto",
         metavar="auto|never|CHECKPOINT",
-        help="auto: resume from the newest checkpoint of the run folder, if there is one",
+        help="auto (default): resume from the newest checkpoint, or start at step 1 if there is "
+        "none; never: start at step 1; CHECKPOINT: resume from this folder",
     )
     parser.add_argument(
         "--resume-once",
         default="",
         metavar="NAME",
-        help="carry out --resume only once; later starts with this NAME use --resume auto",
+        help="apply --resume only to the first start with this NAME (any label); later starts, "
+        "such as those of a requeued job, use --resume auto",
     )
     parser.add_argument(
         "--wait-for-folder",
         type=float,
         default=SECONDS_TO_WAIT_FOR_FOLDER,
         metavar="SECONDS",
-        help="time limit for the lock of a run that shows no sign of life, for example because its "
-        "node has died; default: %(default)s",
+        help="how long to wait for the run folder's lock if the run that holds it shows no sign of "
+        "life, for example because its node has died; default: %(default)s",
     )
-    parser.add_argument("--run-dir", type=Path, help="default: runs/NAME of the recipe")
+    parser.add_argument("--run-dir", type=Path, help="default: runs/ and the name in the recipe")
     parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # deepspeed passes it
     return parser.parse_args()
 

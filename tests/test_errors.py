@@ -259,7 +259,7 @@ def test_a_defect_drops_no_layout_from_a_proof(
     corpus: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recipe = parse_recipe(small_recipe(corpus), "small")
-    every = layouts.legal_cases(recipe, ranks=2, micro_sequences=[1])
+    every = layouts.valid_cases(recipe, ranks=2, micro_sequences=[1])
     healthy = layouts.build_deepspeed_config
 
     def refusing(variant: Recipe, topology: object, kind: type = UserError) -> object:
@@ -268,13 +268,13 @@ def test_a_defect_drops_no_layout_from_a_proof(
         return healthy(variant, topology)
 
     monkeypatch.setattr(layouts, "build_deepspeed_config", refusing)
-    fewer = layouts.legal_cases(recipe, ranks=2, micro_sequences=[1])
+    fewer = layouts.valid_cases(recipe, ranks=2, micro_sequences=[1])
     assert fewer == [each for each in every if each.topology.tensor == 1] != every
     monkeypatch.setattr(
         layouts, "build_deepspeed_config", lambda *pair: refusing(*pair, kind=ValueError)
     )
     with pytest.raises(ValueError, match="a layout of tensor = 2") as raised:
-        layouts.legal_cases(recipe, ranks=2, micro_sequences=[1])
+        layouts.valid_cases(recipe, ranks=2, micro_sequences=[1])
     assert raised.type is ValueError
 
 

@@ -33,7 +33,7 @@ def new_recipe(
     """Return the checkpoint's recipe with the overrides, and its topology on the new ranks.
 
     Raises:
-        UserError: The new recipe describes another run, or its layout is not legal.
+        UserError: The new recipe describes another run, or its layout is not valid.
     """
     if "seed" not in source.manifest.recipe:
         raise UserError(

@@ -13,9 +13,11 @@ import torch
 from benchmarks.device import device_file
 from benchmarks.device.fit import BOUNDS, Product, fit_products
 from benchmarks.one_step import rows
-from benchmarks.one_step.contestants import BareLoop, Entry, Theirs, draw_batch
+from benchmarks.one_step.bare_loop import BareLoop
+from benchmarks.one_step.contestants import Entry, draw_batch
 from benchmarks.one_step.probes import MKL_LINE, ONEDNN_LINE
 from benchmarks.one_step.shapes import cpu_shape, step_flops
+from benchmarks.one_step.transformers_llama import TransformersLlama
 from benchmarks.taking_turns import Turn, check_first_losses, cores_at_hand, ratio
 from models.errors import UserError
 from recipes.gpus.datasheet import FOLDER, Gpu, load_gpu, read_gpu
@@ -65,8 +67,8 @@ def test_a_row_of_two_contestants() -> None:
 
 
 def test_autocast_keeps_weights_and_gradients_in_fp32() -> None:
-    entry, recipe = Entry("transformers", bare=True, autocast=True), TINY.recipe("bf16")
-    loop = BareLoop(Theirs(recipe, entry.autocast), recipe, entry)
+    recipe = TINY.recipe("bf16")
+    loop = BareLoop(TransformersLlama(recipe, autocast=True), recipe, autocast=True)
     seen = set()
     for weight in loop.trained:
         assert weight.dtype == torch.float32

@@ -158,7 +158,7 @@ def test_a_job_trains_as_one_process_does(submit, alone: Path, tmp_path: Path) -
 
 
 def test_a_job_is_saved_before_its_time_limit_and_resumes(submit, tmp_path: Path) -> None:
-    job = submit(training__steps=60)
+    job = submit(training__steps=40)
     wait_for_step(tmp_path / "run", 10)
     assert job.cluster.run(f"scancel --batch --signal=USR1 {job.number}").returncode == 0
     facts = job.wait("COMPLETED", "FAILED")
@@ -167,13 +167,13 @@ def test_a_job_is_saved_before_its_time_limit_and_resumes(submit, tmp_path: Path
     assert told == ["start", "save", "stop", "resume", "save", "end"]
     disturbed = metrics(tmp_path / "run")
     shutil.rmtree(tmp_path / "run")
-    submit(training__steps=60).wait("COMPLETED")
-    assert disturbed == metrics(tmp_path / "run") and len(disturbed) == 60
+    submit(training__steps=40).wait("COMPLETED")
+    assert disturbed == metrics(tmp_path / "run") and len(disturbed) == 40
 
 
 def test_a_job_resumes_without_a_dead_host(submit, cluster: Cluster, tmp_path: Path) -> None:
     job = submit(
-        training__steps=150,
+        training__steps=80,
         checkpoint__every=5,
         layout__pipeline=2,
         cluster={"nodes": 2, "gpus_per_node": 2, "gpu": "H100"},
@@ -184,7 +184,7 @@ def test_a_job_resumes_without_a_dead_host(submit, cluster: Cluster, tmp_path: P
     try:
         facts = job.wait("COMPLETED", "FAILED")
         assert facts["JobState"] == "COMPLETED", job.words(facts)
-        assert victim not in facts["NodeList"] and len(metrics(tmp_path / "run")) == 150
+        assert victim not in facts["NodeList"] and len(metrics(tmp_path / "run")) == 80
         assert "resume" in events(tmp_path / "run")
     finally:
         cluster.restart_host(victim)
@@ -263,7 +263,7 @@ def test_a_key_appears_nowhere(submit, cluster: Cluster, corpus: Path, tmp_path:
     (tmp_path / "hosts").write_text("".join(f"{host} slots=2\n" for host in cluster.hosts[:2]))
     two = {"nodes": 2, "gpus_per_node": 2, "gpu": "H100"}
     settings = {"cluster": two, "layout__pipeline": 2, "tracking__mode": "auto"}
-    job = submit(environment=secrets[0] | offline, training__steps=300, **settings)
+    job = submit(environment=secrets[0] | offline, training__steps=60, **settings)
     wait_for_step(tmp_path / "run", 3)
     assert CANARY not in arguments_of_all(cluster)
     facts = job.wait("COMPLETED", "FAILED")

@@ -388,7 +388,7 @@ def stored_weights(source: CheckpointReader) -> list[str]:
         (["deepspeed=ds_configs/zero2_fp32.json"], 4, "zero2"),
     ],
 )
-def test_an_illegal_reshape_is_rejected(
+def test_an_invalid_reshape_is_rejected(
     overrides: list[str],
     ranks: int,
     named: str,

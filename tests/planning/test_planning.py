@@ -37,7 +37,7 @@ from recipes.planning.memory.peak import GIB, fullest_stage, host_bytes, stage_m
 from recipes.planning.output.plan_report import rates
 from recipes.planning.output.recipe_edits import changes
 from recipes.planning.search.layout_search import INTERLEAVED_CHUNKS as INTERLEAVED
-from recipes.planning.search.layout_search import divisors, legal_layouts, search
+from recipes.planning.search.layout_search import divisors, valid_layouts, search
 from recipes.planning.time.network import all_reduce_seconds, gather_seconds
 from recipes.planning.time.passes import timeline_of
 from recipes.planning.time.step_time import step_time
@@ -448,9 +448,9 @@ def test_a_search_finds_every_layout_of_a_recipe() -> None:
     recipe, job = planned("llama/7b", "cluster.nodes=1", "batch.global_sequences=16")
     machine = job.machine
     rejected: Counter[str] = Counter()
-    seen = set(legal_layouts(job, rejected))
+    seen = set(valid_layouts(job, rejected))
     table = recipe.model_dump(mode="json", exclude_none=True)
-    legal = set()
+    valid = set()
     ways = [
         (schedule, chunks)
         for schedule, kind in SCHEDULES.items()
@@ -466,17 +466,17 @@ def test_a_search_finds_every_layout_of_a_recipe() -> None:
                     }  # fmt: skip
                     table["batch"]["micro_sequences"] = micro_sequences
                     try:
-                        legal.add(job_of(parse_recipe(table, "legal"), machine).layout)
+                        valid.add(job_of(parse_recipe(table, "valid"), machine).layout)
                     except UserError:
                         continue
     plain = {s for s in seen if s.zero_stage == 1 and s.recompute == "none"}
-    assert {s for s in plain if not s.sequence_parallel} == legal
+    assert {s for s in plain if not s.sequence_parallel} == valid
     assert {s.recompute for s in seen} == {
         "none",
         "full",
     }  # selective recomputation would save nothing
     _, written = planned("llama/7b", "cluster.nodes=1", "model.attention_dropout=0.1")
-    assert "selective" in {s.recompute for s in legal_layouts(written, rejected)}
+    assert "selective" in {s.recompute for s in valid_layouts(written, rejected)}
 
 
 def test_rejected_layouts_are_counted_by_reason() -> None:
@@ -568,7 +568,7 @@ def test_the_command_plans_another_machine_and_writes_a_recipe_for_it(tmp_path: 
 def test_the_exit_code_reports_the_fit() -> None:
     assert run_plan("recipes/llama/7b.toml", "--top", "0").returncode == 0
     large = run_plan("recipes/llama/405b.toml", "--nodes", "8", "--top", "0")
-    assert large.returncode == 1 and "The recipe's own layout is not legal" in large.stdout
+    assert large.returncode == 1 and "The recipe's own layout is not valid" in large.stdout
     full = run_plan(
         "recipes/llama/7b.toml", "--set", "batch.micro_sequences=8", "--top", "0", "--gpu", "H100"
     )

@@ -181,7 +181,7 @@ def job_of(recipe: Recipe, machine: Machine, software: Software = THREEFOLD) -> 
 
 
 def own_job(recipe: Recipe, machine: Machine, software: Software) -> tuple[Job | None, str]:
-    """Return the recipe's job in its own layout, or None and the reason why it is not legal."""
+    """Return the recipe's job in its own layout, or None and the reason why it is not valid."""
     try:
         return job_of(recipe, machine, software), ""
     except UserError as problem:

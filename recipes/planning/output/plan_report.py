@@ -188,7 +188,7 @@ def search_lines(result: SearchResult, own: StepTime | None) -> Iterator[str]:
     """Yield lines with the best layouts, the reason for the first, and the rejected ones.
 
     Args:
-        own: time of a step in the recipe's own layout; None if that layout is not legal
+        own: time of a step in the recipe's own layout; None if that layout is not valid
     """
     if result.plans:
         yield f"Best of {result.tried:,} layouts:"

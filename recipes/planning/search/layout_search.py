@@ -76,7 +76,7 @@ def search(
     fitting = []
     limit = job.machine.gpu.memory_gib * GIB * (1 - headroom)
     fits = hopeless = False  # of the same layout with less, and with full recomputation
-    for layout in legal_layouts(job, result.rejected):
+    for layout in valid_layouts(job, result.rejected):
         result.tried += 1
         candidate = replace(job, layout=layout)
         if host_bytes(candidate) > job.machine.gpu.node_memory_gib * GIB:
@@ -165,8 +165,8 @@ def memory_within(job: Job, limit: float) -> StageMemory:
     return memory if memory.total > limit else fullest_stage(job, first=memory)
 
 
-def legal_layouts(job: Job, rejected: Counter[str]) -> Iterator[JobLayout]:
-    """Yield all legal layouts of a job on its machine, and count the rejected sizes by reason."""
+def valid_layouts(job: Job, rejected: Counter[str]) -> Iterator[JobLayout]:
+    """Yield all valid layouts of a job on its machine, and count the rejected sizes by reason."""
     gpus, sequences = job.machine.gpus, job.global_sequences
     for tensor in divisors(gpus):
         if reason := tensor_rejection(job, tensor):
@@ -190,7 +190,7 @@ def legal_layouts(job: Job, rejected: Counter[str]) -> Iterator[JobLayout]:
 
 
 def tensor_rejection(job: Job, tensor: int) -> str:
-    """Return the reason why a tensor-parallel size is not legal; empty if it is legal."""
+    """Return the reason why a tensor-parallel size is not valid; empty if it is valid."""
     model = job.model
     if job.machine.gpus_per_node % tensor:
         return "tensor groups across nodes"

@@ -74,4 +74,4 @@ def summarize(recipe: Recipe, folder: RunFolder, world: World) -> None:
     print(f"  metrics     {folder.metrics} (next to it: events.jsonl and recipe.toml)")
     if (folder.path / "wandb").is_dir():
         print(f"  W&B         {folder.path / 'wandb'} (offline runs: wandb sync)")
-    print("  to train longer, raise training.steps; to start again, use --resume never", flush=True)
+    print("  to train longer, raise training.steps; to start over, use --resume never", flush=True)

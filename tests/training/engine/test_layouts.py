@@ -1,6 +1,6 @@
 """One loss: the same recipe in every layout trains with the same losses, norms and weights.
 
-`recipes/prove.py` runs all legal layouts. These tests run some of each kind and the cases that it
+`recipes/prove.py` runs all valid layouts. These tests run some of each kind and the cases that it
 leaves out: bf16, clipping at every step, resuming, diverging replicas.
 """
 
