@@ -35,7 +35,7 @@ from tqdm import tqdm
 
 from models.errors import UserError
 from recipes.proving.compare import Outcome, compare
-from recipes.proving.layouts import ProofCase, valid_cases, reference
+from recipes.proving.layouts import ProofCase, reference, valid_cases
 from recipes.proving.proof_corpus import write_corpus
 from recipes.proving.proof_report import Finding, as_json, as_text, describe, relay_as_text, summary
 from recipes.proving.shrink import larger_micro_batch, shrink

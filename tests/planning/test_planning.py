@@ -37,7 +37,7 @@ from recipes.planning.memory.peak import GIB, fullest_stage, host_bytes, stage_m
 from recipes.planning.output.plan_report import rates
 from recipes.planning.output.recipe_edits import changes
 from recipes.planning.search.layout_search import INTERLEAVED_CHUNKS as INTERLEAVED
-from recipes.planning.search.layout_search import divisors, valid_layouts, search
+from recipes.planning.search.layout_search import divisors, search, valid_layouts
 from recipes.planning.time.network import all_reduce_seconds, gather_seconds
 from recipes.planning.time.passes import timeline_of
 from recipes.planning.time.step_time import step_time

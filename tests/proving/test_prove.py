@@ -28,7 +28,7 @@ from recipes import prove
 from recipes.proving import compare as comparison
 from recipes.proving import proof_picture
 from recipes.proving.compare import Outcome, compare
-from recipes.proving.layouts import ProofCase, valid_cases, reference
+from recipes.proving.layouts import ProofCase, reference, valid_cases
 from recipes.proving.proof_corpus import write_corpus
 from recipes.proving.proof_report import Finding, as_json, failures, table, verdict
 from recipes.proving.shrink import larger_micro_batch, shrink
