@@ -226,7 +226,7 @@ class RowReader:
             data=data,
             zero_stage=self.zero_stage(),
             sequence_parallel=is_yes(split),
-            recompute_interval=self.whole("recompute_interval", 1, "every block"),
+            recompute_interval=self.recompute_interval(),
             micro_sequences=self.whole("mbs", 1, "unstated"),
         )
 
@@ -238,6 +238,10 @@ class RowReader:
         if SCHEDULES[name].chunks not in (chunks, None):
             raise UserError(f"schedule {name} has {SCHEDULES[name].chunks} chunks; vpp is {chunks}")
         return name
+
+    def recompute_interval(self) -> int:
+        """Return the number of blocks that are recomputed together."""
+        return self.whole("recompute_interval") if self.cell("recompute_interval") else 1
 
     def layers_per_stage(self, model: ModelConfig, stages: int) -> tuple[int, ...] | None:
         """Return the blocks of each virtual stage; None if the row does not state them."""
