@@ -6,6 +6,7 @@
     python recipes/plan.py recipes/megatron/1t.toml --software megatron-lm-2021
     python recipes/plan.py recipes/llama/70b.toml --timeline timeline.png --heatmap heatmap.png
     python recipes/plan.py recipes/llama/405b.toml --trace --rank 0
+    python recipes/plan.py recipes/llama/7b.toml --calibrate runs/sweeps/7b/sweep.csv
     python recipes/plan.py --table measured.csv --calibrate others.csv
     python recipes/plan.py --catalogue
 
@@ -28,18 +29,18 @@ from models.errors import UserError
 from recipes.planning.inputs.cluster import recipe_on_cluster
 from recipes.planning.inputs.job import Job, Machine, job_without_layout, own_job
 from recipes.planning.inputs.software import THREEFOLD, load_software
-from recipes.planning.measured import evaluation
-from recipes.planning.measured.comparison import calibration_from, compare
+from recipes.planning.measured.comparison import compare
+from recipes.planning.measured.fit import fit_table
 from recipes.planning.memory.peak import fits
 from recipes.planning.output import plan_report, plan_table, recipe_edits
 from recipes.planning.output.catalogue import catalogue_lines
-from recipes.planning.search.layout_search import SearchResult, search
+from recipes.planning.search.layout_search import DEFAULT_HEADROOM, SearchResult, search
 from recipes.planning.time.step_time import step_time
 from recipes.training.recipe.loading import DEFAULT_RECIPE
 from recipes.training.recipe.schema import Recipe
 from recipes.training.recipe.sections.layout import Cluster
 
-REQUIRED_OPTIONS = {"scatter": "table", "calibrate": "table", "rank": "trace"}
+REQUIRED_OPTIONS = {"scatter": "table", "rank": "trace"}
 
 
 def main() -> None:
@@ -81,15 +82,20 @@ def run(options: argparse.Namespace) -> int:
 def plan(recipe: Recipe, cluster: Cluster, options: argparse.Namespace) -> int:
     """Print a plan of the recipe's own layout and the fastest layouts; return the exit code."""
     machine, software = Machine.of_cluster(cluster), load_software(options.software)
-    job = job_without_layout(recipe, machine, software)
+    fit = fit_table(options.calibrate)
+    job = fit.factors.of(job_without_layout(recipe, machine, software))
     own, problem = own_job(recipe, machine, software)
+    own = fit.factors.of(own) if own else None
     count = max(options.top, 1 if options.write else 0)
-    result = search(job, count) if count else SearchResult()
+    result = search(job, count, headroom=options.headroom) if count else SearchResult()
     if options.json:
         table = {"cluster": cluster.model_dump()} | plan_table.search_table(recipe, result)
         own_table = plan_table.job_table(own, recipe.training.steps) if own else None
-        print(json.dumps(table | {"own": own_table, "own_rejected": problem}))
+        table |= {"own": own_table, "own_rejected": problem, "calibration": fit.table()}
+        print(json.dumps(table))
     else:
+        if fit.source:
+            print(plan_report.calibration_text(fit))
         print(plan_report.heading(recipe, own or job), end="\n\n")
         print_plan(recipe, own, problem)
         if options.top:
@@ -119,8 +125,8 @@ def print_plan(recipe: Recipe, own: Job | None, problem: str) -> None:
 
 def print_search(recipe: Recipe, own: Job | None, result: SearchResult) -> None:
     """Print the fastest layouts, and the options that select the first one."""
-    seconds = step_time(own).total if own else None
-    print("\n".join(plan_report.search_lines(result, seconds)))
+    time = step_time(own) if own else None
+    print("\n".join(plan_report.search_lines(result, time)))
     if result.plans and (changes := recipe_edits.changes(recipe, result.plans[0])):
         print(f"To use layout 1: {changes}")
 
@@ -164,8 +170,8 @@ def trace(recipe: Recipe, cluster: Cluster, options: argparse.Namespace) -> int:
 
 def compare_tables(options: argparse.Namespace) -> int:
     """Print predictions next to measurements, for one table or all tables of a folder."""
-    factors, chosen = calibration_from(options.calibrate)
-    results, left_out = compare(options.table, factors)
+    fit = fit_table(options.calibrate)
+    results, left_out = compare(options.table, fit.factors)
     for path in left_out:
         print(f"plan.py: skipped {path}: not a table of runs", file=sys.stderr)
     if options.scatter:
@@ -173,13 +179,12 @@ def compare_tables(options: argparse.Namespace) -> int:
         from recipes.planning.output import plan_picture
 
         plan_picture.draw_scatter(results, file=options.scatter)
-    calibration = evaluation.calibration_table(factors, chosen) if options.calibrate else None
     if options.json:
-        tables = {name: result | {"calibration": calibration} for name, result in results.items()}
+        tables = {name: result | {"calibration": fit.table()} for name, result in results.items()}
         print(json.dumps(tables if options.table.is_dir() else next(iter(tables.values()))))
         return 0
-    if calibration:
-        print(plan_report.calibration_text(calibration))
+    if fit.source:
+        print(plan_report.calibration_text(fit))
     print(plan_report.EVALUATION_HEADER)
     for name, result in results.items():
         print(plan_report.evaluation_text(name, result["summary"]))
@@ -219,6 +224,10 @@ def add_plan_options(parser: argparse.ArgumentParser) -> None:
         "--software", default=THREEFOLD.name,
         help="training software whose kernels and overlap are assumed (default: threefold)",
     )  # fmt: skip
+    parser.add_argument(
+        "--headroom", type=share, default=DEFAULT_HEADROOM, metavar="SHARE",
+        help="share of the GPU memory that the searched layouts leave free (default: %(default)s)",
+    )  # fmt: skip
     output = parser.add_argument_group("output")
     output.add_argument(
         "--top", type=int, default=5, help="number of fastest layouts to print (default: 5)"
@@ -249,7 +258,7 @@ def add_other_modes(parser: argparse.ArgumentParser) -> None:
     )
     modes.add_argument(
         "--calibrate", type=Path, metavar="CSV",
-        help="adjust the predictions of --table to other runs of the same cluster",
+        help="adjust the predictions to measured runs of the same cluster, such as sweep.csv",
     )  # fmt: skip
     modes.add_argument(
         "--scatter", type=picture_file, metavar="PICTURE",
@@ -272,6 +281,21 @@ def check_combinations(parser: argparse.ArgumentParser, options: argparse.Namesp
             parser.error(f"--{name} requires a plan; leave out --trace, --table and --catalogue")
     if options.top < 0:
         parser.error(f"invalid --top {options.top}: expected 0 or more, for example 5")
+
+
+def share(text: str) -> float:
+    """Return a share of the memory, for argparse.
+
+    Raises:
+        ArgumentTypeError: the text is not a number from 0 up to 1.
+    """
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a share from 0 up to 1; use 0.08")
+    return value
 
 
 def picture_file(text: str) -> Path:
