@@ -260,6 +260,9 @@ def test_the_files_of_weights_and_biases(tmp_path: Path, monkeypatch: pytest.Mon
         key.write_bytes(content)
         key.chmod(0o600)
         assert "does not hold a key" in rejection(read_wandb_key)
+    key.write_text("0a1b2c3d")
+    key.chmod(0o640)
+    assert "can be read by others; use chmod 600" in rejection(read_wandb_key)
     monkeypatch.setenv("WANDB_BASE_URL", "http://[::1")
     assert "WANDB_BASE_URL = http://[::1: " in rejection(has_wandb_key)
 
