@@ -3,6 +3,7 @@
 import re
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 from models.config import ModelConfig
@@ -15,6 +16,8 @@ from recipes.planning.memory.peak import GIB, fullest_stage
 
 DEFAULT_VOCABULARY = 51200  # Megatron's padded GPT-2 vocabulary
 MAX_NUMBER = 10**12
+MEMORY_TOLERANCE = 0.05  # relative difference of a GPU's nominal and its reported memory
+REPORTED_MEMORY = 0.985  # share of the nominal memory that CUDA reports
 ARCHITECTURES: Mapping[str, Mapping[str, Any]] = {  # prefix of `arch` -> fields of ModelConfig
     "llama": {
         "norm": "rmsnorm",
@@ -57,6 +60,17 @@ def number(cell: str | None) -> float | None:
     match = re.match(rf"{NUMBER}(?![\w.,%-])", text) or re.search(rf"\({NUMBER} presumed\)", text)
     value = float(match[1].replace(",", "")) if match else None
     return value if value is None or value < MAX_NUMBER else None
+
+
+@cache
+def with_memory(gpu: Gpu, stated: float) -> Gpu:
+    """Return the GPU with the stated memory in GB, if that is another size than its file's.
+
+    CUDA reports 1 to 2 % less than the nominal size.
+    """
+    if abs(gpu.memory_gib / stated - 1) < MEMORY_TOLERANCE:
+        return gpu
+    return replace(gpu, memory_gib=REPORTED_MEMORY * stated)
 
 
 def is_yes(cell: str | None) -> bool:
@@ -134,7 +148,13 @@ class RowReader:
     def software(self) -> Software:
         """Return the software stack of the framework, with the row's attention kernel."""
         framework, kernel = self.cell("framework"), self.cell("attention_kernel")
-        stack = next((s for s in STACKS if framework.startswith(s.framework)), None)
+        if framework == "Megatron-DeepSpeed" and "alibi" in self.cell("arch"):
+            framework += " (BigScience)"  # only this fork of it has ALiBi
+        stage = self.zero_stage()
+        stack = next(
+            (s for s in STACKS if framework.startswith(s.framework) and stage in s.zero_stages),
+            None,
+        )
         if stack is None:
             raise UserError(f"framework {framework or 'empty'} is not modelled")
         if "unfused" in kernel:
@@ -151,12 +171,12 @@ class RowReader:
             for gpu in gpus()
             if re.search(rf"(?<![a-z]){gpu.name.split('-')[0]}(?![0-9])", name, re.IGNORECASE)
         ]
+        size = re.search(r"(\d+) ?gb", name.lower())
+        stated = float(size[1]) if size else number(self.cell("gpu_mem_gb"))
         if len(found) <= 1:
             if not found:
                 raise UserError(f"gpu {name or 'empty'} has no hardware file")
-            return found[0]
-        size = re.search(r"(\d+) ?gb", name.lower())
-        stated = float(size[1]) if size else number(self.cell("gpu_mem_gb"))
+            return found[0] if stated is None else with_memory(found[0], stated)
         for gpu in found:
             if stated is not None and abs(gpu.memory_gib - stated) < 4:
                 return gpu
