@@ -1,15 +1,19 @@
 """Properties of training software: its fused kernels and its overlap of communication."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from models.errors import UserError
 from recipes.planning.inputs.footprint import (
     DEEPSPEED,
     DEEPSPEED_2022,
+    INTERNEVO,
     MEGATRON,
+    MEGATRON_CORE,
     NANOTRON,
+    NEMO,
     SHARDED,
+    TORCHTITAN,
     Footprint,
     footprints,
 )
@@ -77,6 +81,17 @@ THREEFOLD = Software(
     block_seconds=6.4e-4,
     balances_stages=True,
     pipeline_overlap=1.0,  # receives are posted ahead, sends do not block: as simulated
+)
+MEGATRON_CORE_STACK = Software(
+    name="megatron-core",
+    footprint=footprints(MEGATRON_CORE),
+    framework=("Megatron-Core", "Megatron-Bridge"),
+    elementwise=0.7,
+    tensor_overlap=0.7,
+    tensor_overlap_backward=0.75,
+    pipeline_overlap=0.8,
+    data_overlap=0.9,
+    gather_overlap=0.9,
 )
 # The documents of each stack say which communication it overlaps; the overlapped share and the era
 # are fitted to its published measurements.
@@ -155,20 +170,16 @@ STACKS = (
     ),
     Software(
         name="megatron-core-without-overlap",  # as in a run without its overlap options
-        footprint=footprints(MEGATRON),
+        footprint=footprints(MEGATRON_CORE),
         framework=("Megatron-Core (0.14)",),
         elementwise=0.7,
     ),
-    Software(
-        name="megatron-core",
-        footprint=footprints(MEGATRON),
-        framework=("NeMo/Megatron-Core", "Megatron-Core", "Megatron-Bridge"),
-        elementwise=0.7,
-        tensor_overlap=0.7,
-        tensor_overlap_backward=0.75,
-        pipeline_overlap=0.8,
-        data_overlap=0.9,
-        gather_overlap=0.9,
+    MEGATRON_CORE_STACK,
+    replace(
+        MEGATRON_CORE_STACK,
+        name="nemo",
+        footprint=footprints(NEMO),
+        framework=("NeMo/Megatron-Core",),
     ),
     Software(
         name="composer-fsdp",
@@ -181,7 +192,7 @@ STACKS = (
     ),
     Software(
         name="torchtitan",
-        footprint=footprints(SHARDED),
+        footprint=footprints(TORCHTITAN),
         framework=("torchtitan",),
         era=0.88,
         attention=0.46,
@@ -201,7 +212,7 @@ STACKS = (
     ),
     Software(
         name="internevo",
-        footprint=footprints(MEGATRON),
+        footprint=footprints(INTERNEVO),
         framework=("InternEvo",),
         era=0.896,
         data_overlap=0.74,

@@ -11,7 +11,8 @@ from models.cost import flops_per_token
 from recipes.planning.inputs.job import Job
 from recipes.planning.measured.calibration import Calibration
 from recipes.planning.measured.table import Row
-from recipes.planning.memory.peak import GIB, fullest_stage
+from recipes.planning.memory.peak import GIB, context_gib, fullest_stage
+from recipes.planning.search.layout_search import DEFAULT_HEADROOM
 from recipes.planning.time.step_time import step_time
 
 MIN_RANKED_LAYOUTS = 3  # groups with fewer layouts of one model and batch are not ranked
@@ -24,13 +25,15 @@ class Prediction:
     Attributes:
         seconds: predicted seconds of a step
         memory_gib: predicted memory of the fullest stage
-        fits: True if that memory is at most the GPU's
+        comparable_memory_gib: the part of it that the row's measurement includes
+        fits: True if that memory leaves the search's default headroom free
     """
 
     row: Row
     job: Job
     seconds: float
     memory_gib: float
+    comparable_memory_gib: float
     fits: bool
 
     @property
@@ -48,7 +51,7 @@ class Prediction:
     def memory_error(self) -> float | None:
         """The relative error of the memory; None if it was not measured."""
         measured = self.row.measured.memory_gib
-        return self.memory_gib / measured - 1 if measured else None
+        return self.comparable_memory_gib / measured - 1 if measured else None
 
 
 def predict(rows: Iterable[Row], calibration: Calibration) -> list[Prediction]:
@@ -59,13 +62,16 @@ def predict(rows: Iterable[Row], calibration: Calibration) -> list[Prediction]:
             continue
         job = calibration.of(row.job)
         memory = fullest_stage(job)
+        limit = job.machine.gpu.memory_gib * GIB * (1 - DEFAULT_HEADROOM)
+        left_out = context_gib(job) if row.measured.by_allocator else 0.0
         predictions.append(
             Prediction(
                 row=row,
                 job=row.job,
                 seconds=step_time(job).total,
                 memory_gib=memory.total / GIB,
-                fits=memory.total <= job.machine.gpu.memory_gib * GIB,
+                comparable_memory_gib=memory.total / GIB - left_out,
+                fits=memory.total <= limit,
             )
         )
     return predictions

@@ -19,10 +19,11 @@ optional:
     [recompute_interval]  blocks that are recomputed together
     mbs gbs              sequences of a micro-batch and of a step
 
-The optional columns step_time_s, mfu_pct, mem_gb (GiB) and oom hold the measurements; predictions do
-not read them. If a row has an MFU and no time, the time is computed from the MFU with the FLOPs of
-`models.cost.flops_per_token`. usable_for_time = 0 excludes a row's time from the comparison. A number may be followed
-by words. A row with a cell that cannot be read is skipped.
+The optional columns step_time_s, mfu_pct, mem_gb (GiB) and oom hold the measurements; predictions
+do not read them. If a row has an MFU and no time, the time is computed from the MFU with the FLOPs
+of `models.cost.flops_per_token`. If mem_kind says "reserved" or "allocated", mem_gb is without the
+memory of CUDA and NCCL. usable_for_time = 0 excludes a row's time from the comparison. A number may
+be followed by words. A row with a cell that cannot be read is skipped.
 """
 
 import csv
@@ -60,11 +61,16 @@ class Row:
 
 @dataclass(frozen=True)
 class Measured:
-    """The result columns of a row; None for an empty cell."""
+    """The result columns of a row; None for an empty cell.
+
+    Attributes:
+        by_allocator: the memory is that of the caching allocator, without CUDA and NCCL
+    """
 
     step_seconds: float | None
     memory_gib: float | None
     out_of_memory: bool
+    by_allocator: bool = False
 
 
 def read_table(path: Path) -> list[Row]:
@@ -120,6 +126,7 @@ def read_row(cells: dict[str, str]) -> Row:
         step_seconds=(number(cells.get("step_time_s")) or None) if usable else None,
         memory_gib=number(cells.get("mem_gb")) or None,
         out_of_memory=is_yes(cells.get("oom")),
+        by_allocator=any(word in cells.get("mem_kind", "") for word in ("reserved", "allocated")),
     )
     try:
         job = reader.job()
