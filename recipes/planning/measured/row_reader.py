@@ -73,6 +73,13 @@ def with_memory(gpu: Gpu, stated: float) -> Gpu:
     return replace(gpu, memory_gib=REPORTED_MEMORY * stated)
 
 
+def with_selective_share(job: Job, share: float) -> Job:
+    """Return the job with another share of activations kept by selective recomputation."""
+    footprint = replace(job.footprint, selective=share)
+    footprints = {**job.software.footprint, job.precision: footprint}
+    return replace(job, software=replace(job.software, footprint=footprints))
+
+
 def is_yes(cell: str | None) -> bool:
     """Return True for 1, yes or true."""
     return (cell or "").strip().lower() in YES
@@ -296,18 +303,26 @@ class RowReader:
         return int(found[1]) if found else None
 
     def with_recomputation(self, job: Job) -> Job:
-        """Return the job with the row's recomputation; if unstated, with the least that fits."""
+        """Return the job with the row's recomputation; if unstated, with the least that fits.
+
+        With FSDP, users choose how much "selective" recomputes. If the usual share does not fit,
+        half of it is assumed to be kept.
+        """
         stated = self.cell("recompute").lower()
         choices = {
             each: replace(job, layout=replace(job.layout, recompute=each))
             for each in RECOMPUTATIONS
         }
+        memory = job.machine.gpu.memory_gib * GIB
         for each, choice in choices.items():
             if stated.startswith(each):
+                kept = choice.footprint.selective
+                if each == "selective" and kept and fullest_stage(choice).total > memory:
+                    self.assumed.append(f"selective recomputation keeps {kept / 2:.0%} (to fit)")
+                    return with_selective_share(choice, kept / 2)
                 return choice
         if stated and "unstated" not in stated:
             raise UserError(f"recompute is {self.cell('recompute')}")
-        memory = job.machine.gpu.memory_gib * GIB
         least = next(
             (each for each, choice in choices.items() if fullest_stage(choice).total <= memory),
             "full",
