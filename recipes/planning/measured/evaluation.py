@@ -25,19 +25,19 @@ class Prediction:
     Attributes:
         seconds: predicted seconds of a step
         memory_gib: predicted memory of the fullest stage
-        comparable_memory_gib: the part of it that the row's measurement includes
         fits: True if that memory leaves the search's default headroom free
-        too_large: True if that memory exceeds the GPU's; a run between the two is predicted to work
-            without headroom
     """
 
     row: Row
     job: Job
     seconds: float
     memory_gib: float
-    comparable_memory_gib: float
     fits: bool
-    too_large: bool
+
+    @property
+    def too_large(self) -> bool:
+        """True if the memory exceeds the GPU's; below it, a run may work without headroom."""
+        return self.memory_gib > self.job.machine.gpu.memory_gib
 
     @property
     def error(self) -> float | None:
@@ -54,7 +54,10 @@ class Prediction:
     def memory_error(self) -> float | None:
         """The relative error of the memory; None if it was not measured."""
         measured = self.row.measured.memory_gib
-        return self.comparable_memory_gib / measured - 1 if measured else None
+        if not measured:
+            return None
+        left_out = context_gib(self.job) if self.row.measured.by_allocator else 0.0
+        return (self.memory_gib - left_out) / measured - 1
 
 
 def predict(rows: Iterable[Row], calibration: Calibration) -> list[Prediction]:
@@ -66,16 +69,13 @@ def predict(rows: Iterable[Row], calibration: Calibration) -> list[Prediction]:
         job = calibration.of(row.job)
         memory = fullest_stage(job)
         limit = job.machine.gpu.memory_gib * GIB
-        left_out = context_gib(job) if row.measured.by_allocator else 0.0
         predictions.append(
             Prediction(
                 row=row,
                 job=row.job,
                 seconds=step_time(job).total,
                 memory_gib=memory.total / GIB,
-                comparable_memory_gib=memory.total / GIB - left_out,
                 fits=memory.total <= limit * (1 - DEFAULT_HEADROOM),
-                too_large=memory.total > limit,
             )
         )
     return predictions
