@@ -111,7 +111,7 @@ def test_selective_recomputation_of_fsdp_is_extended_until_it_fits() -> None:
 
 
 def test_messages_over_many_nodes_cost_latency() -> None:
-    """A ring enters each node once per message; a tree has a logarithmic depth."""
+    """A message passes each rank of a ring; a tree has a logarithmic depth."""
     machine = Machine.of(load_gpu("A100-80GB"), gpus=1024)
     latency = machine.gpu.network_latency_seconds
     one, four = (
