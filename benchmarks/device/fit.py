@@ -114,7 +114,7 @@ def attention_efficiency(
     """Return the speed of attention relative to the planner's at an efficiency of 1."""
     (seconds,) = rates.ask("attention", precision, HEADS, length, head_size)
     flops = 4 * length**2 * head_size * HEADS / 2  # half of the scores are masked
-    forward = fused_attention_seconds(gpu, precision, flops=flops, head_size=head_size)
+    forward = fused_attention_seconds(gpu, precision, flops=flops)
     return forward * (1 + 2.5 * BACKWARD_SLOWER) / seconds
 
 

@@ -112,11 +112,25 @@ DEEPSPEED_2022 = {
 # Korthikanti et al. 2022 (arXiv 2205.05198), table 2 and section 4: 16-bit weights, fp32 gradients
 # and state, dropout everywhere.
 MEGATRON = Footprint(norm=4, gated=3, logit=6, dropout=True)
+# Megatron-Core with Transformer Engine, whose kernels fuse the rotation of q and k and keep one
+# h-sized tensor per norm, as counted by the allocator in runs of 131,072 tokens.
+MEGATRON_CORE = replace(MEGATRON, norm=2, apart=True)
+# The same with gradients in 16 bits: NeMo's runs of Llama 3 8B on 8 GPUs have no room for fp32.
+NEMO = replace(MEGATRON_CORE, gradient=2)
+INTERNEVO = replace(MEGATRON, gradient=2)
 # FSDP: everything but the gathered blocks is sharded over the data ranks (Zhao et al. 2023, arXiv
-# 2304.11277); torchtitan's selective recomputation keeps every second matmul.
-SHARDED = Footprint(norm=4, gated=3, logit=4, selective=0.5, fragmentation=0.02)
+# 2304.11277). Only the fp32 weights are kept (4 bytes, and 8 of Adam's moments; `weight` counts 2
+# of the 4); the 16-bit copies exist while they are gathered, two blocks at a time.
+SHARDED = Footprint(
+    norm=4, gated=3, optimizer=10, gathered_elements=1e9, logit=4, selective=0.5,
+    fragmentation=0.02,
+)  # fmt: skip
+# torchtitan's selective recomputation keeps every second matmul. Its loss converts the logits of
+# the whole micro-batch to fp32, so they exist in 16 bits (2), in fp32 (4), as logarithms of
+# probabilities (4) and as their gradient (4).
+TORCHTITAN = replace(SHARDED, logit=14)
 # Fitted to the peaks of the Ultra-Scale Playbook's runs.
-NANOTRON = Footprint(norm=12, logit=4, overhead_gib=3.0, fragmentation=0.0)
+NANOTRON = Footprint(norm=12, gated=3, logit=8, overhead_gib=2.5, fragmentation=0.0)
 
 
 def footprints(footprint: Footprint) -> dict[str, Footprint]:

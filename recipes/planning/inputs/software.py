@@ -1,15 +1,19 @@
 """Properties of training software: its fused kernels and its overlap of communication."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from models.errors import UserError
 from recipes.planning.inputs.footprint import (
     DEEPSPEED,
     DEEPSPEED_2022,
+    INTERNEVO,
     MEGATRON,
+    MEGATRON_CORE,
     NANOTRON,
+    NEMO,
     SHARDED,
+    TORCHTITAN,
     Footprint,
     footprints,
 )
@@ -29,6 +33,7 @@ class Software:
         default_factory=lambda: DEEPSPEED, compare=False
     )  # by precision
     framework: tuple[str, ...] = ()  # prefixes of the framework column of a table
+    zero_stages: tuple[int, ...] = (0, 1, 2, 3)  # of the rows of these frameworks
     era: float = 1.0
     fused_attention: bool = True  # False: scores are written, with a fused softmax
     attention: float = 1.0  # speed of its fused attention relative to the hardware file
@@ -40,10 +45,17 @@ class Software:
     split_transfers: bool = True  # each tensor rank sends its part to the next stage
     pipeline_overlap: float = 0.0  # hidden share of transfers between stages
     data_overlap: float = 0.0  # share of the gradient reduction hidden by the backward pass
+    gather_overlap: float = 0.0  # share of the weights' gathering hidden by the forward pass
     gradient_bytes: int | None = None  # bytes of a gradient as sent; None: as a weight
     reduce_scatter: bool = True  # False: all-reduce, although the optimizer state is sharded
     zero2_all_reduce: bool = False  # DeepSpeed's default, `use_multi_rank_bucket_allreduce`
     shard_overlap: float = 0.9  # hidden share of the communication of ZeRO-2 and 3
+    messages_per_block: int = 1  # collectives that a block's weights or gradients are divided into
+    # Weights that ZeRO-3 keeps between recomputation and backward pass (max_reuse_distance).
+    kept_elements: float = float("inf")
+    # Each rank broadcasts the weights that it has updated, tensor by tensor, instead of one
+    # all-gather of equal shares.
+    broadcasts_weights: bool = False
     block_seconds: float = 5e-4  # host time to launch a block's forward pass
     step_seconds: float = 0.02  # host time of a step in addition to its micro-batches
     straggling: float = 1.0  # relative to the hardware file
@@ -70,6 +82,17 @@ THREEFOLD = Software(
     balances_stages=True,
     pipeline_overlap=1.0,  # receives are posted ahead, sends do not block: as simulated
 )
+MEGATRON_CORE_STACK = Software(
+    name="megatron-core",
+    footprint=footprints(MEGATRON_CORE),
+    framework=("Megatron-Core", "Megatron-Bridge"),
+    elementwise=0.7,
+    tensor_overlap=0.7,
+    tensor_overlap_backward=0.75,
+    pipeline_overlap=0.8,
+    data_overlap=0.9,
+    gather_overlap=0.9,
+)
 # The documents of each stack say which communication it overlaps; the overlapped share and the era
 # are fitted to its published measurements.
 STACKS = (
@@ -85,78 +108,98 @@ STACKS = (
         name="megatron-lm-2022",
         footprint=footprints(MEGATRON),
         framework=("Megatron-LM (2022)",),
-        era=1.106,
+        era=1.077,
         fused_attention=False,
         attention_dropout=True,
-        tensor_overlap_backward=0.07,
+        tensor_overlap_backward=0.12,
     ),
     Software(
         name="megatron-lm-2023",
         footprint=footprints(MEGATRON),
         framework=("Megatron-LM (commit",),
         era=0.98,
-        tensor_overlap_backward=0.49,
+        tensor_overlap_backward=0.4,
         gradient_bytes=4,
     ),
     Software(
         name="megascale",
         footprint=footprints(MEGATRON),
         framework=("MegaScale",),
-        era=1.066,
+        era=1.062,
         tensor_overlap=0.7,
-        tensor_overlap_backward=0.53,
+        tensor_overlap_backward=0.33,
         pipeline_overlap=0.8,
         data_overlap=0.9,
+        gather_overlap=0.9,
         parallel_block=True,
     ),
     Software(
         name="megatron-deepspeed-bigscience",
         footprint=DEEPSPEED_2022,
         framework=("Megatron-DeepSpeed (BigScience)",),
-        era=0.875,
+        era=0.93,
         fused_attention=False,
         attention_dropout=True,
         reduce_scatter=False,
+        elementwise=2.2,
+    ),
+    Software(
+        name="deepspeed-zero3-2022",
+        footprint=DEEPSPEED,
+        framework=("Megatron-DeepSpeed",),
+        zero_stages=(3,),
+        era=0.955,
+        fused_attention=False,
+        attention_dropout=True,
+        shard_overlap=0.26,
+        messages_per_block=4,  # each linear is a module, and each module is gathered by itself
+        kept_elements=1e9,  # its default stage3_max_reuse_distance
+        block_seconds=6.4e-4,
     ),
     Software(
         name="megatron-deepspeed",
         footprint=DEEPSPEED_2022,
         framework=("Megatron-DeepSpeed",),
-        era=0.95,
+        era=0.96,
         fused_attention=False,
         attention_dropout=True,
         elementwise=0.5,
         tensor_overlap_backward=0.9,
         reduce_scatter=False,
-        block_seconds=6.4e-4,
+        block_seconds=6.9e-4,
     ),
     Software(
-        name="megatron-core",
-        footprint=footprints(MEGATRON),
-        framework=("NeMo/Megatron-Core", "Megatron-Core", "Megatron-Bridge"),
+        name="megatron-core-without-overlap",  # as in a run without its overlap options
+        footprint=footprints(MEGATRON_CORE),
+        framework=("Megatron-Core (0.14)",),
         elementwise=0.7,
-        tensor_overlap=0.7,
-        tensor_overlap_backward=0.75,
-        pipeline_overlap=0.8,
-        data_overlap=0.9,
+    ),
+    MEGATRON_CORE_STACK,
+    replace(
+        MEGATRON_CORE_STACK,
+        name="nemo",
+        footprint=footprints(NEMO),
+        framework=("NeMo/Megatron-Core",),
     ),
     Software(
         name="composer-fsdp",
         footprint=footprints(SHARDED),
         framework=("llm-foundry/composer FSDP",),
-        era=1.007,
-        attention=0.42,
-        shard_overlap=0.0,
+        attention=0.455,
+        shard_overlap=0.1,
         data_overlap=0.9,
+        gather_overlap=0.9,
     ),
     Software(
         name="torchtitan",
-        footprint=footprints(SHARDED),
+        footprint=footprints(TORCHTITAN),
         framework=("torchtitan",),
-        era=0.87,
-        attention=0.44,
+        era=0.88,
+        attention=0.46,
         elementwise=0.7,
         data_overlap=0.9,
+        gather_overlap=0.9,
+        shard_overlap=0.93,
     ),
     Software(
         name="maxtext",
@@ -165,20 +208,26 @@ STACKS = (
         era=1.05,
         elementwise=0.7,
         data_overlap=0.9,
+        gather_overlap=0.9,
     ),
     Software(
         name="internevo",
-        footprint=footprints(MEGATRON),
+        footprint=footprints(INTERNEVO),
         framework=("InternEvo",),
-        era=0.9,
-        data_overlap=0.39,
+        era=0.896,
+        data_overlap=0.74,
+        broadcasts_weights=True,
     ),
     Software(
         name="nanotron",
         footprint=footprints(NANOTRON),
+        balances_stages=True,
         framework=("nanotron",),
-        era=0.89,
+        era=0.88,
         gradient_bytes=4,
+        elementwise=0.6,
+        data_overlap=0.8,
+        step_seconds=0.025,
     ),
 )
 

@@ -11,7 +11,8 @@ from models.cost import flops_per_token
 from recipes.planning.inputs.job import Job
 from recipes.planning.measured.calibration import Calibration
 from recipes.planning.measured.table import Row
-from recipes.planning.memory.peak import GIB, fullest_stage
+from recipes.planning.memory.peak import GIB, context_gib, fullest_stage
+from recipes.planning.search.layout_search import DEFAULT_HEADROOM
 from recipes.planning.time.step_time import step_time
 
 MIN_RANKED_LAYOUTS = 3  # groups with fewer layouts of one model and batch are not ranked
@@ -24,7 +25,7 @@ class Prediction:
     Attributes:
         seconds: predicted seconds of a step
         memory_gib: predicted memory of the fullest stage
-        fits: True if that memory is at most the GPU's
+        fits: True if that memory leaves the search's default headroom free
     """
 
     row: Row
@@ -32,6 +33,11 @@ class Prediction:
     seconds: float
     memory_gib: float
     fits: bool
+
+    @property
+    def too_large(self) -> bool:
+        """True if the memory exceeds the GPU's; below it, a run may work without headroom."""
+        return self.memory_gib > self.job.machine.gpu.memory_gib
 
     @property
     def error(self) -> float | None:
@@ -48,7 +54,10 @@ class Prediction:
     def memory_error(self) -> float | None:
         """The relative error of the memory; None if it was not measured."""
         measured = self.row.measured.memory_gib
-        return self.memory_gib / measured - 1 if measured else None
+        if not measured:
+            return None
+        left_out = context_gib(self.job) if self.row.measured.by_allocator else 0.0
+        return (self.memory_gib - left_out) / measured - 1
 
 
 def predict(rows: Iterable[Row], calibration: Calibration) -> list[Prediction]:
@@ -59,13 +68,14 @@ def predict(rows: Iterable[Row], calibration: Calibration) -> list[Prediction]:
             continue
         job = calibration.of(row.job)
         memory = fullest_stage(job)
+        limit = job.machine.gpu.memory_gib * GIB
         predictions.append(
             Prediction(
                 row=row,
                 job=row.job,
                 seconds=step_time(job).total,
                 memory_gib=memory.total / GIB,
-                fits=memory.total <= job.machine.gpu.memory_gib * GIB,
+                fits=memory.total <= limit * (1 - DEFAULT_HEADROOM),
             )
         )
     return predictions
@@ -86,6 +96,7 @@ def row_table(prediction: Prediction) -> dict[str, Any]:
         "measured_memory_gb": prediction.row.measured.memory_gib,
         "memory_error_percent": percent(prediction.memory_error),
         "fits": prediction.fits,
+        "too_large": prediction.too_large,
         "measured_out_of_memory": prediction.row.measured.out_of_memory,
         "assumed": list(prediction.row.assumed),
     }
@@ -95,6 +106,9 @@ def summary(rows: Sequence[Row], predictions: Sequence[Prediction]) -> dict[str,
     """Return the errors of a whole table; None for quantities that were not measured.
 
     Kendall's tau and the regret are means over groups of rows that differ only in their layout.
+    A row that was out of memory is flagged if it is not predicted to fit with headroom. A row that
+    ran is a false alarm only if it is predicted to exceed the whole memory: some runs used 99 % of
+    it.
     """
     errors = [p.error for p in predictions if p.error is not None]
     memory = [p.memory_error for p in predictions if p.memory_error is not None]
@@ -119,7 +133,8 @@ def summary(rows: Sequence[Row], predictions: Sequence[Prediction]) -> dict[str,
         "memory_max_absolute_error_percent": percent(max(map(abs, memory), default=None)),
         "out_of_memory_rows": len(too_large),
         "out_of_memory_flagged": sum(not p.fits for p in too_large),
-        "false_alarms": sum(not p.fits for p in ran),
+        "false_alarms": sum(p.too_large for p in ran),
+        "without_headroom": sum(not p.fits and not p.too_large for p in ran),
         "skipped": sum(row.job is None for row in rows),
         "skipped_reasons": dict(Counter(row.skipped for row in rows if row.job is None)),
     }

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 from models.config import ModelConfig
@@ -15,6 +16,8 @@ from recipes.planning.memory.peak import GIB, fullest_stage
 
 DEFAULT_VOCABULARY = 51200  # Megatron's padded GPT-2 vocabulary
 MAX_NUMBER = 10**12
+MEMORY_TOLERANCE = 0.05  # relative difference of a GPU's nominal and its reported memory
+REPORTED_MEMORY = 0.985  # share of the nominal memory that CUDA reports
 ARCHITECTURES: Mapping[str, Mapping[str, Any]] = {  # prefix of `arch` -> fields of ModelConfig
     "llama": {
         "norm": "rmsnorm",
@@ -57,6 +60,24 @@ def number(cell: str | None) -> float | None:
     match = re.match(rf"{NUMBER}(?![\w.,%-])", text) or re.search(rf"\({NUMBER} presumed\)", text)
     value = float(match[1].replace(",", "")) if match else None
     return value if value is None or value < MAX_NUMBER else None
+
+
+@cache
+def with_memory(gpu: Gpu, stated: float) -> Gpu:
+    """Return the GPU with the stated memory in GB, if that is another size than its file's.
+
+    CUDA reports 1 to 2 % less than the nominal size.
+    """
+    if abs(gpu.memory_gib / stated - 1) < MEMORY_TOLERANCE:
+        return gpu
+    return replace(gpu, memory_gib=REPORTED_MEMORY * stated)
+
+
+def with_selective_share(job: Job, share: float) -> Job:
+    """Return the job with another share of activations kept by selective recomputation."""
+    footprint = replace(job.footprint, selective=share)
+    footprints = {**job.software.footprint, job.precision: footprint}
+    return replace(job, software=replace(job.software, footprint=footprints))
 
 
 def is_yes(cell: str | None) -> bool:
@@ -134,7 +155,13 @@ class RowReader:
     def software(self) -> Software:
         """Return the software stack of the framework, with the row's attention kernel."""
         framework, kernel = self.cell("framework"), self.cell("attention_kernel")
-        stack = next((s for s in STACKS if framework.startswith(s.framework)), None)
+        if framework == "Megatron-DeepSpeed" and "alibi" in self.cell("arch"):
+            framework += " (BigScience)"  # only this fork of it has ALiBi
+        stage = self.zero_stage()
+        stack = next(
+            (s for s in STACKS if framework.startswith(s.framework) and stage in s.zero_stages),
+            None,
+        )
         if stack is None:
             raise UserError(f"framework {framework or 'empty'} is not modelled")
         if "unfused" in kernel:
@@ -151,12 +178,12 @@ class RowReader:
             for gpu in gpus()
             if re.search(rf"(?<![a-z]){gpu.name.split('-')[0]}(?![0-9])", name, re.IGNORECASE)
         ]
+        size = re.search(r"(\d+) ?gb", name.lower())
+        stated = float(size[1]) if size else number(self.cell("gpu_mem_gb"))
         if len(found) <= 1:
             if not found:
                 raise UserError(f"gpu {name or 'empty'} has no hardware file")
-            return found[0]
-        size = re.search(r"(\d+) ?gb", name.lower())
-        stated = float(size[1]) if size else number(self.cell("gpu_mem_gb"))
+            return found[0] if stated is None else with_memory(found[0], stated)
         for gpu in found:
             if stated is not None and abs(gpu.memory_gib - stated) < 4:
                 return gpu
@@ -276,18 +303,26 @@ class RowReader:
         return int(found[1]) if found else None
 
     def with_recomputation(self, job: Job) -> Job:
-        """Return the job with the row's recomputation; if unstated, with the least that fits."""
+        """Return the job with the row's recomputation; if unstated, with the least that fits.
+
+        With FSDP, users choose how much "selective" recomputes. If the usual share does not fit,
+        half of it is assumed to be kept.
+        """
         stated = self.cell("recompute").lower()
         choices = {
             each: replace(job, layout=replace(job.layout, recompute=each))
             for each in RECOMPUTATIONS
         }
+        memory = job.machine.gpu.memory_gib * GIB
         for each, choice in choices.items():
             if stated.startswith(each):
+                kept = choice.footprint.selective
+                if each == "selective" and kept and fullest_stage(choice).total > memory:
+                    self.assumed.append(f"selective recomputation keeps {kept / 2:.0%} (to fit)")
+                    return with_selective_share(choice, kept / 2)
                 return choice
         if stated and "unstated" not in stated:
             raise UserError(f"recompute is {self.cell('recompute')}")
-        memory = job.machine.gpu.memory_gib * GIB
         least = next(
             (each for each, choice in choices.items() if fullest_stage(choice).total <= memory),
             "full",

@@ -19,15 +19,18 @@ optional:
     [recompute_interval]  blocks that are recomputed together
     mbs gbs              sequences of a micro-batch and of a step
 
-The optional columns step_time_s, mem_gb (GiB) and oom hold the measurements; predictions do not
-read them. usable_for_time = 0 excludes a row's time from the comparison. A number may be followed
-by words. A row with a cell that cannot be read is skipped.
+The optional columns step_time_s, mfu_pct, mem_gb (GiB) and oom hold the measurements; predictions
+do not read them. If a row has an MFU and no time, the time is computed from the MFU with the FLOPs
+of `models.cost.flops_per_token`. If mem_kind says "reserved" or "allocated", mem_gb is without the
+memory of CUDA and NCCL. usable_for_time = 0 excludes a row's time from the comparison. A number may
+be followed by words. A row with a cell that cannot be read is skipped.
 """
 
 import csv
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+from models.cost import flops_per_token
 from models.errors import UserError
 from recipes.planning.inputs.job import Job
 from recipes.planning.measured.row_reader import RowReader, is_no, is_yes, number
@@ -58,11 +61,16 @@ class Row:
 
 @dataclass(frozen=True)
 class Measured:
-    """The result columns of a row; None for an empty cell."""
+    """The result columns of a row; None for an empty cell.
+
+    Attributes:
+        by_allocator: the memory is that of the caching allocator, without CUDA and NCCL
+    """
 
     step_seconds: float | None
     memory_gib: float | None
     out_of_memory: bool
+    by_allocator: bool = False
 
 
 def read_table(path: Path) -> list[Row]:
@@ -118,9 +126,29 @@ def read_row(cells: dict[str, str]) -> Row:
         step_seconds=(number(cells.get("step_time_s")) or None) if usable else None,
         memory_gib=number(cells.get("mem_gb")) or None,
         out_of_memory=is_yes(cells.get("oom")),
+        by_allocator=any(word in cells.get("mem_kind", "") for word in ("reserved", "allocated")),
     )
     try:
         job = reader.job()
     except UserError as error:
         return Row(reader.cell("row_id"), measured, None, tuple(reader.assumed), str(error))
+    if usable and measured.step_seconds is None:
+        measured = replace(measured, step_seconds=seconds_of_mfu(job, cells))
     return Row(reader.cell("row_id"), measured, job, tuple(reader.assumed))
+
+
+def seconds_of_mfu(job: Job, cells: dict[str, str]) -> float | None:
+    """Return the seconds of a step with the row's MFU; None if the row states none.
+
+    The FLOPs are those of the model without recomputation: 6 per weight of a matmul and token, and
+    12 layers x hidden x sequence per token for attention, as nanotron and Megatron count them.
+
+    Args:
+        cells: mfu_pct, and gpu_peak_tflops if the MFU relates to another peak than the datasheet's
+    """
+    share = number(cells.get("mfu_pct"))
+    if not share:
+        return None
+    peak = number(cells.get("gpu_peak_tflops")) or job.machine.gpu.peak_tflops[job.precision]
+    flops = flops_per_token(job.model) * job.tokens_per_step
+    return flops / (share / 100 * peak * 1e12 * job.machine.gpus)

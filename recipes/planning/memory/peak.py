@@ -133,9 +133,6 @@ def memory_of_stage(job: Job, stage: int) -> StageMemory:
     parameters = stage_parameters(job)[stage]
     weights, gradients, optimizer = state_bytes(footprint, layout, parameters, job.optimizer_ranks)
     moment = max(peak_candidates(job, stage, parameters), key=lambda each: each.total)
-    overhead = footprint.overhead_gib
-    if overhead is None:
-        overhead = job.machine.gpu.context_gib
     wasted = footprint.fragmentation * (moment.activations + moment.working)
     return StageMemory(
         weights=weights,
@@ -144,8 +141,14 @@ def memory_of_stage(job: Job, stage: int) -> StageMemory:
         activations=moment.activations,
         working=moment.working,
         buffers=moment.buffers,
-        overhead=overhead * GIB + wasted,
+        overhead=context_gib(job) * GIB + wasted,
     )
+
+
+def context_gib(job: Job) -> float:
+    """Return the GiB of CUDA and the communication library, which no allocator counts."""
+    found = job.footprint.overhead_gib
+    return job.machine.gpu.context_gib if found is None else found
 
 
 def peak_candidates(job: Job, stage: int, parameters: int) -> list[Moment]:

@@ -165,7 +165,7 @@ def _attention(job: Job) -> tuple[float, float]:
     if not job.writes_scores:
         # Half of the scores are masked, and the context ranks share the other half.
         flops = 4 * s * s * d * batch / 2 / layout.context
-        fused = fused_attention_seconds(gpu, job.precision, flops=flops, head_size=d)
+        fused = fused_attention_seconds(gpu, job.precision, flops=flops)
         fused /= software.attention
         # Five matmuls instead of two (Dao 2023, arXiv 2307.08691, section 4.1).
         return fused, 2.5 * fused * BACKWARD_SLOWER
@@ -236,23 +236,30 @@ def _with_shards(job: Job, ahead: PassTime, back: PassTime) -> tuple[PassTime, P
     """Add the communication of weights (ZeRO-3) and gradients sharded over the data ranks.
 
     ZeRO-3 gathers the weights before either pass and reduces the gradients after the second
-    (Rajbhandari et al. 2020, arXiv 1910.02054, section 7.2.2).
+    (Rajbhandari et al. 2020, arXiv 1910.02054, section 7.2.2). Weights that are released between
+    the recomputation and the backward pass of a block are gathered a third time.
     """
     layout, software = job.layout, job.software
     parameters = block_parameters(job.model, layout.tensor)
-    ranks, stride = layout.data, layout.tensor
-    gathers = 0.0
+    ranks, stride, messages = layout.data, layout.tensor, software.messages_per_block
+    gathers = again = 0.0
     if layout.zero_stage == 3:
         weights = parameters * BYTES[job.precision]
-        gathers = gather_seconds(job.machine, weights, ranks=ranks, stride=stride)
+        gathers = gather_seconds(
+            job.machine, weights, ranks=ranks, stride=stride, messages=messages
+        )
+        if layout.recompute == "full":
+            again = gathers * max(0.0, 1 - software.kept_elements / parameters)
     gradients = parameters * software.bytes_of_gradients(BYTES[job.precision])
     if layout.zero_stage == 2 and (software.zero2_all_reduce or not software.reduce_scatter):
         reduce = all_reduce_seconds(job.machine, gradients, ranks=ranks, stride=stride)
     else:
-        reduce = gather_seconds(job.machine, gradients, ranks=ranks, stride=stride)
+        reduce = gather_seconds(
+            job.machine, gradients, ranks=ranks, stride=stride, messages=messages
+        )
     return (
         ahead + PassTime(tensor=_exposed(job, gathers, ahead.total)),
-        back + PassTime(tensor=_exposed(job, gathers + reduce, back.total)),
+        back + PassTime(tensor=_exposed(job, gathers + again + reduce, back.total)),
     )
 
 

@@ -25,6 +25,7 @@ from recipes.planning.time.network import all_reduce_seconds, gather_seconds, tr
 # moments read and written (24); fp32 gradient read for the norm, read, scaled and written, and read
 # for the update (16); 16-bit weight written (2).
 OPTIMIZER_BYTES = 42
+TENSORS_PER_BLOCK = 7  # fused q, k and v; output; gate, up and down; two norms
 MAX_SIMULATED_STAGES = 4
 MAX_SIMULATED_ROUNDS = 2  # a round has one micro-batch per stage
 
@@ -208,16 +209,30 @@ def data_time(job: Job, last_backward: float) -> float:
     weights = parameters * BYTES[job.precision]
     gradients = parameters * software.bytes_of_gradients(BYTES[job.precision])
     reduced = gather_seconds(job.machine, gradients, ranks=ranks, stride=stride)
-    gathered = gather_seconds(job.machine, weights, ranks=ranks, stride=stride)
-    if layout.zero_stage == 0:
-        gathered = 0.0
-    if layout.zero_stage == 0 or not software.reduce_scatter:
+    gathered = 0.0
+    if layout.zero_stage:
+        owners = job.optimizer_ranks
+        gathered = gather_seconds(
+            job.machine,
+            weights,
+            ranks=owners,
+            stride=stride,
+            messages=min(owners, tensors_of_stage(job)) if software.broadcasts_weights else 1,
+        )
+    # A group of optimizer ranks needs the sum over all ranks, so gradients are not just scattered.
+    if job.optimizer_ranks < ranks or not software.reduce_scatter:
         reduced = all_reduce_seconds(job.machine, gradients, ranks=ranks, stride=stride)
     if layout.zero_stage == 2:
         reduced = 0.0
     # The first forward pass takes half as long as the last backward one.
-    hidden = min(reduced + gathered, 1.5 * last_backward) * software.data_overlap
+    hidden = min(reduced, last_backward) * software.data_overlap
+    hidden += min(gathered, last_backward / 2) * software.gather_overlap
     return reduced + gathered - hidden
+
+
+def tensors_of_stage(job: Job) -> int:
+    """Return the number of weights of the largest stage."""
+    return TENSORS_PER_BLOCK * max(sum(chunks) for chunks in blocks_of_stages(job)) + 1
 
 
 def optimizer_time(job: Job) -> float:

@@ -1,0 +1,145 @@
+"""Rows of published tables: their stack, memory, measured time and fit."""
+
+import csv
+from dataclasses import replace
+
+import pytest
+
+from models.cost import flops_per_token
+from recipes.gpus.datasheet import load_gpu
+from recipes.planning.inputs.job import JobLayout, Machine
+from recipes.planning.inputs.software import load_software
+from recipes.planning.measured import evaluation
+from recipes.planning.measured.calibration import Calibration
+from recipes.planning.measured.table import Row, read_row
+from recipes.planning.memory.peak import GIB, context_gib, fullest_stage
+from recipes.planning.time.network import all_reduce_seconds, gather_seconds
+from recipes.planning.time.step_time import data_time, step_time
+from recipes.training.recipe.loading import REPOSITORY
+
+PUBLISHED = REPOSITORY / "recipes" / "planning" / "measured" / "published"
+
+
+def row(**changes: str) -> Row:
+    """Return Narayanan's first row with other cells."""
+    with (PUBLISHED / "narayanan2021.csv").open(newline="") as file:
+        found = read_row(next(csv.DictReader(file)) | changes)
+    assert found.job is not None, found.skipped
+    return found
+
+
+@pytest.mark.parametrize(
+    ("cells", "stack"),
+    [
+        ({"framework": "Megatron-DeepSpeed", "zero_stage": "1"}, "megatron-deepspeed"),
+        ({"framework": "Megatron-DeepSpeed", "zero_stage": "3"}, "deepspeed-zero3-2022"),
+        (
+            {"framework": "Megatron-DeepSpeed", "arch": "gpt alibi"},
+            "megatron-deepspeed-bigscience",
+        ),
+        ({"framework": "Megatron-Core (0.14)"}, "megatron-core-without-overlap"),
+        ({"framework": "Megatron-Core r0.8.0"}, "megatron-core"),
+        ({"framework": "NeMo/Megatron-Core (24.12)"}, "nemo"),
+    ],
+)
+def test_the_stack_of_a_row(cells: dict[str, str], stack: str) -> None:
+    job = row(**cells).job
+    assert job is not None and job.software.name == stack
+
+
+def test_a_time_is_computed_from_an_mfu() -> None:
+    found = row(step_time_s="", mfu_pct="40", gpu_peak_tflops="312")
+    job = found.job
+    assert job is not None and found.measured.step_seconds is not None
+    flops = flops_per_token(job.model) * job.tokens_per_step / job.machine.gpus
+    assert flops / found.measured.step_seconds == pytest.approx(0.4 * 312e12)
+    assert row(step_time_s="3", mfu_pct="40").measured.step_seconds == 3
+    assert row(step_time_s="", mfu_pct="40", usable_for_time="0").measured.step_seconds is None
+
+
+def test_a_board_with_another_memory_has_it() -> None:
+    job = row(gpu="H100", gpu_mem_gb="96").job
+    assert job is not None and job.machine.gpu.memory_gib == pytest.approx(94.6, abs=0.1)
+    again = row(gpu="H100", gpu_mem_gb="96").job
+    assert again is not None and again.machine.gpu is job.machine.gpu  # rows can be grouped
+    usual = row(gpu="H100", gpu_mem_gb="80").job
+    assert usual is not None and usual.machine.gpu is load_gpu("H100")
+
+
+def test_memory_is_compared_as_it_was_measured() -> None:
+    cells = {"mem_gb": "40", "mem_kind": "peak reserved"}
+    (reserved,) = evaluation.predict([row(**cells)], Calibration())
+    (whole,) = evaluation.predict([row(**cells | {"mem_kind": "nvidia-smi"})], Calibration())
+    assert reserved.memory_error is not None and whole.memory_error is not None
+    difference = 40 * (whole.memory_error - reserved.memory_error)
+    assert difference == pytest.approx(context_gib(whole.job))
+
+
+def test_headroom_decides_the_fit_of_a_row() -> None:
+    """A run in the headroom does not fit, but is no false alarm if it ran."""
+    found = row()
+    assert found.job is not None
+    memory = fullest_stage(found.job).total / GIB
+    summaries = []
+    for share in (0.90, 0.95, 1.01):
+        gpu = replace(found.job.machine.gpu, memory_gib=memory / share)
+        job = replace(found.job, machine=replace(found.job.machine, gpu=gpu))
+        for out_of_memory in (False, True):
+            measured = replace(found.measured, out_of_memory=out_of_memory)
+            rows = [replace(found, job=job, measured=measured)]
+            summaries.append(evaluation.summary(rows, evaluation.predict(rows, Calibration())))
+    keys = ("without_headroom", "false_alarms", "out_of_memory_flagged")
+    assert [tuple(each[key] for key in keys) for each in summaries] == [
+        (0, 0, 0), (0, 0, 0), (1, 0, 0), (0, 0, 1), (0, 1, 0), (0, 0, 1),
+    ]  # fmt: skip
+
+
+def test_selective_recomputation_of_fsdp_is_extended_until_it_fits() -> None:
+    cells = {"framework": "torchtitan", "recompute": "selective", "zero_stage": "3"}
+    sizes = {
+        "layers": "80",
+        "hidden": "8192",
+        "heads": "64",
+        "kv_heads": "8",
+        "ffn": "28672",
+        "seq": "4096",
+    }
+    large = row(**cells, **sizes, gpus="128", dp="128", tp="1", pp="1", mbs="2", gbs="256")
+    assert "selective recomputation keeps 25% (to fit)" in large.assumed
+    assert large.job is not None and large.job.footprint.selective == 0.25
+    assert large.job.layout.recompute == "selective"
+
+
+def test_messages_over_many_nodes_cost_latency() -> None:
+    """A message passes each rank of a ring; a tree has a logarithmic depth."""
+    machine = Machine.of(load_gpu("A100-80GB"), gpus=1024)
+    latency = machine.gpu.network_latency_seconds
+    one, four = (
+        gather_seconds(machine, 1e6, ranks=1024, stride=1, messages=count) for count in (1, 4)
+    )
+    assert four - one == pytest.approx(3 * 128 * latency)
+    assert all_reduce_seconds(machine, 0.0, ranks=1024, stride=1) == pytest.approx(2 * 8 * latency)
+
+
+def test_zero3_gathers_released_weights_again() -> None:
+    """With full recomputation, blocks above the reuse distance are gathered a third time."""
+    job = row(framework="Megatron-DeepSpeed").job
+    assert job is not None
+    layout = JobLayout(data=32, zero_stage=3, recompute="full", micro_sequences=1)
+    software = replace(load_software("deepspeed-zero3-2022"), shard_overlap=0.0)
+    kept, released = (
+        step_time(replace(job, layout=layout, software=replace(software, kept_elements=elements)))
+        for elements in (1e9, 0.0)
+    )
+    assert kept.tensor > 0
+    assert released.tensor == pytest.approx(kept.tensor * 4 / 3)
+
+
+def test_a_small_group_of_optimizer_ranks_gathers_within_itself() -> None:
+    job = row(framework="InternEvo", zero_stage="1").job
+    assert job is not None
+    job = replace(job, layout=JobLayout(data=1024))
+    whole, grouped = data_time(job, 0.0), data_time(replace(job, optimizer_group=8), 0.0)
+    plain = replace(job.software, broadcasts_weights=False)
+    assert grouped < whole
+    assert data_time(replace(job, software=plain), 0.0) < whole
