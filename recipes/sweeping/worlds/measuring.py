@@ -17,12 +17,13 @@ from recipes.proving.trial import shared_groups, start
 from recipes.sweeping.trial import Result
 from recipes.sweeping.worlds.protocol import START, WorldFiles, read_message, write_message
 from recipes.sweeping.worlds.rank_watch import RankWatch
+from recipes.training.engine.engine import Engine
 from recipes.training.recipe.deepspeed_config import precision, read_deepspeed_json
 from recipes.training.recipe.learning_rate import learning_rate
 from recipes.training.recipe.loading import parse_recipe
 from recipes.training.recipe.schema import Recipe
 from recipes.training.recipe.topology import World
-from recipes.training.runtime.processes import check_machine, on_gpu, start_processes
+from recipes.training.runtime.processes import check_machine, on_gpu, quiet, start_processes
 
 GIB = 2**30
 POLL_SECONDS = 0.05
@@ -136,7 +137,21 @@ def run_steps(
             before = now
     if engine.compiled:  # otherwise torch stops compiling after several shapes
         torch._dynamo.reset()
+    release(engine)
     return durations, engine.device_name
+
+
+def release(engine: Engine) -> None:
+    """Remove the hooks of an engine, so that the collector can free it.
+
+    Gradient hooks refer to the engine, and C++ objects, which the collector cannot see, to them.
+    """
+    with quiet():
+        engine.wrapped.destroy()
+    for _, parameter in engine.parameters():
+        for hooks in (parameter._backward_hooks, parameter._post_accumulate_grad_hooks):
+            if hooks:
+                hooks.clear()
 
 
 @contextmanager
