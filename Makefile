@@ -86,7 +86,7 @@ test: $(READY) ## run the tests that take ten minutes together on two cores
 cluster: $(READY) ## test launching and faults with Slurm and hosts on this machine (as root)
 	@$(BIN)/python -m pytest tests/cluster -m "cluster and not exhaustive" -rs $(ARGS)
 
-long: $(READY) ## run the tests that take minutes, such as a trace of every recipe
+long: $(READY) ## run the tests that take minutes, such as traces of large recipes
 	@$(BIN)/python -m pytest -m long $(PARALLEL) $(ARGS)
 
 # CI does not run these tests. Run them after a change to the pipeline or to supervision.

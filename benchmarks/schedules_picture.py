@@ -10,7 +10,7 @@ from matplotlib.patches import Patch, PathPatch
 from matplotlib.path import Path
 
 from benchmarks.pipelines.sleeping_stages import Found, Setting
-from models.pipeline.schedule.order import BACKWARD, FORWARD, WEIGHT
+from models.pipeline.schedule.passes import BACKWARD, FORWARD, WEIGHT
 from models.pipeline.schedule.simulation import Timeline
 
 COLOURS = {  # kind of pass -> colour of each chunk

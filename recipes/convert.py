@@ -9,7 +9,7 @@ Each command holds one tensor in memory at a time. The checkpoint to read is a c
 a run folder, of which the newest undamaged checkpoint is taken. It is verified first. The output
 folder appears when it is complete; --overwrite replaces an existing one. To start a run in any
 layout from the weights that `from-hf` writes, name them in training.initial_weights. You never need
-`reshape` to resume: use it to check that another layout is legal, and to distribute the tensors
+`reshape` to resume: use it to check that another layout is valid, and to distribute the tensors
 over one set of files per rank.
 """
 

@@ -6,6 +6,7 @@
     python recipes/plan.py recipes/megatron/1t.toml --software megatron-lm-2021
     python recipes/plan.py recipes/llama/70b.toml --timeline timeline.png --heatmap heatmap.png
     python recipes/plan.py recipes/llama/405b.toml --trace --rank 0
+    python recipes/plan.py recipes/llama/7b.toml --calibrate runs/sweeps/7b/sweep.csv
     python recipes/plan.py --table measured.csv --calibrate others.csv
     python recipes/plan.py --catalogue
 
@@ -23,27 +24,23 @@ if __name__ == "__main__":  # imports start at the repository, not at recipes/
 import argparse
 import json
 import os
-from typing import Any
 
-import tomli_w
-
-from models.cost import parameter_count
 from models.errors import UserError
-from recipes.planning.inputs.job import Job, Machine, job_of, job_without_layout
-from recipes.planning.inputs.software import THREEFOLD, Software, load_software
-from recipes.planning.measured import evaluation
-from recipes.planning.measured.comparison import calibration_from, compare
-from recipes.planning.output import plan_report
+from recipes.planning.inputs.cluster import recipe_on_cluster
+from recipes.planning.inputs.job import Job, Machine, job_without_layout, own_job
+from recipes.planning.inputs.software import THREEFOLD, load_software
+from recipes.planning.measured.comparison import compare
+from recipes.planning.measured.fit import fit_table
+from recipes.planning.memory.peak import fits
+from recipes.planning.output import plan_report, plan_table, recipe_edits
 from recipes.planning.output.catalogue import catalogue_lines
-from recipes.planning.search.layout_search import SearchResult, search
+from recipes.planning.search.layout_search import DEFAULT_HEADROOM, SearchResult, search
 from recipes.planning.time.step_time import step_time
-from recipes.training.recipe.loading import DEFAULT_RECIPE, load_recipe, parse_recipe
+from recipes.training.recipe.loading import DEFAULT_RECIPE
 from recipes.training.recipe.schema import Recipe
-from recipes.training.recipe.sections import Cluster
+from recipes.training.recipe.sections.layout import Cluster
 
-MAX_GPUS = 10**6
-REQUIRED_OPTIONS = {"scatter": "table", "calibrate": "table", "rank": "trace"}
-DEFAULT_CLUSTER = {"nodes": 1, "gpus_per_node": 2, "gpu": "cpu"}
+REQUIRED_OPTIONS = {"scatter": "table", "rank": "trace"}
 
 
 def main() -> None:
@@ -70,125 +67,68 @@ def run(options: argparse.Namespace) -> int:
         return 0
     if options.table:
         return compare_tables(options)
-    recipe, cluster = recipe_on_cluster(options)
+    recipe, cluster = recipe_on_cluster(
+        options.recipe,
+        options.set,
+        nodes=options.nodes,
+        gpus_per_node=options.gpus_per_node,
+        gpu=options.gpu,
+    )
     if options.trace:
         return trace(recipe, cluster, options)
     return plan(recipe, cluster, options)
 
 
-def recipe_on_cluster(options: argparse.Namespace) -> tuple[Recipe, Cluster]:
-    """Load the recipe, and replace its cluster by the one of the options.
-
-    Raises:
-        UserError: the recipe or the cluster is not valid.
-    """
-    recipe = load_recipe(options.recipe, options.set)
-    table = recipe.model_dump(mode="json", exclude_none=True)
-    given = {key: value for key in DEFAULT_CLUSTER if (value := getattr(options, key)) is not None}
-    cluster = table["cluster"] = DEFAULT_CLUSTER | table.get("cluster", {}) | given
-    if cluster["nodes"] * cluster["gpus_per_node"] > MAX_GPUS:
-        raise UserError(
-            f"cluster.nodes = {cluster['nodes']} x cluster.gpus_per_node = "
-            f"{cluster['gpus_per_node']} are more than {MAX_GPUS:,} GPUs; use fewer"
-        )
-    recipe = parse_recipe(table, str(options.recipe))  # validates the new cluster
-    assert recipe.cluster is not None
-    return recipe, recipe.cluster
-
-
 def plan(recipe: Recipe, cluster: Cluster, options: argparse.Namespace) -> int:
     """Print a plan of the recipe's own layout and the fastest layouts; return the exit code."""
     machine, software = Machine.of_cluster(cluster), load_software(options.software)
-    job = job_without_layout(recipe, machine, software)
+    fit = fit_table(options.calibrate)
+    job = fit.factors.of(job_without_layout(recipe, machine, software))
     own, problem = own_job(recipe, machine, software)
+    own = fit.factors.of(own) if own else None
     count = max(options.top, 1 if options.write else 0)
-    result = search(job, count) if count else SearchResult()
+    result = search(job, count, headroom=options.headroom) if count else SearchResult()
     if options.json:
-        table = {"cluster": cluster.model_dump()} | search_table(recipe, result)
-        own_table = plan_report.job_table(own, recipe.training.steps) if own else None
-        print(json.dumps(table | {"own": own_table, "own_rejected": problem}))
+        table = {"cluster": cluster.model_dump()} | plan_table.search_table(recipe, result)
+        own_table = plan_table.job_table(own, recipe.training.steps) if own else None
+        table |= {"own": own_table, "own_rejected": problem, "calibration": fit.table()}
+        print(json.dumps(table))
     else:
+        if fit.source:
+            print(plan_report.calibration_text(fit))
         print(plan_report.heading(recipe, own or job), end="\n\n")
         print_plan(recipe, own, problem)
         if options.top:
             print()
             print_search(recipe, own, result)
     if options.write:
-        write(recipe, result, options.write)
+        recipe_edits.write_recipe(recipe, result, options.write)
+        print(f"wrote {options.write}", file=sys.stderr)
     if own is None and result.plans and (options.timeline or options.heatmap):
         print(
-            "plan.py: the recipe's own layout is not legal; the picture shows the fastest layout",
+            "plan.py: the recipe's own layout is not valid; the picture shows the fastest layout",
             file=sys.stderr,
         )
     draw(recipe, own or (result.plans[0].job if result.plans else None), options)
-    return 0 if own and plan_report.fits(own) else 1
-
-
-def own_job(recipe: Recipe, machine: Machine, software: Software) -> tuple[Job | None, str]:
-    """Return the recipe's job in its own layout, or None and the reason why it is not legal."""
-    try:
-        return job_of(recipe, machine, software), ""
-    except UserError as problem:
-        return None, str(problem)
+    return 0 if own and fits(own) else 1
 
 
 def print_plan(recipe: Recipe, own: Job | None, problem: str) -> None:
-    """Print the predictions for the recipe's own layout, or the reason why it is not legal."""
+    """Print the predictions for the recipe's own layout, or the reason why it is not valid."""
     if own:
         print("\n".join(plan_report.plan_text(own, recipe.training.steps)))
     else:
-        print(f"The recipe's own layout is not legal: {problem}")
+        print(f"The recipe's own layout is not valid: {problem}")
     if recipe.data.separate_documents:
         print("data.separate_documents is ignored: attention is counted over whole sequences.")
 
 
 def print_search(recipe: Recipe, own: Job | None, result: SearchResult) -> None:
     """Print the fastest layouts, and the options that select the first one."""
-    seconds = step_time(own).total if own else None
-    print("\n".join(plan_report.search_lines(result, seconds)))
-    if result.plans and (changes := plan_report.changes(recipe, result.plans[0])):
+    time = step_time(own) if own else None
+    print("\n".join(plan_report.search_lines(result, time)))
+    if result.plans and (changes := recipe_edits.changes(recipe, result.plans[0])):
         print(f"To use layout 1: {changes}")
-
-
-def search_table(recipe: Recipe, result: SearchResult) -> dict[str, Any]:
-    """Return the recipe's sizes and the fastest layouts for --json."""
-    return {
-        "name": recipe.name,
-        "parameters": parameter_count(recipe.model),
-        "tokens_per_step": recipe.tokens_per_step,
-        "steps": recipe.training.steps,
-        "tried": result.tried,
-        "best": [plan_report.plan_table(recipe, each) for each in result.plans],
-        "rejected": dict(result.rejected),
-    }
-
-
-def write(recipe: Recipe, result: SearchResult, path: Path) -> None:
-    """Write a copy of the recipe with the fastest layout.
-
-    Raises:
-        UserError: no layout fits, or the file exists or cannot be written.
-    """
-    if not result.plans:
-        raise UserError(f"--write {path}: no layout fits; use more nodes or a larger GPU")
-    table = recipe.model_dump(mode="json", exclude_none=True, exclude_defaults=True)
-    best = result.plans[0]
-    for key, value in plan_report.edits(recipe, best).items():
-        section, _, name = key.rpartition(".")
-        (table[section] if section else table)[name] = value
-    text = tomli_w.dumps(parse_recipe(table, str(path)).model_dump(mode="json", exclude_none=True))
-    try:
-        with path.open("x", encoding="utf-8") as file:
-            file.write(
-                f"# {recipe.name} in the layout that plan.py predicts to be the fastest.\n\n"
-            )
-            file.write(text)
-    except FileExistsError:
-        raise UserError(f"--write {path}: the file exists; use another name") from None
-    except OSError as error:
-        path.unlink(missing_ok=True)  # leaves no incomplete file behind
-        raise UserError(f"--write {path}: {error.strerror}; use another name") from None
-    print(f"wrote {path}", file=sys.stderr)
 
 
 def draw(recipe: Recipe, job: Job | None, options: argparse.Namespace) -> None:
@@ -201,8 +141,8 @@ def draw(recipe: Recipe, job: Job | None, options: argparse.Namespace) -> None:
         return
     if job is None:
         raise UserError(
-            "the recipe's own layout is not legal and no other was found, so there is nothing to "
-            "draw; use a legal layout, --top 1 or more nodes"
+            "the recipe's own layout is not valid and no other was found, so there is nothing to "
+            "draw; use a valid layout, --top 1 or more nodes"
         )
     # Importing matplotlib takes a second, which a plan without a picture should not wait for.
     from recipes.planning.output import plan_picture
@@ -230,8 +170,8 @@ def trace(recipe: Recipe, cluster: Cluster, options: argparse.Namespace) -> int:
 
 def compare_tables(options: argparse.Namespace) -> int:
     """Print predictions next to measurements, for one table or all tables of a folder."""
-    factors, chosen = calibration_from(options.calibrate)
-    results, left_out = compare(options.table, factors)
+    fit = fit_table(options.calibrate)
+    results, left_out = compare(options.table, fit.factors)
     for path in left_out:
         print(f"plan.py: skipped {path}: not a table of runs", file=sys.stderr)
     if options.scatter:
@@ -239,13 +179,12 @@ def compare_tables(options: argparse.Namespace) -> int:
         from recipes.planning.output import plan_picture
 
         plan_picture.draw_scatter(results, file=options.scatter)
-    calibration = evaluation.calibration_table(factors, chosen) if options.calibrate else None
     if options.json:
-        tables = {name: result | {"calibration": calibration} for name, result in results.items()}
+        tables = {name: result | {"calibration": fit.table()} for name, result in results.items()}
         print(json.dumps(tables if options.table.is_dir() else next(iter(tables.values()))))
         return 0
-    if calibration:
-        print(plan_report.calibration_text(calibration))
+    if fit.source:
+        print(plan_report.calibration_text(fit))
     print(plan_report.EVALUATION_HEADER)
     for name, result in results.items():
         print(plan_report.evaluation_text(name, result["summary"]))
@@ -285,6 +224,10 @@ def add_plan_options(parser: argparse.ArgumentParser) -> None:
         "--software", default=THREEFOLD.name,
         help="training software whose kernels and overlap are assumed (default: threefold)",
     )  # fmt: skip
+    parser.add_argument(
+        "--headroom", type=share, default=DEFAULT_HEADROOM, metavar="SHARE",
+        help="share of the GPU memory that the searched layouts leave free (default: %(default)s)",
+    )  # fmt: skip
     output = parser.add_argument_group("output")
     output.add_argument(
         "--top", type=int, default=5, help="number of fastest layouts to print (default: 5)"
@@ -315,7 +258,7 @@ def add_other_modes(parser: argparse.ArgumentParser) -> None:
     )
     modes.add_argument(
         "--calibrate", type=Path, metavar="CSV",
-        help="adjust the predictions of --table to other runs of the same cluster",
+        help="adjust the predictions to measured runs of the same cluster, such as sweep.csv",
     )  # fmt: skip
     modes.add_argument(
         "--scatter", type=picture_file, metavar="PICTURE",
@@ -338,6 +281,21 @@ def check_combinations(parser: argparse.ArgumentParser, options: argparse.Namesp
             parser.error(f"--{name} requires a plan; leave out --trace, --table and --catalogue")
     if options.top < 0:
         parser.error(f"invalid --top {options.top}: expected 0 or more, for example 5")
+
+
+def share(text: str) -> float:
+    """Return a share of the memory, for argparse.
+
+    Raises:
+        ArgumentTypeError: the text is not a number from 0 up to 1.
+    """
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a share from 0 up to 1; use 0.08")
+    return value
 
 
 def picture_file(text: str) -> Path:

@@ -27,34 +27,22 @@ if __name__ == "__main__":  # imports start in the root of the repository, not i
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import argparse
-import contextlib
-import fcntl
 import os
 import re
-import shutil
 import signal
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from models.config import MAX_SIZE
 from models.errors import UserError
-from recipes.preparing.documents import PROBLEM_KINDS
-from recipes.preparing.own_files import mark_workspace
-from recipes.training.data.token_file import read_manifest, tokenizer_hash
+from recipes.preparing.formats.documents import PROBLEM_KINDS
+from recipes.preparing.options import check_options, check_same_options, content_options
+from recipes.preparing.workspace import clear_workspace, lock_workspace
 from recipes.training.recipe.loading import REPOSITORY, load_recipe
-from recipes.training.recipe.sections import repository_path
+from recipes.training.recipe.repository import repository_path
 from recipes.training.run_folder.line_file import flush
-from recipes.training.run_folder.lock import NO_FLOCK
 
 if TYPE_CHECKING:
-    from recipes.preparing.formats import Format, NumberedPiece
+    from recipes.preparing.formats.format import Format, NumberedPiece
     from recipes.preparing.tokenization import Tokenization
-
-MIN_VOCAB_SIZE = 257  # the 256 bytes and the end-of-text token
-CONTENT_OPTIONS = ("source", "config", "split", "column", "text_is", "tokenizer", "vocab_size",
-            "validation_fraction")  # fmt: skip
-TARGET_PIECES = 1000  # approximate number of pieces of a large source
-MIN_PIECE_BYTES, MAX_PIECE_BYTES = 2**22, 2**30
 
 
 def main() -> None:
@@ -81,12 +69,13 @@ def prepare(arguments: list[str]) -> None:
     workspace = output.with_name(output.name + ".incomplete")
     if (output / "manifest.json").exists():
         check_same_options(options, output)
-        clear(workspace)  # it remains if a process was killed after the last step
+        clear_workspace(workspace)  # it remains if a process was killed after the last step
         print(f"{output} already exists; delete it to prepare it again")
         return
     check_options(options, output, workspace)
 
     # These imports take seconds, and the worker processes do not need most of them.
+    from recipes.preparing.formats.pieces import cut
     from recipes.preparing.prepared_corpus import join
     from recipes.preparing.source import open_source
     from recipes.preparing.workers import run_pieces
@@ -99,7 +88,7 @@ def prepare(arguments: list[str]) -> None:
         streaming=options.streaming,
         text_is=options.text_is,
     )
-    pieces = cut(formats, options)
+    pieces = cut(formats, options.source)
     with lock_workspace(workspace, shared=options.shard is not None):
         if output.exists() and any(output.iterdir()):
             raise UserError(f"another process has just written {output}")
@@ -114,92 +103,8 @@ def prepare(arguments: list[str]) -> None:
         manifest = join(tokenization, pieces, workspace / "corpus", facts)
         os.rename(workspace / "corpus", output)
         flush(output.parent)
-        clear(workspace)
+        clear_workspace(workspace)
     tell(manifest, output)
-
-
-def check_same_options(options: argparse.Namespace, output: Path) -> None:
-    """Compare the options of an existing corpus with those of this command.
-
-    Raises:
-        UserError: An option differs, or the manifest of the corpus is damaged.
-    """
-    advice = f"use another --output, or delete {output} to prepare it again"
-    made = read_manifest(output, advice=advice).get("options", {})
-    if not isinstance(made, dict):
-        raise UserError(
-            f"{output / 'manifest.json'} is not a manifest of prepare_data.py (options = "
-            f"{made!r}); {advice}"
-        )
-    wanted = content_options(options)
-    different = [
-        f"--{key.replace('_', '-')} {made[key]} (here {wanted[key]})"
-        for key in wanted
-        if key in made and made[key] != wanted[key]
-    ]
-    if different:
-        raise UserError(f"{output} already exists, made with {', '.join(different)}; {advice}")
-
-
-def content_options(options: argparse.Namespace) -> dict[str, Any]:
-    """Return the options that determine the content of a corpus."""
-    chosen = {key: vars(options)[key] for key in CONTENT_OPTIONS}
-    if options.tokenizer:
-        del chosen["vocab_size"]
-    return chosen
-
-
-def check_options(options: argparse.Namespace, output: Path, workspace: Path) -> None:
-    """Check the options before any work is done.
-
-    Raises:
-        UserError: An option has an invalid value.
-    """
-    if output.exists() and (not output.is_dir() or any(output.iterdir())):
-        raise UserError(f"--output {options.output} contains other files; use an empty folder")
-    if os.path.ismount(output):
-        raise UserError(f"--output {options.output} is a mount point; use a folder in it")
-    if workspace.exists() and not (workspace / "lock").is_file() and any(workspace.iterdir()):
-        raise UserError(
-            f"{workspace}, the working folder of this command, contains other files; move them "
-            f"away, or use another --output"
-        )
-    if not options.tokenizer and not MIN_VOCAB_SIZE <= options.vocab_size <= MAX_SIZE:
-        raise UserError(
-            f"--vocab-size {options.vocab_size} is not in {MIN_VOCAB_SIZE} (the 256 bytes and "
-            f"the end-of-text token) .. {MAX_SIZE}; use 32000"
-        )
-    if not 0 < options.validation_fraction < 1:
-        raise UserError(
-            f"--validation-fraction {options.validation_fraction} is not between 0 and 1; use 0.1"
-        )
-    if options.processes < 1:
-        raise UserError(f"--processes {options.processes} is too few; use 1")
-    if options.shard is not None and not options.tokenizer:
-        raise UserError(
-            "--shard needs --tokenizer, because each shard would train a tokenizer of its own; "
-            "prepare a part of the text first and use its tokenizer: "
-            "--tokenizer data/part/tokenizer"
-        )
-
-
-def cut(formats: "list[Format]", options: argparse.Namespace) -> "list[NumberedPiece]":
-    """Return all pieces of the source in order, each with the number of its format.
-
-    The result is the same for every shard and number of processes. A large source has about
-    TARGET_PIECES pieces, or one per file if it has more files.
-
-    Raises:
-        UserError: The source has no documents.
-    """
-    total = sum(piece.size for reader in formats for piece in reader.pieces(MAX_PIECE_BYTES))
-    target = min(max(total // TARGET_PIECES, MIN_PIECE_BYTES), MAX_PIECE_BYTES)
-    pieces = [
-        (number, piece) for number, reader in enumerate(formats) for piece in reader.pieces(target)
-    ]
-    if not pieces:
-        raise UserError(f"--source {' '.join(options.source)} has no documents")
-    return pieces
 
 
 def plan(
@@ -209,13 +114,7 @@ def plan(
     workspace: Path,
 ) -> "Tokenization":
     """Return the tokenization of the documents; train a tokenizer if the options name none."""
-    from recipes.preparing.tokenization import Tokenization
-    from recipes.preparing.tokenizer import (
-        copy_tokenizer,
-        document_start,
-        load_tokenizer,
-        train_tokenizer,
-    )
+    from recipes.preparing.tokenizer import copy_tokenizer, plan_tokenization, train_tokenizer
 
     skip, fraction = frozenset(options.skip), options.validation_fraction
     if options.tokenizer:
@@ -229,75 +128,14 @@ def plan(
             validation_fraction=fraction,
             skip=skip,
         )
-    tokenizer = load_tokenizer(folder, f"--tokenizer {options.tokenizer or folder}")
-    return Tokenization(
-        formats=formats,
-        tokenizer=folder / "tokenizer.json",
-        tokenizer_sha256=tokenizer_hash(folder),
-        vocab_size=max(tokenizer.get_vocab().values()) + 1,
-        start=tuple(document_start(tokenizer)),
-        end=tokenizer.eos_token_id,
-        split_special_tokens=getattr(tokenizer, "split_special_tokens", False),
+    return plan_tokenization(
+        formats,
+        folder,
+        f"--tokenizer {options.tokenizer or folder}",
         validation_fraction=fraction,
         skip=skip,
-        folder=workspace / "pieces",
+        pieces=workspace / "pieces",
     )
-
-
-@contextlib.contextmanager
-def lock_workspace(workspace: Path, *, shared: bool) -> Iterator[None]:
-    """Lock the workspace against other processes; keep its finished pieces after an error.
-
-    Args:
-        workspace: the folder to lock
-        shared: take a shared lock, as the processes of all shards do
-
-    Raises:
-        UserError: Another process uses the workspace, or the file system does not support flock.
-        OSError: The lock fails for another reason, such as an I/O error.
-    """
-    workspace.mkdir(parents=True, exist_ok=True)
-    with (workspace / "lock").open("a+") as lock:  # NFS needs a readable file for LOCK_SH
-        try:
-            fcntl.flock(lock, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise UserError(f"{workspace} is in use by another process; wait for it") from None
-        except OSError as error:
-            if error.errno not in NO_FLOCK:
-                raise OSError(error.errno, error.strerror, lock.name) from None
-            raise UserError(
-                f"{workspace} cannot be locked ({error.strerror}): its file system has no flock; "
-                f"use an --output on another one, for example a local disk, and copy the result"
-            ) from None
-        mark_workspace(lock)
-        if not shared:  # remove unfinished folders of killed processes
-            for leftover in (
-                *workspace.glob("*.incomplete"),
-                *workspace.glob("pieces/*.incomplete"),
-            ):
-                shutil.rmtree(leftover, ignore_errors=True)
-        try:
-            yield
-        except BaseException:
-            shutil.rmtree(workspace / "corpus", ignore_errors=True)
-            finished = [path for path in workspace.glob("pieces/*") if not path.suffix]
-            trained = [path for path in workspace.glob("tokenizer-*") if not path.suffix]
-            if finished or trained:
-                pieces = f"{len(finished)} finished pieces" if finished else "a tokenizer"
-                print(f"{workspace} keeps {pieces}; rerun the same command to resume",
-                      file=sys.stderr)  # fmt: skip
-            elif not shared:
-                clear(workspace)
-            raise
-
-
-def clear(workspace: Path) -> None:
-    """Remove this command's files from the workspace, and the folder if it is then empty."""
-    for name in ("pieces", "corpus", *(path.name for path in workspace.glob("tokenizer-*"))):
-        shutil.rmtree(workspace / name, ignore_errors=True)
-    with contextlib.suppress(OSError):
-        (workspace / "lock").unlink()
-        workspace.rmdir()
 
 
 def tell(manifest: dict[str, Any], output: Path) -> None:
@@ -370,63 +208,64 @@ def parse_command_line(arguments: list[str]) -> argparse.Namespace:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    add = parser.add_argument
-    add(
-        "--source",
-        nargs="+",
-        default=["stdlib"],
+    add_source_options(parser)
+    add_corpus_options(parser)
+    return parser.parse_args(arguments)
+
+
+def add_source_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the text to read."""
+    parser.add_argument(
+        "--source", nargs="+", default=["stdlib"],
         help='"stdlib"; files, folders or patterns, relative to the current folder (.jsonl, '
         ".ndjson, .json, .parquet, .txt, .arrow or .csv; text formats also .gz, .bz2 or .zst); "
         "folders written by save_to_disk; datasets of the Hugging Face hub",
+    )  # fmt: skip
+    parser.add_argument("--config", help="configuration of the hub dataset")
+    parser.add_argument("--split", default="train", help="split of the dataset (default: train)")
+    parser.add_argument(
+        "--streaming", action="store_true", help="stream the dataset without storing it"
     )
-    add("--config", help="configuration of the hub dataset")
-    add("--split", default="train", help="split of the dataset (default: train)")
-    add("--streaming", action="store_true", help="stream the dataset without storing it")
-    add("--column", default="text", help="column that holds the text (default: text)")
-    add(
-        "--text-is",
-        choices=("line", "file"),
-        default="line",
+    parser.add_argument(
+        "--column", default="text", help="column that holds the text (default: text)"
+    )
+    parser.add_argument(
+        "--text-is", choices=("line", "file"), default="line",
         help="unit that is a document in a .txt file (default: line)",
-    )
-    add(
-        "--output",
-        default="data/stdlib",
+    )  # fmt: skip
+
+
+def add_corpus_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the corpus to write, and of the processes that write it."""
+    parser.add_argument(
+        "--output", default="data/stdlib",
         help="folder to write, relative to the repository's root (default: data/stdlib)",
-    )
-    add(
+    )  # fmt: skip
+    parser.add_argument(
         "--tokenizer",
         help="name on the hub, or a folder relative to the repository's root; without it, a "
         "tokenizer is trained",
     )
-    add(
-        "--vocab-size",
-        type=int,
-        default=2048,
+    parser.add_argument(
+        "--vocab-size", type=int, default=2048,
         help="vocabulary size of a trained tokenizer (default: 2048)",
-    )
-    add(
-        "--validation-fraction",
-        type=float,
-        default=0.1,
+    )  # fmt: skip
+    parser.add_argument(
+        "--validation-fraction", type=float, default=0.1,
         help="share of the documents held out for validation (default: 0.1)",
-    )
-    add(
-        "--skip",
-        action="append",
-        default=[],
-        choices=PROBLEM_KINDS,
+    )  # fmt: skip
+    parser.add_argument(
+        "--skip", action="append", default=[], choices=PROBLEM_KINDS,
         help="skip and count rows that are empty, not UTF-8, not JSON or without text in the "
         "column, instead of stopping at the first one; repeatable",
-    )
-    add(
-        "--processes",
-        type=int,
-        default=len(os.sched_getaffinity(0)),
+    )  # fmt: skip
+    parser.add_argument(
+        "--processes", type=int, default=len(os.sched_getaffinity(0)),
         help="worker processes (default: one per core)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--shard", type=shard_of, metavar="I/N", help="shard of this machine, 0/N to N-1/N"
     )
-    add("--shard", type=shard_of, metavar="I/N", help="shard of this machine, 0/N to N-1/N")
-    return parser.parse_args(arguments)
 
 
 if __name__ == "__main__":

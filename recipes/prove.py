@@ -1,7 +1,7 @@
 """Prove that a recipe trains with the same loss, gradient norm and weights in every layout.
 
 The command shrinks the recipe (all switches of its architecture stay), trains it once in one
-process, and then in every legal combination of tensor x pipeline x data x ZeRO x schedule x
+process, and then in every valid combination of tensor x pipeline x data x ZeRO x schedule x
 sequence parallelism x recomputation x micro-batch size on up to --ranks processes, in fp32 on the
 CPU. You need neither a GPU nor a corpus. Exit code 0: all layouts agree up to rounding; 1: some
 differ; 2: the recipe or an option is invalid.
@@ -35,7 +35,7 @@ from tqdm import tqdm
 
 from models.errors import UserError
 from recipes.proving.compare import Outcome, compare
-from recipes.proving.layouts import ProofCase, legal_cases, reference
+from recipes.proving.layouts import ProofCase, reference, valid_cases
 from recipes.proving.proof_corpus import write_corpus
 from recipes.proving.proof_report import Finding, as_json, as_text, describe, relay_as_text, summary
 from recipes.proving.shrink import larger_micro_batch, shrink
@@ -87,13 +87,13 @@ def main() -> None:
 def plan(
     recipe: Recipe, options: argparse.Namespace, corpus: Path
 ) -> tuple[Recipe, list[ProofCase]]:
-    """Shrink the recipe, write its corpus, and return the small recipe and its legal cases."""
+    """Shrink the recipe, write its corpus, and return the small recipe and its valid cases."""
     steps = RELAY_STEPS if options.relay else options.steps
     small = shrink(recipe, ranks=options.ranks, layers=options.layers, steps=steps, corpus=corpus)
     needed = small.batch.global_sequences * small.model.sequence_length
     write_corpus(corpus, small.model.vocab_size, validation_tokens=2 * needed + 1000)
     own = {recipe.layout.recompute_interval} if recipe.layout.recompute == "full" else set()
-    cases = legal_cases(
+    cases = valid_cases(
         small,
         ranks=options.ranks,
         micro_sequences=(1, larger_micro_batch(recipe)),

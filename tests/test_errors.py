@@ -11,9 +11,9 @@ import tomli_w
 from models.errors import UserError
 from recipes import pretrain
 from recipes.proving import layouts
-from recipes.training.recipe import sections
 from recipes.training.recipe.loading import REPOSITORY, parse_recipe
 from recipes.training.recipe.schema import Recipe
+from recipes.training.recipe.sections import training
 from tests.conftest import changed, small_recipe
 from tests.ranks import start_ranks
 
@@ -31,17 +31,17 @@ CATCHES = {  # function that catches one of BROAD -> why no defect becomes a use
     "recipes/converting/adopt.py: TheirFiles._names": PARSING,
     "recipes/converting/adopt.py: read_config": FOREIGN,
     "recipes/gpus/datasheet.py: _read_toml": PARSING,
-    "recipes/prepare_data.py: lock_workspace": RAISES,
     "recipes/preparing/prepared_corpus.py: find_damages": PARSING,
     "recipes/preparing/prepared_corpus.py: read_pieces": PARSING,
-    "recipes/preparing/documents.py: json_document": PARSING,
-    "recipes/preparing/formats.py: JsonArray.rows": PARSING,
-    "recipes/preparing/formats.py: from_library": FOREIGN,
+    "recipes/preparing/formats/documents.py: json_document": PARSING,
+    "recipes/preparing/formats/text_files.py: JsonArray.rows": PARSING,
+    "recipes/preparing/formats/tables.py: from_library": FOREIGN,
     "recipes/preparing/source.py: open_dataset": FOREIGN,
     "recipes/preparing/source.py: open_file": FOREIGN,
     "recipes/preparing/tokenization.py: Tokenization._write": FOREIGN,
     "recipes/preparing/tokenization.py: read_report": PARSING,
     "recipes/preparing/tokenizer.py: load_tokenizer": FOREIGN,
+    "recipes/preparing/workspace.py: lock_workspace": RAISES,
     "recipes/pretrain.py: main": RAISES,
     "recipes/training/loop/joint_rejection.py: rejected_together": RAISES,
     "recipes/proving/worlds.py: _rank": "a layout that fails is a finding of the proof",
@@ -57,7 +57,7 @@ CATCHES = {  # function that catches one of BROAD -> why no defect becomes a use
     "recipes/training/supervision/background.py: Background._work": CONTINUES,
     "recipes/training/supervision/supervisor.py: Supervisor._end": CONTINUES,
     "recipes/training/supervision/supervisor.py: Supervisor._watch": CONTINUES,
-    "recipes/training/data/token_file.py: read_manifest": PARSING,
+    "recipes/training/data/corpus_manifest.py: read_manifest": PARSING,
     "recipes/training/tracking/wandb_thread.py: WandbThread._work": CONTINUES,
     "recipes/training/tracking/wandb_settings.py: has_wandb_key": PARSING,
     "recipes/training/tracking/tracker.py: open_tracker": RAISES,
@@ -172,7 +172,7 @@ SCRIPTS = {  # command -> the defect's place, as a user's own line of Python wou
     "prove": "from recipes import prove as command\nfrom recipes.proving import layouts\n"
     "layouts.build_deepspeed_config = defect",
     "prepare_data": "from recipes import prepare_data as command\n"
-    "from recipes.preparing import formats\nformats.document = defect",
+    "from recipes.preparing.formats import text_files\ntext_files.document = defect",
     "convert": "from recipes import convert as command\nfrom recipes.converting import adopt\n"
     "adopt.model_settings = defect",
     "pretrain": "from recipes import pretrain as command\n"
@@ -235,7 +235,7 @@ def test_a_defect_of_a_validator_is_not_a_rejected_recipe(
     corpus: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     table = changed(small_recipe(corpus), batch__micro_sequences=3)
-    monkeypatch.setattr(sections, "nearest_multiples", defect)
+    monkeypatch.setattr(training, "nearest_multiples", defect)
     with pytest.raises(ValueError, match="cannot reshape") as raised:
         parse_recipe(table, "small")
     assert raised.type is ValueError
@@ -250,7 +250,7 @@ def test_a_failed_assertion_of_a_validator_is_not_a_rejected_recipe(
     corpus: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     table = changed(small_recipe(corpus), batch__micro_sequences=3)
-    monkeypatch.setattr(sections, "nearest_multiples", failing_assertion)
+    monkeypatch.setattr(training, "nearest_multiples", failing_assertion)
     with pytest.raises(AssertionError, match="an invariant"):
         parse_recipe(table, "small")
 
@@ -259,7 +259,7 @@ def test_a_defect_drops_no_layout_from_a_proof(
     corpus: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recipe = parse_recipe(small_recipe(corpus), "small")
-    every = layouts.legal_cases(recipe, ranks=2, micro_sequences=[1])
+    every = layouts.valid_cases(recipe, ranks=2, micro_sequences=[1])
     healthy = layouts.build_deepspeed_config
 
     def refusing(variant: Recipe, topology: object, kind: type = UserError) -> object:
@@ -268,13 +268,13 @@ def test_a_defect_drops_no_layout_from_a_proof(
         return healthy(variant, topology)
 
     monkeypatch.setattr(layouts, "build_deepspeed_config", refusing)
-    fewer = layouts.legal_cases(recipe, ranks=2, micro_sequences=[1])
+    fewer = layouts.valid_cases(recipe, ranks=2, micro_sequences=[1])
     assert fewer == [each for each in every if each.topology.tensor == 1] != every
     monkeypatch.setattr(
         layouts, "build_deepspeed_config", lambda *pair: refusing(*pair, kind=ValueError)
     )
     with pytest.raises(ValueError, match="a layout of tensor = 2") as raised:
-        layouts.legal_cases(recipe, ranks=2, micro_sequences=[1])
+        layouts.valid_cases(recipe, ranks=2, micro_sequences=[1])
     assert raised.type is ValueError
 
 

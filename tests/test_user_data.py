@@ -17,8 +17,10 @@ from recipes.converting.adopt import TheirFiles, read_config
 from recipes.gpus.datasheet import FOLDER, read_gpu
 from recipes.planning.measured.closed_forms import evaluate
 from recipes.planning.measured.table import read_table
-from recipes.prepare_data import check_same_options, parse_command_line
-from recipes.preparing.formats import TextLines, from_library
+from recipes.prepare_data import parse_command_line
+from recipes.preparing.formats.tables import from_library
+from recipes.preparing.formats.text_files import TextLines
+from recipes.preparing.options import check_same_options
 from recipes.preparing.prepared_corpus import Origins, find_damages
 from recipes.preparing.tokenization import Tokenization, read_report, texts_of
 from recipes.preparing.tokenizer import load_tokenizer
@@ -258,6 +260,9 @@ def test_the_files_of_weights_and_biases(tmp_path: Path, monkeypatch: pytest.Mon
         key.write_bytes(content)
         key.chmod(0o600)
         assert "does not hold a key" in rejection(read_wandb_key)
+    key.write_text("0a1b2c3d")
+    key.chmod(0o640)
+    assert "can be read by others; use chmod 600" in rejection(read_wandb_key)
     monkeypatch.setenv("WANDB_BASE_URL", "http://[::1")
     assert "WANDB_BASE_URL = http://[::1: " in rejection(has_wandb_key)
 

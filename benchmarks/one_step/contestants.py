@@ -18,19 +18,18 @@ import torch
 import torch._inductor.compile_fx  # once, before the contestants are forked
 from deepspeed.accelerator import get_accelerator
 from torch import Tensor, nn
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.one_step import probes
+from benchmarks.one_step.bare_loop import BareLoop
 from benchmarks.one_step.shapes import Shape, can_compile
+from benchmarks.one_step.transformers_llama import TransformersLlama
 from benchmarks.taking_turns import Turn, serve
-from models.hugging_face import counterparts, hugging_face_config
 from models.initialization import initialize
 from models.kernels.fusing import compile_kernels
 from models.layer_specs import SequentialModel, layer_specs, logical_parameters
 from models.parallel import linear
 from models.parallel.collectives import TensorAxis
 from models.parallel.context import Context
-from models.sharding import declare, sharding_of
 from recipes.training.data.micro_batch import MicroBatch
 from recipes.training.engine.build import build_from_recipe, build_optimizer
 from recipes.training.recipe.deepspeed_config import build_deepspeed_config
@@ -206,7 +205,9 @@ def build_ours_bare(entry: Entry, recipe: Recipe, world: World) -> Train:
         compile_kernels(model)
     parameters = logical_parameters(model, recipe.model)
     initialize(parameters, recipe.model, seed=recipe.seed, tensor_rank=0, tensor_size=1)
-    loop = BareLoop(model.to(get_accelerator().current_device_name()), recipe, entry)
+    loop = BareLoop(
+        model.to(get_accelerator().current_device_name()), recipe, autocast=entry.autocast
+    )
     return lambda batch: loop.train([(*each, Context()) for each in batch])
 
 
@@ -217,7 +218,7 @@ def build_theirs(entry: Entry, recipe: Recipe, world: World) -> Train:
     gradients in bf16.
     """
     topology = recipe.topology(world)
-    model = Theirs(recipe, entry.autocast)
+    model = TransformersLlama(recipe, entry.autocast)
     config = build_deepspeed_config(json_of(recipe, entry), topology)
     with quiet():
         engine, *_ = deepspeed.initialize(
@@ -247,10 +248,10 @@ def json_of(recipe: Recipe, entry: Entry) -> Recipe:
 
 def build_theirs_bare(entry: Entry, recipe: Recipe, world: World) -> Train:
     """Build transformers' Llama in a bare loop."""
-    model = Theirs(recipe, entry.autocast).to(get_accelerator().current_device_name())
+    model = TransformersLlama(recipe, entry.autocast).to(get_accelerator().current_device_name())
     if entry.compiled:
         model.compile()
-    return BareLoop(model, recipe, entry).train
+    return BareLoop(model, recipe, autocast=entry.autocast).train
 
 
 BUILDERS: dict[tuple[str, bool], Callable[[Entry, Recipe, World], Train]] = {
@@ -259,89 +260,3 @@ BUILDERS: dict[tuple[str, bool], Callable[[Entry, Recipe, World], Train]] = {
     ("transformers", False): build_theirs,
     ("transformers", True): build_theirs_bare,
 }
-
-
-class Theirs(nn.Module):
-    """Transformers' Llama with our initial weights; maps tokens and labels [b, s] to its loss."""
-
-    def __init__(self, recipe: Recipe, autocast: bool):
-        super().__init__()
-        settings = hugging_face_config(recipe.model) | {"use_cache": False}
-        settings.pop("model_type")
-        self.llama = LlamaForCausalLM(LlamaConfig(attn_implementation="sdpa", **settings))
-        self.llama.train()
-        self.autocast = autocast
-        copy_first_weights(self.llama, recipe)
-
-    def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
-        """Return the mean cross-entropy by transformers' loss function; labels are shifted."""
-        with torch.autocast(tokens.device.type, torch.bfloat16, enabled=self.autocast):
-            output = self.llama(
-                input_ids=tokens, labels=labels, shift_labels=labels, use_cache=False
-            )
-        return output.loss
-
-
-@torch.no_grad()
-def copy_first_weights(llama: LlamaForCausalLM, recipe: Recipe) -> None:
-    """Fill transformers' model with our initial weights, one tensor at a time."""
-    with torch.device("meta"):
-        ours = SequentialModel(layer_specs(recipe.model, TensorAxis()))
-    table, theirs = counterparts(recipe.model), dict(llama.named_parameters())
-    for name, declared in logical_parameters(ours, recipe.model):
-        weight = nn.Parameter(torch.empty(declared.shape))
-        declare(weight, sharding_of(declared))
-        initialize([(name, weight)], recipe.model, seed=recipe.seed, tensor_rank=0, tensor_size=1)
-        for part, tensor in table[name].split(sharding_of(declared).logical_tensor([weight])):
-            theirs.pop(part).copy_(tensor)
-    assert not theirs, list(theirs)
-
-
-class BareLoop:
-    """A training loop of only forward, backward, clipping and fused AdamW.
-
-    In bf16 without autocast the optimizer has an fp32 copy of the weights, whose gradients are
-    accumulated in fp32 as soon as they are computed.
-    """
-
-    def __init__(self, model: nn.Module, recipe: Recipe, entry: Entry):
-        self.model, self.clipping = model, recipe.optimizer.gradient_clipping
-        self.weights: list[tuple[Tensor, Tensor]] = []  # the optimizer's copy, the model's weight
-        trained: nn.Module = model
-        if "bf16" in recipe.deepspeed and not entry.autocast:
-            trained = nn.ParameterList(
-                nn.Parameter(each.detach().float().clone()) for each in model.parameters()
-            )
-            model.bfloat16()
-            self.weights = list(zip(trained.parameters(), model.parameters(), strict=True))
-            for master, weight in self.weights:
-                master.grad = torch.empty_like(master)
-                weight.register_post_accumulate_grad_hook(partial(self._accumulate, master))
-        self.trained = list(trained.parameters())
-        self.optimizer = build_optimizer(trained, recipe.optimizer)
-
-    def train(self, batch: Sequence[tuple[Any, ...]]) -> float:
-        """Run a step; each micro-batch is a tuple of the model's arguments."""
-        losses: list[Tensor] = []
-        for micro_batch in batch:
-            self.is_first = not losses
-            loss = self.model(*micro_batch)
-            (loss / len(batch)).backward()
-            losses.append(loss.detach())
-        nn.utils.clip_grad_norm_(self.trained, self.clipping)
-        self.optimizer.step()
-        if not self.weights:
-            self.optimizer.zero_grad()
-        with torch.no_grad():
-            for master, weight in self.weights:
-                weight.copy_(master)
-        return float(torch.stack(losses).mean())
-
-    def _accumulate(self, master: Tensor, weight: Tensor) -> None:
-        """Add a weight's gradient to that of its fp32 copy; the first micro-batch overwrites it."""
-        assert master.grad is not None and weight.grad is not None
-        if self.is_first:
-            master.grad.copy_(weight.grad)
-        else:
-            master.grad.add_(weight.grad)
-        weight.grad = None

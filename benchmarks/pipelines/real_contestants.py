@@ -257,9 +257,10 @@ def build_torch(recipe: Recipe, setting: Setting) -> Contestant:
     """Build torch.distributed.pipelining with the same optimizer and clipping over both stages."""
     rank, device = dist.get_rank(), torch.device("cpu")
     loss_fn = loss_of_logits(recipe)
-    model = with_first_weights(SequentialModel(plain_specs(recipe)), recipe)
-    assert isinstance(model.layers, nn.ModuleList)
-    layers = list(model.layers)
+    model = SequentialModel(plain_specs(recipe))
+    with_first_weights(model, recipe)
+    layers = [layer for layer in model.layers if isinstance(layer, nn.Module)]
+    assert len(layers) == len(model.layers)
     parts = [0, *accumulate(layers_of_virtual_stages(recipe))]
     places = range(rank, len(parts) - 1, STAGES)
     chunks = [nn.Sequential(*layers[parts[place] : parts[place + 1]]) for place in places]

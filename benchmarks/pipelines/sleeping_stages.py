@@ -14,23 +14,21 @@ from deepspeed.pipe import DualPipeVModule, LayerSpec, PipelineModule
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.pipe.schedule import PipeInstruction
 from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
-from torch import Tensor, nn
 
+from benchmarks.pipelines.sleeping_layer import SHAPE, SleepingLayer, loss
 from models.errors import UserError
 from models.parallel.collectives import TensorAxis
 from models.parallel.context import Context
-from models.parallel.deferral import Deferring
 from models.pipeline.channels import Boundary
 from models.pipeline.process_grid import ProcessGrid
 from models.pipeline.recording import Event, Recording
-from models.pipeline.schedule.order import BACKWARD, Pass, Pipeline
+from models.pipeline.schedule.order import Pipeline
+from models.pipeline.schedule.passes import BACKWARD, Pass
 from models.pipeline.schedule.simulation import TimedPass, Timeline, pipeline_seconds, simulate
 from models.pipeline.scheduled_engine import ScheduledEngine
 from models.pipeline.stage import Stage
 from recipes.training.runtime.processes import quiet
 from tests.ranks import join_world, run_ranks
-
-SHAPE = (1, 1, 8)  # of activations, [s, b, h]
 
 
 class Contestant(NamedTuple):
@@ -268,51 +266,3 @@ def deepspeed_config(setting: Setting) -> dict[str, Any]:
         "steps_per_print": None,
         "pipeline": {"pipe_partitioned": False, "grad_partitioned": False},
     }
-
-
-def loss(y: Tensor, labels: Tensor) -> Tensor:
-    """Return an arbitrary scalar of two tensors [s, b, h]."""
-    return (y * labels).mean()
-
-
-class SleepingLayer(Deferring):
-    """A layer that multiplies x by a weight per column, and sleeps.
-
-    seconds: of the forward pass and of each part of the backward pass
-    """
-
-    def __init__(self, seconds: float):
-        super().__init__()
-        self.seconds = seconds
-        self.weight = nn.Parameter(torch.ones(SHAPE[-1]))
-
-    def forward(self, x: Tensor, labels: Tensor | None = None) -> Tensor:
-        """Map [s, b, h] to [s, b, h], or to a loss if labels of this shape are given."""
-        y = _SleepingProduct.apply(x, self.weight, self)
-        return y if labels is None else loss(y, labels)
-
-
-class _SleepingProduct(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, weight, layer):
-        ctx.save_for_backward(x)
-        ctx.weight, ctx.layer = weight, layer
-        time.sleep(layer.seconds)
-        return x * weight
-
-    @staticmethod
-    def backward(ctx, grad):
-        (x,) = ctx.saved_tensors
-        layer = ctx.layer
-        time.sleep(layer.seconds)
-
-        def weight_gradient() -> Tensor:
-            time.sleep(layer.seconds)
-            return (grad * x).flatten(0, 1).sum(0)
-
-        grad_weight = None
-        if layer.deferral is None:
-            grad_weight = weight_gradient()
-        else:
-            layer.deferral.put(ctx.weight, weight_gradient)
-        return grad * ctx.weight, grad_weight, None

@@ -20,7 +20,8 @@ from deepspeed.runtime.pipe.schedule import (
 )
 
 from models.pipeline.schedule.communication import Action, is_remote, program
-from models.pipeline.schedule.order import BACKWARD, FORWARD, WEIGHT, Kind, Pass, Pipeline
+from models.pipeline.schedule.order import Pipeline
+from models.pipeline.schedule.passes import BACKWARD, FORWARD, WEIGHT, Kind, Pass
 
 
 class WeightPass(BufferOpInstruction):

@@ -9,7 +9,7 @@ import torch
 from deepspeed.runtime.pipe.schedule import PipeInstruction
 
 from models.pipeline.instructions import COMPUTE
-from models.pipeline.schedule.order import Kind, Pass
+from models.pipeline.schedule.passes import Kind, Pass
 from models.pipeline.schedule.simulation import TimedPass
 from models.pipeline.scheduled_engine import ScheduledEngine
 

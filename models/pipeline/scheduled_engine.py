@@ -24,16 +24,8 @@ from models.parallel.process_groups import matches_by_order
 from models.pipeline.channels import Boundary, Channels
 from models.pipeline.gradients.flat_gradients import gradients_of
 from models.pipeline.instructions import PassSchedule, WeightPass
-from models.pipeline.schedule.order import (
-    BACKWARD,
-    FORWARD,
-    WEIGHT,
-    Kind,
-    Pass,
-    Pipeline,
-    last_passes,
-    last_stage,
-)
+from models.pipeline.schedule.order import Pipeline, last_stage
+from models.pipeline.schedule.passes import BACKWARD, FORWARD, WEIGHT, Kind, Pass, last_passes
 from models.pipeline.stage import Stage
 from models.pipeline.warm_up import warm_up
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from models.parallel.context import Context
-from models.pipeline.schedule.order import BACKWARD, FORWARD, WEIGHT, Pass
+from models.pipeline.schedule.passes import BACKWARD, FORWARD, WEIGHT, Pass
 
 if TYPE_CHECKING:
     from models.pipeline.scheduled_engine import ScheduledEngine

@@ -17,10 +17,10 @@ from recipes.preparing.tokenizer import document_start, load_tokenizer
 from recipes.training.checkpoint.reader import CheckpointReader
 from recipes.training.checkpoint.state import WEIGHTS
 from recipes.training.checkpoint.tensor_file import BYTES, TensorFileWriter, split_by_size
+from recipes.training.data.corpus_manifest import tokenizer_hash
 from recipes.training.data.fingerprint import document_starts
-from recipes.training.data.token_file import tokenizer_hash
 from recipes.training.recipe.loading import parse_recipe
-from recipes.training.recipe.sections import repository_path
+from recipes.training.recipe.repository import repository_path
 from recipes.training.run_folder.folder import RunFolder
 
 DTYPES = {  # name in the command -> name in safetensors files, torch's dtype

@@ -13,8 +13,9 @@ from models.errors import UserError
 from models.layer_specs import logical_shapes
 from recipes.converting.verified_source import model_of
 from recipes.training.checkpoint.assembly import assign_owners
+from recipes.training.checkpoint.compatibility import differences
 from recipes.training.checkpoint.manifest import tensor_key
-from recipes.training.checkpoint.reader import CheckpointReader, differences
+from recipes.training.checkpoint.reader import CheckpointReader
 from recipes.training.checkpoint.tensor_file import FileRecord, TensorFileWriter
 from recipes.training.checkpoint.writer import KINDS_OF_FILE
 from recipes.training.recipe.deepspeed_config import build_deepspeed_config
@@ -32,7 +33,7 @@ def new_recipe(
     """Return the checkpoint's recipe with the overrides, and its topology on the new ranks.
 
     Raises:
-        UserError: The new recipe describes another run, or its layout is not legal.
+        UserError: The new recipe describes another run, or its layout is not valid.
     """
     if "seed" not in source.manifest.recipe:
         raise UserError(

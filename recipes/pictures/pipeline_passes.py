@@ -12,7 +12,8 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
 from models.errors import UserError
-from models.pipeline.schedule.order import BACKWARD, FORWARD, SCHEDULES, WEIGHT, Kind, Pipeline
+from models.pipeline.schedule.order import SCHEDULES, Pipeline
+from models.pipeline.schedule.passes import BACKWARD, FORWARD, WEIGHT, Kind
 from models.pipeline.schedule.simulation import TimedPass, Timeline, idle_share, pipeline_seconds
 
 MAX_STAGE_ROWS = 16

@@ -10,8 +10,8 @@ from recipes.preparing.prepared_corpus import Origins
 from recipes.preparing.tokenizer import load_tokenizer
 from recipes.training.data.dataset import TrainingData
 from recipes.training.data.fingerprint import document_starts
+from recipes.training.recipe.repository import repository_path
 from recipes.training.recipe.schema import Recipe
-from recipes.training.recipe.sections import repository_path
 from recipes.training.recipe.topology import Topology
 from recipes.training.run_folder.folder import RunFolder
 

@@ -22,17 +22,11 @@ from typing import Any
 import numpy as np
 
 from models.errors import UserError
-from recipes.preparing.formats import NumberedPiece, describe
+from recipes.preparing.formats.format import NumberedPiece, describe
 from recipes.preparing.tokenization import PARTS, Report, Tokenization
 from recipes.training.checkpoint.manifest import sha256
-from recipes.training.data.token_file import (
-    HashedFile,
-    TokenFile,
-    folder_hash,
-    read_manifest,
-    token_type,
-    write_index,
-)
+from recipes.training.data.corpus_manifest import folder_hash, read_manifest
+from recipes.training.data.token_file import HashedFile, TokenFile, token_type, write_index
 from recipes.training.run_folder.line_file import flush
 
 BLOCK_BYTES = 2**24

@@ -10,17 +10,14 @@ from pathlib import Path
 from datasets import Dataset, DatasetDict, disable_progress_bars, load_dataset, load_from_disk
 
 from models.errors import UserError
-from recipes.preparing.formats import (
+from recipes.preparing.formats.format import Format, first_line
+from recipes.preparing.formats.tables import Parquet, Rows, Stream
+from recipes.preparing.formats.text_files import (
     COMPRESSED,
-    Format,
     JsonArray,
     JsonLines,
-    Parquet,
-    Rows,
-    Stream,
     TextLines,
     Texts,
-    first_line,
     open_bytes,
 )
 from recipes.preparing.own_files import OwnFiles

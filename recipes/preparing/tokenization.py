@@ -25,8 +25,8 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from models.errors import UserError
-from recipes.preparing.documents import Row
-from recipes.preparing.formats import READ_ERRORS, Format, Piece, first_line
+from recipes.preparing.formats.documents import Row
+from recipes.preparing.formats.format import READ_ERRORS, Format, Piece, first_line
 from recipes.training.data.token_file import TokenFileWriter, token_type
 from recipes.training.run_folder.line_file import flush
 

@@ -13,10 +13,10 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from models.errors import UserError
-from recipes.preparing.formats import Format, NumberedPiece, first_line
-from recipes.preparing.tokenization import is_held_out, new_folder, texts_of
-from recipes.training.data.token_file import folder_hash
-from recipes.training.recipe.sections import repository_path
+from recipes.preparing.formats.format import Format, NumberedPiece, first_line
+from recipes.preparing.tokenization import Tokenization, is_held_out, new_folder, texts_of
+from recipes.training.data.corpus_manifest import folder_hash, tokenizer_hash
+from recipes.training.recipe.repository import repository_path
 
 END_OF_TEXT = "<|endoftext|>"
 TRAINING_CHARACTERS = 2**29  # approximate number, taken evenly from all pieces
@@ -87,6 +87,43 @@ def document_start(tokenizer: PreTrainedTokenizerBase) -> list[int]:
         f"{tokenizer.name_or_path}: {example!r} is tokenized as {text} without and {whole} with "
         f"special tokens, and the second does not contain the first; use a tokenizer that adds "
         f"special tokens only at the start and end"
+    )
+
+
+def plan_tokenization(
+    formats: Sequence[Format],
+    tokenizer: Path,
+    name: str,
+    *,
+    validation_fraction: float,
+    skip: frozenset[str],
+    pieces: Path,
+) -> Tokenization:
+    """Return the settings with which a tokenizer tokenizes the documents of a source.
+
+    Args:
+        formats: readers of the source
+        tokenizer: folder of the tokenizer
+        name: the option that names the tokenizer, with its value, for a message
+        validation_fraction: share of the documents that is held out
+        skip: kinds of problems whose rows are skipped
+        pieces: folder of the finished pieces
+
+    Raises:
+        UserError: The tokenizer cannot be loaded, or adds special tokens within a text.
+    """
+    loaded = load_tokenizer(tokenizer, name)
+    return Tokenization(
+        formats=list(formats),
+        tokenizer=tokenizer / "tokenizer.json",
+        tokenizer_sha256=tokenizer_hash(tokenizer),
+        vocab_size=max(loaded.get_vocab().values()) + 1,
+        start=tuple(document_start(loaded)),
+        end=loaded.eos_token_id,
+        split_special_tokens=getattr(loaded, "split_special_tokens", False),
+        validation_fraction=validation_fraction,
+        skip=skip,
+        folder=pieces,
     )
 
 

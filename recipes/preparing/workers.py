@@ -12,7 +12,7 @@ from multiprocessing.queues import Queue
 from tqdm import tqdm
 
 from models.errors import UserError
-from recipes.preparing.formats import NumberedPiece, Piece
+from recipes.preparing.formats.format import NumberedPiece, Piece
 from recipes.preparing.tokenization import Tokenization, run_piece, start_worker
 
 SECONDS_BETWEEN_LINES = 10.0

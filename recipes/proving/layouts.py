@@ -62,14 +62,14 @@ def reference(recipe: Recipe) -> ProofCase:
     return _case(recipe, Topology(1, 1, 1))
 
 
-def legal_cases(
+def valid_cases(
     recipe: Recipe,
     *,
     ranks: int,
     micro_sequences: Iterable[int],
     recompute_intervals: Iterable[int] = (2,),
 ) -> list[ProofCase]:
-    """Return all legal cases on up to `ranks` ranks, smallest worlds first."""
+    """Return all valid cases on up to `ranks` ranks, smallest worlds first."""
     recomputes = [{"recompute": "none"}, {"recompute": "selective"}] + [
         {"recompute": "full", "recompute_interval": interval} for interval in recompute_intervals
     ]

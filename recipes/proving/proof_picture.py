@@ -35,7 +35,7 @@ def draw_heatmap(findings: Sequence[Finding], *, title: str, file: Path) -> None
     """Write the picture, in the format of the file's extension (.svg, .png, .pdf).
 
     Rows are topologies. Column groups are schedules or ZeRO stages, with and without sequence
-    parallelism; their columns are recomputation and micro-batch. Blank: not legal; black: failed.
+    parallelism; their columns are recomputation and micro-batch. Blank: not valid; black: failed.
     """
     within = sorted({_within(finding.case) for finding in findings})
     rows = sorted({_sizes(finding) for finding in findings})

@@ -23,7 +23,7 @@ from recipes.proving.trial import (
     start,
     train_step,
 )
-from recipes.training.checkpoint import reader
+from recipes.training.checkpoint import resume_point
 from recipes.training.checkpoint.writer import CheckpointWriter
 from recipes.training.data.dataset import TrainingData
 from recipes.training.engine.engine import Engine
@@ -64,7 +64,7 @@ def run_leg(case: ProofCase, world: World, folder: RunFolder) -> Leg | None:
 
 def load_newest(engine: Engine, data: TrainingData, folder: RunFolder) -> int:
     """Load the newest checkpoint, if there is one, and return its step; collective."""
-    found = reader.find(folder.checkpoints, "auto", engine.recipe, data.fingerprint)
+    found = resume_point.find(folder.checkpoints, "auto", engine.recipe, data.fingerprint)
     if found.path:
         engine.load(found.reader())
     data.resume(found.progress)

@@ -20,7 +20,7 @@ def shrink(recipe: Recipe, *, ranks: int, layers: int, steps: int, corpus: Path)
     """Return the recipe with every architectural switch kept and every size small.
 
     Sizes that a layout must divide (key-value heads, feed-forward columns, sequence, global batch)
-    keep their divisors among 1 .. ranks, so that the same layouts are legal. The vocabulary keeps
+    keep their divisors among 1 .. ranks, so that the same layouts are valid. The vocabulary keeps
     its remainder modulo 64, and an odd number of layers stays odd.
 
     Args:

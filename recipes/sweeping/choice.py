@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from models.errors import UserError
+from recipes.planning.inputs.cluster import DEFAULT_CLUSTER
 from recipes.planning.inputs.job import Machine, job_without_layout
-from recipes.planning.memory.peak import GIB, host_bytes
-from recipes.planning.output.plan_report import edits, fits
+from recipes.planning.memory.peak import GIB, fits, host_bytes
+from recipes.planning.output.recipe_edits import edits
 from recipes.planning.search.layout_search import Plan, search
 from recipes.sweeping.trial import Rejection, Trial
 from recipes.training.recipe.deepspeed_config import build_deepspeed_config
@@ -19,7 +20,6 @@ from recipes.training.recipe.loading import load_recipe, parse_recipe, short
 from recipes.training.recipe.schema import Recipe
 from recipes.training.recipe.topology import World
 
-DEFAULT_CLUSTER = {"nodes": 1, "gpus_per_node": 2, "gpu": "cpu"}  # as of plan.py
 ALL = 10**9  # more layouts than a search finds
 
 

@@ -12,7 +12,7 @@ from recipes.planning.memory.peak import GIB, fullest_stage
 from recipes.planning.time.step_time import step_time
 from recipes.training.recipe.deepspeed_config import read_deepspeed_json
 from recipes.training.recipe.schema import Recipe
-from recipes.training.recipe.sections import Cluster
+from recipes.training.recipe.sections.layout import Cluster
 
 Outcome = Literal["ok", "out_of_memory", "hung", "crashed", "rejected", "too_large"]
 OUTCOMES: tuple[Outcome, ...] = get_args(Outcome)

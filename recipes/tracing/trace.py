@@ -2,9 +2,8 @@
 
 The model, DeepSpeed's engine, its optimizer and its schedule are the real ones, built by
 `build_from_recipe`, on fake tensors and a process group that does nothing (`fake_cluster.py`). The
-second step is counted, because Adam's moments exist by then, as in all later steps. The trace runs
-only as many of the step's micro-batches as `enough_micro_batches` says, and scales their
-communication to all micro-batches.
+second step is counted, because Adam's moments exist by then, as in all later steps. It is shortened
+to the micro-batches that reach the peak memory (`shortened_step.py`).
 
 Not counted: memory inside kernels and libraries (cuBLAS' workspace, NCCL's buffers, flash
 attention's fp32 accumulators in its backward pass), the CUDA context, and fragmentation in the
@@ -15,7 +14,6 @@ training.compile is false, a compiled kernel allocates only its results.
 Each sequence is one document here, whatever data.separate_documents says.
 """
 
-import operator
 import os
 from collections import Counter
 from collections.abc import Iterable
@@ -28,13 +26,14 @@ import torch
 from models.errors import UserError
 from models.parallel.context import Context
 from models.parallel.rng import MaskKey
-from models.pipeline.schedule.order import BACKWARD, FORWARD, WEIGHT, Order, min_micro_batches
+from models.pipeline.schedule.order import min_micro_batches
 from recipes.tracing.allocation_counter import Allocation, AllocationCounter
 from recipes.tracing.collective_counter import CollectiveCounter, Traffic
 from recipes.tracing.fake_cluster import fake_tensors, kernels_of_a_gpu, one_rank_of
 from recipes.tracing.observer import Observer
+from recipes.tracing.shortened_step import enough_micro_batches, per_step, with_micro_batches
 from recipes.training.data.micro_batch import MicroBatch
-from recipes.training.engine.build import build_from_recipe, pipeline_of
+from recipes.training.engine.build import build_from_recipe
 from recipes.training.engine.engine import Engine, PipelinedEngine
 from recipes.training.recipe.deepspeed_config import build_deepspeed_config
 from recipes.training.recipe.schema import Recipe
@@ -42,10 +41,6 @@ from recipes.training.recipe.topology import Coordinates, Topology, World
 
 ALLOCATOR_BYTES = 512  # CUDA's caching allocator rounds sizes up to a multiple (kMinBlockSize)
 MAX_LISTED_ALLOCATIONS = 15
-# Phases that occur once per step; all others occur once per micro-batch.
-PHASES_ONCE_PER_STEP = ("", "ReduceGrads", "OptimizerStep", "optimizer step")
-# Passes of a pipeline. Data ranks communicate only in the last of them in a step.
-BACKWARD_PHASES = ("BackwardPass", "WeightPass")
 
 
 @dataclass(frozen=True)
@@ -171,54 +166,6 @@ def measure(recipe: Recipe, topology: Topology, rank: int, *, at_most: int) -> T
     )
 
 
-def enough_micro_batches(recipe: Recipe, topology: Topology, rank: int) -> int:
-    """Return the number of micro-batches with which this rank reaches its peak memory.
-
-    With this number the stage passes through all states that may be the fullest, each with and
-    without gradients of an earlier micro-batch. A larger number adds only one loss per micro-batch.
-    """
-    pipeline = pipeline_of(recipe, topology)
-    stage = topology.coordinates(rank).pipeline
-    wanted = fullest_moments(pipeline.orders[stage])
-    least = min_micro_batches(pipeline.schedule, pipeline.stages)
-    for fewer in range(least, pipeline.micro_batches):
-        if fullest_moments(replace(pipeline, micro_batches=fewer).orders[stage]) == wanted:
-            return fewer
-    return pipeline.micro_batches
-
-
-def fullest_moments(order: Order) -> set[tuple[int, ...]]:
-    """Return the contents of a stage at its fullest moments; no moment is exceeded by another.
-
-    A moment counts, for each chunk, the micro-batches before their backward pass, those before
-    their weight pass, and 1 if gradients exist.
-    """
-    chunks = 1 + max(work.chunk for work in order)
-    before = [0] * chunks
-    left = [0] * chunks
-    ended = [0] * chunks
-    ending = WEIGHT if any(work.kind == WEIGHT for work in order) else BACKWARD
-    moments = set()
-    for work in order:
-        before[work.chunk] += (work.kind == FORWARD) - (work.kind == BACKWARD)
-        if ending == WEIGHT:
-            left[work.chunk] += (work.kind == BACKWARD) - (work.kind == WEIGHT)
-        ended[work.chunk] |= work.kind == ending
-        moments.add((*before, *left, *ended))
-    return {
-        moment
-        for moment in moments
-        if not any(moment != other and all(map(operator.le, moment, other)) for other in moments)
-    }
-
-
-def with_micro_batches(recipe: Recipe, topology: Topology, count: int) -> Recipe:
-    """Return the recipe with `count` micro-batches per step."""
-    sequences = count * recipe.batch.micro_sequences * topology.data
-    batch = recipe.batch.model_copy(update={"global_sequences": sequences})
-    return recipe.model_copy(update={"batch": batch})
-
-
 def as_written(recipe: Recipe) -> Recipe:
     """Return the recipe without compiled kernels, which fake tensors and counters cannot run."""
     training = recipe.training.model_copy(update={"compile": False})
@@ -285,20 +232,3 @@ def axes_of(topology: Topology, coordinates: Coordinates) -> dict[frozenset[int]
         ranks(data=data): "data",
         ranks(tensor=tensor): "tensor",
     }
-
-
-def per_step(counted: CollectiveCounter, micro_batches: int, traced: int) -> tuple[Traffic, ...]:
-    """Return the traffic of a step with all its micro-batches.
-
-    Every micro-batch communicates the same, except that a pipeline reduces its gradients once.
-    """
-    counts: Counter[tuple[str, str]] = Counter()
-    totals: Counter[tuple[str, str]] = Counter()
-    for (phase, axis, kind), count in counted.counts.items():
-        size = counted.totals[phase, axis, kind]
-        is_once = phase in PHASES_ONCE_PER_STEP or (axis == "data" and phase in BACKWARD_PHASES)
-        if not is_once:
-            count, size = (round(n * micro_batches / traced) for n in (count, size))
-        counts[axis, kind] += count
-        totals[axis, kind] += size
-    return tuple(Traffic(*key, counts[key], totals[key]) for key in sorted(counts))

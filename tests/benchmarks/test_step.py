@@ -2,25 +2,25 @@
 
 import json
 import re
-import subprocess
-import sys
 import tomllib
 from dataclasses import replace
 
 import pytest
 import torch
 
+from benchmarks import step
 from benchmarks.device import device_file
 from benchmarks.device.fit import BOUNDS, Product, fit_products
 from benchmarks.one_step import rows
-from benchmarks.one_step.contestants import BareLoop, Entry, Theirs, draw_batch
+from benchmarks.one_step.bare_loop import BareLoop
+from benchmarks.one_step.contestants import Entry, draw_batch
 from benchmarks.one_step.probes import MKL_LINE, ONEDNN_LINE
 from benchmarks.one_step.shapes import cpu_shape, step_flops
+from benchmarks.one_step.transformers_llama import TransformersLlama
 from benchmarks.taking_turns import Turn, check_first_losses, cores_at_hand, ratio
 from models.errors import UserError
 from recipes.gpus.datasheet import FOLDER, Gpu, load_gpu, read_gpu
 from recipes.planning.inputs.kernels import matmul_seconds
-from recipes.training.recipe.loading import REPOSITORY
 
 TINY = cpu_shape(64, 2, 256, micro_batches=2)
 SIZES = ("rows", "columns", "inner")
@@ -65,8 +65,8 @@ def test_a_row_of_two_contestants() -> None:
 
 
 def test_autocast_keeps_weights_and_gradients_in_fp32() -> None:
-    entry, recipe = Entry("transformers", bare=True, autocast=True), TINY.recipe("bf16")
-    loop = BareLoop(Theirs(recipe, entry.autocast), recipe, entry)
+    recipe = TINY.recipe("bf16")
+    loop = BareLoop(TransformersLlama(recipe, autocast=True), recipe, autocast=True)
     seen = set()
     for weight in loop.trained:
         assert weight.dtype == torch.float32
@@ -135,6 +135,4 @@ def test_another_devices_datasheet_is_not_written_over() -> None:
 
 
 def test_help_shows_the_gpu_command() -> None:
-    command = [sys.executable, "benchmarks/step.py", "--help"]
-    shown = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=True)
-    assert "On a GPU" in shown.stdout
+    assert "On a GPU" in step.build_parser().format_help()

@@ -35,7 +35,8 @@ from recipes.proving.proof_corpus import write_corpus
 from recipes.proving.relay import save
 from recipes.proving.trial import start, train_step
 from recipes.training.checkpoint.manifest import Manifest
-from recipes.training.checkpoint.reader import CheckpointReader, find_initial_weights
+from recipes.training.checkpoint.reader import CheckpointReader
+from recipes.training.checkpoint.resume_point import find_initial_weights
 from recipes.training.data.dataset import TrainingData
 from recipes.training.recipe.loading import REPOSITORY, parse_recipe
 from recipes.training.recipe.schema import Recipe
@@ -387,7 +388,7 @@ def stored_weights(source: CheckpointReader) -> list[str]:
         (["deepspeed=ds_configs/zero2_fp32.json"], 4, "zero2"),
     ],
 )
-def test_an_illegal_reshape_is_rejected(
+def test_an_invalid_reshape_is_rejected(
     overrides: list[str],
     ranks: int,
     named: str,

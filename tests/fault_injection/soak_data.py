@@ -34,7 +34,10 @@ PIECE_BYTES = 2**16
 PREPARATION_SECONDS = 120  # a preparation that takes longer hangs
 SECONDS_TO_FOLLOW = 10  # until the processes of a killed command have ended
 VICTIMS = ("the command", "a process", "all of them")
-COMMAND = f"import recipes.prepare_data as p; p.MIN_PIECE_BYTES = {PIECE_BYTES}; p.main()"
+COMMAND = (
+    "from recipes import prepare_data\nfrom recipes.preparing.formats import pieces\n"
+    f"pieces.MIN_PIECE_BYTES = {PIECE_BYTES}\nprepare_data.main()"
+)
 
 
 @dataclass

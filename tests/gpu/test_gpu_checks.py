@@ -366,7 +366,7 @@ def test_the_full_sizes_are_a_legal_recipe(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("small", [True, False])
-def test_every_layout_is_legal(ranks: int, small: bool, tmp_path: Path) -> None:
+def test_every_layout_is_valid(ranks: int, small: bool, tmp_path: Path) -> None:
     setting = Setting(output=tmp_path, **CPU | {"small": small})
     schedules = set()
     for changes in training.layout_variants(ranks).values():

@@ -20,7 +20,8 @@ from functools import cached_property
 from typing import NamedTuple
 
 from models.pipeline.schedule.communication import Action, Event, Route, program
-from models.pipeline.schedule.order import BACKWARD, FORWARD, Pass, Pipeline
+from models.pipeline.schedule.order import Pipeline
+from models.pipeline.schedule.passes import BACKWARD, FORWARD, Pass
 
 MAX_SLOTS = 16  # upper limit of a search
 

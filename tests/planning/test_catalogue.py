@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from models.cost import parameter_count
-from recipes.proving.layouts import ProofCase, legal_cases
+from recipes.proving.layouts import ProofCase, valid_cases
 from recipes.proving.proof_corpus import write_corpus
 from recipes.proving.shrink import shrink
 from recipes.proving.trial import try_cases
@@ -237,7 +237,7 @@ def small_variant(name: str, corpus: Path) -> ProofCase:
     stage = zero_stage(read_deepspeed_json(recipe.deepspeed))
     (case,) = (
         case
-        for case in legal_cases(small, ranks=1, micro_sequences=(1,))
+        for case in valid_cases(small, ranks=1, micro_sequences=(1,))
         if case.zero_stage == stage and case.recipe.layout.recompute == recipe.layout.recompute
     )
     return case

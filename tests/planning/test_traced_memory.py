@@ -98,6 +98,9 @@ VARIANTS = {
 }  # fmt: skip
 
 QUICK = ("tensor, stages", "fp16", "zero-2")  # the other cases are long tests
+RECIPES = {path: f"{path.parent.name}-{path.stem}" for path in CATALOGUE}
+LONG = ("gpt-175b", "llama-3b", "llama-70b", "megatron-1t", "qwen3-14b")
+EXHAUSTIVE = pytest.mark.exhaustive
 
 
 def planned_job(path: Path, overrides: list[str]) -> tuple[Recipe, Job]:
@@ -124,8 +127,13 @@ def test_the_formula_agrees_with_a_trace(name: str) -> None:
         assert abs(difference(recipe, job, stage)) < TOLERANCE + 0.01
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("path", CATALOGUE, ids=lambda path: f"{path.parent.name}-{path.stem}")
+@pytest.mark.parametrize(
+    "path",
+    [
+        pytest.param(path, id=name, marks=pytest.mark.long if name in LONG else EXHAUSTIVE)
+        for path, name in RECIPES.items()
+    ],
+)
 def test_the_formula_agrees_with_a_trace_of_every_recipe(path: Path) -> None:
     """The comparison is on the fullest stage, which decides whether the layout fits."""
     recipe, job = planned_job(path, [])

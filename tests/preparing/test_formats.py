@@ -12,12 +12,13 @@ from datasets import Dataset, DatasetDict, IterableDataset
 from pyarrow import parquet
 
 from models.errors import UserError
-from recipes.preparing.documents import PROBLEM_KINDS
-from recipes.preparing.formats import Format, Stream
+from recipes.preparing.formats.documents import PROBLEM_KINDS
+from recipes.preparing.formats.format import Format
+from recipes.preparing.formats.tables import Stream
 from recipes.preparing.own_files import mark_workspace
 from recipes.preparing.source import open_source
 from recipes.preparing.tokenization import texts_of
-from recipes.training.data.token_file import tokenizer_hash
+from recipes.training.data.corpus_manifest import tokenizer_hash
 
 TEXTS = [
     f"document {i}: ünïcode 🙂 {'and more ' * (i % 7)}\u2028no line ends here" for i in range(100)

@@ -1,7 +1,5 @@
-import errno
 import fcntl
 import json
-import os
 import random
 import shutil
 import subprocess
@@ -14,16 +12,15 @@ import tomli_w
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from models.errors import UserError
-from recipes.prepare_data import lock_workspace
-from recipes.preparing.documents import PROBLEM_KINDS
-from recipes.preparing.formats import TextLines
+from recipes.preparing.formats.documents import PROBLEM_KINDS
+from recipes.preparing.formats.text_files import TextLines
 from recipes.preparing.ledger import samples_of
 from recipes.preparing.own_files import LOCK_TEXT
 from recipes.preparing.prepared_corpus import find_damages
 from recipes.preparing.tokenization import Tokenization
+from recipes.training.data.corpus_manifest import tokenizer_hash
 from recipes.training.data.dataset import TrainingData
-from recipes.training.data.token_file import TokenFile, tokenizer_hash
+from recipes.training.data.token_file import TokenFile
 from recipes.training.recipe.loading import DEFAULT_RECIPE, REPOSITORY, load_recipe, parse_recipe
 from recipes.training.recipe.topology import Topology
 from recipes.training.run_folder.folder import RunFolder
@@ -36,8 +33,9 @@ TEXTS = [f"document {i}: the quick brown fox jumps over {i * 7} lazy dogs\n" for
 def prepare(*arguments: object, pieces_of: int = 0) -> subprocess.CompletedProcess[str]:
     command = ["recipes/prepare_data.py"]
     if pieces_of:
-        patched = f"p.MIN_PIECE_BYTES, p.MAX_PIECE_BYTES = {pieces_of}, 2**20"
-        command = ["-c", f"import recipes.prepare_data as p; {patched}; p.main()"]
+        imports = "from recipes import prepare_data\nfrom recipes.preparing.formats import pieces"
+        patched = f"pieces.MIN_PIECE_BYTES, pieces.MAX_PIECE_BYTES = {pieces_of}, 2**20"
+        command = ["-c", f"{imports}\n{patched}\nprepare_data.main()"]
     return subprocess.run(
         [sys.executable, *command, *map(str, arguments)],
         cwd=REPOSITORY,
@@ -209,24 +207,6 @@ def test_bad_input_is_rejected_in_one_line(
     assert done.returncode == 1
     assert named in done.stderr and done.stderr.count("\n") == 1
     assert not list(tmp_path.glob("bad*"))
-
-
-@pytest.mark.parametrize(
-    ("number", "kind", "said"),
-    [
-        (errno.ENOSYS, UserError, "its file system has no flock"),
-        (errno.EIO, OSError, "Input/output error: '.*/work/lock'"),
-    ],
-)
-def test_only_a_missing_flock_is_reported_as_one(
-    number: int, kind: type, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(*_: object) -> None:
-        raise OSError(number, os.strerror(number))
-
-    monkeypatch.setattr("fcntl.flock", fail)
-    with pytest.raises(kind, match=said), lock_workspace(tmp_path / "work", shared=False):
-        pass
 
 
 def test_one_process_at_a_time_joins(prepared: Path, tmp_path: Path) -> None:

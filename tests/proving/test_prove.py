@@ -1,4 +1,4 @@
-"""The proof: shrinking, legal layouts, comparison, detection of faults, and reports."""
+"""The proof: shrinking, valid layouts, comparison, detection of faults, and reports."""
 
 import argparse
 import contextlib
@@ -28,7 +28,7 @@ from recipes import prove
 from recipes.proving import compare as comparison
 from recipes.proving import proof_picture
 from recipes.proving.compare import Outcome, compare
-from recipes.proving.layouts import ProofCase, legal_cases, reference
+from recipes.proving.layouts import ProofCase, reference, valid_cases
 from recipes.proving.proof_corpus import write_corpus
 from recipes.proving.proof_report import Finding, as_json, failures, table, verdict
 from recipes.proving.shrink import larger_micro_batch, shrink
@@ -88,8 +88,8 @@ def test_shrinking_keeps_the_structure(path: Path, tmp_path: Path) -> None:
     assert small.layers % 2 == model.layers % 2
     for tensor in range(1, 9):
         for size in ("kv_heads", "ffn_hidden_size", "sequence_length"):
-            legal = getattr(model, size) % tensor == 0
-            assert (getattr(small, size) % tensor == 0) == legal, (size, tensor)
+            valid = getattr(model, size) % tensor == 0
+            assert (getattr(small, size) % tensor == 0) == valid, (size, tensor)
     assert small.hidden_size <= 40 * 8 and small.vocab_size < 256  # 40: heads for 5 and 8 ranks
 
 
@@ -128,12 +128,12 @@ def test_shrinking_keeps_a_head_size_of_its_own(corpus: Path, tmp_path: Path) ->
     assert larger_micro_batch(recipe_of(corpus, {})) == 2
 
 
-# Legal layouts
+# Valid layouts
 
 
 def test_the_layouts_are_those_that_the_recipe_accepts(corpus: Path, tmp_path: Path) -> None:
     small = made_small(recipe_of(corpus, {"model__layers": 4}), tmp_path, ranks=4)
-    cases = legal_cases(small, ranks=4, micro_sequences=(1, 2))
+    cases = valid_cases(small, ranks=4, micro_sequences=(1, 2))
     names = {f"{case.axes}: {case.method}" for case in cases}
     assert len(names) == len(cases) == 267  # counted by hand
     for name in (
@@ -327,7 +327,7 @@ def seeded_fault(fault: str) -> Iterator[None]:
 def mutant_case(corpus: Path, fault: str) -> ProofCase:
     changes, layout = MUTANTS[fault]
     small = made_small(recipe_of(corpus, changes), corpus)
-    found = legal_cases(small, ranks=2, micro_sequences=(1,))
+    found = valid_cases(small, ranks=2, micro_sequences=(1,))
     wanted = {"tensor": 1, "pipeline": 1, "schedule": "1f1b", "sequence_parallel": False} | layout
     wanted |= {"recompute": "none"}
     (case,) = (
@@ -386,7 +386,7 @@ def test_unseen_recipes_pass(name: str, corpus: Path, tmp_path: Path) -> None:
     recipe = recipe_of(corpus, UNSEEN[name])
     small = made_small(recipe, tmp_path / "corpus")
     write_corpus(tmp_path / "corpus", small.model.vocab_size)
-    cases = legal_cases(small, ranks=2, micro_sequences=(1, larger_micro_batch(recipe)))
+    cases = valid_cases(small, ranks=2, micro_sequences=(1, larger_micro_batch(recipe)))
     some = cases[:: len(cases) // 6]
     findings = list(prove.prove(small, some, ranks=2))
     assert len(findings) == len(some) >= 6
@@ -397,7 +397,7 @@ def test_a_layout_that_fails_is_a_finding_and_the_others_continue(
     corpus: Path, tmp_path: Path
 ) -> None:
     small = made_small(recipe_of(corpus, {}), corpus, steps=1)
-    good = [v for v in legal_cases(small, ranks=2, micro_sequences=(1,)) if v.world_size == 2][:2]
+    good = [v for v in valid_cases(small, ranks=2, micro_sequences=(1,)) if v.world_size == 2][:2]
     lost = changed(small.model_dump(mode="json", exclude_none=True), data__validation="nowhere")
     bad = ProofCase(parse_recipe(lost, "test"), good[0].topology, 1)
     results = dict(run_cases([good[0], bad, good[1]], ranks=2, seconds=60))
@@ -420,10 +420,10 @@ def test_a_layout_that_hangs_is_a_finding(corpus: Path) -> None:
     assert len(multiprocessing.active_children()) == children
 
 
-def command(*arguments: str) -> subprocess.CompletedProcess:
+def command(*arguments: str, cwd: Path = REPOSITORY) -> subprocess.CompletedProcess:
     return subprocess.run(
-        [sys.executable, "recipes/prove.py", *arguments],
-        cwd=REPOSITORY,
+        [sys.executable, str(REPOSITORY / "recipes" / "prove.py"), *arguments],
+        cwd=cwd,
         env=os.environ | {"OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
@@ -432,30 +432,18 @@ def command(*arguments: str) -> subprocess.CompletedProcess:
     )
 
 
-def test_the_command_prints_one_json_object_and_nothing_else() -> None:
-    done = command("--ranks", "1", "--steps", "2", "--json")
+def test_the_command_runs_anywhere_draws_and_prints_one_json_object(tmp_path: Path) -> None:
+    (tmp_path / "models").mkdir()  # which must not be taken for ours
+    (tmp_path / "models" / "__init__.py").write_text("raise SystemExit('not this one')")
+    options = ("--ranks", "1", "--steps", "2", "--json", "--heatmap", "proof.png")
+    done = command(*options, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
+    assert (tmp_path / "proof.png").read_bytes().startswith(b"\x89PNG")
     proof = json.loads(done.stdout)
     assert proof["passed"] and len(proof["layouts"]) == 18
     assert {row["recompute"] for row in proof["layouts"]} == {"none", "selective", "full"}
     assert {row["zero"] for row in proof["layouts"]} == {1, 2, 3}
     assert max(row["loss"] for row in proof["layouts"]) <= proof["tolerances"]["loss"]
-
-
-def test_the_command_runs_anywhere_and_draws(tmp_path: Path) -> None:
-    (tmp_path / "models").mkdir()  # which must not be taken for ours
-    (tmp_path / "models" / "__init__.py").write_text("raise SystemExit('not this one')")
-    script = str(REPOSITORY / "recipes" / "prove.py")
-    options = ["--ranks", "1", "--steps", "1", "--heatmap", "proof.png"]
-    done = subprocess.run(
-        [sys.executable, script, *options],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr
-    assert (tmp_path / "proof.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_a_failed_layout_is_black(corpus: Path) -> None:

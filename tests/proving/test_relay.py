@@ -14,7 +14,7 @@ from models.sharding import Sharding
 from recipes.prove import run_relay
 from recipes.proving import layouts
 from recipes.proving.compare import Leg
-from recipes.proving.layouts import ProofCase, legal_cases
+from recipes.proving.layouts import ProofCase, valid_cases
 from recipes.proving.proof_report import Finding, relay_as_text
 from recipes.proving.relay import run_leg
 from recipes.proving.trial import many_cases
@@ -42,12 +42,12 @@ BF16_FAULTS = ("model keeps its weights",)
 
 
 def cases(corpus: Path, shape: dict[str, Any], *, ranks: int, count: int) -> list[ProofCase]:
-    """Return `count` legal layouts of each world size, far from each other."""
+    """Return `count` valid layouts of each world size, far from each other."""
     table = changed(small_recipe(corpus), **shape, training__steps=200)
-    legal = legal_cases(parse_recipe(table, "small"), ranks=ranks, micro_sequences=(2,))
+    valid = valid_cases(parse_recipe(table, "small"), ranks=ranks, micro_sequences=(2,))
     chosen = []
-    for size in {case.world_size for case in legal}:
-        own = [case for case in legal if case.world_size == size]
+    for size in {case.world_size for case in valid}:
+        own = [case for case in valid if case.world_size == size]
         chosen += own[:: max(1, len(own) // count)][:count]
     return chosen
 

@@ -11,7 +11,8 @@ from enum import StrEnum
 from itertools import pairwise
 from typing import NamedTuple
 
-from models.pipeline.schedule.order import Pass, Pipeline
+from models.pipeline.schedule.order import Pipeline
+from models.pipeline.schedule.passes import Pass
 
 Route = tuple[int, int]  # (sending stage, receiving stage)
 

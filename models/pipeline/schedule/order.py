@@ -17,36 +17,15 @@ chunks of a stage. The length for zb-v holds if the three are equal; otherwise t
 longer. The virtual stage of a chunk is its index in the whole model, from 0 to p v - 1.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from enum import StrEnum
 from functools import cached_property, lru_cache
 from heapq import heappop, heappush
 from itertools import chain, pairwise
 from typing import NamedTuple
 
 from models.errors import UserError
-
-
-class Kind(StrEnum):
-    """The kind of a pass; an undivided backward pass computes the weight gradients, too."""
-
-    FORWARD = "forward"
-    BACKWARD = "backward"
-    WEIGHT = "weight"
-
-
-class Pass(NamedTuple):
-    """One micro-batch through one chunk of a stage."""
-
-    kind: Kind
-    stage: int
-    chunk: int
-    micro_batch: int
-
-
-Order = Sequence[Pass]  # all passes of a stage in a step
-FORWARD, BACKWARD, WEIGHT = Kind
+from models.pipeline.schedule.passes import BACKWARD, FORWARD, WEIGHT, Kind, Order, Pass
 
 
 class Schedule(NamedTuple):
@@ -172,30 +151,6 @@ def schedule_name(schedule: str, chunks: int) -> str:
 def min_micro_batches(schedule: str, stages: int) -> int:
     """Return the smallest number of micro-batches that a schedule can run."""
     return 2 * stages if schedule == "dualpipev" else 1
-
-
-def last_passes(order: Sequence[Pass]) -> list[Pass]:
-    """Return the last pass of each kind through each chunk of a stage, in the order of the passes.
-
-    All gradients of a chunk are complete after the last of its passes. If backward passes are
-    split, the gradients that are not deferred are already complete after the last backward pass.
-    """
-    last = {(work.kind, work.chunk): work for work in order}
-    return [work for work in order if work == last[work.kind, work.chunk]]
-
-
-def most_in_flight(order: Iterable[Pass]) -> int:
-    """Return the maximum number of micro-batches whose activations a stage holds at the same time.
-
-    A chunk holds them until the last of its backward passes, that of the weights included.
-    """
-    order = list(order)
-    ending = WEIGHT if any(work.kind == WEIGHT for work in order) else BACKWARD
-    held = most = 0
-    for work in order:
-        held += (work.kind == FORWARD) - (work.kind == ending)
-        most = max(most, held)
-    return most
 
 
 def _one_forward_one_backward(pipeline: "Pipeline") -> list[Order]:

@@ -5,7 +5,8 @@ from itertools import chain
 from statistics import median
 from typing import NamedTuple
 
-from models.pipeline.schedule.order import Kind, Order, Pass, Pipeline
+from models.pipeline.schedule.order import Pipeline
+from models.pipeline.schedule.passes import Kind, Order, Pass
 
 
 class TimedPass(NamedTuple):

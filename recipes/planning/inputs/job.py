@@ -18,7 +18,7 @@ from recipes.training.recipe.deepspeed_config import (
     zero_stage,
 )
 from recipes.training.recipe.schema import Recipe
-from recipes.training.recipe.sections import Cluster
+from recipes.training.recipe.sections.layout import Cluster
 from recipes.training.recipe.topology import World
 
 
@@ -178,6 +178,14 @@ def job_of(recipe: Recipe, machine: Machine, software: Software = THREEFOLD) -> 
         micro_sequences=recipe.batch.micro_sequences,
     )
     return replace(job_without_layout(recipe, machine, software), layout=layout)
+
+
+def own_job(recipe: Recipe, machine: Machine, software: Software) -> tuple[Job | None, str]:
+    """Return the recipe's job in its own layout, or None and the reason why it is not valid."""
+    try:
+        return job_of(recipe, machine, software), ""
+    except UserError as problem:
+        return None, str(problem)
 
 
 def job_without_layout(recipe: Recipe, machine: Machine, software: Software = THREEFOLD) -> Job:

@@ -60,6 +60,8 @@ class Software:
 
 THREEFOLD = Software(
     name="threefold",
+    framework=("Threefold",),
+    gradient_bytes=4,  # the shipped JSON files sum gradients in fp32
     era=0.95,  # that of Megatron-DeepSpeed, because Threefold has not been measured yet
     elementwise=1.5,  # norms, rotations and additions are separate kernels
     shard_overlap=0.0,  # as measured for FSDP on the same GPUs

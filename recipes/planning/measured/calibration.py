@@ -5,10 +5,12 @@ from dataclasses import asdict, dataclass, fields, replace
 from math import exp, log, sqrt
 
 from recipes.planning.inputs.job import Job
+from recipes.planning.inputs.software import THREEFOLD
 from recipes.planning.time.step_time import step_time
 
 MAX_ROWS = 8  # of a table, used for the fit
-MAX_LOG_FACTOR = log(3)  # factors stay within 1/3 .. 3
+MAX_LOG_FACTOR = log(3)  # factors of published stacks stay within 1/3 .. 3
+MAX_LOG_FACTOR_UNMEASURED = log(1000)  # those of Threefold, whose speed is an assumption
 LOG_ERROR_SCALE = 0.05  # larger errors of a row's logarithm count linearly
 MAX_ROUNDS = 40
 
@@ -47,6 +49,7 @@ class Calibration:
 
 # The expected standard deviation of each factor's logarithm.
 PRIOR_DEVIATION = Calibration(compute=0.1, node_links=0.1, network=0.2, contention=1.0, host=0.1)
+PRIOR_DEVIATION_UNMEASURED = Calibration(2.0, 2.0, 2.0, 2.0, 2.0)
 
 
 def evenly_spaced_rows(count: int) -> list[int]:
@@ -60,12 +63,15 @@ def calibrate(measured: Sequence[tuple[Job, float]]) -> Calibration:
 
     The fit minimizes a robust sum over the rows (Charbonnier's, which is quadratic for small
     errors and linear for large ones) plus the squares of the factors' logarithms in units of
-    `PRIOR_DEVIATION`, so that a factor without effect on the rows stays at 1. It is a coordinate
-    descent with halving steps.
+    `PRIOR_DEVIATION`, so that a factor without effect on the rows stays at 1; the expected
+    deviations of Threefold are larger. It is a coordinate descent with halving steps.
 
     Args:
         measured: jobs and the seconds of their steps
     """
+    unmeasured = any(job.software.name == THREEFOLD.name for job, _ in measured)
+    largest = MAX_LOG_FACTOR_UNMEASURED if unmeasured else MAX_LOG_FACTOR
+    deviations = asdict(PRIOR_DEVIATION_UNMEASURED if unmeasured else PRIOR_DEVIATION)
     names = [field.name for field in fields(Calibration)]
     logs = dict.fromkeys(names, 0.0)
 
@@ -73,7 +79,6 @@ def calibrate(measured: Sequence[tuple[Job, float]]) -> Calibration:
         factors = Calibration(**{name: exp(value) for name, value in logs.items()})
         errors = (log(step_time(factors.of(job)).total / seconds) for job, seconds in measured)
         rows = sum(2 * (sqrt(1 + (error / LOG_ERROR_SCALE) ** 2) - 1) for error in errors)
-        deviations = asdict(PRIOR_DEVIATION)
         return rows + sum((logs[name] / deviations[name]) ** 2 for name in names) / 2
 
     step, best = 0.2, cost()
@@ -82,7 +87,7 @@ def calibrate(measured: Sequence[tuple[Job, float]]) -> Calibration:
         for name in names:
             for change in (step, -step):
                 before = logs[name]
-                logs[name] = max(-MAX_LOG_FACTOR, min(MAX_LOG_FACTOR, before + change))
+                logs[name] = max(-largest, min(largest, before + change))
                 now = cost()
                 if now < best - 1e-9:
                     best, improved = now, True

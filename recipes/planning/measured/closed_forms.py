@@ -17,7 +17,8 @@ from recipes.planning.measured.evaluation import mean
 from recipes.planning.measured.row_reader import architecture_switches, number
 from recipes.planning.measured.table import columns_of, read_cells
 from recipes.planning.memory.activations import activation_bytes, micro_batches_in_flight
-from recipes.planning.memory.peak import GIB, state_bytes
+from recipes.planning.memory.model_states import state_bytes
+from recipes.planning.memory.peak import GIB
 
 # Korthikanti et al. 2022 (arXiv 2205.05198), table 3: layers, hidden, heads, pipeline, chunks,
 # micro-batch; tensor is 8, the sequence 2,048.

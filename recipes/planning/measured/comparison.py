@@ -5,8 +5,8 @@ from typing import Any
 
 from models.errors import UserError
 from recipes.planning.measured import closed_forms, evaluation
-from recipes.planning.measured.calibration import Calibration, calibrate, evenly_spaced_rows
-from recipes.planning.measured.table import Row, is_table_of_runs, read_table
+from recipes.planning.measured.calibration import Calibration
+from recipes.planning.measured.table import is_table_of_runs, read_table
 
 
 def compare(path: Path, factors: Calibration) -> tuple[dict[str, dict[str, Any]], list[Path]]:
@@ -41,25 +41,3 @@ def compared(path: Path, factors: Calibration) -> dict[str, Any]:
 def is_table(path: Path) -> bool:
     """Return True if a file is a table of runs or of memory by formula."""
     return closed_forms.is_closed_form(path) or is_table_of_runs(path)
-
-
-def calibration_from(path: Path | None) -> tuple[Calibration, list[Row]]:
-    """Fit a calibration to a table's runs, and return it with the rows used.
-
-    Without a table, all factors are 1.
-
-    Raises:
-        UserError: no row has both a layout and a measured time.
-    """
-    if path is None:
-        return Calibration(), []
-    runs = [
-        (row, row.job, row.measured.step_seconds)
-        for row in read_table(path)
-        if row.job and row.measured.step_seconds
-    ]
-    if not runs:
-        raise UserError(f"--calibrate {path}: no row has a layout and a measured step_time_s")
-    chosen = [runs[index] for index in evenly_spaced_rows(len(runs))]
-    factors = calibrate([(job, seconds) for _, job, seconds in chosen])
-    return factors, [row for row, _, _ in chosen]

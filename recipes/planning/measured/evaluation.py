@@ -2,7 +2,7 @@
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import combinations
 from statistics import fmean
 from typing import Any
@@ -161,11 +161,6 @@ def _times(group: Sequence[Prediction]) -> list[tuple[float, float]]:
     return [
         (each.seconds, each.measured_seconds) for each in group if each.measured_seconds is not None
     ]
-
-
-def calibration_table(calibration: Calibration, rows: Sequence[Row]) -> dict[str, Any]:
-    """Return the factors and the names of the rows used, for --json."""
-    return {"factors": asdict(calibration), "rows": [row.row_id for row in rows]}
 
 
 def mean(values: Iterable[float]) -> float | None:

@@ -7,6 +7,7 @@ from typing import Any
 
 from models.config import ModelConfig
 from models.errors import UserError
+from models.pipeline.schedule.order import SCHEDULES
 from recipes.gpus.datasheet import OTHER_BOARDS, Gpu, gpus
 from recipes.planning.inputs.job import Job, JobLayout, Machine
 from recipes.planning.inputs.software import STACKS, Software
@@ -82,12 +83,15 @@ class RowReader:
             UserError: a cell is missing, cannot be read, or describes a feature not modelled.
         """
         software, machine, model = self.software(), self.machine(), self.model()
+        precision = self.precision()
+        if precision not in machine.gpu.peak_tflops:
+            raise UserError(f"precision {precision} is not modelled on {machine.gpu.name}")
         job = Job(
             model=model,
             machine=machine,
             layout=self.layout(model, machine.gpus),
             global_sequences=self.whole("gbs"),
-            precision=self.precision(),
+            precision=precision,
             software=software,
             optimizer_group=self.optimizer_group(),
         )
@@ -122,7 +126,7 @@ class RowReader:
     def precision(self) -> str:
         """Return the precision of the matmuls."""
         text = self.cell("precision").lower()
-        found = next((each for each in ("bf16", "fp16") if each in text), None)
+        found = next((each for each in ("bf16", "fp16", "fp32") if each in text), None)
         if found is None or "fp8" in text or "fp4" in text:
             raise UserError(f"precision {self.cell('precision') or 'empty'} is not modelled")
         return found
@@ -206,6 +210,7 @@ class RowReader:
             if size % tensor:
                 raise UserError(f"{name} = {size} over tp = {tensor} is not modelled")
         chunks = self.whole("vpp", 1, "no interleaving") if pipeline > 1 else 1
+        schedule = self.schedule(chunks) if pipeline > 1 else "1f1b"
         if pipeline * chunks > model.layers:
             raise UserError(f"pp x vpp = {pipeline * chunks} is more than layers = {model.layers}")
         split = self.cell("seq_parallel")
@@ -215,13 +220,40 @@ class RowReader:
             tensor=tensor,
             pipeline=pipeline,
             chunks=chunks,
-            schedule="interleaved" if chunks > 1 else "1f1b",
+            schedule=schedule,
+            layers_per_stage=self.layers_per_stage(model, pipeline * chunks),
             context=context,
             data=data,
             zero_stage=self.zero_stage(),
             sequence_parallel=is_yes(split),
+            recompute_interval=self.recompute_interval(),
             micro_sequences=self.whole("mbs", 1, "unstated"),
         )
+
+    def schedule(self, chunks: int) -> str:
+        """Return the pipeline schedule; without a column, it follows from the number of chunks."""
+        name = self.cell("schedule") or ("interleaved" if chunks > 1 else "1f1b")
+        if name not in SCHEDULES:
+            raise UserError(f"schedule {name} is not modelled")
+        if SCHEDULES[name].chunks not in (chunks, None):
+            raise UserError(f"schedule {name} has {SCHEDULES[name].chunks} chunks; vpp is {chunks}")
+        return name
+
+    def recompute_interval(self) -> int:
+        """Return the number of blocks that are recomputed together."""
+        return self.whole("recompute_interval") if self.cell("recompute_interval") else 1
+
+    def layers_per_stage(self, model: ModelConfig, stages: int) -> tuple[int, ...] | None:
+        """Return the blocks of each virtual stage; None if the row does not state them."""
+        text = self.cell("layers_per_stage")
+        if not text:
+            return None
+        if not re.fullmatch(r"[0-9]{1,6}( [0-9]{1,6})*", text):
+            raise UserError(f"layers_per_stage is {text}")
+        blocks = tuple(map(int, text.split()))
+        if len(blocks) != stages or sum(blocks) != model.layers:
+            raise UserError(f"layers_per_stage is {text}, for {stages} stages of {model.layers}")
+        return blocks
 
     def zero_stage(self) -> int:
         """Return the ZeRO stage, 0 .. 3; the cell may also say "ZeRO-1" or "FSDP"."""

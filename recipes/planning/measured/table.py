@@ -11,10 +11,12 @@ optional:
     gpus [gpus_per_node]
     [intra_gbps_unidir]  gigabytes/s between GPUs of a node, each GPU, one direction
     [inter_gbps_per_gpu] gigabytes/s between nodes, each GPU, one direction
-    precision            contains "bf16" or "fp16"
+    precision            contains "bf16", "fp16" or "fp32"
     [attention_kernel]   contains "flash" or "unfused"
     tp pp [vpp] [cp] [dp]  tensor, pipeline, chunks, context, data ranks
+    [schedule] [layers_per_stage]  a schedule of Threefold; blocks of each virtual stage, "3 4 4"
     [zero_stage] [seq_parallel] [recompute]  0 .. 3; 0 or 1; "none", "selective" or "full"
+    [recompute_interval]  blocks that are recomputed together
     mbs gbs              sequences of a micro-batch and of a step
 
 The optional columns step_time_s, mem_gb (GiB) and oom hold the measurements; predictions do not

@@ -7,8 +7,7 @@ columns of all queries and of all keys, a heads, v vocabulary, t tensor ranks; b
 from dataclasses import dataclass
 
 from models.cost import block_parameters, position_parameters
-from recipes.planning.inputs.footprint import Footprint
-from recipes.planning.inputs.job import Job, JobLayout
+from recipes.planning.inputs.job import Job
 from recipes.planning.inputs.kernels import BYTES
 from recipes.planning.inputs.stage_contents import (
     blocks_of_stages,
@@ -24,6 +23,7 @@ from recipes.planning.memory.activations import (
     most_activations,
     receive_bytes,
 )
+from recipes.planning.memory.model_states import state_bytes, transient_bytes
 from recipes.planning.memory.working_memory import (
     block_working_bytes,
     forward_working_bytes,
@@ -103,6 +103,13 @@ def host_bytes(job: Job) -> float:
     """
     together = min(job.machine.gpus, job.machine.gpus_per_node)
     return BYTES["fp32"] * max(stage_parameters(job)) * together
+
+
+def fits(job: Job) -> bool:
+    """Return True if every stage fits into GPU memory and, during its construction, the host's."""
+    gpu = job.machine.gpu
+    fullest = max(stage.total for stage in stage_memory(job))
+    return fullest <= gpu.memory_gib * GIB and host_bytes(job) <= gpu.node_memory_gib * GIB
 
 
 @dataclass(frozen=True)
@@ -222,73 +229,6 @@ def newest_parameters(job: Job, stage: int) -> float:
     if stage == last_stage(layout):
         found += table_parameters(model, layout.tensor)
     return found
-
-
-def state_bytes(
-    footprint: Footprint, layout: JobLayout, parameters: float, optimizer_ranks: int | None = None
-) -> tuple[float, float, float]:
-    """Return the bytes of weights, gradients and optimizer state kept between steps.
-
-    Rajbhandari et al. 2020 (arXiv 1910.02054), section 5: stage 1 shards the optimizer state over
-    the data ranks, stage 2 also gradients, stage 3 also weights.
-    """
-    ranks = layout.data * layout.context
-    stage = layout.zero_stage
-    weights = footprint.weight * parameters / (ranks if stage == 3 else 1)
-    gradients = footprint.gradient * parameters / (ranks if stage >= 2 else 1)
-    optimizer = footprint.optimizer + (footprint.zero3_copy if stage == 3 else 0)
-    optimizer *= parameters / (optimizer_ranks or layout.optimizer_ranks)
-    return weights, gradients, optimizer
-
-
-@dataclass(frozen=True)
-class TransientBytes:
-    """Bytes that DeepSpeed allocates only within a step.
-
-    Attributes:
-        gradients: gradients during the micro-batches
-        reducing: additional gradients during the reduction over the data ranks
-        buffers: buffers during the micro-batches
-        reducing_buffers: buffers during the reduction
-    """
-
-    gradients: float
-    reducing: float
-    buffers: float
-    reducing_buffers: float
-
-
-def transient_bytes(footprint: Footprint, layout: JobLayout, parameters: int) -> TransientBytes:
-    """Return the gradients and buffers that exist only within a step, for `parameters` weights."""
-    if layout.zero_stage < 2:
-        whole, bucket = footprint.reducing, footprint.reducing_bucket
-        if layout.data == 1 and not footprint.stock_pipeline:
-            whole = bucket = 0.0  # a single data rank does not reduce gradients
-        if parameters <= footprint.bucket_elements:
-            whole = max(whole, footprint.reducing_one_bucket)
-        return TransientBytes(
-            gradients=footprint.running_gradient * parameters,
-            reducing=whole * parameters,
-            buffers=footprint.bucket,
-            reducing_buffers=footprint.bucket + bucket,
-        )
-    # ZeRO-2 has two buckets in the weights' precision; their gradients are flattened, and converted
-    # before they are summed. ZeRO-3 has one bucket in the precision of the sums, a flattened copy,
-    # and the gathered weights except those whose gradients are in the bucket.
-    size, sent = footprint.weight, footprint.sent or footprint.weight
-    full = min(parameters, footprint.bucket_elements)
-    if layout.zero_stage == 2:
-        buckets = 2 * size * footprint.bucket_elements
-        flat = size * full + (sent * full if sent != size else 0.0)
-        return TransientBytes(0.0, 0.0, buckets, buckets + flat)
-    bucket, most = sent * footprint.bucket_elements, footprint.gathered_elements
-    gathered, still_gathered = min(parameters, most), min(parameters - full, most)
-    return TransientBytes(
-        gradients=0.0,
-        reducing=0.0,
-        buffers=bucket + size * gathered,
-        reducing_buffers=bucket + size * still_gathered + sent * full,
-    )
 
 
 def held_bytes(job: Job, stage: int) -> float:

@@ -1,23 +1,27 @@
-"""Text and JSON that plan.py prints: a plan, better layouts, the errors of a table."""
+"""Text that plan.py prints: a plan, better layouts, the errors of a table."""
 
-import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from models.cost import flops_per_token, parameter_count, recomputed_flops_per_token
-from models.pipeline.schedule.order import SCHEDULES, schedule_name
+from models.pipeline.schedule.order import schedule_name
 from recipes.planning.inputs.job import Job, JobLayout
-from recipes.planning.inputs.stage_contents import stage_imbalance, stages_text
+from recipes.planning.inputs.stage_contents import stages_text
+from recipes.planning.measured.fit import Fit, Quality
 from recipes.planning.memory.peak import GIB, StageMemory, host_bytes, stage_memory
-from recipes.planning.search.layout_search import Plan, SearchResult, deepspeed_json
+from recipes.planning.search.layout_search import (
+    DEFAULT_HEADROOM,
+    NEAR_TIE,
+    SearchResult,
+    is_near_tie,
+)
 from recipes.planning.time.step_time import StepTime, step_time
-from recipes.training.recipe.deepspeed_config import read_deepspeed_json, zero_stage
-from recipes.training.recipe.loading import REPOSITORY
 from recipes.training.recipe.schema import Recipe
 
 TIME_PARTS = [field.name for field in fields(StepTime) if field.name not in ("forward", "backward")]
+MIN_MICRO_BATCHES_PER_STAGE = 4
 MEMORY_PARTS = [field.name for field in fields(StageMemory)]
 
 
@@ -113,6 +117,25 @@ def plan_text(job: Job, steps: int) -> Iterator[str]:
     yield f"{'':16}" + "".join(f"{seconds / time.total:12.1%}" for seconds in spent)
     yield ""
     yield rates_text(rates(job, time.total, steps))
+    yield from warnings(job)
+
+
+def warnings(job: Job) -> Iterator[str]:
+    """Yield warnings about a layout that runs, but has little memory left or idle stages."""
+    limit = job.machine.gpu.memory_gib * GIB
+    free = 1 - max(stage.total for stage in stage_memory(job)) / limit
+    if 0 <= free < DEFAULT_HEADROOM:
+        yield (
+            f"Warning: {free:.0%} of the GPU memory is free; leave {DEFAULT_HEADROOM:.0%}, because "
+            f"predictions err by a few per cent and the allocator needs room."
+        )
+    layout = job.layout
+    if job.micro_batches < MIN_MICRO_BATCHES_PER_STAGE * layout.pipeline and layout.pipeline > 1:
+        yield (
+            f"Warning: {job.micro_batches} micro-batches for {layout.pipeline} stages; with fewer "
+            f"than {MIN_MICRO_BATCHES_PER_STAGE} for each stage, stages are often idle. Use a "
+            f"smaller batch.micro_sequences or layout.pipeline, or more batch.global_sequences."
+        )
 
 
 def fit_lines(job: Job, memory: Sequence[StageMemory]) -> Iterator[str]:
@@ -122,7 +145,7 @@ def fit_lines(job: Job, memory: Sequence[StageMemory]) -> Iterator[str]:
     if fullest > limit:
         yield f"DOES NOT FIT: needs {fullest:.1f} of {limit:g} GiB"
     else:
-        yield f"fits: {fullest:.1f} of {limit:g} GiB"
+        yield f"fits: {fullest:.1f} of {limit:g} GiB, {1 - fullest / limit:.0%} free"
     host, host_limit = host_bytes(job) / GIB, job.machine.gpu.node_memory_gib
     if host > host_limit:
         yield (
@@ -161,21 +184,27 @@ def distinct_stages(memory: Sequence[StageMemory]) -> list[tuple[str, StageMemor
     ]
 
 
-def search_lines(result: SearchResult, own: float | None) -> Iterator[str]:
-    """Yield lines with the best layouts and the number of rejected ones.
+def search_lines(result: SearchResult, own: StepTime | None) -> Iterator[str]:
+    """Yield lines with the best layouts, the reason for the first, and the rejected ones.
 
     Args:
-        own: seconds of a step in the recipe's own layout; None if that layout is not legal
+        own: time of a step in the recipe's own layout; None if that layout is not valid
     """
     if result.plans:
         yield f"Best of {result.tried:,} layouts:"
+    fastest = min((plan.time.total for plan in result.plans), default=0.0)
+    ties = [is_near_tie(plan.time.total, fastest) for plan in result.plans]
     for rank, plan in enumerate(result.plans, start=1):
         seconds = plan.time.total
         yield (
-            f"{rank:3}. {seconds:9.3f} s"
-            + (f" ({seconds / own - 1:+.1%})" if own else "")
+            f"{rank:3}.{'=' if ties[rank - 1] and sum(ties) > 1 else ' '}{seconds:9.3f} s"
+            + (f" ({seconds / own.total - 1:+.1%})" if own else "")
             + f"  {plan.memory.total / GIB:5.1f} GiB  {layout_line(plan.job.layout)}"
         )
+    if result.plans and own and result.plans[0].time.total < own.total:
+        yield difference_text(result.plans[0].time, own)
+    if sum(ties) > 1:
+        yield f"= within {NEAR_TIE:.0%} of the fastest, the simplest first: measure these."
     if not result.plans:
         yield f"None of {result.tried:,} layouts fits."
     reasons = ", ".join(f"{count:,} {reason}" for reason, count in result.rejected.most_common())
@@ -186,64 +215,13 @@ def search_lines(result: SearchResult, own: float | None) -> Iterator[str]:
         yield f"The closest needs {excess:.1f} GiB more per GPU: {layout_line(layout)}"
 
 
-def edits(recipe: Recipe, plan: Plan) -> dict[str, Any]:
-    """Return the recipe keys that select a plan's layout.
-
-    The recipe's DeepSpeed JSON is kept if it has the plan's ZeRO stage.
-    """
-    layout, section = plan.job.layout, recipe.layout
-    deepspeed = recipe.deepspeed
-    if zero_stage(read_deepspeed_json(deepspeed)) != layout.zero_stage:
-        shipped = deepspeed_json(layout.zero_stage, plan.job.precision)
-        deepspeed = str(shipped.relative_to(REPOSITORY))
-    others: dict[str, Any] = {}
-    if SCHEDULES[layout.schedule].chunks is None or "chunks" in section.model_fields_set:
-        others["layout.chunks"] = layout.chunks
-    if section.layers_per_stage is not None:  # an option can change this key, but not remove it
-        others["layout.layers_per_stage"] = list(plan.job.blocks_of_virtual_stages)
-    return {
-        "deepspeed": deepspeed,
-        "layout.tensor": layout.tensor,
-        "layout.pipeline": layout.pipeline,
-        "layout.schedule": layout.schedule,
-        "layout.sequence_parallel": layout.sequence_parallel,
-        "layout.recompute": layout.recompute,
-        "layout.recompute_interval": layout.recompute_interval,
-        "batch.micro_sequences": layout.micro_sequences,
-        **others,
-    }
-
-
-def changes(recipe: Recipe, plan: Plan) -> str:
-    """Return the options of pretrain.py that change the recipe's layout to a plan's."""
-    options = []
-    for key, value in edits(recipe, plan).items():
-        section, _, name = key.rpartition(".")
-        if getattr(getattr(recipe, section) if section else recipe, name) != value:
-            text = value if isinstance(value, str) else json.dumps(value, separators=(",", ":"))
-            options.append(f"--set {key}={text}")
-    return " ".join(options)
-
-
-def job_table(job: Job, steps: int) -> dict[str, Any]:
-    """Return a layout's predictions for --json; memory is in bytes."""
-    time, memory = step_time(job), stage_memory(job)
-    return {
-        "layout": asdict(job.layout),
-        "micro_batches": job.micro_batches,
-        "blocks": job.blocks_of_virtual_stages,
-        "imbalance": stage_imbalance(job),
-        "fits": fits(job),
-        "memory_bytes": [asdict(stage) | {"total": stage.total} for stage in memory],
-        "gpu_memory_bytes": job.machine.gpu.memory_gib * GIB,
-        "step_seconds": asdict(time) | {"total": time.total},
-        **asdict(rates(job, time.total, steps)),
-    }
-
-
-def plan_table(recipe: Recipe, plan: Plan) -> dict[str, Any]:
-    """Return a layout of the search for --json, with the edits that select it."""
-    return job_table(plan.job, recipe.training.steps) | {"edits": edits(recipe, plan)}
+def difference_text(best: StepTime, own: StepTime) -> str:
+    """Explain in a sentence where layout 1 gains and loses time against the recipe's own layout."""
+    gained = own.total - best.total
+    parts = {name: getattr(best, name) - getattr(own, name) for name in TIME_PARTS}
+    shown = sorted(parts.items(), key=lambda part: part[1])
+    large = [f"{name} {change:+.3f}" for name, change in shown if abs(change) >= gained / 10]
+    return f"Layout 1 is {gained:.3f} s faster than the recipe's own layout: {', '.join(large)}."
 
 
 def evaluation_text(name: str, summary: Mapping[str, Any]) -> str:
@@ -278,10 +256,25 @@ EVALUATION_HEADER = (
 )
 
 
-def calibration_text(calibration: Mapping[str, Any]) -> str:
-    """Format the factors of a calibration and the rows used, in one line each."""
-    factors = ", ".join(f"{name} x {factor:.3f}" for name, factor in calibration["factors"].items())
-    return f"calibrated: {factors}\nfrom {', '.join(calibration['rows'])}\n"
+def calibration_text(fit: Fit) -> str:
+    """Format the factors of a calibration, the rows used, and the errors, in one line each."""
+    factors = ", ".join(f"{name} x {factor:.3f}" for name, factor in asdict(fit.factors).items())
+    lines = [
+        f"calibrated with {fit.source}: {factors}",
+        f"fitted to {', '.join(row.row_id for row in fit.rows)}",
+    ]
+    for rows, quality in (("these rows", fit.used), ("the other rows", fit.others)):
+        if quality and quality.steps:
+            lines.append(f"mean error on {rows} ({quality.steps}): {quality_text(quality)}")
+    return "\n".join(lines) + "\n"
+
+
+def quality_text(quality: Quality) -> str:
+    """Format errors with and without calibration, as in "3.1 %, 45.0 % without calibration"."""
+    text = f"{quality.after:.1%}, {quality.before:.1%} without calibration"
+    if quality.tau is None or quality.tau_before is None:
+        return text
+    return f"{text}; Kendall's tau {quality.tau:.2f}, {quality.tau_before:.2f} without"
 
 
 def skipped(results: Iterable[Mapping[str, Any]]) -> list[tuple[str, int]]:
@@ -290,10 +283,3 @@ def skipped(results: Iterable[Mapping[str, Any]]) -> list[tuple[str, int]]:
     for result in results:
         reasons.update(result["summary"].get("skipped_reasons", {}))
     return reasons.most_common()
-
-
-def fits(job: Job) -> bool:
-    """Return True if every stage fits into GPU memory and, during its construction, the host's."""
-    gpu = job.machine.gpu
-    fullest = max(stage.total for stage in stage_memory(job))
-    return fullest <= gpu.memory_gib * GIB and host_bytes(job) <= gpu.node_memory_gib * GIB

@@ -6,7 +6,8 @@ from functools import lru_cache
 from math import log2
 
 from models.pipeline.schedule.balance import PROPORTION_UNITS, pass_proportions
-from models.pipeline.schedule.order import Kind, Pipeline
+from models.pipeline.schedule.order import Pipeline
+from models.pipeline.schedule.passes import Kind
 from models.pipeline.schedule.simulation import pipeline_seconds, simulate
 from recipes.planning.inputs.job import Job
 from recipes.planning.inputs.kernels import BYTES, memory_seconds

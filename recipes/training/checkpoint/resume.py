@@ -15,8 +15,8 @@ from typing import Any
 import torch.distributed as dist
 
 from models.errors import UserError
-from recipes.training.checkpoint import reader
-from recipes.training.checkpoint.reader import ResumePoint
+from recipes.training.checkpoint import resume_point
+from recipes.training.checkpoint.resume_point import ResumePoint
 from recipes.training.recipe.schema import Recipe
 from recipes.training.run_folder.checkpoint_folders import stamp_of, time_stamp
 from recipes.training.run_folder.folder import RunFolder
@@ -112,19 +112,19 @@ def find_start(
     recipe: Recipe,
     data: dict[str, Any],
     *,
-    note: reader.Note = reader.no_note,
+    note: resume_point.Note = resume_point.no_note,
 ) -> Start:
     """Find the point at which the run starts or resumes, without changing files; collective.
 
     `note` is called before each file of a checkpoint is verified.
 
     Raises:
-        UserError: the events cannot be read, or `reader.find` raised the error.
+        UserError: the events cannot be read, or `resume_point.find` raised the error.
     """
     history = _agree_on_history(folder)
     if (request.once, request.resume) in history.requests:
         request = Request()
-    found = reader.find(
+    found = resume_point.find(
         folder.checkpoints, request.resume, recipe, data, branch=history.branch, note=note
     )
     progress = found.progress
@@ -159,7 +159,7 @@ def begin_branch(folder: RunFolder, start: Start) -> None:
         return
     if found.path is None or found.weights_only or (request.resume == "auto" and branch is None):
         return
-    own = reader.is_own(folder.checkpoints, found.path)
+    own = resume_point.is_own(folder.checkpoints, found.path)
     path = _absolute_path(found.path)
     name = path.name if _is_inside(folder, path) else str(path)
     stamp = branch.stamp if branch else time_stamp()
@@ -167,7 +167,7 @@ def begin_branch(folder: RunFolder, start: Start) -> None:
         _record(folder, request, found, checkpoint=name, stamp=stamp)
     source = folder.metrics if own else _metrics_of(folder, path)
     try:
-        reader.abandon_others(folder.checkpoints, found, stamp=stamp)
+        resume_point.abandon_others(folder.checkpoints, found, stamp=stamp)
     except OSError as error:
         raise UserError(
             f"{error.filename or folder.checkpoints} cannot be renamed ({error.strerror}); make "

@@ -3,9 +3,10 @@
 import numpy as np
 
 from models.errors import UserError
-from recipes.training.data.token_file import TokenFile, read_manifest, tokenizer_hash
+from recipes.training.data.corpus_manifest import read_manifest, tokenizer_hash
+from recipes.training.data.token_file import TokenFile
+from recipes.training.recipe.repository import repository_path
 from recipes.training.recipe.schema import Recipe
-from recipes.training.recipe.sections import repository_path
 
 BLOCKS_CHECKED = 256  # of a token file, spread evenly
 BLOCK_TOKENS = 2**12

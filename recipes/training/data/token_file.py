@@ -15,13 +15,11 @@
 """
 
 import hashlib
-import json
 import os
 import struct
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -33,32 +31,6 @@ TOKEN_TYPES = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 TOKEN_CODES = {"<u2": 8, "<i4": 4}
 MAX_DOCUMENT_TOKENS = 2**31 - 1  # Megatron's format stores lengths as int32
 INDEX_ENTRIES_PER_WRITE = 2**20
-
-
-def read_manifest(folder: Path, *, advice: str = "prepare the corpus again") -> dict[str, Any]:
-    """Return the manifest of a corpus; empty for a corpus that Megatron's tools prepared.
-
-    Args:
-        folder: folder of the corpus
-        advice: end of the error message, which names a remedy
-
-    Raises:
-        UserError: the file is not a JSON object.
-    """
-    file = folder / "manifest.json"
-    if not file.is_file():
-        return {}
-    try:
-        manifest = json.loads(file.read_bytes())
-    except (ValueError, RecursionError) as error:
-        raise UserError(
-            f"{file} is not a manifest of prepare_data.py ({error!r}); {advice}"
-        ) from None
-    if not isinstance(manifest, dict):
-        raise UserError(
-            f"{file} is not a manifest of prepare_data.py (not a JSON object); {advice}"
-        )
-    return manifest
 
 
 class TokenFile:
@@ -272,20 +244,6 @@ def write_index(
     for first in range(0, count + 1, INDEX_ENTRIES_PER_WRITE):
         after = min(first + INDEX_ENTRIES_PER_WRITE, count + 1)
         stream.write(np.arange(first, after, dtype="<i8"))
-
-
-def tokenizer_hash(folder: Path) -> str:
-    """Return the SHA-256 of a tokenizer's `tokenizer.json`, which alone determines the ids."""
-    return hashlib.sha256((folder / "tokenizer.json").read_bytes()).hexdigest()
-
-
-def folder_hash(folder: Path) -> str:
-    """Return the SHA-256 of the names and contents of a folder's files."""
-    digest = hashlib.sha256()
-    for file in sorted(path for path in folder.glob("*") if path.is_file()):
-        content = hashlib.sha256(file.read_bytes()).hexdigest()
-        digest.update(f"{file.name} {content}\n".encode())
-    return digest.hexdigest()
 
 
 def token_type(vocab_size: int) -> np.dtype:

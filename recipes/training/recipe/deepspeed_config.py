@@ -13,8 +13,8 @@ from typing import Any
 from models.errors import UserError
 from recipes.training.recipe.deepspeed_schema import check_settings
 from recipes.training.recipe.loading import REPOSITORY
+from recipes.training.recipe.repository import repository_path
 from recipes.training.recipe.schema import Recipe
-from recipes.training.recipe.sections import repository_path
 from recipes.training.recipe.topology import Topology
 
 AUTO_KEYS = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")

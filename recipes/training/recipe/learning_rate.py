@@ -2,7 +2,7 @@
 
 import math
 
-from recipes.training.recipe.sections import Optimizer
+from recipes.training.recipe.sections.training import Optimizer
 
 
 def learning_rate(step: int, optimizer: Optimizer, steps: int) -> float:

@@ -10,8 +10,8 @@ from pydantic import ValidationError
 
 from models.errors import UserError
 from recipes.training.recipe.errors import explain, root_causes
+from recipes.training.recipe.repository import REPOSITORY
 from recipes.training.recipe.schema import Recipe
-from recipes.training.recipe.sections import REPOSITORY
 
 DEFAULT_RECIPE = REPOSITORY / "recipes" / "tiny.toml"
 CLUSTER_RECIPE = REPOSITORY / "recipes" / "llama" / "7b.toml"  # has the sections that tiny lacks

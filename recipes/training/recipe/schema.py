@@ -10,18 +10,11 @@ from models.config import ModelConfig, nearest_divisors, nearest_multiples
 from models.errors import UserError
 from models.pipeline.schedule.balance import divide_blocks, head_in_blocks
 from models.pipeline.schedule.order import min_micro_batches
-from recipes.training.recipe.sections import (
-    Batch,
-    Checkpoint,
-    Cluster,
-    Data,
-    Layout,
-    Optimizer,
-    Section,
-    Supervision,
-    Tracking,
-    Training,
-)
+from recipes.training.recipe.sections.data import Data
+from recipes.training.recipe.sections.layout import Cluster, Layout
+from recipes.training.recipe.sections.run_control import Checkpoint, Supervision, Tracking
+from recipes.training.recipe.sections.section import Section
+from recipes.training.recipe.sections.training import Batch, Optimizer, Training
 from recipes.training.recipe.topology import Topology, World
 
 

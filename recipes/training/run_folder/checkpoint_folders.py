@@ -12,7 +12,7 @@ import time
 from collections.abc import Collection
 from pathlib import Path
 
-from recipes.training.recipe.sections import Checkpoint
+from recipes.training.recipe.sections.run_control import Checkpoint
 from recipes.training.run_folder.line_file import flush
 
 NAME = re.compile(r"step-\d{7,}")

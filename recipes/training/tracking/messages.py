@@ -10,7 +10,7 @@ from recipes.training.recipe.topology import Topology, World, rank_map
 from recipes.training.run_folder.folder import RunFolder
 
 if TYPE_CHECKING:  # it imports torch, which takes seconds
-    from recipes.training.checkpoint.reader import ResumePoint
+    from recipes.training.checkpoint.resume_point import ResumePoint
 
 
 def tell_skipped(folder: RunFolder, found: "ResumePoint") -> None:

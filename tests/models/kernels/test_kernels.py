@@ -319,7 +319,7 @@ def compiled_everywhere() -> Iterator[None]:
         yield
 
 
-QUICK = ("qwen3", "gpt2")  # the others are among the long tests
+QUICK = ("qwen3",)  # the others are among the long tests
 needs_compiler = pytest.mark.skipif(
     shutil.which(compiler()) is None, reason="there is no C++ compiler"
 )

@@ -6,7 +6,8 @@ import pytest
 from deepspeed.runtime.pipe.schedule import PipeInstruction
 
 from models.pipeline.instructions import PassSchedule
-from models.pipeline.schedule.order import BACKWARD, FORWARD, Pass, Pipeline
+from models.pipeline.schedule.order import Pipeline
+from models.pipeline.schedule.passes import BACKWARD, FORWARD, Pass
 
 PIPELINES = [
     Pipeline(stages=p, micro_batches=m, schedule=schedule, chunks=chunks)

@@ -14,7 +14,7 @@ from deepspeed.runtime.pipe.schedule import PipeInstruction
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from models.pipeline.instructions import COMPUTE
-from models.pipeline.schedule.order import most_in_flight
+from models.pipeline.schedule.passes import most_in_flight
 from models.pipeline.scheduled_engine import ScheduledEngine
 from recipes.proving.layouts import SCHEDULES
 from recipes.proving.trial import start, train_step

@@ -13,7 +13,7 @@ from safetensors import safe_open
 from models.errors import UserError
 from recipes.training.checkpoint.manifest import Manifest, find_damages
 from recipes.training.checkpoint.tensor_file import TensorFileWriter
-from recipes.training.recipe.sections import Checkpoint
+from recipes.training.recipe.sections.run_control import Checkpoint
 from recipes.training.run_folder import checkpoint_folders
 
 SHAPES = {"embedding.weight": (50, 8), "blocks.0.norm.weight": (8,)}

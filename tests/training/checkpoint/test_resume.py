@@ -10,7 +10,7 @@ import pytest
 import torch.distributed as dist
 
 from models.errors import UserError
-from recipes.training.checkpoint import reader
+from recipes.training.checkpoint import resume_point
 from recipes.training.checkpoint.resume import Request, Start, begin_branch, find_start
 from recipes.training.recipe.loading import parse_recipe
 from recipes.training.recipe.schema import Recipe
@@ -69,7 +69,7 @@ def world() -> Iterator[None]:
 
 @pytest.fixture
 def recipe(small, world: None, monkeypatch: pytest.MonkeyPatch) -> Recipe:
-    monkeypatch.setattr(reader, "check_same_run", lambda *_: None)
+    monkeypatch.setattr(resume_point, "check_same_run", lambda *_: None)
     return parse_recipe(small, "test")
 
 
@@ -242,8 +242,8 @@ def test_lost_checkpoints_are_not_replaced_by_a_new_run(
     shutil.rmtree(path / "checkpoints")
     before = {file: file.read_bytes() for file in path.glob("*.jsonl")}
     if weights:
-        initial = reader.ResumePoint(None, weights_only=True)
-        monkeypatch.setattr(reader, "find_initial_weights", lambda *_, **__: initial)
+        initial = resume_point.ResumePoint(None, weights_only=True)
+        monkeypatch.setattr(resume_point, "find_initial_weights", lambda *_, **__: initial)
     with pytest.raises(UserError, match=r"has no checkpoint, but .* step 40 was saved there"):
         start_again(path, Request(), recipe)
     assert {file: file.read_bytes() for file in path.glob("*.jsonl")} == before

@@ -14,11 +14,12 @@ import torch
 from models.errors import UserError
 from models.parallel.rng import MaskKey
 from recipes.preparing.own_files import OwnFiles
+from recipes.training.data.corpus_manifest import tokenizer_hash
 from recipes.training.data.dataset import TrainingData, Windows
 from recipes.training.data.fingerprint import document_starts, fingerprint
 from recipes.training.data.micro_batch import MicroBatch
 from recipes.training.data.mixing import choose_sources, permuted
-from recipes.training.data.token_file import TokenFile, tokenizer_hash, write_token_file
+from recipes.training.data.token_file import TokenFile, write_token_file
 from recipes.training.recipe.blend_weights import check_weights, whole_shares
 from recipes.training.recipe.loading import parse_recipe
 from recipes.training.recipe.schema import Recipe

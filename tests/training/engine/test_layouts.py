@@ -1,6 +1,6 @@
 """One loss: the same recipe in every layout trains with the same losses, norms and weights.
 
-`recipes/prove.py` runs all legal layouts. These tests run some of each kind and the cases that it
+`recipes/prove.py` runs all valid layouts. These tests run some of each kind and the cases that it
 leaves out: bf16, clipping at every step, resuming, diverging replicas.
 """
 
@@ -176,8 +176,8 @@ def case(corpus: Path, world_size: int, changes: dict[str, Any]) -> ProofCase:
     """Return the case of the small recipe with changes, on `world_size` ranks."""
     settings = {
         "model__layers": 4,  # two for each stage, chunk or group of recomputed blocks
-        "training__steps": 10,
-        "training__evaluate_every": 10,
+        "training__steps": 6,
+        "training__evaluate_every": 6,
     }
     recipe = parse_recipe(changed(small_recipe(corpus), **(settings | changes)), "test")
     topology = recipe.topology(World(size=world_size, local_size=world_size))
@@ -192,7 +192,7 @@ def train_worker(corpus: str, layouts: dict[str, dict[str, Any]]) -> dict[str, O
 
 
 def resume_worker(corpus: str, layouts: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """Train and save after step 4; load the checkpoint into a new engine and continue."""
+    """Train and save after step 3; load the checkpoint into a new engine and continue."""
     world = join_world()
     results: dict[str, Any] = {}
     for name, changes in layouts.items():
@@ -200,13 +200,13 @@ def resume_worker(corpus: str, layouts: dict[str, dict[str, Any]]) -> dict[str, 
         folders = [tempfile.mkdtemp()]
         dist.broadcast_object_list(folders)
         engine, data = start(this.recipe, world)
-        train_steps(engine, data, range(1, 5))
-        save(engine, data, RunFolder(Path(folders[0])), step=4)
-        undisturbed = train_steps(engine, data, range(5, 9))
+        train_steps(engine, data, range(1, 4))
+        save(engine, data, RunFolder(Path(folders[0])), step=3)
+        undisturbed = train_steps(engine, data, range(4, 7))
         dist.barrier()
         again, data = start(this.recipe, world)
-        assert load_newest(again, data, RunFolder(Path(folders[0]))) == 4
-        results[name] = (undisturbed, train_steps(again, data, range(5, 9)))
+        assert load_newest(again, data, RunFolder(Path(folders[0]))) == 3
+        results[name] = (undisturbed, train_steps(again, data, range(4, 7)))
     dist.barrier()
     return results
 

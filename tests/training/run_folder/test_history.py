@@ -44,6 +44,7 @@ BACK = (*SAVED, "rollback 26 24 208")
         ((*BACK, "resume 24 208"), 24, 208, 1),  # killed and restarted
         ((*BACK, "rollback 25 24 216"), 24, 216, 2),
         ((*BACK, "save 32"), 24, 208, 0),  # trained past the rollback
+        ((*BACK, "save 24"), 24, None, 0),  # saved again after the rollback
         ((*BACK, "save 32"), 32, None, 0),
         ((*BACK, "save 32", "rollback 34 32 280"), 32, 280, 1),
         ((*BACK, "save 32", "resume 24 208", "rollback 26 24 220"), 24, 220, 1),  # 32 is damaged
@@ -159,3 +160,26 @@ def test_the_ledger_reads_torn_files(recipe, tmp_path: Path) -> None:
             stream.write(b'{"event": "rollback", "st' + b"\0" * 40)
     assert samples_of(recipe, folder, 25) == range(208, 216)
     assert json.loads(folder.events.read_text().splitlines()[0])["event"] == "start"
+
+
+@pytest.mark.parametrize(
+    ("texts", "saved"),
+    [
+        (SAVED, {8, 16, 24}),
+        ((*SAVED, "start"), set()),
+        ((*SAVED, "rollback 26 16 128"), {8, 16}),  # 24 was damaged and is repeated
+        ((*SAVED, "resume 16 128"), {8, 16}),
+        ((*SAVED, "branch 8"), {8}),
+        ((*SAVED, "branch 8", "resume 8 64", "save 12"), {8, 12}),
+    ],
+)
+def test_only_checkpoints_of_the_branch_count_as_saved(
+    texts: tuple[str, ...], saved: set[int]
+) -> None:
+    assert history(*texts).saved == saved
+
+
+@pytest.mark.parametrize("checkpoint", ["", "/elsewhere/checkpoints/step-0000016"])
+def test_a_branch_from_elsewhere_has_saved_nothing(checkpoint: str) -> None:
+    branch = {"event": "branch", "step": 16, "checkpoint": checkpoint, "stamp": "x"}
+    assert replay([*map(event, SAVED), branch]).saved == set()

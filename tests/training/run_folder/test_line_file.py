@@ -1,7 +1,9 @@
 """Files of JSON lines after a power loss and on a full disk."""
 
+import errno
 import json
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -68,6 +70,28 @@ def test_waiting_lines_are_read_too(tmp_path: Path) -> None:
     folder.path.mkdir()
     folder.flush()
     assert RunFolder(folder.path).history().rolled_back == {4: 56}
+
+
+def test_waiting_lines_do_not_extend_a_torn_line(tmp_path: Path) -> None:
+    file = tmp_path / "events.jsonl"
+    file.write_bytes(TEXT[:-5])  # the last line is torn
+    lines = LineFile(file, keys={"event": (str,)})
+    with mock.patch.object(LineFile, "_write", side_effect=OSError(errno.ENOSPC, "full")):
+        lines.append({"event": "end", "step": 4})
+    assert lines.read() == [*LINES[:2], {"event": "end", "step": 4}]
+
+
+def test_a_failed_replacement_leaves_the_file_unchanged(tmp_path: Path) -> None:
+    file = tmp_path / "events.jsonl"
+    file.write_bytes(TEXT)
+    lines = LineFile(file, keys={"event": (str,)})
+    with (
+        mock.patch("os.fsync", side_effect=OSError(errno.ENOSPC, "No space left on device")),
+        pytest.raises(OSError, match="No space left"),
+    ):
+        lines.replace('{"event": "start", "step": 0}\n')
+    assert file.read_bytes() == TEXT
+    assert [each.name for each in tmp_path.iterdir()] == ["events.jsonl"]
 
 
 def test_a_durable_append_succeeds_or_raises(tmp_path: Path) -> None:

@@ -2,7 +2,7 @@ import math
 
 import pytest
 
-from recipes.training.recipe.sections import Supervision
+from recipes.training.recipe.sections.run_control import Supervision
 from recipes.training.supervision.loss_watch import LOSSES_NEEDED, LossWatch, Severity
 
 NAN, INF = math.nan, math.inf

@@ -18,7 +18,7 @@ from deepspeed.constants import default_pg_timeout
 
 from models.parallel.collectives import TensorAxis, begin_sum_of_copies, wait_for
 from recipes.training.recipe.loading import REPOSITORY
-from recipes.training.recipe.sections import Supervision
+from recipes.training.recipe.sections.run_control import Supervision
 from recipes.training.runtime.exits import HUNG
 from recipes.training.runtime.launchers import Process, is_launcher
 from recipes.training.runtime.processes import collective_timeout

@@ -13,7 +13,8 @@ from models.pipeline.schedule.balance import (
     head_in_blocks,
     imbalance,
 )
-from models.pipeline.schedule.order import FORWARD, SCHEDULES, Pass, Pipeline, stage_and_chunk
+from models.pipeline.schedule.order import SCHEDULES, Pipeline, stage_and_chunk
+from models.pipeline.schedule.passes import FORWARD, Pass
 from models.pipeline.schedule.simulation import pipeline_seconds, simulate
 from recipes.training.recipe.loading import REPOSITORY, load_recipe, shipped_recipes
 from recipes.training.recipe.schema import Recipe

@@ -8,7 +8,8 @@ import pytest
 from benchmarks.communication_slots import SCHEDULES
 from models.pipeline.schedule import communication
 from models.pipeline.schedule.communication import Action, Event, Route, rounds, routes
-from models.pipeline.schedule.order import Pass, Pipeline
+from models.pipeline.schedule.order import Pipeline
+from models.pipeline.schedule.passes import Pass
 from tests.nccl_rules.slots import (
     LaunchRule,
     StepProgram,

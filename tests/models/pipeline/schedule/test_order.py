@@ -8,16 +8,14 @@ import pytest
 from deepspeed.runtime.pipe import schedule as deepspeed_schedule
 
 from models.errors import UserError
-from models.pipeline.schedule.order import (
+from models.pipeline.schedule.order import SCHEDULES, Pipeline, min_micro_batches
+from models.pipeline.schedule.passes import (
     BACKWARD,
     FORWARD,
-    SCHEDULES,
     WEIGHT,
     Kind,
     Order,
     Pass,
-    Pipeline,
-    min_micro_batches,
     most_in_flight,
 )
 from models.pipeline.schedule.simulation import Timeline, idle_share, pipeline_seconds, simulate

@@ -1,0 +1,81 @@
+"""Edits of a recipe that select a plan's layout, as options or in a copy of the recipe."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+
+from models.errors import UserError
+from models.pipeline.schedule.order import SCHEDULES
+from recipes.planning.search.layout_search import Plan, SearchResult, deepspeed_json
+from recipes.training.recipe.deepspeed_config import read_deepspeed_json, zero_stage
+from recipes.training.recipe.loading import parse_recipe
+from recipes.training.recipe.repository import REPOSITORY
+from recipes.training.recipe.schema import Recipe
+
+
+def edits(recipe: Recipe, plan: Plan) -> dict[str, Any]:
+    """Return the recipe keys that select a plan's layout.
+
+    The recipe's DeepSpeed JSON is kept if it has the plan's ZeRO stage.
+    """
+    layout, section = plan.job.layout, recipe.layout
+    deepspeed = recipe.deepspeed
+    if zero_stage(read_deepspeed_json(deepspeed)) != layout.zero_stage:
+        shipped = deepspeed_json(layout.zero_stage, plan.job.precision)
+        deepspeed = str(shipped.relative_to(REPOSITORY))
+    others: dict[str, Any] = {}
+    if SCHEDULES[layout.schedule].chunks is None or "chunks" in section.model_fields_set:
+        others["layout.chunks"] = layout.chunks
+    if section.layers_per_stage is not None:  # an option can change this key, but not remove it
+        others["layout.layers_per_stage"] = list(plan.job.blocks_of_virtual_stages)
+    return {
+        "deepspeed": deepspeed,
+        "layout.tensor": layout.tensor,
+        "layout.pipeline": layout.pipeline,
+        "layout.schedule": layout.schedule,
+        "layout.sequence_parallel": layout.sequence_parallel,
+        "layout.recompute": layout.recompute,
+        "layout.recompute_interval": layout.recompute_interval,
+        "batch.micro_sequences": layout.micro_sequences,
+        **others,
+    }
+
+
+def changes(recipe: Recipe, plan: Plan) -> str:
+    """Return the options of pretrain.py that change the recipe's layout to a plan's."""
+    options = []
+    for key, value in edits(recipe, plan).items():
+        section, _, name = key.rpartition(".")
+        if getattr(getattr(recipe, section) if section else recipe, name) != value:
+            text = value if isinstance(value, str) else json.dumps(value, separators=(",", ":"))
+            options.append(f"--set {key}={text}")
+    return " ".join(options)
+
+
+def write_recipe(recipe: Recipe, result: SearchResult, path: Path) -> None:
+    """Write a copy of the recipe with the fastest layout.
+
+    Raises:
+        UserError: no layout fits, or the file exists or cannot be written.
+    """
+    if not result.plans:
+        raise UserError(f"--write {path}: no layout fits; use more nodes or a larger GPU")
+    table = recipe.model_dump(mode="json", exclude_none=True, exclude_defaults=True)
+    best = result.plans[0]
+    for key, value in edits(recipe, best).items():
+        section, _, name = key.rpartition(".")
+        (table[section] if section else table)[name] = value
+    text = tomli_w.dumps(parse_recipe(table, str(path)).model_dump(mode="json", exclude_none=True))
+    try:
+        with path.open("x", encoding="utf-8") as file:
+            file.write(
+                f"# {recipe.name} in the layout that plan.py predicts to be the fastest.\n\n"
+            )
+            file.write(text)
+    except FileExistsError:
+        raise UserError(f"--write {path}: the file exists; use another name") from None
+    except OSError as error:
+        path.unlink(missing_ok=True)  # leaves no incomplete file behind
+        raise UserError(f"--write {path}: {error.strerror}; use another name") from None

@@ -1,0 +1,164 @@
+"""Text files, possibly compressed.
+
+| format    | piece                                    | position of a row      |
+|-----------|------------------------------------------|------------------------|
+| JsonLines | a range of bytes of a file               | byte where it begins   |
+| TextLines | a range of bytes of a file               | byte where it begins   |
+| JsonArray | a file                                   | row                    |
+| Texts     | several files, each of them a document   | file                   |
+"""
+
+import io
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO
+
+import pyarrow
+
+from models.errors import UserError
+from recipes.preparing.formats.documents import (
+    Problem,
+    Row,
+    decoded,
+    document,
+    field,
+    json_document,
+)
+from recipes.preparing.formats.format import Format, Piece, first_line, version_of
+
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+COMPRESSED = (".gz", ".bz2", ".zst")
+BLOCK_BYTES = 2**24
+
+
+class TextLines(Format):
+    """A file whose lines are documents, possibly compressed."""
+
+    def __init__(self, file: Path):
+        self.file = file
+
+    def pieces(self, target_bytes: int) -> Iterator[Piece]:
+        """Yield ranges of bytes; a compressed file is one piece."""
+        size, version = self.file.stat().st_size, version_of(self.file)
+        if self.file.suffix in COMPRESSED:
+            yield Piece((str(self.file),), 0, None, size, version)
+            return
+        for start in range(0, size, target_bytes):
+            stop = min(start + target_bytes, size)
+            yield Piece((str(self.file),), start, stop, stop - start, version)
+
+    def rows(self, piece: Piece) -> Iterator[Row]:
+        """Yield the lines that begin in the piece."""
+        with open_bytes(self.file) as stream:
+            position = piece.start
+            if position:
+                stream.seek(position - 1)
+                position += len(stream.readline()) - 1
+            while piece.stop is None or position < piece.stop:
+                line = stream.readline()
+                if not line:
+                    return
+                content = self.content(line if position else line.removeprefix(BYTE_ORDER_MARK))
+                if content is not None:
+                    yield Row(position, content)
+                position += len(line)
+
+    def content(self, line: bytes) -> str | Problem | None:
+        """Return the document in a line, or None to ignore the line."""
+        text = decoded(line.rstrip(b"\r\n"))
+        return text if isinstance(text, Problem) else document(text, "the line")
+
+    def place(self, piece: Piece, position: int) -> str:
+        """Return the file and the line number of a row."""
+        with open_bytes(self.file) as stream:
+            number, left = 1, position
+            while left and (block := stream.read(min(left, BLOCK_BYTES))):
+                number, left = number + block.count(b"\n"), left - len(block)
+        return f"{self.file}, line {number}"
+
+
+class JsonLines(TextLines):
+    """A file with a JSON object in each line, possibly compressed."""
+
+    def __init__(self, file: Path, column: str):
+        super().__init__(file)
+        self.column = column
+
+    def content(self, line: bytes) -> str | Problem | None:
+        """Return the document in a line, or None for a blank line."""
+        return json_document(line, self.column) if line.strip() else None
+
+
+class JsonArray(Format):
+    """A file that is one JSON array of objects, possibly compressed."""
+
+    def __init__(self, file: Path, column: str):
+        self.file, self.column = file, column
+
+    def pieces(self, target_bytes: int) -> Iterator[Piece]:
+        """Yield the whole file as one piece."""
+        size = self.file.stat().st_size
+        yield Piece((str(self.file),), 0, None, size, version_of(self.file))
+
+    def rows(self, piece: Piece) -> Iterator[Row]:
+        """Yield the array's objects.
+
+        Raises:
+            UserError: The file is not valid JSON.
+        """
+        with open_bytes(self.file) as stream:
+            content = stream.read().removeprefix(BYTE_ORDER_MARK)
+        try:
+            items = json.loads(content.decode())
+        except (
+            ValueError,
+            RecursionError,
+        ) as error:  # also UnicodeDecodeError and too long integers
+            raise UserError(f"{piece} cannot be read: {first_line(error)}") from None
+        for number, item in enumerate(items):
+            yield Row(number, field(item, self.column))
+
+
+class Texts(Format):
+    """Files that are a document each, possibly compressed.
+
+    lenient: drop bytes that are not UTF-8, and files without text
+    """
+
+    def __init__(self, files: list[Path], *, lenient: bool = False):
+        self.files, self.lenient = files, lenient
+
+    def pieces(self, target_bytes: int) -> Iterator[Piece]:
+        """Yield groups of neighbouring files."""
+        group: list[Path] = []
+        size = 0
+        for file in self.files:
+            group.append(file)
+            size += file.stat().st_size
+            if size >= target_bytes or file == self.files[-1]:
+                versions = " ".join(map(version_of, group))
+                yield Piece(tuple(map(str, group)), 0, None, size, versions)
+                group, size = [], 0
+
+    def rows(self, piece: Piece) -> Iterator[Row]:
+        """Yield the text of each file."""
+        for number, name in enumerate(piece.files):
+            with open_bytes(Path(name)) as stream:
+                content = stream.read().removeprefix(BYTE_ORDER_MARK)
+            text = content.decode(errors="ignore") if self.lenient else decoded(content)
+            if isinstance(text, str):
+                text = document(text.replace("\r\n", "\n"), "the file")
+            if isinstance(text, str) or not self.lenient:
+                yield Row(number, text)
+
+    def place(self, piece: Piece, position: int) -> str:
+        """Return the name of the file."""
+        return piece.files[position]
+
+
+def open_bytes(file: Path) -> IO[bytes]:
+    """Open a file for reading bytes, decompressed according to its suffix."""
+    if file.suffix in COMPRESSED:
+        return io.BufferedReader(pyarrow.input_stream(str(file), compression="detect"))
+    return file.open("rb")

@@ -1,0 +1,79 @@
+"""Checks of the options of prepare_data.py, alone and against those of an existing corpus."""
+
+import argparse
+import os
+from pathlib import Path
+from typing import Any
+
+from models.config import MAX_SIZE
+from models.errors import UserError
+from recipes.training.data.corpus_manifest import read_manifest
+
+MIN_VOCAB_SIZE = 257  # the 256 bytes and the end-of-text token
+CONTENT_OPTIONS = ("source", "config", "split", "column", "text_is", "tokenizer", "vocab_size",
+                   "validation_fraction")  # fmt: skip
+
+
+def content_options(options: argparse.Namespace) -> dict[str, Any]:
+    """Return the options that determine the content of a corpus."""
+    chosen = {key: vars(options)[key] for key in CONTENT_OPTIONS}
+    if options.tokenizer:
+        del chosen["vocab_size"]
+    return chosen
+
+
+def check_same_options(options: argparse.Namespace, output: Path) -> None:
+    """Compare the options of an existing corpus with those of this command.
+
+    Raises:
+        UserError: An option differs, or the manifest of the corpus is damaged.
+    """
+    advice = f"use another --output, or delete {output} to prepare it again"
+    made = read_manifest(output, advice=advice).get("options", {})
+    if not isinstance(made, dict):
+        raise UserError(
+            f"{output / 'manifest.json'} is not a manifest of prepare_data.py (options = "
+            f"{made!r}); {advice}"
+        )
+    wanted = content_options(options)
+    different = [
+        f"--{key.replace('_', '-')} {made[key]} (here {wanted[key]})"
+        for key in wanted
+        if key in made and made[key] != wanted[key]
+    ]
+    if different:
+        raise UserError(f"{output} already exists, made with {', '.join(different)}; {advice}")
+
+
+def check_options(options: argparse.Namespace, output: Path, workspace: Path) -> None:
+    """Check the options before any work is done.
+
+    Raises:
+        UserError: An option has an invalid value.
+    """
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise UserError(f"--output {options.output} contains other files; use an empty folder")
+    if os.path.ismount(output):
+        raise UserError(f"--output {options.output} is a mount point; use a folder in it")
+    if workspace.exists() and not (workspace / "lock").is_file() and any(workspace.iterdir()):
+        raise UserError(
+            f"{workspace}, the working folder of this command, contains other files; move them "
+            f"away, or use another --output"
+        )
+    if not options.tokenizer and not MIN_VOCAB_SIZE <= options.vocab_size <= MAX_SIZE:
+        raise UserError(
+            f"--vocab-size {options.vocab_size} is not in {MIN_VOCAB_SIZE} (the 256 bytes and "
+            f"the end-of-text token) .. {MAX_SIZE}; use 32000"
+        )
+    if not 0 < options.validation_fraction < 1:
+        raise UserError(
+            f"--validation-fraction {options.validation_fraction} is not between 0 and 1; use 0.1"
+        )
+    if options.processes < 1:
+        raise UserError(f"--processes {options.processes} is too few; use 1")
+    if options.shard is not None and not options.tokenizer:
+        raise UserError(
+            "--shard needs --tokenizer, because each shard would train a tokenizer of its own; "
+            "prepare a part of the text first and use its tokenizer: "
+            "--tokenizer data/part/tokenizer"
+        )

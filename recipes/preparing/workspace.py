@@ -1,0 +1,78 @@
+"""The workspace of a preparation: a folder with its lock, its tokenizer and its finished pieces."""
+
+import contextlib
+import fcntl
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO
+
+from models.errors import UserError
+from recipes.preparing.own_files import mark_workspace
+from recipes.training.run_folder.lock import NO_FLOCK
+
+
+@contextlib.contextmanager
+def lock_workspace(workspace: Path, *, shared: bool) -> Iterator[None]:
+    """Lock the workspace against other processes; keep its finished pieces after an error.
+
+    Args:
+        workspace: the folder to lock
+        shared: take a shared lock, as the processes of all shards do
+
+    Raises:
+        UserError: Another process uses the workspace, or the file system does not support flock.
+        OSError: The lock fails for another reason, such as an I/O error.
+    """
+    workspace.mkdir(parents=True, exist_ok=True)
+    with (workspace / "lock").open("a+") as lock:  # NFS needs a readable file for LOCK_SH
+        _lock(lock, workspace, shared=shared)
+        mark_workspace(lock)
+        if not shared:  # remove unfinished folders of killed processes
+            for leftover in (
+                *workspace.glob("*.incomplete"),
+                *workspace.glob("pieces/*.incomplete"),
+            ):
+                shutil.rmtree(leftover, ignore_errors=True)
+        try:
+            yield
+        except BaseException:
+            _keep_finished(workspace, shared=shared)
+            raise
+
+
+def _lock(lock: IO[str], workspace: Path, *, shared: bool) -> None:
+    try:
+        fcntl.flock(lock, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise UserError(f"{workspace} is in use by another process; wait for it") from None
+    except OSError as error:
+        if error.errno not in NO_FLOCK:
+            raise OSError(error.errno, error.strerror, lock.name) from None
+        raise UserError(
+            f"{workspace} cannot be locked ({error.strerror}): its file system has no flock; "
+            f"use an --output on another one, for example a local disk, and copy the result"
+        ) from None
+
+
+def _keep_finished(workspace: Path, *, shared: bool) -> None:
+    """Remove the unfinished corpus, and report what is left to resume from, if anything is."""
+    shutil.rmtree(workspace / "corpus", ignore_errors=True)
+    finished = [path for path in workspace.glob("pieces/*") if not path.suffix]
+    trained = [path for path in workspace.glob("tokenizer-*") if not path.suffix]
+    if finished or trained:
+        pieces = f"{len(finished)} finished pieces" if finished else "a tokenizer"
+        print(f"{workspace} keeps {pieces}; rerun the same command to resume",
+              file=sys.stderr)  # fmt: skip
+    elif not shared:
+        clear_workspace(workspace)
+
+
+def clear_workspace(workspace: Path) -> None:
+    """Remove this command's files from the workspace, and the folder if it is then empty."""
+    for name in ("pieces", "corpus", *(path.name for path in workspace.glob("tokenizer-*"))):
+        shutil.rmtree(workspace / name, ignore_errors=True)
+    with contextlib.suppress(OSError):
+        (workspace / "lock").unlink()
+        workspace.rmdir()

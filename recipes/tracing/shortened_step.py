@@ -1,0 +1,85 @@
+"""A step with few micro-batches that reaches the peak memory of the whole step.
+
+Its communication is scaled to all micro-batches of the step.
+"""
+
+import operator
+from collections import Counter
+from dataclasses import replace
+
+from models.pipeline.schedule.order import min_micro_batches
+from models.pipeline.schedule.passes import BACKWARD, FORWARD, WEIGHT, Order
+from recipes.tracing.collective_counter import CollectiveCounter, Traffic
+from recipes.training.engine.build import pipeline_of
+from recipes.training.recipe.schema import Recipe
+from recipes.training.recipe.topology import Topology
+
+# Phases that occur once per step; all others occur once per micro-batch.
+PHASES_ONCE_PER_STEP = ("", "ReduceGrads", "OptimizerStep", "optimizer step")
+# Passes of a pipeline. Data ranks communicate only in the last of them in a step.
+BACKWARD_PHASES = ("BackwardPass", "WeightPass")
+
+
+def enough_micro_batches(recipe: Recipe, topology: Topology, rank: int) -> int:
+    """Return the number of micro-batches with which this rank reaches its peak memory.
+
+    With this number the stage passes through all states that may be the fullest, each with and
+    without gradients of an earlier micro-batch. A larger number adds only one loss per micro-batch.
+    """
+    pipeline = pipeline_of(recipe, topology)
+    stage = topology.coordinates(rank).pipeline
+    wanted = fullest_moments(pipeline.orders[stage])
+    least = min_micro_batches(pipeline.schedule, pipeline.stages)
+    for fewer in range(least, pipeline.micro_batches):
+        if fullest_moments(replace(pipeline, micro_batches=fewer).orders[stage]) == wanted:
+            return fewer
+    return pipeline.micro_batches
+
+
+def fullest_moments(order: Order) -> set[tuple[int, ...]]:
+    """Return the contents of a stage at its fullest moments; no moment is exceeded by another.
+
+    A moment counts, for each chunk, the micro-batches before their backward pass, those before
+    their weight pass, and 1 if gradients exist.
+    """
+    chunks = 1 + max(work.chunk for work in order)
+    before = [0] * chunks
+    left = [0] * chunks
+    ended = [0] * chunks
+    ending = WEIGHT if any(work.kind == WEIGHT for work in order) else BACKWARD
+    moments = set()
+    for work in order:
+        before[work.chunk] += (work.kind == FORWARD) - (work.kind == BACKWARD)
+        if ending == WEIGHT:
+            left[work.chunk] += (work.kind == BACKWARD) - (work.kind == WEIGHT)
+        ended[work.chunk] |= work.kind == ending
+        moments.add((*before, *left, *ended))
+    return {
+        moment
+        for moment in moments
+        if not any(moment != other and all(map(operator.le, moment, other)) for other in moments)
+    }
+
+
+def with_micro_batches(recipe: Recipe, topology: Topology, count: int) -> Recipe:
+    """Return the recipe with `count` micro-batches per step."""
+    sequences = count * recipe.batch.micro_sequences * topology.data
+    batch = recipe.batch.model_copy(update={"global_sequences": sequences})
+    return recipe.model_copy(update={"batch": batch})
+
+
+def per_step(counted: CollectiveCounter, micro_batches: int, traced: int) -> tuple[Traffic, ...]:
+    """Return the traffic of a step with all its micro-batches.
+
+    Every micro-batch communicates the same, except that a pipeline reduces its gradients once.
+    """
+    counts: Counter[tuple[str, str]] = Counter()
+    totals: Counter[tuple[str, str]] = Counter()
+    for (phase, axis, kind), count in counted.counts.items():
+        size = counted.totals[phase, axis, kind]
+        is_once = phase in PHASES_ONCE_PER_STEP or (axis == "data" and phase in BACKWARD_PHASES)
+        if not is_once:
+            count, size = (round(n * micro_batches / traced) for n in (count, size))
+        counts[axis, kind] += count
+        totals[axis, kind] += size
+    return tuple(Traffic(*key, counts[key], totals[key]) for key in sorted(counts))

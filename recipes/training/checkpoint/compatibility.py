@@ -1,0 +1,87 @@
+"""Compare a checkpoint with the recipe and the data of the run that starts or resumes from it."""
+
+from pathlib import Path
+from typing import Any
+
+from models.config import ModelConfig
+from models.errors import UserError
+from recipes.training.checkpoint.manifest import Manifest
+from recipes.training.recipe.deepspeed_config import leaves
+from recipes.training.recipe.schema import Recipe
+
+# Keys of [model] that do not affect the shape or meaning of weights. A run may change them when it
+# starts from initial weights.
+TRAINING_ONLY = ("dropout", "attention_dropout", "initial_std")
+
+
+def check_same_run(
+    checkpoint: Path, manifest: Manifest, recipe: Recipe, data: dict[str, Any]
+) -> None:
+    """Check that a run may resume from a checkpoint.
+
+    Raises:
+        UserError: the checkpoint has another model, seed, tokenizer or corpus; the message names
+            each key that differs.
+    """
+    if not manifest.has_moments or "seed" not in manifest.recipe:
+        raise UserError(
+            f"{checkpoint} has only weights and no run to resume; start a run from it with "
+            f'--set training.initial_weights="{checkpoint}"'
+        )
+    saved, now = manifest.recipe, recipe.model_dump(mode="json")
+    # Older checkpoints do not record these two keys. Corpora are always compared by content.
+    unrecorded = {"separate_documents": False, "document_starts": data.get("document_starts")}
+    read = {**unrecorded, **manifest.data}
+    different = differences(
+        {"model": _spelled_out(saved["model"]), "seed": saved["seed"], "data": read},
+        {"model": _spelled_out(now["model"]), "seed": now["seed"], "data": data},
+    )
+    if different:
+        raise UserError(
+            f"{checkpoint} was trained with {_sentence(different)}; use the same values, "
+            f"--run-dir for a new run, or --resume never to start again"
+        )
+
+
+def check_same_model(source: str, manifest: Manifest, recipe: Recipe) -> None:
+    """Check that a run may start from the weights of a checkpoint.
+
+    Args:
+        source: the recipe's key that names the checkpoint, with its value, for a message
+        manifest: the manifest of the checkpoint
+        recipe: the recipe of the run
+
+    Raises:
+        UserError: the checkpoint has another model; the message names each key that differs.
+    """
+    theirs = _spelled_out(manifest.recipe["model"])
+    ours = _spelled_out(recipe.model_dump(mode="json")["model"])
+    different = {
+        name: values
+        for name, values in differences(theirs, ours).items()
+        if name in theirs and name not in TRAINING_ONLY
+    }
+    if recipe.model.positions == "rope":
+        different.pop("sequence_length", None)
+    if different:
+        raise UserError(
+            f"{source} has {_sentence(different, 'model.')}; use the checkpoint's values"
+        )
+
+
+def differences(before: dict[str, Any], now: dict[str, Any]) -> dict[str, list[Any]]:
+    """Return section.key -> [before, now] for all differences between two nested tables."""
+    old, new = dict(leaves(before)), dict(leaves(now))
+    keys = sorted(old.keys() | new.keys())
+    return {key: [old.get(key), new.get(key)] for key in keys if old.get(key) != new.get(key)}
+
+
+def _spelled_out(model: dict[str, Any]) -> dict[str, Any]:
+    """Return the [model] section with the head size filled in."""
+    return model | {"head_size": ModelConfig(**model).attention_head_size}
+
+
+def _sentence(different: dict[str, list[Any]], prefix: str = "") -> str:
+    return ", ".join(
+        f"{prefix}{key} = {before!r} (here {now!r})" for key, (before, now) in different.items()
+    )

@@ -1,0 +1,223 @@
+"""Find and verify the checkpoint from which a run starts or resumes."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from models.errors import UserError
+from recipes.training.checkpoint.compatibility import check_same_model, check_same_run, differences
+from recipes.training.checkpoint.manifest import Manifest, find_damages
+from recipes.training.checkpoint.reader import CheckpointReader
+from recipes.training.recipe.deepspeed_config import read_deepspeed_json
+from recipes.training.recipe.repository import repository_path
+from recipes.training.recipe.schema import Recipe
+from recipes.training.run_folder.checkpoint_folders import (
+    ABANDONED,
+    NAME,
+    published,
+    set_aside,
+    step_of,
+)
+from recipes.training.run_folder.history import Branch
+from recipes.training.run_folder.line_file import flush
+from recipes.training.run_folder.progress import Progress
+
+Note = Callable[[str], object]  # called before each file is verified, to report progress
+
+
+def no_note(activity: str) -> None:
+    """Ignore the report of progress."""
+
+
+@dataclass(frozen=True)
+class ResumePoint:
+    """The checkpoint from which a run starts or resumes, if there is one.
+
+    Attributes:
+        checkpoint: a verified checkpoint; None for weights drawn from the seed
+        weights_only: True if the run starts at step 0 with the checkpoint's weights
+        skipped: damaged checkpoint -> description of the damage
+    """
+
+    checkpoint: CheckpointReader | None = None
+    weights_only: bool = False
+    skipped: dict[Path, str] = field(default_factory=dict)
+
+    @property
+    def progress(self) -> Progress:
+        """The progress of the run so far; zero if the run starts."""
+        if self.checkpoint is None or self.weights_only:
+            return Progress()
+        return self.checkpoint.manifest.progress
+
+    @property
+    def path(self) -> Path | None:
+        """The folder of the checkpoint, if there is one."""
+        return self.checkpoint.path if self.checkpoint else None
+
+    def reader(self) -> CheckpointReader:
+        """Return the checkpoint, which must exist."""
+        assert self.checkpoint is not None
+        return self.checkpoint
+
+    def changes(self, recipe: Recipe) -> dict[str, list[Any]]:
+        """Return key -> [before, now] for recipe and JSON keys that changed since the save."""
+        if self.checkpoint is None or self.weights_only:
+            return {}
+        manifest = self.checkpoint.manifest
+        key, config = "deepspeed_json", read_deepspeed_json(recipe.deepspeed)
+        before = manifest.recipe | {key: manifest.layout.get(key, config)}
+        return differences(before, recipe.model_dump(mode="json") | {key: config})
+
+
+def find(
+    folder: Path,
+    resume: str,
+    recipe: Recipe,
+    data: dict[str, Any],
+    *,
+    branch: Branch | None = None,
+    note: Note = no_note,
+) -> ResumePoint:
+    """Find the checkpoint to start or resume from; collective, and the same on all ranks.
+
+    Args:
+        folder: the run's checkpoints
+        resume: "auto" for the newest undamaged checkpoint, "never" for none, or a checkpoint's path
+        recipe: the recipe of the run
+        data: fingerprints of corpora and tokenizer
+        branch: the newest request for a certain checkpoint, which "auto" obeys
+        note: called before each file is verified
+
+    Raises:
+        UserError: the path has no checkpoint, all checkpoints are damaged, or the checkpoint
+            belongs to another experiment.
+    """
+    if resume in ("auto", "never"):
+        candidates = _candidates(folder, branch) if resume == "auto" else []
+    else:
+        if not (Path(resume) / "manifest.json").is_file():
+            choices = ", ".join(map(str, published(folder))) or "none here"
+            raise UserError(
+                f"--resume {resume}: the path has no checkpoint; use auto, never or {choices}"
+            )
+        candidates = [Path(resume)]
+    _agree(candidates)
+    skipped: dict[Path, str] = {}
+    for path in candidates:
+        damage = find_damage(path, note)
+        if damage is None:
+            manifest = Manifest.read(path)
+            check_same_run(path, manifest, recipe, data)
+            return ResumePoint(CheckpointReader(path, manifest), skipped=skipped)
+        skipped[path] = damage
+    if resume == "auto" and not candidates and any(folder.glob(ABANDONED)):
+        left = ", ".join(str(path) for path in sorted(folder.glob(ABANDONED)))
+        raise UserError(
+            f"the current branch has not saved a checkpoint yet, and all checkpoints here belong "
+            f"to abandoned branches ({left}); resume from one with --resume CHECKPOINT, or start "
+            f"again with --resume never"
+        )
+    if skipped:
+        found = "; ".join(f"{path}: {damage}" for path, damage in skipped.items())
+        raise UserError(
+            f"all checkpoints here are damaged ({found}); use --resume with a checkpoint from "
+            f"another folder, or --resume never to start again (this run folder is kept under "
+            f"another name)"
+        )
+    return find_initial_weights(recipe, run=folder.parent, note=note)
+
+
+def _candidates(folder: Path, branch: Branch | None) -> list[Path]:
+    """Return the checkpoints of the run's current branch, newest first.
+
+    While a request is pending, later checkpoints are excluded, because some may not have been set
+    aside yet. A checkpoint from another folder is used until this run has saved its own first
+    checkpoint. Checkpoints that were in the folder before belong to another run.
+    """
+    own = list(reversed(published(folder)))
+    if branch is None or not branch.checkpoint:
+        return own
+    chosen = folder / branch.checkpoint
+    if is_own(folder, chosen):
+        return [path for path in own if not branch.pending or step_of(path) <= branch.step]
+    return [chosen] if branch.pending else [*own, chosen]
+
+
+def is_own(folder: Path, checkpoint: Path) -> bool:
+    """Return True if a run has published this checkpoint in the folder."""
+    path = checkpoint.resolve()
+    return path.parent == folder.resolve() and NAME.fullmatch(path.name) is not None
+
+
+def find_initial_weights(recipe: Recipe, *, run: Path, note: Note = no_note) -> ResumePoint:
+    """Return the weights that the recipe starts from; collective.
+
+    Args:
+        recipe: the recipe of the run
+        run: the folder of the new run
+        note: called before each file is verified
+
+    Raises:
+        UserError: the checkpoint is missing, damaged, or of another model.
+    """
+    setting = recipe.training.initial_weights
+    if setting is None:
+        return ResumePoint()
+    path = repository_path(setting)
+    key = f'training.initial_weights = "{setting}"'
+    if not (path / "manifest.json").is_file():
+        raise UserError(
+            f"{key}: the path has no checkpoint; use a run's checkpoint "
+            f"(runs/NAME/checkpoints/step-...) or the output of recipes/convert.py from-hf"
+        )
+    if path.is_relative_to(run.resolve()):
+        raise UserError(f"{key} is in the run's own folder; use --run-dir with another folder")
+    damage = find_damage(path, note)
+    if damage:
+        raise UserError(f"{key}: {damage}; make it again with recipes/convert.py from-hf")
+    manifest = Manifest.read(path)
+    check_same_model(key, manifest, recipe)
+    return ResumePoint(CheckpointReader(path, manifest), weights_only=True)
+
+
+def abandon_others(folder: Path, found: ResumePoint, *, stamp: str) -> None:
+    """Set aside the checkpoints that do not belong to a new branch.
+
+    If the branch begins at a checkpoint in this folder, the later checkpoints are set aside;
+    otherwise all checkpoints are. Damaged checkpoints are not renamed.
+
+    Args:
+        folder: the run's checkpoints
+        found: the checkpoint at which the branch begins
+        stamp: part of the new names of the checkpoints
+    """
+    own = is_own(folder, found.reader().path)
+    for path in published(folder):
+        belongs = own and step_of(path) <= found.progress.step
+        if not belongs and path not in found.skipped:
+            set_aside(path, stamp)
+    if folder.is_dir():
+        flush(folder)
+
+
+def find_damage(checkpoint: Path, note: Note = no_note) -> str | None:
+    """Return the first damage found in a checkpoint; collective, each rank verifies a share."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    own = next(find_damages(checkpoint, share=rank, shares=ranks, note=note), None)
+    everyones: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyones, own)
+    return next((damage for damage in everyones if damage), None)
+
+
+def _agree(candidates: list[Path]) -> None:
+    everyones: list[list[str]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(everyones, [path.name for path in candidates])
+    if any(names != everyones[0] for names in everyones):
+        raise UserError(
+            f"the ranks see different checkpoints ({sorted(map(tuple, everyones))}); use a "
+            f"--run-dir on storage that all nodes share"
+        )

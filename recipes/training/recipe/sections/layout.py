@@ -1,0 +1,101 @@
+"""The split of a model over ranks, and the cluster that has these ranks."""
+
+from typing import Any, Literal
+
+from pydantic import model_validator
+
+from models.errors import UserError
+from models.pipeline.schedule.order import SCHEDULES, last_stage, schedule_name
+from recipes.training.recipe.sections.section import Count, Section
+
+SCHEDULES_WITH_CHUNKS = [name for name, kind in SCHEDULES.items() if kind.chunks != 1]
+
+
+class Layout(Section):
+    """The split of the model over ranks; data parallelism takes the remaining ranks."""
+
+    tensor: Count = 1
+    """Ranks that divide every matrix of a layer. They must be on one node, because they
+    communicate several times per layer."""
+
+    pipeline: Count = 1
+    """Pipeline stages, which divide the layers. More than one requires ZeRO-1."""
+
+    schedule: Literal["1f1b", "interleaved", "zb-h1", "zb-v", "dualpipev"] = "1f1b"
+    """Order of the forward and backward passes of a stage. All but "1f1b", the simplest, need two
+    stages or more."""
+
+    chunks: Count = 1
+    """Virtual stages (model chunks) of each stage. Choose it for "interleaved", where 2 is the
+    default and more shorten the pipeline bubble but add messages. The other schedules determine
+    it: 2 for "zb-v" and "dualpipev", 1 for "1f1b" and "zb-h1"."""
+
+    layers_per_stage: list[Count] | None = None
+    """Transformer layers of each virtual stage, in the model's order. Leave it out to balance the
+    stages by computing cost, which counts the output layer too."""
+
+    sequence_parallel: bool = False
+    """Also split norms, dropout and residuals over the tensor ranks, along the sequence. It saves
+    activation memory at the same communication volume; it has no effect for `tensor = 1`."""
+
+    recompute: Literal["none", "selective", "full"] = "none"
+    """Activations that the backward pass computes again instead of keeping: none of them, those of
+    the attention core ("selective"), or those of whole layers ("full")."""
+
+    recompute_interval: Count = 1
+    """Layers that are recomputed together with `recompute = "full"`. Only the input of the first
+    of them is kept."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_in_chunks(cls, values: Any) -> Any:
+        """Set two chunks if the schedule needs several and the recipe has none."""
+        if isinstance(values, dict) and values.get("schedule") in SCHEDULES_WITH_CHUNKS:
+            return {"chunks": 2} | values
+        return values
+
+    @model_validator(mode="after")
+    def _check(self) -> "Layout":
+        if self.recompute_interval > 1 and self.recompute != "full":
+            raise UserError(
+                f"layout.recompute_interval = {self.recompute_interval} has no effect with "
+                f'layout.recompute = "{self.recompute}"; use layout.recompute = "full", or leave '
+                f"layout.recompute_interval out"
+            )
+        if self.schedule != "1f1b" and self.pipeline == 1:
+            raise UserError(
+                f'layout.schedule = "{self.schedule}" needs two stages or more, and '
+                f"layout.pipeline = 1 has only one; use layout.pipeline = 2 or more, or "
+                f'layout.schedule = "1f1b"'
+            )
+        possible = SCHEDULES[self.schedule].chunks
+        if self.chunks != (possible or max(2, self.chunks)):
+            raise UserError(
+                f"layout.chunks = {self.chunks} is not possible with layout.schedule = "
+                f'"{self.schedule}"; use layout.chunks = {possible or 2}'
+                + ("" if possible else " or more")
+            )
+        return self
+
+    @property
+    def schedule_name(self) -> str:
+        """The schedule, with its number of chunks if that is a choice: "interleaved x 2"."""
+        return schedule_name(self.schedule, self.chunks)
+
+    @property
+    def ends(self) -> set[int]:
+        """The stages that hold the first layer, which takes tokens, and the last, with labels."""
+        return {0, last_stage(self.schedule, self.pipeline, self.chunks)}
+
+
+class Cluster(Section):
+    """The cluster that the recipe is meant for; a run on another size is rejected."""
+
+    nodes: Count
+    """Number of nodes."""
+
+    gpus_per_node: Count
+    """GPUs per node, and therefore ranks per node."""
+
+    gpu: str
+    """Name of the GPU, for example "H100"; `recipes/gpus/` lists them. "cpu" trains on CPUs."""

@@ -1,0 +1,86 @@
+"""Checkpoints, supervision and tracking of a run."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from recipes.training.recipe.sections.section import Count, NonNegative, Section
+
+
+class Checkpoint(Section):
+    """The checkpoints that are written, and those that are kept."""
+
+    every: Count
+    """Steps between checkpoints. The last step is always saved."""
+
+    keep: Count = 2
+    """Newest checkpoints that are kept. Two, so that a damaged one has a predecessor."""
+
+    keep_every: NonNegative = 0
+    """Also keep the checkpoint of every step that is a multiple of this number; 0: keep no more."""
+
+    on_failure: Literal["continue", "stop"] = "continue"
+    """Reaction to a save that fails, for example because the disk is full: "continue" warns and
+    tries again at the next save, "stop" ends the run."""
+
+
+class Supervision(Section):
+    """Limits for hangs, bad steps and slow ranks."""
+
+    hang_seconds: NonNegative = 300
+    """End the run after this many seconds without progress in training; 0: never. On GPUs,
+    collectives of subgroups time out after 600 seconds in any case."""
+
+    startup_seconds: NonNegative = 1800
+    """End the run if it makes no progress for this many seconds before the first step (with
+    compiled kernels, until the end of that step); 0: never. The time covers building the model,
+    loading a checkpoint and compiling."""
+
+    bad_steps: Count = 3
+    """Successive steps with a loss or gradient norm that is not finite after which the run rolls
+    back to the last checkpoint. A single such step is skipped."""
+
+    loss_spike: Annotated[float, Field(ge=0)] = 3.0
+    """Nats per token above the median of the recent losses at which the run rolls back; 0: never.
+    The default is far beyond the usual noise."""
+
+    rollbacks: NonNegative = 2
+    """Rollbacks without a new checkpoint in between after which the run stops instead; 0: never
+    roll back, stop at once."""
+
+    compare_speed_every: NonNegative = 100
+    """Steps between comparisons of the ranks' speeds; 0: never."""
+
+    slow_rank: Annotated[float, Field(gt=1)] = 1.5
+    """Ratio of a rank's time in forward passes to that of the other ranks of its stage above which
+    it is reported as slow."""
+
+    @property
+    def patience_seconds(self) -> int | None:
+        """The longest time that a rank may wait for others before supervision ends the run.
+
+        None if there is no limit.
+        """
+        limits = self.hang_seconds, self.startup_seconds
+        return max(limits) if all(limits) else None
+
+
+class Tracking(Section):
+    """Weights & Biases, and the timeline of measured steps."""
+
+    project: Annotated[str, Field(pattern=r"^[^/\\#?%:]{1,128}$")] = "threefold"
+    """Weights & Biases project of the run."""
+
+    mode: Literal["auto", "online", "offline", "disabled"] = "auto"
+    """Mode of Weights & Biases. "auto" is online if an API key is found and offline otherwise. The
+    metrics are always in the run folder too."""
+
+    tags: tuple[str, ...] = ()
+    """Tags of the run in Weights & Biases."""
+
+    timeline_step: NonNegative = 0
+    """First step whose instructions are recorded on every rank, with their times; 0: record
+    nothing. Needs ZeRO-1. Recorded steps are somewhat slower."""
+
+    timeline_steps: Count = 3
+    """Number of steps that are recorded from `timeline_step` on."""
