@@ -1,5 +1,6 @@
 """Sweeps with real ranks: measured values, shared processes, faults, and kills."""
 
+import gc
 import json
 import random
 import re
@@ -9,10 +10,18 @@ from typing import Any
 
 import pytest
 import tomli_w
+import torch
+import torch.distributed as dist
 
+from recipes.sweeping.choice import Request, choose
+from recipes.sweeping.scheduler import Scheduler
+from recipes.sweeping.sweep_folder import SweepFolder
 from recipes.sweeping.trial import Trial
+from recipes.sweeping.worlds import measuring
+from recipes.sweeping.worlds.launchers import LocalLauncher
 from recipes.training.recipe.loading import DEFAULT_RECIPE
 from tests.conftest import changed, small_recipe
+from tests.ranks import join_world, run_ranks
 from tests.sweeping.sweeps import Sweep
 
 OUTCOMES = {  # fault -> outcome
@@ -67,6 +76,37 @@ def test_real_ranks_measure_layouts(tmp_path: Path) -> None:
     assert "can't allocate memory" in rows[trials[-1].key]["reason"]
     assert "Traceback" in results(sweep)[trials[-1].key]["log"]
     assert sorted(sweep.finished()) == sorted(trial.key for trial in trials[:-1])
+
+
+def live_bytes(folder: str, stages: list[int]) -> list[int]:
+    """Measure a trial of each ZeRO stage in this process; return the bytes of tensors after each.
+
+    Storages whose memory was returned count as empty.
+    """
+    world = join_world()
+    control = dist.new_group(backend="gloo")
+    found = []
+    sweep = SweepFolder(Path(folder) / "sweep", {})
+    for stage in stages:
+        recipe = write_recipe(
+            Path(folder) / "small.toml",
+            deepspeed=f"ds_configs/zero{stage}_fp32.json",
+            cluster={"nodes": 1, "gpus_per_node": 1, "gpu": "cpu"},
+        )
+        (trial,) = choose(Request(recipes=[recipe], layouts="own", warm_up=1, steps=1)).trials
+        request = Scheduler(sweep, LocalLauncher(recipe))._request(trial)
+        assert measuring.measure(request, world, control, measuring.Memory()).outcome == "ok"
+        gc.collect()
+        tensors = [each for each in gc.get_objects() if isinstance(each, torch.Tensor)]
+        storages = {id(each.untyped_storage()): each.untyped_storage() for each in tensors}
+        found.append(sum(storage.nbytes() for storage in storages.values()))
+    sweep.close()
+    return found
+
+
+def test_the_engine_of_a_trial_is_freed(tmp_path: Path) -> None:
+    (sizes,) = run_ranks(1, live_bytes, str(tmp_path), [1, 1, 3, 3, 1])
+    assert max(sizes) - sizes[0] < 10_000, sizes  # the model alone has 500 kB of state
 
 
 @pytest.mark.long

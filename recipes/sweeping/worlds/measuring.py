@@ -1,10 +1,10 @@
 """Measurement of trials in the ranks of a world: step times and peak memory."""
 
+import contextlib
 import ctypes
 import gc
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -17,12 +17,13 @@ from recipes.proving.trial import shared_groups, start
 from recipes.sweeping.trial import Result
 from recipes.sweeping.worlds.protocol import START, WorldFiles, read_message, write_message
 from recipes.sweeping.worlds.rank_watch import RankWatch
+from recipes.training.engine.engine import Engine, is_partitioned
 from recipes.training.recipe.deepspeed_config import precision, read_deepspeed_json
 from recipes.training.recipe.learning_rate import learning_rate
 from recipes.training.recipe.loading import parse_recipe
 from recipes.training.recipe.schema import Recipe
 from recipes.training.recipe.topology import World
-from recipes.training.runtime.processes import check_machine, on_gpu, start_processes
+from recipes.training.runtime.processes import check_machine, on_gpu, quiet, start_processes
 
 GIB = 2**30
 POLL_SECONDS = 0.05
@@ -136,10 +137,46 @@ def run_steps(
             before = now
     if engine.compiled:  # otherwise torch stops compiling after several shapes
         torch._dynamo.reset()
+    release(engine)
     return durations, engine.device_name
 
 
-@contextmanager
+def release(engine: Engine) -> None:
+    """Remove the hooks of an engine, so that the collector can free it.
+
+    Gradient hooks refer to the engine, and C++ objects, which the collector cannot see, to them.
+    """
+    with quiet():
+        engine.wrapped.destroy()
+    for _, parameter in engine.parameters():
+        for hooks in (parameter._backward_hooks, parameter._post_accumulate_grad_hooks):
+            if hooks:
+                hooks.clear()
+    if any(is_partitioned(parameter) for _, parameter in engine.parameters()):
+        # ZeRO-3's optimizer is still referred to, so at least its tensors give up their memory.
+        shards = [vars(parameter)["ds_tensor"] for _, parameter in engine.parameters()]
+        optimizer = engine.wrapped.optimizer
+        for tensor in tensors_in([vars(optimizer), dict(optimizer.optimizer.state), shards], set()):
+            with contextlib.suppress(RuntimeError):  # memory that torch has not allocated
+                tensor.untyped_storage().resize_(0)
+
+
+def tensors_in(value: Any, seen: set[int]) -> Iterator[torch.Tensor]:
+    """Yield the tensors in nested dictionaries, lists and tuples.
+
+    Args:
+        value: a tensor, a container or anything else
+        seen: ids of the containers that were entered before
+    """
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (dict, list, tuple)) and id(value) not in seen:
+        seen.add(id(value))
+        for each in list(value.values() if isinstance(value, dict) else value):
+            yield from tensors_in(each, seen)
+
+
+@contextlib.contextmanager
 def without_collections() -> Iterator[None]:
     """Collect garbage now, and not within the steps, as a run does."""
     gc.collect()
