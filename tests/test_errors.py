@@ -17,7 +17,7 @@ from recipes.training.recipe.sections import training
 from tests.conftest import changed, small_recipe
 from tests.ranks import start_ranks
 
-COMMANDS = ("pretrain", "plan", "prove", "prepare_data", "convert")
+COMMANDS = ("pretrain", "plan", "prove", "prepare_data", "convert", "sweep")
 BROAD = {"ValueError", "AssertionError", "Exception", "BaseException"}
 INVARIANTS = {  # function that raises a plain ValueError -> why no user can cause it
     "models/pipeline/schedule/simulation.py: simulate": "no order of passes is made by users",
@@ -42,7 +42,15 @@ CATCHES = {  # function that catches one of BROAD -> why no defect becomes a use
     "recipes/preparing/tokenization.py: read_report": PARSING,
     "recipes/preparing/tokenizer.py: load_tokenizer": FOREIGN,
     "recipes/preparing/workspace.py: lock_workspace": RAISES,
+    "recipes/plan.py: share": PARSING,
     "recipes/pretrain.py: main": RAISES,
+    "recipes/sweep.py: seconds": PARSING,
+    "recipes/sweeping/choice.py: values_of_setting": PARSING,
+    "recipes/sweeping/sweep_folder.py: _read_json": PARSING,
+    "recipes/sweeping/wandb_runs.py: publish": "the message shows the error, and no result is lost",
+    "recipes/sweeping/worlds/protocol.py: read_message": PARSING,
+    "recipes/sweeping/worlds/rank.py: run_rank": "a trial that fails is a result of the sweep",
+    "recipes/sweeping/worlds/world.py: World.start": RAISES,
     "recipes/training/loop/joint_rejection.py: rejected_together": RAISES,
     "recipes/proving/worlds.py: _rank": "a layout that fails is a finding of the proof",
     "recipes/training/checkpoint/writer.py: CheckpointWriter._work": RAISES,
