@@ -176,8 +176,8 @@ def case(corpus: Path, world_size: int, changes: dict[str, Any]) -> ProofCase:
     """Return the case of the small recipe with changes, on `world_size` ranks."""
     settings = {
         "model__layers": 4,  # two for each stage, chunk or group of recomputed blocks
-        "training__steps": 6,
-        "training__evaluate_every": 6,
+        "training__steps": 10,
+        "training__evaluate_every": 10,
     }
     recipe = parse_recipe(changed(small_recipe(corpus), **(settings | changes)), "test")
     topology = recipe.topology(World(size=world_size, local_size=world_size))
@@ -330,7 +330,7 @@ def test_the_references_learn_and_clip_and_drop_and_separate(
 ) -> None:
     for reference in references.values():
         assert reference.losses[0] == pytest.approx(math.log(250), rel=0.02)
-        assert reference.losses[-2] < 0.98 * reference.losses[0]
+        assert reference.losses[-2] < 0.96 * reference.losses[0]
     assert min(references["gpt"].grad_norms) > 0.5
     apart = zip(references["documents"].losses, references[""].losses, strict=True)
     assert max(abs(separate / across - 1) for separate, across in apart) > 5e-4
