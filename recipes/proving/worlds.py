@@ -222,19 +222,24 @@ def environment(changes: dict[str, str]) -> Iterator[None]:
 
 
 def free_port() -> int:
-    """Return an unused TCP port.
-
-    It is below the range from which the system assigns ports to connections, because such a port
-    may be taken a moment later on a busy machine.
-    """
+    """Return an unused TCP port of this machine."""
     while True:
-        port = random.SystemRandom().randrange(10_000, 32_000)
+        port = random_port()
         with socket.socket() as listener:
             try:
                 listener.bind(("127.0.0.1", port))
             except OSError:
                 continue
         return port
+
+
+def random_port() -> int:
+    """Return a random TCP port, which may be in use.
+
+    It is below the range from which the system assigns ports to connections, because such a port
+    may be taken a moment later on a busy machine.
+    """
+    return random.SystemRandom().randrange(10_000, 32_000)
 
 
 def rank_variables(rank: int, size: int, port: int) -> dict[str, str]:

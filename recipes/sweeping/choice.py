@@ -9,14 +9,19 @@ from pathlib import Path
 from typing import Any, Literal
 
 from models.errors import UserError
-from recipes.planning.inputs.cluster import DEFAULT_CLUSTER
+from recipes.planning.inputs.cluster import recipe_on_cluster
 from recipes.planning.inputs.job import Machine, job_without_layout
 from recipes.planning.memory.peak import GIB, fits, host_bytes
-from recipes.planning.output.recipe_edits import edits
-from recipes.planning.search.layout_search import Plan, search
+from recipes.planning.output.recipe_edits import edits, in_layout, value_of
+from recipes.planning.search.layout_search import (
+    TOO_LARGE_FOR_GPU,
+    TOO_LARGE_FOR_HOST,
+    Plan,
+    search,
+)
 from recipes.sweeping.trial import Rejection, Trial
 from recipes.training.recipe.deepspeed_config import build_deepspeed_config
-from recipes.training.recipe.loading import load_recipe, parse_recipe, short
+from recipes.training.recipe.loading import load_recipe, short
 from recipes.training.recipe.schema import Recipe
 from recipes.training.recipe.topology import World
 
@@ -86,10 +91,8 @@ class Combination:
         Raises:
             UserError: the recipe or a setting is not valid.
         """
-        recipe = load_recipe(self.path, self.overrides)
-        table = recipe.model_dump(mode="json", exclude_none=True, exclude_defaults=True)
-        table["cluster"] = DEFAULT_CLUSTER | table.get("cluster", {}) | self.cluster
-        return parse_recipe(table, str(short(self.path)))
+        recipe, _ = recipe_on_cluster(self.path, self.overrides, **self.cluster)
+        return recipe
 
 
 def choose(request: Request) -> Choice:
@@ -146,7 +149,7 @@ def nothing_to_run(choice: Choice) -> str:
             first.reason
         )
     reasons = ", ".join(f"{count} {reason}" for reason, count in choice.ruled_out.most_common())
-    return f"no layout is left ({reasons or 'none is legal'}); use more GPUs or a smaller model"
+    return f"no layout is left ({reasons or 'none is valid'}); use more GPUs or a smaller model"
 
 
 def combinations(request: Request, grid: Sequence[Sequence[str]]) -> Iterator[Combination]:
@@ -194,30 +197,15 @@ def recipes_of(
     assert recipe.cluster is not None
     result = search(job_without_layout(recipe, Machine.of_cluster(recipe.cluster)), ALL)
     for reason, count in result.rejected.items():
-        if reason.startswith("too large"):
+        if reason in (TOO_LARGE_FOR_GPU, TOO_LARGE_FOR_HOST):
             ruled_out[reason] += count
     named = [override.partition("=")[0].strip() for override in combination.overrides]
     found = (plan for plan in result.plans if agrees(recipe, plan, named))
     for plan in itertools.islice(found, ALL if layouts == "all" else top):
-        yield in_layout(recipe, plan)
+        yield in_layout(recipe, plan, recipe.name)
 
 
 def agrees(recipe: Recipe, plan: Plan, keys: Sequence[str]) -> bool:
     """Return True if a plan does not change any of the keys."""
     changes = edits(recipe, plan)
     return all(changes[key] == value_of(recipe, key) for key in keys if key in changes)
-
-
-def value_of(recipe: Recipe, key: str) -> Any:
-    """Return the value of `section.key` or `key`."""
-    section, _, name = key.rpartition(".")
-    return getattr(getattr(recipe, section) if section else recipe, name)
-
-
-def in_layout(recipe: Recipe, plan: Plan) -> Recipe:
-    """Return the recipe in a plan's layout."""
-    table = recipe.model_dump(mode="json", exclude_none=True, exclude_defaults=True)
-    for key, value in edits(recipe, plan).items():
-        section, _, name = key.rpartition(".")
-        (table.setdefault(section, {}) if section else table)[name] = value
-    return parse_recipe(table, recipe.name)

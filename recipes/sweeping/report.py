@@ -8,7 +8,7 @@ from typing import Any
 
 from recipes.planning.output.plan_report import layout_line
 from recipes.sweeping.choice import Choice
-from recipes.sweeping.trial import FAULTS, OUTCOMES, Result, Trial
+from recipes.sweeping.trial import FAULTS, OUTCOMES, Result, Trial, competitors
 
 MAX_BEST = 5  # layouts in the summary, for each recipe and number of GPUs
 MAX_REASON_CHARACTERS = 160  # in a progress line
@@ -78,12 +78,7 @@ def choice_lines(choice: Choice, measured: int) -> Iterator[str]:
 
 def summary_lines(results: Sequence[tuple[Trial, Result]], choice: Choice) -> Iterator[str]:
     """Yield the fastest layouts and the number of trials of each outcome."""
-    groups: dict[tuple[str, int], list[tuple[float, Trial]]] = {}
-    for trial, result in results:
-        if result.median_seconds is not None:
-            group = groups.setdefault((trial.source, trial.world.size), [])
-            group.append((result.median_seconds, trial))
-    for (source, ranks), group in groups.items():
+    for (source, ranks), group in competitors(results).items():
         yield f"Fastest layouts of {source} on {ranks} ranks:"
         for rank, (seconds, trial) in enumerate(sorted(group, key=first)[:MAX_BEST], start=1):
             error = trial.planned_seconds / seconds - 1

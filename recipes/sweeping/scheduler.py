@@ -8,7 +8,7 @@ from typing import Any
 
 from recipes.planning.inputs.stage_contents import stage_parameters
 from recipes.sweeping.sweep_folder import SweepFolder, SweepStopped
-from recipes.sweeping.trial import Result, Trial
+from recipes.sweeping.trial import Result, Trial, competitors
 from recipes.sweeping.worlds.launchers import Launcher
 from recipes.sweeping.worlds.world import World, WorldAbandoned, WorldFailed
 
@@ -84,7 +84,7 @@ class Scheduler:
         self.measured_seconds += result.stepping_seconds
         if result.outcome != "ok":
             self.stop()
-            self.folder.check_space()  # a full disk is no property of the trial
+            self.folder.check_space()  # otherwise the trial would be blamed for a full disk
         return result
 
     def _world_for(self, trial: Trial) -> World:
@@ -177,14 +177,9 @@ def halve(
 
 def faster_half(folder: SweepFolder, trials: Sequence[Trial]) -> list[Trial]:
     """Return the faster half of each group of competing trials; nothing of one or two trials."""
-    groups: dict[tuple[str, int], list[tuple[float, Trial]]] = {}
-    for trial in trials:
-        result = folder.result(trial.key)
-        if result is not None and result.median_seconds is not None:
-            group = groups.setdefault((trial.source, trial.world.size), [])
-            group.append((result.median_seconds, trial))
+    results = [(trial, result) for trial in trials if (result := folder.result(trial.key))]
     found = []
-    for group in groups.values():
+    for group in competitors(results).values():
         if len(group) > 2:
             ordered = sorted(group, key=lambda each: (each[0], each[1].key))
             found += [trial for _, trial in ordered[: (len(group) + 1) // 2]]

@@ -28,8 +28,8 @@ from models.errors import UserError
 from recipes.proving.proof_corpus import write_corpus
 from recipes.sweeping.table import Row, row_of_rejection, row_of_result, row_of_trial, table_text
 from recipes.sweeping.trial import Rejection, Result, Trial
-from recipes.training.run_folder.line_file import flush
-from recipes.training.run_folder.lock import FolderInUse, FolderLock
+from recipes.training.run_folder.line_file import flush, write_whole
+from recipes.training.run_folder.lock import FolderInUse, FolderLock, is_running, machine_id
 from recipes.training.runtime.launchers import start_ticks
 
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
@@ -190,7 +190,7 @@ class SweepFolder:
                 (self.path / name).mkdir(parents=True, exist_ok=True)
             self.own.mkdir(parents=True)
             self.heartbeat.touch()
-            (self.own / "owner.json").write_text(json.dumps(_identity(os.getpid())))
+            (self.own / "owner.json").write_text(json.dumps(_identity()))
         except OSError as problem:
             if problem.errno in NO_SPACE:
                 raise
@@ -242,18 +242,9 @@ class SweepFolder:
 
     def _write(self, file: Path, text: str) -> None:
         """Replace a file as a whole; the other name is in the scheduler's own folder."""
-        fresh = self.own / f"{file.name}.incomplete"
         with self.stops_without_space():
-            try:
-                with fresh.open("w") as stream:
-                    stream.write(text)
-                    stream.flush()
-                    os.fsync(stream.fileno())
-                fresh.rename(file)
-                flush(file.parent)
-            except OSError:
-                fresh.unlink(missing_ok=True)
-                raise
+            write_whole(file, text, fresh=self.own / f"{file.name}.incomplete")
+            flush(file.parent)
 
 
 def _read_json(file: Path) -> dict[str, Any] | None:
@@ -265,15 +256,10 @@ def _read_json(file: Path) -> dict[str, Any] | None:
     return content if isinstance(content, dict) else None
 
 
-def _identity(process: int) -> dict[str, Any]:
-    """Return an identification of a process on this machine."""
-    return {"machine": _machine(), "process": process, "started": start_ticks(process)}
-
-
-def _machine() -> str:
-    """Return an identifier of this machine, its boot and its container."""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return f"{boot} {os.readlink('/proc/self/ns/pid')}"
+def _identity() -> dict[str, Any]:
+    """Return an identification of this process, for `is_running`."""
+    process = os.getpid()
+    return {"machine": machine_id(), "process": process, "started": start_ticks(process)}
 
 
 def _is_abandoned(folder: Path, now: float) -> bool:
@@ -285,7 +271,7 @@ def _is_abandoned(folder: Path, now: float) -> bool:
     """
     owner = _read_json(folder / "owner.json") or {}
     with contextlib.suppress(OSError):
-        if owner.get("machine") == _machine():
-            return _identity(owner["process"]) != owner
+        if owner.get("machine") == machine_id():
+            return not is_running(owner)
         return now - (folder / "heartbeat").stat().st_mtime > ABANDONED_SECONDS
     return False

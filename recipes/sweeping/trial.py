@@ -2,9 +2,10 @@
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
+from statistics import median
 from typing import Any, Literal, NamedTuple, get_args
 
 from recipes.planning.inputs.job import Job, Machine, job_of
@@ -172,11 +173,7 @@ class Result:
     @property
     def median_seconds(self) -> float | None:
         """The median time of a measured step; None if no step was measured."""
-        ordered = sorted(self.step_seconds)
-        if not ordered:
-            return None
-        middle = len(ordered) // 2
-        return (ordered[middle] + ordered[-middle - 1]) / 2
+        return median(self.step_seconds) if self.step_seconds else None
 
     @property
     def stepping_seconds(self) -> float:
@@ -191,6 +188,22 @@ class Result:
     def from_json(cls, table: Mapping[str, Any]) -> "Result":
         """Return the result of a table."""
         return cls(**table)
+
+
+def competitors(
+    results: Iterable[tuple[Trial, Result]],
+) -> dict[tuple[str, int], list[tuple[float, Trial]]]:
+    """Group measured trials by recipe file and number of ranks; only such trials compete.
+
+    Returns:
+        (recipe file, number of ranks) -> (median seconds of a step, trial) of each measured trial
+    """
+    groups: dict[tuple[str, int], list[tuple[float, Trial]]] = {}
+    for trial, result in results:
+        if result.median_seconds is not None:
+            group = groups.setdefault((trial.source, trial.world.size), [])
+            group.append((result.median_seconds, trial))
+    return groups
 
 
 def digest(value: Any) -> str:

@@ -7,8 +7,7 @@ from models.errors import UserError
 from recipes.sweeping.sweep_folder import SweepFolder, SweepStopped
 from recipes.sweeping.table import row_of_result, row_of_trial
 from recipes.sweeping.trial import FAULTS, Result, Trial
-from recipes.training.run_folder.provenance import code_version
-from recipes.training.tracking.wandb_settings import read_wandb_key, wandb_mode
+from recipes.training.tracking.wandb_settings import common_arguments, read_wandb_key, wandb_mode
 from recipes.training.tracking.wandb_thread import start_wandb
 
 
@@ -64,16 +63,9 @@ def publish_trial(trial: Trial, result: Result, folder: SweepFolder) -> None:
 
 def arguments_of(trial: Trial, folder: SweepFolder) -> dict[str, Any]:
     """Return the arguments of `wandb.init` for a trial."""
-    tracking, mode = trial.recipe.tracking, wandb_mode(trial.recipe)
-    return {
-        "project": tracking.project,
+    return common_arguments(trial.recipe, folder.path) | {
         "group": folder.path.name,
         "job_type": "sweep",
         "name": row_of_trial(trial)["row_id"],
         "id": f"{folder.path.name}-{trial.key}",
-        "resume": "allow" if mode == "online" else None,
-        "tags": list(tracking.tags),
-        "config": trial.recipe.model_dump(mode="json") | {"code_version": code_version()},
-        "mode": mode,
-        "dir": str(folder.path),
     }

@@ -76,7 +76,7 @@ def test_memory_is_compared_as_it_was_measured() -> None:
 
 
 def test_headroom_decides_the_fit_of_a_row() -> None:
-    """A run in the headroom does not fit, but is no false alarm if it ran."""
+    """A run that worked is a false alarm only if it is predicted to exceed the whole memory."""
     found = row()
     assert found.job is not None
     memory = fullest_stage(found.job).total / GIB

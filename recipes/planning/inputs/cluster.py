@@ -16,9 +16,9 @@ def recipe_on_cluster(
     path: Path,
     overrides: Sequence[str],
     *,
-    nodes: int | None,
-    gpus_per_node: int | None,
-    gpu: str | None,
+    nodes: int | None = None,
+    gpus_per_node: int | None = None,
+    gpu: str | None = None,
 ) -> tuple[Recipe, Cluster]:
     """Load a recipe and set keys of its [cluster] section.
 

@@ -117,13 +117,13 @@ def plan_text(job: Job, steps: int) -> Iterator[str]:
     yield f"{'':16}" + "".join(f"{seconds / time.total:12.1%}" for seconds in spent)
     yield ""
     yield rates_text(rates(job, time.total, steps))
-    yield from warnings(job)
+    yield from warnings(job, memory)
 
 
-def warnings(job: Job) -> Iterator[str]:
+def warnings(job: Job, memory: Sequence[StageMemory]) -> Iterator[str]:
     """Yield warnings about a layout that runs, but has little memory left or idle stages."""
     limit = job.machine.gpu.memory_gib * GIB
-    free = 1 - max(stage.total for stage in stage_memory(job)) / limit
+    free = 1 - max(stage.total for stage in memory) / limit
     if 0 <= free < DEFAULT_HEADROOM:
         yield (
             f"Warning: {free:.0%} of the GPU memory is free; leave {DEFAULT_HEADROOM:.0%}, because "

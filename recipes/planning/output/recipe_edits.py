@@ -47,11 +47,31 @@ def changes(recipe: Recipe, plan: Plan) -> str:
     """Return the options of pretrain.py that change the recipe's layout to a plan's."""
     options = []
     for key, value in edits(recipe, plan).items():
-        section, _, name = key.rpartition(".")
-        if getattr(getattr(recipe, section) if section else recipe, name) != value:
+        if value_of(recipe, key) != value:
             text = value if isinstance(value, str) else json.dumps(value, separators=(",", ":"))
             options.append(f"--set {key}={text}")
     return " ".join(options)
+
+
+def in_layout(recipe: Recipe, plan: Plan, origin: str) -> Recipe:
+    """Return a copy of the recipe in a plan's layout.
+
+    Args:
+        recipe: the planned recipe
+        plan: a layout for it
+        origin: name for error messages
+    """
+    table = recipe.model_dump(mode="json", exclude_none=True, exclude_defaults=True)
+    for key, value in edits(recipe, plan).items():
+        section, _, name = key.rpartition(".")
+        (table.setdefault(section, {}) if section else table)[name] = value
+    return parse_recipe(table, origin)
+
+
+def value_of(recipe: Recipe, key: str) -> Any:
+    """Return the value of `section.key` or `key`."""
+    section, _, name = key.rpartition(".")
+    return getattr(getattr(recipe, section) if section else recipe, name)
 
 
 def write_recipe(recipe: Recipe, result: SearchResult, path: Path) -> None:
@@ -62,12 +82,8 @@ def write_recipe(recipe: Recipe, result: SearchResult, path: Path) -> None:
     """
     if not result.plans:
         raise UserError(f"--write {path}: no layout fits; use more nodes or a larger GPU")
-    table = recipe.model_dump(mode="json", exclude_none=True, exclude_defaults=True)
-    best = result.plans[0]
-    for key, value in edits(recipe, best).items():
-        section, _, name = key.rpartition(".")
-        (table[section] if section else table)[name] = value
-    text = tomli_w.dumps(parse_recipe(table, str(path)).model_dump(mode="json", exclude_none=True))
+    best = in_layout(recipe, result.plans[0], str(path))
+    text = tomli_w.dumps(best.model_dump(mode="json", exclude_none=True))
     try:
         with path.open("x", encoding="utf-8") as file:
             file.write(

@@ -26,6 +26,8 @@ INTERLEAVED_CHUNKS = (2, 4, 8)  # virtual stages per pipeline stage
 # The Ultra-Scale Playbook advises to fill 85 to 90 % of the memory; predictions err by a few per
 # cent, and the allocator needs room.
 DEFAULT_HEADROOM = 0.08
+TOO_LARGE_FOR_GPU = "too large for a GPU"  # reasons of rejected layouts
+TOO_LARGE_FOR_HOST = "too large for the host that builds them"
 NEAR_TIE = 0.02  # relative difference of predicted times that the errors of a prediction hide
 
 
@@ -80,7 +82,7 @@ def search(
         result.tried += 1
         candidate = replace(job, layout=layout)
         if host_bytes(candidate) > job.machine.gpu.node_memory_gib * GIB:
-            result.rejected["too large for the host that builds them"] += 1
+            result.rejected[TOO_LARGE_FOR_HOST] += 1
             continue
         if layout.recompute == "none":
             memory = memory_within(candidate, limit)
@@ -102,7 +104,7 @@ def search(
         if fits:
             fitting.append(Plan(candidate, memory, predict_time(candidate)))
         else:
-            result.rejected["too large for a GPU"] += 1
+            result.rejected[TOO_LARGE_FOR_GPU] += 1
     result.plans = nsmallest(top, fitting, key=order_of_plans(fitting))
     return result
 

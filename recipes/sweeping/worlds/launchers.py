@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import random
 import shlex
 import signal
 import subprocess
@@ -14,7 +13,7 @@ from pathlib import Path
 from typing import Protocol
 
 from models.errors import UserError
-from recipes.proving.worlds import free_port, rank_variables
+from recipes.proving.worlds import free_port, random_port, rank_variables
 from recipes.sweeping.trial import WorldKind
 from recipes.sweeping.worlds.protocol import WorldFiles
 
@@ -205,8 +204,3 @@ def first_host() -> str:
             f"scontrol does not name the hosts of this allocation ({problem}); use --launcher "
             f"local, or start the sweep with sbatch"
         ) from None
-
-
-def random_port() -> int:
-    """Return a port below those that the system assigns; it may be in use on another host."""
-    return random.SystemRandom().randrange(10_000, 32_000)

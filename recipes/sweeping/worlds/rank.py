@@ -1,4 +1,4 @@
-"""A rank of a world: waits for trials, measures them, and ends when it is no longer needed."""
+"""A rank of a world: waits for trials, measures them, and ends with its scheduler."""
 
 import os
 import time

@@ -1,4 +1,4 @@
-"""The watch of a rank: ends the process when it is no longer needed."""
+"""A thread of a rank that ends the process if its scheduler is gone or its trial is late."""
 
 import os
 import threading

@@ -128,9 +128,19 @@ class LineFile:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
 
 
-def write_whole(file: Path, text: str) -> None:
-    """Write a file atomically: after a failure the previous file still exists, unchanged."""
-    fresh = file.with_name(file.name + ".incomplete")
+def write_whole(file: Path, text: str, *, fresh: Path | None = None) -> None:
+    """Write a file atomically: after a failure the previous file still exists, unchanged.
+
+    Args:
+        file: the file to replace
+        text: its new content
+        fresh: file of the same file system that is written first and then renamed; the default is
+            the file's name with ".incomplete", which suits files with a single writer
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    fresh = fresh or file.with_name(file.name + ".incomplete")
     try:
         with fresh.open("w") as stream:
             stream.write(text)

@@ -57,7 +57,7 @@ class FolderLock:
         self.record = {
             "process": os.getpid(),
             "host": socket.gethostname(),
-            "machine": _machine(),
+            "machine": machine_id(),
             "started": start_ticks(os.getpid()),
             "token": secrets.token_hex(8),
         }
@@ -151,7 +151,7 @@ class FolderLock:
             return True  # released a moment ago
         holder = _parse(self._seen[0])
         if holder.get("machine") == self.record["machine"]:
-            return not _runs(holder)
+            return not is_running(holder)
         return time.monotonic() - self._seen_at >= STALE_SECONDS
 
     def _remove_stale(self) -> None:
@@ -185,7 +185,7 @@ class FolderLock:
         holder = _parse(text)
         alive = self._moved
         if holder.get("machine") == self.record["machine"]:
-            alive = _runs(holder)
+            alive = is_running(holder)
         name = text or "another process"
         if holder:
             name = f"process {holder.get('process')} on {holder.get('host')}"
@@ -237,13 +237,13 @@ def _parse(record: str) -> dict[str, Any]:
     return content if isinstance(content, dict) else {}
 
 
-def _runs(holder: dict[str, Any]) -> bool:
+def is_running(holder: dict[str, Any]) -> bool:
     """Return True if the holder still runs on this machine and its PID was not reused."""
     started = start_ticks(holder.get("process", 0))
     return started is not None and started == holder.get("started")
 
 
-def _machine() -> str:
+def machine_id() -> str:
     """Return an identifier of the machine, its boot and its container.
 
     A host name is not enough, because containers may share one. If /proc cannot be read, the

@@ -46,18 +46,21 @@ def wandb_mode(recipe: Recipe) -> str:
 
 def wandb_arguments(recipe: Recipe, folder: Path) -> dict[str, Any]:
     """Return the arguments of `wandb.init`; a resumed folder keeps its run id."""
-    tracking, mode = recipe.tracking, wandb_mode(recipe)
     home = folder / "wandb"
     home.mkdir(exist_ok=True)
     run_id = home / "run_id"
     if not run_id.exists():
         write_whole(run_id, secrets.token_hex(4))
+    return common_arguments(recipe, folder) | {"name": recipe.name, "id": read_run_id(run_id)}
+
+
+def common_arguments(recipe: Recipe, folder: Path) -> dict[str, Any]:
+    """Return the arguments of `wandb.init` that follow from a recipe and a folder alone."""
+    mode = wandb_mode(recipe)
     return {
-        "project": tracking.project,
-        "name": recipe.name,
-        "id": read_run_id(run_id),
+        "project": recipe.tracking.project,
         "resume": "allow" if mode == "online" else None,
-        "tags": list(tracking.tags),
+        "tags": list(recipe.tracking.tags),
         "config": recipe.model_dump(mode="json") | {"code_version": code_version()},
         "mode": mode,
         "dir": str(folder),

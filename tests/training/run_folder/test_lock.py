@@ -36,7 +36,7 @@ if sys.argv[2] == "no flock":
         raise OSError(38, "Function not implemented")
     fcntl.flock = refuse
 if sys.argv[3] == "elsewhere":
-    lock._machine = lambda: "another machine"
+    lock.machine_id = lambda: "another machine"
 from recipes.training.run_folder.folder import RunFolder
 RunFolder(pathlib.Path(sys.argv[1])).hold()
 print("held", flush=True)

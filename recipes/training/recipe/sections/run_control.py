@@ -57,10 +57,7 @@ class Supervision(Section):
 
     @property
     def patience_seconds(self) -> int | None:
-        """The longest time that a rank may wait for others before supervision ends the run.
-
-        None if there is no limit.
-        """
+        """Seconds that a rank may wait before supervision ends the run; None if unlimited."""
         limits = self.hang_seconds, self.startup_seconds
         return max(limits) if all(limits) else None
 
