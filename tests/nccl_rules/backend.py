@@ -152,6 +152,8 @@ class NcclRules(ProcessGroup):
             except RuntimeError as error:
                 reason = str(error).splitlines()[0][:80]
                 raise Hang(f"rank {DEVICE.rank}: {DEVICE}: {reason}") from None
+            # Gloo must not end an operation before the device reports it as a hang.
+            self.connections[key]._set_default_timeout(2 * patience + timedelta(minutes=1))
             DEVICE.doing = ""
         return self.connections[key]
 

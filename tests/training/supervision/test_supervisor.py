@@ -260,7 +260,7 @@ def test_the_rank_that_waits_for_a_disk_is_named_by_those_that_wait_for_it(tmp_p
     [
         ("engine", "build", "build_engine", "building the engine"),
         pytest.param(
-            "checkpoint", "reader", "find", "verifying checkpoints", marks=pytest.mark.long
+            "checkpoint", "resume_point", "find", "verifying checkpoints", marks=pytest.mark.long
         ),
     ],
 )
