@@ -5,6 +5,7 @@
     python recipes/plan.py recipes/llama/7b.toml --write recipes/mine.toml
     python recipes/plan.py recipes/megatron/1t.toml --software megatron-lm-2021
     python recipes/plan.py recipes/llama/70b.toml --timeline timeline.png --heatmap heatmap.png
+    python recipes/plan.py recipes/llama/7b.toml --nodes 64 --largest 30
     python recipes/plan.py recipes/llama/405b.toml --trace --rank 0
     python recipes/plan.py recipes/llama/7b.toml --calibrate runs/sweeps/7b/sweep.csv
     python recipes/plan.py --table measured.csv --calibrate others.csv
@@ -18,7 +19,7 @@ Exit code 0: the recipe's layout fits; 1: it does not fit; 2: the recipe or an o
 import sys
 from pathlib import Path
 
-if __name__ == "__main__":  # imports start at the repository, not at recipes/
+if __name__ == "__main__":  # import from the repository's root, not from recipes/
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import argparse
@@ -28,12 +29,14 @@ import os
 from models.errors import UserError
 from recipes.planning.inputs.cluster import recipe_on_cluster
 from recipes.planning.inputs.job import Job, Machine, job_without_layout, own_job
+from recipes.planning.inputs.option_types import duration_in_days, picture_file, share
 from recipes.planning.inputs.software import THREEFOLD, load_software
 from recipes.planning.measured.comparison import compare
 from recipes.planning.measured.fit import fit_table
 from recipes.planning.memory.peak import fits
-from recipes.planning.output import plan_report, plan_table, recipe_edits
+from recipes.planning.output import family_report, plan_report, plan_table, recipe_edits
 from recipes.planning.output.catalogue import catalogue_lines
+from recipes.planning.search.family import largest, members
 from recipes.planning.search.layout_search import DEFAULT_HEADROOM, SearchResult, search
 from recipes.planning.time.step_time import step_time
 from recipes.training.recipe.loading import DEFAULT_RECIPE
@@ -76,6 +79,8 @@ def run(options: argparse.Namespace) -> int:
     )
     if options.trace:
         return trace(recipe, cluster, options)
+    if options.largest:
+        return print_family(cluster, options)
     return plan(recipe, cluster, options)
 
 
@@ -144,13 +149,30 @@ def draw(recipe: Recipe, job: Job | None, options: argparse.Namespace) -> None:
             "the recipe's own layout is not valid and no other was found, so there is nothing to "
             "draw; use a valid layout, --top 1 or more nodes"
         )
-    # Importing matplotlib takes a second, which a plan without a picture should not wait for.
+    # Imported only here: matplotlib takes a second to import, and most plans draw no picture.
     from recipes.planning.output import plan_picture
 
     if options.timeline:
         plan_picture.draw_timeline(job, title=recipe.name, file=options.timeline)
     if options.heatmap:
         plan_picture.draw_heatmap(recipe, job, file=options.heatmap)
+
+
+def print_family(cluster: Cluster, options: argparse.Namespace) -> int:
+    """Print the recipe's family on a cluster; return 0 if a model is trained in time."""
+    fit = fit_table(options.calibrate)
+    family = members(
+        options.recipe, options.set, cluster, load_software(options.software),
+        calibrate=fit.factors.of, headroom=options.headroom,
+    )  # fmt: skip
+    if options.json:
+        table = family_report.family_table(family, cluster, options.largest)
+        print(json.dumps(table | {"calibration": fit.table()}))
+    else:
+        if fit.source:
+            print(plan_report.calibration_text(fit))
+        print("\n".join(family_report.family_lines(family, cluster, options.largest)))
+    return 0 if largest(family, options.largest) else 1
 
 
 def trace(recipe: Recipe, cluster: Cluster, options: argparse.Namespace) -> int:
@@ -174,11 +196,14 @@ def compare_tables(options: argparse.Namespace) -> int:
     results, left_out = compare(options.table, fit.factors)
     for path in left_out:
         print(f"plan.py: skipped {path}: not a table of runs", file=sys.stderr)
-    if options.scatter:
+    if options.scatter or options.heatmap:
         # As in `draw`: matplotlib takes a second to import.
-        from recipes.planning.output import plan_picture
+        from recipes.planning.output import table_picture
 
-        plan_picture.draw_scatter(results, file=options.scatter)
+        if options.scatter:
+            table_picture.draw_scatter(results, file=options.scatter)
+        if options.heatmap:
+            table_picture.draw_heatmaps(results, file=options.heatmap)
     if options.json:
         tables = {name: result | {"calibration": fit.table()} for name, result in results.items()}
         print(json.dumps(tables if options.table.is_dir() else next(iter(tables.values()))))
@@ -241,7 +266,8 @@ def add_plan_options(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     output.add_argument(
         "--heatmap", type=picture_file, metavar="PICTURE",
-        help="draw the fastest layouts of the recipe's family by number of nodes",
+        help="draw the fastest layouts of the recipe's family by number of nodes, or the fastest "
+        "rows of --table",
     )  # fmt: skip
     output.add_argument("--json", action="store_true", help="print one JSON object instead of text")
 
@@ -253,6 +279,11 @@ def add_other_modes(parser: argparse.ArgumentParser) -> None:
         "--trace", action="store_true", help="count the memory and the communication of one rank"
     )
     modes.add_argument("--rank", type=int, default=0, help="rank for --trace (default: 0)")
+    modes.add_argument(
+        "--largest", type=duration_in_days, metavar="DAYS",
+        help="plan the recipe's family, and name the largest model that fits and trains its "
+        "tokens in this time",
+    )  # fmt: skip
     modes.add_argument(
         "--table", type=Path, metavar="CSV", help="compare with measured runs: a .csv or a folder"
     )
@@ -277,42 +308,13 @@ def check_combinations(parser: argparse.ArgumentParser, options: argparse.Namesp
     if options.recipe != DEFAULT_RECIPE and (options.table or options.catalogue):
         parser.error("--table and --catalogue take no recipe; leave the recipe out")
     for name in ("write", "timeline", "heatmap"):
-        if getattr(options, name) and (options.trace or options.table or options.catalogue):
-            parser.error(f"--{name} requires a plan; leave out --trace, --table and --catalogue")
+        other = options.trace or options.largest or options.catalogue
+        if getattr(options, name) and (other or (options.table and name != "heatmap")):
+            parser.error(
+                f"--{name} requires a plan; leave out --trace, --largest, --table and --catalogue"
+            )
     if options.top < 0:
         parser.error(f"invalid --top {options.top}: expected 0 or more, for example 5")
-
-
-def share(text: str) -> float:
-    """Return a share of the memory, for argparse.
-
-    Raises:
-        ArgumentTypeError: the text is not a number from 0 up to 1.
-    """
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 <= value < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not a share from 0 up to 1; use 0.08")
-    return value
-
-
-def picture_file(text: str) -> Path:
-    """Return the path of a picture that can be written, for argparse.
-
-    Raises:
-        ArgumentTypeError: the format is not supported, or the file cannot be written.
-    """
-    path = Path(text)
-    if path.suffix not in (".png", ".svg", ".pdf"):
-        raise argparse.ArgumentTypeError(f"{text} is not a .png, .svg or .pdf; use plan.png")
-    folder = path.absolute().parent
-    if not folder.is_dir():
-        raise argparse.ArgumentTypeError(f"{text}: folder {folder} does not exist; use plan.png")
-    if path.is_dir() or not os.access(path if path.exists() else folder, os.W_OK):
-        raise argparse.ArgumentTypeError(f"{text} cannot be written; use another name or folder")
-    return path
 
 
 if __name__ == "__main__":

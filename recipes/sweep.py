@@ -17,7 +17,7 @@ recipe or an option is invalid.
 import sys
 from pathlib import Path
 
-if __name__ == "__main__":  # imports start at the repository, not in recipes/
+if __name__ == "__main__":  # import from the repository's root, not from recipes/
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import argparse
@@ -27,6 +27,7 @@ import signal
 from collections.abc import Sequence
 
 from models.errors import UserError
+from recipes.planning.inputs.option_types import count, counts, seconds
 from recipes.sweeping import report
 from recipes.sweeping.choice import Request, choose
 from recipes.sweeping.scheduler import FIRST_HALVING_STEPS, Scheduler, halve, measure_all
@@ -57,7 +58,7 @@ def main() -> None:
         signal.signal(number, lambda number, frame: sys.exit(128 + number))
     try:
         code = sweep(options)
-    except SystemExit as end:  # a signal
+    except SystemExit as end:  # raised by the signal handler above
         code = int(end.code or 0)
     except UserError as problem:
         print(f"sweep.py: {problem}", file=sys.stderr)
@@ -75,7 +76,7 @@ def sweep(options: argparse.Namespace) -> int:
         UserError: a recipe or an option is invalid.
         SweepStopped: the disk is full, or no ranks can be started.
     """
-    # 1. Trials: combinations that cannot run are found before any process starts.
+    # 1. Trials: reject combinations that cannot run before any process starts.
     launcher = launcher_of(options)
     choice = choose(request_of(options))
     for kind in {trial.world for trial in choice.trials}:
@@ -83,7 +84,7 @@ def sweep(options: argparse.Namespace) -> int:
     if options.wandb:
         check_wandb(choice.trials)
 
-    # 2. Folder: holds the results so far; the same command continues with the other trials.
+    # 2. Folder: it keeps the results, so a rerun of the same command measures only the rest.
     settings = {"warm_up": options.warm_up}
     settings |= {"halving": True} if options.halving else {"steps": options.steps}
     folder = SweepFolder(options.sweep_dir or default_folder(options.recipes), settings)
@@ -95,7 +96,7 @@ def sweep(options: argparse.Namespace) -> int:
         for line in report.choice_lines(choice, measured):
             say(line)
 
-        # 3. Measure: trials share ranks, which are replaced after a failure.
+        # 3. Measure: consecutive trials reuse the same ranks, which are replaced after a failure.
         scheduler = Scheduler(folder, launcher, options.seconds_per_trial)
         progress = report.Progress()
         measure = halve if options.halving else measure_all
@@ -126,7 +127,7 @@ def sweep(options: argparse.Namespace) -> int:
 
 
 def final_result(folder: SweepFolder, trial: Trial, halving: bool) -> tuple[Trial, Result]:
-    """Return a trial with its result; of a trial in several rounds, that with the most steps."""
+    """Return a trial and its result; with halving, those of the trial's longest round."""
     result = folder.result(trial.key)
     assert result is not None
     while halving:
@@ -138,7 +139,7 @@ def final_result(folder: SweepFolder, trial: Trial, halving: bool) -> tuple[Tria
 
 
 def request_of(options: argparse.Namespace) -> Request:
-    """Return the trials that the options ask for."""
+    """Return the request that the options describe."""
     return Request(
         recipes=options.recipes,
         settings=options.set,
@@ -153,7 +154,7 @@ def request_of(options: argparse.Namespace) -> Request:
 
 
 def launcher_of(options: argparse.Namespace) -> Launcher:
-    """Return the launcher of the options, or the one that fits the environment."""
+    """Return the launcher that the options name, or else the one that suits the environment."""
     program = Path(sys.argv[0]).resolve()  # ranks run the same script
     name = options.launcher
     if name is None:
@@ -167,13 +168,13 @@ def launcher_of(options: argparse.Namespace) -> Launcher:
 
 
 def default_folder(recipes: Sequence[Path]) -> Path:
-    """Return the sweep folder of some recipes."""
+    """Return the default sweep folder, named after the recipes."""
     names = dict.fromkeys(load_recipe(path).name for path in recipes)
     return REPOSITORY / "runs" / "sweeps" / "-".join(list(names)[:MAX_NAMES])
 
 
 def print_line(line: str) -> None:
-    """Print a line at once, also into a pipe."""
+    """Print a line and flush it, so that a pipe also receives it at once."""
     print(line, flush=True)
 
 
@@ -194,7 +195,7 @@ def parse_command_line() -> argparse.Namespace:
     )  # fmt: skip
     add_trial_options(parser.add_argument_group("trials"))
     add_measuring_options(parser.add_argument_group("measuring"))
-    parser.add_argument("--rank-of", type=Path, help=argparse.SUPPRESS)  # of a world; launchers
+    parser.add_argument("--rank-of", type=Path, help=argparse.SUPPRESS)  # set by our launchers
     parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # deepspeed passes it
     return parser.parse_args()
 
@@ -248,29 +249,6 @@ def add_measuring_options(group: argparse._ArgumentGroup) -> None:
         help="in the end, write each trial to Weights & Biases as a run of one group",
     )  # fmt: skip
     group.add_argument("--json", action="store_true", help="print one JSON object on stdout")
-
-
-def count(text: str) -> int:
-    """Parse a number from 1 on, for argparse."""
-    if not text.isdecimal() or not 1 <= int(text) <= 10**6:
-        raise argparse.ArgumentTypeError(f"invalid number {text}: expected 1 or more, such as 4")
-    return int(text)
-
-
-def counts(text: str) -> list[int]:
-    """Parse numbers between commas, for argparse."""
-    return [count(part) for part in text.split(",")]
-
-
-def seconds(text: str) -> float:
-    """Parse a duration, for argparse."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < 10**9:
-        raise argparse.ArgumentTypeError(f"invalid duration {text}: expected seconds, such as 120")
-    return value
 
 
 if __name__ == "__main__":

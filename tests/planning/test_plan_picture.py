@@ -153,33 +153,6 @@ def test_columns_are_powers_of_two_and_the_users_nodes() -> None:
     assert plan_picture.node_counts(1024) == [*powers, 1024]
 
 
-def result(times: list[tuple[float, float | None]], error: float | None) -> dict:
-    rows = [{"predicted_step_seconds": p, "measured_step_seconds": m} for p, m in times]
-    return {"rows": rows, "summary": {"mean_absolute_error_percent": error}}
-
-
-def test_a_scatter_plot_has_the_tables_with_times_and_the_largest_behind() -> None:
-    results = {
-        "few": result([(1.0, 1.1), (3.0, 2.9), (4.0, None)], 6.2),
-        "memory": {"rows": [{"row_id": "x", "predicted_memory_gb": 3.0}], "summary": {}},
-        "many": result([(0.1 + i / 500, 0.1 + i / 510) for i in range(1000)], 1.0),
-        "unmeasured": result([(1.0, None)], None),
-    }
-    above, below = plan_picture.scatter(results).axes
-    texts = [text.get_text() for text in above.get_legend().get_texts()]
-    assert texts == ["within 10%", "predicted = measured", "many: 1.0%, 1000", "few: 6.2%, 2"]
-    _, many, few = above.lines
-    assert (len(many.get_xdata()), len(few.get_xdata())) == (1000, 2)
-    assert many.get_zorder() < few.get_zorder() and many.get_markersize() < few.get_markersize()
-    assert many.get_color() != few.get_color()
-    assert list(below.lines[-1].get_ydata()) == pytest.approx([1 / 1.1, 3 / 2.9])
-
-
-def test_an_empty_scatter_plot_is_rejected(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="no row has both a predicted and a measured"):
-        plan_picture.draw_scatter({"t": result([(1.0, None)], None)}, file=tmp_path / "x.png")
-
-
 @pytest.mark.parametrize("suffix", [".png", ".svg", ".pdf"])
 def test_pictures_are_written(tmp_path: Path, suffix: str) -> None:
     _, job = load("qwen3/32b.toml")

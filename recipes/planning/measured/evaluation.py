@@ -7,7 +7,7 @@ from itertools import combinations
 from statistics import fmean
 from typing import Any
 
-from models.cost import flops_per_token
+from models.cost import flops_per_token, parameter_count
 from recipes.planning.inputs.job import Job
 from recipes.planning.measured.calibration import Calibration
 from recipes.planning.measured.table import Row
@@ -83,15 +83,33 @@ def predict(rows: Iterable[Row], calibration: Calibration) -> list[Prediction]:
 
 def row_table(prediction: Prediction) -> dict[str, Any]:
     """Return a row for --json."""
-    job = prediction.job
+    job, layout, measured = prediction.job, prediction.job.layout, prediction.measured_seconds
     flops = flops_per_token(job.model) * job.tokens_per_step
     rate = flops / prediction.seconds / job.machine.gpus / 1e12
+    peak = job.machine.gpu.peak_tflops[job.precision]
     return {
         "row_id": prediction.row.row_id,
+        "parameters": parameter_count(job.model),
+        "sequence_length": job.model.sequence_length,
+        "tokens_per_step": job.tokens_per_step,
+        "nodes": job.machine.nodes,
+        "layout": {
+            "tensor": layout.tensor,
+            "pipeline": layout.pipeline,
+            "context": layout.context,
+            "data": layout.data,
+            "micro_sequences": layout.micro_sequences,
+            "micro_batches": job.micro_batches,
+            "zero_stage": layout.zero_stage,
+        },
         "predicted_step_seconds": prediction.seconds,
-        "measured_step_seconds": prediction.row.measured.step_seconds,
+        "measured_step_seconds": measured,
         "error_percent": percent(prediction.error),
         "predicted_tflops_per_gpu": rate,
+        "predicted_mfu_percent": percent(rate / peak),
+        "measured_mfu_percent": (
+            percent(rate / peak * prediction.seconds / measured) if measured else None
+        ),
         "predicted_memory_gb": prediction.memory_gib,
         "measured_memory_gb": prediction.row.measured.memory_gib,
         "memory_error_percent": percent(prediction.memory_error),

@@ -1,0 +1,72 @@
+"""The report of `plan.py --largest`: a family of models on one machine, and the time of each."""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from models.cost import parameter_count
+from recipes.planning.output.catalogue import layout_text
+from recipes.planning.output.plan_report import rates, short_count
+from recipes.planning.output.plan_table import plan_table
+from recipes.planning.search.family import Member, largest
+from recipes.training.recipe.loading import REPOSITORY
+from recipes.training.recipe.sections.layout import Cluster
+
+COLUMNS = f"{'model':<18}{'parameters':>11}{'tokens':>9}{'days':>10}{'MFU':>8}  layout"
+
+
+def family_lines(family: Sequence[Member], cluster: Cluster, days: float) -> Iterator[str]:
+    """Yield a table of a family, and the largest model that is trained in time."""
+    yield (
+        f"Fastest layouts on {cluster.nodes} x {cluster.gpus_per_node} {cluster.gpu} "
+        f"(tensor x pipeline x data)"
+    )
+    yield COLUMNS
+    for member in family:
+        yield _line(member)
+    found = largest(family, days)
+    if found is None:
+        yield f"No model of the family fits and trains its tokens in {days:g} days."
+        return
+    yield (
+        f"The largest model that trains its tokens in {days:g} days is {found.recipe.name}. "
+        f"To plan it: python recipes/plan.py {_shown(found.path)} --nodes {cluster.nodes} "
+        f"--gpus-per-node {cluster.gpus_per_node} --gpu {cluster.gpu}"
+    )
+
+
+def family_table(family: Sequence[Member], cluster: Cluster, days: float) -> dict[str, Any]:
+    """Return the same for --json; "largest" is None if no model is trained in time."""
+    found = largest(family, days)
+    return {
+        "cluster": cluster.model_dump(),
+        "days": days,
+        "models": [
+            {
+                "name": member.recipe.name,
+                "recipe": _shown(member.path),
+                "parameters": parameter_count(member.recipe.model),
+                "tokens": member.recipe.training.steps * member.recipe.tokens_per_step,
+                "days": member.days,
+                "best": plan_table(member.recipe, member.plan) if member.plan else None,
+            }
+            for member in family
+        ],
+        "largest": found.recipe.name if found else None,
+    }
+
+
+def _line(member: Member) -> str:
+    recipe, plan = member.recipe, member.plan
+    tokens = short_count(recipe.training.steps * recipe.tokens_per_step)
+    start = f"{recipe.name:<18}{short_count(parameter_count(recipe.model)):>11}{tokens:>9}"
+    if plan is None:
+        return f"{start}{'-':>10}{'-':>8}  no layout fits"
+    mfu = rates(plan.job, plan.time.total, recipe.training.steps).mfu
+    return f"{start}{member.days:>10,.1f}{mfu:>8.1%}  {layout_text(plan.job.layout)}"
+
+
+def _shown(path: Path) -> str:
+    """Return a path as a user of the repository types it."""
+    path = path.resolve()
+    return str(path.relative_to(REPOSITORY) if path.is_relative_to(REPOSITORY) else path)

@@ -1,0 +1,89 @@
+"""The family of a recipe: the shipped models of its architecture, each in its fastest layout."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from models.cost import parameter_count
+from recipes.planning.inputs.cluster import recipe_on_cluster
+from recipes.planning.inputs.job import Job, Machine, job_without_layout
+from recipes.planning.inputs.software import Software
+from recipes.planning.search.layout_search import DEFAULT_HEADROOM, Plan, search
+from recipes.training.recipe.loading import load_recipe, shipped_recipes
+from recipes.training.recipe.schema import Recipe
+from recipes.training.recipe.sections.layout import Cluster
+
+SECONDS_PER_DAY = 86_400
+
+
+@dataclass(frozen=True)
+class Member:
+    """A recipe of a family, and its fastest layout that fits; None if none fits."""
+
+    path: Path
+    recipe: Recipe
+    plan: Plan | None
+
+    @property
+    def days(self) -> float | None:
+        """Days that all steps of the recipe take; None if no layout fits."""
+        if self.plan is None:
+            return None
+        return self.recipe.training.steps * self.plan.time.total / SECONDS_PER_DAY
+
+
+def relatives(recipe: Recipe) -> list[Path]:
+    """Return the shipped recipes of a recipe's family, without the recipe itself."""
+    kind = recipe.name.partition("-")[0]
+    found = [path for path in shipped_recipes() if path.parent.name == kind]
+    return [path for path in found if load_recipe(path).name != recipe.name]
+
+
+def fastest_plan(job: Job, headroom: float = DEFAULT_HEADROOM) -> Plan | None:
+    """Return the fastest layout of a job; None if none fits."""
+    plans = search(job, top=1, headroom=headroom).plans
+    return plans[0] if plans else None
+
+
+def members(
+    path: Path,
+    overrides: Sequence[str],
+    cluster: Cluster,
+    software: Software,
+    *,
+    calibrate: Callable[[Job], Job],
+    headroom: float,
+) -> list[Member]:
+    """Plan a recipe and the rest of its family on one cluster, the smallest model first.
+
+    Args:
+        path: TOML file of the recipe
+        overrides: values of --set, for all recipes
+        cluster: nodes and GPUs
+        software: the training software
+        calibrate: the calibration of a job to measured runs
+        headroom: share of the GPU memory that a layout leaves free
+
+    Raises:
+        UserError: a recipe with the overrides is not valid, or the GPU does not compute in its
+            precision.
+    """
+    machine = Machine.of_cluster(cluster)
+    size = {"nodes": cluster.nodes, "gpus_per_node": cluster.gpus_per_node}
+    found = []
+    for each in [path, *relatives(load_recipe(path))]:
+        recipe, _ = recipe_on_cluster(each, overrides, **size, gpu=cluster.gpu)
+        job = calibrate(job_without_layout(recipe, machine, software))
+        found.append(Member(each, recipe, fastest_plan(job, headroom)))
+    return sorted(found, key=lambda member: parameter_count(member.recipe.model))
+
+
+def largest(family: Sequence[Member], days: float) -> Member | None:
+    """Return the largest model that fits and takes at most `days`; None if there is none.
+
+    Args:
+        family: members, the smallest model first
+        days: limit of the duration
+    """
+    in_time = [each for each in family if each.days is not None and each.days <= days]
+    return in_time[-1] if in_time else None

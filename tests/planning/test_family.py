@@ -1,0 +1,105 @@
+"""`plan.py --largest`: the family of a recipe on one machine, and its largest model in time."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from models.errors import UserError
+from recipes.planning.inputs.job import Machine, job_without_layout
+from recipes.planning.inputs.software import load_software
+from recipes.planning.measured.calibration import Calibration
+from recipes.planning.output.family_report import family_lines, family_table
+from recipes.planning.search.family import Member, largest, members
+from recipes.planning.search.layout_search import search
+from recipes.training.recipe.loading import REPOSITORY, load_recipe
+from recipes.training.recipe.sections.layout import Cluster
+
+LLAMA_7B = REPOSITORY / "recipes" / "llama" / "7b.toml"
+CLUSTER = Cluster(nodes=8, gpus_per_node=8, gpu="H100")
+
+
+def plan_family(
+    *overrides: str, headroom: float = 0.08, factors: Calibration | None = None
+) -> list[Member]:
+    return members(
+        LLAMA_7B, overrides, CLUSTER, load_software("threefold"),
+        calibrate=(factors or Calibration()).of, headroom=headroom,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def family() -> list[Member]:
+    return plan_family()
+
+
+def test_members_have_the_plans_of_a_search_on_the_given_machine(family: list[Member]) -> None:
+    assert [member.recipe.name for member in family] == [
+        f"llama-{size}b" for size in (1, 3, 7, 8, 13, 70, 405)
+    ]
+    for member in family[2:4]:
+        recipe = load_recipe(member.path)
+        best = search(job_without_layout(recipe, Machine.of_cluster(CLUSTER)), 1).plans[0]
+        assert member.plan and member.plan.job.layout == best.job.layout
+        assert member.days == pytest.approx(recipe.training.steps * best.time.total / 86_400)
+    assert family[-1].plan is None and family[-1].days is None  # 405B on 64 GPUs
+
+
+def test_the_largest_model_in_time_is_named(family: list[Member]) -> None:
+    days = {member.recipe.name: member.days or float("inf") for member in family}
+    assert days["llama-7b"] < days["llama-13b"] < days["llama-8b"]  # 2 T, 2 T and 15 T tokens
+    found = largest(family, days["llama-13b"])
+    assert found and found.recipe.name == "llama-13b"
+    smaller = largest(family, days["llama-13b"] - 0.01)
+    assert smaller and smaller.recipe.name == "llama-7b"
+    assert largest(family, 0.01) is None
+    lines = list(family_lines(family, CLUSTER, days["llama-13b"]))
+    assert lines[-1].startswith(
+        f"The largest model that trains its tokens in {days['llama-13b']:g}"
+    )
+    assert "is llama-13b." in lines[-1]
+    assert lines[-1].endswith(
+        "plan.py recipes/llama/13b.toml --nodes 8 --gpus-per-node 8 --gpu H100"
+    )
+    assert any("llama-405b" in line and "no layout fits" in line for line in lines)
+    assert list(family_lines(family, CLUSTER, 0.01))[-1].startswith("No model of the family fits")
+    assert family_table(family, CLUSTER, 0.01)["largest"] is None
+
+
+def test_overrides_headroom_and_calibration_apply_to_all_models(family: list[Member]) -> None:
+    short = plan_family("training.steps=1000")
+    assert {member.recipe.training.steps for member in short} == {1000}
+    slow = plan_family(factors=Calibration(compute=2.0))
+    roomy = plan_family(headroom=0.5)
+    for before, after, small in zip(family, slow, roomy, strict=True):
+        if before.plan and after.plan:
+            assert after.plan.time.total > 1.3 * before.plan.time.total
+        if small.plan:
+            assert small.plan.memory.total <= 0.5 * small.plan.job.machine.gpu.memory_gib * 2**30
+
+
+def test_an_override_that_a_model_rejects_names_its_recipe() -> None:
+    with pytest.raises(UserError, match=r"13b\.toml --set model\.heads=32: .*use kv_heads"):
+        plan_family("model.heads=32")
+
+
+def test_the_command_lists_a_family() -> None:
+    options = ["--nodes", "8", "--largest", "100", "--json"]
+    done = subprocess.run(
+        [sys.executable, "recipes/plan.py", str(LLAMA_7B), *options],
+        capture_output=True, text=True, cwd=REPOSITORY, check=False,
+    )  # fmt: skip
+    table = json.loads(done.stdout)
+    assert done.returncode == 0 and table["largest"] and table["days"] == 100
+    assert table["models"][2]["recipe"] == "recipes/llama/7b.toml"
+    assert table["models"][-1] | {"best": None, "days": None} == table["models"][-1]
+
+
+@pytest.mark.parametrize("days", ["0", "soon", "nan"])
+def test_a_duration_that_is_not_one_is_rejected(days: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "recipes/plan.py", "--largest", days],
+        capture_output=True, text=True, cwd=REPOSITORY, check=False,
+    )  # fmt: skip
+    assert done.returncode == 2 and f"{days} is not a number of days; use 30" in done.stderr
