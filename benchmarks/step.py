@@ -33,7 +33,7 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
-from benchmarks.device import device_file
+from benchmarks.device import device_file, rates
 from benchmarks.one_step import overhead, rows, step_report, tensor_ranks
 from benchmarks.one_step.shapes import (
     CPU_MEMORY_SHAPES,
@@ -149,8 +149,8 @@ def matmul(cores: tuple[int, ...], precision: str) -> dict[str, float]:
     """Return the device's measured TFLOP/s of large matmuls by library."""
     with players({"": lambda: Player(rates.play, cores=cores)}) as playing:
         playing[""].settle()
-        (rates,) = playing[""].ask("large_matmul", precision)
-    return rates
+        (by_library,) = playing[""].ask("large_matmul", precision)
+    return by_library
 
 
 def positive(text: str) -> int:

@@ -48,7 +48,7 @@ def main() -> None:
     outlive_output()
     try:
         pretrain()
-    except UserError as problem:  # not raised by the checks before training
+    except UserError as problem:  # found during training; earlier checks report theirs
         print(f"pretrain.py: {problem}", file=sys.stderr, flush=True)
         leave(REJECTED)
     except Exception:
@@ -80,12 +80,12 @@ def pretrain() -> None:
 
     folder = RunFolder(options.run_dir or REPOSITORY / "runs" / recipe.name)
     with rejections(world, experiment.origin):
-        # 2. Data: open the corpora first, so that a missing file ends all ranks at once.
+        # 2. Data: open the corpora first, so that a missing file ends every rank immediately.
         data = open_data(experiment)
         startup.lap("data")
 
-        # 3. Processes: join the other ranks, supervise this one, and lock the run folder. If a
-        # rank hangs, the supervisor names it and ends all ranks with exit code 4.
+        # 3. Processes: join the other ranks, start this rank's supervisor, and lock the run folder.
+        # If a rank hangs, the supervisors name it and end all ranks with exit code 4.
         claim = join(experiment, folder, startup, wait_seconds=options.wait_for_folder)
 
         # 4. Start: find the newest undamaged checkpoint, and prepare the run folder.
@@ -121,9 +121,10 @@ def pretrain() -> None:
 def train(run: Run, step: int) -> Ending:
     """Run the steps after `step` until the last one, or until there is a reason to stop.
 
-    After each step, `after_step` handles a loss that spikes or is not finite, compares replicas if
-    that is due, saves a checkpoint every `checkpoint.every` steps, and stops the run after a signal
-    or a fault. It returns an earlier step after a rollback.
+    After each step, `after_step` handles a loss that spikes or is not finite, compares the weights
+    of data-parallel replicas if that is due, saves a checkpoint every `checkpoint.every` steps and
+    after the last one, and stops the run after a signal or a fault. If it has to roll back, it
+    loads an earlier checkpoint and returns the step of that checkpoint.
     """
     ending = None
     while step < run.last_step and not ending:
@@ -142,7 +143,7 @@ def train(run: Run, step: int) -> Ending:
 def train_step(run: Run, step: int) -> dict[str, Any]:
     """Run one step: micro-batches in, forward and backward passes, update, metrics out.
 
-    Then validate and compare the ranks' speed, if either is due.
+    Then validate, and compare the ranks' speed, each only if it is due.
     """
     run.clock.begin()
     crumb, recipe = run.supervisor.crumb, run.recipe
@@ -172,7 +173,7 @@ def train_step(run: Run, step: int) -> dict[str, Any]:
 
 
 def end_startup(run: Run, step: int) -> None:
-    """End start-up, which includes the first step because that step imports and compiles."""
+    """End start-up. It includes the first step, which still imports modules and compiles."""
     run.tracker.started(step, run.startup.stop("first step"), compiled=run.engine.compiled)
     hold_garbage()
     run.supervisor.expect_steps()

@@ -53,7 +53,7 @@ def test_a_row_of_two_contestants() -> None:
     setting = rows.Setting(rounds=2, warm_up=1, cores=tuple(cores_at_hand()))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(rows, "entries", lambda *_: eager | {rows.COMPILED: eager["ours"]})
-        row = rows.compare(setting, TINY, "fp32", {"torch.mm": 0.1})
+        row = rows.compare(setting, TINY, "fp32", step.matmul(setting.cores, "fp32"))
     assert row.keys() >= KEYS
     assert all(0.01 < row[key] < 100 for key in KEYS if "over_" in key)
     assert row["engine_overhead"] is None
