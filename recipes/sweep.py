@@ -8,10 +8,10 @@
 
 By default, the ten layouts that the planner predicts to be the fastest are measured, each for five
 steps after two steps of warm-up, on synthetic data. Every trial ends as ok, out_of_memory, hung,
-crashed or rejected, and is a row of sweep.csv in the sweep folder. Rerun the same command to
-continue an interrupted sweep; several commands may share a folder. Exit code 0: every trial was
-measured, ran out of memory or was rejected; 1: a trial hung or crashed, or the sweep stopped; 2: a
-recipe or an option is invalid.
+crashed, rejected or too_large, and is a row of sweep.csv in the sweep folder. Rerun the same
+command to continue an interrupted sweep; several commands may share a folder. Exit code 0: every
+trial was measured, ran out of memory or was rejected; 1: a trial hung or crashed, or the sweep
+stopped; 2: a recipe or an option is invalid.
 """
 
 import sys
@@ -246,7 +246,7 @@ def add_measuring_options(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--hostfile", type=Path, help="hosts for deepspeed: node1 slots=8 ...")
     group.add_argument(
         "--wandb", action="store_true",
-        help="in the end, write each trial to Weights & Biases as a run of one group",
+        help="at the end, write each trial to Weights & Biases as a run of one group",
     )  # fmt: skip
     group.add_argument("--json", action="store_true", help="print one JSON object on stdout")
 

@@ -8,7 +8,7 @@ Exit code 0 means requeue. Failures are recorded in attempts.jsonl in the run fo
 import sys
 from pathlib import Path
 
-if __name__ == "__main__":  # imports start in the root of the repository, not in slurm/
+if __name__ == "__main__":  # import from the repository's root, not from slurm/
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import argparse

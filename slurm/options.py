@@ -8,7 +8,7 @@ slurm/submit.sh calls this command. To add sbatch options of your own, call sbat
 import sys
 from pathlib import Path
 
-if __name__ == "__main__":  # imports start in the root of the repository, not in slurm/
+if __name__ == "__main__":  # import from the repository's root, not from slurm/
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import argparse

@@ -2,9 +2,9 @@
 # Submit a recipe to Slurm, with the nodes and GPUs of its [cluster] section.
 #   slurm/submit.sh RECIPE [options of pretrain.py, such as --set training.steps=100000]
 #   slurm/submit.sh --jobs 5 RECIPE [...]
-# With --jobs, the run is divided into jobs that Slurm starts one after the other, for clusters that do
-# not allow requeueing or have short time limits. Each job resumes from the newest checkpoint, and the
-# jobs that remain after the last step end at once.
+# With --jobs, the run is divided into jobs that Slurm starts one after the other. Use it on
+# clusters that do not allow requeueing or have short time limits. Each job resumes from the newest
+# checkpoint. If the last step is done before the last job, the remaining jobs end at once.
 #
 # Set the options that a recipe does not know, such as the account and the time limit, once at the top
 # of slurm/pretrain.slurm, or in sbatch's variables SBATCH_ACCOUNT, SBATCH_PARTITION, SBATCH_TIMELIMIT.
@@ -63,7 +63,7 @@ if [ "$jobs" -eq 1 ]; then
   exec sbatch $options slurm/pretrain.slurm "$@"
 fi
 # All jobs have the same name, and `singleton` lets Slurm run one job of a name at a time. Only the
-# first job to start obeys --resume; the others resume from the newest checkpoint.
+# first job to start applies --resume; the others resume from the newest checkpoint.
 RESUME_ONCE=chain-$(date +%s)-$$
 export RESUME_ONCE REQUEUE=no
 for _ in $(seq "$jobs"); do

@@ -1,4 +1,4 @@
-"""Differences between two training runs, with Adam's amplified rounding errors apart."""
+"""Differences between two training runs; rounding errors that Adam amplifies count separately."""
 
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -8,9 +8,9 @@ from models.config import ModelConfig
 if TYPE_CHECKING:
     from torch import Tensor
 
-# The largest relative differences that pass. Much cancels in the sum of a moment: the moment of a
-# key norm with eight columns changes by 1.1e-5 with the size of the micro-batch in one process, and
-# by 2.1e-5 with the layout.
+# The largest relative differences that pass. Moments need a larger tolerance, because most terms of
+# their sums cancel: the moment of a key norm with eight columns changes by 1.1e-5 with the size of
+# the micro-batch in one process, and by 2.1e-5 with the layout.
 LOSS_TOLERANCE, GRAD_NORM_TOLERANCE, WEIGHT_TOLERANCE, MOMENT_TOLERANCE = 2e-6, 1e-5, 1e-5, 1e-4
 RELAY_LOSS_TOLERANCE = (
     1e-6  # between a layout that continues and the layout that resumes from its checkpoint
@@ -22,11 +22,13 @@ NOISE_SUFFIX = " (keys)"
 class Outcome:
     """Results of a training run that must not depend on the layout.
 
-    losses: the loss of every step, then the validation loss before the last step, in nats per token
-    grad_norms: the gradient norm of every step, before clipping
-    weights: the final logical tensors by name
-    moments: Adam's first moments by name
-    drifted: a sentence for each weight whose replicas diverged
+    Attributes:
+        losses: the loss of every step, then the validation loss before the last step, in nats per
+            token
+        grad_norms: the gradient norm of every step, before clipping
+        weights: the final logical tensors by name
+        moments: Adam's first moments by name
+        drifted: a sentence for each weight whose replicas diverged
     """
 
     losses: list[float]
@@ -38,15 +40,19 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Difference:
-    """The largest relative differences between a training and the reference.
+    """The largest relative differences between a training run and the reference.
 
-    loss: over all steps and the validation
-    grad_norm: over all steps
-    weights: over the final logical tensors, ||a - b|| / ||b||; for a bias, the larger of its norm
-        and its weight's norm is the divisor; `parameter` has the largest difference
-    moments: the same over Adam's first moments; `moment` is the parameter
-    drifted: a sentence for each weight whose replicas diverged
-    noise: the same for parameters whose exact gradient is zero, so that Adam amplifies rounding
+    Attributes:
+        loss: over all steps and the validation
+        grad_norm: over all steps
+        weights: over the final logical tensors, ||a - b|| / ||b||; for a bias, the divisor is the
+            larger of its norm and its weight's norm
+        parameter: the logical tensor with the largest difference
+        moments: as `weights`, over Adam's first moments
+        moment: the parameter whose first moment has the largest difference
+        drifted: a sentence for each weight whose replicas diverged
+        noise: as `weights`, over the parameters whose exact gradient is zero, because Adam
+            amplifies their rounding errors
     """
 
     loss: float
@@ -60,7 +66,7 @@ class Difference:
 
     @property
     def passes(self) -> bool:
-        """True if the differences are no larger than rounding."""
+        """True if the differences are no larger than rounding errors, and no replicas diverged."""
         close = self.loss <= LOSS_TOLERANCE and self.grad_norm <= GRAD_NORM_TOLERANCE
         same_state = self.weights <= WEIGHT_TOLERANCE and self.moments <= MOMENT_TOLERANCE
         return close and same_state and not self.drifted
@@ -70,9 +76,11 @@ class Difference:
 class Leg:
     """A layout that resumed from another layout's checkpoint.
 
-    first: True for the start of a relay, without a checkpoint
-    changed: weights and moments that differ from those the other layout had saved
-    loss: the largest relative difference over the steps that both layouts did after the checkpoint
+    Attributes:
+        first: True for the first layout of a relay, which has no checkpoint to resume from
+        changed: names of the weights and moments that differ from those that the other layout saved
+        loss: the largest relative difference of the losses over the steps that both layouts ran
+            after the checkpoint
     """
 
     first: bool
@@ -81,7 +89,7 @@ class Leg:
 
     @property
     def passes(self) -> bool:
-        """True if nothing was lost between the layouts."""
+        """True if the layout resumed with the same state and computed the same losses."""
         return not self.changed and self.loss <= RELAY_LOSS_TOLERANCE
 
 
@@ -111,8 +119,8 @@ def _distances(
     distances: dict[str, float] = {"": 0.0}
     noise: dict[str, float] = {}
     for name, values in expected.items():
-        # A bias is compared with the weight of its layer, because both form one affine map. A bias
-        # that has grown from zero in a few steps is too small a scale for rounding errors.
+        # The difference of a bias is relative to its layer's weight, because both form one affine
+        # map. A bias that has grown from zero in a few steps is too small to be the divisor.
         weight = expected.get(name.replace(".bias", ".weight"), values)
         for part, rows in split_noise(name, model).items():
             size = max(float(values[rows].norm()), float(weight[rows].norm()))

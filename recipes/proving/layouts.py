@@ -1,4 +1,4 @@
-"""All layouts on up to N ranks that the checks of a recipe accept."""
+"""All layouts of a recipe on up to N ranks that pass its validation."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -100,7 +100,7 @@ def topologies(ranks: int) -> Iterator[Topology]:
 
 
 def layouts(topology: Topology, recomputes: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Yield the [layout] sections that have different effects with this topology."""
+    """Yield the [layout] sections for a topology, without those that would have equal effects."""
     schedules = SCHEDULES.values() if topology.pipeline > 1 else [SCHEDULES["1f1b"]]
     splits = (False, True) if topology.tensor > 1 else (False,)
     for schedule, split, recompute in product(schedules, splits, recomputes):

@@ -13,8 +13,10 @@ DOCUMENT_TOKENS = (1, 2, 4, 30, 63, 150, 150)  # shorter and longer than a seque
 def write_corpus(folder: Path, vocab_size: int, *, validation_tokens: int = 4000) -> None:
     """Write training and validation files of noisy arithmetic sequences, and a dummy tokenizer.
 
-    folder: created by this function
-    validation_tokens: minimum number of validation tokens; training has five times as many
+    Args:
+        folder: folder to create
+        vocab_size: number of different tokens
+        validation_tokens: minimum number of validation tokens; training has five times as many
     """
     rounds = -(-validation_tokens // sum(DOCUMENT_TOKENS))
     (folder / "tokenizer").mkdir(parents=True)

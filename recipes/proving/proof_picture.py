@@ -1,4 +1,4 @@
-"""Heat map of a proof, with a cell per layout, coloured by its difference over the tolerance."""
+"""Heat map of a proof: a cell per layout, coloured by its difference relative to the tolerance."""
 
 import math
 from collections.abc import Sequence

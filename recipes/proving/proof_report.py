@@ -31,7 +31,7 @@ class Finding:
 
     @property
     def passes(self) -> bool:
-        """True if the case trains like the reference, or resumed without a loss."""
+        """True if the case trains like the reference, or resumed with nothing lost."""
         return not isinstance(self.result, str) and self.result.passes
 
 
@@ -110,8 +110,8 @@ def verdict(findings: Sequence[Finding]) -> str:
     )
     if noise:
         text += (
-            f"\nnot compared: the biases of the keys, whose exact gradient is zero, so that Adam "
-            f"makes steps of rounding errors (they differ by {noise:.0e})"
+            f"\nnot compared: the biases of the keys. Their exact gradient is zero, so that Adam "
+            f"only follows rounding errors (they differ by {noise:.0e})"
         )
     return text
 

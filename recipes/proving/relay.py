@@ -1,7 +1,7 @@
-"""The work of a rank in a relay, in which every layout resumes from the previous one's checkpoint.
+"""The work of a rank in a relay: every layout resumes from the checkpoint of the previous layout.
 
 The folder of a relay holds the checkpoints of a run and a file `handed`, with the tensors that the
-previous layout had in memory when it saved, and its losses after that.
+previous layout had in memory when it saved, and the losses of its later steps.
 """
 
 import os
@@ -34,7 +34,7 @@ SHARED_STEPS = 10  # steps after a checkpoint that two layouts both run
 
 
 def run_legs(cases: Iterable[ProofCase], folder: Path) -> Iterator[Leg | None]:
-    """Run cases of this world's size in turn; yield outcomes on rank 0, None on the others."""
+    """Run cases of this world's size in turn; yield their legs on rank 0, None on the others."""
     cases = list(cases)
     deterministic = cases[0].recipe.training.deterministic
     with many_cases(deterministic=deterministic) as begin_case:
@@ -89,7 +89,7 @@ def save(engine: Engine, data: TrainingData, folder: RunFolder, *, step: int) ->
 def everything(engine: Engine) -> dict[str, Tensor]:
     """Return all logical weights, fp32 weights and both moments on rank 0.
 
-    They are read with DeepSpeed's functions, independently of the code that saves and loads.
+    They are read with DeepSpeed's functions, independently of our checkpoint code.
     """
     tensors = {f"weight {n}": t for n, t in gather(engine, held_weights(engine)).items()}
     for kind in ("fp32", "exp_avg", "exp_avg_sq"):

@@ -1,4 +1,4 @@
-"""Shrinking of a recipe to the same structure with sizes that train in seconds."""
+"""Reduction of a recipe to small sizes that train in seconds, with the same structure."""
 
 import math
 from pathlib import Path
@@ -11,7 +11,7 @@ from recipes.training.recipe.schema import Recipe
 HEAD_SIZE = 8
 MAX_HEADS_PER_GROUP = 3  # query heads per key-value head
 MIN_SEQUENCE_LENGTH = 16
-MAX_COMMON_MULTIPLE = 64  # limit of the common divisors that a size keeps
+MAX_COMMON_MULTIPLE = 64  # the largest divisor of the recipe's size that a small size keeps
 MIN_SEQUENCES = 8  # in a global batch
 MAX_LEARNING_RATE = 1e-4  # because Adam turns gradients that are rounding errors into full steps
 
@@ -81,7 +81,8 @@ def small_model(model: ModelConfig, ranks: int, layers: int) -> dict[str, Any]:
             model.sequence_length, ranks, at_least=MIN_SEQUENCE_LENGTH
         ),
     }
-    # The products keep their spread, so that attention is as far from uniform as in the recipe.
+    # The outputs of matmuls keep their standard deviation, so that attention is as far from uniform
+    # as in the recipe.
     spread = math.sqrt(model.hidden_size / sizes["hidden_size"])
     sizes["initial_std"] = model.initial_std * spread
     if model.head_size is not None:  # the recipe sets the head size separately
@@ -90,9 +91,9 @@ def small_model(model: ModelConfig, ranks: int, layers: int) -> dict[str, Any]:
 
 
 def larger_micro_batch(recipe: Recipe) -> int:
-    """Return the micro-batch that a proof uses in addition to one of a single sequence.
+    """Return the micro-batch size that a proof uses in addition to 1.
 
-    It is a prime factor of the recipe's micro-batch, so that it is small and an odd one stays odd.
+    It is a prime factor of the recipe's micro-batch size: it is small, and odd if that size is odd.
     """
     return next((p for p in (2, 3, 5, 7) if recipe.batch.micro_sequences % p == 0), 2)
 

@@ -48,7 +48,7 @@ def many_cases(*, deterministic: bool = False) -> Iterator[Callable[[], None]]:
         The function to call before each case.
     """
     torch.set_num_threads(1)
-    gc.freeze()  # the collector then skips the objects of the imports and is fast
+    gc.freeze()  # the collector is faster if it skips the objects that imports have created
     start_processes(World.from_environment(os.environ), deterministic=deterministic)
     with shared_groups() as forget_asked:
 
@@ -90,7 +90,7 @@ def start(recipe: Recipe, world: World) -> tuple[Engine, TrainingData]:
 
 
 def train_step(engine: Engine, data: TrainingData, step: int) -> StepResult:
-    """Run step 1, 2, ... at the recipe's learning rate."""
+    """Run a step, counted from 1, at the recipe's learning rate."""
     rate = learning_rate(step, engine.recipe.optimizer, engine.recipe.training.steps)
     return engine.train_step(data.step(step), rate)
 
@@ -109,7 +109,9 @@ def held_state(engine: Engine, kind: str) -> dict[str, Tensor]:
     The first moments are running means of the gradients. Unlike Adam's steps, they show an error in
     the scale of a gradient.
 
-    kind: "fp32" for the fp32 weights, "exp_avg" or "exp_avg_sq"
+    Args:
+        engine: the engine
+        kind: "fp32" for the fp32 weights, "exp_avg" or "exp_avg_sq"
     """
     optimizer = engine.wrapped.optimizer
     if hasattr(optimizer, "_lazy_init_hp_params_optimizer_state"):  # not ZeRO-3
@@ -144,7 +146,7 @@ def gather(engine: Engine, held: dict[str, Tensor]) -> dict[str, Tensor]:
 
 @contextlib.contextmanager
 def shared_groups() -> Iterator[Callable[[], None]]:
-    """Create process groups once: cases of a world share them, in the order of their requests.
+    """Create each process group once, and share it between the cases of a world.
 
     The n-th request for a group of the same ranks and backend gets the group that the n-th request
     of an earlier case created. Every engine requests dozens of groups, each of which opens

@@ -24,11 +24,12 @@ RANK_ENVIRONMENT = {  # environment variables of every rank
     "DS_ACCELERATOR": "cpu",
     "CUDA_VISIBLE_DEVICES": "",
     "OMP_NUM_THREADS": "1",
-    # The server must import from this checkout instead of the working directory.
+    # The fork server must import from this checkout instead of the working directory.
     "PYTHONPATH": str(REPOSITORY),
     "PYTHONSAFEPATH": "1",
 }
-# Imported once, for all processes. Building an engine would import the last three.
+# The fork server imports these modules once for all processes. Without the last three, each process
+# would import them when it builds an engine.
 PRELOADED_MODULES = [
     "recipes.proving.relay",
     "torch._dynamo",
@@ -44,9 +45,10 @@ Result = tuple[ProofCase, Outcome | Leg | str]
 class WorldOfRanks:
     """The processes that train cases of one world size.
 
-    relay: the folder of a relay; None: the cases are trained independently
-    done: number of cases that have a result
-    failure: the reason why the next case failed, if it did
+    Attributes:
+        relay: the folder of a relay; None: the cases are trained independently
+        done: number of cases that have a result
+        failure: the reason why the next case failed, if it did
     """
 
     cases: Sequence[ProofCase]
@@ -104,12 +106,12 @@ class WorldOfRanks:
         for rank in sorted(self.reports):
             failed_at = self._failure_of(rank)
             if failed_at is not None:
-                # Rank 0 may not have sent yet the results from before the failure.
+                # Rank 0 may not yet have sent the results that precede the failure.
                 while self.done < failed_at and self.reports.get(0) and self.reports[0].poll(1.0):
                     yield from self._outcomes()
                 return
         if not self.finished and time.monotonic() > self.deadline:
-            self.failure = f"nothing within {self.seconds:.0f} seconds"
+            self.failure = f"no result within {self.seconds:.0f} seconds"
 
     def _outcomes(self) -> Iterator[Result]:
         """Yield the outcomes that rank 0 has sent."""
@@ -129,11 +131,11 @@ class WorldOfRanks:
             return self.done
         while rank in self.reports and self.reports[rank].poll():
             message = self._receive(rank)
-            if message is None:  # it has ended
+            if message is None:  # the rank has ended
                 self.processes[rank].join(1.0)
                 code = self.processes[rank].exitcode
                 if code or (rank == 0 and self.done < len(self.cases)):
-                    self.failure = f"rank {rank} ended, exit code {code}"
+                    self.failure = f"rank {rank} exited with code {code}"
                     return self.done
             elif isinstance(message[1], str):
                 self.failure = f"rank {rank}: {message[1]}"
@@ -211,7 +213,7 @@ def run_cases(
 
 @contextlib.contextmanager
 def environment(changes: dict[str, str]) -> Iterator[None]:
-    """Change environment variables, which the server and its ranks inherit, for a while."""
+    """Temporarily change environment variables, which the fork server and its ranks inherit."""
     before = dict(os.environ)
     os.environ.update(changes)
     try:
@@ -262,7 +264,11 @@ def _rank(
 ) -> None:
     """Train the cases in one process, and report outcomes (rank 0) or an error (all ranks).
 
-    settings: rank, port, log, and the checkout that the rank must have imported
+    Args:
+        settings: rank, port, log, and the checkout that the rank must have imported
+        cases: the cases
+        relay: the folder of a relay; None: the cases are trained independently
+        report: connection to the process that started the ranks
     """
     rank, port, log, repository = settings
     size = cases[0].world_size
@@ -284,5 +290,5 @@ def _rank(
         traceback.print_exc()
         sys.stderr.flush()
         report.send_bytes(pickle.dumps((done, f"{type(problem).__name__}: {problem}")))
-    # The results are sent; torch's teardown of its threads sometimes aborts.
+    # The results are sent. Skip torch's teardown of its threads, which sometimes aborts.
     os._exit(0)

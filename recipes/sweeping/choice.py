@@ -38,7 +38,8 @@ class Request:
         nodes: numbers of nodes; None for the recipe's [cluster]
         gpus_per_node: numbers of GPUs per node; None for the recipe's [cluster]
         gpu: name of the GPU; None for the recipe's [cluster]
-        layouts: the planner's `top` best layouts, all that fit, or the recipe's own
+        layouts: the planner's `top` best layouts, all that fit, or the recipe's own; None for
+            "own" if a setting has several values, otherwise "best"
         top: number of layouts for each recipe, cluster and combination of the grid
         warm_up: steps before the measured ones
         steps: measured steps
@@ -83,7 +84,7 @@ class Combination:
             *self.overrides,
             *(f"cluster.{key}={value}" for key, value in self.cluster.items()),
         ]
-        return ", ".join(parts) or "as it is"
+        return ", ".join(parts) or "unchanged"
 
     def recipe(self) -> Recipe:
         """Return the recipe, with a [cluster] section.
@@ -96,7 +97,7 @@ class Combination:
 
 
 def choose(request: Request) -> Choice:
-    """Return the trials of a request, the fastest by plan first for each kind of world.
+    """Return the trials of a request, by kind of world and then by predicted step time.
 
     Raises:
         UserError: a recipe cannot be read, or no combination can run.
@@ -135,9 +136,15 @@ def add(choice: Choice, trial: Trial, settings: str) -> None:
         choice.trials.append(trial)
         return
     gpu, host = trial.job.machine.gpu, host_bytes(trial.job) / GIB
-    reason = f"needs {trial.planned_gib:.1f} of {gpu.memory_gib:g} GiB on each GPU by the plan"
+    reason = (
+        f"needs {trial.planned_gib:.1f} GiB per GPU according to the plan; the GPU has "
+        f"{gpu.memory_gib:g} GiB"
+    )
     if host > gpu.node_memory_gib:
-        reason = f"building needs {host:,.0f} of {gpu.node_memory_gib:,.0f} GiB of a node's memory"
+        reason = (
+            f"building the model needs {host:,.0f} GiB of host memory; the node has "
+            f"{gpu.node_memory_gib:,.0f} GiB"
+        )
     choice.rejections.append(Rejection(trial.source, settings, reason, trial))
 
 
@@ -168,9 +175,9 @@ def combinations(request: Request, grid: Sequence[Sequence[str]]) -> Iterator[Co
 
 
 def values_of_setting(setting: str) -> list[str]:
-    """Return the overrides of a --set: one, or one for each value between commas.
+    """Return the overrides of a --set option, one for each value separated by commas.
 
-    A list in TOML, such as [1,3], is a single value.
+    A TOML list, such as [1,3], is a single value.
     """
     key, equals, text = setting.partition("=")
     try:
@@ -185,7 +192,7 @@ def recipes_of(
 ) -> Iterator[Recipe]:
     """Yield the recipes of a combination, one for each layout to measure.
 
-    Keys of the layout that the settings name keep their values: the planner chooses the others.
+    Layout keys that the settings name keep their values; the planner chooses the other keys.
 
     Raises:
         UserError: the combination is not valid.

@@ -19,8 +19,8 @@ class Progress:
     """The progress of this command's trials.
 
     Attributes:
-        total: number of trials to run in this command, as far as is known
-        done: trials that ended, with their results
+        total: number of trials of this command that are known so far; halving adds more
+        done: finished trials, with their results
     """
 
     total: int = 0
@@ -28,11 +28,11 @@ class Progress:
     _started: float = field(default_factory=time.monotonic)
 
     def begin_round(self, trials: Sequence[Trial], left: Sequence[Trial]) -> None:
-        """Note that a round of trials begins, some of which may already be measured."""
+        """Record the start of a round of trials, some of which may already be measured."""
         self.total = len(self.done) + len(left)
 
     def finish(self, trial: Trial, result: Result) -> str:
-        """Note the end of a trial, and return a line about it."""
+        """Record the end of a trial, and return its progress line."""
         self.done.append((trial, result))
         width = len(str(self.total))
         seconds = result.median_seconds
@@ -69,7 +69,7 @@ def choice_lines(choice: Choice, measured: int) -> Iterator[str]:
     before = f"; {measured} are already measured" if measured else ""
     yield f"{trials} trial{'s' * (trials != 1)}: {sizes}{before}"
     for reason, count in choice.ruled_out.most_common():
-        yield f"skipped {count:,} layouts that are {reason} by the plan"
+        yield f"skipped {count:,} layouts that are {reason} according to the plan"
     for rejection in choice.rejections:
         yield (
             f"{rejection.outcome}: {rejection.source} ({rejection.settings}): {rejection.reason}"
@@ -103,7 +103,7 @@ def outcomes(results: Iterable[tuple[Trial, Result]], choice: Choice) -> dict[st
 
 
 def overhead_line(progress: Progress, measured_seconds: float) -> str:
-    """Return a line with the time that the sweep has spent beyond the steps."""
+    """Return a line with the time that the sweep has spent outside of steps."""
     count = len(progress.done)
     overhead = (progress.seconds - measured_seconds) / max(1, count)
     return (

@@ -1,4 +1,4 @@
-"""The scheduler of a sweep: measures every trial once, whatever happens to its ranks."""
+"""The scheduler of a sweep: measures every trial once, even if its ranks fail."""
 
 import itertools
 import time
@@ -15,8 +15,8 @@ from recipes.sweeping.worlds.world import World, WorldAbandoned, WorldFailed
 # Time limit of a trial. Building initializes the weights and may compile kernels.
 SECONDS_TO_BUILD = 60.0
 PARAMETERS_BUILT_PER_SECOND = 5e7
-MAX_TIMES_THE_PLAN = 20  # a step that takes longer is taken for a hang
-MAX_TIMES_THE_PLAN_ON_CPU = 100  # CPUs differ more, and may be shared
+MAX_TIMES_THE_PLAN = 20  # a slower step is treated as a hang
+MAX_TIMES_THE_PLAN_ON_CPU = 100  # CPUs vary more in speed, and other jobs may share them
 MIN_SECONDS_OF_STEPS_ON_CPU = 240.0
 SECONDS_BETWEEN_CLAIMS = 1.0
 MAX_FAILED_STARTS = 2  # in a row
@@ -44,7 +44,8 @@ class Scheduler:
     def measure(self, trials: Sequence[Trial]) -> Iterator[tuple[Trial, Result]]:
         """Measure the trials without a result, and yield each as soon as it is recorded.
 
-        Trials that another scheduler measures are awaited, and taken over if it dies.
+        If another scheduler measures a trial, wait for its result, or take the trial over if that
+        scheduler dies.
 
         Raises:
             SweepStopped: the disk is full, or no ranks can be started.
@@ -57,7 +58,7 @@ class Scheduler:
                     if not is_claimed:
                         held.append(trial)
                         continue
-                    result = self.folder.result(trial.key)  # another scheduler may have finished
+                    result = self.folder.result(trial.key)  # another scheduler may have measured it
                     if result is None:
                         with self.folder.stops_without_space():
                             result = self._run(trial)
@@ -75,7 +76,7 @@ class Scheduler:
             self._world = None
 
     def _run(self, trial: Trial) -> Result:
-        """Measure a trial, and stop the world if that fails."""
+        """Measure a trial, and stop the world unless the outcome is "ok"."""
         try:
             result = self._world_for(trial).run(self._request(trial), self._limit(trial))
         except WorldAbandoned:
@@ -100,7 +101,7 @@ class Scheduler:
             except WorldFailed as problem:
                 self.folder.check_space()
                 if attempt == MAX_FAILED_STARTS:
-                    raise SweepStopped(f"the ranks do not start: {problem}") from None
+                    raise SweepStopped(f"the ranks cannot be started: {problem}") from None
         raise AssertionError("unreachable")
 
     def _request(self, trial: Trial) -> dict[str, Any]:
@@ -157,7 +158,7 @@ def measure_all(
 def halve(
     scheduler: Scheduler, trials: Sequence[Trial], begin_round: BeginRound
 ) -> Iterator[tuple[Trial, Result]]:
-    """Measure by successive halving: the faster half gets twice as many steps, and so on.
+    """Measure by successive halving: each round measures the faster half for twice the steps.
 
     Jamieson and Talwalkar 2016 (arXiv 1502.07943). Only trials of the same recipe on the same
     number of GPUs compete with each other.
@@ -165,7 +166,7 @@ def halve(
     Args:
         scheduler: measures the trials
         trials: all trials
-        begin_round: called as by `measure_all`, in every round
+        begin_round: called at the start of every round, as in `measure_all`
     """
     steps = FIRST_HALVING_STEPS
     while trials:
@@ -176,7 +177,7 @@ def halve(
 
 
 def faster_half(folder: SweepFolder, trials: Sequence[Trial]) -> list[Trial]:
-    """Return the faster half of each group of competing trials; nothing of one or two trials."""
+    """Return the faster half of each group of competing trials; groups of one or two end here."""
     results = [(trial, result) for trial in trials if (result := folder.result(trial.key))]
     found = []
     for group in competitors(results).values():

@@ -1,12 +1,12 @@
-"""The folder of a sweep, which several schedulers may share and which survives any of them.
+"""The folder of a sweep. Several schedulers may share it, and it outlives each of them.
 
     sweep.json           the measuring settings, which all trials share
     trials/KEY.json      a trial: its recipe, its plan and its row of the table
-    results/KEY.json     its result; a trial without this file is still to be measured
+    results/KEY.json     the trial's result; without this file, the trial is still to be measured
     claims/KEY/          the lock of the scheduler that measures the trial
     corpora/             synthetic training data
     worlds/ID/           files of the processes of one scheduler
-    sweep.csv            all results, rewritten after each
+    sweep.csv            all results, rewritten after each result
 
 Files are written under another name, flushed to the disk and then renamed, so that each is either
 complete or missing.
@@ -34,23 +34,23 @@ from recipes.training.runtime.launchers import start_ticks
 
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 HEARTBEAT_SECONDS = 2.0
-ABANDONED_SECONDS = 60.0  # without a heartbeat; ranks end after 30
+ABANDONED_SECONDS = 60.0  # without a heartbeat; ranks exit after 30 (rank_watch.py)
 PROBE_BYTES = 2**16
 
 
 class SweepStopped(Exception):
-    """The sweep cannot continue now; the message says what to do before the next start."""
+    """The sweep cannot continue; the message tells the user how to fix the cause."""
 
 
 class SweepFolder:
     """The folder of a sweep, as one scheduler uses it.
 
     Args:
-        path: the folder, which is created
-        settings: measuring settings, which must be those of all trials in the folder
+        path: the folder, created if it does not exist
+        settings: measuring settings, which must equal those of the trials already in the folder
 
     Raises:
-        UserError: the folder cannot be written, or holds trials with other settings.
+        UserError: the folder cannot be written, or its trials have other settings.
     """
 
     def __init__(self, path: Path, settings: Mapping[str, Any]):
@@ -68,7 +68,7 @@ class SweepFolder:
         threading.Thread(target=self._beat, name="heartbeat", daemon=True).start()
 
     def close(self) -> None:
-        """Remove the files of this scheduler, and those that dead schedulers have left."""
+        """Remove the files of this scheduler, and those that dead schedulers left behind."""
         self._closed.set()
         self._remove_abandoned()
         shutil.rmtree(self.own, ignore_errors=True)
@@ -77,7 +77,7 @@ class SweepFolder:
                 folder.rmdir()
 
     def add(self, trial: Trial) -> None:
-        """Write down a trial, unless an earlier command has."""
+        """Record a trial, unless an earlier command has already recorded it."""
         file = self._trial_file(trial.key)
         if not file.exists():
             recipe = trial.recipe.model_dump(mode="json", exclude_none=True)
@@ -85,7 +85,7 @@ class SweepFolder:
             self._write_json(file, {"identity": trial.identity, "row": row, "recipe": recipe})
 
     def add_rejection(self, rejection: Rejection) -> None:
-        """Write down a combination that is not tried, with its reason."""
+        """Record a combination that is not tried, with the reason."""
         row = row_of_rejection(rejection)
         self._write_json(self._trial_file(rejection.key), {"identity": rejection.key, "row": row})
         result = Result(outcome=rejection.outcome, reason=rejection.reason)
@@ -104,30 +104,30 @@ class SweepFolder:
 
     @contextlib.contextmanager
     def claimed(self, key: str) -> Iterator[bool]:
-        """Claim a trial for this scheduler, and release it in the end.
+        """Claim a trial for this scheduler, and release it at the end.
 
         Yields:
             True if the claim succeeded, False if another scheduler measures the trial.
         """
         folder = self.path / "claims" / key
-        # The same object compares the heartbeats of another scheduler between two attempts.
+        # Keep one lock per trial, because it compares the holder's heartbeats between attempts.
         lock = self._tried_locks.setdefault(key, FolderLock(folder))
         with self.stops_without_space():
             try:
                 folder.mkdir(parents=True, exist_ok=True)
                 lock.acquire()
-            except (FolderInUse, FileNotFoundError):  # the other one may just have released it
+            except (FolderInUse, FileNotFoundError):  # the holder may just have released it
                 yield False
                 return
         del self._tried_locks[key]
         try:
             yield True
         finally:
-            shutil.rmtree(folder, ignore_errors=True)  # before the release: the lock stays held
+            shutil.rmtree(folder, ignore_errors=True)  # while the lock is still held
             lock.release()
 
     def corpus(self, vocab_size: int, sequence_length: int) -> Path:
-        """Return the folder of a synthetic corpus; it is written at the first call."""
+        """Return the folder of a synthetic corpus, which the first call writes."""
         folder = self.path / "corpora" / f"vocabulary-{vocab_size}-sequence-{sequence_length}"
         if not folder.exists():
             fresh = self.own / folder.name
@@ -142,7 +142,7 @@ class SweepFolder:
         return folder
 
     def write_table(self) -> None:
-        """Write sweep.csv with every result in the folder, each trial with its most steps."""
+        """Write sweep.csv with every result in the folder; of several rounds, only the longest."""
         for file in sorted((self.path / "results").glob("*.json")):
             if file.stem not in self._rows:
                 trial, result = _read_json(self._trial_file(file.stem)), _read_json(file)
@@ -218,7 +218,8 @@ class SweepFolder:
     def _remove_abandoned(self) -> None:
         """Remove the files of schedulers that no longer run.
 
-        Heartbeats are compared with the scheduler's own, because clocks of nodes may disagree.
+        Their heartbeats are compared with this scheduler's own, because the clocks of different
+        nodes may disagree.
         """
         now = self.heartbeat.stat().st_mtime if self.heartbeat.exists() else 0.0
         for folder in self.worlds.iterdir() if self.worlds.exists() else ():
@@ -241,7 +242,7 @@ class SweepFolder:
         self._write(file, json.dumps(table, indent=1) + "\n")
 
     def _write(self, file: Path, text: str) -> None:
-        """Replace a file as a whole; the other name is in the scheduler's own folder."""
+        """Replace a file atomically, through a temporary file in this scheduler's own folder."""
         with self.stops_without_space():
             write_whole(file, text, fresh=self.own / f"{file.name}.incomplete")
             flush(file.parent)
@@ -257,7 +258,7 @@ def _read_json(file: Path) -> dict[str, Any] | None:
 
 
 def _identity() -> dict[str, Any]:
-    """Return an identification of this process, for `is_running`."""
+    """Return the identity of this process, for `is_running`."""
     process = os.getpid()
     return {"machine": machine_id(), "process": process, "started": start_ticks(process)}
 

@@ -1,4 +1,4 @@
-"""Rows of sweep.csv: the columns of `planning.measured.table`, and those of a sweep."""
+"""Rows of sweep.csv: the columns of `planning.measured.table` and additional ones of a sweep."""
 
 import csv
 import io
@@ -61,7 +61,7 @@ def row_of_trial(trial: Trial) -> Row:
 
 
 def row_of_rejection(rejection: Rejection) -> Row:
-    """Return the columns that describe a combination that is not tried."""
+    """Return the columns of a combination that is not tried."""
     if rejection.trial:
         return row_of_trial(rejection.trial)
     return {
@@ -100,7 +100,7 @@ def digits(value: float) -> float:
 
 
 def table_text(rows: Iterable[Mapping[str, Any]]) -> str:
-    """Return rows as CSV, the fastest measured ones of each model and world first."""
+    """Return the rows as CSV, by recipe, number of GPUs and measured step time."""
     stream = io.StringIO(newline="")
     writer = csv.DictWriter(stream, COLUMNS, restval="", lineterminator="\n")
     writer.writeheader()

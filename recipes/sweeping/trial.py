@@ -17,18 +17,18 @@ from recipes.training.recipe.sections.layout import Cluster
 
 Outcome = Literal["ok", "out_of_memory", "hung", "crashed", "rejected", "too_large"]
 OUTCOMES: tuple[Outcome, ...] = get_args(Outcome)
-FAULTS: tuple[Outcome, ...] = ("hung", "crashed")  # outcomes that deserve the user's attention
+FAULTS: tuple[Outcome, ...] = ("hung", "crashed")  # outcomes that the user should look into
 KEY_DIGITS = 16
 
 
 class WorldKind(NamedTuple):
-    """The properties of processes that trials must agree on in order to share them."""
+    """The properties of a world of ranks. Trials share a world if they need the same kind."""
 
     nodes: int
     gpus_per_node: int
     gpu: str
     deterministic: bool
-    pipelined: bool  # GPUs need other environment variables for a pipeline
+    pipelined: bool  # on GPUs, a pipeline needs different environment variables
 
     @property
     def size(self) -> int:
@@ -87,9 +87,9 @@ class Trial:
 
     @cached_property
     def identity(self) -> str:
-        """A hash of everything that decides the speed of a step.
+        """A hash of everything that affects the speed of a step.
 
-        The name, the data and the tracking of a recipe do not count.
+        It excludes the name, the data and the tracking of the recipe.
         """
         recipe = self.recipe
         table = recipe.model_dump(mode="json")
@@ -123,7 +123,7 @@ class Rejection:
 
     Attributes:
         source: file of the recipe
-        settings: what distinguishes the combination, such as "layout.tensor=3, 2 nodes"
+        settings: settings that identify the combination, such as "layout.tensor=3, 2 nodes"
         reason: message for the user
         trial: the trial, if the combination is a valid recipe
     """
@@ -135,7 +135,7 @@ class Rejection:
 
     @property
     def outcome(self) -> Outcome:
-        """The outcome that is recorded: a valid recipe was ruled out by its planned memory."""
+        """The outcome to record: "too_large" for a valid recipe, otherwise "rejected"."""
         return "too_large" if self.trial else "rejected"
 
     @cached_property
@@ -153,11 +153,11 @@ class Result:
         reason: explanation in one line, if the outcome is not "ok"
         log: last lines of the ranks' output after a failure
         step_seconds: duration of every measured step
-        warm_up_seconds: duration of all steps before
+        warm_up_seconds: total duration of the warm-up steps
         memory_gib: peak memory of the fullest rank, including that of CUDA and its libraries
         allocated_gib: peak memory of torch's allocator on the fullest rank; None on CPUs
         device: name of the device, as the driver reports it
-        seconds: duration of the whole trial, as the scheduler sees it
+        seconds: duration of the whole trial, as measured by the scheduler
     """
 
     outcome: Outcome
@@ -193,7 +193,7 @@ class Result:
 def competitors(
     results: Iterable[tuple[Trial, Result]],
 ) -> dict[tuple[str, int], list[tuple[float, Trial]]]:
-    """Group measured trials by recipe file and number of ranks; only such trials compete.
+    """Group measured trials by recipe file and number of ranks; trials compete within a group.
 
     Returns:
         (recipe file, number of ranks) -> (median seconds of a step, trial) of each measured trial

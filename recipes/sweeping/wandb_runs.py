@@ -30,7 +30,7 @@ def check_wandb(trials: Sequence[Trial]) -> None:
 def publish(folder: SweepFolder, results: Sequence[tuple[Trial, Result]]) -> int:
     """Publish the trials that have not been published yet, and return their number.
 
-    This happens after the measurements, because W&B computes on the same processors.
+    Trials are published after all measurements, because W&B's own work would slow the steps down.
 
     Raises:
         SweepStopped: W&B does not work, or the disk is full.
@@ -44,7 +44,7 @@ def publish(folder: SweepFolder, results: Sequence[tuple[Trial, Result]]) -> int
             publish_trial(trial, result, folder)
         except Exception as problem:  # libraries raise errors of many classes
             raise SweepStopped(
-                f"Weights & Biases stopped ({problem}); all results are in {folder.path}; rerun "
+                f"Weights & Biases failed ({problem}); all results are in {folder.path}; rerun "
                 f"the same command to publish the other trials, or omit --wandb"
             ) from None
         with folder.stops_without_space():

@@ -3,7 +3,9 @@
 Each run is started by `deepspeed`, on the head alone (two ranks) or over ssh on two hosts with two
 ranks each. Once it trains, a fault is injected. The run must end with a failure code (except for
 one case in which DeepSpeed returns success) and leave no process on any host. It must save if it
-can, and explain a hang. The command prints a table, and its exit code is 1 if a check fails.
+can, and explain a hang. If nobody reads the output of a run on two hosts, its processes on the
+hosts must end, and `deepspeed` and pdsh once the output is read. The command prints a table, and
+its exit code is 1 if a check fails.
 
     python tests/fault_injection/faults.py
     python tests/fault_injection/faults.py --only "SIGSTOP to a rank"
@@ -49,7 +51,9 @@ ENVIRONMENT = {
     # Otherwise `deepspeed` exits with 120 when its own output cannot be written at the end.
     "PYTHONUNBUFFERED": "1",
 }
+PRINTERS = r"bin/deepspeed|pdsh -S"  # on the head, of a run on several hosts
 FAULTY = "tests/cluster/faulty_pretrain.py"
+SECONDS_AFTER_READING = 10  # in which `deepspeed` and pdsh end once their output is read
 OURS = r"pretrain\.py|deepspeed\.launcher|bin/deepspeed|watchdog\.py|pdsh"
 RANK, LAUNCHER, DEEPSPEED = (
     r"-u [^ ]*pretrain\.py --local_rank={}", r"^[^ ]*python[^ ]* -u -m deepspeed\.launcher\.launch",
@@ -95,6 +99,24 @@ class Job:
     def left(self) -> list[str]:
         """Return the command lines of the job's processes on all hosts."""
         return self.cluster.processes(OURS)
+
+    @property
+    def is_held_by_output(self) -> bool:
+        """True if `deepspeed` and pdsh end only when their output is read.
+
+        pdsh prints the output of all hosts, and waits if nobody reads it, as any program does. The
+        processes on the hosts must not wait for it.
+        """
+        return bool(self.hosts) and self.output.kind == "full pipe"
+
+    def wait_for_end(self, deadline: float) -> list[str]:
+        """Wait until the job has ended; return the command lines of the processes that are left."""
+        held = self.is_held_by_output
+        while left := [line for line in self.left() if not (held and re.search(PRINTERS, line))]:
+            if time.monotonic() > deadline:
+                break
+            time.sleep(0.1)
+        return left
 
 
 @dataclass(frozen=True)
@@ -160,7 +182,7 @@ def faults() -> list[Fault]:
     asked = {"saves": True, "says": ("rerun the same command to resume",)}
     named = r"rank 1 \(head\) does not answer: stopped, dead or cut off"
     there = r"rank 3 \(node2\) does not answer"
-    gone = "its launcher, process .* is gone"
+    gone = "its launcher \\(process \\d+\\) has exited"
     return [
         Fault("SIGTERM to a rank", one, send("TERM", second), (INTERRUPTED,), **asked),
         Fault("SIGUSR1 to a rank", one, send("USR1", second), (INTERRUPTED,), **asked),
@@ -218,9 +240,15 @@ def end(cluster: Cluster, fault: Fault, job: Job) -> Outcome:
     job.output.spoil()
     started = time.monotonic()
     fault.do(job)
-    while job.left() and time.monotonic() < started + fault.seconds:
-        time.sleep(0.1)
-    outcome = Outcome(fault, job.output.kind, time.monotonic() - started, None, job.left())
+    left = job.wait_for_end(started + fault.seconds)
+    seconds = time.monotonic() - started
+    if job.is_held_by_output:
+        job.output.resume_reading()
+        is_over = time.monotonic() + SECONDS_AFTER_READING
+        while job.left() and time.monotonic() < is_over:
+            time.sleep(0.1)
+        left += job.left()
+    outcome = Outcome(fault, job.output.kind, seconds, None, left)
     job.process.send_signal(signal.SIGCONT)  # nsenter stops itself when its child is stopped
     with contextlib.suppress(subprocess.TimeoutExpired):
         outcome.code = job.process.wait(timeout=5)

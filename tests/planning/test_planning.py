@@ -140,15 +140,15 @@ def test_results_do_not_enter_predictions(tmp_path: Path) -> None:
     [
         ({"precision": "fp8"}, "precision fp8 is not modelled"),
         ({"framework": "Pathways"}, "framework Pathways is not modelled"),
-        ({"gpu": "TPU v4"}, "gpu TPU v4 has no hardware file"),
-        ({"gpu": "GB200"}, "gpu GB200 has no hardware file"),
+        ({"gpu": "TPU v4"}, "gpu TPU v4 has no datasheet"),
+        ({"gpu": "GB200"}, "gpu GB200 has no datasheet"),
         ({"layers": ""}, "layers is empty"),
         ({"pp": "unstated"}, "pp is unstated"),
         ({"dp": "7"}, "tp x pp x cp x dp = 7 and gpus = 32"),
         ({"heads": "23"}, "hidden_size = 2304 is not divisible by heads = 23"),
         ({"precision": "fp8 (bf16 rest)"}, "precision fp8 (bf16 rest) is not modelled"),
         ({"gpu": "H100 PCIe"}, "gpu H100 PCIe is another board"),
-        ({"gpu": "A100-SXM4-64GB"}, "A100-SXM4-64GB with 64 GB has no hardware file"),
+        ({"gpu": "A100-SXM4-64GB"}, "A100-SXM4-64GB with 64 GB has no datasheet"),
         ({"gpus_per_node": "0"}, "gpus_per_node is 0"),
         ({"inter_gbps_per_gpu": "-1"}, "inter_gbps_per_gpu is -1"),
         ({"mbs": "0.5"}, "mbs is 0.5"),
@@ -336,7 +336,7 @@ def test_a_plan_warns_of_full_memory_and_of_idle_stages() -> None:
     full = run_plan("recipes/llama/70b.toml", "--top", "0", *options)
     assert "% of the GPU memory is free; leave 8%" in full.stdout
     done = run_plan("recipes/llama/7b.toml", "--headroom", "8")
-    assert done.returncode == 2 and "8 is not a share from 0 up to 1; use 0.08" in done.stderr
+    assert done.returncode == 2 and "8 is not at least 0 and below 1; use 0.08" in done.stderr
 
 
 def test_the_gain_of_the_first_layout_is_explained() -> None:

@@ -416,7 +416,7 @@ def test_a_layout_that_hangs_is_a_finding(corpus: Path) -> None:
     children = len(multiprocessing.active_children())
     results = dict(run_cases([good, endless, good], ranks=1, seconds=12))
     assert isinstance(results[good], Outcome)
-    assert results[endless].startswith("nothing within 12 seconds")
+    assert results[endless].startswith("no result within 12 seconds")
     assert len(multiprocessing.active_children()) == children
 
 

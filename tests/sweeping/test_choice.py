@@ -168,7 +168,7 @@ def test_a_layout_that_the_plan_rules_out_is_not_tried() -> None:
     assert [trial.recipe.batch.micro_sequences for trial in choice.trials] == [1]
     (rejection,) = choice.rejections
     assert rejection.outcome == "too_large" and "micro_sequences=4" in rejection.settings
-    assert "of 79.1 GiB on each GPU by the plan" in rejection.reason
+    assert "GiB per GPU according to the plan; the GPU has 79.1 GiB" in rejection.reason
 
 
 def test_a_search_counts_what_the_plan_rules_out() -> None:

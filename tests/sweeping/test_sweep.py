@@ -67,7 +67,7 @@ def test_faults_become_outcomes(sweep: Sweep) -> None:
     assert rows["out_of_memory"]["reason"] == "rank 1: MemoryError: as injected"
     assert rows["out_of_memory"]["oom"] == "1" and rows["ok"]["oom"] == "0"
     assert rows["hang"]["reason"] == "not finished within 2 seconds"
-    assert rows["crash"]["reason"] == "rank 1 was ended by SIGKILL"
+    assert rows["crash"]["reason"] == "rank 1 was killed by SIGKILL"
     assert rows["error"]["reason"] == "rank 1: RuntimeError: a defect, as injected"
     assert f"{len(trials) - 4} ok, 1 out_of_memory, 1 hung, 2 crashed" in done.stdout
     assert not sweep.processes() and not (sweep.folder / "worlds").exists()

@@ -24,10 +24,10 @@ class Footprint:
         apart: q, k and v are kept separately, instead of the fused projection and rotated q and k
         gated: number of f-sized tensors that a SwiGLU keeps (gate, up, silu(gate), their product)
         rows: number of h-sized tensors in the working memory of a block's backward pass
-        loss_in_parts: logits exist for some tokens at a time, and the loss's forward pass computes
-            the gradients of its input and of the output matrix
+        loss_in_parts: logits exist for only a part of the tokens at a time, and the loss's forward
+            pass computes the gradients of its input and of the output matrix
         logit: bytes per logit of the current micro-batch during its loss
-        head: bytes per logit during the gradient of the output matrix
+        head: bytes per logit while the gradient of the output matrix is computed
         score: bytes per written attention score during the softmax
         held_logits: bytes per logit that the last stage still holds after a step
         stock_pipeline: like DeepSpeed's pipeline, a stage keeps sent activations, the previous
@@ -35,7 +35,7 @@ class Footprint:
         dropout: dropout masks are kept even if the model's dropout is unknown
         selective: share of a block's activations that selective recomputation keeps; None: all
             except those of the attention core
-        overhead_gib: GiB of the CUDA context and the communication library; None: the GPU's usual
+        overhead_gib: GiB of the CUDA context and the communication library; None: the datasheet's
         fragmentation: share of the activations that the caching allocator wastes
         sent: bytes of a gradient during its reduction over the data ranks; None: as `weight`
         zero1: the footprint under ZeRO-1; None: this one
@@ -72,9 +72,9 @@ class Footprint:
 
 
 # DeepSpeed 0.19 with our recipes, counted operation by operation (`plan.py --trace`). ZeRO-1
-# keeps the fp32 gradients of the whole stage in one tensor from step to step. They are summed over
-# the data ranks in place, or in copies if the JSON sets a shorter type. fp32 weights are updated in
-# place. ZeRO-2 and 3 have buckets of 5e8 elements.
+# keeps the fp32 gradients of the whole stage in one tensor from step to step. It sums them over the
+# data ranks in place, or in copies if the JSON sets a type with fewer bytes. fp32 weights are
+# updated in place. ZeRO-2 and 3 have buckets of 5e8 elements.
 DEEPSPEED_ZERO = Footprint(bucket_elements=5e8, gathered_elements=1e9)
 ZERO = replace(
     DEEPSPEED_ZERO, norm=4, gated=3, apart=True, rows=1, loss_in_parts=True, score=4,
@@ -103,8 +103,8 @@ STOCK_PIPELINE = {
         norm=12, logit=12, head=12, held_logits=8,
     ),
 }  # fmt: skip
-# The same in 2022, fitted to nvidia-smi's figures of BLOOM's runs: several communicators, and an
-# allocator that returned less memory.
+# The same pipeline in 2022, fitted to nvidia-smi's figures for BLOOM's runs, which had several
+# communicators and an allocator that returned less memory.
 DEEPSPEED_2022 = {
     precision: replace(footprint, overhead_gib=9.0, fragmentation=0.12)
     for precision, footprint in STOCK_PIPELINE.items()
@@ -119,8 +119,9 @@ MEGATRON_CORE = replace(MEGATRON, norm=2, apart=True)
 NEMO = replace(MEGATRON_CORE, gradient=2)
 INTERNEVO = replace(MEGATRON, gradient=2)
 # FSDP: everything but the gathered blocks is sharded over the data ranks (Zhao et al. 2023, arXiv
-# 2304.11277). Only the fp32 weights are kept (4 bytes, and 8 of Adam's moments; `weight` counts 2
-# of the 4); the 16-bit copies exist while they are gathered, two blocks at a time.
+# 2304.11277). Between steps, a rank keeps the fp32 weights (4 bytes, of which `weight` counts 2)
+# and Adam's moments (8 bytes). 16-bit weights exist only while they are gathered, two blocks at a
+# time.
 SHARDED = Footprint(
     norm=4, gated=3, optimizer=10, gathered_elements=1e9, logit=4, selective=0.5,
     fragmentation=0.02,

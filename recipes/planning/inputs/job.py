@@ -31,7 +31,7 @@ class Machine:
     gpus_per_node: int = 8
     node_link_gigabytes_per_second: float
     network_gigabytes_per_second: float
-    network_contention: float  # share of that rate left when groups share a node's links
+    network_contention: float  # share of the network's rate left if groups share a node's links
 
     @classmethod
     def of_cluster(cls, cluster: Cluster) -> "Machine":
@@ -45,7 +45,7 @@ class Machine:
 
     @classmethod
     def of(cls, gpu: Gpu, *, gpus: int, gpus_per_node: int = 8) -> "Machine":
-        """Return a machine of this many GPUs in nodes with the GPU's usual links."""
+        """Return a machine of `gpus` GPUs, in nodes with the usual links of this GPU."""
         return cls(
             gpu=gpu,
             gpus=gpus,
@@ -135,7 +135,7 @@ class Job:
 
     @property
     def footprint(self) -> Footprint:
-        """Return the memory footprint of the software in this precision and ZeRO stage."""
+        """The memory footprint of the software in this precision and ZeRO stage."""
         found = self.software.footprint[self.precision]
         return found.zero1 if found.zero1 and self.layout.zero_stage < 2 else found
 
@@ -189,7 +189,7 @@ def own_job(recipe: Recipe, machine: Machine, software: Software) -> tuple[Job |
 
 
 def job_without_layout(recipe: Recipe, machine: Machine, software: Software = THREEFOLD) -> Job:
-    """Return a recipe's job on a machine in a layout of one rank, for a search to replace.
+    """Return a recipe's job on a machine, with a one-rank layout that the caller replaces.
 
     Threefold sums gradients in the precision that the recipe's JSON sets; other software stacks
     use their own precision.

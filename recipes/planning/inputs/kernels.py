@@ -20,10 +20,10 @@ def matmul_seconds(
 ) -> float:
     """Return the seconds of `batch` matmuls [rows, inner] x [inner, columns] in one kernel.
 
-    The multiprocessors compute output tiles in waves. If the last wave is partly filled, the
-    kernel takes `wave_quantization` of the empty part longer (tile and wave quantization, NVIDIA
-    Deep Learning Performance: Matrix Multiplication Background). The fastest tile size is used,
-    as cuBLAS does, and memory traffic is a lower bound (roofline, Williams et al. 2009).
+    The multiprocessors compute output tiles in waves. If the last wave is only partly filled, the
+    share `wave_quantization` of its empty part adds to the time (tile and wave quantization, NVIDIA
+    Deep Learning Performance: Matrix Multiplication Background). Like cuBLAS, the function uses the
+    fastest tile size. Memory traffic is a lower bound (roofline, Williams et al. 2009).
     """
     peak = gpu.peak_tflops[precision] * 1e12 * gpu.matmul_efficiency
     peak *= min(alignment(gpu, precision, inner), alignment(gpu, precision, columns))

@@ -9,14 +9,14 @@ def share(text: str) -> float:
     """Return a share of the memory.
 
     Raises:
-        ArgumentTypeError: the text is not a number from 0 up to 1.
+        ArgumentTypeError: the text is not a number that is at least 0 and below 1.
     """
     try:
         value = float(text)
     except ValueError:
         value = -1.0
     if not 0 <= value < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not a share from 0 up to 1; use 0.08")
+        raise argparse.ArgumentTypeError(f"{text} is not at least 0 and below 1; use 0.08")
     return value
 
 
@@ -53,19 +53,19 @@ def picture_file(text: str) -> Path:
 
 
 def count(text: str) -> int:
-    """Parse a number from 1 on."""
+    """Parse a whole number of at least 1."""
     if not text.isdecimal() or not 1 <= int(text) <= 10**6:
         raise argparse.ArgumentTypeError(f"invalid number {text}: expected 1 or more, such as 4")
     return int(text)
 
 
 def counts(text: str) -> list[int]:
-    """Parse numbers between commas."""
+    """Parse whole numbers separated by commas."""
     return [count(part) for part in text.split(",")]
 
 
 def seconds(text: str) -> float:
-    """Parse a duration."""
+    """Parse a duration in seconds."""
     try:
         value = float(text)
     except ValueError:

@@ -24,7 +24,7 @@ class Software:
     """A version of a training stack: its fused kernels and its overlap of communication.
 
     Attributes:
-        era: speed of its kernels relative to the efficiencies in the hardware file; this single
+        era: speed of its kernels relative to the efficiencies in the GPU's datasheet; this single
             number covers all differences between library versions
     """
 
@@ -33,14 +33,14 @@ class Software:
         default_factory=lambda: DEEPSPEED, compare=False
     )  # by precision
     framework: tuple[str, ...] = ()  # prefixes of the framework column of a table
-    zero_stages: tuple[int, ...] = (0, 1, 2, 3)  # of the rows of these frameworks
+    zero_stages: tuple[int, ...] = (0, 1, 2, 3)  # of rows with these frameworks
     era: float = 1.0
     fused_attention: bool = True  # False: scores are written, with a fused softmax
-    attention: float = 1.0  # speed of its fused attention relative to the hardware file
+    attention: float = 1.0  # speed of its fused attention relative to the datasheet
     attention_dropout: bool = False  # dropout on written scores
     elementwise: float = 1.0  # bytes of element-wise kernels, relative to one pass per operation
     tensor_overlap: float = 0.0  # hidden share of the forward tensor collectives
-    tensor_overlap_backward: float = 0.0  # the same backward, behind the weight gradients
+    tensor_overlap_backward: float = 0.0  # of the backward ones, by weight gradients
     balances_stages: bool = False  # blocks are divided by cost; False: by number
     split_transfers: bool = True  # each tensor rank sends its part to the next stage
     pipeline_overlap: float = 0.0  # hidden share of transfers between stages
@@ -58,7 +58,7 @@ class Software:
     broadcasts_weights: bool = False
     block_seconds: float = 5e-4  # host time to launch a block's forward pass
     step_seconds: float = 0.02  # host time of a step in addition to its micro-batches
-    straggling: float = 1.0  # relative to the hardware file
+    straggling: float = 1.0  # relative to the datasheet
     parallel_block: bool = False  # attention and MLP in parallel: half the tensor collectives
 
     def bytes_of_gradients(self, weight: int) -> int:
@@ -80,7 +80,7 @@ THREEFOLD = Software(
     zero2_all_reduce=True,
     block_seconds=6.4e-4,
     balances_stages=True,
-    pipeline_overlap=1.0,  # receives are posted ahead, sends do not block: as simulated
+    pipeline_overlap=1.0,  # receives are posted ahead and sends do not block, as simulated
 )
 MEGATRON_CORE_STACK = Software(
     name="megatron-core",
@@ -93,8 +93,8 @@ MEGATRON_CORE_STACK = Software(
     data_overlap=0.9,
     gather_overlap=0.9,
 )
-# The documents of each stack say which communication it overlaps; the overlapped share and the era
-# are fitted to its published measurements.
+# Each stack overlaps the communication that its documentation names. The overlapped shares and the
+# era are fitted to its published measurements.
 STACKS = (
     THREEFOLD,
     Software(
@@ -153,7 +153,7 @@ STACKS = (
         attention_dropout=True,
         shard_overlap=0.26,
         messages_per_block=4,  # each linear is a module, and each module is gathered by itself
-        kept_elements=1e9,  # its default stage3_max_reuse_distance
+        kept_elements=1e9,  # DeepSpeed's default stage3_max_reuse_distance
         block_seconds=6.4e-4,
     ),
     Software(
@@ -233,7 +233,7 @@ STACKS = (
 
 
 def load_software(name: str) -> Software:
-    """Return the software stack of that name.
+    """Return the software stack with a given name.
 
     Raises:
         UserError: the name is not known.

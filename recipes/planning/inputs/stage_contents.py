@@ -45,7 +45,7 @@ def _sharing(job: Job) -> dict[str, Any]:
 
 
 def stage_parameters(job: Job) -> tuple[int, ...]:
-    """Return the parameters per rank of each stage; tied embeddings count on both ends."""
+    """Return the parameters per rank of each stage; both ends count tied embeddings."""
     tensor, last = job.layout.tensor, last_stage(job.layout)
     return _stage_parameters(job.model, tensor, last, blocks_of_stages(job))
 

@@ -10,14 +10,14 @@ from recipes.planning.time.step_time import step_time
 
 MAX_ROWS = 8  # of a table, used for the fit
 MAX_LOG_FACTOR = log(3)  # factors of published stacks stay within 1/3 .. 3
-MAX_LOG_FACTOR_UNMEASURED = log(1000)  # those of Threefold, whose speed is an assumption
-LOG_ERROR_SCALE = 0.05  # larger errors of a row's logarithm count linearly
+MAX_LOG_FACTOR_UNMEASURED = log(1000)  # of Threefold's factors, because its speed is only assumed
+LOG_ERROR_SCALE = 0.05  # errors of logarithms count linearly above this, and squared below
 MAX_ROUNDS = 40
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """Factors by kind of time, relative to the prediction without calibration."""
+    """Factors by which each kind of time is multiplied in the prediction."""
 
     compute: float = 1.0
     node_links: float = 1.0

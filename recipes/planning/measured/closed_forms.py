@@ -1,6 +1,6 @@
-"""Published tables of memory by formula: ZeRO's figure 1, Korthikanti's figures 1 and 7.
+"""Published tables of memory computed by formula: ZeRO's figure 1, Korthikanti's figures 1 and 7.
 
-Their rows do not describe runs; each has the name of a model, a quantity and its value.
+Their rows do not describe runs. Each row names a model and a quantity, and gives its value.
 """
 
 import re
@@ -39,7 +39,7 @@ ACTIVATION_QUANTITIES = {  # quantity of a row -> sequence parallelism, recomput
 
 
 def is_closed_form(path: Path) -> bool:
-    """Return True if a file has the columns of a table by formula."""
+    """Return True if a file has the columns of a table of memory by formula."""
     columns = columns_of(path)
     return {"model", "stage", "gb_per_gpu"} <= set(columns) or {
         "model",
@@ -87,8 +87,8 @@ def evaluate(path: Path) -> dict[str, Any]:
 def zero(cells: dict[str, str]) -> tuple[float, float]:
     """Return the predicted and the printed value of a row of ZeRO's figure 1.
 
-    Rajbhandari et al. 2020 (arXiv 1910.02054); in GB of 10^9 bytes. The model's name has its
-    billions of parameters and the data ranks ("7.5B, ... Nd=64").
+    Rajbhandari et al. 2020 (arXiv 1910.02054), in GB of 10^9 bytes. The model's name contains its
+    number of parameters in billions and the number of data ranks ("7.5B, ... Nd=64").
     """
     name = cells["model"]
     size = re.match(r"([0-9]{1,9}(?:\.[0-9]+)?)B", name)

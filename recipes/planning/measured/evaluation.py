@@ -36,7 +36,7 @@ class Prediction:
 
     @property
     def too_large(self) -> bool:
-        """True if the memory exceeds the GPU's; below it, a run may work without headroom."""
+        """True if the predicted memory exceeds the GPU's; with less, a run may still work."""
         return self.memory_gib > self.job.machine.gpu.memory_gib
 
     @property
@@ -124,9 +124,9 @@ def summary(rows: Sequence[Row], predictions: Sequence[Prediction]) -> dict[str,
     """Return the errors of a whole table; None for quantities that were not measured.
 
     Kendall's tau and the regret are means over groups of rows that differ only in their layout.
-    A row that was out of memory is flagged if it is not predicted to fit with headroom. A row that
-    ran is a false alarm only if it is predicted to exceed the whole memory: some runs used 99 % of
-    it.
+    A row that ran out of memory counts as flagged if the prediction does not fit with headroom. A
+    row that ran counts as a false alarm only if the prediction exceeds the GPU's whole memory,
+    because some runs used 99 % of it.
     """
     errors = [p.error for p in predictions if p.error is not None]
     memory = [p.memory_error for p in predictions if p.memory_error is not None]

@@ -64,7 +64,7 @@ class Fit:
 
 
 def fit_table(path: Path | None) -> Fit:
-    """Fit a calibration to at most `MAX_ROWS` measured steps of a table; without one, to nothing.
+    """Fit a calibration to at most `MAX_ROWS` measured steps; without a table, all factors are 1.
 
     Raises:
         UserError: the table cannot be read, or no row has both a layout and a measured time.

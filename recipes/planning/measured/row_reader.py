@@ -1,4 +1,4 @@
-"""Conversion of a row of a table of runs into a job, with assumptions for open cells."""
+"""Conversion of a row in a table of runs into a job, with assumed values for unstated cells."""
 
 import re
 from collections.abc import Mapping
@@ -64,7 +64,7 @@ def number(cell: str | None) -> float | None:
 
 @cache
 def with_memory(gpu: Gpu, stated: float) -> Gpu:
-    """Return the GPU with the stated memory in GB, if that is another size than its file's.
+    """Return the GPU, with the stated memory in GB if that differs from its datasheet's.
 
     CUDA reports 1 to 2 % less than the nominal size.
     """
@@ -91,7 +91,7 @@ def is_no(cell: str | None) -> bool:
 
 
 class RowReader:
-    """Reader of a row's cells, which records the assumed values of open cells."""
+    """Reader of a row's cells, which records the values that it assumes for unstated cells."""
 
     def __init__(self, cells: dict[str, str]):
         self.cells = {key: (value or "").strip() for key, value in cells.items() if key}
@@ -101,7 +101,7 @@ class RowReader:
         """Return the job of the row.
 
         Raises:
-            UserError: a cell is missing, cannot be read, or describes a feature not modelled.
+            UserError: a cell is missing, cannot be read, or describes an unsupported feature.
         """
         software, machine, model = self.software(), self.machine(), self.model()
         precision = self.precision()
@@ -128,14 +128,14 @@ class RowReader:
         return self.cells.get(key, "")
 
     def whole(self, key: str, usual: int | None = None, why: str = "usual") -> int:
-        """Return a whole number from 1 on; a cell without a usual value is required."""
+        """Return a whole number of at least 1; without a `usual` value, the cell is required."""
         found = self.positive(key, usual, why)
         if found != int(found):
             raise UserError(f"{key} is {self.cell(key)}")
         return int(found)
 
     def positive(self, key: str, usual: float | None = None, why: str = "usual") -> float:
-        """Return a number above 0; a cell without a usual value is required."""
+        """Return a number above 0; without a `usual` value, the cell is required."""
         text, found = self.cell(key), number(self.cell(key))
         if found is None and usual is not None and (not text or "unstated" in text):
             self.assumed.append(f"{key} = {usual:g} ({why})")
@@ -172,7 +172,7 @@ class RowReader:
         """Return the GPU of the row."""
         name = self.cell("gpu")
         if any(board.split()[-1].lower() in name.lower() for board in OTHER_BOARDS):
-            raise UserError(f"gpu {name} is another board and has no hardware file")
+            raise UserError(f"gpu {name} is another board and has no datasheet")
         found = [
             gpu
             for gpu in gpus()
@@ -182,13 +182,13 @@ class RowReader:
         stated = float(size[1]) if size else number(self.cell("gpu_mem_gb"))
         if len(found) <= 1:
             if not found:
-                raise UserError(f"gpu {name or 'empty'} has no hardware file")
+                raise UserError(f"gpu {name or 'empty'} has no datasheet")
             return found[0] if stated is None else with_memory(found[0], stated)
         for gpu in found:
             if stated is not None and abs(gpu.memory_gib - stated) < 4:
                 return gpu
         if stated is not None:
-            raise UserError(f"gpu {name} with {stated:g} GB has no hardware file")
+            raise UserError(f"gpu {name} with {stated:g} GB has no datasheet")
         largest = max(found, key=lambda gpu: gpu.memory_gib)
         self.assumed.append(f"gpu = {largest.name} (no memory is stated)")
         return largest
@@ -305,8 +305,8 @@ class RowReader:
     def with_recomputation(self, job: Job) -> Job:
         """Return the job with the row's recomputation; if unstated, with the least that fits.
 
-        With FSDP, users choose how much "selective" recomputes. If the usual share does not fit,
-        half of it is assumed to be kept.
+        With FSDP, the share that "selective" keeps is a setting of the user. If the usual share
+        does not fit, half of it is assumed.
         """
         stated = self.cell("recompute").lower()
         choices = {

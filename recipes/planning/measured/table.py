@@ -7,7 +7,7 @@ optional:
     framework            begins with a `framework` of `software.py`, such as "Megatron-DeepSpeed"
     [arch]               begins with "gpt" (GPT-2's switches) or "llama"
     layers hidden heads [kv_heads] ffn [vocab] seq
-    gpu [gpu_mem_gb]     contains a name of `gpus/`, such as "A100"; memory selects between two
+    gpu [gpu_mem_gb]     contains a name of `gpus/`, such as "A100"; memory selects the variant
     gpus [gpus_per_node]
     [intra_gbps_unidir]  gigabytes/s between GPUs of a node, each GPU, one direction
     [inter_gbps_per_gpu] gigabytes/s between nodes, each GPU, one direction
@@ -21,7 +21,7 @@ optional:
 
 The optional columns step_time_s, mfu_pct, mem_gb (GiB) and oom hold the measurements; predictions
 do not read them. If a row has an MFU and no time, the time is computed from the MFU with the FLOPs
-of `models.cost.flops_per_token`. If mem_kind says "reserved" or "allocated", mem_gb is without the
+of `models.cost.flops_per_token`. If mem_kind says "reserved" or "allocated", mem_gb excludes the
 memory of CUDA and NCCL. usable_for_time = 0 excludes a row's time from the comparison. A number may
 be followed by words. A row with a cell that cannot be read is skipped.
 """
@@ -48,7 +48,7 @@ class Row:
     Attributes:
         measured: the result columns, for comparison only
         job: the described job; None if the row is skipped
-        assumed: values assumed for cells that the row leaves open
+        assumed: values assumed for unstated cells
         skipped: reason why the row cannot be predicted; empty otherwise
     """
 
@@ -64,7 +64,7 @@ class Measured:
     """The result columns of a row; None for an empty cell.
 
     Attributes:
-        by_allocator: the memory is that of the caching allocator, without CUDA and NCCL
+        by_allocator: True if the memory is that of the caching allocator, without CUDA and NCCL
     """
 
     step_seconds: float | None
@@ -81,7 +81,7 @@ def read_table(path: Path) -> list[Row]:
     """
     if missing := REQUIRED_COLUMNS - columns_of(path):
         columns = ", ".join(sorted(missing))
-        raise UserError(f"{path}: no column {columns}; it is not a table of runs")
+        raise UserError(f"{path}: columns {columns} are missing; it is not a table of runs")
     return [read_row(cells) for cells in read_cells(path)]
 
 
@@ -138,13 +138,14 @@ def read_row(cells: dict[str, str]) -> Row:
 
 
 def seconds_of_mfu(job: Job, cells: dict[str, str]) -> float | None:
-    """Return the seconds of a step with the row's MFU; None if the row states none.
+    """Return the step time that corresponds to the row's MFU; None if the row has no MFU.
 
     The FLOPs are those of the model without recomputation: 6 per weight of a matmul and token, and
     12 layers x hidden x sequence per token for attention, as nanotron and Megatron count them.
 
     Args:
-        cells: mfu_pct, and gpu_peak_tflops if the MFU relates to another peak than the datasheet's
+        job: the job of the row
+        cells: mfu_pct, and gpu_peak_tflops if the MFU refers to another peak than the datasheet's
     """
     share = number(cells.get("mfu_pct"))
     if not share:

@@ -29,7 +29,7 @@ class InFlight:
 
     @cached_property
     def count(self) -> float:
-        """The number of micro-batches; a chunk of one counts as a fraction."""
+        """The number of micro-batches; one chunk of a micro-batch counts as a fraction."""
         return (sum(self.whole) + sum(self.left)) / len(self.whole)
 
 
@@ -69,7 +69,7 @@ def _in_flight(schedule: str, p: int, v: int, i: int, m: int, full: bool) -> tup
         )
     if schedule == "zb-v":
         out, back = min(m, 2 * p - 1 - i), min(m, i + 1)
-        # An upper bound of the deferred passes; the middle of a pipeline has slightly fewer.
+        # An upper bound on the deferred passes; the middle of a pipeline has slightly fewer.
         most = p + ((3 * i + 3) // 4 if full else (2 * i + 1) // 3)
         left = min(out + back, most) if m >= 2 * p else out + back
         rest = min(2 * m, 2 * p) - left
@@ -87,8 +87,8 @@ def _in_flight(schedule: str, p: int, v: int, i: int, m: int, full: bool) -> tup
 def in_flight_at_the_end(layout: JobLayout, stage: int, micro_batches: int) -> InFlight:
     """Return the micro-batches in flight when only the first chunk has backward passes left.
 
-    An interleaved stage then holds a round of micro-batches; in a folded schedule it holds one
-    for each stage from this one to the fold.
+    An interleaved stage then holds a round of micro-batches. In a folded schedule, a stage holds
+    one micro-batch for each stage from itself to the fold.
     """
     if layout.schedule == "interleaved":
         held = round_size(layout.pipeline, micro_batches)
@@ -106,7 +106,7 @@ def round_size(stages: int, micro_batches: int) -> int:
 def most_activations(job: Job, stage: int, *, forward: bool) -> float:
     """Return the largest activation memory of a stage during a backward or a forward pass.
 
-    They differ only for ZB-V: its forward passes may run while the number of deferred weight
+    The two differ only for ZB-V, whose forward passes may run while the number of deferred weight
     gradients is largest and none of them has started.
     """
     moments = in_flight(job.layout, stage, job.micro_batches)
@@ -146,7 +146,7 @@ def block_bytes(
     q, k = model.query_size, model.key_value_size
     if model.norm == "layernorm":  # input, output and statistics
         norms = 2 * (2 * size) * h + 2 * 8
-    else:  # `norm` says if there is also an fp32 copy of the input
+    else:  # `footprint.norm` covers an fp32 copy of the input, if there is one
         norms = 2 * footprint.norm * h + 2 * 4
     whole = norms + (2 * h if footprint.dropout or model.dropout else 0)
     split = size * (q + 2 * k) + size * q
@@ -202,7 +202,7 @@ def deferred_bytes(model: ModelConfig, layout: JobLayout, footprint: Footprint) 
 def boundary_bytes(job: Job, stage: int) -> float:
     """Return the bytes of a chunk's input and output that a stage keeps per micro-batch.
 
-    Threefold's engine frees an output when it is sent, and the input is already counted as that of
+    Threefold's engine frees an output once it is sent, and the input already counts as the input of
     the first block's norm.
     """
     layout, model = job.layout, job.model

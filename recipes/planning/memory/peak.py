@@ -97,7 +97,7 @@ def fullest_stage(job: Job, first: StageMemory | None = None) -> StageMemory:
 
 
 def host_bytes(job: Job) -> float:
-    """Return the host memory in which a node's processes build the model, in fp32.
+    """Return the bytes of host memory that a node's processes need to build the model in fp32.
 
     Each process builds the whole part of its stage and tensor rank; ZeRO shards it later.
     """
@@ -155,7 +155,8 @@ def peak_candidates(job: Job, stage: int, parameters: int) -> list[Moment]:
     """Return the moments of a step at which a stage may reach its peak.
 
     They are the end of the forward pass (with the loss on the last stage) and a block's backward
-    pass, both with all activations; the reduction of gradients; and the update, without them.
+    pass, both with all activations; the reduction of gradients; and the update, without
+    activations.
     """
     layout, footprint = job.layout, job.footprint
     flying = micro_batches_in_flight(layout, stage, job.micro_batches)
@@ -187,13 +188,14 @@ def peak_candidates(job: Job, stage: int, parameters: int) -> list[Moment]:
     if layout.zero_stage < 2:  # at the end of the step
         held = held_bytes(job, stage)
         found.append(Moment(gradients=reduced, buffers=passing.reducing_buffers + held))
-    else:  # each time a bucket is full, when its part of the backward pass is done
+    else:  # whenever a bucket is full, which is after its part of the backward pass
         left = activations * (1 - min(1.0, footprint.bucket_elements / parameters))
         found.append(Moment(left, block, reduced, passing.reducing_buffers))
         if layout.zero_stage == 2:
             found.append(head_reduction(job, activations, passing.buffers))
     if not footprint.stock_pipeline and layout.chunks > 1 and layout.data > 1:
-        # The other chunks' gradients are already being reduced during the first chunk's backward.
+        # The other chunks' gradients are already being reduced during the first chunk's backward
+        # pass.
         early = footprint.reducing * (parameters - first_chunk_parameters(job, stage))
         ending = in_flight_at_the_end(layout, stage, job.micro_batches)
         held = held_activations(job, stage, ending) + receive_bytes(job)
@@ -204,8 +206,8 @@ def peak_candidates(job: Job, stage: int, parameters: int) -> list[Moment]:
 def head_reduction(job: Job, activations: float, buckets: float) -> Moment:
     """Return the moment at which ZeRO-2 reduces the head's gradient, if no bucket can hold it.
 
-    DeepSpeed reduces such a gradient by itself as soon as it exists, and converts it to the
-    precision of the sum while all activations are still there.
+    DeepSpeed reduces such a gradient separately as soon as it exists, and converts it to the
+    precision of the sum while all activations are still held.
     """
     model, footprint = job.model, job.footprint
     head = table_parameters(model, job.layout.tensor)

@@ -20,7 +20,7 @@ FORWARD_ROWS = 3  # at the end of a block: the outputs of its two halves, and th
 
 
 def forward_working_bytes(job: Job) -> float:
-    """Return the bytes that a block's forward pass holds at its end, besides kept activations."""
+    """Return the bytes at the end of a block's forward pass, in addition to kept activations."""
     return FORWARD_ROWS * row_bytes(job)
 
 
@@ -31,10 +31,11 @@ def row_bytes(job: Job) -> float:
 
 
 def block_working_bytes(job: Job, first_only: bool) -> float:
-    """Return the bytes that a block's backward pass needs besides the activations kept for it.
+    """Return the bytes that a block's backward pass needs in addition to its kept activations.
 
     Args:
-        first_only: the micro-batch is the first of the step, so there are no earlier gradients
+        job: the planned job
+        first_only: True for the first micro-batch of the step, when there are no earlier gradients
     """
     layout, model, footprint = job.layout, job.model, job.footprint
     recomputed = 0.0
@@ -54,12 +55,13 @@ def block_working_bytes(job: Job, first_only: bool) -> float:
 
 
 def mlp_working_elements(job: Job, first_only: bool) -> float:
-    """Return the elements of gradients in an MLP's backward pass that replace no kept activation.
+    """Return the peak number of gradient elements that an MLP's backward pass adds.
 
-    It is the largest of three: the gradients of the output matrix and its input; of the inputs of
-    the activation function; of the first matrix and its input, after the activation's backward
-    pass. If weight gradients are deferred, only the gradients of activations count, and the input
-    of the output matrix is still kept.
+    Gradients that take the place of a kept activation do not count. The peak is the largest of
+    three: the gradients of the output matrix and its input; of the inputs of the activation
+    function; of the first matrix and its input, after the activation's backward pass. If weight
+    gradients are deferred, only the gradients of activations count, and the input of the output
+    matrix is still kept.
     """
     layout, model = job.layout, job.model
     tokens, t = tokens_per_micro_batch(model, layout), layout.tensor
@@ -76,7 +78,10 @@ def loss_bytes(job: Job, stage: int, first_only: bool) -> float:
     """Return the bytes of the loss or of the output matrix's gradient; 0 before the last stage.
 
     Args:
-        first_only: there is no previous micro-batch whose logits DeepSpeed's pipeline still holds
+        job: the planned job
+        stage: index of the stage
+        first_only: True for the first micro-batch of the step; afterwards, DeepSpeed's pipeline
+            still holds the logits of the previous one
     """
     if stage != last_stage(job.layout):
         return 0.0
@@ -87,7 +92,7 @@ def loss_bytes(job: Job, stage: int, first_only: bool) -> float:
     columns = model.padded_vocab_size(layout.tensor) / layout.tensor
     each = footprint.logit
     if footprint.stock_pipeline:
-        if layout.zero_stage > 1:  # without a pipeline, forward: logits, their softmax
+        if layout.zero_stage > 1:  # no pipeline: the forward pass holds logits and softmax
             each -= 2 * size
         elif first_only:
             each -= size
@@ -98,11 +103,12 @@ def loss_bytes(job: Job, stage: int, first_only: bool) -> float:
 
 
 def loss_in_parts_bytes(job: Job) -> float:
-    """Return the working memory of the loss when logits are computed for some tokens at a time.
+    """Return the working memory of a loss that computes logits for a part of the tokens at a time.
 
-    It consists of the gradient of the output matrix; the larger of these logits and a second copy
-    of that gradient for the optimizer; the input and output of the last norm and the gradient of
-    its output; and, under sequence parallelism, the rows gathered from all tensor ranks.
+    It consists of the gradient of the output matrix; either the logits or a second copy of this
+    gradient for the optimizer, whichever is larger; the input and output of the last norm and the
+    gradient of its output; and, under sequence parallelism, the rows gathered from all tensor
+    ranks.
     """
     layout, model = job.layout, job.model
     tokens = tokens_per_micro_batch(model, layout)
@@ -114,10 +120,11 @@ def loss_in_parts_bytes(job: Job) -> float:
 
 
 def waiting_loss_bytes(job: Job, stage: int) -> float:
-    """Return the bytes that a stage keeps of a loss until its backward pass.
+    """Return the bytes of the loss that a stage keeps until the backward pass.
 
-    The gradient of the head's input stays until the backward pass ends. In a folded schedule, whose
-    last virtual stage is on the first stage, other passes run between the loss and its backward.
+    The gradient of the head's input stays until the backward pass ends. In a folded schedule, the
+    last virtual stage is on the first stage, and other passes run between the loss and its backward
+    pass.
     """
     layout, model, footprint = job.layout, job.model, job.footprint
     if stage != last_stage(layout):

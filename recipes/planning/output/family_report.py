@@ -36,7 +36,7 @@ def family_lines(family: Sequence[Member], cluster: Cluster, days: float) -> Ite
 
 
 def family_table(family: Sequence[Member], cluster: Cluster, days: float) -> dict[str, Any]:
-    """Return the same for --json; "largest" is None if no model is trained in time."""
+    """Return the table for --json; "largest" is None if no model is trained in time."""
     found = largest(family, days)
     return {
         "cluster": cluster.model_dump(),
@@ -67,6 +67,6 @@ def _line(member: Member) -> str:
 
 
 def _shown(path: Path) -> str:
-    """Return a path as a user of the repository types it."""
+    """Return a path relative to the repository if it is inside, otherwise the absolute path."""
     path = path.resolve()
     return str(path.relative_to(REPOSITORY) if path.is_relative_to(REPOSITORY) else path)

@@ -121,20 +121,20 @@ def plan_text(job: Job, steps: int) -> Iterator[str]:
 
 
 def warnings(job: Job, memory: Sequence[StageMemory]) -> Iterator[str]:
-    """Yield warnings about a layout that runs, but has little memory left or idle stages."""
+    """Yield warnings about a layout that fits, but leaves little memory free or stages idle."""
     limit = job.machine.gpu.memory_gib * GIB
     free = 1 - max(stage.total for stage in memory) / limit
     if 0 <= free < DEFAULT_HEADROOM:
         yield (
             f"Warning: {free:.0%} of the GPU memory is free; leave {DEFAULT_HEADROOM:.0%}, because "
-            f"predictions err by a few per cent and the allocator needs room."
+            f"predictions are off by a few per cent, and the allocator needs room."
         )
     layout = job.layout
     if job.micro_batches < MIN_MICRO_BATCHES_PER_STAGE * layout.pipeline and layout.pipeline > 1:
         yield (
             f"Warning: {job.micro_batches} micro-batches for {layout.pipeline} stages; with fewer "
             f"than {MIN_MICRO_BATCHES_PER_STAGE} for each stage, stages are often idle. Use a "
-            f"smaller batch.micro_sequences or layout.pipeline, or more batch.global_sequences."
+            f"smaller batch.micro_sequences or layout.pipeline, or a larger batch.global_sequences."
         )
 
 
@@ -168,7 +168,10 @@ def rates_text(rate: Rates) -> str:
 
 
 def distinct_stages(memory: Sequence[StageMemory]) -> list[tuple[str, StageMemory]]:
-    """Merge neighbouring stages of equal memory, such as "stage 2 .. 7"; keep three of many."""
+    """Merge neighbouring stages of equal memory into groups, such as "stage 2 .. 7".
+
+    Of more than four groups, return only the first, the fullest and the last.
+    """
     groups: list[tuple[int, int, StageMemory]] = []
     for number, stage in enumerate(memory):
         if groups and groups[-1][2] == stage:
@@ -185,7 +188,7 @@ def distinct_stages(memory: Sequence[StageMemory]) -> list[tuple[str, StageMemor
 
 
 def search_lines(result: SearchResult, own: StepTime | None) -> Iterator[str]:
-    """Yield lines with the best layouts, the reason for the first, and the rejected ones.
+    """Yield lines with the best layouts, an explanation of the first, and the rejected layouts.
 
     Args:
         own: time of a step in the recipe's own layout; None if that layout is not valid
@@ -204,7 +207,10 @@ def search_lines(result: SearchResult, own: StepTime | None) -> Iterator[str]:
     if result.plans and own and result.plans[0].time.total < own.total:
         yield difference_text(result.plans[0].time, own)
     if sum(ties) > 1:
-        yield f"= within {NEAR_TIE:.0%} of the fastest, the simplest first: measure these."
+        yield (
+            f"= within {NEAR_TIE:.0%} of the fastest; simplest first. Measure these layouts to "
+            f"choose."
+        )
     if not result.plans:
         yield f"None of {result.tried:,} layouts fits."
     reasons = ", ".join(f"{count:,} {reason}" for reason, count in result.rejected.most_common())

@@ -61,7 +61,7 @@ def resolved(field: Schema, definitions: Schema) -> Schema:
 
 
 def has_tables(field: Schema) -> bool:
-    """Return whether a field is a list of tables."""
+    """Return True if a field is a list of tables."""
     return "properties" in field.get("items", {})
 
 
@@ -74,7 +74,7 @@ def row(key: str, field: Schema, *, required: bool) -> str:
 
 
 def default_text(value: object) -> str:
-    """Return a default as a recipe would set it; None has no TOML value."""
+    """Return a default as a recipe would set it; empty for None, which has no TOML value."""
     return "" if value is None else f"`{json.dumps(value)}`"
 
 
@@ -105,7 +105,7 @@ def bounds(field: Schema) -> Iterator[str]:
 
 
 def one_paragraph(docstring: str) -> str:
-    """Return the text of a docstring before its sections of arguments and errors, on one line."""
+    """Return the text of a docstring before its Args and Raises sections, on one line."""
     text = docstring.partition("\n\nRaises:")[0].partition("\n\nArgs:")[0]
     return " ".join(text.split())
 

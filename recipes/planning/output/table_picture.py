@@ -130,9 +130,9 @@ def _draw_table(above: Axes, below: Axes, points: Points, order: int) -> Line2D:
 def heatmaps(results: Mapping[str, Mapping[str, Any]]) -> Figure:
     """Return a figure of the fastest run of each model (row) on each number of nodes (column).
 
-    Left: the run that was measured to be the fastest, with its measured MFU. Right: the run of the
-    same cell that is predicted to be the fastest, with its predicted MFU. A red frame on the right
-    marks a layout that was measured to be slower than the fastest, with the difference.
+    Left: the fastest run by measurement, with its measured MFU. Right: the fastest run of the same
+    cell by prediction, with its predicted MFU. A red frame on the right marks a layout that is
+    slower by measurement than the layout on the left, and states the difference.
 
     Raises:
         UserError: no row has a measured time.

@@ -26,7 +26,7 @@ class Member:
 
     @property
     def days(self) -> float | None:
-        """Days that all steps of the recipe take; None if no layout fits."""
+        """The duration of all steps in days; None if no layout fits."""
         if self.plan is None:
             return None
         return self.recipe.training.steps * self.plan.time.total / SECONDS_PER_DAY
@@ -61,7 +61,7 @@ def members(
         overrides: values of --set, for all recipes
         cluster: nodes and GPUs
         software: the training software
-        calibrate: the calibration of a job to measured runs
+        calibrate: function that adjusts a job to measured runs
         headroom: share of the GPU memory that a layout leaves free
 
     Raises:

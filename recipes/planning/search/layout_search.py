@@ -23,12 +23,12 @@ from recipes.training.recipe.loading import REPOSITORY
 MAX_MICRO_SEQUENCES = 64
 RECOMPUTE_INTERVALS = (1, 2, 4)  # with full recomputation
 INTERLEAVED_CHUNKS = (2, 4, 8)  # virtual stages per pipeline stage
-# The Ultra-Scale Playbook advises to fill 85 to 90 % of the memory; predictions err by a few per
-# cent, and the allocator needs room.
+# The Ultra-Scale Playbook recommends filling 85 to 90 % of the memory. Predictions are off by a few
+# per cent, and the allocator needs room.
 DEFAULT_HEADROOM = 0.08
 TOO_LARGE_FOR_GPU = "too large for a GPU"  # reasons of rejected layouts
 TOO_LARGE_FOR_HOST = "too large for the host that builds them"
-NEAR_TIE = 0.02  # relative difference of predicted times that the errors of a prediction hide
+NEAR_TIE = 0.02  # relative difference of predicted times that is within the prediction error
 
 
 @dataclass(frozen=True)
@@ -45,10 +45,11 @@ class SearchResult:
     """The outcome of a search.
 
     Attributes:
-        plans: the fastest layouts that fit; first those within NEAR_TIE of the fastest one,
-            beginning with the simplest, then the others, fastest first
-        tried: number of layouts whose memory was considered
-        rejected: reason -> number of rejected layouts; sizes that no layout may have count once
+        plans: the fastest layouts that fit: first the layouts within NEAR_TIE of the fastest one,
+            from the simplest on, then the others, from the fastest on
+        tried: number of layouts whose memory was computed
+        rejected: reason -> number of rejected layouts; an invalid size of an axis counts once, for
+            all layouts with this size
         nearest: the layout that exceeds the GPU memory least, and its excess in GiB
     """
 
@@ -77,7 +78,9 @@ def search(
     result = SearchResult()
     fitting = []
     limit = job.machine.gpu.memory_gib * GIB * (1 - headroom)
-    fits = hopeless = False  # of the same layout with less, and with full recomputation
+    # `fits`: the layout fits with less recomputation. `hopeless`: it does not even fit with full
+    # recomputation.
+    fits = hopeless = False
     for layout in valid_layouts(job, result.rejected):
         result.tried += 1
         candidate = replace(job, layout=layout)
@@ -110,7 +113,7 @@ def search(
 
 
 def order_of_plans(plans: Sequence[Plan]) -> Callable[[Plan], tuple[float, ...]]:
-    """Return the key by which plans are sorted: near-ties by simplicity, the others by time."""
+    """Return the sort key of plans: near-ties come first, by simplicity; the others by time."""
     fastest = min((plan.time.total for plan in plans), default=0.0)
 
     def key(plan: Plan) -> tuple[float, ...]:
@@ -122,7 +125,7 @@ def order_of_plans(plans: Sequence[Plan]) -> Callable[[Plan], tuple[float, ...]]
 
 
 def is_near_tie(seconds: float, fastest: float) -> bool:
-    """Return True if a time differs from the fastest one by less than predictions err."""
+    """Return True if a time differs from the fastest one by less than the prediction error."""
     return seconds <= fastest * (1 + NEAR_TIE)
 
 
@@ -147,7 +150,11 @@ def deepspeed_json(zero_stage: int, precision: str) -> Path:
 
 
 def with_full_recomputation(job: Job, limit: float) -> tuple[Job, StageMemory]:
-    """Return the job with full recomputation, in the first interval that fits or else the best."""
+    """Return the job with full recomputation, and its memory.
+
+    Of the recomputation intervals, choose the first that fits, or else the one with the least
+    memory.
+    """
     tried = []
     for interval in RECOMPUTE_INTERVALS:
         layout = replace(job.layout, recompute="full", recompute_interval=interval)
@@ -202,7 +209,9 @@ def tensor_rejection(job: Job, tensor: int) -> str:
 
 
 def layout_variants(job: Job, sizes: JobLayout, rejected: Counter[str]) -> Iterator[JobLayout]:
-    """Yield layouts of these sizes in every schedule, ZeRO stage, splitting and recomputation.
+    """Yield layouts of these sizes with every other setting.
+
+    The other settings are schedule, ZeRO stage, sequence parallelism and recomputation.
 
     Recomputation is the innermost loop, from none to full, as `search` expects. Selective
     recomputation is included only if attention scores are written; otherwise it saves nothing.
@@ -213,7 +222,7 @@ def layout_variants(job: Job, sizes: JobLayout, rejected: Counter[str]) -> Itera
         if micro_batches >= min_micro_batches(schedule, sizes.pipeline):
             schedules.append((schedule, chunks))
         else:
-            rejected["dualpipev with fewer than two micro-batches a stage"] += 1
+            rejected["dualpipev with fewer than two micro-batches per stage"] += 1
     stages = [1]
     if sizes.pipeline == 1 and sizes.data > 1:
         stages = [n for n in (1, 2, 3) if deepspeed_json(n, job.precision).exists()]

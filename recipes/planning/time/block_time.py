@@ -21,8 +21,8 @@ from recipes.planning.time.network import all_reduce_seconds, gather_seconds
 # Bytes per logit that the cross-entropy reads and writes, forward and backward, in fp32: conversion
 # (6), maximum (4), exponential (8), sum (4), scaling and subtraction (8), conversion back (6).
 LOSS_BYTES = 36
-# Reads and writes of each logit, in the model's precision, if the loss computes some tokens at a
-# time: one for the maximum, one for the sum, two to replace it by its gradient.
+# Reads and writes of each logit, in the model's precision, if the loss computes a part of the
+# tokens at a time: one for the maximum, one for the sum, two to overwrite it with its gradient.
 LOSS_PASSES = 4
 BACKWARD_SLOWER = 1 / 0.85  # slowdown of matmuls in fused attention's backward pass; fitted
 ELEMENTWISE_KERNELS = 8  # launches in a block's forward pass
@@ -131,8 +131,8 @@ def block_passes(job: Job) -> ForwardBackward:
 def _matmuls(job: Job) -> tuple[float, float, float]:
     """Return the times of a block's four matmuls: forward, backward, and for weights only.
 
-    The backward pass has two matmuls for each: the gradients of its input and of its weight. The
-    time of the latter is included in the second value and returned as the third.
+    For each forward matmul, the backward pass has two: the gradient of the input and the gradient
+    of the weight. The second value includes both; the third is the part for weight gradients.
     """
     model, t, gpu, precision = job.model, job.layout.tensor, job.machine.gpu, job.precision
     tokens, h = tokens_per_micro_batch(model, job.layout), model.hidden_size
@@ -153,7 +153,11 @@ def _matmuls(job: Job) -> tuple[float, float, float]:
 
 
 def padded(tokens: int) -> int:
-    """Return the aligned inner size of a weight gradient, whose rows are not made of tokens."""
+    """Return the number of tokens rounded up to a multiple of 8, to count as aligned.
+
+    It is the inner size of a weight gradient. The tokens are not the contiguous dimension of this
+    matmul's inputs, so an odd number of tokens does not slow it down.
+    """
     return -(-tokens // 8) * 8
 
 
@@ -167,7 +171,8 @@ def _attention(job: Job) -> tuple[float, float]:
         flops = 4 * s * s * d * batch / 2 / layout.context
         fused = fused_attention_seconds(gpu, job.precision, flops=flops)
         fused /= software.attention
-        # Five matmuls instead of two (Dao 2023, arXiv 2307.08691, section 4.1).
+        # The backward pass has five matmuls instead of two (Dao 2023, arXiv 2307.08691, section
+        # 4.1).
         return fused, 2.5 * fused * BACKWARD_SLOWER
     scores = matmul_seconds(gpu, job.precision, rows=s, columns=s, inner=d, batch=batch)
     values = matmul_seconds(gpu, job.precision, rows=s, columns=d, inner=s, batch=batch)
@@ -235,7 +240,7 @@ def _context_collectives(job: Job, core: float) -> float:
 def _with_shards(job: Job, ahead: PassTime, back: PassTime) -> tuple[PassTime, PassTime]:
     """Add the communication of weights (ZeRO-3) and gradients sharded over the data ranks.
 
-    ZeRO-3 gathers the weights before either pass and reduces the gradients after the second
+    ZeRO-3 gathers the weights before both passes and reduces the gradients after the backward pass
     (Rajbhandari et al. 2020, arXiv 1910.02054, section 7.2.2). Weights that are released between
     the recomputation and the backward pass of a block are gathered a third time.
     """
@@ -264,7 +269,7 @@ def _with_shards(job: Job, ahead: PassTime, back: PassTime) -> tuple[PassTime, P
 
 
 def _exposed(job: Job, communication: float, computation: float) -> float:
-    """Return the part of a communication that the computation running with it does not hide."""
+    """Return the part of a communication that the concurrent computation does not hide."""
     return communication - min(communication, computation) * job.software.shard_overlap
 
 

@@ -4,8 +4,8 @@ from math import log2
 
 from recipes.planning.inputs.job import Machine
 
-# Steps of a ring, within nodes and between them, that take as long as the latency of the network:
-# 8 microseconds each on A100s, fitted to InternEvo's broadcasts and to DeepSpeed's ZeRO-3.
+# Number of ring steps, within a node or between nodes, that take as long as the network's latency.
+# Fitted to InternEvo's broadcasts and DeepSpeed's ZeRO-3: 8 microseconds per step on A100s.
 RING_STEPS_PER_LATENCY = 8
 
 
@@ -25,12 +25,13 @@ def gather_seconds(
 ) -> float:
     """Return the seconds of all-gathers or reduce-scatters of `moved` bytes per rank in total.
 
-    NCCL gathers, scatters and broadcasts on rings. Each message passes every rank once, one after
-    the other, which takes longer than the transfer if many ranks share few bytes.
+    NCCL uses rings for gathers, scatters and broadcasts. Each message visits all ranks one after
+    another. If many ranks share few bytes, this latency exceeds the time of the transfer.
 
     Args:
         ranks: number of ranks of the group
-        stride: distance of the group's neighbouring global ranks; `stride` groups share a node
+        stride: distance between neighbouring global ranks of the group; `stride` groups share a
+            node
         messages: number of collectives that the bytes are divided into, one after the other
     """
     if _ranks_inside(machine, ranks=ranks, stride=stride) == ranks:
@@ -46,7 +47,7 @@ def _ranks_inside(machine: Machine, *, ranks: int, stride: int) -> int:
 
 
 def _tree_seconds(machine: Machine, *, ranks: int, stride: int) -> float:
-    """Return the latency of a collective on a tree of the ranks of a node, or of the nodes."""
+    """Return the latency of a collective on a tree of nodes, or of ranks within one node."""
     inside = _ranks_inside(machine, ranks=ranks, stride=stride)
     if ranks == 1:
         return 0.0

@@ -39,7 +39,7 @@ def pass_seconds(job: Job) -> Callable[[Pass], float]:
 
 
 def timeline_of(job: Job) -> Timeline:
-    """Simulate the start and end of each pass, including transfers and waiting stages.
+    """Simulate the start and end of each pass, including transfers and idle times.
 
     Raises:
         UserError: the schedule does not support this number of micro-batches.

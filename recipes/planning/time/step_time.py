@@ -89,13 +89,14 @@ def step_time(job: Job) -> StepTime:
 def waiting_for_stages(job: Job, stages: Sequence[ForwardBackward]) -> float:
     """Return the bubble: the seconds that the slowest stage is idle in a step.
 
-    1F1B: before its first and after its last micro-batch, the stage waits once for every other
-    stage; interleaved, for one chunk of each (Narayanan et al. 2021, arXiv 2104.04473, section
-    2.2). ZB-H1 fills a part of this time with the available weight-gradient passes (Qi et al. 2023,
-    arXiv 2401.10241, table 2). ZB-V waits for half a forward pass of each stage if all passes
-    take equally long; otherwise the bubble is simulated. DualPipeV, which computes the gradients
-    of weights and inputs together, waits for the backward pass of each stage. `order.py` defines
-    the orders, and the tests compare these formulas with simulations.
+    With 1F1B, the stage waits for one micro-batch of every other stage, partly before its first and
+    partly after its last micro-batch. With interleaving, it waits for only one chunk of every other
+    stage (Narayanan et al. 2021, arXiv 2104.04473, section 2.2). ZB-H1 fills a part of this time
+    with the available weight-gradient passes (Qi et al. 2023, arXiv 2401.10241, table 2). With
+    ZB-V, the stage waits for half a forward pass of each stage if all passes take equally long;
+    otherwise the bubble is simulated. With DualPipeV, which computes the gradients of weights and
+    inputs together, it waits for the backward pass of each stage. `order.py` defines the orders,
+    and the tests compare these formulas with simulations.
     """
     p, v, m = job.layout.pipeline, job.layout.chunks, job.micro_batches
     schedule = job.layout.schedule
@@ -116,10 +117,10 @@ def waiting_for_stages(job: Job, stages: Sequence[ForwardBackward]) -> float:
 
 
 def zero_bubble_v_wait(job: Job, stage: ForwardBackward) -> float:
-    """Return the idle seconds of a ZB-V step if all stages take as long as this one.
+    """Return the idle seconds of a ZB-V step if all stages take as long as `stage`.
 
-    They are simulated with few stages and micro-batches, because they grow in proportion to p - 1
-    and do not depend on the number of micro-batches.
+    The idle time grows in proportion to p - 1 and does not depend on the number of micro-batches,
+    so the simulation uses few stages and micro-batches.
     """
     p, m = min(job.layout.pipeline, MAX_SIMULATED_STAGES), job.micro_batches
     lengths = (
@@ -219,7 +220,8 @@ def data_time(job: Job, last_backward: float) -> float:
             stride=stride,
             messages=min(owners, tensors_of_stage(job)) if software.broadcasts_weights else 1,
         )
-    # A group of optimizer ranks needs the sum over all ranks, so gradients are not just scattered.
+    # If only a part of the data ranks shares the optimizer state, a reduce-scatter in that part
+    # would not sum over all data ranks.
     if job.optimizer_ranks < ranks or not software.reduce_scatter:
         reduced = all_reduce_seconds(job.machine, gradients, ranks=ranks, stride=stride)
     if layout.zero_stage == 2:

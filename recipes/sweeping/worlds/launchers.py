@@ -1,4 +1,4 @@
-"""Start of the processes of a world: on this machine, through `deepspeed`, or through `srun`."""
+"""Launchers that start the ranks of a world: on this machine, with `deepspeed` or with `srun`."""
 
 import contextlib
 import os
@@ -17,9 +17,9 @@ from recipes.proving.worlds import free_port, random_port, rank_variables
 from recipes.sweeping.trial import WorldKind
 from recipes.sweeping.worlds.protocol import WorldFiles
 
-SECONDS_TO_TERMINATE = 10.0  # of a launcher that ends processes on other nodes
-# Run a command that the kernel kills when the process that started it ends for whatever reason.
-# The setting (PR_SET_PDEATHSIG) survives `exec`.
+SECONDS_TO_TERMINATE = 10.0  # for a launcher to end its processes on other nodes
+# Run a command that the kernel kills when its parent process ends, for whatever reason. The
+# setting (PR_SET_PDEATHSIG) survives `exec`.
 DIES_WITH_PARENT = """
 import ctypes, os, sys
 ctypes.CDLL(None).prctl(1, 9)
@@ -34,7 +34,7 @@ class Processes:
 
     Attributes:
         running: name for messages -> process
-        local: all are ranks on this machine, which may be killed at once
+        local: True if all processes are ranks on this machine, which may be killed at once
     """
 
     running: dict[str, subprocess.Popen] = field(default_factory=dict)
@@ -43,7 +43,7 @@ class Processes:
     def start(
         self, name: str, command: Sequence[str], environment: Mapping[str, str], log: Path
     ) -> None:
-        """Start a process in a session of its own, which ends with this process."""
+        """Start a process in its own session. The kernel kills it when this process ends."""
         with log.open("ab") as output:
             self.running[name] = subprocess.Popen(
                 [sys.executable, "-SEc", DIES_WITH_PARENT, str(os.getpid()), *command],
@@ -95,7 +95,8 @@ class Launcher(Protocol):
 class LocalLauncher:
     """Starts one process per rank on this machine.
 
-    program: the script that runs a rank with --rank-of
+    Attributes:
+        program: the script that runs a rank with --rank-of
     """
 
     program: Path
@@ -147,9 +148,10 @@ class DeepSpeedLauncher:
         command = [
             *(str(deepspeed), "--hostfile", str(self.hostfile.resolve())),
             *("--num_nodes", str(kind.nodes), "--num_gpus", str(kind.gpus_per_node)),
-            # Without --force_multi, one node would be this machine instead of the first host.
+            # Without --force_multi, deepspeed would run a single node on this machine instead of on
+            # the first host.
             *("--force_multi", "--master_port", str(random_port())),
-            # The remote shell gets the arguments without quotes.
+            # deepspeed passes the arguments to the remote shell without quoting them.
             *(shlex.quote(str(self.program)), "--rank-of", shlex.quote(str(files.folder))),
         ]
         processes = Processes(local=False)
@@ -193,7 +195,7 @@ def first_host() -> str:
     """Return the first host of this Slurm allocation.
 
     Raises:
-        UserError: scontrol does not name it.
+        UserError: scontrol does not print the hosts.
     """
     command = ["scontrol", "show", "hostnames", os.environ.get("SLURM_JOB_NODELIST", "")]
     try:

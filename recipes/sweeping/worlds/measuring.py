@@ -27,7 +27,7 @@ from recipes.training.runtime.processes import check_machine, on_gpu, quiet, sta
 
 GIB = 2**30
 POLL_SECONDS = 0.05
-SECONDS_BETWEEN_TRIALS = timedelta(days=1)  # the rank's watch ends ranks that wait in vain
+SECONDS_BETWEEN_TRIALS = timedelta(days=1)  # RankWatch ends abandoned ranks much earlier
 
 
 def serve(files: WorldFiles, world: World, watch: RankWatch, *, deterministic: bool) -> None:
@@ -39,7 +39,7 @@ def serve(files: WorldFiles, world: World, watch: RankWatch, *, deterministic: b
         watch: ends this process after a trial's time limit
         deterministic: `training.deterministic` of all trials
     """
-    gc.freeze()  # the collector then skips the objects of the imports and is fast
+    gc.freeze()  # the collector is faster if it skips the objects that imports have created
     start_processes(world, deterministic=deterministic)
     control = dist.new_group(backend="gloo", timeout=SECONDS_BETWEEN_TRIALS)
     dist.barrier(group=control)
@@ -99,7 +99,7 @@ def measure(
     of_ranks: list[Any] = [None] * world.size
     dist.all_gather_object(of_ranks, (seconds, memory.peak_gib(), memory.allocated_gib()), control)
     gc.collect()  # an engine has reference cycles
-    # The slowest rank counts: ranks end a step at slightly different times.
+    # Ranks end a step at slightly different times, so each step takes the time of the slowest rank.
     slowest = [max(each) for each in zip(*(times for times, *_ in of_ranks), strict=True)]
     allocated = [each for *_, each in of_ranks if each is not None]
     return Result(
@@ -117,8 +117,8 @@ def run_steps(
 ) -> tuple[list[float], str]:
     """Return the duration of each step on this rank, and the name of the device; collective.
 
-    A step lasts from the end of the previous one to its own end, each after a synchronization of
-    the device. The micro-batches are read ahead, as the prefetcher does in a run.
+    A step lasts from the end of the previous step to its own end, and the device is synchronized at
+    both ends. The micro-batches are read in advance, as the prefetcher does in a run.
     """
     engine, data = start(recipe, world)
     batches = [list(data.step(step)) for step in range(1, steps + 1)]
@@ -144,7 +144,7 @@ def run_steps(
 def release(engine: Engine) -> None:
     """Remove the hooks of an engine, so that the collector can free it.
 
-    Gradient hooks refer to the engine, and C++ objects, which the collector cannot see, to them.
+    C++ objects, which the collector cannot see, refer to gradient hooks, which refer to the engine.
     """
     with quiet():
         engine.wrapped.destroy()
@@ -153,7 +153,7 @@ def release(engine: Engine) -> None:
             if hooks:
                 hooks.clear()
     if any(is_partitioned(parameter) for _, parameter in engine.parameters()):
-        # ZeRO-3's optimizer is still referred to, so at least its tensors give up their memory.
+        # References to ZeRO-3's optimizer remain, so at least free the memory of its tensors.
         shards = [vars(parameter)["ds_tensor"] for _, parameter in engine.parameters()]
         optimizer = engine.wrapped.optimizer
         for tensor in tensors_in([vars(optimizer), dict(optimizer.optimizer.state), shards], set()):
@@ -166,7 +166,7 @@ def tensors_in(value: Any, seen: set[int]) -> Iterator[torch.Tensor]:
 
     Args:
         value: a tensor, a container or anything else
-        seen: ids of the containers that were entered before
+        seen: ids of the containers that were already visited
     """
     if isinstance(value, torch.Tensor):
         yield value
@@ -178,7 +178,7 @@ def tensors_in(value: Any, seen: set[int]) -> Iterator[torch.Tensor]:
 
 @contextlib.contextmanager
 def without_collections() -> Iterator[None]:
-    """Collect garbage now, and not within the steps, as a run does."""
+    """Collect garbage now and disable collection during the steps, as in a run."""
     gc.collect()
     gc.disable()
     try:
@@ -190,8 +190,8 @@ def without_collections() -> Iterator[None]:
 class Memory:
     """Peak memory of this process in a trial.
 
-    On a GPU, all used memory of the device counts, including that of CUDA and NCCL. On a CPU it is
-    the resident memory, less what earlier trials of this process have left behind.
+    On a GPU, it is all used memory of the device, including that of CUDA and NCCL. On a CPU, it is
+    the resident memory minus the memory that earlier trials in this process did not release.
     """
 
     def __init__(self) -> None:
@@ -204,7 +204,7 @@ class Memory:
             torch.cuda.reset_peak_memory_stats()
             return
         ctypes.CDLL(None).malloc_trim(0)
-        Path("/proc/self/clear_refs").write_text("5")  # the peak is what is held now (proc(5))
+        Path("/proc/self/clear_refs").write_text("5")  # resets the peak (proc(5))
         self._before_bytes = resident_bytes("VmRSS")
 
     def peak_gib(self) -> float:

@@ -1,8 +1,8 @@
-"""Files through which a scheduler and the ranks of a world talk, on any launcher.
+"""Files through which a scheduler and the ranks of a world communicate, with any launcher.
 
-All files exist before the ranks start and are replaced as a whole: a network file system shows a
-new content at the next opening, but may hide a new file for half a minute. A message has the number
-of its trial; number 0 is the start of the world.
+All files exist before the ranks start, and are later replaced as a whole. A network file system
+shows new content the next time a file is opened, but it may hide a new file for half a minute. Each
+message contains the number of its trial; number 0 stands for the start of the world.
 """
 
 import json
@@ -15,17 +15,17 @@ START = 0
 
 
 class WorldFiles:
-    """The files of a world, in a folder that scheduler and ranks see.
+    """The files of a world, in a folder that the scheduler and all ranks can access.
 
-    The ranks end when the folder disappears.
+    The ranks exit when the folder disappears.
     """
 
     def __init__(self, folder: Path):
         self.folder = folder
-        self.settings = folder / "settings.json"  # of the scheduler, for all trials
-        self.request = folder / "request.json"  # of the scheduler: the next trial
-        self.result = folder / "result.json"  # of rank 0: the result of a trial
-        self.failed = folder / "failed.json"  # of any rank: a trial has failed
+        self.settings = folder / "settings.json"  # from the scheduler, for all trials
+        self.request = folder / "request.json"  # from the scheduler: the next trial
+        self.result = folder / "result.json"  # from rank 0: the result of a trial
+        self.failed = folder / "failed.json"  # from any rank: a trial has failed
         self.launcher_log = folder / "launcher.log"
         self.heartbeat = folder.parent / "heartbeat"
 
@@ -48,7 +48,7 @@ class WorldFiles:
 
 
 def write_message(file: Path, message: dict[str, Any]) -> None:
-    """Replace a file by a message."""
+    """Replace the content of a file with a message."""
     fresh = file.with_name(f"{file.name}.{socket.gethostname()}.{os.getpid()}")
     fresh.write_text(json.dumps(message))
     fresh.rename(file)
@@ -58,6 +58,6 @@ def read_message(file: Path, number: int) -> dict[str, Any] | None:
     """Return the message of a file if it belongs to a trial, otherwise None."""
     try:
         message = json.loads(file.read_text())
-    except (OSError, ValueError):  # replaced at this moment, on a network file system
+    except (OSError, ValueError):  # being replaced, on a network file system
         return None
     return message if message.get("number") == number else None

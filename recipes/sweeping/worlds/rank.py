@@ -15,7 +15,7 @@ from recipes.training.runtime.torch_variables import set_torch_variables
 
 MAX_REASON_CHARACTERS = 300
 MAX_TRACEBACK_LINES = 20
-OUT_OF_MEMORY_TEXTS = (  # of CUDA, torch on the CPU, cuBLAS and NCCL
+OUT_OF_MEMORY_TEXTS = (  # in errors of CUDA, torch on the CPU, cuBLAS and NCCL
     "out of memory",
     "can't allocate memory",
     "CUBLAS_STATUS_ALLOC_FAILED",
@@ -47,7 +47,7 @@ def run_rank(folder: Path) -> NoReturn:
         serve(files, world, watch, deterministic=settings["deterministic"])
     except BaseException as problem:  # any exception is the outcome of the trial
         report_failure(files, world.rank, watch.number, problem)
-    # The end of this process would look like a second failure to the other ranks.
+    # Do not exit: to the other ranks, the end of this process would look like a second failure.
     while True:
         time.sleep(1)
 
@@ -61,7 +61,7 @@ def read_settings(files: WorldFiles) -> dict:
 
 
 def report_failure(files: WorldFiles, rank: int, number: int, problem: BaseException) -> None:
-    """Describe an exception to the scheduler."""
+    """Report an exception to the scheduler."""
     log = "".join(traceback.format_exception(problem)).splitlines()[-MAX_TRACEBACK_LINES:]
     traceback.print_exception(problem)
     text = " ".join(str(problem).split())[:MAX_REASON_CHARACTERS]

@@ -1,4 +1,4 @@
-"""A thread of a rank that ends the process if its scheduler is gone or its trial is late."""
+"""A thread that ends its rank if the scheduler is gone or the trial is overdue."""
 
 import os
 import threading
@@ -7,7 +7,7 @@ import time
 from recipes.sweeping.worlds.protocol import START, WorldFiles
 
 SECONDS_WITHOUT_HEARTBEAT = 30.0
-SECONDS_AFTER_LIMIT = 10.0  # the scheduler ends a trial at its limit, unless it is dead
+SECONDS_AFTER_LIMIT = 10.0  # a live scheduler ends a trial at its limit
 WATCH_SECONDS = 0.5
 ABANDONED = 75  # exit code of a rank that has ended itself
 
@@ -15,8 +15,9 @@ ABANDONED = 75  # exit code of a rank that has ended itself
 class RankWatch(threading.Thread):
     """Ends this process when its scheduler is gone or its trial takes too long.
 
-    Clocks of different nodes need not agree, so the watch waits for a change of the heartbeat's
-    time. It opens the file, because a network file system may return an old time otherwise.
+    The clocks of different nodes may disagree, so the watch only checks that the heartbeat's
+    modification time changes. It opens the file each time, because a network file system may
+    otherwise return an outdated time.
     """
 
     def __init__(self, files: WorldFiles):
@@ -26,11 +27,11 @@ class RankWatch(threading.Thread):
         self._deadline: float | None = None
 
     def begin(self, number: int, seconds: float) -> None:
-        """Note the start of a trial with a time limit."""
+        """Record the start of a trial with a time limit."""
         self.number, self._deadline = number, time.monotonic() + seconds + SECONDS_AFTER_LIMIT
 
     def end(self) -> None:
-        """Note the end of the trial."""
+        """Record the end of the trial."""
         self._deadline = None
 
     def run(self) -> None:

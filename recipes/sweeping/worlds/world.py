@@ -17,7 +17,7 @@ from recipes.sweeping.worlds.rank_watch import ABANDONED
 
 SECONDS_TO_START = 600.0  # imports from a busy network file system take minutes
 POLL_SECONDS = 0.05
-GRACE_SECONDS = 1.0  # for the failures of other ranks, which may name the cause
+GRACE_SECONDS = 1.0  # for failure reports of other ranks, which may name the cause
 PASSED_VARIABLES = ("DS_ACCELERATOR", "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES")
 MAX_LOG_LINES = 12  # of a rank, in a result
 MAX_LOGS = 4  # of ranks, in a result
@@ -28,7 +28,7 @@ class WorldFailed(Exception):
 
 
 class WorldAbandoned(Exception):
-    """The ranks have ended because this process was stopped for a while, such as by Ctrl-Z."""
+    """The ranks have exited because this process was suspended, for example by Ctrl-Z."""
 
 
 @dataclass
@@ -36,9 +36,9 @@ class World:
     """The ranks that measure trials of one kind, one after the other.
 
     Attributes:
-        kind: the trials that these processes can measure
+        kind: the kind of world, which decides the trials that it can measure
         files: the files of the world
-        processes: ranks or their launcher
+        processes: the ranks, or the process of their launcher
         number: number of the current trial
     """
 
@@ -49,11 +49,11 @@ class World:
 
     @classmethod
     def start(cls, kind: WorldKind, folder: Path, launcher: Launcher) -> "World":
-        """Start the ranks, and wait until they have joined each other.
+        """Start the ranks, and wait until all have joined the process group.
 
         Args:
             kind: the kind of world
-            folder: created for the files of the world
+            folder: folder to create for the files of the world
             launcher: starts the processes
 
         Raises:
@@ -72,14 +72,14 @@ class World:
         return world
 
     def run(self, table: dict[str, Any], seconds: float) -> Result:
-        """Measure a trial; after another outcome than "ok" the world must be stopped.
+        """Measure a trial. After any outcome other than "ok", the caller must stop the world.
 
         Args:
             table: the request, which `measuring.measure` reads
             seconds: time limit
 
         Raises:
-            WorldAbandoned: the ranks have ended for lack of a heartbeat.
+            WorldAbandoned: the ranks have exited because they saw no heartbeat.
         """
         self.number += 1
         started = time.monotonic()
@@ -90,7 +90,7 @@ class World:
     def stop(self) -> None:
         """End all ranks, and remove the files of the world.
 
-        Without its folder, ranks on other nodes end themselves even if the launcher cannot.
+        Ranks on other nodes exit when the folder disappears, even if the launcher cannot end them.
         """
         folder = self.files.folder
         with contextlib.suppress(OSError):
@@ -112,7 +112,7 @@ class World:
             time.sleep(POLL_SECONDS)
 
     def _failure(self) -> Result:
-        """Return the result after the failure of one or several ranks."""
+        """Return the result after the failure of one or more ranks."""
         failures = self._failures()
         if not any(each["outcome"] == "out_of_memory" for each in failures):
             time.sleep(GRACE_SECONDS)
@@ -121,12 +121,12 @@ class World:
         if ABANDONED in ended.values():
             raise WorldAbandoned
         killed = {name: code for name, code in ended.items() if code < 0}
-        for failure in failures:  # the other ranks may fail because they lose the connection
+        for failure in failures:  # the cause; other ranks may then fail as they lose connections
             if failure["outcome"] == "out_of_memory":
                 return self._described(failure)
         if killed:
             name, code = next(iter(killed.items()))
-            reason = f"{name} was ended by {signal.Signals(-code).name}"
+            reason = f"{name} was killed by {signal.Signals(-code).name}"
             ranks = [int(name.split()[1])] if name.startswith("rank") else range(self.kind.size)
             return Result(outcome="crashed", reason=reason, log=self._log(ranks))
         if failures:

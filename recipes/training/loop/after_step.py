@@ -1,7 +1,7 @@
 """Everything that happens between two training steps, in the order in which it happens.
 
-All ranks take the same decisions, because they agree on the worst numbers and on requests to stop
-before anything else.
+All ranks make the same decisions, because they first agree on the worst severity of the step and on
+requests to stop.
 """
 
 import math
@@ -17,7 +17,7 @@ MAX_WEIGHTS_IN_MESSAGE = 8
 
 
 def after_step(run: Run, step: int, metrics: dict[str, Any]) -> StepOutcome:
-    """Handle bad numbers, compare replicas, save and stop, as far as each is due; collective.
+    """Handle bad numbers, compare replicas, save and stop, each only if it is due; collective.
 
     Args:
         run: the objects of the run
@@ -120,7 +120,7 @@ def save(run: Run, step: int) -> Ending | None:
 
 
 def stop(run: Run, step: int, request: str) -> Ending | None:
-    """End the run because a rank was asked to stop, and save first unless that has been done."""
+    """End the run because a rank was asked to stop; first save, unless already saved."""
     if step == run.last_step:
         return None
     saved = is_due(step, run.recipe.checkpoint.every, run.last_step)

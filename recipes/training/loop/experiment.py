@@ -1,4 +1,4 @@
-"""The experiment of a run: a recipe that has been checked, on the ranks of the launcher.
+"""The experiment of a run: a validated recipe on the ranks of the launcher.
 
 Nothing here imports torch, so that a bad recipe is rejected within a fraction of a second.
 """
@@ -19,7 +19,7 @@ from recipes.training.runtime.torch_variables import check_accelerator
 
 @dataclass(frozen=True)
 class Experiment:
-    """A recipe and its consequences for the ranks of the launcher.
+    """A validated recipe, and the settings that follow from it on the ranks of the launcher.
 
     Attributes:
         world: the ranks, as this process sees them

@@ -17,7 +17,7 @@ from recipes.training.runtime.exits import leave
 def rejected_together() -> Iterator[None]:
     """Raise on all ranks the UserError that one of them has raised; collective.
 
-    Any other exception is a defect. Its rank raises it after it has told the others, which then
+    Any other exception is a defect. The rank raises it after telling the other ranks, which then
     end with exit code 1 instead of waiting for that rank in their next collective.
     """
     problem: Exception | None = None
@@ -33,7 +33,7 @@ def rejected_together() -> Iterator[None]:
         raise problem
     for rank, (failed, *_) in enumerate(of_ranks):
         if failed:
-            # Launchers end all ranks after the first one; the defective rank speaks first.
+            # Launchers end all ranks when the first one exits, so let the failed rank print first.
             time.sleep(rejection.SECONDS_FOR_RANK_0_TO_SPEAK)
             print(f"this rank exits because rank {rank} failed", file=sys.stderr)
             leave(1)

@@ -83,7 +83,7 @@ def open_run(
 
 
 def watch_losses(experiment: Experiment, claim: Claim) -> LossWatch:
-    """Return a judge of the loss that knows the losses of the previous steps on rank 0."""
+    """Return the loss watch; on rank 0, it knows the losses of the previous steps."""
     lines = claim.folder.read_metrics() if experiment.world.rank == 0 else []
     return LossWatch(
         experiment.recipe.supervision,
@@ -96,7 +96,7 @@ def close_run(run: Run, ending: Ending) -> Ending:
     """Wait for the last save, and record the end of the run; collective.
 
     Returns:
-        The end of the run, which a failed save changes.
+        The end of the run: `ending`, unless a failed save changes it.
     """
     with run.supervisor.crumb.waiting_for_disk("saving"):
         unsaved = run.writer.wait()
@@ -111,5 +111,6 @@ def close_run(run: Run, ending: Ending) -> Ending:
 
 def leave_processes() -> None:
     """Leave the process group; collective."""
-    dist.barrier()  # launchers end all ranks when the first one fails; rank 0 may be the last
+    # Launchers end all ranks when the first one exits with an error, and rank 0 may finish last.
+    dist.barrier()
     dist.destroy_process_group()

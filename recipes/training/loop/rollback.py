@@ -13,7 +13,7 @@ def roll_back(run: Run, step: int, reason: str) -> StepOutcome:
     Args:
         run: the objects of the run
         step: the bad step
-        reason: the problem with it
+        reason: the problem with the step
 
     Returns:
         The step to continue after; or the same step and an ending, if the run cannot roll back.

@@ -1,4 +1,4 @@
-"""A run: the objects that work together in it, and the way it ends."""
+"""A run: the objects that work together in it, the outcome of a step, and the end of the run."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -80,4 +80,4 @@ def is_due(step: int, every: int, last: int) -> bool:
 
 def stopped_without_save(step: int, reason: str) -> str:
     """Return the message of a run that stops before it saves a step."""
-    return f"step {step}: {reason}; the newest checkpoint is before that"
+    return f"step {step}: {reason}; the newest checkpoint is from an earlier step"

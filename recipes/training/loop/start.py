@@ -59,7 +59,7 @@ def join(
         experiment: the experiment of the run
         folder: the run folder
         startup: the stopwatch of the start-up
-        wait_seconds: time limit for the lock of a run that shows no sign of life
+        wait_seconds: time to wait for the lock if its holder shows no sign of life
 
     Raises:
         UserError: the folder or the key of W&B is rejected, or the ranks are placed wrongly.

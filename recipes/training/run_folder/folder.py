@@ -109,8 +109,8 @@ class RunFolder:
         try:
             write_whole(self.path / "recipe.toml", recipe.toml())
             lines = self._metric_lines.read()
-            # Metrics of a step after `start` that ends at or before the first sample to read next
-            # are from a branch that a rollback discarded.
+            # If a recorded step after `start` ended at or before the sample at which the run
+            # continues, the step is from a branch that a rollback discarded.
             limit = start.samples * recipe.model.sequence_length
             discarded = any(
                 line["step"] > start.step and line.get("tokens", limit + 1) <= limit
@@ -121,7 +121,7 @@ class RunFolder:
             raise _cannot_write(error.filename or self.path, error) from None
 
     def restore_metrics(self, source: Path, step: int, *, stamp: str) -> None:
-        """Reduce metrics.jsonl to the lines of `source` up to a step, and copy the previous file.
+        """Replace metrics.jsonl with the lines of `source` up to a step; copy the previous file.
 
         Args:
             source: the metrics of the run that wrote the checkpoint to continue from
@@ -147,7 +147,10 @@ class RunFolder:
         copy: bool,
         copy_to: Path | None = None,
     ) -> None:
-        """Reduce metrics.jsonl to the lines up to a step; with `copy`, first copy lost lines."""
+        """Replace metrics.jsonl with the lines up to a step.
+
+        With `copy`, first copy the file if lines would be lost.
+        """
         kept = "".join(json.dumps(line) + "\n" for line in lines if line["step"] <= step)
         before = self._metric_lines.content().decode(errors="replace")
         if copy and not kept.startswith(before):

@@ -1,9 +1,9 @@
 """The current branch of a run, derived from events.jsonl alone.
 
 A run abandons completed steps when it rolls back, when it resumes from an earlier checkpoint, and
-when a user resumes it from a chosen checkpoint. Records of later steps are then void. Otherwise a
-rollback on an abandoned branch would also apply to the checkpoint of the same step on the next
-branch, and the samples that the rollback skipped would never be read.
+when a user resumes it from a chosen checkpoint. The records of the abandoned steps then no longer
+apply. Otherwise a rollback on an abandoned branch would also apply to the checkpoint of the same
+step on the next branch, and the samples that the rollback skipped would never be read.
 
 Only the order of the events counts, not their times. A checkpoint is published only after all
 earlier events are on the disk, so the order is known even if the event of the save itself is lost.
@@ -48,8 +48,8 @@ class History:
         rolled_back: checkpoints that the run has rolled back to since saving them, as step -> first
             sample to read next
         resumed: steps after which the run was resumed, as step -> first sample read next
-        branch: the newest request for a certain checkpoint
-        requests: names and values of the `--resume` options that were carried out once
+        branch: the newest request to continue from a chosen checkpoint
+        requests: (name, value) of each `--resume` option that was applied with `--resume-once`
         saved: steps of the branch whose checkpoints were published; retention may have deleted the
             older ones
     """
@@ -71,11 +71,11 @@ class History:
         return sum(target >= step for target in self._targets)
 
     def first_samples(self) -> dict[int, int]:
-        """Return step -> first sample read next, for the steps after which the data jumped."""
+        """Return step -> first sample read next, for steps after which the data position jumped."""
         return self.resumed | self.rolled_back
 
     def apply(self, event: dict[str, Any]) -> None:
-        """Take the next event into account."""
+        """Update the history with the next event."""
         kind, step = event["event"], event["step"]
         if kind == "start":
             self._forget(after=-1)

@@ -134,7 +134,7 @@ def write_whole(file: Path, text: str, *, fresh: Path | None = None) -> None:
     Args:
         file: the file to replace
         text: its new content
-        fresh: file of the same file system that is written first and then renamed; the default is
+        fresh: file on the same file system that is written first and then renamed; the default is
             the file's name with ".incomplete", which suits files with a single writer
 
     Raises:

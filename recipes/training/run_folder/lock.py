@@ -209,7 +209,7 @@ class FolderLock:
         return seen is not None and _parse(seen[0]).get("token") == self.record["token"]
 
     def _was_taken_over(self) -> bool:
-        """Return True if this process slept for so long that another run took the folder over."""
+        """Return True if another run took the folder over while this process was suspended."""
         try:
             seen = _look(self.exclusive)
         except OSError:  # the disk may be unavailable for a moment

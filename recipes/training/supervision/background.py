@@ -38,7 +38,7 @@ def within(
 ) -> T | None:
     """Return the result of a function, or None if it fails or takes longer than `seconds`.
 
-    Reading the flight recorder queries CUDA events, and that call can hang as well.
+    For example, reading the flight recorder queries CUDA events, which can hang as well.
     """
     found: list[T] = []
 

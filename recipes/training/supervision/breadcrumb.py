@@ -1,4 +1,4 @@
-"""The current activity of a rank, which the training notes and the supervision reads."""
+"""The current activity of a rank, which the training loop records and the supervisor reads."""
 
 import contextlib
 from collections.abc import Iterator
@@ -14,8 +14,8 @@ class Breadcrumb:
         doing: the activity
         micro_batch: the micro-batch that the activity works on, if any
         count: number of activities so far
-        patient: the rank waits for a disk, which may take any time; it does not end itself
-            meanwhile
+        patient: True while the rank waits for a disk, however long that takes; the rank does not
+            end itself during this time
     """
 
     step: int = 0
@@ -25,7 +25,7 @@ class Breadcrumb:
     patient: bool = False
 
     def note(self, doing: str, *, micro_batch: int | None = None, step: int | None = None) -> None:
-        """Begin another activity."""
+        """Record the start of another activity."""
         self.doing, self.micro_batch = doing, micro_batch
         self.step = self.step if step is None else step
         self.count += 1

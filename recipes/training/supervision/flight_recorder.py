@@ -1,4 +1,4 @@
-"""Read torch's flight recorder: which collective each rank waits in, and which ranks are missing.
+"""Torch's flight recorder: the collective that each rank waits in, and the missing ranks.
 
 torch keeps the last collectives of every process group in a ring buffer, with sizes and sequence
 numbers (torch/csrc/distributed/c10d/FlightRecorder.hpp). Ranks launch the collectives of a group in
@@ -146,7 +146,8 @@ def describe_waiting(launched: Mapping[int, Sequence[Launched]], names: Sequence
     told = []
     for (name, is_transfer, _), ranks in waiting.items():
         missing, text = _describe_operation(name, sorted(ranks), by_group, names)
-        # Receives are posted ahead of time, and some are pending in every healthy pipeline.
+        # Transfers come last: receives are posted ahead of time, so some of them are pending in
+        # every healthy pipeline.
         told.append((not missing, is_transfer, text))
     told.sort(key=lambda each: each[:2])
     more = len(told) - MAX_STATEMENTS
@@ -163,7 +164,7 @@ def _describe_operation(
     """Describe the operation that some ranks wait in.
 
     Returns:
-        Whether other ranks are missing, and the description.
+        True if other ranks are missing, and the description.
     """
     group = by_group[ranks[0], group_name]
     operation = group.pending[0]
@@ -210,7 +211,7 @@ def _list(ranks: Sequence[int], names: Sequence[str]) -> str:
 
 
 def _numbers(ranks: Sequence[int]) -> str:
-    """Write ranks as "0 to 7", or one by one."""
+    """Format ranks as a range, such as "0 to 7", or one by one."""
     if len(ranks) > 2 and list(ranks) == list(range(ranks[0], ranks[-1] + 1)):
         return f"{ranks[0]} to {ranks[-1]}"
     shown = ", ".join(map(str, ranks[:MAX_RANKS_IN_MESSAGE]))

@@ -1,4 +1,4 @@
-"""Reports of a hang: each rank writes its activity, and one rank finds those that are behind.
+"""Reports of a hang: each rank writes its activity, and one rank names the ranks that are behind.
 
 The ranks of a hanging run cannot communicate; they exchange files in the run folder.
 """
@@ -80,13 +80,13 @@ class HangReport:
         os.rename(temporary, file)
 
     def take_back(self, rank: int) -> None:
-        """Remove the file of a rank that has moved again."""
+        """Remove the file of a rank that makes progress again."""
         self._file(rank).unlink(missing_ok=True)
 
     def verdict(self, own: Sighting) -> str:
-        """Return a description of the hang on the lowest rank that wrote its file, else "".
+        """Return a description of the hang on the lowest rank that wrote a file, "" on the others.
 
-        A rank that could not write its file also returns a description, which includes its own
+        A rank that could not write a file also returns a description, which includes its own
         activity.
 
         Raises:
@@ -158,7 +158,10 @@ def describe_hang(sightings: dict[int, Sighting], names: Sequence[str]) -> str:
 
 
 def collective_of(frame: FrameType | None) -> str:
-    """Return the function of torch.distributed in a stack, or ours that waits for one; else ""."""
+    """Return the function in a stack that waits for a collective, or "" if there is none.
+
+    It is a function of torch.distributed, or a function of this project that calls `wait_for`.
+    """
     name = ""
     while frame:
         if frame.f_code.co_filename.endswith(TORCH_COLLECTIVES):

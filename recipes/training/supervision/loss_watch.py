@@ -1,4 +1,4 @@
-"""Steps with bad numbers: a loss or gradient norm that is not finite, and spikes of the loss."""
+"""Detection of bad steps: a loss or gradient norm that is not finite, or a spike of the loss."""
 
 import math
 from collections import deque
@@ -18,7 +18,7 @@ class Severity(IntEnum):
 
     GOOD: none.
     SKIPPED: the optimizer has skipped the step, and training continues.
-    UNSAFE: likewise, but the weights may be damaged, so they are not saved.
+    UNSAFE: as SKIPPED, but the weights may be damaged, so they are not saved.
     ROLL_BACK: the run rolls back to the last checkpoint.
     """
 
@@ -37,11 +37,12 @@ class BadStep:
 
 
 class LossWatch:
-    """Judge of each step's numbers; the same on all ranks, because loss and norm are the same.
+    """Judges the loss and the gradient norm of each step, which are the same on all ranks.
 
     Args:
         limits: the recipe's `[supervision]`
-        fp16: infinite gradients are part of the search for a loss scale, and no reason to roll back
+        fp16: True if infinite gradients are part of the search for a loss scale, and not a reason
+            to roll back
         losses: losses of the previous steps, if the run is resumed
     """
 
@@ -58,7 +59,7 @@ class LossWatch:
             grad_norm: before clipping
 
         Returns:
-            None if its numbers are good.
+            The judgement of a bad step, or None if the step is good.
         """
         if math.isfinite(loss) and not math.isfinite(grad_norm) and self.fp16:
             return BadStep(f"the gradient norm is {grad_norm}", Severity.SKIPPED)

@@ -1,9 +1,9 @@
-"""Replicas of a weight, which must stay equal, compared bit for bit during the run.
+"""Comparison of the replicas of a weight, which must stay equal bit for bit during the run.
 
 All tensor ranks hold the norms, and stages with tied embeddings hold the same table. Each rank
 computes its own update. A missing reduction, a bug in a library or a faulty device therefore lets
 the replicas diverge silently, while the loss still falls for some time. Data ranks hold the same
-weights too. ZeRO updates each piece on one of them and gathers the pieces after every step, so a
+weights too. ZeRO updates each shard on one data rank and gathers the shards after every step, so a
 difference between data ranks means that the last gathering or the memory of a device is faulty.
 """
 
@@ -75,7 +75,7 @@ def _compare(copies: ReplicaGroup) -> list[str]:
 def fingerprint(tensor: Tensor) -> Tensor:
     """Return three sums over the bits of a tensor: plain, weighted by row, weighted by column.
 
-    The sums take a few rows at a time, so that a large matrix is never in memory twice.
+    They are computed a few rows at a time, so that a large matrix is never in memory twice.
 
     Returns:
         The sums, int64 [3].

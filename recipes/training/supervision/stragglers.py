@@ -1,4 +1,4 @@
-"""Slow ranks: time in forward passes, relative to the ranks that hold the same layers."""
+"""Detection of slow ranks by their time in forward passes, relative to ranks with equal layers."""
 
 from collections.abc import Mapping, Sequence
 from statistics import median
@@ -51,5 +51,5 @@ def describe_slow_ranks(
         if ratio > limit:
             last = first + topology.tensor - 1
             who = f"rank {first}" if last == first else f"ranks {first} .. {last}"
-            slow.append(f"{who} ({hosts[first]}) took {ratio:.1f} times as long as usual there")
+            slow.append(f"{who} ({hosts[first]}) took {ratio:.1f} times as long as similar ranks")
     return slow

@@ -1,11 +1,10 @@
-"""Supervision of a run: orderly ends after signals, dead launchers and hangs.
+"""Supervision of a run: an orderly end after a signal, the death of a launcher or a hang.
 
-In each rank one thread listens to signals (a second signal ends the rank at once). Every second it
-checks that the launcher processes of the rank are alive (the death of one counts as a signal) and
-that there is progress. At the end of each step the ranks agree whether one of them has been asked
-to stop. When there has been no progress for a while, hang_report.py says which rank is behind, and
-all ranks end. A thread cannot notice that its process has been stopped; the watchdog process
-(watchdog.py) does.
+In each rank, one thread listens for signals (a second signal ends the rank at once). Every second,
+it checks that the launcher processes of the rank are alive (the death of one counts as a signal)
+and that there is progress. At the end of each step, the ranks agree on requests to stop. If there
+has been no progress for a while, hang_report.py names the rank that is behind, and all ranks end.
+A thread cannot notice that its process has been stopped; the watchdog process (watchdog.py) does.
 
 Nothing that may block runs in the thread itself. Separate threads read and write files, because the
 file system may be the cause of the hang; the rank ends on time even if they do not finish. Messages
@@ -43,8 +42,8 @@ from recipes.training.supervision.hang_report import HangReport, take_sighting
 from recipes.training.supervision.loss_watch import Severity
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
-ECHO_SECONDS = 2.0  # launchers pass on signals; a later signal is a second one
-SECONDS_BEFORE_WATCHDOG = 8  # before the watchdog acts, since the other ranks can report more
+ECHO_SECONDS = 2.0  # launchers forward signals, so a signal within this time is not a second one
+SECONDS_BEFORE_WATCHDOG = 8  # delay of the watchdog, because reports of ranks say more
 RECORDER_SECONDS = 10  # at most, to read the flight recorder
 REPORT_SECONDS = 5  # for the report of a hang, before a rank ends without it
 WATCHDOG = Path(__file__).with_name("watchdog.py")
@@ -55,7 +54,7 @@ class Supervisor:
 
     Args:
         folder: the run folder, for reports of a hang
-        crumb: the rank's current activity, which the training notes
+        crumb: the rank's current activity, which the training loop records
         hang_seconds: time limit without progress after `expect_steps`; 0 for none
         startup_seconds: time limit without progress before `expect_steps`; 0 for none
     """
@@ -100,7 +99,7 @@ class Supervisor:
         return self
 
     def name_hosts(self, hosts: Sequence[str]) -> None:
-        """Use the names of the ranks' hosts in messages; called when the run folder is locked."""
+        """Use the host names of the ranks in messages; call this once the run folder is locked."""
         self.hosts = hosts
         self.names[:] = [f"rank {rank} ({host})" for rank, host in enumerate(hosts)]
 
@@ -114,8 +113,8 @@ class Supervisor:
         # An ignored signal stays ignored: nohup relies on it.
         answered = [n for n in SIGNALS if signal.getsignal(n) is not signal.SIG_IGN]
         self._before = {number: signal.signal(number, _wake) for number in answered}
-        # Python runs signal handlers between bytecode instructions, so never while a collective
-        # waits. The file descriptor wakes the thread in any case.
+        # Python runs signal handlers only between bytecode instructions, and therefore never while
+        # a collective waits. The file descriptor wakes the thread in any case.
         self._wakeup = signal.set_wakeup_fd(self._write)
         return self
 
@@ -176,13 +175,15 @@ class Supervisor:
             self._signalled_at = now
             self._ask(name)
         elif number in self._before and now - self._signalled_at > ECHO_SECONDS:
-            print(f"{self.names[self.rank]}: {name} again, ends at once", file=sys.stderr)
+            print(
+                f"{self.names[self.rank]}: received {name} again; exiting at once", file=sys.stderr
+            )
             end_process(128 + number)
 
     def _ask(self, reason: str) -> None:
         if not self.asked:
             self.asked = reason
-            print(f"{self.names[self.rank]}: {reason}: stops after this step", file=sys.stderr)
+            print(f"{self.names[self.rank]}: {reason}; stopping after this step", file=sys.stderr)
 
     def _look_at_launchers(self) -> None:
         """Ask to stop if a launcher is gone; kill all launchers if one is stopped for too long.
@@ -193,7 +194,7 @@ class Supervisor:
         for launcher in self._launchers:
             state = launcher.state()
             if not state:
-                self._ask(f"its launcher, process {launcher.pid}, is gone")
+                self._ask(f"its launcher (process {launcher.pid}) has exited")
             self._stopped[launcher.pid] = self._stopped[launcher.pid] + 1 if state == "T" else 0
         if self.limit and max(self._stopped.values(), default=0) >= self.limit:
             for launcher in reversed(self._launchers):
@@ -207,7 +208,7 @@ class Supervisor:
         old reports. Writing a report may block, so a rank ends at most REPORT_SECONDS after the
         limit.
         """
-        limit = self.limit  # before the crumb: `expect_steps` changes them in the other order
+        limit = self.limit  # read before the crumb, because `expect_steps` changes the crumb first
         moved, self._seen = self.crumb.count != self._seen, self.crumb.count
         self._still = 0 if moved else self._still + 1
         self._idle = 0 if moved or self.crumb.patient else self._idle + 1
@@ -221,7 +222,7 @@ class Supervisor:
             self._reported = True
             self._report.fresh_seconds = limit
             self._disk.run(self._write_report)
-        elif self._idle >= limit and not self._ending:  # a limit of one second ends after two
+        elif self._idle >= limit and not self._ending:  # after 2 s if the limit is 1 s
             self._ending = True
             Background("end of a hang").run(self._end)
         elif self._idle >= limit + REPORT_SECONDS:

@@ -1,4 +1,4 @@
-"""The watchdog process of a rank, which ends the rank if it is stopped or no longer runs Python.
+"""The watchdog process of a rank. It kills the rank if the rank is stopped or Python is blocked.
 
 A stopped process cannot notice that it is stopped. The watchdog counts its own ticks instead of
 reading a clock, so that a whole job that is suspended and resumed (Ctrl-Z, fg) is left alone.
@@ -16,7 +16,7 @@ import sys
 import threading
 from pathlib import Path
 
-if __name__ == "__main__":  # the repository is where imports start
+if __name__ == "__main__":  # import from the repository's root
     sys.path[:0] = [str(Path(__file__).resolve().parents[3])]
 
 from recipes.training.runtime.launchers import Process
@@ -34,13 +34,13 @@ def main() -> None:
         rank = Process(pid)
     except OSError:
         return
-    if os.getppid() != pid:  # the rank has ended before its number was looked up
+    if os.getppid() != pid:  # the rank ended before its PID was looked up
         return
     patience = wait_for_silence()
     # Kill before printing, because a message may block if standard error has no reader.
     if patience and rank.kill():
         label = "" if os.isatty(2) else line_label(name.partition(" (")[0])
-        say(f"{label}{name} has not answered for {patience} s and is ended\n")
+        say(f"{label}{name} has not answered for {patience} s and was killed\n")
 
 
 def wait_for_silence() -> int:

@@ -62,7 +62,7 @@ class WandbThread:
                 run.log(metrics)
             run.finish()
         except Exception as error:
-            self._problem = f"Weights & Biases stopped ({error}); metrics.jsonl has every step"
+            self._problem = f"Weights & Biases failed ({error}); metrics.jsonl has every step"
             while self._queue.get() is not None:
                 pass
 

@@ -156,7 +156,7 @@ os._exit(0)
     [
         ("once", 0, "('rank 0 (here): SIGTERM', 0)"),
         ("echo", 0, "('rank 0 (here): SIGTERM', 0)"),
-        ("twice", 128 + signal.SIGTERM, "rank 0 (here): SIGTERM again, ends at once"),
+        ("twice", 128 + signal.SIGTERM, "rank 0 (here): received SIGTERM again; exiting at once"),
         ("hang", HUNG, "no progress for 1 s: all ranks are in start-up and wait for the device"),
         ("hang, and no folder", HUNG, "no progress for 2 s: rank 0 (here): start-up, starting to"),
         ("hang, and so does the disk", HUNG, "the run folder does not answer"),
@@ -420,7 +420,7 @@ def test_a_watchdog_ends_a_stopped_rank_and_nothing_else(watched: subprocess.Pop
     os.kill(watched.pid, signal.SIGSTOP)
     assert watched.wait(timeout=10) == -signal.SIGKILL
     words = watched.communicate(timeout=10)[1]  # read until the watchdog has ended, too
-    assert "rank 5 (node1) has not answered for 2 s and is ended" in words
+    assert "rank 5 (node1) has not answered for 2 s and was killed" in words
 
 
 def test_a_watchdog_leaves_a_rank_alone_that_has_ended_by_itself() -> None:

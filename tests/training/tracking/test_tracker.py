@@ -105,7 +105,7 @@ def test_weights_and_biases_that_raises_is_reported_once(small, folder: RunFolde
         thread = WandbThread(recipe_with(small, "offline"), folder)
         thread.log(LINE)
         assert thread.finish() == (
-            "Weights & Biases stopped (no disk); metrics.jsonl has every step"
+            "Weights & Biases failed (no disk); metrics.jsonl has every step"
         )
 
 
