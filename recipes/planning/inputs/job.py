@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from models.config import ModelConfig
+from models.cost import parameter_count
 from models.errors import UserError
 from models.pipeline.schedule.balance import divide_blocks, divide_evenly, head_in_blocks
 from recipes.gpus.datasheet import Gpu, load_gpu
@@ -211,9 +212,12 @@ def job_without_layout(recipe: Recipe, machine: Machine, software: Software = TH
         software = replace(software, gradient_bytes=sent)
         footprint = with_sent_bytes(footprint, sent)
     zero = config["zero_optimization"]
+    bucket = zero.get("reduce_bucket_size", footprint.bucket_elements)
+    if machine.gpu.device == "cpu":  # a CPU holds only the written part of an allocation
+        bucket = min(bucket, parameter_count(recipe.model))
     footprint = replace(
         footprint,
-        bucket_elements=zero.get("reduce_bucket_size", footprint.bucket_elements),
+        bucket_elements=bucket,
         gathered_elements=zero.get("stage3_max_live_parameters", footprint.gathered_elements),
     )
     return Job(
