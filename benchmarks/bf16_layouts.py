@@ -53,12 +53,10 @@ def main() -> None:
     if options.json:
         print(json.dumps({name: summary(row, seeds) for name, row in rows.items()}))
         return
-    print(f"{'against one process':<28} {'largest':>9} {'rms':>9} {'of the band':>12}")
+    print(f"{'difference from one process':<28} {'largest':>9} {'rms':>9} {'to another seed':>16}")
     for name, row in rows.items():
         found = summary(row, seeds)
-        print(
-            f"{name:<28} {found['largest']:9.2e} {found['rms']:9.2e} {found['of_the_band']:12.3f}"
-        )
+        print(f"{name:<28} {found['largest']:9.2e} {found['rms']:9.2e} {found['ratio']:16.3f}")
 
 
 def losses(ranks: int, overrides: list[str], steps: int, seed: int) -> np.ndarray:
@@ -96,13 +94,13 @@ def distances(run: np.ndarray, reference: np.ndarray) -> np.ndarray:
 def summary(row: np.ndarray, seeds: np.ndarray) -> dict[str, float]:
     """Return a run's distance from the reference, and its ratio to that of another seed.
 
-    of_the_band: the largest ratio, over the steps, of this run's distance to the other seed's,
+    ratio: the largest ratio, over the steps, of this run's distance to the other seed's,
         both averaged over a window
     """
     return {
         "largest": float(np.abs(row).max()),
         "rms": float(np.sqrt((row**2).mean())),
-        "of_the_band": float((smooth(row) / smooth(seeds)).max()),
+        "ratio": float((smooth(row) / smooth(seeds)).max()),
     }
 
 
