@@ -48,7 +48,7 @@ def main() -> None:
     outlive_output()
     try:
         pretrain()
-    except UserError as problem:  # found during training; earlier checks report theirs
+    except UserError as problem:  # raised in training; earlier checks print their own
         print(f"pretrain.py: {problem}", file=sys.stderr, flush=True)
         leave(REJECTED)
     except Exception:
@@ -209,8 +209,8 @@ def parse_command_line() -> argparse.Namespace:
         "--resume-once",
         default="",
         metavar="NAME",
-        help="apply --resume only to the first start with this NAME (any label); later starts, "
-        "such as those of a requeued job, use --resume auto",
+        help="apply --resume only to the first start that passes this NAME, a label of your choice; "
+        "later starts with the same NAME, such as those of a requeued job, use --resume auto",
     )
     parser.add_argument(
         "--wait-for-folder",
