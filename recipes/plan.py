@@ -13,7 +13,8 @@
 
 A plan needs neither a GPU nor torch, and takes about a second. --trace runs one rank of the job on
 fake tensors, which takes minutes, and counts the memory it allocates and the bytes it sends.
-Exit code 0: the recipe's layout fits; 1: it does not fit; 2: the recipe or an option is rejected.
+Exit code 0: the recipe's layout fits, or --largest names a model; 1: it does not fit, or no model
+is trained in time; 2: the recipe or an option is rejected.
 """
 
 import sys
@@ -43,7 +44,11 @@ from recipes.training.recipe.loading import DEFAULT_RECIPE
 from recipes.training.recipe.schema import Recipe
 from recipes.training.recipe.sections.layout import Cluster
 
+DEFAULTS = {"software": THREEFOLD.name, "headroom": DEFAULT_HEADROOM}
 REQUIRED_OPTIONS = {"scatter": "table", "rank": "trace"}
+
+
+MODES = ("trace", "largest", "table", "catalogue")  # instead of a plan
 
 
 def main() -> None:
@@ -162,16 +167,20 @@ def print_family(cluster: Cluster, options: argparse.Namespace) -> int:
     """Print the recipe's family on a cluster; return 0 if a model is trained in time."""
     fit = fit_table(options.calibrate)
     family = members(
-        options.recipe, options.set, cluster, load_software(options.software),
+        options.recipe, options.set, cluster=cluster, software=load_software(options.software),
         calibrate=fit.factors.of, headroom=options.headroom,
     )  # fmt: skip
+    same = [f"--set={each}" for each in options.set]
+    for name, value in (("software", options.software), ("headroom", options.headroom)):
+        same += [f"--{name}={value}"] if value != DEFAULTS[name] else []
+    same += [f"--calibrate={options.calibrate}"] if options.calibrate else []
     if options.json:
         table = family_report.family_table(family, cluster, options.largest)
         print(json.dumps(table | {"calibration": fit.table()}))
     else:
         if fit.source:
             print(plan_report.calibration_text(fit))
-        print("\n".join(family_report.family_lines(family, cluster, options.largest)))
+        print("\n".join(family_report.family_lines(family, cluster, options.largest, same)))
     return 0 if largest(family, options.largest) else 1
 
 
@@ -246,11 +255,11 @@ def add_plan_options(parser: argparse.ArgumentParser) -> None:
     machine.add_argument("--gpus-per-node", type=int, help="number of GPUs in each node")
     machine.add_argument("--gpu", help="name of a GPU in recipes/gpus/datasheets/, such as H100")
     machine.add_argument(
-        "--software", default=THREEFOLD.name,
+        "--software", default=DEFAULTS["software"],
         help="training software whose kernels and overlap are assumed (default: threefold)",
     )  # fmt: skip
     parser.add_argument(
-        "--headroom", type=share, default=DEFAULT_HEADROOM, metavar="SHARE",
+        "--headroom", type=share, default=DEFAULTS["headroom"], metavar="SHARE",
         help="share of the GPU memory that the searched layouts leave free (default: %(default)s)",
     )  # fmt: skip
     output = parser.add_argument_group("output")
@@ -305,14 +314,14 @@ def check_combinations(parser: argparse.ArgumentParser, options: argparse.Namesp
     for name, required in REQUIRED_OPTIONS.items():
         if getattr(options, name) != parser.get_default(name) and not getattr(options, required):
             parser.error(f"--{name} requires --{required}")
+    modes = [name for name in MODES if getattr(options, name)]
+    if len(modes) > 1:
+        parser.error(f"--{modes[0]} and --{modes[1]} exclude each other; leave out one of them")
     if options.recipe != DEFAULT_RECIPE and (options.table or options.catalogue):
         parser.error("--table and --catalogue take no recipe; leave the recipe out")
     for name in ("write", "timeline", "heatmap"):
-        other = options.trace or options.largest or options.catalogue
-        if getattr(options, name) and (other or (options.table and name != "heatmap")):
-            parser.error(
-                f"--{name} requires a plan; leave out --trace, --largest, --table and --catalogue"
-            )
+        if getattr(options, name) and modes and (name, modes[0]) != ("heatmap", "table"):
+            parser.error(f"--{name} requires a plan; leave out --{modes[0]}")
     if options.top < 0:
         parser.error(f"invalid --top {options.top}: expected 0 or more, for example 5")
 

@@ -10,8 +10,9 @@ from recipes.sweeping.trial import Rejection, Result, Trial
 
 FRAMEWORK = "Threefold"
 COLUMNS = (
-    "row_id", "framework", "arch", "layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "seq",
-    "gpu", "gpus", "gpus_per_node", "precision", "attention_kernel", "tp", "pp", "vpp", "dp",
+    "row_id", "framework", "arch", "layers", "hidden", "heads", "kv_heads", "head_size", "ffn",
+    "vocab", "seq", "tie_embeddings", "qk_norm", "gpu", "gpus", "gpus_per_node", "precision",
+    "attention_kernel", "tp", "pp", "vpp", "dp",
     "zero_stage", "seq_parallel", "recompute", "mbs", "gbs", "step_time_s", "mem_gb", "oom",
     "usable_for_time", "schedule", "recompute_interval", "layers_per_stage", "outcome", "reason",
     "planned_step_s", "planned_mem_gb", "mfu_pct", "tokens_s_gpu", "steps", "trial", "recipe",
@@ -32,9 +33,12 @@ def row_of_trial(trial: Trial) -> Row:
         "hidden": model.hidden_size,
         "heads": model.heads,
         "kv_heads": model.kv_heads,
+        "head_size": model.attention_head_size,
         "ffn": model.ffn_hidden_size,
         "vocab": model.vocab_size,
         "seq": model.sequence_length,
+        "tie_embeddings": int(model.tie_embeddings),
+        "qk_norm": int(model.qk_norm),
         "gpu": cluster.gpu,
         "gpus": trial.world.size,
         "gpus_per_node": cluster.gpus_per_node,

@@ -247,7 +247,7 @@ def end(cluster: Cluster, fault: Fault, job: Job) -> Outcome:
         is_over = time.monotonic() + SECONDS_AFTER_READING
         while job.left() and time.monotonic() < is_over:
             time.sleep(0.1)
-        left += job.left()
+        left += [line for line in job.left() if line not in left]
     outcome = Outcome(fault, job.output.kind, seconds, None, left)
     job.process.send_signal(signal.SIGCONT)  # nsenter stops itself when its child is stopped
     with contextlib.suppress(subprocess.TimeoutExpired):

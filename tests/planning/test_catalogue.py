@@ -4,12 +4,16 @@ The published values are repeated here, independently of the recipes, each with 
 """
 
 import math
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from models.cost import parameter_count
+from recipes.planning.inputs.job import Machine, job_of, job_without_layout
+from recipes.planning.search.layout_search import NEAR_TIE, search
+from recipes.planning.time.step_time import step_time
 from recipes.proving.layouts import ProofCase, valid_cases
 from recipes.proving.proof_corpus import write_corpus
 from recipes.proving.shrink import shrink
@@ -19,7 +23,12 @@ from recipes.training.recipe.deepspeed_config import (
     read_deepspeed_json,
     zero_stage,
 )
-from recipes.training.recipe.loading import DEFAULT_RECIPE, load_recipe, shipped_recipes
+from recipes.training.recipe.loading import (
+    DEFAULT_RECIPE,
+    REPOSITORY,
+    load_recipe,
+    shipped_recipes,
+)
 from recipes.training.recipe.schema import Recipe
 from recipes.training.recipe.topology import World
 from tests.ranks import run_ranks
@@ -272,3 +281,28 @@ def test_a_small_copy_trains(name: str, trained: dict[str, Training]) -> None:
     assert all(-0.5 < loss - math.log(VOCAB_SIZE) < 2 for loss in training.losses)
     assert all(0 < norm < math.inf for norm in training.grad_norms)
     assert training.untouched == []
+
+
+@pytest.mark.parametrize("name", ["gpt/175b", "llama/8b", "llama/13b", "llama/70b"])
+def test_a_comment_states_how_much_less_time_the_planners_layout_takes(name: str) -> None:
+    path = REPOSITORY / "recipes" / f"{name}.toml"
+    comment = " ".join(line.strip("# ") for line in path.read_text().splitlines() if "#" in line)
+    (stated,) = re.findall(r"takes (\d+) % less time", comment)
+    own, best = own_and_best_seconds(path)
+    assert int(stated) == round(100 * (1 - best / own))
+
+
+@pytest.mark.parametrize("name", ["gpt/13b", "qwen3/32b"])
+def test_a_layout_that_is_said_to_be_the_planners_is_within_its_error(name: str) -> None:
+    path = REPOSITORY / "recipes" / f"{name}.toml"
+    assert "the planner's fastest layout" in path.read_text()
+    own, best = own_and_best_seconds(path)
+    assert own <= (1 + NEAR_TIE) * best
+
+
+def own_and_best_seconds(path: Path) -> tuple[float, float]:
+    """Return the predicted step times of a recipe's layout and of the layout that a plan lists."""
+    recipe = load_recipe(path)
+    job = job_of(recipe, Machine.of_cluster(recipe.cluster))
+    (plan,) = search(job_without_layout(recipe, job.machine), 1).plans
+    return step_time(job).total, plan.time.total

@@ -1,6 +1,8 @@
 """`plan.py --largest`: the family of a recipe on one machine, and its largest model in time."""
 
 import json
+import re
+import shlex
 import subprocess
 import sys
 
@@ -24,7 +26,7 @@ def plan_family(
     *overrides: str, headroom: float = 0.08, factors: Calibration | None = None
 ) -> list[Member]:
     return members(
-        LLAMA_7B, overrides, CLUSTER, load_software("threefold"),
+        LLAMA_7B, overrides, cluster=CLUSTER, software=load_software("threefold"),
         calibrate=(factors or Calibration()).of, headroom=headroom,
     )  # fmt: skip
 
@@ -84,22 +86,58 @@ def test_an_override_that_a_model_rejects_names_its_recipe() -> None:
         plan_family("model.heads=32")
 
 
-def test_the_command_lists_a_family() -> None:
-    options = ["--nodes", "8", "--largest", "100", "--json"]
-    done = subprocess.run(
-        [sys.executable, "recipes/plan.py", str(LLAMA_7B), *options],
+def run_plan(*options: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "recipes/plan.py", *options],
         capture_output=True, text=True, cwd=REPOSITORY, check=False,
     )  # fmt: skip
+
+
+def test_the_command_lists_a_family() -> None:
+    done = run_plan(str(LLAMA_7B), "--nodes", "8", "--largest", "100", "--json")
     table = json.loads(done.stdout)
     assert done.returncode == 0 and table["largest"] and table["days"] == 100
     assert table["models"][2]["recipe"] == "recipes/llama/7b.toml"
     assert table["models"][-1] | {"best": None, "days": None} == table["models"][-1]
 
 
+def test_the_named_command_predicts_the_same_days() -> None:
+    options = ["--software=megatron-core", "--headroom=0.3", "--set=training.steps=20000"]
+    done = run_plan(str(LLAMA_7B), "--nodes", "8", "--largest", "3", *options)
+    assert done.returncode == 0, done.stderr
+    last = done.stdout.splitlines()[-1]
+    name = re.search(r"days is (\S+)\. To plan it: python (.*)", last)
+    assert name and all(each in name[2] for each in options)
+    (days,) = re.findall(rf"^{name[1]} .*?([\d.]+) +[\d.]+%", done.stdout, flags=re.MULTILINE)
+    plan = json.loads(run_plan(*shlex.split(name[2])[1:], "--json").stdout)
+    assert plan["best"][0]["days"] == pytest.approx(float(days), abs=0.06)
+
+
+def test_no_model_in_time_is_exit_code_1() -> None:
+    done = run_plan(str(LLAMA_7B), "--nodes", "1", "--largest", "0.01")
+    assert done.returncode == 1 and "No model of the family fits" in done.stdout
+
+
+def test_days_below_one_are_hours() -> None:
+    done = run_plan("--nodes", "1", "--gpus-per-node", "2", "--gpu", "cpu", "--largest", "1")
+    assert re.search(r"^tiny .* [\d.]+ h ", done.stdout, flags=re.MULTILINE), done.stdout
+
+
 @pytest.mark.parametrize("days", ["0", "soon", "nan"])
 def test_a_duration_that_is_not_one_is_rejected(days: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "recipes/plan.py", "--largest", days],
-        capture_output=True, text=True, cwd=REPOSITORY, check=False,
-    )  # fmt: skip
-    assert done.returncode == 2 and f"{days} is not a number of days; use 30" in done.stderr
+    done = run_plan("--largest", days)
+    assert done.returncode == 2
+    assert f"invalid duration {days}: expected more than 0 and below 1,000,000 days" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--trace"], "--trace and --largest exclude each other; leave out one of them"),
+        (["--catalogue"], "--largest and --catalogue exclude each other"),
+        (["--heatmap", "x.png"], "--heatmap requires a plan; leave out --largest"),
+    ],
+)
+def test_other_modes_are_rejected(options: list[str], message: str) -> None:
+    done = run_plan("--largest", "30", *options)
+    assert done.returncode == 2 and message in done.stderr

@@ -72,7 +72,7 @@ def test_a_deep_pipeline_shows_some_stages_and_both_ends() -> None:
     ],
 )
 def test_chunks_and_kinds_have_colours_of_their_own(schedule: str, chunks: int, kinds: int) -> None:
-    _, job = load("qwen3/32b.toml")
+    _, job = load("qwen3/32b.toml", "layout.tensor=4", "layout.pipeline=2")
     job = replace(job, layout=replace(job.layout, schedule=schedule, chunks=chunks))
     passes, _ = timeline(job, "chunks").axes
     assert len({tuple(each.get_facecolor()[0]) for each in passes.collections}) == kinds * chunks

@@ -134,11 +134,15 @@ class Job:
             head=head_in_blocks(model, layout.recompute),
         )
 
-    @property
+    @cached_property
     def footprint(self) -> Footprint:
         """The memory footprint of the software in this precision and ZeRO stage."""
         found = self.software.footprint[self.precision]
-        return found.zero1 if found.zero1 and self.layout.zero_stage < 2 else found
+        found = found.zero1 if found.zero1 and self.layout.zero_stage < 2 else found
+        if self.machine.gpu.device == "cpu":  # which holds only the written part of an allocation
+            written = parameter_count(self.model) / self.layout.tensor
+            return replace(found, bucket_elements=min(found.bucket_elements, written))
+        return found
 
     @property
     def writes_scores(self) -> bool:
@@ -212,12 +216,9 @@ def job_without_layout(recipe: Recipe, machine: Machine, software: Software = TH
         software = replace(software, gradient_bytes=sent)
         footprint = with_sent_bytes(footprint, sent)
     zero = config["zero_optimization"]
-    bucket = zero.get("reduce_bucket_size", footprint.bucket_elements)
-    if machine.gpu.device == "cpu":  # a CPU holds only the written part of an allocation
-        bucket = min(bucket, parameter_count(recipe.model))
     footprint = replace(
         footprint,
-        bucket_elements=bucket,
+        bucket_elements=zero.get("reduce_bucket_size", footprint.bucket_elements),
         gathered_elements=zero.get("stage3_max_live_parameters", footprint.gathered_elements),
     )
     return Job(

@@ -31,7 +31,9 @@ def duration_in_days(text: str) -> float:
     except ValueError:
         value = 0.0
     if not 0 < value < 10**6:
-        raise argparse.ArgumentTypeError(f"{text} is not a number of days; use 30")
+        raise argparse.ArgumentTypeError(
+            f"invalid duration {text}: expected more than 0 and below 1,000,000 days, such as 30"
+        )
     return value
 
 

@@ -2,7 +2,7 @@
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import combinations
 from statistics import fmean
 from typing import Any
@@ -83,25 +83,22 @@ def predict(rows: Iterable[Row], calibration: Calibration) -> list[Prediction]:
 
 def row_table(prediction: Prediction) -> dict[str, Any]:
     """Return a row for --json."""
-    job, layout, measured = prediction.job, prediction.job.layout, prediction.measured_seconds
+    job, measured = prediction.job, prediction.measured_seconds
     flops = flops_per_token(job.model) * job.tokens_per_step
     rate = flops / prediction.seconds / job.machine.gpus / 1e12
     peak = job.machine.gpu.peak_tflops[job.precision]
     return {
         "row_id": prediction.row.row_id,
-        "parameters": parameter_count(job.model),
+        "parameters": prediction.row.parameters or parameter_count(job.model),
         "sequence_length": job.model.sequence_length,
         "tokens_per_step": job.tokens_per_step,
-        "nodes": job.machine.nodes,
-        "layout": {
-            "tensor": layout.tensor,
-            "pipeline": layout.pipeline,
-            "context": layout.context,
-            "data": layout.data,
-            "micro_sequences": layout.micro_sequences,
-            "micro_batches": job.micro_batches,
-            "zero_stage": layout.zero_stage,
-        },
+        "gpu": job.machine.gpu.name,
+        "gpus": job.machine.gpus,
+        "gpus_per_node": job.machine.gpus_per_node,
+        "precision": job.precision,
+        "software": job.software.name,
+        "layout": asdict(job.layout),
+        "micro_batches": job.micro_batches,
         "predicted_step_seconds": prediction.seconds,
         "measured_step_seconds": measured,
         "error_percent": percent(prediction.error),

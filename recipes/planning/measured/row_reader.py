@@ -222,8 +222,17 @@ class RowReader:
             ffn_hidden_size=self.whole("ffn"),
             vocab_size=self.whole("vocab", DEFAULT_VOCABULARY, "Megatron's GPT-2 vocabulary"),
             sequence_length=self.whole("seq"),
-            **switches,
+            head_size=self.whole("head_size") if self.cell("head_size") else None,
+            **{**switches, **self.model_switches()},
         )
+
+    def model_switches(self) -> dict[str, Any]:
+        """Return the switches of the model that the row states in columns of their own."""
+        stated = {key: self.cell(key) for key in ("tie_embeddings", "qk_norm") if self.cell(key)}
+        for key, text in stated.items():
+            if not (is_yes(text) or is_no(text)):
+                raise UserError(f"{key} is {text}")
+        return {key: is_yes(text) for key, text in stated.items()}
 
     def layout(self, model: ModelConfig, count: int) -> JobLayout:
         """Return the layout, without recomputation."""

@@ -6,7 +6,9 @@ optional:
     row_id               a name for the run
     framework            begins with a `framework` of `software.py`, such as "Megatron-DeepSpeed"
     [arch]               begins with "gpt" (GPT-2's switches) or "llama"
-    layers hidden heads [kv_heads] ffn [vocab] seq
+    layers hidden heads [kv_heads] [head_size] ffn [vocab] seq
+    [tie_embeddings] [qk_norm]  0 or 1
+    [params_b]           billions of parameters, only to label pictures
     gpu [gpu_mem_gb]     contains a name of `gpus/`, such as "A100"; memory selects the variant
     gpus [gpus_per_node]
     [intra_gbps_unidir]  gigabytes/s between GPUs of a node, each GPU, one direction
@@ -50,6 +52,7 @@ class Row:
         job: the described job; None if the row is skipped
         assumed: values assumed for unstated cells
         skipped: reason why the row cannot be predicted; empty otherwise
+        parameters: the number of parameters that the row states; None if it states none
     """
 
     row_id: str
@@ -57,6 +60,7 @@ class Row:
     job: Job | None = None
     assumed: tuple[str, ...] = ()
     skipped: str = ""
+    parameters: int | None = None
 
 
 @dataclass(frozen=True)
@@ -81,7 +85,7 @@ def read_table(path: Path) -> list[Row]:
     """
     if missing := REQUIRED_COLUMNS - columns_of(path):
         columns = ", ".join(sorted(missing))
-        raise UserError(f"{path}: columns {columns} are missing; it is not a table of runs")
+        raise UserError(f"{path}: missing columns: {columns}; it is not a table of runs")
     return [read_row(cells) for cells in read_cells(path)]
 
 
@@ -134,7 +138,14 @@ def read_row(cells: dict[str, str]) -> Row:
         return Row(reader.cell("row_id"), measured, None, tuple(reader.assumed), str(error))
     if usable and measured.step_seconds is None:
         measured = replace(measured, step_seconds=seconds_of_mfu(job, cells))
-    return Row(reader.cell("row_id"), measured, job, tuple(reader.assumed))
+    billions = number(cells.get("params_b"))
+    return Row(
+        reader.cell("row_id"),
+        measured,
+        job,
+        tuple(reader.assumed),
+        parameters=round(1e9 * billions) if billions else None,
+    )
 
 
 def seconds_of_mfu(job: Job, cells: dict[str, str]) -> float | None:

@@ -1,5 +1,6 @@
 """The report of `plan.py --largest`: a family of models on one machine, and the time of each."""
 
+import shlex
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,10 +16,19 @@ from recipes.training.recipe.sections.layout import Cluster
 COLUMNS = f"{'model':<18}{'parameters':>11}{'tokens':>9}{'days':>10}{'MFU':>8}  layout"
 
 
-def family_lines(family: Sequence[Member], cluster: Cluster, days: float) -> Iterator[str]:
-    """Yield a table of a family, and the largest model that is trained in time."""
+def family_lines(
+    family: Sequence[Member], cluster: Cluster, days: float, options: Sequence[str] = ()
+) -> Iterator[str]:
+    """Yield a table of a family, and the largest model that is trained in time.
+
+    Args:
+        family: the members, the smallest model first
+        cluster: nodes and GPUs
+        days: limit of the duration
+        options: options of the command that also apply to a plan of the named model
+    """
     yield (
-        f"Fastest layouts on {cluster.nodes} x {cluster.gpus_per_node} {cluster.gpu} "
+        f"Best layouts on {cluster.nodes} x {cluster.gpus_per_node} {cluster.gpu} "
         f"(tensor x pipeline x data)"
     )
     yield COLUMNS
@@ -28,10 +38,11 @@ def family_lines(family: Sequence[Member], cluster: Cluster, days: float) -> Ite
     if found is None:
         yield f"No model of the family fits and trains its tokens in {days:g} days."
         return
+    machine = f"--nodes {cluster.nodes} --gpus-per-node {cluster.gpus_per_node} --gpu {cluster.gpu}"
+    arguments = [_shown(found.path), *machine.split(), *options]
     yield (
         f"The largest model that trains its tokens in {days:g} days is {found.recipe.name}. "
-        f"To plan it: python recipes/plan.py {_shown(found.path)} --nodes {cluster.nodes} "
-        f"--gpus-per-node {cluster.gpus_per_node} --gpu {cluster.gpu}"
+        f"To plan it: python recipes/plan.py {shlex.join(arguments)}"
     )
 
 
@@ -63,7 +74,9 @@ def _line(member: Member) -> str:
     if plan is None:
         return f"{start}{'-':>10}{'-':>8}  no layout fits"
     mfu = rates(plan.job, plan.time.total, recipe.training.steps).mfu
-    return f"{start}{member.days:>10,.1f}{mfu:>8.1%}  {layout_text(plan.job.layout)}"
+    days = member.days or 0.0
+    time = f"{days:,.1f}" if days >= 1 else f"{24 * days:.2g} h"
+    return f"{start}{time:>10}{mfu:>8.1%}  {layout_text(plan.job.layout)}"
 
 
 def _shown(path: Path) -> str:

@@ -13,9 +13,8 @@ from recipes.pictures.pipeline_passes import ink, save_figure
 from recipes.planning.inputs.job import Job, Machine, job_without_layout
 from recipes.planning.output.pipeline_picture import timeline
 from recipes.planning.output.plan_report import rates, short_count
-from recipes.planning.search.family import fastest_plan, relatives
+from recipes.planning.search.family import best_plan, relatives
 from recipes.planning.search.layout_search import Plan
-from recipes.training.recipe.loading import load_recipe
 from recipes.training.recipe.schema import Recipe
 
 MIN_LAST_NODES = 512  # the last column of a heat map has at least this many nodes
@@ -45,7 +44,7 @@ def heatmap(recipe: Recipe, job: Job) -> Figure:
     """Return a figure of the best layout of each recipe (row) on each number of nodes (column)."""
     recipes = family(recipe)
     columns = node_counts(job.machine.nodes)
-    cells = [[best_plan(each, job, nodes) for nodes in columns] for each in recipes]
+    cells = [[plan_on_nodes(each, job, nodes) for nodes in columns] for each in recipes]
     shares = [[mfu(plan) if plan else float("nan") for plan in row] for row in cells]
     figure = Figure(
         figsize=(2.6 + 0.92 * len(columns), 1.5 + 0.42 * len(recipes)), layout="constrained"
@@ -95,7 +94,7 @@ def colour_scale_end(shares: Sequence[Sequence[float]]) -> float:
 
 def family(recipe: Recipe) -> list[Recipe]:
     """Return a recipe and the shipped recipes of its family, the smallest model first."""
-    found = [recipe, *map(load_recipe, relatives(recipe))]
+    found = [recipe, *relatives(recipe).values()]
     return sorted(found, key=lambda each: parameter_count(each.model))
 
 
@@ -105,12 +104,12 @@ def node_counts(own: int) -> list[int]:
     return sorted({2**power for power in range(most.bit_length())} | {own})
 
 
-def best_plan(recipe: Recipe, job: Job, nodes: int) -> Plan | None:
-    """Return the fastest layout of a recipe on `nodes` of the job's nodes; None if none fits."""
+def plan_on_nodes(recipe: Recipe, job: Job, nodes: int) -> Plan | None:
+    """Return the best layout of a recipe on `nodes` of the job's nodes; None if none fits."""
     per_node = job.machine.gpus_per_node
     machine = Machine.of(job.machine.gpu, gpus=nodes * per_node, gpus_per_node=per_node)
     try:
-        return fastest_plan(job_without_layout(recipe, machine, job.software))
+        return best_plan(job_without_layout(recipe, machine, job.software))
     except UserError:  # the GPU does not support the recipe's precision
         return None
 

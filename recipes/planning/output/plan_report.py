@@ -170,7 +170,7 @@ def rates_text(rate: Rates) -> str:
 def distinct_stages(memory: Sequence[StageMemory]) -> list[tuple[str, StageMemory]]:
     """Merge neighbouring stages of equal memory into groups, such as "stage 2 .. 7".
 
-    Of more than four groups, return only the first, the fullest and the last.
+    Of more than four groups, return only the first, the fullest of those between, and the last.
     """
     groups: list[tuple[int, int, StageMemory]] = []
     for number, stage in enumerate(memory):

@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import matplotlib
 from matplotlib.axes import Axes
@@ -18,13 +18,15 @@ from matplotlib.patches import Rectangle
 
 from models.errors import UserError
 from recipes.pictures.pipeline_passes import save_figure
+from recipes.planning.inputs.job import JobLayout
+from recipes.planning.output.catalogue import layout_text
 from recipes.planning.output.plan_picture import HEATMAP_COLOURS, cell_ink, colour_scale_end
 from recipes.planning.output.plan_report import short_count
 
 TABLE_MARKERS = "osD^vPX<>phd*8"
 MAX_LARGE_POINTS = 200  # tables with more rows are drawn with small points
 SLOWER_CHOICE = "#c00000"  # colour of the frame of a layout that is not the measured fastest
-Runs = Sequence[Mapping[str, Any]]
+Kind = Literal["measured", "predicted"]
 
 
 def draw_scatter(results: Mapping[str, Mapping[str, Any]], *, file: Path) -> None:
@@ -127,41 +129,81 @@ def _draw_table(above: Axes, below: Axes, points: Points, order: int) -> Line2D:
     )
 
 
+class Model(NamedTuple):
+    """The rows of a heat map: runs that differ only in their layout and number of nodes."""
+
+    parameters: int
+    sequence_length: int
+    tokens_per_step: int
+    gpu: str
+    precision: str
+    software: str
+
+    def __str__(self) -> str:
+        return (
+            f"{short_count(self.parameters)} parameters, {self.gpu} {self.precision}\n"
+            f"{short_count(self.tokens_per_step)} tokens, length {self.sequence_length:,}"
+        )
+
+
+class Size(NamedTuple):
+    """The columns of a heat map: the number of GPUs in a node, and of GPUs in total."""
+
+    gpus_per_node: int
+    gpus: int
+
+    def __str__(self) -> str:
+        return f"{-(-self.gpus // self.gpus_per_node)} x {min(self.gpus, self.gpus_per_node)}"
+
+
+class Cell(NamedTuple):
+    """A cell of a heat map."""
+
+    model: Model
+    size: Size
+
+
+Run = Mapping[str, Any]  # a row of `plan.py --table`
+
+
 def heatmaps(results: Mapping[str, Mapping[str, Any]]) -> Figure:
     """Return a figure of the fastest run of each model (row) on each number of nodes (column).
 
-    Left: the fastest run by measurement, with its measured MFU. Right: the fastest run of the same
-    cell by prediction, with its predicted MFU. A red frame on the right marks a layout that is
+    Left: the fastest run by measurement, with its measured MFU. Right: the fastest of the measured
+    runs by prediction, with its predicted MFU. A red frame on the right marks a layout that is
     slower by measurement than the layout on the left, and states the difference.
 
     Raises:
         UserError: no row has a measured time.
     """
     cells = runs_by_cell(results)
-    models = sorted({model for model, _ in cells})
-    nodes = sorted({count for _, count in cells})
-    best = {cell: (fastest(cells[cell], "measured"), fastest(cells[cell], "predicted"))
-            for cell in cells}  # fmt: skip
-    top = colour_scale_end(
-        [[run["measured_mfu_percent"] / 100, choice["predicted_mfu_percent"] / 100]
-         for run, choice in best.values()]
+    measured = {cell: fastest(runs, "measured") for cell, runs in cells.items()}
+    predicted = {cell: fastest(runs, "predicted") for cell, runs in cells.items()}
+    grid = Grid(
+        models=sorted({cell.model for cell in cells}),
+        sizes=sorted({cell.size for cell in cells}),
+        top=colour_scale_end(
+            [[run["measured_mfu_percent"] / 100 for run in measured.values()],
+             [run["predicted_mfu_percent"] / 100 for run in predicted.values()]]
+        ),
     )  # fmt: skip
+    lines = max(cell_text(run, "measured").count("\n") for run in measured.values()) + 1
     figure = Figure(
-        figsize=(3.6 + 2.0 * len(nodes), 1.8 + 0.62 * len(models)), layout="constrained"
+        figsize=(4.2 + 2.3 * len(grid.sizes), 1.8 + 0.17 * lines * len(grid.models)),
+        layout="constrained",
     )
     left, right = figure.subplots(1, 2, sharey=True)
-    for axes, kind in ((left, "measured"), (right, "predicted")):
-        chosen = {cell: pair[kind == "predicted"] for cell, pair in best.items()}
-        image = _draw_cells(axes, chosen, kind, models, nodes, top)
-    for cell, (run, choice) in best.items():
-        slower = choice["measured_step_seconds"] / run["measured_step_seconds"] - 1
+    grid.draw(left, measured, "measured")
+    image = grid.draw(right, predicted, "predicted")
+    for cell, run in measured.items():
+        slower = predicted[cell]["measured_step_seconds"] / run["measured_step_seconds"] - 1
         if slower > 0:
-            _frame(right, nodes.index(cell[1]), models.index(cell[0]), f"+{slower:.1%}")
-    left.set_yticks(range(len(models)), [_model_label(*model) for model in models], fontsize=8)
-    left.set_title("Measured fastest run, measured MFU", fontsize=9)
-    right.set_title("Predicted fastest of these runs, predicted MFU", fontsize=9)
+            grid.frame(right, cell, f"+{slower:.1%}")
+    left.set_yticks(range(len(grid.models)), [str(each) for each in grid.models], fontsize=8)
+    left.set_title("Fastest run by measurement, measured MFU", fontsize=9)
+    right.set_title("Fastest of these runs by prediction, predicted MFU", fontsize=9)
     figure.suptitle(
-        "tensor x pipeline x data; sequences of a micro-batch x micro-batches, ZeRO stage; MFU\n"
+        "tensor x pipeline x data; sequences of a micro-batch x micro-batches; MFU\n"
         "red: slower than the fastest run, as measured", fontsize=9,
     )  # fmt: skip
     bar = figure.colorbar(image, ax=(left, right), pad=0.01, format=lambda share, _: f"{share:.0%}")
@@ -170,23 +212,18 @@ def heatmaps(results: Mapping[str, Mapping[str, Any]]) -> Figure:
     return figure
 
 
-def runs_by_cell(
-    results: Mapping[str, Mapping[str, Any]],
-) -> dict[tuple[tuple[int, int, int], int], list[Mapping[str, Any]]]:
-    """Group the measured runs of all tables.
-
-    Returns:
-        (parameters, sequence length, tokens per step), number of nodes -> runs
+def runs_by_cell(results: Mapping[str, Mapping[str, Any]]) -> dict[Cell, list[Run]]:
+    """Group the measured runs of all tables by the cells of a heat map.
 
     Raises:
         UserError: no row has a measured time.
     """
-    cells: dict[tuple[tuple[int, int, int], int], list[Mapping[str, Any]]] = defaultdict(list)
+    cells: dict[Cell, list[Run]] = defaultdict(list)
     for result in results.values():
         for run in result["rows"]:
             if run.get("measured_mfu_percent"):
-                model = run["parameters"], run["sequence_length"], run["tokens_per_step"]
-                cells[model, run["nodes"]].append(run)
+                model = Model(*(run[key] for key in Model._fields))
+                cells[Cell(model, Size(run["gpus_per_node"], run["gpus"]))].append(run)
     if not cells:
         raise UserError(
             "--heatmap: no row has a measured step time; use a table with a column step_time_s"
@@ -194,65 +231,55 @@ def runs_by_cell(
     return cells
 
 
-def fastest(runs: Runs, kind: str) -> Mapping[str, Any]:
-    """Return the run with the shortest time per token.
-
-    Args:
-        runs: runs of one model and batch
-        kind: "measured" or "predicted"
-    """
-    return max(runs, key=lambda run: run[f"{kind}_mfu_percent"])
+def fastest(runs: Sequence[Run], kind: Kind) -> Run:
+    """Return the run of a cell with the shortest measured or predicted step."""
+    return min(runs, key=lambda run: run[f"{kind}_step_seconds"])
 
 
-def _draw_cells(
-    axes: Axes,
-    chosen: Mapping[tuple[tuple[int, int, int], int], Mapping[str, Any]],
-    kind: str,
-    models: Sequence[tuple[int, int, int]],
-    nodes: Sequence[int],
-    top: float,
-) -> AxesImage:
-    """Draw the chosen runs and their MFU; return the image, for the colour bar."""
-    key = f"{kind}_mfu_percent"
-    shares = [
-        [chosen[model, count][key] / 100 if (model, count) in chosen else float("nan")
-         for count in nodes]
-        for model in models
-    ]  # fmt: skip
-    image = axes.imshow(shares, cmap=HEATMAP_COLOURS, vmin=0.0, vmax=top, aspect="auto")
-    for (model, count), run in chosen.items():
-        share = run[key] / 100
-        axes.text(
-            nodes.index(count), models.index(model), f"{_layout_text(run['layout'])}\n{share:.1%}",
-            ha="center", va="center", fontsize=7, color=cell_ink(share, top),
+def cell_text(run: Run, kind: Kind) -> str:
+    """Return the text of a cell: layout, micro-batches, settings other than the usual, and MFU."""
+    layout = JobLayout(**run["layout"])
+    sizes, *settings = layout_text(layout).split(", ")
+    context = [f"context {layout.context}"] if layout.context > 1 else []
+    batch = f"{layout.micro_sequences} x {run['micro_batches']}"
+    share = f"{run[f'{kind}_mfu_percent']:.1f}%"
+    return "\n".join([sizes, batch, *context, *settings, share])
+
+
+@dataclass(frozen=True)
+class Grid:
+    """The rows and columns of two heat maps, and the upper end of their colour scale."""
+
+    models: list[Model]
+    sizes: list[Size]
+    top: float
+
+    def draw(self, axes: Axes, runs: Mapping[Cell, Run], kind: Kind) -> AxesImage:
+        """Draw a run in each cell, and return the image, for the colour bar."""
+        shares = {cell: run[f"{kind}_mfu_percent"] / 100 for cell, run in runs.items()}
+        image = axes.imshow(
+            [[shares.get(Cell(model, size), float("nan")) for size in self.sizes]
+             for model in self.models],
+            cmap=HEATMAP_COLOURS, vmin=0.0, vmax=self.top, aspect="auto",
         )  # fmt: skip
-    axes.set_xticks(range(len(nodes)), [str(count) for count in nodes], fontsize=8)
-    axes.set_xlabel("nodes", fontsize=9)
-    return image
+        for cell, run in runs.items():
+            axes.text(
+                self.sizes.index(cell.size), self.models.index(cell.model), cell_text(run, kind),
+                ha="center", va="center", fontsize=7, color=cell_ink(shares[cell], self.top),
+            )  # fmt: skip
+        axes.set_xticks(range(len(self.sizes)), [str(size) for size in self.sizes], fontsize=8)
+        axes.set_xlabel("nodes x GPUs in each", fontsize=9)
+        return image
 
-
-def _layout_text(layout: Mapping[str, int]) -> str:
-    context = f" x context {layout['context']}" if layout["context"] > 1 else ""
-    return (
-        f"{layout['tensor']} x {layout['pipeline']} x {layout['data']}{context}\n"
-        f"{layout['micro_sequences']} x {layout['micro_batches']}, ZeRO-{layout['zero_stage']}"
-    )
-
-
-def _model_label(parameters: int, sequence: int, tokens: int) -> str:
-    return (
-        f"{short_count(parameters)} parameters\n{short_count(tokens)} tokens, length {sequence:,}"
-    )
-
-
-def _frame(axes: Axes, column: int, row: int, text: str) -> None:
-    """Mark a cell, with a text in its corner."""
-    axes.add_patch(
-        Rectangle(
-            (column - 0.48, row - 0.47), 0.96, 0.94, fill=False, edgecolor=SLOWER_CHOICE,
-            linewidth=1.4, zorder=10,
+    def frame(self, axes: Axes, cell: Cell, text: str) -> None:
+        """Mark a cell, with a text in its corner."""
+        column, row = self.sizes.index(cell.size), self.models.index(cell.model)
+        axes.add_patch(
+            Rectangle(
+                (column - 0.48, row - 0.47), 0.96, 0.94, fill=False, edgecolor=SLOWER_CHOICE,
+                linewidth=1.4, zorder=10,
+            )
+        )  # fmt: skip
+        axes.text(
+            column + 0.46, row - 0.45, text, ha="right", va="top", fontsize=6, color=SLOWER_CHOICE
         )
-    )  # fmt: skip
-    axes.text(
-        column + 0.46, row - 0.45, text, ha="right", va="top", fontsize=6, color=SLOWER_CHOICE
-    )

@@ -1,4 +1,7 @@
-"""The family of a recipe: the shipped models of its architecture, each in its fastest layout."""
+"""The family of a recipe: the shipped models of its architecture, each in its best layout.
+
+The best layout is the first one that a search returns: the simplest within 2 % of the fastest.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,7 +21,7 @@ SECONDS_PER_DAY = 86_400
 
 @dataclass(frozen=True)
 class Member:
-    """A recipe of a family, and its fastest layout that fits; None if none fits."""
+    """A recipe of a family, and its best layout that fits; None if none fits."""
 
     path: Path
     recipe: Recipe
@@ -32,15 +35,18 @@ class Member:
         return self.recipe.training.steps * self.plan.time.total / SECONDS_PER_DAY
 
 
-def relatives(recipe: Recipe) -> list[Path]:
-    """Return the shipped recipes of a recipe's family, without the recipe itself."""
+def relatives(recipe: Recipe) -> dict[Path, Recipe]:
+    """Return the shipped recipes of a recipe's family, without the recipe itself.
+
+    The family is named by the part of a recipe's name before the first hyphen, such as "llama".
+    """
     kind = recipe.name.partition("-")[0]
-    found = [path for path in shipped_recipes() if path.parent.name == kind]
-    return [path for path in found if load_recipe(path).name != recipe.name]
+    found = {path: load_recipe(path) for path in shipped_recipes() if path.parent.name == kind}
+    return {path: each for path, each in found.items() if each.name != recipe.name}
 
 
-def fastest_plan(job: Job, headroom: float = DEFAULT_HEADROOM) -> Plan | None:
-    """Return the fastest layout of a job; None if none fits."""
+def best_plan(job: Job, headroom: float = DEFAULT_HEADROOM) -> Plan | None:
+    """Return the best layout of a job; None if none fits."""
     plans = search(job, top=1, headroom=headroom).plans
     return plans[0] if plans else None
 
@@ -48,9 +54,9 @@ def fastest_plan(job: Job, headroom: float = DEFAULT_HEADROOM) -> Plan | None:
 def members(
     path: Path,
     overrides: Sequence[str],
+    *,
     cluster: Cluster,
     software: Software,
-    *,
     calibrate: Callable[[Job], Job],
     headroom: float,
 ) -> list[Member]:
@@ -71,10 +77,10 @@ def members(
     machine = Machine.of_cluster(cluster)
     size = {"nodes": cluster.nodes, "gpus_per_node": cluster.gpus_per_node}
     found = []
-    for each in [path, *relatives(load_recipe(path))]:
+    for each in [path, *relatives(load_recipe(path, overrides))]:
         recipe, _ = recipe_on_cluster(each, overrides, **size, gpu=cluster.gpu)
         job = calibrate(job_without_layout(recipe, machine, software))
-        found.append(Member(each, recipe, fastest_plan(job, headroom)))
+        found.append(Member(each, recipe, best_plan(job, headroom)))
     return sorted(found, key=lambda member: parameter_count(member.recipe.model))
 
 
