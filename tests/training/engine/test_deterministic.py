@@ -40,7 +40,8 @@ start_processes(World(), deterministic={})
 enabled = torch.are_deterministic_algorithms_enabled()
 warns_only = torch.is_deterministic_algorithms_warn_only_enabled()
 cudnn_attention = torch.backends.cuda.cudnn_sdp_enabled()
-print(enabled, warns_only, cudnn_attention, os.environ.get("CUBLAS_WORKSPACE_CONFIG"))
+workspace = os.environ.get("CUBLAS_WORKSPACE_CONFIG")
+print(enabled, warns_only, cudnn_attention, workspace, flush=True)
 os._exit(0)
 """
 
