@@ -46,15 +46,23 @@ PART_OF_INSTRUCTION: dict[type[PipeInstruction], str] = {
 def split_of_rank(
     engine: Engine, batch: Sequence[MicroBatch], learning_rate: float
 ) -> dict[str, float]:
-    """Train for a few instrumented steps, and return the seconds of each part; collective.
+    """Return the median seconds of each part of a step on this rank; collective.
+
+    The arguments are those of `instrumented_steps`.
+    """
+    steps = instrumented_steps(engine, batch, learning_rate)
+    return {part: median(step[part] for step in steps) for part in PARTS}
+
+
+def instrumented_steps(
+    engine: Engine, batch: Sequence[MicroBatch], learning_rate: float
+) -> list[dict[str, float]]:
+    """Train for a few steps, and return the seconds of each part of each step; collective.
 
     Args:
         engine: an engine after its first steps
-        batch: this rank's micro-batches of a step, which all instrumented steps use
+        batch: this rank's micro-batches of a step, which all steps use
         learning_rate: learning rate of the steps
-
-    Returns:
-        part -> median of its seconds in a step on this rank
     """
     clock, steps = PartClock(engine.device), []
     with instrumented(engine, clock):
@@ -64,7 +72,7 @@ def split_of_rank(
             if engine.on_gpu:  # no receive is outstanding at the end of a step
                 torch.cuda.synchronize(engine.device)
             steps.append(clock.end_step())
-    return {part: median(step[part] for step in steps) for part in PARTS}
+    return steps
 
 
 @contextmanager
