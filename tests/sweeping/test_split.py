@@ -157,7 +157,7 @@ def changed_objects(recipe: dict[str, Any], fails: bool) -> list[str]:
     observers = list(getattr(engine.wrapped, "observers", ()))
     if fails:
         with pytest.raises(RuntimeError, match="as injected"):
-            split_of_rank(engine, failing(batch), LEARNING_RATE)
+            split_of_rank(engine, UnreadableBatch(batch), LEARNING_RATE)
     else:
         split_of_rank(engine, batch, LEARNING_RATE)
     wrong = [name for name, value in objects.items() if set(vars(value)) - names[name]]
@@ -171,7 +171,9 @@ def changed_objects(recipe: dict[str, Any], fails: bool) -> list[str]:
     return wrong
 
 
-class failing(list):  # noqa: N801 (a function in its use)
+class UnreadableBatch(list):
+    """Micro-batches whose reading fails."""
+
     def __iter__(self) -> Any:
         raise RuntimeError("as injected")
 
