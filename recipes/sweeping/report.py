@@ -103,10 +103,10 @@ def split_lines(trial: Trial, split: Split) -> Iterator[str]:
     """Yield a table of the measured and the planned parts of a trial's step, in seconds."""
     planned = planned_parts(trial.planned_time)
     names = dict.fromkeys([*PLANNED_PARTS, *PARTS])  # each name once
-    yield "step of 1." + "".join(f"{name:>11}" for name in [*names, "total"])
+    yield "layout 1, s" + "".join(f"{name:>11}" for name in [*names, "total"])
     for title, parts in (("measured", split.parts), ("planned", planned)):
         cells = [f"{parts[name]:11.4f}" if name in parts else f"{'-':>11}" for name in names]
-        yield f"{title:10}" + "".join(cells) + f"{sum(parts.values()):11.4f}"
+        yield f"{title:11}" + "".join(cells) + f"{sum(parts.values()):11.4f}"
 
 
 def first(pair: tuple[float, Trial]) -> float:

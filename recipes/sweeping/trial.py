@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple, get_args
 from recipes.planning.inputs.job import Job, Machine, job_of
 from recipes.planning.memory.peak import GIB, fullest_stage
 from recipes.planning.time.step_time import StepTime, step_time
-from recipes.sweeping.splitting.parts import Split
+from recipes.sweeping.splitting.parts import SPLIT_STEPS, Split
 from recipes.training.recipe.deepspeed_config import read_deepspeed_json
 from recipes.training.recipe.schema import Recipe
 from recipes.training.recipe.sections.layout import Cluster
@@ -190,8 +190,9 @@ class Result:
 
     @property
     def stepping_seconds(self) -> float:
-        """The duration of all steps, including the warm-up."""
-        return self.warm_up_seconds + sum(self.step_seconds)
+        """The duration of all steps, including the warm-up and the instrumented ones."""
+        instrumented = SPLIT_STEPS * self.split.instrumented_seconds if self.split else 0.0
+        return self.warm_up_seconds + sum(self.step_seconds) + instrumented
 
     def as_json(self) -> dict[str, Any]:
         """Return a table for `from_json`."""

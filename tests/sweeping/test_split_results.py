@@ -62,7 +62,9 @@ def test_results_keep_the_split_and_older_ones_have_none() -> None:
     table = json.loads(json.dumps(result.as_json()))
     assert Result.from_json(table) == result
     del table["split"]
-    assert Result.from_json(table).split is None
+    older = Result.from_json(table)
+    assert older.split is None and older.stepping_seconds == pytest.approx(0.3)
+    assert result.stepping_seconds == pytest.approx(0.3 + 3 * sum(SECONDS.values()))
 
 
 def test_the_row_has_the_measured_and_the_planned_parts() -> None:
@@ -106,7 +108,7 @@ def test_the_summary_splits_the_fastest_layout_only() -> None:
     lines = lines_of(*results)
     titles, measured, planned = (line.split() for line in lines[3:6])
     names = titles[3:]
-    assert titles[:3] == ["step", "of", "1."] and set(names) == {*PARTS, *PLANNED_PARTS, "total"}
+    assert titles[:3] == ["layout", "1,", "s"] and set(names) == {*PARTS, *PLANNED_PARTS, "total"}
     cells = dict(zip(names, measured[1:], strict=True))
     assert measured[0] == "measured" and cells.pop("waiting") == "-"
     assert {name: float(cell) for name, cell in cells.items()} == pytest.approx(
@@ -116,7 +118,7 @@ def test_the_summary_splits_the_fastest_layout_only() -> None:
     assert float(planned[-1]) == pytest.approx(fast.planned_seconds, abs=1e-4)
     assert len(lines) == 7
     without = [(trial, replace(result, split=None)) for trial, result in results]
-    assert not [line for line in lines_of(*without) if "step of" in line]
+    assert not [line for line in lines_of(*without) if "layout 1," in line]
 
 
 def test_json_has_the_split() -> None:
@@ -177,7 +179,7 @@ def test_a_sweep_measures_again_to_get_the_split(recipe: Path, tmp_path: Path) -
     assert done.returncode == 0 and "already measured" not in done.stdout
     assert sorted(sweep.finished()) == sorted(2 * keys)
     assert all(float(row["compute_s"]) > 0 for row in sweep.rows())
-    assert "step of 1." in done.stdout
+    assert "layout 1, s" in done.stdout
     for options in (["--split"], []):
         again = sweep.run(*options)
         assert again.returncode == 0 and "3 are already measured" in again.stdout

@@ -25,7 +25,7 @@ class Split:
         optimizer: gradient norm, clipping, update, and the sum of tied gradients over the stages
         other: the rest, such as copying the samples to the device
         rank: the slowest rank, to which the parts belong
-        instrumented_seconds: duration of a step with instrumentation, before the normalisation
+        instrumented_seconds: sum of the parts before the normalisation
     """
 
     compute: float
