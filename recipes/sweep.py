@@ -92,7 +92,7 @@ def sweep(options: argparse.Namespace) -> int:
     try:
         for rejection in choice.rejections:
             folder.add_rejection(rejection)
-        measured = sum(1 for trial in choice.trials if folder.result(trial.key))
+        measured = sum(1 for trial in choice.trials if folder.answer(trial))
         for line in report.choice_lines(choice, measured):
             say(line)
 
@@ -150,6 +150,7 @@ def request_of(options: argparse.Namespace) -> Request:
         top=options.top,
         warm_up=options.warm_up,
         steps=FIRST_HALVING_STEPS if options.halving else options.steps,
+        split=options.split,
     )
 
 
@@ -231,6 +232,10 @@ def add_measuring_options(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--halving", action="store_true",
         help="measure all trials for 2 steps, the faster half for 4, and so on, instead of --steps",
+    )  # fmt: skip
+    group.add_argument(
+        "--split", action="store_true",
+        help="also measure the parts of a step: compute, communication, waiting and optimizer",
     )  # fmt: skip
     group.add_argument(
         "--seconds-per-trial", type=seconds, metavar="SECONDS",

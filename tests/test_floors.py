@@ -79,6 +79,7 @@ NO_TORCH = [  # imported before torch, by commands of a login node, or in proces
     "recipes.proving.shrink",
     "recipes.sweeping.choice",
     "recipes.sweeping.report",
+    "recipes.sweeping.splitting.parts",
     "recipes.sweeping.sweep_folder",
     "recipes.sweeping.table",
     "recipes.sweeping.trial",

@@ -43,6 +43,8 @@ class Request:
         top: number of layouts for each recipe, cluster and combination of the grid
         warm_up: steps before the measured ones
         steps: measured steps
+        split: True if all trials measure the split of a step; otherwise only those of recipes with
+            tracking.timeline_step do
     """
 
     recipes: Sequence[Path]
@@ -54,6 +56,7 @@ class Request:
     top: int = 10
     warm_up: int = 2
     steps: int = 5
+    split: bool = False
 
 
 @dataclass
@@ -110,7 +113,7 @@ def choose(request: Request) -> Choice:
     for combination in combinations(request, grid):
         try:
             for recipe in recipes_of(combination, layouts, request.top, choice.ruled_out):
-                trial = Trial(str(short(combination.path)), recipe, request.warm_up, request.steps)
+                trial = trial_of(recipe, request, source=str(short(combination.path)))
                 if trial.key not in seen:
                     seen.add(trial.key)
                     add(choice, trial, str(combination))
@@ -121,6 +124,22 @@ def choose(request: Request) -> Choice:
         raise UserError(nothing_to_run(choice))
     choice.trials.sort(key=lambda trial: (trial.world, trial.planned_seconds))
     return choice
+
+
+def trial_of(recipe: Recipe, request: Request, *, source: str) -> Trial:
+    """Return the trial of a recipe.
+
+    `tracking.timeline_step` asks for the split of a step. It is removed from the recipe, because
+    the timeline of a run is available in fewer layouts than the split.
+    """
+    tracking = recipe.tracking.model_copy(update={"timeline_step": 0})
+    return Trial(
+        source,
+        recipe.model_copy(update={"tracking": tracking}),
+        request.warm_up,
+        request.steps,
+        split=request.split or recipe.tracking.timeline_step > 0,
+    )
 
 
 def add(choice: Choice, trial: Trial, settings: str) -> None:

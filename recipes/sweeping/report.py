@@ -3,11 +3,12 @@
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from recipes.planning.output.plan_report import layout_line
 from recipes.sweeping.choice import Choice
+from recipes.sweeping.splitting.parts import PARTS, PLANNED_PARTS, Split, planned_parts
 from recipes.sweeping.trial import FAULTS, OUTCOMES, Result, Trial, competitors
 
 MAX_BEST = 5  # layouts in the summary, for each recipe and number of GPUs
@@ -77,17 +78,35 @@ def choice_lines(choice: Choice, measured: int) -> Iterator[str]:
 
 
 def summary_lines(results: Sequence[tuple[Trial, Result]], choice: Choice) -> Iterator[str]:
-    """Yield the fastest layouts and the number of trials of each outcome."""
+    """Yield the fastest layouts and the number of trials of each outcome.
+
+    The split of a step follows the fastest layouts, if it was measured for the first of them.
+    """
+    splits = {trial.key: result.split for trial, result in results}
     for (source, ranks), group in competitors(results).items():
         yield f"Fastest layouts of {source} on {ranks} ranks:"
-        for rank, (seconds, trial) in enumerate(sorted(group, key=first)[:MAX_BEST], start=1):
+        fastest = sorted(group, key=first)[:MAX_BEST]
+        for rank, (seconds, trial) in enumerate(fastest, start=1):
             error = trial.planned_seconds / seconds - 1
             yield (
                 f"{rank:3}. {seconds:9.4f} s (plan {trial.planned_seconds:.4f}, {error:+.0%})  "
                 f"{layout_line(trial.job.layout)}"
             )
+        _, best = fastest[0]
+        if (split := splits[best.key]) is not None:
+            yield from split_lines(best, split)
     counts = outcomes(results, choice)
     yield "Outcomes: " + ", ".join(f"{count} {name}" for name, count in counts.items() if count)
+
+
+def split_lines(trial: Trial, split: Split) -> Iterator[str]:
+    """Yield a table of the measured and the planned parts of a trial's step, in seconds."""
+    planned = planned_parts(trial.planned_time)
+    names = dict.fromkeys([*PLANNED_PARTS, *PARTS])  # each name once
+    yield "layout 1, s" + "".join(f"{name:>11}" for name in [*names, "total"])
+    for title, parts in (("measured", split.parts), ("planned", planned)):
+        cells = [f"{parts[name]:11.4f}" if name in parts else f"{'-':>11}" for name in names]
+        yield f"{title:11}" + "".join(cells) + f"{sum(parts.values()):11.4f}"
 
 
 def first(pair: tuple[float, Trial]) -> float:
@@ -132,12 +151,20 @@ def as_json(results: Iterable[tuple[Trial, Result]], choice: Choice, folder: str
                 "layout": layout_line(trial.job.layout),
                 "step_seconds": result.median_seconds,
                 "planned_step_seconds": trial.planned_seconds,
+                **split_as_json(trial, result),
                 "outcome": result.outcome,
                 "reason": result.reason,
             }
             for trial, result in results
         ],
     }
+
+
+def split_as_json(trial: Trial, result: Result) -> dict[str, Any]:
+    """Return the measured and the planned split of a step for --json, if it was measured."""
+    if result.split is None:
+        return {"split": None, "planned_split": None}
+    return {"split": asdict(result.split), "planned_split": planned_parts(trial.planned_time)}
 
 
 def name_of(trial: Trial) -> str:

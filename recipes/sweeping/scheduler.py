@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from recipes.planning.inputs.stage_contents import stage_parameters
+from recipes.sweeping.splitting.parts import SPLIT_STEPS
 from recipes.sweeping.sweep_folder import SweepFolder, SweepStopped
 from recipes.sweeping.trial import Result, Trial, competitors
 from recipes.sweeping.worlds.launchers import Launcher
@@ -50,7 +51,7 @@ class Scheduler:
         Raises:
             SweepStopped: the disk is full, or no ranks can be started.
         """
-        left = [trial for trial in trials if self.folder.result(trial.key) is None]
+        left = [trial for trial in trials if self.folder.answer(trial) is None]
         while left:
             held = []
             for trial in left:
@@ -58,7 +59,7 @@ class Scheduler:
                     if not is_claimed:
                         held.append(trial)
                         continue
-                    result = self.folder.result(trial.key)  # another scheduler may have measured it
+                    result = self.folder.answer(trial)  # another scheduler may have measured it
                     if result is None:
                         with self.folder.stops_without_space():
                             result = self._run(trial)
@@ -122,13 +123,16 @@ class Scheduler:
             "recipe": table,
             "warm_up": trial.warm_up,
             "steps": trial.steps,
+            "split": trial.split,
         }
 
     def _limit(self, trial: Trial) -> float:
         """Return the time limit of a trial in seconds."""
         if self.seconds_per_trial is not None:
             return self.seconds_per_trial
-        steps = trial.planned_seconds * (trial.warm_up + trial.steps)
+        steps = trial.planned_seconds * (
+            trial.warm_up + trial.steps + (SPLIT_STEPS if trial.split else 0)
+        )
         building = SECONDS_TO_BUILD + max(stage_parameters(trial.job)) / PARAMETERS_BUILT_PER_SECOND
         if trial.world.gpu == "cpu":
             return building + max(MIN_SECONDS_OF_STEPS_ON_CPU, MAX_TIMES_THE_PLAN_ON_CPU * steps)
@@ -151,7 +155,7 @@ def measure_all(
     folder = scheduler.folder
     for trial in trials:
         folder.add(trial)
-    begin_round(trials, [trial for trial in trials if folder.result(trial.key) is None])
+    begin_round(trials, [trial for trial in trials if folder.answer(trial) is None])
     yield from scheduler.measure(trials)
 
 

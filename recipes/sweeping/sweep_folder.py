@@ -58,7 +58,7 @@ class SweepFolder:
         self.worlds = path / "worlds"
         self.own = self.worlds / f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
         self.heartbeat = self.own / "heartbeat"
-        self._rows: dict[str, Row] = {}
+        self._rows: dict[str, tuple[int, Row]] = {}  # with the time of the result's file
         self._tried_locks: dict[str, FolderLock] = {}
         self._closed = threading.Event()
         with self.stops_without_space():
@@ -95,6 +95,14 @@ class SweepFolder:
         """Return the result of a trial, or None if it is still to be measured."""
         table = _read_json(self._result_file(key))
         return Result.from_json(table["result"]) if table else None
+
+    def answer(self, trial: Trial) -> Result | None:
+        """Return the result of a trial, or None if it is still to be measured.
+
+        A trial that asks for the split of a step is measured again if its result has none.
+        """
+        result = self.result(trial.key)
+        return result if result and result.answers(trial) else None
 
     def record(self, trial: Trial, result: Result) -> None:
         """Write the result of a trial, and rewrite sweep.csv."""
@@ -144,15 +152,16 @@ class SweepFolder:
     def write_table(self) -> None:
         """Write sweep.csv with every result in the folder; of several rounds, only the longest."""
         for file in sorted((self.path / "results").glob("*.json")):
-            if file.stem not in self._rows:
+            written, _ = self._rows.get(file.stem, (0, None))
+            if (changed := file.stat().st_mtime_ns) != written:
                 trial, result = _read_json(self._trial_file(file.stem)), _read_json(file)
                 if trial and result:
                     row = trial["row"] | result["row"]
                     outcome = {key: result["result"][key] for key in ("outcome", "reason")}
                     row = {"usable_for_time": 0} | row | outcome
-                    self._rows[file.stem] = row | {"identity": trial["identity"]}
+                    self._rows[file.stem] = changed, row | {"identity": trial["identity"]}
         longest: dict[str, Row] = {}
-        for row in sorted(self._rows.values(), key=lambda row: row.get("steps", 0)):
+        for _, row in sorted(self._rows.values(), key=lambda each: each[1].get("steps", 0)):
             longest[row["identity"]] = row
         rows = [{k: v for k, v in row.items() if k != "identity"} for row in longest.values()]
         self._write(self.path / "sweep.csv", table_text(rows))

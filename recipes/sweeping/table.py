@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from recipes.planning.output.plan_report import rates
+from recipes.sweeping.splitting.parts import PARTS, PLANNED_PARTS, Split, planned_parts
 from recipes.sweeping.trial import Rejection, Result, Trial
 
 FRAMEWORK = "Threefold"
@@ -16,6 +17,8 @@ COLUMNS = (
     "zero_stage", "seq_parallel", "recompute", "mbs", "gbs", "step_time_s", "mem_gb", "oom",
     "usable_for_time", "schedule", "recompute_interval", "layers_per_stage", "outcome", "reason",
     "planned_step_s", "planned_mem_gb", "mfu_pct", "tokens_s_gpu", "steps", "trial", "recipe",
+    *(f"{part}_s" for part in PARTS), "instrumented_step_s",
+    *(f"planned_{part}_s" for part in PLANNED_PARTS),
 )  # fmt: skip
 
 Row = dict[str, Any]
@@ -87,6 +90,8 @@ def row_of_result(trial: Trial | None, result: Result) -> Row:
             "mfu_pct": digits(100 * rate.mfu),
             "tokens_s_gpu": digits(rate.tokens_per_second / trial.world.size),
         }
+        if result.split is not None:
+            measured |= columns_of_split(trial, result.split)
     if result.memory_gib is not None:
         measured["mem_gb"] = digits(result.memory_gib)
     if result.outcome in ("ok", "out_of_memory"):
@@ -95,6 +100,16 @@ def row_of_result(trial: Trial | None, result: Result) -> Row:
         "usable_for_time": int(result.outcome == "ok"),
         "outcome": result.outcome,
         "reason": result.reason,
+    }
+
+
+def columns_of_split(trial: Trial, split: Split) -> Row:
+    """Return the columns of the measured and the planned split of a step."""
+    planned = planned_parts(trial.planned_time)
+    return {
+        **{f"{part}_s": digits(seconds) for part, seconds in split.parts.items()},
+        "instrumented_step_s": digits(split.instrumented_seconds),
+        **{f"planned_{part}_s": digits(seconds) for part, seconds in planned.items()},
     }
 
 

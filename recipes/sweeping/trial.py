@@ -10,7 +10,8 @@ from typing import Any, Literal, NamedTuple, get_args
 
 from recipes.planning.inputs.job import Job, Machine, job_of
 from recipes.planning.memory.peak import GIB, fullest_stage
-from recipes.planning.time.step_time import step_time
+from recipes.planning.time.step_time import StepTime, step_time
+from recipes.sweeping.splitting.parts import SPLIT_STEPS, Split
 from recipes.training.recipe.deepspeed_config import read_deepspeed_json
 from recipes.training.recipe.schema import Recipe
 from recipes.training.recipe.sections.layout import Cluster
@@ -45,12 +46,14 @@ class Trial:
         recipe: the recipe in the layout to measure, with a [cluster] section
         warm_up: number of steps before the measured ones
         steps: number of measured steps
+        split: True if the split of a step is measured, too
     """
 
     source: str
     recipe: Recipe
     warm_up: int
     steps: int
+    split: bool = False
 
     @property
     def cluster(self) -> Cluster:
@@ -64,9 +67,14 @@ class Trial:
         return job_of(self.recipe, Machine.of_cluster(self.cluster))
 
     @cached_property
+    def planned_time(self) -> StepTime:
+        """The predicted time of a step and its parts."""
+        return step_time(self.job)
+
+    @property
     def planned_seconds(self) -> float:
         """The predicted time of a step."""
-        return step_time(self.job).total
+        return self.planned_time.total
 
     @cached_property
     def planned_gib(self) -> float:
@@ -109,7 +117,10 @@ class Trial:
 
     @cached_property
     def key(self) -> str:
-        """The name of the trial in the sweep folder: a hash of its identity and its steps."""
+        """The name of the trial in the sweep folder: a hash of its identity and its steps.
+
+        It does not depend on `split`, which does not change the step time.
+        """
         return digest({"identity": self.identity, "steps": self.steps, "warm_up": self.warm_up})
 
     def with_steps(self, steps: int) -> "Trial":
@@ -157,6 +168,7 @@ class Result:
         memory_gib: peak memory of the fullest rank, including that of CUDA and its libraries
         allocated_gib: peak memory of torch's allocator on the fullest rank; None on CPUs
         device: name of the device, as the driver reports it
+        split: the split of a step; None if it was not measured
         seconds: duration of the whole trial, as measured by the scheduler
     """
 
@@ -168,6 +180,7 @@ class Result:
     memory_gib: float | None = None
     allocated_gib: float | None = None
     device: str = ""
+    split: Split | None = None
     seconds: float = 0.0
 
     @property
@@ -177,8 +190,9 @@ class Result:
 
     @property
     def stepping_seconds(self) -> float:
-        """The duration of all steps, including the warm-up."""
-        return self.warm_up_seconds + sum(self.step_seconds)
+        """The duration of all steps, including the warm-up and the instrumented ones."""
+        instrumented = SPLIT_STEPS * self.split.instrumented_seconds if self.split else 0.0
+        return self.warm_up_seconds + sum(self.step_seconds) + instrumented
 
     def as_json(self) -> dict[str, Any]:
         """Return a table for `from_json`."""
@@ -186,8 +200,13 @@ class Result:
 
     @classmethod
     def from_json(cls, table: Mapping[str, Any]) -> "Result":
-        """Return the result of a table."""
-        return cls(**table)
+        """Return the result of a table, which may lack the attributes of newer versions."""
+        split = table.get("split")
+        return cls(**{**table, "split": Split(**split) if split else None})
+
+    def answers(self, trial: Trial) -> bool:
+        """Return True unless the trial asks for a split, which a measurement did not include."""
+        return self.outcome != "ok" or not trial.split or self.split is not None
 
 
 def competitors(

@@ -21,6 +21,7 @@ from typing import Any
 if __name__ == "__main__":  # the repository is where imports start
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
+from recipes.sweeping.splitting.parts import PARTS
 from recipes.sweeping.worlds import rank_watch
 from recipes.sweeping.worlds.protocol import START, WorldFiles, read_message, write_message
 
@@ -106,6 +107,9 @@ def fake_rank(folder: Path) -> None:
             drawn = str([recipe["layout"], recipe["batch"], recipe["deepspeed"]])
             seconds = [1 + zlib.crc32(drawn.encode()) / 2**32] * request["steps"]
             result = {"outcome": "ok", "step_seconds": seconds, "memory_gib": 1.0}
+            if request["split"]:
+                parts = dict.fromkeys(PARTS, seconds[0] / len(PARTS))
+                result["split"] = parts | {"rank": 1, "instrumented_seconds": 2.0}
             note_end(key, rank)
             write_message(files.result, {"number": number, "result": result})
         watch.end()

@@ -4,9 +4,11 @@ import contextlib
 import ctypes
 import gc
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -14,14 +16,16 @@ import torch._dynamo
 import torch.distributed as dist
 
 from recipes.proving.trial import shared_groups, start
+from recipes.sweeping.splitting.instrumentation import split_of_rank
+from recipes.sweeping.splitting.parts import PartSeconds, split_of_slowest
 from recipes.sweeping.trial import Result
 from recipes.sweeping.worlds.protocol import START, WorldFiles, read_message, write_message
 from recipes.sweeping.worlds.rank_watch import RankWatch
+from recipes.training.data.dataset import TrainingData
 from recipes.training.engine.engine import Engine, is_partitioned
 from recipes.training.recipe.deepspeed_config import precision, read_deepspeed_json
 from recipes.training.recipe.learning_rate import learning_rate
 from recipes.training.recipe.loading import parse_recipe
-from recipes.training.recipe.schema import Recipe
 from recipes.training.recipe.topology import World
 from recipes.training.runtime.processes import check_machine, on_gpu, quiet, start_processes
 
@@ -95,32 +99,65 @@ def measure(
         gpu=recipe.cluster.gpu,
     )
     memory.begin()
-    seconds, device = run_steps(recipe, world, control, request["warm_up"] + request["steps"])
+    engine, data = start(recipe, world)
+    seconds = run_steps(engine, data, control, request["warm_up"] + request["steps"])
+    of_rank = Measured(seconds, memory.peak_gib(), memory.allocated_gib())
+    if request["split"]:
+        of_rank.parts = run_split_steps(engine, data, control)
+    device = engine.device_name
+    release(engine)
     of_ranks: list[Any] = [None] * world.size
-    dist.all_gather_object(of_ranks, (seconds, memory.peak_gib(), memory.allocated_gib()), control)
+    dist.all_gather_object(of_ranks, of_rank, control)
+    del engine
     gc.collect()  # an engine has reference cycles
-    # Ranks end a step at slightly different times, so each step takes the time of the slowest rank.
-    slowest = [max(each) for each in zip(*(times for times, *_ in of_ranks), strict=True)]
-    allocated = [each for *_, each in of_ranks if each is not None]
+    return result_of(of_ranks, request["warm_up"], device)
+
+
+@dataclass
+class Measured:
+    """The measured values of a rank.
+
+    Attributes:
+        seconds: duration of each step
+        peak_gib: peak memory
+        allocated_gib: peak memory of torch's allocator; None on a CPU
+        parts: parts of a step; None without --split
+    """
+
+    seconds: list[float]
+    peak_gib: float
+    allocated_gib: float | None
+    parts: PartSeconds | None = None
+
+
+def result_of(of_ranks: Sequence[Measured], warm_up: int, device: str) -> Result:
+    """Return the result of a trial from the measured values of all ranks.
+
+    Ranks end a step at slightly different times, so each step takes the time of the slowest rank.
+    """
+    slowest = [max(each) for each in zip(*(rank.seconds for rank in of_ranks), strict=True)]
+    allocated = [rank.allocated_gib for rank in of_ranks if rank.allocated_gib is not None]
+    parts = [rank.parts for rank in of_ranks if rank.parts is not None]
     return Result(
         outcome="ok",
-        step_seconds=slowest[request["warm_up"] :],
-        warm_up_seconds=sum(slowest[: request["warm_up"]]),
-        memory_gib=max(peak for _, peak, _ in of_ranks),
+        step_seconds=slowest[warm_up:],
+        warm_up_seconds=sum(slowest[:warm_up]),
+        memory_gib=max(rank.peak_gib for rank in of_ranks),
         allocated_gib=max(allocated, default=None),
         device=device,
+        split=split_of_slowest(parts, median(slowest[warm_up:])) if parts else None,
     )
 
 
 def run_steps(
-    recipe: Recipe, world: World, control: dist.ProcessGroup, steps: int
-) -> tuple[list[float], str]:
-    """Return the duration of each step on this rank, and the name of the device; collective.
+    engine: Engine, data: TrainingData, control: dist.ProcessGroup, steps: int
+) -> list[float]:
+    """Return the duration of each step on this rank; collective.
 
     A step lasts from the end of the previous step to its own end, and the device is synchronized at
     both ends. The micro-batches are read in advance, as the prefetcher does in a run.
     """
-    engine, data = start(recipe, world)
+    recipe = engine.recipe
     batches = [list(data.step(step)) for step in range(1, steps + 1)]
     durations = []
     dist.barrier(group=control)
@@ -135,17 +172,27 @@ def run_steps(
             now = time.perf_counter()
             durations.append(now - before)
             before = now
-    if engine.compiled:  # otherwise torch stops compiling after several shapes
-        torch._dynamo.reset()
-    release(engine)
-    return durations, engine.device_name
+    return durations
+
+
+def run_split_steps(
+    engine: Engine, data: TrainingData, control: dist.ProcessGroup
+) -> dict[str, float]:
+    """Return the seconds of each part of a step on this rank; collective."""
+    batch = list(data.step(1))
+    rate = learning_rate(1, engine.recipe.optimizer, engine.recipe.training.steps)
+    dist.barrier(group=control)
+    with without_collections():
+        return split_of_rank(engine, batch, rate)
 
 
 def release(engine: Engine) -> None:
-    """Remove the hooks of an engine, so that the collector can free it.
+    """Remove the hooks and the compiled code of an engine, so that the collector can free it.
 
     C++ objects, which the collector cannot see, refer to gradient hooks, which refer to the engine.
     """
+    if engine.compiled:  # otherwise torch stops compiling after several shapes
+        torch._dynamo.reset()
     with quiet():
         engine.wrapped.destroy()
     for _, parameter in engine.parameters():

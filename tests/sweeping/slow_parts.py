@@ -1,0 +1,158 @@
+"""Sleeps in chosen parts of a step, to test that each part receives its own time."""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch.distributed as dist
+
+from models.parallel import linear
+from models.pipeline.replacement import replaced
+from models.transformer import Block
+from recipes.training.engine.engine import Engine
+
+SLEEP_SECONDS = 0.3
+
+
+class Sleep:
+    """A sleep at the first call of each step; ranks that are not named do not sleep."""
+
+    def __init__(self, engine: Engine, ranks: list[int]):
+        self.engine, self.is_here, self.is_due = engine, dist.get_rank() in ranks, False
+
+    def __call__(self, *_: Any, **__: Any) -> None:
+        if self.is_due and self.is_here:
+            self.is_due = False
+            time.sleep(SLEEP_SECONDS)
+
+    def before(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a function that sleeps before it calls the given one."""
+
+        def call(*arguments: Any, **settings: Any) -> Any:
+            self()
+            return function(*arguments, **settings)
+
+        return call
+
+    @contextmanager
+    def every_step(self) -> Iterator[None]:
+        """Make the sleep due at the start of each step."""
+        train = self.engine._train
+
+        def begin(*arguments: Any) -> Any:
+            self.is_due = True
+            return train(*arguments)
+
+        with replaced(self.engine, "_train", begin):
+            yield
+
+
+def block_of(engine: Engine) -> Block:
+    return next(each for each in engine.wrapped.module.modules() if isinstance(each, Block))
+
+
+@contextmanager
+def slow_pass(engine: Engine, sleep: Sleep) -> Iterator[None]:
+    hook = block_of(engine).register_forward_pre_hook(sleep)
+    yield
+    hook.remove()
+
+
+@contextmanager
+def slow_backward_pass(engine: Engine, sleep: Sleep) -> Iterator[None]:
+    hook = next(block_of(engine).parameters()).register_hook(sleep)
+    yield
+    hook.remove()
+
+
+@contextmanager
+def slow_weight_pass(engine: Engine, sleep: Sleep) -> Iterator[None]:
+    with replaced(linear, "weight_gradient", sleep.before(linear.weight_gradient)):
+        yield
+
+
+@contextmanager
+def slow_optimizer(engine: Engine, sleep: Sleep) -> Iterator[None]:
+    hook = engine.wrapped.optimizer.optimizer.register_step_pre_hook(sleep)
+    yield
+    hook.remove()
+
+
+@contextmanager
+def slow_collective(engine: Engine, sleep: Sleep) -> Iterator[None]:
+    """The first all-reduce of more than one number."""
+    start = dist.ProcessGroup.allreduce
+
+    def allreduce(group: dist.ProcessGroup, tensors: list, *options: Any) -> Any:
+        if tensors[0].numel() > 1 and group.size() > 1:
+            sleep()
+        return start(group, tensors, *options)
+
+    with replaced(dist.ProcessGroup, "allreduce", allreduce):
+        yield
+
+
+@contextmanager
+def slow_wait(engine: Engine, sleep: Sleep) -> Iterator[None]:
+    """The first wait for a collective that is neither a broadcast nor a message."""
+    wait = dist.Work.wait
+    with replaced(dist.Work, "wait", lambda work, *rest: (sleep(), wait(work, *rest))[1]):
+        yield
+
+
+@contextmanager
+def slow_background_collective(engine: Engine, sleep: Sleep) -> Iterator[None]:
+    """The wait for a sum of gradients that runs during the weight gradient."""
+    begin, wait = linear.begin_sum_of_copies, dist.Work.wait
+    begun = []
+
+    def note_begin(*arguments: Any) -> Any:
+        finish = begin(*arguments)
+        begun.append(True)
+        return finish
+
+    def wait_slowly(work: dist.Work, *rest: Any) -> Any:
+        if begun:
+            sleep()
+        begun.clear()
+        return wait(work, *rest)
+
+    with ExitStack() as stack:
+        stack.enter_context(replaced(linear, "begin_sum_of_copies", note_begin))
+        stack.enter_context(replaced(dist.Work, "wait", wait_slowly))
+        yield
+
+
+@contextmanager
+def slow_send(engine: Engine, sleep: Sleep) -> Iterator[None]:
+    with replaced(dist, "isend", sleep.before(dist.isend)):
+        yield
+
+
+@contextmanager
+def slow_host(engine: Engine, sleep: Sleep) -> Iterator[None]:
+    """The time before the first pass."""
+    with replaced(engine, "_train", sleep.before(engine._train)):
+        yield
+
+
+SLOW_PARTS = {
+    "pass": slow_pass,
+    "backward pass": slow_backward_pass,
+    "weight pass": slow_weight_pass,
+    "optimizer": slow_optimizer,
+    "collective": slow_collective,
+    "wait": slow_wait,
+    "background collective": slow_background_collective,
+    "send": slow_send,
+    "host": slow_host,
+}
+
+
+@contextmanager
+def slowed(engine: Engine, part: str, ranks: list[int]) -> Iterator[None]:
+    """Let ranks sleep once in each step, in one of SLOW_PARTS."""
+    sleep = Sleep(engine, ranks)
+    with SLOW_PARTS[part](engine, sleep), sleep.every_step():
+        yield
