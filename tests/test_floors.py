@@ -30,7 +30,7 @@ FLOORS = [
     ["recipes.planning.memory", "recipes.planning.time"],
     ["recipes.planning.search"],
     ["recipes.planning.measured"],
-    ["recipes.planning.output"],
+    ["recipes.planning.output", "recipes.planning.command_line"],
     ["recipes.preparing", "recipes.tracing"],
     ["recipes.proving", "recipes.converting"],
     ["recipes.sweeping"],

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from models.cost import parameter_count
+from recipes.planning.inputs.job import LinkOverrides, Machine, links_text
 from recipes.planning.output.catalogue import layout_text
 from recipes.planning.output.plan_report import rates, short_count
 from recipes.planning.output.plan_table import plan_table
@@ -15,12 +16,16 @@ from recipes.training.recipe.sections.layout import Cluster
 COLUMNS = f"{'model':<18}{'parameters':>11}{'tokens':>9}{'days':>10}{'MFU':>8}  layout"
 
 
-def family_lines(family: Sequence[Member], cluster: Cluster, days: float) -> Iterator[str]:
+def family_lines(
+    family: Sequence[Member], cluster: Cluster, days: float, links: LinkOverrides | None = None
+) -> Iterator[str]:
     """Yield a table of a family, and the largest model that is trained in time."""
     yield (
         f"Fastest layouts on {cluster.nodes} x {cluster.gpus_per_node} {cluster.gpu} "
         f"(tensor x pipeline x data)"
     )
+    if links and links != LinkOverrides():
+        yield links_text(Machine.of_cluster(cluster, links))
     yield COLUMNS
     for member in family:
         yield _line(member)
