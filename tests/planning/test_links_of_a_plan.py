@@ -18,7 +18,7 @@ from recipes.training.recipe.sections.layout import Cluster
 
 LLAMA_7B = "recipes/llama/7b.toml"
 CLUSTER = Cluster(nodes=2, gpus_per_node=8, gpu="H100")
-OPTIONS = ["--nodes", "2", "--node-link", "200", "--network", "12.5", "--network-latency", "80"]
+OPTIONS = ["--nodes", "2", "--node-link", "200", "--network", "2", "--network-latency", "80"]
 
 
 def run_plan(*options: str) -> subprocess.CompletedProcess[str]:
@@ -52,7 +52,7 @@ def test_a_plan_uses_the_links_and_shows_them() -> None:
     table, before = json.loads(done.stdout), json.loads(usual.stdout)
     assert table["links"] == {
         "node_link_gigabytes_per_second": 200.0,
-        "network_gigabytes_per_second": 12.5,
+        "network_gigabytes_per_second": 2.0,
         "network_latency_seconds": pytest.approx(80e-6),
     }
     assert before["links"]["network_gigabytes_per_second"] == 50.0
@@ -62,7 +62,7 @@ def test_a_plan_uses_the_links_and_shows_them() -> None:
     assert table["best"][0]["step_seconds"]["total"] > before["best"][0]["step_seconds"]["total"]
     heading = run_plan(*OPTIONS, "--top", "0").stdout.splitlines()[1]
     assert heading.endswith(
-        "links per GPU: 200 GB/s within a node, 12.5 GB/s between nodes, network latency 80 "
+        "links per GPU: 200 GB/s within a node, 2 GB/s between nodes, network latency 80 "
         "microseconds"
     )
 
@@ -72,11 +72,8 @@ def test_a_family_uses_the_links_and_shows_them() -> None:
     slow = json.loads(run_plan(*options, "--json").stdout)
     usual = json.loads(run_plan("--nodes", "2", "--largest", "100", "--json").stdout)
     assert slow["links"]["network_gigabytes_per_second"] == 1.0
-    times = [
-        [each["best"]["step_seconds"]["total"] for each in table["models"] if each["best"]]
-        for table in (slow, usual)
-    ]
-    assert all(after > before for after, before in zip(*times, strict=True))
+    seconds = [table["models"][0]["best"]["step_seconds"]["total"] for table in (slow, usual)]
+    assert seconds[0] > 1.05 * seconds[1]
     assert "450 GB/s within a node, 1 GB/s between nodes\n" in run_plan(*options).stdout
 
 
