@@ -84,6 +84,7 @@ NO_TORCH = [  # imported before torch, by commands of a login node, or in proces
     "recipes.sweeping.trial",
     "recipes.sweeping.wandb_runs",
     "recipes.sweeping.worlds.protocol",
+    "recipes.sweeping.worlds.worlds_folder",
 ]
 # The layers of the model get sizes and groups, not the recipe's section.
 NO_CONFIG = [*FLOORS[1], *FLOORS[2]]
