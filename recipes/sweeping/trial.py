@@ -8,6 +8,7 @@ from functools import cached_property
 from statistics import median
 from typing import Any, Literal, NamedTuple, get_args
 
+from recipes.gpus.datasheet import is_cpu
 from recipes.planning.inputs.job import Job, Machine, job_of
 from recipes.planning.memory.peak import GIB, fullest_stage
 from recipes.planning.time.step_time import step_time
@@ -82,7 +83,7 @@ class Trial:
             gpus_per_node=cluster.gpus_per_node,
             gpu=cluster.gpu,
             deterministic=self.recipe.training.deterministic,
-            pipelined=cluster.gpu != "cpu" and self.recipe.layout.pipeline > 1,
+            pipelined=not is_cpu(cluster.gpu) and self.recipe.layout.pipeline > 1,
         )
 
     @cached_property
