@@ -36,22 +36,19 @@ def datasheet_text(gpu: Gpu, *, comment: Sequence[str], measured: Sequence[str])
     return "\n".join(lines) + "\n"
 
 
-def efficiency_lines(
-    gpu: Gpu, *, comment: Iterable[str], measured: Sequence[str], digits: int = 3
-) -> list[str]:
+def efficiency_lines(gpu: Gpu, *, comment: Iterable[str], measured: Sequence[str]) -> list[str]:
     """Return the section [efficiency]: first the measured keys, then the others.
 
     Args:
         gpu: the values
         comment: lines before the section
         measured: keys that were measured
-        digits: significant digits of the measured values
     """
     kept = [key for key in EFFICIENCIES if key not in measured]
     return [
         *(f"# {line}" for line in comment),
         "[efficiency]",
-        *(f"{key} = {toml_value(rounded(getattr(gpu, key), digits))}" for key in measured),
+        *(f"{key} = {toml_value(rounded(getattr(gpu, key)))}" for key in measured),
         "# Not measured:",
         *(f"{key} = {toml_value(getattr(gpu, key))}" for key in kept),
     ]

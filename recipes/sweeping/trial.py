@@ -159,6 +159,7 @@ class Result:
         allocated_gib: peak memory of torch's allocator on the fullest rank; None on CPUs
         device: name of the device, as the driver reports it
         seconds: duration of the whole trial, as measured by the scheduler
+        links: the measurements of `sweep.py --links`; None for a trial
     """
 
     outcome: Outcome
@@ -170,6 +171,7 @@ class Result:
     allocated_gib: float | None = None
     device: str = ""
     seconds: float = 0.0
+    links: dict[str, Any] | None = None
 
     @property
     def median_seconds(self) -> float | None:
