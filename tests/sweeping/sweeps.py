@@ -19,6 +19,19 @@ SECONDS_FOR_RANKS_TO_END = 15
 TIMED = ("step_time_s", "mem_gb", "mfu_pct", "tokens_s_gpu")
 
 
+def processes_with(folder: Path) -> list[str]:
+    """Return the command lines of all processes that name a path in a folder."""
+    found = []
+    for file in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            words = file.read_bytes().decode(errors="replace").split("\0")
+        except OSError:
+            continue
+        if any(word.startswith(str(folder)) for word in words):
+            found.append(" ".join(words))
+    return found
+
+
 class Sweep:
     """A sweep folder, the faults of its trials, and the commands that work on it."""
 
@@ -83,15 +96,7 @@ class Sweep:
 
     def processes(self) -> list[str]:
         """Return the command lines of all processes of this sweep."""
-        found = []
-        for file in Path("/proc").glob("[0-9]*/cmdline"):
-            try:
-                words = file.read_bytes().decode(errors="replace").split("\0")
-            except OSError:
-                continue
-            if any(word.startswith(str(self.folder)) for word in words):
-                found.append(" ".join(words))
-        return found
+        return processes_with(self.folder)
 
     def end_of_processes(self) -> bool:
         """Return True as soon as no process of this sweep is left; False if one stays."""

@@ -91,6 +91,7 @@ class LinkFit:
         Raises:
             FitFailed: times do not grow with the size of the messages.
         """
+        check_growth(times)
         links = Links.of(self.gpu)
         if inside := [time for time in times if not time.across_nodes]:
             free = replace(links, node_rate=UNLIMITED, node_latency=0.0)
@@ -154,6 +155,21 @@ class LinkFit:
             )
             for time in times
         ]
+
+
+def check_growth(times: Sequence[LinkTime]) -> None:
+    """Check that the largest message of each operation takes longer than the smallest.
+
+    Raises:
+        FitFailed: it does not.
+    """
+    by_operation: dict[tuple[str, bool], list[LinkTime]] = {}
+    for time in times:
+        by_operation.setdefault((time.operation, time.across_nodes), []).append(time)
+    for of_operation in by_operation.values():
+        ordered = sorted(of_operation, key=lambda time: time.bytes)
+        if ordered[-1].seconds <= ordered[0].seconds:
+            raise FitFailed(NO_GROWTH)
 
 
 def solve(equations: Sequence[Equation], rate: float | None = None) -> tuple[float, float]:

@@ -10,7 +10,7 @@ from datetime import date
 from pathlib import Path
 
 from models.errors import UserError
-from recipes.gpus.datasheet import Gpu
+from recipes.gpus.datasheet import Gpu, read_gpu
 from recipes.gpus.datasheet_text import datasheet_text, file_of, rounded
 from recipes.sweeping.links.measurements import Measurements
 from recipes.training.run_folder.line_file import write_whole
@@ -37,7 +37,7 @@ def own_file(folder: Path, name: str) -> Path:
             f"_, for example my-cluster"
         )
     file = file_of(folder, name)
-    if not is_own(file, name):
+    if not is_own(file, name) or name.lower() in names_of_others(folder, file):
         raise UserError(
             f"--links {name}: {file.name} is a datasheet that --links {name} did not write; use "
             f"another name, for example --links {free_name(folder, name)}"
@@ -72,10 +72,20 @@ def is_tracked(file: Path) -> bool:
         return False
 
 
+def names_of_others(folder: Path, file: Path) -> set[str]:
+    """Return the names of the datasheets in all files but one, in lower case."""
+    return {read_gpu(path).name.lower() for path in folder.glob("*.toml") if path != file}
+
+
 def free_name(folder: Path, name: str) -> str:
-    """Return a name like the given one that no file has."""
+    """Return a name like the given one that no datasheet has."""
     names = itertools.chain([f"{name}-links"], (f"{name}-links-{n}" for n in itertools.count(2)))
-    return next(each for each in names if not os.path.lexists(file_of(folder, each)))
+    files = ((each, file_of(folder, each)) for each in names)
+    return next(
+        each
+        for each, file in files
+        if not os.path.lexists(file) and each.lower() not in names_of_others(folder, file)
+    )
 
 
 def content(
