@@ -180,7 +180,9 @@ def test_datasheets_of_the_repository_are_not_overwritten(name: str) -> None:
 
 def test_only_own_files_are_rewritten(tmp_path: Path) -> None:
     file = link_datasheet.own_file(tmp_path, "my-node")
-    file.write_text(f"# {link_datasheet.mark('my-node')}\n")
+    h100 = (FOLDER / "h100.toml").read_text()
+    text = h100.replace('"H100"', '"my-node"', 1)
+    file.write_text(f"# {link_datasheet.mark('my-node')}\n{text}")
     assert link_datasheet.own_file(tmp_path, "my-node") == file == tmp_path / "my_node.toml"
     with pytest.raises(UserError, match="for example --links My-Node-links"):
         link_datasheet.own_file(tmp_path, "My-Node")  # its file is that of my-node
@@ -189,7 +191,7 @@ def test_only_own_files_are_rewritten(tmp_path: Path) -> None:
     subprocess.run(["git", "-C", str(tmp_path), "add", file.name], check=True)
     with pytest.raises(UserError, match="for example --links my-node-links"):
         link_datasheet.own_file(tmp_path, "my-node")
-    (tmp_path / "my_node_links.toml").write_text((FOLDER / "h100.toml").read_text())
+    (tmp_path / "my_node_links.toml").write_text(h100)
     with pytest.raises(UserError, match="for example --links my-node-links-2"):
         link_datasheet.own_file(tmp_path, "my-node")
     for name in ("", "-x", "a/b", "a b", "../cpu", "x" * 61):
