@@ -3,6 +3,7 @@
 import csv
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -30,6 +31,14 @@ def processes_with(folder: Path) -> list[str]:
         if any(word.startswith(str(folder)) for word in words):
             found.append(" ".join(words))
     return found
+
+
+def copy_of_code(folder: Path) -> Path:
+    """Copy the repository's code, for commands that write datasheets; return the folder."""
+    for name in ("recipes", "models", "ds_configs", "tests/sweeping"):
+        ignored = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(REPOSITORY / name, folder / name, ignore=ignored)
+    return folder
 
 
 class Sweep:

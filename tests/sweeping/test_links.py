@@ -3,7 +3,6 @@
 import errno
 import json
 import os
-import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -27,9 +26,8 @@ from recipes.sweeping.links.measurements import SIZES, LinkTime, Measurements, R
 from recipes.sweeping.links.preflight import Preflight
 from recipes.sweeping.sweep_folder import SweepStopped
 from recipes.sweeping.worlds.launchers import LocalLauncher
-from recipes.training.recipe.loading import REPOSITORY
 from tests.ranks import join_world, run_ranks
-from tests.sweeping.sweeps import processes_with
+from tests.sweeping.sweeps import copy_of_code, processes_with
 
 LINK_KEYS = (
     "node_link_gigabytes_per_second", "node_link_efficiency", "node_link_latency_seconds",
@@ -129,6 +127,19 @@ def test_noise_makes_no_latency_negative_and_no_rate_infinite() -> None:
     shrinking = [replace(time, seconds=1 / time.bytes) for time in measured.links]
     with pytest.raises(FitFailed, match="do not grow"):
         fitted_gpu(source, replace(measured, links=shrinking), 8)
+
+
+def test_contradicting_measurements_are_predicted_in_between() -> None:
+    source = load_gpu("H100")
+    measured = measured_on(source, nodes=1, gpus_per_node=8)
+    slow = [
+        replace(time, seconds=4 * time.seconds) if time.operation == "transfer" else time
+        for time in measured.links
+    ]
+    found = fitted_gpu(source, replace(measured, links=slow), 8)
+    reached = found.node_link_gigabytes_per_second * found.node_link_efficiency
+    usual = source.node_link_gigabytes_per_second * source.node_link_efficiency
+    assert reached == pytest.approx(usual / 2, rel=0.15)  # between 1 and 1/4
 
 
 def time_links() -> tuple[list[dict[str, Any]], list[float]]:
@@ -258,11 +269,7 @@ def test_a_failed_write_stops_the_command(tmp_path: Path, monkeypatch: pytest.Mo
 @pytest.fixture(scope="module")
 def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a copy of the repository's code, whose datasheets the command may write."""
-    folder = tmp_path_factory.mktemp("copy")
-    for name in ("recipes", "models", "ds_configs", "tests/sweeping"):
-        ignored = shutil.ignore_patterns("__pycache__")
-        shutil.copytree(REPOSITORY / name, folder / name, ignore=ignored)
-    return folder
+    return copy_of_code(tmp_path_factory.mktemp("copy"))
 
 
 def run_in(

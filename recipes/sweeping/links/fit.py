@@ -6,13 +6,14 @@ link and its latency:
     seconds = rate coefficient / rate + latency coefficient * latency + fixed seconds
 
 The coefficients are read off `recipes/planning/time/network.py`, so that the fit follows its
-formulas. The fit minimizes the sum of the squared relative errors, because the sizes differ by a
-factor of 256 or more.
+formulas. It is a least-squares fit of relative errors, because the sizes differ by a factor of 256
+or more.
 """
 
 import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from math import log, sqrt
 
 from recipes.gpus.datasheet import Gpu
 from recipes.gpus.datasheet_text import rounded
@@ -22,6 +23,7 @@ from recipes.planning.time.network import all_reduce_seconds, transfer_seconds
 from recipes.sweeping.links.measurements import LinkTime, Measurements
 
 UNLIMITED = float("inf")  # rate of a link that takes no time
+ROUNDS = 30  # of the fit; it converges to three digits within ten
 NO_GROWTH = "the measured times do not grow with the size of the messages"
 
 
@@ -132,8 +134,8 @@ class LinkFit:
         return min(candidates, key=lambda each: self.error(each, times))
 
     def error(self, links: Links, times: Sequence[LinkTime]) -> float:
-        """Return the sum of the squared relative errors of predictions."""
-        return sum((self.predict(links, time) / time.seconds - 1) ** 2 for time in times)
+        """Return the sum of the squared logarithms of predicted over measured seconds."""
+        return sum(log(self.predict(links, time) / time.seconds) ** 2 for time in times)
 
     def _equations(
         self, times: Sequence[LinkTime], free: Links, one_rate: Links, one_latency: Links
@@ -173,7 +175,10 @@ def check_growth(times: Sequence[LinkTime]) -> None:
 
 
 def solve(equations: Sequence[Equation], rate: float | None = None) -> tuple[float, float]:
-    """Return the rate in GB/s and the latency in seconds of the least relative squares.
+    """Return the rate in GB/s and the latency in seconds with the least squares of errors.
+
+    Each error is divided by the geometric mean of the measured and the predicted seconds, so that
+    twice as long and half as long are equal errors. The predictions are those of the round before.
 
     Args:
         equations: one for each measurement
@@ -182,20 +187,34 @@ def solve(equations: Sequence[Equation], rate: float | None = None) -> tuple[flo
     Raises:
         FitFailed: the rate would not be positive.
     """
-    a = [each.rate / each.seconds for each in equations]
-    b = [each.latency / each.seconds for each in equations]
-    c = [1 - each.fixed / each.seconds for each in equations]
+    scales = [each.seconds for each in equations]
+    for _ in range(ROUNDS):
+        inverse, latency = solve_scaled(equations, scales, rate)
+        scales = [
+            sqrt((each.rate * inverse + each.latency * latency + each.fixed) * each.seconds)
+            for each in equations
+        ]
+    return 1 / inverse, latency
+
+
+def solve_scaled(
+    equations: Sequence[Equation], scales: Sequence[float], rate: float | None
+) -> tuple[float, float]:
+    """Return the inverse rate and the latency with the least squares of errors / scale."""
+    pairs = list(zip(equations, scales, strict=True))
+    a = [each.rate / scale for each, scale in pairs]
+    b = [each.latency / scale for each, scale in pairs]
+    c = [(each.seconds - each.fixed) / scale for each, scale in pairs]
     aa, ab, bb = dot(a, a), dot(a, b), dot(b, b)
     ac, bc = dot(a, c), dot(b, c)
     if rate is not None:
-        return rate, max(0.0, (bc - ab / rate) / bb)
-    determinant = aa * bb - ab * ab
-    latency = (aa * bc - ab * ac) / determinant if determinant else 0.0
+        return 1 / rate, max(0.0, (bc - ab / rate) / bb)
+    latency = (aa * bc - ab * ac) / (aa * bb - ab * ab)
     latency = max(0.0, latency)  # noise may make it negative
     inverse = (ac - ab * latency) / aa
     if inverse <= 0:
         raise FitFailed(NO_GROWTH)
-    return 1 / inverse, latency
+    return inverse, latency
 
 
 def dot(left: Sequence[float], right: Sequence[float]) -> float:
