@@ -5,13 +5,20 @@
     python recipes/sweep.py recipes/mine.toml --set batch.micro_sequences=1,2,4
     python recipes/sweep.py recipes/llama/7b.toml --nodes 1,2,4 --top 5 --hostfile hosts
     sbatch --nodes=4 slurm/sweep.slurm recipes/llama/7b.toml
+    python recipes/sweep.py --links my-node
+    python recipes/sweep.py --links my-cluster --nodes 2 --gpus-per-node 8 --gpu H100 \\
+        --hostfile hosts
 
 By default, the ten layouts that the planner predicts to be the fastest are measured, each for five
 steps after two steps of warm-up, on synthetic data. Every trial ends as ok, out_of_memory, hung,
 crashed, rejected or too_large, and is a row of sweep.csv in the sweep folder. Rerun the same
-command to continue an interrupted sweep; several commands may share a folder. Exit code 0: every
-trial was measured, ran out of memory or was rejected; 1: a trial hung or crashed, or the sweep
-stopped; 2: a recipe or an option is invalid.
+command to continue an interrupted sweep; several commands may share a folder.
+
+With --links, no recipe is measured. Instead, the command measures the matmul rate of each GPU and
+the bandwidth and latency of the links, and writes a datasheet of this cluster for the planner.
+
+Exit code 0: every trial was measured, ran out of memory or was rejected; 1: a trial or --links hung
+or crashed, or the command stopped; 2: a recipe or an option is invalid.
 """
 
 import sys
@@ -27,11 +34,13 @@ import signal
 from collections.abc import Sequence
 
 from models.errors import UserError
-from recipes.planning.inputs.option_types import count, counts, seconds
 from recipes.sweeping import report
 from recipes.sweeping.choice import Request, choose
+from recipes.sweeping.links.link_report import report_lines, report_table
+from recipes.sweeping.links.preflight import Preflight
 from recipes.sweeping.scheduler import FIRST_HALVING_STEPS, Scheduler, halve, measure_all
 from recipes.sweeping.sweep_folder import SweepFolder, SweepStopped
+from recipes.sweeping.sweep_options import parse_command_line
 from recipes.sweeping.trial import Result, Trial
 from recipes.sweeping.wandb_runs import check_wandb, publish
 from recipes.sweeping.worlds.launchers import (
@@ -41,7 +50,7 @@ from recipes.sweeping.worlds.launchers import (
     SlurmLauncher,
 )
 from recipes.sweeping.worlds.rank import run_rank
-from recipes.training.recipe.loading import DEFAULT_RECIPE, REPOSITORY, load_recipe
+from recipes.training.recipe.loading import REPOSITORY, load_recipe
 from recipes.training.runtime.exits import leave
 from recipes.training.runtime.streams import outlive_output
 
@@ -50,14 +59,14 @@ MAX_NAMES = 3  # recipes in the name of a sweep folder
 
 def main() -> None:
     """Run the command, or one rank of it."""
-    options = parse_command_line()
+    options = parse_command_line(__doc__ or "")
     if options.rank_of:
         run_rank(options.rank_of)
     outlive_output()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda number, frame: sys.exit(128 + number))
     try:
-        code = sweep(options)
+        code = measure_links(options) if options.links else sweep(options)
     except SystemExit as end:  # raised by the signal handler above
         code = int(end.code or 0)
     except UserError as problem:
@@ -126,6 +135,26 @@ def sweep(options: argparse.Namespace) -> int:
     return 1 if report.has_faults(results) else 0
 
 
+def measure_links(options: argparse.Namespace) -> int:
+    """Measure matmuls and links, write a datasheet, and print the measurements.
+
+    Raises:
+        UserError: an option is invalid.
+        SweepStopped: the ranks have failed, or the datasheet cannot be written.
+    """
+    preflight = Preflight.of(
+        options.links, nodes=options.nodes, gpus_per_node=options.gpus_per_node, gpu=options.gpu,
+        seconds=options.seconds_per_trial,
+    )  # fmt: skip
+    measured, gpu = preflight.run(launcher_of(options))
+    if options.json:
+        print(json.dumps(report_table(measured, gpu, preflight.kind, preflight.file)))
+    else:
+        for line in report_lines(measured, gpu, preflight.kind, preflight.file):
+            print_line(line)
+    return 0
+
+
 def final_result(folder: SweepFolder, trial: Trial, halving: bool) -> tuple[Trial, Result]:
     """Return a trial and its result; with halving, those of the trial's longest round."""
     result = folder.result(trial.key)
@@ -182,78 +211,6 @@ def print_line(line: str) -> None:
 def print_to_stderr(line: str) -> None:
     """Print a line on stderr, because stdout is for JSON."""
     print(line, file=sys.stderr, flush=True)
-
-
-def parse_command_line() -> argparse.Namespace:
-    """Return the options of the command."""
-    summary, _, examples = (__doc__ or "").partition("\n\n")
-    parser = argparse.ArgumentParser(
-        description=summary, epilog=examples, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "recipes", nargs="*", type=Path, default=[DEFAULT_RECIPE], metavar="recipe",
-        help="recipes to measure (default: recipes/tiny.toml)",
-    )  # fmt: skip
-    add_trial_options(parser.add_argument_group("trials"))
-    add_measuring_options(parser.add_argument_group("measuring"))
-    parser.add_argument("--rank-of", type=Path, help=argparse.SUPPRESS)  # set by our launchers
-    parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # deepspeed passes it
-    return parser.parse_args()
-
-
-def add_trial_options(group: argparse._ArgumentGroup) -> None:
-    """Add the options that choose the trials."""
-    group.add_argument(
-        "--top", type=count, default=10,
-        help="number of layouts that the planner chooses for each recipe and size (default: 10)",
-    )  # fmt: skip
-    group.add_argument(
-        "--layouts", choices=("best", "all", "own"),
-        help="the planner's best layouts, all that fit, or the recipe's own (default: best; own if "
-        "a --set has several values)",
-    )  # fmt: skip
-    group.add_argument(
-        "--set", action="append", default=[], metavar="KEY=VALUE[,VALUE...]",
-        help="change a key of the recipe; several values, and several options, make a grid. The "
-        "planner leaves these keys as they are",
-    )  # fmt: skip
-    cluster = "(default: the recipe's [cluster], or 1 x 2 x cpu)"
-    group.add_argument("--nodes", type=counts, help=f"numbers of nodes, such as 1,2,4 {cluster}")
-    group.add_argument("--gpus-per-node", type=counts, help="numbers of GPUs in each node")
-    group.add_argument("--gpu", help="name of a GPU in recipes/gpus/datasheets/, such as H100")
-
-
-def add_measuring_options(group: argparse._ArgumentGroup) -> None:
-    """Add the options of the measurement."""
-    group.add_argument("--steps", type=count, default=5, help="measured steps (default: 5)")
-    group.add_argument(
-        "--warm-up", type=count, default=2, help="steps before the measured ones (default: 2)"
-    )
-    group.add_argument(
-        "--halving", action="store_true",
-        help="measure all trials for 2 steps, the faster half for 4, and so on, instead of --steps",
-    )  # fmt: skip
-    group.add_argument(
-        "--split", action="store_true",
-        help="also measure the parts of a step: compute, communication, waiting and optimizer",
-    )  # fmt: skip
-    group.add_argument(
-        "--seconds-per-trial", type=seconds, metavar="SECONDS",
-        help="time limit of a trial (default: derived from the plan)",
-    )  # fmt: skip
-    group.add_argument(
-        "--sweep-dir", type=Path, help="folder of the results (default: runs/sweeps/NAME)"
-    )
-    group.add_argument(
-        "--launcher", choices=("local", "deepspeed", "srun"),
-        help="default: deepspeed with --hostfile, srun in a Slurm allocation, otherwise local",
-    )  # fmt: skip
-    group.add_argument("--hostfile", type=Path, help="hosts for deepspeed: node1 slots=8 ...")
-    group.add_argument(
-        "--wandb", action="store_true",
-        help="at the end, write each trial to Weights & Biases as a run of one group",
-    )  # fmt: skip
-    group.add_argument("--json", action="store_true", help="print one JSON object on stdout")
 
 
 if __name__ == "__main__":

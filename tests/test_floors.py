@@ -30,7 +30,7 @@ FLOORS = [
     ["recipes.planning.memory", "recipes.planning.time"],
     ["recipes.planning.search"],
     ["recipes.planning.measured"],
-    ["recipes.planning.output"],
+    ["recipes.planning.output", "recipes.planning.command_line"],
     ["recipes.preparing", "recipes.tracing"],
     ["recipes.proving", "recipes.converting"],
     ["recipes.sweeping"],
@@ -78,13 +78,19 @@ NO_TORCH = [  # imported before torch, by commands of a login node, or in proces
     "recipes.proving.proof_corpus",
     "recipes.proving.shrink",
     "recipes.sweeping.choice",
+    "recipes.sweeping.links.fit",
+    "recipes.sweeping.links.link_datasheet",
+    "recipes.sweeping.links.link_report",
+    "recipes.sweeping.links.measurements",
     "recipes.sweeping.report",
     "recipes.sweeping.splitting.parts",
     "recipes.sweeping.sweep_folder",
+    "recipes.sweeping.sweep_options",
     "recipes.sweeping.table",
     "recipes.sweeping.trial",
     "recipes.sweeping.wandb_runs",
     "recipes.sweeping.worlds.protocol",
+    "recipes.sweeping.worlds.worlds_folder",
 ]
 # The layers of the model get sizes and groups, not the recipe's section.
 NO_CONFIG = [*FLOORS[1], *FLOORS[2]]

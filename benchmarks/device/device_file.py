@@ -3,7 +3,6 @@
 Datasheet values stay, and so do values that one device cannot measure: links, network, price.
 """
 
-import platform
 import re
 from dataclasses import replace
 from functools import partial
@@ -13,7 +12,7 @@ from typing import Any
 import torch
 
 from benchmarks.device import rates
-from benchmarks.device.fit import fit, rounded
+from benchmarks.device.fit import fit
 from benchmarks.one_step import contestants
 from benchmarks.one_step.rows import OUR_ENTRY, Setting
 from benchmarks.one_step.shapes import CPU_SHAPES, GPU_SHAPES, PRECISIONS
@@ -21,16 +20,13 @@ from benchmarks.taking_turns import Player, median_seconds, players, take_turns
 from models.errors import UserError
 from recipes.gpus import datasheet
 from recipes.gpus.datasheet import Gpu, read_gpu
+from recipes.gpus.datasheet_text import efficiency_lines, file_of, processor_name, toml_value
 from recipes.planning.inputs.job import Machine, job_of
 from recipes.planning.time.step_time import step_time
 
 MEASURED = (  # keys of [efficiency] that can be measured on one device
     "matmul_efficiency", "matmul_tile_cost", "matmul_depth_cost", "wave_quantization",
     "unaligned_efficiency", "attention_efficiency", "memory_efficiency", "kernel_seconds",
-)  # fmt: skip
-KEPT = (
-    "node_link_efficiency", "network_efficiency", "network_contention",
-    "node_link_latency_seconds", "network_latency_seconds", "straggling",
 )  # fmt: skip
 EFFICIENCY = re.compile(r"^(?:#[^\n]*\n)*\[efficiency\].*|^efficiency = [^\n]*\n", re.M | re.S)
 
@@ -60,11 +56,6 @@ def calibrate(name: str, like: str | None, setting: Setting, folder: Path) -> di
     file.write_text(rewritten(text, gpu, device), encoding="utf-8")
     gpu = read_gpu(file)
     return {"file": str(file), **fitted, "steps": predict(gpu, setting)}
-
-
-def file_of(folder: Path, name: str) -> Path:
-    """Return the path of a device's file."""
-    return folder / (name.lower().replace("-", "_") + ".toml")
 
 
 def checked(file: Path, device: str, *, is_new: bool) -> Gpu:
@@ -99,32 +90,12 @@ def rewritten(text: str, gpu: Gpu, device: str) -> str:
         text = re.sub(rf"^{key} = [^\n#]*[^\n#\s]", escaped, text, flags=re.M)
     head = EFFICIENCY.sub("", text).rstrip()
     processor = f"{processor_name()}, one core" if device == "cpu" else device
-    lines = [
-        f"# Measured on {processor}, with torch {torch.__version__.partition('+')[0]}:",
-        f"# python benchmarks/step.py --calibrate-device {gpu.name}",
-        "[efficiency]",
-        *(f"{key} = {toml_value(rounded(getattr(gpu, key)))}" for key in MEASURED),
-        "# Not measured:",
-        *(f"{key} = {toml_value(getattr(gpu, key))}" for key in KEPT),
+    comment = [
+        f"Measured on {processor}, with torch {torch.__version__.partition('+')[0]}:",
+        f"python benchmarks/step.py --calibrate-device {gpu.name}",
     ]
+    lines = efficiency_lines(gpu, comment=comment, measured=MEASURED)
     return head + "\n\n" + "\n".join(lines) + "\n"
-
-
-def toml_value(value: Any) -> str:
-    """Format a number, a name, a list of names or a table of numbers as TOML."""
-    if isinstance(value, dict):
-        return "{ " + ", ".join(f"{key} = {each}" for key, each in value.items()) + " }"
-    if isinstance(value, list):
-        return "[" + ", ".join(map(toml_value, value)) + "]"
-    return f'"{value}"' if isinstance(value, str) else repr(value)
-
-
-def processor_name() -> str:
-    """Return the CPU's name."""
-    information = Path("/proc/cpuinfo")
-    lines = information.read_text().splitlines() if information.exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()
 
 
 def predict(gpu: Gpu, setting: Setting) -> list[dict[str, Any]]:

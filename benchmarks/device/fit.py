@@ -11,6 +11,7 @@ from typing import Any
 
 from benchmarks.taking_turns import Player
 from recipes.gpus.datasheet import Gpu
+from recipes.gpus.datasheet_text import rounded
 from recipes.planning.inputs.kernels import fused_attention_seconds, matmul_seconds
 from recipes.planning.time.block_time import BACKWARD_SLOWER
 
@@ -159,8 +160,3 @@ def error(gpu: Gpu, product: Product) -> float:
     """Return the error of a prediction as a logarithm."""
     sizes = {"rows": product.rows, "columns": product.columns, "inner": product.inner}
     return log(matmul_seconds(gpu, product.precision, **sizes) / product.seconds)
-
-
-def rounded(value: float, digits: int = 3) -> float:
-    """Round to `digits` significant digits, because more are not reproducible."""
-    return float(f"{value:.{digits}g}")

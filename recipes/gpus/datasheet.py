@@ -1,5 +1,6 @@
 """Performance of GPUs: datasheet values, and the efficiency reached in practice."""
 
+import re
 import tomllib
 from dataclasses import dataclass, fields
 from functools import cache
@@ -74,6 +75,27 @@ def load_gpu(name: str) -> Gpu:
             return gpu
     names = ", ".join(gpu.name for gpu in gpus())
     raise UserError(f'gpu = "{name}" is not known; use one of {names}')
+
+
+def is_cpu(name: str) -> bool:
+    """Return True if a `cluster.gpu` names a CPU: "cpu", or a datasheet without driver names."""
+    return name.lower() == "cpu" or any(gpu.name == name and gpu.device == "cpu" for gpu in gpus())
+
+
+def gpus_of_name(name: str) -> list[Gpu]:
+    """Return the GPUs that a name may mean which others have chosen, as in a published table.
+
+    "H100" does not mean a datasheet such as "H100-links", which describes one cluster.
+    """
+    if exact := [gpu for gpu in gpus() if gpu.name == name]:
+        return exact
+    found = [
+        gpu
+        for gpu in gpus()
+        if re.search(rf"(?<![a-z]){gpu.name.split('-')[0]}(?![0-9])", name, re.IGNORECASE)
+    ]
+    starts = tuple(f"{gpu.name}-" for gpu in found)
+    return [gpu for gpu in found if not gpu.name.startswith(starts)]
 
 
 @cache

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from recipes.gpus.datasheet import is_cpu
 from recipes.planning.inputs.stage_contents import stage_parameters
 from recipes.sweeping.splitting.parts import SPLIT_STEPS
 from recipes.sweeping.sweep_folder import SweepFolder, SweepStopped
@@ -134,7 +135,7 @@ class Scheduler:
             trial.warm_up + trial.steps + (SPLIT_STEPS if trial.split else 0)
         )
         building = SECONDS_TO_BUILD + max(stage_parameters(trial.job)) / PARAMETERS_BUILT_PER_SECOND
-        if trial.world.gpu == "cpu":
+        if is_cpu(trial.world.gpu):
             return building + max(MIN_SECONDS_OF_STEPS_ON_CPU, MAX_TIMES_THE_PLAN_ON_CPU * steps)
         return building + MAX_TIMES_THE_PLAN * steps
 

@@ -16,10 +16,7 @@ import contextlib
 import errno
 import json
 import os
-import secrets
 import shutil
-import socket
-import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -28,13 +25,11 @@ from models.errors import UserError
 from recipes.proving.proof_corpus import write_corpus
 from recipes.sweeping.table import Row, row_of_rejection, row_of_result, row_of_trial, table_text
 from recipes.sweeping.trial import Rejection, Result, Trial
+from recipes.sweeping.worlds.worlds_folder import WorldsFolder
 from recipes.training.run_folder.line_file import flush, write_whole
-from recipes.training.run_folder.lock import FolderInUse, FolderLock, is_running, machine_id
-from recipes.training.runtime.launchers import start_ticks
+from recipes.training.run_folder.lock import FolderInUse, FolderLock
 
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
-HEARTBEAT_SECONDS = 2.0
-ABANDONED_SECONDS = 60.0  # without a heartbeat; ranks exit after 30 (rank_watch.py)
 PROBE_BYTES = 2**16
 
 
@@ -55,26 +50,20 @@ class SweepFolder:
 
     def __init__(self, path: Path, settings: Mapping[str, Any]):
         self.path = path
-        self.worlds = path / "worlds"
-        self.own = self.worlds / f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
-        self.heartbeat = self.own / "heartbeat"
+        self._own_worlds = WorldsFolder(path / "worlds")
+        self.worlds, self.own = self._own_worlds.parent, self._own_worlds.path
         self._rows: dict[str, tuple[int, Row]] = {}  # with the time of the result's file
         self._tried_locks: dict[str, FolderLock] = {}
-        self._closed = threading.Event()
         with self.stops_without_space():
             self._create()
             self._check_settings(settings)
-        self._remove_abandoned()
-        threading.Thread(target=self._beat, name="heartbeat", daemon=True).start()
+        self._own_worlds.start_heartbeat()
 
     def close(self) -> None:
         """Remove the files of this scheduler, and those that dead schedulers left behind."""
-        self._closed.set()
-        self._remove_abandoned()
-        shutil.rmtree(self.own, ignore_errors=True)
-        for folder in (self.worlds, self.path / "claims"):
-            with contextlib.suppress(OSError):  # another scheduler uses it
-                folder.rmdir()
+        self._own_worlds.close()
+        with contextlib.suppress(OSError):  # another scheduler uses it
+            (self.path / "claims").rmdir()
 
     def add(self, trial: Trial) -> None:
         """Record a trial, unless an earlier command has already recorded it."""
@@ -197,9 +186,7 @@ class SweepFolder:
         try:
             for name in ("trials", "results", "claims"):
                 (self.path / name).mkdir(parents=True, exist_ok=True)
-            self.own.mkdir(parents=True)
-            self.heartbeat.touch()
-            (self.own / "owner.json").write_text(json.dumps(_identity()))
+            self._own_worlds.create()
         except OSError as problem:
             if problem.errno in NO_SPACE:
                 raise
@@ -224,23 +211,6 @@ class SweepFolder:
                 f"with {now}; use the same settings, or another --sweep-dir"
             )
 
-    def _remove_abandoned(self) -> None:
-        """Remove the files of schedulers that no longer run.
-
-        Their heartbeats are compared with this scheduler's own, because the clocks of different
-        nodes may disagree.
-        """
-        now = self.heartbeat.stat().st_mtime if self.heartbeat.exists() else 0.0
-        for folder in self.worlds.iterdir() if self.worlds.exists() else ():
-            if folder != self.own and _is_abandoned(folder, now):
-                shutil.rmtree(folder, ignore_errors=True)
-
-    def _beat(self) -> None:
-        """Touch the heartbeat, which the ranks of this scheduler watch."""
-        while not self._closed.wait(HEARTBEAT_SECONDS):
-            with contextlib.suppress(OSError):
-                os.utime(self.heartbeat)
-
     def _trial_file(self, key: str) -> Path:
         return self.path / "trials" / f"{key}.json"
 
@@ -264,24 +234,3 @@ def _read_json(file: Path) -> dict[str, Any] | None:
     except (FileNotFoundError, ValueError):
         return None
     return content if isinstance(content, dict) else None
-
-
-def _identity() -> dict[str, Any]:
-    """Return the identity of this process, for `is_running`."""
-    process = os.getpid()
-    return {"machine": machine_id(), "process": process, "started": start_ticks(process)}
-
-
-def _is_abandoned(folder: Path, now: float) -> bool:
-    """Return True if the scheduler that a folder belongs to appears to be dead.
-
-    Args:
-        folder: the scheduler's files
-        now: time of the newest heartbeat of this scheduler
-    """
-    owner = _read_json(folder / "owner.json") or {}
-    with contextlib.suppress(OSError):
-        if owner.get("machine") == machine_id():
-            return not is_running(owner)
-        return now - (folder / "heartbeat").stat().st_mtime > ABANDONED_SECONDS
-    return False

@@ -8,6 +8,7 @@ from functools import cached_property
 from statistics import median
 from typing import Any, Literal, NamedTuple, get_args
 
+from recipes.gpus.datasheet import is_cpu
 from recipes.planning.inputs.job import Job, Machine, job_of
 from recipes.planning.memory.peak import GIB, fullest_stage
 from recipes.planning.time.step_time import StepTime, step_time
@@ -90,7 +91,7 @@ class Trial:
             gpus_per_node=cluster.gpus_per_node,
             gpu=cluster.gpu,
             deterministic=self.recipe.training.deterministic,
-            pipelined=cluster.gpu != "cpu" and self.recipe.layout.pipeline > 1,
+            pipelined=not is_cpu(cluster.gpu) and self.recipe.layout.pipeline > 1,
         )
 
     @cached_property
@@ -170,6 +171,7 @@ class Result:
         device: name of the device, as the driver reports it
         split: the split of a step; None if it was not measured
         seconds: duration of the whole trial, as measured by the scheduler
+        links: the measurements of `sweep.py --links`; None for a trial
     """
 
     outcome: Outcome
@@ -182,6 +184,7 @@ class Result:
     device: str = ""
     split: Split | None = None
     seconds: float = 0.0
+    links: dict[str, Any] | None = None
 
     @property
     def median_seconds(self) -> float | None:

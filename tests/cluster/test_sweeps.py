@@ -13,8 +13,11 @@ from typing import Any
 import pytest
 import tomli_w
 
+from recipes.gpus.datasheet import load_gpu, read_gpu
+from recipes.training.recipe.loading import REPOSITORY
 from tests.cluster.cluster import Cluster, missing
 from tests.conftest import changed, small_recipe
+from tests.sweeping.sweeps import copy_of_code
 
 pytestmark = [
     pytest.mark.cluster,
@@ -80,6 +83,28 @@ def test_deepspeed_measures_on_several_hosts(
     assert [row["outcome"] for row in rows(folder)] == ["ok"] * 3
     assert {(row["gpus"], row["gpus_per_node"]) for row in rows(folder)} == {("4", "2")}
     assert not cluster.processes("--rank-of")
+
+
+@pytest.mark.parametrize("launcher", ["deepspeed", "srun"])
+def test_links_between_hosts_are_measured(cluster: Cluster, tmp_path: Path, launcher: str) -> None:
+    copy = copy_of_code(tmp_path / "copy")  # whose datasheets the command may write
+    hosts = tmp_path / "hosts"
+    hosts.write_text("".join(f"{host} slots=2\n" for host in cluster.hosts[:2]))
+    python, program = REPOSITORY / ".venv/bin/python", copy / "recipes/sweep.py"
+    command = f"{python} {program} --links two-hosts --nodes 2 --gpus-per-node 2 --json"
+    if launcher == "deepspeed":
+        command += f" --hostfile {hosts}"
+    else:
+        command = f"salloc --quiet --nodes=2 --ntasks-per-node=2 --cpus-per-task=2 {command}"
+    done = cluster.run(f"cd {copy} && {command}", env=CPU, timeout=SECONDS_OF_A_SWEEP)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert not cluster.processes("--rank-of") and not (copy / "runs" / "links").exists()
+    table = json.loads(done.stdout.splitlines()[-1])
+    assert {link["ranks"] for link in table["links"] if link["across_nodes"]} == {2, 4}
+    assert len(table["links"]) == 12 and table["matmul"]["slowest"]["host"] in cluster.hosts
+    gpu, cpu = read_gpu(Path(table["file"])), load_gpu("cpu")
+    assert gpu.name == "two-hosts" and gpu.network_contention == cpu.network_contention
+    assert gpu.network_efficiency not in (cpu.network_efficiency, 0.0)
 
 
 def test_a_job_continues_after_the_death_of_a_node(

@@ -1,6 +1,6 @@
 """sweep.py with faults in chosen trials, and on request with ranks that do not measure.
 
-The environment variable FAULTS names a JSON file {key of a trial: fault}:
+The environment variable FAULTS names a JSON file {key of a trial, or "links": fault}:
 
 out_of_memory: rank 1 cannot allocate memory; hang: rank 1 sleeps; crash: rank 1 is killed; error:
 rank 1 raises; full: rank 0 fills the file system of the sweep folder before it reports its result

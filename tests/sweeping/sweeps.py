@@ -3,6 +3,7 @@
 import csv
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,6 +18,27 @@ from recipes.training.recipe.loading import REPOSITORY
 PROGRAM = Path(__file__).with_name("faulty_sweep.py")
 SECONDS_FOR_RANKS_TO_END = 15
 TIMED = ("step_time_s", "mem_gb", "mfu_pct", "tokens_s_gpu")
+
+
+def processes_with(folder: Path) -> list[str]:
+    """Return the command lines of all processes that name a path in a folder."""
+    found = []
+    for file in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            words = file.read_bytes().decode(errors="replace").split("\0")
+        except OSError:
+            continue
+        if any(word.startswith(str(folder)) for word in words):
+            found.append(" ".join(words))
+    return found
+
+
+def copy_of_code(folder: Path) -> Path:
+    """Copy the repository's code, for commands that write datasheets; return the folder."""
+    for name in ("recipes", "models", "ds_configs", "tests/sweeping"):
+        ignored = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(REPOSITORY / name, folder / name, ignore=ignored)
+    return folder
 
 
 class Sweep:
@@ -83,15 +105,7 @@ class Sweep:
 
     def processes(self) -> list[str]:
         """Return the command lines of all processes of this sweep."""
-        found = []
-        for file in Path("/proc").glob("[0-9]*/cmdline"):
-            try:
-                words = file.read_bytes().decode(errors="replace").split("\0")
-            except OSError:
-                continue
-            if any(word.startswith(str(self.folder)) for word in words):
-                found.append(" ".join(words))
-        return found
+        return processes_with(self.folder)
 
     def end_of_processes(self) -> bool:
         """Return True as soon as no process of this sweep is left; False if one stays."""

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from models.errors import UserError
 from recipes.training.recipe.loading import load_recipe, parse_recipe
@@ -9,7 +10,7 @@ from recipes.training.recipe.schema import Recipe
 from recipes.training.recipe.sections.layout import Cluster
 
 MAX_GPUS = 10**6
-DEFAULT_CLUSTER = {"nodes": 1, "gpus_per_node": 2, "gpu": "cpu"}
+DEFAULT_CLUSTER: dict[str, Any] = {"nodes": 1, "gpus_per_node": 2, "gpu": "cpu"}
 
 
 def recipe_on_cluster(

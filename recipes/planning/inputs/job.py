@@ -24,6 +24,18 @@ from recipes.training.recipe.topology import World
 
 
 @dataclass(frozen=True, kw_only=True)
+class LinkOverrides:
+    """Links of a cluster that differ from its GPU's datasheet; None keeps the datasheet's value.
+
+    Rates are per GPU and in one direction. The efficiencies of the datasheet apply to them.
+    """
+
+    node_link_gigabytes_per_second: float | None = None
+    network_gigabytes_per_second: float | None = None
+    network_latency_seconds: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class Machine:
     """The GPUs of a job and their links; rates are per GPU and in one direction."""
 
@@ -35,14 +47,22 @@ class Machine:
     network_contention: float  # share of the network's rate left if groups share a node's links
 
     @classmethod
-    def of_cluster(cls, cluster: Cluster) -> "Machine":
+    def of_cluster(cls, cluster: Cluster, links: LinkOverrides | None = None) -> "Machine":
         """Return the machine of a recipe's [cluster] section.
+
+        Args:
+            cluster: nodes and GPUs
+            links: links that differ from the GPU's datasheet
 
         Raises:
             UserError: the GPU is not known.
         """
+        given = vars(links) if links else {}
+        values = {name: value for name, value in given.items() if value is not None}
+        gpu = load_gpu(cluster.gpu)
+        gpu = replace(gpu, **values) if values else gpu
         gpus = cluster.nodes * cluster.gpus_per_node
-        return cls.of(load_gpu(cluster.gpu), gpus=gpus, gpus_per_node=cluster.gpus_per_node)
+        return cls.of(gpu, gpus=gpus, gpus_per_node=cluster.gpus_per_node)
 
     @classmethod
     def of(cls, gpu: Gpu, *, gpus: int, gpus_per_node: int = 8) -> "Machine":
@@ -60,6 +80,17 @@ class Machine:
     def nodes(self) -> int:
         """The number of nodes; the last one may be partly filled."""
         return -(-self.gpus // self.gpus_per_node)
+
+
+def links_text(machine: Machine) -> str:
+    """Describe the links of a machine; the latency only if it differs from the datasheet's."""
+    latency = machine.gpu.network_latency_seconds
+    is_datasheets = latency == load_gpu(machine.gpu.name).network_latency_seconds
+    return (
+        f"links per GPU: {machine.node_link_gigabytes_per_second:g} GB/s within a node, "
+        f"{machine.network_gigabytes_per_second:g} GB/s between nodes"
+        + ("" if is_datasheets else f", network latency {latency * 1e6:g} microseconds")
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

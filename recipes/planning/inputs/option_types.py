@@ -11,10 +11,7 @@ def share(text: str) -> float:
     Raises:
         ArgumentTypeError: the text is not a number that is at least 0 and below 1.
     """
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
+    value = _number(text)
     if not 0 <= value < 1:
         raise argparse.ArgumentTypeError(f"{text} is not at least 0 and below 1; use 0.08")
     return value
@@ -26,13 +23,36 @@ def duration_in_days(text: str) -> float:
     Raises:
         ArgumentTypeError: the text is not a positive number.
     """
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
+    value = _number(text)
     if not 0 < value < 10**6:
         raise argparse.ArgumentTypeError(
             f"invalid duration {text}: expected more than 0 and below 1,000,000 days, such as 30"
+        )
+    return value
+
+
+def link_rate(text: str) -> float:
+    """Return the rate of a link in GB/s.
+
+    Raises:
+        ArgumentTypeError: the text is not a positive number.
+    """
+    value = _number(text)
+    if not 0 < value < 10**6:
+        raise argparse.ArgumentTypeError(f"invalid rate {text}: expected GB/s, for example 50")
+    return value
+
+
+def latency_in_microseconds(text: str) -> float:
+    """Return a latency in microseconds.
+
+    Raises:
+        ArgumentTypeError: the text is not a number of at least 0.
+    """
+    value = _number(text)
+    if not 0 <= value < 10**9:
+        raise argparse.ArgumentTypeError(
+            f"invalid latency {text}: expected microseconds, for example 30"
         )
     return value
 
@@ -68,10 +88,15 @@ def counts(text: str) -> list[int]:
 
 def seconds(text: str) -> float:
     """Parse a duration in seconds."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
+    value = _number(text)
     if not 0 < value < 10**9:
         raise argparse.ArgumentTypeError(f"invalid duration {text}: expected seconds, such as 120")
     return value
+
+
+def _number(text: str) -> float:
+    """Return the number that a text contains, or -1 if it contains none."""
+    try:
+        return float(text)
+    except ValueError:
+        return -1.0

@@ -9,7 +9,7 @@ from typing import Any
 from models.config import ModelConfig
 from models.errors import UserError
 from models.pipeline.schedule.order import SCHEDULES
-from recipes.gpus.datasheet import OTHER_BOARDS, Gpu, gpus
+from recipes.gpus.datasheet import OTHER_BOARDS, Gpu, gpus_of_name
 from recipes.planning.inputs.job import Job, JobLayout, Machine
 from recipes.planning.inputs.software import STACKS, Software
 from recipes.planning.memory.peak import GIB, fullest_stage
@@ -173,11 +173,7 @@ class RowReader:
         name = self.cell("gpu")
         if any(board.split()[-1].lower() in name.lower() for board in OTHER_BOARDS):
             raise UserError(f"gpu {name} is another board and has no datasheet")
-        found = [
-            gpu
-            for gpu in gpus()
-            if re.search(rf"(?<![a-z]){gpu.name.split('-')[0]}(?![0-9])", name, re.IGNORECASE)
-        ]
+        found = gpus_of_name(name)
         size = re.search(r"(\d+) ?gb", name.lower())
         stated = float(size[1]) if size else number(self.cell("gpu_mem_gb"))
         if len(found) <= 1:

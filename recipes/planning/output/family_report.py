@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from models.cost import parameter_count
+from recipes.planning.inputs.job import LinkOverrides, Machine, links_text
 from recipes.planning.output.catalogue import layout_text
 from recipes.planning.output.plan_report import rates, short_count
 from recipes.planning.output.plan_table import plan_table
@@ -17,7 +18,12 @@ COLUMNS = f"{'model':<18}{'parameters':>11}{'tokens':>9}{'days':>10}{'MFU':>8}  
 
 
 def family_lines(
-    family: Sequence[Member], cluster: Cluster, days: float, options: Sequence[str] = ()
+    family: Sequence[Member],
+    cluster: Cluster,
+    days: float,
+    *,
+    links: LinkOverrides | None = None,
+    options: Sequence[str] = (),
 ) -> Iterator[str]:
     """Yield a table of a family, and the largest model that is trained in time.
 
@@ -25,12 +31,15 @@ def family_lines(
         family: the members, the smallest model first
         cluster: nodes and GPUs
         days: limit of the duration
+        links: links that differ from the GPU's datasheet
         options: options of the command that also apply to a plan of the named model
     """
     yield (
         f"Best layouts on {cluster.nodes} x {cluster.gpus_per_node} {cluster.gpu} "
         f"(tensor x pipeline x data)"
     )
+    if links and links != LinkOverrides():
+        yield links_text(Machine.of_cluster(cluster, links))
     yield COLUMNS
     for member in family:
         yield _line(member)

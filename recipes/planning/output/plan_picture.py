@@ -1,6 +1,7 @@
 """Pictures of a plan: the timeline of its pipeline, and a heat map of its family."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import matplotlib
@@ -10,7 +11,7 @@ from matplotlib.patches import Rectangle
 from models.cost import parameter_count
 from models.errors import UserError
 from recipes.pictures.pipeline_passes import ink, save_figure
-from recipes.planning.inputs.job import Job, Machine, job_without_layout
+from recipes.planning.inputs.job import Job, job_without_layout
 from recipes.planning.output.pipeline_picture import timeline
 from recipes.planning.output.plan_report import rates, short_count
 from recipes.planning.search.family import best_plan, relatives
@@ -106,8 +107,8 @@ def node_counts(own: int) -> list[int]:
 
 def plan_on_nodes(recipe: Recipe, job: Job, nodes: int) -> Plan | None:
     """Return the best layout of a recipe on `nodes` of the job's nodes; None if none fits."""
-    per_node = job.machine.gpus_per_node
-    machine = Machine.of(job.machine.gpu, gpus=nodes * per_node, gpus_per_node=per_node)
+    # With the links of the job's machine, which options or a calibration may have changed.
+    machine = replace(job.machine, gpus=nodes * job.machine.gpus_per_node)
     try:
         return best_plan(job_without_layout(recipe, machine, job.software))
     except UserError:  # the GPU does not support the recipe's precision

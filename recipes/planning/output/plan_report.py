@@ -7,7 +7,7 @@ from typing import Any
 
 from models.cost import flops_per_token, parameter_count, recomputed_flops_per_token
 from models.pipeline.schedule.order import schedule_name
-from recipes.planning.inputs.job import Job, JobLayout
+from recipes.planning.inputs.job import Job, JobLayout, links_text
 from recipes.planning.inputs.stage_contents import stages_text
 from recipes.planning.measured.fit import Fit, Quality
 from recipes.planning.memory.peak import GIB, StageMemory, host_bytes, stage_memory
@@ -70,9 +70,8 @@ def heading(recipe: Recipe, job: Job) -> str:
         f"{short_count(tokens)} tokens, {recipe.training.steps:,} steps of "
         f"{recipe.tokens_per_step:,} tokens\n"
         f"{machine.gpus:,} x {machine.gpu.name} on {machine.nodes} "
-        f"node{'s' * (machine.nodes > 1)}, {job.precision}, software {job.software.name}; links "
-        f"per GPU: {machine.node_link_gigabytes_per_second:g} GB/s within a node, "
-        f"{machine.network_gigabytes_per_second:g} GB/s between nodes"
+        f"node{'s' * (machine.nodes > 1)}, {job.precision}, software {job.software.name}; "
+        f"{links_text(machine)}"
     )
 
 

@@ -4,7 +4,7 @@ from dataclasses import asdict
 from typing import Any
 
 from models.cost import parameter_count
-from recipes.planning.inputs.job import Job
+from recipes.planning.inputs.job import Job, Machine
 from recipes.planning.inputs.stage_contents import stage_imbalance
 from recipes.planning.memory.peak import GIB, fits, stage_memory
 from recipes.planning.output.plan_report import rates
@@ -27,6 +27,15 @@ def job_table(job: Job, steps: int) -> dict[str, Any]:
         "gpu_memory_bytes": job.machine.gpu.memory_gib * GIB,
         "step_seconds": asdict(time) | {"total": time.total},
         **asdict(rates(job, time.total, steps)),
+    }
+
+
+def links_table(machine: Machine) -> dict[str, float]:
+    """Return the links that a plan assumes: rates per GPU in one direction, and the latency."""
+    return {
+        "node_link_gigabytes_per_second": machine.node_link_gigabytes_per_second,
+        "network_gigabytes_per_second": machine.network_gigabytes_per_second,
+        "network_latency_seconds": machine.gpu.network_latency_seconds,
     }
 
 

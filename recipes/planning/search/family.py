@@ -9,7 +9,7 @@ from pathlib import Path
 
 from models.cost import parameter_count
 from recipes.planning.inputs.cluster import recipe_on_cluster
-from recipes.planning.inputs.job import Job, Machine, job_without_layout
+from recipes.planning.inputs.job import Job, LinkOverrides, Machine, job_without_layout
 from recipes.planning.inputs.software import Software
 from recipes.planning.search.layout_search import DEFAULT_HEADROOM, Plan, search
 from recipes.training.recipe.loading import load_recipe, shipped_recipes
@@ -59,6 +59,7 @@ def members(
     software: Software,
     calibrate: Callable[[Job], Job],
     headroom: float,
+    links: LinkOverrides | None = None,
 ) -> list[Member]:
     """Plan a recipe and the rest of its family on one cluster, the smallest model first.
 
@@ -69,12 +70,13 @@ def members(
         software: the training software
         calibrate: function that adjusts a job to measured runs
         headroom: share of the GPU memory that a layout leaves free
+        links: links that differ from the GPU's datasheet
 
     Raises:
         UserError: a recipe with the overrides is not valid, or the GPU does not compute in its
             precision.
     """
-    machine = Machine.of_cluster(cluster)
+    machine = Machine.of_cluster(cluster, links)
     size = {"nodes": cluster.nodes, "gpus_per_node": cluster.gpus_per_node}
     found = []
     for each in [path, *relatives(load_recipe(path, overrides))]:

@@ -16,6 +16,7 @@ import torch._dynamo
 import torch.distributed as dist
 
 from recipes.proving.trial import shared_groups, start
+from recipes.sweeping.links.timing import measure_links
 from recipes.sweeping.splitting.instrumentation import split_of_rank
 from recipes.sweeping.splitting.parts import PartSeconds, split_of_slowest
 from recipes.sweeping.trial import Result
@@ -55,7 +56,10 @@ def serve(files: WorldFiles, world: World, watch: RankWatch, *, deterministic: b
             request = next_request(files, world, control, number)
             watch.begin(number, request["seconds"])
             forget_asked()
-            result = measure(request, world, control, memory)
+            if "links" in request:
+                result = measure_links(request["links"], world, control)
+            else:
+                result = measure(request, world, control, memory)
             watch.end()
             if world.rank == 0:
                 write_result(files, number, result)

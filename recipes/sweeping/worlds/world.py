@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from recipes.gpus.datasheet import is_cpu
 from recipes.sweeping.trial import Result, WorldKind
 from recipes.sweeping.worlds.launchers import Launcher, Processes
 from recipes.sweeping.worlds.protocol import START, WorldFiles, read_message, write_message
@@ -162,7 +163,7 @@ def rank_settings(kind: WorldKind) -> dict[str, Any]:
     Launchers do not pass all environment variables to other nodes.
     """
     environment = {key: os.environ[key] for key in PASSED_VARIABLES if key in os.environ}
-    if kind.gpu == "cpu":
+    if is_cpu(kind.gpu):
         environment |= {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
     return {
         "environment": environment,

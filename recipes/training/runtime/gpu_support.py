@@ -6,6 +6,7 @@ from collections.abc import Sequence
 import torch
 
 from models.errors import UserError
+from recipes.gpus.datasheet import is_cpu
 
 VOLTA = (7, 0)  # V100; not supported by CUDA 13, with which the pinned wheels are built
 ARCHITECTURE = re.compile(r"(?P<kind>sm|compute)_(?P<major>\d+)(?P<minor>\d)(?P<suffix>[af]?)")
@@ -43,7 +44,7 @@ def check_gpus(
             torch.cuda.get_device_capability(device),
         )
         check_architecture(name, capability, torch.cuda.get_arch_list())
-    elif on_gpu or (wanted and wanted.lower() != "cpu" and not cpu_is_chosen):
+    elif on_gpu or (wanted and not is_cpu(wanted) and not cpu_is_chosen):
         asked = "DS_ACCELERATOR = cuda" if on_gpu else f'cluster.gpu = "{wanted}"'
         raise UserError(
             f"{asked}, but torch {torch.__version__} finds no GPU on this node. "

@@ -1,0 +1,117 @@
+"""The command-line options of sweep.py."""
+
+import argparse
+from collections.abc import Mapping
+from pathlib import Path
+
+from recipes.planning.inputs.option_types import count, counts, seconds
+from recipes.training.recipe.loading import DEFAULT_RECIPE
+
+NOT_WITH_LINKS = {  # options of a sweep of recipes: name in the namespace -> on the command line
+    "recipes": "the recipes",
+    "set": "--set",
+    "layouts": "--layouts",
+    "top": "--top",
+    "steps": "--steps",
+    "warm_up": "--warm-up",
+    "halving": "--halving",
+    "sweep_dir": "--sweep-dir",
+    "wandb": "--wandb",
+    "split": "--split",
+}
+
+
+def parse_command_line(description: str) -> argparse.Namespace:
+    """Return the options of the command.
+
+    Args:
+        description: the command's docstring: a summary and, after an empty line, examples
+    """
+    summary, _, examples = description.partition("\n\n")
+    parser = argparse.ArgumentParser(
+        description=summary, epilog=examples, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "recipes", nargs="*", type=Path, default=[DEFAULT_RECIPE], metavar="recipe",
+        help="recipes to measure (default: recipes/tiny.toml)",
+    )  # fmt: skip
+    add_trial_options(parser.add_argument_group("trials"))
+    add_measuring_options(parser.add_argument_group("measuring"))
+    parser.add_argument("--rank-of", type=Path, help=argparse.SUPPRESS)  # set by our launchers
+    parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # deepspeed passes it
+    options = parser.parse_args()
+    if options.links is not None and (others := given_options(parser, NOT_WITH_LINKS)):
+        parser.error(f"--links measures no recipe; leave out {', '.join(others)}")
+    return options
+
+
+def given_options(parser: argparse.ArgumentParser, names: Mapping[str, str]) -> list[str]:
+    """Return the options among `names` that are on the command line, as a user writes them.
+
+    Args:
+        parser: parses the command line
+        names: name of an option in the namespace -> as a user writes it
+    """
+    parser.set_defaults(**dict.fromkeys(names))  # a default of None shows what was not given
+    found = vars(parser.parse_args())
+    return [written for name, written in names.items() if found[name] not in (None, [])]
+
+
+def add_trial_options(group: argparse._ArgumentGroup) -> None:
+    """Add the options that choose the trials."""
+    group.add_argument(
+        "--top", type=count, default=10,
+        help="number of layouts that the planner chooses for each recipe and size (default: 10)",
+    )  # fmt: skip
+    group.add_argument(
+        "--layouts", choices=("best", "all", "own"),
+        help="the planner's best layouts, all that fit, or the recipe's own (default: best; own if "
+        "a --set has several values)",
+    )  # fmt: skip
+    group.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE[,VALUE...]",
+        help="change a key of the recipe; several values, and several options, make a grid. The "
+        "planner leaves these keys as they are",
+    )  # fmt: skip
+    cluster = "(default: the recipe's [cluster], or 1 x 2 x cpu)"
+    group.add_argument("--nodes", type=counts, help=f"numbers of nodes, such as 1,2,4 {cluster}")
+    group.add_argument("--gpus-per-node", type=counts, help="numbers of GPUs in each node")
+    group.add_argument("--gpu", help="name of a GPU in recipes/gpus/datasheets/, such as H100")
+
+
+def add_measuring_options(group: argparse._ArgumentGroup) -> None:
+    """Add the options of the measurement."""
+    group.add_argument("--steps", type=count, default=5, help="measured steps (default: 5)")
+    group.add_argument(
+        "--warm-up", type=count, default=2, help="steps before the measured ones (default: 2)"
+    )
+    group.add_argument(
+        "--halving", action="store_true",
+        help="measure all trials for 2 steps, the faster half for 4, and so on, instead of --steps",
+    )  # fmt: skip
+    group.add_argument(
+        "--split", action="store_true",
+        help="also measure the parts of a step: compute, communication, waiting and optimizer",
+    )  # fmt: skip
+    group.add_argument(
+        "--seconds-per-trial", type=seconds, metavar="SECONDS",
+        help="time limit of a trial (default: derived from the plan), or of --links (default: 600)",
+    )  # fmt: skip
+    group.add_argument(
+        "--links", metavar="NAME",
+        help="measure matmuls and links instead of recipes, and write the datasheet NAME for the "
+        "planner, based on that of --gpu",
+    )  # fmt: skip
+    group.add_argument(
+        "--sweep-dir", type=Path, help="folder of the results (default: runs/sweeps/NAME)"
+    )
+    group.add_argument(
+        "--launcher", choices=("local", "deepspeed", "srun"),
+        help="default: deepspeed with --hostfile, srun in a Slurm allocation, otherwise local",
+    )  # fmt: skip
+    group.add_argument("--hostfile", type=Path, help="hosts for deepspeed: node1 slots=8 ...")
+    group.add_argument(
+        "--wandb", action="store_true",
+        help="at the end, write each trial to Weights & Biases as a run of one group",
+    )  # fmt: skip
+    group.add_argument("--json", action="store_true", help="print one JSON object on stdout")

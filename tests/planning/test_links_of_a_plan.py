@@ -1,0 +1,105 @@
+"""plan.py with links that differ from the GPU's datasheet."""
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from recipes.gpus.datasheet import load_gpu
+from recipes.planning.inputs.job import LinkOverrides, Machine, job_of, links_text
+from recipes.planning.output.plan_picture import plan_on_nodes
+from recipes.planning.time.network import all_reduce_seconds, transfer_seconds
+from recipes.planning.time.step_time import step_time
+from recipes.training.recipe.loading import REPOSITORY, load_recipe
+from recipes.training.recipe.sections.layout import Cluster
+
+LLAMA_7B = "recipes/llama/7b.toml"
+CLUSTER = Cluster(nodes=2, gpus_per_node=8, gpu="H100")
+OPTIONS = ["--nodes", "2", "--node-link", "200", "--network", "2", "--network-latency", "80"]
+
+
+def run_plan(*options: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "recipes/plan.py", LLAMA_7B, *options],
+        capture_output=True, text=True, cwd=REPOSITORY, check=False,
+    )  # fmt: skip
+
+
+def test_links_replace_those_of_the_datasheet() -> None:
+    links = LinkOverrides(
+        node_link_gigabytes_per_second=200.0,
+        network_gigabytes_per_second=10.0,
+        network_latency_seconds=1e-3,
+    )
+    machine, usual = Machine.of_cluster(CLUSTER, links), Machine.of_cluster(CLUSTER)
+    gpu = load_gpu("H100")
+    assert transfer_seconds(machine, 0.0, stride=8) == 1e-3
+    bytes_per_second = 10e9 * gpu.network_efficiency
+    assert transfer_seconds(machine, 1e9, stride=8) - 1e-3 == pytest.approx(1e9 / bytes_per_second)
+    inside = transfer_seconds(machine, 1e9, stride=1) - gpu.node_link_latency_seconds
+    assert inside == pytest.approx(1e9 / (200e9 * gpu.node_link_efficiency))
+    small = {"ranks": 16, "stride": 1}
+    assert all_reduce_seconds(machine, 1.0, **small) > all_reduce_seconds(usual, 1.0, **small)
+    assert Machine.of_cluster(CLUSTER, LinkOverrides()) == usual
+    assert "latency" not in links_text(usual) and "1000 microseconds" in links_text(machine)
+
+
+def test_a_plan_uses_the_links_and_shows_them() -> None:
+    done, usual = run_plan(*OPTIONS, "--json"), run_plan("--nodes", "2", "--json")
+    table, before = json.loads(done.stdout), json.loads(usual.stdout)
+    assert table["links"] == {
+        "node_link_gigabytes_per_second": 200.0,
+        "network_gigabytes_per_second": 2.0,
+        "network_latency_seconds": pytest.approx(80e-6),
+    }
+    assert before["links"]["network_gigabytes_per_second"] == 50.0
+    recipe = load_recipe(REPOSITORY / LLAMA_7B, ["cluster.nodes=2"])
+    job = job_of(recipe, Machine.of_cluster(CLUSTER, LinkOverrides(**table["links"])))
+    assert table["own"]["step_seconds"]["total"] == pytest.approx(step_time(job).total)
+    assert table["best"][0]["step_seconds"]["total"] > before["best"][0]["step_seconds"]["total"]
+    heading = run_plan(*OPTIONS, "--top", "0").stdout.splitlines()[1]
+    assert heading.endswith(
+        "links per GPU: 200 GB/s within a node, 2 GB/s between nodes, network latency 80 "
+        "microseconds"
+    )
+
+
+def test_a_family_uses_the_links_and_shows_them() -> None:
+    options = ["--nodes", "2", "--network", "1", "--largest", "100"]
+    slow = json.loads(run_plan(*options, "--json").stdout)
+    usual = json.loads(run_plan("--nodes", "2", "--largest", "100", "--json").stdout)
+    assert slow["links"]["network_gigabytes_per_second"] == 1.0
+    seconds = [table["models"][0]["best"]["step_seconds"]["total"] for table in (slow, usual)]
+    assert seconds[0] > 1.05 * seconds[1]
+    assert "450 GB/s within a node, 1 GB/s between nodes\n" in run_plan(*options).stdout
+
+
+def test_a_heat_map_uses_the_links(tmp_path: Path) -> None:
+    recipe = load_recipe(REPOSITORY / LLAMA_7B, ["cluster.nodes=2"])
+    machine = Machine.of_cluster(CLUSTER)
+    slow = replace(machine, network_gigabytes_per_second=1.0)
+    times = []
+    for each in (machine, slow):
+        plan = plan_on_nodes(recipe, replace(job_of(recipe, machine), machine=each), 16)
+        assert plan
+        times.append(plan.time.total)
+    assert times[1] > times[0]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--node-link", "0"], "invalid rate 0: expected GB/s, for example 50"),
+        (["--network", "fast"], "invalid rate fast: expected GB/s, for example 50"),
+        (["--network", "nan"], "invalid rate nan: expected GB/s, for example 50"),
+        (["--network", "inf"], "invalid rate inf: expected GB/s, for example 50"),
+        (["--network-latency", "-1"], "invalid latency -1: expected microseconds, for example 30"),
+        (["--network", "5", "--trace"], "require a plan; leave out --trace, --table and"),
+    ],
+)
+def test_invalid_links_are_rejected(options: list[str], message: str) -> None:
+    done = run_plan(*options)
+    assert done.returncode == 2 and message in done.stderr
