@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Mapping
 from pathlib import Path
 
-from recipes.planning.inputs.option_types import count, counts, seconds
+from recipes.planning.inputs.option_types import count, counts, parser_with_examples, seconds
 from recipes.training.recipe.loading import DEFAULT_RECIPE
 
 NOT_WITH_LINKS = {  # options of a sweep of recipes: name in the namespace -> on the command line
@@ -27,10 +27,7 @@ def parse_command_line(description: str) -> argparse.Namespace:
     Args:
         description: the command's docstring: a summary and, after an empty line, examples
     """
-    summary, _, examples = description.partition("\n\n")
-    parser = argparse.ArgumentParser(
-        description=summary, epilog=examples, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_with_examples(description)
     parser.add_argument(
         "recipes", nargs="*", type=Path, default=[DEFAULT_RECIPE], metavar="recipe",
         help="recipes to measure (default: recipes/tiny.toml)",

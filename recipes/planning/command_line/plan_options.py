@@ -8,6 +8,7 @@ from recipes.planning.inputs.option_types import (
     duration_in_days,
     latency_in_microseconds,
     link_rate,
+    parser_with_examples,
     picture_file,
     share,
 )
@@ -27,10 +28,7 @@ def parse_command_line(description: str) -> argparse.Namespace:
     Args:
         description: the command's docstring: a summary and, after an empty line, examples
     """
-    summary, _, examples = description.partition("\n\n")
-    parser = argparse.ArgumentParser(
-        description=summary, epilog=examples, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_with_examples(description)
     add_plan_options(parser)
     add_other_modes(parser)
     options = parser.parse_args()

@@ -1,8 +1,20 @@
-"""Types of command-line options, for argparse."""
+"""Command lines for argparse: a parser with examples, and types of options."""
 
 import argparse
 import os
 from pathlib import Path
+
+
+def parser_with_examples(description: str) -> argparse.ArgumentParser:
+    """Return a parser whose help ends with the examples of a command's docstring.
+
+    Args:
+        description: a summary and, after an empty line, examples
+    """
+    summary, _, examples = description.partition("\n\n")
+    return argparse.ArgumentParser(
+        description=summary, epilog=examples, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
 
 
 def share(text: str) -> float:
