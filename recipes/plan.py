@@ -92,7 +92,7 @@ def plan(recipe: Recipe, cluster: Cluster, options: argparse.Namespace) -> int:
     """Print a plan of the recipe's own layout and the fastest layouts; return the exit code."""
     machine = Machine.of_cluster(cluster, links_of(options))
     software = load_software(options.software)
-    fit = fit_table(options.calibrate)
+    fit = fit_table(options.calibrate, cluster.gpu)
     job = fit.factors.of(job_without_layout(recipe, machine, software))
     own, problem = own_job(recipe, machine, software)
     own = fit.factors.of(own) if own else None
@@ -167,7 +167,7 @@ def draw(recipe: Recipe, job: Job | None, options: argparse.Namespace) -> None:
 
 def print_family(cluster: Cluster, options: argparse.Namespace) -> int:
     """Print the recipe's family on a cluster; return 0 if a model is trained in time."""
-    fit = fit_table(options.calibrate)
+    fit = fit_table(options.calibrate, cluster.gpu)
     family = members(
         options.recipe, options.set, cluster=cluster, software=load_software(options.software),
         calibrate=fit.factors.of, headroom=options.headroom, links=links_of(options),

@@ -66,7 +66,7 @@ def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda number, frame: sys.exit(128 + number))
     try:
-        code = measure_links(options) if options.links else sweep(options)
+        code = sweep(options) if options.links is None else measure_links(options)
     except SystemExit as end:  # raised by the signal handler above
         code = int(end.code or 0)
     except UserError as problem:

@@ -10,6 +10,7 @@ from typing import Any
 from models.errors import UserError
 
 FOLDER = Path(__file__).with_name("datasheets")
+MEASURED_MARK = "Written by `python recipes/sweep.py --links"  # in the first line of a file
 EXAMPLES: dict[Any, tuple[tuple[type, ...], str]] = {  # type of a key -> Python types, a value
     str: ((str,), '"H100"'),
     float: ((int, float), "1.5"),
@@ -91,11 +92,22 @@ def gpus_of_name(name: str) -> list[Gpu]:
         return exact
     found = [
         gpu
-        for gpu in gpus()
+        for gpu in published_gpus()
         if re.search(rf"(?<![a-z]){gpu.name.split('-')[0]}(?![0-9])", name, re.IGNORECASE)
     ]
     starts = tuple(f"{gpu.name}-" for gpu in found)
     return [gpu for gpu in found if not gpu.name.startswith(starts)]
+
+
+@cache
+def published_gpus() -> tuple[Gpu, ...]:
+    """Return the GPUs whose datasheet was not written by `sweep.py --links` for one cluster."""
+    paths = sorted(FOLDER.glob("*.toml"))
+    return tuple(read_gpu(path) for path in paths if MEASURED_MARK not in _first_line(path))
+
+
+def _first_line(path: Path) -> str:
+    return path.read_text(encoding="utf-8", errors="replace").partition("\n")[0]
 
 
 @cache
@@ -138,6 +150,10 @@ def read_gpu(path: Path) -> Gpu:
 def _read_toml(path: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(
+            f"{path}: {error.strerror}; remove it, or replace it with a datasheet"
+        ) from None
     except (ValueError, RecursionError) as error:
         raise UserError(
             f"{path.name}: this is not valid TOML: {error}; compare it with h100.toml in the same "

@@ -81,9 +81,13 @@ def test_overrides_headroom_and_calibration_apply_to_all_models(family: list[Mem
             assert small.plan.memory.total <= 0.5 * small.plan.job.machine.gpu.memory_gib * 2**30
 
 
-def test_an_override_that_a_model_rejects_names_its_recipe() -> None:
-    with pytest.raises(UserError, match=r"13b\.toml --set model\.heads=32: .*use kv_heads"):
-        plan_family("model.heads=32")
+def test_a_relative_that_is_not_valid_with_the_overrides_has_the_reason() -> None:
+    members_by_name = {each.recipe.name: each for each in plan_family("model.heads=32")}
+    rejected = members_by_name["llama-13b"]
+    assert rejected.plan is None and "kv_heads = 40 does not divide heads = 32" in rejected.problem
+    assert members_by_name["llama-7b"].plan and not members_by_name["llama-7b"].problem
+    with pytest.raises(UserError, match=r"7b\.toml --set model\.heads=33: "):
+        plan_family("model.heads=33")
 
 
 def run_plan(*options: str) -> subprocess.CompletedProcess[str]:
@@ -136,6 +140,7 @@ def test_a_duration_that_is_not_one_is_rejected(days: str) -> None:
         (["--trace"], "--trace and --largest exclude each other; leave out one of them"),
         (["--catalogue"], "--largest and --catalogue exclude each other"),
         (["--heatmap", "x.png"], "--heatmap requires a plan; leave out --largest"),
+        (["--set", "layout.tensor=8"], "--largest chooses the layout; leave out --set layout.ten"),
     ],
 )
 def test_other_modes_are_rejected(options: list[str], message: str) -> None:

@@ -275,6 +275,37 @@ def test_calibration_takes_at_most_eight_rows_evenly() -> None:
     assert all({0, n - 1} <= set(evenly_spaced_rows(n)) for n in range(1, 100))
 
 
+def test_runs_on_other_gpus_do_not_calibrate_a_plan(tmp_path: Path) -> None:
+    table = PUBLISHED / "narayanan2021.csv"
+    done = run_plan("recipes/llama/7b.toml", "--gpu", "H100", "--calibrate", str(table))
+    assert done.returncode == 2
+    assert "its runs are on A100-80GB, and the plan is for H100; use runs on H100" in done.stderr
+    lines = table.read_text().splitlines()
+    both = tmp_path / "both.csv"
+    both.write_text(
+        "\n".join([*lines, *(each.replace("A100-SXM4-80GB", "H100") for each in lines[1:3])])
+    )
+    fit = fit_table(both, "H100")
+    assert fit.left_out == len(lines) - 1 and len(fit.rows) == 2
+    assert fit_table(both).left_out == 0
+    text = run_plan("recipes/llama/7b.toml", "--gpu", "H100", "--calibrate", str(both)).stdout
+    assert f"left out {len(lines) - 1} rows on other GPUs" in text
+
+
+@pytest.mark.parametrize("time", ["fast", "-5", "nan", "inf", "0"])
+def test_a_row_whose_time_cannot_be_read_is_skipped(time: str, tmp_path: Path) -> None:
+    header, line, *_ = (PUBLISHED / "narayanan2021.csv").read_text().splitlines()
+    column = header.split(",").index("step_time_s")
+    cells = line.split(",")
+    cells[column] = time
+    row = read_row(dict(zip(f"{header},mfu_pct".split(","), [*cells, "40"], strict=True)))
+    assert row.job is None and row.skipped == f"step_time_s is {time}"
+    table = tmp_path / "table.csv"
+    table.write_text(f"{header}\n{','.join(cells)}\n")
+    with pytest.raises(UserError, match=f"rows were skipped: step_time_s is {time}"):
+        fit_table(table)
+
+
 def test_calibration_of_threefold_may_go_far(tmp_path: Path) -> None:
     """A table that is 20 times slower than planned is fitted, and the plan uses the fit."""
     header = "row_id,framework,arch,layers,hidden,heads,kv_heads,ffn,vocab,seq,gpu,gpus,"

@@ -182,11 +182,44 @@ def test_the_ranks_of_a_node_share_a_host() -> None:
         timing.check_hosts(["a", "a", "b", "b", "b", "b"], 3)
 
 
-@pytest.mark.parametrize("name", [*(gpu.name for gpu in gpus()), "h100", "a100-80gb"])
+@pytest.mark.parametrize("name", [*(gpu.name for gpu in gpus()), "h100", "a100-80gb", "A100"])
 def test_datasheets_of_the_repository_are_not_overwritten(name: str) -> None:
     with pytest.raises(UserError, match=f"use another name, for example --links {name}-links"):
         link_datasheet.own_file(FOLDER, name)
     assert link_datasheet.own_file(FOLDER, f"{name}-links")
+
+
+def test_a_measured_datasheet_is_not_the_gpu_of_a_published_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    h100 = (FOLDER / "h100.toml").read_text()
+    (tmp_path / "h100.toml").write_text(h100)
+    other = h100.replace('"H100"', '"dgx-one"', 1)
+    (tmp_path / "dgx_one.toml").write_text(f"# {link_datasheet.mark('dgx-one')}\n{other}")
+    with monkeypatch.context() as patched:
+        patched.setattr(datasheet, "FOLDER", tmp_path)
+        clear_caches()
+        assert [gpu.name for gpu in datasheet.gpus()] == ["dgx-one", "H100"]
+        assert [gpu.name for gpu in datasheet.gpus_of_name("NVIDIA DGX H100")] == ["H100"]
+        assert [gpu.name for gpu in datasheet.gpus_of_name("dgx-one")] == ["dgx-one"]
+    clear_caches()
+
+
+def test_a_datasheet_that_cannot_be_read_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "gone.toml").symlink_to(tmp_path / "nothing")
+    with monkeypatch.context() as patched:
+        patched.setattr(datasheet, "FOLDER", tmp_path)
+        clear_caches()
+        with pytest.raises(UserError, match=r"gone\.toml: No such file or directory; remove it"):
+            datasheet.gpus()
+    clear_caches()
+
+
+def clear_caches() -> None:
+    datasheet.gpus.cache_clear()
+    datasheet.published_gpus.cache_clear()
 
 
 def test_only_own_files_are_rewritten(tmp_path: Path) -> None:
@@ -348,6 +381,7 @@ def test_failures_of_ranks_leave_nothing_behind(copy: Path, fault: str, message:
         (["--nodes", "1,2"], "--links measures one size; use --nodes 2"),
         (["--nodes", "2"], "use --nodes 1, or --hostfile FILE"),
         (["--gpu", "H1000"], 'gpu = "H1000" is not known; use one of'),
+        (["--links", ""], "invalid --links : expected a letter"),
     ],
 )
 def test_other_options_are_rejected(copy: Path, options: list[str], message: str) -> None:

@@ -18,6 +18,7 @@ from recipes.training.recipe.loading import DEFAULT_RECIPE
 
 REQUIRED_OPTIONS = {"scatter": "table", "rank": "trace"}
 MODES = ("trace", "largest", "table", "catalogue")  # instead of a plan
+SEARCHED = ("layout.", "batch.micro_sequences")  # keys that a search chooses
 DEFAULTS = {"software": THREEFOLD.name, "headroom": DEFAULT_HEADROOM}
 PLAN_OPTIONS = (*DEFAULTS, "calibrate", "node_link", "network", "network_latency")
 
@@ -136,6 +137,8 @@ def check_combinations(parser: argparse.ArgumentParser, options: argparse.Namesp
             "--node-link, --network and --network-latency require a plan; leave out --trace, "
             "--table and --catalogue"
         )
+    if options.largest and (chosen := [each for each in options.set if each.startswith(SEARCHED)]):
+        parser.error(f"--largest chooses the layout; leave out --set {chosen[0]}")
     if options.top < 0:
         parser.error(f"invalid --top {options.top}: expected 0 or more, for example 5")
 

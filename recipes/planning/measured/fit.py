@@ -42,6 +42,7 @@ class Fit:
         rows: rows that the factors were fitted to
         used: errors on these rows
         others: errors on the table's other rows, which the fit has not seen
+        left_out: number of measured rows on other GPUs than the planned one
     """
 
     factors: Calibration = field(default_factory=Calibration)
@@ -49,6 +50,7 @@ class Fit:
     rows: tuple[Row, ...] = ()
     used: Quality | None = None
     others: Quality | None = None
+    left_out: int = 0
 
     def table(self) -> dict[str, Any] | None:
         """Return the fit for --json; None without a table."""
@@ -60,26 +62,51 @@ class Fit:
             "rows": [row.row_id for row in self.rows],
             "used": asdict(self.used) if self.used else None,
             "others": asdict(self.others) if self.others else None,
+            "left_out": self.left_out,
         }
 
 
-def fit_table(path: Path | None) -> Fit:
+def fit_table(path: Path | None, gpu: str | None = None) -> Fit:
     """Fit a calibration to at most `MAX_ROWS` measured steps; without a table, all factors are 1.
 
+    Args:
+        path: the table
+        gpu: name of the planned GPU, whose runs are used; None: all runs
+
     Raises:
-        UserError: the table cannot be read, or no row has both a layout and a measured time.
+        UserError: the table cannot be read, or no row has both a layout and a measured time on the
+            planned GPU.
     """
     if path is None:
         return Fit()
-    rows = [row for row in read_table(path) if row.job and row.measured.step_seconds]
+    all_rows = read_table(path)
+    timed = [row for row in all_rows if row.job and row.measured.step_seconds]
+    if not timed:
+        reasons = "; ".join(dict.fromkeys(row.skipped for row in all_rows if row.skipped))
+        raise UserError(
+            f"--calibrate {path}: no row has a layout and a measured step_time_s"
+            + (f"; rows were skipped: {reasons}" if reasons else "; use a finished sweep.csv")
+        )
+    measured_gpus = sorted({row.job.machine.gpu.name for row in timed if row.job})
+    rows = [row for row in timed if row.job and gpu in (None, row.job.machine.gpu.name)]
     if not rows:
-        raise UserError(f"--calibrate {path}: no row has a layout and a measured step_time_s")
+        raise UserError(
+            f"--calibrate {path}: its runs are on {', '.join(measured_gpus)}, and the plan is for "
+            f"{gpu}; use runs on {gpu}, or --gpu {measured_gpus[0]}"
+        )
     chosen = set(evenly_spaced_rows(len(rows)))
     used = tuple(row for index, row in enumerate(rows) if index in chosen)
     others = [row for index, row in enumerate(rows) if index not in chosen]
     measured = [(row.job, row.measured.step_seconds) for row in used]
     factors = calibrate([(job, seconds) for job, seconds in measured if job and seconds])
-    return Fit(factors, path, used, quality(used, factors), quality(others, factors))
+    return Fit(
+        factors,
+        path,
+        used,
+        quality(used, factors),
+        quality(others, factors),
+        left_out=len(timed) - len(rows),
+    )
 
 
 def quality(rows: Sequence[Row], factors: Calibration) -> Quality:

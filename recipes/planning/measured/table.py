@@ -132,8 +132,11 @@ def read_row(cells: dict[str, str]) -> Row:
         out_of_memory=is_yes(cells.get("oom")),
         by_allocator=any(word in cells.get("mem_kind", "") for word in ("reserved", "allocated")),
     )
+    stated = reader.cell("step_time_s")
     try:
         job = reader.job()
+        if stated and "unstated" not in stated and not number(stated):
+            raise UserError(f"step_time_s is {stated}")
     except UserError as error:
         return Row(reader.cell("row_id"), measured, None, tuple(reader.assumed), str(error))
     if usable and measured.step_seconds is None:

@@ -68,6 +68,7 @@ def family_table(family: Sequence[Member], cluster: Cluster, days: float) -> dic
                 "parameters": parameter_count(member.recipe.model),
                 "tokens": member.recipe.training.steps * member.recipe.tokens_per_step,
                 "days": member.days,
+                "problem": member.problem,
                 "best": plan_table(member.recipe, member.plan) if member.plan else None,
             }
             for member in family
@@ -81,7 +82,7 @@ def _line(member: Member) -> str:
     tokens = short_count(recipe.training.steps * recipe.tokens_per_step)
     start = f"{recipe.name:<18}{short_count(parameter_count(recipe.model)):>11}{tokens:>9}"
     if plan is None:
-        return f"{start}{'-':>10}{'-':>8}  no layout fits"
+        return f"{start}{'-':>10}{'-':>8}  {member.problem or 'no layout fits'}"
     mfu = rates(plan.job, plan.time.total, recipe.training.steps).mfu
     days = member.days or 0.0
     time = f"{days:,.1f}" if days >= 1 else f"{24 * days:.2g} h"

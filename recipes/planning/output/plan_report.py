@@ -237,8 +237,9 @@ def evaluation_text(name: str, summary: Mapping[str, Any]) -> str:
         return "" if value is None else format(value, form)
 
     false_alarms = ""
-    if summary.get("predicted"):
-        false_alarms = f"{summary['false_alarms']} of {summary['predicted']}"
+    if summary.get("predicted"):  # of the rows that ran
+        ran = summary["predicted"] - summary.get("out_of_memory_rows", 0)
+        false_alarms = f"{summary['false_alarms']} of {ran}"
     return " | ".join(
         [
             f"| {name}",
@@ -271,6 +272,8 @@ def calibration_text(fit: Fit) -> str:
     for rows, quality in (("these rows", fit.used), ("the other rows", fit.others)):
         if quality and quality.steps:
             lines.append(f"mean error on {rows} ({quality.steps}): {quality_text(quality)}")
+    if fit.left_out:
+        lines.append(f"left out {fit.left_out} row{'s' * (fit.left_out > 1)} on other GPUs")
     return "\n".join(lines) + "\n"
 
 

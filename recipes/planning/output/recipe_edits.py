@@ -81,7 +81,13 @@ def write_recipe(recipe: Recipe, result: SearchResult, path: Path) -> None:
         UserError: no layout fits, or the file exists or cannot be written.
     """
     if not result.plans:
-        raise UserError(f"--write {path}: no layout fits; use more nodes or a larger GPU")
+        reasons = "; ".join(
+            f"{count:,} {reason}" for reason, count in result.rejected.most_common(3)
+        )
+        raise UserError(
+            f"--write {path}: no layout is left; rejected: {reasons}; use another number of nodes, "
+            f"a larger GPU or a smaller --headroom"
+        )
     best = in_layout(recipe, result.plans[0], str(path))
     text = tomli_w.dumps(best.model_dump(mode="json", exclude_none=True))
     try:

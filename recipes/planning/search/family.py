@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from models.cost import parameter_count
+from models.errors import UserError
 from recipes.planning.inputs.cluster import recipe_on_cluster
 from recipes.planning.inputs.job import Job, LinkOverrides, Machine, job_without_layout
 from recipes.planning.inputs.software import Software
@@ -21,11 +22,16 @@ SECONDS_PER_DAY = 86_400
 
 @dataclass(frozen=True)
 class Member:
-    """A recipe of a family, and its best layout that fits; None if none fits."""
+    """A recipe of a family, and its best layout that fits; None if none fits.
+
+    Attributes:
+        problem: reason why a shipped recipe is not valid with the overrides; empty if it is
+    """
 
     path: Path
     recipe: Recipe
     plan: Plan | None
+    problem: str = ""
 
     @property
     def days(self) -> float | None:
@@ -73,16 +79,23 @@ def members(
         links: links that differ from the GPU's datasheet
 
     Raises:
-        UserError: a recipe with the overrides is not valid, or the GPU does not compute in its
+        UserError: the recipe with the overrides is not valid, or the GPU does not compute in its
             precision.
     """
     machine = Machine.of_cluster(cluster, links)
     size = {"nodes": cluster.nodes, "gpus_per_node": cluster.gpus_per_node}
-    found = []
-    for each in [path, *relatives(load_recipe(path, overrides))]:
+
+    def planned(each: Path) -> Member:
         recipe, _ = recipe_on_cluster(each, overrides, **size, gpu=cluster.gpu)
         job = calibrate(job_without_layout(recipe, machine, software))
-        found.append(Member(each, recipe, best_plan(job, headroom)))
+        return Member(each, recipe, best_plan(job, headroom))
+
+    found = [planned(path)]
+    for each, recipe in relatives(found[0].recipe).items():
+        try:
+            found.append(planned(each))
+        except UserError as problem:
+            found.append(Member(each, recipe, None, str(problem)))
     return sorted(found, key=lambda member: parameter_count(member.recipe.model))
 
 

@@ -10,7 +10,7 @@ from datetime import date
 from pathlib import Path
 
 from models.errors import UserError
-from recipes.gpus.datasheet import Gpu, read_gpu
+from recipes.gpus.datasheet import MEASURED_MARK, Gpu, read_gpu
 from recipes.gpus.datasheet_text import datasheet_text, file_of, rounded
 from recipes.sweeping.links.measurements import Measurements
 from recipes.training.run_folder.line_file import write_whole
@@ -60,7 +60,7 @@ def is_own(file: Path, name: str) -> bool:
 
 def mark(name: str) -> str:
     """Return the first line of a datasheet that --links has written."""
-    return f"Written by `python recipes/sweep.py --links {name}`"
+    return f"{MEASURED_MARK} {name}`"
 
 
 def is_tracked(file: Path) -> bool:
@@ -73,8 +73,13 @@ def is_tracked(file: Path) -> bool:
 
 
 def names_of_others(folder: Path, file: Path) -> set[str]:
-    """Return the names of the datasheets in all files but one, in lower case."""
-    return {read_gpu(path).name.lower() for path in folder.glob("*.toml") if path != file}
+    """Return the names that --links must not use, in lower case.
+
+    They are the names of the datasheets in all files but one, and the beginnings of these names,
+    such as "a100", by which published tables name a GPU.
+    """
+    names = {read_gpu(path).name.lower() for path in folder.glob("*.toml") if path != file}
+    return names | {name.split("-")[0] for name in names}
 
 
 def free_name(folder: Path, name: str) -> str:
