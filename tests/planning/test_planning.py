@@ -384,6 +384,10 @@ def test_the_search_leaves_headroom_and_puts_simple_near_ties_first() -> None:
 def test_a_plan_warns_of_full_memory_and_of_idle_stages() -> None:
     text = run_plan("recipes/llama/7b.toml", "--top", "0", "--set", "batch.global_sequences=64")
     assert "Warning: 4 micro-batches for 2 stages" in text.stdout
+    assert "Use a smaller layout.pipeline, or" in text.stdout  # micro-batches have one sequence
+    larger = ["--set", "batch.micro_sequences=2", "--set", "batch.global_sequences=128"]
+    text = run_plan("recipes/llama/7b.toml", "--top", "0", *larger)
+    assert "Use a smaller batch.micro_sequences or layout.pipeline, or" in text.stdout
     assert "Warning" not in run_plan("recipes/llama/7b.toml", "--top", "0").stdout
     keys = ("layout.tensor=4", "layout.schedule=interleaved", "layout.chunks=8")
     options = [word for key in keys for word in ("--set", key)]

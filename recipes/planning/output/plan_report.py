@@ -130,10 +130,13 @@ def warnings(job: Job, memory: Sequence[StageMemory]) -> Iterator[str]:
         )
     layout = job.layout
     if job.micro_batches < MIN_MICRO_BATCHES_PER_STAGE * layout.pipeline and layout.pipeline > 1:
+        smaller = "batch.micro_sequences or layout.pipeline"
+        if layout.micro_sequences == 1:
+            smaller = "layout.pipeline"
         yield (
             f"Warning: {job.micro_batches} micro-batches for {layout.pipeline} stages; with fewer "
             f"than {MIN_MICRO_BATCHES_PER_STAGE} for each stage, stages are often idle. Use a "
-            f"smaller batch.micro_sequences or layout.pipeline, or a larger batch.global_sequences."
+            f"smaller {smaller}, or a larger batch.global_sequences."
         )
 
 

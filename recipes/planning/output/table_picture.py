@@ -200,8 +200,8 @@ def heatmaps(results: Mapping[str, Mapping[str, Any]]) -> Figure:
         if slower > 0:
             grid.frame(right, cell, f"+{slower:.1%}")
     left.set_yticks(range(len(grid.models)), [str(each) for each in grid.models], fontsize=8)
-    left.set_title("Fastest run by measurement, measured MFU", fontsize=9)
-    right.set_title("Fastest of these runs by prediction, predicted MFU", fontsize=9)
+    left.set_title("Fastest run by measurement, measured MFU", fontsize=8)
+    right.set_title("Fastest of these runs by prediction, predicted MFU", fontsize=8)
     figure.suptitle(
         "tensor x pipeline x data; sequences of a micro-batch x micro-batches; MFU\n"
         "red: slower than the fastest run, as measured", fontsize=9,
