@@ -264,8 +264,8 @@ def test_an_earlier_file_survives_a_failed_write(
 
 def preflight_of(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Preflight:
     """Return a preflight that writes into a folder and measures nothing."""
+    measured = measured_on(load_gpu("H100"), nodes=1, gpus_per_node=8)  # reads all datasheets
     monkeypatch.setattr(datasheet, "FOLDER", folder)
-    measured = measured_on(load_gpu("H100"), nodes=1, gpus_per_node=8)
     monkeypatch.setattr(Preflight, "_measure", lambda self, launcher: measured)
     return Preflight.of(name, nodes=[1], gpus_per_node=[8], gpu="H100", seconds=None)
 
