@@ -14,7 +14,7 @@ from recipes.preparing.workspace import lock_workspace
     ("number", "kind", "said"),
     [
         (errno.ENOSYS, UserError, "its file system has no flock"),
-        (errno.EIO, OSError, "Input/output error: '.*/work/lock'"),
+        (errno.EIO, OSError, "Input/output error: '.*/corpus/lock'"),
     ],
 )
 def test_only_a_missing_flock_is_reported_as_one(
@@ -24,5 +24,5 @@ def test_only_a_missing_flock_is_reported_as_one(
         raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr("fcntl.flock", fail)
-    with pytest.raises(kind, match=said), lock_workspace(tmp_path / "work", shared=False):
+    with pytest.raises(kind, match=said), lock_workspace(tmp_path / "corpus", shared=False):
         pass

@@ -140,7 +140,7 @@ def test_the_stage_with_fewer_layers_waits_longer(small: dict[str, Any]) -> None
 
 
 def changed_objects(recipe: dict[str, Any], fails: bool) -> list[str]:
-    """Return what is no longer as before after instrumented steps, of which the first may fail."""
+    """Return the attributes that instrumented steps leave changed; the first step may fail."""
     engine, batch = engine_of(recipe)
     objects = {
         "process groups": dist.ProcessGroup, "works": dist.Work, "torch.distributed": dist,

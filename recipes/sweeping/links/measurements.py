@@ -53,7 +53,7 @@ class RankRate(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Measurements:
-    """What the ranks have measured.
+    """The measurements of the ranks.
 
     Attributes:
         device: name of the device, as the driver reports it; of a CPU, its model

@@ -92,7 +92,7 @@ def observed(engine: PipelinedEngine, clock: PartClock) -> Iterator[None]:
     """Count the instructions of a pipeline's engine."""
     parts: dict[type[PipeInstruction], str] = dict(PART_OF_INSTRUCTION)
     if engine.wrapped.pipeline.stages == 1:
-        parts[CommitP2P] = "other"  # there are no messages
+        parts[CommitP2P] = "other"  # a single stage sends no messages
     if dist.get_world_size(engine.data_group) == 1:
         parts[ReduceGrads] = "optimizer"  # sums tied gradients only
 
