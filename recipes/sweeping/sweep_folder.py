@@ -62,6 +62,7 @@ class SweepFolder:
     def close(self) -> None:
         """Remove the files of this scheduler, and those that dead schedulers left behind."""
         self._own_worlds.close()
+        self._remove_abandoned_claims()
         with contextlib.suppress(OSError):  # another scheduler uses it
             (self.path / "claims").rmdir()
 
@@ -181,6 +182,15 @@ class SweepFolder:
                 f"{self.path} cannot be written ({problem.strerror}); free disk space and rerun "
                 f"the same command to continue"
             ) from None
+
+    def _remove_abandoned_claims(self) -> None:
+        """Remove the claims of schedulers that died after they had recorded the result."""
+        for folder in (self.path / "claims").glob("*"):
+            lock = FolderLock(folder)
+            with contextlib.suppress(FolderInUse, OSError):
+                lock.acquire()
+                shutil.rmtree(folder, ignore_errors=True)
+                lock.release()
 
     def _create(self) -> None:
         try:

@@ -114,6 +114,24 @@ def test_the_claim_of_a_dead_scheduler_is_free(tmp_path: Path) -> None:
     assert not folder.worlds.exists()  # nor are the files of the dead scheduler left
 
 
+def test_only_abandoned_claims_are_removed(tmp_path: Path) -> None:
+    code = (
+        "import os, sys; from pathlib import Path\n"
+        "from recipes.sweeping.sweep_folder import SweepFolder\n"
+        f"folder = SweepFolder(Path(sys.argv[1]), {SETTINGS})\n"
+        "with folder.claimed('recorded'): os._exit(9)\n"
+    )
+    assert subprocess.run([sys.executable, "-c", code, str(tmp_path)]).returncode == 9
+    (tmp_path / "claims" / "killed-before-its-lock").mkdir()
+    one, two = SweepFolder(tmp_path, SETTINGS), SweepFolder(tmp_path, SETTINGS)
+    assert (tmp_path / "claims" / "recorded").exists()
+    with one.claimed("held"):
+        two.close()
+        assert [claim.name for claim in (tmp_path / "claims").iterdir()] == ["held"]
+    one.close()
+    assert not (tmp_path / "claims").exists()
+
+
 def test_a_scheduler_on_another_machine_is_dead_without_heartbeat(tmp_path: Path) -> None:
     folder = SweepFolder(tmp_path, SETTINGS)
     other = folder.worlds / "elsewhere"
