@@ -48,7 +48,7 @@ def main() -> None:
     outlive_output()
     try:
         pretrain()
-    except UserError as problem:  # raised in training; earlier checks print their own
+    except UserError as problem:  # raised in training; earlier checks print their own message
         print(f"pretrain.py: {problem}", file=sys.stderr, flush=True)
         leave(REJECTED)
     except Exception:

@@ -90,6 +90,14 @@ def test_a_relative_that_is_not_valid_with_the_overrides_has_the_reason() -> Non
         plan_family("model.heads=33")
 
 
+def test_a_model_that_does_not_fit_says_by_how_much() -> None:
+    largest_member = plan_family(headroom=0.9)[-1]
+    assert largest_member.plan is None
+    assert re.fullmatch(
+        r"no layout fits; the closest needs [\d.]+ GiB more", largest_member.problem
+    )
+
+
 def run_plan(*options: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "recipes/plan.py", *options],
@@ -140,6 +148,8 @@ def test_a_duration_that_is_not_one_is_rejected(days: str) -> None:
         (["--trace"], "--trace and --largest exclude each other; leave out one of them"),
         (["--catalogue"], "--largest and --catalogue exclude each other"),
         (["--heatmap", "x.png"], "--heatmap requires a plan; leave out --largest"),
+        (["--set", "name=mine"], "finds the recipe's family by its name; leave out name=mine"),
+        (["--top", "3"], "--top has no effect with --largest; leave out one of them"),
         (["--set", "layout.tensor=8"], "--largest chooses the layout; leave out --set layout.ten"),
     ],
 )

@@ -21,9 +21,9 @@ CLUSTER = Cluster(nodes=2, gpus_per_node=8, gpu="H100")
 OPTIONS = ["--nodes", "2", "--node-link", "200", "--network", "2", "--network-latency", "80"]
 
 
-def run_plan(*options: str) -> subprocess.CompletedProcess[str]:
+def run_plan(*options: str, recipe: str | None = LLAMA_7B) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "recipes/plan.py", LLAMA_7B, *options],
+        [sys.executable, "recipes/plan.py", *([recipe] if recipe else []), *options],
         capture_output=True, text=True, cwd=REPOSITORY, check=False,
     )  # fmt: skip
 
@@ -97,9 +97,24 @@ def test_a_heat_map_uses_the_links(tmp_path: Path) -> None:
         (["--network", "nan"], "invalid rate nan: expected GB/s, for example 50"),
         (["--network", "inf"], "invalid rate inf: expected GB/s, for example 50"),
         (["--network-latency", "-1"], "invalid latency -1: expected microseconds, for example 30"),
-        (["--network", "5", "--trace"], "require a plan; leave out --trace, --table and"),
+        (["--network", "5", "--trace"], "--network has no effect with --trace; leave out one"),
+        (["--node-link", "1e-12"], "invalid rate 1e-12: expected GB/s, for example 50"),
     ],
 )
-def test_invalid_links_are_rejected(options: list[str], message: str) -> None:
+def test_invalid_options_are_rejected(options: list[str], message: str) -> None:
     done = run_plan(*options)
     assert done.returncode == 2 and message in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("mode", "option"),
+    [
+        (["--table", "measured.csv"], ["--headroom", "0.2"]),
+        (["--table", "measured.csv"], ["--nodes", "2"]),
+        (["--catalogue"], ["--calibrate", "sweep.csv"]),
+    ],
+)
+def test_options_without_effect_are_rejected(mode: list[str], option: list[str]) -> None:
+    done = run_plan(*mode, *option, recipe=None)
+    assert done.returncode == 2
+    assert f"{option[0]} has no effect with {mode[0]}; leave out one of them" in done.stderr

@@ -78,8 +78,11 @@ def imbalance(block_counts: Sequence[int], *, schedule: str, stages: int, head: 
 def balance_text(block_counts: Sequence[int], *, schedule: str, stages: int, head: float) -> str:
     """Describe the division of blocks and its imbalance in a line."""
     runs = [(blocks, len(list(run))) for blocks, run in groupby(block_counts)]
-    parts = ", ".join(f"{count} x {blocks}" if count > 1 else f"{blocks}" for blocks, count in runs)
     more = imbalance(block_counts, schedule=schedule, stages=stages, head=head) - 1
     chunks = len(block_counts) // stages
-    units = "stages" if chunks == 1 else f"{chunks} chunks of {stages} stages"
-    return f"blocks of {units}: {parts}; the slowest stage has {more:.1%} more to do than the mean"
+    unit = "stage" if chunks == 1 else "chunk"
+    (blocks, count), *others = runs
+    parts = [f"{count} {unit}{'s' * (count > 1)} of {blocks} block{'s' * (blocks > 1)}"]
+    parts += [f"{count} of {blocks}" for blocks, count in others]
+    text = f"{', '.join(parts)}; the slowest stage has {more:.1%} more work than the mean"
+    return text if chunks == 1 else f"{stages} stages of {chunks} chunks: {text}"

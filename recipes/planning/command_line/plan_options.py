@@ -20,7 +20,15 @@ REQUIRED_OPTIONS = {"scatter": "table", "rank": "trace"}
 MODES = ("trace", "largest", "table", "catalogue")  # instead of a plan
 SEARCHED = ("layout.", "batch.micro_sequences")  # keys that a search chooses
 DEFAULTS = {"software": THREEFOLD.name, "headroom": DEFAULT_HEADROOM}
-PLAN_OPTIONS = (*DEFAULTS, "calibrate", "node_link", "network", "network_latency")
+LINK_OPTIONS = ("node_link", "network", "network_latency")
+PLAN_OPTIONS = (*DEFAULTS, "calibrate", *LINK_OPTIONS)
+MACHINE_OPTIONS = ("nodes", "gpus_per_node", "gpu")
+UNUSED_OPTIONS = {  # by mode
+    "trace": (*PLAN_OPTIONS, "top"),
+    "largest": ("top",),
+    "table": ("set", *MACHINE_OPTIONS, *DEFAULTS, *LINK_OPTIONS, "top"),
+    "catalogue": ("set", *MACHINE_OPTIONS, *PLAN_OPTIONS, "top", "json"),
+}
 
 
 def parse_command_line(description: str) -> argparse.Namespace:
@@ -130,15 +138,16 @@ def check_combinations(parser: argparse.ArgumentParser, options: argparse.Namesp
     for name in ("write", "timeline", "heatmap"):
         if getattr(options, name) and modes and (name, modes[0]) != ("heatmap", "table"):
             parser.error(f"--{name} requires a plan; leave out --{modes[0]}")
-    if links_of(options) != LinkOverrides() and (
-        options.trace or options.table or options.catalogue
-    ):
-        parser.error(
-            "--node-link, --network and --network-latency require a plan; leave out --trace, "
-            "--table and --catalogue"
-        )
-    if options.largest and (chosen := [each for each in options.set if each.startswith(SEARCHED)]):
-        parser.error(f"--largest chooses the layout; leave out --set {chosen[0]}")
+    for name in UNUSED_OPTIONS.get(modes[0], ()) if modes else ():
+        if getattr(options, name) != parser.get_default(name):
+            option = f"--{name.replace('_', '-')}"
+            parser.error(f"{option} has no effect with --{modes[0]}; leave out one of them")
+    if options.largest:
+        for each in options.set:
+            if each.startswith(SEARCHED):
+                parser.error(f"--largest chooses the layout; leave out --set {each}")
+            if each.startswith("name="):
+                parser.error(f"--largest finds the recipe's family by its name; leave out {each}")
     if options.top < 0:
         parser.error(f"invalid --top {options.top}: expected 0 or more, for example 5")
 

@@ -47,10 +47,10 @@ def link_rate(text: str) -> float:
     """Return the rate of a link in GB/s.
 
     Raises:
-        ArgumentTypeError: the text is not a positive number.
+        ArgumentTypeError: the text is not a number between 0.001 and 1,000,000.
     """
     value = _number(text)
-    if not 0 < value < 10**6:
+    if not 1e-3 <= value <= 1e6:
         raise argparse.ArgumentTypeError(f"invalid rate {text}: expected GB/s, for example 50")
     return value
 

@@ -82,7 +82,7 @@ def _line(member: Member) -> str:
     tokens = short_count(recipe.training.steps * recipe.tokens_per_step)
     start = f"{recipe.name:<18}{short_count(parameter_count(recipe.model)):>11}{tokens:>9}"
     if plan is None:
-        return f"{start}{'-':>10}{'-':>8}  {member.problem or 'no layout fits'}"
+        return f"{start}{'-':>10}{'-':>8}  {member.problem}"
     mfu = rates(plan.job, plan.time.total, recipe.training.steps).mfu
     days = member.days or 0.0
     time = f"{days:,.1f}" if days >= 1 else f"{24 * days:.2g} h"

@@ -25,7 +25,7 @@ class Member:
     """A recipe of a family, and its best layout that fits; None if none fits.
 
     Attributes:
-        problem: reason why a shipped recipe is not valid with the overrides; empty if it is
+        problem: reason why there is no plan; empty if there is one
     """
 
     path: Path
@@ -88,7 +88,11 @@ def members(
     def planned(each: Path) -> Member:
         recipe, _ = recipe_on_cluster(each, overrides, **size, gpu=cluster.gpu)
         job = calibrate(job_without_layout(recipe, machine, software))
-        return Member(each, recipe, best_plan(job, headroom))
+        result = search(job, top=1, headroom=headroom)
+        if result.plans:
+            return Member(each, recipe, result.plans[0])
+        more = f"; the closest needs {result.nearest[1]:.1f} GiB more" if result.nearest else ""
+        return Member(each, recipe, None, f"no layout fits{more}")
 
     found = [planned(path)]
     for each, recipe in relatives(found[0].recipe).items():

@@ -77,18 +77,19 @@ def test_an_uneven_division_gives_the_first_parts_one_more() -> None:
 
 
 @pytest.mark.parametrize(
-    ("dealt", "stages", "text"),
+    ("dealt", "stages", "text", "more"),
     [
-        ((20, 20, 21, 19), 4, "blocks of stages: 2 x 20, 21, 19; the slowest stage has 3.7%"),
-        ((2, 2, 2, 2), 2, "blocks of 2 chunks of 2 stages: 4 x 2; the slowest stage has 11.1%"),
+        ((20, 20, 21, 19), 4, "2 stages of 20 blocks, 1 of 21, 1 of 19", "3.7%"),
+        ((2, 2, 2, 2), 2, "2 stages of 2 chunks: 4 chunks of 2 blocks", "11.1%"),
+        ((1, 2), 2, "1 stage of 1 block, 1 of 2", "50.0%"),
     ],
 )
 def test_the_division_is_described_in_a_line(
-    dealt: tuple[int, ...], stages: int, text: str
+    dealt: tuple[int, ...], stages: int, text: str, more: str
 ) -> None:
     schedule = "1f1b" if len(dealt) == stages else "interleaved"
     said = balance_text(dealt, schedule=schedule, stages=stages, head=1.0)
-    assert said == f"{text} more to do than the mean"
+    assert said == f"{text}; the slowest stage has {more} more work than the mean"
 
 
 @pytest.mark.parametrize("recipe", WITH_PIPELINE, ids=lambda recipe: recipe.name)
