@@ -29,7 +29,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from models.config import ModelConfig
 from models.layer_specs import run_layers
 from models.parallel.collectives import TensorAxis
-from models.parallel.context import Context
+from models.parallel.micro_batch_info import MicroBatchInfo
 from models.parallel.rng import MaskKey
 from models.transformer import Block
 from recipes.tracing.allocation_counter import AllocationCounter
@@ -83,8 +83,8 @@ def peak_bytes(blocks: int, tensor: int, sequence_parallel: bool, recompute: str
         counter = AllocationCounter()
         counter.ignore(held)
         with counter:
-            context = Context(dropout=MaskKey(seed=0, samples=range(B)))
-            y = run_layers(layers, x, context=context, recompute_interval=interval)
+            info = MicroBatchInfo(dropout=MaskKey(seed=0, samples=range(B)))
+            y = run_layers(layers, x, info=info, recompute_interval=interval)
             y.backward(torch.empty_like(y))
         return counter.peak
 

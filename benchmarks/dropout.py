@@ -23,7 +23,7 @@ from torch.nn import functional as F
 from models.config import ModelConfig
 from models.kernels.fusing import as_written
 from models.parallel.collectives import TensorAxis
-from models.parallel.context import Context
+from models.parallel.micro_batch_info import MicroBatchInfo
 from models.parallel.rng import MaskKey, dropout
 from models.transformer import Attention
 
@@ -83,7 +83,7 @@ def attention(s: int, b: int, h: int) -> float:
     )
     core = Attention(config, TensorAxis(), name="blocks.0.attention.core", recompute_core=False)
     q, k, v = (torch.randn(s, b, heads, 64, requires_grad=True) for _ in range(3))
-    context = Context(dropout=MaskKey(seed=0, samples=range(b)))
+    info = MicroBatchInfo(dropout=MaskKey(seed=0, samples=range(b)))
 
     def theirs() -> None:
         y = F.scaled_dot_product_attention(
@@ -95,7 +95,7 @@ def attention(s: int, b: int, h: int) -> float:
         )
         y.sum().backward()
 
-    return compare(lambda: core._core(q, k, v, context=context).sum().backward(), theirs)
+    return compare(lambda: core._core(q, k, v, info=info).sum().backward(), theirs)
 
 
 def compare(ours: Callable[[], None], theirs: Callable[[], None]) -> float:

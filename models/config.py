@@ -1,9 +1,11 @@
 """The architecture of a model, with every switch spelled out."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from models.errors import UserError
+from models.rope_scaling import RopeScaling
 
 MAX_SIZE = 2**24  # far beyond any model, so that a typing error is reported instead of a hang
 
@@ -59,6 +61,8 @@ class ModelConfig:
     """Columns of one attention head; by default hidden_size / heads."""
     rope_theta: float = 10000.0
     """Base of the rotary position embeddings."""
+    rope_scaling: RopeScaling | None = None
+    """Scale rotary positions for sequences longer than those of the original training."""
     norm_epsilon: float = 1e-5
     """Small number in the denominator of the norms."""
     dropout: float = 0.0
@@ -94,11 +98,30 @@ class ModelConfig:
                 f"kv_heads = {self.kv_heads} does not divide heads = {self.heads}; "
                 f"use kv_heads = {nearest_divisors(self.heads, self.kv_heads)}"
             )
+        if self.rope_scaling and self.positions != "rope":
+            raise UserError(
+                f'rope_scaling requires positions = "rope", not "{self.positions}"; leave '
+                f"rope_scaling out"
+            )
+        if self.rope_scaling and self.rope_theta <= 1:
+            raise UserError(
+                f"rope_theta = {self.rope_theta} must be above 1 with rope_scaling; use 10000.0"
+            )
         if self.positions == "rope" and self.attention_head_size % 2:
             raise UserError(
                 f"head_size = {self.attention_head_size} is odd and rotary positions turn pairs; "
                 f"use head_size = {self.attention_head_size + 1}"
             )
+
+    @classmethod
+    def from_table(cls, table: Mapping[str, Any]) -> "ModelConfig":
+        """Return the configuration in a [model] section, such as that of a checkpoint.
+
+        Raises:
+            UserError: sizes are inconsistent.
+        """
+        scaling = table.get("rope_scaling")
+        return cls(**{**table, "rope_scaling": RopeScaling(**scaling) if scaling else None})
 
     @property
     def attention_head_size(self) -> int:

@@ -1,5 +1,6 @@
 """Conversion between our parameters and those of transformers' Llama, Qwen3 and GPT-2 classes."""
 
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -9,6 +10,13 @@ from torch import Tensor
 
 from models.config import ModelConfig
 from models.errors import UserError
+from models.rope_scaling import KEYS, RopeScaling
+
+THEIR_ROPE_KEYS = {  # our keys that have other names in transformers
+    "original_sequence_length": "original_max_position_embeddings",
+    "low_frequency_factor": "low_freq_factor",
+    "high_frequency_factor": "high_freq_factor",
+}
 
 
 @dataclass(frozen=True)
@@ -77,7 +85,7 @@ def hugging_face_config(config: ModelConfig) -> dict[str, Any]:
         "num_key_value_heads": config.kv_heads,
         "head_dim": config.attention_head_size,
         "max_position_embeddings": config.sequence_length,
-        "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta},
+        "rope_parameters": _rope_parameters(config),
         "rms_norm_eps": config.norm_epsilon,
         "hidden_act": "silu",
         "attention_dropout": config.attention_dropout,
@@ -97,11 +105,11 @@ def model_settings(theirs: Mapping[str, Any]) -> dict[str, Any]:
         raise UserError(f"model_type = {family!r} is not supported; use llama, qwen3 or gpt2")
     rope = theirs.get("rope_parameters") or {}
     _require(
-        rope | {key: theirs.get(key) for key in ("hidden_act", "attention_bias", "mlp_bias")}
-        | {"use_sliding_window": theirs.get("use_sliding_window")},
-        {"rope_type": ("default", None), "hidden_act": ("silu",), "attention_bias": (False, None),
-         "mlp_bias": (False, None), "use_sliding_window": (False, None)},
+        theirs,
+        {"hidden_act": ("silu",), "attention_bias": (False, None), "mlp_bias": (False, None),
+         "use_sliding_window": (False, None)},
     )  # fmt: skip
+    _require(rope, {"rope_type": ("default", *KEYS, None), "partial_rotary_factor": (None, 1.0)})
     head_size = theirs["hidden_size"] // theirs["num_attention_heads"]
     return {
         "layers": theirs["num_hidden_layers"],
@@ -119,8 +127,51 @@ def model_settings(theirs: Mapping[str, Any]) -> dict[str, Any]:
         "qk_norm": family == "qwen3",
         "head_size": theirs["head_dim"] if theirs["head_dim"] != head_size else None,
         "rope_theta": float(rope.get("rope_theta", 10000.0)),
+        "rope_scaling": _rope_scaling(rope),
         "norm_epsilon": theirs["rms_norm_eps"],
     }
+
+
+def _rope_parameters(config: ModelConfig) -> dict[str, Any]:
+    """Return transformers' `rope_parameters`."""
+    scaling = config.rope_scaling
+    if scaling is None:
+        return {"rope_type": "default", "rope_theta": config.rope_theta}
+    values = {THEIR_ROPE_KEYS.get(key, key): getattr(scaling, key) for key in KEYS[scaling.type]}
+    given = {key: value for key, value in values.items() if value is not None}
+    return {
+        "rope_type": scaling.type,
+        "rope_theta": config.rope_theta,
+        "factor": scaling.factor,
+        **given,
+    }
+
+
+def _rope_scaling(theirs: Mapping[str, Any]) -> RopeScaling | None:
+    """Return the scaling in transformers' `rope_parameters`; None if there is none.
+
+    Raises:
+        UserError: a value is missing or not valid.
+    """
+    kind = theirs.get("rope_type")
+    if kind not in KEYS:
+        return None
+    values = {key: theirs.get(THEIR_ROPE_KEYS.get(key, key)) for key in KEYS[kind]}
+    if kind == "yarn" and values["attention_factor"] is None:
+        values["attention_factor"] = _attention_factor(theirs)
+    given = {key: value for key, value in values.items() if value is not None}
+    if theirs.get("factor") is None:
+        raise UserError(f"rope_parameters has no factor, which {kind} requires; add it")
+    return RopeScaling(type=kind, factor=float(theirs["factor"]), **given)
+
+
+def _attention_factor(theirs: Mapping[str, Any]) -> float | None:
+    """Return YaRN's attention factor if `mscale` and `mscale_all_dim` set it, as in DeepSeek-V3."""
+    scales = theirs.get("mscale"), theirs.get("mscale_all_dim")
+    if not all(scales):
+        return None
+    over, under = (0.1 * scale * math.log(theirs["factor"]) + 1.0 for scale in scales)
+    return over / under
 
 
 def _gpt2_settings(theirs: Mapping[str, Any]) -> dict[str, Any]:

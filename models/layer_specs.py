@@ -26,9 +26,9 @@ from models.config import ModelConfig
 from models.kernels.embedding import look_up
 from models.kernels.fusing import Fusing
 from models.parallel.collectives import TensorAxis, scatter_to_tensor_axis
-from models.parallel.context import Context, positions_in
 from models.parallel.cross_entropy import vocab_parallel_loss
 from models.parallel.embedding import VocabParallelEmbedding
+from models.parallel.micro_batch_info import MicroBatchInfo, positions_in
 from models.parallel.norm import NORMS
 from models.parallel.rng import dropout
 from models.sharding import Sharding, declared_parameter, sharding_of
@@ -86,7 +86,7 @@ def run_layers(
     layers: Iterable[Callable[..., Tensor]],
     x: Tensor,
     *,
-    context: Context,
+    info: MicroBatchInfo,
     labels: Tensor | None = None,
     recompute_interval: int = 0,
 ) -> Tensor:
@@ -100,17 +100,17 @@ def run_layers(
     for are_blocks, group in groupby(layers, key=lambda layer: isinstance(layer, Block)):
         run = list(group)
         if not are_blocks or recompute_interval == 0:
-            x = _run_in_turn(x, run, context)
+            x = _run_in_turn(x, run, info)
             continue
         for first in range(0, len(run), recompute_interval):
             blocks = run[first : first + recompute_interval]
-            x = recomputed(partial(_run_in_turn, layers=blocks, context=context), x)
+            x = recomputed(partial(_run_in_turn, layers=blocks, info=info), x)
     return x if labels is None else head(x, labels)
 
 
-def _run_in_turn(x: Tensor, layers: list[Callable[..., Tensor]], context: Context) -> Tensor:
+def _run_in_turn(x: Tensor, layers: list[Callable[..., Tensor]], info: MicroBatchInfo) -> Tensor:
     for layer in layers:
-        x = layer(x, context) if isinstance(layer, LAYERS_WITH_CONTEXT) else layer(x)
+        x = layer(x, info) if isinstance(layer, LAYERS_WITH_INFO) else layer(x)
     return x
 
 
@@ -153,13 +153,13 @@ class TokenEmbedding(VocabularyTable):
         super().__init__(config, axis)
         self.dropout = 0.0 if config.positions == "learned" else config.dropout
 
-    def forward(self, tokens: Tensor, context: Context) -> Tensor:
+    def forward(self, tokens: Tensor, info: MicroBatchInfo) -> Tensor:
         """[b, s] to [s, b, h]."""
         x = self.embed(tokens)
         return dropout(
             x,
             self.dropout,
-            key=context.dropout,
+            key=info.dropout,
             layer="embedding",
             axis=self.axis,
             fuse=self.fuse,
@@ -206,14 +206,14 @@ class LearnedPositions(Fusing):
         shape = (config.sequence_length, config.hidden_size)
         self.weight = declared_parameter(Sharding(shape), axis.size)
 
-    def forward(self, x: Tensor, context: Context) -> Tensor:
+    def forward(self, x: Tensor, info: MicroBatchInfo) -> Tensor:
         """[s, b, h] to [s, b, h]."""
         split = self.axis.sequence_parallel
-        if context.documents is None:
+        if info.documents is None:
             length = x.shape[0] * (self.axis.size if split else 1)
             positions = self.weight[:length].unsqueeze(1)  # [s, 1, h]
         else:
-            indices = positions_in(context.documents, x.device)
+            indices = positions_in(info.documents, x.device)
             positions = look_up(indices, self.weight)  # [s, b, h]
         if split:
             positions = scatter_to_tensor_axis(positions, self.axis)  # [s/t, 1 or b, h]
@@ -221,14 +221,14 @@ class LearnedPositions(Fusing):
         return dropout(
             x,
             self.dropout,
-            key=context.dropout,
+            key=info.dropout,
             layer="positions",
             axis=self.axis,
             fuse=self.fuse,
         )
 
 
-LAYERS_WITH_CONTEXT = (TokenEmbedding, LearnedPositions, Block)  # the other layers take only x
+LAYERS_WITH_INFO = (TokenEmbedding, LearnedPositions, Block)  # the other layers take only x
 
 
 class SequentialModel(nn.Module):
@@ -254,12 +254,12 @@ class SequentialModel(nn.Module):
                     layer = partial(spec.forward_fn, layer)
             self.layers.append(layer)
 
-    def forward(self, tokens: Tensor, labels: Tensor, context: Context) -> Tensor:
+    def forward(self, tokens: Tensor, labels: Tensor, info: MicroBatchInfo) -> Tensor:
         """Return the mean cross-entropy of labels [b, s] after tokens [b, s]."""
         return run_layers(
             self.layers,
             tokens,
-            context=context,
+            info=info,
             labels=labels,
             recompute_interval=self.recompute_interval,
         )

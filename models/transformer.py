@@ -22,9 +22,10 @@ from models.kernels.dropout import drop_out
 from models.kernels.elementwise import Order, gelu, heads_first, swiglu
 from models.kernels.fusing import Fusing
 from models.kernels.norms import Branch, add
+from models.kernels.rotary import Frequencies
 from models.parallel.collectives import TensorAxis
-from models.parallel.context import Context, Documents, positions_in
 from models.parallel.linear import ColumnParallelLinear, RowParallelLinear
+from models.parallel.micro_batch_info import Documents, MicroBatchInfo, positions_in
 from models.parallel.norm import NORMS, RMSNorm
 from models.parallel.rng import MaskKey, attention_rows, stream_rows
 
@@ -58,19 +59,21 @@ class Block(Fusing):
         self.mlp = MLP(config, axis)
         self.dropout, self.axis = config.dropout, axis
 
-    def forward(self, x: Tensor, context: Context) -> Tensor:
+    def forward(self, x: Tensor, info: MicroBatchInfo) -> Tensor:
         """[s, b, h] to [s, b, h]."""
-        attended = self.attention(self.attention_norm(x), context)
-        attended = self._branch(attended, self.attention.output, "attention", context)
+        attended = self.attention(self.attention_norm(x), info)
+        attended = self._branch(attended, self.attention.output, "attention", info)
         x, normed = self.mlp_norm.of_sum(x, attended)
-        return add(x, self._branch(self.mlp(normed), self.mlp.down, "mlp", context), self.fuse)
+        return add(x, self._branch(self.mlp(normed), self.mlp.down, "mlp", info), self.fuse)
 
-    def _branch(self, y: Tensor, linear: RowParallelLinear, half: str, context: Context) -> Branch:
+    def _branch(
+        self, y: Tensor, linear: RowParallelLinear, half: str, info: MicroBatchInfo
+    ) -> Branch:
         """Return the term that one half of the block adds to the residual stream.
 
         linear: the layer that computed y, and holds its bias
         """
-        rows, key = None, context.dropout
+        rows, key = None, info.dropout
         if key is not None and self.dropout > 0:
             layer = f"{self.name}.{half}"
             rows = stream_rows(y, key=key, layer=layer, axis=self.axis, fuse=self.fuse)
@@ -95,44 +98,45 @@ class Attention(Fusing):
         self.output = RowParallelLinear(
             config.heads * d, config.hidden_size, bias=config.bias, axis=axis
         )
+        self.frequencies = Frequencies(d, config.rope_theta, config.rope_scaling)
         if config.qk_norm:
             self.q_norm = RMSNorm(d, config.norm_epsilon, input_is_split=True, axis=axis)
             self.k_norm = RMSNorm(d, config.norm_epsilon, input_is_split=True, axis=axis)
 
-    def forward(self, x: Tensor, context: Context) -> Tensor:
+    def forward(self, x: Tensor, info: MicroBatchInfo) -> Tensor:
         """[s, b, h] to [s, b, h]."""
-        d, theta = self.config.attention_head_size, self.config.rope_theta
+        d = self.config.attention_head_size
         qkv = self.qkv(x).unflatten(-1, (-1, d))  # [s, b, a/t + 2g/t, d]
         if self.config.qk_norm:
             q, k, v = qkv.split([self.heads, self.kv_heads, self.kv_heads], dim=2)
             qkv = torch.cat([self.q_norm(q), self.k_norm(k), v], dim=2)
         rotation = None
         if self.config.positions == "rope":
-            rotation = rotary_table(qkv.shape[0], d, theta, qkv.device, context.documents)
+            rotation = rotary_table(range(len(qkv)), self.frequencies, qkv.device, info.documents)
         q, k, v = heads_first(
             qkv,
             rotation,
             heads=self.heads,
             kv_heads=self.kv_heads,
-            order=self._order(qkv, context),
+            order=self._order(qkv, info),
             fuse=self.fuse,
         )
-        core = partial(self._core, context=context)
+        core = partial(self._core, info=info)
         y = recomputed(core, q, k, v) if self.recompute_core else core(q, k, v)
         return self.output(y)
 
-    def _core(self, q: Tensor, k: Tensor, v: Tensor, *, context: Context) -> Tensor:
+    def _core(self, q: Tensor, k: Tensor, v: Tensor, *, info: MicroBatchInfo) -> Tensor:
         """q [b, a/t, s, d] and k, v [b, g/t, s, d] to [s, b, a/t * d]."""
-        if context.dropout is not None and self.config.attention_dropout > 0:
-            y = self._attend_with_dropout(q, k, v, key=context.dropout, documents=context.documents)
-        elif context.documents is not None:
+        if info.dropout is not None and self.config.attention_dropout > 0:
+            y = self._attend_with_dropout(q, k, v, key=info.dropout, documents=info.documents)
+        elif info.documents is not None:
             varlen = varlen_kernel(q.device, q.dtype, q.shape[-1])
-            y = document_attention(q, k, v, context.documents.lengths, varlen=varlen)
+            y = document_attention(q, k, v, info.documents.lengths, varlen=varlen)
         else:
             y = causal_attention(q, k, v)
         return y.permute(2, 0, 1, 3).flatten(2)  # [s, b, a/t * d]
 
-    def _order(self, qkv: Tensor, context: Context) -> Order:
+    def _order(self, qkv: Tensor, info: MicroBatchInfo) -> Order:
         """Return the memory order of the heads in which the attention core needs no copies.
 
         The order is contiguous if attention runs in blocks, and one sequence after the other if one
@@ -141,7 +145,7 @@ class Attention(Fusing):
         """
         if in_blocks(qkv.device, len(qkv)):
             return "basd"
-        if context.documents is not None and varlen_kernel(qkv.device, qkv.dtype, qkv.shape[-1]):
+        if info.documents is not None and varlen_kernel(qkv.device, qkv.dtype, qkv.shape[-1]):
             return "bsad"
         return "sbad"
 
@@ -207,7 +211,7 @@ def recomputed(function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
 
 @lru_cache(maxsize=2)  # shared by all layers, for a micro-batch and for a recomputed one
 def rotary_table(
-    length: int, head_size: int, theta: float, device: torch.device, documents: Documents | None
+    tokens: range, frequencies: Frequencies, device: torch.device, documents: Documents | None
 ) -> tuple[Tensor, Tensor]:
     """Return cos and sin of the rotary angles, each [s, b, 1, d/2], in fp32 (arXiv 2104.09864).
 
@@ -217,9 +221,9 @@ def rotary_table(
     DeepSpeed would cast a buffer to bf16.
     """
     if documents is None:
-        positions = torch.arange(length, device=device)[:, None]  # [s, 1]
+        positions = torch.arange(tokens.start, tokens.stop, device=device)[:, None]  # [s, 1]
     else:
         positions = positions_in(documents, device)  # [s, b]
-    exponents = torch.arange(0, head_size, 2, device=device, dtype=torch.float32) / head_size
-    angles = (positions[..., None].float() * theta**-exponents).unsqueeze(2)  # [s, b, 1, d/2]
-    return angles.cos(), angles.sin()
+    per_position = frequencies.on(device)
+    angles = (positions[..., None].float() * per_position).unsqueeze(2)  # [s, b, 1, d/2]
+    return angles.cos() * frequencies.amplitude, angles.sin() * frequencies.amplitude

@@ -23,7 +23,6 @@ import argparse
 import logging
 import os
 from contextlib import AbstractContextManager
-from dataclasses import asdict
 
 import tomli_w
 
@@ -34,6 +33,7 @@ logging.getLogger().setLevel(logging.ERROR)
 
 from models.config import ModelConfig
 from models.errors import UserError
+from models.rope_scaling import RopeScaling
 from recipes.converting.adopt import adopt, read_config
 from recipes.converting.export import DTYPES, export, find_tokenizer
 from recipes.converting.output_folder import output_folder
@@ -135,13 +135,12 @@ def write_text(options: argparse.Namespace) -> str:
     return tokenizer.decode(tokens[0], skip_special_tokens=True)
 
 
-def settings(model: ModelConfig) -> dict[str, object]:
-    """Return the [model] section of a recipe, without keys at their defaults."""
-    fields = ModelConfig.__dataclass_fields__
+def settings(section: ModelConfig | RopeScaling) -> dict[str, object]:
+    """Return the [model] section of a recipe or a part of it, without keys at their defaults."""
     return {
-        key: value
-        for key, value in asdict(model).items()
-        if value is not None and value != fields[key].default
+        key: settings(value) if isinstance(value, RopeScaling) else value
+        for key, value in vars(section).items()
+        if value is not None and value != type(section).__dataclass_fields__[key].default
     }
 
 

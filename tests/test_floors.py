@@ -10,7 +10,13 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 
 # From the lowest floor up. The longest prefix that fits a module decides its floor.
 FLOORS = [
-    ["models.errors", "models.config", "models.cost", "models.pipeline.schedule"],
+    [
+        "models.errors",
+        "models.config",
+        "models.rope_scaling",
+        "models.cost",
+        "models.pipeline.schedule",
+    ],
     ["models.sharding", "models.kernels"],
     ["models.parallel"],
     ["models.transformer", "models.initialization", "models.hugging_face"],

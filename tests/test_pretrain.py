@@ -51,7 +51,7 @@ from recipes.training.engine.engine import Engine
 healthy = Engine.train_step
 
 def train_step(self, micro_batches, rate):
-    bad = any(each.context.dropout.samples.start in range(32, 56) for each in micro_batches)
+    bad = any(each.info.dropout.samples.start in range(32, 56) for each in micro_batches)
     if bad and os.environ["RANK"] == "1":
         weight = dict(self.parameters())["blocks.1.mlp_norm.weight"]
         handle = weight.register_hook(lambda gradient: gradient * float("nan"))

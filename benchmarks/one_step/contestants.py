@@ -29,7 +29,7 @@ from models.kernels.fusing import compile_kernels
 from models.layer_specs import SequentialModel, layer_specs, logical_parameters
 from models.parallel import linear
 from models.parallel.collectives import TensorAxis
-from models.parallel.context import Context
+from models.parallel.micro_batch_info import MicroBatchInfo
 from recipes.training.data.micro_batch import MicroBatch
 from recipes.training.engine.build import build_from_recipe, build_optimizer
 from recipes.training.recipe.deepspeed_config import build_deepspeed_config
@@ -193,7 +193,7 @@ def build_ours(entry: Entry, recipe: Recipe, world: World) -> Train:
     rate = recipe.optimizer.learning_rate
 
     def train(batch: Batch) -> float:
-        return engine.train_step([MicroBatch(*each, Context()) for each in batch], rate).loss
+        return engine.train_step([MicroBatch(*each, MicroBatchInfo()) for each in batch], rate).loss
 
     return train
 
@@ -208,7 +208,7 @@ def build_ours_bare(entry: Entry, recipe: Recipe, world: World) -> Train:
     loop = BareLoop(
         model.to(get_accelerator().current_device_name()), recipe, autocast=entry.autocast
     )
-    return lambda batch: loop.train([(*each, Context()) for each in batch])
+    return lambda batch: loop.train([(*each, MicroBatchInfo()) for each in batch])
 
 
 def build_theirs(entry: Entry, recipe: Recipe, world: World) -> Train:

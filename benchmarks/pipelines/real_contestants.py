@@ -29,7 +29,7 @@ from models.layer_specs import (
     logical_parameters,
 )
 from models.parallel.collectives import TensorAxis
-from models.parallel.context import Context
+from models.parallel.micro_batch_info import MicroBatchInfo
 from models.pipeline.recording import Event, Recording
 from models.transformer import Block
 from recipes.training.data.micro_batch import MicroBatch
@@ -136,19 +136,19 @@ def build_match(setting: Setting, ours: str) -> Iterator[tuple[str, Contestant]]
 
 
 class PlainEmbedding(TokenEmbedding):
-    """For engines that know no contexts."""
+    """For engines that do not pass a MicroBatchInfo."""
 
-    def forward(self, tokens: Tensor, context: Context = Context()) -> Tensor:  # noqa: B008
+    def forward(self, tokens: Tensor, info: MicroBatchInfo = MicroBatchInfo()) -> Tensor:  # noqa: B008
         """[b, s] to [s, b, h]."""
-        return super().forward(tokens, context)
+        return super().forward(tokens, info)
 
 
 class PlainBlock(Block):
-    """For engines that know no contexts."""
+    """For engines that do not pass a MicroBatchInfo."""
 
-    def forward(self, x: Tensor, context: Context = Context()) -> Tensor:  # noqa: B008
+    def forward(self, x: Tensor, info: MicroBatchInfo = MicroBatchInfo()) -> Tensor:  # noqa: B008
         """[s, b, h] to [s, b, h]."""
-        return super().forward(x, context)
+        return super().forward(x, info)
 
 
 PLAIN = {TokenEmbedding: PlainEmbedding, Block: PlainBlock}
@@ -200,7 +200,7 @@ class Sequential:
         losses = []
         batch = tokens.chunk(self.micro_batches), labels.chunk(self.micro_batches)
         for micro_batch in zip(*batch, strict=True):
-            loss = self.model(*micro_batch, Context()) / self.micro_batches
+            loss = self.model(*micro_batch, MicroBatchInfo()) / self.micro_batches
             loss.backward()
             losses.append(loss.detach())
         computed = time.perf_counter()
@@ -220,7 +220,7 @@ def build_ours(recipe: Recipe, setting: Setting) -> Contestant:
     def step(tokens: Tensor, labels: Tensor) -> Turn:
         recording.clear()
         parts = tokens.chunk(setting.micro_batches), labels.chunk(setting.micro_batches)
-        micro_batches = [MicroBatch(*part, Context()) for part in zip(*parts, strict=True)]
+        micro_batches = [MicroBatch(*part, MicroBatchInfo()) for part in zip(*parts, strict=True)]
         result = engine.train_step(micro_batches, recipe.optimizer.learning_rate)
         (update,) = [each for each in recording.events if each.instruction == "OptimizerStep"]
         return Turn(loss=result.loss, events=recording.events, computed=update.start)

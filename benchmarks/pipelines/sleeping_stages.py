@@ -18,7 +18,7 @@ from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from benchmarks.pipelines.sleeping_layer import SHAPE, SleepingLayer, loss
 from models.errors import UserError
 from models.parallel.collectives import TensorAxis
-from models.parallel.context import Context
+from models.parallel.micro_batch_info import MicroBatchInfo
 from models.pipeline.channels import Boundary
 from models.pipeline.process_grid import ProcessGrid
 from models.pipeline.recording import Event, Recording
@@ -200,7 +200,7 @@ def run_step(engine: PipelineEngine) -> tuple[float, float]:
     """Run a step, and return its start and end."""
     micro_batch = torch.ones(SHAPE), torch.ones(SHAPE)
     if isinstance(engine.module, Stage):
-        engine.module.take_contexts([Context()] * engine.micro_batches)
+        engine.module.take_infos([MicroBatchInfo()] * engine.micro_batches)
     dist.barrier()
     start = time.perf_counter()
     engine.train_batch(iter([micro_batch] * engine.micro_batches))

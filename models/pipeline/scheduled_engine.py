@@ -18,8 +18,8 @@ from deepspeed.runtime.pipe.schedule import PipeInstruction
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from models.parallel.context import Context
 from models.parallel.deferral import Deferral, defer_weights
+from models.parallel.micro_batch_info import MicroBatchInfo
 from models.parallel.process_groups import matches_by_order
 from models.pipeline.channels import Boundary, Channels
 from models.pipeline.gradients.flat_gradients import gradients_of
@@ -98,12 +98,12 @@ class ScheduledEngine(PipelineEngine):
         self,
         tokens: Tensor | None,
         labels: Tensor | None,
-        context: Context,
+        info: MicroBatchInfo,
         *,
         note: Callable[[str], None],
     ) -> None:
         """Use every route, group and kernel once, before the first step; see `warm_up.py`."""
-        warm_up(self, tokens, labels, context, note=note)
+        warm_up(self, tokens, labels, info, note=note)
         self.needs_warm_up = False
 
     def _parameters_of_chunks(self) -> dict[int, list[nn.Parameter]]:

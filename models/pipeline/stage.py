@@ -1,7 +1,7 @@
 """A stage of the pipeline: DeepSpeed's module, with any number of chunks.
 
 DeepSpeed builds the layers and connects the replicas of tied ones. `run_layers` runs them, with the
-same contexts and recomputation as without a pipeline.
+same information about each micro-batch and the same recomputation as without a pipeline.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -13,7 +13,7 @@ from deepspeed.runtime.pipe import module
 from torch import Tensor, nn
 
 from models.layer_specs import run_layers
-from models.parallel.context import Context
+from models.parallel.micro_batch_info import MicroBatchInfo
 from models.parallel.process_groups import create_groups
 from models.pipeline.process_grid import ProcessGrid
 from models.pipeline.replacement import replaced
@@ -45,7 +45,7 @@ class Stage(PipelineModule):
         with replaced(module, "PipelineParallelGrid", lambda **_: grid):
             super().__init__(*arguments, topology=grid.topology(), **settings)
         self.recompute_interval = recompute_interval
-        self.take_contexts([])
+        self.take_infos([])
 
     def _partition_layers(self, method: str = "") -> None:
         """Set the bounds of this stage's chunks; DeepSpeed calls this to partition the layers."""
@@ -113,13 +113,13 @@ class Stage(PipelineModule):
             if number.isdecimal() and start <= int(number) < stop:
                 yield from layer.parameters()
 
-    def take_contexts(self, contexts: Sequence[Context]) -> None:
-        """Set the contexts of the next micro-batches, in the order in which they arrive."""
-        self.contexts = [iter(contexts) for _ in range(self.pipeline.chunks)]
+    def take_infos(self, infos: Sequence[MicroBatchInfo]) -> None:
+        """Set the information about the next micro-batches, in the order in which they arrive."""
+        self.infos = [iter(infos) for _ in range(self.pipeline.chunks)]
 
     def check_contexts_taken(self) -> None:
         """Check that every micro-batch has passed through every chunk."""
-        assert not any(list(contexts) for contexts in self.contexts)
+        assert not any(list(infos) for infos in self.infos)
 
     def forward(self, x: Tensor, chunk: int, labels: Tensor | None = None) -> Tensor:
         """Run the next micro-batch through one of this rank's chunks.
@@ -129,7 +129,7 @@ class Stage(PipelineModule):
         return run_layers(
             self.layers_of_chunks[chunk],
             x,
-            context=next(self.contexts[chunk]),
+            info=next(self.infos[chunk]),
             labels=labels,
             recompute_interval=self.recompute_interval,
         )

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from models.parallel.context import Context
+from models.parallel.micro_batch_info import MicroBatchInfo
 from models.pipeline.schedule.passes import BACKWARD, FORWARD, WEIGHT, Pass
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ def warm_up(
     engine: "ScheduledEngine",
     tokens: Tensor | None,
     labels: Tensor | None,
-    context: Context,
+    info: MicroBatchInfo,
     *,
     note: Callable[[str], None],
 ) -> None:
@@ -40,7 +40,7 @@ def warm_up(
         engine: the engine, before its first step
         tokens: [b, s] where the stage has the start of the model
         labels: [b, s] where the stage has the end of the model
-        context: the context of a training micro-batch
+        info: that of a training micro-batch
         note: called before each part with a description, so that a hang is not suspected while
             kernels are compiled
     """
@@ -48,12 +48,12 @@ def warm_up(
     engine.channels.connect()
     inputs = _on_device(tokens, engine.device), _on_device(labels, engine.device)
     engine.module.train()
-    _run_passes(engine, inputs, context, note)
+    _run_passes(engine, inputs, info, note)
     note("warming up: reduction of gradients")
     engine.gradients.finish()  # the next step's first gradients replace these
     engine.module.eval()
     with torch.no_grad():
-        _run_passes(engine, inputs, replace(context, dropout=None), note)
+        _run_passes(engine, inputs, replace(info, dropout=None), note)
     engine.module.train()
     if engine.device.type == "cuda":
         torch.cuda.synchronize(engine.device)
@@ -66,11 +66,11 @@ def _on_device(tensor: Tensor | None, device: torch.device) -> Tensor | None:
 def _run_passes(
     engine: "ScheduledEngine",
     inputs: tuple[Tensor | None, Tensor | None],
-    context: Context,
+    info: MicroBatchInfo,
     note: Callable[[str], None],
 ) -> None:
     """Run forward passes and, if gradients are enabled, backward passes of every chunk."""
-    engine.module.take_contexts([context] * MICRO_BATCHES)
+    engine.module.take_infos([info] * MICRO_BATCHES)
     chunks = range(engine.pipeline.chunks)
     ending = WEIGHT if engine.pipeline.splits else BACKWARD
     engine.last_passes = {

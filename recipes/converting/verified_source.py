@@ -32,4 +32,4 @@ def open_checkpoint(path: Path) -> CheckpointReader:
 
 def model_of(source: CheckpointReader) -> ModelConfig:
     """Return the architecture of a run's checkpoint or of imported weights."""
-    return ModelConfig(**source.manifest.recipe["model"])
+    return ModelConfig.from_table(source.manifest.recipe["model"])

@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_map_only
 from models import cost
 from models.kernels import attention, fusing, norms
 from models.kernels.attention import cumulative_lengths
-from models.parallel.context import positions_in
+from models.parallel.micro_batch_info import positions_in
 from models.pipeline.replacement import replaced
 from models.transformer import rotary_table
 

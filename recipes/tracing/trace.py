@@ -24,7 +24,7 @@ os.environ.setdefault("DS_ACCELERATOR", "cpu")  # or DeepSpeed says that it look
 import torch
 
 from models.errors import UserError
-from models.parallel.context import Context
+from models.parallel.micro_batch_info import MicroBatchInfo
 from models.parallel.rng import MaskKey
 from models.pipeline.schedule.order import min_micro_batches
 from recipes.tracing.allocation_counter import Allocation, AllocationCounter
@@ -178,7 +178,7 @@ def micro_batch(recipe: Recipe, number: int) -> MicroBatch:
     first = number * recipe.batch.micro_sequences
     samples = range(first, first + recipe.batch.micro_sequences)
     tokens, labels = (torch.zeros(shape, dtype=torch.long) for _ in range(2))
-    return MicroBatch(tokens, labels, Context(dropout=MaskKey(recipe.seed, samples)))
+    return MicroBatch(tokens, labels, MicroBatchInfo(dropout=MaskKey(recipe.seed, samples)))
 
 
 def first_step(engine: Engine, batch: list[MicroBatch]) -> None:

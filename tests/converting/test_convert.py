@@ -25,7 +25,7 @@ from models.layer_specs import (
     run_layers,
 )
 from models.parallel.collectives import TensorAxis
-from models.parallel.context import Context
+from models.parallel.micro_batch_info import MicroBatchInfo
 from recipes.converting.adopt import adopt, read_config
 from recipes.converting.export import export, find_tokenizer, special_tokens
 from recipes.converting.output_folder import output_folder
@@ -133,7 +133,7 @@ def our_logits(source: CheckpointReader, tokens: torch.Tensor) -> torch.Tensor:
     for name, parameter in logical_parameters(model, config):
         logical = source.tensor("weights", name)
         parameter.copy_(parameter.sharding.local_part(logical, 0, 1))
-    logits = run_layers(model.layers, tokens, context=Context())  # [s, b, v]
+    logits = run_layers(model.layers, tokens, info=MicroBatchInfo())  # [s, b, v]
     return logits.transpose(0, 1)[..., : config.vocab_size]
 
 
@@ -407,8 +407,8 @@ def test_an_invalid_reshape_is_rejected(
         ("llama", {"model_type": "mistral"}, "model_type = 'mistral' is not supported"),
         (
             "llama",
-            {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}},
-            "rope_type = 'linear' is not supported",
+            {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},
+            "rope_type = 'dynamic' is not supported",
         ),
         ("llama", {"intermediate_size": 100}, r"has the shape \(96, 64\) but config.json implies"),
         ("llama", {"num_hidden_layers": 3}, "layers.2.input_layernorm.weight is in none of"),

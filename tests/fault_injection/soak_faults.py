@@ -30,7 +30,7 @@ def poison_and_record(rank: int, reads: LineFile) -> None:
 
     def poisoned(self: Any, micro_batches: Any, rate: float) -> Any:
         micro_batches = list(micro_batches)
-        samples = [n for each in micro_batches for n in each.context.dropout.samples]
+        samples = [n for each in micro_batches for n in each.info.dropout.samples]
         reads.append({"step": steps[-1], "rank": rank, "samples": samples})
         bad = any(n - n % BATCH in BAD_SAMPLES for n in samples)
         if not bad or rank != 1 or self.recipe.optimizer.learning_rate == 0.0005:

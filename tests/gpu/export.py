@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from models.layer_specs import SequentialModel, layer_specs, logical_parameters, run_layers
 from models.parallel.collectives import TensorAxis
-from models.parallel.context import Context
+from models.parallel.micro_batch_info import MicroBatchInfo
 from recipes.converting.verified_source import model_of, open_checkpoint
 from recipes.training.checkpoint.reader import CheckpointReader
 from recipes.training.recipe.loading import REPOSITORY
@@ -61,7 +61,7 @@ def our_logits(source: CheckpointReader, tokens: torch.Tensor, device: str) -> t
     model = SequentialModel(layer_specs(config, TensorAxis()))
     for name, parameter in logical_parameters(model, config):
         parameter.copy_(parameter.sharding.local_part(source.tensor("weights", name), 0, 1))
-    logits = run_layers(model.to(device).layers, tokens, context=Context())  # [s, b, v]
+    logits = run_layers(model.to(device).layers, tokens, info=MicroBatchInfo())  # [s, b, v]
     return logits.transpose(0, 1)[..., : config.vocab_size]
 
 

@@ -18,7 +18,7 @@ from benchmarks.one_step.shapes import (
     with_batch,
 )
 from benchmarks.taking_turns import Player, cores_at_hand, players
-from models.parallel.context import Context
+from models.parallel.micro_batch_info import MicroBatchInfo
 from recipes.gpus import datasheet
 from recipes.gpus.datasheet import FOLDER, Gpu, gpus, peak_tflops
 from recipes.planning.inputs.job import Machine, job_of
@@ -129,7 +129,7 @@ def draw_batch(recipe: Recipe) -> list[MicroBatch]:
         size = (recipe.batch.micro_sequences, recipe.model.sequence_length + 1)
         drawn = torch.randint(recipe.model.vocab_size, size, generator=generator).to(device)
         tokens, labels = drawn[:, :-1].contiguous(), drawn[:, 1:].contiguous()
-        found.append(MicroBatch(tokens, labels, Context()))
+        found.append(MicroBatch(tokens, labels, MicroBatchInfo()))
     return found
 
 

@@ -17,9 +17,10 @@ from models.kernels import attention
 from models.kernels.attention import document_attention, varlen_kernel
 from models.kernels.elementwise import heads_first
 from models.kernels.fusing import as_written
+from models.kernels.rotary import Frequencies
 from models.layer_specs import SequentialModel, layer_specs, logical_parameters, run_layers
 from models.parallel.collectives import TensorAxis
-from models.parallel.context import Context, Documents, positions_in
+from models.parallel.micro_batch_info import Documents, MicroBatchInfo, positions_in
 from models.parallel.rng import MaskKey
 from models.transformer import rotary_table
 from tests.models.test_transformer import GROUPED_WITH_DROPOUT, KEY, LLAMA, SHAPES, WITH_DROPOUT
@@ -49,8 +50,8 @@ def run(
     parameters = dict(logical_parameters(model, config))
     initialize(parameters.items(), config, seed=3, tensor_rank=0, tensor_size=1)
     tokens = torch.stack(rows)
-    context = Context(key, Documents(lengths) if lengths else None)
-    logits = run_layers(model.layers, tokens, context=context)[:, row]  # [s, v]
+    info = MicroBatchInfo(key, Documents(lengths) if lengths else None)
+    logits = run_layers(model.layers, tokens, info=info)[:, row]  # [s, v]
     losses = F.cross_entropy(logits[where], tokens[row, where], reduction="none")
     losses.sum().backward()
     return losses.detach(), {name: p.grad for name, p in parameters.items()}
@@ -268,8 +269,10 @@ def test_documents_do_not_use_cudnn() -> None:
 def test_rotary_angles_restart_in_each_document() -> None:
     """Attention would differ only by rounding, so the table itself is tested."""
     documents = Documents(((2, 3), (4, 1)))
-    whole = rotary_table(5, 8, 10_000.0, CPU, None)
-    for table, places in zip(rotary_table(5, 8, 10_000.0, CPU, documents), whole, strict=True):
+    whole = rotary_table(range(5), Frequencies(8), CPU, None)
+    for table, places in zip(
+        rotary_table(range(5), Frequencies(8), CPU, documents), whole, strict=True
+    ):
         for sequence, lengths in enumerate(documents.lengths):
             expected = torch.cat([places[:length] for length in lengths])  # [s, 1, 1, d]
             assert torch.equal(table[:, sequence : sequence + 1], expected)

@@ -15,9 +15,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from models.initialization import initialize
+from models.kernels.rotary import Frequencies
 from models.layer_specs import SequentialModel, layer_specs, logical_parameters
 from models.parallel.collectives import TensorAxis
-from models.parallel.context import Context
+from models.parallel.micro_batch_info import MicroBatchInfo
 from models.transformer import rotary_table
 from tests.models.test_transformer import SHAPES, example_tokens, gathered, labels_of
 from tests.ranks import join_world, run_ranks
@@ -40,7 +41,7 @@ def gradients(name: str, axis: TensorAxis, *, exact: bool = False) -> dict[str, 
     tokens = example_tokens(config)
     with in_fp64() if exact else nullcontext():
         model.to(torch.get_default_dtype())
-        model(tokens, labels_of(tokens), Context()).backward()
+        model(tokens, labels_of(tokens), MicroBatchInfo()).backward()
     return {n: gathered(p.grad, p.sharding, axis) for n, p in parameters.items()}
 
 
@@ -48,9 +49,8 @@ def gradients(name: str, axis: TensorAxis, *, exact: bool = False) -> dict[str, 
 def in_fp64() -> Iterator[None]:
     """Let kernels compute in fp64 instead of fp32, with the same rotary table."""
     config = CONFIGS["llama"]
-    head_size = config.hidden_size // config.heads
-    device = torch.device("cpu")
-    rotary_table(config.sequence_length, head_size, config.rope_theta, device, None)  # cached
+    frequencies = Frequencies(config.attention_head_size, config.rope_theta)
+    rotary_table(range(config.sequence_length), frequencies, torch.device("cpu"), None)  # cached
     default = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:

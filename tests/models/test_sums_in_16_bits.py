@@ -18,9 +18,9 @@ from models.kernels.fusing import as_written
 from models.kernels.norms import Branch
 from models.layer_specs import LearnedPositions, TokenEmbedding
 from models.parallel.collectives import TensorAxis, copy_to_tensor_axis
-from models.parallel.context import Context, Documents
 from models.parallel.deferral import Deferral
 from models.parallel.linear import matmul
+from models.parallel.micro_batch_info import Documents, MicroBatchInfo
 from recipes.tracing.allocation_counter import AllocationCounter
 from tests.models.test_transformer import SHAPES
 from tests.ranks import join_world, run_ranks
@@ -94,9 +94,9 @@ def test_rows_of_learned_positions(tokens: int) -> None:
     """Documents of one token each: all are at position 0."""
     config = ModelConfig(**(vars(SHAPES["gpt2"]) | {"sequence_length": tokens}))
     positions = LearnedPositions(config, TensorAxis()).bfloat16()
-    context = Context(documents=Documents(((1,) * tokens,)))
+    info = MicroBatchInfo(documents=Documents(((1,) * tokens,)))
     grad = upstream(tokens, 1, config.hidden_size)
-    positions(torch.zeros_like(grad), context).backward(grad)
+    positions(torch.zeros_like(grad), info).backward(grad)
     assert error(positions.weight.grad[0], grad.double().sum((0, 1))) < ROUNDING
     assert not positions.weight.grad[1:].any()
 
@@ -115,7 +115,7 @@ def table_errors(axis: TensorAxis, tokens: int, tied: bool) -> list[float]:
     ids[:, ::4] = RARE
     parts = axis.size if axis.sequence_parallel else 1
     grad = upstream(tokens, 1, config.hidden_size)
-    table(ids, Context()).backward(grad.chunk(parts)[axis.rank if parts > 1 else 0])
+    table(ids, MicroBatchInfo()).backward(grad.chunk(parts)[axis.rank if parts > 1 else 0])
     expected = torch.zeros(config.padded_vocab_size(axis.size), config.hidden_size).double()
     expected.index_add_(0, ids[0], grad[:, 0].double())
     if tied:

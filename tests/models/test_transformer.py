@@ -24,8 +24,8 @@ from models.layer_specs import (
     run_layers,
 )
 from models.parallel.collectives import TensorAxis, gather_from_tensor_axis
-from models.parallel.context import Context, Documents
 from models.parallel.cross_entropy import vocab_parallel_loss
+from models.parallel.micro_batch_info import Documents, MicroBatchInfo
 from models.parallel.rng import MaskKey
 from tests.ranks import run_ranks
 
@@ -74,7 +74,8 @@ WITH_DROPOUT = replace(SHAPES["gpt2"], dropout=0.3, attention_dropout=0.2)
 GROUPED_WITH_DROPOUT = replace(LLAMA, dropout=0.3, attention_dropout=0.2)
 KEY = MaskKey(seed=7, samples=range(40, 42))
 DOCUMENTS = Documents(((9, 15), (4, 1, 7, 12)))
-PLAIN, DROPPING, SEPARATE = Context(), Context(dropout=KEY), Context(documents=DOCUMENTS)
+PLAIN, DROPPING = MicroBatchInfo(), MicroBatchInfo(dropout=KEY)
+SEPARATE = MicroBatchInfo(documents=DOCUMENTS)
 MUTANTS = {  # seeded fault -> a shape on which it must show
     "copy without its all-reduce": "llama",
     "reduce without its all-reduce": "llama",
@@ -91,7 +92,7 @@ def run_model(
     config: ModelConfig,
     axis: TensorAxis | None = None,
     recompute: str = "none",
-    context: Context = PLAIN,
+    info: MicroBatchInfo = PLAIN,
 ) -> Outcome:
     """Run a forward and a backward pass; return results gathered from the tensor ranks."""
     axis = axis or TensorAxis()
@@ -102,9 +103,9 @@ def run_model(
     parameters = dict(logical_parameters(model, config))
     initialize(parameters.items(), config, seed=3, tensor_rank=axis.rank, tensor_size=axis.size)
     tokens = example_tokens(config)
-    loss = model(tokens, labels_of(tokens), context)
+    loss = model(tokens, labels_of(tokens), info)
     loss.backward()
-    logits = run_layers(model.layers, tokens, context=context)
+    logits = run_layers(model.layers, tokens, info=info)
     whole = gather_from_tensor_axis(logits.detach(), axis)[..., : config.vocab_size]
     gradients = {name: gathered(p.grad, p.sharding, axis) for name, p in parameters.items()}
     return whole.transpose(0, 1), loss.detach(), gradients
@@ -259,7 +260,7 @@ def test_separate_documents_are_as_if_each_were_alone(
     shape: str, two_ranks: dict[Any, Outcome], plain: dict[str, Outcome]
 ) -> None:
     expected = reference(SHAPES[shape], DOCUMENTS)
-    assert largest_difference(run_model(SHAPES[shape], context=SEPARATE), expected) < 1e-5
+    assert largest_difference(run_model(SHAPES[shape], info=SEPARATE), expected) < 1e-5
     for variant in VARIANTS:
         assert largest_difference(two_ranks[shape, variant, "documents"], expected) < 1e-5
     assert largest_difference(plain[shape], expected) > 1e-2
@@ -285,9 +286,7 @@ def test_a_seeded_fault_is_noticed(
 def test_two_ranks_drop_what_one_rank_drops(
     config: ModelConfig, variant: str, two_ranks: dict[Any, Outcome]
 ) -> None:
-    assert (
-        largest_difference(two_ranks[config, variant], run_model(config, context=DROPPING)) < 1e-5
-    )
+    assert largest_difference(two_ranks[config, variant], run_model(config, info=DROPPING)) < 1e-5
 
 
 @pytest.mark.parametrize("recompute", ["selective", "full", "full, two blocks at a time"])
@@ -298,19 +297,19 @@ def test_recomputation_changes_nothing(recompute: str, plain: dict[str, Outcome]
 
 @pytest.mark.parametrize("recompute", ["selective", "full", "full, two blocks at a time"])
 def test_recomputation_replays_the_dropout_mask(recompute: str) -> None:
-    outcome = run_model(WITH_DROPOUT, context=DROPPING)
-    replayed = run_model(WITH_DROPOUT, recompute=recompute, context=DROPPING)
+    outcome = run_model(WITH_DROPOUT, info=DROPPING)
+    replayed = run_model(WITH_DROPOUT, recompute=recompute, info=DROPPING)
     assert largest_difference(replayed, outcome) == 0
 
 
 def test_masks_depend_on_seed_and_samples_and_are_optional() -> None:
-    outcome = run_model(WITH_DROPOUT, context=DROPPING)
+    outcome = run_model(WITH_DROPOUT, info=DROPPING)
     others = [replace(KEY, seed=8), replace(KEY, samples=range(41, 43)), None]
-    for context in map(Context, others):
-        assert largest_difference(run_model(WITH_DROPOUT, context=context), outcome) > 1e-3
+    for info in map(MicroBatchInfo, others):
+        assert largest_difference(run_model(WITH_DROPOUT, info=info), outcome) > 1e-3
     plain = replace(WITH_DROPOUT, dropout=0.0, attention_dropout=0.0)
     unmasked = run_model(WITH_DROPOUT)
-    assert largest_difference(unmasked, run_model(plain, context=DROPPING)) == 0
+    assert largest_difference(unmasked, run_model(plain, info=DROPPING)) == 0
 
 
 def test_the_first_weights_have_the_stated_spread() -> None:

@@ -19,8 +19,8 @@ import torch
 
 from models.layer_specs import SequentialModel, layer_specs, logical_parameters, run_layers
 from models.parallel.collectives import TensorAxis
-from models.parallel.context import Context
 from models.parallel.deferral import Deferral
+from models.parallel.micro_batch_info import MicroBatchInfo
 from models.parallel.rng import attention_rows
 from models.pipeline.stage import Stage
 from models.sharding import Sharding
@@ -81,7 +81,7 @@ def test_shrinking_keeps_the_structure(path: Path, tmp_path: Path) -> None:
     model, small = recipe.model, made_small(recipe, tmp_path, ranks=8).model
     for switch in (
         *("norm", "positions", "activation", "bias", "tie_embeddings", "qk_norm", "dropout"),
-        *("attention_dropout", "rope_theta", "norm_epsilon"),
+        *("attention_dropout", "rope_theta", "rope_scaling", "norm_epsilon"),
     ):
         assert getattr(small, switch) == getattr(model, switch), switch
     assert (small.heads == small.kv_heads) == (model.heads == model.kv_heads)
@@ -213,7 +213,7 @@ def test_a_key_bias_has_no_gradient_of_its_own(corpus: Path) -> None:
             torch.nn.init.normal_(parameter, std=0.3)
         model.double()
         tokens = torch.randint(config.vocab_size, (2, 16))
-        run_layers(model.layers, tokens, context=Context()).sin().mean().backward()
+        run_layers(model.layers, tokens, info=MicroBatchInfo()).sin().mean().backward()
         bias = dict(logical_parameters(model, config))["blocks.0.attention.qkv.bias"]
         parts = comparison.split_noise("blocks.0.attention.qkv.bias", config)
         sizes = {name: float(bias.grad[rows].norm()) for name, rows in parts.items()}
@@ -255,7 +255,7 @@ DRIFTING = (  # faults that make replicas of one weight diverge
     "column-parallel inputs keep partial gradients",
     "norms in the split region keep partial gradients",
 )
-TAKE_CONTEXTS, TAKE, PLACES = Stage.take_contexts, Deferral.take, TrainingData.places
+TAKE_INFOS, TAKE, PLACES = Stage.take_infos, Deferral.take, TrainingData.places
 
 
 def scaled(engine: Engine, name: str, factor: float) -> Engine:
@@ -305,10 +305,10 @@ def seeded_fault(fault: str) -> Iterator[None]:
             ),
         ),
         "the last stage attends across documents": (
-            "models.pipeline.stage.Stage.take_contexts",
-            lambda self, contexts: TAKE_CONTEXTS(
+            "models.pipeline.stage.Stage.take_infos",
+            lambda self, infos: TAKE_INFOS(
                 self,
-                [replace(each, documents=None) for each in contexts] if self.stage_id else contexts,
+                [replace(each, documents=None) for each in infos] if self.stage_id else infos,
             ),
         ),
         "the last deferred weight gradient is dropped": (

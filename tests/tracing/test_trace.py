@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from models.cost import parameter_count
 from models.errors import UserError
+from models.kernels.rotary import Frequencies
 from models.transformer import Block, rotary_table
 from recipes.tracing import trace_report
 from recipes.tracing.trace import Trace, measure, trace
@@ -224,8 +225,8 @@ def test_a_tensor_that_blocks_keep_is_counted(small: dict[str, Any]) -> None:
             (extra,) = ctx.saved_tensors
             return grad + 0 * extra
 
-    def wasteful(block, x, context):
-        return Kept.apply(forward(block, x, context))
+    def wasteful(block, x, info):
+        return Kept.apply(forward(block, x, info))
 
     plain = traced(table, 2)
     with mock.patch.object(Block, "forward", wasteful):
@@ -306,8 +307,8 @@ def test_a_cached_table_is_not_missing_from_a_trace(small: dict[str, Any]) -> No
     recipe = parse_recipe(small, "test")
     once = traced_as_on_a_cpu(recipe, 1, 0)
     model = recipe.model
-    length, head_size = model.sequence_length, model.attention_head_size
-    rotary_table(length, head_size, model.rope_theta, torch.device("cpu"), None)
+    frequencies = Frequencies(model.attention_head_size, model.rope_theta)
+    rotary_table(range(model.sequence_length), frequencies, torch.device("cpu"), None)
     assert traced_as_on_a_cpu(recipe, 1, 0) == once
 
 

@@ -3,7 +3,6 @@
 from pathlib import Path
 from typing import Any
 
-from models.config import ModelConfig
 from models.errors import UserError
 from recipes.training.checkpoint.manifest import Manifest
 from recipes.training.recipe.deepspeed_config import leaves
@@ -12,6 +11,8 @@ from recipes.training.recipe.schema import Recipe
 # Keys of [model] that do not affect the shape or meaning of weights. A run may change them when it
 # starts from initial weights.
 TRAINING_ONLY = ("dropout", "attention_dropout", "initial_std")
+# Keys that a run may change too if the positions are rotary, to continue on longer sequences.
+ROTARY = ("sequence_length", "rope_theta", "rope_scaling")
 
 
 def check_same_run(
@@ -56,13 +57,12 @@ def check_same_model(source: str, manifest: Manifest, recipe: Recipe) -> None:
     """
     theirs = _spelled_out(manifest.recipe["model"])
     ours = _spelled_out(recipe.model_dump(mode="json")["model"])
+    free = (*TRAINING_ONLY, *(ROTARY if recipe.model.positions == "rope" else ()))
     different = {
         name: values
         for name, values in differences(theirs, ours).items()
-        if name in theirs and name not in TRAINING_ONLY
+        if name in theirs and name not in free
     }
-    if recipe.model.positions == "rope":
-        different.pop("sequence_length", None)
     if different:
         raise UserError(
             f"{source} has {_sentence(different, 'model.')}; use the checkpoint's values"
@@ -78,7 +78,7 @@ def differences(before: dict[str, Any], now: dict[str, Any]) -> dict[str, list[A
 
 def _spelled_out(model: dict[str, Any]) -> dict[str, Any]:
     """Return the [model] section with the head size filled in."""
-    return model | {"head_size": ModelConfig(**model).attention_head_size}
+    return model | {"head_size": model.get("head_size") or model["hidden_size"] // model["heads"]}
 
 
 def _sentence(different: dict[str, list[Any]], prefix: str = "") -> str:

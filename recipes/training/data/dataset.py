@@ -6,7 +6,7 @@ is the global batch, and the data ranks divide them. Step k (from 1) reads the s
 k G - 1, unless the run was resumed with another batch: it then continues with the sample after the
 last one that the old batch read.
 
-A window may cross the ends of documents. With data.separate_documents, each micro-batch's context
+A window may cross the ends of documents. With data.separate_documents, each micro-batch's `info`
 contains the lengths of its documents, which come from the token file's index. Therefore no stage
 has to read or send tokens to know them. A document that begins before its window counts from the
 window's first token.
@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from models.errors import UserError
-from models.parallel.context import Context, Documents
+from models.parallel.micro_batch_info import Documents, MicroBatchInfo
 from models.parallel.rng import MaskKey
 from recipes.training.data.checks import check_document_starts, open_corpus
 from recipes.training.data.fingerprint import fingerprint
@@ -59,7 +59,7 @@ class Windows:
 class TrainingData:
     """The micro-batches of a rank, in training and in validation.
 
-    Stages that hold neither the first nor the last layer get contexts without tokens.
+    Stages that hold neither the first nor the last layer get micro-batches without tokens.
 
     Raises:
         UserError: token files, manifest, tokenizer and recipe do not fit each other.
@@ -160,10 +160,10 @@ class TrainingData:
             lengths = tuple(corpus.document_lengths(index) for corpus, index in windows)
             if any(len(each) > 1 for each in lengths):  # otherwise attention needs no mask
                 documents = Documents(lengths)
-        context = Context(dropout, documents)
+        info = MicroBatchInfo(dropout, documents)
         if not self.takes_tokens:
-            return MicroBatch(None, None, context)
-        return MicroBatch(*self._read(windows), context)
+            return MicroBatch(None, None, info)
+        return MicroBatch(*self._read(windows), info)
 
     def _read(self, windows: list[tuple[Windows, int]]) -> tuple[Tensor, Tensor]:
         """Return tokens [b, s] and labels [b, s]."""

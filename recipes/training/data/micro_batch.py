@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from models.parallel.context import Context
+from models.parallel.micro_batch_info import MicroBatchInfo
 
 
 @dataclass(frozen=True)
@@ -14,12 +14,12 @@ class MicroBatch:
 
     tokens: int64 [b, s]; None on a stage that takes no tokens
     labels: the next token of each token, int64 [b, s]; None if tokens are None
-    context: the dropout key and the documents, which all layers need
+    info: the dropout key and the documents, which all layers need
     """
 
     tokens: Tensor | None
     labels: Tensor | None
-    context: Context
+    info: MicroBatchInfo
 
     def pinned(self) -> "MicroBatch":
         """Return a copy in page-locked memory, which a GPU reads without the host."""

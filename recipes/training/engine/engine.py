@@ -19,7 +19,7 @@ from models.kernels.attention import cumulative_lengths
 from models.kernels.fusing import are_compiled
 from models.layer_specs import logical_parameters
 from models.parallel.collectives import TensorAxis
-from models.parallel.context import Context
+from models.parallel.micro_batch_info import MicroBatchInfo
 from models.pipeline.scheduled_engine import ScheduledEngine
 from models.sharding import sharding_of
 from recipes.training.checkpoint.reader import CheckpointReader
@@ -199,13 +199,13 @@ class PipelinedEngine(Engine):
         """Run DeepSpeed's train_batch or eval_batch and return the mean loss of the micro-batches.
 
         DeepSpeed passes tokens and labels to the ends of the pipeline; every stage needs the
-        contexts.
+        information about the micro-batches.
         """
-        prepare_documents([each.context for each in micro_batches], self.device)
+        prepare_documents([each.info for each in micro_batches], self.device)
         if self.wrapped.needs_warm_up:
             first = micro_batches[0]
-            self.wrapped.warm_up(first.tokens, first.labels, first.context, note=self.crumb.note)
-        self.wrapped.module.take_contexts([each.context for each in micro_batches])
+            self.wrapped.warm_up(first.tokens, first.labels, first.info, note=self.crumb.note)
+        self.wrapped.module.take_infos([each.info for each in micro_batches])
         loss = schedule(iter([(each.tokens, each.labels) for each in micro_batches]))
         self.wrapped.module.check_contexts_taken()
         return loss
@@ -239,7 +239,7 @@ class SequentialEngine(Engine):
 
     def _loss(self, micro_batch: MicroBatch) -> torch.Tensor:
         here = micro_batch.on(self.wrapped.device)
-        return self.wrapped(here.tokens, here.labels, here.context)
+        return self.wrapped(here.tokens, here.labels, here.info)
 
     def _mean(self, losses: list[torch.Tensor]) -> torch.Tensor:
         total = torch.stack(losses).mean()
@@ -252,15 +252,15 @@ class SequentialEngine(Engine):
         return self.wrapped.mpu.get_data_parallel_group()
 
 
-def prepare_documents(contexts: Iterable[Context], device: torch.device) -> None:
+def prepare_documents(infos: Iterable[MicroBatchInfo], device: torch.device) -> None:
     """Make the tables of all micro-batches for attention within documents, before the first pass.
 
     They are copied from pinned memory. Allocating that memory may wait for the whole device, and in
     a pipeline for a posted receive.
     """
-    for context in contexts:
-        if context.documents is not None and device.type == "cuda":
-            cumulative_lengths(context.documents.lengths, device)
+    for info in infos:
+        if info.documents is not None and device.type == "cuda":
+            cumulative_lengths(info.documents.lengths, device)
 
 
 def held_values(parameter: nn.Parameter, data_rank: int) -> torch.Tensor:

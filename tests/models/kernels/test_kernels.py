@@ -18,10 +18,11 @@ from models.kernels import dropout as dropout_kernels
 from models.kernels.dropout import GOLDEN_64, drop_out, keep_mask, signed
 from models.kernels.fusing import are_compiled, as_written, compile_kernels, compiled, native_on_cpu
 from models.kernels.norms import Branch
+from models.kernels.rotary import Frequencies
 from models.layer_specs import SequentialModel, layer_specs, logical_parameters
 from models.parallel import cross_entropy
 from models.parallel.collectives import TensorAxis
-from models.parallel.context import Context
+from models.parallel.micro_batch_info import MicroBatchInfo
 from models.parallel.rng import MaskKey, dropout
 from models.transformer import rotary_table
 from recipes.tracing.allocation_counter import AllocationCounter
@@ -64,7 +65,7 @@ def heads_first(qkv: Tensor, rotation: tuple[Tensor, Tensor] | None) -> tuple[Te
 
 
 def rotation() -> tuple[Tensor, Tensor]:
-    return rotary_table(6, D, 100.0, torch.device("cpu"), None)
+    return rotary_table(range(6), Frequencies(D, 100.0), torch.device("cpu"), None)
 
 
 STREAM = (5, 3, 16)
@@ -287,13 +288,13 @@ def test_only_the_logits_of_one_part_exist_at_a_time(dtype: torch.dtype) -> None
 
 
 COMPILED = {
-    "qwen3": (SHAPES["qwen3"], Context()),
-    "gpt2": (SHAPES["gpt2"], Context()),
-    "gpt2 with dropout": (WITH_DROPOUT, Context(dropout=KEY)),
+    "qwen3": (SHAPES["qwen3"], MicroBatchInfo()),
+    "gpt2": (SHAPES["gpt2"], MicroBatchInfo()),
+    "gpt2 with dropout": (WITH_DROPOUT, MicroBatchInfo(dropout=KEY)),
 }
 
 
-def model_outcome(config: ModelConfig, context: Context, *, compile: bool) -> list[Tensor]:
+def model_outcome(config: ModelConfig, info: MicroBatchInfo, *, compile: bool) -> list[Tensor]:
     config = replace(config, vocab_size=96)
     torch.manual_seed(0)
     model = SequentialModel(layer_specs(config, TensorAxis()))
@@ -304,7 +305,7 @@ def model_outcome(config: ModelConfig, context: Context, *, compile: bool) -> li
         compile_kernels(model)
         assert are_compiled(model)
     tokens = torch.randint(96, (2, config.sequence_length))
-    loss = model(tokens, tokens.roll(-1, 1), context)
+    loss = model(tokens, tokens.roll(-1, 1), info)
     loss.backward()
     return [loss.detach()] + [each.grad for each in model.parameters()]
 

@@ -9,10 +9,10 @@ from torch import Tensor, nn
 
 from models.layer_specs import SequentialModel, layer_specs
 from models.parallel.collectives import TensorAxis
-from models.parallel.context import Context
 from models.parallel.deferral import Deferral, defer_weights
 from models.parallel.embedding import VocabParallelEmbedding
 from models.parallel.linear import ColumnParallelLinear, RowParallelLinear
+from models.parallel.micro_batch_info import MicroBatchInfo
 from models.transformer import recomputed
 from tests.models.test_transformer import SHAPES
 from tests.ranks import join_world, run_ranks
@@ -102,7 +102,7 @@ def test_all_matrices_of_a_model_defer() -> None:
     model = SequentialModel(layer_specs(SHAPES["qwen3"], axis))
     defer_weights(model, deferral)
     tokens = torch.zeros(1, 4, dtype=torch.long)
-    model(tokens, tokens, Context()).backward()
+    model(tokens, tokens, MicroBatchInfo()).backward()
     left = {id(weight) for weight, _ in deferral.take()}
     names = {name for name, each in model.named_parameters() if each.dim() == 2}
     deferred = {name for name, each in model.named_parameters() if id(each) in left}

@@ -153,7 +153,7 @@ def test_an_epoch_is_exact_while_the_layout_changes(small: dict[str, Any]) -> No
         for part in parts:
             part.resume(progress)
             for each in part.step(step):
-                seen.update(sample for sample in each.context.dropout.samples if sample < count)
+                seen.update(sample for sample in each.info.dropout.samples if sample < count)
         progress = parts[0].progress_after(step)
         if progress.samples >= count:
             break
@@ -207,7 +207,7 @@ def test_all_stages_know_the_documents_and_only_the_end_stages_read_tokens(
         for each, first in zip(
             data.step(6), range(77 + 2 * coordinates.data, 77 + 24, 4), strict=True
         ):
-            assert each.context.dropout == MaskKey(recipe.seed, range(first, first + 2))
+            assert each.info.dropout == MaskKey(recipe.seed, range(first, first + 2))
             places = data.places(np.array([first, first + 1]))
             found.add(check_documents(each, [(data.sources[s], index) for s, index in places]))
             assert (each.tokens is not None) == (
@@ -215,7 +215,7 @@ def test_all_stages_know_the_documents_and_only_the_end_stages_read_tokens(
             )
         windows = [(data.validation, n * data.validation.count // 48) for n in range(48)]
         for each, first in zip(data.evaluation(), range(2 * coordinates.data, 48, 4), strict=True):
-            assert each.context.dropout is None
+            assert each.info.dropout is None
             found.add(check_documents(each, windows[first : first + 2]))
             assert (each.tokens is not None) == (
                 coordinates.pipeline in STAGES_WITH_TOKENS[schedule]
@@ -226,7 +226,7 @@ def test_all_stages_know_the_documents_and_only_the_end_stages_read_tokens(
 def check_documents(
     micro_batch: MicroBatch, windows: list[tuple[Windows, int]]
 ) -> tuple[tuple[int, ...], ...] | None:
-    """Check a context against the documents of its windows; return them, or None without ends."""
+    """Compare a micro-batch with its windows; return the documents, or None without ends."""
     lengths = tuple(
         tuple(
             end - begin for _, begin, end in corpus.file.documents_of(32 * index, 32 * index + 32)
@@ -234,14 +234,14 @@ def check_documents(
         for corpus, index in windows
     )
     expected = lengths if max(map(len, lengths)) > 1 else None
-    documents = micro_batch.context.documents
+    documents = micro_batch.info.documents
     assert (documents and documents.lengths) == expected
     return expected
 
 
 def test_documents_are_not_separate_by_default(small: dict[str, Any]) -> None:
     data = build(small)
-    assert {each.context.documents for each in (*data.step(1), *data.evaluation())} == {None}
+    assert {each.info.documents for each in (*data.step(1), *data.evaluation())} == {None}
 
 
 def test_another_seed_reads_in_another_order(small: dict[str, Any]) -> None:

@@ -7,13 +7,13 @@ import pytest
 import torch
 
 from models.errors import UserError
-from models.parallel.context import Context
+from models.parallel.micro_batch_info import MicroBatchInfo
 from recipes.training.data.micro_batch import MicroBatch
 from recipes.training.data.prefetcher import Prefetcher
 
 
 def micro_batch(number: int) -> MicroBatch:
-    return MicroBatch(torch.full((1, 2), number), torch.full((1, 2), number + 1), Context())
+    return MicroBatch(torch.full((1, 2), number), torch.full((1, 2), number + 1), MicroBatchInfo())
 
 
 def test_the_next_step_is_fetched_while_this_one_runs() -> None:
@@ -50,7 +50,7 @@ def test_errors_are_raised_at_the_start_of_the_step() -> None:
 
 
 def test_a_middle_stage_gets_only_contexts() -> None:
-    coming = MicroBatch(None, None, Context())
+    coming = MicroBatch(None, None, MicroBatchInfo())
     feed = Prefetcher(lambda step: [coming], last_step=9, pinned=True)
     assert feed.take(1)[0] == [coming]
 

@@ -18,7 +18,7 @@ from models.config import ModelConfig
 from models.initialization import initialize
 from models.layer_specs import SequentialModel, layer_specs, logical_parameters
 from models.parallel.collectives import TensorAxis
-from models.parallel.context import Context
+from models.parallel.micro_batch_info import MicroBatchInfo
 from recipes.proving.shrink import shrink
 from recipes.training.recipe.loading import REPOSITORY, load_recipe, parse_recipe
 from tests.conftest import GPT_SWITCHES, changed
@@ -128,7 +128,7 @@ def step(config: ModelConfig, dtype: torch.dtype) -> list[torch.Tensor]:
     model.to(dtype)
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(config.vocab_size, (2, config.sequence_length), generator=generator)
-    loss = model(tokens, tokens.roll(-1, 1), Context())
+    loss = model(tokens, tokens.roll(-1, 1), MicroBatchInfo())
     loss.backward()
     return [loss.detach(), *(parameter.grad for parameter in model.parameters())]
 

@@ -34,6 +34,15 @@ BAD: list[tuple[str, int, str, str]] = [
     ("model.attention_dropout=1", 2, "attention_dropout = 1.0", "use attention_dropout = 0.1"),
     ("model.head_size=33", 2, "model.head_size = 33", "use head_size = 34"),
     ("model.rope_theta=-1", 2, "model.rope_theta = -1", "use 10000.0"),
+    (
+        "model.rope_scaling.factor=0.5;model.rope_scaling.type=linear", 2,
+        "model.rope_scaling.factor = 0.5 is below 1", "use factor = 8.0",
+    ),
+    ("model.rope_scaling.factor=2", 2, "model.rope_scaling.type is missing", 'type = "llama3"'),
+    (
+        "model.rope_scaling.factr=2;model.rope_scaling.type=linear;model.rope_scaling.factor=2", 2,
+        "unknown key model.rope_scaling.factr", "did you mean model.rope_scaling.factor?",
+    ),
     ("model.hiden_size=192", 2, "unknown key model.hiden_size", "did you mean model.hidden_size?"),
     # the layout
     ("layout.tensor=4", 8, "model.heads = 6 is not divisible by layout.tensor = 4", "tensor = 2"),

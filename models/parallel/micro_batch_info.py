@@ -1,4 +1,4 @@
-"""The context that layers need of a micro-batch besides its activations.
+"""Information about a micro-batch that layers need besides its activations.
 
 s sequence, b micro-batch.
 """
@@ -33,8 +33,8 @@ def positions_in(documents: Documents, device: torch.device) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Context:
-    """The context that layers need of a micro-batch besides its activations.
+class MicroBatchInfo:
+    """Information about a micro-batch that layers need besides its activations.
 
     dropout: the key of the masks; None: no dropout, as in validation
     documents: attention is restricted to each document, and positions restart in each; None: every

@@ -1,0 +1,82 @@
+"""Frequencies of rotary positions (arXiv 2104.09864), scaled for long sequences if asked for.
+
+All arithmetic is in fp32 and in the order of transformers' `modeling_rope_utils`. At position
+100,000, an angle in fp32 is rounded by up to 0.004 radians, so another order would give a model
+that was trained elsewhere other angles than it knows.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from models.rope_scaling import RopeScaling
+
+
+@dataclass(frozen=True)
+class Frequencies:
+    """The turn per position of each pair of a head's columns.
+
+    Attributes:
+        head_size: columns of a head, d
+        theta: base of the frequencies
+        scaling: None: theta^(-2i/d) for pair i
+    """
+
+    head_size: int
+    theta: float = 10_000.0
+    scaling: RopeScaling | None = None
+
+    def on(self, device: torch.device) -> Tensor:
+        """Return the frequencies in radians per position: fp32 [d/2]."""
+        columns = torch.arange(0, self.head_size, 2, device=device).float()
+        base, scaling = self.theta ** (columns / self.head_size), self.scaling
+        if scaling is None:
+            return 1.0 / base
+        if scaling.type == "linear":
+            return 1.0 / base / scaling.factor
+        if scaling.type == "llama3":
+            return _llama3(1.0 / base, scaling)
+        return _yarn(base, self.theta, scaling)
+
+    @property
+    def amplitude(self) -> float:
+        """The factor of rotated queries and of rotated keys."""
+        return self.scaling.amplitude if self.scaling else 1.0
+
+
+def _llama3(usual: Tensor, scaling: RopeScaling) -> Tensor:
+    """Divide low frequencies by the factor, keep high ones, and interpolate between.
+
+    As in transformers' `_compute_llama3_parameters`; published with Llama 3.1.
+    """
+    low, high = scaling.low_frequency_factor, scaling.high_frequency_factor
+    length = scaling.original_sequence_length or 0
+    wavelength = 2 * math.pi / usual
+    smooth = (length / wavelength - low) / (high - low)
+    between = (1 - smooth) * usual / scaling.factor + smooth * usual
+    scaled = torch.where(wavelength > length / low, usual / scaling.factor, between)
+    return torch.where(wavelength < length / high, usual, scaled)
+
+
+def _yarn(base: Tensor, theta: float, scaling: RopeScaling) -> Tensor:
+    """Divide low frequencies by the factor, keep high ones, and blend in between.
+
+    The "NTK-by-parts" interpolation of arXiv 2309.00071, section 3.2. The bounds are columns, as in
+    transformers' `_compute_yarn_parameters`.
+    """
+    pairs = base.shape[0]
+    length = scaling.original_sequence_length or 0
+
+    def column_of(turns: float) -> float:
+        return pairs * math.log(length / (turns * 2 * math.pi)) / math.log(theta)
+
+    first, last = column_of(scaling.beta_fast), column_of(scaling.beta_slow)
+    if scaling.truncate:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, 2 * pairs - 1)
+    width = last - first or 0.001
+    columns = torch.arange(pairs, dtype=torch.float32, device=base.device)
+    kept = 1 - ((columns - first) / width).clamp(0, 1)
+    return 1.0 / (scaling.factor * base) * (1 - kept) + 1.0 / base * kept
