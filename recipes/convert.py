@@ -39,6 +39,7 @@ from recipes.converting.export import DTYPES, export, find_tokenizer
 from recipes.converting.output_folder import output_folder
 from recipes.converting.reshape import new_recipe, reshape
 from recipes.converting.verified_source import open_checkpoint
+from recipes.planning.inputs.option_types import count
 
 NEW_TOKENS, TEMPERATURE = 60, 0.7  # of the text generated after --prompt
 
@@ -142,13 +143,6 @@ def settings(section: ModelConfig | RopeScaling) -> dict[str, object]:
         for key, value in vars(section).items()
         if value is not None and value != type(section).__dataclass_fields__[key].default
     }
-
-
-def count(text: str) -> int:
-    """Parse a positive number of ranks, for argparse."""
-    if not text.isdecimal() or not int(text):
-        raise argparse.ArgumentTypeError(f"{text} is not a number of ranks; use 4, for example")
-    return int(text)
 
 
 def parse_command_line() -> argparse.Namespace:

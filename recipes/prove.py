@@ -34,6 +34,7 @@ from collections.abc import Iterator
 from tqdm import tqdm
 
 from models.errors import UserError
+from recipes.planning.inputs.option_types import picture_file
 from recipes.proving.compare import Outcome, compare
 from recipes.proving.layouts import ProofCase, reference, valid_cases
 from recipes.proving.proof_corpus import write_corpus
@@ -169,7 +170,7 @@ def parse_command_line() -> argparse.Namespace:
     )
     parser.add_argument("--layouts", action="store_true", help="print a line per layout too")
     parser.add_argument(
-        "--heatmap", type=picture, metavar="FILE", help="draw a heat map: .png, .svg, .pdf"
+        "--heatmap", type=picture_file, metavar="FILE", help="draw a heat map: .png, .svg, .pdf"
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object instead")
     parser.add_argument(
@@ -179,18 +180,6 @@ def parse_command_line() -> argparse.Namespace:
     if options.relay and options.heatmap:
         parser.error("--heatmap shows differences from one process; omit it with --relay")
     return options
-
-
-def picture(text: str) -> Path:
-    """Parse the name of a picture file, for argparse."""
-    path = Path(text)
-    if path.suffix not in (".png", ".svg", ".pdf"):
-        raise argparse.ArgumentTypeError(f"{text} is not a .png, .svg or .pdf; use proof.png")
-    if not path.absolute().parent.is_dir():
-        raise argparse.ArgumentTypeError(
-            f"{text}: the folder {path.absolute().parent} does not exist"
-        )
-    return path
 
 
 def count(text: str) -> int:

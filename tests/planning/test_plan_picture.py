@@ -172,9 +172,9 @@ def test_a_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("file", "problem"),
     [
-        ("plan.gif", "plan.gif is not a .png, .svg or .pdf; use plan.png"),
+        ("plan.gif", "plan.gif is not a .png, .svg or .pdf; use picture.png"),
         ("gone/plan.png", "gone/plan.png: folder "),
-        (".png", ".png is not a .png, .svg or .pdf; use plan.png"),
+        (".png", ".png is not a .png, .svg or .pdf; use picture.png"),
     ],
 )
 def test_a_bad_name_is_rejected_before_planning(

@@ -77,10 +77,10 @@ def picture_file(text: str) -> Path:
     """
     path = Path(text)
     if path.suffix not in (".png", ".svg", ".pdf"):
-        raise argparse.ArgumentTypeError(f"{text} is not a .png, .svg or .pdf; use plan.png")
+        raise argparse.ArgumentTypeError(f"{text} is not a .png, .svg or .pdf; use picture.png")
     folder = path.absolute().parent
     if not folder.is_dir():
-        raise argparse.ArgumentTypeError(f"{text}: folder {folder} does not exist; use plan.png")
+        raise argparse.ArgumentTypeError(f"{text}: folder {folder} does not exist; use picture.png")
     if path.is_dir() or not os.access(path if path.exists() else folder, os.W_OK):
         raise argparse.ArgumentTypeError(f"{text} cannot be written; use another name or folder")
     return path
