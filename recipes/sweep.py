@@ -2,6 +2,7 @@
 
     python recipes/sweep.py recipes/tiny.toml
     python recipes/sweep.py recipes/tiny.toml --layouts all --halving
+    python recipes/sweep.py recipes/tiny.toml --layouts all --rounds 3
     python recipes/sweep.py recipes/mine.toml --set batch.micro_sequences=1,2,4
     python recipes/sweep.py recipes/llama/7b.toml --nodes 1,2,4 --top 5 --hostfile hosts
     sbatch --nodes=4 slurm/sweep.slurm recipes/llama/7b.toml
@@ -29,19 +30,21 @@ if __name__ == "__main__":  # import from the repository's root, not from recipe
 
 import argparse
 import json
+import math
 import os
 import signal
 from collections.abc import Sequence
+from functools import partial
 
 from models.errors import UserError
 from recipes.sweeping import report
 from recipes.sweeping.choice import Request, choose
 from recipes.sweeping.links.link_report import report_lines, report_table
 from recipes.sweeping.links.preflight import Preflight
-from recipes.sweeping.scheduler import FIRST_HALVING_STEPS, Scheduler, halve, measure_all
+from recipes.sweeping.scheduler import FIRST_HALVING_STEPS, Scheduler, halve, repeat
 from recipes.sweeping.sweep_folder import SweepFolder, SweepStopped
 from recipes.sweeping.sweep_options import parse_command_line
-from recipes.sweeping.trial import Result, Trial
+from recipes.sweeping.trial import FAULTS, Result, Trial
 from recipes.sweeping.wandb_runs import check_wandb, publish
 from recipes.sweeping.worlds.launchers import (
     DeepSpeedLauncher,
@@ -101,14 +104,15 @@ def sweep(options: argparse.Namespace) -> int:
     try:
         for rejection in choice.rejections:
             folder.add_rejection(rejection)
-        measured = sum(1 for trial in choice.trials if folder.answer(trial))
-        for line in report.choice_lines(choice, measured):
+        rounds = [trial.in_round(n + 1) for n in range(options.rounds) for trial in choice.trials]
+        measured = sum(1 for trial in rounds if folder.answer(trial))
+        for line in report.choice_lines(choice, measured, options.rounds):
             say(line)
 
         # 3. Measure: consecutive trials reuse the same ranks, which are replaced after a failure.
         scheduler = Scheduler(folder, launcher, options.seconds_per_trial)
         progress = report.Progress()
-        measure = halve if options.halving else measure_all
+        measure = halve if options.halving else partial(repeat, rounds=options.rounds)
         try:
             for trial, result in measure(scheduler, choice.trials, progress.begin_round):
                 say(progress.finish(trial, result))
@@ -118,7 +122,11 @@ def sweep(options: argparse.Namespace) -> int:
         finally:
             scheduler.stop()
         folder.write_table()
-        results = [final_result(folder, trial, options.halving) for trial in choice.trials]
+        results = [
+            longest_round(folder, trial) if options.halving
+            else decisive_round(folder, trial, options.rounds)
+            for trial in choice.trials
+        ]  # fmt: skip
         if options.wandb:
             say(f"wrote {publish(folder, results)} runs of the W&B group {folder.path.name}")
     finally:
@@ -155,16 +163,30 @@ def measure_links(options: argparse.Namespace) -> int:
     return 0
 
 
-def final_result(folder: SweepFolder, trial: Trial, halving: bool) -> tuple[Trial, Result]:
-    """Return a trial and its result; with halving, those of the trial's longest round."""
+def longest_round(folder: SweepFolder, trial: Trial) -> tuple[Trial, Result]:
+    """Return a trial and its result in its longest round of successive halving."""
     result = folder.result(trial.key)
     assert result is not None
-    while halving:
+    while True:
         longer = trial.with_steps(2 * trial.steps)
         if (next_result := folder.result(longer.key)) is None:
-            break
+            return trial, result
         trial, result = longer, next_result
-    return trial, result
+
+
+def decisive_round(folder: SweepFolder, trial: Trial, rounds: int) -> tuple[Trial, Result]:
+    """Return a trial and its result in the round with a fault, or else in the fastest round."""
+    found = []
+    for number in range(1, rounds + 1):
+        each = trial.in_round(number)
+        if (result := folder.result(each.key)) is not None:
+            found.append((each, result))
+
+    def order(pair: tuple[Trial, Result]) -> tuple[bool, float]:
+        _, result = pair
+        return result.outcome not in FAULTS, result.median_seconds or math.inf
+
+    return min(found, key=order)
 
 
 def request_of(options: argparse.Namespace) -> Request:

@@ -57,18 +57,20 @@ class Progress:
         return self.seconds / len(self.done) * max(0, self.total - len(self.done))
 
 
-def choice_lines(choice: Choice, measured: int) -> Iterator[str]:
+def choice_lines(choice: Choice, measured: int, rounds: int = 1) -> Iterator[str]:
     """Yield lines about the trials of a command, and the combinations that are not tried.
 
     Args:
         choice: the trials and the rejected combinations
-        measured: number of trials that already have a result
+        measured: number of trials that already have a result, in all rounds
+        rounds: number of rounds over all trials
     """
     trials = len(choice.trials)
     worlds = Counter(trial.world.size for trial in choice.trials)
     sizes = ", ".join(f"{count} on {size} ranks" for size, count in sorted(worlds.items()))
     before = f"; {measured} are already measured" if measured else ""
-    yield f"{trials} trial{'s' * (trials != 1)}: {sizes}{before}"
+    repeated = f" in {rounds} rounds" if rounds > 1 else ""
+    yield f"{trials} trial{'s' * (trials != 1)}{repeated}: {sizes}{before}"
     for reason, count in choice.ruled_out.most_common():
         yield f"skipped {count:,} layouts that are {reason} according to the plan"
     for rejection in choice.rejections:

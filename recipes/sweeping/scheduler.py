@@ -160,6 +160,37 @@ def measure_all(
     yield from scheduler.measure(trials)
 
 
+def repeat(
+    scheduler: Scheduler, trials: Sequence[Trial], begin_round: BeginRound, *, rounds: int
+) -> Iterator[tuple[Trial, Result]]:
+    """Measure all trials several times, each time in a new round over all of them.
+
+    A disturbance that lasts for minutes then slows down only one round of a trial. Trials that do
+    not end as "ok" have no further rounds.
+
+    Args:
+        scheduler: measures the trials
+        trials: all trials
+        begin_round: called at the start of every round, as in `measure_all`; the trials to measure
+            include those of later rounds
+        rounds: number of rounds
+    """
+    for number in range(1, rounds + 1):
+        current = [trial.in_round(number) for trial in trials]
+        later = current * (rounds - number)
+
+        def begin(every: Sequence[Trial], left: Sequence[Trial], later: list = later) -> None:
+            begin_round(every, [*left, *later])
+
+        yield from measure_all(scheduler, current, begin)
+        results = [scheduler.folder.result(trial.key) for trial in current]
+        trials = [
+            trial
+            for trial, result in zip(trials, results, strict=True)
+            if result is not None and result.outcome == "ok"
+        ]
+
+
 def halve(
     scheduler: Scheduler, trials: Sequence[Trial], begin_round: BeginRound
 ) -> Iterator[tuple[Trial, Result]]:

@@ -15,6 +15,7 @@ complete or missing.
 import contextlib
 import errno
 import json
+import math
 import os
 import shutil
 from collections.abc import Iterator, Mapping
@@ -24,7 +25,7 @@ from typing import Any
 from models.errors import UserError
 from recipes.proving.proof_corpus import write_corpus
 from recipes.sweeping.table import Row, row_of_rejection, row_of_result, row_of_trial, table_text
-from recipes.sweeping.trial import Rejection, Result, Trial
+from recipes.sweeping.trial import FAULTS, Rejection, Result, Trial
 from recipes.sweeping.worlds.worlds_folder import WorldsFolder
 from recipes.training.run_folder.line_file import flush, write_whole
 from recipes.training.run_folder.lock import FolderInUse, FolderLock
@@ -140,7 +141,11 @@ class SweepFolder:
         return folder
 
     def write_table(self) -> None:
-        """Write sweep.csv with every result in the folder; of several rounds, only the longest."""
+        """Write sweep.csv with one result for each trial in the folder.
+
+        Of several rounds, it has the one with the most steps, a fault, or the shortest step time,
+        in this order.
+        """
         for file in sorted((self.path / "results").glob("*.json")):
             written, _ = self._rows.get(file.stem, (0, None))
             if (changed := file.stat().st_mtime_ns) != written:
@@ -150,10 +155,10 @@ class SweepFolder:
                     outcome = {key: result["result"][key] for key in ("outcome", "reason")}
                     row = {"usable_for_time": 0} | row | outcome
                     self._rows[file.stem] = changed, row | {"identity": trial["identity"]}
-        longest: dict[str, Row] = {}
-        for _, row in sorted(self._rows.values(), key=lambda each: each[1].get("steps", 0)):
-            longest[row["identity"]] = row
-        rows = [{k: v for k, v in row.items() if k != "identity"} for row in longest.values()]
+        final: dict[str, Row] = {}
+        for _, row in sorted(self._rows.values(), key=lambda each: _order_of_rounds(each[1])):
+            final[row["identity"]] = row
+        rows = [{k: v for k, v in row.items() if k != "identity"} for row in final.values()]
         self._write(self.path / "sweep.csv", table_text(rows))
 
     def check_space(self) -> None:
@@ -235,6 +240,12 @@ class SweepFolder:
         with self.stops_without_space():
             write_whole(file, text, fresh=self.own / f"{file.name}.incomplete")
             flush(file.parent)
+
+
+def _order_of_rounds(row: Row) -> tuple[Any, ...]:
+    """Return a sort key of a trial's rows that puts the row for the table last."""
+    seconds = row.get("step_time_s", math.inf)
+    return row.get("steps", 0), row["outcome"] in FAULTS, -seconds
 
 
 def _read_json(file: Path) -> dict[str, Any] | None:

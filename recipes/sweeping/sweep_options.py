@@ -14,6 +14,7 @@ NOT_WITH_LINKS = {  # options of a sweep of recipes: name in the namespace -> on
     "top": "--top",
     "steps": "--steps",
     "warm_up": "--warm-up",
+    "rounds": "--rounds",
     "halving": "--halving",
     "sweep_dir": "--sweep-dir",
     "wandb": "--wandb",
@@ -39,6 +40,8 @@ def parse_command_line(description: str) -> argparse.Namespace:
     options = parser.parse_args()
     if options.links is not None and (others := given_options(parser, NOT_WITH_LINKS)):
         parser.error(f"--links measures no recipe; leave out {', '.join(others)}")
+    if options.halving and options.rounds > 1:
+        parser.error("--halving and --rounds exclude each other; leave out one of them")
     return options
 
 
@@ -82,6 +85,11 @@ def add_measuring_options(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--warm-up", type=count, default=2, help="steps before the measured ones (default: 2)"
     )
+    group.add_argument(
+        "--rounds", type=count, default=1,
+        help="measure every trial this many times, in rounds over all trials; the fastest round "
+        "counts. Useful on shared machines (default: 1)",
+    )  # fmt: skip
     group.add_argument(
         "--halving", action="store_true",
         help="measure all trials for 2 steps, the faster half for 4, and so on, instead of --steps",

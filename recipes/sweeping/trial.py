@@ -48,6 +48,7 @@ class Trial:
         warm_up: number of steps before the measured ones
         steps: number of measured steps
         split: True if the split of a step is measured, too
+        round: 1, or more in later rounds of `sweep.py --rounds`
     """
 
     source: str
@@ -55,6 +56,7 @@ class Trial:
     warm_up: int
     steps: int
     split: bool = False
+    round: int = 1
 
     @property
     def cluster(self) -> Cluster:
@@ -118,15 +120,22 @@ class Trial:
 
     @cached_property
     def key(self) -> str:
-        """The name of the trial in the sweep folder: a hash of its identity and its steps.
+        """The name of the trial in the sweep folder: a hash of its identity, steps and round.
 
         It does not depend on `split`, which does not change the step time.
         """
-        return digest({"identity": self.identity, "steps": self.steps, "warm_up": self.warm_up})
+        later = {"round": self.round} if self.round > 1 else {}
+        return digest(
+            {"identity": self.identity, "steps": self.steps, "warm_up": self.warm_up} | later
+        )
 
     def with_steps(self, steps: int) -> "Trial":
         """Return the trial with another number of measured steps."""
         return replace(self, steps=steps)
+
+    def in_round(self, number: int) -> "Trial":
+        """Return the trial in another round, counted from 1."""
+        return replace(self, round=number)
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import pytest
@@ -196,6 +197,33 @@ def test_a_full_disk_stops_the_sweep(sweep: Sweep, tmp_path: Path) -> None:
         assert {row["trial"] for row in sweep.rows()} == set(keys)
     finally:
         subprocess.run(["umount", "-l", str(disk)], check=True)
+
+
+def test_the_fastest_of_several_rounds_counts(sweep: Sweep) -> None:
+    trials = sweep.trials(top=TOP)
+    sweep.inject({trials[0].key: "out_of_memory", trials[1].in_round(2).key: "crash"})
+    assert sweep.run().returncode == 0
+    done = sweep.run("--rounds", "3")
+    assert done.returncode == 1, done.stdout
+    assert f"{TOP} trials in 3 rounds: " in done.stdout
+    assert f"; {TOP} are already measured" in done.stdout and "00:00 left" in done.stdout
+    assert f"{TOP - 2} ok, 1 out_of_memory, 1 crashed" in done.stdout
+    assert len(sweep.finished()) == (TOP - 1) + (TOP - 2) + (TOP - 2)
+    rows = {row["trial"]: row for row in sweep.rows()}
+    assert len(rows) == TOP
+    for trial in trials[2:]:
+        files = [
+            sweep.folder / "results" / f"{trial.in_round(number).key}.json" for number in (1, 2, 3)
+        ]
+        results = [json.loads(file.read_text())["result"] for file in files]
+        fastest = min(median(result["step_seconds"]) for result in results)
+        (row,) = (rows[file.stem] for file in files if file.stem in rows)
+        assert float(row["step_time_s"]) == pytest.approx(fastest, rel=1e-4)
+    assert rows[trials[1].in_round(2).key]["outcome"] == "crashed"
+    assert (
+        "--halving and --rounds exclude each other"
+        in sweep.run("--rounds", "2", "--halving").stdout
+    )
 
 
 def test_halving_gives_the_leaders_more_steps(sweep: Sweep) -> None:
