@@ -2,6 +2,7 @@
 
 import csv
 import errno
+import itertools
 import json
 import os
 import subprocess
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from models.errors import UserError
+from recipes.sweep import decisive_round
 from recipes.sweeping.sweep_folder import SweepFolder, SweepStopped
 from recipes.sweeping.trial import Rejection, Result, Trial
 from recipes.training.data.token_file import TokenFile
@@ -154,6 +156,30 @@ def test_the_table_has_each_trial_with_its_most_steps(tmp_path: Path) -> None:
         folder.record(trial, Result(outcome="ok", step_seconds=[seconds]))
     found = [(row["steps"], row["step_time_s"]) for row in rows(folder)]
     assert found == [("10", "0.15"), ("5", "0.2")]
+    folder.close()
+
+
+@pytest.mark.parametrize("seconds", list(itertools.permutations((0.1, 0.2, 0.3))))
+def test_the_table_has_the_fastest_round_or_a_fault(
+    seconds: tuple[float, ...], tmp_path: Path
+) -> None:
+    folder = SweepFolder(tmp_path, SETTINGS)
+    one, two, three = trials(3)
+    crashed = Result(outcome="crashed", reason="a defect")
+    failed = Result(outcome="out_of_memory", reason="too large")
+    for number, time_of_round in enumerate(seconds, start=1):
+        ok = Result(outcome="ok", step_seconds=[time_of_round])
+        results = (ok, crashed if number == 2 else ok, failed if number == 1 else ok)
+        for trial, result in zip((one, two, three), results, strict=True):
+            each = trial.in_round(number)
+            folder.add(each)
+            folder.record(each, result)
+    found = {row["gbs"]: (row["outcome"], row["step_time_s"]) for row in rows(folder)}
+    assert found == {"8": ("ok", "0.1"), "16": ("crashed", ""),
+                     "24": ("ok", f"{min(seconds[1:]):g}")}  # fmt: skip
+    trial, result = decisive_round(folder, one, 3)
+    assert result.median_seconds == 0.1 and trial.round == 1 + seconds.index(0.1)
+    assert decisive_round(folder, two, 3)[1].outcome == "crashed"
     folder.close()
 
 
