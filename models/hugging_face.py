@@ -167,11 +167,11 @@ def _rope_scaling(theirs: Mapping[str, Any]) -> RopeScaling | None:
 
 def _attention_factor(theirs: Mapping[str, Any]) -> float | None:
     """Return YaRN's attention factor if `mscale` and `mscale_all_dim` set it, as in DeepSeek-V3."""
-    scales = theirs.get("mscale"), theirs.get("mscale_all_dim")
-    if not all(scales):
+    over, under = theirs.get("mscale"), theirs.get("mscale_all_dim")
+    if not (over and under):
         return None
-    over, under = (0.1 * scale * math.log(theirs["factor"]) + 1.0 for scale in scales)
-    return over / under
+    logarithm = 0.1 * math.log(theirs["factor"])
+    return (over * logarithm + 1.0) / (under * logarithm + 1.0)
 
 
 def _gpt2_settings(theirs: Mapping[str, Any]) -> dict[str, Any]:
