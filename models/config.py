@@ -103,9 +103,11 @@ class ModelConfig:
                 f'rope_scaling requires positions = "rope", not "{self.positions}"; leave '
                 f"rope_scaling out"
             )
-        if self.rope_scaling and self.rope_theta <= 1:
+        is_yarn = self.rope_scaling is not None and self.rope_scaling.type == "yarn"
+        if is_yarn and self.rope_theta <= 1:  # YaRN divides by its logarithm
             raise UserError(
-                f"rope_theta = {self.rope_theta} must be above 1 with rope_scaling; use 10000.0"
+                f'rope_theta = {self.rope_theta} must be above 1 with rope_scaling.type = "yarn"; '
+                f"use rope_theta = 10000.0"
             )
         if self.positions == "rope" and self.attention_head_size % 2:
             raise UserError(

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from models.config import ModelConfig
 from models.errors import UserError
-from models.rope_scaling import KEYS, RopeScaling
+from models.rope_scaling import SCALING_KEYS, RopeScaling
 
-THEIR_ROPE_KEYS = {  # our keys that have other names in transformers
+THEIR_ROPE_KEYS = {  # our key -> that of transformers, where they differ
     "original_sequence_length": "original_max_position_embeddings",
     "low_frequency_factor": "low_freq_factor",
     "high_frequency_factor": "high_freq_factor",
@@ -109,7 +109,13 @@ def model_settings(theirs: Mapping[str, Any]) -> dict[str, Any]:
         {"hidden_act": ("silu",), "attention_bias": (False, None), "mlp_bias": (False, None),
          "use_sliding_window": (False, None)},
     )  # fmt: skip
-    _require(rope, {"rope_type": ("default", *KEYS, None), "partial_rotary_factor": (None, 1.0)})
+    kinds = ("default", *SCALING_KEYS)
+    if rope.get("rope_type", "default") not in kinds:
+        raise UserError(
+            f"rope_type = {rope['rope_type']!r} is not supported; use a model with one of "
+            f"{', '.join(kinds)}"
+        )
+    _require(rope, {"partial_rotary_factor": (1.0, None)})
     head_size = theirs["hidden_size"] // theirs["num_attention_heads"]
     return {
         "layers": theirs["num_hidden_layers"],
@@ -127,7 +133,7 @@ def model_settings(theirs: Mapping[str, Any]) -> dict[str, Any]:
         "qk_norm": family == "qwen3",
         "head_size": theirs["head_dim"] if theirs["head_dim"] != head_size else None,
         "rope_theta": float(rope.get("rope_theta", 10000.0)),
-        "rope_scaling": _rope_scaling(rope),
+        "rope_scaling": _rope_scaling(rope, theirs["max_position_embeddings"]),
         "norm_epsilon": theirs["rms_norm_eps"],
     }
 
@@ -137,7 +143,9 @@ def _rope_parameters(config: ModelConfig) -> dict[str, Any]:
     scaling = config.rope_scaling
     if scaling is None:
         return {"rope_type": "default", "rope_theta": config.rope_theta}
-    values = {THEIR_ROPE_KEYS.get(key, key): getattr(scaling, key) for key in KEYS[scaling.type]}
+    values = {
+        THEIR_ROPE_KEYS.get(key, key): getattr(scaling, key) for key in SCALING_KEYS[scaling.type]
+    }
     given = {key: value for key, value in values.items() if value is not None}
     return {
         "rope_type": scaling.type,
@@ -147,30 +155,43 @@ def _rope_parameters(config: ModelConfig) -> dict[str, Any]:
     }
 
 
-def _rope_scaling(theirs: Mapping[str, Any]) -> RopeScaling | None:
+def _rope_scaling(theirs: Mapping[str, Any], positions: int) -> RopeScaling | None:
     """Return the scaling in transformers' `rope_parameters`; None if there is none.
+
+    positions: number of positions of the model, from which transformers derives a missing factor of
+        YaRN
 
     Raises:
         UserError: a value is missing or not valid.
     """
     kind = theirs.get("rope_type")
-    if kind not in KEYS:
+    if kind not in SCALING_KEYS:
         return None
-    values = {key: theirs.get(THEIR_ROPE_KEYS.get(key, key)) for key in KEYS[kind]}
+    factor, original = theirs.get("factor"), theirs.get("original_max_position_embeddings")
+    if factor is None and kind == "yarn" and original:
+        factor = positions / original
+    if not isinstance(factor, (int, float)) or factor < 1:
+        raise UserError(
+            f"rope_parameters: factor = {factor!r} is not a number of at least 1; use the length "
+            f'of the new sequences divided by the original one, such as "factor": 8.0'
+        )
+    values = {key: theirs.get(THEIR_ROPE_KEYS.get(key, key)) for key in SCALING_KEYS[kind]}
     if kind == "yarn" and values["attention_factor"] is None:
-        values["attention_factor"] = _attention_factor(theirs)
+        values["attention_factor"] = _attention_factor(theirs, factor)
     given = {key: value for key, value in values.items() if value is not None}
-    if theirs.get("factor") is None:
-        raise UserError(f"rope_parameters has no factor, which {kind} requires; add it")
-    return RopeScaling(type=kind, factor=float(theirs["factor"]), **given)
+    return RopeScaling(type=kind, factor=float(factor), **given)
 
 
-def _attention_factor(theirs: Mapping[str, Any]) -> float | None:
-    """Return YaRN's attention factor if `mscale` and `mscale_all_dim` set it, as in DeepSeek-V3."""
+def _attention_factor(theirs: Mapping[str, Any], factor: float) -> float | None:
+    """Return the attention factor that `mscale` and `mscale_all_dim` define (DeepSeek-V3).
+
+    Returns:
+        None unless both are set
+    """
     over, under = theirs.get("mscale"), theirs.get("mscale_all_dim")
     if not (over and under):
         return None
-    logarithm = 0.1 * math.log(theirs["factor"])
+    logarithm = 0.1 * math.log(factor)
     return (over * logarithm + 1.0) / (under * logarithm + 1.0)
 
 

@@ -6,7 +6,7 @@ from typing import ClassVar, Literal
 
 from models.errors import UserError
 
-KEYS = {  # keys of each type besides `type` and `factor`
+SCALING_KEYS = {  # keys of each type besides `type` and `factor`
     "linear": (),
     "llama3": ("original_sequence_length", "low_frequency_factor", "high_frequency_factor"),
     "yarn": ("original_sequence_length", "beta_fast", "beta_slow", "attention_factor", "truncate"),
@@ -17,9 +17,10 @@ KEYS = {  # keys of each type besides `type` and `factor`
 class RopeScaling:
     """Scaling of rotary positions, to continue training on longer sequences.
 
-    Rotary positions turn each pair of columns at a frequency of its own. Lower frequencies give new
-    positions angles that the model has already seen. Leave the section out if the sequences are not
-    longer than those that the model was first trained on.
+    Rotary positions rotate each pair of columns of a head at its own frequency. Lower frequencies
+    keep the angles of new positions within the range seen in training. Weights that were trained
+    with scaling need the same section at every sequence length. Other models need it only for
+    sequences longer than those of their training.
 
     Raises:
         UserError: keys are inconsistent; the message gives a value that works.
@@ -33,23 +34,28 @@ class RopeScaling:
     }
 
     type: Literal["linear", "llama3", "yarn"]
-    """"linear" divides all frequencies by `factor` (arXiv 2306.15595), "llama3" only those that
-    turn less than once in the original length (Llama 3.1), and "yarn" also strengthens attention
-    (arXiv 2309.00071)."""
+    """"linear" divides all frequencies by `factor` (arXiv 2306.15595). "llama3" (Llama 3.1) and
+    "yarn" (arXiv 2309.00071) divide the low ones, keep the high ones and interpolate between them;
+    "yarn" also multiplies rotated queries and keys by `attention_factor`."""
     factor: float
     """Divisor of the frequencies, such as the new length divided by the original one."""
     original_sequence_length: int | None = None
-    """Sequence length that the model was first trained on (llama3, yarn)."""
+    """Sequence length that the model was first trained on; required for llama3 and yarn."""
     low_frequency_factor: float = 1.0
-    """Frequencies with fewer turns in the original length are divided by `factor` (llama3)."""
+    """Frequencies that make fewer than this number of turns within `original_sequence_length` are
+    divided by `factor` (llama3)."""
     high_frequency_factor: float = 4.0
-    """Frequencies with more turns in the original length are kept (llama3)."""
+    """Frequencies that make more than this number of turns within `original_sequence_length` are
+    kept (llama3)."""
     beta_fast: float = 32.0
-    """Frequencies with more turns in the original length are kept (yarn)."""
+    """Frequencies that make more than this number of turns within `original_sequence_length` are
+    kept (yarn)."""
     beta_slow: float = 1.0
-    """Frequencies with fewer turns in the original length are divided by `factor` (yarn)."""
+    """Frequencies that make fewer than this number of turns within `original_sequence_length` are
+    divided by `factor` (yarn)."""
     attention_factor: float | None = None
-    """Factor of rotated queries and keys; by default 0.1 ln(factor) + 1 (yarn)."""
+    """Factor by which rotated queries and keys are multiplied; by default 0.1 ln(factor) + 1
+    (yarn)."""
     truncate: bool = True
     """Round the bounds of the interpolated frequencies to whole pairs of columns (yarn)."""
 
@@ -58,8 +64,8 @@ class RopeScaling:
             raise UserError(f"factor = {self.factor} is below 1; use factor = 8.0")
         for field in fields(self):
             key, value = field.name, getattr(self, field.name)
-            if key not in ("type", "factor", *KEYS[self.type]) and value != field.default:
-                types = " and ".join(kind for kind, keys in KEYS.items() if key in keys)
+            if key not in ("type", "factor", *SCALING_KEYS[self.type]) and value != field.default:
+                types = " and ".join(kind for kind, keys in SCALING_KEYS.items() if key in keys)
                 raise UserError(
                     f'{key} = {value} has no effect with type = "{self.type}", only with {types}; '
                     f"leave {key} out"
@@ -79,6 +85,11 @@ class RopeScaling:
         for low, high in (
             ("low_frequency_factor", "high_frequency_factor"), ("beta_slow", "beta_fast"),
         ):  # fmt: skip
+            if not getattr(self, high) > 0:
+                default = type(self).__dataclass_fields__[high].default
+                raise UserError(
+                    f"{high} = {getattr(self, high)} is not above 0; use {high} = {default}"
+                )
             if not 0 < getattr(self, low) < getattr(self, high):
                 raise UserError(
                     f"{low} = {getattr(self, low)} is not between 0 and {high} = "
@@ -91,7 +102,7 @@ class RopeScaling:
 
     @property
     def amplitude(self) -> float:
-        """The factor of rotated queries and of rotated keys (arXiv 2309.00071, equation 22)."""
+        """The factor by which rotated queries and keys are each multiplied (arXiv 2309.00071)."""
         if self.type != "yarn":
             return 1.0
         if self.attention_factor is not None:

@@ -211,19 +211,20 @@ def recomputed(function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
 
 @lru_cache(maxsize=2)  # shared by all layers, for a micro-batch and for a recomputed one
 def rotary_table(
-    tokens: range, frequencies: Frequencies, device: torch.device, documents: Documents | None
+    positions: range, frequencies: Frequencies, device: torch.device, documents: Documents | None
 ) -> tuple[Tensor, Tensor]:
     """Return cos and sin of the rotary angles, each [s, b, 1, d/2], in fp32 (arXiv 2104.09864).
 
-    Without documents all sequences share [s, 1, 1, d/2]. Attention depends only on differences of
-    positions. They restart in each document so that the numbers of a document do not depend on its
-    offset in the sequence. The tables are cached here instead of in a buffer of the model, because
+    Both are multiplied by YaRN's attention factor. Without documents all sequences share the given
+    positions, [s, 1, 1, d/2]. Attention depends only on differences of positions. They restart in
+    each document so that the numbers of a document do not depend on its offset in the sequence. The
+    tables are cached here instead of in a buffer of the model, because
     DeepSpeed would cast a buffer to bf16.
     """
     if documents is None:
-        positions = torch.arange(tokens.start, tokens.stop, device=device)[:, None]  # [s, 1]
+        places = torch.arange(positions.start, positions.stop, device=device)[:, None]  # [s, 1]
     else:
-        positions = positions_in(documents, device)  # [s, b]
+        places = positions_in(documents, device)  # [s, b]
     per_position = frequencies.on(device)
-    angles = (positions[..., None].float() * per_position).unsqueeze(2)  # [s, b, 1, d/2]
+    angles = (places[..., None].float() * per_position).unsqueeze(2)  # [s, b, 1, d/2]
     return angles.cos() * frequencies.amplitude, angles.sin() * frequencies.amplitude

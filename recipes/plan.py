@@ -162,7 +162,7 @@ def draw(recipe: Recipe, job: Job | None, options: argparse.Namespace) -> None:
     if options.timeline:
         plan_picture.draw_timeline(job, title=recipe.name, file=options.timeline)
     if options.heatmap:
-        plan_picture.draw_heatmap(recipe, job, file=options.heatmap)
+        plan_picture.draw_heatmap(recipe, job, file=options.heatmap, headroom=options.headroom)
 
 
 def print_family(cluster: Cluster, options: argparse.Namespace) -> int:

@@ -29,8 +29,8 @@ if __name__ == "__main__":  # import from the repository's root, not from recipe
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import argparse
+import itertools
 import json
-import math
 import os
 import signal
 from collections.abc import Sequence
@@ -44,7 +44,7 @@ from recipes.sweeping.links.preflight import Preflight
 from recipes.sweeping.scheduler import FIRST_HALVING_STEPS, Scheduler, halve, repeat
 from recipes.sweeping.sweep_folder import SweepFolder, SweepStopped
 from recipes.sweeping.sweep_options import parse_command_line
-from recipes.sweeping.trial import FAULTS, Result, Trial
+from recipes.sweeping.trial import Result, Trial, preference
 from recipes.sweeping.wandb_runs import check_wandb, publish
 from recipes.sweeping.worlds.launchers import (
     DeepSpeedLauncher,
@@ -124,7 +124,7 @@ def sweep(options: argparse.Namespace) -> int:
         folder.write_table()
         results = [
             longest_round(folder, trial) if options.halving
-            else decisive_round(folder, trial, options.rounds)
+            else decisive_round(folder, trial)
             for trial in choice.trials
         ]  # fmt: skip
         if options.wandb:
@@ -174,19 +174,25 @@ def longest_round(folder: SweepFolder, trial: Trial) -> tuple[Trial, Result]:
         trial, result = longer, next_result
 
 
-def decisive_round(folder: SweepFolder, trial: Trial, rounds: int) -> tuple[Trial, Result]:
-    """Return a trial and its result in the round with a fault, or else in the fastest round."""
+def decisive_round(folder: SweepFolder, trial: Trial) -> tuple[Trial, Result]:
+    """Return a trial and its result in the round that represents it in sweep.csv, too."""
     found = []
-    for number in range(1, rounds + 1):
+    for number in itertools.count(1):
         each = trial.in_round(number)
-        if (result := folder.result(each.key)) is not None:
-            found.append((each, result))
+        if (result := folder.result(each.key)) is None:
+            break
+        found.append((each, result))
+    return max(found, key=order_of_rounds)
 
-    def order(pair: tuple[Trial, Result]) -> tuple[bool, float]:
-        _, result = pair
-        return result.outcome not in FAULTS, result.median_seconds or math.inf
 
-    return min(found, key=order)
+def order_of_rounds(pair: tuple[Trial, Result]) -> tuple[bool, bool, float]:
+    """Return the `preference` of a trial's round."""
+    _, result = pair
+    return preference(
+        outcome=result.outcome,
+        split=result.split is not None,
+        seconds=result.median_seconds,
+    )
 
 
 def request_of(options: argparse.Namespace) -> Request:

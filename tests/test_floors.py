@@ -58,6 +58,7 @@ NO_TORCH = [  # imported before torch, by commands of a login node, or in proces
     "recipes.training.runtime.torch_variables",
     "recipes.training.data.corpus_manifest",
     "recipes.training.data.token_file",
+    "recipes.training.checkpoint.compatibility",
     "recipes.training.checkpoint.manifest",
     "recipes.training.checkpoint.tensor_file",
     "recipes.training.supervision.background",

@@ -136,7 +136,7 @@ def build_match(setting: Setting, ours: str) -> Iterator[tuple[str, Contestant]]
 
 
 class PlainEmbedding(TokenEmbedding):
-    """For engines that do not pass a MicroBatchInfo."""
+    """A layer for engines that do not pass a MicroBatchInfo."""
 
     def forward(self, tokens: Tensor, info: MicroBatchInfo = MicroBatchInfo()) -> Tensor:  # noqa: B008
         """[b, s] to [s, b, h]."""
@@ -144,7 +144,7 @@ class PlainEmbedding(TokenEmbedding):
 
 
 class PlainBlock(Block):
-    """For engines that do not pass a MicroBatchInfo."""
+    """A layer for engines that do not pass a MicroBatchInfo."""
 
     def forward(self, x: Tensor, info: MicroBatchInfo = MicroBatchInfo()) -> Tensor:  # noqa: B008
         """[s, b, h] to [s, b, h]."""

@@ -200,7 +200,7 @@ def run_step(engine: PipelineEngine) -> tuple[float, float]:
     """Run a step, and return its start and end."""
     micro_batch = torch.ones(SHAPE), torch.ones(SHAPE)
     if isinstance(engine.module, Stage):
-        engine.module.take_infos([MicroBatchInfo()] * engine.micro_batches)
+        engine.module.take_micro_batch_infos([MicroBatchInfo()] * engine.micro_batches)
     dist.barrier()
     start = time.perf_counter()
     engine.train_batch(iter([micro_batch] * engine.micro_batches))

@@ -1,8 +1,8 @@
 """Frequencies of rotary positions (arXiv 2104.09864), scaled for long sequences if asked for.
 
 All arithmetic is in fp32 and in the order of transformers' `modeling_rope_utils`. At position
-100,000, an angle in fp32 is rounded by up to 0.004 radians, so another order would give a model
-that was trained elsewhere other angles than it knows.
+100,000, fp32 rounds an angle by up to 0.004 radians. A different order of operations would
+therefore give an imported model slightly different angles than in its training.
 """
 
 import math
@@ -16,12 +16,12 @@ from models.rope_scaling import RopeScaling
 
 @dataclass(frozen=True)
 class Frequencies:
-    """The turn per position of each pair of a head's columns.
+    """Rotation frequency of each pair of columns of a head.
 
     Attributes:
         head_size: columns of a head, d
         theta: base of the frequencies
-        scaling: None: theta^(-2i/d) for pair i
+        scaling: None: the frequency of pair i is theta^(-2i/d)
     """
 
     head_size: int
@@ -42,7 +42,7 @@ class Frequencies:
 
     @property
     def amplitude(self) -> float:
-        """The factor of rotated queries and of rotated keys."""
+        """The factor by which rotated queries and keys are each multiplied."""
         return self.scaling.amplitude if self.scaling else 1.0
 
 
@@ -52,7 +52,8 @@ def _llama3(usual: Tensor, scaling: RopeScaling) -> Tensor:
     As in transformers' `_compute_llama3_parameters`; published with Llama 3.1.
     """
     low, high = scaling.low_frequency_factor, scaling.high_frequency_factor
-    length = scaling.original_sequence_length or 0
+    length = scaling.original_sequence_length
+    assert length is not None  # `RopeScaling` requires it
     wavelength = 2 * math.pi / usual
     smooth = (length / wavelength - low) / (high - low)
     between = (1 - smooth) * usual / scaling.factor + smooth * usual
@@ -63,20 +64,21 @@ def _llama3(usual: Tensor, scaling: RopeScaling) -> Tensor:
 def _yarn(base: Tensor, theta: float, scaling: RopeScaling) -> Tensor:
     """Divide low frequencies by the factor, keep high ones, and blend in between.
 
-    The "NTK-by-parts" interpolation of arXiv 2309.00071, section 3.2. The bounds are columns, as in
-    transformers' `_compute_yarn_parameters`.
+    The "NTK-by-parts" interpolation of arXiv 2309.00071, section 3.2. The bounds of the blend are
+    indices of pairs, as in transformers' `_compute_yarn_parameters`.
     """
-    pairs = base.shape[0]
-    length = scaling.original_sequence_length or 0
+    count, length = base.shape[0], scaling.original_sequence_length
+    assert length is not None  # `RopeScaling` requires it
 
-    def column_of(turns: float) -> float:
-        return pairs * math.log(length / (turns * 2 * math.pi)) / math.log(theta)
+    def pair_of(turns: float) -> float:
+        return count * math.log(length / (turns * 2 * math.pi)) / math.log(theta)
 
-    first, last = column_of(scaling.beta_fast), column_of(scaling.beta_slow)
+    first, last = pair_of(scaling.beta_fast), pair_of(scaling.beta_slow)
     if scaling.truncate:
         first, last = math.floor(first), math.ceil(last)
-    first, last = max(first, 0), min(last, 2 * pairs - 1)
+    # transformers limits the last pair by the number of columns, twice that of the pairs.
+    first, last = max(first, 0), min(last, 2 * count - 1)
     width = last - first or 0.001
-    columns = torch.arange(pairs, dtype=torch.float32, device=base.device)
-    kept = 1 - ((columns - first) / width).clamp(0, 1)
+    pairs = torch.arange(count, dtype=torch.float32, device=base.device)
+    kept = 1 - ((pairs - first) / width).clamp(0, 1)
     return 1.0 / (scaling.factor * base) * (1 - kept) + 1.0 / base * kept

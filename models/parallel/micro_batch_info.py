@@ -1,4 +1,4 @@
-"""Information about a micro-batch that layers need besides its activations.
+"""Information about a micro-batch that layers need in addition to its activations.
 
 s sequence, b micro-batch.
 """
@@ -34,7 +34,7 @@ def positions_in(documents: Documents, device: torch.device) -> Tensor:
 
 @dataclass(frozen=True)
 class MicroBatchInfo:
-    """Information about a micro-batch that layers need besides its activations.
+    """Information about a micro-batch that layers need in addition to its activations.
 
     dropout: the key of the masks; None: no dropout, as in validation
     documents: attention is restricted to each document, and positions restart in each; None: every

@@ -45,7 +45,7 @@ class Stage(PipelineModule):
         with replaced(module, "PipelineParallelGrid", lambda **_: grid):
             super().__init__(*arguments, topology=grid.topology(), **settings)
         self.recompute_interval = recompute_interval
-        self.take_infos([])
+        self.take_micro_batch_infos([])
 
     def _partition_layers(self, method: str = "") -> None:
         """Set the bounds of this stage's chunks; DeepSpeed calls this to partition the layers."""
@@ -113,13 +113,13 @@ class Stage(PipelineModule):
             if number.isdecimal() and start <= int(number) < stop:
                 yield from layer.parameters()
 
-    def take_infos(self, infos: Sequence[MicroBatchInfo]) -> None:
+    def take_micro_batch_infos(self, micro_batch_infos: Sequence[MicroBatchInfo]) -> None:
         """Set the information about the next micro-batches, in the order in which they arrive."""
-        self.infos = [iter(infos) for _ in range(self.pipeline.chunks)]
+        self.micro_batch_infos = [iter(micro_batch_infos) for _ in range(self.pipeline.chunks)]
 
-    def check_contexts_taken(self) -> None:
+    def check_all_taken(self) -> None:
         """Check that every micro-batch has passed through every chunk."""
-        assert not any(list(infos) for infos in self.infos)
+        assert not any(list(micro_batch_infos) for micro_batch_infos in self.micro_batch_infos)
 
     def forward(self, x: Tensor, chunk: int, labels: Tensor | None = None) -> Tensor:
         """Run the next micro-batch through one of this rank's chunks.
@@ -129,7 +129,7 @@ class Stage(PipelineModule):
         return run_layers(
             self.layers_of_chunks[chunk],
             x,
-            info=next(self.infos[chunk]),
+            info=next(self.micro_batch_infos[chunk]),
             labels=labels,
             recompute_interval=self.recompute_interval,
         )

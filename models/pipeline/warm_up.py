@@ -40,7 +40,7 @@ def warm_up(
         engine: the engine, before its first step
         tokens: [b, s] where the stage has the start of the model
         labels: [b, s] where the stage has the end of the model
-        info: that of a training micro-batch
+        info: the information about a training micro-batch
         note: called before each part with a description, so that a hang is not suspected while
             kernels are compiled
     """
@@ -70,7 +70,7 @@ def _run_passes(
     note: Callable[[str], None],
 ) -> None:
     """Run forward passes and, if gradients are enabled, backward passes of every chunk."""
-    engine.module.take_infos([info] * MICRO_BATCHES)
+    engine.module.take_micro_batch_infos([info] * MICRO_BATCHES)
     chunks = range(engine.pipeline.chunks)
     ending = WEIGHT if engine.pipeline.splits else BACKWARD
     engine.last_passes = {
@@ -92,7 +92,7 @@ def _run_passes(
                 engine.channels.part_to_send(result)
             engine.handed_on.clear()
     engine.total_loss, engine.fwd_outputs = None, []
-    engine.module.check_contexts_taken()
+    engine.module.check_all_taken()
 
 
 def _begin_forward(

@@ -69,7 +69,10 @@ def choice_lines(choice: Choice, measured: int, rounds: int = 1) -> Iterator[str
     worlds = Counter(trial.world.size for trial in choice.trials)
     sizes = ", ".join(f"{count} on {size} ranks" for size, count in sorted(worlds.items()))
     before = f"; {measured} are already measured" if measured else ""
-    repeated = f" in {rounds} rounds" if rounds > 1 else ""
+    repeated = ""
+    if rounds > 1:
+        repeated = f" in {rounds} rounds"
+        before = f"; {measured} of {rounds * trials} measurements are already done"
     yield f"{trials} trial{'s' * (trials != 1)}{repeated}: {sizes}{before}"
     for reason, count in choice.ruled_out.most_common():
         yield f"skipped {count:,} layouts that are {reason} according to the plan"
@@ -170,8 +173,9 @@ def split_as_json(trial: Trial, result: Result) -> dict[str, Any]:
 
 
 def name_of(trial: Trial) -> str:
-    """Return the recipe and the layout of a trial."""
-    return f"{trial.recipe.name}: {layout_line(trial.job.layout)}"
+    """Return the recipe and the layout of a trial, and its round after the first."""
+    number = f", round {trial.round}" if trial.round > 1 else ""
+    return f"{trial.recipe.name}: {layout_line(trial.job.layout)}{number}"
 
 
 def duration(seconds: float) -> str:

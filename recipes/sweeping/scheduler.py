@@ -1,4 +1,4 @@
-"""The scheduler of a sweep: measures every trial once, even if its ranks fail."""
+"""The scheduler of a sweep: measures every trial, even if its ranks fail."""
 
 import itertools
 import time
@@ -165,7 +165,7 @@ def repeat(
 ) -> Iterator[tuple[Trial, Result]]:
     """Measure all trials several times, each time in a new round over all of them.
 
-    A disturbance that lasts for minutes then slows down only one round of a trial. Trials that do
+    This way, a disturbance of a few minutes slows down only one round of a trial. Trials that do
     not end as "ok" have no further rounds.
 
     Args:
@@ -177,7 +177,8 @@ def repeat(
     """
     for number in range(1, rounds + 1):
         current = [trial.in_round(number) for trial in trials]
-        later = current * (rounds - number)
+        later = [trial.in_round(n) for n in range(number + 1, rounds + 1) for trial in trials]
+        later = [trial for trial in later if scheduler.folder.answer(trial) is None]
 
         def begin(every: Sequence[Trial], left: Sequence[Trial], later: list = later) -> None:
             begin_round(every, [*left, *later])

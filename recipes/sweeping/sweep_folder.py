@@ -6,7 +6,7 @@
     claims/KEY/          the lock of the scheduler that measures the trial
     corpora/             synthetic training data
     worlds/ID/           files of the processes of one scheduler
-    sweep.csv            all results, rewritten after each result
+    sweep.csv            one row per trial, rewritten after each result
 
 Files are written under another name, flushed to the disk and then renamed, so that each is either
 complete or missing.
@@ -15,7 +15,6 @@ complete or missing.
 import contextlib
 import errno
 import json
-import math
 import os
 import shutil
 from collections.abc import Iterator, Mapping
@@ -25,7 +24,7 @@ from typing import Any
 from models.errors import UserError
 from recipes.proving.proof_corpus import write_corpus
 from recipes.sweeping.table import Row, row_of_rejection, row_of_result, row_of_trial, table_text
-from recipes.sweeping.trial import FAULTS, Rejection, Result, Trial
+from recipes.sweeping.trial import Rejection, Result, Trial, preference
 from recipes.sweeping.worlds.worlds_folder import WorldsFolder
 from recipes.training.run_folder.line_file import flush, write_whole
 from recipes.training.run_folder.lock import FolderInUse, FolderLock
@@ -143,8 +142,8 @@ class SweepFolder:
     def write_table(self) -> None:
         """Write sweep.csv with one result for each trial in the folder.
 
-        Of several rounds, it has the one with the most steps, a fault, or the shortest step time,
-        in this order.
+        A trial with several results is represented by the one with the most steps; among those, as
+        `preference` decides.
         """
         for file in sorted((self.path / "results").glob("*.json")):
             written, _ = self._rows.get(file.stem, (0, None))
@@ -189,13 +188,14 @@ class SweepFolder:
             ) from None
 
     def _remove_abandoned_claims(self) -> None:
-        """Remove the claims of schedulers that died after they had recorded the result."""
-        for folder in (self.path / "claims").glob("*"):
-            lock = FolderLock(folder)
-            with contextlib.suppress(FolderInUse, OSError):
-                lock.acquire()
-                shutil.rmtree(folder, ignore_errors=True)
-                lock.release()
+        """Remove the claims of schedulers that no longer run."""
+        with contextlib.suppress(OSError):  # another scheduler removes them
+            for folder in list((self.path / "claims").glob("*")):
+                lock = FolderLock(folder)
+                with contextlib.suppress(FolderInUse, OSError):
+                    lock.acquire()
+                    shutil.rmtree(folder, ignore_errors=True)
+                    lock.release()
 
     def _create(self) -> None:
         try:
@@ -243,9 +243,9 @@ class SweepFolder:
 
 
 def _order_of_rounds(row: Row) -> tuple[Any, ...]:
-    """Return a sort key of a trial's rows that puts the row for the table last."""
-    seconds = row.get("step_time_s", math.inf)
-    return row.get("steps", 0), row["outcome"] in FAULTS, -seconds
+    """Return a sort key of a trial's rows; the last row in this order is written to the table."""
+    split, seconds = "instrumented_step_s" in row, row.get("step_time_s")
+    return row.get("steps", 0), preference(outcome=row["outcome"], split=split, seconds=seconds)
 
 
 def _read_json(file: Path) -> dict[str, Any] | None:

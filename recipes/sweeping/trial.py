@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
@@ -48,7 +49,7 @@ class Trial:
         warm_up: number of steps before the measured ones
         steps: number of measured steps
         split: True if the split of a step is measured, too
-        round: 1, or more in later rounds of `sweep.py --rounds`
+        round: number of the round, from 1 (`sweep.py --rounds`)
     """
 
     source: str
@@ -104,6 +105,8 @@ class Trial:
         """
         recipe = self.recipe
         table = recipe.model_dump(mode="json")
+        if recipe.model.rope_scaling is None:  # as in sweeps from before this key existed
+            del table["model"]["rope_scaling"]
         blocks = {"layers_per_stage": list(recipe.blocks_of_virtual_stages)}
         return digest(
             {
@@ -124,6 +127,7 @@ class Trial:
 
         It does not depend on `split`, which does not change the step time.
         """
+        # Round 1 keeps the key of a sweep without rounds.
         later = {"round": self.round} if self.round > 1 else {}
         return digest(
             {"identity": self.identity, "steps": self.steps, "warm_up": self.warm_up} | later
@@ -219,6 +223,15 @@ class Result:
     def answers(self, trial: Trial) -> bool:
         """Return True unless the trial asks for a split, which a measurement did not include."""
         return self.outcome != "ok" or not trial.split or self.split is not None
+
+
+def preference(*, outcome: str, split: bool, seconds: float | None) -> tuple[bool, bool, float]:
+    """Return a sort key of a trial's rounds; the last one in this order represents the trial.
+
+    It is a round that failed, because a layout that fails at times is not usable; otherwise the
+    fastest one, among those with a split if there are any.
+    """
+    return outcome != "ok", split, -(seconds or math.inf)
 
 
 def competitors(

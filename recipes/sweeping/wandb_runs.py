@@ -37,7 +37,7 @@ def publish(folder: SweepFolder, results: Sequence[tuple[Trial, Result]]) -> int
     """
     home = folder.path / "wandb"
     home.mkdir(exist_ok=True)
-    published = {trial.key: home / f"published-{trial.key}" for trial, _ in results}
+    published = {trial.key: home / f"published-{run_key(trial)}" for trial, _ in results}
     left = [(trial, result) for trial, result in results if not published[trial.key].exists()]
     for trial, result in left:
         try:
@@ -67,5 +67,10 @@ def arguments_of(trial: Trial, folder: SweepFolder) -> dict[str, Any]:
         "group": folder.path.name,
         "job_type": "sweep",
         "name": row_of_trial(trial)["row_id"],
-        "id": f"{folder.path.name}-{trial.key}",
+        "id": f"{folder.path.name}-{run_key(trial)}",
     }
+
+
+def run_key(trial: Trial) -> str:
+    """Return the key of a trial's run, which has the trial's rounds in common."""
+    return trial.in_round(1).key

@@ -26,6 +26,7 @@ from models.layer_specs import (
 )
 from models.parallel.collectives import TensorAxis
 from models.parallel.micro_batch_info import MicroBatchInfo
+from recipes.convert import settings
 from recipes.converting.adopt import adopt, read_config
 from recipes.converting.export import export, find_tokenizer, special_tokens
 from recipes.converting.output_folder import output_folder
@@ -34,6 +35,7 @@ from recipes.converting.verified_source import model_of, open_checkpoint
 from recipes.proving.proof_corpus import write_corpus
 from recipes.proving.relay import save
 from recipes.proving.trial import start, train_step
+from recipes.training.checkpoint.compatibility import changed_positions, check_same_model
 from recipes.training.checkpoint.manifest import Manifest
 from recipes.training.checkpoint.reader import CheckpointReader
 from recipes.training.checkpoint.resume_point import find_initial_weights
@@ -408,7 +410,7 @@ def test_an_invalid_reshape_is_rejected(
         (
             "llama",
             {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},
-            "rope_type = 'dynamic' is not supported",
+            "rope_type = 'dynamic' is not supported; use a model with one of default, linear",
         ),
         ("llama", {"intermediate_size": 100}, r"has the shape \(96, 64\) but config.json implies"),
         ("llama", {"num_hidden_layers": 3}, "layers.2.input_layernorm.weight is in none of"),
@@ -555,3 +557,28 @@ def test_initial_weights_of_another_model_are_rejected(real_corpus: Path, tmp_pa
     command += ["--resume", str(tmp_path / "ours")]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=120)
     assert done.returncode == 2 and "has only weights and no run to resume" in done.stderr
+
+
+def test_changed_positions_are_described(real_corpus: Path, tmp_path: Path) -> None:
+    scaling = {
+        "rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0, "original_max_position_embeddings": 8192,
+    }  # fmt: skip
+    theirs = their_model("llama", torch.float32)
+    theirs.config.rope_parameters = scaling
+    theirs.save_pretrained(tmp_path / "theirs")
+    (tmp_path / "ours").mkdir()
+    model = adopt(tmp_path / "theirs", tmp_path / "ours")
+    manifest = Manifest.read(tmp_path / "ours")
+    start = {"model__norm_epsilon": 1e-6}
+    same = start | {"model__rope_theta": 5e5, "model__rope_scaling": settings(model.rope_scaling)}
+    for changes, expected in (
+        (same, ""),
+        (start | {"model__rope_theta": 1e4}, "rope_scaling.factor = 8.0 (here None)"),
+        (same | {"model__sequence_length": 64}, "model.sequence_length = 32 (here 64)"),
+        (same | {"model__rope_theta": 1e6}, "model.rope_theta = 500000.0 (here 1000000.0)"),
+    ):
+        recipe = parse_recipe(changed(small_recipe(real_corpus), **changes), "test")
+        check_same_model("initial_weights", manifest, recipe)
+        described = changed_positions(manifest, recipe)
+        assert expected in described and bool(expected) == bool(described)

@@ -176,6 +176,23 @@ def test_published_configs_are_read() -> None:
         assert found["rope_theta"] == settings["rope_theta"]
 
 
+def test_a_missing_factor_of_yarn_is_derived() -> None:
+    rope = {
+        "rope_type": "yarn", "rope_theta": 1e4, "factor": None,
+        "original_max_position_embeddings": 4096,
+    }  # fmt: skip
+    theirs = AutoConfig.for_model("llama", rope_parameters=rope, max_position_embeddings=16384)
+    assert model_settings(theirs.to_dict())["rope_scaling"].factor == 4.0
+
+
+@pytest.mark.parametrize("factor", [0, None, "8"])
+def test_an_unusable_factor_is_rejected(factor: Any) -> None:
+    rope = {"rope_type": "linear", "rope_theta": 1e4, "factor": factor}
+    theirs = AutoConfig.for_model("llama").to_dict() | {"rope_parameters": rope}
+    with pytest.raises(UserError, match=r"factor = .* is not a number of at least 1; .* 8\.0"):
+        model_settings(theirs)
+
+
 def test_mscale_becomes_the_attention_factor() -> None:
     rope = {
         "rope_type": "yarn", "rope_theta": 1e4, "factor": 40.0, "mscale": 1.0,
@@ -203,6 +220,10 @@ def test_mscale_becomes_the_attention_factor() -> None:
             "low_frequency_factor = 1.0",
         ),
         (
+            {"type": "llama3", "original_sequence_length": 8192, "high_frequency_factor": -4.0},
+            "high_frequency_factor = -4.0 is not above 0; use high_frequency_factor = 4.0",
+        ),
+        (
             {"type": "yarn", "original_sequence_length": 8192, "attention_factor": 0.0},
             "attention_factor = 0.0 is not above 0; leave it out",
         ),
@@ -216,5 +237,5 @@ def test_wrong_settings_are_rejected(changes: dict[str, Any], message: str) -> N
 def test_scaling_requires_rotary_positions() -> None:
     with pytest.raises(UserError, match='rope_scaling requires positions = "rope"'):
         replace(SHAPES["gpt2"], rope_scaling=SCALINGS["linear"])
-    with pytest.raises(UserError, match=r"rope_theta = 1\.0 must be above 1 with rope_scaling"):
+    with pytest.raises(UserError, match=r"rope_theta = 1\.0 must be above 1 .* use rope_theta"):
         config_of(SCALINGS["Qwen3"], rope_theta=1.0)

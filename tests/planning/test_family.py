@@ -23,10 +23,13 @@ CLUSTER = Cluster(nodes=2, gpus_per_node=8, gpu="H100")
 
 
 def plan_family(
-    *overrides: str, headroom: float = 0.08, factors: Calibration | None = None
+    *overrides: str,
+    headroom: float = 0.08,
+    factors: Calibration | None = None,
+    cluster: Cluster = CLUSTER,
 ) -> list[Member]:
     return members(
-        LLAMA_7B, overrides, cluster=CLUSTER, software=load_software("threefold"),
+        LLAMA_7B, overrides, cluster=cluster, software=load_software("threefold"),
         calibrate=(factors or Calibration()).of, headroom=headroom,
     )  # fmt: skip
 
@@ -94,8 +97,14 @@ def test_a_model_that_does_not_fit_says_by_how_much() -> None:
     largest_member = plan_family(headroom=0.9)[-1]
     assert largest_member.plan is None
     assert re.fullmatch(
-        r"no layout fits; the closest needs [\d.]+ GiB more", largest_member.problem
+        r"no layout fits; the closest needs [\d.]+ GiB more per GPU", largest_member.problem
     )
+
+
+def test_a_model_without_any_layout_has_the_reason() -> None:
+    cluster = Cluster(nodes=113, gpus_per_node=1, gpu="H100")
+    reasons = [member.problem for member in plan_family(cluster=cluster) if member.plan is None]
+    assert reasons and all("no layout fits; rejected: " in reason for reason in reasons)
 
 
 def run_plan(*options: str) -> subprocess.CompletedProcess[str]:
@@ -148,7 +157,8 @@ def test_a_duration_that_is_not_one_is_rejected(days: str) -> None:
         (["--trace"], "--trace and --largest exclude each other; leave out one of them"),
         (["--catalogue"], "--largest and --catalogue exclude each other"),
         (["--heatmap", "x.png"], "--heatmap requires a plan; leave out --largest"),
-        (["--set", "name=mine"], "finds the recipe's family by its name; leave out name=mine"),
+        (["--set", "name =mine"], "by the recipe's name; leave out --set name =mine"),
+        (["--set", "layout .tensor=8"], "--largest chooses the layout; leave out --set layout .t"),
         (["--top", "3"], "--top has no effect with --largest; leave out one of them"),
         (["--set", "layout.tensor=8"], "--largest chooses the layout; leave out --set layout.ten"),
     ],

@@ -77,7 +77,7 @@ def test_a_family_uses_the_links_and_shows_them() -> None:
     assert "450 GB/s within a node, 1 GB/s between nodes\n" in run_plan(*options).stdout
 
 
-def test_a_heat_map_uses_the_links(tmp_path: Path) -> None:
+def test_a_heat_map_uses_the_links_and_the_headroom(tmp_path: Path) -> None:
     recipe = load_recipe(REPOSITORY / LLAMA_7B, ["cluster.nodes=2"])
     machine = Machine.of_cluster(CLUSTER)
     slow = replace(machine, network_gigabytes_per_second=1.0)
@@ -87,18 +87,20 @@ def test_a_heat_map_uses_the_links(tmp_path: Path) -> None:
         assert plan
         times.append(plan.time.total)
     assert times[1] > times[0]
+    roomy = plan_on_nodes(recipe, job_of(recipe, machine), 16, headroom=0.6)
+    assert roomy and roomy.memory.total <= 0.4 * machine.gpu.memory_gib * 2**30 < plan.memory.total
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--node-link", "0"], "invalid rate 0: expected GB/s, for example 50"),
-        (["--network", "fast"], "invalid rate fast: expected GB/s, for example 50"),
-        (["--network", "nan"], "invalid rate nan: expected GB/s, for example 50"),
-        (["--network", "inf"], "invalid rate inf: expected GB/s, for example 50"),
+        (["--node-link", "0"], "invalid rate 0: expected 0.001 to 1,000,000 GB/s, for"),
+        (["--network", "fast"], "invalid rate fast: expected 0.001 to 1,000,000 GB/s, for"),
+        (["--network", "nan"], "invalid rate nan: expected 0.001 to 1,000,000 GB/s, for"),
+        (["--network", "inf"], "invalid rate inf: expected 0.001 to 1,000,000 GB/s, for"),
         (["--network-latency", "-1"], "invalid latency -1: expected microseconds, for example 30"),
         (["--network", "5", "--trace"], "--network has no effect with --trace; leave out one"),
-        (["--node-link", "1e-12"], "invalid rate 1e-12: expected GB/s, for example 50"),
+        (["--node-link", "1e-12"], "invalid rate 1e-12: expected 0.001 to 1,000,000 GB/s, for"),
     ],
 )
 def test_invalid_options_are_rejected(options: list[str], message: str) -> None:

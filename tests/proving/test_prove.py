@@ -255,7 +255,11 @@ DRIFTING = (  # faults that make replicas of one weight diverge
     "column-parallel inputs keep partial gradients",
     "norms in the split region keep partial gradients",
 )
-TAKE_INFOS, TAKE, PLACES = Stage.take_infos, Deferral.take, TrainingData.places
+TAKE_MICRO_BATCH_INFOS, TAKE, PLACES = (
+    Stage.take_micro_batch_infos,
+    Deferral.take,
+    TrainingData.places,
+)
 
 
 def scaled(engine: Engine, name: str, factor: float) -> Engine:
@@ -305,10 +309,12 @@ def seeded_fault(fault: str) -> Iterator[None]:
             ),
         ),
         "the last stage attends across documents": (
-            "models.pipeline.stage.Stage.take_infos",
-            lambda self, infos: TAKE_INFOS(
+            "models.pipeline.stage.Stage.take_micro_batch_infos",
+            lambda self, micro_batch_infos: TAKE_MICRO_BATCH_INFOS(
                 self,
-                [replace(each, documents=None) for each in infos] if self.stage_id else infos,
+                [replace(each, documents=None) for each in micro_batch_infos]
+                if self.stage_id
+                else micro_batch_infos,
             ),
         ),
         "the last deferred weight gradient is dropped": (

@@ -205,8 +205,10 @@ def test_the_fastest_of_several_rounds_counts(sweep: Sweep) -> None:
     assert sweep.run().returncode == 0
     done = sweep.run("--rounds", "3")
     assert done.returncode == 1, done.stdout
+    assert sweep.run().returncode == 1  # the crash of an earlier round still counts
     assert f"{TOP} trials in 3 rounds: " in done.stdout
-    assert f"; {TOP} are already measured" in done.stdout and "00:00 left" in done.stdout
+    assert f"; {TOP} of {3 * TOP} measurements are already done" in done.stdout
+    assert "round 2" in done.stdout and "00:00 left" in done.stdout
     assert f"{TOP - 2} ok, 1 out_of_memory, 1 crashed" in done.stdout
     assert len(sweep.finished()) == (TOP - 1) + (TOP - 2) + (TOP - 2)
     rows = {row["trial"]: row for row in sweep.rows()}

@@ -144,10 +144,13 @@ def check_combinations(parser: argparse.ArgumentParser, options: argparse.Namesp
             parser.error(f"{option} has no effect with --{modes[0]}; leave out one of them")
     if options.largest:
         for each in options.set:
-            if each.startswith(SEARCHED):
+            key = each.partition("=")[0].replace(" ", "")
+            if key.startswith(SEARCHED):
                 parser.error(f"--largest chooses the layout; leave out --set {each}")
-            if each.startswith("name="):
-                parser.error(f"--largest finds the recipe's family by its name; leave out {each}")
+            if key == "name":
+                parser.error(
+                    f"--largest identifies the family by the recipe's name; leave out --set {each}"
+                )
     if options.top < 0:
         parser.error(f"invalid --top {options.top}: expected 0 or more, for example 5")
 

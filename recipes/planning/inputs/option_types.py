@@ -51,7 +51,9 @@ def link_rate(text: str) -> float:
     """
     value = _number(text)
     if not 1e-3 <= value <= 1e6:
-        raise argparse.ArgumentTypeError(f"invalid rate {text}: expected GB/s, for example 50")
+        raise argparse.ArgumentTypeError(
+            f"invalid rate {text}: expected 0.001 to 1,000,000 GB/s, for example 50"
+        )
     return value
 
 

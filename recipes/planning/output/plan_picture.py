@@ -15,7 +15,7 @@ from recipes.planning.inputs.job import Job, job_without_layout
 from recipes.planning.output.pipeline_picture import timeline
 from recipes.planning.output.plan_report import rates, short_count
 from recipes.planning.search.family import best_plan, relatives
-from recipes.planning.search.layout_search import Plan
+from recipes.planning.search.layout_search import DEFAULT_HEADROOM, Plan
 from recipes.training.recipe.schema import Recipe
 
 MIN_LAST_NODES = 512  # the last column of a heat map has at least this many nodes
@@ -32,20 +32,24 @@ def draw_timeline(job: Job, *, title: str, file: Path) -> None:
     save_figure(timeline(job, title), file)
 
 
-def draw_heatmap(recipe: Recipe, job: Job, *, file: Path) -> None:
+def draw_heatmap(
+    recipe: Recipe, job: Job, *, file: Path, headroom: float = DEFAULT_HEADROOM
+) -> None:
     """Write a heat map of the best layouts of a recipe's family by number of nodes.
+
+    headroom: share of the GPU memory that the layouts leave free
 
     Raises:
         UserError: the file cannot be written.
     """
-    save_figure(heatmap(recipe, job), file)
+    save_figure(heatmap(recipe, job, headroom), file)
 
 
-def heatmap(recipe: Recipe, job: Job) -> Figure:
+def heatmap(recipe: Recipe, job: Job, headroom: float = DEFAULT_HEADROOM) -> Figure:
     """Return a figure of the best layout of each recipe (row) on each number of nodes (column)."""
     recipes = family(recipe)
     columns = node_counts(job.machine.nodes)
-    cells = [[plan_on_nodes(each, job, nodes) for nodes in columns] for each in recipes]
+    cells = [[plan_on_nodes(each, job, nodes, headroom) for nodes in columns] for each in recipes]
     shares = [[mfu(plan) if plan else float("nan") for plan in row] for row in cells]
     figure = Figure(
         figsize=(2.6 + 0.92 * len(columns), 1.5 + 0.42 * len(recipes)), layout="constrained"
@@ -105,12 +109,14 @@ def node_counts(own: int) -> list[int]:
     return sorted({2**power for power in range(most.bit_length())} | {own})
 
 
-def plan_on_nodes(recipe: Recipe, job: Job, nodes: int) -> Plan | None:
+def plan_on_nodes(
+    recipe: Recipe, job: Job, nodes: int, headroom: float = DEFAULT_HEADROOM
+) -> Plan | None:
     """Return the best layout of a recipe on `nodes` of the job's nodes; None if none fits."""
     # With the links of the job's machine, which options or a calibration may have changed.
     machine = replace(job.machine, gpus=nodes * job.machine.gpus_per_node)
     try:
-        return best_plan(job_without_layout(recipe, machine, job.software))
+        return best_plan(job_without_layout(recipe, machine, job.software), headroom)
     except UserError:  # the GPU does not support the recipe's precision
         return None
 

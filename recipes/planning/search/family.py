@@ -12,7 +12,7 @@ from models.errors import UserError
 from recipes.planning.inputs.cluster import recipe_on_cluster
 from recipes.planning.inputs.job import Job, LinkOverrides, Machine, job_without_layout
 from recipes.planning.inputs.software import Software
-from recipes.planning.search.layout_search import DEFAULT_HEADROOM, Plan, search
+from recipes.planning.search.layout_search import DEFAULT_HEADROOM, Plan, SearchResult, search
 from recipes.training.recipe.loading import load_recipe, shipped_recipes
 from recipes.training.recipe.schema import Recipe
 from recipes.training.recipe.sections.layout import Cluster
@@ -25,7 +25,7 @@ class Member:
     """A recipe of a family, and its best layout that fits; None if none fits.
 
     Attributes:
-        problem: reason why there is no plan; empty if there is one
+        problem: reason why there is no plan; empty if there is a plan
     """
 
     path: Path
@@ -91,8 +91,7 @@ def members(
         result = search(job, top=1, headroom=headroom)
         if result.plans:
             return Member(each, recipe, result.plans[0])
-        more = f"; the closest needs {result.nearest[1]:.1f} GiB more" if result.nearest else ""
-        return Member(each, recipe, None, f"no layout fits{more}")
+        return Member(each, recipe, None, f"no layout fits; {reason_for_none(result)}")
 
     found = [planned(path)]
     for each, recipe in relatives(found[0].recipe).items():
@@ -101,6 +100,14 @@ def members(
         except UserError as problem:
             found.append(Member(each, recipe, None, str(problem)))
     return sorted(found, key=lambda member: parameter_count(member.recipe.model))
+
+
+def reason_for_none(result: SearchResult) -> str:
+    """Return the main reason why a search has found no layout."""
+    if result.nearest:
+        return f"the closest needs {result.nearest[1]:.1f} GiB more per GPU"
+    reasons = [f"{count:,} {reason}" for reason, count in result.rejected.most_common(1)]
+    return f"rejected: {reasons[0] if reasons else 'all'}"
 
 
 def largest(family: Sequence[Member], days: float) -> Member | None:

@@ -11,8 +11,8 @@ from recipes.training.recipe.schema import Recipe
 # Keys of [model] that do not affect the shape or meaning of weights. A run may change them when it
 # starts from initial weights.
 TRAINING_ONLY = ("dropout", "attention_dropout", "initial_std")
-# Keys that a run may change too if the positions are rotary, to continue on longer sequences.
-ROTARY = ("sequence_length", "rope_theta", "rope_scaling")
+# With rotary positions, a run may also change these keys, to continue on longer sequences.
+ROTARY_KEYS = ("sequence_length", "rope_theta", "rope_scaling")
 
 
 def check_same_run(
@@ -57,7 +57,7 @@ def check_same_model(source: str, manifest: Manifest, recipe: Recipe) -> None:
     """
     theirs = _spelled_out(manifest.recipe["model"])
     ours = _spelled_out(recipe.model_dump(mode="json")["model"])
-    free = (*TRAINING_ONLY, *(ROTARY if recipe.model.positions == "rope" else ()))
+    free = (*TRAINING_ONLY, *(ROTARY_KEYS if recipe.model.positions == "rope" else ()))
     different = {
         name: values
         for name, values in differences(theirs, ours).items()
@@ -67,6 +67,23 @@ def check_same_model(source: str, manifest: Manifest, recipe: Recipe) -> None:
         raise UserError(
             f"{source} has {_sentence(different, 'model.')}; use the checkpoint's values"
         )
+
+
+def changed_positions(manifest: Manifest, recipe: Recipe) -> str:
+    """Describe the rotary positions of a run that differ from those of its initial weights.
+
+    The weights do not show a mistake in these keys, and the run may change them on purpose.
+
+    Returns:
+        "model.rope_theta = 500000.0 (here 10000.0), ..."; empty if all are equal
+    """
+    if recipe.model.positions != "rope":
+        return ""
+    ours = recipe.model_dump(mode="json")["model"]
+    before, now = (
+        {key: table.get(key) for key in ROTARY_KEYS} for table in (manifest.recipe["model"], ours)
+    )
+    return _sentence(differences(before, now), "model.")
 
 
 def differences(before: dict[str, Any], now: dict[str, Any]) -> dict[str, list[Any]]:

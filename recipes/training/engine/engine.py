@@ -205,9 +205,9 @@ class PipelinedEngine(Engine):
         if self.wrapped.needs_warm_up:
             first = micro_batches[0]
             self.wrapped.warm_up(first.tokens, first.labels, first.info, note=self.crumb.note)
-        self.wrapped.module.take_infos([each.info for each in micro_batches])
+        self.wrapped.module.take_micro_batch_infos([each.info for each in micro_batches])
         loss = schedule(iter([(each.tokens, each.labels) for each in micro_batches]))
-        self.wrapped.module.check_contexts_taken()
+        self.wrapped.module.check_all_taken()
         return loss
 
 
@@ -252,13 +252,13 @@ class SequentialEngine(Engine):
         return self.wrapped.mpu.get_data_parallel_group()
 
 
-def prepare_documents(infos: Iterable[MicroBatchInfo], device: torch.device) -> None:
+def prepare_documents(micro_batch_infos: Iterable[MicroBatchInfo], device: torch.device) -> None:
     """Make the tables of all micro-batches for attention within documents, before the first pass.
 
     They are copied from pinned memory. Allocating that memory may wait for the whole device, and in
     a pipeline for a posted receive.
     """
-    for info in infos:
+    for info in micro_batch_infos:
         if info.documents is not None and device.type == "cuda":
             cumulative_lengths(info.documents.lengths, device)
 

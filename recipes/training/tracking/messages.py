@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 from models.cost import parameter_count
 from models.pipeline.schedule.balance import balance_text
+from recipes.training.checkpoint.compatibility import changed_positions
 from recipes.training.recipe.schema import Recipe
 from recipes.training.recipe.topology import Topology, World, rank_map
 from recipes.training.run_folder.folder import RunFolder
@@ -39,6 +40,8 @@ def announce(
         + (f", from the weights of {found.path}" if found.weights_only else ""),
         flush=True,
     )
+    if found.weights_only and (changed := changed_positions(found.reader().manifest, recipe)):
+        print(f"  positions differ from those of the weights: {changed}", flush=True)
     layout = recipe.layout
     if layout.pipeline > 1:
         balance = balance_text(

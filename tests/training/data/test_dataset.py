@@ -226,7 +226,7 @@ def test_all_stages_know_the_documents_and_only_the_end_stages_read_tokens(
 def check_documents(
     micro_batch: MicroBatch, windows: list[tuple[Windows, int]]
 ) -> tuple[tuple[int, ...], ...] | None:
-    """Compare a micro-batch with its windows; return the documents, or None without ends."""
+    """Compare a micro-batch with its windows; return the documents, or None if none ends."""
     lengths = tuple(
         tuple(
             end - begin for _, begin, end in corpus.file.documents_of(32 * index, 32 * index + 32)

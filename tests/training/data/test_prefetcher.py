@@ -49,7 +49,7 @@ def test_errors_are_raised_at_the_start_of_the_step() -> None:
         feed.take(2)
 
 
-def test_a_middle_stage_gets_only_contexts() -> None:
+def test_a_middle_stage_gets_no_tokens() -> None:
     coming = MicroBatch(None, None, MicroBatchInfo())
     feed = Prefetcher(lambda step: [coming], last_step=9, pinned=True)
     assert feed.take(1)[0] == [coming]
