@@ -50,7 +50,7 @@ class NcclRules(ProcessGroup):
 
         def run() -> None:
             for each in (torch.tensor([tag]), *tensors):
-                gloo.send([each], 1, 0).wait()
+                gloo.send([each], 1, 0).wait(_gloo_limit())
 
         name = f"send {self.ranks[self.own]} to {self.ranks[receiver]} over {self.label}"
         return DEVICE.post(Kernel(DEVICE, self, name, run))
@@ -62,7 +62,7 @@ class NcclRules(ProcessGroup):
         def run() -> None:
             sent = torch.zeros(1, dtype=torch.int64)
             for each in (sent, *tensors):
-                gloo.recv([each], 0, 0).wait()
+                gloo.recv([each], 0, 0).wait(_gloo_limit())
             if sent.item() != tag:
                 raise RuntimeError(f"{kernel.name}: message {sent.item()} met receive {tag}")
 
@@ -152,10 +152,14 @@ class NcclRules(ProcessGroup):
             except RuntimeError as error:
                 reason = str(error).splitlines()[0][:80]
                 raise Hang(f"rank {DEVICE.rank}: {DEVICE}: {reason}") from None
-            # Gloo must not end an operation before the device reports it as a hang.
-            self.connections[key]._set_default_timeout(2 * patience + timedelta(minutes=1))
+            self.connections[key]._set_default_timeout(_gloo_limit())  # of collectives
             DEVICE.doing = ""
         return self.connections[key]
+
+
+def _gloo_limit() -> timedelta:
+    """Return gloo's time limit: it must not end an operation before the device reports a hang."""
+    return timedelta(seconds=2 * DEVICE.rules.patience, minutes=1)
 
 
 def _given(options: Any) -> tuple:
