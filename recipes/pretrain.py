@@ -209,8 +209,8 @@ def parse_command_line() -> argparse.Namespace:
         "--resume-once",
         default="",
         metavar="NAME",
-        help="apply --resume only to the first start that passes this NAME, a label of your "
-        "choice; later starts with this NAME, such as those of a requeued job, use --resume auto",
+        help="apply --resume only the first time the run is started with this NAME, any label you "
+        "choose; a later start with it, for example of a requeued job, uses --resume auto",
     )
     parser.add_argument(
         "--wait-for-folder",
