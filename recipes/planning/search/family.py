@@ -106,7 +106,7 @@ def reason_for_none(result: SearchResult) -> str:
     """Return the main reason why a search has found no layout."""
     if result.nearest:
         return f"the closest needs {result.nearest[1]:.1f} GiB more per GPU"
-    reasons = [f"{count:,} {reason}" for reason, count in result.rejected.most_common(1)]
+    reasons = [reason for reason, _ in result.rejected.most_common(1)]
     return f"rejected: {reasons[0] if reasons else 'all'}"
 
 
