@@ -110,7 +110,7 @@ def model_settings(theirs: Mapping[str, Any]) -> dict[str, Any]:
          "use_sliding_window": (False, None)},
     )  # fmt: skip
     kinds = ("default", *SCALING_KEYS)
-    if rope.get("rope_type", "default") not in kinds:
+    if (rope.get("rope_type") or "default") not in kinds:
         raise UserError(
             f"rope_type = {rope['rope_type']!r} is not supported; use a model with one of "
             f"{', '.join(kinds)}"

@@ -218,8 +218,8 @@ def rotary_table(
     Both are multiplied by YaRN's attention factor. Without documents all sequences share the given
     positions, [s, 1, 1, d/2]. Attention depends only on differences of positions. They restart in
     each document so that the numbers of a document do not depend on its offset in the sequence. The
-    tables are cached here instead of in a buffer of the model, because
-    DeepSpeed would cast a buffer to bf16.
+    tables are cached here instead of in a buffer of the model, because DeepSpeed would cast a
+    buffer to bf16.
     """
     if documents is None:
         places = torch.arange(positions.start, positions.stop, device=device)[:, None]  # [s, 1]

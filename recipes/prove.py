@@ -30,11 +30,12 @@ import random
 import signal
 import tempfile
 from collections.abc import Iterator
+from functools import partial
 
 from tqdm import tqdm
 
 from models.errors import UserError
-from recipes.planning.inputs.option_types import picture_file
+from recipes.planning.inputs.option_types import count, picture_file
 from recipes.proving.compare import Outcome, compare
 from recipes.proving.layouts import ProofCase, reference, valid_cases
 from recipes.proving.proof_corpus import write_corpus
@@ -47,6 +48,7 @@ from recipes.training.recipe.schema import Recipe
 SECONDS_PER_LAYOUT = 300  # a layout that takes longer counts as hanging
 RELAY_STEPS = 1000  # more than a relay runs, so that the learning rate stays above its minimum
 SECONDS_BETWEEN_LINES = 30  # between progress lines if stderr is not a terminal
+MAX_COUNT = 1024  # of ranks and of steps
 
 
 def main() -> None:
@@ -153,12 +155,20 @@ def parse_command_line() -> argparse.Namespace:
         "recipe", nargs="?", type=Path, default=DEFAULT_RECIPE, help="default: recipes/tiny.toml"
     )
     parser.add_argument(
-        "--ranks", type=count, default=8, help="size of the largest world; default: 8"
+        "--ranks",
+        type=partial(count, most=MAX_COUNT),
+        default=8,
+        help="size of the largest world; default: 8",
     )
-    parser.add_argument("--steps", type=count, default=10, help="steps per layout; default: 10")
+    parser.add_argument(
+        "--steps",
+        type=partial(count, most=MAX_COUNT),
+        default=10,
+        help="steps per layout; default: 10",
+    )
     parser.add_argument(
         "--layers",
-        type=count,
+        type=partial(count, most=MAX_COUNT),
         default=4,
         help="maximum number of layers of the small model, and so of pipeline stages (one more if "
         "the recipe has an odd number); default: 4",
@@ -180,15 +190,6 @@ def parse_command_line() -> argparse.Namespace:
     if options.relay and options.heatmap:
         parser.error("--heatmap shows differences from one process; omit it with --relay")
     return options
-
-
-def count(text: str) -> int:
-    """Parse a number from 1 to 1024, for argparse."""
-    if not text.isdecimal() or not 1 <= int(text) <= 1024:
-        raise argparse.ArgumentTypeError(
-            f"invalid number {text}: expected 1 to 1024, for example 4"
-        )
-    return int(text)
 
 
 if __name__ == "__main__":

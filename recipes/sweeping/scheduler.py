@@ -175,21 +175,22 @@ def repeat(
             include those of later rounds
         rounds: number of rounds
     """
-    for number in range(1, rounds + 1):
-        current = [trial.in_round(number) for trial in trials]
-        later = [trial.in_round(n) for n in range(number + 1, rounds + 1) for trial in trials]
-        later = [trial for trial in later if scheduler.folder.answer(trial) is None]
+    folder = scheduler.folder
+    in_rounds = [[trial.in_round(n) for trial in trials] for n in range(1, rounds + 1)]
+    waiting = [[trial for trial in each if folder.answer(trial) is None] for each in in_rounds]
+    going = {trial.identity for trial in trials}  # those that have not failed
+    for number, current in enumerate(in_rounds, start=1):
+        current = [trial for trial in current if trial.identity in going]
+        later = [
+            trial for each in waiting[number:] for trial in each if trial.identity in going
+        ]  # fmt: skip
 
         def begin(every: Sequence[Trial], left: Sequence[Trial], later: list = later) -> None:
             begin_round(every, [*left, *later])
 
         yield from measure_all(scheduler, current, begin)
-        results = [scheduler.folder.result(trial.key) for trial in current]
-        trials = [
-            trial
-            for trial, result in zip(trials, results, strict=True)
-            if result is not None and result.outcome == "ok"
-        ]
+        results = [(trial, folder.result(trial.key)) for trial in current]
+        going = {trial.identity for trial, result in results if result and result.outcome == "ok"}
 
 
 def halve(

@@ -2,6 +2,7 @@
 
 import argparse
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 
 from recipes.planning.inputs.option_types import count, counts, parser_with_examples, seconds
@@ -58,20 +59,6 @@ def given_options(parser: argparse.ArgumentParser, names: Mapping[str, str]) -> 
     return [written for name, written in names.items() if found[name] not in (None, [])]
 
 
-def rounds(text: str) -> int:
-    """Parse a number of rounds.
-
-    Raises:
-        ArgumentTypeError: the text is not a number from 1 to MAX_ROUNDS.
-    """
-    number = count(text)
-    if number > MAX_ROUNDS:
-        raise argparse.ArgumentTypeError(
-            f"invalid number {text}: expected at most {MAX_ROUNDS}, such as 3"
-        )
-    return number
-
-
 def add_trial_options(group: argparse._ArgumentGroup) -> None:
     """Add the options that choose the trials."""
     group.add_argument(
@@ -101,7 +88,7 @@ def add_measuring_options(group: argparse._ArgumentGroup) -> None:
         "--warm-up", type=count, default=2, help="steps before the measured ones (default: 2)"
     )
     group.add_argument(
-        "--rounds", type=rounds, default=1,
+        "--rounds", type=partial(count, most=MAX_ROUNDS), default=1,
         help="measure every trial this many times, in rounds over all trials; the fastest round "
         "counts. Useful on shared machines (default: 1)",
     )  # fmt: skip

@@ -139,7 +139,10 @@ class Trial:
 
     def in_round(self, number: int) -> "Trial":
         """Return the trial in another round, counted from 1."""
-        return replace(self, round=number)
+        other = replace(self, round=number)
+        # The identity does not depend on the round, so it is not computed again.
+        vars(other)["identity"] = self.identity
+        return other
 
 
 @dataclass(frozen=True)

@@ -239,3 +239,9 @@ def test_scaling_requires_rotary_positions() -> None:
         replace(SHAPES["gpt2"], rope_scaling=SCALINGS["linear"])
     with pytest.raises(UserError, match=r"rope_theta = 1\.0 must be above 1 .* use rope_theta"):
         config_of(SCALINGS["Qwen3"], rope_theta=1.0)
+
+
+def test_an_unset_type_is_no_scaling() -> None:
+    theirs = AutoConfig.for_model("llama").to_dict()
+    found = model_settings(theirs | {"rope_parameters": {"rope_type": None, "rope_theta": 1e4}})
+    assert found["rope_scaling"] is None

@@ -88,10 +88,14 @@ def picture_file(text: str) -> Path:
     return path
 
 
-def count(text: str) -> int:
-    """Parse a whole number of at least 1."""
-    if not text.isdecimal() or not 1 <= int(text) <= 10**6:
-        raise argparse.ArgumentTypeError(f"invalid number {text}: expected 1 or more, such as 4")
+def count(text: str, most: int | None = None) -> int:
+    """Parse a whole number of at least 1.
+
+    most: the largest number; None: a million, which only catches typing errors
+    """
+    if not text.isdecimal() or not 1 <= int(text) <= (most or 10**6):
+        expected = "1 or more, such as 4" if most is None else f"1 to {most}, for example 4"
+        raise argparse.ArgumentTypeError(f"invalid number {text}: expected {expected}")
     return int(text)
 
 

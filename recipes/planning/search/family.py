@@ -25,7 +25,7 @@ class Member:
     """A recipe of a family, and its best layout that fits; None if none fits.
 
     Attributes:
-        problem: reason why there is no plan; empty if there is a plan
+        problem: reason for a missing plan, such as too little memory; empty with a plan
     """
 
     path: Path

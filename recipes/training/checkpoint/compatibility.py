@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+from models.config import ModelConfig
 from models.errors import UserError
 from recipes.training.checkpoint.manifest import Manifest
 from recipes.training.recipe.deepspeed_config import leaves
@@ -95,7 +96,7 @@ def differences(before: dict[str, Any], now: dict[str, Any]) -> dict[str, list[A
 
 def _spelled_out(model: dict[str, Any]) -> dict[str, Any]:
     """Return the [model] section with the head size filled in."""
-    return model | {"head_size": model.get("head_size") or model["hidden_size"] // model["heads"]}
+    return model | {"head_size": ModelConfig.from_table(model).attention_head_size}
 
 
 def _sentence(different: dict[str, list[Any]], prefix: str = "") -> str:
