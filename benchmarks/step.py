@@ -28,14 +28,15 @@ os.environ.setdefault("PYTHONWARNINGS", "ignore:resource_tracker:UserWarning")
 import argparse
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 from benchmarks.device import device_file, rates
-from benchmarks.one_step import overhead, rows, step_report, tensor_ranks
+from benchmarks.one_step import overhead, rows, step_report, two_ranks
 from benchmarks.one_step.shapes import (
+    CONTEXT_SHAPE,
     CPU_MEMORY_SHAPES,
     CPU_SHAPES,
     GPU_SHAPES,
@@ -51,7 +52,11 @@ from models.errors import UserError
 from recipes.gpus.datasheet import FOLDER
 from recipes.training.runtime.processes import on_gpu
 
-PARTS = ("rows", "memory", "overhead", "tensor_parallel")
+PARTS = ("rows", "memory", "overhead", "tensor_parallel", "context_parallel")
+TWO_RANKS = {
+    "tensor_parallel": (TENSOR_SHAPE, two_ranks.TENSOR),
+    "context_parallel": (CONTEXT_SHAPE, two_ranks.CONTEXT),
+}
 MEMORY_ROUNDS = 2  # the first round already reaches the peak
 OVERHEAD_ROUNDS = 3  # factor of the rounds, because the difference is small
 
@@ -78,11 +83,11 @@ def main() -> None:
             parser.error(str(problem))
         print(json.dumps(calibrated)) if options.json else step_report.print_file(calibrated)
         return
-    result: dict[str, Any] = {"rows": [], "tensor_parallel_2": None}
+    result: dict[str, Any] = {"rows": [], "tensor_parallel_2": None, "context_parallel_2": None}
     for part in options.only or PARTS:
         for found in MEASURE[part](options, setting):
-            if part == "tensor_parallel":
-                result["tensor_parallel_2"] = (result["tensor_parallel_2"] or {}) | found
+            if part in TWO_RANKS:
+                result[f"{part}_2"] = (result[f"{part}_2"] or {}) | found
             else:
                 result["rows"].append(found)
             if not options.json:
@@ -121,21 +126,23 @@ def measure_overhead(
         yield from overhead.compare(more, shape(options, OVERHEAD_SHAPE), precision)
 
 
-def measure_tensor_parallel(
-    options: argparse.Namespace, setting: rows.Setting
+def measure_two_ranks(
+    options: argparse.Namespace, setting: rows.Setting, *, part: str
 ) -> Iterable[dict[str, Any]]:
-    """Yield the speed-up of two tensor ranks for each precision; nothing on a single device."""
+    """Yield the speed-up of two ranks for each precision; nothing on a single device."""
     if len(setting.cores) < 2:
         return
+    usual, layouts = TWO_RANKS[part]
     for precision in options.precision or PRECISIONS:
-        yield {precision: tensor_ranks.compare(setting, shape(options, TENSOR_SHAPE), precision)}
+        found = two_ranks.compare(setting, shape(options, usual), precision, layouts)
+        yield {precision: found}
 
 
-MEASURE = {
+MEASURE: dict[str, Callable[..., Iterable[dict[str, Any]]]] = {
     "rows": measure_rows,
     "memory": measure_memory,
     "overhead": measure_overhead,
-    "tensor_parallel": measure_tensor_parallel,
+    **{part: partial(measure_two_ranks, part=part) for part in TWO_RANKS},
 }
 
 

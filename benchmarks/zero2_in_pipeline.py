@@ -4,14 +4,17 @@ ZeRO-2 would shard gradients over the data ranks while micro-batches accumulate.
 per parameter, but gradients would have to be reduced for each micro-batch instead of once per step.
 For every recipe of the catalogue with a cluster of 16 GPUs or more, this prints the step time of
 the best layout with ZeRO-1, and the gain with ZeRO-2: once with as much of the communication hidden
-as the backward passes allow, and once with none of it hidden.
+as the backward passes allow, and once with none of it hidden. Layouts with context ranks are left
+out.
 
     python benchmarks/zero2_in_pipeline.py [--json]
 """
 
 import argparse
 import json
+import math
 import sys
+from collections.abc import Callable
 from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
@@ -38,7 +41,7 @@ class ShardedGradientsJob(Job):
     @property
     @override
     def footprint(self) -> Footprint:
-        shares = self.layout.data if self.layout.pipeline > 1 else 1
+        shares = self.layout.replicas if self.layout.pipeline > 1 else 1
         footprint = super().footprint
         return replace(footprint, gradient=footprint.gradient / shares)
 
@@ -50,16 +53,26 @@ def step_time_with_zero2(job: Job, *, hidden: bool) -> StepTime:
         hidden: the micro-batch's backward pass hides as much of the reduction as it can
     """
     time, layout = step_time(job), job.layout
-    if layout.pipeline == 1 or layout.data == 1:
+    if layout.pipeline == 1 or layout.replicas == 1:
         return time
     exposed = max(0.0, reduction_seconds(job) - (max(time.backward) if hidden else 0.0))
     return replace(time, data=time.data + job.micro_batches * exposed)
 
 
+def without_context(predict_time: Callable[[Job], StepTime]) -> Callable[[Job], StepTime]:
+    """Return a prediction by which layouts with context ranks are never the fastest."""
+
+    def predicted(job: Job) -> StepTime:
+        time = predict_time(job)
+        return time if job.layout.context == 1 else replace(time, data=math.inf)
+
+    return predicted
+
+
 def reduction_seconds(job: Job) -> float:
     """Return the time of one reduce-scatter of a stage's gradients over the data ranks."""
     size = job.software.bytes_of_gradients(BYTES[job.precision]) * max(stage_parameters(job))
-    return gather_seconds(job.machine, size, ranks=job.layout.data, stride=job.layout.tensor)
+    return gather_seconds(job.machine, size, ranks=job.layout.replicas, stride=job.layout.tensor)
 
 
 def main() -> None:
@@ -73,13 +86,15 @@ def main() -> None:
         if recipe.cluster is None:
             continue
         job = job_of(recipe, Machine.of_cluster(recipe.cluster))
-        if job.machine.gpus < MIN_GPUS:
+        if job.machine.gpus < MIN_GPUS or job.layout.context > 1:
             continue
         values = {each.name: getattr(job, each.name) for each in fields(Job)}
         sharded = ShardedGradientsJob(**values)
-        now = search(job, 1).plans[0]
+        now = search(job, 1, predict_time=without_context(step_time)).plans[0]
         hidden, exposed = (
-            search(sharded, 1, predict_time=partial(step_time_with_zero2, hidden=each)).plans[0]
+            search(
+                sharded, 1, predict_time=without_context(partial(step_time_with_zero2, hidden=each))
+            ).plans[0]
             for each in (True, False)
         )
         rows[f"{path.parent.name}/{path.stem}"] = {

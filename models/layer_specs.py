@@ -23,6 +23,7 @@ from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from torch import Tensor, nn
 
 from models.config import ModelConfig
+from models.context_parallel.axis import ContextAxis
 from models.kernels.embedding import look_up
 from models.kernels.fusing import Fusing
 from models.parallel.collectives import TensorAxis, scatter_to_tensor_axis
@@ -38,12 +39,18 @@ TIED_KEY = "embedding"
 
 
 def layer_specs(
-    config: ModelConfig, axis: TensorAxis, *, recompute_core: bool = False
+    config: ModelConfig,
+    axis: TensorAxis,
+    *,
+    context: ContextAxis | None = None,
+    recompute_core: bool = False,
 ) -> list[LayerSpec]:
     """Return the layers in order, as `layer_names` lists their names.
 
+    context: the context axis; None: each rank has whole sequences
     recompute_core: the backward pass recomputes the attention cores
     """
+    block = partial(LayerSpec, Block, config, axis, context=context, recompute_core=recompute_core)
     norm = partial(LayerSpec, NORMS[config.norm], config.hidden_size, config.norm_epsilon)
     specs = {
         "embedding": TokenEmbedding.spec(config, axis),
@@ -51,10 +58,7 @@ def layer_specs(
         "final_norm": norm(input_is_split=axis.sequence_parallel, axis=axis),
         "head": Head.spec(config, axis),
     }
-    return [
-        specs.get(name) or LayerSpec(Block, config, axis, name=name, recompute_core=recompute_core)
-        for name in layer_names(config)
-    ]
+    return [specs.get(name) or block(name=name) for name in layer_names(config)]
 
 
 def layer_names(config: ModelConfig) -> list[str]:
@@ -163,6 +167,7 @@ class TokenEmbedding(VocabularyTable):
             layer="embedding",
             axis=self.axis,
             fuse=self.fuse,
+            slices=info.slices,
         )
 
     @classmethod
@@ -209,12 +214,15 @@ class LearnedPositions(Fusing):
     def forward(self, x: Tensor, info: MicroBatchInfo) -> Tensor:
         """[s, b, h] to [s, b, h]."""
         split = self.axis.sequence_parallel
-        if info.documents is None:
+        if info.documents is not None:
+            indices = positions_in(info.documents, x.device, info.slices)
+            positions = look_up(indices, self.weight)  # [s, b, h]
+        elif info.slices is not None:
+            parts = [self.weight[each.start : each.stop] for each in info.slices]
+            positions = torch.cat(parts).unsqueeze(1)  # [s, 1, h]
+        else:
             length = x.shape[0] * (self.axis.size if split else 1)
             positions = self.weight[:length].unsqueeze(1)  # [s, 1, h]
-        else:
-            indices = positions_in(info.documents, x.device)
-            positions = look_up(indices, self.weight)  # [s, b, h]
         if split:
             positions = scatter_to_tensor_axis(positions, self.axis)  # [s/t, 1 or b, h]
         x = x + positions
@@ -225,6 +233,7 @@ class LearnedPositions(Fusing):
             layer="positions",
             axis=self.axis,
             fuse=self.fuse,
+            slices=info.slices,
         )
 
 

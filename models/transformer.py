@@ -5,6 +5,7 @@ this rank, d head size. Under sequence parallelism the residual stream is [s/t, 
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import lru_cache, partial
 
 import torch
@@ -12,13 +13,19 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from models.config import ModelConfig
+from models.context_parallel.attention_with_dropout import attention_with_dropout
+from models.context_parallel.axis import ContextAxis
+from models.context_parallel.division import Slices
+from models.context_parallel.gathered_attention import gather_keys, gathered_attention
+from models.context_parallel.ring_attention import ring_attention
+from models.context_parallel.tiles import tiles_of
+from models.context_parallel.ulysses import with_whole_sequences
 from models.kernels.attention import (
     causal_attention,
     document_attention,
     in_blocks,
     varlen_kernel,
 )
-from models.kernels.dropout import drop_out
 from models.kernels.elementwise import Order, gelu, heads_first, swiglu
 from models.kernels.fusing import Fusing
 from models.kernels.norms import Branch, add
@@ -27,17 +34,26 @@ from models.parallel.collectives import TensorAxis
 from models.parallel.linear import ColumnParallelLinear, RowParallelLinear
 from models.parallel.micro_batch_info import Documents, MicroBatchInfo, positions_in
 from models.parallel.norm import NORMS, RMSNorm
-from models.parallel.rng import MaskKey, attention_rows, stream_rows
+from models.parallel.rng import stream_rows, token_positions
 
 
 class Block(Fusing):
     """x + attention(norm(x)), then x + mlp(norm(x)).
 
     name: name of the layer, on which its dropout masks depend
+    context: ranks that hold the other tokens of the same sequences
     recompute_core: the backward pass recomputes the attention core (arXiv 2205.05198)
     """
 
-    def __init__(self, config: ModelConfig, axis: TensorAxis, *, name: str, recompute_core: bool):
+    def __init__(
+        self,
+        config: ModelConfig,
+        axis: TensorAxis,
+        *,
+        name: str,
+        context: ContextAxis | None = None,
+        recompute_core: bool = False,
+    ):
         super().__init__()
         norm = NORMS[config.norm]
         self.name = name
@@ -48,7 +64,11 @@ class Block(Fusing):
             axis=axis,
         )
         self.attention = Attention(
-            config, axis, name=f"{name}.attention.core", recompute_core=recompute_core
+            config,
+            axis,
+            name=f"{name}.attention.core",
+            context=context,
+            recompute_core=recompute_core,
         )
         self.mlp_norm = norm(
             config.hidden_size,
@@ -76,19 +96,31 @@ class Block(Fusing):
         rows, key = None, info.dropout
         if key is not None and self.dropout > 0:
             layer = f"{self.name}.{half}"
-            rows = stream_rows(y, key=key, layer=layer, axis=self.axis, fuse=self.fuse)
+            rows = stream_rows(
+                y, key=key, layer=layer, axis=self.axis, fuse=self.fuse, slices=info.slices
+            )
         return Branch(y, linear.bias_here(), rows, self.dropout)
 
 
 class Attention(Fusing):
     """Causal self-attention over this rank's heads, within each document; without the output bias.
 
-    Communication: that of its column-parallel, then of its row-parallel linear layer.
+    Communication: that of its column-parallel linear layer, of attention over context ranks, and of
+    its row-parallel linear layer.
     """
 
-    def __init__(self, config: ModelConfig, axis: TensorAxis, *, name: str, recompute_core: bool):
+    def __init__(
+        self,
+        config: ModelConfig,
+        axis: TensorAxis,
+        *,
+        name: str,
+        context: ContextAxis | None = None,
+        recompute_core: bool = False,
+    ):
         super().__init__()
         self.config, self.axis, self.name = config, axis, name
+        self.context = context or ContextAxis()
         self.recompute_core = recompute_core
         self.heads = config.heads // axis.size  # a/t
         self.kv_heads = config.kv_heads // axis.size  # g/t
@@ -112,7 +144,8 @@ class Attention(Fusing):
             qkv = torch.cat([self.q_norm(q), self.k_norm(k), v], dim=2)
         rotation = None
         if self.config.positions == "rope":
-            rotation = rotary_table(range(len(qkv)), self.frequencies, qkv.device, info.documents)
+            slices = info.slices or (range(len(qkv)),)
+            rotation = rotary_table(slices, self.frequencies, qkv.device, info.documents)
         q, k, v = heads_first(
             qkv,
             rotation,
@@ -127,54 +160,64 @@ class Attention(Fusing):
 
     def _core(self, q: Tensor, k: Tensor, v: Tensor, *, info: MicroBatchInfo) -> Tensor:
         """q [b, a/t, s, d] and k, v [b, g/t, s, d] to [s, b, a/t * d]."""
-        if info.dropout is not None and self.config.attention_dropout > 0:
-            y = self._attend_with_dropout(q, k, v, key=info.dropout, documents=info.documents)
-        elif info.documents is not None:
-            varlen = varlen_kernel(q.device, q.dtype, q.shape[-1])
-            y = document_attention(q, k, v, info.documents.lengths, varlen=varlen)
+        context, division = self.context, info.division
+        if division is None:
+            y = self._attend(q, k, v, info=info)
+        elif context.attention == "ulysses":
+            share = self.heads // context.size
+            whole = replace(info, division=None)
+            attend = partial(self._attend, info=whole, head=context.rank * share)
+            y = with_whole_sequences(attend, q, k, v, context, division.order)
+        elif self._drops(info):
+            y = self._attend(q, *gather_keys(k, v, context, division.order), info=info)
         else:
-            y = causal_attention(q, k, v)
+            tiles = tiles_of(division.slices, info.documents.lengths if info.documents else None)
+            if context.attention == "ring":
+                y = ring_attention(q, k, v, context, division, tiles)
+            else:
+                y = gathered_attention(q, k, v, context, division.order, tiles)
         return y.permute(2, 0, 1, 3).flatten(2)  # [s, b, a/t * d]
+
+    def _attend(
+        self, q: Tensor, k: Tensor, v: Tensor, *, info: MicroBatchInfo, head: int = 0
+    ) -> Tensor:
+        """Return the attention of q [b, a/t, s, d] to k and v of whole sequences: [b, a/t, s, d].
+
+        head: number of the first head among this tensor rank's heads
+        """
+        if self._drops(info):
+            return attention_with_dropout(
+                q,
+                k,
+                v,
+                probability=self.config.attention_dropout,
+                info=info,
+                layer=self.name,
+                first_head=self.axis.rank * self.heads + head,
+                fuse=self.fuse,
+            )
+        if info.documents is not None:
+            varlen = varlen_kernel(q.device, q.dtype, q.shape[-1])
+            return document_attention(q, k, v, info.documents.lengths, varlen=varlen)
+        return causal_attention(q, k, v)
+
+    def _drops(self, info: MicroBatchInfo) -> bool:
+        """Return True if attention probabilities are dropped."""
+        return info.dropout is not None and self.config.attention_dropout > 0
 
     def _order(self, qkv: Tensor, info: MicroBatchInfo) -> Order:
         """Return the memory order of the heads in which the attention core needs no copies.
 
-        The order is contiguous if attention runs in blocks, and one sequence after the other if one
-        call computes all documents. Otherwise it is [s, b, a, d]: torch's kernel then writes its
-        output in the same order, which the next matmul needs.
+        The order is contiguous if attention runs in blocks or keys are exchanged with other context
+        ranks, and one sequence after the other if one call computes all documents. Otherwise it is
+        [s, b, a, d]: torch's kernel then writes its output in the same order, which the next matmul
+        needs.
         """
-        if in_blocks(qkv.device, len(qkv)):
+        if info.division is not None or in_blocks(qkv.device, len(qkv)):
             return "basd"
         if info.documents is not None and varlen_kernel(qkv.device, qkv.dtype, qkv.shape[-1]):
             return "bsad"
         return "sbad"
-
-    def _attend_with_dropout(
-        self, q: Tensor, k: Tensor, v: Tensor, *, key: MaskKey, documents: Documents | None
-    ) -> Tensor:
-        """Return the attention of q [b, a/t, s, d] to k and v [b, g/t, s, d]: [b, a/t, s, d].
-
-        The probabilities [b, a/t, s, s] are materialised, because the masks of a fused kernel would
-        depend on the layout.
-        """
-        b, a, s, d = q.shape
-        g, probability = self.kv_heads, self.config.attention_dropout
-        q = q.reshape(b * g, (a // g) * s, d)  # each group's heads under its key and value
-        k, v = k.reshape(b * g, s, d), v.reshape(b * g, s, d)
-        # The scores are scaled before they are rounded, because fp16 ends at 65504.
-        scores = torch.baddbmm(q.new_empty(1), q, k.transpose(1, 2), beta=0, alpha=d**-0.5)
-        scores = scores.view(b, a, s, s)
-        hidden = torch.ones(s, s, dtype=torch.bool, device=q.device).triu_(1)  # the future
-        if documents is not None:
-            positions = positions_in(documents, q.device).t()  # [b, s]
-            starts = torch.arange(s, device=q.device) - positions  # of each token's document
-            hidden = hidden | (starts[:, None, :, None] != starts[:, None, None, :])  # [b, 1, s, s]
-        probabilities = scores.masked_fill_(hidden, float("-inf")).softmax(dim=-1)
-        rows = attention_rows(
-            probabilities, key=key, layer=self.name, axis=self.axis, fuse=self.fuse
-        )
-        probabilities = drop_out(probabilities, rows, probability, self.fuse)
-        return torch.bmm(probabilities.view(b * g, -1, s), v).view(b, a, s, d)
 
 
 class MLP(Fusing):
@@ -211,7 +254,7 @@ def recomputed(function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
 
 @lru_cache(maxsize=2)  # shared by all layers, for a micro-batch and for a recomputed one
 def rotary_table(
-    positions: range, frequencies: Frequencies, device: torch.device, documents: Documents | None
+    slices: Slices, frequencies: Frequencies, device: torch.device, documents: Documents | None
 ) -> tuple[Tensor, Tensor]:
     """Return cos and sin of the rotary angles, each [s, b, 1, d/2], in fp32 (arXiv 2104.09864).
 
@@ -222,9 +265,9 @@ def rotary_table(
     buffer to bf16.
     """
     if documents is None:
-        places = torch.arange(positions.start, positions.stop, device=device)[:, None]  # [s, 1]
+        places = token_positions(slices, device)[:, None]  # [s, 1]
     else:
-        places = positions_in(documents, device)  # [s, b]
+        places = positions_in(documents, device, slices)  # [s, b]
     per_position = frequencies.on(device)
     angles = (places[..., None].float() * per_position).unsqueeze(2)  # [s, b, 1, d/2]
     return angles.cos() * frequencies.amplitude, angles.sin() * frequencies.amplitude

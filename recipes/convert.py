@@ -92,8 +92,9 @@ def reshape_command(options: argparse.Namespace) -> None:
     with output(options, source.path) as folder:
         reshape(source, folder, recipe=recipe, topology=topology)
     print(
-        f"converted {source.path} to {options.output}: pipeline {topology.pipeline} x data "
-        f"{topology.data} x tensor {topology.tensor}; resume it with --resume {options.output}"
+        f"converted {source.path} to {options.output}: "
+        f"{' x '.join(f'{axis} {size}' for axis, size in topology.axes.items())}; resume it with "
+        f"--resume {options.output}"
     )
 
 

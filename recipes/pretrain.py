@@ -90,7 +90,7 @@ def pretrain() -> None:
 
         # 4. Start: find the newest undamaged checkpoint, and prepare the run folder.
         start = find_resume_point(experiment, claim, data, options.resume, options.resume_once)
-    begin(experiment, claim, start, startup)
+    begin(experiment, claim, data, start, startup)
 
     # 5. Model: build the model, its optimizer and the DeepSpeed engine, and load the checkpoint.
     topology, config = experiment.topology, experiment.config

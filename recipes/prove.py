@@ -1,8 +1,8 @@
 """Prove that a recipe trains with the same loss, gradient norm and weights in every layout.
 
 The command shrinks the recipe (all switches of its architecture stay), trains it once in one
-process, and then in every valid combination of tensor x pipeline x data x ZeRO x schedule x
-sequence parallelism x recomputation x micro-batch size on up to --ranks processes, in fp32 on the
+process, and then in every valid combination of tensor x pipeline x context x data x ZeRO x schedule
+x sequence parallelism x recomputation x micro-batch size on up to --ranks processes, in fp32 on the
 CPU. You need neither a GPU nor a corpus. Exit code 0: all layouts agree up to rounding; 1: some
 differ; 2: the recipe or an option is invalid.
 
@@ -13,6 +13,7 @@ must then have the same losses.
 
     python recipes/prove.py recipes/tiny.toml
     python recipes/prove.py recipes/llama/7b.toml --ranks 4 --layouts
+    python recipes/prove.py recipes/llama/7b.toml --sample 100
     python recipes/prove.py recipes/mine.toml --json > proof.json
     python recipes/prove.py recipes/mine.toml --heatmap proof.png
     python recipes/prove.py recipes/mine.toml --relay
@@ -37,7 +38,7 @@ from tqdm import tqdm
 from models.errors import UserError
 from recipes.planning.inputs.option_types import count, picture_file
 from recipes.proving.compare import Outcome, compare
-from recipes.proving.layouts import ProofCase, reference, valid_cases
+from recipes.proving.layouts import ProofCase, reference, sample, valid_cases
 from recipes.proving.proof_corpus import write_corpus
 from recipes.proving.proof_report import Finding, as_json, as_text, describe, relay_as_text, summary
 from recipes.proving.shrink import larger_micro_batch, shrink
@@ -49,6 +50,7 @@ SECONDS_PER_LAYOUT = 300  # a layout that takes longer counts as hanging
 RELAY_STEPS = 1000  # more than a relay runs, so that the learning rate stays above its minimum
 SECONDS_BETWEEN_LINES = 30  # between progress lines if stderr is not a terminal
 MAX_COUNT = 1024  # of ranks and of steps
+MAX_SAMPLE = 1_000_000
 
 
 def main() -> None:
@@ -102,7 +104,7 @@ def plan(
         micro_sequences=(1, larger_micro_batch(recipe)),
         recompute_intervals=sorted({min(n, small.model.layers) for n in {2} | own}),
     )
-    return small, cases
+    return small, sample(cases, options.sample or len(cases))
 
 
 def prove(small: Recipe, cases: list[ProofCase], *, ranks: int) -> Iterator[Finding]:
@@ -172,6 +174,13 @@ def parse_command_line() -> argparse.Namespace:
         default=4,
         help="maximum number of layers of the small model, and so of pipeline stages (one more if "
         "the recipe has an odd number); default: 4",
+    )
+    parser.add_argument(
+        "--sample",
+        type=partial(count, most=MAX_SAMPLE),
+        metavar="N",
+        help="only N of the layouts, chosen so that they have as many pairs of settings as "
+        "possible; default: all layouts",
     )
     parser.add_argument(
         "--relay",

@@ -135,6 +135,9 @@ def sweep(options: argparse.Namespace) -> int:
     # 4. Summary
     for line in report.summary_lines(results, choice):
         say(line)
+    agreement = report.agreement_line(seconds_of_rounds(folder, choice.trials, options.rounds))
+    if agreement:
+        say(agreement)
     if progress.done:
         say(report.overhead_line(progress, scheduler.measured_seconds))
     say(f"wrote {folder.path / 'sweep.csv'}")
@@ -183,6 +186,27 @@ def decisive_round(folder: SweepFolder, trial: Trial) -> tuple[Trial, Result]:
             break
         found.append((each, result))
     return max(found, key=order_of_rounds)
+
+
+def seconds_of_rounds(
+    folder: SweepFolder, trials: Sequence[Trial], rounds: int
+) -> list[list[list[float]]]:
+    """Return the seconds of a step of competing trials that were measured in every round.
+
+    Returns:
+        for each recipe and number of ranks: the seconds by round and trial
+    """
+    groups: dict[tuple[str, int], list[list[float]]] = {}
+    for trial in trials:
+        results = [folder.result(trial.in_round(n).key) for n in range(1, rounds + 1)]
+        seconds = [
+            result.median_seconds
+            for result in results
+            if result is not None and result.median_seconds is not None
+        ]
+        if len(seconds) == rounds:
+            groups.setdefault((trial.source, trial.world.size), []).append(seconds)
+    return [[list(each) for each in zip(*group, strict=True)] for group in groups.values()]
 
 
 def order_of_rounds(pair: tuple[Trial, Result]) -> tuple[bool, bool, float]:

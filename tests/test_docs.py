@@ -270,7 +270,7 @@ def test_the_results_at_a_glance_are_those_of_the_pages() -> None:
     proven = layouts("layout-equivalence.md", axes)
     relayed = layouts("checkpoints.md", axes)
     readme = " ".join(README.split())
-    assert f"all {proven} valid layouts" in readme and f"{proven} of {proven}" in readme
+    assert f"In all {proven} layouts" in readme and f"{proven} of {proven}" in readme
     assert f"{relayed} of {relayed}" in readme
     for ratios in re.findall(r"\d\.\d\d / \d\.\d\d", readme):
         assert ratios in DOCS["performance.md"]

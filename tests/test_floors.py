@@ -16,9 +16,11 @@ FLOORS = [
         "models.rope_scaling",
         "models.cost",
         "models.pipeline.schedule",
+        "models.context_parallel.division",
     ],
     ["models.sharding", "models.kernels"],
     ["models.parallel"],
+    ["models.context_parallel"],
     ["models.transformer", "models.initialization", "models.hugging_face"],
     ["models.layer_specs"],
     ["models.pipeline"],
@@ -43,7 +45,7 @@ FLOORS = [
     ["recipes"],
 ]
 STANDARD_LIBRARY_ONLY = FLOORS[0]
-NO_DEEPSPEED = [*FLOORS[1], *FLOORS[2], *FLOORS[3]]
+NO_DEEPSPEED = [*FLOORS[1], *FLOORS[2], *FLOORS[3], *FLOORS[4]]
 NO_TORCH = [  # imported before torch, by commands of a login node, or in processes of their own
     *FLOORS[0],
     "recipes.training.recipe",
@@ -100,7 +102,7 @@ NO_TORCH = [  # imported before torch, by commands of a login node, or in proces
     "recipes.sweeping.worlds.worlds_folder",
 ]
 # The layers of the model get sizes and groups, not the recipe's section.
-NO_CONFIG = [*FLOORS[1], *FLOORS[2]]
+NO_CONFIG = [*FLOORS[1], *FLOORS[2], *FLOORS[3]]
 MAX_MODULES = 9  # in a package
 
 SOURCES = {

@@ -24,6 +24,8 @@ from benchmarks.one_step.bare_loop import BareLoop
 from benchmarks.one_step.shapes import Shape, can_compile
 from benchmarks.one_step.transformers_llama import TransformersLlama
 from benchmarks.taking_turns import Turn, serve
+from models.context_parallel import gathered_attention, ring_attention
+from models.context_parallel.division import divide
 from models.initialization import initialize
 from models.kernels.fusing import compile_kernels
 from models.layer_specs import SequentialModel, layer_specs, logical_parameters
@@ -38,6 +40,12 @@ from recipes.training.recipe.topology import World
 from recipes.training.runtime.processes import on_gpu, quiet, should_compile, start_processes
 
 Batch = Sequence[tuple[Tensor, Tensor]]  # tokens and labels [b, s] of each micro-batch
+OVERLAPPED: Sequence[tuple[Any, str]] = (  # functions that begin a collective
+    (linear, "begin_all_gather"),
+    (linear, "begin_sum_of_copies"),
+    (gathered_attention, "begin_gather"),
+    (ring_attention, "begin_pass"),
+)
 Train = Callable[[Batch], float]  # a step's mean loss
 
 
@@ -52,7 +60,8 @@ class Entry:
         with an fp32 copy and fp32 gradients
     keeps_memory: its process reuses memory as our runs do on a CPU (`processes.keep_memory`);
         otherwise malloc returns it to the system, which is its default
-    overlaps: tensor ranks reduce gradients during matmuls; otherwise before them
+    overlaps: tensor ranks reduce gradients during matmuls, and context ranks exchange keys during
+        attention; otherwise before them
     """
 
     of: str
@@ -77,8 +86,8 @@ def play(pipe: Connection, entry: Entry, shape: Shape, precision: str, more: dic
     more: keyword arguments of `Shape.recipe`
     """
     if not entry.overlaps:
-        linear.begin_all_gather = partial(at_once, linear.begin_all_gather)
-        linear.begin_sum_of_copies = partial(at_once, linear.begin_sum_of_copies)
+        for module, name in OVERLAPPED:
+            setattr(module, name, partial(at_once, getattr(module, name)))
     serve(pipe, Contestant(entry, shape, precision, more))
 
 
@@ -191,11 +200,24 @@ def build_ours(entry: Entry, recipe: Recipe, world: World) -> Train:
     topology = recipe.topology(world)
     engine = build_from_recipe(recipe, topology, build_deepspeed_config(recipe, topology))
     rate = recipe.optimizer.learning_rate
+    info = MicroBatchInfo()
+    if topology.context > 1:
+        rank = topology.coordinates(world.rank).context
+        length = recipe.model.sequence_length
+        info = MicroBatchInfo(division=divide(length, rank, topology.context))
 
     def train(batch: Batch) -> float:
-        return engine.train_step([MicroBatch(*each, MicroBatchInfo()) for each in batch], rate).loss
+        here = [MicroBatch(own_part(x, info), own_part(y, info), info) for x, y in batch]
+        return engine.train_step(here, rate).loss
 
     return train
+
+
+def own_part(x: Tensor, info: MicroBatchInfo) -> Tensor:
+    """Return the tokens of this context rank, [b, s/c], of [b, s]."""
+    if info.slices is None:
+        return x
+    return torch.cat([x[:, each.start : each.stop] for each in info.slices], dim=1)
 
 
 def build_ours_bare(entry: Entry, recipe: Recipe, world: World) -> Train:

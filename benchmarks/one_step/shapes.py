@@ -77,13 +77,14 @@ def cpu_shape(
     *,
     micro_sequences: int = 2,
     micro_batches: int = 1,
+    sequence_length: int = 512,
 ) -> Shape:
-    """Return a shape with heads of 64, an MLP of 8/3 in multiples of 64, and sequences of 512."""
+    """Return a shape with heads of 64 and an MLP of 8/3 of the hidden size, in multiples of 64."""
     sizes = {
         "hidden_size": hidden_size,
         "layers": layers,
         "vocab_size": vocab_size,
-        "sequence_length": 512,
+        "sequence_length": sequence_length,
         "heads": hidden_size // 64,
         "kv_heads": hidden_size // 64,
         "ffn_hidden_size": -(-8 * hidden_size // (3 * 64)) * 64,
@@ -109,6 +110,7 @@ GPU_SHAPES = {
 CPU_MEMORY_SHAPES = {"512x8-128k": cpu_shape(512, 8, 131072)}
 OVERHEAD_SHAPE = cpu_shape(512, 7, 2048, micro_sequences=1, micro_batches=4)  # 25 M parameters
 TENSOR_SHAPE = cpu_shape(1024, 4, 4096)
+CONTEXT_SHAPE = cpu_shape(512, 2, 4096, micro_sequences=1, micro_batches=4, sequence_length=4096)
 SHAPES = CPU_SHAPES | GPU_SHAPES | CPU_MEMORY_SHAPES
 
 

@@ -55,12 +55,12 @@ def print_overhead(row: Mapping[str, Any]) -> None:
     )
 
 
-def print_tensor(found: Mapping[str, Any]) -> None:
-    """Print a line for each way of using two tensor ranks."""
+def print_two_ranks(found: Mapping[str, Any]) -> None:
+    """Print a line for each layout of two ranks."""
     for precision, each in found.items():
         for name, speed_up in each["speed_up"].items():
             print(
-                f"{each['shape']}, {precision}, two tensor ranks, {name}: "
+                f"{each['shape']}, {precision}, two ranks, {name}: "
                 f"{each['seconds'][name]:.3f} s a step, one process "
                 f"{each['seconds']['one_process']:.3f} s: {speed_up:.3f} times as fast",
                 flush=True,
@@ -89,5 +89,6 @@ PRINT: dict[str, Callable[[Mapping[str, Any]], None]] = {
     "rows": print_row,
     "memory": print_row,
     "overhead": print_overhead,
-    "tensor_parallel": print_tensor,
+    "tensor_parallel": print_two_ranks,
+    "context_parallel": print_two_ranks,
 }

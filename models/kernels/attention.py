@@ -79,9 +79,7 @@ def varlen_kernel(device: torch.device, dtype: torch.dtype, head_size: int) -> V
 @lru_cache(maxsize=8)
 def _varlen_attention(device: torch.device) -> Varlen | None:
     """Import the kernel on first use: the import loads torch's compiler, for more than a second."""
-    if not torch.backends.cuda.is_flash_attention_available():
-        return None
-    if torch.version.hip or torch.cuda.get_device_capability(device) < (8, 0):
+    if not has_flash_attention(device):
         return None
     try:
         attend = importlib.import_module("torch.nn.attention.varlen").varlen_attn
@@ -89,6 +87,14 @@ def _varlen_attention(device: torch.device) -> Varlen | None:
         return None
     parameters = inspect.signature(attend).parameters  # its first versions lack these two
     return attend if {"window_size", "enable_gqa"} <= parameters.keys() else None
+
+
+@lru_cache(maxsize=8)
+def has_flash_attention(device: torch.device) -> bool:
+    """Return True if torch's flash attention for 16 bits runs on a GPU."""
+    if not torch.backends.cuda.is_flash_attention_available() or torch.version.hip:
+        return False
+    return torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def in_blocks(device: torch.device, length: int) -> bool:

@@ -17,6 +17,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from models.context_parallel.division import Slices
 from models.kernels.dropout import drop_out, mix, signed
 from models.kernels.fusing import Function
 from models.parallel.collectives import TensorAxis
@@ -42,37 +43,65 @@ def dropout(
     layer: str,
     axis: TensorAxis,
     fuse: Function,
+    slices: Slices | None = None,
 ) -> Tensor:
     """Drop elements of the residual stream: [s, b, h], or [s/t, b, h] under sequence parallelism.
 
     Args:
         key: None disables dropout, for validation
         layer: the name of the layer
+        slices: positions in the sequence of this context rank's tokens; None: 0 to s - 1
     """
     if key is None or probability == 0:
         return x
-    rows = stream_rows(x, key=key, layer=layer, axis=axis, fuse=fuse)
+    rows = stream_rows(x, key=key, layer=layer, axis=axis, fuse=fuse, slices=slices)
     return drop_out(x, rows, probability, fuse)
 
 
-def stream_rows(x: Tensor, *, key: MaskKey, layer: str, axis: TensorAxis, fuse: Function) -> Tensor:
+def stream_rows(
+    x: Tensor,
+    *,
+    key: MaskKey,
+    layer: str,
+    axis: TensorAxis,
+    fuse: Function,
+    slices: Slices | None = None,
+) -> Tensor:
     """Number the rows of x, [s, b, h] or [s/t, b, h], for its dropout mask: int64 [s, b]."""
     first = axis.rank * x.shape[0] if axis.sequence_parallel else 0
-    positions = torch.arange(first, first + x.shape[0], device=x.device)
+    last = first + x.shape[0]
+    positions = token_positions(slices or (range(last),), x.device)[first:last]
     return fuse(_stream_rows)(_sample_numbers(key, layer, x.device), positions)
 
 
 def attention_rows(
-    x: Tensor, *, key: MaskKey, layer: str, axis: TensorAxis, fuse: Function
+    x: Tensor,
+    *,
+    key: MaskKey,
+    layer: str,
+    first_head: int,
+    fuse: Function,
+    slices: Slices | None = None,
 ) -> Tensor:
-    """Number the rows of attention probabilities [b, a/t, s, s]: int64 [b, a/t, s].
+    """Number the rows of attention probabilities [b, heads, queries, s]: int64 [b, heads, queries].
 
-    Heads are numbered within the logical model, so that the layout does not change the mask.
+    Heads and queries are numbered within the logical model, so that the layout does not change the
+    mask.
+
+    Args:
+        first_head: number of the first head
+        slices: positions in the sequence of the queries; None: 0 to s - 1
     """
     count, length = x.shape[1:3]
-    heads = torch.arange(axis.rank * count, (axis.rank + 1) * count, device=x.device)
-    positions = torch.arange(length, device=x.device)
+    heads = torch.arange(first_head, first_head + count, device=x.device)
+    positions = token_positions(slices or (range(length),), x.device)
     return fuse(_attention_rows)(_sample_numbers(key, layer, x.device), heads, positions)
+
+
+@lru_cache(maxsize=8)  # shared by all layers
+def token_positions(slices: Slices, device: torch.device) -> Tensor:
+    """Return the positions in slices of a sequence, int64 [s], without a copy from the host."""
+    return torch.cat([torch.arange(each.start, each.stop, device=device) for each in slices])
 
 
 def _stream_rows(samples: Tensor, positions: Tensor) -> Tensor:

@@ -1,14 +1,15 @@
 """All layouts of a recipe on up to N ranks that pass its validation."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import product
+from itertools import combinations, product
 from typing import Any
 
 from models.errors import UserError
 from recipes.training.recipe.deepspeed_config import build_deepspeed_config, read_deepspeed_json
 from recipes.training.recipe.loading import parse_recipe
 from recipes.training.recipe.schema import Recipe
+from recipes.training.recipe.sections.layout import CONTEXT_ATTENTIONS
 from recipes.training.recipe.topology import Topology, World
 
 ZERO_STAGES = (1, 2, 3)
@@ -38,9 +39,10 @@ class ProofCase:
 
     @property
     def axes(self) -> str:
-        """Sizes of the axes: "tensor 2 x pipeline 2 x data 2"."""
+        """Sizes of the axes: "tensor 2 x pipeline 2 x data 2", with context only above 1."""
         sizes = self.topology
-        return f"tensor {sizes.tensor} x pipeline {sizes.pipeline} x data {sizes.data}"
+        context = f" x context {sizes.context}" if sizes.context > 1 else ""
+        return f"tensor {sizes.tensor} x pipeline {sizes.pipeline}{context} x data {sizes.data}"
 
     @property
     def method(self) -> str:
@@ -51,10 +53,29 @@ class ProofCase:
             parts.append(layout.schedule_name)
         if layout.sequence_parallel:
             parts.append("sequence-parallel")
+        if layout.context > 1:
+            parts.append(layout.context_attention)
         if layout.recompute != "none":
             every = f" by {layout.recompute_interval}" if layout.recompute == "full" else ""
             parts.append(f"recompute {layout.recompute}{every}")
         return ", ".join([*parts, f"micro-batch {self.recipe.batch.micro_sequences}"])
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """All settings of the layout by name."""
+        layout, sizes = self.recipe.layout, self.topology
+        return {
+            "tensor": sizes.tensor,
+            "pipeline": sizes.pipeline,
+            "context": sizes.context,
+            "data": sizes.data,
+            "zero": self.zero_stage,
+            "schedule": layout.schedule_name if sizes.pipeline > 1 else "",
+            "sequence_parallel": layout.sequence_parallel,
+            "context_attention": layout.context_attention if sizes.context > 1 else "",
+            "recompute": layout.recompute,
+            "micro_sequences": self.recipe.batch.micro_sequences,
+        }
 
 
 def reference(recipe: Recipe) -> ProofCase:
@@ -88,13 +109,37 @@ def valid_cases(
     return found
 
 
+def sample(cases: Sequence[ProofCase], count: int) -> list[ProofCase]:
+    """Return `count` of the cases, in their order, which together have many pairs of settings.
+
+    Most faults need at most two settings at once (Kuhn et al. 2004, "Software fault interactions
+    and implications for software testing"). Each choice adds as many new pairs as possible.
+    """
+    if count >= len(cases):
+        return list(cases)
+    pairs = [frozenset(combinations(case.settings.items(), 2)) for case in cases]
+    chosen: list[int] = []
+    seen: set[Any] = set()
+    left = set(range(len(cases)))
+    while len(chosen) < count:
+        best = max(left, key=lambda i: (len(pairs[i] - seen), -i))
+        if pairs[best] <= seen:  # every pair has occurred: cover all of them once more
+            seen = set()
+            continue
+        chosen.append(best)
+        left.remove(best)
+        seen |= pairs[best]
+    return [cases[i] for i in sorted(chosen)]
+
+
 def topologies(ranks: int) -> Iterator[Topology]:
-    """Yield all sizes of the three axes with up to `ranks` ranks, smallest worlds first."""
+    """Yield all sizes of the axes with up to `ranks` ranks, smallest worlds first."""
     every = [
-        Topology(pipeline, data, tensor)
+        Topology(pipeline, data, tensor, context)
         for tensor in range(1, ranks + 1)
         for pipeline in range(1, ranks // tensor + 1)
-        for data in range(1, ranks // (tensor * pipeline) + 1)
+        for context in range(1, ranks // (tensor * pipeline) + 1)
+        for data in range(1, ranks // (tensor * pipeline * context) + 1)
     ]
     return iter(sorted(every, key=lambda topology: topology.world_size))
 
@@ -103,8 +148,11 @@ def layouts(topology: Topology, recomputes: list[dict[str, Any]]) -> Iterator[di
     """Yield the [layout] sections for a topology, without those that would have equal effects."""
     schedules = SCHEDULES.values() if topology.pipeline > 1 else [SCHEDULES["1f1b"]]
     splits = (False, True) if topology.tensor > 1 else (False,)
-    for schedule, split, recompute in product(schedules, splits, recomputes):
-        yield {**schedule, "sequence_parallel": split, **recompute}
+    contexts = [{"context_attention": name} for name in CONTEXT_ATTENTIONS]
+    for schedule, split, context, recompute in product(
+        schedules, splits, contexts if topology.context > 1 else [{}], recomputes
+    ):
+        yield {**schedule, "sequence_parallel": split, **context, **recompute}
 
 
 def _case(
@@ -116,7 +164,11 @@ def _case(
     micro_sequences: int | None = None,
 ) -> ProofCase:
     table = recipe.model_dump(mode="json", exclude_none=True)
-    sizes = {"tensor": topology.tensor, "pipeline": topology.pipeline}
+    sizes = {
+        "tensor": topology.tensor,
+        "pipeline": topology.pipeline,
+        "context": topology.context,
+    }
     table["layout"] = (layout or {}) | sizes
     table["batch"]["micro_sequences"] = micro_sequences or recipe.batch.micro_sequences
     table["deepspeed"] = CONFIG.format(zero_stage)

@@ -4,6 +4,7 @@ import math
 from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import matplotlib
 from matplotlib import pyplot
@@ -34,8 +35,9 @@ COLUMN_GROUPS = [  # (ZeRO stage or schedule, sequence parallelism)
 def draw_heatmap(findings: Sequence[Finding], *, title: str, file: Path) -> None:
     """Write the picture, in the format of the file's extension (.svg, .png, .pdf).
 
-    Rows are topologies. Column groups are schedules or ZeRO stages, with and without sequence
-    parallelism; their columns are recomputation and micro-batch. Blank: not valid; black: failed.
+    Rows are topologies, with the attention over context ranks. Column groups are schedules or ZeRO
+    stages, with and without sequence parallelism; their columns are recomputation and micro-batch.
+    Blank: not valid; black: failed.
     """
     within = sorted({_within(finding.case) for finding in findings})
     rows = sorted({_sizes(finding) for finding in findings})
@@ -47,8 +49,9 @@ def draw_heatmap(findings: Sequence[Finding], *, title: str, file: Path) -> None
     )
     colours = matplotlib.colormaps["RdYlGn_r"].with_extremes(over="black")
     image = axes.imshow(cells, cmap=colours, vmin=MIN_COLOUR, vmax=0, aspect="auto")
-    axes.set_yticks(range(len(rows)), [f"{t} x {p} x {d}" for _, t, p, d in rows], fontsize=7)
-    axes.set_ylabel("tensor x pipeline x data", fontsize=8)
+    names = [f"{' x '.join(map(str, sizes))} {kind}".strip() for _, *sizes, kind in rows]
+    axes.set_yticks(range(len(rows)), names, fontsize=7)
+    axes.set_ylabel("tensor x pipeline x context x data", fontsize=8)
     middles = [(group + 0.5) * len(within) - 0.5 for group in range(len(COLUMN_GROUPS))]
     labels = [f"{kind}\nsequence-\nparallel" if split else kind for kind, split in COLUMN_GROUPS]
     axes.set_xticks(middles, labels, fontsize=7)
@@ -66,9 +69,11 @@ def draw_heatmap(findings: Sequence[Finding], *, title: str, file: Path) -> None
     pyplot.close(figure)
 
 
-def _sizes(finding: Finding) -> tuple[int, int, int, int]:
-    sizes = finding.case.topology
-    return sizes.world_size, sizes.tensor, sizes.pipeline, sizes.data
+def _sizes(finding: Finding) -> tuple[Any, ...]:
+    """Return the key of a row: the number of ranks, the axes, and the attention over context."""
+    sizes, layout = finding.case.topology, finding.case.recipe.layout
+    kind = layout.context_attention if sizes.context > 1 else ""
+    return sizes.world_size, sizes.tensor, sizes.pipeline, sizes.context, sizes.data, kind
 
 
 def _within(case: ProofCase) -> tuple[int, int, int]:

@@ -17,9 +17,8 @@ from recipes.proving.compare import (
 )
 from recipes.proving.layouts import ProofCase
 
-COLUMNS = (
-    "| tensor x pipeline x data | ranks | layouts | loss | gradient norm | weights | moments |"
-)
+AXES = "tensor x pipeline x context x data"
+COLUMNS = f"| {AXES} | ranks | layouts | loss | gradient norm | weights | moments |"
 
 
 @dataclass(frozen=True)
@@ -81,7 +80,7 @@ def describe(finding: Finding) -> str:
 def relay_as_text(findings: Sequence[Finding], *, every_layout: bool) -> str:
     """Return the report of a relay for a terminal, with layouts in the order of the relay."""
     layouts = "\n".join(map(describe, findings)) if every_layout else ""
-    lines = ["| tensor x pipeline x data | ranks | layouts | bit for bit | losses after it |"]
+    lines = [f"| {AXES} | ranks | layouts | bit for bit | losses after it |"]
     lines += ["|---|---|---|---|---|"]
     for (ranks, *sizes), group in groupby(sorted(findings, key=_axes), key=_axes):
         members = list(group)
@@ -144,6 +143,8 @@ def _row_of_json(finding: Finding) -> dict[str, Any]:
     return {
         "tensor": sizes.tensor,
         "pipeline": sizes.pipeline,
+        "context": sizes.context,
+        "context_attention": layout.context_attention if sizes.context > 1 else None,
         "data": sizes.data,
         "zero": case.zero_stage,
         "schedule": layout.schedule,
@@ -158,9 +159,9 @@ def _row_of_json(finding: Finding) -> dict[str, Any]:
     }
 
 
-def _axes(finding: Finding) -> tuple[int, int, int, int]:
+def _axes(finding: Finding) -> tuple[int, ...]:
     sizes = finding.case.topology
-    return sizes.world_size, sizes.tensor, sizes.pipeline, sizes.data
+    return sizes.world_size, sizes.tensor, sizes.pipeline, sizes.context, sizes.data
 
 
 def _row(findings: list[Finding]) -> str:

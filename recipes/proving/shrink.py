@@ -19,8 +19,9 @@ MAX_LEARNING_RATE = 1e-4  # because Adam turns gradients that are rounding error
 def shrink(recipe: Recipe, *, ranks: int, layers: int, steps: int, corpus: Path) -> Recipe:
     """Return the recipe with every architectural switch kept and every size small.
 
-    Sizes that a layout must divide (key-value heads, feed-forward columns, sequence, global batch)
-    keep their divisors among 1 .. ranks, so that the same layouts are valid. The vocabulary keeps
+    Sizes that a layout must divide (key-value heads, feed-forward columns, global batch) keep their
+    divisors among 1 .. ranks, so that the same layouts are valid. The sequence length keeps its
+    divisors among 1 .. 2 * ranks, because each context rank has two slices. The vocabulary keeps
     its remainder modulo 64, and an odd number of layers stays odd.
 
     Args:
@@ -78,7 +79,7 @@ def small_model(model: ModelConfig, ranks: int, layers: int) -> dict[str, Any]:
         ),
         "vocab_size": 64 * 3 + model.vocab_size % 64,
         "sequence_length": _same_divisors(
-            model.sequence_length, ranks, at_least=MIN_SEQUENCE_LENGTH
+            model.sequence_length, 2 * ranks, at_least=MIN_SEQUENCE_LENGTH
         ),
     }
     # The outputs of matmuls keep their standard deviation, so that attention is as far from uniform

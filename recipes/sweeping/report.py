@@ -4,8 +4,11 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import combinations
+from statistics import mean, median
 from typing import Any
 
+from recipes.planning.measured.evaluation import MIN_RANKED_LAYOUTS, rank_correlation
 from recipes.planning.output.plan_report import layout_line
 from recipes.sweeping.choice import Choice
 from recipes.sweeping.splitting.parts import PARTS, PLANNED_PARTS, Split, planned_parts
@@ -102,6 +105,28 @@ def summary_lines(results: Sequence[tuple[Trial, Result]], choice: Choice) -> It
             yield from split_lines(best, split)
     counts = outcomes(results, choice)
     yield "Outcomes: " + ", ".join(f"{count} {name}" for name, count in counts.items() if count)
+
+
+def agreement_line(groups: Iterable[Sequence[Sequence[float]]]) -> str | None:
+    """Return a line that says how well the rounds agree; None if there is nothing to compare.
+
+    Args:
+        groups: for each group of competing trials, the seconds of a step by round and trial
+    """
+    ranked = [each for each in groups if len(each) > 1 and len(each[0]) >= MIN_RANKED_LAYOUTS]
+    if not ranked:
+        return None
+    tau = mean(
+        mean(rank_correlation(list(zip(*pair, strict=True))) for pair in combinations(rounds, 2))
+        for rounds in ranked
+    )
+    trials = [seconds for rounds in ranked for seconds in zip(*rounds, strict=True)]
+    spread = median(max(seconds) / min(seconds) - 1 for seconds in trials)
+    return (
+        f"Between rounds, the step time of a trial varies by up to {spread:.1%} (median), so "
+        f"smaller differences between layouts are noise. The orders of two rounds agree with "
+        f"Kendall's tau = {tau:.2f}."
+    )
 
 
 def split_lines(trial: Trial, split: Split) -> Iterator[str]:

@@ -13,7 +13,7 @@ FRAMEWORK = "Threefold"
 COLUMNS = (
     "row_id", "framework", "arch", "layers", "hidden", "heads", "kv_heads", "head_size", "ffn",
     "vocab", "seq", "tie_embeddings", "qk_norm", "gpu", "gpus", "gpus_per_node", "precision",
-    "attention_kernel", "tp", "pp", "vpp", "dp",
+    "attention_kernel", "tp", "pp", "vpp", "cp", "cp_kind", "dp",
     "zero_stage", "seq_parallel", "recompute", "mbs", "gbs", "step_time_s", "mem_gb", "oom",
     "usable_for_time", "schedule", "recompute_interval", "layers_per_stage", "outcome", "reason",
     "planned_step_s", "planned_mem_gb", "mfu_pct", "tokens_s_gpu", "steps", "trial", "recipe",
@@ -50,6 +50,8 @@ def row_of_trial(trial: Trial) -> Row:
         "tp": layout.tensor,
         "pp": layout.pipeline,
         "vpp": layout.chunks,
+        "cp": layout.context,
+        "cp_kind": layout.context_attention if layout.context > 1 else "",
         "dp": layout.data,
         "zero_stage": layout.zero_stage,
         "seq_parallel": int(layout.sequence_parallel),

@@ -105,8 +105,11 @@ class Trial:
         """
         recipe = self.recipe
         table = recipe.model_dump(mode="json")
-        if recipe.model.rope_scaling is None:  # as in sweeps from before this key existed
+        # Keys without effect are left out, so that they do not change the trial's identity.
+        if recipe.model.rope_scaling is None:
             del table["model"]["rope_scaling"]
+        if recipe.layout.context == 1:
+            del table["layout"]["context"], table["layout"]["context_attention"]
         blocks = {"layers_per_stage": list(recipe.blocks_of_virtual_stages)}
         return digest(
             {

@@ -33,7 +33,8 @@ POINT_TO_POINT = ("send", "recv")  # only stages use these, in the group of all 
 class Traffic:
     """Communication of one kind on one axis.
 
-    axis: "tensor", "data", "pipeline", "model" (tensor x pipeline) or "world"
+    axis: "tensor", "context", "data" (all replicas), "pipeline", "model" (tensor x pipeline) or
+        "world"
     memory_bytes: size of the whole tensors: all parts of a gather or scatter, otherwise the tensor
         that is reduced, sent or received
     """
@@ -49,9 +50,11 @@ class CollectiveCounter(TorchDispatchMode):
     """Count collectives, except those in groups of one rank, which transfer nothing.
 
     axes: axis by the ranks of its group
+    named: axis by the name of its group, if another group may have the same ranks
     """
 
     axes: Mapping[frozenset[int], str]
+    named: dict[str, str] = field(default_factory=dict)
     phase: str = ""
     counts: Counter[tuple[str, str, str]] = field(default_factory=Counter)  # phase, axis, kind
     totals: Counter[tuple[str, str, str]] = field(default_factory=Counter)
@@ -78,10 +81,11 @@ class CollectiveCounter(TorchDispatchMode):
             axis = "pipeline"
         else:
             scripted = next(a for a in arguments if isinstance(a, torch.ScriptObject))
-            ranks = frozenset(dist.get_process_group_ranks(dist.ProcessGroup.unbox(scripted)))
+            group = dist.ProcessGroup.unbox(scripted)
+            ranks = frozenset(dist.get_process_group_ranks(group))
             if len(ranks) == 1:
                 return
-            axis = self.axes[ranks]
+            axis = self.named.get(group.group_name) or self.axes[ranks]
         tensors = (t for t in tree_leaves(arguments[argument]) if isinstance(t, torch.Tensor))
         key = (self.phase, axis, kind)
         self.counts[key] += 1

@@ -28,6 +28,7 @@ from models import cost
 from models.kernels import attention, fusing, norms
 from models.kernels.attention import cumulative_lengths
 from models.parallel.micro_batch_info import positions_in
+from models.parallel.rng import token_positions
 from models.pipeline.replacement import replaced
 from models.transformer import rotary_table
 
@@ -58,7 +59,7 @@ def clear_tables() -> None:
 
     A cached table would be missing from the trace, and a fake one would break later passes.
     """
-    for cached in (rotary_table, positions_in, cumulative_lengths):
+    for cached in (rotary_table, positions_in, token_positions, cumulative_lengths):
         cached.cache_clear()
 
 

@@ -23,6 +23,7 @@ os.environ.setdefault("DS_ACCELERATOR", "cpu")  # or DeepSpeed says that it look
 
 import torch
 
+from models.context_parallel.division import Division, divide
 from models.errors import UserError
 from models.parallel.micro_batch_info import MicroBatchInfo
 from models.parallel.rng import MaskKey
@@ -131,7 +132,10 @@ def measure(recipe: Recipe, topology: Topology, rank: int, *, at_most: int) -> T
     traced = min(micro_batches, at_most)
     recipe = as_written(with_micro_batches(recipe, topology, traced))
     config = build_deepspeed_config(recipe, topology)
-    batch = [micro_batch(recipe, number) for number in range(traced)]
+    division = None
+    if topology.context > 1:
+        division = divide(recipe.model.sequence_length, coordinates.context, topology.context)
+    batch = [micro_batch(recipe, number, division) for number in range(traced)]
     counter = AllocationCounter(granularity=ALLOCATOR_BYTES)
     counter.ignore(t for each in batch for t in (each.tokens, each.labels) if t is not None)
     collectives = CollectiveCounter(axes_of(topology, coordinates))
@@ -139,6 +143,7 @@ def measure(recipe: Recipe, topology: Topology, rank: int, *, at_most: int) -> T
         observer = Observer(counter, collectives)
         engine = build_from_recipe(recipe, topology, config, observer)
         observer.watch(engine)
+        collectives.named = context_groups(engine)
         first_step(engine, batch)
         before = counter.alive()
         counter.restart()
@@ -166,19 +171,32 @@ def measure(recipe: Recipe, topology: Topology, rank: int, *, at_most: int) -> T
     )
 
 
+def context_groups(engine: Engine) -> dict[str, str]:
+    """Return "context" by the name of the engine's group of context ranks; empty if it has none.
+
+    With one data rank, all replicas are context ranks, and both groups have the same ranks.
+    """
+    group = engine.context_group
+    return {} if group is None else {group.group_name: "context"}
+
+
 def as_written(recipe: Recipe) -> Recipe:
     """Return the recipe without compiled kernels, which fake tensors and counters cannot run."""
     training = recipe.training.model_copy(update={"compile": False})
     return recipe.model_copy(update={"training": training})
 
 
-def micro_batch(recipe: Recipe, number: int) -> MicroBatch:
-    """Return a micro-batch of the recipe's shape, without documents."""
-    shape = (recipe.batch.micro_sequences, recipe.model.sequence_length)
+def micro_batch(recipe: Recipe, number: int, division: Division | None = None) -> MicroBatch:
+    """Return a micro-batch of the recipe's shape, without documents.
+
+    division: division of the sequences among context ranks; None: this rank has whole sequences
+    """
+    shape = (recipe.batch.micro_sequences, recipe.tokens_per_rank)
     first = number * recipe.batch.micro_sequences
     samples = range(first, first + recipe.batch.micro_sequences)
     tokens, labels = (torch.zeros(shape, dtype=torch.long) for _ in range(2))
-    return MicroBatch(tokens, labels, MicroBatchInfo(dropout=MaskKey(recipe.seed, samples)))
+    info = MicroBatchInfo(dropout=MaskKey(recipe.seed, samples), division=division)
+    return MicroBatch(tokens, labels, info)
 
 
 def first_step(engine: Engine, batch: list[MicroBatch]) -> None:
@@ -223,12 +241,13 @@ def axes_of(topology: Topology, coordinates: Coordinates) -> dict[frozenset[int]
         return frozenset(topology.rank(each) for each in group)
 
     pipeline, data, tensor = (range(n) for n in (topology.pipeline, topology.data, topology.tensor))
+    context = range(topology.context)
     ends = range(0, topology.pipeline, max(1, topology.pipeline - 1))
     return {
         ranks(pipeline=ends): "tied",  # the two replicas of a tied embedding
-        ranks(pipeline=pipeline, data=data, tensor=tensor): "world",
+        ranks(pipeline=pipeline, data=data, context=context, tensor=tensor): "world",
         ranks(pipeline=pipeline, tensor=tensor): "model",
         ranks(pipeline=pipeline): "pipeline",
-        ranks(data=data): "data",
+        ranks(data=data, context=context): "data",
         ranks(tensor=tensor): "tensor",
     }

@@ -10,9 +10,8 @@ def text(trace: Trace) -> str:
     """Return the report for a terminal: categories, largest allocations and communication."""
     sizes, own = trace.topology, trace.coordinates
     lines = [
-        f"{trace.name}, rank {trace.rank} of {sizes.world_size}: pipeline {own.pipeline} of "
-        f"{sizes.pipeline}, data {own.data} of {sizes.data}, tensor {own.tensor} of "
-        f"{sizes.tensor}",
+        f"{trace.name}, rank {trace.rank} of {sizes.world_size}: "
+        + ", ".join(f"{axis} {getattr(own, axis)} of {n}" for axis, n in sizes.axes.items()),
         f"{trace.micro_batches} micro-batches a step, {trace.traced} traced",
         "",
         f"{'memory, MiB':28}{'between steps':>16}{'at the peak':>16}",

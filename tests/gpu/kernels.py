@@ -8,9 +8,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from models import cost
+from models.context_parallel.division import divide
+from models.context_parallel.tiles import tiles_of
 from models.kernels.attention import document_attention, varlen_kernel
 from models.kernels.embedding import look_up
 from models.kernels.fusing import as_written, compiled
+from models.kernels.partial_attention import attend, attend_backward, merge
 from models.parallel.collectives import TensorAxis
 from models.parallel.cross_entropy import vocab_parallel_loss
 from recipes.training.runtime.processes import has_compiler
@@ -32,6 +35,7 @@ BF16 = {"deepspeed": "ds_configs/zero1_bf16.json"}
 DOCUMENTS = {"data__separate_documents": True, "training__steps": 10}
 ROUNDED = 0.02  # of the largest value, of results in 16 bits
 ROUNDED_ONCE = 2**-8  # likewise, of results that are rounded to bf16 once
+EXACT = 1e-4  # likewise, of results in fp32
 LENGTHS = (1, 2, 4, 30, 63, 150, 6), (256,)  # of the documents of two sequences
 REPEATS = 1024, 16384  # of a token
 PARTS_OF_LOSS = 4
@@ -168,9 +172,68 @@ def repetition_error(device: torch.device, repeats: int) -> float:
     return largest_error(found, expected)
 
 
+def slices_in_16_bits(device: torch.device) -> float:
+    """Return the error of attention over context ranks in bf16."""
+    return slices_error(device, torch.bfloat16)
+
+
+def slices_in_fp32(device: torch.device) -> float:
+    """Return the error of attention over context ranks in fp32."""
+    return slices_error(device, torch.float32)
+
+
+def slices_error(device: torch.device, dtype: torch.dtype) -> float:
+    """Return the largest error of attention over two context ranks and of its gradients.
+
+    Both ranks are computed here, one after the other, without communication. Most tiles have
+    lengths that no block size of a kernel divides.
+    """
+    generator = torch.Generator().manual_seed(0)
+    heads, kv_heads, d = 4, 2, 64
+    b, s = len(LENGTHS), sum(LENGTHS[0])
+    drawn = (torch.randn(b, n, s, d, generator=generator) for n in (heads, kv_heads, kv_heads))
+    q, k, v = (each.to(device, dtype) for each in drawn)
+    out, logsumexp = torch.empty_like(q), torch.empty(b, heads, s, device=device)
+    grad = weights_like(out)
+    grads = [torch.zeros_like(each, dtype=torch.float32) for each in (q, k, v)]
+    for rank in range(2):
+        slices = divide(s, rank, 2, LENGTHS).slices
+        here = torch.cat([torch.arange(each.start, each.stop, device=device) for each in slices])
+        own_q, own_k, own_v, own_grad = (each[:, :, here] for each in (q, k, v, grad))
+        tiles = tiles_of(slices, LENGTHS)
+        own_out, own_logsumexp = own_q.clone(), logsumexp[:, :, here]
+        for tile in tiles:
+            part = attend(own_q[tile.own], own_k[tile.own], own_v[tile.own], causal=True)
+            if tile.before:
+                others = attend(own_q[tile.own], k[tile.others], v[tile.others], causal=False)
+                part = merge(part, others)
+            own_out[tile.own], own_logsumexp[tile.own] = part
+        out[:, :, here] = own_out
+        for tile in tiles:
+            own, whole = tile.own, (own_out[tile.own], own_logsumexp[tile.own])
+            rows = here[tile.rows]
+            parts = [(rows, own_k[own], own_v[own], True)]
+            if tile.before:
+                keys = torch.arange(tile.before.start, tile.before.stop, device=device)
+                parts.append((keys, k[tile.others], v[tile.others], False))
+            for keys, key, value, causal in parts:
+                found = attend_backward(own_grad[own], own_q[own], key, value, whole, causal=causal)
+                for total, places, each in zip(grads, (rows, keys, keys), found, strict=True):
+                    total[tile.sequences, :, places] += each
+    number = torch.stack([torch.arange(len(n)).repeat_interleave(torch.tensor(n)) for n in LENGTHS])
+    mask = (number.unsqueeze(1) == number.unsqueeze(2)).tril().unsqueeze(1).to(device)  # [b,1,s,s]
+    expected = with_gradients(
+        lambda q, k, v: F.scaled_dot_product_attention(q, k, v, mask, enable_gqa=True),
+        [each.double() for each in (q, k, v)],
+    )
+    return largest_error([out, *grads], expected)
+
+
 COMPARISONS = {  # name -> function that returns an error, its limit
     "attention over documents at once, bf16": (documents_at_once, ROUNDED),
     "attention over documents one by one, bf16": (documents_one_by_one, ROUNDED),
+    "attention over two context ranks, bf16": (slices_in_16_bits, ROUNDED),
+    "attention over two context ranks, fp32": (slices_in_fp32, EXACT),
     f"loss in {PARTS_OF_LOSS} parts, fp16": (loss_in_parts, ROUNDED),
     "embedding of repeated tokens, bf16": (repeated_tokens, ROUNDED_ONCE),
 }

@@ -198,25 +198,31 @@ def test_documents_are_packed_without_a_copy() -> None:
         assert all(map(torch.equal, others, heads))
 
 
+def forget_kernels() -> None:
+    """Clear the caches of what a GPU supports."""
+    attention._varlen_attention.cache_clear()
+    attention.has_flash_attention.cache_clear()
+
+
 def test_the_kernel_for_documents_is_flash_attention_on_recent_gpus() -> None:
     gpu, bf16 = torch.device("cuda"), torch.bfloat16
     with (
         mock.patch.object(torch.backends.cuda, "is_flash_attention_available", lambda: True),
         mock.patch.object(torch.cuda, "get_device_capability", return_value=(9, 0)) as capability,
     ):
-        attention._varlen_attention.cache_clear()
+        forget_kernels()
         assert varlen_kernel(CPU, bf16, 64) is None
         assert varlen_kernel(gpu, torch.float32, 64) is None
         assert varlen_kernel(gpu, bf16, 60) is None and varlen_kernel(gpu, bf16, 512) is None
         assert varlen_kernel(gpu, bf16, 128) is varlen_attn
         assert varlen_kernel(gpu, torch.float16, 256) is varlen_attn
-        attention._varlen_attention.cache_clear()
+        forget_kernels()
         with mock.patch("torch.nn.attention.varlen.varlen_attn", lambda query, is_causal: query):
             assert varlen_kernel(gpu, bf16, 128) is None  # as in earlier versions of torch
-        attention._varlen_attention.cache_clear()
+        forget_kernels()
         capability.return_value = (7, 5)
         assert varlen_kernel(gpu, bf16, 128) is None
-    attention._varlen_attention.cache_clear()
+    forget_kernels()
 
 
 @pytest.mark.parametrize("kv_heads", [2, 4])
@@ -269,9 +275,9 @@ def test_documents_do_not_use_cudnn() -> None:
 def test_rotary_angles_restart_in_each_document() -> None:
     """Attention would differ only by rounding, so the table itself is tested."""
     documents = Documents(((2, 3), (4, 1)))
-    whole = rotary_table(range(5), Frequencies(8), CPU, None)
+    whole = rotary_table((range(5),), Frequencies(8), CPU, None)
     for table, places in zip(
-        rotary_table(range(5), Frequencies(8), CPU, documents), whole, strict=True
+        rotary_table((range(5),), Frequencies(8), CPU, documents), whole, strict=True
     ):
         for sequence, lengths in enumerate(documents.lengths):
             expected = torch.cat([places[:length] for length in lengths])  # [s, 1, 1, d]

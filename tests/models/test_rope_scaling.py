@@ -72,8 +72,8 @@ def largest_difference(config: ModelConfig, positions: range) -> float:
     labels = tokens.roll(-1, dims=1)
     table = transformer.rotary_table
 
-    def moved(_: range, *rest: Any) -> tuple[Tensor, Tensor]:
-        return table(positions, *rest)
+    def moved(_: Any, *rest: Any) -> tuple[Tensor, Tensor]:
+        return table((positions,), *rest)
 
     with mock.patch.object(transformer, "rotary_table", moved):
         loss = ours(tokens, labels, MicroBatchInfo())
@@ -136,7 +136,7 @@ def test_a_wrong_frequency_is_noticed(name: str, fault: dict[str, Any]) -> None:
 
 
 def test_positions_up_to_a_million_are_exact() -> None:
-    table = transformer.rotary_table(range(2**20 - 2, 2**20), Frequencies(2), CPU, None)
+    table = transformer.rotary_table((range(2**20 - 2, 2**20),), Frequencies(2), CPU, None)
     expected = torch.arange(2**20 - 2, 2**20, dtype=torch.float64)  # the first pair turns by 1
     assert torch.allclose(table[0].flatten(), expected.cos().float(), atol=1e-6)
 

@@ -50,7 +50,7 @@ def in_fp64() -> Iterator[None]:
     """Let kernels compute in fp64 instead of fp32, with the same rotary table."""
     config = CONFIGS["llama"]
     frequencies = Frequencies(config.attention_head_size, config.rope_theta)
-    rotary_table(range(config.sequence_length), frequencies, torch.device("cpu"), None)  # cached
+    rotary_table((range(config.sequence_length),), frequencies, torch.device("cpu"), None)  # cached
     default = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:

@@ -33,7 +33,7 @@ from recipes.training.recipe.schema import Recipe
 from recipes.training.recipe.topology import World
 from tests.ranks import run_ranks
 
-FILES = [path for path in shipped_recipes() if path != DEFAULT_RECIPE]
+FILES = [path for path in shipped_recipes() if path.parent != DEFAULT_RECIPE.parent]
 NAMES = [f"{path.parent.name}-{path.stem}" for path in FILES]
 GPUS = ("V100-32GB", "A100-40GB", "A100-80GB", "H100", "H200", "B200", "MI300X")
 STEPS = 2
@@ -112,19 +112,21 @@ def equation_2(layers: int, hidden: int, vocab: int = 51200, sequence: int = 204
 
 
 # Shapes: the models' config.json; counts: the elements of their released weights; tokens: Touvron
-# et al. 2023, table 1; the model cards of Llama 3.1 and 3.2; Dubey et al. 2024, section 3; the
-# Qwen3 report's section 3.1.
+# et al. 2023, table 1; the model cards of Llama 3.1 and 3.2; Dubey et al. 2024, sections 3 and
+# 3.4.2; the Qwen3 report's section 3.1, but our own for 4b-128k.
 RELEASED = {
     "llama-1b": Published(16, 2048, 32, 8, 8192, 1_235_814_400, 9e12),
     "llama-3b": Published(28, 3072, 24, 8, 8192, 3_212_749_824, 9e12),
     "llama-7b": Published(32, 4096, 32, 32, 11008, 6_738_415_616, 2e12),
     "llama-8b": Published(32, 4096, 32, 8, 14336, 8_030_261_248, 15e12),
+    "llama-8b-128k": Published(32, 4096, 32, 8, 14336, 8_030_261_248, 800e9),
     "llama-13b": Published(40, 5120, 40, 40, 13824, 13_015_864_320, 2e12),
     "llama-70b": Published(80, 8192, 64, 8, 28672, 70_553_706_496, 15e12),
     "llama-405b": Published(126, 16384, 128, 8, 53248, 405_853_388_800, 15.6e12),
     "qwen3-0.6b": Published(28, 1024, 16, 8, 3072, 596_049_920, 36e12),
     "qwen3-1.7b": Published(28, 2048, 16, 8, 6144, 1_720_574_976, 36e12),
     "qwen3-4b": Published(36, 2560, 32, 8, 9728, 4_022_468_096, 36e12),
+    "qwen3-4b-128k": Published(36, 2560, 32, 8, 9728, 4_022_468_096, 100e9),
     "qwen3-8b": Published(36, 4096, 32, 8, 12288, 8_190_735_360, 36e12),
     "qwen3-14b": Published(40, 5120, 40, 8, 17408, 14_768_307_200, 36e12),
     "qwen3-32b": Published(64, 5120, 64, 8, 25600, 32_762_123_264, 36e12),
@@ -159,7 +161,7 @@ def test_a_recipe_is_the_published_model(name: str) -> None:
     assert recipe.name == name
     comment = " ".join(line.removeprefix("# ") for line in text.split("\n\n")[0].split("\n"))
     assert f"{published.parameters:,} parameters" in comment
-    assert len(text.splitlines()) <= 75
+    assert len(text.splitlines()) <= 80
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -209,7 +211,7 @@ def test_megatron_matches_its_table(name: str) -> None:
 @pytest.mark.parametrize("name", RELEASED)
 def test_llama_and_qwen3_have_their_features(name: str) -> None:
     recipe = shipped(name)
-    family, size = name.split("-")
+    family, size, *context = name.split("-")
     model = recipe.model
     if family == "qwen3":
         tied, theta, vocab, sequence, epsilon = (
@@ -224,11 +226,20 @@ def test_llama_and_qwen3_have_their_features(name: str) -> None:
         tied, theta, vocab, sequence, epsilon = False, 1e4, 32000, 4096, 1e-5
     else:
         tied, theta, vocab, sequence, epsilon = size in ("1b", "3b"), 5e5, 128256, 8192, 1e-5
+    if context:
+        sequence = 2**17
+        scaling = model.rope_scaling
+        # factor, and length that the released weights were trained on
+        expected = {"llama": ("llama3", 8, 8192), "qwen3": ("yarn", 4, 32768)}[family]
+        assert (scaling.type, scaling.factor, scaling.original_sequence_length) == expected
+        assert recipe.training.initial_weights
+    else:
+        assert model.rope_scaling is None
     assert (model.tie_embeddings, model.rope_theta, model.norm_epsilon) == (tied, theta, epsilon)
     assert (model.vocab_size, model.sequence_length) == (vocab, sequence)
     assert (model.norm, model.positions, model.activation) == ("rmsnorm", "rope", "swiglu")
     assert not model.bias and model.qk_norm == (family == "qwen3")
-    if family == "llama" and size in LLAMA_RATES:
+    if family == "llama" and size in LLAMA_RATES and not context:
         assert recipe.optimizer.learning_rate == LLAMA_RATES[size]
 
 

@@ -87,8 +87,8 @@ def test_a_heat_map_uses_the_links_and_the_headroom(tmp_path: Path) -> None:
         assert plan
         times.append(plan.time.total)
     assert times[1] > times[0]
-    roomy = plan_on_nodes(recipe, job_of(recipe, machine), 16, headroom=0.6)
-    assert roomy and roomy.memory.total <= 0.4 * machine.gpu.memory_gib * 2**30 < plan.memory.total
+    roomy = plan_on_nodes(recipe, job_of(recipe, machine), 16, headroom=0.7)
+    assert roomy and roomy.memory.total <= 0.3 * machine.gpu.memory_gib * 2**30 < plan.memory.total
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from collections import Counter
 from dataclasses import replace
+from itertools import product
+from math import gcd
 from pathlib import Path
 
 import pytest
@@ -40,6 +42,7 @@ from recipes.planning.output.plan_report import rates
 from recipes.planning.output.recipe_edits import changes
 from recipes.planning.search.layout_search import (
     DEFAULT_HEADROOM,
+    MIN_TOKENS_PER_CONTEXT_RANK,
     divisors,
     is_near_tie,
     search,
@@ -621,20 +624,27 @@ def test_a_search_finds_every_layout_of_a_recipe() -> None:
         for schedule, kind in SCHEDULES.items()
         for chunks in ((kind.chunks,) if kind.chunks else INTERLEAVED)
     ]
-    for tensor in range(1, 9):
-        for pipeline in range(1, 9):
-            for micro_sequences in range(1, 17):
-                for schedule, chunks in ways:
-                    table["layout"] |= {
-                        "tensor": tensor, "pipeline": pipeline, "schedule": schedule,
-                        "chunks": chunks,
-                    }  # fmt: skip
-                    table["batch"]["micro_sequences"] = micro_sequences
-                    try:
-                        valid.add(job_of(parse_recipe(table, "valid"), machine).layout)
-                    except UserError:
-                        continue
-    plain = {s for s in seen if s.zero_stage == 1 and s.recompute == "none"}
+    sizes = product(range(1, 9), range(1, 9), range(1, 9), range(1, 17), ways)
+    for tensor, pipeline, context, micro_sequences, (schedule, chunks) in sizes:
+        short = recipe.model.sequence_length // context < MIN_TOKENS_PER_CONTEXT_RANK
+        if context > 1 and (short or gcd(context, micro_sequences) > 1):
+            continue  # one with fewer context ranks is as good
+        table["layout"] |= {
+            "tensor": tensor, "pipeline": pipeline, "context": context, "schedule": schedule,
+            "chunks": chunks,
+        }  # fmt: skip
+        table["batch"]["micro_sequences"] = micro_sequences
+        try:
+            valid.add(job_of(parse_recipe(table, "valid"), machine).layout)
+        except UserError:
+            continue
+    # The search chooses the way to other context ranks' keys.
+    plain = {
+        replace(s, context_attention="gather")
+        for s in seen
+        if s.zero_stage == 1 and s.recompute == "none"
+    }
+    assert {s.context for s in plain} == {1, 2}
     assert {s for s in plain if not s.sequence_parallel} == valid
     assert {s.recompute for s in seen} == {
         "none",

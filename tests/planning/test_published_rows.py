@@ -7,15 +7,16 @@ import pytest
 
 from models.cost import flops_per_token
 from recipes.gpus.datasheet import load_gpu
-from recipes.planning.inputs.job import JobLayout, Machine
+from recipes.planning.inputs.job import JobLayout, Machine, job_of
 from recipes.planning.inputs.software import load_software
 from recipes.planning.measured import evaluation
 from recipes.planning.measured.calibration import Calibration
 from recipes.planning.measured.table import Row, read_row
 from recipes.planning.memory.peak import GIB, context_gib, fullest_stage
+from recipes.planning.output.plan_report import rates
 from recipes.planning.time.network import all_reduce_seconds, gather_seconds
 from recipes.planning.time.step_time import data_time, step_time
-from recipes.training.recipe.loading import REPOSITORY
+from recipes.training.recipe.loading import REPOSITORY, load_recipe
 
 PUBLISHED = REPOSITORY / "recipes" / "planning" / "measured" / "published"
 
@@ -143,3 +144,30 @@ def test_a_small_group_of_optimizer_ranks_gathers_within_itself() -> None:
     plain = replace(job.software, broadcasts_weights=False)
     assert grouped < whole
     assert data_time(replace(job, software=plain), 0.0) < whole
+
+
+@pytest.mark.parametrize(
+    ("nodes", "sequence", "context", "published", "predicted"),
+    [(1024, 8192, 1, 43, 42.1), (2048, 8192, 1, 41, 36.9), (2048, 131072, 16, 38, 42.0)],
+)
+def test_llama_405b_on_meta_s_cluster_is_predicted_as_documented(
+    nodes: int, sequence: int, context: int, published: float, predicted: float
+) -> None:
+    """Dubey et al. 2024, table 4. All three have batches of 16 M tokens."""
+    settings = {
+        "layout.recompute": "none", "layout.schedule": "interleaved", "layout.chunks": 4,
+        "layout.context": context, "model.sequence_length": sequence, "cluster.nodes": nodes,
+        "batch.global_sequences": 2**24 // sequence,
+    }  # fmt: skip
+    overrides = [f"{key}={value}" for key, value in settings.items()]
+    recipe = load_recipe(REPOSITORY / "recipes" / "llama" / "405b.toml", overrides)
+    assert (recipe.layout.tensor, recipe.layout.pipeline) == (8, 16)
+    job = job_of(recipe, Machine.of_cluster(recipe.cluster))
+    mfu = 100 * rates(job, step_time(job).total, 1).mfu
+    assert mfu == pytest.approx(predicted, abs=0.05)
+    assert mfu == pytest.approx(published, abs=4.2)
+    row = f"{8 * nodes:,} | {sequence:,} |"
+    text = (REPOSITORY / "docs" / "planner.md").read_text()
+    assert any(
+        row in line and f"| {published}% | {predicted}% |" in line for line in text.split("\n")
+    )

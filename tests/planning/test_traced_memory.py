@@ -10,7 +10,7 @@ from recipes.tracing.trace import trace
 from recipes.training.recipe.loading import DEFAULT_RECIPE, REPOSITORY, load_recipe, shipped_recipes
 from recipes.training.recipe.schema import Recipe
 
-CATALOGUE = [path for path in shipped_recipes() if path != DEFAULT_RECIPE]
+CATALOGUE = [path for path in shipped_recipes() if path.parent != DEFAULT_RECIPE.parent]
 TOLERANCE = 0.03  # for the recipes; the tests of single layouts add 0.01
 GPT = [
     "model.norm=layernorm",
@@ -94,6 +94,34 @@ VARIANTS = {
     "zero-3": ["deepspeed=ds_configs/zero3_bf16.json", "layout.pipeline=1", "model.layers=4"],
     "gpt, dropout": [*GPT, "model.dropout=0.1", "layout.tensor=2", "layout.pipeline=2"],
     "attention dropout": [*GPT, "model.attention_dropout=0.1", "layout.pipeline=1"],
+    "context, gather": ["layout.context=2", "layout.pipeline=1"],
+    "context, ring": [
+        "layout.context=4", "layout.context_attention=ring", "layout.pipeline=1",
+    ],
+    "context, ulysses": [
+        "layout.context=4", "layout.context_attention=ulysses", "layout.pipeline=1",
+    ],
+    "context, tensor, stages": [
+        "layout.context=2", "layout.tensor=2", "layout.pipeline=2", "layout.sequence_parallel=true",
+    ],
+    "context, full": [
+        "layout.context=4", "layout.pipeline=2", "layout.recompute=full",
+    ],
+    "context, long": [
+        "layout.context=8", "layout.context_attention=ring", "layout.pipeline=1",
+        "model.sequence_length=32768", "batch.global_sequences=4",
+    ],
+    "context, long, gather": [
+        "layout.context=8", "layout.pipeline=1", "model.sequence_length=32768",
+        "batch.global_sequences=4",
+    ],
+    "context, long, ulysses": [
+        "layout.context=8", "layout.context_attention=ulysses", "layout.pipeline=1",
+        "model.sequence_length=32768", "batch.global_sequences=4",
+    ],
+    "context, attention dropout": [
+        *GPT, "model.attention_dropout=0.1", "layout.context=2", "layout.pipeline=1",
+    ],
     "qk-norm": ["model.qk_norm=true", "layout.tensor=2", "layout.pipeline=1"],
 }  # fmt: skip
 
@@ -125,6 +153,24 @@ def test_the_formula_agrees_with_a_trace(name: str) -> None:
     recipe, job = planned_job(path, [*SMALL, *VARIANTS[name]])
     for stage in {0, job.layout.pipeline - 1}:
         assert abs(difference(recipe, job, stage)) < TOLERANCE + 0.01
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("attention", ["gather", "ring", "ulysses"])
+def test_activations_shrink_with_the_context_ranks(attention: str) -> None:
+    path = REPOSITORY / "recipes" / "llama" / "7b.toml"
+    settings = [*SMALL, "layout.pipeline=1", "model.sequence_length=32768"]
+    kept = []  # by the blocks of a rank; the rest of the activations is that of one operation
+    for context in (1, 2, 4, 8):
+        more = [f"layout.context={context}"]
+        if context > 1:
+            more.append(f"layout.context_attention={attention}")
+        recipe, job = planned_job(path, [*settings, *more])
+        assert abs(difference(recipe, job, 0)) < TOLERANCE
+        kept.append(context * memory_of_stage(job, 0).activations)
+    if attention == "ulysses":  # which keeps a copy of the attention's output
+        kept[0] = kept[1]
+    assert max(kept) <= (1 + TOLERANCE) * min(kept)
 
 
 @pytest.mark.parametrize(

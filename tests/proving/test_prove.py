@@ -2,13 +2,14 @@
 
 import argparse
 import contextlib
+import itertools
 import json
 import math
 import multiprocessing
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from unittest import mock
 import pytest
 import torch
 
+from models.context_parallel.tiles import tiles_of
 from models.layer_specs import SequentialModel, layer_specs, logical_parameters, run_layers
 from models.parallel.collectives import TensorAxis
 from models.parallel.deferral import Deferral
@@ -24,11 +26,12 @@ from models.parallel.micro_batch_info import MicroBatchInfo
 from models.parallel.rng import attention_rows
 from models.pipeline.stage import Stage
 from models.sharding import Sharding
+from models.transformer import rotary_table
 from recipes import prove
 from recipes.proving import compare as comparison
 from recipes.proving import proof_picture
 from recipes.proving.compare import Outcome, compare
-from recipes.proving.layouts import ProofCase, reference, valid_cases
+from recipes.proving.layouts import ProofCase, reference, sample, valid_cases
 from recipes.proving.proof_corpus import write_corpus
 from recipes.proving.proof_report import Finding, as_json, failures, table, verdict
 from recipes.proving.shrink import larger_micro_batch, shrink
@@ -111,7 +114,7 @@ def test_a_large_common_multiple_is_made_small(corpus: Path) -> None:
 
 
 def test_the_recipes_own_interval_is_proven(corpus: Path, tmp_path: Path) -> None:
-    options = argparse.Namespace(ranks=1, layers=4, steps=1, relay=False)
+    options = argparse.Namespace(ranks=1, layers=4, steps=1, relay=False, sample=None)
     for interval, proven in ((1, {1, 2}), (2, {2}), (3, {2, 3}), (40, {2, 4})):
         layout = {"layout__recompute": "full", "layout__recompute_interval": interval}
         recipe = recipe_of(corpus, layout | {"model__layers": 4})
@@ -135,13 +138,18 @@ def test_the_layouts_are_those_that_the_recipe_accepts(corpus: Path, tmp_path: P
     small = made_small(recipe_of(corpus, {"model__layers": 4}), tmp_path, ranks=4)
     cases = valid_cases(small, ranks=4, micro_sequences=(1, 2))
     names = {f"{case.axes}: {case.method}" for case in cases}
-    assert len(names) == len(cases) == 267  # counted by hand
+    assert len(names) == len(cases) == 267 + 306  # counted by hand, without and with context
     for name in (
         "tensor 1 x pipeline 1 x data 1: zero3, recompute full by 2, micro-batch 2",
         "tensor 1 x pipeline 3 x data 1: zero1, 1f1b, micro-batch 1",  # four layers, three stages
         "tensor 2 x pipeline 2 x data 1: zero1, dualpipev, sequence-parallel, micro-batch 1",
         "tensor 1 x pipeline 2 x data 2: zero1, interleaved x 2, micro-batch 2",
         "tensor 1 x pipeline 4 x data 1: zero1, zb-h1, micro-batch 1",
+        "tensor 1 x pipeline 1 x context 2 x data 2: zero3, ulysses, recompute full by 2, "
+        "micro-batch 2",
+        "tensor 1 x pipeline 2 x context 2 x data 1: zero1, zb-v, ring, micro-batch 1",
+        "tensor 2 x pipeline 1 x context 2 x data 1: zero2, sequence-parallel, gather, "
+        "micro-batch 1",
         "tensor 2 x pipeline 1 x data 2: zero2, sequence-parallel, recompute selective, "
         "micro-batch 2",
     ):
@@ -149,6 +157,8 @@ def test_the_layouts_are_those_that_the_recipe_accepts(corpus: Path, tmp_path: P
     for name in names:
         assert "tensor 4" not in name and "tensor 3" not in name  # two key-value heads
         assert "zero1" in name or "pipeline 1" in name
+        assert "ulysses" not in name or ("context 2" in name and "tensor 1" in name)
+        assert "context 3" not in name  # sequences of 16 tokens
         if "dualpipev" in name or "zb-v" in name or "interleaved" in name:
             assert "pipeline 2" in name  # there are four blocks
         assert "interleaved x 3" not in name
@@ -222,6 +232,22 @@ def test_a_key_bias_has_no_gradient_of_its_own(corpus: Path) -> None:
         assert all(name.endswith(comparison.NOISE_SUFFIX) for name in quiet)
 
 
+def test_a_sample_has_every_pair_of_settings(corpus: Path) -> None:
+    cases = valid_cases(
+        made_small(recipe_of(corpus, {}), corpus, ranks=4), ranks=4, micro_sequences=(1, 2)
+    )
+
+    def pairs(some: Iterable[ProofCase]) -> set[Any]:
+        return {pair for case in some for pair in itertools.combinations(case.settings.items(), 2)}
+
+    few, many = sample(cases, 30), sample(cases, 100)
+    assert (len(few), len(many)) == (30, 100) and set(few) <= set(many) <= set(cases)
+    assert [case for case in cases if case in set(many)] == many  # in the order of the cases
+    assert pairs(many) == pairs(cases)
+    assert len(pairs(few)) > 1.1 * len(pairs(cases[:: len(cases) // 30][:30]))
+    assert sample(cases, 10_000) == cases
+
+
 # Detection of faults
 
 MUTANTS = {  # seeded fault -> changes of the recipe, the layout it must show in
@@ -246,6 +272,12 @@ MUTANTS = {  # seeded fault -> changes of the recipe, the layout it must show in
     "the last deferred weight gradient is dropped": (
         {},
         {"pipeline": 2, "schedule": "zb-h1"},
+    ),
+    "context ranks count positions from 0": ({}, {"context": 2}),
+    "keys get no gradient from other context ranks": ({}, {"context": 2}),
+    "other context ranks attend across documents": (
+        {"data__separate_documents": True},
+        {"context": 2},
     ),
     # too little of the gradient norm to show there, and Adam's steps hide a factor
     "the last norm's gradient is a thousandth too large": ({}, {"tensor": 2}),
@@ -303,10 +335,8 @@ def seeded_fault(fault: str) -> Iterator[None]:
             lambda parameter: True,
         ),
         "the masks of attention dropout start at head 0 on all ranks": (
-            "models.transformer.attention_rows",
-            lambda x, *, axis, **settings: attention_rows(
-                x, axis=replace(axis, rank=0), **settings
-            ),
+            "models.context_parallel.attention_with_dropout.attention_rows",
+            lambda x, *, first_head, **settings: attention_rows(x, first_head=0, **settings),
         ),
         "the last stage attends across documents": (
             "models.pipeline.stage.Stage.take_micro_batch_infos",
@@ -321,6 +351,18 @@ def seeded_fault(fault: str) -> Iterator[None]:
             "models.parallel.deferral.Deferral.take",
             lambda self: TAKE(self)[:-1],
         ),
+        "context ranks count positions from 0": (
+            "models.transformer.rotary_table",
+            lambda slices, *rest: rotary_table((range(sum(map(len, slices))),), *rest),
+        ),
+        "keys get no gradient from other context ranks": (
+            "models.context_parallel.gathered_attention.reduce_scatter",
+            lambda x, axis, order: torch.zeros_like(x.chunk(axis.size, dim=-2)[0]),
+        ),
+        "other context ranks attend across documents": (
+            "models.transformer.tiles_of",
+            lambda slices, lengths: tiles_of(slices, None),
+        ),
         "the last norm's gradient is a thousandth too large": (
             "recipes.proving.trial.build_from_recipe",
             lambda *arguments: scaled(build_from_recipe(*arguments), "final_norm.weight", 1.001),
@@ -334,8 +376,11 @@ def mutant_case(corpus: Path, fault: str) -> ProofCase:
     changes, layout = MUTANTS[fault]
     small = made_small(recipe_of(corpus, changes), corpus)
     found = valid_cases(small, ranks=2, micro_sequences=(1,))
-    wanted = {"tensor": 1, "pipeline": 1, "schedule": "1f1b", "sequence_parallel": False} | layout
-    wanted |= {"recompute": "none"}
+    wanted = {
+        "tensor": 1, "pipeline": 1, "context": 1, "context_attention": "gather",
+        "schedule": "1f1b", "sequence_parallel": False, "recompute": "none",
+    }  # fmt: skip
+    wanted |= layout
     (case,) = (
         case
         for case in found
@@ -411,7 +456,7 @@ def test_a_layout_that_fails_is_a_finding_and_the_others_continue(
     assert "nowhere" in results[bad]
     findings = [Finding(bad, results[bad])]
     assert "failed: tensor 1 x pipeline 1 x data 2" in failures(findings)
-    assert "| 1 x 1 x 2 | 2 | 0 of 1 | inf | inf | inf | inf |" in table(findings)
+    assert "| 1 x 1 x 1 x 2 | 2 | 0 of 1 | inf | inf | inf | inf |" in table(findings)
     assert verdict(findings).startswith("0 of 1 layouts")
     assert as_json(findings)["passed"] is False and json.dumps(as_json(findings), allow_nan=False)
 

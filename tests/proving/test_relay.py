@@ -14,7 +14,7 @@ from models.sharding import Sharding
 from recipes.prove import run_relay
 from recipes.proving import layouts
 from recipes.proving.compare import Leg
-from recipes.proving.layouts import ProofCase, valid_cases
+from recipes.proving.layouts import ProofCase, sample, valid_cases
 from recipes.proving.proof_report import Finding, relay_as_text
 from recipes.proving.relay import run_leg
 from recipes.proving.trial import many_cases
@@ -48,7 +48,7 @@ def cases(corpus: Path, shape: dict[str, Any], *, ranks: int, count: int) -> lis
     chosen = []
     for size in {case.world_size for case in valid}:
         own = [case for case in valid if case.world_size == size]
-        chosen += own[:: max(1, len(own) // count)][:count]
+        chosen += sample(own, count)
     return chosen
 
 

@@ -21,7 +21,7 @@ from tests.conftest import changed, small_recipe
 from tests.sweeping.sweeps import Sweep
 from tests.sweeping.test_table import trial_of
 
-SECONDS = dict(zip(PARTS, [0.3, 0.2, 0.01, 0.1, 0.05, 0.04, 0.007], strict=True))
+SECONDS = dict(zip(PARTS, [0.3, 0.2, 0.02, 0.01, 0.1, 0.05, 0.04, 0.007], strict=True))
 
 
 def split_of(step_seconds: float = 0.3) -> Split:

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import tomli_w
 
+from recipes.sweeping.report import agreement_line
 from recipes.training.recipe.loading import REPOSITORY
 from tests.conftest import changed, small_recipe
 from tests.sweeping.sweeps import Sweep
@@ -222,10 +223,25 @@ def test_the_fastest_of_several_rounds_counts(sweep: Sweep) -> None:
         (row,) = (rows[file.stem] for file in files if file.stem in rows)
         assert float(row["step_time_s"]) == pytest.approx(fastest, rel=1e-4)
     assert rows[trials[1].in_round(2).key]["outcome"] == "crashed"
+    assert "Between rounds, the step time of a trial varies by up to " in done.stdout
     assert (
         "--halving and --rounds exclude each other"
         in sweep.run("--rounds", "2", "--halving").stdout
     )
+
+
+def test_rounds_that_order_the_trials_differently_are_noise() -> None:
+    group = [[1.0, 2.0, 3.0], [1.2, 4.0, 3.0], [1.1, 2.0, 3.0]]
+    line = agreement_line([group])
+    # Of three pairs of trials, the second round orders one differently from the other rounds.
+    assert line is not None and f"Kendall's tau = {(1 / 3 + 1 + 1 / 3) / 3:.2f}." in line
+    assert "varies by up to 20.0% (median)" in line  # 20 %, 100 % and 0 %
+    slow = [[10.0, 20.0, 30.0], [10.0, 20.0, 30.0]]
+    both = agreement_line([group, slow])  # trials of different groups are not compared
+    assert both is not None and f"tau = {(5 / 9 + 1) / 2:.2f}." in both
+    assert agreement_line([[[1.0, 2.0, 3.0]]]) is None
+    assert agreement_line([[[1.0, 2.0], [1.0, 2.0]]]) is None  # too few to rank
+    assert agreement_line([]) is None
 
 
 def test_halving_gives_the_leaders_more_steps(sweep: Sweep) -> None:

@@ -308,7 +308,7 @@ def test_a_cached_table_is_not_missing_from_a_trace(small: dict[str, Any]) -> No
     once = traced_as_on_a_cpu(recipe, 1, 0)
     model = recipe.model
     frequencies = Frequencies(model.attention_head_size, model.rope_theta)
-    rotary_table(range(model.sequence_length), frequencies, torch.device("cpu"), None)
+    rotary_table((range(model.sequence_length),), frequencies, torch.device("cpu"), None)
     assert traced_as_on_a_cpu(recipe, 1, 0) == once
 
 

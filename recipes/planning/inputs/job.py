@@ -100,7 +100,8 @@ class JobLayout:
     tensor: int = 1
     pipeline: int = 1
     chunks: int = 1  # virtual stages per pipeline stage
-    context: int = 1  # ranks that share a sequence; only in published tables, not in recipes
+    context: int = 1  # ranks that share a sequence
+    context_attention: str = "gather"  # or "ring" or "ulysses"
     data: int = 1
     zero_stage: int = 1
     schedule: str = "1f1b"
@@ -116,14 +117,19 @@ class JobLayout:
         return self.tensor if self.sequence_parallel else 1
 
     @property
+    def replicas(self) -> int:
+        """Ranks with the same part of the model: data x context."""
+        return self.data * self.context
+
+    @property
     def optimizer_ranks(self) -> int:
-        """Ranks that shard the optimizer state: all data ranks, from ZeRO-1 on."""
-        return self.data * self.context if self.zero_stage else 1
+        """Ranks that shard the optimizer state: all replicas, from ZeRO-1 on."""
+        return self.replicas if self.zero_stage else 1
 
     @property
     def gpus(self) -> int:
         """The total number of ranks."""
-        return self.tensor * self.pipeline * self.context * self.data
+        return self.tensor * self.pipeline * self.replicas
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -204,6 +210,8 @@ def job_of(recipe: Recipe, machine: Machine, software: Software = THREEFOLD) -> 
         tensor=topology.tensor,
         pipeline=topology.pipeline,
         chunks=section.chunks,
+        context=topology.context,
+        context_attention=section.context_attention,
         data=topology.data,
         zero_stage=zero_stage(config),
         schedule=section.schedule,

@@ -167,14 +167,19 @@ def ranked_groups(predictions: Iterable[Prediction]) -> list[list[Prediction]]:
 
 
 def kendall_tau(group: Sequence[Prediction]) -> float:
-    """Return the rank correlation of predicted and measured times (Kendall 1938).
+    """Return the rank correlation of predicted and measured times."""
+    return rank_correlation(_times(group))
 
-    It is (concordant - discordant) pairs / all pairs; ties are neither.
+
+def rank_correlation(points: Sequence[tuple[float, float]]) -> float:
+    """Return the rank correlation of the two coordinates of points (tau of Kendall 1938).
+
+    It is (concordant - discordant) pairs / all pairs; ties are neither. At least two points.
     """
     score = pairs = 0
-    for (predicted_a, measured_a), (predicted_b, measured_b) in combinations(_times(group), 2):
-        predicted, measured = predicted_a - predicted_b, measured_a - measured_b
-        score += (predicted * measured > 0) - (predicted * measured < 0)
+    for (x_a, y_a), (x_b, y_b) in combinations(points, 2):
+        x, y = x_a - x_b, y_a - y_b
+        score += (x * y > 0) - (x * y < 0)
         pairs += 1
     return score / pairs
 

@@ -13,6 +13,7 @@ from recipes.gpus.datasheet import OTHER_BOARDS, Gpu, gpus_of_name
 from recipes.planning.inputs.job import Job, JobLayout, Machine
 from recipes.planning.inputs.software import STACKS, Software
 from recipes.planning.memory.peak import GIB, fullest_stage
+from recipes.training.recipe.sections.layout import CONTEXT_ATTENTIONS
 
 DEFAULT_VOCABULARY = 51200  # Megatron's padded GPT-2 vocabulary
 MAX_NUMBER = 10**12
@@ -255,12 +256,20 @@ class RowReader:
             schedule=schedule,
             layers_per_stage=self.layers_per_stage(model, pipeline * chunks),
             context=context,
+            context_attention=self.context_attention(),
             data=data,
             zero_stage=self.zero_stage(),
             sequence_parallel=is_yes(split),
             recompute_interval=self.recompute_interval(),
             micro_sequences=self.whole("mbs", 1, "unstated"),
         )
+
+    def context_attention(self) -> str:
+        """Return the algorithm of attention over context ranks; by default, Megatron-Core's."""
+        kind = self.cell("cp_kind") or "ring"
+        if kind not in CONTEXT_ATTENTIONS:
+            raise UserError(f"cp_kind is {kind}; use one of {', '.join(CONTEXT_ATTENTIONS)}")
+        return kind
 
     def schedule(self, chunks: int) -> str:
         """Return the pipeline schedule; without a column, it follows from the number of chunks."""

@@ -156,7 +156,7 @@ def block_bytes(
         more = size * (q + 2 * k) if footprint.apart else (footprint.norm - size) * (q + k)
         split += more + 4 * (model.heads + model.kv_heads)
     split += size * (footprint.gated if model.activation == "swiglu" else 2) * f
-    split += core_bytes(model, footprint, fused_attention)
+    split += core_bytes(model, layout, footprint, fused_attention)
     return tokens * (whole / layout.sequence_ranks + split / t)
 
 
@@ -172,18 +172,26 @@ def activation_bytes(
         return kept
     if footprint.selective is not None:
         return kept * footprint.selective
-    core = core_bytes(model, footprint, fused_attention) / layout.tensor
+    core = core_bytes(model, layout, footprint, fused_attention) / layout.tensor
     return kept - tokens_per_micro_batch(model, layout) * core
 
 
-def core_bytes(model: ModelConfig, footprint: Footprint, fused_attention: bool) -> float:
+def core_bytes(
+    model: ModelConfig, layout: JobLayout, footprint: Footprint, fused_attention: bool
+) -> float:
     """Return the bytes that the attention core keeps per token.
 
-    Fused attention keeps a statistic per head; otherwise scores, softmax and dropout mask are kept.
+    Fused attention keeps a statistic per head, and with "ulysses" its output as well, which the
+    exchange copies. Otherwise scores, softmax and dropout mask are kept, and the keys and values
+    that were gathered from other context ranks.
     """
     if fused_attention:
-        return 4 * model.heads
-    return (2 * footprint.weight + 1) * model.heads * model.sequence_length
+        copied = layout.context_attention == "ulysses"
+        return 4 * model.heads + (footprint.weight * model.query_size if copied else 0)
+    scores = (2 * footprint.weight + 1) * model.heads * model.sequence_length
+    if layout.context > 1 and layout.context_attention != "ulysses":
+        return scores + footprint.weight * 2 * model.key_value_size * layout.context
+    return scores
 
 
 def deferred_bytes(model: ModelConfig, layout: JobLayout, footprint: Footprint) -> float:

@@ -17,7 +17,7 @@ def state_bytes(
     Rajbhandari et al. 2020 (arXiv 1910.02054), section 5: stage 1 shards the optimizer state over
     the data ranks, stage 2 also gradients, stage 3 also weights.
     """
-    ranks = layout.data * layout.context
+    ranks = layout.replicas
     stage = layout.zero_stage
     weights = footprint.weight * parameters / (ranks if stage == 3 else 1)
     gradients = footprint.gradient * parameters / (ranks if stage >= 2 else 1)
@@ -47,7 +47,7 @@ def transient_bytes(footprint: Footprint, layout: JobLayout, parameters: int) ->
     """Return the gradients and buffers that exist only within a step, for `parameters` weights."""
     if layout.zero_stage < 2:
         whole, bucket = footprint.reducing, footprint.reducing_bucket
-        if layout.data == 1 and not footprint.stock_pipeline:
+        if layout.replicas == 1 and not footprint.stock_pipeline:
             whole = bucket = 0.0  # a single data rank does not reduce gradients
         if parameters <= footprint.bucket_elements:
             whole = max(whole, footprint.reducing_one_bucket)

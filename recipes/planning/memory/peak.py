@@ -182,7 +182,7 @@ def peak_candidates(job: Job, stage: int, parameters: int) -> list[Moment]:
             0.0 if before_backward else passing.buffers,
         ),
         Moment(activations, block + waiting_loss_bytes(job, stage), newest, passing.buffers),
-        Moment(gradients=footprint.updating * parameters / layout.data),
+        Moment(gradients=footprint.updating * parameters / layout.replicas),
     ]
     reduced = gradients + passing.reducing
     if layout.zero_stage < 2:  # at the end of the step
@@ -193,7 +193,7 @@ def peak_candidates(job: Job, stage: int, parameters: int) -> list[Moment]:
         found.append(Moment(left, block, reduced, passing.reducing_buffers))
         if layout.zero_stage == 2:
             found.append(head_reduction(job, activations, passing.buffers))
-    if not footprint.stock_pipeline and layout.chunks > 1 and layout.data > 1:
+    if not footprint.stock_pipeline and layout.chunks > 1 and layout.replicas > 1:
         # The other chunks' gradients are already being reduced during the first chunk's backward
         # pass.
         early = footprint.reducing * (parameters - first_chunk_parameters(job, stage))

@@ -9,6 +9,7 @@ t tensor ranks; bytes.
 from models.cost import tokens_at_a_time
 from models.pipeline.schedule.order import SCHEDULES
 from recipes.planning.inputs.job import Job
+from recipes.planning.inputs.kernels import BYTES
 from recipes.planning.inputs.stage_contents import (
     last_stage,
     table_parameters,
@@ -21,7 +22,34 @@ FORWARD_ROWS = 3  # at the end of a block: the outputs of its two halves, and th
 
 def forward_working_bytes(job: Job) -> float:
     """Return the bytes at the end of a block's forward pass, in addition to kept activations."""
-    return FORWARD_ROWS * row_bytes(job)
+    return max(FORWARD_ROWS * row_bytes(job), context_bytes(job, backward=False))
+
+
+def context_bytes(job: Job, *, backward: bool) -> float:
+    """Return the bytes of keys, values and their gradients during attention over context ranks.
+
+    "gather": keys and values of whole sequences, twice while they are put into the order of the
+    sequence; backward also their fp32 gradients, twice while they are put into the order of the
+    ranks. "ring": keys and values of two ranks; backward also the fp32 gradients of three. Both
+    also have an fp32 output of this rank's queries. "ulysses": queries, keys and values before and
+    after the exchange.
+    """
+    model, layout, size = job.model, job.layout, job.footprint.weight
+    if layout.context == 1:
+        return 0.0
+    tokens, t = tokens_per_micro_batch(model, layout), layout.tensor
+    keys = tokens * 2 * model.key_value_size / t
+    queries = tokens * model.query_size / t
+    wide = BYTES["fp32"]
+    if layout.context_attention == "ulysses":
+        return 2 * size * (queries + keys)
+    if layout.context_attention == "ring":
+        held = keys * (2 * size + (3 * wide if backward else 0))
+    else:
+        whole = keys * layout.context
+        held = whole * (size + (2 * wide if backward else 0))
+        return max(2 * size * whole, held + queries * wide)
+    return held + queries * wide
 
 
 def row_bytes(job: Job) -> float:
@@ -47,6 +75,7 @@ def block_working_bytes(job: Job, first_only: bool) -> float:
             recomputed -= row_bytes(job) / layout.sequence_ranks
     needs = footprint.rows * row_bytes(job)
     needs += footprint.weight * mlp_working_elements(job, first_only)
+    needs = max(needs, context_bytes(job, backward=True))
     if model.attention_dropout:
         tokens = tokens_per_micro_batch(model, layout)
         scores = tokens * model.sequence_length * model.heads / layout.tensor

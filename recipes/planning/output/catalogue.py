@@ -54,6 +54,7 @@ def recipe_row(path: Path, recipe: Recipe, machine: Machine) -> str:
 def layout_text(layout: JobLayout) -> str:
     """Return the sizes of the axes, and every setting that is not the default."""
     extras = [
+        *([f"context {layout.context}"] if layout.context > 1 else []),
         *(["sequence parallel"] if layout.sequence_parallel else []),
         *([f"recompute {layout.recompute}"] if layout.recompute != "none" else []),
         *([schedule_name(layout.schedule, layout.chunks)] if layout.schedule != "1f1b" else []),

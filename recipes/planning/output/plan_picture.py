@@ -73,7 +73,7 @@ def heatmap(recipe: Recipe, job: Job, headroom: float = DEFAULT_HEADROOM) -> Fig
     axes.set_yticks(range(len(recipes)), [row_label(each) for each in recipes], fontsize=8)
     axes.set_xlabel(f"nodes of {job.machine.gpus_per_node} x {job.machine.gpu.name}", fontsize=9)
     axes.set_title(
-        "Fastest layout that fits: tensor x pipeline x data, and its MFU\n"
+        "Fastest layout that fits: tensor x pipeline x data (c: context ranks), and its MFU\n"
         f"-: none fits, or the global batch is not divisible; red: nodes of {recipe.name}",
         fontsize=9,
     )
@@ -131,8 +131,10 @@ def cell_text(plan: Plan | None) -> str:
     if plan is None:
         return "-"
     layout = plan.job.layout
+    sizes = [layout.tensor, layout.pipeline, layout.data]
+    context = f"c{layout.context} " if layout.context > 1 else ""
     stage = f", ZeRO-{layout.zero_stage}" if layout.zero_stage > 1 else ""
-    return f"{layout.tensor} x {layout.pipeline} x {layout.data}\n{mfu(plan):.0%}{stage}"
+    return f"{context}{' x '.join(map(str, sizes))}\n{mfu(plan):.0%}{stage}"
 
 
 def row_label(recipe: Recipe) -> str:

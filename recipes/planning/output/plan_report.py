@@ -89,8 +89,11 @@ def layout_line(layout: JobLayout) -> str:
     if layout.recompute_interval > 1:
         recompute += f" by {layout.recompute_interval}"
     return (
-        f"tensor {layout.tensor} x pipeline {layout.pipeline} x data {layout.data}, "
+        f"tensor {layout.tensor} x pipeline {layout.pipeline}"
+        + (f" x context {layout.context}" if layout.context > 1 else "")
+        + f" x data {layout.data}, "
         f"ZeRO-{layout.zero_stage}, {schedule_name(layout.schedule, layout.chunks)}"
+        + (f", {layout.context_attention}" if layout.context > 1 else "")
         + (", sequence parallel" if layout.sequence_parallel else "")
         + f", recompute {recompute}, micro-batch size {layout.micro_sequences}"
     )
@@ -110,8 +113,9 @@ def plan_text(job: Job, steps: int) -> Iterator[str]:
         yield f"{name:16}" + "".join(f"{cell / GIB:12.2f}" for cell in cells)
     yield from fit_lines(job, memory)
     yield ""
-    yield "seconds per step" + "".join(f"{name:>12}" for name in [*TIME_PARTS, "total"])
-    spent = [getattr(time, name) for name in TIME_PARTS]
+    parts = [name for name in TIME_PARTS if name != "context" or job.layout.context > 1]
+    yield "seconds per step" + "".join(f"{name:>12}" for name in [*parts, "total"])
+    spent = [getattr(time, name) for name in parts]
     yield f"{'':16}" + "".join(f"{seconds:12.3f}" for seconds in [*spent, time.total])
     yield f"{'':16}" + "".join(f"{seconds / time.total:12.1%}" for seconds in spent)
     yield ""

@@ -30,10 +30,15 @@ def edits(recipe: Recipe, plan: Plan) -> dict[str, Any]:
         others["layout.chunks"] = layout.chunks
     if section.layers_per_stage is not None:  # an option can change this key, but not remove it
         others["layout.layers_per_stage"] = list(plan.job.blocks_of_virtual_stages)
+    if layout.context > 1:
+        others["layout.context_attention"] = layout.context_attention
+    elif section.context_attention != "gather":  # other values are invalid without context ranks
+        others["layout.context_attention"] = "gather"
     return {
         "deepspeed": deepspeed,
         "layout.tensor": layout.tensor,
         "layout.pipeline": layout.pipeline,
+        "layout.context": layout.context,
         "layout.schedule": layout.schedule,
         "layout.sequence_parallel": layout.sequence_parallel,
         "layout.recompute": layout.recompute,

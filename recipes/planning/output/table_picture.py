@@ -240,10 +240,9 @@ def cell_text(run: Run, kind: Kind) -> str:
     """Return the text of a cell: layout, micro-batches, settings other than the usual, and MFU."""
     layout = JobLayout(**run["layout"])
     sizes, *settings = layout_text(layout).split(", ")
-    context = [f"context {layout.context}"] if layout.context > 1 else []
     batch = f"{layout.micro_sequences} x {run['micro_batches']}"
     share = f"{run[f'{kind}_mfu_percent']:.1f}%"
-    return "\n".join([sizes, batch, *context, *settings, share])
+    return "\n".join([sizes, batch, *settings, share])
 
 
 @dataclass(frozen=True)

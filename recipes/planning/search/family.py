@@ -45,10 +45,15 @@ def relatives(recipe: Recipe) -> dict[Path, Recipe]:
     """Return the shipped recipes of a recipe's family, without the recipe itself.
 
     The family is named by the part of a recipe's name before the first hyphen, such as "llama".
+    Recipes that continue from trained weights do not belong to it.
     """
     kind = recipe.name.partition("-")[0]
     found = {path: load_recipe(path) for path in shipped_recipes() if path.parent.name == kind}
-    return {path: each for path, each in found.items() if each.name != recipe.name}
+    return {
+        path: each
+        for path, each in found.items()
+        if each.name != recipe.name and each.training.initial_weights is None
+    }
 
 
 def best_plan(job: Job, headroom: float = DEFAULT_HEADROOM) -> Plan | None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from heapq import nsmallest
 from itertools import product
+from math import gcd
 from pathlib import Path
 
 from models.pipeline.schedule.order import SCHEDULES, min_micro_batches
@@ -17,10 +18,13 @@ from recipes.planning.memory.peak import (
     host_bytes,
     memory_of_stage,
 )
+from recipes.planning.time.block_time import context_seconds
 from recipes.planning.time.step_time import StepTime, step_time
 from recipes.training.recipe.loading import REPOSITORY
+from recipes.training.recipe.sections.layout import CONTEXT_ATTENTIONS
 
 MAX_MICRO_SEQUENCES = 64
+MIN_TOKENS_PER_CONTEXT_RANK = 2048  # fewer make matmuls inefficient
 RECOMPUTE_INTERVALS = (1, 2, 4)  # with full recomputation
 INTERLEAVED_CHUNKS = (2, 4, 8)  # virtual stages per pipeline stage
 # The Ultra-Scale Playbook recommends filling 85 to 90 % of the memory. Predictions are off by a few
@@ -132,7 +136,7 @@ def is_near_tie(seconds: float, fastest: float) -> bool:
 def simplicity(layout: JobLayout) -> tuple[int, ...]:
     """Return the sort key of a layout's simplicity: fewer axes, then plainer settings, first."""
     return (
-        (layout.tensor > 1) + (layout.pipeline > 1),
+        (layout.tensor > 1) + (layout.pipeline > 1) + (layout.context > 1),
         list(SCHEDULES).index(layout.schedule),
         layout.chunks,
         layout.zero_stage,
@@ -140,6 +144,7 @@ def simplicity(layout: JobLayout) -> tuple[int, ...]:
         ("none", "selective", "full").index(layout.recompute),
         layout.pipeline,
         layout.tensor,
+        layout.context,
     )
 
 
@@ -185,17 +190,50 @@ def valid_layouts(job: Job, rejected: Counter[str]) -> Iterator[JobLayout]:
             if pipeline > job.model.layers:
                 rejected["pipelines with more stages than blocks"] += 1
                 continue
-            data = gpus // tensor // pipeline
-            if sequences % data:
-                rejected["data ranks that do not divide the global batch"] += 1
-                continue
-            for micro_sequences in divisors(sequences // data):
-                if micro_sequences > MAX_MICRO_SEQUENCES:
-                    break
-                sizes = JobLayout(
-                    tensor=tensor, pipeline=pipeline, data=data, micro_sequences=micro_sequences
-                )
-                yield from layout_variants(job, sizes, rejected)
+            for context in context_sizes(job, gpus // tensor // pipeline):
+                data = gpus // tensor // pipeline // context
+                if sequences % data:
+                    rejected["data ranks that do not divide the global batch"] += 1
+                    continue
+                for micro_sequences in divisors(sequences // data):
+                    if micro_sequences > MAX_MICRO_SEQUENCES:
+                        break
+                    if gcd(context, micro_sequences) > 1:
+                        # A smaller context and micro-batch have the same tokens per rank and
+                        # communicate less.
+                        continue
+                    sizes = JobLayout(
+                        tensor=tensor,
+                        pipeline=pipeline,
+                        context=context,
+                        data=data,
+                        micro_sequences=micro_sequences,
+                    )
+                    yield from layout_variants(job, with_context_attention(job, sizes), rejected)
+
+
+def context_sizes(job: Job, ranks: int) -> list[int]:
+    """Return the sizes of the context axis to try: 1, and more for long sequences."""
+    length = job.model.sequence_length
+    return [
+        size
+        for size in divisors(ranks)
+        if size == 1 or (length % (2 * size) == 0 and length // size >= MIN_TOKENS_PER_CONTEXT_RANK)
+    ]
+
+
+def with_context_attention(job: Job, sizes: JobLayout) -> JobLayout:
+    """Return the sizes with the way to reach other ranks' keys that exposes the least time."""
+    if sizes.context == 1:
+        return replace(sizes, context_attention="gather")
+    kinds = [kind for kind in CONTEXT_ATTENTIONS if context_attention_is_valid(job, sizes, kind)]
+    layouts = [replace(sizes, context_attention=kind) for kind in kinds]
+    return min(layouts, key=lambda layout: sum(context_seconds(replace(job, layout=layout))))
+
+
+def context_attention_is_valid(job: Job, sizes: JobLayout, kind: str) -> bool:
+    """Return True unless a context rank would get a fraction of a key-value head."""
+    return kind != "ulysses" or job.model.kv_heads // sizes.tensor % sizes.context == 0
 
 
 def tensor_rejection(job: Job, tensor: int) -> str:
@@ -224,10 +262,10 @@ def layout_variants(job: Job, sizes: JobLayout, rejected: Counter[str]) -> Itera
         else:
             rejected["dualpipev with fewer than two micro-batches per stage"] += 1
     stages = [1]
-    if sizes.pipeline == 1 and sizes.data > 1:
+    if sizes.pipeline == 1 and sizes.replicas > 1:
         stages = [n for n in (1, 2, 3) if deepspeed_json(n, job.precision).exists()]
     splits = [False]
-    if sizes.tensor > 1 and job.model.sequence_length % sizes.tensor == 0:
+    if sizes.tensor > 1 and job.model.sequence_length // sizes.context % sizes.tensor == 0:
         splits.append(True)
     recomputations = ["none", "full"]
     if job.writes_scores:

@@ -16,7 +16,12 @@ from recipes.planning.inputs.kernels import (
     memory_seconds,
 )
 from recipes.planning.inputs.stage_contents import tokens_per_micro_batch
-from recipes.planning.time.network import all_reduce_seconds, gather_seconds
+from recipes.planning.time.network import (
+    all_reduce_seconds,
+    all_to_all_seconds,
+    gather_seconds,
+    pass_seconds,
+)
 
 # Bytes per logit that the cross-entropy reads and writes, forward and backward, in fp32: conversion
 # (6), maximum (4), exponential (8), sum (4), scaling and subtraction (8), conversion back (6).
@@ -30,21 +35,24 @@ ELEMENTWISE_KERNELS = 8  # launches in a block's forward pass
 
 @dataclass(frozen=True)
 class PassTime:
-    """Seconds of one pass: computation, and exposed tensor-parallel collectives."""
+    """Seconds of a pass: computation, and exposed communication of the tensor and context axes."""
 
     compute: float = 0.0
     tensor: float = 0.0
+    context: float = 0.0
 
     @property
     def total(self) -> float:
-        """The sum of both."""
-        return self.compute + self.tensor
+        """The sum of all parts."""
+        return self.compute + self.tensor + self.context
 
     def __add__(self, other: "PassTime") -> "PassTime":
-        return PassTime(self.compute + other.compute, self.tensor + other.tensor)
+        return PassTime(
+            self.compute + other.compute, self.tensor + other.tensor, self.context + other.context
+        )
 
     def __mul__(self, count: float) -> "PassTime":
-        return PassTime(self.compute * count, self.tensor * count)
+        return PassTime(self.compute * count, self.tensor * count, self.context * count)
 
 
 @dataclass(frozen=True)
@@ -86,6 +94,7 @@ def block_job(job: Job) -> Job:
         layout=JobLayout(
             tensor=layout.tensor,
             context=layout.context,
+            context_attention=layout.context_attention,
             data=layout.data if sharded else 1,
             zero_stage=layout.zero_stage if sharded else 1,
             sequence_parallel=layout.sequence_parallel,
@@ -107,18 +116,20 @@ def block_passes(job: Job) -> ForwardBackward:
     core, core_backward = _attention(job)
     elementwise, elementwise_backward = _elementwise(job)
     tensor, tensor_backward = _tensor_collectives(job)
-    context = _context_collectives(job, core / software.era)
+    context, context_backward = _context_collectives(
+        job, core / software.era, core_backward / software.era
+    )
 
     forward = (matmuls + core + elementwise) / software.era
     backward = (matmuls_backward + core_backward + elementwise_backward) / software.era
     recomputing = PassTime()
     if layout.recompute == "full":
-        recomputing = PassTime(max(forward, software.block_seconds), tensor)
+        recomputing = PassTime(max(forward, software.block_seconds), tensor, context)
     elif layout.recompute == "selective":
-        recomputing = PassTime(core / software.era)
+        recomputing = PassTime(core / software.era, context=context)
     host, host_backward = software.block_seconds, 2 * software.block_seconds
-    ahead = PassTime(max(forward, host), tensor + context)
-    back = PassTime(max(backward, host_backward), tensor_backward + 2 * context) + recomputing
+    ahead = PassTime(max(forward, host), tensor, context)
+    back = PassTime(max(backward, host_backward), tensor_backward, context_backward) + recomputing
     # The backward pass has three collectives for every two of the forward pass. One of the three
     # gathers an input again for the gradient of a weight.
     gathered = tensor_backward / 3 if layout.sequence_parallel else 0.0
@@ -174,13 +185,14 @@ def _attention(job: Job) -> tuple[float, float]:
         # The backward pass has five matmuls instead of two (Dao 2023, arXiv 2307.08691, section
         # 4.1).
         return fused, 2.5 * fused * BACKWARD_SLOWER
-    scores = matmul_seconds(gpu, job.precision, rows=s, columns=s, inner=d, batch=batch)
-    values = matmul_seconds(gpu, job.precision, rows=s, columns=d, inner=s, batch=batch)
+    rows = s // layout.context
+    scores = matmul_seconds(gpu, job.precision, rows=rows, columns=s, inner=d, batch=batch)
+    values = matmul_seconds(gpu, job.precision, rows=rows, columns=d, inner=s, batch=batch)
     size = BYTES[job.precision]
     drops = software.attention_dropout or model.attention_dropout > 0
     dropout = 2 * size + 1 if drops else 0
-    softmax = memory_seconds(gpu, batch * s * s * (2 * size + dropout))
-    softmax_backward = memory_seconds(gpu, batch * s * s * (3 * size + dropout))
+    softmax = memory_seconds(gpu, batch * rows * s * (2 * size + dropout))
+    softmax_backward = memory_seconds(gpu, batch * rows * s * (3 * size + dropout))
     return (
         scores + values + softmax + 3 * gpu.kernel_seconds,
         scores + 3 * values + softmax_backward + 3 * gpu.kernel_seconds,
@@ -224,17 +236,53 @@ def _tensor_collectives(job: Job) -> tuple[float, float]:
     )
 
 
-def _context_collectives(job: Job, core: float) -> float:
-    """Return the time of passing keys and values around the context ranks, minus the overlap.
+def context_seconds(job: Job) -> tuple[float, float]:
+    """Return the exposed times of a block's communication on the context axis, in both passes."""
+    core, core_backward = _attention(job)
+    era = job.software.era
+    return _context_collectives(job, core / era, core_backward / era)
 
-    Attention hides the transfer up to its own time (Liu et al. 2023, arXiv 2310.01889, section 3).
+
+def _context_collectives(job: Job, core: float, core_backward: float) -> tuple[float, float]:
+    """Return the exposed times of the context axis's communication, forward and backward.
+
+    "ring": keys and values travel during attention, which hides them up to its own time (Liu et al.
+    2023, arXiv 2310.01889, section 3). In the backward pass, fp32 gradients travel with them, and
+    one more pass returns the gradients to their owners.
+    "gather": only attention to a rank's own slices hides the gathers, 1 / 2c of all pairs. The
+    backward pass also sums fp32 gradients. With attention dropout, which needs whole rows, nothing
+    hides the gather, and the keys are kept for the backward pass.
+    "ulysses": two all-to-alls in each pass, which nothing hides (Jacobs et al. 2023, arXiv
+    2309.14509, section 3.2).
     """
-    layout = job.layout
-    width = 2 * job.model.key_value_size // layout.tensor
-    tokens = tokens_per_micro_batch(job.model, layout) * layout.context
-    moved = tokens * width * BYTES[job.precision]
-    passed = gather_seconds(job.machine, moved, ranks=layout.context, stride=layout.tensor)
-    return max(0.0, passed - core)
+    layout, model, machine = job.layout, job.model, job.machine
+    ranks, stride, size, wide = layout.context, layout.tensor, BYTES[job.precision], BYTES["fp32"]
+    if ranks == 1:
+        return 0.0, 0.0
+    tokens = tokens_per_micro_batch(model, layout)
+    keys = tokens * 2 * model.key_value_size / layout.tensor  # elements of a rank
+    if layout.context_attention == "ulysses":
+        queries = tokens * model.query_size / layout.tensor
+        both = sum(
+            all_to_all_seconds(machine, elements * size, ranks=ranks, stride=stride)
+            for elements in (queries + keys, queries)
+        )
+        return both, both
+    gathered, summed = (
+        gather_seconds(machine, ranks * keys * each, ranks=ranks, stride=stride)
+        for each in (size, wide)
+    )
+    if model.attention_dropout:
+        return gathered, summed
+    if layout.context_attention == "ring":
+        forward, backward, last = (
+            pass_seconds(machine, keys * each, ranks=ranks, stride=stride)
+            for each in (size, size + wide, wide)
+        )
+        exposed_backward = max(0.0, (ranks - 1) * backward - core_backward) + last
+        return max(0.0, (ranks - 1) * forward - core), exposed_backward
+    exposed_backward = max(0.0, gathered - core_backward / (2 * ranks))
+    return max(0.0, gathered - core / (2 * ranks)), exposed_backward + summed
 
 
 def _with_shards(job: Job, ahead: PassTime, back: PassTime) -> tuple[PassTime, PassTime]:
@@ -246,7 +294,7 @@ def _with_shards(job: Job, ahead: PassTime, back: PassTime) -> tuple[PassTime, P
     """
     layout, software = job.layout, job.software
     parameters = block_parameters(job.model, layout.tensor)
-    ranks, stride, messages = layout.data, layout.tensor, software.messages_per_block
+    ranks, stride, messages = layout.replicas, layout.tensor, software.messages_per_block
     gathers = again = 0.0
     if layout.zero_stage == 3:
         weights = parameters * BYTES[job.precision]

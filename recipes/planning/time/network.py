@@ -84,3 +84,30 @@ def transfer_seconds(machine: Machine, moved: float, *, stride: int) -> float:
         return moved / rate + gpu.node_link_latency_seconds
     rate = machine.network_gigabytes_per_second * 1e9 * gpu.network_efficiency
     return moved / rate + gpu.network_latency_seconds
+
+
+def pass_seconds(machine: Machine, moved: float, *, ranks: int, stride: int) -> float:
+    """Return the seconds in which each rank of a ring sends `moved` bytes to the next rank.
+
+    The slowest link decides. Between nodes, it is the network link of one GPU.
+    """
+    spans_nodes = _ranks_inside(machine, ranks=ranks, stride=stride) < ranks
+    distance = machine.gpus_per_node if spans_nodes else stride
+    return transfer_seconds(machine, moved, stride=distance)
+
+
+def all_to_all_seconds(machine: Machine, moved: float, *, ranks: int, stride: int) -> float:
+    """Return the seconds in which each rank sends an equal part of `moved` bytes to every rank.
+
+    The bytes for other nodes leave over the GPU's own network link, while those for the same node
+    use the links within the node.
+    """
+    gpu = machine.gpu
+    inside = _ranks_inside(machine, ranks=ranks, stride=stride)
+    node_rate = machine.node_link_gigabytes_per_second * 1e9 * gpu.node_link_efficiency
+    network_rate = machine.network_gigabytes_per_second * 1e9 * gpu.network_efficiency
+    seconds = max(
+        moved * (inside - 1) / ranks / node_rate,
+        moved * (ranks - inside) / ranks / network_rate,
+    )
+    return seconds + _tree_seconds(machine, ranks=ranks, stride=stride)

@@ -38,6 +38,7 @@ class StepTime:
 
     compute: float
     tensor: float  # tensor-parallel collectives
+    context: float = 0.0  # communication of the context ranks
     pipeline: float  # transfers between stages
     bubble: float  # waiting for other stages
     data: float  # reduction of gradients, gathering of weights
@@ -49,7 +50,7 @@ class StepTime:
     @property
     def total(self) -> float:
         """The whole step."""
-        spent = self.compute + self.tensor + self.pipeline + self.bubble
+        spent = self.compute + self.tensor + self.context + self.pipeline + self.bubble
         return spent + self.data + self.optimizer + self.waiting
 
 
@@ -83,6 +84,7 @@ def step_time(job: Job) -> StepTime:
         waiting=busy * machine.gpu.straggling * software.straggling * doublings,
         forward=tuple(each.forward.total for each in stages),
         backward=tuple(each.backward.total for each in stages),
+        context=job.micro_batches * (forward.context + backward.context),
     )
 
 
@@ -186,7 +188,7 @@ def transfer_time(job: Job) -> float:
     if layout.pipeline == 1:
         return 0.0
     row = tokens_per_micro_batch(job.model, layout) * job.model.hidden_size * BYTES[job.precision]
-    stride = layout.tensor * layout.context * layout.data
+    stride = layout.tensor * layout.replicas
     if not (job.software.split_transfers or layout.sequence_parallel):
         return transfer_seconds(job.machine, row, stride=stride)
     part = transfer_seconds(job.machine, row / layout.tensor, stride=stride)
@@ -202,7 +204,7 @@ def data_time(job: Job, last_backward: float) -> float:
     and 3 communicate most of it in every micro-batch, which the passes include.
     """
     layout, software = job.layout, job.software
-    ranks = layout.data * layout.context
+    ranks = layout.replicas
     if ranks == 1 or layout.zero_stage == 3:
         return 0.0
     stride = layout.tensor
@@ -248,6 +250,6 @@ def optimizer_time(job: Job) -> float:
         tied = 2 * transfer_seconds(
             job.machine,
             table * job.software.bytes_of_gradients(BYTES[job.precision]),
-            stride=layout.tensor * layout.context * layout.data,
+            stride=layout.tensor * layout.replicas,
         )
     return update + tied + job.software.step_seconds

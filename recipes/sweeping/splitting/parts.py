@@ -6,8 +6,10 @@ from dataclasses import dataclass
 from recipes.planning.time.step_time import StepTime
 
 SPLIT_STEPS = 3  # instrumented steps of a trial, after the measured ones
-PARTS = ("compute", "tensor", "pipeline", "bubble", "data", "optimizer", "other")
-PLANNED_PARTS = ("compute", "tensor", "pipeline", "bubble", "data", "optimizer", "waiting")
+PARTS = ("compute", "tensor", "context", "pipeline", "bubble", "data", "optimizer", "other")
+PLANNED_PARTS = (
+    "compute", "tensor", "context", "pipeline", "bubble", "data", "optimizer", "waiting",
+)  # fmt: skip
 
 PartSeconds = Mapping[str, float]  # part -> seconds
 
@@ -19,6 +21,7 @@ class Split:
     Attributes:
         compute: forward, backward and weight-gradient passes without their collectives
         tensor: collectives of the tensor group in the passes
+        context: communication of the context group in the passes
         pipeline: starting sends and receives, and gathering messages that arrive in parts
         bubble: waiting for messages and collectives of other stages
         data: collectives over the data ranks
@@ -30,6 +33,7 @@ class Split:
 
     compute: float
     tensor: float
+    context: float = 0.0  # missing in the results of older sweeps
     pipeline: float
     bubble: float
     data: float

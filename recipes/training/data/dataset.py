@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from models.context_parallel.division import Division, Lengths, Slices, divide, rank_work
 from models.errors import UserError
 from models.parallel.micro_batch_info import Documents, MicroBatchInfo
 from models.parallel.rng import MaskKey
@@ -45,10 +46,14 @@ class Windows:
                 f"model.sequence_length = {sequence_length}; use more text or shorter sequences"
             )
 
-    def read(self, index: int) -> np.ndarray:
-        """Return the [s + 1] tokens of a window."""
+    def read(self, index: int, positions: range | None = None) -> np.ndarray:
+        """Return the tokens at some positions of a window, and the next one: [n + 1].
+
+        positions: None: all s
+        """
+        positions = positions or range(self.sequence_length)
         start = index * self.sequence_length
-        return self.file.read(start, start + self.sequence_length + 1)
+        return self.file.read(start + positions.start, start + positions.stop + 1)
 
     def document_lengths(self, index: int) -> tuple[int, ...]:
         """Return the lengths of the documents in a window's inputs."""
@@ -77,6 +82,7 @@ class TrainingData:
         self.separate_documents = recipe.data.separate_documents
         coordinates = topology.coordinates(rank)
         self.data_rank, self.data_size = coordinates.data, topology.data
+        self.context_rank, self.context_size = coordinates.context, topology.context
         self.takes_tokens = coordinates.pipeline in recipe.layout.ends
         self.evaluation_batches = recipe.training.evaluation_batches
         self.recipe = recipe
@@ -118,9 +124,7 @@ class TrainingData:
     def step(self, step: int) -> Iterator[MicroBatch]:
         """Yield this data rank's micro-batches of training step 1, 2, ..."""
         for samples in self._shares(self.samples(step).start, self.global_sequences):
-            places = self.places(np.arange(samples.start, samples.stop))
-            windows = [(self.sources[source], index) for source, index in places]
-            yield self._micro_batch(windows, MaskKey(self.seed, samples))
+            yield self._micro_batch(self._windows(samples), MaskKey(self.seed, samples))
 
     def evaluation(self) -> Iterator[MicroBatch]:
         """Yield this data rank's micro-batches of one validation, without dropout.
@@ -145,6 +149,29 @@ class TrainingData:
                 windows[chosen] = permuted(indices[epochs == epoch], corpus.count, key)
         return list(zip(sources.tolist(), windows.tolist(), strict=True))
 
+    def context_imbalance(self) -> float:
+        """Return the work in attention of the busiest context rank, relative to the mean.
+
+        1.0 is perfect: in each layer, the other context ranks wait for the busiest one. The result
+        is that of this data rank's micro-batches in step 1.
+        """
+        model, layout = self.recipe.model, self.recipe.layout
+        if self.context_size == 1 or not self.separate_documents:
+            return 1.0
+        if layout.context_attention == "ulysses" or model.attention_dropout > 0:
+            return 1.0  # each rank attends to whole sequences, or computes all scores of its rows
+        most = total = 0
+        for samples in self._shares(0, self.global_sequences):
+            lengths = self._document_lengths(self._windows(samples))
+            work = rank_work(self.validation.sequence_length, self.context_size, lengths)
+            most, total = most + max(work), total + sum(work)
+        return most * self.context_size / total
+
+    def _windows(self, samples: range) -> list[tuple[Windows, int]]:
+        """Return the windows of the run's samples."""
+        places = self.places(np.arange(samples.start, samples.stop))
+        return [(self.sources[source], index) for source, index in places]
+
     def _shares(self, first: int, count: int) -> Iterator[range]:
         """Yield the samples of this data rank, of `count` from `first` on, per micro-batch."""
         stride = self.micro_sequences * self.data_size
@@ -155,26 +182,46 @@ class TrainingData:
     def _micro_batch(
         self, windows: list[tuple[Windows, int]], dropout: MaskKey | None
     ) -> MicroBatch:
-        documents = None
-        if self.separate_documents:
-            lengths = tuple(corpus.document_lengths(index) for corpus, index in windows)
-            if any(len(each) > 1 for each in lengths):  # otherwise attention needs no mask
-                documents = Documents(lengths)
-        info = MicroBatchInfo(dropout, documents)
+        documents, lengths = None, self._document_lengths(windows)
+        if any(len(each) > 1 for each in lengths):  # otherwise attention needs no mask
+            documents = Documents(lengths)
+        info = MicroBatchInfo(dropout, documents, self._division(documents))
         if not self.takes_tokens:
             return MicroBatch(None, None, info)
-        return MicroBatch(*self._read(windows), info)
+        return MicroBatch(*self._read(windows, info.slices), info)
 
-    def _read(self, windows: list[tuple[Windows, int]]) -> tuple[Tensor, Tensor]:
-        """Return tokens [b, s] and labels [b, s]."""
-        read = [corpus.read(index) for corpus, index in windows]
-        tokens = torch.from_numpy(np.stack(read).astype(np.int64))  # [b, s + 1]
+    def _document_lengths(self, windows: list[tuple[Windows, int]]) -> Lengths:
+        """Return the lengths of the documents in each window, one document if not separated."""
+        if not self.separate_documents:
+            return ((self.validation.sequence_length,),) * len(windows)
+        return tuple(corpus.document_lengths(index) for corpus, index in windows)
+
+    def _division(self, documents: Documents | None) -> Division | None:
+        """Return the division of sequences with these documents among the context ranks."""
+        if self.context_size == 1:
+            return None
+        lengths = documents.lengths if documents else None
+        length = self.validation.sequence_length
+        return divide(length, self.context_rank, self.context_size, lengths)
+
+    def _read(
+        self, windows: list[tuple[Windows, int]], slices: Slices | None
+    ) -> tuple[Tensor, Tensor]:
+        """Return tokens and labels, each [b, s], or [b, s/c] on one of c context ranks."""
+        parts = [self._read_slice(windows, positions) for positions in slices or (None,)]
+        tokens = torch.cat([part[:, :-1] for part in parts], dim=1)
+        return tokens, torch.cat([part[:, 1:] for part in parts], dim=1)
+
+    def _read_slice(self, windows: list[tuple[Windows, int]], positions: range | None) -> Tensor:
+        """Return some tokens of each window and the token after them: int64 [b, n + 1]."""
+        read = [corpus.read(index, positions) for corpus, index in windows]
+        tokens = torch.from_numpy(np.stack(read).astype(np.int64))
         wrong = ((tokens < 0) | (tokens >= self.vocab_size)).nonzero()
         if len(wrong):
             (row, column), (corpus, index) = wrong[0].tolist(), windows[int(wrong[0, 0])]
+            place = index * corpus.sequence_length + (positions.start if positions else 0) + column
             raise UserError(
-                f"{corpus.file.path}.bin: token {index * corpus.sequence_length + column} has the "
-                f"id {tokens[row, column]} and model.vocab_size is {self.vocab_size}; use the size "
-                f"of the tokenizer that made it"
+                f"{corpus.file.path}.bin: token {place} has the id {tokens[row, column]} and "
+                f"model.vocab_size is {self.vocab_size}; use the size of the tokenizer that made it"
             )
-        return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+        return tokens

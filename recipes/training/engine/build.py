@@ -14,9 +14,11 @@ from typing import Any
 
 import deepspeed
 import torch
+import torch.distributed as dist
 from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from torch import nn
 
+from models.context_parallel.axis import ContextAxis
 from models.initialization import initialize
 from models.kernels.fusing import compile_kernels
 from models.layer_specs import (
@@ -27,6 +29,7 @@ from models.layer_specs import (
     logical_parameters,
 )
 from models.parallel.collectives import TensorAxis
+from models.parallel.process_groups import NcclSettings, create_groups
 from models.pipeline.channels import Boundary
 from models.pipeline.process_grid import ProcessGrid
 from models.pipeline.schedule.balance import pass_proportions
@@ -74,7 +77,7 @@ def build_grid(topology: Topology) -> ProcessGrid:
     """Create the process groups of the parallel axes; collective."""
     return ProcessGrid(
         PipeModelDataParallelTopology(
-            num_pp=topology.pipeline, num_dp=topology.data, num_mp=topology.tensor
+            num_pp=topology.pipeline, num_dp=topology.replicas, num_mp=topology.tensor
         )
     )
 
@@ -91,7 +94,12 @@ def build_model(
     axis = tensor_axis(grid, recipe.layout.sequence_parallel)
     recompute = recipe.layout.recompute
     interval = recipe.layout.recompute_interval if recompute == "full" else 0
-    specs = layer_specs(recipe.model, axis, recompute_core=recompute == "selective")
+    specs = layer_specs(
+        recipe.model,
+        axis,
+        context=context_axis(recipe, topology),
+        recompute_core=recompute == "selective",
+    )
     model: Stage | SequentialModel
     with quiet():
         if zero_stage(config) == 1:
@@ -207,9 +215,21 @@ def layers_of_virtual_stages(recipe: Recipe) -> list[int]:
 
 def boundary(recipe: Recipe, axis: TensorAxis, config: dict[str, Any]) -> Boundary:
     """Return the shape and type of the activations between virtual stages."""
-    length = recipe.model.sequence_length // (axis.size if axis.sequence_parallel else 1)
+    length = recipe.tokens_per_rank // (axis.size if axis.sequence_parallel else 1)
     shape = (length, recipe.batch.micro_sequences, recipe.model.hidden_size)
     return Boundary(shape, DTYPES[precision(config)], axis)
+
+
+def context_axis(recipe: Recipe, topology: Topology) -> ContextAxis:
+    """Create the groups of the context axis, and return it from this rank's perspective."""
+    if topology.context == 1:
+        return ContextAxis()
+    return ContextAxis(
+        group=create_groups(topology.context_groups(), NcclSettings(high_priority=True)),
+        rank=topology.coordinates(dist.get_rank()).context,
+        size=topology.context,
+        attention=recipe.layout.context_attention,
+    )
 
 
 def tensor_axis(grid: ProcessGrid, sequence_parallel: bool) -> TensorAxis:

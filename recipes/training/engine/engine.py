@@ -22,6 +22,7 @@ from models.parallel.collectives import TensorAxis
 from models.parallel.micro_batch_info import MicroBatchInfo
 from models.pipeline.scheduled_engine import ScheduledEngine
 from models.sharding import sharding_of
+from models.transformer import Attention
 from recipes.training.checkpoint.reader import CheckpointReader
 from recipes.training.checkpoint.state import Fragment, TrainingState, training_state
 from recipes.training.data.micro_batch import MicroBatch
@@ -114,7 +115,13 @@ class Engine(ABC):
     @property
     @abstractmethod
     def data_group(self) -> dist.ProcessGroup:
-        """This rank's group along the data axis."""
+        """This rank's group of replicas: along the data and the context axis."""
+
+    @property
+    def context_group(self) -> dist.ProcessGroup | None:
+        """This rank's group along the context axis; None if it has one rank."""
+        layers = (each for each in self.wrapped.module.modules() if isinstance(each, Attention))
+        return next((layer.context.group for layer in layers), None)
 
     def load(self, reader: CheckpointReader, *, weights_only: bool = False) -> None:
         """Read this rank's share of a checkpoint, whichever layout wrote it.

@@ -11,9 +11,9 @@ import torch.distributed as dist
 class Stopwatch:
     """Sum of the times of forward passes; on a GPU, measured by events of the device.
 
-    A forward pass waits for no rank outside its own tensor group, which is within one node. Under
-    ZeRO-3 it gathers weights from all data ranks, so a slow rank slows all of them equally and is
-    not found.
+    A forward pass waits only for the tensor and context ranks that work on the same sequences.
+    Under ZeRO-3 it gathers weights from all data ranks, so a slow rank slows all of them equally
+    and is not found.
     """
 
     def __init__(self, device: torch.device, *, off: bool = False):

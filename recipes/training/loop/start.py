@@ -112,7 +112,9 @@ def find_resume_point(
     return find_start(claim.folder, request, experiment.recipe, data.fingerprint, note=crumb.note)
 
 
-def begin(experiment: Experiment, claim: Claim, start: Start, startup: Startup) -> None:
+def begin(
+    experiment: Experiment, claim: Claim, data: TrainingData, start: Start, startup: Startup
+) -> None:
     """Prepare the run folder and announce the run; collective.
 
     If every step of the run is done, print its summary and end this process.
@@ -135,4 +137,5 @@ def begin(experiment: Experiment, claim: Claim, start: Start, startup: Startup) 
     startup.lap("checkpoint search")
     if world.rank == 0:
         hosts = list(claim.supervisor.hosts)
-        announce(recipe, experiment.topology, hosts, folder, start.found)
+        imbalance = data.context_imbalance()
+        announce(recipe, experiment.topology, hosts, folder, start.found, imbalance)

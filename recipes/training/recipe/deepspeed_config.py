@@ -46,7 +46,7 @@ def build_deepspeed_config(recipe: Recipe, topology: Topology) -> dict[str, Any]
     config = read_deepspeed_json(recipe.deepspeed)
     _check_combination(recipe, config)
     zero = config["zero_optimization"]
-    if zero["stage"] == 2 and topology.data == 1:
+    if zero["stage"] == 2 and topology.replicas == 1:
         # Nobody to share gradients with, so this is stage 1, whose engine does not copy them into
         # buckets to reduce them alone (a tenth of a step in fp32, a third in bf16). It would warn
         # that it overlaps nothing.

@@ -19,8 +19,10 @@ CLUSTER_RECIPE = REPOSITORY / "recipes" / "llama" / "7b.toml"  # has the section
 
 
 def shipped_recipes() -> list[Path]:
-    """Return the paths of this repository's recipes: the default first, then family by family."""
-    return [DEFAULT_RECIPE, *sorted((REPOSITORY / "recipes").glob("*/*.toml"))]
+    """Return the paths of this repository's recipes: tiny ones first, then family by family."""
+    folder = REPOSITORY / "recipes"
+    tiny = set(folder.glob("*.toml")) - {DEFAULT_RECIPE}
+    return [DEFAULT_RECIPE, *sorted(tiny), *sorted(folder.glob("*/*.toml"))]
 
 
 def short(path: Path) -> Path:

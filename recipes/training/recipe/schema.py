@@ -64,6 +64,38 @@ class Recipe(Section):
         return self
 
     @model_validator(mode="after")
+    def _check_context(self) -> "Recipe":
+        model, layout = self.model, self.layout
+        if layout.context == 1:
+            return self
+        slices = 2 * layout.context
+        if model.sequence_length % slices:
+            raise UserError(
+                f"model.sequence_length = {model.sequence_length} is not divisible by 2 x "
+                f"layout.context = {slices}, because each context rank has two slices of each "
+                f"sequence; use model.sequence_length = {self._divisible_lengths}"
+            )
+        groups = model.kv_heads // layout.tensor
+        if layout.context_attention == "ulysses" and groups and groups % layout.context:
+            sizes = [n for n in range(2, groups + 1) if groups % n == 0]
+            nearest = min(sizes, key=lambda n: abs(n - layout.context), default=0)
+            smaller = f"layout.context = {nearest}, or " if sizes else ""
+            raise UserError(
+                f"layout.context = {layout.context} does not divide model.kv_heads / layout.tensor "
+                f'= {groups}, which layout.context_attention = "ulysses" needs; use {smaller}'
+                f'layout.context_attention = "gather"'
+            )
+        return self
+
+    @property
+    def _divisible_lengths(self) -> str:
+        """The nearest sequence lengths that context ranks and sequence parallelism can divide."""
+        layout = self.layout
+        tensor = layout.tensor if layout.sequence_parallel else 1
+        parts = math.lcm(2, tensor) if layout.context > 1 else tensor
+        return nearest_multiples(self.model.sequence_length, layout.context * parts)
+
+    @model_validator(mode="after")
     def _check_tensor(self) -> "Recipe":
         model, tensor = self.model, self.layout.tensor
         divisible = math.gcd(model.heads, model.kv_heads, model.ffn_hidden_size)
@@ -74,11 +106,13 @@ class Recipe(Section):
                     f"model.{key} = {size} is not divisible by layout.tensor = {tensor}; use "
                     f"layout.tensor = {nearest_divisors(divisible, tensor)}"
                 )
-        if self.layout.sequence_parallel and model.sequence_length % tensor:
+        if self.layout.sequence_parallel and self.tokens_per_rank % tensor:
             raise UserError(
                 f"model.sequence_length = {model.sequence_length} is not divisible by "
-                f"layout.tensor = {tensor}, which layout.sequence_parallel needs; use "
-                f"model.sequence_length = {nearest_multiples(model.sequence_length, tensor)}"
+                f"layout.tensor = {tensor}"
+                + (f" x layout.context = {self.layout.context}" if self.layout.context > 1 else "")
+                + ", which layout.sequence_parallel needs; use model.sequence_length = "
+                f"{self._divisible_lengths}"
             )
         return self
 
@@ -104,6 +138,11 @@ class Recipe(Section):
                 f"layout.layers_per_stage = {list(self._balanced_layers)}, or leave it out"
             )
         return self
+
+    @property
+    def tokens_per_rank(self) -> int:
+        """Tokens of each sequence on a context rank."""
+        return self.model.sequence_length // self.layout.context
 
     @property
     def blocks_of_virtual_stages(self) -> tuple[int, ...]:
@@ -146,7 +185,10 @@ class Recipe(Section):
         if self.cluster is not None:
             self._check_cluster(self.cluster, world)
         topology = Topology.for_world(
-            world.size, pipeline=self.layout.pipeline, tensor=self.layout.tensor
+            world.size,
+            pipeline=self.layout.pipeline,
+            tensor=self.layout.tensor,
+            context=self.layout.context,
         )
         if world.local_size % topology.tensor:
             raise UserError(

@@ -1,4 +1,4 @@
-"""Rank <-> (pipeline, data, tensor), and which rank the launcher made this process."""
+"""Rank <-> (pipeline, data, context, tensor), and the rank that the launcher gave this process."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -57,54 +57,82 @@ class World:
 
 @dataclass(frozen=True)
 class Coordinates:
-    """A rank's place on the three axes."""
+    """A rank's index on each axis."""
 
     pipeline: int
     data: int
     tensor: int
+    context: int = 0
 
 
 @dataclass(frozen=True)
 class Topology:
-    """The three axes: tensor innermost (inside a node), data between, pipeline outermost.
+    """Sizes of the axes, from the outermost in: pipeline, data, context, tensor (inside a node).
 
-    The same order as DeepSpeed's PipeModelDataParallelTopology.
+    To DeepSpeed, context ranks are data ranks: its PipeModelDataParallelTopology has the same order
+    with `replicas` data ranks.
     """
 
     pipeline: int
     data: int
     tensor: int
+    context: int = 1
 
     @classmethod
-    def for_world(cls, world_size: int, *, pipeline: int, tensor: int) -> "Topology":
-        """Data parallelism takes what pipeline and tensor leave of the world.
+    def for_world(
+        cls, world_size: int, *, pipeline: int, tensor: int, context: int = 1
+    ) -> "Topology":
+        """Data parallelism takes what the other axes leave of the world.
 
         Raises:
             UserError: they do not divide it.
         """
-        if world_size % (pipeline * tensor):
+        given = pipeline * tensor * context
+        if world_size % given:
+            axes = f"layout.tensor = {tensor} x layout.pipeline = {pipeline}"
+            if context > 1:
+                axes += f" x layout.context = {context}"
             raise UserError(
-                f"layout.tensor = {tensor} x layout.pipeline = {pipeline} does not divide the "
-                f"world of {world_size} ranks; use {pipeline * tensor} ranks or a multiple, or "
-                f"a layout whose product divides {world_size}, such as "
+                f"{axes} does not divide the world of {world_size} ranks; use {given} ranks or a "
+                f"multiple, or a layout whose product divides {world_size}, such as "
                 f"layout.tensor = 1 and layout.pipeline = {_divisor(world_size, pipeline)}"
+                + (
+                    ' and layout.context = 1 with layout.context_attention = "gather"'
+                    if context > 1
+                    else ""
+                )
             )
-        return cls(pipeline=pipeline, data=world_size // (pipeline * tensor), tensor=tensor)
+        return cls(pipeline=pipeline, data=world_size // given, tensor=tensor, context=context)
 
     @property
     def world_size(self) -> int:
         """All ranks."""
-        return self.pipeline * self.data * self.tensor
+        return self.pipeline * self.replicas * self.tensor
+
+    @property
+    def replicas(self) -> int:
+        """Ranks with the same part of the model, over which ZeRO divides: data x context."""
+        return self.data * self.context
+
+    @property
+    def axes(self) -> dict[str, int]:
+        """Sizes of the axes by name, without a context axis of size 1."""
+        sizes = {"pipeline": self.pipeline, "data": self.data, "context": self.context}
+        return {name: n for name, n in sizes.items() if name != "context" or n > 1} | {
+            "tensor": self.tensor
+        }
 
     def rank(self, place: Coordinates) -> int:
         """The global rank at a place."""
-        return (place.pipeline * self.data + place.data) * self.tensor + place.tensor
+        replica = (place.pipeline * self.data + place.data) * self.context + place.context
+        return replica * self.tensor + place.tensor
 
     def coordinates(self, rank: int) -> Coordinates:
         """The place of a global rank."""
         outer, tensor = divmod(rank, self.tensor)
+        outer, context = divmod(outer, self.context)
         pipeline, data = divmod(outer, self.data)
-        return Coordinates(pipeline=pipeline, data=data, tensor=tensor)
+        return Coordinates(pipeline=pipeline, data=data, tensor=tensor, context=context)
 
     def tensor_groups(self) -> list[list[int]]:
         """The global ranks of every tensor group."""
@@ -113,9 +141,18 @@ class Topology:
             for first in range(0, self.world_size, self.tensor)
         ]
 
+    def context_groups(self) -> list[list[int]]:
+        """The global ranks of every context group, which share their samples."""
+        span = self.context * self.tensor
+        return [
+            list(range(first + tensor, first + span, self.tensor))
+            for first in range(0, self.world_size, span)
+            for tensor in range(self.tensor)
+        ]
+
     def stage_groups(self) -> list[list[int]]:
         """The global ranks of every stage."""
-        ranks = self.data * self.tensor
+        ranks = self.replicas * self.tensor
         return [list(range(first, first + ranks)) for first in range(0, self.world_size, ranks)]
 
 
@@ -147,8 +184,7 @@ def rank_map(topology: Topology, hosts: Sequence[str]) -> list[str]:
         ranks = list(group)
         places = [topology.coordinates(rank) for rank in ranks]
         parts = [
-            f"{axis} {_span([getattr(place, axis) for place in places])}"
-            for axis in ("pipeline", "data", "tensor")
+            f"{axis} {_span([getattr(place, axis) for place in places])}" for axis in topology.axes
         ]
         lines.append(f"{host}: rank {_span(ranks)}: {', '.join(parts)}")
     return lines

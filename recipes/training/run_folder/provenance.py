@@ -28,8 +28,7 @@ def versions() -> dict[str, str | None]:
 
 def layout_of(recipe: Recipe, topology: Topology) -> dict[str, Any]:
     """Return the layout of a run, with the content of the DeepSpeed JSON."""
-    axes = {"pipeline": topology.pipeline, "data": topology.data, "tensor": topology.tensor}
-    return axes | {
+    return topology.axes | {
         "schedule": recipe.layout.schedule,
         "deepspeed": recipe.deepspeed,
         "deepspeed_json": read_deepspeed_json(recipe.deepspeed),

@@ -7,10 +7,10 @@ from recipes.training.recipe.topology import Topology
 
 
 def relative_times(seconds: Sequence[float], topology: Topology) -> dict[int, float]:
-    """Return the time of each tensor group relative to the other groups of its stage.
+    """Return the time of each group relative to the other groups of its stage.
 
-    The ranks of a tensor group wait for each other, so the group counts as one. A stage with a
-    single group has no entry.
+    A group consists of all tensor and context ranks that work on the same sequences. They wait for
+    each other in every layer, so they count as one. A stage with a single group has no entry.
 
     Args:
         seconds: time in forward passes, by rank
@@ -20,7 +20,7 @@ def relative_times(seconds: Sequence[float], topology: Topology) -> dict[int, fl
         The relative times, by the first rank of each group.
     """
     found = {}
-    size = topology.tensor
+    size = topology.context * topology.tensor
     for ranks in topology.stage_groups():
         group_seconds = {
             first: median(seconds[first : first + size])
@@ -38,7 +38,7 @@ def relative_times(seconds: Sequence[float], topology: Topology) -> dict[int, fl
 def describe_slow_ranks(
     relative: Mapping[int, float], topology: Topology, hosts: Sequence[str], limit: float
 ) -> list[str]:
-    """Return a sentence for each tensor group that took more than `limit` times the usual time.
+    """Return a sentence for each group that took more than `limit` times the usual time.
 
     Args:
         relative: the result of `relative_times`
@@ -49,7 +49,8 @@ def describe_slow_ranks(
     slow = []
     for first, ratio in relative.items():
         if ratio > limit:
-            last = first + topology.tensor - 1
+            last = first + topology.context * topology.tensor - 1
             who = f"rank {first}" if last == first else f"ranks {first} .. {last}"
-            slow.append(f"{who} ({hosts[first]}) took {ratio:.1f} times as long as similar ranks")
+            where = ", ".join(dict.fromkeys(hosts[first : last + 1]))
+            slow.append(f"{who} ({where}) took {ratio:.1f} times as long as similar ranks")
     return slow

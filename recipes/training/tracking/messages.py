@@ -28,13 +28,24 @@ NOT_COMPILED = (
 )
 
 
+MAX_IMBALANCE = 1.1  # of context ranks, above which a run says so
+
+
 def announce(
-    recipe: Recipe, topology: Topology, hosts: list[str], folder: RunFolder, found: "ResumePoint"
+    recipe: Recipe,
+    topology: Topology,
+    hosts: list[str],
+    folder: RunFolder,
+    found: "ResumePoint",
+    imbalance: float = 1.0,
 ) -> None:
-    """Print the model, the layout, the run folder and the nodes of a run."""
+    """Print the model, the layout, the run folder and the nodes of a run.
+
+    imbalance: work in attention of the busiest context rank, relative to the mean
+    """
     print(
         f"{recipe.name}: {parameter_count(recipe.model) / 1e6:,.1f} M parameters, "
-        f"pipeline {topology.pipeline} x data {topology.data} x tensor {topology.tensor}, "
+        f"{' x '.join(f'{axis} {size}' for axis, size in topology.axes.items())}, "
         f"{recipe.deepspeed}, into {folder.path}"
         + (f", resumed after step {found.progress.step}" if found.progress.step else "")
         + (f", from the weights of {found.path}" if found.weights_only else ""),
@@ -51,6 +62,13 @@ def announce(
             head=recipe.head_in_blocks,
         )
         print(f"  {layout.schedule_name}: {balance}", flush=True)
+    if imbalance > MAX_IMBALANCE:
+        print(
+            f"  context {topology.context}: documents of different lengths are divided unevenly: "
+            f"the busiest rank has {imbalance:.2f} times the mean work in attention, and the "
+            f"others wait for it; a smaller layout.context is more even",
+            flush=True,
+        )
     if len(set(hosts)) > 1:
         print("\n".join(f"  {line}" for line in rank_map(topology, hosts)), flush=True)
 

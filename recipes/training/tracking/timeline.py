@@ -99,8 +99,8 @@ def perfetto_trace(of_ranks: Sequence[Steps], topology: Topology) -> dict[str, A
     events: list[dict[str, Any]] = []
     for rank, steps in enumerate(of_ranks):
         coordinates = topology.coordinates(rank)
-        name = f"rank {rank}: pipeline {coordinates.pipeline}, data "
-        name += f"{coordinates.data}, tensor {coordinates.tensor}"
+        places = [f"{axis} {getattr(coordinates, axis)}" for axis in topology.axes]
+        name = f"rank {rank}: {', '.join(places)}"
         events.append({"ph": "M", "name": "process_name", "pid": rank, "args": {"name": name}})
         events += [
             trace_event(event, rank, step) for step, recorded in steps.items() for event in recorded

@@ -65,7 +65,7 @@ def heads_first(qkv: Tensor, rotation: tuple[Tensor, Tensor] | None) -> tuple[Te
 
 
 def rotation() -> tuple[Tensor, Tensor]:
-    return rotary_table(range(6), Frequencies(D, 100.0), torch.device("cpu"), None)
+    return rotary_table((range(6),), Frequencies(D, 100.0), torch.device("cpu"), None)
 
 
 STREAM = (5, 3, 16)

@@ -81,7 +81,7 @@ def test_a_head_has_its_mask_on_any_rank() -> None:
             torch.empty(8, 6 // size, 20, 20),
             key=KEY,
             layer="blocks.0.attention.core",
-            axis=TensorAxis(rank=rank, size=size),
+            first_head=rank * 6 // size,
             fuse=as_written,
         )
         return keep_mask(rows, 20, 0.3)

@@ -31,7 +31,9 @@ HANGS = 5.0  # seconds of patience where a hang is expected
 FLOAT32, BFLOAT16 = "ds_configs/zero1_fp32.json", "ds_configs/zero1_bf16.json"
 SPLIT = {"tensor": 2, "sequence_parallel": True}
 FOUR_STAGES = ("zb-v",)  # the long tests run all schedules, with eight stages
-QUICK_LAYOUTS_OF_FOUR = ("zb-v", "sequence parallel, recomputed", "data, bf16")
+QUICK_LAYOUTS_OF_FOUR = (
+    "zb-v", "sequence parallel, recomputed", "data, bf16", "context, gather", "context, ring",
+)  # fmt: skip
 LONG = [(2, "one hardware queue"), (4, "posting order"), (4, "one hardware queue")]
 EXHAUSTIVE = [(4, "any order"), (8, "posting order"), (8, "one hardware queue")]
 
@@ -95,7 +97,21 @@ def layouts_of(world_size: int) -> dict[str, dict[str, Any]]:
         found["tied, bf16"] = {"layout": {}, "deepspeed": BFLOAT16, **GPT_SWITCHES}
         return found
     across = {"tensor": 2} if world_size == 8 else {}
+    contexts = {"context": world_size // 2}
     return found | {
+        "context, gather": {"layout": {**contexts, "schedule": "zb-v"}},
+        "context, ring": {
+            "layout": {
+                **contexts,
+                "context_attention": "ring",
+                "schedule": "interleaved",
+                "chunks": 2,
+            },
+        },
+        "context, ulysses": {
+            "layout": {**contexts, "context_attention": "ulysses", "schedule": "zb-h1"},
+            **GPT_SWITCHES,
+        },
         "tensor": {"layout": {"tensor": 2}, "data": world_size // 4},
         "sequence parallel, recomputed": {
             "layout": {**SPLIT, "schedule": "zb-v", "recompute": "full"},
@@ -149,6 +165,25 @@ def test_every_layout_trains_under_the_rules_with_the_numbers_of_one_process(
 def test_some_layouts_of_four_ranks_train_under_the_rules(corpus: Path) -> None:
     layouts = {name: layouts_of(4)[name] for name in QUICK_LAYOUTS_OF_FOUR}
     compare_with_one_process(4, "posting order", layouts, corpus)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    ("size", "rules"),
+    [(4, "posting order"), (4, "one hardware queue"), (8, "posting order")],
+)
+def test_context_ranks_train_under_the_rules_in_every_schedule(
+    size: int, rules: str, corpus: Path
+) -> None:
+    layouts = {
+        f"{name}, {kind}": {
+            "layout": {**layout, "context": size // 2, "context_attention": kind},
+            "model__kv_heads": 4,
+        }
+        for name, layout in SCHEDULES.items()
+        for kind in ("gather", "ring", "ulysses")
+    }
+    compare_with_one_process(size, rules, layouts, corpus)
 
 
 def compare_with_one_process(

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -25,6 +26,7 @@ from recipes.training.recipe.loading import parse_recipe
 from recipes.training.recipe.schema import Recipe
 from recipes.training.recipe.topology import Topology
 from recipes.training.run_folder.progress import Progress
+from recipes.training.tracking.messages import announce
 from tests.conftest import changed
 
 
@@ -404,3 +406,67 @@ def test_bad_data_are_rejected_before_the_first_step(
     spoil(tmp_path / "data")
     with pytest.raises(UserError, match=message):
         build(changed(own_corpus, **changes))
+
+
+@pytest.mark.parametrize("context", [2, 4])
+def test_context_ranks_divide_the_sequences_of_a_data_rank(
+    context: int, small: dict[str, Any]
+) -> None:
+    changes = {"data__separate_documents": True, "model__sequence_length": 128}
+    recipe = parse_recipe(changed(small, **changes), "test.toml")
+    length = recipe.model.sequence_length
+    for data_rank in range(2):
+        topology = Topology(pipeline=1, data=2, tensor=1)
+        whole = TrainingData(recipe, topology, data_rank)
+        divided = Topology(pipeline=1, data=2, tensor=1, context=context)
+        parts = [
+            TrainingData(recipe, divided, data_rank * context + rank) for rank in range(context)
+        ]
+        assert all(part.fingerprint == whole.fingerprint for part in parts)
+        for expected, *found in zip(whole.step(3), *(part.step(3) for part in parts), strict=True):
+            assert expected.tokens is not None and expected.info.slices is None
+            together = torch.full_like(expected.tokens, -1)
+            labels = together.clone()
+            for each in found:
+                assert each.info.dropout == expected.info.dropout
+                assert each.info.documents == expected.info.documents is not None
+                positions = [p for one in each.info.slices for p in one]
+                assert len(positions) == length // context
+                together[:, positions], labels[:, positions] = each.tokens, each.labels
+            assert torch.equal(together, expected.tokens)
+            assert torch.equal(labels, expected.labels)
+
+
+def test_the_imbalance_of_context_ranks_is_the_busiest_ranks_share(small: dict[str, Any]) -> None:
+    changes = {"data__separate_documents": True, "model__sequence_length": 128}
+    recipe = parse_recipe(changed(small, **changes), "test.toml")
+    topology = Topology(pipeline=1, data=2, tensor=1, context=2)
+    most = total = 0
+    for each in TrainingData(recipe, topology, 0).step(1):
+        assert each.info.documents is not None and each.info.division is not None
+        lengths = each.info.documents.lengths
+        tokens = [[n + 1 for document in one for n in range(document)] for one in lengths]
+        work = []
+        for rank in range(2):
+            slices = each.info.division.slices_of(rank)
+            work.append(sum(row[p] for row in tokens for part in slices for p in part))
+        most, total = most + max(work), total + sum(work)
+    imbalance = TrainingData(recipe, topology, 0).context_imbalance()
+    assert imbalance == pytest.approx(2 * most / total) and imbalance > 1
+    whole = recipe.model_copy(update={"data": recipe.data.model_copy(
+        update={"separate_documents": False}
+    )})  # fmt: skip
+    assert TrainingData(whole, topology, 0).context_imbalance() == 1
+    alone = Topology(pipeline=1, data=2, tensor=1)
+    assert TrainingData(recipe, alone, 0).context_imbalance() == 1
+
+
+def test_a_run_prints_the_imbalance_of_context_ranks(
+    small: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe = parse_recipe(changed(small, layout__context=2), "test.toml")
+    topology = Topology(pipeline=1, data=1, tensor=1, context=2)
+    found = mock.Mock(progress=Progress(), weights_only=False)
+    for imbalance, said in ((1.34, True), (1.05, False)):
+        announce(recipe, topology, ["a", "a"], mock.Mock(path=tmp_path), found, imbalance)
+        assert ("context 2: " in capsys.readouterr().out.replace("x context 2", "")) == said

@@ -47,6 +47,27 @@ BAD: list[tuple[str, int, str, str]] = [
     # the layout
     ("layout.tensor=4", 8, "model.heads = 6 is not divisible by layout.tensor = 4", "tensor = 2"),
     ("layout.tensor=3", 6, "model.kv_heads = 2 is not divisible by layout.tensor", "tensor = 2"),
+    (
+        "layout.context=3", 6,
+        "model.sequence_length = 256 is not divisible by 2 x layout.context = 6",
+        "use model.sequence_length = 252 or 258",
+    ),
+    (
+        "layout.context=8;layout.sequence_parallel=true;layout.tensor=4;model.kv_heads=4;"
+        "model.heads=8;model.sequence_length=48",
+        64, "is not divisible by layout.tensor = 4 x layout.context = 8", "= 32 or 64",
+    ),
+    (
+        "layout.context=4;layout.context_attention=ulysses", 8,
+        "layout.context = 4 does not divide model.kv_heads / layout.tensor = 2",
+        "use layout.context = 2, or layout.context_attention",
+    ),
+    (
+        "layout.context_attention=ring", 2,
+        'layout.context_attention = "ring" has no effect with layout.context = 1',
+        "use layout.context = 2 or more",
+    ),
+    ("layout.context=2", 3, "x layout.context = 2 does not divide the world of 3", "layout.tensor"),
     ("layout.pipeline=5", 5, "layout.pipeline = 5", "use layout.pipeline = 4"),
     ("layout.pipeline=0", 2, "layout.pipeline = 0", "pipeline = 2"),
     ("layout.recompute=some", 2, "layout.recompute = 'some'", "'none', 'selective' or 'full'"),
@@ -341,7 +362,7 @@ def test_every_shipped_recipe_and_config_is_valid() -> None:
     for path in shipped_recipes():
         recipe = load_recipe(path)
         assert isinstance(recipe, Recipe)
-        ranks = recipe.layout.pipeline * recipe.layout.tensor
+        ranks = recipe.layout.pipeline * recipe.layout.tensor * recipe.layout.context
         world = World(size=ranks, local_size=ranks)
         if recipe.cluster:
             local = recipe.cluster.gpus_per_node

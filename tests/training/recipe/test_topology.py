@@ -17,13 +17,38 @@ def test_coordinates_are_those_of_deepspeed(pipeline: int, data: int, tensor: in
     assert ours.tensor_groups() == theirs.get_axis_comm_lists("model") or tensor == 1
 
 
+@pytest.mark.parametrize(
+    ("pipeline", "data", "context", "tensor"), [(2, 3, 2, 2), (1, 1, 4, 1), (3, 2, 2, 1)]
+)
+def test_context_ranks_are_data_ranks_of_deepspeed(
+    pipeline: int, data: int, context: int, tensor: int
+) -> None:
+    ours = Topology(pipeline=pipeline, data=data, tensor=tensor, context=context)
+    theirs = PipeModelDataParallelTopology(num_pp=pipeline, num_dp=ours.replicas, num_mp=tensor)
+    assert ours.world_size == theirs.world_size()
+    for rank in range(ours.world_size):
+        place, found = theirs.get_coord(rank), ours.coordinates(rank)
+        assert (place.pipe, place.model) == (found.pipeline, found.tensor)
+        assert place.data == found.data * context + found.context
+        assert ours.rank(found) == rank
+    groups = ours.context_groups()
+    assert sorted(rank for ranks in groups for rank in ranks) == list(range(ours.world_size))
+    for ranks in groups:
+        places = [ours.coordinates(rank) for rank in ranks]
+        assert [place.context for place in places] == list(range(context))
+        assert len({(place.pipeline, place.data, place.tensor) for place in places}) == 1
+
+
 def test_the_remaining_ranks_are_data_parallel() -> None:
     assert Topology.for_world(16, pipeline=2, tensor=4).data == 2
+    assert Topology.for_world(16, pipeline=2, tensor=2, context=2).data == 2
 
 
 def test_the_message_about_an_indivisible_world_names_a_working_layout() -> None:
     with pytest.raises(UserError, match=r"world of 6 ranks.*layout.pipeline = 3"):
         Topology.for_world(6, pipeline=4, tensor=1)
+    with pytest.raises(UserError, match=r"x layout.context = 4 does not .* layout.context = 1"):
+        Topology.for_world(6, pipeline=1, tensor=1, context=4)
 
 
 @pytest.mark.parametrize(
@@ -64,4 +89,8 @@ def test_the_rank_map_shows_the_coordinates_of_each_node() -> None:
     assert rank_map(Topology(pipeline=2, data=2, tensor=2), [*"aaaa", *"bbbb"]) == [
         "a: rank 0 .. 3: pipeline 0, data 0 .. 1, tensor 0 .. 1",
         "b: rank 4 .. 7: pipeline 1, data 0 .. 1, tensor 0 .. 1",
+    ]
+    assert rank_map(Topology(pipeline=1, data=2, tensor=1, context=2), [*"aabb"]) == [
+        "a: rank 0 .. 1: pipeline 0, data 0, context 0 .. 1, tensor 0",
+        "b: rank 2 .. 3: pipeline 0, data 1, context 0 .. 1, tensor 0",
     ]

@@ -14,6 +14,9 @@ HOSTS = [f"node{1 + rank // 4}" for rank in range(8)]
          ["rank 5 (node2) took 3.0 times as long as similar ranks"]),
         (Topology(2, 2, 2), {6: 2.0, 7: 2.0},
          ["ranks 6 .. 7 (node2) took 2.0 times as long as similar ranks"]),
+        (Topology(1, 2, 2, 2), dict.fromkeys(range(4, 8), 2.0),
+         ["ranks 4 .. 7 (node2) took 2.0 times as long as similar ranks"]),
+        (Topology(1, 1, 1, 8), {5: 3.0}, []),  # context ranks wait for each other
         (Topology(2, 4, 1), dict.fromkeys(range(4), 3.0), []),  # a stage with more work
         (Topology(8, 1, 1), {5: 3.0}, []),  # no ranks to compare with
     ],

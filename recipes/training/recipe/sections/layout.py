@@ -1,6 +1,6 @@
 """The split of a model over ranks, and the cluster that has these ranks."""
 
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from pydantic import model_validator
 
@@ -8,6 +8,8 @@ from models.errors import UserError
 from models.pipeline.schedule.order import SCHEDULES, last_stage, schedule_name
 from recipes.training.recipe.sections.section import Count, Section
 
+ContextAttention = Literal["gather", "ring", "ulysses"]
+CONTEXT_ATTENTIONS: tuple[ContextAttention, ...] = get_args(ContextAttention)
 SCHEDULES_WITH_CHUNKS = [name for name, kind in SCHEDULES.items() if kind.chunks != 1]
 
 
@@ -20,6 +22,16 @@ class Layout(Section):
 
     pipeline: Count = 1
     """Pipeline stages, which divide the layers. More than one requires ZeRO-1."""
+
+    context: Count = 1
+    """Ranks that divide each sequence (context parallelism), for long sequences. To ZeRO they are
+    data ranks."""
+
+    context_attention: ContextAttention = "gather"
+    """Algorithm of attention over context ranks. "gather": all-gather keys and values. "ring": pass
+    them from rank to rank, so that at most two ranks' keys are in memory. "ulysses": an all-to-all
+    gives each rank whole sequences and a share of the heads; `context` must divide the key-value
+    heads of a tensor rank."""
 
     schedule: Literal["1f1b", "interleaved", "zb-h1", "zb-v", "dualpipev"] = "1f1b"
     """Order of the forward and backward passes of a stage. All but "1f1b", the simplest, need two
@@ -67,6 +79,12 @@ class Layout(Section):
                 f'layout.schedule = "{self.schedule}" needs two stages or more, and '
                 f"layout.pipeline = 1 has only one; use layout.pipeline = 2 or more, or "
                 f'layout.schedule = "1f1b"'
+            )
+        if self.context == 1 and self.context_attention != "gather":
+            raise UserError(
+                f'layout.context_attention = "{self.context_attention}" has no effect with '
+                f"layout.context = 1; use layout.context = 2 or more, or leave "
+                f"layout.context_attention out"
             )
         possible = SCHEDULES[self.schedule].chunks
         if self.chunks != (possible or max(2, self.chunks)):

@@ -1,0 +1,128 @@
+"""Collectives of the context axis, which turn slices of sequences into whole sequences.
+
+The gathered tensors are in the order of the sequence. `order` has the numbers of the two slices of
+rank 0, then of rank 1, ... (`Division`).
+
+Tensors are [..., s, d]: the tokens of a head are next to each other, as attention reads them.
+b micro-batch, s sequence, c context ranks, d head size.
+"""
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from models.context_parallel.axis import ContextAxis
+from models.context_parallel.division import Order
+from models.parallel.collectives import all_gather_single, reduce_scatter_single, wait_for
+
+
+def begin_gather(x: Tensor, axis: ContextAxis, order: Order) -> Callable[[], Tensor]:
+    """Begin to gather [..., s/c, d]; return a function that waits for [..., s, d]."""
+    whole = x.new_empty((axis.size, *x.shape))
+    running = all_gather_single(
+        whole.flatten(0, 1), x.contiguous(), group=axis.group, async_op=True
+    )
+
+    def gathered() -> Tensor:
+        wait_for(running)
+        return from_rank_order(whole, order)
+
+    return gathered
+
+
+def reduce_scatter(x: Tensor, axis: ContextAxis, order: Order) -> Tensor:
+    """Return this rank's part, [..., s/c, d], of the sum of all ranks' [..., s, d]."""
+    parts = to_rank_order(x, order)
+    part = torch.empty_like(parts[0])
+    reduce_scatter_single(part, parts.flatten(0, 1), group=axis.group)
+    return part
+
+
+def gather(x: Tensor, axis: ContextAxis, order: Order) -> Tensor:
+    """[..., s/c, d] to [..., s, d]; the backward pass sums the ranks' gradients."""
+    return _Gather.apply(x, axis, order)
+
+
+def heads_to_sequence(x: Tensor, axis: ContextAxis, order: Order) -> Tensor:
+    """Exchange all heads of a slice for a share of the heads of all slices.
+
+    [b, c, heads, s/c, d] to [b, heads, s, d], where dimension 1 is the rank that gets the heads
+    (Ulysses, arXiv 2309.14509).
+    """
+    return _HeadsToSequence.apply(x, axis, order)
+
+
+def sequence_to_heads(x: Tensor, axis: ContextAxis, order: Order) -> Tensor:
+    """Reverse `heads_to_sequence`: [b, heads, s, d] to [b, c, heads, s/c, d]."""
+    return _SequenceToHeads.apply(x, axis, order)
+
+
+def from_rank_order(x: Tensor, order: Order) -> Tensor:
+    """[c, ..., s/c, d] to [..., s, d]: put the slices of all ranks into the sequence's order."""
+    halves = x.unflatten(-2, (2, -1))  # [c, ..., 2, s/2c, d]
+    places = (divmod(order.index(number), 2) for number in range(len(order)))
+    return torch.cat([halves[rank, ..., half, :, :] for rank, half in places], dim=-2)
+
+
+def to_rank_order(x: Tensor, order: Order) -> Tensor:
+    """Reverse `from_rank_order`: [..., s, d] to [c, ..., s/c, d]."""
+    slices = x.chunk(len(order), dim=-2)
+    *outer, length, width = x.shape
+    size = len(order) // 2
+    parts = x.new_empty((size, *outer, 2, length // len(order), width))
+    for place, number in enumerate(order):
+        rank, half = divmod(place, 2)
+        parts[rank, ..., half, :, :] = slices[number]
+    return parts.flatten(-3, -2)
+
+
+def _all_to_all(x: Tensor, axis: ContextAxis) -> Tensor:
+    """Send x[i] to rank i; return the tensors that the ranks sent to this one, in their order."""
+    received = torch.empty_like(x)
+    dist.all_to_all_single(received, x, group=axis.group)
+    return received
+
+
+def _to_sequence(x: Tensor, axis: ContextAxis, order: Order) -> Tensor:
+    return from_rank_order(_all_to_all(x.movedim(1, 0).contiguous(), axis), order)
+
+
+def _to_heads(x: Tensor, axis: ContextAxis, order: Order) -> Tensor:
+    return _all_to_all(to_rank_order(x, order), axis).movedim(0, 1)
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, axis, order):
+        ctx.axis, ctx.order = axis, order
+        return begin_gather(x, axis, order)()
+
+    @staticmethod
+    def backward(ctx, grad):
+        # In fp32, because every addition in 16 bits would round the sum.
+        wide = grad.to(torch.promote_types(grad.dtype, torch.float32))
+        return reduce_scatter(wide, ctx.axis, ctx.order).to(grad.dtype), None, None
+
+
+class _HeadsToSequence(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, axis, order):
+        ctx.axis, ctx.order = axis, order
+        return _to_sequence(x, axis, order)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return _to_heads(grad, ctx.axis, ctx.order), None, None
+
+
+class _SequenceToHeads(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, axis, order):
+        ctx.axis, ctx.order = axis, order
+        return _to_heads(x, axis, order)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return _to_sequence(grad, ctx.axis, ctx.order), None, None

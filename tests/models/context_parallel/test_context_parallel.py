@@ -1,0 +1,335 @@
+"""Context ranks against one rank: logits, loss and gradients; and seeded faults."""
+
+import contextlib
+import os
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from models import transformer
+from models.context_parallel.axis import ContextAxis
+from models.context_parallel.division import Lengths, divide, rank_work, slice_work
+from models.context_parallel.exchange import from_rank_order, to_rank_order
+from models.context_parallel.tiles import tiles_of
+from models.initialization import initialize
+from models.kernels import partial_attention
+from models.kernels.partial_attention import attend, attend_backward, merge
+from models.layer_specs import SequentialModel, layer_specs, logical_parameters, run_layers
+from models.parallel import rng
+from models.parallel.collectives import TensorAxis
+from models.parallel.micro_batch_info import MicroBatchInfo
+from models.parallel.rng import MaskKey
+from tests.models.test_transformer import (
+    DOCUMENTS,
+    GROUPED_WITH_DROPOUT,
+    LLAMA,
+    RECOMPUTE,
+    SHAPES,
+    WITH_DROPOUT,
+    Outcome,
+    example_tokens,
+    labels_of,
+    largest_difference,
+    run_model,
+)
+from tests.ranks import run_ranks
+
+KEY = MaskKey(seed=7, samples=range(40, 42))
+ALL_HEADS = replace(LLAMA, heads=4, kv_heads=4)  # divisible by four context ranks
+CASES: dict[str, tuple[Any, MicroBatchInfo, str]] = {  # model, information, recomputation
+    **{shape: (config, MicroBatchInfo(), "none") for shape, config in SHAPES.items()},
+    "all heads": (ALL_HEADS, MicroBatchInfo(), "none"),
+    "documents": (LLAMA, MicroBatchInfo(documents=DOCUMENTS), "none"),
+    "gpt2, documents": (SHAPES["gpt2"], MicroBatchInfo(documents=DOCUMENTS), "none"),
+    "dropout": (WITH_DROPOUT, MicroBatchInfo(dropout=KEY), "none"),
+    "dropout, documents": (GROUPED_WITH_DROPOUT, MicroBatchInfo(KEY, DOCUMENTS), "none"),
+    "selective": (LLAMA, MicroBatchInfo(documents=DOCUMENTS), "selective"),
+    "full": (LLAMA, MicroBatchInfo(), "full"),
+    "full, dropout": (WITH_DROPOUT, MicroBatchInfo(dropout=KEY), "full"),
+}
+FAULTS = {  # seeded fault -> a case on which it must show
+    "positions from the start of the slice": "llama",
+    "slices swapped": "llama",
+    "keys without the gradients of other ranks": "llama",
+    "parts merged without rescaling": "llama",
+    "documents that leak across ranks": "documents",
+    "dropout by local position": "dropout",
+}
+ROTARY_TABLE, STREAM_ROWS = transformer.rotary_table, rng.stream_rows
+SIZES = (2, 4)
+ATTENTIONS = ("gather", "ring", "ulysses")
+
+
+def run_on_context_ranks(case: str, attention: str) -> Outcome:
+    """Run forward and backward on the ranks of the world, each with its slices."""
+    config, info, recompute = CASES[case]
+    rank, size = dist.get_rank(), dist.get_world_size()
+    context = ContextAxis(dist.group.WORLD, rank, size, attention)
+    documents = info.documents.lengths if info.documents else None
+    division = divide(config.sequence_length, rank, size, documents)
+    cores, interval = RECOMPUTE[recompute]
+    model = SequentialModel(
+        layer_specs(config, TensorAxis(), context=context, recompute_core=cores),
+        recompute_interval=interval,
+    )
+    parameters = dict(logical_parameters(model, config))
+    initialize(parameters.items(), config, seed=3, tensor_rank=0, tensor_size=1)
+    tokens = example_tokens(config)
+    mine, labels = (
+        torch.cat([x[:, each.start : each.stop] for each in division.slices], dim=1)
+        for x in (tokens, labels_of(tokens))
+    )
+    here = replace(info, division=division)
+    loss = model(mine, labels, here)
+    loss.backward()
+    logits = run_layers(model.layers, mine, info=here).detach()  # [s/c, b, v]
+    parts = [torch.empty_like(logits) for _ in range(size)]
+    dist.all_gather(parts, logits.contiguous())
+    whole = from_rank_order(torch.stack(parts).transpose(1, 2), division.order)  # [b, s, v]
+    gradients = {}
+    for name, parameter in parameters.items():
+        dist.all_reduce(parameter.grad)
+        gradients[name] = parameter.sharding.logical_tensor([parameter.grad / size])
+    mean = loss.detach().clone()
+    dist.all_reduce(mean)
+    return whole[..., : config.vocab_size], mean / size, gradients
+
+
+def is_valid(case: str, attention: str, size: int) -> bool:
+    return attention != "ulysses" or CASES[case][0].kv_heads % size == 0
+
+
+def worker() -> dict[Any, Outcome]:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    outcomes: dict[Any, Outcome] = {}
+    size = dist.get_world_size()
+    for attention in ATTENTIONS:
+        for case in CASES:
+            if is_valid(case, attention, size):
+                outcomes[case, attention] = run_on_context_ranks(case, attention)
+    for fault, case in FAULTS.items():
+        with seeded_fault(fault):
+            outcomes["fault", fault] = run_on_context_ranks(case, "gather")
+    dist.barrier()
+    return outcomes if os.environ["RANK"] == "0" else {}
+
+
+@contextlib.contextmanager
+def seeded_fault(fault: str) -> Iterator[None]:
+    """Break the context axis in one way."""
+    tiles = tiles_of
+    faults: dict[str, dict[str, Any]] = {
+        "positions from the start of the slice": {
+            "models.transformer.rotary_table": lambda slices, *rest: ROTARY_TABLE(
+                (range(sum(map(len, slices))),), *rest
+            )
+        },
+        "slices swapped": {
+            "models.context_parallel.exchange.from_rank_order": (
+                lambda x, order: from_rank_order(x, tuple(range(len(order))))
+            )
+        },
+        "keys without the gradients of other ranks": {
+            "models.context_parallel.gathered_attention.reduce_scatter": (
+                lambda x, axis, order: torch.zeros_like(x.chunk(axis.size, dim=-2)[0])
+            )
+        },
+        "parts merged without rescaling": {
+            "models.context_parallel.gathered_attention.merge": lambda one, other: (
+                (one[0] + other[0]) / 2, merge(one, other)[1]
+            )
+        },
+        "documents that leak across ranks": {
+            "models.transformer.tiles_of": lambda slices, lengths: tiles(slices, None)
+        },
+        "dropout by local position": {
+            "models.transformer.stream_rows": lambda y, **rest: STREAM_ROWS(
+                y, **(rest | {"slices": None})
+            )
+        },
+    }  # fmt: skip
+    with contextlib.ExitStack() as stack:
+        for target, broken in faults[fault].items():
+            stack.enter_context(mock.patch(target, broken))
+        yield
+
+
+@pytest.fixture(scope="module", params=SIZES)
+def outcomes(request: pytest.FixtureRequest) -> dict[Any, Outcome]:
+    return run_ranks(request.param, worker)[0] | {"size": request.param}
+
+
+@pytest.fixture(scope="module")
+def alone() -> dict[str, Outcome]:
+    return {case: run_model(config, info=info) for case, (config, info, _) in CASES.items()}
+
+
+@pytest.mark.parametrize("attention", ATTENTIONS)
+@pytest.mark.parametrize("case", CASES)
+def test_context_ranks_agree_with_one_rank(
+    case: str, attention: str, outcomes: dict[Any, Any], alone: dict[str, Outcome]
+) -> None:
+    if not is_valid(case, attention, outcomes["size"]):
+        assert (case, attention) not in outcomes
+        return
+    assert largest_difference(outcomes[case, attention], alone[case]) < 1e-5
+
+
+@pytest.mark.parametrize(("fault", "case"), FAULTS.items())
+def test_a_seeded_fault_is_noticed(
+    fault: str, case: str, outcomes: dict[Any, Any], alone: dict[str, Outcome]
+) -> None:
+    assert not largest_difference(outcomes["fault", fault], alone[case]) < 1e-3
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 8])
+def test_slices_have_equal_causal_work(size: int) -> None:
+    length = 48
+    slices = [divide(length, rank, size).slices for rank in range(size)]
+    positions = sorted(p for each in slices for one in each for p in one)
+    assert positions == list(range(length))
+    assert len({sum(p for one in each for p in one) for each in slices}) == 1
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_rank_order_is_reversible(size: int) -> None:
+    length = 4 * size
+    x = torch.arange(3 * length * 2).view(3, length, 2)
+    division = divide(length, 0, size, ((3, length - 3),))
+    held = [
+        torch.cat([x[:, each.start : each.stop] for each in division.slices_of(rank)], dim=1)
+        for rank in range(size)
+    ]
+    assert torch.equal(from_rank_order(torch.stack(held), division.order), x)
+    assert torch.equal(to_rank_order(x, division.order), torch.stack(held))
+
+
+def visible_pairs(lengths: Lengths, positions: range) -> int:
+    """Count the pairs of query and key of some queries, one by one."""
+    pairs = 0
+    for each in lengths:
+        within = [p for n in each for p in range(n)]
+        pairs += sum(within[p] + 1 for p in positions)
+    return pairs
+
+
+@pytest.mark.parametrize("lengths", [((24,),), ((9, 15), (4, 1, 7, 12)), ((1,) * 24,), ((3, 21),)])
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_the_work_of_a_rank_is_its_pairs_of_query_and_key(size: int, lengths: Lengths) -> None:
+    division = divide(24, 0, size, lengths)
+    n = 24 // (2 * size)
+    slices = [range(i * n, (i + 1) * n) for i in range(2 * size)]
+    assert slice_work(24, 2 * size, lengths) == tuple(visible_pairs(lengths, s) for s in slices)
+    assert rank_work(24, size, lengths) == tuple(
+        sum(visible_pairs(lengths, each) for each in division.slices_of(rank))
+        for rank in range(size)
+    )
+
+
+def test_documents_are_divided_more_evenly_than_the_first_slice_with_the_last() -> None:
+    generator = torch.Generator().manual_seed(0)
+    length, size, ours, first_and_last = 4096, 8, [], []
+    for _ in range(100):
+        cuts = torch.randperm(length - 1, generator=generator)[:6].sort().values + 1
+        ends = [0, *cuts.tolist(), length]
+        lengths = (tuple(b - a for a, b in pairwise(ends)),)
+        work = slice_work(length, 2 * size, lengths)
+        mean = sum(work) / size
+        ours.append(max(rank_work(length, size, lengths)) / mean - 1)
+        first_and_last.append(max(work[i] + work[-1 - i] for i in range(size)) / mean - 1)
+    assert sum(ours) < 0.7 * sum(first_and_last)
+
+
+@pytest.mark.parametrize("lengths", [None, ((24,), (24,)), ((9, 15), (4, 1, 7, 12))])
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_tiles_cover_each_visible_pair_once(
+    size: int, lengths: tuple[tuple[int, ...], ...] | None
+) -> None:
+    documents = lengths or ((24,), (24,))
+    of_token = [
+        torch.repeat_interleave(torch.arange(len(each)), torch.tensor(each)) for each in documents
+    ]
+    for rank in range(size):
+        slices = divide(24, rank, size, lengths).slices
+        positions = [p for each in slices for p in each]
+        seen = torch.zeros(2, 24, 24, dtype=torch.long)  # sequence, query, key
+        for tile in tiles_of(slices, lengths):
+            rows = positions[tile.rows]
+            for query in rows:
+                for key in [*tile.before, *(own for own in rows if own <= query)]:
+                    seen[tile.sequences, query, key] += 1
+        for sequence, documents_of_token in enumerate(of_token):
+            expected = torch.tril(documents_of_token[:, None] == documents_of_token[None, :])
+            for query in range(24):
+                wanted = expected[query].long() * (query in positions)
+                assert torch.equal(seen[sequence, query], wanted)
+
+
+@pytest.mark.parametrize("kernel", [partial_attention.CPU_FLASH, partial_attention.REFERENCE])
+@pytest.mark.parametrize("heads", [(4, 4), (4, 2)])
+def test_merged_parts_are_the_whole(
+    kernel: partial_attention.Kernel, heads: tuple[int, int]
+) -> None:
+    torch.manual_seed(0)
+    a, g = heads
+    q, grad = torch.randn(2, 2, a, 6, 8)
+    k, v = torch.randn(2, 2, g, 10, 8)
+    inputs = [x.double().requires_grad_() for x in (q, k, v)]
+    mask = torch.ones(6, 10, dtype=torch.bool).tril(4)
+    expected = torch.nn.functional.scaled_dot_product_attention(
+        *inputs, attn_mask=mask, enable_gqa=True
+    )
+    expected.backward(grad.double())
+    with mock.patch.object(partial_attention, "kernel_for", lambda q: kernel):
+        own, before = (k[:, :, 4:], v[:, :, 4:]), (k[:, :, :4], v[:, :, :4])
+        whole = merge(attend(q, *own, causal=True), attend(q, *before, causal=False))
+        first = attend_backward(grad, q, *own, whole, causal=True)
+        second = attend_backward(grad, q, *before, whole, causal=False)
+    found = [
+        first[0] + second[0],
+        *(torch.cat([b, a], dim=2) for a, b in zip(first[1:], second[1:], strict=True)),
+    ]
+    assert torch.allclose(whole[0].double(), expected, atol=1e-6)
+    for ours, tensor in zip(found, inputs, strict=True):
+        assert torch.allclose(ours.double(), tensor.grad, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "kernel"),
+    [(torch.float32, partial_attention.EFFICIENT), (torch.bfloat16, partial_attention.FLASH)],
+)
+def test_kernels_of_a_gpu_take_these_arguments(
+    dtype: torch.dtype, kernel: partial_attention.Kernel
+) -> None:
+    with mock.patch.object(partial_attention, "kernel_for", lambda q: kernel):
+        q, grad = (torch.empty(2, 4, 6, 16, device="meta", dtype=dtype) for _ in range(2))
+        k, v = (torch.empty(2, 2, 6, 16, device="meta", dtype=dtype) for _ in range(2))
+        whole = attend(q, k, v, causal=True)
+        assert [part.shape for part in whole] == [(2, 4, 6, 16), (2, 4, 6)]
+        grads = attend_backward(grad, q, k, v, whole, causal=True)
+        assert [each.shape for each in grads] == [q.shape, k.shape, v.shape]
+
+
+def test_the_kernel_fits_the_device() -> None:
+    def chosen(device: str, dtype: torch.dtype, head_size: int = 64) -> partial_attention.Kernel:
+        q = mock.Mock(device=torch.device(device), dtype=dtype, shape=(1, 1, 1, head_size))
+        with mock.patch.object(partial_attention, "has_flash_attention", lambda device: recent):
+            return partial_attention.kernel_for(q)
+
+    recent = True
+
+    assert chosen("cpu", torch.bfloat16) == partial_attention.CPU_FLASH
+    assert chosen("cuda", torch.bfloat16) == partial_attention.FLASH
+    assert chosen("cuda", torch.float32) == partial_attention.EFFICIENT
+    assert chosen("cuda", torch.bfloat16, head_size=12) == partial_attention.REFERENCE
+    assert chosen("cpu", torch.float64) == partial_attention.REFERENCE
+    recent = False
+    assert chosen("cuda", torch.bfloat16) == partial_attention.REFERENCE
+    assert chosen("cuda", torch.float32) == partial_attention.EFFICIENT
