@@ -130,8 +130,9 @@ def test_a_trial_measures_the_same_in_shared_processes(tmp_path: Path) -> None:
         alone.run(*options_of([f"batch.micro_sequences={size}"], **few))
         (row,) = alone.rows()
         gib[size] = float(row["mem_gb"])
-        assert float(together[size]["mem_gb"]) == pytest.approx(gib[size], abs=0.05)
-    assert gib["16"] > gib["1"] + 0.2
+        # malloc keeps 0.04 GiB more in some runs than in others
+        assert float(together[size]["mem_gb"]) == pytest.approx(gib[size], abs=0.15)
+    assert gib["16"] > gib["1"] + 0.5
 
 
 def check_killed(
