@@ -125,10 +125,20 @@ VARIANTS = {
     "qk-norm": ["model.qk_norm=true", "layout.tensor=2", "layout.pipeline=1"],
 }  # fmt: skip
 
-QUICK = ("tensor, stages", "fp16", "zero-2")  # the other cases are long tests
+QUICK = ("tensor, stages", "fp16", "zero-2")  # the other cases are long or exhaustive tests
+RARE = (
+    "interleaved, 3 chunks, tensor", "interleaved, full", "interleaved, uneven", "dualpipev, tensor",
+    "dualpipev, uneven", "zb-h1, full", "zb-v, full", "context, long, gather",
+    "context, long, ulysses",
+)  # fmt: skip
 RECIPES = {path: f"{path.parent.name}-{path.stem}" for path in CATALOGUE}
-LONG = ("gpt-175b", "llama-3b", "llama-70b", "megatron-1t", "qwen3-14b")
+LONG = ("llama-3b", "llama-70b", "megatron-1t", "qwen3-14b")
 EXHAUSTIVE = pytest.mark.exhaustive
+
+
+def marks(name: str) -> list[pytest.MarkDecorator]:
+    """Return the marks of the test of a layout."""
+    return [] if name in QUICK else [EXHAUSTIVE if name in RARE else pytest.mark.long]
 
 
 def planned_job(path: Path, overrides: list[str]) -> tuple[Recipe, Job]:
@@ -144,10 +154,7 @@ def difference(recipe: Recipe, job: Job, stage: int) -> float:
     return memory_of_stage(job, stage).counted / traced.peak_bytes - 1
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(n, marks=[] if n in QUICK else pytest.mark.long) for n in VARIANTS],
-)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=marks(name)) for name in VARIANTS])
 def test_the_formula_agrees_with_a_trace(name: str) -> None:
     path = REPOSITORY / "recipes" / "llama" / "7b.toml"
     recipe, job = planned_job(path, [*SMALL, *VARIANTS[name]])
@@ -155,8 +162,14 @@ def test_the_formula_agrees_with_a_trace(name: str) -> None:
         assert abs(difference(recipe, job, stage)) < TOLERANCE + 0.01
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("attention", ["gather", "ring", "ulysses"])
+@pytest.mark.parametrize(
+    "attention",
+    [
+        pytest.param("gather", marks=pytest.mark.long),
+        pytest.param("ring", marks=EXHAUSTIVE),
+        pytest.param("ulysses", marks=EXHAUSTIVE),
+    ],
+)
 def test_activations_shrink_with_the_context_ranks(attention: str) -> None:
     path = REPOSITORY / "recipes" / "llama" / "7b.toml"
     settings = [*SMALL, "layout.pipeline=1", "model.sequence_length=32768"]
