@@ -127,8 +127,8 @@ VARIANTS = {
 
 QUICK = ("tensor, stages", "fp16", "zero-2")  # the other cases are long or exhaustive tests
 RARE = (
-    "interleaved, 3 chunks, tensor", "interleaved, full", "interleaved, uneven", "dualpipev, tensor",
-    "dualpipev, uneven", "zb-h1, full", "zb-v, full", "context, long, gather",
+    "interleaved, 3 chunks, tensor", "interleaved, full", "interleaved, uneven",
+    "dualpipev, tensor", "dualpipev, uneven", "zb-h1, full", "zb-v, full", "context, long, gather",
     "context, long, ulysses",
 )  # fmt: skip
 RECIPES = {path: f"{path.parent.name}-{path.stem}" for path in CATALOGUE}
