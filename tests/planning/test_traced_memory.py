@@ -122,6 +122,17 @@ VARIANTS = {
     "context, attention dropout": [
         *GPT, "model.attention_dropout=0.1", "layout.context=2", "layout.pipeline=1",
     ],
+    "attention dropout, selective": [
+        *GPT, "model.attention_dropout=0.1", "layout.pipeline=2", "layout.recompute=selective",
+    ],
+    "context, attention dropout, selective": [
+        *GPT, "model.attention_dropout=0.1", "layout.context=2", "layout.pipeline=1",
+        "layout.context_attention=ulysses", "layout.recompute=selective",
+        "deepspeed=ds_configs/zero1_fp32.json",
+    ],
+    "attention dropout, full": [
+        *GPT, "model.attention_dropout=0.1", "layout.pipeline=1", "layout.recompute=full",
+    ],
     "qk-norm": ["model.qk_norm=true", "layout.tensor=2", "layout.pipeline=1"],
 }  # fmt: skip
 
@@ -129,7 +140,7 @@ QUICK = ("tensor, stages", "fp16", "zero-2")  # the other cases are long or exha
 RARE = (
     "interleaved, 3 chunks, tensor", "interleaved, full", "interleaved, uneven",
     "dualpipev, tensor", "dualpipev, uneven", "zb-h1, full", "zb-v, full", "context, long, gather",
-    "context, long, ulysses",
+    "context, long, ulysses", "attention dropout, full",
 )  # fmt: skip
 RECIPES = {path: f"{path.parent.name}-{path.stem}" for path in CATALOGUE}
 LONG = ("llama-3b", "llama-70b", "megatron-1t", "qwen3-14b")

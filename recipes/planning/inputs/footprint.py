@@ -28,7 +28,7 @@ class Footprint:
             pass computes the gradients of its input and of the output matrix
         logit: bytes per logit of the current micro-batch during its loss
         head: bytes per logit while the gradient of the output matrix is computed
-        score: bytes per written attention score during the softmax
+        score: bytes per written attention score that its backward pass adds to the kept ones
         held_logits: bytes per logit that the last stage still holds after a step
         stock_pipeline: like DeepSpeed's pipeline, a stage keeps sent activations, the previous
             micro-batch's logits, and a copy of the gradients even for one data rank
@@ -77,12 +77,12 @@ class Footprint:
 # updated in place. ZeRO-2 and 3 have buckets of 5e8 elements.
 DEEPSPEED_ZERO = Footprint(bucket_elements=5e8, gathered_elements=1e9)
 ZERO = replace(
-    DEEPSPEED_ZERO, norm=4, gated=3, apart=True, rows=1, loss_in_parts=True, score=4,
+    DEEPSPEED_ZERO, norm=4, gated=3, apart=True, rows=1, loss_in_parts=True, score=3,
     stock_pipeline=False,
 )  # fmt: skip
 FP16 = replace(ZERO, gradient=0, running_gradient=2, updating=6)
 FP32 = replace(
-    ZERO, weight=4, gradient=0, running_gradient=4, optimizer=8, zero3_copy=4, norm=8, score=8,
+    ZERO, weight=4, gradient=0, running_gradient=4, optimizer=8, zero3_copy=4, norm=8, score=7,
 )  # fmt: skip
 DEEPSPEED = {
     "bf16": ZERO,

@@ -190,7 +190,8 @@ def peak_candidates(job: Job, stage: int, parameters: int) -> list[Moment]:
         found.append(Moment(gradients=reduced, buffers=passing.reducing_buffers + held))
     else:  # whenever a bucket is full, which is after its part of the backward pass
         left = activations * (1 - min(1.0, footprint.bucket_elements / parameters))
-        found.append(Moment(left, block, reduced, passing.reducing_buffers))
+        working = block_working_bytes(job, first_only, reducing=True)
+        found.append(Moment(left, working, reduced, passing.reducing_buffers))
         if layout.zero_stage == 2:
             found.append(head_reduction(job, activations, passing.buffers))
     if not footprint.stock_pipeline and layout.chunks > 1 and layout.replicas > 1:

@@ -15,7 +15,7 @@ from recipes.planning.inputs.stage_contents import (
     table_parameters,
     tokens_per_micro_batch,
 )
-from recipes.planning.memory.activations import block_bytes
+from recipes.planning.memory.activations import block_bytes, core_bytes
 
 FORWARD_ROWS = 3  # at the end of a block: the outputs of its two halves, and their sum
 
@@ -58,12 +58,14 @@ def row_bytes(job: Job) -> float:
     return job.footprint.weight * tokens * job.model.hidden_size
 
 
-def block_working_bytes(job: Job, first_only: bool) -> float:
+def block_working_bytes(job: Job, first_only: bool, *, reducing: bool = False) -> float:
     """Return the bytes that a block's backward pass needs in addition to its kept activations.
 
     Args:
         job: the planned job
         first_only: True for the first micro-batch of the step, when there are no earlier gradients
+        reducing: True while gradients of weights are reduced, before or after the attention core's
+            backward pass
     """
     layout, model, footprint = job.layout, job.model, job.footprint
     recomputed = 0.0
@@ -76,11 +78,22 @@ def block_working_bytes(job: Job, first_only: bool) -> float:
     needs = footprint.rows * row_bytes(job)
     needs += footprint.weight * mlp_working_elements(job, first_only)
     needs = max(needs, context_bytes(job, backward=True))
-    if model.attention_dropout:
-        tokens = tokens_per_micro_batch(model, layout)
-        scores = tokens * model.sequence_length * model.heads / layout.tensor
-        return recomputed + max(needs, footprint.score * scores)
+    if model.attention_dropout and not reducing:
+        needs = max(needs, dropout_core_bytes(job))
     return recomputed + needs
+
+
+def dropout_core_bytes(job: Job) -> float:
+    """Return the bytes that an attention core with dropout adds in its backward pass.
+
+    They are the gradients of its scores and, with selective recomputation, the recomputed scores,
+    dropout mask and gathered keys. They exist after the gradients of the block's MLP are freed.
+    """
+    layout, model, footprint = job.layout, job.model, job.footprint
+    per_token = footprint.score * model.sequence_length * model.heads
+    if layout.recompute == "selective" and footprint.selective is None:
+        per_token += core_bytes(model, layout, footprint, fused_attention=False)
+    return tokens_per_micro_batch(model, layout) * per_token / layout.tensor
 
 
 def mlp_working_elements(job: Job, first_only: bool) -> float:
