@@ -52,16 +52,16 @@ def attend_to_own(q: Tensor, k: Tensor, v: Tensor, tiles: Sequence[Tile]) -> lis
 
 
 def assemble(q: Tensor, tiles: Sequence[Tile], parts: Sequence[Part]) -> Part:
-    """Return the output, [b, a, s/c, d], and the logarithm, [b, a, s/c], of all tiles.
+    """Return the output, [b, a, s/c, d], and the logsumexp, [b, a, s/c], of all tiles.
 
     The output has the type of q and the memory order [s/c, b, a, d], which the next matmul needs.
     """
     b, a, n, d = q.shape
     out = q.new_empty((n, b, a, d)).permute(1, 2, 0, 3)
-    logarithm = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+    logsumexp = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
     for tile, part in zip(tiles, parts, strict=True):
-        out[tile.own], logarithm[tile.own] = part
-    return out, logarithm
+        out[tile.own], logsumexp[tile.own] = part
+    return out, logsumexp
 
 
 class _GatheredAttention(torch.autograd.Function):
@@ -75,19 +75,19 @@ class _GatheredAttention(torch.autograd.Function):
             if tile.before:
                 others = attend(q[tile.own], keys[tile.others], values[tile.others], causal=False)
                 parts[number] = merge(parts[number], others)
-        out, logarithm = assemble(q, tiles, parts)
-        ctx.save_for_backward(q, k, v, out, logarithm)
+        out, logsumexp = assemble(q, tiles, parts)
+        ctx.save_for_backward(q, k, v, out, logsumexp)
         ctx.axis, ctx.order, ctx.tiles = axis, order, tiles
         return out
 
     @staticmethod
     def backward(ctx, grad):
-        q, k, v, out, logarithm = ctx.saved_tensors
+        q, k, v, out, logsumexp = ctx.saved_tensors
         gathered = begin_gather(torch.stack([k, v]), ctx.axis, ctx.order)
         grad_q = torch.empty_like(q, dtype=torch.float32)
         own = [torch.empty_like(x, dtype=torch.float32) for x in (k, v)]
         for tile in ctx.tiles:
-            at, whole = tile.own, (out[tile.own], logarithm[tile.own])
+            at, whole = tile.own, (out[tile.own], logsumexp[tile.own])
             grads = attend_backward(grad[at], q[at], k[at], v[at], whole, causal=True)
             grad_q[at], own[0][at], own[1][at] = grads
         keys, values = gathered()
@@ -97,7 +97,7 @@ class _GatheredAttention(torch.autograd.Function):
             if not tile.before:
                 continue
             there = keys[tile.others], values[tile.others]
-            whole = out[tile.own], logarithm[tile.own]
+            whole = out[tile.own], logsumexp[tile.own]
             grads = attend_backward(grad[tile.own], q[tile.own], *there, whole, causal=False)
             grad_q[tile.own] += grads[0]
             for total, part in zip(totals, grads[1:], strict=True):

@@ -96,14 +96,14 @@ class _RingAttention(torch.autograd.Function):
                 parts[number] = merge(parts[number], part)
             if passed is not None:
                 held = passed()
-        out, logarithm = assemble(q, tiles, parts)
-        ctx.save_for_backward(q, k, v, out, logarithm)
+        out, logsumexp = assemble(q, tiles, parts)
+        ctx.save_for_backward(q, k, v, out, logsumexp)
         ctx.axis, ctx.division, ctx.tiles = axis, division, tiles
         return out
 
     @staticmethod
     def backward(ctx, grad):
-        q, k, v, out, logarithm = ctx.saved_tensors
+        q, k, v, out, logsumexp = ctx.saved_tensors
         axis, division, tiles = ctx.axis, ctx.division, ctx.tiles
         held = torch.stack([k, v])
         grad_q = torch.empty_like(q, dtype=torch.float32)
@@ -113,13 +113,13 @@ class _RingAttention(torch.autograd.Function):
             total = torch.zeros(held.shape, dtype=torch.float32, device=q.device)
             if step == 0:
                 for tile in tiles:
-                    at, whole = tile.own, (out[tile.own], logarithm[tile.own])
+                    at, whole = tile.own, (out[tile.own], logsumexp[tile.own])
                     grads = attend_backward(grad[at], q[at], k[at], v[at], whole, causal=True)
                     grad_q[at], total[0][at], total[1][at] = grads
             keys, values = held
             for number, there in rectangles(tiles, _slices_at(step, axis, division)):
                 own = tiles[number].own
-                whole = out[own], logarithm[own]
+                whole = out[own], logsumexp[own]
                 grads = attend_backward(
                     grad[own], q[own], keys[there], values[there], whole, causal=False
                 )

@@ -1,9 +1,9 @@
 """Attention to some of the keys, and the merging of such parts into attention to all of them.
 
-A part comes with the logarithm of its softmax's denominator, so that parts can be merged in any
-order ("online softmax", Milakov and Gimelshein 2018, arXiv 1805.02867). The backward pass of a part
-needs the merged result and the merged logarithm, but no other part (FlashAttention, arXiv
-2205.14135; ring attention, arXiv 2310.01889).
+A part comes with the logsumexp of its scores, which is the logarithm of the softmax's denominator,
+so that parts can be merged in any order ("online softmax", Milakov and Gimelshein 2018, arXiv
+1805.02867). The backward pass of a part needs the merged result and the merged logsumexp, but no
+other part (FlashAttention, arXiv 2205.14135; ring attention, arXiv 2310.01889).
 
 b sequences, a query heads, g key-value heads, n queries, m keys, d head size.
 """
@@ -18,9 +18,9 @@ from torch.nn import functional as F
 from models.kernels.attention import MAX_FLASH_HEAD_SIZE, has_flash_attention
 
 aten = torch.ops.aten
-LOGARITHM_ROWS = 32  # the memory-efficient kernel pads its logarithms to a multiple of this
+LOGSUMEXP_ROWS = 32  # the memory-efficient kernel pads its logsumexps to a multiple of this
 
-Part = tuple[Tensor, Tensor]  # output fp32 [b, a, n, d], and logarithm fp32 [b, a, n]
+Part = tuple[Tensor, Tensor]  # output fp32 [b, a, n, d], and logsumexp fp32 [b, a, n]
 Gradients = tuple[Tensor, Tensor, Tensor]  # of queries, keys and values
 
 
@@ -36,8 +36,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> Part:
     kernel = kernel_for(q)
     if not kernel.grouped:
         k, v = (_for_each_query_head(x, q) for x in (k, v))
-    out, logarithm = kernel.forward(q, k, v, causal)
-    return out.float(), logarithm.float()
+    out, logsumexp = kernel.forward(q, k, v, causal)
+    return out.float(), logsumexp.float()
 
 
 def attend_backward(
@@ -50,13 +50,13 @@ def attend_backward(
         q: queries of the part
         k: keys of the part
         v: values of the part
-        whole: the merged output and logarithm
+        whole: the merged output and logsumexp
         causal: as in `attend`
     """
-    kernel, groups, (out, logarithm) = kernel_for(q), k.shape[1], whole
+    kernel, groups, (out, logsumexp) = kernel_for(q), k.shape[1], whole
     if not kernel.grouped:
         k, v = (_for_each_query_head(x, q) for x in (k, v))
-    grads = kernel.backward(grad, q, k, v, (out.to(q.dtype), logarithm), causal)
+    grads = kernel.backward(grad, q, k, v, (out.to(q.dtype), logsumexp), causal)
     grad_q, grad_k, grad_v = (x.float() for x in grads)
     if not kernel.grouped:
         grad_k, grad_v = (x.unflatten(1, (groups, -1)).sum(dim=2) for x in (grad_k, grad_v))
@@ -65,15 +65,15 @@ def attend_backward(
 
 def merge(one: Part, other: Part) -> Part:
     """Merge two parts of the same queries; `one` must have a key for every query."""
-    (out, logarithm), (out_other, logarithm_other) = one, other
-    share = torch.sigmoid(logarithm_other - logarithm)[..., None]  # of the other part
-    merged = logarithm - F.logsigmoid(logarithm - logarithm_other)
+    (out, logsumexp), (out_other, logsumexp_other) = one, other
+    share = torch.sigmoid(logsumexp_other - logsumexp)[..., None]  # of the other part
+    merged = logsumexp - F.logsigmoid(logsumexp - logsumexp_other)
     return torch.lerp(out, out_other, share), merged
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """A fused kernel whose forward pass also returns the logarithm.
+    """A fused kernel whose forward pass also returns the logsumexp.
 
     Attributes:
         forward: function of q, k, v and causal
@@ -125,28 +125,28 @@ def _flash_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, whole: Part, causal: bool
 ) -> Gradients:
     state = torch.zeros(2, dtype=torch.uint64, device=q.device)  # of dropout, which is not used
-    out, logarithm = whole
+    out, logsumexp = whole
     return aten._scaled_dot_product_flash_attention_backward(
         grad, q, k, v, out,
-        logarithm.contiguous(),  # the kernel ignores its strides (pytorch's mha_bwd)
+        logsumexp.contiguous(),  # the kernel ignores its strides (pytorch's mha_bwd)
         None, None, q.shape[2], k.shape[2], 0.0, causal, state, state[:1],
     )  # fmt: skip
 
 
 def _efficient_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Part:
-    out, logarithm, *_ = aten._scaled_dot_product_efficient_attention(
+    out, logsumexp, *_ = aten._scaled_dot_product_efficient_attention(
         q, k, v, None, True, 0.0, causal
     )
-    return out, logarithm[..., : q.shape[2]]
+    return out, logsumexp[..., : q.shape[2]]
 
 
 def _efficient_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, whole: Part, causal: bool
 ) -> Gradients:
-    out, logarithm = whole
+    out, logsumexp = whole
     # As in the forward kernel: the probabilities of the rows that pad the last block are 0.
-    padding = (0, -logarithm.shape[-1] % LOGARITHM_ROWS)
-    padded = F.pad(logarithm, padding, value=float("inf"))
+    padding = (0, -logsumexp.shape[-1] % LOGSUMEXP_ROWS)
+    padded = F.pad(logsumexp, padding, value=float("inf"))
     state = torch.zeros((), dtype=torch.int64, device=q.device)
     wanted = [True, True, True, False]  # no gradient of a bias
     *grads, _ = aten._scaled_dot_product_efficient_attention_backward(
@@ -167,15 +167,15 @@ def _scores(q: Tensor, k: Tensor, causal: bool) -> Tensor:
 
 def _reference_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Part:
     scores = _scores(q, k, causal)
-    logarithm = scores.logsumexp(dim=-1)
-    return torch.matmul((scores - logarithm[..., None]).exp(), v.to(scores.dtype)), logarithm
+    logsumexp = scores.logsumexp(dim=-1)
+    return torch.matmul((scores - logsumexp[..., None]).exp(), v.to(scores.dtype)), logsumexp
 
 
 def _reference_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, whole: Part, causal: bool
 ) -> Gradients:
-    out, logarithm = whole
-    probabilities = (_scores(q, k, causal) - logarithm[..., None]).exp()
+    out, logsumexp = whole
+    probabilities = (_scores(q, k, causal) - logsumexp[..., None]).exp()
     wide = probabilities.dtype
     grad, out, q, k, v = (x.to(wide) for x in (grad, out, q, k, v))
     delta = (grad * out).sum(dim=-1, keepdim=True)
