@@ -31,7 +31,7 @@ from models.parallel.cross_entropy import vocab_parallel_loss
 from models.parallel.embedding import VocabParallelEmbedding
 from models.parallel.micro_batch_info import MicroBatchInfo, positions_in
 from models.parallel.norm import NORMS
-from models.parallel.rng import dropout
+from models.parallel.rng import dropout, rows_in
 from models.sharding import Sharding, declared_parameter, sharding_of
 from models.transformer import Block, recomputed
 
@@ -218,8 +218,7 @@ class LearnedPositions(Fusing):
             indices = positions_in(info.documents, x.device, info.slices)
             positions = look_up(indices, self.weight)  # [s, b, h]
         elif info.slices is not None:
-            parts = [self.weight[each.start : each.stop] for each in info.slices]
-            positions = torch.cat(parts).unsqueeze(1)  # [s, 1, h]
+            positions = rows_in(info.slices, self.weight).unsqueeze(1)  # [s, 1, h]
         else:
             length = x.shape[0] * (self.axis.size if split else 1)
             positions = self.weight[:length].unsqueeze(1)  # [s, 1, h]

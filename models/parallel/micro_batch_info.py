@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from models.context_parallel.division import Division, Slices
-from models.parallel.rng import MaskKey
+from models.parallel.rng import MaskKey, rows_in
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ def positions_in(
     positions = torch.stack([torch.cat(each) for each in sequences], dim=1)
     if slices is None:
         return positions
-    return torch.cat([positions[each.start : each.stop] for each in slices])
+    return rows_in(slices, positions)
 
 
 @dataclass(frozen=True)

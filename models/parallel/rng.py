@@ -101,7 +101,13 @@ def attention_rows(
 @lru_cache(maxsize=8)  # shared by all layers
 def token_positions(slices: Slices, device: torch.device) -> Tensor:
     """Return the positions in slices of a sequence, int64 [s], without a copy from the host."""
-    return torch.cat([torch.arange(each.start, each.stop, device=device) for each in slices])
+    end = max(each.stop for each in slices)
+    return rows_in(slices, torch.arange(end, device=device))
+
+
+def rows_in(slices: Slices, x: Tensor) -> Tensor:
+    """Return the rows of x, [s, ...], at the positions in slices, in their order."""
+    return torch.cat([x[each.start : each.stop] for each in slices])
 
 
 def _stream_rows(samples: Tensor, positions: Tensor) -> Tensor:
