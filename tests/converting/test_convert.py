@@ -582,3 +582,5 @@ def test_changed_positions_are_described(real_corpus: Path, tmp_path: Path) -> N
         check_same_model("initial_weights", manifest, recipe)
         described = changed_positions(manifest, recipe)
         assert expected in described and bool(expected) == bool(described)
+        of_yarn = ("beta_", "attention_factor", "truncate")
+        assert not any(key in described for key in of_yarn)

@@ -5,6 +5,7 @@ from typing import Any
 
 from models.config import ModelConfig
 from models.errors import UserError
+from models.rope_scaling import SCALING_KEYS
 from recipes.training.checkpoint.manifest import Manifest
 from recipes.training.recipe.deepspeed_config import leaves
 from recipes.training.recipe.schema import Recipe
@@ -81,10 +82,17 @@ def changed_positions(manifest: Manifest, recipe: Recipe) -> str:
     if recipe.model.positions != "rope":
         return ""
     ours = recipe.model_dump(mode="json")["model"]
-    before, now = (
-        {key: table.get(key) for key in ROTARY_KEYS} for table in (manifest.recipe["model"], ours)
-    )
+    before, now = (_positions(table) for table in (manifest.recipe["model"], ours))
     return _sentence(differences(before, now), "model.")
+
+
+def _positions(model: dict[str, Any]) -> dict[str, Any]:
+    """Return the rotary keys of a [model] section that have an effect."""
+    found = {key: model.get(key) for key in ROTARY_KEYS}
+    if scaling := found["rope_scaling"]:
+        keys = ("type", "factor", *SCALING_KEYS[scaling["type"]])
+        found["rope_scaling"] = {key: scaling.get(key) for key in keys}
+    return found
 
 
 def differences(before: dict[str, Any], now: dict[str, Any]) -> dict[str, list[Any]]:
