@@ -104,7 +104,11 @@ def test_a_model_that_does_not_fit_says_by_how_much() -> None:
 def test_a_model_without_any_layout_has_the_reason() -> None:
     cluster = Cluster(nodes=113, gpus_per_node=1, gpu="H100")
     reasons = [member.problem for member in plan_family(cluster=cluster) if member.plan is None]
-    rejected = "no layout fits; rejected: data ranks that do not divide the global batch"
+    rejected = (
+        "no layout fits; rejected: data ranks that do not divide the global batch, context sizes "
+        "with fewer than 2,048 tokens per rank, pipelines with more stages than blocks, tensor "
+        "groups across nodes"
+    )
     assert len(reasons) == 7 and reasons.count(rejected) == 6  # 405B has layouts, all too large
 
 

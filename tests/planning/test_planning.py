@@ -665,6 +665,25 @@ def test_rejected_layouts_are_counted_by_reason() -> None:
     assert not nothing.plans and nothing.nearest is not None and nothing.nearest[1] > 10
 
 
+def test_rejected_context_sizes_are_counted() -> None:
+    _, job = planned("llama/7b")
+    machine = Machine.of(load_gpu("H100"), gpus=8, gpus_per_node=1)
+    job = replace(job, machine=machine, global_sequences=3)
+    few = "context sizes with fewer than 2,048 tokens per rank"
+    uneven = "context sizes that do not divide a sequence into two slices per rank"
+    for length, reasons in (
+        (2048, {few: 5}),
+        (4098, {few: 3, uneven: 2}),
+        (12290, {few: 1, uneven: 4}),
+    ):
+        model = replace(job.model, layers=2, sequence_length=length)
+        nothing = search(replace(job, model=model), 1)
+        assert not nothing.tried
+        expected = {"data ranks that do not divide the global batch": 2, **reasons}
+        rest = {"pipelines with more stages than blocks": 2, "tensor groups across nodes": 3}
+        assert nothing.rejected == expected | rest
+
+
 def test_layouts_too_large_for_the_host_are_rejected() -> None:
     """Each process builds its whole stage, 4 bytes per parameter, before ZeRO-3 shards it."""
     _, job = planned("llama/70b")

@@ -87,7 +87,7 @@ def write_recipe(recipe: Recipe, result: SearchResult, path: Path) -> None:
     """
     if not result.plans:
         reasons = "; ".join(
-            f"{count:,} {reason}" for reason, count in result.rejected.most_common(3)
+            f"{count:,} {reason}" for reason, count in result.rejected.most_common()
         )
         raise UserError(
             f"--write {path}: no layout is left; rejected: {reasons}; use another number of nodes, "

@@ -108,11 +108,10 @@ def members(
 
 
 def reason_for_none(result: SearchResult) -> str:
-    """Return the main reason why a search has found no layout."""
+    """Return why a search has found no layout: the memory, or what rules out each size."""
     if result.nearest:
         return f"the closest needs {result.nearest[1]:.1f} GiB more per GPU"
-    reasons = [reason for reason, _ in result.rejected.most_common(1)]
-    return f"rejected: {reasons[0] if reasons else 'all'}"
+    return f"rejected: {', '.join(reason for reason, _ in result.rejected.most_common())}"
 
 
 def largest(family: Sequence[Member], days: float) -> Member | None:

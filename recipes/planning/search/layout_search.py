@@ -190,7 +190,10 @@ def valid_layouts(job: Job, rejected: Counter[str]) -> Iterator[JobLayout]:
             if pipeline > job.model.layers:
                 rejected["pipelines with more stages than blocks"] += 1
                 continue
-            for context in context_sizes(job, gpus // tensor // pipeline):
+            for context in divisors(gpus // tensor // pipeline):
+                if reason := context_rejection(job, context):
+                    rejected[reason] += 1
+                    continue
                 data = gpus // tensor // pipeline // context
                 if sequences % data:
                     rejected["data ranks that do not divide the global batch"] += 1
@@ -212,14 +215,14 @@ def valid_layouts(job: Job, rejected: Counter[str]) -> Iterator[JobLayout]:
                     yield from layout_variants(job, with_context_attention(job, sizes), rejected)
 
 
-def context_sizes(job: Job, ranks: int) -> list[int]:
-    """Return the sizes of the context axis to try: 1, and more for long sequences."""
+def context_rejection(job: Job, context: int) -> str:
+    """Return the reason why a context size is not tried; empty if it is, as 1 always is."""
     length = job.model.sequence_length
-    return [
-        size
-        for size in divisors(ranks)
-        if size == 1 or (length % (2 * size) == 0 and length // size >= MIN_TOKENS_PER_CONTEXT_RANK)
-    ]
+    if context > 1 and length // context < MIN_TOKENS_PER_CONTEXT_RANK:
+        return f"context sizes with fewer than {MIN_TOKENS_PER_CONTEXT_RANK:,} tokens per rank"
+    if context > 1 and length % (2 * context):
+        return "context sizes that do not divide a sequence into two slices per rank"
+    return ""
 
 
 def with_context_attention(job: Job, sizes: JobLayout) -> JobLayout:
