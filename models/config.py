@@ -5,9 +5,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 from models.errors import UserError
-from models.rope_scaling import RopeScaling
-
-MAX_SIZE = 2**24  # far beyond any model, so that a typing error is reported instead of a hang
+from models.rope_scaling import MAX_SIZE, RopeScaling
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,10 +153,14 @@ class ModelConfig:
         return -(-self.vocab_size // multiple) * multiple
 
 
-def nearest_multiples(value: int, divisor: int) -> str:
-    """Return the multiples of `divisor` around `value` as a phrase: '248 or 256'."""
-    below = value // divisor * divisor
-    return f"{below} or {below + divisor}" if below else f"{divisor}"
+def nearest_multiples(value: int, divisor: int, *, most: int = MAX_SIZE) -> str:
+    """Return the multiples of `divisor` around `value` as a phrase: '248 or 256'.
+
+    most: the largest value of the key; a larger `divisor` is the only multiple named
+    """
+    below = min(value, most) // divisor * divisor
+    multiples = [n for n in (below, below + divisor) if 0 < n <= most]
+    return " or ".join(str(n) for n in multiples) or f"{divisor}"
 
 
 def nearest_divisors(number: int, value: int) -> str:

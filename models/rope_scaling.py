@@ -6,6 +6,7 @@ from typing import ClassVar, Literal
 
 from models.errors import UserError
 
+MAX_SIZE = 2**24  # far beyond any model, so that a typing error is reported instead of a hang
 SCALING_KEYS = {  # keys of each type besides `type` and `factor`
     "linear": (),
     "llama3": ("original_sequence_length", "low_frequency_factor", "high_frequency_factor"),
@@ -70,6 +71,7 @@ class RopeScaling:
                     f'{key} = {value} has no effect with type = "{self.type}", only with {types}; '
                     f"leave {key} out"
                 )
+        self._check_limit()
         original = self.original_sequence_length
         if original is None and self.type != "linear":
             raise UserError(
@@ -99,6 +101,16 @@ class RopeScaling:
             raise UserError(
                 f"attention_factor = {self.attention_factor} is not above 0; leave it out"
             )
+
+    def _check_limit(self) -> None:
+        examples = {"factor": 8.0, "original_sequence_length": 8192}
+        for field in fields(self):
+            key, value = field.name, getattr(self, field.name)
+            if not isinstance(value, int | float) or value <= MAX_SIZE:
+                continue
+            works = examples.get(key, field.default)
+            advice = f"leave {key} out" if works is None else f"use {key} = {works}"
+            raise UserError(f"{key} = {value} is above {MAX_SIZE}; {advice}")
 
     @property
     def amplitude(self) -> float:

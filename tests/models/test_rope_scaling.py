@@ -213,6 +213,20 @@ def test_mscale_becomes_the_attention_factor() -> None:
             {"type": "yarn", "original_sequence_length": -1},
             "original_sequence_length = -1 is below 1; use original_sequence_length = 8192",
         ),
+        (
+            {"type": "yarn", "original_sequence_length": 2**24 + 1},
+            "original_sequence_length = 16777217 is above 16777216; use "
+            "original_sequence_length = 8192",
+        ),
+        ({"factor": 1e300}, r"factor = 1e\+300 is above 16777216; use factor = 8.0"),
+        (
+            {"type": "yarn", "original_sequence_length": 8192, "beta_fast": 2.0**25},
+            "beta_fast = 33554432.0 is above 16777216; use beta_fast = 32.0",
+        ),
+        (
+            {"type": "yarn", "original_sequence_length": 8192, "attention_factor": 1e9},
+            "attention_factor = 1000000000.0 is above 16777216; leave attention_factor out",
+        ),
         ({"beta_fast": 8.0}, 'beta_fast = 8.0 has no effect with type = "linear", only with yarn'),
         (
             {"type": "llama3", "original_sequence_length": 8192, "low_frequency_factor": 4.0},

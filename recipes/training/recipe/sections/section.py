@@ -8,8 +8,9 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
-Count = Annotated[int, Field(ge=1, le=10**9)]
-NonNegative = Annotated[int, Field(ge=0, le=10**9)]
+MAX_COUNT = 10**9
+Count = Annotated[int, Field(ge=1, le=MAX_COUNT)]
+NonNegative = Annotated[int, Field(ge=0, le=MAX_COUNT)]
 Probability = Annotated[float, Field(ge=0, lt=1)]
 # 1 equals True in Python, so a number has to become something else before it is compared.
 Switch = Annotated[

@@ -7,6 +7,7 @@ from pydantic import Field, model_validator
 from models.config import nearest_multiples
 from models.errors import UserError
 from recipes.training.recipe.sections.section import (
+    MAX_COUNT,
     Count,
     NonNegative,
     Probability,
@@ -31,7 +32,7 @@ class Batch(Section):
             raise UserError(
                 f"batch.global_sequences = {self.global_sequences} is not divisible by "
                 f"batch.micro_sequences = {self.micro_sequences}; use batch.global_sequences = "
-                f"{nearest_multiples(self.global_sequences, self.micro_sequences)}"
+                f"{nearest_multiples(self.global_sequences, self.micro_sequences, most=MAX_COUNT)}"
             )
         return self
 
