@@ -79,7 +79,10 @@ def _suggestion(location: Location, recipe: type[BaseModel]) -> str:
 
 
 def _example(location: Location, recipe: type[BaseModel], example: dict[str, Any]) -> str:
-    """Return a valid line of TOML: the example's, or the default if the example lacks the key."""
+    """Return a valid line of TOML: the example's, or the default if the example lacks the key.
+
+    A section is an inline table, which also fits --set.
+    """
     last = max(index for index, part in enumerate(location) if isinstance(part, str))
     location = location[: last + 1]
     value = _look_up(example, location)
@@ -87,7 +90,16 @@ def _example(location: Location, recipe: type[BaseModel], example: dict[str, Any
         value = _defaults(recipe).get(".".join(str(part) for part in location))
     if not isinstance(value, (str, int, float, list, tuple, dict)):
         return f"leave {location[-1]} out"
-    return " ".join(tomli_w.dumps({str(location[-1]): value}).split())
+    return f"{location[-1]} = {_in_one_line(value)}"
+
+
+def _in_one_line(value: Any) -> str:
+    """Return a value as TOML in one line."""
+    if isinstance(value, dict):
+        return f"{{ {', '.join(f'{key} = {_in_one_line(item)}' for key, item in value.items())} }}"
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(_in_one_line, value))}]"
+    return tomli_w.dumps({"value": value}).removeprefix("value = ").rstrip("\n")
 
 
 def _defaults(model: Any, prefix: str = "") -> dict[str, Any]:

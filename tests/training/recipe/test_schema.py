@@ -141,8 +141,8 @@ BAD: list[tuple[str, int, str, str]] = [
     ("batch.micro_sequences=0", 2, "batch.micro_sequences = 0", "micro_sequences = 4"),
     ("optimizer.learning_rate=fast", 2, "optimizer.learning_rate = 'fast'", "0.004"),
     ("optimizer.learning_rate=nan", 2, "optimizer.learning_rate = nan", "0.004"),
-    ("optimizer.betas=[0.9]", 2, "optimizer.betas.1", "betas = [ 0.9, 0.95, ]"),
-    ("optimizer.betas=[0.9, 1.0]", 2, "optimizer.betas.1 = 1.0", "betas = [ 0.9, 0.95, ]"),
+    ("optimizer.betas=[0.9]", 2, "optimizer.betas.1", "betas = [0.9, 0.95]"),
+    ("optimizer.betas=[0.9, 1.0]", 2, "optimizer.betas.1 = 1.0", "betas = [0.9, 0.95]"),
     ("optimizer.lr=1e-3", 2, "unknown key optimizer.lr", "learning_rate"),
     ("optimizer.schedule.decay=sqrt", 2, "optimizer.schedule.decay = 'sqrt'", "'wsd'"),
     ("optimizer.schedule.decay=wsd", 2, "optimizer.schedule.decay_steps = 0", "decay_steps = 1"),
@@ -211,6 +211,19 @@ def test_a_bad_recipe_is_rejected(overrides: str, ranks: int, key: str, works: s
     assert "\n" not in message
 
 
+@pytest.mark.parametrize(
+    "overrides",
+    ["model.rope_scaling=5", "model=5", "batch=5", "optimizer.schedule=5", "data.train=[]"],
+)
+def test_the_example_of_a_section_works_when_pasted(overrides: str) -> None:
+    message = rejection(TINY, [overrides], 2)
+    key, _, example = message.partition("; for example  ")[2].partition(" = ")
+    section = overrides.partition("=")[0].rpartition(".")[0]
+    table = tomllib.loads(f"[{section}]\n{key} = {example}" if section else f"{key} = {example}")
+    assert table
+    load_recipe(TINY, [f"{section}.{key}={example}".lstrip(".")])
+
+
 def test_the_unmodified_recipe_of_the_table_is_valid() -> None:
     recipe = load_recipe(TINY)
     build_deepspeed_config(recipe, recipe.topology(World(size=2, local_size=2)))
@@ -219,7 +232,11 @@ def test_the_unmodified_recipe_of_the_table_is_valid() -> None:
 
 def test_a_missing_key_or_section_is_named(tmp_path: Path) -> None:
     table = tomllib.loads(TINY.read_text())
-    for key, example in (("model__layers", "layers = 4"), ("batch", "[batch]"), ("seed", "1234")):
+    for key, example in (
+        ("model__layers", "layers = 4"),
+        ("batch", "batch = { global_"),
+        ("seed", "1234"),
+    ):
         file = tmp_path / "bad.toml"
         file.write_text(tomli_w.dumps(changed(table, **{key: None})))
         message = rejection(file, [], 2)
