@@ -1,21 +1,23 @@
 """The recipe: one TOML file, one complete experiment."""
 
+import json
 import math
-from typing import Annotated
+from itertools import product
+from typing import Annotated, Any
 
 import tomli_w
-from pydantic import Field, model_validator
+from pydantic import Field, ValidationError, model_validator
 
-from models.config import ModelConfig, nearest_divisors, nearest_multiples
+from models.config import MAX_SIZE, ModelConfig, nearest_divisors, nearest_multiples
 from models.errors import UserError
 from models.pipeline.schedule.balance import divide_blocks, head_in_blocks
 from models.pipeline.schedule.order import min_micro_batches
 from recipes.training.recipe.sections.data import Data
 from recipes.training.recipe.sections.layout import Cluster, Layout
 from recipes.training.recipe.sections.run_control import Checkpoint, Supervision, Tracking
-from recipes.training.recipe.sections.section import Section
+from recipes.training.recipe.sections.section import MAX_COUNT, Section
 from recipes.training.recipe.sections.training import Batch, Optimizer, Training
-from recipes.training.recipe.topology import Topology, World
+from recipes.training.recipe.topology import Topology, World, nearest_data_sizes
 
 
 class Recipe(Section):
@@ -64,38 +66,6 @@ class Recipe(Section):
         return self
 
     @model_validator(mode="after")
-    def _check_context(self) -> "Recipe":
-        model, layout = self.model, self.layout
-        if layout.context == 1:
-            return self
-        slices = 2 * layout.context
-        if model.sequence_length % slices:
-            raise UserError(
-                f"model.sequence_length = {model.sequence_length} is not divisible by 2 x "
-                f"layout.context = {slices}, because each context rank has two slices of each "
-                f"sequence; use model.sequence_length = {self._divisible_lengths}"
-            )
-        groups = model.kv_heads // layout.tensor
-        if layout.context_attention == "ulysses" and groups and groups % layout.context:
-            sizes = [n for n in range(2, groups + 1) if groups % n == 0]
-            nearest = min(sizes, key=lambda n: abs(n - layout.context), default=0)
-            smaller = f"layout.context = {nearest}, or " if sizes else ""
-            raise UserError(
-                f"layout.context = {layout.context} does not divide model.kv_heads / layout.tensor "
-                f'= {groups}, which layout.context_attention = "ulysses" needs; use {smaller}'
-                f'layout.context_attention = "gather"'
-            )
-        return self
-
-    @property
-    def _divisible_lengths(self) -> str:
-        """The nearest sequence lengths that context ranks and sequence parallelism can divide."""
-        layout = self.layout
-        tensor = layout.tensor if layout.sequence_parallel else 1
-        parts = math.lcm(2, tensor) if layout.context > 1 else tensor
-        return nearest_multiples(self.model.sequence_length, layout.context * parts)
-
-    @model_validator(mode="after")
     def _check_tensor(self) -> "Recipe":
         model, tensor = self.model, self.layout.tensor
         divisible = math.gcd(model.heads, model.kv_heads, model.ffn_hidden_size)
@@ -106,15 +76,60 @@ class Recipe(Section):
                     f"model.{key} = {size} is not divisible by layout.tensor = {tensor}; use "
                     f"layout.tensor = {nearest_divisors(divisible, tensor)}"
                 )
-        if self.layout.sequence_parallel and self.tokens_per_rank % tensor:
+        return self
+
+    @model_validator(mode="after")
+    def _check_context(self) -> "Recipe":
+        model, layout = self.model, self.layout
+        if layout.context == 1:
+            return self
+        if model.sequence_length % (2 * layout.context):
             raise UserError(
-                f"model.sequence_length = {model.sequence_length} is not divisible by "
-                f"layout.tensor = {tensor}"
-                + (f" x layout.context = {self.layout.context}" if self.layout.context > 1 else "")
-                + ", which layout.sequence_parallel needs; use model.sequence_length = "
-                f"{self._divisible_lengths}"
+                f"model.sequence_length = {model.sequence_length} is not divisible by 2 x "
+                f"layout.context = {2 * layout.context}, because each context rank has two slices "
+                f"of each sequence; use {self._working_length}"
+            )
+        groups = model.kv_heads // layout.tensor
+        if layout.context_attention == "ulysses" and groups % layout.context:
+            sizes = [n for n in range(2, groups + 1) if groups % n == 0 and self._divides_length(n)]
+            nearest = min(sizes, key=lambda n: abs(n - layout.context), default=0)
+            smaller = f"layout.context = {nearest}, or " if sizes else ""
+            raise UserError(
+                f"layout.context = {layout.context} does not divide model.kv_heads / layout.tensor "
+                f'= {groups}, which layout.context_attention = "ulysses" needs; use {smaller}'
+                f'layout.context_attention = "gather"'
             )
         return self
+
+    @model_validator(mode="after")
+    def _check_sequence_parallel(self) -> "Recipe":
+        layout, length = self.layout, self.model.sequence_length
+        if layout.sequence_parallel and length // layout.context % layout.tensor:
+            raise UserError(
+                f"model.sequence_length = {length} is not divisible by "
+                f"layout.tensor = {layout.tensor}"
+                + (f" x layout.context = {layout.context}" if layout.context > 1 else "")
+                + f", which layout.sequence_parallel needs; use {self._working_length}"
+            )
+        return self
+
+    def _divides_length(self, context: int) -> bool:
+        """Return True if context and sequence parallelism can divide the sequence length."""
+        return self.model.sequence_length % self._length_divisor(context) == 0
+
+    def _length_divisor(self, context: int) -> int:
+        """Return the number that a sequence length must be a multiple of, for `context` ranks."""
+        tensor = self.layout.tensor if self.layout.sequence_parallel else 1
+        return context * (math.lcm(2, tensor) if context > 1 else tensor)
+
+    @property
+    def _working_length(self) -> str:
+        """The nearest sequence lengths that pass, or a context axis that passes if none does."""
+        divisor = self._length_divisor(self.layout.context)
+        if divisor > MAX_SIZE:
+            return 'layout.context = 1 with layout.context_attention = "gather"'
+        lengths = nearest_multiples(self.model.sequence_length, divisor)
+        return f"model.sequence_length = {lengths}"
 
     @model_validator(mode="after")
     def _check_pipeline(self) -> "Recipe":
@@ -184,6 +199,7 @@ class Recipe(Section):
         """
         if self.cluster is not None:
             self._check_cluster(self.cluster, world)
+        self._check_world(world)
         topology = Topology.for_world(
             world.size,
             pipeline=self.layout.pipeline,
@@ -211,6 +227,57 @@ class Recipe(Section):
             f"--set cluster.nodes={nodes} --set cluster.gpus_per_node={world.local_size}"
         )
 
+    def _check_world(self, world: World) -> None:
+        layout = self.layout
+        ranks = layout.tensor * layout.pipeline * layout.context
+        if world.size % ranks == 0:
+            return
+        context = f" x layout.context = {layout.context}" if layout.context > 1 else ""
+        works = [self._working_ranks(ranks, world), self._working_layout(world)]
+        raise UserError(
+            f"layout.tensor = {layout.tensor} x layout.pipeline = {layout.pipeline}{context} does "
+            f"not divide the world of {world.size} ranks; use {', or '.join(filter(None, works))}"
+        )
+
+    def _working_ranks(self, ranks: int, world: World) -> str:
+        """Return the numbers of ranks around the world's, for `ranks` ranks per data rank."""
+        micro_sequences = self.batch.micro_sequences
+        micro_batches = self.batch.global_sequences // micro_sequences
+        least = min_micro_batches(self.layout.schedule, self.layout.pipeline)
+        sizes = nearest_data_sizes(world.size // ranks, micro_batches=micro_batches, least=least)
+        if not sizes:
+            return f"{ranks} ranks with batch.global_sequences = {least * micro_sequences}"
+        cluster = " (cluster.nodes x cluster.gpus_per_node)" if self.cluster else ""
+        return f"{' or '.join(str(size * ranks) for size in sizes)} ranks{cluster}"
+
+    def _working_layout(self, world: World) -> str:
+        """Return changes of [layout] with which this recipe runs on a world; "" if none is found.
+
+        Each axis keeps its size if possible; a pipeline becomes as short as necessary.
+        """
+        layout = self.layout
+        for context, tensor, pipeline in product(
+            sorted({layout.context, 1}, reverse=True),
+            sorted({layout.tensor, 1}, reverse=True),
+            range(min(layout.pipeline, world.size), 0, -1),
+        ):
+            if world.size % (context * tensor * pipeline):
+                continue
+            values: dict[str, Any] = {"tensor": tensor, "pipeline": pipeline, "context": context}
+            if context == 1:
+                values["context_attention"] = "gather"
+            if pipeline == 1:
+                values |= {"schedule": "1f1b", "chunks": 1}
+            table = self.model_dump(mode="json")
+            changes = {key: new for key, new in values.items() if new != table["layout"][key]}
+            table["layout"] |= changes
+            try:
+                Recipe.model_validate_json(json.dumps(table)).topology(world)
+            except (UserError, ValidationError):
+                continue
+            return " and ".join(f"layout.{key} = {json.dumps(new)}" for key, new in changes.items())
+        return ""
+
     def _check_batch(self, topology: Topology) -> None:
         together = self.batch.micro_sequences * topology.data
         if self.batch.global_sequences % together:
@@ -218,7 +285,7 @@ class Recipe(Section):
                 f"batch.global_sequences = {self.batch.global_sequences} is not divisible by "
                 f"batch.micro_sequences = {self.batch.micro_sequences} x {topology.data} data "
                 f"ranks; use batch.global_sequences = "
-                f"{nearest_multiples(self.batch.global_sequences, together)}"
+                f"{nearest_multiples(self.batch.global_sequences, together, most=MAX_COUNT)}"
             )
         least = min_micro_batches(self.layout.schedule, topology.pipeline)
         if self.micro_batches(topology.data) < least:

@@ -82,26 +82,9 @@ class Topology:
     def for_world(
         cls, world_size: int, *, pipeline: int, tensor: int, context: int = 1
     ) -> "Topology":
-        """Data parallelism takes what the other axes leave of the world.
-
-        Raises:
-            UserError: they do not divide it.
-        """
+        """Return a topology whose data axis takes what the other axes, a divisor, leave."""
         given = pipeline * tensor * context
-        if world_size % given:
-            axes = f"layout.tensor = {tensor} x layout.pipeline = {pipeline}"
-            if context > 1:
-                axes += f" x layout.context = {context}"
-            raise UserError(
-                f"{axes} does not divide the world of {world_size} ranks; use {given} ranks or a "
-                f"multiple, or a layout whose product divides {world_size}, such as "
-                f"layout.tensor = 1 and layout.pipeline = {_divisor(world_size, pipeline)}"
-                + (
-                    ' and layout.context = 1 with layout.context_attention = "gather"'
-                    if context > 1
-                    else ""
-                )
-            )
+        assert world_size % given == 0, "Recipe.topology checks it"
         return cls(pipeline=pipeline, data=world_size // given, tensor=tensor, context=context)
 
     @property
@@ -154,6 +137,20 @@ class Topology:
         """The global ranks of every stage."""
         ranks = self.replicas * self.tensor
         return [list(range(first, first + ranks)) for first in range(0, self.world_size, ranks)]
+
+
+def nearest_data_sizes(size: int, *, micro_batches: int, least: int) -> list[int]:
+    """Return the largest data axis up to `size`, and the smallest one above it, that divide a step.
+
+    Args:
+        size: data ranks, possibly 0; sizes above 2 x size + 1 are not considered
+        micro_batches: of a step, on all data ranks together
+        least: of each data rank
+    """
+    most = micro_batches // least
+    below = (n for n in range(min(size, most), 0, -1) if micro_batches % n == 0)
+    above = (n for n in range(size + 1, min(2 * size + 1, most) + 1) if micro_batches % n == 0)
+    return [n for n in (next(below, 0), next(above, 0)) if n]
 
 
 def check_placement(topology: Topology, hosts: Sequence[str]) -> None:
@@ -213,8 +210,3 @@ def _number(environment: Mapping[str, str], name: str, *, or_list: bool = False)
 def _span(numbers: Sequence[int]) -> str:
     first, last = min(numbers), max(numbers)
     return f"{first}" if first == last else f"{first} .. {last}"
-
-
-def _divisor(number: int, at_most: int) -> int:
-    """The largest divisor of `number` that is no larger than `at_most`."""
-    return max(d for d in range(1, at_most + 1) if number % d == 0)

@@ -38,6 +38,10 @@ BAD: list[tuple[str, int, str, str]] = [
         "model.rope_scaling.factor=0.5;model.rope_scaling.type=linear", 2,
         "model.rope_scaling.factor = 0.5 is below 1", "use factor = 8.0",
     ),
+    (
+        "model.rope_scaling={type = 'yarn', factor = 2.0, original_sequence_length = 16777217}", 2,
+        "model.rope_scaling.original_sequence_length = 16777217 is above 16777216", "= 8192",
+    ),
     ("model.rope_scaling.factor=2", 2, "model.rope_scaling.type is missing", 'type = "llama3"'),
     (
         "model.rope_scaling.factr=2;model.rope_scaling.type=linear;model.rope_scaling.factor=2", 2,
@@ -65,9 +69,28 @@ BAD: list[tuple[str, int, str, str]] = [
     (
         "layout.context_attention=ring", 2,
         'layout.context_attention = "ring" has no effect with layout.context = 1',
-        "use layout.context = 2 or more",
+        'use layout.context_attention = "gather", or layout.context = 2 or more',
     ),
-    ("layout.context=2", 3, "x layout.context = 2 does not divide the world of 3", "layout.tensor"),
+    ("layout.context=2", 3, "x layout.context = 2 does not divide the world of 3", "use 4 ranks"),
+    (
+        "layout.context=8;layout.context_attention=ulysses;model.hidden_size=384;model.heads=12;"
+        "model.kv_heads=12", 16,
+        "layout.context = 8 does not divide model.kv_heads", "use layout.context = 4, or",
+    ),
+    (
+        "layout.context=2;layout.context_attention=ulysses;model.heads=3;model.kv_heads=3", 4,
+        "layout.context = 2 does not divide model.kv_heads",
+        'needs; use layout.context_attention = "gather"',
+    ),
+    (
+        "layout.tensor=3;layout.context=4;layout.context_attention=ulysses;model.heads=12;"
+        "model.kv_heads=4", 12,
+        "model.kv_heads = 4 is not divisible by layout.tensor = 3", "use layout.tensor = 2 or 4",
+    ),
+    (
+        "layout.context=100000000", 2, "not divisible by 2 x layout.context = 200000000",
+        'use layout.context = 1 with layout.context_attention = "gather"',
+    ),
     ("layout.pipeline=5", 5, "layout.pipeline = 5", "use layout.pipeline = 4"),
     ("layout.pipeline=0", 2, "layout.pipeline = 0", "pipeline = 2"),
     ("layout.recompute=some", 2, "layout.recompute = 'some'", "'none', 'selective' or 'full'"),
@@ -129,7 +152,7 @@ BAD: list[tuple[str, int, str, str]] = [
         "model.sequence_length = 255 is not divisible by layout.tensor = 2", "254 or 256",
     ),
     # the world
-    ("layout.tensor=2", 6, "layout.tensor = 2 x layout.pipeline = 2", "use 4 ranks"),
+    ("layout.tensor=2", 6, "layout.tensor = 2 x layout.pipeline = 2", "use 4 or 8 ranks"),
     ("batch.global_sequences=12", 8, "batch.global_sequences = 12", "= 16"),
     (
         'cluster={nodes = 4, gpus_per_node = 8, gpu = "H100"}', 2,
@@ -209,6 +232,59 @@ def test_a_bad_recipe_is_rejected(overrides: str, ranks: int, key: str, works: s
     assert key in message
     assert works in message.partition(key)[2]
     assert "\n" not in message
+
+
+def test_no_size_above_the_limit_is_suggested() -> None:
+    message = rejection(TINY, ["model.hidden_size=16777216", "model.heads=3"], 2)
+    assert message.endswith("is not divisible by heads = 3; use hidden_size = 16777215")
+    batch = ["batch.global_sequences=999999999", "batch.micro_sequences=2"]
+    assert rejection(TINY, batch, 2).endswith("= 999999998 or 1000000000")
+    batch = ["batch.global_sequences=1000000000", "batch.micro_sequences=3"]
+    assert rejection(TINY, batch, 2).endswith("= 999999999")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "ranks", "works"),
+    [
+        ("layout.pipeline=4", 6, "4 or 8 ranks, or layout.pipeline = 3"),
+        ("layout.schedule=zb-v", 3, "2 or 4 ranks"),  # three data ranks do not divide the batch
+        (
+            "layout.schedule=zb-v", 1,
+            '2 ranks, or layout.pipeline = 1 and layout.schedule = "1f1b" and layout.chunks = 1',
+        ),
+        ("layout.schedule=dualpipev;batch.global_sequences=16", 5, "2 ranks"),
+        (
+            "layout.schedule=dualpipev;batch.global_sequences=8", 5,
+            "2 ranks with batch.global_sequences = 16",
+        ),
+        (
+            "layout.context=2;layout.context_attention=ring", 2,
+            '4 ranks, or layout.pipeline = 1',
+        ),
+        (
+            "layout.context=2;layout.context_attention=ring;layout.pipeline=1", 1,
+            '2 ranks, or layout.context = 1 and layout.context_attention = "gather"',
+        ),
+        ("layout.tensor=2;layout.layers_per_stage=[3,1]", 2, "4 ranks, or layout.tensor = 1"),
+        (
+            'cluster={nodes = 1, gpus_per_node = 3, gpu = "H100"}', 3,
+            "2 or 4 ranks (cluster.nodes x cluster.gpus_per_node)",
+        ),
+    ],
+)  # fmt: skip
+def test_the_advice_for_an_indivisible_world_works(overrides: str, ranks: int, works: str) -> None:
+    given = overrides.split(";")
+    message = rejection(TINY, given, ranks)
+    assert message.partition(" ranks; use ")[2] == works
+    counts, _, layout = works.partition(" ranks")
+    for count in map(int, counts.split(" or ")):
+        more = [f"cluster.gpus_per_node={count}"] if "cluster" in overrides else []
+        if " with " in layout:
+            more.append(layout.partition(" with ")[2].replace(" ", ""))
+        load_recipe(TINY, [*given, *more]).topology(World(size=count, local_size=count))
+    if changes := layout.partition(", or ")[2]:
+        recipe = load_recipe(TINY, [*given, *changes.replace(" = ", "=").split(" and ")])
+        recipe.topology(World(size=ranks, local_size=ranks))
 
 
 @pytest.mark.parametrize(

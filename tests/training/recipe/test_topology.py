@@ -44,13 +44,6 @@ def test_the_remaining_ranks_are_data_parallel() -> None:
     assert Topology.for_world(16, pipeline=2, tensor=2, context=2).data == 2
 
 
-def test_the_message_about_an_indivisible_world_names_a_working_layout() -> None:
-    with pytest.raises(UserError, match=r"world of 6 ranks.*layout.pipeline = 3"):
-        Topology.for_world(6, pipeline=4, tensor=1)
-    with pytest.raises(UserError, match=r"x layout.context = 4 does not .* layout.context = 1"):
-        Topology.for_world(6, pipeline=1, tensor=1, context=4)
-
-
 @pytest.mark.parametrize(
     ("environment", "world"),
     [

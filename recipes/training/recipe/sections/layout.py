@@ -83,8 +83,8 @@ class Layout(Section):
         if self.context == 1 and self.context_attention != "gather":
             raise UserError(
                 f'layout.context_attention = "{self.context_attention}" has no effect with '
-                f"layout.context = 1; use layout.context = 2 or more, or leave "
-                f"layout.context_attention out"
+                f'layout.context = 1; use layout.context_attention = "gather", or '
+                f"layout.context = 2 or more"
             )
         possible = SCHEDULES[self.schedule].chunks
         if self.chunks != (possible or max(2, self.chunks)):
