@@ -39,6 +39,7 @@ from benchmarks.one_step.shapes import (
     CONTEXT_SHAPE,
     CPU_MEMORY_SHAPES,
     CPU_SHAPES,
+    EXPERT_SHAPE,
     GPU_SHAPES,
     OVERHEAD_SHAPE,
     PRECISIONS,
@@ -52,10 +53,11 @@ from models.errors import UserError
 from recipes.gpus.datasheet import FOLDER
 from recipes.training.runtime.processes import on_gpu
 
-PARTS = ("rows", "memory", "overhead", "tensor_parallel", "context_parallel")
+PARTS = ("rows", "memory", "overhead", "tensor_parallel", "context_parallel", "expert_parallel")
 TWO_RANKS = {
     "tensor_parallel": (TENSOR_SHAPE, two_ranks.TENSOR),
     "context_parallel": (CONTEXT_SHAPE, two_ranks.CONTEXT),
+    "expert_parallel": (EXPERT_SHAPE, two_ranks.EXPERT),
 }
 MEMORY_ROUNDS = 2  # the first round already reaches the peak
 OVERHEAD_ROUNDS = 3  # factor of the rounds, because the difference is small
@@ -83,7 +85,7 @@ def main() -> None:
             parser.error(str(problem))
         print(json.dumps(calibrated)) if options.json else step_report.print_file(calibrated)
         return
-    result: dict[str, Any] = {"rows": [], "tensor_parallel_2": None, "context_parallel_2": None}
+    result: dict[str, Any] = {"rows": [], **{f"{part}_2": None for part in TWO_RANKS}}
     for part in options.only or PARTS:
         for found in MEASURE[part](options, setting):
             if part in TWO_RANKS:

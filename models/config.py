@@ -1,10 +1,11 @@
 """The architecture of a model, with every switch spelled out."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
 from models.errors import UserError
+from models.experts.settings import Experts
 from models.rope_scaling import MAX_SIZE, RopeScaling
 
 
@@ -61,6 +62,8 @@ class ModelConfig:
     """Base of the rotary position embeddings."""
     rope_scaling: RopeScaling | None = None
     """Scale rotary positions for sequences longer than those of the original training."""
+    experts: Experts | None = None
+    """Mixture of experts in place of the MLPs."""
     norm_epsilon: float = 1e-5
     """Small number in the denominator of the norms."""
     dropout: float = 0.0
@@ -107,11 +110,23 @@ class ModelConfig:
                 f'rope_theta = {self.rope_theta} must be above 1 with rope_scaling.type = "yarn"; '
                 f"use rope_theta = 10000.0"
             )
+        if self.experts is not None:
+            self._check_experts(self.experts)
         if self.positions == "rope" and self.attention_head_size % 2:
             raise UserError(
                 f"head_size = {self.attention_head_size} is odd and rotary positions turn pairs; "
                 f"use head_size = {self.attention_head_size + 1}"
             )
+
+    def _check_experts(self, experts: Experts) -> None:
+        if experts.dense_layers >= self.layers:
+            fewer = " or fewer" if self.layers > 1 else ""
+            raise UserError(
+                f"experts.dense_layers = {experts.dense_layers} leaves none of layers = "
+                f"{self.layers} for experts; use experts.dense_layers = {self.layers - 1}{fewer}"
+            )
+        if self.bias:
+            raise UserError("bias = true is not supported with experts; use bias = false")
 
     @classmethod
     def from_table(cls, table: Mapping[str, Any]) -> "ModelConfig":
@@ -120,8 +135,18 @@ class ModelConfig:
         Raises:
             UserError: sizes are inconsistent.
         """
-        scaling = table.get("rope_scaling")
-        return cls(**{**table, "rope_scaling": RopeScaling(**scaling) if scaling else None})
+        sections = {"rope_scaling": RopeScaling, "experts": Experts}
+        given = {key: kind(**table[key]) for key, kind in sections.items() if table.get(key)}
+        return cls(**{**table, **given})
+
+    @property
+    def expert_layers(self) -> int:
+        """Number of layers with experts; they follow the dense ones."""
+        return 0 if self.experts is None else self.layers - self.experts.dense_layers
+
+    def has_experts(self, layer: int) -> bool:
+        """Return True if a layer, counted from 0, has experts in place of its MLP."""
+        return layer >= self.layers - self.expert_layers
 
     @property
     def attention_head_size(self) -> int:
@@ -139,9 +164,29 @@ class ModelConfig:
         return self.kv_heads * self.attention_head_size
 
     @property
+    def mlp_size(self) -> int:
+        """Size of the activations inside the MLP of a layer that computes every token.
+
+        In a layer with experts it is that of the shared experts, 0 without any.
+        """
+        return self.ffn_hidden_size if self.experts is None else self.experts.shared_ffn_hidden_size
+
+    @property
     def gate_and_up_size(self) -> int:
-        """Columns of the input of an MLP's activation; a gated one takes two per output column."""
-        return 2 * self.ffn_hidden_size if self.activation == "swiglu" else self.ffn_hidden_size
+        """Columns of the input of the activation in the MLP that computes every token."""
+        return self.activation_columns(self.mlp_size)
+
+    def activation_columns(self, size: int) -> int:
+        """Return the columns of the input of an activation with `size` output columns.
+
+        A gated activation takes two per output column.
+        """
+        return 2 * size if self.activation == "swiglu" else size
+
+    @property
+    def dense(self) -> "ModelConfig":
+        """The same model without experts, whose layers are those before the first experts."""
+        return replace(self, experts=None)
 
     def padded_vocab_size(self, tensor_size: int) -> int:
         """Return the rows of the embedding, padded so that `tensor_size` ranks hold equal parts.

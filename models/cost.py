@@ -13,19 +13,52 @@ MAX_LOGITS = {"cpu": 2**26, "cuda": 2**28}
 def parameter_count(config: ModelConfig) -> int:
     """Return the parameters of the model, without padding; a tied embedding counts once."""
     embeddings = config.vocab_size * config.hidden_size * (1 if config.tie_embeddings else 2)
-    blocks = config.layers * block_parameters(config)
+    blocks = config.expert_layers * block_parameters(config) if config.experts else 0
+    blocks += (config.layers - config.expert_layers) * block_parameters(config.dense)
     return blocks + norm_parameters(config) + position_parameters(config) + embeddings
 
 
-def block_parameters(config: ModelConfig, tensor: int = 1) -> int:
-    """Return the parameters of one block on each of `tensor` ranks.
+def active_parameter_count(config: ModelConfig) -> int:
+    """Return the parameters that compute a token: of the experts of a layer only `per_token`."""
+    if config.experts is None:
+        return parameter_count(config)
+    idle = config.experts.count - config.experts.per_token
+    return parameter_count(config) - config.expert_layers * idle * expert_parameters(config)
 
-    Weights of matmuls are split; norms and the biases of row-parallel layers are replicated
-    (Shoeybi et al. 2019, arXiv 1909.08053, section 3).
+
+def expert_parameters(config: ModelConfig) -> int:
+    """Return the parameters of one expert."""
+    assert config.experts is not None
+    f = config.experts.ffn_hidden_size
+    return config.hidden_size * (config.activation_columns(f) + f)
+
+
+def block_parameters(config: ModelConfig, tensor: int = 1, expert: int = 1) -> int:
+    """Return the parameters of one block on each of `tensor` x `expert` ranks.
+
+    Weights of matmuls are split; norms, the router and the biases of row-parallel layers are
+    replicated (Shoeybi et al. 2019, arXiv 1909.08053, section 3). In a model with experts, it is a
+    block with experts.
     """
+    found = _common_parameters(config, tensor)
+    if config.experts is not None:
+        found += config.experts.count * config.hidden_size  # the router
+        found += routed_parameters(config, tensor, expert)
+    return found
+
+
+def routed_parameters(config: ModelConfig, tensor: int = 1, expert: int = 1) -> int:
+    """Return the parameters of a block's experts on each of `tensor` x `expert` ranks."""
+    if config.experts is None:
+        return 0
+    return config.experts.count // (tensor * expert) * expert_parameters(config)
+
+
+def _common_parameters(config: ModelConfig, tensor: int) -> int:
+    """Return the parameters of one block on each tensor rank, without router and experts."""
     h = config.hidden_size
     columns = config.query_size + 2 * config.key_value_size + config.gate_and_up_size
-    rows = config.query_size + config.ffn_hidden_size
+    rows = config.query_size + config.mlp_size
     split = h * columns + rows * h + (columns if config.bias else 0)
     held_by_all = 2 * norm_parameters(config) + (2 * h if config.bias else 0)
     qk_norms = 2 * config.attention_head_size if config.qk_norm else 0
@@ -48,10 +81,12 @@ def flops_per_token(config: ModelConfig) -> float:
     Only matmuls count, with two FLOPs per multiply-add, and the backward pass counts twice the
     forward pass. Attention counts in full, although at least half of it is masked. This is equation
     3 of Narayanan et al. 2021 (arXiv 2104.04473) without its recomputation, generalised to
-    grouped-query attention and gated MLPs. `tflops_per_gpu` and `mfu` are computed from it.
+    grouped-query attention, gated MLPs and experts, of which only those that compute the token
+    count. `tflops_per_gpu` and `mfu` are computed from it.
     """
-    multiply_adds = config.layers * block_multiply_adds(config) + head_multiply_adds(config)
-    return 3 * 2 * multiply_adds
+    multiply_adds = config.expert_layers * block_multiply_adds(config) if config.experts else 0
+    multiply_adds += (config.layers - config.expert_layers) * block_multiply_adds(config.dense)
+    return 3 * 2 * (multiply_adds + head_multiply_adds(config))
 
 
 def recomputed_flops_per_token(config: ModelConfig, recompute: str) -> float:
@@ -66,10 +101,17 @@ def recomputed_flops_per_token(config: ModelConfig, recompute: str) -> float:
 
 
 def block_multiply_adds(config: ModelConfig) -> int:
-    """Return the multiply-adds of a token's forward pass through one block."""
+    """Return the multiply-adds of a token's forward pass through one block.
+
+    In a model with experts, it is a block with experts.
+    """
     projections = 2 * config.query_size + 2 * config.key_value_size
-    projections += config.gate_and_up_size + config.ffn_hidden_size
-    return config.hidden_size * projections + attention_multiply_adds(config)
+    projections += config.gate_and_up_size + config.mlp_size
+    found = config.hidden_size * projections + attention_multiply_adds(config)
+    if config.experts is not None:
+        found += config.hidden_size * config.experts.count  # the router
+        found += config.experts.per_token * expert_parameters(config)
+    return found
 
 
 def head_multiply_adds(config: ModelConfig) -> int:

@@ -1,4 +1,8 @@
-"""Conversion between our parameters and those of transformers' Llama, Qwen3 and GPT-2 classes."""
+"""Conversion between our parameters and those of transformers' classes.
+
+The classes are Llama, Qwen3, Mixtral, Qwen3-MoE and GPT-2. Names of tensors are those of files:
+transformers joins the experts of a layer when it loads them.
+"""
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
@@ -10,8 +14,10 @@ from torch import Tensor
 
 from models.config import ModelConfig
 from models.errors import UserError
+from models.experts.settings import Experts
 from models.rope_scaling import SCALING_KEYS, RopeScaling
 
+LLAMA_LIKE = ("llama", "qwen3", "mixtral", "qwen3_moe")
 THEIR_ROPE_KEYS = {  # our key -> that of transformers, where they differ
     "original_sequence_length": "original_max_position_embeddings",
     "low_frequency_factor": "low_freq_factor",
@@ -80,6 +86,7 @@ def hugging_face_config(config: ModelConfig) -> dict[str, Any]:
         "model_type": _family(config),
         "hidden_size": config.hidden_size,
         "intermediate_size": config.ffn_hidden_size,
+        **_expert_settings(config),
         "num_hidden_layers": config.layers,
         "num_attention_heads": config.heads,
         "num_key_value_heads": config.kv_heads,
@@ -101,8 +108,10 @@ def model_settings(theirs: Mapping[str, Any]) -> dict[str, Any]:
     family = theirs["model_type"]
     if family == "gpt2":
         return _gpt2_settings(theirs)
-    if family not in ("llama", "qwen3"):
-        raise UserError(f"model_type = {family!r} is not supported; use llama, qwen3 or gpt2")
+    if family not in LLAMA_LIKE:
+        raise UserError(
+            f"model_type = {family!r} is not supported; use {', '.join(LLAMA_LIKE)} or gpt2"
+        )
     rope = theirs.get("rope_parameters") or {}
     _require(
         theirs,
@@ -117,6 +126,7 @@ def model_settings(theirs: Mapping[str, Any]) -> dict[str, Any]:
         )
     _require(rope, {"partial_rotary_factor": (1.0, None)})
     head_size = theirs["hidden_size"] // theirs["num_attention_heads"]
+    their_head_size = theirs.get("head_dim") or head_size
     return {
         "layers": theirs["num_hidden_layers"],
         "hidden_size": theirs["hidden_size"],
@@ -130,12 +140,62 @@ def model_settings(theirs: Mapping[str, Any]) -> dict[str, Any]:
         "activation": "swiglu",
         "bias": False,
         "tie_embeddings": theirs["tie_word_embeddings"],
-        "qk_norm": family == "qwen3",
-        "head_size": theirs["head_dim"] if theirs["head_dim"] != head_size else None,
+        "qk_norm": family in ("qwen3", "qwen3_moe"),
+        "head_size": their_head_size if their_head_size != head_size else None,
         "rope_theta": float(rope.get("rope_theta", 10000.0)),
         "rope_scaling": _rope_scaling(rope, theirs["max_position_embeddings"]),
+        "experts": _experts(theirs),
         "norm_epsilon": theirs["rms_norm_eps"],
     }
+
+
+def _expert_settings(config: ModelConfig) -> dict[str, Any]:
+    """Return the keyword arguments of transformers' config class for experts."""
+    experts = config.experts
+    if experts is None:
+        return {}
+    settings = {
+        "num_local_experts": experts.count,
+        "num_experts_per_tok": experts.per_token,
+        "router_aux_loss_coef": experts.balance_loss,
+    }
+    if _family(config) == "mixtral":
+        return settings | {"intermediate_size": experts.ffn_hidden_size, "sliding_window": None}
+    return settings | {
+        "moe_intermediate_size": experts.ffn_hidden_size,
+        "norm_topk_prob": experts.normalize or experts.router == "softmax-after-topk",
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": list(range(experts.dense_layers)),
+    }
+
+
+def _experts(theirs: Mapping[str, Any]) -> Experts | None:
+    """Return the experts in transformers' config; None if the model is dense.
+
+    Raises:
+        UserError: our model does not support the architecture; the message names the attribute.
+    """
+    if theirs["model_type"] not in ("mixtral", "qwen3_moe"):
+        return None
+    settings: dict[str, Any] = {
+        "count": theirs["num_local_experts"],
+        "per_token": theirs["num_experts_per_tok"],
+        "balance_loss": float(theirs["router_aux_loss_coef"]),
+    }
+    if theirs["model_type"] == "mixtral":
+        _require(theirs, {"sliding_window": (None,)})
+        ffn = theirs["intermediate_size"]
+        return Experts(**settings, ffn_hidden_size=ffn, router="softmax-after-topk")
+    dense = theirs.get("mlp_only_layers") or []
+    _require(
+        theirs, {"decoder_sparse_step": (1,), "mlp_only_layers": (list(range(len(dense))), None)}
+    )
+    return Experts(
+        **settings,
+        ffn_hidden_size=theirs["moe_intermediate_size"],
+        dense_layers=len(dense),
+        normalize=theirs["norm_topk_prob"],
+    )
 
 
 def _rope_parameters(config: ModelConfig) -> dict[str, Any]:
@@ -250,8 +310,21 @@ def counterparts(config: ModelConfig) -> dict[str, Counterpart]:
 
 def _family(config: ModelConfig) -> str:
     shape = (config.norm, config.positions, config.activation, config.bias)
-    if shape == ("rmsnorm", "rope", "swiglu", False):
+    experts = config.experts
+    if shape == ("rmsnorm", "rope", "swiglu", False) and experts is None:
         return "qwen3" if config.qk_norm else "llama"
+    if shape == ("rmsnorm", "rope", "swiglu", False) and experts and not experts.shared:
+        if config.qk_norm:
+            return "qwen3_moe"
+        sum_is_one = experts.normalize or experts.router == "softmax-after-topk"
+        if sum_is_one and experts.dense_layers == 0:
+            return "mixtral"
+    if experts is not None:
+        raise UserError(
+            f"model.experts: no class of transformers has {experts} with qk_norm = "
+            f"{config.qk_norm}; use those of recipes/tiny-moe.toml (Mixtral) or "
+            f"recipes/qwen3/30b-a3b.toml (Qwen3-MoE)"
+        )
     multi_head = config.kv_heads == config.heads and config.head_size is None
     if shape == ("layernorm", "learned", "gelu", True) and multi_head and not config.qk_norm:
         return "gpt2"
@@ -281,13 +354,35 @@ def _llama(config: ModelConfig) -> dict[str, Counterpart]:
             ours + "attention.qkv.weight": Counterpart(qkv, qkv_sizes),
             ours + "attention.output.weight": Counterpart((attention + "o_proj.weight",)),
             ours + "mlp_norm.weight": Counterpart((theirs + "post_attention_layernorm.weight",)),
-            ours + "mlp.up.weight": Counterpart(gate_up, (f, f)),
-            ours + "mlp.down.weight": Counterpart((theirs + "mlp.down_proj.weight",)),
         }
+        if config.has_experts(index):
+            table |= _expert_tensors(config, ours, theirs)
+        else:
+            table |= {
+                ours + "mlp.up.weight": Counterpart(gate_up, (f, f)),
+                ours + "mlp.down.weight": Counterpart((theirs + "mlp.down_proj.weight",)),
+            }
         if config.qk_norm:
             for part in "qk":
                 name = f"{part}_norm.weight"
                 table[f"{ours}attention.{name}"] = Counterpart((attention + name,))
+    return table
+
+
+def _expert_tensors(config: ModelConfig, ours: str, theirs: str) -> dict[str, Counterpart]:
+    """Return the counterparts of a layer's router and experts, given the prefixes of the names."""
+    assert config.experts is not None
+    if _family(config) == "mixtral":
+        theirs, gate, up, down = theirs + "block_sparse_moe.", "w1", "w3", "w2"
+    else:
+        theirs, gate, up, down = theirs + "mlp.", "gate_proj", "up_proj", "down_proj"
+    f = config.experts.ffn_hidden_size
+    table = {ours + "mlp.router.weight": Counterpart((theirs + "gate.weight",))}
+    for number in range(config.experts.count):
+        expert = f"{theirs}experts.{number}."
+        gate_up = tuple(f"{expert}{part}.weight" for part in (gate, up))
+        table[f"{ours}mlp.experts.up_{number}"] = Counterpart(gate_up, (f, f))
+        table[f"{ours}mlp.experts.down_{number}"] = Counterpart((f"{expert}{down}.weight",))
     return table
 
 

@@ -10,6 +10,7 @@
 
 import hashlib
 import math
+import re
 from collections.abc import Iterable
 
 import torch
@@ -18,7 +19,8 @@ from torch import Tensor, nn
 from models.config import ModelConfig
 from models.sharding import Sharding, sharding_of
 
-RESIDUAL_WEIGHTS = ("attention.output.weight", "mlp.down.weight")
+# attention.output.weight, mlp.down.weight, mlp.shared.down.weight, mlp.experts.down_5
+RESIDUAL_WEIGHTS = re.compile(r"\.(attention\.output\.weight|down\.weight|down_\d+)$")
 
 
 @torch.no_grad()
@@ -37,7 +39,7 @@ def initialize(
         elif name.endswith("bias"):
             parameter.zero_()
         else:
-            residual = name.endswith(RESIDUAL_WEIGHTS)
+            residual = RESIDUAL_WEIGHTS.search(name)
             std = config.initial_std / (math.sqrt(2 * config.layers) if residual else 1)
             sharding = sharding_of(parameter)
             logical = std * draw_normal(sharding, name=name, seed=seed)

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from models.config import ModelConfig
 from models.context_parallel.axis import ContextAxis
+from models.experts.axis import ExpertAxis
 from models.kernels.embedding import look_up
 from models.kernels.fusing import Fusing
 from models.parallel.collectives import TensorAxis, scatter_to_tensor_axis
@@ -43,11 +44,13 @@ def layer_specs(
     axis: TensorAxis,
     *,
     context: ContextAxis | None = None,
+    experts: ExpertAxis | None = None,
     recompute_core: bool = False,
 ) -> list[LayerSpec]:
     """Return the layers in order, as `layer_names` lists their names.
 
     context: the context axis; None: each rank has whole sequences
+    experts: the expert axis; None: each rank has all experts
     recompute_core: the backward pass recomputes the attention cores
     """
     block = partial(LayerSpec, Block, config, axis, context=context, recompute_core=recompute_core)
@@ -58,7 +61,11 @@ def layer_specs(
         "final_norm": norm(input_is_split=axis.sequence_parallel, axis=axis),
         "head": Head.spec(config, axis),
     }
-    return [specs.get(name) or block(name=name) for name in layer_names(config)]
+    axes = {
+        f"blocks.{layer}": (experts or ExpertAxis()) if config.has_experts(layer) else None
+        for layer in range(config.layers)
+    }
+    return [specs.get(name) or block(name=name, experts=axes[name]) for name in layer_names(config)]
 
 
 def layer_names(config: ModelConfig) -> list[str]:

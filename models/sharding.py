@@ -20,17 +20,26 @@ class Sharding:
     dimension: the split dimension; None: every rank holds the whole tensor
     blocks: parts of that dimension that are split separately, such as q|k|v or gate|up
     padded_size: size of that dimension with appended zero rows (vocabulary); None: no padding
+    of_expert: the tensor belongs to one expert, so only the tensor rank that has this expert holds
+        it, as a whole
     """
 
     shape: tuple[int, ...]
     dimension: int | None = None
     blocks: tuple[int, ...] = ()
     padded_size: int | None = None
+    of_expert: bool = False
 
     def __post_init__(self) -> None:
         if self.dimension is not None:
             assert sum(self.blocks) == self.shape[self.dimension]
             assert self.padded_size is None or len(self.blocks) == 1
+            assert not self.of_expert
+
+    @property
+    def replicated(self) -> bool:
+        """True if every tensor rank holds the whole tensor."""
+        return self.dimension is None and not self.of_expert
 
     def local_shape(self, tensor_size: int) -> tuple[int, ...]:
         """Return the shape of the part that each of `tensor_size` ranks holds."""
@@ -142,7 +151,7 @@ def declared_parameter(sharding: Sharding, tensor_size: int) -> nn.Parameter:
     """
     parameter = nn.Parameter(torch.empty(sharding.local_shape(tensor_size)))
     declare(parameter, sharding)
-    vars(parameter)["model_parallel"] = sharding.dimension is not None
+    vars(parameter)["model_parallel"] = not sharding.replicated
     return parameter
 
 

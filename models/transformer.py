@@ -20,6 +20,8 @@ from models.context_parallel.gathered_attention import gather_keys, gathered_att
 from models.context_parallel.ring_attention import ring_attention
 from models.context_parallel.tiles import tiles_of
 from models.context_parallel.ulysses import with_whole_sequences
+from models.experts.axis import ExpertAxis
+from models.experts.layer import MixtureOfExperts
 from models.kernels.attention import (
     causal_attention,
     document_attention,
@@ -42,6 +44,7 @@ class Block(Fusing):
 
     name: name of the layer, on which its dropout masks depend
     context: ranks that hold the other tokens of the same sequences
+    experts: ranks that hold the other experts; None: the layer has a dense MLP
     recompute_core: the backward pass recomputes the attention core (arXiv 2205.05198)
     """
 
@@ -52,6 +55,7 @@ class Block(Fusing):
         *,
         name: str,
         context: ContextAxis | None = None,
+        experts: ExpertAxis | None = None,
         recompute_core: bool = False,
     ):
         super().__init__()
@@ -76,30 +80,41 @@ class Block(Fusing):
             input_is_split=axis.sequence_parallel,
             axis=axis,
         )
-        self.mlp = MLP(config, axis)
+        self.mlp: MLP | MixtureOfExperts
+        if experts is None:
+            self.mlp = MLP(config, axis)
+        else:
+            assert config.experts is not None
+            size = config.experts.shared_ffn_hidden_size
+            self.mlp = MixtureOfExperts(
+                config.experts,
+                hidden_size=config.hidden_size,
+                activation=config.activation,
+                axis=axis,
+                expert_axis=experts,
+                shared=MLP(config, axis, ffn_hidden_size=size) if size else None,
+                number=int(name.removeprefix("blocks.")),
+            )
         self.dropout, self.axis = config.dropout, axis
 
     def forward(self, x: Tensor, info: MicroBatchInfo) -> Tensor:
         """[s, b, h] to [s, b, h]."""
         attended = self.attention(self.attention_norm(x), info)
-        attended = self._branch(attended, self.attention.output, "attention", info)
+        bias = self.attention.output.bias_here()
+        attended = self._branch(attended, bias, "attention", info)
         x, normed = self.mlp_norm.of_sum(x, attended)
-        return add(x, self._branch(self.mlp(normed), self.mlp.down, "mlp", info), self.fuse)
+        y = self.mlp(normed)
+        return add(x, self._branch(y, self.mlp.bias_here(), "mlp", info), self.fuse)
 
-    def _branch(
-        self, y: Tensor, linear: RowParallelLinear, half: str, info: MicroBatchInfo
-    ) -> Branch:
-        """Return the term that one half of the block adds to the residual stream.
-
-        linear: the layer that computed y, and holds its bias
-        """
+    def _branch(self, y: Tensor, bias: Tensor | None, half: str, info: MicroBatchInfo) -> Branch:
+        """Return the term that one half of the block adds to the residual stream."""
         rows, key = None, info.dropout
         if key is not None and self.dropout > 0:
             layer = f"{self.name}.{half}"
             rows = stream_rows(
                 y, key=key, layer=layer, axis=self.axis, fuse=self.fuse, slices=info.slices
             )
-        return Branch(y, linear.bias_here(), rows, self.dropout)
+        return Branch(y, bias, rows, self.dropout)
 
 
 class Attention(Fusing):
@@ -224,11 +239,15 @@ class MLP(Fusing):
     """gelu(x U) D, or silu(x G) * (x U) D (SwiGLU, arXiv 2002.05202); without the output bias.
 
     Communication: that of its column-parallel, then of its row-parallel linear layer.
+
+    ffn_hidden_size: size of the activations inside; None: that of the config
     """
 
-    def __init__(self, config: ModelConfig, axis: TensorAxis):
+    def __init__(
+        self, config: ModelConfig, axis: TensorAxis, *, ffn_hidden_size: int | None = None
+    ):
         super().__init__()
-        h, f = config.hidden_size, config.ffn_hidden_size
+        h, f = config.hidden_size, ffn_hidden_size or config.ffn_hidden_size
         self.activation = config.activation
         blocks = (f, f) if config.activation == "swiglu" else (f,)  # gate|up, or up
         self.up = ColumnParallelLinear(h, blocks, bias=config.bias, axis=axis)
@@ -240,6 +259,10 @@ class MLP(Fusing):
             return self.down(swiglu(self.up(x), self.fuse))  # [s, b, 2f/t] with the gate first
         x = self.up(x, bias_gradient=False)  # [s, b, f/t]
         return self.down(gelu(x, self.up.bias, self.fuse))
+
+    def bias_here(self) -> Tensor | None:
+        """Return the output bias for this rank's positions."""
+        return self.down.bias_here()
 
 
 def recomputed(function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:

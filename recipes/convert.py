@@ -33,6 +33,7 @@ logging.getLogger().setLevel(logging.ERROR)
 
 from models.config import ModelConfig
 from models.errors import UserError
+from models.experts.settings import Experts
 from models.rope_scaling import RopeScaling
 from recipes.converting.adopt import adopt, read_config
 from recipes.converting.export import DTYPES, export, find_tokenizer
@@ -137,10 +138,10 @@ def write_text(options: argparse.Namespace) -> str:
     return tokenizer.decode(tokens[0], skip_special_tokens=True)
 
 
-def settings(section: ModelConfig | RopeScaling) -> dict[str, object]:
+def settings(section: ModelConfig | RopeScaling | Experts) -> dict[str, object]:
     """Return the [model] section of a recipe or a part of it, without keys at their defaults."""
     return {
-        key: settings(value) if isinstance(value, RopeScaling) else value
+        key: settings(value) if isinstance(value, (RopeScaling, Experts)) else value
         for key, value in vars(section).items()
         if value is not None and value != type(section).__dataclass_fields__[key].default
     }

@@ -27,6 +27,8 @@ if __name__ == "__main__":  # import from the repository's root, not from recipe
 import argparse
 import json
 import os
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from models.errors import UserError
@@ -39,7 +41,7 @@ from recipes.planning.inputs.cluster import recipe_on_cluster
 from recipes.planning.inputs.job import Job, Machine, job_without_layout, own_job
 from recipes.planning.inputs.software import load_software
 from recipes.planning.measured.comparison import compare
-from recipes.planning.measured.fit import fit_table
+from recipes.planning.measured.fit import Fit, fit_table
 from recipes.planning.memory.peak import fits
 from recipes.planning.output import family_report, plan_report, plan_table, recipe_edits
 from recipes.planning.output.catalogue import catalogue_lines
@@ -93,9 +95,15 @@ def plan(recipe: Recipe, cluster: Cluster, options: argparse.Namespace) -> int:
     machine = Machine.of_cluster(cluster, links_of(options))
     software = load_software(options.software)
     fit = fit_table(options.calibrate, cluster.gpu)
-    job = fit.factors.of(job_without_layout(recipe, machine, software))
+    if options.expert_imbalance != 1 and recipe.model.experts is None:
+        raise UserError(
+            f"--expert-imbalance {options.expert_imbalance:g} has no effect on {recipe.name}, "
+            f"which has no experts; leave it out"
+        )
+    adjust = partial(adjusted, fit=fit, imbalance=options.expert_imbalance)
+    job = adjust(job_without_layout(recipe, machine, software))
     own, problem = own_job(recipe, machine, software)
-    own = fit.factors.of(own) if own else None
+    own = adjust(own) if own else None
     count = max(options.top, 1 if options.write else 0)
     result = search(job, count, headroom=options.headroom) if count else SearchResult()
     if options.json:
@@ -123,6 +131,11 @@ def plan(recipe: Recipe, cluster: Cluster, options: argparse.Namespace) -> int:
         )
     draw(recipe, own or (result.plans[0].job if result.plans else None), options)
     return 0 if own and fits(own) else 1
+
+
+def adjusted(job: Job, *, fit: Fit, imbalance: float) -> Job:
+    """Return a job with calibrated factors and the imbalance of its experts."""
+    return replace(fit.factors.of(job), expert_imbalance=imbalance)
 
 
 def print_plan(recipe: Recipe, own: Job | None, problem: str) -> None:

@@ -160,12 +160,15 @@ def train_step(run: Run, step: int) -> dict[str, Any]:
         grad_norm=result.grad_norm,
         learning_rate=rate,
         seconds=seconds.total,
+        experts=result.experts,
     )
     metrics |= {"between_seconds": seconds.between, "data_seconds": data_seconds}
     if is_due(step, recipe.training.evaluate_every, recipe.training.steps):
         with run.clock.left_out() as spent:
             metrics["validation_loss"] = validate(run, step)
         metrics["validation_seconds"] = spent[0]
+        if result.experts:
+            metrics["expert_counts"] = result.experts.counts
     every = recipe.supervision.compare_speed_every
     if every and step % every == 0:
         metrics |= compare_speed(run)

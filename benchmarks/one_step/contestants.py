@@ -206,8 +206,11 @@ def build_ours(entry: Entry, recipe: Recipe, world: World) -> Train:
         length = recipe.model.sequence_length
         info = MicroBatchInfo(division=divide(length, rank, topology.context))
 
+    data_rank = topology.coordinates(world.rank).data
+
     def train(batch: Batch) -> float:
-        here = [MicroBatch(own_part(x, info), own_part(y, info), info) for x, y in batch]
+        mine = batch[data_rank :: topology.data]
+        here = [MicroBatch(own_part(x, info), own_part(y, info), info) for x, y in mine]
         return engine.train_step(here, rate).loss
 
     return train

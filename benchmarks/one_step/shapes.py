@@ -19,11 +19,11 @@ class Shape:
     """A model of Llama's architecture and its batch.
 
     base: recipe that the shape modifies
-    sizes: keys of [model] that differ from the base
+    sizes: keys of [model] that differ from the base, a section as an inline table
     """
 
     base: Path = DEFAULT_RECIPE
-    sizes: tuple[tuple[str, int], ...]
+    sizes: tuple[tuple[str, int | str], ...]
     micro_sequences: int
     micro_batches: int = 1
 
@@ -111,6 +111,13 @@ CPU_MEMORY_SHAPES = {"512x8-128k": cpu_shape(512, 8, 131072)}
 OVERHEAD_SHAPE = cpu_shape(512, 7, 2048, micro_sequences=1, micro_batches=4)  # 25 M parameters
 TENSOR_SHAPE = cpu_shape(1024, 4, 4096)
 CONTEXT_SHAPE = cpu_shape(512, 2, 4096, micro_sequences=1, micro_batches=4, sequence_length=4096)
+# As TENSOR_SHAPE, with half as many layers: each token uses 2 of 8 experts, which have half of the
+# MLP's columns.
+EXPERTS = (
+    "{ count = 8, per_token = 2, ffn_hidden_size = 1408, normalize = true, balance_loss = 0.01 }"
+)
+DENSE = cpu_shape(1024, 2, 4096, micro_batches=2)
+EXPERT_SHAPE = replace(DENSE, sizes=(*DENSE.sizes, ("experts", EXPERTS)))
 SHAPES = CPU_SHAPES | GPU_SHAPES | CPU_MEMORY_SHAPES
 
 

@@ -91,4 +91,5 @@ PRINT: dict[str, Callable[[Mapping[str, Any]], None]] = {
     "overhead": print_overhead,
     "tensor_parallel": print_two_ranks,
     "context_parallel": print_two_ranks,
+    "expert_parallel": print_two_ranks,
 }

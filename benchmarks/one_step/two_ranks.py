@@ -1,4 +1,4 @@
-"""Speed-up of two tensor or context ranks on two cores relative to one process on one core."""
+"""Speed-up of two tensor, context or expert ranks on two cores over one process on one core."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -28,6 +28,12 @@ TENSOR: Layouts = {
 CONTEXT: Layouts = {
     kind: ("layout.context=2", f"layout.context_attention={kind}") for kind in CONTEXT_ATTENTIONS
 }
+EXPERT: Layouts = {
+    "experts": ("layout.expert=2",),
+    "experts_on_every_rank": ("layout.expert=1",),  # two data ranks
+    "experts_of_tensor_ranks": ("layout.tensor=2", "layout.sequence_parallel=true"),
+}
+WITHOUT_OVERLAP = ("ulysses", *EXPERT)  # layouts in which nothing is overlapped
 
 
 def compare(setting: Setting, shape: Shape, precision: str, layouts: Layouts) -> dict[str, Any]:
@@ -40,7 +46,7 @@ def compare(setting: Setting, shape: Shape, precision: str, layouts: Layouts) ->
     starts = {ONE: partial(play, OUR_ENTRY, shape, precision, {}, cores=setting.cores)}
     for layout, settings in layouts.items():
         entries = {layout: OUR_ENTRY, f"{layout}_without_overlap": WAITING}
-        if layout == "ulysses":  # which overlaps nothing
+        if layout in WITHOUT_OVERLAP:
             entries = {layout: OUR_ENTRY}
         for name, entry in entries.items():
             more = {"more": settings}

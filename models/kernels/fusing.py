@@ -26,14 +26,29 @@ def native_on_cpu(function: Function) -> Function:
     return function
 
 
-@cache
 def compiled(function: Function) -> Function:
+    """Return the function compiled into kernels, once for each shape."""
+    return _compiled(function, dynamic=False)
+
+
+def compiled_for_any_rows(function: Function) -> Function:
+    """Return the function compiled into kernels, once for all numbers of rows."""
+    return _compiled(function, dynamic=True)
+
+
+def for_any_rows(fuse: Callable[[Function], Function]) -> Callable[[Function], Function]:
+    """Return the setting `fuse` for functions whose number of rows differs between calls."""
+    return compiled_for_any_rows if fuse is compiled else fuse
+
+
+@cache
+def _compiled(function: Function, *, dynamic: bool) -> Function:
     """Return the function compiled into kernels at its first call (`torch.compile`).
 
     It is compiled in this process: torch's compile workers would outlive a rank that is killed.
     Inputs are detached; otherwise inputs that require gradients would be compiled separately.
     """
-    run = torch.compile(function, dynamic=False, options={"compile_threads": 1})
+    run = torch.compile(function, dynamic=dynamic, options={"compile_threads": 1})
 
     def detached(*inputs: Any) -> Any:
         if getattr(function, "native_on_cpu", False) and inputs[0].device.type == "cpu":

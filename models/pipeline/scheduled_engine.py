@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any, ClassVar
 
 import torch
+from deepspeed.moe.utils import is_moe_param
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.pipe import schedule
 from deepspeed.runtime.pipe.engine import PipelineEngine
@@ -93,6 +94,14 @@ class ScheduledEngine(PipelineEngine):
         self.schedules: dict[tuple[Pipeline, bool], PassSchedule] = {}
         self.needs_warm_up = matches_by_order() and self.pipeline.stages > 1
         self._begin_step()
+
+    def _configure_distributed_model(self, model: nn.Module) -> None:
+        """Let the optimizer divide experts among the ranks that hold the same ones.
+
+        DeepSpeed sets the attribute only for its own mixture-of-experts modules.
+        """
+        super()._configure_distributed_model(model)
+        self.has_moe_layers = any(is_moe_param(each) for each in model.parameters())
 
     def warm_up(
         self,

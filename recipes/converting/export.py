@@ -28,7 +28,13 @@ DTYPES = {  # name in the command -> name in safetensors files, torch's dtype
     "bf16": ("BF16", torch.bfloat16),
     "fp16": ("F16", torch.float16),
 }
-CLASSES = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM", "gpt2": "GPT2LMHeadModel"}
+CLASSES = {
+    "llama": "LlamaForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "mixtral": "MixtralForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+    "gpt2": "GPT2LMHeadModel",
+}
 TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
     *("chat_template.jinja", "tokenizer.model", "vocab.json", "vocab.txt", "merges.txt"),

@@ -1,5 +1,6 @@
 """Differences between two training runs; rounding errors that Adam amplifies count separately."""
 
+import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -29,6 +30,8 @@ class Outcome:
         weights: the final logical tensors by name
         moments: Adam's first moments by name
         drifted: a sentence for each weight whose replicas diverged
+        expert_counts: number of tokens of each expert, by step and layer; empty for a dense model
+        margin: smallest difference of the logits of a chosen and an unchosen expert, in all steps
     """
 
     losses: list[float]
@@ -36,6 +39,8 @@ class Outcome:
     weights: "dict[str, Tensor]"
     moments: "dict[str, Tensor]"
     drifted: list[str] = field(default_factory=list)
+    expert_counts: list[list[list[int]]] = field(default_factory=list)
+    margin: float = math.inf
 
 
 @dataclass(frozen=True)
@@ -53,6 +58,8 @@ class Difference:
         drifted: a sentence for each weight whose replicas diverged
         noise: as `weights`, over the parameters whose exact gradient is zero, because Adam
             amplifies their rounding errors
+        rerouted: tokens that at least have another expert than in the reference
+        margin: the smallest difference of a chosen and an unchosen logit; None for a dense model
     """
 
     loss: float
@@ -63,13 +70,15 @@ class Difference:
     moment: str
     drifted: list[str]
     noise: float
+    rerouted: int = 0
+    margin: float | None = None
 
     @property
     def passes(self) -> bool:
         """True if the differences are no larger than rounding errors, and no replicas diverged."""
         close = self.loss <= LOSS_TOLERANCE and self.grad_norm <= GRAD_NORM_TOLERANCE
         same_state = self.weights <= WEIGHT_TOLERANCE and self.moments <= MOMENT_TOLERANCE
-        return close and same_state and not self.drifted
+        return close and same_state and not self.drifted and not self.rerouted
 
 
 @dataclass(frozen=True)
@@ -108,7 +117,20 @@ def compare(outcome: Outcome, reference: Outcome, model: ModelConfig) -> Differe
         moment=moment,
         drifted=outcome.drifted,
         noise=max(noise.values(), default=0.0),
+        rerouted=_rerouted(outcome.expert_counts, reference.expert_counts),
+        margin=None if math.isinf(outcome.margin) else outcome.margin,
     )
+
+
+def _rerouted(got: list[list[list[int]]], expected: list[list[list[int]]]) -> int:
+    """Return the least number of tokens that explains the differences of the counts."""
+    pairs = (
+        pair
+        for steps in zip(got, expected, strict=True)
+        for layers in zip(*steps, strict=True)
+        for pair in zip(*layers, strict=True)
+    )
+    return sum(max(0, one - other) for one, other in pairs)
 
 
 def _distances(

@@ -39,10 +39,14 @@ class ProofCase:
 
     @property
     def axes(self) -> str:
-        """Sizes of the axes: "tensor 2 x pipeline 2 x data 2", with context only above 1."""
+        """Sizes of the axes: "tensor 2 x pipeline 2 x data 2", context and expert only above 1."""
         sizes = self.topology
         context = f" x context {sizes.context}" if sizes.context > 1 else ""
-        return f"tensor {sizes.tensor} x pipeline {sizes.pipeline}{context} x data {sizes.data}"
+        expert = f", expert {sizes.expert}" if sizes.expert > 1 else ""
+        return (
+            f"tensor {sizes.tensor} x pipeline {sizes.pipeline}{context} x data {sizes.data}"
+            f"{expert}"
+        )
 
     @property
     def method(self) -> str:
@@ -69,6 +73,7 @@ class ProofCase:
             "pipeline": sizes.pipeline,
             "context": sizes.context,
             "data": sizes.data,
+            "expert": sizes.expert,
             "zero": self.zero_stage,
             "schedule": layout.schedule_name if sizes.pipeline > 1 else "",
             "sequence_parallel": layout.sequence_parallel,
@@ -97,7 +102,7 @@ def valid_cases(
     for stage in ZERO_STAGES:
         read_deepspeed_json(CONFIG.format(stage))  # raises here if the file is missing
     found = []
-    for topology in topologies(ranks):
+    for topology in topologies(ranks, experts=recipe.model.experts is not None):
         ways = product(ZERO_STAGES, layouts(topology, recomputes), micro_sequences)
         for zero, layout, micro in ways:
             try:
@@ -132,14 +137,21 @@ def sample(cases: Sequence[ProofCase], count: int) -> list[ProofCase]:
     return [cases[i] for i in sorted(chosen)]
 
 
-def topologies(ranks: int) -> Iterator[Topology]:
-    """Yield all sizes of the axes with up to `ranks` ranks, smallest worlds first."""
+def topologies(ranks: int, *, experts: bool = False) -> Iterator[Topology]:
+    """Yield all sizes of the axes with up to `ranks` ranks, smallest worlds first.
+
+    Args:
+        ranks: maximum number of ranks
+        experts: the model has experts, which ranks can divide
+    """
     every = [
-        Topology(pipeline, data, tensor, context)
+        Topology(pipeline, data, tensor, context, expert)
         for tensor in range(1, ranks + 1)
         for pipeline in range(1, ranks // tensor + 1)
         for context in range(1, ranks // (tensor * pipeline) + 1)
         for data in range(1, ranks // (tensor * pipeline * context) + 1)
+        for expert in range(1, data * context + 1 if experts else 2)
+        if data * context % expert == 0
     ]
     return iter(sorted(every, key=lambda topology: topology.world_size))
 
@@ -168,6 +180,7 @@ def _case(
         "tensor": topology.tensor,
         "pipeline": topology.pipeline,
         "context": topology.context,
+        "expert": topology.expert,
     }
     table["layout"] = (layout or {}) | sizes
     table["batch"]["micro_sequences"] = micro_sequences or recipe.batch.micro_sequences

@@ -17,7 +17,7 @@ from recipes.proving.compare import (
 )
 from recipes.proving.layouts import ProofCase
 
-AXES = "tensor x pipeline x context x data"
+AXES = "tensor x pipeline x context x data"  # followed by the expert ranks, if there are any
 COLUMNS = f"| {AXES} | ranks | layouts | loss | gradient norm | weights | moments |"
 
 
@@ -74,6 +74,11 @@ def describe(finding: Finding) -> str:
         f"weights {result.weights:.1e} ({result.parameter}), "
         f"Adam's moments {result.moments:.1e} ({result.moment})"
     )
+    if result.rerouted:
+        text += (
+            f"; {result.rerouted} tokens or more have another expert than in one process, and the "
+            f"smallest margin of a choice is {result.margin:.1e}"
+        )
     return "; ".join([text, *result.drifted])
 
 
@@ -87,7 +92,7 @@ def relay_as_text(findings: Sequence[Finding], *, every_layout: bool) -> str:
         legs = [finding.result for finding in members if isinstance(finding.result, Leg)]
         same = sum(not leg.changed for leg in legs)
         loss = max((leg.loss for leg in legs), default=math.inf)
-        axes = " x ".join(map(str, sizes))
+        axes = _axes_text(sizes)
         lines.append(f"| {axes} | {ranks} | {len(members)} | {same} | {loss:.1e} |")
     handed = [finding for finding in findings if not getattr(finding.result, "first", False)]
     passed = sum(finding.passes for finding in handed)
@@ -146,6 +151,7 @@ def _row_of_json(finding: Finding) -> dict[str, Any]:
         "context": sizes.context,
         "context_attention": layout.context_attention if sizes.context > 1 else None,
         "data": sizes.data,
+        "expert": sizes.expert,
         "zero": case.zero_stage,
         "schedule": layout.schedule,
         "chunks": layout.chunks,
@@ -161,7 +167,14 @@ def _row_of_json(finding: Finding) -> dict[str, Any]:
 
 def _axes(finding: Finding) -> tuple[int, ...]:
     sizes = finding.case.topology
-    return sizes.world_size, sizes.tensor, sizes.pipeline, sizes.context, sizes.data
+    grid = sizes.tensor, sizes.pipeline, sizes.context, sizes.data
+    return sizes.world_size, *grid, sizes.expert
+
+
+def _axes_text(sizes: Sequence[int]) -> str:
+    """Return a cell of the table: "1 x 2 x 1 x 4", or "1 x 2 x 1 x 4, expert 2"."""
+    *grid, expert = sizes
+    return " x ".join(map(str, grid)) + (f", expert {expert}" if expert > 1 else "")
 
 
 def _row(findings: list[Finding]) -> str:
@@ -173,7 +186,7 @@ def _row(findings: list[Finding]) -> str:
         f"{max((getattr(result, key) for result in results), default=math.inf):.1e}"
         for key in ("loss", "grad_norm", "weights", "moments")
     ]
-    return f"| {' x '.join(map(str, sizes))} | {world_size} | {count} | {' | '.join(largest)} |"
+    return f"| {_axes_text(sizes)} | {world_size} | {count} | {' | '.join(largest)} |"
 
 
 def _name(case: ProofCase) -> str:

@@ -1,10 +1,12 @@
 """Reduction of a recipe to small sizes that train in seconds, with the same structure."""
 
 import math
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from models.config import ModelConfig
+from models.experts.settings import Experts
 from recipes.training.recipe.loading import parse_recipe
 from recipes.training.recipe.schema import Recipe
 
@@ -13,6 +15,7 @@ MAX_HEADS_PER_GROUP = 3  # query heads per key-value head
 MIN_SEQUENCE_LENGTH = 16
 MAX_COMMON_MULTIPLE = 64  # the largest divisor of the recipe's size that a small size keeps
 MIN_SEQUENCES = 8  # in a global batch
+MIN_EXPERTS = 8
 MAX_LEARNING_RATE = 1e-4  # because Adam turns gradients that are rounding errors into full steps
 
 
@@ -88,7 +91,21 @@ def small_model(model: ModelConfig, ranks: int, layers: int) -> dict[str, Any]:
     sizes["initial_std"] = model.initial_std * spread
     if model.head_size is not None:  # the recipe sets the head size separately
         sizes |= {"head_size": HEAD_SIZE, "hidden_size": heads * HEAD_SIZE + 8}
+    if model.experts is not None:
+        sizes["experts"] = small_experts(model.experts, ranks, sizes["layers"])
     return sizes
+
+
+def small_experts(experts: Experts, ranks: int, layers: int) -> dict[str, Any]:
+    """Return the settings of the small model's experts: few and narrow ones."""
+    count = _same_divisors(experts.count, ranks, at_least=min(experts.count, MIN_EXPERTS))
+    width = _same_divisors(experts.ffn_hidden_size, ranks, at_least=HEAD_SIZE)
+    return asdict(experts) | {
+        "count": count,
+        "per_token": min(experts.per_token, max(1, count // 2)),
+        "ffn_hidden_size": width,
+        "dense_layers": min(experts.dense_layers, layers // 2),
+    }
 
 
 def larger_micro_batch(recipe: Recipe) -> int:

@@ -3,6 +3,7 @@
 import contextlib
 import gc
 import itertools
+import math
 import os
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -20,6 +21,7 @@ from recipes.proving.layouts import ProofCase
 from recipes.training.data.dataset import TrainingData
 from recipes.training.engine.build import build_from_recipe
 from recipes.training.engine.engine import Engine, StepResult, is_partitioned
+from recipes.training.engine.expert_report import smallest_margin
 from recipes.training.recipe.deepspeed_config import build_deepspeed_config
 from recipes.training.recipe.learning_rate import learning_rate
 from recipes.training.recipe.schema import Recipe
@@ -63,11 +65,14 @@ def train(case: ProofCase, world: World) -> Outcome | None:
     """Run all steps of a case and return its outcome on rank 0."""
     engine, data = start(case.recipe, world)
     results, validation = [], []
+    margin = math.inf
     steps = case.recipe.training.steps
     for step in range(1, steps + 1):
         if step == steps:  # between two steps, as in a run
             validation.append(engine.evaluate(data.evaluation()))
         results.append(train_step(engine, data, step))
+        if case.recipe.model.experts:
+            margin = min(margin, smallest_margin(engine.expert_layers, engine.device))
     weights = gather(engine, held_weights(engine))
     moments = gather(engine, held_state(engine, "exp_avg"))
     drifted = engine.differing_replicas()
@@ -79,6 +84,8 @@ def train(case: ProofCase, world: World) -> Outcome | None:
         weights=weights,
         moments=moments,
         drifted=drifted,
+        expert_counts=[result.experts.counts for result in results if result.experts],
+        margin=margin,
     )
 
 

@@ -130,9 +130,14 @@ def agreement_line(groups: Iterable[Sequence[Sequence[float]]]) -> str | None:
 
 
 def split_lines(trial: Trial, split: Split) -> Iterator[str]:
-    """Yield a table of the measured and the planned parts of a trial's step, in seconds."""
+    """Yield a table of the measured and the planned parts of a trial's step, in seconds.
+
+    Parts of axes that the layout does not have are left out.
+    """
     planned = planned_parts(trial.planned_time)
-    names = dict.fromkeys([*PLANNED_PARTS, *PARTS])  # each name once
+    used = {"context": trial.job.layout.context > 1, "expert": trial.job.model.experts is not None}
+    every = dict.fromkeys([*PLANNED_PARTS, *PARTS])  # each name once
+    names = [name for name in every if used.get(name, True)]
     yield "layout 1, s" + "".join(f"{name:>11}" for name in [*names, "total"])
     for title, parts in (("measured", split.parts), ("planned", planned)):
         cells = [f"{parts[name]:11.4f}" if name in parts else f"{'-':>11}" for name in names]

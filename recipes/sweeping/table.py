@@ -5,6 +5,8 @@ import io
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from models.config import ModelConfig
+from recipes.planning.measured.row_reader import EXPERT_COLUMNS
 from recipes.planning.output.plan_report import rates
 from recipes.sweeping.splitting.parts import PARTS, PLANNED_PARTS, Split, planned_parts
 from recipes.sweeping.trial import Rejection, Result, Trial
@@ -13,7 +15,7 @@ FRAMEWORK = "Threefold"
 COLUMNS = (
     "row_id", "framework", "arch", "layers", "hidden", "heads", "kv_heads", "head_size", "ffn",
     "vocab", "seq", "tie_embeddings", "qk_norm", "gpu", "gpus", "gpus_per_node", "precision",
-    "attention_kernel", "tp", "pp", "vpp", "cp", "cp_kind", "dp",
+    "attention_kernel", "tp", "pp", "vpp", "cp", "cp_kind", "dp", *EXPERT_COLUMNS, "ep",
     "zero_stage", "seq_parallel", "recompute", "mbs", "gbs", "step_time_s", "mem_gb", "oom",
     "usable_for_time", "schedule", "recompute_interval", "layers_per_stage", "outcome", "reason",
     "planned_step_s", "planned_mem_gb", "mfu_pct", "tokens_s_gpu", "steps", "trial", "recipe",
@@ -53,6 +55,8 @@ def row_of_trial(trial: Trial) -> Row:
         "cp": layout.context,
         "cp_kind": layout.context_attention if layout.context > 1 else "",
         "dp": layout.data,
+        "ep": layout.expert if model.experts else "",
+        **expert_columns(model),
         "zero_stage": layout.zero_stage,
         "seq_parallel": int(layout.sequence_parallel),
         "recompute": layout.recompute,
@@ -67,6 +71,13 @@ def row_of_trial(trial: Trial) -> Row:
         "trial": trial.key,
         "recipe": trial.source,
     }
+
+
+def expert_columns(model: ModelConfig) -> Row:
+    """Return the columns that describe the experts of a model; empty for a dense model."""
+    if model.experts is None:
+        return {}
+    return {name: getattr(model.experts, key) for name, key in EXPERT_COLUMNS.items()}
 
 
 def row_of_rejection(rejection: Rejection) -> Row:

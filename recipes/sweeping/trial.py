@@ -110,6 +110,8 @@ class Trial:
             del table["model"]["rope_scaling"]
         if recipe.layout.context == 1:
             del table["layout"]["context"], table["layout"]["context_attention"]
+        if recipe.model.experts is None:
+            del table["model"]["experts"], table["layout"]["expert"]
         blocks = {"layers_per_stage": list(recipe.blocks_of_virtual_stages)}
         return digest(
             {

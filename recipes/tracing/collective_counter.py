@@ -33,8 +33,8 @@ POINT_TO_POINT = ("send", "recv")  # only stages use these, in the group of all 
 class Traffic:
     """Communication of one kind on one axis.
 
-    axis: "tensor", "context", "data" (all replicas), "pipeline", "model" (tensor x pipeline) or
-        "world"
+    axis: "tensor", "context", "expert" (x tensor), "data" (all replicas, or those with the same
+        experts), "pipeline", "model" (tensor x pipeline) or "world"
     memory_bytes: size of the whole tensors: all parts of a gather or scatter, otherwise the tensor
         that is reduced, sent or received
     """

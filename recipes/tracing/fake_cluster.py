@@ -25,6 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from models import cost
+from models.experts import exchange, statistics
 from models.kernels import attention, fusing, norms
 from models.kernels.attention import cumulative_lengths
 from models.parallel.micro_batch_info import positions_in
@@ -71,6 +72,9 @@ def fake_tensors() -> Iterator[None]:
         replaced(nn.Module, "_apply", apply_in_place),
         replaced(partitioned_param_coordinator, "assert_ints_same_as_other_ranks", accept),
         replaced(accelerator, "is_fp16_supported", lambda self: True),
+        replaced(exchange, "count_tokens", zero_counts),
+        replaced(statistics, "count_tokens", zero_counts),
+        replaced(exchange, "on_host", equal_counts),
         FakeTensorMode(allow_non_fake_inputs=True),
         Scalars(),
     ):
@@ -126,6 +130,19 @@ def one_kernel(function: Callable[..., Any]) -> Callable[..., Any]:
 def made_like(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Return a new tensor of the same shape, type and memory order."""
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+
+
+def zero_counts(numbers: torch.Tensor, count: int) -> torch.Tensor:
+    """Return counts of the right shape; those of fake numbers are unknown."""
+    return numbers.new_zeros(count)
+
+
+def equal_counts(counts: torch.Tensor, total: int) -> list[list[int]]:
+    """Return counts as if the tokens were equally distributed among the experts."""
+    ranks, experts = counts.shape
+    each, more = divmod(total, ranks * experts)
+    numbers = [each + (expert < more) for expert in range(ranks * experts)]
+    return [numbers[rank * experts : (rank + 1) * experts] for rank in range(ranks)]
 
 
 def accept(ints: object) -> None:

@@ -143,7 +143,7 @@ def measure(recipe: Recipe, topology: Topology, rank: int, *, at_most: int) -> T
         observer = Observer(counter, collectives)
         engine = build_from_recipe(recipe, topology, config, observer)
         observer.watch(engine)
-        collectives.named = context_groups(engine)
+        collectives.named = engine.axes_by_group
         first_step(engine, batch)
         before = counter.alive()
         counter.restart()
@@ -169,15 +169,6 @@ def measure(recipe: Recipe, topology: Topology, rank: int, *, at_most: int) -> T
         largest=tuple((roles.get(n, "activations"), counter.made[n]) for n in largest),
         traffic=per_step(collectives, micro_batches, traced),
     )
-
-
-def context_groups(engine: Engine) -> dict[str, str]:
-    """Return "context" by the name of the engine's group of context ranks; empty if it has none.
-
-    With one data rank, all replicas are context ranks, and both groups have the same ranks.
-    """
-    group = engine.context_group
-    return {} if group is None else {group.group_name: "context"}
 
 
 def as_written(recipe: Recipe) -> Recipe:
@@ -243,7 +234,12 @@ def axes_of(topology: Topology, coordinates: Coordinates) -> dict[frozenset[int]
     pipeline, data, tensor = (range(n) for n in (topology.pipeline, topology.data, topology.tensor))
     context = range(topology.context)
     ends = range(0, topology.pipeline, max(1, topology.pipeline - 1))
-    return {
+    rank = topology.rank(coordinates)
+    groups = {"expert": topology.expert_groups(), "data": topology.expert_data_groups()}
+    of_experts = {
+        frozenset(ranks): axis for axis, lists in groups.items() for ranks in lists if rank in ranks
+    }
+    return of_experts | {
         ranks(pipeline=ends): "tied",  # the two replicas of a tied embedding
         ranks(pipeline=pipeline, data=data, context=context, tensor=tensor): "world",
         ranks(pipeline=pipeline, tensor=tensor): "model",

@@ -1,10 +1,12 @@
 """Conversion of checkpoints to transformers and back, to other layouts, and rejected inputs."""
 
 import json
+import re
 import shutil
 import subprocess
 import sys
 import tempfile
+import tomllib
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -51,14 +53,31 @@ SHAPES: dict[str, dict[str, Any]] = {
     "llama": {},
     "tied llama": {"model__tie_embeddings": True},
     "qwen3": {"model__qk_norm": True, "model__head_size": 24},
+    "mixtral": {
+        "model__rope_theta": 1e6,  # Mixtral's own
+        "model__experts": {
+            "count": 4, "per_token": 2, "ffn_hidden_size": 96, "router": "softmax-after-topk",
+        },
+    },
+    "qwen3_moe": {
+        "model__qk_norm": True,
+        "model__experts": {
+            "count": 4, "per_token": 2, "ffn_hidden_size": 48, "normalize": True, "dense_layers": 1,
+        },
+    },
     "gpt2": GPT_SWITCHES,
-}
+}  # fmt: skip
 FAMILIES = {
     "llama": {"num_key_value_heads": 2},
     "tied llama": {"num_key_value_heads": 4, "tie_word_embeddings": True},
     "qwen3": {"num_key_value_heads": 2, "head_dim": 24},
+    "mixtral": {"num_key_value_heads": 2, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "qwen3_moe": {
+        "num_key_value_heads": 2, "head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2,
+        "moe_intermediate_size": 48, "norm_topk_prob": True, "mlp_only_layers": [0],
+    },
     "gpt2": {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 32},
-}
+}  # fmt: skip
 SIZES = {
     "hidden_size": 64,
     "intermediate_size": 96,
@@ -147,7 +166,7 @@ def test_transformers_opens_the_checkpoint_of_a_parallel_run(
     recipe, source, loss = trained[shape]
     export(source, tmp_path, dtype="fp32", tokenizer=find_tokenizer(source, None))
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path)
-    assert type(theirs).__name__.lower().startswith(shape.split()[-1])
+    assert type(theirs).__name__.lower().startswith(shape.split()[-1].replace("_", ""))
     tokens, labels = validation(
         TrainingData(recipe, recipe.topology(World(size=4, local_size=4)), 0)
     )
@@ -303,7 +322,11 @@ def test_names_without_prefix_and_with_old_buffers_are_read(tmp_path: Path) -> N
 
 @pytest.mark.parametrize(
     ("family", "layout"),
-    [("llama", {"layout__tensor": 2}), ("gpt2", {"layout__pipeline": 2})],
+    [
+        ("llama", {"layout__tensor": 2}),
+        ("gpt2", {"layout__pipeline": 2}),
+        ("mixtral", {"layout__tensor": 2}),
+    ],
 )
 @torch.no_grad()
 def test_a_run_in_any_layout_starts_from_their_weights(
@@ -407,6 +430,9 @@ def test_an_invalid_reshape_is_rejected(
         ("llama", {"hidden_act": "gelu"}, "hidden_act = 'gelu' is not supported"),
         ("gpt2", {"activation_function": "relu"}, "activation_function = 'relu'"),
         ("llama", {"model_type": "mistral"}, "model_type = 'mistral' is not supported"),
+        ("mixtral", {"sliding_window": 16}, "sliding_window = 16 is not supported"),
+        ("qwen3_moe", {"decoder_sparse_step": 2}, "decoder_sparse_step = 2 is not supported"),
+        ("qwen3_moe", {"mlp_only_layers": [1]}, r"mlp_only_layers = \[1\] is not supported"),
         (
             "llama",
             {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},
@@ -557,6 +583,39 @@ def test_initial_weights_of_another_model_are_rejected(real_corpus: Path, tmp_pa
     command += ["--resume", str(tmp_path / "ours")]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=120)
     assert done.returncode == 2 and "has only weights and no run to resume" in done.stderr
+
+
+def test_the_command_prints_the_section_of_experts(tmp_path: Path) -> None:
+    their_model("mixtral", torch.float32).save_pretrained(tmp_path / "theirs")
+    said = convert("from-hf", tmp_path / "theirs", tmp_path / "ours")
+    section = tomllib.loads(said[said.index("[model]") :])["model"]
+    expected = SHAPES["mixtral"]["model__experts"] | {"balance_loss": 0.001}
+    assert section["experts"] == expected
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"balance_loss": 0.5, "z_loss": 0.1}, None),
+        ({"per_token": 3}, "model.experts.per_token = 2 (here 3)"),
+        ({"router": "softmax"}, "model.experts.router = 'softmax-after-topk' (here 'softmax')"),
+    ],
+)
+def test_initial_weights_of_other_experts_are_rejected(
+    changes: dict[str, Any], named: str | None, real_corpus: Path, tmp_path: Path
+) -> None:
+    their_model("mixtral", torch.float32).save_pretrained(tmp_path / "theirs")
+    (tmp_path / "ours").mkdir()
+    adopt(tmp_path / "theirs", tmp_path / "ours")
+    manifest = Manifest.read(tmp_path / "ours")
+    table = changed(small_recipe(real_corpus), **SHAPES["mixtral"])
+    table["model"]["experts"] |= changes
+    recipe = parse_recipe(table, "test")
+    if named is None:
+        check_same_model("initial_weights", manifest, recipe)
+        return
+    with pytest.raises(UserError, match=re.escape(named)):
+        check_same_model("initial_weights", manifest, recipe)
 
 
 def test_changed_positions_are_described(real_corpus: Path, tmp_path: Path) -> None:

@@ -21,11 +21,14 @@ class FirstUses(TorchDispatchMode):
 
     That call may load a module, compile or autotune a kernel, build a cuDNN plan, or free memory of
     the allocator to make room; all of them wait for every stream of the device.
+
+    sizes: False counts only numbers of dimensions and types, for a model with experts: the number
+        of their rows differs between micro-batches, so that no warm-up can run all shapes
     """
 
-    def __init__(self, device: Device):
+    def __init__(self, device: Device, *, sizes: bool = True):
         super().__init__()
-        self.device, self.known = device, set()
+        self.device, self.sizes, self.known = device, sizes, set()
 
     def __torch_dispatch__(
         self, function: Callable[..., Any], types: Any, arguments: tuple = (), keywords: Any = None
@@ -33,7 +36,10 @@ class FirstUses(TorchDispatchMode):
         """Check an operation, then run it."""
         if launches_kernel(function):
             tensors = [x for x in tree_leaves(arguments) if isinstance(x, torch.Tensor)]
-            use = (function, *((tuple(x.shape), x.dtype) for x in tensors))
+            use = (
+                function,
+                *((tuple(x.shape) if self.sizes else x.dim(), x.dtype) for x in tensors),
+            )
             if use not in self.known:
                 self.known.add(use)
                 self.device.synchronize_all(f"the first use of {function} with {use[1:]}")

@@ -131,6 +131,13 @@ RELEASED = {
     "qwen3-14b": Published(40, 5120, 40, 8, 17408, 14_768_307_200, 36e12),
     "qwen3-32b": Published(64, 5120, 64, 8, 25600, 32_762_123_264, 36e12),
 }
+# As above; the count of OLMoE is 61,440 below that of its released weights, because each head has
+# its own norm of queries and keys.
+MIXTURES = {
+    "mixtral-8x7b": Published(32, 4096, 32, 8, 14336, 46_702_792_704, 2e12),  # our own tokens
+    "qwen3-30b-a3b": Published(48, 2048, 32, 4, 6144, 30_532_122_624, 36e12),
+    "olmoe-1b-7b": Published(16, 2048, 16, 16, 1024, 6_919_161_856 - 61_440, 5.1e12),
+}
 PUBLISHED = (
     GPT3
     | {
@@ -138,6 +145,7 @@ PUBLISHED = (
         for name, (_, heads, hidden, layers, *_, tokens) in MEGATRON.items()
     }
     | RELEASED
+    | MIXTURES
 )
 # Touvron et al. 2023, table 1; Dubey et al. 2024, table 3.
 LLAMA_RATES = {"7b": 3e-4, "13b": 3e-4, "8b": 3e-4, "70b": 1.5e-4, "405b": 8e-5}

@@ -27,6 +27,9 @@ SMALL = [  # a model of a few blocks as large as those of the large recipes
     "cluster.nodes=1",
     "batch.global_sequences=64",
 ]
+EXPERTS = [
+    "model.experts.count=8", "model.experts.per_token=2", "model.experts.ffn_hidden_size=4096",
+]  # fmt: skip
 VARIANTS = {
     "tensor": ["layout.tensor=4", "layout.pipeline=1"],
     "tensor, stages": ["layout.tensor=2", "layout.pipeline=4"],
@@ -121,6 +124,30 @@ VARIANTS = {
     ],
     "context, attention dropout": [
         *GPT, "model.attention_dropout=0.1", "layout.context=2", "layout.pipeline=1",
+    ],
+    "experts": [*EXPERTS, "layout.pipeline=1"],
+    "experts, expert": [*EXPERTS, "layout.expert=4", "layout.pipeline=2"],
+    "experts, tensor": [*EXPERTS, "layout.tensor=2", "layout.pipeline=2"],
+    "experts, tensor, expert": [
+        *EXPERTS, "layout.tensor=2", "layout.expert=2", "layout.pipeline=1",
+        "layout.sequence_parallel=true",
+    ],
+    "experts, zb-h1": [
+        *EXPERTS, "layout.expert=2", "layout.pipeline=4", "layout.schedule=zb-h1",
+    ],
+    "experts, full": [
+        *EXPERTS, "layout.expert=4", "layout.pipeline=2", "layout.recompute=full",
+    ],
+    "experts, fp32": [
+        *EXPERTS, "layout.expert=4", "layout.pipeline=2", "deepspeed=ds_configs/zero1_fp32.json",
+    ],
+    "experts, shared": [
+        *EXPERTS, "model.experts.shared=1", "model.experts.dense_layers=1", "layout.expert=4",
+        "layout.pipeline=2",
+    ],
+    "experts, many": [
+        *EXPERTS, "model.experts.count=64", "model.experts.per_token=8",
+        "model.experts.ffn_hidden_size=1024", "layout.expert=8", "layout.pipeline=1",
     ],
     "attention dropout, selective": [
         *GPT, "model.attention_dropout=0.1", "layout.pipeline=2", "layout.recompute=selective",

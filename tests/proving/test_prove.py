@@ -24,6 +24,7 @@ from models.parallel.collectives import TensorAxis
 from models.parallel.deferral import Deferral
 from models.parallel.micro_batch_info import MicroBatchInfo
 from models.parallel.rng import attention_rows
+from models.pipeline.gradients.reduction import ShardedReduction
 from models.pipeline.stage import Stage
 from models.sharding import Sharding
 from models.transformer import rotary_table
@@ -40,6 +41,8 @@ from recipes.proving.worlds import run_cases
 from recipes.training.data.dataset import TrainingData
 from recipes.training.engine.build import build_from_recipe
 from recipes.training.engine.engine import Engine
+from recipes.training.engine.expert_groups import is_marked
+from recipes.training.engine.zero_patches import sum_of_squares
 from recipes.training.recipe.loading import REPOSITORY, load_recipe, parse_recipe, shipped_recipes
 from recipes.training.recipe.schema import Recipe
 from tests.conftest import GPT_SWITCHES, changed, small_recipe
@@ -197,6 +200,35 @@ def test_tolerances(other: Outcome, passes: bool, corpus: Path) -> None:
     assert compare(other, outcome(), recipe_of(corpus, {}).model).passes == passes
 
 
+def test_a_near_tie_of_experts_selects_another_seed(
+    corpus: Path, capsys: pytest.CaptureFixture
+) -> None:
+    """The margins of the reference are 1e-6, then 1e-4; the cases follow its seed."""
+    small = recipe_of(corpus, {})
+    margins = {small.seed: 1e-6, small.seed + 1: 1e-4}
+    trained: list[int] = []
+
+    def run(cases: list[ProofCase], **_: Any) -> Iterator[tuple[ProofCase, Outcome]]:
+        for case in cases:
+            trained.append(case.recipe.seed)
+            yield case, replace(outcome(), margin=margins[case.recipe.seed])
+
+    with mock.patch.object(prove, "run_cases", run):
+        (finding,) = prove.prove(small, [reference(small)], ranks=1)
+    assert finding.passes and finding.case.recipe.seed == small.seed + 1
+    assert trained == [small.seed, small.seed + 1, small.seed + 1]
+    assert "differ by 1.0e-06" in capsys.readouterr().err
+
+
+def test_another_expert_of_a_token_is_described(corpus: Path) -> None:
+    expected = replace(outcome(), expert_counts=[[[4, 4]]])
+    got = replace(outcome(), expert_counts=[[[6, 2]]], margin=2e-7)
+    case = reference(recipe_of(corpus, {}))
+    assert compare(expected, expected, case.recipe.model).passes
+    text = failures([Finding(case, compare(got, expected, case.recipe.model))])
+    assert "2 tokens or more have another expert than in one process" in text and "2.0e-07" in text
+
+
 def test_only_the_key_bias_of_plain_attention_is_noise(corpus: Path) -> None:
     gpt = recipe_of(corpus, GPT_SWITCHES).model
     queries_keys_values = torch.ones(3 * 64)
@@ -250,6 +282,12 @@ def test_a_sample_has_every_pair_of_settings(corpus: Path) -> None:
 
 # Detection of faults
 
+EXPERTS = {
+    "model__experts": {
+        "count": 8, "per_token": 2, "ffn_hidden_size": 32, "balance_loss": 0.1, "z_loss": 0.01,
+    },
+    "model__layers": 2,
+}  # fmt: skip
 MUTANTS = {  # seeded fault -> changes of the recipe, the layout it must show in
     "the tied gradients are not added up": (GPT_SWITCHES, {"pipeline": 2}),
     "q, k and v are declared as one block": ({}, {"tensor": 2}),
@@ -279,6 +317,11 @@ MUTANTS = {  # seeded fault -> changes of the recipe, the layout it must show in
         {"data__separate_documents": True},
         {"context": 2},
     ),
+    "gradients of experts are divided by the ranks with the same experts": (EXPERTS, {"expert": 2}),
+    "experts count twice in the gradient norm": (EXPERTS, {"expert": 2}),
+    "the balance loss is not divided by the micro-batches": (EXPERTS, {"expert": 2}),
+    "the balance loss has the counts of one rank": (EXPERTS, {"context": 2}),
+    "the router keeps partial gradients": (EXPERTS, {"tensor": 2, "sequence_parallel": True}),
     # too little of the gradient norm to show there, and Adam's steps hide a factor
     "the last norm's gradient is a thousandth too large": ({}, {"tensor": 2}),
 }
@@ -286,17 +329,37 @@ DRIFTING = (  # faults that make replicas of one weight diverge
     "the tied gradients are not added up",
     "column-parallel inputs keep partial gradients",
     "norms in the split region keep partial gradients",
+    "the router keeps partial gradients",
 )
-TAKE_MICRO_BATCH_INFOS, TAKE, PLACES = (
+TAKE_MICRO_BATCH_INFOS, TAKE, PLACES, FINISH = (
     Stage.take_micro_batch_infos,
     Deferral.take,
     TrainingData.places,
+    ShardedReduction.finish,
 )
 
 
 def scaled(engine: Engine, name: str, factor: float) -> Engine:
     dict(engine.parameters())[name].register_hook(lambda gradient: gradient * factor)
     return engine
+
+
+def divided_by_group(self: ShardedReduction) -> list[torch.Tensor]:
+    """Return shards that are divided by the size of their own groups."""
+    shards = FINISH(self)
+    for shard, size in zip(shards, self.sizes, strict=True):
+        shard.mul_(self.divisor / size)
+    return shards
+
+
+def experts_twice(
+    parts: Iterable[tuple[torch.Tensor, torch.nn.Parameter]],
+) -> Iterator[tuple[torch.Tensor, torch.nn.Parameter]]:
+    """Yield each gradient, and that of an expert again."""
+    for gradient, parameter in parts:
+        yield gradient, parameter
+        if is_marked(parameter):
+            yield gradient, parameter
 
 
 @contextlib.contextmanager
@@ -363,6 +426,26 @@ def seeded_fault(fault: str) -> Iterator[None]:
             "models.transformer.tiles_of",
             lambda slices, lengths: tiles_of(slices, None),
         ),
+        "gradients of experts are divided by the ranks with the same experts": (
+            "models.pipeline.gradients.reduction.ShardedReduction.finish",
+            divided_by_group,
+        ),
+        "experts count twice in the gradient norm": (
+            "recipes.training.engine.zero_patches.sum_of_squares",
+            lambda parts, *rest: sum_of_squares(experts_twice(parts), *rest),
+        ),
+        "the balance loss is not divided by the micro-batches": (
+            "recipes.training.engine.build.loss_gradient",
+            lambda wrapped: 1.0,
+        ),
+        "the balance loss has the counts of one rank": (
+            "models.experts.statistics.sum_over_sequence",
+            lambda counts, axis: counts,
+        ),
+        "the router keeps partial gradients": (
+            "models.experts.layer.copy_to_tensor_axis",
+            lambda x, axis: x,
+        ),
         "the last norm's gradient is a thousandth too large": (
             "recipes.proving.trial.build_from_recipe",
             lambda *arguments: scaled(build_from_recipe(*arguments), "final_norm.weight", 1.001),
@@ -378,7 +461,7 @@ def mutant_case(corpus: Path, fault: str) -> ProofCase:
     found = valid_cases(small, ranks=2, micro_sequences=(1,))
     wanted = {
         "tensor": 1, "pipeline": 1, "context": 1, "context_attention": "gather",
-        "schedule": "1f1b", "sequence_parallel": False, "recompute": "none",
+        "expert": 1, "schedule": "1f1b", "sequence_parallel": False, "recompute": "none",
     }  # fmt: skip
     wanted |= layout
     (case,) = (

@@ -21,7 +21,7 @@ from tests.conftest import changed, small_recipe
 from tests.sweeping.sweeps import Sweep
 from tests.sweeping.test_table import trial_of
 
-SECONDS = dict(zip(PARTS, [0.3, 0.2, 0.02, 0.01, 0.1, 0.05, 0.04, 0.007], strict=True))
+SECONDS = dict(zip(PARTS, [0.3, 0.2, 0.02, 0.03, 0.01, 0.1, 0.05, 0.04, 0.007], strict=True))
 
 
 def split_of(step_seconds: float = 0.3) -> Split:
@@ -108,15 +108,22 @@ def test_the_summary_splits_the_fastest_layout_only() -> None:
     lines = lines_of(*results)
     titles, measured, planned = (line.split() for line in lines[3:6])
     names = titles[3:]
-    assert titles[:3] == ["layout", "1,", "s"] and set(names) == {*PARTS, *PLANNED_PARTS, "total"}
+    every = {*PARTS, *PLANNED_PARTS, "total"}
+    assert titles[:3] == ["layout", "1,", "s"] and set(names) == every - {"context", "expert"}
     cells = dict(zip(names, measured[1:], strict=True))
     assert measured[0] == "measured" and cells.pop("waiting") == "-"
+    shown = {name: seconds for name, seconds in split.parts.items() if name in names}
     assert {name: float(cell) for name, cell in cells.items()} == pytest.approx(
-        split.parts | {"total": 0.2}, abs=1e-4
+        shown | {"total": 0.2}, abs=1e-4
     )
     assert planned[0] == "planned"
     assert float(planned[-1]) == pytest.approx(fast.planned_seconds, abs=1e-4)
     assert len(lines) == 7
+    with_experts = trial_of(
+        layout__context=2, model__experts={"count": 4, "per_token": 2, "ffn_hidden_size": 32}
+    )
+    columns = lines_of((with_experts, result_of(step_seconds=[0.2], split=split)))[2].split()[3:]
+    assert set(columns) == every
     without = [(trial, replace(result, split=None)) for trial, result in results]
     assert not [line for line in lines_of(*without) if "layout 1," in line]
 

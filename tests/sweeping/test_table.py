@@ -31,6 +31,16 @@ SHAPES = {
         "layout": {"tensor": 2, "sequence_parallel": True, "recompute": "full"},
         "batch__micro_sequences": 1,
     },
+    "experts": {
+        "layout": {"expert": 2},
+        "model__experts": {
+            "count": 8,
+            "per_token": 2,
+            "ffn_hidden_size": 64,
+            "shared": 1,
+            "dense_layers": 1,
+        },
+    },
     "ZeRO-3": {"deepspeed": "ds_configs/zero3_bf16.json"},
 }
 
@@ -54,9 +64,10 @@ def test_the_planner_reads_back_the_job(shape: str, tmp_path: Path) -> None:
     assert read.skipped == "" and read.job is not None
     ours = trial.job
     for name in ("tensor", "pipeline", "chunks", "data", "zero_stage", "sequence_parallel",
-                 "recompute", "micro_sequences"):  # fmt: skip
+                 "recompute", "micro_sequences", "expert"):  # fmt: skip
         assert getattr(read.job.layout, name) == getattr(ours.layout, name), name
     assert read.job.model.layers == ours.model.layers
+    assert read.job.model.experts == ours.model.experts
     assert read.job.model.kv_heads == ours.model.kv_heads
     assert read.job.model.activation == ours.model.activation
     assert read.job.machine.gpus == ours.machine.gpus

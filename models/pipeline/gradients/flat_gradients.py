@@ -50,6 +50,7 @@ class FlatGradients(ABC):
             flats,
             self.optimizer.real_dp_process_group,
             dtype=engine.communication_data_type,
+            ranks=dist.get_world_size(engine.grid.get_data_parallel_group()),
             divided_before=_divided_before(engine),
         )
         self.totals = {

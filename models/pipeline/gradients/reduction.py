@@ -108,6 +108,8 @@ class ShardedReduction:
     flats: one flat tensor per optimizer group, padded to a multiple of the number of data ranks
     groups: the process group of the data ranks of each flat tensor
     dtype: type in which gradients are sent and summed
+    ranks: number of data ranks. It divides the sums; the group of a flat tensor is smaller if other
+        data ranks hold other experts, whose gradients come from the tokens of all data ranks
     divided_before: divisor of the gradients before the sum; the rest of the division by the number
         of ranks follows after the sum
     """
@@ -118,10 +120,11 @@ class ShardedReduction:
         groups: Sequence[dist.ProcessGroup],
         *,
         dtype: torch.dtype,
+        ranks: int,
         divided_before: float = 1.0,
     ):
         self.flats, self.groups, self.dtype = flats, groups, dtype
-        self.divided_before = divided_before
+        self.divisor, self.divided_before = ranks, divided_before
         self.sizes = [dist.get_world_size(group) for group in groups]
         self.ranks = [dist.get_rank(group) for group in groups]
         self.running: list[_Running] = []
@@ -162,17 +165,20 @@ class ShardedReduction:
                 first = each.start - self.ranks[each.flat] * self._shard_size(each.flat)
                 shards[each.flat][first : first + each.total.numel()] = each.total
         self.running = []
-        for shard, size in zip(shards, self.sizes, strict=True):
-            if size > 1:  # the shard is in fp32, so that the quotient is rounded only once
-                shard.div_(size / self.divided_before)
+        if self.divisor > 1:  # the shards are in fp32, so that the quotient is rounded only once
+            for shard, size in zip(shards, self.sizes, strict=True):
+                shard.div_(self.divisor / (self.divided_before if size > 1 else 1.0))
         return shards
 
     def _own_shard(self, number: int) -> Tensor:
         """Return this rank's shard of a flat tensor, or an empty fp32 tensor for its average."""
         size = self._shard_size(number)
         shard = self.flats[number].narrow(0, self.ranks[number] * size, size)
-        is_sum = self.sizes[number] == 1 or shard.dtype == torch.float32
-        return shard if is_sum else torch.empty_like(shard, dtype=torch.float32)
+        if self.divisor == 1 or shard.dtype == torch.float32:
+            return shard
+        if self.sizes[number] == 1:  # no sum arrives
+            return shard.float()
+        return torch.empty_like(shard, dtype=torch.float32)
 
     def _shard_size(self, number: int) -> int:
         return self.flats[number].numel() // self.sizes[number]

@@ -6,6 +6,7 @@ from pathlib import Path
 from recipes.planning.inputs.job import LinkOverrides
 from recipes.planning.inputs.option_types import (
     duration_in_days,
+    imbalance,
     latency_in_microseconds,
     link_rate,
     parser_with_examples,
@@ -19,13 +20,15 @@ from recipes.training.recipe.loading import DEFAULT_RECIPE
 REQUIRED_OPTIONS = {"scatter": "table", "rank": "trace"}
 MODES = ("trace", "largest", "table", "catalogue")  # instead of a plan
 SEARCHED = ("layout.", "batch.micro_sequences")  # keys that a search chooses
-DEFAULTS = {"software": THREEFOLD.name, "headroom": DEFAULT_HEADROOM}
+DEFAULTS = {
+    "software": THREEFOLD.name, "headroom": DEFAULT_HEADROOM, "expert_imbalance": 1.0,
+}  # fmt: skip
 LINK_OPTIONS = ("node_link", "network", "network_latency")
 PLAN_OPTIONS = (*DEFAULTS, "calibrate", *LINK_OPTIONS)
 MACHINE_OPTIONS = ("nodes", "gpus_per_node", "gpu")
 UNUSED_OPTIONS = {  # by mode
     "trace": (*PLAN_OPTIONS, "top"),
-    "largest": ("top",),
+    "largest": ("top", "expert_imbalance"),
     "table": ("set", *MACHINE_OPTIONS, *DEFAULTS, *LINK_OPTIONS, "top"),
     "catalogue": ("set", *MACHINE_OPTIONS, *PLAN_OPTIONS, "top", "json"),
 }
@@ -77,6 +80,11 @@ def add_plan_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--headroom", type=share, default=DEFAULTS["headroom"], metavar="SHARE",
         help="share of the GPU memory that the searched layouts leave free (default: %(default)s)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--expert-imbalance", type=imbalance, default=DEFAULTS["expert_imbalance"],
+        metavar="RATIO",
+        help="tokens of the busiest expert rank, relative to the mean (default: 1, all equal)",
     )  # fmt: skip
     output = parser.add_argument_group("output")
     output.add_argument(

@@ -102,6 +102,7 @@ class JobLayout:
     chunks: int = 1  # virtual stages per pipeline stage
     context: int = 1  # ranks that share a sequence
     context_attention: str = "gather"  # or "ring" or "ulysses"
+    expert: int = 1  # replicas that divide the experts
     data: int = 1
     zero_stage: int = 1
     schedule: str = "1f1b"
@@ -139,6 +140,7 @@ class Job:
     Attributes:
         precision: precision of the matmuls, a key of `Gpu.peak_tflops`
         optimizer_group: number of ranks that shard the optimizer state; None: all data ranks
+        expert_imbalance: rows of the expert rank with the most tokens, relative to the mean
     """
 
     model: ModelConfig
@@ -148,6 +150,7 @@ class Job:
     precision: str
     software: Software
     optimizer_group: int | None = None
+    expert_imbalance: float = 1.0
 
     @cached_property
     def micro_batches(self) -> int:
@@ -212,6 +215,7 @@ def job_of(recipe: Recipe, machine: Machine, software: Software = THREEFOLD) -> 
         chunks=section.chunks,
         context=topology.context,
         context_attention=section.context_attention,
+        expert=topology.expert,
         data=topology.data,
         zero_stage=zero_stage(config),
         schedule=section.schedule,

@@ -71,6 +71,20 @@ def latency_in_microseconds(text: str) -> float:
     return value
 
 
+def imbalance(text: str) -> float:
+    """Return the rows of the busiest expert rank relative to the mean.
+
+    Raises:
+        ArgumentTypeError: the text is not a number from 1 to 1,000.
+    """
+    value = _number(text)
+    if not 1 <= value <= 1000:
+        raise argparse.ArgumentTypeError(
+            f"invalid ratio {text}: expected 1 (equal tokens) or more, for example 1.3"
+        )
+    return value
+
+
 def picture_file(text: str) -> Path:
     """Return the path of a picture that can be written.
 

@@ -4,10 +4,15 @@ from functools import lru_cache
 from typing import Any
 
 from models.config import ModelConfig
-from models.cost import block_parameters, norm_parameters, position_parameters
+from models.cost import (
+    block_parameters,
+    norm_parameters,
+    position_parameters,
+    routed_parameters,
+)
 from models.pipeline.schedule import order
 from models.pipeline.schedule.balance import balance_text, head_in_blocks, imbalance
-from models.pipeline.schedule.order import virtual_stage_of
+from models.pipeline.schedule.order import stage_and_chunk, virtual_stage_of
 from recipes.planning.inputs.job import Job, JobLayout
 
 
@@ -46,16 +51,46 @@ def _sharing(job: Job) -> dict[str, Any]:
 
 def stage_parameters(job: Job) -> tuple[int, ...]:
     """Return the parameters per rank of each stage; both ends count tied embeddings."""
-    tensor, last = job.layout.tensor, last_stage(job.layout)
-    return _stage_parameters(job.model, tensor, last, blocks_of_stages(job))
+    layout, last = job.layout, last_stage(job.layout)
+    return _stage_parameters(
+        job.model, layout.tensor, layout.expert, last, blocks_of_stages(job), dense_blocks(job)
+    )
+
+
+def routed_stage_parameters(job: Job) -> tuple[int, ...]:
+    """Return the parameters of experts per rank of each stage."""
+    block = routed_parameters(job.model, job.layout.tensor, job.layout.expert)
+    both = zip(blocks_of_stages(job), dense_blocks(job), strict=True)
+    return tuple(block * (sum(chunks) - dense) for chunks, dense in both)
+
+
+def dense_blocks(job: Job) -> tuple[int, ...]:
+    """Return the number of blocks of each stage that precede the first block with experts."""
+    layout, model = job.layout, job.model
+    found = [0] * layout.pipeline
+    left = model.layers - model.expert_layers if model.experts else 0
+    for virtual_stage, blocks in enumerate(job.blocks_of_virtual_stages if left else ()):
+        stage = stage_and_chunk(layout.schedule, layout.pipeline, virtual_stage)[0]
+        found[stage] += min(left, blocks)
+        left -= min(left, blocks)
+    return tuple(found)
 
 
 @lru_cache(maxsize=4096)
 def _stage_parameters(
-    model: ModelConfig, tensor: int, last: int, blocks: tuple[tuple[int, ...], ...]
+    model: ModelConfig,
+    tensor: int,
+    expert: int,
+    last: int,
+    blocks: tuple[tuple[int, ...], ...],
+    dense: tuple[int, ...],
 ) -> tuple[int, ...]:
-    block = block_parameters(model, tensor)
-    held = [block * sum(chunks) for chunks in blocks]
+    block = block_parameters(model, tensor, expert)
+    without = block_parameters(model.dense, tensor)
+    held = [
+        block * (sum(chunks) - few) + without * few
+        for chunks, few in zip(blocks, dense, strict=True)
+    ]
     table = table_parameters(model, tensor)
     held[0] += table + position_parameters(model)
     held[last] += norm_parameters(model)
@@ -72,6 +107,19 @@ def table_parameters(model: ModelConfig, tensor: int) -> int:
 def last_stage(layout: JobLayout) -> int:
     """Return the stage that computes the logits."""
     return order.last_stage(layout.schedule, layout.pipeline, layout.chunks)
+
+
+def routed_rows(job: Job) -> float:
+    """Return the rows that a rank's experts compute of a micro-batch, on the busiest rank.
+
+    A token is a row for each of its experts. Expert ranks exchange equal numbers of tokens.
+    """
+    model, layout = job.model, job.layout
+    if model.experts is None:
+        return 0.0
+    own = tokens_per_micro_batch(model, layout) / layout.tensor
+    alone = layout.expert * layout.tensor == 1
+    return own * model.experts.per_token * (1.0 if alone else job.expert_imbalance)
 
 
 def tokens_per_micro_batch(model: ModelConfig, layout: JobLayout) -> int:

@@ -8,6 +8,7 @@ from typing import Any
 
 from models.config import ModelConfig
 from models.errors import UserError
+from models.experts.settings import Experts
 from models.pipeline.schedule.order import SCHEDULES
 from recipes.gpus.datasheet import OTHER_BOARDS, Gpu, gpus_of_name
 from recipes.planning.inputs.job import Job, JobLayout, Machine
@@ -34,6 +35,13 @@ ARCHITECTURES: Mapping[str, Mapping[str, Any]] = {  # prefix of `arch` -> fields
         "bias": True,
         "tie_embeddings": True,
     },
+}
+EXPERT_COLUMNS = {  # column -> field of Experts
+    "experts": "count",
+    "experts_per_token": "per_token",
+    "expert_ffn": "ffn_hidden_size",
+    "shared_experts": "shared",
+    "dense_layers": "dense_layers",
 }
 RECOMPUTATIONS = ("none", "selective", "full")  # from least to most
 YES, NO = ("1", "1.0", "yes", "true"), ("", "0", "0.0", "no", "false")
@@ -220,8 +228,20 @@ class RowReader:
             vocab_size=self.whole("vocab", DEFAULT_VOCABULARY, "Megatron's GPT-2 vocabulary"),
             sequence_length=self.whole("seq"),
             head_size=self.whole("head_size") if self.cell("head_size") else None,
+            experts=self.experts(),
             **{**switches, **self.model_switches()},
         )
+
+    def experts(self) -> Experts | None:
+        """Return the experts of the model; None if it is dense."""
+        if not self.cell("experts"):
+            return None
+        sizes: dict[str, Any] = {
+            key: self.whole(name)
+            for name, key in EXPERT_COLUMNS.items()
+            if self.cell(name) not in ("", "0")
+        }
+        return Experts(**sizes)
 
     def model_switches(self) -> dict[str, Any]:
         """Return the switches of the model that the row states in columns of their own."""
@@ -239,6 +259,11 @@ class RowReader:
         ranks = tensor * pipeline * context * data
         if ranks != count:
             raise UserError(f"tp x pp x cp x dp = {ranks} and gpus = {count}")
+        expert = self.whole("ep") if self.cell("ep") else 1
+        if data * context % expert:
+            raise UserError(f"ep = {expert} does not divide cp x dp = {context * data}")
+        if model.experts and model.experts.count % (expert * tensor):
+            raise UserError(f"experts = {model.experts.count} over ep x tp = {expert * tensor}")
         for name, size in (("heads", model.heads), ("kv_heads", model.kv_heads)):
             if size % tensor:
                 raise UserError(f"{name} = {size} over tp = {tensor} is not modelled")
@@ -258,6 +283,7 @@ class RowReader:
             context=context,
             context_attention=self.context_attention(),
             data=data,
+            expert=expert,
             zero_stage=self.zero_stage(),
             sequence_parallel=is_yes(split),
             recompute_interval=self.recompute_interval(),

@@ -12,6 +12,8 @@ from recipes.planning.inputs.footprint import Footprint
 from recipes.planning.inputs.job import Job, JobLayout
 from recipes.planning.inputs.stage_contents import blocks_of_stages, tokens_per_micro_batch
 
+ROW_NUMBER_BYTES = 8 * 4 + 4  # of a token and expert: indices of rows and the gate
+
 
 @dataclass(frozen=True)
 class InFlight:
@@ -118,7 +120,9 @@ def most_activations(job: Job, stage: int, *, forward: bool) -> float:
 def held_activations(job: Job, stage: int, moment: InFlight) -> float:
     """Return the bytes of a stage's activations at a moment."""
     layout, footprint = job.layout, job.footprint
-    kept = activation_bytes(job.model, layout, footprint, not job.writes_scores)
+    kept = activation_bytes(
+        job.model, layout, footprint, not job.writes_scores, job.expert_imbalance
+    )
     blocks = blocks_of_stages(job)[stage]
     held = kept * sum(n * micro for n, micro in zip(blocks, moment.whole, strict=True))
     held += sum(moment.whole) * boundary_bytes(job, stage)
@@ -131,7 +135,11 @@ def held_activations(job: Job, stage: int, moment: InFlight) -> float:
 
 @lru_cache(maxsize=4096)
 def block_bytes(
-    model: ModelConfig, layout: JobLayout, footprint: Footprint, fused_attention: bool
+    model: ModelConfig,
+    layout: JobLayout,
+    footprint: Footprint,
+    fused_attention: bool,
+    imbalance: float = 1.0,
 ) -> float:
     """Return the bytes that a block keeps for its backward pass, without recomputation.
 
@@ -142,7 +150,7 @@ def block_bytes(
     """
     tokens, t = tokens_per_micro_batch(model, layout), layout.tensor
     size = footprint.weight
-    h, f = model.hidden_size, model.ffn_hidden_size
+    h, f = model.hidden_size, model.mlp_size
     q, k = model.query_size, model.key_value_size
     if model.norm == "layernorm":  # input, output and statistics
         norms = 2 * (2 * size) * h + 2 * 8
@@ -157,17 +165,42 @@ def block_bytes(
         split += more + 4 * (model.heads + model.kv_heads)
     split += size * (footprint.gated if model.activation == "swiglu" else 2) * f
     split += core_bytes(model, layout, footprint, fused_attention)
+    split += routed_bytes(model, layout, footprint, imbalance)
     return tokens * (whole / layout.sequence_ranks + split / t)
 
 
+def routed_bytes(
+    model: ModelConfig, layout: JobLayout, footprint: Footprint, imbalance: float
+) -> float:
+    """Return the bytes that the router and the experts keep per token of a tensor rank.
+
+    For each of a token's experts: the input, that of the activation and its result, which a rank
+    keeps for the tokens that it computes, and the output, which the rank of the token keeps. For
+    the router, probabilities and logits in fp32 three times, and the numbers of the rows.
+    """
+    experts = model.experts
+    if experts is None:
+        return 0.0
+    size, h, f = footprint.weight, model.hidden_size, experts.ffn_hidden_size
+    divided = layout.expert * layout.tensor > 1
+    computed = size * (h + model.activation_columns(f) + f) + (8 if divided else 0)
+    of_token = size * h + ROW_NUMBER_BYTES
+    rows = experts.per_token * (computed * (imbalance if divided else 1.0) + of_token)
+    return rows + 3 * 4 * experts.count
+
+
 def activation_bytes(
-    model: ModelConfig, layout: JobLayout, footprint: Footprint, fused_attention: bool
+    model: ModelConfig,
+    layout: JobLayout,
+    footprint: Footprint,
+    fused_attention: bool,
+    imbalance: float = 1.0,
 ) -> float:
     """Return the bytes that a block keeps for its backward pass in a layout."""
     if layout.recompute == "full":
         row = tokens_per_micro_batch(model, layout) * model.hidden_size * footprint.weight
         return row / layout.sequence_ranks / layout.recompute_interval
-    kept = block_bytes(model, layout, footprint, fused_attention)
+    kept = block_bytes(model, layout, footprint, fused_attention, imbalance)
     if layout.recompute == "none":
         return kept
     if footprint.selective is not None:
@@ -201,9 +234,13 @@ def deferred_bytes(model: ModelConfig, layout: JobLayout, footprint: Footprint) 
     the first and third linear are sharded along the sequence and gathered again when needed; the
     gradients of the outputs of the second and fourth are not sharded.
     """
-    t, h, f = layout.tensor, model.hidden_size, model.ffn_hidden_size
+    t, h, f = layout.tensor, model.hidden_size, model.mlp_size
     inputs = 2 * h / layout.sequence_ranks + (model.query_size + f) / t
     gradients = (model.query_size + 2 * model.key_value_size + model.gate_and_up_size) / t + 2 * h
+    if model.experts is not None:
+        f = model.experts.ffn_hidden_size
+        row = 2 * h + model.activation_columns(f) + f
+        inputs += model.experts.per_token * row / t
     return footprint.weight * tokens_per_micro_batch(model, layout) * (inputs + gradients)
 
 

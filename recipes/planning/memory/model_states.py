@@ -10,9 +10,16 @@ from recipes.planning.inputs.job import JobLayout
 
 
 def state_bytes(
-    footprint: Footprint, layout: JobLayout, parameters: float, optimizer_ranks: int | None = None
+    footprint: Footprint,
+    layout: JobLayout,
+    parameters: float,
+    optimizer_ranks: int | None = None,
+    routed: float = 0.0,
 ) -> tuple[float, float, float]:
     """Return the bytes of weights, gradients and optimizer state kept between steps.
+
+    routed: those of the parameters that belong to experts. If data ranks divide the experts, fewer
+        of them have the same ones and shard their optimizer state.
 
     Rajbhandari et al. 2020 (arXiv 1910.02054), section 5: stage 1 shards the optimizer state over
     the data ranks, stage 2 also gradients, stage 3 also weights.
@@ -22,7 +29,8 @@ def state_bytes(
     weights = footprint.weight * parameters / (ranks if stage == 3 else 1)
     gradients = footprint.gradient * parameters / (ranks if stage >= 2 else 1)
     optimizer = footprint.optimizer + (footprint.zero3_copy if stage == 3 else 0)
-    optimizer *= parameters / (optimizer_ranks or layout.optimizer_ranks)
+    sharded = parameters + routed * (layout.expert - 1)
+    optimizer *= sharded / (optimizer_ranks or layout.optimizer_ranks)
     return weights, gradients, optimizer
 
 

@@ -12,6 +12,7 @@ from recipes.planning.inputs.kernels import BYTES
 from recipes.planning.inputs.stage_contents import (
     blocks_of_stages,
     last_stage,
+    routed_stage_parameters,
     stage_parameters,
     table_parameters,
     tokens_per_micro_batch,
@@ -131,7 +132,10 @@ def memory_of_stage(job: Job, stage: int) -> StageMemory:
     """Return the peak memory of one stage."""
     layout, footprint = job.layout, job.footprint
     parameters = stage_parameters(job)[stage]
-    weights, gradients, optimizer = state_bytes(footprint, layout, parameters, job.optimizer_ranks)
+    routed = routed_stage_parameters(job)[stage]
+    weights, gradients, optimizer = state_bytes(
+        footprint, layout, parameters, job.optimizer_ranks, routed
+    )
     moment = max(peak_candidates(job, stage, parameters), key=lambda each: each.total)
     wasted = footprint.fragmentation * (moment.activations + moment.working)
     return StageMemory(
@@ -182,7 +186,7 @@ def peak_candidates(job: Job, stage: int, parameters: int) -> list[Moment]:
             0.0 if before_backward else passing.buffers,
         ),
         Moment(activations, block + waiting_loss_bytes(job, stage), newest, passing.buffers),
-        Moment(gradients=footprint.updating * parameters / layout.replicas),
+        Moment(gradients=footprint.updating * own_parameters(job, stage) / layout.replicas),
     ]
     reduced = gradients + passing.reducing
     if layout.zero_stage < 2:  # at the end of the step
@@ -204,6 +208,16 @@ def peak_candidates(job: Job, stage: int, parameters: int) -> list[Moment]:
     return found
 
 
+def own_parameters(job: Job, stage: int) -> float:
+    """Return the parameters of a stage times the ranks that do not share them with all others.
+
+    Divided by the number of replicas, it is the number of parameters that a rank updates.
+    """
+    return stage_parameters(job)[stage] + routed_stage_parameters(job)[stage] * (
+        job.layout.expert - 1
+    )
+
+
 def head_reduction(job: Job, activations: float, buckets: float) -> Moment:
     """Return the moment at which ZeRO-2 reduces the head's gradient, if no bucket can hold it.
 
@@ -221,8 +235,8 @@ def head_reduction(job: Job, activations: float, buckets: float) -> Moment:
 
 def first_chunk_parameters(job: Job, stage: int) -> int:
     """Return the parameters of a stage's first chunk."""
-    model, tensor = job.model, job.layout.tensor
-    found = blocks_of_stages(job)[stage][0] * block_parameters(model, tensor)
+    model, tensor, expert = job.model, job.layout.tensor, job.layout.expert
+    found = blocks_of_stages(job)[stage][0] * block_parameters(model, tensor, expert)
     if stage == 0:
         found += table_parameters(model, tensor) + position_parameters(model)
     return found
@@ -231,7 +245,7 @@ def first_chunk_parameters(job: Job, stage: int) -> int:
 def newest_parameters(job: Job, stage: int) -> float:
     """Return the parameters whose gradients exist during the first block's backward pass."""
     layout, model = job.layout, job.model
-    found = block_parameters(model, layout.tensor)
+    found = block_parameters(model, layout.tensor, layout.expert)
     if stage == last_stage(layout):
         found += table_parameters(model, layout.tensor)
     return found

@@ -12,6 +12,7 @@ from recipes.planning.inputs.job import Job
 from recipes.planning.inputs.kernels import BYTES
 from recipes.planning.inputs.stage_contents import (
     last_stage,
+    routed_rows,
     table_parameters,
     tokens_per_micro_batch,
 )
@@ -22,7 +23,8 @@ FORWARD_ROWS = 3  # at the end of a block: the outputs of its two halves, and th
 
 def forward_working_bytes(job: Job) -> float:
     """Return the bytes at the end of a block's forward pass, in addition to kept activations."""
-    return max(FORWARD_ROWS * row_bytes(job), context_bytes(job, backward=False))
+    rows = FORWARD_ROWS * row_bytes(job) + routed_forward_bytes(job)
+    return max(rows, context_bytes(job, backward=False))
 
 
 def context_bytes(job: Job, *, backward: bool) -> float:
@@ -71,12 +73,13 @@ def block_working_bytes(job: Job, first_only: bool, *, reducing: bool = False) -
     recomputed = 0.0
     if layout.recompute == "full":
         recomputed = layout.recompute_interval * block_bytes(
-            model, layout, footprint, not job.writes_scores
+            model, layout, footprint, not job.writes_scores, job.expert_imbalance
         )
         if not footprint.stock_pipeline:  # the input of the first block was kept
             recomputed -= row_bytes(job) / layout.sequence_ranks
     needs = footprint.rows * row_bytes(job)
     needs += footprint.weight * mlp_working_elements(job, first_only)
+    needs += routed_working_bytes(job)
     needs = max(needs, context_bytes(job, backward=True))
     if model.attention_dropout and not reducing:
         needs = max(needs, dropout_core_bytes(job))
@@ -107,13 +110,34 @@ def mlp_working_elements(job: Job, first_only: bool) -> float:
     """
     layout, model = job.layout, job.model
     tokens, t = tokens_per_micro_batch(model, layout), layout.tensor
-    h, f, gate_and_up = model.hidden_size, model.ffn_hidden_size, model.gate_and_up_size
+    h, f, gate_and_up = model.hidden_size, model.mlp_size, model.gate_and_up_size
     if job.footprint.stock_pipeline:
         return (tokens * (gate_and_up + f) + (0 if first_only else h * gate_and_up)) / t
     if SCHEDULES[layout.schedule].splits:
         return tokens * (gate_and_up + f) / t
     first_matrix = (h * gate_and_up - tokens * f) / t + h * tokens
     return max(f * (tokens + h) / t, tokens * gate_and_up / t, first_matrix)
+
+
+def routed_forward_bytes(job: Job) -> float:
+    """Return the bytes of the outputs of experts at the end of a layer, twice while exchanged."""
+    if job.model.experts is None:
+        return 0.0
+    return job.footprint.weight * routed_rows(job) * job.model.hidden_size
+
+
+def routed_working_bytes(job: Job) -> float:
+    """Return the bytes that the backward pass of the experts adds to the kept activations.
+
+    They are the gradients of the outputs, of the activation's output and input, and of the inputs;
+    at most two of them exist at the same time.
+    """
+    experts = job.model.experts
+    if experts is None:
+        return 0.0
+    h, f = job.model.hidden_size, experts.ffn_hidden_size
+    columns = job.model.activation_columns(f)
+    return job.footprint.weight * routed_rows(job) * max(2 * h, h + f, f + columns, columns + h)
 
 
 def loss_bytes(job: Job, stage: int, first_only: bool) -> float:

@@ -5,7 +5,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from models.cost import flops_per_token, parameter_count, recomputed_flops_per_token
+from models.config import ModelConfig
+from models.cost import (
+    active_parameter_count,
+    flops_per_token,
+    parameter_count,
+    recomputed_flops_per_token,
+)
 from models.pipeline.schedule.order import schedule_name
 from recipes.planning.inputs.job import Job, JobLayout, links_text
 from recipes.planning.inputs.stage_contents import stages_text
@@ -66,13 +72,21 @@ def heading(recipe: Recipe, job: Job) -> str:
     machine = job.machine
     tokens = recipe.training.steps * recipe.tokens_per_step
     return (
-        f"{recipe.name}: {short_count(parameter_count(recipe.model))} parameters, "
+        f"{recipe.name}: {parameters_text(recipe.model)}, "
         f"{short_count(tokens)} tokens, {recipe.training.steps:,} steps of "
         f"{recipe.tokens_per_step:,} tokens\n"
         f"{machine.gpus:,} x {machine.gpu.name} on {machine.nodes} "
         f"node{'s' * (machine.nodes > 1)}, {job.precision}, software {job.software.name}; "
         f"{links_text(machine)}"
     )
+
+
+def parameters_text(model: ModelConfig) -> str:
+    """Describe the number of parameters: "46.7 B parameters, of which 12.9 B compute a token"."""
+    text = f"{short_count(parameter_count(model))} parameters"
+    if model.experts is None:
+        return text
+    return f"{text}, of which {short_count(active_parameter_count(model))} compute a token"
 
 
 def short_count(count: float) -> str:
@@ -92,7 +106,8 @@ def layout_line(layout: JobLayout) -> str:
         f"tensor {layout.tensor} x pipeline {layout.pipeline}"
         + (f" x context {layout.context}" if layout.context > 1 else "")
         + f" x data {layout.data}, "
-        f"ZeRO-{layout.zero_stage}, {schedule_name(layout.schedule, layout.chunks)}"
+        + (f"expert {layout.expert}, " if layout.expert > 1 else "")
+        + f"ZeRO-{layout.zero_stage}, {schedule_name(layout.schedule, layout.chunks)}"
         + (f", {layout.context_attention}" if layout.context > 1 else "")
         + (", sequence parallel" if layout.sequence_parallel else "")
         + f", recompute {recompute}, micro-batch size {layout.micro_sequences}"
@@ -113,7 +128,8 @@ def plan_text(job: Job, steps: int) -> Iterator[str]:
         yield f"{name:16}" + "".join(f"{cell / GIB:12.2f}" for cell in cells)
     yield from fit_lines(job, memory)
     yield ""
-    parts = [name for name in TIME_PARTS if name != "context" or job.layout.context > 1]
+    used = {"context": job.layout.context > 1, "expert": job.model.experts is not None}
+    parts = [name for name in TIME_PARTS if used.get(name, True)]
     yield "seconds per step" + "".join(f"{name:>12}" for name in [*parts, "total"])
     spent = [getattr(time, name) for name in parts]
     yield f"{'':16}" + "".join(f"{seconds:12.3f}" for seconds in [*spent, time.total])

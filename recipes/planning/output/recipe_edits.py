@@ -39,6 +39,7 @@ def edits(recipe: Recipe, plan: Plan) -> dict[str, Any]:
         "layout.tensor": layout.tensor,
         "layout.pipeline": layout.pipeline,
         "layout.context": layout.context,
+        "layout.expert": layout.expert,
         "layout.schedule": layout.schedule,
         "layout.sequence_parallel": layout.sequence_parallel,
         "layout.recompute": layout.recompute,

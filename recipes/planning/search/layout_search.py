@@ -136,7 +136,7 @@ def is_near_tie(seconds: float, fastest: float) -> bool:
 def simplicity(layout: JobLayout) -> tuple[int, ...]:
     """Return the sort key of a layout's simplicity: fewer axes, then plainer settings, first."""
     return (
-        (layout.tensor > 1) + (layout.pipeline > 1) + (layout.context > 1),
+        (layout.tensor > 1) + (layout.pipeline > 1) + (layout.context > 1) + (layout.expert > 1),
         list(SCHEDULES).index(layout.schedule),
         layout.chunks,
         layout.zero_stage,
@@ -145,6 +145,7 @@ def simplicity(layout: JobLayout) -> tuple[int, ...]:
         layout.pipeline,
         layout.tensor,
         layout.context,
+        layout.expert,
     )
 
 
@@ -212,7 +213,18 @@ def valid_layouts(job: Job, rejected: Counter[str]) -> Iterator[JobLayout]:
                         data=data,
                         micro_sequences=micro_sequences,
                     )
-                    yield from layout_variants(job, with_context_attention(job, sizes), rejected)
+                    sizes = with_context_attention(job, sizes)
+                    for expert in expert_sizes(job, sizes):
+                        yield from layout_variants(job, replace(sizes, expert=expert), rejected)
+
+
+def expert_sizes(job: Job, sizes: JobLayout) -> list[int]:
+    """Return the numbers of replicas that can divide the experts."""
+    experts = job.model.experts
+    if experts is None:
+        return [1]
+    share = experts.count // sizes.tensor
+    return [size for size in divisors(sizes.replicas) if share % size == 0]
 
 
 def context_rejection(job: Job, context: int) -> str:
@@ -246,6 +258,9 @@ def tensor_rejection(job: Job, tensor: int) -> str:
         return "tensor groups across nodes"
     if any(size % tensor for size in (model.heads, model.kv_heads, model.ffn_hidden_size)):
         return "tensor sizes that do not divide heads, kv_heads or ffn_hidden_size"
+    experts = model.experts
+    if experts and (experts.count % tensor or experts.shared_ffn_hidden_size % tensor):
+        return "tensor sizes that do not divide the experts"
     return ""
 
 
@@ -265,7 +280,7 @@ def layout_variants(job: Job, sizes: JobLayout, rejected: Counter[str]) -> Itera
         else:
             rejected["dualpipev with fewer than two micro-batches per stage"] += 1
     stages = [1]
-    if sizes.pipeline == 1 and sizes.replicas > 1:
+    if sizes.pipeline == 1 and sizes.replicas > 1 and sizes.expert == 1:
         stages = [n for n in (1, 2, 3) if deepspeed_json(n, job.precision).exists()]
     splits = [False]
     if sizes.tensor > 1 and job.model.sequence_length // sizes.context % sizes.tensor == 0:

@@ -5,7 +5,8 @@ t tensor ranks. All times are seconds of one micro-batch on one rank.
 """
 
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
+from math import ceil
 
 from models.cost import block_parameters, tokens_at_a_time
 from recipes.planning.inputs.job import Job, JobLayout
@@ -15,7 +16,7 @@ from recipes.planning.inputs.kernels import (
     matmul_seconds,
     memory_seconds,
 )
-from recipes.planning.inputs.stage_contents import tokens_per_micro_batch
+from recipes.planning.inputs.stage_contents import routed_rows, tokens_per_micro_batch
 from recipes.planning.time.network import (
     all_reduce_seconds,
     all_to_all_seconds,
@@ -30,29 +31,38 @@ LOSS_BYTES = 36
 # tokens at a time: one for the maximum, one for the sum, two to overwrite it with its gradient.
 LOSS_PASSES = 4
 BACKWARD_SLOWER = 1 / 0.85  # slowdown of matmuls in fused attention's backward pass; fitted
+# Reads and writes of a row of an expert: copied in the order of the experts before and after the
+# exchange (4), copied back before and after the reverse one (4), read and added (2).
+ROUTED_MOVES = 10
 ELEMENTWISE_KERNELS = 8  # launches in a block's forward pass
 
 
 @dataclass(frozen=True)
 class PassTime:
-    """Seconds of a pass: computation, and exposed communication of the tensor and context axes."""
+    """Seconds of a pass: computation, and exposed communication of the axes within a stage."""
 
     compute: float = 0.0
     tensor: float = 0.0
     context: float = 0.0
+    expert: float = 0.0
 
     @property
     def total(self) -> float:
         """The sum of all parts."""
-        return self.compute + self.tensor + self.context
+        return self.compute + self.tensor + self.context + self.expert
 
     def __add__(self, other: "PassTime") -> "PassTime":
         return PassTime(
-            self.compute + other.compute, self.tensor + other.tensor, self.context + other.context
+            self.compute + other.compute,
+            self.tensor + other.tensor,
+            self.context + other.context,
+            self.expert + other.expert,
         )
 
     def __mul__(self, count: float) -> "PassTime":
-        return PassTime(self.compute * count, self.tensor * count, self.context * count)
+        return PassTime(
+            self.compute * count, self.tensor * count, self.context * count, self.expert * count
+        )
 
 
 @dataclass(frozen=True)
@@ -95,6 +105,7 @@ def block_job(job: Job) -> Job:
             tensor=layout.tensor,
             context=layout.context,
             context_attention=layout.context_attention,
+            expert=layout.expert,
             data=layout.data if sharded else 1,
             zero_stage=layout.zero_stage if sharded else 1,
             sequence_parallel=layout.sequence_parallel,
@@ -120,16 +131,18 @@ def block_passes(job: Job) -> ForwardBackward:
         job, core / software.era, core_backward / software.era
     )
 
+    expert = _expert_collectives(job)
     forward = (matmuls + core + elementwise) / software.era
     backward = (matmuls_backward + core_backward + elementwise_backward) / software.era
     recomputing = PassTime()
     if layout.recompute == "full":
-        recomputing = PassTime(max(forward, software.block_seconds), tensor, context)
+        recomputing = PassTime(max(forward, software.block_seconds), tensor, context, expert)
     elif layout.recompute == "selective":
         recomputing = PassTime(core / software.era, context=context)
     host, host_backward = software.block_seconds, 2 * software.block_seconds
-    ahead = PassTime(max(forward, host), tensor, context)
-    back = PassTime(max(backward, host_backward), tensor_backward, context_backward) + recomputing
+    ahead = PassTime(max(forward, host), tensor, context, expert)
+    back = PassTime(max(backward, host_backward), tensor_backward, context_backward, expert)
+    back += recomputing
     # The backward pass has three collectives for every two of the forward pass. One of the three
     # gathers an input again for the gradient of a weight.
     gathered = tensor_backward / 3 if layout.sequence_parallel else 0.0
@@ -140,24 +153,36 @@ def block_passes(job: Job) -> ForwardBackward:
 
 
 def _matmuls(job: Job) -> tuple[float, float, float]:
-    """Return the times of a block's four matmuls: forward, backward, and for weights only.
+    """Return the times of a block's matmuls: forward, backward, and for weights only.
+
+    There are four; in place of the last two, a block with experts has those of the shared experts,
+    the router's, and those of the experts, each of which computes an equal share of the rows.
 
     For each forward matmul, the backward pass has two: the gradient of the input and the gradient
     of the weight. The second value includes both; the third is the part for weight gradients.
     """
     model, t, gpu, precision = job.model, job.layout.tensor, job.machine.gpu, job.precision
     tokens, h = tokens_per_micro_batch(model, job.layout), model.hidden_size
-    rows = padded(tokens)
+    shapes = [
+        (tokens, h, (model.query_size + 2 * model.key_value_size) // t, 1),
+        (tokens, model.query_size // t, h, 1),
+    ]
+    if model.mlp_size:
+        shapes += [(tokens, h, model.gate_and_up_size // t, 1), (tokens, model.mlp_size // t, h, 1)]
+    if model.experts is not None:
+        f, here = model.experts.ffn_hidden_size, model.experts.count // (t * job.layout.expert)
+        rows = ceil(routed_rows(job) / here)
+        shapes += [
+            (tokens // t, h, model.experts.count, 1),
+            (rows, h, model.activation_columns(f), here),
+            (rows, f, h, here),
+        ]
     forward = backward = weights = 0.0
-    for inner, columns in (
-        (h, (model.query_size + 2 * model.key_value_size) // t),
-        (model.query_size // t, h),
-        (h, model.gate_and_up_size // t),
-        (model.ffn_hidden_size // t, h),
-    ):
-        forward += matmul_seconds(gpu, precision, rows=tokens, columns=columns, inner=inner)
-        backward += matmul_seconds(gpu, precision, rows=tokens, columns=inner, inner=columns)
-        weight = matmul_seconds(gpu, precision, rows=columns, columns=inner, inner=rows)
+    for rows, inner, columns, batch in shapes:
+        seconds = partial(matmul_seconds, gpu, precision, batch=batch)
+        forward += seconds(rows=rows, columns=columns, inner=inner)
+        backward += seconds(rows=rows, columns=inner, inner=columns)
+        weight = seconds(rows=columns, columns=inner, inner=padded(rows))
         backward += weight
         weights += weight
     return forward, backward, weights
@@ -205,14 +230,20 @@ def _elementwise(job: Job) -> tuple[float, float]:
     Reads and writes of [s, b, h] in the forward pass: two norms (2 each) and two residual additions
     with bias and dropout (3 each), which only sequence parallelism shards. Sharded over the tensor
     ranks: the preparation of queries, keys and values (2 each), the attention's output (2), and the
-    MLP's activation (2 of its columns, 3 with a gate). The backward pass moves 1.5 times as much.
+    MLP's activation (2 of its columns, 3 with a gate). Each row of an expert is also copied to its
+    place before and after the exchanges. The backward pass moves 1.5 times as much.
     """
     model, layout, gpu = job.model, job.layout, job.machine.gpu
     whole = (2 * 2 + 2 * 3) * model.hidden_size / layout.sequence_ranks
     heads = 4 * (model.query_size + model.key_value_size) / layout.tensor
-    activation = (model.gate_and_up_size + model.ffn_hidden_size) / layout.tensor
+    activation = (model.gate_and_up_size + model.mlp_size) / layout.tensor
     columns = (whole + heads + activation) * job.software.elementwise
-    moved = tokens_per_micro_batch(model, layout) * columns * BYTES[job.precision]
+    moved = tokens_per_micro_batch(model, layout) * columns
+    if model.experts is not None:
+        f = model.experts.ffn_hidden_size
+        row = ROUTED_MOVES * model.hidden_size + model.activation_columns(f) + f
+        moved += routed_rows(job) * row * job.software.elementwise
+    moved *= BYTES[job.precision]
     forward = memory_seconds(gpu, moved) + ELEMENTWISE_KERNELS * gpu.kernel_seconds
     return forward, 1.5 * forward
 
@@ -234,6 +265,21 @@ def _tensor_collectives(job: Job) -> tuple[float, float]:
         forward * (1 - software.tensor_overlap),
         backward * (1 - software.tensor_overlap_backward),
     )
+
+
+def _expert_collectives(job: Job) -> float:
+    """Return the times of the exchanges of tokens in one pass; the other pass has the same ones.
+
+    There are two all-to-alls. The all-gather of the outputs over the tensor ranks counts as the
+    second all-reduce of a pass, which moves twice its bytes.
+    """
+    layout, model = job.layout, job.model
+    ranks = layout.expert * layout.tensor
+    if model.experts is None or ranks == 1:
+        return 0.0
+    moved = routed_rows(job) * model.hidden_size * BYTES[job.precision]
+    once = all_to_all_seconds(job.machine, moved, ranks=ranks, stride=1)
+    return 2 * once
 
 
 def context_seconds(job: Job) -> tuple[float, float]:
@@ -293,7 +339,7 @@ def _with_shards(job: Job, ahead: PassTime, back: PassTime) -> tuple[PassTime, P
     the recomputation and the backward pass of a block are gathered a third time.
     """
     layout, software = job.layout, job.software
-    parameters = block_parameters(job.model, layout.tensor)
+    parameters = block_parameters(job.model, layout.tensor, layout.expert)
     ranks, stride, messages = layout.replicas, layout.tensor, software.messages_per_block
     gathers = again = 0.0
     if layout.zero_stage == 3:

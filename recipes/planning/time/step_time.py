@@ -14,6 +14,7 @@ from recipes.planning.inputs.kernels import BYTES, memory_seconds
 from recipes.planning.inputs.stage_contents import (
     blocks_of_stages,
     last_stage,
+    routed_stage_parameters,
     stage_parameters,
     table_parameters,
     tokens_per_micro_batch,
@@ -39,6 +40,7 @@ class StepTime:
     compute: float
     tensor: float  # tensor-parallel collectives
     context: float = 0.0  # communication of the context ranks
+    expert: float = 0.0  # exchange of tokens between experts
     pipeline: float  # transfers between stages
     bubble: float  # waiting for other stages
     data: float  # reduction of gradients, gathering of weights
@@ -50,7 +52,8 @@ class StepTime:
     @property
     def total(self) -> float:
         """The whole step."""
-        spent = self.compute + self.tensor + self.context + self.pipeline + self.bubble
+        spent = self.compute + self.tensor + self.context + self.expert
+        spent += self.pipeline + self.bubble
         return spent + self.data + self.optimizer + self.waiting
 
 
@@ -85,6 +88,7 @@ def step_time(job: Job) -> StepTime:
         forward=tuple(each.forward.total for each in stages),
         backward=tuple(each.backward.total for each in stages),
         context=job.micro_batches * (forward.context + backward.context),
+        expert=job.micro_batches * (forward.expert + backward.expert),
     )
 
 
@@ -209,6 +213,8 @@ def data_time(job: Job, last_backward: float) -> float:
         return 0.0
     stride = layout.tensor
     parameters = max(stage_parameters(job))
+    if layout.expert > 1:
+        return _data_time_with_experts(job, last_backward)
     weights = parameters * BYTES[job.precision]
     gradients = parameters * software.bytes_of_gradients(BYTES[job.precision])
     reduced = gather_seconds(job.machine, gradients, ranks=ranks, stride=stride)
@@ -234,6 +240,34 @@ def data_time(job: Job, last_backward: float) -> float:
     return reduced + gathered - hidden
 
 
+def _data_time_with_experts(job: Job, last_backward: float) -> float:
+    """Return `data_time` under ZeRO-1 if data ranks divide the experts.
+
+    The ranks with the same experts reduce and gather them; all data ranks do so with the rest.
+    """
+    layout, software = job.layout, job.software
+    stage = max(range(layout.pipeline), key=stage_parameters(job).__getitem__)
+    routed = routed_stage_parameters(job)[stage]
+    spans = (
+        (stage_parameters(job)[stage] - routed, layout.replicas, layout.tensor),
+        (routed, layout.replicas // layout.expert, layout.tensor * layout.expert),
+    )
+    reduced, gathered = (
+        sum(
+            gather_seconds(job.machine, parameters * size, ranks=ranks, stride=stride)
+            for parameters, ranks, stride in spans
+            if ranks > 1
+        )
+        for size in (
+            software.bytes_of_gradients(BYTES[job.precision]),
+            BYTES[job.precision],
+        )
+    )
+    hidden = min(reduced, last_backward) * software.data_overlap
+    hidden += min(gathered, last_backward / 2) * software.gather_overlap
+    return reduced + gathered - hidden
+
+
 def tensors_of_stage(job: Job) -> int:
     """Return the number of weights of the largest stage."""
     return TENSORS_PER_BLOCK * max(sum(chunks) for chunks in blocks_of_stages(job)) + 1
@@ -242,7 +276,8 @@ def tensors_of_stage(job: Job) -> int:
 def optimizer_time(job: Job) -> float:
     """Return the seconds of a rank's update, the reduction of tied embeddings, and host time."""
     layout = job.layout
-    parameters = max(stage_parameters(job))
+    both = zip(stage_parameters(job), routed_stage_parameters(job), strict=True)
+    parameters = max(all_of + routed * (layout.expert - 1) for all_of, routed in both)
     update = memory_seconds(job.machine.gpu, parameters / job.optimizer_ranks * OPTIMIZER_BYTES)
     tied = 0.0
     if job.model.tie_embeddings and layout.pipeline > 1:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import Any, Literal
+from typing import Any, Literal, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -23,7 +23,7 @@ COLLECTIVES = (
     "alltoall", "alltoall_base", "all_to_all_single", "_end_coalescing",
 )  # fmt: skip
 
-GroupKind = Literal["tensor", "context", "data", "stages", "other"]
+GroupKind = Literal["tensor", "context", "expert", "data", "stages", "other"]
 
 
 class CountedCollectives:
@@ -40,7 +40,7 @@ class CountedCollectives:
     def __init__(self, engine: Engine, clock: PartClock):
         self.engine, self.clock = engine, clock
         self.stage_ranks = ranks_of_stage(engine)
-        self.context_group = engine.context_group  # with one data rank, it has the data ranks
+        self.axes_by_group = engine.axes_by_group  # some groups have the ranks of other ones
         self._kinds: dict[dist.ProcessGroup, GroupKind] = {}
         self._running: WeakKeyDictionary[dist.Work, GroupKind] = WeakKeyDictionary()
         self._all_reduce = dist.ProcessGroup.allreduce
@@ -101,11 +101,9 @@ class CountedCollectives:
 
     def _kind_of(self, group: dist.ProcessGroup) -> GroupKind:
         if group not in self._kinds:
-            if group == self.context_group:
-                self._kinds[group] = "context"
-                return "context"
             ranks = set(dist.get_process_group_ranks(group))
-            self._kinds[group] = self._kind_of_ranks(ranks)
+            axis = self.axes_by_group.get(group.group_name)
+            self._kinds[group] = cast(GroupKind, axis) if axis else self._kind_of_ranks(ranks)
         return self._kinds[group]
 
     def _kind_of_ranks(self, ranks: set[int]) -> GroupKind:
@@ -133,8 +131,8 @@ def part_of_collective(kind: GroupKind, current: str) -> str:
     """
     if kind == "data":
         return "data"
-    if kind == "context":
-        return "context"
+    if kind in ("context", "expert"):
+        return kind
     if kind == "tensor":
         return {"compute": "tensor", "bubble": "pipeline"}.get(current, current)
     if kind == "stages" and current == "data":

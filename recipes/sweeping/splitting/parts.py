@@ -6,9 +6,12 @@ from dataclasses import dataclass
 from recipes.planning.time.step_time import StepTime
 
 SPLIT_STEPS = 3  # instrumented steps of a trial, after the measured ones
-PARTS = ("compute", "tensor", "context", "pipeline", "bubble", "data", "optimizer", "other")
+PARTS = (
+    "compute", "tensor", "context", "expert", "pipeline", "bubble", "data", "optimizer", "other",
+)  # fmt: skip
 PLANNED_PARTS = (
-    "compute", "tensor", "context", "pipeline", "bubble", "data", "optimizer", "waiting",
+    "compute", "tensor", "context", "expert", "pipeline", "bubble", "data", "optimizer",
+    "waiting",
 )  # fmt: skip
 
 PartSeconds = Mapping[str, float]  # part -> seconds
@@ -22,6 +25,7 @@ class Split:
         compute: forward, backward and weight-gradient passes without their collectives
         tensor: collectives of the tensor group in the passes
         context: communication of the context group in the passes
+        expert: exchange of tokens between expert ranks in the passes
         pipeline: starting sends and receives, and gathering messages that arrive in parts
         bubble: waiting for messages and collectives of other stages
         data: collectives over the data ranks
@@ -33,7 +37,8 @@ class Split:
 
     compute: float
     tensor: float
-    context: float = 0.0  # missing in the results of older sweeps
+    context: float = 0.0  # missing in the results of older sweeps, like the next one
+    expert: float = 0.0
     pipeline: float
     bubble: float
     data: float

@@ -7,6 +7,7 @@ buffers are in host memory.
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -30,7 +31,8 @@ class Piece:
 class Assembly:
     """Plan for assembling logical tensors from the pieces of a stage's ranks; the same every save.
 
-    The constructor communicates: an all-gather of the fragments' addresses within the stage.
+    The constructor communicates: an all-gather of the parameters and the fragments' addresses
+    within the stage.
 
     Args:
         state: this rank's share of weights and moments
@@ -54,12 +56,15 @@ class Assembly:
             Piece(self.rank, tensor_rank, fragment)
             for fragment in state.fragments
             if fragment.name in self.shardings
-            and (tensor_rank == 0 or self.shardings[fragment.name].dimension is not None)
+            and (tensor_rank == 0 or not self.shardings[fragment.name].replicated)
         ]
-        everyones: list[list[Piece]] = [[] for _ in range(dist.get_world_size(group))]
-        dist.all_gather_object(everyones, own, group=group)
+        everyones: list[Any] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(everyones, (self.shardings, own), group=group)
+        self.shardings = {}
+        for shardings, _ in everyones:  # ranks may hold different experts
+            self.shardings |= shardings
         self.pieces: dict[str, list[Piece]] = {name: [] for name in self.shardings}
-        for pieces in everyones:
+        for _, pieces in everyones:
             for piece in pieces:
                 self.pieces[piece.fragment.name].append(piece)
         shapes = {name: sharding.shape for name, sharding in self.shardings.items()}
@@ -107,7 +112,8 @@ class Assembly:
         receiving = []
         for piece in self.pieces[name]:
             elements = piece.fragment.elements
-            destination = parts[piece.tensor_rank].view(-1)[elements.start : elements.stop]
+            part = parts[0 if sharding.dimension is None else piece.tensor_rank]
+            destination = part.view(-1)[elements.start : elements.stop]
             if piece.rank == self.rank:
                 destination.copy_(_elements(flats, kind, piece.fragment))
                 continue

@@ -12,7 +12,10 @@ from recipes.training.recipe.schema import Recipe
 
 # Keys of [model] that do not affect the shape or meaning of weights. A run may change them when it
 # starts from initial weights.
-TRAINING_ONLY = ("dropout", "attention_dropout", "initial_std")
+TRAINING_ONLY = (
+    *("dropout", "attention_dropout", "initial_std"),
+    *("experts.balance_loss", "experts.z_loss"),
+)
 # With rotary positions, a run may also change these keys, to continue on longer sequences.
 ROTARY_KEYS = ("sequence_length", "rope_theta", "rope_scaling")
 
@@ -63,7 +66,7 @@ def check_same_model(source: str, manifest: Manifest, recipe: Recipe) -> None:
     different = {
         name: values
         for name, values in differences(theirs, ours).items()
-        if name in theirs and name not in free
+        if name.partition(".")[0] in theirs and not {name, name.partition(".")[0]} & set(free)
     }
     if different:
         raise UserError(

@@ -19,6 +19,8 @@ from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from torch import nn
 
 from models.context_parallel.axis import ContextAxis
+from models.experts.axis import ExpertAxis
+from models.experts.layer import expert_layers
 from models.initialization import initialize
 from models.kernels.fusing import compile_kernels
 from models.layer_specs import (
@@ -38,6 +40,7 @@ from models.pipeline.scheduled_engine import ScheduledEngine
 from models.pipeline.stage import Stage
 from recipes.training.engine.deepspeed_patches import import_muon, replace_timers
 from recipes.training.engine.engine import Engine, PipelinedEngine, SequentialEngine
+from recipes.training.engine.expert_groups import EXPERTS, is_marked, mark_experts
 from recipes.training.engine.zero_patches import without_needless_copies
 from recipes.training.recipe.deepspeed_config import precision, zero_stage
 from recipes.training.recipe.schema import Optimizer, Recipe
@@ -94,10 +97,12 @@ def build_model(
     axis = tensor_axis(grid, recipe.layout.sequence_parallel)
     recompute = recipe.layout.recompute
     interval = recipe.layout.recompute_interval if recompute == "full" else 0
+    experts = expert_axis(recipe, topology)
     specs = layer_specs(
         recipe.model,
         axis,
         context=context_axis(recipe, topology),
+        experts=experts,
         recompute_core=recompute == "selective",
     )
     model: Stage | SequentialModel
@@ -119,6 +124,7 @@ def build_model(
         tensor_rank=axis.rank,
         tensor_size=axis.size,
     )
+    mark_experts(model, topology, experts)
     if should_compile(recipe.training.compile):
         compile_kernels(model)
     return model
@@ -127,17 +133,22 @@ def build_model(
 def build_optimizer(model: nn.Module, settings: Optimizer) -> torch.optim.AdamW:
     """Build AdamW, with weight decay for matrices and embeddings, but not for norms and biases.
 
-    Every stage has both parameter groups: DeepSpeed reduces the gradient norm group by group, and
-    a stage with only one group would leave the other stages waiting.
+    Experts that other data ranks do not hold are a group of their own, which ZeRO divides among
+    fewer ranks.
     """
-    decayed = [parameter for parameter in model.parameters() if parameter.dim() >= 2]
-    undecayed = [parameter for parameter in model.parameters() if parameter.dim() < 2]
-    assert decayed and undecayed
+    experts = [parameter for parameter in model.parameters() if is_marked(parameter)]
+    others = [parameter for parameter in model.parameters() if not is_marked(parameter)]
+    decayed = [parameter for parameter in others if parameter.dim() >= 2]
+    undecayed = [parameter for parameter in others if parameter.dim() < 2]
+    groups: list[dict[str, Any]] = [
+        {"params": decayed, "weight_decay": settings.weight_decay},
+        {"params": undecayed, "weight_decay": 0.0},
+    ]
+    if experts:
+        decay = settings.weight_decay
+        groups.append({"params": experts, "weight_decay": decay, "moe": True, "name": EXPERTS})
     return torch.optim.AdamW(
-        [
-            {"params": decayed, "weight_decay": settings.weight_decay},
-            {"params": undecayed, "weight_decay": 0.0},
-        ],
+        groups,
         lr=settings.learning_rate,
         betas=settings.betas,
         eps=settings.epsilon,
@@ -182,12 +193,15 @@ def build_engine(
     replace_timers(wrapped)
     if precision(config) == "fp16":
         expect_gradient_scale(wrapped.module, partial(loss_gradient, wrapped))
+    for layer in expert_layers(wrapped.module):
+        layer.gradient_scale = partial(loss_gradient, wrapped)
     return kind(wrapped, recipe, axis, crumb or Breadcrumb())
 
 
 def loss_gradient(wrapped: deepspeed.DeepSpeedEngine) -> float:
-    """Return the gradient of a micro-batch's loss in fp16: loss scale / number of micro-batches."""
-    return wrapped.optimizer.loss_scale / wrapped.gradient_accumulation_steps()
+    """Return the gradient of a micro-batch's loss: loss scale of fp16 / number of micro-batches."""
+    loss_scale = getattr(wrapped.optimizer, "loss_scale", 1.0)  # BF16_Optimizer has none
+    return loss_scale / wrapped.gradient_accumulation_steps()
 
 
 def pipeline_of(recipe: Recipe, topology: Topology) -> Pipeline:
@@ -229,6 +243,25 @@ def context_axis(recipe: Recipe, topology: Topology) -> ContextAxis:
         rank=topology.coordinates(dist.get_rank()).context,
         size=topology.context,
         attention=recipe.layout.context_attention,
+    )
+
+
+def expert_axis(recipe: Recipe, topology: Topology) -> ExpertAxis:
+    """Create the groups of the expert axis, and return it from this rank's perspective."""
+    if recipe.model.experts is None:
+        return ExpertAxis()
+    size = topology.expert * topology.tensor
+    sharing = topology.context * topology.tensor
+    settings = NcclSettings(high_priority=True)
+    return ExpertAxis(
+        group=create_groups(topology.expert_groups(), settings) if size > 1 else None,
+        rank=dist.get_rank() % size,
+        size=size,
+        sequence_group=(
+            create_groups(topology.sequence_groups(), settings) if sharing > 1 else None
+        ),
+        sequence_size=sharing,
+        tensor_size=topology.tensor,
     )
 
 

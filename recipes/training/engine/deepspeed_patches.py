@@ -35,6 +35,11 @@ upstream change that would make the override removable.
   rows in fp32, summed in fp64, over all gradients. Reason: every rank must notice a gradient that
   is not finite, or replicas diverge. Gain: a copy of 8 bytes per element, and correctness.
   Removable if DeepSpeed's norm checks skipped gradients and sums without the copy.
+- `norm_of_all_groups`, and `has_moe_layers` set to False once the optimizer is built. Upstream:
+  each optimizer group is a collective of its own, and the norms of experts are averaged over ranks.
+  Ours: one sum over all groups. Reason: stages without experts have fewer groups, so others would
+  wait for them; and the average is not the norm. Gain: correctness, and one collective per step
+  instead of two. Removable if DeepSpeed sums the groups first and counts each expert once.
 - `scale_in_update`. Upstream: a separate pass divides all gradients by the loss scale and clips
   them. Ours: fused AdamW divides each gradient as it reads it. Reason: AdamW has an argument for
   it. Gain: one pass over the gradients. Removable if DeepSpeed passes `grad_scale` to AdamW.
@@ -63,6 +68,11 @@ upstream change that would make the override removable.
   optimizers' hooks are removed. Reason: the hooks count the gradients of one backward pass, which
   deferred weight gradients do not fit. Gain: overlap, half the traffic of an all-reduce, and no
   copies. Removable if DeepSpeed reduces when the caller says that a gradient is final.
+- `scheduled_engine.py` (`_configure_distributed_model`), `engine/expert_groups.py`. Upstream: only
+  modules of `deepspeed.moe` count as experts. Ours: marked weights do, and their groups are entered
+  into `deepspeed.utils.groups`. Reason: our experts are modules of our own. Gain: ZeRO-1 divides
+  experts among the ranks that have the same ones. Removable if DeepSpeed decides by the weights'
+  attributes.
 - `process_grid.py`, `stage.py` (`_index_tied_modules`). Upstream: one call per group creates the
   groups of the axes and of tied weights, thousands of calls on 1,000 ranks. Ours: one call per
   axis. Reason: each call is a collective over all ranks. Gain: start-up time on many ranks.

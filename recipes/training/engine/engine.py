@@ -15,6 +15,7 @@ from deepspeed.runtime.pipe.schedule import ForwardPass, PipeInstruction
 from torch import nn
 from typing_extensions import override
 
+from models.experts.layer import expert_layers
 from models.kernels.attention import cumulative_lengths
 from models.kernels.fusing import are_compiled
 from models.layer_specs import logical_parameters
@@ -26,6 +27,8 @@ from models.transformer import Attention
 from recipes.training.checkpoint.reader import CheckpointReader
 from recipes.training.checkpoint.state import Fragment, TrainingState, training_state
 from recipes.training.data.micro_batch import MicroBatch
+from recipes.training.engine.expert_groups import expert_data_group, is_marked
+from recipes.training.engine.expert_report import ExpertReport, expert_report
 from recipes.training.engine.stopwatch import Stopwatch
 from recipes.training.recipe.schema import Recipe
 from recipes.training.supervision.breadcrumb import Breadcrumb
@@ -34,10 +37,11 @@ from recipes.training.supervision.replicas import ReplicaGroup, differing_replic
 
 @dataclass(frozen=True)
 class StepResult:
-    """Loss in nats per token (mean of the global batch) and gradient norm before clipping."""
+    """Loss in nats per token (mean of the global batch), gradient norm before clipping, experts."""
 
     loss: float
     grad_norm: float
+    experts: ExpertReport | None = None
 
 
 class Engine(ABC):
@@ -52,6 +56,7 @@ class Engine(ABC):
     ):
         self.wrapped, self.recipe, self.axis, self.crumb = wrapped, recipe, axis, crumb
         self.stopwatch = Stopwatch(self.device, off=not recipe.supervision.compare_speed_every)
+        self.expert_layers = expert_layers(wrapped.module)
         self.state: TrainingState = training_state(wrapped.optimizer, dict(self.parameters()))
 
     @property
@@ -63,8 +68,27 @@ class Engine(ABC):
         """Run the forward passes, the backward passes and the update of one global batch."""
         for group in self.wrapped.optimizer.param_groups:
             group["lr"] = learning_rate
+        self._reset_statistics()
         loss = self._train(micro_batches)
-        return StepResult(loss=float(loss), grad_norm=float(self.wrapped.get_global_grad_norm()))
+        return StepResult(
+            loss=float(loss),
+            grad_norm=float(self.wrapped.get_global_grad_norm()),
+            experts=self._expert_report() if self.recipe.model.experts else None,
+        )
+
+    def _reset_statistics(self) -> None:
+        for layer in self.expert_layers:
+            layer.statistics.reset()
+
+    def _expert_report(self) -> ExpertReport:
+        return expert_report(
+            self.expert_layers,
+            self.recipe.model,
+            tokens=self.recipe.tokens_per_step,
+            replicas=dist.get_world_size(self.data_group),
+            micro_batches=self.wrapped.gradient_accumulation_steps(),
+            device=self.device,
+        )
 
     @abstractmethod
     def evaluate(self, micro_batches: Iterable[MicroBatch]) -> float:
@@ -103,13 +127,18 @@ class Engine(ABC):
         held = [(n, held_values(p, data_rank), p) for n, p in self.parameters()]
         copies = []
         if self.axis.size > 1:
-            replicated = [(n, values) for n, values, p in held if sharding_of(p).dimension is None]
+            replicated = [(n, values) for n, values, p in held if sharding_of(p).replicated]
             assert self.axis.group is not None
             copies.append(ReplicaGroup("tensor ranks", self.axis.group, replicated))
         group = self.data_group
         if dist.get_world_size(group) > 1:
-            whole = [(n, values) for n, values, p in held if not is_partitioned(p)]
-            copies.append(ReplicaGroup("data ranks", group, whole))
+            whole = [(n, values, p) for n, values, p in held if not is_partitioned(p)]
+            shared = [(n, values) for n, values, p in whole if not is_marked(p)]
+            copies.append(ReplicaGroup("data ranks", group, shared))
+            experts = [(n, values) for n, values, p in whole if is_marked(p)]
+            if experts and dist.get_world_size(expert_data_group()) > 1:
+                kind = "data ranks with the same experts"
+                copies.append(ReplicaGroup(kind, expert_data_group(), experts))
         return copies
 
     @property
@@ -122,6 +151,23 @@ class Engine(ABC):
         """This rank's group along the context axis; None if it has one rank."""
         layers = (each for each in self.wrapped.module.modules() if isinstance(each, Attention))
         return next((layer.context.group for layer in layers), None)
+
+    @property
+    def axes_by_group(self) -> dict[str, str]:
+        """The axis of each of this rank's context and expert groups, by the name of the group.
+
+        Other groups may have the same ranks: with one data rank, all replicas are context ranks.
+        """
+        found: dict[str, str] = {}
+        if self.context_group is not None:
+            found[self.context_group.group_name] = "context"
+        for layer in self.expert_layers:
+            for group in (layer.expert_axis.group, layer.expert_axis.sequence_group):
+                if group is not None:
+                    found[group.group_name] = "expert"
+        if any(is_marked(parameter) for _, parameter in self.parameters()):
+            found[expert_data_group().group_name] = "data"
+        return found
 
     def load(self, reader: CheckpointReader, *, weights_only: bool = False) -> None:
         """Read this rank's share of a checkpoint, whichever layout wrote it.
@@ -212,6 +258,7 @@ class PipelinedEngine(Engine):
         if self.wrapped.needs_warm_up:
             first = micro_batches[0]
             self.wrapped.warm_up(first.tokens, first.labels, first.info, note=self.crumb.note)
+            self._reset_statistics()
         self.wrapped.module.take_micro_batch_infos([each.info for each in micro_batches])
         loss = schedule(iter([(each.tokens, each.labels) for each in micro_batches]))
         self.wrapped.module.check_all_taken()

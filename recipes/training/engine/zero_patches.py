@@ -1,6 +1,7 @@
 """Changes to DeepSpeed's optimizers: gradient norm, loss scale and clipping, with fewer passes."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from itertools import chain
 from types import MethodType
 from typing import Any
 
@@ -20,7 +21,8 @@ def without_needless_copies(optimizer: object) -> None:
     """Apply the changes of this file to an optimizer that DeepSpeed has created."""
     if isinstance(optimizer, DeepSpeedZeroOptimizer):
         share_fp32_weights(optimizer)
-        optimizer.get_grad_norm_direct = MethodType(gradient_norm, optimizer)
+        optimizer.scaled_global_norm = MethodType(norm_of_all_groups, optimizer)
+        optimizer.has_moe_layers = False  # otherwise DeepSpeed changes the norm
         optimizer.unscale_and_clip_grads = MethodType(scale_in_update, optimizer)
     elif isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
         optimizer.get_grad_norm_direct = MethodType(gradient_norm, optimizer)
@@ -28,6 +30,7 @@ def without_needless_copies(optimizer: object) -> None:
         optimizer.unscale_and_clip_grads = MethodType(scale_in_update_of_group, optimizer)
     elif isinstance(optimizer, BF16_Optimizer):
         optimizer.get_grads_for_norm = MethodType(shards_for_norm, optimizer)
+        optimizer.has_moe_layers = False  # otherwise DeepSpeed changes the norm
         clip_in_update(optimizer)
 
 
@@ -54,15 +57,47 @@ def gradient_norm(
     Returns:
         The norm, or -1 if any rank has a value that is not finite.
     """
-    self.scale_of_gradients = self.loss_scale
+    return norm_of_parts(self, without_padding(gradients, params))
+
+
+def without_padding(
+    gradients: Iterable[Tensor], params: Iterable[nn.Parameter]
+) -> Iterator[tuple[Tensor, nn.Parameter]]:
+    """Yield each gradient of an optimizer group with its parameter, without DeepSpeed's padding."""
     gradients = (each for each in gradients if not getattr(each, "_zero_padding", False))
-    parts = zip(gradients, params, strict=False)
+    return zip(gradients, params, strict=False)
+
+
+def norm_of_parts(
+    self: DeepSpeedZeroOptimizer | DeepSpeedZeroOptimizer_Stage3,
+    parts: Iterable[tuple[Tensor, nn.Parameter]],
+) -> Tensor:
+    """Return the norm of all ranks' parts; -1 if any rank has a value that is not finite."""
+    self.scale_of_gradients = self.loss_scale
     total = sum_of_squares(parts, self.model_parallel_rank, self.device)
     dist.all_reduce(total, group=self.dp_process_group)
     self._model_parallel_all_reduce(tensor=total, op=dist.ReduceOp.SUM)
     norm = total.sqrt()
     stage_1_and_2.mask_nan_or_inf_with_val_inplace(norm, device=self.device)
     return norm
+
+
+def norm_of_all_groups(self: DeepSpeedZeroOptimizer, norm_type: float = 2) -> Tensor:
+    """Replace DeepSpeed's scaled_global_norm, which communicates once per optimizer group.
+
+    Stages may have different numbers of groups, because only some have experts. The sum over the
+    data ranks counts each weight once, whichever ranks a group is divided among.
+
+    Returns:
+        The norm, including the loss scale; infinite if any rank has a value that is not finite.
+    """
+    numbers = range(len(self.bit16_groups))
+    groups = (
+        without_padding(self.averaged_gradients[number], self.params_in_partition[number])
+        for number in numbers
+    )
+    norm = norm_of_parts(self, chain.from_iterable(groups))
+    return torch.where(norm < 0, torch.inf, norm)
 
 
 def shards_for_norm(

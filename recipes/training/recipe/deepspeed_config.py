@@ -174,14 +174,21 @@ def communication_precision(config: dict[str, Any]) -> str:
 
 def _check_combination(recipe: Recipe, config: dict[str, Any]) -> None:
     stage = zero_stage(config)
+    same = recipe.deepspeed.replace(f"zero{stage}", "zero1")
+    at_stage_1 = difflib.get_close_matches(same, SHIPPED.split(", "), n=1, cutoff=0)[0]
+    if recipe.layout.expert > 1 and stage > 1:
+        raise UserError(
+            f"layout.expert = {recipe.layout.expert} with ZeRO-{stage} (deepspeed = "
+            f'"{recipe.deepspeed}"): '
+            f"DeepSpeed's ZeRO-{stage} would average experts over ranks that hold others; use "
+            f'deepspeed = "{at_stage_1}", or layout.expert = 1'
+        )
     if recipe.layout.pipeline > 1 and stage > 1:
-        same_at_one = recipe.deepspeed.replace(f"zero{stage}", "zero1")
-        use = difflib.get_close_matches(same_at_one, SHIPPED.split(", "), n=1, cutoff=0)[0]
         raise UserError(
             f"layout.pipeline = {recipe.layout.pipeline} with ZeRO-{stage} (deepspeed = "
             f'"{recipe.deepspeed}"): a pipeline would reduce the gradients of every micro-batch, '
             f"which makes no recipe of the catalogue faster unless all of that is hidden "
-            f'(benchmarks/zero2_in_pipeline.py); use deepspeed = "{use}", or '
+            f'(benchmarks/zero2_in_pipeline.py); use deepspeed = "{at_stage_1}", or '
             f"layout.pipeline = 1"
         )
     if recipe.tracking.timeline_step and stage > 1:

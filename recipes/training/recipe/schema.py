@@ -13,7 +13,12 @@ from models.errors import UserError
 from models.pipeline.schedule.balance import divide_blocks, head_in_blocks
 from models.pipeline.schedule.order import min_micro_batches
 from recipes.training.recipe.sections.data import Data
-from recipes.training.recipe.sections.layout import Cluster, Layout
+from recipes.training.recipe.sections.layout import (
+    Cluster,
+    Layout,
+    check_expert_ranks,
+    check_experts,
+)
 from recipes.training.recipe.sections.run_control import Checkpoint, Supervision, Tracking
 from recipes.training.recipe.sections.section import MAX_COUNT, Section
 from recipes.training.recipe.sections.training import Batch, Optimizer, Training
@@ -104,14 +109,27 @@ class Recipe(Section):
     @model_validator(mode="after")
     def _check_sequence_parallel(self) -> "Recipe":
         layout, length = self.layout, self.model.sequence_length
-        if layout.sequence_parallel and length // layout.context % layout.tensor:
+        if self._divides_tokens and length // layout.context % layout.tensor:
+            reason = "which layout.sequence_parallel needs"
+            if not layout.sequence_parallel:
+                reason = "whose ranks choose experts for equal parts of the tokens"
             raise UserError(
                 f"model.sequence_length = {length} is not divisible by "
                 f"layout.tensor = {layout.tensor}"
                 + (f" x layout.context = {layout.context}" if layout.context > 1 else "")
-                + f", which layout.sequence_parallel needs; use {self._working_length}"
+                + f", {reason}; use {self._working_length}"
             )
         return self
+
+    @model_validator(mode="after")
+    def _check_experts(self) -> "Recipe":
+        check_experts(self.model, self.layout)
+        return self
+
+    @property
+    def _divides_tokens(self) -> bool:
+        """True if tensor ranks divide the tokens, between layers or to choose experts."""
+        return self.layout.sequence_parallel or self.model.experts is not None
 
     def _divides_length(self, context: int) -> bool:
         """Return True if context and sequence parallelism can divide the sequence length."""
@@ -119,7 +137,7 @@ class Recipe(Section):
 
     def _length_divisor(self, context: int) -> int:
         """Return the number that a sequence length must be a multiple of, for `context` ranks."""
-        tensor = self.layout.tensor if self.layout.sequence_parallel else 1
+        tensor = self.layout.tensor if self._divides_tokens else 1
         return context * (math.lcm(2, tensor) if context > 1 else tensor)
 
     @property
@@ -205,6 +223,7 @@ class Recipe(Section):
             pipeline=self.layout.pipeline,
             tensor=self.layout.tensor,
             context=self.layout.context,
+            expert=self.layout.expert,
         )
         if world.local_size % topology.tensor:
             raise UserError(
@@ -231,6 +250,7 @@ class Recipe(Section):
         layout = self.layout
         ranks = layout.tensor * layout.pipeline * layout.context
         if world.size % ranks == 0:
+            check_expert_ranks(self.model, layout, world.size)
             return
         context = f" x layout.context = {layout.context}" if layout.context > 1 else ""
         works = [self._working_ranks(ranks, world), self._working_layout(world)]

@@ -70,22 +70,33 @@ class Topology:
     """Sizes of the axes, from the outermost in: pipeline, data, context, tensor (inside a node).
 
     To DeepSpeed, context ranks are data ranks: its PipeModelDataParallelTopology has the same order
-    with `replicas` data ranks.
+    with `replicas` data ranks. The expert axis is no axis of its own: it groups neighbouring
+    replicas, which have the same weights except for those of experts.
     """
 
     pipeline: int
     data: int
     tensor: int
     context: int = 1
+    expert: int = 1
 
     @classmethod
     def for_world(
-        cls, world_size: int, *, pipeline: int, tensor: int, context: int = 1
+        cls, world_size: int, *, pipeline: int, tensor: int, context: int = 1, expert: int = 1
     ) -> "Topology":
-        """Return a topology whose data axis takes what the other axes, a divisor, leave."""
+        """Return a topology whose data axis takes what the other axes, a divisor, leave.
+
+        `Recipe.topology` checks that the axes divide the world.
+        """
         given = pipeline * tensor * context
-        assert world_size % given == 0, "Recipe.topology checks it"
-        return cls(pipeline=pipeline, data=world_size // given, tensor=tensor, context=context)
+        assert world_size % given == 0 == world_size // (pipeline * tensor) % expert
+        return cls(
+            pipeline=pipeline,
+            data=world_size // given,
+            tensor=tensor,
+            context=context,
+            expert=expert,
+        )
 
     @property
     def world_size(self) -> int:
@@ -119,10 +130,7 @@ class Topology:
 
     def tensor_groups(self) -> list[list[int]]:
         """The global ranks of every tensor group."""
-        return [
-            list(range(first, first + self.tensor))
-            for first in range(0, self.world_size, self.tensor)
-        ]
+        return self._neighbours(self.tensor)
 
     def context_groups(self) -> list[list[int]]:
         """The global ranks of every context group, which share their samples."""
@@ -133,10 +141,29 @@ class Topology:
             for tensor in range(self.tensor)
         ]
 
+    def expert_groups(self) -> list[list[int]]:
+        """The global ranks of every group that together has all experts of its layers."""
+        return self._neighbours(self.expert * self.tensor)
+
+    def expert_data_groups(self) -> list[list[int]]:
+        """The global ranks of every group that has the same experts."""
+        span = self.expert * self.tensor
+        return [
+            list(range(ranks[0] + place, ranks[-1] + 1, span))
+            for ranks in self.stage_groups()
+            for place in range(span)
+        ]
+
+    def sequence_groups(self) -> list[list[int]]:
+        """The global ranks of every group that holds tokens of the same sequences."""
+        return self._neighbours(self.context * self.tensor)
+
+    def _neighbours(self, size: int) -> list[list[int]]:
+        return [list(range(first, first + size)) for first in range(0, self.world_size, size)]
+
     def stage_groups(self) -> list[list[int]]:
         """The global ranks of every stage."""
-        ranks = self.replicas * self.tensor
-        return [list(range(first, first + ranks)) for first in range(0, self.world_size, ranks)]
+        return self._neighbours(self.replicas * self.tensor)
 
 
 def nearest_data_sizes(size: int, *, micro_batches: int, least: int) -> list[int]:

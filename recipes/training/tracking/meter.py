@@ -1,7 +1,7 @@
 """The metrics of a step: speed, model FLOP/s utilisation and memory."""
 
 import resource
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -9,6 +9,9 @@ from models.cost import flops_per_token
 from recipes.gpus.datasheet import peak_tflops
 from recipes.training.recipe.schema import Recipe
 from recipes.training.run_folder.progress import Progress
+
+if TYPE_CHECKING:
+    from recipes.training.engine.expert_report import ExpertReport
 
 
 class Meter:
@@ -32,7 +35,7 @@ class Meter:
 
     def line(
         self, progress: Progress, *, loss: float, grad_norm: float, learning_rate: float,
-        seconds: float,
+        seconds: float, experts: "ExpertReport | None" = None,
     ) -> dict[str, Any]:  # fmt: skip
         """Return the metrics of the newest step.
 
@@ -42,6 +45,7 @@ class Meter:
             grad_norm: before clipping
             learning_rate: of the step
             seconds: duration of the step
+            experts: use of the experts; None for a dense model
 
         Returns:
             The metrics; `mfu` is None if the peak of the device is unknown.
@@ -58,7 +62,19 @@ class Meter:
             "tflops_per_gpu": tflops,
             "mfu": tflops / self.peak_tflops if self.peak_tflops else None,
             "memory_gb": peak_memory_gb(self.on_gpu),
+            **(expert_metrics(experts) if experts else {}),
         }
+
+
+def expert_metrics(report: "ExpertReport") -> dict[str, Any]:
+    """Return the metrics of the experts' use."""
+    return {
+        "balance_loss": report.balance_loss,
+        "z_loss": report.z_loss,
+        "expert_largest_load": report.largest_load,
+        "expert_entropy": report.entropy,
+        "expert_dropped": report.dropped,
+    }
 
 
 def peak_memory_gb(on_gpu: bool) -> float:

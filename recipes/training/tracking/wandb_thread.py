@@ -6,10 +6,14 @@ import queue
 import threading
 from typing import Any
 
+import numpy as np
+
 from recipes.training.recipe.schema import Recipe
 from recipes.training.run_folder.folder import RunFolder
 from recipes.training.runtime.exits import leave_handlers_out
 from recipes.training.tracking.wandb_settings import wandb_arguments
+
+PIXELS = 8  # width and height of an expert in the picture of loads
 
 
 class WandbThread:
@@ -59,12 +63,30 @@ class WandbThread:
         try:
             run = start_wandb(wandb_arguments(recipe, self._folder.path))
             while (metrics := self._queue.get()) is not None:
-                run.log(metrics)
+                run.log(with_heat_map(metrics))
             run.finish()
         except Exception as error:
             self._problem = f"Weights & Biases failed ({error}); metrics.jsonl has every step"
             while self._queue.get() is not None:
                 pass
+
+
+def with_heat_map(metrics: dict[str, Any]) -> dict[str, Any]:
+    """Return the metrics with a picture in place of the counts of experts, if there are any.
+
+    Rows are layers and columns are experts. An expert with the mean number of tokens is gray, one
+    with none is black, and one with twice the mean or more is white.
+    """
+    counts = metrics.get("expert_counts")
+    if counts is None:
+        return metrics
+    import wandb
+
+    loads = [[count * len(row) / sum(row) for count in row] for row in counts]
+    pixels = [[min(255, round(load * 127.5)) for load in row] for row in loads]
+    others = {key: value for key, value in metrics.items() if key != "expert_counts"}
+    picture = np.array(pixels, dtype=np.uint8).repeat(PIXELS, 0).repeat(PIXELS, 1)
+    return others | {"expert_load": wandb.Image(picture, caption="layers x experts")}
 
 
 def start_wandb(arguments: dict[str, Any]) -> Any:

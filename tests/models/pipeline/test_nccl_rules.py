@@ -29,10 +29,17 @@ RULES = {
 }
 HANGS = 5.0  # seconds of patience where a hang is expected
 FLOAT32, BFLOAT16 = "ds_configs/zero1_fp32.json", "ds_configs/zero1_bf16.json"
+EXPERTS = {
+    "model__experts": {
+        "count": 8, "per_token": 2, "ffn_hidden_size": 24, "shared": 2, "balance_loss": 0.1,
+    },
+    "model__initial_std": 0.1,
+}  # fmt: skip
 SPLIT = {"tensor": 2, "sequence_parallel": True}
 FOUR_STAGES = ("zb-v",)  # the long tests run all schedules, with eight stages
 QUICK_LAYOUTS_OF_FOUR = (
     "zb-v", "sequence parallel, recomputed", "data, bf16", "context, gather", "context, ring",
+    "experts", "experts, tensor, bf16",
 )  # fmt: skip
 LONG = [(2, "one hardware queue"), (4, "posting order"), (4, "one hardware queue")]
 EXHAUSTIVE = [(4, "any order"), (8, "posting order"), (8, "one hardware queue")]
@@ -67,7 +74,7 @@ def train(recipe: Recipe, world: World, *, watched: bool = False) -> list[float]
 
     engine, data = start(recipe, world)
     found = []
-    with watch_first_uses(watched):
+    with watch_first_uses(watched, sizes=recipe.model.experts is None):
         for step in (1, 2, 3):
             result = train_step(engine, data, step)
             found += [result.loss, result.grad_norm]
@@ -76,13 +83,13 @@ def train(recipe: Recipe, world: World, *, watched: bool = False) -> list[float]
     return found
 
 
-def watch_first_uses(watched: bool) -> Any:
+def watch_first_uses(watched: bool, *, sizes: bool) -> Any:
     if not watched:
         return contextlib.nullcontext()
     from tests.nccl_rules.backend import DEVICE
     from tests.nccl_rules.first_uses import FirstUses
 
-    return FirstUses(DEVICE)
+    return FirstUses(DEVICE, sizes=sizes)
 
 
 def layouts_of(world_size: int) -> dict[str, dict[str, Any]]:
@@ -111,6 +118,17 @@ def layouts_of(world_size: int) -> dict[str, dict[str, Any]]:
         "context, ulysses": {
             "layout": {**contexts, "context_attention": "ulysses", "schedule": "zb-h1"},
             **GPT_SWITCHES,
+        },
+        "experts": {
+            "layout": {"expert": world_size // 2, "schedule": "zb-v"},
+            "data": world_size // 2,
+            **EXPERTS,
+        },
+        "experts, tensor, bf16": {
+            "layout": {"tensor": 2, "expert": world_size // 4},
+            "data": world_size // 4,
+            "deepspeed": BFLOAT16,
+            **EXPERTS,
         },
         "tensor": {"layout": {"tensor": 2}, "data": world_size // 4},
         "sequence parallel, recomputed": {

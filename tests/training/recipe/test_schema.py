@@ -455,7 +455,8 @@ def test_every_shipped_recipe_and_config_is_valid() -> None:
     for path in shipped_recipes():
         recipe = load_recipe(path)
         assert isinstance(recipe, Recipe)
-        ranks = recipe.layout.pipeline * recipe.layout.tensor * recipe.layout.context
+        layout = recipe.layout
+        ranks = layout.pipeline * layout.tensor * max(layout.context, layout.expert)
         world = World(size=ranks, local_size=ranks)
         if recipe.cluster:
             local = recipe.cluster.gpus_per_node

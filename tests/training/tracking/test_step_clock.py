@@ -81,7 +81,7 @@ class FakeRun(SimpleNamespace):
 
         supervision = SimpleNamespace(compare_speed_every=0)
         training = SimpleNamespace(steps=8, evaluate_every=3)
-        done = SimpleNamespace(loss=1.0, grad_norm=1.0)
+        done = SimpleNamespace(loss=1.0, grad_norm=1.0, experts=None)
         super().__init__(
             clock=StepClock(),
             recipe=SimpleNamespace(training=training, supervision=supervision, optimizer=None),

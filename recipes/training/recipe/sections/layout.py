@@ -1,9 +1,11 @@
 """The split of a model over ranks, and the cluster that has these ranks."""
 
+import math
 from typing import Any, Literal, get_args
 
 from pydantic import model_validator
 
+from models.config import ModelConfig, nearest_divisors
 from models.errors import UserError
 from models.pipeline.schedule.order import SCHEDULES, last_stage, schedule_name
 from recipes.training.recipe.sections.section import Count, Section
@@ -32,6 +34,11 @@ class Layout(Section):
     them from rank to rank, so that at most two ranks' keys are in memory. "ulysses": an all-to-all
     gives each rank whole sequences and a share of the heads; `context` must divide the key-value
     heads of a tensor rank."""
+
+    expert: Count = 1
+    """Ranks that divide the experts of each layer (expert parallelism), besides the tensor ranks.
+    It must divide the ranks over which ZeRO divides: data x context. More than one requires
+    ZeRO-1."""
 
     schedule: Literal["1f1b", "interleaved", "zb-h1", "zb-v", "dualpipev"] = "1f1b"
     """Order of the forward and backward passes of a stage. All but "1f1b", the simplest, need two
@@ -117,3 +124,52 @@ class Cluster(Section):
 
     gpu: str
     """Name of the GPU, for example "H100"; `recipes/gpus/` lists them. "cpu" trains on CPUs."""
+
+
+def check_experts(model: ModelConfig, layout: Layout) -> None:
+    """Check that the expert and tensor ranks can divide the experts of a model.
+
+    Raises:
+        UserError: they cannot; the message gives a value that works.
+    """
+    experts = model.experts
+    if experts is None:
+        if layout.expert > 1:
+            raise UserError(
+                f"layout.expert = {layout.expert} has no effect without model.experts; use "
+                f"layout.expert = 1"
+            )
+        return
+    share, rest = divmod(experts.count, layout.tensor)
+    divisible = math.gcd(experts.count, experts.shared_ffn_hidden_size, model.kv_heads)
+    fewer = f"layout.tensor = {nearest_divisors(divisible, layout.tensor)}"
+    fewer += " and layout.expert = 1" if layout.expert > 1 else ""
+    if rest or share % layout.expert:
+        works = fewer if rest else f"layout.expert = {nearest_divisors(share, layout.expert)}"
+        raise UserError(
+            f"model.experts.count = {experts.count} is not divisible by layout.expert x "
+            f"layout.tensor = {layout.expert * layout.tensor}; use {works}"
+        )
+    if experts.shared_ffn_hidden_size % layout.tensor:
+        raise UserError(
+            f"model.experts.shared x model.experts.ffn_hidden_size = "
+            f"{experts.shared_ffn_hidden_size} is not divisible by layout.tensor = "
+            f"{layout.tensor}; use {fewer}"
+        )
+
+
+def check_expert_ranks(model: ModelConfig, layout: Layout, world_size: int) -> None:
+    """Check that the expert ranks divide the ranks with the same part of the model.
+
+    Raises:
+        UserError: they do not; the message gives a value that works.
+    """
+    replicas = world_size // (layout.tensor * layout.pipeline)
+    if model.experts is None or replicas % layout.expert == 0:
+        return
+    works = math.gcd(replicas, model.experts.count // layout.tensor)
+    raise UserError(
+        f"layout.expert = {layout.expert} does not divide the {replicas} ranks with the same part "
+        f"of the model ({world_size} / layout.tensor / layout.pipeline); use layout.expert = "
+        f"{nearest_divisors(works, layout.expert)}"
+    )

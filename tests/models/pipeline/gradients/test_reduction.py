@@ -73,7 +73,9 @@ def reduce_worker() -> list[tuple[list[float], str]]:
     for way, dtype, sent_in in CASES:
         bounds, owners = WAYS[way]
         flat = gradients_of_rank(rank, dtype)
-        one = ShardedReduction([flat], [dist.group.WORLD], dtype=sent_in)
+        one = ShardedReduction(
+            [flat], [dist.group.WORLD], dtype=sent_in, ranks=dist.get_world_size()
+        )
         with mock.patch.object(reduction, "MAX_OWNERS_IN_BUCKET", owners):
             for start, stop in bounds:
                 one.begin(Bucket(0, start, stop, ()))

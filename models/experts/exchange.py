@@ -1,0 +1,254 @@
+"""Exchange of tokens between the ranks of the expert axis: dispatch, and its reverse, combine.
+
+A token is sent once for each of its k experts. Tokens are sent in the order of their experts, and
+for one expert in their order on the rank. No expert has a capacity, so no token is dropped.
+
+n tokens of this rank, k experts per token, E experts, r expert ranks, h hidden, m rows that this
+rank's experts compute.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from models.experts.axis import ExpertAxis
+from models.parallel.collectives import wait_for
+
+
+@dataclass(frozen=True)
+class Routes:
+    """The way of a micro-batch's tokens to their experts and back.
+
+    order: for each sent row, the index in [n * k] of the pair of token and expert, int64 [n * k]
+    sent: number of rows sent to each expert rank
+    received: number of rows received from each expert rank
+    arrangement: for each row of this rank's experts, its index in the received rows; None: they are
+        received in this order
+    rows: number of rows of each of this rank's experts
+    """
+
+    order: Tensor
+    sent: list[int]
+    received: list[int]
+    arrangement: Tensor | None
+    rows: list[int]
+
+
+def plan_routes(chosen: Tensor, experts: int, axis: ExpertAxis) -> Routes:
+    """Return the routes of tokens; collective over the expert axis.
+
+    The numbers of rows are copied to the host, which determine the shapes of tensors.
+
+    Args:
+        chosen: numbers of the experts of each token, int64 [n, k]
+        experts: E
+        axis: the expert axis
+    """
+    flat = chosen.flatten()
+    order = flat.argsort(stable=True)
+    counts = count_tokens(flat, experts).view(axis.size, -1)  # [r, E/r]
+    if axis.size == 1:
+        (rows,) = on_host(counts, len(flat))
+        return Routes(order, [len(flat)], [len(flat)], None, rows)
+    theirs = torch.empty_like(counts)  # of this rank's experts, from each rank
+    dist.all_to_all_single(theirs, counts, group=axis.group)
+    to_ranks, from_ranks = on_host(counts, len(flat)), on_host(theirs, len(flat))
+    received = [sum(of_rank) for of_rank in from_ranks]
+    return Routes(
+        order=order,
+        sent=[sum(of_rank) for of_rank in to_ranks],
+        received=received,
+        arrangement=_by_expert(theirs, sum(received)),
+        rows=[sum(of_expert) for of_expert in zip(*from_ranks, strict=True)],
+    )
+
+
+def count_tokens(numbers: Tensor, count: int) -> Tensor:
+    """Count how often each of the numbers 0 .. count - 1 occurs: int64 [n] to [count]."""
+    return torch.bincount(numbers, minlength=count)
+
+
+def on_host(counts: Tensor, total: int) -> list[list[int]]:
+    """Copy counts of rows to the host, where they determine the shapes of tensors.
+
+    A trace, whose tensors have no values, replaces this function by equal counts.
+
+    Args:
+        counts: [r, E/r]
+        total: number of rows that this rank sends
+    """
+    return counts.tolist()
+
+
+def _by_expert(counts: Tensor, total: int) -> Tensor:
+    """Return the indices that sort received rows by expert, then by rank: int64 [m].
+
+    Args:
+        counts: received rows by rank and expert, [r, E/r]
+        total: m
+    """
+    ranks, experts = counts.shape
+    numbers = torch.arange(experts, device=counts.device).repeat(ranks)
+    of_rows = numbers.repeat_interleave(counts.flatten(), output_size=total)
+    return of_rows.argsort(stable=True)
+
+
+class Transfer:
+    """An all-to-all of rows that runs in the background, forward or backward.
+
+    sent: number of rows sent to each expert rank in the forward pass
+    received: number of rows received from each expert rank in the forward pass
+    axis: the expert axis
+    """
+
+    def __init__(self, sent: list[int], received: list[int], axis: ExpertAxis):
+        self.sent, self.received, self.axis = sent, received, axis
+        self.running: tuple[dist.Work, Tensor, Tensor] | None = None
+
+    def begin(self, x: Tensor, *, backward: bool = False) -> Tensor:
+        """Begin to exchange rows; return the tensor in which the received rows arrive."""
+        sent, received = (self.received, self.sent) if backward else (self.sent, self.received)
+        x = x.contiguous()
+        result = x.new_empty((sum(received), *x.shape[1:]))
+        work = dist.all_to_all_single(
+            result, x, received, sent, group=self.axis.group, async_op=True
+        )
+        self.running = work, result, x  # x must be kept until it is sent
+        return result
+
+    def wait(self) -> Tensor:
+        """Wait for the rows that `begin` exchanges, and return those received."""
+        assert self.running is not None
+        work, result, _ = self.running
+        self.running = None
+        wait_for(work)
+        return result
+
+
+def begin_dispatch(x: Tensor, routes: Routes, k: int, axis: ExpertAxis) -> Callable[[], Tensor]:
+    """Begin to send tokens [n, h] to their experts.
+
+    Returns:
+        A function that waits for the rows of this rank's experts and returns them, sorted by
+        expert, [m, h]. Operations before its call run at the same time as the exchange, forward and
+        backward.
+    """
+    copies = _Copies.apply(x, routes.order, k)
+    if routes.arrangement is None:
+        return lambda: copies
+    transfer = Transfer(routes.sent, routes.received, axis)
+    sent = _Begin.apply(copies, transfer)
+    return lambda: _Rearrange.apply(_End.apply(sent, transfer), routes.arrangement)
+
+
+def combine(y: Tensor, gates: Tensor, routes: Routes, axis: ExpertAxis) -> Tensor:
+    """Return the experts' outputs to their tokens, and add them with their weights.
+
+    The outputs of a token are added in fp32, in the order of the token's gates.
+
+    Args:
+        y: outputs of this rank's experts, [m, h]
+        gates: weights of the experts of each token, fp32 [n, k]
+        routes: the routes
+        axis: the expert axis
+
+    Returns:
+        [n, h]
+    """
+    if routes.arrangement is not None:
+        y = _Rearrange.apply(y, routes.arrangement.argsort())
+        transfer = Transfer(routes.received, routes.sent, axis)
+        y = _End.apply(_Begin.apply(y, transfer), transfer)
+    back = _Rearrange.apply(y, routes.order.argsort())
+    return _WeightedSum.apply(back.view(*gates.shape, -1), gates)
+
+
+class _Copies(torch.autograd.Function):
+    """[n, h] to [n * k, h] in the given order; backward: the sum over a token's copies.
+
+    The backward pass of plain indexing adds to the same rows in no defined order on a GPU.
+    """
+
+    @staticmethod
+    def forward(ctx, x, order, k):
+        ctx.k = k
+        ctx.save_for_backward(order)
+        return x[order // k]
+
+    @staticmethod
+    def backward(ctx, grad):
+        (order,) = ctx.saved_tensors
+        places = order.argsort().view(-1, ctx.k)
+        total = grad[places[:, 0]].float()
+        for place in places[:, 1:].unbind(1):  # one at a time, to save memory
+            total += grad[place]
+        return total.to(grad.dtype), None, None
+
+
+class _Rearrange(torch.autograd.Function):
+    """Rows in the order of a permutation; backward: in the order of its inverse."""
+
+    @staticmethod
+    def forward(ctx, x, permutation):
+        ctx.save_for_backward(permutation)
+        return x[permutation]
+
+    @staticmethod
+    def backward(ctx, grad):
+        (permutation,) = ctx.saved_tensors
+        return grad[permutation.argsort()], None
+
+
+class _Begin(torch.autograd.Function):
+    """Begin an all-to-all of x; backward: wait for the reverse one, which `_End` has begun.
+
+    The output stands for x, and only `_End` may read it.
+    """
+
+    @staticmethod
+    def forward(ctx, x, transfer):
+        ctx.transfer = transfer
+        transfer.begin(x)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return ctx.transfer.wait(), None
+
+
+class _End(torch.autograd.Function):
+    """Wait for an all-to-all and return the received rows; backward: begin the reverse one."""
+
+    @staticmethod
+    def forward(ctx, sent, transfer):
+        ctx.transfer = transfer
+        return transfer.wait()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return ctx.transfer.begin(grad, backward=True), None
+
+
+class _WeightedSum(torch.autograd.Function):
+    """[n, k, h] and fp32 weights [n, k] to [n, h], added in fp32, one expert at a time."""
+
+    @staticmethod
+    def forward(ctx, x, weights):
+        ctx.save_for_backward(x, weights)
+        total = x[:, 0].float() * weights[:, :1]
+        for number in range(1, x.shape[1]):
+            total.addcmul_(x[:, number].float(), weights[:, number : number + 1])
+        return total.to(x.dtype)
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weights = ctx.saved_tensors
+        grad = grad.float()
+        grad_x, grad_weights = torch.empty_like(x), torch.empty_like(weights)
+        for number in range(x.shape[1]):
+            grad_x[:, number] = grad * weights[:, number : number + 1]
+            grad_weights[:, number] = (grad * x[:, number].float()).sum(-1)
+        return grad_x, grad_weights

@@ -1,0 +1,105 @@
+"""Matmuls of groups of rows with one weight per group.
+
+n rows, sorted by group; g groups; r_i rows of group i.
+"""
+
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from models.parallel.deferral import Deferral
+
+
+def grouped_matmul(
+    x: Tensor, weights: Sequence[nn.Parameter], rows: Sequence[int], deferral: Deferral | None
+) -> Tensor:
+    """Multiply the rows of each group by the transpose of the group's weight.
+
+    A weight without rows gets a gradient of zeros, because ZeRO waits for every gradient.
+
+    Args:
+        x: [n, in]
+        weights: g weights [out, in]
+        rows: r_i of each group; their sum is n
+        deferral: receives the weight gradients; None: the backward pass computes them
+
+    Returns:
+        [n, out]
+    """
+    return _GroupedMatmul.apply(x, tuple(rows), deferral, *weights)
+
+
+class _GroupedMatmul(torch.autograd.Function):
+    """The weights are kept on the context itself.
+
+    Under activation checkpointing `save_for_backward` would return other tensors, and ZeRO-3
+    gathers the weights of a module again for its backward pass.
+    """
+
+    @staticmethod
+    def forward(ctx, x, rows, deferral, *weights):
+        ctx.rows, ctx.deferral, ctx.weights = rows, deferral, weights
+        ctx.save_for_backward(x)
+        return _multiply(x, weights, rows, transposed=True)
+
+    @staticmethod
+    def backward(ctx, grad):
+        (x,) = ctx.saved_tensors
+        grad = grad.contiguous()
+        grad_x = _multiply(grad, ctx.weights, ctx.rows, transposed=False)
+        pairs = zip(grad.split(ctx.rows), x.detach().split(ctx.rows), strict=True)
+        if ctx.deferral is None:
+            return grad_x, None, None, *(_weight_gradient(*pair) for pair in pairs)
+        for weight, pair in zip(ctx.weights, pairs, strict=True):
+            ctx.deferral.put(weight, partial(_weight_gradient, *pair))
+        return grad_x, None, None, *(None for _ in ctx.weights)
+
+
+def _weight_gradient(grad: Tensor, x: Tensor) -> Tensor:
+    """[r, out] and [r, in] to [out, in]."""
+    return grad.t() @ x
+
+
+def _multiply(
+    x: Tensor, weights: Sequence[Tensor], rows: Sequence[int], transposed: bool
+) -> Tensor:
+    """Return the product of each group's rows and its weight, or its transposed weight.
+
+    On a GPU one kernel computes all groups. On a CPU a loop has the same result and speed.
+    """
+    if x.device.type == "cuda" and x.dtype == torch.bfloat16 and len(x):
+        stacked = stack(weights)  # [g, out, in]
+        ends = torch.tensor(rows, dtype=torch.int32).cumsum(0, dtype=torch.int32)
+        return F.grouped_mm(
+            x,
+            stacked.transpose(1, 2) if transposed else stacked,
+            offs=ends.to(x.device, non_blocking=True),
+        )
+    width = weights[0].shape[0 if transposed else 1]
+    y = x.new_empty((len(x), width))
+    for part, weight, out in zip(x.split(rows), weights, y.split(rows), strict=True):
+        torch.mm(part, weight.t() if transposed else weight, out=out)
+    return y
+
+
+def stack(weights: Sequence[Tensor]) -> Tensor:
+    """Return the weights as one tensor, [g, out, in], without a copy if they are adjacent.
+
+    ZeRO keeps the weights of an optimizer group in one tensor, in the order of the layers.
+    """
+    first = weights[0].detach()
+    size = first.numel()
+    storage = first.untyped_storage().data_ptr()
+    adjacent = all(
+        each.is_contiguous()
+        and each.untyped_storage().data_ptr() == storage
+        and each.storage_offset() == first.storage_offset() + number * size
+        for number, each in enumerate(weights)
+    )
+    if not adjacent:
+        return torch.stack([each.detach() for each in weights])
+    shape = (len(weights), *first.shape)
+    return first.as_strided(shape, (size, *first.stride()), first.storage_offset())

@@ -1,0 +1,168 @@
+"""The mixture-of-experts layer, which takes the place of a block's MLP.
+
+s sequence, b micro-batch, h hidden, E experts, k experts per token, f hidden size of an expert, t
+tensor ranks, n = s * b / t tokens that this rank routes, m rows that this rank's experts compute.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from models.experts.axis import ExpertAxis
+from models.experts.exchange import begin_dispatch, combine, plan_routes
+from models.experts.grouped_matmul import grouped_matmul
+from models.experts.routing import choose_experts, gates_of
+from models.experts.settings import Experts
+from models.experts.statistics import RouterStatistics, with_router_losses
+from models.kernels.elementwise import gelu, swiglu
+from models.kernels.fusing import Fusing, as_written, for_any_rows
+from models.parallel.collectives import (
+    TensorAxis,
+    copy_to_tensor_axis,
+    gather_from_tensor_axis,
+    scatter_to_tensor_axis,
+)
+from models.parallel.deferral import Deferring
+from models.sharding import Sharding, declared_parameter
+
+
+class MixtureOfExperts(nn.Module):
+    """The weighted sum of each token's experts, plus the shared experts.
+
+    Each rank routes a different part of the tokens: those that it holds under sequence parallelism,
+    otherwise its part of the tokens that all tensor ranks hold.
+
+    Communication: two all-to-alls over the expert axis. The first one runs at the same time as the
+    shared experts. Without sequence parallelism also an all-gather over the tensor axis.
+
+    settings: number and sizes of the experts, and their router
+    activation: "swiglu" or "gelu"
+    shared: the MLP of the shared experts; None: there are none
+    number: number of the layer in the model
+    gradient_scale: function that returns the gradient of the loss in the coming backward pass
+    """
+
+    gradient_scale: Callable[[], float] = staticmethod(lambda: 1.0)
+
+    def __init__(
+        self,
+        settings: Experts,
+        *,
+        hidden_size: int,
+        activation: str,
+        axis: TensorAxis,
+        expert_axis: ExpertAxis,
+        shared: nn.Module | None = None,
+        number: int = 0,
+    ):
+        super().__init__()
+        self.settings, self.number = settings, number
+        self.axis, self.expert_axis = axis, expert_axis
+        self.router = Router(hidden_size, settings.count, axis)
+        self.experts = ExpertMLPs(settings, hidden_size, activation, expert_axis)
+        self.shared = shared
+        self.statistics = RouterStatistics()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[s, b, h] to [s, b, h]; s/t under sequence parallelism."""
+        axis, settings = self.axis, self.settings
+        own = x if axis.sequence_parallel else scatter_to_tensor_axis(x, axis)  # [s/t, b, h]
+        logits = self.router(own)  # fp32 [s/t, b, E]
+        flat = logits.flatten(0, 1)
+        chosen = choose_experts(flat.detach(), settings.per_token)  # [n, k]
+        gates = gates_of(
+            flat, chosen, router=settings.router, normalize=settings.normalize
+        )  # fp32 [n, k]
+        routes = plan_routes(chosen, settings.count, self.expert_axis)
+        arrived = begin_dispatch(own.flatten(0, 1), routes, settings.per_token, self.expert_axis)
+        shared = None if self.shared is None else self.shared(x)
+        gates = with_router_losses(
+            gates,
+            logits,
+            chosen.view(*logits.shape[:2], -1),
+            axis=self.expert_axis,
+            weights=(settings.balance_loss, settings.z_loss),
+            gradient_scale=self.gradient_scale,
+            statistics=self.statistics,
+        )
+        y = combine(self.experts(arrived(), routes.rows), gates, routes, self.expert_axis)
+        y = y.view_as(own)
+        if not axis.sequence_parallel:
+            y = gather_from_tensor_axis(y, axis, dimension=0)
+        return y if shared is None else y + shared
+
+    def bias_here(self) -> None:
+        """Return None: experts have no output bias."""
+
+
+class Router(nn.Module):
+    """Logits of the experts, in fp32 also if the weights are in 16 bits."""
+
+    def __init__(self, hidden_size: int, experts: int, axis: TensorAxis):
+        super().__init__()
+        self.axis = axis
+        self.weight = declared_parameter(Sharding((experts, hidden_size)), axis.size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[s, b, h] to fp32 [s, b, E]; each tensor rank has other tokens."""
+        return _RouterLogits.apply(x, copy_to_tensor_axis(self.weight, self.axis))
+
+
+class _RouterLogits(torch.autograd.Function):
+    """F.linear in fp32, which keeps x in its own precision."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        return F.linear(x.float(), weight.float())
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight = ctx.saved_tensors
+        grad_x = (grad @ weight.float()).to(x.dtype)
+        grad_weight = grad.flatten(0, 1).t() @ x.flatten(0, 1).float()
+        return grad_x, grad_weight.to(weight.dtype)
+
+
+class ExpertMLPs(Deferring, Fusing):
+    """This rank's experts: the same MLP as in a dense layer, without biases.
+
+    Each weight of an expert is a parameter of its own, so that its name and shape do not depend on
+    the layout: `experts.up_5`, `experts.down_5`.
+    """
+
+    def __init__(self, settings: Experts, hidden_size: int, activation: str, axis: ExpertAxis):
+        super().__init__()
+        h, f = hidden_size, settings.ffn_hidden_size
+        self.activation = activation
+        columns = 2 * f if activation == "swiglu" else f  # gate|up, or up
+        self.numbers = axis.experts_here(settings.count)
+        # All weights of a kind are adjacent in the optimizer's tensor (`grouped_matmul.stack`).
+        for name, shape in (("up", (columns, h)), ("down", (h, f))):
+            for number in self.numbers:
+                sharding = Sharding(shape, of_expert=True)
+                parameter = declared_parameter(sharding, axis.tensor_size)
+                self.register_parameter(f"{name}_{number}", parameter)
+
+    def forward(self, x: Tensor, rows: Sequence[int]) -> Tensor:
+        """[m, h], sorted by expert, to [m, h].
+
+        Args:
+            rows: number of rows of each expert
+        """
+        up, down = (
+            [getattr(self, f"{name}_{number}") for number in self.numbers]
+            for name in ("up", "down")
+        )
+        # m differs between micro-batches. Fewer than two rows would be compiled separately.
+        fuse = for_any_rows(self.fuse) if len(x) > 1 else as_written
+        x = grouped_matmul(x, up, rows, self.deferral)
+        x = swiglu(x, fuse) if self.activation == "swiglu" else gelu(x, None, fuse)
+        return grouped_matmul(x, down, rows, self.deferral)
+
+
+def expert_layers(module: nn.Module) -> list[MixtureOfExperts]:
+    """Return the mixture-of-experts layers of a module, in order."""
+    return [each for each in module.modules() if isinstance(each, MixtureOfExperts)]

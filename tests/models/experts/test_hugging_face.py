@@ -1,0 +1,302 @@
+"""Models with experts against Mixtral and Qwen3-MoE of transformers, through their files."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from models import hugging_face
+from models.config import ModelConfig
+from models.errors import UserError
+from models.experts import layer
+from models.experts.settings import Experts
+from models.hugging_face import (
+    Counterpart,
+    from_hugging_face,
+    hugging_face_config,
+    model_settings,
+    to_hugging_face,
+)
+from models.initialization import initialize
+from models.layer_specs import SequentialModel, layer_specs, logical_parameters, run_layers
+from models.parallel.collectives import TensorAxis
+from models.parallel.micro_batch_info import MicroBatchInfo
+from models.sharding import sharding_of
+from recipes.training.recipe.loading import REPOSITORY, load_recipe
+from tests.models.test_transformer import LLAMA, Outcome, labels_of, relative
+
+MIXTRAL = Experts(count=8, per_token=2, ffn_hidden_size=40, router="softmax-after-topk")
+QWEN3 = Experts(count=8, per_token=3, ffn_hidden_size=40)
+MODELS = {
+    "Mixtral": replace(LLAMA, experts=MIXTRAL),
+    "Mixtral, as normalized softmax": replace(
+        LLAMA, experts=replace(MIXTRAL, router="softmax", normalize=True)
+    ),
+    "Qwen3-MoE": replace(LLAMA, qk_norm=True, experts=QWEN3),
+    "Qwen3-MoE, normalized": replace(LLAMA, qk_norm=True, experts=replace(QWEN3, normalize=True)),
+    "Qwen3-MoE, first layer dense": replace(
+        LLAMA,
+        qk_norm=True,
+        head_size=16,
+        experts=replace(QWEN3, dense_layers=1, normalize=True),
+    ),
+}
+
+
+def example_tokens(config: ModelConfig) -> Tensor:
+    """Return enough tokens to use every expert, so that no gradient is zero."""
+    generator = torch.Generator().manual_seed(5)
+    return torch.randint(config.vocab_size, (8, config.sequence_length), generator=generator)
+
+
+def largest_difference(one: Outcome, other: Outcome) -> float:
+    """Return the largest relative difference of logits, loss and gradients; NaN if one is NaN."""
+    assert one[2].keys() == other[2].keys()
+    differences = [relative(one[0], other[0]), relative(one[1], other[1])]
+    differences += [relative(one[2][name], other[2][name]) for name in one[2]]
+    return float(torch.tensor(differences).max())
+
+
+def run_ours(config: ModelConfig) -> tuple[Outcome, dict[str, Tensor]]:
+    """Return logits, loss and gradients, and the weights, by logical name."""
+    model = SequentialModel(layer_specs(config, TensorAxis()))
+    parameters = dict(logical_parameters(model, config))
+    initialize(parameters.items(), config, seed=3, tensor_rank=0, tensor_size=1)
+    tokens = example_tokens(config)
+    loss = model(tokens, labels_of(tokens), MicroBatchInfo())
+    loss.backward()
+    logits = run_layers(model.layers, tokens, info=MicroBatchInfo()).detach()
+
+    def logical(of: Callable[[torch.nn.Parameter], Tensor]) -> dict[str, Tensor]:
+        return {
+            name: sharding_of(each).logical_tensor([of(each)]).clone()
+            for name, each in parameters.items()
+        }
+
+    outcome = (
+        logits[..., : config.vocab_size].transpose(0, 1),
+        loss.detach(),
+        logical(lambda parameter: torch.as_tensor(parameter.grad)),
+    )
+    return outcome, logical(lambda parameter: parameter.detach())
+
+
+def export(config: ModelConfig, weights: dict[str, Tensor], folder: Path) -> None:
+    """Write weights and config as files of transformers."""
+    AutoConfig.for_model(**hugging_face_config(config)).save_pretrained(folder)
+    tensors = {name: each.contiguous() for name, each in to_hugging_face(config, weights).items()}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def run_theirs(config: ModelConfig, folder: Path) -> Outcome:
+    """Return the results of transformers, which loads the folder, under our names.
+
+    transformers joins the weights of all experts. It splits them again when it writes a file, so
+    the gradients are written as if they were weights.
+    """
+    model, info = AutoModelForCausalLM.from_pretrained(
+        folder, output_loading_info=True, dtype=torch.float32
+    )
+    assert not any(info.values()), info
+    tokens = example_tokens(config)
+    logits = model(tokens).logits
+    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels_of(tokens).flatten())
+    loss.backward()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(parameter.grad)
+    model.save_pretrained(folder / "gradients")
+    gradients = load_file(folder / "gradients" / "model.safetensors")
+    return logits.detach(), loss.detach(), from_hugging_face(config, gradients)
+
+
+@pytest.fixture(params=MODELS)
+def name(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+def test_logits_loss_and_every_gradient_are_those_of_transformers(
+    name: str, tmp_path: Path
+) -> None:
+    config = MODELS[name]
+    ours, weights = run_ours(config)
+    export(config, weights, tmp_path)
+    assert largest_difference(ours, run_theirs(config, tmp_path)) < 1e-5
+
+
+def test_weights_survive_a_round_trip_bit_for_bit(name: str, tmp_path: Path) -> None:
+    config = MODELS[name]
+    _, weights = run_ours(config)
+    export(config, weights, tmp_path)
+    written = load_file(tmp_path / "model.safetensors")
+    back = from_hugging_face(config, written)
+    assert back.keys() == weights.keys()
+    assert all(torch.equal(back[each], weights[each]) for each in weights)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    model.save_pretrained(tmp_path / "again")
+    theirs = load_file(tmp_path / "again" / "model.safetensors")
+    assert theirs.keys() == written.keys()
+    assert all(torch.equal(theirs[each], written[each]) for each in written)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_weights_of_16_bits_survive_a_round_trip_bit_for_bit(dtype: torch.dtype) -> None:
+    config = MODELS["Qwen3-MoE, first layer dense"]
+    weights = {name: each.to(dtype) for name, each in run_ours(config)[1].items()}
+    back = from_hugging_face(config, to_hugging_face(config, weights))
+    assert all(torch.equal(back[each], weights[each]) for each in weights)
+
+
+def test_settings_survive_a_round_trip(name: str, tmp_path: Path) -> None:
+    """A model of Mixtral has no size of dense layers, and one way to write its router."""
+    config = MODELS[name]
+    assert config.experts is not None
+    config = replace(config, experts=replace(config.experts, balance_loss=0.001))
+    AutoConfig.for_model(**hugging_face_config(config)).save_pretrained(tmp_path)
+    back = ModelConfig(**model_settings(AutoConfig.from_pretrained(tmp_path).to_dict()))
+    expected = replace(config, initial_std=back.initial_std)
+    if name.startswith("Mixtral"):
+        assert config.experts is not None
+        experts = replace(config.experts, router="softmax-after-topk", normalize=False)
+        expected = replace(expected, ffn_hidden_size=experts.ffn_hidden_size, experts=experts)
+    assert back == expected
+
+
+PUBLISHED: dict[str, dict[str, Any]] = {  # recipe -> config.json of the released model
+    "mixtral/8x7b": {  # mistralai/Mixtral-8x7B-v0.1
+        "model_type": "mixtral", "attention_dropout": 0.0, "hidden_act": "silu",
+        "hidden_size": 4096, "initializer_range": 0.02, "intermediate_size": 14336,
+        "max_position_embeddings": 32768, "num_attention_heads": 32, "num_experts_per_tok": 2,
+        "num_hidden_layers": 32, "num_key_value_heads": 8, "num_local_experts": 8,
+        "output_router_logits": False, "rms_norm_eps": 1e-05, "rope_theta": 1000000.0,
+        "router_aux_loss_coef": 0.02, "sliding_window": None, "tie_word_embeddings": False,
+        "vocab_size": 32000,
+    },
+    "qwen3/30b-a3b": {  # Qwen/Qwen3-30B-A3B-Base
+        "model_type": "qwen3_moe", "attention_bias": False, "attention_dropout": 0.0,
+        "decoder_sparse_step": 1, "head_dim": 128, "hidden_act": "silu", "hidden_size": 2048,
+        "initializer_range": 0.02, "intermediate_size": 6144, "max_position_embeddings": 32768,
+        "max_window_layers": 48, "mlp_only_layers": [], "moe_intermediate_size": 768,
+        "norm_topk_prob": True, "num_attention_heads": 32, "num_experts": 128,
+        "num_experts_per_tok": 8, "num_hidden_layers": 48, "num_key_value_heads": 4,
+        "output_router_logits": False, "rms_norm_eps": 1e-06, "rope_scaling": None,
+        "rope_theta": 1000000.0, "router_aux_loss_coef": 0.001, "sliding_window": None,
+        "tie_word_embeddings": False, "use_sliding_window": False, "vocab_size": 151936,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("recipe", PUBLISHED)
+def test_a_recipe_has_the_published_architecture(recipe: str) -> None:
+    theirs = AutoConfig.for_model(**PUBLISHED[recipe]).to_dict()
+    ours = load_recipe(REPOSITORY / "recipes" / f"{recipe}.toml").model
+    assert ModelConfig(**model_settings(theirs)) == replace(ours, sequence_length=32768)
+
+
+EXPERT_TENSORS = hugging_face._expert_tensors
+
+
+def gate_and_up_swapped(config: ModelConfig, *prefixes: str) -> dict[str, Counterpart]:
+    table = EXPERT_TENSORS(config, *prefixes)
+    return {name: replace(each, names=each.names[::-1]) for name, each in table.items()}
+
+
+def next_expert(config: ModelConfig, *prefixes: str) -> dict[str, Counterpart]:
+    table = EXPERT_TENSORS(config, *prefixes)
+    kinds = [[name for name in table if f"experts.{kind}_" in name] for kind in ("up", "down")]
+    moved = {
+        a: table[b] for names in kinds for a, b in zip(names, names[1:] + names[:1], strict=True)
+    }
+    return table | moved
+
+
+def other_gates(**changes: Any) -> Callable[..., Tensor]:
+    gates_of = layer.gates_of
+    return lambda logits, chosen, **given: gates_of(logits, chosen, **(given | changes))
+
+
+FAULTS: dict[str, tuple[str, Any, str, Callable[..., Any]]] = {
+    "gate and up swapped": ("Mixtral", hugging_face, "_expert_tensors", gate_and_up_swapped),
+    "gate and up swapped, Qwen3-MoE": (
+        "Qwen3-MoE",
+        hugging_face,
+        "_expert_tensors",
+        gate_and_up_swapped,
+    ),
+    "weights of the next expert": ("Qwen3-MoE", hugging_face, "_expert_tensors", next_expert),
+    "not normalized": (
+        "Qwen3-MoE, normalized",
+        layer,
+        "gates_of",
+        other_gates(normalize=False),
+    ),
+    "normalized": ("Qwen3-MoE", layer, "gates_of", other_gates(normalize=True)),
+    "softmax before top-k": (
+        "Mixtral",
+        layer,
+        "gates_of",
+        other_gates(router="softmax", normalize=False),
+    ),
+    "one expert less": (
+        "Qwen3-MoE",
+        layer,
+        "choose_experts",
+        lambda logits, k: torch.sort(logits, descending=True).indices[:, [*range(k - 1), k]],
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_seeded_fault_is_noticed(fault: str, tmp_path: Path) -> None:
+    model, *target = FAULTS[fault]
+    config = MODELS[model]
+    with mock.patch.object(*target):
+        ours, weights = run_ours(config)
+        export(config, weights, tmp_path)
+    assert largest_difference(ours, run_theirs(config, tmp_path)) > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "message"),
+    [
+        ("mixtral", {"sliding_window": 4096}, "sliding_window = 4096 is not supported; .* None"),
+        ("qwen3_moe", {"decoder_sparse_step": 2}, "decoder_sparse_step = 2 .* with 1"),
+        ("qwen3_moe", {"mlp_only_layers": [3]}, r"mlp_only_layers = \[3\] .* with \[0\]"),
+        ("qwen3_moe", {"mlp_only_layers": [0, 2]}, r"mlp_only_layers = \[0, 2\] .* with \[0, 1\]"),
+    ],
+)
+def test_an_architecture_that_we_lack_is_rejected(
+    family: str, changes: dict[str, Any], message: str
+) -> None:
+    theirs = AutoConfig.for_model(family).to_dict()
+    assert model_settings(theirs)["experts"] is not None
+    with pytest.raises(UserError, match=message):
+        model_settings(theirs | changes)
+
+
+def without_a_class() -> Iterator[tuple[str, ModelConfig]]:
+    """Yield the models with experts that no class of transformers has."""
+    yield "shared experts", replace(LLAMA, experts=replace(MIXTRAL, shared=1))
+    yield "Mixtral, not normalized", replace(LLAMA, experts=replace(MIXTRAL, router="softmax"))
+    yield "Mixtral, dense layer", replace(LLAMA, experts=replace(MIXTRAL, dense_layers=1))
+    yield "GELU", replace(LLAMA, activation="gelu", experts=MIXTRAL)
+
+
+@pytest.mark.parametrize(("name", "config"), without_a_class())
+def test_a_model_without_a_class_is_rejected(name: str, config: ModelConfig) -> None:
+    with pytest.raises(UserError, match=r"no class of transformers has .*recipes/tiny-moe\.toml"):
+        hugging_face_config(config)
+
+
+@pytest.mark.parametrize("recipe", ["tiny-moe", "qwen3/30b-a3b"])
+def test_the_models_of_that_message_have_a_class(recipe: str) -> None:
+    model = load_recipe(REPOSITORY / "recipes" / f"{recipe}.toml").model
+    expected = {"tiny-moe": "mixtral", "qwen3/30b-a3b": "qwen3_moe"}
+    assert hugging_face_config(model)["model_type"] == expected[recipe]

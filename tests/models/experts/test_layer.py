@@ -1,0 +1,590 @@
+"""A model with experts on several ranks against one rank, and the layer against a plain loop."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from models.config import ModelConfig
+from models.context_parallel.axis import ContextAxis
+from models.context_parallel.division import divide
+from models.experts import exchange, statistics
+from models.experts import layer as source
+from models.experts.axis import ExpertAxis
+from models.experts.layer import MixtureOfExperts, expert_layers
+from models.experts.routing import choose_experts
+from models.experts.settings import Experts
+from models.initialization import initialize
+from models.layer_specs import SequentialModel, layer_specs, logical_parameters
+from models.parallel.collectives import TensorAxis, scatter_to_tensor_axis
+from models.parallel.deferral import Deferral, defer_weights
+from models.parallel.micro_batch_info import MicroBatchInfo
+from models.parallel.process_groups import create_groups
+from models.sharding import Sharding, sharding_of
+from models.transformer import MLP
+from recipes.training.recipe.topology import Topology
+from tests.models.test_transformer import LLAMA, RECOMPUTE, labels_of, relative
+from tests.ranks import run_ranks
+
+SEQUENCES = 4  # of the global batch
+MODELS = {
+    "softmax, normalized": replace(
+        LLAMA,
+        experts=Experts(
+            count=8, per_token=2, ffn_hidden_size=24, shared=1, dense_layers=1, normalize=True,
+            balance_loss=0.3, z_loss=0.05,
+        ),
+    ),
+    "softmax-after-topk": replace(
+        LLAMA,
+        experts=Experts(
+            count=8, per_token=3, ffn_hidden_size=24, router="softmax-after-topk", balance_loss=0.3
+        ),
+    ),
+    "gelu, tied": replace(
+        LLAMA, activation="gelu", norm="layernorm", positions="learned", tie_embeddings=True,
+        experts=Experts(count=4, per_token=2, ffn_hidden_size=16, shared=2, z_loss=0.05),
+    ),
+}  # fmt: skip
+MODEL = "softmax, normalized"  # runs in every layout
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A layout of ranks; data ranks are those that remain."""
+
+    topology: Topology
+    sequence_parallel: bool = False
+    recompute: str = "none"
+    micro_batches: int = 1
+
+
+def layout_of(
+    data: int = 1, tensor: int = 1, context: int = 1, expert: int = 1, **rest: Any
+) -> Layout:
+    sizes = {"data": data, "tensor": tensor, "context": context, "expert": expert}
+    return Layout(Topology(pipeline=1, **sizes), **rest)
+
+
+LAYOUTS = {
+    1: {
+        "two micro-batches": layout_of(micro_batches=2),
+        "four micro-batches": layout_of(micro_batches=4),
+        "full recomputation": layout_of(recompute="full"),
+        "two blocks recomputed": layout_of(recompute="full, two blocks at a time"),
+    },
+    2: {
+        "data 2": layout_of(data=2),
+        "expert 2": layout_of(data=2, expert=2),
+        "expert 2, two micro-batches": layout_of(data=2, expert=2, micro_batches=2),
+        "expert 2, recomputed": layout_of(data=2, expert=2, recompute="full"),
+        "tensor 2": layout_of(tensor=2),
+        "tensor 2, sequence-parallel": layout_of(tensor=2, sequence_parallel=True),
+        "tensor 2, sequence-parallel, recomputed": layout_of(
+            tensor=2, sequence_parallel=True, recompute="full"
+        ),
+        "context 2": layout_of(context=2),
+        "context 2, expert 2": layout_of(context=2, expert=2),
+    },
+    4: {
+        "expert 4": layout_of(data=4, expert=4),
+        "expert 2, data 4": layout_of(data=4, expert=2),
+        "expert 2, tensor 2": layout_of(data=2, tensor=2, expert=2),
+        "expert 2, tensor 2, sequence-parallel": layout_of(
+            data=2, tensor=2, expert=2, sequence_parallel=True, micro_batches=2
+        ),
+        "expert 2, tensor 2, recomputed": layout_of(
+            data=2, tensor=2, expert=2, sequence_parallel=True, recompute="selective"
+        ),
+        "expert 2, context 2, tensor 2": layout_of(tensor=2, context=2, expert=2),
+        "expert 4, context 2": layout_of(data=2, context=2, expert=4),
+        "context 2, tensor 2": layout_of(tensor=2, context=2),
+    },
+}
+LAYOUTS_OF_ALL_MODELS = (
+    *("four micro-batches", "expert 2", "tensor 2", "context 2, expert 2"),
+    *("expert 2, tensor 2, sequence-parallel", "expert 2, context 2, tensor 2"),
+)
+CASES = [
+    (model, size, layout)
+    for size, layouts in LAYOUTS.items()
+    for layout in layouts
+    for model in (MODELS if layout in LAYOUTS_OF_ALL_MODELS else [MODEL])
+]
+FAULTS = [  # seeded fault, number of ranks and layout on which it must show
+    ("outputs not returned to their tokens", 2, "expert 2"),
+    ("outputs not returned to their tokens", 4, "expert 2, tensor 2"),
+    ("gates not applied in the backward pass", 2, "expert 2"),
+    ("gates not applied in the backward pass", 2, "tensor 2"),
+    ("counts of this rank only", 2, "tensor 2"),
+    ("counts of this rank only", 2, "context 2"),
+    ("counts of this rank only", 4, "expert 2, context 2, tensor 2"),
+    ("router's gradient not summed over tensor ranks", 2, "tensor 2"),
+    ("router's gradient not summed over tensor ranks", 2, "tensor 2, sequence-parallel"),
+    ("router's gradient not summed over tensor ranks", 4, "expert 2, tensor 2, sequence-parallel"),
+    ("losses not divided by the number of micro-batches", 1, "two micro-batches"),
+    ("losses not divided by the number of micro-batches", 2, "expert 2, two micro-batches"),
+    ("fractions of the whole micro-batch", 1, "two micro-batches"),
+    ("fractions of the whole micro-batch", 2, "expert 2"),
+    ("experts numbered from the last rank", 2, "expert 2"),
+    ("experts numbered from the last rank", 4, "expert 4"),
+    ("each tensor rank routes the first tokens", 2, "tensor 2"),
+    ("rows sorted by rank instead of by expert", 4, "expert 2, tensor 2"),
+    ("noted in the forward pass too", 2, "expert 2, recomputed"),
+]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The results of a rank or of the global batch.
+
+    loss: mean loss in nats
+    evaluated: the same without gradients, as in an evaluation
+    gradients: by logical name; of the global batch, those of each tensor rank if all have the same
+        parameter, and one whole tensor otherwise
+    statistics: tokens of each expert, balance loss, z-loss and margin of each layer with experts
+    """
+
+    loss: Tensor
+    evaluated: Tensor
+    gradients: dict[str, list[Tensor]]
+    statistics: list[tuple[Tensor, Tensor, Tensor, Tensor]] = field(default_factory=list)
+
+
+def run_on_a_rank(config: ModelConfig, layout: Layout, rank: int) -> Outcome:
+    """Run forward and backward on this rank's part of the global batch."""
+    topology = layout.topology
+    place = topology.coordinates(rank)
+    tensor, context, experts = axes(layout, rank)
+    cores, interval = RECOMPUTE[layout.recompute]
+    specs = layer_specs(config, tensor, context=context, experts=experts, recompute_core=cores)
+    model = SequentialModel(specs, recompute_interval=interval)
+    parameters = dict(logical_parameters(model, config))
+    initialize(parameters.items(), config, seed=3, tensor_rank=tensor.rank, tensor_size=tensor.size)
+    micro_batches = layout.micro_batches
+    for layer in expert_layers(model):
+        layer.gradient_scale = lambda: 1 / micro_batches
+    info = MicroBatchInfo()
+    own = example_tokens(config).chunk(topology.data)[place.data]
+    labels = labels_of(own)
+    if context.size > 1:
+        division = divide(config.sequence_length, context.rank, context.size, None)
+        own, labels = (
+            torch.cat([x[:, each.start : each.stop] for each in division.slices], dim=1)
+            for x in (own, labels)
+        )
+        info = MicroBatchInfo(division=division)
+    total = evaluated = torch.zeros(())
+    for tokens, targets in zip(own.chunk(micro_batches), labels.chunk(micro_batches), strict=True):
+        loss = model(tokens, targets, info) / micro_batches
+        loss.backward()
+        total = total + loss.detach()
+        with torch.no_grad():
+            evaluated = evaluated + model(tokens, targets, info) / micro_batches
+    return Outcome(
+        total,
+        evaluated,
+        {name: [gradient_of(parameter)] for name, parameter in parameters.items()},
+        [statistics_of(layer, micro_batches) for layer in expert_layers(model)],
+    )
+
+
+def axes(layout: Layout, rank: int) -> tuple[TensorAxis, ContextAxis, ExpertAxis]:
+    """Create the groups of a layout, and return the axes from this rank's perspective."""
+    topology = layout.topology
+    place = topology.coordinates(rank)
+    size, sharing = topology.expert * topology.tensor, topology.context * topology.tensor
+    tensor, context = TensorAxis(), ContextAxis()
+    if topology.tensor > 1:
+        group = create_groups(topology.tensor_groups())
+        tensor = TensorAxis(group, place.tensor, topology.tensor, layout.sequence_parallel)
+    if topology.context > 1:
+        group = create_groups(topology.context_groups())
+        context = ContextAxis(group, place.context, topology.context, "gather")
+    experts = ExpertAxis(
+        group=create_groups(topology.expert_groups()) if size > 1 else None,
+        rank=rank % size,
+        size=size,
+        sequence_group=create_groups(topology.sequence_groups()) if sharing > 1 else None,
+        sequence_size=sharing,
+        tensor_size=topology.tensor,
+    )
+    return tensor, context, experts
+
+
+def example_tokens(config: ModelConfig) -> Tensor:
+    generator = torch.Generator().manual_seed(5)
+    shape = (SEQUENCES, config.sequence_length)
+    return torch.randint(config.vocab_size, shape, generator=generator)
+
+
+def gradient_of(parameter: nn.Parameter) -> Tensor:
+    assert parameter.grad is not None
+    return parameter.grad
+
+
+def statistics_of(
+    layer: MixtureOfExperts, micro_batches: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    found = layer.statistics
+    assert found.counts is not None
+    balance, z, margin = (torch.as_tensor(x) for x in (found.balance, found.z, found.margin))
+    return found.counts, balance.detach() / micro_batches, z.detach() / micro_batches, margin
+
+
+def joined(config: ModelConfig, layout: Layout, parts: list[Outcome]) -> Outcome:
+    """Return the outcome of the global batch.
+
+    Gradients are averaged over data and context ranks. Those of an expert are already sums over the
+    ranks of its expert group.
+    """
+    topology = layout.topology
+    replicas, tensor = topology.replicas, topology.tensor
+    shardings = shardings_of(config, tensor)
+    assert {name for part in parts for name in part.gradients} == shardings.keys()
+    gradients = {}
+    for name, sharding in shardings.items():
+        held = [part.gradients[name][0] for part in parts if name in part.gradients]
+        if sharding.of_expert:
+            assert len(held) == replicas // topology.expert
+            gradients[name] = [torch.stack(held).sum(0) / replicas]
+            continue
+        of_tensor_ranks = [torch.stack(held[rank::tensor]).mean(0) for rank in range(tensor)]
+        gradients[name] = (
+            of_tensor_ranks if sharding.replicated else [sharding.logical_tensor(of_tensor_ranks)]
+        )
+    layers = [
+        (
+            sum(each[0] for each in ranks),
+            sum(each[1] for each in ranks) / replicas,
+            sum(each[2] for each in ranks) / replicas,
+            torch.stack([each[3] for each in ranks]).min(),
+        )
+        for ranks in zip(*(part.statistics for part in parts), strict=True)
+    ]
+    loss, evaluated = (
+        torch.stack([getattr(part, kind) for part in parts]).mean()
+        for kind in ("loss", "evaluated")
+    )
+    return Outcome(loss, evaluated, gradients, layers)
+
+
+def shardings_of(config: ModelConfig, tensor: int) -> dict[str, Sharding]:
+    """Return the declaration of every parameter by logical name, with `tensor` tensor ranks."""
+    with torch.device("meta"):
+        model = SequentialModel(layer_specs(config, TensorAxis(size=tensor)))
+    return {name: sharding_of(each) for name, each in logical_parameters(model, config)}
+
+
+def largest_difference(found: Outcome, expected: Outcome) -> float:
+    """Return the largest relative difference of loss, gradients and statistics; counts are exact.
+
+    It is relative to the largest entry of each tensor. Margins are not compared, because they are
+    differences of nearly equal numbers.
+    """
+    assert found.gradients.keys() == expected.gradients.keys()
+    differences = [relative(each, expected.loss) for each in (found.loss, found.evaluated)]
+    for name, copies in found.gradients.items():
+        differences += [relative(each, expected.gradients[name][0]) for each in copies]
+    for one, other in zip(found.statistics, expected.statistics, strict=True):
+        differences.append(0.0 if torch.equal(one[0], other[0]) else torch.inf)
+        differences += [relative(one[place], other[place]) for place in (1, 2)]
+    return float(torch.tensor(differences).max())  # NaN if one is NaN
+
+
+def worker() -> dict[Any, Outcome]:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    outcomes = run_cases(dist.get_rank(), dist.get_world_size())
+    dist.barrier()
+    return outcomes
+
+
+def run_cases(rank: int, size: int) -> dict[Any, Outcome]:
+    """Run the layouts of a world with every model, and its seeded faults, on one rank."""
+    outcomes: dict[Any, Outcome] = {}
+    for model, ranks, name in CASES:
+        if ranks == size:
+            outcomes[model, name] = run_on_a_rank(MODELS[model], LAYOUTS[size][name], rank)
+    for fault, ranks, name in FAULTS:
+        if ranks == size:
+            with seeded_fault(fault):
+                found = run_on_a_rank(MODELS[MODEL], LAYOUTS[size][name], rank)
+            outcomes["fault", fault, name] = found
+    return outcomes
+
+
+@contextlib.contextmanager
+def seeded_fault(fault: str) -> Iterator[None]:
+    """Break the layer in one way."""
+    combine, attach, balance_loss = (
+        exchange.combine,
+        statistics._Attach.forward,
+        statistics.balance_loss,
+    )
+    experts_here, with_losses = ExpertAxis.experts_here, statistics.with_router_losses
+
+    def unpermuted(y: Tensor, gates: Tensor, routes: exchange.Routes, axis: ExpertAxis) -> Tensor:
+        return combine(y, gates, replace(routes, order=torch.arange(len(routes.order))), axis)
+
+    def unweighted(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        x, _ = ctx.saved_tensors
+        return grad[:, None].expand_as(x).contiguous(), (grad[:, None] * x).sum(-1)
+
+    def pooled(logits: Tensor, counts: Tensor, k: int, axis: ExpertAxis) -> Tensor:
+        logits = logits.flatten(0, 1)[:, None]
+        return balance_loss(logits, counts.sum(0, keepdim=True), k, axis)
+
+    def unscaled(*tensors: Tensor, gradient_scale: Callable[[], float], **rest: Any) -> Tensor:
+        return with_losses(*tensors, gradient_scale=lambda: 1.0, **rest)
+
+    def noting(ctx: Any, gates: Tensor, *rest: Any) -> Tensor:
+        balance, z, counts, margin, *_, found = rest
+        found.note(counts, balance, z, margin)
+        return attach(ctx, gates, *rest)
+
+    def reversed_numbers(axis: ExpertAxis, experts: int) -> range:
+        return experts_here(replace(axis, rank=axis.size - 1 - axis.rank), experts)
+
+    faults: dict[str, tuple[Any, str, Any]] = {
+        "outputs not returned to their tokens": (source, "combine", unpermuted),
+        "gates not applied in the backward pass": (
+            exchange._WeightedSum,
+            "backward",
+            staticmethod(unweighted),
+        ),
+        "counts of this rank only": (
+            statistics,
+            "dist",
+            mock.Mock(all_reduce=lambda counts, group: None),
+        ),
+        "router's gradient not summed over tensor ranks": (
+            source,
+            "copy_to_tensor_axis",
+            lambda weight, axis: weight,
+        ),
+        "losses not divided by the number of micro-batches": (
+            source,
+            "with_router_losses",
+            unscaled,
+        ),
+        "fractions of the whole micro-batch": (statistics, "balance_loss", pooled),
+        "experts numbered from the last rank": (ExpertAxis, "experts_here", reversed_numbers),
+        "each tensor rank routes the first tokens": (
+            source,
+            "scatter_to_tensor_axis",
+            lambda x, axis: scatter_to_tensor_axis(x, replace(axis, rank=0)),
+        ),
+        "rows sorted by rank instead of by expert": (
+            exchange,
+            "_by_expert",
+            lambda counts, total: torch.arange(total),
+        ),
+        "noted in the forward pass too": (statistics._Attach, "forward", staticmethod(noting)),
+    }
+    with mock.patch.object(*faults[fault]):
+        yield
+
+
+@pytest.fixture(scope="module")
+def outcomes() -> dict[int, list[dict[Any, Outcome]]]:
+    """Return the outcomes of each rank, by the size of the world."""
+    return {1: [run_cases(0, 1)]} | {size: run_ranks(size, worker) for size in (2, 4)}
+
+
+@pytest.fixture(scope="module")
+def alone() -> dict[str, Outcome]:
+    """Return the outcome of one rank with one micro-batch, by model."""
+    return {
+        name: joined(config, layout_of(), [run_on_a_rank(config, layout_of(), 0)])
+        for name, config in MODELS.items()
+    }
+
+
+@pytest.mark.parametrize(("model", "size", "layout"), CASES)
+def test_every_layout_agrees_with_one_rank(
+    model: str,
+    size: int,
+    layout: str,
+    outcomes: dict[int, list[dict[Any, Outcome]]],
+    alone: dict[str, Outcome],
+) -> None:
+    parts = [each[model, layout] for each in outcomes[size]]
+    found = joined(MODELS[model], LAYOUTS[size][layout], parts)
+    assert largest_difference(found, alone[model]) < 1e-5
+
+
+@pytest.mark.parametrize(("fault", "size", "layout"), FAULTS)
+def test_a_seeded_fault_is_noticed(
+    fault: str,
+    size: int,
+    layout: str,
+    outcomes: dict[int, list[dict[Any, Outcome]]],
+    alone: dict[str, Outcome],
+) -> None:
+    parts = [each["fault", fault, layout] for each in outcomes[size]]
+    found = joined(MODELS[MODEL], LAYOUTS[size][layout], parts)
+    assert not largest_difference(found, alone[MODEL]) < 1e-4
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_the_example_uses_every_expert_and_has_no_near_tie(
+    model: str, alone: dict[str, Outcome]
+) -> None:
+    """Show that rounding cannot change the choice, and that all gradients are compared."""
+    config = MODELS[model]
+    assert config.experts is not None
+    assert len(alone[model].statistics) == config.expert_layers
+    for counts, *_, margin in alone[model].statistics:
+        choices = SEQUENCES * config.sequence_length * config.experts.per_token
+        assert int(counts.sum()) == choices and int(counts.min()) > 0
+        assert float(margin) > 1e-4
+
+
+def layer_of(config: ModelConfig) -> MixtureOfExperts:
+    """Return a layer with experts on one rank, with random weights."""
+    layer = expert_layers(SequentialModel(layer_specs(config, TensorAxis())))[0]
+    generator = torch.Generator().manual_seed(8)
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) / 5)
+    return layer
+
+
+def run_layer_plainly(layer: MixtureOfExperts, config: ModelConfig, x: Tensor) -> Tensor:
+    """Return the sum of the layer's outputs and losses from a loop over tokens: [].
+
+    The outputs are multiplied by `output_weights` first.
+    """
+    experts = config.experts
+    assert experts is not None
+
+    def expert(up: Tensor, down: Tensor, token: Tensor) -> Tensor:
+        inner = up @ token
+        if config.activation == "swiglu":
+            gate, value = inner.chunk(2)
+            return down @ (F.silu(gate) * value)
+        return down @ F.gelu(inner, approximate="tanh")
+
+    total, logits_of, weights = torch.zeros(()), [], output_weights(x)
+    for sequence in range(x.shape[1]):
+        logits = x[:, sequence] @ layer.router.weight.t()
+        logits_of.append(logits)
+        probabilities = logits.softmax(1)
+        chosen = choose_experts(logits.detach(), experts.per_token)
+        for place, token in enumerate(x[:, sequence]):
+            gates = probabilities[place, chosen[place]]
+            if experts.normalize or experts.router == "softmax-after-topk":
+                gates = gates / gates.sum()
+            y = torch.zeros_like(token)
+            for number, gate in zip(chosen[place].tolist(), gates, strict=True):
+                up, down = (getattr(layer.experts, f"{kind}_{number}") for kind in ("up", "down"))
+                y = y + gate * expert(up, down, token)
+            if layer.shared is not None:
+                assert isinstance(layer.shared, MLP)
+                y = y + expert(layer.shared.up.weight, layer.shared.down.weight, token)
+            total = total + (y * weights[place, sequence]).sum()
+        used = F.one_hot(chosen, experts.count).sum((0, 1)) / (len(x) * experts.per_token)
+        balance = experts.count * (used * probabilities.mean(0)).sum() / x.shape[1]
+        total = total + experts.balance_loss * balance
+    z = torch.stack(logits_of).logsumexp(-1).square().mean()
+    return total + experts.z_loss * z
+
+
+def output_weights(x: Tensor) -> Tensor:
+    return torch.randn(x.shape, generator=torch.Generator().manual_seed(9))
+
+
+def difference_of_layer(config: ModelConfig) -> float:
+    """Return the largest relative difference of gradients between the layer and the loop."""
+    layer = layer_of(config)
+    inputs = torch.randn(12, 3, config.hidden_size, generator=torch.Generator().manual_seed(6))
+    gradients = []
+    for plain in (False, True):
+        layer.zero_grad()
+        x = inputs.clone().requires_grad_()
+        if plain:
+            total = run_layer_plainly(layer, config, x)
+        else:
+            total = (layer(x) * output_weights(x)).sum()
+        total.backward()
+        assert x.grad is not None
+        gradients.append([x.grad, *map(gradient_of, layer.parameters())])
+    return float(torch.tensor(list(map(relative, *gradients))).max())  # NaN if one is NaN
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_the_layer_is_the_weighted_sum_of_its_experts(model: str) -> None:
+    assert difference_of_layer(MODELS[model]) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("model", "fault"),
+    [
+        (MODEL, "outputs not returned to their tokens"),
+        (MODEL, "gates not applied in the backward pass"),
+        (MODEL, "fractions of the whole micro-batch"),
+        ("softmax-after-topk", "gates not applied in the backward pass"),
+        ("gelu, tied", "outputs not returned to their tokens"),
+    ],
+)
+def test_a_fault_of_the_layer_is_noticed(model: str, fault: str) -> None:
+    with seeded_fault(fault):
+        assert difference_of_layer(MODELS[model]) > 1e-4
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_deferred_weight_gradients_change_nothing(model: str) -> None:
+    gradients = []
+    for deferral in (None, Deferral()):
+        layer = layer_of(MODELS[model])
+        if deferral is not None:
+            defer_weights(layer, deferral)
+        x = torch.randn(12, 3, LLAMA.hidden_size, generator=torch.Generator().manual_seed(6))
+        layer(x.requires_grad_()).square().sum().backward()
+        if deferral is not None:
+            assert all(weight.grad is None for weight in layer.experts.parameters())
+            for weight, gradient in deferral.take():
+                weight.grad = gradient()
+        gradients.append([gradient_of(parameter) for parameter in layer.parameters()])
+    assert all(map(torch.equal, *gradients))
+
+
+def test_a_rank_has_an_equal_share_of_the_experts_in_their_order() -> None:
+    config = MODELS[MODEL]
+    names = []
+    for rank in range(4):
+        axis = ExpertAxis(rank=rank, size=4)
+        model = SequentialModel(layer_specs(config, TensorAxis(), experts=axis))
+        names.append([name for name, _ in expert_layers(model)[0].experts.named_parameters()])
+    expected = [
+        [f"{kind}_{number}" for kind in ("up", "down") for number in (2 * rank, 2 * rank + 1)]
+        for rank in range(4)
+    ]
+    assert names == expected
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_logits_of_experts_are_computed_in_fp32(dtype: torch.dtype) -> None:
+    router = layer_of(MODELS[MODEL]).router
+    generator = torch.Generator().manual_seed(4)
+    router.to(dtype)
+    x = torch.randn(5, 3, LLAMA.hidden_size, generator=generator).to(dtype).requires_grad_()
+    weight = router.weight.detach().float().requires_grad_()
+    inputs = x.detach().float().requires_grad_()
+    logits, expected = router(x), F.linear(inputs, weight)
+    assert logits.dtype == torch.float32 and torch.equal(logits, expected)
+    grad = torch.randn(logits.shape, generator=generator)
+    logits.backward(grad)
+    expected.backward(grad)
+    for ours, plain in ((x, inputs), (router.weight, weight)):
+        assert ours.grad is not None and plain.grad is not None and ours.grad.dtype == dtype
+        rounding = torch.finfo(dtype).eps
+        assert torch.allclose(ours.grad.float(), plain.grad, rtol=rounding, atol=1e-5)

@@ -1,0 +1,185 @@
+"""The choice of experts and the weights of their outputs, against plain Python; seeded faults."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+from models.experts import routing
+from models.experts.routing import choose_experts, gates_of, smallest_margin
+
+TIES = {
+    "two equal": [[1.0, 3.0, 3.0, 2.0]],
+    "all equal": [[0.5] * 8],
+    "zeros of both signs": [[0.0, -0.0, 0.0, -0.0]],
+    "the last chosen and the first unchosen": [[4.0, 1.0, 1.0, 1.0, 5.0]],
+    "infinite": [[-math.inf, 2.0, -math.inf, 2.0]],
+    "few values, many experts": torch.randint(
+        3, (64, 128), generator=torch.Generator().manual_seed(1)
+    ).tolist(),
+}
+ROUTERS: dict[str, dict[str, Any]] = {
+    "softmax": {"router": "softmax", "normalize": False},
+    "softmax, normalized": {"router": "softmax", "normalize": True},
+    "softmax-after-topk": {"router": "softmax-after-topk", "normalize": False},
+}
+
+
+def ranked(logits: list[float]) -> list[int]:
+    """Return the numbers of the experts, largest logit first, then smallest number first."""
+    return sorted(range(len(logits)), key=lambda number: (-logits[number], number))
+
+
+def chooses_in_order(rows: list[list[float]]) -> bool:
+    """Return True if `choose_experts` agrees with `ranked` for every number of experts."""
+    logits = torch.tensor(rows)
+    return all(
+        routing.choose_experts(logits, k).tolist() == [ranked(row)[:k] for row in rows]
+        for k in range(1, logits.shape[1] + 1)
+    )
+
+
+def gates_by_hand(row: list[float], chosen: list[int], router: str, normalize: bool) -> list[float]:
+    among = chosen if router == "softmax-after-topk" or normalize else range(len(row))
+    total = sum(math.exp(row[number]) for number in among)
+    return [math.exp(row[number]) / total for number in chosen]
+
+
+def largest_error_of_gates(settings: dict[str, Any]) -> float:
+    """Return the largest difference between `gates_of` and `gates_by_hand`."""
+    logits = example_logits()
+    chosen = choose_experts(logits, 3)
+    found = routing.gates_of(logits, chosen, **settings)
+    expected = [
+        gates_by_hand(row, numbers, **settings)
+        for row, numbers in zip(logits.tolist(), chosen.tolist(), strict=True)
+    ]
+    return float((found.double() - torch.tensor(expected).double()).abs().max())
+
+
+def example_logits(tokens: int = 32, experts: int = 8) -> Tensor:
+    generator = torch.Generator().manual_seed(2)
+    return 2 * torch.randn(tokens, experts, generator=generator)
+
+
+def margin_is_exact(k: int) -> bool:
+    """Return True if the margin is the distance to the nearest logits with another choice.
+
+    Two logits differ by the margin, so a change of each by half of it may exchange them.
+    """
+    logits = example_logits().double()
+    chosen = choose_experts(logits, k)
+    margin = routing.smallest_margin(logits, chosen)
+    signs = torch.ones_like(logits).scatter(1, chosen, -1.0)  # against every chosen expert
+
+    def moved(share: float) -> bool:
+        others = choose_experts(logits + share * margin / 2 * signs, k)
+        return not torch.equal(others.sort().values, chosen.sort().values)
+
+    return not moved(0.999) and moved(1.001)
+
+
+@pytest.mark.parametrize("name", TIES)
+def test_ties_are_broken_by_the_smaller_number(name: str) -> None:
+    assert chooses_in_order(TIES[name])
+
+
+def test_experts_are_in_descending_order_of_their_logits() -> None:
+    logits = example_logits()
+    values = logits.gather(1, choose_experts(logits, 5))
+    assert torch.equal(values, logits.topk(5).values)
+
+
+LARGER_NUMBER_FIRST: dict[str, Callable[[Tensor, int], Tensor]] = {
+    "larger number first": lambda x, k: (
+        x.shape[1] - 1 - x.flip(1).sort(descending=True, stable=True).indices[:, :k]
+    ),
+    "torch.topk": lambda x, k: x.topk(k).indices,
+    "ascending": lambda x, k: x.sort(stable=True).indices[:, :k],
+}
+
+
+@pytest.mark.parametrize("fault", LARGER_NUMBER_FIRST)
+def test_another_order_is_noticed(fault: str) -> None:
+    with mock.patch.object(routing, "choose_experts", LARGER_NUMBER_FIRST[fault]):
+        assert not all(chooses_in_order(rows) for rows in TIES.values())
+
+
+@pytest.mark.parametrize("name", ROUTERS)
+def test_gates_are_those_computed_by_hand(name: str) -> None:
+    assert largest_error_of_gates(ROUTERS[name]) < 1e-6
+
+
+@pytest.mark.parametrize("name", ROUTERS)
+def test_gradients_of_gates_are_exact(name: str) -> None:
+    logits = example_logits(4).double().requires_grad_()
+    chosen = choose_experts(logits.detach(), 3)
+    assert torch.autograd.gradcheck(lambda x: gates_of(x, chosen, **ROUTERS[name]), [logits])
+
+
+def test_normalized_gates_are_those_of_softmax_after_topk() -> None:
+    logits = example_logits()
+    chosen = choose_experts(logits, 3)
+    plain, normalized, after = (gates_of(logits, chosen, **each) for each in ROUTERS.values())
+    assert torch.allclose(normalized, after, rtol=1e-5)
+    assert torch.allclose(after.sum(1), torch.ones(len(logits)))
+    assert bool((plain.sum(1) < 0.999).all())
+    everyone = choose_experts(logits, 8)
+    plain, _, after = (gates_of(logits, everyone, **each) for each in ROUTERS.values())
+    assert torch.allclose(plain, after, rtol=1e-5)
+
+
+FAULTS_OF_GATES: dict[str, tuple[str, Callable[..., Tensor]]] = {  # fault -> router, replacement
+    "not normalized": (
+        "softmax, normalized",
+        lambda logits, chosen, **_: gates_of(logits, chosen, **ROUTERS["softmax"]),
+    ),
+    "normalized always": (
+        "softmax",
+        lambda logits, chosen, **_: gates_of(logits, chosen, **ROUTERS["softmax, normalized"]),
+    ),
+    "among all experts": (
+        "softmax-after-topk",
+        lambda logits, chosen, **_: gates_of(logits, chosen, **ROUTERS["softmax"]),
+    ),
+    "of the experts in the order of their numbers": (
+        "softmax",
+        lambda logits, chosen, **rest: gates_of(logits, chosen.sort().values, **rest),
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS_OF_GATES)
+def test_other_gates_are_noticed(fault: str) -> None:
+    router, replacement = FAULTS_OF_GATES[fault]
+    with mock.patch.object(routing, "gates_of", replacement):
+        assert largest_error_of_gates(ROUTERS[router]) > 1e-3
+
+
+@pytest.mark.parametrize("k", [1, 2, 7])
+def test_the_margin_is_the_smallest_change_of_a_choice(k: int) -> None:
+    assert margin_is_exact(k)
+
+
+def test_the_margin_of_a_tie_is_zero_and_without_a_choice_infinite() -> None:
+    logits = torch.tensor([[1.0, 5.0, 2.0], [3.0, 0.0, 3.0]])
+    margins = [float(smallest_margin(logits, choose_experts(logits, k))) for k in (1, 2, 3)]
+    assert margins == [0.0, 1.0, math.inf]
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        lambda logits, chosen: (logits.amax(1) - logits.amin(1)).min(),
+        lambda logits, chosen: smallest_margin(logits, chosen[:, :-1]),
+        lambda logits, chosen: smallest_margin(logits[:1], chosen[:1]),
+    ],
+    ids=["of the extremes", "of one expert less", "of the first token"],
+)
+def test_another_margin_is_noticed(fault: Callable[..., Tensor]) -> None:
+    with mock.patch.object(routing, "smallest_margin", fault):
+        assert not margin_is_exact(2)

@@ -1,0 +1,104 @@
+"""Experts in the planner: parameters, optimizer shards, exchanges, search, imbalance."""
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from models.cost import active_parameter_count, parameter_count
+from recipes.planning.inputs.job import Job, Machine, job_of
+from recipes.planning.inputs.stage_contents import (
+    dense_blocks,
+    routed_stage_parameters,
+    stage_parameters,
+    table_parameters,
+)
+from recipes.planning.memory.peak import memory_of_stage, stage_memory
+from recipes.planning.output.recipe_edits import in_layout
+from recipes.planning.search.layout_search import search
+from recipes.planning.time.step_time import step_time
+from recipes.training.recipe.loading import REPOSITORY, load_recipe
+from recipes.training.recipe.schema import Recipe
+
+MIXTRAL = REPOSITORY / "recipes" / "mixtral" / "8x7b.toml"
+
+
+def planned(*overrides: str) -> tuple[Recipe, Job]:
+    recipe = load_recipe(MIXTRAL, overrides)
+    assert recipe.cluster is not None
+    return recipe, job_of(recipe, Machine.of_cluster(recipe.cluster))
+
+
+@pytest.mark.parametrize("expert", [1, 2, 8])
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_the_ranks_of_a_replica_hold_the_whole_model(expert: int, tensor: int) -> None:
+    """Of replicated weights (norms, routers, positions) each tensor and expert rank has all."""
+    if expert * tensor > 8:
+        return
+    settings = (f"layout.expert={expert}", f"layout.tensor={tensor}")
+    _, job = planned(*settings, "model.experts.dense_layers=3", "layout.pipeline=2")
+    model, held = job.model, sum(stage_parameters(job))
+    routed = sum(routed_stage_parameters(job))
+    assert model.experts is not None
+    each = 3 * model.hidden_size * model.experts.ffn_hidden_size
+    assert routed * tensor * expert == 29 * 8 * each
+    replicated = model.layers * 2 * model.hidden_size + model.hidden_size
+    replicated += model.expert_layers * model.experts.count * model.hidden_size
+    padding = 2 * (table_parameters(model, tensor) * tensor - model.vocab_size * model.hidden_size)
+    whole = (held - routed - replicated) * tensor + routed * tensor * expert + replicated
+    assert whole - padding == parameter_count(model)
+    assert dense_blocks(job) == (3, 0)
+    assert active_parameter_count(model) == parameter_count(model) - 29 * 6 * each
+
+
+def test_the_optimizer_state_of_experts_is_divided_among_fewer_ranks() -> None:
+    """All ranks together hold 12 bytes per parameter, whatever the number of expert ranks."""
+    settings = ("layout.pipeline=1", "layout.schedule=1f1b", "layout.chunks=1")
+    by_expert = {
+        size: memory_of_stage(planned(*settings, f"layout.expert={size}")[1], 0) for size in (1, 8)
+    }
+    assert by_expert[8].optimizer == pytest.approx(by_expert[1].optimizer, rel=1e-3)
+    assert by_expert[8].weights < 0.2 * by_expert[1].weights
+
+
+def test_more_expert_ranks_exchange_more_and_reduce_less() -> None:
+    times = {size: step_time(planned(f"layout.expert={size}")[1]) for size in (1, 2, 8)}
+    assert times[1].expert == 0 < times[2].expert < times[8].expert
+    assert times[1].data > times[8].data
+
+
+def test_a_busier_expert_rank_takes_longer_and_needs_more_memory() -> None:
+    _, job = planned()
+    busy = replace(job, expert_imbalance=1.5)
+    assert step_time(busy).compute > 1.2 * step_time(job).compute
+    assert stage_memory(busy)[0].activations > 1.2 * stage_memory(job)[0].activations
+    assert stage_memory(busy)[0].weights == stage_memory(job)[0].weights
+
+
+def test_the_layouts_of_a_search_are_valid() -> None:
+    recipe, job = planned("cluster.nodes=4", "layout.expert=4")
+    plans = search(job, 40).plans
+    assert {plan.job.layout.expert for plan in plans} > {8}
+    for plan in plans:
+        assert in_layout(recipe, plan, "test").layout.expert == plan.job.layout.expert
+
+
+def run_plan(*arguments: str) -> Any:
+    command = [sys.executable, "recipes/plan.py", *arguments]
+    return subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
+
+
+def test_the_command_reads_the_imbalance() -> None:
+    recipe = "recipes/mixtral/8x7b.toml"
+    plain, busy = (
+        json.loads(run_plan(recipe, "--json", "--top", "0", *more).stdout)["own"]
+        for more in ((), ("--expert-imbalance", "1.3"))
+    )
+    assert busy["step_seconds"]["compute"] > plain["step_seconds"]["compute"]
+    dense = run_plan("--expert-imbalance", "1.3")
+    assert dense.returncode == 2 and "has no effect on tiny, which has no experts" in dense.stderr
+    for ratio in ("0.5", "nan", "x"):
+        assert "expected 1 (equal tokens) or more" in run_plan("--expert-imbalance", ratio).stderr
