@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
-from models.errors import UserError
+from models.errors import STRICT_SECTION, UserError
 from models.experts.settings import Experts
 from models.rope_scaling import MAX_SIZE, RopeScaling
 
@@ -20,13 +20,7 @@ class ModelConfig:
         UserError: sizes are inconsistent; the message gives a value that works.
     """
 
-    # pydantic reads a recipe's [model] section into this class with these settings.
-    __pydantic_config__: ClassVar[dict] = {
-        "extra": "forbid",
-        "strict": True,
-        "allow_inf_nan": False,
-        "use_attribute_docstrings": True,
-    }
+    __pydantic_config__: ClassVar[dict] = STRICT_SECTION
 
     layers: int
     """Number of transformer layers (blocks)."""

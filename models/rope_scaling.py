@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass, fields
 from typing import ClassVar, Literal
 
-from models.errors import UserError
+from models.errors import STRICT_SECTION, UserError
 
 MAX_SIZE = 2**24  # far beyond any model, so that a typing error is reported instead of a hang
 SCALING_KEYS = {  # keys of each type besides `type` and `factor`
@@ -27,12 +27,7 @@ class RopeScaling:
         UserError: keys are inconsistent; the message gives a value that works.
     """
 
-    __pydantic_config__: ClassVar[dict] = {
-        "extra": "forbid",
-        "strict": True,
-        "allow_inf_nan": False,
-        "use_attribute_docstrings": True,
-    }
+    __pydantic_config__: ClassVar[dict] = STRICT_SECTION
 
     type: Literal["linear", "llama3", "yarn"]
     """"linear" divides all frequencies by `factor` (arXiv 2306.15595). "llama3" (Llama 3.1) and

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from models.errors import UserError
+from models.errors import STRICT_SECTION, UserError
 from models.rope_scaling import MAX_SIZE
 
 MAX_EXPERTS = 2**14  # far beyond any model, so that a typing error is reported
@@ -20,12 +20,7 @@ class Experts:
         UserError: sizes are inconsistent; the message gives a value that works.
     """
 
-    __pydantic_config__: ClassVar[dict] = {
-        "extra": "forbid",
-        "strict": True,
-        "allow_inf_nan": False,
-        "use_attribute_docstrings": True,
-    }
+    __pydantic_config__: ClassVar[dict] = STRICT_SECTION
 
     count: int
     """Number of routed experts in each layer."""
