@@ -14,8 +14,13 @@ def test_nothing_is_lost_under_kills(tmp_path: Path) -> None:
     assert report.kills.total() >= 5 and report.resumes >= 2
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize(
+    "fault",
+    [
+        pytest.param(fault, marks=pytest.mark.long if number == 0 else pytest.mark.exhaustive)
+        for number, fault in enumerate(FAULTS)
+    ],
+)
 def test_a_fault_is_noticed(fault: str, tmp_path: Path) -> None:
     report = soak(tmp_path, kills=30, seed=2, fault=fault)
     wrong = "\n".join(report.wrong)

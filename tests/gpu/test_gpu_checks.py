@@ -73,7 +73,7 @@ def test_a_part_of_several_runs_passes_on_the_cpu(name: str, setting: Setting) -
     run(name, setting)
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_layouts_pass_on_two_ranks(tmp_path: Path) -> None:
     outcome = run("layouts", Setting(output=tmp_path, **CPU | {"gpus": 2}))
     assert "| tensor 2, 2 ranks | " in "\n".join(outcome.lines)

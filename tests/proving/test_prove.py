@@ -49,7 +49,7 @@ from tests.conftest import GPT_SWITCHES, changed, small_recipe
 from tests.ranks import run_ranks
 
 SHIPPED = shipped_recipes()
-SLOW = ("odd", "gpt with dropout")  # of these, only among the long tests
+MARKS = {"odd": [pytest.mark.exhaustive], "gpt with dropout": [pytest.mark.long]}
 UNSEEN = {  # recipes that are not shipped; each is proven in the layouts of two ranks
     "odd": {
         "model__layers": 5,
@@ -513,9 +513,7 @@ def test_a_seeded_fault_fails_the_proof(
 # The command and its reports
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=pytest.mark.long if n in SLOW else []) for n in UNSEEN]
-)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=MARKS[name]) for name in UNSEEN])
 def test_unseen_recipes_pass(name: str, corpus: Path, tmp_path: Path) -> None:
     recipe = recipe_of(corpus, UNSEEN[name])
     small = made_small(recipe, tmp_path / "corpus")

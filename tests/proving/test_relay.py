@@ -53,7 +53,7 @@ def cases(corpus: Path, shape: dict[str, Any], *, ranks: int, count: int) -> lis
 
 
 @pytest.mark.parametrize(
-    "shape", [pytest.param(n, marks=pytest.mark.long if "gpt" in n else []) for n in SHAPES]
+    "shape", [pytest.param(n, marks=pytest.mark.exhaustive if "gpt" in n else []) for n in SHAPES]
 )
 def test_a_run_resumes_in_any_layout(shape: str, corpus: Path, tmp_path: Path) -> None:
     legs = cases(corpus, SHAPES[shape], ranks=4, count=3)

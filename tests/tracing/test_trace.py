@@ -88,12 +88,12 @@ WAYS = {
         {"layout": {"pipeline": 2, "schedule": "zb-v"}, "model__layers": 4},
     ),
 }
-QUICK = ("interleaved",)  # the others only among the long tests
+MARKS = {"interleaved": [], "zero2": [pytest.mark.long], "stages": [pytest.mark.long]}
 
 
 @pytest.mark.parametrize(
     "way",
-    [pytest.param(way, marks=[] if way in QUICK else pytest.mark.long) for way in WAYS],
+    [pytest.param(way, marks=MARKS.get(way, [pytest.mark.exhaustive])) for way in WAYS],
 )
 def test_a_trace_agrees_with_a_real_run(way: str, small: dict[str, Any]) -> None:
     world_size, changes = WAYS[way]

@@ -41,8 +41,13 @@ QUICK_LAYOUTS_OF_FOUR = (
     "zb-v", "sequence parallel, recomputed", "data, bf16", "context, gather", "context, ring",
     "experts", "experts, tensor, bf16",
 )  # fmt: skip
-LONG = [(2, "one hardware queue"), (4, "posting order"), (4, "one hardware queue")]
-EXHAUSTIVE = [(4, "any order"), (8, "posting order"), (8, "one hardware queue")]
+LONG = [(2, "one hardware queue"), (4, "posting order")]
+EXHAUSTIVE = [
+    (4, "one hardware queue"),
+    (4, "any order"),
+    (8, "posting order"),
+    (8, "one hardware queue"),
+]
 
 
 def join_with_rules(rules: Rules) -> World:
