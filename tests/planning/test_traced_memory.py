@@ -170,7 +170,7 @@ RARE = (
     "context, long, ulysses", "attention dropout, full",
 )  # fmt: skip
 RECIPES = {path: f"{path.parent.name}-{path.stem}" for path in CATALOGUE}
-LONG = ("llama-3b", "llama-70b", "megatron-1t", "qwen3-14b")
+LONG = ("llama-3b", "olmoe-1b-7b", "llama-70b", "megatron-1t", "qwen3-14b")
 EXHAUSTIVE = pytest.mark.exhaustive
 
 
