@@ -138,6 +138,11 @@ class ModelConfig:
         """Number of layers with experts; they follow the dense ones."""
         return 0 if self.experts is None else self.layers - self.experts.dense_layers
 
+    @property
+    def has_dense_layers(self) -> bool:
+        """True if a layer has a dense MLP, of `ffn_hidden_size`."""
+        return self.expert_layers < self.layers
+
     def has_experts(self, layer: int) -> bool:
         """Return True if a layer, counted from 0, has experts in place of its MLP."""
         return layer >= self.layers - self.expert_layers

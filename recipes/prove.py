@@ -124,9 +124,11 @@ def prove(small: Recipe, cases: list[ProofCase], *, ranks: int) -> Iterator[Find
             break
         print(
             f"seed {seed}: the logits of two experts of a token differ by {expected.margin:.1e}, "
-            f"which rounding may reverse; trying seed {seed + 1}",
+            f"which rounding may reverse; trying the next seed",
             file=sys.stderr,
         )
+    else:
+        print(f"no seed of {MAX_SEEDS} avoids this; layouts may differ", file=sys.stderr)
     cases = [replace(case, recipe=case.recipe.model_copy(update={"seed": seed})) for case in cases]
     if not isinstance(expected, Outcome):
         yield Finding(first, expected)

@@ -7,7 +7,7 @@ n tokens of this rank, k experts per token, E experts, r expert ranks, h hidden,
 rank's experts compute.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -38,9 +38,7 @@ class Routes:
 
 
 def plan_routes(chosen: Tensor, experts: int, axis: ExpertAxis) -> Routes:
-    """Return the routes of tokens; collective over the expert axis.
-
-    The numbers of rows are copied to the host, which determine the shapes of tensors.
+    """Return the routes of tokens; collective over the expert axis, and waits for the device.
 
     Args:
         chosen: numbers of the experts of each token, int64 [n, k]
@@ -51,11 +49,11 @@ def plan_routes(chosen: Tensor, experts: int, axis: ExpertAxis) -> Routes:
     order = flat.argsort(stable=True)
     counts = count_tokens(flat, experts).view(axis.size, -1)  # [r, E/r]
     if axis.size == 1:
-        (rows,) = on_host(counts, len(flat))
+        ((rows,),) = on_host([counts], len(flat))
         return Routes(order, [len(flat)], [len(flat)], None, rows)
     theirs = torch.empty_like(counts)  # of this rank's experts, from each rank
     dist.all_to_all_single(theirs, counts, group=axis.group)
-    to_ranks, from_ranks = on_host(counts, len(flat)), on_host(theirs, len(flat))
+    to_ranks, from_ranks = on_host([counts, theirs], len(flat))
     received = [sum(of_rank) for of_rank in from_ranks]
     return Routes(
         order=order,
@@ -67,20 +65,26 @@ def plan_routes(chosen: Tensor, experts: int, axis: ExpertAxis) -> Routes:
 
 
 def count_tokens(numbers: Tensor, count: int) -> Tensor:
-    """Count how often each of the numbers 0 .. count - 1 occurs: int64 [n] to [count]."""
-    return torch.bincount(numbers, minlength=count)
+    """Count how often each of the numbers 0 .. count - 1 occurs: int64 [n] to [count].
+
+    On a GPU, `torch.bincount` would copy the largest number to the host.
+    """
+    return numbers.new_zeros(count).scatter_add_(0, numbers, torch.ones_like(numbers))
 
 
-def on_host(counts: Tensor, total: int) -> list[list[int]]:
-    """Copy counts of rows to the host, where they determine the shapes of tensors.
+def on_host(counts: Sequence[Tensor], total: int) -> list[list[list[int]]]:
+    """Copy counts of rows to the host, where they determine shapes; this waits for the device.
 
     A trace, whose tensors have no values, replaces this function by equal counts.
 
     Args:
-        counts: [r, E/r]
+        counts: tables [r, E/r]
         total: number of rows that this rank sends
+
+    Returns:
+        The tables, as lists [r][E/r].
     """
-    return counts.tolist()
+    return torch.stack(list(counts)).tolist()
 
 
 def _by_expert(counts: Tensor, total: int) -> Tensor:
@@ -109,7 +113,7 @@ class Transfer:
         self.running: tuple[dist.Work, Tensor, Tensor] | None = None
 
     def begin(self, x: Tensor, *, backward: bool = False) -> Tensor:
-        """Begin to exchange rows; return the tensor in which the received rows arrive."""
+        """Begin to exchange rows [sent, h]; return the tensor in which [received, h] arrive."""
         sent, received = (self.received, self.sent) if backward else (self.sent, self.received)
         x = x.contiguous()
         result = x.new_empty((sum(received), *x.shape[1:]))
@@ -120,7 +124,7 @@ class Transfer:
         return result
 
     def wait(self) -> Tensor:
-        """Wait for the rows that `begin` exchanges, and return those received."""
+        """Wait for the rows that `begin` exchanges, and return those received, [received, h]."""
         assert self.running is not None
         work, result, _ = self.running
         self.running = None

@@ -34,8 +34,11 @@ class MixtureOfExperts(nn.Module):
     Each rank routes a different part of the tokens: those that it holds under sequence parallelism,
     otherwise its part of the tokens that all tensor ranks hold.
 
-    Communication: two all-to-alls over the expert axis. The first one runs at the same time as the
-    shared experts. Without sequence parallelism also an all-gather over the tensor axis.
+    Communication: forward, all-to-alls of the numbers of tokens, of the tokens (at the same time as
+    the shared experts) and of the results over the expert axis, an all-reduce of the counts of each
+    sequence over its ranks, and without sequence parallelism an all-gather over the tensor axis.
+    Backward, two all-to-alls, an all-reduce of the router's gradient over the tensor axis, and
+    without sequence parallelism an all-gather.
 
     settings: number and sizes of the experts, and their router
     activation: "swiglu" or "gelu"
@@ -86,8 +89,11 @@ class MixtureOfExperts(nn.Module):
             weights=(settings.balance_loss, settings.z_loss),
             gradient_scale=self.gradient_scale,
             statistics=self.statistics,
+            computed=sum(routes.rows),
         )
-        y = combine(self.experts(arrived(), routes.rows), gates, routes, self.expert_axis)
+        rows = arrived()
+        del arrived  # which keeps the rows that were sent
+        y = combine(self.experts(rows, routes.rows), gates, routes, self.expert_axis)
         y = y.view_as(own)
         if not axis.sequence_parallel:
             y = gather_from_tensor_axis(y, axis, dimension=0)

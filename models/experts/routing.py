@@ -4,12 +4,10 @@ n tokens of this rank, E experts, k experts per token. Everything here is in fp3
 would change the choice of experts.
 """
 
-from typing import Literal
-
 import torch
 from torch import Tensor
 
-Router = Literal["softmax", "softmax-after-topk"]
+from models.experts.settings import Router
 
 
 def choose_experts(logits: Tensor, k: int) -> Tensor:
@@ -18,7 +16,8 @@ def choose_experts(logits: Tensor, k: int) -> Tensor:
     They are in descending order of their logits. Of equal logits, the expert with the smaller
     number comes first, on every device; `torch.topk` does not define the order.
     """
-    return torch.sort(logits, dim=-1, descending=True, stable=True).indices[:, :k]
+    ranked = torch.sort(logits, dim=-1, descending=True, stable=True).indices
+    return ranked[:, :k].contiguous()  # a view would keep all E numbers for the backward pass
 
 
 def gates_of(logits: Tensor, chosen: Tensor, *, router: Router, normalize: bool) -> Tensor:

@@ -7,7 +7,7 @@ from models.errors import STRICT_SECTION, UserError
 from models.rope_scaling import MAX_SIZE
 
 MAX_EXPERTS = 2**14  # far beyond any model, so that a typing error is reported
-ROUTERS = ("softmax", "softmax-after-topk")
+Router = Literal["softmax", "softmax-after-topk"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +33,7 @@ class Experts:
     `shared` x `ffn_hidden_size` columns."""
     dense_layers: int = 0
     """First layers that have a dense MLP of `model.ffn_hidden_size` instead of experts."""
-    router: Literal["softmax", "softmax-after-topk"] = "softmax"
+    router: Router = "softmax"
     """Weights of the experts' outputs: probabilities among all experts ("softmax", as in OLMoE and
     Qwen3), or among the chosen ones ("softmax-after-topk", as in Mixtral)."""
     normalize: bool = False

@@ -28,24 +28,33 @@ class RouterStatistics:
     counts: number of tokens of each expert, int64 [E]; None before the first micro-batch
     balance: sum of the balance losses of the micro-batches
     z: sum of the z-losses of the micro-batches
-    margin: smallest difference between a chosen and an unchosen logit
+    margin: smallest difference between a chosen and an unchosen logit; None before the first
+        micro-batch. Validation is included.
+    computed: number of rows that this rank's experts computed
     """
 
     counts: Tensor | None = None
     balance: Tensor | float = 0.0
     z: Tensor | float = 0.0
-    margin: Tensor | float = torch.inf
+    margin: Tensor | None = None
+    computed: int = 0
 
-    def note(self, counts: Tensor, balance: Tensor, z: Tensor, margin: Tensor) -> None:
+    def note(
+        self, counts: Tensor, balance: Tensor, z: Tensor, margin: Tensor, computed: int = 0
+    ) -> None:
         """Add the statistics of a micro-batch, without waiting for the device."""
         self.counts = counts if self.counts is None else self.counts + counts
         self.balance, self.z = self.balance + balance, self.z + z
-        before = torch.as_tensor(self.margin, dtype=margin.dtype, device=margin.device)
-        self.margin = torch.minimum(before, margin)
+        self.computed += computed
+        self.note_margin(margin)
+
+    def note_margin(self, margin: Tensor) -> None:
+        """Note the smallest margin of a micro-batch."""
+        self.margin = margin if self.margin is None else torch.minimum(self.margin, margin)
 
     def reset(self) -> None:
         """Forget everything, before a step."""
-        self.counts, self.balance, self.z, self.margin = None, 0.0, 0.0, torch.inf
+        vars(self).update(vars(RouterStatistics()))
 
 
 def with_router_losses(
@@ -57,6 +66,7 @@ def with_router_losses(
     weights: tuple[float, float],
     gradient_scale: Callable[[], float],
     statistics: RouterStatistics,
+    computed: int = 0,
 ) -> Tensor:
     """Return the gates; their backward pass adds the gradients of the router's losses.
 
@@ -68,15 +78,19 @@ def with_router_losses(
         weights: factors of the balance loss and of the z-loss
         gradient_scale: returns the gradient of a micro-batch's loss in the coming backward pass
         statistics: receives the statistics in the backward pass
+        computed: number of rows that this rank's experts compute
     """
+    detached = logits.detach()
+    margin = smallest_margin(detached.flatten(0, 1), chosen.flatten(0, 1))
     if not torch.is_grad_enabled():
+        statistics.note_margin(margin)
         return gates
     counts = count_by_sequence(chosen, logits.shape[-1])
-    balance = balance_loss(logits, counts, chosen.shape[-1], axis)
-    z = z_loss(logits, axis)
-    margin = smallest_margin(logits.detach().flatten(0, 1), chosen.flatten(0, 1))
+    # Without a factor, a loss is only reported: it keeps nothing for the backward pass.
+    balance = balance_loss(logits if weights[0] else detached, counts, chosen.shape[-1], axis)
+    z = z_loss(logits if weights[1] else detached, axis)
     return _Attach.apply(
-        gates, balance, z, counts.sum(0), margin, weights, gradient_scale, statistics
+        gates, balance, z, counts.sum(0), margin, weights, gradient_scale, statistics, computed
     )
 
 
@@ -129,15 +143,18 @@ class _Attach(torch.autograd.Function):
     """The gates; backward: also the gradients of the losses, and the statistics are noted."""
 
     @staticmethod
-    def forward(ctx, gates, balance, z, counts, margin, weights, gradient_scale, statistics):
-        ctx.weights, ctx.gradient_scale, ctx.statistics = weights, gradient_scale, statistics
+    def forward(
+        ctx, gates, balance, z, counts, margin, weights, gradient_scale, statistics, computed
+    ):
+        ctx.weights, ctx.gradient_scale = weights, gradient_scale
+        ctx.statistics, ctx.computed = statistics, computed
         ctx.save_for_backward(counts, balance, z, margin)
         return gates.view_as(gates)
 
     @staticmethod
     def backward(ctx, grad):
         counts, balance, z, margin = ctx.saved_tensors
-        ctx.statistics.note(counts, balance, z, margin)
+        ctx.statistics.note(counts, balance, z, margin, ctx.computed)
         scale = ctx.gradient_scale()
         gradients = [torch.full_like(balance, weight * scale) for weight in ctx.weights]
-        return grad, *gradients, None, None, None, None, None
+        return grad, *gradients, None, None, None, None, None, None

@@ -109,7 +109,10 @@ def _begin_forward(
         engine.tokens[number] = tokens
     else:
         work = Pass(FORWARD, engine.stage_id, chunk, number)
-        engine.handed_on[work] = engine.channels.zero_message()
+        message = engine.channels.zero_message()
+        # Of zeros, all tokens would choose the same experts, and ranks without tokens no kernels.
+        same = torch.Generator(message.device).manual_seed(number)  # on all tensor ranks
+        engine.handed_on[work] = message.normal_(generator=same)
     if virtual_stage == engine.pipeline.virtual_stages - 1:
         assert labels is not None
         engine.labels[number] = labels

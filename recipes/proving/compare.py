@@ -58,7 +58,7 @@ class Difference:
         drifted: a sentence for each weight whose replicas diverged
         noise: as `weights`, over the parameters whose exact gradient is zero, because Adam
             amplifies their rounding errors
-        rerouted: tokens that at least have another expert than in the reference
+        rerouted: lower bound of the number of tokens with another expert than in the reference
         margin: the smallest difference of a chosen and an unchosen logit; None for a dense model
     """
 

@@ -70,9 +70,9 @@ def train(case: ProofCase, world: World) -> Outcome | None:
     for step in range(1, steps + 1):
         if step == steps:  # between two steps, as in a run
             validation.append(engine.evaluate(data.evaluation()))
+            margin = min(margin, margin_of(engine))
         results.append(train_step(engine, data, step))
-        if case.recipe.model.experts:
-            margin = min(margin, smallest_margin(engine.expert_layers, engine.device))
+        margin = min(margin, margin_of(engine))
     weights = gather(engine, held_weights(engine))
     moments = gather(engine, held_state(engine, "exp_avg"))
     drifted = engine.differing_replicas()
@@ -87,6 +87,13 @@ def train(case: ProofCase, world: World) -> Outcome | None:
         expert_counts=[result.experts.counts for result in results if result.experts],
         margin=margin,
     )
+
+
+def margin_of(engine: Engine) -> float:
+    """Return the smallest margin of a choice of experts; infinite for a dense model; collective."""
+    if engine.recipe.model.experts is None:
+        return math.inf
+    return smallest_margin(engine.expert_layers, engine.device)
 
 
 def start(recipe: Recipe, world: World) -> tuple[Engine, TrainingData]:

@@ -8,7 +8,7 @@ functions, which last only for the duration of a trace.
 import contextlib
 import os
 import warnings
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from models import cost
-from models.experts import exchange, statistics
+from models.experts import exchange
 from models.kernels import attention, fusing, norms
 from models.kernels.attention import cumulative_lengths
 from models.parallel.micro_batch_info import positions_in
@@ -72,8 +72,6 @@ def fake_tensors() -> Iterator[None]:
         replaced(nn.Module, "_apply", apply_in_place),
         replaced(partitioned_param_coordinator, "assert_ints_same_as_other_ranks", accept),
         replaced(accelerator, "is_fp16_supported", lambda self: True),
-        replaced(exchange, "count_tokens", zero_counts),
-        replaced(statistics, "count_tokens", zero_counts),
         replaced(exchange, "on_host", equal_counts),
         FakeTensorMode(allow_non_fake_inputs=True),
         Scalars(),
@@ -132,17 +130,13 @@ def made_like(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
 
 
-def zero_counts(numbers: torch.Tensor, count: int) -> torch.Tensor:
-    """Return counts of the right shape; those of fake numbers are unknown."""
-    return numbers.new_zeros(count)
-
-
-def equal_counts(counts: torch.Tensor, total: int) -> list[list[int]]:
+def equal_counts(counts: Sequence[torch.Tensor], total: int) -> list[list[list[int]]]:
     """Return counts as if the tokens were equally distributed among the experts."""
-    ranks, experts = counts.shape
+    ranks, experts = counts[0].shape
     each, more = divmod(total, ranks * experts)
     numbers = [each + (expert < more) for expert in range(ranks * experts)]
-    return [numbers[rank * experts : (rank + 1) * experts] for rank in range(ranks)]
+    table = [numbers[rank * experts : (rank + 1) * experts] for rank in range(ranks)]
+    return [table] * len(counts)
 
 
 def accept(ints: object) -> None:

@@ -22,8 +22,9 @@ class FirstUses(TorchDispatchMode):
     That call may load a module, compile or autotune a kernel, build a cuDNN plan, or free memory of
     the allocator to make room; all of them wait for every stream of the device.
 
-    sizes: False counts only numbers of dimensions and types, for a model with experts: the number
-        of their rows differs between micro-batches, so that no warm-up can run all shapes
+    sizes: False distinguishes only dimensions and types, and leaves out empty tensors, for which no
+        kernel runs. It is meant for a model with experts: the number of their rows differs between
+        micro-batches, so that no warm-up can run all shapes.
     """
 
     def __init__(self, device: Device, *, sizes: bool = True):
@@ -36,6 +37,8 @@ class FirstUses(TorchDispatchMode):
         """Check an operation, then run it."""
         if launches_kernel(function):
             tensors = [x for x in tree_leaves(arguments) if isinstance(x, torch.Tensor)]
+            if not self.sizes and any(x.numel() == 0 for x in tensors):
+                return function(*arguments, **(keywords or {}))
             use = (
                 function,
                 *((tuple(x.shape) if self.sizes else x.dim(), x.dtype) for x in tensors),

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from models.cost import active_parameter_count, parameter_count
+from models.errors import UserError
 from recipes.planning.inputs.job import Job, Machine, job_of
 from recipes.planning.inputs.stage_contents import (
     dense_blocks,
@@ -50,7 +51,7 @@ def test_the_ranks_of_a_replica_hold_the_whole_model(expert: int, tensor: int) -
     padding = 2 * (table_parameters(model, tensor) * tensor - model.vocab_size * model.hidden_size)
     whole = (held - routed - replicated) * tensor + routed * tensor * expert + replicated
     assert whole - padding == parameter_count(model)
-    assert dense_blocks(job) == (3, 0)
+    assert dense_blocks(job) == ((3, 0, 0, 0), (0, 0, 0, 0))
     assert active_parameter_count(model) == parameter_count(model) - 29 * 6 * each
 
 
@@ -101,4 +102,36 @@ def test_the_command_reads_the_imbalance() -> None:
     dense = run_plan("--expert-imbalance", "1.3")
     assert dense.returncode == 2 and "has no effect on tiny, which has no experts" in dense.stderr
     for ratio in ("0.5", "nan", "x"):
-        assert "expected 1 (equal tokens) or more" in run_plan("--expert-imbalance", ratio).stderr
+        assert "expected 1 (equal tokens) to 1,000" in run_plan("--expert-imbalance", ratio).stderr
+
+
+def test_dense_layers_are_planned_as_dense() -> None:
+    """A model of 16 dense layers and one with experts lies between the two whole models."""
+    settings = ("layout.pipeline=1", "layout.schedule=1f1b", "layout.chunks=1")
+    _, mixed = planned(*settings, "model.experts.dense_layers=16")
+    _, experts = planned(*settings)
+    dense = replace(mixed, model=mixed.model.dense)
+    for value in (
+        lambda job: step_time(job).compute,
+        lambda job: memory_of_stage(job, 0).activations,
+    ):
+        assert value(mixed) == pytest.approx((value(experts) + value(dense)) / 2, rel=1e-6)
+
+
+def test_a_width_without_effect_rejects_no_layout() -> None:
+    _, job = planned("layout.tensor=2", "layout.expert=4", "model.ffn_hidden_size=14335")
+    assert job.layout.tensor == 2
+    with pytest.raises(UserError, match=r"model\.ffn_hidden_size = 14335 is not divisible"):
+        planned(
+            "layout.tensor=2", "layout.expert=4", "model.ffn_hidden_size=14335",
+            "model.experts.dense_layers=1",
+        )  # fmt: skip
+
+
+def test_a_search_leaves_out_lengths_that_tensor_ranks_cannot_divide() -> None:
+    recipe, job = planned("model.sequence_length=4098")
+    result = search(job, 1000)
+    assert {plan.job.layout.tensor for plan in result.plans} == {1, 2}
+    assert result.rejected["tensor ranks that cannot divide the tokens among experts"] > 0
+    for plan in result.plans:
+        in_layout(recipe, plan, "test")

@@ -45,22 +45,28 @@ def plan_buckets(
 ) -> list[Bucket]:
     """Divide the parameters of a stage into buckets, in the order in which they should complete.
 
-    Within a chunk that is the reverse order of the layers. The order depends only on the arguments,
-    so that all data ranks post the same collectives in the same order, as NCCL requires.
+    Within a chunk that is the reverse order of the layers: a bucket is complete when the backward
+    pass has reached its first parameter. The order depends only on the arguments, so that all data
+    ranks post the same collectives in the same order, as NCCL requires.
 
     Args:
         slots: the slot of each parameter
-        chunks: the parameters of each chunk, in the order of the last passes
+        chunks: the parameters of each chunk, in the order of the last passes; within a chunk in the
+            order of the layers
         elements: maximum size of a bucket, unless a single parameter is larger
     """
     buckets = []
     for parameters in chunks:
+        places = {parameter: place for place, parameter in enumerate(parameters)}
+        of_chunk = []
         for flat in sorted({slots[each].flat for each in parameters}):
             held = [each for each in parameters if slots[each].flat == flat]
             held.sort(key=lambda each: slots[each].start, reverse=True)
             for group in _adjacent(held, slots, elements):
                 start, stop = slots[group[-1]].start, slots[group[0]].stop
-                buckets.append(Bucket(flat, start, stop, tuple(group)))
+                of_chunk.append(Bucket(flat, start, stop, tuple(group)))
+        of_chunk.sort(key=lambda bucket: -min(places[each] for each in bucket.parameters))
+        buckets += of_chunk
     return buckets
 
 
@@ -108,8 +114,8 @@ class ShardedReduction:
     flats: one flat tensor per optimizer group, padded to a multiple of the number of data ranks
     groups: the process group of the data ranks of each flat tensor
     dtype: type in which gradients are sent and summed
-    ranks: number of data ranks. It divides the sums; the group of a flat tensor is smaller if other
-        data ranks hold other experts, whose gradients come from the tokens of all data ranks
+    ranks: number of all data ranks, the divisor of every sum. The group of an expert's flat tensor
+        is smaller, but its gradients come from the tokens of all data ranks.
     divided_before: divisor of the gradients before the sum; the rest of the division by the number
         of ranks follows after the sum
     """

@@ -80,7 +80,7 @@ def imbalance(text: str) -> float:
     value = _number(text)
     if not 1 <= value <= 1000:
         raise argparse.ArgumentTypeError(
-            f"invalid ratio {text}: expected 1 (equal tokens) or more, for example 1.3"
+            f"invalid ratio {text}: expected 1 (equal tokens) to 1,000, for example 1.3"
         )
     return value
 

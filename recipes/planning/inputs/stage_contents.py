@@ -12,7 +12,7 @@ from models.cost import (
 )
 from models.pipeline.schedule import order
 from models.pipeline.schedule.balance import balance_text, head_in_blocks, imbalance
-from models.pipeline.schedule.order import stage_and_chunk, virtual_stage_of
+from models.pipeline.schedule.order import virtual_stage_of
 from recipes.planning.inputs.job import Job, JobLayout
 
 
@@ -61,18 +61,26 @@ def routed_stage_parameters(job: Job) -> tuple[int, ...]:
     """Return the parameters of experts per rank of each stage."""
     block = routed_parameters(job.model, job.layout.tensor, job.layout.expert)
     both = zip(blocks_of_stages(job), dense_blocks(job), strict=True)
-    return tuple(block * (sum(chunks) - dense) for chunks, dense in both)
+    return tuple(block * (sum(chunks) - sum(dense)) for chunks, dense in both)
 
 
-def dense_blocks(job: Job) -> tuple[int, ...]:
-    """Return the number of blocks of each stage that precede the first block with experts."""
-    layout, model = job.layout, job.model
-    found = [0] * layout.pipeline
-    left = model.layers - model.expert_layers if model.experts else 0
-    for virtual_stage, blocks in enumerate(job.blocks_of_virtual_stages if left else ()):
-        stage = stage_and_chunk(layout.schedule, layout.pipeline, virtual_stage)[0]
-        found[stage] += min(left, blocks)
-        left -= min(left, blocks)
+def dense_blocks(job: Job) -> tuple[tuple[int, ...], ...]:
+    """Return the number of blocks of each chunk of each stage before the first block with experts.
+
+    They are all 0 for a dense model, whose blocks do not differ.
+    """
+    layout = job.layout
+    found = dense_of_virtual_stages(job)
+    return _blocks_of_stages(found, layout.schedule, layout.pipeline, layout.chunks)
+
+
+def dense_of_virtual_stages(job: Job) -> tuple[int, ...]:
+    """Return the number of blocks of each virtual stage before the first block with experts."""
+    left = job.model.experts.dense_layers if job.model.experts else 0
+    found = []
+    for blocks in job.blocks_of_virtual_stages:
+        found.append(min(left, blocks))
+        left -= found[-1]
     return tuple(found)
 
 
@@ -83,13 +91,13 @@ def _stage_parameters(
     expert: int,
     last: int,
     blocks: tuple[tuple[int, ...], ...],
-    dense: tuple[int, ...],
+    dense: tuple[tuple[int, ...], ...],
 ) -> tuple[int, ...]:
     block = block_parameters(model, tensor, expert)
-    without = block_parameters(model.dense, tensor)
+    dense_block = block_parameters(model.dense, tensor)
     held = [
-        block * (sum(chunks) - few) + without * few
-        for chunks, few in zip(blocks, dense, strict=True)
+        block * sum(chunks) + (dense_block - block) * sum(without_experts)
+        for chunks, without_experts in zip(blocks, dense, strict=True)
     ]
     table = table_parameters(model, tensor)
     held[0] += table + position_parameters(model)

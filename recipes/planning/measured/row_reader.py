@@ -262,6 +262,8 @@ class RowReader:
         expert = self.whole("ep") if self.cell("ep") else 1
         if data * context % expert:
             raise UserError(f"ep = {expert} does not divide cp x dp = {context * data}")
+        if expert > 1 and self.zero_stage() != 1:
+            raise UserError(f"ep = {expert} with zero_stage = {self.zero_stage()} is not modelled")
         if model.experts and model.experts.count % (expert * tensor):
             raise UserError(f"experts = {model.experts.count} over ep x tp = {expert * tensor}")
         for name, size in (("heads", model.heads), ("kv_heads", model.kv_heads)):

@@ -10,7 +10,11 @@ from functools import cached_property, lru_cache
 from models.config import ModelConfig
 from recipes.planning.inputs.footprint import Footprint
 from recipes.planning.inputs.job import Job, JobLayout
-from recipes.planning.inputs.stage_contents import blocks_of_stages, tokens_per_micro_batch
+from recipes.planning.inputs.stage_contents import (
+    blocks_of_stages,
+    dense_blocks,
+    tokens_per_micro_batch,
+)
 
 ROW_NUMBER_BYTES = 8 * 4 + 4  # of a token and expert: indices of rows and the gate
 
@@ -120,16 +124,21 @@ def most_activations(job: Job, stage: int, *, forward: bool) -> float:
 def held_activations(job: Job, stage: int, moment: InFlight) -> float:
     """Return the bytes of a stage's activations at a moment."""
     layout, footprint = job.layout, job.footprint
-    kept = activation_bytes(
-        job.model, layout, footprint, not job.writes_scores, job.expert_imbalance
-    )
-    blocks = blocks_of_stages(job)[stage]
-    held = kept * sum(n * micro for n, micro in zip(blocks, moment.whole, strict=True))
-    held += sum(moment.whole) * boundary_bytes(job, stage)
+    held = sum(moment.whole) * boundary_bytes(job, stage)
+    dense = dense_blocks(job)[stage]
+    others = [all_of - few for all_of, few in zip(blocks_of_stages(job)[stage], dense, strict=True)]
+    for model, blocks in ((job.model, others), (job.model.dense, dense)):
+        if not any(blocks):
+            continue
+        kept = activation_bytes(
+            model, layout, footprint, not job.writes_scores, job.expert_imbalance
+        )
+        held += kept * sum(n * micro for n, micro in zip(blocks, moment.whole, strict=True))
+        if any(moment.left):
+            left = sum(n * micro for n, micro in zip(blocks, moment.left, strict=True))
+            held += deferred_bytes(model, layout, footprint) * left
     if any(moment.left):
-        each = deferred_bytes(job.model, layout, footprint)
-        left = sum(n * micro for n, micro in zip(blocks, moment.left, strict=True))
-        held += each * (left - moment.ends)
+        held -= deferred_bytes(job.model, layout, footprint) * moment.ends
     return held
 
 

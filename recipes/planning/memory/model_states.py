@@ -18,8 +18,8 @@ def state_bytes(
 ) -> tuple[float, float, float]:
     """Return the bytes of weights, gradients and optimizer state kept between steps.
 
-    routed: those of the parameters that belong to experts. If data ranks divide the experts, fewer
-        of them have the same ones and shard their optimizer state.
+    routed: number of `parameters` that belong to experts; only replicas / expert ranks have the
+        same ones and shard their optimizer state
 
     Rajbhandari et al. 2020 (arXiv 1910.02054), section 5: stage 1 shards the optimizer state over
     the data ranks, stage 2 also gradients, stage 3 also weights.
@@ -29,7 +29,7 @@ def state_bytes(
     weights = footprint.weight * parameters / (ranks if stage == 3 else 1)
     gradients = footprint.gradient * parameters / (ranks if stage >= 2 else 1)
     optimizer = footprint.optimizer + (footprint.zero3_copy if stage == 3 else 0)
-    sharded = parameters + routed * (layout.expert - 1)
+    sharded = parameters + (routed * (layout.expert - 1) if layout.zero_stage else 0.0)
     optimizer *= sharded / (optimizer_ranks or layout.optimizer_ranks)
     return weights, gradients, optimizer
 

@@ -11,6 +11,7 @@ from recipes.planning.inputs.job import Job
 from recipes.planning.inputs.kernels import BYTES
 from recipes.planning.inputs.stage_contents import (
     blocks_of_stages,
+    dense_blocks,
     last_stage,
     routed_stage_parameters,
     stage_parameters,
@@ -209,13 +210,12 @@ def peak_candidates(job: Job, stage: int, parameters: int) -> list[Moment]:
 
 
 def own_parameters(job: Job, stage: int) -> float:
-    """Return the parameters of a stage times the ranks that do not share them with all others.
+    """Return `replicas` times the parameters that a rank updates.
 
-    Divided by the number of replicas, it is the number of parameters that a rank updates.
+    A replicated weight counts once, a weight of an expert `expert` times.
     """
-    return stage_parameters(job)[stage] + routed_stage_parameters(job)[stage] * (
-        job.layout.expert - 1
-    )
+    routed = routed_stage_parameters(job)[stage]
+    return stage_parameters(job)[stage] + routed * (job.layout.expert - 1)
 
 
 def head_reduction(job: Job, activations: float, buckets: float) -> Moment:
@@ -236,7 +236,9 @@ def head_reduction(job: Job, activations: float, buckets: float) -> Moment:
 def first_chunk_parameters(job: Job, stage: int) -> int:
     """Return the parameters of a stage's first chunk."""
     model, tensor, expert = job.model, job.layout.tensor, job.layout.expert
-    found = blocks_of_stages(job)[stage][0] * block_parameters(model, tensor, expert)
+    dense = dense_blocks(job)[stage][0]
+    found = (blocks_of_stages(job)[stage][0] - dense) * block_parameters(model, tensor, expert)
+    found += dense * block_parameters(model.dense, tensor)
     if stage == 0:
         found += table_parameters(model, tensor) + position_parameters(model)
     return found

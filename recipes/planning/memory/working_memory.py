@@ -120,7 +120,7 @@ def mlp_working_elements(job: Job, first_only: bool) -> float:
 
 
 def routed_forward_bytes(job: Job) -> float:
-    """Return the bytes of the outputs of experts at the end of a layer, twice while exchanged."""
+    """Return the bytes of the outputs of experts at the end of a layer, when they are exchanged."""
     if job.model.experts is None:
         return 0.0
     return job.footprint.weight * routed_rows(job) * job.model.hidden_size

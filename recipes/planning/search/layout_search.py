@@ -196,6 +196,9 @@ def valid_layouts(job: Job, rejected: Counter[str]) -> Iterator[JobLayout]:
                     rejected[reason] += 1
                     continue
                 data = gpus // tensor // pipeline // context
+                if job.model.experts and job.model.sequence_length // context % tensor:
+                    rejected["tensor ranks that cannot divide the tokens among experts"] += 1
+                    continue
                 if sequences % data:
                     rejected["data ranks that do not divide the global batch"] += 1
                     continue
@@ -256,7 +259,8 @@ def tensor_rejection(job: Job, tensor: int) -> str:
     model = job.model
     if job.machine.gpus_per_node % tensor:
         return "tensor groups across nodes"
-    if any(size % tensor for size in (model.heads, model.kv_heads, model.ffn_hidden_size)):
+    dense = model.ffn_hidden_size if model.has_dense_layers else 0
+    if any(size % tensor for size in (model.heads, model.kv_heads, dense)):
         return "tensor sizes that do not divide heads, kv_heads or ffn_hidden_size"
     experts = model.experts
     if experts and (experts.count % tensor or experts.shared_ffn_hidden_size % tensor):

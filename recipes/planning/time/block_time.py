@@ -155,8 +155,8 @@ def block_passes(job: Job) -> ForwardBackward:
 def _matmuls(job: Job) -> tuple[float, float, float]:
     """Return the times of a block's matmuls: forward, backward, and for weights only.
 
-    There are four; in place of the last two, a block with experts has those of the shared experts,
-    the router's, and those of the experts, each of which computes an equal share of the rows.
+    A dense block has four. A block with experts has the attention's two, those of the shared
+    experts, the router's, and the experts', among which the rows are divided equally.
 
     For each forward matmul, the backward pass has two: the gradient of the input and the gradient
     of the weight. The second value includes both; the third is the part for weight gradients.
@@ -254,12 +254,16 @@ def _tensor_collectives(job: Job) -> tuple[float, float]:
     Each pass has two all-reduces of [s, b, h] (Shoeybi et al. 2019, arXiv 1909.08053, figure 4).
     With sequence parallelism, reduce-scatters and all-gathers move the same number of bytes, and
     the backward pass gathers both inputs again (Korthikanti et al. 2022, arXiv 2205.05198, section
-    4.2.2).
+    4.2.2). Experts need none, but without sequence parallelism an all-gather of their outputs, half
+    of an all-reduce; the shared experts have the collectives of an MLP.
     """
-    layout, software = job.layout, job.software
-    row = tokens_per_micro_batch(job.model, layout) * job.model.hidden_size * BYTES[job.precision]
+    layout, software, model = job.layout, job.software, job.model
+    row = tokens_per_micro_batch(model, layout) * model.hidden_size * BYTES[job.precision]
     once = all_reduce_seconds(job.machine, row, ranks=layout.tensor, stride=1)
-    forward = once * (1 if software.parallel_block else 2)
+    halves = 2.0 if model.mlp_size else 1.0
+    if model.experts is not None and not layout.sequence_parallel:
+        halves += 0.5
+    forward = once * (1 if software.parallel_block else halves)
     backward = forward * (1.5 if layout.sequence_parallel else 1.0)
     return (
         forward * (1 - software.tensor_overlap),
@@ -270,8 +274,7 @@ def _tensor_collectives(job: Job) -> tuple[float, float]:
 def _expert_collectives(job: Job) -> float:
     """Return the times of the exchanges of tokens in one pass; the other pass has the same ones.
 
-    There are two all-to-alls. The all-gather of the outputs over the tensor ranks counts as the
-    second all-reduce of a pass, which moves twice its bytes.
+    There are two all-to-alls; that of the numbers of tokens is too short to count.
     """
     layout, model = job.layout, job.model
     ranks = layout.expert * layout.tensor

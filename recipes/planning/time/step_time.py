@@ -1,7 +1,7 @@
 """Predicted time of a training step and its parts. All times are seconds."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import log2
 
@@ -13,6 +13,8 @@ from recipes.planning.inputs.job import Job
 from recipes.planning.inputs.kernels import BYTES, memory_seconds
 from recipes.planning.inputs.stage_contents import (
     blocks_of_stages,
+    dense_blocks,
+    dense_of_virtual_stages,
     last_stage,
     routed_stage_parameters,
     stage_parameters,
@@ -160,27 +162,36 @@ def simulated_wait(
 
 def stage_passes(job: Job) -> list[ForwardBackward]:
     """Return the times of a micro-batch's passes through all chunks of each stage."""
-    blocks = [sum(chunks) for chunks in blocks_of_stages(job)]
-    return _with_ends(job, blocks, last_stage(job.layout))
+    blocks, dense = (
+        [sum(chunks) for chunks in each] for each in (blocks_of_stages(job), dense_blocks(job))
+    )
+    return _with_ends(job, blocks, dense, last_stage(job.layout))
 
 
 def virtual_stage_passes(job: Job) -> list[ForwardBackward]:
     """Return the times of a micro-batch's passes through each virtual stage."""
-    return _with_ends(job, job.blocks_of_virtual_stages, -1)
+    return _with_ends(job, job.blocks_of_virtual_stages, dense_of_virtual_stages(job), -1)
 
 
-def _with_ends(job: Job, blocks: Sequence[int], last: int) -> list[ForwardBackward]:
+def _with_ends(
+    job: Job, blocks: Sequence[int], dense: Sequence[int], last: int
+) -> list[ForwardBackward]:
     """Return the times of parts with these numbers of blocks, the embedding and the head.
 
     Args:
         blocks: number of blocks of each part; the first part also has the embedding
+        dense: number of these blocks that precede the first block with experts
         last: index of the part with the head
     """
     shared = block_job(job)
     block = block_passes(shared)
     embedding, head = end_passes(shared)
-    passes = {count: block * count for count in set(blocks)}
-    parts = [passes[count] for count in blocks]
+    dense_block = block_passes(replace(shared, model=job.model.dense)) if any(dense) else block
+    passes = {
+        (count, few): block * (count - few) + dense_block * few
+        for count, few in set(zip(blocks, dense, strict=True))
+    }
+    parts = [passes[each] for each in zip(blocks, dense, strict=True)]
     parts[0] += embedding
     parts[last] += head
     return parts

@@ -64,27 +64,27 @@ def expert_report(
     """
     assert model.experts is not None
     first = model.layers - model.expert_layers
-    sums = torch.zeros(model.expert_layers, model.experts.count + 2, dtype=torch.float64)
+    sums = torch.zeros(model.expert_layers, model.experts.count + 3, dtype=torch.float64)
     sums = sums.to(device)
     for layer in layers:
         found, row = layer.statistics, sums[layer.number - first]
         assert found.counts is not None
-        row[:-2] = found.counts
+        row[:-3] = found.counts
+        row[-3] = found.computed
         row[-2] = found.balance / (replicas * micro_batches)
         row[-1] = found.z / (replicas * micro_batches)
     dist.all_reduce(sums)
-    *_, balance, z = sums.mean(0).tolist()
-    counts = sums[:, :-2].long()
-    expected = tokens * model.experts.per_token * model.expert_layers
-    return ExpertReport(counts.tolist(), balance, z, expected - int(counts.sum()))
+    *_, computed, balance, z = sums.mean(0).tolist()
+    dropped = round((tokens * model.experts.per_token - computed) * model.expert_layers)
+    return ExpertReport(sums[:, :-3].long().tolist(), balance, z, dropped)
 
 
 def smallest_margin(layers: Sequence[MixtureOfExperts], device: torch.device) -> float:
-    """Return the smallest margin of any token's choice in the last step; collective.
+    """Return the smallest margin of any token's choice since the last step began; collective.
 
     It is the difference of the logits of the last chosen and the first unchosen expert.
     """
-    margins = [torch.as_tensor(layer.statistics.margin) for layer in layers]
-    smallest = torch.stack([each.to(device) for each in [torch.tensor(math.inf), *margins]]).min()
+    margins = [torch.tensor(math.inf), *(layer.statistics.margin for layer in layers)]
+    smallest = torch.stack([each.to(device) for each in margins if each is not None]).min()
     dist.all_reduce(smallest, op=dist.ReduceOp.MIN)
     return float(smallest)

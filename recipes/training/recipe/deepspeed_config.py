@@ -180,8 +180,14 @@ def _check_combination(recipe: Recipe, config: dict[str, Any]) -> None:
         raise UserError(
             f"layout.expert = {recipe.layout.expert} with ZeRO-{stage} (deepspeed = "
             f'"{recipe.deepspeed}"): '
-            f"DeepSpeed's ZeRO-{stage} would average experts over ranks that hold others; use "
+            f"DeepSpeed's ZeRO-{stage} would average the gradients of different experts; use "
             f'deepspeed = "{at_stage_1}", or layout.expert = 1'
+        )
+    if recipe.layout.expert > 1 and not config["zero_optimization"].get("reduce_scatter", True):
+        raise UserError(
+            f'layout.expert = {recipe.layout.expert} with "reduce_scatter": false '
+            f"({recipe.deepspeed}), which DeepSpeed does not support for experts; remove "
+            f"reduce_scatter, or use layout.expert = 1"
         )
     if recipe.layout.pipeline > 1 and stage > 1:
         raise UserError(

@@ -73,8 +73,9 @@ class Recipe(Section):
     @model_validator(mode="after")
     def _check_tensor(self) -> "Recipe":
         model, tensor = self.model, self.layout.tensor
-        divisible = math.gcd(model.heads, model.kv_heads, model.ffn_hidden_size)
-        for key in ("heads", "kv_heads", "ffn_hidden_size"):
+        keys = ["heads", "kv_heads", *(["ffn_hidden_size"] if model.has_dense_layers else [])]
+        divisible = math.gcd(*(getattr(model, key) for key in keys))
+        for key in keys:
             size = getattr(model, key)
             if size % tensor:
                 raise UserError(

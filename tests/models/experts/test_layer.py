@@ -346,7 +346,7 @@ def seeded_fault(fault: str) -> Iterator[None]:
         return with_losses(*tensors, gradient_scale=lambda: 1.0, **rest)
 
     def noting(ctx: Any, gates: Tensor, *rest: Any) -> Tensor:
-        balance, z, counts, margin, *_, found = rest
+        balance, z, counts, margin, *_, found, _ = rest
         found.note(counts, balance, z, margin)
         return attach(ctx, gates, *rest)
 

@@ -36,9 +36,8 @@ class Layout(Section):
     heads of a tensor rank."""
 
     expert: Count = 1
-    """Ranks that divide the experts of each layer (expert parallelism), besides the tensor ranks.
-    It must divide the ranks over which ZeRO divides: data x context. More than one requires
-    ZeRO-1."""
+    """Ranks that divide the experts of each layer (expert parallelism), in addition to the tensor
+    ranks. It must be a divisor of data x context. More than one requires ZeRO-1."""
 
     schedule: Literal["1f1b", "interleaved", "zb-h1", "zb-v", "dualpipev"] = "1f1b"
     """Order of the forward and backward passes of a stage. All but "1f1b", the simplest, need two
