@@ -310,21 +310,10 @@ def counterparts(config: ModelConfig) -> dict[str, Counterpart]:
 
 def _family(config: ModelConfig) -> str:
     shape = (config.norm, config.positions, config.activation, config.bias)
-    experts = config.experts
-    if shape == ("rmsnorm", "rope", "swiglu", False) and experts is None:
+    if config.experts is not None:
+        return _family_with_experts(config, config.experts)
+    if shape == ("rmsnorm", "rope", "swiglu", False):
         return "qwen3" if config.qk_norm else "llama"
-    if shape == ("rmsnorm", "rope", "swiglu", False) and experts and not experts.shared:
-        if config.qk_norm:
-            return "qwen3_moe"
-        sum_is_one = experts.normalize or experts.router == "softmax-after-topk"
-        if sum_is_one and experts.dense_layers == 0:
-            return "mixtral"
-    if experts is not None:
-        raise UserError(
-            f"model.experts: no class of transformers has {experts} with qk_norm = "
-            f"{config.qk_norm}; use those of recipes/tiny-moe.toml (Mixtral) or "
-            f"recipes/qwen3/30b-a3b.toml (Qwen3-MoE)"
-        )
     multi_head = config.kv_heads == config.heads and config.head_size is None
     if shape == ("layernorm", "learned", "gelu", True) and multi_head and not config.qk_norm:
         return "gpt2"
@@ -332,6 +321,27 @@ def _family(config: ModelConfig) -> str:
         f"model: no class of transformers has norm, positions, activation, bias = {shape} with "
         f"qk_norm = {config.qk_norm}; use those of recipes/tiny.toml (Llama), or layernorm, "
         f"learned, gelu, true (GPT-2)"
+    )
+
+
+def _family_with_experts(config: ModelConfig, experts: Experts) -> str:
+    sum_is_one = experts.normalize or experts.router == "softmax-after-topk"
+    shape = (config.norm, config.positions, config.activation)
+    if shape != ("rmsnorm", "rope", "swiglu"):
+        problem = f"model.experts and model.norm, positions, activation = {shape}"
+    elif experts.shared:
+        problem = f"model.experts.shared = {experts.shared}"
+    elif config.qk_norm:
+        return "qwen3_moe"
+    elif experts.dense_layers:
+        problem = f"model.experts.dense_layers = {experts.dense_layers} without model.qk_norm"
+    elif not sum_is_one:
+        problem = "model.experts.normalize = false without model.qk_norm"
+    else:
+        return "mixtral"
+    raise UserError(
+        f"no class of transformers has {problem}; use the settings of recipes/tiny-moe.toml "
+        f"(Mixtral) or recipes/qwen3/30b-a3b.toml (Qwen3-MoE)"
     )
 
 

@@ -1,6 +1,6 @@
 """Models with experts against Mixtral and Qwen3-MoE of transformers, through their files."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -281,18 +281,22 @@ def test_an_architecture_that_we_lack_is_rejected(
         model_settings(theirs | changes)
 
 
-def without_a_class() -> Iterator[tuple[str, ModelConfig]]:
-    """Yield the models with experts that no class of transformers has."""
-    yield "shared experts", replace(LLAMA, experts=replace(MIXTRAL, shared=1))
-    yield "Mixtral, not normalized", replace(LLAMA, experts=replace(MIXTRAL, router="softmax"))
-    yield "Mixtral, dense layer", replace(LLAMA, experts=replace(MIXTRAL, dense_layers=1))
-    yield "GELU", replace(LLAMA, activation="gelu", experts=MIXTRAL)
+WITHOUT_A_CLASS = [  # changes of the model, changes of its experts, the named setting
+    ({}, {"shared": 1}, "model.experts.shared = 1"),
+    ({}, {"router": "softmax"}, "model.experts.normalize = false without"),
+    ({}, {"dense_layers": 1}, "model.experts.dense_layers = 1 without"),
+    ({"activation": "gelu"}, {}, "('rmsnorm', 'rope', 'gelu')"),
+]
 
 
-@pytest.mark.parametrize(("name", "config"), without_a_class())
-def test_a_model_without_a_class_is_rejected(name: str, config: ModelConfig) -> None:
-    with pytest.raises(UserError, match=r"no class of transformers has .*recipes/tiny-moe\.toml"):
+@pytest.mark.parametrize(("model", "experts", "named"), WITHOUT_A_CLASS)
+def test_a_model_without_a_class_is_rejected(
+    model: dict[str, Any], experts: dict[str, Any], named: str
+) -> None:
+    config = replace(LLAMA, **model, experts=replace(MIXTRAL, **experts))
+    with pytest.raises(UserError, match=r"recipes/tiny-moe\.toml") as rejected:
         hugging_face_config(config)
+    assert named in str(rejected.value)
 
 
 @pytest.mark.parametrize("recipe", ["tiny-moe", "qwen3/30b-a3b"])
