@@ -23,17 +23,22 @@ class Routes:
     """The way of a micro-batch's tokens to their experts and back.
 
     order: for each sent row, the index in [n * k] of the pair of token and expert, int64 [n * k]
+    inverse_order: for each pair of token and expert, the index of its sent row, int64 [n * k]
     sent: number of rows sent to each expert rank
     received: number of rows received from each expert rank
     arrangement: for each row of this rank's experts, its index in the received rows; None: they are
         received in this order
+    inverse_arrangement: for each received row, its index in the rows of this rank's experts; None
+        as `arrangement`
     rows: number of rows of each of this rank's experts
     """
 
     order: Tensor
+    inverse_order: Tensor
     sent: list[int]
     received: list[int]
     arrangement: Tensor | None
+    inverse_arrangement: Tensor | None
     rows: list[int]
 
 
@@ -50,18 +55,27 @@ def plan_routes(chosen: Tensor, experts: int, axis: ExpertAxis) -> Routes:
     counts = count_tokens(flat, experts).view(axis.size, -1)  # [r, E/r]
     if axis.size == 1:
         ((rows,),) = on_host([counts], len(flat))
-        return Routes(order, [len(flat)], [len(flat)], None, rows)
+        return Routes(order, inverse(order), [len(flat)], [len(flat)], None, None, rows)
     theirs = torch.empty_like(counts)  # of this rank's experts, from each rank
     dist.all_to_all_single(theirs, counts, group=axis.group)
     to_ranks, from_ranks = on_host([counts, theirs], len(flat))
     received = [sum(of_rank) for of_rank in from_ranks]
+    arrangement = _by_expert(theirs, sum(received))
     return Routes(
         order=order,
+        inverse_order=inverse(order),
         sent=[sum(of_rank) for of_rank in to_ranks],
         received=received,
-        arrangement=_by_expert(theirs, sum(received)),
+        arrangement=arrangement,
+        inverse_arrangement=inverse(arrangement),
         rows=[sum(of_expert) for of_expert in zip(*from_ranks, strict=True)],
     )
+
+
+def inverse(permutation: Tensor) -> Tensor:
+    """Return the inverse of a permutation of 0 .. n - 1, int64 [n]."""
+    places = torch.arange(len(permutation), device=permutation.device)
+    return torch.empty_like(permutation).scatter_(0, permutation, places)
 
 
 def count_tokens(numbers: Tensor, count: int) -> Tensor:
@@ -140,12 +154,14 @@ def begin_dispatch(x: Tensor, routes: Routes, k: int, axis: ExpertAxis) -> Calla
         expert, [m, h]. Operations before its call run at the same time as the exchange, forward and
         backward.
     """
-    copies = _Copies.apply(x, routes.order, k)
+    copies = _Copies.apply(x, routes.order, routes.inverse_order, k)
     if routes.arrangement is None:
         return lambda: copies
     transfer = Transfer(routes.sent, routes.received, axis)
     sent = _Begin.apply(copies, transfer)
-    return lambda: _Rearrange.apply(_End.apply(sent, transfer), routes.arrangement)
+    return lambda: _Rearrange.apply(
+        _End.apply(sent, transfer), routes.arrangement, routes.inverse_arrangement
+    )
 
 
 def combine(y: Tensor, gates: Tensor, routes: Routes, axis: ExpertAxis) -> Tensor:
@@ -163,10 +179,10 @@ def combine(y: Tensor, gates: Tensor, routes: Routes, axis: ExpertAxis) -> Tenso
         [n, h]
     """
     if routes.arrangement is not None:
-        y = _Rearrange.apply(y, routes.arrangement.argsort())
+        y = _Rearrange.apply(y, routes.inverse_arrangement, routes.arrangement)
         transfer = Transfer(routes.received, routes.sent, axis)
         y = _End.apply(_Begin.apply(y, transfer), transfer)
-    back = _Rearrange.apply(y, routes.order.argsort())
+    back = _Rearrange.apply(y, routes.inverse_order, routes.order)
     return _WeightedSum.apply(back.view(*gates.shape, -1), gates)
 
 
@@ -177,33 +193,33 @@ class _Copies(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, x, order, k):
+    def forward(ctx, x, order, inverse_order, k):
         ctx.k = k
-        ctx.save_for_backward(order)
+        ctx.save_for_backward(inverse_order)
         return x[order // k]
 
     @staticmethod
     def backward(ctx, grad):
-        (order,) = ctx.saved_tensors
-        places = order.argsort().view(-1, ctx.k)
+        (inverse_order,) = ctx.saved_tensors
+        places = inverse_order.view(-1, ctx.k)
         total = grad[places[:, 0]].float()
         for place in places[:, 1:].unbind(1):  # one at a time, to save memory
             total += grad[place]
-        return total.to(grad.dtype), None, None
+        return total.to(grad.dtype), None, None, None
 
 
 class _Rearrange(torch.autograd.Function):
     """Rows in the order of a permutation; backward: in the order of its inverse."""
 
     @staticmethod
-    def forward(ctx, x, permutation):
-        ctx.save_for_backward(permutation)
+    def forward(ctx, x, permutation, inverse):
+        ctx.save_for_backward(inverse)
         return x[permutation]
 
     @staticmethod
     def backward(ctx, grad):
-        (permutation,) = ctx.saved_tensors
-        return grad[permutation.argsort()], None
+        (inverse,) = ctx.saved_tensors
+        return grad[inverse], None, None
 
 
 class _Begin(torch.autograd.Function):

@@ -12,9 +12,9 @@ Router = Literal["softmax", "softmax-after-topk"]
 
 @dataclass(frozen=True, kw_only=True)
 class Experts:
-    """Mixture of experts: several MLPs in each layer, of which every token uses a few.
+    """Mixture of experts: each layer has several MLPs (experts), and each token uses a few of them.
 
-    Every token is computed by all its experts: there is no capacity, and no token is dropped.
+    The number of tokens of an expert is not limited, so that no token is dropped.
 
     Raises:
         UserError: sizes are inconsistent; the message gives a value that works.

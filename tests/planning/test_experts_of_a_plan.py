@@ -36,7 +36,7 @@ def planned(*overrides: str) -> tuple[Recipe, Job]:
 @pytest.mark.parametrize("expert", [1, 2, 8])
 @pytest.mark.parametrize("tensor", [1, 2])
 def test_the_ranks_of_a_replica_hold_the_whole_model(expert: int, tensor: int) -> None:
-    """Of replicated weights (norms, routers, positions) each tensor and expert rank has all."""
+    """Every tensor and expert rank holds the replicated weights: norms, routers and positions."""
     if expert * tensor > 8:
         return
     settings = (f"layout.expert={expert}", f"layout.tensor={tensor}")

@@ -70,8 +70,8 @@ class Topology:
     """Sizes of the axes, from the outermost in: pipeline, data, context, tensor (inside a node).
 
     To DeepSpeed, context ranks are data ranks: its PipeModelDataParallelTopology has the same order
-    with `replicas` data ranks. The expert axis is no axis of its own: it groups neighbouring
-    replicas, which have the same weights except for those of experts.
+    with `replicas` data ranks. `expert` is the number of neighbouring replicas that divide the
+    experts; all their other weights are the same.
     """
 
     pipeline: int

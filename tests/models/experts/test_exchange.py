@@ -186,8 +186,8 @@ def worker() -> dict[tuple[str, str], Outcome]:
 def seeded_fault(fault: str) -> Iterator[None]:
     """Break the exchange in one way."""
 
-    def unpermuted(ctx: Any, x: Tensor, permutation: Tensor) -> Tensor:
-        ctx.save_for_backward(permutation)
+    def unpermuted(ctx: Any, x: Tensor, permutation: Tensor, inverse: Tensor) -> Tensor:
+        ctx.save_for_backward(inverse)
         return x.clone()
 
     def unweighted(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
@@ -198,15 +198,15 @@ def seeded_fault(fault: str) -> Iterator[None]:
         _, weights = ctx.saved_tensors
         return grad[:, None] * weights[..., None], torch.zeros_like(weights)
 
-    def first_copy(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        (order,) = ctx.saved_tensors
-        return grad[order.argsort().view(-1, ctx.k)[:, 0]], None, None
+    def first_copy(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        (inverse_order,) = ctx.saved_tensors
+        return grad[inverse_order.view(-1, ctx.k)[:, 0]], None, None, None
 
     faults: dict[str, tuple[str, Any]] = {
         "permutation not undone": ("_Rearrange.forward", staticmethod(unpermuted)),
         "permutation not undone in the backward pass": (
             "_Rearrange.backward",
-            staticmethod(lambda ctx, grad: (grad, None)),
+            staticmethod(lambda ctx, grad: (grad, None, None)),
         ),
         "gates not applied in the backward pass": (
             "_WeightedSum.backward",
@@ -313,10 +313,10 @@ def test_sums_that_are_rounded_at_each_addition_are_noticed(dtype: torch.dtype) 
         terms = x * weights[..., None].to(x.dtype)
         return functools.reduce(torch.add, terms.unbind(1))
 
-    def sum_of_copies(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        (order,) = ctx.saved_tensors
-        copies = grad[order.argsort()].unflatten(0, (-1, ctx.k))
-        return functools.reduce(torch.add, copies.unbind(1)), None, None
+    def sum_of_copies(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        (inverse_order,) = ctx.saved_tensors
+        copies = grad[inverse_order].unflatten(0, (-1, ctx.k))
+        return functools.reduce(torch.add, copies.unbind(1)), None, None, None
 
     with (
         mock.patch.object(exchange._WeightedSum, "forward", staticmethod(weighted_sum)),
