@@ -42,7 +42,8 @@ def block_parameters(config: ModelConfig, tensor: int = 1, expert: int = 1) -> i
     """
     found = _common_parameters(config, tensor)
     if config.experts is not None:
-        found += config.experts.count * config.hidden_size  # the router
+        bias = 1 if config.experts.has_bias else 0
+        found += config.experts.count * (config.hidden_size + bias)  # the router
         found += routed_parameters(config, tensor, expert)
     return found
 

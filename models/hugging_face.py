@@ -1,7 +1,7 @@
 """Conversion between our parameters and those of transformers' classes.
 
-The classes are Llama, Qwen3, Mixtral, Qwen3-MoE and GPT-2. Names of tensors are those of files:
-transformers joins the experts of a layer when it loads them.
+The classes are Llama, Qwen3, Mixtral, Qwen3-MoE, Dots1 and GPT-2. Names of tensors are those of
+files: transformers joins the experts of a layer when it loads them.
 """
 
 import math
@@ -17,7 +17,9 @@ from models.errors import UserError
 from models.experts.settings import Experts
 from models.rope_scaling import SCALING_KEYS, RopeScaling
 
-LLAMA_LIKE = ("llama", "qwen3", "mixtral", "qwen3_moe")
+LLAMA_LIKE = ("llama", "qwen3", "mixtral", "qwen3_moe", "dots1")
+WITH_EXPERTS = ("mixtral", "qwen3_moe", "dots1")
+WITH_QK_NORM = ("qwen3", "qwen3_moe", "dots1")
 THEIR_ROPE_KEYS = {  # our key -> that of transformers, where they differ
     "original_sequence_length": "original_max_position_embeddings",
     "low_frequency_factor": "low_freq_factor",
@@ -140,7 +142,7 @@ def model_settings(theirs: Mapping[str, Any]) -> dict[str, Any]:
         "activation": "swiglu",
         "bias": False,
         "tie_embeddings": theirs["tie_word_embeddings"],
-        "qk_norm": family in ("qwen3", "qwen3_moe"),
+        "qk_norm": family in WITH_QK_NORM,
         "head_size": their_head_size if their_head_size != head_size else None,
         "rope_theta": float(rope.get("rope_theta", 10000.0)),
         "rope_scaling": _rope_scaling(rope, theirs["max_position_embeddings"]),
@@ -154,16 +156,29 @@ def _expert_settings(config: ModelConfig) -> dict[str, Any]:
     experts = config.experts
     if experts is None:
         return {}
-    settings = {
+    family = _family(config)
+    settings: dict[str, Any] = {
         "num_local_experts": experts.count,
         "num_experts_per_tok": experts.per_token,
-        "router_aux_loss_coef": experts.balance_loss,
     }
-    if _family(config) == "mixtral":
+    if family != "dots1":
+        settings["router_aux_loss_coef"] = experts.balance_loss
+    if family == "mixtral":
         return settings | {"intermediate_size": experts.ffn_hidden_size, "sliding_window": None}
-    return settings | {
+    settings |= {
         "moe_intermediate_size": experts.ffn_hidden_size,
-        "norm_topk_prob": experts.normalize or experts.router == "softmax-after-topk",
+        "norm_topk_prob": experts.weights_sum_to_one,
+    }
+    if family == "dots1":
+        return settings | {
+            "n_shared_experts": experts.shared,
+            "first_k_dense_replace": experts.dense_layers,
+            "routed_scaling_factor": experts.output_scale,
+            "n_group": 1,
+            "topk_group": 1,
+            "sliding_window": None,
+        }
+    return settings | {
         "decoder_sparse_step": 1,
         "mlp_only_layers": list(range(experts.dense_layers)),
     }
@@ -175,14 +190,17 @@ def _experts(theirs: Mapping[str, Any]) -> Experts | None:
     Raises:
         UserError: our model does not support the architecture; the message names the attribute.
     """
-    if theirs["model_type"] not in ("mixtral", "qwen3_moe"):
+    family = theirs["model_type"]
+    if family not in WITH_EXPERTS:
         return None
+    if family == "dots1":
+        return _experts_of_dots1(theirs)
     settings: dict[str, Any] = {
         "count": theirs["num_local_experts"],
         "per_token": theirs["num_experts_per_tok"],
         "balance_loss": float(theirs["router_aux_loss_coef"]),
     }
-    if theirs["model_type"] == "mixtral":
+    if family == "mixtral":
         _require(theirs, {"sliding_window": (None,)})
         ffn = theirs["intermediate_size"]
         return Experts(**settings, ffn_hidden_size=ffn, router="softmax-after-topk")
@@ -195,6 +213,22 @@ def _experts(theirs: Mapping[str, Any]) -> Experts | None:
         ffn_hidden_size=theirs["moe_intermediate_size"],
         dense_layers=len(dense),
         normalize=theirs["norm_topk_prob"],
+    )
+
+
+def _experts_of_dots1(theirs: Mapping[str, Any]) -> Experts:
+    """Return the experts in a config of Dots1, which has DeepSeek-V3's router."""
+    full = (["full_attention"] * theirs["num_hidden_layers"], None)
+    _require(theirs, {"n_group": (1, None), "topk_group": (1, None), "layer_types": full})
+    return Experts(
+        count=theirs["n_routed_experts"],
+        per_token=theirs["num_experts_per_tok"],
+        ffn_hidden_size=theirs["moe_intermediate_size"],
+        shared=theirs["n_shared_experts"],
+        dense_layers=theirs["first_k_dense_replace"] or 0,
+        router="sigmoid",
+        normalize=bool(theirs["norm_topk_prob"]),
+        output_scale=float(theirs["routed_scaling_factor"]),
     )
 
 
@@ -325,23 +359,30 @@ def _family(config: ModelConfig) -> str:
 
 
 def _family_with_experts(config: ModelConfig, experts: Experts) -> str:
-    sum_is_one = experts.normalize or experts.router == "softmax-after-topk"
     shape = (config.norm, config.positions, config.activation)
     if shape != ("rmsnorm", "rope", "swiglu"):
-        problem = f"model.experts and model.norm, positions, activation = {shape}"
+        problem = f"model.norm, positions, activation = {shape}"
+    elif experts.router == "sigmoid":
+        if config.qk_norm and experts.shared:
+            return "dots1"
+        missing = "model.qk_norm" if experts.shared else "shared experts"
+        problem = f'model.experts.router = "sigmoid" without {missing}'
     elif experts.shared:
-        problem = f"model.experts.shared = {experts.shared}"
+        problem = f"model.experts.shared = {experts.shared} without a sigmoid router"
+    elif experts.output_scale != 1.0:
+        problem = f"model.experts.output_scale = {experts.output_scale} without a sigmoid router"
     elif config.qk_norm:
         return "qwen3_moe"
     elif experts.dense_layers:
         problem = f"model.experts.dense_layers = {experts.dense_layers} without model.qk_norm"
-    elif not sum_is_one:
+    elif not experts.weights_sum_to_one:
         problem = "model.experts.normalize = false without model.qk_norm"
     else:
         return "mixtral"
     raise UserError(
-        f"no class of transformers has {problem}; use the settings of recipes/tiny-moe.toml "
-        f"(Mixtral) or recipes/qwen3/30b-a3b.toml (Qwen3-MoE)"
+        f"no class of transformers has model.experts with {problem}; use the settings of "
+        f"recipes/tiny-moe.toml (Mixtral), recipes/qwen3/30b-a3b.toml (Qwen3-MoE) or "
+        f"recipes/dots/llm1.toml (Dots1)"
     )
 
 
@@ -388,6 +429,14 @@ def _expert_tensors(config: ModelConfig, ours: str, theirs: str) -> dict[str, Co
         theirs, gate, up, down = theirs + "mlp.", "gate_proj", "up_proj", "down_proj"
     f = config.experts.ffn_hidden_size
     table = {ours + "mlp.router.weight": Counterpart((theirs + "gate.weight",))}
+    if config.experts.has_bias:
+        bias = theirs + "gate.e_score_correction_bias"
+        table[ours + "mlp.router.bias"] = Counterpart((bias,))
+    if config.experts.shared:
+        width, shared = config.experts.shared_ffn_hidden_size, theirs + "shared_experts."
+        parts = tuple(f"{shared}{part}_proj.weight" for part in ("gate", "up"))
+        table[ours + "mlp.shared.up.weight"] = Counterpart(parts, (width, width))
+        table[ours + "mlp.shared.down.weight"] = Counterpart((shared + "down_proj.weight",))
     for number in range(config.experts.count):
         expert = f"{theirs}experts.{number}."
         gate_up = tuple(f"{expert}{part}.weight" for part in (gate, up))

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from models.experts.axis import ExpertAxis
 from models.experts.exchange import begin_dispatch, combine, plan_routes
 from models.experts.grouped_matmul import grouped_matmul
-from models.experts.routing import choose_experts, gates_of
+from models.experts.routing import Routing, choose_experts, gates_of, scores_of
 from models.experts.settings import Experts
 from models.experts.statistics import RouterStatistics, with_router_losses
 from models.kernels.elementwise import gelu, swiglu
@@ -63,7 +63,7 @@ class MixtureOfExperts(nn.Module):
         super().__init__()
         self.settings, self.number = settings, number
         self.axis, self.expert_axis = axis, expert_axis
-        self.router = Router(hidden_size, settings.count, axis)
+        self.router = Router(settings, hidden_size, axis)
         self.experts = ExpertMLPs(settings, hidden_size, activation, expert_axis)
         self.shared = shared
         self.statistics = RouterStatistics()
@@ -72,21 +72,22 @@ class MixtureOfExperts(nn.Module):
         """[s, b, h] to [s, b, h]; s/t under sequence parallelism."""
         axis, settings = self.axis, self.settings
         own = x if axis.sequence_parallel else scatter_to_tensor_axis(x, axis)  # [s/t, b, h]
-        logits = self.router(own)  # fp32 [s/t, b, E]
-        flat = logits.flatten(0, 1)
-        chosen = choose_experts(flat.detach(), settings.per_token)  # [n, k]
+        logits, scores, preferences = self.router(own)  # fp32 [s/t, b, E]
+        chosen = choose_experts(preferences.flatten(0, 1), settings.per_token)  # [n, k]
         gates = gates_of(
-            flat, chosen, router=settings.router, normalize=settings.normalize
+            scores.flatten(0, 1),
+            chosen,
+            sum_is_one=settings.weights_sum_to_one,
+            scale=settings.output_scale,
         )  # fp32 [n, k]
         routes = plan_routes(chosen, settings.count, self.expert_axis)
         arrived = begin_dispatch(own.flatten(0, 1), routes, settings.per_token, self.expert_axis)
         shared = None if self.shared is None else self.shared(x)
         gates = with_router_losses(
             gates,
-            logits,
-            chosen.view(*logits.shape[:2], -1),
+            Routing(logits, scores, preferences, chosen.view(*logits.shape[:2], -1)),
+            settings=settings,
             axis=self.expert_axis,
-            weights=(settings.balance_loss, settings.z_loss),
             gradient_scale=self.gradient_scale,
             statistics=self.statistics,
             computed=sum(routes.rows),
@@ -104,24 +105,43 @@ class MixtureOfExperts(nn.Module):
 
 
 class Router(nn.Module):
-    """Logits of the experts, in fp32 also if the weights are in 16 bits."""
+    """Logits, scores and preferences of the experts, in fp32 also if the weights are in 16 bits.
 
-    def __init__(self, hidden_size: int, experts: int, axis: TensorAxis):
+    The bias has the gradient zero. The engine changes it after each step, by the numbers of tokens
+    of the experts (`recipes/training/engine/router_bias.py`).
+    """
+
+    def __init__(self, settings: Experts, hidden_size: int, axis: TensorAxis):
         super().__init__()
-        self.axis = axis
-        self.weight = declared_parameter(Sharding((experts, hidden_size)), axis.size)
+        self.kind, self.axis = settings.router, axis
+        self.weight = declared_parameter(Sharding((settings.count, hidden_size)), axis.size)
+        self.bias = (
+            declared_parameter(Sharding((settings.count,)), axis.size)
+            if settings.has_bias
+            else None
+        )
 
-    def forward(self, x: Tensor) -> Tensor:
-        """[s, b, h] to fp32 [s, b, E]; each tensor rank has other tokens."""
-        return _RouterLogits.apply(x, copy_to_tensor_axis(self.weight, self.axis))
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """[s, b, h] to three times fp32 [s, b, E]; each tensor rank has other tokens.
+
+        Returns:
+            The logits; the scores; and the preferences, without gradient, which are the scores plus
+            the biases, or without biases the logits.
+        """
+        logits = _RouterLogits.apply(x, copy_to_tensor_axis(self.weight, self.axis), self.bias)
+        scores = scores_of(logits, self.kind)
+        if self.bias is None:
+            return logits, scores, logits.detach()
+        return logits, scores, scores.detach() + self.bias.detach().float()
 
 
 class _RouterLogits(torch.autograd.Function):
-    """F.linear in fp32, which keeps x in its own precision."""
+    """F.linear in fp32, which keeps x in its own precision; the bias only gets a gradient: zero."""
 
     @staticmethod
-    def forward(ctx, x, weight):
+    def forward(ctx, x, weight, bias):
         ctx.save_for_backward(x, weight)
+        ctx.bias = None if bias is None else bias.new_zeros(bias.shape)
         return F.linear(x.float(), weight.float())
 
     @staticmethod
@@ -129,7 +149,7 @@ class _RouterLogits(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         grad_x = (grad @ weight.float()).to(x.dtype)
         grad_weight = grad.flatten(0, 1).t() @ x.flatten(0, 1).float()
-        return grad_x, grad_weight.to(weight.dtype)
+        return grad_x, grad_weight.to(weight.dtype), ctx.bias
 
 
 class ExpertMLPs(Deferring, Fusing):

@@ -7,7 +7,7 @@ from models.errors import STRICT_SECTION, UserError
 from models.rope_scaling import MAX_SIZE
 
 MAX_EXPERTS = 2**14  # far beyond any model, so that a typing error is reported
-Router = Literal["softmax", "softmax-after-topk"]
+Router = Literal["softmax", "softmax-after-topk", "sigmoid"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,9 +35,17 @@ class Experts:
     """First layers that have a dense MLP of `model.ffn_hidden_size` instead of experts."""
     router: Router = "softmax"
     """Weights of the experts' outputs: probabilities among all experts ("softmax", as in OLMoE and
-    Qwen3), or among the chosen ones ("softmax-after-topk", as in Mixtral)."""
+    Qwen3), probabilities among the chosen ones ("softmax-after-topk", as in Mixtral), or the
+    sigmoid of each logit ("sigmoid", as in DeepSeek-V3). With "sigmoid", each expert has a bias
+    that counts for the choice of the experts, but not for the weights."""
     normalize: bool = False
-    """With `router = "softmax"`, divide the weights of a token by their sum, as in Qwen3."""
+    """Divide the weights of a token by their sum, as Qwen3 and DeepSeek-V3 do."""
+    output_scale: float = 1.0
+    """Factor of the weights of the experts' outputs, such as 2.5 in DeepSeek-V3."""
+    bias_update: float = 0.0
+    """With `router = "sigmoid"`, how much each step adds to the bias of an expert that has received
+    fewer tokens of the global batch than the mean, and subtracts from that of an expert with more
+    tokens, such as 0.001 (arXiv 2408.15664, algorithm 1)."""
     balance_loss: float = 0.0
     """Factor of the loss that balances the experts, such as 0.01. It is defined per layer and
     sequence (arXiv 2412.19437, equation 17), so that it does not depend on the layout, and it is
@@ -66,14 +74,34 @@ class Experts:
             raise UserError(
                 f"shared = {self.shared} experts have more than {MAX_SIZE} columns; use shared = 1"
             )
-        for key in ("shared", "dense_layers", "balance_loss", "z_loss"):
+        for key in ("shared", "dense_layers", "balance_loss", "z_loss", "bias_update"):
             if getattr(self, key) < 0:
                 raise UserError(f"{key} = {getattr(self, key)} is below 0; use {key} = 0")
-        if self.normalize and self.router != "softmax":
+        if self.output_scale <= 0:
+            raise UserError(
+                f"output_scale = {self.output_scale} is not above 0; use output_scale = 1.0"
+            )
+        if self.normalize and self.router == "softmax-after-topk":
             raise UserError(
                 f'normalize = true has no effect with router = "{self.router}", '
                 f"whose weights already have the sum 1; leave normalize out"
             )
+        if self.bias_update and not self.has_bias:
+            raise UserError(
+                f"bias_update = {self.bias_update} has no effect with router = "
+                f'"{self.router}", which has no bias; leave bias_update out, or use '
+                f'router = "sigmoid"'
+            )
+
+    @property
+    def has_bias(self) -> bool:
+        """True if each expert has a bias for the choice of experts."""
+        return self.router == "sigmoid"
+
+    @property
+    def weights_sum_to_one(self) -> bool:
+        """True if the weights of a token's experts have the sum 1 before they are scaled."""
+        return self.normalize or self.router == "softmax-after-topk"
 
     @property
     def shared_ffn_hidden_size(self) -> int:

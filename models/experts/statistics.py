@@ -16,7 +16,8 @@ from torch import Tensor
 
 from models.experts.axis import ExpertAxis
 from models.experts.exchange import count_tokens
-from models.experts.routing import smallest_margin
+from models.experts.routing import Routing, probabilities_of, smallest_margin
+from models.experts.settings import Experts
 
 
 @dataclass
@@ -28,8 +29,8 @@ class RouterStatistics:
     counts: number of tokens of each expert, int64 [E]; None before the first micro-batch
     balance: sum of the balance losses of the micro-batches
     z: sum of the z-losses of the micro-batches
-    margin: smallest difference between a chosen and an unchosen logit; None before the first
-        micro-batch. Validation is included.
+    margin: smallest difference between the preferences of a chosen and an unchosen expert; None
+        before the first micro-batch. Validation is included.
     computed: number of rows that this rank's experts computed
     """
 
@@ -59,11 +60,10 @@ class RouterStatistics:
 
 def with_router_losses(
     gates: Tensor,
-    logits: Tensor,
-    chosen: Tensor,
+    routing: Routing,
     *,
+    settings: Experts,
     axis: ExpertAxis,
-    weights: tuple[float, float],
     gradient_scale: Callable[[], float],
     statistics: RouterStatistics,
     computed: int = 0,
@@ -72,23 +72,25 @@ def with_router_losses(
 
     Args:
         gates: weights of the chosen experts, fp32 [s * b, k]
-        logits: fp32 [s, b, E]
-        chosen: numbers of the chosen experts, int64 [s, b, k]
+        routing: what the router has computed
+        settings: the router, and the factors of its losses
         axis: the expert axis
-        weights: factors of the balance loss and of the z-loss
         gradient_scale: returns the gradient of a micro-batch's loss in the coming backward pass
         statistics: receives the statistics in the backward pass
         computed: number of rows that this rank's experts compute
     """
-    detached = logits.detach()
-    margin = smallest_margin(detached.flatten(0, 1), chosen.flatten(0, 1))
+    chosen = routing.chosen
+    margin = smallest_margin(routing.preferences.flatten(0, 1), chosen.flatten(0, 1))
     if not torch.is_grad_enabled():
         statistics.note_margin(margin)
         return gates
-    counts = count_by_sequence(chosen, logits.shape[-1])
+    counts = count_by_sequence(chosen, routing.scores.shape[-1])
+    weights = (settings.balance_loss, settings.z_loss)
     # Without a factor, a loss is only reported: it keeps nothing for the backward pass.
-    balance = balance_loss(logits if weights[0] else detached, counts, chosen.shape[-1], axis)
-    z = z_loss(logits if weights[1] else detached, axis)
+    scores = routing.scores if weights[0] else routing.scores.detach()
+    probabilities = probabilities_of(scores, settings.router)
+    balance = balance_loss(probabilities, counts, chosen.shape[-1], axis)
+    z = z_loss(routing.logits if weights[1] else routing.logits.detach(), axis)
     return _Attach.apply(
         gates, balance, z, counts.sum(0), margin, weights, gradient_scale, statistics, computed
     )
@@ -101,7 +103,7 @@ def count_by_sequence(chosen: Tensor, experts: int) -> Tensor:
     return count_tokens(places.flatten(), sequences * experts).view(sequences, -1)
 
 
-def balance_loss(logits: Tensor, counts: Tensor, k: int, axis: ExpertAxis) -> Tensor:
+def balance_loss(probabilities: Tensor, counts: Tensor, k: int, axis: ExpertAxis) -> Tensor:
     """Return this rank's part of the balance loss, averaged over its sequences: [].
 
     For a sequence it is the sum over experts of the fraction of tokens that use the expert, times
@@ -110,16 +112,16 @@ def balance_loss(logits: Tensor, counts: Tensor, k: int, axis: ExpertAxis) -> Te
     ranks is the loss of the whole sequence; the fractions need the counts of all these ranks.
 
     Args:
-        logits: fp32 [s, b, E]
+        probabilities: of each token's experts, with the sum 1, fp32 [s, b, E]
         counts: tokens of each sequence and expert on this rank, [b, E]
         k: experts per token
         axis: the expert axis
     """
-    tokens, sequences, experts = logits.shape
+    tokens, sequences, experts = probabilities.shape
     counts = sum_over_sequence(counts, axis)
     fractions = counts.float() * (experts / (k * tokens * axis.sequence_size))
-    probabilities = logits.softmax(dim=-1).sum(0) / (tokens * axis.tensor_size)  # [b, E]
-    return (fractions * probabilities).sum() / sequences
+    mean = probabilities.sum(0) / (tokens * axis.tensor_size)  # [b, E]
+    return (fractions * mean).sum() / sequences
 
 
 def sum_over_sequence(counts: Tensor, axis: ExpertAxis) -> Tensor:

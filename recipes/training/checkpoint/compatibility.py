@@ -14,7 +14,7 @@ from recipes.training.recipe.schema import Recipe
 # starts from initial weights.
 TRAINING_ONLY = (
     *("dropout", "attention_dropout", "initial_std"),
-    *("experts.balance_loss", "experts.z_loss"),
+    *("experts.balance_loss", "experts.z_loss", "experts.bias_update"),
 )
 # With rotary positions, a run may also change these keys, to continue on longer sequences.
 ROTARY_KEYS = ("sequence_length", "rope_theta", "rope_scaling")

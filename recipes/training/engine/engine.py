@@ -29,6 +29,7 @@ from recipes.training.checkpoint.state import Fragment, TrainingState, training_
 from recipes.training.data.micro_batch import MicroBatch
 from recipes.training.engine.expert_groups import expert_data_group, is_marked
 from recipes.training.engine.expert_report import ExpertReport, expert_report
+from recipes.training.engine.router_bias import update_biases
 from recipes.training.engine.stopwatch import Stopwatch
 from recipes.training.recipe.schema import Recipe
 from recipes.training.supervision.breadcrumb import Breadcrumb
@@ -58,6 +59,9 @@ class Engine(ABC):
         self.stopwatch = Stopwatch(self.device, off=not recipe.supervision.compare_speed_every)
         self.expert_layers = expert_layers(wrapped.module)
         self.state: TrainingState = training_state(wrapped.optimizer, dict(self.parameters()))
+        self._report: ExpertReport | None = None  # of this step
+        if recipe.model.experts and recipe.model.experts.bias_update:
+            wrapped.optimizer.optimizer.register_step_pre_hook(self._update_biases)
 
     @property
     def compiled(self) -> bool:
@@ -77,18 +81,35 @@ class Engine(ABC):
         )
 
     def _reset_statistics(self) -> None:
+        self._report = None
         for layer in self.expert_layers:
             layer.statistics.reset()
 
     def _expert_report(self) -> ExpertReport:
-        return expert_report(
-            self.expert_layers,
-            self.recipe.model,
-            tokens=self.recipe.tokens_per_step,
-            replicas=dist.get_world_size(self.data_group),
-            micro_batches=self.wrapped.gradient_accumulation_steps(),
-            device=self.device,
-        )
+        """Return the report of this step; collective when it is called for the first time."""
+        if self._report is None:
+            self._report = expert_report(
+                self.expert_layers,
+                self.recipe.model,
+                tokens=self.recipe.tokens_per_step,
+                replicas=dist.get_world_size(self.data_group),
+                micro_batches=self.wrapped.gradient_accumulation_steps(),
+                device=self.device,
+            )
+        return self._report
+
+    def _update_biases(self, *_: Any) -> None:
+        """Update the routers' biases before AdamW's first call of a step.
+
+        DeepSpeed calls AdamW once for each of its groups, and not at all if gradients overflow.
+        """
+        model = self.recipe.model
+        assert model.experts is not None
+        if self._report is None:
+            report = self._expert_report()
+            first = model.layers - model.expert_layers
+            amount = model.experts.bias_update
+            update_biases(self.state, report.counts, first_layer=first, amount=amount)
 
     @abstractmethod
     def evaluate(self, micro_batches: Iterable[MicroBatch]) -> float:
