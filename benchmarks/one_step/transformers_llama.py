@@ -4,7 +4,8 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from models.hugging_face import counterparts, hugging_face_config
+from models.hugging_face.config import hugging_face_config
+from models.hugging_face.tensors import counterparts
 from models.initialization import initialize
 from models.layer_specs import SequentialModel, layer_specs, logical_parameters
 from models.parallel.collectives import TensorAxis

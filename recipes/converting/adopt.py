@@ -12,7 +12,8 @@ from transformers import AutoConfig
 
 from models.config import ModelConfig
 from models.errors import UserError
-from models.hugging_face import Counterpart, counterparts, model_settings
+from models.hugging_face.config import model_settings
+from models.hugging_face.tensors import Counterpart, counterparts
 from models.layer_specs import logical_shapes
 from recipes.training.checkpoint.manifest import Manifest
 from recipes.training.checkpoint.tensor_file import FileRecord, TensorFileWriter, split_by_size

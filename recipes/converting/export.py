@@ -10,7 +10,8 @@ from transformers import AutoConfig, GenerationConfig
 
 from models.cost import parameter_count
 from models.errors import UserError
-from models.hugging_face import counterparts, hugging_face_config
+from models.hugging_face.config import hugging_face_config
+from models.hugging_face.tensors import counterparts
 from models.layer_specs import logical_shapes
 from recipes.converting.verified_source import model_of
 from recipes.preparing.tokenizer import document_start, load_tokenizer

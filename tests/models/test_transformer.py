@@ -15,7 +15,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from models import cost
 from models.config import ModelConfig
-from models.hugging_face import from_hugging_face, hugging_face_config, to_hugging_face
+from models.hugging_face.config import hugging_face_config
+from models.hugging_face.tensors import from_hugging_face, to_hugging_face
 from models.initialization import draw_normal, initialize
 from models.layer_specs import (
     SequentialModel,
@@ -236,7 +237,10 @@ def largest_difference(one: Outcome, other: Outcome) -> float:
 
 
 def relative(one: Tensor, other: Tensor) -> float:
+    """Return the largest difference relative to the largest entry; 0 if both are zero."""
     assert one.shape == other.shape
+    if not one.any() and not other.any():
+        return 0.0
     return float((one - other).abs().max() / other.abs().max())
 
 

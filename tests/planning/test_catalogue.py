@@ -136,6 +136,7 @@ RELEASED = {
 MIXTURES = {
     "mixtral-8x7b": Published(32, 4096, 32, 8, 14336, 46_702_792_704, 2e12),  # our own tokens
     "qwen3-30b-a3b": Published(48, 2048, 32, 4, 6144, 30_532_122_624, 36e12),
+    "dots-llm1": Published(62, 4096, 32, 32, 10944, 142_774_381_696, 11.2e12),
     "olmoe-1b-7b": Published(16, 2048, 16, 16, 1024, 6_919_161_856 - 61_440, 5.1e12),
 }
 PUBLISHED = (
@@ -278,7 +279,11 @@ def train_worker(corpus: str) -> dict[str, Training]:
         name: Training(
             outcome.losses,
             outcome.grad_norms,
-            [parameter for parameter, moment in outcome.moments.items() if not moment.any()],
+            [
+                parameter
+                for parameter, moment in outcome.moments.items()
+                if not moment.any() and not parameter.endswith("router.bias")
+            ],
         )
         for name, outcome in zip(NAMES, outcomes, strict=True)
     }

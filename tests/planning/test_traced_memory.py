@@ -145,6 +145,10 @@ VARIANTS = {
         *EXPERTS, "model.experts.shared=1", "model.experts.dense_layers=1", "layout.expert=4",
         "layout.pipeline=2",
     ],
+    "experts, sigmoid": [
+        *EXPERTS, "model.experts.router=sigmoid", "model.experts.bias_update=0.001",
+        "layout.expert=4", "layout.pipeline=2",
+    ],
     "experts, many": [
         *EXPERTS, "model.experts.count=64", "model.experts.per_token=8",
         "model.experts.ffn_hidden_size=1024", "layout.expert=8", "layout.pipeline=1",

@@ -185,7 +185,7 @@ def routed_bytes(
 
     For each of a token's experts: the input, that of the activation and its result, which a rank
     keeps for the tokens that it computes, and the output, which the rank of the token keeps. For
-    the router, probabilities and logits in fp32 three times, and the numbers of the rows.
+    the router, logits and scores in fp32, and the numbers of the rows.
     """
     experts = model.experts
     if experts is None:
@@ -195,7 +195,7 @@ def routed_bytes(
     computed = size * (h + model.activation_columns(f) + f) + (8 if divided else 0)
     of_token = size * h + ROW_NUMBER_BYTES
     rows = experts.per_token * (computed * (imbalance if divided else 1.0) + of_token)
-    return rows + 3 * 4 * experts.count
+    return rows + 2 * 4 * experts.count
 
 
 def activation_bytes(

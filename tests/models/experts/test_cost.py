@@ -26,6 +26,7 @@ from recipes.training.recipe.loading import REPOSITORY, load_recipe
 PUBLISHED = {  # recipe -> parameters, parameters that compute a token
     "mixtral/8x7b": (46_702_792_704, 12_879_925_248),
     "qwen3/30b-a3b": (30_532_122_624, 3_353_032_704),
+    "dots/llm1": (142_774_381_696, 14_016_588_928),  # 142 B, 14 B (arXiv 2506.05767)
     "olmoe/1b-7b": (6_919_161_856 - 61_440, 1_281_955_840),  # norms of whole heads are larger
 }
 EXPERTS = Experts(count=4, per_token=2, ffn_hidden_size=6, shared=1, dense_layers=1)
@@ -56,6 +57,7 @@ SHAPES = {
     "gelu, layernorm": replace(
         SMALL, activation="gelu", norm="layernorm", positions="learned", tie_embeddings=True
     ),
+    "router with biases": replace(SMALL, experts=replace(EXPERTS, router="sigmoid")),
     "no experts": replace(SMALL, experts=None),
 }
 

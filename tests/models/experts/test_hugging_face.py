@@ -1,4 +1,4 @@
-"""Models with experts against Mixtral and Qwen3-MoE of transformers, through their files."""
+"""Models with experts against Mixtral, Qwen3-MoE and Dots1 of transformers, through their files."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -12,18 +12,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from models import hugging_face
 from models.config import ModelConfig
 from models.errors import UserError
 from models.experts import layer
 from models.experts.settings import Experts
-from models.hugging_face import (
-    Counterpart,
-    from_hugging_face,
-    hugging_face_config,
-    model_settings,
-    to_hugging_face,
-)
+from models.hugging_face import tensors
+from models.hugging_face.config import hugging_face_config, model_settings
+from models.hugging_face.tensors import Counterpart, from_hugging_face, to_hugging_face
 from models.initialization import initialize
 from models.layer_specs import SequentialModel, layer_specs, logical_parameters, run_layers
 from models.parallel.collectives import TensorAxis
@@ -34,6 +29,7 @@ from tests.models.test_transformer import LLAMA, Outcome, labels_of, relative
 
 MIXTRAL = Experts(count=8, per_token=2, ffn_hidden_size=40, router="softmax-after-topk")
 QWEN3 = Experts(count=8, per_token=3, ffn_hidden_size=40)
+DOTS = Experts(count=8, per_token=3, ffn_hidden_size=40, shared=2, router="sigmoid")
 MODELS = {
     "Mixtral": replace(LLAMA, experts=MIXTRAL),
     "Mixtral, as normalized softmax": replace(
@@ -46,6 +42,13 @@ MODELS = {
         qk_norm=True,
         head_size=16,
         experts=replace(QWEN3, dense_layers=1, normalize=True),
+    ),
+    "Dots1": replace(LLAMA, qk_norm=True, experts=DOTS),
+    "Dots1, normalized and scaled, first layer dense": replace(
+        LLAMA,
+        qk_norm=True,
+        head_size=16,
+        experts=replace(DOTS, dense_layers=1, normalize=True, output_scale=2.5),
     ),
 }
 
@@ -69,6 +72,9 @@ def run_ours(config: ModelConfig) -> tuple[Outcome, dict[str, Tensor]]:
     model = SequentialModel(layer_specs(config, TensorAxis()))
     parameters = dict(logical_parameters(model, config))
     initialize(parameters.items(), config, seed=3, tensor_rank=0, tensor_size=1)
+    for name, parameter in parameters.items():
+        if name.endswith("router.bias"):  # as after many updates: other experts are chosen
+            parameter.data.uniform_(-0.3, 0.3, generator=torch.Generator().manual_seed(4))
     tokens = example_tokens(config)
     loss = model(tokens, labels_of(tokens), MicroBatchInfo())
     loss.backward()
@@ -112,6 +118,8 @@ def run_theirs(config: ModelConfig, folder: Path) -> Outcome:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_(parameter.grad)
+        for buffer in model.buffers():
+            buffer.zero_()
     model.save_pretrained(folder / "gradients")
     gradients = load_file(folder / "gradients" / "model.safetensors")
     return logits.detach(), loss.detach(), from_hugging_face(config, gradients)
@@ -158,7 +166,8 @@ def test_settings_survive_a_round_trip(name: str, tmp_path: Path) -> None:
     """A model of Mixtral has no size of dense layers, and one way to write its router."""
     config = MODELS[name]
     assert config.experts is not None
-    config = replace(config, experts=replace(config.experts, balance_loss=0.001))
+    if config.experts.router != "sigmoid":  # Dots1's config has no balance loss
+        config = replace(config, experts=replace(config.experts, balance_loss=0.001))
     AutoConfig.for_model(**hugging_face_config(config)).save_pretrained(tmp_path)
     back = ModelConfig(**model_settings(AutoConfig.from_pretrained(tmp_path).to_dict()))
     expected = replace(config, initial_std=back.initial_std)
@@ -200,7 +209,10 @@ def test_a_recipe_has_the_published_architecture(recipe: str) -> None:
     assert ModelConfig(**model_settings(theirs)) == replace(ours, sequence_length=32768)
 
 
-EXPERT_TENSORS = hugging_face._expert_tensors
+DEFAULTS = {  # of attributes that transformers leaves open
+    "dots1": {"n_routed_experts": 8, "n_shared_experts": 2, "num_experts_per_tok": 2},
+}
+EXPERT_TENSORS = tensors._expert_tensors
 
 
 def gate_and_up_swapped(config: ModelConfig, *prefixes: str) -> dict[str, Counterpart]:
@@ -219,30 +231,46 @@ def next_expert(config: ModelConfig, *prefixes: str) -> dict[str, Counterpart]:
 
 def other_gates(**changes: Any) -> Callable[..., Tensor]:
     gates_of = layer.gates_of
-    return lambda logits, chosen, **given: gates_of(logits, chosen, **(given | changes))
+    return lambda scores, chosen, **given: gates_of(scores, chosen, **(given | changes))
+
+
+ROUTER_FORWARD = layer.Router.forward
+
+
+def with_biases_in_scores(router: layer.Router, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    logits, scores, preferences = ROUTER_FORWARD(router, x)
+    assert router.bias is not None
+    return logits, scores + router.bias.detach(), preferences
 
 
 FAULTS: dict[str, tuple[str, Any, str, Callable[..., Any]]] = {
-    "gate and up swapped": ("Mixtral", hugging_face, "_expert_tensors", gate_and_up_swapped),
+    "gate and up swapped": ("Mixtral", tensors, "_expert_tensors", gate_and_up_swapped),
     "gate and up swapped, Qwen3-MoE": (
         "Qwen3-MoE",
-        hugging_face,
+        tensors,
         "_expert_tensors",
         gate_and_up_swapped,
     ),
-    "weights of the next expert": ("Qwen3-MoE", hugging_face, "_expert_tensors", next_expert),
+    "weights of the next expert": ("Qwen3-MoE", tensors, "_expert_tensors", next_expert),
     "not normalized": (
         "Qwen3-MoE, normalized",
         layer,
         "gates_of",
-        other_gates(normalize=False),
+        other_gates(sum_is_one=False),
     ),
-    "normalized": ("Qwen3-MoE", layer, "gates_of", other_gates(normalize=True)),
-    "softmax before top-k": (
-        "Mixtral",
+    "normalized": ("Qwen3-MoE", layer, "gates_of", other_gates(sum_is_one=True)),
+    "softmax before top-k": ("Mixtral", layer, "gates_of", other_gates(sum_is_one=False)),
+    "not scaled": (
+        "Dots1, normalized and scaled, first layer dense",
         layer,
         "gates_of",
-        other_gates(router="softmax", normalize=False),
+        other_gates(scale=1.0),
+    ),
+    "biases in the scores": (
+        "Dots1",
+        layer.Router,
+        "forward",
+        lambda self, x: with_biases_in_scores(self, x),
     ),
     "one expert less": (
         "Qwen3-MoE",
@@ -269,20 +297,27 @@ def test_a_seeded_fault_is_noticed(fault: str, tmp_path: Path) -> None:
         ("mixtral", {"sliding_window": 4096}, "sliding_window = 4096 is not supported; .* None"),
         ("qwen3_moe", {"decoder_sparse_step": 2}, "decoder_sparse_step = 2 .* with 1"),
         ("qwen3_moe", {"mlp_only_layers": [3]}, r"mlp_only_layers = \[3\] .* with \[0\]"),
+        ("dots1", {"n_group": 4}, "n_group = 4 is not supported; .* 1"),
+        ("dots1", {"layer_types": ["sliding_attention"]}, "layer_types = .* with"),
         ("qwen3_moe", {"mlp_only_layers": [0, 2]}, r"mlp_only_layers = \[0, 2\] .* with \[0, 1\]"),
     ],
 )
 def test_an_architecture_that_we_lack_is_rejected(
     family: str, changes: dict[str, Any], message: str
 ) -> None:
-    theirs = AutoConfig.for_model(family).to_dict()
+    theirs = AutoConfig.for_model(family, **DEFAULTS.get(family, {})).to_dict()
     assert model_settings(theirs)["experts"] is not None
     with pytest.raises(UserError, match=message):
         model_settings(theirs | changes)
 
 
-WITHOUT_A_CLASS = [  # changes of the model, changes of its experts, the named setting
-    ({}, {"shared": 1}, "model.experts.shared = 1"),
+WITHOUT_A_CLASS: list[
+    tuple[dict[str, Any], dict[str, Any], str]
+] = [  # changes of the model, changes of its experts, the named setting
+    ({}, {"shared": 1}, "model.experts.shared = 1 without a sigmoid router"),
+    ({}, {"output_scale": 2.5}, "model.experts.output_scale = 2.5 without a sigmoid router"),
+    ({}, {"router": "sigmoid"}, 'model.experts.router = "sigmoid" without shared experts'),
+    ({}, {"router": "sigmoid", "shared": 1}, 'router = "sigmoid" without model.qk_norm'),
     ({}, {"router": "softmax"}, "model.experts.normalize = false without"),
     ({}, {"dense_layers": 1}, "model.experts.dense_layers = 1 without"),
     ({"activation": "gelu"}, {}, "('rmsnorm', 'rope', 'gelu')"),
@@ -299,8 +334,8 @@ def test_a_model_without_a_class_is_rejected(
     assert named in str(rejected.value)
 
 
-@pytest.mark.parametrize("recipe", ["tiny-moe", "qwen3/30b-a3b"])
+@pytest.mark.parametrize("recipe", ["tiny-moe", "qwen3/30b-a3b", "dots/llm1"])
 def test_the_models_of_that_message_have_a_class(recipe: str) -> None:
     model = load_recipe(REPOSITORY / "recipes" / f"{recipe}.toml").model
-    expected = {"tiny-moe": "mixtral", "qwen3/30b-a3b": "qwen3_moe"}
+    expected = {"tiny-moe": "mixtral", "qwen3/30b-a3b": "qwen3_moe", "dots/llm1": "dots1"}
     assert hugging_face_config(model)["model_type"] == expected[recipe]

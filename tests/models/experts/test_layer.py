@@ -48,6 +48,13 @@ MODELS = {
             count=8, per_token=3, ffn_hidden_size=24, router="softmax-after-topk", balance_loss=0.3
         ),
     ),
+    "sigmoid": replace(
+        LLAMA,
+        experts=Experts(
+            count=8, per_token=2, ffn_hidden_size=24, shared=1, router="sigmoid", normalize=True,
+            output_scale=2.5, balance_loss=0.3,
+        ),
+    ),
     "gelu, tied": replace(
         LLAMA, activation="gelu", norm="layernorm", positions="learned", tie_embeddings=True,
         experts=Experts(count=4, per_token=2, ffn_hidden_size=16, shared=2, z_loss=0.05),
@@ -338,12 +345,12 @@ def seeded_fault(fault: str) -> Iterator[None]:
         x, _ = ctx.saved_tensors
         return grad[:, None].expand_as(x).contiguous(), (grad[:, None] * x).sum(-1)
 
-    def pooled(logits: Tensor, counts: Tensor, k: int, axis: ExpertAxis) -> Tensor:
-        logits = logits.flatten(0, 1)[:, None]
-        return balance_loss(logits, counts.sum(0, keepdim=True), k, axis)
+    def pooled(probabilities: Tensor, counts: Tensor, k: int, axis: ExpertAxis) -> Tensor:
+        probabilities = probabilities.flatten(0, 1)[:, None]
+        return balance_loss(probabilities, counts.sum(0, keepdim=True), k, axis)
 
-    def unscaled(*tensors: Tensor, gradient_scale: Callable[[], float], **rest: Any) -> Tensor:
-        return with_losses(*tensors, gradient_scale=lambda: 1.0, **rest)
+    def unscaled(*given: Any, gradient_scale: Callable[[], float], **rest: Any) -> Tensor:
+        return with_losses(*given, gradient_scale=lambda: 1.0, **rest)
 
     def noting(ctx: Any, gates: Tensor, *rest: Any) -> Tensor:
         balance, z, counts, margin, *_, found, _ = rest
@@ -477,12 +484,15 @@ def run_layer_plainly(layer: MixtureOfExperts, config: ModelConfig, x: Tensor) -
     for sequence in range(x.shape[1]):
         logits = x[:, sequence] @ layer.router.weight.t()
         logits_of.append(logits)
-        probabilities = logits.softmax(1)
-        chosen = choose_experts(logits.detach(), experts.per_token)
+        scores = logits.sigmoid() if experts.router == "sigmoid" else logits.softmax(1)
+        probabilities = scores / scores.sum(1, keepdim=True)
+        bias = torch.zeros(experts.count) if layer.router.bias is None else layer.router.bias
+        chosen = choose_experts((scores + bias).detach(), experts.per_token)
         for place, token in enumerate(x[:, sequence]):
-            gates = probabilities[place, chosen[place]]
-            if experts.normalize or experts.router == "softmax-after-topk":
+            gates = scores[place, chosen[place]]
+            if experts.weights_sum_to_one:
                 gates = gates / gates.sum()
+            gates = gates * experts.output_scale
             y = torch.zeros_like(token)
             for number, gate in zip(chosen[place].tolist(), gates, strict=True):
                 up, down = (getattr(layer.experts, f"{kind}_{number}") for kind in ("up", "down"))
@@ -495,6 +505,8 @@ def run_layer_plainly(layer: MixtureOfExperts, config: ModelConfig, x: Tensor) -
         balance = experts.count * (used * probabilities.mean(0)).sum() / x.shape[1]
         total = total + experts.balance_loss * balance
     z = torch.stack(logits_of).logsumexp(-1).square().mean()
+    for parameter in layer.parameters():  # experts without tokens, and the router's bias
+        total = total + 0.0 * parameter.sum()
     return total + experts.z_loss * z
 
 
@@ -579,7 +591,7 @@ def test_logits_of_experts_are_computed_in_fp32(dtype: torch.dtype) -> None:
     x = torch.randn(5, 3, LLAMA.hidden_size, generator=generator).to(dtype).requires_grad_()
     weight = router.weight.detach().float().requires_grad_()
     inputs = x.detach().float().requires_grad_()
-    logits, expected = router(x), F.linear(inputs, weight)
+    (logits, *_), expected = router(x), F.linear(inputs, weight)
     assert logits.dtype == torch.float32 and torch.equal(logits, expected)
     grad = torch.randn(logits.shape, generator=generator)
     logits.backward(grad)

@@ -10,7 +10,13 @@ import torch
 from torch import Tensor
 
 from models.experts import routing
-from models.experts.routing import choose_experts, gates_of, smallest_margin
+from models.experts.routing import (
+    choose_experts,
+    gates_of,
+    probabilities_of,
+    scores_of,
+    smallest_margin,
+)
 
 TIES = {
     "two equal": [[1.0, 3.0, 3.0, 2.0]],
@@ -23,9 +29,10 @@ TIES = {
     ).tolist(),
 }
 ROUTERS: dict[str, dict[str, Any]] = {
-    "softmax": {"router": "softmax", "normalize": False},
-    "softmax, normalized": {"router": "softmax", "normalize": True},
-    "softmax-after-topk": {"router": "softmax-after-topk", "normalize": False},
+    "softmax": {"router": "softmax", "sum_is_one": False},
+    "softmax, normalized": {"router": "softmax", "sum_is_one": True},
+    "sigmoid": {"router": "sigmoid", "sum_is_one": False},
+    "sigmoid, normalized and scaled": {"router": "sigmoid", "sum_is_one": True, "scale": 2.5},
 }
 
 
@@ -43,17 +50,26 @@ def chooses_in_order(rows: list[list[float]]) -> bool:
     )
 
 
-def gates_by_hand(row: list[float], chosen: list[int], router: str, normalize: bool) -> list[float]:
-    among = chosen if router == "softmax-after-topk" or normalize else range(len(row))
-    total = sum(math.exp(row[number]) for number in among)
-    return [math.exp(row[number]) / total for number in chosen]
+def gates_by_hand(
+    row: list[float], chosen: list[int], router: str, sum_is_one: bool, scale: float = 1.0
+) -> list[float]:
+    if router == "sigmoid":
+        scores = [1 / (1 + math.exp(-logit)) for logit in row]
+    else:
+        scores = [math.exp(logit) / sum(map(math.exp, row)) for logit in row]
+    total = sum(scores[number] for number in chosen) if sum_is_one else 1.0
+    return [scale * scores[number] / total for number in chosen]
+
+
+def gates(logits: Tensor, chosen: Tensor, *, router: Any, **settings: Any) -> Tensor:
+    return routing.gates_of(scores_of(logits, router), chosen, **settings)
 
 
 def largest_error_of_gates(settings: dict[str, Any]) -> float:
     """Return the largest difference between `gates_of` and `gates_by_hand`."""
     logits = example_logits()
     chosen = choose_experts(logits, 3)
-    found = routing.gates_of(logits, chosen, **settings)
+    found = gates(logits, chosen, **settings)
     expected = [
         gates_by_hand(row, numbers, **settings)
         for row, numbers in zip(logits.tolist(), chosen.tolist(), strict=True)
@@ -118,37 +134,50 @@ def test_gates_are_those_computed_by_hand(name: str) -> None:
 def test_gradients_of_gates_are_exact(name: str) -> None:
     logits = example_logits(4).double().requires_grad_()
     chosen = choose_experts(logits.detach(), 3)
-    assert torch.autograd.gradcheck(lambda x: gates_of(x, chosen, **ROUTERS[name]), [logits])
+    assert torch.autograd.gradcheck(lambda x: gates(x, chosen, **ROUTERS[name]), [logits])
 
 
-def test_normalized_gates_are_those_of_softmax_after_topk() -> None:
+def test_normalized_gates_are_those_of_softmax_over_the_chosen_experts() -> None:
     logits = example_logits()
     chosen = choose_experts(logits, 3)
-    plain, normalized, after = (gates_of(logits, chosen, **each) for each in ROUTERS.values())
-    assert torch.allclose(normalized, after, rtol=1e-5)
-    assert torch.allclose(after.sum(1), torch.ones(len(logits)))
+    plain, normalized = (gates(logits, chosen, **ROUTERS[name]) for name in list(ROUTERS)[:2])
+    assert torch.allclose(normalized, logits.gather(1, chosen).softmax(1), rtol=1e-5)
     assert bool((plain.sum(1) < 0.999).all())
-    everyone = choose_experts(logits, 8)
-    plain, _, after = (gates_of(logits, everyone, **each) for each in ROUTERS.values())
-    assert torch.allclose(plain, after, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["softmax, normalized", "sigmoid, normalized and scaled"])
+def test_gates_are_finite_for_extreme_logits(name: str) -> None:
+    logits = torch.tensor([[-200.0, -300.0, -250.0, -400.0], [1e4, -1e4, 5.0, 3.0]])
+    found = gates(logits, choose_experts(logits, 2), **ROUTERS[name])
+    assert bool(found.isfinite().all())
+
+
+def test_probabilities_have_the_sum_one_and_the_order_of_the_scores() -> None:
+    logits = example_logits()
+    for router in ("softmax", "softmax-after-topk", "sigmoid"):
+        scores = scores_of(logits, router)
+        found = probabilities_of(scores, router)
+        assert torch.allclose(found.sum(1), torch.ones(len(logits)))
+        assert torch.allclose(found * scores.sum(1, keepdim=True), scores, rtol=1e-5)
+    assert not torch.allclose(scores.sum(1), torch.ones(len(logits)))  # of the sigmoid
 
 
 FAULTS_OF_GATES: dict[str, tuple[str, Callable[..., Tensor]]] = {  # fault -> router, replacement
     "not normalized": (
         "softmax, normalized",
-        lambda logits, chosen, **_: gates_of(logits, chosen, **ROUTERS["softmax"]),
+        lambda scores, chosen, **_: gates_of(scores, chosen, sum_is_one=False),
     ),
     "normalized always": (
         "softmax",
-        lambda logits, chosen, **_: gates_of(logits, chosen, **ROUTERS["softmax, normalized"]),
+        lambda scores, chosen, **_: gates_of(scores, chosen, sum_is_one=True),
     ),
-    "among all experts": (
-        "softmax-after-topk",
-        lambda logits, chosen, **_: gates_of(logits, chosen, **ROUTERS["softmax"]),
+    "not scaled": (
+        "sigmoid, normalized and scaled",
+        lambda scores, chosen, **_: gates_of(scores, chosen, sum_is_one=True),
     ),
     "of the experts in the order of their numbers": (
         "softmax",
-        lambda logits, chosen, **rest: gates_of(logits, chosen.sort().values, **rest),
+        lambda scores, chosen, **rest: gates_of(scores, chosen.sort().values, **rest),
     ),
 }
 

@@ -66,8 +66,20 @@ BAD: list[tuple[Changes, int, str, str, Changes]] = [
     ),
     ({E + "z_loss": -1}, 2, "model.experts.z_loss = -1", "z_loss = 0", {E + "z_loss": 0}),
     (
-        {E + "router": "sigmoid"}, 2,
-        "model.experts.router = 'sigmoid'", 'router = "softmax"', {E + "router": "softmax"},
+        {E + "router": "sigmod"}, 2,
+        "model.experts.router = 'sigmod'", 'router = "softmax"', {E + "router": "softmax"},
+    ),
+    (
+        {E + "output_scale": 0.0}, 2,
+        "model.experts.output_scale = 0.0 ", "output_scale = 1.0", {E + "output_scale": 1.0},
+    ),
+    (
+        {E + "bias_update": -0.1, E + "router": "sigmoid"}, 2,
+        "model.experts.bias_update = -0.1 ", "bias_update = 0", {E + "bias_update": 0},
+    ),
+    (
+        {E + "bias_update": 0.001}, 2,
+        "model.experts.bias_update = 0.001 ", 'router = "sigmoid"', {E + "router": "sigmoid"},
     ),
     (
         {E + "router": "softmax-after-topk"}, 2,
@@ -184,6 +196,7 @@ def test_the_unmodified_recipes_are_valid() -> None:
         {E + "ffn_hidden_size": 1},
         {E + "dense_layers": 3},
         {E + "balance_loss": 0.0, E + "z_loss": 0.0},
+        {E + "router": "sigmoid", E + "bias_update": 0.001, E + "output_scale": 2.5},
         {"layout__expert": 1},
     ],
     ids=str,

@@ -15,7 +15,8 @@ from torch import Tensor
 from models.experts import statistics
 from models.experts.axis import ExpertAxis
 from models.experts.exchange import count_tokens
-from models.experts.routing import choose_experts, smallest_margin
+from models.experts.routing import Routing, choose_experts, scores_of, smallest_margin
+from models.experts.settings import Experts, Router
 from models.experts.statistics import (
     RouterStatistics,
     balance_loss,
@@ -81,13 +82,30 @@ def example() -> tuple[Tensor, Tensor]:
     return logits, choose_experts(logits.flatten(0, 1), PER_TOKEN).view(TOKENS, SEQUENCES, -1)
 
 
-def run_by_hand() -> Outcome:
+def settings_of(router: Router = "softmax") -> Experts:
+    return Experts(
+        count=EXPERTS, per_token=PER_TOKEN, ffn_hidden_size=8, router=router,
+        balance_loss=WEIGHTS[0], z_loss=WEIGHTS[1],
+    )  # fmt: skip
+
+
+def routing_of(logits: Tensor, chosen: Tensor, router: Router = "softmax") -> Routing:
+    return Routing(logits, scores_of(logits, router), logits.detach(), chosen)
+
+
+def run_by_hand(router: Router = "softmax") -> Outcome:
     """Return the outcome from loops over sequences, tokens and experts."""
     logits, chosen = example()
     logits.requires_grad_()
     balance = z = torch.zeros(())
+
+    def probabilities_of_token(logits: Tensor) -> Tensor:
+        if router == "softmax":
+            return logits.softmax(0)
+        return logits.sigmoid() / sum(1 / (1 + (-each).exp()) for each in logits)
+
     for sequence in range(SEQUENCES):
-        probabilities = [logits[token, sequence].softmax(0) for token in range(TOKENS)]
+        probabilities = [probabilities_of_token(logits[token, sequence]) for token in range(TOKENS)]
         for expert in range(EXPERTS):
             uses = sum(expert in chosen[token, sequence].tolist() for token in range(TOKENS))
             fraction = EXPERTS / (PER_TOKEN * TOKENS) * uses
@@ -107,7 +125,9 @@ def run_by_hand() -> Outcome:
     )
 
 
-def run_on_a_rank(division: tuple[int, int], micro_batches: int, rank: int) -> Outcome:
+def run_on_a_rank(
+    division: tuple[int, int], micro_batches: int, rank: int, router: Router = "softmax"
+) -> Outcome:
     """Return this rank's part of the outcome: sums over its micro-batches, gradients as they are.
 
     The tokens of a context rank are adjacent, and its tensor ranks have adjacent parts of them.
@@ -123,7 +143,7 @@ def run_on_a_rank(division: tuple[int, int], micro_batches: int, rank: int) -> O
     parts = (each.chunk(size)[rank].chunk(micro_batches, dim=1) for each in example())
     for logits, chosen in zip(*parts, strict=True):
         logits = logits.clone().requires_grad_()
-        with_losses(logits, chosen, axis, found, micro_batches).sum().backward()
+        with_losses(logits, chosen, axis, found, micro_batches, router).sum().backward()
         assert (logits.grad is not None) == any(WEIGHTS)
         gradients.append(torch.zeros_like(logits) if logits.grad is None else logits.grad)
     assert found.counts is not None and found.margin is not None
@@ -142,14 +162,14 @@ def with_losses(
     axis: ExpertAxis,
     found: RouterStatistics,
     micro_batches: int = 1,
+    router: Router = "softmax",
 ) -> Tensor:
     """Return gates of ones, whose backward pass adds the losses' gradients to the logits."""
     return statistics.with_router_losses(
         torch.ones(chosen.flatten(0, 1).shape, requires_grad=True),
-        logits,
-        chosen,
+        routing_of(logits, chosen, router),
+        settings=settings_of(router),
         axis=axis,
-        weights=WEIGHTS,
         gradient_scale=lambda: 1 / micro_batches,
         statistics=found,
     )
@@ -170,9 +190,9 @@ def joined(parts: list[Outcome], division: tuple[int, int], micro_batches: int) 
     )
 
 
-def is_right(found: Outcome) -> bool:
+def is_right(found: Outcome, router: Router = "softmax") -> bool:
     """Return True if an outcome agrees with the one computed by hand."""
-    expected = run_by_hand()
+    expected = run_by_hand(router)
     return (
         torch.equal(found.counts, expected.counts)
         and found.balance == pytest.approx(expected.balance, rel=1e-5)
@@ -209,15 +229,15 @@ def seeded_fault(fault: str) -> Iterator[None]:
     """Break the statistics in one way."""
     attach = statistics._Attach.forward
 
-    def of_a_rank(logits: Tensor, counts: Tensor, k: int, axis: ExpertAxis) -> Tensor:
-        return balance_loss(logits, counts, k, replace(axis, tensor_size=1))
+    def of_a_rank(probabilities: Tensor, counts: Tensor, k: int, axis: ExpertAxis) -> Tensor:
+        return balance_loss(probabilities, counts, k, replace(axis, tensor_size=1))
 
-    def pooled(logits: Tensor, counts: Tensor, k: int, axis: ExpertAxis) -> Tensor:
-        logits = logits.flatten(0, 1)[:, None]
-        return balance_loss(logits, counts.sum(0, keepdim=True), k, axis)
+    def pooled(probabilities: Tensor, counts: Tensor, k: int, axis: ExpertAxis) -> Tensor:
+        probabilities = probabilities.flatten(0, 1)[:, None]
+        return balance_loss(probabilities, counts.sum(0, keepdim=True), k, axis)
 
-    def unscaled(*tensors: Tensor, gradient_scale: Callable[[], float], **rest: Any) -> Tensor:
-        return with_router_losses(*tensors, gradient_scale=lambda: 1.0, **rest)
+    def unscaled(*given: Any, gradient_scale: Callable[[], float], **rest: Any) -> Tensor:
+        return with_router_losses(*given, gradient_scale=lambda: 1.0, **rest)
 
     def noting(ctx: Any, gates: Tensor, *rest: Any) -> Tensor:
         balance, z, counts, margin, *_, found, _ = rest
@@ -276,12 +296,25 @@ def test_the_balance_loss_of_equally_used_experts_is_one() -> None:
     chosen = torch.arange(TOKENS * PER_TOKEN).view(TOKENS, 1, PER_TOKEN) % EXPERTS
     counts = count_by_sequence(chosen, EXPERTS)
     assert counts.tolist() == [[TOKENS * PER_TOKEN // EXPERTS] * EXPERTS]
-    logits = torch.zeros(TOKENS, 1, EXPERTS)
-    assert float(balance_loss(logits, counts, PER_TOKEN, ExpertAxis())) == 1.0
-    one_sided = logits.index_fill(2, torch.tensor([0, 1]), 100.0)
+    equal = torch.full((TOKENS, 1, EXPERTS), 1 / EXPERTS)
+    assert float(balance_loss(equal, counts, PER_TOKEN, ExpertAxis())) == 1.0
+    one_sided = torch.zeros(TOKENS, 1, EXPERTS)
+    one_sided[:, :, :PER_TOKEN] = 1 / PER_TOKEN
     chosen = choose_experts(one_sided[:, 0], PER_TOKEN)[:, None]
     worst = balance_loss(one_sided, count_by_sequence(chosen, EXPERTS), PER_TOKEN, ExpertAxis())
     assert float(worst) == pytest.approx(EXPERTS / PER_TOKEN)
+
+
+@pytest.mark.parametrize("micro_batches", MICRO_BATCHES)
+def test_the_losses_of_a_sigmoid_router_are_those_computed_by_hand(micro_batches: int) -> None:
+    found = [run_on_a_rank((1, 1), micro_batches, 0, "sigmoid")]
+    assert is_right(joined(found, (1, 1), micro_batches), "sigmoid")
+
+
+def test_scores_that_are_not_divided_by_their_sum_are_noticed() -> None:
+    with mock.patch.object(statistics, "probabilities_of", lambda scores, router: scores):
+        found = [run_on_a_rank((1, 1), 1, 0, "sigmoid")]
+    assert not is_right(joined(found, (1, 1), 1), "sigmoid")
 
 
 def test_the_z_loss_of_a_constant_is_the_square_of_its_logsumexp() -> None:
@@ -313,10 +346,9 @@ def test_gates_and_their_gradients_pass_unchanged() -> None:
     grad = torch.rand(gates.shape)
     attached = with_router_losses(
         gates,
-        logits.requires_grad_(),
-        chosen,
+        routing_of(logits.requires_grad_(), chosen),
+        settings=settings_of(),
         axis=ExpertAxis(),
-        weights=WEIGHTS,
         gradient_scale=lambda: 1.0,
         statistics=RouterStatistics(),
     )
@@ -365,10 +397,9 @@ def evaluate(found: RouterStatistics) -> None:
     with torch.no_grad(), mock.patch.object(statistics, "dist") as collectives:
         found_gates = statistics.with_router_losses(
             gates,
-            logits,
-            chosen,
+            routing_of(logits, chosen),
+            settings=settings_of(),
             axis=axis,
-            weights=WEIGHTS,
             gradient_scale=lambda: 1.0,
             statistics=found,
         )
@@ -382,9 +413,9 @@ def test_an_evaluation_notes_nothing_and_communicates_nothing() -> None:
 
 
 def test_losses_that_are_computed_in_an_evaluation_are_noticed() -> None:
-    def always(*tensors: Tensor, **rest: Any) -> Tensor:
+    def always(*given: Any, **rest: Any) -> Tensor:
         with torch.enable_grad():
-            return with_router_losses(*tensors, **rest)
+            return with_router_losses(*given, **rest)
 
     with mock.patch.object(statistics, "with_router_losses", always), pytest.raises(AssertionError):
         evaluate(RouterStatistics())

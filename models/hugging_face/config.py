@@ -1,0 +1,213 @@
+"""Conversion between our settings of a model and the config of transformers."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from models.config import ModelConfig
+from models.errors import UserError
+from models.experts.settings import Experts
+from models.hugging_face.families import (
+    LLAMA_LIKE,
+    WITH_EXPERTS,
+    WITH_QK_NORM,
+    family_of,
+    require,
+)
+from models.hugging_face.rope import rope_parameters, rope_scaling_in
+from models.rope_scaling import SCALING_KEYS
+
+
+def hugging_face_config(config: ModelConfig) -> dict[str, Any]:
+    """Return the keyword arguments of transformers' config class, including `model_type`.
+
+    Raises:
+        UserError: no class of transformers has this architecture.
+    """
+    shared = {
+        "vocab_size": config.vocab_size,
+        "tie_word_embeddings": config.tie_embeddings,
+        "initializer_range": config.initial_std,
+    }
+    if family_of(config) == "gpt2":
+        return shared | {
+            "model_type": "gpt2",
+            "n_positions": config.sequence_length,
+            "n_embd": config.hidden_size,
+            "n_layer": config.layers,
+            "n_head": config.heads,
+            "n_inner": config.ffn_hidden_size,
+            "layer_norm_epsilon": config.norm_epsilon,
+            "activation_function": "gelu_new",
+            "resid_pdrop": config.dropout,
+            "embd_pdrop": config.dropout,
+            "attn_pdrop": config.attention_dropout,
+        }
+    return shared | {
+        "model_type": family_of(config),
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.ffn_hidden_size,
+        **expert_settings(config),
+        "num_hidden_layers": config.layers,
+        "num_attention_heads": config.heads,
+        "num_key_value_heads": config.kv_heads,
+        "head_dim": config.attention_head_size,
+        "max_position_embeddings": config.sequence_length,
+        "rope_parameters": rope_parameters(config),
+        "rms_norm_eps": config.norm_epsilon,
+        "hidden_act": "silu",
+        "attention_dropout": config.attention_dropout,
+    }
+
+
+def model_settings(theirs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of our ModelConfig, given all attributes of transformers' config.
+
+    Raises:
+        UserError: our model does not support the architecture; the message names the attribute.
+    """
+    family = theirs["model_type"]
+    if family == "gpt2":
+        return _gpt2_settings(theirs)
+    if family not in LLAMA_LIKE:
+        raise UserError(
+            f"model_type = {family!r} is not supported; use {', '.join(LLAMA_LIKE)} or gpt2"
+        )
+    rope = theirs.get("rope_parameters") or {}
+    require(
+        theirs,
+        {"hidden_act": ("silu",), "attention_bias": (False, None), "mlp_bias": (False, None),
+         "use_sliding_window": (False, None)},
+    )  # fmt: skip
+    kinds = ("default", *SCALING_KEYS)
+    if (rope.get("rope_type") or "default") not in kinds:
+        raise UserError(
+            f"rope_type = {rope['rope_type']!r} is not supported; use a model with one of "
+            f"{', '.join(kinds)}"
+        )
+    require(rope, {"partial_rotary_factor": (1.0, None)})
+    head_size = theirs["hidden_size"] // theirs["num_attention_heads"]
+    their_head_size = theirs.get("head_dim") or head_size
+    return {
+        "layers": theirs["num_hidden_layers"],
+        "hidden_size": theirs["hidden_size"],
+        "heads": theirs["num_attention_heads"],
+        "kv_heads": theirs["num_key_value_heads"],
+        "ffn_hidden_size": theirs["intermediate_size"],
+        "vocab_size": theirs["vocab_size"],
+        "sequence_length": theirs["max_position_embeddings"],
+        "norm": "rmsnorm",
+        "positions": "rope",
+        "activation": "swiglu",
+        "bias": False,
+        "tie_embeddings": theirs["tie_word_embeddings"],
+        "qk_norm": family in WITH_QK_NORM,
+        "head_size": their_head_size if their_head_size != head_size else None,
+        "rope_theta": float(rope.get("rope_theta", 10000.0)),
+        "rope_scaling": rope_scaling_in(rope, theirs["max_position_embeddings"]),
+        "experts": experts_in(theirs),
+        "norm_epsilon": theirs["rms_norm_eps"],
+    }
+
+
+def expert_settings(config: ModelConfig) -> dict[str, Any]:
+    """Return the keyword arguments of transformers' config class for experts."""
+    experts = config.experts
+    if experts is None:
+        return {}
+    family = family_of(config)
+    settings: dict[str, Any] = {
+        "num_local_experts": experts.count,
+        "num_experts_per_tok": experts.per_token,
+    }
+    if family != "dots1":
+        settings["router_aux_loss_coef"] = experts.balance_loss
+    if family == "mixtral":
+        return settings | {"intermediate_size": experts.ffn_hidden_size, "sliding_window": None}
+    settings |= {
+        "moe_intermediate_size": experts.ffn_hidden_size,
+        "norm_topk_prob": experts.weights_sum_to_one,
+    }
+    if family == "dots1":
+        return settings | {
+            "n_shared_experts": experts.shared,
+            "first_k_dense_replace": experts.dense_layers,
+            "routed_scaling_factor": experts.output_scale,
+            "n_group": 1,
+            "topk_group": 1,
+            "sliding_window": None,
+        }
+    return settings | {
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": list(range(experts.dense_layers)),
+    }
+
+
+def experts_in(theirs: Mapping[str, Any]) -> Experts | None:
+    """Return the experts in transformers' config; None if the model is dense.
+
+    Raises:
+        UserError: our model does not support the architecture; the message names the attribute.
+    """
+    family = theirs["model_type"]
+    if family not in WITH_EXPERTS:
+        return None
+    if family == "dots1":
+        return _experts_of_dots1(theirs)
+    settings: dict[str, Any] = {
+        "count": theirs["num_local_experts"],
+        "per_token": theirs["num_experts_per_tok"],
+        "balance_loss": float(theirs["router_aux_loss_coef"]),
+    }
+    if family == "mixtral":
+        require(theirs, {"sliding_window": (None,)})
+        ffn = theirs["intermediate_size"]
+        return Experts(**settings, ffn_hidden_size=ffn, router="softmax-after-topk")
+    dense = theirs.get("mlp_only_layers") or []
+    require(
+        theirs, {"decoder_sparse_step": (1,), "mlp_only_layers": (list(range(len(dense))), None)}
+    )
+    return Experts(
+        **settings,
+        ffn_hidden_size=theirs["moe_intermediate_size"],
+        dense_layers=len(dense),
+        normalize=theirs["norm_topk_prob"],
+    )
+
+
+def _experts_of_dots1(theirs: Mapping[str, Any]) -> Experts:
+    """Return the experts in a config of Dots1, which has DeepSeek-V3's router."""
+    full = (["full_attention"] * theirs["num_hidden_layers"], None)
+    require(theirs, {"n_group": (1, None), "topk_group": (1, None), "layer_types": full})
+    return Experts(
+        count=theirs["n_routed_experts"],
+        per_token=theirs["num_experts_per_tok"],
+        ffn_hidden_size=theirs["moe_intermediate_size"],
+        shared=theirs["n_shared_experts"],
+        dense_layers=theirs["first_k_dense_replace"] or 0,
+        router="sigmoid",
+        normalize=bool(theirs["norm_topk_prob"]),
+        output_scale=float(theirs["routed_scaling_factor"]),
+    )
+
+
+def _gpt2_settings(theirs: Mapping[str, Any]) -> dict[str, Any]:
+    require(
+        theirs,
+        {"activation_function": ("gelu_new", "gelu_pytorch_tanh"), "scale_attn_weights": (True,),
+         "scale_attn_by_inverse_layer_idx": (False,), "add_cross_attention": (False,)},
+    )  # fmt: skip
+    return {
+        "layers": theirs["n_layer"],
+        "hidden_size": theirs["n_embd"],
+        "heads": theirs["n_head"],
+        "kv_heads": theirs["n_head"],
+        "ffn_hidden_size": theirs["n_inner"] or 4 * theirs["n_embd"],
+        "vocab_size": theirs["vocab_size"],
+        "sequence_length": theirs["n_positions"],
+        "norm": "layernorm",
+        "positions": "learned",
+        "activation": "gelu",
+        "bias": True,
+        "tie_embeddings": theirs["tie_word_embeddings"],
+        "norm_epsilon": theirs["layer_norm_epsilon"],
+    }

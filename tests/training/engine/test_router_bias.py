@@ -1,0 +1,119 @@
+"""Biases of a sigmoid router after some steps: by hand from the counts, in several layouts."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+from recipes.proving.trial import gather, held_state, held_weights, start, train_step
+from recipes.training.engine import engine as source
+from recipes.training.engine.router_bias import update_biases
+from recipes.training.recipe.loading import parse_recipe
+from tests.conftest import changed, small_recipe
+from tests.ranks import join_world, run_ranks
+
+STEPS, AMOUNT = 3, 0.01
+EXPERTS = {
+    "count": 4, "per_token": 2, "ffn_hidden_size": 24, "dense_layers": 1, "router": "sigmoid",
+    "bias_update": AMOUNT,
+}  # fmt: skip
+LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
+    1: {
+        "one rank": {},
+        "bf16": {"deepspeed": "ds_configs/zero1_bf16.json"},
+        "ZeRO-2": {"deepspeed": "ds_configs/zero2_fp32.json"},
+    },
+    2: {
+        "expert": {"layout": {"expert": 2}},
+        "expert, bf16": {"layout": {"expert": 2}, "deepspeed": "ds_configs/zero1_bf16.json"},
+        "tensor": {"layout": {"tensor": 2, "sequence_parallel": True}},
+        "stages": {"layout": {"pipeline": 2}},
+        "ZeRO-2": {"deepspeed": "ds_configs/zero2_fp32.json"},
+        "ZeRO-3": {"deepspeed": "ds_configs/zero3_fp32.json"},
+    },
+}
+CASES = [(size, name) for size, layouts in LAYOUTS.items() for name in layouts]
+FAULTS: dict[str, Callable[..., None]] = {
+    "reversed": lambda *given, amount, **rest: update_biases(*given, amount=-amount, **rest),
+    "never": lambda *given, **rest: None,
+    "counts of the layer before": lambda state, counts, **rest: update_biases(
+        state, counts[-1:] + counts[:-1], **rest
+    ),
+    "twice": lambda *given, amount, **rest: update_biases(*given, amount=2 * amount, **rest),
+}
+
+Outcome = tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]
+
+
+def train(table: dict[str, Any]) -> Outcome:
+    """Return the biases by hand, in the optimizer, and in the model; on rank 0."""
+    engine, data = start(parse_recipe(table, "test"), join_world())
+    expected: dict[str, Tensor] = {}
+    for step in range(1, STEPS + 1):
+        report = train_step(engine, data, step).experts
+        assert report is not None
+        for layer, counts in enumerate(report.counts, start=1):  # the first layer is dense
+            tokens = torch.tensor(counts, dtype=torch.float64)
+            change = AMOUNT * torch.sign(tokens.mean() - tokens)
+            name = f"blocks.{layer}.mlp.router.bias"
+            expected[name] = expected.get(name, torch.zeros(4)) + change.float()
+    found = [gather(engine, held) for held in (held_state(engine, "fp32"), held_weights(engine))]
+    assert not any(moment.any() for moment in moments_of_biases(engine).values())
+    masters, model = ({n: each[n] for n in expected if n in each} for each in found)
+    return expected, masters, model
+
+
+def moments_of_biases(engine: Any) -> dict[str, Tensor]:
+    held = held_state(engine, "exp_avg")
+    return {name: moment for name, moment in held.items() if name.endswith("router.bias")}
+
+
+def worker(corpus: str, layouts: dict[str, dict[str, Any]]) -> dict[str, Outcome]:
+    tables = {
+        name: changed(
+            small_recipe(Path(corpus)),
+            **{"model__experts": EXPERTS, "model__layers": 4, "model__initial_std": 0.1} | changes,
+        )
+        for name, changes in layouts.items()
+    }
+    found = {name: train(table) for name, table in tables.items()}
+    if len(layouts) == len(LAYOUTS[1]):
+        for fault, replacement in FAULTS.items():
+            with mock.patch.object(source, "update_biases", replacement):
+                found[fault] = train(tables["one rank"])
+    return found
+
+
+@pytest.fixture(scope="module")
+def outcomes(corpus: Path) -> dict[int, dict[str, Outcome]]:
+    """Return the outcomes of rank 0 by the size of the world."""
+    return {
+        size: run_ranks(size, worker, str(corpus), layouts)[0] for size, layouts in LAYOUTS.items()
+    }
+
+
+def is_right(outcome: Outcome) -> bool:
+    expected, masters, _ = outcome
+    assert len(expected) == len(masters) == 3
+    assert any(bias.any() for bias in expected.values())
+    return all(torch.allclose(masters[name], expected[name], atol=1e-7) for name in expected)
+
+
+@pytest.mark.parametrize(("size", "name"), CASES)
+def test_biases_follow_the_counts_in_every_layout(
+    size: int, name: str, outcomes: dict[int, dict[str, Outcome]]
+) -> None:
+    outcome = outcomes[size][name]
+    assert is_right(outcome)
+    _, masters, model = outcome
+    for bias in masters:  # the model has the biases in its own precision
+        assert torch.equal(model[bias], masters[bias].to(model[bias].dtype))
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_seeded_fault_is_noticed(fault: str, outcomes: dict[int, dict[str, Outcome]]) -> None:
+    assert not is_right(outcomes[1][fault])
