@@ -34,6 +34,7 @@ CLASSES = {
     "qwen3": "Qwen3ForCausalLM",
     "mixtral": "MixtralForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
+    "dots1": "Dots1ForCausalLM",
     "gpt2": "GPT2LMHeadModel",
 }
 TOKENIZER_FILES = (

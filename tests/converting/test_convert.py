@@ -65,6 +65,13 @@ SHAPES: dict[str, dict[str, Any]] = {
             "count": 4, "per_token": 2, "ffn_hidden_size": 48, "normalize": True, "dense_layers": 1,
         },
     },
+    "dots1": {
+        "model__qk_norm": True,
+        "model__experts": {
+            "count": 4, "per_token": 2, "ffn_hidden_size": 48, "shared": 1, "dense_layers": 1,
+            "router": "sigmoid", "normalize": True, "output_scale": 2.5, "bias_update": 0.001,
+        },
+    },
     "gpt2": GPT_SWITCHES,
 }  # fmt: skip
 FAMILIES = {
@@ -75,6 +82,11 @@ FAMILIES = {
     "qwen3_moe": {
         "num_key_value_heads": 2, "head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2,
         "moe_intermediate_size": 48, "norm_topk_prob": True, "mlp_only_layers": [0],
+    },
+    "dots1": {
+        "num_key_value_heads": 2, "head_dim": 16, "n_routed_experts": 4, "num_experts_per_tok": 2,
+        "moe_intermediate_size": 48, "n_shared_experts": 1, "first_k_dense_replace": 1,
+        "norm_topk_prob": True, "routed_scaling_factor": 2.5,
     },
     "gpt2": {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 32},
 }  # fmt: skip
