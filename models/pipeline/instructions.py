@@ -21,7 +21,7 @@ from deepspeed.runtime.pipe.schedule import (
 
 from models.pipeline.schedule.communication import Action, is_remote, program
 from models.pipeline.schedule.order import Pipeline
-from models.pipeline.schedule.passes import BACKWARD, FORWARD, WEIGHT, Kind, Pass
+from models.pipeline.schedule.passes import BACKWARD, FORWARD, WEIGHT, Kind, Pass, group_ends
 
 
 class WeightPass(BufferOpInstruction):
@@ -41,10 +41,10 @@ class PassSchedule(PipeSchedule):
     """The instructions of a stage in a step, as DeepSpeed's engines read them.
 
     RecvActivation and RecvGrad start to receive, as `communication.program` orders them, and
-    CommitP2P waits for one message; sends start and are not waited for. ReduceGrads of a chunk
-    follows the chunk's last backward pass, when the reduction over the data ranks may begin
-    (`gradients.py`); without a chunk it ends all reductions, tied weights included. DeepSpeed's
-    buffer is a micro-batch here.
+    CommitP2P waits for one message; sends start and are not waited for. ReduceGrads of a pass
+    follows the last pass of a group of micro-batches, when the group's gradients are reduced over
+    the data ranks (`gradients/`); without a pass it ends all reductions, tied weights included.
+    DeepSpeed's buffer is a micro-batch here.
     """
 
     def __init__(self, pipeline: Pipeline, stage: int, *, training: bool):
@@ -65,13 +65,13 @@ class PassSchedule(PipeSchedule):
 
     def _make_steps(self) -> Iterator[list[PipeInstruction]]:
         order = self.pipeline.orders_of_step(training=self.training)[self.stage_id]
-        last_pass = {work.chunk: work for work in order}
+        ends = group_ends(order, self.pipeline.reduce_every)
         for action, work in program(self.pipeline, self.stage_id, training=self.training):
             yield list(self._instructions(action, work))
             is_sent = is_remote(self.stage_id, self.pipeline.receiver(work))
             is_over = action == (Action.SEND if is_sent else Action.COMPUTE)
-            if self.training and is_over and work == last_pass[work.chunk]:
-                yield [ReduceGrads(chunk=work.chunk)]
+            if is_over and work in ends:
+                yield [ReduceGrads(kind=work.kind, buffer_id=work.micro_batch, chunk=work.chunk)]
         yield [CommitP2P()]
         if self.training:
             yield [ReduceGrads(), OptimizerStep()]

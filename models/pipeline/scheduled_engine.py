@@ -26,7 +26,7 @@ from models.pipeline.channels import Boundary, Channels
 from models.pipeline.gradients.flat_gradients import gradients_of
 from models.pipeline.instructions import PassSchedule, WeightPass
 from models.pipeline.schedule.order import Pipeline, last_stage
-from models.pipeline.schedule.passes import BACKWARD, FORWARD, WEIGHT, Kind, Pass, last_passes
+from models.pipeline.schedule.passes import BACKWARD, FORWARD, WEIGHT, Kind, Pass, group_ends
 from models.pipeline.stage import Stage
 from models.pipeline.warm_up import warm_up
 
@@ -60,6 +60,7 @@ class ScheduledEngine(PipelineEngine):
         optimizer: the optimizer of its parameters
         config: the DeepSpeed configuration
         boundary: the tensors that pass from one chunk to the next
+        shard_gradients: keep only this rank's shard of the gradients, as ZeRO-2 does
     """
 
     def __init__(
@@ -69,6 +70,7 @@ class ScheduledEngine(PipelineEngine):
         config: dict[str, Any],
         *,
         boundary: Boundary,
+        shard_gradients: bool = False,
     ):
         self.is_built = False
         grid = stage.mpu()
@@ -87,7 +89,9 @@ class ScheduledEngine(PipelineEngine):
         self.pipeline = self.module.pipeline
         assert self.pipeline.micro_batches == self.micro_batches
         self.channels = Channels(self.pipeline, self.grid, boundary, self.device)
-        self.gradients = gradients_of(self, self._parameters_of_chunks())
+        chunks = range(self.pipeline.chunks)
+        parameters = {chunk: list(stage.parameters_of_chunk(chunk)) for chunk in chunks}
+        self.gradients = gradients_of(self, parameters, sharded=shard_gradients)
         self.deferral = Deferral()
         if self.pipeline.splits:
             defer_weights(self.module, self.deferral)
@@ -115,19 +119,14 @@ class ScheduledEngine(PipelineEngine):
         warm_up(self, tokens, labels, info, note=note)
         self.needs_warm_up = False
 
-    def _parameters_of_chunks(self) -> dict[int, list[nn.Parameter]]:
-        """Return the untied parameters of each chunk, with chunks in the order of last passes."""
-        order = self.pipeline.orders[self.stage_id]
-        ending = dict.fromkeys(work.chunk for work in reversed(last_passes(order)))
-        return {chunk: list(self.module.parameters_of_chunk(chunk)) for chunk in reversed(ending)}
-
     def _begin_step(self) -> None:
         self.in_flight: dict[tuple[int, int], InFlight] = {}
         self.deferred: dict[tuple[int, int], list] = {}  # for the weights' passes
         self.handed_on: dict[Pass, Tensor] = {}  # from one chunk of this stage to another
         self.labels: dict[int, Tensor] = {}
         self.tokens: dict[int, Tensor] = {}
-        self.last_passes = set(last_passes(self.pipeline.orders[self.stage_id]))
+        order = self.pipeline.orders[self.stage_id]
+        self.group_ends = group_ends(order, self.pipeline.reduce_every)
 
     def is_last_stage(self) -> bool:
         """Return True on the stage of the loss; while DeepSpeed sets up, on the last stage."""
@@ -242,9 +241,10 @@ class ScheduledEngine(PipelineEngine):
                 self.gradients.add(weight, gradient())
 
     def _gradients_of(self, work: Pass) -> AbstractContextManager[None]:
-        """Return a context that marks the gradients of a pass as final if it is the last one."""
-        is_last = work in self.last_passes
-        return self.gradients.last_of(work.chunk) if is_last else nullcontext()
+        """Return a context for the gradients of a pass, in case it is the last of its group."""
+        if work not in self.group_ends:
+            return nullcontext()
+        return self.gradients.last_of_group(work.kind, work.chunk)
 
     def _hand_on(self, work: Pass, result: Tensor) -> None:
         """Keep the result of a pass for the pass that continues with it, or until it is sent."""
@@ -258,12 +258,15 @@ class ScheduledEngine(PipelineEngine):
         assert receiver is not None
         self.channels.send(work, self.handed_on.pop(receiver))
 
-    def _exec_reduce_grads(self, chunk: int | None = None) -> None:
-        """Note that a chunk's gradients are complete; without a chunk, end the reduction."""
-        if chunk is None:
+    def _exec_reduce_grads(
+        self, kind: Kind | None = None, buffer_id: int = 0, chunk: int = 0
+    ) -> None:
+        """Reduce the gradients of a group that ends with a pass; without a pass, end the step's."""
+        if kind is None:
             self.gradients.finish()
         else:
-            self.gradients.complete_chunk(chunk)
+            is_last = self.group_ends[self._pass(kind, buffer_id, chunk)]
+            self.gradients.end_group(kind, chunk, is_last=is_last)
 
     _INSTRUCTION_MAP: ClassVar[dict] = {
         schedule.LoadMicroBatch: _exec_load_micro_batch,

@@ -72,9 +72,11 @@ def _run_passes(
     """Run forward passes and, if gradients are enabled, backward passes of every chunk."""
     engine.module.take_micro_batch_infos([info] * MICRO_BATCHES)
     chunks = range(engine.pipeline.chunks)
-    ending = WEIGHT if engine.pipeline.splits else BACKWARD
-    engine.last_passes = {
-        Pass(ending, engine.stage_id, chunk, MICRO_BATCHES - 1) for chunk in chunks
+    kinds = (BACKWARD, WEIGHT) if engine.pipeline.splits else (BACKWARD,)
+    engine.group_ends = {
+        Pass(kind, engine.stage_id, chunk, MICRO_BATCHES - 1): True
+        for chunk in chunks
+        for kind in kinds
     }
     engine.total_loss, engine.fwd_outputs = None, []
     for number in range(MICRO_BATCHES):
@@ -85,9 +87,11 @@ def _run_passes(
             if torch.is_grad_enabled():
                 note("warming up: backward pass")
                 _begin_backward(engine, chunk, number)
-                engine.run_backward(number, chunk)
-                if engine.pipeline.splits:
-                    engine.run_weight(number, chunk)
+                for kind in kinds:
+                    run = engine.run_backward if kind == BACKWARD else engine.run_weight
+                    run(number, chunk)
+                    if Pass(kind, engine.stage_id, chunk, number) in engine.group_ends:
+                        engine.gradients.end_group(kind, chunk, is_last=True)
             for result in engine.handed_on.values():
                 engine.channels.part_to_send(result)
             engine.handed_on.clear()

@@ -3,6 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -11,67 +12,111 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import Tensor, nn
 
-from models.pipeline.gradients.reduction import ShardedReduction, Slot, plan_buckets
+from models.pipeline.gradients.buckets import deferring_parameters
+from models.pipeline.gradients.reduction import ShardedReduction
+from models.pipeline.schedule.passes import BACKWARD, WEIGHT, Kind
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """The parameters of an optimizer group, whose gradients form one flat tensor.
+
+    Attributes:
+        number: number of the group
+        starts: index of the first element of each parameter in the flat tensor
+        weights: the flat tensor of the weights, which has the same size
+    """
+
+    number: int
+    starts: dict[nn.Parameter, int]
+    weights: Tensor
+
+    def part_of(self, parameter: nn.Parameter, flat: Tensor) -> Tensor:
+        """Return the part of a flat tensor that belongs to a parameter."""
+        start = self.starts[parameter]
+        return flat[start : start + parameter.numel()]
 
 
 class FlatGradients(ABC):
-    """One tensor for all gradients of an optimizer group, over all micro-batches of a step.
+    """One tensor for the gradients of each bucket, over several micro-batches.
 
     A gradient is added to its part of the tensor and freed as soon as autograd has it. The first
-    gradient of a step replaces the last step's: nothing is zeroed in between.
+    gradient replaces an older one: nothing is zeroed in between.
 
-    The last pass of a chunk computes the final gradients of its weights in the step. A bucket is
-    summed over the data ranks as soon as all its gradients are final, while the backward pass
-    continues. Buckets begin in one fixed order, so that all data ranks post them in the same order.
-    Tied weights come last: when all chunks have ended, their gradients are first summed over the
-    stages.
+    The gradients of a chunk are reduced at the end of each group of micro-batches; with ZeRO-1 one
+    group has all micro-batches of the step. A bucket is summed over the data ranks as soon as the
+    last pass of the group has computed all its gradients, while that pass continues. The buckets of
+    a pass begin in one fixed order, so that all data ranks post them in the same order. Tied
+    weights come last: when all chunks have ended, their gradients are first summed over the stages.
+
+    With ZeRO-2 each rank keeps only its shard of the sums. The tensor of a bucket exists from its
+    first gradient in a group until its sum is complete.
 
     DeepSpeed's own hooks are removed, because they count the parameters of one backward pass, and
     here a backward pass may defer weight gradients.
 
     engine: the engine, whose optimizer has just been created
-    flats: the tensor of each optimizer group
-    slots: the slot of each parameter in its flat tensor
-    chunks: the parameters of each chunk, without tied ones, in the order of the last passes
+    chunks: the parameters of each chunk, without tied ones, in the order of the layers
+    sharded: ZeRO-2
     """
 
     def __init__(
         self,
         engine: PipelineEngine,
-        flats: Sequence[Tensor],
-        slots: Mapping[nn.Parameter, Slot],
         chunks: Mapping[int, Sequence[nn.Parameter]],
+        *,
+        sharded: bool,
     ):
         self.module, self.optimizer = engine.module, engine.optimizer
         for hook in getattr(self.optimizer, "_grad_acc_hooks", []):
             hook.remove()
-        self.chunks = chunks
+        groups = self.optimizer.real_dp_process_group
+        self.buckets = [
+            Bucket(number, starts_of(parameters, weights), weights)
+            for number, (parameters, weights) in enumerate(self._groups())
+        ]
+        self.bucket_of = {each: bucket for bucket in self.buckets for each in bucket.starts}
+        kept = None if sharded else self._whole_tensors()
+        self.tensors: dict[int, Tensor] = {} if kept is None else dict(enumerate(kept))
+        self.sharded = sharded
         self.reduction = ShardedReduction(
-            flats,
-            self.optimizer.real_dp_process_group,
+            groups,
             dtype=engine.communication_data_type,
             ranks=dist.get_world_size(engine.grid.get_data_parallel_group()),
             divided_before=_divided_before(engine),
+            accumulated=self._new_shards() if sharded else None,
         )
-        self.totals = {
-            parameter: flats[slot.flat][slot.start : slot.start + parameter.numel()]
-            for parameter, slot in slots.items()
-        }
-        untied = {parameter for parameters in chunks.values() for parameter in parameters}
-        tied = [parameter for parameter in slots if parameter not in untied]
-        elements = int(engine.zero_reduce_bucket_size())
-        self.buckets = plan_buckets(slots, list(chunks.values()), elements=elements)
-        self.tied_buckets = plan_buckets(slots, [tied], elements=elements)
-        for parameter in slots:
+        deferred = deferring_parameters(engine.module) if engine.pipeline.splits else set()
+        self.cycles, self.tied = self._in_order(chunks, deferred)
+        for parameter in self.bucket_of:
             parameter.register_post_accumulate_grad_hook(self._take)
-        self._forget()
+        self.has_gradient: set[nn.Parameter] = set()  # since its bucket was last summed
+        self.ended: set[int] = set()  # buckets without further gradients in this step
+        self._end_cycle()
 
-    def _forget(self) -> None:
-        """Reset the state of the step; the next gradients are the first of a new step."""
-        self.has_gradient: set[nn.Parameter] = set()
-        self.complete: set[nn.Parameter] = set()
-        self.begun = 0  # buckets whose sum has begun
-        self.ending: frozenset[nn.Parameter] = frozenset()
+    def _in_order(
+        self, chunks: Mapping[int, Sequence[nn.Parameter]], deferred: set[nn.Parameter]
+    ) -> tuple[dict[tuple[Kind, int], list[Bucket]], list[Bucket]]:
+        """Return the buckets that each kind of pass through a chunk completes, and the tied ones.
+
+        Within a chunk they are in the reverse order of the layers: a bucket is complete when the
+        pass has reached its first parameter.
+        """
+        cycles: dict[tuple[Kind, int], list[Bucket]] = {}
+        found: set[int] = set()
+        for chunk, parameters in chunks.items():
+            places = {parameter: place for place, parameter in enumerate(parameters)}
+            of_chunk = [each for each in self.buckets if places.keys() & each.starts.keys()]
+            of_chunk.sort(key=lambda bucket: -min(places[each] for each in bucket.starts))
+            for bucket in of_chunk:
+                kind = WEIGHT if deferred & bucket.starts.keys() else BACKWARD
+                cycles.setdefault((kind, chunk), []).append(bucket)
+            found |= {bucket.number for bucket in of_chunk}
+        return cycles, [bucket for bucket in self.buckets if bucket.number not in found]
+
+    def _end_cycle(self) -> None:
+        self.coming: list[Bucket] = []  # buckets that the current pass completes, in order
+        self.complete: set[nn.Parameter] = set()  # parameters that it has completed
 
     def _take(self, parameter: nn.Parameter) -> None:
         """Take a gradient from autograd, which also calls this hook when a gradient is deferred."""
@@ -82,57 +127,99 @@ class FlatGradients(ABC):
     @torch.no_grad()
     def add(self, parameter: nn.Parameter, gradient: Tensor) -> None:
         """Add a gradient of a micro-batch."""
-        assert parameter not in self.complete, "a gradient after a chunk's last pass"
-        total = self.totals[parameter]
+        bucket = self.bucket_of[parameter]
+        assert bucket.number not in self.ended, "a gradient after a chunk's last pass"
+        total = bucket.part_of(parameter, self._tensor(bucket))
         accumulate = total.add_ if parameter in self.has_gradient else total.copy_
         accumulate(gradient.view(total.shape))
         self.has_gradient.add(parameter)
-        if parameter in self.ending:
-            self._complete([parameter])
+        self.complete.add(parameter)
+        while self.coming and self.complete.issuperset(self.coming[0].starts):
+            self._reduce(self.coming.pop(0))
+
+    def _tensor(self, bucket: Bucket) -> Tensor:
+        """Return the tensor of a bucket; create it if it does not exist."""
+        found = self.tensors.get(bucket.number)
+        if found is None:
+            found = torch.zeros_like(bucket.weights, dtype=self._dtype())
+            self.tensors[bucket.number] = found
+        return found
 
     def of(self, parameter: nn.Parameter) -> Tensor:
-        """Return the sum of a parameter's gradients; after `finish`, valid only on its owner."""
-        return self.totals[parameter]
+        """Return the sum of a parameter's gradients on this rank since it was last reduced.
+
+        Without ZeRO-2 it is valid on the owner only after `finish`.
+        """
+        bucket = self.bucket_of[parameter]
+        return bucket.part_of(parameter, self._tensor(bucket))
 
     @contextmanager
-    def last_of(self, chunk: int) -> Iterator[None]:
-        """Treat the gradients of a chunk as final if they arrive within this context."""
-        self.ending = frozenset(self.chunks[chunk])
+    def last_of_group(self, kind: Kind, chunk: int) -> Iterator[None]:
+        """Treat the gradients that a pass computes in this context as complete for its group."""
+        self.coming = list(self.cycles.get((kind, chunk), []))
+        self.complete = set()
         yield
-        self.ending = frozenset()
 
-    def complete_chunk(self, chunk: int) -> None:
-        """Treat all gradients of a chunk as final; a weight without any gets zeros."""
-        self._complete([each for each in self.chunks[chunk] if each not in self.complete])
+    def end_group(self, kind: Kind, chunk: int, *, is_last: bool) -> None:
+        """Reduce the buckets that a pass has not completed; a weight without gradient gets zeros.
+
+        Args:
+            kind: kind of the pass
+            chunk: chunk of the pass
+            is_last: no other pass of this kind follows in the step
+        """
+        for bucket in self.coming:
+            self._reduce(bucket)
+        self._end_cycle()
+        if is_last:
+            self.ended |= {bucket.number for bucket in self.cycles.get((kind, chunk), [])}
 
     @torch.no_grad()
-    def _complete(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Mark parameters as final, and begin to sum the buckets that are complete."""
-        self._zero_missing(parameters)
-        self.complete.update(parameters)
-        for bucket in self.buckets[self.begun :]:
-            if not self.complete.issuperset(bucket.parameters):
-                break
-            self.reduction.begin(bucket)
-            self.begun += 1
+    def _reduce(self, bucket: Bucket) -> None:
+        """Begin to sum a bucket over the data ranks."""
+        flat = self._tensor(bucket)
+        for parameter in bucket.starts:
+            if parameter not in self.has_gradient:
+                bucket.part_of(parameter, flat).zero_()
+        self.has_gradient.difference_update(bucket.starts)
+        self.reduction.begin(bucket.number, flat)
+        if self.sharded:
+            del self.tensors[bucket.number]
 
     @torch.no_grad()
     def finish(self) -> None:
         """Sum tied gradients over stages, and give the optimizer its shard of the averages."""
-        for chunk in self.chunks:
-            self.complete_chunk(chunk)
-        self._zero_missing(self.totals)
         for weight, group in self.module.get_tied_weights_and_groups():
+            if weight not in self.has_gradient:
+                self.of(weight).zero_()
             dist.all_reduce(self.of(weight), group=group)
-        for bucket in self.tied_buckets:
-            self.reduction.begin(bucket)
+            self.has_gradient.add(weight)
+        for bucket in self.tied:
+            self._reduce(bucket)
         self._hand_over(self.reduction.finish())
-        self._forget()
+        self.ended = set()
 
-    def _zero_missing(self, parameters: Iterable[nn.Parameter]) -> None:
-        for parameter in parameters:
-            if parameter not in self.has_gradient:
-                self.totals[parameter].zero_()
+    def _new_shards(self) -> list[Tensor]:
+        """Return a fp32 tensor for this rank's shard of each bucket."""
+        sizes = map(dist.get_world_size, self.optimizer.real_dp_process_group)
+        return [
+            torch.zeros(
+                bucket.weights.numel() // size, dtype=torch.float32, device=bucket.weights.device
+            )
+            for bucket, size in zip(self.buckets, sizes, strict=True)
+        ]
+
+    @abstractmethod
+    def _groups(self) -> Iterable[tuple[Sequence[nn.Parameter], Tensor]]:
+        """Return the parameters of each optimizer group and the flat tensor of their weights."""
+
+    @abstractmethod
+    def _dtype(self) -> torch.dtype:
+        """Return the type in which gradients of micro-batches are added up."""
+
+    @abstractmethod
+    def _whole_tensors(self) -> list[Tensor]:
+        """Return a tensor for the gradients of each bucket, which is kept (ZeRO-1)."""
 
     @abstractmethod
     def _hand_over(self, shards: list[Tensor]) -> None:
@@ -142,19 +229,47 @@ class FlatGradients(ABC):
 class MixedPrecisionGradients(FlatGradients):
     """The fp32 tensors of BF16_Optimizer."""
 
-    def __init__(self, engine: PipelineEngine, chunks: Mapping[int, Sequence[nn.Parameter]]):
+    def __init__(
+        self,
+        engine: PipelineEngine,
+        chunks: Mapping[int, Sequence[nn.Parameter]],
+        *,
+        sharded: bool,
+    ):
         optimizer: BF16_Optimizer = engine.optimizer
-        flats = optimizer.fp32_groups_gradients_flat
-        firsts = [
-            [view.storage_offset() for view in views] for views in optimizer.fp32_groups_gradients
-        ]
-        slots = slots_of(optimizer.bf16_groups, firsts, flats)
-        super().__init__(engine, flats, slots, chunks)
+        super().__init__(engine, chunks, sharded=sharded)
         # Nothing has to be zeroed: the first gradients of the next step replace these.
         optimizer.clear_hp_grads = lambda: None
+        if sharded:
+            forget_whole_gradients(optimizer)
+            optimizer.fp32_groups_gradient_flat_partition = list(self.reduction.accumulated or [])
+
+    def _groups(self) -> Iterable[tuple[Sequence[nn.Parameter], Tensor]]:
+        return zip(self.optimizer.bf16_groups, self.optimizer.bf16_groups_flat, strict=True)
+
+    def _dtype(self) -> torch.dtype:
+        return torch.float32
+
+    def _whole_tensors(self) -> list[Tensor]:
+        return self.optimizer.fp32_groups_gradients_flat
 
     def _hand_over(self, shards: list[Tensor]) -> None:
-        """Do nothing: the optimizer reads the shards where they are."""
+        """Copy what the optimizer does not read in place: sums that were sent in 16 bits."""
+        places = self.optimizer.fp32_groups_gradient_flat_partition
+        for place, shard in zip(places, shards, strict=True):
+            if place.data_ptr() != shard.data_ptr():
+                place.copy_(shard)
+
+
+def forget_whole_gradients(optimizer: BF16_Optimizer) -> None:
+    """Free the gradients of the whole stage that BF16_Optimizer has allocated."""
+    for name in ("fp32_groups_gradients_flat", "fp32_groups_actual_gradients_flat"):
+        getattr(optimizer, name).clear()
+    optimizer.non_expert_gradients.clear()
+    for gradients in getattr(optimizer, "expert_gradients", {}).values():
+        gradients.clear()
+    for views in optimizer.fp32_groups_gradients:  # also the values of fp32_groups_gradient_dict
+        views.clear()
 
 
 class ZeroGradients(FlatGradients):
@@ -165,19 +280,28 @@ class ZeroGradients(FlatGradients):
     conversion before they are summed over the data ranks.
     """
 
-    def __init__(self, engine: PipelineEngine, chunks: Mapping[int, Sequence[nn.Parameter]]):
+    def __init__(
+        self,
+        engine: PipelineEngine,
+        chunks: Mapping[int, Sequence[nn.Parameter]],
+        *,
+        sharded: bool,
+    ):
         optimizer: DeepSpeedZeroOptimizer = engine.optimizer
-        dtype = optimizer.gradient_accumulation_dtype
+        self.dtype = optimizer.gradient_accumulation_dtype
         if optimizer.dtype == torch.float16 and engine._config.grad_accum_dtype is None:
-            dtype = torch.float32
-        weights = optimizer.bit16_groups_flat
-        flats = [torch.zeros_like(each, dtype=dtype) for each in weights]
-        groups = optimizer.round_robin_bit16_groups
-        firsts = [
-            [parameter.storage_offset() - flat.storage_offset() for parameter in group]
-            for group, flat in zip(groups, weights, strict=True)
-        ]
-        super().__init__(engine, flats, slots_of(groups, firsts, flats), chunks)
+            self.dtype = torch.float32
+        super().__init__(engine, chunks, sharded=sharded)
+
+    def _groups(self) -> Iterable[tuple[Sequence[nn.Parameter], Tensor]]:
+        optimizer = self.optimizer
+        return zip(optimizer.round_robin_bit16_groups, optimizer.bit16_groups_flat, strict=True)
+
+    def _dtype(self) -> torch.dtype:
+        return self.dtype
+
+    def _whole_tensors(self) -> list[Tensor]:
+        return [torch.zeros_like(bucket.weights, dtype=self.dtype) for bucket in self.buckets]
 
     def _hand_over(self, shards: list[Tensor]) -> None:
         """Let the optimizer read the gradients from the shards."""
@@ -199,35 +323,23 @@ class InOneTensor(list):
 
 
 def gradients_of(
-    engine: PipelineEngine, chunks: Mapping[int, Sequence[nn.Parameter]]
+    engine: PipelineEngine, chunks: Mapping[int, Sequence[nn.Parameter]], *, sharded: bool
 ) -> FlatGradients:
     """Return the kind of flat gradients that an engine's optimizer needs.
 
-    chunks: the parameters of each chunk, without tied ones, in the order of the last passes
+    Args:
+        engine: the engine
+        chunks: the parameters of each chunk, without tied ones, in the order of the layers
+        sharded: ZeRO-2
     """
     is_mixed = isinstance(engine.optimizer, BF16_Optimizer)
-    return (MixedPrecisionGradients if is_mixed else ZeroGradients)(engine, chunks)
+    kind = MixedPrecisionGradients if is_mixed else ZeroGradients
+    return kind(engine, chunks, sharded=sharded)
 
 
-def slots_of(
-    groups: Sequence[Sequence[nn.Parameter]],
-    firsts: Sequence[Sequence[int]],
-    flats: Sequence[Tensor],
-) -> dict[nn.Parameter, Slot]:
-    """Return the slot of each parameter, which ends where the next begins or the tensor ends.
-
-    Args:
-        groups: the parameters of each optimizer group
-        firsts: for each parameter the index of its first element in the group's flat tensor
-        flats: the flat tensor of each optimizer group
-    """
-    slots = {}
-    for number, (group, starts, flat) in enumerate(zip(groups, firsts, flats, strict=True)):
-        placed = sorted(zip(starts, group, strict=True), key=lambda each: each[0])
-        stops = [start for start, _ in placed[1:]] + [flat.numel()]
-        for (start, parameter), stop in zip(placed, stops, strict=True):
-            slots[parameter] = Slot(number, start, stop)
-    return slots
+def starts_of(parameters: Iterable[nn.Parameter], weights: Tensor) -> dict[nn.Parameter, int]:
+    """Return the index of the first element of each parameter in the flat tensor of weights."""
+    return {each: int(each.storage_offset() - weights.storage_offset()) for each in parameters}
 
 
 def part_of(parameter: nn.Parameter, shard: Tensor) -> Tensor:

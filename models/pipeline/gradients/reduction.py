@@ -1,216 +1,116 @@
-"""Sums of flat gradients over the data ranks; each rank gets the shard that it owns.
+"""Sums of buckets over the data ranks; each rank gets the shard that it owns.
 
-ZeRO divides the flat tensor of an optimizer group into equal shards, one for each data rank, and
-only the owner of a shard updates the weights in it. A sum is therefore needed on one rank only.
+ZeRO divides the flat tensor of a bucket into equal shards, one for each data rank, and only the
+owner of a shard updates the weights in it. A sum is therefore needed on one rank only.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from models.parallel.collectives import reduce_scatter_single, wait_for
 
-# A reduction to one owner passes through n - 1 ranks one after the other. If a bucket covers more
-# shards than this, one all-reduce is faster than one reduction per owner.
-MAX_OWNERS_IN_BUCKET = 4
-
-
-@dataclass(frozen=True)
-class Slot:
-    """The elements [start, stop) of a flat tensor for a parameter and the padding after it."""
-
-    flat: int
-    start: int
-    stop: int
-
-
-@dataclass(frozen=True)
-class Bucket:
-    """Consecutive elements [start, stop) of a flat tensor that are summed together.
-
-    parameters: the parameters whose gradients must be complete before the sum begins
-    """
-
-    flat: int
-    start: int
-    stop: int
-    parameters: tuple[nn.Parameter, ...]
-
-
-def plan_buckets(
-    slots: Mapping[nn.Parameter, Slot], chunks: Sequence[Sequence[nn.Parameter]], *, elements: int
-) -> list[Bucket]:
-    """Divide the parameters of a stage into buckets, in the order in which they should complete.
-
-    Within a chunk that is the reverse order of the layers: a bucket is complete when the backward
-    pass has reached its first parameter. The order depends only on the arguments, so that all data
-    ranks post the same collectives in the same order, as NCCL requires.
-
-    Args:
-        slots: the slot of each parameter
-        chunks: the parameters of each chunk, in the order of the last passes; within a chunk in the
-            order of the layers
-        elements: maximum size of a bucket, unless a single parameter is larger
-    """
-    buckets = []
-    for parameters in chunks:
-        places = {parameter: place for place, parameter in enumerate(parameters)}
-        of_chunk = []
-        for flat in sorted({slots[each].flat for each in parameters}):
-            held = [each for each in parameters if slots[each].flat == flat]
-            held.sort(key=lambda each: slots[each].start, reverse=True)
-            for group in _adjacent(held, slots, elements):
-                start, stop = slots[group[-1]].start, slots[group[0]].stop
-                of_chunk.append(Bucket(flat, start, stop, tuple(group)))
-        of_chunk.sort(key=lambda bucket: -min(places[each] for each in bucket.parameters))
-        buckets += of_chunk
-    return buckets
-
-
-def _adjacent(
-    parameters: Sequence[nn.Parameter], slots: Mapping[nn.Parameter, Slot], elements: int
-) -> list[list[nn.Parameter]]:
-    """Group adjacent parameters, sorted from last to first, into runs of at most `elements`."""
-    groups: list[list[nn.Parameter]] = []
-    for each in parameters:
-        slot = slots[each]
-        if groups:
-            highest, lowest = slots[groups[-1][0]], slots[groups[-1][-1]]
-            if slot.stop == lowest.start and highest.stop - slot.start <= elements:
-                groups[-1].append(each)
-                continue
-        groups.append([each])
-    return groups
+MAX_RUNNING = 2  # sums that run at the same time if their inputs are freed afterwards
 
 
 @dataclass(frozen=True)
 class _Running:
     """A sum that runs in the background.
 
-    start: index of the first element in the flat tensor
-    total: the tensor in which the sum arrives on this rank; None if another rank owns it
-    in_place: `total` is a view of the flat tensor
+    number: number of the bucket
+    total: the part of `sent` in which the sum of this rank's shard arrives
+    in_place: `sent` is the flat tensor itself
     sent: the input of the collective, which must be kept until the sum is complete
     """
 
-    flat: int
-    start: int
-    total: Tensor | None
+    number: int
+    total: Tensor
     in_place: bool
     sent: Tensor
     work: dist.Work
 
 
 class ShardedReduction:
-    """Averages flat tensors over the data ranks in the background, bucket by bucket.
+    """Averages buckets over the data ranks in the background, by a reduce-scatter of each.
 
-    Traffic per link for a bucket of B bytes over n ranks: B if it is reduced to the owners of its
-    elements, (n - 1) / n * B for the reduce-scatter of a whole flat tensor, and 2 (n - 1) / n * B
-    for an all-reduce, which is used only for flat tensors with small shards.
+    Each rank sends (n - 1) / n of a bucket's bytes to the n - 1 other ranks.
 
-    flats: one flat tensor per optimizer group, padded to a multiple of the number of data ranks
-    groups: the process group of the data ranks of each flat tensor
+    groups: the process group of the data ranks of each bucket
     dtype: type in which gradients are sent and summed
-    ranks: number of all data ranks, the divisor of every sum. The group of an expert's flat tensor
-        is smaller, but its gradients come from the tokens of all data ranks.
+    ranks: number of all data ranks, the divisor of every sum. The group of an expert's bucket is
+        smaller, but its gradients come from the tokens of all data ranks.
     divided_before: divisor of the gradients before the sum; the rest of the division by the number
         of ranks follows after the sum
+    accumulated: the fp32 shards to which each sum is added (ZeRO-2); None: each bucket is summed
+        once in a step, and its flat tensor receives the sum (ZeRO-1)
     """
 
     def __init__(
         self,
-        flats: Sequence[Tensor],
         groups: Sequence[dist.ProcessGroup],
         *,
         dtype: torch.dtype,
         ranks: int,
         divided_before: float = 1.0,
+        accumulated: Sequence[Tensor] | None = None,
     ):
-        self.flats, self.groups, self.dtype = flats, groups, dtype
+        self.groups, self.dtype = groups, dtype
         self.divisor, self.divided_before = ranks, divided_before
         self.sizes = [dist.get_world_size(group) for group in groups]
         self.ranks = [dist.get_rank(group) for group in groups]
+        self.accumulated = accumulated
         self.running: list[_Running] = []
+        self.shards: dict[int, Tensor] = {}  # of the buckets that have a sum in this step
 
-    def begin(self, bucket: Bucket) -> None:
-        """Begin to sum a bucket; its gradients must not change any more."""
-        flat = self.flats[bucket.flat]
-        if self.sizes[bucket.flat] == 1:
+    def begin(self, number: int, flat: Tensor) -> None:
+        """Begin to sum a bucket, which nobody else may change or read any more.
+
+        Args:
+            number: number of the bucket
+            flat: its gradients on this rank
+        """
+        if self.sizes[number] == 1:
+            self._take(number, flat if self.accumulated else flat.float())
             return
-        part = flat[bucket.start : bucket.stop]
         if self.divided_before != 1.0:
-            part.div_(self.divided_before)
-        sent = part.to(self.dtype)  # the same tensor if it has this type
-        shard = self._shard_size(bucket.flat)
-        owners = range(bucket.start // shard, (bucket.stop - 1) // shard + 1)
-        if sent.numel() == flat.numel():
-            self._reduce_scatter(bucket.flat, sent)
-        elif len(owners) > MAX_OWNERS_IN_BUCKET:
-            self._all_reduce(bucket, sent)
-        else:
-            for owner in owners:
-                first = max(bucket.start, owner * shard)
-                last = min(bucket.stop, (owner + 1) * shard)
-                self._reduce(
-                    bucket.flat, sent[first - bucket.start : last - bucket.start], first, owner
-                )
+            flat.div_(self.divided_before)
+        sent = flat.to(self.dtype)  # the same tensor if it has this type
+        total = sent.chunk(self.sizes[number])[self.ranks[number]]
+        work = reduce_scatter_single(total, sent, group=self.groups[number], async_op=True)
+        self.running.append(_Running(number, total, sent is flat, sent, work))
+        if self.accumulated is not None and len(self.running) > MAX_RUNNING:
+            self._end(self.running.pop(0))
 
     def finish(self) -> list[Tensor]:
-        """Wait for all sums; return the average of this rank's shard of each flat tensor, in fp32.
+        """Wait for all sums; return the average of this rank's shard of each bucket, in fp32.
 
-        A flat tensor in fp32 has the average in its own place, so that nothing is copied; the
-        elements of other ranks' shards hold no meaningful values afterwards.
+        With ZeRO-1 and fp32 a shard is a part of the flat tensor, so that nothing is copied; the
+        other parts hold no meaningful values afterwards.
         """
-        shards = [self._own_shard(number) for number in range(len(self.flats))]
-        for each in self.running:
-            wait_for(each.work)
-            if each.total is not None and not each.in_place:
-                first = each.start - self.ranks[each.flat] * self._shard_size(each.flat)
-                shards[each.flat][first : first + each.total.numel()] = each.total
-        self.running = []
+        while self.running:
+            self._end(self.running.pop(0))
+        shards = [self.shards.pop(number) for number in range(len(self.groups))]
         if self.divisor > 1:  # the shards are in fp32, so that the quotient is rounded only once
             for shard, size in zip(shards, self.sizes, strict=True):
                 shard.div_(self.divisor / (self.divided_before if size > 1 else 1.0))
         return shards
 
-    def _own_shard(self, number: int) -> Tensor:
-        """Return this rank's shard of a flat tensor, or an empty fp32 tensor for its average."""
-        size = self._shard_size(number)
-        shard = self.flats[number].narrow(0, self.ranks[number] * size, size)
-        if self.divisor == 1 or shard.dtype == torch.float32:
-            return shard
-        if self.sizes[number] == 1:  # no sum arrives
-            return shard.float()
-        return torch.empty_like(shard, dtype=torch.float32)
+    def _end(self, each: _Running) -> None:
+        """Wait for a sum."""
+        wait_for(each.work)
+        if self.accumulated is not None or (each.in_place and each.total.dtype == torch.float32):
+            self._take(each.number, each.total)
+        else:  # a copy, so that the rest of the sent tensor is freed
+            self._take(each.number, each.total.to(torch.float32, copy=True))
 
-    def _shard_size(self, number: int) -> int:
-        return self.flats[number].numel() // self.sizes[number]
-
-    def _is_in_place(self, number: int) -> bool:
-        """Return True if sums arrive in the flat tensor itself, because everything is in fp32."""
-        return self.flats[number].dtype == self.dtype == torch.float32
-
-    def _reduce(self, number: int, sent: Tensor, start: int, owner: int) -> None:
-        group = self.groups[number]
-        work = dist.reduce(sent, group_dst=owner, group=group, async_op=True)
-        total = sent if owner == self.ranks[number] else None
-        self.running.append(_Running(number, start, total, self._is_in_place(number), sent, work))
-
-    def _reduce_scatter(self, number: int, sent: Tensor) -> None:
-        size = self._shard_size(number)
-        total = sent.new_empty(size)
-        work = reduce_scatter_single(total, sent, group=self.groups[number], async_op=True)
-        start = self.ranks[number] * size
-        self.running.append(_Running(number, start, total, False, sent, work))
-
-    def _all_reduce(self, bucket: Bucket, sent: Tensor) -> None:
-        work = dist.all_reduce(sent, group=self.groups[bucket.flat], async_op=True)
-        size = self._shard_size(bucket.flat)
-        own = self.ranks[bucket.flat] * size
-        first, last = max(bucket.start, own), min(bucket.stop, own + size)
-        total = sent[first - bucket.start : last - bucket.start] if first < last else None
-        in_place = self._is_in_place(bucket.flat)
-        self.running.append(_Running(bucket.flat, first, total, in_place, sent, work))
+    def _take(self, number: int, total: Tensor) -> None:
+        """Take a sum as the shard of a bucket, or add it to the shard."""
+        if self.accumulated is None:
+            self.shards[number] = total
+        elif number in self.shards:
+            self.shards[number].add_(total)
+        else:
+            self.shards[number] = self.accumulated[number].copy_(total)

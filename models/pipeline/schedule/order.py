@@ -49,6 +49,8 @@ class Pipeline:
 
     proportions: relative durations of forward, backward and weight passes, on which the order may
         depend if the backward pass is split
+    reduce_every: number of micro-batches after which the gradients of a chunk are reduced over the
+        data ranks; 0: once per step
 
     Raises:
         UserError: the schedule needs more micro-batches.
@@ -59,6 +61,7 @@ class Pipeline:
     chunks: int = 1
     schedule: str = "1f1b"
     proportions: tuple[int, int, int] = (1, 1, 1)
+    reduce_every: int = 0
 
     def __post_init__(self) -> None:
         least = min_micro_batches(self.schedule, self.stages)

@@ -26,14 +26,30 @@ Order = Sequence[Pass]  # all passes of a stage in a step
 FORWARD, BACKWARD, WEIGHT = Kind
 
 
-def last_passes(order: Sequence[Pass]) -> list[Pass]:
-    """Return the last pass of each kind through each chunk of a stage, in the order of the passes.
+def group_ends(order: Iterable[Pass], every: int = 0) -> dict[Pass, bool]:
+    """Return the passes after which gradients of a chunk are reduced over the data ranks.
 
-    All gradients of a chunk are complete after the last of its passes. If backward passes are
-    split, the gradients that are not deferred are already complete after the last backward pass.
+    Each ends a group of micro-batches. The gradients of a group are complete after its last
+    backward pass or, if backward passes are split and the gradients deferred, after its last weight
+    pass.
+
+    Args:
+        order: the passes of a stage
+        every: number of micro-batches in a group; 0: all of the step
+
+    Returns:
+        By pass: whether it is the last of its kind through its chunk in the step.
     """
-    last = {(work.kind, work.chunk): work for work in order}
-    return [work for work in order if work == last[work.kind, work.chunk]]
+    passes: dict[tuple[Kind, int], list[Pass]] = {}
+    for work in order:
+        if work.kind != FORWARD:
+            passes.setdefault((work.kind, work.chunk), []).append(work)
+    return {
+        work: number == len(of_chunk)
+        for of_chunk in passes.values()
+        for number, work in enumerate(of_chunk, start=1)
+        if number == len(of_chunk) or (every and number % every == 0)
+    }
 
 
 def most_in_flight(order: Iterable[Pass]) -> int:

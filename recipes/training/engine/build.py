@@ -2,13 +2,14 @@
 
     grid = build_grid(topology)
     model = build_model(recipe, topology=topology, config=config, grid=grid)
-    optimizer = build_optimizer(model, recipe.optimizer)
+    optimizer = build_optimizer(model, recipe.optimizer, bucket=bucket_elements(config))
     engine = build_engine(recipe, config=config, grid=grid, model=model, optimizer=optimizer)
 
 `build_from_recipe` makes these four calls.
 """
 
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -33,6 +34,11 @@ from models.layer_specs import (
 from models.parallel.collectives import TensorAxis
 from models.parallel.process_groups import NcclSettings, create_groups
 from models.pipeline.channels import Boundary
+from models.pipeline.gradients.buckets import (
+    deferring_parameters,
+    divide_into_buckets,
+    units_of_experts,
+)
 from models.pipeline.process_grid import ProcessGrid
 from models.pipeline.schedule.balance import pass_proportions
 from models.pipeline.schedule.order import Pipeline
@@ -70,7 +76,7 @@ def build_from_recipe(
     grid = build_grid(topology)
     model = build_model(recipe, topology=topology, config=config, grid=grid)
     lap("model")
-    optimizer = build_optimizer(model, recipe.optimizer)
+    optimizer = build_optimizer(model, recipe.optimizer, bucket=bucket_elements(config))
     return build_engine(
         recipe, config=config, grid=grid, model=model, optimizer=optimizer, crumb=crumb
     )
@@ -91,7 +97,7 @@ def build_model(
     """Build and initialize this rank's part of the model.
 
     Returns:
-        A stage of the pipeline under ZeRO-1, all layers under ZeRO-2 and 3. This choice decides
+        A stage of the pipeline under ZeRO-1 and 2, all layers under ZeRO-3. This choice decides
         the kind of engine, too.
     """
     axis = tensor_axis(grid, recipe.layout.sequence_parallel)
@@ -107,10 +113,10 @@ def build_model(
     )
     model: Stage | SequentialModel
     with quiet():
-        if zero_stage(config) == 1:
+        if zero_stage(config) <= 2:
             model = Stage(
                 specs,
-                pipeline=pipeline_of(recipe, topology),
+                pipeline=pipeline_of(recipe, topology, zero_stage(config)),
                 grid=grid,
                 layers_of_virtual_stages=layers_of_virtual_stages(recipe),
                 recompute_interval=interval,
@@ -130,30 +136,65 @@ def build_model(
     return model
 
 
-def build_optimizer(model: nn.Module, settings: Optimizer) -> torch.optim.AdamW:
+def build_optimizer(
+    model: nn.Module, settings: Optimizer, *, bucket: int = sys.maxsize
+) -> torch.optim.AdamW:
     """Build AdamW, with weight decay for matrices and embeddings, but not for norms and biases.
 
-    Experts that other data ranks do not hold are a group of their own, which ZeRO divides among
-    fewer ranks.
+    Experts that other data ranks do not hold are in groups of their own, which ZeRO divides among
+    fewer ranks. In a stage of a pipeline, each group is a bucket of gradients.
+
+    Args:
+        model: the result of `build_model`, or another model
+        settings: the optimizer's settings
+        bucket: maximum number of elements of a bucket
     """
-    experts = [parameter for parameter in model.parameters() if is_marked(parameter)]
-    others = [parameter for parameter in model.parameters() if not is_marked(parameter)]
-    decayed = [parameter for parameter in others if parameter.dim() >= 2]
-    undecayed = [parameter for parameter in others if parameter.dim() < 2]
-    groups: list[dict[str, Any]] = [
-        {"params": decayed, "weight_decay": settings.weight_decay},
-        {"params": undecayed, "weight_decay": 0.0},
-    ]
-    if experts:
-        decay = settings.weight_decay
-        groups.append({"params": experts, "weight_decay": decay, "moe": True, "name": EXPERTS})
+    parameters = list(model.parameters())
+    if isinstance(model, Stage):
+        groups = buckets_of_stage(model, elements=bucket)
+    else:
+        groups = divide_into_buckets(
+            [parameters], elements=sys.maxsize, kinds=kinds_of(parameters, set()), units={}
+        )
+    decays = [settings.weight_decay if group[0].dim() >= 2 else 0.0 for group in groups]
     return torch.optim.AdamW(
-        groups,
+        [
+            {"params": group, "weight_decay": decay}
+            | ({"moe": True, "name": EXPERTS} if is_marked(group[0]) else {})
+            for group, decay in zip(groups, decays, strict=True)
+        ],
         lr=settings.learning_rate,
         betas=settings.betas,
         eps=settings.epsilon,
         fused=True,
     )
+
+
+def buckets_of_stage(stage: Stage, *, elements: int) -> list[list[nn.Parameter]]:
+    """Divide the parameters of a stage into buckets; tied ones are in the last buckets.
+
+    elements: maximum size of a bucket
+    """
+    chunks = [list(stage.parameters_of_chunk(n)) for n in range(stage.pipeline.chunks)]
+    untied = {parameter for chunk in chunks for parameter in chunk}
+    tied = [parameter for parameter in stage.parameters() if parameter not in untied]
+    deferred = deferring_parameters(stage) if stage.pipeline.splits else set()
+    kinds = kinds_of(stage.parameters(), deferred)
+    return divide_into_buckets(
+        [*chunks, tied], elements=elements, kinds=kinds, units=units_of_experts(stage)
+    )
+
+
+def kinds_of(
+    parameters: Iterable[nn.Parameter], deferred: set[nn.Parameter]
+) -> dict[nn.Parameter, tuple[bool, bool, bool]]:
+    """Return what distinguishes the optimizer groups: decay, marked experts, deferred gradients."""
+    return {each: (each.dim() >= 2, is_marked(each), each in deferred) for each in parameters}
+
+
+def bucket_elements(config: dict[str, Any]) -> int:
+    """Return the maximum number of elements of a bucket of gradients."""
+    return int(config["zero_optimization"].get("reduce_bucket_size", sys.maxsize))
 
 
 def build_engine(
@@ -182,7 +223,11 @@ def build_engine(
         if isinstance(model, Stage):
             kind = PipelinedEngine
             wrapped = ScheduledEngine(
-                model, optimizer, config, boundary=boundary(recipe, axis, config)
+                model,
+                optimizer,
+                config_of_stage(config),
+                boundary=boundary(recipe, axis, config),
+                shard_gradients=zero_stage(config) == 2,
             )
         else:
             kind = SequentialEngine
@@ -198,13 +243,22 @@ def build_engine(
     return kind(wrapped, recipe, axis, crumb or Breadcrumb())
 
 
+def config_of_stage(config: dict[str, Any]) -> dict[str, Any]:
+    """Return DeepSpeed's configuration of a pipeline stage: its ZeRO-1, to which we add ZeRO-2.
+
+    DeepSpeed's pipelines reject stage 2.
+    """
+    zero = config["zero_optimization"]
+    return config | {"zero_optimization": zero | {"stage": 1, "overlap_comm": False}}
+
+
 def loss_gradient(wrapped: deepspeed.DeepSpeedEngine) -> float:
     """Return the gradient of a micro-batch's loss: loss scale of fp16 / number of micro-batches."""
     loss_scale = getattr(wrapped.optimizer, "loss_scale", 1.0)  # BF16_Optimizer has none
     return loss_scale / wrapped.gradient_accumulation_steps()
 
 
-def pipeline_of(recipe: Recipe, topology: Topology) -> Pipeline:
+def pipeline_of(recipe: Recipe, topology: Topology, zero_stage: int = 1) -> Pipeline:
     """Return the pipeline of a recipe, which orders the passes of each stage."""
     return Pipeline(
         stages=topology.pipeline,
@@ -212,6 +266,7 @@ def pipeline_of(recipe: Recipe, topology: Topology) -> Pipeline:
         micro_batches=recipe.micro_batches(topology.data),
         schedule=recipe.layout.schedule,
         proportions=pass_proportions(recipe.model, recipe.layout.recompute),
+        reduce_every=recipe.layout.micro_batches_per_reduction(zero_stage),
     )
 
 

@@ -45,13 +45,14 @@ def build_deepspeed_config(recipe: Recipe, topology: Topology) -> dict[str, Any]
     """
     config = read_deepspeed_json(recipe.deepspeed)
     _check_combination(recipe, config)
+    _check_reduce_every(recipe, config, recipe.micro_batches(topology.data))
     zero = config["zero_optimization"]
     if zero["stage"] == 2 and topology.replicas == 1:
         # Nobody to share gradients with, so this is stage 1, whose engine does not copy them into
         # buckets to reduce them alone (a tenth of a step in fp32, a third in bf16). It would warn
         # that it overlaps nothing.
         config["zero_optimization"] = zero | {"stage": 1, "overlap_comm": False}
-    if config["zero_optimization"]["stage"] == 1:
+    if config["zero_optimization"]["stage"] <= 2:
         bucket = {"reduce_bucket_size": GRADIENT_BUCKET_ELEMENTS}
         config["zero_optimization"] = bucket | config["zero_optimization"]
     return config | {
@@ -176,7 +177,7 @@ def _check_combination(recipe: Recipe, config: dict[str, Any]) -> None:
     stage = zero_stage(config)
     same = recipe.deepspeed.replace(f"zero{stage}", "zero1")
     at_stage_1 = difflib.get_close_matches(same, SHIPPED.split(", "), n=1, cutoff=0)[0]
-    if recipe.layout.expert > 1 and stage > 1:
+    if recipe.layout.expert > 1 and stage > 2:
         raise UserError(
             f"layout.expert = {recipe.layout.expert} with ZeRO-{stage} (deepspeed = "
             f'"{recipe.deepspeed}"): '
@@ -189,19 +190,17 @@ def _check_combination(recipe: Recipe, config: dict[str, Any]) -> None:
             f"({recipe.deepspeed}), which DeepSpeed does not support for experts; remove "
             f"reduce_scatter, or use layout.expert = 1"
         )
-    if recipe.layout.pipeline > 1 and stage > 1:
+    if recipe.layout.pipeline > 1 and stage > 2:
         raise UserError(
             f"layout.pipeline = {recipe.layout.pipeline} with ZeRO-{stage} (deepspeed = "
-            f'"{recipe.deepspeed}"): a pipeline would reduce the gradients of every micro-batch, '
-            f"which makes no recipe of the catalogue faster unless all of that is hidden "
-            f'(benchmarks/zero2_in_pipeline.py); use deepspeed = "{at_stage_1}", or '
-            f"layout.pipeline = 1"
+            f'"{recipe.deepspeed}"): every micro-batch would gather the weights of its stage '
+            f'again; use deepspeed = "{at_stage_1}", or layout.pipeline = 1'
         )
-    if recipe.tracking.timeline_step and stage > 1:
+    if recipe.tracking.timeline_step and stage > 2:
         raise UserError(
             f"tracking.timeline_step = {recipe.tracking.timeline_step} with ZeRO-{stage} "
             f'(deepspeed = "{recipe.deepspeed}"): only the pipeline\'s engine is recorded, '
-            f"which ZeRO-1 runs on; use tracking.timeline_step = 0"
+            f"which ZeRO-1 and 2 run on; use tracking.timeline_step = 0"
         )
     gradients = config.get("data_types", {}).get("grad_accum_dtype")
     untied = gradients not in (None, precision(config)) and (
@@ -212,6 +211,22 @@ def _check_combination(recipe: Recipe, config: dict[str, Any]) -> None:
             f"model.tie_embeddings = true with layout.pipeline = {recipe.layout.pipeline} and "
             f'"grad_accum_dtype": "{gradients}" ({recipe.deepspeed}): DeepSpeed would let the two '
             f"copies drift apart; remove grad_accum_dtype, or use ds_configs/zero1_bf16.json"
+        )
+
+
+def _check_reduce_every(recipe: Recipe, config: dict[str, Any], micro_batches: int) -> None:
+    every, stage = recipe.layout.reduce_every, zero_stage(config)
+    if every is None:
+        return
+    if stage != 2:
+        raise UserError(
+            f"layout.reduce_every = {every} has no effect with ZeRO-{stage} (deepspeed = "
+            f'"{recipe.deepspeed}"); leave it out, or use deepspeed = "ds_configs/zero2_bf16.json"'
+        )
+    if every > micro_batches:
+        raise UserError(
+            f"layout.reduce_every = {every} is more than the {micro_batches} micro-batches of a "
+            f"step; use layout.reduce_every = {micro_batches}"
         )
 
 

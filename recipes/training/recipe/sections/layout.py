@@ -23,7 +23,7 @@ class Layout(Section):
     communicate several times per layer."""
 
     pipeline: Count = 1
-    """Pipeline stages, which divide the layers. More than one requires ZeRO-1."""
+    """Pipeline stages, which divide the layers. More than one requires ZeRO-1 or ZeRO-2."""
 
     context: Count = 1
     """Ranks that divide each sequence (context parallelism), for long sequences. To ZeRO they are
@@ -37,7 +37,7 @@ class Layout(Section):
 
     expert: Count = 1
     """Ranks that divide the experts of each layer (expert parallelism), in addition to the tensor
-    ranks. It must be a divisor of data x context. More than one requires ZeRO-1."""
+    ranks. It must be a divisor of data x context. More than one requires ZeRO-1 or ZeRO-2."""
 
     schedule: Literal["1f1b", "interleaved", "zb-h1", "zb-v", "dualpipev"] = "1f1b"
     """Order of the forward and backward passes of a stage. All but "1f1b", the simplest, need two
@@ -51,6 +51,11 @@ class Layout(Section):
     layers_per_stage: list[Count] | None = None
     """Transformer layers of each virtual stage, in the model's order. Leave it out to balance the
     stages by computing cost, which counts the output layer too."""
+
+    reduce_every: Count | None = None
+    """With ZeRO-2, micro-batches after which the gradients of a chunk are reduced to the data ranks
+    that own them. Fewer need less memory, and more less communication. The default is `pipeline`
+    with "interleaved", which runs so many micro-batches of a chunk in a row, otherwise 1."""
 
     sequence_parallel: bool = False
     """Also split norms, dropout and residuals over the tensor ranks, along the sequence. It saves
@@ -105,6 +110,12 @@ class Layout(Section):
     def schedule_name(self) -> str:
         """The schedule, with its number of chunks if that is a choice: "interleaved x 2"."""
         return schedule_name(self.schedule, self.chunks)
+
+    def micro_batches_per_reduction(self, zero_stage: int) -> int:
+        """Return the micro-batches after which gradients are reduced; 0: once per step."""
+        if zero_stage == 1:
+            return 0
+        return self.reduce_every or (self.pipeline if self.schedule == "interleaved" else 1)
 
     @property
     def ends(self) -> set[int]:
