@@ -5,7 +5,7 @@ until the last pass that needs it.
 """
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
@@ -218,12 +218,13 @@ class ScheduledEngine(PipelineEngine):
         """Run the backward pass, without the weight gradients if the schedule splits it."""
         work = self._pass(BACKWARD, buffer_id, chunk)
         passing = self.in_flight.pop((chunk, buffer_id))
-        with self._gradients_of(work):
-            if self._is_end(chunk):
-                loss = self.optimizer.scale_if_loss(passing.end / self.micro_batches)
-                torch.autograd.backward(loss)
-            else:
-                torch.autograd.backward(passing.end, self.handed_on.pop(work))
+        if work in self.group_ends:
+            self.gradients.begin_end_of_group(BACKWARD, chunk)
+        if self._is_end(chunk):
+            loss = self.optimizer.scale_if_loss(passing.end / self.micro_batches)
+            torch.autograd.backward(loss)
+        else:
+            torch.autograd.backward(passing.end, self.handed_on.pop(work))
         if self.pipeline.receiver(work) is not None:
             assert passing.x.grad is not None
             self._hand_on(work, passing.x.grad)
@@ -235,16 +236,11 @@ class ScheduledEngine(PipelineEngine):
         """Compute the weight gradients that the backward pass has deferred."""
         deferred = self.deferred.pop((chunk, buffer_id))
         deferred.reverse()
-        with self._gradients_of(self._pass(WEIGHT, buffer_id, chunk)):
-            while deferred:  # pop, so that the inputs of a gradient are freed before the next
-                weight, gradient = deferred.pop()
-                self.gradients.add(weight, gradient())
-
-    def _gradients_of(self, work: Pass) -> AbstractContextManager[None]:
-        """Return a context for the gradients of a pass, in case it is the last of its group."""
-        if work not in self.group_ends:
-            return nullcontext()
-        return self.gradients.last_of_group(work.kind, work.chunk)
+        if self._pass(WEIGHT, buffer_id, chunk) in self.group_ends:
+            self.gradients.begin_end_of_group(WEIGHT, chunk)
+        while deferred:  # pop, so that the inputs of a gradient are freed before the next
+            weight, gradient = deferred.pop()
+            self.gradients.add(weight, gradient())
 
     def _hand_on(self, work: Pass, result: Tensor) -> None:
         """Keep the result of a pass for the pass that continues with it, or until it is sent."""

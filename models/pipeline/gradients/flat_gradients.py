@@ -1,8 +1,7 @@
 """The gradients of a stage in flat tensors, and their reduction over the data axis."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -153,15 +152,13 @@ class FlatGradients(ABC):
         bucket = self.bucket_of[parameter]
         return bucket.part_of(parameter, self._tensor(bucket))
 
-    @contextmanager
-    def last_of_group(self, kind: Kind, chunk: int) -> Iterator[None]:
-        """Treat the gradients that a pass computes in this context as complete for its group."""
+    def begin_end_of_group(self, kind: Kind, chunk: int) -> None:
+        """Treat the gradients of the coming pass as complete for its group of micro-batches."""
         self.coming = list(self.cycles.get((kind, chunk), []))
         self.complete = set()
-        yield
 
     def end_group(self, kind: Kind, chunk: int, *, is_last: bool) -> None:
-        """Reduce the buckets that a pass has not completed; a weight without gradient gets zeros.
+        """Reduce the buckets that the pass has not completed; a weight without gradient gets zeros.
 
         Args:
             kind: kind of the pass

@@ -53,7 +53,7 @@ def worker(corpus: str, cases: dict) -> dict[str, Outcome]:
 
 def break_gradient(engine: Engine, weight: nn.Parameter) -> None:
     """Set one value of a weight's gradient to NaN on this rank, after sums over the stages."""
-    if not isinstance(engine, PipelinedEngine):
+    if not isinstance(engine, PipelinedEngine) or engine.wrapped.gradients.sharded:
         weight.register_hook(lambda gradient: gradient * math.nan)
         return
     gradients = engine.wrapped.gradients

@@ -1,28 +1,31 @@
 """A stage's instructions receive ahead, send at once and reduce as early as possible."""
 
-from itertools import chain
+from itertools import chain, product
 
 import pytest
 from deepspeed.runtime.pipe.schedule import PipeInstruction
 
 from models.pipeline.instructions import PassSchedule
 from models.pipeline.schedule.order import Pipeline
-from models.pipeline.schedule.passes import BACKWARD, FORWARD, Pass
+from models.pipeline.schedule.passes import BACKWARD, FORWARD, WEIGHT, Pass
 
 PIPELINES = [
-    Pipeline(stages=p, micro_batches=m, schedule=schedule, chunks=chunks)
+    Pipeline(stages=p, micro_batches=m, schedule=schedule, chunks=chunks, reduce_every=every)
     for schedule, chunks in (
         ("1f1b", 1), ("interleaved", 2), ("interleaved", 3), ("zb-h1", 1), ("zb-v", 2),
         ("dualpipev", 2),
     )
-    for p, m in ((2, 4), (4, 9))
+    for p, m, every in ((2, 4, 0), (4, 9, 0), (4, 9, 2), (2, 4, 1))
 ]  # fmt: skip
 KINDS = {"RecvActivation": FORWARD, "RecvGrad": BACKWARD}
+PASSES = {BACKWARD: "BackwardPass", WEIGHT: "WeightPass"}
 COMPUTE = ("ForwardPass", "BackwardPass", "WeightPass")
 
 
 def name(pipeline: Pipeline) -> str:
-    return f"{pipeline.schedule}-{pipeline.stages}x{pipeline.chunks}-{pipeline.micro_batches}"
+    reduction = f"-every {pipeline.reduce_every}" if pipeline.reduce_every else ""
+    sizes = f"{pipeline.stages}x{pipeline.chunks}-{pipeline.micro_batches}"
+    return f"{pipeline.schedule}-{sizes}{reduction}"
 
 
 def instructions(pipeline: Pipeline, stage: int, training: bool = True) -> list[PipeInstruction]:
@@ -58,21 +61,26 @@ def test_every_wait_follows_its_receive_and_every_send_its_pass(pipeline: Pipeli
 def test_a_chunk_is_reduced_when_its_last_backward_pass_is_over(pipeline: Pipeline) -> None:
     for stage in range(pipeline.stages):
         found = instructions(pipeline, stage)
-        ends = "WeightPass" if pipeline.splits else "BackwardPass"
-        for chunk in range(pipeline.chunks):
-            (reduced,) = [
+        kinds = (BACKWARD, WEIGHT) if pipeline.splits else (BACKWARD,)
+        for kind, chunk in product(kinds, range(pipeline.chunks)):
+            reductions = [
                 n
                 for n, each in enumerate(found)
-                if each.name == "ReduceGrads" and each.kwargs.get("chunk") == chunk
+                if each.name == "ReduceGrads"
+                and (each.kwargs.get("kind"), each.kwargs.get("chunk")) == (kind, chunk)
             ]
-            of_chunk = [
+            passes = [
                 n
                 for n, each in enumerate(found)
-                if each.name == ends and each.kwargs["chunk"] == chunk
+                if each.name == PASSES[kind] and each.kwargs["chunk"] == chunk
             ]
-            assert of_chunk[-1] < reduced
-            between = {each.name for each in found[of_chunk[-1] + 1 : reduced]}
-            assert between <= {"SendGrad"}
+            every = pipeline.reduce_every or len(passes)
+            ending = [*passes[every - 1 :: every]]
+            ending += [] if passes[-1] in ending else passes[-1:]
+            for last, reduced in zip(ending, reductions, strict=True):
+                assert last < reduced
+                between = {each.name for each in found[last + 1 : reduced]}
+                assert between <= {"SendGrad"}
         assert [each.name for each in found[-2:]] == ["ReduceGrads", "OptimizerStep"]
 
 

@@ -228,11 +228,16 @@ def mutant_worker(corpus: str, mutant: str) -> str:
     def leave_out(*arguments: Any, **settings: Any) -> None:
         pass
 
+    def only_reduce(engine: Any, *_: Any) -> None:
+        for kind, chunk in engine.gradients.cycles if torch.is_grad_enabled() else ():
+            engine.gradients.begin_end_of_group(kind, chunk)
+            engine.gradients.end_group(kind, chunk, is_last=True)
+
     if mutant == "no connections":
         channels.Channels.connect = leave_out
-        warm_up._run_passes = leave_out
+        warm_up._run_passes = only_reduce
     if mutant == "no passes":
-        warm_up._run_passes = leave_out
+        warm_up._run_passes = only_reduce
     if mutant == "no warm-up":
         scheduled_engine.warm_up = leave_out
     if mutant == "order of need":

@@ -48,9 +48,9 @@ def poison(gradients: FlatGradients) -> None:
     reduction, hand_over = gradients.reduction, gradients._hand_over
 
     def poison_and_hand_over(shards: list) -> None:
-        for flat, size, rank in zip(reduction.flats, reduction.sizes, reduction.ranks, strict=True):
-            for number, part in enumerate(flat.chunk(size)):
-                if number != rank:
+        for bucket, flat in gradients.tensors.items():
+            for number, part in enumerate(flat.chunk(reduction.sizes[bucket])):
+                if number != reduction.ranks[bucket]:
                     part.fill_(math.nan)
         hand_over(shards)
 
