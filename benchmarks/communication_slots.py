@@ -29,6 +29,7 @@ SCHEDULES = (
     ("zb-h1", 1),
     ("zb-v", 2),
     ("dualpipev", 2),
+    ("gpipe", 1),
 )
 STAGES = (2, 4, 8)
 PROPORTIONS = (16, 17, 15)  # of forward, backward and weight passes of a Llama block

@@ -46,6 +46,7 @@ CONTESTANTS = {
     "zb-h1": Contestant("zb-h1"),
     "zb-v": Contestant("zb-v", 2),
     "dualpipev": Contestant("dualpipev", 2),
+    "gpipe": Contestant("gpipe"),
     "DeepSpeed's 1f1b": Contestant("1f1b", is_stock=True),
     "DeepSpeed's dualpipev": Contestant("dualpipev", 2, is_stock=True),
 }
@@ -98,6 +99,7 @@ class Setting:
             "zb-h1": 3 * m + p - 1,
             "zb-v": 3 * m + (p - 1) / 2,
             "dualpipev": 3 * m + 2 * (p - 1) - 1 / 2,
+            "gpipe": 3 * (m + p - 1),
         }
         return forwards[pipeline.schedule] * self.forward
 

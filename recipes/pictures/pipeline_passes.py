@@ -32,6 +32,7 @@ SCHEDULE_NAMES = {
     "zb-h1": "ZB-H1",
     "zb-v": "ZB-V",
     "dualpipev": "DualPipeV",
+    "gpipe": "GPipe",
 }
 
 Window = tuple[float, float]  # seconds since the step's start

@@ -21,6 +21,7 @@ SCHEDULES = {  # name -> keys of the [layout] section
     "zb-h1": {"schedule": "zb-h1"},
     "zb-v": {"schedule": "zb-v"},
     "dualpipev": {"schedule": "dualpipev"},
+    "gpipe": {"schedule": "gpipe"},
 }
 
 
@@ -55,6 +56,8 @@ class ProofCase:
         parts = [f"zero{self.zero_stage}"]
         if layout.pipeline > 1:
             parts.append(layout.schedule_name)
+        if layout.reduce_every is not None:
+            parts.append(f"reduce every {layout.reduce_every}")
         if layout.sequence_parallel:
             parts.append("sequence-parallel")
         if layout.context > 1:
@@ -75,6 +78,7 @@ class ProofCase:
             "data": sizes.data,
             "expert": sizes.expert,
             "zero": self.zero_stage,
+            "reduce_every": layout.reduce_every,
             "schedule": layout.schedule_name if sizes.pipeline > 1 else "",
             "sequence_parallel": layout.sequence_parallel,
             "context_attention": layout.context_attention if sizes.context > 1 else "",
@@ -105,13 +109,39 @@ def valid_cases(
     for topology in topologies(ranks, experts=recipe.model.experts is not None):
         ways = product(ZERO_STAGES, layouts(topology, recomputes), micro_sequences)
         for zero, layout, micro in ways:
-            try:
-                found.append(
-                    _case(recipe, topology, zero_stage=zero, layout=layout, micro_sequences=micro)
-                )
-            except UserError:  # a run would reject it too
-                continue
+            micro_batches = recipe.batch.global_sequences // (micro * topology.data)
+            for reduction in reductions(zero, topology, layout, micro_batches):
+                try:
+                    found.append(
+                        _case(
+                            recipe,
+                            topology,
+                            zero_stage=zero,
+                            layout=layout | reduction,
+                            micro_sequences=micro,
+                        )
+                    )
+                except UserError:  # a run would reject it too
+                    continue
     return found
+
+
+def reductions(
+    zero_stage: int, topology: Topology, layout: dict[str, Any], micro_batches: int
+) -> list[dict[str, int]]:
+    """Return the keys of the [layout] section about the reduction of gradients.
+
+    With ZeRO-2, gradients are reduced after 1, 2 or all micro-batches of a step. Recomputation and
+    the kind of attention have no influence on that, so these numbers are tried with one of each.
+    With one data rank ZeRO-2 is the same as ZeRO-1, so there are none.
+    """
+    if zero_stage != 2:
+        return [{}]
+    if topology.replicas == 1:
+        return []
+    if layout["recompute"] != "none" or layout.get("context_attention", "gather") != "gather":
+        return [{}]
+    return [{"reduce_every": every} for every in sorted({1, min(2, micro_batches), micro_batches})]
 
 
 def sample(cases: Sequence[ProofCase], count: int) -> list[ProofCase]:

@@ -10,6 +10,7 @@ The same objects drive the engine (`models/pipeline/scheduled_engine.py`), the s
 | zb-h1       | 1                      | split    | m (F + B + W) + (p - 1) (F + B - W) |
 | zb-v        | 2, forward and back     | split    | m (F + B + W) + (p - 1) F / 2       |
 | dualpipev   | 2, forward and back     | whole    | m (F + B + W) + (p - 1) (B + W) - F / 2 |
+| gpipe       | 1                      | whole    | (m + p - 1) (F + B + W)             |
 
 p stages, v chunks per stage, m >= p micro-batches; F, B and W are the times of the forward pass,
 the backward pass for the input and the backward pass for the weights of a micro-batch through all
@@ -287,10 +288,24 @@ def _there_and_back(pipeline: "Pipeline") -> list[Order]:
     return [order(stage) for stage in range(p)]
 
 
+def _all_forward_then_all_backward(pipeline: "Pipeline") -> list[Order]:
+    """Return the orders of GPipe: Huang et al. 2018 (arXiv 1811.06965), figure 2.
+
+    The backward passes begin with the last micro-batch.
+    """
+    numbers = range(pipeline.micro_batches)
+    return [
+        [Pass(FORWARD, stage, 0, number) for number in numbers]
+        + [Pass(BACKWARD, stage, 0, number) for number in reversed(numbers)]
+        for stage in range(pipeline.stages)
+    ]
+
+
 SCHEDULES = {
     "1f1b": Schedule(_one_forward_one_backward),
     "interleaved": Schedule(_one_forward_one_backward, chunks=None),
     "zb-h1": Schedule(_zero_bubble_h1, splits=True),
     "zb-v": Schedule(_zero_bubble_v, folded=True, splits=True, chunks=2),
     "dualpipev": Schedule(_there_and_back, folded=True, chunks=2),
+    "gpipe": Schedule(_all_forward_then_all_backward),
 }

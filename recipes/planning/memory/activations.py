@@ -51,6 +51,7 @@ def in_flight(layout: JobLayout, stage: int, micro_batches: int) -> tuple[InFlig
     1F1B: p - i micro-batches (Narayanan et al. 2021, arXiv 2104.04473, section 2.2.1).
     Interleaved: one more than Megatron's warm-up of 2 (p - i - 1) + r (v - 1) chunks in rounds of r
     (megatron/core/pipeline_parallel/schedules.py).
+    GPipe: all micro-batches.
     DualPipeV: 2 p - i in the first chunk and i + 1 in the second.
     ZB-H1: as 1F1B, and i more with deferred weight gradients.
     ZB-V: 2 p chunks (Qi et al. 2023, arXiv 2401.10241).
@@ -63,6 +64,8 @@ def in_flight(layout: JobLayout, stage: int, micro_batches: int) -> tuple[InFlig
 
 @lru_cache(maxsize=2**16)
 def _in_flight(schedule: str, p: int, v: int, i: int, m: int, full: bool) -> tuple[InFlight, ...]:
+    if schedule == "gpipe":
+        return (InFlight((m,), (0,)),)
     if schedule == "dualpipev":
         return (InFlight((2 * p - i, i + 1), (0, 0)),)
     if schedule == "zb-h1":

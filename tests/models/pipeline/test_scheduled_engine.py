@@ -112,6 +112,7 @@ MOST = {  # chunks in flight on each stage, as the papers count them
     "zb-h1": [4, 4, 4, 4],
     "zb-v": [8, 8, 8, 8],
     "dualpipev": [9, 9, 9, 9],
+    "gpipe": [8, 8, 8, 8],
 }
 
 
@@ -141,7 +142,7 @@ def test_the_measured_timeline_has_every_pass_of_every_rank(
     assert ranks == {rank: f"rank {rank}: pipeline {rank}, data 0, tensor 0" for rank in range(4)}
     passes = Counter((e["pid"], e["cat"], e["args"]["step"]) for e in events if e["ph"] == "X")
     layout = SCHEDULES[name]
-    each = MICRO_BATCHES * layout.get("chunks", 1 if name in ("1f1b", "zb-h1") else 2)
+    each = MICRO_BATCHES * layout.get("chunks", 1 if name in ("1f1b", "zb-h1", "gpipe") else 2)
     for rank in range(STAGES):
         for step in (2, 3):
             assert passes[rank, "forward", step] == passes[rank, "backward", step] == each

@@ -186,6 +186,7 @@ STAGES_WITH_TOKENS = {  # schedule -> the stages that read tokens (inputs or lab
     "zb-h1": {0, 2},
     "zb-v": {0},
     "dualpipev": {0},
+    "gpipe": {0, 2},
 }
 
 

@@ -96,8 +96,9 @@ BAD: list[tuple[str, int, str, str]] = [
     ("layout.recompute=some", 2, "layout.recompute = 'some'", "'none', 'selective' or 'full'"),
     ("layout.recompute_interval=2", 2, "layout.recompute_interval = 2", 'recompute = "full"'),
     (
-        "layout.schedule=gpipe", 2,
-        "layout.schedule = 'gpipe'", "'1f1b', 'interleaved', 'zb-h1', 'zb-v' or 'dualpipev'",
+        "layout.schedule=gpip", 2,
+        "layout.schedule = 'gpip'",
+        "'1f1b', 'interleaved', 'zb-h1', 'zb-v', 'dualpipev' or 'gpipe'",
     ),
     (
         "layout.schedule=dualpipev;layout.pipeline=1", 2,
@@ -205,8 +206,16 @@ BAD: list[tuple[str, int, str, str]] = [
     ("training.steps", 2, "--set training.steps", "--set section.key=value"),
     # ZeRO and precision
     (
-        "deepspeed=ds_configs/zero2_fp32.json", 2,
-        "layout.pipeline = 2 with ZeRO-2", 'deepspeed = "ds_configs/zero1_fp32.json"',
+        "layout.reduce_every=2", 2,
+        "layout.reduce_every = 2 has no effect with ZeRO-1", 'deepspeed = "ds_configs/zero2',
+    ),
+    (
+        "deepspeed=ds_configs/zero2_fp32.json;layout.reduce_every=9", 4,
+        "layout.reduce_every = 9 is more than the 4 micro-batches", "layout.reduce_every = 4",
+    ),
+    (
+        "deepspeed=ds_configs/zero2_fp32.json;layout.reduce_every=0", 4,
+        "layout.reduce_every = 0", "leave reduce_every out",
     ),
     (
         "deepspeed=ds_configs/zero3_bf16.json", 2,

@@ -39,14 +39,14 @@ class Layout(Section):
     """Ranks that divide the experts of each layer (expert parallelism), in addition to the tensor
     ranks. It must be a divisor of data x context. More than one requires ZeRO-1 or ZeRO-2."""
 
-    schedule: Literal["1f1b", "interleaved", "zb-h1", "zb-v", "dualpipev"] = "1f1b"
+    schedule: Literal["1f1b", "interleaved", "zb-h1", "zb-v", "dualpipev", "gpipe"] = "1f1b"
     """Order of the forward and backward passes of a stage. All but "1f1b", the simplest, need two
     stages or more."""
 
     chunks: Count = 1
     """Virtual stages (model chunks) of each stage. Choose it for "interleaved", where 2 is the
     default and more shorten the pipeline bubble but add messages. The other schedules determine
-    it: 2 for "zb-v" and "dualpipev", 1 for "1f1b" and "zb-h1"."""
+    it: 2 for "zb-v" and "dualpipev", 1 for "1f1b", "zb-h1" and "gpipe"."""
 
     layers_per_stage: list[Count] | None = None
     """Transformer layers of each virtual stage, in the model's order. Leave it out to balance the
