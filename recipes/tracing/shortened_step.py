@@ -3,6 +3,7 @@
 Its communication is scaled to all micro-batches of the step.
 """
 
+import math
 import operator
 from collections import Counter
 from dataclasses import replace
@@ -65,20 +66,30 @@ def with_micro_batches(recipe: Recipe, topology: Topology, count: int) -> Recipe
     """Return the recipe with `count` micro-batches per step."""
     sequences = count * recipe.batch.micro_sequences * topology.data
     batch = recipe.batch.model_copy(update={"global_sequences": sequences})
-    return recipe.model_copy(update={"batch": batch})
+    every = recipe.layout.reduce_every
+    layout = recipe.layout.model_copy(update={"reduce_every": every and min(every, count)})
+    return recipe.model_copy(update={"batch": batch, "layout": layout})
 
 
-def per_step(counted: CollectiveCounter, micro_batches: int, traced: int) -> tuple[Traffic, ...]:
+def per_step(
+    counted: CollectiveCounter, micro_batches: int, traced: int, *, every: int = 0
+) -> tuple[Traffic, ...]:
     """Return the traffic of a step with all its micro-batches.
 
-    Every micro-batch communicates the same, except that a pipeline reduces its gradients once.
+    Every micro-batch communicates the same, except that a pipeline reduces its gradients once, or
+    with ZeRO-2 once per group of micro-batches.
+
+    every: number of micro-batches in a group; 0: all of the step
     """
+    groups = math.ceil(micro_batches / every) / math.ceil(traced / every) if every else 1.0
     counts: Counter[tuple[str, str]] = Counter()
     totals: Counter[tuple[str, str]] = Counter()
     for (phase, axis, kind), count in counted.counts.items():
         size = counted.totals[phase, axis, kind]
-        is_once = phase in PHASES_ONCE_PER_STEP or (axis == "data" and phase in BACKWARD_PHASES)
-        if not is_once:
+        is_reduction = axis == "data" and phase in (*BACKWARD_PHASES, "ReduceGrads")
+        if is_reduction:
+            count, size = (round(n * groups) for n in (count, size))
+        elif phase not in PHASES_ONCE_PER_STEP:
             count, size = (round(n * micro_batches / traced) for n in (count, size))
         counts[axis, kind] += count
         totals[axis, kind] += size

@@ -36,7 +36,7 @@ from recipes.tracing.shortened_step import enough_micro_batches, per_step, with_
 from recipes.training.data.micro_batch import MicroBatch
 from recipes.training.engine.build import build_from_recipe
 from recipes.training.engine.engine import Engine, PipelinedEngine
-from recipes.training.recipe.deepspeed_config import build_deepspeed_config
+from recipes.training.recipe.deepspeed_config import build_deepspeed_config, zero_stage
 from recipes.training.recipe.schema import Recipe
 from recipes.training.recipe.topology import Coordinates, Topology, World
 
@@ -130,6 +130,8 @@ def measure(recipe: Recipe, topology: Topology, rank: int, *, at_most: int) -> T
     coordinates = topology.coordinates(rank)
     micro_batches = recipe.micro_batches(topology.data)
     traced = min(micro_batches, at_most)
+    stage = zero_stage(build_deepspeed_config(recipe, topology))
+    every = recipe.layout.micro_batches_per_reduction(stage) if stage == 2 else 0
     recipe = as_written(with_micro_batches(recipe, topology, traced))
     config = build_deepspeed_config(recipe, topology)
     division = None
@@ -167,7 +169,7 @@ def measure(recipe: Recipe, topology: Topology, rank: int, *, at_most: int) -> T
         peak_phase=phase,
         phase_bytes=most_in_phases(counter),
         largest=tuple((roles.get(n, "activations"), counter.made[n]) for n in largest),
-        traffic=per_step(collectives, micro_batches, traced),
+        traffic=per_step(collectives, micro_batches, traced, every=every),
     )
 
 

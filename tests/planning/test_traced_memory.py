@@ -93,6 +93,13 @@ VARIANTS = {
     "fp32, one micro-batch": [
         "deepspeed=ds_configs/zero1_fp32.json", "layout.pipeline=1", "batch.global_sequences=8",
     ],
+    "zero-2, stages": ["deepspeed=ds_configs/zero2_bf16.json", "layout.pipeline=2"],
+    "zero-2, every 2": [
+        "deepspeed=ds_configs/zero2_bf16.json", "layout.pipeline=2", "layout.reduce_every=2",
+    ],
+    "zero-2, zb-v": [
+        "deepspeed=ds_configs/zero2_bf16.json", "layout.pipeline=4", "layout.schedule=zb-v",
+    ],
     "zero-2": ["deepspeed=ds_configs/zero2_bf16.json", "layout.pipeline=1"],
     "zero-3": ["deepspeed=ds_configs/zero3_bf16.json", "layout.pipeline=1", "model.layers=4"],
     "gpt, dropout": [*GPT, "model.dropout=0.1", "layout.tensor=2", "layout.pipeline=2"],

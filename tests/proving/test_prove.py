@@ -141,7 +141,7 @@ def test_the_layouts_are_those_that_the_recipe_accepts(corpus: Path, tmp_path: P
     small = made_small(recipe_of(corpus, {"model__layers": 4}), tmp_path, ranks=4)
     cases = valid_cases(small, ranks=4, micro_sequences=(1, 2))
     names = {f"{case.axes}: {case.method}" for case in cases}
-    assert len(names) == len(cases) == 267 + 306  # counted by hand, without and with context
+    assert len(names) == len(cases) == 345 + 475  # counted by hand, without and with context
     for name in (
         "tensor 1 x pipeline 1 x data 1: zero3, recompute full by 2, micro-batch 2",
         "tensor 1 x pipeline 3 x data 1: zero1, 1f1b, micro-batch 1",  # four layers, three stages
@@ -151,15 +151,17 @@ def test_the_layouts_are_those_that_the_recipe_accepts(corpus: Path, tmp_path: P
         "tensor 1 x pipeline 1 x context 2 x data 2: zero3, ulysses, recompute full by 2, "
         "micro-batch 2",
         "tensor 1 x pipeline 2 x context 2 x data 1: zero1, zb-v, ring, micro-batch 1",
-        "tensor 2 x pipeline 1 x context 2 x data 1: zero2, sequence-parallel, gather, "
-        "micro-batch 1",
+        "tensor 2 x pipeline 1 x context 2 x data 1: zero2, reduce every 2, sequence-parallel, "
+        "gather, micro-batch 1",
+        "tensor 1 x pipeline 2 x data 2: zero2, interleaved x 2, reduce every 4, micro-batch 1",
         "tensor 2 x pipeline 1 x data 2: zero2, sequence-parallel, recompute selective, "
         "micro-batch 2",
     ):
         assert name in names
     for name in names:
         assert "tensor 4" not in name and "tensor 3" not in name  # two key-value heads
-        assert "zero1" in name or "pipeline 1" in name
+        assert "zero3" not in name or "pipeline 1" in name
+        assert "zero2" not in name or "data 1:" not in name or "context" in name
         assert "ulysses" not in name or ("context 2" in name and "tensor 1" in name)
         assert "context 3" not in name  # sequences of 16 tokens
         if "dualpipev" in name or "zb-v" in name or "interleaved" in name:
@@ -572,9 +574,9 @@ def test_the_command_runs_anywhere_draws_and_prints_one_json_object(tmp_path: Pa
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "proof.png").read_bytes().startswith(b"\x89PNG")
     proof = json.loads(done.stdout)
-    assert proof["passed"] and len(proof["layouts"]) == 18
+    assert proof["passed"] and len(proof["layouts"]) == 12
     assert {row["recompute"] for row in proof["layouts"]} == {"none", "selective", "full"}
-    assert {row["zero"] for row in proof["layouts"]} == {1, 2, 3}
+    assert {row["zero"] for row in proof["layouts"]} == {1, 3}
     assert max(row["loss"] for row in proof["layouts"]) <= proof["tolerances"]["loss"]
 
 
@@ -597,8 +599,8 @@ def test_the_exit_code_is_the_verdict(capsys: pytest.CaptureFixture) -> None:
         prove.main()
     assert ended.value.code == 1
     printed = capsys.readouterr().out
-    assert "differs: tensor 1 x pipeline 1 x data 1, zero2, recompute full by 2" in printed
-    assert "0 of 18 layouts train like one process" in printed
+    assert "differs: tensor 1 x pipeline 1 x data 1, zero3, recompute full by 2" in printed
+    assert "0 of 12 layouts train like one process" in printed
 
 
 @pytest.mark.parametrize(

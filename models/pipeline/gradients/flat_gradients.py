@@ -12,7 +12,7 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import Tensor, nn
 
 from models.pipeline.gradients.buckets import deferring_parameters
-from models.pipeline.gradients.reduction import ShardedReduction
+from models.pipeline.gradients.reduction import MAX_RUNNING, ShardedReduction
 from models.pipeline.schedule.passes import BACKWARD, WEIGHT, Kind
 
 
@@ -85,8 +85,12 @@ class FlatGradients(ABC):
             divided_before=_divided_before(engine),
             accumulated=self._new_shards() if sharded else None,
         )
-        deferred = deferring_parameters(engine.module) if engine.pipeline.splits else set()
+        pipeline = engine.pipeline
+        deferred = deferring_parameters(engine.module) if pipeline.splits else set()
         self.cycles, self.tied = self._in_order(chunks, deferred)
+        if pipeline.reduce_every > 1 and pipeline.schedule == "interleaved":
+            # A chunk's buckets are sent while the passes of the next chunk run.
+            self.reduction.at_once = max(MAX_RUNNING, *map(len, self.cycles.values()))
         for parameter in self.bucket_of:
             parameter.register_post_accumulate_grad_hook(self._take)
         self.has_gradient: set[nn.Parameter] = set()  # since its bucket was last summed
@@ -254,7 +258,7 @@ class MixedPrecisionGradients(FlatGradients):
         """Copy what the optimizer does not read in place: sums that were sent in 16 bits."""
         places = self.optimizer.fp32_groups_gradient_flat_partition
         for place, shard in zip(places, shards, strict=True):
-            if place.data_ptr() != shard.data_ptr():
+            if place.untyped_storage()._cdata != shard.untyped_storage()._cdata:
                 place.copy_(shard)
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from models.parallel.collectives import reduce_scatter_single, wait_for
 
-MAX_RUNNING = 2  # sums that run at the same time if their inputs are freed afterwards
+MAX_RUNNING = 2  # sums that run at the same time, because their inputs are freed afterwards
 
 
 @dataclass(frozen=True)
@@ -44,6 +44,7 @@ class ShardedReduction:
         smaller, but its gradients come from the tokens of all data ranks.
     divided_before: divisor of the gradients before the sum; the rest of the division by the number
         of ranks follows after the sum
+    at_once: number of sums that may run at the same time; only with `accumulated`
     accumulated: the fp32 shards to which each sum is added (ZeRO-2); None: each bucket is summed
         once in a step, and its flat tensor receives the sum (ZeRO-1)
     """
@@ -55,13 +56,14 @@ class ShardedReduction:
         dtype: torch.dtype,
         ranks: int,
         divided_before: float = 1.0,
+        at_once: int = MAX_RUNNING,
         accumulated: Sequence[Tensor] | None = None,
     ):
         self.groups, self.dtype = groups, dtype
         self.divisor, self.divided_before = ranks, divided_before
         self.sizes = [dist.get_world_size(group) for group in groups]
         self.ranks = [dist.get_rank(group) for group in groups]
-        self.accumulated = accumulated
+        self.at_once, self.accumulated = at_once, accumulated
         self.running: list[_Running] = []
         self.shards: dict[int, Tensor] = {}  # of the buckets that have a sum in this step
 
@@ -81,7 +83,7 @@ class ShardedReduction:
         total = sent.chunk(self.sizes[number])[self.ranks[number]]
         work = reduce_scatter_single(total, sent, group=self.groups[number], async_op=True)
         self.running.append(_Running(number, total, sent is flat, sent, work))
-        if self.accumulated is not None and len(self.running) > MAX_RUNNING:
+        if self.accumulated is not None and len(self.running) > self.at_once:
             self._end(self.running.pop(0))
 
     def finish(self) -> list[Tensor]:

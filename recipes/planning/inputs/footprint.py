@@ -14,6 +14,7 @@ class Footprint:
         optimizer: bytes per parameter, sharded over the data ranks from ZeRO-1 on
         zero3_copy: additional bytes per parameter under ZeRO-3, sharded likewise
         bucket_elements: elements of a ZeRO gradient bucket (DeepSpeed's reduce_bucket_size)
+        group_bucket_elements: elements of a bucket of Threefold's ZeRO-1 and ZeRO-2
         gathered_elements: most elements that ZeRO-3 gathers at once (stage3_max_live_parameters)
         bucket: bytes of buckets, allocated from the first backward pass on
         reducing: additional bytes per parameter during the gradient reduction
@@ -47,6 +48,7 @@ class Footprint:
     optimizer: float = 12  # fp32 weight and two moments
     zero3_copy: float = 0
     bucket_elements: float = 0
+    group_bucket_elements: float = 2**24
     gathered_elements: float = 0
     bucket: float = 0
     reducing: float = 0

@@ -105,6 +105,7 @@ class JobLayout:
     expert: int = 1  # replicas that divide the experts
     data: int = 1
     zero_stage: int = 1
+    reduce_every: int = 0  # micro-batches per reduction of ZeRO-2; 0: the default
     schedule: str = "1f1b"
     layers_per_stage: tuple[int, ...] | None = None  # blocks per virtual stage; None: automatic
     sequence_parallel: bool = False
@@ -178,11 +179,26 @@ class Job:
     def footprint(self) -> Footprint:
         """The memory footprint of the software in this precision and ZeRO stage."""
         found = self.software.footprint[self.precision]
-        found = found.zero1 if found.zero1 and self.layout.zero_stage < 2 else found
+        found = found.zero1 if found.zero1 and not self.shards_in_passes else found
         if self.machine.gpu.device == "cpu":  # which holds only the written part of an allocation
             written = parameter_count(self.model) / self.layout.tensor
             return replace(found, bucket_elements=min(found.bucket_elements, written))
         return found
+
+    @property
+    def shards_in_passes(self) -> bool:
+        """True if every pass communicates shards: ZeRO-3, and ZeRO-2 without groups."""
+        stage = self.layout.zero_stage
+        return stage == 3 or (stage == 2 and not self.software.reduces_in_groups)
+
+    @property
+    def micro_batches_per_reduction(self) -> int:
+        """Micro-batches after which gradients are reduced over the data ranks."""
+        layout = self.layout
+        if layout.zero_stage < 2:
+            return self.micro_batches
+        default = layout.pipeline if layout.schedule == "interleaved" else 1
+        return min(self.micro_batches, layout.reduce_every or default)
 
     @property
     def writes_scores(self) -> bool:
@@ -218,6 +234,7 @@ def job_of(recipe: Recipe, machine: Machine, software: Software = THREEFOLD) -> 
         expert=topology.expert,
         data=topology.data,
         zero_stage=zero_stage(config),
+        reduce_every=section.reduce_every or 0,
         schedule=section.schedule,
         layers_per_stage=tuple(section.layers_per_stage) if section.layers_per_stage else None,
         sequence_parallel=section.sequence_parallel,
@@ -262,6 +279,7 @@ def job_without_layout(recipe: Recipe, machine: Machine, software: Software = TH
     footprint = replace(
         footprint,
         bucket_elements=zero.get("reduce_bucket_size", footprint.bucket_elements),
+        group_bucket_elements=zero.get("reduce_bucket_size", footprint.group_bucket_elements),
         gathered_elements=zero.get("stage3_max_live_parameters", footprint.gathered_elements),
     )
     return Job(

@@ -48,6 +48,7 @@ class Software:
     gather_overlap: float = 0.0  # share of the weights' gathering hidden by the forward pass
     gradient_bytes: int | None = None  # bytes of a gradient as sent; None: as a weight
     reduce_scatter: bool = True  # False: all-reduce, although the optimizer state is sharded
+    reduces_in_groups: bool = False  # ZeRO-2 reduces gradients after groups of micro-batches
     zero2_all_reduce: bool = False  # DeepSpeed's default, `use_multi_rank_bucket_allreduce`
     shard_overlap: float = 0.9  # hidden share of the communication of ZeRO-2 and 3
     messages_per_block: int = 1  # collectives that a block's weights or gradients are divided into
@@ -77,7 +78,7 @@ THREEFOLD = Software(
     era=0.95,  # that of Megatron-DeepSpeed, because Threefold has not been measured yet
     elementwise=1.5,  # norms, rotations and additions are separate kernels
     shard_overlap=0.0,  # as measured for FSDP on the same GPUs
-    zero2_all_reduce=True,
+    reduces_in_groups=True,
     block_seconds=6.4e-4,
     balances_stages=True,
     pipeline_overlap=1.0,  # receives are posted ahead and sends do not block, as simulated

@@ -27,9 +27,9 @@ def state_bytes(
     ranks = layout.replicas
     stage = layout.zero_stage
     weights = footprint.weight * parameters / (ranks if stage == 3 else 1)
-    gradients = footprint.gradient * parameters / (ranks if stage >= 2 else 1)
-    optimizer = footprint.optimizer + (footprint.zero3_copy if stage == 3 else 0)
     sharded = parameters + (routed * (layout.expert - 1) if layout.zero_stage else 0.0)
+    gradients = footprint.gradient * (sharded / ranks if stage >= 2 else parameters)
+    optimizer = footprint.optimizer + (footprint.zero3_copy if stage == 3 else 0)
     optimizer *= sharded / (optimizer_ranks or layout.optimizer_ranks)
     return weights, gradients, optimizer
 

@@ -25,7 +25,8 @@ from recipes.planning.memory.activations import (
     most_activations,
     receive_bytes,
 )
-from recipes.planning.memory.model_states import state_bytes, transient_bytes
+from recipes.planning.memory.grouped_gradients import grouped_bytes, table_gradient_bytes
+from recipes.planning.memory.model_states import TransientBytes, state_bytes, transient_bytes
 from recipes.planning.memory.working_memory import (
     block_working_bytes,
     forward_working_bytes,
@@ -166,17 +167,20 @@ def peak_candidates(job: Job, stage: int, parameters: int) -> list[Moment]:
     layout, footprint = job.layout, job.footprint
     flying = micro_batches_in_flight(layout, stage, job.micro_batches)
     activations = most_activations(job, stage, forward=False)
-    passing = transient_bytes(footprint, layout, parameters)
+    is_grouped = layout.zero_stage == 2 and not job.shards_in_passes
+    passing = (
+        grouped_bytes(job, stage) if is_grouped else transient_bytes(footprint, layout, parameters)
+    )
     # During the first micro-batch only the newest weight gradients exist. A step that has no more
     # micro-batches than are in flight reaches its peak in the first one.
     first_only = job.micro_batches <= flying
     gradients = passing.gradients
     newest = gradients
-    if first_only and layout.zero_stage < 2:
+    if first_only and not job.shards_in_passes and not is_grouped:
         newest = footprint.running_gradient * newest_parameters(job, stage)
     # ZeRO-2 allocates its buckets in each backward pass; other buckets stay from the first backward
     # pass on. ZeRO-3 gathers in both passes.
-    before_backward = layout.zero_stage == 2 or (first_only and layout.zero_stage < 2)
+    before_backward = layout.zero_stage == 2 or (first_only and not job.shards_in_passes)
     block = block_working_bytes(job, first_only)
     forward = max(forward_working_bytes(job), loss_bytes(job, stage, first_only))
     found = [
@@ -190,9 +194,11 @@ def peak_candidates(job: Job, stage: int, parameters: int) -> list[Moment]:
         Moment(gradients=footprint.updating * own_parameters(job, stage) / layout.replicas),
     ]
     reduced = gradients + passing.reducing
-    if layout.zero_stage < 2:  # at the end of the step
+    if not job.shards_in_passes:  # at the end of the step
         held = held_bytes(job, stage)
         found.append(Moment(gradients=reduced, buffers=passing.reducing_buffers + held))
+        if is_grouped:
+            found += table_reductions(job, stage, activations, passing)
     else:  # whenever a bucket is full, which is after its part of the backward pass
         left = activations * (1 - min(1.0, footprint.bucket_elements / parameters))
         working = block_working_bytes(job, first_only, reducing=True)
@@ -206,6 +212,25 @@ def peak_candidates(job: Job, stage: int, parameters: int) -> list[Moment]:
         ending = in_flight_at_the_end(layout, stage, job.micro_batches)
         held = held_activations(job, stage, ending) + receive_bytes(job)
         found.append(Moment(held, block, gradients + early))
+    return found
+
+
+def table_reductions(
+    job: Job, stage: int, activations: float, passing: TransientBytes
+) -> list[Moment]:
+    """Return the moments at which the gradient of the head or the embedding is a bucket itself.
+
+    The head's is the first of a backward pass, and the embedding's the last.
+    """
+    table = table_gradient_bytes(job)
+    found = []
+    if stage == last_stage(job.layout):
+        found.append(Moment(activations, 0.0, passing.gradients + table, passing.buffers))
+    if stage == 0:
+        flying = max(1, micro_batches_in_flight(job.layout, stage, job.micro_batches))
+        left = activations * (1 - 1 / flying)
+        once = job.footprint.weight * table_parameters(job.model, job.layout.tensor)
+        found.append(Moment(left, once, passing.gradients + table, passing.buffers))
     return found
 
 

@@ -158,12 +158,12 @@ def loss_bytes(job: Job, stage: int, first_only: bool) -> float:
     columns = model.padded_vocab_size(layout.tensor) / layout.tensor
     each = footprint.logit
     if footprint.stock_pipeline:
-        if layout.zero_stage > 1:  # no pipeline: the forward pass holds logits and softmax
+        if job.shards_in_passes:  # no pipeline: the forward pass holds logits and softmax
             each -= 2 * size
         elif first_only:
             each -= size
     gradient = 0.0
-    if not first_only and layout.zero_stage < 2:
+    if not first_only and not job.shards_in_passes:
         gradient = tokens * columns * footprint.head + size * model.hidden_size * columns
     return max(tokens * columns * each, gradient) + 2 * row_bytes(job)
 

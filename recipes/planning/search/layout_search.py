@@ -284,8 +284,11 @@ def layout_variants(job: Job, sizes: JobLayout, rejected: Counter[str]) -> Itera
         else:
             rejected["dualpipev with fewer than two micro-batches per stage"] += 1
     stages = [1]
-    if sizes.pipeline == 1 and sizes.replicas > 1 and sizes.expert == 1:
-        stages = [n for n in (1, 2, 3) if deepspeed_json(n, job.precision).exists()]
+    if sizes.replicas > 1:
+        possible = {2} if job.software.reduces_in_groups else set()
+        if sizes.pipeline == 1 and sizes.expert == 1:
+            possible = {2, 3}
+        stages += [n for n in sorted(possible) if deepspeed_json(n, job.precision).exists()]
     splits = [False]
     if sizes.tensor > 1 and job.model.sequence_length // sizes.context % sizes.tensor == 0:
         splits.append(True)

@@ -96,7 +96,7 @@ class ForwardBackward:
 def block_job(job: Job) -> Job:
     """Return a job reduced to the settings that affect a block's time, as a key for caching."""
     layout = job.layout
-    sharded = layout.zero_stage > 1
+    sharded = job.shards_in_passes
     return replace(
         job,
         global_sequences=1,
@@ -147,7 +147,7 @@ def block_passes(job: Job) -> ForwardBackward:
     # gathers an input again for the gradient of a weight.
     gathered = tensor_backward / 3 if layout.sequence_parallel else 0.0
     weights = PassTime(matmuls_of_weights / software.era, gathered)
-    if layout.zero_stage > 1:
+    if job.shards_in_passes:
         ahead, back = _with_shards(job, ahead, back)
     return ForwardBackward(ahead, back, weights)
 

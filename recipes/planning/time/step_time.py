@@ -243,12 +243,32 @@ def data_time(job: Job, last_backward: float) -> float:
     # would not sum over all data ranks.
     if job.optimizer_ranks < ranks or not software.reduce_scatter:
         reduced = all_reduce_seconds(job.machine, gradients, ranks=ranks, stride=stride)
-    if layout.zero_stage == 2:
+    if job.shards_in_passes:
         reduced = 0.0
     # The first forward pass takes half as long as the last backward one.
     hidden = min(reduced, last_backward) * software.data_overlap
     hidden += min(gathered, last_backward / 2) * software.gather_overlap
-    return reduced + gathered - hidden
+    return reduced + gathered - hidden + earlier_reductions(job, reduced, last_backward)
+
+
+def earlier_reductions(job: Job, reduced: float, backward: float) -> float:
+    """Return the exposed seconds of the reductions before the last one of a step (ZeRO-2).
+
+    A group of one micro-batch is reduced during its backward pass. The chunks of an interleaved
+    schedule are reduced during the passes of the next group.
+
+    Args:
+        job: the job
+        reduced: seconds of reducing all gradients of a stage
+        backward: seconds of a micro-batch's backward pass through a stage
+    """
+    every = job.micro_batches_per_reduction
+    groups = -(-job.micro_batches // every)
+    meanwhile = backward
+    if every > 1 and job.layout.schedule == "interleaved":
+        meanwhile = 1.5 * every * backward  # forward passes take half as long
+    hidden = min(reduced, meanwhile) * job.software.data_overlap
+    return (groups - 1) * (reduced - hidden)
 
 
 def _data_time_with_experts(job: Job, last_backward: float) -> float:
@@ -276,7 +296,7 @@ def _data_time_with_experts(job: Job, last_backward: float) -> float:
     )
     hidden = min(reduced, last_backward) * software.data_overlap
     hidden += min(gathered, last_backward / 2) * software.gather_overlap
-    return reduced + gathered - hidden
+    return reduced + gathered - hidden + earlier_reductions(job, reduced, last_backward)
 
 
 def tensors_of_stage(job: Job) -> int:

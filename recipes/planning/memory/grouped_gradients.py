@@ -1,0 +1,69 @@
+"""Memory of gradients that are reduced after groups of micro-batches: Threefold's ZeRO-2."""
+
+from models.config import ModelConfig
+from recipes.planning.inputs.job import Job, JobLayout
+from recipes.planning.inputs.stage_contents import stage_parameters, table_parameters
+from recipes.planning.memory.model_states import TransientBytes
+
+RUNNING_BUCKETS = 2  # `MAX_RUNNING` of `models/pipeline/gradients/reduction.py`
+
+
+def grouped_bytes(job: Job, stage: int) -> TransientBytes:
+    """Return the bytes of a stage's gradients that are not yet in shards.
+
+    With one micro-batch in a group, a bucket is sent as soon as it is complete: one is filled while
+    others are being sent. With more, the gradients of a chunk exist from its first to its last
+    micro-batch of the group, and with an interleaved schedule those of the chunk before are being
+    sent at the same time.
+    """
+    layout, footprint = job.layout, job.footprint
+    every, size = job.micro_batches_per_reduction, footprint.gradient
+    if every == 1:
+        buckets = bucket_sizes(job.model, layout, footprint.group_bucket_elements)
+        several = range(len(buckets) - RUNNING_BUCKETS)
+        most = max(sum(buckets[n : n + RUNNING_BUCKETS + 1]) for n in several)
+        return TransientBytes(0.0, 0.0, size * most, size * most)
+    held = size * stage_parameters(job)[stage]
+    if layout.schedule == "interleaved" and is_aligned(job, every):
+        held *= min(1.0, 2 / layout.chunks)
+    return TransientBytes(held, 0.0, 0.0, 0.0)
+
+
+def is_aligned(job: Job, every: int) -> bool:
+    """Return True if each group of an interleaved schedule lies in one round of micro-batches."""
+    stages = job.layout.pipeline
+    return job.micro_batches % stages == 0 and stages % every == 0
+
+
+def bucket_sizes(model: ModelConfig, layout: JobLayout, elements: float) -> list[float]:
+    """Return the elements of the buckets of a few blocks' matrices, in the order of the layers.
+
+    elements: maximum size of a bucket, unless a single matrix is larger
+    """
+    h, t = model.hidden_size, layout.tensor
+    matrices = [
+        h * (model.query_size + 2 * model.key_value_size) / t,
+        h * model.query_size / t,
+        h * model.gate_and_up_size / t,
+        h * model.mlp_size / t,
+    ]
+    if model.experts is not None:
+        each = model.experts.count / (t * layout.expert) * model.experts.ffn_hidden_size * h
+        columns = model.activation_columns(model.experts.ffn_hidden_size)
+        matrices += [each * columns / model.experts.ffn_hidden_size, each]
+    sizes = [0.0]
+    for matrix in (RUNNING_BUCKETS + 2) * matrices:
+        if sizes[-1] + matrix <= elements:
+            sizes[-1] += matrix
+        else:
+            sizes.append(matrix)
+    return sizes + RUNNING_BUCKETS * [0.0]
+
+
+def table_gradient_bytes(job: Job) -> float:
+    """Return the bytes of the gradient of an embedding or of the head, if it is a bucket itself."""
+    footprint = job.footprint
+    table = table_parameters(job.model, job.layout.tensor)
+    if job.micro_batches_per_reduction > 1 or table <= footprint.group_bucket_elements:
+        return 0.0
+    return footprint.gradient * table
