@@ -70,16 +70,19 @@ def _run_passes(
     note: Callable[[str], None],
 ) -> None:
     """Run forward passes and, if gradients are enabled, backward passes of every chunk."""
-    engine.module.take_micro_batch_infos([info] * MICRO_BATCHES)
+    # With ZeRO-2, one more micro-batch whose sums are added to those of the first two.
+    micro_batches = MICRO_BATCHES + 1 if engine.gradients.sharded else MICRO_BATCHES
+    engine.module.take_micro_batch_infos([info] * micro_batches)
     chunks = range(engine.pipeline.chunks)
     kinds = (BACKWARD, WEIGHT) if engine.pipeline.splits else (BACKWARD,)
     engine.group_ends = {
-        Pass(kind, engine.stage_id, chunk, MICRO_BATCHES - 1): True
+        Pass(kind, engine.stage_id, chunk, number): number == micro_batches - 1
         for chunk in chunks
         for kind in kinds
+        for number in range(MICRO_BATCHES - 1, micro_batches)
     }
     engine.total_loss, engine.fwd_outputs = None, []
-    for number in range(MICRO_BATCHES):
+    for number in range(micro_batches):
         for chunk in chunks:
             note("warming up: forward pass")
             _begin_forward(engine, inputs, chunk, number)
@@ -90,8 +93,10 @@ def _run_passes(
                 for kind in kinds:
                     run = engine.run_backward if kind == BACKWARD else engine.run_weight
                     run(number, chunk)
-                    if Pass(kind, engine.stage_id, chunk, number) in engine.group_ends:
-                        engine.gradients.end_group(kind, chunk, is_last=True)
+                    work = Pass(kind, engine.stage_id, chunk, number)
+                    if work in engine.group_ends:
+                        is_last = engine.group_ends[work]
+                        engine.gradients.end_group(kind, chunk, is_last=is_last)
             for result in engine.handed_on.values():
                 engine.channels.part_to_send(result)
             engine.handed_on.clear()

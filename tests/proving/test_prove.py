@@ -324,6 +324,9 @@ MUTANTS = {  # seeded fault -> changes of the recipe, the layout it must show in
     "the balance loss is not divided by the micro-batches": (EXPERTS, {"expert": 2}),
     "the balance loss has the counts of one rank": (EXPERTS, {"context": 2}),
     "the router keeps partial gradients": (EXPERTS, {"tensor": 2, "sequence_parallel": True}),
+    "a bucket is reduced twice": ({}, {"zero": 2, "reduce_every": 2}),
+    "the last group of micro-batches is lost": ({}, {"zero": 2, "reduce_every": 2}),
+    "a bucket does not count in the gradient norm": ({}, {"zero": 2, "reduce_every": 1}),
     # too little of the gradient norm to show there, and Adam's steps hide a factor
     "the last norm's gradient is a thousandth too large": ({}, {"tensor": 2}),
 }
@@ -333,11 +336,12 @@ DRIFTING = (  # faults that make replicas of one weight diverge
     "norms in the split region keep partial gradients",
     "the router keeps partial gradients",
 )
-TAKE_MICRO_BATCH_INFOS, TAKE, PLACES, FINISH = (
+TAKE_MICRO_BATCH_INFOS, TAKE, PLACES, FINISH, BEGIN = (
     Stage.take_micro_batch_infos,
     Deferral.take,
     TrainingData.places,
     ShardedReduction.finish,
+    ShardedReduction.begin,
 )
 
 
@@ -352,6 +356,19 @@ def divided_by_group(self: ShardedReduction) -> list[torch.Tensor]:
     for shard, size in zip(shards, self.sizes, strict=True):
         shard.mul_(self.divisor / size)
     return shards
+
+
+def twice(self: ShardedReduction, number: int, flat: torch.Tensor) -> None:
+    """Begin the sum of a bucket, and that of the first one again."""
+    BEGIN(self, number, flat.clone())
+    if number == 0:
+        BEGIN(self, number, flat)
+
+
+def first_only(self: ShardedReduction, number: int, flat: torch.Tensor) -> None:
+    """Begin the sum of a bucket, but only for the first group of micro-batches."""
+    if number not in self.shards and all(each.number != number for each in self.running):
+        BEGIN(self, number, flat)
 
 
 def experts_twice(
@@ -448,6 +465,18 @@ def seeded_fault(fault: str) -> Iterator[None]:
             "models.experts.layer.copy_to_tensor_axis",
             lambda x, axis: x,
         ),
+        "a bucket is reduced twice": (
+            "models.pipeline.gradients.reduction.ShardedReduction.begin",
+            twice,
+        ),
+        "the last group of micro-batches is lost": (
+            "models.pipeline.gradients.reduction.ShardedReduction.begin",
+            first_only,
+        ),
+        "a bucket does not count in the gradient norm": (
+            "recipes.training.engine.zero_patches.sum_of_squares",
+            lambda parts, *rest: sum_of_squares(itertools.islice(parts, 1, None), *rest),
+        ),
         "the last norm's gradient is a thousandth too large": (
             "recipes.proving.trial.build_from_recipe",
             lambda *arguments: scaled(build_from_recipe(*arguments), "final_norm.weight", 1.001),
@@ -464,13 +493,15 @@ def mutant_case(corpus: Path, fault: str) -> ProofCase:
     wanted = {
         "tensor": 1, "pipeline": 1, "context": 1, "context_attention": "gather",
         "expert": 1, "schedule": "1f1b", "sequence_parallel": False, "recompute": "none",
+        "reduce_every": None,
     }  # fmt: skip
     wanted |= layout
+    zero = wanted.pop("zero", 1)
     (case,) = (
         case
         for case in found
         if case.world_size == 2
-        and case.zero_stage == 1
+        and case.zero_stage == zero
         and all(getattr(case.recipe.layout, key) == value for key, value in wanted.items())
     )
     return case

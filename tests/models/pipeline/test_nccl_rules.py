@@ -28,6 +28,7 @@ RULES = {
     "any order": Rules(slots=4, launch=LaunchRule.ANY_ORDER, patience=60),
 }
 HANGS = 5.0  # seconds of patience where a hang is expected
+ZERO_2 = "ds_configs/zero2_fp32.json"
 FLOAT32, BFLOAT16 = "ds_configs/zero1_fp32.json", "ds_configs/zero1_bf16.json"
 EXPERTS = {
     "model__experts": {
@@ -39,7 +40,7 @@ SPLIT = {"tensor": 2, "sequence_parallel": True}
 FOUR_STAGES = ("zb-v",)  # the long tests run all schedules, with eight stages
 QUICK_LAYOUTS_OF_FOUR = (
     "zb-v", "sequence parallel, recomputed", "data, bf16", "context, gather", "context, ring",
-    "experts", "experts, tensor, bf16",
+    "experts", "experts, tensor, bf16", "ZeRO-2, interleaved",
 )  # fmt: skip
 LONG = [(2, "one hardware queue"), (4, "posting order")]
 EXHAUSTIVE = [
@@ -144,6 +145,18 @@ def layouts_of(world_size: int) -> dict[str, dict[str, Any]]:
             "layout": {"schedule": "interleaved", "chunks": 2, **across},
             "deepspeed": BFLOAT16,
             "data": 2,
+        },
+        "ZeRO-2": {"layout": across, "data": 2, "deepspeed": ZERO_2},
+        "ZeRO-2, interleaved": {
+            "layout": {"schedule": "interleaved", "chunks": 2, **across},
+            "data": 2,
+            "deepspeed": ZERO_2,
+        },
+        "ZeRO-2, zb-v, tied": {
+            "layout": {"schedule": "zb-v", **across},
+            "data": 2,
+            "deepspeed": ZERO_2,
+            **GPT_SWITCHES,
         },
         "data, fp32": {"layout": {"schedule": "zb-h1", **across}, "data": 2},
         "data, fp32, tied": {
