@@ -76,7 +76,7 @@ class Footprint:
 # DeepSpeed 0.19 with our recipes, counted operation by operation (`plan.py --trace`). ZeRO-1
 # keeps the fp32 gradients of the whole stage in one tensor from step to step. It sums them over the
 # data ranks in place, or in copies if the JSON sets a type with fewer bytes. fp32 weights are
-# updated in place. ZeRO-2 and 3 have buckets of 5e8 elements.
+# updated in place. ZeRO-2 of DeepSpeed and ZeRO-3 have buckets of 5e8 elements.
 DEEPSPEED_ZERO = Footprint(bucket_elements=5e8, gathered_elements=1e9)
 ZERO = replace(
     DEEPSPEED_ZERO, norm=4, gated=3, apart=True, rows=1, loss_in_parts=True, score=3,

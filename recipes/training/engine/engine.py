@@ -229,7 +229,7 @@ class Engine(ABC):
 
 
 class PipelinedEngine(Engine):
-    """Engine of a pipeline stage, with ZeRO-1."""
+    """Engine of a pipeline stage, with ZeRO-1 or ZeRO-2."""
 
     def __init__(self, wrapped: ScheduledEngine, *parts: Any):
         super().__init__(wrapped, *parts)
@@ -287,7 +287,7 @@ class PipelinedEngine(Engine):
 
 
 class SequentialEngine(Engine):
-    """Engine of a model with all layers on every rank, with ZeRO-2 or ZeRO-3."""
+    """Engine of a model with all layers on every rank, with ZeRO-3."""
 
     def _train(self, micro_batches: Iterable[MicroBatch]) -> torch.Tensor:
         self.wrapped.train()
