@@ -127,8 +127,8 @@ def prove(small: Recipe, cases: list[ProofCase], *, ranks: int) -> Iterator[Find
         if not isinstance(expected, Outcome) or expected.margin >= least:
             break
         print(
-            f"seed {seed}: a token would choose another expert if rounding changed two numbers by "
-            f"{expected.margin:.1e}; trying the next seed",
+            f"seed {seed}: the last chosen and the first unchosen expert of a token differ by only "
+            f"{expected.margin:.1e}, which rounding may reverse; trying the next seed",
             file=sys.stderr,
         )
     else:

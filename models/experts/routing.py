@@ -16,7 +16,7 @@ SMALLEST_SUM = 1e-20  # of a token's weights: all sigmoids may underflow to zero
 
 @dataclass(frozen=True)
 class Routing:
-    """What the router of a layer has computed for a micro-batch.
+    """Result of a layer's router for a micro-batch.
 
     Attributes:
         logits: fp32 [s, b, E]

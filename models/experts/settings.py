@@ -43,9 +43,9 @@ class Experts:
     output_scale: float = 1.0
     """Factor of the weights of the experts' outputs, such as 2.5 in DeepSeek-V3."""
     bias_update: float = 0.0
-    """With `router = "sigmoid"`, how much each step adds to the bias of an expert that has received
-    fewer tokens of the global batch than the mean, and subtracts from that of an expert with more
-    tokens, such as 0.001 (arXiv 2408.15664, algorithm 1)."""
+    """With `router = "sigmoid"`, amount by which each step raises the bias of an expert with fewer
+    tokens of the global batch than the mean, and lowers that of one with more (arXiv 2408.15664,
+    algorithm 1); 0.001 is typical."""
     balance_loss: float = 0.0
     """Factor of the loss that balances the experts, such as 0.01. It is defined per layer and
     sequence (arXiv 2412.19437, equation 17), so that it does not depend on the layout, and it is

@@ -176,13 +176,16 @@ def experts_in(theirs: Mapping[str, Any]) -> Experts | None:
 
 def _experts_of_dots1(theirs: Mapping[str, Any]) -> Experts:
     """Return the experts in a config of Dots1, which has DeepSeek-V3's router."""
+    for name in ("n_routed_experts", "num_experts_per_tok"):
+        if theirs[name] is None:
+            raise UserError(f"{name} = None is not supported; use a model with {name} = 8")
     full = (["full_attention"] * theirs["num_hidden_layers"], None)
     require(theirs, {"n_group": (1, None), "topk_group": (1, None), "layer_types": full})
     return Experts(
         count=theirs["n_routed_experts"],
         per_token=theirs["num_experts_per_tok"],
         ffn_hidden_size=theirs["moe_intermediate_size"],
-        shared=theirs["n_shared_experts"],
+        shared=theirs["n_shared_experts"] or 0,
         dense_layers=theirs["first_k_dense_replace"] or 0,
         router="sigmoid",
         normalize=bool(theirs["norm_topk_prob"]),

@@ -56,7 +56,7 @@ class ProofCase:
         parts = [f"zero{self.zero_stage}"]
         if layout.pipeline > 1:
             parts.append(layout.schedule_name)
-        if layout.reduce_every is not None:
+        if layout.reduce_every:
             parts.append(f"reduce every {layout.reduce_every}")
         if layout.sequence_parallel:
             parts.append("sequence-parallel")

@@ -67,7 +67,7 @@ def with_micro_batches(recipe: Recipe, topology: Topology, count: int) -> Recipe
     sequences = count * recipe.batch.micro_sequences * topology.data
     batch = recipe.batch.model_copy(update={"global_sequences": sequences})
     every = recipe.layout.reduce_every
-    layout = recipe.layout.model_copy(update={"reduce_every": every and min(every, count)})
+    layout = recipe.layout.model_copy(update={"reduce_every": min(every, count)})
     return recipe.model_copy(update={"batch": batch, "layout": layout})
 
 

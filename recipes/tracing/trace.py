@@ -131,7 +131,7 @@ def measure(recipe: Recipe, topology: Topology, rank: int, *, at_most: int) -> T
     micro_batches = recipe.micro_batches(topology.data)
     traced = min(micro_batches, at_most)
     stage = zero_stage(build_deepspeed_config(recipe, topology))
-    every = recipe.layout.micro_batches_per_reduction(stage) if stage == 2 else 0
+    every = recipe.layout.micro_batches_per_reduction(stage)
     recipe = as_written(with_micro_batches(recipe, topology, traced))
     config = build_deepspeed_config(recipe, topology)
     division = None

@@ -493,7 +493,7 @@ def mutant_case(corpus: Path, fault: str) -> ProofCase:
     wanted = {
         "tensor": 1, "pipeline": 1, "context": 1, "context_attention": "gather",
         "expert": 1, "schedule": "1f1b", "sequence_parallel": False, "recompute": "none",
-        "reduce_every": None,
+        "reduce_every": 0,
     }  # fmt: skip
     wanted |= layout
     zero = wanted.pop("zero", 1)

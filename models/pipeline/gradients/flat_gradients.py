@@ -90,7 +90,7 @@ class FlatGradients(ABC):
         self.cycles, self.tied = self._in_order(chunks, deferred)
         if pipeline.reduce_every > 1 and pipeline.schedule == "interleaved":
             # A chunk's buckets are sent while the passes of the next chunk run.
-            self.reduction.at_once = max(MAX_RUNNING, *map(len, self.cycles.values()))
+            self.reduction.at_once = max([MAX_RUNNING, *map(len, self.cycles.values())])
         for parameter in self.bucket_of:
             parameter.register_post_accumulate_grad_hook(self._take)
         self.has_gradient: set[nn.Parameter] = set()  # since its bucket was last summed

@@ -68,7 +68,7 @@ class ShardedReduction:
         self.shards: dict[int, Tensor] = {}  # of the buckets that have a sum in this step
 
     def begin(self, number: int, flat: Tensor) -> None:
-        """Begin to sum a bucket, which nobody else may change or read any more.
+        """Begin to sum a bucket, which must not be read or changed any more.
 
         Args:
             number: number of the bucket

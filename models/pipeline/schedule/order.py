@@ -152,6 +152,14 @@ def schedule_name(schedule: str, chunks: int) -> str:
     return schedule if SCHEDULES[schedule].chunks else f"{schedule} x {chunks}"
 
 
+def default_group(schedule: str, stages: int) -> int:
+    """Return the micro-batches after which ZeRO-2 reduces gradients, unless a recipe sets it.
+
+    An interleaved schedule runs one micro-batch per stage through a chunk consecutively.
+    """
+    return stages if schedule == "interleaved" else 1
+
+
 def min_micro_batches(schedule: str, stages: int) -> int:
     """Return the smallest number of micro-batches that a schedule can run."""
     return 2 * stages if schedule == "dualpipev" else 1

@@ -38,7 +38,7 @@ def group_ends(order: Iterable[Pass], every: int = 0) -> dict[Pass, bool]:
         every: number of micro-batches in a group; 0: all of the step
 
     Returns:
-        By pass: whether it is the last of its kind through its chunk in the step.
+        By pass: True if it is the last of its kind through its chunk in the step.
     """
     passes: dict[tuple[Kind, int], list[Pass]] = {}
     for work in order:

@@ -7,6 +7,7 @@ from models.config import ModelConfig
 from models.cost import parameter_count
 from models.errors import UserError
 from models.pipeline.schedule.balance import divide_blocks, divide_evenly, head_in_blocks
+from models.pipeline.schedule.order import default_group
 from recipes.gpus.datasheet import Gpu, load_gpu
 from recipes.planning.inputs.footprint import Footprint
 from recipes.planning.inputs.kernels import BYTES
@@ -195,9 +196,9 @@ class Job:
     def micro_batches_per_reduction(self) -> int:
         """Micro-batches after which gradients are reduced over the data ranks."""
         layout = self.layout
-        if layout.zero_stage < 2:
+        if layout.zero_stage < 2 or self.shards_in_passes:
             return self.micro_batches
-        default = layout.pipeline if layout.schedule == "interleaved" else 1
+        default = default_group(layout.schedule, layout.pipeline)
         return min(self.micro_batches, layout.reduce_every or default)
 
     @property
@@ -234,7 +235,7 @@ def job_of(recipe: Recipe, machine: Machine, software: Software = THREEFOLD) -> 
         expert=topology.expert,
         data=topology.data,
         zero_stage=zero_stage(config),
-        reduce_every=section.reduce_every or 0,
+        reduce_every=section.reduce_every,
         schedule=section.schedule,
         layers_per_stage=tuple(section.layers_per_stage) if section.layers_per_stage else None,
         sequence_parallel=section.sequence_parallel,

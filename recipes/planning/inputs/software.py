@@ -49,7 +49,6 @@ class Software:
     gradient_bytes: int | None = None  # bytes of a gradient as sent; None: as a weight
     reduce_scatter: bool = True  # False: all-reduce, although the optimizer state is sharded
     reduces_in_groups: bool = False  # ZeRO-2 reduces gradients after groups of micro-batches
-    zero2_all_reduce: bool = False  # DeepSpeed's default, `use_multi_rank_bucket_allreduce`
     shard_overlap: float = 0.9  # hidden share of the communication of ZeRO-2 and 3
     messages_per_block: int = 1  # collectives that a block's weights or gradients are divided into
     # Weights that ZeRO-3 keeps between recomputation and backward pass (max_reuse_distance).

@@ -2,7 +2,7 @@
 
 from models.config import ModelConfig
 from recipes.planning.inputs.job import Job, JobLayout
-from recipes.planning.inputs.stage_contents import stage_parameters, table_parameters
+from recipes.planning.inputs.stage_contents import last_stage, stage_parameters, table_parameters
 from recipes.planning.memory.model_states import TransientBytes
 
 RUNNING_BUCKETS = 2  # `MAX_RUNNING` of `models/pipeline/gradients/reduction.py`
@@ -16,13 +16,17 @@ def grouped_bytes(job: Job, stage: int) -> TransientBytes:
     micro-batch of the group, and with an interleaved schedule those of the chunk before are being
     sent at the same time.
     """
-    layout, footprint = job.layout, job.footprint
+    layout, footprint, model = job.layout, job.footprint, job.model
     every, size = job.micro_batches_per_reduction, footprint.gradient
     if every == 1:
-        buckets = bucket_sizes(job.model, layout, footprint.group_bucket_elements)
+        buckets = bucket_sizes(model, layout, footprint.group_bucket_elements)
         several = range(len(buckets) - RUNNING_BUCKETS)
         most = max(sum(buckets[n : n + RUNNING_BUCKETS + 1]) for n in several)
-        return TransientBytes(0.0, 0.0, size * most, size * most)
+        # Tied gradients are summed over the stages first, at the end of the step.
+        is_end = stage in (0, last_stage(layout))
+        tied = model.tie_embeddings and is_end
+        table = size * table_parameters(model, layout.tensor) if tied else 0.0
+        return TransientBytes(table, 0.0, size * most, size * most)
     held = size * stage_parameters(job)[stage]
     if layout.schedule == "interleaved" and is_aligned(job, every):
         held *= min(1.0, 2 / layout.chunks)
@@ -64,6 +68,7 @@ def table_gradient_bytes(job: Job) -> float:
     """Return the bytes of the gradient of an embedding or of the head, if it is a bucket itself."""
     footprint = job.footprint
     table = table_parameters(job.model, job.layout.tensor)
-    if job.micro_batches_per_reduction > 1 or table <= footprint.group_bucket_elements:
+    is_small = table <= footprint.group_bucket_elements
+    if is_small or job.micro_batches_per_reduction > 1 or job.model.tie_embeddings:
         return 0.0
     return footprint.gradient * table

@@ -188,7 +188,7 @@ def peak_candidates(job: Job, stage: int, parameters: int) -> list[Moment]:
             most_activations(job, stage, forward=True),
             forward,
             0.0 if first_only else gradients,
-            0.0 if before_backward else passing.buffers,
+            0.0 if before_backward and not is_grouped else passing.buffers,
         ),
         Moment(activations, block + waiting_loss_bytes(job, stage), newest, passing.buffers),
         Moment(gradients=footprint.updating * own_parameters(job, stage) / layout.replicas),

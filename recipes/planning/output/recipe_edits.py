@@ -34,6 +34,8 @@ def edits(recipe: Recipe, plan: Plan) -> dict[str, Any]:
         others["layout.context_attention"] = layout.context_attention
     elif section.context_attention != "gather":  # other values are invalid without context ranks
         others["layout.context_attention"] = "gather"
+    if section.reduce_every:  # plans have the default, unless the layout is the recipe's own
+        others["layout.reduce_every"] = layout.reduce_every
     return {
         "deepspeed": deepspeed,
         "layout.tensor": layout.tensor,

@@ -353,7 +353,7 @@ def _with_shards(job: Job, ahead: PassTime, back: PassTime) -> tuple[PassTime, P
         if layout.recompute == "full":
             again = gathers * max(0.0, 1 - software.kept_elements / parameters)
     gradients = parameters * software.bytes_of_gradients(BYTES[job.precision])
-    if layout.zero_stage == 2 and (software.zero2_all_reduce or not software.reduce_scatter):
+    if layout.zero_stage == 2 and not software.reduce_scatter:
         reduce = all_reduce_seconds(job.machine, gradients, ranks=ranks, stride=stride)
     else:
         reduce = gather_seconds(

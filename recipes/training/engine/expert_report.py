@@ -82,7 +82,7 @@ def expert_report(
 def smallest_margin(layers: Sequence[MixtureOfExperts], device: torch.device) -> float:
     """Return the smallest margin of any token's choice since the last step began; collective.
 
-    It is the difference of the logits of the last chosen and the first unchosen expert.
+    It is the difference of the preferences for the last chosen and the first unchosen expert.
     """
     margins = [torch.tensor(math.inf), *(layer.statistics.margin for layer in layers)]
     smallest = torch.stack([each.to(device) for each in margins if each is not None]).min()

@@ -26,7 +26,7 @@ RECIPE_KEYS = {  # key of the JSON -> where its setting belongs
     "pipeline": "[layout]",
     "wandb": "[tracking]",
 }
-# ZeRO-1 sums gradients over the data ranks in buckets during the last backward pass. 64 MiB in fp32
+# ZeRO-1 and 2 sum gradients over the data ranks in buckets during the last backward pass. 64 MiB in fp32
 # is enough to reach a network's full bandwidth, and holds only a few blocks of a large model.
 # DeepSpeed's default of 5e8 elements would hold most of a stage, so that no sum could begin before
 # the end of the pass.
@@ -48,9 +48,7 @@ def build_deepspeed_config(recipe: Recipe, topology: Topology) -> dict[str, Any]
     _check_reduce_every(recipe, config, recipe.micro_batches(topology.data))
     zero = config["zero_optimization"]
     if zero["stage"] == 2 and topology.replicas == 1:
-        # Nobody to share gradients with, so this is stage 1, whose engine does not copy them into
-        # buckets to reduce them alone (a tenth of a step in fp32, a third in bf16). It would warn
-        # that it overlaps nothing.
+        # Nobody to share gradients with: shards would be copies.
         config["zero_optimization"] = zero | {"stage": 1, "overlap_comm": False}
     if config["zero_optimization"]["stage"] <= 2:
         bucket = {"reduce_bucket_size": GRADIENT_BUCKET_ELEMENTS}
@@ -106,7 +104,7 @@ def read_deepspeed_json(name: str) -> dict[str, Any]:
     if config.get("bf16", {}).get("enabled") and config.get("fp16", {}).get("enabled"):
         raise UserError(f"{name}: bf16 and fp16 are both enabled; use bf16 alone")
     scaled = config.get("gradient_predivide_factor", 1) != 1 or config.get("prescale_gradients")
-    if scaled and zero_stage(config) > 1:
+    if scaled and zero_stage(config) > 2:
         raise UserError(
             f"{name}: prescale_gradients and gradient_predivide_factor scale gradients before they "
             f"are summed. With reduce_scatter, DeepSpeed does not support this under "
@@ -216,12 +214,12 @@ def _check_combination(recipe: Recipe, config: dict[str, Any]) -> None:
 
 def _check_reduce_every(recipe: Recipe, config: dict[str, Any], micro_batches: int) -> None:
     every, stage = recipe.layout.reduce_every, zero_stage(config)
-    if every is None:
+    if every == 0:
         return
     if stage != 2:
         raise UserError(
             f"layout.reduce_every = {every} has no effect with ZeRO-{stage} (deepspeed = "
-            f'"{recipe.deepspeed}"); leave it out, or use deepspeed = "ds_configs/zero2_bf16.json"'
+            f'"{recipe.deepspeed}"); use layout.reduce_every = 0, or a JSON with ZeRO-2'
         )
     if every > micro_batches:
         raise UserError(

@@ -207,15 +207,15 @@ BAD: list[tuple[str, int, str, str]] = [
     # ZeRO and precision
     (
         "layout.reduce_every=2", 2,
-        "layout.reduce_every = 2 has no effect with ZeRO-1", 'deepspeed = "ds_configs/zero2',
+        "layout.reduce_every = 2 has no effect with ZeRO-1", "layout.reduce_every = 0",
     ),
     (
         "deepspeed=ds_configs/zero2_fp32.json;layout.reduce_every=9", 4,
         "layout.reduce_every = 9 is more than the 4 micro-batches", "layout.reduce_every = 4",
     ),
     (
-        "deepspeed=ds_configs/zero2_fp32.json;layout.reduce_every=0", 4,
-        "layout.reduce_every = 0", "leave reduce_every out",
+        "deepspeed=ds_configs/zero2_fp32.json;layout.reduce_every=-1", 4,
+        "layout.reduce_every = -1", "reduce_every = 0",
     ),
     (
         "deepspeed=ds_configs/zero3_bf16.json", 2,

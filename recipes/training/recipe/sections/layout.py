@@ -7,8 +7,8 @@ from pydantic import model_validator
 
 from models.config import ModelConfig, nearest_divisors
 from models.errors import UserError
-from models.pipeline.schedule.order import SCHEDULES, last_stage, schedule_name
-from recipes.training.recipe.sections.section import Count, Section
+from models.pipeline.schedule.order import SCHEDULES, default_group, last_stage, schedule_name
+from recipes.training.recipe.sections.section import Count, NonNegative, Section
 
 ContextAttention = Literal["gather", "ring", "ulysses"]
 CONTEXT_ATTENTIONS: tuple[ContextAttention, ...] = get_args(ContextAttention)
@@ -52,10 +52,11 @@ class Layout(Section):
     """Transformer layers of each virtual stage, in the model's order. Leave it out to balance the
     stages by computing cost, which counts the output layer too."""
 
-    reduce_every: Count | None = None
-    """With ZeRO-2, micro-batches after which the gradients of a chunk are reduced to the data ranks
-    that own them. Fewer need less memory, and more less communication. The default is `pipeline`
-    with "interleaved", which runs so many micro-batches of a chunk in a row, otherwise 1."""
+    reduce_every: NonNegative = 0
+    """With ZeRO-2, number of micro-batches after which the gradients of a chunk are reduced to the
+    data ranks that own them. A smaller number saves memory; a larger one saves communication. 0 is
+    the default: `pipeline` with "interleaved", which runs that many micro-batches of a chunk
+    consecutively, and 1 otherwise."""
 
     sequence_parallel: bool = False
     """Also split norms, dropout and residuals over the tensor ranks, along the sequence. It saves
@@ -112,10 +113,10 @@ class Layout(Section):
         return schedule_name(self.schedule, self.chunks)
 
     def micro_batches_per_reduction(self, zero_stage: int) -> int:
-        """Return the micro-batches after which gradients are reduced; 0: once per step."""
-        if zero_stage == 1:
+        """Return the micro-batches after which gradients are reduced; 0: not in groups."""
+        if zero_stage != 2:
             return 0
-        return self.reduce_every or (self.pipeline if self.schedule == "interleaved" else 1)
+        return self.reduce_every or default_group(self.schedule, self.pipeline)
 
     @property
     def ends(self) -> set[int]:
