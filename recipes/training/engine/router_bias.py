@@ -1,9 +1,9 @@
 """Update of the routers' biases, which balances the experts without a loss.
 
-Wang et al. 2024 (arXiv 2408.15664, algorithm 1): in each step, just before AdamW, the bias of an expert that has
-received fewer tokens than the mean of its layer grows by a constant, and that of an expert with
-more tokens falls by it. The numbers of tokens are those of the whole global batch, so the update is
-the same in every layout.
+Wang et al. 2024 (arXiv 2408.15664, algorithm 1): in each step, just before AdamW, the bias of an
+expert that has received fewer tokens than the mean of its layer grows by a constant, and that of an
+expert with more tokens falls by it. The numbers of tokens are those of the whole global batch, so
+the update is the same in every layout.
 """
 
 import re

@@ -26,10 +26,10 @@ RECIPE_KEYS = {  # key of the JSON -> where its setting belongs
     "pipeline": "[layout]",
     "wandb": "[tracking]",
 }
-# ZeRO-1 and 2 sum gradients over the data ranks in buckets during the last backward pass. 64 MiB in fp32
-# is enough to reach a network's full bandwidth, and holds only a few blocks of a large model.
-# DeepSpeed's default of 5e8 elements would hold most of a stage, so that no sum could begin before
-# the end of the pass.
+# ZeRO-1 and 2 sum gradients over the data ranks in buckets during the last backward pass of a step
+# or of a group of micro-batches. 64 MiB in fp32 is enough to reach a network's full bandwidth, and
+# holds only a few blocks of a large model. DeepSpeed's default of 5e8 elements would hold most of a
+# stage, so that no sum could begin before the end of the pass.
 GRADIENT_BUCKET_ELEMENTS = 2**24
 STEPS_PER_BREAKDOWN = 10
 SHIPPED = ", ".join(
