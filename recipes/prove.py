@@ -119,7 +119,7 @@ def prove(small: Recipe, cases: list[ProofCase], *, ranks: int) -> Iterator[Find
     another expert. The seed is therefore changed until the reference has no such token.
     """
     experts = small.model.experts
-    least = MIN_MARGIN[experts.router] if experts else 0.0
+    least = MIN_MARGIN[experts.router if experts else "softmax"]
     for seed in range(small.seed, small.seed + MAX_SEEDS):
         small = small.model_copy(update={"seed": seed})
         first = reference(small)

@@ -219,7 +219,7 @@ def test_a_near_tie_of_experts_selects_another_seed(
         (finding,) = prove.prove(small, [reference(small)], ranks=1)
     assert finding.passes and finding.case.recipe.seed == small.seed + 1
     assert trained == [small.seed, small.seed + 1, small.seed + 1]
-    assert "differ by 1.0e-06" in capsys.readouterr().err
+    assert "differ by only 1.0e-06" in capsys.readouterr().err
 
 
 def test_another_expert_of_a_token_is_described(corpus: Path) -> None:
