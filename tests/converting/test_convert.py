@@ -422,7 +422,7 @@ def stored_weights(source: CheckpointReader) -> list[str]:
         (["model.layers=3"], 4, "changing model.layers would make it another run"),
         (["layout.tensor=3"], 6, "model.heads = 4 is not divisible by layout.tensor = 3"),
         ([], 3, "does not divide the world of 3 ranks"),
-        (["deepspeed=ds_configs/zero2_fp32.json"], 4, "zero2"),
+        (["deepspeed=ds_configs/zero3_fp32.json"], 4, "zero3"),
     ],
 )
 def test_an_invalid_reshape_is_rejected(

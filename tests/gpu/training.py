@@ -147,6 +147,7 @@ def layout_variants(ranks: int) -> dict[str, dict[str, Any]]:
         "pipeline 2, zb-h1": two | {"layout__schedule": "zb-h1"},
         "pipeline 2, zb-v": two | {"layout__schedule": "zb-v"},
         "pipeline 2, dualpipev": two | {"layout__schedule": "dualpipev"},
+        "pipeline 2, gpipe": two | {"layout__schedule": "gpipe"},
         "tensor 2": {"layout__tensor": 2},
         "tensor 2, sequence parallel": {"layout__tensor": 2, "layout__sequence_parallel": True},
         "data": {},
@@ -155,6 +156,7 @@ def layout_variants(ranks: int) -> dict[str, dict[str, Any]]:
     }
     if ranks == 4:
         variants["pipeline 2 x tensor 2"] = two | {"layout__tensor": 2}
+        variants["pipeline 2, ZeRO-2"] = two | {"deepspeed": "ds_configs/zero2_fp32.json"}
         variants["pipeline 4, zb-v"] = {"layout__pipeline": 4, "layout__schedule": "zb-v"}
     return variants
 
