@@ -231,7 +231,7 @@ def test_a_tensor_that_blocks_keep_is_counted(small: dict[str, Any]) -> None:
     plain = traced(table, 2)
     with mock.patch.object(Block, "forward", wasteful):
         mutant = traced(table, 2)
-    most, wasted = (dict(each.phase_bytes)["forward pass"] for each in (plain, mutant))
+    most, wasted = (dict(each.phase_bytes)["ForwardPass"] for each in (plain, mutant))
     assert wasted - most == 4 * 32 * 8 * 64 * FP32
     assert (mutant.between_steps, mutant.traffic) == (plain.between_steps, plain.traffic)
 

@@ -209,7 +209,7 @@ def test_gradient_predivide_factor_needs_zero_1_or_2(
     config = config_with(path, NON_DEFAULT[path], 3)
     config["zero_optimization"]["reduce_scatter"] = reduce_scatter
     file.write_text(json.dumps(config))
-    with pytest.raises(UserError, match="not support this under ZeRO-3;.*; remove them"):
+    with pytest.raises(UserError, match=r"not support this under ZeRO-3;.*; remove them"):
         read_deepspeed_json(str(file))
 
 
