@@ -88,14 +88,13 @@ def with_layout(job: Job, **sizes: object) -> Job:
 
 
 @pytest.mark.parametrize("tensor", [1, 2])
-@pytest.mark.parametrize("stage", [2, 3])
-def test_buckets_take_all_their_memory_on_a_gpu_and_the_written_part_on_a_cpu(
-    stage: int, tensor: int
+def test_buckets_of_zero_3_take_all_their_memory_on_a_gpu_and_the_written_part_on_a_cpu(
+    tensor: int,
 ) -> None:
     recipe = load_recipe(
         REPOSITORY / "recipes" / "tiny.toml",
         [
-            f"deepspeed=ds_configs/zero{stage}_fp32.json",
+            "deepspeed=ds_configs/zero3_fp32.json",
             "layout.pipeline=1",
             f"layout.tensor={tensor}",
         ],
@@ -345,7 +344,7 @@ def test_calibration_of_threefold_may_go_far(tmp_path: Path) -> None:
     ("cells", "reason"),
     [
         ({"schedule": "zb-v", "vpp": "1"}, "schedule zb-v has 2 chunks; vpp is 1"),
-        ({"schedule": "gpipe"}, "schedule gpipe is not modelled"),
+        ({"schedule": "looped-bfs"}, "schedule looped-bfs is not modelled"),
         ({"layers_per_stage": "3 1 0"}, "layers_per_stage is 3 1 0, for 2 stages of 4"),
         ({"layers_per_stage": "3;1"}, "layers_per_stage is 3;1"),
         ({"precision": "fp32", "gpu": "MI300X"}, ""),
@@ -371,8 +370,8 @@ def test_columns_of_threefold_are_read(cells: dict[str, str], reason: str) -> No
 def test_the_search_leaves_headroom_and_puts_simple_near_ties_first() -> None:
     job = planned("llama/7b")[1]
     limit = job.machine.gpu.memory_gib * GIB
-    full = search(job, 1000, headroom=0.0)
-    found = search(job, 1000, headroom=0.3)
+    full = search(job, 10_000, headroom=0.0)
+    found = search(job, 10_000, headroom=0.3)
     assert max(plan.memory.total for plan in full.plans) > 0.9 * limit
     assert max(plan.memory.total for plan in found.plans) <= 0.7 * limit
     assert len(found.plans) < len(full.plans)
@@ -624,6 +623,7 @@ def test_a_search_finds_every_layout_of_a_recipe() -> None:
         (schedule, chunks)
         for schedule, kind in SCHEDULES.items()
         for chunks in ((kind.chunks,) if kind.chunks else INTERLEAVED)
+        if schedule != "gpipe"  # as fast as 1F1B, with more memory
     ]
     sizes = product(range(1, 9), range(1, 9), range(1, 9), range(1, 17), ways)
     for tensor, pipeline, context, micro_sequences, (schedule, chunks) in sizes:

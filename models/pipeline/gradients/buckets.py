@@ -67,7 +67,10 @@ def deferring_parameters(module: nn.Module) -> set[nn.Parameter]:
     """Return the parameters whose gradients a zero-bubble schedule defers to weight passes."""
     linears = (each for each in module.modules() if isinstance(each, Deferring))
     return {
-        parameter for each in linears for parameter in each.parameters() if parameter.dim() >= 2
+        parameter
+        for each in linears
+        for name, parameter in each.named_parameters()
+        if not name.endswith("bias")
     }
 
 
