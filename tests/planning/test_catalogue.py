@@ -264,6 +264,7 @@ def small_variant(name: str, corpus: Path) -> ProofCase:
     recipe = shipped(name)
     small = shrink(recipe, ranks=2, layers=2, steps=STEPS, corpus=corpus)
     stage = zero_stage(read_deepspeed_json(recipe.deepspeed))
+    stage = 1 if stage == 2 else stage  # on one process, ZeRO-2 is ZeRO-1
     (case,) = (
         case
         for case in valid_cases(small, ranks=1, micro_sequences=(1,))
