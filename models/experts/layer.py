@@ -107,8 +107,8 @@ class MixtureOfExperts(nn.Module):
 class Router(nn.Module):
     """Logits, scores and preferences of the experts, in fp32 also if the weights are in 16 bits.
 
-    The bias has the gradient zero. The engine changes it after each step, by the numbers of tokens
-    of the experts (`recipes/training/engine/router_bias.py`).
+    The bias has the gradient zero. The engine changes it in each step, by the numbers of tokens of
+    the experts (`recipes/training/engine/router_bias.py`).
     """
 
     def __init__(self, settings: Experts, hidden_size: int, axis: TensorAxis):

@@ -28,7 +28,8 @@ def divide_into_buckets(
         chunks: the parameters of each chunk in the order of the layers
         elements: maximum size of a bucket, unless a single unit is larger
         kinds: properties that all parameters of a bucket share
-        units: a key for each parameter that must stay beside others with the same key
+        units: the unit of a parameter, if it has one; all parameters of a unit are adjacent in one
+            bucket
     """
     buckets: list[list[nn.Parameter]] = []
     for parameters in chunks:

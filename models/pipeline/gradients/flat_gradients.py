@@ -78,19 +78,21 @@ class FlatGradients(ABC):
         kept = None if sharded else self._whole_tensors()
         self.tensors: dict[int, Tensor] = {} if kept is None else dict(enumerate(kept))
         self.sharded = sharded
+        pipeline = engine.pipeline
+        deferred = deferring_parameters(engine.module) if pipeline.splits else set()
+        self.cycles, self.tied = self._in_order(chunks, deferred)
+        at_once = MAX_RUNNING
+        if pipeline.reduce_every > 1 and pipeline.schedule == "interleaved":
+            # A chunk's buckets are sent while the passes of the next chunk run.
+            at_once = max([at_once, *map(len, self.cycles.values())])
         self.reduction = ShardedReduction(
             groups,
             dtype=engine.communication_data_type,
             ranks=dist.get_world_size(engine.grid.get_data_parallel_group()),
             divided_before=_divided_before(engine),
+            at_once=at_once,
             accumulated=self._new_shards() if sharded else None,
         )
-        pipeline = engine.pipeline
-        deferred = deferring_parameters(engine.module) if pipeline.splits else set()
-        self.cycles, self.tied = self._in_order(chunks, deferred)
-        if pipeline.reduce_every > 1 and pipeline.schedule == "interleaved":
-            # A chunk's buckets are sent while the passes of the next chunk run.
-            self.reduction.at_once = max([MAX_RUNNING, *map(len, self.cycles.values())])
         for parameter in self.bucket_of:
             parameter.register_post_accumulate_grad_hook(self._take)
         self.has_gradient: set[nn.Parameter] = set()  # since its bucket was last summed

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass, replace
 
+from recipes.training.recipe.deepspeed_config import GRADIENT_BUCKET_ELEMENTS
+
 
 @dataclass(frozen=True, kw_only=True)
 class Footprint:
@@ -48,7 +50,7 @@ class Footprint:
     optimizer: float = 12  # fp32 weight and two moments
     zero3_copy: float = 0
     bucket_elements: float = 0
-    group_bucket_elements: float = 2**24
+    group_bucket_elements: float = GRADIENT_BUCKET_ELEMENTS
     gathered_elements: float = 0
     bucket: float = 0
     reducing: float = 0

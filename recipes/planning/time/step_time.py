@@ -245,9 +245,14 @@ def data_time(job: Job, last_backward: float) -> float:
         reduced = all_reduce_seconds(job.machine, gradients, ranks=ranks, stride=stride)
     if job.shards_in_passes:
         reduced = 0.0
+    return _exposed_in_a_step(job, reduced, gathered, last_backward)
+
+
+def _exposed_in_a_step(job: Job, reduced: float, gathered: float, last_backward: float) -> float:
+    """Return the exposed seconds, given those of one reduction and of gathering the weights."""
     # The first forward pass takes half as long as the last backward one.
-    hidden = min(reduced, last_backward) * software.data_overlap
-    hidden += min(gathered, last_backward / 2) * software.gather_overlap
+    hidden = min(reduced, last_backward) * job.software.data_overlap
+    hidden += min(gathered, last_backward / 2) * job.software.gather_overlap
     return reduced + gathered - hidden + earlier_reductions(job, reduced, last_backward)
 
 
@@ -294,9 +299,7 @@ def _data_time_with_experts(job: Job, last_backward: float) -> float:
             BYTES[job.precision],
         )
     )
-    hidden = min(reduced, last_backward) * software.data_overlap
-    hidden += min(gathered, last_backward / 2) * software.gather_overlap
-    return reduced + gathered - hidden + earlier_reductions(job, reduced, last_backward)
+    return _exposed_in_a_step(job, reduced, gathered, last_backward)
 
 
 def tensors_of_stage(job: Job) -> int:
