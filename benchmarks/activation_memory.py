@@ -33,7 +33,7 @@ from models.parallel.micro_batch_info import MicroBatchInfo
 from models.parallel.rng import MaskKey
 from models.transformer import Block
 from recipes.tracing.allocation_counter import AllocationCounter
-from recipes.tracing.fake_cluster import clear_tables
+from recipes.tracing.fake_cluster import empty_tables
 
 MODEL = ModelConfig(
     layers=48,
@@ -65,10 +65,9 @@ FORMULAS = {  # (sequence parallel, recomputation) -> bytes per block over t ten
 
 def peak_bytes(blocks: int, tensor: int, sequence_parallel: bool, recompute: str) -> int:
     """Return the peak bytes of a forward and a backward pass beyond weights and gradients."""
-    clear_tables()
     group = dist.group.WORLD if tensor > 1 else None
     axis = TensorAxis(group, 0, tensor, sequence_parallel)
-    with FakeTensorMode(), torch.device("cpu"):
+    with empty_tables(), FakeTensorMode(), torch.device("cpu"):
         torch.set_default_dtype(torch.bfloat16)
         layers = [
             Block(MODEL, axis, name=f"blocks.{i}", recompute_core=recompute == "selective")

@@ -38,11 +38,10 @@ from models.transformer import rotary_table
 def one_rank_of(world_size: int, rank: int) -> Iterator[None]:
     """Initialize torch.distributed and DeepSpeed as on this rank, and restore them afterwards."""
     assert not dist.is_initialized()
-    clear_tables()
     environment = {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": "0"}
     remembered = {name: value for name, value in vars(groups).items() if name.isupper()}
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    with entries_replaced(os.environ, environment), warnings.catch_warnings():
+    with empty_tables(), entries_replaced(os.environ, environment), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="`torch.distributed", category=FutureWarning)
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
         deepspeed.init_distributed(dist_backend="fake", verbose=False)
@@ -52,16 +51,22 @@ def one_rank_of(world_size: int, rank: int) -> Iterator[None]:
             dist.destroy_process_group()
             deepspeed.comm.comm.cdb = None
             vars(groups).update(remembered)
-            clear_tables()
 
 
-def clear_tables() -> None:
-    """Empty the caches of tensors that layers share.
+@contextlib.contextmanager
+def empty_tables() -> Iterator[None]:
+    """Empty the caches of tensors that layers share, before and after the context.
 
     A cached table would be missing from the trace, and a fake one would break later passes.
     """
-    for cached in (rotary_table, positions_in, token_positions, cumulative_lengths):
-        cached.cache_clear()
+    tables = (rotary_table, positions_in, token_positions, cumulative_lengths)
+    for table in tables:
+        table.cache_clear()
+    try:
+        yield
+    finally:
+        for table in tables:
+            table.cache_clear()
 
 
 @contextlib.contextmanager
