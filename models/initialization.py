@@ -1,5 +1,7 @@
 """Initial values of all parameters, the same in every layout.
 
+A rank draws only the rows of which it holds a part, in chunks of a few megabytes.
+
 | parameter                                    | initial value                                |
 |----------------------------------------------|----------------------------------------------|
 | norm weights                                 | 1                                            |
@@ -11,16 +13,19 @@
 import hashlib
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from models.config import ModelConfig
-from models.sharding import Sharding, sharding_of
+from models.sharding import sharding_of
 
 # attention.output.weight, mlp.down.weight, mlp.shared.down.weight, mlp.experts.down_5
 RESIDUAL_WEIGHTS = re.compile(r"\.(attention\.output\.weight|down\.weight|down_\d+)$")
+
+
+CHUNK_ELEMENTS = 2**20  # that are drawn at a time; the values of larger parameters depend on it
 
 
 @torch.no_grad()
@@ -31,26 +36,67 @@ def initialize(
     seed: int,
     tensor_rank: int,
     tensor_size: int,
+    elements: range | None = None,
 ) -> None:
-    """Fill this rank's parts of the parameters, given as (logical name, parameter)."""
+    """Fill this rank's parts of the parameters.
+
+    Args:
+        parameters: pairs of logical name and parameter
+        config: the model
+        seed: seed of the run
+        tensor_rank: rank along the tensor axis
+        tensor_size: number of ranks along the tensor axis
+        elements: the elements of each flattened part to fill; None: all
+    """
     for name, parameter in parameters:
+        part = parameter.view(-1)
+        wanted = range(part.numel()) if elements is None else elements
+        values = part[wanted.start : wanted.stop]
         if name.endswith("norm.weight"):
-            parameter.fill_(1)
+            values.fill_(1)
         elif name.endswith("bias"):
-            parameter.zero_()
+            values.zero_()
         else:
             residual = RESIDUAL_WEIGHTS.search(name)
             std = config.initial_std / (math.sqrt(2 * config.layers) if residual else 1)
             sharding = sharding_of(parameter)
-            logical = std * draw_normal(sharding, name=name, seed=seed)
-            parameter.copy_(sharding.local_part(logical, tensor_rank, tensor_size))
+            rows = NormalRows(sharding.shape, name=name, seed=seed)
+            at_once = max(1, CHUNK_ELEMENTS // tensor_size)
+            for first in range(0, len(wanted), at_once):
+                piece = wanted[first : first + at_once]
+                drawn = sharding.local_elements(
+                    rows, piece, tensor_rank=tensor_rank, tensor_size=tensor_size
+                )
+                values[first : first + len(piece)] = std * drawn
 
 
-def draw_normal(sharding: Sharding, *, name: str, seed: int) -> Tensor:
-    """Return standard normal numbers of the logical shape, a function of seed and name alone.
+class NormalRows:
+    """Rows of a logical tensor of standard normal numbers, a function of seed and name alone.
 
-    They are drawn on the CPU in fp32, so that neither device nor precision changes them.
+    Each chunk of rows has its own seed, so that a rank need not draw the rows of others. They are
+    drawn on the CPU in fp32, so that neither device nor precision changes them.
     """
-    digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
-    generator = torch.Generator().manual_seed(int.from_bytes(digest) >> 1)
-    return torch.randn(sharding.shape, generator=generator)
+
+    def __init__(self, shape: Sequence[int], *, name: str, seed: int):
+        self.shape, self.key = tuple(shape), f"{seed}/{name}"
+        self.rows_of_chunk = max(1, CHUNK_ELEMENTS // math.prod(self.shape[1:]))
+        self.last: tuple[int, Tensor] | None = None  # number and rows
+
+    def __call__(self, start: int, stop: int) -> Tensor:
+        """Return the rows from start to stop, [stop - start, ...] in fp32."""
+        numbers = range(start // self.rows_of_chunk, -(-stop // self.rows_of_chunk))
+        first = numbers.start * self.rows_of_chunk
+        rows = torch.cat([self._chunk(number) for number in numbers])
+        return rows[start - first : stop - first]
+
+    def _chunk(self, number: int) -> Tensor:
+        if self.last is None or self.last[0] != number:
+            self.last = number, self._draw(number)
+        return self.last[1]
+
+    def _draw(self, number: int) -> Tensor:
+        text = f"{self.key}/{number}" if number else self.key
+        digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest) >> 1)
+        rows = min(self.rows_of_chunk, self.shape[0] - number * self.rows_of_chunk)
+        return torch.randn(rows, *self.shape[1:], generator=generator)

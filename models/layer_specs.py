@@ -250,9 +250,20 @@ class SequentialModel(nn.Module):
     """All layers in one module, for the ZeRO stages that DeepSpeed's pipeline does not support.
 
     Parameters have the names that a PipelineModule of the same specs gives them.
+
+    Args:
+        specs: the layers in order, as `layer_specs` returns them
+        recompute_interval: number of blocks that the backward pass recomputes at a time; 0: none
+        created: called with the number and the module of each layer before the next one is created
     """
 
-    def __init__(self, specs: list[LayerSpec], *, recompute_interval: int = 0):
+    def __init__(
+        self,
+        specs: list[LayerSpec],
+        *,
+        recompute_interval: int = 0,
+        created: Callable[[int, nn.Module], None] = lambda number, layer: None,
+    ):
         super().__init__()
         self.recompute_interval = recompute_interval
         self.tied_modules = nn.ModuleDict()
@@ -261,9 +272,11 @@ class SequentialModel(nn.Module):
             if not isinstance(spec, TiedLayerSpec):
                 layer = spec.build()
                 self.add_module(str(index), layer)
+                created(index, layer)
             else:
                 if spec.key not in self.tied_modules:
                     self.tied_modules[spec.key] = spec.build()
+                    created(index, self.tied_modules[spec.key])
                 layer = self.tied_modules[spec.key]
                 if spec.forward_fn:
                     layer = partial(spec.forward_fn, layer)

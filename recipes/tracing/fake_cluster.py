@@ -7,6 +7,7 @@ functions, which last only for the duration of a trace.
 
 import contextlib
 import os
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from functools import partial
@@ -24,7 +25,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
-from models import cost
+from models import cost, initialization
 from models.experts import exchange
 from models.kernels import attention, fusing, norms
 from models.kernels.attention import cumulative_lengths
@@ -78,6 +79,7 @@ def fake_tensors() -> Iterator[None]:
         replaced(partitioned_param_coordinator, "assert_ints_same_as_other_ranks", accept),
         replaced(accelerator, "is_fp16_supported", lambda self: True),
         replaced(exchange, "on_host", equal_counts),
+        replaced(initialization, "CHUNK_ELEMENTS", sys.maxsize),
         FakeTensorMode(allow_non_fake_inputs=True),
         Scalars(),
     ):

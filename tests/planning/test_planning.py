@@ -686,10 +686,14 @@ def test_rejected_context_sizes_are_counted() -> None:
 
 
 def test_layouts_too_large_for_the_host_are_rejected() -> None:
-    """Each process builds its whole stage, 4 bytes per parameter, before ZeRO-3 shards it."""
+    """Each process builds its stage with 4 bytes per parameter, but only its shard with ZeRO-3."""
     _, job = planned("llama/70b")
-    whole = replace(job, layout=JobLayout(data=job.machine.gpus, zero_stage=3))
+    gpus = job.machine.gpus
+    whole = replace(job, layout=JobLayout(data=gpus, zero_stage=2))
     assert host_bytes(whole) == pytest.approx(8 * 4 * parameter_count(job.model), rel=0.01)
+    sharded = replace(job, layout=JobLayout(data=gpus // 2, context=2, zero_stage=3))
+    shard = 2 * parameter_count(job.model) / gpus  # bf16
+    assert host_bytes(sharded) == pytest.approx(8 * shard, rel=0.01)
     assert search(job, 1).rejected["too large for the host that builds them"] > 0
     roomy = replace(job.machine, gpu=replace(job.machine.gpu, node_memory_gib=10**6))
     assert "too large for the host" not in str(search(replace(job, machine=roomy), 1).rejected)

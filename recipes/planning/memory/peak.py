@@ -100,12 +100,17 @@ def fullest_stage(job: Job, first: StageMemory | None = None) -> StageMemory:
 
 
 def host_bytes(job: Job) -> float:
-    """Return the bytes of host memory that a node's processes need to build the model in fp32.
+    """Return the bytes of host memory that a node's processes need to build the model.
 
-    Each process builds the whole part of its stage and tensor rank; ZeRO shards it later.
+    Each process builds the whole part of its stage and tensor rank in fp32, which ZeRO-1 and 2
+    shard later. Under ZeRO-3 it builds its shard on the GPU, and DeepSpeed moves the shard through
+    host memory once.
     """
     together = min(job.machine.gpus, job.machine.gpus_per_node)
-    return BYTES["fp32"] * max(stage_parameters(job)) * together
+    parameters = max(stage_parameters(job)) * together
+    if job.layout.zero_stage == 3:
+        return BYTES[job.precision] * parameters / job.layout.replicas
+    return BYTES["fp32"] * parameters
 
 
 def fits(job: Job) -> bool:

@@ -47,6 +47,7 @@ from models.pipeline.stage import Stage
 from recipes.training.engine.deepspeed_patches import import_muon, replace_timers
 from recipes.training.engine.engine import Engine, PipelinedEngine, SequentialEngine
 from recipes.training.engine.expert_groups import EXPERTS, is_marked, mark_experts
+from recipes.training.engine.sharded_creation import ShardedCreation, dimensions
 from recipes.training.engine.zero_patches import without_needless_copies
 from recipes.training.recipe.deepspeed_config import precision, zero_stage
 from recipes.training.recipe.schema import Optimizer, Recipe
@@ -97,8 +98,8 @@ def build_model(
     """Build and initialize this rank's part of the model.
 
     Returns:
-        A stage of the pipeline under ZeRO-1 and 2, all layers under ZeRO-3. This choice decides
-        the kind of engine, too.
+        A stage of the pipeline under ZeRO-1 and 2; all layers, partitioned, under ZeRO-3. This
+        choice decides the kind of engine, too.
     """
     axis = tensor_axis(grid, recipe.layout.sequence_parallel)
     recompute = recipe.layout.recompute
@@ -121,15 +122,20 @@ def build_model(
                 layers_of_virtual_stages=layers_of_virtual_stages(recipe),
                 recompute_interval=interval,
             )
+            initialize(
+                logical_parameters(model, recipe.model),
+                recipe.model,
+                seed=recipe.seed,
+                tensor_rank=axis.rank,
+                tensor_size=axis.size,
+            )
         else:
-            model = SequentialModel(specs, recompute_interval=interval)
-    initialize(
-        logical_parameters(model, recipe.model),
-        recipe.model,
-        seed=recipe.seed,
-        tensor_rank=axis.rank,
-        tensor_size=axis.size,
-    )
+            dtype = DTYPES[precision(config)]
+            model = SequentialModel(
+                specs,
+                recompute_interval=interval,
+                created=ShardedCreation(recipe, config=config, grid=grid, axis=axis, dtype=dtype),
+            )
     mark_experts(model, topology, experts)
     if should_compile(recipe.training.compile):
         compile_kernels(model)
@@ -156,7 +162,7 @@ def build_optimizer(
         groups = divide_into_buckets(
             [parameters], elements=sys.maxsize, kinds=kinds_of(parameters, set()), units={}
         )
-    decays = [settings.weight_decay if group[0].dim() >= 2 else 0.0 for group in groups]
+    decays = [settings.weight_decay if dimensions(group[0]) >= 2 else 0.0 for group in groups]
     return torch.optim.AdamW(
         [
             {"params": group, "weight_decay": decay}
@@ -189,7 +195,7 @@ def kinds_of(
     parameters: Iterable[nn.Parameter], deferred: set[nn.Parameter]
 ) -> dict[nn.Parameter, tuple[bool, bool, bool]]:
     """Return what distinguishes the optimizer groups: decay, marked experts, deferred gradients."""
-    return {each: (each.dim() >= 2, is_marked(each), each in deferred) for each in parameters}
+    return {each: (dimensions(each) >= 2, is_marked(each), each in deferred) for each in parameters}
 
 
 def bucket_elements(config: dict[str, Any]) -> int:

@@ -8,7 +8,7 @@ upstream change that would make the override removable.
 - `timers`. Upstream: ThroughputTimer synchronizes the device when a forward pass begins and when
   `step` ends. Ours: the timer is off. Reason: the host should run ahead of the device, and
   `recipes/training/tracking/` measures throughput. Gain: two or three synchronizations per
-  micro-batch under ZeRO-2 and 3. Removable if the timer does not synchronize by default.
+  micro-batch under ZeRO-3. Removable if the timer does not synchronize by default.
 - `steps_per_print`. Upstream: the pipeline engine divides by it under `wall_clock_breakdown`, which
   `flops_profiler` turns on too, and fails if it is None. Ours: a number in that case, otherwise
   None. Reason: we print the metrics ourselves. Gain: one line per step. Removable if the pipeline
@@ -24,6 +24,14 @@ upstream change that would make the override removable.
   import torch's compiler. Ours: the module is imported with the compiler disabled. Reason: no
   optimizer of ours is Muon. Gain: most of a second of start-up. Removable if Muon is imported only
   for a Muon optimizer.
+
+`recipes/training/engine/sharded_creation.py`
+
+- `ShardedCreation`. Upstream: `deepspeed.zero.Init` broadcasts each weight of rank 0 to all data
+  ranks and then divides it. Ours: each rank fills only its part, without a broadcast, through
+  `_convert_to_deepspeed_param` and `partition`. Reason: initial values are a function of seed and
+  name. Gain: no rank draws or sends a whole weight. Removable if Init takes a function that fills a
+  part.
 
 `recipes/training/engine/zero_patches.py`
 
@@ -62,12 +70,14 @@ upstream change that would make the override removable.
   communicates in the background. Reason: `deepspeed.initialize` has no argument for the class.
   Gain: all schedules of `schedule/order.py`, and overlap of communication and computation.
   Removable if the schedule becomes an argument.
-- `gradients/`. Upstream: gradients are copied into buckets and reduced after the last backward
-  pass, and BF16_Optimizer zeroes them after each step. Ours: they are added to one tensor per
-  optimizer group, reduced to their owners during the last backward pass and never zeroed; the
-  optimizers' hooks are removed. Reason: the hooks count the gradients of one backward pass, which
-  deferred weight gradients do not fit. Gain: overlap, half the traffic of an all-reduce, and no
-  copies. Removable if DeepSpeed reduces when the caller says that a gradient is final.
+- `gradients/`, and `config_of_stage` in `recipes/training/engine/build.py`. Upstream: pipelines
+  reject ZeRO-2; gradients are copied into buckets and reduced after the last backward pass, and
+  BF16_Optimizer zeroes them after each step. Ours: DeepSpeed is told stage 1, and its hooks are
+  removed. Gradients are added to one tensor per optimizer group, summed by one reduce-scatter
+  during the last backward pass of a group of micro-batches, and never zeroed. Reason: the hooks
+  count the gradients of one backward pass, which deferred weight gradients do not fit. Gain: ZeRO-2
+  with pipelines, overlap, half the traffic of an all-reduce, and no copies. Removable if DeepSpeed
+  reduces when the caller says that a gradient is final.
 - `scheduled_engine.py` (`_configure_distributed_model`), `engine/expert_groups.py`. Upstream: only
   modules of `deepspeed.moe` count as experts. Ours: marked weights do, and their groups are entered
   into `deepspeed.utils.groups`. Reason: our experts are modules of our own. Gain: ZeRO-1 divides

@@ -1,0 +1,134 @@
+"""Measure the host memory of one rank of ZeRO-3 while it builds the model, on a CPU.
+
+The process is one rank of a group whose collectives do nothing, with real tensors. On a CPU
+everything is in host memory: weights, gradients and the optimizer's state. "whole" is DeepSpeed's
+way: every rank builds and initializes the whole model, and then keeps its part. Each way runs in a
+process of its own. Peaks exclude the memory of the interpreter and its libraries.
+
+    python benchmarks/zero3_start.py recipes/llama/7b.toml --ranks 8
+    python benchmarks/zero3_start.py recipes/llama/7b.toml --ranks 8 --layers 4 --whole
+"""
+
+import os
+import sys
+from pathlib import Path
+
+if __name__ == "__main__":  # imports start at the repository, not at this folder
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+os.environ.setdefault("DS_ACCELERATOR", "cpu")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import argparse
+import subprocess
+import time
+from dataclasses import asdict, dataclass
+from unittest import mock
+
+from models.cost import parameter_count
+from models.initialization import initialize
+from models.layer_specs import logical_parameters
+from recipes.tracing.fake_cluster import one_rank_of
+from recipes.training.engine import build
+from recipes.training.recipe.deepspeed_config import build_deepspeed_config
+from recipes.training.recipe.loading import REPOSITORY, load_recipe
+from recipes.training.recipe.schema import Recipe
+from recipes.training.recipe.topology import World
+
+WEIGHT_BYTES = 2  # bf16
+
+
+@dataclass(frozen=True)
+class Start:
+    """Memory of a rank in bytes, and seconds.
+
+    shard: weights of the rank in bf16
+    model: peak until the model is built
+    engine: peak until DeepSpeed's engine and the moments exist
+    state: memory that remains: weights, gradients, fp32 weights and moments
+    seconds: time to build the model
+    """
+
+    shard: int
+    model: int
+    engine: int
+    state: int
+    seconds: float
+
+
+def start(recipe: Recipe, ranks: int, whole: bool) -> Start:
+    """Build the model and the engine of rank 0 in this process."""
+    topology = recipe.topology(World(rank=0, size=ranks, local_size=ranks))
+    config = build_deepspeed_config(recipe, topology)
+    with one_rank_of(ranks, 0):
+        grid = build.build_grid(topology)
+        before, began = resident("VmRSS"), time.monotonic()
+        if whole:
+            with mock.patch.object(build, "ShardedCreation", lambda *_, **__: lambda *_: None):
+                model = build.build_model(recipe, topology=topology, config=config, grid=grid)
+            parameters = logical_parameters(model, recipe.model)
+            initialize(parameters, recipe.model, seed=recipe.seed, tensor_rank=0, tensor_size=1)
+        else:
+            model = build.build_model(recipe, topology=topology, config=config, grid=grid)
+        seconds, peak = time.monotonic() - began, resident("VmHWM")
+        optimizer = build.build_optimizer(model, recipe.optimizer)
+        engine = build.build_engine(
+            recipe, config=config, grid=grid, model=model, optimizer=optimizer
+        )
+        engine.state.tensors()
+        return Start(
+            shard=WEIGHT_BYTES * parameter_count(recipe.model) // ranks,
+            model=peak - before,
+            engine=resident("VmHWM") - before,
+            state=resident("VmRSS") - before,
+            seconds=seconds,
+        )
+
+
+def resident(key: str) -> int:
+    """Return the resident bytes of this process: VmRSS now, VmHWM at the peak."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    fields = {line.split(":")[0]: line.split(":")[1] for line in lines}
+    return int(fields[key].split()[0]) * 1024
+
+
+def parse_arguments() -> argparse.Namespace:
+    """Return the options of the command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("recipe", type=Path)
+    parser.add_argument("--ranks", type=int, default=8, help="data ranks; default: 8")
+    parser.add_argument("--layers", type=int, help="number of layers; default: the recipe's")
+    parser.add_argument("--whole", action="store_true", help="also measure DeepSpeed's way")
+    parser.add_argument("--measure", choices=("sharded", "whole"), help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Run the benchmark and print the table."""
+    options = parse_arguments()
+    if options.measure:
+        overrides = ["deepspeed=ds_configs/zero3_bf16.json", "layout.tensor=1", "layout.pipeline=1"]
+        overrides += ["training.compile=false", "cluster.nodes=1"]
+        overrides += [f"cluster.gpus_per_node={options.ranks}"]
+        overrides += [f"model.layers={options.layers}"] if options.layers else []
+        recipe = load_recipe(options.recipe, overrides)
+        found = start(recipe, options.ranks, options.measure == "whole")
+        print("found", *asdict(found).values(), flush=True)
+        os._exit(0)  # DeepSpeed's objects need not be torn down
+    print("| created | GB of weights | peak, model | peak, all | kept | seconds | peak / weights |")
+    print("|---|---|---|---|---|---|---|")
+    for way in ("sharded", "whole") if options.whole else ("sharded",):
+        command = [sys.executable, __file__, *sys.argv[1:], "--measure", way]
+        done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
+        if done.returncode:
+            raise SystemExit(done.stderr)
+        numbers = done.stdout.split("found")[-1].split()
+        shard, model, engine, state = map(int, numbers[:4])
+        gigabytes = (shard, model, engine, state)
+        cells = " | ".join(f"{each / 1e9:.2f}" for each in gigabytes)
+        print(f"| {way} | {cells} | {float(numbers[4]):.1f} | {model / shard:.2f} |")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,81 @@
+"""Create the weights of ZeRO-3 in parts, so that no rank ever has the whole model.
+
+DeepSpeed would partition a model that every rank has built and initialized. Here each layer is
+partitioned before the next one is created, and each rank draws only its own part of the initial
+values.
+"""
+
+from typing import Any
+
+import deepspeed
+import torch
+from torch import nn
+
+from models.initialization import initialize
+from models.layer_specs import layer_names
+from models.parallel.collectives import TensorAxis
+from models.pipeline.process_grid import ProcessGrid
+from recipes.training.recipe.schema import Recipe
+
+
+class ShardedCreation:
+    """Initializes and partitions the weights of a layer, as `SequentialModel` calls it.
+
+    Args:
+        recipe: the recipe
+        config: the DeepSpeed configuration of `build_deepspeed_config`
+        grid: the process groups; a weight is divided among the data ranks
+        axis: the tensor axis
+        dtype: type of the weights
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        *,
+        config: dict[str, Any],
+        grid: ProcessGrid,
+        axis: TensorAxis,
+        dtype: torch.dtype,
+    ):
+        self.recipe, self.axis, self.dtype = recipe, axis, dtype
+        self.names = layer_names(recipe.model)
+        self.zero = deepspeed.zero.Init(
+            data_parallel_group=grid.get_data_parallel_group(),
+            config_dict_or_path=config,
+            mpu=grid,
+        )
+
+    def __call__(self, number: int, layer: nn.Module) -> None:
+        """Partition layer `number`."""
+        for rest, parameter in layer.named_parameters():
+            self._partition(f"{self.names[number]}.{rest}", parameter)
+
+    def _partition(self, name: str, parameter: nn.Parameter) -> None:
+        """Fill this rank's part of a parameter, and free the rest.
+
+        `torch.empty` on a CPU uses no memory until it is written, and on a GPU that of one
+        parameter.
+        """
+        zero = self.zero
+        parameter.data = torch.empty_like(parameter, dtype=self.dtype, device=zero.local_device)
+        zero._convert_to_deepspeed_param(parameter)
+        partitioned: Any = parameter
+        share = zero._aligned_size(parameter) // zero._partition_world_size(parameter)
+        first = min(share * zero._partition_rank(parameter), parameter.numel())
+        own = range(first, min(first + share, parameter.numel()))
+        initialize(
+            [(name, parameter)],
+            self.recipe.model,
+            seed=self.recipe.seed,
+            tensor_rank=self.axis.rank,
+            tensor_size=self.axis.size,
+            elements=own,
+        )
+        partitioned.partition()
+        partitioned.ds_tensor[len(own) :].zero_()  # padding
+
+
+def dimensions(parameter: nn.Parameter) -> int:
+    """Return the number of dimensions of a parameter, which may be partitioned."""
+    return len(getattr(parameter, "ds_shape", parameter.shape))
