@@ -38,13 +38,13 @@ from recipes.planning.command_line.plan_options import (
     parse_command_line,
 )
 from recipes.planning.inputs.cluster import recipe_on_cluster
-from recipes.planning.inputs.job import Job, Machine, job_without_layout, own_job
+from recipes.planning.inputs.job import Job, Machine, job_without_layout, own_job, zero3_in_pipeline
 from recipes.planning.inputs.software import load_software
 from recipes.planning.measured.comparison import compare
 from recipes.planning.measured.fit import Fit, fit_table
 from recipes.planning.memory.peak import fits
 from recipes.planning.output import family_report, plan_report, plan_table, recipe_edits
-from recipes.planning.output.catalogue import catalogue_lines
+from recipes.planning.output.catalogue import catalogue_lines, zero_stage_lines
 from recipes.planning.search.family import largest, members
 from recipes.planning.search.layout_search import SearchResult, search
 from recipes.planning.time.step_time import step_time
@@ -72,7 +72,7 @@ def main() -> None:
 def run(options: argparse.Namespace) -> int:
     """Run the requested mode and return its exit code."""
     if options.catalogue:
-        print("\n".join(catalogue_lines()))
+        print("\n".join([*catalogue_lines(), "", *zero_stage_lines()]))
         return 0
     if options.table:
         return compare_tables(options)
@@ -118,6 +118,8 @@ def plan(recipe: Recipe, cluster: Cluster, options: argparse.Namespace) -> int:
             print(plan_report.calibration_text(fit))
         print(plan_report.heading(recipe, own or job), end="\n\n")
         print_plan(recipe, own, problem)
+        if zero3 := zero3_in_pipeline(recipe, machine, software):
+            print(plan_report.zero3_in_pipeline_text(*map(adjust, zero3)))
         if options.top:
             print()
             print_search(recipe, own, result)

@@ -848,3 +848,26 @@ def test_gradients_are_counted_as_the_json_sends_them(
     for name, expected in (("megatron-lm-2021", 2), ("megatron-lm-2023", 4)):
         other = job_of(recipe, job.machine, load_software(name))
         assert other.software.bytes_of_gradients(2) == expected
+
+
+def test_zero3_in_a_pipeline_is_rejected_with_its_price() -> None:
+    """Both passes of every micro-batch would gather the weights of the stage."""
+    zero3 = ["--set", "deepspeed=ds_configs/zero3_bf16.json"]
+    done = subprocess.run(
+        [sys.executable, "recipes/plan.py", "recipes/llama/70b.toml", "--top=0", *zero3],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+    )
+    recipe, job = planned("llama/70b")
+    weights = 2 * parameter_count(recipe.model) / (8 * 4)  # bytes in bf16, tensor 8 x pipeline 4
+    gathered = 2 * 32 * weights / GIB  # 32 micro-batches
+    assert f"about {gathered:.3g} GiB per GPU in each step" in done.stdout
+    found = re.search(r"would take ([\d.]+) s with ZeRO-3 and ([\d.]+) s with ZeRO-2", done.stdout)
+    assert found and done.returncode == 1
+    seconds3, seconds2 = map(float, found.groups())
+    zero2_job = replace(job, layout=replace(job.layout, zero_stage=2))
+    assert seconds2 == pytest.approx(step_time(zero2_job).total, abs=0.06)
+    # The passes hide a part of the gathering.
+    gathering = gathered * GIB / (job.machine.network_gigabytes_per_second * 1e9)
+    assert 0.3 * gathering < seconds3 - seconds2 < 2 * gathering

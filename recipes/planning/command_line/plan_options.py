@@ -129,7 +129,9 @@ def add_other_modes(parser: argparse.ArgumentParser) -> None:
         help="draw the predicted and measured times of --table",
     )  # fmt: skip
     modes.add_argument(
-        "--catalogue", action="store_true", help="print all shipped recipes as a Markdown table"
+        "--catalogue",
+        action="store_true",
+        help="print Markdown tables of all shipped recipes, and of the ZeRO stages",
     )
 
 

@@ -10,13 +10,14 @@ from models.pipeline.schedule.balance import divide_blocks, divide_evenly, head_
 from models.pipeline.schedule.order import default_group
 from recipes.gpus.datasheet import Gpu, load_gpu
 from recipes.planning.inputs.footprint import Footprint
-from recipes.planning.inputs.kernels import BYTES
 from recipes.planning.inputs.software import THREEFOLD, Software
 from recipes.training.recipe.deepspeed_config import (
+    BYTES,
     build_deepspeed_config,
     communication_precision,
     precision,
     read_deepspeed_json,
+    zero_json,
     zero_stage,
 )
 from recipes.training.recipe.schema import Recipe
@@ -252,6 +253,22 @@ def own_job(recipe: Recipe, machine: Machine, software: Software) -> tuple[Job |
         return job_of(recipe, machine, software), ""
     except UserError as problem:
         return None, str(problem)
+
+
+def zero3_in_pipeline(
+    recipe: Recipe, machine: Machine, software: Software = THREEFOLD
+) -> tuple[Job, Job] | None:
+    """Return the jobs of a recipe that asks for ZeRO-3 in a pipeline with ZeRO-2 and with ZeRO-3.
+
+    The latter is rejected everywhere; its step time is the reason. Returns None for other recipes.
+    """
+    config = read_deepspeed_json(recipe.deepspeed)
+    if zero_stage(config) != 3 or recipe.layout.pipeline == 1:
+        return None
+    job, _ = own_job(
+        recipe.model_copy(update={"deepspeed": zero_json(recipe, config, 2)}), machine, software
+    )
+    return (job, replace(job, layout=replace(job.layout, zero_stage=3))) if job else None
 
 
 def job_without_layout(recipe: Recipe, machine: Machine, software: Software = THREEFOLD) -> Job:

@@ -3,6 +3,7 @@
 from math import ceil
 
 from recipes.gpus.datasheet import Gpu
+from recipes.training.recipe.deepspeed_config import BYTES
 
 TILES = (
     (256, 128),
@@ -12,7 +13,6 @@ TILES = (
     (64, 128),
     (64, 64),
 )  # cuBLAS's output tiles
-BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 
 def matmul_seconds(

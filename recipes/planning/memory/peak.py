@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 from models.cost import block_parameters, position_parameters
 from recipes.planning.inputs.job import Job
-from recipes.planning.inputs.kernels import BYTES
 from recipes.planning.inputs.stage_contents import (
     blocks_of_stages,
     dense_blocks,
@@ -33,6 +32,7 @@ from recipes.planning.memory.working_memory import (
     loss_bytes,
     waiting_loss_bytes,
 )
+from recipes.training.recipe.deepspeed_config import BYTES
 
 GIB = 2**30
 

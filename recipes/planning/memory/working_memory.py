@@ -9,7 +9,6 @@ t tensor ranks; bytes.
 from models.cost import tokens_at_a_time
 from models.pipeline.schedule.order import SCHEDULES
 from recipes.planning.inputs.job import Job
-from recipes.planning.inputs.kernels import BYTES
 from recipes.planning.inputs.stage_contents import (
     last_stage,
     routed_rows,
@@ -17,6 +16,7 @@ from recipes.planning.inputs.stage_contents import (
     tokens_per_micro_batch,
 )
 from recipes.planning.memory.activations import block_bytes, core_bytes
+from recipes.training.recipe.deepspeed_config import BYTES
 
 FORWARD_ROWS = 3  # at the end of a block: the outputs of its two halves, and their sum
 

@@ -1,13 +1,16 @@
-"""The catalogue: a table of the shipped recipes with size, machine, layout and predictions."""
+"""The catalogue: tables of the shipped recipes and of the ZeRO stages, with predictions."""
 
+import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 from models.cost import parameter_count
 from models.pipeline.schedule.order import schedule_name
-from recipes.planning.inputs.job import JobLayout, Machine, job_of
+from recipes.planning.inputs.job import Job, JobLayout, Machine, job_of, job_without_layout
 from recipes.planning.memory.peak import GIB, fullest_stage
 from recipes.planning.output.plan_report import rates
+from recipes.planning.search.layout_search import Plan, is_near_tie, search
 from recipes.planning.time.step_time import step_time
 from recipes.training.recipe.loading import REPOSITORY, load_recipe, shipped_recipes
 from recipes.training.recipe.schema import Recipe
@@ -17,6 +20,17 @@ TABLE_HEADER = (
     "MFU | days |",
     "|---|---|---|---|---|---|---|---|---|",
 )
+ZERO_STAGE_HEADER = (
+    "| GPUs | recipe | ZeRO-1 | ZeRO-2 | ZeRO-3 | choice |",
+    "|---|---|---|---|---|---|",
+)
+ZERO_STAGE_ROWS = (
+    (8, "llama/7b"),
+    (64, "llama/13b"),
+    (512, "llama/70b"),
+    (1024, "llama/70b"),
+    (4096, "llama/405b"),
+)  # number of GPUs, recipe
 
 
 def catalogue_lines() -> Iterator[str]:
@@ -62,3 +76,44 @@ def layout_text(layout: JobLayout) -> str:
         *([f"ZeRO-{layout.zero_stage}"] if layout.zero_stage != 1 else []),
     ]
     return ", ".join([f"{layout.tensor} x {layout.pipeline} x {layout.data}", *extras])
+
+
+def zero_stage_lines() -> Iterator[str]:
+    """Yield a Markdown table: time, memory and layout (tensor x pipeline x data) of each stage."""
+    yield from ZERO_STAGE_HEADER
+    for gpus, name in ZERO_STAGE_ROWS:
+        plans = fastest_of_each_stage(job_on(name, gpus))
+        texts = (plan_text(plans[n]) if n in plans else "does not fit" for n in (1, 2, 3))
+        yield f"| {' | '.join([f'{gpus:,}', name, *texts, choice(plans)])} |"
+
+
+def job_on(name: str, gpus: int) -> Job:
+    """Return a shipped recipe's job on another number of its GPUs."""
+    recipe = load_recipe(REPOSITORY / "recipes" / f"{name}.toml")
+    assert recipe.cluster is not None
+    machine = Machine.of_cluster(recipe.cluster)
+    return job_without_layout(recipe, replace(machine, gpus=gpus))
+
+
+def fastest_of_each_stage(job: Job) -> dict[int, Plan]:
+    """Return the plan with the shortest step for each ZeRO stage with a layout that fits."""
+    fastest: dict[int, Plan] = {}
+    for plan in search(job, sys.maxsize).plans:
+        stage = plan.job.layout.zero_stage
+        if stage not in fastest or plan.time.total < fastest[stage].time.total:
+            fastest[stage] = plan
+    return fastest
+
+
+def choice(plans: dict[int, Plan]) -> str:
+    """Return the stages whose times do not differ by more than the prediction error."""
+    best = min(plan.time.total for plan in plans.values())
+    close = [str(n) for n, plan in sorted(plans.items()) if is_near_tie(plan.time.total, best)]
+    return "ZeRO-" + " or ".join(close)
+
+
+def plan_text(plan: Plan) -> str:
+    """Return the seconds per step, the memory, and the layout without its ZeRO stage."""
+    layout = layout_text(replace(plan.job.layout, zero_stage=1))
+    micro = plan.job.layout.micro_sequences
+    return f"{plan.time.total:.1f} s, {plan.memory.total / GIB:.0f} GiB: {layout}, micro {micro}"

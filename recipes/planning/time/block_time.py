@@ -11,7 +11,6 @@ from math import ceil
 from models.cost import block_parameters, tokens_at_a_time
 from recipes.planning.inputs.job import Job, JobLayout
 from recipes.planning.inputs.kernels import (
-    BYTES,
     fused_attention_seconds,
     matmul_seconds,
     memory_seconds,
@@ -23,6 +22,7 @@ from recipes.planning.time.network import (
     gather_seconds,
     pass_seconds,
 )
+from recipes.training.recipe.deepspeed_config import BYTES
 
 # Bytes per logit that the cross-entropy reads and writes, forward and backward, in fp32: conversion
 # (6), maximum (4), exponential (8), sum (4), scaling and subtraction (8), conversion back (6).

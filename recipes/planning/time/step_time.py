@@ -10,7 +10,7 @@ from models.pipeline.schedule.order import Pipeline
 from models.pipeline.schedule.passes import Kind
 from models.pipeline.schedule.simulation import pipeline_seconds, simulate
 from recipes.planning.inputs.job import Job
-from recipes.planning.inputs.kernels import BYTES, memory_seconds
+from recipes.planning.inputs.kernels import memory_seconds
 from recipes.planning.inputs.stage_contents import (
     blocks_of_stages,
     dense_blocks,
@@ -23,6 +23,7 @@ from recipes.planning.inputs.stage_contents import (
 )
 from recipes.planning.time.block_time import ForwardBackward, block_job, block_passes, end_passes
 from recipes.planning.time.network import all_reduce_seconds, gather_seconds, transfer_seconds
+from recipes.training.recipe.deepspeed_config import BYTES
 
 # Bytes per parameter that an Adam step in mixed precision reads and writes: fp32 weight and two
 # moments read and written (24); fp32 gradient read for the norm, read, scaled and written, and read

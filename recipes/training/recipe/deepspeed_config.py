@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
+from models.cost import parameter_count
 from models.errors import UserError
 from recipes.training.recipe.deepspeed_schema import check_settings
 from recipes.training.recipe.loading import REPOSITORY
@@ -31,6 +32,7 @@ RECIPE_KEYS = {  # key of the JSON -> where its setting belongs
 # holds only a few blocks of a large model. DeepSpeed's default of 5e8 elements would hold most of a
 # stage, so that no sum could begin before the end of the pass.
 GRADIENT_BUCKET_ELEMENTS = 2**24
+BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}  # of an element
 STEPS_PER_BREAKDOWN = 10
 SHIPPED = ", ".join(
     str(path.relative_to(REPOSITORY)) for path in sorted((REPOSITORY / "ds_configs").glob("*.json"))
@@ -44,7 +46,7 @@ def build_deepspeed_config(recipe: Recipe, topology: Topology) -> dict[str, Any]
         UserError: the JSON sets a value that the recipe owns, or the two are incompatible.
     """
     config = read_deepspeed_json(recipe.deepspeed)
-    _check_combination(recipe, config)
+    _check_combination(recipe, config, topology)
     _check_reduce_every(recipe, config, recipe.micro_batches(topology.data))
     zero = config["zero_optimization"]
     if zero["stage"] == 2 and topology.replicas == 1:
@@ -171,16 +173,21 @@ def communication_precision(config: dict[str, Any]) -> str:
     return config.get("communication_data_type", "fp32")
 
 
-def _check_combination(recipe: Recipe, config: dict[str, Any]) -> None:
+def zero_json(recipe: Recipe, config: dict[str, Any], stage: int) -> str:
+    """Return the name of the shipped file that is most like the recipe's with another stage."""
+    same = recipe.deepspeed.replace(f"zero{zero_stage(config)}", f"zero{stage}")
+    return difflib.get_close_matches(same, SHIPPED.split(", "), n=1, cutoff=0)[0]
+
+
+def _check_combination(recipe: Recipe, config: dict[str, Any], topology: Topology) -> None:
     stage = zero_stage(config)
-    same = recipe.deepspeed.replace(f"zero{stage}", "zero1")
-    at_stage_1 = difflib.get_close_matches(same, SHIPPED.split(", "), n=1, cutoff=0)[0]
+    at_stage_2 = zero_json(recipe, config, 2)
     if recipe.layout.expert > 1 and stage > 2:
         raise UserError(
             f"layout.expert = {recipe.layout.expert} with ZeRO-{stage} (deepspeed = "
             f'"{recipe.deepspeed}"): '
             f"DeepSpeed's ZeRO-{stage} would average the gradients of different experts; use "
-            f'deepspeed = "{at_stage_1}", or layout.expert = 1'
+            f'deepspeed = "{at_stage_2}", or layout.expert = 1'
         )
     if recipe.layout.expert > 1 and not config["zero_optimization"].get("reduce_scatter", True):
         raise UserError(
@@ -189,10 +196,14 @@ def _check_combination(recipe: Recipe, config: dict[str, Any]) -> None:
             f"reduce_scatter, or use layout.expert = 1"
         )
     if recipe.layout.pipeline > 1 and stage > 2:
+        micro_batches = recipe.micro_batches(topology.data)
+        size = parameter_count(recipe.model) / (topology.pipeline * topology.tensor)
+        gathered = 2 * micro_batches * size * BYTES[precision(config)] / 2**30
         raise UserError(
             f"layout.pipeline = {recipe.layout.pipeline} with ZeRO-{stage} (deepspeed = "
-            f'"{recipe.deepspeed}"): every micro-batch would gather the weights of its stage '
-            f'again; use deepspeed = "{at_stage_1}", or layout.pipeline = 1'
+            f'"{recipe.deepspeed}"): both passes of all {micro_batches:,} micro-batches would '
+            f"gather the weights of their stage, about {gathered:,.3g} GiB per GPU in each step; "
+            f'use deepspeed = "{at_stage_2}", or layout.pipeline = 1'
         )
     if recipe.tracking.timeline_step and stage > 2:
         raise UserError(
