@@ -24,6 +24,7 @@ from models.parallel.collectives import TensorAxis
 from models.parallel.deferral import Deferral
 from models.parallel.micro_batch_info import MicroBatchInfo
 from models.parallel.rng import attention_rows
+from models.pipeline.gradients.flat_gradients import FlatGradients
 from models.pipeline.gradients.reduction import ShardedReduction
 from models.pipeline.stage import Stage
 from models.sharding import Sharding
@@ -327,21 +328,27 @@ MUTANTS = {  # seeded fault -> changes of the recipe, the layout it must show in
     "a bucket is reduced twice": ({}, {"zero": 2, "reduce_every": 2}),
     "the last group of micro-batches is lost": ({}, {"zero": 2, "reduce_every": 2}),
     "a bucket does not count in the gradient norm": ({}, {"zero": 2, "reduce_every": 1}),
+    "tied gradients are added up after they were sharded": (
+        GPT_SWITCHES,
+        {"pipeline": 2, "zero": 2, "reduce_every": 2, "ranks": 4},
+    ),
     # too little of the gradient norm to show there, and Adam's steps hide a factor
     "the last norm's gradient is a thousandth too large": ({}, {"tensor": 2}),
 }
 DRIFTING = (  # faults that make replicas of one weight diverge
     "the tied gradients are not added up",
+    "tied gradients are added up after they were sharded",
     "column-parallel inputs keep partial gradients",
     "norms in the split region keep partial gradients",
     "the router keeps partial gradients",
 )
-TAKE_MICRO_BATCH_INFOS, TAKE, PLACES, FINISH, BEGIN = (
+TAKE_MICRO_BATCH_INFOS, TAKE, PLACES, FINISH, BEGIN, FINISH_STEP = (
     Stage.take_micro_batch_infos,
     Deferral.take,
     TrainingData.places,
     ShardedReduction.finish,
     ShardedReduction.begin,
+    FlatGradients.finish,
 )
 
 
@@ -369,6 +376,15 @@ def first_only(self: ShardedReduction, number: int, flat: torch.Tensor) -> None:
     """Begin the sum of a bucket, but only for the first group of micro-batches."""
     if number not in self.shards and all(each.number != number for each in self.running):
         BEGIN(self, number, flat)
+
+
+def sharded_first(self: FlatGradients) -> None:
+    """Finish without the sums over stages, and add them up afterwards, without effect."""
+    groups = list(self.module.get_tied_weights_and_groups())
+    with mock.patch.object(self.module, "get_tied_weights_and_groups", list):
+        FINISH_STEP(self)
+    for weight, group in groups:
+        torch.distributed.all_reduce(torch.zeros_like(weight), group=group)
 
 
 def experts_twice(
@@ -465,6 +481,10 @@ def seeded_fault(fault: str) -> Iterator[None]:
             "models.experts.layer.copy_to_tensor_axis",
             lambda x, axis: x,
         ),
+        "tied gradients are added up after they were sharded": (
+            "models.pipeline.gradients.flat_gradients.FlatGradients.finish",
+            sharded_first,
+        ),
         "a bucket is reduced twice": (
             "models.pipeline.gradients.reduction.ShardedReduction.begin",
             twice,
@@ -489,7 +509,8 @@ def seeded_fault(fault: str) -> Iterator[None]:
 def mutant_case(corpus: Path, fault: str) -> ProofCase:
     changes, layout = MUTANTS[fault]
     small = made_small(recipe_of(corpus, changes), corpus)
-    found = valid_cases(small, ranks=2, micro_sequences=(1,))
+    ranks = ranks_of_mutant(fault)
+    found = valid_cases(small, ranks=ranks, micro_sequences=(1,))
     wanted = {
         "tensor": 1, "pipeline": 1, "context": 1, "context_attention": "gather",
         "expert": 1, "schedule": "1f1b", "sequence_parallel": False, "recompute": "none",
@@ -497,20 +518,28 @@ def mutant_case(corpus: Path, fault: str) -> ProofCase:
     }  # fmt: skip
     wanted |= layout
     zero = wanted.pop("zero", 1)
+    wanted.pop("ranks", None)
     (case,) = (
         case
         for case in found
-        if case.world_size == 2
+        if case.world_size == ranks
         and case.zero_stage == zero
         and all(getattr(case.recipe.layout, key) == value for key, value in wanted.items())
     )
     return case
 
 
-def mutant_worker(corpus: str) -> dict[str, tuple[Outcome, Outcome]]:
+def ranks_of_mutant(fault: str) -> int:
+    """Return the number of ranks of the layout that a seeded fault must show in."""
+    return MUTANTS[fault][1].get("ranks", 2)
+
+
+def mutant_worker(corpus: str, ranks: int) -> dict[str, tuple[Outcome, Outcome]]:
     """Return the outcome of each mutant's layout without and with the fault."""
     outcomes = {}
     for fault in MUTANTS:
+        if ranks_of_mutant(fault) != ranks:
+            continue
         case = mutant_case(Path(corpus), fault)
         (healthy,) = try_cases([case])
         with seeded_fault(fault):
@@ -527,7 +556,9 @@ def mutant_reference_worker(corpus: str) -> dict[str, Outcome]:
 @pytest.fixture(scope="session")
 def mutants(corpus: Path) -> dict[str, tuple[Outcome, Outcome, Outcome]]:
     expected = run_ranks(1, mutant_reference_worker, str(corpus))[0]
-    outcomes = run_ranks(2, mutant_worker, str(corpus))[0]
+    outcomes = {}
+    for ranks in {*map(ranks_of_mutant, MUTANTS)}:
+        outcomes |= run_ranks(ranks, mutant_worker, str(corpus), ranks)[0]
     return {fault: (expected[fault], *outcomes[fault]) for fault in MUTANTS}
 
 
