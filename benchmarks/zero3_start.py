@@ -2,8 +2,8 @@
 
 The process is one rank of a group whose collectives do nothing, with real tensors. On a CPU
 everything is in host memory: weights, gradients and the optimizer's state. "whole" is DeepSpeed's
-way: every rank builds and initializes the whole model, and then keeps its part. Each way runs in a
-process of its own. Peaks exclude the memory of the interpreter and its libraries.
+default: each rank builds and initializes the whole model, and then discards all but its shard. Each
+of the two runs in a process of its own. Peaks exclude the interpreter and its libraries.
 
     python benchmarks/zero3_start.py recipes/llama/7b.toml --ranks 8
     python benchmarks/zero3_start.py recipes/llama/7b.toml --ranks 8 --layers 4 --whole
@@ -22,11 +22,11 @@ import argparse
 import subprocess
 import time
 from dataclasses import asdict, dataclass
-from unittest import mock
 
 from models.cost import parameter_count
 from models.initialization import initialize
 from models.layer_specs import logical_parameters
+from models.pipeline.replacement import replaced
 from recipes.tracing.fake_cluster import one_rank_of
 from recipes.training.engine import build
 from recipes.training.recipe.deepspeed_config import build_deepspeed_config
@@ -35,27 +35,31 @@ from recipes.training.recipe.schema import Recipe
 from recipes.training.recipe.topology import World
 
 WEIGHT_BYTES = 2  # bf16
+TABLE_HEADER = (
+    "| created | bf16 shard, GB | build peak | peak with engine and moments | remaining | "
+    "build seconds | build peak / shard |"
+)
 
 
 @dataclass(frozen=True)
-class Start:
-    """Memory of a rank in bytes, and seconds.
+class Measurement:
+    """Memory of a rank, and time.
 
-    shard: weights of the rank in bf16
-    model: peak until the model is built
-    engine: peak until DeepSpeed's engine and the moments exist
-    state: memory that remains: weights, gradients, fp32 weights and moments
+    shard_bytes: weights of the rank in bf16
+    build_peak_bytes: peak until the model is built
+    peak_bytes: peak until DeepSpeed's engine and the moments exist
+    remaining_bytes: what remains of it: weights, gradients, fp32 weights and moments
     seconds: time to build the model
     """
 
-    shard: int
-    model: int
-    engine: int
-    state: int
+    shard_bytes: int
+    build_peak_bytes: int
+    peak_bytes: int
+    remaining_bytes: int
     seconds: float
 
 
-def start(recipe: Recipe, ranks: int, whole: bool) -> Start:
+def measure_creation(recipe: Recipe, ranks: int, whole: bool) -> Measurement:
     """Build the model and the engine of rank 0 in this process."""
     topology = recipe.topology(World(rank=0, size=ranks, local_size=ranks))
     config = build_deepspeed_config(recipe, topology)
@@ -63,7 +67,7 @@ def start(recipe: Recipe, ranks: int, whole: bool) -> Start:
         grid = build.build_grid(topology)
         before, began = resident("VmRSS"), time.monotonic()
         if whole:
-            with mock.patch.object(build, "ShardedCreation", lambda *_, **__: lambda *_: None):
+            with replaced(build, "ShardedCreation", lambda *_, **__: lambda *_: None):
                 model = build.build_model(recipe, topology=topology, config=config, grid=grid)
             parameters = logical_parameters(model, recipe.model)
             initialize(parameters, recipe.model, seed=recipe.seed, tensor_rank=0, tensor_size=1)
@@ -75,11 +79,11 @@ def start(recipe: Recipe, ranks: int, whole: bool) -> Start:
             recipe, config=config, grid=grid, model=model, optimizer=optimizer
         )
         engine.state.tensors()
-        return Start(
-            shard=WEIGHT_BYTES * parameter_count(recipe.model) // ranks,
-            model=peak - before,
-            engine=resident("VmHWM") - before,
-            state=resident("VmRSS") - before,
+        return Measurement(
+            shard_bytes=WEIGHT_BYTES * parameter_count(recipe.model) // ranks,
+            build_peak_bytes=peak - before,
+            peak_bytes=resident("VmHWM") - before,
+            remaining_bytes=resident("VmRSS") - before,
             seconds=seconds,
         )
 
@@ -99,7 +103,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("recipe", type=Path)
     parser.add_argument("--ranks", type=int, default=8, help="data ranks; default: 8")
     parser.add_argument("--layers", type=int, help="number of layers; default: the recipe's")
-    parser.add_argument("--whole", action="store_true", help="also measure DeepSpeed's way")
+    parser.add_argument("--whole", action="store_true", help="also measure DeepSpeed's default")
     parser.add_argument("--measure", choices=("sharded", "whole"), help=argparse.SUPPRESS)
     return parser.parse_args()
 
@@ -113,11 +117,11 @@ def main() -> None:
         overrides += [f"cluster.gpus_per_node={options.ranks}"]
         overrides += [f"model.layers={options.layers}"] if options.layers else []
         recipe = load_recipe(options.recipe, overrides)
-        found = start(recipe, options.ranks, options.measure == "whole")
+        found = measure_creation(recipe, options.ranks, options.measure == "whole")
         print("found", *asdict(found).values(), flush=True)
         os._exit(0)  # DeepSpeed's objects need not be torn down
-    print("| created | GB of weights | peak, model | peak, all | kept | seconds | peak / weights |")
-    print("|---|---|---|---|---|---|---|")
+    print(TABLE_HEADER)
+    print(7 * "|---" + "|")
     for way in ("sharded", "whole") if options.whole else ("sharded",):
         command = [sys.executable, __file__, *sys.argv[1:], "--measure", way]
         done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)

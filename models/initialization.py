@@ -1,6 +1,6 @@
 """Initial values of all parameters, the same in every layout.
 
-A rank draws only the rows of which it holds a part, in chunks of a few megabytes.
+A rank draws only the chunks of rows that contain elements of its part; a chunk has about 4 MB.
 
 | parameter                                    | initial value                                |
 |----------------------------------------------|----------------------------------------------|
@@ -25,7 +25,9 @@ from models.sharding import sharding_of
 RESIDUAL_WEIGHTS = re.compile(r"\.(attention\.output\.weight|down\.weight|down_\d+)$")
 
 
-CHUNK_ELEMENTS = 2**20  # that are drawn at a time; the values of larger parameters depend on it
+# Maximum number of elements drawn at a time. A change would change the initial values of every
+# parameter that has more elements.
+CHUNK_ELEMENTS = 2**20
 
 
 @torch.no_grad()

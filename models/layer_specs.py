@@ -254,7 +254,7 @@ class SequentialModel(nn.Module):
     Args:
         specs: the layers in order, as `layer_specs` returns them
         recompute_interval: number of blocks that the backward pass recomputes at a time; 0: none
-        created: called with the number and the module of each layer before the next one is created
+        created: called with the number and the module of each layer, before the next one is built
     """
 
     def __init__(

@@ -379,12 +379,13 @@ def first_only(self: ShardedReduction, number: int, flat: torch.Tensor) -> None:
 
 
 def sharded_first(self: FlatGradients) -> None:
-    """Finish without the sums over stages, and add them up afterwards, without effect."""
+    """Add tied gradients up over the stages only after their buckets were reduced."""
     groups = list(self.module.get_tied_weights_and_groups())
+    whole = {weight: self.of(weight).clone() for weight, _ in groups}
     with mock.patch.object(self.module, "get_tied_weights_and_groups", list):
         FINISH_STEP(self)
     for weight, group in groups:
-        torch.distributed.all_reduce(torch.zeros_like(weight), group=group)
+        torch.distributed.all_reduce(whole[weight], group=group)
 
 
 def experts_twice(

@@ -28,8 +28,7 @@ def divide_into_buckets(
         chunks: the parameters of each chunk in the order of the layers
         elements: maximum size of a bucket, unless a single unit is larger
         kinds: properties that all parameters of a bucket share
-        units: the unit of a parameter, if it has one; all parameters of a unit are adjacent in one
-            bucket
+        units: maps a parameter to its unit; the parameters of a unit are adjacent in one bucket
     """
     buckets: list[list[nn.Parameter]] = []
     for parameters in chunks:

@@ -17,12 +17,11 @@ from recipes.training.recipe.deepspeed_config import (
     communication_precision,
     precision,
     read_deepspeed_json,
-    zero_json,
     zero_stage,
 )
 from recipes.training.recipe.schema import Recipe
 from recipes.training.recipe.sections.layout import Cluster
-from recipes.training.recipe.topology import World
+from recipes.training.recipe.topology import Topology, World
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -226,8 +225,14 @@ def job_of(recipe: Recipe, machine: Machine, software: Software = THREEFOLD) -> 
     """
     topology = recipe.topology(World(size=machine.gpus, local_size=machine.gpus_per_node))
     config = build_deepspeed_config(recipe, topology)
+    layout = layout_of(recipe, topology, zero_stage(config))
+    return replace(job_without_layout(recipe, machine, software), layout=layout)
+
+
+def layout_of(recipe: Recipe, topology: Topology, stage: int) -> JobLayout:
+    """Return a recipe's layout with the sizes of a topology and a ZeRO stage."""
     section = recipe.layout
-    layout = JobLayout(
+    return JobLayout(
         tensor=topology.tensor,
         pipeline=topology.pipeline,
         chunks=section.chunks,
@@ -235,7 +240,7 @@ def job_of(recipe: Recipe, machine: Machine, software: Software = THREEFOLD) -> 
         context_attention=section.context_attention,
         expert=topology.expert,
         data=topology.data,
-        zero_stage=zero_stage(config),
+        zero_stage=stage,
         reduce_every=section.reduce_every,
         schedule=section.schedule,
         layers_per_stage=tuple(section.layers_per_stage) if section.layers_per_stage else None,
@@ -244,7 +249,6 @@ def job_of(recipe: Recipe, machine: Machine, software: Software = THREEFOLD) -> 
         recompute_interval=section.recompute_interval,
         micro_sequences=recipe.batch.micro_sequences,
     )
-    return replace(job_without_layout(recipe, machine, software), layout=layout)
 
 
 def own_job(recipe: Recipe, machine: Machine, software: Software) -> tuple[Job | None, str]:
@@ -258,17 +262,21 @@ def own_job(recipe: Recipe, machine: Machine, software: Software) -> tuple[Job |
 def zero3_in_pipeline(
     recipe: Recipe, machine: Machine, software: Software = THREEFOLD
 ) -> tuple[Job, Job] | None:
-    """Return the jobs of a recipe that asks for ZeRO-3 in a pipeline with ZeRO-2 and with ZeRO-3.
+    """Return a ZeRO-2 and a ZeRO-3 job for a recipe that combines ZeRO-3 with a pipeline.
 
-    The latter is rejected everywhere; its step time is the reason. Returns None for other recipes.
+    Such a recipe is rejected; the jobs predict the step times that are the reason. Returns None for
+    other recipes, and with a single data rank, over which neither stage shards anything.
     """
-    config = read_deepspeed_json(recipe.deepspeed)
-    if zero_stage(config) != 3 or recipe.layout.pipeline == 1:
+    try:
+        topology = recipe.topology(World(size=machine.gpus, local_size=machine.gpus_per_node))
+    except UserError:  # the recipe is rejected for another reason
         return None
-    job, _ = own_job(
-        recipe.model_copy(update={"deepspeed": zero_json(recipe, config, 2)}), machine, software
-    )
-    return (job, replace(job, layout=replace(job.layout, zero_stage=3))) if job else None
+    stage = zero_stage(read_deepspeed_json(recipe.deepspeed))
+    if stage != 3 or topology.pipeline == 1 or topology.replicas == 1:
+        return None
+    job = job_without_layout(recipe, machine, software)
+    zero2, zero3 = (replace(job, layout=layout_of(recipe, topology, n)) for n in (2, 3))
+    return zero2, zero3
 
 
 def job_without_layout(recipe: Recipe, machine: Machine, software: Software = THREEFOLD) -> Job:

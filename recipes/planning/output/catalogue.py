@@ -106,7 +106,7 @@ def fastest_of_each_stage(job: Job) -> dict[int, Plan]:
 
 
 def choice(plans: dict[int, Plan]) -> str:
-    """Return the stages whose times do not differ by more than the prediction error."""
+    """Return the stages whose times are within NEAR_TIE of the fastest one, as text."""
     best = min(plan.time.total for plan in plans.values())
     close = [str(n) for n, plan in sorted(plans.items()) if is_near_tie(plan.time.total, best)]
     return "ZeRO-" + " or ".join(close)

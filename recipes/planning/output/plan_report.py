@@ -180,8 +180,8 @@ def zero3_in_pipeline_text(zero2: Job, zero3: Job) -> str:
     """Return the price of ZeRO-3 in a pipeline, given the job with ZeRO-2 and with ZeRO-3."""
     allowed, rejected = step_time(zero2).total, step_time(zero3).total
     return (
-        f"In this pipeline a step would take {rejected:.1f} s with ZeRO-3 and {allowed:.1f} s with "
-        f"ZeRO-2 ({rejected / allowed:.2g} times as long)."
+        f"layout.pipeline = {zero3.layout.pipeline} with ZeRO-3: a step would take "
+        f"{rejected:,.1f} s; with ZeRO-2 it takes {allowed:,.1f} s."
     )
 
 

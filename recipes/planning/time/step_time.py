@@ -214,10 +214,11 @@ def transfer_time(job: Job) -> float:
 
 
 def data_time(job: Job, last_backward: float) -> float:
-    """Return the exposed seconds of reducing gradients and gathering new weights, once per step.
+    """Return the exposed seconds of reducing gradients and gathering new weights in a step.
 
     The last backward pass can hide the reduction, and the first forward pass the gathering. ZeRO-2
-    and 3 communicate most of it in every micro-batch, which the passes include.
+    also reduces in earlier micro-batches. ZeRO-3 communicates in every pass, and DeepSpeed's own
+    ZeRO-2 reduces in every backward pass; the times of the passes include that.
     """
     layout, software = job.layout, job.software
     ranks = layout.replicas
@@ -250,7 +251,7 @@ def data_time(job: Job, last_backward: float) -> float:
 
 
 def _exposed_in_a_step(job: Job, reduced: float, gathered: float, last_backward: float) -> float:
-    """Return the exposed seconds, given those of one reduction and of gathering the weights."""
+    """Return the exposed seconds, given the seconds of one reduction and of gathering weights."""
     # The first forward pass takes half as long as the last backward one.
     hidden = min(reduced, last_backward) * job.software.data_overlap
     hidden += min(gathered, last_backward / 2) * job.software.gather_overlap

@@ -1,4 +1,4 @@
-"""Create the weights of ZeRO-3 in parts, so that no rank ever has the whole model.
+"""Create the weights of ZeRO-3 as shards, so that no rank ever holds the whole model.
 
 DeepSpeed would partition a model that every rank has built and initialized. Here each layer is
 partitioned before the next one is created, and each rank draws only its own part of the initial
@@ -54,8 +54,8 @@ class ShardedCreation:
     def _partition(self, name: str, parameter: nn.Parameter) -> None:
         """Fill this rank's part of a parameter, and free the rest.
 
-        `torch.empty` on a CPU uses no memory until it is written, and on a GPU that of one
-        parameter.
+        On a CPU, `torch.empty` takes no physical memory until it is written. On a GPU it takes the
+        memory of one whole parameter, which `partition` frees.
         """
         zero = self.zero
         parameter.data = torch.empty_like(parameter, dtype=self.dtype, device=zero.local_device)

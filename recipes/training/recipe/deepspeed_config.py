@@ -4,7 +4,6 @@ The JSON owns ZeRO, precision and communication; the recipe owns the batch and t
 the JSON leaves "auto".
 """
 
-import difflib
 import json
 from collections.abc import Iterator
 from functools import partial
@@ -173,15 +172,18 @@ def communication_precision(config: dict[str, Any]) -> str:
     return config.get("communication_data_type", "fp32")
 
 
-def zero_json(recipe: Recipe, config: dict[str, Any], stage: int) -> str:
-    """Return the name of the shipped file that is most like the recipe's with another stage."""
-    same = recipe.deepspeed.replace(f"zero{zero_stage(config)}", f"zero{stage}")
-    return difflib.get_close_matches(same, SHIPPED.split(", "), n=1, cutoff=0)[0]
+def shipped_json(stage: int, precision: str) -> str:
+    """Return the shipped JSON of a ZeRO stage and a precision, or that of ZeRO-1 if there is none.
+
+    ZeRO-1 is shipped in all precisions.
+    """
+    name = f"ds_configs/zero{stage}_{precision}.json"
+    return name if (REPOSITORY / name).exists() else f"ds_configs/zero1_{precision}.json"
 
 
 def _check_combination(recipe: Recipe, config: dict[str, Any], topology: Topology) -> None:
     stage = zero_stage(config)
-    at_stage_2 = zero_json(recipe, config, 2)
+    at_stage_2 = shipped_json(2, precision(config))
     if recipe.layout.expert > 1 and stage > 2:
         raise UserError(
             f"layout.expert = {recipe.layout.expert} with ZeRO-{stage} (deepspeed = "
@@ -196,13 +198,9 @@ def _check_combination(recipe: Recipe, config: dict[str, Any], topology: Topolog
             f"reduce_scatter, or use layout.expert = 1"
         )
     if recipe.layout.pipeline > 1 and stage > 2:
-        micro_batches = recipe.micro_batches(topology.data)
-        size = parameter_count(recipe.model) / (topology.pipeline * topology.tensor)
-        gathered = 2 * micro_batches * size * BYTES[precision(config)] / 2**30
         raise UserError(
             f"layout.pipeline = {recipe.layout.pipeline} with ZeRO-{stage} (deepspeed = "
-            f'"{recipe.deepspeed}"): both passes of all {micro_batches:,} micro-batches would '
-            f"gather the weights of their stage, about {gathered:,.3g} GiB per GPU in each step; "
+            f'"{recipe.deepspeed}"): {_price_of_gathering(recipe, config, topology)}; '
             f'use deepspeed = "{at_stage_2}", or layout.pipeline = 1'
         )
     if recipe.tracking.timeline_step and stage > 2:
@@ -221,6 +219,21 @@ def _check_combination(recipe: Recipe, config: dict[str, Any], topology: Topolog
             f'"grad_accum_dtype": "{gradients}" ({recipe.deepspeed}): DeepSpeed would let the two '
             f"copies drift apart; remove grad_accum_dtype, or use ds_configs/zero1_bf16.json"
         )
+
+
+def _price_of_gathering(recipe: Recipe, config: dict[str, Any], topology: Topology) -> str:
+    """Return why ZeRO-3 does not suit a pipeline, with the GiB that a GPU would receive."""
+    ranks = topology.replicas
+    if ranks == 1:
+        return "there is only one data rank, so ZeRO-3 would shard nothing"
+    passes = 2 * recipe.micro_batches(topology.data)
+    weights = parameter_count(recipe.model) / (topology.pipeline * topology.tensor)
+    gib = passes * weights * BYTES[precision(config)] * (ranks - 1) / ranks / 2**30
+    amount = f"{gib:,.0f}" if gib >= 10 else f"{gib:.2g}"
+    return (
+        f"each stage would gather its weights for both passes of each of the {passes // 2:,} "
+        f"micro-batches, about {amount} GiB per GPU in each step"
+    )
 
 
 def _check_reduce_every(recipe: Recipe, config: dict[str, Any], micro_batches: int) -> None:

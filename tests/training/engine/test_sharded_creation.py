@@ -99,7 +99,7 @@ def test_only_chunks_with_needed_rows_are_drawn(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_tensor_of_one_chunk_is_drawn_at_once() -> None:
-    """Initial weights of small models stay the same, whatever the size of a chunk."""
+    """The values of a tensor that fits in one chunk do not depend on the size of a chunk."""
     name, shape = "blocks.0.mlp.up.weight", (6, 4)
     rows = NormalRows(shape, name=name, seed=1234)
     assert rows.rows_of_chunk >= 6

@@ -219,7 +219,11 @@ BAD: list[tuple[str, int, str, str]] = [
     ),
     (
         "deepspeed=ds_configs/zero3_bf16.json", 2,
-        "about 0.0352 GiB per GPU in each step", 'deepspeed = "ds_configs/zero2_bf16.json"',
+        "there is only one data rank", 'deepspeed = "ds_configs/zero2_bf16.json"',
+    ),
+    (  # 2.36 M weights on 2 stages and 2 data ranks; 4 micro-batches
+        "deepspeed=ds_configs/zero3_bf16.json", 4,
+        "about 0.0088 GiB per GPU in each step", 'deepspeed = "ds_configs/zero2_bf16.json"',
     ),
     ("deepspeed=ds_configs/zero9.json", 2, 'deepspeed = "ds_configs/zero9.json"', "zero1_fp32"),
     ("deepspeed=Makefile", 2, 'deepspeed = "Makefile": this is not valid JSON', "zero1_fp32"),
