@@ -44,7 +44,11 @@ from models.pipeline.schedule.balance import pass_proportions
 from models.pipeline.schedule.order import Pipeline
 from models.pipeline.scheduled_engine import ScheduledEngine
 from models.pipeline.stage import Stage
-from recipes.training.engine.deepspeed_patches import import_muon, replace_timers
+from recipes.training.engine.deepspeed_patches import (
+    import_muon,
+    replace_timers,
+    without_memory_reports,
+)
 from recipes.training.engine.engine import Engine, PipelinedEngine, SequentialEngine
 from recipes.training.engine.expert_groups import EXPERTS, is_marked, mark_experts
 from recipes.training.engine.sharded_creation import ShardedCreation, dimensions
@@ -225,7 +229,7 @@ def build_engine(
     axis = tensor_axis(grid, recipe.layout.sequence_parallel)
     import_muon()
     kind: type[Engine]
-    with quiet():
+    with quiet(), without_memory_reports():
         if isinstance(model, Stage):
             kind = PipelinedEngine
             wrapped = ScheduledEngine(

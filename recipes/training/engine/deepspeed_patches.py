@@ -25,6 +25,11 @@ upstream change that would make the override removable.
   optimizer of ours is Muon. Gain: most of a second of start-up. Removable if Muon is imported only
   for a Muon optimizer.
 
+- `without_memory_reports`. Upstream: BF16_Optimizer's constructor reports the memory twice per
+  optimizer group, each time after a full garbage collection. Ours: no reports. Reason: their text
+  is suppressed, and each bucket is a group. Gain: 0.4 s per group, a minute of start-up for 80
+  buckets. Removable if the reports become optional.
+
 `recipes/training/engine/sharded_creation.py`
 
 - `ShardedCreation`. Upstream: `deepspeed.zero.Init` broadcasts each weight of rank 0 to all data
@@ -102,11 +107,16 @@ upstream change that would make the override removable.
   build is optional.
 """
 
+import contextlib
 import importlib
 import os
+from collections.abc import Iterator
 
 import deepspeed
+from deepspeed.runtime import bf16_optimizer
 from deepspeed.utils.timer import NoopTimer
+
+from models.pipeline.replacement import replaced
 
 COMPILER_SWITCH = "TORCHDYNAMO_DISABLE"  # a variable that torch reads
 
@@ -115,6 +125,13 @@ def replace_timers(engine: deepspeed.DeepSpeedEngine) -> None:
     """Give an engine timers that do nothing, unless the JSON asks for times."""
     if not (engine.wall_clock_breakdown() or engine.flops_profiler_enabled()):
         engine.timers = NoopTimer()
+
+
+@contextlib.contextmanager
+def without_memory_reports() -> Iterator[None]:
+    """Let BF16_Optimizer's constructor report no memory, and so collect no garbage."""
+    with replaced(bf16_optimizer, "see_memory_usage", lambda message, force=False: None):
+        yield
 
 
 def import_muon() -> None:

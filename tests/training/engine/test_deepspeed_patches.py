@@ -1,4 +1,4 @@
-"""DeepSpeed's timers neither synchronise the device nor accumulate events."""
+"""DeepSpeed neither synchronises the device for timers nor collects garbage for reports."""
 
 import json
 import os
@@ -7,6 +7,7 @@ from unittest import mock
 
 import pytest
 from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime import bf16_optimizer
 from deepspeed.utils.timer import NoopTimer, SynchronizedWallClockTimer
 
 from recipes.proving.trial import many_cases, start, train_step
@@ -55,3 +56,19 @@ def test_a_breakdown_of_times_is_available_on_request(found: dict) -> None:
     _, timers, kept = found["timed"]
     assert timers == SynchronizedWallClockTimer.__name__
     assert kept > 0
+
+
+def reports_of_start(corpus: str) -> tuple[int, int]:
+    """Return the numbers of memory reports after an engine has started, and after one more."""
+    recipe = changed(small_recipe(Path(corpus)), deepspeed="ds_configs/zero1_bf16.json")
+    with mock.patch.object(bf16_optimizer, "see_memory_usage") as report, many_cases() as begin:
+        begin()
+        start(parse_recipe(recipe, "test"), World.from_environment(os.environ))
+        during = report.call_count
+        bf16_optimizer.see_memory_usage("afterwards")
+        return during, report.call_count
+
+
+def test_no_memory_is_reported_while_an_engine_starts(corpus: Path) -> None:
+    """Each report would first collect garbage, twice per bucket of gradients."""
+    assert run_ranks(1, reports_of_start, str(corpus)) == [(0, 1)]
