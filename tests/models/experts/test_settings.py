@@ -135,8 +135,8 @@ BAD: list[tuple[Changes, int, str, str, Changes]] = [
     ),
     (
         {"deepspeed": "ds_configs/zero3_bf16.json"}, 2,
-        "layout.expert = 2 with ZeRO-3", 'deepspeed = "ds_configs/zero1_bf16.json"',
-        {"deepspeed": "ds_configs/zero1_bf16.json"},
+        "layout.expert = 2 with ZeRO-3", 'deepspeed = "ds_configs/zero2_bf16.json"',
+        {"deepspeed": "ds_configs/zero2_bf16.json"},
     ),
     (
         {"deepspeed": "ds_configs/zero3_fp32.json"}, 2,
