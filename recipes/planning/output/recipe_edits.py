@@ -8,10 +8,9 @@ import tomli_w
 
 from models.errors import UserError
 from models.pipeline.schedule.order import SCHEDULES
-from recipes.planning.search.layout_search import Plan, SearchResult, deepspeed_json
-from recipes.training.recipe.deepspeed_config import read_deepspeed_json, zero_stage
+from recipes.planning.search.layout_search import Plan, SearchResult
+from recipes.training.recipe.deepspeed_config import read_deepspeed_json, shipped_json, zero_stage
 from recipes.training.recipe.loading import parse_recipe
-from recipes.training.recipe.repository import REPOSITORY
 from recipes.training.recipe.schema import Recipe
 
 
@@ -23,8 +22,7 @@ def edits(recipe: Recipe, plan: Plan) -> dict[str, Any]:
     layout, section = plan.job.layout, recipe.layout
     deepspeed = recipe.deepspeed
     if zero_stage(read_deepspeed_json(deepspeed)) != layout.zero_stage:
-        shipped = deepspeed_json(layout.zero_stage, plan.job.precision)
-        deepspeed = str(shipped.relative_to(REPOSITORY))
+        deepspeed = shipped_json(layout.zero_stage, plan.job.precision)
     others: dict[str, Any] = {}
     if SCHEDULES[layout.schedule].chunks is None or "chunks" in section.model_fields_set:
         others["layout.chunks"] = layout.chunks

@@ -7,7 +7,6 @@ from functools import cache
 from heapq import nsmallest
 from itertools import product
 from math import gcd
-from pathlib import Path
 
 from models.pipeline.schedule.order import SCHEDULES, min_micro_batches
 from recipes.planning.inputs.job import Job, JobLayout
@@ -20,7 +19,7 @@ from recipes.planning.memory.peak import (
 )
 from recipes.planning.time.block_time import context_seconds
 from recipes.planning.time.step_time import StepTime, step_time
-from recipes.training.recipe.loading import REPOSITORY
+from recipes.training.recipe.deepspeed_config import is_shipped
 from recipes.training.recipe.sections.layout import CONTEXT_ATTENTIONS
 
 MAX_MICRO_SEQUENCES = 64
@@ -147,12 +146,6 @@ def simplicity(layout: JobLayout) -> tuple[int, ...]:
         layout.context,
         layout.expert,
     )
-
-
-@cache
-def deepspeed_json(zero_stage: int, precision: str) -> Path:
-    """Return the path of the shipped JSON for a ZeRO stage and a precision; it may not exist."""
-    return REPOSITORY / "ds_configs" / f"zero{zero_stage}_{precision}.json"
 
 
 def with_full_recomputation(job: Job, limit: float) -> tuple[Job, StageMemory]:
@@ -288,7 +281,7 @@ def layout_variants(job: Job, sizes: JobLayout, rejected: Counter[str]) -> Itera
         possible = {2} if job.software.reduces_in_groups else set()
         if sizes.pipeline == 1 and sizes.expert == 1:
             possible = {2, 3}
-        stages += [n for n in sorted(possible) if deepspeed_json(n, job.precision).exists()]
+        stages += [n for n in sorted(possible) if is_shipped(n, job.precision)]
     splits = [False]
     if sizes.tensor > 1 and job.model.sequence_length // sizes.context % sizes.tensor == 0:
         splits.append(True)

@@ -107,10 +107,9 @@ upstream change that would make the override removable.
   build is optional.
 """
 
-import contextlib
 import importlib
 import os
-from collections.abc import Iterator
+from contextlib import AbstractContextManager
 
 import deepspeed
 from deepspeed.runtime import bf16_optimizer
@@ -127,11 +126,9 @@ def replace_timers(engine: deepspeed.DeepSpeedEngine) -> None:
         engine.timers = NoopTimer()
 
 
-@contextlib.contextmanager
-def without_memory_reports() -> Iterator[None]:
+def without_memory_reports() -> AbstractContextManager[None]:
     """Let BF16_Optimizer's constructor report no memory, and so collect no garbage."""
-    with replaced(bf16_optimizer, "see_memory_usage", lambda message, force=False: None):
-        yield
+    return replaced(bf16_optimizer, "see_memory_usage", lambda message, force=False: None)
 
 
 def import_muon() -> None:

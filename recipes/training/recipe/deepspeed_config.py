@@ -6,7 +6,7 @@ the JSON leaves "auto".
 
 import json
 from collections.abc import Iterator
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 from models.cost import parameter_count
@@ -177,8 +177,13 @@ def shipped_json(stage: int, precision: str) -> str:
 
     ZeRO-1 is shipped in all precisions.
     """
-    name = f"ds_configs/zero{stage}_{precision}.json"
-    return name if (REPOSITORY / name).exists() else f"ds_configs/zero1_{precision}.json"
+    return f"ds_configs/zero{stage if is_shipped(stage, precision) else 1}_{precision}.json"
+
+
+@cache
+def is_shipped(stage: int, precision: str) -> bool:
+    """Return True if there is a shipped JSON of a ZeRO stage and a precision."""
+    return (REPOSITORY / f"ds_configs/zero{stage}_{precision}.json").exists()
 
 
 def _check_combination(recipe: Recipe, config: dict[str, Any], topology: Topology) -> None:
