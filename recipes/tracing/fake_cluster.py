@@ -21,6 +21,7 @@ from deepspeed.runtime.zero import partitioned_param_coordinator
 from deepspeed.utils import groups
 from torch import nn
 from torch._subclasses import FakeTensorMode
+from torch.nn import functional
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
@@ -80,6 +81,7 @@ def fake_tensors() -> Iterator[None]:
         replaced(accelerator, "is_fp16_supported", lambda self: True),
         replaced(exchange, "on_host", equal_counts),
         replaced(initialization, "CHUNK_ELEMENTS", sys.maxsize),
+        replaced(functional, "linear", functional.linear),  # which ZeRO-3 replaces
         FakeTensorMode(allow_non_fake_inputs=True),
         Scalars(),
     ):

@@ -174,7 +174,8 @@ VARIANTS = {
     "qk-norm": ["model.qk_norm=true", "layout.tensor=2", "layout.pipeline=1"],
 }  # fmt: skip
 
-QUICK = ("tensor, stages", "fp16", "zero-2")  # the other cases are long or exhaustive tests
+# The other cases are long or exhaustive tests.
+QUICK = ("tensor, stages", "fp16", "zero-2", "zero-3, one micro-batch")
 RARE = (
     "interleaved, 3 chunks, tensor", "interleaved, full", "interleaved, uneven",
     "dualpipev, tensor", "dualpipev, uneven", "zb-h1, full", "zb-v, full", "context, long, gather",

@@ -45,6 +45,8 @@ class ShardedCreation:
             config_dict_or_path=config,
             mpu=grid,
         )
+        # torch's F.linear would keep every gathered weight until the backward pass.
+        self.zero._enable_mem_efficient_linear()
 
     def __call__(self, number: int, layer: nn.Module) -> None:
         """Partition layer `number`."""
