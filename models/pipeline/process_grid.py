@@ -13,9 +13,25 @@ class ProcessGrid(PipelineParallelGrid):
     group of each axis, and even for each rank if there is no tensor parallelism. The attributes
     keep DeepSpeed's names: "slice" is the tensor axis, and a "model" group has all ranks that share
     a data rank.
+
+    Attributes:
+        shard_group: this rank's group of data ranks that divide the optimizer state (hybrid
+            sharding); None: all data ranks do
+        same_shard_group: the data ranks of all such groups that hold the same shard as this rank
+
+    Args:
+        topology: the sizes of the axes
+        shard_groups: the global ranks of every shard group; None: no hybrid sharding
+        same_shard_groups: the global ranks of every group that holds the same shard
     """
 
-    def __init__(self, topology: PipeModelDataParallelTopology):
+    def __init__(
+        self,
+        topology: PipeModelDataParallelTopology,
+        *,
+        shard_groups: list[list[int]] | None = None,
+        same_shard_groups: list[list[int]] | None = None,
+    ):
         self._topo = topology
         self.global_rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self.data_parallel_size = topology.get_dim("data")
@@ -38,6 +54,8 @@ class ProcessGrid(PipelineParallelGrid):
 
         self.dp_groups, self.dp_group = self._axis("data")
         self.dp_proc_group = create_groups(self.dp_groups)
+        self.shard_group = create_groups(shard_groups) if shard_groups else None
+        self.same_shard_group = create_groups(same_shard_groups) if same_shard_groups else None
         self.pipe_groups, self.pp_group = self._axis("pipe")
         self.pp_proc_group = create_groups(self.pipe_groups)
         self.model_groups, self.slice_group = self._axis("model")

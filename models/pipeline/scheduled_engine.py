@@ -100,11 +100,15 @@ class ScheduledEngine(PipelineEngine):
         self._begin_step()
 
     def _configure_distributed_model(self, model: nn.Module) -> None:
-        """Let the optimizer divide experts among the ranks that hold the same ones.
+        """Let the optimizer divide its state among the right ranks.
 
-        DeepSpeed sets the attribute only for its own mixture-of-experts modules.
+        DeepSpeed divides experts among the ranks that hold the same ones, but only if the attribute
+        says so, which it sets for its own modules. It divides all other weights among the ranks of
+        `seq_data_parallel_group`.
         """
         super()._configure_distributed_model(model)
+        if self.mpu.shard_group is not None:
+            self.seq_data_parallel_group = self.mpu.shard_group
         self.has_moe_layers = any(is_moe_param(each) for each in model.parameters())
 
     def warm_up(

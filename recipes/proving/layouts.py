@@ -58,6 +58,8 @@ class ProofCase:
             parts.append(layout.schedule_name)
         if layout.reduce_every:
             parts.append(f"reduce every {layout.reduce_every}")
+        if layout.shard_group:
+            parts.append(f"shard group {layout.shard_group}")
         if layout.sequence_parallel:
             parts.append("sequence-parallel")
         if layout.context > 1:
@@ -79,6 +81,7 @@ class ProofCase:
             "expert": sizes.expert,
             "zero": self.zero_stage,
             "reduce_every": layout.reduce_every,
+            "shard_group": layout.shard_group,
             "schedule": layout.schedule_name if sizes.pipeline > 1 else "",
             "sequence_parallel": layout.sequence_parallel,
             "context_attention": layout.context_attention if sizes.context > 1 else "",
@@ -131,17 +134,24 @@ def reductions(
 ) -> list[dict[str, int]]:
     """Return the keys of the [layout] section about the reduction of gradients.
 
-    With ZeRO-2, gradients are reduced after 1, 2 or all micro-batches of a step. Recomputation and
-    the kind of attention have no influence on that, so these numbers are tried with one of each.
-    With one data rank ZeRO-2 is the same as ZeRO-1, so there are none.
+    With ZeRO-2, gradients are reduced after 1, 2 or all micro-batches of a step. Shard groups have
+    every possible size. Recomputation, the kind of attention and, for shard groups, sequence
+    parallelism have no influence on that, so these numbers are tried with one of each. With one
+    data rank ZeRO-2 is the same as ZeRO-1, so there are none.
     """
-    if zero_stage != 2:
-        return [{}]
-    if topology.replicas == 1:
+    if topology.replicas == 1 and zero_stage == 2:
         return []
-    if layout["recompute"] != "none" or layout.get("context_attention", "gather") != "gather":
+    if zero_stage == 3 or layout["recompute"] != "none":
         return [{}]
-    return [{"reduce_every": every} for every in sorted({1, min(2, micro_batches), micro_batches})]
+    if layout.get("context_attention", "gather") != "gather":
+        return [{}]
+    possible = topology.expert == 1 and not layout["sequence_parallel"]
+    sizes = range(1, topology.replicas // 2 + 1 if possible else 1)
+    groups = [{}, *({"shard_group": n} for n in sizes if topology.replicas % n == 0)]
+    if zero_stage == 1:
+        return groups
+    numbers = sorted({1, min(2, micro_batches), micro_batches})
+    return [{"reduce_every": number} | group for number in numbers for group in groups]
 
 
 def sample(cases: Sequence[ProofCase], count: int) -> list[ProofCase]:
@@ -217,5 +227,6 @@ def _case(
     table["deepspeed"] = CONFIG.format(zero_stage)
     case = parse_recipe(table, recipe.name)
     world = World(size=topology.world_size, local_size=topology.world_size)
-    build_deepspeed_config(case, case.topology(world))
+    topology = case.topology(world)
+    build_deepspeed_config(case, topology)
     return ProofCase(case, topology, zero_stage)

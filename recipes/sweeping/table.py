@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from models.config import ModelConfig
+from recipes.planning.inputs.job import JobLayout
 from recipes.planning.measured.row_reader import EXPERT_COLUMNS
 from recipes.planning.output.plan_report import rates
 from recipes.sweeping.splitting.parts import PARTS, PLANNED_PARTS, Split, planned_parts
@@ -57,7 +58,7 @@ def row_of_trial(trial: Trial) -> Row:
         "dp": layout.data,
         "ep": layout.expert if model.experts else "",
         **expert_columns(model),
-        "zero_stage": layout.zero_stage,
+        "zero_stage": zero_cell(layout),
         "seq_parallel": int(layout.sequence_parallel),
         "recompute": layout.recompute,
         "mbs": layout.micro_sequences,
@@ -71,6 +72,12 @@ def row_of_trial(trial: Trial) -> Row:
         "trial": trial.key,
         "recipe": trial.source,
     }
+
+
+def zero_cell(layout: JobLayout) -> str:
+    """Return the ZeRO stage; with shard groups also their size, as "zero1=8"."""
+    stage, group = layout.zero_stage, layout.shard_group
+    return f"zero{stage}={group}" if group else str(stage)
 
 
 def expert_columns(model: ModelConfig) -> Row:

@@ -241,11 +241,17 @@ def axes_of(topology: Topology, coordinates: Coordinates) -> dict[frozenset[int]
     of_experts = {
         frozenset(ranks): axis for axis, lists in groups.items() for ranks in lists if rank in ranks
     }
-    return of_experts | {
-        ranks(pipeline=ends): "tied",  # the two replicas of a tied embedding
-        ranks(pipeline=pipeline, data=data, context=context, tensor=tensor): "world",
-        ranks(pipeline=pipeline, tensor=tensor): "model",
-        ranks(pipeline=pipeline): "pipeline",
-        ranks(data=data, context=context): "data",
-        ranks(tensor=tensor): "tensor",
-    }
+    shards = [*topology.shard_groups(), *topology.same_shard_groups()]
+    of_shards = {frozenset(ranks): "data" for ranks in shards if rank in ranks}
+    return (
+        of_experts
+        | of_shards
+        | {
+            ranks(pipeline=ends): "tied",  # the two replicas of a tied embedding
+            ranks(pipeline=pipeline, data=data, context=context, tensor=tensor): "world",
+            ranks(pipeline=pipeline, tensor=tensor): "model",
+            ranks(pipeline=pipeline): "pipeline",
+            ranks(data=data, context=context): "data",
+            ranks(tensor=tensor): "tensor",
+        }
+    )

@@ -140,7 +140,8 @@ def test_a_small_group_of_optimizer_ranks_gathers_within_itself() -> None:
     job = row(framework="InternEvo", zero_stage="1").job
     assert job is not None
     job = replace(job, layout=JobLayout(data=1024))
-    whole, grouped = data_time(job, 0.0), data_time(replace(job, optimizer_group=8), 0.0)
+    with_group = replace(job, layout=JobLayout(data=1024, shard_group=8))
+    whole, grouped = data_time(job, 0.0), data_time(with_group, 0.0)
     plain = replace(job.software, broadcasts_weights=False)
     assert grouped < whole
     assert data_time(replace(job, software=plain), 0.0) < whole

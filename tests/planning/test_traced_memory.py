@@ -97,6 +97,10 @@ VARIANTS = {
     "zero-2, every 2": [
         "deepspeed=ds_configs/zero2_bf16.json", "layout.pipeline=2", "layout.reduce_every=2",
     ],
+    "zero-2, shard group": [
+        "deepspeed=ds_configs/zero2_bf16.json", "layout.pipeline=2", "layout.shard_group=2",
+    ],
+    "shard group": ["layout.pipeline=2", "layout.tensor=2", "layout.shard_group=1"],
     "zero-2, zb-v": [
         "deepspeed=ds_configs/zero2_bf16.json", "layout.pipeline=4", "layout.schedule=zb-v",
     ],

@@ -142,7 +142,7 @@ def test_the_layouts_are_those_that_the_recipe_accepts(corpus: Path, tmp_path: P
     small = made_small(recipe_of(corpus, {"model__layers": 4}), tmp_path, ranks=4)
     cases = valid_cases(small, ranks=4, micro_sequences=(1, 2))
     names = {f"{case.axes}: {case.method}" for case in cases}
-    assert len(names) == len(cases) == 345 + 475  # counted by hand, without and with context
+    assert len(names) == len(cases) == 408 + 569  # counted by hand, without and with context
     for name in (
         "tensor 1 x pipeline 1 x data 1: zero3, recompute full by 2, micro-batch 2",
         "tensor 1 x pipeline 3 x data 1: zero1, 1f1b, micro-batch 1",  # four layers, three stages
@@ -332,6 +332,11 @@ MUTANTS = {  # seeded fault -> changes of the recipe, the layout it must show in
         GPT_SWITCHES,
         {"pipeline": 2, "zero": 2, "reduce_every": 2, "ranks": 4},
     ),
+    "gradients are not summed over the shard groups": (
+        {},
+        {"zero": 2, "reduce_every": 2, "shard_group": 1},
+    ),
+    "each shard group counts in the gradient norm": ({}, {"shard_group": 1}),
     # too little of the gradient norm to show there, and Adam's steps hide a factor
     "the last norm's gradient is a thousandth too large": ({}, {"tensor": 2}),
 }
@@ -341,6 +346,7 @@ DRIFTING = (  # faults that make replicas of one weight diverge
     "column-parallel inputs keep partial gradients",
     "norms in the split region keep partial gradients",
     "the router keeps partial gradients",
+    "gradients are not summed over the shard groups",
 )
 TAKE_MICRO_BATCH_INFOS, TAKE, PLACES, FINISH, BEGIN, FINISH_STEP = (
     Stage.take_micro_batch_infos,
@@ -386,6 +392,12 @@ def sharded_first(self: FlatGradients) -> None:
         FINISH_STEP(self)
     for weight, group in groups:
         torch.distributed.all_reduce(whole[weight], group=group)
+
+
+def own_group_only(self: ShardedReduction) -> list[torch.Tensor]:
+    """Return the shards without the sums of the other shard groups."""
+    with mock.patch.object(self, "same_shard", None):
+        return FINISH(self)
 
 
 def experts_twice(
@@ -498,6 +510,14 @@ def seeded_fault(fault: str) -> Iterator[None]:
             "recipes.training.engine.zero_patches.sum_of_squares",
             lambda parts, *rest: sum_of_squares(itertools.islice(parts, 1, None), *rest),
         ),
+        "gradients are not summed over the shard groups": (
+            "models.pipeline.gradients.reduction.ShardedReduction.finish",
+            own_group_only,
+        ),
+        "each shard group counts in the gradient norm": (
+            "recipes.training.engine.zero_patches.sum_of_squares",
+            lambda *arguments: 2 * sum_of_squares(*arguments),
+        ),
         "the last norm's gradient is a thousandth too large": (
             "recipes.proving.trial.build_from_recipe",
             lambda *arguments: scaled(build_from_recipe(*arguments), "final_norm.weight", 1.001),
@@ -515,7 +535,7 @@ def mutant_case(corpus: Path, fault: str) -> ProofCase:
     wanted = {
         "tensor": 1, "pipeline": 1, "context": 1, "context_attention": "gather",
         "expert": 1, "schedule": "1f1b", "sequence_parallel": False, "recompute": "none",
-        "reduce_every": 0,
+        "reduce_every": 0, "shard_group": 0,
     }  # fmt: skip
     wanted |= layout
     zero = wanted.pop("zero", 1)

@@ -38,7 +38,9 @@ class ShardedReduction:
 
     Each rank sends (n - 1) / n of a bucket's bytes to the n - 1 other ranks.
 
-    groups: the process group of the data ranks of each bucket
+    groups: the process group of the data ranks that divide each bucket
+    same_shard: the group of the data ranks that hold the same shards (hybrid sharding). The sums
+        within `groups` are then summed over it in fp32, once in a step; None: there are no others
     dtype: type in which gradients are sent and summed
     ranks: number of all data ranks, the divisor of every sum. The group of an expert's bucket is
         smaller, but its gradients come from the tokens of all data ranks.
@@ -55,11 +57,12 @@ class ShardedReduction:
         *,
         dtype: torch.dtype,
         ranks: int,
+        same_shard: dist.ProcessGroup | None = None,
         divided_before: float = 1.0,
         at_once: int = MAX_RUNNING,
         accumulated: Sequence[Tensor] | None = None,
     ):
-        self.groups, self.dtype = groups, dtype
+        self.groups, self.dtype, self.same_shard = groups, dtype, same_shard
         self.divisor, self.divided_before = ranks, divided_before
         self.sizes = [dist.get_world_size(group) for group in groups]
         self.ranks = [dist.get_rank(group) for group in groups]
@@ -95,6 +98,10 @@ class ShardedReduction:
         while self.running:
             self._end(self.running.pop(0))
         shards = [self.shards.pop(number) for number in range(len(self.groups))]
+        if self.same_shard is not None:
+            sums = [dist.all_reduce(each, group=self.same_shard, async_op=True) for each in shards]
+            for work in sums:
+                wait_for(work)
         if self.divisor > 1:  # the shards are in fp32, so that the quotient is rounded only once
             for shard, size in zip(shards, self.sizes, strict=True):
                 shard.div_(self.divisor / (self.divided_before if size > 1 else 1.0))

@@ -107,6 +107,7 @@ class JobLayout:
     data: int = 1
     zero_stage: int = 1
     reduce_every: int = 0  # micro-batches per reduction of ZeRO-2; 0: the default
+    shard_group: int = 0  # replicas that shard the optimizer state; 0: all
     schedule: str = "1f1b"
     layers_per_stage: tuple[int, ...] | None = None  # blocks per virtual stage; None: automatic
     sequence_parallel: bool = False
@@ -126,8 +127,8 @@ class JobLayout:
 
     @property
     def optimizer_ranks(self) -> int:
-        """Ranks that shard the optimizer state: all replicas, from ZeRO-1 on."""
-        return self.replicas if self.zero_stage else 1
+        """Ranks that shard the optimizer state, from ZeRO-1 on."""
+        return (self.shard_group or self.replicas) if self.zero_stage else 1
 
     @property
     def gpus(self) -> int:
@@ -141,7 +142,6 @@ class Job:
 
     Attributes:
         precision: precision of the matmuls, a key of `Gpu.peak_tflops`
-        optimizer_group: number of ranks that shard the optimizer state; None: all data ranks
         expert_imbalance: rows of the expert rank with the most tokens, relative to the mean
     """
 
@@ -151,7 +151,6 @@ class Job:
     global_sequences: int
     precision: str
     software: Software
-    optimizer_group: int | None = None
     expert_imbalance: float = 1.0
 
     @cached_property
@@ -207,11 +206,6 @@ class Job:
         return not self.software.fused_attention or self.model.attention_dropout > 0
 
     @property
-    def optimizer_ranks(self) -> int:
-        """Ranks that shard the optimizer state."""
-        return self.optimizer_group or self.layout.optimizer_ranks
-
-    @property
     def tokens_per_step(self) -> int:
         """Tokens of one global batch."""
         return self.global_sequences * self.model.sequence_length
@@ -242,6 +236,7 @@ def layout_of(recipe: Recipe, topology: Topology, stage: int) -> JobLayout:
         data=topology.data,
         zero_stage=stage,
         reduce_every=section.reduce_every,
+        shard_group=topology.shard_group if topology.is_hybrid else 0,
         schedule=section.schedule,
         layers_per_stage=tuple(section.layers_per_stage) if section.layers_per_stage else None,
         sequence_parallel=section.sequence_parallel,

@@ -123,7 +123,6 @@ class RowReader:
             global_sequences=self.whole("gbs"),
             precision=precision,
             software=software,
-            optimizer_group=self.optimizer_group(),
         )
         together = job.layout.data * job.layout.micro_sequences
         if job.global_sequences < together:
@@ -287,6 +286,7 @@ class RowReader:
             data=data,
             expert=expert,
             zero_stage=self.zero_stage(),
+            shard_group=self.shard_group(),
             sequence_parallel=is_yes(split),
             recompute_interval=self.recompute_interval(),
             micro_sequences=self.whole("mbs", 1, "unstated"),
@@ -339,10 +339,10 @@ class RowReader:
         self.assumed.append(f"zero_stage = {int(presumed or 0)} (unstated)")
         return int(presumed or 0)
 
-    def optimizer_group(self) -> int | None:
-        """Return the number of ranks that shard the optimizer state; None for all data ranks."""
-        found = re.search(r"zero1=([1-9][0-9]{0,8})(?![0-9])", self.cell("zero_stage"))
-        return int(found[1]) if found else None
+    def shard_group(self) -> int:
+        """Return the number of ranks that shard the optimizer state; 0 for all data ranks."""
+        found = re.search(r"zero[12]=([1-9][0-9]{0,8})(?![0-9])", self.cell("zero_stage"))
+        return int(found[1]) if found else 0
 
     def with_recomputation(self, job: Job) -> Job:
         """Return the job with the row's recomputation; if unstated, with the least that fits.

@@ -13,7 +13,6 @@ def state_bytes(
     footprint: Footprint,
     layout: JobLayout,
     parameters: float,
-    optimizer_ranks: int | None = None,
     routed: float = 0.0,
 ) -> tuple[float, float, float]:
     """Return the bytes of weights, gradients and optimizer state kept between steps.
@@ -22,15 +21,16 @@ def state_bytes(
         same ones and shard their optimizer state
 
     Rajbhandari et al. 2020 (arXiv 1910.02054), section 5: stage 1 shards the optimizer state over
-    the data ranks, stage 2 also gradients, stage 3 also weights.
+    the data ranks, or those of a shard group, stage 2 also gradients, stage 3 also weights.
     """
     ranks = layout.replicas
     stage = layout.zero_stage
     weights = footprint.weight * parameters / (ranks if stage == 3 else 1)
     sharded = parameters + (routed * (layout.expert - 1) if layout.zero_stage else 0.0)
-    gradients = footprint.gradient * (sharded / ranks if stage >= 2 else parameters)
+    owners = layout.optimizer_ranks
+    gradients = footprint.gradient * (sharded / owners if stage >= 2 else parameters)
     optimizer = footprint.optimizer + (footprint.zero3_copy if stage == 3 else 0)
-    optimizer *= sharded / (optimizer_ranks or layout.optimizer_ranks)
+    optimizer *= sharded / owners
     return weights, gradients, optimizer
 
 

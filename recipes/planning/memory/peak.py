@@ -140,9 +140,7 @@ def memory_of_stage(job: Job, stage: int) -> StageMemory:
     layout, footprint = job.layout, job.footprint
     parameters = stage_parameters(job)[stage]
     routed = routed_stage_parameters(job)[stage]
-    weights, gradients, optimizer = state_bytes(
-        footprint, layout, parameters, job.optimizer_ranks, routed
-    )
+    weights, gradients, optimizer = state_bytes(footprint, layout, parameters, routed)
     moment = max(peak_candidates(job, stage, parameters), key=lambda each: each.total)
     wasted = footprint.fragmentation * (moment.activations + moment.working)
     return StageMemory(
@@ -196,7 +194,7 @@ def peak_candidates(job: Job, stage: int, parameters: int) -> list[Moment]:
             0.0 if before_backward and not is_grouped else passing.buffers,
         ),
         Moment(activations, block + waiting_loss_bytes(job, stage), newest, passing.buffers),
-        Moment(gradients=footprint.updating * own_parameters(job, stage) / layout.replicas),
+        Moment(gradients=footprint.updating * own_parameters(job, stage) / layout.optimizer_ranks),
     ]
     reduced = gradients + passing.reducing
     if not job.shards_in_passes:  # at the end of the step

@@ -74,6 +74,7 @@ def layout_text(layout: JobLayout) -> str:
         *([f"recompute {layout.recompute}"] if layout.recompute != "none" else []),
         *([schedule_name(layout.schedule, layout.chunks)] if layout.schedule != "1f1b" else []),
         *([f"ZeRO-{layout.zero_stage}"] if layout.zero_stage != 1 else []),
+        *([f"shard group {layout.shard_group}"] if layout.shard_group else []),
     ]
     return ", ".join([f"{layout.tensor} x {layout.pipeline} x {layout.data}", *extras])
 

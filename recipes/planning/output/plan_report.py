@@ -107,7 +107,9 @@ def layout_line(layout: JobLayout) -> str:
         + (f" x context {layout.context}" if layout.context > 1 else "")
         + f" x data {layout.data}, "
         + (f"expert {layout.expert}, " if layout.expert > 1 else "")
-        + f"ZeRO-{layout.zero_stage}, {schedule_name(layout.schedule, layout.chunks)}"
+        + f"ZeRO-{layout.zero_stage}"
+        + (f" in groups of {layout.shard_group}" if layout.shard_group else "")
+        + f", {schedule_name(layout.schedule, layout.chunks)}"
         + (f", {layout.context_attention}" if layout.context > 1 else "")
         + (", sequence parallel" if layout.sequence_parallel else "")
         + f", recompute {recompute}, micro-batch size {layout.micro_sequences}"

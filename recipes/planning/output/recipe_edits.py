@@ -34,6 +34,8 @@ def edits(recipe: Recipe, plan: Plan) -> dict[str, Any]:
         others["layout.context_attention"] = "gather"
     if section.reduce_every:  # plans have the default, unless the layout is the recipe's own
         others["layout.reduce_every"] = layout.reduce_every
+    if section.shard_group or layout.shard_group:
+        others["layout.shard_group"] = layout.shard_group
     return {
         "deepspeed": deepspeed,
         "layout.tensor": layout.tensor,

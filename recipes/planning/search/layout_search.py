@@ -139,6 +139,7 @@ def simplicity(layout: JobLayout) -> tuple[int, ...]:
         list(SCHEDULES).index(layout.schedule),
         layout.chunks,
         layout.zero_stage,
+        layout.shard_group > 0,
         layout.sequence_parallel,
         ("none", "selective", "full").index(layout.recompute),
         layout.pipeline,
@@ -288,16 +289,31 @@ def layout_variants(job: Job, sizes: JobLayout, rejected: Counter[str]) -> Itera
     recomputations = ["none", "full"]
     if job.writes_scores:
         recomputations.insert(1, "selective")
-    for (schedule, chunks), stage, split in product(schedules, stages, splits):
+    sharded = [(stage, 0) for stage in stages]
+    if group := shard_group_of_node(job, sizes):
+        sharded += [(stage, group) for stage in stages if stage == 2]
+    for (schedule, chunks), (stage, group), split in product(schedules, sharded, splits):
         for recompute in recomputations:
             yield replace(
                 sizes,
                 schedule=schedule,
                 chunks=chunks,
                 zero_stage=stage,
+                shard_group=group,
                 sequence_parallel=split,
                 recompute=recompute,
             )
+
+
+def shard_group_of_node(job: Job, sizes: JobLayout) -> int:
+    """Return the replicas of a node if they can be a shard group of several, otherwise 0.
+
+    It is tried with ZeRO-2, which may reduce gradients several times per step. ZeRO-1 reduces them
+    once, and a shard group makes that slower. Other software is planned without shard groups.
+    """
+    group = job.machine.gpus_per_node // sizes.tensor
+    possible = job.software.reduces_in_groups and sizes.expert == 1 and group > 1
+    return group if possible and sizes.replicas > group and sizes.replicas % group == 0 else 0
 
 
 @cache

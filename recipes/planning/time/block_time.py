@@ -100,7 +100,6 @@ def block_job(job: Job) -> Job:
     return replace(
         job,
         global_sequences=1,
-        optimizer_group=None,
         layout=JobLayout(
             tensor=layout.tensor,
             context=layout.context,

@@ -233,7 +233,7 @@ def data_time(job: Job, last_backward: float) -> float:
     reduced = gather_seconds(job.machine, gradients, ranks=ranks, stride=stride)
     gathered = 0.0
     if layout.zero_stage:
-        owners = job.optimizer_ranks
+        owners = layout.optimizer_ranks
         gathered = gather_seconds(
             job.machine,
             weights,
@@ -241,13 +241,22 @@ def data_time(job: Job, last_backward: float) -> float:
             stride=stride,
             messages=min(owners, tensors_of_stage(job)) if software.broadcasts_weights else 1,
         )
-    # If only a part of the data ranks shares the optimizer state, a reduce-scatter in that part
-    # would not sum over all data ranks.
-    if job.optimizer_ranks < ranks or not software.reduce_scatter:
+    owners, between = layout.optimizer_ranks, 0.0
+    if owners < ranks and software.reduces_in_groups:
+        # A reduce-scatter within each shard group; once in a step, an all-reduce between them.
+        reduced = gather_seconds(job.machine, gradients, ranks=owners, stride=stride)
+        between = all_reduce_seconds(
+            job.machine,
+            parameters / owners * BYTES["fp32"],
+            ranks=ranks // owners,
+            stride=stride * owners,
+        )
+    elif owners < ranks or not software.reduce_scatter:
+        # A reduce-scatter in a part of the data ranks would not sum over all of them.
         reduced = all_reduce_seconds(job.machine, gradients, ranks=ranks, stride=stride)
     if job.shards_in_passes:
         reduced = 0.0
-    return _exposed_in_a_step(job, reduced, gathered, last_backward)
+    return between + _exposed_in_a_step(job, reduced, gathered, last_backward)
 
 
 def _exposed_in_a_step(job: Job, reduced: float, gathered: float, last_backward: float) -> float:
@@ -314,7 +323,9 @@ def optimizer_time(job: Job) -> float:
     layout = job.layout
     both = zip(stage_parameters(job), routed_stage_parameters(job), strict=True)
     parameters = max(all_of + routed * (layout.expert - 1) for all_of, routed in both)
-    update = memory_seconds(job.machine.gpu, parameters / job.optimizer_ranks * OPTIMIZER_BYTES)
+    update = memory_seconds(
+        job.machine.gpu, parameters / job.layout.optimizer_ranks * OPTIMIZER_BYTES
+    )
     tied = 0.0
     if job.model.tie_embeddings and layout.pipeline > 1:
         table = table_parameters(job.model, layout.tensor)

@@ -39,10 +39,19 @@ class Assembly:
         group: the ranks of this stage, communicating through host memory
         tensor_rank: this rank's index in its tensor group
         tensor_size: number of tensor ranks
+        copy: which copy of its shards this rank holds
+        copies: number of copies of each shard (hybrid sharding); they share the sending
     """
 
     def __init__(
-        self, state: TrainingState, group: dist.ProcessGroup, *, tensor_rank: int, tensor_size: int
+        self,
+        state: TrainingState,
+        group: dist.ProcessGroup,
+        *,
+        tensor_rank: int,
+        tensor_size: int,
+        copy: int = 0,
+        copies: int = 1,
     ):
         self.group, self.tensor_size = group, tensor_size
         self.rank = dist.get_rank(group)
@@ -52,10 +61,11 @@ class Assembly:
             # Another stage holds the original of a replicated (tied) parameter.
             if not getattr(parameter, "ds_pipe_replicated", False)
         }
+        sent = {n for number, n in enumerate(self.shardings) if number % copies == copy}
         own = [
             Piece(self.rank, tensor_rank, fragment)
             for fragment in state.fragments
-            if fragment.name in self.shardings
+            if fragment.name in sent
             and (tensor_rank == 0 or not self.shardings[fragment.name].replicated)
         ]
         everyones: list[Any] = [None] * dist.get_world_size(group)

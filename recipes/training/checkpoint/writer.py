@@ -84,11 +84,14 @@ class CheckpointWriter:
         coordinates = topology.coordinates(self.rank)
         group = create_host_groups(topology.stage_groups(), EXCHANGE_TIMEOUT)
         assert group is not None  # every rank belongs to a stage
+        copy, copies = topology.copy_of_shards(self.rank)
         self.assembly = Assembly(
             state,
             group,
             tensor_rank=coordinates.tensor,
             tensor_size=topology.tensor,
+            copy=copy,
+            copies=copies,
         )
         # Ranks that survived the end of an earlier run may still be writing into its workspaces.
         # The workspaces of this run therefore have other names.

@@ -92,7 +92,9 @@ def build_grid(topology: Topology) -> ProcessGrid:
     return ProcessGrid(
         PipeModelDataParallelTopology(
             num_pp=topology.pipeline, num_dp=topology.replicas, num_mp=topology.tensor
-        )
+        ),
+        shard_groups=topology.shard_groups() if topology.is_hybrid else None,
+        same_shard_groups=topology.same_shard_groups() if topology.is_hybrid else None,
     )
 
 

@@ -188,7 +188,13 @@ class Engine(ABC):
                     found[group.group_name] = "expert"
         if any(is_marked(parameter) for _, parameter in self.parameters()):
             found[expert_data_group().group_name] = "data"
+        for group in self._shard_groups():
+            found[group.group_name] = "data"
         return found
+
+    def _shard_groups(self) -> list[dist.ProcessGroup]:
+        """Return this rank's two groups of hybrid sharding, if there are any."""
+        return []
 
     def load(self, reader: CheckpointReader, *, weights_only: bool = False) -> None:
         """Read this rank's share of a checkpoint, whichever layout wrote it.
@@ -256,6 +262,11 @@ class PipelinedEngine(Engine):
     @override
     def data_group(self) -> dist.ProcessGroup:
         return self.wrapped.grid.get_data_parallel_group()
+
+    @override
+    def _shard_groups(self) -> list[dist.ProcessGroup]:
+        grid = self.wrapped.grid
+        return [each for each in (grid.shard_group, grid.same_shard_group) if each is not None]
 
     @override
     def evaluate(self, micro_batches: Iterable[MicroBatch]) -> float:

@@ -202,6 +202,12 @@ def _check_combination(recipe: Recipe, config: dict[str, Any], topology: Topolog
             f"({recipe.deepspeed}), which DeepSpeed does not support for experts; remove "
             f"reduce_scatter, or use layout.expert = 1"
         )
+    if topology.is_hybrid and stage > 2:
+        raise UserError(
+            f"layout.shard_group = {topology.shard_group} with ZeRO-{stage} (deepspeed = "
+            f'"{recipe.deepspeed}"), which shards over all data ranks; use deepspeed = '
+            f'"{at_stage_2}", or layout.shard_group = 0'
+        )
     if recipe.layout.pipeline > 1 and stage > 2:
         raise UserError(
             f"layout.pipeline = {recipe.layout.pipeline} with ZeRO-{stage} (deepspeed = "

@@ -18,6 +18,7 @@ from recipes.training.recipe.sections.layout import (
     Layout,
     check_expert_ranks,
     check_experts,
+    check_shard_group,
 )
 from recipes.training.recipe.sections.run_control import Checkpoint, Supervision, Tracking
 from recipes.training.recipe.sections.section import MAX_COUNT, Section
@@ -225,6 +226,7 @@ class Recipe(Section):
             tensor=self.layout.tensor,
             context=self.layout.context,
             expert=self.layout.expert,
+            shard_group=self.layout.shard_group,
         )
         if world.local_size % topology.tensor:
             raise UserError(
@@ -252,6 +254,7 @@ class Recipe(Section):
         ranks = layout.tensor * layout.pipeline * layout.context
         if world.size % ranks == 0:
             check_expert_ranks(self.model, layout, world.size)
+            check_shard_group(layout, world.size)
             return
         context = f" x layout.context = {layout.context}" if layout.context > 1 else ""
         works = [self._working_ranks(ranks, world), self._working_layout(world)]

@@ -71,7 +71,8 @@ class Topology:
 
     To DeepSpeed, context ranks are data ranks: its PipeModelDataParallelTopology has the same order
     with `replicas` data ranks. `expert` is the number of neighbouring replicas that divide the
-    experts; all their other weights are the same.
+    experts; all their other weights are the same. `shard_group` is the number of neighbouring
+    replicas that divide the optimizer state; 0: all of them.
     """
 
     pipeline: int
@@ -79,14 +80,22 @@ class Topology:
     tensor: int
     context: int = 1
     expert: int = 1
+    shard_group: int = 0
 
     @classmethod
     def for_world(
-        cls, world_size: int, *, pipeline: int, tensor: int, context: int = 1, expert: int = 1
+        cls,
+        world_size: int,
+        *,
+        pipeline: int,
+        tensor: int,
+        context: int = 1,
+        expert: int = 1,
+        shard_group: int = 0,
     ) -> "Topology":
         """Return a topology whose data axis takes what the other axes, a divisor, leave.
 
-        `Recipe.topology` checks that the axes divide the world.
+        `Recipe.topology` checks that the axes divide the world, and the shard group the replicas.
         """
         given = pipeline * tensor * context
         assert world_size % given == 0 == world_size // (pipeline * tensor) % expert
@@ -96,6 +105,7 @@ class Topology:
             tensor=tensor,
             context=context,
             expert=expert,
+            shard_group=shard_group,
         )
 
     @property
@@ -107,6 +117,11 @@ class Topology:
     def replicas(self) -> int:
         """Ranks with the same part of the model, over which ZeRO divides: data x context."""
         return self.data * self.context
+
+    @property
+    def is_hybrid(self) -> bool:
+        """True if several groups of replicas hold the same shards (hybrid sharding)."""
+        return 0 < self.shard_group < self.replicas
 
     @property
     def axes(self) -> dict[str, int]:
@@ -153,6 +168,27 @@ class Topology:
             for ranks in self.stage_groups()
             for place in range(span)
         ]
+
+    def shard_groups(self) -> list[list[int]]:
+        """The global ranks of every group that divides optimizer state, in the order of shards."""
+        span = (self.shard_group or self.replicas) * self.tensor
+        return [
+            ranks[first + tensor : first + span : self.tensor]
+            for ranks in self.stage_groups()
+            for first in range(0, len(ranks), span)
+            for tensor in range(self.tensor)
+        ]
+
+    def same_shard_groups(self) -> list[list[int]]:
+        """The global ranks of every group that holds the same shard."""
+        span = (self.shard_group or self.replicas) * self.tensor
+        return [ranks[place::span] for ranks in self.stage_groups() for place in range(span)]
+
+    def copy_of_shards(self, rank: int) -> tuple[int, int]:
+        """Return which copy of its shard a rank holds, and the number of copies."""
+        ranks = self.shard_group or self.replicas
+        place = self.coordinates(rank)
+        return (place.data * self.context + place.context) // ranks, self.replicas // ranks
 
     def sequence_groups(self) -> list[list[int]]:
         """The global ranks of every group that holds tokens of the same sequences."""

@@ -124,6 +124,11 @@ BAD: list[tuple[Changes, int, str, str, Changes]] = [
         {"layout__expert": 2},
     ),
     (
+        {"layout__expert": 2, "layout__shard_group": 2}, 4,
+        "layout.shard_group = 2 with layout.expert = 2", "layout.shard_group = 0",
+        {"layout__expert": 2, "layout__shard_group": 0},
+    ),
+    (
         {E + "shared": 1, E + "ffn_hidden_size": 127, **TWO_TENSOR_RANKS}, 2,
         "model.experts.shared x model.experts.ffn_hidden_size = 127 ", "layout.tensor = 1",
         {"layout__tensor": 1},

@@ -158,6 +158,11 @@ def layouts_of(world_size: int) -> dict[str, dict[str, Any]]:
             "deepspeed": ZERO_2,
             **GPT_SWITCHES,
         },
+        "ZeRO-2, shard groups": {
+            "layout": {"schedule": "zb-v", "shard_group": world_size // 4},
+            "data": world_size // 2,
+            "deepspeed": ZERO_2,
+        },
         "data, fp32": {"layout": {"schedule": "zb-h1", **across}, "data": 2},
         "data, fp32, tied": {
             "layout": {"schedule": "dualpipev", **across},

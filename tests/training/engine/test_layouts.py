@@ -115,6 +115,10 @@ LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
         "bf16 tensor 2 sequence-parallel": BF16 | TENSOR2 | SEQUENCE,
         "bf16 data 2": BF16,
         "bf16 zero2 data 2": {"deepspeed": "ds_configs/zero2_bf16.json"},
+        "shard group 1": {"layout__shard_group": 1},
+        "bf16-gpt zero2 data 2, shard group 1": GPT
+        | CLIPPED
+        | {"deepspeed": "ds_configs/zero2_bf16.json", "layout__shard_group": 1},
         "bf16 zero3 data 2": {"deepspeed": "ds_configs/zero3_bf16.json"},
         "bf16 dualpipev": BF16 | FOLDED,
         "bf16 interleaved": BF16 | INTERLEAVED,
@@ -137,6 +141,7 @@ LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
         "bf16-gpt interleaved data 2": BF16 | GPT | CLIPPED | INTERLEAVED,
         "bf16 zb-h1 pipeline 4": BF16 | ZB_H1 | {"layout__pipeline": 4},
         "zero2 tensor 2 data 2": ZERO2 | TENSOR2,
+        "dropout zero2 shard group 2": DROPOUT | ZERO2 | {"layout__shard_group": 2},
         "gpt pipeline 2 tensor 2 sequence-parallel": GPT | CLIPPED | PIPELINE2 | TENSOR2 | SEQUENCE,
         "dropout pipeline 2 tensor 2 sequence-parallel selective": DROPOUT
         | PIPELINE2
@@ -193,6 +198,7 @@ QUICK = {  # each engine, axis, ZeRO stage, precision and schedule once; the oth
         "experts tensor 2 expert 2",
         "gpt zb-v data 2",
         "zero2 tensor 2 data 2",
+        "dropout zero2 shard group 2",
         "dropout pipeline 2 tensor 2 sequence-parallel selective",
         "documents dualpipev tensor 2 sequence-parallel selective",
     ),
@@ -391,6 +397,7 @@ def test_resuming_continues_bit_for_bit(corpus: Path) -> None:
         "pipeline 2": PIPELINE2,
         "bf16": BF16 | PIPELINE2,
         "zero2": ZERO2,
+        "zero2, shard group 1": ZERO2 | {"layout__shard_group": 1},
         "zero3, gpt with dropout": GPT | ZERO3 | DROPOUT,
         "gpt with dropout": GPT | PIPELINE2 | DROPOUT,
         "tensor 2, gpt with dropout": GPT | TENSOR2 | DROPOUT,

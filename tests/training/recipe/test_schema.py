@@ -210,6 +210,14 @@ BAD: list[tuple[str, int, str, str]] = [
         "layout.reduce_every = 2 has no effect with ZeRO-1", "layout.reduce_every = 0",
     ),
     (
+        "layout.shard_group=4;layout.pipeline=1;layout.tensor=1", 6,
+        "layout.shard_group = 4 does not divide the 6 ranks", "layout.shard_group = 3 or 6",
+    ),
+    (
+        "layout.shard_group=1;deepspeed=ds_configs/zero3_fp32.json;layout.pipeline=1", 2,
+        "layout.shard_group = 1 with ZeRO-3", 'deepspeed = "ds_configs/zero2_fp32.json"',
+    ),
+    (
         "deepspeed=ds_configs/zero2_fp32.json;layout.reduce_every=9", 4,
         "layout.reduce_every = 9 is more than the 4 micro-batches", "layout.reduce_every = 4",
     ),

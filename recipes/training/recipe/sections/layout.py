@@ -58,6 +58,13 @@ class Layout(Section):
     the default: `pipeline` with "interleaved", which runs that many micro-batches of a chunk
     consecutively, and 1 otherwise."""
 
+    shard_group: NonNegative = 0
+    """Neighbouring data ranks that divide the optimizer state and, with ZeRO-2, the gradients
+    (hybrid sharding). The other groups hold the same shards, and gradients are summed within a
+    group first, then over the groups. Choose the data ranks of a node if the network between nodes
+    is slow. It must be a divisor of data x context and requires ZeRO-1 or ZeRO-2. 0: all data
+    ranks."""
+
     sequence_parallel: bool = False
     """Also split norms, dropout and residuals over the tensor ranks, along the sequence. It saves
     activation memory at the same communication volume; it has no effect for `tensor = 1`."""
@@ -184,3 +191,27 @@ def check_expert_ranks(model: ModelConfig, layout: Layout, world_size: int) -> N
         f"of the model ({world_size} / layout.tensor / layout.pipeline); use layout.expert = "
         f"{nearest_divisors(works, layout.expert)}"
     )
+
+
+def check_shard_group(layout: Layout, world_size: int) -> None:
+    """Check that the shard group divides the ranks with the same part of the model.
+
+    Raises:
+        UserError: it does not; the message gives a value that works.
+    """
+    replicas = world_size // (layout.tensor * layout.pipeline)
+    size = layout.shard_group
+    if not size:
+        return
+    if replicas % size:
+        raise UserError(
+            f"layout.shard_group = {size} does not divide the {replicas} ranks with the same part "
+            f"of the model ({world_size} / layout.tensor / layout.pipeline); use "
+            f"layout.shard_group = {nearest_divisors(replicas, size)}"
+        )
+    if layout.expert > 1 and size < replicas:
+        raise UserError(
+            f"layout.shard_group = {size} with layout.expert = {layout.expert} is not supported, "
+            f"because expert ranks already divide the data ranks; use layout.shard_group = 0, or "
+            f"layout.expert = 1"
+        )
