@@ -48,7 +48,6 @@ CATCHES = {  # function that catches one of BROAD -> why no defect becomes a use
     "recipes/sweeping/sweep_folder.py: _read_json": PARSING,
     "recipes/sweeping/wandb_runs.py: publish": "the message shows the error, and no result is lost",
     "recipes/sweeping/worlds/protocol.py: read_message": PARSING,
-    "recipes/sweeping/worlds/worlds_folder.py: _read_owner": PARSING,
     "recipes/sweeping/worlds/rank.py: run_rank": "a trial that fails is a result of the sweep",
     "recipes/sweeping/worlds/world.py: World.start": RAISES,
     "recipes/training/loop/joint_rejection.py: rejected_together": RAISES,

@@ -3,7 +3,6 @@
 import csv
 import errno
 import itertools
-import json
 import os
 import subprocess
 import sys
@@ -138,7 +137,6 @@ def test_a_scheduler_on_another_machine_is_dead_without_heartbeat(tmp_path: Path
     folder = SweepFolder(tmp_path, SETTINGS)
     other = folder.worlds / "elsewhere"
     other.mkdir()
-    (other / "owner.json").write_text(json.dumps({"machine": "other", "process": 1}))
     (other / "heartbeat").touch()
     SweepFolder(tmp_path, SETTINGS).close()
     assert other.exists()
@@ -146,6 +144,23 @@ def test_a_scheduler_on_another_machine_is_dead_without_heartbeat(tmp_path: Path
     os.utime(other / "heartbeat", (long_ago, long_ago))
     folder.close()
     assert not other.exists()
+
+
+def test_the_folder_of_a_scheduler_killed_while_it_starts_is_removed(tmp_path: Path) -> None:
+    """The scheduler is killed between the creation of its folder and that of the first file."""
+    code = (
+        "import sys; from pathlib import Path\n"
+        "from recipes.sweeping.worlds.worlds_folder import WorldsFolder\n"
+        "WorldsFolder(Path(sys.argv[1]) / 'worlds').path.mkdir(parents=True)\n"
+    )
+    subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True)
+    (left,) = (tmp_path / "worlds").iterdir()
+    one, two = SweepFolder(tmp_path, SETTINGS), SweepFolder(tmp_path, SETTINGS)
+    assert not left.exists() and one.own.exists()
+    two.close()
+    assert one.own.exists()
+    one.close()
+    assert not (tmp_path / "worlds").exists()
 
 
 def test_the_table_has_each_trial_with_its_most_steps(tmp_path: Path) -> None:

@@ -1,16 +1,14 @@
 """The folder of the worlds that one command starts, with the heartbeat that their ranks watch."""
 
 import contextlib
-import json
 import os
+import re
 import secrets
 import shutil
-import socket
 import threading
 from pathlib import Path
-from typing import Any
 
-from recipes.training.run_folder.lock import is_running, machine_id
+from recipes.training.run_folder.lock import machine_id
 from recipes.training.runtime.launchers import start_ticks
 
 HEARTBEAT_SECONDS = 2.0
@@ -20,13 +18,18 @@ ABANDONED_SECONDS = 60.0  # without a heartbeat; ranks exit after 30 (rank_watch
 class WorldsFolder:
     """A folder of one command's worlds, next to those of other commands.
 
+    Its name identifies the process that owns it, so that other commands can remove it even if the
+    owner was killed before it wrote the first file.
+
     Args:
         parent: the folder of all commands; all ranks can access it
     """
 
     def __init__(self, parent: Path):
         self.parent = parent
-        self.path = parent / f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
+        process = os.getpid()
+        owner = f"{_machine()}-{process}-{start_ticks(process)}"
+        self.path = parent / f"{owner}-{secrets.token_hex(4)}"
         self.heartbeat = self.path / "heartbeat"
         self._closed = threading.Event()
 
@@ -38,7 +41,6 @@ class WorldsFolder:
         """
         self.path.mkdir(parents=True)
         self.heartbeat.touch()
-        (self.path / "owner.json").write_text(json.dumps(_identity()))
 
     def start_heartbeat(self) -> None:
         """Remove the folders that dead commands left behind, and start the heartbeat."""
@@ -71,10 +73,9 @@ class WorldsFolder:
                 os.utime(self.heartbeat)
 
 
-def _identity() -> dict[str, Any]:
-    """Return the identity of this process, for `is_running`."""
-    process = os.getpid()
-    return {"machine": machine_id(), "process": process, "started": start_ticks(process)}
+def _machine() -> str:
+    """Return the identifier of this machine, without characters that are unusual in file names."""
+    return re.sub(r"\W+", "_", machine_id())
 
 
 def _is_abandoned(folder: Path, now: float) -> bool:
@@ -84,18 +85,11 @@ def _is_abandoned(folder: Path, now: float) -> bool:
         folder: the command's folder
         now: time of the newest heartbeat of this command
     """
-    owner = _read_owner(folder / "owner.json")
+    owner = re.fullmatch(r"(\w+)-(\d+)-(\d+)-\w+", folder.name)
+    if owner and owner[1] == _machine():
+        return start_ticks(int(owner[2])) != int(owner[3])  # ended, or its PID was reused
     with contextlib.suppress(OSError):
-        if owner.get("machine") == machine_id():
-            return not is_running(owner)
-        return now - (folder / "heartbeat").stat().st_mtime > ABANDONED_SECONDS
+        heartbeat = folder / "heartbeat"
+        newest = heartbeat if heartbeat.exists() else folder
+        return now - newest.stat().st_mtime > ABANDONED_SECONDS
     return False
-
-
-def _read_owner(file: Path) -> dict[str, Any]:
-    """Return the identity in a file; empty if the file does not exist or is damaged."""
-    try:
-        content = json.loads(file.read_text())
-    except (FileNotFoundError, ValueError):
-        return {}
-    return content if isinstance(content, dict) else {}
