@@ -135,7 +135,7 @@ def test_only_abandoned_claims_are_removed(tmp_path: Path) -> None:
 
 def test_a_scheduler_on_another_machine_is_dead_without_heartbeat(tmp_path: Path) -> None:
     folder = SweepFolder(tmp_path, SETTINGS)
-    other = folder.worlds / "elsewhere"
+    other = folder.worlds / "another_machine-1-1-00000000"
     other.mkdir()
     (other / "heartbeat").touch()
     SweepFolder(tmp_path, SETTINGS).close()

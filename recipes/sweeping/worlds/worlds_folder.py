@@ -8,7 +8,7 @@ import shutil
 import threading
 from pathlib import Path
 
-from recipes.training.run_folder.lock import machine_id
+from recipes.training.run_folder.lock import is_running, machine_id
 from recipes.training.runtime.launchers import start_ticks
 
 HEARTBEAT_SECONDS = 2.0
@@ -87,7 +87,7 @@ def _is_abandoned(folder: Path, now: float) -> bool:
     """
     owner = re.fullmatch(r"(\w+)-(\d+)-(\d+)-\w+", folder.name)
     if owner and owner[1] == _machine():
-        return start_ticks(int(owner[2])) != int(owner[3])  # ended, or its PID was reused
+        return not is_running({"process": int(owner[2]), "started": int(owner[3])})
     with contextlib.suppress(OSError):
         heartbeat = folder / "heartbeat"
         newest = heartbeat if heartbeat.exists() else folder
