@@ -14,6 +14,7 @@ must then have the same losses.
     python recipes/prove.py recipes/tiny.toml
     python recipes/prove.py recipes/llama/7b.toml --ranks 4 --layouts
     python recipes/prove.py recipes/llama/7b.toml --sample 100
+    python recipes/prove.py recipes/llama/7b.toml --only schedule=zb-v,zb-h1 --only zero=2
     python recipes/prove.py recipes/mine.toml --json > proof.json
     python recipes/prove.py recipes/mine.toml --heatmap proof.png
     python recipes/prove.py recipes/mine.toml --relay
@@ -39,7 +40,7 @@ from tqdm import tqdm
 from models.errors import UserError
 from recipes.planning.inputs.option_types import count, picture_file
 from recipes.proving.compare import Outcome, compare
-from recipes.proving.layouts import ProofCase, reference, sample, valid_cases
+from recipes.proving.layouts import ProofCase, only, reference, sample, valid_cases
 from recipes.proving.proof_corpus import write_corpus
 from recipes.proving.proof_report import Finding, as_json, as_text, describe, relay_as_text, summary
 from recipes.proving.shrink import larger_micro_batch, shrink
@@ -109,6 +110,10 @@ def plan(
         micro_sequences=(1, larger_micro_batch(recipe)),
         recompute_intervals=sorted({min(n, small.model.layers) for n in {2} | own}),
     )
+    chosen: dict[str, list[str]] = {}
+    for name, values in options.only:
+        chosen.setdefault(name, []).extend(values)
+    cases = only(cases, chosen)
     return small, sample(cases, options.sample or len(cases))
 
 
@@ -171,6 +176,18 @@ def size(small: Recipe) -> str:
     )
 
 
+def setting(text: str) -> tuple[str, list[str]]:
+    """Parse a setting of layouts and its values: "zero=1,2".
+
+    Raises:
+        ArgumentTypeError: the text has another form.
+    """
+    name, separator, values = text.partition("=")
+    if not (separator and name and all(values.split(","))):
+        raise argparse.ArgumentTypeError(f"invalid {text}: expected a form like zero=1,2")
+    return name.strip(), [value.strip() for value in values.split(",")]
+
+
 def parse_command_line() -> argparse.Namespace:
     """Parse the options of the command."""
     parser = argparse.ArgumentParser(
@@ -197,6 +214,15 @@ def parse_command_line() -> argparse.Namespace:
         default=4,
         help="maximum number of layers of the small model, and so of pipeline stages (one more if "
         "the recipe has an odd number); default: 4",
+    )
+    parser.add_argument(
+        "--only",
+        type=setting,
+        action="append",
+        default=[],
+        metavar="SETTING=VALUE[,VALUE...]",
+        help="only layouts with one of these values; repeat it for more settings, such as --only "
+        "context=2,4 --only sequence_parallel=true",
     )
     parser.add_argument(
         "--sample",

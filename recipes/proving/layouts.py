@@ -1,6 +1,6 @@
 """All layouts of a recipe on up to N ranks that pass its validation."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations, product
 from typing import Any
@@ -152,6 +152,47 @@ def reductions(
         return groups
     numbers = sorted({1, min(2, micro_batches), micro_batches})
     return [{"reduce_every": number} | group for number in numbers for group in groups]
+
+
+def only(cases: Sequence[ProofCase], chosen: Mapping[str, Sequence[str]]) -> list[ProofCase]:
+    """Return the cases that have the chosen settings.
+
+    Args:
+        cases: the cases
+        chosen: values by the name of a setting; a case needs one of the values of each name
+
+    Raises:
+        UserError: a setting does not exist, no case has one of the values, or no case has all of
+            the settings.
+    """
+    for name, values in chosen.items():
+        if name not in cases[0].settings:
+            raise UserError(
+                f"--only {name}={','.join(values)}: a layout has no setting {name}; use one of "
+                f"{', '.join(cases[0].settings)}"
+            )
+        found = {_text(case.settings[name]): case.settings[name] for case in cases}
+        for value in values:
+            if value not in found:
+                known = sorted(found, key=lambda text: (str(type(found[text])), found[text]))
+                raise UserError(
+                    f"--only {name}={value}: none of the {len(cases)} layouts has it; use "
+                    f"{', '.join(known)}"
+                )
+    left = [
+        case
+        for case in cases
+        if all(_text(case.settings[name]) in values for name, values in chosen.items())
+    ]
+    if not left:
+        together = " ".join(f"--only {name}={','.join(values)}" for name, values in chosen.items())
+        raise UserError(f"{together}: no layout has all of these settings; omit one of them")
+    return left
+
+
+def _text(setting: Any) -> str:
+    """Return a setting as the command line has it."""
+    return str(setting).lower() or "none"
 
 
 def sample(cases: Sequence[ProofCase], count: int) -> list[ProofCase]:

@@ -153,6 +153,8 @@ def _row_of_json(finding: Finding) -> dict[str, Any]:
         "data": sizes.data,
         "expert": sizes.expert,
         "zero": case.zero_stage,
+        "reduce_every": layout.reduce_every,
+        "shard_group": layout.shard_group,
         "schedule": layout.schedule,
         "chunks": layout.chunks,
         "sequence_parallel": layout.sequence_parallel,

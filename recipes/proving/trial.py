@@ -50,13 +50,13 @@ def many_cases(*, deterministic: bool = False) -> Iterator[Callable[[], None]]:
         The function to call before each case.
     """
     torch.set_num_threads(1)
-    gc.freeze()  # the collector is faster if it skips the objects that imports have created
     start_processes(World.from_environment(os.environ), deterministic=deterministic)
     with shared_groups() as forget_asked:
 
         def begin() -> None:
             forget_asked()
             gc.collect()  # an engine has reference cycles
+            gc.freeze()  # the collector is faster if it skips what imports and caches have created
 
         yield begin
 

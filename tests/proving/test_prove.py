@@ -7,6 +7,7 @@ import json
 import math
 import multiprocessing
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator
@@ -19,6 +20,7 @@ import pytest
 import torch
 
 from models.context_parallel.tiles import tiles_of
+from models.errors import UserError
 from models.layer_specs import SequentialModel, layer_specs, logical_parameters, run_layers
 from models.parallel.collectives import TensorAxis
 from models.parallel.deferral import Deferral
@@ -33,7 +35,7 @@ from recipes import prove
 from recipes.proving import compare as comparison
 from recipes.proving import proof_picture
 from recipes.proving.compare import Outcome, compare
-from recipes.proving.layouts import ProofCase, reference, sample, valid_cases
+from recipes.proving.layouts import ProofCase, only, reference, sample, valid_cases
 from recipes.proving.proof_corpus import write_corpus
 from recipes.proving.proof_report import Finding, as_json, failures, table, verdict
 from recipes.proving.shrink import larger_micro_batch, shrink
@@ -118,7 +120,7 @@ def test_a_large_common_multiple_is_made_small(corpus: Path) -> None:
 
 
 def test_the_recipes_own_interval_is_proven(corpus: Path, tmp_path: Path) -> None:
-    options = argparse.Namespace(ranks=1, layers=4, steps=1, relay=False, sample=None)
+    options = argparse.Namespace(ranks=1, layers=4, steps=1, relay=False, sample=None, only=[])
     for interval, proven in ((1, {1, 2}), (2, {2}), (3, {2, 3}), (40, {2, 4})):
         layout = {"layout__recompute": "full", "layout__recompute_interval": interval}
         recipe = recipe_of(corpus, layout | {"model__layers": 4})
@@ -168,6 +170,37 @@ def test_the_layouts_are_those_that_the_recipe_accepts(corpus: Path, tmp_path: P
         if "dualpipev" in name or "zb-v" in name or "interleaved" in name:
             assert "pipeline 2" in name  # there are four blocks
         assert "interleaved x 3" not in name
+
+
+def test_only_some_layouts_are_chosen(corpus: Path, tmp_path: Path) -> None:
+    small = made_small(recipe_of(corpus, {"model__layers": 4}), tmp_path, ranks=4)
+    cases = valid_cases(small, ranks=4, micro_sequences=(1, 2))
+
+    def chosen(*texts: str) -> list[ProofCase]:
+        return only(cases, dict(prove.setting(text) for text in texts))
+
+    some = chosen("zero=2", "schedule=zb-v,zb-h1", "sequence_parallel=false")
+    assert some == [
+        case
+        for case in cases
+        if case.zero_stage == 2
+        and case.recipe.layout.pipeline > 1
+        and case.recipe.layout.schedule in ("zb-v", "zb-h1")
+        and not case.recipe.layout.sequence_parallel
+    ]
+    assert {case.recipe.layout.schedule for case in some} == {"zb-v", "zb-h1"}
+    assert only(cases, {}) == cases
+    assert chosen("schedule=none") == [case for case in cases if case.topology.pipeline == 1]
+    for texts, message in {
+        ("foo=1",): "a layout has no setting foo; use one of tensor, pipeline, context, data",
+        ("context=2,9",): "--only context=9: none of the 977 layouts has it; use 1, 2, 4",
+        ("zero=3", "pipeline=2"): "--only zero=3 --only pipeline=2: no layout has all of these",
+    }.items():
+        with pytest.raises(UserError, match=re.escape(message)):
+            chosen(*texts)
+    for text in ("zero", "=1", "zero=", "zero=1,"):
+        with pytest.raises(argparse.ArgumentTypeError, match="expected a form like zero=1,2"):
+            prove.setting(text)
 
 
 # Comparison
@@ -348,12 +381,13 @@ DRIFTING = (  # faults that make replicas of one weight diverge
     "the router keeps partial gradients",
     "gradients are not summed over the shard groups",
 )
-TAKE_MICRO_BATCH_INFOS, TAKE, PLACES, FINISH, BEGIN, FINISH_STEP = (
+TAKE_MICRO_BATCH_INFOS, TAKE, PLACES, FINISH, BEGIN, TAKE_SUM, FINISH_STEP = (
     Stage.take_micro_batch_infos,
     Deferral.take,
     TrainingData.places,
     ShardedReduction.finish,
     ShardedReduction.begin,
+    ShardedReduction._take,
     FlatGradients.finish,
 )
 
@@ -371,17 +405,17 @@ def divided_by_group(self: ShardedReduction) -> list[torch.Tensor]:
     return shards
 
 
-def twice(self: ShardedReduction, number: int, flat: torch.Tensor) -> None:
+def twice(self: ShardedReduction, number: int, flat: torch.Tensor, **settings: bool) -> None:
     """Begin the sum of a bucket, and that of the first one again."""
-    BEGIN(self, number, flat.clone())
+    BEGIN(self, number, flat.clone(), **settings)
     if number == 0:
-        BEGIN(self, number, flat)
+        BEGIN(self, number, flat, **settings)
 
 
-def first_only(self: ShardedReduction, number: int, flat: torch.Tensor) -> None:
+def first_only(self: ShardedReduction, number: int, flat: torch.Tensor, **settings: bool) -> None:
     """Begin the sum of a bucket, but only for the first group of micro-batches."""
     if number not in self.shards and all(each.number != number for each in self.running):
-        BEGIN(self, number, flat)
+        BEGIN(self, number, flat, **settings)
 
 
 def sharded_first(self: FlatGradients) -> None:
@@ -394,10 +428,11 @@ def sharded_first(self: FlatGradients) -> None:
         torch.distributed.all_reduce(whole[weight], group=group)
 
 
-def own_group_only(self: ShardedReduction) -> list[torch.Tensor]:
-    """Return the shards without the sums of the other shard groups."""
-    with mock.patch.object(self, "same_shard", None):
-        return FINISH(self)
+def own_group_only(
+    self: ShardedReduction, number: int, total: torch.Tensor, *, is_last: bool
+) -> None:
+    """Take a sum without adding those of the other shard groups."""
+    TAKE_SUM(self, number, total, is_last=False)
 
 
 def experts_twice(
@@ -511,7 +546,7 @@ def seeded_fault(fault: str) -> Iterator[None]:
             lambda parts, *rest: sum_of_squares(itertools.islice(parts, 1, None), *rest),
         ),
         "gradients are not summed over the shard groups": (
-            "models.pipeline.gradients.reduction.ShardedReduction.finish",
+            "models.pipeline.gradients.reduction.ShardedReduction._take",
             own_group_only,
         ),
         "each shard group counts in the gradient norm": (
