@@ -23,6 +23,7 @@ from models.parallel.deferral import Deferral, defer_weights
 from models.parallel.micro_batch_info import MicroBatchInfo
 from models.parallel.process_groups import matches_by_order
 from models.pipeline.channels import Boundary, Channels
+from models.pipeline.gathering import WeightGathering
 from models.pipeline.gradients.flat_gradients import gradients_of
 from models.pipeline.instructions import PassSchedule, WeightPass
 from models.pipeline.schedule.order import Pipeline, last_stage
@@ -92,6 +93,7 @@ class ScheduledEngine(PipelineEngine):
         chunks = range(self.pipeline.chunks)
         parameters = {chunk: list(stage.parameters_of_chunk(chunk)) for chunk in chunks}
         self.gradients = gradients_of(self, parameters, sharded=shard_gradients)
+        self.gathering = WeightGathering(self)
         self.deferral = Deferral()
         if self.pipeline.splits:
             defer_weights(self.module, self.deferral)
@@ -223,7 +225,8 @@ class ScheduledEngine(PipelineEngine):
         work = self._pass(BACKWARD, buffer_id, chunk)
         passing = self.in_flight.pop((chunk, buffer_id))
         if work in self.group_ends:
-            self.gradients.begin_end_of_group(BACKWARD, chunk)
+            is_last = self.group_ends[work]
+            self.gradients.begin_end_of_group(BACKWARD, chunk, is_last=is_last)
         if self._is_end(chunk):
             loss = self.optimizer.scale_if_loss(passing.end / self.micro_batches)
             torch.autograd.backward(loss)
@@ -240,8 +243,9 @@ class ScheduledEngine(PipelineEngine):
         """Compute the weight gradients that the backward pass has deferred."""
         deferred = self.deferred.pop((chunk, buffer_id))
         deferred.reverse()
-        if self._pass(WEIGHT, buffer_id, chunk) in self.group_ends:
-            self.gradients.begin_end_of_group(WEIGHT, chunk)
+        work = self._pass(WEIGHT, buffer_id, chunk)
+        if work in self.group_ends:
+            self.gradients.begin_end_of_group(WEIGHT, chunk, is_last=self.group_ends[work])
         while deferred:  # pop, so that the inputs of a gradient are freed before the next
             weight, gradient = deferred.pop()
             self.gradients.add(weight, gradient())
@@ -265,8 +269,7 @@ class ScheduledEngine(PipelineEngine):
         if kind is None:
             self.gradients.finish()
         else:
-            is_last = self.group_ends[self._pass(kind, buffer_id, chunk)]
-            self.gradients.end_group(kind, chunk, is_last=is_last)
+            self.gradients.end_group(kind, chunk)
 
     _INSTRUCTION_MAP: ClassVar[dict] = {
         schedule.LoadMicroBatch: _exec_load_micro_batch,

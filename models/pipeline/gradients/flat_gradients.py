@@ -123,6 +123,7 @@ class FlatGradients(ABC):
     def _end_cycle(self) -> None:
         self.coming: list[Bucket] = []  # buckets that the current pass completes, in order
         self.complete: set[nn.Parameter] = set()  # parameters that it has completed
+        self.is_last = True  # no later pass adds to these buckets in this step
 
     def _take(self, parameter: nn.Parameter) -> None:
         """Take a gradient from autograd, which also calls this hook when a gradient is deferred."""
@@ -159,21 +160,26 @@ class FlatGradients(ABC):
         bucket = self.bucket_of[parameter]
         return bucket.part_of(parameter, self._tensor(bucket))
 
-    def begin_end_of_group(self, kind: Kind, chunk: int) -> None:
-        """Treat the gradients of the coming pass as complete for its group of micro-batches."""
-        self.coming = list(self.cycles.get((kind, chunk), []))
-        self.complete = set()
-
-    def end_group(self, kind: Kind, chunk: int, *, is_last: bool) -> None:
-        """Reduce the buckets that the pass has not completed; a weight without gradient gets zeros.
+    def begin_end_of_group(self, kind: Kind, chunk: int, *, is_last: bool) -> None:
+        """Treat the gradients of the coming pass as complete for its group of micro-batches.
 
         Args:
             kind: kind of the pass
             chunk: chunk of the pass
             is_last: no other pass of this kind follows in the step
         """
+        self.is_last = is_last
+        self.coming = list(self.cycles.get((kind, chunk), []))
+        self.complete = set()
+
+    def end_group(self, kind: Kind, chunk: int) -> None:
+        """Reduce the buckets that the pass has not completed; a weight without gradient gets zeros.
+
+        The arguments are those of the last call of `begin_end_of_group`.
+        """
         for bucket in self.coming:
             self._reduce(bucket)
+        is_last = self.is_last
         self._end_cycle()
         if is_last:
             self.ended |= {bucket.number for bucket in self.cycles.get((kind, chunk), [])}
@@ -186,7 +192,7 @@ class FlatGradients(ABC):
             if parameter not in self.has_gradient:
                 bucket.part_of(parameter, flat).zero_()
         self.has_gradient.difference_update(bucket.starts)
-        self.reduction.begin(bucket.number, flat)
+        self.reduction.begin(bucket.number, flat, is_last=self.is_last)
         if self.sharded:
             del self.tensors[bucket.number]
 

@@ -21,12 +21,14 @@ class _Running:
     """A sum that runs in the background.
 
     number: number of the bucket
+    is_last: no other sum of the bucket follows in the step
     total: the part of `sent` in which the sum of this rank's shard arrives
     in_place: `sent` is the flat tensor itself
     sent: the input of the collective, which must be kept until the sum is complete
     """
 
     number: int
+    is_last: bool
     total: Tensor
     in_place: bool
     sent: Tensor
@@ -39,14 +41,15 @@ class ShardedReduction:
     Each rank sends (n - 1) / n of a bucket's bytes to the n - 1 other ranks.
 
     groups: the process group of the data ranks that divide each bucket
-    same_shard: the group of the data ranks that hold the same shards (hybrid sharding). The sums
-        within `groups` are then summed over it in fp32, once in a step; None: there are no others
+    same_shard: the group of the data ranks that hold the same shards (hybrid sharding). The sum of
+        a bucket within its group of `groups` is then summed over it in fp32, once in a step, while
+        later buckets are summed within their groups; None: there are no others
     dtype: type in which gradients are sent and summed
     ranks: number of all data ranks, the divisor of every sum. The group of an expert's bucket is
         smaller, but its gradients come from the tokens of all data ranks.
     divided_before: divisor of the gradients before the sum; the rest of the division by the number
         of ranks follows after the sum
-    at_once: number of sums that may run at the same time; only with `accumulated`
+    at_once: number of sums that may run at the same time; only with `accumulated` or `same_shard`
     accumulated: the fp32 shards to which each sum is added (ZeRO-2); None: each bucket is summed
         once in a step, and its flat tensor receives the sum (ZeRO-1)
     """
@@ -68,25 +71,28 @@ class ShardedReduction:
         self.ranks = [dist.get_rank(group) for group in groups]
         self.at_once, self.accumulated = at_once, accumulated
         self.running: list[_Running] = []
+        self.between: list[dist.Work] = []  # sums over `same_shard`
         self.shards: dict[int, Tensor] = {}  # of the buckets that have a sum in this step
 
-    def begin(self, number: int, flat: Tensor) -> None:
+    def begin(self, number: int, flat: Tensor, *, is_last: bool = True) -> None:
         """Begin to sum a bucket, which must not be read or changed any more.
 
         Args:
             number: number of the bucket
             flat: its gradients on this rank
+            is_last: no other sum of the bucket follows in the step
         """
         if self.sizes[number] == 1:
-            self._take(number, flat if self.accumulated else flat.float())
+            self._take(number, flat if self.accumulated else flat.float(), is_last=is_last)
             return
         if self.divided_before != 1.0:
             flat.div_(self.divided_before)
         sent = flat.to(self.dtype)  # the same tensor if it has this type
         total = sent.chunk(self.sizes[number])[self.ranks[number]]
         work = reduce_scatter_single(total, sent, group=self.groups[number], async_op=True)
-        self.running.append(_Running(number, total, sent is flat, sent, work))
-        if self.accumulated is not None and len(self.running) > self.at_once:
+        self.running.append(_Running(number, is_last, total, sent is flat, sent, work))
+        must_end = self.accumulated is not None or self.same_shard is not None
+        if must_end and len(self.running) > self.at_once:
             self._end(self.running.pop(0))
 
     def finish(self) -> list[Tensor]:
@@ -98,10 +104,8 @@ class ShardedReduction:
         while self.running:
             self._end(self.running.pop(0))
         shards = [self.shards.pop(number) for number in range(len(self.groups))]
-        if self.same_shard is not None:
-            sums = [dist.all_reduce(each, group=self.same_shard, async_op=True) for each in shards]
-            for work in sums:
-                wait_for(work)
+        while self.between:
+            wait_for(self.between.pop(0))
         if self.divisor > 1:  # the shards are in fp32, so that the quotient is rounded only once
             for shard, size in zip(shards, self.sizes, strict=True):
                 shard.div_(self.divisor / (self.divided_before if size > 1 else 1.0))
@@ -110,16 +114,20 @@ class ShardedReduction:
     def _end(self, each: _Running) -> None:
         """Wait for a sum."""
         wait_for(each.work)
-        if self.accumulated is not None or (each.in_place and each.total.dtype == torch.float32):
-            self._take(each.number, each.total)
-        else:  # a copy, so that the rest of the sent tensor is freed
-            self._take(each.number, each.total.to(torch.float32, copy=True))
+        total = each.total
+        in_place = each.in_place and total.dtype == torch.float32
+        if self.accumulated is None and not in_place:  # a copy frees the rest of the sent tensor
+            total = total.to(torch.float32, copy=True)
+        self._take(each.number, total, is_last=each.is_last)
 
-    def _take(self, number: int, total: Tensor) -> None:
-        """Take a sum as the shard of a bucket, or add it to the shard."""
+    def _take(self, number: int, total: Tensor, *, is_last: bool) -> None:
+        """Add a sum to the shard of a bucket; after the last one, begin the sum over the groups."""
         if self.accumulated is None:
             self.shards[number] = total
         elif number in self.shards:
             self.shards[number].add_(total)
         else:
             self.shards[number] = self.accumulated[number].copy_(total)
+        if is_last and self.same_shard is not None:
+            shard = self.shards[number]
+            self.between.append(dist.all_reduce(shard, group=self.same_shard, async_op=True))

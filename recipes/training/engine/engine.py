@@ -119,8 +119,13 @@ class Engine(ABC):
     def _train(self, micro_batches: Iterable[MicroBatch]) -> torch.Tensor:
         """Run a step and return the mean loss over all data ranks' micro-batches."""
 
+    @abstractmethod
+    def finish_communication(self) -> None:
+        """Wait for communication that the last step has left running."""
+
     def parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield (logical name, parameter) of all parameters that this rank holds."""
+        self.finish_communication()
         return logical_parameters(self.wrapped.module, self.recipe.model)
 
     def differing_replicas(self) -> list[str]:
@@ -251,6 +256,10 @@ class PipelinedEngine(Engine):
     def _train(self, micro_batches: Iterable[MicroBatch]) -> torch.Tensor:
         return self._run(self.wrapped.train_batch, list(micro_batches))
 
+    @override
+    def finish_communication(self) -> None:
+        self.wrapped.gathering.finish()
+
     def _copies(self) -> list[ReplicaGroup]:
         tied = [
             ReplicaGroup("stages", comm["group"], list(comm["module"].named_parameters(prefix=key)))
@@ -312,6 +321,10 @@ class SequentialEngine(Engine):
             self.wrapped.step()
             losses.append(loss.detach())
         return self._mean(losses)
+
+    @override
+    def finish_communication(self) -> None:
+        """Do nothing: ZeRO-3 waits for its collectives in each step."""
 
     @override
     @torch.no_grad()

@@ -88,6 +88,43 @@ def reduced() -> list[list[tuple[list[float], str]]]:
     return run_ranks(3, reduce_worker)
 
 
+def hybrid_worker() -> list[tuple[list[int], list[float]]]:
+    """Return the number of sums over the groups after each `begin`, and the average, by stage.
+
+    Each of the two ranks is a shard group of its own.
+    """
+    rank = join_world().rank
+    alone = [dist.new_group([each]) for each in (0, 1)][rank]
+    found = []
+    for sharded in (False, True):
+        one = ShardedReduction(
+            [alone, alone],
+            dtype=torch.float32,
+            ranks=2,
+            same_shard=dist.group.WORLD,
+            accumulated=[torch.zeros(24), torch.zeros(24)] if sharded else None,
+        )
+        counts = []
+        for group in range(GROUPS if sharded else 1):
+            for number in (0, 1):
+                flat = gradients_of_rank(rank, group + 5 * number, torch.float32)
+                one.begin(number, flat, is_last=group == GROUPS - 1 or not sharded)
+                counts.append(len(one.between))
+        found.append((counts, one.finish()[0].tolist()))
+    return found
+
+
+def test_shard_groups_sum_a_bucket_as_soon_as_it_is_complete() -> None:
+    """The sum over the groups begins before the next bucket, and once in a step."""
+    first, second = run_ranks(2, hybrid_worker)
+    assert first == second
+    (once, average), (groups, average_of_groups) = first
+    assert once == [1, 2] and groups == [0, 0, 0, 0, 1, 2]
+    for count, got in ((1, average), (GROUPS, average_of_groups)):
+        parts = [gradients_of_rank(rank, n, torch.float32) for rank in (0, 1) for n in range(count)]
+        assert torch.allclose(torch.tensor(got), torch.stack(parts).sum(0) / 2, atol=1e-6)
+
+
 def name_of(case: tuple[bool, torch.dtype, torch.dtype]) -> str:
     return f"{'added up' if case[0] else 'once'} {case[1]} in {case[2]}"
 
@@ -166,9 +203,9 @@ def watch(engine: Engine) -> list[tuple[str, int | None]]:
     reduction, crumb = engine.wrapped.gradients.reduction, engine.crumb
     begin = reduction.begin
 
-    def noted_begin(number: int, flat: torch.Tensor) -> None:
+    def noted_begin(number: int, flat: torch.Tensor, **settings: bool) -> None:
         log.append(("bucket", number))
-        begin(number, flat)
+        begin(number, flat, **settings)
 
     reduction.begin = noted_begin
     crumb.note = lambda doing, micro_batch=None, step=None: log.append((doing, micro_batch))
