@@ -44,6 +44,22 @@ class WeightGathering:
                     layers[place] = partial(self._run_after_wait, numbers, layer)
         self._replace_gather(engine.optimizer)
 
+    def begin(
+        self,
+        groups_flat: Sequence[Tensor],
+        partitioned_param_groups: Sequence[Sequence[Tensor]],
+        dp_process_group: Sequence[dist.ProcessGroup],
+        **_: Any,
+    ) -> None:
+        """Start the gathers; the parameters are those of DeepSpeed's `all_gather_dp_groups`."""
+        for number in self.order:
+            group = dp_process_group[number]
+            if dist.get_world_size(group) > 1:
+                shard = partitioned_param_groups[number][dist.get_rank(group)]
+                self.running[number] = all_gather_single(
+                    groups_flat[number], shard, group=group, async_op=True
+                )
+
     def wait(self, numbers: Iterable[int]) -> None:
         """Wait until the weights of some buckets are gathered."""
         for number in numbers:
@@ -75,7 +91,7 @@ class WeightGathering:
 
         def step_and_begin(*arguments: Any, **settings: Any) -> None:
             self.finish()
-            with replaced(module, "all_gather_dp_groups", self._begin):
+            with replaced(module, "all_gather_dp_groups", self.begin):
                 step(*arguments, **settings)
 
         def finish_and_update() -> None:
@@ -83,19 +99,3 @@ class WeightGathering:
             update()
 
         optimizer.step, optimizer.update_lp_params = step_and_begin, finish_and_update
-
-    def _begin(
-        self,
-        groups_flat: Sequence[Tensor],
-        partitioned_param_groups: Sequence[Sequence[Tensor]],
-        dp_process_group: Sequence[dist.ProcessGroup],
-        **_: Any,
-    ) -> None:
-        """Start the gathers; the parameters are those of DeepSpeed's `all_gather_dp_groups`."""
-        for number in self.order:
-            group = dp_process_group[number]
-            if dist.get_world_size(group) > 1:
-                shard = partitioned_param_groups[number][dist.get_rank(group)]
-                self.running[number] = all_gather_single(
-                    groups_flat[number], shard, group=group, async_op=True
-                )

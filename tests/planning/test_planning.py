@@ -21,7 +21,7 @@ from models.pipeline.schedule.order import SCHEDULES, Pipeline, min_micro_batche
 from models.pipeline.schedule.passes import most_in_flight
 from models.pipeline.schedule.simulation import pipeline_seconds
 from recipes.gpus.datasheet import FOLDER, gpus, load_gpu, read_gpu
-from recipes.planning.inputs.footprint import DEEPSPEED, MEGATRON
+from recipes.planning.inputs.footprint import DEEPSPEED, MEGATRON, RUNNING_BUCKETS
 from recipes.planning.inputs.job import Job, JobLayout, Machine, job_of, zero3_in_pipeline
 from recipes.planning.inputs.kernels import matmul_seconds
 from recipes.planning.inputs.software import STACKS, THREEFOLD, load_software
@@ -37,7 +37,6 @@ from recipes.planning.measured.fit import fit_table
 from recipes.planning.measured.row_reader import number
 from recipes.planning.measured.table import read_row, read_table
 from recipes.planning.memory.activations import block_bytes, micro_batches_in_flight
-from recipes.planning.memory.grouped_gradients import RUNNING_BUCKETS
 from recipes.planning.memory.model_states import state_bytes
 from recipes.planning.memory.peak import GIB, fullest_stage, host_bytes, stage_memory
 from recipes.planning.output.plan_report import rates
@@ -52,6 +51,7 @@ from recipes.planning.search.layout_search import (
     valid_layouts,
 )
 from recipes.planning.search.layout_search import INTERLEAVED_CHUNKS as INTERLEAVED
+from recipes.planning.time.data_time import data_traffic
 from recipes.planning.time.network import all_reduce_seconds, gather_seconds
 from recipes.planning.time.passes import timeline_of
 from recipes.planning.time.step_time import step_time
@@ -258,9 +258,9 @@ def test_calibration_finds_the_factors_of_a_cluster() -> None:
             {"tensor": 8, "pipeline": 1},
             {"tensor": 8, "pipeline": 2},
             {"tensor": 4, "pipeline": 4},
-            {"tensor": 4, "pipeline": 1},
-            {"tensor": 2, "pipeline": 1},
-            {"tensor": 1, "pipeline": 1},
+            {"tensor": 4, "pipeline": 1, "zero_stage": 3},
+            {"tensor": 2, "pipeline": 1, "zero_stage": 3},
+            {"tensor": 1, "pipeline": 1, "zero_stage": 3},
         )
     ]
     found = calibrate([(job, step_time(truth.of(job)).total) for job in jobs])
@@ -370,7 +370,7 @@ def test_columns_of_threefold_are_read(cells: dict[str, str], reason: str) -> No
 
 
 def test_the_search_leaves_headroom_and_puts_simple_near_ties_first() -> None:
-    job = planned("llama/7b")[1]
+    job = planned("gpt/6.7b")[1]
     limit = job.machine.gpu.memory_gib * GIB
     full = search(job, 10_000, headroom=0.0)
     found = search(job, 10_000, headroom=0.3)
@@ -845,7 +845,8 @@ def test_gradients_are_counted_as_the_json_sends_them(
         gather_seconds(job.machine, size * parameters, ranks=ranks, stride=stride)
         for size in (sent_bytes, 2)
     )
-    assert step_time(job).data == pytest.approx(reduced + gathered)
+    traffic = data_traffic(job)
+    assert (traffic.reduced, traffic.gathered) == pytest.approx((reduced, gathered))
     # Other stacks have their own precision.
     for name, expected in (("megatron-lm-2021", 2), ("megatron-lm-2023", 4)):
         other = job_of(recipe, job.machine, load_software(name))

@@ -4,6 +4,8 @@ from dataclasses import dataclass, replace
 
 from recipes.training.recipe.deepspeed_config import GRADIENT_BUCKET_ELEMENTS
 
+RUNNING_BUCKETS = 2  # `MAX_RUNNING` of `models/pipeline/gradients/reduction.py`
+
 
 @dataclass(frozen=True, kw_only=True)
 class Footprint:

@@ -1,11 +1,10 @@
 """Memory of gradients that are reduced after groups of micro-batches: Threefold's ZeRO-2."""
 
 from models.config import ModelConfig
+from recipes.planning.inputs.footprint import RUNNING_BUCKETS
 from recipes.planning.inputs.job import Job, JobLayout
 from recipes.planning.inputs.stage_contents import last_stage, stage_parameters, table_parameters
 from recipes.planning.memory.model_states import TransientBytes
-
-RUNNING_BUCKETS = 2  # `MAX_RUNNING` of `models/pipeline/gradients/reduction.py`
 
 
 def grouped_bytes(job: Job, stage: int) -> TransientBytes:

@@ -22,14 +22,14 @@ from recipes.planning.inputs.stage_contents import (
     tokens_per_micro_batch,
 )
 from recipes.planning.time.block_time import ForwardBackward, block_job, block_passes, end_passes
-from recipes.planning.time.network import all_reduce_seconds, gather_seconds, transfer_seconds
+from recipes.planning.time.data_time import data_time
+from recipes.planning.time.network import gather_seconds, transfer_seconds
 from recipes.training.recipe.deepspeed_config import BYTES
 
 # Bytes per parameter that an Adam step in mixed precision reads and writes: fp32 weight and two
 # moments read and written (24); fp32 gradient read for the norm, read, scaled and written, and read
 # for the update (16); 16-bit weight written (2).
 OPTIMIZER_BYTES = 42
-TENSORS_PER_BLOCK = 7  # fused q, k and v; output; gate, up and down; two norms
 MAX_SIMULATED_STAGES = 4
 MAX_SIMULATED_ROUNDS = 2  # a round has one micro-batch per stage
 
@@ -211,111 +211,6 @@ def transfer_time(job: Job) -> float:
     if layout.sequence_parallel:
         return part
     return part + gather_seconds(job.machine, row, ranks=layout.tensor, stride=1)
-
-
-def data_time(job: Job, last_backward: float) -> float:
-    """Return the exposed seconds of reducing gradients and gathering new weights in a step.
-
-    The last backward pass can hide the reduction, and the first forward pass the gathering. ZeRO-2
-    also reduces in earlier micro-batches. ZeRO-3 communicates in every pass, and DeepSpeed's own
-    ZeRO-2 reduces in every backward pass; the times of the passes include that.
-    """
-    layout, software = job.layout, job.software
-    ranks = layout.replicas
-    if ranks == 1 or layout.zero_stage == 3:
-        return 0.0
-    stride = layout.tensor
-    parameters = max(stage_parameters(job))
-    if layout.expert > 1:
-        return _data_time_with_experts(job, last_backward)
-    weights = parameters * BYTES[job.precision]
-    gradients = parameters * software.bytes_of_gradients(BYTES[job.precision])
-    reduced = gather_seconds(job.machine, gradients, ranks=ranks, stride=stride)
-    gathered = 0.0
-    if layout.zero_stage:
-        owners = layout.optimizer_ranks
-        gathered = gather_seconds(
-            job.machine,
-            weights,
-            ranks=owners,
-            stride=stride,
-            messages=min(owners, tensors_of_stage(job)) if software.broadcasts_weights else 1,
-        )
-    owners, between = layout.optimizer_ranks, 0.0
-    if owners < ranks and software.reduces_in_groups:
-        # A reduce-scatter within each shard group; once in a step, an all-reduce between them.
-        reduced = gather_seconds(job.machine, gradients, ranks=owners, stride=stride)
-        between = all_reduce_seconds(
-            job.machine,
-            parameters / owners * BYTES["fp32"],
-            ranks=ranks // owners,
-            stride=stride * owners,
-        )
-    elif owners < ranks or not software.reduce_scatter:
-        # A reduce-scatter in a part of the data ranks would not sum over all of them.
-        reduced = all_reduce_seconds(job.machine, gradients, ranks=ranks, stride=stride)
-    if job.shards_in_passes:
-        reduced = 0.0
-    return between + _exposed_in_a_step(job, reduced, gathered, last_backward)
-
-
-def _exposed_in_a_step(job: Job, reduced: float, gathered: float, last_backward: float) -> float:
-    """Return the exposed seconds, given the seconds of one reduction and of gathering weights."""
-    # The first forward pass takes half as long as the last backward one.
-    hidden = min(reduced, last_backward) * job.software.data_overlap
-    hidden += min(gathered, last_backward / 2) * job.software.gather_overlap
-    return reduced + gathered - hidden + earlier_reductions(job, reduced, last_backward)
-
-
-def earlier_reductions(job: Job, reduced: float, backward: float) -> float:
-    """Return the exposed seconds of the reductions before the last one of a step (ZeRO-2).
-
-    A group of one micro-batch is reduced during its backward pass. The chunks of an interleaved
-    schedule are reduced during the passes of the next group.
-
-    Args:
-        job: the job
-        reduced: seconds of reducing all gradients of a stage
-        backward: seconds of a micro-batch's backward pass through a stage
-    """
-    every = job.micro_batches_per_reduction
-    groups = -(-job.micro_batches // every)
-    meanwhile = backward
-    if every > 1 and job.layout.schedule == "interleaved":
-        meanwhile = 1.5 * every * backward  # forward passes take half as long
-    hidden = min(reduced, meanwhile) * job.software.data_overlap
-    return (groups - 1) * (reduced - hidden)
-
-
-def _data_time_with_experts(job: Job, last_backward: float) -> float:
-    """Return `data_time` under ZeRO-1 if data ranks divide the experts.
-
-    The ranks with the same experts reduce and gather them; all data ranks do so with the rest.
-    """
-    layout, software = job.layout, job.software
-    stage = max(range(layout.pipeline), key=stage_parameters(job).__getitem__)
-    routed = routed_stage_parameters(job)[stage]
-    spans = (
-        (stage_parameters(job)[stage] - routed, layout.replicas, layout.tensor),
-        (routed, layout.replicas // layout.expert, layout.tensor * layout.expert),
-    )
-    reduced, gathered = (
-        sum(
-            gather_seconds(job.machine, parameters * size, ranks=ranks, stride=stride)
-            for parameters, ranks, stride in spans
-            if ranks > 1
-        )
-        for size in (
-            software.bytes_of_gradients(BYTES[job.precision]),
-            BYTES[job.precision],
-        )
-    )
-    return _exposed_in_a_step(job, reduced, gathered, last_backward)
-
-
-def tensors_of_stage(job: Job) -> int:
-    """Return the number of weights of the largest stage."""
-    return TENSORS_PER_BLOCK * max(sum(chunks) for chunks in blocks_of_stages(job)) + 1
 
 
 def optimizer_time(job: Job) -> float:

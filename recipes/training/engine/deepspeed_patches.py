@@ -83,6 +83,10 @@ upstream change that would make the override removable.
   count the gradients of one backward pass, which deferred weight gradients do not fit. Gain: ZeRO-2
   with pipelines, overlap, half the traffic of an all-reduce, and no copies. Removable if DeepSpeed
   reduces when the caller says that a gradient is final.
+- `gathering.py`. Upstream: the optimizer's step ends by gathering the updated weights, and waits.
+  Ours: the function that it calls is replaced during the step by one that starts the gathers; each
+  layer waits for its own weights. Reason: the first passes of the next step can hide them.
+  Gain: overlap. Removable if the optimizer returns handles of its gathers.
 - `scheduled_engine.py` (`_configure_distributed_model`), `engine/expert_groups.py`. Upstream: only
   modules of `deepspeed.moe` count as experts. Ours: marked weights do, and their groups are entered
   into `deepspeed.utils.groups`. Reason: our experts are modules of our own. Gain: ZeRO-1 divides
