@@ -18,6 +18,7 @@ from unittest import mock
 
 import pytest
 import torch
+from deepspeed.runtime.pipe.engine import PipelineEngine
 
 from models.context_parallel.tiles import tiles_of
 from models.errors import UserError
@@ -348,6 +349,7 @@ MUTANTS = {  # seeded fault -> changes of the recipe, the layout it must show in
         {"pipeline": 2, "schedule": "zb-h1"},
     ),
     "context ranks count positions from 0": ({}, {"context": 2}),
+    "the loss is that of the tokens of one context rank": ({}, {"context": 2}),
     "keys get no gradient from other context ranks": ({}, {"context": 2}),
     "other context ranks attend across documents": (
         {"data__separate_documents": True},
@@ -381,6 +383,7 @@ DRIFTING = (  # faults that make replicas of one weight diverge
     "the router keeps partial gradients",
     "gradients are not summed over the shard groups",
 )
+AGGREGATE = PipelineEngine._aggregate_total_loss
 TAKE_MICRO_BATCH_INFOS, TAKE, PLACES, FINISH, BEGIN, TAKE_SUM, FINISH_STEP = (
     Stage.take_micro_batch_infos,
     Deferral.take,
@@ -426,6 +429,12 @@ def sharded_first(self: FlatGradients) -> None:
         FINISH_STEP(self)
     for weight, group in groups:
         torch.distributed.all_reduce(whole[weight], group=group)
+
+
+def loss_of_one_rank(self: PipelineEngine) -> torch.Tensor:
+    """Return the loss of this rank's tokens, instead of the mean over all data ranks."""
+    with mock.patch.object(self, "is_data_parallel", False):
+        return AGGREGATE(self)
 
 
 def own_group_only(
@@ -496,6 +505,10 @@ def seeded_fault(fault: str) -> Iterator[None]:
         "the last deferred weight gradient is dropped": (
             "models.parallel.deferral.Deferral.take",
             lambda self: TAKE(self)[:-1],
+        ),
+        "the loss is that of the tokens of one context rank": (
+            "deepspeed.runtime.pipe.engine.PipelineEngine._aggregate_total_loss",
+            loss_of_one_rank,
         ),
         "context ranks count positions from 0": (
             "models.transformer.rotary_table",
