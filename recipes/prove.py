@@ -183,9 +183,10 @@ def setting(text: str) -> tuple[str, list[str]]:
         ArgumentTypeError: the text has another form.
     """
     name, separator, values = text.partition("=")
-    if not (separator and name and all(values.split(","))):
+    parts = [value.strip().lower() for value in values.split(",")]
+    if not (separator and name.strip() and all(parts)):
         raise argparse.ArgumentTypeError(f"invalid {text}: expected a form like zero=1,2")
-    return name.strip(), [value.strip() for value in values.split(",")]
+    return name.strip(), parts
 
 
 def parse_command_line() -> argparse.Namespace:
@@ -221,8 +222,8 @@ def parse_command_line() -> argparse.Namespace:
         action="append",
         default=[],
         metavar="SETTING=VALUE[,VALUE...]",
-        help="only layouts with one of these values; repeat it for more settings, such as --only "
-        "context=2,4 --only sequence_parallel=true",
+        help="only layouts in which SETTING has one of the values; repeat it for more settings, "
+        "such as --only context=2,4 --only sequence_parallel=true",
     )
     parser.add_argument(
         "--sample",

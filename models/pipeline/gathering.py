@@ -2,23 +2,21 @@
 
 After an update, each data rank has new values of its own shard of every bucket. The all-gathers of
 all buckets start at once, in the order in which the next step needs them. A layer waits for the
-buckets of its own weights before it runs, so that later gathers overlap with the passes through
-earlier layers, and with the time in which the pipeline fills.
+buckets of its own weights before it runs, so gathers of later layers overlap with earlier layers
+and with the time in which the pipeline fills.
 """
 
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from models.parallel.collectives import all_gather_single, wait_for
+from models.pipeline.gradients.flat_gradients import Bucket
 from models.pipeline.replacement import replaced
-
-if TYPE_CHECKING:
-    from models.pipeline.scheduled_engine import ScheduledEngine
 
 
 class WeightGathering:
@@ -26,23 +24,32 @@ class WeightGathering:
 
     Code that reads weights without running a layer must call `finish` first.
 
-    engine: the engine, whose optimizer and gradients exist
+    layers_of_chunks: the layers of each chunk: modules, and for tied layers functions, which are
+        replaced because they call no hooks of their modules
+    bucket_of: the bucket of each weight
+    optimizer: DeepSpeed's optimizer, whose groups are the buckets
     """
 
-    def __init__(self, engine: "ScheduledEngine"):
+    def __init__(
+        self,
+        layers_of_chunks: Sequence[list[Any]],
+        bucket_of: Mapping[nn.Parameter, Bucket],
+        optimizer: Any,
+    ):
         self.running: dict[int, dist.Work] = {}  # by number of the bucket
-        self.order: list[int] = []  # numbers of the buckets, in the order of their first use
-        for layers in engine.module.layers_of_chunks:
+        order: list[int] = []
+        for layers in layers_of_chunks:
             for place, layer in enumerate(layers):
                 module = layer if isinstance(layer, nn.Module) else layer.args[0]
-                buckets = (engine.gradients.bucket_of[each] for each in module.parameters())
-                numbers = sorted({bucket.number for bucket in buckets})
-                self.order += (each for each in numbers if each not in self.order)
-                if module is layer:
-                    module.register_forward_pre_hook(partial(self._before_layer, numbers))
-                else:  # the function of a tied layer, which calls no hooks of the module
+                numbers = sorted({bucket_of[each].number for each in module.parameters()})
+                order += numbers
+                if isinstance(layer, nn.Module):
+                    layer.register_forward_pre_hook(partial(self._before_layer, numbers))
+                else:
                     layers[place] = partial(self._run_after_wait, numbers, layer)
-        self._replace_gather(engine.optimizer)
+        self.order = list(dict.fromkeys(order))  # of the first use of each bucket
+        assert sorted(self.order) == sorted({bucket.number for bucket in bucket_of.values()})
+        self._replace_gather(optimizer)
 
     def begin(
         self,
@@ -81,10 +88,10 @@ class WeightGathering:
         return layer(*arguments)
 
     def _replace_gather(self, optimizer: Any) -> None:
-        """Let a step of the optimizer start the gathers.
+        """Make the optimizer's step start the gathers.
 
-        DeepSpeed's optimizers call a function of their module, which is replaced during the step.
-        If a checkpoint replaces the weights, they still call DeepSpeed's function, which waits.
+        DeepSpeed's optimizers call `all_gather_dp_groups` of their module, which is replaced during
+        the step. Loading a checkpoint uses the original function, which waits.
         """
         module = sys.modules[type(optimizer).__module__]
         step, update = optimizer.step, optimizer.update_lp_params

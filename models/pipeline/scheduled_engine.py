@@ -93,7 +93,9 @@ class ScheduledEngine(PipelineEngine):
         chunks = range(self.pipeline.chunks)
         parameters = {chunk: list(stage.parameters_of_chunk(chunk)) for chunk in chunks}
         self.gradients = gradients_of(self, parameters, sharded=shard_gradients)
-        self.gathering = WeightGathering(self)
+        self.gathering = WeightGathering(
+            stage.layers_of_chunks, self.gradients.bucket_of, self.optimizer
+        )
         self.deferral = Deferral()
         if self.pipeline.splits:
             defer_weights(self.module, self.deferral)
@@ -269,7 +271,21 @@ class ScheduledEngine(PipelineEngine):
         if kind is None:
             self.gradients.finish()
         else:
-            self.gradients.end_group(kind, chunk)
+            self.gradients.end_group()
+
+    @torch.no_grad()
+    def _exec_optimizer_step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
+        """Average the loss over the data ranks, and update the weights.
+
+        DeepSpeed averages the loss after the update. It would then wait for the gathers that the
+        update starts, because collectives of a group run one after the other.
+        """
+        self.loss_of_step = super()._aggregate_total_loss()
+        super()._exec_optimizer_step(lr_kwargs)
+
+    def _aggregate_total_loss(self) -> Tensor:
+        """Return the mean loss of the step, which `_exec_optimizer_step` has computed."""
+        return self.loss_of_step
 
     _INSTRUCTION_MAP: ClassVar[dict] = {
         schedule.LoadMicroBatch: _exec_load_micro_batch,
@@ -282,5 +298,5 @@ class ScheduledEngine(PipelineEngine):
         schedule.SendActivation: partial(_exec_send, kind=FORWARD),
         schedule.SendGrad: partial(_exec_send, kind=BACKWARD),
         schedule.ReduceGrads: _exec_reduce_grads,
-        schedule.OptimizerStep: PipelineEngine._exec_optimizer_step,
+        schedule.OptimizerStep: _exec_optimizer_step,
     }

@@ -95,7 +95,7 @@ def _run_passes(
                     run(number, chunk)
                     work = Pass(kind, engine.stage_id, chunk, number)
                     if work in engine.group_ends:
-                        engine.gradients.end_group(kind, chunk)
+                        engine.gradients.end_group()
             for result in engine.handed_on.values():
                 engine.channels.part_to_send(result)
             engine.handed_on.clear()

@@ -52,11 +52,15 @@ def many_cases(*, deterministic: bool = False) -> Iterator[Callable[[], None]]:
     torch.set_num_threads(1)
     start_processes(World.from_environment(os.environ), deterministic=deterministic)
     with shared_groups() as forget_asked:
+        freezing = iter([True, True])
 
         def begin() -> None:
             forget_asked()
             gc.collect()  # an engine has reference cycles
-            gc.freeze()  # the collector is faster if it skips what imports and caches have created
+            # The collector is faster if it skips what imports and, after the first case, caches
+            # have created. Later cases only leave engines behind.
+            if next(freezing, False):
+                gc.freeze()
 
         yield begin
 
@@ -166,6 +170,11 @@ def shared_groups() -> Iterator[Callable[[], None]]:
     of an earlier case created. Every engine requests dozens of groups, each of which opens
     connections that are never closed.
 
+    If each rank requests its own group (`use_local_synchronization`), some ranks may have theirs
+    while others must create it. The former then create a group of one rank, because torch names a
+    group after the number of groups that its members have, and members with different numbers would
+    wait for each other.
+
     Yields:
         The function to call before each case.
     """
@@ -178,9 +187,22 @@ def shared_groups() -> Iterator[Callable[[], None]]:
         key = members, settings.get("backend")
         turn = asked[key] = asked.get(key, -1) + 1
         groups = made.setdefault(key, [])
-        if turn == len(groups):
+        is_missing = turn == len(groups)
+        is_rank_s_own = settings.get("use_local_synchronization", False)
+        others_create = is_rank_s_own and is_true_anywhere(is_missing)
+        if is_missing:
             groups.append(new_group(list(members), *arguments, **settings))
+        elif others_create:
+            new_group([dist.get_rank()], *arguments, **settings)
         return groups[turn]
 
     with replaced(dist, "new_group", reuse):
         yield asked.clear
+
+
+def is_true_anywhere(flag: bool) -> bool:
+    """Return True if the flag is true on any rank of the world; collective."""
+    device = "cuda" if dist.get_backend() == "nccl" else "cpu"
+    found = torch.tensor(int(flag), device=device)
+    dist.all_reduce(found, op=dist.ReduceOp.MAX)
+    return bool(found)

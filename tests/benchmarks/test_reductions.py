@@ -5,6 +5,7 @@ import pytest
 from benchmarks.pipelines.sleeping_reductions import Setting, compare
 
 
+@pytest.mark.long
 def test_communication_that_no_pass_hides_is_measured() -> None:
     """One bucket is summed after the backward pass, and gathered before the forward pass."""
     setting = Setting(micro_batches=4, forward=0.02, layers=2, reductions=(4.0,), rounds=2)

@@ -123,7 +123,8 @@ class FlatGradients(ABC):
     def _end_cycle(self) -> None:
         self.coming: list[Bucket] = []  # buckets that the current pass completes, in order
         self.complete: set[nn.Parameter] = set()  # parameters that it has completed
-        self.is_last = True  # no later pass adds to these buckets in this step
+        self.cycle: list[Bucket] = []  # buckets of the current pass
+        self.is_last = True  # also outside of passes, where `finish` reduces tied buckets
 
     def _take(self, parameter: nn.Parameter) -> None:
         """Take a gradient from autograd, which also calls this hook when a gradient is deferred."""
@@ -169,20 +170,17 @@ class FlatGradients(ABC):
             is_last: no other pass of this kind follows in the step
         """
         self.is_last = is_last
-        self.coming = list(self.cycles.get((kind, chunk), []))
+        self.cycle = self.cycles.get((kind, chunk), [])
+        self.coming = list(self.cycle)
         self.complete = set()
 
-    def end_group(self, kind: Kind, chunk: int) -> None:
-        """Reduce the buckets that the pass has not completed; a weight without gradient gets zeros.
-
-        The arguments are those of the last call of `begin_end_of_group`.
-        """
+    def end_group(self) -> None:
+        """Reduce what the pass has not completed; a weight without gradient gets zeros."""
         for bucket in self.coming:
             self._reduce(bucket)
-        is_last = self.is_last
+        if self.is_last:
+            self.ended |= {bucket.number for bucket in self.cycle}
         self._end_cycle()
-        if is_last:
-            self.ended |= {bucket.number for bucket in self.cycles.get((kind, chunk), [])}
 
     @torch.no_grad()
     def _reduce(self, bucket: Bucket) -> None:

@@ -171,8 +171,8 @@ def run_steps(
             in_run = min(step, recipe.training.steps)
             rate = learning_rate(in_run, recipe.optimizer, recipe.training.steps)
             engine.train_step(batch, rate)
-            if engine.on_gpu:
-                torch.cuda.synchronize(engine.device)
+            if engine.on_gpu:  # weights are still gathered on other streams
+                torch.cuda.current_stream(engine.device).synchronize()
             now = time.perf_counter()
             durations.append(now - before)
             before = now

@@ -124,12 +124,16 @@ class Engine(ABC):
         """Wait for communication that the last step has left running."""
 
     def parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield (logical name, parameter) of all parameters that this rank holds."""
+        """Return (logical name, parameter) of all parameters that this rank holds.
+
+        Waits for communication that changes them.
+        """
         self.finish_communication()
         return logical_parameters(self.wrapped.module, self.recipe.model)
 
     def differing_replicas(self) -> list[str]:
         """Return a sentence for each weight whose replicas differ; the same on all ranks."""
+        self.finish_communication()
 
         def noted() -> Iterator[ReplicaGroup]:
             for group in self._copies():
@@ -216,6 +220,7 @@ class Engine(ABC):
                 tensor_size=self.axis.size,
             )
 
+        self.finish_communication()
         manifest = reader.manifest
         self.state.restore(
             read,

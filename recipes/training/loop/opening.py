@@ -98,6 +98,7 @@ def close_run(run: Run, ending: Ending) -> Ending:
     Returns:
         The end of the run: `ending`, unless a failed save changes it.
     """
+    run.supervisor.crumb.note("gathering weights")
     run.engine.finish_communication()
     with run.supervisor.crumb.waiting_for_disk("saving"):
         unsaved = run.writer.wait()

@@ -9,6 +9,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import Tensor
 
 from models.pipeline import gathering
@@ -30,6 +31,7 @@ LAYOUTS = {
 }  # fmt: skip
 BUCKET = 5000  # elements: several in each of the small model's layers
 STEPS = 4
+AVERAGE = PipelineEngine._aggregate_total_loss
 
 
 class LateWork(dist.Work):
@@ -47,7 +49,7 @@ class LateWork(dist.Work):
 
 
 def late_gather(whole: Tensor, part: Tensor, *, group: Any, async_op: bool) -> dist.Work:
-    """Return an all-gather that sends today's shard, but changes no weight before the wait."""
+    """Return an all-gather of the shard as it is now that changes no weight before the wait."""
     assert async_op
     own = part.clone()
     return LateWork(lambda: dist.all_gather_into_tensor(whole, own, group=group, async_op=True))
@@ -80,22 +82,35 @@ def train(recipe: Any, world: Any) -> dict[str, Any]:
     for module in engine.wrapped.module.modules():
         if isinstance(module, Block):
             module.register_forward_pre_hook(lambda *_: unfinished.append(len(running)))
+    unfinished_at_loss: list[int] = []
+
+    def averaged(engine: PipelineEngine) -> torch.Tensor:
+        unfinished_at_loss.append(len(running))
+        return AVERAGE(engine)
+
     losses, between = [], []
     for step in range(1, STEPS + 1):
         if step == STEPS:
             losses.append(engine.evaluate(data.evaluation()))
         unfinished.clear()
-        losses.append(train_step(engine, data, step).loss)
+        with mock.patch.object(PipelineEngine, "_aggregate_total_loss", averaged):
+            losses.append(train_step(engine, data, step).loss)
         between.append((list(unfinished), len(running)))
     drifted = engine.differing_replicas()
-    return {"losses": losses, "between": between, "drifted": drifted, "left": len(running)}
+    return {
+        "losses": losses,
+        "between": between,
+        "drifted": drifted,
+        "left": len(running),
+        "at loss": unfinished_at_loss,
+    }
 
 
 def gather_worker(corpus: str, folder: str, layouts: dict) -> dict:
     """Return each layout's results: as it is, with late gathers, and with a missing wait."""
     world, found = join_world(), {}
     late = mock.patch.object(gathering, "all_gather_single", late_gather)
-    hasty = mock.patch.object(WeightGathering, "wait", all_but_the_last_bucket)
+    missing = mock.patch.object(WeightGathering, "wait", all_but_the_last_bucket)
     with many_cases() as begin:
         for name, changes in layouts.items():
             table = changed(small_recipe(Path(corpus)), model__layers=4)
@@ -107,8 +122,8 @@ def gather_worker(corpus: str, folder: str, layouts: dict) -> dict:
                 begin()
                 found[name, "late"] = train(recipe, world)
                 begin()
-                with hasty:
-                    found[name, "hasty"] = train(recipe, world)
+                with missing:
+                    found[name, "missing wait"] = train(recipe, world)
     return found
 
 
@@ -126,7 +141,7 @@ def trained(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> dict:
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_no_layer_runs_before_its_weights_are_gathered(name: str, trained: dict) -> None:
-    """If gathers take as long as they can, losses, validation and weights are the same."""
+    """If gathers complete only when they are waited for, all results are the same."""
     for now, late in zip(trained[name, "as it is"], trained[name, "late"], strict=True):
         assert late["losses"] == now["losses"]
         assert late["drifted"] == now["drifted"] == []
@@ -135,9 +150,16 @@ def test_no_layer_runs_before_its_weights_are_gathered(name: str, trained: dict)
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_a_missing_wait_is_noticed(name: str, trained: dict) -> None:
-    """On the stage with the last bucket; the losses depend on it in every layout."""
-    hasty, late = trained[name, "hasty"], trained[name, "late"]
-    assert any(one["losses"] != other["losses"] for one, other in zip(hasty, late, strict=True))
+    """The losses change on at least one rank if the wait for the last bucket is missing."""
+    missing, late = trained[name, "missing wait"], trained[name, "late"]
+    assert any(one["losses"] != other["losses"] for one, other in zip(missing, late, strict=True))
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_the_loss_does_not_wait_for_the_gathers(name: str, trained: dict) -> None:
+    """The loss is averaged over the group that gathers, whose collectives run in order."""
+    for rank in trained[name, "late"]:
+        assert rank["at loss"] == STEPS * [0]
 
 
 @pytest.mark.parametrize("name", LAYOUTS)

@@ -249,7 +249,7 @@ def mutant_worker(corpus: str, mutant: str) -> str:
     def only_reduce(engine: Any, *_: Any) -> None:
         for kind, chunk in engine.gradients.cycles if torch.is_grad_enabled() else ():
             engine.gradients.begin_end_of_group(kind, chunk, is_last=True)
-            engine.gradients.end_group(kind, chunk)
+            engine.gradients.end_group()
 
     if mutant == "no connections":
         channels.Channels.connect = leave_out
