@@ -5,9 +5,9 @@ Two stages with two data ranks each train layers that sleep, over links that sle
 of a stage once, relative to a backward pass; gathering the weights takes as long. `all` is the time
 of all reductions and the gathering of a step, if nothing were hidden. `predicted` and `measured`
 are the time by which they lengthen the step. All three are shares of a step without communication.
-Takes four minutes.
+Takes eight minutes.
 
-    python benchmarks/reductions.py [--json]
+    python benchmarks/reductions.py [--rounds 3] [--json]
 """
 
 import os
@@ -22,6 +22,7 @@ import argparse
 import json
 
 from benchmarks.pipelines.sleeping_reductions import Setting, compare
+from recipes.planning.inputs.option_types import count
 
 
 def main() -> None:
@@ -29,7 +30,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--rounds", type=int, default=3, help="measurements of each link")
+    parser.add_argument("--rounds", type=count, default=3, help="measurements of each link")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead")
     options = parser.parse_args()
     rows = compare(Setting(rounds=options.rounds))

@@ -113,8 +113,12 @@ def plan(
     chosen: dict[str, list[str]] = {}
     for name, values in options.only:
         chosen.setdefault(name, []).extend(values)
-    cases = only(cases, chosen)
-    return small, sample(cases, options.sample or len(cases))
+    cases = sample(only(cases, chosen), options.sample or MAX_SAMPLE)
+    if options.relay and len(cases) < 2:
+        raise UserError(
+            "--relay passes a run from one layout to another; choose at least 2 layouts"
+        )
+    return small, cases
 
 
 def prove(small: Recipe, cases: list[ProofCase], *, ranks: int) -> Iterator[Finding]:
@@ -207,7 +211,7 @@ def parse_command_line() -> argparse.Namespace:
         "--steps",
         type=partial(count, most=MAX_COUNT),
         default=10,
-        help="steps per layout; default: 10",
+        help="steps per layout; default: 10 (a relay has steps of its own)",
     )
     parser.add_argument(
         "--layers",
@@ -223,7 +227,7 @@ def parse_command_line() -> argparse.Namespace:
         default=[],
         metavar="SETTING=VALUE[,VALUE...]",
         help="only layouts in which SETTING has one of the values; repeat it for more settings, "
-        "such as --only context=2,4 --only sequence_parallel=true",
+        'such as --only context=2,4 --only "schedule=zb-v,interleaved x 2"',
     )
     parser.add_argument(
         "--sample",

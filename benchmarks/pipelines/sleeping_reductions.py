@@ -1,9 +1,9 @@
 """Reductions of gradients between data ranks, over links that sleep, in pipelines that sleep.
 
 The engine is the real one, and so is the order in which it starts collectives and waits for them.
-Layers and links sleep instead of using the cores. A collective therefore takes as long as on a link
-of a given rate, one after the other, and nothing is summed. A step is measured with such links and
-with infinitely fast ones. The difference is the exposed communication, which the planner predicts.
+Layers and links sleep instead of using the cores: each collective sleeps for a fixed time, a link
+runs one at a time, and no data is sent. A step is measured with such links and with infinitely fast
+ones. The difference is the exposed communication, which the planner predicts.
 """
 
 import time
@@ -39,7 +39,7 @@ STEPS = 2  # that are timed together
 
 
 class Way(NamedTuple):
-    """A schedule with its reductions; `every` is 0 for ZeRO-1, otherwise that of ZeRO-2."""
+    """A schedule with its reductions; `every` is `reduce_every` of ZeRO-2, and 0 for ZeRO-1."""
 
     schedule: str
     chunks: int
@@ -86,7 +86,7 @@ class Setting:
         ]
 
     def traffic(self, way: Way, reduction: float) -> DataTraffic:
-        """Return what the planner knows of a way.
+        """Return the communication of a way as the planner describes it.
 
         reduction: one of `reductions`
         """

@@ -175,10 +175,7 @@ def only(cases: Sequence[ProofCase], chosen: Mapping[str, Sequence[str]]) -> lis
         for value in values:
             if value not in found:
                 known = sorted(found, key=lambda text: (str(type(found[text])), found[text]))
-                raise UserError(
-                    f"--only {name}={value}: none of the {len(cases)} layouts has it; use "
-                    f"{', '.join(known)}"
-                )
+                raise UserError(f"--only {name}={value}: no layout has it; use {', '.join(known)}")
     left = [
         case
         for case in cases

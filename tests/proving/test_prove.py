@@ -194,7 +194,7 @@ def test_only_some_layouts_are_chosen(corpus: Path, tmp_path: Path) -> None:
     assert chosen("schedule=none") == [case for case in cases if case.topology.pipeline == 1]
     for texts, message in {
         ("foo=1",): "a layout has no setting foo; use one of tensor, pipeline, context, data",
-        ("context=2,9",): "--only context=9: none of the 977 layouts has it; use 1, 2, 4",
+        ("context=2,9",): "--only context=9: no layout has it; use 1, 2, 4",
         ("zero=3", "pipeline=2"): "--only zero=3 --only pipeline=2: no layout has all of these",
     }.items():
         with pytest.raises(UserError, match=re.escape(message)):
@@ -749,3 +749,10 @@ def test_an_invalid_recipe_or_option_is_rejected_in_one_line(
     done = command(*arguments)
     assert done.returncode == 2 and done.stdout == ""
     assert message in done.stderr.splitlines()[-1]
+
+
+def test_a_relay_needs_two_layouts() -> None:
+    chosen = ["zero=1", "recompute=none", "micro_sequences=1"]
+    options = [word for each in chosen for word in ("--only", each)]
+    done = command("--ranks", "1", "--relay", *options)
+    assert done.returncode == 2 and "choose at least 2 layouts" in done.stderr

@@ -44,8 +44,10 @@ class Software:
     balances_stages: bool = False  # blocks are divided by cost; False: by number
     split_transfers: bool = True  # each tensor rank sends its part to the next stage
     pipeline_overlap: float = 0.0  # hidden share of transfers between stages
-    data_overlap: float = 0.0  # share of the gradient reduction hidden by the backward pass
-    gather_overlap: float = 0.0  # share of the weights' gathering hidden by the forward pass
+    # Shares of what the passes could hide of the reductions of gradients and of the gathering of
+    # weights that they do hide.
+    data_overlap: float = 0.0
+    gather_overlap: float = 0.0
     gradient_bytes: int | None = None  # bytes of a gradient as sent; None: as a weight
     reduce_scatter: bool = True  # False: all-reduce, although the optimizer state is sharded
     reduces_in_groups: bool = False  # ZeRO-2 reduces gradients after groups of micro-batches

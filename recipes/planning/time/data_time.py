@@ -28,9 +28,8 @@ class DataTraffic:
         buckets: number of buckets that these are divided into
         groups: reductions of all gradients in a step
         every: micro-batches per group
-        chunks: chunks of an interleaved schedule, which are reduced one after the other; otherwise
-            1
-        stages: number of stages, and of micro-batches in a row of a chunk
+        chunks: number of chunks of an interleaved schedule; 1 for others
+        stages: number of stages; an interleaved chunk also runs this many micro-batches in a row
         alternating: forward passes run between the backward passes, unlike in GPipe
     """
 
@@ -52,9 +51,9 @@ class DataTraffic:
     def exposed_reductions(self, backward: float) -> float:
         """Return the seconds of `reductions` that Threefold's engine cannot hide.
 
-        The last group's buckets are reduced during its last backward pass, and nothing follows. An
-        earlier group has the passes of the next group, too, but its pass waits before a third
-        bucket until only one reduction runs. The chunks of an interleaved schedule with several
+        The last group's buckets are reduced during its last backward pass, and nothing follows. The
+        passes of the next group hide an earlier group, too. After a pass has started a third
+        reduction, it waits for the first one. The chunks of an interleaved schedule with several
         micro-batches in a row have no such limit.
 
         Args:
@@ -72,7 +71,9 @@ class DataTraffic:
         running = buckets if in_a_row else min(RUNNING_BUCKETS, buckets)
         forward = backward / 2 if self.alternating else 0.0
         of_group = self.every * (forward + backward)
-        until_next = of_group - backward + backward / self.buckets  # until its first full bucket
+        until_next = (
+            of_group - backward + backward / self.buckets
+        )  # until its first bucket is complete
         drained = min(running * of_chunk / buckets, until_next / self.chunks)
         outlasting = exposed_after(passing, (of_chunk,), buckets) - drained
         earlier = max(0.0, self.chunks * outlasting, self.reduced - of_group)
@@ -86,10 +87,9 @@ class DataTraffic:
 def exposed_after(passing: float, collectives: Sequence[float], buckets: int) -> float:
     """Return the time by which collectives lengthen a pass that they overlap.
 
-    Each of a number of equal buckets takes part in the pass and then in the collectives, or the
-    other way round, each of which handles one bucket at a time. Such a flow shop of equal jobs ends
-    after one job's time and (jobs - 1) times that of the slowest machine (Pinedo, Scheduling,
-    section 6.1).
+    Equal buckets go through the pass and then through each collective, or in the reverse order.
+    Each handles one bucket at a time. Such a flow shop of equal jobs ends after one job's time and
+    (jobs - 1) times that of the slowest machine (Pinedo, Scheduling, section 6.1).
 
     Args:
         passing: seconds of the pass
@@ -103,27 +103,30 @@ def exposed_after(passing: float, collectives: Sequence[float], buckets: int) ->
 def data_time(job: Job, last_backward: float) -> float:
     """Return the exposed seconds of reducing gradients and gathering new weights in a step.
 
-    The last backward pass can hide the reduction, and the first forward pass the gathering. ZeRO-2
-    also reduces in earlier micro-batches. ZeRO-3 communicates in every pass, and DeepSpeed's own
-    ZeRO-2 reduces in every backward pass; the times of the passes include that.
+    The last backward pass can hide the reduction, and the first forward pass the gathering. For
+    Threefold, this is computed bucket by bucket, except on a CPU, where the same cores run passes
+    and collectives. For other stacks, a fitted share of these two passes is hidden.
+
+    ZeRO-3 communicates in every pass, and DeepSpeed's own ZeRO-2 reduces in every backward pass;
+    the times of the passes include that.
     """
     layout, software = job.layout, job.software
     if layout.replicas == 1 or layout.zero_stage == 3:
         return 0.0
     traffic = data_traffic(job)
-    if not software.reduces_in_groups:  # a fitted share of what the passes could hide
+    if not software.reduces_in_groups:
         hidden = min(traffic.reduced, last_backward) * software.data_overlap
         hidden += min(traffic.gathered, last_backward / 2) * software.gather_overlap
         return traffic.reductions + traffic.gathered - hidden
+    if job.machine.gpu.device == "cpu":
+        return traffic.reductions + traffic.gathered
     reductions = traffic.exposed_reductions(last_backward)
     gathering = traffic.exposed_gathering(last_backward / 2)
-    if job.machine.gpu.device == "cpu":  # whose cores run the collectives as well as the passes
-        return traffic.reductions + traffic.gathered
     return (
-        traffic.reductions
-        - software.data_overlap * (traffic.reductions - reductions)
-        + traffic.gathered
-        - software.gather_overlap * (traffic.gathered - gathering)
+        software.data_overlap * reductions
+        + (1 - software.data_overlap) * traffic.reductions
+        + software.gather_overlap * gathering
+        + (1 - software.gather_overlap) * traffic.gathered
     )
 
 
@@ -167,7 +170,8 @@ def data_traffic(job: Job) -> DataTraffic:
 def _traffic_with_experts(job: Job) -> DataTraffic:
     """Return `data_traffic` if data ranks divide the experts.
 
-    The ranks with the same experts reduce and gather them; all data ranks do so with the rest.
+    Experts are reduced and gathered among the ranks with the same experts, other weights among all
+    data ranks.
     """
     layout, software = job.layout, job.software
     stage = max(range(layout.pipeline), key=stage_parameters(job).__getitem__)
@@ -190,13 +194,17 @@ def _traffic_with_experts(job: Job) -> DataTraffic:
     return _in_buckets(job, stage_parameters(job)[stage], reduced=reduced, gathered=gathered)
 
 
-def _in_buckets(job: Job, parameters: float, **seconds: float) -> DataTraffic:
+def _in_buckets(
+    job: Job, parameters: float, *, reduced: float, gathered: float, between: float = 0.0
+) -> DataTraffic:
     """Return traffic with the buckets and groups of a job.
 
     Args:
         job: the job
-        parameters: of the stage
-        seconds: the durations of DataTraffic
+        parameters: number of parameters of the stage
+        reduced: as in DataTraffic
+        gathered: as in DataTraffic
+        between: as in DataTraffic
     """
     every = job.micro_batches_per_reduction
     layout = job.layout
@@ -207,7 +215,9 @@ def _in_buckets(job: Job, parameters: float, **seconds: float) -> DataTraffic:
         chunks=layout.chunks if layout.schedule == "interleaved" else 1,
         stages=layout.pipeline,
         alternating=layout.schedule != "gpipe",
-        **seconds,
+        reduced=reduced,
+        between=between,
+        gathered=gathered,
     )
 
 
