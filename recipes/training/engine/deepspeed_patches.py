@@ -87,6 +87,9 @@ upstream change that would make the override removable.
   Ours: the function that it calls is replaced during the step by one that starts the gathers; each
   layer waits for its own weights. Reason: the first passes of the next step can hide them.
   Gain: overlap. Removable if the optimizer returns handles of its gathers.
+- `scheduled_engine.py` (`_aggregate_total_loss`). Upstream: the loss is averaged after the update.
+  Ours: before it. Reason: the average would wait for the gathers of the same group. Gain: as for
+  `gathering.py`. Removable if DeepSpeed averages the loss first.
 - `scheduled_engine.py` (`_configure_distributed_model`), `engine/expert_groups.py`. Upstream: only
   modules of `deepspeed.moe` count as experts. Ours: marked weights do, and their groups are entered
   into `deepspeed.utils.groups`. Reason: our experts are modules of our own. Gain: ZeRO-1 divides
