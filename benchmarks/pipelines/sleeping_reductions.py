@@ -20,6 +20,7 @@ from deepspeed.pipe import LayerSpec
 from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 
 from benchmarks.pipelines.sleeping_layer import SHAPE, SleepingLayer
+from benchmarks.pipelines.sleeping_stages import deepspeed_config
 from models.parallel.collectives import TensorAxis
 from models.parallel.micro_batch_info import MicroBatchInfo
 from models.pipeline import gathering
@@ -240,13 +241,7 @@ def build(setting: Setting, way: Way) -> ScheduledEngine:
         )
         buckets = buckets_of_stage(model, elements=SHAPE[-1])
         optimizer = torch.optim.AdamW([{"params": bucket} for bucket in buckets], fused=True)
-        config = {
-            "train_micro_batch_size_per_gpu": 1,
-            "gradient_accumulation_steps": setting.micro_batches,
-            "zero_optimization": {"stage": 1},
-            "steps_per_print": None,
-            "pipeline": {"pipe_partitioned": False, "grad_partitioned": False},
-        }
+        config = deepspeed_config(setting.micro_batches)
         boundary = Boundary(SHAPE, torch.float32, TensorAxis())
         return ScheduledEngine(
             model, optimizer, config, boundary=boundary, shard_gradients=bool(way.every)

@@ -219,7 +219,7 @@ def build(setting: Setting, pipeline: Pipeline, *, is_stock: bool) -> PipelineEn
             module = DualPipeVModule if pipeline.chunks == 2 else PipelineModule
             model = module(layers=layers, topology=topology, loss_fn=loss)
             engine, *_ = deepspeed.initialize(
-                model=model, optimizer=adamw(model), config=deepspeed_config(setting)
+                model=model, optimizer=adamw(model), config=deepspeed_config(setting.micro_batches)
             )
         add_observers(engine)
         return engine
@@ -234,7 +234,9 @@ def build(setting: Setting, pipeline: Pipeline, *, is_stock: bool) -> PipelineEn
         boundary = Boundary(SHAPE, torch.float32, TensorAxis())
         buckets = buckets_of_stage(model, elements=2**24)
         optimizer = torch.optim.AdamW([{"params": bucket} for bucket in buckets])
-        return ScheduledEngine(model, optimizer, deepspeed_config(setting), boundary=boundary)
+        return ScheduledEngine(
+            model, optimizer, deepspeed_config(setting.micro_batches), boundary=boundary
+        )
 
 
 def add_observers(engine: PipelineEngine) -> None:
@@ -262,11 +264,11 @@ def adamw(model: PipelineModule) -> torch.optim.AdamW:
     return torch.optim.AdamW(model.parameters(), fused=True)
 
 
-def deepspeed_config(setting: Setting) -> dict[str, Any]:
+def deepspeed_config(micro_batches: int) -> dict[str, Any]:
     """Return a DeepSpeed configuration with ZeRO-1."""
     return {
         "train_micro_batch_size_per_gpu": 1,
-        "gradient_accumulation_steps": setting.micro_batches,
+        "gradient_accumulation_steps": micro_batches,
         "zero_optimization": {"stage": 1},
         "steps_per_print": None,
         "pipeline": {"pipe_partitioned": False, "grad_partitioned": False},

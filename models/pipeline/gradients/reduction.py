@@ -41,9 +41,9 @@ class ShardedReduction:
     Each rank sends (n - 1) / n of a bucket's bytes to the n - 1 other ranks.
 
     groups: the process group of the data ranks that divide each bucket
-    same_shard: the group of the data ranks that hold the same shards (hybrid sharding). The sum of
-        a bucket within its group of `groups` is then summed over it in fp32, once in a step, while
-        later buckets are summed within their groups; None: there are no others
+    same_shard: the group of the data ranks that hold the same shards. After the last reduce-scatter
+        of a bucket in a step, its shard is all-reduced over this group in fp32, while later buckets
+        are still being reduced. None: no hybrid sharding
     dtype: type in which gradients are sent and summed
     ranks: number of all data ranks, the divisor of every sum. The group of an expert's bucket is
         smaller, but its gradients come from the tokens of all data ranks.

@@ -71,9 +71,7 @@ class DataTraffic:
         running = buckets if in_a_row else min(RUNNING_BUCKETS, buckets)
         forward = backward / 2 if self.alternating else 0.0
         of_group = self.every * (forward + backward)
-        until_next = (
-            of_group - backward + backward / self.buckets
-        )  # until its first bucket is complete
+        until_next = of_group - backward + backward / self.buckets  # until a bucket is complete
         drained = min(running * of_chunk / buckets, until_next / self.chunks)
         outlasting = exposed_after(passing, (of_chunk,), buckets) - drained
         earlier = max(0.0, self.chunks * outlasting, self.reduced - of_group)
