@@ -20,8 +20,8 @@ class Sharding:
     dimension: the split dimension; None: every rank holds the whole tensor
     blocks: parts of that dimension that are split separately, such as q|k|v or gate|up
     padded_size: size of that dimension with appended zero rows (vocabulary); None: no padding
-    of_expert: the tensor belongs to one expert, so only the tensor rank that has this expert holds
-        it, as a whole
+    of_expert: the tensor belongs to one expert. With a split dimension, all tensor ranks hold parts
+        of it; otherwise only the tensor rank that has this expert holds it, as a whole
     """
 
     shape: tuple[int, ...]
@@ -34,7 +34,6 @@ class Sharding:
         if self.dimension is not None:
             assert sum(self.blocks) == self.shape[self.dimension]
             assert self.padded_size is None or len(self.blocks) == 1
-            assert not self.of_expert
 
     @property
     def replicated(self) -> bool:

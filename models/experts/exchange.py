@@ -3,18 +3,23 @@
 A token is sent once for each of its k experts. Tokens are sent in the order of their experts, and
 for one expert in their order on the rank. No expert has a capacity, so no token is dropped.
 
-n tokens of this rank, k experts per token, E experts, r expert ranks, h hidden, m rows that this
-rank's experts compute.
+With expert tensor parallelism, several tensor ranks have parts of the same experts. Tokens are sent
+to the one with the sender's tensor rank, which shares them with the others (`columns.py`).
+
+n tokens of this rank, k experts per token, E experts, r expert ranks, c tensor ranks that divide an
+expert (1 without expert tensor parallelism), h hidden, m rows that this rank's experts compute.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from models.experts.axis import ExpertAxis
+from models.experts.columns import gather_rows, sum_rows
 from models.parallel.collectives import wait_for
 
 
@@ -26,10 +31,11 @@ class Routes:
     inverse_order: for each pair of token and expert, the index of its sent row, int64 [n * k]
     sent: number of rows sent to each expert rank
     received: number of rows received from each expert rank
-    arrangement: for each row of this rank's experts, its index in the received rows; None: they are
-        received in this order
-    inverse_arrangement: for each received row, its index in the rows of this rank's experts; None
-        as `arrangement`
+    shared: number of rows that each of the c tensor ranks has received for the experts they share
+    arrangement: for each row of this rank's experts, its index in the shared rows; None: the rows
+        are in this order
+    inverse_arrangement: for each shared row, its index in the rows of this rank's experts; None as
+        `arrangement`
     rows: number of rows of each of this rank's experts
     """
 
@@ -37,13 +43,16 @@ class Routes:
     inverse_order: Tensor
     sent: list[int]
     received: list[int]
+    shared: list[int]
     arrangement: Tensor | None
     inverse_arrangement: Tensor | None
     rows: list[int]
 
 
 def plan_routes(chosen: Tensor, experts: int, axis: ExpertAxis) -> Routes:
-    """Return the routes of tokens; collective over the expert axis, and waits for the device.
+    """Return the routes of tokens; collective over the expert axis and the tensor ranks.
+
+    It waits for the device.
 
     Args:
         chosen: numbers of the experts of each token, int64 [n, k]
@@ -53,22 +62,31 @@ def plan_routes(chosen: Tensor, experts: int, axis: ExpertAxis) -> Routes:
     flat = chosen.flatten()
     order = flat.argsort(stable=True)
     counts = count_tokens(flat, experts).view(axis.size, -1)  # [r, E/r]
-    if axis.size == 1:
+    columns = axis.columns
+    if axis.size == columns.size == 1:
         ((rows,),) = on_host([counts], len(flat))
-        return Routes(order, inverse(order), [len(flat)], [len(flat)], None, None, rows)
-    theirs = torch.empty_like(counts)  # of this rank's experts, from each rank
-    dist.all_to_all_single(theirs, counts, group=axis.group)
-    to_ranks, from_ranks = on_host([counts, theirs], len(flat))
-    received = [sum(of_rank) for of_rank in from_ranks]
-    arrangement = _by_expert(theirs, sum(received))
+        every = [len(flat)]
+        return Routes(order, inverse(order), every, every, every, None, None, rows)
+    theirs = counts  # of this rank's experts, from each rank
+    if axis.size > 1:
+        theirs = torch.empty_like(counts)
+        dist.all_to_all_single(theirs, counts, group=axis.group)
+    shared = theirs.unsqueeze(0)  # [c, r, E/r]
+    if columns.size > 1:
+        shared = torch.empty((columns.size, *theirs.shape), dtype=theirs.dtype, device=flat.device)
+        dist.all_gather_into_tensor(shared.flatten(0, 1), theirs, group=columns.group)
+    to_ranks, *from_ranks = on_host([counts, *shared], len(flat))
+    rows_shared = [sum(map(sum, of_column)) for of_column in from_ranks]
+    arrangement = _by_expert(shared.flatten(0, 1), sum(rows_shared))
     return Routes(
         order=order,
         inverse_order=inverse(order),
         sent=[sum(of_rank) for of_rank in to_ranks],
-        received=received,
+        received=[sum(of_rank) for of_rank in from_ranks[columns.rank]],
+        shared=rows_shared,
         arrangement=arrangement,
         inverse_arrangement=inverse(arrangement),
-        rows=[sum(of_expert) for of_expert in zip(*from_ranks, strict=True)],
+        rows=[sum(of_expert) for of_expert in zip(*chain(*from_ranks), strict=True)],
     )
 
 
@@ -102,10 +120,10 @@ def on_host(counts: Sequence[Tensor], total: int) -> list[list[list[int]]]:
 
 
 def _by_expert(counts: Tensor, total: int) -> Tensor:
-    """Return the indices that sort received rows by expert, then by rank: int64 [m].
+    """Return the indices that sort shared rows by expert, then by rank: int64 [m].
 
     Args:
-        counts: received rows by rank and expert, [r, E/r]
+        counts: shared rows by tensor and expert rank, and by expert, [c * r, E/r]
         total: m
     """
     ranks, experts = counts.shape
@@ -157,10 +175,11 @@ def begin_dispatch(x: Tensor, routes: Routes, k: int, axis: ExpertAxis) -> Calla
     copies = _Copies.apply(x, routes.order, routes.inverse_order, k)
     if routes.arrangement is None:
         return lambda: copies
-    transfer = Transfer(routes.sent, routes.received, axis)
-    sent = _Begin.apply(copies, transfer)
+    arrived = _begin_exchange(copies, Transfer(routes.sent, routes.received, axis))
     return lambda: _Rearrange.apply(
-        _End.apply(sent, transfer), routes.arrangement, routes.inverse_arrangement
+        gather_rows(arrived(), routes.shared, axis.columns),
+        routes.arrangement,
+        routes.inverse_arrangement,
     )
 
 
@@ -170,7 +189,7 @@ def combine(y: Tensor, gates: Tensor, routes: Routes, axis: ExpertAxis) -> Tenso
     The outputs of a token are added in fp32, in the order of the token's gates.
 
     Args:
-        y: outputs of this rank's experts, [m, h]
+        y: outputs of this rank's experts, or of its columns of them, [m, h]
         gates: weights of the experts of each token, fp32 [n, k]
         routes: the routes
         axis: the expert axis
@@ -180,10 +199,18 @@ def combine(y: Tensor, gates: Tensor, routes: Routes, axis: ExpertAxis) -> Tenso
     """
     if routes.arrangement is not None:
         y = _Rearrange.apply(y, routes.inverse_arrangement, routes.arrangement)
-        transfer = Transfer(routes.received, routes.sent, axis)
-        y = _End.apply(_Begin.apply(y, transfer), transfer)
+        y = sum_rows(y, routes.shared, axis.columns)
+        y = _begin_exchange(y, Transfer(routes.received, routes.sent, axis))()
     back = _Rearrange.apply(y, routes.inverse_order, routes.order)
     return _WeightedSum.apply(back.view(*gates.shape, -1), gates)
+
+
+def _begin_exchange(x: Tensor, transfer: Transfer) -> Callable[[], Tensor]:
+    """Begin an all-to-all of rows; return a function that waits for those received."""
+    if transfer.axis.size == 1:
+        return lambda: x
+    sent = _Begin.apply(x, transfer)
+    return lambda: _End.apply(sent, transfer)
 
 
 class _Copies(torch.autograd.Function):

@@ -5,6 +5,7 @@ tensor ranks, n = s * b / t tokens that this rank routes, m rows that this rank'
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -37,8 +38,10 @@ class MixtureOfExperts(nn.Module):
     Communication: forward, all-to-alls of the numbers of tokens, of the tokens (at the same time as
     the shared experts) and of the results over the expert axis, an all-reduce of the counts of each
     sequence over its ranks, and without sequence parallelism an all-gather over the tensor axis.
-    Backward, two all-to-alls, an all-reduce of the router's gradient over the tensor axis, and
-    without sequence parallelism an all-gather.
+    Expert tensor parallelism adds an all-gather of the tokens and a reduce-scatter of the results
+    over the tensor axis. Backward, two all-to-alls and the same two over the tensor axis, an
+    all-reduce of the router's gradient over the tensor axis, and without sequence parallelism an
+    all-gather.
 
     settings: number and sizes of the experts, and their router
     activation: "swiglu" or "gelu"
@@ -155,20 +158,24 @@ class _RouterLogits(torch.autograd.Function):
 class ExpertMLPs(Deferring, Fusing):
     """This rank's experts: the same MLP as in a dense layer, without biases.
 
-    Each weight of an expert is a parameter of its own, so that its name and shape do not depend on
-    the layout: `experts.up_5`, `experts.down_5`.
+    Each weight of an expert is a parameter of its own, so that its name and logical shape do not
+    depend on the layout: `experts.up_5`, `experts.down_5`. With expert tensor parallelism, this
+    rank has a share of the columns of `up` and of the rows of `down`, so that its outputs are terms
+    of a sum over the tensor ranks.
     """
 
     def __init__(self, settings: Experts, hidden_size: int, activation: str, axis: ExpertAxis):
         super().__init__()
         h, f = hidden_size, settings.ffn_hidden_size
         self.activation = activation
-        columns = 2 * f if activation == "swiglu" else f  # gate|up, or up
+        blocks = (f, f) if activation == "swiglu" else (f,)  # gate|up, or up
+        up, down = Sharding((sum(blocks), h), 0, blocks), Sharding((h, f), 1, (f,))
         self.numbers = axis.experts_here(settings.count)
         # All weights of a kind are adjacent in the optimizer's tensor (`grouped_matmul.stack`).
-        for name, shape in (("up", (columns, h)), ("down", (h, f))):
+        for name, split in (("up", up), ("down", down)):
+            whole = Sharding(split.shape)
+            sharding = replace(whole if axis.columns.size == 1 else split, of_expert=True)
             for number in self.numbers:
-                sharding = Sharding(shape, of_expert=True)
                 parameter = declared_parameter(sharding, axis.tensor_size)
                 self.register_parameter(f"{name}_{number}", parameter)
 

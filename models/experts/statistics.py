@@ -31,7 +31,7 @@ class RouterStatistics:
     z: sum of the z-losses of the micro-batches
     margin: smallest difference between the preferences of a chosen and an unchosen expert; None
         before the first micro-batch. Validation is included.
-    computed: number of rows that this rank's experts computed
+    computed: number of rows that this rank's experts, or its columns of them, computed
     """
 
     counts: Tensor | None = None

@@ -44,9 +44,10 @@ class ProofCase:
         sizes = self.topology
         context = f" x context {sizes.context}" if sizes.context > 1 else ""
         expert = f", expert {sizes.expert}" if sizes.expert > 1 else ""
+        parts = f", expert tensor {sizes.expert_tensor}" if sizes.expert_tensor > 1 else ""
         return (
             f"tensor {sizes.tensor} x pipeline {sizes.pipeline}{context} x data {sizes.data}"
-            f"{expert}"
+            f"{expert}{parts}"
         )
 
     @property
@@ -79,6 +80,7 @@ class ProofCase:
             "context": sizes.context,
             "data": sizes.data,
             "expert": sizes.expert,
+            "expert_tensor": sizes.expert_tensor,
             "zero": self.zero_stage,
             "reduce_every": layout.reduce_every,
             "shard_group": layout.shard_group,
@@ -223,13 +225,14 @@ def topologies(ranks: int, *, experts: bool = False) -> Iterator[Topology]:
         experts: the model has experts, which ranks can divide
     """
     every = [
-        Topology(pipeline, data, tensor, context, expert)
+        Topology(pipeline, data, tensor, context, expert, expert_tensor=parts)
         for tensor in range(1, ranks + 1)
         for pipeline in range(1, ranks // tensor + 1)
         for context in range(1, ranks // (tensor * pipeline) + 1)
         for data in range(1, ranks // (tensor * pipeline * context) + 1)
         for expert in range(1, data * context + 1 if experts else 2)
         if data * context % expert == 0
+        for parts in sorted({1, tensor} if experts else {1})
     ]
     return iter(sorted(every, key=lambda topology: topology.world_size))
 
@@ -259,6 +262,7 @@ def _case(
         "pipeline": topology.pipeline,
         "context": topology.context,
         "expert": topology.expert,
+        "expert_tensor": topology.expert_tensor,
     }
     table["layout"] = (layout or {}) | sizes
     table["batch"]["micro_sequences"] = micro_sequences or recipe.batch.micro_sequences

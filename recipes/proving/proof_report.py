@@ -152,6 +152,7 @@ def _row_of_json(finding: Finding) -> dict[str, Any]:
         "context_attention": layout.context_attention if sizes.context > 1 else None,
         "data": sizes.data,
         "expert": sizes.expert,
+        "expert_tensor": sizes.expert_tensor,
         "zero": case.zero_stage,
         "reduce_every": layout.reduce_every,
         "shard_group": layout.shard_group,
@@ -170,13 +171,14 @@ def _row_of_json(finding: Finding) -> dict[str, Any]:
 def _axes(finding: Finding) -> tuple[int, ...]:
     sizes = finding.case.topology
     grid = sizes.tensor, sizes.pipeline, sizes.context, sizes.data
-    return sizes.world_size, *grid, sizes.expert
+    return sizes.world_size, *grid, sizes.expert, sizes.expert_tensor
 
 
 def _axes_text(sizes: Sequence[int]) -> str:
     """Return a cell of the table: "1 x 2 x 1 x 4", or "1 x 2 x 1 x 4, expert 2"."""
-    *grid, expert = sizes
-    return " x ".join(map(str, grid)) + (f", expert {expert}" if expert > 1 else "")
+    *grid, expert, parts = sizes
+    text = " x ".join(map(str, grid)) + (f", expert {expert}" if expert > 1 else "")
+    return text + (f", expert tensor {parts}" if parts > 1 else "")
 
 
 def _row(findings: list[Finding]) -> str:

@@ -16,7 +16,7 @@ FRAMEWORK = "Threefold"
 COLUMNS = (
     "row_id", "framework", "arch", "layers", "hidden", "heads", "kv_heads", "head_size", "ffn",
     "vocab", "seq", "tie_embeddings", "qk_norm", "gpu", "gpus", "gpus_per_node", "precision",
-    "attention_kernel", "tp", "pp", "vpp", "cp", "cp_kind", "dp", *EXPERT_COLUMNS, "ep",
+    "attention_kernel", "tp", "pp", "vpp", "cp", "cp_kind", "dp", *EXPERT_COLUMNS, "ep", "etp",
     "zero_stage", "seq_parallel", "recompute", "mbs", "gbs", "step_time_s", "mem_gb", "oom",
     "usable_for_time", "schedule", "recompute_interval", "layers_per_stage", "outcome", "reason",
     "planned_step_s", "planned_mem_gb", "mfu_pct", "tokens_s_gpu", "steps", "trial", "recipe",
@@ -57,6 +57,7 @@ def row_of_trial(trial: Trial) -> Row:
         "cp_kind": layout.context_attention if layout.context > 1 else "",
         "dp": layout.data,
         "ep": layout.expert if model.experts else "",
+        "etp": layout.expert_tensor if model.experts else "",
         **expert_columns(model),
         "zero_stage": zero_cell(layout),
         "seq_parallel": int(layout.sequence_parallel),

@@ -104,6 +104,7 @@ class JobLayout:
     context: int = 1  # ranks that share a sequence
     context_attention: str = "gather"  # or "ring" or "ulysses"
     expert: int = 1  # replicas that divide the experts
+    expert_tensor: int = 1  # tensor ranks that divide the columns of each expert
     data: int = 1
     zero_stage: int = 1
     reduce_every: int = 0  # micro-batches per reduction of ZeRO-2; 0: the default
@@ -233,6 +234,7 @@ def layout_of(recipe: Recipe, topology: Topology, stage: int) -> JobLayout:
         context=topology.context,
         context_attention=section.context_attention,
         expert=topology.expert,
+        expert_tensor=topology.expert_tensor,
         data=topology.data,
         zero_stage=stage,
         reduce_every=section.reduce_every,

@@ -120,14 +120,27 @@ def last_stage(layout: JobLayout) -> int:
 def routed_rows(job: Job) -> float:
     """Return the rows that a rank's experts compute of a micro-batch, on the busiest rank.
 
-    A token is a row for each of its experts. Expert ranks exchange equal numbers of tokens.
+    A token is a row for each of its experts. Expert ranks exchange equal numbers of tokens. With
+    expert tensor parallelism, the rows of all tensor ranks are computed by each of them.
     """
+    return exchanged_rows(job) * job.layout.expert_tensor
+
+
+def exchanged_rows(job: Job) -> float:
+    """Return the rows that a rank receives from the expert ranks, on the busiest rank."""
     model, layout = job.model, job.layout
     if model.experts is None:
         return 0.0
     own = tokens_per_micro_batch(model, layout) / layout.tensor
-    alone = layout.expert * layout.tensor == 1
-    return own * model.experts.per_token * (1.0 if alone else job.expert_imbalance)
+    return own * model.experts.per_token * load_factor(layout, job.expert_imbalance)
+
+
+def load_factor(layout: JobLayout, imbalance: float) -> float:
+    """Return the rows of the busiest rank relative to the mean; `imbalance` if ranks divide them.
+
+    Ranks that divide the columns of all experts have the same rows.
+    """
+    return imbalance if layout.expert * layout.tensor > layout.expert_tensor else 1.0
 
 
 def tokens_per_micro_batch(model: ModelConfig, layout: JobLayout) -> int:

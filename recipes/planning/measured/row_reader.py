@@ -263,7 +263,10 @@ class RowReader:
             raise UserError(f"ep = {expert} does not divide cp x dp = {context * data}")
         if expert > 1 and self.zero_stage() != 1:
             raise UserError(f"ep = {expert} with zero_stage = {self.zero_stage()} is not modelled")
-        if model.experts and model.experts.count % (expert * tensor):
+        parts = self.whole("etp") if self.cell("etp") else 1
+        if parts not in (1, tensor):
+            raise UserError(f"etp = {parts} with tp = {tensor} is not modelled")
+        if model.experts and model.experts.count * parts % (expert * tensor):
             raise UserError(f"experts = {model.experts.count} over ep x tp = {expert * tensor}")
         for name, size in (("heads", model.heads), ("kv_heads", model.kv_heads)):
             if size % tensor:
@@ -285,6 +288,7 @@ class RowReader:
             context_attention=self.context_attention(),
             data=data,
             expert=expert,
+            expert_tensor=parts,
             zero_stage=self.zero_stage(),
             shard_group=self.shard_group(),
             sequence_parallel=is_yes(split),

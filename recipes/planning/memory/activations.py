@@ -13,6 +13,7 @@ from recipes.planning.inputs.job import Job, JobLayout
 from recipes.planning.inputs.stage_contents import (
     blocks_of_stages,
     dense_blocks,
+    load_factor,
     tokens_per_micro_batch,
 )
 
@@ -188,16 +189,18 @@ def routed_bytes(
 
     For each of a token's experts: the input, that of the activation and its result, which a rank
     keeps for the tokens that it computes, and the output, which the rank of the token keeps. For
-    the router, logits and scores in fp32, and the numbers of the rows.
+    the router, logits and scores in fp32, and the numbers of the rows. With expert tensor
+    parallelism, each tensor rank keeps the inputs of all of them.
     """
     experts = model.experts
     if experts is None:
         return 0.0
     size, h, f = footprint.weight, model.hidden_size, experts.ffn_hidden_size
     divided = layout.expert * layout.tensor > 1
-    computed = size * (h + model.activation_columns(f) + f) + (8 if divided else 0)
+    input_bytes = layout.expert_tensor * (size * h + (8 if divided else 0))  # and a row's number
+    computed = input_bytes + size * (model.activation_columns(f) + f)
     of_token = size * h + ROW_NUMBER_BYTES
-    rows = experts.per_token * (computed * (imbalance if divided else 1.0) + of_token)
+    rows = experts.per_token * (computed * load_factor(layout, imbalance) + of_token)
     return rows + 2 * 4 * experts.count
 
 
@@ -251,7 +254,7 @@ def deferred_bytes(model: ModelConfig, layout: JobLayout, footprint: Footprint) 
     gradients = (model.query_size + 2 * model.key_value_size + model.gate_and_up_size) / t + 2 * h
     if model.experts is not None:
         f = model.experts.ffn_hidden_size
-        row = 2 * h + model.activation_columns(f) + f
+        row = 2 * h * layout.expert_tensor + model.activation_columns(f) + f
         inputs += model.experts.per_token * row / t
     return footprint.weight * tokens_per_micro_batch(model, layout) * (inputs + gradients)
 

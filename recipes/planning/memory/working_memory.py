@@ -135,7 +135,7 @@ def routed_working_bytes(job: Job) -> float:
     experts = job.model.experts
     if experts is None:
         return 0.0
-    h, f = job.model.hidden_size, experts.ffn_hidden_size
+    h, f = job.model.hidden_size, experts.ffn_hidden_size // job.layout.expert_tensor
     columns = job.model.activation_columns(f)
     return job.footprint.weight * routed_rows(job) * max(2 * h, h + f, f + columns, columns + h)
 

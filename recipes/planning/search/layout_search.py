@@ -136,6 +136,7 @@ def simplicity(layout: JobLayout) -> tuple[int, ...]:
     """Return the sort key of a layout's simplicity: fewer axes, then plainer settings, first."""
     return (
         (layout.tensor > 1) + (layout.pipeline > 1) + (layout.context > 1) + (layout.expert > 1),
+        layout.expert_tensor > 1,
         list(SCHEDULES).index(layout.schedule),
         layout.chunks,
         layout.zero_stage,
@@ -211,17 +212,25 @@ def valid_layouts(job: Job, rejected: Counter[str]) -> Iterator[JobLayout]:
                         micro_sequences=micro_sequences,
                     )
                     sizes = with_context_attention(job, sizes)
-                    for expert in expert_sizes(job, sizes):
-                        yield from layout_variants(job, replace(sizes, expert=expert), rejected)
+                    for divided in expert_divisions(job, sizes):
+                        yield from layout_variants(job, divided, rejected)
 
 
-def expert_sizes(job: Job, sizes: JobLayout) -> list[int]:
-    """Return the numbers of replicas that can divide the experts."""
+def expert_divisions(job: Job, sizes: JobLayout) -> Iterator[JobLayout]:
+    """Yield the layouts in which replicas and tensor ranks can divide the experts.
+
+    Tensor ranks have whole experts where that is possible, because dividing the columns of each
+    expert communicates more and needs more memory.
+    """
     experts = job.model.experts
     if experts is None:
-        return [1]
-    share = experts.count // sizes.tensor
-    return [size for size in divisors(sizes.replicas) if share % size == 0]
+        yield sizes
+        return
+    for expert in divisors(sizes.replicas):
+        if experts.count % (expert * sizes.tensor) == 0:
+            yield replace(sizes, expert=expert)
+        elif experts.count % expert == 0 and experts.ffn_hidden_size % sizes.tensor == 0:
+            yield replace(sizes, expert=expert, expert_tensor=sizes.tensor)
 
 
 def context_rejection(job: Job, context: int) -> str:
@@ -257,8 +266,10 @@ def tensor_rejection(job: Job, tensor: int) -> str:
     if any(size % tensor for size in (model.heads, model.kv_heads, dense)):
         return "tensor sizes that do not divide heads, kv_heads or ffn_hidden_size"
     experts = model.experts
-    if experts and (experts.count % tensor or experts.shared_ffn_hidden_size % tensor):
-        return "tensor sizes that do not divide the experts"
+    if experts:
+        can_divide = 0 in (experts.count % tensor, experts.ffn_hidden_size % tensor)
+        if not can_divide or experts.shared_ffn_hidden_size % tensor:
+            return "tensor sizes that do not divide the experts"
     return ""
 
 

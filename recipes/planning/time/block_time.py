@@ -15,7 +15,11 @@ from recipes.planning.inputs.kernels import (
     matmul_seconds,
     memory_seconds,
 )
-from recipes.planning.inputs.stage_contents import routed_rows, tokens_per_micro_batch
+from recipes.planning.inputs.stage_contents import (
+    exchanged_rows,
+    routed_rows,
+    tokens_per_micro_batch,
+)
 from recipes.planning.time.network import (
     all_reduce_seconds,
     all_to_all_seconds,
@@ -31,9 +35,14 @@ LOSS_BYTES = 36
 # tokens at a time: one for the maximum, one for the sum, two to overwrite it with its gradient.
 LOSS_PASSES = 4
 BACKWARD_SLOWER = 1 / 0.85  # slowdown of matmuls in fused attention's backward pass; fitted
-# Reads and writes of a row of an expert: copied in the order of the experts before and after the
-# exchange (4), copied back before and after the reverse one (4), read and added (2).
-ROUTED_MOVES = 10
+# Reads and writes of a row that a rank sends to an expert: copied before the exchange, in the order
+# of the experts (2), copied back after the reverse one (2), read and added (2).
+SENT_MOVES = 6
+# Those of a row that an expert computes: copied in the order of the experts after the exchange (2),
+# copied back before the reverse one (2).
+COMPUTED_MOVES = 4
+# Those of a row that tensor ranks share: copied for every rank (1), and its terms added (1).
+SHARED_MOVES = 2
 ELEMENTWISE_KERNELS = 8  # launches in a block's forward pass
 
 
@@ -105,6 +114,7 @@ def block_job(job: Job) -> Job:
             context=layout.context,
             context_attention=layout.context_attention,
             expert=layout.expert,
+            expert_tensor=layout.expert_tensor,
             data=layout.data if sharded else 1,
             zero_stage=layout.zero_stage if sharded else 1,
             sequence_parallel=layout.sequence_parallel,
@@ -130,18 +140,19 @@ def block_passes(job: Job) -> ForwardBackward:
         job, core / software.era, core_backward / software.era
     )
 
-    expert = _expert_collectives(job)
+    expert, columns = _expert_collectives(job), _column_collectives(job)
     forward = (matmuls + core + elementwise) / software.era
     backward = (matmuls_backward + core_backward + elementwise_backward) / software.era
     recomputing = PassTime()
     if layout.recompute == "full":
-        recomputing = PassTime(max(forward, software.block_seconds), tensor, context, expert)
+        again = max(forward, software.block_seconds)
+        recomputing = PassTime(again, tensor + columns, context, expert)
     elif layout.recompute == "selective":
         recomputing = PassTime(core / software.era, context=context)
     host, host_backward = software.block_seconds, 2 * software.block_seconds
-    ahead = PassTime(max(forward, host), tensor, context, expert)
-    back = PassTime(max(backward, host_backward), tensor_backward, context_backward, expert)
-    back += recomputing
+    ahead = PassTime(max(forward, host), tensor + columns, context, expert)
+    slower = max(backward, host_backward)
+    back = PassTime(slower, tensor_backward + columns, context_backward, expert) + recomputing
     # The backward pass has three collectives for every two of the forward pass. One of the three
     # gathers an input again for the gradient of a weight.
     gathered = tensor_backward / 3 if layout.sequence_parallel else 0.0
@@ -169,12 +180,14 @@ def _matmuls(job: Job) -> tuple[float, float, float]:
     if model.mlp_size:
         shapes += [(tokens, h, model.gate_and_up_size // t, 1), (tokens, model.mlp_size // t, h, 1)]
     if model.experts is not None:
-        f, here = model.experts.ffn_hidden_size, model.experts.count // (t * job.layout.expert)
+        parts = job.layout.expert_tensor
+        f = model.experts.ffn_hidden_size
+        here = model.experts.count * parts // (t * job.layout.expert)
         rows = ceil(routed_rows(job) / here)
         shapes += [
             (tokens // t, h, model.experts.count, 1),
-            (rows, h, model.activation_columns(f), here),
-            (rows, f, h, here),
+            (rows, h, model.activation_columns(f) // parts, here),
+            (rows, f // parts, h, here),
         ]
     forward = backward = weights = 0.0
     for rows, inner, columns, batch in shapes:
@@ -239,9 +252,11 @@ def _elementwise(job: Job) -> tuple[float, float]:
     columns = (whole + heads + activation) * job.software.elementwise
     moved = tokens_per_micro_batch(model, layout) * columns
     if model.experts is not None:
-        f = model.experts.ffn_hidden_size
-        row = ROUTED_MOVES * model.hidden_size + model.activation_columns(f) + f
-        moved += routed_rows(job) * row * job.software.elementwise
+        h, f, parts = model.hidden_size, model.experts.ffn_hidden_size, layout.expert_tensor
+        moves = COMPUTED_MOVES + (SHARED_MOVES if parts > 1 else 0)
+        row = moves * h + (model.activation_columns(f) + f) / parts
+        routed = routed_rows(job) * row + exchanged_rows(job) * SENT_MOVES * h
+        moved += routed * job.software.elementwise
     moved *= BYTES[job.precision]
     forward = memory_seconds(gpu, moved) + ELEMENTWISE_KERNELS * gpu.kernel_seconds
     return forward, 1.5 * forward
@@ -276,12 +291,24 @@ def _expert_collectives(job: Job) -> float:
     There are two all-to-alls; that of the numbers of tokens is too short to count.
     """
     layout, model = job.layout, job.model
-    ranks = layout.expert * layout.tensor
+    ranks = layout.expert * layout.tensor // layout.expert_tensor
     if model.experts is None or ranks == 1:
         return 0.0
-    moved = routed_rows(job) * model.hidden_size * BYTES[job.precision]
-    once = all_to_all_seconds(job.machine, moved, ranks=ranks, stride=1)
+    moved = exchanged_rows(job) * model.hidden_size * BYTES[job.precision]
+    once = all_to_all_seconds(job.machine, moved, ranks=ranks, stride=layout.expert_tensor)
     return 2 * once
+
+
+def _column_collectives(job: Job) -> float:
+    """Return the times of expert tensor parallelism's exchanges in one pass, as in the other pass.
+
+    They gather the rows of the tensor ranks, and sum the terms of the results.
+    """
+    ranks = job.layout.expert_tensor
+    if ranks == 1:
+        return 0.0
+    moved = routed_rows(job) * job.model.hidden_size * BYTES[job.precision]
+    return 2 * gather_seconds(job.machine, moved, ranks=ranks, stride=1)
 
 
 def context_seconds(job: Job) -> tuple[float, float]:

@@ -110,7 +110,7 @@ def build_model(
     axis = tensor_axis(grid, recipe.layout.sequence_parallel)
     recompute = recipe.layout.recompute
     interval = recipe.layout.recompute_interval if recompute == "full" else 0
-    experts = expert_axis(recipe, topology)
+    experts = expert_axis(recipe, topology, axis)
     specs = layer_specs(
         recipe.model,
         axis,
@@ -313,22 +313,23 @@ def context_axis(recipe: Recipe, topology: Topology) -> ContextAxis:
     )
 
 
-def expert_axis(recipe: Recipe, topology: Topology) -> ExpertAxis:
+def expert_axis(recipe: Recipe, topology: Topology, tensor: TensorAxis) -> ExpertAxis:
     """Create the groups of the expert axis, and return it from this rank's perspective."""
     if recipe.model.experts is None:
         return ExpertAxis()
-    size = topology.expert * topology.tensor
+    size = topology.expert * topology.tensor // topology.expert_tensor
     sharing = topology.context * topology.tensor
     settings = NcclSettings(high_priority=True)
     return ExpertAxis(
         group=create_groups(topology.expert_groups(), settings) if size > 1 else None,
-        rank=dist.get_rank() % size,
+        rank=dist.get_rank() // topology.expert_tensor % size,
         size=size,
         sequence_group=(
             create_groups(topology.sequence_groups(), settings) if sharing > 1 else None
         ),
         sequence_size=sharing,
         tensor_size=topology.tensor,
+        columns=tensor if topology.expert_tensor > 1 else TensorAxis(),
     )
 
 

@@ -70,7 +70,7 @@ def expert_report(
         found, row = layer.statistics, sums[layer.number - first]
         assert found.counts is not None
         row[:-3] = found.counts
-        row[-3] = found.computed
+        row[-3] = found.computed / layer.expert_axis.columns.size
         row[-2] = found.balance / (replicas * micro_batches)
         row[-1] = found.z / (replicas * micro_batches)
     dist.all_reduce(sums)

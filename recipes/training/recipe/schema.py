@@ -227,6 +227,7 @@ class Recipe(Section):
             context=self.layout.context,
             expert=self.layout.expert,
             shard_group=self.layout.shard_group,
+            expert_tensor=self.layout.expert_tensor,
         )
         if world.local_size % topology.tensor:
             raise UserError(

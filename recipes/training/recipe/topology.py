@@ -71,8 +71,9 @@ class Topology:
 
     To DeepSpeed, context ranks are data ranks: its PipeModelDataParallelTopology has the same order
     with `replicas` data ranks. `expert` is the number of neighbouring replicas that divide the
-    experts; all their other weights are the same. `shard_group` is the number of neighbouring
-    replicas that divide the optimizer state; 0: all of them.
+    experts; all their other weights are the same. `expert_tensor` is the number of tensor ranks
+    that divide each expert: 1, or all of them. `shard_group` is the number of neighbouring replicas
+    that divide the optimizer state; 0: all of them.
     """
 
     pipeline: int
@@ -81,6 +82,7 @@ class Topology:
     context: int = 1
     expert: int = 1
     shard_group: int = 0
+    expert_tensor: int = 1
 
     @classmethod
     def for_world(
@@ -92,6 +94,7 @@ class Topology:
         context: int = 1,
         expert: int = 1,
         shard_group: int = 0,
+        expert_tensor: int = 1,
     ) -> "Topology":
         """Return a topology whose data axis takes what the other axes, a divisor, leave.
 
@@ -106,6 +109,7 @@ class Topology:
             context=context,
             expert=expert,
             shard_group=shard_group,
+            expert_tensor=expert_tensor,
         )
 
     @property
@@ -157,11 +161,17 @@ class Topology:
         ]
 
     def expert_groups(self) -> list[list[int]]:
-        """The global ranks of every group that together has all experts of its layers."""
-        return self._neighbours(self.expert * self.tensor)
+        """The global ranks of every group whose ranks have different experts of the same layers.
+
+        With expert tensor parallelism these are ranks with the same tensor rank.
+        """
+        groups = self._neighbours(self.expert * self.tensor)
+        if self.expert_tensor == 1:
+            return groups
+        return [ranks[tensor :: self.tensor] for ranks in groups for tensor in range(self.tensor)]
 
     def expert_data_groups(self) -> list[list[int]]:
-        """The global ranks of every group that has the same experts."""
+        """The global ranks of every group that has the same experts, or parts of experts."""
         span = self.expert * self.tensor
         return [
             list(range(ranks[0] + place, ranks[-1] + 1, span))

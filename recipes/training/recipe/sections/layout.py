@@ -39,6 +39,11 @@ class Layout(Section):
     """Ranks that divide the experts of each layer (expert parallelism), in addition to the tensor
     ranks. It must be a divisor of data x context. More than one requires ZeRO-1 or ZeRO-2."""
 
+    expert_tensor: Count = 1
+    """Tensor ranks that divide the columns of each expert (expert tensor parallelism): 1 or
+    `tensor`. With 1, tensor ranks divide the experts instead, as whole matrices, which communicates
+    less. Choose `tensor` if there are fewer experts than expert x tensor ranks."""
+
     schedule: Literal["1f1b", "interleaved", "zb-h1", "zb-v", "dualpipev", "gpipe"] = "1f1b"
     """Order of the forward and backward passes of a stage. All but "1f1b", the simplest, need two
     stages or more."""
@@ -152,21 +157,41 @@ def check_experts(model: ModelConfig, layout: Layout) -> None:
     """
     experts = model.experts
     if experts is None:
-        if layout.expert > 1:
-            raise UserError(
-                f"layout.expert = {layout.expert} has no effect without model.experts; use "
-                f"layout.expert = 1"
-            )
+        for key in ("expert", "expert_tensor"):
+            if (value := getattr(layout, key)) > 1:
+                raise UserError(
+                    f"layout.{key} = {value} has no effect without model.experts; use "
+                    f"layout.{key} = 1"
+                )
         return
-    share, rest = divmod(experts.count, layout.tensor)
-    divisible = math.gcd(experts.count, experts.shared_ffn_hidden_size, model.kv_heads)
-    fewer = f"layout.tensor = {nearest_divisors(divisible, layout.tensor)}"
-    fewer += " and layout.expert = 1" if layout.expert > 1 else ""
-    if rest or share % layout.expert:
-        works = fewer if rest else f"layout.expert = {nearest_divisors(share, layout.expert)}"
+    if layout.expert_tensor not in (1, layout.tensor):
+        other = f"layout.expert_tensor = {layout.tensor} or " if layout.tensor > 1 else ""
         raise UserError(
-            f"model.experts.count = {experts.count} is not divisible by layout.expert x "
-            f"layout.tensor = {layout.expert * layout.tensor}; use {works}"
+            f"layout.expert_tensor = {layout.expert_tensor} is neither 1 nor layout.tensor = "
+            f"{layout.tensor}; use {other}layout.expert_tensor = 1"
+        )
+    split = layout.expert_tensor > 1
+    ranks = layout.expert if split else layout.expert * layout.tensor
+    divided = experts.ffn_hidden_size if split else experts.count
+    divisible = math.gcd(divided, experts.shared_ffn_hidden_size, model.kv_heads)
+    fewer = f"layout.tensor = {nearest_divisors(divisible, layout.tensor)}"
+    fewer += " with the same layout.expert_tensor" if split else ""
+    fewer += " and layout.expert = 1" if layout.expert > 1 else ""
+    if experts.count % ranks:
+        share, rest = divmod(experts.count, 1 if split else layout.tensor)
+        works = fewer if rest else f"layout.expert = {nearest_divisors(share, layout.expert)}"
+        columns_fit = experts.ffn_hidden_size % layout.tensor == 0 == experts.count % layout.expert
+        if layout.tensor > 1 and not split and columns_fit:
+            works += f", or layout.expert_tensor = {layout.tensor}"
+        names = "layout.expert" if split else "layout.expert x layout.tensor"
+        raise UserError(
+            f"model.experts.count = {experts.count} is not divisible by {names} = {ranks}; "
+            f"use {works}"
+        )
+    if experts.ffn_hidden_size % layout.expert_tensor:
+        raise UserError(
+            f"model.experts.ffn_hidden_size = {experts.ffn_hidden_size} is not divisible by "
+            f"layout.expert_tensor = {layout.expert_tensor}; use {fewer}"
         )
     if experts.shared_ffn_hidden_size % layout.tensor:
         raise UserError(
@@ -185,7 +210,8 @@ def check_expert_ranks(model: ModelConfig, layout: Layout, world_size: int) -> N
     replicas = world_size // (layout.tensor * layout.pipeline)
     if model.experts is None or replicas % layout.expert == 0:
         return
-    works = math.gcd(replicas, model.experts.count // layout.tensor)
+    share = model.experts.count // (1 if layout.expert_tensor > 1 else layout.tensor)
+    works = math.gcd(replicas, share)
     raise UserError(
         f"layout.expert = {layout.expert} does not divide the {replicas} ranks with the same part "
         f"of the model ({world_size} / layout.tensor / layout.pipeline); use layout.expert = "
