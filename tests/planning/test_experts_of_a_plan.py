@@ -13,6 +13,8 @@ from models.errors import UserError
 from recipes.planning.inputs.job import Job, Machine, job_of
 from recipes.planning.inputs.stage_contents import (
     dense_blocks,
+    exchanged_rows,
+    routed_rows,
     routed_stage_parameters,
     stage_parameters,
     table_parameters,
@@ -69,6 +71,42 @@ def test_more_expert_ranks_exchange_more_and_reduce_less() -> None:
     times = {size: step_time(planned(f"layout.expert={size}")[1]) for size in (1, 2, 8)}
     assert times[1].expert == 0 < times[2].expert < times[8].expert
     assert times[1].data > times[8].data
+
+
+def test_tensor_ranks_that_divide_the_columns_share_more_rows() -> None:
+    """Each rank has the same weights and FLOPs, but the inputs of both tensor ranks."""
+    whole, columns = (
+        planned("layout.tensor=2", "layout.expert=4", f"layout.expert_tensor={parts}")[1]
+        for parts in (1, 2)
+    )
+    assert routed_rows(columns) == 2 * routed_rows(whole)
+    assert exchanged_rows(columns) == exchanged_rows(whole)
+    memory = [stage_memory(job)[0] for job in (whole, columns)]
+    assert memory[0].weights == memory[1].weights
+    assert memory[0].activations < memory[1].activations
+    times = [step_time(job) for job in (whole, columns)]
+    assert times[0].tensor < times[1].tensor and times[0].expert > times[1].expert > 0
+
+
+def test_only_tensor_ranks_with_other_experts_can_be_busier() -> None:
+    settings = ("layout.tensor=2", "layout.expert=1")
+    for parts, factor in ((1, 1.5), (2, 1.0)):
+        _, job = planned(*settings, f"layout.expert_tensor={parts}")
+        busy = replace(job, expert_imbalance=1.5)
+        assert routed_rows(busy) == factor * routed_rows(job)
+        activations = [stage_memory(each)[0].activations for each in (busy, job)]
+        assert (activations[0] > activations[1]) == (factor > 1)
+
+
+def test_a_search_divides_columns_only_if_there_are_too_few_experts() -> None:
+    """Mixtral has 8 experts: 8 expert ranks with 8 tensor ranks need a part of an expert each."""
+    recipe, job = planned("cluster.nodes=8")
+    plans = search(job, 100_000).plans
+    divided = [plan.job.layout for plan in plans if plan.job.layout.expert_tensor > 1]
+    assert {(each.tensor, each.expert) for each in divided} >= {(8, 8), (2, 8), (4, 4)}
+    assert all(8 % (each.tensor * each.expert) for each in divided)
+    plan = next(plan for plan in plans if plan.job.layout.expert_tensor == 8)
+    assert in_layout(recipe, plan, "test").layout.expert_tensor == 8
 
 
 def test_a_busier_expert_rank_takes_longer_and_needs_more_memory() -> None:

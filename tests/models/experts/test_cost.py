@@ -111,10 +111,17 @@ def test_without_experts_all_parameters_compute_a_token() -> None:
     assert active_parameter_count(everyone) == parameter_count(everyone)
 
 
-def parameters_of_a_rank(config: ModelConfig, tensor: int, expert: int) -> list[int]:
-    """Return the parameters of each block on one of `tensor` x `expert` ranks."""
+def parameters_of_a_rank(
+    config: ModelConfig, tensor: int, expert: int, *, columns: bool = False
+) -> list[int]:
+    """Return the parameters of each block on one of `tensor` x `expert` ranks.
+
+    columns: tensor ranks divide the columns of each expert
+    """
     axis = TensorAxis(size=tensor)
     experts = ExpertAxis(size=tensor * expert, tensor_size=tensor)
+    if columns:
+        experts = ExpertAxis(size=expert, tensor_size=tensor, columns=axis)
     with torch.device("meta"):
         model = SequentialModel(layer_specs(config, axis, experts=experts))
     totals = [0] * config.layers
@@ -134,6 +141,7 @@ def test_parameters_of_a_block_are_those_that_a_rank_holds(
     expected = [block_parameters(config.dense, tensor)] * dense
     expected += [block_parameters(config, tensor, expert)] * config.expert_layers
     assert parameters_of_a_rank(config, tensor, expert) == expected
+    assert parameters_of_a_rank(config, tensor, expert, columns=True) == expected
 
 
 @pytest.mark.parametrize(

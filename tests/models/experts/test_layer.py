@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from models.config import ModelConfig
 from models.context_parallel.axis import ContextAxis
 from models.context_parallel.division import divide
-from models.experts import exchange, statistics
+from models.experts import columns, exchange, statistics
 from models.experts import layer as source
 from models.experts.axis import ExpertAxis
 from models.experts.layer import MixtureOfExperts, expert_layers
@@ -74,10 +74,16 @@ class Layout:
 
 
 def layout_of(
-    data: int = 1, tensor: int = 1, context: int = 1, expert: int = 1, **rest: Any
+    data: int = 1,
+    tensor: int = 1,
+    context: int = 1,
+    expert: int = 1,
+    *,
+    expert_tensor: int = 1,
+    **rest: Any,
 ) -> Layout:
     sizes = {"data": data, "tensor": tensor, "context": context, "expert": expert}
-    return Layout(Topology(pipeline=1, **sizes), **rest)
+    return Layout(Topology(pipeline=1, **sizes, expert_tensor=expert_tensor), **rest)
 
 
 LAYOUTS = {
@@ -97,6 +103,10 @@ LAYOUTS = {
         "tensor 2, sequence-parallel, recomputed": layout_of(
             tensor=2, sequence_parallel=True, recompute="full"
         ),
+        "expert tensor 2": layout_of(tensor=2, expert_tensor=2),
+        "expert tensor 2, recomputed": layout_of(
+            tensor=2, expert_tensor=2, sequence_parallel=True, recompute="full", micro_batches=2
+        ),
         "context 2": layout_of(context=2),
         "context 2, expert 2": layout_of(context=2, expert=2),
     },
@@ -110,6 +120,14 @@ LAYOUTS = {
         "expert 2, tensor 2, recomputed": layout_of(
             data=2, tensor=2, expert=2, sequence_parallel=True, recompute="selective"
         ),
+        "expert 2, expert tensor 2": layout_of(data=2, tensor=2, expert=2, expert_tensor=2),
+        "expert 2, expert tensor 2, sequence-parallel": layout_of(
+            data=2, tensor=2, expert=2, expert_tensor=2, sequence_parallel=True, micro_batches=2
+        ),
+        "expert 2, context 2, expert tensor 2": layout_of(
+            tensor=2, context=2, expert=2, expert_tensor=2
+        ),
+        "data 2, expert tensor 2": layout_of(data=2, tensor=2, expert_tensor=2),
         "expert 2, context 2, tensor 2": layout_of(tensor=2, context=2, expert=2),
         "expert 4, context 2": layout_of(data=2, context=2, expert=4),
         "context 2, tensor 2": layout_of(tensor=2, context=2),
@@ -118,6 +136,7 @@ LAYOUTS = {
 LAYOUTS_OF_ALL_MODELS = (
     *("four micro-batches", "expert 2", "tensor 2", "context 2, expert 2"),
     *("expert 2, tensor 2, sequence-parallel", "expert 2, context 2, tensor 2"),
+    *("expert tensor 2", "expert 2, expert tensor 2, sequence-parallel"),
 )
 CASES = [
     (model, size, layout)
@@ -145,6 +164,14 @@ FAULTS = [  # seeded fault, number of ranks and layout on which it must show
     ("each tensor rank routes the first tokens", 2, "tensor 2"),
     ("rows sorted by rank instead of by expert", 4, "expert 2, tensor 2"),
     ("noted in the forward pass too", 2, "expert 2, recomputed"),
+    ("terms of one tensor rank only", 2, "expert tensor 2"),
+    ("terms of one tensor rank only", 4, "expert 2, expert tensor 2"),
+    ("gradients of gathered rows not summed", 2, "expert tensor 2"),
+    ("gradients of gathered rows not summed", 4, "expert 2, context 2, expert tensor 2"),
+    ("gathered rows in reverse order of ranks", 2, "expert tensor 2"),
+    ("gathered rows in reverse order of ranks", 4, "data 2, expert tensor 2"),
+    ("rows sorted by rank instead of by expert", 2, "expert tensor 2"),
+    ("experts numbered from the last rank", 4, "expert 2, expert tensor 2"),
 ]
 
 
@@ -207,7 +234,8 @@ def axes(layout: Layout, rank: int) -> tuple[TensorAxis, ContextAxis, ExpertAxis
     """Create the groups of a layout, and return the axes from this rank's perspective."""
     topology = layout.topology
     place = topology.coordinates(rank)
-    size, sharing = topology.expert * topology.tensor, topology.context * topology.tensor
+    size = topology.expert * topology.tensor // topology.expert_tensor
+    sharing = topology.context * topology.tensor
     tensor, context = TensorAxis(), ContextAxis()
     if topology.tensor > 1:
         group = create_groups(topology.tensor_groups())
@@ -217,11 +245,12 @@ def axes(layout: Layout, rank: int) -> tuple[TensorAxis, ContextAxis, ExpertAxis
         context = ContextAxis(group, place.context, topology.context, "gather")
     experts = ExpertAxis(
         group=create_groups(topology.expert_groups()) if size > 1 else None,
-        rank=rank % size,
+        rank=rank // topology.expert_tensor % size,
         size=size,
         sequence_group=create_groups(topology.sequence_groups()) if sharing > 1 else None,
         sequence_size=sharing,
         tensor_size=topology.tensor,
+        columns=tensor if topology.expert_tensor > 1 else TensorAxis(),
     )
     return tensor, context, experts
 
@@ -254,14 +283,16 @@ def joined(config: ModelConfig, layout: Layout, parts: list[Outcome]) -> Outcome
     """
     topology = layout.topology
     replicas, tensor = topology.replicas, topology.tensor
-    shardings = shardings_of(config, tensor)
+    shardings = shardings_of(config, topology)
     assert {name for part in parts for name in part.gradients} == shardings.keys()
     gradients = {}
     for name, sharding in shardings.items():
         held = [part.gradients[name][0] for part in parts if name in part.gradients]
         if sharding.of_expert:
-            assert len(held) == replicas // topology.expert
-            gradients[name] = [torch.stack(held).sum(0) / replicas]
+            assert len(held) == replicas // topology.expert * topology.expert_tensor
+            parts_of = topology.expert_tensor
+            sums = [torch.stack(held[rank::parts_of]).sum(0) for rank in range(parts_of)]
+            gradients[name] = [sharding.logical_tensor(sums) / replicas]
             continue
         of_tensor_ranks = [torch.stack(held[rank::tensor]).mean(0) for rank in range(tensor)]
         gradients[name] = (
@@ -283,10 +314,14 @@ def joined(config: ModelConfig, layout: Layout, parts: list[Outcome]) -> Outcome
     return Outcome(loss, evaluated, gradients, layers)
 
 
-def shardings_of(config: ModelConfig, tensor: int) -> dict[str, Sharding]:
-    """Return the declaration of every parameter by logical name, with `tensor` tensor ranks."""
+def shardings_of(config: ModelConfig, topology: Topology) -> dict[str, Sharding]:
+    """Return the declaration of every parameter by logical name."""
+    axis = TensorAxis(size=topology.tensor)
+    experts = ExpertAxis(
+        tensor_size=topology.tensor, columns=TensorAxis(size=topology.expert_tensor)
+    )
     with torch.device("meta"):
-        model = SequentialModel(layer_specs(config, TensorAxis(size=tensor)))
+        model = SequentialModel(layer_specs(config, axis, experts=experts))
     return {name: sharding_of(each) for name, each in logical_parameters(model, config)}
 
 
@@ -336,6 +371,7 @@ def seeded_fault(fault: str) -> Iterator[None]:
         statistics._Attach.forward,
         statistics.balance_loss,
     )
+    gather = columns._gather
     experts_here, with_losses = ExpertAxis.experts_here, statistics.with_router_losses
 
     def unpermuted(y: Tensor, gates: Tensor, routes: exchange.Routes, axis: ExpertAxis) -> Tensor:
@@ -356,6 +392,12 @@ def seeded_fault(fault: str) -> Iterator[None]:
         balance, z, counts, margin, *_, found, _ = rest
         found.note(counts, balance, z, margin)
         return attach(ctx, gates, *rest)
+
+    def own_rows(x: Tensor, rows: list[int], axis: TensorAxis) -> Tensor:
+        return x.split(rows)[axis.rank]
+
+    def gathered_in_reverse(x: Tensor, rows: list[int], axis: TensorAxis) -> Tensor:
+        return torch.cat(gather(x, rows, axis).split(rows)[::-1])
 
     def reversed_numbers(axis: ExpertAxis, experts: int) -> range:
         return experts_here(replace(axis, rank=axis.size - 1 - axis.rank), experts)
@@ -394,6 +436,13 @@ def seeded_fault(fault: str) -> Iterator[None]:
             "_by_expert",
             lambda counts, total: torch.arange(total),
         ),
+        "terms of one tensor rank only": (exchange, "sum_rows", own_rows),
+        "gradients of gathered rows not summed": (
+            columns._Gather,
+            "backward",
+            staticmethod(lambda ctx, grad: (own_rows(grad, ctx.rows, ctx.axis), None, None)),
+        ),
+        "gathered rows in reverse order of ranks": (columns, "_gather", gathered_in_reverse),
         "noted in the forward pass too": (statistics._Attach, "forward", staticmethod(noting)),
     }
     with mock.patch.object(*faults[fault]):

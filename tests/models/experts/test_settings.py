@@ -106,7 +106,30 @@ BAD: list[tuple[Changes, int, str, str, Changes]] = [
     (
         {"layout__expert": 8, "layout__tensor": 2}, 16,
         "model.experts.count = 8 is not divisible by layout.expert x layout.tensor = 16",
-        "layout.expert = 4", {"layout__expert": 4},
+        "layout.expert = 4, or layout.expert_tensor = 2", {"layout__expert_tensor": 2},
+    ),
+    (
+        {"layout__expert": 16, "layout__tensor": 2, "layout__expert_tensor": 2}, 16,
+        "model.experts.count = 8 is not divisible by layout.expert = 16", "layout.expert = 8",
+        {"layout__expert": 8},
+    ),
+    (
+        {"layout__expert_tensor": 2}, 2,
+        "layout.expert_tensor = 2 is neither 1 nor layout.tensor = 1", "layout.expert_tensor = 1",
+        {"layout__expert_tensor": 1},
+    ),
+    (
+        {"layout__expert": 1, "layout__tensor": 2, "layout__expert_tensor": 3}, 2,
+        "layout.expert_tensor = 3 is neither 1 nor layout.tensor = 2",
+        "layout.expert_tensor = 2 or layout.expert_tensor = 1", {"layout__expert_tensor": 2},
+    ),
+    (
+        {
+            E + "ffn_hidden_size": 127, **TWO_TENSOR_RANKS, "layout__expert_tensor": 2,
+        }, 2,
+        "model.experts.ffn_hidden_size = 127 is not divisible by layout.expert_tensor = 2",
+        "layout.tensor = 1 with the same layout.expert_tensor",
+        {"layout__tensor": 1, "layout__expert_tensor": 1},
     ),
     (
         {E + "count": 7, **TWO_TENSOR_RANKS}, 2,

@@ -54,6 +54,7 @@ EXPERTS = {
     "model__initial_std": 0.1,  # so that the tokens of a sequence use different experts
 }  # fmt: skip
 EXPERT2 = {"layout__expert": 2}
+COLUMNS2 = TENSOR2 | {"layout__expert_tensor": 2}
 BF16 = {"deepspeed": "ds_configs/zero1_bf16.json"}
 ACCUMULATING_BF16 = {"deepspeed": "zero1_bf16_throughout.json"}  # the test writes it
 
@@ -109,6 +110,8 @@ LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
         | TENSOR2
         | SEQUENCE
         | {"layout__recompute": "selective"},
+        "experts expert tensor 2": EXPERTS | COLUMNS2,
+        "experts zero3 expert tensor 2": EXPERTS | COLUMNS2 | ZERO3,
         "experts zero2 data 2": EXPERTS | ZERO2,
         "bf16-experts expert 2": BF16 | EXPERTS | EXPERT2,
         "bf16 pipeline 2": BF16 | PIPELINE2,
@@ -151,6 +154,12 @@ LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
         "experts zb-v expert 2": EXPERTS | ZB_V | EXPERT2,
         "experts zb-h1 tensor 2 sequence-parallel": EXPERTS | ZB_H1 | TENSOR2 | SEQUENCE,
         "experts tensor 2 expert 2": EXPERTS | TENSOR2 | EXPERT2,
+        "experts expert 2 expert tensor 2": EXPERTS | COLUMNS2 | EXPERT2,
+        "experts zb-h1 expert tensor 2 sequence-parallel": EXPERTS | ZB_H1 | COLUMNS2 | SEQUENCE,
+        "experts context 2 expert 2 expert tensor 2": EXPERTS
+        | COLUMNS2
+        | EXPERT2
+        | {"layout__context": 2, "layout__recompute": "full"},
         "experts context 2 expert 4": EXPERTS | {"layout__context": 2, "layout__expert": 4},
         "bf16-experts interleaved expert 2": BF16 | EXPERTS | INTERLEAVED | EXPERT2,
         "documents pipeline 4": DOCUMENTS | {"layout__pipeline": 4},
@@ -192,10 +201,12 @@ QUICK = {  # each engine, axis, ZeRO stage, precision and schedule once; the oth
         "experts expert 2",
         "experts tensor 2 sequence-parallel selective",
         "bf16-experts expert 2",
+        "experts expert tensor 2",
     ),
     4: (
         "experts zb-v expert 2",
         "experts tensor 2 expert 2",
+        "experts expert 2 expert tensor 2",
         "gpt zb-v data 2",
         "zero2 tensor 2 data 2",
         "dropout zero2 shard group 2",
@@ -405,6 +416,7 @@ def test_resuming_continues_bit_for_bit(corpus: Path) -> None:
         "interleaved": INTERLEAVED,
         "bf16 zb-v": BF16 | ZB_V,
         "bf16 experts": BF16 | EXPERTS | EXPERT2,
+        "bf16 expert tensor 2": BF16 | EXPERTS | COLUMNS2,
     }
     results = run_ranks(2, resume_worker, str(corpus), layouts)[0]
     for name, (undisturbed, resumed) in results.items():
