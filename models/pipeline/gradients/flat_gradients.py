@@ -1,8 +1,10 @@
 """The gradients of a stage in flat tensors, and their reduction over the data axis."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from weakref import WeakMethod
 
 import torch
 import torch.distributed as dist
@@ -94,8 +96,10 @@ class FlatGradients(ABC):
             at_once=at_once,
             accumulated=self._new_shards() if sharded else None,
         )
+        # Weakly, because Python cannot free cycles that contain a hook.
+        take = partial(_call, WeakMethod(self._take))
         for parameter in self.bucket_of:
-            parameter.register_post_accumulate_grad_hook(self._take)
+            parameter.register_post_accumulate_grad_hook(take)
         self.has_gradient: set[nn.Parameter] = set()  # since its bucket was last summed
         self.ended: set[int] = set()  # buckets without further gradients in this step
         self._end_cycle()
@@ -354,6 +358,13 @@ def part_of(parameter: nn.Parameter, shard: Tensor) -> Tensor:
     """Return the part of a shard that belongs to a parameter; the shard must hold some of it."""
     address = vars(parameter)["_hp_mapping"].hp_fragment_address  # set by DeepSpeed
     return shard[address.start : address.start + address.numel]
+
+
+def _call(method: WeakMethod[Callable[[nn.Parameter], None]], parameter: nn.Parameter) -> None:
+    """Call a method, unless its object no longer exists."""
+    found = method()
+    if found is not None:
+        found(parameter)
 
 
 def _divided_before(engine: PipelineEngine) -> float:

@@ -1,0 +1,71 @@
+"""A proof trains many models in one process: each is freed, and none slows the next one down."""
+
+import gc
+import weakref
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from models.pipeline.gradients import flat_gradients
+from recipes.proving.trial import many_cases, start, train_step
+from recipes.training.recipe.loading import parse_recipe
+from tests.conftest import changed, small_recipe
+from tests.ranks import join_world, run_ranks
+
+STAGES = {stage: {"deepspeed": f"ds_configs/zero{stage}_fp32.json"} for stage in (1, 2, 3)}
+FAULTS = {
+    "hooks keep the engine": mock.patch.object(
+        flat_gradients, "WeakMethod", lambda method: lambda: method
+    ),
+    "nothing is skipped": mock.patch.object(gc, "freeze"),
+}
+MOST_OBJECTS = 1_000  # that the garbage collector visits before a case; a model has more
+
+
+def freeing_worker(corpus: str) -> dict[Any, tuple[bool, int]]:
+    """Run three cases each, with every ZeRO stage and with faults, and return what is left.
+
+    It is whether the model of the last case is freed, and the number of objects that the garbage
+    collector would visit before the next one.
+    """
+    world = join_world()
+
+    def three_cases(changes: dict[str, Any]) -> tuple[bool, int]:
+        with many_cases() as begin:
+            for _ in range(3):
+                begin()
+                recipe = parse_recipe(changed(small_recipe(Path(corpus)), **changes), "test")
+                engine, data = start(recipe, world)
+                train_step(engine, data, 1)
+                module = weakref.ref(engine.wrapped.module)
+                del engine, data
+            begin()
+        return module() is None, len(gc.get_objects())
+
+    found: dict[Any, tuple[bool, int]] = {n: three_cases(changes) for n, changes in STAGES.items()}
+    for name, fault in FAULTS.items():
+        gc.unfreeze()
+        with fault:
+            found[name] = three_cases(STAGES[1])
+    return found
+
+
+@pytest.fixture(scope="module")
+def left(corpus: Path) -> dict[Any, tuple[bool, int]]:
+    return run_ranks(2, freeing_worker, str(corpus))[0]
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_cases_leave_nothing_to_the_garbage_collector(
+    stage: int, left: dict[Any, tuple[bool, int]]
+) -> None:
+    is_freed, objects = left[stage]
+    assert objects < MOST_OBJECTS
+    assert is_freed == (stage < 3)  # DeepSpeed's ZeRO-3 keeps its models
+
+
+def test_what_stays_is_noticed(left: dict[Any, tuple[bool, int]]) -> None:
+    assert not left["hooks keep the engine"][0]
+    assert left["nothing is skipped"][1] > MOST_OBJECTS
