@@ -255,10 +255,14 @@ class MLP(Fusing):
 
     def forward(self, x: Tensor) -> Tensor:
         """[s, b, h] to [s, b, h]."""
+        return self.down(self.activated(x))
+
+    def activated(self, x: Tensor) -> Tensor:
+        """[s, b, h] to the input of the second linear layer, [s, b, f/t]."""
         if self.activation == "swiglu":
-            return self.down(swiglu(self.up(x), self.fuse))  # [s, b, 2f/t] with the gate first
+            return swiglu(self.up(x), self.fuse)  # [s, b, 2f/t] with the gate first
         x = self.up(x, bias_gradient=False)  # [s, b, f/t]
-        return self.down(gelu(x, self.up.bias, self.fuse))
+        return gelu(x, self.up.bias, self.fuse)
 
     def bias_here(self) -> Tensor | None:
         """Return the output bias for this rank's positions."""

@@ -16,11 +16,12 @@ from itertools import chain
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from models.experts.axis import ExpertAxis
 from models.experts.columns import gather_rows, sum_rows
 from models.parallel.collectives import wait_for
+from models.parallel.deferral import Deferral
 
 
 @dataclass(frozen=True)
@@ -132,6 +133,22 @@ def _by_expert(counts: Tensor, total: int) -> Tensor:
     return of_rows.argsort(stable=True)
 
 
+class Postponed(Deferral):
+    """Gradients of weights that a backward pass computes while an exchange runs.
+
+    weights: the weights
+    """
+
+    def __init__(self, weights: Sequence[nn.Parameter]):
+        super().__init__()
+        self.weights = weights
+
+    def gradients(self) -> list[Tensor]:
+        """Compute the gradients, in the order of the weights."""
+        found = {weight: gradient() for weight, gradient in self.take()}
+        return [found[weight] for weight in self.weights]
+
+
 class Transfer:
     """An all-to-all of rows that runs in the background, forward or backward.
 
@@ -164,8 +181,22 @@ class Transfer:
         return result
 
 
-def begin_dispatch(x: Tensor, routes: Routes, k: int, axis: ExpertAxis) -> Callable[[], Tensor]:
-    """Begin to send tokens [n, h] to their experts.
+def begin_dispatch(
+    x: Tensor,
+    routes: Routes,
+    k: int,
+    axis: ExpertAxis,
+    postponed: Postponed | None = None,
+) -> Callable[[], Tensor]:
+    """Begin to send tokens to their experts.
+
+    Args:
+        x: the tokens, [n, h]
+        routes: the routes
+        k: experts per token
+        axis: the expert axis
+        postponed: gradients of the experts' weights that the backward pass computes while it sends
+            the gradients of the tokens back; all of these weights get them from here
 
     Returns:
         A function that waits for the rows of this rank's experts and returns them, sorted by
@@ -173,9 +204,9 @@ def begin_dispatch(x: Tensor, routes: Routes, k: int, axis: ExpertAxis) -> Calla
         backward.
     """
     copies = _Copies.apply(x, routes.order, routes.inverse_order, k)
+    arrived = _begin_exchange(copies, Transfer(routes.sent, routes.received, axis), postponed)
     if routes.arrangement is None:
-        return lambda: copies
-    arrived = _begin_exchange(copies, Transfer(routes.sent, routes.received, axis))
+        return arrived
     return lambda: _Rearrange.apply(
         gather_rows(arrived(), routes.shared, axis.columns),
         routes.arrangement,
@@ -183,8 +214,10 @@ def begin_dispatch(x: Tensor, routes: Routes, k: int, axis: ExpertAxis) -> Calla
     )
 
 
-def combine(y: Tensor, gates: Tensor, routes: Routes, axis: ExpertAxis) -> Tensor:
-    """Return the experts' outputs to their tokens, and add them with their weights.
+def begin_combine(
+    y: Tensor, gates: Tensor, routes: Routes, axis: ExpertAxis
+) -> Callable[[], Tensor]:
+    """Begin to return the experts' outputs to their tokens, where they are added with weights.
 
     The outputs of a token are added in fp32, in the order of the token's gates.
 
@@ -195,21 +228,29 @@ def combine(y: Tensor, gates: Tensor, routes: Routes, axis: ExpertAxis) -> Tenso
         axis: the expert axis
 
     Returns:
-        [n, h]
+        A function that waits for the outputs and returns the results [n, h]. Operations before its
+        call run at the same time as the exchange, forward and backward.
     """
     if routes.arrangement is not None:
         y = _Rearrange.apply(y, routes.inverse_arrangement, routes.arrangement)
         y = sum_rows(y, routes.shared, axis.columns)
-        y = _begin_exchange(y, Transfer(routes.received, routes.sent, axis))()
-    back = _Rearrange.apply(y, routes.inverse_order, routes.order)
-    return _WeightedSum.apply(back.view(*gates.shape, -1), gates)
+    returned = _begin_exchange(y, Transfer(routes.received, routes.sent, axis))
+
+    def combined() -> Tensor:
+        back = _Rearrange.apply(returned(), routes.inverse_order, routes.order)
+        return _WeightedSum.apply(back.view(*gates.shape, -1), gates)
+
+    return combined
 
 
-def _begin_exchange(x: Tensor, transfer: Transfer) -> Callable[[], Tensor]:
+def _begin_exchange(
+    x: Tensor, transfer: Transfer, postponed: Postponed | None = None
+) -> Callable[[], Tensor]:
     """Begin an all-to-all of rows; return a function that waits for those received."""
-    if transfer.axis.size == 1:
+    weights = () if postponed is None else postponed.weights
+    if transfer.axis.size == 1 and not weights:
         return lambda: x
-    sent = _Begin.apply(x, transfer)
+    sent = _Begin.apply(x, transfer, postponed, *weights)
     return lambda: _End.apply(sent, transfer)
 
 
@@ -252,18 +293,20 @@ class _Rearrange(torch.autograd.Function):
 class _Begin(torch.autograd.Function):
     """Begin an all-to-all of x; backward: wait for the reverse one, which `_End` has begun.
 
-    The output stands for x, and only `_End` may read it.
+    The output stands for x, and only `_End` may read it. The backward pass computes the postponed
+    gradients first.
     """
 
     @staticmethod
-    def forward(ctx, x, transfer):
-        ctx.transfer = transfer
+    def forward(ctx, x, transfer, postponed, *weights):
+        ctx.transfer, ctx.postponed = transfer, postponed
         transfer.begin(x)
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx, grad):
-        return ctx.transfer.wait(), None
+        gradients = [] if ctx.postponed is None else ctx.postponed.gradients()
+        return ctx.transfer.wait(), None, None, *gradients
 
 
 class _End(torch.autograd.Function):

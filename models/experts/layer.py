@@ -6,13 +6,14 @@ tensor ranks, n = s * b / t tokens that this rank routes, m rows that this rank'
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from models.experts.axis import ExpertAxis
-from models.experts.exchange import begin_dispatch, combine, plan_routes
+from models.experts.exchange import Postponed, begin_combine, begin_dispatch, plan_routes
 from models.experts.grouped_matmul import grouped_matmul
 from models.experts.routing import Routing, choose_experts, gates_of, scores_of
 from models.experts.settings import Experts
@@ -29,19 +30,34 @@ from models.parallel.deferral import Deferring
 from models.sharding import Sharding, declared_parameter
 
 
+class SharedExperts(Protocol):
+    """The MLP of the shared experts, in two parts that run during different exchanges."""
+
+    @property
+    def down(self) -> Callable[[Tensor], Tensor]:
+        """The second linear layer."""
+
+    def activated(self, x: Tensor) -> Tensor:
+        """[s, b, h] to the input of `down`."""
+
+
 class MixtureOfExperts(nn.Module):
     """The weighted sum of each token's experts, plus the shared experts.
 
     Each rank routes a different part of the tokens: those that it holds under sequence parallelism,
     otherwise its part of the tokens that all tensor ranks hold.
 
-    Communication: forward, all-to-alls of the numbers of tokens, of the tokens (at the same time as
-    the shared experts) and of the results over the expert axis, an all-reduce of the counts of each
-    sequence over its ranks, and without sequence parallelism an all-gather over the tensor axis.
-    Expert tensor parallelism adds an all-gather of the tokens and a reduce-scatter of the results
-    over the tensor axis. Backward, two all-to-alls and the same two over the tensor axis, an
-    all-reduce of the router's gradient over the tensor axis, and without sequence parallelism an
-    all-gather.
+    Communication: forward, all-to-alls of the numbers of tokens, of the tokens and of the results
+    over the expert axis, an all-reduce of the counts of each sequence over its ranks, and without
+    sequence parallelism an all-gather over the tensor axis. Expert tensor parallelism adds an
+    all-gather of the tokens and a reduce-scatter of the results over the tensor axis. Backward, two
+    all-to-alls and the same two over the tensor axis, an all-reduce of the router's gradient over
+    the tensor axis, and without sequence parallelism an all-gather.
+
+    Overlap: the first linear layer of the shared experts runs while the tokens are sent, and the
+    second one while the results are returned; their backward passes run during the reverse
+    exchanges. During the exchange that ends the backward pass, the gradients of the experts' first
+    matrices are computed, too, unless the schedule defers them.
 
     settings: number and sizes of the experts, and their router
     activation: "swiglu" or "gelu"
@@ -60,7 +76,7 @@ class MixtureOfExperts(nn.Module):
         activation: str,
         axis: TensorAxis,
         expert_axis: ExpertAxis,
-        shared: nn.Module | None = None,
+        shared: SharedExperts | None = None,
         number: int = 0,
     ):
         super().__init__()
@@ -84,8 +100,11 @@ class MixtureOfExperts(nn.Module):
             scale=settings.output_scale,
         )  # fp32 [n, k]
         routes = plan_routes(chosen, settings.count, self.expert_axis)
-        arrived = begin_dispatch(own.flatten(0, 1), routes, settings.per_token, self.expert_axis)
-        shared = None if self.shared is None else self.shared(x)
+        postponed = self._postponed()
+        arrived = begin_dispatch(
+            own.flatten(0, 1), routes, settings.per_token, self.expert_axis, postponed
+        )
+        inner = x if self.shared is None else self.shared.activated(x)
         gates = with_router_losses(
             gates,
             Routing(logits, scores, preferences, chosen.view(*logits.shape[:2], -1)),
@@ -97,11 +116,24 @@ class MixtureOfExperts(nn.Module):
         )
         rows = arrived()
         del arrived  # which keeps the rows that were sent
-        y = combine(self.experts(rows, routes.rows), gates, routes, self.expert_axis)
-        y = y.view_as(own)
+        y = self.experts(rows, routes.rows, postponed)
+        returned = begin_combine(y, gates, routes, self.expert_axis)
+        shared = None if self.shared is None else self.shared.down(inner)
+        y = returned().view_as(own)
         if not axis.sequence_parallel:
             y = gather_from_tensor_axis(y, axis, dimension=0)
         return y if shared is None else y + shared
+
+    def _postponed(self) -> Postponed | None:
+        """Return what postpones gradients of the experts to an exchange in the backward pass.
+
+        None if there is no exchange, or if the schedule defers the gradients itself.
+        """
+        experts = self.experts
+        is_deferred = experts.deferral is not None
+        if self.expert_axis.size == 1 or is_deferred or not torch.is_grad_enabled():
+            return None
+        return Postponed([getattr(experts, f"up_{number}") for number in experts.numbers])
 
     def bias_here(self) -> None:
         """Return None: experts have no output bias."""
@@ -179,11 +211,13 @@ class ExpertMLPs(Deferring, Fusing):
                 parameter = declared_parameter(sharding, axis.tensor_size)
                 self.register_parameter(f"{name}_{number}", parameter)
 
-    def forward(self, x: Tensor, rows: Sequence[int]) -> Tensor:
+    def forward(self, x: Tensor, rows: Sequence[int], postponed: Postponed | None = None) -> Tensor:
         """[m, h], sorted by expert, to [m, h].
 
         Args:
+            x: the rows
             rows: number of rows of each expert
+            postponed: postpones the gradients of `up`; None: nothing does
         """
         up, down = (
             [getattr(self, f"{name}_{number}") for number in self.numbers]
@@ -191,7 +225,7 @@ class ExpertMLPs(Deferring, Fusing):
         )
         # m differs between micro-batches. Fewer than two rows would be compiled separately.
         fuse = for_any_rows(self.fuse) if len(x) > 1 else as_written
-        x = grouped_matmul(x, up, rows, self.deferral)
+        x = grouped_matmul(x, up, rows, self.deferral if postponed is None else postponed)
         x = swiglu(x, fuse) if self.activation == "swiglu" else gelu(x, None, fuse)
         return grouped_matmul(x, down, rows, self.deferral)
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from models.experts import exchange
 from models.experts.axis import ExpertAxis
-from models.experts.exchange import begin_dispatch, combine, count_tokens, plan_routes
+from models.experts.exchange import begin_combine, begin_dispatch, count_tokens, plan_routes
 from tests.ranks import run_ranks
 
 EXPERTS, HIDDEN = 8, 6
@@ -103,7 +103,7 @@ def run_on_expert_ranks(case: Case, axis: ExpertAxis) -> Outcome:
     rows = begin_dispatch(given.x, routes, case.per_token, axis)()
     pairs = zip(rows.split(routes.rows), weights, strict=True)
     outputs = torch.cat([torch.tanh(part @ weight.t()) for part, weight in pairs])
-    y = combine(outputs, given.gates, routes, axis)
+    y = begin_combine(outputs, given.gates, routes, axis)()
     y.backward(given.grad)
     labels = torch.tensor([[axis.rank, token] for token in range(len(given.x))]).double()
     arrived = begin_dispatch(labels, routes, case.per_token, axis)().split(routes.rows)
@@ -295,7 +295,7 @@ def sums_in_16_bits(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     copies = begin_dispatch(x, routes, k, ExpertAxis())()
     terms = torch.tensor([[large if number == 3 else 1.0] for number in range(k)]).to(dtype)
     copies.backward(terms)
-    y = combine(terms, torch.ones(1, k), routes, ExpertAxis())
+    y = begin_combine(terms, torch.ones(1, k), routes, ExpertAxis())()
     assert x.grad is not None
     return y, x.grad, torch.full((1, 1), large + 3).to(dtype)
 

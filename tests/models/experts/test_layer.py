@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from models.config import ModelConfig
 from models.context_parallel.axis import ContextAxis
 from models.context_parallel.division import divide
-from models.experts import columns, exchange, statistics
+from models.experts import columns, exchange, grouped_matmul, statistics
 from models.experts import layer as source
 from models.experts.axis import ExpertAxis
 from models.experts.layer import MixtureOfExperts, expert_layers
@@ -367,14 +367,16 @@ def run_cases(rank: int, size: int) -> dict[Any, Outcome]:
 def seeded_fault(fault: str) -> Iterator[None]:
     """Break the layer in one way."""
     combine, attach, balance_loss = (
-        exchange.combine,
+        exchange.begin_combine,
         statistics._Attach.forward,
         statistics.balance_loss,
     )
     gather = columns._gather
     experts_here, with_losses = ExpertAxis.experts_here, statistics.with_router_losses
 
-    def unpermuted(y: Tensor, gates: Tensor, routes: exchange.Routes, axis: ExpertAxis) -> Tensor:
+    def unpermuted(
+        y: Tensor, gates: Tensor, routes: exchange.Routes, axis: ExpertAxis
+    ) -> Callable[[], Tensor]:
         return combine(y, gates, replace(routes, order=torch.arange(len(routes.order))), axis)
 
     def unweighted(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
@@ -403,7 +405,7 @@ def seeded_fault(fault: str) -> Iterator[None]:
         return experts_here(replace(axis, rank=axis.size - 1 - axis.rank), experts)
 
     faults: dict[str, tuple[Any, str, Any]] = {
-        "outputs not returned to their tokens": (source, "combine", unpermuted),
+        "outputs not returned to their tokens": (source, "begin_combine", unpermuted),
         "gates not applied in the backward pass": (
             exchange._WeightedSum,
             "backward",
@@ -649,3 +651,54 @@ def test_logits_of_experts_are_computed_in_fp32(dtype: torch.dtype) -> None:
         assert ours.grad is not None and plain.grad is not None and ours.grad.dtype == dtype
         rounding = torch.finfo(dtype).eps
         assert torch.allclose(ours.grad.float(), plain.grad, rtol=rounding, atol=1e-5)
+
+
+def overlap_worker() -> list[str]:
+    """Return what a rank of two expert ranks does in a forward and a backward pass, in order."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    events: list[str] = []
+
+    def noting(event: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def noted(*given: Any, **rest: Any) -> Any:
+            if not events or events[-1] != event:
+                events.append(event)
+            return function(*given, **rest)
+
+        return noted
+
+    layout = LAYOUTS[2]["expert 2"]
+    model = SequentialModel(
+        layer_specs(MODELS[MODEL], TensorAxis(), experts=axes(layout, dist.get_rank())[2])
+    )
+    layer = expert_layers(model)[0]
+    generator = torch.Generator().manual_seed(8)
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) / 5)
+    assert isinstance(layer.shared, MLP)
+    for name, linear in (("first", layer.shared.up), ("second", layer.shared.down)):
+        linear.register_forward_hook(noting(f"{name} of shared", lambda *_: None))
+        hook = noting(f"gradient of {name} of shared", lambda *_: None)
+        linear.weight.register_post_accumulate_grad_hook(hook)
+    layer.experts.register_forward_hook(noting("experts", lambda *_: None))
+    weight_gradient = noting("gradient of experts", grouped_matmul._weight_gradient)
+    with (
+        mock.patch.object(exchange.Transfer, "begin", noting("begin", exchange.Transfer.begin)),
+        mock.patch.object(exchange.Transfer, "wait", noting("wait", exchange.Transfer.wait)),
+        mock.patch.object(grouped_matmul, "_weight_gradient", weight_gradient),
+    ):
+        x = torch.randn(12, 3, LLAMA.hidden_size, generator=generator).requires_grad_()
+        layer(x).square().sum().backward()
+    dist.barrier()
+    return events
+
+
+def test_shared_experts_and_weight_gradients_run_during_the_exchanges() -> None:
+    assert run_ranks(2, overlap_worker)[0] == [
+        *("begin", "first of shared", "wait", "experts"),
+        *("begin", "second of shared", "wait"),
+        *("begin", "gradient of second of shared", "wait"),
+        "gradient of experts",  # of the second matrices
+        *("begin", "gradient of first of shared", "gradient of experts", "wait"),
+    ]
