@@ -109,6 +109,27 @@ def test_a_search_divides_columns_only_if_there_are_too_few_experts() -> None:
     assert in_layout(recipe, plan, "test").layout.expert_tensor == 8
 
 
+def test_shared_experts_and_weight_gradients_hide_exchanges() -> None:
+    """With 8 narrow experts per token, an exchange takes longer than what hides it."""
+    settings = (
+        "layout.expert=8", "model.experts.per_token=8", "model.experts.ffn_hidden_size=512",
+        "layout.chunks=1",
+    )  # fmt: skip
+    shared = "model.experts.shared=1"
+
+    def exposed(schedule: str, *more: str, overlap: float | None = None) -> float:
+        _, job = planned(*settings, f"layout.schedule={schedule}", *more)
+        if overlap is not None:
+            job = replace(job, software=replace(job.software, expert_overlap=overlap))
+        return step_time(job).expert
+
+    def share(schedule: str, *more: str) -> float:
+        return exposed(schedule, *more) / exposed(schedule, *more, overlap=0.0)
+
+    assert share("zb-h1") == 1.0 > share("1f1b") > share("1f1b", shared) > 0.0
+    assert share("1f1b", shared) < share("zb-h1", shared) < 1.0
+
+
 def test_a_busier_expert_rank_takes_longer_and_needs_more_memory() -> None:
     _, job = planned()
     busy = replace(job, expert_imbalance=1.5)

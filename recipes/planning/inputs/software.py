@@ -48,6 +48,7 @@ class Software:
     # weights that they do hide.
     data_overlap: float = 0.0
     gather_overlap: float = 0.0
+    expert_overlap: float = 0.0  # of what shared experts and weight gradients could hide
     gradient_bytes: int | None = None  # bytes of a gradient as sent; None: as a weight
     reduce_scatter: bool = True  # False: all-reduce, although the optimizer state is sharded
     reduces_in_groups: bool = False  # ZeRO-2 reduces gradients after groups of micro-batches
@@ -81,6 +82,7 @@ THREEFOLD = Software(
     shard_overlap=0.0,  # as measured for FSDP on the same GPUs
     data_overlap=0.9,  # as fitted to Megatron-Core, which overlaps the same collectives
     gather_overlap=0.9,
+    expert_overlap=0.7,  # assumed, as the tensor overlap of Megatron-Core
     reduces_in_groups=True,
     block_seconds=6.4e-4,
     balances_stages=True,

@@ -7,8 +7,10 @@ t tensor ranks. All times are seconds of one micro-batch on one rank.
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from math import ceil
+from typing import NamedTuple
 
 from models.cost import block_parameters, tokens_at_a_time
+from models.pipeline.schedule.order import SCHEDULES
 from recipes.planning.inputs.job import Job, JobLayout
 from recipes.planning.inputs.kernels import (
     fused_attention_seconds,
@@ -106,6 +108,7 @@ def block_job(job: Job) -> Job:
     """Return a job reduced to the settings that affect a block's time, as a key for caching."""
     layout = job.layout
     sharded = job.shards_in_passes
+    splits = SCHEDULES[layout.schedule].splits
     return replace(
         job,
         global_sequences=1,
@@ -120,6 +123,8 @@ def block_job(job: Job) -> Job:
             sequence_parallel=layout.sequence_parallel,
             recompute=layout.recompute,
             micro_sequences=layout.micro_sequences,
+            # Deferred weight gradients cannot hide exchanges of tokens.
+            schedule="zb-h1" if job.model.experts and splits else "1f1b",
         ),
     )
 
@@ -140,7 +145,7 @@ def block_passes(job: Job) -> ForwardBackward:
         job, core / software.era, core_backward / software.era
     )
 
-    expert, columns = _expert_collectives(job), _column_collectives(job)
+    (expert, expert_backward), columns = _expert_collectives(job), _column_collectives(job)
     forward = (matmuls + core + elementwise) / software.era
     backward = (matmuls_backward + core_backward + elementwise_backward) / software.era
     recomputing = PassTime()
@@ -152,7 +157,8 @@ def block_passes(job: Job) -> ForwardBackward:
     host, host_backward = software.block_seconds, 2 * software.block_seconds
     ahead = PassTime(max(forward, host), tensor + columns, context, expert)
     slower = max(backward, host_backward)
-    back = PassTime(slower, tensor_backward + columns, context_backward, expert) + recomputing
+    back = PassTime(slower, tensor_backward + columns, context_backward, expert_backward)
+    back += recomputing
     # The backward pass has three collectives for every two of the forward pass. One of the three
     # gathers an input again for the gradient of a weight.
     gathered = tensor_backward / 3 if layout.sequence_parallel else 0.0
@@ -162,42 +168,66 @@ def block_passes(job: Job) -> ForwardBackward:
     return ForwardBackward(ahead, back, weights)
 
 
-def _matmuls(job: Job) -> tuple[float, float, float]:
-    """Return the times of a block's matmuls: forward, backward, and for weights only.
+class MatmulTime(NamedTuple):
+    """Seconds of a matmul and of its backward pass.
+
+    For each forward matmul, the backward pass has two: the gradient of the input and the gradient
+    of the weight. `backward` includes both; `weights` is the part for weight gradients.
+    """
+
+    forward: float = 0.0
+    backward: float = 0.0
+    weights: float = 0.0
+
+
+def _matmuls(job: Job) -> MatmulTime:
+    """Return the times of all matmuls of a block.
 
     A dense block has four. A block with experts has the attention's two, those of the shared
     experts, the router's, and the experts', among which the rows are divided equally.
-
-    For each forward matmul, the backward pass has two: the gradient of the input and the gradient
-    of the weight. The second value includes both; the third is the part for weight gradients.
     """
-    model, t, gpu, precision = job.model, job.layout.tensor, job.machine.gpu, job.precision
+    model, t = job.model, job.layout.tensor
     tokens, h = tokens_per_micro_batch(model, job.layout), model.hidden_size
     shapes = [
         (tokens, h, (model.query_size + 2 * model.key_value_size) // t, 1),
         (tokens, model.query_size // t, h, 1),
     ]
     if model.mlp_size:
-        shapes += [(tokens, h, model.gate_and_up_size // t, 1), (tokens, model.mlp_size // t, h, 1)]
+        shapes += _mlp_shapes(job)
     if model.experts is not None:
-        parts = job.layout.expert_tensor
-        f = model.experts.ffn_hidden_size
-        here = model.experts.count * parts // (t * job.layout.expert)
-        rows = ceil(routed_rows(job) / here)
-        shapes += [
-            (tokens // t, h, model.experts.count, 1),
-            (rows, h, model.activation_columns(f) // parts, here),
-            (rows, f // parts, h, here),
-        ]
-    forward = backward = weights = 0.0
-    for rows, inner, columns, batch in shapes:
-        seconds = partial(matmul_seconds, gpu, precision, batch=batch)
-        forward += seconds(rows=rows, columns=columns, inner=inner)
-        backward += seconds(rows=rows, columns=inner, inner=columns)
-        weight = seconds(rows=columns, columns=inner, inner=padded(rows))
-        backward += weight
-        weights += weight
-    return forward, backward, weights
+        shapes += [(tokens // t, h, model.experts.count, 1), *_expert_shapes(job)]
+    times = [_matmul(job, shape) for shape in shapes]
+    return MatmulTime(*(sum(parts) for parts in zip(*times, strict=True)))
+
+
+MatmulShape = tuple[int, int, int, int]  # rows, inner, columns, number of equal matmuls
+
+
+def _mlp_shapes(job: Job) -> list[MatmulShape]:
+    """Return the two matmuls of a dense block's MLP, or of the shared experts."""
+    model, t = job.model, job.layout.tensor
+    tokens, h = tokens_per_micro_batch(model, job.layout), model.hidden_size
+    return [(tokens, h, model.gate_and_up_size // t, 1), (tokens, model.mlp_size // t, h, 1)]
+
+
+def _expert_shapes(job: Job) -> list[MatmulShape]:
+    """Return the two matmuls of a rank's experts, among which the rows are divided equally."""
+    model, layout, parts = job.model, job.layout, job.layout.expert_tensor
+    assert model.experts is not None
+    f = model.experts.ffn_hidden_size
+    here = model.experts.count * parts // (layout.tensor * layout.expert)
+    rows, h = ceil(routed_rows(job) / here), model.hidden_size
+    columns = model.activation_columns(f) // parts
+    return [(rows, h, columns, here), (rows, f // parts, h, here)]
+
+
+def _matmul(job: Job, shape: MatmulShape) -> MatmulTime:
+    rows, inner, columns, batch = shape
+    seconds = partial(matmul_seconds, job.machine.gpu, job.precision, batch=batch)
+    forward = seconds(rows=rows, columns=columns, inner=inner)
+    of_input = seconds(rows=rows, columns=inner, inner=columns)
+    weights = seconds(rows=columns, columns=inner, inner=padded(rows))
+    return MatmulTime(forward, of_input + weights, weights)
 
 
 def padded(tokens: int) -> int:
@@ -285,18 +315,32 @@ def _tensor_collectives(job: Job) -> tuple[float, float]:
     )
 
 
-def _expert_collectives(job: Job) -> float:
-    """Return the times of the exchanges of tokens in one pass; the other pass has the same ones.
+def _expert_collectives(job: Job) -> tuple[float, float]:
+    """Return the exposed times of the exchanges of tokens, forward and backward.
 
-    There are two all-to-alls; that of the numbers of tokens is too short to count.
+    Each pass has two all-to-alls; that of the numbers of tokens is too short to count. The two
+    matmuls of the shared experts run during one exchange each, forward and backward. The gradients
+    of the experts' first matrices run during the last one, unless the schedule defers them.
     """
-    layout, model = job.layout, job.model
+    layout, model, software = job.layout, job.model, job.software
     ranks = layout.expert * layout.tensor // layout.expert_tensor
     if model.experts is None or ranks == 1:
-        return 0.0
+        return 0.0, 0.0
     moved = exchanged_rows(job) * model.hidden_size * BYTES[job.precision]
     once = all_to_all_seconds(job.machine, moved, ranks=ranks, stride=layout.expert_tensor)
-    return 2 * once
+    # On a CPU, the same cores compute and communicate.
+    share = 0.0 if job.machine.gpu.device == "cpu" else software.expert_overlap
+    first, second = MatmulTime(), MatmulTime()
+    if model.mlp_size:
+        first, second = (_matmul(job, shape) for shape in _mlp_shapes(job))
+    last = first.backward
+    if not SCHEDULES[layout.schedule].splits:
+        last += _matmul(job, _expert_shapes(job)[0]).weights
+
+    def exposed(*computed: float) -> float:
+        return sum(once - share * min(once, each / software.era) for each in computed)
+
+    return exposed(first.forward, second.forward), exposed(second.backward, last)
 
 
 def _column_collectives(job: Job) -> float:
