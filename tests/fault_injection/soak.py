@@ -7,7 +7,7 @@ run must resume from the newest checkpoint. Every line of metrics.jsonl must equ
 that of an undisturbed run. The exit code is 1 if one of these conditions is violated.
 
     make soak
-    python tests/fault_injection/soak.py --kills 20 --seed 7
+    python tests/fault_injection/soak.py --kills 20 --seed 7 --experts
 """
 
 import sys
@@ -48,6 +48,13 @@ TIMED = (
     "step_seconds", "between_seconds", "data_seconds", "validation_seconds", "tokens_per_second",
     "tflops_per_gpu", "memory_gb",
 )  # fmt: skip
+EXPERTS: dict[str, Any] = {
+    "model__experts": {
+        "count": 4, "per_token": 2, "ffn_hidden_size": 24, "router": "sigmoid", "normalize": True,
+        "bias_update": 0.01, "balance_loss": 0.1,
+    },
+    "layout__expert": 2,
+}  # fmt: skip
 OUTPUT_CHARACTERS = 2000  # characters of a rank's output, in a report
 
 
@@ -163,7 +170,13 @@ class Run:
 
 
 def soak(
-    folder: Path, *, kills: int, seed: int, resumes: int = 0, fault: str | None = None
+    folder: Path,
+    *,
+    kills: int,
+    seed: int,
+    resumes: int = 0,
+    fault: str | None = None,
+    experts: bool = False,
 ) -> Report:
     """Kill runs until the numbers of kills and of resumed runs are reached.
 
@@ -171,9 +184,10 @@ def soak(
     seed: of the random times and victims
     resumes: number of resumed runs
     fault: one of `FAULTS`, to check that it is detected
+    experts: the model has experts, which the data ranks divide
     """
     chance, report = random.Random(seed), Report()
-    recipe = write_recipe(folder)
+    recipe = write_recipe(folder, **(EXPERTS if experts else {}))
     for name in ("imports", "undisturbed"):  # the first run waits for the server
         undisturbed = Run(recipe, folder / name, None)
         started = time.monotonic()
@@ -260,8 +274,11 @@ def compare(run: Run, expected: dict[int, dict], before: int, starts: int) -> li
     return wrong
 
 
-def write_recipe(folder: Path) -> Path:
-    """Write a corpus and a recipe whose run takes seconds; return the recipe's file."""
+def write_recipe(folder: Path, **changes: Any) -> Path:
+    """Write a corpus and a recipe whose run takes seconds; return the recipe's file.
+
+    changes: changes of the recipe
+    """
     write_corpus(folder / "data", VOCAB_SIZE)
     table = changed(
         small_recipe(folder / "data"),
@@ -271,6 +288,7 @@ def write_recipe(folder: Path) -> Path:
         training__steps=30,
         training__evaluate_every=10,
         checkpoint__every=2,
+        **changes,
     )
     file = folder / "soak.toml"
     file.write_text(tomli_w.dumps(table))
@@ -355,9 +373,16 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=200, help="default: 200")
     parser.add_argument("--seed", type=int, default=0, help="default: 0")
     parser.add_argument("--fault", choices=FAULTS, help="a fault that the soak must detect")
+    parser.add_argument("--experts", action="store_true", help="train a model with experts")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        report = soak(Path(folder), kills=options.kills, seed=options.seed, fault=options.fault)
+        report = soak(
+            Path(folder),
+            kills=options.kills,
+            seed=options.seed,
+            fault=options.fault,
+            experts=options.experts,
+        )
     print(report)
     sys.exit(1 if report.wrong else 0)
 

@@ -7,9 +7,12 @@ import pytest
 from tests.fault_injection.soak import FAULTS, soak
 
 
-def test_nothing_is_lost_under_kills(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "experts", [False, pytest.param(True, marks=pytest.mark.long)], ids=["dense", "experts"]
+)
+def test_nothing_is_lost_under_kills(experts: bool, tmp_path: Path) -> None:
     # The faults below show that some kills hit a save: "publish early" is detected in no other way.
-    report = soak(tmp_path, kills=5, seed=1, resumes=2)
+    report = soak(tmp_path, kills=5, seed=1, resumes=2, experts=experts)
     assert not report.wrong, str(report)
     assert report.kills.total() >= 5 and report.resumes >= 2
 
