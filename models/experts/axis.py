@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 import torch.distributed as dist
 
 from models.parallel.collectives import TensorAxis
+from models.parallel.turns import Turns
 
 
 @dataclass(frozen=True)
@@ -19,6 +20,7 @@ class ExpertAxis:
     tensor_size: number of tensor ranks, which divide the tokens of a context rank among them
     columns: the tensor ranks that divide the columns of this rank's experts (expert tensor
         parallelism); of size 1: each rank has whole experts
+    turns: lets another pass run before this rank waits for an exchange
     """
 
     group: dist.ProcessGroup | None = None
@@ -28,6 +30,7 @@ class ExpertAxis:
     sequence_size: int = 1
     tensor_size: int = 1
     columns: TensorAxis = field(default_factory=TensorAxis)
+    turns: Turns = field(default_factory=Turns, compare=False)
 
     def experts_here(self, experts: int) -> range:
         """Return the numbers of this rank's experts, of `experts` in all."""

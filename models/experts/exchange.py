@@ -174,6 +174,7 @@ class Transfer:
 
     def wait(self) -> Tensor:
         """Wait for the rows that `begin` exchanges, and return those received, [received, h]."""
+        self.axis.turns.switch()
         assert self.running is not None
         work, result, _ = self.running
         self.running = None

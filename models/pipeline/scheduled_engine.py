@@ -19,9 +19,11 @@ from deepspeed.runtime.pipe.schedule import PipeInstruction
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from models.experts.layer import expert_layers
 from models.parallel.deferral import Deferral, defer_weights
 from models.parallel.micro_batch_info import MicroBatchInfo
 from models.parallel.process_groups import matches_by_order
+from models.parallel.turns import Turns
 from models.pipeline.channels import Boundary, Channels
 from models.pipeline.gathering import WeightGathering
 from models.pipeline.gradients.flat_gradients import gradients_of
@@ -99,6 +101,8 @@ class ScheduledEngine(PipelineEngine):
         self.deferral = Deferral()
         if self.pipeline.splits:
             defer_weights(self.module, self.deferral)
+        experts = expert_layers(self.module)
+        self.turns = experts[0].expert_axis.turns if experts else Turns()
         self.schedules: dict[tuple[Pipeline, bool], PassSchedule] = {}
         self.needs_warm_up = matches_by_order() and self.pipeline.stages > 1
         self._begin_step()
@@ -133,8 +137,11 @@ class ScheduledEngine(PipelineEngine):
         self.handed_on: dict[Pass, Tensor] = {}  # from one chunk of this stage to another
         self.labels: dict[int, Tensor] = {}
         self.tokens: dict[int, Tensor] = {}
+        self.begun: dict[Pass, Callable[[], None]] = {}  # forward passes, by their partners
         order = self.pipeline.orders[self.stage_id]
         self.group_ends = group_ends(order, self.pipeline.reduce_every)
+        pairs = (unit for unit in self.pipeline.units(order) if len(unit) > 1)
+        self.partners: dict[Pass, Pass] = dict(pairs)
 
     def is_last_stage(self) -> bool:
         """Return True on the stage of the loss; while DeepSpeed sets up, on the last stage."""
@@ -171,7 +178,7 @@ class ScheduledEngine(PipelineEngine):
                     for observe in self.observers:
                         observed.enter_context(observe(instruction))
                     self._INSTRUCTION_MAP[type(instruction)](self, **instruction.kwargs)
-        assert not (self.in_flight or self.deferred or self.handed_on)
+        assert not (self.in_flight or self.deferred or self.handed_on or self.begun)
 
     def _pass(self, kind: Kind, buffer_id: int, chunk: int) -> Pass:
         return Pass(kind, self.stage_id, chunk, buffer_id)
@@ -201,7 +208,19 @@ class ScheduledEngine(PipelineEngine):
             self.handed_on[work] = self.channels.receive(work)
 
     def run_forward(self, buffer_id: int, chunk: int) -> None:
-        """Run the forward pass of a micro-batch (`buffer_id`) through a chunk."""
+        """Run the forward pass of a micro-batch (`buffer_id`) through a chunk.
+
+        If the pass is one of a pair, `run_backward` runs both.
+        """
+        partner = self.partners.get(self._pass(FORWARD, buffer_id, chunk))
+        if partner is not None and torch.is_grad_enabled():
+            self.begun[partner] = partial(self._run_forward, buffer_id, chunk)
+        else:
+            self._run_forward(buffer_id, chunk)
+
+    def _run_forward(self, buffer_id: int, chunk: int) -> None:
+        if self.device.type == "cuda":  # of the helper's thread
+            torch.cuda.set_device(self.device)
         work = self._pass(FORWARD, buffer_id, chunk)
         if self.pipeline.needed(work) is None:
             x = self.tokens.pop(buffer_id)
@@ -224,6 +243,14 @@ class ScheduledEngine(PipelineEngine):
 
     def run_backward(self, buffer_id: int, chunk: int) -> None:
         """Run the backward pass, without the weight gradients if the schedule splits it."""
+        forward = self.begun.pop(self._pass(BACKWARD, buffer_id, chunk), None)
+        backward = partial(self._run_backward, buffer_id, chunk)
+        if forward is None:
+            backward()
+        else:
+            self.turns.take(forward, backward)
+
+    def _run_backward(self, buffer_id: int, chunk: int) -> None:
         work = self._pass(BACKWARD, buffer_id, chunk)
         passing = self.in_flight.pop((chunk, buffer_id))
         if work in self.group_ends:

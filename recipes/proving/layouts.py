@@ -9,7 +9,7 @@ from models.errors import UserError
 from recipes.training.recipe.deepspeed_config import build_deepspeed_config, read_deepspeed_json
 from recipes.training.recipe.loading import parse_recipe
 from recipes.training.recipe.schema import Recipe
-from recipes.training.recipe.sections.layout import CONTEXT_ATTENTIONS
+from recipes.training.recipe.sections.layout import CONTEXT_ATTENTIONS, PAIRED_SCHEDULES
 from recipes.training.recipe.topology import Topology, World
 
 ZERO_STAGES = (1, 2, 3)
@@ -65,6 +65,8 @@ class ProofCase:
             parts.append("sequence-parallel")
         if layout.context > 1:
             parts.append(layout.context_attention)
+        if layout.expert_overlap:
+            parts.append("expert overlap")
         if layout.recompute != "none":
             every = f" by {layout.recompute_interval}" if layout.recompute == "full" else ""
             parts.append(f"recompute {layout.recompute}{every}")
@@ -81,6 +83,7 @@ class ProofCase:
             "data": sizes.data,
             "expert": sizes.expert,
             "expert_tensor": sizes.expert_tensor,
+            "expert_overlap": layout.expert_overlap,
             "zero": self.zero_stage,
             "reduce_every": layout.reduce_every,
             "shard_group": layout.shard_group,
@@ -112,7 +115,8 @@ def valid_cases(
         read_deepspeed_json(CONFIG.format(stage))  # raises here if the file is missing
     found = []
     for topology in topologies(ranks, experts=recipe.model.experts is not None):
-        ways = product(ZERO_STAGES, layouts(topology, recomputes), micro_sequences)
+        variants = layouts(topology, recomputes, experts=recipe.model.experts is not None)
+        ways = product(ZERO_STAGES, variants, micro_sequences)
         for zero, layout, micro in ways:
             micro_batches = recipe.batch.global_sequences // (micro * topology.data)
             for reduction in reductions(zero, topology, layout, micro_batches):
@@ -237,7 +241,9 @@ def topologies(ranks: int, *, experts: bool = False) -> Iterator[Topology]:
     return iter(sorted(every, key=lambda topology: topology.world_size))
 
 
-def layouts(topology: Topology, recomputes: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+def layouts(
+    topology: Topology, recomputes: list[dict[str, Any]], *, experts: bool = False
+) -> Iterator[dict[str, Any]]:
     """Yield the [layout] sections for a topology, without those that would have equal effects."""
     schedules = SCHEDULES.values() if topology.pipeline > 1 else [SCHEDULES["1f1b"]]
     splits = (False, True) if topology.tensor > 1 else (False,)
@@ -245,7 +251,11 @@ def layouts(topology: Topology, recomputes: list[dict[str, Any]]) -> Iterator[di
     for schedule, split, context, recompute in product(
         schedules, splits, contexts if topology.context > 1 else [{}], recomputes
     ):
-        yield {**schedule, "sequence_parallel": split, **context, **recompute}
+        layout = {**schedule, "sequence_parallel": split, **context, **recompute}
+        yield layout
+        exchanges = topology.expert * topology.tensor > topology.expert_tensor
+        if experts and exchanges and schedule.get("schedule") in PAIRED_SCHEDULES:
+            yield layout | {"expert_overlap": True}
 
 
 def _case(

@@ -153,6 +153,7 @@ def _row_of_json(finding: Finding) -> dict[str, Any]:
         "data": sizes.data,
         "expert": sizes.expert,
         "expert_tensor": sizes.expert_tensor,
+        "expert_overlap": layout.expert_overlap,
         "zero": case.zero_stage,
         "reduce_every": layout.reduce_every,
         "shard_group": layout.shard_group,

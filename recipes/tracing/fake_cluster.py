@@ -32,6 +32,7 @@ from models.kernels import attention, fusing, norms
 from models.kernels.attention import cumulative_lengths
 from models.parallel.micro_batch_info import positions_in
 from models.parallel.rng import token_positions
+from models.parallel.turns import Turns
 from models.pipeline.replacement import replaced
 from models.transformer import rotary_table
 
@@ -80,6 +81,7 @@ def fake_tensors() -> Iterator[None]:
         replaced(partitioned_param_coordinator, "assert_ints_same_as_other_ranks", accept),
         replaced(accelerator, "is_fp16_supported", lambda self: True),
         replaced(exchange, "on_host", equal_counts),
+        replaced(Turns, "take", in_turn),  # fake tensors exist in this thread only
         replaced(initialization, "CHUNK_ELEMENTS", sys.maxsize),
         replaced(functional, "linear", functional.linear),  # which ZeRO-3 replaces
         FakeTensorMode(allow_non_fake_inputs=True),
@@ -146,6 +148,12 @@ def equal_counts(counts: Sequence[torch.Tensor], total: int) -> list[list[list[i
     numbers = [each + (expert < more) for expert in range(ranks * experts)]
     table = [numbers[rank * experts : (rank + 1) * experts] for rank in range(ranks)]
     return [table] * len(counts)
+
+
+def in_turn(turns: Turns, helper: Callable[[], None], main: Callable[[], None]) -> None:
+    """Run two functions that would take turns one after the other."""
+    helper()
+    main()
 
 
 def accept(ints: object) -> None:

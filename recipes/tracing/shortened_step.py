@@ -30,7 +30,7 @@ def enough_micro_batches(recipe: Recipe, topology: Topology, rank: int) -> int:
     pipeline = pipeline_of(recipe, topology)
     stage = topology.coordinates(rank).pipeline
     wanted = fullest_moments(pipeline.orders[stage])
-    least = min_micro_batches(pipeline.schedule, pipeline.stages)
+    least = min_micro_batches(pipeline.schedule, pipeline.stages, paired=pipeline.paired)
     for fewer in range(least, pipeline.micro_batches):
         if fullest_moments(replace(pipeline, micro_batches=fewer).orders[stage]) == wanted:
             return fewer

@@ -199,7 +199,7 @@ def first_step(engine: Engine, batch: list[MicroBatch]) -> None:
         engine.train_step(batch, rate)
         return
     wrapped, pipeline = engine.wrapped, engine.wrapped.pipeline
-    few = min_micro_batches(pipeline.schedule, pipeline.stages)
+    few = min_micro_batches(pipeline.schedule, pipeline.stages, paired=pipeline.paired)
     wrapped.pipeline, wrapped.micro_batches = replace(pipeline, micro_batches=few), few
     engine.train_step(batch[:few], rate)
     wrapped.pipeline, wrapped.micro_batches = pipeline, pipeline.micro_batches

@@ -69,19 +69,23 @@ def program(pipeline: Pipeline, stage: int, *, training: bool) -> Iterator[Event
     """Yield the actions of a stage in a step: the order in which it calls the communicators.
 
     Before a stage waits for a message, it posts the receive of the message after it. All receives
-    that precede this one in the order of its sender are posted first. A send follows its pass.
+    that precede this one in the order of its sender are posted first. A send follows its pass, or
+    the pair of passes that its pass belongs to.
     """
     order = pipeline.orders_of_step(training=training)[stage]
     needed = iter([work for work in order if is_remote(stage, pipeline.needed(work))])
     receives = _Receives(pipeline, stage, training=training)
     yield from receives.up_to(next(needed, None))
-    for work in order:
-        if is_remote(stage, pipeline.needed(work)):
-            yield from receives.up_to(next(needed, None))
-            yield Event(Action.WAIT, work)
-        yield Event(Action.COMPUTE, work)
-        if is_remote(stage, pipeline.receiver(work)):
-            yield Event(Action.SEND, work)
+    for unit in pipeline.units(order):
+        for work in unit:
+            if is_remote(stage, pipeline.needed(work)):
+                yield from receives.up_to(next(needed, None))
+                yield Event(Action.WAIT, work)
+        for work in unit:
+            yield Event(Action.COMPUTE, work)
+        for work in unit:
+            if is_remote(stage, pipeline.receiver(work)):
+                yield Event(Action.SEND, work)
 
 
 class _Receives:

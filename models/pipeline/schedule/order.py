@@ -52,6 +52,7 @@ class Pipeline:
         depend if the backward pass is split
     reduce_every: number of micro-batches after which the gradients of a chunk are reduced over the
         data ranks; 0: once per step
+    paired: a forward pass and the following backward pass run at the same time (`units`)
 
     Raises:
         UserError: the schedule needs more micro-batches.
@@ -63,9 +64,10 @@ class Pipeline:
     schedule: str = "1f1b"
     proportions: tuple[int, int, int] = (1, 1, 1)
     reduce_every: int = 0
+    paired: bool = False
 
     def __post_init__(self) -> None:
-        least = min_micro_batches(self.schedule, self.stages)
+        least = min_micro_batches(self.schedule, self.stages, paired=self.paired)
         if self.micro_batches < least:
             raise UserError(
                 f"{self.schedule} with {self.stages} stages and {self.micro_batches} "
@@ -117,6 +119,23 @@ class Pipeline:
         """The order of passes of each stage in a training step."""
         return SCHEDULES[self.schedule].orders(self)
 
+    def units(self, order: Order) -> list[tuple[Pass, ...]]:
+        """Divide an order into the passes and the pairs of passes that run one after the other.
+
+        A pair is a forward pass and the backward pass that follows it, of another micro-batch or
+        chunk. It begins when both inputs are there, and both results are there at its end.
+        """
+        found: list[tuple[Pass, ...]] = []
+        for work in order:
+            last = found[-1][-1] if found else None
+            kinds = (last.kind if last else None, work.kind)
+            if self.paired and kinds == (FORWARD, BACKWARD) and self.needed(work) != last:
+                assert last is not None
+                found[-1] = (last, work)
+            else:
+                found.append((work,))
+        return found
+
     def orders_of_step(self, *, training: bool) -> list[Order]:
         """Return the orders of all stages, in training or in validation."""
         return self.orders if training else self.forward_orders
@@ -160,9 +179,12 @@ def default_group(schedule: str, stages: int) -> int:
     return stages if schedule == "interleaved" else 1
 
 
-def min_micro_batches(schedule: str, stages: int) -> int:
-    """Return the smallest number of micro-batches that a schedule can run."""
-    return 2 * stages if schedule == "dualpipev" else 1
+def min_micro_batches(schedule: str, stages: int, *, paired: bool = False) -> int:
+    """Return the smallest number of micro-batches that a schedule can run.
+
+    With fewer, the backward pass of a pair could wait for its forward pass through other stages.
+    """
+    return 2 * stages if schedule == "dualpipev" or (paired and stages > 1) else 1
 
 
 def _one_forward_one_backward(pipeline: "Pipeline") -> list[Order]:

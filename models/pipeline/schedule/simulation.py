@@ -1,5 +1,6 @@
 """Simulation of the times at which the passes of a pipeline run. Arithmetic only."""
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from itertools import chain
 from statistics import median
@@ -29,7 +30,8 @@ def simulate(
 ) -> Timeline:
     """Return the timeline in which a pass runs as soon as its stage is idle and its input is there.
 
-    A result is sent at once, and neither stage waits during the transfer.
+    A result is sent at once, and neither stage waits during the transfer. The passes of a pair are
+    in the timeline one after the other, although they run at the same time.
 
     Args:
         pipeline: the pipeline
@@ -43,27 +45,30 @@ def simulate(
     orders = pipeline.orders if orders is None else orders
     done: Timeline = [[] for _ in orders]
     ends: dict[Pass, float] = {}
+    units = [deque(pipeline.units(order)) for order in orders]
 
     def run_next(stage: int) -> bool:
-        work = orders[stage][len(done[stage])]
+        unit = units[stage][0]
         start = done[stage][-1].end if done[stage] else 0.0
-        needed = pipeline.needed(work)
-        if needed is not None:
+        for needed in filter(None, map(pipeline.needed, unit)):
             if needed not in ends:
                 return False
             arrival = ends[needed] + (transfer if needed.stage != stage else 0.0)
             start = max(start, arrival)
-        ends[work] = start + seconds(work)
-        done[stage].append(TimedPass(work, start, ends[work]))
+        for work in unit:
+            done[stage].append(TimedPass(work, start, start + seconds(work)))
+            start = done[stage][-1].end
+        ends.update(dict.fromkeys(unit, start))
+        units[stage].popleft()
         return True
 
     progress = True
     while progress:
         progress = False
-        for stage, order in enumerate(orders):
-            while len(done[stage]) < len(order) and run_next(stage):
+        for stage in range(len(orders)):
+            while units[stage] and run_next(stage):
                 progress = True
-    stuck = [order[len(d)] for order, d in zip(orders, done, strict=True) if len(d) < len(order)]
+    stuck = [left[0] for left in units if left]
     if stuck:
         raise ValueError(f"the stages wait for each other: {stuck}")
     return done

@@ -105,6 +105,7 @@ class JobLayout:
     context_attention: str = "gather"  # or "ring" or "ulysses"
     expert: int = 1  # replicas that divide the experts
     expert_tensor: int = 1  # tensor ranks that divide the columns of each expert
+    expert_overlap: bool = False  # exchanges of tokens overlap with other micro-batches' passes
     data: int = 1
     zero_stage: int = 1
     reduce_every: int = 0  # micro-batches per reduction of ZeRO-2; 0: the default
@@ -235,6 +236,7 @@ def layout_of(recipe: Recipe, topology: Topology, stage: int) -> JobLayout:
         context_attention=section.context_attention,
         expert=topology.expert,
         expert_tensor=topology.expert_tensor,
+        expert_overlap=section.expert_overlap,
         data=topology.data,
         zero_stage=stage,
         reduce_every=section.reduce_every,

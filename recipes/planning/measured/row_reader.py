@@ -289,6 +289,7 @@ class RowReader:
             data=data,
             expert=expert,
             expert_tensor=parts,
+            expert_overlap=is_yes(self.cell("ep_overlap")),
             zero_stage=self.zero_stage(),
             shard_group=self.shard_group(),
             sequence_parallel=is_yes(split),

@@ -17,8 +17,8 @@ optional:
     [attention_kernel]   contains "flash" or "unfused"
     tp pp [vpp] [cp] [dp]  tensor, pipeline, chunks, context, data ranks
     [experts] [experts_per_token] [expert_ffn] [shared_experts] [dense_layers] [ep] [etp]
-                         mixture of experts, the ranks that divide the experts, and the tensor ranks
-                         that divide each expert
+    [ep_overlap]         mixture of experts, the ranks that divide the experts, the tensor ranks
+                         that divide each expert, and 1 if other passes hide the exchanges
     [cp_kind]            "gather", "ring" (default) or "ulysses"
     [schedule] [layers_per_stage]  a schedule of Threefold; blocks of each virtual stage, "3 4 4"
     [zero_stage] [seq_parallel] [recompute]  0 .. 3; 0 or 1; "none", "selective" or "full"

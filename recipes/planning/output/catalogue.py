@@ -71,6 +71,7 @@ def layout_text(layout: JobLayout) -> str:
         *([f"context {layout.context}"] if layout.context > 1 else []),
         *([f"expert {layout.expert}"] if layout.expert > 1 else []),
         *([f"expert tensor {layout.expert_tensor}"] if layout.expert_tensor > 1 else []),
+        *(["expert overlap"] if layout.expert_overlap else []),
         *(["sequence parallel"] if layout.sequence_parallel else []),
         *([f"recompute {layout.recompute}"] if layout.recompute != "none" else []),
         *([schedule_name(layout.schedule, layout.chunks)] if layout.schedule != "1f1b" else []),

@@ -108,6 +108,7 @@ def layout_line(layout: JobLayout) -> str:
         + f" x data {layout.data}, "
         + (f"expert {layout.expert}, " if layout.expert > 1 else "")
         + (f"expert tensor {layout.expert_tensor}, " if layout.expert_tensor > 1 else "")
+        + ("expert overlap, " if layout.expert_overlap else "")
         + f"ZeRO-{layout.zero_stage}"
         + (f" in groups of {layout.shard_group}" if layout.shard_group else "")
         + f", {schedule_name(layout.schedule, layout.chunks)}"

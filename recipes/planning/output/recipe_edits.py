@@ -43,6 +43,7 @@ def edits(recipe: Recipe, plan: Plan) -> dict[str, Any]:
         "layout.context": layout.context,
         "layout.expert": layout.expert,
         "layout.expert_tensor": layout.expert_tensor,
+        "layout.expert_overlap": layout.expert_overlap,
         "layout.schedule": layout.schedule,
         "layout.sequence_parallel": layout.sequence_parallel,
         "layout.recompute": layout.recompute,

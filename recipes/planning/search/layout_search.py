@@ -20,7 +20,7 @@ from recipes.planning.memory.peak import (
 from recipes.planning.time.block_time import context_seconds
 from recipes.planning.time.step_time import StepTime, step_time
 from recipes.training.recipe.deepspeed_config import is_shipped
-from recipes.training.recipe.sections.layout import CONTEXT_ATTENTIONS
+from recipes.training.recipe.sections.layout import CONTEXT_ATTENTIONS, PAIRED_SCHEDULES
 
 MAX_MICRO_SEQUENCES = 64
 MIN_TOKENS_PER_CONTEXT_RANK = 2048  # fewer make matmuls inefficient
@@ -137,6 +137,7 @@ def simplicity(layout: JobLayout) -> tuple[int, ...]:
     return (
         (layout.tensor > 1) + (layout.pipeline > 1) + (layout.context > 1) + (layout.expert > 1),
         layout.expert_tensor > 1,
+        layout.expert_overlap,
         list(SCHEDULES).index(layout.schedule),
         layout.chunks,
         layout.zero_stage,
@@ -303,17 +304,29 @@ def layout_variants(job: Job, sizes: JobLayout, rejected: Counter[str]) -> Itera
     sharded = [(stage, 0) for stage in stages]
     if group := shard_group_of_node(job, sizes):
         sharded += [(stage, group) for stage in stages if stage == 2]
-    for (schedule, chunks), (stage, group), split in product(schedules, sharded, splits):
+    variants = [(*each, overlap) for each in schedules for overlap in overlaps(job, sizes, *each)]
+    for (schedule, chunks, overlap), (stage, group), split in product(variants, sharded, splits):
         for recompute in recomputations:
             yield replace(
                 sizes,
                 schedule=schedule,
                 chunks=chunks,
+                expert_overlap=overlap,
                 zero_stage=stage,
                 shard_group=group,
                 sequence_parallel=split,
                 recompute=recompute,
             )
+
+
+def overlaps(job: Job, sizes: JobLayout, schedule: str, chunks: int) -> list[bool]:
+    """Return the settings of `expert_overlap` that are possible with a schedule."""
+    exchanges = sizes.expert * sizes.tensor > sizes.expert_tensor
+    if not (job.model.experts and exchanges and schedule in PAIRED_SCHEDULES):
+        return [False]
+    layout = replace(sizes, schedule=schedule, chunks=chunks)
+    least = min_micro_batches(schedule, sizes.pipeline, paired=True)
+    return [False, True] if replace(job, layout=layout).micro_batches >= least else [False]
 
 
 def shard_group_of_node(job: Job, sizes: JobLayout) -> int:

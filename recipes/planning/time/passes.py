@@ -23,6 +23,7 @@ def pipeline_of(job: Job) -> Pipeline:
         micro_batches=job.micro_batches,
         schedule=layout.schedule,
         proportions=pass_proportions(job.model, layout.recompute),
+        paired=layout.expert_overlap,
     )
 
 

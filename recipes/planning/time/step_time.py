@@ -77,7 +77,8 @@ def step_time(job: Job) -> StepTime:
     bubble = waiting_for_stages(job, stages) + filling
     data = data_time(job, backward.total)
     optimizer = optimizer_time(job)
-    running = job.micro_batches * slowest.total
+    hidden = hidden_by_pairs(job, stages.index(slowest), slowest)
+    running = job.micro_batches * slowest.total - hidden
     busy = running + sent + bubble + data + optimizer
     doublings = max(0.0, log2(machine.gpus / machine.gpus_per_node))
     return StepTime(
@@ -91,8 +92,34 @@ def step_time(job: Job) -> StepTime:
         forward=tuple(each.forward.total for each in stages),
         backward=tuple(each.backward.total for each in stages),
         context=job.micro_batches * (forward.context + backward.context),
-        expert=job.micro_batches * (forward.expert + backward.expert),
+        expert=job.micro_batches * (forward.expert + backward.expert) - hidden,
     )
+
+
+def hidden_by_pairs(job: Job, stage: int, passes: ForwardBackward) -> float:
+    """Return the seconds of exchanges of tokens in a step that pairs of passes hide.
+
+    Each pass of a pair computes while the other one exchanges tokens.
+    """
+    layout = job.layout
+    # On a CPU, the same cores compute and communicate.
+    if not layout.expert_overlap or job.machine.gpu.device == "cpu":
+        return 0.0
+    forward, backward = passes.forward, passes.backward
+    hidden = min(forward.expert, backward.compute) + min(backward.expert, forward.compute)
+    p, v, m = layout.pipeline, layout.chunks, job.micro_batches
+    fewest, more = (pair_count(layout.schedule, p, v, n * p, stage) for n in (2, 3))
+    pairs = fewest + (m - 2 * p) / p * (more - fewest)
+    return job.software.expert_overlap * pairs * hidden / v
+
+
+@lru_cache(maxsize=1024)
+def pair_count(schedule: str, stages: int, chunks: int, micro_batches: int, stage: int) -> int:
+    """Return the pairs of passes of a stage in a step; see `Pipeline.units`."""
+    pipeline = Pipeline(
+        stages=stages, chunks=chunks, micro_batches=micro_batches, schedule=schedule, paired=True
+    )
+    return sum(len(unit) > 1 for unit in pipeline.units(pipeline.orders[stage]))
 
 
 def waiting_for_stages(job: Job, stages: Sequence[ForwardBackward]) -> float:
@@ -104,8 +131,9 @@ def waiting_for_stages(job: Job, stages: Sequence[ForwardBackward]) -> float:
     with the available weight-gradient passes (Qi et al. 2023, arXiv 2401.10241, table 2). With
     ZB-V, the stage waits for half a forward pass of each stage if all passes take equally long;
     otherwise the bubble is simulated. With DualPipeV, which computes the gradients of weights and
-    inputs together, it waits for the backward pass of each stage. `order.py` defines the orders,
-    and the tests compare these formulas with simulations.
+    inputs together, it waits for the backward pass of each stage; if it runs pairs of passes, also
+    for the forward pass. `order.py` defines the orders, and the tests compare these formulas with
+    simulations.
     """
     p, v, m = job.layout.pipeline, job.layout.chunks, job.micro_batches
     schedule = job.layout.schedule
@@ -113,6 +141,8 @@ def waiting_for_stages(job: Job, stages: Sequence[ForwardBackward]) -> float:
     others = sum(each.total for each in stages) - slowest.total
     if schedule == "dualpipev":
         backward = sum(each.backward.total for each in stages) - slowest.backward.total
+        if job.layout.expert_overlap:
+            backward += sum(each.forward.total for each in stages) - slowest.forward.total
         return max(0.0, backward - slowest.forward.total / 2)
     if schedule == "zb-h1":
         weights = sum(each.weights.total for each in stages) - slowest.weights.total

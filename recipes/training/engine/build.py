@@ -279,6 +279,7 @@ def pipeline_of(recipe: Recipe, topology: Topology, zero_stage: int = 1) -> Pipe
         schedule=recipe.layout.schedule,
         proportions=pass_proportions(recipe.model, recipe.layout.recompute),
         reduce_every=recipe.layout.micro_batches_per_reduction(zero_stage),
+        paired=recipe.layout.expert_overlap,
     )
 
 

@@ -11,7 +11,6 @@ from pydantic import Field, ValidationError, model_validator
 from models.config import MAX_SIZE, ModelConfig, nearest_divisors, nearest_multiples
 from models.errors import UserError
 from models.pipeline.schedule.balance import divide_blocks, head_in_blocks
-from models.pipeline.schedule.order import min_micro_batches
 from recipes.training.recipe.sections.data import Data
 from recipes.training.recipe.sections.layout import (
     Cluster,
@@ -268,7 +267,7 @@ class Recipe(Section):
         """Return the numbers of ranks around the world's, for `ranks` ranks per data rank."""
         micro_sequences = self.batch.micro_sequences
         micro_batches = self.batch.global_sequences // micro_sequences
-        least = min_micro_batches(self.layout.schedule, self.layout.pipeline)
+        least = self.layout.min_micro_batches
         sizes = nearest_data_sizes(world.size // ranks, micro_batches=micro_batches, least=least)
         if not sizes:
             return f"{ranks} ranks with batch.global_sequences = {least * micro_sequences}"
@@ -312,11 +311,12 @@ class Recipe(Section):
                 f"ranks; use batch.global_sequences = "
                 f"{nearest_multiples(self.batch.global_sequences, together, most=MAX_COUNT)}"
             )
-        least = min_micro_batches(self.layout.schedule, topology.pipeline)
+        least = self.layout.min_micro_batches
+        overlap = " with layout.expert_overlap = true" if self.layout.expert_overlap else ""
         if self.micro_batches(topology.data) < least:
             raise UserError(
-                f'layout.schedule = "{self.layout.schedule}" needs {least} micro-batches or more '
-                f"for layout.pipeline = {topology.pipeline}, and batch.global_sequences = "
+                f'layout.schedule = "{self.layout.schedule}"{overlap} needs {least} micro-batches '
+                f"or more for layout.pipeline = {topology.pipeline}, and batch.global_sequences = "
                 f"{self.batch.global_sequences} makes {self.micro_batches(topology.data)} on each "
                 f"of {topology.data} data ranks; use batch.global_sequences = {least * together}"
             )

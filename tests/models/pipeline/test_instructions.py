@@ -1,5 +1,6 @@
 """A stage's instructions receive ahead, send at once and reduce as early as possible."""
 
+from dataclasses import replace
 from itertools import chain, product
 
 import pytest
@@ -17,6 +18,11 @@ PIPELINES = [
     )
     for p, m, every in ((2, 4, 0), (4, 9, 0), (4, 9, 2), (2, 4, 1))
 ]  # fmt: skip
+PIPELINES += [
+    replace(pipeline, paired=True)
+    for pipeline in PIPELINES
+    if pipeline.schedule in ("interleaved", "dualpipev")
+]
 KINDS = {"RecvActivation": FORWARD, "RecvGrad": BACKWARD}
 PASSES = {BACKWARD: "BackwardPass", WEIGHT: "WeightPass"}
 COMPUTE = ("ForwardPass", "BackwardPass", "WeightPass")
@@ -25,7 +31,8 @@ COMPUTE = ("ForwardPass", "BackwardPass", "WeightPass")
 def name(pipeline: Pipeline) -> str:
     reduction = f"-every {pipeline.reduce_every}" if pipeline.reduce_every else ""
     sizes = f"{pipeline.stages}x{pipeline.chunks}-{pipeline.micro_batches}"
-    return f"{pipeline.schedule}-{sizes}{reduction}"
+    paired = "-paired" if pipeline.paired else ""
+    return f"{pipeline.schedule}-{sizes}{reduction}{paired}"
 
 
 def instructions(pipeline: Pipeline, stage: int, training: bool = True) -> list[PipeInstruction]:
@@ -45,12 +52,13 @@ def test_every_wait_follows_its_receive_and_every_send_its_pass(pipeline: Pipeli
                 arguments = each.kwargs
                 work = Pass(arguments["kind"], stage, arguments["chunk"], arguments["buffer_id"])
                 posted.remove(work)
-                loads = found[number + 1].name == "LoadMicroBatch"
-                assert found[number + 1 + loads].name in COMPUTE
+                following = [later.name for later in found[number + 1 : number + 6]]
+                waited = [other for other in following if other not in ("LoadMicroBatch", *KINDS)]
+                assert waited[0] in COMPUTE or (pipeline.paired and waited[0] == "CommitP2P")
                 assert posted or not any(later.name in KINDS for later in found[number:])
             if each.name.startswith("Send"):
-                before = found[number - 1]
-                assert before.name in COMPUTE and before.kwargs == each.kwargs
+                before = found[max(0, number - (3 if pipeline.paired else 1)) : number]
+                assert each.kwargs in [unit.kwargs for unit in before if unit.name in COMPUTE]
         assert posted == []
         sends = sum(each.name.startswith("Send") for each in found)
         expected = [pipeline.receiver(work) for work in pipeline.orders[stage]]
@@ -80,7 +88,7 @@ def test_a_chunk_is_reduced_when_its_last_backward_pass_is_over(pipeline: Pipeli
             for last, reduced in zip(ending, reductions, strict=True):
                 assert last < reduced
                 between = {each.name for each in found[last + 1 : reduced]}
-                assert between <= {"SendGrad"}
+                assert between <= {"SendGrad", *(["SendActivation"] * pipeline.paired)}
         assert [each.name for each in found[-2:]] == ["ReduceGrads", "OptimizerStep"]
 
 

@@ -54,6 +54,7 @@ EXPERTS = {
     "model__initial_std": 0.1,  # so that the tokens of a sequence use different experts
 }  # fmt: skip
 EXPERT2 = {"layout__expert": 2}
+OVERLAP = EXPERT2 | {"layout__expert_overlap": True, "batch__micro_sequences": 1}
 COLUMNS2 = TENSOR2 | {"layout__expert_tensor": 2}
 BF16 = {"deepspeed": "ds_configs/zero1_bf16.json"}
 ACCUMULATING_BF16 = {"deepspeed": "zero1_bf16_throughout.json"}  # the test writes it
@@ -155,6 +156,8 @@ LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
         "experts zb-h1 tensor 2 sequence-parallel": EXPERTS | ZB_H1 | TENSOR2 | SEQUENCE,
         "experts tensor 2 expert 2": EXPERTS | TENSOR2 | EXPERT2,
         "experts expert 2 expert tensor 2": EXPERTS | COLUMNS2 | EXPERT2,
+        "experts interleaved expert overlap": EXPERTS | INTERLEAVED | OVERLAP,
+        "experts dualpipev expert overlap full recomputation": EXPERTS | FOLDED | OVERLAP | FULL,
         "experts zb-h1 expert tensor 2 sequence-parallel": EXPERTS | ZB_H1 | COLUMNS2 | SEQUENCE,
         "experts context 2 expert 2 expert tensor 2": EXPERTS
         | COLUMNS2
@@ -207,6 +210,7 @@ QUICK = {  # each engine, axis, ZeRO stage, precision and schedule once; the oth
         "experts zb-v expert 2",
         "experts tensor 2 expert 2",
         "experts expert 2 expert tensor 2",
+        "experts interleaved expert overlap",
         "gpt zb-v data 2",
         "zero2 tensor 2 data 2",
         "dropout zero2 shard group 2",

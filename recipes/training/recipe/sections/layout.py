@@ -7,11 +7,18 @@ from pydantic import model_validator
 
 from models.config import ModelConfig, nearest_divisors
 from models.errors import UserError
-from models.pipeline.schedule.order import SCHEDULES, default_group, last_stage, schedule_name
+from models.pipeline.schedule.order import (
+    SCHEDULES,
+    default_group,
+    last_stage,
+    min_micro_batches,
+    schedule_name,
+)
 from recipes.training.recipe.sections.section import Count, NonNegative, Section
 
 ContextAttention = Literal["gather", "ring", "ulysses"]
 CONTEXT_ATTENTIONS: tuple[ContextAttention, ...] = get_args(ContextAttention)
+PAIRED_SCHEDULES = ("interleaved", "dualpipev")  # with `expert_overlap`
 SCHEDULES_WITH_CHUNKS = [name for name, kind in SCHEDULES.items() if kind.chunks != 1]
 
 
@@ -43,6 +50,11 @@ class Layout(Section):
     """Tensor ranks that divide the columns of each expert (expert tensor parallelism): 1 or
     `tensor`. With 1, tensor ranks divide the experts instead, as whole matrices, which communicates
     less. Choose `tensor` if there are fewer experts than expert x tensor ranks."""
+
+    expert_overlap: bool = False
+    """Run a forward and a backward pass at the same time, each of which computes while the other
+    one exchanges tokens with expert ranks. Only for "interleaved" and "dualpipev", whose orders
+    allow it without longer waiting."""
 
     schedule: Literal["1f1b", "interleaved", "zb-h1", "zb-v", "dualpipev", "gpipe"] = "1f1b"
     """Order of the forward and backward passes of a stage. All but "1f1b", the simplest, need two
@@ -110,6 +122,12 @@ class Layout(Section):
                 f'layout.context = 1; use layout.context_attention = "gather", or '
                 f"layout.context = 2 or more"
             )
+        if self.expert_overlap and self.schedule not in PAIRED_SCHEDULES:
+            raise UserError(
+                f"layout.expert_overlap = true is not possible with layout.schedule = "
+                f'"{self.schedule}"; use layout.schedule = "{PAIRED_SCHEDULES[0]}" or '
+                f'"{PAIRED_SCHEDULES[1]}", or layout.expert_overlap = false'
+            )
         possible = SCHEDULES[self.schedule].chunks
         if self.chunks != (possible or max(2, self.chunks)):
             raise UserError(
@@ -129,6 +147,11 @@ class Layout(Section):
         if zero_stage != 2:
             return 0
         return self.reduce_every or default_group(self.schedule, self.pipeline)
+
+    @property
+    def min_micro_batches(self) -> int:
+        """The smallest number of micro-batches of a data rank that the schedule can run."""
+        return min_micro_batches(self.schedule, self.pipeline, paired=self.expert_overlap)
 
     @property
     def ends(self) -> set[int]:
@@ -157,6 +180,11 @@ def check_experts(model: ModelConfig, layout: Layout) -> None:
     """
     experts = model.experts
     if experts is None:
+        if layout.expert_overlap:
+            raise UserError(
+                "layout.expert_overlap = true has no effect without model.experts; use "
+                "layout.expert_overlap = false"
+            )
         for key in ("expert", "expert_tensor"):
             if (value := getattr(layout, key)) > 1:
                 raise UserError(
@@ -164,6 +192,11 @@ def check_experts(model: ModelConfig, layout: Layout) -> None:
                     f"layout.{key} = 1"
                 )
         return
+    if layout.expert_overlap and layout.expert * layout.tensor == layout.expert_tensor:
+        raise UserError(
+            "layout.expert_overlap = true has no effect without ranks that exchange tokens; use "
+            "layout.expert = 2 or more, or layout.expert_overlap = false"
+        )
     if layout.expert_tensor not in (1, layout.tensor):
         other = f"layout.expert_tensor = {layout.tensor} or " if layout.tensor > 1 else ""
         raise UserError(

@@ -10,6 +10,7 @@ from models.pipeline.schedule import communication
 from models.pipeline.schedule.communication import Action, Event, Route, rounds, routes
 from models.pipeline.schedule.order import Pipeline
 from models.pipeline.schedule.passes import Pass
+from recipes.training.recipe.sections.layout import PAIRED_SCHEDULES
 from tests.nccl_rules.slots import (
     LaunchRule,
     StepProgram,
@@ -20,8 +21,9 @@ from tests.nccl_rules.slots import (
 )
 
 PIPELINES = [
-    Pipeline(stages=p, micro_batches=m, schedule=schedule, chunks=chunks)
+    Pipeline(stages=p, micro_batches=m, schedule=schedule, chunks=chunks, paired=paired)
     for schedule, chunks in SCHEDULES
+    for paired in ((False, True) if schedule in PAIRED_SCHEDULES else (False,))
     for p in (2, 3, 4, 5, 8)
     for m in (1, 2, p, p + 1, 2 * p, 2 * p + 1)
     if schedule != "dualpipev" or m >= 2 * p
@@ -30,7 +32,9 @@ FEW = [each for each in PIPELINES if each.micro_batches == 2 * each.stages]
 
 
 def name(pipeline: Pipeline) -> str:
-    return f"{pipeline.schedule}-{pipeline.stages}x{pipeline.chunks}-{pipeline.micro_batches}"
+    paired = "-paired" if pipeline.paired else ""
+    sizes = f"{pipeline.stages}x{pipeline.chunks}-{pipeline.micro_batches}"
+    return f"{pipeline.schedule}-{sizes}{paired}"
 
 
 def stuck_at_first_use(steps: StepProgram, connected: set[Route]) -> list[int]:

@@ -1,0 +1,72 @@
+"""Pairs of a forward and a backward pass that run at the same time."""
+
+from itertools import chain
+
+import pytest
+
+from models.pipeline.schedule.order import Pipeline
+from models.pipeline.schedule.passes import BACKWARD, FORWARD, Pass
+from models.pipeline.schedule.simulation import pipeline_seconds, simulate
+from recipes.training.recipe.sections.layout import PAIRED_SCHEDULES
+
+PIPELINES = [
+    Pipeline(stages=p, micro_batches=m, schedule=schedule, chunks=chunks, paired=True)
+    for schedule, chunks in (("interleaved", 2), ("interleaved", 4), ("dualpipev", 2))
+    for p in (2, 3, 4, 8)
+    for m in (2 * p, 2 * p + 1, 4 * p)
+]
+FORWARD_SECONDS, BACKWARD_SECONDS = 1.0, 2.0  # of a chunk
+
+
+def name(pipeline: Pipeline) -> str:
+    return f"{pipeline.schedule}-{pipeline.stages}x{pipeline.chunks}-{pipeline.micro_batches}"
+
+
+def length(pipeline: Pipeline) -> float:
+    seconds = {FORWARD: FORWARD_SECONDS, BACKWARD: BACKWARD_SECONDS}
+    return pipeline_seconds(simulate(pipeline, lambda work: seconds[work.kind]))
+
+
+def unpaired(pipeline: Pipeline) -> Pipeline:
+    return Pipeline(
+        stages=pipeline.stages, micro_batches=pipeline.micro_batches, chunks=pipeline.chunks,
+        schedule=pipeline.schedule,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("pipeline", PIPELINES, ids=name)
+def test_units_keep_the_order_and_pair_independent_passes(pipeline: Pipeline) -> None:
+    for order in pipeline.orders:
+        units = pipeline.units(order)
+        assert list(chain.from_iterable(units)) == list(order)
+        pairs = [unit for unit in units if len(unit) > 1]
+        assert len(pairs) >= pipeline.micro_batches - pipeline.stages
+        for pair in pairs:
+            assert [work.kind for work in pair] == [FORWARD, BACKWARD]
+            assert pipeline.needed(pair[1]) != pair[0]
+        assert pipeline.units(pipeline.forward_orders[0]) == [
+            (work,) for work in pipeline.forward_orders[0]
+        ]
+
+
+@pytest.mark.parametrize("pipeline", PIPELINES, ids=name)
+def test_without_communication_pairs_cost_little(pipeline: Pipeline) -> None:
+    """Nothing with interleaving; with DualPipeV at most a forward pass of each other stage."""
+    more = length(pipeline) - length(unpaired(pipeline))
+    most = 0.0
+    if pipeline.schedule == "dualpipev":
+        most = (pipeline.stages - 1) * pipeline.chunks * FORWARD_SECONDS
+    assert -1e-9 <= more <= most + 1e-9
+
+
+@pytest.mark.parametrize(("schedule", "chunks"), [("1f1b", 1), ("zb-h1", 1), ("zb-v", 2)])
+def test_in_other_schedules_pairs_would_wait_for_long(schedule: str, chunks: int) -> None:
+    assert schedule not in PAIRED_SCHEDULES
+    pipeline = Pipeline(stages=4, micro_batches=16, schedule=schedule, chunks=chunks, paired=True)
+    assert length(pipeline) > 1.2 * length(unpaired(pipeline))
+
+
+def test_a_pass_and_the_pass_that_needs_it_are_no_pair() -> None:
+    pipeline = Pipeline(stages=1, micro_batches=2, paired=True)
+    order = [Pass(FORWARD, 0, 0, 0), Pass(BACKWARD, 0, 0, 0)]
+    assert pipeline.units(order) == [(order[0],), (order[1],)]
