@@ -260,7 +260,8 @@ class MLP(Fusing):
     def activated(self, x: Tensor) -> Tensor:
         """[s, b, h] to the input of the second linear layer, [s, b, f/t]."""
         if self.activation == "swiglu":
-            return swiglu(self.up(x), self.fuse)  # [s, b, 2f/t] with the gate first
+            x = self.up(x)  # [s, b, 2f/t] with the gate first
+            return swiglu(x, self.fuse)
         x = self.up(x, bias_gradient=False)  # [s, b, f/t]
         return gelu(x, self.up.bias, self.fuse)
 

@@ -1,8 +1,8 @@
 """Expert tensor parallelism: tensor ranks that divide the columns of the same experts.
 
-Each of them receives other tokens. Before the experts, every rank gathers the tokens of all of
-them; afterwards the terms of each result are summed, and each rank keeps the results of its own
-tokens. The numbers of rows differ between ranks, so both are all-to-alls.
+Each tensor rank receives other tokens. Before the experts, the ranks gather each other's rows.
+Afterwards they sum their partial outputs, and each keeps the sums of its own rows. The numbers of
+rows differ between ranks, so both steps are all-to-alls.
 
 h hidden, c tensor ranks that divide an expert, m rows of all of them.
 """

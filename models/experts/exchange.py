@@ -3,16 +3,13 @@
 A token is sent once for each of its k experts. Tokens are sent in the order of their experts, and
 for one expert in their order on the rank. No expert has a capacity, so no token is dropped.
 
-With expert tensor parallelism, several tensor ranks have parts of the same experts. Tokens are sent
-to the one with the sender's tensor rank, which shares them with the others (`columns.py`).
+With expert tensor parallelism, several tensor ranks have parts of the same experts. A token is sent
+to the one that has the sender's tensor rank, which passes it to the others (`columns.py`).
 
-n tokens of this rank, k experts per token, E experts, r expert ranks, c tensor ranks that divide an
-expert (1 without expert tensor parallelism), h hidden, m rows that this rank's experts compute.
+n tokens of this rank, k experts per token, h hidden, m rows that this rank's experts compute.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from itertools import chain
 
 import torch
 import torch.distributed as dist
@@ -20,121 +17,13 @@ from torch import Tensor, nn
 
 from models.experts.axis import ExpertAxis
 from models.experts.columns import gather_rows, sum_rows
+from models.experts.routes import Routes
 from models.parallel.collectives import wait_for
 from models.parallel.deferral import Deferral
 
 
-@dataclass(frozen=True)
-class Routes:
-    """The way of a micro-batch's tokens to their experts and back.
-
-    order: for each sent row, the index in [n * k] of the pair of token and expert, int64 [n * k]
-    inverse_order: for each pair of token and expert, the index of its sent row, int64 [n * k]
-    sent: number of rows sent to each expert rank
-    received: number of rows received from each expert rank
-    shared: number of rows that each of the c tensor ranks has received for the experts they share
-    arrangement: for each row of this rank's experts, its index in the shared rows; None: the rows
-        are in this order
-    inverse_arrangement: for each shared row, its index in the rows of this rank's experts; None as
-        `arrangement`
-    rows: number of rows of each of this rank's experts
-    """
-
-    order: Tensor
-    inverse_order: Tensor
-    sent: list[int]
-    received: list[int]
-    shared: list[int]
-    arrangement: Tensor | None
-    inverse_arrangement: Tensor | None
-    rows: list[int]
-
-
-def plan_routes(chosen: Tensor, experts: int, axis: ExpertAxis) -> Routes:
-    """Return the routes of tokens; collective over the expert axis and the tensor ranks.
-
-    It waits for the device.
-
-    Args:
-        chosen: numbers of the experts of each token, int64 [n, k]
-        experts: E
-        axis: the expert axis
-    """
-    flat = chosen.flatten()
-    order = flat.argsort(stable=True)
-    counts = count_tokens(flat, experts).view(axis.size, -1)  # [r, E/r]
-    columns = axis.columns
-    if axis.size == columns.size == 1:
-        ((rows,),) = on_host([counts], len(flat))
-        every = [len(flat)]
-        return Routes(order, inverse(order), every, every, every, None, None, rows)
-    theirs = counts  # of this rank's experts, from each rank
-    if axis.size > 1:
-        theirs = torch.empty_like(counts)
-        dist.all_to_all_single(theirs, counts, group=axis.group)
-    shared = theirs.unsqueeze(0)  # [c, r, E/r]
-    if columns.size > 1:
-        shared = torch.empty((columns.size, *theirs.shape), dtype=theirs.dtype, device=flat.device)
-        dist.all_gather_into_tensor(shared.flatten(0, 1), theirs, group=columns.group)
-    to_ranks, *from_ranks = on_host([counts, *shared], len(flat))
-    rows_shared = [sum(map(sum, of_column)) for of_column in from_ranks]
-    arrangement = _by_expert(shared.flatten(0, 1), sum(rows_shared))
-    return Routes(
-        order=order,
-        inverse_order=inverse(order),
-        sent=[sum(of_rank) for of_rank in to_ranks],
-        received=[sum(of_rank) for of_rank in from_ranks[columns.rank]],
-        shared=rows_shared,
-        arrangement=arrangement,
-        inverse_arrangement=inverse(arrangement),
-        rows=[sum(of_expert) for of_expert in zip(*chain(*from_ranks), strict=True)],
-    )
-
-
-def inverse(permutation: Tensor) -> Tensor:
-    """Return the inverse of a permutation of 0 .. n - 1, int64 [n]."""
-    places = torch.arange(len(permutation), device=permutation.device)
-    return torch.empty_like(permutation).scatter_(0, permutation, places)
-
-
-def count_tokens(numbers: Tensor, count: int) -> Tensor:
-    """Count how often each of the numbers 0 .. count - 1 occurs: int64 [n] to [count].
-
-    On a GPU, `torch.bincount` would copy the largest number to the host.
-    """
-    return numbers.new_zeros(count).scatter_add_(0, numbers, torch.ones_like(numbers))
-
-
-def on_host(counts: Sequence[Tensor], total: int) -> list[list[list[int]]]:
-    """Copy counts of rows to the host, where they determine shapes; this waits for the device.
-
-    A trace, whose tensors have no values, replaces this function by equal counts.
-
-    Args:
-        counts: tables [r, E/r]
-        total: number of rows that this rank sends
-
-    Returns:
-        The tables, as lists [r][E/r].
-    """
-    return torch.stack(list(counts)).tolist()
-
-
-def _by_expert(counts: Tensor, total: int) -> Tensor:
-    """Return the indices that sort shared rows by expert, then by rank: int64 [m].
-
-    Args:
-        counts: shared rows by tensor and expert rank, and by expert, [c * r, E/r]
-        total: m
-    """
-    ranks, experts = counts.shape
-    numbers = torch.arange(experts, device=counts.device).repeat(ranks)
-    of_rows = numbers.repeat_interleave(counts.flatten(), output_size=total)
-    return of_rows.argsort(stable=True)
-
-
-class Postponed(Deferral):
-    """Gradients of weights that a backward pass computes while an exchange runs.
+class DeferralToExchange(Deferral):
+    """Weight gradients that the backward pass defers to an exchange, during which it computes them.
 
     weights: the weights
     """
@@ -187,7 +76,8 @@ def begin_dispatch(
     routes: Routes,
     k: int,
     axis: ExpertAxis,
-    postponed: Postponed | None = None,
+    *,
+    deferral: DeferralToExchange | None = None,
 ) -> Callable[[], Tensor]:
     """Begin to send tokens to their experts.
 
@@ -196,8 +86,8 @@ def begin_dispatch(
         routes: the routes
         k: experts per token
         axis: the expert axis
-        postponed: gradients of the experts' weights that the backward pass computes while it sends
-            the gradients of the tokens back; all of these weights get them from here
+        deferral: receives gradients of the experts' weights, which the backward pass computes while
+            it sends the gradients of the tokens back; it returns those of all of these weights
 
     Returns:
         A function that waits for the rows of this rank's experts and returns them, sorted by
@@ -205,11 +95,11 @@ def begin_dispatch(
         backward.
     """
     copies = _Copies.apply(x, routes.order, routes.inverse_order, k)
-    arrived = _begin_exchange(copies, Transfer(routes.sent, routes.received, axis), postponed)
+    arrived = _begin_exchange(copies, Transfer(routes.sent, routes.received, axis), deferral)
     if routes.arrangement is None:
         return arrived
     return lambda: _Rearrange.apply(
-        gather_rows(arrived(), routes.shared, axis.columns),
+        gather_rows(arrived(), routes.gathered, axis.columns),
         routes.arrangement,
         routes.inverse_arrangement,
     )
@@ -223,7 +113,7 @@ def begin_combine(
     The outputs of a token are added in fp32, in the order of the token's gates.
 
     Args:
-        y: outputs of this rank's experts, or of its columns of them, [m, h]
+        y: outputs of this rank's experts, with expert tensor parallelism partial ones, [m, h]
         gates: weights of the experts of each token, fp32 [n, k]
         routes: the routes
         axis: the expert axis
@@ -234,7 +124,7 @@ def begin_combine(
     """
     if routes.arrangement is not None:
         y = _Rearrange.apply(y, routes.inverse_arrangement, routes.arrangement)
-        y = sum_rows(y, routes.shared, axis.columns)
+        y = sum_rows(y, routes.gathered, axis.columns)
     returned = _begin_exchange(y, Transfer(routes.received, routes.sent, axis))
 
     def combined() -> Tensor:
@@ -245,13 +135,14 @@ def begin_combine(
 
 
 def _begin_exchange(
-    x: Tensor, transfer: Transfer, postponed: Postponed | None = None
+    x: Tensor, transfer: Transfer, deferral: DeferralToExchange | None = None
 ) -> Callable[[], Tensor]:
     """Begin an all-to-all of rows; return a function that waits for those received."""
-    weights = () if postponed is None else postponed.weights
-    if transfer.axis.size == 1 and not weights:
+    if transfer.axis.size == 1:
+        assert deferral is None
         return lambda: x
-    sent = _Begin.apply(x, transfer, postponed, *weights)
+    weights = () if deferral is None else deferral.weights
+    sent = _Begin.apply(x, transfer, deferral, *weights)
     return lambda: _End.apply(sent, transfer)
 
 
@@ -294,19 +185,19 @@ class _Rearrange(torch.autograd.Function):
 class _Begin(torch.autograd.Function):
     """Begin an all-to-all of x; backward: wait for the reverse one, which `_End` has begun.
 
-    The output stands for x, and only `_End` may read it. The backward pass computes the postponed
+    The output stands for x, and only `_End` may read it. The backward pass computes the deferred
     gradients first.
     """
 
     @staticmethod
-    def forward(ctx, x, transfer, postponed, *weights):
-        ctx.transfer, ctx.postponed = transfer, postponed
+    def forward(ctx, x, transfer, deferral, *weights):
+        ctx.transfer, ctx.deferral = transfer, deferral
         transfer.begin(x)
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx, grad):
-        gradients = [] if ctx.postponed is None else ctx.postponed.gradients()
+        gradients = [] if ctx.deferral is None else ctx.deferral.gradients()
         return ctx.transfer.wait(), None, None, *gradients
 
 

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from models.experts.axis import ExpertAxis
-from models.experts.exchange import Postponed, begin_combine, begin_dispatch, plan_routes
+from models.experts.exchange import DeferralToExchange, begin_combine, begin_dispatch
 from models.experts.grouped_matmul import grouped_matmul
+from models.experts.routes import plan_routes
 from models.experts.routing import Routing, choose_experts, gates_of, scores_of
 from models.experts.settings import Experts
 from models.experts.statistics import RouterStatistics, with_router_losses
@@ -49,14 +50,14 @@ class MixtureOfExperts(nn.Module):
 
     Communication: forward, all-to-alls of the numbers of tokens, of the tokens and of the results
     over the expert axis, an all-reduce of the counts of each sequence over its ranks, and without
-    sequence parallelism an all-gather over the tensor axis. Expert tensor parallelism adds an
-    all-gather of the tokens and a reduce-scatter of the results over the tensor axis. Backward, two
-    all-to-alls and the same two over the tensor axis, an all-reduce of the router's gradient over
-    the tensor axis, and without sequence parallelism an all-gather.
+    sequence parallelism an all-gather over the tensor axis. Backward, two all-to-alls, an
+    all-reduce of the router's gradient over the tensor axis, and without sequence parallelism an
+    all-gather. Expert tensor parallelism adds, over the tensor axis, an all-gather of the numbers
+    of tokens and in each pass two all-to-alls: one gathers tokens, and one returns partial outputs.
 
     Overlap: the first linear layer of the shared experts runs while the tokens are sent, and the
     second one while the results are returned; their backward passes run during the reverse
-    exchanges. During the exchange that ends the backward pass, the gradients of the experts' first
+    exchanges. During the last exchange of the backward pass, the gradients of the experts' first
     matrices are computed, too, unless the schedule defers them.
 
     settings: number and sizes of the experts, and their router
@@ -100,9 +101,9 @@ class MixtureOfExperts(nn.Module):
             scale=settings.output_scale,
         )  # fp32 [n, k]
         routes = plan_routes(chosen, settings.count, self.expert_axis)
-        postponed = self._postponed()
+        deferral = self._deferral_to_exchange()
         arrived = begin_dispatch(
-            own.flatten(0, 1), routes, settings.per_token, self.expert_axis, postponed
+            own.flatten(0, 1), routes, settings.per_token, self.expert_axis, deferral=deferral
         )
         inner = x if self.shared is None else self.shared.activated(x)
         gates = with_router_losses(
@@ -116,16 +117,18 @@ class MixtureOfExperts(nn.Module):
         )
         rows = arrived()
         del arrived  # which keeps the rows that were sent
-        y = self.experts(rows, routes.rows, postponed)
-        returned = begin_combine(y, gates, routes, self.expert_axis)
+        returned = begin_combine(
+            self.experts(rows, routes.rows, up_deferral=deferral), gates, routes, self.expert_axis
+        )
         shared = None if self.shared is None else self.shared.down(inner)
         y = returned().view_as(own)
+        del returned
         if not axis.sequence_parallel:
             y = gather_from_tensor_axis(y, axis, dimension=0)
         return y if shared is None else y + shared
 
-    def _postponed(self) -> Postponed | None:
-        """Return what postpones gradients of the experts to an exchange in the backward pass.
+    def _deferral_to_exchange(self) -> DeferralToExchange | None:
+        """Return a deferral of the gradients of `up` to the last exchange of the backward pass.
 
         None if there is no exchange, or if the schedule defers the gradients itself.
         """
@@ -133,7 +136,7 @@ class MixtureOfExperts(nn.Module):
         is_deferred = experts.deferral is not None
         if self.expert_axis.size == 1 or is_deferred or not torch.is_grad_enabled():
             return None
-        return Postponed([getattr(experts, f"up_{number}") for number in experts.numbers])
+        return DeferralToExchange([getattr(experts, f"up_{number}") for number in experts.numbers])
 
     def bias_here(self) -> None:
         """Return None: experts have no output bias."""
@@ -211,13 +214,19 @@ class ExpertMLPs(Deferring, Fusing):
                 parameter = declared_parameter(sharding, axis.tensor_size)
                 self.register_parameter(f"{name}_{number}", parameter)
 
-    def forward(self, x: Tensor, rows: Sequence[int], postponed: Postponed | None = None) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        rows: Sequence[int],
+        *,
+        up_deferral: DeferralToExchange | None = None,
+    ) -> Tensor:
         """[m, h], sorted by expert, to [m, h].
 
         Args:
             x: the rows
             rows: number of rows of each expert
-            postponed: postpones the gradients of `up`; None: nothing does
+            up_deferral: receives the gradients of `up`; None: `self.deferral` does, if it exists
         """
         up, down = (
             [getattr(self, f"{name}_{number}") for number in self.numbers]
@@ -225,7 +234,7 @@ class ExpertMLPs(Deferring, Fusing):
         )
         # m differs between micro-batches. Fewer than two rows would be compiled separately.
         fuse = for_any_rows(self.fuse) if len(x) > 1 else as_written
-        x = grouped_matmul(x, up, rows, self.deferral if postponed is None else postponed)
+        x = grouped_matmul(x, up, rows, up_deferral or self.deferral)
         x = swiglu(x, fuse) if self.activation == "swiglu" else gelu(x, None, fuse)
         return grouped_matmul(x, down, rows, self.deferral)
 

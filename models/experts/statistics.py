@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from models.experts.axis import ExpertAxis
-from models.experts.exchange import count_tokens
+from models.experts.routes import count_tokens
 from models.experts.routing import Routing, probabilities_of, smallest_margin
 from models.experts.settings import Experts
 
@@ -31,7 +31,7 @@ class RouterStatistics:
     z: sum of the z-losses of the micro-batches
     margin: smallest difference between the preferences of a chosen and an unchosen expert; None
         before the first micro-batch. Validation is included.
-    computed: number of rows that this rank's experts, or its columns of them, computed
+    computed: number of rows that this rank's experts, or shares of experts, computed
     """
 
     counts: Tensor | None = None

@@ -272,7 +272,7 @@ def _case(
         "pipeline": topology.pipeline,
         "context": topology.context,
         "expert": topology.expert,
-        "expert_tensor": topology.expert_tensor,
+        "expert_tensor_parallel": topology.expert_tensor > 1,
     }
     table["layout"] = (layout or {}) | sizes
     table["batch"]["micro_sequences"] = micro_sequences or recipe.batch.micro_sequences

@@ -56,8 +56,8 @@ def many_cases(*, deterministic: bool = False) -> Iterator[Callable[[], None]]:
         def begin() -> None:
             forget_asked()
             gc.collect()  # an engine has reference cycles
-            # From now on the collector skips what imports and earlier cases have left behind, such
-            # as the hooks of DeepSpeed's ZeRO-3. Otherwise it takes longer in each case.
+            # Later collections skip what is left now: imports, and models that DeepSpeed's ZeRO-3
+            # keeps. Otherwise they would take longer with each case.
             gc.freeze()
 
         yield begin

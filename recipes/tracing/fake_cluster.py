@@ -27,7 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from models import cost, initialization
-from models.experts import exchange
+from models.experts import routes
 from models.kernels import attention, fusing, norms
 from models.kernels.attention import cumulative_lengths
 from models.parallel.micro_batch_info import positions_in
@@ -80,7 +80,7 @@ def fake_tensors() -> Iterator[None]:
         replaced(nn.Module, "_apply", apply_in_place),
         replaced(partitioned_param_coordinator, "assert_ints_same_as_other_ranks", accept),
         replaced(accelerator, "is_fp16_supported", lambda self: True),
-        replaced(exchange, "on_host", equal_counts),
+        replaced(routes, "on_host", equal_counts),
         replaced(Turns, "take", in_turn),  # fake tensors exist in this thread only
         replaced(initialization, "CHUNK_ELEMENTS", sys.maxsize),
         replaced(functional, "linear", functional.linear),  # which ZeRO-3 replaces

@@ -73,11 +73,11 @@ def test_more_expert_ranks_exchange_more_and_reduce_less() -> None:
     assert times[1].data > times[8].data
 
 
-def test_tensor_ranks_that_divide_the_columns_share_more_rows() -> None:
+def test_expert_tensor_parallelism_gathers_the_rows_of_all_tensor_ranks() -> None:
     """Each rank has the same weights and FLOPs, but the inputs of both tensor ranks."""
     whole, columns = (
-        planned("layout.tensor=2", "layout.expert=4", f"layout.expert_tensor={parts}")[1]
-        for parts in (1, 2)
+        planned("layout.tensor=2", "layout.expert=4", f"layout.expert_tensor_parallel={split}")[1]
+        for split in ("false", "true")
     )
     assert routed_rows(columns) == 2 * routed_rows(whole)
     assert exchanged_rows(columns) == exchanged_rows(whole)
@@ -88,10 +88,10 @@ def test_tensor_ranks_that_divide_the_columns_share_more_rows() -> None:
     assert times[0].tensor < times[1].tensor and times[0].expert > times[1].expert > 0
 
 
-def test_only_tensor_ranks_with_other_experts_can_be_busier() -> None:
+def test_imbalance_matters_only_to_ranks_with_different_experts() -> None:
     settings = ("layout.tensor=2", "layout.expert=1")
-    for parts, factor in ((1, 1.5), (2, 1.0)):
-        _, job = planned(*settings, f"layout.expert_tensor={parts}")
+    for split, factor in (("false", 1.5), ("true", 1.0)):
+        _, job = planned(*settings, f"layout.expert_tensor_parallel={split}")
         busy = replace(job, expert_imbalance=1.5)
         assert routed_rows(busy) == factor * routed_rows(job)
         activations = [stage_memory(each)[0].activations for each in (busy, job)]

@@ -144,14 +144,14 @@ VARIANTS = {
         "layout.sequence_parallel=true",
     ],
     "experts, columns": [
-        *EXPERTS, "layout.tensor=2", "layout.expert_tensor=2", "layout.pipeline=2",
+        *EXPERTS, "layout.tensor=2", "layout.expert_tensor_parallel=true", "layout.pipeline=2",
     ],
     "experts, columns, expert": [
-        *EXPERTS, "layout.tensor=2", "layout.expert_tensor=2", "layout.expert=2",
+        *EXPERTS, "layout.tensor=2", "layout.expert_tensor_parallel=true", "layout.expert=2",
         "layout.pipeline=1", "layout.sequence_parallel=true",
     ],
     "experts, columns, zb-h1": [
-        *EXPERTS, "layout.tensor=4", "layout.expert_tensor=4", "layout.pipeline=2",
+        *EXPERTS, "layout.tensor=4", "layout.expert_tensor_parallel=true", "layout.pipeline=2",
         "layout.schedule=zb-h1", "layout.sequence_parallel=true",
     ],
     "experts, zb-h1": [

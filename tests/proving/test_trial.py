@@ -1,4 +1,4 @@
-"""A proof trains many models in one process: each is freed, and none slows the next one down."""
+"""A proof trains many models in one process; none of them slows the next one down."""
 
 import gc
 import weakref
@@ -21,14 +21,15 @@ FAULTS = {
     ),
     "nothing is skipped": mock.patch.object(gc, "freeze"),
 }
-MOST_OBJECTS = 1_000  # that the garbage collector visits before a case; a model has more
+MAX_OBJECTS = 1_000  # that a garbage collection visits before a case; a model has more
 
 
 def freeing_worker(corpus: str) -> dict[Any, tuple[bool, int]]:
-    """Run three cases each, with every ZeRO stage and with faults, and return what is left.
+    """Run three cases each, with every ZeRO stage and with faults.
 
-    It is whether the model of the last case is freed, and the number of objects that the garbage
-    collector would visit before the next one.
+    Returns:
+        Whether the model of the last case is freed, and the number of objects that the next garbage
+        collection would visit.
     """
     world = join_world()
 
@@ -62,10 +63,10 @@ def test_cases_leave_nothing_to_the_garbage_collector(
     stage: int, left: dict[Any, tuple[bool, int]]
 ) -> None:
     is_freed, objects = left[stage]
-    assert objects < MOST_OBJECTS
+    assert objects < MAX_OBJECTS
     assert is_freed == (stage < 3)  # DeepSpeed's ZeRO-3 keeps its models
 
 
-def test_what_stays_is_noticed(left: dict[Any, tuple[bool, int]]) -> None:
+def test_leaks_are_noticed(left: dict[Any, tuple[bool, int]]) -> None:
     assert not left["hooks keep the engine"][0]
-    assert left["nothing is skipped"][1] > MOST_OBJECTS
+    assert left["nothing is skipped"][1] > MAX_OBJECTS

@@ -96,8 +96,8 @@ class FlatGradients(ABC):
             at_once=at_once,
             accumulated=self._new_shards() if sharded else None,
         )
-        # Weakly, because Python cannot free cycles that contain a hook.
-        take = partial(_call, WeakMethod(self._take))
+        # The method is held weakly: the garbage collector cannot free a cycle through a hook.
+        take = partial(_call_if_alive, WeakMethod(self._take))
         for parameter in self.bucket_of:
             parameter.register_post_accumulate_grad_hook(take)
         self.has_gradient: set[nn.Parameter] = set()  # since its bucket was last summed
@@ -360,8 +360,10 @@ def part_of(parameter: nn.Parameter, shard: Tensor) -> Tensor:
     return shard[address.start : address.start + address.numel]
 
 
-def _call(method: WeakMethod[Callable[[nn.Parameter], None]], parameter: nn.Parameter) -> None:
-    """Call a method, unless its object no longer exists."""
+def _call_if_alive(
+    method: WeakMethod[Callable[[nn.Parameter], None]], parameter: nn.Parameter
+) -> None:
+    """Call a method of an object that may have been freed."""
     found = method()
     if found is not None:
         found(parameter)

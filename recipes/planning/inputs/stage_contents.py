@@ -121,7 +121,7 @@ def routed_rows(job: Job) -> float:
     """Return the rows that a rank's experts compute of a micro-batch, on the busiest rank.
 
     A token is a row for each of its experts. Expert ranks exchange equal numbers of tokens. With
-    expert tensor parallelism, the rows of all tensor ranks are computed by each of them.
+    expert tensor parallelism, each tensor rank computes the rows of all tensor ranks.
     """
     return exchanged_rows(job) * job.layout.expert_tensor
 
@@ -136,9 +136,10 @@ def exchanged_rows(job: Job) -> float:
 
 
 def load_factor(layout: JobLayout, imbalance: float) -> float:
-    """Return the rows of the busiest rank relative to the mean; `imbalance` if ranks divide them.
+    """Return the busiest rank's rows relative to the mean of all ranks.
 
-    Ranks that divide the columns of all experts have the same rows.
+    It is `imbalance` if ranks have different experts. Tensor ranks that divide the columns of the
+    same experts compute the same rows.
     """
     return imbalance if layout.expert * layout.tensor > layout.expert_tensor else 1.0
 

@@ -266,8 +266,15 @@ class RowReader:
         parts = self.whole("etp") if self.cell("etp") else 1
         if parts not in (1, tensor):
             raise UserError(f"etp = {parts} with tp = {tensor} is not modelled")
-        if model.experts and model.experts.count * parts % (expert * tensor):
-            raise UserError(f"experts = {model.experts.count} over ep x tp = {expert * tensor}")
+        if model.experts is None and parts > 1:
+            raise UserError(f"etp = {parts} without experts")
+        if model.experts and model.experts.ffn_hidden_size % parts:
+            width = model.experts.ffn_hidden_size
+            raise UserError(f"expert_ffn = {width} over etp = {parts} is not modelled")
+        ranks = expert * tensor // parts
+        if model.experts and model.experts.count % ranks:
+            over = "ep" if parts > 1 else "ep x tp"
+            raise UserError(f"experts = {model.experts.count} over {over} = {ranks}")
         for name, size in (("heads", model.heads), ("kv_heads", model.kv_heads)):
             if size % tensor:
                 raise UserError(f"{name} = {size} over tp = {tensor} is not modelled")

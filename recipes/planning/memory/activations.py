@@ -190,7 +190,7 @@ def routed_bytes(
     For each of a token's experts: the input, that of the activation and its result, which a rank
     keeps for the tokens that it computes, and the output, which the rank of the token keeps. For
     the router, logits and scores in fp32, and the numbers of the rows. With expert tensor
-    parallelism, each tensor rank keeps the inputs of all of them.
+    parallelism, each tensor rank keeps the inputs of all tensor ranks.
     """
     experts = model.experts
     if experts is None:

@@ -42,7 +42,7 @@ def edits(recipe: Recipe, plan: Plan) -> dict[str, Any]:
         "layout.pipeline": layout.pipeline,
         "layout.context": layout.context,
         "layout.expert": layout.expert,
-        "layout.expert_tensor": layout.expert_tensor,
+        "layout.expert_tensor_parallel": layout.expert_tensor > 1,
         "layout.expert_overlap": layout.expert_overlap,
         "layout.schedule": layout.schedule,
         "layout.sequence_parallel": layout.sequence_parallel,

@@ -218,7 +218,7 @@ def valid_layouts(job: Job, rejected: Counter[str]) -> Iterator[JobLayout]:
 
 
 def expert_divisions(job: Job, sizes: JobLayout) -> Iterator[JobLayout]:
-    """Yield the layouts in which replicas and tensor ranks can divide the experts.
+    """Yield `sizes` with every valid division of the experts.
 
     Tensor ranks have whole experts where that is possible, because dividing the columns of each
     expert communicates more and needs more memory.
@@ -268,9 +268,9 @@ def tensor_rejection(job: Job, tensor: int) -> str:
         return "tensor sizes that do not divide heads, kv_heads or ffn_hidden_size"
     experts = model.experts
     if experts:
-        can_divide = 0 in (experts.count % tensor, experts.ffn_hidden_size % tensor)
-        if not can_divide or experts.shared_ffn_hidden_size % tensor:
-            return "tensor sizes that do not divide the experts"
+        divides = experts.count % tensor == 0 or experts.ffn_hidden_size % tensor == 0
+        if not divides or experts.shared_ffn_hidden_size % tensor:
+            return "tensor sizes that divide neither the experts nor their columns"
     return ""
 
 

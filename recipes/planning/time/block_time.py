@@ -40,11 +40,12 @@ BACKWARD_SLOWER = 1 / 0.85  # slowdown of matmuls in fused attention's backward 
 # Reads and writes of a row that a rank sends to an expert: copied before the exchange, in the order
 # of the experts (2), copied back after the reverse one (2), read and added (2).
 SENT_MOVES = 6
-# Those of a row that an expert computes: copied in the order of the experts after the exchange (2),
-# copied back before the reverse one (2).
+# Reads and writes of a row that an expert computes: copied in the order of the experts after the
+# exchange (2), copied back before the reverse one (2).
 COMPUTED_MOVES = 4
-# Those of a row that tensor ranks share: copied for every rank (1), and its terms added (1).
-SHARED_MOVES = 2
+# Reads and writes of a row that tensor ranks gather: copied for every rank (1), and its partial
+# outputs added (1).
+GATHERED_MOVES = 2
 ELEMENTWISE_KERNELS = 8  # launches in a block's forward pass
 
 
@@ -123,7 +124,8 @@ def block_job(job: Job) -> Job:
             sequence_parallel=layout.sequence_parallel,
             recompute=layout.recompute,
             micro_sequences=layout.micro_sequences,
-            # Deferred weight gradients cannot hide exchanges of tokens.
+            # Deferred weight gradients cannot hide exchanges of tokens. ZB-H1 stands for all
+            # schedules that defer them.
             schedule="zb-h1" if job.model.experts and splits else "1f1b",
         ),
     )
@@ -145,7 +147,8 @@ def block_passes(job: Job) -> ForwardBackward:
         job, core / software.era, core_backward / software.era
     )
 
-    (expert, expert_backward), columns = _expert_collectives(job), _column_collectives(job)
+    expert, expert_backward = _expert_collectives(job)
+    columns = _column_collectives(job)
     forward = (matmuls + core + elementwise) / software.era
     backward = (matmuls_backward + core_backward + elementwise_backward) / software.era
     recomputing = PassTime()
@@ -283,7 +286,7 @@ def _elementwise(job: Job) -> tuple[float, float]:
     moved = tokens_per_micro_batch(model, layout) * columns
     if model.experts is not None:
         h, f, parts = model.hidden_size, model.experts.ffn_hidden_size, layout.expert_tensor
-        moves = COMPUTED_MOVES + (SHARED_MOVES if parts > 1 else 0)
+        moves = COMPUTED_MOVES + (GATHERED_MOVES if parts > 1 else 0)
         row = moves * h + (model.activation_columns(f) + f) / parts
         routed = routed_rows(job) * row + exchanged_rows(job) * SENT_MOVES * h
         moved += routed * job.software.elementwise
@@ -333,23 +336,25 @@ def _expert_collectives(job: Job) -> tuple[float, float]:
     first, second = MatmulTime(), MatmulTime()
     if model.mlp_size:
         first, second = (_matmul(job, shape) for shape in _mlp_shapes(job))
-    last = first.backward
-    if not SCHEDULES[layout.schedule].splits:
-        last += _matmul(job, _expert_shapes(job)[0]).weights
+    if SCHEDULES[layout.schedule].splits:
+        back = [first.backward - first.weights, second.backward - second.weights]
+    else:
+        of_experts = _matmul(job, _expert_shapes(job)[0]).weights
+        back = [first.backward + of_experts, second.backward]
 
     def exposed(*computed: float) -> float:
         return sum(once - share * min(once, each / software.era) for each in computed)
 
-    return exposed(first.forward, second.forward), exposed(second.backward, last)
+    return exposed(first.forward, second.forward), exposed(*back)
 
 
 def _column_collectives(job: Job) -> float:
-    """Return the times of expert tensor parallelism's exchanges in one pass, as in the other pass.
+    """Return the time in which expert tensor parallelism gathers rows and sums partial outputs.
 
-    They gather the rows of the tensor ranks, and sum the terms of the results.
+    It is the same in both passes.
     """
     ranks = job.layout.expert_tensor
-    if ranks == 1:
+    if job.model.experts is None or ranks == 1:
         return 0.0
     moved = routed_rows(job) * job.model.hidden_size * BYTES[job.precision]
     return 2 * gather_seconds(job.machine, moved, ranks=ranks, stride=1)

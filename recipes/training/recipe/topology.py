@@ -171,7 +171,7 @@ class Topology:
         return [ranks[tensor :: self.tensor] for ranks in groups for tensor in range(self.tensor)]
 
     def expert_data_groups(self) -> list[list[int]]:
-        """The global ranks of every group that has the same experts, or parts of experts."""
+        """The global ranks of every group that has the same experts, or the same parts of them."""
         span = self.expert * self.tensor
         return [
             list(range(ranks[0] + place, ranks[-1] + 1, span))

@@ -12,9 +12,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from models.experts import exchange
+from models.experts import exchange, routes
 from models.experts.axis import ExpertAxis
-from models.experts.exchange import begin_combine, begin_dispatch, count_tokens, plan_routes
+from models.experts.exchange import begin_combine, begin_dispatch
+from models.experts.routes import count_tokens, plan_routes
 from tests.ranks import run_ranks
 
 EXPERTS, HIDDEN = 8, 6
@@ -220,7 +221,8 @@ def seeded_fault(fault: str) -> Iterator[None]:
         ),
     }
     target, broken = faults[fault]
-    with mock.patch(f"{exchange.__name__}.{target}", broken):
+    module = routes if target == "_by_expert" else exchange
+    with mock.patch(f"{module.__name__}.{target}", broken):
         yield
 
 

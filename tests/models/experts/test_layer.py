@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from models.config import ModelConfig
 from models.context_parallel.axis import ContextAxis
 from models.context_parallel.division import divide
-from models.experts import columns, exchange, grouped_matmul, statistics
+from models.experts import columns, exchange, grouped_matmul, routes, statistics
 from models.experts import layer as source
 from models.experts.axis import ExpertAxis
 from models.experts.layer import MixtureOfExperts, expert_layers
@@ -290,8 +290,8 @@ def joined(config: ModelConfig, layout: Layout, parts: list[Outcome]) -> Outcome
         held = [part.gradients[name][0] for part in parts if name in part.gradients]
         if sharding.of_expert:
             assert len(held) == replicas // topology.expert * topology.expert_tensor
-            parts_of = topology.expert_tensor
-            sums = [torch.stack(held[rank::parts_of]).sum(0) for rank in range(parts_of)]
+            ranks = topology.expert_tensor
+            sums = [torch.stack(held[rank::ranks]).sum(0) for rank in range(ranks)]
             gradients[name] = [sharding.logical_tensor(sums) / replicas]
             continue
         of_tensor_ranks = [torch.stack(held[rank::tensor]).mean(0) for rank in range(tensor)]
@@ -375,9 +375,9 @@ def seeded_fault(fault: str) -> Iterator[None]:
     experts_here, with_losses = ExpertAxis.experts_here, statistics.with_router_losses
 
     def unpermuted(
-        y: Tensor, gates: Tensor, routes: exchange.Routes, axis: ExpertAxis
+        y: Tensor, gates: Tensor, ways: routes.Routes, axis: ExpertAxis
     ) -> Callable[[], Tensor]:
-        return combine(y, gates, replace(routes, order=torch.arange(len(routes.order))), axis)
+        return combine(y, gates, replace(ways, order=torch.arange(len(ways.order))), axis)
 
     def unweighted(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
         x, _ = ctx.saved_tensors
@@ -434,7 +434,7 @@ def seeded_fault(fault: str) -> Iterator[None]:
             lambda x, axis: scatter_to_tensor_axis(x, replace(axis, rank=0)),
         ),
         "rows sorted by rank instead of by expert": (
-            exchange,
+            routes,
             "_by_expert",
             lambda counts, total: torch.arange(total),
         ),

@@ -106,30 +106,50 @@ BAD: list[tuple[Changes, int, str, str, Changes]] = [
     (
         {"layout__expert": 8, "layout__tensor": 2}, 16,
         "model.experts.count = 8 is not divisible by layout.expert x layout.tensor = 16",
-        "layout.expert = 4, or layout.expert_tensor = 2", {"layout__expert_tensor": 2},
+        "layout.expert = 4, or layout.expert_tensor_parallel = true",
+        {"layout__expert_tensor_parallel": True},
     ),
     (
-        {"layout__expert": 16, "layout__tensor": 2, "layout__expert_tensor": 2}, 16,
+        {"layout__expert": 16, "layout__tensor": 2, "layout__expert_tensor_parallel": True}, 16,
         "model.experts.count = 8 is not divisible by layout.expert = 16", "layout.expert = 8",
         {"layout__expert": 8},
     ),
     (
-        {"layout__expert_tensor": 2}, 2,
-        "layout.expert_tensor = 2 is neither 1 nor layout.tensor = 1", "layout.expert_tensor = 1",
-        {"layout__expert_tensor": 1},
-    ),
-    (
-        {"layout__expert": 1, "layout__tensor": 2, "layout__expert_tensor": 3}, 2,
-        "layout.expert_tensor = 3 is neither 1 nor layout.tensor = 2",
-        "layout.expert_tensor = 2 or layout.expert_tensor = 1", {"layout__expert_tensor": 2},
+        {
+            E + "ffn_hidden_size": 127, **TWO_TENSOR_RANKS,
+            "layout__expert_tensor_parallel": True,
+        }, 2,
+        "model.experts.ffn_hidden_size = 127 is not divisible by layout.tensor = 2",
+        "layout.tensor = 1, or layout.expert_tensor_parallel = false", {"layout__tensor": 1},
     ),
     (
         {
-            E + "ffn_hidden_size": 127, **TWO_TENSOR_RANKS, "layout__expert_tensor": 2,
+            E + "count": 7, E + "ffn_hidden_size": 127, **TWO_TENSOR_RANKS,
+            "layout__expert_tensor_parallel": True,
         }, 2,
-        "model.experts.ffn_hidden_size = 127 is not divisible by layout.expert_tensor = 2",
-        "layout.tensor = 1 with the same layout.expert_tensor",
-        {"layout__tensor": 1, "layout__expert_tensor": 1},
+        "model.experts.ffn_hidden_size = 127 is not divisible by layout.tensor = 2",
+        "layout.tensor = 1", {"layout__tensor": 1},
+    ),
+    (
+        {"layout__expert_overlap": True}, 2,
+        'layout.expert_overlap = true is not possible with layout.schedule = "1f1b"',
+        "layout.expert_overlap = false", {"layout__expert_overlap": False},
+    ),
+    (
+        {
+            "layout__expert": 1, "layout__expert_overlap": True, "layout__pipeline": 2,
+            "layout__schedule": "interleaved",
+        }, 4,
+        "layout.expert_overlap = true has no effect without ranks that exchange tokens",
+        "layout.expert = 2 or more", {"layout__expert": 2},
+    ),
+    (
+        {
+            "layout__expert_overlap": True, "layout__pipeline": 2, "batch__micro_sequences": 8,
+            "layout__schedule": "interleaved",
+        }, 4,
+        'layout.schedule = "interleaved" with layout.expert_overlap = true needs 4 micro-batches',
+        "batch.global_sequences = 64", {"batch__global_sequences": 64},
     ),
     (
         {E + "count": 7, **TWO_TENSOR_RANKS}, 2,

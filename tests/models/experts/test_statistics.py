@@ -14,7 +14,7 @@ from torch import Tensor
 
 from models.experts import statistics
 from models.experts.axis import ExpertAxis
-from models.experts.exchange import count_tokens
+from models.experts.routes import count_tokens
 from models.experts.routing import Routing, choose_experts, scores_of, smallest_margin
 from models.experts.settings import Experts, Router
 from models.experts.statistics import (

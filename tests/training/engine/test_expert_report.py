@@ -24,7 +24,7 @@ LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
         "expert": {"layout": {"expert": 2}},
         "context": {"layout": {"context": 2}},
         "tensor": {"layout": {"tensor": 2, "sequence_parallel": True}},
-        "columns": {"layout": {"tensor": 2, "expert_tensor": 2}},
+        "columns": {"layout": {"tensor": 2, "expert_tensor_parallel": True}},
         "stages": {"layout": {"pipeline": 2}},
     },
 }

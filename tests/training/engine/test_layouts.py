@@ -55,7 +55,7 @@ EXPERTS = {
 }  # fmt: skip
 EXPERT2 = {"layout__expert": 2}
 OVERLAP = EXPERT2 | {"layout__expert_overlap": True, "batch__micro_sequences": 1}
-COLUMNS2 = TENSOR2 | {"layout__expert_tensor": 2}
+COLUMNS2 = TENSOR2 | {"layout__expert_tensor_parallel": True}
 BF16 = {"deepspeed": "ds_configs/zero1_bf16.json"}
 ACCUMULATING_BF16 = {"deepspeed": "zero1_bf16_throughout.json"}  # the test writes it
 
@@ -113,6 +113,7 @@ LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
         | {"layout__recompute": "selective"},
         "experts expert tensor 2": EXPERTS | COLUMNS2,
         "experts zero3 expert tensor 2": EXPERTS | COLUMNS2 | ZERO3,
+        "experts zero3 tensor 2 full recomputation": EXPERTS | TENSOR2 | ZERO3 | FULL,
         "experts zero2 data 2": EXPERTS | ZERO2,
         "bf16-experts expert 2": BF16 | EXPERTS | EXPERT2,
         "bf16 pipeline 2": BF16 | PIPELINE2,
@@ -306,6 +307,11 @@ DISTURBED = {  # change on rank 1, in layouts of two ranks -> expected reports
         "0 against rank 1",
         "blocks.1.mlp.experts.up_5": None,  # no other rank has this expert
     },
+    "experts expert tensor 2": {
+        "blocks.1.mlp_norm.weight": "blocks.1.mlp_norm.weight differs between tensor ranks: rank 0 "
+        "against rank 1",
+        "blocks.1.mlp.experts.up_5": None,  # split
+    },
     "bf16 gpt pipeline 2": {
         "embedding.weight": "embedding.weight differs between stages: rank 0 against rank 1"
     },
@@ -434,6 +440,7 @@ def drifted(corpus: Path) -> dict[str, list[list[str]]]:
         "zero3 tensor 2": ZERO3 | TENSOR2,
         "data 2": {},
         "experts expert 2": EXPERTS | EXPERT2,
+        "experts expert tensor 2": EXPERTS | COLUMNS2,
         "bf16 gpt pipeline 2": BF16 | GPT | PIPELINE2,
     }
     results = run_ranks(2, drift_worker, str(corpus), layouts)

@@ -46,10 +46,11 @@ class Layout(Section):
     """Ranks that divide the experts of each layer (expert parallelism), in addition to the tensor
     ranks. It must be a divisor of data x context. More than one requires ZeRO-1 or ZeRO-2."""
 
-    expert_tensor: Count = 1
-    """Tensor ranks that divide the columns of each expert (expert tensor parallelism): 1 or
-    `tensor`. With 1, tensor ranks divide the experts instead, as whole matrices, which communicates
-    less. Choose `tensor` if there are fewer experts than expert x tensor ranks."""
+    expert_tensor_parallel: bool = False
+    """Let tensor ranks divide the columns of each expert (expert tensor parallelism). Otherwise
+    they divide the experts, as whole matrices, which communicates less. Use it if `count` is not
+    divisible by `expert` x `tensor`; `expert` must be a divisor of `count`, and `tensor` of
+    `ffn_hidden_size`. It has no effect for `tensor = 1`."""
 
     expert_overlap: bool = False
     """Run a forward and a backward pass at the same time, each of which computes while the other
@@ -149,6 +150,11 @@ class Layout(Section):
         return self.reduce_every or default_group(self.schedule, self.pipeline)
 
     @property
+    def expert_tensor(self) -> int:
+        """Number of tensor ranks that divide the columns of each expert."""
+        return self.tensor if self.expert_tensor_parallel else 1
+
+    @property
     def min_micro_batches(self) -> int:
         """The smallest number of micro-batches of a data rank that the schedule can run."""
         return min_micro_batches(self.schedule, self.pipeline, paired=self.expert_overlap)
@@ -180,51 +186,36 @@ def check_experts(model: ModelConfig, layout: Layout) -> None:
     """
     experts = model.experts
     if experts is None:
-        if layout.expert_overlap:
-            raise UserError(
-                "layout.expert_overlap = true has no effect without model.experts; use "
-                "layout.expert_overlap = false"
-            )
-        for key in ("expert", "expert_tensor"):
-            if (value := getattr(layout, key)) > 1:
-                raise UserError(
-                    f"layout.{key} = {value} has no effect without model.experts; use "
-                    f"layout.{key} = 1"
-                )
+        _check_without_experts(layout)
         return
-    if layout.expert_overlap and layout.expert * layout.tensor == layout.expert_tensor:
+    split = layout.expert_tensor > 1
+    ranks = layout.expert * layout.tensor // layout.expert_tensor
+    if layout.expert_overlap and ranks == 1:
         raise UserError(
             "layout.expert_overlap = true has no effect without ranks that exchange tokens; use "
             "layout.expert = 2 or more, or layout.expert_overlap = false"
         )
-    if layout.expert_tensor not in (1, layout.tensor):
-        other = f"layout.expert_tensor = {layout.tensor} or " if layout.tensor > 1 else ""
-        raise UserError(
-            f"layout.expert_tensor = {layout.expert_tensor} is neither 1 nor layout.tensor = "
-            f"{layout.tensor}; use {other}layout.expert_tensor = 1"
-        )
-    split = layout.expert_tensor > 1
-    ranks = layout.expert if split else layout.expert * layout.tensor
     divided = experts.ffn_hidden_size if split else experts.count
     divisible = math.gcd(divided, experts.shared_ffn_hidden_size, model.kv_heads)
     fewer = f"layout.tensor = {nearest_divisors(divisible, layout.tensor)}"
-    fewer += " with the same layout.expert_tensor" if split else ""
-    fewer += " and layout.expert = 1" if layout.expert > 1 else ""
+    fewer += " and layout.expert = 1" if layout.expert > 1 and not split else ""
     if experts.count % ranks:
-        share, rest = divmod(experts.count, 1 if split else layout.tensor)
+        share, rest = divmod(experts.count, layout.tensor // layout.expert_tensor)
         works = fewer if rest else f"layout.expert = {nearest_divisors(share, layout.expert)}"
         columns_fit = experts.ffn_hidden_size % layout.tensor == 0 == experts.count % layout.expert
         if layout.tensor > 1 and not split and columns_fit:
-            works += f", or layout.expert_tensor = {layout.tensor}"
+            works += ", or layout.expert_tensor_parallel = true"
         names = "layout.expert" if split else "layout.expert x layout.tensor"
         raise UserError(
             f"model.experts.count = {experts.count} is not divisible by {names} = {ranks}; "
             f"use {works}"
         )
     if experts.ffn_hidden_size % layout.expert_tensor:
+        whole_fit = experts.count % (layout.expert * layout.tensor) == 0
         raise UserError(
             f"model.experts.ffn_hidden_size = {experts.ffn_hidden_size} is not divisible by "
-            f"layout.expert_tensor = {layout.expert_tensor}; use {fewer}"
+            f"layout.tensor = {layout.tensor}, which layout.expert_tensor_parallel needs; use "
+            f"{fewer}" + (", or layout.expert_tensor_parallel = false" if whole_fit else "")
         )
     if experts.shared_ffn_hidden_size % layout.tensor:
         raise UserError(
@@ -232,6 +223,21 @@ def check_experts(model: ModelConfig, layout: Layout) -> None:
             f"{experts.shared_ffn_hidden_size} is not divisible by layout.tensor = "
             f"{layout.tensor}; use {fewer}"
         )
+
+
+def _check_without_experts(layout: Layout) -> None:
+    """Check that a layout has no settings for experts."""
+    for key, default in (
+        ("expert", 1),
+        ("expert_tensor_parallel", False),
+        ("expert_overlap", False),
+    ):
+        value = getattr(layout, key)
+        if value != default:
+            raise UserError(
+                f"layout.{key} = {str(value).lower()} has no effect without model.experts; use "
+                f"layout.{key} = {str(default).lower()}"
+            )
 
 
 def check_expert_ranks(model: ModelConfig, layout: Layout, world_size: int) -> None:
@@ -243,7 +249,7 @@ def check_expert_ranks(model: ModelConfig, layout: Layout, world_size: int) -> N
     replicas = world_size // (layout.tensor * layout.pipeline)
     if model.experts is None or replicas % layout.expert == 0:
         return
-    share = model.experts.count // (1 if layout.expert_tensor > 1 else layout.tensor)
+    share = model.experts.count * layout.expert_tensor // layout.tensor
     works = math.gcd(replicas, share)
     raise UserError(
         f"layout.expert = {layout.expert} does not divide the {replicas} ranks with the same part "
