@@ -20,7 +20,7 @@ class ExpertAxis:
     tensor_size: number of tensor ranks, which divide the tokens of a context rank among them
     columns: the tensor ranks that divide the columns of this rank's experts (expert tensor
         parallelism); of size 1: each rank has whole experts
-    turns: lets another pass run before this rank waits for an exchange
+    turns: switches to the paired pass before this rank waits for an exchange
     """
 
     group: dist.ProcessGroup | None = None

@@ -31,12 +31,12 @@ def gather_rows(x: Tensor, rows: Sequence[int], axis: TensorAxis) -> Tensor:
 
 
 def sum_rows(x: Tensor, rows: Sequence[int], axis: TensorAxis) -> Tensor:
-    """Sum the terms of all ranks, and keep this rank's rows; backward: `gather_rows`.
+    """Sum the partial outputs of all ranks, and keep this rank's rows; backward: `gather_rows`.
 
-    The terms are added in fp32, in rank order.
+    They are added in fp32, in rank order.
 
     Args:
-        x: this rank's term of each row, [m, h]
+        x: this rank's partial output of each row, [m, h]
         rows: number of rows of each rank
         axis: the ranks that divide the experts
 

@@ -86,8 +86,8 @@ def begin_dispatch(
         routes: the routes
         k: experts per token
         axis: the expert axis
-        deferral: receives gradients of the experts' weights, which the backward pass computes while
-            it sends the gradients of the tokens back; it returns those of all of these weights
+        deferral: collects the gradients of its weights, which the backward pass computes and
+            returns while the gradients of the tokens are sent
 
     Returns:
         A function that waits for the rows of this rank's experts and returns them, sorted by

@@ -219,7 +219,7 @@ class ScheduledEngine(PipelineEngine):
             self._run_forward(buffer_id, chunk)
 
     def _run_forward(self, buffer_id: int, chunk: int) -> None:
-        if self.device.type == "cuda":  # of the helper's thread
+        if self.device.type == "cuda":  # the helper's thread starts on device 0
             torch.cuda.set_device(self.device)
         work = self._pass(FORWARD, buffer_id, chunk)
         if self.pipeline.needed(work) is None:

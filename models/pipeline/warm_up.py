@@ -9,6 +9,7 @@ blocks the host.
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -81,12 +82,18 @@ def _run_passes(
         for kind in kinds
         for number in range(MICRO_BATCHES - 1, micro_batches)
     }
+    engine.partners = {}
     engine.total_loss, engine.fwd_outputs = None, []
     for number in range(micro_batches):
         for chunk in chunks:
             note("warming up: forward pass")
             _begin_forward(engine, inputs, chunk, number)
-            engine.run_forward(number, chunk)
+            forward = partial(engine.run_forward, number, chunk)
+            if engine.pipeline.paired and number and torch.is_grad_enabled():
+                # Kernels need handles and workspaces in the thread of paired passes, too.
+                engine.turns.take(forward, lambda: None)
+            else:
+                forward()
             if torch.is_grad_enabled():
                 note("warming up: backward pass")
                 _begin_backward(engine, chunk, number)

@@ -112,6 +112,9 @@ class Trial:
             del table["layout"]["context"], table["layout"]["context_attention"]
         if recipe.model.experts is None:
             del table["model"]["experts"], table["layout"]["expert"]
+        for key in ("expert_tensor_parallel", "expert_overlap"):
+            if not table["layout"][key]:
+                del table["layout"][key]
         blocks = {"layers_per_stage": list(recipe.blocks_of_virtual_stages)}
         return digest(
             {

@@ -81,7 +81,7 @@ def fake_tensors() -> Iterator[None]:
         replaced(partitioned_param_coordinator, "assert_ints_same_as_other_ranks", accept),
         replaced(accelerator, "is_fp16_supported", lambda self: True),
         replaced(routes, "on_host", equal_counts),
-        replaced(Turns, "take", in_turn),  # fake tensors exist in this thread only
+        replaced(Turns, "take", one_after_the_other),  # fake tensors exist in this thread only
         replaced(initialization, "CHUNK_ELEMENTS", sys.maxsize),
         replaced(functional, "linear", functional.linear),  # which ZeRO-3 replaces
         FakeTensorMode(allow_non_fake_inputs=True),
@@ -150,8 +150,8 @@ def equal_counts(counts: Sequence[torch.Tensor], total: int) -> list[list[list[i
     return [table] * len(counts)
 
 
-def in_turn(turns: Turns, helper: Callable[[], None], main: Callable[[], None]) -> None:
-    """Run two functions that would take turns one after the other."""
+def one_after_the_other(turns: Turns, helper: Callable[[], None], main: Callable[[], None]) -> None:
+    """Run the helper, then the main function, in this thread; replaces `Turns.take`."""
     helper()
     main()
 

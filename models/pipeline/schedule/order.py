@@ -120,10 +120,11 @@ class Pipeline:
         return SCHEDULES[self.schedule].orders(self)
 
     def units(self, order: Order) -> list[tuple[Pass, ...]]:
-        """Divide an order into the passes and the pairs of passes that run one after the other.
+        """Group an order into units, which run one after the other: passes, or pairs of passes.
 
-        A pair is a forward pass and the backward pass that follows it, of another micro-batch or
-        chunk. It begins when both inputs are there, and both results are there at its end.
+        The two passes of a pair run together: a forward pass and the backward pass that follows it,
+        unless that needs its result. A pair starts when both of its inputs have arrived. Its
+        results are available when both passes have ended.
         """
         found: list[tuple[Pass, ...]] = []
         for work in order:
@@ -182,7 +183,8 @@ def default_group(schedule: str, stages: int) -> int:
 def min_micro_batches(schedule: str, stages: int, *, paired: bool = False) -> int:
     """Return the smallest number of micro-batches that a schedule can run.
 
-    With fewer, the backward pass of a pair could wait for its forward pass through other stages.
+    With fewer, the stages of an interleaved schedule may wait for each other: the backward pass of
+    a pair may need the result of the same pair's forward pass, through other stages.
     """
     return 2 * stages if schedule == "dualpipev" or (paired and stages > 1) else 1
 

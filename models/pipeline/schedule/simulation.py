@@ -30,8 +30,9 @@ def simulate(
 ) -> Timeline:
     """Return the timeline in which a pass runs as soon as its stage is idle and its input is there.
 
-    A result is sent at once, and neither stage waits during the transfer. The passes of a pair are
-    in the timeline one after the other, although they run at the same time.
+    A result is sent at once, and neither stage waits during the transfer. A pair takes the sum of
+    both durations. The timeline has its passes one after the other, but both results are available
+    at the end of the pair.
 
     Args:
         pipeline: the pipeline

@@ -48,7 +48,7 @@ class Software:
     # weights that they do hide.
     data_overlap: float = 0.0
     gather_overlap: float = 0.0
-    expert_overlap: float = 0.0  # of what shared experts and weight gradients could hide
+    expert_overlap: float = 0.0  # of what shared experts, weight gradients and pairs could hide
     gradient_bytes: int | None = None  # bytes of a gradient as sent; None: as a weight
     reduce_scatter: bool = True  # False: all-reduce, although the optimizer state is sharded
     reduces_in_groups: bool = False  # ZeRO-2 reduces gradients after groups of micro-batches

@@ -14,7 +14,7 @@ from recipes.gpus.datasheet import OTHER_BOARDS, Gpu, gpus_of_name
 from recipes.planning.inputs.job import Job, JobLayout, Machine
 from recipes.planning.inputs.software import STACKS, Software
 from recipes.planning.memory.peak import GIB, fullest_stage
-from recipes.training.recipe.sections.layout import CONTEXT_ATTENTIONS
+from recipes.training.recipe.sections.layout import CONTEXT_ATTENTIONS, PAIRED_SCHEDULES
 
 DEFAULT_VOCABULARY = 51200  # Megatron's padded GPT-2 vocabulary
 MAX_NUMBER = 10**12
@@ -285,6 +285,12 @@ class RowReader:
         split = self.cell("seq_parallel")
         if not (is_yes(split) or is_no(split)):
             raise UserError(f"seq_parallel is {split}")
+        overlap = self.cell("ep_overlap")
+        if not (is_yes(overlap) or is_no(overlap)):
+            raise UserError(f"ep_overlap is {overlap}")
+        exchanges = model.experts is not None and expert * tensor > parts
+        if is_yes(overlap) and not (exchanges and schedule in PAIRED_SCHEDULES):
+            raise UserError(f"ep_overlap = {overlap} with ep = {expert} and schedule = {schedule}")
         return JobLayout(
             tensor=tensor,
             pipeline=pipeline,
@@ -296,7 +302,7 @@ class RowReader:
             data=data,
             expert=expert,
             expert_tensor=parts,
-            expert_overlap=is_yes(self.cell("ep_overlap")),
+            expert_overlap=is_yes(overlap),
             zero_stage=self.zero_stage(),
             shard_group=self.shard_group(),
             sequence_parallel=is_yes(split),

@@ -269,8 +269,10 @@ def tensor_rejection(job: Job, tensor: int) -> str:
     experts = model.experts
     if experts:
         divides = experts.count % tensor == 0 or experts.ffn_hidden_size % tensor == 0
-        if not divides or experts.shared_ffn_hidden_size % tensor:
+        if not divides:
             return "tensor sizes that divide neither the experts nor their columns"
+        if experts.shared_ffn_hidden_size % tensor:
+            return "tensor sizes that do not divide the shared experts"
     return ""
 
 
@@ -321,8 +323,9 @@ def layout_variants(job: Job, sizes: JobLayout, rejected: Counter[str]) -> Itera
 
 def overlaps(job: Job, sizes: JobLayout, schedule: str, chunks: int) -> list[bool]:
     """Return the settings of `expert_overlap` that are possible with a schedule."""
-    exchanges = sizes.expert * sizes.tensor > sizes.expert_tensor
-    if not (job.model.experts and exchanges and schedule in PAIRED_SCHEDULES):
+    exchanges = job.model.experts and sizes.expert * sizes.tensor > sizes.expert_tensor
+    hides = job.software.expert_overlap > 0 and job.machine.gpu.device != "cpu"
+    if not (exchanges and hides and schedule in PAIRED_SCHEDULES):
         return [False]
     layout = replace(sizes, schedule=schedule, chunks=chunks)
     least = min_micro_batches(schedule, sizes.pipeline, paired=True)

@@ -291,7 +291,7 @@ class Recipe(Section):
             if context == 1:
                 values["context_attention"] = "gather"
             if pipeline == 1:
-                values |= {"schedule": "1f1b", "chunks": 1}
+                values |= {"schedule": "1f1b", "chunks": 1, "expert_overlap": False}
             table = self.model_dump(mode="json")
             changes = {key: new for key, new in values.items() if new != table["layout"][key]}
             table["layout"] |= changes

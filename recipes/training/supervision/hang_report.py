@@ -16,6 +16,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from models.parallel.turns import running_helper
 from recipes.training.recipe.loading import REPOSITORY
 from recipes.training.supervision.breadcrumb import Breadcrumb
 from recipes.training.supervision.flight_recorder import Launched, describe_waiting
@@ -121,8 +122,11 @@ class HangReport:
 
 
 def take_sighting(rank: int, crumb: Breadcrumb) -> tuple[Sighting, str]:
-    """Return the activity of this rank's main thread, and its stack."""
-    frame = sys._current_frames()[threading.main_thread().ident or 0]
+    """Return the activity of this rank's main thread, and its stack.
+
+    While a paired forward pass runs, its thread takes the place of the main one, which waits.
+    """
+    frame = running_helper() or sys._current_frames()[threading.main_thread().ident or 0]
     about = Sighting(
         rank=rank,
         step=crumb.step,

@@ -140,7 +140,7 @@ BAD: list[tuple[Changes, int, str, str, Changes]] = [
             "layout__expert": 1, "layout__expert_overlap": True, "layout__pipeline": 2,
             "layout__schedule": "interleaved",
         }, 4,
-        "layout.expert_overlap = true has no effect without ranks that exchange tokens",
+        "layout.expert_overlap = true has no effect with layout.expert = 1",
         "layout.expert = 2 or more", {"layout__expert": 2},
     ),
     (

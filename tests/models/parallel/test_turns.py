@@ -1,10 +1,11 @@
 """Two functions take turns in a fixed order, and errors of one end the other."""
 
+import gc
 import threading
 
 import pytest
 
-from models.parallel.turns import StoppedError, Turns
+from models.parallel.turns import StoppedError, Turns, running_helper
 
 
 def stepping(turns: Turns, name: str, steps: int, events: list[str]) -> None:
@@ -56,7 +57,6 @@ def test_a_switch_in_a_third_thread_belongs_to_the_main_function() -> None:
 @pytest.mark.parametrize("fails", ["helper", "main"])
 def test_an_error_of_one_function_ends_the_other(fails: str) -> None:
     turns, seen = Turns(), list[type[BaseException]]()
-    threads = threading.active_count()
 
     def failing() -> None:
         turns.switch()
@@ -72,5 +72,53 @@ def test_an_error_of_one_function_ends_the_other(fails: str) -> None:
     functions = (failing, other) if fails == "helper" else (other, failing)
     with pytest.raises(ValueError, match="too bad"):
         turns.take(*functions)
-    assert seen == [StoppedError] and threading.active_count() == threads
+    assert seen == [StoppedError] and turns.is_helper is None
     turns.take(lambda: None, lambda: None)  # they can be used again
+
+
+def test_the_first_error_is_the_one_that_is_raised() -> None:
+    turns = Turns()
+
+    def helper() -> None:
+        raise KeyError("first")
+
+    def main() -> None:
+        try:
+            turns.switch()
+        except StoppedError as stopped:
+            raise ValueError("second") from stopped
+
+    with pytest.raises(KeyError, match="first"):
+        turns.take(helper, main)
+
+
+def test_the_thread_stays_and_ends_with_its_turns() -> None:
+    turns, seen = Turns(), list[threading.Thread]()
+    for _ in range(2):
+        turns.take(lambda: seen.append(threading.current_thread()), lambda: None)
+    assert seen[0] is seen[1] is not threading.current_thread()
+    del turns
+    gc.collect()
+    seen[0].join(timeout=10)
+    assert not seen[0].is_alive()
+
+
+def test_a_report_of_a_hang_finds_the_helper_only_while_it_runs() -> None:
+    turns, found = Turns(), list[str | None]()
+
+    def look() -> None:
+        frame = running_helper()
+        found.append(frame and frame.f_code.co_name)
+
+    def helper() -> None:
+        look()
+        turns.switch()
+
+    def main() -> None:
+        look()
+        turns.switch()
+        look()
+
+    turns.take(helper, main)
+    look()
+    assert found == [None, "running_helper", None, None]

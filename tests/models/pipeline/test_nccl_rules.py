@@ -40,7 +40,7 @@ SPLIT = {"tensor": 2, "sequence_parallel": True}
 FOUR_STAGES = ("zb-v",)  # the long tests run all schedules, with eight stages
 QUICK_LAYOUTS_OF_FOUR = (
     "zb-v", "sequence parallel, recomputed", "data, bf16", "context, gather", "context, ring",
-    "experts", "experts, tensor, bf16", "ZeRO-2, interleaved",
+    "experts", "experts, overlap, ZeRO-2", "experts, tensor, bf16", "ZeRO-2, interleaved",
 )  # fmt: skip
 LONG = [(2, "one hardware queue"), (4, "posting order")]
 EXHAUSTIVE = [
@@ -128,6 +128,17 @@ def layouts_of(world_size: int) -> dict[str, dict[str, Any]]:
         "experts": {
             "layout": {"expert": world_size // 2, "schedule": "zb-v"},
             "data": world_size // 2,
+            **EXPERTS,
+        },
+        "experts, overlap, ZeRO-2": {
+            "layout": {
+                "expert": world_size // 2,
+                "schedule": "interleaved",
+                "chunks": 2,
+                "expert_overlap": True,
+            },
+            "data": world_size // 2,
+            "deepspeed": ZERO_2,
             **EXPERTS,
         },
         "experts, tensor, bf16": {

@@ -1,6 +1,5 @@
 """Pairs of passes take turns in the engine, and train exactly as without pairs."""
 
-import threading
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -67,9 +66,8 @@ def noted_exchanges(events: list[str]) -> Any:
 
     def noting(transfer: Transfer, x: torch.Tensor, **rest: Any) -> torch.Tensor:
         turns: Turns = transfer.axis.turns
-        if turns._helper is not None and not turns._ended:
-            is_helper = threading.current_thread() is turns._helper
-            events.append("forward" if is_helper else "backward")
+        if turns.is_helper is not None and not turns._ended:
+            events.append("forward" if turns.is_helper else "backward")
         return begin(transfer, x, **rest)
 
     return replaced(Transfer, "begin", noting)

@@ -53,9 +53,9 @@ class Layout(Section):
     `ffn_hidden_size`. It has no effect for `tensor = 1`."""
 
     expert_overlap: bool = False
-    """Run a forward and a backward pass at the same time, each of which computes while the other
-    one exchanges tokens with expert ranks. Only for "interleaved" and "dualpipev", whose orders
-    allow it without longer waiting."""
+    """Run each forward pass together with the backward pass that follows it in the schedule: while
+    one exchanges tokens with expert ranks, the other computes. It requires "interleaved" or
+    "dualpipev" and at least 2 x `pipeline` micro-batches. It has not run on a GPU yet."""
 
     schedule: Literal["1f1b", "interleaved", "zb-h1", "zb-v", "dualpipev", "gpipe"] = "1f1b"
     """Order of the forward and backward passes of a stage. All but "1f1b", the simplest, need two
@@ -116,6 +116,7 @@ class Layout(Section):
                 f'layout.schedule = "{self.schedule}" needs two stages or more, and '
                 f"layout.pipeline = 1 has only one; use layout.pipeline = 2 or more, or "
                 f'layout.schedule = "1f1b"'
+                + (" and layout.expert_overlap = false" if self.expert_overlap else "")
             )
         if self.context == 1 and self.context_attention != "gather":
             raise UserError(
@@ -192,8 +193,8 @@ def check_experts(model: ModelConfig, layout: Layout) -> None:
     ranks = layout.expert * layout.tensor // layout.expert_tensor
     if layout.expert_overlap and ranks == 1:
         raise UserError(
-            "layout.expert_overlap = true has no effect without ranks that exchange tokens; use "
-            "layout.expert = 2 or more, or layout.expert_overlap = false"
+            "layout.expert_overlap = true has no effect with layout.expert = 1, because no ranks "
+            "exchange tokens; use layout.expert = 2 or more, or layout.expert_overlap = false"
         )
     divided = experts.ffn_hidden_size if split else experts.count
     divisible = math.gcd(divided, experts.shared_ffn_hidden_size, model.kv_heads)

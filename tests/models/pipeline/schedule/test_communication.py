@@ -8,7 +8,7 @@ import pytest
 from benchmarks.communication_slots import SCHEDULES
 from models.pipeline.schedule import communication
 from models.pipeline.schedule.communication import Action, Event, Route, rounds, routes
-from models.pipeline.schedule.order import Pipeline
+from models.pipeline.schedule.order import Pipeline, min_micro_batches
 from models.pipeline.schedule.passes import Pass
 from recipes.training.recipe.sections.layout import PAIRED_SCHEDULES
 from tests.nccl_rules.slots import (
@@ -26,7 +26,7 @@ PIPELINES = [
     for paired in ((False, True) if schedule in PAIRED_SCHEDULES else (False,))
     for p in (2, 3, 4, 5, 8)
     for m in (1, 2, p, p + 1, 2 * p, 2 * p + 1)
-    if schedule != "dualpipev" or m >= 2 * p
+    if m >= min_micro_batches(schedule, p, paired=paired)
 ]
 FEW = [each for each in PIPELINES if each.micro_batches == 2 * each.stages]
 

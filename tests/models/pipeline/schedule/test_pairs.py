@@ -1,11 +1,14 @@
 """Pairs of a forward and a backward pass that run at the same time."""
 
 from itertools import chain
+from typing import Any
+from unittest import mock
 
 import pytest
 
+from models.errors import UserError
 from models.pipeline.schedule.order import Pipeline
-from models.pipeline.schedule.passes import BACKWARD, FORWARD, Pass
+from models.pipeline.schedule.passes import BACKWARD, FORWARD, WEIGHT, Pass
 from models.pipeline.schedule.simulation import pipeline_seconds, simulate
 from recipes.training.recipe.sections.layout import PAIRED_SCHEDULES
 
@@ -23,7 +26,10 @@ def name(pipeline: Pipeline) -> str:
 
 
 def length(pipeline: Pipeline) -> float:
-    seconds = {FORWARD: FORWARD_SECONDS, BACKWARD: BACKWARD_SECONDS}
+    weights = 1.0 if pipeline.splits else 0.0
+    seconds = {
+        FORWARD: FORWARD_SECONDS, BACKWARD: BACKWARD_SECONDS - weights, WEIGHT: weights,
+    }  # fmt: skip
     return pipeline_seconds(simulate(pipeline, lambda work: seconds[work.kind]))
 
 
@@ -60,13 +66,29 @@ def test_without_communication_pairs_cost_little(pipeline: Pipeline) -> None:
 
 
 @pytest.mark.parametrize(("schedule", "chunks"), [("1f1b", 1), ("zb-h1", 1), ("zb-v", 2)])
-def test_in_other_schedules_pairs_would_wait_for_long(schedule: str, chunks: int) -> None:
+def test_in_other_schedules_pairs_would_lengthen_the_step(schedule: str, chunks: int) -> None:
     assert schedule not in PAIRED_SCHEDULES
     pipeline = Pipeline(stages=4, micro_batches=16, schedule=schedule, chunks=chunks, paired=True)
     assert length(pipeline) > 1.2 * length(unpaired(pipeline))
 
 
-def test_a_pass_and_the_pass_that_needs_it_are_no_pair() -> None:
+def test_with_fewer_micro_batches_the_stages_would_wait_for_each_other() -> None:
+    settings: dict[str, Any] = {
+        "stages": 4,
+        "micro_batches": 5,
+        "schedule": "interleaved",
+        "chunks": 2,
+    }
+    with pytest.raises(UserError, match="use 8"):
+        Pipeline(**settings, paired=True)
+    with (
+        mock.patch("models.pipeline.schedule.order.min_micro_batches", lambda *_, **__: 1),
+        pytest.raises(ValueError, match="wait for each other"),
+    ):
+        length(Pipeline(**settings, paired=True))
+
+
+def test_a_pass_and_the_pass_that_needs_it_are_not_a_pair() -> None:
     pipeline = Pipeline(stages=1, micro_batches=2, paired=True)
     order = [Pass(FORWARD, 0, 0, 0), Pass(BACKWARD, 0, 0, 0)]
     assert pipeline.units(order) == [(order[0],), (order[1],)]
