@@ -14,6 +14,7 @@ FLOORS = [
         "models.errors",
         "models.config",
         "models.rope_scaling",
+        "models.turns",
         "models.cost",
         "models.pipeline.schedule",
         "models.context_parallel.division",

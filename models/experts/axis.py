@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 import torch.distributed as dist
 
 from models.parallel.collectives import TensorAxis
-from models.parallel.turns import Turns
+from models.turns import Turns
 
 
 @dataclass(frozen=True)

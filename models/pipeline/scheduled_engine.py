@@ -23,7 +23,6 @@ from models.experts.layer import expert_layers
 from models.parallel.deferral import Deferral, defer_weights
 from models.parallel.micro_batch_info import MicroBatchInfo
 from models.parallel.process_groups import matches_by_order
-from models.parallel.turns import Turns
 from models.pipeline.channels import Boundary, Channels
 from models.pipeline.gathering import WeightGathering
 from models.pipeline.gradients.flat_gradients import gradients_of
@@ -32,6 +31,7 @@ from models.pipeline.schedule.order import Pipeline, last_stage
 from models.pipeline.schedule.passes import BACKWARD, FORWARD, WEIGHT, Kind, Pass, group_ends
 from models.pipeline.stage import Stage
 from models.pipeline.warm_up import warm_up
+from models.turns import Turns
 
 InstructionObserver = Callable[[PipeInstruction], AbstractContextManager[None]]
 

@@ -32,9 +32,9 @@ from models.kernels import attention, fusing, norms
 from models.kernels.attention import cumulative_lengths
 from models.parallel.micro_batch_info import positions_in
 from models.parallel.rng import token_positions
-from models.parallel.turns import Turns
 from models.pipeline.replacement import replaced
 from models.transformer import rotary_table
+from models.turns import Turns
 
 
 @contextlib.contextmanager

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 
 from models.experts.exchange import Transfer
-from models.parallel.turns import Turns
 from models.pipeline.replacement import replaced
+from models.turns import Turns
 from recipes.proving.trial import held_weights, many_cases, start, train_step
 from recipes.training.recipe.loading import parse_recipe
 from tests.conftest import changed, small_recipe
