@@ -583,7 +583,8 @@ def mutant_case(corpus: Path, fault: str) -> ProofCase:
     wanted = {
         "tensor": 1, "pipeline": 1, "context": 1, "context_attention": "gather",
         "expert": 1, "schedule": "1f1b", "sequence_parallel": False, "recompute": "none",
-        "reduce_every": 0, "shard_group": 0,
+        "reduce_every": 0, "shard_group": 0, "expert_tensor_parallel": False,
+        "expert_overlap": False,
     }  # fmt: skip
     wanted |= layout
     zero = wanted.pop("zero", 1)
