@@ -130,7 +130,8 @@ class MixtureOfExperts(nn.Module):
     def _deferral_to_exchange(self) -> DeferralToExchange | None:
         """Return a deferral of the gradients of `up` to the last exchange of the backward pass.
 
-        None if there is no exchange, or if the schedule defers the gradients itself.
+        Return None if the rank has all experts, so that nothing is exchanged, or if a zero-bubble
+        schedule already defers the gradients.
         """
         experts = self.experts
         is_deferred = experts.deferral is not None

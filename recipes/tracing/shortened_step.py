@@ -8,7 +8,6 @@ import operator
 from collections import Counter
 from dataclasses import replace
 
-from models.pipeline.schedule.order import min_micro_batches
 from models.pipeline.schedule.passes import BACKWARD, FORWARD, WEIGHT, Order
 from recipes.tracing.collective_counter import CollectiveCounter, Traffic
 from recipes.training.engine.build import pipeline_of
@@ -30,7 +29,7 @@ def enough_micro_batches(recipe: Recipe, topology: Topology, rank: int) -> int:
     pipeline = pipeline_of(recipe, topology)
     stage = topology.coordinates(rank).pipeline
     wanted = fullest_moments(pipeline.orders[stage])
-    least = min_micro_batches(pipeline.schedule, pipeline.stages, paired=pipeline.paired)
+    least = pipeline.min_micro_batches
     for fewer in range(least, pipeline.micro_batches):
         if fullest_moments(replace(pipeline, micro_batches=fewer).orders[stage]) == wanted:
             return fewer

@@ -27,7 +27,6 @@ from models.context_parallel.division import Division, divide
 from models.errors import UserError
 from models.parallel.micro_batch_info import MicroBatchInfo
 from models.parallel.rng import MaskKey
-from models.pipeline.schedule.order import min_micro_batches
 from recipes.tracing.allocation_counter import Allocation, AllocationCounter
 from recipes.tracing.collective_counter import CollectiveCounter, Traffic
 from recipes.tracing.fake_cluster import fake_tensors, kernels_of_a_gpu, one_rank_of
@@ -199,7 +198,7 @@ def first_step(engine: Engine, batch: list[MicroBatch]) -> None:
         engine.train_step(batch, rate)
         return
     wrapped, pipeline = engine.wrapped, engine.wrapped.pipeline
-    few = min_micro_batches(pipeline.schedule, pipeline.stages, paired=pipeline.paired)
+    few = pipeline.min_micro_batches
     wrapped.pipeline, wrapped.micro_batches = replace(pipeline, micro_batches=few), few
     engine.train_step(batch[:few], rate)
     wrapped.pipeline, wrapped.micro_batches = pipeline, pipeline.micro_batches

@@ -67,12 +67,16 @@ class Pipeline:
     paired: bool = False
 
     def __post_init__(self) -> None:
-        least = min_micro_batches(self.schedule, self.stages, paired=self.paired)
-        if self.micro_batches < least:
+        if self.micro_batches < self.min_micro_batches:
             raise UserError(
                 f"{self.schedule} with {self.stages} stages and {self.micro_batches} "
-                f"micro-batches; use {least}"
+                f"micro-batches; use {self.min_micro_batches}"
             )
+
+    @property
+    def min_micro_batches(self) -> int:
+        """The smallest number of micro-batches with which the stages can run."""
+        return min_micro_batches(self.schedule, self.stages, paired=self.paired)
 
     @property
     def virtual_stages(self) -> int:
