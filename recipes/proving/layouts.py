@@ -253,7 +253,7 @@ def layouts(
     ):
         layout = {**schedule, "sequence_parallel": split, **context, **recompute}
         yield layout
-        exchanges = topology.expert * topology.tensor > topology.expert_tensor
+        exchanges = topology.exchanging_ranks > 1
         if experts and exchanges and schedule.get("schedule") in PAIRED_SCHEDULES:
             yield layout | {"expert_overlap": True}
 

@@ -123,6 +123,11 @@ class JobLayout:
         return self.tensor if self.sequence_parallel else 1
 
     @property
+    def exchanging_ranks(self) -> int:
+        """Ranks that have different experts and exchange tokens."""
+        return self.expert * self.tensor // self.expert_tensor
+
+    @property
     def replicas(self) -> int:
         """Ranks with the same part of the model: data x context."""
         return self.data * self.context

@@ -141,7 +141,7 @@ def load_factor(layout: JobLayout, imbalance: float) -> float:
     It is `imbalance` if ranks have different experts. Tensor ranks that divide the columns of the
     same experts compute the same rows.
     """
-    return imbalance if layout.expert * layout.tensor > layout.expert_tensor else 1.0
+    return imbalance if layout.exchanging_ranks > 1 else 1.0
 
 
 def tokens_per_micro_batch(model: ModelConfig, layout: JobLayout) -> int:

@@ -323,7 +323,7 @@ def layout_variants(job: Job, sizes: JobLayout, rejected: Counter[str]) -> Itera
 
 def overlaps(job: Job, sizes: JobLayout, schedule: str, chunks: int) -> list[bool]:
     """Return the settings of `expert_overlap` that are possible with a schedule."""
-    exchanges = job.model.experts and sizes.expert * sizes.tensor > sizes.expert_tensor
+    exchanges = job.model.experts and sizes.exchanging_ranks > 1
     hides = job.software.expert_overlap > 0 and job.machine.gpu.device != "cpu"
     if not (exchanges and hides and schedule in PAIRED_SCHEDULES):
         return [False]

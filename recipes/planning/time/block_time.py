@@ -326,7 +326,7 @@ def _expert_collectives(job: Job) -> tuple[float, float]:
     of the experts' first matrices run during the last one, unless the schedule defers them.
     """
     layout, model, software = job.layout, job.model, job.software
-    ranks = layout.expert * layout.tensor // layout.expert_tensor
+    ranks = layout.exchanging_ranks
     if model.experts is None or ranks == 1:
         return 0.0, 0.0
     moved = exchanged_rows(job) * model.hidden_size * BYTES[job.precision]

@@ -318,7 +318,7 @@ def expert_axis(recipe: Recipe, topology: Topology, tensor: TensorAxis) -> Exper
     """Create the groups of the expert axis, and return it from this rank's perspective."""
     if recipe.model.experts is None:
         return ExpertAxis()
-    size = topology.expert * topology.tensor // topology.expert_tensor
+    size = topology.exchanging_ranks
     sharing = topology.context * topology.tensor
     settings = NcclSettings(high_priority=True)
     return ExpertAxis(

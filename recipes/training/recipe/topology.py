@@ -123,6 +123,11 @@ class Topology:
         return self.data * self.context
 
     @property
+    def exchanging_ranks(self) -> int:
+        """Ranks that have different experts and exchange tokens."""
+        return self.expert * self.tensor // self.expert_tensor
+
+    @property
     def is_hybrid(self) -> bool:
         """True if several groups of replicas hold the same shards (hybrid sharding)."""
         return 0 < self.shard_group < self.replicas
