@@ -43,11 +43,14 @@ from recipes.training.tracking.startup import Startup
 SECONDS_TO_WAIT_FOR_FOLDER = 300  # file servers release a dead node's lock after 30 to 120 s
 
 
-def main() -> None:
-    """Pretrain, and end this rank with a message or a traceback if that fails."""
+def main(started: float | None = None) -> None:
+    """Pretrain, and end this rank with a message or a traceback if that fails.
+
+    started: when this process became a rank, if launch.py had started it in advance
+    """
     outlive_output()
     try:
-        pretrain()
+        pretrain(started)
     except UserError as problem:  # raised in training; earlier checks print their own message
         print(f"pretrain.py: {problem}", file=sys.stderr, flush=True)
         leave(REJECTED)
@@ -56,9 +59,9 @@ def main() -> None:
         leave(1)  # an ordinary exit would wait for threads, which may hang
 
 
-def pretrain() -> None:
+def pretrain(started: float | None = None) -> None:
     """Train once, from the command-line options to the exit code."""
-    startup = Startup()
+    startup = Startup(started)
     pause_collection()
 
     # 1. Experiment: read and check the recipe before importing torch, which takes seconds.
@@ -78,7 +81,7 @@ def pretrain() -> None:
     resume_collection()
     startup.lap("imports")
 
-    folder = RunFolder(options.run_dir or REPOSITORY / "runs" / recipe.name)
+    folder = RunFolder(options.run_dir or REPOSITORY / "runs" / recipe.name, options.lease)
     with rejections(world, experiment.origin):
         # 2. Data: open the corpora first, so that a missing file ends every rank immediately.
         data = open_data(experiment)
@@ -224,6 +227,7 @@ def parse_command_line() -> argparse.Namespace:
         "life, for example because its node has died; default: %(default)s",
     )
     parser.add_argument("--run-dir", type=Path, help="default: runs/ and the name in the recipe")
+    parser.add_argument("--lease", default="", help=argparse.SUPPRESS)  # launch.py passes it
     parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # deepspeed passes it
     return parser.parse_args()
 

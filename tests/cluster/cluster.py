@@ -136,6 +136,19 @@ class Cluster:
         self._start(host)
         self._until(lambda: self._answers(host), host)
 
+    def stop_host(self, host: str) -> None:
+        """Suspend all processes of a host, as if its kernel hung."""
+        self._signal_all(host, "STOP")
+
+    def resume_host(self, host: str) -> None:
+        """Let the processes of a suspended host continue."""
+        self._signal_all(host, "CONT")
+
+    def _signal_all(self, host: str, name: str) -> None:
+        """Send a signal to all processes of a host but its first one."""
+        inside = f"nsenter -t $(cat {self.folder}/{host}.pid) -p"
+        self.run(f"{inside} bash -c 'kill -{name} -1'")
+
     def cut_link(self, host: str) -> None:
         """Cut a host's network; its processes continue."""
         self.run(f"ip link set {host} down")

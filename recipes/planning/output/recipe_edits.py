@@ -55,12 +55,17 @@ def edits(recipe: Recipe, plan: Plan) -> dict[str, Any]:
 
 def changes(recipe: Recipe, plan: Plan) -> str:
     """Return the options of pretrain.py that change the recipe's layout to a plan's."""
+    return " ".join(f"--set {option}" for option in options_of(recipe, plan))
+
+
+def options_of(recipe: Recipe, plan: Plan) -> list[str]:
+    """Return the values of --set that change the recipe's layout to a plan's."""
     options = []
     for key, value in edits(recipe, plan).items():
         if value_of(recipe, key) != value:
             text = value if isinstance(value, str) else json.dumps(value, separators=(",", ":"))
-            options.append(f"--set {key}={text}")
-    return " ".join(options)
+            options.append(f"{key}={text}")
+    return options
 
 
 def in_layout(recipe: Recipe, plan: Plan, origin: str) -> Recipe:

@@ -280,6 +280,7 @@ class CheckpointWriter:
             # disk before the checkpoint, because their order decides which ones apply to it.
             self.folder.flush()
             manifest.write(workspace)
+            self.folder.check_lease()
             publish(workspace, final)
         except OSError as error:
             return f"{error.filename or final}: {error.strerror or error}"

@@ -12,6 +12,7 @@ from models.errors import UserError
 from recipes.training.recipe.schema import Recipe
 from recipes.training.run_folder.checkpoint_folders import time_stamp
 from recipes.training.run_folder.history import History, replay
+from recipes.training.run_folder.lease import Lease
 from recipes.training.run_folder.line_file import LineFile, flush, write_whole
 from recipes.training.run_folder.lock import FolderLock
 from recipes.training.run_folder.progress import Progress
@@ -21,9 +22,15 @@ EVENT_KEYS = {"event": (str,), "step": (int,)}
 
 
 class RunFolder:
-    """`runs/<name>/`: recipe.toml, metrics.jsonl, events.jsonl, checkpoints/, wandb/."""
+    """`runs/<name>/`: recipe.toml, metrics.jsonl, events.jsonl, checkpoints/, wandb/.
 
-    def __init__(self, path: Path):
+    Args:
+        path: the folder
+        attempt: the attempt of launch.py that this process belongs to; empty for a run without
+            launch.py, which locks the folder itself
+    """
+
+    def __init__(self, path: Path, attempt: str = ""):
         path = path.resolve()  # `move_aside` then renames the target of a link and keeps the link
         self.path = path
         self.checkpoints = path / "checkpoints"
@@ -31,10 +38,13 @@ class RunFolder:
         self.events = path / "events.jsonl"
         self._metric_lines = LineFile(self.metrics, keys=METRIC_KEYS)
         self._event_lines = LineFile(self.events, keys=EVENT_KEYS)
-        self._lock: FolderLock | None = None
+        self._lease = Lease(path, attempt) if attempt else None
+        self._lock: FolderLock | Lease | None = self._lease
 
     def hold(self) -> None:
         """Create the folder and lock it until this process ends; call again to retry.
+
+        A process that launch.py has started only checks that its attempt has the folder's lease.
 
         Raises:
             FolderInUse: another process holds the folder.
@@ -76,6 +86,11 @@ class RunFolder:
             FolderInUse: another process has already locked the new folder.
             UserError: the folder cannot be moved.
         """
+        if self._lease is not None:
+            raise UserError(
+                "--resume never: launch.py holds the run folder, which therefore cannot be moved; "
+                "use --run-dir with another folder, or rename the folder first"
+            )
         aside = self.path.with_name(f"{self.path.name}.{time_stamp()}")
         try:
             if all(entry.name.startswith("lock") for entry in self.path.iterdir()):
@@ -159,6 +174,7 @@ class RunFolder:
 
     def event(self, event: str, step: int, **facts: Any) -> None:
         """Append to events.jsonl: start, resume, first_step, skip, save, ..."""
+        self.check_lease()
         self._event_lines.append(_event(event, step, facts))
 
     def durable_event(self, event: str, step: int, **facts: Any) -> None:
@@ -167,6 +183,7 @@ class RunFolder:
         Raises:
             UserError: the file cannot be written.
         """
+        self.check_lease()
         try:
             self._event_lines.append_durably(_event(event, step, facts))
         except OSError as error:
@@ -174,7 +191,13 @@ class RunFolder:
 
     def metric(self, line: dict[str, Any]) -> None:
         """Append the line of a step to metrics.jsonl; floats keep all their digits."""
+        self.check_lease()
         self._metric_lines.append(line)
+
+    def check_lease(self) -> None:
+        """End this process if launch.py has given the folder to a later attempt."""
+        if self._lease is not None:
+            self._lease.check()
 
     def flush(self) -> None:
         """Wait until all metrics and events are on the disk.

@@ -11,7 +11,8 @@ LAUNCHER_MODULES = {
     "deepspeed.launcher.runner",
     "torch.distributed.run",
 }
-LAUNCHER_NAMES = {"deepspeed", "torchrun"}
+NODE_AGENT = "node_agent.py"  # of launch.py
+LAUNCHER_NAMES = {"deepspeed", "torchrun", NODE_AGENT}
 STATE, PARENT, START = 0, 1, 19  # fields of /proc/PID/stat after the name, see proc_pid_stat(5)
 
 
@@ -80,12 +81,22 @@ def is_launcher(command_line: Path) -> bool:
     Args:
         command_line: the file /proc/PID/cmdline of the process
     """
-    if not command_line.exists():
-        return False
-    words = command_line.read_bytes().decode(errors="replace").split("\0")[:8]  # options follow
+    words = _words(command_line)
     return bool(LAUNCHER_MODULES.intersection(words)) or any(
         Path(word).name in LAUNCHER_NAMES for word in words[:2]
     )
+
+
+def is_node_agent(pid: int) -> bool:
+    """Return True if a process is the agent of launch.py on this node."""
+    return any(Path(word).name == NODE_AGENT for word in _words(Path(f"/proc/{pid}/cmdline"))[:2])
+
+
+def _words(command_line: Path) -> list[str]:
+    """Return the first words of a command line; its options follow."""
+    if not command_line.exists():
+        return []
+    return command_line.read_bytes().decode(errors="replace").split("\0")[:8]
 
 
 def age_seconds(pid: int) -> float:

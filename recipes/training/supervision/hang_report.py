@@ -84,25 +84,28 @@ class HangReport:
         """Remove the file of a rank that makes progress again."""
         self._file(rank).unlink(missing_ok=True)
 
-    def verdict(self, own: Sighting) -> str:
-        """Return a description of the hang on the lowest rank that wrote a file, "" on the others.
+    def verdict(self, own: Sighting) -> tuple[str, list[int]]:
+        """Describe the hang on the lowest rank that wrote a file; the others return "".
 
         A rank that could not write a file also returns a description, which includes its own
         activity.
+
+        Returns:
+            The description, and the ranks that are behind.
 
         Raises:
             OSError: no rank has written, or the files cannot be read.
         """
         sightings = self._read()
         if own.rank in sightings and own.rank != min(sightings):
-            return ""
+            return "", []
         sightings.setdefault(own.rank, own)
         launched = {rank: sighting.launched for rank, sighting in sightings.items()}
         waiting = describe_waiting(launched, self.names)
         parts = [describe_hang(sightings, self.names), f"the stacks of all are in {self.folder}"]
         if waiting:
             parts.insert(1, f"by torch's flight recorder {waiting}")
-        return "; ".join(parts)
+        return "; ".join(parts), ranks_behind(sightings, len(self.names))
 
     def _read(self) -> dict[int, Sighting]:
         """Return the reports of all ranks about this hang, by rank."""
@@ -137,26 +140,39 @@ def take_sighting(rank: int, crumb: Breadcrumb) -> tuple[Sighting, str]:
     return about, "".join(traceback.format_stack(frame))
 
 
+def ranks_behind(sightings: dict[int, Sighting], size: int) -> list[int]:
+    """Return the ranks that are behind: silent, in an earlier step, or outside of collectives.
+
+    The list is empty if that applies to all ranks.
+    """
+    silent = [rank for rank in range(size) if rank not in sightings]
+    if silent:
+        return silent
+    earliest = min(each.step for each in sightings.values())
+    behind = [rank for rank, each in sightings.items() if each.step == earliest]
+    if len(behind) == size:
+        behind = [rank for rank in behind if not sightings[rank].waits_in]
+    return [] if len(behind) == size else behind
+
+
 def describe_hang(sightings: dict[int, Sighting], names: Sequence[str]) -> str:
-    """Name the ranks that are behind: silent, in an earlier step, or outside of collectives."""
+    """Name the ranks that are behind, and describe what they do."""
     first = sightings[min(sightings)]
-    silent = [name for rank, name in enumerate(names) if rank not in sightings]
+    ranks = ranks_behind(sightings, len(names))
+    silent = [names[rank] for rank in ranks if rank not in sightings]
     if silent:
         more = len(silent) - MAX_RANKS_IN_MESSAGE
         shown = ", ".join(silent[:MAX_RANKS_IN_MESSAGE]) + (f" and {more} more" if more > 0 else "")
         verb = "does" if len(silent) == 1 else "do"
         who = f"{shown} {verb} not answer: stopped, dead or cut off"
         return f"{who}. {names[first.rank]}: {first}"
-    earliest = min(each.step for each in sightings.values())
-    behind = [each for each in sightings.values() if each.step == earliest]
-    if len(behind) == len(sightings):
-        behind = [each for each in behind if not each.waits_in]
-    if not behind or len(behind) == len(sightings):
-        where = "in a collective" if not behind else "for the device, or compute"
-        when = f"in step {earliest}" if earliest else "in start-up"
+    if not ranks:
+        waiting = all(each.waits_in for each in sightings.values())
+        where = "in a collective" if waiting else "for the device, or compute"
+        when = f"in step {first.step}" if first.step else "in start-up"
         return f"all ranks are {when} and wait {where}. {names[first.rank]}: {first}"
     shown = "; ".join(
-        f"{names[each.rank]} is behind: {each}" for each in behind[:MAX_RANKS_IN_MESSAGE]
+        f"{names[rank]} is behind: {sightings[rank]}" for rank in ranks[:MAX_RANKS_IN_MESSAGE]
     )
     return f"{shown}. {names[first.rank]}: {first}"
 

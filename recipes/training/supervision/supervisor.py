@@ -245,18 +245,20 @@ class Supervisor:
     def _end(self) -> None:
         """Print which rank is behind, and end this rank."""
         try:
-            verdict = self._report.verdict(take_sighting(self.rank, self.crumb)[0])
+            verdict, behind = self._report.verdict(take_sighting(self.rank, self.crumb)[0])
         except Exception as problem:  # an unreadable report must not keep the rank alive
             self._say_hung(f"the ranks' reports cannot be read ({problem})")
         else:
             if not verdict:
                 time.sleep(2)  # launchers end all ranks when the first one exits
                 end_process(HUNG)
-            self._say_hung("", verdict)
+            self._say_hung("", verdict, behind)
         end_process(HUNG)
 
-    def _say_hung(self, problem: str, verdict: str = "") -> None:
+    def _say_hung(self, problem: str, verdict: str = "", behind: Sequence[int] = ()) -> None:
         """Print the reason for the end of this rank, and then try to write it into the run folder.
+
+        The event also lists the ranks that are behind, whose nodes launch.py blames.
 
         Until the hosts are known, the run folder may belong to another run, so nothing is written.
         """
@@ -270,7 +272,9 @@ class Supervisor:
         step = self.crumb.step
         within(
             1,
-            lambda: self.folder.event("stop", step, reason=text, exit_code=HUNG),
+            lambda: self.folder.event(
+                "stop", step, reason=text, exit_code=HUNG, behind=list(behind)
+            ),
             doing="writing events.jsonl",
         )
 

@@ -3,15 +3,23 @@
 import os
 import time
 
-from recipes.training.runtime.launchers import age_seconds, launchers_of
+from recipes.training.runtime.launchers import age_seconds, is_node_agent, launchers_of
 
 
 class Startup:
-    """A stopwatch with laps, started when the launcher started."""
+    """A stopwatch with laps, started when the launcher started.
 
-    def __init__(self):
+    Args:
+        started: time at which launch.py started the rank in this process, on the clock of
+            time.monotonic; None if the process was started for the rank
+    """
+
+    def __init__(self, started: float | None = None):
         self.running = True
         self.seconds: dict[str, float] = {}  # by part, in the order of the first laps
+        if started is not None:
+            self._last = started
+            return
         here = age_seconds(os.getpid())
         self._last = time.monotonic() - here
         launcher = launcher_age_seconds()
@@ -38,12 +46,13 @@ class Startup:
 def launcher_age_seconds() -> float | None:
     """Return the age of the launcher of this process on this node; None if it is unknown.
 
-    A `torchrun` that has restarted its ranks may be hours old, so its age is not used.
+    A `torchrun` that has restarted its ranks may be hours old, so its age is not used. The same
+    applies to an agent of launch.py.
     """
     if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
         return None
     try:
-        launchers = launchers_of(os.getpid())
+        launchers = [pid for pid in launchers_of(os.getpid()) if not is_node_agent(pid)]
         return age_seconds(launchers[-1]) if launchers else None
     except OSError:  # a launcher has just ended
         return None

@@ -137,7 +137,7 @@ def test_the_verdict_names_the_collective(tmp_path: Path) -> None:
         place = Sighting(rank, 7, "step 7, ForwardPass", "", "models/x.py:1 f", own)
         places.append(place)
         report.write((place, "the stack"))
-    verdict = ranks[0].verdict(places[0])
+    verdict, _ = ranks[0].verdict(places[0])
     assert "all ranks are in step 7 and wait for the device, or compute" in verdict
     assert "by torch's flight recorder rank 0 (node1), rank 1 (node1), rank 2 (node2)" in verdict
     assert "rank 3 (node2) has not joined; the stacks of all are in" in verdict

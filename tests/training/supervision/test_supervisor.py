@@ -72,8 +72,9 @@ def test_the_lowest_reporting_rank_describes_the_hang(tmp_path: Path) -> None:
         places.append(take_sighting(rank, crumb))
         report.write(places[rank])
     ranks[0].take_back(0)  # the rank has made progress
-    assert ranks[2].verdict(places[2][0]) == ""
-    said = ranks[1].verdict(places[1][0])
+    assert ranks[2].verdict(places[2][0]) == ("", [])
+    said, behind = ranks[1].verdict(places[1][0])
+    assert behind == [0, 3]
     assert said.startswith("rank 0 (node1), rank 3 (node2) do not answer")
     assert "rank 1 (node1): step 5, ForwardPass of micro-batch 1" in said
     stack = (tmp_path / "hang" / "rank-00002.txt").read_text()
@@ -297,7 +298,7 @@ def test_a_hang_is_described_when_the_report_cannot_be_written(tmp_path: Path) -
         report.verdict(sighting(1))
     other = HangReport(tmp_path, NAMES)
     other.write((sighting(2), "the stack"))
-    said = HangReport(tmp_path, NAMES).verdict(sighting(1))  # could not write its own
+    said, _ = HangReport(tmp_path, NAMES).verdict(sighting(1))  # could not write its own
     assert said.startswith("rank 0 (node1), rank 3 (node2) do not answer")
 
 
@@ -307,7 +308,7 @@ def test_files_of_an_earlier_hang_do_not_count(tmp_path: Path) -> None:
         report.write((sighting(rank), "the stack"))
     before = time.time() - 60
     os.utime(tmp_path / "rank-00000.txt", (before, before))
-    assert report.verdict(sighting(1)).startswith("rank 0 (node1) does not answer")
+    assert report.verdict(sighting(1))[0].startswith("rank 0 (node1) does not answer")
 
 
 def test_waiting_for_a_disk_ends_with_an_error_too() -> None:

@@ -178,6 +178,20 @@ class Cluster(Section):
     gpu: str
     """Name of the GPU, for example "H100"; `recipes/gpus/` lists them. "cpu" trains on CPUs."""
 
+    minimum_nodes: Count = 1
+    """Smallest number of nodes on which `launch.py` continues the run after nodes were lost."""
+
+    spare_nodes: NonNegative = 0
+    """Nodes that a Slurm job requests in addition, and that `launch.py` uses when others fail. With
+    a hostfile, all hosts beyond `nodes` are spare, and this key has no effect."""
+
+    node_failures: NonNegative = 2
+    """Failures after which `launch.py` no longer uses a node; 0: no limit."""
+
+    standby: bool = True
+    """Whether `launch.py` keeps a process per GPU that has already imported what a rank needs, for
+    faster restarts. Each needs about 0.5 GB of host memory."""
+
 
 def check_experts(model: ModelConfig, layout: Layout) -> None:
     """Check that the expert and tensor ranks can divide the experts of a model.

@@ -36,6 +36,9 @@ class Supervision(Section):
     compiled kernels, until the end of that step); 0: never. The time covers building the model,
     loading a checkpoint and compiling."""
 
+    node_seconds: Count = 10
+    """Seconds without a sign of life after which `launch.py` counts a node as lost."""
+
     bad_steps: Count = 3
     """Successive steps with a loss or gradient norm that is not finite after which the run rolls
     back to the last checkpoint. A single such step is skipped."""

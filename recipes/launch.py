@@ -1,0 +1,190 @@
+"""Pretrain on several nodes, and continue on what is left when nodes fail.
+
+    python recipes/launch.py --hostfile hosts recipes/llama/7b.toml
+    python recipes/launch.py recipes/llama/7b.toml                    # in a Slurm job
+    python recipes/launch.py --hostfile hosts --launcher local recipes/mine.toml   # on one machine
+
+The ranks run recipes/pretrain.py, with the same options. If a node is lost, the ranks are started
+again on the remaining nodes, in the layout that the planner finds for them, from the newest
+checkpoint. The loss does not depend on the layout, so the loss curve does not show the restart.
+Nodes that return are used again. events.jsonl in the run folder records every start and its reason.
+
+A hostfile has a line "NAME slots=N" per host, like that of deepspeed. Hosts beyond cluster.nodes
+are spare. The exit codes are those of pretrain.py.
+"""
+
+import sys
+from pathlib import Path
+
+if __name__ == "__main__":  # import from the repository's root, not from recipes/
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+import argparse
+import os
+import signal
+import time
+from functools import partial
+
+from models.errors import UserError
+from recipes.launching.attempt import Command
+from recipes.launching.connection import forwarded, here, over_srun, over_ssh
+from recipes.launching.hosts import read_hostfile, slurm_hosts
+from recipes.launching.launcher import Launcher
+from recipes.launching.replanning import Replanner, check_cluster
+from recipes.training.recipe.loading import REPOSITORY, load_recipe, origin
+from recipes.training.recipe.schema import Recipe
+from recipes.training.recipe.topology import World
+from recipes.training.run_folder.folder import RunFolder
+from recipes.training.run_folder.lock import FolderInUse
+from recipes.training.runtime.exits import BUSY, REJECTED
+
+PRETRAIN = Path(__file__).with_name("pretrain.py")
+CONNECTS = {"ssh": over_ssh, "srun": over_srun, "local": here}
+
+
+def main() -> None:
+    """Run the command, and exit with the code of the run."""
+    options = parse_command_line()
+    try:
+        launcher = prepare(options)
+    except FolderInUse as problem:
+        print(f"launch.py: {problem}", file=sys.stderr)
+        sys.exit(BUSY)
+    except UserError as problem:
+        print(f"launch.py: {problem}", file=sys.stderr)
+        sys.exit(REJECTED)
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
+        if signal.getsignal(number) is not signal.SIG_IGN:  # nohup relies on an ignored SIGHUP
+            signal.signal(number, launcher.ask)
+    sys.exit(launcher.run())
+
+
+def prepare(options: argparse.Namespace) -> Launcher:
+    """Check the recipe, the hosts and the run folder, and lock the folder.
+
+    Raises:
+        UserError: one of them is rejected.
+        FolderInUse: another run holds the folder.
+    """
+    recipe = load_recipe(options.recipe, options.set)
+    name = origin(options.recipe, options.set)
+    check_cluster(recipe, name)
+    assert recipe.cluster
+    size = recipe.cluster.gpus_per_node
+    try:
+        recipe.topology(World(size=recipe.cluster.nodes * size, local_size=size))
+    except UserError as problem:
+        raise UserError(f"{name}: {problem}") from None
+    if options.hostfile:
+        list_hosts = partial(read_hostfile, options.hostfile, processes=size)
+    else:
+        list_hosts = partial(slurm_hosts, os.environ)
+    hosts = list_hosts()
+    if len(hosts) < recipe.cluster.minimum_nodes:
+        raise UserError(
+            f"{len(hosts)} hosts are listed, and {name} needs cluster.minimum_nodes = "
+            f"{recipe.cluster.minimum_nodes}; list more hosts, or use "
+            f"--set cluster.minimum_nodes={len(hosts)}"
+        )
+    folder = RunFolder(options.run_dir or REPOSITORY / "runs" / recipe.name)
+    hold(folder, wait_seconds=options.wait_for_folder)
+    words = [sys.executable, "-u", str(PRETRAIN), str(options.recipe.resolve())]
+    words += ["--run-dir", str(folder.path), "--resume", resume_option(options, recipe)]
+    words += ["--resume-once", options.resume_once or f"launch-{time.time_ns():x}"]
+    master = "127.0.0.1" if options.launcher == "local" else ""
+    launcher = options.launcher or ("ssh" if options.hostfile else "srun")
+    return Launcher(
+        recipe,
+        folder,
+        Command(words, forwarded(os.environ), options.set, size, master),
+        replanner=Replanner(options.recipe, options.set),
+        list_hosts=list_hosts,
+        connect=CONNECTS[launcher],
+    )
+
+
+def resume_option(options: argparse.Namespace, recipe: Recipe) -> str:
+    """Return the option --resume of the ranks, with an absolute path.
+
+    Raises:
+        UserError: the option is "never", which a restart would carry out again.
+    """
+    if options.resume == "never":
+        raise UserError(
+            f"--resume never is not supported, because launch.py holds the run folder; use "
+            f"--run-dir runs/{recipe.name}-2, or rename the folder of the earlier run"
+        )
+    return "auto" if options.resume == "auto" else str(Path(options.resume).absolute())
+
+
+def hold(folder: RunFolder, *, wait_seconds: float) -> None:
+    """Lock the run folder; wait for a holder that shows no sign of life.
+
+    Raises:
+        FolderInUse: the holder is alive, or the time is over.
+        UserError: the folder cannot be written.
+    """
+    deadline = time.monotonic() + wait_seconds
+    while True:
+        try:
+            folder.hold()
+        except FolderInUse as problem:
+            if problem.alive or time.monotonic() > deadline:
+                raise
+            time.sleep(1)
+        else:
+            return
+
+
+def parse_command_line() -> argparse.Namespace:
+    """Return the options of the command."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("recipe", type=Path, help="recipe to train, with a [cluster] section")
+    parser.add_argument(
+        "--hostfile",
+        type=Path,
+        metavar="FILE",
+        help='hosts, one per line: "node1 slots=8"; default: the nodes of this Slurm job',
+    )
+    parser.add_argument(
+        "--launcher",
+        choices=list(CONNECTS),
+        help="how nodes are reached; local starts all ranks on this machine, to try out a recipe; "
+        "default: ssh with a hostfile, otherwise srun",
+    )
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="SECTION.KEY=VALUE",
+        help="override a key for this run, as for pretrain.py; repeatable",
+    )
+    parser.add_argument(
+        "--resume",
+        default="auto",
+        metavar="auto|CHECKPOINT",
+        help="auto (default): resume from the newest checkpoint, or start at step 1 if there is "
+        "none; CHECKPOINT: start from this folder, once",
+    )
+    parser.add_argument(
+        "--resume-once",
+        default="",
+        metavar="NAME",
+        help="apply --resume only the first time the run is started with this NAME, for example of "
+        "a requeued job",
+    )
+    parser.add_argument(
+        "--wait-for-folder",
+        type=float,
+        default=300,
+        metavar="SECONDS",
+        help="as for pretrain.py; default: %(default)s",
+    )
+    parser.add_argument("--run-dir", type=Path, help="default: runs/ and the name in the recipe")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,212 @@
+"""One start of the ranks on some nodes, watched until all of them have ended."""
+
+import signal
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from recipes.launching.causes import Outcome, RankEnd
+from recipes.launching.nodes import Nodes
+from recipes.launching.replanning import Placement
+
+SECONDS_TO_ANSWER = 3.0  # after a failure, for nodes to show that they are alive
+SECONDS_FOR_MESSAGES = 1.0  # between a failure and the end of the other ranks
+SECONDS_FOR_ORDERLY_END = 60.0  # between the first and the last rank that ends by itself
+SECONDS_TO_KILL = 10.0
+LOST_CONNECTION = "the connection to it has ended"
+
+
+@dataclass(frozen=True)
+class Command:
+    """How the ranks are started.
+
+    Attributes:
+        words: the command of a rank, without the options that launch.py adds
+        variables: environment variables of all ranks
+        overrides: the user's values of --set
+        ranks_per_node: number of ranks on each node
+        master: address at which the ranks meet; empty for the first host of an attempt
+    """
+
+    words: Sequence[str]
+    variables: Mapping[str, str]
+    overrides: Sequence[str]
+    ranks_per_node: int
+    master: str = ""
+
+
+class Attempt:
+    """The ranks of one start of the run.
+
+    Args:
+        number: number of the attempt, from 1
+        lease: its name in the run folder
+        nodes: all nodes
+        hosts: the hosts of the attempt, in the order of their ranks
+        placement: the layout
+
+    Attributes:
+        running: the ranks that have not ended, with their hosts
+        ends: the ranks that have ended, in the order of their reports
+        lost: the hosts that no longer answer, with the reason
+    """
+
+    def __init__(
+        self,
+        number: int,
+        lease: str,
+        *,
+        nodes: Nodes,
+        hosts: Sequence[str],
+        placement: Placement,
+    ):
+        self.number, self.lease, self.nodes = number, lease, nodes
+        self.hosts, self.placement = hosts, placement
+        self.running: dict[int, str] = {}
+        self.ends: list[RankEnd] = []
+        self.lost: dict[str, str] = {}
+
+    @property
+    def failed(self) -> bool:
+        """True if a host is lost or a rank has ended with an error."""
+        return bool(self.lost) or any(end.code for end in self.ends)
+
+    def start(self, command: Command) -> None:
+        """Start the ranks on all hosts."""
+        words = list(command.words)
+        for override in (*command.overrides, *self.placement.overrides):
+            words += ["--set", override]
+        words += ["--lease", self.lease]
+        size = command.ranks_per_node
+        common = {
+            **command.variables,
+            "WORLD_SIZE": str(len(self.hosts) * size),
+            "LOCAL_WORLD_SIZE": str(size),
+            "MASTER_ADDR": command.master or self.hosts[0],
+            "MASTER_PORT": str(self._ask_port()),
+        }
+        for place, host in enumerate(self.hosts):
+            first = place * size
+            self.running |= dict.fromkeys(range(first, first + size), host)
+            numbers = [
+                {"RANK": str(first + local_rank), "LOCAL_RANK": str(local_rank)}
+                for local_rank in range(size)
+            ]
+            ranks = [{"command": words, "variables": common | each} for each in numbers]
+            self._send([host], {"do": "start", "attempt": self.number, "ranks": ranks})
+
+    def watch(
+        self, *, asked: Callable[[], int], should_grow: Callable[["Attempt"], bool]
+    ) -> Outcome:
+        """Wait until all ranks have ended, and return how.
+
+        Args:
+            asked: returns how often a user has asked the run to stop: the first time the ranks
+                save, the second time they are killed
+            should_grow: returns True if the ranks should save and end, because more nodes can be
+                used
+        """
+        signalled = growing = False
+        next_look = 0.0
+        while self.running and not self.failed:
+            self._look()
+            if asked() and not signalled:
+                signalled = True
+                self._signal(signal.SIGTERM)
+            if asked() > 1:
+                self._send(self.hosts, {"do": "kill"})
+            elif not signalled and not growing and time.monotonic() >= next_look:
+                next_look = time.monotonic() + self.nodes.node_seconds / 4
+                growing = should_grow(self)
+                if growing:
+                    self._signal(signal.SIGUSR1)
+        if self.failed:
+            self._settle(asked)
+        return Outcome(lost=self.lost, ends=self.ends, asked=bool(asked()), growing=growing)
+
+    def _ask_port(self) -> int:
+        """Return a free port of the first host; 0 if the host has just been lost."""
+        first = self.hosts[0]
+        self._send([first], {"do": "port"})
+        deadline = time.monotonic() + SECONDS_TO_ANSWER
+        while time.monotonic() < deadline and first not in self.lost:
+            for report in self.nodes.connections.reports():
+                self._note(report.host, report.content)
+                if report.host == first and report.content and report.content["is"] == "port":
+                    return int(report.content["port"])
+        self.lost.setdefault(first, f"no answer for {SECONDS_TO_ANSWER:g} s")
+        return 0
+
+    def _look(self) -> None:
+        """Note the reports that arrive, and the hosts that have fallen silent."""
+        for report in self.nodes.connections.reports():
+            self._note(report.host, report.content)
+        for host in self.hosts:
+            if host not in self.lost and self.nodes.is_silent(host):
+                self._lose(host, f"no sign of life for {self.nodes.node_seconds:g} s")
+        self.nodes.keep_connected()
+
+    def _note(self, host: str, content: Mapping[str, Any] | None) -> None:
+        """Note the report of a host; the content is None if its connection has ended."""
+        if content is None:
+            if host in self.hosts and host not in self.lost:
+                self._lose(host, LOST_CONNECTION)
+            else:
+                self.nodes.drop(host)
+        elif content["is"] == "exit" and content["attempt"] == self.number:
+            rank = content["rank"]
+            if rank in self.running:
+                del self.running[rank]
+                self.ends.append(RankEnd(rank, host, content["code"]))
+
+    def _lose(self, host: str, reason: str) -> None:
+        self.lost[host] = reason
+        self.running = {rank: where for rank, where in self.running.items() if where != host}
+        self.nodes.drop(host)
+
+    def _settle(self, asked: Callable[[], int]) -> None:
+        """After the first failure: find the hosts that are lost, and end the remaining ranks."""
+        self._find_lost()
+        codes = {end.code for end in self.ends if end.code}
+        orderly = not self.lost and all(1 < code < 128 for code in codes)
+        self._wait(SECONDS_FOR_ORDERLY_END if orderly else SECONDS_FOR_MESSAGES, asked)
+        seen = len(self.ends)
+        self._send(self.hosts, {"do": "kill"})
+        self._wait(SECONDS_TO_KILL, lambda: 0)
+        for host in sorted(set(self.running.values())):  # a process that cannot be killed
+            self._lose(host, f"its ranks did not end within {SECONDS_TO_KILL:g} s")
+        del self.ends[seen:]  # launch.py has killed these ranks
+
+    def _find_lost(self) -> None:
+        """Wait until every host has answered since now, or count it as lost."""
+        failed_at = time.monotonic()
+        deadline = failed_at + min(SECONDS_TO_ANSWER, self.nodes.node_seconds)
+        silent = self._unheard_since(failed_at)
+        while silent and time.monotonic() < deadline:
+            for report in self.nodes.connections.reports():
+                self._note(report.host, report.content)
+            silent = self._unheard_since(failed_at)
+        for host in silent:
+            agent = self.nodes.agent(host)
+            seconds = agent.silent_seconds() if agent else 0.0
+            self._lose(host, f"no sign of life for {seconds:.1f} s")
+
+    def _unheard_since(self, moment: float) -> list[str]:
+        """Return the hosts that are not known to be lost and have not reported since a moment."""
+        agents = {host: self.nodes.agent(host) for host in self.hosts if host not in self.lost}
+        return [host for host, agent in agents.items() if not agent or agent.heard_at <= moment]
+
+    def _wait(self, seconds: float, asked: Callable[[], int]) -> None:
+        """Wait until all ranks have ended, but not if a user asks to stop a second time."""
+        deadline = time.monotonic() + seconds
+        while self.running and time.monotonic() < deadline and asked() < 2:
+            self._look()
+
+    def _signal(self, number: signal.Signals) -> None:
+        self._send(self.hosts, {"do": "signal", "number": int(number)})
+
+    def _send(self, hosts: Sequence[str], command: Mapping[str, Any]) -> None:
+        for host in hosts:
+            if host not in self.lost and (agent := self.nodes.agent(host)):
+                agent.send(command)

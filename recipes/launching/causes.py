@@ -1,0 +1,156 @@
+"""The end of an attempt: its cause, the node that is to blame, and what follows from it.
+
+Pure functions, so that every combination can be tested. docs/fault-tolerance.md has the table.
+"""
+
+import signal
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from recipes.training.runtime.exits import BUSY, FINISHED, HUNG, INTERRUPTED, REJECTED, STOPPED
+
+MAX_FAILURES_WITHOUT_CHECKPOINT = 3  # after which the run stops; lost nodes do not count
+FINAL = {  # exit codes after which a restart would end in the same way
+    REJECTED: "the run was rejected",
+    STOPPED: "the run stopped",
+    BUSY: "the run folder is in use",
+}
+
+
+@dataclass(frozen=True)
+class RankEnd:
+    """The end of a rank.
+
+    Attributes:
+        rank: global rank
+        host: its host
+        code: exit code, or the negative number of the signal that killed it
+    """
+
+    rank: int
+    host: str
+    code: int
+
+    def __str__(self) -> str:
+        if self.code < 0:
+            return f"rank {self.rank} ({self.host}) was killed by {signal.Signals(-self.code).name}"
+        return f"rank {self.rank} ({self.host}) exited with {self.code}"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The end of an attempt, as launch.py saw it.
+
+    Attributes:
+        lost: host -> reason, for hosts that no longer answer
+        ends: the ends of ranks before launch.py killed the others, in the order of their reports
+        asked: True if a user asked launch.py to stop
+        growing: True if launch.py asked the ranks to save because more nodes are available
+        behind: the hosts of the ranks that a hang report names as behind
+    """
+
+    lost: Mapping[str, str] = field(default_factory=dict)
+    ends: Sequence[RankEnd] = ()
+    asked: bool = False
+    growing: bool = False
+    behind: Sequence[str] = ()
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """The cause of the end of an attempt, and what follows from it.
+
+    Attributes:
+        reason: the cause, for messages and events
+        exit_code: exit code of launch.py; None if the run is restarted
+        blamed: hosts with a failure of their own
+        counts: True if the failure counts among those without a new checkpoint
+    """
+
+    reason: str
+    exit_code: int | None = None
+    blamed: Sequence[str] = ()
+    counts: bool = False
+
+
+def diagnose(outcome: Outcome) -> Diagnosis:
+    """Return the cause of the end of an attempt.
+
+    The cause of a lost node explains whatever its peers report, and a killed rank explains the
+    errors of the others. Of several ordinary errors, the first one is taken.
+    """
+    codes = [end.code for end in outcome.ends]
+    if codes and not outcome.lost and all(code == FINISHED for code in codes):
+        return Diagnosis("every step is done", exit_code=FINISHED)
+    if outcome.asked:
+        code = INTERRUPTED if INTERRUPTED in codes or not codes else _first_failure(codes)
+        return Diagnosis("launch.py was asked to stop", exit_code=code)
+    final = next((end for end in outcome.ends if end.code in FINAL), None)
+    if final and not outcome.lost:
+        return Diagnosis(f"{FINAL[final.code]}: {final}", exit_code=final.code)
+    if outcome.lost:
+        reasons = [f"{host}: {reason}" for host, reason in outcome.lost.items()]
+        return Diagnosis("; ".join(reasons), blamed=list(outcome.lost))
+    if outcome.growing and codes and all(code in (FINISHED, INTERRUPTED) for code in codes):
+        return Diagnosis("more nodes are available")
+    killed = [end for end in outcome.ends if end.code < 0]
+    if killed:
+        return Diagnosis(str(killed[0]), blamed=[killed[0].host], counts=True)
+    if HUNG in codes:
+        hosts = f" ({', '.join(outcome.behind)})" if outcome.behind else ""
+        reason = f"the run made no progress{hosts}"
+        return Diagnosis(reason, blamed=list(outcome.behind), counts=True)
+    failed = next(end for end in outcome.ends if end.code != FINISHED)
+    if failed.code == INTERRUPTED:  # a user has sent a signal to a rank
+        return Diagnosis(f"the run was asked to stop: {failed}", exit_code=INTERRUPTED)
+    return Diagnosis(str(failed), blamed=[failed.host], counts=True)
+
+
+def _first_failure(codes: Sequence[int]) -> int:
+    """Return the first exit code other than 0 as launch.py can return it."""
+    code = next((code for code in codes if code != FINISHED), FINISHED)
+    return 128 - code if code < 0 else code
+
+
+@dataclass
+class Failures:
+    """The failures of a run so far.
+
+    Attributes:
+        limit: failures after which a host is left out; 0 for no limit
+        of_nodes: host -> number of failures
+        last_checkpoint: step of the newest checkpoint at the last failure
+        without_checkpoint: failures since that checkpoint was saved, without lost nodes
+    """
+
+    limit: int
+    of_nodes: Counter[str] = field(default_factory=Counter)
+    last_checkpoint: int = -1
+    without_checkpoint: int = 0
+
+    def note(self, diagnosis: Diagnosis, checkpoint: int) -> str:
+        """Count a failure.
+
+        Args:
+            diagnosis: its cause
+            checkpoint: step of the newest checkpoint; 0 if there is none
+
+        Returns:
+            The reason why the run must not be restarted; "" if it may.
+        """
+        self.of_nodes.update(diagnosis.blamed)
+        if checkpoint != self.last_checkpoint:
+            self.last_checkpoint, self.without_checkpoint = checkpoint, 0
+        self.without_checkpoint += diagnosis.counts
+        if self.without_checkpoint < MAX_FAILURES_WITHOUT_CHECKPOINT:
+            return ""
+        since = f"after step {checkpoint}" if checkpoint else "in the run folder"
+        return (
+            f"the run failed {self.without_checkpoint} times without a new checkpoint {since}, so "
+            f"a restart would probably fail too; read the messages of the ranks above"
+        )
+
+    def left_out(self, host: str) -> bool:
+        """Return True if a host has failed too often to be used again."""
+        return 0 < self.limit <= self.of_nodes[host]

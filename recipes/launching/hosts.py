@@ -1,0 +1,78 @@
+"""The hosts of a run: from a hostfile, as `deepspeed` reads it, or from a Slurm allocation."""
+
+import re
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+
+from models.errors import UserError
+
+LINE = re.compile(r"(?P<name>\S+)\s+slots=(?P<slots>[0-9]{1,4})")
+EXAMPLE = "for example: node1 slots=8"
+
+
+def read_hostfile(file: Path, *, processes: int) -> list[str]:
+    """Return the names of the hosts in a hostfile, in its order.
+
+    Args:
+        file: a line "NAME slots=N" for each host; empty lines and lines that begin with # are
+            ignored
+        processes: ranks of each host, `cluster.gpus_per_node`
+
+    Raises:
+        UserError: the file cannot be read, or a line is not valid.
+    """
+    try:
+        lines = file.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "it is not a text file"
+        raise UserError(
+            f"--hostfile {file}: {reason}; use a file with one line per host, {EXAMPLE}"
+        ) from None
+    names: list[str] = []
+    for number, line in enumerate(lines, 1):
+        text = line.partition("#")[0].strip()
+        if not text:
+            continue
+        found = LINE.fullmatch(text)
+        if not found:
+            raise UserError(f'{file}, line {number}: "{text}" is not a host; {EXAMPLE}')
+        if found["name"] in names:
+            raise UserError(
+                f"{file}, line {number}: {found['name']} is listed twice; remove one of the lines"
+            )
+        if int(found["slots"]) < processes:
+            raise UserError(
+                f"{file}, line {number}: {found['name']} has slots={found['slots']}, and "
+                f"cluster.gpus_per_node = {processes}; use slots={processes} or more, or "
+                f"--set cluster.gpus_per_node={found['slots']}"
+            )
+        names.append(found["name"])
+    if not names:
+        raise UserError(f"{file} lists no host; add a line per host, {EXAMPLE}")
+    return names
+
+
+def slurm_hosts(environment: Mapping[str, str]) -> list[str]:
+    """Return the names of the hosts of this Slurm allocation, in Slurm's order.
+
+    Raises:
+        UserError: this is not a Slurm job, or Slurm cannot expand its list of nodes.
+    """
+    nodes = environment.get("SLURM_JOB_NODELIST")
+    if not nodes:
+        raise UserError(
+            "SLURM_JOB_NODELIST is not set, so this is not a Slurm job; use --hostfile FILE, or "
+            "submit the run with slurm/submit.sh"
+        )
+    try:
+        shown = subprocess.run(
+            ["scontrol", "show", "hostnames", nodes], capture_output=True, text=True, check=True
+        )
+    except (OSError, subprocess.CalledProcessError) as error:
+        reason = (getattr(error, "stderr", None) or str(error)).strip()
+        raise UserError(
+            f'scontrol show hostnames "{nodes}" failed ({reason}); use --hostfile FILE with the '
+            f"nodes of the job"
+        ) from None
+    return shown.stdout.split()

@@ -1,0 +1,233 @@
+"""The attempts of a run: each start of its ranks, until every step is done."""
+
+import secrets
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from recipes.launching.attempt import SECONDS_TO_KILL, Attempt, Command
+from recipes.launching.causes import Diagnosis, Failures, Outcome, diagnose
+from recipes.launching.connection import Connect, Connections
+from recipes.launching.nodes import SECONDS_TO_CONNECT, Nodes
+from recipes.launching.replanning import Placement, Replanner
+from recipes.training.recipe.schema import Recipe
+from recipes.training.run_folder.checkpoint_folders import published, step_of
+from recipes.training.run_folder.folder import RunFolder
+from recipes.training.run_folder.lease import grant
+from recipes.training.runtime.exits import HUNG
+
+SECONDS_FOR_NODES = 600.0  # to wait for nodes if too few answer
+SECONDS_TO_SAVE = 300.0  # for ranks whose launch.py has ended, if supervision has no limit
+MAX_HOSTS_IN_MESSAGE = 8
+
+
+class Launcher:
+    """A run on several nodes, restarted on the nodes that are left.
+
+    Args:
+        recipe: the recipe, with the user's overrides
+        folder: the run folder, which this process has locked
+        command: how the ranks are started
+        replanner: finds the layouts
+        list_hosts: returns the hosts, which may become more during the run
+        connect: how a command is started on a host
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        folder: RunFolder,
+        command: Command,
+        *,
+        replanner: Replanner,
+        list_hosts: Callable[[], list[str]],
+        connect: Connect,
+    ):
+        assert recipe.cluster
+        self.folder, self.command, self.replanner = folder, command, replanner
+        self.cluster = recipe.cluster
+        self.token = secrets.token_hex(4)
+        self.failures = Failures(recipe.cluster.node_failures)
+        self.asked = 0  # signals that this process has received
+        node_seconds = float(recipe.supervision.node_seconds)
+        self.connections = Connections(
+            connect,
+            run="" if command.master else self.token,
+            silence_seconds=node_seconds,
+            stop_seconds=float(recipe.supervision.hang_seconds or SECONDS_TO_SAVE),
+            standby=command.ranks_per_node if recipe.cluster.standby else 0,
+        )
+        self.nodes = Nodes(list_hosts, self.connections, self.failures, node_seconds=node_seconds)
+
+    def ask(self, *_: object) -> None:
+        """Ask the ranks to save and stop; the second time, kill them. A signal handler."""
+        self.asked += 1
+
+    def run(self) -> int:
+        """Start attempts until the run ends; return the exit code of launch.py."""
+        try:
+            number, reason = 1, "started"
+            count = len(self.nodes.hosts)
+            self.nodes.wait_for(count, seconds=SECONDS_TO_CONNECT, stop=self._is_asked)
+            while placement := self._find_placement():
+                attempt = self._start(number, placement, reason)
+                code, reason = self._follow(attempt)
+                if code is not None:
+                    return code
+                number += 1
+            return self._give_up(reason)
+        finally:
+            self.connections.close_all(SECONDS_TO_KILL)
+
+    def _start(self, number: int, placement: Placement, reason: str) -> Attempt:
+        """Start an attempt, after giving it the run folder."""
+        lease = f"{self.token}.{number}"
+        hosts = self.nodes.usable()[: placement.nodes]
+        attempt = Attempt(number, lease, nodes=self.nodes, hosts=hosts, placement=placement)
+        grant(self.folder.path, lease)
+        self._announce(attempt, reason)
+        attempt.start(self.command)
+        return attempt
+
+    def _follow(self, attempt: Attempt) -> tuple[int | None, str]:
+        """Watch an attempt to its end.
+
+        Returns:
+            The exit code of launch.py, or None if the run is restarted; and the reason.
+        """
+        outcome = attempt.watch(asked=lambda: self.asked, should_grow=self._should_grow)
+        diagnosis = diagnose(replace(outcome, behind=self._hosts_behind(attempt)))
+        step = self._newest_checkpoint()
+        problem = ""
+        if diagnosis.exit_code is None:
+            problem = self.failures.note(diagnosis, step)
+        self._tell_end(attempt, diagnosis, step, problem)
+        if problem:
+            return next((end.code for end in attempt.ends if end.code > 0), 1), diagnosis.reason
+        return diagnosis.exit_code, diagnosis.reason
+
+    def _find_placement(self) -> Placement | None:
+        """Return the layout on the usable hosts; wait for hosts if there are too few."""
+        minimum = self.cluster.minimum_nodes
+        deadline = time.monotonic() + SECONDS_FOR_NODES
+        told = False
+        while not self.asked:
+            usable = len(self.nodes.usable())
+            if placement := self.replanner.best(usable, minimum):
+                return placement
+            if time.monotonic() > deadline:
+                return None
+            if not told:
+                told = True
+                self._say(f"{self._shortage(usable)}; waiting up to {SECONDS_FOR_NODES:.0f} s")
+            left = deadline - time.monotonic()
+            self.nodes.wait_for(usable + 1, seconds=left, stop=self._is_asked)
+        return None
+
+    def _should_grow(self, attempt: Attempt) -> bool:
+        """Return True if the ranks should save and end, because more nodes could be used."""
+        if len(attempt.hosts) >= self.cluster.nodes:
+            return False
+        if problem := self.nodes.refresh():  # a user may have added hosts
+            self._say(f"{problem}; continuing with the earlier hosts")
+        usable = len(self.nodes.usable())
+        if usable <= len(attempt.hosts):
+            return False
+        larger = self.replanner.best(usable, len(attempt.hosts) + 1)
+        return larger is not None and self._trains(attempt)
+
+    def _trains(self, attempt: Attempt) -> bool:
+        """Return True once the attempt has finished its first step, after which it can save."""
+        for event in reversed(self.folder.read_events()):
+            if event["event"] == "first_step":
+                return True
+            if event["event"] == "attempt" and event.get("attempt") == attempt.lease:
+                return False
+        return False
+
+    def _hosts_behind(self, attempt: Attempt) -> list[str]:
+        """Return the hosts of the ranks that the newest hang report names as behind."""
+        if not any(end.code == HUNG for end in attempt.ends):
+            return []
+        events = self.folder.read_events()
+        stops = [event for event in events if event["event"] == "stop"]
+        behind = stops[-1].get("behind", ()) if stops else ()
+        ranks = [rank for rank in behind if isinstance(rank, int)]
+        places = {rank // self.command.ranks_per_node for rank in ranks}
+        return [host for place, host in enumerate(attempt.hosts) if place in places]
+
+    def _newest_checkpoint(self) -> int:
+        """Return the step of the newest checkpoint; 0 if there is none."""
+        return max(map(step_of, published(self.folder.checkpoints)), default=0)
+
+    def _is_asked(self) -> bool:
+        return self.asked > 0
+
+    def _announce(self, attempt: Attempt, reason: str) -> None:
+        """Print and record an attempt, its nodes and the nodes that are not used."""
+        placement, nodes = attempt.placement, self.nodes
+        unused = {host: nodes.absence(host) for host in nodes.hosts if host not in attempt.hosts}
+        self.folder.event(
+            "attempt",
+            self._newest_checkpoint(),
+            attempt=attempt.lease,
+            reason=reason,
+            nodes=list(attempt.hosts),
+            unused=unused,
+            layout=placement.layout,
+            overrides=list(placement.overrides),
+            predicted_step_seconds=placement.seconds,
+        )
+        others = shown([f"{host} ({why})" for host, why in unused.items()])
+        self._say(
+            f"attempt {attempt.number} on {shown(attempt.hosts)}: {placement.layout}"
+            + (f"; not used: {others}" if others else "")
+        )
+
+    def _tell_end(self, attempt: Attempt, diagnosis: Diagnosis, step: int, problem: str) -> None:
+        """Print and record the end of an attempt."""
+        self.folder.event(
+            "attempt_end",
+            step,
+            attempt=attempt.lease,
+            reason=diagnosis.reason,
+            blamed=list(diagnosis.blamed),
+        )
+        if diagnosis.exit_code is not None:
+            self._say(diagnosis.reason)
+            return
+        left_out = [host for host in diagnosis.blamed if self.failures.left_out(host)]
+        details = f"; {shown(left_out)} will not be used again" if left_out else ""
+        where = f"after step {step}" if step else "at step 1"
+        then = problem or f"restarting {where}"
+        self._say(f"attempt {attempt.number} ended: {diagnosis.reason}{details}; {then}")
+
+    def _shortage(self, usable: int) -> str:
+        return (
+            f"{usable} of {len(self.nodes.hosts)} nodes can be used, and on "
+            f"{self.cluster.minimum_nodes} to {usable} nodes no layout fits (cluster.minimum_nodes "
+            f"= {self.cluster.minimum_nodes})"
+            if usable >= self.cluster.minimum_nodes
+            else f"{usable} of {len(self.nodes.hosts)} nodes can be used, and the run needs "
+            f"cluster.minimum_nodes = {self.cluster.minimum_nodes}"
+        )
+
+    def _give_up(self, reason: str) -> int:
+        """Return the exit code after the last attempt, if there is no node to start another."""
+        if self.asked:
+            return diagnose(Outcome(asked=True)).exit_code or 0
+        self._say(
+            f"{self._shortage(len(self.nodes.usable()))}; mend nodes and rerun the same command to "
+            f"resume (the last attempt: {reason})"
+        )
+        return 1
+
+    def _say(self, text: str) -> None:
+        print(f"launch.py: {text}", file=sys.stderr, flush=True)
+
+
+def shown(names: Sequence[str]) -> str:
+    """Return names for a message, at most MAX_HOSTS_IN_MESSAGE of them."""
+    more = len(names) - MAX_HOSTS_IN_MESSAGE
+    return ", ".join(names[:MAX_HOSTS_IN_MESSAGE]) + (f" and {more} more" if more > 0 else "")

@@ -1,0 +1,268 @@
+"""The agent of launch.py on a node: starts the ranks of this node, and reports how they end.
+
+The agent reads commands from its standard input and writes reports to its standard output, a JSON
+object per line. The ranks write to its standard error.
+
+    {"do": "port"}                     -> {"is": "port", "port": 29500}
+    {"do": "start", "attempt": 1, "ranks": [{"command": [...], "variables": {...}}, ...]}
+    {"do": "signal", "number": 15}     signal to all ranks
+    {"do": "kill"}                     SIGKILL to all ranks and their children
+    {"do": "beat"}                     -> {"is": "beat"}
+                                       -> {"is": "exit", "attempt": 1, "rank": 3, "code": 0}
+
+If commands stop coming (launch.py or the network is gone), the agent asks its ranks to save and
+stop, kills them if they do not end, and ends itself. Only the standard library is imported, so that
+an agent starts in a few milliseconds.
+
+    python recipes/launching/node_agent.py RUN SECONDS_OF_SILENCE SECONDS_TO_STOP STANDBY
+
+The agent keeps STANDBY processes that have already imported what a rank needs (standby.py).
+
+RUN is the beginning of the run's leases. Before anything else, the agent kills the agents and ranks
+that an earlier connection of this run has left on this node. An empty RUN leaves that out, for
+several agents on one machine.
+"""
+
+import contextlib
+import json
+import os
+import select
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import time
+from typing import Any, NoReturn
+
+SECONDS_BETWEEN_CHECKS = 0.5
+SECONDS_FOR_LEFTOVERS = 10.0  # for killed processes to end
+SECONDS_BEFORE_STANDBY = 30.0  # after a start or a failure, so that imports do not slow the ranks
+SCRIPTS = ("node_agent.py", "standby.py")
+STANDBY = os.path.join(os.path.dirname(os.path.abspath(__file__)), "standby.py")
+
+
+class NodeAgent:
+    """The ranks of this node.
+
+    Args:
+        silence_seconds: time without a command after which launch.py counts as gone
+        stop_seconds: time in which the ranks may save and end after a signal
+        run: name of the run, for the command lines of standby processes
+        standby: number of standby processes
+    """
+
+    def __init__(self, silence_seconds: float, stop_seconds: float, *, run: str, standby: int):
+        self.silence_seconds, self.stop_seconds = silence_seconds, stop_seconds
+        self.standby_command = [sys.executable, STANDBY, run]
+        self.standby_count = standby
+        self.ready: list[subprocess.Popen[bytes]] = []  # standby processes
+        self.warming: subprocess.Popen[bytes] | None = None  # one at a time
+        self._next_standby = 0.0
+        self.attempt = 0
+        self.ranks: dict[int, subprocess.Popen[bytes]] = {}
+        self._heard_at = time.monotonic()
+        self._rest = b""  # of a line that has not arrived completely
+
+    def run(self) -> NoReturn:
+        """Carry out commands until the input ends, or none has come for too long."""
+        signal.signal(signal.SIGTERM, lambda *_: self.leave())
+        for ignored in (signal.SIGINT, signal.SIGHUP):  # of a terminal; launch.py decides
+            signal.signal(ignored, signal.SIG_IGN)
+        children, child_ended = os.pipe()
+        os.set_blocking(child_ended, False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.set_wakeup_fd(child_ended, warn_on_full_buffer=False)
+        self.report({"is": "ready", "host": socket.gethostname(), "process": os.getpid()})
+        with selectors.DefaultSelector() as selector:
+            selector.register(0, selectors.EVENT_READ)
+            selector.register(children, selectors.EVENT_READ)
+            while True:
+                ready = {key.fd for key, _ in selector.select(SECONDS_BETWEEN_CHECKS)}
+                if children in ready:
+                    os.read(children, 4096)
+                self.report_ended()
+                self.keep_standby()
+                if 0 in ready:
+                    self.read_commands()
+                elif time.monotonic() - self._heard_at > self.silence_seconds:
+                    self.say(f"no command from launch.py for {self.silence_seconds:g} s")
+                    self.leave()
+
+    def read_commands(self) -> None:
+        """Read and carry out the commands that have arrived."""
+        arrived = os.read(0, 1 << 20)
+        if not arrived:
+            if self.ranks:
+                self.say("launch.py has ended")
+            self.leave()
+        self._heard_at = time.monotonic()
+        *lines, self._rest = (self._rest + arrived).split(b"\n")
+        for line in lines:
+            self.carry_out(json.loads(line))
+
+    def carry_out(self, command: dict[str, Any]) -> None:
+        """Carry out one command."""
+        kind = command["do"]
+        if kind == "beat":
+            self.report({"is": "beat"})
+        elif kind == "port":
+            self.report({"is": "port", "port": free_port()})
+        elif kind == "start":
+            self.start(command)
+        elif kind == "signal":
+            self.signal(command["number"])
+        elif kind == "kill":
+            self.kill()
+
+    def start(self, command: dict[str, Any]) -> None:
+        """Start the ranks of an attempt, each in a process group of its own."""
+        self.attempt = command["attempt"]
+        self._next_standby = time.monotonic() + SECONDS_BEFORE_STANDBY
+        for rank in command["ranks"]:
+            number = int(rank["variables"]["RANK"])
+            try:
+                self.ranks[number] = self.wake(rank) or subprocess.Popen(
+                    rank["command"],
+                    env=os.environ | rank["variables"],
+                    stdin=subprocess.DEVNULL,
+                    stdout=2,
+                    stderr=2,
+                    start_new_session=True,
+                )
+            except OSError as error:
+                self.say(f"{rank['command'][0]} cannot be started: {error.strerror}")
+                self.report({"is": "exit", "attempt": self.attempt, "rank": number, "code": 127})
+
+    def wake(self, rank: dict[str, Any]) -> "subprocess.Popen[bytes] | None":
+        """Turn a standby process into a rank; return None if there is none."""
+        words = rank["command"]
+        script = next(place for place, word in enumerate(words) if word.endswith(".py"))
+        line = json.dumps({"words": words[script:], "variables": rank["variables"]})
+        while self.ready:
+            process = self.ready.pop()
+            assert process.stdin and process.stdout
+            with contextlib.suppress(OSError):  # it has ended
+                process.stdin.write(line.encode() + b"\n")
+                process.stdin.close()
+                process.stdout.close()
+                return process
+        return None
+
+    def keep_standby(self) -> None:
+        """Start a standby process if one is missing and no other one is being started."""
+        if self.warming is not None:
+            assert self.warming.stdout
+            if select.select([self.warming.stdout], [], [], 0)[0]:
+                if self.warming.stdout.readline():
+                    self.ready.append(self.warming)
+                else:  # it has failed, and printed why
+                    self._next_standby = time.monotonic() + SECONDS_BEFORE_STANDBY
+                self.warming = None
+        elif len(self.ready) < self.standby_count and time.monotonic() >= self._next_standby:
+            self.warming = subprocess.Popen(
+                self.standby_command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                start_new_session=True,
+            )
+
+    def report_ended(self) -> None:
+        """Report the ranks that have ended, with the negative signal number if killed."""
+        for rank, process in list(self.ranks.items()):
+            code = process.poll()
+            if code is None:
+                continue
+            kill_group(process.pid)  # its children, such as workers of libraries
+            del self.ranks[rank]
+            self.report({"is": "exit", "attempt": self.attempt, "rank": rank, "code": code})
+
+    def signal(self, number: int) -> None:
+        """Send a signal to all ranks."""
+        for process in self.ranks.values():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process.pid, number)
+
+    def kill(self) -> None:
+        """Kill all ranks and their children."""
+        for process in self.ranks.values():
+            kill_group(process.pid)
+
+    def leave(self) -> NoReturn:
+        """Ask the ranks to save and stop, kill those that do not, and end this process."""
+        for process in [*self.ready, *([self.warming] if self.warming else [])]:
+            kill_group(process.pid)
+        self.signal(signal.SIGTERM)
+        deadline = time.monotonic() + self.stop_seconds
+        while time.monotonic() < deadline and any(p.poll() is None for p in self.ranks.values()):
+            time.sleep(0.1)
+        self.kill()
+        os._exit(0)
+
+    def report(self, report: dict[str, Any]) -> None:
+        """Write a report; without a reader the process ends, as after the end of the input."""
+        try:
+            os.write(1, json.dumps(report).encode() + b"\n")
+        except BlockingIOError:
+            pass  # nobody reads at the moment
+        except OSError:
+            self.leave()
+
+    def say(self, text: str) -> None:
+        """Print a message, if that is still possible."""
+        with contextlib.suppress(OSError):
+            os.write(2, f"{socket.gethostname()}: {text}; ending its ranks\n".encode())
+
+
+def kill_group(process: int) -> None:
+    """Kill a process and the processes of its group."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(process, signal.SIGKILL)
+
+
+def free_port() -> int:
+    """Return a TCP port that is free on all interfaces of this node."""
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return int(probe.getsockname()[1])
+
+
+def end_leftovers(run: str) -> None:
+    """Kill the agents and ranks of a run on this node, except this process, and wait for their end.
+
+    Args:
+        run: the first argument of agents, and the beginning of the value of --lease of ranks
+    """
+    left = leftovers(run)
+    for process in left:
+        kill_group(process)
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(process, signal.SIGKILL)
+    deadline = time.monotonic() + SECONDS_FOR_LEFTOVERS
+    while leftovers(run) and time.monotonic() < deadline:
+        time.sleep(0.05)
+
+
+def leftovers(run: str) -> list[int]:
+    """Return the processes of a run on this node, except this one."""
+    found = []
+    for entry in os.listdir("/proc"):
+        if not entry.isdigit() or int(entry) == os.getpid():
+            continue
+        try:
+            with open(f"/proc/{entry}/cmdline", "rb") as stream:
+                words = stream.read().decode(errors="replace").split("\0")
+        except OSError:  # it has ended
+            continue
+        is_agent = len(words) > 2 and words[1].endswith(SCRIPTS) and words[2] == run
+        lease = words[words.index("--lease") + 1] if "--lease" in words[:-1] else ""
+        if is_agent or lease.startswith(f"{run}."):
+            found.append(int(entry))
+    return found
+
+
+if __name__ == "__main__":
+    run, silence, stop, standby = sys.argv[1:5]
+    if run:
+        end_leftovers(run)
+    NodeAgent(float(silence), float(stop), run=run, standby=int(standby)).run()

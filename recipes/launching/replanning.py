@@ -1,0 +1,124 @@
+"""The layout of a run on the nodes that are left: the recipe's own, or the planner's fastest."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from models.errors import UserError
+from recipes.planning.inputs.cluster import recipe_on_cluster
+from recipes.planning.inputs.job import Machine, job_without_layout, own_job
+from recipes.planning.inputs.software import load_software
+from recipes.planning.memory.peak import fits
+from recipes.planning.output.recipe_edits import options_of
+from recipes.planning.search.layout_search import is_near_tie, search
+from recipes.planning.time.step_time import step_time
+from recipes.training.recipe.schema import Recipe
+
+
+@dataclass(frozen=True)
+class Placement:
+    """The nodes of an attempt and the layout of the run on them.
+
+    Attributes:
+        nodes: number of nodes
+        overrides: the values of --set that select the layout, after those of the user
+        layout: the layout, for messages
+        seconds: predicted duration of a step
+    """
+
+    nodes: int
+    overrides: Sequence[str]
+    layout: str
+    seconds: float
+
+
+class Replanner:
+    """Finds layouts of a recipe for other numbers of nodes; each is searched for once.
+
+    Args:
+        file: the recipe
+        overrides: the user's values of --set
+    """
+
+    def __init__(self, file: Path, overrides: Sequence[str]):
+        self.file, self.overrides = file, overrides
+        self.recipe, self.cluster = recipe_on_cluster(file, overrides)
+        self._found: dict[int, Placement | None] = {}
+
+    def best(self, available: int, minimum: int) -> Placement | None:
+        """Return the placement on the most nodes that have a layout.
+
+        Args:
+            available: number of nodes that can be used
+            minimum: smallest number of nodes
+
+        Returns:
+            None if no number of nodes from `minimum` to `available` has a layout that fits.
+        """
+        for nodes in range(min(available, self.cluster.nodes), max(0, minimum - 1), -1):
+            if placement := self.on(nodes):
+                return placement
+        return None
+
+    def on(self, nodes: int) -> Placement | None:
+        """Return the placement on a number of nodes; None if no layout fits.
+
+        On the recipe's own number of nodes, it is the recipe's layout. On fewer nodes it is that
+        layout with fewer data ranks, unless another one is predicted to be faster by more than the
+        error of the prediction.
+        """
+        if nodes not in self._found:
+            self._found[nodes] = self._find(nodes)
+        return self._found[nodes]
+
+    def _find(self, nodes: int) -> Placement | None:
+        own_overrides = [f"cluster.nodes={nodes}"]
+        recipe, cluster = recipe_on_cluster(self.file, self.overrides, nodes=nodes)
+        machine, software = Machine.of_cluster(cluster), load_software("threefold")
+        own, _ = own_job(recipe, machine, software)
+        if own and nodes == self.cluster.nodes:
+            return Placement(nodes, own_overrides, _text(recipe), step_time(own).total)
+        plans = search(job_without_layout(recipe, machine, software), 1).plans
+        seconds = step_time(own).total if own and fits(own) else None
+        if seconds is not None and (not plans or is_near_tie(seconds, plans[0].time.total)):
+            return Placement(nodes, own_overrides, _text(recipe), seconds)
+        if not plans:
+            return None
+        overrides = [*own_overrides, *options_of(recipe, plans[0])]
+        changed, _ = recipe_on_cluster(self.file, [*self.overrides, *overrides])
+        return Placement(nodes, overrides, _text(changed), plans[0].time.total)
+
+
+def _text(recipe: Recipe) -> str:
+    """Return the layout of a recipe on its cluster, for messages."""
+    assert recipe.cluster
+    layout = recipe.layout
+    sizes = {
+        "pipeline": layout.pipeline,
+        "data": recipe.cluster.nodes * recipe.cluster.gpus_per_node
+        // (layout.pipeline * layout.tensor * layout.context),
+        "context": layout.context,
+        "tensor": layout.tensor,
+    }  # fmt: skip
+    axes = [f"{name} {size}" for name, size in sizes.items() if name != "context" or size > 1]
+    schedule = f", {layout.schedule_name}" if layout.pipeline > 1 else ""
+    return f"{' x '.join(axes)}{schedule}, {recipe.deepspeed}"
+
+
+def check_cluster(recipe: Recipe, origin: str) -> None:
+    """Check the [cluster] section for launch.py.
+
+    Raises:
+        UserError: it is missing, or needs more nodes than it has.
+    """
+    cluster = recipe.cluster
+    if cluster is None:
+        raise UserError(
+            f"{origin} has no [cluster] section, which launch.py needs to find layouts for fewer "
+            f'nodes; add one, for example nodes = 4, gpus_per_node = 8, gpu = "H100"'
+        )
+    if cluster.minimum_nodes > cluster.nodes:
+        raise UserError(
+            f"{origin}: cluster.minimum_nodes = {cluster.minimum_nodes} is more than cluster.nodes "
+            f"= {cluster.nodes}; use cluster.minimum_nodes = {cluster.nodes} or less"
+        )

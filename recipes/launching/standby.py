@@ -1,0 +1,50 @@
+"""A rank in waiting: imports what a rank needs, and becomes one when the node's agent says so.
+
+Importing torch and DeepSpeed takes most of the time of a restart. The agent therefore keeps one
+such process per GPU, started while the run trains. It does not use the GPU before it becomes a
+rank.
+
+    python recipes/launching/standby.py RUN
+
+It writes a line to its standard output when it is ready. It then reads one line of JSON, with the
+command line and the environment variables of the rank, and runs recipes/pretrain.py with them.
+"""
+
+import sys
+from pathlib import Path
+
+if __name__ == "__main__":  # import from the repository's root, not from recipes/launching/
+    sys.path[0] = str(Path(__file__).resolve().parents[2])
+
+import json
+import os
+import time
+
+from recipes import pretrain
+from recipes.training.runtime.garbage import pause_collection
+from recipes.training.runtime.torch_variables import set_torch_variables
+
+
+def main() -> None:
+    """Get ready, wait for the rank's command, and run it."""
+    pause_collection()
+    set_torch_variables(os.environ)
+    # What pretrain.py imports after it has checked the recipe.
+    from recipes.training.engine import build  # noqa: F401
+    from recipes.training.loop import opening, start  # noqa: F401
+
+    os.write(1, b"ready\n")
+    line = sys.stdin.buffer.readline()
+    if not line:  # the agent has ended
+        return
+    rank = json.loads(line)
+    os.dup2(2, 1)
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.environ.update(rank["variables"])
+    sys.argv = rank["words"]
+    pretrain.main(started=time.monotonic())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,289 @@
+"""Take hosts away from a run that launch.py has started, give them back, and compare the losses.
+
+The run has one rank on each of four hosts of a simulated cluster. At random steps a host is killed,
+its link is cut, or all its processes are suspended; when two hosts are missing, both come back. The
+run must finish with exit code 0 and leave no process. Each step must have the loss of an
+undisturbed run in one process, up to rounding, and the same samples. The command prints a line per
+fault, and its exit code is 1 if a check fails.
+
+    python tests/fault_injection/node_loss.py
+    python tests/fault_injection/node_loss.py --faults 3 --seed 7
+"""
+
+import sys
+from pathlib import Path
+
+if __name__ == "__main__":  # the repository, not tests/, is where imports start
+    sys.path[0] = str(Path(__file__).resolve().parents[2])
+
+import argparse
+import json
+import random
+import subprocess
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+import tomli_w
+
+from recipes.proving.proof_corpus import write_corpus
+from recipes.training.recipe.loading import REPOSITORY
+from tests.cluster.cluster import Cluster, missing
+from tests.conftest import VOCAB_SIZE, changed, small_recipe
+
+HOSTS = 4
+STEPS_PER_FAULT = 60
+LOSS_TOLERANCE = 1e-6  # relative
+NODE_SECONDS = 3
+SECONDS_TO_RESTART = 120  # from a fault to the next finished step, with slack for a loaded machine
+SECONDS_TO_END = 15
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "PYTHONUNBUFFERED": "1"}
+OURS = r"pretrain\.py|node_agent\.py|standby\.py|launch\.py|watchdog\.py"
+KINDS = ("kill", "cut", "stop")
+
+
+@dataclass
+class Fault:
+    """A fault that has been injected, and the time until the next finished step.
+
+    Attributes:
+        kind: "kill", "cut" or "stop"
+        host: the host
+        step: last finished step before the fault
+        left: number of hosts that remained
+        seconds: time to the next step that was finished by another attempt
+        repeated: steps that had to be repeated
+    """
+
+    kind: str
+    host: str
+    step: int
+    left: int
+    seconds: float = 0.0
+    repeated: int = 0
+
+
+@dataclass
+class Run:
+    """A run on the cluster, in progress."""
+
+    cluster: Cluster
+    folder: Path
+    process: subprocess.Popen[bytes]
+    absent: dict[str, str] = field(default_factory=dict)  # host -> kind of its fault
+
+    def metrics(self) -> list[dict[str, Any]]:
+        """Return the lines of metrics.jsonl, without one that is being written."""
+        return lines_of(self.folder / "metrics.jsonl")
+
+    def step(self) -> int:
+        """Return the last finished step."""
+        lines = self.metrics()
+        return lines[-1]["step"] if lines else 0
+
+    def events(self, name: str) -> list[dict[str, Any]]:
+        """Return the events of a kind."""
+        return [e for e in lines_of(self.folder / "events.jsonl") if e["event"] == name]
+
+    def wait(self, condition: Any, seconds: float, what: str) -> None:
+        """Wait until a condition holds, or raise an error."""
+        deadline = time.monotonic() + seconds
+        while not condition():
+            if time.monotonic() > deadline or self.process.poll() is not None:
+                raise RuntimeError(f"{what} did not happen: {self.log()}")
+            time.sleep(0.05)
+
+    def log(self) -> str:
+        """Return the end of the run's output."""
+        return (self.folder.parent / "log").read_text(errors="replace")[-4000:]
+
+    def trains(self) -> bool:
+        """Return True if the current attempt has finished its first step."""
+        kinds = [e["event"] for e in lines_of(self.folder / "events.jsonl")]
+        newest = {kind: place for place, kind in enumerate(kinds)}
+        return newest.get("first_step", -1) > newest.get("attempt", 0)
+
+    def hurt(self, host: str, kind: str) -> Fault:
+        """Inject a fault, and wait for the next finished step."""
+        attempts = len(self.events("attempt"))
+        first_steps = len(self.events("first_step"))
+        step = self.step()
+        self.absent[host] = kind
+        {"kill": self.cluster.kill_host, "cut": self.cluster.cut_link,
+         "stop": self.cluster.stop_host}[kind](host)  # fmt: skip
+        started = time.monotonic()
+        fault = Fault(kind, host, step, HOSTS - len(self.absent))
+        self.wait(
+            lambda: (
+                len(self.events("attempt")) > attempts
+                and len(self.events("first_step")) > first_steps
+            ),
+            SECONDS_TO_RESTART,
+            f"a step after {fault}",
+        )
+        fault.seconds = time.monotonic() - started
+        fault.repeated = max(0, step - self.events("attempt")[attempts]["step"])
+        return fault
+
+    def heal(self, host: str) -> None:
+        """Bring a host back."""
+        kind = self.absent.pop(host)
+        if kind == "kill":
+            self.cluster.restart_host(host)
+        elif kind == "cut":
+            self.cluster.mend_link(host)
+        else:
+            self.cluster.resume_host(host)
+
+
+def lines_of(file: Path) -> list[dict[str, Any]]:
+    """Return the complete lines of a file of JSON objects."""
+    if not file.exists():
+        return []
+    complete = file.read_text().rpartition("\n")[0]
+    return [json.loads(line) for line in complete.split("\n") if line]
+
+
+def write_recipe(folder: Path, steps: int) -> Path:
+    """Write the recipe of the run and its corpus."""
+    write_corpus(folder / "corpus", VOCAB_SIZE)
+    table = changed(
+        small_recipe(folder / "corpus"),
+        name="node-loss",
+        batch={"global_sequences": 12, "micro_sequences": 1},
+        model__hidden_size=128,
+        model__layers=4,
+        model__ffn_hidden_size=384,
+        model__sequence_length=256,
+        training={"steps": steps, "evaluate_every": 0},
+        checkpoint={"every": 10},
+        supervision={"node_seconds": NODE_SECONDS},
+        cluster={"nodes": HOSTS, "gpus_per_node": 1, "gpu": "cpu", "node_failures": 0},
+    )
+    recipe = folder / "recipe.toml"
+    recipe.write_text(tomli_w.dumps(table))
+    return recipe
+
+
+def start(cluster: Cluster, folder: Path, recipe: Path) -> Run:
+    """Start the run with launch.py on the head, over ssh."""
+    hostfile = folder / "hostfile"
+    hostfile.write_text("".join(f"{host} slots=1\n" for host in cluster.hosts))
+    command = f"exec python recipes/launch.py --hostfile {hostfile} {recipe} --run-dir {folder}/run"
+    with (folder / "log").open("wb") as log:
+        process = subprocess.Popen(
+            cluster.command(command),
+            cwd=REPOSITORY,
+            env=cluster.environment | ENVIRONMENT,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+        )
+    return Run(cluster, folder / "run", process)
+
+
+def disturb(run: Run, *, faults: int, chance: random.Random) -> list[Fault]:
+    """Inject faults at random steps, and bring hosts back at others; print a line per fault.
+
+    The number of hosts goes from 4 to 3 and 2, and back to 4.
+    """
+    injected = []
+    run.wait(run.trains, 2 * SECONDS_TO_RESTART, "the first step")
+    for number in range(faults):
+        target = run.step() + chance.randrange(1, STEPS_PER_FAULT // 2)
+        run.wait(lambda t=target: run.step() >= t, SECONDS_TO_RESTART, f"step {target}")
+        kind = "kill" if chance.random() < 0.6 else chance.choice(KINDS)
+        host = chance.choice([host for host in run.cluster.hosts if host not in run.absent])
+        fault = run.hurt(host, kind)
+        injected.append(fault)
+        print(
+            f"{number + 1:3}: {kind} {host} at step {fault.step}, {fault.left} hosts left: next "
+            f"step after {fault.seconds:.1f} s, {fault.repeated} steps repeated",
+            flush=True,
+        )
+        if len(run.absent) == 2:
+            for absent in list(run.absent):
+                run.heal(absent)
+            run.wait(
+                lambda: len(run.events("attempt")[-1]["nodes"]) == HOSTS and run.trains(),
+                SECONDS_TO_RESTART,
+                "an attempt on all hosts",
+            )
+    for absent in list(run.absent):
+        run.heal(absent)
+    return injected
+
+
+def reference(cluster: Cluster, folder: Path, recipe: Path) -> list[dict[str, Any]]:
+    """Train the recipe in one process without faults, and return its metrics."""
+    done = cluster.run(
+        f"python recipes/pretrain.py {recipe} --run-dir {folder}/reference --set cluster.nodes=1",
+        env=ENVIRONMENT,
+        timeout=1200,
+        cwd=REPOSITORY,
+    )
+    assert done.returncode == 0, done.stderr
+    return lines_of(folder / "reference" / "metrics.jsonl")
+
+
+def judge(run: Run, expected: list[dict[str, Any]]) -> list[str]:
+    """Return the checks that failed."""
+    wrong = []
+    code = run.process.wait(timeout=1200)
+    if code:
+        wrong.append(f"exit code {code}: {run.log()}")
+    deadline = time.monotonic() + SECONDS_TO_END
+    while (left := run.cluster.processes(OURS)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    if left:
+        wrong.append(f"left: {left}")
+    found = run.metrics()
+    if [line["step"] for line in found] != [line["step"] for line in expected]:
+        wrong.append(f"steps {[line['step'] for line in found]}")
+    for line, other in zip(found, expected, strict=False):
+        if abs(line["loss"] - other["loss"]) > LOSS_TOLERANCE * other["loss"]:
+            wrong.append(f"step {line['step']}: loss {line['loss']}, expected {other['loss']}")
+        if line["tokens"] != other["tokens"]:
+            wrong.append(f"step {line['step']}: {line['tokens']} tokens, not {other['tokens']}")
+    return wrong
+
+
+def main() -> None:
+    """Run the command."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--faults", type=int, default=20)
+    parser.add_argument("--seed", type=int, default=1)
+    options = parser.parse_args()
+    if reason := missing():
+        sys.exit(f"no cluster here: {reason}")
+    with Cluster(HOSTS) as cluster:
+        folder = cluster.folder / "job"
+        folder.mkdir()
+        recipe = write_recipe(folder, steps=STEPS_PER_FAULT * options.faults)
+        run = start(cluster, folder, recipe)
+        try:
+            injected = disturb(run, faults=options.faults, chance=random.Random(options.seed))
+            wrong = judge(run, reference(cluster, folder, recipe))
+        except BaseException:
+            print(run.log(), file=sys.stderr)
+            raise
+        attempts = Counter(len(event["nodes"]) for event in run.events("attempt"))
+        largest = max(abs(a["loss"] / b["loss"] - 1) for a, b in zip(
+            run.metrics(), lines_of(folder / "reference" / "metrics.jsonl"), strict=False
+        ))  # fmt: skip
+    seconds = sorted(fault.seconds for fault in injected)
+    print(f"attempts by number of hosts: {dict(attempts)}")
+    print(
+        f"from a fault to the next step: median {seconds[len(seconds) // 2]:.1f} s, at most "
+        f"{seconds[-1]:.1f} s; largest difference of a loss {largest:.1e}"
+    )
+    print("\n".join(wrong) or "all checks passed")
+    sys.exit(bool(wrong))
+
+
+if __name__ == "__main__":
+    main()

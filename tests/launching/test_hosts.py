@@ -1,0 +1,60 @@
+"""Hostfiles and Slurm's list of nodes."""
+
+from pathlib import Path
+
+import pytest
+
+from models.errors import UserError
+from recipes.launching.hosts import read_hostfile, slurm_hosts
+
+
+def test_hosts_are_read_in_order(tmp_path: Path) -> None:
+    file = tmp_path / "hosts"
+    file.write_text("# the cluster\nnode2 slots=8\n\n  node1   slots=16  # larger\n")
+    assert read_hostfile(file, processes=8) == ["node2", "node1"]
+
+
+def test_a_thousand_hosts(tmp_path: Path) -> None:
+    file = tmp_path / "hosts"
+    names = [f"node{number}" for number in range(1024)]
+    file.write_text("".join(f"{name} slots=8\n" for name in names))
+    assert read_hostfile(file, processes=8) == names
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("node1\n", 'line 1: "node1" is not a host; for example: node1 slots=8'),
+        ("node1 slots=eight\n", '"node1 slots=eight" is not a host'),
+        ("node1 slots=8\nnode1 slots=8\n", "line 2: node1 is listed twice"),
+        ("node1 slots=4\n", "slots=4, and cluster.gpus_per_node = 8; use slots=8 or more"),
+        ("# nothing\n", "lists no host"),
+    ],
+)
+def test_wrong_lines_are_rejected(text: str, said: str, tmp_path: Path) -> None:
+    file = tmp_path / "hosts"
+    file.write_text(text)
+    with pytest.raises(UserError) as raised:
+        read_hostfile(file, processes=8)
+    assert said in str(raised.value)
+    assert str(file) in str(raised.value)
+
+
+def test_a_missing_hostfile_is_rejected(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="No such file or directory; use a file with one line"):
+        read_hostfile(tmp_path / "absent", processes=8)
+    (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(UserError, match="it is not a text file"):
+        read_hostfile(tmp_path / "binary", processes=8)
+
+
+def test_slurm_expands_its_list(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UserError, match="this is not a Slurm job; use --hostfile FILE"):
+        slurm_hosts({})
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(UserError, match="scontrol show hostnames"):
+        slurm_hosts({"SLURM_JOB_NODELIST": "node[1-2]"})
+    fake = tmp_path / "scontrol"
+    fake.write_text("#!/bin/sh\necho node1\necho node2\n")
+    fake.chmod(0o755)
+    assert slurm_hosts({"SLURM_JOB_NODELIST": "node[1-2]"}) == ["node1", "node2"]

@@ -1,0 +1,274 @@
+"""launch.py's attempts, on this machine, with small processes in place of ranks."""
+
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from recipes.launching import attempt as attempt_module
+from recipes.launching import launcher as launcher_module
+from recipes.launching import nodes as nodes_module
+from recipes.launching.attempt import Command
+from recipes.launching.connection import here
+from recipes.launching.launcher import Launcher, shown
+from recipes.launching.replanning import Placement
+from recipes.training.recipe.loading import parse_recipe
+from recipes.training.run_folder.folder import RunFolder
+from recipes.training.runtime.exits import FINISHED, HUNG, INTERRUPTED, STOPPED
+from tests.conftest import changed
+
+# A rank that ends as the file "end-RANK" says, saves and exits with 5 on a signal, and dies with
+# its parent. The first rank writes the events of a run.
+RANK = """
+import json, os, signal, sys, time
+from pathlib import Path
+folder = Path(sys.argv[1])
+rank = int(os.environ["RANK"])
+lease = sys.argv[sys.argv.index("--lease") + 1]
+parent = os.getppid()
+def save(*_):
+    if rank == 0:
+        step = len(list((folder / "checkpoints").glob("step-*"))) + 1
+        (folder / "checkpoints" / f"step-{step:07d}").mkdir(parents=True)
+    os._exit(5)
+for number in (signal.SIGTERM, signal.SIGUSR1):
+    signal.signal(number, save)
+with (folder / "events.jsonl").open("a") as stream:
+    if rank == 0:
+        stream.write(json.dumps({"event": "first_step", "step": 1}) + "\\n")
+(folder / f"started-{lease}-{rank}").write_text(json.dumps(
+    {"argv": sys.argv, "pid": os.getpid(), "variables": dict(os.environ)}))
+end = folder / f"end-{rank}"
+while os.getppid() == parent:
+    if end.exists():
+        code = int(end.read_text())
+        end.unlink()
+        time.sleep(0.3)
+        if code < 0:
+            os.kill(os.getpid(), -code)
+        os._exit(code)
+    time.sleep(0.02)
+os._exit(1)
+"""
+
+
+class Planner:
+    """Layouts for up to `nodes` nodes, but not for the numbers in `without`."""
+
+    def __init__(self, nodes: int, without: tuple[int, ...]):
+        self.nodes, self.without = nodes, without
+
+    def best(self, available: int, minimum: int) -> Placement | None:
+        for nodes in range(min(available, self.nodes), max(minimum, 1) - 1, -1):
+            if nodes not in self.without:
+                return Placement(nodes, [f"cluster.nodes={nodes}"], f"data {nodes}", 1.0)
+        return None
+
+
+class Running:
+    """A launcher in a thread, and the processes that it has started."""
+
+    def __init__(self, launcher: Launcher, folder: Path):
+        self.launcher, self.folder = launcher, folder
+        self.codes: list[int] = []
+        self.thread = threading.Thread(target=lambda: self.codes.append(launcher.run()))
+        self.thread.start()
+
+    def events(self, name: str) -> list[dict[str, Any]]:
+        return [e for e in RunFolder(self.folder).read_events() if e["event"] == name]
+
+    def wait_for_attempt(self, number: int, ranks: int) -> dict[int, dict[str, Any]]:
+        """Wait until the ranks of an attempt have started; return what they wrote."""
+        deadline = time.monotonic() + 60
+        while time.monotonic() < deadline:
+            files = list(self.folder.glob(f"started-*.{number}-*"))
+            if len(files) == ranks:
+                time.sleep(0.05)  # until the files are complete
+                return {int(f.name.rpartition("-")[2]): json.loads(f.read_text()) for f in files}
+            time.sleep(0.02)
+        raise AssertionError(f"attempt {number} has not started")
+
+    def end_ranks(self, codes: dict[int, int]) -> None:
+        """Let ranks end with these codes."""
+        for rank, code in codes.items():
+            fresh = self.folder / f"new-{rank}"
+            fresh.write_text(str(code))
+            fresh.rename(self.folder / f"end-{rank}")
+
+    def agent(self, host: str) -> int:
+        """Return the process of a host's agent."""
+        return self.launcher.connections.agents[host].process.pid
+
+    def wait(self) -> int:
+        self.thread.join(60)
+        assert not self.thread.is_alive()
+        return self.codes[0]
+
+
+@pytest.fixture
+def start(tmp_path: Path, small: dict, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """Return a function that starts a launcher on three hosts, two of which have ranks."""
+    monkeypatch.setattr(nodes_module, "SECONDS_BETWEEN_CONNECTS", 1.0)
+    monkeypatch.setattr(attempt_module, "SECONDS_FOR_MESSAGES", 0.2)
+    script = tmp_path / "rank.py"
+    script.write_text(RANK)
+    started = []
+
+    def begin(
+        *, hosts: list[str] | None = None, nodes: int = 2, without: tuple[int, ...] = (),
+        **cluster: Any,
+    ) -> Running:  # fmt: skip
+        names = hosts if hosts is not None else ["node1", "node2", "node3"]
+        table = changed(
+            small,
+            supervision={"node_seconds": 2},
+            cluster={"nodes": nodes, "gpus_per_node": 1, "gpu": "cpu", "standby": False} | cluster,
+        )
+        folder = RunFolder(tmp_path / "run")
+        folder.hold()
+        command = Command([sys.executable, str(script), str(folder.path)], {"GREETING": "hello"},
+                          ["training.steps=5"], 1, "127.0.0.1")  # fmt: skip
+        launcher = Launcher(
+            parse_recipe(table, "small"),
+            folder,
+            command,
+            replanner=Planner(nodes, without),  # type: ignore[arg-type]
+            list_hosts=lambda: list(names),
+            connect=here,
+        )
+        started.append(Running(launcher, folder.path))
+        return started[-1]
+
+    yield begin
+    for running in started:
+        running.launcher.asked = 2
+        running.thread.join(30)
+
+
+def test_a_run_that_finishes(start: Any, capfd: pytest.CaptureFixture) -> None:
+    running = start()
+    ranks = running.wait_for_attempt(1, ranks=2)
+    assert {r["variables"]["RANK"] for r in ranks.values()} == {"0", "1"}
+    assert ranks[1]["variables"]["WORLD_SIZE"] == "2"
+    assert ranks[1]["variables"]["LOCAL_RANK"] == "0"
+    assert ranks[0]["variables"]["MASTER_PORT"] == ranks[1]["variables"]["MASTER_PORT"]
+    assert ranks[0]["variables"]["GREETING"] == "hello"
+    assert ranks[0]["argv"][2:6] == ["--set", "training.steps=5", "--set", "cluster.nodes=2"]
+    running.end_ranks({0: FINISHED, 1: FINISHED})
+    assert running.wait() == FINISHED
+    (event,) = running.events("attempt")
+    assert event["nodes"] == ["node1", "node2"]
+    assert event["unused"] == {"node3": "spare"}
+    assert "attempt 1 on node1, node2: data 2; not used: node3 (spare)" in capfd.readouterr().err
+
+
+def test_a_lost_node_is_replaced_by_a_spare_one(
+    start: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nodes_module, "SECONDS_BETWEEN_CONNECTS", 60.0)
+    running = start()
+    running.wait_for_attempt(1, ranks=2)
+    os.kill(running.agent("node2"), signal.SIGKILL)
+    running.wait_for_attempt(2, ranks=2)
+    _, second = running.events("attempt")
+    assert second["nodes"] == ["node1", "node3"]
+    assert second["reason"] == "node2: the connection to it has ended"
+    running.end_ranks({0: FINISHED, 1: FINISHED})
+    assert running.wait() == FINISHED
+
+
+def test_a_suspended_node_is_left_out_and_used_again_when_it_returns(start: Any) -> None:
+    running = start(hosts=["node1", "node2"])
+    running.wait_for_attempt(1, ranks=2)
+    suspended = running.agent("node2")
+    os.kill(suspended, signal.SIGSTOP)
+    running.wait_for_attempt(2, ranks=1)
+    assert running.events("attempt")[1]["reason"].startswith("node2: no sign of life for 2")
+    # Here, a new agent is started at once, as on a node that has been rebooted.
+    running.wait_for_attempt(3, ranks=2)
+    assert running.events("attempt")[2]["reason"] == "more nodes are available"
+    assert running.events("attempt")[2]["step"] == 1  # saved before the restart
+    running.end_ranks({0: FINISHED, 1: FINISHED})
+    assert running.wait() == FINISHED
+
+
+def test_a_killed_rank_restarts_the_run_and_is_blamed(start: Any) -> None:
+    running = start()
+    for number in (1, 2):
+        running.wait_for_attempt(number, ranks=2)
+        assert running.events("attempt")[-1]["nodes"] == ["node1", "node2"]
+        running.end_ranks({0: 1, 1: -signal.SIGKILL})
+    running.wait_for_attempt(3, ranks=2)
+    last = running.events("attempt")[-1]
+    assert last["nodes"] == ["node1", "node3"]
+    assert last["reason"] == "rank 1 (node2) was killed by SIGKILL"
+    assert last["unused"] == {"node2": "left out after 2 failures"}
+    running.end_ranks({0: FINISHED, 1: FINISHED})
+    assert running.wait() == FINISHED
+
+
+def test_a_hang_is_blamed_on_the_rank_that_is_behind(start: Any) -> None:
+    running = start()
+    running.wait_for_attempt(1, ranks=2)
+    RunFolder(running.folder).event("stop", 1, exit_code=HUNG, behind=[1])
+    running.end_ranks({0: HUNG, 1: HUNG})
+    running.wait_for_attempt(2, ranks=2)
+    assert running.events("attempt_end")[0]["blamed"] == ["node2"]
+    running.end_ranks({0: FINISHED, 1: FINISHED})
+    assert running.wait() == FINISHED
+
+
+def test_a_run_that_fails_again_and_again_stops(start: Any, capfd: pytest.CaptureFixture) -> None:
+    running = start(node_failures=0)
+    for number in (1, 2, 3):
+        running.wait_for_attempt(number, ranks=2)
+        running.end_ranks({0: 7, 1: 7})
+    assert running.wait() == 7
+    assert "failed 3 times without a new checkpoint in the run folder" in capfd.readouterr().err
+
+
+def test_bad_numbers_stop_the_run(start: Any) -> None:
+    running = start()
+    running.wait_for_attempt(1, ranks=2)
+    running.end_ranks({0: STOPPED, 1: STOPPED})
+    assert running.wait() == STOPPED
+
+
+def test_a_user_stops_the_run(start: Any) -> None:
+    running = start()
+    running.wait_for_attempt(1, ranks=2)
+    running.launcher.ask()
+    assert running.wait() == INTERRUPTED
+    assert (running.folder / "checkpoints" / "step-0000001").exists()
+
+
+def test_too_few_nodes(
+    start: Any, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
+) -> None:
+    monkeypatch.setattr(launcher_module, "SECONDS_FOR_NODES", 0.5)
+    running = start(minimum_nodes=2, hosts=["node1", "node2"], without=(1, 2))
+    assert running.wait() == 1
+    said = capfd.readouterr().err
+    assert "2 of 2 nodes can be used, and on 2 to 2 nodes no layout fits" in said
+    assert "rerun the same command to resume" in said
+
+
+def test_a_layout_may_need_fewer_nodes_than_there_are(start: Any) -> None:
+    running = start(nodes=3, without=(3,))
+    running.wait_for_attempt(1, ranks=2)
+    assert running.events("attempt")[0]["unused"] == {"node3": "spare"}
+    running.end_ranks({0: FINISHED, 1: FINISHED})
+    assert running.wait() == FINISHED
+
+
+def test_long_lists_of_hosts_are_shortened() -> None:
+    names = [f"node{number}" for number in range(1024)]
+    assert shown(names[:2]) == "node0, node1"
+    assert shown(names).endswith("node7 and 1016 more")
