@@ -136,6 +136,8 @@ class NodeAgent:
 
     def wake(self, rank: dict[str, Any]) -> "subprocess.Popen[bytes] | None":
         """Turn a standby process into a rank; return None if there is none."""
+        if not self.ready:
+            return None
         words = rank["command"]
         script = next(place for place, word in enumerate(words) if word.endswith(".py"))
         line = json.dumps({"words": words[script:], "variables": rank["variables"]})

@@ -1,0 +1,152 @@
+"""The agent of a node: its protocol, and the end of its ranks in every case."""
+
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from recipes.launching import node_agent
+
+AGENT = Path(node_agent.__file__)
+SLEEP = [sys.executable, "-c", "import time; time.sleep(600)"]
+STUBBORN = [
+    sys.executable,
+    "-c",
+    "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)",
+]
+
+
+class Agent:
+    """An agent, started as launch.py does."""
+
+    def __init__(self, *, run: str = "", silence: float = 30, stop: float = 5):
+        self.process = subprocess.Popen(
+            [sys.executable, str(AGENT), run, str(silence), str(stop), "0"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            bufsize=0,
+        )
+        self.first = self.read()
+
+    def send(self, command: dict[str, Any]) -> None:
+        assert self.process.stdin
+        self.process.stdin.write(json.dumps(command).encode() + b"\n")
+
+    def read(self, seconds: float = 30) -> dict[str, Any]:
+        assert self.process.stdout
+        assert select.select([self.process.stdout], [], [], seconds)[0], "no report"
+        return json.loads(self.process.stdout.readline())
+
+    def start(self, *commands: list[str], lease: str = "run.1") -> list[int]:
+        """Start ranks; return their processes."""
+        ranks = [
+            {"command": [*command, "--lease", lease], "variables": {"RANK": str(rank)}}
+            for rank, command in enumerate(commands)
+        ]
+        self.send({"do": "start", "attempt": 1, "ranks": ranks})
+        self.send({"do": "beat"})
+        assert self.read() == {"is": "beat"}
+        children = f"/proc/{self.process.pid}/task/{self.process.pid}/children"
+        return [int(word) for word in Path(children).read_text().split()]
+
+
+@pytest.fixture
+def agents() -> Iterator[list[Agent]]:
+    """Return a list of agents that are ended after the test."""
+    started: list[Agent] = []
+    yield started
+    for agent in started:
+        agent.process.kill()
+        agent.process.wait()
+
+
+def is_alive(process: int) -> bool:
+    try:
+        return "\nState:\tZ" not in Path(f"/proc/{process}/status").read_text()
+    except OSError:
+        return False
+
+
+def wait_for_end(processes: list[int], seconds: float = 30) -> None:
+    deadline = time.monotonic() + seconds
+    while alive := [process for process in processes if is_alive(process)]:
+        assert time.monotonic() < deadline, f"{alive} are still alive"
+        time.sleep(0.02)
+
+
+def test_the_ends_of_ranks_are_reported(agents: list[Agent]) -> None:
+    agents.append(agent := Agent())
+    assert agent.first["is"] == "ready"
+    agent.start([sys.executable, "-c", "import os; os._exit(7)"], SLEEP)
+    assert agent.read() == {"is": "exit", "attempt": 1, "rank": 0, "code": 7}
+    agent.send({"do": "signal", "number": int(signal.SIGTERM)})
+    assert agent.read() == {"is": "exit", "attempt": 1, "rank": 1, "code": -signal.SIGTERM}
+
+
+def test_a_program_that_cannot_be_started_is_reported(agents: list[Agent]) -> None:
+    agents.append(agent := Agent())
+    agent.send(
+        {
+            "do": "start",
+            "attempt": 3,
+            "ranks": [{"command": ["/absent/x.py"], "variables": {"RANK": "4"}}],
+        }
+    )
+    assert agent.read() == {"is": "exit", "attempt": 3, "rank": 4, "code": 127}
+
+
+def test_children_of_a_rank_end_with_it(agents: list[Agent]) -> None:
+    agents.append(agent := Agent())
+    fork = "import os, time\nif os.fork(): os._exit(0)\ntime.sleep(600)"
+    agent.start([sys.executable, "-c", fork])
+    assert agent.read()["code"] == 0
+    wait_for_end([int(p) for p in subprocess.run(
+        ["pgrep", "-f", "^[^ ]*python[^ ]* -c import os, time"], capture_output=True, text=True
+    ).stdout.split()])  # fmt: skip
+
+
+def test_a_free_port_is_returned(agents: list[Agent]) -> None:
+    agents.append(agent := Agent())
+    agent.send({"do": "port"})
+    assert 1024 <= agent.read()["port"] < 2**16
+
+
+@pytest.mark.parametrize("how", ["input ends", "silence", "SIGTERM"])
+def test_the_ranks_end_with_launch_py(how: str, agents: list[Agent]) -> None:
+    agents.append(agent := Agent(silence=1 if how == "silence" else 30, stop=1))
+    ranks = agent.start(SLEEP, STUBBORN)
+    assert len(ranks) == 2
+    if how == "input ends":
+        assert agent.process.stdin
+        agent.process.stdin.close()
+    elif how == "SIGTERM":
+        agent.process.terminate()
+    assert agent.process.wait(30) == 0
+    wait_for_end(ranks)
+
+
+def test_kill_ends_ranks_that_ignore_signals(agents: list[Agent]) -> None:
+    agents.append(agent := Agent())
+    agent.start(STUBBORN)
+    agent.send({"do": "kill"})
+    assert agent.read()["code"] == -signal.SIGKILL
+
+
+def test_a_new_agent_ends_what_an_earlier_one_has_left(agents: list[Agent]) -> None:
+    agents.append(earlier := Agent(run="f00d"))
+    ranks = earlier.start(SLEEP, lease="f00d.1")
+    agents.append(other := Agent(run="beef"))  # another run on the same node
+    others = other.start(SLEEP, lease="beef.1")
+    os.kill(earlier.process.pid, signal.SIGSTOP)  # as on a node that was suspended
+    agents.append(Agent(run="f00d"))
+    wait_for_end([*ranks, earlier.process.pid])
+    assert is_alive(others[0])
+    assert is_alive(other.process.pid)

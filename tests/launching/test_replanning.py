@@ -1,0 +1,76 @@
+"""Layouts for the nodes that are left."""
+
+from pathlib import Path
+
+import pytest
+
+from models.errors import UserError
+from recipes.launching.replanning import Replanner, check_cluster
+from recipes.training.recipe.loading import REPOSITORY, load_recipe
+from recipes.training.recipe.topology import World
+
+SEVEN_B = REPOSITORY / "recipes/llama/7b.toml"
+TINY = ["cluster.nodes=4", "cluster.gpus_per_node=1", "cluster.gpu=cpu", "layout.pipeline=1"]
+
+
+def test_the_recipes_own_nodes_have_its_own_layout() -> None:
+    replanner = Replanner(SEVEN_B, [])
+    nodes = replanner.cluster.nodes
+    placement = replanner.best(nodes + 3, 1)
+    assert placement is not None
+    assert (placement.nodes, placement.overrides) == (nodes, [f"cluster.nodes={nodes}"])
+
+
+@pytest.mark.parametrize("file", ["llama/7b.toml", "llama/70b.toml", "qwen3/32b.toml"])
+def test_every_placement_is_a_valid_recipe(file: str) -> None:
+    replanner = Replanner(REPOSITORY / "recipes" / file, [])
+    size = replanner.cluster.gpus_per_node
+    found = 0
+    for available in range(1, replanner.cluster.nodes + 1):
+        placement = replanner.best(available, 1)
+        if placement is None:
+            continue
+        found += 1
+        recipe = load_recipe(REPOSITORY / "recipes" / file, placement.overrides)
+        assert recipe.cluster is not None
+        assert recipe.cluster.nodes == placement.nodes <= available
+        topology = recipe.topology(World(size=placement.nodes * size, local_size=size))
+        assert f"data {topology.data}" in placement.layout
+        assert recipe.batch.global_sequences == replanner.recipe.batch.global_sequences
+    assert found > replanner.cluster.nodes // 2
+
+
+def test_a_placement_needs_the_minimum_and_a_layout_that_fits() -> None:
+    replanner = Replanner(REPOSITORY / "recipes/llama/70b.toml", [])
+    assert replanner.best(1, 1) is None  # 70B do not fit on 8 GPUs
+    half = replanner.cluster.nodes // 2
+    assert replanner.best(half, half + 1) is None
+    assert replanner.best(0, 1) is None
+
+
+def test_a_similar_layout_is_preferred_to_the_fastest() -> None:
+    """With fewer data ranks, tiny.toml's own layout is within the error of the fastest."""
+    placement = Replanner(REPOSITORY / "recipes/tiny.toml", TINY).best(2, 1)
+    assert placement is not None
+    assert placement.overrides == ["cluster.nodes=2"]
+    assert placement.layout.startswith("pipeline 1 x data 2 x tensor 1")
+
+
+def test_numbers_of_nodes_without_a_layout_are_skipped() -> None:
+    replanner = Replanner(
+        REPOSITORY / "recipes/tiny.toml",
+        [*TINY, "cluster.nodes=8", "batch.global_sequences=8", "batch.micro_sequences=1",
+         "model.layers=1", "model.sequence_length=257"],
+    )  # fmt: skip
+    placement = replanner.best(7, 1)  # neither 7, 6 nor 5 ranks divide 8 sequences
+    assert placement is not None
+    assert placement.nodes == 4
+
+
+def test_the_cluster_section_is_checked() -> None:
+    with pytest.raises(UserError, match=r"has no \[cluster\] section, which launch.py needs"):
+        check_cluster(load_recipe(REPOSITORY / "recipes/tiny.toml", []), "tiny.toml")
+    file = Path("recipes/llama/7b.toml")
+    recipe = load_recipe(SEVEN_B, ["cluster.minimum_nodes=1000"])
+    with pytest.raises(UserError, match=r"use cluster.minimum_nodes = \d+ or less"):
+        check_cluster(recipe, str(file))
