@@ -27,17 +27,25 @@ def main() -> None:
     parser.add_argument(
         "--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="as for pretrain.py"
     )
+    parser.add_argument(
+        "--elastic", action="store_true", help="for recipes/launch.py, with cluster.spare_nodes"
+    )
     for name in ("--run-dir", "--resume", "--resume-once", "--wait-for-folder"):
         parser.add_argument(name, help="ignored; for pretrain.py")
     options = parser.parse_args()
     try:
-        print(" ".join(sbatch_options(options.recipe, options.set)))
+        print(" ".join(sbatch_options(options.recipe, options.set, elastic=options.elastic)))
     except UserError as problem:
         sys.exit(f"options.py: {problem}")
 
 
-def sbatch_options(path: Path, overrides: list[str]) -> list[str]:
+def sbatch_options(path: Path, overrides: list[str], *, elastic: bool = False) -> list[str]:
     """Return the sbatch options, none of which needs quotes.
+
+    Args:
+        path: the recipe
+        overrides: values of --set
+        elastic: request the spare nodes too, and keep the job when a node dies
 
     Raises:
         UserError: the recipe has no [cluster] section, or its layout does not fit that cluster.
@@ -55,9 +63,10 @@ def sbatch_options(path: Path, overrides: list[str]) -> list[str]:
         raise UserError(f"{origin(path, overrides)}: {problem}") from None
     return [
         f"--job-name={recipe.name}",
-        f"--nodes={nodes}",
+        f"--nodes={nodes + (recipe.cluster.spare_nodes if elastic else 0)}",
         f"--ntasks-per-node={gpus}",
         f"--gpus-per-node={gpus}",
+        *(["--no-kill"] if elastic else []),
     ]
 
 

@@ -2,15 +2,19 @@
 # Submit a recipe to Slurm, with the nodes and GPUs of its [cluster] section.
 #   slurm/submit.sh RECIPE [options of pretrain.py, such as --set training.steps=100000]
 #   slurm/submit.sh --jobs 5 RECIPE [...]
+#   slurm/submit.sh --elastic RECIPE [...]
 # With --jobs, the run is divided into jobs that Slurm starts one after the other. Use it on
 # clusters that do not allow requeueing or have short time limits. Each job resumes from the newest
 # checkpoint. If the last step is done before the last job, the remaining jobs end at once.
+#
+# With --elastic, the job survives the death of nodes: recipes/launch.py continues the run on the
+# remaining nodes. The job requests cluster.spare_nodes nodes in addition.
 #
 # Set the options that a recipe does not know, such as the account and the time limit, once at the top
 # of slurm/pretrain.slurm, or in sbatch's variables SBATCH_ACCOUNT, SBATCH_PARTITION, SBATCH_TIMELIMIT.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-usage="usage: slurm/submit.sh [--jobs 5] RECIPE [--set training.steps=1000] [...]"
+usage="usage: slurm/submit.sh [--jobs 5 | --elastic] RECIPE [--set training.steps=1000] [...]"
 
 fail() {
   echo "submit.sh: $1" >&2
@@ -18,7 +22,13 @@ fail() {
 }
 
 jobs=
+elastic=()
 case "${1:-}" in
+  --elastic)
+    jobs=1
+    elastic=(--elastic)
+    shift
+    ;;
   --jobs)
     jobs=${2:-}
     shift "$(($# < 2 ? $# : 2))"
@@ -43,7 +53,7 @@ if [ "$#" -eq 0 ] || [[ $1 == -* ]]; then
 fi
 for word in "${@:2}"; do
   case $word in
-    --jobs | --jobs=*) fail "$word comes after the recipe; write it before: $usage" ;;
+    --elastic | --jobs | --jobs=*) fail "$word comes after the recipe; write it before: $usage" ;;
   esac
 done
 
@@ -55,9 +65,12 @@ else
   python=(.venv/bin/python)
   [ -x .venv/bin/python ] || fail ".venv does not exist; run make setup first"
 fi
-options=$("${python[@]}" slurm/options.py "$@") # rejects a recipe that cannot run on its [cluster]
+options=$("${python[@]}" slurm/options.py "${elastic[@]}" "$@") # rejects a recipe that cannot run on its [cluster]
 command -v sbatch >/dev/null || fail "sbatch is not on PATH; run this on a login node of the cluster"
 
+if [ "${#elastic[@]}" -gt 0 ]; then
+  export ELASTIC=yes
+fi
 if [ "$jobs" -eq 1 ]; then
   # shellcheck disable=SC2086 # several options, none with a space
   exec sbatch $options slurm/pretrain.slurm "$@"

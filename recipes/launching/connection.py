@@ -17,7 +17,9 @@ AGENT = Path(__file__).with_name("node_agent.py")
 SECONDS_BETWEEN_BEATS = 1.0
 SECONDS_PER_LOOK = 0.1
 SSH = ("ssh", "-oBatchMode=yes", "-oStrictHostKeyChecking=accept-new", "-oConnectTimeout=5")
-SRUN = ("srun", "--overlap", "--nodes=1", "--ntasks=1", "--kill-on-bad-exit=0", "--quiet")
+# A step gets one core, unless it asks for more; the ranks divide all cores that the job has there.
+SRUN = ("srun", "--overlap", "--nodes=1", "--ntasks=1", "--ntasks-per-node=1", "--mem=0",
+        "--cpu-bind=none", "--kill-on-bad-exit=0", "--quiet")  # fmt: skip
 
 FORWARDED = (  # beginnings of the names of environment variables that the ranks get
     "DS_", "FI_", "GLOO_", "HF_", "LD_LIBRARY_PATH", "MKL_", "NCCL_", "OMP_", "PATH", "PYTHON",
@@ -34,7 +36,8 @@ def over_ssh(host: str, command: Sequence[str]) -> list[str]:
 
 def over_srun(host: str, command: Sequence[str]) -> list[str]:
     """Return the command that runs a command on a node of this Slurm allocation."""
-    return [*SRUN, f"--nodelist={host}", *command]
+    cores = os.environ.get("SLURM_CPUS_ON_NODE", "1")
+    return [*SRUN, f"--cpus-per-task={cores}", f"--nodelist={host}", *command]
 
 
 def here(host: str, command: Sequence[str]) -> list[str]:
