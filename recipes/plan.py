@@ -7,6 +7,7 @@
     python recipes/plan.py recipes/llama/70b.toml --timeline timeline.png --heatmap heatmap.png
     python recipes/plan.py recipes/llama/7b.toml --nodes 64 --largest 30
     python recipes/plan.py recipes/llama/7b.toml --nodes 16 --network 25 --network-latency 20
+    python recipes/plan.py recipes/llama/405b.toml --failures-per-day 8 --storage 200
     python recipes/plan.py recipes/llama/405b.toml --trace --rank 0
     python recipes/plan.py recipes/llama/7b.toml --calibrate runs/sweeps/7b/sweep.csv
     python recipes/plan.py --table measured.csv --calibrate others.csv
@@ -37,6 +38,9 @@ from recipes.planning.command_line.plan_options import (
     links_of,
     parse_command_line,
 )
+from recipes.planning.goodput.costs import fault_costs
+from recipes.planning.goodput.goodput_report import goodput_lines, goodput_table
+from recipes.planning.goodput.renewal import FaultCosts
 from recipes.planning.inputs.cluster import recipe_on_cluster
 from recipes.planning.inputs.job import Job, Machine, job_without_layout, own_job, zero3_in_pipeline
 from recipes.planning.inputs.software import load_software
@@ -112,12 +116,16 @@ def plan(recipe: Recipe, cluster: Cluster, options: argparse.Namespace) -> int:
         table |= plan_table.search_table(recipe, result)
         own_table = plan_table.job_table(own, recipe.training.steps) if own else None
         table |= {"own": own_table, "own_rejected": problem, "calibration": fit.table()}
+        if own and options.failures_per_day:
+            table["goodput"] = goodput_table(*goodput_inputs(recipe, own, options))
         print(json.dumps(table))
     else:
         if fit.source:
             print(plan_report.calibration_text(fit))
         print(plan_report.heading(recipe, own or job), end="\n\n")
         print_plan(recipe, own, problem)
+        if own and options.failures_per_day:
+            print("\n".join(goodput_lines(*goodput_inputs(recipe, own, options))))
         if zero3 := zero3_in_pipeline(recipe, machine, software):
             print(plan_report.zero3_in_pipeline_text(*map(adjust, zero3)))
         if options.top:
@@ -138,6 +146,19 @@ def plan(recipe: Recipe, cluster: Cluster, options: argparse.Namespace) -> int:
 def adjusted(job: Job, *, fit: Fit, imbalance: float) -> Job:
     """Return a job with calibrated factors and the imbalance of its experts."""
     return replace(fit.factors.of(job), expert_imbalance=imbalance)
+
+
+def goodput_inputs(
+    recipe: Recipe, own: Job, options: argparse.Namespace
+) -> tuple[Recipe, float, FaultCosts, float]:
+    """Return the arguments of `goodput_lines`: recipe, step time, costs and failures per day."""
+    costs = fault_costs(
+        own,
+        detection_seconds=recipe.supervision.node_seconds,
+        storage_bytes_per_second=options.storage * 1e9 if options.storage else None,
+        restart_seconds=options.restart,
+    )
+    return recipe, step_time(own).total, costs, options.failures_per_day
 
 
 def print_plan(recipe: Recipe, own: Job | None, problem: str) -> None:

@@ -17,7 +17,7 @@ from recipes.training.recipe.sections import training
 from tests.conftest import changed, small_recipe
 from tests.ranks import start_ranks
 
-COMMANDS = ("pretrain", "plan", "prove", "prepare_data", "convert", "sweep")
+COMMANDS = ("pretrain", "plan", "prove", "prepare_data", "convert", "sweep", "launch")
 BROAD = {"ValueError", "AssertionError", "Exception", "BaseException"}
 INVARIANTS = {  # function that raises a plain ValueError -> why no user can cause it
     "models/pipeline/schedule/simulation.py: simulate": "no order of passes is made by users",
@@ -44,6 +44,7 @@ CATCHES = {  # function that catches one of BROAD -> why no defect becomes a use
     "recipes/preparing/tokenizer.py: load_tokenizer": FOREIGN,
     "recipes/preparing/workspace.py: lock_workspace": RAISES,
     "recipes/planning/inputs/option_types.py: _number": PARSING,
+    "recipes/launching/connection.py: _parse": PARSING,
     "recipes/pretrain.py: main": RAISES,
     "recipes/sweeping/choice.py: values_of_setting": PARSING,
     "recipes/sweeping/sweep_folder.py: _read_json": PARSING,
@@ -295,7 +296,7 @@ from recipes.training.loop.joint_rejection import rejected_together
 from recipes.training.runtime.processes import start_processes
 from recipes.training.recipe.topology import World
 
-def main():
+def main(started):
     world = World.from_environment(os.environ)
     start_processes(world)
     for kinds in {kinds}:

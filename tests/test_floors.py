@@ -39,12 +39,13 @@ FLOORS = [
     ["recipes.planning.inputs"],
     ["recipes.planning.memory", "recipes.planning.time"],
     ["recipes.planning.search"],
-    ["recipes.planning.measured"],
+    ["recipes.planning.measured", "recipes.planning.goodput"],
     ["recipes.planning.output", "recipes.planning.command_line"],
     ["recipes.preparing", "recipes.tracing", "recipes.launching"],
     ["recipes.proving", "recipes.converting"],
     ["recipes.sweeping"],
     ["recipes"],
+    ["recipes.launching.standby"],  # becomes pretrain.py
 ]
 STANDARD_LIBRARY_ONLY = FLOORS[0]
 NO_DEEPSPEED = [*FLOORS[1], *FLOORS[2], *FLOORS[3], *FLOORS[4]]

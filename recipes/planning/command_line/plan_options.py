@@ -6,18 +6,23 @@ from pathlib import Path
 from recipes.planning.inputs.job import LinkOverrides
 from recipes.planning.inputs.option_types import (
     duration_in_days,
+    failures_per_day,
     imbalance,
     latency_in_microseconds,
     link_rate,
     parser_with_examples,
     picture_file,
+    seconds,
     share,
 )
 from recipes.planning.inputs.software import THREEFOLD
 from recipes.planning.search.layout_search import DEFAULT_HEADROOM
 from recipes.training.recipe.loading import DEFAULT_RECIPE
 
-REQUIRED_OPTIONS = {"scatter": "table", "rank": "trace"}
+REQUIRED_OPTIONS = {
+    "scatter": "table", "rank": "trace", "storage": "failures_per_day",
+    "restart": "failures_per_day",
+}  # fmt: skip
 MODES = ("trace", "largest", "table", "catalogue")  # instead of a plan
 SEARCHED = ("layout.", "batch.micro_sequences")  # keys that a search chooses
 DEFAULTS = {
@@ -25,12 +30,13 @@ DEFAULTS = {
 }  # fmt: skip
 LINK_OPTIONS = ("node_link", "network", "network_latency")
 PLAN_OPTIONS = (*DEFAULTS, "calibrate", *LINK_OPTIONS)
+FAULT_OPTIONS = ("failures_per_day", "storage", "restart")
 MACHINE_OPTIONS = ("nodes", "gpus_per_node", "gpu")
 UNUSED_OPTIONS = {  # by mode
-    "trace": (*PLAN_OPTIONS, "top"),
-    "largest": ("top", "expert_imbalance"),
-    "table": ("set", *MACHINE_OPTIONS, *DEFAULTS, *LINK_OPTIONS, "top"),
-    "catalogue": ("set", *MACHINE_OPTIONS, *PLAN_OPTIONS, "top", "json"),
+    "trace": (*PLAN_OPTIONS, *FAULT_OPTIONS, "top"),
+    "largest": (*FAULT_OPTIONS, "top", "expert_imbalance"),
+    "table": ("set", *MACHINE_OPTIONS, *DEFAULTS, *LINK_OPTIONS, *FAULT_OPTIONS, "top"),
+    "catalogue": ("set", *MACHINE_OPTIONS, *PLAN_OPTIONS, *FAULT_OPTIONS, "top", "json"),
 }
 
 
@@ -86,6 +92,21 @@ def add_plan_options(parser: argparse.ArgumentParser) -> None:
         metavar="RATIO",
         help="tokens of the busiest expert rank, relative to the mean (default: 1, all equal)",
     )  # fmt: skip
+    faults = parser.add_argument_group("goodput")
+    faults.add_argument(
+        "--failures-per-day", type=failures_per_day, metavar="NUMBER",
+        help="predict the share of the time that ends in kept steps, and the best interval between "
+        "saves",
+    )  # fmt: skip
+    faults.add_argument(
+        "--storage", type=link_rate, metavar="GB/S",
+        help="rate at which all nodes together write and read checkpoints (default: 1 per node)",
+    )  # fmt: skip
+    faults.add_argument(
+        "--restart", type=seconds, metavar="SECONDS",
+        help="time from a failure to the next step (default: supervision.node_seconds, 60 seconds "
+        "and the time to read the checkpoint)",
+    )  # fmt: skip
     output = parser.add_argument_group("output")
     output.add_argument(
         "--top", type=int, default=5, help="number of fastest layouts to print (default: 5)"
@@ -139,7 +160,7 @@ def check_combinations(parser: argparse.ArgumentParser, options: argparse.Namesp
     """Exit with an error if options exclude each other or require another one."""
     for name, required in REQUIRED_OPTIONS.items():
         if getattr(options, name) != parser.get_default(name) and not getattr(options, required):
-            parser.error(f"--{name} requires --{required}")
+            parser.error(f"--{name} requires --{required.replace('_', '-')}")
     modes = [name for name in MODES if getattr(options, name)]
     if len(modes) > 1:
         parser.error(f"--{modes[0]} and --{modes[1]} exclude each other; leave out one of them")

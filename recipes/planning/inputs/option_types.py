@@ -85,6 +85,21 @@ def imbalance(text: str) -> float:
     return value
 
 
+def failures_per_day(text: str) -> float:
+    """Return a number of failures per day.
+
+    Raises:
+        ArgumentTypeError: the text is not a positive number up to 100,000.
+    """
+    value = _number(text)
+    if not 0 < value <= 1e5:
+        raise argparse.ArgumentTypeError(
+            f"invalid number {text}: expected more than 0 and up to 100,000 failures per day, such "
+            f"as 8"
+        )
+    return value
+
+
 def picture_file(text: str) -> Path:
     """Return the path of a picture that can be written.
 

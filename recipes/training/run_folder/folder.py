@@ -16,6 +16,7 @@ from recipes.training.run_folder.lease import Lease
 from recipes.training.run_folder.line_file import LineFile, flush, write_whole
 from recipes.training.run_folder.lock import FolderLock
 from recipes.training.run_folder.progress import Progress
+from recipes.training.run_folder.wall_time import seconds_of
 
 METRIC_KEYS = {"step": (int,)}
 EVENT_KEYS = {"event": (str,), "step": (int,)}
@@ -167,6 +168,9 @@ class RunFolder:
         With `copy`, first copy the file if lines would be lost.
         """
         kept = "".join(json.dumps(line) + "\n" for line in lines if line["step"] <= step)
+        lost = [line for line in lines if line["step"] > step]
+        if lost:
+            self.event("repeat", step, steps=len(lost), seconds=seconds_of(lost))
         before = self._metric_lines.content().decode(errors="replace")
         if copy and not kept.startswith(before):
             write_whole(copy_to or self.path / f"metrics.{time_stamp()}.jsonl", before)

@@ -1,7 +1,8 @@
 """Messages of a run: skipped checkpoints, its beginning and its summary."""
 
 import sys
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 from models.cost import parameter_count
 from models.pipeline.schedule.balance import balance_text
@@ -9,6 +10,7 @@ from recipes.training.checkpoint.compatibility import changed_positions
 from recipes.training.recipe.schema import Recipe
 from recipes.training.recipe.topology import Topology, World, rank_map
 from recipes.training.run_folder.folder import RunFolder
+from recipes.training.run_folder.wall_time import WallTime, shares_text
 
 if TYPE_CHECKING:  # it imports torch, which takes seconds
     from recipes.training.checkpoint.resume_point import ResumePoint
@@ -80,7 +82,8 @@ def summarize(recipe: Recipe, folder: RunFolder, world: World) -> None:
     """Print the results of a finished run, from its metrics; on rank 0."""
     if world.rank != 0:
         return
-    lines = [line for line in folder.read_metrics() if line.keys() >= SUMMARIZED]
+    metrics, events = folder.read_metrics(), folder.read_events()
+    lines = [line for line in metrics if line.keys() >= SUMMARIZED]
     validation = [line["validation_loss"] for line in lines if "validation_loss" in line]
     print(f"{recipe.name} is finished: {recipe.training.steps} steps")
     if lines:
@@ -91,8 +94,22 @@ def summarize(recipe: Recipe, folder: RunFolder, world: World) -> None:
         print(f"  tokens      {last['tokens']:,} at {speed:,.0f} tokens/s")
     if validation:
         print(f"  validation  {validation[-1]:.4f}")
+    if goodput := goodput_line(WallTime(events, metrics), events):
+        print(goodput)
     print(f"  checkpoints {folder.checkpoints}")
     print(f"  metrics     {folder.metrics} (next to it: events.jsonl and recipe.toml)")
     if (folder.path / "wandb").is_dir():
         print(f"  W&B         {folder.path / 'wandb'} (offline runs: wandb sync)")
     print("  to train longer, raise training.steps; to start over, use --resume never", flush=True)
+
+
+def goodput_line(wall_time: WallTime, events: Sequence[dict[str, Any]]) -> str:
+    """Return a line about the wall time of a finished run; empty if the run started only once."""
+    ends = [event["time"] for event in events if event["event"] == "end" and "time" in event]
+    if wall_time.starts < 2 or not ends:
+        return ""
+    shares = wall_time.shares(ends[-1])
+    return (
+        f"  goodput     {shares['kept']:.1%} of {wall_time.hours(ends[-1]):.2f} h in kept steps, "
+        f"after {wall_time.starts} starts; lost: {shares_text(shares)}"
+    )

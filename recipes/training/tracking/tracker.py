@@ -2,6 +2,7 @@
 
 import contextlib
 import sys
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,6 +13,7 @@ from recipes.training.recipe.schema import Recipe
 from recipes.training.run_folder.folder import RunFolder
 from recipes.training.run_folder.progress import Progress
 from recipes.training.run_folder.provenance import code_version
+from recipes.training.run_folder.wall_time import WallTime
 from recipes.training.tracking.display import Display
 from recipes.training.tracking.startup import Startup
 from recipes.training.tracking.wandb_thread import WandbThread
@@ -85,6 +87,7 @@ class RunTracker(Tracker):
             details["samples"] = start.samples
         event = "resume" if start.step else "start"
         self.folder.event(event, start.step, code_version=code_version(), **details)
+        self.wall_time = self._read_wall_time()
         self.wandb = WandbThread(recipe, folder)
         self.display = Display(recipe.training.steps, start.step)
 
@@ -93,11 +96,14 @@ class RunTracker(Tracker):
         self.last_step = metrics["step"]
         self.folder.metric(metrics)
         self.display.step(metrics)
-        self.wandb.log(metrics)
+        self.wall_time.add(metrics)
+        shares = self.wall_time.shares(time.time())
+        self.wandb.log(metrics | {f"wall_time/{name}": share for name, share in shares.items()})
 
     @override
     def started(self, step: int, startup: Startup, *, compiled: bool) -> None:
         self.folder.event("first_step", step, seconds=startup.seconds, compiled=compiled)
+        self.wall_time.started(startup.seconds)
         self.display.say(str(startup))
 
     @override
@@ -123,17 +129,29 @@ class RunTracker(Tracker):
             self.folder.prepare(self.recipe, to, branching=True)
         except UserError as problem:  # metrics.jsonl keeps the lines of the discarded steps
             self.warn(str(problem))
+        self.wall_time = self._read_wall_time()
         self.last_step = to.step
 
     @override
     def stop(self, reason: str, exit_code: int) -> None:
         self.wandb.exit_code = exit_code
-        self.folder.event("stop", self.last_step, reason=reason, exit_code=exit_code)
+        shares = self.wall_time.shares(time.time())
+        self.folder.event(
+            "stop", self.last_step, reason=reason, exit_code=exit_code, wall_time=shares
+        )
         print(f"stopped: {reason}", file=sys.stderr)
 
     @override
     def end(self) -> None:
-        self.folder.event("end", self.last_step)
+        self.folder.event("end", self.last_step, wall_time=self.wall_time.shares(time.time()))
+
+    def _read_wall_time(self) -> WallTime:
+        """Return the wall time of the run so far, also of its earlier starts."""
+        try:
+            return WallTime(self.folder.read_events(), self.folder.read_metrics())
+        except UserError as problem:
+            self.warn(f"the goodput counts from now on: {problem}")
+            return WallTime([{"event": "start", "time": time.time()}])
 
     def close(self) -> None:
         """Close the display, and wait for Weights & Biases for a limited time."""

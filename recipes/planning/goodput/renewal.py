@@ -1,0 +1,106 @@
+"""Goodput of a run that fails at random: the share of wall time that ends in kept steps.
+
+Failures are a Poisson process. After each one the run restarts from the newest complete checkpoint.
+Saves happen in the background: a save pauses the steps for a moment, and the checkpoint counts only
+once it is on the disk. With instant saves this is the model of Young 1974 (Communications of the
+ACM 17, 530) and Daly 2006 (Future Generation Computer Systems 22, 303).
+
+Let l be the rate of failures, t the time of the steps between two saves, c the pause of a save, d
+the time from the pause until the checkpoint is on the disk, and r the time of a restart. The k-th
+checkpoint since a restart is complete after k (t + c) + d. The expected number of complete
+checkpoints before the next failure is therefore
+
+    sum over k >= 1 of exp(-l (k (t + c) + d)) = exp(-l d) q / (1 - q), with q = exp(-l (t + c)),
+
+and each of them keeps t. A restart may fail too, so it takes (exp(l r) - 1) / l on average, and the
+time between two successful restarts is 1 / l + (exp(l r) - 1) / l = exp(l r) / l.
+"""
+
+import math
+from dataclasses import dataclass
+
+SECONDS_PER_DAY = 86_400.0
+
+
+@dataclass(frozen=True)
+class FaultCosts:
+    """The times that saves and failures cost, in seconds.
+
+    Attributes:
+        pause: pause of the steps for a save
+        write: from the pause until the checkpoint is on the disk
+        restart: from a failure to the first step of the next attempt
+    """
+
+    pause: float
+    write: float
+    restart: float
+
+
+@dataclass(frozen=True)
+class Goodput:
+    """The shares of wall time; they add up to 1.
+
+    Attributes:
+        kept: in steps that are kept
+        repeated: in steps that are lost and repeated
+        saving: in pauses for saves
+        restarting: in restarts
+    """
+
+    kept: float
+    repeated: float
+    saving: float
+    restarting: float
+
+
+def goodput(interval: float, costs: FaultCosts, failures_per_day: float) -> Goodput:
+    """Return the expected goodput.
+
+    Args:
+        interval: time of the steps between two saves, in seconds, above 0
+        costs: the times that saves and failures cost
+        failures_per_day: failures of the whole run, at least 0
+    """
+    period = interval + costs.pause
+    if failures_per_day == 0:
+        return Goodput(interval / period, 0.0, costs.pause / period, 0.0)
+    rate = failures_per_day / SECONDS_PER_DAY
+    up = math.exp(-min(rate * costs.restart, 700.0))  # share of the time outside of restarts
+    checkpoints = math.exp(-rate * costs.write) / math.expm1(min(rate * period, 700.0))
+    kept = rate * interval * checkpoints * up
+    saving = up * costs.pause / period
+    return Goodput(kept, max(0.0, up - kept - saving), saving, 1 - up)
+
+
+def best_interval(step: float, costs: FaultCosts, failures_per_day: float, *, most: int) -> int:
+    """Return the number of steps between saves that keeps most of the time.
+
+    Args:
+        step: duration of a step, in seconds
+        costs: the times that saves and failures cost
+        failures_per_day: failures of the whole run
+        most: the largest number of steps, at least 1
+
+    Returns:
+        From 1 to `most`, and long enough that a save ends before the next one begins.
+    """
+    least = min(most, max(1, math.ceil((costs.write - costs.pause) / step)))
+
+    def kept(steps: int) -> float:
+        return goodput(steps * step, costs, failures_per_day).kept
+
+    low, high = least, most
+    while high - low > 2:  # the share rises up to its maximum and falls after it
+        third = (high - low) // 3
+        left, right = low + third, high - third
+        if kept(left) < kept(right):
+            low = left
+        else:
+            high = right
+    return max(range(low, high + 1), key=kept)
+
+
+def young_interval(pause: float, failures_per_day: float) -> float:
+    """Return Young's first-order optimum of the time between saves, in seconds."""
+    return math.sqrt(2 * pause * SECONDS_PER_DAY / failures_per_day)

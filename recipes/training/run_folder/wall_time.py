@@ -1,0 +1,106 @@
+"""Where the wall time of a run went: kept steps, repeated steps, starts, and waiting.
+
+The share of kept steps is the run's goodput. Everything is derived from metrics.jsonl, which holds
+the steps that were kept, and events.jsonl, which holds the starts and the steps that were not.
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+FIRST_STEP = "first step"  # part of a start-up that metrics.jsonl also counts as a step
+
+
+class WallTime:
+    """The wall time of a run since its first start, by cause; times in seconds.
+
+    Args:
+        events: all events of the run, oldest first
+        metrics: the lines of the steps that were kept
+    """
+
+    def __init__(
+        self, events: Iterable[dict[str, Any]] = (), metrics: Iterable[dict[str, Any]] = ()
+    ):
+        self.began: float | None = None
+        self.starts = 0
+        self.kept = self.between = self.validating = self.starting = self.repeated = 0.0
+        for event in events:
+            self._note(event)
+        for line in metrics:
+            self.add(line)
+
+    def add(self, line: dict[str, Any]) -> None:
+        """Add the metrics of a step."""
+        between = _number(line.get("between_seconds"))
+        self.kept += _number(line.get("step_seconds")) - between
+        self.between += between
+        self.validating += _number(line.get("validation_seconds"))
+
+    def started(self, seconds: dict[str, Any]) -> None:
+        """Add the parts of a start-up."""
+        self.starting += sum(_number(s) for part, s in seconds.items() if part != FIRST_STEP)
+
+    def shares(self, now: float) -> dict[str, float]:
+        """Return the shares of the time until `now` by cause; they add up to 1.
+
+        `waiting` is the rest: the detection of failures, the queue of a cluster, and the end of
+        processes.
+
+        Args:
+            now: seconds since the epoch, as in events.jsonl
+        """
+        known = {
+            "kept": self.kept,
+            "between": self.between,
+            "validating": self.validating,
+            "starting": self.starting,
+            "repeated": self.repeated,
+        }
+        spent = sum(known.values())
+        total = max(now - self.began if self.began is not None else 0.0, spent, 1e-9)
+        known["waiting"] = total - spent
+        return {name: seconds / total for name, seconds in known.items()}
+
+    def hours(self, now: float) -> float:
+        """Return the hours since the first start."""
+        return (now - self.began) / 3600 if self.began is not None else 0.0
+
+    def _note(self, event: dict[str, Any]) -> None:
+        kind, time = event.get("event"), event.get("time")
+        if kind in ("attempt", "start", "resume") and self.began is None:
+            self.began = _number(time) or None
+        if kind in ("start", "resume"):
+            self.starts += 1
+        elif kind == "first_step" and isinstance(event.get("seconds"), dict):
+            self.started(event["seconds"])
+        elif kind == "repeat":
+            self.repeated += _number(event.get("seconds"))
+
+
+def seconds_of(lines: Iterable[dict[str, Any]]) -> float:
+    """Return the time that some steps and their validation took."""
+    return sum(
+        _number(line.get("step_seconds")) + _number(line.get("validation_seconds"))
+        for line in lines
+    )
+
+
+def shares_text(shares: dict[str, float]) -> str:
+    """Return the shares above a thousandth for a message, the largest losses first."""
+    losses = {name: share for name, share in shares.items() if name != "kept" and share >= 1e-3}
+    ordered = sorted(losses.items(), key=lambda each: -each[1])
+    return ", ".join(f"{NAMES[name]} {share:.1%}" for name, share in ordered)
+
+
+NAMES = {
+    "between": "between steps",
+    "validating": "validation",
+    "starting": "starts",
+    "repeated": "repeated steps",
+    "waiting": "waiting",
+}
+
+
+def _number(value: Any) -> float:
+    """Return a number of a file that a user may have edited; 0 for anything else."""
+    return float(value) if isinstance(value, int | float) else 0.0

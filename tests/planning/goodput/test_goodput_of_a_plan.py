@@ -1,0 +1,93 @@
+"""`plan.py --failures-per-day`: costs of a job, text and JSON."""
+
+import json
+import re
+import sys
+
+import pytest
+
+from models.cost import parameter_count
+from recipes import plan
+from recipes.planning.goodput.costs import fault_costs
+from recipes.planning.goodput.goodput_report import duration
+from recipes.planning.inputs.job import Machine, job_of
+from recipes.planning.inputs.software import THREEFOLD
+from recipes.training.recipe.loading import REPOSITORY, load_recipe
+
+SEVEN_B = REPOSITORY / "recipes/llama/7b.toml"
+
+
+def run(monkeypatch: pytest.MonkeyPatch, *options: str) -> int:
+    """Run plan.py on the 7B recipe; return its exit code."""
+    monkeypatch.setattr(sys, "argv", ["plan.py", str(SEVEN_B), "--top", "0", *options])
+    with pytest.raises(SystemExit) as ended:
+        plan.main()
+    assert isinstance(ended.value.code, int)
+    return ended.value.code
+
+
+def test_costs_follow_from_the_size_of_the_model() -> None:
+    recipe = load_recipe(SEVEN_B, [])
+    assert recipe.cluster is not None
+    job = job_of(recipe, Machine.of_cluster(recipe.cluster), THREEFOLD)
+    checkpoint = 12 * parameter_count(recipe.model)
+    costs = fault_costs(job, detection_seconds=10)
+    assert costs.write == pytest.approx(checkpoint / (1e9 * recipe.cluster.nodes))
+    assert costs.restart == pytest.approx(10 + 60 + costs.write)
+    faster = fault_costs(
+        job, detection_seconds=10, storage_bytes_per_second=100e9, restart_seconds=33
+    )
+    assert faster.write == pytest.approx(checkpoint / 100e9)
+    assert faster.restart == 33
+    # The copy to the host is the same; the share of the write is not.
+    assert costs.pause - faster.pause == pytest.approx(0.05 * (costs.write - faster.write))
+
+
+def test_the_plan_names_the_best_interval(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    assert run(monkeypatch, "--failures-per-day", "8") == 0
+    said = capsys.readouterr().out
+    assert "With 8 failures per day (a save pauses the steps for" in said
+    own, best = re.findall(
+        r"checkpoint\.every = (\d+) \(.*?\): ([\d.]+)% of the time in kept", said
+    )
+    assert int(own[0]) == load_recipe(SEVEN_B, []).checkpoint.every
+    assert float(best[1]) > float(own[1])
+    assert said.rstrip().endswith("; the best interval")
+
+
+def test_the_best_interval_is_not_named_twice(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    run(monkeypatch, "--failures-per-day", "8", "--json")
+    found = json.loads(capsys.readouterr().out)["goodput"]
+    every = found["best"]["every"]
+    assert found["best"]["kept"] > found["own"]["kept"]
+    run(monkeypatch, "--failures-per-day", "8", "--set", f"checkpoint.every={every}")
+    assert "best interval" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--storage", "5"], "--storage requires --failures-per-day"),
+        (["--restart", "5"], "--restart requires --failures-per-day"),
+        (["--failures-per-day", "0"], "expected more than 0 and up to 100,000 failures per day"),
+        (["--failures-per-day", "many"], "invalid number many"),
+        (["--failures-per-day", "8", "--trace"], "--failures-per-day has no effect with --trace"),
+    ],
+)
+def test_wrong_options_are_rejected(
+    options: list[str], said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    assert run(monkeypatch, *options) == 2
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0.2134, "0.21 s"), (35.2, "35 s"), (720, "12 min"), (12_600, "3.5 h")],
+)
+def test_durations(seconds: float, text: str) -> None:
+    assert duration(seconds) == text

@@ -1,0 +1,83 @@
+"""The formula of goodput, against simulated failures."""
+
+import itertools
+import math
+import random
+
+import pytest
+
+from recipes.planning.goodput.renewal import (
+    SECONDS_PER_DAY,
+    FaultCosts,
+    best_interval,
+    goodput,
+    young_interval,
+)
+
+DAYS = 1000
+
+
+def simulated(interval: float, costs: FaultCosts, failures_per_day: float, seed: int = 0) -> float:
+    """Return the share of DAYS days that ends in kept steps, with random failures."""
+    chance = random.Random(seed)
+    now, kept, end = 0.0, 0.0, DAYS * SECONDS_PER_DAY
+    failure = chance.expovariate(failures_per_day / SECONDS_PER_DAY)
+    while now < end:
+        while failure < now + costs.restart:  # a restart fails
+            now = failure
+            failure += chance.expovariate(failures_per_day / SECONDS_PER_DAY)
+        start = now + costs.restart
+        for number in itertools.count(1):
+            complete = start + number * (interval + costs.pause) + costs.write
+            if complete > failure:
+                break
+            kept += interval
+        now = failure
+        failure += chance.expovariate(failures_per_day / SECONDS_PER_DAY)
+    return kept / now
+
+
+@pytest.mark.parametrize("failures", [1, 8, 60])
+@pytest.mark.parametrize("interval", [60, 900, 7200])
+@pytest.mark.parametrize(
+    "costs",
+    [FaultCosts(1, 30, 60), FaultCosts(30, 0, 600), FaultCosts(0.1, 300, 120)],
+    ids=["background", "blocking", "slow disk"],
+)
+def test_the_formula_agrees_with_simulated_failures(
+    interval: float, failures: float, costs: FaultCosts
+) -> None:
+    expected = goodput(interval, costs, failures)
+    assert expected.kept == pytest.approx(simulated(interval, costs, failures), abs=0.01)
+    shares = (expected.kept, expected.repeated, expected.saving, expected.restarting)
+    assert sum(shares) == pytest.approx(1)
+    assert min(shares) >= 0
+
+
+def test_without_failures_only_saves_cost_time() -> None:
+    found = goodput(99, FaultCosts(1, 30, 60), 0)
+    assert (found.kept, found.repeated, found.restarting) == (0.99, 0, 0)
+
+
+def test_many_failures_leave_nothing() -> None:
+    assert goodput(3600, FaultCosts(1, 30, 600), 1e6).kept == pytest.approx(0, abs=1e-9)
+
+
+@pytest.mark.parametrize("failures", [0.1, 3, 24])
+def test_the_best_interval_is_better_than_any_other(failures: float) -> None:
+    costs, step = FaultCosts(2, 0, 60), 4.0
+    best = best_interval(step, costs, failures, most=10**5)
+    kept = goodput(best * step, costs, failures).kept
+    assert kept >= max(goodput(n * step, costs, failures).kept for n in range(1, 20_000))
+    # Young's formula is its first-order approximation.
+    assert best * step == pytest.approx(young_interval(costs.pause, failures), rel=0.1)
+
+
+def test_a_save_ends_before_the_next_one() -> None:
+    assert best_interval(1.0, FaultCosts(0, 500, 60), 1000, most=10**5) == 500
+    assert best_interval(1.0, FaultCosts(0, 500, 60), 1000, most=20) == 20
+    assert best_interval(1.0, FaultCosts(5, 0, 0), 1, most=1) == 1
+
+
+def test_young_1974() -> None:
+    assert young_interval(60, 1) == pytest.approx(math.sqrt(2 * 60 * 86400))

@@ -1,0 +1,75 @@
+"""The wall time of a run by cause."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from recipes.training.recipe.loading import parse_recipe
+from recipes.training.run_folder.folder import RunFolder
+from recipes.training.run_folder.progress import Progress
+from recipes.training.run_folder.wall_time import WallTime, shares_text
+from recipes.training.tracking.messages import goodput_line
+
+EVENTS: list[dict[str, Any]] = [
+    {"event": "attempt", "step": 0, "time": 1000.0},
+    {"event": "start", "step": 0, "time": 1008.0},
+    {"event": "first_step", "step": 1, "time": 1012.0,
+     "seconds": {"imports": 6.0, "joining": 4.0, "first step": 2.0}},
+    {"event": "repeat", "step": 10, "time": 1050.0, "steps": 4, "seconds": 8.0},
+    {"event": "resume", "step": 10, "time": 1050.0},
+    {"event": "first_step", "step": 11, "time": 1055.0, "seconds": {"joining": 5.0}},
+    {"event": "end", "step": 20, "time": 1100.0},
+]  # fmt: skip
+LINES = [
+    {"step": step, "step_seconds": 2.0, "between_seconds": 0.5, "validation_seconds": 0.25}
+    for step in range(1, 21)
+]
+
+
+def test_the_shares_add_up() -> None:
+    shares = WallTime(EVENTS, LINES).shares(1100.0)
+    assert shares == pytest.approx({
+        "kept": 0.3, "between": 0.1, "validating": 0.05, "starting": 0.15, "repeated": 0.08,
+        "waiting": 0.32,
+    })  # fmt: skip
+    assert sum(shares.values()) == pytest.approx(1)
+
+
+def test_the_shares_grow_with_the_run() -> None:
+    wall_time = WallTime(EVENTS[:2])
+    wall_time.started({"imports": 10.0, "first step": 2.0})
+    for line in LINES:
+        wall_time.add(line)
+    assert wall_time.shares(1100.0)["kept"] == pytest.approx(0.3)
+    assert wall_time.shares(1100.0)["starting"] == pytest.approx(0.1)
+
+
+def test_an_edited_file_is_no_reason_to_stop() -> None:
+    events = [{"event": "start"}, {"event": "first_step", "seconds": None}, {"event": "repeat"}]
+    wall_time = WallTime(events, [{"step": 1, "step_seconds": "much"}])
+    assert wall_time.shares(5.0)["kept"] == 0
+
+
+def test_a_restarted_run_prints_its_goodput() -> None:
+    line = goodput_line(WallTime(EVENTS, LINES), EVENTS)
+    assert line == (
+        "  goodput     30.0% of 0.03 h in kept steps, after 2 starts; lost: waiting 32.0%, starts "
+        "15.0%, between steps 10.0%, repeated steps 8.0%, validation 5.0%"
+    )
+    once = [event for event in EVENTS if event["event"] != "resume"]
+    assert goodput_line(WallTime(once, LINES), once) == ""
+    assert "validation" not in shares_text({"kept": 0.9996, "validating": 0.0004})
+
+
+def test_steps_that_are_repeated_are_recorded(small: dict, tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    for line in LINES[:7]:
+        folder.metric(line)
+    recipe = parse_recipe(small, "small")
+    folder.prepare(recipe, Progress(5, 40))
+    (event,) = folder.read_events()
+    assert (event["event"], event["step"], event["steps"]) == ("repeat", 5, 2)
+    assert event["seconds"] == pytest.approx(2 * (2.0 + 0.25))
+    folder.prepare(recipe, Progress(5, 40))  # nothing more is lost
+    assert len(folder.read_events()) == 1
