@@ -74,6 +74,7 @@ def pretrain(started: float | None = None) -> None:
         deterministic=recipe.training.deterministic,
         pipelined=experiment.topology.pipeline > 1,
     )
+    from recipes.out_of_memory.explanation import explained
     from recipes.training.engine.build import build_engine, build_grid, build_model, build_optimizer
     from recipes.training.loop.opening import close_run, leave_processes, open_run
     from recipes.training.loop.start import begin, find_resume_point, join, open_data
@@ -95,26 +96,28 @@ def pretrain(started: float | None = None) -> None:
         start = find_resume_point(experiment, claim, data, options.resume, options.resume_once)
     begin(experiment, claim, data, start, startup)
 
-    # 5. Model: build the model, its optimizer and the DeepSpeed engine, and load the checkpoint.
-    topology, config = experiment.topology, experiment.config
-    crumb = claim.supervisor.crumb  # tells the supervisor what this rank is doing
-    crumb.note("building the engine")
-    grid = build_grid(topology)
-    model = build_model(recipe, topology=topology, config=config, grid=grid)
-    startup.lap("model")
-    optimizer = build_optimizer(model, recipe.optimizer)
-    engine = build_engine(
-        recipe, config=config, grid=grid, model=model, optimizer=optimizer, crumb=crumb
-    )
-    startup.lap("DeepSpeed")
-    if start.found.path:
-        engine.load(start.found.reader(), weights_only=start.found.weights_only)
-        startup.lap("loading")
-    data.resume(start.progress)
+    with explained(experiment, claim) as account:
+        # 5. Model: build the model, its optimizer and the DeepSpeed engine, and load the
+        # checkpoint. If memory runs out from here on, a message names a layout that needs less.
+        topology, config = experiment.topology, experiment.config
+        crumb = claim.supervisor.crumb  # tells the supervisor what this rank is doing
+        crumb.note("building the engine")
+        grid = build_grid(topology)
+        model = build_model(recipe, topology=topology, config=config, grid=grid)
+        startup.lap("model")
+        optimizer = build_optimizer(model, recipe.optimizer)
+        engine = account.engine = build_engine(
+            recipe, config=config, grid=grid, model=model, optimizer=optimizer, crumb=crumb
+        )
+        startup.lap("DeepSpeed")
+        if start.found.path:
+            engine.load(start.found.reader(), weights_only=start.found.weights_only)
+            startup.lap("loading")
+        data.resume(start.progress)
 
-    # 6. Train: run the steps, and record how the run ends.
-    with open_run(experiment, claim, engine, data=data, start=start, startup=startup) as run:
-        ending = close_run(run, train(run, start.progress.step))
+        # 6. Train: run the steps, and record how the run ends.
+        with open_run(experiment, claim, engine, data=data, start=start, startup=startup) as run:
+            ending = close_run(run, train(run, start.progress.step))
     leave_processes()
     if ending.code == FINISHED:
         summarize(recipe, folder, world)

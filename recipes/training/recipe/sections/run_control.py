@@ -84,3 +84,6 @@ class Tracking(Section):
 
     timeline_steps: Count = 3
     """Number of steps that are recorded from `timeline_step` on."""
+
+    memory_snapshot: bool = False
+    """Record allocations on GPUs, and save them into the run folder if memory runs out."""

@@ -1,0 +1,128 @@
+"""A run that is short of memory says where, what was predicted, and which layout to use instead."""
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import tomli_w
+import torch
+
+from recipes.out_of_memory.allocated import Allocated, is_out_of_memory
+from recipes.out_of_memory.alternative import alternative
+from recipes.out_of_memory.explanation import REPORT, allocated_text, alternative_text
+from recipes.planning.inputs.job import Machine, job_of
+from recipes.planning.inputs.software import THREEFOLD
+from recipes.planning.memory.peak import fullest_stage
+from recipes.training.recipe.loading import REPOSITORY, load_recipe
+from recipes.training.run_folder.folder import RunFolder
+from recipes.training.runtime.exits import FINISHED, STOPPED
+from tests.conftest import changed
+from tests.ranks import start_ranks
+
+# Before the first step, each rank gets a limit of SPARE bytes for further allocations, in place of
+# the size of a GPU's memory.
+LIMITED = """
+import re, resource, sys
+from pathlib import Path
+from recipes import pretrain
+train = pretrain.train
+def limited(run, step):
+    used = int(re.search(r"VmData:\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) * 1024
+    resource.setrlimit(resource.RLIMIT_DATA, (used + {spare}, used + {spare}))
+    return train(run, step)
+pretrain.train = limited
+sys.argv = {argv}
+pretrain.main()
+"""
+SPARE = 220 * 2**20
+SEVEN_B = REPOSITORY / "recipes/llama/7b.toml"
+
+
+def run(recipe: Path, folder: Path, *overrides: str) -> tuple[list[int], list[str]]:
+    """Run two ranks with little memory."""
+    folder.mkdir(exist_ok=True)
+    argv = ["pretrain.py", str(recipe), "--run-dir", str(folder / "run")]
+    for override in overrides:
+        argv += ["--set", override]
+    script = LIMITED.format(spare=SPARE, argv=argv)
+    return start_ranks(2, ["-c", script], folder=folder, seconds=240)
+
+
+def test_the_message_names_a_layout_that_then_runs(small: dict, tmp_path: Path) -> None:
+    recipe = tmp_path / "recipe.toml"
+    table = changed(
+        small,
+        model__layers=8,
+        model__sequence_length=512,
+        batch={"global_sequences": 16, "micro_sequences": 8},
+        training={"steps": 1, "evaluate_every": 0},
+        checkpoint={"every": 100},
+    )
+    recipe.write_text(tomli_w.dumps(table))
+    codes, outputs = run(recipe, tmp_path / "first")
+    assert STOPPED in codes, outputs
+    said = "".join(outputs)
+    size = r"[\d.]+ [GM]iB"
+    found = re.search(
+        rf"out of memory on rank (\d) \(.*\) \(pipeline 0, data \d, tensor 0\) in step 1, .*"
+        rf"can't allocate memory.*\n.*allocated: weights {size}, optimizer {size}, in total "
+        rf"at most {size}\n.*predicted: (.*); in total {size} of 8.0 GiB\n"
+        rf".*to use less memory, rerun with ((?:--set \S+ ?)+)\(predicted",
+        said,
+    )
+    assert found, said
+    parts = dict(part.split(" ")[:2] for part in found[2].split(", "))
+    program = {name: float(number) for name, number in parts.items() if name != "overhead"}
+    assert max(program, key=lambda name: program[name]) == "activations"
+    assert len(re.findall("to use less memory", said)) == 1  # one message for all ranks
+    assert (tmp_path / "first" / "run" / REPORT).read_text().startswith("out of memory on rank")
+    stops = [e for e in RunFolder(tmp_path / "first" / "run").read_events() if e["event"] == "stop"]
+    assert stops[0]["reason"].startswith("out of memory on rank")
+    options = shlex.split(found[3])[1::2]
+    codes, outputs = run(recipe, tmp_path / "second", *options)
+    assert codes == [FINISHED, FINISHED], outputs
+
+
+@pytest.mark.parametrize("file", ["llama/7b.toml", "llama/70b.toml", "mixtral/8x7b.toml"])
+def test_the_alternative_needs_less_memory(file: str) -> None:
+    recipe = load_recipe(REPOSITORY / "recipes" / file, [])
+    assert recipe.cluster is not None
+    machine = Machine.of_cluster(recipe.cluster)
+    other = alternative(recipe, machine)
+    assert other is not None
+    own = fullest_stage(job_of(recipe, machine, THREEFOLD))
+    smaller = load_recipe(REPOSITORY / "recipes" / file, other.options)
+    memory = fullest_stage(job_of(smaller, machine, THREEFOLD))
+    assert memory.total == pytest.approx(other.memory.total)
+    assert memory.counted < 0.86 * own.counted
+    assert 0.5 < other.slowdown < 3
+
+
+def test_without_an_alternative_more_hardware_is_suggested() -> None:
+    recipe = load_recipe(
+        SEVEN_B,
+        ["layout.recompute=full", "layout.tensor=8", "layout.pipeline=4",
+         "layout.sequence_parallel=true", "cluster.nodes=4"],
+    )  # fmt: skip
+    assert recipe.cluster is not None
+    other = alternative(recipe, Machine.of_cluster(recipe.cluster))
+    assert "use more nodes" in alternative_text(None)
+    if other is not None:  # a saving of 15 % is still possible
+        assert other.memory.counted > 0
+
+
+def test_only_errors_of_allocators_are_explained() -> None:
+    assert is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory"))
+    assert is_out_of_memory(MemoryError())
+    with pytest.raises(RuntimeError) as raised:
+        torch.empty(2**60)
+    assert is_out_of_memory(raised.value)
+    assert not is_out_of_memory(RuntimeError("Connection closed by peer"))
+    assert not is_out_of_memory(ValueError("can't allocate memory"))
+
+
+def test_parts_that_do_not_exist_yet_are_left_out() -> None:
+    assert allocated_text(Allocated(None, None, 2**30, 2**31)) == (
+        "in total at most 1.00 GiB, reserved by torch 2.00 GiB"
+    )
