@@ -7,7 +7,7 @@ from recipes.training.runtime.streams import end_process, finish_output
 
 FINISHED = 0  # every step is done and saved
 REJECTED = 2  # nothing was started; the message names the setting to change
-STOPPED = 3  # it cannot continue by itself: bad numbers, diverged replicas, a failed save, no memory
+STOPPED = 3  # cannot continue by itself: bad numbers, diverged replicas, failed save, no memory
 HUNG = 4  # no progress; the message names the rank that is behind
 INTERRUPTED = 5  # asked to stop; saved, rerun the same command to resume
 BUSY = 6  # nothing was started: another process holds the run folder; may be started again later
