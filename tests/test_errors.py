@@ -45,7 +45,7 @@ CATCHES = {  # function that catches one of BROAD -> why no defect becomes a use
     "recipes/preparing/workspace.py: lock_workspace": RAISES,
     "recipes/planning/inputs/option_types.py: _number": PARSING,
     "recipes/launching/connection.py: _parse": PARSING,
-    "recipes/out_of_memory/explanation.py: explained": "only errors of allocators; others are raised",
+    "recipes/out_of_memory/explanation.py: explained": "other errors are raised again",
     "recipes/pretrain.py: main": RAISES,
     "recipes/sweeping/choice.py: values_of_setting": PARSING,
     "recipes/sweeping/sweep_folder.py: _read_json": PARSING,

@@ -22,6 +22,7 @@ import random
 import subprocess
 import time
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -156,6 +157,8 @@ def write_recipe(folder: Path, steps: int) -> Path:
         model__layers=4,
         model__ffn_hidden_size=384,
         model__sequence_length=256,
+        optimizer__learning_rate=1e-4,  # with a large one, differences of rounding grow
+        optimizer__schedule__minimum_learning_rate=1e-5,
         training={"steps": steps, "evaluate_every": 0},
         checkpoint={"every": 10},
         supervision={"node_seconds": NODE_SECONDS},
@@ -184,17 +187,21 @@ def start(cluster: Cluster, folder: Path, recipe: Path) -> Run:
     return Run(cluster, folder / "run", process)
 
 
-def disturb(run: Run, *, faults: int, chance: random.Random) -> list[Fault]:
+def disturb(run: Run, *, kinds: Sequence[str], chance: random.Random) -> list[Fault]:
     """Inject faults at random steps, and bring hosts back at others; print a line per fault.
 
     The number of hosts goes from 4 to 3 and 2, and back to 4.
+
+    Args:
+        run: the run
+        kinds: the kinds of the faults
+        chance: chooses steps and hosts
     """
     injected = []
     run.wait(run.trains, 2 * SECONDS_TO_RESTART, "the first step")
-    for number in range(faults):
+    for number, kind in enumerate(kinds):
         target = run.step() + chance.randrange(1, STEPS_PER_FAULT // 2)
         run.wait(lambda t=target: run.step() >= t, SECONDS_TO_RESTART, f"step {target}")
-        kind = "kill" if chance.random() < 0.6 else chance.choice(KINDS)
         host = chance.choice([host for host in run.cluster.hosts if host not in run.absent])
         fault = run.hurt(host, kind)
         injected.append(fault)
@@ -266,7 +273,9 @@ def main() -> None:
         recipe = write_recipe(folder, steps=STEPS_PER_FAULT * options.faults)
         run = start(cluster, folder, recipe)
         try:
-            injected = disturb(run, faults=options.faults, chance=random.Random(options.seed))
+            chance = random.Random(options.seed)
+            kinds = chance.choices(KINDS, weights=(3, 1, 1), k=options.faults)
+            injected = disturb(run, kinds=kinds, chance=chance)
             wrong = judge(run, reference(cluster, folder, recipe))
         except BaseException:
             print(run.log(), file=sys.stderr)

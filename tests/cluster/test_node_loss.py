@@ -1,0 +1,74 @@
+"""A run of launch.py loses hosts and gets them back, over ssh and in a Slurm job."""
+
+import random
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tomli_w
+
+from recipes.training.run_folder.folder import RunFolder
+from tests.cluster.cluster import Cluster, missing
+from tests.cluster.test_launching import CPU, Job, metrics, wait_for_step
+from tests.conftest import changed, small_recipe
+from tests.fault_injection import node_loss
+
+pytestmark = [
+    pytest.mark.cluster,
+    pytest.mark.skipif(bool(missing()), reason=f"no cluster here: {missing()}"),
+]
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    with Cluster(4, slurm=True) as cluster:
+        yield cluster
+
+
+def attempts(folder: Path) -> list[dict[str, Any]]:
+    """Return the events of launch.py's starts."""
+    return [event for event in RunFolder(folder).read_events() if event["event"] == "attempt"]
+
+
+def test_a_run_survives_lost_hosts(cluster: Cluster, tmp_path: Path) -> None:
+    recipe = node_loss.write_recipe(tmp_path, steps=3 * node_loss.STEPS_PER_FAULT)
+    run = node_loss.start(cluster, tmp_path, recipe)
+    injected = node_loss.disturb(run, kinds=("kill", "cut", "stop"), chance=random.Random(3))
+    assert [fault.left for fault in injected] == [3, 2, 3]
+    wrong = node_loss.judge(run, node_loss.reference(cluster, tmp_path, recipe))
+    assert not wrong, "\n".join(wrong)
+
+
+def test_an_elastic_job_continues_without_a_dead_host(
+    cluster: Cluster, corpus: Path, tmp_path: Path
+) -> None:
+    recipe, folder = tmp_path / "recipe.toml", tmp_path / "run"
+    settings = {
+        "name": "elastic",
+        "layout__tensor": 2,
+        "training": {"steps": 120, "evaluate_every": 0},
+        "checkpoint": {"every": 5},
+        "supervision": {"node_seconds": 3},
+        "cluster": {"nodes": 2, "gpus_per_node": 2, "gpu": "H100", "spare_nodes": 1},
+    }
+    recipe.write_text(tomli_w.dumps(changed(small_recipe(corpus), **settings)))
+    command = f"SBATCH_TIMELIMIT=10 SBATCH_OUTPUT={tmp_path}/job.log slurm/submit.sh --elastic"
+    job = Job(cluster, f"{command} {recipe} --run-dir {folder}", CPU)
+    wait_for_step(folder, 12)
+    assert job.facts()["NumNodes"].startswith("3")
+    first = attempts(folder)[0]
+    assert len(first["nodes"]) == 2 and list(first["unused"].values()) == ["spare"]
+    victim = first["nodes"][1]  # the batch script runs on the first one
+    cluster.kill_host(victim)
+    try:
+        facts = job.wait("COMPLETED", "FAILED")
+        assert facts["JobState"] == "COMPLETED" and facts["Restarts"] == "0", job.words(facts)
+        _, second = attempts(folder)
+        assert set(second["nodes"]) == {first["nodes"][0], *first["unused"]}
+        assert re.match(rf"{victim}: ", second["reason"])
+        assert [line["step"] for line in metrics(folder)] == list(range(1, 121))
+    finally:
+        cluster.restart_host(victim)
+        cluster.run(f"scontrol update nodename={victim} state=resume")
