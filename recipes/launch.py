@@ -21,6 +21,7 @@ if __name__ == "__main__":  # import from the repository's root, not from recipe
 
 import argparse
 import os
+import resource
 import signal
 import time
 from functools import partial
@@ -35,8 +36,11 @@ from recipes.training.recipe.loading import REPOSITORY, load_recipe, origin
 from recipes.training.recipe.schema import Recipe
 from recipes.training.recipe.topology import World
 from recipes.training.run_folder.folder import RunFolder
+from recipes.training.run_folder.line_file import write_whole
 from recipes.training.run_folder.lock import FolderInUse
 from recipes.training.runtime.exits import BUSY, REJECTED
+from recipes.training.runtime.streams import outlive_output
+from recipes.training.runtime.torch_variables import set_torch_variables
 
 PRETRAIN = Path(__file__).with_name("pretrain.py")
 CONNECTS = {"ssh": over_ssh, "srun": over_srun, "local": here}
@@ -45,6 +49,10 @@ CONNECTS = {"ssh": over_ssh, "srun": over_srun, "local": here}
 def main() -> None:
     """Run the command, and exit with the code of the run."""
     options = parse_command_line()
+    outlive_output()
+    # Each node needs three open files.
+    _, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard_limit, hard_limit))
     try:
         launcher = prepare(options)
     except FolderInUse as problem:
@@ -88,26 +96,50 @@ def prepare(options: argparse.Namespace) -> Launcher:
         )
     folder = RunFolder(options.run_dir or REPOSITORY / "runs" / recipe.name)
     hold(folder, wait_seconds=options.wait_for_folder)
-    words = [sys.executable, "-u", str(PRETRAIN), str(options.recipe.resolve())]
+    file = write_recipe(folder, recipe)
+    words = [sys.executable, "-u", str(PRETRAIN), str(file)]
     words += ["--run-dir", str(folder.path), "--resume", resume_option(options, recipe)]
     words += ["--resume-once", options.resume_once or f"launch-{time.time_ns():x}"]
+    variables = forwarded(os.environ)
+    set_torch_variables(
+        variables,
+        deterministic=recipe.training.deterministic,
+        pipelined=recipe.layout.pipeline > 1,
+    )
     master = "127.0.0.1" if options.launcher == "local" else ""
     launcher = options.launcher or ("ssh" if options.hostfile else "srun")
     return Launcher(
         recipe,
         folder,
-        Command(words, forwarded(os.environ), options.set, size, master),
-        replanner=Replanner(options.recipe, options.set),
+        Command(words, variables, size, master, pipelined=recipe.layout.pipeline > 1),
+        replanner=Replanner(file, []),
         list_hosts=list_hosts,
         connect=CONNECTS[launcher],
     )
+
+
+def write_recipe(folder: RunFolder, recipe: Recipe) -> Path:
+    """Write the resolved recipe, so that later edits of the recipe do not change restarts.
+
+    Raises:
+        UserError: the run folder cannot be written.
+    """
+    file = folder.path / "launched.toml"
+    try:
+        write_whole(file, recipe.toml())
+    except OSError as error:
+        raise UserError(
+            f"{file} cannot be written ({error.strerror}); make it writable, or use --run-dir with "
+            f"another folder"
+        ) from None
+    return file
 
 
 def resume_option(options: argparse.Namespace, recipe: Recipe) -> str:
     """Return the option --resume of the ranks, with an absolute path.
 
     Raises:
-        UserError: the option is "never", which a restart would carry out again.
+        UserError: the option is "never", for which the run folder would have to be moved.
     """
     if options.resume == "never":
         raise UserError(
@@ -180,7 +212,8 @@ def parse_command_line() -> argparse.Namespace:
         type=float,
         default=300,
         metavar="SECONDS",
-        help="as for pretrain.py; default: %(default)s",
+        help="seconds to wait for the run folder's lock if its holder shows no sign of life; "
+        "default: %(default)s",
     )
     parser.add_argument("--run-dir", type=Path, help="default: runs/ and the name in the recipe")
     return parser.parse_args()

@@ -57,6 +57,9 @@ for word in "${@:2}"; do
   esac
 done
 
+if [ -n "${CONTAINER:-}" ] && [ "${#elastic[@]}" -gt 0 ]; then
+  fail "--elastic does not work with CONTAINER yet, because launch.py needs srun; leave one of them out"
+fi
 if [ -n "${CONTAINER:-}" ]; then # pretrain.slurm runs in the same image
   python=(apptainer exec "$CONTAINER" python)
   command -v apptainer >/dev/null || fail "CONTAINER is set but apptainer is not on PATH"

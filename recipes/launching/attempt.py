@@ -14,7 +14,7 @@ SECONDS_TO_ANSWER = 3.0  # after a failure, for nodes to show that they are aliv
 SECONDS_FOR_MESSAGES = 1.0  # between a failure and the end of the other ranks
 SECONDS_FOR_ORDERLY_END = 60.0  # between the first and the last rank that ends by itself
 SECONDS_TO_KILL = 10.0
-LOST_CONNECTION = "the connection to it has ended"
+LOST_CONNECTION = "connection closed"
 
 
 @dataclass(frozen=True)
@@ -24,16 +24,16 @@ class Command:
     Attributes:
         words: the command of a rank, without the options that launch.py adds
         variables: environment variables of all ranks
-        overrides: the user's values of --set
         ranks_per_node: number of ranks on each node
         master: address at which the ranks meet; empty for the first host of an attempt
+        pipelined: standby processes have the environment of a layout with pipeline stages
     """
 
     words: Sequence[str]
     variables: Mapping[str, str]
-    overrides: Sequence[str]
     ranks_per_node: int
     master: str = ""
+    pipelined: bool = False
 
 
 class Attempt:
@@ -75,7 +75,7 @@ class Attempt:
     def start(self, command: Command) -> None:
         """Start the ranks on all hosts."""
         words = list(command.words)
-        for override in (*command.overrides, *self.placement.overrides):
+        for override in self.placement.overrides:
             words += ["--set", override]
         words += ["--lease", self.lease]
         size = command.ranks_per_node
@@ -89,17 +89,24 @@ class Attempt:
         for place, host in enumerate(self.hosts):
             first = place * size
             self.running |= dict.fromkeys(range(first, first + size), host)
-            numbers = [
+            ranks = [
                 {"RANK": str(first + local_rank), "LOCAL_RANK": str(local_rank)}
                 for local_rank in range(size)
             ]
-            ranks = [{"command": words, "variables": common | each} for each in numbers]
-            self._send([host], {"do": "start", "attempt": self.number, "ranks": ranks})
+            start = {
+                "do": "start",
+                "attempt": self.number,
+                "command": words,
+                "variables": common,
+                "standby": self.placement.pipelined == command.pipelined,
+                "ranks": ranks,
+            }
+            self._send([host], start)
 
     def watch(
         self, *, asked: Callable[[], int], should_grow: Callable[["Attempt"], bool]
     ) -> Outcome:
-        """Wait until all ranks have ended, and return how.
+        """Wait until all ranks have ended, and return the outcome.
 
         Args:
             asked: returns how often a user has asked the run to stop: the first time the ranks
@@ -108,9 +115,13 @@ class Attempt:
                 used
         """
         signalled = growing = False
-        next_look = 0.0
+        next_look = first_end = 0.0
         while self.running and not self.failed:
             self._look()
+            first_end = first_end or (time.monotonic() if self.ends else 0.0)
+            if first_end and time.monotonic() - first_end > SECONDS_FOR_ORDERLY_END:
+                self._end_rest()  # every step is done, but a rank hangs at its end
+                break
             if asked() and not signalled:
                 signalled = True
                 self._signal(signal.SIGTERM)
@@ -166,11 +177,15 @@ class Attempt:
         self.nodes.drop(host)
 
     def _settle(self, asked: Callable[[], int]) -> None:
-        """After the first failure: find the hosts that are lost, and end the remaining ranks."""
+        """Find the hosts that are lost after the first failure, and end the remaining ranks."""
         self._find_lost()
         codes = {end.code for end in self.ends if end.code}
         orderly = not self.lost and all(1 < code < 128 for code in codes)
         self._wait(SECONDS_FOR_ORDERLY_END if orderly else SECONDS_FOR_MESSAGES, asked)
+        self._end_rest()
+
+    def _end_rest(self) -> None:
+        """Kill the ranks that have not ended, without counting their ends."""
         seen = len(self.ends)
         self._send(self.hosts, {"do": "kill"})
         self._wait(SECONDS_TO_KILL, lambda: 0)
@@ -179,7 +194,7 @@ class Attempt:
         del self.ends[seen:]  # launch.py has killed these ranks
 
     def _find_lost(self) -> None:
-        """Wait until every host has answered since now, or count it as lost."""
+        """Give every host a moment to report again, and count those that do not as lost."""
         failed_at = time.monotonic()
         deadline = failed_at + min(SECONDS_TO_ANSWER, self.nodes.node_seconds)
         silent = self._unheard_since(failed_at)
@@ -193,7 +208,7 @@ class Attempt:
             self._lose(host, f"no sign of life for {seconds:.1f} s")
 
     def _unheard_since(self, moment: float) -> list[str]:
-        """Return the hosts that are not known to be lost and have not reported since a moment."""
+        """Return the hosts not yet counted as lost that have not reported after a moment."""
         agents = {host: self.nodes.agent(host) for host in self.hosts if host not in self.lost}
         return [host for host, agent in agents.items() if not agent or agent.heard_at <= moment]
 

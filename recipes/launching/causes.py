@@ -1,4 +1,4 @@
-"""The end of an attempt: its cause, the node that is to blame, and what follows from it.
+"""Diagnosis of an ended attempt: the cause, the node to blame, and whether to restart.
 
 Pure functions, so that every combination can be tested. docs/fault-tolerance.md has the table.
 """
@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from recipes.training.runtime.exits import BUSY, FINISHED, HUNG, INTERRUPTED, REJECTED, STOPPED
 
 MAX_FAILURES_WITHOUT_CHECKPOINT = 3  # after which the run stops; lost nodes do not count
+MAX_BLAMED = 8  # hosts that can have caused the same failure
+STOP_SIGNALS = (-signal.SIGTERM, -signal.SIGUSR1)  # exit codes of ranks killed by them
 FINAL = {  # exit codes after which a restart would end in the same way
     REJECTED: "the run was rejected",
     STOPPED: "the run stopped",
@@ -77,21 +79,25 @@ class Diagnosis:
 def diagnose(outcome: Outcome) -> Diagnosis:
     """Return the cause of the end of an attempt.
 
-    The cause of a lost node explains whatever its peers report, and a killed rank explains the
-    errors of the others. Of several ordinary errors, the first one is taken.
+    A lost node takes precedence over every error that its peers report, and a rank killed by a
+    signal over ordinary exit codes. Among ordinary exit codes, the first one reported counts.
     """
     codes = [end.code for end in outcome.ends]
     if codes and not outcome.lost and all(code == FINISHED for code in codes):
         return Diagnosis("every step is done", exit_code=FINISHED)
     if outcome.asked:
-        code = INTERRUPTED if INTERRUPTED in codes or not codes else _first_failure(codes)
+        # Before the first step, the signal itself ends a rank.
+        orderly = all(code in (FINISHED, INTERRUPTED, *STOP_SIGNALS) for code in codes)
+        code = INTERRUPTED if INTERRUPTED in codes or orderly else _first_failure(codes)
         return Diagnosis("launch.py was asked to stop", exit_code=code)
     final = next((end for end in outcome.ends if end.code in FINAL), None)
     if final and not outcome.lost:
         return Diagnosis(f"{FINAL[final.code]}: {final}", exit_code=final.code)
     if outcome.lost:
         reasons = [f"{host}: {reason}" for host, reason in outcome.lost.items()]
-        return Diagnosis("; ".join(reasons), blamed=list(outcome.lost))
+        more = len(reasons) - MAX_BLAMED
+        text = "; ".join(reasons[:MAX_BLAMED]) + (f"; and {more} more" if more > 0 else "")
+        return Diagnosis(text, blamed=_few(list(outcome.lost)))
     if outcome.growing and codes and all(code in (FINISHED, INTERRUPTED) for code in codes):
         return Diagnosis("more nodes are available")
     killed = [end for end in outcome.ends if end.code < 0]
@@ -99,12 +105,17 @@ def diagnose(outcome: Outcome) -> Diagnosis:
         return Diagnosis(str(killed[0]), blamed=[killed[0].host], counts=True)
     if HUNG in codes:
         hosts = f" ({', '.join(outcome.behind)})" if outcome.behind else ""
-        reason = f"the run made no progress{hosts}"
-        return Diagnosis(reason, blamed=list(outcome.behind), counts=True)
+        reason = f"the run made no progress{hosts if _few(outcome.behind) else ''}"
+        return Diagnosis(reason, blamed=_few(outcome.behind), counts=True)
     failed = next(end for end in outcome.ends if end.code != FINISHED)
     if failed.code == INTERRUPTED:  # a user has sent a signal to a rank
         return Diagnosis(f"the run was asked to stop: {failed}", exit_code=INTERRUPTED)
     return Diagnosis(str(failed), blamed=[failed.host], counts=True)
+
+
+def _few(hosts: Sequence[str]) -> Sequence[str]:
+    """Return the hosts, or none if there are so many that a network or a disk is to blame."""
+    return hosts if len(hosts) <= MAX_BLAMED else ()
 
 
 def _first_failure(codes: Sequence[int]) -> int:

@@ -7,6 +7,7 @@ import selectors
 import shlex
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,10 +22,13 @@ SSH = ("ssh", "-oBatchMode=yes", "-oStrictHostKeyChecking=accept-new", "-oConnec
 SRUN = ("srun", "--overlap", "--nodes=1", "--ntasks=1", "--ntasks-per-node=1", "--mem=0",
         "--cpu-bind=none", "--kill-on-bad-exit=0", "--quiet")  # fmt: skip
 
+MAX_CONNECTING = 64  # nodes that are being connected to at the same time
 FORWARDED = (  # beginnings of the names of environment variables that the ranks get
-    "DS_", "FI_", "GLOO_", "HF_", "LD_LIBRARY_PATH", "MKL_", "NCCL_", "OMP_", "PATH", "PYTHON",
-    "PYTORCH_", "TORCH", "TRITON_", "UCX_", "WANDB_", "http_proxy", "https_proxy", "no_proxy",
+    "CUBLAS_", "CUDA_", "DEEPSPEED_TIMEOUT", "DS_", "FI_", "GLOO_", "HF_", "LD_LIBRARY_PATH",
+    "MKL_", "NCCL_", "OMP_", "PATH", "PYTHON", "PYTORCH_", "TORCH", "TRITON_", "UCX_", "WANDB_",
+    "http_proxy", "https_proxy", "no_proxy",
 )  # fmt: skip
+FORWARDED_NAMES = ("CC", "CXX")
 
 Connect = Callable[[str, Sequence[str]], list[str]]  # (host, command) -> command that runs it there
 
@@ -36,8 +40,9 @@ def over_ssh(host: str, command: Sequence[str]) -> list[str]:
 
 def over_srun(host: str, command: Sequence[str]) -> list[str]:
     """Return the command that runs a command on a node of this Slurm allocation."""
-    cores = os.environ.get("SLURM_CPUS_ON_NODE", "1")
-    return [*SRUN, f"--cpus-per-task={cores}", f"--nodelist={host}", *command]
+    cores = os.environ.get("SLURM_CPUS_ON_NODE")  # of the node of the batch script
+    options = [f"--cpus-per-task={cores}"] if cores else []
+    return [*SRUN, *options, f"--nodelist={host}", *command]
 
 
 def here(host: str, command: Sequence[str]) -> list[str]:
@@ -53,7 +58,11 @@ class Agent:
         host: name of the host
         process: ssh or srun
         heard_at: time of the last report, on the clock of time.monotonic
-        ready: True once the agent has reported
+        ready: True once the agent has reported that it is ready
+        rest: the beginning of a report that has not arrived completely
+        output_rest: likewise, of a line of the ranks' output
+        unsent: commands that the pipe had no room for
+        lock: held while the pipe is written, by the main thread and the heartbeats' thread
     """
 
     host: str
@@ -61,17 +70,32 @@ class Agent:
     heard_at: float = field(default_factory=time.monotonic)
     ready: bool = False
     rest: bytes = b""
+    output_rest: bytes = b""
+    unsent: bytearray = field(default_factory=bytearray)
+    lock: threading.Lock = field(default_factory=threading.Lock)
 
     def send(self, command: Mapping[str, Any]) -> None:
-        """Send a command; do nothing if the connection is broken or blocked."""
+        """Send a command; what the pipe has no room for is sent by later calls of `flush`."""
+        with self.lock:
+            self.unsent += json.dumps(command).encode() + b"\n"
+        self.flush()
+
+    def beat(self) -> None:
+        """Send a heartbeat, unless earlier commands still wait."""
+        if not self.unsent:
+            self.send({"do": "beat"})
+        else:
+            self.flush()
+
+    def flush(self) -> None:
+        """Send as much as the pipe has room for; do nothing if the connection is broken."""
         assert self.process.stdin
-        content = memoryview(json.dumps(command).encode() + b"\n")
-        with contextlib.suppress(OSError):
-            while content:
-                written = self.process.stdin.write(content)  # None: the pipe is full
+        with self.lock, contextlib.suppress(OSError, ValueError):  # ValueError: closed
+            while self.unsent:
+                written = self.process.stdin.write(self.unsent)  # None: the pipe is full
                 if not written:
                     return
-                content = content[written:]
+                del self.unsent[:written]
 
     def silent_seconds(self) -> float:
         """Return the time since the last report."""
@@ -95,6 +119,7 @@ class Connections:
         silence_seconds: an agent ends its ranks after this time without a command
         stop_seconds: time that an agent gives its ranks to save and end
         standby: number of processes that each agent keeps ready to become ranks
+        variables: environment variables of the ranks, which standby processes need too
     """
 
     def __init__(
@@ -105,37 +130,52 @@ class Connections:
         silence_seconds: float,
         stop_seconds: float,
         standby: int,
+        variables: Mapping[str, str],
     ):
-        self.connect = connect
+        self.connect, self.variables = connect, variables
         self.arguments = [run, f"{silence_seconds:g}", f"{stop_seconds:g}", str(standby)]
         self.agents: dict[str, Agent] = {}
         self._selector = selectors.DefaultSelector()
-        self._beat_at = 0.0
+        self._closed = threading.Event()
+        # A thread of its own, because the main thread may be busy with planning or a slow disk.
+        threading.Thread(target=self._beat, name="heartbeats", daemon=True).start()
+
+    def is_busy(self) -> bool:
+        """Return True if as many connections as possible are being opened."""
+        return sum(not agent.ready for agent in self.agents.values()) >= MAX_CONNECTING
 
     def open(self, host: str) -> Agent:
-        """Start the agent of a host; it reports when it is ready."""
+        """Start the agent of a host; it reports when it is ready.
+
+        Raises:
+            OSError: the program that connects cannot be started.
+        """
         command = [sys.executable, str(AGENT), *self.arguments]
         process = subprocess.Popen(
             self.connect(host, command),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=sys.stdout,  # the output of the ranks
+            stderr=subprocess.PIPE,  # the output of the ranks
             bufsize=0,
             start_new_session=True,  # Ctrl-C goes to launch.py, which asks the ranks to save
         )
-        assert process.stdin and process.stdout
-        os.set_blocking(process.stdin.fileno(), False)
-        os.set_blocking(process.stdout.fileno(), False)
+        assert process.stdin and process.stdout and process.stderr
         agent = self.agents[host] = Agent(host, process)
-        self._selector.register(process.stdout, selectors.EVENT_READ, agent)
+        for stream in (process.stdin, process.stdout, process.stderr):
+            os.set_blocking(stream.fileno(), False)
+        for stream in (process.stdout, process.stderr):
+            self._selector.register(stream, selectors.EVENT_READ, agent)
         return agent
 
     def close(self, host: str) -> None:
         """End the connection to a host; its agent then ends its ranks, if it is alive."""
         agent = self.agents.pop(host)
-        assert agent.process.stdin and agent.process.stdout
-        self._selector.unregister(agent.process.stdout)
-        for stream in (agent.process.stdin, agent.process.stdout):
+        process = agent.process
+        assert process.stdin and process.stdout and process.stderr
+        for stream in (process.stdout, process.stderr):
+            with contextlib.suppress(KeyError):  # its end has been seen
+                self._selector.unregister(stream)
+        for stream in (process.stdin, process.stdout, process.stderr):
             with contextlib.suppress(OSError):
                 stream.close()
         agent.process.kill()
@@ -143,31 +183,57 @@ class Connections:
 
     def close_all(self, seconds: float) -> None:
         """End all connections; agents that answer get some time to end first."""
+        self._closed.set()
         for agent in self.agents.values():
             assert agent.process.stdin
-            agent.process.stdin.close()
+            with agent.lock, contextlib.suppress(OSError):
+                agent.process.stdin.close()
         deadline = time.monotonic() + seconds
-        for agent in self.agents.values():
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                agent.process.wait(max(0.0, deadline - time.monotonic()))
+        while time.monotonic() < deadline and any(
+            agent.process.poll() is None for agent in self.agents.values()
+        ):
+            for _ in self.reports():  # prints the last output of the ranks
+                pass
         for host in list(self.agents):
             self.close(host)
 
     def reports(self) -> Iterator[Report]:
         """Wait for reports for at most SECONDS_PER_LOOK, and yield those that have arrived.
 
-        Beats are sent meanwhile, and their answers are not yielded.
+        The output of the ranks is printed meanwhile.
         """
-        now = time.monotonic()
-        if now - self._beat_at >= SECONDS_BETWEEN_BEATS:
-            self._beat_at = now
-            for agent in self.agents.values():
-                agent.send({"do": "beat"})
+        for agent in self.agents.values():
+            if agent.unsent:
+                agent.flush()
         for key, _ in self._selector.select(SECONDS_PER_LOOK):
             agent = key.data
             if self.agents.get(agent.host) is not agent:
                 continue  # closed by the caller, after an earlier report of this loop
-            yield from self._read(agent)
+            if key.fileobj is agent.process.stderr:
+                self._print(agent)
+            else:
+                yield from self._read(agent)
+
+    def _beat(self) -> None:
+        while not self._closed.wait(SECONDS_BETWEEN_BEATS):
+            for agent in list(self.agents.values()):
+                agent.beat()
+
+    def _print(self, agent: Agent) -> None:
+        """Print the complete lines of the ranks' output that have arrived."""
+        assert agent.process.stderr
+        arrived = agent.process.stderr.read(1 << 20)
+        if arrived is None:
+            return
+        if not arrived:
+            self._selector.unregister(agent.process.stderr)
+        complete, newline, agent.output_rest = (agent.output_rest + arrived).rpartition(b"\n")
+        if not arrived:
+            complete, agent.output_rest = complete + newline + agent.output_rest, b""
+        text = (complete + newline if arrived else complete).decode(errors="replace")
+        if text:
+            sys.stdout.write(text)
+            sys.stdout.flush()
 
     def _read(self, agent: Agent) -> Iterator[Report]:
         assert agent.process.stdout
@@ -175,14 +241,19 @@ class Connections:
         if arrived is None:
             return
         if not arrived:
+            self._selector.unregister(agent.process.stdout)
             yield Report(agent.host, None)
             return
         agent.heard_at = time.monotonic()
-        agent.ready = True
         *lines, agent.rest = (agent.rest + arrived).split(b"\n")
         for line in lines:
             content = _parse(line)
-            if content is not None and content["is"] != "beat":
+            if content is None or content["is"] == "beat":
+                continue
+            if content["is"] == "ready":
+                agent.ready = True
+                agent.send({"do": "prepare", "variables": dict(self.variables)})
+            else:
                 yield Report(agent.host, content)
 
 
@@ -195,7 +266,7 @@ def _parse(line: bytes) -> dict[str, Any] | None:
     if isinstance(content, dict) and isinstance(content.get("is"), str):
         return content
     if line.strip():
-        os.write(2, line + b"\n")
+        print(line.decode(errors="replace"), file=sys.stderr, flush=True)
     return None
 
 
@@ -204,4 +275,8 @@ def forwarded(environment: Mapping[str, str]) -> dict[str, str]:
 
     They travel through the input of the agents, so they appear in no process list and no log.
     """
-    return {name: value for name, value in environment.items() if name.startswith(FORWARDED)}
+    return {
+        name: value
+        for name, value in environment.items()
+        if name.startswith(FORWARDED) or name in FORWARDED_NAMES
+    }

@@ -1,10 +1,11 @@
 """The attempts of a run: each start of its ranks, until every step is done."""
 
-import secrets
+import hashlib
 import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 from recipes.launching.attempt import SECONDS_TO_KILL, Attempt, Command
 from recipes.launching.causes import Diagnosis, Failures, Outcome, diagnose
@@ -17,9 +18,12 @@ from recipes.training.run_folder.folder import RunFolder
 from recipes.training.run_folder.lease import grant
 from recipes.training.runtime.exits import HUNG
 
+SECONDS_FOR_SPARE_NODES = 10.0  # to wait for all nodes, at the start
 SECONDS_FOR_NODES = 600.0  # to wait for nodes if too few answer
+SECONDS_BETWEEN_LISTS = 10.0  # of hosts, which a user may extend
 SECONDS_TO_SAVE = 300.0  # for ranks whose launch.py has ended, if supervision has no limit
 MAX_HOSTS_IN_MESSAGE = 8
+ECHO_SECONDS = 2.0  # signals within this time are one request
 
 
 class Launcher:
@@ -47,9 +51,13 @@ class Launcher:
         assert recipe.cluster
         self.folder, self.command, self.replanner = folder, command, replanner
         self.cluster = recipe.cluster
-        self.token = secrets.token_hex(4)
+        # A later launch.py of the same run folder has the same token, and so ends the ranks that
+        # this one leaves behind if it is killed.
+        self.token = hashlib.sha256(str(folder.path).encode()).hexdigest()[:12]
+        self.started = f"{time.time_ns():x}"
         self.failures = Failures(recipe.cluster.node_failures)
-        self.asked = 0  # signals that this process has received
+        self.asked = 0  # times that a user has asked to stop
+        self._asked_at = -ECHO_SECONDS
         node_seconds = float(recipe.supervision.node_seconds)
         self.connections = Connections(
             connect,
@@ -57,21 +65,37 @@ class Launcher:
             silence_seconds=node_seconds,
             stop_seconds=float(recipe.supervision.hang_seconds or SECONDS_TO_SAVE),
             standby=command.ranks_per_node if recipe.cluster.standby else 0,
+            variables=command.variables,
         )
         self.nodes = Nodes(list_hosts, self.connections, self.failures, node_seconds=node_seconds)
 
     def ask(self, *_: object) -> None:
-        """Ask the ranks to save and stop; the second time, kill them. A signal handler."""
-        self.asked += 1
+        """Ask the ranks to save and stop; the second time, kill them. A signal handler.
+
+        A closed terminal, for example, sends a signal more than once.
+        """
+        now = time.monotonic()
+        if now - self._asked_at >= ECHO_SECONDS:
+            self.asked += 1
+            self._asked_at = now
 
     def run(self) -> int:
         """Start attempts until the run ends; return the exit code of launch.py."""
         try:
             number, reason = 1, "started"
-            count = len(self.nodes.hosts)
-            self.nodes.wait_for(count, seconds=SECONDS_TO_CONNECT, stop=self._is_asked)
+            hosts = len(self.nodes.hosts)
+            for count, seconds in (
+                (hosts, SECONDS_FOR_SPARE_NODES),
+                (min(hosts, self.cluster.nodes), SECONDS_TO_CONNECT),
+            ):
+                self.nodes.wait_for(count, seconds=seconds, stop=self._is_asked)
             while placement := self._find_placement():
-                attempt = self._start(number, placement, reason)
+                try:
+                    attempt = self._start(number, placement, reason)
+                except OSError as error:  # the lease cannot be written
+                    self._say(f"{error.filename or self.folder.path}: {error.strerror}; mend the "
+                              f"disk and rerun the same command to resume")  # fmt: skip
+                    return 1
                 code, reason = self._follow(attempt)
                 if code is not None:
                     return code
@@ -81,8 +105,12 @@ class Launcher:
             self.connections.close_all(SECONDS_TO_KILL)
 
     def _start(self, number: int, placement: Placement, reason: str) -> Attempt:
-        """Start an attempt, after giving it the run folder."""
-        lease = f"{self.token}.{number}"
+        """Start an attempt, after giving it the run folder.
+
+        Raises:
+            OSError: the lease cannot be written.
+        """
+        lease = f"{self.token}.{self.started}.{number}"
         hosts = self.nodes.usable()[: placement.nodes]
         attempt = Attempt(number, lease, nodes=self.nodes, hosts=hosts, placement=placement)
         grant(self.folder.path, lease)
@@ -113,6 +141,8 @@ class Launcher:
         deadline = time.monotonic() + SECONDS_FOR_NODES
         told = False
         while not self.asked:
+            if problem := self.nodes.refresh():
+                self._say(f"{problem}; continuing with the earlier hosts")
             usable = len(self.nodes.usable())
             if placement := self.replanner.best(usable, minimum):
                 return placement
@@ -121,7 +151,7 @@ class Launcher:
             if not told:
                 told = True
                 self._say(f"{self._shortage(usable)}; waiting up to {SECONDS_FOR_NODES:.0f} s")
-            left = deadline - time.monotonic()
+            left = min(SECONDS_BETWEEN_LISTS, deadline - time.monotonic())
             self.nodes.wait_for(usable + 1, seconds=left, stop=self._is_asked)
         return None
 
@@ -150,9 +180,13 @@ class Launcher:
         """Return the hosts of the ranks that the newest hang report names as behind."""
         if not any(end.code == HUNG for end in attempt.ends):
             return []
-        events = self.folder.read_events()
-        stops = [event for event in events if event["event"] == "stop"]
-        behind = stops[-1].get("behind", ()) if stops else ()
+        behind: Any = ()
+        for event in reversed(self.folder.read_events()):
+            if event["event"] == "stop" and "behind" in event:
+                behind = event["behind"]
+                break
+            if event["event"] == "attempt":  # an earlier hang had other causes
+                break
         ranks = [rank for rank in behind if isinstance(rank, int)]
         places = {rank // self.command.ranks_per_node for rank in ranks}
         return [host for place, host in enumerate(attempt.hosts) if place in places]
@@ -204,22 +238,19 @@ class Launcher:
         self._say(f"attempt {attempt.number} ended: {diagnosis.reason}{details}; {then}")
 
     def _shortage(self, usable: int) -> str:
-        return (
-            f"{usable} of {len(self.nodes.hosts)} nodes can be used, and on "
-            f"{self.cluster.minimum_nodes} to {usable} nodes no layout fits (cluster.minimum_nodes "
-            f"= {self.cluster.minimum_nodes})"
-            if usable >= self.cluster.minimum_nodes
-            else f"{usable} of {len(self.nodes.hosts)} nodes can be used, and the run needs "
-            f"cluster.minimum_nodes = {self.cluster.minimum_nodes}"
-        )
+        minimum = self.cluster.minimum_nodes
+        text = f"{usable} of {len(self.nodes.hosts)} nodes can be used"
+        if usable < minimum:
+            return f"{text}, and the run needs cluster.minimum_nodes = {minimum}"
+        return f"{text}, and no layout fits on them (cluster.minimum_nodes = {minimum})"
 
     def _give_up(self, reason: str) -> int:
         """Return the exit code after the last attempt, if there is no node to start another."""
         if self.asked:
             return diagnose(Outcome(asked=True)).exit_code or 0
         self._say(
-            f"{self._shortage(len(self.nodes.usable()))}; mend nodes and rerun the same command to "
-            f"resume (the last attempt: {reason})"
+            f"{self._shortage(len(self.nodes.usable()))}; repair or add nodes, then rerun the same "
+            f"command to resume (the last attempt: {reason})"
         )
         return 1
 

@@ -4,7 +4,9 @@ The agent reads commands from its standard input and writes reports to its stand
 object per line. The ranks write to its standard error.
 
     {"do": "port"}                     -> {"is": "port", "port": 29500}
-    {"do": "start", "attempt": 1, "ranks": [{"command": [...], "variables": {...}}, ...]}
+    {"do": "prepare", "variables": {...}}     environment of standby processes
+    {"do": "start", "attempt": 1, "command": [...], "variables": {...}, "standby": true,
+     "ranks": [{"RANK": "0", "LOCAL_RANK": "0"}, ...]}
     {"do": "signal", "number": 15}     signal to all ranks
     {"do": "kill"}                     SIGKILL to all ranks and their children
     {"do": "beat"}                     -> {"is": "beat"}
@@ -55,11 +57,13 @@ class NodeAgent:
     def __init__(self, silence_seconds: float, stop_seconds: float, *, run: str, standby: int):
         self.silence_seconds, self.stop_seconds = silence_seconds, stop_seconds
         self.standby_command = [sys.executable, STANDBY, run]
+        self.standby_variables: dict[str, str] | None = None  # until launch.py has sent them
         self.standby_count = standby
         self.ready: list[subprocess.Popen[bytes]] = []  # standby processes
         self.warming: subprocess.Popen[bytes] | None = None  # one at a time
         self._next_standby = 0.0
         self.attempt = 0
+        self.stopping = False  # the ranks have been asked to save and stop
         self.ranks: dict[int, subprocess.Popen[bytes]] = {}
         self._heard_at = time.monotonic()
         self._rest = b""  # of a line that has not arrived completely
@@ -86,7 +90,8 @@ class NodeAgent:
                 if 0 in ready:
                     self.read_commands()
                 elif time.monotonic() - self._heard_at > self.silence_seconds:
-                    self.say(f"no command from launch.py for {self.silence_seconds:g} s")
+                    seconds = f"{self.silence_seconds:g} s"
+                    self.say(f"no command from launch.py for {seconds}; ending the ranks")
                     self.leave()
 
     def read_commands(self) -> None:
@@ -94,12 +99,17 @@ class NodeAgent:
         arrived = os.read(0, 1 << 20)
         if not arrived:
             if self.ranks:
-                self.say("launch.py has ended")
+                self.say("launch.py has ended; ending the ranks")
             self.leave()
         self._heard_at = time.monotonic()
         *lines, self._rest = (self._rest + arrived).split(b"\n")
         for line in lines:
-            self.carry_out(json.loads(line))
+            try:
+                command = json.loads(line)
+            except ValueError:
+                self.say(f"ignored a command that is not JSON: {line[:80]!r}")
+                continue
+            self.carry_out(command)
 
     def carry_out(self, command: dict[str, Any]) -> None:
         """Carry out one command."""
@@ -108,6 +118,8 @@ class NodeAgent:
             self.report({"is": "beat"})
         elif kind == "port":
             self.report({"is": "port", "port": free_port()})
+        elif kind == "prepare":
+            self.standby_variables = command["variables"]
         elif kind == "start":
             self.start(command)
         elif kind == "signal":
@@ -118,32 +130,33 @@ class NodeAgent:
     def start(self, command: dict[str, Any]) -> None:
         """Start the ranks of an attempt, each in a process group of its own."""
         self.attempt = command["attempt"]
+        self.stopping = False
         self._next_standby = time.monotonic() + SECONDS_BEFORE_STANDBY
-        for rank in command["ranks"]:
-            number = int(rank["variables"]["RANK"])
+        for own in command["ranks"]:
+            rank, variables = int(own["RANK"]), command["variables"] | own
+            standby = self.wake(command["command"], variables) if command["standby"] else None
             try:
-                self.ranks[number] = self.wake(rank) or subprocess.Popen(
-                    rank["command"],
-                    env=os.environ | rank["variables"],
+                self.ranks[rank] = standby or subprocess.Popen(
+                    command["command"],
+                    env=os.environ | variables,
                     stdin=subprocess.DEVNULL,
                     stdout=2,
                     stderr=2,
                     start_new_session=True,
                 )
             except OSError as error:
-                self.say(f"{rank['command'][0]} cannot be started: {error.strerror}")
-                self.report({"is": "exit", "attempt": self.attempt, "rank": number, "code": 127})
+                self.say(f"{command['command'][0]} cannot be started: {error.strerror}")
+                self.report({"is": "exit", "attempt": self.attempt, "rank": rank, "code": 127})
 
-    def wake(self, rank: dict[str, Any]) -> "subprocess.Popen[bytes] | None":
+    def wake(
+        self, command: list[str], variables: dict[str, str]
+    ) -> "subprocess.Popen[bytes] | None":
         """Turn a standby process into a rank; return None if there is none."""
-        if not self.ready:
-            return None
-        words = rank["command"]
-        script = next(place for place, word in enumerate(words) if word.endswith(".py"))
-        line = json.dumps({"words": words[script:], "variables": rank["variables"]})
         while self.ready:
             process = self.ready.pop()
             assert process.stdin and process.stdout
+            script = next(place for place, word in enumerate(command) if word.endswith(".py"))
+            line = json.dumps({"words": command[script:], "variables": variables})
             with contextlib.suppress(OSError):  # it has ended
                 process.stdin.write(line.encode() + b"\n")
                 process.stdin.close()
@@ -156,14 +169,19 @@ class NodeAgent:
         if self.warming is not None:
             assert self.warming.stdout
             if select.select([self.warming.stdout], [], [], 0)[0]:
-                if self.warming.stdout.readline():
+                if self.warming.stdout.readline() == b"ready\n":
                     self.ready.append(self.warming)
                 else:  # it has failed, and printed why
                     self._next_standby = time.monotonic() + SECONDS_BEFORE_STANDBY
                 self.warming = None
-        elif len(self.ready) < self.standby_count and time.monotonic() >= self._next_standby:
+        elif (
+            len(self.ready) < self.standby_count
+            and self.standby_variables is not None
+            and time.monotonic() >= self._next_standby
+        ):
             self.warming = subprocess.Popen(
                 self.standby_command,
+                env=os.environ | self.standby_variables,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 start_new_session=True,
@@ -180,7 +198,10 @@ class NodeAgent:
             self.report({"is": "exit", "attempt": self.attempt, "rank": rank, "code": code})
 
     def signal(self, number: int) -> None:
-        """Send a signal to all ranks."""
+        """Ask all ranks to save and stop, once: a second signal would end a rank that saves."""
+        if self.stopping:
+            return
+        self.stopping = True
         for process in self.ranks.values():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process.pid, number)
@@ -213,7 +234,7 @@ class NodeAgent:
     def say(self, text: str) -> None:
         """Print a message, if that is still possible."""
         with contextlib.suppress(OSError):
-            os.write(2, f"{socket.gethostname()}: {text}; ending its ranks\n".encode())
+            os.write(2, f"{socket.gethostname()}: {text}\n".encode())
 
 
 def kill_group(process: int) -> None:

@@ -1,5 +1,6 @@
 """The nodes of a run: which ones answer, which are spare, and which have failed too often."""
 
+import sys
 import time
 from collections.abc import Callable
 
@@ -47,10 +48,18 @@ class Nodes:
         for host in self.hosts:
             agent = self.agent(host)
             if agent is None:
-                if now >= self._next_connect.get(host, 0.0) and not self._left_out(host):
-                    self.connections.open(host)
+                due = now >= self._next_connect.get(host, 0.0) and not self._left_out(host)
+                if due and not self.connections.is_busy():
+                    self._open(host)
             elif self.is_silent(host):
                 self.drop(host)
+
+    def _open(self, host: str) -> None:
+        try:
+            self.connections.open(host)
+        except OSError as error:  # no such program, or too many processes or open files
+            print(f"launch.py: no connection to {host}: {error.strerror}", file=sys.stderr)
+            self.drop(host)
 
     def is_silent(self, host: str) -> bool:
         """Return True if a host has a connection but has not answered for too long."""

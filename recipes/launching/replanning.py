@@ -24,12 +24,14 @@ class Placement:
         overrides: the values of --set that select the layout, after those of the user
         layout: the layout, for messages
         seconds: predicted duration of a step
+        pipelined: True if the layout has pipeline stages
     """
 
     nodes: int
     overrides: Sequence[str]
     layout: str
     seconds: float
+    pipelined: bool = False
 
 
 class Replanner:
@@ -72,21 +74,29 @@ class Replanner:
         return self._found[nodes]
 
     def _find(self, nodes: int) -> Placement | None:
-        own_overrides = [f"cluster.nodes={nodes}"]
+        overrides = [f"cluster.nodes={nodes}"]
         recipe, cluster = recipe_on_cluster(self.file, self.overrides, nodes=nodes)
         machine, software = Machine.of_cluster(cluster), load_software("threefold")
         own, _ = own_job(recipe, machine, software)
         if own and nodes == self.cluster.nodes:
-            return Placement(nodes, own_overrides, _text(recipe), step_time(own).total)
+            return _placement(recipe, overrides, step_time(own).total)
         plans = search(job_without_layout(recipe, machine, software), 1).plans
         seconds = step_time(own).total if own and fits(own) else None
         if seconds is not None and (not plans or is_near_tie(seconds, plans[0].time.total)):
-            return Placement(nodes, own_overrides, _text(recipe), seconds)
+            return _placement(recipe, overrides, seconds)
         if not plans:
             return None
-        overrides = [*own_overrides, *options_of(recipe, plans[0])]
+        overrides = [*overrides, *options_of(recipe, plans[0])]
         changed, _ = recipe_on_cluster(self.file, [*self.overrides, *overrides])
-        return Placement(nodes, overrides, _text(changed), plans[0].time.total)
+        return _placement(changed, overrides, plans[0].time.total)
+
+
+def _placement(recipe: Recipe, overrides: Sequence[str], seconds: float) -> Placement:
+    """Return the placement of a recipe on its cluster."""
+    assert recipe.cluster
+    return Placement(
+        recipe.cluster.nodes, overrides, _text(recipe), seconds, recipe.layout.pipeline > 1
+    )
 
 
 def _text(recipe: Recipe) -> str:

@@ -1,4 +1,4 @@
-"""A rank in waiting: imports what a rank needs, and becomes one when the node's agent says so.
+"""A standby process: imports what a rank needs, and becomes one when the node's agent says so.
 
 Importing torch and DeepSpeed takes most of the time of a restart. The agent therefore keeps one
 such process per GPU, started while the run trains. It does not use the GPU before it becomes a
@@ -27,18 +27,20 @@ from recipes.training.runtime.torch_variables import set_torch_variables
 
 def main() -> None:
     """Get ready, wait for the rank's command, and run it."""
+    report = os.dup(1)
+    os.dup2(2, 1)  # libraries may print during their import
     pause_collection()
     set_torch_variables(os.environ)
-    # What pretrain.py imports after it has checked the recipe.
+    # pretrain.py imports these packages after it has checked the recipe.
     from recipes.training.engine import build  # noqa: F401
     from recipes.training.loop import opening, start  # noqa: F401
 
-    os.write(1, b"ready\n")
+    os.write(report, b"ready\n")
+    os.close(report)
     line = sys.stdin.buffer.readline()
     if not line:  # the agent has ended
         return
     rank = json.loads(line)
-    os.dup2(2, 1)
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
     os.environ.update(rank["variables"])

@@ -8,8 +8,12 @@ from torch import Tensor
 
 from recipes.training.engine.engine import Engine
 
-# The CPU's allocator raises a plain RuntimeError (c10/core/impl/alloc_cpu.cpp).
-CPU_MESSAGE = "can't allocate memory"
+MESSAGES = (  # of plain RuntimeErrors
+    "can't allocate memory",  # the CPU's allocator (c10/core/impl/alloc_cpu.cpp)
+    "CUDA error: out of memory",  # outside of torch's allocator
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "CUDNN_STATUS_ALLOC_FAILED",
+)
 HISTORY_ENTRIES = 100_000  # allocations and frees that a snapshot shows
 
 
@@ -17,7 +21,8 @@ def is_out_of_memory(error: BaseException) -> bool:
     """Return True for an error of an allocator, on a GPU or a CPU."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
-    return isinstance(error, RuntimeError) and CPU_MESSAGE in str(error)
+    text = str(error)
+    return isinstance(error, RuntimeError) and any(message in text for message in MESSAGES)
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 import contextlib
 import os
 import sys
-import time
+import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 
@@ -18,25 +18,25 @@ from recipes.out_of_memory.allocated import (
     record_allocations,
     save_snapshot,
 )
-from recipes.out_of_memory.alternative import Alternative, alternative, predicted
+from recipes.out_of_memory.alternative import Alternative, alternative
 from recipes.planning.inputs.job import Machine, job_of
 from recipes.planning.inputs.software import THREEFOLD
-from recipes.planning.memory.peak import GIB, StageMemory
+from recipes.planning.memory.peak import GIB, StageMemory, memory_of_stage
 from recipes.training.engine.engine import Engine
 from recipes.training.loop.experiment import Experiment
 from recipes.training.loop.start import Claim
 from recipes.training.runtime.exits import STOPPED, leave
 from recipes.training.runtime.processes import on_gpu
 
-SECONDS_OF_ONE_SHORTAGE = 60  # several ranks run out of memory at about the same time
 REPORT = "out-of-memory.txt"
 
 
 @dataclass
 class Account:
-    """What is needed to explain a lack of memory.
+    """The parts of a run whose memory is reported.
 
-    engine: the engine, once it is built
+    Attributes:
+        engine: the engine, once it is built
     """
 
     engine: Engine | None = None
@@ -54,85 +54,103 @@ def explained(experiment: Experiment, claim: Claim) -> Iterator[Account]:
     snapshot = experiment.recipe.tracking.memory_snapshot and on_gpu()
     if snapshot:
         record_allocations()
+    if experiment.world.rank == 0:  # a report of an earlier start would suppress that of this one
+        with contextlib.suppress(OSError):
+            (claim.folder.path / REPORT).unlink(missing_ok=True)
     try:
         yield account
     except Exception as error:
         if not is_out_of_memory(error):
             raise
-        rank = experiment.world.rank
-        text = describe(experiment, claim, account.engine, error)
+        file = claim.folder.path / f"memory-rank-{experiment.world.rank:05d}.pickle"
         if snapshot:
-            file = claim.folder.path / f"memory-rank-{rank:05d}.pickle"
             with contextlib.suppress(OSError, RuntimeError):
                 save_snapshot(str(file))
-                text += f"\n  allocations: {file}"
-        tell(claim, rank, text)
+        report(experiment, claim, account.engine, error=error)
         leave(STOPPED)
 
 
-def tell(claim: Claim, rank: int, text: str) -> None:
-    """Print the message, and record it; another rank that is short of memory too prints a line."""
-    name = claim.supervisor.names[rank]
+def report(
+    experiment: Experiment, claim: Claim, engine: Engine | None, *, error: Exception
+) -> None:
+    """Print and record the message; if another rank has begun to, refer to its message.
+
+    Args:
+        experiment: the experiment of the run
+        claim: the run folder and the supervision of this rank
+        engine: the engine, or None if memory ran out before it was built
+        error: the error of the allocator
+    """
+    name = claim.supervisor.names[experiment.world.rank]
     file = claim.folder.path / REPORT
-    with contextlib.suppress(OSError):
-        if time.time() - file.stat().st_mtime > SECONDS_OF_ONE_SHORTAGE:
-            file.unlink()
     try:
-        with os.fdopen(os.open(file, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644), "w") as stream:
-            stream.write(f"{text}\n")
+        stream = file.open("x")
     except FileExistsError:
         print(f"out of memory on {name} too; see {file}", file=sys.stderr, flush=True)
         return
-    except OSError:
-        pass  # the message is more important than the file
-    print(text, file=sys.stderr, flush=True)
-    claim.folder.event(
-        "stop", claim.supervisor.crumb.step, reason=text.partition("\n")[0], exit_code=STOPPED
+    except OSError:  # the message is more important than the file
+        stream = open(os.devnull, "w")  # noqa: SIM115
+    with stream:
+        lines = [first_line(experiment, claim, error)]
+        print(lines[0], file=sys.stderr, flush=True)  # the rest may take seconds
+        try:
+            lines += details(experiment, engine)
+        except Exception:  # a defect of the prediction must not hide the lack of memory
+            lines.append(f"  no prediction: {traceback.format_exc()}")
+        print("\n".join(lines[1:]), file=sys.stderr, flush=True)
+        stack = "".join(traceback.format_exception(error))
+        stream.write("\n".join([*lines, "", stack]))
+    claim.folder.event("stop", claim.supervisor.crumb.step, reason=lines[0], exit_code=STOPPED)
+
+
+def first_line(experiment: Experiment, claim: Claim, error: Exception) -> str:
+    """Return where memory ran out, and the first line of the error."""
+    topology, rank = experiment.topology, experiment.world.rank
+    place = topology.coordinates(rank)
+    where = ", ".join(f"{axis} {getattr(place, axis)}" for axis in topology.axes)
+    text = str(error).strip().partition("\n")[0] or type(error).__name__
+    return (
+        f"out of memory on {claim.supervisor.names[rank]} ({where}) in {claim.supervisor.crumb}: "
+        f"{text}"
     )
 
 
-def describe(
-    experiment: Experiment, claim: Claim, engine: Engine | None, error: BaseException
-) -> str:
-    """Return the message about a lack of memory on this rank."""
-    recipe, world, topology = experiment.recipe, experiment.world, experiment.topology
-    place = topology.coordinates(world.rank)
-    where = ", ".join(f"{axis} {getattr(place, axis)}" for axis in topology.axes)
-    first_line = str(error).strip().partition("\n")[0] or type(error).__name__
-    lines = [
-        f"out of memory on {claim.supervisor.names[world.rank]} ({where}) in "
-        f"{claim.supervisor.crumb}: {first_line}"
-    ]
-    found = allocated(engine, on_gpu=on_gpu())
-    lines.append(f"  allocated: {allocated_text(found)}")
-    machine = machine_of(experiment)
+def details(experiment: Experiment, engine: Engine | None) -> list[str]:
+    """Return the lines about allocated and predicted memory, and about a layout that needs less."""
+    recipe, machine = experiment.recipe, machine_of(experiment)
+    lines = [f"  allocated: {allocated_text(allocated(engine, on_gpu=on_gpu()))}"]
     if machine is None:
-        lines.append(f"  no prediction: recipes/gpus/datasheets/ has no {driver_name()}")
-        return "\n".join(lines)
+        return [*lines, f"  no prediction: recipes/gpus/datasheets/ has no {driver_name()}"]
+    stage = experiment.topology.coordinates(experiment.world.rank).pipeline
     try:
-        memory = predicted(job_of(recipe, machine, THREEFOLD), place.pipeline)
+        memory = memory_of_stage(job_of(recipe, machine, THREEFOLD), stage)
         other = alternative(recipe, machine)
     except UserError as problem:  # the planner rejects what the engine accepts
-        lines.append(f"  no prediction: {problem}")
-        return "\n".join(lines)
-    lines.append(f"  predicted: {predicted_text(memory)} of {machine.gpu.memory_gib:.1f} GiB")
-    lines.append(f"  {alternative_text(other)}")
-    return "\n".join(lines)
+        return [*lines, f"  no prediction: {problem}"]
+    predicted = f"  predicted: {predicted_text(memory)} of {machine.gpu.memory_gib:.1f} GiB"
+    return [*lines, predicted, f"  {alternative_text(other)}"]
 
 
 def machine_of(experiment: Experiment) -> Machine | None:
     """Return the machine of a run for the planner; None if its GPU has no datasheet."""
-    cluster, name = experiment.recipe.cluster, driver_name()
-    found: list[Gpu] = [
-        gpu
-        for gpu in gpus()
-        if (gpu.name == cluster.gpu if cluster else any(n in name for n in gpu.device_names))
-        or (name == "cpu" and not cluster and gpu.name == "cpu")
-    ]
-    if not found:
+    cluster = experiment.recipe.cluster
+    gpu = gpu_of_cluster(cluster.gpu) if cluster else gpu_of_driver(driver_name())
+    if gpu is None:
         return None
     world = experiment.world
-    return Machine.of(found[0], gpus=world.size, gpus_per_node=world.local_size)
+    return Machine.of(gpu, gpus=world.size, gpus_per_node=world.local_size)
+
+
+def gpu_of_cluster(name: str) -> Gpu | None:
+    """Return the GPU that `cluster.gpu` names; None if it has no datasheet."""
+    return next((gpu for gpu in gpus() if gpu.name == name), None)
+
+
+def gpu_of_driver(name: str) -> Gpu | None:
+    """Return the GPU with the driver's name, or the CPU; None if it has no datasheet."""
+    if name == "cpu":
+        return gpu_of_cluster(name)
+    return next((gpu for gpu in gpus() if any(part in name for part in gpu.device_names)), None)
 
 
 def driver_name() -> str:
@@ -147,7 +165,7 @@ def allocated_text(found: Allocated) -> str:
         size = getattr(found, name)
         if size is not None:
             parts.append(f"{name} {size_text(size)}")
-    parts.append(f"in total at most {size_text(found.peak)}")
+    parts.append(f"peak {size_text(found.peak)}")
     if found.reserved is not None:
         parts.append(f"reserved by torch {size_text(found.reserved)}")
     return ", ".join(parts)

@@ -28,6 +28,9 @@ def ends(*codes: int) -> list[RankEnd]:
         (Outcome(ends=ends(0, 0)), FINISHED, [], False),
         (Outcome(ends=ends(5, 5), asked=True), INTERRUPTED, [], False),
         (Outcome(ends=ends(KILLED, KILLED), asked=True), 128 + 9, [], False),
+        (Outcome(ends=ends(-signal.SIGTERM, 0), asked=True), INTERRUPTED, [], False),
+        (Outcome(lost={f"node{n}": "silent" for n in range(9)}), None, [], False),
+        (Outcome(ends=ends(HUNG), behind=[f"node{n}" for n in range(9)]), None, [], True),
         (Outcome(asked=True), INTERRUPTED, [], False),
         (Outcome(ends=ends(5, 5)), INTERRUPTED, [], False),  # a user has signalled a rank
         (Outcome(ends=ends(1, STOPPED)), STOPPED, [], False),

@@ -27,9 +27,17 @@ STUBBORN = [
 class Agent:
     """An agent, started as launch.py does."""
 
-    def __init__(self, *, run: str = "", silence: float = 30, stop: float = 5):
+    def __init__(
+        self,
+        *,
+        run: str = "",
+        silence: float = 30,
+        stop: float = 5,
+        standby: int = 0,
+        script: Path = AGENT,
+    ):
         self.process = subprocess.Popen(
-            [sys.executable, str(AGENT), run, str(silence), str(stop), "0"],
+            [sys.executable, str(script), run, str(silence), str(stop), str(standby)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             bufsize=0,
@@ -46,12 +54,18 @@ class Agent:
         return json.loads(self.process.stdout.readline())
 
     def start(self, *commands: list[str], lease: str = "run.1") -> list[int]:
-        """Start ranks; return their processes."""
-        ranks = [
-            {"command": [*command, "--lease", lease], "variables": {"RANK": str(rank)}}
-            for rank, command in enumerate(commands)
-        ]
-        self.send({"do": "start", "attempt": 1, "ranks": ranks})
+        """Start a rank per command; return their processes."""
+        for rank, command in enumerate(commands):
+            self.send(
+                {
+                    "do": "start",
+                    "attempt": 1,
+                    "command": [*command, "--lease", lease],
+                    "variables": {"WORLD_SIZE": "9"},
+                    "standby": True,
+                    "ranks": [{"RANK": str(rank)}],
+                }
+            )
         self.send({"do": "beat"})
         assert self.read() == {"is": "beat"}
         children = f"/proc/{self.process.pid}/task/{self.process.pid}/children"
@@ -93,24 +107,63 @@ def test_the_ends_of_ranks_are_reported(agents: list[Agent]) -> None:
 
 def test_a_program_that_cannot_be_started_is_reported(agents: list[Agent]) -> None:
     agents.append(agent := Agent())
-    agent.send(
-        {
-            "do": "start",
-            "attempt": 3,
-            "ranks": [{"command": ["/absent/x.py"], "variables": {"RANK": "4"}}],
-        }
-    )
+    start = {"do": "start", "attempt": 3, "command": ["/absent/x.py"], "variables": {}}
+    agent.send(start | {"standby": False, "ranks": [{"RANK": "4"}]})
     assert agent.read() == {"is": "exit", "attempt": 3, "rank": 4, "code": 127}
 
 
-def test_children_of_a_rank_end_with_it(agents: list[Agent]) -> None:
+def test_children_of_a_rank_end_with_it(agents: list[Agent], tmp_path: Path) -> None:
     agents.append(agent := Agent())
-    fork = "import os, time\nif os.fork(): os._exit(0)\ntime.sleep(600)"
+    child = tmp_path / "child"
+    fork = (
+        "import os, time\nchild = os.fork()\n"
+        f"if child:\n    open({str(child)!r}, 'w').write(str(child))\n    os._exit(0)\n"
+        "time.sleep(600)"
+    )
     agent.start([sys.executable, "-c", fork])
     assert agent.read()["code"] == 0
-    wait_for_end([int(p) for p in subprocess.run(
-        ["pgrep", "-f", "^[^ ]*python[^ ]* -c import os, time"], capture_output=True, text=True
-    ).stdout.split()])  # fmt: skip
+    wait_for_end([int(child.read_text())])
+
+
+def test_a_torn_command_is_ignored(agents: list[Agent]) -> None:
+    agents.append(agent := Agent())
+    assert agent.process.stdin
+    agent.process.stdin.write(b'{"do": "sta{"do": "beat"}\n')
+    agent.send({"do": "beat"})
+    assert agent.read() == {"is": "beat"}
+
+
+STANDBY = """
+import json, os, sys
+report = os.dup(1)
+os.dup2(2, 1)
+print("a library prints during its import")
+os.write(report, b"ready\\n")
+rank = json.loads(sys.stdin.readline())
+os.environ.update(rank["variables"])
+open(os.environ["FILE"], "w").write(json.dumps([rank["words"], os.environ["RANK"], os.getpid()]))
+"""
+
+
+def test_a_standby_process_becomes_a_rank(agents: list[Agent], tmp_path: Path) -> None:
+    """The agent is started from a copy of its folder, with a standby.py that imports nothing."""
+    (tmp_path / "node_agent.py").write_text(AGENT.read_text())
+    (tmp_path / "standby.py").write_text(STANDBY)
+    agents.append(agent := Agent(standby=1, script=tmp_path / "node_agent.py"))
+    children = Path(f"/proc/{agent.process.pid}/task/{agent.process.pid}/children")
+    time.sleep(1)
+    assert not children.read_text()  # no standby process before its environment is known
+    agent.send({"do": "prepare", "variables": {"FILE": str(tmp_path / "out")}})
+    deadline = time.monotonic() + 30
+    while not children.read_text() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    standby = int(children.read_text())
+    time.sleep(1)  # until the agent knows that it is ready
+    agent.start(["python", "-u", "pretrain.py", "recipe.toml"])
+    assert agent.read() == {"is": "exit", "attempt": 1, "rank": 0, "code": 0}
+    words, rank, process = json.loads((tmp_path / "out").read_text())
+    assert words == ["pretrain.py", "recipe.toml", "--lease", "run.1"]
+    assert (rank, process) == ("0", standby)
 
 
 def test_a_free_port_is_returned(agents: list[Agent]) -> None:

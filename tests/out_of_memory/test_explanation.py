@@ -66,8 +66,8 @@ def test_the_message_names_a_layout_that_then_runs(small: dict, tmp_path: Path) 
     size = r"[\d.]+ [GM]iB"
     found = re.search(
         rf"out of memory on rank (\d) \(.*\) \(pipeline 0, data \d, tensor 0\) in step 1, .*"
-        rf"can't allocate memory.*\n.*allocated: weights {size}, optimizer {size}, in total "
-        rf"at most {size}\n.*predicted: (.*); in total {size} of 8.0 GiB\n"
+        rf"can't allocate memory.*\n.*allocated: weights {size}, optimizer {size}, peak "
+        rf"{size}\n.*predicted: (.*); in total {size} of 8.0 GiB\n"
         rf".*to use less memory, rerun with ((?:--set \S+ ?)+)\(predicted",
         said,
     )
@@ -101,15 +101,13 @@ def test_the_alternative_needs_less_memory(file: str) -> None:
 
 def test_without_an_alternative_more_hardware_is_suggested() -> None:
     recipe = load_recipe(
-        SEVEN_B,
-        ["layout.recompute=full", "layout.tensor=8", "layout.pipeline=4",
-         "layout.sequence_parallel=true", "cluster.nodes=4"],
+        REPOSITORY / "recipes/tiny.toml",
+        ["layout.pipeline=1", "layout.recompute=full", "batch.micro_sequences=1",
+         "cluster.nodes=1", "cluster.gpus_per_node=1", "cluster.gpu=cpu"],
     )  # fmt: skip
     assert recipe.cluster is not None
-    other = alternative(recipe, Machine.of_cluster(recipe.cluster))
+    assert alternative(recipe, Machine.of_cluster(recipe.cluster)) is None
     assert "use more nodes" in alternative_text(None)
-    if other is not None:  # a saving of 15 % is still possible
-        assert other.memory.counted > 0
 
 
 def test_only_errors_of_allocators_are_explained() -> None:
@@ -118,11 +116,12 @@ def test_only_errors_of_allocators_are_explained() -> None:
     with pytest.raises(RuntimeError) as raised:
         torch.empty(2**60)
     assert is_out_of_memory(raised.value)
+    assert is_out_of_memory(RuntimeError("CUDA error: out of memory"))
     assert not is_out_of_memory(RuntimeError("Connection closed by peer"))
     assert not is_out_of_memory(ValueError("can't allocate memory"))
 
 
 def test_parts_that_do_not_exist_yet_are_left_out() -> None:
     assert allocated_text(Allocated(None, None, 2**30, 2**31)) == (
-        "in total at most 1.00 GiB, reserved by torch 2.00 GiB"
+        "peak 1.00 GiB, reserved by torch 2.00 GiB"
     )

@@ -62,15 +62,30 @@ def goodput(interval: float, costs: FaultCosts, failures_per_day: float) -> Good
         costs: the times that saves and failures cost
         failures_per_day: failures of the whole run, at least 0
     """
-    period = interval + costs.pause
+    period = _period(interval, costs)
     if failures_per_day == 0:
-        return Goodput(interval / period, 0.0, costs.pause / period, 0.0)
+        return Goodput(interval / period, 0.0, 1 - interval / period, 0.0)
     rate = failures_per_day / SECONDS_PER_DAY
-    up = math.exp(-min(rate * costs.restart, 700.0))  # share of the time outside of restarts
-    checkpoints = math.exp(-rate * costs.write) / math.expm1(min(rate * period, 700.0))
-    kept = rate * interval * checkpoints * up
-    saving = up * costs.pause / period
-    return Goodput(kept, max(0.0, up - kept - saving), saving, 1 - up)
+    up = math.exp(-rate * costs.restart)  # share of the time outside of restarts
+    kept = math.exp(_log_kept(interval, costs, rate))
+    saving = up * (1 - interval / period)
+    return Goodput(kept, max(0.0, up - kept - saving), min(saving, up - kept), 1 - up)
+
+
+def _period(interval: float, costs: FaultCosts) -> float:
+    """Return the time from save to save: a save waits until the previous one is complete."""
+    return max(interval + costs.pause, costs.write)
+
+
+def _log_kept(interval: float, costs: FaultCosts, rate: float) -> float:
+    """Return the logarithm of the share of kept steps, which may be too small for a float.
+
+    rate: failures per second
+    """
+    exponent = rate * _period(interval, costs)
+    # log(exp(x) - 1) = x + log(1 - exp(-x))
+    checkpoints = -rate * costs.write - exponent - math.log(-math.expm1(-exponent))
+    return math.log(rate * interval) + checkpoints - rate * costs.restart
 
 
 def best_interval(step: float, costs: FaultCosts, failures_per_day: float, *, most: int) -> int:
@@ -79,28 +94,24 @@ def best_interval(step: float, costs: FaultCosts, failures_per_day: float, *, mo
     Args:
         step: duration of a step, in seconds
         costs: the times that saves and failures cost
-        failures_per_day: failures of the whole run
+        failures_per_day: failures of the whole run, above 0
         most: the largest number of steps, at least 1
 
     Returns:
         From 1 to `most`, and long enough that a save ends before the next one begins.
     """
-    least = min(most, max(1, math.ceil((costs.write - costs.pause) / step)))
+    low = min(most, max(1, math.ceil((costs.write - costs.pause) / step)))
+    high = most
+    rate = failures_per_day / SECONDS_PER_DAY
 
-    def kept(steps: int) -> float:
-        return goodput(steps * step, costs, failures_per_day).kept
+    def log_kept(steps: int) -> float:
+        return _log_kept(steps * step, costs, rate)
 
-    low, high = least, most
     while high - low > 2:  # the share rises up to its maximum and falls after it
         third = (high - low) // 3
         left, right = low + third, high - third
-        if kept(left) < kept(right):
+        if log_kept(left) < log_kept(right):
             low = left
         else:
             high = right
-    return max(range(low, high + 1), key=kept)
-
-
-def young_interval(pause: float, failures_per_day: float) -> float:
-    """Return Young's first-order optimum of the time between saves, in seconds."""
-    return math.sqrt(2 * pause * SECONDS_PER_DAY / failures_per_day)
+    return max(range(low, high + 1), key=log_kept)

@@ -213,6 +213,7 @@ class CheckpointWriter:
         """
         problem = None
         if self.rank == 0:
+            self.folder.check_lease()  # the workspaces may belong to a later attempt
             try:
                 remove_debris(self.folder.checkpoints)
                 workspace.mkdir(parents=True)

@@ -12,7 +12,7 @@ from models.errors import UserError
 from recipes.training.recipe.schema import Recipe
 from recipes.training.run_folder.checkpoint_folders import time_stamp
 from recipes.training.run_folder.history import History, replay
-from recipes.training.run_folder.lease import Lease
+from recipes.training.run_folder.lease import Lease, revoke
 from recipes.training.run_folder.line_file import LineFile, flush, write_whole
 from recipes.training.run_folder.lock import FolderLock
 from recipes.training.run_folder.progress import Progress
@@ -56,6 +56,8 @@ class RunFolder:
             self.path.mkdir(parents=True, exist_ok=True)
             self._check_checkpoints()
             self._lock.acquire()
+            if self._lease is None:
+                revoke(self.path)  # ranks may have outlived the launch.py that held the lock
         except OSError as error:
             raise _cannot_write(error.filename or self.path, error) from None
 
@@ -122,6 +124,7 @@ class RunFolder:
         Raises:
             UserError: the folder cannot be written.
         """
+        self.check_lease()
         try:
             write_whole(self.path / "recipe.toml", recipe.toml())
             lines = self._metric_lines.read()
@@ -133,6 +136,8 @@ class RunFolder:
                 for line in lines
             )
             self._keep_metrics(lines, start.step, copy=branching or discarded)
+            if lost := [line for line in lines if line["step"] > start.step]:
+                self.event("repeat", start.step, steps=len(lost), seconds=seconds_of(lost))
         except OSError as error:
             raise _cannot_write(error.filename or self.path, error) from None
 
@@ -168,9 +173,6 @@ class RunFolder:
         With `copy`, first copy the file if lines would be lost.
         """
         kept = "".join(json.dumps(line) + "\n" for line in lines if line["step"] <= step)
-        lost = [line for line in lines if line["step"] > step]
-        if lost:
-            self.event("repeat", step, steps=len(lost), seconds=seconds_of(lost))
         before = self._metric_lines.content().decode(errors="replace")
         if copy and not kept.startswith(before):
             write_whole(copy_to or self.path / f"metrics.{time_stamp()}.jsonl", before)

@@ -3,10 +3,12 @@
 launch.py holds the lock of the folder itself, and starts the ranks several times: each start is an
 attempt. A node that has lost its network, or whose processes were stopped, may still run ranks of
 an earlier attempt. The file `lease` names the current attempt, and the ranks of another one must
-not write. As with every lease, a process that is suspended between its check and its write can be
-late; a check precedes every line and every checkpoint, so this takes a suspension of microseconds.
+not write. The check and the write are not atomic: a process that is suspended between them can
+still write once after it has lost the lease. Every line and every checkpoint is checked immediately
+before the write, so that window is a few microseconds.
 """
 
+import errno
 import os
 import sys
 from pathlib import Path
@@ -48,7 +50,7 @@ class Lease:
         """Do nothing; the lease ends when launch.py grants the next one."""
 
     def is_current(self) -> bool:
-        """Return True unless the folder belongs to another attempt.
+        """Return True if the lease names this attempt, False if it names another or is missing.
 
         Raises:
             OSError: the lease exists and cannot be read.
@@ -61,16 +63,34 @@ class Lease:
     def check(self) -> None:
         """End this process if the folder belongs to another attempt.
 
-        Nothing is decided if the lease cannot be read: then the folder cannot be written either.
+        If the lease cannot be read, the process continues: the folder cannot be written either, and
+        the writer reports that error.
         """
         try:
-            if self.is_current():
+            if self._is_current_after_retry():
                 return
         except OSError:
             return
-        text = f"{self.file.parent} belongs to a later attempt than {self.attempt}; exiting\n"
+        text = f"{self.file.parent} no longer belongs to attempt {self.attempt}; exiting\n"
         os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, text.encode())
         os._exit(LOST)
+
+    def _is_current_after_retry(self) -> bool:
+        try:
+            return self.is_current()
+        except OSError as error:
+            if error.errno != errno.ESTALE:  # NFS, if the file has just been replaced
+                raise
+            return self.is_current()
+
+
+def revoke(folder: Path) -> None:
+    """Take the folder from every attempt, for a run that locks the folder itself.
+
+    Raises:
+        OSError: the lease cannot be removed.
+    """
+    (folder / FILE).unlink(missing_ok=True)
 
 
 def grant(folder: Path, attempt: str) -> None:

@@ -11,10 +11,14 @@ from recipes.planning.goodput.renewal import (
     FaultCosts,
     best_interval,
     goodput,
-    young_interval,
 )
 
 DAYS = 1000
+
+
+def young_interval(pause: float, failures_per_day: float) -> float:
+    """Return Young's first-order optimum of the time between blocking saves, in seconds."""
+    return math.sqrt(2 * pause * SECONDS_PER_DAY / failures_per_day)
 
 
 def simulated(interval: float, costs: FaultCosts, failures_per_day: float, seed: int = 0) -> float:
@@ -28,7 +32,8 @@ def simulated(interval: float, costs: FaultCosts, failures_per_day: float, seed:
             failure += chance.expovariate(failures_per_day / SECONDS_PER_DAY)
         start = now + costs.restart
         for number in itertools.count(1):
-            complete = start + number * (interval + costs.pause) + costs.write
+            period = max(interval + costs.pause, costs.write)
+            complete = start + number * period + costs.write
             if complete > failure:
                 break
             kept += interval
@@ -79,5 +84,13 @@ def test_a_save_ends_before_the_next_one() -> None:
     assert best_interval(1.0, FaultCosts(5, 0, 0), 1, most=1) == 1
 
 
-def test_young_1974() -> None:
-    assert young_interval(60, 1) == pytest.approx(math.sqrt(2 * 60 * 86400))
+def test_very_frequent_failures_need_frequent_saves() -> None:
+    costs = FaultCosts(0.33, 4, 74)
+    for failures in (60, 200, 1e5):
+        assert best_interval(12.58, costs, failures, most=476_838) == 1 + (failures < 100)
+
+
+def test_saves_do_not_overlap() -> None:
+    slow = FaultCosts(1, 105, 60)
+    assert goodput(10, slow, 0).kept == pytest.approx(10 / 105)
+    assert goodput(10, slow, 1).kept < 10 / 105

@@ -52,7 +52,7 @@ def test_an_earlier_attempt_can_no_longer_write(
     grant(tmp_path, "run.2")
     _, said = earlier.communicate("\n", timeout=60)
     assert earlier.returncode == LOST
-    assert "belongs to a later attempt than run.1" in said
+    assert "no longer belongs to attempt run.1" in said
     assert [line["step"] for line in folder.read_metrics()] == [1]
     assert [event["step"] for event in folder.read_events()] == [1, 2]
 
@@ -75,3 +75,42 @@ def test_a_leased_folder_is_not_moved(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="--resume never"):
         folder.move_aside()
     assert folder.read_metrics()
+
+
+def test_a_run_that_locks_the_folder_itself_revokes_the_lease(tmp_path: Path) -> None:
+    grant(tmp_path, "run.1")
+    folder = RunFolder(tmp_path)
+    folder.hold()
+    assert not Lease(tmp_path, "run.1").is_current()
+    folder.release()
+
+
+def test_a_checkpoint_is_published_only_with_the_lease(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The writer checks the lease between the manifest and the rename."""
+    from recipes.training.checkpoint import writer
+
+    order: list[str] = []
+    folder = RunFolder(tmp_path, "run.1")
+    monkeypatch.setattr(folder, "check_lease", lambda: order.append("lease"))
+    monkeypatch.setattr(folder, "flush", lambda: None)
+    monkeypatch.setattr(writer, "publish", lambda *_: order.append("publish"))
+    monkeypatch.setattr(writer, "retain", lambda *_, **__: None)
+
+    class Manifest:
+        step = 1
+
+        def missing(self, _: Path) -> str:
+            return ""
+
+        def write(self, _: Path) -> None:
+            order.append("manifest")
+
+    class Writer:
+        recipe = type("Recipe", (), {"checkpoint": None})
+        damaged = ()
+
+    Writer.folder = folder  # type: ignore[attr-defined]
+    assert writer.CheckpointWriter._publish(Writer(), tmp_path, Manifest()) is None  # type: ignore[arg-type]
+    assert order[:3] == ["manifest", "lease", "publish"]
