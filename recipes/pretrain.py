@@ -46,7 +46,9 @@ SECONDS_TO_WAIT_FOR_FOLDER = 300  # file servers release a dead node's lock afte
 def main(started: float | None = None) -> None:
     """Pretrain, and end this rank with a message or a traceback if that fails.
 
-    started: when this process became a rank, if launch.py had started it in advance
+    Args:
+        started: time.monotonic() at which a standby process of launch.py became this rank; None in
+            a newly started process
     """
     outlive_output()
     try:

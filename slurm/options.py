@@ -28,7 +28,9 @@ def main() -> None:
         "--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="as for pretrain.py"
     )
     parser.add_argument(
-        "--elastic", action="store_true", help="for recipes/launch.py, with cluster.spare_nodes"
+        "--elastic",
+        action="store_true",
+        help="also request cluster.spare_nodes, and keep the job when a node dies",
     )
     for name in ("--run-dir", "--resume", "--resume-once", "--wait-for-folder"):
         parser.add_argument(name, help="ignored; for pretrain.py")

@@ -20,9 +20,9 @@ an agent starts in a few milliseconds.
 
 The agent keeps STANDBY processes that have already imported what a rank needs (standby.py).
 
-RUN is the beginning of the run's leases. Before anything else, the agent kills the agents and ranks
-that an earlier connection of this run has left on this node. An empty RUN leaves that out, for
-several agents on one machine.
+RUN is the prefix of the names of the run's leases. Before anything else, the agent kills the agents
+and ranks that an earlier connection of this run has left on this node. If RUN is empty, it does
+not; `--launcher local` needs that, because several agents share the machine.
 """
 
 import contextlib
@@ -223,11 +223,11 @@ class NodeAgent:
         os._exit(0)
 
     def report(self, report: dict[str, Any]) -> None:
-        """Write a report; without a reader the process ends, as after the end of the input."""
+        """Write a report; if launch.py has closed the pipe, end the ranks and this process."""
         try:
             os.write(1, json.dumps(report).encode() + b"\n")
         except BlockingIOError:
-            pass  # nobody reads at the moment
+            pass  # the pipe is full, because launch.py is not reading; the report is dropped
         except OSError:
             self.leave()
 

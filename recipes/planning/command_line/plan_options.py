@@ -95,8 +95,8 @@ def add_plan_options(parser: argparse.ArgumentParser) -> None:
     faults = parser.add_argument_group("goodput")
     faults.add_argument(
         "--failures-per-day", type=failures_per_day, metavar="NUMBER",
-        help="predict the share of the time that ends in kept steps, and the best interval between "
-        "saves",
+        help="predict the goodput (share of wall time spent on steps that are kept) and the best "
+        "interval between saves",
     )  # fmt: skip
     faults.add_argument(
         "--storage", type=link_rate, metavar="GB/S",

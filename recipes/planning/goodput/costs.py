@@ -8,7 +8,7 @@ from recipes.planning.inputs.stage_contents import stage_parameters
 STATE_BYTES = 12  # per parameter in a checkpoint: fp32 weights and two moments
 HOST_BYTES_PER_SECOND = 20e9  # of a copy from a GPU to pinned host memory (PCIe 4.0 x16), assumed
 STORAGE_BYTES_PER_SECOND_OF_NODE = 1e9  # share of each node in the storage's rate, assumed
-PAUSE_SHARE = 0.05  # of the time of a write by which it delays the steps; measured on CPUs: 0.048
+PAUSE_SHARE = 0.05  # of a background write, lost to slower steps; measured on CPUs: 0.048
 START_SECONDS = 60.0  # of a restart without detection and reading: join, build, warm up; assumed
 
 

@@ -1,4 +1,4 @@
-"""Goodput of a run that fails at random: the share of wall time that ends in kept steps.
+"""Goodput of a run that fails at random: the share of wall time spent on steps that are kept.
 
 Failures are a Poisson process. After each one the run restarts from the newest complete checkpoint.
 Saves happen in the background: a save pauses the steps for a moment, and the checkpoint counts only

@@ -1,4 +1,4 @@
-"""Where the wall time of a run went: kept steps, repeated steps, starts, and waiting.
+"""Wall time of a run by cause: kept steps, repeated steps, starts, and waiting.
 
 The share of kept steps is the run's goodput. Everything is derived from metrics.jsonl, which holds
 the steps that were kept, and events.jsonl, which holds the starts and the steps that were not.

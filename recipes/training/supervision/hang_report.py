@@ -85,7 +85,9 @@ class HangReport:
         self._file(rank).unlink(missing_ok=True)
 
     def verdict(self, own: Sighting) -> tuple[str, list[int]]:
-        """Describe the hang on the lowest rank that wrote a file; the others return "".
+        """Return the description of the hang, and the ranks that are behind.
+
+        Only the lowest rank that wrote a file returns a description; others return an empty one.
 
         A rank that could not write a file also returns a description, which includes its own
         activity.
@@ -143,7 +145,7 @@ def take_sighting(rank: int, crumb: Breadcrumb) -> tuple[Sighting, str]:
 def ranks_behind(sightings: dict[int, Sighting], size: int) -> list[int]:
     """Return the ranks that are behind: silent, in an earlier step, or outside of collectives.
 
-    The list is empty if that applies to all ranks.
+    The list is empty if no rank is behind the others.
     """
     silent = [rank for rank in range(size) if rank not in sightings]
     if silent:

@@ -10,8 +10,8 @@ class Startup:
     """A stopwatch with laps, started when the launcher started.
 
     Args:
-        started: time at which launch.py started the rank in this process, on the clock of
-            time.monotonic; None if the process was started for the rank
+        started: time.monotonic() at which a standby process of launch.py became this rank; None in
+            a newly started process
     """
 
     def __init__(self, started: float | None = None):

@@ -146,11 +146,11 @@ class RunTracker(Tracker):
         self.folder.event("end", self.last_step, wall_time=self.wall_time.shares(time.time()))
 
     def _read_wall_time(self) -> WallTime:
-        """Return the wall time of the run so far, also of its earlier starts."""
+        """Return the wall time of the run, including its earlier starts."""
         try:
             return WallTime(self.folder.read_events(), self.folder.read_metrics())
         except UserError as problem:
-            self.warn(f"the goodput counts from now on: {problem}")
+            self.warn(f"earlier steps are not included in the goodput: {problem}")
             return WallTime([{"event": "start", "time": time.time()}])
 
     def close(self) -> None:

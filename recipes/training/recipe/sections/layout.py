@@ -182,15 +182,15 @@ class Cluster(Section):
     """Smallest number of nodes on which `launch.py` continues the run after nodes were lost."""
 
     spare_nodes: NonNegative = 0
-    """Nodes that a Slurm job requests in addition, and that `launch.py` uses when others fail. With
-    a hostfile, all hosts beyond `nodes` are spare, and this key has no effect."""
+    """Spare nodes that `slurm/submit.sh --elastic` requests in addition to `nodes`. With a
+    hostfile, all hosts beyond `nodes` are spare, and this key has no effect."""
 
     node_failures: NonNegative = 2
-    """Failures after which `launch.py` no longer uses a node; 0: no limit."""
+    """Number of failures after which `launch.py` stops using a node; 0: no limit."""
 
     standby: bool = True
-    """Whether `launch.py` keeps a process per GPU that has already imported what a rank needs, for
-    faster restarts. Each needs about 0.5 GB of host memory."""
+    """Let `launch.py` keep one standby process per GPU, with torch and DeepSpeed already imported,
+    so that restarts are faster. Each standby process needs about 0.5 GB of host memory."""
 
 
 def check_experts(model: ModelConfig, layout: Layout) -> None:
