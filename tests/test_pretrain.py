@@ -395,9 +395,10 @@ def test_a_run_rolls_back_and_skips_the_bad_data(recipe_file: Path, tmp_path: Pa
 
     # One rank's gradient is not finite while the samples 32 .. 55 of steps 5, 6 and 7 come.
     found = run("x", POISONED)
-    told = [("save", 4), ("skip", 5), ("skip", 6), ("rollback", 7), ("save", 8), ("end", 8)]
+    told = [("skip", 5), ("skip", 6), ("rollback", 7), ("save", 8), ("end", 8)]
     found_events = sorted(events(tmp_path / "x"), key=itemgetter(1))  # saves end at any time
-    assert found_events == [("start", 0), ("first_step", 1), *told]
+    begun = [("start", 0), ("first_step", 1), ("save", 4), ("repeat", 4)]
+    assert found_events == begun + told
     run("y", POISONED, "--set", "training.steps=4")
     expected = run("y", JUMPING)  # resumes with the samples after those
     assert [line["step"] for line in found] == list(range(1, 9))
