@@ -22,7 +22,7 @@ import random
 import subprocess
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -87,7 +87,7 @@ class Run:
         """Return the events of a kind."""
         return [e for e in lines_of(self.folder / "events.jsonl") if e["event"] == name]
 
-    def wait(self, condition: Any, seconds: float, what: str) -> None:
+    def wait(self, condition: Callable[[], bool], seconds: float, what: str) -> None:
         """Wait until a condition holds, or raise an error."""
         deadline = time.monotonic() + seconds
         while not condition():
@@ -157,8 +157,8 @@ def write_recipe(folder: Path, steps: int) -> Path:
         model__layers=4,
         model__ffn_hidden_size=384,
         model__sequence_length=256,
-        optimizer__learning_rate=1e-4,  # with a large one, differences of rounding grow
-        optimizer__schedule__minimum_learning_rate=1e-5,
+        optimizer__learning_rate=3e-5,  # with a large one, differences of rounding grow
+        optimizer__schedule__minimum_learning_rate=3e-6,
         training={"steps": steps, "evaluate_every": 0},
         checkpoint={"every": 10},
         supervision={"node_seconds": NODE_SECONDS},
@@ -262,8 +262,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--faults", type=int, default=20)
-    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--faults", type=int, default=20, help="number of faults; default: 20")
+    parser.add_argument("--seed", type=int, default=1, help="chooses hosts and steps; default: 1")
     options = parser.parse_args()
     if reason := missing():
         sys.exit(f"no cluster here: {reason}")
