@@ -45,6 +45,8 @@ CATCHES = {  # function that catches one of BROAD -> why no defect becomes a use
     "recipes/preparing/workspace.py: lock_workspace": RAISES,
     "recipes/planning/inputs/option_types.py: _number": PARSING,
     "recipes/launching/connection.py: _parse": PARSING,
+    "recipes/launching/node_agent.py: NodeAgent.read_commands": PARSING,
+    "recipes/out_of_memory/explanation.py: report": "a lack of memory is reported anyway",
     "recipes/out_of_memory/explanation.py: explained": "other errors are raised again",
     "recipes/pretrain.py: main": RAISES,
     "recipes/sweeping/choice.py: values_of_setting": PARSING,
