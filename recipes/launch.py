@@ -36,8 +36,7 @@ from recipes.training.recipe.loading import REPOSITORY, load_recipe, origin
 from recipes.training.recipe.schema import Recipe
 from recipes.training.recipe.topology import World
 from recipes.training.run_folder.folder import RunFolder
-from recipes.training.run_folder.line_file import write_whole
-from recipes.training.run_folder.lock import FolderInUse
+from recipes.training.run_folder.lock import SECONDS_TO_WAIT, FolderInUse
 from recipes.training.runtime.exits import BUSY, REJECTED
 from recipes.training.runtime.streams import outlive_output
 from recipes.training.runtime.torch_variables import set_torch_variables
@@ -96,7 +95,7 @@ def prepare(options: argparse.Namespace) -> Launcher:
         )
     folder = RunFolder(options.run_dir or REPOSITORY / "runs" / recipe.name)
     hold(folder, wait_seconds=options.wait_for_folder)
-    file = write_recipe(folder, recipe)
+    file = folder.write_recipe("launched.toml", recipe)  # later edits do not change restarts
     words = [sys.executable, "-u", str(PRETRAIN), str(file)]
     words += ["--run-dir", str(folder.path), "--resume", resume_option(options, recipe)]
     words += ["--resume-once", options.resume_once or f"launch-{time.time_ns():x}"]
@@ -112,27 +111,10 @@ def prepare(options: argparse.Namespace) -> Launcher:
         recipe,
         folder,
         Command(words, variables, size, master, pipelined=recipe.layout.pipeline > 1),
-        replanner=Replanner(file, []),
+        replanner=Replanner(file),
         list_hosts=list_hosts,
         connect=CONNECTS[launcher],
     )
-
-
-def write_recipe(folder: RunFolder, recipe: Recipe) -> Path:
-    """Write the resolved recipe, so that later edits of the recipe do not change restarts.
-
-    Raises:
-        UserError: the run folder cannot be written.
-    """
-    file = folder.path / "launched.toml"
-    try:
-        write_whole(file, recipe.toml())
-    except OSError as error:
-        raise UserError(
-            f"{file} cannot be written ({error.strerror}); make it writable, or use --run-dir with "
-            f"another folder"
-        ) from None
-    return file
 
 
 def resume_option(options: argparse.Namespace, recipe: Recipe) -> str:
@@ -210,7 +192,7 @@ def parse_command_line() -> argparse.Namespace:
     parser.add_argument(
         "--wait-for-folder",
         type=float,
-        default=300,
+        default=SECONDS_TO_WAIT,
         metavar="SECONDS",
         help="seconds to wait for the run folder's lock if its holder shows no sign of life; "
         "default: %(default)s",

@@ -39,8 +39,7 @@ from recipes.planning.command_line.plan_options import (
     parse_command_line,
 )
 from recipes.planning.goodput.costs import fault_costs
-from recipes.planning.goodput.goodput_report import goodput_lines, goodput_table
-from recipes.planning.goodput.renewal import FaultCosts
+from recipes.planning.goodput.goodput_report import GoodputCase, goodput_lines, goodput_table
 from recipes.planning.inputs.cluster import recipe_on_cluster
 from recipes.planning.inputs.job import Job, Machine, job_without_layout, own_job, zero3_in_pipeline
 from recipes.planning.inputs.software import load_software
@@ -117,7 +116,7 @@ def plan(recipe: Recipe, cluster: Cluster, options: argparse.Namespace) -> int:
         own_table = plan_table.job_table(own, recipe.training.steps) if own else None
         table |= {"own": own_table, "own_rejected": problem, "calibration": fit.table()}
         if own and options.failures_per_day:
-            table["goodput"] = goodput_table(*goodput_inputs(recipe, own, options))
+            table["goodput"] = goodput_table(goodput_case(recipe, own, options))
         print(json.dumps(table))
     else:
         if fit.source:
@@ -125,7 +124,7 @@ def plan(recipe: Recipe, cluster: Cluster, options: argparse.Namespace) -> int:
         print(plan_report.heading(recipe, own or job), end="\n\n")
         print_plan(recipe, own, problem)
         if own and options.failures_per_day:
-            print("\n".join(goodput_lines(*goodput_inputs(recipe, own, options))))
+            print("\n".join(goodput_lines(goodput_case(recipe, own, options))))
         if zero3 := zero3_in_pipeline(recipe, machine, software):
             print(plan_report.zero3_in_pipeline_text(*map(adjust, zero3)))
         if options.top:
@@ -148,17 +147,15 @@ def adjusted(job: Job, *, fit: Fit, imbalance: float) -> Job:
     return replace(fit.factors.of(job), expert_imbalance=imbalance)
 
 
-def goodput_inputs(
-    recipe: Recipe, own: Job, options: argparse.Namespace
-) -> tuple[Recipe, float, FaultCosts, float]:
-    """Return the arguments of `goodput_lines`: recipe, step time, costs and failures per day."""
+def goodput_case(recipe: Recipe, own: Job, options: argparse.Namespace) -> GoodputCase:
+    """Return the recipe's job with the failures and costs that the options name."""
     costs = fault_costs(
         own,
         detection_seconds=recipe.supervision.node_seconds,
         storage_bytes_per_second=options.storage * 1e9 if options.storage else None,
         restart_seconds=options.restart,
     )
-    return recipe, step_time(own).total, costs, options.failures_per_day
+    return GoodputCase(recipe, step_time(own).total, costs, options.failures_per_day)
 
 
 def print_plan(recipe: Recipe, own: Job | None, problem: str) -> None:

@@ -28,6 +28,7 @@ from recipes.training.loop.run import Ending, Run, is_due
 from recipes.training.recipe.learning_rate import learning_rate
 from recipes.training.recipe.loading import DEFAULT_RECIPE, REPOSITORY
 from recipes.training.run_folder.folder import RunFolder
+from recipes.training.run_folder.lock import SECONDS_TO_WAIT
 from recipes.training.runtime.exits import FINISHED, REJECTED, leave
 from recipes.training.runtime.garbage import (
     collect_garbage,
@@ -39,8 +40,6 @@ from recipes.training.runtime.streams import label_lines, outlive_output
 from recipes.training.runtime.torch_variables import set_torch_variables
 from recipes.training.tracking.messages import summarize
 from recipes.training.tracking.startup import Startup
-
-SECONDS_TO_WAIT_FOR_FOLDER = 300  # file servers release a dead node's lock after 30 to 120 s
 
 
 def main(started: float | None = None) -> None:
@@ -226,7 +225,7 @@ def parse_command_line() -> argparse.Namespace:
     parser.add_argument(
         "--wait-for-folder",
         type=float,
-        default=SECONDS_TO_WAIT_FOR_FOLDER,
+        default=SECONDS_TO_WAIT,
         metavar="SECONDS",
         help="how long to wait for the run folder's lock if the run that holds it shows no sign of "
         "life, for example because its node has died; default: %(default)s",

@@ -179,7 +179,10 @@ def peak_tflops(device_name: str, precision: str) -> float | None:
     for name, peaks in OTHER_BOARDS.items():
         if name in device_name:
             return peaks.get(precision)
-    for gpu in gpus():
-        if any(name in device_name for name in gpu.device_names):
-            return gpu.peak_tflops.get(precision)
-    return None
+    gpu = gpu_of_device(device_name)
+    return gpu.peak_tflops.get(precision) if gpu else None
+
+
+def gpu_of_device(device_name: str) -> Gpu | None:
+    """Return the GPU with the driver's name of a device; None for a CPU or an unlisted GPU."""
+    return next((g for g in gpus() if any(name in device_name for name in g.device_names)), None)

@@ -19,7 +19,7 @@ LOST_CONNECTION = "connection closed"
 
 @dataclass(frozen=True)
 class Command:
-    """How the ranks are started.
+    """The command of the ranks, and its environment.
 
     Attributes:
         words: the command of a rank, without the options that launch.py adds

@@ -12,6 +12,7 @@ from recipes.training.runtime.exits import BUSY, FINISHED, HUNG, INTERRUPTED, RE
 
 MAX_FAILURES_WITHOUT_CHECKPOINT = 3  # after which the run stops; lost nodes do not count
 MAX_BLAMED = 8  # hosts that can have caused the same failure
+MAX_IN_MESSAGE = 8
 STOP_SIGNALS = (-signal.SIGTERM, -signal.SIGUSR1)  # exit codes of ranks killed by them
 FINAL = {  # exit codes after which a restart would end in the same way
     REJECTED: "the run was rejected",
@@ -95,9 +96,7 @@ def diagnose(outcome: Outcome) -> Diagnosis:
         return Diagnosis(f"{FINAL[final.code]}: {final}", exit_code=final.code)
     if outcome.lost:
         reasons = [f"{host}: {reason}" for host, reason in outcome.lost.items()]
-        more = len(reasons) - MAX_BLAMED
-        text = "; ".join(reasons[:MAX_BLAMED]) + (f"; and {more} more" if more > 0 else "")
-        return Diagnosis(text, blamed=_few(list(outcome.lost)))
+        return Diagnosis(shown(reasons, separator="; "), blamed=_few(list(outcome.lost)))
     if outcome.growing and codes and all(code in (FINISHED, INTERRUPTED) for code in codes):
         return Diagnosis("more nodes are available")
     killed = [end for end in outcome.ends if end.code < 0]
@@ -113,8 +112,14 @@ def diagnose(outcome: Outcome) -> Diagnosis:
     return Diagnosis(str(failed), blamed=[failed.host], counts=True)
 
 
+def shown(texts: Sequence[str], *, separator: str = ", ") -> str:
+    """Return texts for a message, at most MAX_IN_MESSAGE of them."""
+    more = len(texts) - MAX_IN_MESSAGE
+    return separator.join(texts[:MAX_IN_MESSAGE]) + (f" and {more} more" if more > 0 else "")
+
+
 def _few(hosts: Sequence[str]) -> Sequence[str]:
-    """Return the hosts, or none if there are so many that a network or a disk is to blame."""
+    """Return the hosts; none if there are many, because then a network or a disk has failed."""
     return hosts if len(hosts) <= MAX_BLAMED else ()
 
 

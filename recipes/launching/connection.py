@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 AGENT = Path(__file__).with_name("node_agent.py")
 SECONDS_BETWEEN_BEATS = 1.0
@@ -140,9 +140,9 @@ class Connections:
         # A thread of its own, because the main thread may be busy with planning or a slow disk.
         threading.Thread(target=self._beat, name="heartbeats", daemon=True).start()
 
-    def is_busy(self) -> bool:
-        """Return True if as many connections as possible are being opened."""
-        return sum(not agent.ready for agent in self.agents.values()) >= MAX_CONNECTING
+    def free_connections(self) -> int:
+        """Return the number of connections that may be opened now."""
+        return MAX_CONNECTING - sum(not agent.ready for agent in self.agents.values())
 
     def open(self, host: str) -> Agent:
         """Start the agent of a host; it reports when it is ready.
@@ -219,14 +219,19 @@ class Connections:
             for agent in list(self.agents.values()):
                 agent.beat()
 
+    def _arrived(self, stream: IO[bytes]) -> bytes | None:
+        """Return what has arrived: None for nothing yet, empty at the end, which comes once."""
+        arrived: bytes | None = stream.read(1 << 20)
+        if arrived == b"":
+            self._selector.unregister(stream)
+        return arrived
+
     def _print(self, agent: Agent) -> None:
         """Print the complete lines of the ranks' output that have arrived."""
         assert agent.process.stderr
-        arrived = agent.process.stderr.read(1 << 20)
+        arrived = self._arrived(agent.process.stderr)
         if arrived is None:
             return
-        if not arrived:
-            self._selector.unregister(agent.process.stderr)
         complete, newline, agent.output_rest = (agent.output_rest + arrived).rpartition(b"\n")
         if not arrived:
             complete, agent.output_rest = complete + newline + agent.output_rest, b""
@@ -237,11 +242,10 @@ class Connections:
 
     def _read(self, agent: Agent) -> Iterator[Report]:
         assert agent.process.stdout
-        arrived = agent.process.stdout.read(1 << 20)
+        arrived = self._arrived(agent.process.stdout)
         if arrived is None:
             return
         if not arrived:
-            self._selector.unregister(agent.process.stdout)
             yield Report(agent.host, None)
             return
         agent.heard_at = time.monotonic()

@@ -3,12 +3,12 @@
 import hashlib
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 from recipes.launching.attempt import SECONDS_TO_KILL, Attempt, Command
-from recipes.launching.causes import Diagnosis, Failures, Outcome, diagnose
+from recipes.launching.causes import Diagnosis, Failures, Outcome, diagnose, shown
 from recipes.launching.connection import Connect, Connections
 from recipes.launching.nodes import SECONDS_TO_CONNECT, Nodes
 from recipes.launching.replanning import Placement, Replanner
@@ -22,7 +22,6 @@ SECONDS_FOR_SPARE_NODES = 10.0  # to wait for all nodes, at the start
 SECONDS_FOR_NODES = 600.0  # to wait for nodes if too few answer
 SECONDS_BETWEEN_LISTS = 10.0  # of hosts, which a user may extend
 SECONDS_TO_SAVE = 300.0  # for ranks whose launch.py has ended, if supervision has no limit
-MAX_HOSTS_IN_MESSAGE = 8
 ECHO_SECONDS = 2.0  # signals within this time are one request
 
 
@@ -169,27 +168,25 @@ class Launcher:
 
     def _trains(self, attempt: Attempt) -> bool:
         """Return True once the attempt has finished its first step, after which it can save."""
-        for event in reversed(self.folder.read_events()):
-            if event["event"] == "first_step":
-                return True
-            if event["event"] == "attempt" and event.get("attempt") == attempt.lease:
-                return False
-        return False
+        return any(event["event"] == "first_step" for event in self._events_of(attempt))
 
     def _hosts_behind(self, attempt: Attempt) -> list[str]:
-        """Return the hosts of the ranks that the newest hang report names as behind."""
+        """Return the hosts of the ranks that the attempt's hang report names as behind."""
         if not any(end.code == HUNG for end in attempt.ends):
             return []
-        behind: Any = ()
-        for event in reversed(self.folder.read_events()):
-            if event["event"] == "stop" and "behind" in event:
-                behind = event["behind"]
-                break
-            if event["event"] == "attempt":  # an earlier hang had other causes
-                break
-        ranks = [rank for rank in behind if isinstance(rank, int)]
-        places = {rank // self.command.ranks_per_node for rank in ranks}
-        return [host for place, host in enumerate(attempt.hosts) if place in places]
+        events = self._events_of(attempt)
+        stops = [
+            event["behind"] for event in events if event["event"] == "stop" and "behind" in event
+        ]
+        ranks = [rank for rank in stops[-1] if isinstance(rank, int)] if stops else []
+        indices = {rank // self.command.ranks_per_node for rank in ranks}
+        return [host for index, host in enumerate(attempt.hosts) if index in indices]
+
+    def _events_of(self, attempt: Attempt) -> list[dict[str, Any]]:
+        """Return the events since the start of an attempt, the newest one."""
+        events = self.folder.read_events()
+        starts = [i for i, event in enumerate(events) if event.get("attempt") == attempt.lease]
+        return events[starts[0] :] if starts else []
 
     def _newest_checkpoint(self) -> int:
         """Return the step of the newest checkpoint; 0 if there is none."""
@@ -245,7 +242,7 @@ class Launcher:
         return f"{text}, and no layout fits on them (cluster.minimum_nodes = {minimum})"
 
     def _give_up(self, reason: str) -> int:
-        """Return the exit code after the last attempt, if there is no node to start another."""
+        """Return the exit code of a run that cannot be started again on the usable nodes."""
         if self.asked:
             return diagnose(Outcome(asked=True)).exit_code or 0
         self._say(
@@ -256,9 +253,3 @@ class Launcher:
 
     def _say(self, text: str) -> None:
         print(f"launch.py: {text}", file=sys.stderr, flush=True)
-
-
-def shown(names: Sequence[str]) -> str:
-    """Return names for a message, at most MAX_HOSTS_IN_MESSAGE of them."""
-    more = len(names) - MAX_HOSTS_IN_MESSAGE
-    return ", ".join(names[:MAX_HOSTS_IN_MESSAGE]) + (f" and {more} more" if more > 0 else "")

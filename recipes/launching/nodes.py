@@ -35,21 +35,23 @@ class Nodes:
         self._next_connect: dict[str, float] = {}  # for hosts without an agent
 
     def agent(self, host: str) -> Agent | None:
-        """Return the agent of a host; None if there is no connection to it."""
+        """Return the agent of a connected host; None for a host without a connection."""
         return self.connections.agents.get(host)
 
     def usable(self) -> list[str]:
         """Return the hosts that answer and have not failed too often, in the order of the list."""
-        return [host for host in self.hosts if self._answers(host) and not self._left_out(host)]
+        answering = filter(self._answers, self.hosts)
+        return [host for host in answering if not self.failures.left_out(host)]
 
     def keep_connected(self) -> None:
         """Connect to the hosts without an agent, and drop the agents that do not answer."""
         now = time.monotonic()
+        free = self.connections.free_connections()
         for host in self.hosts:
-            agent = self.agent(host)
-            if agent is None:
-                due = now >= self._next_connect.get(host, 0.0) and not self._left_out(host)
-                if due and not self.connections.is_busy():
+            if self.agent(host) is None:
+                due = now >= self._next_connect.get(host, 0.0)
+                if due and free > 0 and not self.failures.left_out(host):
+                    free -= 1
                     self._open(host)
             elif self.is_silent(host):
                 self.drop(host)
@@ -93,13 +95,10 @@ class Nodes:
 
     def absence(self, host: str) -> str:
         """Return the reason why a host is not used."""
-        if self._left_out(host):
+        if self.failures.left_out(host):
             return f"left out after {self.failures.of_nodes[host]} failures"
         return "spare" if self._answers(host) else "no answer"
 
     def _answers(self, host: str) -> bool:
         agent = self.agent(host)
         return agent is not None and agent.ready
-
-    def _left_out(self, host: str) -> bool:
-        return self.failures.left_out(host)

@@ -42,7 +42,7 @@ class Replanner:
         overrides: the user's values of --set
     """
 
-    def __init__(self, file: Path, overrides: Sequence[str]):
+    def __init__(self, file: Path, overrides: Sequence[str] = ()):
         self.file, self.overrides = file, overrides
         self.recipe, self.cluster = recipe_on_cluster(file, overrides)
         self._found: dict[int, Placement | None] = {}

@@ -22,7 +22,6 @@ import time
 
 from recipes import pretrain
 from recipes.training.runtime.garbage import pause_collection
-from recipes.training.runtime.torch_variables import set_torch_variables
 
 
 def main() -> None:
@@ -30,7 +29,6 @@ def main() -> None:
     report = os.dup(1)
     os.dup2(2, 1)  # libraries may print during their import
     pause_collection()
-    set_torch_variables(os.environ)
     # pretrain.py imports these packages after it has checked the recipe.
     from recipes.training.engine import build  # noqa: F401
     from recipes.training.loop import opening, start  # noqa: F401

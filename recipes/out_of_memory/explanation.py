@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields
 import torch
 
 from models.errors import UserError
-from recipes.gpus.datasheet import Gpu, gpus
+from recipes.gpus.datasheet import gpu_of_device, load_gpu
 from recipes.out_of_memory.allocated import (
     Allocated,
     allocated,
@@ -117,12 +117,13 @@ def first_line(experiment: Experiment, claim: Claim, error: Exception) -> str:
 
 def details(experiment: Experiment, engine: Engine | None) -> list[str]:
     """Return the lines about allocated and predicted memory, and about a layout that needs less."""
-    recipe, machine = experiment.recipe, machine_of(experiment)
+    recipe = experiment.recipe
     lines = [f"  allocated: {allocated_text(allocated(engine, on_gpu=on_gpu()))}"]
-    if machine is None:
-        return [*lines, f"  no prediction: recipes/gpus/datasheets/ has no {driver_name()}"]
     stage = experiment.topology.coordinates(experiment.world.rank).pipeline
     try:
+        machine = machine_of(experiment)
+        if machine is None:
+            return [*lines, f"  no prediction: recipes/gpus/datasheets/ has no {driver_name()}"]
         memory = memory_of_stage(job_of(recipe, machine, THREEFOLD), stage)
         other = alternative(recipe, machine)
     except UserError as problem:  # the planner rejects what the engine accepts
@@ -132,25 +133,15 @@ def details(experiment: Experiment, engine: Engine | None) -> list[str]:
 
 
 def machine_of(experiment: Experiment) -> Machine | None:
-    """Return the machine of a run for the planner; None if its GPU has no datasheet."""
-    cluster = experiment.recipe.cluster
-    gpu = gpu_of_cluster(cluster.gpu) if cluster else gpu_of_driver(driver_name())
-    if gpu is None:
-        return None
-    world = experiment.world
-    return Machine.of(gpu, gpus=world.size, gpus_per_node=world.local_size)
+    """Return the machine of a run for the planner; None if its GPU has no datasheet.
 
-
-def gpu_of_cluster(name: str) -> Gpu | None:
-    """Return the GPU that `cluster.gpu` names; None if it has no datasheet."""
-    return next((gpu for gpu in gpus() if gpu.name == name), None)
-
-
-def gpu_of_driver(name: str) -> Gpu | None:
-    """Return the GPU with the driver's name, or the CPU; None if it has no datasheet."""
-    if name == "cpu":
-        return gpu_of_cluster(name)
-    return next((gpu for gpu in gpus() if any(part in name for part in gpu.device_names)), None)
+    Raises:
+        UserError: `cluster.gpu` has no datasheet.
+    """
+    cluster, world = experiment.recipe.cluster, experiment.world
+    name = cluster.gpu if cluster else driver_name()
+    gpu = load_gpu(name) if cluster or name == "cpu" else gpu_of_device(name)
+    return Machine.of(gpu, gpus=world.size, gpus_per_node=world.local_size) if gpu else None
 
 
 def driver_name() -> str:

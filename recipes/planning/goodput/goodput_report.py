@@ -1,54 +1,67 @@
 """The predicted goodput of a recipe, as text and as a table."""
 
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from recipes.planning.goodput.renewal import FaultCosts, Goodput, best_interval, goodput
 from recipes.training.recipe.schema import Recipe
 
 
-def goodput_lines(
-    recipe: Recipe, step: float, costs: FaultCosts, failures_per_day: float
-) -> list[str]:
-    """Return the lines about the goodput.
+@dataclass(frozen=True)
+class GoodputCase:
+    """A recipe and the failures that its goodput is predicted for.
 
-    Args:
+    Attributes:
         recipe: the recipe
-        step: predicted duration of a step, in seconds
+        step_seconds: predicted duration of a step
         costs: the times that saves and failures cost
         failures_per_day: failures of the whole run
     """
-    every = recipe.checkpoint.every
-    best = best_interval(step, costs, failures_per_day, most=recipe.training.steps)
+
+    recipe: Recipe
+    step_seconds: float
+    costs: FaultCosts
+    failures_per_day: float
+
+    def with_saves_every(self, steps: int) -> Goodput:
+        """Return the goodput with a number of steps between saves."""
+        return goodput(steps * self.step_seconds, self.costs, self.failures_per_day)
+
+    def best_every(self) -> int:
+        """Return the number of steps between saves that keeps most of the time."""
+        most = self.recipe.training.steps
+        return best_interval(self.step_seconds, self.costs, self.failures_per_day, most=most)
+
+
+def goodput_lines(case: GoodputCase) -> list[str]:
+    """Return the lines about the goodput."""
+    costs, every, best = case.costs, case.recipe.checkpoint.every, case.best_every()
     lines = [
-        f"With {failures_per_day:g} failures per day (a save pauses the steps for "
+        f"With {case.failures_per_day:g} failures per day (a save pauses the steps for "
         f"{duration(costs.pause)} and is complete after {duration(costs.write)}; a restart takes "
         f"{duration(costs.restart)}):",
-        _line(every, step, goodput(every * step, costs, failures_per_day)),
+        _line(case, every),
     ]
     if best != every:
-        found = goodput(best * step, costs, failures_per_day)
-        lines.append(_line(best, step, found) + "; the best interval")
+        lines.append(_line(case, best) + "; the best interval")
     return lines
 
 
-def goodput_table(
-    recipe: Recipe, step: float, costs: FaultCosts, failures_per_day: float
-) -> dict[str, Any]:
-    """Return the goodput as a JSON object; the arguments are those of `goodput_lines`."""
-    every = recipe.checkpoint.every
-    best = best_interval(step, costs, failures_per_day, most=recipe.training.steps)
+def goodput_table(case: GoodputCase) -> dict[str, Any]:
+    """Return the goodput as a JSON object."""
+    every, best = case.recipe.checkpoint.every, case.best_every()
     return {
-        "failures_per_day": failures_per_day,
-        "costs_seconds": asdict(costs),
-        "own": {"every": every} | asdict(goodput(every * step, costs, failures_per_day)),
-        "best": {"every": best} | asdict(goodput(best * step, costs, failures_per_day)),
+        "failures_per_day": case.failures_per_day,
+        "costs_seconds": asdict(case.costs),
+        "own": {"every": every} | asdict(case.with_saves_every(every)),
+        "best": {"every": best} | asdict(case.with_saves_every(best)),
     }
 
 
-def _line(every: int, step: float, found: Goodput) -> str:
+def _line(case: GoodputCase, every: int) -> str:
+    found, interval = case.with_saves_every(every), duration(every * case.step_seconds)
     return (
-        f"  checkpoint.every = {every} ({duration(every * step)}): {found.kept:.1%} of the time in "
+        f"  checkpoint.every = {every} ({interval}): {found.kept:.1%} of the time in "
         f"kept steps, {found.repeated:.1%} in repeated steps, {found.restarting:.1%} in restarts, "
         f"{found.saving:.1%} in saves"
     )

@@ -1,8 +1,9 @@
 """The opening of a run, just before its first step, and its orderly end."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from typing import Any
 
 import torch.distributed as dist
 
@@ -55,7 +56,10 @@ def open_run(
         data=data.fingerprint,
         damaged=found.skipped,
     )
-    tracker_of_run = open_tracker(recipe, folder, rank, start=start.progress, changed=changed)
+    metrics = folder.read_metrics() if rank == 0 else []  # large after 100,000 steps: read once
+    tracker_of_run = open_tracker(
+        recipe, folder, rank, start=start.progress, changed=changed, metrics=metrics
+    )
     with writer_of_run as writer, tracker_of_run as tracker, claim.supervisor as supervisor:
         if engine.on_gpu and recipe.training.compile == "auto" and not engine.compiled:
             tracker.warn(NOT_COMPILED)
@@ -69,7 +73,7 @@ def open_run(
             engine=engine,
             meter=Meter(recipe, size, precision=precision, device_name=name),
             clock=StepClock(),
-            watch=watch_losses(experiment, claim),
+            watch=watch_losses(experiment, metrics),
             writer=writer,
             tracker=tracker,
             supervisor=supervisor,
@@ -82,13 +86,12 @@ def open_run(
         yield run
 
 
-def watch_losses(experiment: Experiment, claim: Claim) -> LossWatch:
-    """Return the loss watch; on rank 0, it knows the losses of the previous steps."""
-    lines = claim.folder.read_metrics() if experiment.world.rank == 0 else []
+def watch_losses(experiment: Experiment, metrics: Sequence[dict[str, Any]]) -> LossWatch:
+    """Return the loss watch, which knows the losses in the lines of metrics.jsonl."""
     return LossWatch(
         experiment.recipe.supervision,
         fp16=experiment.precision == "fp16",
-        losses=[line["loss"] for line in lines if isinstance(line.get("loss"), float)],
+        losses=[line["loss"] for line in metrics if isinstance(line.get("loss"), float)],
     )
 
 

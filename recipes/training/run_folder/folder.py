@@ -125,8 +125,8 @@ class RunFolder:
             UserError: the folder cannot be written.
         """
         self.check_lease()
+        self.write_recipe("recipe.toml", recipe)
         try:
-            write_whole(self.path / "recipe.toml", recipe.toml())
             lines = self._metric_lines.read()
             # If a recorded step after `start` ended at or before the sample at which the run
             # continues, the step is from a branch that a rollback discarded.
@@ -140,6 +140,19 @@ class RunFolder:
                 self.event("repeat", start.step, steps=len(lost), seconds=seconds_of(lost))
         except OSError as error:
             raise _cannot_write(error.filename or self.path, error) from None
+
+    def write_recipe(self, name: str, recipe: Recipe) -> Path:
+        """Write a recipe with every default into the folder, and return its file.
+
+        Raises:
+            UserError: the file cannot be written.
+        """
+        file = self.path / name
+        try:
+            write_whole(file, recipe.toml())
+        except OSError as error:
+            raise _cannot_write(error.filename or file, error) from None
+        return file
 
     def restore_metrics(self, source: Path, step: int, *, stamp: str) -> None:
         """Replace metrics.jsonl with the lines of `source` up to a step; copy the previous file.

@@ -29,6 +29,7 @@ from recipes.training.run_folder.line_file import flush
 from recipes.training.runtime.launchers import start_ticks
 
 NO_FLOCK = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP}
+SECONDS_TO_WAIT = 300  # file servers release a dead node's lock after 30 to 120 s
 BEAT_SECONDS = 5.0
 STALE_SECONDS = 60.0  # longer than network file systems cache a file's time
 LOST = 1  # exit code of a process whose lock another process has taken over

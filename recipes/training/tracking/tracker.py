@@ -3,7 +3,7 @@
 import contextlib
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from typing_extensions import override
@@ -21,7 +21,13 @@ from recipes.training.tracking.wandb_thread import WandbThread
 
 @contextlib.contextmanager
 def open_tracker(
-    recipe: Recipe, folder: RunFolder, rank: int, *, start: Progress, changed: dict[str, Any]
+    recipe: Recipe,
+    folder: RunFolder,
+    rank: int,
+    *,
+    start: Progress,
+    changed: dict[str, Any],
+    metrics: Sequence[dict[str, Any]] | None = None,
 ) -> Iterator["Tracker"]:
     """Open a tracker on rank 0 and a silent one on the other ranks; close it in any case.
 
@@ -31,11 +37,12 @@ def open_tracker(
         rank: the rank of this process
         start: the point at which the run resumes; step 0 if it starts
         changed: keys of the recipe that have changed since the checkpoint was saved
+        metrics: the lines of metrics.jsonl; rank 0 reads them itself if they are not given
     """
     if rank != 0:
         yield Tracker()
         return
-    tracker = RunTracker(recipe, folder, start=start, changed=changed)
+    tracker = RunTracker(recipe, folder, start=start, changed=changed, metrics=metrics)
     try:
         yield tracker
     except BaseException:
@@ -80,6 +87,7 @@ class RunTracker(Tracker):
         *,
         start: Progress = Progress(),  # noqa: B008 (frozen)
         changed: dict[str, Any] | None = None,
+        metrics: Sequence[dict[str, Any]] | None = None,
     ):
         self.recipe, self.folder, self.last_step = recipe, folder, start.step
         details: dict[str, Any] = {"changed": changed} if changed else {}
@@ -87,7 +95,7 @@ class RunTracker(Tracker):
             details["samples"] = start.samples
         event = "resume" if start.step else "start"
         self.folder.event(event, start.step, code_version=code_version(), **details)
-        self.wall_time = self._read_wall_time()
+        self.wall_time = self._read_wall_time(metrics)
         self.wandb = WandbThread(recipe, folder)
         self.display = Display(recipe.training.steps, start.step)
 
@@ -145,10 +153,14 @@ class RunTracker(Tracker):
     def end(self) -> None:
         self.folder.event("end", self.last_step, wall_time=self.wall_time.shares(time.time()))
 
-    def _read_wall_time(self) -> WallTime:
-        """Return the wall time of the run, including its earlier starts."""
+    def _read_wall_time(self, metrics: Sequence[dict[str, Any]] | None = None) -> WallTime:
+        """Return the wall time of the run, including its earlier starts.
+
+        metrics: the lines of metrics.jsonl; None to read them
+        """
         try:
-            return WallTime(self.folder.read_events(), self.folder.read_metrics())
+            lines = self.folder.read_metrics() if metrics is None else metrics
+            return WallTime(self.folder.read_events(), lines)
         except UserError as problem:
             self.warn(f"earlier steps are not included in the goodput: {problem}")
             return WallTime([{"event": "start", "time": time.time()}])
