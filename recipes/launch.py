@@ -28,10 +28,10 @@ from functools import partial
 
 from models.errors import UserError
 from recipes.launching.attempt import Command
-from recipes.launching.connection import forwarded, here, over_srun, over_ssh
-from recipes.launching.hosts import read_hostfile, slurm_hosts
 from recipes.launching.launcher import Launcher
 from recipes.launching.replanning import Replanner, check_cluster
+from recipes.nodes.connection import forwarded, here, over_srun, over_ssh
+from recipes.nodes.hosts import read_hostfile, slurm_hosts
 from recipes.training.recipe.loading import REPOSITORY, load_recipe, origin
 from recipes.training.recipe.schema import Recipe
 from recipes.training.recipe.topology import World

@@ -41,11 +41,12 @@ FLOORS = [
     ["recipes.planning.search"],
     ["recipes.planning.measured", "recipes.planning.goodput"],
     ["recipes.planning.output", "recipes.planning.command_line"],
+    ["recipes.nodes"],
     ["recipes.preparing", "recipes.tracing", "recipes.launching", "recipes.out_of_memory"],
     ["recipes.proving", "recipes.converting"],
     ["recipes.sweeping"],
     ["recipes"],
-    ["recipes.launching.standby"],  # becomes pretrain.py
+    ["recipes.nodes.standby"],  # becomes pretrain.py
 ]
 STANDARD_LIBRARY_ONLY = FLOORS[0]
 NO_DEEPSPEED = [*FLOORS[1], *FLOORS[2], *FLOORS[3], *FLOORS[4]]
@@ -89,12 +90,12 @@ NO_TORCH = [  # imported before torch, by commands of a login node, or in proces
     "recipes.out_of_memory.alternative",
     "recipes.launching.attempt",
     "recipes.launching.causes",
-    "recipes.launching.connection",
-    "recipes.launching.hosts",
     "recipes.launching.launcher",
-    "recipes.launching.node_agent",
     "recipes.launching.nodes",
     "recipes.launching.replanning",
+    "recipes.nodes.connection",
+    "recipes.nodes.hosts",
+    "recipes.nodes.node_agent",
     "recipes.proving.layouts",
     "recipes.proving.proof_corpus",
     "recipes.proving.shrink",

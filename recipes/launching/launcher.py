@@ -9,9 +9,9 @@ from typing import Any
 
 from recipes.launching.attempt import SECONDS_TO_KILL, Attempt, Command
 from recipes.launching.causes import Diagnosis, Failures, Outcome, diagnose, shown
-from recipes.launching.connection import Connect, Connections
 from recipes.launching.nodes import SECONDS_TO_CONNECT, Nodes
 from recipes.launching.replanning import Placement, Replanner
+from recipes.nodes.connection import Connect, Connections
 from recipes.training.recipe.schema import Recipe
 from recipes.training.run_folder.checkpoint_folders import published, step_of
 from recipes.training.run_folder.folder import RunFolder

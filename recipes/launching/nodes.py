@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from models.errors import UserError
 from recipes.launching.causes import Failures
-from recipes.launching.connection import Agent, Connections
+from recipes.nodes.connection import Agent, Connections
 
 SECONDS_TO_CONNECT = 60.0
 SECONDS_BETWEEN_CONNECTS = 5.0  # to a host that does not answer

@@ -18,9 +18,9 @@ from recipes.launching import launcher as launcher_module
 from recipes.launching import nodes as nodes_module
 from recipes.launching.attempt import Command
 from recipes.launching.causes import shown
-from recipes.launching.connection import here
 from recipes.launching.launcher import Launcher
 from recipes.launching.replanning import Placement
+from recipes.nodes.connection import here
 from recipes.training.recipe.loading import parse_recipe
 from recipes.training.run_folder.folder import RunFolder
 from recipes.training.runtime.exits import FINISHED, HUNG, INTERRUPTED, STOPPED

@@ -4,7 +4,7 @@ Importing torch and DeepSpeed takes most of the time of a restart. The agent the
 such process per GPU, started while the run trains. It does not use the GPU before it becomes a
 rank.
 
-    python recipes/launching/standby.py RUN
+    python recipes/nodes/standby.py RUN
 
 It writes a line to its standard output when it is ready. It then reads one line of JSON, with the
 command line and the environment variables of the rank, and runs recipes/pretrain.py with them.
@@ -13,7 +13,7 @@ command line and the environment variables of the rank, and runs recipes/pretrai
 import sys
 from pathlib import Path
 
-if __name__ == "__main__":  # import from the repository's root, not from recipes/launching/
+if __name__ == "__main__":  # import from the repository's root, not from recipes/nodes/
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
 import json

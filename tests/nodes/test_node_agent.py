@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from recipes.launching import node_agent
+from recipes.nodes import node_agent
 
 AGENT = Path(node_agent.__file__)
 SLEEP = [sys.executable, "-c", "import time; time.sleep(600)"]

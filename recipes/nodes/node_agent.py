@@ -16,7 +16,7 @@ If commands stop coming (launch.py or the network is gone), the agent asks its r
 stop, kills them if they do not end, and ends itself. Only the standard library is imported, so that
 an agent starts in a few milliseconds.
 
-    python recipes/launching/node_agent.py RUN SECONDS_OF_SILENCE SECONDS_TO_STOP STANDBY
+    python recipes/nodes/node_agent.py RUN SECONDS_OF_SILENCE SECONDS_TO_STOP STANDBY
 
 The agent keeps STANDBY processes that have already imported what a rank needs (standby.py).
 

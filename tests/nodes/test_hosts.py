@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from models.errors import UserError
-from recipes.launching.hosts import read_hostfile, slurm_hosts
+from recipes.nodes.hosts import read_hostfile, slurm_hosts
 
 
 def test_hosts_are_read_in_order(tmp_path: Path) -> None:
