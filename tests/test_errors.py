@@ -57,7 +57,7 @@ CATCHES = {  # function that catches one of BROAD -> why no defect becomes a use
     "recipes/sweeping/worlds/world.py: World.start": RAISES,
     "recipes/training/loop/joint_rejection.py: rejected_together": RAISES,
     "recipes/proving/worlds.py: _rank": "a layout that fails is a finding of the proof",
-    "recipes/training/checkpoint/writer.py: CheckpointWriter._work": RAISES,
+    "recipes/training/checkpoint/writer.py: CheckpointWriter._begin.work": RAISES,
     "recipes/training/data/checks.py: _check_manifest": PARSING,
     "recipes/training/recipe/deepspeed_config.py: read_deepspeed_json": PARSING,
     "recipes/training/supervision/background.py: within.run": CONTINUES,

@@ -12,12 +12,12 @@ from pathlib import Path
 from models.errors import UserError
 from models.layer_specs import logical_shapes
 from recipes.converting.verified_source import model_of
-from recipes.training.checkpoint.assembly import assign_owners
 from recipes.training.checkpoint.compatibility import differences
 from recipes.training.checkpoint.manifest import tensor_key
 from recipes.training.checkpoint.reader import CheckpointReader
 from recipes.training.checkpoint.tensor_file import FileRecord, TensorFileWriter
-from recipes.training.checkpoint.writer import KINDS_OF_FILE
+from recipes.training.checkpoint.writing.assembly import assign_owners
+from recipes.training.checkpoint.writing.rank_files import KINDS_OF_FILE
 from recipes.training.recipe.deepspeed_config import build_deepspeed_config
 from recipes.training.recipe.loading import apply_overrides, parse_recipe
 from recipes.training.recipe.schema import Recipe

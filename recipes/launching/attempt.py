@@ -86,6 +86,11 @@ class Attempt:
             "MASTER_ADDR": command.master or self.hosts[0],
             "MASTER_PORT": str(self._ask_port()),
         }
+        servers = [
+            {"node": host, "address": command.master or host} | agent.server
+            for host, agent in self.nodes.connections.agents.items()
+            if agent.ready and agent.server
+        ]
         for place, host in enumerate(self.hosts):
             first = place * size
             self.running |= dict.fromkeys(range(first, first + size), host)
@@ -100,6 +105,7 @@ class Attempt:
                 "variables": common,
                 "standby": self.placement.pipelined == command.pipelined,
                 "ranks": ranks,
+                "servers": servers,
             }
             self._send([host], start)
 

@@ -57,6 +57,7 @@ class Launcher:
         self.failures = Failures(recipe.cluster.node_failures)
         self.asked = 0  # times that a user has asked to stop
         self._asked_at = -ECHO_SECONDS
+        checkpoint = recipe.checkpoint
         node_seconds = float(recipe.supervision.node_seconds)
         self.connections = Connections(
             connect,
@@ -65,6 +66,9 @@ class Launcher:
             stop_seconds=float(recipe.supervision.hang_seconds or SECONDS_TO_SAVE),
             standby=command.ranks_per_node if recipe.cluster.standby else 0,
             variables=command.variables,
+            snapshots=f"{checkpoint.snapshot_folder}/threefold-{self.token}"
+            if checkpoint.snapshot_every
+            else "",
         )
         self.nodes = Nodes(list_hosts, self.connections, self.failures, node_seconds=node_seconds)
 

@@ -59,6 +59,7 @@ class Agent:
         process: ssh or srun
         heard_at: time of the last report, on the clock of time.monotonic
         ready: True once the agent has reported that it is ready
+        server: port and secret of the server of the node's snapshots, if there is one
         rest: the beginning of a report that has not arrived completely
         output_rest: likewise, of a line of the ranks' output
         unsent: commands that the pipe had no room for
@@ -69,6 +70,7 @@ class Agent:
     process: subprocess.Popen[bytes]
     heard_at: float = field(default_factory=time.monotonic)
     ready: bool = False
+    server: dict[str, Any] | None = None
     rest: bytes = b""
     output_rest: bytes = b""
     unsent: bytearray = field(default_factory=bytearray)
@@ -120,6 +122,7 @@ class Connections:
         stop_seconds: time that an agent gives its ranks to save and end
         standby: number of processes that each agent keeps ready to become ranks
         variables: environment variables of the ranks, which standby processes need too
+        snapshots: prefix of the folders for snapshots in memory; empty if the run takes none
     """
 
     def __init__(
@@ -131,8 +134,9 @@ class Connections:
         stop_seconds: float,
         standby: int,
         variables: Mapping[str, str],
+        snapshots: str = "",
     ):
-        self.connect, self.variables = connect, variables
+        self.connect, self.variables, self.snapshots = connect, variables, snapshots
         self.arguments = [run, f"{silence_seconds:g}", f"{stop_seconds:g}", str(standby)]
         self.agents: dict[str, Agent] = {}
         self._selector = selectors.DefaultSelector()
@@ -150,7 +154,8 @@ class Connections:
         Raises:
             OSError: the program that connects cannot be started.
         """
-        command = [sys.executable, str(AGENT), *self.arguments]
+        snapshots = f"{self.snapshots}-{host}" if self.snapshots else ""
+        command = [sys.executable, str(AGENT), *self.arguments, snapshots]
         process = subprocess.Popen(
             self.connect(host, command),
             stdin=subprocess.PIPE,
@@ -256,6 +261,8 @@ class Connections:
                 continue
             if content["is"] == "ready":
                 agent.ready = True
+                if "port" in content:
+                    agent.server = {"port": content["port"], "secret": content["secret"]}
                 agent.send({"do": "prepare", "variables": dict(self.variables)})
             else:
                 yield Report(agent.host, content)

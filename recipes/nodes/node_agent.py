@@ -6,7 +6,7 @@ object per line. The ranks write to its standard error.
     {"do": "port"}                     -> {"is": "port", "port": 29500}
     {"do": "prepare", "variables": {...}}     environment of standby processes
     {"do": "start", "attempt": 1, "command": [...], "variables": {...}, "standby": true,
-     "ranks": [{"RANK": "0", "LOCAL_RANK": "0"}, ...]}
+     "ranks": [{"RANK": "0", "LOCAL_RANK": "0"}, ...], "servers": [...]}
     {"do": "signal", "number": 15}     signal to all ranks
     {"do": "kill"}                     SIGKILL to all ranks and their children
     {"do": "beat"}                     -> {"is": "beat"}
@@ -16,9 +16,11 @@ If commands stop coming (launch.py or the network is gone), the agent asks its r
 stop, kills them if they do not end, and ends itself. Only the standard library is imported, so that
 an agent starts in a few milliseconds.
 
-    python recipes/nodes/node_agent.py RUN SECONDS_OF_SILENCE SECONDS_TO_STOP STANDBY
+    python recipes/nodes/node_agent.py RUN SECONDS_OF_SILENCE SECONDS_TO_STOP STANDBY SNAPSHOTS
 
-The agent keeps STANDBY processes that have already imported what a rank needs (standby.py).
+SNAPSHOTS is the prefix of the folder for snapshots in memory; empty if the run takes none. Then the
+report "ready" has the port and the secret of their server, and the command "start" has the servers
+of all nodes. The agent keeps STANDBY processes that have already imported what a rank needs (standby.py).
 
 RUN is the prefix of the names of the run's leases. Before anything else, the agent kills the agents
 and ranks that an earlier connection of this run has left on this node. If RUN is empty, it does
@@ -35,7 +37,13 @@ import socket
 import subprocess
 import sys
 import time
+from pathlib import Path
 from typing import Any, NoReturn
+
+if __name__ == "__main__":  # import from the repository's root, not from recipes/nodes/
+    sys.path[0] = str(Path(__file__).resolve().parents[2])
+
+from recipes.nodes.snapshot_server import ServerProcess
 
 SECONDS_BETWEEN_CHECKS = 0.5
 SECONDS_FOR_LEFTOVERS = 10.0  # for killed processes to end
@@ -52,9 +60,18 @@ class NodeAgent:
         stop_seconds: time in which the ranks may save and end after a signal
         run: name of the run, for the command lines of standby processes
         standby: number of standby processes
+        snapshots: prefix of the folder for snapshots; empty for none
     """
 
-    def __init__(self, silence_seconds: float, stop_seconds: float, *, run: str, standby: int):
+    def __init__(
+        self,
+        silence_seconds: float,
+        stop_seconds: float,
+        *,
+        run: str,
+        standby: int,
+        snapshots: str,
+    ):
         self.silence_seconds, self.stop_seconds = silence_seconds, stop_seconds
         self.standby_command = [sys.executable, STANDBY, run]
         self.standby_variables: dict[str, str] | None = None  # until launch.py has sent them
@@ -62,6 +79,7 @@ class NodeAgent:
         self.ready: list[subprocess.Popen[bytes]] = []  # standby processes
         self.warming: subprocess.Popen[bytes] | None = None  # one at a time
         self._next_standby = 0.0
+        self.server = self.serve(snapshots) if snapshots else None
         self.attempt = 0
         self.stopping = False  # the ranks have been asked to save and stop
         self.ranks: dict[int, subprocess.Popen[bytes]] = {}
@@ -77,7 +95,10 @@ class NodeAgent:
         os.set_blocking(child_ended, False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.set_wakeup_fd(child_ended, warn_on_full_buffer=False)
-        self.report({"is": "ready", "host": socket.gethostname(), "process": os.getpid()})
+        ready = {"is": "ready", "host": socket.gethostname(), "process": os.getpid()}
+        if self.server:
+            ready |= {"port": self.server.port, "secret": self.server.secret}
+        self.report(ready)
         with selectors.DefaultSelector() as selector:
             selector.register(0, selectors.EVENT_READ)
             selector.register(children, selectors.EVENT_READ)
@@ -93,6 +114,14 @@ class NodeAgent:
                     seconds = f"{self.silence_seconds:g} s"
                     self.say(f"no command from launch.py for {seconds}; ending the ranks")
                     self.leave()
+
+    def serve(self, snapshots: str) -> ServerProcess | None:
+        """Start the server of this node's snapshots; the run continues if that fails."""
+        try:
+            return ServerProcess.start(Path(snapshots))
+        except OSError as error:
+            self.say(f"no snapshots in memory: {snapshots}: {error.strerror}")
+            return None
 
     def read_commands(self) -> None:
         """Read and carry out the commands that have arrived."""
@@ -132,8 +161,12 @@ class NodeAgent:
         self.attempt = command["attempt"]
         self.stopping = False
         self._next_standby = time.monotonic() + SECONDS_BEFORE_STANDBY
+        common = command["variables"]
+        if self.server:
+            self.server.tell(command["servers"])
+            common |= {"THREEFOLD_SNAPSHOTS": str(self.server.folder)}
         for own in command["ranks"]:
-            rank, variables = int(own["RANK"]), command["variables"] | own
+            rank, variables = int(own["RANK"]), common | own
             standby = self.wake(command["command"], variables) if command["standby"] else None
             try:
                 self.ranks[rank] = standby or subprocess.Popen(
@@ -220,6 +253,8 @@ class NodeAgent:
         while time.monotonic() < deadline and any(p.poll() is None for p in self.ranks.values()):
             time.sleep(0.1)
         self.kill()
+        if self.server:
+            self.server.end()
         os._exit(0)
 
     def report(self, report: dict[str, Any]) -> None:
@@ -285,7 +320,10 @@ def leftovers(run: str) -> list[int]:
 
 
 if __name__ == "__main__":
-    run, silence, stop, standby = sys.argv[1:5]
+    run, silence, stop, standby, snapshots = sys.argv[1:6]
     if run:
         end_leftovers(run)
-    NodeAgent(float(silence), float(stop), run=run, standby=int(standby)).run()
+    agent = NodeAgent(
+        float(silence), float(stop), run=run, standby=int(standby), snapshots=snapshots
+    )
+    agent.run()

@@ -80,10 +80,14 @@ class Manifest:
     def write(self, folder: Path) -> None:
         """Write the manifest into a checkpoint's folder, and flush it to the disk."""
         file = folder / "manifest.json"
-        file.write_text(json.dumps(asdict(self), indent=1) + "\n")
+        file.write_text(self.text())
         file.with_suffix(".sha256").write_text(sha256(file) + "\n")
         for path in (file, file.with_suffix(".sha256"), folder):
             flush(path)
+
+    def text(self) -> str:
+        """Return the content of manifest.json."""
+        return json.dumps(asdict(self), indent=1) + "\n"
 
     @classmethod
     def read(cls, checkpoint: Path) -> "Manifest":
@@ -93,8 +97,17 @@ class Manifest:
             UserError: the file is damaged, or was written by a later version of this code.
         """
         file = checkpoint / "manifest.json"
+        return cls.parse(file.read_text(), file)
+
+    @classmethod
+    def parse(cls, text: str, file: Path) -> "Manifest":
+        """Read the text of a manifest; `file` names it in messages.
+
+        Raises:
+            UserError: the text is damaged, or was written by a later version of this code.
+        """
         try:
-            content = json.loads(file.read_text())
+            content = json.loads(text)
         except (ValueError, RecursionError) as error:
             raise UserError(f"{file} is damaged ({error}); use another checkpoint") from None
         if not isinstance(content, dict):

@@ -19,6 +19,11 @@ class CheckpointReader:
     path: Path
     manifest: Manifest
 
+    @property
+    def in_memory(self) -> bool:
+        """True for a snapshot in the memory of the nodes."""
+        return False
+
     def rows(self, kind: str, name: str, start: int, stop: int) -> Tensor:
         """Return the rows start .. stop - 1 (dimension 0) of a weight or a moment."""
         key = tensor_key(kind, name)

@@ -8,7 +8,8 @@ any instant therefore continues on the branch that the user requested.
 
 import sys
 import time
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +19,18 @@ from models.errors import UserError
 from recipes.training.checkpoint import resume_point
 from recipes.training.checkpoint.resume_point import ResumePoint
 from recipes.training.recipe.schema import Recipe
-from recipes.training.run_folder.checkpoint_folders import stamp_of, time_stamp
+from recipes.training.run_folder.checkpoint_folders import (
+    published,
+    stamp_of,
+    step_of,
+    time_stamp,
+)
 from recipes.training.run_folder.folder import RunFolder
 from recipes.training.run_folder.history import Branch, History
 from recipes.training.run_folder.lock import FolderInUse
 from recipes.training.run_folder.progress import Progress
 
+FindInMemory = Callable[[History, int], ResumePoint]  # (history, step on the disk)
 SECONDS_BETWEEN_TRIES = 1.0
 SECONDS_BETWEEN_MESSAGES = 30.0
 
@@ -112,11 +119,19 @@ def find_start(
     recipe: Recipe,
     data: dict[str, Any],
     *,
+    find_in_memory: FindInMemory | None = None,
     note: resume_point.Note = resume_point.no_note,
 ) -> Start:
     """Find the point at which the run starts or resumes, without changing files; collective.
 
-    `note` is called before each file of a checkpoint is verified.
+    Args:
+        folder: the run folder
+        request: the `--resume` option
+        recipe: the recipe of the run
+        data: fingerprints of corpora and tokenizer
+        find_in_memory: finds the newest snapshot in the memory of the nodes, not older than a step;
+            None without snapshots
+        note: called before each file of a checkpoint is verified
 
     Raises:
         UserError: the events cannot be read, or `resume_point.find` raised the error.
@@ -124,9 +139,19 @@ def find_start(
     history = _agree_on_history(folder)
     if (request.once, request.resume) in history.requests:
         request = Request()
+    pending = history.branch if history.branch and history.branch.pending else None
+    snapshot = ResumePoint()
+    if find_in_memory and request.resume == "auto" and not pending:
+        newest = max(map(step_of, published(folder.checkpoints)), default=0)
+        snapshot = find_in_memory(history, newest)
+    if snapshot.checkpoint:
+        # Only checkpoints on the disk end the count of rollbacks.
+        saved = max((step for step in history.saved if step <= snapshot.progress.step), default=0)
+        return _at(snapshot, history, saved=saved)
     found = resume_point.find(
         folder.checkpoints, request.resume, recipe, data, branch=history.branch, note=note
     )
+    found = replace(found, skipped=snapshot.skipped | found.skipped)
     progress = found.progress
     if request.resume != "auto":
         return Start(found, progress, 0, request, None)
@@ -136,11 +161,25 @@ def find_start(
             f"{max(history.saved)} was saved there; restore the folder (for example, mount its "
             f"disk), or start again with --resume never"
         )
-    pending = history.branch if history.branch and history.branch.pending else None
+    return _at(found, history, saved=progress.step, pending=pending)
+
+
+def _at(
+    found: ResumePoint, history: History, *, saved: int, pending: Branch | None = None
+) -> Start:
+    """Return the start of a run that resumes by itself.
+
+    Args:
+        found: the checkpoint
+        history: the history of the run
+        saved: step of the newest checkpoint on the disk that the run has passed through
+        pending: a request of an earlier start that has not been carried out
+    """
+    progress = found.progress
     samples = history.rolled_back.get(progress.step)
     if progress.step and samples is not None:
         progress = Progress(progress.step, samples)
-    return Start(found, progress, history.rollbacks(progress.step), request, pending)
+    return Start(found, progress, history.rollbacks(saved), Request(), pending)
 
 
 def begin_branch(folder: RunFolder, start: Start) -> None:

@@ -58,6 +58,11 @@ class ResumePoint:
         """The folder of the checkpoint, if there is one."""
         return self.checkpoint.path if self.checkpoint else None
 
+    @property
+    def in_memory(self) -> bool:
+        """True for a snapshot in the memory of the nodes."""
+        return self.checkpoint is not None and self.checkpoint.in_memory
+
     def reader(self) -> CheckpointReader:
         """Return the checkpoint, which must exist."""
         assert self.checkpoint is not None

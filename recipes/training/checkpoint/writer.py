@@ -14,20 +14,21 @@ import secrets
 import shutil
 import sys
 import threading
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from models.cost import parameter_count
 from models.parallel.process_groups import create_host_groups
-from recipes.training.checkpoint.assembly import Assembly
-from recipes.training.checkpoint.manifest import FileRecord, Manifest, tensor_key
-from recipes.training.checkpoint.state import KINDS, MOMENTS, WEIGHTS, TrainingState
-from recipes.training.checkpoint.tensor_file import TensorFileWriter
+from recipes.training.checkpoint.manifest import Manifest
+from recipes.training.checkpoint.state import KINDS, TrainingState
+from recipes.training.checkpoint.writing.assembly import Assembly
+from recipes.training.checkpoint.writing.rank_files import Written, united, write_files
 from recipes.training.recipe.schema import Recipe
 from recipes.training.recipe.topology import Topology
 from recipes.training.run_folder.checkpoint_folders import (
@@ -42,12 +43,18 @@ from recipes.training.run_folder.provenance import layout_of, versions
 from recipes.training.runtime.host_memory import host_copy
 from recipes.training.runtime.rank_tree import RankTree
 
-KINDS_OF_FILE = {"weights": (WEIGHTS,), "moments": MOMENTS}  # for each of a rank's files
 RESERVED_DISK_BYTES = 64 * 2**20  # for the manifest, metrics and logs
 EXCHANGE_TIMEOUT = timedelta(hours=1)  # long, because ranks wait for each other's disks
 SECONDS_FOR_SAVE_AFTER_ERROR = 60.0  # before a failed run abandons the save in flight
 
 T = TypeVar("T")
+
+
+class Counters(NamedTuple):
+    """State of the optimizer beside its tensors: number of updates, and fp16's loss scale."""
+
+    updates: int
+    loss_scale: dict[str, Any] | None
 
 
 class CheckpointWriter:
@@ -100,7 +107,8 @@ class CheckpointWriter:
             {kind: host_copy(tensor) for kind, tensor in flat.items()} for flat in state.tensors()
         ]
         self._thread: threading.Thread | None = None
-        self._problem: str | None = None
+        self._is_snapshot = False  # what the thread writes
+        self._problem: str | None = None  # of the newest save to the disk
         self._broken: Exception | None = None
 
     def __enter__(self) -> "CheckpointWriter":
@@ -108,7 +116,7 @@ class CheckpointWriter:
 
     def __exit__(self, kind: type[BaseException] | None, *details: object) -> None:
         if kind is not None:
-            if self._thread is not None:
+            if self._thread is not None and not self._is_snapshot:
                 self._thread.join(SECONDS_FOR_SAVE_AFTER_ERROR)
             return
         self.wait()  # the save in flight reads the staged copies
@@ -129,11 +137,22 @@ class CheckpointWriter:
         self._problem = f"step {progress.step} is not saved: {no_room}" if no_room else None
         if no_room:
             return "; ".join(filter(None, [earlier, self._problem]))
-        self._copy_from_device()
-        arguments = (progress, self.state.updates, self.state.loss_scale)
-        self._thread = threading.Thread(target=self._work, args=arguments, daemon=True)
-        self._thread.start()
+        self._begin(partial(self._write_checkpoint, progress), is_snapshot=False)
         return earlier
+
+    def begin_snapshot(self, write: Callable[[Counters], str | None]) -> None:
+        """Copy the current state from the device, and let the writer's thread write it; collective.
+
+        Args:
+            write: writes the staged copies with `write_files`; returns a message on failure
+        """
+        self.wait()
+        self._begin(write, is_snapshot=True)
+
+    @property
+    def busy(self) -> bool:
+        """True while a save or a snapshot is being written."""
+        return self._thread is not None and self._thread.is_alive()
 
     def wait(self) -> str | None:
         """Wait for the save in flight; return a message if the newest save failed.
@@ -165,51 +184,64 @@ class CheckpointWriter:
             f"make room, or keep fewer checkpoints with checkpoint.keep"
         )
 
-    def _copy_from_device(self) -> None:
+    def _begin(self, write: Callable[[Counters], str | None], *, is_snapshot: bool) -> None:
+        """Stage the current state, and start the thread that writes it."""
         for staged, flat in zip(self.staged, self.state.tensors(), strict=True):
             for kind, tensor in flat.items():
                 staged[kind].copy_(tensor, non_blocking=True)
         if any(tensor.is_cuda for tensor in self.state.weights):
             torch.cuda.current_stream().synchronize()
+        counters = Counters(self.state.updates, self.state.loss_scale)
 
-    def _work(self, progress: Progress, updates: int, loss_scale: dict[str, Any] | None) -> None:
-        """Write and publish a checkpoint, in the writer's thread."""
-        name = checkpoint_name(progress.step)
-        workspace = self.folder.checkpoints / f"{name}.{self.token}.incomplete"
-        try:
-            files, tensors, problem = self._write_together(workspace)
-            if self.rank == 0 and not problem:
-                manifest = Manifest(
-                    step=progress.step,
-                    samples=progress.samples,
-                    tokens=progress.samples * self.recipe.model.sequence_length,
-                    updates=updates,
-                    loss_scale=loss_scale,
-                    tensors=tensors,
-                    files=files,
-                    recipe=self.recipe.model_dump(mode="json"),
-                    layout=self.layout,
-                    data=self.data,
-                    versions=self.versions,
-                )
-                problem = self._publish(workspace, manifest)
-            if self.rank == 0 and problem:
-                shutil.rmtree(workspace, ignore_errors=True)
-            problem = self._from_rank_0(problem)
-        except Exception as error:
-            self._broken = error
-            return
-        if problem:
-            self._problem = f"step {progress.step} is not saved: {problem}"
+        def work() -> None:
+            try:
+                problem = write(counters)
+            except Exception as error:
+                self._broken = error
+                return
+            if not is_snapshot:
+                self._problem = problem
 
-    def _write_together(
-        self, workspace: Path
-    ) -> tuple[dict[str, FileRecord], dict[str, str], str | None]:
+        self._is_snapshot = is_snapshot
+        self._thread = threading.Thread(target=work, daemon=True)
+        self._thread.start()
+
+    def _write_checkpoint(self, progress: Progress, counters: Counters) -> str | None:
+        """Write and publish a checkpoint; collective. Return a message, the same on all ranks."""
+        workspace = (
+            self.folder.checkpoints / f"{checkpoint_name(progress.step)}.{self.token}.incomplete"
+        )
+        written = self._write_together(workspace)
+        problem = written.problem
+        if self.rank == 0 and not problem:
+            problem = self._publish(workspace, self.manifest(progress, counters, written))
+        if self.rank == 0 and problem:
+            shutil.rmtree(workspace, ignore_errors=True)
+        problem = self._from_rank_0(problem)
+        return f"step {progress.step} is not saved: {problem}" if problem else None
+
+    def manifest(self, progress: Progress, counters: Counters, written: Written) -> Manifest:
+        """Return the manifest of the state after a step; on rank 0."""
+        return Manifest(
+            step=progress.step,
+            samples=progress.samples,
+            tokens=progress.samples * self.recipe.model.sequence_length,
+            updates=counters.updates,
+            loss_scale=counters.loss_scale,
+            tensors=written.tensors,
+            files=written.files,
+            recipe=self.recipe.model_dump(mode="json"),
+            layout=self.layout,
+            data=self.data,
+            versions=self.versions,
+        )
+
+    def _write_together(self, workspace: Path) -> Written:
         """Write the files of all ranks; collective.
 
         Returns:
-            On rank 0, the files of all ranks, the tensors in them, and a message if any rank
-            failed. On the other ranks only a message if the workspace could not be created.
+            On rank 0, the files of all ranks. On the other ranks only a message if the workspace
+            could not be created.
         """
         problem = None
         if self.rank == 0:
@@ -221,53 +253,17 @@ class CheckpointWriter:
                 problem = f"{workspace}: {error.strerror}"
         problem = self._from_rank_0(problem)
         if problem:
-            return {}, {}, problem
-        files: dict[str, FileRecord] = {}
-        tensors: dict[str, str] = {}
-        everyones = self.tree.gather(self._write_own(workspace))
-        for rank, (own_files, own_tensors, own_problem) in everyones.items():
-            files |= own_files
-            tensors |= own_tensors
-            if own_problem:
-                problem = f"rank {rank}: {own_problem}"
-        return dict(sorted(files.items())), tensors, problem
+            return Written(problem=problem)
+        return united(self.tree.gather(self.write_files(workspace)))
 
-    def _write_own(
-        self, workspace: Path
-    ) -> tuple[dict[str, FileRecord], dict[str, str], str | None]:
-        """Write this rank's files; return their records, tensors, and a message on failure."""
-        sending = self.assembly.send(self.staged)
-        files: dict[str, FileRecord] = {}
-        tensors: dict[str, str] = {}
-        problem = None
-        for label, kinds in KINDS_OF_FILE.items():
-            path = workspace / f"{label}-{self.rank:05d}.safetensors"
-            arriving = (
-                (tensor_key(kind, name), tensor)
-                for kind in kinds
-                for name, tensor in self.assembly.receive(kind, self.staged)
-            )
-            shapes = {
-                tensor_key(kind, name): shape
-                for kind in kinds
-                for name, shape in self.assembly.shapes.items()
-            }
-            try:
-                if shapes and not problem:
-                    # This node may not see the folder yet that rank 0 has created.
-                    workspace.mkdir(parents=True, exist_ok=True)
-                    with TensorFileWriter(path, shapes, dtype="F32") as writer:
-                        for key, tensor in arriving:
-                            writer.write(key, tensor.numpy().data)
-                    files[path.name] = writer.record
-                    tensors |= dict.fromkeys(shapes, path.name)
-            except OSError as error:
-                problem = f"{path}: {error.strerror or error}"
-            for _ in arriving:  # the senders wait until their messages are received
-                pass
-        for work in sending:
-            work.wait()
-        return files, tensors, problem
+    def write_files(self, workspace: Path, problem: str | None = None) -> Written:
+        """Write this rank's files from the staged copies; collective within the stage.
+
+        Args:
+            workspace: where to write them
+            problem: a reason not to write, with which this rank only sends to the others
+        """
+        return write_files(self.assembly, self.staged, workspace, self.rank, problem)
 
     def _publish(self, workspace: Path, manifest: Manifest) -> str | None:
         """Publish the checkpoint and delete old ones; return a message if publishing fails."""

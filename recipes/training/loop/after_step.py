@@ -5,13 +5,16 @@ requests to stop.
 """
 
 import math
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from recipes.training.loop.measurements import validate
 from recipes.training.loop.rollback import roll_back
 from recipes.training.loop.run import Ending, Run, StepOutcome, is_due, stopped_without_save
 from recipes.training.runtime.exits import INTERRUPTED, STOPPED
 from recipes.training.supervision.loss_watch import BadStep, Severity
+
+if TYPE_CHECKING:  # it imports torch, which takes seconds
+    from recipes.training.snapshots.writer import SnapshotWriter
 
 MAX_WEIGHTS_IN_MESSAGE = 8
 
@@ -26,7 +29,11 @@ def after_step(run: Run, step: int, metrics: dict[str, Any]) -> StepOutcome:
     """
     bad = run.watch.judge(metrics["loss"], metrics["grad_norm"])
     own_severity = bad.severity if bad else Severity.GOOD
-    stop_request, severity = run.supervisor.agree(own_severity, run.engine.device)
+    stop_request, severity, saving = run.supervisor.agree(
+        own_severity, run.engine.device, saving=run.writer.busy
+    )
+    snapshots = run.snapshots
+    snapshot_due = snapshots is not None and snapshots.is_due(step) and not saving
 
     # 1. Bad numbers: skip the step, or roll back.
     if bad or severity >= Severity.UNSAFE:
@@ -34,10 +41,12 @@ def after_step(run: Run, step: int, metrics: dict[str, Any]) -> StepOutcome:
         if outcome:
             return outcome
     # 2. Replicas: the ranks that hold the same weights compare them, always before a save.
-    ending = find_diverged_replicas(run, step)
-    # 3. Save: begin to write a checkpoint in the background.
+    ending = find_diverged_replicas(run, step, snapshot_due=snapshot_due)
+    # 3. Save: begin to write a checkpoint, or a snapshot in memory, in the background.
     if not ending and is_due(step, run.recipe.checkpoint.every, run.last_step):
         ending = save(run, step)
+    elif not ending and not stop_request and snapshots and snapshot_due:
+        take_snapshot(run, snapshots, step)
     # 4. Stop: after a signal or the death of a launcher, save and end.
     if not ending and stop_request:
         ending = stop(run, step, stop_request)
@@ -93,11 +102,11 @@ def skip_last_step(run: Run, step: int, metrics: dict[str, Any], reason: str) ->
     return Ending(STOPPED, stopped_without_save(step, problem))
 
 
-def find_diverged_replicas(run: Run, step: int) -> Ending | None:
-    """Compare the replicas of the weights, if that or a save is due; collective."""
+def find_diverged_replicas(run: Run, step: int, *, snapshot_due: bool) -> Ending | None:
+    """Compare the replicas of the weights, if that, a save or a snapshot is due; collective."""
     every, last = run.recipe.training.compare_replicas_every, run.last_step
-    save_every = run.recipe.checkpoint.every
-    if not every or not (is_due(step, every, last) or is_due(step, save_every, last)):
+    save_due = snapshot_due or is_due(step, run.recipe.checkpoint.every, last)
+    if not every or not (save_due or is_due(step, every, last)):
         return None
     run.supervisor.crumb.note("comparing replicas")
     diverged = run.engine.differing_replicas()
@@ -113,10 +122,20 @@ def save(run: Run, step: int) -> Ending | None:
     """Begin to save; return the end of the run if an earlier save has failed; collective."""
     with run.supervisor.crumb.waiting_for_disk("saving"):
         problem = run.writer.save(run.data.progress_after(step))
+    if run.snapshots:
+        run.snapshots.last = step
     if problem and run.recipe.checkpoint.on_failure == "continue":
         run.tracker.warn(problem)
         return None
     return Ending(STOPPED, problem) if problem else None
+
+
+def take_snapshot(run: Run, snapshots: "SnapshotWriter", step: int) -> None:
+    """Begin to take a snapshot in the memory of the nodes; warn if an earlier one has failed."""
+    run.supervisor.crumb.note("taking a snapshot")
+    problem = snapshots.take(run.data.progress_after(step))
+    if problem:
+        run.tracker.warn(problem)
 
 
 def stop(run: Run, step: int, request: str) -> Ending | None:

@@ -1,5 +1,6 @@
 """The opening of a run, just before its first step, and its orderly end."""
 
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -16,6 +17,8 @@ from recipes.training.loop.experiment import Experiment
 from recipes.training.loop.run import Ending, Run
 from recipes.training.loop.start import Claim
 from recipes.training.runtime.exits import FINISHED, INTERRUPTED, STOPPED
+from recipes.training.snapshots.node_memory import NodeMemory
+from recipes.training.snapshots.writer import SnapshotWriter
 from recipes.training.supervision.loss_watch import LossWatch
 from recipes.training.tracking.messages import NOT_COMPILED
 from recipes.training.tracking.meter import Meter
@@ -56,9 +59,16 @@ def open_run(
         data=data.fingerprint,
         damaged=found.skipped,
     )
+    snapshots = open_snapshots(experiment, writer_of_run, start.progress.step)
     metrics = folder.read_metrics() if rank == 0 else []  # large after 100,000 steps: read once
     tracker_of_run = open_tracker(
-        recipe, folder, rank, start=start.progress, changed=changed, metrics=metrics
+        recipe,
+        folder,
+        rank,
+        start=start.progress,
+        changed=changed,
+        in_memory=found.in_memory,
+        metrics=metrics,
     )
     with writer_of_run as writer, tracker_of_run as tracker, claim.supervisor as supervisor:
         if engine.on_gpu and recipe.training.compile == "auto" and not engine.compiled:
@@ -75,6 +85,7 @@ def open_run(
             clock=StepClock(),
             watch=watch_losses(experiment, metrics),
             writer=writer,
+            snapshots=snapshots,
             tracker=tracker,
             supervisor=supervisor,
             timeline=TimelineRecorder(engine, recipe, topology, folder),
@@ -84,6 +95,24 @@ def open_run(
         if not engine.compiled:  # otherwise the first step compiles, and belongs to the start-up
             supervisor.expect_steps()
         yield run
+
+
+def open_snapshots(
+    experiment: Experiment, writer: CheckpointWriter, step: int
+) -> SnapshotWriter | None:
+    """Return the writer of snapshots, if launch.py has started the run and the recipe wants them.
+
+    Args:
+        experiment: the experiment of the run
+        writer: the writer of its checkpoints
+        step: the last completed step
+    """
+    memory = NodeMemory.from_environment(os.environ)
+    every = experiment.recipe.checkpoint.snapshot_every
+    if memory is None or not every:
+        return None
+    size = experiment.world.local_size
+    return SnapshotWriter(writer, memory, every=every, step=step, ranks_per_node=size)
 
 
 def watch_losses(experiment: Experiment, metrics: Sequence[dict[str, Any]]) -> LossWatch:

@@ -43,6 +43,8 @@ def roll_back(run: Run, step: int, reason: str) -> StepOutcome:
     with run.supervisor.crumb.waiting_for_disk("rolling back"):
         run.engine.load(found.reader())
     run.data.resume(target)
+    if run.snapshots:
+        run.snapshots.last = target.step
     run.watch.rolled_back()
     run.clock.restart()
     run.tracker.roll_back(step, target, reason)

@@ -17,6 +17,7 @@ if TYPE_CHECKING:  # these import torch, which takes seconds
     from recipes.training.data.dataset import TrainingData
     from recipes.training.data.prefetcher import Prefetcher
     from recipes.training.engine.engine import Engine
+    from recipes.training.snapshots.writer import SnapshotWriter
     from recipes.training.supervision.supervisor import Supervisor
     from recipes.training.tracking.meter import Meter
     from recipes.training.tracking.timeline import TimelineRecorder
@@ -28,6 +29,7 @@ class Run:
     """The objects that work together in a run.
 
     Attributes:
+        snapshots: takes snapshots in the memory of the nodes; None if the run takes none
         find_start: finds the newest checkpoint of the run, for a rollback; collective
     """
 
@@ -41,6 +43,7 @@ class Run:
     clock: StepClock
     watch: LossWatch
     writer: "CheckpointWriter"
+    snapshots: "SnapshotWriter | None"
     tracker: "Tracker"
     supervisor: "Supervisor"
     timeline: "TimelineRecorder"

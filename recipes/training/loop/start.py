@@ -1,6 +1,8 @@
 """The start of a run on all ranks: supervision, the run folder's lock, and the resume point."""
 
+import os
 from dataclasses import dataclass
+from functools import partial
 
 from recipes.training.checkpoint.resume import (
     Request,
@@ -18,6 +20,8 @@ from recipes.training.run_folder.folder import RunFolder
 from recipes.training.run_folder.lock import FolderInUse
 from recipes.training.runtime.exits import FINISHED, leave
 from recipes.training.runtime.processes import check_machine, hosts_of_ranks, start_processes
+from recipes.training.snapshots.finding import find_snapshot
+from recipes.training.snapshots.node_memory import NodeMemory
 from recipes.training.supervision.breadcrumb import Breadcrumb
 from recipes.training.supervision.supervisor import Supervisor
 from recipes.training.tracking.messages import announce, summarize, tell_skipped
@@ -109,7 +113,20 @@ def find_resume_point(
     """
     crumb, request = claim.supervisor.crumb, Request(resume, resume_once)
     crumb.note("verifying checkpoints")
-    return find_start(claim.folder, request, experiment.recipe, data.fingerprint, note=crumb.note)
+    memory = NodeMemory.from_environment(os.environ)
+    find_in_memory = (
+        partial(find_snapshot, memory, experiment.recipe, data.fingerprint, note=crumb.note)
+        if memory
+        else None
+    )
+    return find_start(
+        claim.folder,
+        request,
+        experiment.recipe,
+        data.fingerprint,
+        find_in_memory=find_in_memory,
+        note=crumb.note,
+    )
 
 
 def begin(

@@ -52,6 +52,8 @@ class History:
         requests: (name, value) of each `--resume` option that was applied with `--resume-once`
         saved: steps of the branch whose checkpoints were published; retention may have deleted the
             older ones
+        turns: for each event after which the run continued from another step than the one before,
+            the last step that it kept; -1 if it kept none
     """
 
     rolled_back: dict[int, int] = field(default_factory=dict)
@@ -59,6 +61,7 @@ class History:
     branch: Branch | None = None
     requests: set[tuple[str, str]] = field(default_factory=set)
     saved: set[int] = field(default_factory=set)
+    turns: list[int] = field(default_factory=list)
     _targets: list[int] = field(default_factory=list)
     _left: dict[str, tuple[dict[int, int], dict[int, int]]] = field(default_factory=dict)
 
@@ -70,6 +73,15 @@ class History:
         """
         return sum(target >= step for target in self._targets)
 
+    def reaches(self, step: int, *, turns: int) -> bool:
+        """Return True if the current branch has passed through a state of the run.
+
+        Args:
+            step: number of completed steps of the state
+            turns: number of `turns` when the state existed
+        """
+        return all(step <= last for last in self.turns[turns:])
+
     def first_samples(self) -> dict[int, int]:
         """Return step -> first sample read next, for steps after which the data position jumped."""
         return self.resumed | self.rolled_back
@@ -78,9 +90,11 @@ class History:
         """Update the history with the next event."""
         kind, step = event["event"], event["step"]
         if kind == "start":
+            self.turns.append(-1)
             self._forget(after=-1)
             self._train()
         elif kind == "branch":
+            self.turns.append(-1)
             chosen = event["checkpoint"]
             is_here = bool(chosen) and not Path(chosen).is_absolute()
             saved = {each for each in self.saved if each <= step} if is_here else set()
@@ -94,11 +108,13 @@ class History:
             if "samples" in event:
                 self.resumed[step] = event["samples"]
         elif kind == "resume":
+            self.turns.append(step)
             self._forget(after=step)
             self._train()
             if "samples" in event:  # older versions did not record it
                 self.resumed[step] = event["samples"]
         elif kind == "rollback":
+            self.turns.append(event["to"])
             self._forget(after=event["to"])
             self.rolled_back[event["to"]] = event["samples"]
             self._targets.append(event["to"])

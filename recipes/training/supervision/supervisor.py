@@ -26,7 +26,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -47,6 +47,20 @@ SECONDS_BEFORE_WATCHDOG = 8  # delay of the watchdog, because reports of ranks s
 RECORDER_SECONDS = 10  # at most, to read the flight recorder
 REPORT_SECONDS = 5  # for the report of a hang, before a rank ends without it
 WATCHDOG = Path(__file__).with_name("watchdog.py")
+
+
+class Agreement(NamedTuple):
+    """What all ranks know after a step.
+
+    Attributes:
+        stop: the reason to stop, or ""; it differs between ranks only in its wording
+        severity: the worst severity of all ranks
+        saving: True if a save of any rank is in flight
+    """
+
+    stop: str
+    severity: Severity
+    saving: bool
 
 
 class Supervisor:
@@ -133,21 +147,20 @@ class Supervisor:
             except subprocess.TimeoutExpired:  # the process has been stopped
                 self._watchdog.kill()
 
-    def agree(self, severity: Severity, device: torch.device) -> tuple[str, Severity]:
-        """Agree on requests to stop and on the severity of bad numbers; collective.
+    def agree(self, severity: Severity, device: torch.device, *, saving: bool = False) -> Agreement:
+        """Agree on requests to stop, bad numbers and saves in flight; collective.
 
-        Returns:
-            The reason to stop, or "", which differs between ranks only in its wording; and the
-            worst severity of all ranks.
+        Args:
+            severity: how bad the numbers of this rank are
+            device: the device of the message
+            saving: True while a save of this rank is in flight
         """
         asked = self.rank + 1 if self.asked else 0
-        worst = torch.tensor([asked, severity], dtype=torch.int32, device=device)
+        worst = torch.tensor([asked, severity, saving], dtype=torch.int32, device=device)
         dist.all_reduce(worst, op=dist.ReduceOp.MAX)
-        asked, severity = worst.tolist()
-        if not asked:
-            return "", Severity(severity)
-        reason = f"{self.names[asked - 1]}: {self.asked or 'was asked to stop'}"
-        return reason, Severity(severity)
+        asked, severity, is_saving = worst.tolist()
+        reason = f"{self.names[asked - 1]}: {self.asked or 'was asked to stop'}" if asked else ""
+        return Agreement(reason, Severity(severity), bool(is_saving))
 
     def _watch(self) -> None:
         with selectors.DefaultSelector() as selector:

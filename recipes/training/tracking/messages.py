@@ -50,6 +50,7 @@ def announce(
         f"{' x '.join(f'{axis} {size}' for axis, size in topology.axes.items())}, "
         f"{recipe.deepspeed}, into {folder.path}"
         + (f", resumed after step {found.progress.step}" if found.progress.step else "")
+        + (", from a snapshot in memory" if found.in_memory else "")
         + (f", from the weights of {found.path}" if found.weights_only else ""),
         flush=True,
     )

@@ -27,6 +27,7 @@ def open_tracker(
     *,
     start: Progress,
     changed: dict[str, Any],
+    in_memory: bool = False,
     metrics: Sequence[dict[str, Any]] | None = None,
 ) -> Iterator["Tracker"]:
     """Open a tracker on rank 0 and a silent one on the other ranks; close it in any case.
@@ -37,12 +38,15 @@ def open_tracker(
         rank: the rank of this process
         start: the point at which the run resumes; step 0 if it starts
         changed: keys of the recipe that have changed since the checkpoint was saved
+        in_memory: True if the run resumes from a snapshot in the memory of the nodes
         metrics: the lines of metrics.jsonl; rank 0 reads them itself if they are not given
     """
     if rank != 0:
         yield Tracker()
         return
-    tracker = RunTracker(recipe, folder, start=start, changed=changed, metrics=metrics)
+    tracker = RunTracker(
+        recipe, folder, start=start, changed=changed, in_memory=in_memory, metrics=metrics
+    )
     try:
         yield tracker
     except BaseException:
@@ -87,12 +91,15 @@ class RunTracker(Tracker):
         *,
         start: Progress = Progress(),  # noqa: B008 (frozen)
         changed: dict[str, Any] | None = None,
+        in_memory: bool = False,
         metrics: Sequence[dict[str, Any]] | None = None,
     ):
         self.recipe, self.folder, self.last_step = recipe, folder, start.step
         details: dict[str, Any] = {"changed": changed} if changed else {}
         if start.step:
             details["samples"] = start.samples
+        if in_memory:
+            details["from_memory"] = True
         event = "resume" if start.step else "start"
         self.folder.event(event, start.step, code_version=code_version(), **details)
         self.wall_time = self._read_wall_time(metrics)

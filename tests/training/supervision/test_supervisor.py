@@ -121,7 +121,7 @@ if what == "hang, and so does the disk":
     os.mkfifo(folder.events)
     pathlib.Path.mkdir = pathlib.Path.glob = lambda *_, **__: time.sleep(1000)
 def agree(severity):
-    reason, worst = supervisor.agree(Severity(severity), torch.device("cpu"))
+    reason, worst, _ = supervisor.agree(Severity(severity), torch.device("cpu"))
     print((reason, int(worst)), flush=True)
 
 hang_seconds = {"hang": 1, "twice": 5}.get(what, 2)

@@ -23,6 +23,16 @@ class Checkpoint(Section):
     """Reaction to a save that fails, for example because the disk is full: "continue" warns and
     tries again at the next save, "stop" ends the run."""
 
+    snapshot_every: NonNegative = 0
+    """Steps between snapshots in the memory of the nodes, each file on two nodes, from which
+    `launch.py` restarts the run after a failure; 0: none. `plan.py` predicts their cost and the
+    best interval. Without `launch.py`, the key has no effect."""
+
+    snapshot_folder: str = "/dev/shm"
+    """Folder for snapshots, in the memory of each node. Snapshots take 24 bytes per parameter,
+    divided by the number of nodes and multiplied by two, because the next snapshot is written
+    before the last one is deleted."""
+
 
 class Supervision(Section):
     """Limits for hangs, bad steps and slow ranks."""

@@ -1,0 +1,130 @@
+"""Requests to the servers of snapshots (recipes/nodes/snapshot_server.py)."""
+
+import http.client
+import json
+import threading
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+from recipes.training.snapshots.node_memory import Server
+
+SECONDS_TO_ANSWER = 10.0
+HASHED_BYTES_PER_SECOND = 50e6  # of a slow and busy node; the limit of the wait for a hash
+MAX_AT_ONCE = 64  # nodes that are asked at the same time
+
+Listing = dict[str, dict[str, int]]  # snapshot -> file -> bytes
+
+
+class SnapshotUnavailable(Exception):
+    """A server does not answer, or does not have what was asked for."""
+
+
+class Client:
+    """Requests to the server of one node, over one connection for each thread.
+
+    Args:
+        server: the server
+    """
+
+    def __init__(self, server: Server):
+        self.server = server
+        self._local = threading.local()
+
+    def listing(self) -> Listing:
+        """Return the complete snapshots of the node, and the sizes of their files.
+
+        Raises:
+            SnapshotUnavailable: the server does not answer.
+        """
+        try:
+            found: Listing = json.loads(self._get("/"))
+        except ValueError as error:
+            raise SnapshotUnavailable(f"{self.server.node}: {error}") from None
+        return found
+
+    def content(self, snapshot: str, file: str) -> bytes:
+        """Return a whole file.
+
+        Raises:
+            SnapshotUnavailable: the server does not have it, or does not answer.
+        """
+        return bytes(self._get(f"/{snapshot}/{file}"))
+
+    def part(self, snapshot: str, file: str, start: int, stop: int) -> bytearray:
+        """Return the bytes start .. stop - 1 of a file.
+
+        Raises:
+            SnapshotUnavailable: the server does not have them, or does not answer.
+        """
+        if start == stop:
+            return bytearray()
+        content = self._get(f"/{snapshot}/{file}", part=f"bytes={start}-{stop - 1}")
+        if len(content) != stop - start:
+            raise SnapshotUnavailable(f"{self.server.node}: {file} is shorter than {stop} bytes")
+        return content
+
+    def sha256(self, snapshot: str, file: str, size: int) -> str:
+        """Return the SHA-256 of a file, which the node computes, in hexadecimal.
+
+        size: of the file, in bytes; decides how long to wait
+
+        Raises:
+            SnapshotUnavailable: the server does not have it, or does not answer.
+        """
+        seconds = SECONDS_TO_ANSWER + size / HASHED_BYTES_PER_SECOND
+        return self._get(f"/{snapshot}/{file}?sha256", seconds=seconds).decode()
+
+    def _get(self, path: str, *, part: str = "", seconds: float = SECONDS_TO_ANSWER) -> bytearray:
+        headers = {"Authorization": f"Bearer {self.server.secret}"}
+        if part:
+            headers["Range"] = part
+        connection = self._connection(seconds)
+        try:
+            connection.request("GET", path, headers=headers)
+            answer = connection.getresponse()
+            content = bytearray(int(answer.headers["Content-Length"]))
+            received = 0
+            while received < len(content):  # one read returns at most one message's worth
+                count = answer.readinto(memoryview(content)[received:])
+                if not count:
+                    raise http.client.IncompleteRead(bytes(0), len(content) - received)
+                received += count
+            answer.read()  # the end, after which the connection can be used again
+        except (OSError, http.client.HTTPException) as error:
+            connection.close()
+            raise SnapshotUnavailable(f"{self.server.node}: {error}") from None
+        if answer.status not in (http.client.OK, http.client.PARTIAL_CONTENT):
+            connection.close()
+            raise SnapshotUnavailable(f"{self.server.node}: {path}: {answer.reason}")
+        return content
+
+    def _connection(self, seconds: float) -> http.client.HTTPConnection:
+        """Return this thread's connection; it is opened by the first request."""
+        found: http.client.HTTPConnection | None = getattr(self._local, "connection", None)
+        if found is None:
+            found = http.client.HTTPConnection(self.server.address, self.server.port)
+            self._local.connection = found
+        found.timeout = seconds
+        if found.sock is not None:
+            found.sock.settimeout(seconds)
+        return found
+
+
+def listings(clients: Sequence[Client]) -> dict[str, Listing]:
+    """Return the snapshots of each node that answers, by node."""
+
+    def listing_of(client: Client) -> Listing | None:
+        try:
+            return client.listing()
+        except SnapshotUnavailable:
+            return None
+
+    if not clients:
+        return {}
+    with ThreadPoolExecutor(min(MAX_AT_ONCE, len(clients))) as pool:
+        answers = pool.map(listing_of, clients)
+        return {
+            client.server.node: answer
+            for client, answer in zip(clients, answers, strict=True)
+            if answer is not None
+        }

@@ -1,0 +1,177 @@
+"""Find the newest snapshot that is complete and undamaged in the memory of the nodes."""
+
+import hashlib
+import json
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from recipes.training.checkpoint.compatibility import check_same_run
+from recipes.training.checkpoint.manifest import Manifest
+from recipes.training.checkpoint.resume_point import Note, ResumePoint, no_note
+from recipes.training.recipe.schema import Recipe
+from recipes.training.run_folder.history import History
+from recipes.training.snapshots.client import Client, SnapshotUnavailable, listings
+from recipes.training.snapshots.node_memory import NodeMemory, Server, SnapshotName
+from recipes.training.snapshots.reader import SnapshotReader
+
+WHERE = Path("memory of the nodes")  # in messages, in place of a run's folder of checkpoints
+MANIFEST, DIGEST = "manifest.json", "manifest.sha256"
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A snapshot of which every file is on a node that answers.
+
+    Attributes:
+        name: its name
+        manifest: the text of its manifest, verified
+        holders: file -> the nodes that have it
+    """
+
+    name: str
+    manifest: str
+    holders: Mapping[str, Sequence[str]]
+
+
+def find_snapshot(
+    memory: NodeMemory,
+    recipe: Recipe,
+    data: dict[str, Any],
+    history: History,
+    at_least: int,
+    *,
+    note: Note = no_note,
+) -> ResumePoint:
+    """Find the newest snapshot that can be loaded; collective, and the same on all ranks.
+
+    Args:
+        memory: the snapshots of this node
+        recipe: the recipe of the run
+        data: fingerprints of corpora and tokenizer
+        history: the history of the run; snapshots of abandoned steps are not used
+        at_least: step of the newest checkpoint on the disk; older snapshots are not used
+        note: called before each file is verified
+
+    Returns:
+        Its `checkpoint` is None if no snapshot can be used; `skipped` names the damaged ones.
+
+    Raises:
+        UserError: the snapshot belongs to another experiment.
+    """
+    found: list[Any] = [None]
+    if dist.get_rank() == 0:
+        servers = memory.servers()
+        found[0] = servers, list(_candidates(servers, history, at_least))
+    dist.broadcast_object_list(found)
+    servers, candidates = found[0]
+    clients = {server.node: Client(server) for server in servers}
+    skipped: dict[Path, str] = {}
+    for candidate in candidates:
+        path = WHERE / candidate.name
+        manifest = Manifest.parse(candidate.manifest, path)
+        check_same_run(path, manifest, recipe, data)
+        holders, damages = _verify(candidate, manifest, clients, note)
+        if damages:
+            skipped[path] = "; ".join(damages)
+        if holders:
+            reader = SnapshotReader(path, manifest, candidate.name, holders)
+            return ResumePoint(reader, skipped=skipped)
+    return ResumePoint(skipped=skipped)
+
+
+def _candidates(servers: Sequence[Server], history: History, at_least: int) -> Iterator[Candidate]:
+    """Yield the snapshots of the current branch that are complete, newest first."""
+    clients = {server.node: Client(server) for server in servers}
+    by_node = listings(list(clients.values()))
+    names = {
+        name for found in by_node.values() for text in found if (name := SnapshotName.parse(text))
+    }
+    for name in sorted(names, key=lambda name: (name.step, name.turns, name.writer), reverse=True):
+        if name.step < at_least or not history.reaches(name.step, turns=name.turns):
+            continue
+        nodes = [node for node, found in by_node.items() if str(name) in found]
+        text = _manifest(str(name), [clients[node] for node in nodes])
+        if text is None:
+            continue
+        holders = complete(json.loads(text)["files"], {n: by_node[n][str(name)] for n in nodes})
+        if holders is not None:
+            yield Candidate(str(name), text, holders)
+
+
+def _manifest(name: str, clients: Sequence[Client]) -> str | None:
+    """Return the manifest of a snapshot from a node on which it is undamaged."""
+    for client in clients:
+        try:
+            content, digest = client.content(name, MANIFEST), client.content(name, DIGEST)
+        except SnapshotUnavailable:
+            continue
+        if hashlib.sha256(content).hexdigest() == digest.decode(errors="replace").strip():
+            return content.decode()
+    return None
+
+
+def complete(
+    files: Mapping[str, Any], sizes: Mapping[str, Mapping[str, int]]
+) -> dict[str, list[str]] | None:
+    """Return the nodes that hold each file of a snapshot.
+
+    Args:
+        files: file -> its record in the manifest
+        sizes: node -> file -> bytes
+
+    Returns:
+        None if no node holds one of the files, or only with another size.
+    """
+    holders: dict[str, list[str]] = defaultdict(list)
+    for node, found in sizes.items():
+        for file, size in found.items():
+            if file in files and size == files[file]["bytes"]:
+                holders[file].append(node)
+    return dict(holders) if holders.keys() == files.keys() else None
+
+
+def _verify(
+    candidate: Candidate, manifest: Manifest, clients: Mapping[str, Client], note: Note
+) -> tuple[dict[str, Client] | None, list[str]]:
+    """Verify the files of a snapshot, each rank a share of them; collective.
+
+    Returns:
+        File -> the server of an undamaged copy, or None if a file has none; and a message for each
+        damaged copy.
+    """
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    own: dict[str, str] = {}
+    damages: list[str] = []
+    for number, (file, record) in enumerate(manifest.files.items()):
+        if number % ranks != rank:
+            continue
+        note(f"verifying {candidate.name}/{file}")
+        nodes = list(candidate.holders[file])
+        for node in nodes[number % len(nodes) :] + nodes[: number % len(nodes)]:
+            damage = _damage(clients[node], candidate.name, file, record)
+            if damage is None:
+                own[file] = node
+                break
+            damages.append(damage)
+    everyones: list[Any] = [None] * ranks
+    dist.all_gather_object(everyones, (own, damages))
+    nodes_of = {file: node for each, _ in everyones for file, node in each.items()}
+    found = [damage for _, each in everyones for damage in each]
+    if nodes_of.keys() != manifest.files.keys():
+        return None, found
+    return {file: clients[node] for file, node in nodes_of.items()}, found
+
+
+def _damage(client: Client, snapshot: str, file: str, record: Mapping[str, Any]) -> str | None:
+    """Return a message if a node's copy of a file differs from its record; otherwise None."""
+    try:
+        if client.sha256(snapshot, file, record["bytes"]) == record["sha256"]:
+            return None
+    except SnapshotUnavailable as error:
+        return str(error)
+    return f"{client.server.node}: {file} has another SHA-256 than when it was written"

@@ -1,0 +1,161 @@
+"""The snapshots in the memory of a node: folders in /dev/shm, which processes may leave behind.
+
+A snapshot is a checkpoint whose files are spread over the memory of the nodes. Each node holds the
+files of its own ranks and copies of those of a partner node. The folder of a node:
+
+threefold-RUN-NODE/
+  servers.json                the servers of all nodes, written by the agent of launch.py
+  step-0000150-7-9f3a22c1/    step, number of turns in the run's history, name of the writer
+    manifest.json             as in a checkpoint on the disk; the same on all nodes
+    manifest.sha256
+    weights-00000.safetensors    files of the ranks of this node and of its partner
+    ...
+
+A folder with such a name is complete: it was written under a name that ends with `.incomplete`, and
+was renamed when all ranks had written their files.
+"""
+
+import contextlib
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+FOLDER_VARIABLE = "THREEFOLD_SNAPSHOTS"  # set by launch.py's agent: the folder of this node
+SERVERS = "servers.json"
+NAME = re.compile(r"step-(?P<step>\d{7,})-(?P<turns>\d+)-(?P<writer>[0-9a-f]+)")
+INCOMPLETE = ".incomplete"
+RESERVED_SHARE = 0.05  # of the node's memory, which snapshots leave free
+
+
+@dataclass(frozen=True, order=True)
+class SnapshotName:
+    """The name of a snapshot; later steps compare as larger.
+
+    Attributes:
+        step: number of completed steps
+        turns: number of turns in the history of the run when it was taken (`History.turns`)
+        writer: random name of the run's ranks that have taken it
+    """
+
+    step: int
+    turns: int
+    writer: str
+
+    def __str__(self) -> str:
+        return f"step-{self.step:07d}-{self.turns}-{self.writer}"
+
+    @classmethod
+    def parse(cls, text: str) -> "SnapshotName | None":
+        """Return the parts of a name; None if it is not the name of a complete snapshot."""
+        found = NAME.fullmatch(text)
+        return cls(int(found["step"]), int(found["turns"]), found["writer"]) if found else None
+
+
+@dataclass(frozen=True)
+class Server:
+    """The server of a node's snapshots (recipes/nodes/snapshot_server.py).
+
+    Attributes:
+        node: name of the node
+        port: its TCP port
+        secret: without it, the server does not answer
+    """
+
+    node: str
+    port: int
+    secret: str
+    address: str
+
+
+class NodeMemory:
+    """The folder of this node's snapshots.
+
+    Args:
+        folder: the folder, which launch.py's agent has created
+    """
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+
+    @classmethod
+    def from_environment(cls, environment: Mapping[str, str]) -> "NodeMemory | None":
+        """Return the folder that launch.py's agent has prepared; None without launch.py."""
+        folder = environment.get(FOLDER_VARIABLE)
+        return cls(Path(folder)) if folder else None
+
+    def servers(self) -> list[Server]:
+        """Return the servers of all nodes that launch.py reaches; none if they are unknown."""
+        try:
+            return [Server(**each) for each in json.loads((self.folder / SERVERS).read_text())]
+        except (OSError, ValueError, TypeError):
+            return []
+
+    def workspace(self, step: int, writer: str) -> Path:
+        """Return the folder for a snapshot that is being taken."""
+        return self.folder / f"step-{step:07d}-{writer}{INCOMPLETE}"
+
+    def create(self, workspace: Path) -> None:
+        """Create the folder for a snapshot; several ranks of the node do.
+
+        Raises:
+            OSError: the folder cannot be created, for example because the agent has removed its
+                parent.
+        """
+        workspace.mkdir(exist_ok=True)
+
+    def publish(self, workspace: Path, name: str, manifest: str) -> None:
+        """Write the manifest, and publish the complete snapshot with one rename.
+
+        Raises:
+            OSError: a file cannot be written, or the folder cannot be renamed.
+        """
+        content = manifest.encode()
+        (workspace / "manifest.json").write_bytes(content)
+        (workspace / "manifest.sha256").write_text(hashlib.sha256(content).hexdigest() + "\n")
+        os.rename(workspace, self.folder / name)
+
+    def clean(self, *, keep: str, incomplete_only: bool = False) -> None:
+        """Delete all snapshots but one.
+
+        Args:
+            keep: name of the snapshot to keep
+            incomplete_only: keep the other complete snapshots too
+        """
+        with contextlib.suppress(OSError):  # the agent has removed the folder
+            for entry in self.folder.iterdir():
+                is_complete = entry.suffix != INCOMPLETE
+                if entry.is_dir() and entry.name != keep and not (is_complete and incomplete_only):
+                    shutil.rmtree(entry, ignore_errors=True)
+
+    def lack_of_room(self, size: int) -> str:
+        """Return a message if the node has no room for more bytes; "" if it has.
+
+        The limit of the file system and the free memory of the node both count.
+        """
+        try:
+            in_folder = shutil.disk_usage(self.folder).free
+        except OSError as error:
+            return f"{self.folder}: {error.strerror}"
+        total, available = memory_of_node()
+        in_memory = available - int(RESERVED_SHARE * total)
+        free = min(in_folder, in_memory)
+        if size <= free:
+            return ""
+        where = f"{self.folder.parent} has" if free == in_folder else "the node has"
+        return (
+            f"{where} {max(free, 0) / 1e9:.3f} GB of memory free, and {size / 1e9:.3f} are needed"
+        )
+
+
+def memory_of_node() -> tuple[int, int]:
+    """Return the total and the available memory of this node, in bytes."""
+    found = {}
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        key, _, value = line.partition(":")
+        found[key] = int(value.split()[0]) * 1024
+    return found["MemTotal"], found["MemAvailable"]
