@@ -129,7 +129,7 @@ class Launcher:
         """
         outcome = attempt.watch(asked=lambda: self.asked, should_grow=self._should_grow)
         diagnosis = diagnose(replace(outcome, behind=self._hosts_behind(attempt)))
-        step = self._newest_checkpoint()
+        step = max(self._newest_checkpoint(), self._start_of(attempt))
         problem = ""
         if diagnosis.exit_code is None:
             problem = self.failures.note(diagnosis, step)
@@ -195,6 +195,11 @@ class Launcher:
     def _newest_checkpoint(self) -> int:
         """Return the step of the newest checkpoint; 0 if there is none."""
         return max(map(step_of, published(self.folder.checkpoints)), default=0)
+
+    def _start_of(self, attempt: Attempt) -> int:
+        """Return the step after which an attempt has started; 0 if it has not."""
+        starts = [e["step"] for e in self._events_of(attempt) if e["event"] in ("start", "resume")]
+        return starts[-1] if starts else 0
 
     def _is_asked(self) -> bool:
         return self.asked > 0

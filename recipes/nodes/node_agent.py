@@ -20,7 +20,9 @@ an agent starts in a few milliseconds.
 
 SNAPSHOTS is the prefix of the folder for snapshots in memory; empty if the run takes none. Then the
 report "ready" has the port and the secret of their server, and the command "start" has the servers
-of all nodes. The agent keeps STANDBY processes that have already imported what a rank needs (standby.py).
+of all nodes.
+
+The agent keeps STANDBY processes that have already imported what a rank needs (standby.py).
 
 RUN is the prefix of the names of the run's leases. Before anything else, the agent kills the agents
 and ranks that an earlier connection of this run has left on this node. If RUN is empty, it does
@@ -95,10 +97,10 @@ class NodeAgent:
         os.set_blocking(child_ended, False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.set_wakeup_fd(child_ended, warn_on_full_buffer=False)
-        ready = {"is": "ready", "host": socket.gethostname(), "process": os.getpid()}
+        facts: dict[str, Any] = {"is": "ready", "host": socket.gethostname(), "process": os.getpid()}
         if self.server:
-            ready |= {"port": self.server.port, "secret": self.server.secret}
-        self.report(ready)
+            facts |= {"port": self.server.port, "secret": self.server.secret}
+        self.report(facts)
         with selectors.DefaultSelector() as selector:
             selector.register(0, selectors.EVENT_READ)
             selector.register(children, selectors.EVENT_READ)

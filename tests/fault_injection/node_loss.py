@@ -1,13 +1,16 @@
 """Take hosts away from a run that launch.py has started, give them back, and compare the losses.
 
 The run has one rank on each of four hosts of a simulated cluster. At random steps a host is killed,
-its link is cut, or all its processes are suspended; when two hosts are missing, both come back. The
-run must finish with exit code 0 and leave no process. Each step must have the loss of an
-undisturbed run in one process, up to rounding, and the same samples. The command prints a line per
-fault, and its exit code is 1 if a check fails.
+its link is cut, or all its processes are suspended; when two hosts are missing, both come back. A
+restart reads the newest snapshot from the memory of the remaining hosts. Some faults kill a host
+together with the partner that has copies of its files, so that the restart needs the disk. The run
+must finish with exit code 0 and leave no process and no snapshot. Each step must have the loss of
+an undisturbed run in one process, up to rounding, and the same samples. The command prints a line
+per fault, and its exit code is 1 if a check fails.
 
     python tests/fault_injection/node_loss.py
     python tests/fault_injection/node_loss.py --faults 3 --seed 7
+    python tests/fault_injection/node_loss.py --snapshot-every 0     # restarts from the disk
 """
 
 import sys
@@ -24,12 +27,14 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from statistics import median
 from typing import Any
 
 import tomli_w
 
 from recipes.proving.proof_corpus import write_corpus
 from recipes.training.recipe.loading import REPOSITORY
+from recipes.training.snapshots.partners import partner_nodes
 from tests.cluster.cluster import Cluster, missing
 from tests.conftest import VOCAB_SIZE, changed, small_recipe
 
@@ -41,7 +46,8 @@ SECONDS_TO_RESTART = 120  # from a fault to the next finished step, with slack f
 SECONDS_TO_END = 15
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "PYTHONUNBUFFERED": "1"}
 OURS = r"pretrain\.py|node_agent\.py|standby\.py|launch\.py|watchdog\.py"
-KINDS = ("kill", "cut", "stop")
+KINDS = ("kill", "cut", "stop", "pair")
+SNAPSHOT_EVERY, SAVE_EVERY = 3, 30  # steps
 
 
 @dataclass
@@ -49,20 +55,32 @@ class Fault:
     """A fault that has been injected, and the time until the next finished step.
 
     Attributes:
-        kind: "kill", "cut" or "stop"
-        host: the host
+        kind: "kill", "cut", "stop", or "pair" for killing a host and its partner
+        hosts: the hosts
         step: last finished step before the fault
         left: number of hosts that remained
         seconds: time to the next step that was finished by another attempt
         repeated: steps that had to be repeated
+        parts: the seconds by part
+        source: "memory" or "disk"
     """
 
     kind: str
-    host: str
+    hosts: Sequence[str]
     step: int
     left: int
     seconds: float = 0.0
     repeated: int = 0
+    parts: dict[str, float] = field(default_factory=dict)
+    source: str = ""
+
+    def __str__(self) -> str:
+        parts = ", ".join(f"{part} {seconds:.1f}" for part, seconds in self.parts.items())
+        return (
+            f"{self.kind} {' and '.join(self.hosts)} at step {self.step}, {self.left} hosts left: "
+            f"next step after {self.seconds:.1f} s ({parts}), from {self.source}, {self.repeated} "
+            f"steps repeated"
+        )
 
 
 @dataclass
@@ -105,32 +123,58 @@ class Run:
         newest = {kind: place for place, kind in enumerate(kinds)}
         return newest.get("first_step", -1) > newest.get("attempt", 0)
 
-    def hurt(self, host: str, kind: str) -> Fault:
+    def hurt(self, hosts: Sequence[str], kind: str) -> Fault:
         """Inject a fault, and wait for the next finished step."""
         attempts = len(self.events("attempt"))
         first_steps = len(self.events("first_step"))
-        step = self.step()
-        self.absent[host] = kind
-        {"kill": self.cluster.kill_host, "cut": self.cluster.cut_link,
-         "stop": self.cluster.stop_host}[kind](host)  # fmt: skip
-        started = time.monotonic()
-        fault = Fault(kind, host, step, HOSTS - len(self.absent))
+        step, started = self.step(), time.time()
+        for host in hosts:
+            self.absent[host] = kind
+            {"kill": self.cluster.kill_host, "cut": self.cluster.cut_link,
+             "stop": self.cluster.stop_host, "pair": self.cluster.kill_host}[kind](host)  # fmt: skip
+        fault = Fault(kind, hosts, step, HOSTS - len(self.absent))
         self.wait(
             lambda: (
                 len(self.events("attempt")) > attempts
                 and len(self.events("first_step")) > first_steps
             ),
             SECONDS_TO_RESTART,
-            f"a step after {fault}",
+            f"a step after {kind} {hosts} at step {step}",
         )
-        fault.seconds = time.monotonic() - started
-        fault.repeated = max(0, step - self.events("attempt")[attempts]["step"])
+        first_step = self.events("first_step")[first_steps]
+        resume = self.events("resume")[-1]
+        fault.seconds = first_step["time"] - started
+        noticed = self.events("attempt_end")[attempts - 1]["time"] - started
+        starting = sum(first_step["seconds"].values())
+        fault.parts = {
+            "notice and end": noticed,
+            "start ranks": fault.seconds - noticed - starting,
+            **{part: seconds for part, seconds in first_step["seconds"].items() if seconds > 0.05},
+        }
+        fault.source = "memory" if resume.get("from_memory") else "disk"
+        fault.repeated = max(0, step - resume["step"])
         return fault
+
+    def partner_of(self, host: str) -> str:
+        """Return the host that has copies of a host's files in the current attempt."""
+        hosts = self.events("attempt")[-1]["nodes"]
+        group = next(g for g in partner_nodes(len(hosts)) if hosts.index(host) in g)
+        return str(hosts[group[(group.index(hosts.index(host)) + 1) % len(group)]])
+
+    def heal_all(self) -> None:
+        """Bring all hosts back, and wait until the run uses them."""
+        for absent in list(self.absent):
+            self.heal(absent)
+        self.wait(
+            lambda: len(self.events("attempt")[-1]["nodes"]) == HOSTS and self.trains(),
+            SECONDS_TO_RESTART,
+            "an attempt on all hosts",
+        )
 
     def heal(self, host: str) -> None:
         """Bring a host back."""
         kind = self.absent.pop(host)
-        if kind == "kill":
+        if kind in ("kill", "pair"):
             self.cluster.restart_host(host)
         elif kind == "cut":
             self.cluster.mend_link(host)
@@ -146,7 +190,7 @@ def lines_of(file: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in complete.split("\n") if line]
 
 
-def write_recipe(folder: Path, steps: int) -> Path:
+def write_recipe(folder: Path, steps: int, *, snapshot_every: int = SNAPSHOT_EVERY) -> Path:
     """Write the recipe of the run and its corpus."""
     write_corpus(folder / "corpus", VOCAB_SIZE)
     table = changed(
@@ -160,7 +204,7 @@ def write_recipe(folder: Path, steps: int) -> Path:
         optimizer__learning_rate=3e-5,  # with a large one, differences of rounding grow
         optimizer__schedule__minimum_learning_rate=3e-6,
         training={"steps": steps, "evaluate_every": 0},
-        checkpoint={"every": 10},
+        checkpoint={"every": SAVE_EVERY, "snapshot_every": snapshot_every},
         supervision={"node_seconds": NODE_SECONDS},
         cluster={"nodes": HOSTS, "gpus_per_node": 1, "gpu": "cpu", "node_failures": 0},
     )
@@ -200,24 +244,17 @@ def disturb(run: Run, *, kinds: Sequence[str], chance: random.Random) -> list[Fa
     injected = []
     run.wait(run.trains, 2 * SECONDS_TO_RESTART, "the first step")
     for number, kind in enumerate(kinds):
-        target = run.step() + chance.randrange(1, STEPS_PER_FAULT // 2)
+        if kind == "pair" and run.absent:
+            run.heal_all()
+        target = run.step() + chance.randrange(4, STEPS_PER_FAULT // 2)
         run.wait(lambda t=target: run.step() >= t, SECONDS_TO_RESTART, f"step {target}")
         host = chance.choice([host for host in run.cluster.hosts if host not in run.absent])
-        fault = run.hurt(host, kind)
+        hosts = [host, run.partner_of(host)] if kind == "pair" else [host]
+        fault = run.hurt(hosts, kind)
         injected.append(fault)
-        print(
-            f"{number + 1:3}: {kind} {host} at step {fault.step}, {fault.left} hosts left: next "
-            f"step after {fault.seconds:.1f} s, {fault.repeated} steps repeated",
-            flush=True,
-        )
+        print(f"{number + 1:3}: {fault}", flush=True)
         if len(run.absent) == 2:
-            for absent in list(run.absent):
-                run.heal(absent)
-            run.wait(
-                lambda: len(run.events("attempt")[-1]["nodes"]) == HOSTS and run.trains(),
-                SECONDS_TO_RESTART,
-                "an attempt on all hosts",
-            )
+            run.heal_all()
     for absent in list(run.absent):
         run.heal(absent)
     return injected
@@ -246,6 +283,9 @@ def judge(run: Run, expected: list[dict[str, Any]]) -> list[str]:
         time.sleep(0.1)
     if left:
         wrong.append(f"left: {left}")
+    for host in run.cluster.hosts:
+        if left_files := run.cluster.run("ls /dev/shm", host=host).stdout:
+            wrong.append(f"left in the memory of {host}: {left_files}")
     found = run.metrics()
     if [line["step"] for line in found] != [line["step"] for line in expected]:
         wrong.append(f"steps {[line['step'] for line in found]}")
@@ -264,17 +304,23 @@ def main() -> None:
     )
     parser.add_argument("--faults", type=int, default=20, help="number of faults; default: 20")
     parser.add_argument("--seed", type=int, default=1, help="chooses hosts and steps; default: 1")
+    parser.add_argument(
+        "--snapshot-every",
+        type=int,
+        default=SNAPSHOT_EVERY,
+        help="steps between snapshots in memory; 0: none; default: %(default)s",
+    )
     options = parser.parse_args()
     if reason := missing():
         sys.exit(f"no cluster here: {reason}")
     with Cluster(HOSTS) as cluster:
         folder = cluster.folder / "job"
         folder.mkdir()
-        recipe = write_recipe(folder, steps=STEPS_PER_FAULT * options.faults)
+        recipe = write_recipe(folder, steps=STEPS_PER_FAULT * options.faults, snapshot_every=options.snapshot_every)
         run = start(cluster, folder, recipe)
         try:
             chance = random.Random(options.seed)
-            kinds = chance.choices(KINDS, weights=(3, 1, 1), k=options.faults)
+            kinds = chance.choices(KINDS, weights=(4, 2, 2, 1), k=options.faults)
             injected = disturb(run, kinds=kinds, chance=chance)
             wrong = judge(run, reference(cluster, folder, recipe))
         except BaseException:
@@ -284,12 +330,15 @@ def main() -> None:
         largest = max(abs(a["loss"] / b["loss"] - 1) for a, b in zip(
             run.metrics(), lines_of(folder / "reference" / "metrics.jsonl"), strict=False
         ))  # fmt: skip
-    seconds = sorted(fault.seconds for fault in injected)
     print(f"attempts by number of hosts: {dict(attempts)}")
-    print(
-        f"from a fault to the next step: median {seconds[len(seconds) // 2]:.1f} s, at most "
-        f"{seconds[-1]:.1f} s; largest difference of a loss {largest:.1e}"
-    )
+    for source in ("memory", "disk"):
+        seconds = sorted(fault.seconds for fault in injected if fault.source == source)
+        if seconds:
+            print(
+                f"{len(seconds)} restarts from {source}: next step after {median(seconds):.1f} s "
+                f"(median), at most {seconds[-1]:.1f} s"
+            )
+    print(f"largest difference of a loss: {largest:.1e}")
     print("\n".join(wrong) or "all checks passed")
     sys.exit(bool(wrong))
 

@@ -42,7 +42,9 @@ class SnapshotWriter:
         ranks_per_node: int,
     ):
         self.writer, self.memory, self.every = writer, memory, every
-        self.last = step  # of the newest snapshot or save that was begun
+        # Step of the newest snapshot or save that was begun. The first snapshot is taken after the
+        # first step, because lost nodes may have left a single copy of the files just read.
+        self.last = step + 1 - every
         self.partners = Partners(ranks_per_node, EXCHANGE_TIMEOUT)
         # Files of the size of this rank's own that its node has to hold.
         copies = 1 if dist.get_world_size() == ranks_per_node else 2
