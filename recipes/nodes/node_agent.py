@@ -97,7 +97,11 @@ class NodeAgent:
         os.set_blocking(child_ended, False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.set_wakeup_fd(child_ended, warn_on_full_buffer=False)
-        facts: dict[str, Any] = {"is": "ready", "host": socket.gethostname(), "process": os.getpid()}
+        facts: dict[str, Any] = {
+            "is": "ready",
+            "host": socket.gethostname(),
+            "process": os.getpid(),
+        }
         if self.server:
             facts |= {"port": self.server.port, "secret": self.server.secret}
         self.report(facts)

@@ -161,8 +161,8 @@ class Handler(BaseHTTPRequestHandler):
             self.connection.sendfile(stream, start, stop - start)
 
     def _fail(self, status: HTTPStatus) -> None:
-        self.close_connection = True  # part of an answer may have been sent
         self.send_response(status)
+        self.send_header("Connection", "close")  # part of an answer may have been sent
         self.send_header("Content-Length", "0")
         self.end_headers()
 

@@ -130,8 +130,9 @@ class Run:
         step, started = self.step(), time.time()
         for host in hosts:
             self.absent[host] = kind
-            {"kill": self.cluster.kill_host, "cut": self.cluster.cut_link,
-             "stop": self.cluster.stop_host, "pair": self.cluster.kill_host}[kind](host)  # fmt: skip
+            {"cut": self.cluster.cut_link, "stop": self.cluster.stop_host}.get(
+                kind, self.cluster.kill_host
+            )(host)
         fault = Fault(kind, hosts, step, HOSTS - len(self.absent))
         self.wait(
             lambda: (
@@ -316,7 +317,9 @@ def main() -> None:
     with Cluster(HOSTS) as cluster:
         folder = cluster.folder / "job"
         folder.mkdir()
-        recipe = write_recipe(folder, steps=STEPS_PER_FAULT * options.faults, snapshot_every=options.snapshot_every)
+        recipe = write_recipe(
+            folder, steps=STEPS_PER_FAULT * options.faults, snapshot_every=options.snapshot_every
+        )
         run = start(cluster, folder, recipe)
         try:
             chance = random.Random(options.seed)

@@ -148,7 +148,8 @@ class NodeMemory:
             return ""
         where = f"{self.folder.parent} has" if free == in_folder else "the node has"
         return (
-            f"{where} {max(free, 0) / 1e9:.3f} GB of memory free, and {size / 1e9:.3f} are needed"
+            f"{where} {max(free, 0) / 1e9:.3f} GB of memory free, and a snapshot needs "
+            f"{size / 1e9:.3f} GB"
         )
 
 

@@ -81,9 +81,9 @@ class SnapshotWriter:
         if tree.rank == 0 and not written.problem:
             rank_0 = self._describe(progress, counters, written)
         name, manifest, problem = tree.broadcast(rank_0)
-        if not problem and self.leads_node:
-            problem = self._publish(workspace, name, manifest)
-        problem = tree.broadcast(united(tree.gather(Written(problem=problem))).problem)
+        if not problem:
+            own = self._publish(workspace, name, manifest) if self.leads_node else None
+            problem = tree.broadcast(united(tree.gather(Written(problem=own))).problem)
         if problem:
             self.problem = (
                 f"the snapshot of step {progress.step} failed, so no more are taken: {problem}"

@@ -1,0 +1,87 @@
+"""Partner nodes, and the exchange of copies between them."""
+
+import hashlib
+import os
+from datetime import timedelta
+from itertools import combinations
+from pathlib import Path
+
+import pytest
+
+from recipes.training.snapshots import partners
+from recipes.training.snapshots.partners import Partners, partner_nodes
+from tests.ranks import join_world, run_ranks
+
+
+@pytest.mark.parametrize("nodes", [1, 2, 3, 4, 5, 8, 127, 128, 1024, 1025])
+def test_every_node_has_a_partner_far_away(nodes: int) -> None:
+    groups = partner_nodes(nodes)
+    assert sorted(node for group in groups for node in group) == list(range(nodes))
+    if nodes == 1:
+        return
+    sizes = sorted(map(len, groups))
+    assert sizes == [2] * (nodes // 2) or sizes == [2] * (nodes // 2 - 1) + [3]
+    for group in groups:
+        assert group == sorted(group) and group[1] - group[0] == nodes // 2
+
+
+@pytest.mark.parametrize("nodes", [4, 8, 9])
+def test_pairs_lose_data_only_if_both_fail(nodes: int) -> None:
+    """Of all pairs of failed nodes, as few as possible lose both copies of a file."""
+    holders = [
+        {node, group[(place + 1) % len(group)]}
+        for group in partner_nodes(nodes)
+        for place, node in enumerate(group)
+    ]
+    lost = sum(any(files <= set(failed) for files in holders)
+               for failed in combinations(range(nodes), 2))  # fmt: skip
+    assert lost == (nodes // 2 if nodes % 2 == 0 else nodes // 2 - 1 + 3)
+
+
+def exchange(folder: Path, ranks_per_node: int, chunk: int, full: int) -> tuple[str | None, str]:
+    """Exchange the files of each rank; return the problem, and what the node then holds."""
+    partners.CHUNK_BYTES = chunk
+    world = join_world()
+    node = world.rank // ranks_per_node
+    workspace = folder / f"node{node}"
+    workspace.mkdir(exist_ok=True)
+    sizes = {}
+    for label, size in (("weights", 1000 + world.rank), ("moments", 2500 * (world.rank % 3))):
+        name = f"{label}-{world.rank:05d}.safetensors"
+        if size:
+            (workspace / name).write_bytes(bytes([world.rank]) * size)
+            sizes[name] = size
+    own = Partners(ranks_per_node, timedelta(seconds=60))
+    problem = "no memory" if world.rank == full else None
+    problem = own.exchange(workspace, sizes, problem)
+    own.exchange(workspace, {}, None)  # nothing to send does not disturb the next exchange
+    return problem, ",".join(sorted(os.listdir(workspace)))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "ranks_per_node", "chunk", "full"),
+    [(2, 1, 2**20, -1), (4, 1, 700, 2), (6, 2, 999, -1), (2, 2, 100, -1)],
+)
+def test_files_arrive_at_the_partner(
+    ranks: int, ranks_per_node: int, chunk: int, full: int, tmp_path: Path
+) -> None:
+    results = run_ranks(ranks, exchange, tmp_path, ranks_per_node, chunk, full)
+    assert [problem for problem, _ in results] == [
+        "no memory" if rank == full else None for rank in range(ranks)
+    ]
+    nodes = ranks // ranks_per_node
+    for group in partner_nodes(nodes):
+        for place, node in enumerate(group):
+            other = group[(place + 1) % len(group)]
+            for rank in range(node * ranks_per_node, (node + 1) * ranks_per_node):
+                for file in (tmp_path / f"node{node}").glob(f"*-{rank:05d}.safetensors"):
+                    copy = tmp_path / f"node{other}" / file.name
+                    receiver = other * ranks_per_node + rank % ranks_per_node
+                    if receiver == full:
+                        assert not copy.exists()
+                        continue
+                    assert digest(copy) == digest(file), (file, copy)
+
+
+def digest(file: Path) -> str:
+    return hashlib.sha256(file.read_bytes()).hexdigest()
