@@ -168,8 +168,7 @@ class NodeAgent:
         self.stopping = False
         self._next_standby = time.monotonic() + SECONDS_BEFORE_STANDBY
         common = command["variables"]
-        if self.server:
-            self.server.tell(command["servers"])
+        if self.server and self.server.tell(command["servers"]):
             common |= {"THREEFOLD_SNAPSHOTS": str(self.server.folder)}
         for own in command["ranks"]:
             rank, variables = int(own["RANK"]), common | own

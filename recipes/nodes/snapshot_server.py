@@ -28,10 +28,12 @@ from dataclasses import dataclass
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 SNAPSHOT = re.compile(r"step-\d{7,}-\d+-[0-9a-f]+")
-FILE = re.compile(r"[a-z]+(-\d+)?\.(json|sha256|safetensors)")
+PATH = re.compile(
+    rf"/(?P<snapshot>{SNAPSHOT.pattern})/(?P<file>[a-z]+(-\d+)?\.(json|sha256|safetensors))"
+)
 RANGE = re.compile(r"bytes=(\d+)-(\d+)")
 SECONDS_TO_DELETE = 10.0
 QUEUE = 1024  # connections that wait for a thread
@@ -83,16 +85,16 @@ class ServerProcess:
         process.stdin.flush()
         return cls(process, folder, port, secret)
 
-    def tell(self, servers: Sequence[dict[str, Any]]) -> None:
-        """Write the list of all servers for the ranks of this node.
-
-        Raises:
-            OSError: the file cannot be written.
-        """
+    def tell(self, servers: Sequence[dict[str, Any]]) -> bool:
+        """Write the list of all servers for the ranks of this node; return False if that fails."""
         file = self.folder / "servers.json"
         whole = file.with_suffix(".new")
-        whole.write_text(json.dumps(servers))
-        os.replace(whole, file)
+        try:
+            whole.write_text(json.dumps(servers))
+            os.replace(whole, file)
+        except OSError:
+            return False
+        return True
 
     def end(self) -> None:
         """Let the server delete the snapshots and end."""
@@ -117,19 +119,16 @@ class Handler(BaseHTTPRequestHandler):
             self._fail(HTTPStatus.FORBIDDEN)
             return
         path, _, query = self.path.partition("?")
+        names = PATH.fullmatch(path)
         try:
             if path == "/":
                 self._answer(json.dumps(self._listing()).encode())
-                return
-            _, snapshot, file = path.split("/")
-            if not (SNAPSHOT.fullmatch(snapshot) and FILE.fullmatch(file)):
-                raise ValueError(path)
-            with (self.folder / snapshot / file).open("rb") as stream:
-                if query == "sha256":
-                    self._answer(hashlib.file_digest(stream, "sha256").hexdigest().encode())
-                else:
-                    self._send_part(stream)
-        except (ValueError, OSError):
+            elif names is None:
+                self._fail(HTTPStatus.NOT_FOUND)
+            else:
+                with (self.folder / names["snapshot"] / names["file"]).open("rb") as stream:
+                    self._serve(stream, query)
+        except OSError:  # no such file
             self._fail(HTTPStatus.NOT_FOUND)
 
     def log_message(self, *_: Any) -> None:
@@ -148,12 +147,18 @@ class Handler(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(content)
 
-    def _send_part(self, stream: Any) -> None:
+    def _serve(self, stream: IO[bytes], query: str) -> None:
+        """Send a file, a part of it, or its hash."""
+        if query == "sha256":
+            digest = hashlib.file_digest(stream, "sha256")  # type: ignore[arg-type]
+            self._answer(digest.hexdigest().encode())
+            return
         size = os.fstat(stream.fileno()).st_size
         part = RANGE.fullmatch(self.headers.get("Range", ""))
         start, stop = (int(part[1]), int(part[2]) + 1) if part else (0, size)
-        if not 0 <= start <= stop <= size:
-            raise ValueError(f"{start} .. {stop} of {size} bytes")
+        if not start <= stop <= size:
+            self._fail(HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE)
+            return
         self.send_response(HTTPStatus.PARTIAL_CONTENT if part else HTTPStatus.OK)
         self.send_header("Content-Length", str(stop - start))
         self.end_headers()

@@ -36,10 +36,7 @@ class Client:
         Raises:
             SnapshotUnavailable: the server does not answer.
         """
-        try:
-            found: Listing = json.loads(self._get("/"))
-        except ValueError as error:
-            raise SnapshotUnavailable(f"{self.server.node}: {error}") from None
+        found: Listing = json.loads(self._get("/"))
         return found
 
     def content(self, snapshot: str, file: str) -> bytes:

@@ -91,7 +91,8 @@ class NodeMemory:
     def servers(self) -> list[Server]:
         """Return the servers of all nodes that launch.py reaches; none if they are unknown."""
         try:
-            return [Server(**each) for each in json.loads((self.folder / SERVERS).read_text())]
+            found = json.loads((self.folder / SERVERS).read_text())
+            return [Server(**each) for each in found]
         except (OSError, ValueError, TypeError):
             return []
 
