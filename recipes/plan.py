@@ -38,7 +38,7 @@ from recipes.planning.command_line.plan_options import (
     links_of,
     parse_command_line,
 )
-from recipes.planning.goodput.costs import fault_costs
+from recipes.planning.goodput.costs import fault_costs, snapshot_costs
 from recipes.planning.goodput.goodput_report import GoodputCase, goodput_lines, goodput_table
 from recipes.planning.inputs.cluster import recipe_on_cluster
 from recipes.planning.inputs.job import Job, Machine, job_without_layout, own_job, zero3_in_pipeline
@@ -149,13 +149,15 @@ def adjusted(job: Job, *, fit: Fit, imbalance: float) -> Job:
 
 def goodput_case(recipe: Recipe, own: Job, options: argparse.Namespace) -> GoodputCase:
     """Return the recipe's job with the failures and costs that the options name."""
+    detection, restart = recipe.supervision.node_seconds, options.restart
     costs = fault_costs(
         own,
-        detection_seconds=recipe.supervision.node_seconds,
+        detection_seconds=detection,
         storage_bytes_per_second=options.storage * 1e9 if options.storage else None,
-        restart_seconds=options.restart,
+        restart_seconds=restart,
     )
-    return GoodputCase(recipe, step_time(own).total, costs, options.failures_per_day)
+    snapshots = snapshot_costs(own, detection_seconds=detection, restart_seconds=restart)
+    return GoodputCase(recipe, step_time(own).total, costs, snapshots, options.failures_per_day)
 
 
 def print_plan(recipe: Recipe, own: Job | None, problem: str) -> None:

@@ -24,6 +24,8 @@ from recipes.nodes.connection import here
 from recipes.training.recipe.loading import parse_recipe
 from recipes.training.run_folder.folder import RunFolder
 from recipes.training.runtime.exits import FINISHED, HUNG, INTERRUPTED, STOPPED
+from recipes.training.snapshots.client import Client
+from recipes.training.snapshots.node_memory import FOLDER_VARIABLE, NodeMemory
 from tests.conftest import changed
 
 # A rank that ends as the file "end-RANK" says, saves and exits with 5 on a signal, and dies with
@@ -126,12 +128,13 @@ def start(tmp_path: Path, small: dict, monkeypatch: pytest.MonkeyPatch) -> Itera
     def begin(
         *, hosts: list[str] | None = None, nodes: int = 2, without: tuple[int, ...] = (),
         variables: Any = MappingProxyType({"GREETING": "hello"}), connect: Any = here,
-        **cluster: Any,
+        checkpoint: Any = MappingProxyType({}), **cluster: Any,
     ) -> Running:  # fmt: skip
         names = hosts if hosts is not None else ["node1", "node2", "node3"]
         table = changed(
             small,
             supervision={"node_seconds": 2},
+            checkpoint={"every": 100} | checkpoint,
             cluster={"nodes": nodes, "gpus_per_node": 1, "gpu": "cpu", "standby": False} | cluster,
         )
         folder = RunFolder(tmp_path / "run")
@@ -316,6 +319,47 @@ def test_a_layout_may_need_fewer_nodes_than_there_are(start: Any) -> None:
     assert running.events("attempt")[0]["unused"] == {"node3": "spare"}
     running.end_ranks({0: FINISHED, 1: FINISHED})
     assert running.wait() == FINISHED
+
+
+def test_progress_in_memory_counts_like_a_checkpoint(start: Any) -> None:
+    running = start(node_failures=0)
+    for number in range(1, 6):
+        running.wait_for_attempt(number, ranks=2)
+        RunFolder(running.folder).event("resume", 10 * number, from_memory=True)
+        running.end_ranks({0: 7, 1: 7})
+    running.wait_for_attempt(6, ranks=2)
+    running.end_ranks({0: FINISHED, 1: FINISHED})
+    assert running.wait() == FINISHED
+
+
+def test_ranks_learn_the_servers_of_all_snapshots(start: Any, tmp_path: Path) -> None:
+    memory = tmp_path / "memory"
+    memory.mkdir()
+    snapshots = {"snapshot_every": 5, "snapshot_folder": str(memory)}
+    running = start(checkpoint=snapshots)
+    ranks = running.wait_for_attempt(1, ranks=2)
+    folders = [NodeMemory(Path(r["variables"][FOLDER_VARIABLE])) for r in ranks.values()]
+    assert {each.folder.parent for each in folders} == {memory} and len(set(folders)) == 2
+    running.launcher.nodes.wait_for(3, seconds=10, stop=lambda: False)
+    for each in folders:
+        servers = each.servers()
+        assert {server.node for server in servers} >= {"node1", "node2"}
+        assert all(Client(server).listing() == {} for server in servers)
+    running.end_ranks({0: FINISHED, 1: FINISHED})
+    assert running.wait() == FINISHED
+    assert not list(memory.iterdir())
+
+
+def test_a_node_without_memory_for_snapshots_still_trains(
+    start: Any, tmp_path: Path, capfd: pytest.CaptureFixture
+) -> None:
+    snapshots = {"snapshot_every": 5, "snapshot_folder": str(tmp_path / "absent")}
+    running = start(checkpoint=snapshots)
+    ranks = running.wait_for_attempt(1, ranks=2)
+    assert all(FOLDER_VARIABLE not in rank["variables"] for rank in ranks.values())
+    running.end_ranks({0: FINISHED, 1: FINISHED})
+    assert running.wait() == FINISHED
+    assert "no snapshots in memory: " in capfd.readouterr().out
 
 
 def test_long_lists_of_hosts_are_shortened() -> None:

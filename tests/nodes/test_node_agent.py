@@ -37,7 +37,7 @@ class Agent:
         script: Path = AGENT,
     ):
         self.process = subprocess.Popen(
-            [sys.executable, str(script), run, str(silence), str(stop), str(standby)],
+            [sys.executable, str(script), run, str(silence), str(stop), str(standby), ""],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             bufsize=0,
@@ -147,9 +147,12 @@ open(os.environ["FILE"], "w").write(json.dumps([rank["words"], os.environ["RANK"
 
 def test_a_standby_process_becomes_a_rank(agents: list[Agent], tmp_path: Path) -> None:
     """The agent is started from a copy of its folder, with a standby.py that imports nothing."""
-    (tmp_path / "node_agent.py").write_text(AGENT.read_text())
-    (tmp_path / "standby.py").write_text(STANDBY)
-    agents.append(agent := Agent(standby=1, script=tmp_path / "node_agent.py"))
+    folder = tmp_path / "recipes" / "nodes"
+    folder.mkdir(parents=True)
+    for name in ("node_agent.py", "snapshot_server.py"):
+        (folder / name).write_text(AGENT.with_name(name).read_text())
+    (folder / "standby.py").write_text(STANDBY)
+    agents.append(agent := Agent(standby=1, script=folder / "node_agent.py"))
     children = Path(f"/proc/{agent.process.pid}/task/{agent.process.pid}/children")
     time.sleep(1)
     assert not children.read_text()  # no standby process before its environment is known

@@ -1,4 +1,6 @@
-"""Predicted times of saves and restarts of a job, for the goodput."""
+"""Predicted times of saves, snapshots and restarts of a job, for the goodput."""
+
+from dataclasses import dataclass
 
 from models.cost import parameter_count
 from recipes.planning.goodput.renewal import FaultCosts
@@ -9,7 +11,56 @@ STATE_BYTES = 12  # per parameter in a checkpoint: fp32 weights and two moments
 HOST_BYTES_PER_SECOND = 20e9  # of a copy from a GPU to pinned host memory (PCIe 4.0 x16), assumed
 STORAGE_BYTES_PER_SECOND_OF_NODE = 1e9  # share of each node in the storage's rate, assumed
 PAUSE_SHARE = 0.05  # of a background write, lost to slower steps; measured on CPUs: 0.048
+HASH_BYTES_PER_SECOND = 1.4e9  # SHA-256 on one core; each rank hashes its own files; measured
+NODE_BYTES_PER_SECOND = 5e9  # of a node, from memory to memory over TCP, assumed
+COPIES = 2  # of each file of a snapshot, on different nodes
 START_SECONDS = 60.0  # of a restart without detection and reading: join, build, warm up; assumed
+
+
+@dataclass(frozen=True)
+class SnapshotCosts:
+    """The costs of snapshots in the memory of the nodes.
+
+    Attributes:
+        times: of a snapshot, and of a restart from it
+        memory_bytes: host memory of a node: two snapshots, each with the copies of a partner, and
+            the staged state of its ranks
+        sent_bytes: what a node sends for each snapshot
+    """
+
+    times: FaultCosts
+    memory_bytes: float
+    sent_bytes: float
+
+
+def snapshot_costs(
+    job: Job, *, detection_seconds: float, restart_seconds: float | None = None
+) -> SnapshotCosts:
+    """Return the costs of snapshots for the nodes with the largest stage.
+
+    Args:
+        job: the job
+        detection_seconds: from a failure to its detection
+        restart_seconds: from a failure to the next step; None for detection, the assumed start,
+            verification and reading
+    """
+    parameters, node_ranks = max(stage_parameters(job)), job.machine.gpus_per_node
+    own = STATE_BYTES * parameters / job.layout.optimizer_ranks
+    copies = min(COPIES, job.machine.nodes)
+    # The ranks of a stage exchange parts to assemble logical tensors, then send copies.
+    sent = copies * own * node_ranks
+    write = own / HASH_BYTES_PER_SECOND + sent / NODE_BYTES_PER_SECOND
+    if restart_seconds is None:
+        weights = STATE_BYTES / 3 * parameters  # a rank reads all its weights, and its own moments
+        read = node_ranks * (weights + own * 2 / 3) / NODE_BYTES_PER_SECOND
+        restart_seconds = detection_seconds + START_SECONDS + own / HASH_BYTES_PER_SECOND + read
+    times = FaultCosts(
+        pause=own / HOST_BYTES_PER_SECOND + PAUSE_SHARE * write,
+        write=write,
+        restart=restart_seconds,
+    )
+    memory = (2 * copies + 1) * own * node_ranks
+    return SnapshotCosts(times, memory, sent)
 
 
 def fault_costs(

@@ -3,6 +3,7 @@
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from recipes.planning.goodput.costs import SnapshotCosts
 from recipes.planning.goodput.renewal import FaultCosts, Goodput, best_interval, goodput
 from recipes.training.recipe.schema import Recipe
 
@@ -14,13 +15,15 @@ class GoodputCase:
     Attributes:
         recipe: the recipe
         step_seconds: predicted duration of a step
-        costs: the times that saves and failures cost
+        costs: the times that saves and failures cost, without snapshots
+        snapshots: the costs of snapshots in memory
         failures_per_day: failures of the whole run
     """
 
     recipe: Recipe
     step_seconds: float
     costs: FaultCosts
+    snapshots: SnapshotCosts
     failures_per_day: float
 
     def with_saves_every(self, steps: int) -> Goodput:
@@ -32,6 +35,27 @@ class GoodputCase:
         most = self.recipe.training.steps
         return best_interval(self.step_seconds, self.costs, self.failures_per_day, most=most)
 
+    def with_snapshots_every(self, steps: int) -> Goodput:
+        """Return the goodput with a number of steps between snapshots.
+
+        The run also saves to the disk, every `checkpoint.every` steps. Failures of a node and its
+        partner at the same time, which need the disk, are neglected.
+        """
+        interval = self.recipe.checkpoint.every * self.step_seconds
+        up = interval / (interval + self.costs.pause)
+        found = goodput(steps * self.step_seconds, self.snapshots.times, self.failures_per_day)
+        return Goodput(
+            kept=up * found.kept,
+            repeated=up * found.repeated,
+            saving=up * found.saving + 1 - up,
+            restarting=up * found.restarting,
+        )
+
+    def best_snapshot_every(self) -> int:
+        """Return the number of steps between snapshots that keeps most of the time."""
+        most, times = self.recipe.training.steps, self.snapshots.times
+        return best_interval(self.step_seconds, times, self.failures_per_day, most=most)
+
 
 def goodput_lines(case: GoodputCase) -> list[str]:
     """Return the lines about the goodput."""
@@ -40,28 +64,57 @@ def goodput_lines(case: GoodputCase) -> list[str]:
         f"With {case.failures_per_day:g} failures per day (a save pauses the steps for "
         f"{duration(costs.pause)} and is complete after {duration(costs.write)}; a restart takes "
         f"{duration(costs.restart)}):",
-        _line(case, every),
+        _line(case, "every", every, case.with_saves_every(every)),
     ]
     if best != every:
-        lines.append(_line(case, best) + "; the best interval")
+        found = case.with_saves_every(best)
+        lines.append(_line(case, "every", best, found) + "; the best interval")
+    return lines + _snapshot_lines(case)
+
+
+def _snapshot_lines(case: GoodputCase) -> list[str]:
+    """Return the lines about snapshots in the memory of the nodes."""
+    costs, best = case.snapshots, case.best_snapshot_every()
+    own = case.recipe.checkpoint.snapshot_every
+    lines = [
+        f"With snapshots in memory (each pauses the steps for {duration(costs.times.pause)}, is "
+        f"complete after {duration(costs.times.write)}, and lets each node send "
+        f"{costs.sent_bytes / 1e9:.3g} GB; they need {costs.memory_bytes / 2**30:.3g} GiB of host "
+        f"memory per node; a restart takes {duration(costs.times.restart)}):"
+    ]
+    if own:
+        lines.append(_line(case, "snapshot_every", own, case.with_snapshots_every(own)))
+    if best != own:
+        found = case.with_snapshots_every(best)
+        lines.append(_line(case, "snapshot_every", best, found) + "; the best interval")
     return lines
 
 
 def goodput_table(case: GoodputCase) -> dict[str, Any]:
     """Return the goodput as a JSON object."""
     every, best = case.recipe.checkpoint.every, case.best_every()
+    own, best_snapshots = case.recipe.checkpoint.snapshot_every, case.best_snapshot_every()
+    snapshots: dict[str, Any] = {
+        "costs_seconds": asdict(case.snapshots.times),
+        "memory_bytes_per_node": case.snapshots.memory_bytes,
+        "sent_bytes_per_node": case.snapshots.sent_bytes,
+        "best": {"every": best_snapshots} | asdict(case.with_snapshots_every(best_snapshots)),
+    }
+    if own:
+        snapshots["own"] = {"every": own} | asdict(case.with_snapshots_every(own))
     return {
         "failures_per_day": case.failures_per_day,
         "costs_seconds": asdict(case.costs),
         "own": {"every": every} | asdict(case.with_saves_every(every)),
         "best": {"every": best} | asdict(case.with_saves_every(best)),
+        "snapshots": snapshots,
     }
 
 
-def _line(case: GoodputCase, every: int) -> str:
-    found, interval = case.with_saves_every(every), duration(every * case.step_seconds)
+def _line(case: GoodputCase, key: str, every: int, found: Goodput) -> str:
+    interval = duration(every * case.step_seconds)
     return (
-        f"  checkpoint.every = {every} ({interval}): {found.kept:.1%} of the time in "
+        f"  checkpoint.{key} = {every} ({interval}): {found.kept:.1%} of the time in "
         f"kept steps, {found.repeated:.1%} in repeated steps, {found.restarting:.1%} in restarts, "
         f"{found.saving:.1%} in saves"
     )

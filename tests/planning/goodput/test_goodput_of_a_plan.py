@@ -8,7 +8,7 @@ import pytest
 
 from models.cost import parameter_count
 from recipes import plan
-from recipes.planning.goodput.costs import fault_costs
+from recipes.planning.goodput.costs import fault_costs, snapshot_costs
 from recipes.planning.goodput.goodput_report import duration
 from recipes.planning.inputs.job import Machine, job_of
 from recipes.planning.inputs.software import THREEFOLD
@@ -64,8 +64,47 @@ def test_the_best_interval_is_not_named_twice(
     found = json.loads(capsys.readouterr().out)["goodput"]
     every = found["best"]["every"]
     assert found["best"]["kept"] > found["own"]["kept"]
-    run(monkeypatch, "--failures-per-day", "8", "--set", f"checkpoint.every={every}")
-    assert "best interval" not in capsys.readouterr().out
+    own = ("--set", f"checkpoint.every={every}")
+    snapshots = json.loads(said_with(monkeypatch, capsys, *own, "--json"))["goodput"]["snapshots"]
+    assert "own" not in snapshots
+    own += ("--set", f"checkpoint.snapshot_every={snapshots['best']['every']}")
+    assert "best interval" not in said_with(monkeypatch, capsys, *own)
+
+
+def said_with(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, *options: str) -> str:
+    """Return the output of plan.py with eight failures per day."""
+    run(monkeypatch, "--failures-per-day", "8", *options)
+    return capsys.readouterr().out
+
+
+def test_the_plan_names_the_costs_of_snapshots(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    said = said_with(monkeypatch, capsys, "--set", "checkpoint.snapshot_every=100")
+    found = re.findall(
+        r"checkpoint\.snapshot_every = (\d+) \(.*?\): ([\d.]+)% of the time in kept", said
+    )
+    assert found[0][0] == "100" and float(found[1][1]) > float(found[0][1])
+    options = ("--set", "checkpoint.snapshot_every=100", "--json")
+    snapshots = json.loads(said_with(monkeypatch, capsys, *options))["goodput"]["snapshots"]
+    for case in ("own", "best"):
+        shares = {key: value for key, value in snapshots[case].items() if key != "every"}
+        assert sum(shares.values()) == pytest.approx(1)
+
+
+@pytest.mark.parametrize(("nodes", "copies"), [(4, 2), (1, 1)])
+def test_costs_of_snapshots_follow_from_the_size_of_the_model(nodes: int, copies: int) -> None:
+    recipe = load_recipe(SEVEN_B, ["cluster.nodes=" + str(nodes), "layout.pipeline=1"])
+    assert recipe.cluster is not None
+    job = job_of(recipe, Machine.of_cluster(recipe.cluster), THREEFOLD)
+    state = 12 * parameter_count(recipe.model)
+    costs = snapshot_costs(job, detection_seconds=10)
+    per_node = state / nodes  # one stage, whose ranks divide the state evenly
+    assert costs.sent_bytes == pytest.approx(copies * per_node)
+    assert costs.memory_bytes == pytest.approx((2 * copies + 1) * per_node)
+    assert costs.times.write == pytest.approx(per_node / 8 / 1.4e9 + copies * per_node / 5e9)
+    assert costs.times.restart > 70 + per_node / 8 / 1.4e9
+    assert snapshot_costs(job, detection_seconds=10, restart_seconds=5).times.restart == 5
 
 
 @pytest.mark.parametrize(

@@ -82,6 +82,27 @@ def test_a_branch_is_pending_until_a_process_trains_from_it() -> None:
     assert history(*SAVED, "branch 16", "resume 16", "branch 8").branch.step == 8
 
 
+@pytest.mark.parametrize(
+    ("later", "reached"),
+    [
+        ([], True),
+        ([{"event": "resume", "step": 20}], True),
+        ([{"event": "resume", "step": 30}, {"event": "save", "step": 40}], True),
+        ([{"event": "resume", "step": 10}, {"event": "resume", "step": 30}], False),
+        ([{"event": "rollback", "step": 50, "to": 20, "samples": 9}], True),
+        ([{"event": "rollback", "step": 50, "to": 10, "samples": 9}], False),
+        ([{"event": "branch", "step": 20, "checkpoint": "step-0000020", "stamp": "s"}], False),
+        ([{"event": "start", "step": 0}], False),
+    ],
+)
+def test_a_state_belongs_to_the_branch_until_its_steps_are_abandoned(
+    later: list[dict[str, Any]], reached: bool
+) -> None:
+    before = [{"event": "start", "step": 0}, {"event": "resume", "step": 10}]
+    turns = len(replay(before).turns)
+    assert replay([*before, *later]).reaches(20, turns=turns) == reached
+
+
 def test_events_without_a_required_field_are_skipped() -> None:
     broken = [{"event": "rollback", "step": 26, "to": 24}, {"event": "branch"}, {"event": "save"}]
     found = replay([*map(event, BACK), *broken, {"event": "rollback", "to": "x", "samples": 1}])
