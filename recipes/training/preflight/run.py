@@ -63,7 +63,8 @@ def check_nodes(
         test = Preflight(experiment, claim, grid)
         verdict = test.run()
         if world.rank == 0:
-            report(claim, verdict, test, step)
+            with claim.supervisor.crumb.waiting_for_disk("writing the result of the preflight"):
+                report(claim, verdict, test, step)
         stops = test.tree.broadcast(verdict.stops)
     startup.lap("preflight")
     if stops:

@@ -9,22 +9,31 @@ import tomli_w
 
 from recipes.training.preflight.measures import SPARE_NODES
 from recipes.training.run_folder.folder import RunFolder
-from recipes.training.runtime.exits import FINISHED, UNFIT
+from recipes.training.runtime.exits import FINISHED, HUNG, UNFIT
 from tests.conftest import changed, small_recipe
 from tests.ranks import start_ranks
 
 # One rank per node, in an otherwise ordinary run. Every node but one has the same rates, so that
 # the load of this machine does not matter.
 SCRIPT = """
-import os, sys
+import os, sys, time
 os.environ["LOCAL_WORLD_SIZE"] = "1"
 os.environ.update({variables})
 {install}
 from recipes import pretrain
-from recipes.training.preflight import measuring
+from recipes.training.preflight import measuring, run
 rank = int(os.environ["RANK"])
 fault = "{fault}" if rank == 2 else ""
-measuring.matmul_tflops = lambda *_, **__: 0.2 if fault == "slow" else 1.0
+measured = []
+def matmul_tflops(*_, **__):
+    measured.append(fault)
+    if fault == "hang":
+        time.sleep(1000)
+    if fault == "error":
+        raise RuntimeError("CUDA error: uncorrectable ECC error encountered")
+    return 0.2 if fault == "slow" or (fault == "disturbed" and len(measured) == 1) else 1.0
+measuring.matmul_tflops = matmul_tflops
+run.SECONDS_WITHOUT_PROGRESS = 6
 seconds, wrong_rows = measuring.LinkTest._seconds, measuring.wrong_rows
 def multiply(left, right):
     product = left @ right
@@ -35,10 +44,6 @@ def timed(test, prepare, size, repetitions):
     return None if measured is None else 1.0
 measuring.wrong_rows = lambda *arguments: wrong_rows(*arguments, multiply=multiply)
 measuring.LinkTest._seconds = timed
-if fault == "error":
-    def fail(*_, **__):
-        raise RuntimeError("CUDA error: uncorrectable ECC error encountered")
-    measuring.matmul_tflops = fail
 pretrain.main()
 """
 
@@ -71,8 +76,8 @@ def run(
         forked=not install,
     )
     events = [e for e in RunFolder(folder / "run").read_events() if e["event"] == "preflight"]
-    assert len(events) == 1, outputs
-    return codes, outputs, events[0]
+    assert len(events) <= 1, outputs
+    return codes, outputs, events[0] if events else {}
 
 
 def test_healthy_ranks_train(corpus: Path, tmp_path: Path) -> None:
@@ -116,11 +121,25 @@ def test_a_broken_rank_stops_the_run(fault: str, words: str, corpus: Path, tmp_p
     assert not list((tmp_path / "run" / "checkpoints").glob("step-*"))
 
 
+def test_a_disturbance_is_not_a_slow_node(corpus: Path, tmp_path: Path) -> None:
+    codes, outputs, event = run(corpus, tmp_path, "disturbed", spares=1)
+    assert codes == [FINISHED] * 4, outputs
+    assert "findings" not in event
+
+
+def test_a_rank_that_does_not_respond_is_named_soon(corpus: Path, tmp_path: Path) -> None:
+    codes, outputs, _ = run(corpus, tmp_path, "hang")
+    assert codes == [HUNG] * 4
+    assert "no progress for 6 s: rank 2 (" in outputs[0]
+    assert "preflight: matmuls" in outputs[0]
+    (stop,) = [e for e in RunFolder(tmp_path / "run").read_events() if e["event"] == "stop"]
+    assert stop["exit_code"] == HUNG and stop["behind"] == [2]
+
+
 def test_cpus_have_no_preflight_by_default(corpus: Path, tmp_path: Path) -> None:
-    with pytest.raises(AssertionError):
-        run(corpus, tmp_path, "wrong", ranks=2, supervision={})
-    events = RunFolder(tmp_path / "run").read_events()
-    assert [e["event"] for e in events if e["event"] in ("preflight", "end")] == ["end"]
+    codes, outputs, event = run(corpus, tmp_path, "wrong", ranks=2, supervision={})
+    assert codes == [FINISHED] * 2, outputs
+    assert not event
 
 
 def test_a_preflight_obeys_the_rules_of_nccl(corpus: Path, tmp_path: Path) -> None:
