@@ -18,6 +18,7 @@ from recipes.training.preflight.measures import DeviceReport, LinkReport, Scope,
 from recipes.training.preflight.timing import all_reduce, matmul_tflops, timed, transfer
 
 MATMUL_SIZE = {"cpu": 256, "cuda": 8192}  # rows, columns and inner dimension, by kind of device
+MATMUL_SIZE_FP32 = 4096  # on GPUs, where fp32 is up to 16 times slower
 CHECKED_SIZE = {"cpu": 256, "cuda": 4096}  # likewise, of the matmuls whose results are checked
 CHECKED_MATMULS = 4
 INTEGERS_PER_ENTRY = 8  # one entry in eight is 1 or -1, the others are 0
@@ -26,6 +27,20 @@ MESSAGE_BYTES = {"cpu": 2**20, "cuda": 2**26}  # of the measured messages, if th
 REPETITIONS = 3  # of a transfer or an all-reduce
 SECONDS_PER_ROUND = 0.2
 GIB = 2**30
+
+
+def matmul_size(device: torch.device, precision: str) -> int:
+    """Return the rows, columns and inner dimension of the measured matmul."""
+    if device.type == "cuda" and precision == "fp32":
+        return MATMUL_SIZE_FP32
+    return MATMUL_SIZE[device.type]
+
+
+def release_memory(device: torch.device) -> None:
+    """Return the memory of the measurements to the device, and forget their peak."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
 
 
 def measure_device(precision: str, device: torch.device) -> DeviceReport:
@@ -40,10 +55,9 @@ def measure_device(precision: str, device: torch.device) -> DeviceReport:
     free = torch.cuda.mem_get_info(device)[0] / GIB if is_gpu else None
     rate = None
     try:
-        rate = matmul_tflops(MATMUL_SIZE[device.type], precision, device, choose=min)
+        rate = matmul_tflops(matmul_size(device, precision), precision, device, choose=min)
         wrong = wrong_rows(CHECKED_SIZE[device.type], precision, device)
-        if is_gpu:
-            torch.cuda.empty_cache()
+        release_memory(device)
     except RuntimeError as error:  # of CUDA, including a lack of memory
         return DeviceReport(name, rate, free, str(error).strip().partition("\n")[0])
     problem = f"{wrong} rows of matmuls have wrong results" if wrong else ""

@@ -26,7 +26,12 @@ from recipes.training.preflight.measures import (
     best_of,
     scopes,
 )
-from recipes.training.preflight.measuring import MATMUL_SIZE, LinkTest, measure_device
+from recipes.training.preflight.measuring import (
+    LinkTest,
+    matmul_size,
+    measure_device,
+    release_memory,
+)
 from recipes.training.preflight.planned import Planned, planned
 from recipes.training.preflight.report import event, healthy_line, warnings
 from recipes.training.preflight.verdict import Place, Verdict
@@ -126,6 +131,7 @@ class Preflight:
         if self.tree.broadcast(verdict.has_slow):
             again = self._measure()
             verdict = self._judge(best_of(measured, again))
+        release_memory(self.device)
         self.seconds = time.monotonic() - began
         return verdict
 
@@ -162,7 +168,7 @@ class Preflight:
             self.experiment.topology,
             machine_of(self.experiment, self.device),
             precision=self.experiment.precision,
-            matmul_size=MATMUL_SIZE[self.device.type],
+            matmul_size=matmul_size(self.device, self.experiment.precision),
             links=links,
         )
 
@@ -195,7 +201,7 @@ def report(claim: Claim, verdict: Verdict, test: Preflight, step: int) -> None:
         print(f"  {healthy_line(verdict, hosts, test.seconds)}", flush=True)
     if not verdict.stops:
         return
-    nodes = ", ".join(hosts[node * test.place.per_node] for node in verdict.left_out)
+    nodes = ", ".join(dict.fromkeys(hosts[each.ranks[0]] for each in verdict.left_out.values()))
     if SPARE_NODES in os.environ and nodes:
         reason = f"preflight: launch.py continues without {nodes}"
     elif nodes:

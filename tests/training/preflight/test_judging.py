@@ -136,7 +136,7 @@ def test_one_slow_device_is_named(nodes: int) -> None:
     (finding,) = verdict.findings
     assert finding.value == pytest.approx(700 / 3) and finding.usual == 700
     assert not verdict.stops and not verdict.left_out  # there is no spare node
-    assert verdict.has_slow
+    assert verdict.has_slow and verdict.mismatches == []
     assert cluster.judge(spares=1).stops
     assert list(cluster.judge(spares=1).left_out) == [0]
 
