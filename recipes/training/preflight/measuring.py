@@ -52,9 +52,9 @@ def measure_device(precision: str, device: torch.device) -> DeviceReport:
     """
     is_gpu = device.type == "cuda"
     name = torch.cuda.get_device_name(device) if is_gpu else "cpu"
-    free = torch.cuda.mem_get_info(device)[0] / GIB if is_gpu else None
-    rate = None
+    rate = free = None
     try:
+        free = torch.cuda.mem_get_info(device)[0] / GIB if is_gpu else None
         rate = matmul_tflops(matmul_size(device, precision), precision, device, choose=min)
         wrong = wrong_rows(CHECKED_SIZE[device.type], precision, device)
         release_memory(device)

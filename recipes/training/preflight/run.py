@@ -72,8 +72,9 @@ def check_nodes(
                 report(claim, verdict, test, step)
         stops = test.tree.broadcast(verdict.stops)
     startup.lap("preflight")
-    if stops:
+    if stops:  # nothing more must be asked of a device that may have failed
         leave(UNFIT)
+    release_memory(test.device)
 
 
 def is_wanted(setting: bool | str) -> bool:
@@ -131,7 +132,6 @@ class Preflight:
         if self.tree.broadcast(verdict.has_slow):
             again = self._measure()
             verdict = self._judge(best_of(measured, again))
-        release_memory(self.device)
         self.seconds = time.monotonic() - began
         return verdict
 

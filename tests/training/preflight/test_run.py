@@ -34,6 +34,10 @@ def matmul_tflops(*_, **__):
     return 0.2 if fault == "slow" or (fault == "disturbed" and len(measured) == 1) else 1.0
 measuring.matmul_tflops = matmul_tflops
 run.SECONDS_WITHOUT_PROGRESS = 6
+def release_memory(device):
+    if fault == "error":
+        raise RuntimeError("CUDA error")
+run.release_memory = release_memory
 seconds, wrong_rows = measuring.LinkTest._seconds, measuring.wrong_rows
 def multiply(left, right):
     product = left @ right
