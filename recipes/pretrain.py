@@ -79,6 +79,7 @@ def pretrain(started: float | None = None) -> None:
     from recipes.training.engine.build import build_engine, build_grid, build_model, build_optimizer
     from recipes.training.loop.opening import close_run, leave_processes, open_run
     from recipes.training.loop.start import begin, find_resume_point, join, open_data
+    from recipes.training.preflight.run import check_nodes
 
     resume_collection()
     startup.lap("imports")
@@ -98,12 +99,13 @@ def pretrain(started: float | None = None) -> None:
     begin(experiment, claim, data, start, startup)
 
     with explained(experiment, claim) as account:
-        # 5. Model: build the model, its optimizer and the DeepSpeed engine, and load the
-        # checkpoint. If memory runs out from here on, a message names a layout that needs less.
+        # 5. Model: check the nodes, build the model, its optimizer and DeepSpeed's engine, and load
+        # the checkpoint. If memory runs out from here on, a message names a layout that needs less.
         topology, config = experiment.topology, experiment.config
         crumb = claim.supervisor.crumb  # tells the supervisor what this rank is doing
         crumb.note("building the engine")
         grid = build_grid(topology)
+        check_nodes(experiment, claim, grid, start.progress.step, startup)
         model = build_model(recipe, topology=topology, config=config, grid=grid)
         startup.lap("model")
         optimizer = build_optimizer(model, recipe.optimizer)

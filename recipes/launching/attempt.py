@@ -9,6 +9,7 @@ from typing import Any
 from recipes.launching.causes import Outcome, RankEnd
 from recipes.launching.nodes import Nodes
 from recipes.launching.replanning import Placement
+from recipes.training.preflight.measures import SPARE_NODES
 
 SECONDS_TO_ANSWER = 3.0  # after a failure, for nodes to show that they are alive
 SECONDS_FOR_MESSAGES = 1.0  # between a failure and the end of the other ranks
@@ -85,6 +86,7 @@ class Attempt:
             "LOCAL_WORLD_SIZE": str(size),
             "MASTER_ADDR": command.master or self.hosts[0],
             "MASTER_PORT": str(self._ask_port()),
+            SPARE_NODES: str(self.nodes.spares(self.hosts)),
         }
         servers = [
             {"node": host, "address": command.master or host} | agent.server

@@ -8,7 +8,15 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from recipes.training.runtime.exits import BUSY, FINISHED, HUNG, INTERRUPTED, REJECTED, STOPPED
+from recipes.training.runtime.exits import (
+    BUSY,
+    FINISHED,
+    HUNG,
+    INTERRUPTED,
+    REJECTED,
+    STOPPED,
+    UNFIT,
+)
 
 MAX_FAILURES_WITHOUT_CHECKPOINT = 3  # after which the run stops; lost nodes do not count
 MAX_BLAMED = 8  # hosts that can have caused the same failure
@@ -51,6 +59,8 @@ class Outcome:
         asked: True if a user asked launch.py to stop
         growing: True if launch.py asked the ranks to save because more nodes are available
         behind: the hosts of the ranks that a hang report names as behind
+        broken: host -> reason, for hosts that the preflight names as broken
+        slow: host -> reason, for hosts that the preflight names as slow, and that can be replaced
     """
 
     lost: Mapping[str, str] = field(default_factory=dict)
@@ -58,6 +68,8 @@ class Outcome:
     asked: bool = False
     growing: bool = False
     behind: Sequence[str] = ()
+    broken: Mapping[str, str] = field(default_factory=dict)
+    slow: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -69,12 +81,16 @@ class Diagnosis:
         exit_code: exit code of launch.py; None if the run is restarted
         blamed: hosts with a failure of their own
         counts: True if the failure counts among those without a new checkpoint
+        broken: hosts that must not be used again, because of the preflight
+        slow: hosts that are used only if no other one is left, because of the preflight
     """
 
     reason: str
     exit_code: int | None = None
     blamed: Sequence[str] = ()
     counts: bool = False
+    broken: Sequence[str] = ()
+    slow: Sequence[str] = ()
 
 
 def diagnose(outcome: Outcome) -> Diagnosis:
@@ -97,6 +113,12 @@ def diagnose(outcome: Outcome) -> Diagnosis:
     if outcome.lost:
         reasons = [f"{host}: {reason}" for host, reason in outcome.lost.items()]
         return Diagnosis(shown(reasons, separator="; "), blamed=_few(list(outcome.lost)))
+    if UNFIT in codes:
+        named = {**outcome.broken, **outcome.slow}
+        if not named:
+            return Diagnosis("preflight: the ranks cannot train here", exit_code=UNFIT)
+        reason = f"preflight: {shown(list(named.values()), separator='; ')}"
+        return Diagnosis(reason, broken=list(outcome.broken), slow=list(outcome.slow))
     if outcome.growing and codes and all(code in (FINISHED, INTERRUPTED) for code in codes):
         return Diagnosis("more nodes are available")
     killed = [end for end in outcome.ends if end.code < 0]
@@ -138,12 +160,16 @@ class Failures:
         of_nodes: host -> number of failures
         last_checkpoint: step of the newest checkpoint at the last failure
         without_checkpoint: failures since that checkpoint was saved, without lost nodes
+        broken: hosts that the preflight has named as broken
+        slow: hosts that the preflight has named as slow
     """
 
     limit: int
     of_nodes: Counter[str] = field(default_factory=Counter)
     last_checkpoint: int = -1
     without_checkpoint: int = 0
+    broken: set[str] = field(default_factory=set)
+    slow: set[str] = field(default_factory=set)
 
     def note(self, diagnosis: Diagnosis, checkpoint: int) -> str:
         """Count a failure.
@@ -156,6 +182,8 @@ class Failures:
             The reason why the run must not be restarted; "" if it may.
         """
         self.of_nodes.update(diagnosis.blamed)
+        self.broken.update(diagnosis.broken)
+        self.slow.update(diagnosis.slow)
         if checkpoint != self.last_checkpoint:
             self.last_checkpoint, self.without_checkpoint = checkpoint, 0
         self.without_checkpoint += diagnosis.counts
@@ -168,5 +196,5 @@ class Failures:
         )
 
     def left_out(self, host: str) -> bool:
-        """Return True if a host has failed too often to be used again."""
-        return 0 < self.limit <= self.of_nodes[host]
+        """Return True if a host is broken, or has failed too often to be used again."""
+        return host in self.broken or 0 < self.limit <= self.of_nodes[host]

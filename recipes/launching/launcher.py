@@ -16,7 +16,7 @@ from recipes.training.recipe.schema import Recipe
 from recipes.training.run_folder.checkpoint_folders import published, step_of
 from recipes.training.run_folder.folder import RunFolder
 from recipes.training.run_folder.lease import grant
-from recipes.training.runtime.exits import HUNG
+from recipes.training.runtime.exits import HUNG, UNFIT
 
 SECONDS_FOR_SPARE_NODES = 10.0  # to wait for all nodes, at the start
 SECONDS_FOR_NODES = 600.0  # to wait for nodes if too few answer
@@ -128,7 +128,9 @@ class Launcher:
             The exit code of launch.py, or None if the run is restarted; and the reason.
         """
         outcome = attempt.watch(asked=lambda: self.asked, should_grow=self._should_grow)
-        diagnosis = diagnose(replace(outcome, behind=self._hosts_behind(attempt)))
+        broken, slow = self._unfit(attempt)
+        behind = self._hosts_behind(attempt)
+        diagnosis = diagnose(replace(outcome, behind=behind, broken=broken, slow=slow))
         step = max(self._newest_checkpoint(), self._start_of(attempt))
         problem = ""
         if diagnosis.exit_code is None:
@@ -186,6 +188,16 @@ class Launcher:
         indices = {rank // self.command.ranks_per_node for rank in ranks}
         return [host for index, host in enumerate(attempt.hosts) if index in indices]
 
+    def _unfit(self, attempt: Attempt) -> tuple[dict[str, str], dict[str, str]]:
+        """Return the broken and the slow hosts that the attempt's preflight names, with reasons."""
+        named: tuple[dict[str, str], dict[str, str]] = ({}, {})
+        if any(end.code == UNFIT for end in attempt.ends):
+            found = [each for each in self._events_of(attempt) if each["event"] == "preflight"]
+            for node in found[-1].get("left_out", ()) if found else ():
+                host = attempt.hosts[node["rank"] // self.command.ranks_per_node]
+                named[0 if node["broken"] else 1][host] = f"{host}: {node['reason']}"
+        return named
+
     def _events_of(self, attempt: Attempt) -> list[dict[str, Any]]:
         """Return the events since the start of an attempt, the newest one."""
         events = self.folder.read_events()
@@ -232,13 +244,16 @@ class Launcher:
             step,
             attempt=attempt.lease,
             reason=diagnosis.reason,
-            blamed=list(diagnosis.blamed),
+            blamed=[*diagnosis.blamed, *diagnosis.broken, *diagnosis.slow],
         )
         if diagnosis.exit_code is not None:
             self._say(diagnosis.reason)
             return
-        left_out = [host for host in diagnosis.blamed if self.failures.left_out(host)]
+        blamed = [*diagnosis.blamed, *diagnosis.broken]
+        left_out = [host for host in blamed if self.failures.left_out(host)]
         details = f"; {shown(left_out)} will not be used again" if left_out else ""
+        if diagnosis.slow:
+            details += f"; {shown(diagnosis.slow)} will be used only if no other node is left"
         where = f"after step {step}" if step else "at step 1"
         then = problem or f"restarting {where}"
         self._say(f"attempt {attempt.number} ended: {diagnosis.reason}{details}; {then}")

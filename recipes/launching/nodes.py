@@ -2,7 +2,7 @@
 
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from models.errors import UserError
 from recipes.launching.causes import Failures
@@ -39,9 +39,17 @@ class Nodes:
         return self.connections.agents.get(host)
 
     def usable(self) -> list[str]:
-        """Return the hosts that answer and have not failed too often, in the order of the list."""
+        """Return the hosts that answer and have not failed too often.
+
+        They are in the order of the list, except that slow hosts come last.
+        """
         answering = filter(self._answers, self.hosts)
-        return [host for host in answering if not self.failures.left_out(host)]
+        found = [host for host in answering if not self.failures.left_out(host)]
+        return sorted(found, key=self.failures.slow.__contains__)
+
+    def spares(self, used: Collection[str]) -> int:
+        """Return the number of usable hosts that are neither used nor slow."""
+        return len(set(self.usable()).difference(used, self.failures.slow))
 
     def keep_connected(self) -> None:
         """Connect to the hosts without an agent, and drop the agents that do not answer."""
@@ -95,9 +103,13 @@ class Nodes:
 
     def absence(self, host: str) -> str:
         """Return the reason why a host is not used."""
+        if host in self.failures.broken:
+            return "broken, as the preflight has found"
         if self.failures.left_out(host):
             return f"left out after {self.failures.of_nodes[host]} failures"
-        return "spare" if self._answers(host) else "no answer"
+        if not self._answers(host):
+            return "no answer"
+        return "slow, as the preflight has found" if host in self.failures.slow else "spare"
 
     def _answers(self, host: str) -> bool:
         agent = self.agent(host)

@@ -10,7 +10,6 @@ from dataclasses import dataclass, fields
 import torch
 
 from models.errors import UserError
-from recipes.gpus.datasheet import gpu_of_device, load_gpu
 from recipes.out_of_memory.allocated import (
     Allocated,
     allocated,
@@ -138,10 +137,7 @@ def machine_of(experiment: Experiment) -> Machine | None:
     Raises:
         UserError: `cluster.gpu` has no datasheet.
     """
-    cluster, world = experiment.recipe.cluster, experiment.world
-    name = cluster.gpu if cluster else driver_name()
-    gpu = load_gpu(name) if cluster or name == "cpu" else gpu_of_device(name)
-    return Machine.of(gpu, gpus=world.size, gpus_per_node=world.local_size) if gpu else None
+    return Machine.of_run(experiment.recipe.cluster, experiment.world, driver_name())
 
 
 def driver_name() -> str:

@@ -12,7 +12,15 @@ from recipes.launching.causes import (
     RankEnd,
     diagnose,
 )
-from recipes.training.runtime.exits import BUSY, FINISHED, HUNG, INTERRUPTED, REJECTED, STOPPED
+from recipes.training.runtime.exits import (
+    BUSY,
+    FINISHED,
+    HUNG,
+    INTERRUPTED,
+    REJECTED,
+    STOPPED,
+    UNFIT,
+)
 
 KILLED = -signal.SIGKILL
 
@@ -44,7 +52,11 @@ def ends(*codes: int) -> list[RankEnd]:
         (Outcome(ends=ends(1, KILLED)), None, ["node2"], True),
         (Outcome(ends=ends(1, HUNG), behind=["node3"]), None, ["node3"], True),
         (Outcome(ends=ends(HUNG, HUNG)), None, [], True),
-        (Outcome(ends=ends(0, 1, 7)), None, ["node2"], True),
+        (Outcome(ends=ends(0, 1, 9)), None, ["node2"], True),
+        (Outcome(ends=ends(UNFIT, UNFIT)), UNFIT, [], False),
+        (Outcome(ends=ends(UNFIT, UNFIT), slow={"node2": "slow"}), None, [], False),
+        (Outcome(ends=ends(UNFIT), lost={"node2": "silent"}), None, ["node2"], False),
+        (Outcome(ends=ends(UNFIT), broken={"node2": "wrong"}, asked=True), UNFIT, [], False),
     ],
 )
 def test_the_cause_decides_what_follows(
@@ -57,7 +69,7 @@ def test_the_cause_decides_what_follows(
 
 def test_reasons_name_the_rank_and_the_host() -> None:
     assert diagnose(Outcome(ends=ends(1, KILLED))).reason == "rank 1 (node2) was killed by SIGKILL"
-    assert diagnose(Outcome(ends=ends(7))).reason == "rank 0 (node1) exited with 7"
+    assert diagnose(Outcome(ends=ends(9))).reason == "rank 0 (node1) exited with 9"
     assert diagnose(Outcome(lost={"node2": "silent"})).reason == "node2: silent"
 
 
@@ -73,6 +85,16 @@ def test_a_node_is_left_out_after_its_last_allowed_failure() -> None:
     for step in range(100):
         unlimited.note(blamed, checkpoint=step)
     assert not unlimited.left_out("node2")
+
+
+def test_the_preflight_names_hosts_that_are_left_out_or_used_last() -> None:
+    found = diagnose(Outcome(ends=ends(UNFIT), broken={"node2": "wrong"}, slow={"node3": "slow"}))
+    assert found.reason == "preflight: wrong; slow"
+    assert (found.broken, found.slow, found.counts) == (["node2"], ["node3"], False)
+    failures = Failures(limit=0)
+    assert failures.note(found, checkpoint=0) == ""
+    assert failures.left_out("node2") and not failures.left_out("node3")
+    assert failures.slow == {"node3"} and not failures.of_nodes
 
 
 def test_a_run_that_fails_without_progress_stops() -> None:

@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -12,6 +13,7 @@ from types import MappingProxyType
 from typing import Any
 
 import pytest
+import tomli_w
 
 from recipes.launching import attempt as attempt_module
 from recipes.launching import launcher as launcher_module
@@ -21,9 +23,10 @@ from recipes.launching.causes import shown
 from recipes.launching.launcher import Launcher
 from recipes.launching.replanning import Placement
 from recipes.nodes.connection import here
-from recipes.training.recipe.loading import parse_recipe
+from recipes.training.preflight.measures import SPARE_NODES
+from recipes.training.recipe.loading import REPOSITORY, parse_recipe
 from recipes.training.run_folder.folder import RunFolder
-from recipes.training.runtime.exits import FINISHED, HUNG, INTERRUPTED, STOPPED
+from recipes.training.runtime.exits import FINISHED, HUNG, INTERRUPTED, STOPPED, UNFIT
 from recipes.training.snapshots.client import Client
 from recipes.training.snapshots.node_memory import FOLDER_VARIABLE, NodeMemory
 from tests.conftest import changed
@@ -278,12 +281,128 @@ def test_a_hang_is_blamed_on_the_rank_that_is_behind(start: Any) -> None:
     assert running.wait() == FINISHED
 
 
+def find_unfit(running: Running, *, broken: bool) -> None:
+    """Let the preflight of the running attempt name its second node."""
+    node = {"rank": 1, "reason": "rank 1 (vm): the reason", "broken": broken}
+    RunFolder(running.folder).event("preflight", 0, left_out=[node])
+    running.end_ranks({0: UNFIT, 1: UNFIT})
+
+
+def test_a_slow_node_is_replaced_by_a_spare_one_and_used_last(
+    start: Any, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
+) -> None:
+    monkeypatch.setattr(nodes_module, "SECONDS_BETWEEN_CONNECTS", 60.0)
+    running = start(node_failures=1)
+    ranks = running.wait_for_attempt(1, ranks=2)
+    assert ranks[0]["variables"][SPARE_NODES] == "1"
+    find_unfit(running, broken=False)
+    ranks = running.wait_for_attempt(2, ranks=2)
+    assert ranks[0]["variables"][SPARE_NODES] == "0"  # a slow node does not count
+    _, second = running.events("attempt")
+    assert second["nodes"] == ["node1", "node3"]
+    assert second["unused"] == {"node2": "slow, as the preflight has found"}
+    assert second["reason"] == "preflight: node2: rank 1 (vm): the reason"
+    assert running.events("attempt_end")[0]["blamed"] == ["node2"]
+    os.kill(running.agent("node1"), signal.SIGKILL)
+    running.wait_for_attempt(3, ranks=2)
+    assert running.events("attempt")[2]["nodes"] == ["node3", "node2"]
+    running.end_ranks({0: FINISHED, 1: FINISHED})
+    assert running.wait() == FINISHED
+    assert "node2 will be used only if no other node is left" in capfd.readouterr().err
+
+
+def test_a_broken_node_is_never_used_again(start: Any, capfd: pytest.CaptureFixture) -> None:
+    running = start(hosts=["node1", "node2"], node_failures=0)
+    assert running.wait_for_attempt(1, ranks=2)[0]["variables"][SPARE_NODES] == "0"
+    find_unfit(running, broken=True)
+    running.wait_for_attempt(2, ranks=1)
+    _, second = running.events("attempt")
+    assert second["nodes"] == ["node1"]
+    assert second["unused"] == {"node2": "broken, as the preflight has found"}
+    running.end_ranks({0: FINISHED})
+    assert running.wait() == FINISHED
+    assert "node2 will not be used again; restarting at step 1" in capfd.readouterr().err
+
+
+def test_too_few_nodes_are_left_after_a_preflight(
+    start: Any, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
+) -> None:
+    monkeypatch.setattr(launcher_module, "SECONDS_FOR_NODES", 0.5)
+    running = start(hosts=["node1", "node2"], minimum_nodes=2)
+    running.wait_for_attempt(1, ranks=2)
+    find_unfit(running, broken=True)
+    assert running.wait() == 1
+    said = capfd.readouterr().err
+    assert "1 of 2 nodes can be used, and the run needs cluster.minimum_nodes = 2" in said
+    assert "(the last attempt: preflight: node2: rank 1 (vm): the reason)" in said
+
+
+def test_a_preflight_that_names_no_node_stops_the_run(start: Any) -> None:
+    running = start()
+    running.wait_for_attempt(1, ranks=2)
+    RunFolder(running.folder).event("preflight", 0)
+    running.end_ranks({0: UNFIT, 1: UNFIT})
+    assert running.wait() == UNFIT
+
+
+# launch.py, whose ranks find wrong results on rank 1 in the first attempt.
+FAULTY_LAUNCH = """
+import sys
+from pathlib import Path
+from recipes import launch
+launch.PRETRAIN = Path(sys.argv.pop(1))
+launch.main()
+"""
+FAULTY_PRETRAIN = """
+import os, sys
+sys.path[0] = {repository!r}
+from recipes import pretrain
+from recipes.training.preflight import measuring
+healthy = measuring.wrong_rows
+first = sys.argv[sys.argv.index("--lease") + 1].endswith(".1")
+measuring.wrong_rows = lambda *a: healthy(*a) + (first and os.environ["RANK"] == "1")
+measuring.matmul_tflops = lambda *_, **__: 1.0
+pretrain.main()
+"""
+
+
+def test_a_run_of_launch_py_replaces_a_node_with_wrong_results(small: dict, tmp_path: Path) -> None:
+    table = changed(
+        small,
+        training={"steps": 2, "evaluate_every": 0},
+        supervision={"preflight": True, "preflight_ratio": 1000.0},
+        cluster={"nodes": 2, "gpus_per_node": 1, "gpu": "cpu", "standby": False},
+    )
+    files = {
+        "small.toml": tomli_w.dumps(table),
+        "hosts": "node1 slots=1\nnode2 slots=1\nnode3 slots=1\n",
+        "pretrain.py": FAULTY_PRETRAIN.format(repository=str(REPOSITORY)),
+    }
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    done = subprocess.run(
+        [sys.executable, "-c", FAULTY_LAUNCH, tmp_path / "pretrain.py", "--launcher", "local",
+         "--hostfile", tmp_path / "hosts", tmp_path / "small.toml", "--run-dir", tmp_path / "run"],
+        cwd=REPOSITORY,
+        env=os.environ | {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"},
+        capture_output=True, text=True, timeout=180,
+    )  # fmt: skip
+    assert done.returncode == FINISHED, done.stderr
+    events = RunFolder(tmp_path / "run").read_events()
+    nodes = [event["nodes"] for event in events if event["event"] == "attempt"]
+    assert nodes == [["node1", "node2"], ["node1", "node3"]]
+    (end, _) = [event for event in events if event["event"] == "attempt_end"]
+    assert end["blamed"] == ["node2"] and "1 rows of matmuls have wrong results" in end["reason"]
+    found = [event for event in events if event["event"] == "preflight"]
+    assert ["left_out" in event for event in found] == [True, False]
+
+
 def test_a_run_that_fails_again_and_again_stops(start: Any, capfd: pytest.CaptureFixture) -> None:
     running = start(node_failures=0)
     for number in (1, 2, 3):
         running.wait_for_attempt(number, ranks=2)
-        running.end_ranks({0: 7, 1: 7})
-    assert running.wait() == 7
+        running.end_ranks({0: 9, 1: 9})
+    assert running.wait() == 9
     assert "failed 3 times without a new checkpoint in the run folder" in capfd.readouterr().err
 
 
@@ -326,7 +445,7 @@ def test_progress_in_memory_counts_like_a_checkpoint(start: Any) -> None:
     for number in range(1, 6):
         running.wait_for_attempt(number, ranks=2)
         RunFolder(running.folder).event("resume", 10 * number, from_memory=True)
-        running.end_ranks({0: 7, 1: 7})
+        running.end_ranks({0: 9, 1: 9})
     running.wait_for_attempt(6, ranks=2)
     running.end_ranks({0: FINISHED, 1: FINISHED})
     assert running.wait() == FINISHED

@@ -8,7 +8,7 @@ from models.cost import parameter_count
 from models.errors import UserError
 from models.pipeline.schedule.balance import divide_blocks, divide_evenly, head_in_blocks
 from models.pipeline.schedule.order import default_group
-from recipes.gpus.datasheet import Gpu, load_gpu
+from recipes.gpus.datasheet import Gpu, gpu_of_device, load_gpu
 from recipes.planning.inputs.footprint import Footprint
 from recipes.planning.inputs.software import THREEFOLD, Software
 from recipes.training.recipe.deepspeed_config import (
@@ -76,6 +76,22 @@ class Machine:
             network_gigabytes_per_second=gpu.network_gigabytes_per_second,
             network_contention=gpu.network_contention,
         )
+
+    @classmethod
+    def of_run(cls, cluster: Cluster | None, world: World, device: str) -> "Machine | None":
+        """Return the machine of a run; None if its GPU has no datasheet.
+
+        Args:
+            cluster: the recipe's [cluster] section
+            world: the ranks of the run
+            device: the driver's name of the GPU; "cpu" on a CPU
+
+        Raises:
+            UserError: `cluster.gpu` has no datasheet.
+        """
+        name = cluster.gpu if cluster else device
+        gpu = load_gpu(name) if cluster or name == "cpu" else gpu_of_device(name)
+        return cls.of(gpu, gpus=world.size, gpus_per_node=world.local_size) if gpu else None
 
     @property
     def nodes(self) -> int:

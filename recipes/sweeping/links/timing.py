@@ -1,6 +1,5 @@
 """Timing of matmuls, transfers and all-reduces in the ranks of a world."""
 
-import time
 from collections.abc import Callable
 from statistics import median
 from typing import Any, NamedTuple
@@ -19,14 +18,12 @@ from recipes.sweeping.links.measurements import (
     RankRate,
 )
 from recipes.sweeping.trial import Result
-from recipes.training.engine.build import DTYPES
+from recipes.training.preflight.timing import all_reduce, matmul_tflops, timed, transfer
 from recipes.training.recipe.topology import World
 from recipes.training.runtime.processes import check_machine, on_gpu
 
-REPETITIONS = 7  # timed after one repetition for warm-up
 MAX_CALLS = 20  # of one repetition, timed together so that reading the clock does not matter
 BYTES_PER_REPETITION = {"cpu": 2**26, "cuda": 2**30}
-MATMULS_PER_REPETITION = 5
 
 
 def measure_links(request: dict[str, Any], world: World, control: dist.ProcessGroup) -> Result:
@@ -88,36 +85,6 @@ def gathered(value: Any, control: dist.ProcessGroup) -> list[Any]:
     values: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(values, value, control)
     return values
-
-
-def matmul_tflops(size: int, precision: str, device: torch.device) -> float:
-    """Return this rank's rate of a square matmul in TFLOP/s."""
-    left, right = (
-        torch.randn(size, size, device=device).to(DTYPES[precision])  # [size, size]
-        for _ in range(2)
-    )
-    product = torch.empty_like(left)
-    seconds = timed(lambda: torch.mm(left, right, out=product), MATMULS_PER_REPETITION, device)
-    return 2e-12 * size**3 / seconds
-
-
-def timed(call: Callable[[], object], calls: int, device: torch.device) -> float:
-    """Return the median time of a call in seconds, after a warm-up."""
-    found = []
-    for _ in range(1 + REPETITIONS):
-        synchronize(device)
-        before = time.perf_counter()
-        for _ in range(calls):
-            call()
-        synchronize(device)
-        found.append((time.perf_counter() - before) / calls)
-    return median(found[1:])
-
-
-def synchronize(device: torch.device) -> None:
-    """Wait until the device has finished its work."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 class Scope(NamedTuple):
@@ -187,10 +154,11 @@ class LinkTimer:
     def _time(self, operation: Operation, size: int, scope: Scope) -> LinkTime:
         """Time an operation with messages of `size` bytes; collective."""
         is_transfer = operation == "transfer"
-        if is_transfer:
-            call = self._transfer(size, scope.pair)
-        else:
-            call = self._all_reduce(size, scope.group)
+        call: Callable[[], object] | None = None  # on ranks that take no part
+        if not is_transfer:
+            call = all_reduce(self._message(size), scope.group)
+        elif self.world.rank in scope.pair:
+            call = transfer(self._message(size), scope.pair, self.world.rank)
         calls = max(1, min(MAX_CALLS, BYTES_PER_REPETITION[self.device.type] // size))
         dist.barrier(group=self.control)
         seconds = timed(call, calls, self.device) if call else None
@@ -203,30 +171,6 @@ class LinkTimer:
             # A transfer is timed as a message there and back.
             seconds=median(measured) / (2 if is_transfer else 1),
         )
-
-    def _all_reduce(self, size: int, group: dist.ProcessGroup | None) -> Callable[[], object]:
-        """Return an all-reduce of `size` bytes; communication: all-reduce in `group`."""
-        tensor = self._message(size)
-        return lambda: dist.all_reduce(tensor, group=group)
-
-    def _transfer(self, size: int, pair: tuple[int, int]) -> Callable[[], object] | None:
-        """Return a transfer of `size` bytes there and back; None on ranks that take no part.
-
-        Communication: send and receive between the two ranks of the pair.
-        """
-        if self.world.rank not in pair:
-            return None
-        tensor, (first, second) = self._message(size), pair
-
-        def send_and_receive() -> None:
-            dist.send(tensor, second)
-            dist.recv(tensor, second)
-
-        def receive_and_send() -> None:
-            dist.recv(tensor, first)
-            dist.send(tensor, first)
-
-        return send_and_receive if self.world.rank == first else receive_and_send
 
     def _message(self, size: int) -> torch.Tensor:
         """Return a tensor of zeros, whose sums stay zero."""

@@ -11,6 +11,7 @@ STOPPED = 3  # cannot continue by itself: bad numbers, diverged replicas, failed
 HUNG = 4  # no progress; the message names the rank that is behind
 INTERRUPTED = 5  # asked to stop; saved, rerun the same command to resume
 BUSY = 6  # nothing was started: another process holds the run folder; may be started again later
+UNFIT = 7  # preflight found a broken node, or a slow one that launch.py replaces; it is named
 
 # Time without progress before a process stops waiting for the reader of its output.
 SECONDS_FOR_READER = 30.0  # of a finished run

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from models.errors import UserError
 from recipes.training.recipe.schema import Recipe
 from recipes.training.run_folder.folder import RunFolder
 from recipes.training.runtime.exits import leave_handlers_out
@@ -62,6 +63,8 @@ class WandbThread:
     def _work(self, recipe: Recipe) -> None:
         try:
             run = start_wandb(wandb_arguments(recipe, self._folder.path))
+            if measured := preflight_metrics(self._folder):
+                run.log(measured)
             while (metrics := self._queue.get()) is not None:
                 run.log(with_heat_map(metrics))
             run.finish()
@@ -69,6 +72,22 @@ class WandbThread:
             self._problem = f"Weights & Biases failed ({error}); metrics.jsonl has every step"
             while self._queue.get() is not None:
                 pass
+
+
+def preflight_metrics(folder: RunFolder) -> dict[str, Any]:
+    """Return the medians and the lowest values of the newest preflight; empty if there is none."""
+    try:
+        events = folder.read_events()
+    except UserError:  # the run itself reports what it cannot read
+        return {}
+    found = [event for event in events if event.get("event") == "preflight"]
+    if not found:
+        return {}
+    return {"step": found[-1].get("step", 0)} | {
+        f"preflight/{measure.replace(' ', '_')}_{key}": values[key]
+        for measure, values in found[-1].get("measures", {}).items()
+        for key in ("median", "lowest")
+    }
 
 
 def with_heat_map(metrics: dict[str, Any]) -> dict[str, Any]:

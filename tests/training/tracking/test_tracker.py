@@ -109,6 +109,21 @@ def test_weights_and_biases_that_raises_is_reported_once(small, folder: RunFolde
         )
 
 
+def test_weights_and_biases_gets_the_newest_preflight(small, folder: RunFolder) -> None:
+    for rate in (1.0, 2.0):
+        measures = {"network link": {"median": rate, "lowest": rate / 2, "rank": 3, "host": "a"}}
+        folder.event("preflight", 10, seconds=1.0, measures=measures)
+    with mock.patch.object(wandb_thread, "start_wandb") as start:
+        thread = WandbThread(recipe_with(small, "offline"), folder)
+        thread.log(LINE)
+        assert thread.finish() is None
+    first, second = (call.args[0] for call in start.return_value.log.call_args_list)
+    assert first == {
+        "step": 10, "preflight/network_link_median": 2.0, "preflight/network_link_lowest": 1.0,
+    }  # fmt: skip
+    assert second == LINE
+
+
 STUCK = """
 import sys, time
 sys.path[0] = "."

@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from recipes.training.recipe.sections.section import Count, NonNegative, Section
+from recipes.training.recipe.sections.section import Count, NonNegative, Section, Switch
 
 
 class Checkpoint(Section):
@@ -67,6 +67,14 @@ class Supervision(Section):
     slow_rank: Annotated[float, Field(gt=1)] = 1.5
     """Ratio of a rank's time in forward passes to that of the other ranks of its stage above which
     it is reported as slow."""
+
+    preflight: Switch = "auto"
+    """Measure and check the devices and links before the first step of every start, which takes a
+    few seconds. "auto" does so on GPUs."""
+
+    preflight_ratio: Annotated[float, Field(gt=1)] = 1.5
+    """Ratio of the median of the other ranks to a rank's measured rate above which the preflight
+    names it as slow."""
 
     @property
     def patience_seconds(self) -> int | None:
