@@ -17,6 +17,7 @@ import hmac
 import json
 import os
 import re
+import resource
 import secrets
 import shutil
 import socket
@@ -188,6 +189,8 @@ class Server(ThreadingHTTPServer):
 
 def main() -> None:
     """Serve until the standard input ends, then delete the snapshots."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # two files per rank that reads
     folder, listening = Path(sys.argv[1]), socket.socket(fileno=int(sys.argv[2]))
     Handler.folder, Handler.secret = folder, sys.stdin.readline().strip()
     server = Server(listening)

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import time
+from collections import OrderedDict
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import pytest
 
 from recipes.nodes.snapshot_server import ServerProcess
 from recipes.training.recipe.repository import REPOSITORY
+from recipes.training.snapshots import client as client_module
 from recipes.training.snapshots.client import Client, SnapshotUnavailable, listings
 from recipes.training.snapshots.node_memory import NodeMemory, Server
 
@@ -129,3 +131,17 @@ def test_a_new_agent_deletes_what_an_earlier_one_has_left(tmp_path: Path) -> Non
     assert process.folder.stat().st_mode & 0o777 == 0o700
     process.end()
     assert set(tmp_path.iterdir()) == {other} and process.process.returncode == 0
+
+
+def test_a_process_keeps_few_connections(
+    process: ServerProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client_module, "MAX_CONNECTIONS", 3)
+    monkeypatch.setattr(Client, "_open", OrderedDict())
+    clients = [
+        Client(Server(f"node{n}", process.port, process.secret, "127.0.0.1")) for n in range(8)
+    ]
+    for _ in range(2):
+        for each in clients:
+            assert each.part(SNAPSHOT, FILE, 5, 9) == CONTENT[5:9]
+    assert list(Client._open)[-3:] == clients[-3:] and len(Client._open) == 3

@@ -1,6 +1,5 @@
 """The opening of a run, just before its first step, and its orderly end."""
 
-import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -17,7 +16,6 @@ from recipes.training.loop.experiment import Experiment
 from recipes.training.loop.run import Ending, Run
 from recipes.training.loop.start import Claim
 from recipes.training.runtime.exits import FINISHED, INTERRUPTED, STOPPED
-from recipes.training.snapshots.node_memory import NodeMemory
 from recipes.training.snapshots.writer import SnapshotWriter
 from recipes.training.supervision.loss_watch import LossWatch
 from recipes.training.tracking.messages import NOT_COMPILED
@@ -59,7 +57,7 @@ def open_run(
         data=data.fingerprint,
         damaged=found.skipped,
     )
-    snapshots = open_snapshots(experiment, writer_of_run, start.progress.step)
+    snapshots = open_snapshots(experiment, claim, writer_of_run, start.progress.step)
     metrics = folder.read_metrics() if rank == 0 else []  # large after 100,000 steps: read once
     tracker_of_run = open_tracker(
         recipe,
@@ -98,21 +96,20 @@ def open_run(
 
 
 def open_snapshots(
-    experiment: Experiment, writer: CheckpointWriter, step: int
+    experiment: Experiment, claim: Claim, writer: CheckpointWriter, step: int
 ) -> SnapshotWriter | None:
-    """Return the writer of snapshots, if launch.py has started the run and the recipe wants them.
+    """Return the writer of snapshots, or None if the run takes none; collective.
 
     Args:
         experiment: the experiment of the run
-        writer: the writer of its checkpoints
+        claim: the snapshots of this node
+        writer: the writer of the run's checkpoints
         step: the last completed step
     """
-    memory = NodeMemory.from_environment(os.environ)
-    every = experiment.recipe.checkpoint.snapshot_every
-    if memory is None or not every:
+    if claim.memory is None:
         return None
-    size = experiment.world.local_size
-    return SnapshotWriter(writer, memory, every=every, step=step, ranks_per_node=size)
+    every, size = experiment.recipe.checkpoint.snapshot_every, experiment.world.local_size
+    return SnapshotWriter(writer, claim.memory, every=every, step=step, ranks_per_node=size)
 
 
 def watch_losses(experiment: Experiment, metrics: Sequence[dict[str, Any]]) -> LossWatch:

@@ -1,8 +1,11 @@
 """The start of a run on all ranks: supervision, the run folder's lock, and the resume point."""
 
 import os
+import sys
 from dataclasses import dataclass
 from functools import partial
+
+import torch.distributed as dist
 
 from recipes.training.checkpoint.resume import (
     Request,
@@ -15,6 +18,7 @@ from recipes.training.data.dataset import TrainingData
 from recipes.training.loop.experiment import Experiment
 from recipes.training.loop.joint_rejection import rejected_together
 from recipes.training.loop.rejection import rejections
+from recipes.training.recipe.schema import Recipe
 from recipes.training.recipe.topology import check_placement
 from recipes.training.run_folder.folder import RunFolder
 from recipes.training.run_folder.lock import FolderInUse
@@ -31,10 +35,15 @@ from recipes.training.tracking.wandb_settings import check_wandb, read_wandb_key
 
 @dataclass(frozen=True)
 class Claim:
-    """A run folder that this run has locked, and the supervision of this rank."""
+    """A run folder that this run has locked, and the supervision of this rank.
+
+    Attributes:
+        memory: the snapshots of this node; None if the run takes none
+    """
 
     folder: RunFolder
     supervisor: Supervisor
+    memory: NodeMemory | None
 
 
 def open_data(experiment: Experiment) -> TrainingData:
@@ -93,7 +102,31 @@ def join(
     hosts = hosts_of_ranks()
     supervisor.name_hosts(hosts)
     check_placement(experiment.topology, hosts)
-    return Claim(folder, supervisor)
+    return Claim(folder, supervisor, memory_of_all_nodes(recipe))
+
+
+def memory_of_all_nodes(recipe: Recipe) -> NodeMemory | None:
+    """Return the snapshots of this node; None if the run takes none; collective.
+
+    Snapshots need launch.py, and a folder for them on every node.
+    """
+    memory = NodeMemory.from_environment(os.environ)
+    if not recipe.checkpoint.snapshot_every:
+        return None
+    everyones: list[bool] = [False] * dist.get_world_size()
+    dist.all_gather_object(everyones, memory is not None)
+    if all(everyones):
+        return memory
+    if dist.get_rank() == 0:
+        missing = everyones.count(False)
+        reason = (
+            f"{missing} ranks have no folder for them in checkpoint.snapshot_folder = "
+            f'"{recipe.checkpoint.snapshot_folder}"'
+            if any(everyones)
+            else "the run was not started by recipes/launch.py"
+        )
+        print(f"warning: no snapshots are taken: {reason}", file=sys.stderr)
+    return None
 
 
 def find_resume_point(
@@ -113,10 +146,9 @@ def find_resume_point(
     """
     crumb, request = claim.supervisor.crumb, Request(resume, resume_once)
     crumb.note("verifying checkpoints")
-    memory = NodeMemory.from_environment(os.environ)
     find_in_memory = (
-        partial(find_snapshot, memory, experiment.recipe, data.fingerprint, note=crumb.note)
-        if memory
+        partial(find_snapshot, claim.memory, experiment.recipe, data.fingerprint, note=crumb.note)
+        if claim.memory
         else None
     )
     return find_start(

@@ -3,13 +3,16 @@
 import http.client
 import json
 import threading
+from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import ClassVar
 
 from recipes.training.snapshots.node_memory import Server
 
 SECONDS_TO_ANSWER = 10.0
 HASHED_BYTES_PER_SECOND = 50e6  # of a slow and busy node; the limit of the wait for a hash
+MAX_CONNECTIONS = 64
 MAX_AT_ONCE = 64  # nodes that are asked at the same time
 
 Listing = dict[str, dict[str, int]]  # snapshot -> file -> bytes
@@ -20,15 +23,20 @@ class SnapshotUnavailable(Exception):
 
 
 class Client:
-    """Requests to the server of one node, over one connection for each thread.
+    """Requests to the server of one node, by one thread at a time.
+
+    A process keeps MAX_CONNECTIONS connections at most, because the files of a large run are spread
+    over a thousand nodes.
 
     Args:
         server: the server
     """
 
+    _open: ClassVar[OrderedDict["Client", http.client.HTTPConnection]] = OrderedDict()
+    _lock: ClassVar[threading.Lock] = threading.Lock()
+
     def __init__(self, server: Server):
         self.server = server
-        self._local = threading.local()
 
     def listing(self) -> Listing:
         """Return the complete snapshots of the node, and the sizes of their files.
@@ -81,30 +89,40 @@ class Client:
             answer = connection.getresponse()
             content = bytearray(int(answer.headers["Content-Length"]))
             received = 0
-            while received < len(content):  # one read returns at most one message's worth
+            while received < len(content):  # one read may return a part
                 count = answer.readinto(memoryview(content)[received:])
                 if not count:
                     raise http.client.IncompleteRead(bytes(0), len(content) - received)
                 received += count
             answer.read()  # the end, after which the connection can be used again
+            if answer.status in (http.client.OK, http.client.PARTIAL_CONTENT):
+                self._keep(connection)
+                return content
+            reason = answer.reason
         except (OSError, http.client.HTTPException) as error:
-            connection.close()
-            raise SnapshotUnavailable(f"{self.server.node}: {error}") from None
-        if answer.status not in (http.client.OK, http.client.PARTIAL_CONTENT):
-            connection.close()
-            raise SnapshotUnavailable(f"{self.server.node}: {path}: {answer.reason}")
-        return content
+            reason = str(error)
+        connection.close()
+        raise SnapshotUnavailable(f"{self.server.node}: {path}: {reason}")
 
     def _connection(self, seconds: float) -> http.client.HTTPConnection:
-        """Return this thread's connection; it is opened by the first request."""
-        found: http.client.HTTPConnection | None = getattr(self._local, "connection", None)
-        if found is None:
-            found = http.client.HTTPConnection(self.server.address, self.server.port)
-            self._local.connection = found
+        """Return the connection of the last request, or a new one, which is opened by its use."""
+        with self._lock:
+            found = self._open.pop(self, None)
+        found = found or http.client.HTTPConnection(self.server.address, self.server.port)
         found.timeout = seconds
         if found.sock is not None:
             found.sock.settimeout(seconds)
         return found
+
+    def _keep(self, connection: http.client.HTTPConnection) -> None:
+        """Keep a connection for the next request, and close the one that was used least lately."""
+        with self._lock:
+            self._open[self] = connection
+            oldest = (
+                self._open.popitem(last=False)[1] if len(self._open) > MAX_CONNECTIONS else None
+            )
+        if oldest:
+            oldest.close()
 
 
 def listings(clients: Sequence[Client]) -> dict[str, Listing]:

@@ -7,6 +7,7 @@ from itertools import combinations
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 from recipes.training.snapshots import partners
 from recipes.training.snapshots.partners import Partners, partner_nodes
@@ -55,6 +56,7 @@ def exchange(folder: Path, ranks_per_node: int, chunk: int, full: int) -> tuple[
     problem = "no memory" if world.rank == full else None
     problem = own.exchange(workspace, sizes, problem)
     own.exchange(workspace, {}, None)  # nothing to send does not disturb the next exchange
+    dist.barrier()  # a rank that ends closes the store of the others
     return problem, ",".join(sorted(os.listdir(workspace)))
 
 
