@@ -74,7 +74,7 @@ def main() -> None:
     every = best_interval(step, costs, options.failures_per_day, most=MOST_STEPS)
     print(f"{found['parameters'] / 1e6:.1f} M parameters, {options.rounds} rounds, medians")
     print(f"  step                             {step:.3f} s")
-    print(f"  pause for the copy               {pause:.4f} s")
+    print(f"  pause for comparison and copy    {pause:.4f} s")
     print(f"  until the snapshot is complete   {write:.3f} s")
     print(f"  cost of a snapshot               {cost:.3f} s, {cost / step:.2f} steps")
     print(
@@ -117,6 +117,7 @@ def measure(folder: Path, rounds: int) -> None:
             began, used = time.perf_counter(), time.process_time()
             pause = complete = 0.0
             if with_snapshot:
+                assert not engine.differing_replicas()  # as a run does before each snapshot
                 assert not snapshots.take(data.progress_after(step))
                 pause = time.perf_counter() - began
             for _ in range(STEPS):

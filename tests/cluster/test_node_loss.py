@@ -33,10 +33,13 @@ def attempts(folder: Path) -> list[dict[str, Any]]:
 
 
 def test_a_run_survives_lost_hosts(cluster: Cluster, tmp_path: Path) -> None:
-    recipe = node_loss.write_recipe(tmp_path, steps=3 * node_loss.STEPS_PER_FAULT)
+    kinds = ("kill", "cut", "stop", "pair")
+    recipe = node_loss.write_recipe(tmp_path, steps=len(kinds) * node_loss.STEPS_PER_FAULT)
     run = node_loss.start(cluster, tmp_path, recipe)
-    injected = node_loss.disturb(run, kinds=("kill", "cut", "stop"), chance=random.Random(3))
-    assert [fault.left for fault in injected] == [3, 2, 3]
+    injected = node_loss.disturb(run, kinds=kinds, chance=random.Random(3))
+    assert [fault.left for fault in injected] == [3, 2, 3, 2]
+    sources = [fault.source for fault in injected]
+    assert "memory" in sources and sources[-1] == "disk", sources
     wrong = node_loss.judge(run, node_loss.reference(cluster, tmp_path, recipe))
     assert not wrong, "\n".join(wrong)
 

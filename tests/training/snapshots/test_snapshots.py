@@ -1,6 +1,7 @@
 """Snapshots from the training ranks of one layout, found and read by those of another."""
 
 import json
+import os
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,19 +10,21 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from recipes.nodes.snapshot_server import ServerProcess
 from recipes.proving.trial import start, train_step
 from recipes.training.checkpoint.manifest import Manifest
 from recipes.training.checkpoint.reader import CheckpointReader
 from recipes.training.checkpoint.writer import CheckpointWriter
+from recipes.training.loop.start import memory_of_all_nodes
 from recipes.training.recipe.loading import parse_recipe
 from recipes.training.recipe.schema import Recipe
 from recipes.training.run_folder.folder import RunFolder
 from recipes.training.run_folder.history import History, replay
 from recipes.training.snapshots import writer as writer_module
 from recipes.training.snapshots.finding import complete, find_snapshot
-from recipes.training.snapshots.node_memory import NodeMemory
+from recipes.training.snapshots.node_memory import FOLDER_VARIABLE, NodeMemory
 from recipes.training.snapshots.partners import partner_nodes
 from recipes.training.snapshots.writer import SnapshotWriter
 from tests.conftest import changed, small_recipe
@@ -287,6 +290,25 @@ def fail_second(recipe: Recipe, run: Path, memories: list[Path]) -> Any:
 
     writer_module.NodeMemory.publish = fail  # type: ignore[method-assign]
     return train(recipe, run, memories, 3)
+
+
+@pytest.mark.parametrize(("with_memory", "agreed"), [(0, 0), (1, 0), (2, 2)])
+def test_all_nodes_must_have_a_folder(with_memory: int, agreed: int, recipe: Recipe) -> None:
+    wanted = recipe.model_copy(
+        update={"checkpoint": recipe.checkpoint.model_copy(update={"snapshot_every": 5})}
+    )
+    assert run_ranks(2, have_memory, wanted, with_memory) == [agreed == 2] * 2
+    assert run_ranks(2, have_memory, recipe, 2) == [False, False]  # no snapshots are wanted
+
+
+def have_memory(recipe: Recipe, with_memory: int) -> bool:
+    """Return True if the ranks agree to take snapshots, when only some have a folder for them."""
+    world = join_world()
+    if world.rank < with_memory:
+        os.environ[FOLDER_VARIABLE] = "/absent"
+    found = memory_of_all_nodes(recipe) is not None
+    dist.barrier()  # a rank that ends closes the store of the others
+    return found
 
 
 def test_files_must_be_complete() -> None:
