@@ -45,6 +45,7 @@ CATCHES = {  # function that catches one of BROAD -> why no defect becomes a use
     "recipes/preparing/workspace.py: lock_workspace": RAISES,
     "recipes/planning/inputs/option_types.py: _number": PARSING,
     "recipes/nodes/connection.py: _parse": PARSING,
+    "recipes/nodes/gpu_watch.py: GpuWatch._end": PARSING,
     "recipes/nodes/node_agent.py: NodeAgent.read_commands": PARSING,
     "recipes/out_of_memory/explanation.py: report": "a lack of memory is reported anyway",
     "recipes/out_of_memory/explanation.py: explained": "other errors are raised again",

@@ -3,6 +3,7 @@
 import json
 import os
 import select
+import shutil
 import signal
 import subprocess
 import sys
@@ -147,9 +148,10 @@ open(os.environ["FILE"], "w").write(json.dumps([rank["words"], os.environ["RANK"
 
 def test_a_standby_process_becomes_a_rank(agents: list[Agent], tmp_path: Path) -> None:
     """The agent is started from a copy of its folder, with a standby.py that imports nothing."""
-    (tmp_path / "node_agent.py").write_text(AGENT.read_text())
-    (tmp_path / "standby.py").write_text(STANDBY)
-    agents.append(agent := Agent(standby=1, script=tmp_path / "node_agent.py"))
+    folder = tmp_path / "recipes" / "nodes"
+    shutil.copytree(AGENT.parent, folder)
+    (folder / "standby.py").write_text(STANDBY)
+    agents.append(agent := Agent(standby=1, script=folder / "node_agent.py"))
     children = Path(f"/proc/{agent.process.pid}/task/{agent.process.pid}/children")
     time.sleep(1)
     assert not children.read_text()  # no standby process before its environment is known
