@@ -95,6 +95,8 @@ def prepare(options: argparse.Namespace) -> Launcher:
         )
     folder = RunFolder(options.run_dir or REPOSITORY / "runs" / recipe.name)
     hold(folder, wait_seconds=options.wait_for_folder)
+    if options.forget_failures:
+        folder.event("forget", 0)
     file = folder.write_recipe("launched.toml", recipe)  # later edits do not change restarts
     words = [sys.executable, "-u", str(PRETRAIN), str(file)]
     words += ["--run-dir", str(folder.path), "--resume", resume_option(options, recipe)]
@@ -196,6 +198,11 @@ def parse_command_line() -> argparse.Namespace:
         metavar="SECONDS",
         help="seconds to wait for the run folder's lock if its holder shows no sign of life; "
         "default: %(default)s",
+    )
+    parser.add_argument(
+        "--forget-failures",
+        action="store_true",
+        help="use nodes again that earlier starts of this run have left out, after a repair",
     )
     parser.add_argument("--run-dir", type=Path, help="default: runs/ and the name in the recipe")
     return parser.parse_args()

@@ -120,6 +120,9 @@ class Connections:
         stop_seconds: time that an agent gives its ranks to save and end
         standby: number of processes that each agent keeps ready to become ranks
         variables: environment variables of the ranks, which standby processes need too
+
+    Attributes:
+        admit: (host, machine) -> False if the agent must end without touching other processes
     """
 
     def __init__(
@@ -135,6 +138,7 @@ class Connections:
         self.connect, self.variables = connect, variables
         self.arguments = [run, f"{silence_seconds:g}", f"{stop_seconds:g}", str(standby)]
         self.agents: dict[str, Agent] = {}
+        self.admit: Callable[[str, str], bool] = lambda host, machine: True
         self._selector = selectors.DefaultSelector()
         self._closed = threading.Event()
         # A thread of its own, because the main thread may be busy with planning or a slow disk.
@@ -254,7 +258,13 @@ class Connections:
             content = _parse(line)
             if content is None or content["is"] == "beat":
                 continue
-            if content["is"] == "ready":
+            if content["is"] == "here":
+                machine = f"{content['host']} {content['boot']}" if content["boot"] else ""
+                if not self.admit(agent.host, machine):
+                    yield Report(agent.host, None)
+                    return
+                agent.send({"do": "begin"})
+            elif content["is"] == "ready":
                 agent.ready = True
                 agent.send({"do": "prepare", "variables": dict(self.variables)})
             else:

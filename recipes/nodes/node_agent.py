@@ -11,11 +11,12 @@ object per line. The ranks write to its standard error.
     {"do": "kill"}                     SIGKILL to all ranks and their children
     {"do": "beat"}                     -> {"is": "beat"}
     {"do": "look"}                     -> {"is": "gpus", "answer": true, "errors": [[TEXT, SEVERE]]}
-                                       -> {"is": "ready", "host": "node1", "boot": "ID"}
+                                       -> {"is": "here", "host": "node1", "boot": "ID"}
+    {"do": "begin"}                    -> {"is": "ready"}
                                        -> {"is": "exit", "attempt": 1, "rank": 3, "code": 0}
 
 The agent looks at the GPUs of its node every minute (gpu_watch.py) and on command, and reports new
-errors. The first report, "ready", has the name of the machine and the ID of its boot.
+errors. The first report, "here", has the name of the machine and the ID of its boot.
 
 If commands stop coming (launch.py or the network is gone), the agent asks its ranks to save and
 stop, kills them if they do not end, and ends itself. Only the standard library is imported, so that
@@ -25,9 +26,9 @@ an agent starts in a few milliseconds.
 
 The agent keeps STANDBY processes that have already imported what a rank needs (standby.py).
 
-RUN is the prefix of the names of the run's leases. Before anything else, the agent kills the agents
-and ranks that an earlier connection of this run has left on this node. If RUN is empty, it does
-not; `--launcher local` needs that, because several agents share the machine.
+RUN is the prefix of the names of the run's leases. On "begin", the agent kills the agents and ranks
+that an earlier connection of this run has left on this node. If RUN is empty, it does not;
+`--launcher local` needs that, because several agents share the machine.
 """
 
 import os
@@ -61,12 +62,13 @@ class NodeAgent:
     Args:
         silence_seconds: time without a command after which launch.py counts as gone
         stop_seconds: time in which the ranks may save and end after a signal
-        run: name of the run, for the command lines of standby processes
+        run: name of the run, for leftovers and the command lines of standby processes
         standby: number of standby processes
     """
 
     def __init__(self, silence_seconds: float, stop_seconds: float, *, run: str, standby: int):
         self.silence_seconds, self.stop_seconds = silence_seconds, stop_seconds
+        self.name = run
         self.standby_command = [sys.executable, STANDBY, run]
         self.standby_variables: dict[str, str] | None = None  # until launch.py has sent them
         self.standby_count = standby
@@ -89,7 +91,7 @@ class NodeAgent:
         os.set_blocking(child_ended, False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.set_wakeup_fd(child_ended, warn_on_full_buffer=False)
-        self.report({"is": "ready", "host": socket.gethostname(), "boot": boot_id()})
+        self.report({"is": "here", "host": socket.gethostname(), "boot": boot_id()})
         with selectors.DefaultSelector() as selector:
             selector.register(0, selectors.EVENT_READ)
             selector.register(children, selectors.EVENT_READ)
@@ -127,7 +129,11 @@ class NodeAgent:
     def carry_out(self, command: dict[str, Any]) -> None:
         """Carry out one command."""
         kind = command["do"]
-        if kind == "beat":
+        if kind == "begin":
+            if self.name:
+                end_leftovers(self.name)
+            self.report({"is": "ready"})
+        elif kind == "beat":
             self.report({"is": "beat"})
         elif kind == "port":
             self.report({"is": "port", "port": free_port()})
@@ -279,6 +285,4 @@ def boot_id() -> str:
 
 if __name__ == "__main__":
     run, silence, stop, standby = sys.argv[1:5]
-    if run:
-        end_leftovers(run)
     NodeAgent(float(silence), float(stop), run=run, standby=int(standby)).run()

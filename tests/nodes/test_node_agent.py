@@ -5,6 +5,7 @@ import os
 import select
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -36,6 +37,7 @@ class Agent:
         stop: float = 5,
         standby: int = 0,
         script: Path = AGENT,
+        begin: bool = True,
     ):
         self.process = subprocess.Popen(
             [sys.executable, str(script), run, str(silence), str(stop), str(standby)],
@@ -43,7 +45,10 @@ class Agent:
             stdout=subprocess.PIPE,
             bufsize=0,
         )
-        self.first = self.read()
+        self.here = self.read()
+        if begin:
+            self.send({"do": "begin"})
+            assert self.read() == {"is": "ready"}
 
     def send(self, command: dict[str, Any]) -> None:
         assert self.process.stdin
@@ -99,7 +104,8 @@ def wait_for_end(processes: list[int], seconds: float = 30) -> None:
 
 def test_the_ends_of_ranks_are_reported(agents: list[Agent]) -> None:
     agents.append(agent := Agent())
-    assert agent.first["is"] == "ready"
+    assert agent.here["is"] == "here" and agent.here["host"] == socket.gethostname()
+    assert agent.here["boot"] == Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     agent.start([sys.executable, "-c", "import os; os._exit(7)"], SLEEP)
     assert agent.read() == {"is": "exit", "attempt": 1, "rank": 0, "code": 7}
     agent.send({"do": "signal", "number": int(signal.SIGTERM)})
@@ -201,7 +207,10 @@ def test_a_new_agent_ends_what_an_earlier_one_has_left(agents: list[Agent]) -> N
     agents.append(other := Agent(run="beef"))  # another run on the same node
     others = other.start(SLEEP, lease="beef.1")
     os.kill(earlier.process.pid, signal.SIGSTOP)  # as on a node that was suspended
-    agents.append(Agent(run="f00d"))
+    agents.append(new := Agent(run="f00d", begin=False))
+    time.sleep(0.3)
+    assert all(map(is_alive, [*ranks, earlier.process.pid]))  # until launch.py lets it begin
+    new.send({"do": "begin"})
     wait_for_end([*ranks, earlier.process.pid])
     assert is_alive(others[0])
     assert is_alive(other.process.pid)

@@ -64,6 +64,9 @@ class Tracker:
     def warn(self, message: str) -> None:
         """Report a problem that does not stop the run."""
 
+    def slow(self, step: int, ranks: list[int], nodes: list[str], ratio: float) -> None:
+        """Report ranks that have been slow in several successive comparisons."""
+
     def skip(self, step: int, reason: str, samples: range) -> None:
         """Report a step that the optimizer has skipped."""
 
@@ -118,6 +121,10 @@ class RunTracker(Tracker):
     def warn(self, message: str) -> None:
         self.folder.event("warning", self.last_step, message=message)
         print(f"warning: {message}", file=sys.stderr)
+
+    @override
+    def slow(self, step: int, ranks: list[int], nodes: list[str], ratio: float) -> None:
+        self.folder.event("slow", step, ranks=ranks, nodes=nodes, ratio=ratio)
 
     @override
     def skip(self, step: int, reason: str, samples: range) -> None:

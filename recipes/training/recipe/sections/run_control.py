@@ -58,6 +58,10 @@ class Supervision(Section):
     """Ratio of a rank's time in forward passes to that of the other ranks of its stage above which
     it is reported as slow."""
 
+    slow_comparisons: Count = 3
+    """Successive comparisons in which a rank is slow after which its node counts as slow, and
+    `cluster.on_slow_rank` applies."""
+
     @property
     def patience_seconds(self) -> int | None:
         """Seconds that a rank may wait before supervision ends the run; None if unlimited."""
