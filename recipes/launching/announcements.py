@@ -64,6 +64,7 @@ class Announcements:
             "attempt_end",
             step,
             attempt=attempt.lease,
+            number=attempt.number,
             reason=diagnosis.reason,
             blamed=list(diagnosis.blamed),
         )

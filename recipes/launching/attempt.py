@@ -1,6 +1,7 @@
 """One start of the ranks on some nodes, watched until all of them have ended."""
 
 import signal
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ class Command:
         ranks_per_node: number of ranks on each node
         master: address at which the ranks meet; empty for the first host of an attempt
         pipelined: standby processes have the environment of a layout with pipeline stages
+        python: the command that starts Python on a node, for its agent
     """
 
     words: Sequence[str]
@@ -35,6 +37,7 @@ class Command:
     ranks_per_node: int
     master: str = ""
     pipelined: bool = False
+    python: Sequence[str] = (sys.executable,)
 
 
 class Attempt:

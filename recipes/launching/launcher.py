@@ -76,6 +76,7 @@ class Launcher:
             stop_seconds=float(recipe.supervision.hang_seconds or SECONDS_TO_SAVE),
             standby=command.ranks_per_node if recipe.cluster.standby else 0,
             variables=command.variables,
+            python=command.python,
         )
         self.nodes = Nodes(
             list_hosts,

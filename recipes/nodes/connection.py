@@ -23,13 +23,6 @@ SRUN = ("srun", "--overlap", "--nodes=1", "--ntasks=1", "--ntasks-per-node=1", "
         "--cpu-bind=none", "--kill-on-bad-exit=0", "--quiet")  # fmt: skip
 
 MAX_CONNECTING = 64  # nodes that are being connected to at the same time
-FORWARDED = (  # beginnings of the names of environment variables that the ranks get
-    "CUBLAS_", "CUDA_", "DEEPSPEED_TIMEOUT", "DS_", "FI_", "GLOO_", "HF_", "LD_LIBRARY_PATH",
-    "MKL_", "NCCL_", "OMP_", "PATH", "PYTHON", "PYTORCH_", "TORCH", "TRITON_", "UCX_", "WANDB_",
-    "http_proxy", "https_proxy", "no_proxy",
-)  # fmt: skip
-FORWARDED_NAMES = ("CC", "CXX")
-
 Connect = Callable[[str, Sequence[str]], list[str]]  # (host, command) -> command that runs it there
 
 
@@ -120,6 +113,7 @@ class Connections:
         stop_seconds: time that an agent gives its ranks to save and end
         standby: number of processes that each agent keeps ready to become ranks
         variables: environment variables of the ranks, which standby processes need too
+        python: the command that starts Python on a host
 
     Attributes:
         admit: (host, machine) -> False if the agent must end without touching other processes
@@ -134,7 +128,9 @@ class Connections:
         stop_seconds: float,
         standby: int,
         variables: Mapping[str, str],
+        python: Sequence[str] = (sys.executable,),
     ):
+        self.python = python
         self.connect, self.variables = connect, variables
         self.arguments = [run, f"{silence_seconds:g}", f"{stop_seconds:g}", str(standby)]
         self.agents: dict[str, Agent] = {}
@@ -154,7 +150,7 @@ class Connections:
         Raises:
             OSError: the program that connects cannot be started.
         """
-        command = [sys.executable, str(AGENT), *self.arguments]
+        command = [*self.python, str(AGENT), *self.arguments]
         process = subprocess.Popen(
             self.connect(host, command),
             stdin=subprocess.PIPE,
@@ -282,15 +278,3 @@ def _parse(line: bytes) -> dict[str, Any] | None:
     if line.strip():
         print(line.decode(errors="replace"), file=sys.stderr, flush=True)
     return None
-
-
-def forwarded(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment variables that the ranks on all nodes get.
-
-    They travel through the input of the agents, so they appear in no process list and no log.
-    """
-    return {
-        name: value
-        for name, value in environment.items()
-        if name.startswith(FORWARDED) or name in FORWARDED_NAMES
-    }

@@ -21,6 +21,7 @@ from recipes.launching.causes import shown
 from recipes.launching.launcher import Launcher
 from recipes.launching.replanning import Placement
 from recipes.nodes.connection import here
+from recipes.nodes.environment import forwarded, in_container
 from recipes.training.recipe.loading import parse_recipe
 from recipes.training.run_folder.folder import RunFolder
 from recipes.training.runtime.exits import FINISHED, HUNG, INTERRUPTED, STOPPED
@@ -136,7 +137,7 @@ def start(tmp_path: Path, small: dict, monkeypatch: pytest.MonkeyPatch) -> Itera
         *, hosts: list[str] | None = None, nodes: int = 2, without: tuple[int, ...] = (),
         chosen: bool = False, supervision: Any = MappingProxyType({}),
         variables: Any = MappingProxyType({"GREETING": "hello"}), connect: Any = here,
-        master: str = "127.0.0.1",
+        master: str = "127.0.0.1", python: Any = (sys.executable,),
         **cluster: Any,
     ) -> Running:  # fmt: skip
         names = hosts if hosts is not None else ["node1", "node2", "node3"]
@@ -285,6 +286,34 @@ def test_a_hang_is_blamed_on_the_rank_that_is_behind(start: Any) -> None:
     assert running.events("attempt_end")[0]["blamed"] == ["node2"]
     running.end_ranks({0: FINISHED, 1: FINISHED})
     assert running.wait() == FINISHED
+
+
+def test_ranks_in_a_container(start: Any, tmp_path: Path, monkeypatch: Any) -> None:
+    """A script takes the place of Apptainer and gives its processes another PATH."""
+    programs = tmp_path / "programs"
+    programs.mkdir()
+    (programs / "python").symlink_to(sys.executable)
+    apptainer = tmp_path / "apptainer"
+    apptainer.write_text(
+        f'#!/bin/sh\n[ "$1 $2 $3" = "exec --nv a.sif" ] || exit 1\nshift 3\n'
+        f'export PATH={programs} IMAGE=a.sif\nexec "$@"\n'
+    )
+    apptainer.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    variables = forwarded({"PATH": "/host", "NCCL_X": "1"}, container=True)
+    running = start(python=in_container("a.sif"), variables=variables)
+    ranks = running.wait_for_attempt(1, ranks=2)
+    assert ranks[0]["variables"]["IMAGE"] == "a.sif"
+    assert ranks[0]["variables"]["PATH"] == str(programs)
+    assert ranks[0]["variables"]["NCCL_X"] == "1"
+    running.end_ranks({0: FINISHED, 1: FINISHED})
+    assert running.wait() == FINISHED
+
+
+def test_a_container_has_its_own_programs_and_libraries() -> None:
+    host = {"PATH": "/host", "LD_LIBRARY_PATH": "/lib", "CC": "gcc", "NCCL_X": "1", "HOME": "/h"}
+    assert forwarded(host, container=True) == {"NCCL_X": "1"}
+    assert forwarded(host) == {name: host[name] for name in host if name != "HOME"}
 
 
 def report_gpus(running: Running, host: str, *errors: tuple[str, bool]) -> None:
