@@ -188,6 +188,7 @@ class Attempt:
     def _settle(self, asked: Callable[[], int]) -> None:
         """Find the hosts that are lost after the first failure, and end the remaining ranks."""
         failed_at = time.monotonic()
+        self._looked.clear()  # a late answer may have come from a look for the previous attempt
         self._send(self.hosts, {"do": "look"})
         self._find_lost()
         codes = {end.code for end in self.ends if end.code}

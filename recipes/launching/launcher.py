@@ -1,11 +1,13 @@
 """The attempts of a run: each start of its ranks, until every step is done."""
 
+import contextlib
 import hashlib
 import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+from models.errors import UserError
 from recipes.launching.announcements import Announcements
 from recipes.launching.attempt import SECONDS_TO_KILL, Attempt, Command
 from recipes.launching.attempt_events import (
@@ -138,6 +140,7 @@ class Launcher:
         hosts = self.nodes.usable()[: placement.nodes]
         attempt = Attempt(number, lease, nodes=self.nodes, hosts=hosts, placement=placement)
         self.gpus.begin()
+        self._events = []
         grant(self.folder.path, lease)
         self.tell.begin(attempt, reason)
         attempt.start(self.command)
@@ -277,8 +280,9 @@ class Launcher:
         except OSError:  # the file server does not answer, or nothing has been written
             size = -1
         if (attempt.lease, size) != self._events_read:
-            self._events = events_of(self.folder.read_events(), attempt.lease)
-            self._events_read = attempt.lease, size
+            with contextlib.suppress(UserError):  # otherwise, the events that are known remain
+                self._events = events_of(self.folder.read_events(), attempt.lease)
+                self._events_read = attempt.lease, size
         return self._events
 
     def _is_asked(self) -> bool:

@@ -148,7 +148,8 @@ def start(tmp_path: Path, small: dict, monkeypatch: pytest.MonkeyPatch) -> Itera
         )
         folder = RunFolder(tmp_path / "run")
         folder.hold()
-        command = Command([sys.executable, str(script), str(folder.path)], variables, 1, master)
+        words = [python[-1], str(script), str(folder.path)]
+        command = Command(words, variables, 1, master, python=python)
         launcher = Launcher(
             parse_recipe(table, "small"),
             folder,
