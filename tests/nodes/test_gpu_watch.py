@@ -66,6 +66,8 @@ def test_errors_are_reported_once(smi: Path) -> None:
     ]
     watch.ask()
     assert look(watch) == (True, [])
+    assert watch.poll(training=False) is None
+    assert watch._child is None  # the request has been answered
 
 
 def test_a_node_that_trains_is_looked_at_again_after_a_while(
