@@ -249,7 +249,7 @@ class Launcher:
         self._replaced_ranks.update(ranks)
         self.failures.count_slow(slow)
         self.tell.replace(slow, ranks)
-        return f"{shown(slow)} slow for {self.slow_comparisons} comparisons"
+        return f"{shown(slow)}: slow in {self.slow_comparisons} successive comparisons"
 
     def _why_more(self, attempt: Attempt) -> str:
         """Return the reason to restart on more nodes."""

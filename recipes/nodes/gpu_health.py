@@ -25,7 +25,7 @@ LEAVE_OUT = {  # the catalog's action is RESET_GPU, RESTART_BM or WORKFLOW_XID_4
     140: "unrecovered ECC error",
     143: "GPU initialization error",
 }
-COUNT = {  # of the hardware, but the GPU may still work: the action is to restart the application
+COUNT = {  # errors of the hardware after which the GPU may still work
     54: "auxiliary power is not connected",
     74: "NVLink error",
     94: "contained memory error",

@@ -395,7 +395,7 @@ def test_a_slow_node_is_replaced_once(start: Any, capfd: pytest.CaptureFixture) 
     running.wait_for_attempt(2, ranks=2)
     last = running.events("attempt")[-1]
     assert last["nodes"] == ["node1", "node3"]
-    assert last["reason"] == "node2 slow for 3 comparisons"
+    assert last["reason"] == "node2: slow in 3 successive comparisons"
     assert last["unused"] == {"node2": "spare, because it was slow", "node4": "spare"}
     slow(running, 600, [1])  # the same rank: the node was not the cause
     time.sleep(1.5)
