@@ -30,7 +30,8 @@ from models.errors import UserError
 from recipes.launching.attempt import Command
 from recipes.launching.launcher import Launcher
 from recipes.launching.replanning import Replanner, check_cluster
-from recipes.nodes.connection import forwarded, here, over_srun, over_ssh
+from recipes.nodes.connection import here, over_srun, over_ssh
+from recipes.nodes.environment import forwarded, in_container
 from recipes.nodes.hosts import read_hostfile, slurm_hosts
 from recipes.training.recipe.loading import REPOSITORY, load_recipe, origin
 from recipes.training.recipe.schema import Recipe
@@ -95,11 +96,15 @@ def prepare(options: argparse.Namespace) -> Launcher:
         )
     folder = RunFolder(options.run_dir or REPOSITORY / "runs" / recipe.name)
     hold(folder, wait_seconds=options.wait_for_folder)
+    if options.forget_failures:
+        folder.event("forget", 0)
     file = folder.write_recipe("launched.toml", recipe)  # later edits do not change restarts
-    words = [sys.executable, "-u", str(PRETRAIN), str(file)]
+    # The agents run in the container, and start the ranks there.
+    python = in_container(options.container) if options.container else [sys.executable]
+    words = [python[-1], "-u", str(PRETRAIN), str(file)]
     words += ["--run-dir", str(folder.path), "--resume", resume_option(options, recipe)]
     words += ["--resume-once", options.resume_once or f"launch-{time.time_ns():x}"]
-    variables = forwarded(os.environ)
+    variables = forwarded(os.environ, container=bool(options.container))
     set_torch_variables(
         variables,
         deterministic=recipe.training.deterministic,
@@ -110,7 +115,7 @@ def prepare(options: argparse.Namespace) -> Launcher:
     return Launcher(
         recipe,
         folder,
-        Command(words, variables, size, master, pipelined=recipe.layout.pipeline > 1),
+        Command(words, variables, size, master, recipe.layout.pipeline > 1, python),
         replanner=Replanner(file),
         list_hosts=list_hosts,
         connect=CONNECTS[launcher],
@@ -196,6 +201,18 @@ def parse_command_line() -> argparse.Namespace:
         metavar="SECONDS",
         help="seconds to wait for the run folder's lock if its holder shows no sign of life; "
         "default: %(default)s",
+    )
+    parser.add_argument(
+        "--container",
+        default="",
+        metavar="IMAGE",
+        help="run the ranks in this Apptainer image; launch.py itself runs outside of it, with the "
+        "packages of .venv",
+    )
+    parser.add_argument(
+        "--forget-failures",
+        action="store_true",
+        help="use nodes again that earlier starts of this run have left out, after a repair",
     )
     parser.add_argument("--run-dir", type=Path, help="default: runs/ and the name in the recipe")
     return parser.parse_args()

@@ -180,7 +180,7 @@ def train_step(run: Run, step: int) -> dict[str, Any]:
             metrics["expert_counts"] = result.experts.counts
     every = recipe.supervision.compare_speed_every
     if every and step % every == 0:
-        metrics |= compare_speed(run)
+        metrics |= compare_speed(run, step)
     return metrics
 
 

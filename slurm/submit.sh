@@ -57,8 +57,8 @@ for word in "${@:2}"; do
   esac
 done
 
-if [ -n "${CONTAINER:-}" ] && [ "${#elastic[@]}" -gt 0 ]; then
-  fail "--elastic does not work with CONTAINER yet, because launch.py needs srun; leave one of them out"
+if [ -n "${CONTAINER:-}" ] && [ "${#elastic[@]}" -gt 0 ] && ! [ -x .venv/bin/python ]; then
+  fail ".venv does not exist, and with --elastic, launch.py runs outside of CONTAINER; run make setup first"
 fi
 if [ -n "${CONTAINER:-}" ]; then # pretrain.slurm runs in the same image
   python=(apptainer exec "$CONTAINER" python)

@@ -45,6 +45,7 @@ CATCHES = {  # function that catches one of BROAD -> why no defect becomes a use
     "recipes/preparing/workspace.py: lock_workspace": RAISES,
     "recipes/planning/inputs/option_types.py: _number": PARSING,
     "recipes/nodes/connection.py: _parse": PARSING,
+    "recipes/nodes/gpu_watch.py: GpuWatch._end": PARSING,
     "recipes/nodes/node_agent.py: NodeAgent.read_commands": PARSING,
     "recipes/out_of_memory/explanation.py: report": "a lack of memory is reported anyway",
     "recipes/out_of_memory/explanation.py: explained": "other errors are raised again",
@@ -71,10 +72,10 @@ CATCHES = {  # function that catches one of BROAD -> why no defect becomes a use
     "recipes/training/supervision/supervisor.py: Supervisor._end": CONTINUES,
     "recipes/training/supervision/supervisor.py: Supervisor._watch": CONTINUES,
     "recipes/training/data/corpus_manifest.py: read_manifest": PARSING,
-    "recipes/training/tracking/wandb_thread.py: WandbThread._work": CONTINUES,
-    "recipes/training/tracking/wandb_settings.py: has_wandb_key": PARSING,
+    "recipes/training/tracking/weights_and_biases/thread.py: WandbThread._work": CONTINUES,
+    "recipes/training/tracking/weights_and_biases/settings.py: has_wandb_key": PARSING,
     "recipes/training/tracking/tracker.py: open_tracker": RAISES,
-    "recipes/training/tracking/wandb_thread.py: start_wandb": RAISES,
+    "recipes/training/tracking/weights_and_biases/thread.py: start_wandb": RAISES,
 }
 
 

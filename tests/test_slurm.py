@@ -289,3 +289,16 @@ def test_a_container_runs_the_options_and_the_job(
     (tmp_path / "srun").write_text('#!/bin/sh\necho "$*"\n')
     started = start_job("node1\n", CONTAINER=str(image)).stdout
     assert f"apptainer exec --nv {image} python recipes/pretrain.py recipe.toml" in started
+
+
+@pytest.mark.parametrize("container", [{}, {"CONTAINER": "image.sif"}])
+def test_launch_py_of_an_elastic_job_runs_outside_of_the_container(
+    container: dict[str, str], tmp_path: Path, start_job: Submit
+) -> None:
+    python = tmp_path / ".venv" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.write_text('#!/bin/sh\necho "python $*"\n')
+    python.chmod(0o755)
+    started = start_job("node1\n", ELASTIC="yes", **container).stdout
+    option = " --container image.sif" if container else ""
+    assert f"python recipes/launch.py recipe.toml --resume-once job-7{option}\n" in started

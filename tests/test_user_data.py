@@ -31,7 +31,11 @@ from recipes.training.recipe.loading import DEFAULT_RECIPE, REPOSITORY, load_rec
 from recipes.training.recipe.topology import World
 from recipes.training.runtime.processes import check_port
 from recipes.training.runtime.torch_variables import check_accelerator
-from recipes.training.tracking.wandb_settings import has_wandb_key, read_run_id, read_wandb_key
+from recipes.training.tracking.weights_and_biases.settings import (
+    has_wandb_key,
+    read_run_id,
+    read_wandb_key,
+)
 
 DIGITS = "1" * 5000  # more than Python converts: a plain ValueError of json and tomllib
 NO_TABLES = (b"{", b"[" * 10**5, b"\xff", DIGITS.encode(), b"5", b"[]", b"null", b'"text"')

@@ -1,6 +1,7 @@
 """One start of the ranks on some nodes, watched until all of them have ended."""
 
 import signal
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from recipes.training.preflight.measures import SPARE_NODES
 SECONDS_TO_ANSWER = 3.0  # after a failure, for nodes to show that they are alive
 SECONDS_FOR_MESSAGES = 1.0  # between a failure and the end of the other ranks
 SECONDS_FOR_ORDERLY_END = 60.0  # between the first and the last rank that ends by itself
+SECONDS_FOR_GPUS = 5.0  # after a failure, for nodes to look at their GPUs
 SECONDS_TO_KILL = 10.0
 LOST_CONNECTION = "connection closed"
 
@@ -28,6 +30,7 @@ class Command:
         ranks_per_node: number of ranks on each node
         master: address at which the ranks meet; empty for the first host of an attempt
         pipelined: standby processes have the environment of a layout with pipeline stages
+        python: the command that starts Python on a node, for its agent
     """
 
     words: Sequence[str]
@@ -35,6 +38,7 @@ class Command:
     ranks_per_node: int
     master: str = ""
     pipelined: bool = False
+    python: Sequence[str] = (sys.executable,)
 
 
 class Attempt:
@@ -67,6 +71,7 @@ class Attempt:
         self.running: dict[int, str] = {}
         self.ends: list[RankEnd] = []
         self.lost: dict[str, str] = {}
+        self._looked: set[str] = set()  # hosts that have looked at their GPUs after a failure
 
     @property
     def failed(self) -> bool:
@@ -112,17 +117,17 @@ class Attempt:
             self._send([host], start)
 
     def watch(
-        self, *, asked: Callable[[], int], should_grow: Callable[["Attempt"], bool]
+        self, *, asked: Callable[[], int], why_restart: Callable[["Attempt"], str]
     ) -> Outcome:
         """Wait until all ranks have ended, and return the outcome.
 
         Args:
             asked: returns how often a user has asked the run to stop: the first time the ranks
                 save, the second time they are killed
-            should_grow: returns True if the ranks should save and end, because more nodes can be
-                used
+            why_restart: returns the reason why the ranks should save and end, for example because
+                more nodes can be used; "" if there is none
         """
-        signalled = growing = False
+        signalled, restarting = False, ""
         next_look = first_end = 0.0
         while self.running and not self.failed:
             self._look()
@@ -135,14 +140,14 @@ class Attempt:
                 self._signal(signal.SIGTERM)
             if asked() > 1:
                 self._send(self.hosts, {"do": "kill"})
-            elif not signalled and not growing and time.monotonic() >= next_look:
+            elif not signalled and not restarting and time.monotonic() >= next_look:
                 next_look = time.monotonic() + self.nodes.node_seconds / 4
-                growing = should_grow(self)
-                if growing:
+                restarting = why_restart(self)
+                if restarting:
                     self._signal(signal.SIGUSR1)
         if self.failed:
             self._settle(asked)
-        return Outcome(lost=self.lost, ends=self.ends, asked=bool(asked()), growing=growing)
+        return Outcome(lost=self.lost, ends=self.ends, asked=bool(asked()), restarting=restarting)
 
     def _ask_port(self) -> int:
         """Return a free port of the first host; 0 if the host has just been lost."""
@@ -178,6 +183,10 @@ class Attempt:
             if rank in self.running:
                 del self.running[rank]
                 self.ends.append(RankEnd(rank, host, content["code"]))
+        elif content["is"] == "gpus":
+            self.nodes.note_gpus(host, content)
+            if content["answer"]:
+                self._looked.add(host)
 
     def _lose(self, host: str, reason: str) -> None:
         self.lost[host] = reason
@@ -186,11 +195,18 @@ class Attempt:
 
     def _settle(self, asked: Callable[[], int]) -> None:
         """Find the hosts that are lost after the first failure, and end the remaining ranks."""
+        failed_at = time.monotonic()
+        self._looked.clear()  # a late answer may have come from a look for the previous attempt
+        self._send(self.hosts, {"do": "look"})
         self._find_lost()
         codes = {end.code for end in self.ends if end.code}
         orderly = not self.lost and all(1 < code < 128 for code in codes)
         self._wait(SECONDS_FOR_ORDERLY_END if orderly else SECONDS_FOR_MESSAGES, asked)
         self._end_rest()
+        while time.monotonic() < failed_at + SECONDS_FOR_GPUS and asked() < 2:
+            if self._looked.issuperset(host for host in self.hosts if host not in self.lost):
+                break
+            self._look()
 
     def _end_rest(self) -> None:
         """Kill the ranks that have not ended, without counting their ends."""

@@ -4,7 +4,6 @@ Pure functions, so that every combination can be tested. docs/fault-tolerance.md
 """
 
 import signal
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -57,19 +56,25 @@ class Outcome:
         lost: host -> reason, for hosts that no longer answer
         ends: the ends of ranks before launch.py killed the others, in the order of their reports
         asked: True if a user asked launch.py to stop
-        growing: True if launch.py asked the ranks to save because more nodes are available
+        restarting: the reason why launch.py asked the ranks to save and end; "" if it did not
         behind: the hosts of the ranks that a hang report names as behind
-        broken: host -> reason, for hosts that the preflight names as broken
+        unfit: host -> reason, for hosts that the preflight names as broken
         slow: host -> reason, for hosts that the preflight names as slow, and that can be replaced
+        broken: host -> error of a GPU, for hosts that must not be used any more
+        suspects: host -> error of a GPU, for hosts that may still be used
+        other_layout: True if memory ran out in a layout of launch.py, and there is another one
     """
 
     lost: Mapping[str, str] = field(default_factory=dict)
     ends: Sequence[RankEnd] = ()
     asked: bool = False
-    growing: bool = False
+    restarting: str = ""
     behind: Sequence[str] = ()
     broken: Mapping[str, str] = field(default_factory=dict)
+    unfit: Mapping[str, str] = field(default_factory=dict)
     slow: Mapping[str, str] = field(default_factory=dict)
+    suspects: Mapping[str, str] = field(default_factory=dict)
+    other_layout: bool = False
 
 
 @dataclass(frozen=True)
@@ -96,8 +101,9 @@ class Diagnosis:
 def diagnose(outcome: Outcome) -> Diagnosis:
     """Return the cause of the end of an attempt.
 
-    A lost node takes precedence over every error that its peers report, and a rank killed by a
-    signal over ordinary exit codes. Among ordinary exit codes, the first one reported counts.
+    A lost node or a broken GPU takes precedence over every error that ranks report, and a rank
+    killed by a signal over ordinary exit codes. Among ordinary exit codes, the first one reported
+    counts, but the node is blamed on which a GPU has reported an error, if there is one.
     """
     codes = [end.code for end in outcome.ends]
     if codes and not outcome.lost and all(code == FINISHED for code in codes):
@@ -107,31 +113,43 @@ def diagnose(outcome: Outcome) -> Diagnosis:
         orderly = all(code in (FINISHED, INTERRUPTED, *STOP_SIGNALS) for code in codes)
         code = INTERRUPTED if INTERRUPTED in codes or orderly else _first_failure(codes)
         return Diagnosis("launch.py was asked to stop", exit_code=code)
+    gone = {**outcome.broken, **outcome.lost}
     final = next((end for end in outcome.ends if end.code in FINAL), None)
-    if final and not outcome.lost:
+    if final and not gone:
+        if final.code == STOPPED and outcome.other_layout:
+            return Diagnosis(f"memory ran out in a layout that launch.py had chosen: {final}")
         return Diagnosis(f"{FINAL[final.code]}: {final}", exit_code=final.code)
-    if outcome.lost:
-        reasons = [f"{host}: {reason}" for host, reason in outcome.lost.items()]
-        return Diagnosis(shown(reasons, separator="; "), blamed=_few(list(outcome.lost)))
+    if gone:
+        reasons = [f"{host}: {reason}" for host, reason in gone.items()]
+        return Diagnosis(shown(reasons, separator="; "), blamed=_few(list(gone)))
     if UNFIT in codes:
-        named = {**outcome.broken, **outcome.slow}
+        named = {**outcome.unfit, **outcome.slow}
         if not named:
             return Diagnosis("preflight: the ranks cannot train here", exit_code=UNFIT)
         reason = f"preflight: {shown(list(named.values()), separator='; ')}"
-        return Diagnosis(reason, broken=list(outcome.broken), slow=list(outcome.slow))
-    if outcome.growing and codes and all(code in (FINISHED, INTERRUPTED) for code in codes):
-        return Diagnosis("more nodes are available")
+        return Diagnosis(reason, broken=list(outcome.unfit), slow=list(outcome.slow))
+    if outcome.restarting and codes and all(code in (FINISHED, INTERRUPTED) for code in codes):
+        return Diagnosis(outcome.restarting)
+    return _error_of_a_rank(outcome, codes)
+
+
+def _error_of_a_rank(outcome: Outcome, codes: Sequence[int]) -> Diagnosis:
+    """Return the diagnosis of an attempt in which a rank was killed, hung or crashed."""
+    suspects = _few(list(outcome.suspects))
+    errors = "; ".join(f"{host}: {outcome.suspects[host]}" for host in suspects)
+    errors = f" ({errors})" if errors else ""
     killed = [end for end in outcome.ends if end.code < 0]
     if killed:
-        return Diagnosis(str(killed[0]), blamed=[killed[0].host], counts=True)
+        blamed = suspects or [killed[0].host]
+        return Diagnosis(f"{killed[0]}{errors}", blamed=blamed, counts=True)
     if HUNG in codes:
         hosts = f" ({', '.join(outcome.behind)})" if outcome.behind else ""
         reason = f"the run made no progress{hosts if _few(outcome.behind) else ''}"
-        return Diagnosis(reason, blamed=_few(outcome.behind), counts=True)
+        return Diagnosis(reason + errors, blamed=suspects or _few(outcome.behind), counts=True)
     failed = next(end for end in outcome.ends if end.code != FINISHED)
     if failed.code == INTERRUPTED:  # a user has sent a signal to a rank
         return Diagnosis(f"the run was asked to stop: {failed}", exit_code=INTERRUPTED)
-    return Diagnosis(str(failed), blamed=[failed.host], counts=True)
+    return Diagnosis(f"{failed}{errors}", blamed=suspects or [failed.host], counts=True)
 
 
 def shown(texts: Sequence[str], *, separator: str = ", ") -> str:
@@ -149,52 +167,3 @@ def _first_failure(codes: Sequence[int]) -> int:
     """Return the first exit code other than 0 as launch.py can return it."""
     code = next((code for code in codes if code != FINISHED), FINISHED)
     return 128 - code if code < 0 else code
-
-
-@dataclass
-class Failures:
-    """The failures of a run so far.
-
-    Attributes:
-        limit: failures after which a host is left out; 0 for no limit
-        of_nodes: host -> number of failures
-        last_checkpoint: step of the newest checkpoint at the last failure
-        without_checkpoint: failures since that checkpoint was saved, without lost nodes
-        broken: hosts that the preflight has named as broken
-        slow: hosts that the preflight has named as slow
-    """
-
-    limit: int
-    of_nodes: Counter[str] = field(default_factory=Counter)
-    last_checkpoint: int = -1
-    without_checkpoint: int = 0
-    broken: set[str] = field(default_factory=set)
-    slow: set[str] = field(default_factory=set)
-
-    def note(self, diagnosis: Diagnosis, checkpoint: int) -> str:
-        """Count a failure.
-
-        Args:
-            diagnosis: its cause
-            checkpoint: step of the newest checkpoint; 0 if there is none
-
-        Returns:
-            The reason why the run must not be restarted; "" if it may.
-        """
-        self.of_nodes.update(diagnosis.blamed)
-        self.broken.update(diagnosis.broken)
-        self.slow.update(diagnosis.slow)
-        if checkpoint != self.last_checkpoint:
-            self.last_checkpoint, self.without_checkpoint = checkpoint, 0
-        self.without_checkpoint += diagnosis.counts
-        if self.without_checkpoint < MAX_FAILURES_WITHOUT_CHECKPOINT:
-            return ""
-        since = f"after step {checkpoint}" if checkpoint else "in the run folder"
-        return (
-            f"the run failed {self.without_checkpoint} times without a new checkpoint {since}, so "
-            f"a restart would probably fail too; read the messages of the ranks above"
-        )
-
-    def left_out(self, host: str) -> bool:
-        """Return True if a host is broken, or has failed too often to be used again."""
-        return host in self.broken or 0 < self.limit <= self.of_nodes[host]

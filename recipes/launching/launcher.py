@@ -1,27 +1,41 @@
 """The attempts of a run: each start of its ranks, until every step is done."""
 
+import contextlib
 import hashlib
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+from models.errors import UserError
+from recipes.launching.announcements import Announcements
 from recipes.launching.attempt import SECONDS_TO_KILL, Attempt, Command
-from recipes.launching.causes import Diagnosis, Failures, Outcome, diagnose, shown
+from recipes.launching.attempt_events import (
+    events_of,
+    hosts_of,
+    ran_out_of_memory,
+    ranks_behind,
+    replacement,
+    slow_ranks,
+    start_of,
+    trains,
+    unfit_hosts,
+)
+from recipes.launching.causes import Outcome, diagnose, shown
+from recipes.launching.failures import Failures, GpuErrors
 from recipes.launching.nodes import SECONDS_TO_CONNECT, Nodes
 from recipes.launching.replanning import Placement, Replanner
 from recipes.nodes.connection import Connect, Connections
 from recipes.training.recipe.schema import Recipe
-from recipes.training.run_folder.checkpoint_folders import published, step_of
 from recipes.training.run_folder.folder import RunFolder
 from recipes.training.run_folder.lease import grant
-from recipes.training.runtime.exits import HUNG, UNFIT
+from recipes.training.runtime.exits import HUNG
 
 SECONDS_FOR_SPARE_NODES = 10.0  # to wait for all nodes, at the start
 SECONDS_FOR_NODES = 600.0  # to wait for nodes if too few answer
 SECONDS_BETWEEN_LISTS = 10.0  # of hosts, which a user may extend
 SECONDS_TO_SAVE = 300.0  # for ranks whose launch.py has ended, if supervision has no limit
+MAX_EXCLUDED_LAYOUTS = 3  # layouts of launch.py that ran out of memory
 ECHO_SECONDS = 2.0  # signals within this time are one request
 
 
@@ -54,7 +68,8 @@ class Launcher:
         # this one leaves behind if it is killed.
         self.token = hashlib.sha256(str(folder.path).encode()).hexdigest()[:12]
         self.started = f"{time.time_ns():x}"
-        self.failures = Failures(recipe.cluster.node_failures)
+        self.failures = Failures(recipe.cluster.node_failures, recipe.cluster.failure_hours)
+        self.failures.restore(folder.read_events())
         self.asked = 0  # times that a user has asked to stop
         self._asked_at = -ECHO_SECONDS
         checkpoint = recipe.checkpoint
@@ -69,8 +84,23 @@ class Launcher:
             snapshots=f"{checkpoint.snapshot_folder}/threefold-{self.token}"
             if checkpoint.snapshot_every
             else "",
+            python=command.python,
         )
-        self.nodes = Nodes(list_hosts, self.connections, self.failures, node_seconds=node_seconds)
+        self.nodes = Nodes(
+            list_hosts,
+            self.connections,
+            self.failures,
+            node_seconds=node_seconds,
+            distinct=not command.master,
+        )
+        self.tell = Announcements(folder, self.nodes, self.cluster.minimum_nodes)
+        self.gpus = GpuErrors(self.failures, self.cluster.on_gpu_error)
+        self.slow_comparisons = recipe.supervision.slow_comparisons
+        self.excluded = 0  # layouts that ran out of memory
+        self._slow_seen = (0, 0)  # attempt and step of the comparison that was handled last
+        self._replaced_ranks: set[int] = set()  # whose hosts were replaced because they were slow
+        self._events: list[dict[str, Any]] = []
+        self._events_read = ("", -1)  # attempt and size of the file
 
     def ask(self, *_: object) -> None:
         """Ask the ranks to save and stop; the second time, kill them. A signal handler.
@@ -86,18 +116,17 @@ class Launcher:
         """Start attempts until the run ends; return the exit code of launch.py."""
         try:
             number, reason = 1, "started"
-            hosts = len(self.nodes.hosts)
-            for count, seconds in (
-                (hosts, SECONDS_FOR_SPARE_NODES),
-                (min(hosts, self.cluster.nodes), SECONDS_TO_CONNECT),
+            for most, seconds in (
+                (len(self.nodes.hosts), SECONDS_FOR_SPARE_NODES),
+                (self.cluster.nodes, SECONDS_TO_CONNECT),
             ):
-                self.nodes.wait_for(count, seconds=seconds, stop=self._is_asked)
+                self.nodes.wait_for_all(most, seconds=seconds, stop=self._is_asked)
             while placement := self._find_placement():
                 try:
                     attempt = self._start(number, placement, reason)
                 except OSError as error:  # the lease cannot be written
-                    self._say(f"{error.filename or self.folder.path}: {error.strerror}; mend the "
-                              f"disk and rerun the same command to resume")  # fmt: skip
+                    self.tell.say(f"{error.filename or self.folder.path}: {error.strerror}; mend "
+                                  f"the disk and rerun the same command to resume")  # fmt: skip
                     return 1
                 code, reason = self._follow(attempt)
                 if code is not None:
@@ -116,8 +145,10 @@ class Launcher:
         lease = f"{self.token}.{self.started}.{number}"
         hosts = self.nodes.usable()[: placement.nodes]
         attempt = Attempt(number, lease, nodes=self.nodes, hosts=hosts, placement=placement)
+        self.gpus.begin()
+        self._events = []
         grant(self.folder.path, lease)
-        self._announce(attempt, reason)
+        self.tell.begin(attempt, reason)
         attempt.start(self.command)
         return attempt
 
@@ -127,15 +158,30 @@ class Launcher:
         Returns:
             The exit code of launch.py, or None if the run is restarted; and the reason.
         """
-        outcome = attempt.watch(asked=lambda: self.asked, should_grow=self._should_grow)
-        broken, slow = self._unfit(attempt)
-        behind = self._hosts_behind(attempt)
-        diagnosis = diagnose(replace(outcome, behind=behind, broken=broken, slow=slow))
-        step = max(self._newest_checkpoint(), self._start_of(attempt))
+        outcome = attempt.watch(asked=lambda: self.asked, why_restart=self._why_restart)
+        self._handle_gpu_errors()
+        events = self._events_of(attempt)
+        hung = any(end.code == HUNG for end in attempt.ends)
+        behind = hosts_of(
+            ranks_behind(events) if hung else (), attempt.hosts, self.command.ranks_per_node
+        )
+        unfit, slow = unfit_hosts(events, attempt.hosts, self.command.ranks_per_node)
+        diagnosis = diagnose(
+            replace(
+                outcome,
+                behind=behind,
+                unfit=unfit,
+                slow=slow,
+                broken=self.gpus.of_hosts(attempt.hosts, severe=True),
+                suspects=self.gpus.of_hosts(attempt.hosts, severe=False),
+                other_layout=ran_out_of_memory(events) and self._find_other_layout(attempt),
+            )
+        )
+        step = max(self.tell.newest_checkpoint(), start_of(events))
         problem = ""
         if diagnosis.exit_code is None:
             problem = self.failures.note(diagnosis, step)
-        self._tell_end(attempt, diagnosis, step, problem)
+        self.tell.end(attempt, diagnosis, step, problem)
         if problem:
             return next((end.code for end in attempt.ends if end.code > 0), 1), diagnosis.reason
         return diagnosis.exit_code, diagnosis.reason
@@ -146,8 +192,8 @@ class Launcher:
         deadline = time.monotonic() + SECONDS_FOR_NODES
         told = False
         while not self.asked:
-            if problem := self.nodes.refresh():
-                self._say(f"{problem}; continuing with the earlier hosts")
+            self._handle_gpu_errors()
+            self._refresh()
             usable = len(self.nodes.usable())
             if placement := self.replanner.best(usable, minimum):
                 return placement
@@ -155,125 +201,108 @@ class Launcher:
                 return None
             if not told:
                 told = True
-                self._say(f"{self._shortage(usable)}; waiting up to {SECONDS_FOR_NODES:.0f} s")
+                self.tell.say(f"{self.tell.shortage()}; waiting up to {SECONDS_FOR_NODES:.0f} s")
             left = min(SECONDS_BETWEEN_LISTS, deadline - time.monotonic())
             self.nodes.wait_for(usable + 1, seconds=left, stop=self._is_asked)
         return None
 
-    def _should_grow(self, attempt: Attempt) -> bool:
-        """Return True if the ranks should save and end, because more nodes could be used."""
-        if len(attempt.hosts) >= self.cluster.nodes:
+    def _find_other_layout(self, attempt: Attempt) -> bool:
+        """Exclude the layout of an attempt that ran out of memory, if launch.py has chosen it.
+
+        Returns:
+            True if there is another layout on the usable nodes.
+        """
+        if not attempt.placement.chosen or self.excluded == MAX_EXCLUDED_LAYOUTS:
             return False
-        if problem := self.nodes.refresh():  # a user may have added hosts
-            self._say(f"{problem}; continuing with the earlier hosts")
+        self.excluded += 1
+        self.replanner.exclude(attempt.placement)
+        usable = len(self.nodes.usable())
+        return self.replanner.best(usable, self.cluster.minimum_nodes) is not None
+
+    def _why_restart(self, attempt: Attempt) -> str:
+        """Return the reason why the ranks should save and end; "" if there is none."""
+        self._handle_gpu_errors()
+        reason = self._why_fewer(attempt) or self._why_others(attempt) or self._why_more(attempt)
+        return reason if reason and trains(self._events_of(attempt)) else ""
+
+    def _why_fewer(self, attempt: Attempt) -> str:
+        """Return the reason to restart without a host that was left out during the attempt."""
+        left_out = {host: self.failures.reason(host) for host in attempt.hosts}
+        reasons = [f"{host}: {reason}" for host, reason in left_out.items() if reason]
+        if not reasons:
+            return ""
+        usable = len(self.nodes.usable())
+        placement = self.replanner.best(usable, self.cluster.minimum_nodes)
+        return shown(reasons, separator="; ") if placement else ""
+
+    def _why_others(self, attempt: Attempt) -> str:
+        """Return the reason to restart with spare hosts in place of slow ones."""
+        ranks = slow_ranks(self._events_of(attempt))
+        step = max((e["step"] for e in self._events_of(attempt) if e["event"] == "slow"), default=0)
+        if not ranks or (attempt.number, step) == self._slow_seen:
+            return ""
+        slow = hosts_of(ranks, attempt.hosts, self.command.ranks_per_node)
+        others = [host for host in self.nodes.usable() if host not in attempt.hosts]
+        decision = replacement(
+            slow,
+            sum(not self.failures.is_slow(host) for host in others),
+            action=self.cluster.on_slow_rank,
+            replaced=self._replaced_ranks,
+            ranks=ranks,
+        )
+        self._slow_seen = attempt.number, step
+        if decision.problem:
+            self.tell.say(f"{shown(slow)} not replaced although slow: {decision.problem}")
+        if not decision.hosts:
+            return ""
+        self._replaced_ranks.update(ranks)
+        self.failures.count_slow(slow)
+        self.tell.replace(slow, ranks)
+        return f"{shown(slow)}: slow in {self.slow_comparisons} successive comparisons"
+
+    def _why_more(self, attempt: Attempt) -> str:
+        """Return the reason to restart on more nodes."""
+        if len(attempt.hosts) >= self.cluster.nodes:
+            return ""
+        self._refresh()  # a user may have added hosts
         usable = len(self.nodes.usable())
         if usable <= len(attempt.hosts):
-            return False
+            return ""
         larger = self.replanner.best(usable, len(attempt.hosts) + 1)
-        return larger is not None and self._trains(attempt)
+        return "more nodes are available" if larger else ""
 
-    def _trains(self, attempt: Attempt) -> bool:
-        """Return True once the attempt has finished its first step, after which it can save."""
-        return any(event["event"] == "first_step" for event in self._events_of(attempt))
+    def _handle_gpu_errors(self) -> None:
+        """Record new errors of GPUs, and leave out hosts with a severe one."""
+        reported, self.nodes.gpu_errors = self.nodes.gpu_errors, []
+        for host, error, left_out in self.gpus.handle(reported):
+            self.tell.gpu_error(host, error, left_out=left_out)
 
-    def _hosts_behind(self, attempt: Attempt) -> list[str]:
-        """Return the hosts of the ranks that the attempt's hang report names as behind."""
-        if not any(end.code == HUNG for end in attempt.ends):
-            return []
-        events = self._events_of(attempt)
-        stops = [
-            event["behind"] for event in events if event["event"] == "stop" and "behind" in event
-        ]
-        ranks = [rank for rank in stops[-1] if isinstance(rank, int)] if stops else []
-        indices = {rank // self.command.ranks_per_node for rank in ranks}
-        return [host for index, host in enumerate(attempt.hosts) if index in indices]
-
-    def _unfit(self, attempt: Attempt) -> tuple[dict[str, str], dict[str, str]]:
-        """Return the broken and the slow hosts that the attempt's preflight names, with reasons."""
-        named: tuple[dict[str, str], dict[str, str]] = ({}, {})
-        if any(end.code == UNFIT for end in attempt.ends):
-            found = [each for each in self._events_of(attempt) if each["event"] == "preflight"]
-            for node in found[-1].get("left_out", ()) if found else ():
-                host = attempt.hosts[node["rank"] // self.command.ranks_per_node]
-                named[0 if node["broken"] else 1][host] = f"{host}: {node['reason']}"
-        return named
+    def _refresh(self) -> None:
+        """Read the list of hosts again."""
+        if problem := self.nodes.refresh():
+            self.tell.say(f"{problem}; continuing with the earlier hosts")
 
     def _events_of(self, attempt: Attempt) -> list[dict[str, Any]]:
-        """Return the events since the start of an attempt, the newest one."""
-        events = self.folder.read_events()
-        starts = [i for i, event in enumerate(events) if event.get("attempt") == attempt.lease]
-        return events[starts[0] :] if starts else []
-
-    def _newest_checkpoint(self) -> int:
-        """Return the step of the newest checkpoint; 0 if there is none."""
-        return max(map(step_of, published(self.folder.checkpoints)), default=0)
-
-    def _start_of(self, attempt: Attempt) -> int:
-        """Return the step after which an attempt has started; 0 if it has not."""
-        starts = [e["step"] for e in self._events_of(attempt) if e["event"] in ("start", "resume")]
-        return starts[-1] if starts else 0
+        """Return the events since the start of an attempt; read the file only if it has grown."""
+        try:
+            size = self.folder.events.stat().st_size
+        except OSError:  # the file server does not answer, or nothing has been written
+            size = -1
+        if (attempt.lease, size) != self._events_read:
+            with contextlib.suppress(UserError):  # otherwise, the events that are known remain
+                self._events = events_of(self.folder.read_events(), attempt.lease)
+                self._events_read = attempt.lease, size
+        return self._events
 
     def _is_asked(self) -> bool:
         return self.asked > 0
-
-    def _announce(self, attempt: Attempt, reason: str) -> None:
-        """Print and record an attempt, its nodes and the nodes that are not used."""
-        placement, nodes = attempt.placement, self.nodes
-        unused = {host: nodes.absence(host) for host in nodes.hosts if host not in attempt.hosts}
-        self.folder.event(
-            "attempt",
-            self._newest_checkpoint(),
-            attempt=attempt.lease,
-            reason=reason,
-            nodes=list(attempt.hosts),
-            unused=unused,
-            layout=placement.layout,
-            overrides=list(placement.overrides),
-            predicted_step_seconds=placement.seconds,
-        )
-        others = shown([f"{host} ({why})" for host, why in unused.items()])
-        self._say(
-            f"attempt {attempt.number} on {shown(attempt.hosts)}: {placement.layout}"
-            + (f"; not used: {others}" if others else "")
-        )
-
-    def _tell_end(self, attempt: Attempt, diagnosis: Diagnosis, step: int, problem: str) -> None:
-        """Print and record the end of an attempt."""
-        self.folder.event(
-            "attempt_end",
-            step,
-            attempt=attempt.lease,
-            reason=diagnosis.reason,
-            blamed=[*diagnosis.blamed, *diagnosis.broken, *diagnosis.slow],
-        )
-        if diagnosis.exit_code is not None:
-            self._say(diagnosis.reason)
-            return
-        blamed = [*diagnosis.blamed, *diagnosis.broken]
-        left_out = [host for host in blamed if self.failures.left_out(host)]
-        details = f"; {shown(left_out)} will not be used again" if left_out else ""
-        if diagnosis.slow:
-            details += f"; {shown(diagnosis.slow)} will be used only if no other node is left"
-        where = f"after step {step}" if step else "at step 1"
-        then = problem or f"restarting {where}"
-        self._say(f"attempt {attempt.number} ended: {diagnosis.reason}{details}; {then}")
-
-    def _shortage(self, usable: int) -> str:
-        minimum = self.cluster.minimum_nodes
-        text = f"{usable} of {len(self.nodes.hosts)} nodes can be used"
-        if usable < minimum:
-            return f"{text}, and the run needs cluster.minimum_nodes = {minimum}"
-        return f"{text}, and no layout fits on them (cluster.minimum_nodes = {minimum})"
 
     def _give_up(self, reason: str) -> int:
         """Return the exit code of a run that cannot be started again on the usable nodes."""
         if self.asked:
             return diagnose(Outcome(asked=True)).exit_code or 0
-        self._say(
-            f"{self._shortage(len(self.nodes.usable()))}; repair or add nodes, then rerun the same "
-            f"command to resume (the last attempt: {reason})"
+        self.tell.say(
+            f"{self.tell.shortage()}; repair or add nodes, then rerun the same command to resume "
+            f"(the last attempt: {reason})"
         )
         return 1
-
-    def _say(self, text: str) -> None:
-        print(f"launch.py: {text}", file=sys.stderr, flush=True)

@@ -1,18 +1,21 @@
 """The layout of a run on the nodes that are left: the recipe's own, or the planner's fastest."""
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from models.errors import UserError
 from recipes.planning.inputs.cluster import recipe_on_cluster
-from recipes.planning.inputs.job import Machine, job_without_layout, own_job
+from recipes.planning.inputs.job import Job, Machine, job_without_layout, own_job
 from recipes.planning.inputs.software import load_software
-from recipes.planning.memory.peak import fits
+from recipes.planning.memory.peak import GIB, fits, fullest_stage
 from recipes.planning.output.recipe_edits import options_of
-from recipes.planning.search.layout_search import is_near_tie, search
+from recipes.planning.search.layout_search import DEFAULT_HEADROOM, is_near_tie, search
 from recipes.planning.time.step_time import step_time
 from recipes.training.recipe.schema import Recipe
+
+MIN_SAVING = 0.15  # share of the predicted memory that the next layout must save if memory ran out
 
 
 @dataclass(frozen=True)
@@ -25,6 +28,8 @@ class Placement:
         layout: the layout, for messages
         seconds: predicted duration of a step
         pipelined: True if the layout has pipeline stages
+        memory_bytes: predicted memory of the fullest rank
+        chosen: True if launch.py has chosen the layout, False if it is that of the recipe
     """
 
     nodes: int
@@ -32,6 +37,8 @@ class Placement:
     layout: str
     seconds: float
     pipelined: bool = False
+    memory_bytes: float = 0.0
+    chosen: bool = False
 
 
 class Replanner:
@@ -46,6 +53,7 @@ class Replanner:
         self.file, self.overrides = file, overrides
         self.recipe, self.cluster = recipe_on_cluster(file, overrides)
         self._found: dict[int, Placement | None] = {}
+        self._limit_bytes = math.inf  # of layouts that launch.py chooses
 
     def best(self, available: int, minimum: int) -> Placement | None:
         """Return the placement on the most nodes that have a layout.
@@ -73,29 +81,46 @@ class Replanner:
             self._found[nodes] = self._find(nodes)
         return self._found[nodes]
 
+    def exclude(self, placement: Placement) -> None:
+        """Exclude a layout that ran out of memory, and all that need about as much memory.
+
+        The recipe's own layout on all nodes is not excluded.
+        """
+        self._limit_bytes = (1 - MIN_SAVING) * placement.memory_bytes
+        self._found.clear()
+
     def _find(self, nodes: int) -> Placement | None:
         overrides = [f"cluster.nodes={nodes}"]
         recipe, cluster = recipe_on_cluster(self.file, self.overrides, nodes=nodes)
         machine, software = Machine.of_cluster(cluster), load_software("threefold")
         own, _ = own_job(recipe, machine, software)
         if own and nodes == self.cluster.nodes:
-            return _placement(recipe, overrides, step_time(own).total)
-        plans = search(job_without_layout(recipe, machine, software), 1).plans
-        seconds = step_time(own).total if own and fits(own) else None
-        if seconds is not None and (not plans or is_near_tie(seconds, plans[0].time.total)):
-            return _placement(recipe, overrides, seconds)
+            return replace(_placement(recipe, overrides, own), chosen=False)
+        limit = min(self._limit_bytes, machine.gpu.memory_gib * GIB)
+        headroom = max(DEFAULT_HEADROOM, 1 - limit / (machine.gpu.memory_gib * GIB))
+        plans = search(job_without_layout(recipe, machine, software), 1, headroom=headroom).plans
+        if own and (not fits(own) or fullest_stage(own).total > limit):
+            own = None
+        if own and (not plans or is_near_tie(step_time(own).total, plans[0].time.total)):
+            return _placement(recipe, overrides, own)
         if not plans:
             return None
         overrides = [*overrides, *options_of(recipe, plans[0])]
         changed, _ = recipe_on_cluster(self.file, [*self.overrides, *overrides])
-        return _placement(changed, overrides, plans[0].time.total)
+        return _placement(changed, overrides, plans[0].job)
 
 
-def _placement(recipe: Recipe, overrides: Sequence[str], seconds: float) -> Placement:
-    """Return the placement of a recipe on its cluster."""
+def _placement(recipe: Recipe, overrides: Sequence[str], job: Job) -> Placement:
+    """Return the placement of a recipe on its cluster, in a layout that launch.py has chosen."""
     assert recipe.cluster
     return Placement(
-        recipe.cluster.nodes, overrides, _text(recipe), seconds, recipe.layout.pipeline > 1
+        recipe.cluster.nodes,
+        overrides,
+        _text(recipe),
+        step_time(job).total,
+        pipelined=recipe.layout.pipeline > 1,
+        memory_bytes=fullest_stage(job).total,
+        chosen=True,
     )
 
 

@@ -23,13 +23,6 @@ SRUN = ("srun", "--overlap", "--nodes=1", "--ntasks=1", "--ntasks-per-node=1", "
         "--cpu-bind=none", "--kill-on-bad-exit=0", "--quiet")  # fmt: skip
 
 MAX_CONNECTING = 64  # nodes that are being connected to at the same time
-FORWARDED = (  # beginnings of the names of environment variables that the ranks get
-    "CUBLAS_", "CUDA_", "DEEPSPEED_TIMEOUT", "DS_", "FI_", "GLOO_", "HF_", "LD_LIBRARY_PATH",
-    "MKL_", "NCCL_", "OMP_", "PATH", "PYTHON", "PYTORCH_", "TORCH", "TRITON_", "UCX_", "WANDB_",
-    "http_proxy", "https_proxy", "no_proxy",
-)  # fmt: skip
-FORWARDED_NAMES = ("CC", "CXX")
-
 Connect = Callable[[str, Sequence[str]], list[str]]  # (host, command) -> command that runs it there
 
 
@@ -123,6 +116,10 @@ class Connections:
         standby: number of processes that each agent keeps ready to become ranks
         variables: environment variables of the ranks, which standby processes need too
         snapshots: prefix of the folders for snapshots in memory; empty if the run takes none
+        python: the command that starts Python on a host
+
+    Attributes:
+        admit: (host, machine) -> False if the agent must end without touching other processes
     """
 
     def __init__(
@@ -135,10 +132,13 @@ class Connections:
         standby: int,
         variables: Mapping[str, str],
         snapshots: str = "",
+        python: Sequence[str] = (sys.executable,),
     ):
-        self.connect, self.variables, self.snapshots = connect, variables, snapshots
+        self.python, self.snapshots = python, snapshots
+        self.connect, self.variables = connect, variables
         self.arguments = [run, f"{silence_seconds:g}", f"{stop_seconds:g}", str(standby)]
         self.agents: dict[str, Agent] = {}
+        self.admit: Callable[[str, str], bool] = lambda host, machine: True
         self._selector = selectors.DefaultSelector()
         self._closed = threading.Event()
         # A thread of its own, because the main thread may be busy with planning or a slow disk.
@@ -155,7 +155,7 @@ class Connections:
             OSError: the program that connects cannot be started.
         """
         snapshots = f"{self.snapshots}-{host}" if self.snapshots else ""
-        command = [sys.executable, str(AGENT), *self.arguments, snapshots]
+        command = [*self.python, str(AGENT), *self.arguments, snapshots]
         process = subprocess.Popen(
             self.connect(host, command),
             stdin=subprocess.PIPE,
@@ -259,7 +259,13 @@ class Connections:
             content = _parse(line)
             if content is None or content["is"] == "beat":
                 continue
-            if content["is"] == "ready":
+            if content["is"] == "here":
+                machine = f"{content['host']} {content['boot']}" if content["boot"] else ""
+                if not self.admit(agent.host, machine):
+                    yield Report(agent.host, None)
+                    return
+                agent.send({"do": "begin"})
+            elif content["is"] == "ready":
                 agent.ready = True
                 if "port" in content:
                     agent.server = {"port": content["port"], "secret": content["secret"]}
@@ -279,15 +285,3 @@ def _parse(line: bytes) -> dict[str, Any] | None:
     if line.strip():
         print(line.decode(errors="replace"), file=sys.stderr, flush=True)
     return None
-
-
-def forwarded(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment variables that the ranks on all nodes get.
-
-    They travel through the input of the agents, so they appear in no process list and no log.
-    """
-    return {
-        name: value
-        for name, value in environment.items()
-        if name.startswith(FORWARDED) or name in FORWARDED_NAMES
-    }

@@ -10,7 +10,13 @@ object per line. The ranks write to its standard error.
     {"do": "signal", "number": 15}     signal to all ranks
     {"do": "kill"}                     SIGKILL to all ranks and their children
     {"do": "beat"}                     -> {"is": "beat"}
+    {"do": "look"}                     -> {"is": "gpus", "answer": true, "errors": [[TEXT, SEVERE]]}
+                                       -> {"is": "here", "host": "node1", "boot": "ID"}
+    {"do": "begin"}                    -> {"is": "ready"}
                                        -> {"is": "exit", "attempt": 1, "rank": 3, "code": 0}
+
+The agent looks at the GPUs of its node every minute (gpu_watch.py) and on command, and reports new
+errors. The first report, "here", has the name of the machine and the ID of its boot.
 
 If commands stop coming (launch.py or the network is gone), the agent asks its ranks to save and
 stop, kills them if they do not end, and ends itself. Only the standard library is imported, so that
@@ -24,33 +30,35 @@ of all nodes.
 
 The agent keeps STANDBY processes that have already imported what a rank needs (standby.py).
 
-RUN is the prefix of the names of the run's leases. Before anything else, the agent kills the agents
-and ranks that an earlier connection of this run has left on this node. If RUN is empty, it does
-not; `--launcher local` needs that, because several agents share the machine.
+RUN is the prefix of the names of the run's leases. On "begin", the agent kills the agents and ranks
+that an earlier connection of this run has left on this node. If RUN is empty, it does not;
+`--launcher local` needs that, because several agents share the machine.
 """
+
+import os
+import sys
+
+if __name__ == "__main__":  # import from the repository's root, not from recipes/nodes/
+    sys.path[0] = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 import contextlib
 import json
-import os
 import select
 import selectors
 import signal
 import socket
 import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any, NoReturn
 
-if __name__ == "__main__":  # import from the repository's root, not from recipes/nodes/
-    sys.path[0] = str(Path(__file__).resolve().parents[2])
-
+from recipes.nodes.gpu_watch import GpuWatch
+from recipes.nodes.leftovers import end_leftovers, kill_group
 from recipes.nodes.snapshot_server import ServerProcess
 
 SECONDS_BETWEEN_CHECKS = 0.5
-SECONDS_FOR_LEFTOVERS = 10.0  # for killed processes to end
 SECONDS_BEFORE_STANDBY = 30.0  # after a start or a failure, so that imports do not slow the ranks
-SCRIPTS = ("node_agent.py", "standby.py")
+BOOT_ID = "/proc/sys/kernel/random/boot_id"
 STANDBY = os.path.join(os.path.dirname(os.path.abspath(__file__)), "standby.py")
 
 
@@ -60,7 +68,7 @@ class NodeAgent:
     Args:
         silence_seconds: time without a command after which launch.py counts as gone
         stop_seconds: time in which the ranks may save and end after a signal
-        run: name of the run, for the command lines of standby processes
+        run: name of the run, for leftovers and the command lines of standby processes
         standby: number of standby processes
         snapshots: prefix of the folder for snapshots; empty for none
     """
@@ -75,16 +83,19 @@ class NodeAgent:
         snapshots: str,
     ):
         self.silence_seconds, self.stop_seconds = silence_seconds, stop_seconds
+        self.name = run
         self.standby_command = [sys.executable, STANDBY, run]
         self.standby_variables: dict[str, str] | None = None  # until launch.py has sent them
         self.standby_count = standby
         self.ready: list[subprocess.Popen[bytes]] = []  # standby processes
         self.warming: subprocess.Popen[bytes] | None = None  # one at a time
         self._next_standby = 0.0
-        self.server = self.serve(snapshots) if snapshots else None
+        self.snapshots = snapshots
+        self.server: ServerProcess | None = None  # of snapshots, from "begin" on
         self.attempt = 0
         self.stopping = False  # the ranks have been asked to save and stop
         self.ranks: dict[int, subprocess.Popen[bytes]] = {}
+        self.gpus = GpuWatch()
         self._heard_at = time.monotonic()
         self._rest = b""  # of a line that has not arrived completely
 
@@ -97,14 +108,7 @@ class NodeAgent:
         os.set_blocking(child_ended, False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.set_wakeup_fd(child_ended, warn_on_full_buffer=False)
-        facts: dict[str, Any] = {
-            "is": "ready",
-            "host": socket.gethostname(),
-            "process": os.getpid(),
-        }
-        if self.server:
-            facts |= {"port": self.server.port, "secret": self.server.secret}
-        self.report(facts)
+        self.report({"is": "here", "host": socket.gethostname(), "boot": boot_id()})
         with selectors.DefaultSelector() as selector:
             selector.register(0, selectors.EVENT_READ)
             selector.register(children, selectors.EVENT_READ)
@@ -113,6 +117,7 @@ class NodeAgent:
                 if children in ready:
                     os.read(children, 4096)
                 self.report_ended()
+                self.report_gpus()
                 self.keep_standby()
                 if 0 in ready:
                     self.read_commands()
@@ -121,13 +126,18 @@ class NodeAgent:
                     self.say(f"no command from launch.py for {seconds}; ending the ranks")
                     self.leave()
 
-    def serve(self, snapshots: str) -> ServerProcess | None:
-        """Start the server of this node's snapshots; the run continues if that fails."""
-        try:
-            return ServerProcess.start(Path(snapshots))
-        except OSError as error:
-            self.say(f"no snapshots in memory: {snapshots}: {error.strerror}")
-            return None
+    def begin(self) -> None:
+        """End what an earlier agent has left, start the server of snapshots, and report."""
+        if self.name:
+            end_leftovers(self.name)
+        facts: dict[str, Any] = {"is": "ready"}
+        if self.snapshots:
+            try:
+                self.server = ServerProcess.start(Path(self.snapshots))
+                facts |= {"port": self.server.port, "secret": self.server.secret}
+            except OSError as error:  # the run continues without snapshots
+                self.say(f"no snapshots in memory: {self.snapshots}: {error.strerror}")
+        self.report(facts)
 
     def read_commands(self) -> None:
         """Read and carry out the commands that have arrived."""
@@ -149,10 +159,15 @@ class NodeAgent:
     def carry_out(self, command: dict[str, Any]) -> None:
         """Carry out one command."""
         kind = command["do"]
-        if kind == "beat":
+        if kind == "begin":
+            self.begin()
+        elif kind == "beat":
             self.report({"is": "beat"})
         elif kind == "port":
             self.report({"is": "port", "port": free_port()})
+        elif kind == "look":
+            self.gpus.ask()
+            self.report_gpus()
         elif kind == "prepare":
             self.standby_variables = command["variables"]
         elif kind == "start":
@@ -235,6 +250,13 @@ class NodeAgent:
             del self.ranks[rank]
             self.report({"is": "exit", "attempt": self.attempt, "rank": rank, "code": code})
 
+    def report_gpus(self) -> None:
+        """Report new errors of the GPUs, and the answer to a request."""
+        found = self.gpus.poll(training=bool(self.ranks))
+        if found and any(found):
+            answer, errors = found
+            self.report({"is": "gpus", "answer": answer, "errors": errors})
+
     def signal(self, number: int) -> None:
         """Ask all ranks to save and stop, once: a second signal would end a rank that saves."""
         if self.stopping:
@@ -253,6 +275,7 @@ class NodeAgent:
         """Ask the ranks to save and stop, kill those that do not, and end this process."""
         for process in [*self.ready, *([self.warming] if self.warming else [])]:
             kill_group(process.pid)
+        self.gpus.stop()
         self.signal(signal.SIGTERM)
         deadline = time.monotonic() + self.stop_seconds
         while time.monotonic() < deadline and any(p.poll() is None for p in self.ranks.values()):
@@ -277,12 +300,6 @@ class NodeAgent:
             os.write(2, f"{socket.gethostname()}: {text}\n".encode())
 
 
-def kill_group(process: int) -> None:
-    """Kill a process and the processes of its group."""
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(process, signal.SIGKILL)
-
-
 def free_port() -> int:
     """Return a TCP port that is free on all interfaces of this node."""
     with socket.socket() as probe:
@@ -290,44 +307,17 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def end_leftovers(run: str) -> None:
-    """Kill the agents and ranks of a run on this node, except this process, and wait for their end.
-
-    Args:
-        run: the first argument of agents, and the beginning of the value of --lease of ranks
-    """
-    left = leftovers(run)
-    for process in left:
-        kill_group(process)
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.kill(process, signal.SIGKILL)
-    deadline = time.monotonic() + SECONDS_FOR_LEFTOVERS
-    while leftovers(run) and time.monotonic() < deadline:
-        time.sleep(0.05)
-
-
-def leftovers(run: str) -> list[int]:
-    """Return the processes of a run on this node, except this one."""
-    found = []
-    for entry in os.listdir("/proc"):
-        if not entry.isdigit() or int(entry) == os.getpid():
-            continue
-        try:
-            with open(f"/proc/{entry}/cmdline", "rb") as stream:
-                words = stream.read().decode(errors="replace").split("\0")
-        except OSError:  # it has ended
-            continue
-        is_agent = len(words) > 2 and words[1].endswith(SCRIPTS) and words[2] == run
-        lease = words[words.index("--lease") + 1] if "--lease" in words[:-1] else ""
-        if is_agent or lease.startswith(f"{run}."):
-            found.append(int(entry))
-    return found
+def boot_id() -> str:
+    """Return the ID of this boot of the machine; empty if it is unknown."""
+    try:
+        with open(BOOT_ID) as stream:
+            return stream.read().strip()
+    except OSError:
+        return ""
 
 
 if __name__ == "__main__":
     run, silence, stop, standby, snapshots = sys.argv[1:6]
-    if run:
-        end_leftovers(run)
     agent = NodeAgent(
         float(silence), float(stop), run=run, standby=int(standby), snapshots=snapshots
     )

@@ -99,7 +99,13 @@ def report(
         print("\n".join(lines[1:]), file=sys.stderr, flush=True)
         stack = "".join(traceback.format_exception(error))
         stream.write("\n".join([*lines, "", stack]))
-    claim.folder.event("stop", claim.supervisor.crumb.step, reason=lines[0], exit_code=STOPPED)
+    claim.folder.event(
+        "stop",
+        claim.supervisor.crumb.step,
+        reason=lines[0],
+        exit_code=STOPPED,
+        out_of_memory=True,
+    )
 
 
 def first_line(experiment: Experiment, claim: Claim, error: Exception) -> str:

@@ -7,8 +7,12 @@ from models.errors import UserError
 from recipes.sweeping.sweep_folder import SweepFolder, SweepStopped
 from recipes.sweeping.table import row_of_result, row_of_trial
 from recipes.sweeping.trial import FAULTS, Result, Trial
-from recipes.training.tracking.wandb_settings import common_arguments, read_wandb_key, wandb_mode
-from recipes.training.tracking.wandb_thread import start_wandb
+from recipes.training.tracking.weights_and_biases.settings import (
+    common_arguments,
+    read_wandb_key,
+    wandb_mode,
+)
+from recipes.training.tracking.weights_and_biases.thread import start_wandb
 
 
 def check_wandb(trials: Sequence[Trial]) -> None:

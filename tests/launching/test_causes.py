@@ -5,13 +5,11 @@ import signal
 import pytest
 
 from recipes.launching.causes import (
-    MAX_FAILURES_WITHOUT_CHECKPOINT,
-    Diagnosis,
-    Failures,
     Outcome,
     RankEnd,
     diagnose,
 )
+from recipes.launching.failures import Failures
 from recipes.training.runtime.exits import (
     BUSY,
     FINISHED,
@@ -44,8 +42,8 @@ def ends(*codes: int) -> list[RankEnd]:
         (Outcome(ends=ends(1, STOPPED)), STOPPED, [], False),
         (Outcome(ends=ends(REJECTED)), REJECTED, [], False),
         (Outcome(ends=ends(BUSY)), BUSY, [], False),
-        (Outcome(ends=ends(5, 5), growing=True), None, [], False),
-        (Outcome(ends=ends(1, 5), growing=True), None, ["node1"], True),
+        (Outcome(ends=ends(5, 5), restarting="more nodes"), None, [], False),
+        (Outcome(ends=ends(1, 5), restarting="more nodes"), None, ["node1"], True),
         (Outcome(lost={"node2": "silent"}, ends=ends(1)), None, ["node2"], False),
         (Outcome(lost={"node2": "silent"}, ends=ends(0, 0)), None, ["node2"], False),
         (Outcome(lost={"node2": "silent"}, ends=ends(STOPPED)), None, ["node2"], False),
@@ -56,7 +54,7 @@ def ends(*codes: int) -> list[RankEnd]:
         (Outcome(ends=ends(UNFIT, UNFIT)), UNFIT, [], False),
         (Outcome(ends=ends(UNFIT, UNFIT), slow={"node2": "slow"}), None, [], False),
         (Outcome(ends=ends(UNFIT), lost={"node2": "silent"}), None, ["node2"], False),
-        (Outcome(ends=ends(UNFIT), broken={"node2": "wrong"}, asked=True), UNFIT, [], False),
+        (Outcome(ends=ends(UNFIT), unfit={"node2": "wrong"}, asked=True), UNFIT, [], False),
     ],
 )
 def test_the_cause_decides_what_follows(
@@ -73,40 +71,48 @@ def test_reasons_name_the_rank_and_the_host() -> None:
     assert diagnose(Outcome(lost={"node2": "silent"})).reason == "node2: silent"
 
 
-def test_a_node_is_left_out_after_its_last_allowed_failure() -> None:
-    failures = Failures(limit=2)
-    blamed = Diagnosis("killed", blamed=["node2"], counts=True)
-    failures.note(blamed, checkpoint=10)
-    assert not failures.left_out("node2")
-    failures.note(blamed, checkpoint=20)
-    assert failures.left_out("node2")
-    assert not failures.left_out("node1")
-    unlimited = Failures(limit=0)
-    for step in range(100):
-        unlimited.note(blamed, checkpoint=step)
-    assert not unlimited.left_out("node2")
+def test_a_broken_gpu_takes_precedence_over_every_other_error() -> None:
+    text = {"node3": "Xid 79 on GPU 0000:3b:00: GPU has fallen off the bus"}
+    for codes in ((1, KILLED), (HUNG, HUNG), (STOPPED, 1), (REJECTED,), (9,)):
+        found = diagnose(Outcome(ends=ends(*codes), broken=text, suspects={"node1": "NVLink"}))
+        assert (found.exit_code, list(found.blamed), found.counts) == (None, ["node3"], False)
+        assert found.reason == f"node3: {text['node3']}"
+    both = diagnose(Outcome(lost={"node2": "silent"}, ends=ends(1), broken=text))
+    assert both.blamed == ["node3", "node2"]
+    assert diagnose(Outcome(ends=ends(0, 0), broken=text)).exit_code == FINISHED
+    assert diagnose(Outcome(ends=ends(5, 5), broken=text, asked=True)).exit_code == INTERRUPTED
 
 
 def test_the_preflight_names_hosts_that_are_left_out_or_used_last() -> None:
-    found = diagnose(Outcome(ends=ends(UNFIT), broken={"node2": "wrong"}, slow={"node3": "slow"}))
+    found = diagnose(Outcome(ends=ends(UNFIT), unfit={"node2": "wrong"}, slow={"node3": "slow"}))
     assert found.reason == "preflight: wrong; slow"
     assert (found.broken, found.slow, found.counts) == (["node2"], ["node3"], False)
     failures = Failures(limit=0)
     assert failures.note(found, checkpoint=0) == ""
     assert failures.left_out("node2") and not failures.left_out("node3")
-    assert failures.slow == {"node3"} and not failures.of_nodes
+    assert failures.is_slow("node3") and not failures.of_nodes
 
 
-def test_a_run_that_fails_without_progress_stops() -> None:
-    failures = Failures(limit=0)
-    failed = Diagnosis("failed", blamed=["node1"], counts=True)
-    told = [failures.note(failed, checkpoint=10) for _ in range(MAX_FAILURES_WITHOUT_CHECKPOINT)]
-    assert told[:-1] == [""] * (MAX_FAILURES_WITHOUT_CHECKPOINT - 1)
-    assert "failed 3 times without a new checkpoint after step 10" in told[-1]
-    assert failures.note(failed, checkpoint=20) == ""
+@pytest.mark.parametrize("code", [KILLED, HUNG, 1, 9])
+def test_a_suspect_gpu_decides_which_node_is_blamed(code: int) -> None:
+    suspects = {"node3": "Xid 94 on GPU 0000:3b:00: contained memory error"}
+    found = diagnose(Outcome(ends=ends(code), behind=["node1"], suspects=suspects))
+    assert (found.exit_code, list(found.blamed), found.counts) == (None, ["node3"], True)
+    assert found.reason.endswith(f"(node3: {suspects['node3']})")
+    many = {f"node{n}": "NVLink error" for n in range(9)}
+    found = diagnose(Outcome(ends=ends(code), behind=["node1"], suspects=many))
+    assert list(found.blamed) == ["node1"]
 
 
-def test_lost_nodes_do_not_stop_a_run() -> None:
-    failures = Failures(limit=0)
-    lost = Diagnosis("lost", blamed=["node1"])
-    assert [failures.note(lost, checkpoint=10) for _ in range(50)] == [""] * 50
+@pytest.mark.parametrize("code", [STOPPED, REJECTED, BUSY, INTERRUPTED])
+def test_a_suspect_gpu_does_not_restart_a_run_that_has_ended(code: int) -> None:
+    suspects = {"node3": "NVLink error"}
+    assert diagnose(Outcome(ends=ends(code), suspects=suspects)).exit_code == code
+
+
+def test_memory_that_ran_out_in_a_layout_of_launch_py_is_no_reason_to_stop() -> None:
+    found = diagnose(Outcome(ends=ends(1, STOPPED), other_layout=True))
+    assert (found.exit_code, found.blamed, found.counts) == (None, (), False)
+    assert found.reason.startswith("memory ran out in a layout that launch.py had chosen: rank 1")
+    rejected = diagnose(Outcome(ends=ends(REJECTED), other_layout=True))
+    assert rejected.exit_code == REJECTED

@@ -23,6 +23,7 @@ from recipes.launching.causes import shown
 from recipes.launching.launcher import Launcher
 from recipes.launching.replanning import Placement
 from recipes.nodes.connection import here
+from recipes.nodes.environment import forwarded, in_container
 from recipes.training.preflight.measures import SPARE_NODES
 from recipes.training.recipe.loading import REPOSITORY, parse_recipe
 from recipes.training.run_folder.folder import RunFolder
@@ -67,16 +68,25 @@ os._exit(1)
 
 
 class Planner:
-    """Layouts for up to `nodes` nodes, but not for the numbers in `without`."""
+    """Layouts for up to `nodes` nodes, but not for the numbers in `without`.
 
-    def __init__(self, nodes: int, without: tuple[int, ...]):
-        self.nodes, self.without = nodes, without
+    chosen: the layouts count as chosen by launch.py
+    """
+
+    def __init__(self, nodes: int, without: tuple[int, ...], *, chosen: bool):
+        self.nodes, self.without, self.chosen = nodes, without, chosen
+        self.excluded = 0
 
     def best(self, available: int, minimum: int) -> Placement | None:
         for nodes in range(min(available, self.nodes), max(minimum, 1) - 1, -1):
             if nodes not in self.without:
-                return Placement(nodes, [f"cluster.nodes={nodes}"], f"data {nodes}", 1.0)
+                name = f"data {nodes}, layout {self.excluded}"
+                overrides = [f"cluster.nodes={nodes}"]
+                return Placement(nodes, overrides, name, 1.0, chosen=self.chosen)
         return None
+
+    def exclude(self, placement: Placement) -> None:
+        self.excluded += 1
 
 
 class Running:
@@ -130,26 +140,27 @@ def start(tmp_path: Path, small: dict, monkeypatch: pytest.MonkeyPatch) -> Itera
 
     def begin(
         *, hosts: list[str] | None = None, nodes: int = 2, without: tuple[int, ...] = (),
+        chosen: bool = False, supervision: Any = MappingProxyType({}),
         variables: Any = MappingProxyType({"GREETING": "hello"}), connect: Any = here,
+        master: str = "127.0.0.1", python: Any = (sys.executable,),
         checkpoint: Any = MappingProxyType({}), **cluster: Any,
     ) -> Running:  # fmt: skip
         names = hosts if hosts is not None else ["node1", "node2", "node3"]
         table = changed(
             small,
-            supervision={"node_seconds": 2},
+            supervision={"node_seconds": 2} | supervision,
             checkpoint={"every": 100} | checkpoint,
             cluster={"nodes": nodes, "gpus_per_node": 1, "gpu": "cpu", "standby": False} | cluster,
         )
         folder = RunFolder(tmp_path / "run")
         folder.hold()
-        command = Command(
-            [sys.executable, str(script), str(folder.path)], variables, 1, "127.0.0.1"
-        )
+        words = [python[-1], str(script), str(folder.path)]
+        command = Command(words, variables, 1, master, python=python)
         launcher = Launcher(
             parse_recipe(table, "small"),
             folder,
             command,
-            replanner=Planner(nodes, without),  # type: ignore[arg-type]
+            replanner=Planner(nodes, without, chosen=chosen),  # type: ignore[arg-type]
             list_hosts=lambda: list(names),
             connect=connect,
         )
@@ -176,7 +187,10 @@ def test_a_run_that_finishes(start: Any, capfd: pytest.CaptureFixture) -> None:
     (event,) = running.events("attempt")
     assert event["nodes"] == ["node1", "node2"]
     assert event["unused"] == {"node3": "spare"}
-    assert "attempt 1 on node1, node2: data 2; not used: node3 (spare)" in capfd.readouterr().err
+    assert (
+        "attempt 1 on node1, node2: data 2, layout 0; not used: node3 (spare)"
+        in capfd.readouterr().err
+    )
 
 
 def test_many_large_variables_reach_every_rank(start: Any) -> None:
@@ -265,7 +279,7 @@ def test_a_killed_rank_restarts_the_run_and_is_blamed(start: Any) -> None:
     last = running.events("attempt")[-1]
     assert last["nodes"] == ["node1", "node3"]
     assert last["reason"] == "rank 1 (node2) was killed by SIGKILL"
-    assert last["unused"] == {"node2": "left out after 2 failures"}
+    assert last["unused"] == {"node2": "left out: 2 failures within 24 hours"}
     running.end_ranks({0: FINISHED, 1: FINISHED})
     assert running.wait() == FINISHED
 
@@ -300,9 +314,9 @@ def test_a_slow_node_is_replaced_by_a_spare_one_and_used_last(
     assert ranks[0]["variables"][SPARE_NODES] == "0"  # a slow node does not count
     _, second = running.events("attempt")
     assert second["nodes"] == ["node1", "node3"]
-    assert second["unused"] == {"node2": "slow, as the preflight has found"}
+    assert second["unused"] == {"node2": "spare, because it was slow"}
     assert second["reason"] == "preflight: node2: rank 1 (vm): the reason"
-    assert running.events("attempt_end")[0]["blamed"] == ["node2"]
+    assert running.events("attempt_end")[0]["slow"] == ["node2"]
     os.kill(running.agent("node1"), signal.SIGKILL)
     running.wait_for_attempt(3, ranks=2)
     assert running.events("attempt")[2]["nodes"] == ["node3", "node2"]
@@ -318,10 +332,10 @@ def test_a_broken_node_is_never_used_again(start: Any, capfd: pytest.CaptureFixt
     running.wait_for_attempt(2, ranks=1)
     _, second = running.events("attempt")
     assert second["nodes"] == ["node1"]
-    assert second["unused"] == {"node2": "broken, as the preflight has found"}
+    assert second["unused"] == {"node2": "left out: the preflight has found it broken"}
     running.end_ranks({0: FINISHED})
     assert running.wait() == FINISHED
-    assert "node2 will not be used again; restarting at step 1" in capfd.readouterr().err
+    assert "node2 will not be used again for now; restarting at step 1" in capfd.readouterr().err
 
 
 def test_too_few_nodes_are_left_after_a_preflight(
@@ -392,9 +406,214 @@ def test_a_run_of_launch_py_replaces_a_node_with_wrong_results(small: dict, tmp_
     nodes = [event["nodes"] for event in events if event["event"] == "attempt"]
     assert nodes == [["node1", "node2"], ["node1", "node3"]]
     (end, _) = [event for event in events if event["event"] == "attempt_end"]
-    assert end["blamed"] == ["node2"] and "1 rows of matmuls have wrong results" in end["reason"]
+    assert end["broken"] == ["node2"] and "1 rows of matmuls have wrong results" in end["reason"]
     found = [event for event in events if event["event"] == "preflight"]
     assert ["left_out" in event for event in found] == [True, False]
+
+
+def test_ranks_in_a_container(start: Any, tmp_path: Path, monkeypatch: Any) -> None:
+    """A script takes the place of Apptainer and gives its processes another PATH."""
+    programs = tmp_path / "programs"
+    programs.mkdir()
+    (programs / "python").symlink_to(sys.executable)
+    apptainer = tmp_path / "apptainer"
+    apptainer.write_text(
+        f'#!/bin/sh\n[ "$1 $2 $3" = "exec --nv a.sif" ] || exit 1\nshift 3\n'
+        f'export PATH={programs} IMAGE=a.sif\nexec "$@"\n'
+    )
+    apptainer.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    variables = forwarded({"PATH": "/host", "NCCL_X": "1"}, container=True)
+    running = start(python=in_container("a.sif"), variables=variables)
+    ranks = running.wait_for_attempt(1, ranks=2)
+    assert ranks[0]["variables"]["IMAGE"] == "a.sif"
+    assert ranks[0]["variables"]["PATH"] == str(programs)
+    assert ranks[0]["variables"]["NCCL_X"] == "1"
+    running.end_ranks({0: FINISHED, 1: FINISHED})
+    assert running.wait() == FINISHED
+
+
+def test_a_container_has_its_own_programs_and_libraries() -> None:
+    host = {"PATH": "/host", "LD_LIBRARY_PATH": "/lib", "CC": "gcc", "NCCL_X": "1", "HOME": "/h"}
+    assert forwarded(host, container=True) == {"NCCL_X": "1"}
+    assert forwarded(host) == {name: host[name] for name in host if name != "HOME"}
+
+
+def report_gpus(running: Running, host: str, *errors: tuple[str, bool]) -> None:
+    """Let errors of GPUs arrive, as if the agent of a host had reported them."""
+    running.launcher.nodes.note_gpus(host, {"errors": errors})
+
+
+def test_a_broken_gpu_moves_the_run_to_another_node(
+    start: Any, capfd: pytest.CaptureFixture
+) -> None:
+    running = start()
+    running.wait_for_attempt(1, ranks=2)
+    report_gpus(running, "node2", ("Xid 79", True), ("Xid 94", False))
+    running.wait_for_attempt(2, ranks=2)
+    last = running.events("attempt")[-1]
+    assert last["nodes"] == ["node1", "node3"]
+    assert last["reason"] == "node2: Xid 79"
+    assert last["step"] == 1  # saved before the restart
+    assert last["unused"] == {"node2": "left out: Xid 79"}
+    told = [(e["node"], e["error"], e["left_out"]) for e in running.events("gpu_error")]
+    assert told == [("node2", "Xid 79", True), ("node2", "Xid 94", False)]
+    running.end_ranks({0: FINISHED, 1: FINISHED})
+    assert running.wait() == FINISHED
+    assert "node2: Xid 79; the node is left out from the next attempt" in capfd.readouterr().err
+
+
+def test_a_gpu_error_that_is_only_counted_does_not_move_the_run(start: Any) -> None:
+    running = start(on_gpu_error="count")
+    running.wait_for_attempt(1, ranks=2)
+    report_gpus(running, "node2", ("Xid 79", True))
+    running.end_ranks({0: 1, 1: 1})  # rank 0 is the first to report
+    running.wait_for_attempt(2, ranks=2)
+    assert running.events("attempt")[-1]["nodes"] == ["node1", "node2"]
+    (end,) = running.events("attempt_end")
+    assert end["blamed"] == ["node2"] and end["reason"].endswith("(node2: Xid 79)")
+    running.end_ranks({0: FINISHED, 1: FINISHED})
+    assert running.wait() == FINISHED
+
+
+def test_a_run_stays_on_a_broken_node_if_no_layout_fits_without_it(start: Any) -> None:
+    running = start(hosts=["node1", "node2"], minimum_nodes=2)
+    running.wait_for_attempt(1, ranks=2)
+    report_gpus(running, "node2", ("Xid 79", True))
+    time.sleep(1.5)
+    assert len(running.events("attempt")) == 1
+    running.end_ranks({0: FINISHED, 1: FINISHED})
+    assert running.wait() == FINISHED
+
+
+def test_gpus_are_looked_at_after_a_failure(start: Any, tmp_path: Path, monkeypatch: Any) -> None:
+    """The agents find a program in place of nvidia-smi, whose GPU disappears with the failure."""
+    smi = tmp_path / "nvidia-smi"
+    smi.write_text(f"#!/bin/sh\ncat {tmp_path}/gpus\n")
+    smi.chmod(0o755)
+    (tmp_path / "gpus").write_text("00000000:3B:00.0, 0\n00000000:AF:00.0, 0\n")
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    running = start(hosts=["node1"], nodes=1)
+    running.wait_for_attempt(1, ranks=1)
+    time.sleep(1.0)  # until the agent has looked for the first time
+    (tmp_path / "gpus").write_text("00000000:3B:00.0, 0\n")
+    running.end_ranks({0: STOPPED})
+    deadline = time.monotonic() + 20
+    while not running.events("attempt_end") and time.monotonic() < deadline:
+        time.sleep(0.05)
+    (end,) = running.events("attempt_end")
+    assert end["reason"] == "node1: nvidia-smi no longer lists GPU 0000:af:00"
+    assert end["blamed"] == ["node1"]
+
+
+def slow(running: Running, step: int, ranks: list[int]) -> None:
+    RunFolder(running.folder).event("slow", step, ranks=ranks, nodes=["x"], ratio=2.0)
+
+
+def test_a_slow_node_is_replaced_once(start: Any, capfd: pytest.CaptureFixture) -> None:
+    running = start(hosts=["node1", "node2", "node3", "node4"])
+    running.wait_for_attempt(1, ranks=2)
+    slow(running, 300, [1])
+    running.wait_for_attempt(2, ranks=2)
+    last = running.events("attempt")[-1]
+    assert last["nodes"] == ["node1", "node3"]
+    assert last["reason"] == "node2: slow in 3 successive comparisons"
+    assert last["unused"] == {"node2": "spare, because it was slow", "node4": "spare"}
+    slow(running, 600, [1])  # the same rank: the node was not the cause
+    time.sleep(1.5)
+    assert len(running.events("attempt")) == 2
+    assert "the same ranks were slow on other nodes" in capfd.readouterr().err
+    running.end_ranks({0: FINISHED, 1: FINISHED})
+    assert running.wait() == FINISHED
+    (event,) = running.events("replace")
+    assert (event["nodes"], event["ranks"]) == (["node2"], [1])
+    assert running.events("attempt_end")[0]["blamed"] == []
+
+
+@pytest.mark.parametrize("options", [{"hosts": ["node1", "node2"]}, {"on_slow_rank": "warn"}])
+def test_a_slow_node_stays_without_spare_nodes_or_on_request(start: Any, options: Any) -> None:
+    running = start(**options)
+    running.wait_for_attempt(1, ranks=2)
+    slow(running, 300, [1])
+    time.sleep(1.5)
+    assert len(running.events("attempt")) == 1
+    running.end_ranks({0: FINISHED, 1: FINISHED})
+    assert running.wait() == FINISHED
+
+
+def end_out_of_memory(running: Running, attempt: int) -> None:
+    running.wait_for_attempt(attempt, ranks=2)
+    RunFolder(running.folder).event("stop", 1, exit_code=STOPPED, out_of_memory=True)
+    running.end_ranks({0: STOPPED, 1: STOPPED})
+
+
+def test_out_of_memory_in_a_layout_of_launch_py_leads_to_the_next_one(start: Any) -> None:
+    running = start(chosen=True)
+    for number in (1, 2, 3):
+        end_out_of_memory(running, number)
+    end_out_of_memory(running, 4)
+    assert running.wait() == STOPPED  # three layouts were excluded before
+    assert [e["layout"] for e in running.events("attempt")] == [
+        f"data 2, layout {number}" for number in range(4)
+    ]
+    assert running.events("attempt")[1]["reason"].startswith("memory ran out in a layout")
+
+
+def test_out_of_memory_in_the_layout_of_the_recipe_stops_the_run(start: Any) -> None:
+    running = start()
+    end_out_of_memory(running, 1)
+    assert running.wait() == STOPPED
+
+
+def test_other_stops_in_a_layout_of_launch_py_stop_the_run(start: Any) -> None:
+    running = start(chosen=True)
+    running.wait_for_attempt(1, ranks=2)
+    running.end_ranks({0: STOPPED, 1: STOPPED})
+    assert running.wait() == STOPPED
+
+
+def test_failures_of_earlier_starts_are_remembered(start: Any, tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "run")
+    folder.path.mkdir()
+    for _ in range(2):
+        folder.event("attempt_end", 1, blamed=["node1"])
+    running = start()
+    running.wait_for_attempt(1, ranks=2)
+    assert running.events("attempt")[0]["nodes"] == ["node2", "node3"]
+    running.end_ranks({0: FINISHED, 1: FINISHED})
+    assert running.wait() == FINISHED
+
+
+def test_two_names_of_one_machine(start: Any, capfd: pytest.CaptureFixture) -> None:
+    """The agents of this machine are told apart by the launcher "local", but not here."""
+    running = start(master="", hosts=["node1", "alias"], nodes=1)
+    running.wait_for_attempt(1, ranks=1)
+    (used,) = running.events("attempt")[0]["nodes"]  # the first one to answer
+    (other,) = {"node1", "alias"} - {used}
+    assert running.events("attempt")[0]["unused"] == {other: f"the same machine as {used}"}
+    time.sleep(3.0)  # the agent of the second name must not end the rank
+    running.end_ranks({0: FINISHED})
+    assert running.wait() == FINISHED
+    assert len(running.events("attempt")) == 1
+    assert capfd.readouterr().err.count("are the same machine") == 1
+
+
+@pytest.mark.parametrize(
+    ("machine", "machines", "hosts", "found"),
+    [
+        ("m1", {}, ["a", "b"], ""),
+        ("m1", {"a": "m1"}, ["a", "b"], "a"),
+        ("m1", {"b": "m1"}, ["a", "b"], "b"),
+        ("m2", {"a": "m1", "b": "m2"}, ["a", "b"], "b"),
+        ("m1", {"a": "m1"}, ["b"], ""),  # a was removed from the list
+        ("m3", {"a": "m1"}, ["a", "b"], ""),
+        ("", {"a": ""}, ["a", "b"], ""),  # unknown
+    ],
+)
+def test_the_first_host_of_a_machine_owns_it(
+    machine: str, machines: dict[str, str], hosts: list[str], found: str
+) -> None:
+    assert nodes_module.owner(machine, machines, hosts) == found
 
 
 def test_a_run_that_fails_again_and_again_stops(start: Any, capfd: pytest.CaptureFixture) -> None:

@@ -67,6 +67,34 @@ def test_numbers_of_nodes_without_a_layout_are_skipped() -> None:
     assert placement.nodes == 4
 
 
+def test_after_memory_ran_out_the_next_layout_needs_less() -> None:
+    replanner = Replanner(REPOSITORY / "recipes/llama/7b.toml", [])
+    nodes = replanner.cluster.nodes
+    own = replanner.on(nodes)
+    assert own is not None and not own.chosen
+    first = replanner.on(nodes - 1)
+    assert first is not None and first.chosen and first.memory_bytes > 0
+    replanner.exclude(first)
+    second = replanner.on(nodes - 1)
+    assert second is not None and second.chosen
+    assert second.memory_bytes <= 0.85 * first.memory_bytes
+    assert second.overrides != first.overrides
+    assert replanner.on(nodes) == own  # the recipe's layout is not excluded
+    replanner.exclude(second)
+    third = replanner.on(nodes - 1)
+    assert third is None or third.memory_bytes <= 0.85 * second.memory_bytes
+
+
+def test_layouts_that_need_as_much_memory_on_other_numbers_of_nodes_are_excluded_too() -> None:
+    replanner = Replanner(REPOSITORY / "recipes/llama/7b.toml", [])
+    first = replanner.on(replanner.cluster.nodes - 1)
+    assert first is not None
+    replanner.exclude(first)
+    for nodes in range(1, replanner.cluster.nodes):
+        other = replanner.on(nodes)
+        assert other is None or other.memory_bytes <= 0.85 * first.memory_bytes
+
+
 def test_the_cluster_section_is_checked() -> None:
     with pytest.raises(UserError, match=r"has no \[cluster\] section, which launch.py needs"):
         check_cluster(load_recipe(REPOSITORY / "recipes/tiny.toml", []), "tiny.toml")

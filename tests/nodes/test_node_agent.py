@@ -3,7 +3,9 @@
 import json
 import os
 import select
+import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -35,6 +37,7 @@ class Agent:
         stop: float = 5,
         standby: int = 0,
         script: Path = AGENT,
+        begin: bool = True,
     ):
         self.process = subprocess.Popen(
             [sys.executable, str(script), run, str(silence), str(stop), str(standby), ""],
@@ -42,7 +45,10 @@ class Agent:
             stdout=subprocess.PIPE,
             bufsize=0,
         )
-        self.first = self.read()
+        self.here = self.read()
+        if begin:
+            self.send({"do": "begin"})
+            assert self.read() == {"is": "ready"}
 
     def send(self, command: dict[str, Any]) -> None:
         assert self.process.stdin
@@ -98,7 +104,8 @@ def wait_for_end(processes: list[int], seconds: float = 30) -> None:
 
 def test_the_ends_of_ranks_are_reported(agents: list[Agent]) -> None:
     agents.append(agent := Agent())
-    assert agent.first["is"] == "ready"
+    assert agent.here["is"] == "here" and agent.here["host"] == socket.gethostname()
+    assert agent.here["boot"] == Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     agent.start([sys.executable, "-c", "import os; os._exit(7)"], SLEEP)
     assert agent.read() == {"is": "exit", "attempt": 1, "rank": 0, "code": 7}
     agent.send({"do": "signal", "number": int(signal.SIGTERM)})
@@ -148,9 +155,7 @@ open(os.environ["FILE"], "w").write(json.dumps([rank["words"], os.environ["RANK"
 def test_a_standby_process_becomes_a_rank(agents: list[Agent], tmp_path: Path) -> None:
     """The agent is started from a copy of its folder, with a standby.py that imports nothing."""
     folder = tmp_path / "recipes" / "nodes"
-    folder.mkdir(parents=True)
-    for name in ("node_agent.py", "snapshot_server.py"):
-        (folder / name).write_text(AGENT.with_name(name).read_text())
+    shutil.copytree(AGENT.parent, folder)
     (folder / "standby.py").write_text(STANDBY)
     agents.append(agent := Agent(standby=1, script=folder / "node_agent.py"))
     children = Path(f"/proc/{agent.process.pid}/task/{agent.process.pid}/children")
@@ -202,7 +207,10 @@ def test_a_new_agent_ends_what_an_earlier_one_has_left(agents: list[Agent]) -> N
     agents.append(other := Agent(run="beef"))  # another run on the same node
     others = other.start(SLEEP, lease="beef.1")
     os.kill(earlier.process.pid, signal.SIGSTOP)  # as on a node that was suspended
-    agents.append(Agent(run="f00d"))
+    agents.append(new := Agent(run="f00d", begin=False))
+    time.sleep(0.3)
+    assert all(map(is_alive, [*ranks, earlier.process.pid]))  # until launch.py lets it begin
+    new.send({"do": "begin"})
     wait_for_end([*ranks, earlier.process.pid])
     assert is_alive(others[0])
     assert is_alive(other.process.pid)

@@ -79,6 +79,7 @@ def test_the_message_names_a_layout_that_then_runs(small: dict, tmp_path: Path) 
     assert (tmp_path / "first" / "run" / REPORT).read_text().startswith("out of memory on rank")
     stops = [e for e in RunFolder(tmp_path / "first" / "run").read_events() if e["event"] == "stop"]
     assert stops[0]["reason"].startswith("out of memory on rank")
+    assert stops[0]["out_of_memory"] is True  # launch.py may try another layout
     options = shlex.split(found[3])[1::2]
     codes, outputs = run(recipe, tmp_path / "second", *options)
     assert codes == [FINISHED, FINISHED], outputs

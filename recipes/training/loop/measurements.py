@@ -8,7 +8,7 @@ from typing import Any
 from models.errors import UserError
 from recipes.training.loop.run import Run, stopped_without_save
 from recipes.training.runtime.exits import STOPPED, leave
-from recipes.training.supervision.stragglers import describe_slow_ranks, relative_times
+from recipes.training.supervision.stragglers import describe, relative_times, slow_groups
 
 
 def validate(run: Run, step: int) -> float:
@@ -18,8 +18,8 @@ def validate(run: Run, step: int) -> float:
         return run.engine.evaluate(run.data.evaluation())
 
 
-def compare_speed(run: Run) -> dict[str, Any]:
-    """Warn about slow ranks; collective.
+def compare_speed(run: Run, step: int) -> dict[str, Any]:
+    """Warn about slow ranks, and report those that stay slow to launch.py; collective.
 
     Returns:
         The slowest rank and its time relative to its peers, for the metrics; nothing if no rank has
@@ -28,9 +28,13 @@ def compare_speed(run: Run) -> dict[str, Any]:
     relative = relative_times(run.engine.stopwatch.take_of_all_ranks(), run.topology)
     if not relative:
         return {}
-    limit = run.recipe.supervision.slow_rank
-    for sentence in describe_slow_ranks(relative, run.topology, run.supervisor.hosts, limit):
-        run.tracker.warn(f"slow: {sentence}")
+    limits, hosts = run.recipe.supervision, run.supervisor.hosts
+    slow = slow_groups(relative, run.topology, limits.slow_rank)
+    for group in slow:
+        run.tracker.warn(f"slow: {describe(group, relative, hosts)}")
+    for group in run.slow_streaks.update(slow, limits.slow_comparisons):
+        nodes = list(dict.fromkeys(hosts[rank] for rank in group))
+        run.tracker.slow(step, list(group), nodes, relative[group[0]])
     slowest = max(relative, key=relative.__getitem__)
     return {"slowest_rank": slowest, "slowest_ratio": relative[slowest]}
 

@@ -1,13 +1,14 @@
 """A run: the objects that work together in it, the outcome of a step, and the end of the run."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 from recipes.training.recipe.schema import Recipe
 from recipes.training.recipe.topology import Topology
 from recipes.training.run_folder.folder import RunFolder
 from recipes.training.supervision.loss_watch import LossWatch
+from recipes.training.supervision.stragglers import SlowStreaks
 from recipes.training.tracking.startup import Startup
 from recipes.training.tracking.step_clock import StepClock
 
@@ -49,6 +50,7 @@ class Run:
     timeline: "TimelineRecorder"
     startup: Startup
     find_start: "Callable[[], Start]"
+    slow_streaks: SlowStreaks = field(default_factory=SlowStreaks)
 
     @property
     def last_step(self) -> int:

@@ -30,7 +30,7 @@ from recipes.training.supervision.breadcrumb import Breadcrumb
 from recipes.training.supervision.supervisor import Supervisor
 from recipes.training.tracking.messages import announce, summarize, tell_skipped
 from recipes.training.tracking.startup import Startup
-from recipes.training.tracking.wandb_settings import check_wandb, read_wandb_key
+from recipes.training.tracking.weights_and_biases.settings import check_wandb, read_wandb_key
 
 
 @dataclass(frozen=True)

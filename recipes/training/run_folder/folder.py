@@ -33,7 +33,7 @@ class RunFolder:
 
     def __init__(self, path: Path, attempt: str = ""):
         path = path.resolve()  # `move_aside` then renames the target of a link and keeps the link
-        self.path = path
+        self.path, self.attempt = path, attempt
         self.checkpoints = path / "checkpoints"
         self.metrics = path / "metrics.jsonl"
         self.events = path / "events.jsonl"

@@ -1,7 +1,7 @@
 """Detection of slow ranks by their time in forward passes, relative to ranks with equal layers."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from statistics import median
 
 from recipes.training.recipe.topology import Topology
@@ -42,22 +42,47 @@ def relative_times(seconds: Sequence[float], topology: Topology) -> dict[int, fl
     return found
 
 
-def describe_slow_ranks(
-    relative: Mapping[int, float], topology: Topology, hosts: Sequence[str], limit: float
-) -> list[str]:
-    """Return a sentence for each group that took more than `limit` times the usual time.
+def slow_groups(relative: Mapping[int, float], topology: Topology, limit: float) -> list[range]:
+    """Return the ranks of each group that took more than `limit` times the usual time.
 
     Args:
         relative: the result of `relative_times`
         topology: the layout of the ranks
-        hosts: names of the nodes, by rank
         limit: the relative time above which a group is slow
     """
-    slow = []
-    for first, ratio in relative.items():
-        if ratio > limit:
-            last = first + group_size(topology) - 1
-            who = f"rank {first}" if last == first else f"ranks {first} .. {last}"
-            where = ", ".join(dict.fromkeys(hosts[first : last + 1]))
-            slow.append(f"{who} ({where}) took {ratio:.1f} times as long as similar ranks")
-    return slow
+    size = group_size(topology)
+    return [range(first, first + size) for first, ratio in relative.items() if ratio > limit]
+
+
+def describe(group: range, relative: Mapping[int, float], hosts: Sequence[str]) -> str:
+    """Return a sentence about a slow group.
+
+    Args:
+        group: the ranks of the group
+        relative: the result of `relative_times`
+        hosts: names of the nodes, by rank
+    """
+    first, last = group[0], group[-1]
+    who = f"rank {first}" if last == first else f"ranks {first} .. {last}"
+    where = ", ".join(dict.fromkeys(hosts[first : last + 1]))
+    return f"{who} ({where}) took {relative[first]:.1f} times as long as similar ranks"
+
+
+class SlowStreaks:
+    """Counts the successive comparisons in which groups were slow.
+
+    A group is slow for good after `comparisons` of them, and again after as many more.
+    """
+
+    def __init__(self) -> None:
+        self._streaks: dict[range, int] = {}
+
+    def update(self, slow: Iterable[range], comparisons: int) -> list[range]:
+        """Add a comparison, and return the groups that are slow for good.
+
+        Args:
+            slow: the groups that were slow in the comparison
+            comparisons: `supervision.slow_comparisons`
+        """
+        self._streaks = {group: self._streaks.get(group, 0) + 1 for group in slow}
+        return [group for group, streak in self._streaks.items() if streak % comparisons == 0]

@@ -16,7 +16,12 @@ from recipes.training.run_folder.provenance import code_version
 from recipes.training.run_folder.wall_time import WallTime
 from recipes.training.tracking.display import Display
 from recipes.training.tracking.startup import Startup
-from recipes.training.tracking.wandb_thread import WandbThread
+from recipes.training.tracking.weights_and_biases.alerts import (
+    alert_of,
+    alerts_at_start,
+    launch_facts,
+)
+from recipes.training.tracking.weights_and_biases.thread import WandbThread
 
 
 @contextlib.contextmanager
@@ -68,6 +73,9 @@ class Tracker:
     def warn(self, message: str) -> None:
         """Report a problem that does not stop the run."""
 
+    def slow(self, step: int, ranks: list[int], nodes: list[str], ratio: float) -> None:
+        """Report ranks that have been slow in several successive comparisons."""
+
     def skip(self, step: int, reason: str, samples: range) -> None:
         """Report a step that the optimizer has skipped."""
 
@@ -100,10 +108,13 @@ class RunTracker(Tracker):
             details["samples"] = start.samples
         if in_memory:
             details["from_memory"] = True
+        events = self._read_events()
         event = "resume" if start.step else "start"
         self.folder.event(event, start.step, code_version=code_version(), **details)
         self.wall_time = self._read_wall_time(metrics)
-        self.wandb = WandbThread(recipe, folder)
+        self.wandb = WandbThread(recipe, folder, launch_facts(events, folder.attempt))
+        for alert in alerts_at_start(events):
+            self.wandb.alert(alert)
         self.display = Display(recipe.training.steps, start.step)
 
     @override
@@ -127,14 +138,18 @@ class RunTracker(Tracker):
         print(f"warning: {message}", file=sys.stderr)
 
     @override
+    def slow(self, step: int, ranks: list[int], nodes: list[str], ratio: float) -> None:
+        self._record("slow", step, ranks=ranks, nodes=nodes, ratio=ratio)
+
+    @override
     def skip(self, step: int, reason: str, samples: range) -> None:
         first, last = samples.start, samples.stop - 1
-        self.folder.event("skip", step, reason=reason, samples=[first, last])
+        self._record("skip", step, reason=reason, samples=[first, last])
         print(f"skipped: step {step}: {reason}; samples {first} .. {last}", file=sys.stderr)
 
     @override
     def roll_back(self, step: int, to: Progress, reason: str) -> None:
-        self.folder.event("rollback", step, reason=reason, to=to.step, samples=to.samples)
+        self._record("rollback", step, reason=reason, to=to.step, samples=to.samples)
         print(
             f"rolled back: step {step}: {reason}; continues after step {to.step} with sample "
             f"{to.samples}",
@@ -151,14 +166,26 @@ class RunTracker(Tracker):
     def stop(self, reason: str, exit_code: int) -> None:
         self.wandb.exit_code = exit_code
         shares = self.wall_time.shares(time.time())
-        self.folder.event(
-            "stop", self.last_step, reason=reason, exit_code=exit_code, wall_time=shares
-        )
+        self._record("stop", self.last_step, reason=reason, exit_code=exit_code, wall_time=shares)
         print(f"stopped: {reason}", file=sys.stderr)
 
     @override
     def end(self) -> None:
         self.folder.event("end", self.last_step, wall_time=self.wall_time.shares(time.time()))
+
+    def _record(self, event: str, step: int, **facts: Any) -> None:
+        """Record an event, and send an alert about it."""
+        self.folder.event(event, step, **facts)
+        if alert := alert_of({"event": event, "step": step} | facts):
+            self.wandb.alert(alert)
+
+    def _read_events(self) -> list[dict[str, Any]]:
+        """Return the events so far; none if they cannot be read."""
+        try:
+            return self.folder.read_events()
+        except UserError as problem:
+            self.warn(f"no alerts about earlier events: {problem}")
+            return []
 
     def _read_wall_time(self, metrics: Sequence[dict[str, Any]] | None = None) -> WallTime:
         """Return the wall time of the run, including its earlier starts.

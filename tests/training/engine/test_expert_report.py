@@ -10,7 +10,7 @@ from recipes.proving.trial import start, train_step
 from recipes.training.engine.expert_report import ExpertReport
 from recipes.training.recipe.loading import parse_recipe
 from recipes.training.tracking.meter import expert_metrics
-from recipes.training.tracking.wandb_thread import PIXELS, with_heat_map
+from recipes.training.tracking.weights_and_biases.thread import PIXELS, with_heat_map
 from tests.conftest import changed, small_recipe
 from tests.ranks import join_world, run_ranks
 

@@ -1,7 +1,12 @@
 import pytest
 
 from recipes.training.recipe.topology import Topology
-from recipes.training.supervision.stragglers import describe_slow_ranks, relative_times
+from recipes.training.supervision.stragglers import (
+    SlowStreaks,
+    describe,
+    relative_times,
+    slow_groups,
+)
 
 HOSTS = [f"node{1 + rank // 4}" for rank in range(8)]
 
@@ -24,4 +29,19 @@ HOSTS = [f"node{1 + rank // 4}" for rank in range(8)]
 def test_slow_ranks_are_named(topology: Topology, slow: dict[int, float], said: list[str]) -> None:
     seconds = [slow.get(rank, 1.0) for rank in range(8)]
     relative = relative_times(seconds, topology)
-    assert describe_slow_ranks(relative, topology, HOSTS, limit=1.5) == said
+    groups = slow_groups(relative, topology, limit=1.5)
+    assert [describe(group, relative, HOSTS) for group in groups] == said
+
+
+def test_a_group_is_slow_for_good_after_successive_comparisons() -> None:
+    streaks, one, two = SlowStreaks(), range(0, 1), range(4, 6)
+    comparisons = [[one], [one, two], [one], [one, two], [two], [two], [], [two], [two], [two]]
+    found = [streaks.update(slow, 3) for slow in comparisons]
+    assert found == [[], [], [one], [], [], [two], [], [], [], [two]]
+
+
+def test_a_group_that_stays_slow_is_reported_again() -> None:
+    streaks = SlowStreaks()
+    found = [bool(streaks.update([range(1)], 3)) for _ in range(9)]
+    assert found == [False, False, True] * 3
+    assert SlowStreaks().update([range(1)], 1) == [range(1)]

@@ -12,11 +12,12 @@ from models.errors import UserError
 from recipes.training.recipe.loading import REPOSITORY, parse_recipe
 from recipes.training.run_folder.folder import RunFolder
 from recipes.training.run_folder.progress import Progress
-from recipes.training.tracking import wandb_settings, wandb_thread
 from recipes.training.tracking.display import Display
 from recipes.training.tracking.meter import Meter
 from recipes.training.tracking.tracker import open_tracker
-from recipes.training.tracking.wandb_thread import WandbThread
+from recipes.training.tracking.weights_and_biases import settings as wandb_settings
+from recipes.training.tracking.weights_and_biases import thread as wandb_thread
+from recipes.training.tracking.weights_and_biases.thread import WandbThread
 from tests.conftest import changed
 from tests.ranks import free_port
 
@@ -128,8 +129,8 @@ STUCK = """
 import sys, time
 sys.path[0] = "."
 import atexit, errno, fcntl, pathlib
-from recipes.training.tracking import wandb_thread
-from recipes.training.tracking.wandb_thread import WandbThread
+from recipes.training.tracking.weights_and_biases import thread as wandb_thread
+from recipes.training.tracking.weights_and_biases.thread import WandbThread
 from recipes.training.runtime.exits import leave
 from recipes.training.recipe.loading import load_recipe
 from recipes.training.run_folder.folder import RunFolder

@@ -186,7 +186,22 @@ class Cluster(Section):
     hostfile, all hosts beyond `nodes` are spare, and this key has no effect."""
 
     node_failures: NonNegative = 2
-    """Number of failures after which `launch.py` stops using a node; 0: no limit."""
+    """Number of failures within `failure_hours` after which `launch.py` stops using a node; 0: no
+    limit."""
+
+    failure_hours: Count = 24
+    """Hours after which a failure of a node no longer counts, and a node that was left out is used
+    again."""
+
+    on_gpu_error: Literal["leave_out", "count"] = "leave_out"
+    """Reaction of `launch.py` to an error after which a GPU needs a reset, a reboot or a
+    replacement: "leave_out" stops using the node at once, "count" counts the error as a failure of
+    the node if the ranks fail."""
+
+    on_slow_rank: Literal["replace", "warn"] = "replace"
+    """Reaction of `launch.py` to a node whose ranks stay slow for `supervision.slow_comparisons`
+    comparisons: "replace" saves and restarts the run with a spare node in its place, if there is
+    one; "warn" only reports it."""
 
     standby: bool = True
     """Let `launch.py` keep one standby process per GPU, with torch and DeepSpeed already imported,

@@ -76,6 +76,10 @@ class Supervision(Section):
     """Ratio of the median of the other ranks to a rank's measured rate above which the preflight
     names it as slow."""
 
+    slow_comparisons: Count = 3
+    """Successive comparisons in which a rank is slow after which its node counts as slow, and
+    `cluster.on_slow_rank` applies."""
+
     @property
     def patience_seconds(self) -> int | None:
         """Seconds that a rank may wait before supervision ends the run; None if unlimited."""

@@ -4,6 +4,8 @@ import atexit
 import contextlib
 import queue
 import threading
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -12,20 +14,29 @@ from models.errors import UserError
 from recipes.training.recipe.schema import Recipe
 from recipes.training.run_folder.folder import RunFolder
 from recipes.training.runtime.exits import leave_handlers_out
-from recipes.training.tracking.wandb_settings import wandb_arguments
+from recipes.training.tracking.weights_and_biases.alerts import Alert
+from recipes.training.tracking.weights_and_biases.settings import wandb_arguments
 
 PIXELS = 8  # width and height of an expert in the picture of loads
 
 
 class WandbThread:
-    """A thread that sends metrics to Weights & Biases."""
+    """A thread that sends metrics and alerts to Weights & Biases.
+
+    Args:
+        recipe: the recipe of the run
+        folder: the run folder
+        facts: facts about this start of the run, for its configuration and its summary
+    """
 
     MAX_QUEUED_STEPS = 100_000  # later steps are dropped while W&B does not respond
     SECONDS_TO_FINISH = 60.0
 
-    def __init__(self, recipe: Recipe, folder: RunFolder):
-        self._folder = folder
-        self._queue: queue.Queue[dict[str, Any] | None] = queue.Queue(self.MAX_QUEUED_STEPS)
+    def __init__(
+        self, recipe: Recipe, folder: RunFolder, facts: Mapping[str, Any] = MappingProxyType({})
+    ):
+        self._folder, self._facts = folder, dict(facts)
+        self._queue: queue.Queue[dict[str, Any] | Alert | None] = queue.Queue(self.MAX_QUEUED_STEPS)
         self.exit_code = 0  # of this process, if it ends without waiting for W&B
         self._problem: str | None = None
         self._thread: threading.Thread | None = None
@@ -35,9 +46,16 @@ class WandbThread:
 
     def log(self, metrics: dict[str, Any]) -> None:
         """Queue the metrics of a step, and return at once."""
+        self._put(metrics)
+
+    def alert(self, alert: Alert) -> None:
+        """Queue an alert, and return at once."""
+        self._put(alert)
+
+    def _put(self, item: dict[str, Any] | Alert) -> None:
         if self._thread is not None:
             try:
-                self._queue.put_nowait(metrics)
+                self._queue.put_nowait(item)
             except queue.Full:
                 self._problem = "Weights & Biases fell behind; metrics.jsonl has every step"
 
@@ -65,8 +83,14 @@ class WandbThread:
             run = start_wandb(wandb_arguments(recipe, self._folder.path))
             if measured := preflight_metrics(self._folder):
                 run.log(measured)
-            while (metrics := self._queue.get()) is not None:
-                run.log(with_heat_map(metrics))
+            if self._facts:
+                run.config.update({"launch": self._facts}, allow_val_change=True)
+                run.summary.update({f"launch/{name}": fact for name, fact in self._facts.items()})
+            while (item := self._queue.get()) is not None:
+                if isinstance(item, Alert):
+                    run.alert(item.title, item.text, item.level)
+                else:
+                    run.log(with_heat_map(item))
             run.finish()
         except Exception as error:
             self._problem = f"Weights & Biases failed ({error}); metrics.jsonl has every step"
