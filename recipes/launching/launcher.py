@@ -237,15 +237,15 @@ class Launcher:
 
     def _why_others(self, attempt: Attempt) -> str:
         """Return the reason to restart with spare hosts in place of slow ones."""
-        ranks = slow_ranks(self._events_of(attempt))
-        step = max((e["step"] for e in self._events_of(attempt) if e["event"] == "slow"), default=0)
+        events = self._events_of(attempt)
+        ranks = slow_ranks(events)
+        step = max((e["step"] for e in events if e["event"] == "slow"), default=0)
         if not ranks or (attempt.number, step) == self._slow_seen:
             return ""
         slow = hosts_of(ranks, attempt.hosts, self.command.ranks_per_node)
-        others = [host for host in self.nodes.usable() if host not in attempt.hosts]
         decision = replacement(
             slow,
-            sum(not self.failures.is_slow(host) for host in others),
+            self.nodes.spares(attempt.hosts),
             action=self.cluster.on_slow_rank,
             replaced=self._replaced_ranks,
             ranks=ranks,

@@ -1,4 +1,4 @@
-"""What launch.py reads from the events of an attempt, and the decision about slow nodes."""
+"""Reading the events of an attempt, and the decision about slow nodes."""
 
 from itertools import product
 

@@ -79,7 +79,7 @@ def test_a_node_that_trains_is_looked_at_again_after_a_while(
     (smi / "rows").write_text("00000000:3B:00.0, 0, 1\n")
     time.sleep(0.5)
     assert watch.poll(training=False) is None
-    assert watch._child is None  # without ranks, there is no reason to look
+    assert watch._child is None  # the node has no ranks, so its GPUs are not watched
     answer, errors = look(watch, training=True)
     assert not answer and errors[0].severe
 

@@ -79,10 +79,7 @@ class Manifest:
 
     def write(self, folder: Path) -> None:
         """Write the manifest into a checkpoint's folder, and flush it to the disk."""
-        file = folder / "manifest.json"
-        file.write_text(self.text())
-        file.with_suffix(".sha256").write_text(sha256(file) + "\n")
-        for path in (file, file.with_suffix(".sha256"), folder):
+        for path in (*write_manifest(folder, self.text()), folder):
             flush(path)
 
     def text(self) -> str:
@@ -123,6 +120,18 @@ class Manifest:
                 f"Threefold that wrote the checkpoint"
             )
         return cls(**content)
+
+
+def write_manifest(folder: Path, text: str) -> tuple[Path, Path]:
+    """Write the text of a manifest and its SHA-256 into a folder, and return the two files.
+
+    Raises:
+        OSError: a file cannot be written.
+    """
+    file, digest = folder / "manifest.json", folder / "manifest.sha256"
+    file.write_text(text)
+    digest.write_text(sha256(file) + "\n")
+    return file, digest
 
 
 def tensor_key(kind: str, name: str) -> str:

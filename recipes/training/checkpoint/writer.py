@@ -51,7 +51,7 @@ T = TypeVar("T")
 
 
 class Counters(NamedTuple):
-    """State of the optimizer beside its tensors: number of updates, and fp16's loss scale."""
+    """The optimizer's number of updates, and the state of fp16's loss scale."""
 
     updates: int
     loss_scale: dict[str, Any] | None

@@ -7,6 +7,7 @@ wrong for this cluster, and no node is to blame.
 
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from statistics import median
 
 from recipes.training.preflight.measures import (
     MATMUL,
@@ -131,7 +132,7 @@ def _slow(measure: str, values: Values, planned: float | None, ratio: float) -> 
 
 
 def median_of_others(ordered: Sequence[float], value: float) -> float | None:
-    """Return the median of sorted values without one of them; None if there are no others."""
+    """Remove one value and return the median of the others; None if there are no others."""
     count = len(ordered) - 1
     if count < 1:
         return None
@@ -171,8 +172,7 @@ def _need(rank: int, ranks: int, planned: Planned, place: Place) -> float | None
 def _summary(values: Values, planned: float | None) -> Summary:
     ordered = sorted(value for value, _ in values.values())
     lowest = min(values, key=lambda ranks: values[ranks][0])
-    middle = (ordered[(len(ordered) - 1) // 2] + ordered[len(ordered) // 2]) / 2
-    return Summary(middle, ordered[0], lowest[0], planned)
+    return Summary(median(ordered), ordered[0], lowest[0], planned)
 
 
 def _mismatches(
@@ -212,5 +212,5 @@ def _left_out(
 
 
 def _is_common(named: Mapping[int, Finding], nodes: int) -> bool:
-    """Return True if so many nodes have a finding that they cannot be its cause."""
+    """Return True if many nodes have a finding, which points to a common cause."""
     return len(named) > MAX_LEFT_OUT or (nodes > 1 and 2 * len(named) > nodes)

@@ -16,7 +16,6 @@ was renamed when all ranks had written their files.
 """
 
 import contextlib
-import hashlib
 import json
 import os
 import re
@@ -24,6 +23,8 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+
+from recipes.training.checkpoint.manifest import write_manifest
 
 FOLDER_VARIABLE = "THREEFOLD_SNAPSHOTS"  # set by launch.py's agent: the folder of this node
 SERVERS = "servers.json"
@@ -115,9 +116,7 @@ class NodeMemory:
         Raises:
             OSError: a file cannot be written, or the folder cannot be renamed.
         """
-        content = manifest.encode()
-        (workspace / "manifest.json").write_bytes(content)
-        (workspace / "manifest.sha256").write_text(hashlib.sha256(content).hexdigest() + "\n")
+        write_manifest(workspace, manifest)
         os.rename(workspace, self.folder / name)
 
     def clean(self, *, keep: str, incomplete_only: bool = False) -> None:

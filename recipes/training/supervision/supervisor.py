@@ -50,7 +50,7 @@ WATCHDOG = Path(__file__).with_name("watchdog.py")
 
 
 class Agreement(NamedTuple):
-    """What all ranks know after a step.
+    """The values on which all ranks agree after a step.
 
     Attributes:
         stop: the reason to stop, or ""; it differs between ranks only in its wording

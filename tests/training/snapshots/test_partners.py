@@ -28,7 +28,7 @@ def test_every_node_has_a_partner_far_away(nodes: int) -> None:
 
 @pytest.mark.parametrize("nodes", [4, 8, 9])
 def test_pairs_lose_data_only_if_both_fail(nodes: int) -> None:
-    """Of all pairs of failed nodes, as few as possible lose both copies of a file."""
+    """Two failed nodes lose both copies of a file only if they are partners."""
     holders = [
         {node, group[(place + 1) % len(group)]}
         for group in partner_nodes(nodes)

@@ -83,7 +83,7 @@ def alerts_at_start(events: Sequence[Event]) -> list[Alert]:
     since = events[starts[-1] + 1 :] if starts else events
     failed = any(event.get("event") != "attempt" for event in since if _is_unsent(event))
     alerts = [alert_of(event) for event in since if _is_unsent(event)]
-    # The first attempt of launch.py is no news.
+    # The first attempt of launch.py sends no alert.
     return [alert for alert in alerts if alert][-MAX_ALERTS_AT_START:] if failed or starts else []
 
 
