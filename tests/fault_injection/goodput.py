@@ -84,7 +84,8 @@ def start(folder: Path) -> Run:
         model__sequence_length=256,
         training={"steps": MOST_STEPS, "evaluate_every": 0},
         checkpoint={"every": MOST_STEPS, "snapshot_every": SNAPSHOT_EVERY},
-        cluster={"nodes": 2, "gpus_per_node": 1, "gpu": "cpu", "node_failures": 0},
+        cluster={"nodes": 2, "gpus_per_node": 1, "gpu": "cpu", "node_failures": 0}
+        | {"standby": False},  # the command line of a standby process has no lease
     )
     recipe, hosts = folder / "recipe.toml", folder / "hosts"
     recipe.write_text(tomli_w.dumps(table))

@@ -94,10 +94,10 @@ class Manifest:
             UserError: the file is damaged, or was written by a later version of this code.
         """
         file = checkpoint / "manifest.json"
-        return cls.parse(file.read_text(), file)
+        return cls.parse(file.read_bytes(), file)
 
     @classmethod
-    def parse(cls, text: str, file: Path) -> "Manifest":
+    def parse(cls, text: bytes, file: Path) -> "Manifest":
         """Read the text of a manifest; `file` names it in messages.
 
         Raises:

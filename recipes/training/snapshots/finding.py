@@ -29,12 +29,12 @@ class Candidate:
 
     Attributes:
         name: its name
-        manifest: the text of its manifest, verified
+        manifest: the bytes of its manifest, verified
         holders: file -> the nodes that have it
     """
 
     name: str
-    manifest: str
+    manifest: bytes
     holders: Mapping[str, Sequence[str]]
 
 
@@ -95,15 +95,15 @@ def _candidates(servers: Sequence[Server], history: History, at_least: int) -> I
         if name.step < at_least or not history.reaches(name.step, turns=name.turns):
             continue
         nodes = [node for node, found in by_node.items() if str(name) in found]
-        text = _manifest(str(name), [clients[node] for node in nodes])
-        if text is None:
+        manifest = _manifest(str(name), [clients[node] for node in nodes])
+        if manifest is None:
             continue
-        holders = complete(json.loads(text)["files"], {n: by_node[n][str(name)] for n in nodes})
+        holders = complete(json.loads(manifest)["files"], {n: by_node[n][str(name)] for n in nodes})
         if holders is not None:
-            yield Candidate(str(name), text, holders)
+            yield Candidate(str(name), manifest, holders)
 
 
-def _manifest(name: str, clients: Sequence[Client]) -> str | None:
+def _manifest(name: str, clients: Sequence[Client]) -> bytes | None:
     """Return the manifest of a snapshot from a node on which it is undamaged."""
     for client in clients:
         try:
@@ -111,7 +111,7 @@ def _manifest(name: str, clients: Sequence[Client]) -> str | None:
         except SnapshotUnavailable:
             continue
         if hashlib.sha256(content).hexdigest() == digest.decode(errors="replace").strip():
-            return content.decode()
+            return content
     return None
 
 
