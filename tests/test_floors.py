@@ -70,6 +70,7 @@ NO_TORCH = [  # imported before torch, by commands of a login node, or in proces
     "recipes.training.checkpoint.manifest",
     "recipes.training.checkpoint.tensor_file",
     "recipes.training.snapshots.client",
+    "recipes.training.snapshots.names",
     "recipes.training.snapshots.node_memory",
     "recipes.training.supervision.background",
     "recipes.training.supervision.breadcrumb",

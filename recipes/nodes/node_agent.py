@@ -55,6 +55,7 @@ from typing import Any, NoReturn
 from recipes.nodes.gpu_watch import GpuWatch
 from recipes.nodes.leftovers import end_leftovers, kill_group
 from recipes.nodes.snapshot_server import ServerProcess
+from recipes.training.snapshots.names import FOLDER_VARIABLE
 
 SECONDS_BETWEEN_CHECKS = 0.5
 SECONDS_BEFORE_STANDBY = 30.0  # after a start or a failure, so that imports do not slow the ranks
@@ -184,7 +185,7 @@ class NodeAgent:
         self._next_standby = time.monotonic() + SECONDS_BEFORE_STANDBY
         common = command["variables"]
         if self.server and self.server.tell(command["servers"]):
-            common |= {"THREEFOLD_SNAPSHOTS": str(self.server.folder)}
+            common |= {FOLDER_VARIABLE: str(self.server.folder)}
         for own in command["ranks"]:
             rank, variables = int(own["RANK"]), common | own
             standby = self.wake(command["command"], variables) if command["standby"] else None

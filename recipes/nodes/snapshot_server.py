@@ -11,6 +11,12 @@ imported.
 Each request needs the header "Authorization: Bearer SECRET".
 """
 
+import sys
+from pathlib import Path
+
+if __name__ == "__main__":  # import from the repository's root, not from recipes/nodes/
+    sys.path[0] = str(Path(__file__).resolve().parents[2])
+
 import contextlib
 import hashlib
 import hmac
@@ -22,16 +28,15 @@ import secrets
 import shutil
 import socket
 import subprocess
-import sys
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 from typing import IO, Any
 
-SNAPSHOT = re.compile(r"step-\d{7,}-\d+-[0-9a-f]+")
+from recipes.training.snapshots.names import SERVERS, SNAPSHOT
+
 PATH = re.compile(
     rf"/(?P<snapshot>{SNAPSHOT.pattern})/(?P<file>[a-z]+(-\d+)?\.(json|sha256|safetensors))"
 )
@@ -88,7 +93,7 @@ class ServerProcess:
 
     def tell(self, servers: Sequence[dict[str, Any]]) -> bool:
         """Write the list of all servers for the ranks of this node; return False if that fails."""
-        file = self.folder / "servers.json"
+        file = self.folder / SERVERS
         whole = file.with_suffix(".new")
         try:
             whole.write_text(json.dumps(servers))

@@ -29,7 +29,8 @@ from recipes.training.recipe.loading import REPOSITORY, parse_recipe
 from recipes.training.run_folder.folder import RunFolder
 from recipes.training.runtime.exits import FINISHED, HUNG, INTERRUPTED, STOPPED, UNFIT
 from recipes.training.snapshots.client import Client
-from recipes.training.snapshots.node_memory import FOLDER_VARIABLE, NodeMemory
+from recipes.training.snapshots.names import FOLDER_VARIABLE
+from recipes.training.snapshots.node_memory import NodeMemory
 from tests.conftest import changed
 
 # A rank that ends as the file "end-RANK" says, saves and exits with 5 on a signal, and dies with

@@ -16,7 +16,8 @@ from recipes.training.checkpoint.resume_point import Note, ResumePoint, no_note
 from recipes.training.recipe.schema import Recipe
 from recipes.training.run_folder.history import History
 from recipes.training.snapshots.client import Client, SnapshotUnavailable, listings
-from recipes.training.snapshots.node_memory import NodeMemory, Server, SnapshotName
+from recipes.training.snapshots.names import SnapshotName
+from recipes.training.snapshots.node_memory import NodeMemory, Server
 from recipes.training.snapshots.reader import SnapshotReader
 
 WHERE = Path("memory of the nodes")  # in messages, in place of a run's folder of checkpoints

@@ -18,43 +18,16 @@ was renamed when all ranks had written their files.
 import contextlib
 import json
 import os
-import re
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from recipes.training.checkpoint.manifest import write_manifest
+from recipes.training.snapshots.names import FOLDER_VARIABLE, SERVERS
 
-FOLDER_VARIABLE = "THREEFOLD_SNAPSHOTS"  # set by launch.py's agent: the folder of this node
-SERVERS = "servers.json"
-NAME = re.compile(r"step-(?P<step>\d{7,})-(?P<turns>\d+)-(?P<writer>[0-9a-f]+)")
 INCOMPLETE = ".incomplete"
 RESERVED_SHARE = 0.05  # of the node's memory, which snapshots leave free
-
-
-@dataclass(frozen=True, order=True)
-class SnapshotName:
-    """The name of a snapshot; later steps compare as larger.
-
-    Attributes:
-        step: number of completed steps
-        turns: number of turns in the history of the run when it was taken (`History.turns`)
-        writer: random name of the run's ranks that have taken it
-    """
-
-    step: int
-    turns: int
-    writer: str
-
-    def __str__(self) -> str:
-        return f"step-{self.step:07d}-{self.turns}-{self.writer}"
-
-    @classmethod
-    def parse(cls, text: str) -> "SnapshotName | None":
-        """Return the parts of a name; None if it is not the name of a complete snapshot."""
-        found = NAME.fullmatch(text)
-        return cls(int(found["step"]), int(found["turns"]), found["writer"]) if found else None
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,8 @@ from recipes.training.checkpoint.state import KINDS
 from recipes.training.checkpoint.writer import EXCHANGE_TIMEOUT, CheckpointWriter, Counters
 from recipes.training.checkpoint.writing.rank_files import Written, united
 from recipes.training.run_folder.progress import Progress
-from recipes.training.snapshots.node_memory import NodeMemory, SnapshotName
+from recipes.training.snapshots.names import SnapshotName
+from recipes.training.snapshots.node_memory import NodeMemory
 from recipes.training.snapshots.partners import Partners
 
 BYTES = 4  # per element

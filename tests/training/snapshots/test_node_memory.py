@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from recipes.training.snapshots import node_memory
-from recipes.training.snapshots.node_memory import NodeMemory, SnapshotName
+from recipes.training.snapshots.names import SnapshotName
+from recipes.training.snapshots.node_memory import NodeMemory
 
 GB = 10**9
 

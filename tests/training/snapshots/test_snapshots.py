@@ -24,7 +24,8 @@ from recipes.training.run_folder.folder import RunFolder
 from recipes.training.run_folder.history import History, replay
 from recipes.training.snapshots import writer as writer_module
 from recipes.training.snapshots.finding import complete, find_snapshot
-from recipes.training.snapshots.node_memory import FOLDER_VARIABLE, NodeMemory
+from recipes.training.snapshots.names import FOLDER_VARIABLE
+from recipes.training.snapshots.node_memory import NodeMemory
 from recipes.training.snapshots.partners import partner_nodes
 from recipes.training.snapshots.writer import SnapshotWriter
 from tests.conftest import changed, small_recipe
