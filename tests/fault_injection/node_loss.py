@@ -10,6 +10,7 @@ per fault, and its exit code is 1 if a check fails.
 
     python tests/fault_injection/node_loss.py
     python tests/fault_injection/node_loss.py --faults 3 --seed 7
+    python tests/fault_injection/node_loss.py --kinds cut stop
     python tests/fault_injection/node_loss.py --snapshot-every 0     # restarts from the disk
 """
 
@@ -46,7 +47,7 @@ SECONDS_TO_RESTART = 120  # from a fault to the next finished step, with slack f
 SECONDS_TO_END = 15
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "PYTHONUNBUFFERED": "1"}
 OURS = r"pretrain\.py|node_agent\.py|standby\.py|launch\.py|watchdog\.py"
-KINDS = ("kill", "cut", "stop", "pair")
+KINDS = {"kill": 4, "cut": 2, "stop": 2, "pair": 1}  # kind of fault: relative frequency
 SNAPSHOT_EVERY, SAVE_EVERY = 3, 30  # steps
 
 
@@ -311,6 +312,13 @@ def main() -> None:
         default=SNAPSHOT_EVERY,
         help="steps between snapshots in memory; 0: none; default: %(default)s",
     )
+    parser.add_argument(
+        "--kinds",
+        nargs="+",
+        choices=KINDS,
+        default=list(KINDS),
+        help="kinds of faults; default: %(default)s",
+    )
     options = parser.parse_args()
     if reason := missing():
         sys.exit(f"no cluster here: {reason}")
@@ -323,7 +331,8 @@ def main() -> None:
         run = start(cluster, folder, recipe)
         try:
             chance = random.Random(options.seed)
-            kinds = chance.choices(KINDS, weights=(4, 2, 2, 1), k=options.faults)
+            weights = [KINDS[kind] for kind in options.kinds]
+            kinds = chance.choices(options.kinds, weights=weights, k=options.faults)
             injected = disturb(run, kinds=kinds, chance=chance)
             wrong = judge(run, reference(cluster, folder, recipe))
         except BaseException:
