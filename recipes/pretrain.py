@@ -144,6 +144,7 @@ def train(run: Run, step: int) -> Ending:
             end_startup(run, step)
         with run.supervisor.crumb.waiting_for_disk("writing metrics"):
             run.tracker.step(metrics)
+            run.profiler.write_after(step)
         run.timeline.write_after(step)
         step, ending = after_step(run, step, metrics)
     return ending or Ending(FINISHED)
@@ -160,7 +161,7 @@ def train_step(run: Run, step: int) -> dict[str, Any]:
     rate = learning_rate(step, recipe.optimizer, recipe.training.steps)
     with stop_if_unreadable(run, step), crumb.waiting_for_disk("waiting for data"):
         micro_batches, data_seconds = run.prefetcher.take(step)
-    with run.timeline.recorded(step):
+    with run.timeline.recorded(step), run.profiler.recorded(step):
         result = run.engine.train_step(micro_batches, rate)
     seconds = run.clock.end()
     metrics = run.meter.line(

@@ -21,6 +21,7 @@ if TYPE_CHECKING:  # these import torch, which takes seconds
     from recipes.training.snapshots.writer import SnapshotWriter
     from recipes.training.supervision.supervisor import Supervisor
     from recipes.training.tracking.meter import Meter
+    from recipes.training.tracking.profiler import StepProfiler
     from recipes.training.tracking.timeline import TimelineRecorder
     from recipes.training.tracking.tracker import Tracker
 
@@ -48,6 +49,7 @@ class Run:
     tracker: "Tracker"
     supervisor: "Supervisor"
     timeline: "TimelineRecorder"
+    profiler: "StepProfiler"
     startup: Startup
     find_start: "Callable[[], Start]"
     slow_streaks: SlowStreaks = field(default_factory=SlowStreaks)

@@ -54,12 +54,13 @@ class Recipe(Section):
 
     @model_validator(mode="after")
     def _check_steps(self) -> "Recipe":
-        first, steps = self.tracking.timeline_step, self.training.steps
-        if first > steps:
-            raise UserError(
-                f"tracking.timeline_step = {first} comes after training.steps = {steps}; use "
-                f"tracking.timeline_step = {steps}"
-            )
+        steps = self.training.steps
+        for key in ("timeline_step", "profile_step"):
+            if (step := getattr(self.tracking, key)) > steps:
+                raise UserError(
+                    f"tracking.{key} = {step} comes after training.steps = {steps}; use "
+                    f"tracking.{key} = {steps}"
+                )
         schedule = self.optimizer.schedule
         least = schedule.warmup_steps + schedule.decay_steps
         if schedule.decay == "wsd" and least > steps:

@@ -116,6 +116,10 @@ BAD: list[tuple[str, int, str, str]] = [
         "tracking.timeline_step=300", 2,
         "tracking.timeline_step = 300 comes after training.steps = 200", "timeline_step = 200",
     ),
+    (
+        "tracking.profile_step=300", 2,
+        "tracking.profile_step = 300 comes after training.steps = 200", "profile_step = 200",
+    ),
     ("layout.chunks=2", 2, "layout.chunks = 2 is not possible with", "use layout.chunks = 1"),
     (
         "layout.schedule=zb-v;layout.chunks=3", 2,

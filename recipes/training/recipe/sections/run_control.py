@@ -88,7 +88,7 @@ class Supervision(Section):
 
 
 class Tracking(Section):
-    """Weights & Biases, and the timeline of measured steps."""
+    """Weights & Biases, and the timeline and profile of measured steps."""
 
     project: Annotated[str, Field(pattern=r"^[^/\\#?%:]{1,128}$")] = "threefold"
     """Weights & Biases project of the run."""
@@ -106,6 +106,12 @@ class Tracking(Section):
 
     timeline_steps: Count = 3
     """Number of steps that are recorded from `timeline_step` on."""
+
+    profile_step: NonNegative = 0
+    """Step that torch.profiler records on `profile_ranks`; 0: none. It takes longer than others."""
+
+    profile_ranks: Annotated[tuple[NonNegative, ...], Field(min_length=1)] = (0,)
+    """Ranks of the profile. Ranks that the run does not have are ignored."""
 
     memory_snapshot: bool = False
     """Record allocations on GPUs, and save them into the run folder if memory runs out."""

@@ -1,0 +1,143 @@
+"""The operations of a profiled step, compared with the planner's seconds for the same kernels."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from math import prod
+
+from recipes.gpus.datasheet import Gpu
+from recipes.planning.inputs.kernels import fused_attention_seconds, matmul_seconds
+from recipes.planning.inputs.software import THREEFOLD
+from recipes.planning.time.block_time import BACKWARD_SLOWER
+
+FACTORS = {"mm": 0, "bmm": 0, "addmm": 1, "baddbmm": 1}  # place of a matmul's first factor
+COMMUNICATION = ("nccl:", "gloo:", "c10d::", "record_param_comms")
+KINDS = ("matmul", "attention", "communication", "other")
+ROWS = 40
+
+Shapes = tuple[tuple[int, ...], ...]  # of the tensor arguments; () for other arguments
+
+
+@dataclass(frozen=True)
+class Operation:
+    """All calls of an operation with the same shapes in a step, on one rank.
+
+    Attributes:
+        name: name in torch, such as "aten::mm"
+        shapes: shapes of its arguments
+        calls: number of calls
+        seconds: time of all calls without that of operations that they call; on a GPU, the time of
+            its kernels
+    """
+
+    name: str
+    shapes: Shapes
+    calls: int
+    seconds: float
+
+    @property
+    def kind(self) -> str:
+        """One of KINDS."""
+        if self._first_factor is not None:
+            return "matmul"
+        if self.name.startswith(COMMUNICATION):
+            return "communication"
+        return "attention" if self._is_attention else "other"
+
+    @property
+    def _first_factor(self) -> int | None:
+        """Place of a matmul's first factor among its arguments; None for other operations."""
+        return FACTORS.get(self.name.removeprefix("aten::").removesuffix("_"))
+
+    @property
+    def _is_attention(self) -> bool:
+        return "_attention" in self.name and self.name.startswith("aten::")
+
+    def planned_seconds(self, gpu: Gpu, precision: str) -> float | None:
+        """Return the planner's seconds for one call; None if it has no formula for the operation.
+
+        Attention is counted with a causal mask over whole sequences, as the planner does.
+        """
+        if precision not in gpu.peak_tflops:
+            return None
+        if self._first_factor is not None:
+            left, right = self.shapes[self._first_factor :][:2]
+            rows, inner, columns = left[-2], left[-1], right[-1]
+            batch = prod(left[:-2])
+            if not batch * rows * inner * columns:
+                return None
+            seconds = matmul_seconds(
+                gpu, precision, rows=rows, columns=columns, inner=inner, batch=batch
+            )
+            return seconds / THREEFOLD.era
+        return self._planned_attention(gpu, precision) if self._is_attention else None
+
+    def _planned_attention(self, gpu: Gpu, precision: str) -> float | None:
+        backward = "_backward" in self.name
+        q, k = self.shapes[backward:][:2]  # the backward pass begins with the output's gradient
+        if len(q) != 4 or len(k) != 4:  # sequences of several lengths in one tensor
+            return None
+        # [b, heads, s, d] in scaled_dot_product_attention, [b, s, heads, d] in kernels below it
+        keys = k[2] if "scaled_dot_product" in self.name else k[1]
+        flops = 4 * prod(q) * keys / 2
+        seconds = fused_attention_seconds(gpu, precision, flops=flops) / THREEFOLD.attention
+        return seconds * (2.5 * BACKWARD_SLOWER if backward else 1) / THREEFOLD.era
+
+
+def operations_table(
+    operations: Iterable[Operation], *, title: str, gpu: Gpu | None, precision: str
+) -> str:
+    """Return the most expensive operations as text, after the sums of each kind.
+
+    Args:
+        operations: the operations of a step on one rank
+        title: the first line
+        gpu: datasheet of the device, for the planner's numbers; None if there is none
+        precision: "fp32", "bf16" or "fp16"
+    """
+    found = sorted(operations, key=lambda each: -each.seconds)
+    total = sum(each.seconds for each in found)
+    planned = [each.planned_seconds(gpu, precision) if gpu else None for each in found]
+    lines = [title, ""]
+    for kind in KINDS:
+        lines += _sum_of_kind(kind, found, planned, total)
+    if gpu is None:
+        lines += ["", "The planner has no datasheet for this device."]
+    lines += ["", f"{'seconds':>9} {'share':>6} {'calls':>6} {'us/call':>9} {'planned':>9} "
+              f"{'ratio':>6}  operation"]  # fmt: skip
+    for each, seconds in list(zip(found, planned, strict=True))[:ROWS]:
+        call = each.seconds / each.calls
+        plan, ratio = f"{seconds * 1e6:.1f}" if seconds else "", ""
+        if seconds:
+            ratio = f"{call / seconds:.2f}"
+        shapes = " x ".join(str(list(shape)) for shape in each.shapes if shape)
+        lines.append(
+            f"{each.seconds:9.4f} {_share(each.seconds, total)} {each.calls:6} {call * 1e6:9.1f} "
+            f"{plan:>9} {ratio:>6}  {each.name} {shapes}".rstrip()
+        )
+    if len(found) > ROWS:
+        rest = sum(each.seconds for each in found[ROWS:])
+        lines.append(f"{rest:9.4f} {_share(rest, total)}  {len(found) - ROWS} others")
+    return "\n".join(lines) + "\n"
+
+
+def _sum_of_kind(
+    kind: str, found: Sequence[Operation], planned: Sequence[float | None], total: float
+) -> list[str]:
+    """Return the line of a kind: its time, and that of its planned calls beside the plan."""
+    own = [(each, plan) for each, plan in zip(found, planned, strict=True) if each.kind == kind]
+    if not own:
+        return []
+    seconds = sum(each.seconds for each, _ in own)
+    line = f"{kind:14} {seconds:9.4f} s {_share(seconds, total)}"
+    with_plan = [(each, plan) for each, plan in own if plan]
+    if with_plan:
+        measured = sum(each.seconds for each, _ in with_plan)
+        expected = sum(plan * each.calls for each, plan in with_plan)
+        line += f", {measured / expected:.2f} of the planner's {expected:.4f} s"
+        if measured < 0.999 * seconds:
+            line += f" for {_share(measured, seconds).strip()} of it"
+    return [line]
+
+
+def _share(part: float, whole: float) -> str:
+    return f"{part / whole if whole else 0:6.1%}"
