@@ -192,7 +192,7 @@ def draw(recipe: Recipe, job: Job | None, options: argparse.Namespace) -> None:
             "draw; use a valid layout, --top 1 or more nodes"
         )
     # Imported only here: matplotlib takes a second to import, and most plans draw no picture.
-    from recipes.planning.output import plan_picture
+    from recipes.planning.output.pictures import plan_picture
 
     if options.timeline:
         plan_picture.draw_timeline(job, title=recipe.name, file=options.timeline)
@@ -248,7 +248,7 @@ def compare_tables(options: argparse.Namespace) -> int:
         print(f"plan.py: skipped {path}: not a table of runs", file=sys.stderr)
     if options.scatter or options.heatmap:
         # As in `draw`: matplotlib takes a second to import.
-        from recipes.planning.output import table_picture
+        from recipes.planning.output.pictures import table_picture
 
         if options.scatter:
             table_picture.draw_scatter(results, file=options.scatter)

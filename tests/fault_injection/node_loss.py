@@ -40,7 +40,7 @@ from tests.cluster.cluster import Cluster, missing
 from tests.conftest import VOCAB_SIZE, changed, small_recipe
 
 HOSTS = 4
-STEPS_PER_FAULT = 60
+STEPS_PER_FAULT = 40
 LOSS_TOLERANCE = 1e-6  # relative
 NODE_SECONDS = 3
 SECONDS_TO_RESTART = 120  # from a fault to the next finished step, with slack for a loaded machine
@@ -267,7 +267,7 @@ def reference(cluster: Cluster, folder: Path, recipe: Path) -> list[dict[str, An
     done = cluster.run(
         f"python recipes/pretrain.py {recipe} --run-dir {folder}/reference --set cluster.nodes=1",
         env=ENVIRONMENT,
-        timeout=1200,
+        timeout=3600,
         cwd=REPOSITORY,
     )
     assert done.returncode == 0, done.stderr

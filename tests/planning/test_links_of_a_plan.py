@@ -10,7 +10,7 @@ import pytest
 
 from recipes.gpus.datasheet import load_gpu
 from recipes.planning.inputs.job import LinkOverrides, Machine, job_of, links_text
-from recipes.planning.output.plan_picture import plan_on_nodes
+from recipes.planning.output.pictures.plan_picture import plan_on_nodes
 from recipes.planning.time.network import all_reduce_seconds, transfer_seconds
 from recipes.planning.time.step_time import step_time
 from recipes.training.recipe.loading import REPOSITORY, load_recipe

@@ -14,8 +14,8 @@ from recipes import plan
 from recipes.pictures.pipeline_passes import MAX_STAGE_ROWS, evenly_picked
 from recipes.planning.inputs.job import Job, Machine, job_of
 from recipes.planning.memory.peak import GIB, stage_memory
-from recipes.planning.output import plan_picture
-from recipes.planning.output.pipeline_picture import timeline
+from recipes.planning.output.pictures import plan_picture
+from recipes.planning.output.pictures.pipeline_picture import timeline
 from recipes.planning.search.layout_search import search
 from recipes.training.recipe.loading import REPOSITORY, load_recipe
 from recipes.training.recipe.schema import Recipe

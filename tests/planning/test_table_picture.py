@@ -14,7 +14,7 @@ from recipes.planning.inputs.job import JobLayout
 from recipes.planning.measured.calibration import Calibration
 from recipes.planning.measured.comparison import compare
 from recipes.planning.measured.table import read_cells
-from recipes.planning.output import table_picture
+from recipes.planning.output.pictures import table_picture
 from recipes.training.recipe.loading import REPOSITORY
 
 PUBLISHED = REPOSITORY / "recipes" / "planning" / "measured" / "published"

@@ -70,6 +70,10 @@ class CheckpointWriter:
         topology: the layout of the ranks
         data: fingerprints of corpora and tokenizer, for the manifest
         damaged: checkpoints that retention neither deletes nor counts
+
+    Attributes:
+        on_publish: called with the step and the folder of each published checkpoint, on rank 0, by
+            the thread that writes it
     """
 
     def __init__(
@@ -106,6 +110,7 @@ class CheckpointWriter:
         self.staged = [
             {kind: host_copy(tensor) for kind, tensor in flat.items()} for flat in state.tensors()
         ]
+        self.on_publish: Callable[[int, Path], None] = lambda step, folder: None
         self._thread: threading.Thread | None = None
         self._is_snapshot = False  # what the thread writes
         self._problem: str | None = None  # of the newest save to the disk
@@ -282,6 +287,7 @@ class CheckpointWriter:
         except OSError as error:
             return f"{error.filename or final}: {error.strerror or error}"
         self.folder.event("save", manifest.step, checkpoint=str(final))
+        self.on_publish(manifest.step, final)
         try:
             retain(folder, settings, step=manifest.step, damaged=self.damaged)
         except OSError as error:

@@ -7,6 +7,9 @@ from typing import Any
 
 import torch.distributed as dist
 
+from models.errors import UserError
+from recipes.planning.inputs.job import Machine
+from recipes.planning.output.predicted_metrics import predicted_metrics
 from recipes.training.checkpoint.resume import Request, Start, find_start
 from recipes.training.checkpoint.writer import CheckpointWriter
 from recipes.training.data.dataset import TrainingData
@@ -68,8 +71,10 @@ def open_run(
         changed=changed,
         in_memory=found.in_memory,
         metrics=metrics,
+        plan=plan_of(experiment, engine) if rank == 0 else {},
     )
     with writer_of_run as writer, tracker_of_run as tracker, claim.supervisor as supervisor:
+        writer.on_publish = tracker.saved
         if engine.on_gpu and recipe.training.compile == "auto" and not engine.compiled:
             tracker.warn(NOT_COMPILED)
         name, precision = engine.device_name, experiment.precision
@@ -87,14 +92,24 @@ def open_run(
             snapshots=snapshots,
             tracker=tracker,
             supervisor=supervisor,
-            timeline=TimelineRecorder(engine, recipe, topology, folder),
-            profiler=StepProfiler(engine, recipe, folder, precision=precision),
+            timeline=TimelineRecorder(engine, recipe, topology, folder, show=tracker.show),
+            profiler=StepProfiler(engine, recipe, folder, precision=precision, show=tracker.show),
             startup=startup,
             find_start=partial(find_start, folder, Request(), recipe, data.fingerprint),
         )
         if not engine.compiled:  # otherwise the first step compiles, and belongs to the start-up
             supervisor.expect_steps()
         yield run
+
+
+def plan_of(experiment: Experiment, engine: Engine) -> dict[str, float]:
+    """Return the planner's numbers for the metrics of a run; empty without a datasheet."""
+    recipe, world = experiment.recipe, experiment.world
+    try:
+        machine = Machine.of_run(recipe.cluster, world, engine.device_name)
+    except UserError:  # `cluster.gpu` has no datasheet
+        return {}
+    return predicted_metrics(recipe, machine)
 
 
 def open_snapshots(

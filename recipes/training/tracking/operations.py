@@ -9,10 +9,11 @@ from recipes.planning.inputs.kernels import fused_attention_seconds, matmul_seco
 from recipes.planning.inputs.software import THREEFOLD
 from recipes.planning.time.block_time import BACKWARD_SLOWER
 
-FACTORS = {"mm": 0, "bmm": 0, "addmm": 1, "baddbmm": 1}  # place of a matmul's first factor
+BACKWARD_MATMULS = 2.5  # of attention, for each of the forward pass (arXiv 2307.08691, section 4.1)
+FIRST_FACTOR = {"mm": 0, "bmm": 0, "addmm": 1, "baddbmm": 1}  # position of a matmul's first factor
 COMMUNICATION = ("nccl:", "gloo:", "c10d::", "record_param_comms")
 KINDS = ("matmul", "attention", "communication", "other")
-ROWS = 40
+MAX_OPERATIONS = 40
 
 Shapes = tuple[tuple[int, ...], ...]  # of the tensor arguments; () for other arguments
 
@@ -45,12 +46,13 @@ class Operation:
 
     @property
     def _first_factor(self) -> int | None:
-        """Place of a matmul's first factor among its arguments; None for other operations."""
-        return FACTORS.get(self.name.removeprefix("aten::").removesuffix("_"))
+        """Position of a matmul's first factor among its arguments; None for other operations."""
+        return FIRST_FACTOR.get(self.name.removeprefix("aten::").removesuffix("_"))
 
     @property
     def _is_attention(self) -> bool:
-        return "_attention" in self.name and self.name.startswith("aten::")
+        # Without aten::scaled_dot_product_attention, which only calls one of the others.
+        return self.name.startswith("aten::_") and "_attention" in self.name
 
     def planned_seconds(self, gpu: Gpu, precision: str) -> float | None:
         """Return the planner's seconds for one call; None if it has no formula for the operation.
@@ -73,14 +75,15 @@ class Operation:
 
     def _planned_attention(self, gpu: Gpu, precision: str) -> float | None:
         backward = "_backward" in self.name
-        q, k = self.shapes[backward:][:2]  # the backward pass begins with the output's gradient
+        # The first argument of the backward pass is the output's gradient.
+        q, k = self.shapes[1:3] if backward else self.shapes[:2]
         if len(q) != 4 or len(k) != 4:  # sequences of several lengths in one tensor
             return None
         # [b, heads, s, d] in scaled_dot_product_attention, [b, s, heads, d] in kernels below it
         keys = k[2] if "scaled_dot_product" in self.name else k[1]
         flops = 4 * prod(q) * keys / 2
         seconds = fused_attention_seconds(gpu, precision, flops=flops) / THREEFOLD.attention
-        return seconds * (2.5 * BACKWARD_SLOWER if backward else 1) / THREEFOLD.era
+        return seconds * (BACKWARD_MATMULS * BACKWARD_SLOWER if backward else 1) / THREEFOLD.era
 
 
 def operations_table(
@@ -104,7 +107,7 @@ def operations_table(
         lines += ["", "The planner has no datasheet for this device."]
     lines += ["", f"{'seconds':>9} {'share':>6} {'calls':>6} {'us/call':>9} {'planned':>9} "
               f"{'ratio':>6}  operation"]  # fmt: skip
-    for each, seconds in list(zip(found, planned, strict=True))[:ROWS]:
+    for each, seconds in list(zip(found, planned, strict=True))[:MAX_OPERATIONS]:
         call = each.seconds / each.calls
         plan, ratio = f"{seconds * 1e6:.1f}" if seconds else "", ""
         if seconds:
@@ -114,9 +117,9 @@ def operations_table(
             f"{each.seconds:9.4f} {_share(each.seconds, total)} {each.calls:6} {call * 1e6:9.1f} "
             f"{plan:>9} {ratio:>6}  {each.name} {shapes}".rstrip()
         )
-    if len(found) > ROWS:
-        rest = sum(each.seconds for each in found[ROWS:])
-        lines.append(f"{rest:9.4f} {_share(rest, total)}  {len(found) - ROWS} others")
+    if len(found) > MAX_OPERATIONS:
+        rest = sum(each.seconds for each in found[MAX_OPERATIONS:])
+        lines.append(f"{rest:9.4f} {_share(rest, total)}  {len(found) - MAX_OPERATIONS} others")
     return "\n".join(lines) + "\n"
 
 
@@ -133,9 +136,9 @@ def _sum_of_kind(
     if with_plan:
         measured = sum(each.seconds for each, _ in with_plan)
         expected = sum(plan * each.calls for each, plan in with_plan)
-        line += f", {measured / expected:.2f} of the planner's {expected:.4f} s"
+        line += f", {measured / expected:.2f} times the planner's {expected:.4f} s"
         if measured < 0.999 * seconds:
-            line += f" for {_share(measured, seconds).strip()} of it"
+            line += f" (for {_share(measured, seconds).strip()} of this time)"
     return [line]
 
 

@@ -9,7 +9,7 @@ rank-00000.pickle         allocations on the GPU, for https://pytorch.org/memory
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -26,7 +26,8 @@ from recipes.training.run_folder.folder import RunFolder
 from recipes.training.run_folder.line_file import write_whole
 from recipes.training.tracking.operations import Operation, Shapes, operations_table
 
-ALLOCATIONS = 1_000_000  # newest allocations of the step that are kept
+Show = Callable[[int, str, Path], None]
+MAX_RECORDED_ALLOCATIONS = 1_000_000  # newest allocations of the step that are kept
 
 
 class StepProfiler:
@@ -37,11 +38,14 @@ class StepProfiler:
         recipe: the recipe of the run
         folder: the run folder
         precision: "fp32", "bf16" or "fp16"
+        show: called with the step, the name and the file of the table of operations
     """
 
-    def __init__(self, engine: Engine, recipe: Recipe, folder: RunFolder, *, precision: str):
+    def __init__(
+        self, engine: Engine, recipe: Recipe, folder: RunFolder, *, precision: str, show: Show
+    ):
         self.engine, self.recipe, self.folder = engine, recipe, folder
-        self.precision = precision
+        self.precision, self.show = precision, show
         tracking = recipe.tracking
         is_chosen = dist.get_rank() in tracking.profile_ranks
         self.step = tracking.profile_step if is_chosen else 0  # 0: none
@@ -56,7 +60,7 @@ class StepProfiler:
         activities = [ProfilerActivity.CPU]
         if self.engine.on_gpu:
             activities.append(ProfilerActivity.CUDA)
-            torch.cuda.memory._record_memory_history(max_entries=ALLOCATIONS)
+            torch.cuda.memory._record_memory_history(max_entries=MAX_RECORDED_ALLOCATIONS)
         recording = profile(activities=activities, record_shapes=True)
         with recording:
             yield
@@ -65,18 +69,22 @@ class StepProfiler:
         self.profile = recording
 
     def write_after(self, step: int) -> None:
-        """Write the files after the selected step; without them, training continues."""
+        """Write the files after the selected step; if that fails, warn and continue training."""
         if step != self.step or self.profile is None:
             return
         rank = dist.get_rank()
         target = self.folder.path / "profile" / f"step-{step:07d}" / f"rank-{rank:05d}"
         try:
             self._write(target, self.profile)
+            self.show(step, "profile", target.with_suffix(".txt"))
             print(f"the profile of step {step} is in {target}.txt and {target.name}.json.gz")
         except (OSError, RuntimeError) as problem:
-            self.folder.event("warning", step, reason=f"no profile of rank {rank}: {problem}")
+            self.folder.event("warning", step, message=f"no profile of rank {rank}: {problem}")
             print(f"warning: no profile: {problem}", file=sys.stderr)
-        self.profile = None
+        finally:
+            self.profile = None
+            if self.engine.on_gpu and not self.recipe.tracking.memory_snapshot:
+                torch.cuda.memory._record_memory_history(enabled=None)
 
     def _write(self, target: Path, recording: profile) -> None:
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -91,14 +99,12 @@ class StepProfiler:
         write_whole(target.with_suffix(".txt"), table)
         if self.engine.on_gpu:
             torch.cuda.memory._dump_snapshot(str(target.with_suffix(".pickle")))
-            if not self.recipe.tracking.memory_snapshot:
-                torch.cuda.memory._record_memory_history(enabled=None)
 
     def _title(self, found: list[Operation]) -> str:
         seconds = sum(operation.seconds for operation in found)
         title = (
             f"{self.recipe.name}, step {self.step}, rank {dist.get_rank()}: {seconds:.3f} s in "
-            f"operations on {self.engine.device_name}, without operations that they call"
+            f"operations on {self.engine.device_name} (of each operation without its callees)"
         )
         if self.engine.on_gpu and not seconds:
             title += "\nNo times of kernels: the driver lets only root profile GPUs (see CUPTI)."

@@ -7,8 +7,9 @@ measured durations.
 
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from time import perf_counter
 from typing import Any
 
@@ -23,14 +24,25 @@ from recipes.training.recipe.topology import Coordinates, Topology
 from recipes.training.run_folder.folder import RunFolder
 from recipes.training.run_folder.line_file import write_whole
 
+Show = Callable[[int, str, Path], None]
 Steps = dict[int, list[Event]]  # the events of each recorded step
 
 
 class TimelineRecorder:
-    """Recorder of the steps that `tracking.timeline_step` and `timeline_steps` select."""
+    """Recorder of the steps that `tracking.timeline_step` and `timeline_steps` select.
 
-    def __init__(self, engine: Engine, recipe: Recipe, topology: Topology, folder: RunFolder):
-        self.engine, self.topology, self.folder = engine, topology, folder
+    Args:
+        engine: the engine of this rank
+        recipe: the recipe of the run
+        topology: the layout of the ranks
+        folder: the run folder
+        show: called on rank 0 with the step, the name and the file of the picture
+    """
+
+    def __init__(
+        self, engine: Engine, recipe: Recipe, topology: Topology, folder: RunFolder, *, show: Show
+    ):
+        self.engine, self.topology, self.folder, self.show = engine, topology, folder, show
         first = recipe.tracking.timeline_step
         self.wanted = range(first, first + recipe.tracking.timeline_steps) if first else range(0)
         self.last = min(self.wanted[-1], recipe.training.steps) if first else 0
@@ -88,6 +100,7 @@ class TimelineRecorder:
                 file=picture,
             )
             first = min(of_ranks[0])
+            self.show(step, "timeline", picture)
             print(f"the timeline of steps {first} to {step} is in {picture} and timeline.json")
         except (OSError, UserError) as problem:  # training continues without a timeline
             self.folder.event("warning", step, reason=f"no timeline: {problem}")

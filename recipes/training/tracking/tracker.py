@@ -3,7 +3,9 @@
 import contextlib
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from typing_extensions import override
@@ -21,6 +23,7 @@ from recipes.training.tracking.weights_and_biases.alerts import (
     alerts_at_start,
     launch_facts,
 )
+from recipes.training.tracking.weights_and_biases.media import Picture, SavedCheckpoint
 from recipes.training.tracking.weights_and_biases.thread import WandbThread
 
 
@@ -34,6 +37,7 @@ def open_tracker(
     changed: dict[str, Any],
     in_memory: bool = False,
     metrics: Sequence[dict[str, Any]] | None = None,
+    plan: Mapping[str, float] = MappingProxyType({}),
 ) -> Iterator["Tracker"]:
     """Open a tracker on rank 0 and a silent one on the other ranks; close it in any case.
 
@@ -45,12 +49,19 @@ def open_tracker(
         changed: keys of the recipe that have changed since the checkpoint was saved
         in_memory: True if the run resumes from a snapshot in the memory of the nodes
         metrics: the lines of metrics.jsonl; rank 0 reads them itself if they are not given
+        plan: the planner's numbers, by the name of the metric that they predict
     """
     if rank != 0:
         yield Tracker()
         return
     tracker = RunTracker(
-        recipe, folder, start=start, changed=changed, in_memory=in_memory, metrics=metrics
+        recipe,
+        folder,
+        start=start,
+        changed=changed,
+        in_memory=in_memory,
+        metrics=metrics,
+        plan=plan,
     )
     try:
         yield tracker
@@ -82,6 +93,12 @@ class Tracker:
     def roll_back(self, step: int, to: Progress, reason: str) -> None:
         """Report a rollback after a step, and the point at which the run continues."""
 
+    def show(self, step: int, name: str, file: Path) -> None:
+        """Report a picture or a text of a step, which is in the run folder."""
+
+    def saved(self, step: int, checkpoint: Path) -> None:
+        """Report a checkpoint that has been published; any thread may call this."""
+
     def stop(self, reason: str, exit_code: int) -> None:
         """Report that the run stops before its last step."""
 
@@ -101,6 +118,7 @@ class RunTracker(Tracker):
         changed: dict[str, Any] | None = None,
         in_memory: bool = False,
         metrics: Sequence[dict[str, Any]] | None = None,
+        plan: Mapping[str, float] = MappingProxyType({}),
     ):
         self.recipe, self.folder, self.last_step = recipe, folder, start.step
         details: dict[str, Any] = {"changed": changed} if changed else {}
@@ -108,13 +126,16 @@ class RunTracker(Tracker):
             details["samples"] = start.samples
         if in_memory:
             details["from_memory"] = True
+        if plan:
+            details["plan"] = dict(plan)
         events = self._read_events()
         event = "resume" if start.step else "start"
         self.folder.event(event, start.step, code_version=code_version(), **details)
         self.wall_time = self._read_wall_time(metrics)
-        self.wandb = WandbThread(recipe, folder, launch_facts(events, folder.attempt))
+        facts = launch_facts(events, folder.attempt)
+        self.wandb = WandbThread(recipe, folder, facts, plan=plan, metrics=metrics or ())
         for alert in alerts_at_start(events):
-            self.wandb.alert(alert)
+            self.wandb.send(alert)
         self.display = Display(recipe.training.steps, start.step)
 
     @override
@@ -124,7 +145,7 @@ class RunTracker(Tracker):
         self.display.step(metrics)
         self.wall_time.add(metrics)
         shares = self.wall_time.shares(time.time())
-        self.wandb.log(metrics | {f"wall_time/{name}": share for name, share in shares.items()})
+        self.wandb.send(metrics | {f"wall_time/{name}": share for name, share in shares.items()})
 
     @override
     def started(self, step: int, startup: Startup, *, compiled: bool) -> None:
@@ -163,6 +184,15 @@ class RunTracker(Tracker):
         self.last_step = to.step
 
     @override
+    def show(self, step: int, name: str, file: Path) -> None:
+        self.wandb.send(Picture(step, name, file))
+
+    @override
+    def saved(self, step: int, checkpoint: Path) -> None:
+        if self.recipe.tracking.artifacts:
+            self.wandb.send(SavedCheckpoint(step, checkpoint))
+
+    @override
     def stop(self, reason: str, exit_code: int) -> None:
         self.wandb.exit_code = exit_code
         shares = self.wall_time.shares(time.time())
@@ -177,7 +207,7 @@ class RunTracker(Tracker):
         """Record an event, and send an alert about it."""
         self.folder.event(event, step, **facts)
         if alert := alert_of({"event": event, "step": step} | facts):
-            self.wandb.alert(alert)
+            self.wandb.send(alert)
 
     def _read_events(self) -> list[dict[str, Any]]:
         """Return the events so far; none if they cannot be read."""

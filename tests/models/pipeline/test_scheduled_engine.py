@@ -81,11 +81,17 @@ def schedules_worker(corpus: str, folder: str) -> dict[str, dict[str, Any]]:
         run = RunFolder(Path(folder) / name)
         if world.rank == 0:
             run.path.mkdir()
-        recorder = TimelineRecorder(engine, recipe, recipe.topology(world), run)
+        shown: list[tuple[int, str, Path]] = []
+
+        def show(*each: Any, shown: list[Any] = shown) -> None:
+            shown.append(each)
+
+        recorder = TimelineRecorder(engine, recipe, recipe.topology(world), run, show=show)
         for step in range(1, 4):
             with recorder.recorded(step), Waiting(engine) as waiting:
                 train_step(engine, data, step)
             recorder.write_after(step)
+        assert shown == ([(3, "timeline", run.path / "timeline.svg")] if world.rank == 0 else [])
         pipeline = engine.wrapped.pipeline
         found[name] = {
             "held": max(held),

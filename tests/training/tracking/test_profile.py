@@ -78,6 +78,8 @@ def test_the_operations_of_a_profile() -> None:
     attention = found["aten::_scaled_dot_product_flash_attention_for_cpu"]
     assert attention.kind == "attention" and attention.planned_seconds(load_gpu("cpu"), "fp32")
     assert found["aten::cat"].kind == "other"
+    wrapper = Operation("aten::scaled_dot_product_attention", attention.shapes, 1, 1.0)
+    assert wrapper.planned_seconds(load_gpu("cpu"), "fp32") is None  # planned in `attention`
     # The time of an operation does not include operations that it calls.
     outer = sum(e.cpu_time_total for e in recording.key_averages() if e.key == "aten::matmul")
     assert found["aten::matmul"].seconds < outer * 1e-6
@@ -91,7 +93,7 @@ def test_the_table() -> None:
     send = Operation("c10d::send", (), calls=2, seconds=60 * planned)
     text = operations_table([slow, send], title="title", gpu=H100, precision="bf16")
     assert text.startswith("title\n")
-    assert "matmul" in text and " 25.0%, 2.00 of the planner's" in text
+    assert "matmul" in text and " 25.0%, 2.00 times the planner's" in text
     assert "communication" in text and " 75.0%" in text
     rows = text.splitlines()[-2:]
     assert rows[0].endswith("c10d::send")
@@ -113,7 +115,7 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Any:
 def profiler(engine: Any, folder: RunFolder, **tracking: Any) -> StepProfiler:
     table = changed(small_recipe(folder.path), tracking={"profile_step": 2, **tracking})
     recipe = Recipe.model_validate_json(json.dumps(table))
-    return StepProfiler(cast(Any, engine), recipe, folder, precision="fp32")
+    return StepProfiler(cast(Any, engine), recipe, folder, precision="fp32", show=lambda *_: None)
 
 
 def test_the_files_of_a_profile(engine: Any, tmp_path: Path) -> None:

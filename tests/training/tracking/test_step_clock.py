@@ -88,6 +88,7 @@ class FakeRun(SimpleNamespace):
             supervisor=SimpleNamespace(crumb=mock.MagicMock()),
             prefetcher=SimpleNamespace(take=lambda step: spend(0.5, ([], 0.5))),
             timeline=SimpleNamespace(recorded=lambda step: contextlib.nullcontext()),
+            profiler=SimpleNamespace(recorded=lambda step: contextlib.nullcontext()),
             engine=SimpleNamespace(
                 train_step=lambda *_: spend(1.5, done), evaluate=lambda _: spend(30.0, 2.0)
             ),

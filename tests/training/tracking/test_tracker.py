@@ -91,7 +91,7 @@ def check_a_run_continues(recipe, folder: RunFolder) -> None:
     thread = WandbThread(recipe, folder)
     started = time.monotonic()
     for step in range(1000):
-        thread.log(LINE | {"step": step})
+        thread.send(LINE | {"step": step})
     assert time.monotonic() - started < 1.0  # only queued
     with mock.patch("atexit.register") as left_behind:
         problem = thread.finish()
@@ -104,7 +104,7 @@ def check_a_run_continues(recipe, folder: RunFolder) -> None:
 def test_weights_and_biases_that_raises_is_reported_once(small, folder: RunFolder) -> None:
     with mock.patch.object(wandb_thread, "start_wandb", side_effect=RuntimeError("no disk")):
         thread = WandbThread(recipe_with(small, "offline"), folder)
-        thread.log(LINE)
+        thread.send(LINE)
         assert thread.finish() == (
             "Weights & Biases failed (no disk); metrics.jsonl has every step"
         )
@@ -116,7 +116,7 @@ def test_weights_and_biases_gets_the_newest_preflight(small, folder: RunFolder) 
         folder.event("preflight", 10, seconds=1.0, measures=measures)
     with mock.patch.object(wandb_thread, "start_wandb") as start:
         thread = WandbThread(recipe_with(small, "offline"), folder)
-        thread.log(LINE)
+        thread.send(LINE)
         assert thread.finish() is None
     first, second = (call.args[0] for call in start.return_value.log.call_args_list)
     assert first == {

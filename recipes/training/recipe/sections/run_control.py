@@ -100,6 +100,10 @@ class Tracking(Section):
     tags: tuple[str, ...] = ()
     """Tags of the run in Weights & Biases."""
 
+    artifacts: bool = False
+    """Record each checkpoint in Weights & Biases as an artifact that refers to its folder. Its
+    files are not uploaded."""
+
     timeline_step: NonNegative = 0
     """First step whose instructions are recorded on every rank, with their times; 0: record
     nothing. Needs ZeRO-1. Recorded steps are somewhat slower."""

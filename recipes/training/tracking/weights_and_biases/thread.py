@@ -4,7 +4,7 @@ import atexit
 import contextlib
 import queue
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -15,28 +15,40 @@ from recipes.training.recipe.schema import Recipe
 from recipes.training.run_folder.folder import RunFolder
 from recipes.training.runtime.exits import leave_handlers_out
 from recipes.training.tracking.weights_and_biases.alerts import Alert
+from recipes.training.tracking.weights_and_biases.media import Picture, SavedCheckpoint, TaskTable
 from recipes.training.tracking.weights_and_biases.settings import wandb_arguments
 
+Item = dict[str, Any] | Alert | Picture | SavedCheckpoint
 PIXELS = 8  # width and height of an expert in the picture of loads
 
 
 class WandbThread:
-    """A thread that sends metrics and alerts to Weights & Biases.
+    """A thread that sends metrics, alerts, pictures and checkpoints to Weights & Biases.
 
     Args:
         recipe: the recipe of the run
         folder: the run folder
         facts: facts about this start of the run, for its configuration and its summary
+        plan: the planner's numbers, by the name of the metric that they predict. They are part of
+            the configuration, and beside the metrics of each step as "planned/..."
+        metrics: the lines of metrics.jsonl so far, for the table of task scores
     """
 
     MAX_QUEUED_STEPS = 100_000  # later steps are dropped while W&B does not respond
     SECONDS_TO_FINISH = 60.0
 
     def __init__(
-        self, recipe: Recipe, folder: RunFolder, facts: Mapping[str, Any] = MappingProxyType({})
+        self,
+        recipe: Recipe,
+        folder: RunFolder,
+        facts: Mapping[str, Any] = MappingProxyType({}),
+        *,
+        plan: Mapping[str, float] = MappingProxyType({}),
+        metrics: Iterable[Mapping[str, Any]] = (),
     ):
-        self._folder, self._facts = folder, dict(facts)
-        self._queue: queue.Queue[dict[str, Any] | Alert | None] = queue.Queue(self.MAX_QUEUED_STEPS)
+        self._folder, self._facts, self._plan = folder, dict(facts), dict(plan)
+        self._queue: queue.Queue[Item | None] = queue.Queue(self.MAX_QUEUED_STEPS)
+        self._task_table = TaskTable(metrics)
         self.exit_code = 0  # of this process, if it ends without waiting for W&B
         self._problem: str | None = None
         self._thread: threading.Thread | None = None
@@ -44,15 +56,8 @@ class WandbThread:
             self._thread = threading.Thread(target=self._work, args=(recipe,), daemon=True)
             self._thread.start()
 
-    def log(self, metrics: dict[str, Any]) -> None:
-        """Queue the metrics of a step, and return at once."""
-        self._put(metrics)
-
-    def alert(self, alert: Alert) -> None:
-        """Queue an alert, and return at once."""
-        self._put(alert)
-
-    def _put(self, item: dict[str, Any] | Alert) -> None:
+    def send(self, item: Item) -> None:
+        """Queue the metrics of a step, an alert, a picture or a checkpoint; return at once."""
         if self._thread is not None:
             try:
                 self._queue.put_nowait(item)
@@ -81,21 +86,40 @@ class WandbThread:
     def _work(self, recipe: Recipe) -> None:
         try:
             run = start_wandb(wandb_arguments(recipe, self._folder.path))
-            if measured := preflight_metrics(self._folder):
-                run.log(measured)
-            if self._facts:
-                run.config.update({"launch": self._facts}, allow_val_change=True)
-                run.summary.update({f"launch/{name}": fact for name, fact in self._facts.items()})
+            self._describe(run)
             while (item := self._queue.get()) is not None:
-                if isinstance(item, Alert):
-                    run.alert(item.title, item.text, item.level)
-                else:
-                    run.log(with_heat_map(item))
+                self._send(run, item)
             run.finish()
         except Exception as error:
             self._problem = f"Weights & Biases failed ({error}); metrics.jsonl has every step"
             while self._queue.get() is not None:
                 pass
+
+    def _describe(self, run: Any) -> None:
+        """Send what is known before the first step."""
+        if measured := preflight_metrics(self._folder):
+            run.log(measured)
+        if self._plan:
+            run.config.update({"plan": self._plan}, allow_val_change=True)
+        if self._facts:
+            run.config.update({"launch": self._facts}, allow_val_change=True)
+            run.summary.update({f"launch/{name}": fact for name, fact in self._facts.items()})
+
+    def _send(self, run: Any, item: Item) -> None:
+        match item:
+            case Alert():
+                run.alert(item.title, item.text, item.level)
+            case Picture():
+                with contextlib.suppress(OSError):  # the file is gone again
+                    run.log(item.metrics())
+            case SavedCheckpoint():
+                item.log(run)
+            case _:
+                planned = {f"planned/{name}": value for name, value in self._plan.items()}
+                metrics = with_heat_map(item) | planned
+                if self._task_table.add(item):
+                    metrics |= self._task_table.metrics()
+                run.log(metrics)
 
 
 def preflight_metrics(folder: RunFolder) -> dict[str, Any]:

@@ -25,6 +25,7 @@ from recipes.training.tracking.weights_and_biases.alerts import (
     alerts_at_start,
     launch_facts,
 )
+from recipes.training.tracking.weights_and_biases.thread import WandbThread
 from tests.conftest import changed
 
 START = {"event": "start", "step": 0}
@@ -138,7 +139,10 @@ def offline(small: dict) -> Recipe:
 
 
 def test_an_offline_run_has_the_alerts_and_the_facts(small: dict, folder: RunFolder) -> None:
-    with open_tracker(offline(small), folder, 0, start=Progress(40, 320), changed={}) as tracker:
+    with (
+        mock.patch.object(WandbThread, "SECONDS_TO_FINISH", 600),
+        open_tracker(offline(small), folder, 0, start=Progress(40, 320), changed={}) as tracker,
+    ):
         tracker.skip(41, "the loss is nan", range(8, 16))
         tracker.roll_back(42, Progress(40, 336), "a loss spike of 5 nats")
         tracker.slow(43, [4, 5], ["node2"], 2.5)
@@ -163,7 +167,7 @@ def test_alerts_neither_delay_nor_stop_a_run(small: dict, folder: RunFolder) -> 
     ):
         started = time.monotonic()
         for _ in range(1000):
-            tracker.wandb.alert(Alert("title", "text", INFO))  # type: ignore[attr-defined]
+            tracker.wandb.send(Alert("title", "text", INFO))  # type: ignore[attr-defined]
         assert time.monotonic() - started < 1.0
         tracker.stop("asked", 5)
     assert failing.alert.call_count == 1

@@ -12,7 +12,7 @@ from models.cost import parameter_count
 from models.errors import UserError
 from recipes.pictures.pipeline_passes import ink, save_figure
 from recipes.planning.inputs.job import Job, job_without_layout
-from recipes.planning.output.pipeline_picture import timeline
+from recipes.planning.output.pictures.pipeline_picture import timeline
 from recipes.planning.output.plan_report import rates, short_count
 from recipes.planning.search.family import best_plan, relatives
 from recipes.planning.search.layout_search import DEFAULT_HEADROOM, Plan

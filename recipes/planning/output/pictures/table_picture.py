@@ -20,7 +20,11 @@ from models.errors import UserError
 from recipes.pictures.pipeline_passes import save_figure
 from recipes.planning.inputs.job import JobLayout
 from recipes.planning.output.catalogue import layout_text
-from recipes.planning.output.plan_picture import HEATMAP_COLOURS, cell_ink, colour_scale_end
+from recipes.planning.output.pictures.plan_picture import (
+    HEATMAP_COLOURS,
+    cell_ink,
+    colour_scale_end,
+)
 from recipes.planning.output.plan_report import short_count
 
 TABLE_MARKERS = "osD^vPX<>phd*8"

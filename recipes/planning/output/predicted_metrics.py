@@ -1,0 +1,38 @@
+"""The planner's numbers for a run, by the name of the metric that each predicts."""
+
+from models.errors import UserError
+from recipes.planning.inputs.job import Machine, job_of
+from recipes.planning.memory.peak import stage_memory
+from recipes.planning.output.plan_report import rates
+from recipes.planning.time.step_time import step_time
+from recipes.training.recipe.schema import Recipe
+
+
+def predicted_metrics(recipe: Recipe, machine: Machine | None) -> dict[str, float]:
+    """Return the predictions for a recipe in its own layout.
+
+    Args:
+        recipe: the recipe of the run
+        machine: the GPUs of the run; None if they have no datasheet
+
+    Returns:
+        `step_seconds`, `tokens_per_second` of all ranks, `tflops_per_gpu`, `mfu`, and `memory_gb`
+        of rank 0, in 10^9 bytes. Empty without a datasheet, or if the planner rejects the recipe.
+    """
+    if machine is None:
+        return {}
+    try:
+        job = job_of(recipe, machine)
+    except UserError:  # the planner rejects some recipes that the engine accepts
+        return {}
+    seconds, memory = step_time(job).total, stage_memory(job)[0]
+    found = rates(job, seconds, recipe.training.steps)
+    # The metric is what torch's allocator counts; on a CPU, it is the memory of the process.
+    counted = memory.total if machine.gpu.device == "cpu" else memory.counted
+    return {
+        "step_seconds": seconds,
+        "tokens_per_second": found.tokens_per_second,
+        "tflops_per_gpu": found.model_tflops,
+        "mfu": found.mfu,
+        "memory_gb": counted / 1e9,
+    }
