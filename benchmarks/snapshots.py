@@ -24,6 +24,7 @@ import subprocess
 import tempfile
 import time
 import tomllib
+from collections.abc import Sequence
 from statistics import median
 from typing import Any
 
@@ -66,8 +67,7 @@ def main() -> None:
             subprocess.Popen(command, env=os.environ | rank_variables(rank, NODES, port))
             for rank in range(NODES)
         ]
-        if any(rank.wait() for rank in ranks):
-            sys.exit(1)
+        wait_for_all(ranks)
         found = json.loads((folder / "result").read_text())
     step, pause, cost, write = (found[key] for key in ("step", "pause", "cost", "write"))
     costs = FaultCosts(pause=cost, write=write, restart=0.0)
@@ -81,6 +81,17 @@ def main() -> None:
         f"  best interval for {options.failures_per_day} failures per day: every {every} steps "
         f"({every * step:.0f} s), which takes {cost / (every * step):.2%} of the time"
     )
+
+
+def wait_for_all(ranks: Sequence[subprocess.Popen[bytes]]) -> None:
+    """Wait until all ranks have ended; if one fails, kill the others and end this process."""
+    while None in (codes := [rank.poll() for rank in ranks]) and not any(codes):
+        time.sleep(0.1)
+    if any(codes):
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+        sys.exit(1)
 
 
 def read_tiny() -> dict[str, Any]:

@@ -28,10 +28,10 @@ from functools import partial
 
 from models.errors import UserError
 from recipes.launching.attempt import Command
+from recipes.launching.environment import forwarded, in_container
 from recipes.launching.launcher import Launcher
 from recipes.launching.replanning import Replanner, check_cluster
 from recipes.nodes.connection import here, over_srun, over_ssh
-from recipes.nodes.environment import forwarded, in_container
 from recipes.nodes.hosts import read_hostfile, slurm_hosts
 from recipes.training.recipe.loading import REPOSITORY, load_recipe, origin
 from recipes.training.recipe.schema import Recipe
@@ -55,16 +55,17 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard_limit, hard_limit))
     try:
         launcher = prepare(options)
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
+            if signal.getsignal(number) is not signal.SIG_IGN:  # nohup relies on an ignored SIGHUP
+                signal.signal(number, launcher.ask)
+        code = launcher.run()
     except FolderInUse as problem:
         print(f"launch.py: {problem}", file=sys.stderr)
         sys.exit(BUSY)
     except UserError as problem:
         print(f"launch.py: {problem}", file=sys.stderr)
         sys.exit(REJECTED)
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
-        if signal.getsignal(number) is not signal.SIG_IGN:  # nohup relies on an ignored SIGHUP
-            signal.signal(number, launcher.ask)
-    sys.exit(launcher.run())
+    sys.exit(code)
 
 
 def prepare(options: argparse.Namespace) -> Launcher:
@@ -93,6 +94,13 @@ def prepare(options: argparse.Namespace) -> Launcher:
             f"{len(hosts)} hosts are listed, and {name} needs cluster.minimum_nodes = "
             f"{recipe.cluster.minimum_nodes}; list more hosts, or use "
             f"--set cluster.minimum_nodes={len(hosts)}"
+        )
+    cluster = recipe.cluster
+    if not Replanner(options.recipe, options.set).best(cluster.nodes, cluster.minimum_nodes):
+        raise UserError(
+            f"{name}: no layout is predicted to fit on {cluster.minimum_nodes} to {cluster.nodes} "
+            f"nodes; use more of them, for example --set cluster.nodes={2 * cluster.nodes}, or a "
+            f"GPU with more memory"
         )
     folder = RunFolder(options.run_dir or REPOSITORY / "runs" / recipe.name)
     hold(folder, wait_seconds=options.wait_for_folder)

@@ -79,7 +79,10 @@ class Attempt:
         return bool(self.lost) or any(end.code for end in self.ends)
 
     def start(self, command: Command) -> None:
-        """Start the ranks on all hosts."""
+        """Start the ranks on all hosts, unless a host is lost before."""
+        port = self._ask_port()
+        if self.lost:
+            return
         words = list(command.words)
         for override in self.placement.overrides:
             words += ["--set", override]
@@ -90,7 +93,7 @@ class Attempt:
             "WORLD_SIZE": str(len(self.hosts) * size),
             "LOCAL_WORLD_SIZE": str(size),
             "MASTER_ADDR": command.master or self.hosts[0],
-            "MASTER_PORT": str(self._ask_port()),
+            "MASTER_PORT": str(port),
             SPARE_NODES: str(self.nodes.spares(self.hosts)),
         }
         servers = [
@@ -150,7 +153,7 @@ class Attempt:
         return Outcome(lost=self.lost, ends=self.ends, asked=bool(asked()), restarting=restarting)
 
     def _ask_port(self) -> int:
-        """Return a free port of the first host; 0 if the host has just been lost."""
+        """Return a free port of the first host; 0 if the host is lost."""
         first = self.hosts[0]
         self._send([first], {"do": "port"})
         deadline = time.monotonic() + SECONDS_TO_ANSWER
@@ -159,7 +162,8 @@ class Attempt:
                 self._note(report.host, report.content)
                 if report.host == first and report.content and report.content["is"] == "port":
                     return int(report.content["port"])
-        self.lost.setdefault(first, f"no answer for {SECONDS_TO_ANSWER:g} s")
+        if first not in self.lost:
+            self._lose(first, f"no answer for {SECONDS_TO_ANSWER:g} s")
         return 0
 
     def _look(self) -> None:

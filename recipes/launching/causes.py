@@ -44,7 +44,7 @@ class RankEnd:
 
     def __str__(self) -> str:
         if self.code < 0:
-            return f"rank {self.rank} ({self.host}) was killed by {signal.Signals(-self.code).name}"
+            return f"rank {self.rank} ({self.host}) was killed by {signal_name(-self.code)}"
         return f"rank {self.rank} ({self.host}) exited with {self.code}"
 
 
@@ -108,6 +108,11 @@ def diagnose(outcome: Outcome) -> Diagnosis:
     codes = [end.code for end in outcome.ends]
     if codes and not outcome.lost and all(code == FINISHED for code in codes):
         return Diagnosis("every step is done", exit_code=FINISHED)
+    if outcome.asked and outcome.lost and INTERRUPTED not in codes:
+        return Diagnosis(
+            "launch.py was asked to stop, and a node was lost before the ranks had saved",
+            exit_code=1,
+        )
     if outcome.asked:
         # Before the first step, the signal itself ends a rank.
         orderly = all(code in (FINISHED, INTERRUPTED, *STOP_SIGNALS) for code in codes)
@@ -150,6 +155,14 @@ def _error_of_a_rank(outcome: Outcome, codes: Sequence[int]) -> Diagnosis:
     if failed.code == INTERRUPTED:  # a user has sent a signal to a rank
         return Diagnosis(f"the run was asked to stop: {failed}", exit_code=INTERRUPTED)
     return Diagnosis(f"{failed}{errors}", blamed=suspects or [failed.host], counts=True)
+
+
+def signal_name(number: int) -> str:
+    """Return the name of a signal; real-time signals have none in Python."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
 
 
 def shown(texts: Sequence[str], *, separator: str = ", ") -> str:

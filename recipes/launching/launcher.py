@@ -23,7 +23,7 @@ from recipes.launching.attempt_events import (
 )
 from recipes.launching.causes import Outcome, diagnose, shown
 from recipes.launching.failures import Failures, GpuErrors
-from recipes.launching.nodes import SECONDS_TO_CONNECT, Nodes
+from recipes.launching.nodes import SECONDS_BETWEEN_LISTS, SECONDS_TO_CONNECT, Nodes
 from recipes.launching.replanning import Placement, Replanner
 from recipes.nodes.connection import Connect, Connections
 from recipes.training.recipe.schema import Recipe
@@ -33,7 +33,6 @@ from recipes.training.runtime.exits import HUNG
 
 SECONDS_FOR_SPARE_NODES = 10.0  # to wait for all nodes, at the start
 SECONDS_FOR_NODES = 600.0  # to wait for nodes if too few answer
-SECONDS_BETWEEN_LISTS = 10.0  # of hosts, which a user may extend
 SECONDS_TO_SAVE = 300.0  # for ranks whose launch.py has ended, if supervision has no limit
 MAX_EXCLUDED_LAYOUTS = 3  # layouts of launch.py that ran out of memory
 ECHO_SECONDS = 2.0  # signals within this time are one request
@@ -98,7 +97,6 @@ class Launcher:
         self.slow_comparisons = recipe.supervision.slow_comparisons
         self.excluded = 0  # layouts that ran out of memory
         self._slow_seen = (0, 0)  # attempt and step of the comparison that was handled last
-        self._replaced_ranks: set[int] = set()  # whose hosts were replaced because they were slow
         self._events: list[dict[str, Any]] = []
         self._events_read = ("", -1)  # attempt and size of the file
 
@@ -247,7 +245,7 @@ class Launcher:
             slow,
             self.nodes.spares(attempt.hosts),
             action=self.cluster.on_slow_rank,
-            replaced=self._replaced_ranks,
+            replaced=self.failures.replaced_ranks,
             ranks=ranks,
         )
         self._slow_seen = attempt.number, step
@@ -255,7 +253,7 @@ class Launcher:
             self.tell.say(f"{shown(slow)} not replaced although slow: {decision.problem}")
         if not decision.hosts:
             return ""
-        self._replaced_ranks.update(ranks)
+        self.failures.replaced_ranks.update(ranks)
         self.failures.count_slow(slow)
         self.tell.replace(slow, ranks)
         return f"{shown(slow)}: slow in {self.slow_comparisons} successive comparisons"
@@ -278,7 +276,7 @@ class Launcher:
             self.tell.gpu_error(host, error, left_out=left_out)
 
     def _refresh(self) -> None:
-        """Read the list of hosts again."""
+        """Read the list of hosts again, unless it has just been read."""
         if problem := self.nodes.refresh():
             self.tell.say(f"{problem}; continuing with the earlier hosts")
 

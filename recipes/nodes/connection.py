@@ -180,7 +180,9 @@ class Connections:
         for stream in (process.stdout, process.stderr):
             with contextlib.suppress(KeyError):  # its end has been seen
                 self._selector.unregister(stream)
-        for stream in (process.stdin, process.stdout, process.stderr):
+        with agent.lock, contextlib.suppress(OSError):  # the heartbeats' thread may be writing
+            process.stdin.close()
+        for stream in (process.stdout, process.stderr):
             with contextlib.suppress(OSError):
                 stream.close()
         agent.process.kill()

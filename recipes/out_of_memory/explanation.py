@@ -1,11 +1,11 @@
 """One message when a rank runs out of memory: where, what was predicted, and what would fit."""
 
 import contextlib
-import os
 import sys
 import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
+from pathlib import Path
 
 import torch
 
@@ -83,29 +83,32 @@ def report(
     name = claim.supervisor.names[experiment.world.rank]
     file = claim.folder.path / REPORT
     try:
-        stream = file.open("x")
+        file.open("x").close()
     except FileExistsError:
         print(f"out of memory on {name} too; see {file}", file=sys.stderr, flush=True)
         return
     except OSError:  # the message is more important than the file
-        stream = open(os.devnull, "w")  # noqa: SIM115
-    with stream:
-        lines = [first_line(experiment, claim, error)]
-        print(lines[0], file=sys.stderr, flush=True)  # the rest may take seconds
-        try:
-            lines += details(experiment, engine)
-        except Exception:  # a defect of the prediction must not hide the lack of memory
-            lines.append(f"  no prediction: {traceback.format_exc()}")
-        print("\n".join(lines[1:]), file=sys.stderr, flush=True)
-        stack = "".join(traceback.format_exception(error))
-        stream.write("\n".join([*lines, "", stack]))
+        pass
+    # The details take seconds, and launch.py may kill this rank before they are known.
+    first = first_line(experiment, claim, error)
+    print(first, file=sys.stderr, flush=True)
+    append(file, f"{first}\n\n{''.join(traceback.format_exception(error))}\n")
     claim.folder.event(
-        "stop",
-        claim.supervisor.crumb.step,
-        reason=lines[0],
-        exit_code=STOPPED,
-        out_of_memory=True,
+        "stop", claim.supervisor.crumb.step, reason=first, exit_code=STOPPED, out_of_memory=True
     )
+    try:
+        lines = details(experiment, engine)
+    except Exception:  # a defect of the prediction must not hide the lack of memory
+        lines = [f"  no prediction: {traceback.format_exc()}"]
+    text = "\n".join(lines)
+    print(text, file=sys.stderr, flush=True)
+    append(file, f"{text}\n")
+
+
+def append(file: Path, text: str) -> None:
+    """Append to the report; the messages of the run are more important than a full disk."""
+    with contextlib.suppress(OSError), file.open("a") as stream:
+        stream.write(text)
 
 
 def first_line(experiment: Experiment, claim: Claim, error: Exception) -> str:

@@ -56,9 +56,13 @@ class Run:
     def wait_for_attempt(self, number: int) -> None:
         """Wait until an attempt has finished its first step."""
         while len(self.events("first_step")) < number:
-            if self.process.poll() is not None:
-                raise RuntimeError((self.folder.parent / "log").read_text()[-4000:])
+            self.check()
             time.sleep(0.05)
+
+    def check(self) -> None:
+        """Raise an error with the end of the log if launch.py has ended."""
+        if self.process.poll() is not None:
+            raise RuntimeError((self.folder.parent / "log").read_text()[-4000:])
 
     def ranks(self) -> list[int]:
         """Return the processes of the current ranks."""
@@ -106,13 +110,19 @@ def disturb(run: Run, failures: int, *, mean_seconds: float, chance: random.Rand
     """
     run.wait_for_attempt(1)
     times: list[float] = []
-    for number in range(failures):
+    while len(times) < failures:
         due = time.time() + chance.expovariate(1 / mean_seconds)
-        while time.time() < due or len(run.events("attempt")) <= number or not run.ranks():
+        ranks: list[int] = []
+        while time.time() < due or len(run.events("attempt")) <= len(times) or not ranks:
+            run.check()
             time.sleep(0.05)
-        times.append(time.time())
-        os.kill(chance.choice(run.ranks()), signal.SIGKILL)
+            ranks = run.ranks()
+        failed = time.time()
+        with contextlib.suppress(ProcessLookupError):  # it has just ended: draw another time
+            os.kill(chance.choice(ranks), signal.SIGKILL)
+            times.append(failed)
     while run.events("first_step")[-1]["time"] < times[-1]:  # an attempt may have no first step
+        run.check()
         time.sleep(0.05)
     return times
 

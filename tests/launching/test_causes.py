@@ -38,6 +38,9 @@ def ends(*codes: int) -> list[RankEnd]:
         (Outcome(lost={f"node{n}": "silent" for n in range(9)}), None, [], False),
         (Outcome(ends=ends(HUNG), behind=[f"node{n}" for n in range(9)]), None, [], True),
         (Outcome(asked=True), INTERRUPTED, [], False),
+        (Outcome(lost={"node2": "silent"}, asked=True), 1, [], False),  # nothing was saved
+        (Outcome(lost={"node2": "silent"}, ends=ends(KILLED), asked=True), 1, [], False),
+        (Outcome(lost={"node2": "silent"}, ends=ends(5, 5), asked=True), INTERRUPTED, [], False),
         (Outcome(ends=ends(5, 5)), INTERRUPTED, [], False),  # a user has signalled a rank
         (Outcome(ends=ends(1, STOPPED)), STOPPED, [], False),
         (Outcome(ends=ends(REJECTED)), REJECTED, [], False),
@@ -68,6 +71,8 @@ def test_the_cause_decides_what_follows(
 def test_reasons_name_the_rank_and_the_host() -> None:
     assert diagnose(Outcome(ends=ends(1, KILLED))).reason == "rank 1 (node2) was killed by SIGKILL"
     assert diagnose(Outcome(ends=ends(9))).reason == "rank 0 (node1) exited with 9"
+    real_time = diagnose(Outcome(ends=ends(-(signal.SIGRTMIN + 1)))).reason
+    assert real_time == f"rank 0 (node1) was killed by signal {signal.SIGRTMIN + 1}"
     assert diagnose(Outcome(lost={"node2": "silent"})).reason == "node2: silent"
 
 

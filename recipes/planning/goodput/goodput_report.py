@@ -7,6 +7,8 @@ from recipes.planning.goodput.costs import SnapshotCosts
 from recipes.planning.goodput.renewal import FaultCosts, Goodput, best_interval, goodput
 from recipes.training.recipe.schema import Recipe
 
+BEST = "; the best interval"
+
 
 @dataclass(frozen=True)
 class GoodputCase:
@@ -64,11 +66,10 @@ def goodput_lines(case: GoodputCase) -> list[str]:
         f"With {case.failures_per_day:g} failures per day (a save pauses the steps for "
         f"{duration(costs.pause)} and is complete after {duration(costs.write)}; a restart takes "
         f"{duration(costs.restart)}):",
-        _line(case, "every", every, case.with_saves_every(every)),
     ]
-    if best != every:
-        found = case.with_saves_every(best)
-        lines.append(_line(case, "every", best, found) + "; the best interval")
+    for steps in dict.fromkeys((every, best)):
+        line = _line(case, "every", steps, case.with_saves_every(steps))
+        lines.append(line + (BEST if steps == best else ""))
     return lines + _snapshot_lines(case)
 
 
@@ -82,11 +83,9 @@ def _snapshot_lines(case: GoodputCase) -> list[str]:
         f"{costs.sent_bytes / 1e9:.3g} GB; they need {costs.memory_bytes / 2**30:.3g} GiB of host "
         f"memory per node; a restart takes {duration(costs.times.restart)}):"
     ]
-    if own:
-        lines.append(_line(case, "snapshot_every", own, case.with_snapshots_every(own)))
-    if best != own:
-        found = case.with_snapshots_every(best)
-        lines.append(_line(case, "snapshot_every", best, found) + "; the best interval")
+    for steps in dict.fromkeys((own or best, best)):
+        line = _line(case, "snapshot_every", steps, case.with_snapshots_every(steps))
+        lines.append(line + (BEST if steps == best else ""))
     return lines
 
 

@@ -16,7 +16,7 @@ from models.pipeline.process_grid import ProcessGrid
 from recipes.planning.inputs.job import Machine
 from recipes.training.loop.experiment import Experiment
 from recipes.training.loop.start import Claim
-from recipes.training.preflight.judging import judge
+from recipes.training.preflight.judging import MAX_LEFT_OUT, judge
 from recipes.training.preflight.measures import (
     DATA,
     SPARE_NODES,
@@ -121,7 +121,9 @@ class Preflight:
         self.seconds = 0.0
 
     def run(self) -> Verdict:
-        """Measure, and judge; what seems slow is measured again, and its better result counts.
+        """Measure, and judge.
+
+        If anything seems slow, all measurements are repeated, and the better result of each counts.
 
         Returns:
             The verdict on rank 0, and an empty one on the others.
@@ -206,13 +208,14 @@ def report(claim: Claim, verdict: Verdict, test: Preflight, step: int) -> None:
         reason = f"preflight: launch.py continues without {nodes}"
     elif nodes:
         reason = (
-            f"preflight: {nodes} is broken; leave it out and rerun the same command, or use "
-            f"--set supervision.preflight=false to train on it anyway"
+            f"preflight: broken nodes: {nodes}; leave them out and rerun the same command, or use "
+            f"--set supervision.preflight=false to train on them anyway"
         )
     else:
         reason = (
-            "preflight: most nodes compute wrong results or fail, which points to the driver or a "
-            "library rather than to a node; mend it and rerun the same command"
+            f"preflight: more than {MAX_LEFT_OUT} nodes, or more than half of them, compute wrong "
+            "results or fail, so the driver or a library is the likely cause; repair it and rerun "
+            "the same command"
         )
     folder.event("stop", step, reason=reason, exit_code=UNFIT)
     print(f"stopped: {reason}", file=sys.stderr, flush=True)

@@ -66,10 +66,11 @@ def train(recipe: Recipe, run: Path, memories: list[Path], steps: int, **setting
         run.mkdir(exist_ok=True)
         folder.event("start", 0)
     facts = {"recipe": recipe, "topology": recipe.topology(world), "data": data.fingerprint}
-    memory = NodeMemory(memories[world.rank])
+    memory, messages = NodeMemory(memories[world.rank]), []
     if settings.get("full") == world.rank:
         memory.lack_of_room = lambda size: "no memory"  # type: ignore[method-assign]
-    messages = []
+    if "full" in settings:  # no rank may take memory before all ranks have checked theirs
+        memory.create = lambda workspace: messages.append("created")  # type: ignore[method-assign]
     with CheckpointWriter(engine.state, folder, **facts) as writer:
         snapshots = SnapshotWriter(writer, memory, every=1, step=0, ranks_per_node=1)
         for step in range(1, steps + 1):
@@ -211,6 +212,8 @@ def find_flipped(recipe: Recipe, memories: list[Path], history: History) -> list
             flip(file, chance)
         found = find_snapshot(memory, recipe, data.fingerprint, history, 0)
         if found.checkpoint:
+            if found.skipped:
+                missed.append(f"{number}: the snapshot is used and skipped")
             holders = found.checkpoint.holders  # type: ignore[attr-defined]
             used = {victim.parents[1].name.split("node")[1][0] for victim in victims}
             if holders[victim.name].server.node.removeprefix("node") in used:
