@@ -50,7 +50,7 @@ class Announcements:
             unused=unused,
             layout=placement.layout,
             overrides=list(placement.overrides),
-            predicted_step_seconds=placement.seconds,
+            predicted_step_seconds=placement.step_seconds,
         )
         others = shown([f"{host} ({why})" for host, why in unused.items()])
         self.say(
@@ -75,20 +75,22 @@ class Announcements:
             number=attempt.number,
             reason=diagnosis.reason,
             blamed=list(diagnosis.blamed),
-            broken=list(diagnosis.broken),
-            slow=list(diagnosis.slow),
+            broken=list(diagnosis.preflight_broken),
+            slow=list(diagnosis.preflight_slow),
         )
         if diagnosis.exit_code is not None:
             self.say(diagnosis.reason)
             return
         reasons = {
             host: self.nodes.failures.reason(host)
-            for host in [*diagnosis.blamed, *diagnosis.broken]
+            for host in [*diagnosis.blamed, *diagnosis.preflight_broken]
         }
         left_out = [host for host, reason in reasons.items() if reason]
         details = f"; {shown(left_out)} will not be used again for now" if left_out else ""
-        if diagnosis.slow:
-            details += f"; {shown(diagnosis.slow)} will be used only if no other node is left"
+        if diagnosis.preflight_slow:
+            details += (
+                f"; {shown(diagnosis.preflight_slow)} will be used only if no other node is left"
+            )
         then = problem or "restarting"  # the ranks name the step that they start from
         self.say(f"attempt {attempt.number} ended: {diagnosis.reason}{details}; {then}")
 

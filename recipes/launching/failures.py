@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from recipes.launching.attempt_events import ranks_in
-from recipes.launching.causes import MAX_BLAMED, MAX_FAILURES_WITHOUT_CHECKPOINT, Diagnosis
+from recipes.launching.causes import MAX_FAILURES_WITHOUT_CHECKPOINT, Diagnosis
+from recipes.training.preflight.measures import MAX_BLAMED_NODES
 
 BROKEN = "the preflight has found it broken"
 
@@ -75,9 +76,9 @@ class Failures:
             The reason why the run must not be restarted; "" if it may.
         """
         self._count(diagnosis.blamed, self.clock())
-        for host in diagnosis.broken:
+        for host in diagnosis.preflight_broken:
             self.leave_out(host, BROKEN)
-        self.count_slow(diagnosis.slow)
+        self.count_slow(diagnosis.preflight_slow)
         if checkpoint != self.last_checkpoint:
             self.last_checkpoint, self.without_checkpoint = checkpoint, 0
         self.without_checkpoint += diagnosis.counts
@@ -164,12 +165,14 @@ class GpuErrors:
         are not left out.
         """
         hosts = {host for host, _, severe in errors if severe}
-        return hosts if self.action == "leave_out" and len(hosts) <= MAX_BLAMED else set()
+        return hosts if self.action == "leave_out" and len(hosts) <= MAX_BLAMED_NODES else set()
 
     def of_hosts(self, hosts: Iterable[str], *, severe: bool) -> dict[str, str]:
         """Return the errors of some hosts during the attempt, by host.
 
-        severe: return the errors for which hosts are left out; otherwise, all others
+        Args:
+            hosts: the hosts
+            severe: return the errors for which hosts are left out; otherwise, all others
         """
         found: dict[str, list[str]] = {}
         for (host, error), left_out in self._found.items():

@@ -103,7 +103,7 @@ class Nodes:
         """Wait until `count` hosts can be used, `seconds` have passed, or `stop` returns True."""
         deadline = time.monotonic() + seconds
         while len(self.usable()) < count and time.monotonic() < deadline and not stop():
-            self._look()
+            self._poll()
 
     def wait_for_all(self, most: int, *, seconds: float, stop: Callable[[], bool]) -> None:
         """Wait until all hosts, or `most` of them, can be used, as `wait_for` does."""
@@ -111,13 +111,13 @@ class Nodes:
         while time.monotonic() < deadline and not stop():
             if len(self.usable()) >= min(most, sum(map(self._may_be_used, self.hosts))):
                 return
-            self._look()
+            self._poll()
 
     def note_gpus(self, host: str, content: Mapping[str, Any]) -> None:
         """Note the errors of GPUs that an agent has reported."""
         self.gpu_errors += [(host, str(text), bool(severe)) for text, severe in content["errors"]]
 
-    def _look(self) -> None:
+    def _poll(self) -> None:
         self.keep_connected()
         for report in self.connections.reports():
             if report.content is None:

@@ -24,11 +24,11 @@ an agent starts in a few milliseconds.
 
     python recipes/nodes/node_agent.py RUN SECONDS_OF_SILENCE SECONDS_TO_STOP STANDBY SNAPSHOTS
 
-SNAPSHOTS is the prefix of the folder for snapshots in memory; empty if the run takes none. Then the
-report "ready" has the port and the secret of their server, and the command "start" has the servers
-of all nodes.
+SNAPSHOTS is the prefix of the snapshot folder, or empty if the run takes no snapshots. If it is
+set, "ready" also reports the port and secret of this node's snapshot server, and "start" carries
+the servers of all nodes.
 
-The agent keeps STANDBY processes that have already imported what a rank needs (standby.py).
+The agent keeps STANDBY processes that have already imported what a rank needs (standby_pool.py).
 
 RUN is the prefix of the names of the run's leases. On "begin", the agent kills the agents and ranks
 that an earlier connection of this run has left on this node. If RUN is empty, it does not;
@@ -82,7 +82,7 @@ class NodeAgent:
         snapshots: str,
     ):
         self.silence_seconds, self.stop_seconds = silence_seconds, stop_seconds
-        self.name = run
+        self.run_name = run
         self.standby = StandbyPool(standby, run=run, say=self.say)
         self.snapshots = snapshots
         self.server: ServerProcess | None = None  # of snapshots, from "begin" on
@@ -122,8 +122,8 @@ class NodeAgent:
 
     def begin(self) -> None:
         """End what an earlier agent has left, start the server of snapshots, and report."""
-        if self.name:
-            end_leftovers(self.name)
+        if self.run_name:
+            end_leftovers(self.run_name)
         facts: dict[str, Any] = {"is": "ready"}
         if self.snapshots:
             try:
@@ -177,7 +177,7 @@ class NodeAgent:
         self.stopping = False
         self.standby.pause()
         common = command["variables"]
-        if self.server and self.server.tell(command["servers"]):
+        if self.server and self.server.write_servers(command["servers"]):
             common |= {FOLDER_VARIABLE: str(self.server.folder)}
         for own in command["ranks"]:
             rank, variables = int(own["RANK"]), common | own

@@ -7,8 +7,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
 
-import torch
-
 from models.errors import UserError
 from recipes.out_of_memory.allocated import (
     Allocated,
@@ -18,14 +16,14 @@ from recipes.out_of_memory.allocated import (
     save_snapshot,
 )
 from recipes.out_of_memory.alternative import Alternative, alternative
-from recipes.planning.inputs.job import Machine, job_of
+from recipes.planning.inputs.job import job_of
 from recipes.planning.inputs.software import THREEFOLD
 from recipes.planning.memory.peak import GIB, StageMemory, memory_of_stage
 from recipes.training.engine.engine import Engine
-from recipes.training.loop.experiment import Experiment
+from recipes.training.loop.experiment import Experiment, machine_of
 from recipes.training.loop.start import Claim
 from recipes.training.runtime.exits import STOPPED, leave
-from recipes.training.runtime.processes import on_gpu
+from recipes.training.runtime.processes import driver_name, on_gpu
 
 REPORT = "out-of-memory.txt"
 
@@ -42,7 +40,7 @@ class Account:
 
 
 @contextlib.contextmanager
-def explained(experiment: Experiment, claim: Claim) -> Iterator[Account]:
+def out_of_memory_explained(experiment: Experiment, claim: Claim) -> Iterator[Account]:
     """End this rank with one message for all ranks if memory runs out within this context.
 
     Args:
@@ -129,7 +127,7 @@ def details(experiment: Experiment, engine: Engine | None) -> list[str]:
     lines = [f"  allocated: {allocated_text(allocated(engine, on_gpu=on_gpu()))}"]
     stage = experiment.topology.coordinates(experiment.world.rank).pipeline
     try:
-        machine = machine_of(experiment)
+        machine = machine_of(experiment, driver_name())
         if machine is None:
             return [*lines, f"  no prediction: recipes/gpus/datasheets/ has no {driver_name()}"]
         memory = memory_of_stage(job_of(recipe, machine, THREEFOLD), stage)
@@ -138,20 +136,6 @@ def details(experiment: Experiment, engine: Engine | None) -> list[str]:
         return [*lines, f"  no prediction: {problem}"]
     predicted = f"  predicted: {predicted_text(memory)} of {machine.gpu.memory_gib:.1f} GiB"
     return [*lines, predicted, f"  {alternative_text(other)}"]
-
-
-def machine_of(experiment: Experiment) -> Machine | None:
-    """Return the machine of a run for the planner; None if its GPU has no datasheet.
-
-    Raises:
-        UserError: `cluster.gpu` has no datasheet.
-    """
-    return Machine.of_run(experiment.recipe.cluster, experiment.world, driver_name())
-
-
-def driver_name() -> str:
-    """Return the driver's name of this rank's GPU; "cpu" on a CPU."""
-    return torch.cuda.get_device_name() if on_gpu() else "cpu"
 
 
 def allocated_text(found: Allocated) -> str:

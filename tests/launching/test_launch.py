@@ -56,9 +56,7 @@ def test_user_errors_of_a_run_end_launch_py_with_a_message(
     options: argparse.Namespace, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     class Rejected:
-        def ask(self, *_: Any) -> None: ...
-
-        request_stop = ask
+        def request_stop(self, *_: Any) -> None: ...
 
         def run(self) -> int:
             raise UserError("no such GPU")

@@ -28,7 +28,8 @@ from recipes.launching.environment import forwarded, in_container
 from recipes.launching.failures import Failures
 from recipes.launching.launcher import Launcher
 from recipes.launching.replanning import Placement
-from recipes.nodes.connection import here
+from recipes.nodes.connection import on_this_machine
+from recipes.planning.memory.peak import StageMemory
 from recipes.training.preflight.measures import SPARE_NODES
 from recipes.training.recipe.loading import REPOSITORY, parse_recipe
 from recipes.training.run_folder.folder import RunFolder
@@ -73,6 +74,11 @@ os._exit(1)
 """
 
 
+NO_MEMORY = StageMemory(
+    weights=0, gradients=0, optimizer=0, activations=0, working=0, buffers=0, overhead=0
+)
+
+
 class Planner:
     """Layouts for up to `nodes` nodes, but not for the numbers in `without`.
 
@@ -88,7 +94,7 @@ class Planner:
             if nodes not in self.without:
                 name = f"data {nodes}, layout {self.excluded}"
                 overrides = [f"cluster.nodes={nodes}"]
-                return Placement(nodes, overrides, name, 1.0, chosen=self.chosen)
+                return Placement(nodes, overrides, name, 1.0, memory=NO_MEMORY, chosen=self.chosen)
         return None
 
     def exclude(self, placement: Placement) -> None:
@@ -147,8 +153,8 @@ def start(tmp_path: Path, small: dict, monkeypatch: pytest.MonkeyPatch) -> Itera
     def begin(
         *, hosts: list[str] | None = None, nodes: int = 2, without: tuple[int, ...] = (),
         chosen: bool = False, supervision: Any = MappingProxyType({}),
-        variables: Any = MappingProxyType({"GREETING": "hello"}), connect: Any = here,
-        master: str = "127.0.0.1", python: Any = (sys.executable,),
+        variables: Any = MappingProxyType({"GREETING": "hello"}), connect: Any = on_this_machine,
+        shares_machine: bool = True, python: Any = (sys.executable,),
         checkpoint: Any = MappingProxyType({}), **cluster: Any,
     ) -> Running:  # fmt: skip
         names = hosts if hosts is not None else ["node1", "node2", "node3"]
@@ -161,7 +167,13 @@ def start(tmp_path: Path, small: dict, monkeypatch: pytest.MonkeyPatch) -> Itera
         folder = RunFolder(tmp_path / "run")
         folder.hold()
         words = [python[-1], str(script), str(folder.path)]
-        command = Command(words, variables, 1, master, python=python)
+        command = Command(
+            words=words,
+            variables=variables,
+            ranks_per_node=1,
+            shares_machine=shares_machine,
+            python=python,
+        )
         launcher = Launcher(
             parse_recipe(table, "small"),
             folder,
@@ -175,7 +187,7 @@ def start(tmp_path: Path, small: dict, monkeypatch: pytest.MonkeyPatch) -> Itera
 
     yield begin
     for running in started:
-        running.launcher.asked = 2
+        running.launcher.stop_requests = 2
         running.thread.join(30)
 
 
@@ -225,9 +237,9 @@ def test_the_second_signal_does_not_reach_ranks_that_save(start: Any) -> None:
     running.wait_for_attempt(1, ranks=2)
     for agent in running.launcher.connections.agents.values():
         agent.send({"do": "signal", "number": int(signal.SIGUSR1)})
-    running.launcher.ask()
-    running.launcher.ask()  # an echo within two seconds is the same request
-    assert running.launcher.asked == 1
+    running.launcher.request_stop()
+    running.launcher.request_stop()  # an echo within two seconds is the same request
+    assert running.launcher.stop_requests == 1
     assert running.wait() == INTERRUPTED
     assert len(list((running.folder / "checkpoints").iterdir())) == 1
 
@@ -650,7 +662,7 @@ def test_the_newest_checkpoint_is_remembered_if_the_disk_fails(
 
 def test_two_names_of_one_machine(start: Any, capfd: pytest.CaptureFixture) -> None:
     """The agents of this machine are told apart by the launcher "local", but not here."""
-    running = start(master="", hosts=["node1", "alias"], nodes=1)
+    running = start(shares_machine=False, hosts=["node1", "alias"], nodes=1)
     running.wait_for_attempt(1, ranks=1)
     (used,) = running.events("attempt")[0]["nodes"]  # the first one to answer
     (other,) = {"node1", "alias"} - {used}
@@ -699,7 +711,7 @@ def test_bad_numbers_stop_the_run(start: Any) -> None:
 def test_a_user_stops_the_run(start: Any) -> None:
     running = start()
     running.wait_for_attempt(1, ranks=2)
-    running.launcher.ask()
+    running.launcher.request_stop()
     assert running.wait() == INTERRUPTED
     assert (running.folder / "checkpoints" / "step-0000001").exists()
 

@@ -21,7 +21,7 @@ from recipes.training.snapshots.names import SnapshotName
 from recipes.training.snapshots.node_memory import NodeMemory, Server
 from recipes.training.snapshots.reader import SnapshotReader
 
-WHERE = Path("memory of the nodes")  # in messages, in place of a run's folder of checkpoints
+PLACE_IN_MESSAGES = Path("memory of the nodes")  # instead of a run's folder of checkpoints
 MANIFEST, DIGEST = "manifest.json", "manifest.sha256"
 
 
@@ -42,11 +42,11 @@ class Candidate:
 
 def find_snapshot(
     memory: NodeMemory,
+    *,
     recipe: Recipe,
     data: dict[str, Any],
     history: History,
     at_least: int,
-    *,
     note: Note = no_note,
 ) -> ResumePoint:
     """Find the newest snapshot that can be loaded; collective, and the same on all ranks.
@@ -75,7 +75,7 @@ def find_snapshot(
     clients = {server.node: Client(server) for server in servers}
     skipped: dict[Path, str] = {}
     for candidate in candidates:
-        path = WHERE / candidate.name
+        path = PLACE_IN_MESSAGES / candidate.name
         manifest = Manifest.parse(candidate.manifest, path)
         check_same_run(path, manifest, recipe, data)
         holders, damages = _verify(candidate, manifest, clients, note)

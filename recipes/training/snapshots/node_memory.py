@@ -3,7 +3,7 @@
 A snapshot is a checkpoint whose files are spread over the memory of the nodes. Each node holds the
 files of its own ranks and copies of those of a partner node. The folder of a node:
 
-threefold-RUN-NODE/
+threefold-RUN-NODE.PID/       PID of the agent
   servers.json                the servers of all nodes, written by the agent of launch.py
   step-0000150-7-9f3a22c1/    step, number of turns in the run's history, name of the writer
     manifest.json             as in a checkpoint on the disk; the same on all nodes
@@ -40,6 +40,7 @@ class Server:
         node: name of the node
         port: its TCP port
         secret: without it, the server does not answer
+        address: host name or IP address of the server
     """
 
     node: str

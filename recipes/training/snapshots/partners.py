@@ -1,9 +1,9 @@
 """Copies of a node's files in the memory of a partner node.
 
-Nodes form pairs, as in GEMINI (Wang et al., SOSP 2023, section 4), whose placement is the most
-likely to keep a copy of everything when several nodes fail together: with pairs, two failures lose
-data only if they hit the same pair. Partners are half of the list of nodes apart, because
-neighbours in a list often share a rack or a switch.
+Nodes form pairs, as in GEMINI (Wang et al., SOSP 2023, section 4). Of all placements with two
+copies, pairs are the least likely to lose both copies of a file when several nodes fail: two
+failures lose data only if they hit the same pair. Partners are half of the list of nodes apart,
+because neighbours in a list often share a rack or a switch.
 """
 
 import mmap

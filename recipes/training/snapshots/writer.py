@@ -12,11 +12,9 @@ from recipes.training.checkpoint.state import KINDS
 from recipes.training.checkpoint.writer import EXCHANGE_TIMEOUT, CheckpointWriter, Counters
 from recipes.training.checkpoint.writing.rank_files import Written, united
 from recipes.training.run_folder.progress import Progress
-from recipes.training.snapshots.names import SnapshotName
+from recipes.training.snapshots.names import FP32_BYTES, SnapshotName
 from recipes.training.snapshots.node_memory import NodeMemory
 from recipes.training.snapshots.partners import Partners
-
-BYTES = 4  # per element
 
 
 class SnapshotWriter:
@@ -103,7 +101,7 @@ class SnapshotWriter:
     def _bytes_per_node(self) -> int:
         """Return the size of the files that this rank's node holds of a snapshot."""
         elements = sum(map(math.prod, self.writer.assembly.shapes.values())) * len(KINDS)
-        return BYTES * elements * self.files_per_node
+        return FP32_BYTES * elements * self.files_per_node
 
     def _write_files(self, workspace: Path) -> Written:
         """Write this rank's files, and the copies of another node's; collective."""

@@ -71,7 +71,7 @@ def test_many_failures_leave_nothing() -> None:
 @pytest.mark.parametrize("failures", [0.1, 3, 24])
 def test_the_best_interval_is_better_than_any_other(failures: float) -> None:
     costs, step = FaultCosts(2, 0, 60), 4.0
-    best = best_interval(step, costs, failures, most=10**5)
+    best = best_interval(step, costs, failures, max_steps=10**5)
     kept = goodput(best * step, costs, failures).kept
     assert kept >= max(goodput(n * step, costs, failures).kept for n in range(1, 20_000))
     # Young's formula is its first-order approximation.
@@ -79,15 +79,15 @@ def test_the_best_interval_is_better_than_any_other(failures: float) -> None:
 
 
 def test_a_save_ends_before_the_next_one() -> None:
-    assert best_interval(1.0, FaultCosts(0, 500, 60), 1000, most=10**5) == 500
-    assert best_interval(1.0, FaultCosts(0, 500, 60), 1000, most=20) == 20
-    assert best_interval(1.0, FaultCosts(5, 0, 0), 1, most=1) == 1
+    assert best_interval(1.0, FaultCosts(0, 500, 60), 1000, max_steps=10**5) == 500
+    assert best_interval(1.0, FaultCosts(0, 500, 60), 1000, max_steps=20) == 20
+    assert best_interval(1.0, FaultCosts(5, 0, 0), 1, max_steps=1) == 1
 
 
 def test_very_frequent_failures_need_frequent_saves() -> None:
     costs = FaultCosts(0.33, 4, 74)
     for failures in (60, 200, 1e5):
-        assert best_interval(12.58, costs, failures, most=476_838) == 1 + (failures < 100)
+        assert best_interval(12.58, costs, failures, max_steps=476_838) == 1 + (failures < 100)
 
 
 def test_saves_do_not_overlap() -> None:

@@ -54,7 +54,7 @@ def tell(processes: list[ServerProcess], without: tuple[int, ...] = ()) -> None:
         if n not in without
     ]
     for process in processes:
-        process.tell(servers)
+        process.write_servers(servers)
 
 
 def train(recipe: Recipe, run: Path, memories: list[Path], steps: int, **settings: Any) -> Any:
@@ -93,7 +93,9 @@ def find(recipe: Recipe, run: Path, memories: list[Path], at_least: int = 0) -> 
     engine, data = start(recipe, world)
     memory = NodeMemory(memories[world.rank])
     history = RunFolder(run).history()
-    found = find_snapshot(memory, recipe, data.fingerprint, history, at_least)
+    found = find_snapshot(
+        memory, recipe=recipe, data=data.fingerprint, history=history, at_least=at_least
+    )
     skipped = list(found.skipped.values())
     if found.checkpoint is None:
         return 0, skipped, 0.0
@@ -184,7 +186,9 @@ def find_with(recipe: Recipe, memories: list[Path], history: History, at_least: 
     world = join_world()
     data = start(recipe, world)[1]
     memory = NodeMemory(memories[0])
-    found = find_snapshot(memory, recipe, data.fingerprint, history, at_least)
+    found = find_snapshot(
+        memory, recipe=recipe, data=data.fingerprint, history=history, at_least=at_least
+    )
     return found.progress.step
 
 
@@ -210,7 +214,9 @@ def find_flipped(recipe: Recipe, memories: list[Path], history: History) -> list
         sound = {file: file.read_bytes() for file in victims}
         for file in victims:
             flip(file, chance)
-        found = find_snapshot(memory, recipe, data.fingerprint, history, 0)
+        found = find_snapshot(
+            memory, recipe=recipe, data=data.fingerprint, history=history, at_least=0
+        )
         if found.checkpoint:
             if found.skipped:
                 missed.append(f"{number}: the snapshot is used and skipped")
@@ -225,7 +231,9 @@ def find_flipped(recipe: Recipe, memories: list[Path], history: History) -> list
             missed.append(f"{number}: {found.skipped}")
         for file, content in sound.items():
             file.write_bytes(content)
-    if find_snapshot(memory, recipe, data.fingerprint, history, 0).skipped:
+    if find_snapshot(
+        memory, recipe=recipe, data=data.fingerprint, history=history, at_least=0
+    ).skipped:
         missed.append("the repaired files")
     return missed
 
