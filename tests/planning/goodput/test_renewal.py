@@ -27,13 +27,13 @@ def simulated(interval: float, costs: FaultCosts, failures_per_day: float, seed:
     now, kept, end = 0.0, 0.0, DAYS * SECONDS_PER_DAY
     failure = chance.expovariate(failures_per_day / SECONDS_PER_DAY)
     while now < end:
-        while failure < now + costs.restart:  # a restart fails
+        while failure < now + costs.restart_seconds:  # a restart fails
             now = failure
             failure += chance.expovariate(failures_per_day / SECONDS_PER_DAY)
-        start = now + costs.restart
+        start = now + costs.restart_seconds
         for number in itertools.count(1):
-            period = max(interval + costs.pause, costs.write)
-            complete = start + number * period + costs.write
+            period = max(interval + costs.pause_seconds, costs.write_seconds)
+            complete = start + number * period + costs.write_seconds
             if complete > failure:
                 break
             kept += interval
@@ -75,7 +75,7 @@ def test_the_best_interval_is_better_than_any_other(failures: float) -> None:
     kept = goodput(best * step, costs, failures).kept
     assert kept >= max(goodput(n * step, costs, failures).kept for n in range(1, 20_000))
     # Young's formula is its first-order approximation.
-    assert best * step == pytest.approx(young_interval(costs.pause, failures), rel=0.1)
+    assert best * step == pytest.approx(young_interval(costs.pause_seconds, failures), rel=0.1)
 
 
 def test_a_save_ends_before_the_next_one() -> None:

@@ -134,7 +134,7 @@ def test_one_slow_device_is_named(nodes: int) -> None:
     assert time.monotonic() - began < 5
     assert named(verdict, Severity.SLOW) == [(MATMUL, (5,))]
     (finding,) = verdict.findings
-    assert finding.value == pytest.approx(700 / 3) and finding.usual == 700
+    assert finding.value == pytest.approx(700 / 3) and finding.median_of_others == 700
     assert not verdict.stops and not verdict.left_out  # there is no spare node
     assert verdict.has_slow and verdict.mismatches == []
     assert cluster.judge(spares=1).stops
