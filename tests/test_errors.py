@@ -21,7 +21,6 @@ COMMANDS = ("pretrain", "plan", "prove", "prepare_data", "convert", "sweep", "la
 BROAD = {"ValueError", "AssertionError", "Exception", "BaseException"}
 INVARIANTS = {  # function that raises a plain ValueError -> why no user can cause it
     "models/pipeline/schedule/simulation.py: simulate": "no order of passes is made by users",
-    "recipes/launching/causes.py: signal_name": "not every number is that of a named signal",
     "recipes/proving/worlds.py: run_cases": "prove.py only makes layouts of at most --ranks",
 }
 FOREIGN = "the line calls a library, which raises many classes for data that it cannot read"

@@ -168,10 +168,8 @@ def _error_of_a_rank(outcome: Outcome, codes: Sequence[int]) -> Diagnosis:
 
 def signal_name(number: int) -> str:
     """Return the name of a signal; real-time signals have none in Python."""
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
+    names = {each.value: each.name for each in signal.Signals}
+    return names.get(number, f"signal {number}")
 
 
 def shown(texts: Sequence[str], *, separator: str = ", ") -> str:
