@@ -1,9 +1,9 @@
 """Measure how much time snapshots in memory take from the training steps of tiny.toml.
 
-Two ranks of this machine, as two nodes that hold copies for each other. Blocks of steps without and
-with one snapshot take turns. The cost of a snapshot is the difference of the processor time that a
-rank uses, because other programs disturb it less than the time of day. If every core has a rank,
-the steps take as much longer; the steps of a GPU hardly do. The last line is the share of time that
+Two ranks on this machine stand for two nodes that hold copies for each other. Blocks of steps
+without and with a snapshot alternate. The cost of a snapshot is the difference in processor time
+per rank, which other programs disturb less than elapsed time. If every core runs a rank, steps take
+longer by this cost; steps on a GPU are hardly affected. The last line is the share of time that
 snapshots take at the interval that the planner's formula recommends for these costs.
 
     python benchmarks/snapshots.py [--rounds 20] [--failures-per-day 8]
@@ -24,6 +24,8 @@ import subprocess
 import tempfile
 import time
 import tomllib
+from collections.abc import Sequence
+from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
@@ -34,6 +36,8 @@ from recipes.proving.proof_corpus import write_corpus
 from recipes.proving.trial import start, train_step
 from recipes.proving.worlds import free_port, rank_variables
 from recipes.training.checkpoint.writer import CheckpointWriter
+from recipes.training.data.dataset import TrainingData
+from recipes.training.engine.engine import Engine
 from recipes.training.recipe.loading import DEFAULT_RECIPE, parse_recipe
 from recipes.training.recipe.topology import World
 from recipes.training.run_folder.folder import RunFolder
@@ -42,8 +46,8 @@ from recipes.training.snapshots.node_memory import NodeMemory
 from recipes.training.snapshots.writer import SnapshotWriter
 
 NODES = 2
-STEPS = 2  # of a block; a snapshot is complete before the block ends
-MOST_STEPS = 100_000  # between snapshots
+STEPS_PER_BLOCK = 2  # of a block; a snapshot is complete before the block ends
+MAX_STEPS = 100_000  # between snapshots
 
 
 def main() -> None:
@@ -66,12 +70,13 @@ def main() -> None:
             subprocess.Popen(command, env=os.environ | rank_variables(rank, NODES, port))
             for rank in range(NODES)
         ]
-        if any(rank.wait() for rank in ranks):
-            sys.exit(1)
+        wait_for_all(ranks)
         found = json.loads((folder / "result").read_text())
-    step, pause, cost, write = (found[key] for key in ("step", "pause", "cost", "write"))
-    costs = FaultCosts(pause=cost, write=write, restart=0.0)
-    every = best_interval(step, costs, options.failures_per_day, most=MOST_STEPS)
+    step, pause, cost, write = (
+        found[f"{name}_seconds"] for name in ("step", "pause", "cost", "write")
+    )
+    costs = FaultCosts(pause_seconds=cost, write_seconds=write, restart_seconds=0.0)
+    every = best_interval(step, costs, options.failures_per_day, max_steps=MAX_STEPS)
     print(f"{found['parameters'] / 1e6:.1f} M parameters, {options.rounds} rounds, medians")
     print(f"  step                             {step:.3f} s")
     print(f"  pause for comparison and copy    {pause:.4f} s")
@@ -81,6 +86,17 @@ def main() -> None:
         f"  best interval for {options.failures_per_day} failures per day: every {every} steps "
         f"({every * step:.0f} s), which takes {cost / (every * step):.2%} of the time"
     )
+
+
+def wait_for_all(ranks: Sequence[subprocess.Popen[bytes]]) -> None:
+    """Wait until all ranks have ended; if one fails, kill the others and end this process."""
+    while None in (codes := [rank.poll() for rank in ranks]) and not any(codes):
+        time.sleep(0.1)
+    if any(codes):
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+        sys.exit(1)
 
 
 def read_tiny() -> dict[str, Any]:
@@ -104,46 +120,87 @@ def measure(folder: Path, rounds: int) -> None:
     own = folder / f"node{world.rank}"
     own.mkdir()
     topology = recipe.topology(world)
-    seconds: dict[str, list[float]] = {
-        key: [] for key in ("without", "with", "steps", "pause", "write")
-    }
-    step = 0
+    blocks: list[Block] = []
     with CheckpointWriter(
         engine.state, run, recipe=recipe, topology=topology, data=data.fingerprint
     ) as writer:
         snapshots = SnapshotWriter(writer, NodeMemory(own), every=1, step=0, ranks_per_node=1)
-        for number in range(2 * rounds + 2):  # the first two warm up
-            with_snapshot = number % 2 == 1
-            began, used = time.perf_counter(), time.process_time()
-            pause = complete = 0.0
-            if with_snapshot:
-                assert not engine.differing_replicas()  # as a run does before each snapshot
-                assert not snapshots.take(data.progress_after(step))
-                pause = time.perf_counter() - began
-            for _ in range(STEPS):
-                step += 1
-                train_step(engine, data, step)
-                if with_snapshot and not complete and not writer.busy:
-                    complete = time.perf_counter() - began
-            took = time.perf_counter() - began
-            writer.wait()
-            if number >= 2:
-                used = time.process_time() - used
-                seconds["with" if with_snapshot else "without"].append(used)
-                seconds["steps"].append(took / STEPS)
-                if with_snapshot:
-                    seconds["pause"].append(pause)
-                    seconds["write"].append(complete or time.perf_counter() - began)
+        for number in range(2 * rounds + 2):
+            first = number * STEPS_PER_BLOCK + 1
+            taking = snapshots if number % 2 == 1 else None
+            blocks.append(run_block(engine, data, writer, first=first, snapshots=taking))
     if world.rank == 0:
-        pairs = zip(seconds["with"], seconds["without"], strict=True)
-        found = {
-            "parameters": parameter_count(recipe.model),
-            "step": median(seconds["steps"]),
-            "pause": median(seconds["pause"]),
-            "write": median(seconds["write"]),
-            "cost": max(median(seconds["pause"]), median(a - b for a, b in pairs)),
-        }
+        found = medians(blocks[2:])  # the first two warm up
+        found["parameters"] = parameter_count(recipe.model)
         (folder / "result").write_text(json.dumps(found))
+
+
+@dataclass(frozen=True)
+class Block:
+    """The times of a block of steps, in seconds.
+
+    Attributes:
+        processor: processor time of this rank
+        step: elapsed time of a step
+        pause: pause of the steps for the snapshot; None without a snapshot
+        write: time until the snapshot is complete; None without a snapshot
+    """
+
+    processor: float
+    step: float
+    pause: float | None = None
+    write: float | None = None
+
+
+def run_block(
+    engine: Engine,
+    data: TrainingData,
+    writer: CheckpointWriter,
+    *,
+    first: int,
+    snapshots: SnapshotWriter | None,
+) -> Block:
+    """Run a block of steps.
+
+    Args:
+        engine: the engine
+        data: the corpora
+        writer: the writer of checkpoints, whose thread writes the snapshot
+        first: the first step
+        snapshots: takes a snapshot before the first step; None for a block without a snapshot
+    """
+    began, used = time.perf_counter(), time.process_time()
+    pause = write = None
+    if snapshots:
+        assert not engine.differing_replicas()  # as a run does before each snapshot
+        assert not snapshots.take(data.progress_after(first - 1))
+        pause = time.perf_counter() - began
+    for step in range(first, first + STEPS_PER_BLOCK):
+        train_step(engine, data, step)
+        if snapshots and write is None and not writer.busy:
+            write = time.perf_counter() - began
+    elapsed = time.perf_counter() - began
+    writer.wait()
+    if snapshots and write is None:
+        write = time.perf_counter() - began
+    return Block(time.process_time() - used, elapsed / STEPS_PER_BLOCK, pause, write)
+
+
+def medians(blocks: Sequence[Block]) -> dict[str, float]:
+    """Return the medians of the times in seconds, and the cost of a snapshot.
+
+    blocks: alternating without and with a snapshot
+    """
+    pauses = [block.pause for block in blocks if block.pause is not None]
+    pairs = zip(blocks[1::2], blocks[::2], strict=True)
+    return {
+        "step_seconds": median(block.step for block in blocks),
+        "pause_seconds": median(pauses),
+        "write_seconds": median(block.write for block in blocks if block.write is not None),
+        "cost_seconds": max(
+            median(pauses), median(own.processor - other.processor for own, other in pairs)
+        ),
+    }
 
 
 if __name__ == "__main__":

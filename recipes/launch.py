@@ -5,8 +5,10 @@
     python recipes/launch.py --hostfile hosts --launcher local recipes/mine.toml   # on one machine
 
 The ranks run recipes/pretrain.py, with the same options. If a node is lost, the ranks are started
-again on the remaining nodes, in the layout that the planner finds for them, from the newest
-checkpoint. The loss does not depend on the layout, so the loss curve does not show the restart.
+again on the remaining nodes. With fewer nodes, the run keeps its layout with fewer data ranks,
+unless the planner predicts another layout to be faster. It resumes from the newest snapshot in
+memory or checkpoint. The loss does not depend on the layout, so the loss curve does not show the
+restart.
 Nodes that return are used again. events.jsonl in the run folder records every start and its reason.
 
 A hostfile has a line "NAME slots=N" per host, like that of deepspeed. Hosts beyond cluster.nodes
@@ -28,13 +30,14 @@ from functools import partial
 
 from models.errors import UserError
 from recipes.launching.attempt import Command
+from recipes.launching.environment import forwarded, in_container
 from recipes.launching.launcher import Launcher
 from recipes.launching.replanning import Replanner, check_cluster
-from recipes.nodes.connection import here, over_srun, over_ssh
-from recipes.nodes.environment import forwarded, in_container
+from recipes.nodes.connection import on_this_machine, over_srun, over_ssh
 from recipes.nodes.hosts import read_hostfile, slurm_hosts
 from recipes.training.recipe.loading import REPOSITORY, load_recipe, origin
 from recipes.training.recipe.schema import Recipe
+from recipes.training.recipe.sections.layout import Cluster
 from recipes.training.recipe.topology import World
 from recipes.training.run_folder.folder import RunFolder
 from recipes.training.run_folder.lock import SECONDS_TO_WAIT, FolderInUse
@@ -43,7 +46,7 @@ from recipes.training.runtime.streams import outlive_output
 from recipes.training.runtime.torch_variables import set_torch_variables
 
 PRETRAIN = Path(__file__).with_name("pretrain.py")
-CONNECTS = {"ssh": over_ssh, "srun": over_srun, "local": here}
+CONNECT_BY_LAUNCHER = {"ssh": over_ssh, "srun": over_srun, "local": on_this_machine}
 
 
 def main() -> None:
@@ -55,16 +58,17 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard_limit, hard_limit))
     try:
         launcher = prepare(options)
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
+            if signal.getsignal(number) is not signal.SIG_IGN:  # nohup relies on an ignored SIGHUP
+                signal.signal(number, launcher.request_stop)
+        code = launcher.run()
     except FolderInUse as problem:
         print(f"launch.py: {problem}", file=sys.stderr)
         sys.exit(BUSY)
     except UserError as problem:
         print(f"launch.py: {problem}", file=sys.stderr)
         sys.exit(REJECTED)
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
-        if signal.getsignal(number) is not signal.SIG_IGN:  # nohup relies on an ignored SIGHUP
-            signal.signal(number, launcher.ask)
-    sys.exit(launcher.run())
+    sys.exit(code)
 
 
 def prepare(options: argparse.Namespace) -> Launcher:
@@ -87,38 +91,88 @@ def prepare(options: argparse.Namespace) -> Launcher:
         list_hosts = partial(read_hostfile, options.hostfile, processes=size)
     else:
         list_hosts = partial(slurm_hosts, os.environ)
-    hosts = list_hosts()
-    if len(hosts) < recipe.cluster.minimum_nodes:
-        raise UserError(
-            f"{len(hosts)} hosts are listed, and {name} needs cluster.minimum_nodes = "
-            f"{recipe.cluster.minimum_nodes}; list more hosts, or use "
-            f"--set cluster.minimum_nodes={len(hosts)}"
-        )
+    check_host_count(recipe.cluster, name, listed=len(list_hosts()))
+    check_layouts(Replanner(options.recipe, options.set), recipe.cluster, name)
     folder = RunFolder(options.run_dir or REPOSITORY / "runs" / recipe.name)
-    hold(folder, wait_seconds=options.wait_for_folder)
+    lock_folder(folder, wait_seconds=options.wait_for_folder)
     if options.forget_failures:
         folder.event("forget", 0)
     file = folder.write_recipe("launched.toml", recipe)  # later edits do not change restarts
+    launcher = options.launcher or ("ssh" if options.hostfile else "srun")
+    return Launcher(
+        recipe,
+        folder,
+        rank_command(options, recipe, folder, file=file, shares_machine=launcher == "local"),
+        replanner=Replanner(file),
+        list_hosts=list_hosts,
+        connect=CONNECT_BY_LAUNCHER[launcher],
+    )
+
+
+def check_host_count(cluster: Cluster, name: str, *, listed: int) -> None:
+    """Check that enough hosts are listed.
+
+    Raises:
+        UserError: there are fewer hosts than the run needs.
+    """
+    if listed < cluster.minimum_nodes:
+        raise UserError(
+            f"{listed} hosts are listed, and {name} needs cluster.minimum_nodes = "
+            f"{cluster.minimum_nodes}; list more hosts, or use --set cluster.minimum_nodes={listed}"
+        )
+
+
+def check_layouts(replanner: Replanner, cluster: Cluster, name: str) -> None:
+    """Check that the planner finds a layout.
+
+    Raises:
+        UserError: the cluster's GPU has no datasheet or does not compute in the recipe's precision,
+            or no layout fits.
+    """
+    if not replanner.best(cluster.nodes, cluster.minimum_nodes):
+        raise UserError(
+            f"{name}: no layout is predicted to fit on {cluster.minimum_nodes} to {cluster.nodes} "
+            f"nodes; use more of them, for example --set cluster.nodes={2 * cluster.nodes}, or a "
+            f"GPU with more memory"
+        )
+
+
+def rank_command(
+    options: argparse.Namespace,
+    recipe: Recipe,
+    folder: RunFolder,
+    *,
+    file: Path,
+    shares_machine: bool,
+) -> Command:
+    """Return the command of the ranks.
+
+    Args:
+        options: the options of launch.py
+        recipe: the recipe of the run
+        folder: the run folder
+        file: the recipe, with the user's overrides
+        shares_machine: all nodes are this machine
+
+    Raises:
+        UserError: the option --resume is not supported.
+    """
+    assert recipe.cluster
     # The agents run in the container, and start the ranks there.
     python = in_container(options.container) if options.container else [sys.executable]
     words = [python[-1], "-u", str(PRETRAIN), str(file)]
     words += ["--run-dir", str(folder.path), "--resume", resume_option(options, recipe)]
     words += ["--resume-once", options.resume_once or f"launch-{time.time_ns():x}"]
+    pipelined = recipe.layout.pipeline > 1
     variables = forwarded(os.environ, container=bool(options.container))
-    set_torch_variables(
-        variables,
-        deterministic=recipe.training.deterministic,
-        pipelined=recipe.layout.pipeline > 1,
-    )
-    master = "127.0.0.1" if options.launcher == "local" else ""
-    launcher = options.launcher or ("ssh" if options.hostfile else "srun")
-    return Launcher(
-        recipe,
-        folder,
-        Command(words, variables, size, master, recipe.layout.pipeline > 1, python),
-        replanner=Replanner(file),
-        list_hosts=list_hosts,
-        connect=CONNECTS[launcher],
+    set_torch_variables(variables, deterministic=recipe.training.deterministic, pipelined=pipelined)
+    return Command(
+        words=words,
+        variables=variables,
+        ranks_per_node=recipe.cluster.gpus_per_node,
+        shares_machine=shares_machine,
+        pipelined=pipelined,
+        python=python,
     )
 
 
@@ -136,7 +190,7 @@ def resume_option(options: argparse.Namespace, recipe: Recipe) -> str:
     return "auto" if options.resume == "auto" else str(Path(options.resume).absolute())
 
 
-def hold(folder: RunFolder, *, wait_seconds: float) -> None:
+def lock_folder(folder: RunFolder, *, wait_seconds: float) -> None:
     """Lock the run folder; wait for a holder that shows no sign of life.
 
     Raises:
@@ -169,7 +223,7 @@ def parse_command_line() -> argparse.Namespace:
     )
     parser.add_argument(
         "--launcher",
-        choices=list(CONNECTS),
+        choices=list(CONNECT_BY_LAUNCHER),
         help="how nodes are reached; local starts all ranks on this machine, to try out a recipe; "
         "default: ssh with a hostfile, otherwise srun",
     )

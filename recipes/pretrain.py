@@ -75,7 +75,7 @@ def pretrain(started: float | None = None) -> None:
         deterministic=recipe.training.deterministic,
         pipelined=experiment.topology.pipeline > 1,
     )
-    from recipes.out_of_memory.explanation import explained
+    from recipes.out_of_memory.explanation import out_of_memory_explained
     from recipes.training.engine.build import build_engine, build_grid, build_model, build_optimizer
     from recipes.training.loop.opening import close_run, leave_processes, open_run
     from recipes.training.loop.start import begin, find_resume_point, join, open_data
@@ -98,14 +98,15 @@ def pretrain(started: float | None = None) -> None:
         start = find_resume_point(experiment, claim, data, options.resume, options.resume_once)
     begin(experiment, claim, data, start, startup)
 
-    with explained(experiment, claim) as account:
+    with out_of_memory_explained(experiment, claim) as account:
         # 5. Model: check the nodes, build the model, its optimizer and DeepSpeed's engine, and load
         # the checkpoint. If memory runs out from here on, a message names a layout that needs less.
         topology, config = experiment.topology, experiment.config
         crumb = claim.supervisor.crumb  # tells the supervisor what this rank is doing
         crumb.note("building the engine")
         grid = build_grid(topology)
-        check_nodes(experiment, claim, grid, start.progress.step, startup)
+        step = start.progress.step
+        check_nodes(experiment, claim=claim, grid=grid, step=step, startup=startup)
         model = build_model(recipe, topology=topology, config=config, grid=grid)
         startup.lap("model")
         optimizer = build_optimizer(model, recipe.optimizer)

@@ -48,7 +48,7 @@ CATCHES = {  # function that catches one of BROAD -> why no defect becomes a use
     "recipes/nodes/gpu_watch.py: GpuWatch._end": PARSING,
     "recipes/nodes/node_agent.py: NodeAgent.read_commands": PARSING,
     "recipes/out_of_memory/explanation.py: report": "a lack of memory is reported anyway",
-    "recipes/out_of_memory/explanation.py: explained": "other errors are raised again",
+    "recipes/out_of_memory/explanation.py: out_of_memory_explained": "raises others again",
     "recipes/pretrain.py: main": RAISES,
     "recipes/sweeping/choice.py: values_of_setting": PARSING,
     "recipes/sweeping/sweep_folder.py: _read_json": PARSING,

@@ -1,5 +1,6 @@
 """Messages and events of launch.py: its attempts, their ends, and what it decides about nodes."""
 
+import contextlib
 import sys
 from typing import Any
 
@@ -21,14 +22,20 @@ class Announcements:
 
     def __init__(self, folder: RunFolder, nodes: Nodes, minimum_nodes: int):
         self.folder, self.nodes, self.minimum_nodes = folder, nodes, minimum_nodes
+        self._newest = 0
 
     def say(self, text: str) -> None:
         """Print a message."""
         print(f"launch.py: {text}", file=sys.stderr, flush=True)
 
     def newest_checkpoint(self) -> int:
-        """Return the step of the newest checkpoint; 0 if there is none."""
-        return max(map(step_of, published(self.folder.checkpoints)), default=0)
+        """Return the step of the newest checkpoint; 0 if there is none.
+
+        If the file server does not answer, it is the step that was found last.
+        """
+        with contextlib.suppress(OSError):
+            self._newest = max(map(step_of, published(self.folder.checkpoints)), default=0)
+        return self._newest
 
     def begin(self, attempt: Attempt, reason: str) -> None:
         """Announce an attempt, its nodes and the nodes that are not used."""
@@ -43,7 +50,7 @@ class Announcements:
             unused=unused,
             layout=placement.layout,
             overrides=list(placement.overrides),
-            predicted_step_seconds=placement.seconds,
+            predicted_step_seconds=placement.step_seconds,
         )
         others = shown([f"{host} ({why})" for host, why in unused.items()])
         self.say(
@@ -57,7 +64,8 @@ class Announcements:
         Args:
             attempt: the attempt
             diagnosis: the cause of its end
-            step: step of the newest checkpoint
+            step: the later of the newest checkpoint's step and the step that the attempt started
+                from
             problem: the reason why the run is not restarted; "" if it is
         """
         self.folder.event(
@@ -67,22 +75,23 @@ class Announcements:
             number=attempt.number,
             reason=diagnosis.reason,
             blamed=list(diagnosis.blamed),
-            broken=list(diagnosis.broken),
-            slow=list(diagnosis.slow),
+            broken=list(diagnosis.preflight_broken),
+            slow=list(diagnosis.preflight_slow),
         )
         if diagnosis.exit_code is not None:
             self.say(diagnosis.reason)
             return
         reasons = {
             host: self.nodes.failures.reason(host)
-            for host in [*diagnosis.blamed, *diagnosis.broken]
+            for host in [*diagnosis.blamed, *diagnosis.preflight_broken]
         }
         left_out = [host for host, reason in reasons.items() if reason]
         details = f"; {shown(left_out)} will not be used again for now" if left_out else ""
-        if diagnosis.slow:
-            details += f"; {shown(diagnosis.slow)} will be used only if no other node is left"
-        where = f"after step {step}" if step else "at step 1"
-        then = problem or f"restarting {where}"
+        if diagnosis.preflight_slow:
+            details += (
+                f"; {shown(diagnosis.preflight_slow)} will be used only if no other node is left"
+            )
+        then = problem or "restarting"  # the ranks name the step that they start from
         self.say(f"attempt {attempt.number} ended: {diagnosis.reason}{details}; {then}")
 
     def gpu_error(self, host: str, error: str, *, left_out: bool) -> None:

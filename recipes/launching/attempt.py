@@ -18,9 +18,10 @@ SECONDS_FOR_ORDERLY_END = 60.0  # between the first and the last rank that ends 
 SECONDS_FOR_GPUS = 5.0  # after a failure, for nodes to look at their GPUs
 SECONDS_TO_KILL = 10.0
 LOST_CONNECTION = "connection closed"
+LOOPBACK = "127.0.0.1"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Command:
     """The command of the ranks, and its environment.
 
@@ -28,7 +29,7 @@ class Command:
         words: the command of a rank, without the options that launch.py adds
         variables: environment variables of all ranks
         ranks_per_node: number of ranks on each node
-        master: address at which the ranks meet; empty for the first host of an attempt
+        shares_machine: all nodes are this machine (--launcher local)
         pipelined: standby processes have the environment of a layout with pipeline stages
         python: the command that starts Python on a node, for its agent
     """
@@ -36,9 +37,13 @@ class Command:
     words: Sequence[str]
     variables: Mapping[str, str]
     ranks_per_node: int
-    master: str = ""
+    shares_machine: bool = False
     pipelined: bool = False
     python: Sequence[str] = (sys.executable,)
+
+    def address_of(self, host: str) -> str:
+        """Return the address at which other ranks reach a host."""
+        return LOOPBACK if self.shares_machine else host
 
 
 class Attempt:
@@ -71,7 +76,7 @@ class Attempt:
         self.running: dict[int, str] = {}
         self.ends: list[RankEnd] = []
         self.lost: dict[str, str] = {}
-        self._looked: set[str] = set()  # hosts that have looked at their GPUs after a failure
+        self._reported_gpus: set[str] = set()  # hosts whose GPUs were checked after a failure
 
     @property
     def failed(self) -> bool:
@@ -79,7 +84,10 @@ class Attempt:
         return bool(self.lost) or any(end.code for end in self.ends)
 
     def start(self, command: Command) -> None:
-        """Start the ranks on all hosts."""
+        """Start the ranks on all hosts, unless a host is lost before."""
+        port = self._ask_port()
+        if self.lost:
+            return
         words = list(command.words)
         for override in self.placement.overrides:
             words += ["--set", override]
@@ -89,12 +97,12 @@ class Attempt:
             **command.variables,
             "WORLD_SIZE": str(len(self.hosts) * size),
             "LOCAL_WORLD_SIZE": str(size),
-            "MASTER_ADDR": command.master or self.hosts[0],
-            "MASTER_PORT": str(self._ask_port()),
+            "MASTER_ADDR": command.address_of(self.hosts[0]),
+            "MASTER_PORT": str(port),
             SPARE_NODES: str(self.nodes.spares(self.hosts)),
         }
         servers = [
-            {"node": host, "address": command.master or host} | agent.server
+            {"node": host, "address": command.address_of(host)} | agent.server
             for host, agent in self.nodes.connections.agents.items()
             if agent.ready and agent.server
         ]
@@ -130,7 +138,7 @@ class Attempt:
         signalled, restarting = False, ""
         next_look = first_end = 0.0
         while self.running and not self.failed:
-            self._look()
+            self._poll()
             first_end = first_end or (time.monotonic() if self.ends else 0.0)
             if first_end and time.monotonic() - first_end > SECONDS_FOR_ORDERLY_END:
                 self._end_rest()  # every step is done, but a rank hangs at its end
@@ -150,7 +158,7 @@ class Attempt:
         return Outcome(lost=self.lost, ends=self.ends, asked=bool(asked()), restarting=restarting)
 
     def _ask_port(self) -> int:
-        """Return a free port of the first host; 0 if the host has just been lost."""
+        """Return a free port of the first host; 0 if the host is lost."""
         first = self.hosts[0]
         self._send([first], {"do": "port"})
         deadline = time.monotonic() + SECONDS_TO_ANSWER
@@ -159,10 +167,11 @@ class Attempt:
                 self._note(report.host, report.content)
                 if report.host == first and report.content and report.content["is"] == "port":
                     return int(report.content["port"])
-        self.lost.setdefault(first, f"no answer for {SECONDS_TO_ANSWER:g} s")
+        if first not in self.lost:
+            self._lose(first, f"no answer for {SECONDS_TO_ANSWER:g} s")
         return 0
 
-    def _look(self) -> None:
+    def _poll(self) -> None:
         """Note the reports that arrive, and the hosts that have fallen silent."""
         for report in self.nodes.connections.reports():
             self._note(report.host, report.content)
@@ -186,7 +195,7 @@ class Attempt:
         elif content["is"] == "gpus":
             self.nodes.note_gpus(host, content)
             if content["answer"]:
-                self._looked.add(host)
+                self._reported_gpus.add(host)
 
     def _lose(self, host: str, reason: str) -> None:
         self.lost[host] = reason
@@ -196,7 +205,7 @@ class Attempt:
     def _settle(self, asked: Callable[[], int]) -> None:
         """Find the hosts that are lost after the first failure, and end the remaining ranks."""
         failed_at = time.monotonic()
-        self._looked.clear()  # a late answer may have come from a look for the previous attempt
+        self._reported_gpus.clear()  # an earlier answer may belong to the previous attempt
         self._send(self.hosts, {"do": "look"})
         self._find_lost()
         codes = {end.code for end in self.ends if end.code}
@@ -204,9 +213,9 @@ class Attempt:
         self._wait(SECONDS_FOR_ORDERLY_END if orderly else SECONDS_FOR_MESSAGES, asked)
         self._end_rest()
         while time.monotonic() < failed_at + SECONDS_FOR_GPUS and asked() < 2:
-            if self._looked.issuperset(host for host in self.hosts if host not in self.lost):
+            if self._reported_gpus.issuperset(host for host in self.hosts if host not in self.lost):
                 break
-            self._look()
+            self._poll()
 
     def _end_rest(self) -> None:
         """Kill the ranks that have not ended, without counting their ends."""
@@ -240,7 +249,7 @@ class Attempt:
         """Wait until all ranks have ended, but not if a user asks to stop a second time."""
         deadline = time.monotonic() + seconds
         while self.running and time.monotonic() < deadline and asked() < 2:
-            self._look()
+            self._poll()
 
     def _signal(self, number: signal.Signals) -> None:
         self._send(self.hosts, {"do": "signal", "number": int(number)})

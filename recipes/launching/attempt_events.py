@@ -29,7 +29,7 @@ def ran_out_of_memory(events: Iterable[Event]) -> bool:
 def ranks_behind(events: Iterable[Event]) -> list[int]:
     """Return the ranks that the newest hang report names as behind."""
     stops = [event["behind"] for event in events if event["event"] == "stop" and "behind" in event]
-    return _ranks(stops[-1]) if stops else []
+    return ranks_in(stops[-1]) if stops else []
 
 
 def slow_ranks(events: Iterable[Event]) -> list[int]:
@@ -41,7 +41,7 @@ def slow_ranks(events: Iterable[Event]) -> list[int]:
     if not found:
         return []
     return [rank for event in found if event["step"] == found[-1]["step"]
-            for rank in _ranks(event.get("ranks"))]  # fmt: skip
+            for rank in ranks_in(event.get("ranks"))]  # fmt: skip
 
 
 def hosts_of(ranks: Iterable[int], hosts: Sequence[str], ranks_per_node: int) -> list[str]:
@@ -103,6 +103,6 @@ def replacement(
     return Replacement(slow)
 
 
-def _ranks(value: Any) -> list[int]:
+def ranks_in(value: Any) -> list[int]:
     """Return the ranks in a list of a file that a user may have edited."""
     return [rank for rank in value if isinstance(rank, int)] if isinstance(value, list) else []

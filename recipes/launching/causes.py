@@ -7,6 +7,7 @@ import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from recipes.training.preflight.measures import MAX_BLAMED_NODES
 from recipes.training.runtime.exits import (
     BUSY,
     FINISHED,
@@ -18,7 +19,6 @@ from recipes.training.runtime.exits import (
 )
 
 MAX_FAILURES_WITHOUT_CHECKPOINT = 3  # after which the run stops; lost nodes do not count
-MAX_BLAMED = 8  # hosts that can have caused the same failure
 MAX_IN_MESSAGE = 8
 STOP_SIGNALS = (-signal.SIGTERM, -signal.SIGUSR1)  # exit codes of ranks killed by them
 FINAL = {  # exit codes after which a restart would end in the same way
@@ -44,7 +44,7 @@ class RankEnd:
 
     def __str__(self) -> str:
         if self.code < 0:
-            return f"rank {self.rank} ({self.host}) was killed by {signal.Signals(-self.code).name}"
+            return f"rank {self.rank} ({self.host}) was killed by {signal_name(-self.code)}"
         return f"rank {self.rank} ({self.host}) exited with {self.code}"
 
 
@@ -58,10 +58,11 @@ class Outcome:
         asked: True if a user asked launch.py to stop
         restarting: the reason why launch.py asked the ranks to save and end; "" if it did not
         behind: the hosts of the ranks that a hang report names as behind
-        unfit: host -> reason, for hosts that the preflight names as broken
-        slow: host -> reason, for hosts that the preflight names as slow, and that can be replaced
-        broken: host -> error of a GPU, for hosts that must not be used any more
-        suspects: host -> error of a GPU, for hosts that may still be used
+        preflight_broken: host -> reason, for hosts that the preflight names as broken
+        preflight_slow: host -> reason, for hosts that the preflight names as slow, and that can be
+            replaced
+        gpu_broken: host -> error of a GPU, for hosts that must not be used any more
+        gpu_suspects: host -> error of a GPU, for hosts that may still be used
         other_layout: True if memory ran out in a layout of launch.py, and there is another one
     """
 
@@ -70,10 +71,10 @@ class Outcome:
     asked: bool = False
     restarting: str = ""
     behind: Sequence[str] = ()
-    broken: Mapping[str, str] = field(default_factory=dict)
-    unfit: Mapping[str, str] = field(default_factory=dict)
-    slow: Mapping[str, str] = field(default_factory=dict)
-    suspects: Mapping[str, str] = field(default_factory=dict)
+    gpu_broken: Mapping[str, str] = field(default_factory=dict)
+    preflight_broken: Mapping[str, str] = field(default_factory=dict)
+    preflight_slow: Mapping[str, str] = field(default_factory=dict)
+    gpu_suspects: Mapping[str, str] = field(default_factory=dict)
     other_layout: bool = False
 
 
@@ -86,16 +87,16 @@ class Diagnosis:
         exit_code: exit code of launch.py; None if the run is restarted
         blamed: hosts with a failure of their own
         counts: True if the failure counts among those without a new checkpoint
-        broken: hosts that must not be used again, because of the preflight
-        slow: hosts that are used only if no other one is left, because of the preflight
+        preflight_broken: hosts that must not be used again, because of the preflight
+        preflight_slow: hosts that are used only if no other one is left, because of the preflight
     """
 
     reason: str
     exit_code: int | None = None
     blamed: Sequence[str] = ()
     counts: bool = False
-    broken: Sequence[str] = ()
-    slow: Sequence[str] = ()
+    preflight_broken: Sequence[str] = ()
+    preflight_slow: Sequence[str] = ()
 
 
 def diagnose(outcome: Outcome) -> Diagnosis:
@@ -109,11 +110,8 @@ def diagnose(outcome: Outcome) -> Diagnosis:
     if codes and not outcome.lost and all(code == FINISHED for code in codes):
         return Diagnosis("every step is done", exit_code=FINISHED)
     if outcome.asked:
-        # Before the first step, the signal itself ends a rank.
-        orderly = all(code in (FINISHED, INTERRUPTED, *STOP_SIGNALS) for code in codes)
-        code = INTERRUPTED if INTERRUPTED in codes or orderly else _first_failure(codes)
-        return Diagnosis("launch.py was asked to stop", exit_code=code)
-    gone = {**outcome.broken, **outcome.lost}
+        return _stop_on_request(outcome, codes)
+    gone = {**outcome.gpu_broken, **outcome.lost}
     final = next((end for end in outcome.ends if end.code in FINAL), None)
     if final and not gone:
         if final.code == STOPPED and outcome.other_layout:
@@ -123,20 +121,36 @@ def diagnose(outcome: Outcome) -> Diagnosis:
         reasons = [f"{host}: {reason}" for host, reason in gone.items()]
         return Diagnosis(shown(reasons, separator="; "), blamed=_few(list(gone)))
     if UNFIT in codes:
-        named = {**outcome.unfit, **outcome.slow}
+        named = {**outcome.preflight_broken, **outcome.preflight_slow}
         if not named:
             return Diagnosis("preflight: the ranks cannot train here", exit_code=UNFIT)
         reason = f"preflight: {shown(list(named.values()), separator='; ')}"
-        return Diagnosis(reason, broken=list(outcome.unfit), slow=list(outcome.slow))
+        return Diagnosis(
+            reason,
+            preflight_broken=list(outcome.preflight_broken),
+            preflight_slow=list(outcome.preflight_slow),
+        )
     if outcome.restarting and codes and all(code in (FINISHED, INTERRUPTED) for code in codes):
         return Diagnosis(outcome.restarting)
     return _error_of_a_rank(outcome, codes)
 
 
+def _stop_on_request(outcome: Outcome, codes: Sequence[int]) -> Diagnosis:
+    """Return the diagnosis of an attempt that ended after a user asked launch.py to stop."""
+    reason = "launch.py was asked to stop"
+    if outcome.lost and INTERRUPTED not in codes:
+        reason += ", and a node was lost before the ranks had saved"
+        return Diagnosis(reason, exit_code=1)
+    # Before the first step, the signal itself ends a rank.
+    orderly = all(code in (FINISHED, INTERRUPTED, *STOP_SIGNALS) for code in codes)
+    code = INTERRUPTED if INTERRUPTED in codes or orderly else _first_failure(codes)
+    return Diagnosis(reason, exit_code=code)
+
+
 def _error_of_a_rank(outcome: Outcome, codes: Sequence[int]) -> Diagnosis:
     """Return the diagnosis of an attempt in which a rank was killed, hung or crashed."""
-    suspects = _few(list(outcome.suspects))
-    errors = "; ".join(f"{host}: {outcome.suspects[host]}" for host in suspects)
+    suspects = _few(list(outcome.gpu_suspects))
+    errors = "; ".join(f"{host}: {outcome.gpu_suspects[host]}" for host in suspects)
     errors = f" ({errors})" if errors else ""
     killed = [end for end in outcome.ends if end.code < 0]
     if killed:
@@ -152,6 +166,12 @@ def _error_of_a_rank(outcome: Outcome, codes: Sequence[int]) -> Diagnosis:
     return Diagnosis(f"{failed}{errors}", blamed=suspects or [failed.host], counts=True)
 
 
+def signal_name(number: int) -> str:
+    """Return the name of a signal; real-time signals have none in Python."""
+    names = {each.value: each.name for each in signal.Signals}
+    return names.get(number, f"signal {number}")
+
+
 def shown(texts: Sequence[str], *, separator: str = ", ") -> str:
     """Return texts for a message, at most MAX_IN_MESSAGE of them."""
     more = len(texts) - MAX_IN_MESSAGE
@@ -160,7 +180,7 @@ def shown(texts: Sequence[str], *, separator: str = ", ") -> str:
 
 def _few(hosts: Sequence[str]) -> Sequence[str]:
     """Return the hosts; none if there are many, because then a network or a disk has failed."""
-    return hosts if len(hosts) <= MAX_BLAMED else ()
+    return hosts if len(hosts) <= MAX_BLAMED_NODES else ()
 
 
 def _first_failure(codes: Sequence[int]) -> int:

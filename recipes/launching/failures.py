@@ -1,7 +1,7 @@
 """The failures of a run so far, and the nodes that are therefore not used.
 
 Failures expire, so that a node is not left out for errors that happen to any node from time to
-time: with 512 nodes, of which each fails once in 200 days, about 100 healthy nodes would be left
+time: with 512 nodes, of which each fails once in 200 days, about 39 healthy nodes would be left
 out within 90 days if failures counted forever. Within `hours` = 24, it is about one.
 """
 
@@ -10,7 +10,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from recipes.launching.causes import MAX_BLAMED, MAX_FAILURES_WITHOUT_CHECKPOINT, Diagnosis
+from recipes.launching.attempt_events import ranks_in
+from recipes.launching.causes import MAX_FAILURES_WITHOUT_CHECKPOINT, Diagnosis
+from recipes.training.preflight.measures import MAX_BLAMED_NODES
 
 BROKEN = "the preflight has found it broken"
 
@@ -26,7 +28,8 @@ class Failures:
         of_nodes: host -> times of its failures
         broken: host -> time and reason, for hosts that are left out at once
         slow: host -> time; slow hosts are used after all others
-        last_checkpoint: step of the newest checkpoint at the last failure
+        replaced_ranks: ranks whose hosts were replaced because they were slow
+        last_checkpoint: `checkpoint` of the last failure (see `note`)
         without_checkpoint: failures since that checkpoint was saved, without lost nodes
     """
 
@@ -36,6 +39,7 @@ class Failures:
     of_nodes: dict[str, list[float]] = field(default_factory=dict)
     broken: dict[str, tuple[float, str]] = field(default_factory=dict)
     slow: dict[str, float] = field(default_factory=dict)
+    replaced_ranks: set[int] = field(default_factory=set)
     last_checkpoint: int = -1
     without_checkpoint: int = 0
 
@@ -55,8 +59,9 @@ class Failures:
                     self.broken[host] = moment, str(event.get("error", ""))
             elif kind == "replace":
                 self.slow |= dict.fromkeys(_names(event.get("nodes")), moment)
+                self.replaced_ranks.update(ranks_in(event.get("ranks")))
             elif kind == "forget":
-                for known in (self.of_nodes, self.broken, self.slow):
+                for known in (self.of_nodes, self.broken, self.slow, self.replaced_ranks):
                     known.clear()
 
     def note(self, diagnosis: Diagnosis, checkpoint: int) -> str:
@@ -64,15 +69,16 @@ class Failures:
 
         Args:
             diagnosis: its cause
-            checkpoint: step of the newest checkpoint; 0 if there is none
+            checkpoint: the later of the newest checkpoint's step and the step that the attempt
+                started from; 0 if there is neither
 
         Returns:
             The reason why the run must not be restarted; "" if it may.
         """
         self._count(diagnosis.blamed, self.clock())
-        for host in diagnosis.broken:
+        for host in diagnosis.preflight_broken:
             self.leave_out(host, BROKEN)
-        self.count_slow(diagnosis.slow)
+        self.count_slow(diagnosis.preflight_slow)
         if checkpoint != self.last_checkpoint:
             self.last_checkpoint, self.without_checkpoint = checkpoint, 0
         self.without_checkpoint += diagnosis.counts
@@ -159,12 +165,14 @@ class GpuErrors:
         are not left out.
         """
         hosts = {host for host, _, severe in errors if severe}
-        return hosts if self.action == "leave_out" and len(hosts) <= MAX_BLAMED else set()
+        return hosts if self.action == "leave_out" and len(hosts) <= MAX_BLAMED_NODES else set()
 
     def of_hosts(self, hosts: Iterable[str], *, severe: bool) -> dict[str, str]:
         """Return the errors of some hosts during the attempt, by host.
 
-        severe: return the errors for which hosts are left out; otherwise, all others
+        Args:
+            hosts: the hosts
+            severe: return the errors for which hosts are left out; otherwise, all others
         """
         found: dict[str, list[str]] = {}
         for (host, error), left_out in self._found.items():

@@ -23,9 +23,9 @@ from recipes.launching.attempt_events import (
 )
 from recipes.launching.causes import Outcome, diagnose, shown
 from recipes.launching.failures import Failures, GpuErrors
-from recipes.launching.nodes import SECONDS_TO_CONNECT, Nodes
+from recipes.launching.nodes import SECONDS_BETWEEN_LISTS, SECONDS_TO_CONNECT, Nodes
 from recipes.launching.replanning import Placement, Replanner
-from recipes.nodes.connection import Connect, Connections
+from recipes.nodes.connection import AgentSettings, Connect, Connections
 from recipes.training.recipe.schema import Recipe
 from recipes.training.run_folder.folder import RunFolder
 from recipes.training.run_folder.lease import grant
@@ -33,7 +33,6 @@ from recipes.training.runtime.exits import HUNG
 
 SECONDS_FOR_SPARE_NODES = 10.0  # to wait for all nodes, at the start
 SECONDS_FOR_NODES = 600.0  # to wait for nodes if too few answer
-SECONDS_BETWEEN_LISTS = 10.0  # of hosts, which a user may extend
 SECONDS_TO_SAVE = 300.0  # for ranks whose launch.py has ended, if supervision has no limit
 MAX_EXCLUDED_LAYOUTS = 3  # layouts of launch.py that ran out of memory
 ECHO_SECONDS = 2.0  # signals within this time are one request
@@ -70,46 +69,37 @@ class Launcher:
         self.started = f"{time.time_ns():x}"
         self.failures = Failures(recipe.cluster.node_failures, recipe.cluster.failure_hours)
         self.failures.restore(folder.read_events())
-        self.asked = 0  # times that a user has asked to stop
+        self.stop_requests = 0  # times that a user has asked to stop
         self._asked_at = -ECHO_SECONDS
-        checkpoint = recipe.checkpoint
-        node_seconds = float(recipe.supervision.node_seconds)
         self.connections = Connections(
             connect,
-            run="" if command.master else self.token,
-            silence_seconds=node_seconds,
-            stop_seconds=float(recipe.supervision.hang_seconds or SECONDS_TO_SAVE),
-            standby=command.ranks_per_node if recipe.cluster.standby else 0,
+            agent_settings(recipe, command, self.token),
             variables=command.variables,
-            snapshots=f"{checkpoint.snapshot_folder}/threefold-{self.token}"
-            if checkpoint.snapshot_every
-            else "",
             python=command.python,
         )
         self.nodes = Nodes(
             list_hosts,
             self.connections,
             self.failures,
-            node_seconds=node_seconds,
-            distinct=not command.master,
+            node_seconds=float(recipe.supervision.node_seconds),
+            distinct=not command.shares_machine,
         )
-        self.tell = Announcements(folder, self.nodes, self.cluster.minimum_nodes)
+        self.announcements = Announcements(folder, self.nodes, self.cluster.minimum_nodes)
         self.gpus = GpuErrors(self.failures, self.cluster.on_gpu_error)
         self.slow_comparisons = recipe.supervision.slow_comparisons
         self.excluded = 0  # layouts that ran out of memory
         self._slow_seen = (0, 0)  # attempt and step of the comparison that was handled last
-        self._replaced_ranks: set[int] = set()  # whose hosts were replaced because they were slow
         self._events: list[dict[str, Any]] = []
         self._events_read = ("", -1)  # attempt and size of the file
 
-    def ask(self, *_: object) -> None:
+    def request_stop(self, *_: object) -> None:
         """Ask the ranks to save and stop; the second time, kill them. A signal handler.
 
         A closed terminal, for example, sends a signal more than once.
         """
         now = time.monotonic()
         if now - self._asked_at >= ECHO_SECONDS:
-            self.asked += 1
+            self.stop_requests += 1
             self._asked_at = now
 
     def run(self) -> int:
@@ -125,8 +115,11 @@ class Launcher:
                 try:
                     attempt = self._start(number, placement, reason)
                 except OSError as error:  # the lease cannot be written
-                    self.tell.say(f"{error.filename or self.folder.path}: {error.strerror}; mend "
-                                  f"the disk and rerun the same command to resume")  # fmt: skip
+                    self.announcements.say(
+                        f"{error.filename or self.folder.path} cannot be written "
+                        f"({error.strerror}); free disk space or make it writable, then rerun the "
+                        f"same command to resume"
+                    )
                     return 1
                 code, reason = self._follow(attempt)
                 if code is not None:
@@ -148,7 +141,7 @@ class Launcher:
         self.gpus.begin()
         self._events = []
         grant(self.folder.path, lease)
-        self.tell.begin(attempt, reason)
+        self.announcements.begin(attempt, reason)
         attempt.start(self.command)
         return attempt
 
@@ -158,30 +151,30 @@ class Launcher:
         Returns:
             The exit code of launch.py, or None if the run is restarted; and the reason.
         """
-        outcome = attempt.watch(asked=lambda: self.asked, why_restart=self._why_restart)
+        outcome = attempt.watch(asked=lambda: self.stop_requests, why_restart=self._why_restart)
         self._handle_gpu_errors()
         events = self._events_of(attempt)
         hung = any(end.code == HUNG for end in attempt.ends)
         behind = hosts_of(
             ranks_behind(events) if hung else (), attempt.hosts, self.command.ranks_per_node
         )
-        unfit, slow = unfit_hosts(events, attempt.hosts, self.command.ranks_per_node)
+        broken, slow = unfit_hosts(events, attempt.hosts, self.command.ranks_per_node)
         diagnosis = diagnose(
             replace(
                 outcome,
                 behind=behind,
-                unfit=unfit,
-                slow=slow,
-                broken=self.gpus.of_hosts(attempt.hosts, severe=True),
-                suspects=self.gpus.of_hosts(attempt.hosts, severe=False),
+                preflight_broken=broken,
+                preflight_slow=slow,
+                gpu_broken=self.gpus.of_hosts(attempt.hosts, severe=True),
+                gpu_suspects=self.gpus.of_hosts(attempt.hosts, severe=False),
                 other_layout=ran_out_of_memory(events) and self._find_other_layout(attempt),
             )
         )
-        step = max(self.tell.newest_checkpoint(), start_of(events))
+        step = max(self.announcements.newest_checkpoint(), start_of(events))
         problem = ""
         if diagnosis.exit_code is None:
             problem = self.failures.note(diagnosis, step)
-        self.tell.end(attempt, diagnosis, step, problem)
+        self.announcements.end(attempt, diagnosis, step, problem)
         if problem:
             return next((end.code for end in attempt.ends if end.code > 0), 1), diagnosis.reason
         return diagnosis.exit_code, diagnosis.reason
@@ -191,7 +184,7 @@ class Launcher:
         minimum = self.cluster.minimum_nodes
         deadline = time.monotonic() + SECONDS_FOR_NODES
         told = False
-        while not self.asked:
+        while not self.stop_requests:
             self._handle_gpu_errors()
             self._refresh()
             usable = len(self.nodes.usable())
@@ -201,7 +194,9 @@ class Launcher:
                 return None
             if not told:
                 told = True
-                self.tell.say(f"{self.tell.shortage()}; waiting up to {SECONDS_FOR_NODES:.0f} s")
+                self.announcements.say(
+                    f"{self.announcements.shortage()}; waiting up to {SECONDS_FOR_NODES:.0f} s"
+                )
             left = min(SECONDS_BETWEEN_LISTS, deadline - time.monotonic())
             self.nodes.wait_for(usable + 1, seconds=left, stop=self._is_asked)
         return None
@@ -247,17 +242,17 @@ class Launcher:
             slow,
             self.nodes.spares(attempt.hosts),
             action=self.cluster.on_slow_rank,
-            replaced=self._replaced_ranks,
+            replaced=self.failures.replaced_ranks,
             ranks=ranks,
         )
         self._slow_seen = attempt.number, step
         if decision.problem:
-            self.tell.say(f"{shown(slow)} not replaced although slow: {decision.problem}")
+            self.announcements.say(f"{shown(slow)} not replaced although slow: {decision.problem}")
         if not decision.hosts:
             return ""
-        self._replaced_ranks.update(ranks)
+        self.failures.replaced_ranks.update(ranks)
         self.failures.count_slow(slow)
-        self.tell.replace(slow, ranks)
+        self.announcements.replace(slow, ranks)
         return f"{shown(slow)}: slow in {self.slow_comparisons} successive comparisons"
 
     def _why_more(self, attempt: Attempt) -> str:
@@ -275,12 +270,12 @@ class Launcher:
         """Record new errors of GPUs, and leave out hosts with a severe one."""
         reported, self.nodes.gpu_errors = self.nodes.gpu_errors, []
         for host, error, left_out in self.gpus.handle(reported):
-            self.tell.gpu_error(host, error, left_out=left_out)
+            self.announcements.gpu_error(host, error, left_out=left_out)
 
     def _refresh(self) -> None:
-        """Read the list of hosts again."""
+        """Read the list of hosts again, unless it has just been read."""
         if problem := self.nodes.refresh():
-            self.tell.say(f"{problem}; continuing with the earlier hosts")
+            self.announcements.say(f"{problem}; continuing with the earlier hosts")
 
     def _events_of(self, attempt: Attempt) -> list[dict[str, Any]]:
         """Return the events since the start of an attempt; read the file only if it has grown."""
@@ -295,14 +290,34 @@ class Launcher:
         return self._events
 
     def _is_asked(self) -> bool:
-        return self.asked > 0
+        return self.stop_requests > 0
 
     def _give_up(self, reason: str) -> int:
         """Return the exit code of a run that cannot be started again on the usable nodes."""
-        if self.asked:
+        if self.stop_requests:
             return diagnose(Outcome(asked=True)).exit_code or 0
-        self.tell.say(
-            f"{self.tell.shortage()}; repair or add nodes, then rerun the same command to resume "
-            f"(the last attempt: {reason})"
+        self.announcements.say(
+            f"{self.announcements.shortage()}; repair or add nodes, then rerun the same command "
+            f"to resume (the last attempt: {reason})"
         )
         return 1
+
+
+def agent_settings(recipe: Recipe, command: Command, token: str) -> AgentSettings:
+    """Return the settings of the agents.
+
+    Args:
+        recipe: the recipe of the run
+        command: how the ranks are started
+        token: name of the run
+    """
+    assert recipe.cluster
+    checkpoint = recipe.checkpoint
+    memory = f"{checkpoint.snapshot_folder}/threefold-{token}" if checkpoint.snapshot_every else ""
+    return AgentSettings(
+        run="" if command.shares_machine else token,
+        silence_seconds=float(recipe.supervision.node_seconds),
+        stop_seconds=float(recipe.supervision.hang_seconds or SECONDS_TO_SAVE),
+        standby=command.ranks_per_node if recipe.cluster.standby else 0,
+        snapshots=memory,
+    )

@@ -10,6 +10,7 @@ from recipes.launching.failures import Failures
 from recipes.nodes.connection import Agent, Connections
 
 SECONDS_TO_CONNECT = 60.0
+SECONDS_BETWEEN_LISTS = 10.0  # of hosts, which a user may extend
 SECONDS_BETWEEN_CONNECTS = 5.0  # to a host that does not answer
 
 
@@ -39,6 +40,7 @@ class Nodes:
         distinct: bool = True,
     ):
         self.list_hosts, self.hosts = list_hosts, list_hosts()
+        self._listed_at = time.monotonic()
         self.connections, self.failures, self.node_seconds = connections, failures, node_seconds
         self.gpu_errors: list[tuple[str, str, bool]] = []
         self.aliases: dict[str, str] = {}
@@ -101,7 +103,7 @@ class Nodes:
         """Wait until `count` hosts can be used, `seconds` have passed, or `stop` returns True."""
         deadline = time.monotonic() + seconds
         while len(self.usable()) < count and time.monotonic() < deadline and not stop():
-            self._look()
+            self._poll()
 
     def wait_for_all(self, most: int, *, seconds: float, stop: Callable[[], bool]) -> None:
         """Wait until all hosts, or `most` of them, can be used, as `wait_for` does."""
@@ -109,13 +111,13 @@ class Nodes:
         while time.monotonic() < deadline and not stop():
             if len(self.usable()) >= min(most, sum(map(self._may_be_used, self.hosts))):
                 return
-            self._look()
+            self._poll()
 
     def note_gpus(self, host: str, content: Mapping[str, Any]) -> None:
         """Note the errors of GPUs that an agent has reported."""
         self.gpu_errors += [(host, str(text), bool(severe)) for text, severe in content["errors"]]
 
-    def _look(self) -> None:
+    def _poll(self) -> None:
         self.keep_connected()
         for report in self.connections.reports():
             if report.content is None:
@@ -144,7 +146,14 @@ class Nodes:
         return True
 
     def refresh(self) -> str:
-        """Read the list of hosts again; return a message if it is not valid."""
+        """Read the list of hosts again if the last time is SECONDS_BETWEEN_LISTS ago.
+
+        Returns:
+            A message if the list is not valid; otherwise "".
+        """
+        if time.monotonic() - self._listed_at < SECONDS_BETWEEN_LISTS:
+            return ""
+        self._listed_at = time.monotonic()
         try:
             self.hosts = self.list_hosts()
             self.aliases = {each: other for each, other in self.aliases.items()

@@ -9,13 +9,11 @@ from models.errors import UserError
 from recipes.planning.inputs.cluster import recipe_on_cluster
 from recipes.planning.inputs.job import Job, Machine, job_without_layout, own_job
 from recipes.planning.inputs.software import load_software
-from recipes.planning.memory.peak import GIB, fits, fullest_stage
+from recipes.planning.memory.peak import GIB, StageMemory, fits, fullest_stage, limit_after_shortage
 from recipes.planning.output.recipe_edits import options_of
 from recipes.planning.search.layout_search import DEFAULT_HEADROOM, is_near_tie, search
 from recipes.planning.time.step_time import step_time
 from recipes.training.recipe.schema import Recipe
-
-MIN_SAVING = 0.15  # share of the predicted memory that the next layout must save if memory ran out
 
 
 @dataclass(frozen=True)
@@ -26,23 +24,23 @@ class Placement:
         nodes: number of nodes
         overrides: the values of --set that select the layout, after those of the user
         layout: the layout, for messages
-        seconds: predicted duration of a step
+        step_seconds: predicted duration of a step
         pipelined: True if the layout has pipeline stages
-        memory_bytes: predicted memory of the fullest rank
+        memory: predicted memory of the fullest stage
         chosen: True if launch.py has chosen the layout, False if it is that of the recipe
     """
 
     nodes: int
     overrides: Sequence[str]
     layout: str
-    seconds: float
+    step_seconds: float
+    memory: StageMemory
     pipelined: bool = False
-    memory_bytes: float = 0.0
     chosen: bool = False
 
 
 class Replanner:
-    """Finds layouts of a recipe for other numbers of nodes; each is searched for once.
+    """Finds layouts of a recipe for other numbers of nodes, and caches the result for each number.
 
     Args:
         file: the recipe
@@ -66,11 +64,11 @@ class Replanner:
             None if no number of nodes from `minimum` to `available` has a layout that fits.
         """
         for nodes in range(min(available, self.cluster.nodes), max(0, minimum - 1), -1):
-            if placement := self.on(nodes):
+            if placement := self.placement_on(nodes):
                 return placement
         return None
 
-    def on(self, nodes: int) -> Placement | None:
+    def placement_on(self, nodes: int) -> Placement | None:
         """Return the placement on a number of nodes; None if no layout fits.
 
         On the recipe's own number of nodes, it is the recipe's layout. On fewer nodes it is that
@@ -86,10 +84,16 @@ class Replanner:
 
         The recipe's own layout on all nodes is not excluded.
         """
-        self._limit_bytes = (1 - MIN_SAVING) * placement.memory_bytes
+        self._limit_bytes = limit_after_shortage(placement.memory)
         self._found.clear()
 
     def _find(self, nodes: int) -> Placement | None:
+        """Search for the placement on a number of nodes.
+
+        Raises:
+            UserError: the cluster's GPU has no datasheet, or does not compute in the recipe's
+                precision.
+        """
         overrides = [f"cluster.nodes={nodes}"]
         recipe, cluster = recipe_on_cluster(self.file, self.overrides, nodes=nodes)
         machine, software = Machine.of_cluster(cluster), load_software("threefold")
@@ -119,7 +123,7 @@ def _placement(recipe: Recipe, overrides: Sequence[str], job: Job) -> Placement:
         _text(recipe),
         step_time(job).total,
         pipelined=recipe.layout.pipeline > 1,
-        memory_bytes=fullest_stage(job).total,
+        memory=fullest_stage(job),
         chosen=True,
     )
 

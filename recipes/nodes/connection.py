@@ -16,7 +16,7 @@ from typing import IO, Any
 
 AGENT = Path(__file__).with_name("node_agent.py")
 SECONDS_BETWEEN_BEATS = 1.0
-SECONDS_PER_LOOK = 0.1
+SECONDS_PER_POLL = 0.1
 SSH = ("ssh", "-oBatchMode=yes", "-oStrictHostKeyChecking=accept-new", "-oConnectTimeout=5")
 # A step gets one core, unless it asks for more; the ranks divide all cores that the job has there.
 SRUN = ("srun", "--overlap", "--nodes=1", "--ntasks=1", "--ntasks-per-node=1", "--mem=0",
@@ -38,7 +38,7 @@ def over_srun(host: str, command: Sequence[str]) -> list[str]:
     return [*SRUN, *options, f"--nodelist={host}", *command]
 
 
-def here(host: str, command: Sequence[str]) -> list[str]:
+def on_this_machine(host: str, command: Sequence[str]) -> list[str]:
     """Return the command unchanged; it runs on this machine, whatever the name of the host."""
     return list(command)
 
@@ -53,8 +53,8 @@ class Agent:
         heard_at: time of the last report, on the clock of time.monotonic
         ready: True once the agent has reported that it is ready
         server: port and secret of the server of the node's snapshots, if there is one
-        rest: the beginning of a report that has not arrived completely
-        output_rest: likewise, of a line of the ranks' output
+        rest: incomplete last line of the reports
+        output_rest: incomplete last line of the ranks' output
         unsent: commands that the pipe had no room for
         lock: held while the pipe is written, by the main thread and the heartbeats' thread
     """
@@ -105,17 +105,38 @@ class Report:
     content: dict[str, Any] | None
 
 
+@dataclass(frozen=True, kw_only=True)
+class AgentSettings:
+    """The settings of the agents.
+
+    Attributes:
+        run: name of the run; an agent first ends whatever an earlier agent of the run has left
+        silence_seconds: an agent ends its ranks after this time without a command
+        stop_seconds: time that an agent gives its ranks to save and end
+        standby: number of processes that each agent keeps ready to become ranks
+        snapshots: prefix of the folders for snapshots in memory; empty if the run takes none
+    """
+
+    run: str
+    silence_seconds: float
+    stop_seconds: float
+    standby: int
+    snapshots: str = ""
+
+    def arguments(self, host: str) -> list[str]:
+        """Return the command-line arguments of the agent of a host."""
+        seconds = [f"{self.silence_seconds:g}", f"{self.stop_seconds:g}"]
+        folder = f"{self.snapshots}-{host}" if self.snapshots else ""
+        return [self.run, *seconds, str(self.standby), folder]
+
+
 class Connections:
     """The connections to all agents, by host.
 
     Args:
         connect: how a command is started on a host
-        run: name of the run; an agent first ends whatever an earlier agent of the run has left
-        silence_seconds: an agent ends its ranks after this time without a command
-        stop_seconds: time that an agent gives its ranks to save and end
-        standby: number of processes that each agent keeps ready to become ranks
+        settings: the settings of the agents
         variables: environment variables of the ranks, which standby processes need too
-        snapshots: prefix of the folders for snapshots in memory; empty if the run takes none
         python: the command that starts Python on a host
 
     Attributes:
@@ -125,18 +146,13 @@ class Connections:
     def __init__(
         self,
         connect: Connect,
+        settings: AgentSettings,
         *,
-        run: str,
-        silence_seconds: float,
-        stop_seconds: float,
-        standby: int,
         variables: Mapping[str, str],
-        snapshots: str = "",
         python: Sequence[str] = (sys.executable,),
     ):
-        self.python, self.snapshots = python, snapshots
-        self.connect, self.variables = connect, variables
-        self.arguments = [run, f"{silence_seconds:g}", f"{stop_seconds:g}", str(standby)]
+        self.connect, self.settings = connect, settings
+        self.variables, self.python = variables, python
         self.agents: dict[str, Agent] = {}
         self.admit: Callable[[str, str], bool] = lambda host, machine: True
         self._selector = selectors.DefaultSelector()
@@ -154,8 +170,7 @@ class Connections:
         Raises:
             OSError: the program that connects cannot be started.
         """
-        snapshots = f"{self.snapshots}-{host}" if self.snapshots else ""
-        command = [*self.python, str(AGENT), *self.arguments, snapshots]
+        command = [*self.python, str(AGENT), *self.settings.arguments(host)]
         process = subprocess.Popen(
             self.connect(host, command),
             stdin=subprocess.PIPE,
@@ -180,7 +195,9 @@ class Connections:
         for stream in (process.stdout, process.stderr):
             with contextlib.suppress(KeyError):  # its end has been seen
                 self._selector.unregister(stream)
-        for stream in (process.stdin, process.stdout, process.stderr):
+        with agent.lock, contextlib.suppress(OSError):  # the heartbeats' thread may be writing
+            process.stdin.close()
+        for stream in (process.stdout, process.stderr):
             with contextlib.suppress(OSError):
                 stream.close()
         agent.process.kill()
@@ -203,14 +220,14 @@ class Connections:
             self.close(host)
 
     def reports(self) -> Iterator[Report]:
-        """Wait for reports for at most SECONDS_PER_LOOK, and yield those that have arrived.
+        """Wait for reports for at most SECONDS_PER_POLL, and yield those that have arrived.
 
         The output of the ranks is printed meanwhile.
         """
         for agent in self.agents.values():
             if agent.unsent:
                 agent.flush()
-        for key, _ in self._selector.select(SECONDS_PER_LOOK):
+        for key, _ in self._selector.select(SECONDS_PER_POLL):
             agent = key.data
             if self.agents.get(agent.host) is not agent:
                 continue  # closed by the caller, after an earlier report of this loop

@@ -50,7 +50,7 @@ LOST = re.compile(
     re.IGNORECASE,
 )
 YES = ("1", "yes")
-MAX_TEXT = 160  # of an Xid, in characters
+MAX_XID_CHARACTERS = 160
 
 
 class GpuError(NamedTuple):
@@ -104,7 +104,7 @@ def xids(log: Iterable[str]) -> list[list[Any]]:
             continue
         kmsg, time = KMSG_TIME.match(line), TIME.match(line)
         seconds = int(kmsg[1]) / 1e6 if kmsg else float(time[1]) if time else 0.0
-        text = match["text"].strip(" ,")[:MAX_TEXT]
+        text = match["text"].strip(" ,")[:MAX_XID_CHARACTERS]
         found.append([seconds, bus(match["gpu"]), int(match["number"]), text])
     return found
 

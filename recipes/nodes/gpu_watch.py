@@ -89,16 +89,19 @@ class GpuWatch:
                 os.killpg(self._child.pid, signal.SIGKILL)
 
     def _start(self) -> None:
-        self._answers, self._asked = self._asked, False
         self._started_at = time.monotonic()
         self._next_look = self._started_at + SECONDS_BETWEEN_LOOKS
-        self._child = subprocess.Popen(
-            [sys.executable, os.path.abspath(__file__)],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-        )
+        try:
+            self._child = subprocess.Popen(
+                [sys.executable, os.path.abspath(__file__)],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+        except OSError:  # too many processes or too little memory; a request is tried again
+            return
+        self._answers, self._asked = self._asked, False
 
     def _end(self) -> list[GpuError]:
         """Return the new errors that the child process has found."""

@@ -8,6 +8,7 @@ from pathlib import Path
 from models.errors import UserError
 
 LINE = re.compile(r"(?P<name>\S+)\s+slots=(?P<slots>[0-9]{1,4})")
+SECONDS_FOR_SCONTROL = 30.0  # it waits if the controller does not answer
 EXAMPLE = "for example: node1 slots=8"
 
 
@@ -67,10 +68,15 @@ def slurm_hosts(environment: Mapping[str, str]) -> list[str]:
         )
     try:
         shown = subprocess.run(
-            ["scontrol", "show", "hostnames", nodes], capture_output=True, text=True, check=True
+            ["scontrol", "show", "hostnames", nodes],
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=SECONDS_FOR_SCONTROL,
         )
-    except (OSError, subprocess.CalledProcessError) as error:
-        reason = (getattr(error, "stderr", None) or str(error)).strip()
+    except (OSError, subprocess.SubprocessError) as error:
+        said = error.stderr if isinstance(error, subprocess.CalledProcessError) else ""
+        reason = (said or str(error)).strip()
         raise UserError(
             f'scontrol show hostnames "{nodes}" failed ({reason}); use --hostfile FILE with the '
             f"nodes of the job"

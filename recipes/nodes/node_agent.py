@@ -24,11 +24,11 @@ an agent starts in a few milliseconds.
 
     python recipes/nodes/node_agent.py RUN SECONDS_OF_SILENCE SECONDS_TO_STOP STANDBY SNAPSHOTS
 
-SNAPSHOTS is the prefix of the folder for snapshots in memory; empty if the run takes none. Then the
-report "ready" has the port and the secret of their server, and the command "start" has the servers
-of all nodes.
+SNAPSHOTS is the prefix of the snapshot folder, or empty if the run takes no snapshots. If it is
+set, "ready" also reports the port and secret of this node's snapshot server, and "start" carries
+the servers of all nodes.
 
-The agent keeps STANDBY processes that have already imported what a rank needs (standby.py).
+The agent keeps STANDBY processes that have already imported what a rank needs (standby_pool.py).
 
 RUN is the prefix of the names of the run's leases. On "begin", the agent kills the agents and ranks
 that an earlier connection of this run has left on this node. If RUN is empty, it does not;
@@ -43,7 +43,6 @@ if __name__ == "__main__":  # import from the repository's root, not from recipe
 
 import contextlib
 import json
-import select
 import selectors
 import signal
 import socket
@@ -55,12 +54,11 @@ from typing import Any, NoReturn
 from recipes.nodes.gpu_watch import GpuWatch
 from recipes.nodes.leftovers import end_leftovers, kill_group
 from recipes.nodes.snapshot_server import ServerProcess
+from recipes.nodes.standby_pool import StandbyPool
 from recipes.training.snapshots.names import FOLDER_VARIABLE
 
 SECONDS_BETWEEN_CHECKS = 0.5
-SECONDS_BEFORE_STANDBY = 30.0  # after a start or a failure, so that imports do not slow the ranks
 BOOT_ID = "/proc/sys/kernel/random/boot_id"
-STANDBY = os.path.join(os.path.dirname(os.path.abspath(__file__)), "standby.py")
 
 
 class NodeAgent:
@@ -84,13 +82,8 @@ class NodeAgent:
         snapshots: str,
     ):
         self.silence_seconds, self.stop_seconds = silence_seconds, stop_seconds
-        self.name = run
-        self.standby_command = [sys.executable, STANDBY, run]
-        self.standby_variables: dict[str, str] | None = None  # until launch.py has sent them
-        self.standby_count = standby
-        self.ready: list[subprocess.Popen[bytes]] = []  # standby processes
-        self.warming: subprocess.Popen[bytes] | None = None  # one at a time
-        self._next_standby = 0.0
+        self.run_name = run
+        self.standby = StandbyPool(standby, run=run, say=self.say)
         self.snapshots = snapshots
         self.server: ServerProcess | None = None  # of snapshots, from "begin" on
         self.attempt = 0
@@ -119,7 +112,7 @@ class NodeAgent:
                     os.read(children, 4096)
                 self.report_ended()
                 self.report_gpus()
-                self.keep_standby()
+                self.standby.keep()
                 if 0 in ready:
                     self.read_commands()
                 elif time.monotonic() - self._heard_at > self.silence_seconds:
@@ -129,8 +122,8 @@ class NodeAgent:
 
     def begin(self) -> None:
         """End what an earlier agent has left, start the server of snapshots, and report."""
-        if self.name:
-            end_leftovers(self.name)
+        if self.run_name:
+            end_leftovers(self.run_name)
         facts: dict[str, Any] = {"is": "ready"}
         if self.snapshots:
             try:
@@ -170,7 +163,7 @@ class NodeAgent:
             self.gpus.ask()
             self.report_gpus()
         elif kind == "prepare":
-            self.standby_variables = command["variables"]
+            self.standby.variables = command["variables"]
         elif kind == "start":
             self.start(command)
         elif kind == "signal":
@@ -182,16 +175,17 @@ class NodeAgent:
         """Start the ranks of an attempt, each in a process group of its own."""
         self.attempt = command["attempt"]
         self.stopping = False
-        self._next_standby = time.monotonic() + SECONDS_BEFORE_STANDBY
+        self.standby.pause()
         common = command["variables"]
-        if self.server and self.server.tell(command["servers"]):
+        if self.server and self.server.write_servers(command["servers"]):
             common |= {FOLDER_VARIABLE: str(self.server.folder)}
         for own in command["ranks"]:
             rank, variables = int(own["RANK"]), common | own
-            standby = self.wake(command["command"], variables) if command["standby"] else None
+            words = command["command"]
+            standby = self.standby.wake(words, variables) if command["standby"] else None
             try:
                 self.ranks[rank] = standby or subprocess.Popen(
-                    command["command"],
+                    words,
                     env=os.environ | variables,
                     stdin=subprocess.DEVNULL,
                     stdout=2,
@@ -199,47 +193,8 @@ class NodeAgent:
                     start_new_session=True,
                 )
             except OSError as error:
-                self.say(f"{command['command'][0]} cannot be started: {error.strerror}")
+                self.say(f"{words[0]} cannot be started: {error.strerror}")
                 self.report({"is": "exit", "attempt": self.attempt, "rank": rank, "code": 127})
-
-    def wake(
-        self, command: list[str], variables: dict[str, str]
-    ) -> "subprocess.Popen[bytes] | None":
-        """Turn a standby process into a rank; return None if there is none."""
-        while self.ready:
-            process = self.ready.pop()
-            assert process.stdin and process.stdout
-            script = next(place for place, word in enumerate(command) if word.endswith(".py"))
-            line = json.dumps({"words": command[script:], "variables": variables})
-            with contextlib.suppress(OSError):  # it has ended
-                process.stdin.write(line.encode() + b"\n")
-                process.stdin.close()
-                process.stdout.close()
-                return process
-        return None
-
-    def keep_standby(self) -> None:
-        """Start a standby process if one is missing and no other one is being started."""
-        if self.warming is not None:
-            assert self.warming.stdout
-            if select.select([self.warming.stdout], [], [], 0)[0]:
-                if self.warming.stdout.readline() == b"ready\n":
-                    self.ready.append(self.warming)
-                else:  # it has failed, and printed why
-                    self._next_standby = time.monotonic() + SECONDS_BEFORE_STANDBY
-                self.warming = None
-        elif (
-            len(self.ready) < self.standby_count
-            and self.standby_variables is not None
-            and time.monotonic() >= self._next_standby
-        ):
-            self.warming = subprocess.Popen(
-                self.standby_command,
-                env=os.environ | self.standby_variables,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                start_new_session=True,
-            )
 
     def report_ended(self) -> None:
         """Report the ranks that have ended, with the negative signal number if killed."""
@@ -274,8 +229,7 @@ class NodeAgent:
 
     def leave(self) -> NoReturn:
         """Ask the ranks to save and stop, kill those that do not, and end this process."""
-        for process in [*self.ready, *([self.warming] if self.warming else [])]:
-            kill_group(process.pid)
+        self.standby.kill()
         self.gpus.stop()
         self.signal(signal.SIGTERM)
         deadline = time.monotonic() + self.stop_seconds
@@ -290,8 +244,6 @@ class NodeAgent:
         """Write a report; if launch.py has closed the pipe, end the ranks and this process."""
         try:
             os.write(1, json.dumps(report).encode() + b"\n")
-        except BlockingIOError:
-            pass  # the pipe is full, because launch.py is not reading; the report is dropped
         except OSError:
             self.leave()
 

@@ -42,7 +42,7 @@ PATH = re.compile(
 )
 RANGE = re.compile(r"bytes=(\d+)-(\d+)")
 SECONDS_TO_DELETE = 10.0
-QUEUE = 1024  # connections that wait for a thread
+MAX_QUEUED_CONNECTIONS = 1024  # that wait for a thread
 
 
 @dataclass
@@ -78,7 +78,9 @@ class ServerProcess:
         folder = prefix.with_name(f"{prefix.name}.{os.getpid()}")
         folder.mkdir(mode=0o700)
         secret = secrets.token_hex(16)
-        with socket.create_server(("", 0), family=socket.AF_INET, backlog=QUEUE) as listening:
+        with socket.create_server(
+            ("", 0), family=socket.AF_INET, backlog=MAX_QUEUED_CONNECTIONS
+        ) as listening:
             process = subprocess.Popen(
                 [sys.executable, __file__, str(folder), str(listening.fileno())],
                 stdin=subprocess.PIPE,
@@ -91,7 +93,7 @@ class ServerProcess:
         process.stdin.flush()
         return cls(process, folder, port, secret)
 
-    def tell(self, servers: Sequence[dict[str, Any]]) -> bool:
+    def write_servers(self, servers: Sequence[dict[str, Any]]) -> bool:
         """Write the list of all servers for the ranks of this node; return False if that fails."""
         file = self.folder / SERVERS
         whole = file.with_suffix(".new")

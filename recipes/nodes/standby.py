@@ -1,8 +1,7 @@
 """A standby process: imports what a rank needs, and becomes one when the node's agent says so.
 
-Importing torch and DeepSpeed takes most of the time of a restart. The agent therefore keeps one
-such process per GPU, started while the run trains. It does not use the GPU before it becomes a
-rank.
+Importing torch and DeepSpeed takes most of the time of a restart. The agent therefore starts one
+standby process per GPU during training. The process does not use the GPU until it becomes a rank.
 
     python recipes/nodes/standby.py RUN
 

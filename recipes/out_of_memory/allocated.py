@@ -8,7 +8,7 @@ from torch import Tensor
 
 from recipes.training.engine.engine import Engine
 
-MESSAGES = (  # of plain RuntimeErrors
+OUT_OF_MEMORY_TEXTS = (  # of plain RuntimeErrors
     "can't allocate memory",  # the CPU's allocator (c10/core/impl/alloc_cpu.cpp)
     "CUDA error: out of memory",  # outside of torch's allocator
     "CUBLAS_STATUS_ALLOC_FAILED",
@@ -21,8 +21,8 @@ def is_out_of_memory(error: BaseException) -> bool:
     """Return True for an error of an allocator, on a GPU or a CPU."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
-    text = str(error)
-    return isinstance(error, RuntimeError) and any(message in text for message in MESSAGES)
+    message = str(error)
+    return isinstance(error, RuntimeError) and any(text in message for text in OUT_OF_MEMORY_TEXTS)
 
 
 @dataclass(frozen=True)

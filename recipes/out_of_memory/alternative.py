@@ -4,13 +4,12 @@ from dataclasses import dataclass, replace
 
 from recipes.planning.inputs.job import Job, Machine, job_of
 from recipes.planning.inputs.software import THREEFOLD
-from recipes.planning.memory.peak import GIB, StageMemory, fullest_stage
+from recipes.planning.memory.peak import GIB, StageMemory, fullest_stage, limit_after_shortage
 from recipes.planning.output.recipe_edits import options_of
 from recipes.planning.search.layout_search import search
 from recipes.planning.time.step_time import step_time
 from recipes.training.recipe.schema import Recipe
 
-MIN_SAVING = 0.15  # share of the program's memory that another layout must save
 MAX_CANDIDATES = 500  # the fastest layouts that are compared
 
 
@@ -42,7 +41,7 @@ def alternative(recipe: Recipe, machine: Machine) -> Alternative | None:
     """
     job = job_of(recipe, machine, THREEFOLD)
     own = fullest_stage(job)
-    limit = (1 - MIN_SAVING) * own.counted + own.overhead
+    limit = limit_after_shortage(own)
     headroom = max(0.0, 1 - limit / (machine.gpu.memory_gib * GIB))
     # `search` drops a layout with more recomputation if the same layout fits with less, so every
     # plan may change the parallel sizes. Changing only the recomputation is the smallest change.

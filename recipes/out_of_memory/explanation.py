@@ -1,13 +1,11 @@
 """One message when a rank runs out of memory: where, what was predicted, and what would fit."""
 
 import contextlib
-import os
 import sys
 import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
-
-import torch
+from pathlib import Path
 
 from models.errors import UserError
 from recipes.out_of_memory.allocated import (
@@ -18,14 +16,14 @@ from recipes.out_of_memory.allocated import (
     save_snapshot,
 )
 from recipes.out_of_memory.alternative import Alternative, alternative
-from recipes.planning.inputs.job import Machine, job_of
+from recipes.planning.inputs.job import job_of
 from recipes.planning.inputs.software import THREEFOLD
 from recipes.planning.memory.peak import GIB, StageMemory, memory_of_stage
 from recipes.training.engine.engine import Engine
-from recipes.training.loop.experiment import Experiment
+from recipes.training.loop.experiment import Experiment, machine_of
 from recipes.training.loop.start import Claim
 from recipes.training.runtime.exits import STOPPED, leave
-from recipes.training.runtime.processes import on_gpu
+from recipes.training.runtime.processes import driver_name, on_gpu
 
 REPORT = "out-of-memory.txt"
 
@@ -42,7 +40,7 @@ class Account:
 
 
 @contextlib.contextmanager
-def explained(experiment: Experiment, claim: Claim) -> Iterator[Account]:
+def out_of_memory_explained(experiment: Experiment, claim: Claim) -> Iterator[Account]:
     """End this rank with one message for all ranks if memory runs out within this context.
 
     Args:
@@ -83,29 +81,32 @@ def report(
     name = claim.supervisor.names[experiment.world.rank]
     file = claim.folder.path / REPORT
     try:
-        stream = file.open("x")
+        file.open("x").close()
     except FileExistsError:
         print(f"out of memory on {name} too; see {file}", file=sys.stderr, flush=True)
         return
     except OSError:  # the message is more important than the file
-        stream = open(os.devnull, "w")  # noqa: SIM115
-    with stream:
-        lines = [first_line(experiment, claim, error)]
-        print(lines[0], file=sys.stderr, flush=True)  # the rest may take seconds
-        try:
-            lines += details(experiment, engine)
-        except Exception:  # a defect of the prediction must not hide the lack of memory
-            lines.append(f"  no prediction: {traceback.format_exc()}")
-        print("\n".join(lines[1:]), file=sys.stderr, flush=True)
-        stack = "".join(traceback.format_exception(error))
-        stream.write("\n".join([*lines, "", stack]))
+        pass
+    # The details take seconds, and launch.py may kill this rank before they are known.
+    first = first_line(experiment, claim, error)
+    print(first, file=sys.stderr, flush=True)
+    append(file, f"{first}\n\n{''.join(traceback.format_exception(error))}\n")
     claim.folder.event(
-        "stop",
-        claim.supervisor.crumb.step,
-        reason=lines[0],
-        exit_code=STOPPED,
-        out_of_memory=True,
+        "stop", claim.supervisor.crumb.step, reason=first, exit_code=STOPPED, out_of_memory=True
     )
+    try:
+        lines = details(experiment, engine)
+    except Exception:  # a defect of the prediction must not hide the lack of memory
+        lines = [f"  no prediction: {traceback.format_exc()}"]
+    text = "\n".join(lines)
+    print(text, file=sys.stderr, flush=True)
+    append(file, f"{text}\n")
+
+
+def append(file: Path, text: str) -> None:
+    """Append to the report; the messages of the run are more important than a full disk."""
+    with contextlib.suppress(OSError), file.open("a") as stream:
+        stream.write(text)
 
 
 def first_line(experiment: Experiment, claim: Claim, error: Exception) -> str:
@@ -126,7 +127,7 @@ def details(experiment: Experiment, engine: Engine | None) -> list[str]:
     lines = [f"  allocated: {allocated_text(allocated(engine, on_gpu=on_gpu()))}"]
     stage = experiment.topology.coordinates(experiment.world.rank).pipeline
     try:
-        machine = machine_of(experiment)
+        machine = machine_of(experiment, driver_name())
         if machine is None:
             return [*lines, f"  no prediction: recipes/gpus/datasheets/ has no {driver_name()}"]
         memory = memory_of_stage(job_of(recipe, machine, THREEFOLD), stage)
@@ -135,20 +136,6 @@ def details(experiment: Experiment, engine: Engine | None) -> list[str]:
         return [*lines, f"  no prediction: {problem}"]
     predicted = f"  predicted: {predicted_text(memory)} of {machine.gpu.memory_gib:.1f} GiB"
     return [*lines, predicted, f"  {alternative_text(other)}"]
-
-
-def machine_of(experiment: Experiment) -> Machine | None:
-    """Return the machine of a run for the planner; None if its GPU has no datasheet.
-
-    Raises:
-        UserError: `cluster.gpu` has no datasheet.
-    """
-    return Machine.of_run(experiment.recipe.cluster, experiment.world, driver_name())
-
-
-def driver_name() -> str:
-    """Return the driver's name of this rank's GPU; "cpu" on a CPU."""
-    return torch.cuda.get_device_name() if on_gpu() else "cpu"
 
 
 def allocated_text(found: Allocated) -> str:

@@ -218,7 +218,7 @@ def faults() -> list[Fault]:
               (INTERRUPTED, 255), saves=True),
         Fault("SIGSTOP to a node's launcher", HOSTS, send("STOP", LAUNCHER, "node2"),
               (INTERRUPTED, 255), saves=True),
-        Fault("SIGSTOP to deepspeed, which the run outlives, then SIGTERM", HOSTS, suspend,
+        Fault("SIGSTOP to deepspeed (the run continues), then SIGTERM", HOSTS, suspend,
               (1,), saves=True, seconds=2 * LIMIT_SECONDS),
         Fault("a host's link is cut", HOSTS, lambda job: job.cluster.cut_link(HOSTS[1]),
               (HUNG, 255)),

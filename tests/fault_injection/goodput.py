@@ -3,8 +3,8 @@
 `launch.py --launcher local` starts two ranks on this machine, as two nodes that take snapshots in
 memory. One rank at a time is killed, at exponentially distributed times. The prediction gets the
 means of steps, pauses and restarts of the run, and the rate of its failures; it predicts the shares
-of kept and of repeated steps. The exit code is 1 if the shares of kept steps
-differ by more than 3 percentage points.
+of kept and of repeated steps. The exit code is 1 if the shares of kept steps differ by more than 3
+percentage points.
 
     python tests/fault_injection/goodput.py
     python tests/fault_injection/goodput.py --failures 20 --seed 2
@@ -37,9 +37,9 @@ from recipes.training.recipe.loading import REPOSITORY
 from tests.conftest import VOCAB_SIZE, changed, small_recipe
 from tests.fault_injection.node_loss import ENVIRONMENT, lines_of
 
-TOLERANCE = 0.03
+MAX_SHARE_DIFFERENCE = 0.03  # 3 percentage points
 SNAPSHOT_EVERY = 60  # steps
-MOST_STEPS = 1_000_000  # the run is stopped before
+MAX_STEPS = 1_000_000  # the run is stopped before
 
 
 @dataclass
@@ -56,9 +56,13 @@ class Run:
     def wait_for_attempt(self, number: int) -> None:
         """Wait until an attempt has finished its first step."""
         while len(self.events("first_step")) < number:
-            if self.process.poll() is not None:
-                raise RuntimeError((self.folder.parent / "log").read_text()[-4000:])
+            self.check()
             time.sleep(0.05)
+
+    def check(self) -> None:
+        """Raise an error with the end of the log if launch.py has ended."""
+        if self.process.poll() is not None:
+            raise RuntimeError((self.folder.parent / "log").read_text()[-4000:])
 
     def ranks(self) -> list[int]:
         """Return the processes of the current ranks."""
@@ -82,8 +86,8 @@ def start(folder: Path) -> Run:
         name="goodput",
         batch={"global_sequences": 8, "micro_sequences": 1},
         model__sequence_length=256,
-        training={"steps": MOST_STEPS, "evaluate_every": 0},
-        checkpoint={"every": MOST_STEPS, "snapshot_every": SNAPSHOT_EVERY},
+        training={"steps": MAX_STEPS, "evaluate_every": 0},
+        checkpoint={"every": MAX_STEPS, "snapshot_every": SNAPSHOT_EVERY},
         cluster={"nodes": 2, "gpus_per_node": 1, "gpu": "cpu", "node_failures": 0}
         | {"standby": False},  # the command line of a standby process has no lease
     )
@@ -102,17 +106,23 @@ def start(folder: Path) -> Run:
 def disturb(run: Run, failures: int, *, mean_seconds: float, chance: random.Random) -> list[float]:
     """Kill a rank at random times; return the times of the failures.
 
-    A failure during a restart is one too, so the time runs on meanwhile.
+    The time to the next failure also runs during a restart, so a restart can fail too.
     """
     run.wait_for_attempt(1)
     times: list[float] = []
-    for number in range(failures):
+    while len(times) < failures:
         due = time.time() + chance.expovariate(1 / mean_seconds)
-        while time.time() < due or len(run.events("attempt")) <= number or not run.ranks():
+        ranks: list[int] = []
+        while time.time() < due or len(run.events("attempt")) <= len(times) or not ranks:
+            run.check()
             time.sleep(0.05)
-        times.append(time.time())
-        os.kill(chance.choice(run.ranks()), signal.SIGKILL)
+            ranks = run.ranks()
+        failed = time.time()
+        with contextlib.suppress(ProcessLookupError):  # it has just ended: draw another time
+            os.kill(chance.choice(ranks), signal.SIGKILL)
+            times.append(failed)
     while run.events("first_step")[-1]["time"] < times[-1]:  # an attempt may have no first step
+        run.check()
         time.sleep(0.05)
     return times
 
@@ -130,18 +140,23 @@ def judge(run: Run, times: list[float]) -> bool:
         for failed, later in zip(times, [*times[1:], end["time"]], strict=True)
         if (done := min(t for t in trained if t > failed)) < later
     ]
-    costs = FaultCosts(between * SNAPSHOT_EVERY, write=2 * step, restart=mean(restarts))
+    costs = FaultCosts(
+        pause_seconds=between * SNAPSHOT_EVERY,
+        write_seconds=2 * step,  # a snapshot is complete about two steps after it was taken
+        restart_seconds=mean(restarts),
+    )
     seconds = end["time"] - trained[0]
     predicted = goodput(SNAPSHOT_EVERY * step, costs, len(times) / seconds * SECONDS_PER_DAY)
     print(f"{len(times)} failures in {seconds:.0f} s; a step takes {step:.3f} s, a restart "
-          f"{costs.restart:.1f} s, a snapshot pauses for {costs.pause:.3f} s")  # fmt: skip
+          f"{costs.restart_seconds:.1f} s, a snapshot pauses for {costs.pause_seconds:.3f} s",
+          )  # fmt: skip
     # The prediction has no first start.
     measured = {
         name: share * (end["time"] - began) / seconds for name, share in end["wall_time"].items()
     }
     print(f"kept:     measured {measured['kept']:.1%}, predicted {predicted.kept:.1%}")
     print(f"repeated: measured {measured['repeated']:.1%}, predicted {predicted.repeated:.1%}")
-    return abs(measured["kept"] - predicted.kept) <= TOLERANCE
+    return abs(measured["kept"] - predicted.kept) <= MAX_SHARE_DIFFERENCE
 
 
 def main() -> None:

@@ -124,7 +124,7 @@ class Run:
         newest = {kind: place for place, kind in enumerate(kinds)}
         return newest.get("first_step", -1) > newest.get("attempt", 0)
 
-    def hurt(self, hosts: Sequence[str], kind: str) -> Fault:
+    def inject(self, hosts: Sequence[str], kind: str) -> Fault:
         """Inject a fault, and wait for the next finished step."""
         attempts = len(self.events("attempt"))
         first_steps = len(self.events("first_step"))
@@ -203,7 +203,7 @@ def write_recipe(folder: Path, steps: int, *, snapshot_every: int = SNAPSHOT_EVE
         model__layers=4,
         model__ffn_hidden_size=384,
         model__sequence_length=256,
-        optimizer__learning_rate=3e-5,  # with a large one, differences of rounding grow
+        optimizer__learning_rate=3e-5,  # a larger rate amplifies rounding differences
         optimizer__schedule__minimum_learning_rate=3e-6,
         training={"steps": steps, "evaluate_every": 0},
         checkpoint={"every": SAVE_EVERY, "snapshot_every": snapshot_every},
@@ -252,7 +252,7 @@ def disturb(run: Run, *, kinds: Sequence[str], chance: random.Random) -> list[Fa
         run.wait(lambda t=target: run.step() >= t, SECONDS_TO_RESTART, f"step {target}")
         host = chance.choice([host for host in run.cluster.hosts if host not in run.absent])
         hosts = [host, run.partner_of(host)] if kind == "pair" else [host]
-        fault = run.hurt(hosts, kind)
+        fault = run.inject(hosts, kind)
         injected.append(fault)
         print(f"{number + 1:3}: {fault}", flush=True)
         if len(run.absent) == 2:
@@ -338,21 +338,31 @@ def main() -> None:
         except BaseException:
             print(run.log(), file=sys.stderr)
             raise
-        attempts = Counter(len(event["nodes"]) for event in run.events("attempt"))
-        largest = max(abs(a["loss"] / b["loss"] - 1) for a, b in zip(
-            run.metrics(), lines_of(folder / "reference" / "metrics.jsonl"), strict=False
-        ))  # fmt: skip
-    print(f"attempts by number of hosts: {dict(attempts)}")
+        print(summary(run, injected, lines_of(folder / "reference" / "metrics.jsonl")))
+    print("\n".join(wrong) or "all checks passed")
+    sys.exit(bool(wrong))
+
+
+def summary(run: Run, injected: list[Fault], expected: list[dict[str, Any]]) -> str:
+    """Return the attempts, the times of the restarts and the largest difference of a loss.
+
+    Args:
+        run: the run, which has ended
+        injected: its faults
+        expected: the metrics of an undisturbed run
+    """
+    attempts = Counter(len(event["nodes"]) for event in run.events("attempt"))
+    lines = [f"attempts by number of hosts: {dict(attempts)}"]
     for source in ("memory", "disk"):
         seconds = sorted(fault.seconds for fault in injected if fault.source == source)
         if seconds:
-            print(
+            lines.append(
                 f"{len(seconds)} restarts from {source}: next step after {median(seconds):.1f} s "
                 f"(median), at most {seconds[-1]:.1f} s"
             )
-    print(f"largest difference of a loss: {largest:.1e}")
-    print("\n".join(wrong) or "all checks passed")
-    sys.exit(bool(wrong))
+    pairs = zip(run.metrics(), expected, strict=False)
+    largest = max(abs(own["loss"] / other["loss"] - 1) for own, other in pairs)
+    return "\n".join([*lines, f"largest difference of a loss: {largest:.1e}"])
 
 
 if __name__ == "__main__":

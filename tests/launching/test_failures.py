@@ -190,3 +190,12 @@ def test_an_error_is_new_once_per_attempt() -> None:
     gpus.begin()
     assert gpus.of_hosts(["node1"], severe=True) == {}
     assert gpus.handle([XID]) == [XID]
+
+
+def test_replaced_ranks_are_remembered_until_they_are_forgotten() -> None:
+    replace = {"event": "replace", "time": 1e9, "nodes": ["node2"], "ranks": [8, "x", 9]}
+    failures = Failures(limit=2)
+    failures.restore([replace])
+    assert failures.replaced_ranks == {8, 9}
+    failures.restore([{"event": "forget", "time": 1e9 + 1}])
+    assert failures.replaced_ranks == set()

@@ -1,7 +1,9 @@
 """launch.py's attempts, on this machine, with small processes in place of ranks."""
 
+import errno
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -9,21 +11,25 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from types import MappingProxyType
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import pytest
 import tomli_w
 
+from recipes.launching import announcements
 from recipes.launching import attempt as attempt_module
 from recipes.launching import launcher as launcher_module
 from recipes.launching import nodes as nodes_module
+from recipes.launching.announcements import Announcements
 from recipes.launching.attempt import Command
 from recipes.launching.causes import shown
+from recipes.launching.environment import forwarded, in_container
+from recipes.launching.failures import Failures
 from recipes.launching.launcher import Launcher
 from recipes.launching.replanning import Placement
-from recipes.nodes.connection import here
-from recipes.nodes.environment import forwarded, in_container
+from recipes.nodes.connection import on_this_machine
+from recipes.planning.memory.peak import StageMemory
 from recipes.training.preflight.measures import SPARE_NODES
 from recipes.training.recipe.loading import REPOSITORY, parse_recipe
 from recipes.training.run_folder.folder import RunFolder
@@ -68,6 +74,11 @@ os._exit(1)
 """
 
 
+NO_MEMORY = StageMemory(
+    weights=0, gradients=0, optimizer=0, activations=0, working=0, buffers=0, overhead=0
+)
+
+
 class Planner:
     """Layouts for up to `nodes` nodes, but not for the numbers in `without`.
 
@@ -83,7 +94,7 @@ class Planner:
             if nodes not in self.without:
                 name = f"data {nodes}, layout {self.excluded}"
                 overrides = [f"cluster.nodes={nodes}"]
-                return Placement(nodes, overrides, name, 1.0, chosen=self.chosen)
+                return Placement(nodes, overrides, name, 1.0, memory=NO_MEMORY, chosen=self.chosen)
         return None
 
     def exclude(self, placement: Placement) -> None:
@@ -142,8 +153,8 @@ def start(tmp_path: Path, small: dict, monkeypatch: pytest.MonkeyPatch) -> Itera
     def begin(
         *, hosts: list[str] | None = None, nodes: int = 2, without: tuple[int, ...] = (),
         chosen: bool = False, supervision: Any = MappingProxyType({}),
-        variables: Any = MappingProxyType({"GREETING": "hello"}), connect: Any = here,
-        master: str = "127.0.0.1", python: Any = (sys.executable,),
+        variables: Any = MappingProxyType({"GREETING": "hello"}), connect: Any = on_this_machine,
+        shares_machine: bool = True, python: Any = (sys.executable,),
         checkpoint: Any = MappingProxyType({}), **cluster: Any,
     ) -> Running:  # fmt: skip
         names = hosts if hosts is not None else ["node1", "node2", "node3"]
@@ -156,7 +167,13 @@ def start(tmp_path: Path, small: dict, monkeypatch: pytest.MonkeyPatch) -> Itera
         folder = RunFolder(tmp_path / "run")
         folder.hold()
         words = [python[-1], str(script), str(folder.path)]
-        command = Command(words, variables, 1, master, python=python)
+        command = Command(
+            words=words,
+            variables=variables,
+            ranks_per_node=1,
+            shares_machine=shares_machine,
+            python=python,
+        )
         launcher = Launcher(
             parse_recipe(table, "small"),
             folder,
@@ -170,7 +187,7 @@ def start(tmp_path: Path, small: dict, monkeypatch: pytest.MonkeyPatch) -> Itera
 
     yield begin
     for running in started:
-        running.launcher.asked = 2
+        running.launcher.stop_requests = 2
         running.thread.join(30)
 
 
@@ -220,9 +237,9 @@ def test_the_second_signal_does_not_reach_ranks_that_save(start: Any) -> None:
     running.wait_for_attempt(1, ranks=2)
     for agent in running.launcher.connections.agents.values():
         agent.send({"do": "signal", "number": int(signal.SIGUSR1)})
-    running.launcher.ask()
-    running.launcher.ask()  # an echo within two seconds is the same request
-    assert running.launcher.asked == 1
+    running.launcher.request_stop()
+    running.launcher.request_stop()  # an echo within two seconds is the same request
+    assert running.launcher.stop_requests == 1
     assert running.wait() == INTERRUPTED
     assert len(list((running.folder / "checkpoints").iterdir())) == 1
 
@@ -238,6 +255,33 @@ def test_a_program_that_cannot_be_started_is_not_the_end(
     running.end_ranks({0: FINISHED, 1: FINISHED})
     assert running.wait() == FINISHED
     assert "no connection to node3: No such file or directory" in capfd.readouterr().err
+
+
+def test_a_first_node_that_names_no_port_is_replaced(
+    start: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its agent sends heartbeats, but its answers with a port are lost."""
+    monkeypatch.setattr(nodes_module, "SECONDS_BETWEEN_CONNECTS", 60.0)
+    monkeypatch.setattr(attempt_module, "SECONDS_TO_ANSWER", 1.0)
+
+    def connect(host: str, command: Any) -> list[str]:
+        agent = shlex.join(command)
+        return (
+            ["sh", "-c", f"{agent} | grep --line-buffered -v port"]
+            if host == "node1"
+            else list(command)
+        )
+
+    running = start(connect=connect)
+    ranks = running.wait_for_attempt(2, ranks=2)
+    first, second = running.events("attempt")
+    assert (first["nodes"], second["nodes"]) == (["node1", "node2"], ["node2", "node3"])
+    assert second["reason"] == "node1: no answer for 1 s"
+    assert second["time"] - first["time"] < attempt_module.SECONDS_TO_KILL
+    assert not list(running.folder.glob("started-*.1-*"))  # no rank without a port
+    assert int(ranks[0]["variables"]["MASTER_PORT"]) > 0
+    running.end_ranks({0: FINISHED, 1: FINISHED})
+    assert running.wait() == FINISHED
 
 
 def test_a_lost_node_is_replaced_by_a_spare_one(
@@ -336,7 +380,7 @@ def test_a_broken_node_is_never_used_again(start: Any, capfd: pytest.CaptureFixt
     assert second["unused"] == {"node2": "left out: the preflight has found it broken"}
     running.end_ranks({0: FINISHED})
     assert running.wait() == FINISHED
-    assert "node2 will not be used again for now; restarting at step 1" in capfd.readouterr().err
+    assert "node2 will not be used again for now; restarting\n" in capfd.readouterr().err
 
 
 def test_too_few_nodes_are_left_after_a_preflight(
@@ -585,9 +629,40 @@ def test_failures_of_earlier_starts_are_remembered(start: Any, tmp_path: Path) -
     assert running.wait() == FINISHED
 
 
+def test_the_list_of_hosts_is_read_every_few_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    lists = [["node1"], ["node1", "node2"]]
+    connections, failures = SimpleNamespace(agents={}), Failures(limit=0)
+    nodes = nodes_module.Nodes(
+        lambda: lists.pop(0),
+        connections,
+        failures,
+        node_seconds=2,  # type: ignore[arg-type]
+    )
+    for _ in range(3):
+        assert nodes.refresh() == ""
+    assert nodes.hosts == ["node1"]
+    monkeypatch.setattr(nodes_module, "SECONDS_BETWEEN_LISTS", 0.0)
+    nodes.refresh()
+    assert nodes.hosts == ["node1", "node2"]
+
+
+def test_the_newest_checkpoint_is_remembered_if_the_disk_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "checkpoints" / "step-0000007").mkdir(parents=True)
+    told = Announcements(RunFolder(tmp_path), None, 1)  # type: ignore[arg-type]
+    assert told.newest_checkpoint() == 7
+
+    def fail(folder: Path) -> list[Path]:
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+    monkeypatch.setattr(announcements, "published", fail)
+    assert told.newest_checkpoint() == 7
+
+
 def test_two_names_of_one_machine(start: Any, capfd: pytest.CaptureFixture) -> None:
     """The agents of this machine are told apart by the launcher "local", but not here."""
-    running = start(master="", hosts=["node1", "alias"], nodes=1)
+    running = start(shares_machine=False, hosts=["node1", "alias"], nodes=1)
     running.wait_for_attempt(1, ranks=1)
     (used,) = running.events("attempt")[0]["nodes"]  # the first one to answer
     (other,) = {"node1", "alias"} - {used}
@@ -636,7 +711,7 @@ def test_bad_numbers_stop_the_run(start: Any) -> None:
 def test_a_user_stops_the_run(start: Any) -> None:
     running = start()
     running.wait_for_attempt(1, ranks=2)
-    running.launcher.ask()
+    running.launcher.request_stop()
     assert running.wait() == INTERRUPTED
     assert (running.folder / "checkpoints" / "step-0000001").exists()
 

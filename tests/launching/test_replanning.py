@@ -6,6 +6,7 @@ import pytest
 
 from models.errors import UserError
 from recipes.launching.replanning import Replanner, check_cluster
+from recipes.planning.memory.peak import limit_after_shortage
 from recipes.training.recipe.loading import REPOSITORY, load_recipe
 from recipes.training.recipe.topology import World
 
@@ -70,29 +71,29 @@ def test_numbers_of_nodes_without_a_layout_are_skipped() -> None:
 def test_after_memory_ran_out_the_next_layout_needs_less() -> None:
     replanner = Replanner(REPOSITORY / "recipes/llama/7b.toml", [])
     nodes = replanner.cluster.nodes
-    own = replanner.on(nodes)
+    own = replanner.placement_on(nodes)
     assert own is not None and not own.chosen
-    first = replanner.on(nodes - 1)
-    assert first is not None and first.chosen and first.memory_bytes > 0
+    first = replanner.placement_on(nodes - 1)
+    assert first is not None and first.chosen and first.memory.counted > 0
     replanner.exclude(first)
-    second = replanner.on(nodes - 1)
+    second = replanner.placement_on(nodes - 1)
     assert second is not None and second.chosen
-    assert second.memory_bytes <= 0.85 * first.memory_bytes
+    assert second.memory.total <= limit_after_shortage(first.memory)
     assert second.overrides != first.overrides
-    assert replanner.on(nodes) == own  # the recipe's layout is not excluded
+    assert replanner.placement_on(nodes) == own  # the recipe's layout is not excluded
     replanner.exclude(second)
-    third = replanner.on(nodes - 1)
-    assert third is None or third.memory_bytes <= 0.85 * second.memory_bytes
+    third = replanner.placement_on(nodes - 1)
+    assert third is None or third.memory.total <= limit_after_shortage(second.memory)
 
 
 def test_layouts_that_need_as_much_memory_on_other_numbers_of_nodes_are_excluded_too() -> None:
     replanner = Replanner(REPOSITORY / "recipes/llama/7b.toml", [])
-    first = replanner.on(replanner.cluster.nodes - 1)
+    first = replanner.placement_on(replanner.cluster.nodes - 1)
     assert first is not None
     replanner.exclude(first)
     for nodes in range(1, replanner.cluster.nodes):
-        other = replanner.on(nodes)
-        assert other is None or other.memory_bytes <= 0.85 * first.memory_bytes
+        other = replanner.placement_on(nodes)
+        assert other is None or other.memory.total <= limit_after_shortage(first.memory)
 
 
 def test_the_cluster_section_is_checked() -> None:

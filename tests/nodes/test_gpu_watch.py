@@ -92,6 +92,21 @@ def test_a_request_during_a_look_gets_a_look_of_its_own(smi: Path) -> None:
     assert look(watch) == (True, [])
 
 
+def test_a_look_that_cannot_be_started_is_tried_again(
+    smi: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watch = GpuWatch()
+    watch.ask()
+
+    def fail(*_: object, **__: object) -> None:
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(gpu_watch.subprocess, "Popen", fail)
+        assert watch.poll(training=True) is None and watch._child is None
+    assert look(watch) == (True, [])
+
+
 def test_a_hanging_nvidia_smi_is_reported_and_does_not_block(
     smi: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -38,7 +38,7 @@ def client(process: ServerProcess) -> Client:
 
 def test_complete_snapshots_are_listed(client: Client, process: ServerProcess) -> None:
     (process.folder / "step-0000015-9f3a22c1.incomplete").mkdir()
-    process.tell([{"node": "node1", "port": 1, "secret": "", "address": "a"}])
+    process.write_servers([{"node": "node1", "port": 1, "secret": "", "address": "a"}])
     assert client.listing() == {SNAPSHOT: {FILE: len(CONTENT)}}
     assert NodeMemory(process.folder).servers() == [Server("node1", 1, "", "a")]
 
@@ -63,7 +63,7 @@ def test_files_and_parts_arrive_unchanged(client: Client) -> None:
 def test_nothing_else_is_served(
     snapshot: str, file: str, client: Client, process: ServerProcess
 ) -> None:
-    process.tell([])
+    process.write_servers([])
     with pytest.raises(SnapshotUnavailable, match="node1"):
         client.content(snapshot, file)
     assert client.listing()  # the next request is answered

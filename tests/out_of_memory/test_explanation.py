@@ -3,11 +3,13 @@
 import re
 import shlex
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import tomli_w
 import torch
 
+from recipes.out_of_memory import explanation
 from recipes.out_of_memory.allocated import Allocated, is_out_of_memory
 from recipes.out_of_memory.alternative import alternative
 from recipes.out_of_memory.explanation import REPORT, allocated_text, alternative_text
@@ -17,6 +19,7 @@ from recipes.planning.memory.peak import fullest_stage
 from recipes.training.recipe.loading import REPOSITORY, load_recipe
 from recipes.training.run_folder.folder import RunFolder
 from recipes.training.runtime.exits import FINISHED, STOPPED
+from recipes.training.supervision.breadcrumb import Breadcrumb
 from tests.conftest import changed
 from tests.ranks import start_ranks
 
@@ -126,3 +129,30 @@ def test_parts_that_do_not_exist_yet_are_left_out() -> None:
     assert allocated_text(Allocated(None, None, 2**30, 2**31)) == (
         "peak 1.00 GiB, reserved by torch 2.00 GiB"
     )
+
+
+def test_the_event_is_recorded_before_the_details_are_searched_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """launch.py may kill the rank during the search."""
+    claim = SimpleNamespace(
+        folder=RunFolder(tmp_path), supervisor=SimpleNamespace(names=["rank 0"], crumb=Breadcrumb())
+    )
+
+    def details(*_: object) -> list[str]:
+        (stop,) = claim.folder.read_events()
+        assert stop["out_of_memory"] is True
+        assert "MemoryError" in (tmp_path / REPORT).read_text()
+        return ["  the details"]
+
+    monkeypatch.setattr(explanation, "first_line", lambda *_: "out of memory on rank 0")
+    monkeypatch.setattr(explanation, "details", details)
+    world = SimpleNamespace(rank=0)
+    explanation.report(
+        SimpleNamespace(world=world),
+        claim,
+        None,
+        error=MemoryError(),  # type: ignore[arg-type]
+    )
+    lines = (tmp_path / REPORT).read_text().splitlines()
+    assert (lines[0], lines[-1]) == ("out of memory on rank 0", "  the details")

@@ -14,7 +14,7 @@ PAUSE_SHARE = 0.05  # of a background write, lost to slower steps; measured on C
 HASH_BYTES_PER_SECOND = 1.4e9  # SHA-256 on one core; each rank hashes its own files; measured
 NODE_BYTES_PER_SECOND = 5e9  # of a node, from memory to memory over TCP, assumed
 COPIES = 2  # of each file of a snapshot, on different nodes
-START_SECONDS = 60.0  # of a restart without detection and reading: join, build, warm up; assumed
+START_SECONDS = 60.0  # assumed: joining, building and warming up, without detection and reading
 
 
 @dataclass(frozen=True)
@@ -55,9 +55,9 @@ def snapshot_costs(
         read = node_ranks * (weights + own * 2 / 3) / NODE_BYTES_PER_SECOND
         restart_seconds = detection_seconds + START_SECONDS + own / HASH_BYTES_PER_SECOND + read
     times = FaultCosts(
-        pause=own / HOST_BYTES_PER_SECOND + PAUSE_SHARE * write,
-        write=write,
-        restart=restart_seconds,
+        pause_seconds=own / HOST_BYTES_PER_SECOND + PAUSE_SHARE * write,
+        write_seconds=write,
+        restart_seconds=restart_seconds,
     )
     memory = (2 * copies + 1) * own * node_ranks
     return SnapshotCosts(times, memory, sent)
@@ -83,11 +83,11 @@ def fault_costs(
     rate = storage_bytes_per_second or STORAGE_BYTES_PER_SECOND_OF_NODE * job.machine.nodes
     checkpoint = STATE_BYTES * parameter_count(job.model)
     own = STATE_BYTES * max(stage_parameters(job)) / job.layout.optimizer_ranks
-    if restart_seconds is None:
-        restart_seconds = detection_seconds + START_SECONDS + checkpoint / rate
     write = checkpoint / rate
+    if restart_seconds is None:
+        restart_seconds = detection_seconds + START_SECONDS + write  # reading takes as long
     return FaultCosts(
-        pause=own / HOST_BYTES_PER_SECOND + PAUSE_SHARE * write,
-        write=write,
-        restart=restart_seconds,
+        pause_seconds=own / HOST_BYTES_PER_SECOND + PAUSE_SHARE * write,
+        write_seconds=write,
+        restart_seconds=restart_seconds,
     )

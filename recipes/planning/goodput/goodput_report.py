@@ -7,6 +7,8 @@ from recipes.planning.goodput.costs import SnapshotCosts
 from recipes.planning.goodput.renewal import FaultCosts, Goodput, best_interval, goodput
 from recipes.training.recipe.schema import Recipe
 
+BEST = "; the best interval"
+
 
 @dataclass(frozen=True)
 class GoodputCase:
@@ -32,8 +34,12 @@ class GoodputCase:
 
     def best_every(self) -> int:
         """Return the number of steps between saves that keeps most of the time."""
-        most = self.recipe.training.steps
-        return best_interval(self.step_seconds, self.costs, self.failures_per_day, most=most)
+        return best_interval(
+            self.step_seconds,
+            self.costs,
+            self.failures_per_day,
+            max_steps=self.recipe.training.steps,
+        )
 
     def with_snapshots_every(self, steps: int) -> Goodput:
         """Return the goodput with a number of steps between snapshots.
@@ -42,7 +48,7 @@ class GoodputCase:
         partner at the same time, which need the disk, are neglected.
         """
         interval = self.recipe.checkpoint.every * self.step_seconds
-        up = interval / (interval + self.costs.pause)
+        up = interval / (interval + self.costs.pause_seconds)
         found = goodput(steps * self.step_seconds, self.snapshots.times, self.failures_per_day)
         return Goodput(
             kept=up * found.kept,
@@ -53,8 +59,12 @@ class GoodputCase:
 
     def best_snapshot_every(self) -> int:
         """Return the number of steps between snapshots that keeps most of the time."""
-        most, times = self.recipe.training.steps, self.snapshots.times
-        return best_interval(self.step_seconds, times, self.failures_per_day, most=most)
+        return best_interval(
+            self.step_seconds,
+            self.snapshots.times,
+            self.failures_per_day,
+            max_steps=self.recipe.training.steps,
+        )
 
 
 def goodput_lines(case: GoodputCase) -> list[str]:
@@ -62,31 +72,28 @@ def goodput_lines(case: GoodputCase) -> list[str]:
     costs, every, best = case.costs, case.recipe.checkpoint.every, case.best_every()
     lines = [
         f"With {case.failures_per_day:g} failures per day (a save pauses the steps for "
-        f"{duration(costs.pause)} and is complete after {duration(costs.write)}; a restart takes "
-        f"{duration(costs.restart)}):",
-        _line(case, "every", every, case.with_saves_every(every)),
+        f"{duration(costs.pause_seconds)} and is complete after {duration(costs.write_seconds)}; a "
+        f"restart takes {duration(costs.restart_seconds)}):",
     ]
-    if best != every:
-        found = case.with_saves_every(best)
-        lines.append(_line(case, "every", best, found) + "; the best interval")
+    for steps in dict.fromkeys((every, best)):
+        line = _line(case, "every", steps, case.with_saves_every(steps))
+        lines.append(line + (BEST if steps == best else ""))
     return lines + _snapshot_lines(case)
 
 
 def _snapshot_lines(case: GoodputCase) -> list[str]:
     """Return the lines about snapshots in the memory of the nodes."""
-    costs, best = case.snapshots, case.best_snapshot_every()
+    costs, times, best = case.snapshots, case.snapshots.times, case.best_snapshot_every()
     own = case.recipe.checkpoint.snapshot_every
     lines = [
-        f"With snapshots in memory (each pauses the steps for {duration(costs.times.pause)}, is "
-        f"complete after {duration(costs.times.write)}, and lets each node send "
+        f"With snapshots in memory (each pauses the steps for {duration(times.pause_seconds)}, is "
+        f"complete after {duration(times.write_seconds)}, and lets each node send "
         f"{costs.sent_bytes / 1e9:.3g} GB; they need {costs.memory_bytes / 2**30:.3g} GiB of host "
-        f"memory per node; a restart takes {duration(costs.times.restart)}):"
+        f"memory per node; a restart takes {duration(times.restart_seconds)}):"
     ]
-    if own:
-        lines.append(_line(case, "snapshot_every", own, case.with_snapshots_every(own)))
-    if best != own:
-        found = case.with_snapshots_every(best)
-        lines.append(_line(case, "snapshot_every", best, found) + "; the best interval")
+    for steps in dict.fromkeys((own or best, best)):
+        line = _line(case, "snapshot_every", steps, case.with_snapshots_every(steps))
+        lines.append(line + (BEST if steps == best else ""))
     return lines
 
 
@@ -95,7 +102,7 @@ def goodput_table(case: GoodputCase) -> dict[str, Any]:
     every, best = case.recipe.checkpoint.every, case.best_every()
     own, best_snapshots = case.recipe.checkpoint.snapshot_every, case.best_snapshot_every()
     snapshots: dict[str, Any] = {
-        "costs_seconds": asdict(case.snapshots.times),
+        "costs": asdict(case.snapshots.times),
         "memory_bytes_per_node": case.snapshots.memory_bytes,
         "sent_bytes_per_node": case.snapshots.sent_bytes,
         "best": {"every": best_snapshots} | asdict(case.with_snapshots_every(best_snapshots)),
@@ -104,7 +111,7 @@ def goodput_table(case: GoodputCase) -> dict[str, Any]:
         snapshots["own"] = {"every": own} | asdict(case.with_snapshots_every(own))
     return {
         "failures_per_day": case.failures_per_day,
-        "costs_seconds": asdict(case.costs),
+        "costs": asdict(case.costs),
         "own": {"every": every} | asdict(case.with_saves_every(every)),
         "best": {"every": best} | asdict(case.with_saves_every(best)),
         "snapshots": snapshots,

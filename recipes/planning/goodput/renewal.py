@@ -24,17 +24,17 @@ SECONDS_PER_DAY = 86_400.0
 
 @dataclass(frozen=True)
 class FaultCosts:
-    """The times that saves and failures cost, in seconds.
+    """The times that saves and failures cost.
 
     Attributes:
-        pause: pause of the steps for a save
-        write: from the pause until the checkpoint is on the disk
-        restart: from a failure to the first step of the next attempt
+        pause_seconds: pause of the steps for a save
+        write_seconds: from the pause until the checkpoint is on the disk
+        restart_seconds: from a failure to the first step of the next attempt
     """
 
-    pause: float
-    write: float
-    restart: float
+    pause_seconds: float
+    write_seconds: float
+    restart_seconds: float
 
 
 @dataclass(frozen=True)
@@ -54,58 +54,63 @@ class Goodput:
     restarting: float
 
 
-def goodput(interval: float, costs: FaultCosts, failures_per_day: float) -> Goodput:
+def goodput(interval_seconds: float, costs: FaultCosts, failures_per_day: float) -> Goodput:
     """Return the expected goodput.
 
     Args:
-        interval: time of the steps between two saves, in seconds, above 0
+        interval_seconds: time of the steps between two saves, above 0
         costs: the times that saves and failures cost
         failures_per_day: failures of the whole run, at least 0
     """
-    period = _period(interval, costs)
+    period = _period(interval_seconds, costs)
     if failures_per_day == 0:
-        return Goodput(interval / period, 0.0, 1 - interval / period, 0.0)
+        return Goodput(interval_seconds / period, 0.0, 1 - interval_seconds / period, 0.0)
     rate = failures_per_day / SECONDS_PER_DAY
-    up = math.exp(-rate * costs.restart)  # share of the time outside of restarts
-    kept = math.exp(_log_kept(interval, costs, rate))
-    saving = up * (1 - interval / period)
+    up = math.exp(-rate * costs.restart_seconds)  # share of the time outside of restarts
+    kept = math.exp(_log_kept(interval_seconds, costs, rate))
+    saving = up * (1 - interval_seconds / period)
     return Goodput(kept, max(0.0, up - kept - saving), min(saving, up - kept), 1 - up)
 
 
-def _period(interval: float, costs: FaultCosts) -> float:
+def _period(interval_seconds: float, costs: FaultCosts) -> float:
     """Return the time from save to save: a save waits until the previous one is complete."""
-    return max(interval + costs.pause, costs.write)
+    return max(interval_seconds + costs.pause_seconds, costs.write_seconds)
 
 
-def _log_kept(interval: float, costs: FaultCosts, rate: float) -> float:
+def _log_kept(interval_seconds: float, costs: FaultCosts, rate: float) -> float:
     """Return the logarithm of the share of kept steps, which may be too small for a float.
 
-    rate: failures per second
+    Args:
+        interval_seconds: time of the steps between two saves, above 0
+        costs: the times that saves and failures cost
+        rate: failures per second
     """
-    exponent = rate * _period(interval, costs)
+    exponent = rate * _period(interval_seconds, costs)
     # log(exp(x) - 1) = x + log(1 - exp(-x))
-    checkpoints = -rate * costs.write - exponent - math.log(-math.expm1(-exponent))
-    return math.log(rate * interval) + checkpoints - rate * costs.restart
+    checkpoints = -rate * costs.write_seconds - exponent - math.log(-math.expm1(-exponent))
+    return math.log(rate * interval_seconds) + checkpoints - rate * costs.restart_seconds
 
 
-def best_interval(step: float, costs: FaultCosts, failures_per_day: float, *, most: int) -> int:
+def best_interval(
+    step_seconds: float, costs: FaultCosts, failures_per_day: float, *, max_steps: int
+) -> int:
     """Return the number of steps between saves that keeps most of the time.
 
     Args:
-        step: duration of a step, in seconds
+        step_seconds: duration of a step
         costs: the times that saves and failures cost
         failures_per_day: failures of the whole run, above 0
-        most: the largest number of steps, at least 1
+        max_steps: the largest number of steps, at least 1
 
     Returns:
-        From 1 to `most`, and long enough that a save ends before the next one begins.
+        From 1 to `max_steps`, and long enough that a save ends before the next one begins.
     """
-    low = min(most, max(1, math.ceil((costs.write - costs.pause) / step)))
-    high = most
+    shortest = math.ceil((costs.write_seconds - costs.pause_seconds) / step_seconds)
+    low, high = min(max_steps, max(1, shortest)), max_steps
     rate = failures_per_day / SECONDS_PER_DAY
 
     def log_kept(steps: int) -> float:
-        return _log_kept(steps * step, costs, rate)
+        return _log_kept(steps * step_seconds, costs, rate)
 
     while high - low > 2:  # the share rises up to its maximum and falls after it
         third = (high - low) // 3

@@ -35,6 +35,7 @@ from recipes.planning.memory.working_memory import (
 from recipes.training.recipe.deepspeed_config import BYTES
 
 GIB = 2**30
+MIN_SAVING = 0.15  # share of the counted memory that another layout must save after a shortage
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,6 +64,15 @@ class StageMemory:
     def state(self) -> float:
         """The bytes of weights, gradients and optimizer state."""
         return self.weights + self.gradients + self.optimizer
+
+
+def limit_after_shortage(memory: StageMemory) -> float:
+    """Return the memory in bytes that another layout may need if memory ran out in this one.
+
+    Args:
+        memory: predicted memory of the fullest stage of the layout that ran out of memory
+    """
+    return (1 - MIN_SAVING) * memory.counted + memory.overhead
 
 
 def stage_memory(job: Job) -> list[StageMemory]:

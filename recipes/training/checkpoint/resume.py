@@ -8,10 +8,9 @@ any instant therefore continues on the branch that the user requested.
 
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch.distributed as dist
 
@@ -30,9 +29,15 @@ from recipes.training.run_folder.history import Branch, History
 from recipes.training.run_folder.lock import FolderInUse
 from recipes.training.run_folder.progress import Progress
 
-FindInMemory = Callable[[History, int], ResumePoint]  # (history, step on the disk)
 SECONDS_BETWEEN_TRIES = 1.0
 SECONDS_BETWEEN_MESSAGES = 30.0
+
+
+class FindInMemory(Protocol):
+    """Finds the newest snapshot in memory that is not older than a step."""
+
+    def __call__(self, *, history: History, at_least: int) -> ResumePoint:
+        """Return the snapshot."""
 
 
 @dataclass(frozen=True)
@@ -143,7 +148,7 @@ def find_start(
     snapshot = ResumePoint()
     if find_in_memory and request.resume == "auto" and not pending:
         newest = max(map(step_of, published(folder.checkpoints)), default=0)
-        snapshot = find_in_memory(history, newest)
+        snapshot = find_in_memory(history=history, at_least=newest)
     if snapshot.checkpoint:
         # Only checkpoints on the disk end the count of rollbacks.
         saved = max((step for step in history.saved if step <= snapshot.progress.step), default=0)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from recipes.planning.inputs.job import Machine
 from recipes.training.loop.rejection import rejections
 from recipes.training.recipe.deepspeed_config import build_deepspeed_config, precision
 from recipes.training.recipe.loading import load_recipe, origin
@@ -51,3 +52,16 @@ def read_experiment(file: Path, overrides: Sequence[str]) -> Experiment:
         config = build_deepspeed_config(recipe, topology)
         number_format = precision(config)
     return Experiment(world, recipe, name, topology, config, number_format)
+
+
+def machine_of(experiment: Experiment, device: str) -> Machine | None:
+    """Return the machine of a run for the planner; None if its GPU has no datasheet.
+
+    Args:
+        experiment: the experiment of the run
+        device: the driver's name of this rank's GPU; "cpu" on a CPU
+
+    Raises:
+        UserError: `cluster.gpu` has no datasheet.
+    """
+    return Machine.of_run(experiment.recipe.cluster, experiment.world, device)

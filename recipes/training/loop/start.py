@@ -146,11 +146,15 @@ def find_resume_point(
     """
     crumb, request = claim.supervisor.crumb, Request(resume, resume_once)
     crumb.note("verifying checkpoints")
-    find_in_memory = (
-        partial(find_snapshot, claim.memory, experiment.recipe, data.fingerprint, note=crumb.note)
-        if claim.memory
-        else None
-    )
+    find_in_memory = None
+    if claim.memory:
+        find_in_memory = partial(
+            find_snapshot,
+            claim.memory,
+            recipe=experiment.recipe,
+            data=data.fingerprint,
+            note=crumb.note,
+        )
     return find_start(
         claim.folder,
         request,

@@ -11,23 +11,23 @@ from statistics import median
 
 from recipes.training.preflight.measures import (
     MATMUL,
+    MAX_BLAMED_NODES,
     MEMORY,
     DeviceReport,
     LinkReport,
 )
 from recipes.training.preflight.planned import Planned
-from recipes.training.preflight.verdict import Finding, Place, Severity, Summary, Verdict
+from recipes.training.preflight.verdict import Finding, RankLayout, Severity, Summary, Verdict
 
-MAX_LEFT_OUT = 8  # nodes; more that are slow together point to a network or to the software
 MEMORY_MARGIN_GIB = 2.0  # of free memory, by which healthy devices may differ
 
 
 def judge(
     devices: Sequence[DeviceReport],
-    links: Sequence[LinkReport],
-    place: Place,
-    planned: Planned,
     *,
+    links: Sequence[LinkReport],
+    layout: RankLayout,
+    planned: Planned,
     ratio: float,
     spares: int = 0,
 ) -> Verdict:
@@ -36,42 +36,20 @@ def judge(
     Args:
         devices: the device of each rank
         links: the links of each rank; empty if they were not measured
-        place: the ranks of the run
+        layout: the ranks of the run
         planned: the planner's numbers
-        ratio: how many times faster the median of the others is than a slow rank, at least
+        ratio: a rank is slow if its value times `ratio` is below the median of the others
         spares: number of spare nodes
     """
-    findings = [
-        Finding(Severity.BROKEN, MATMUL, (rank,), problem=device.problem)
-        for rank, device in enumerate(devices)
-        if device.problem
-    ]
-    measured = _measured(devices, links, place)
-    blamed = {place.node(finding.ranks[0]) for finding in findings}
-    for measure, values in measured.items():
-        expected = planned.rates.get(measure)
-        found = [
-            finding
-            for comparable in _comparable(measure, values, devices)
-            for finding in _slow(measure, comparable, expected, ratio)
-        ]
-        own = [each for each in found if each.severity == Severity.SLOW]
-        blamed |= {place.node(each.ranks[0]) for each in own}
-        # A slow node explains the slow links and groups that it shares with other nodes.
-        findings += own + [
-            each
-            for each in found
-            if each.severity == Severity.SHARED
-            and blamed.isdisjoint(place.node(rank) for rank in each.ranks)
-        ]
-    findings += _short_of_memory(devices, place, planned)
-    findings.sort(key=lambda each: (-each.severity, -each.ratio, each.ranks))
+    measured = _measured(devices, links, layout)
+    findings = _findings(measured, devices, layout, planned, ratio)
     summaries = {
         measure: _summary(values, planned.rates.get(measure))
         for measure, values in measured.items()
         if values
     }
-    left_out = _left_out(findings, place, nodes=-(-len(devices) // place.per_node), spares=spares)
+    nodes = -(-len(devices) // layout.per_node)
+    left_out = _left_out(findings, layout, nodes=nodes, spares=spares)
     broken = any(finding.severity == Severity.BROKEN for finding in findings)
     return Verdict(
         findings,
@@ -87,7 +65,7 @@ Values = dict[tuple[int, ...], tuple[float, bool]]
 
 
 def _measured(
-    devices: Sequence[DeviceReport], links: Sequence[LinkReport], place: Place
+    devices: Sequence[DeviceReport], links: Sequence[LinkReport], layout: RankLayout
 ) -> dict[str, Values]:
     """Return the values of each measure, the devices first."""
     found: dict[str, Values] = {MATMUL: {}}
@@ -96,18 +74,56 @@ def _measured(
             found[MATMUL][(rank,)] = (device.tflops, True)
     for rank, report in enumerate(links):
         for measure, rates in report.transfers.items():
-            # The best partner counts, because the others may be slow themselves. With a single
-            # partner on another node, the two nodes cannot be told apart.
+            # A rank's fastest partner counts, because slower partners may themselves be at fault.
+            # If a rank has only one partner, on another node, it is unclear which of the two nodes
+            # is slow.
             ranks = tuple(sorted((rank, *rates))) if len(rates) == 1 else (rank,)
-            within = place.node(ranks[0]) == place.node(ranks[-1])
+            within = layout.node(ranks[0]) == layout.node(ranks[-1])
             if rates:
                 found.setdefault(measure, {})[ranks] = (max(rates.values()), within)
-    for axis, groups in place.groups.items():
+    for axis, groups in layout.groups.items():
         for members in groups if links else ():
-            within = place.node(members[0]) == place.node(members[-1])
+            within = layout.node(members[0]) == layout.node(members[-1])
             rate = min(links[rank].groups[axis] for rank in members)
             found.setdefault(axis, {})[tuple(members)] = (rate, within)
     return found
+
+
+def _findings(
+    measured: Mapping[str, Values],
+    devices: Sequence[DeviceReport],
+    layout: RankLayout,
+    planned: Planned,
+    ratio: float,
+) -> list[Finding]:
+    """Return what is broken or slow, the worst first.
+
+    measured: measure -> its values
+    """
+    findings = [
+        Finding(Severity.BROKEN, MATMUL, (rank,), problem=device.problem)
+        for rank, device in enumerate(devices)
+        if device.problem
+    ]
+    blamed = {layout.node(finding.ranks[0]) for finding in findings}
+    for measure, values in measured.items():
+        expected = planned.rates.get(measure)
+        found = [
+            finding
+            for comparable in _comparable(measure, values, devices)
+            for finding in _slow(measure, comparable, expected, ratio)
+        ]
+        own = [each for each in found if each.severity == Severity.SLOW]
+        blamed |= {layout.node(each.ranks[0]) for each in own}
+        # A slow node explains the slow links and groups that it shares with other nodes.
+        findings += own + [
+            each
+            for each in found
+            if each.severity == Severity.SHARED
+            and blamed.isdisjoint(layout.node(rank) for rank in each.ranks)
+        ]
+    findings += _short_of_memory(devices, layout, planned)
+    return sorted(findings, key=lambda each: (-each.severity, -each.ratio, each.ranks))
 
 
 def _comparable(measure: str, values: Values, devices: Sequence[DeviceReport]) -> Iterator[Values]:
@@ -124,10 +140,10 @@ def _slow(measure: str, values: Values, planned: float | None, ratio: float) -> 
     ordered = sorted(value for value, _ in values.values())
     found = []
     for ranks, (value, blames) in values.items():
-        usual = median_of_others(ordered, value)
-        if usual is not None and value * ratio < usual:
+        others = median_of_others(ordered, value)
+        if others is not None and value * ratio < others:
             severity = Severity.SLOW if blames else Severity.SHARED
-            found.append(Finding(severity, measure, ranks, value, usual, planned))
+            found.append(Finding(severity, measure, ranks, value, others, planned))
     return found
 
 
@@ -145,7 +161,7 @@ def median_of_others(ordered: Sequence[float], value: float) -> float | None:
 
 
 def _short_of_memory(
-    devices: Sequence[DeviceReport], place: Place, planned: Planned
+    devices: Sequence[DeviceReport], layout: RankLayout, planned: Planned
 ) -> Iterable[Finding]:
     """Yield the devices with less free memory than the others, which another process may use."""
     free: dict[str, list[float]] = {}
@@ -156,17 +172,19 @@ def _short_of_memory(
     for rank, device in enumerate(devices):
         if device.free_gib is None or device.problem:
             continue
-        usual = median_of_others(ordered[device.device], device.free_gib)
-        if usual is not None and device.free_gib < usual - MEMORY_MARGIN_GIB:
-            need = _need(rank, len(devices), planned, place)
-            yield Finding(Severity.SLOW, MEMORY, (rank,), device.free_gib, usual, need)
+        others = median_of_others(ordered[device.device], device.free_gib)
+        if others is not None and device.free_gib < others - MEMORY_MARGIN_GIB:
+            planned_gib = predicted_memory_gib(rank, len(devices), planned, layout)
+            yield Finding(Severity.SLOW, MEMORY, (rank,), device.free_gib, others, planned_gib)
 
 
-def _need(rank: int, ranks: int, planned: Planned, place: Place) -> float | None:
+def predicted_memory_gib(
+    rank: int, ranks: int, planned: Planned, layout: RankLayout
+) -> float | None:
     """Return the memory that the planner predicts for a rank, in GiB."""
     if not planned.memory_gib:
         return None
-    return planned.memory_gib[rank * place.stages // ranks]
+    return planned.memory_gib[rank * layout.stages // ranks]
 
 
 def _summary(values: Values, planned: float | None) -> Summary:
@@ -194,13 +212,13 @@ def _mismatches(
 
 
 def _left_out(
-    findings: Sequence[Finding], place: Place, *, nodes: int, spares: int
+    findings: Sequence[Finding], layout: RankLayout, *, nodes: int, spares: int
 ) -> dict[int, Finding]:
     """Return the nodes to leave out: all broken ones, and slow ones for which there are spares."""
     worst: dict[Severity, dict[int, Finding]] = {Severity.BROKEN: {}, Severity.SLOW: {}}
     for finding in findings:  # the worst first
         if finding.severity in worst:
-            worst[finding.severity].setdefault(place.node(finding.ranks[0]), finding)
+            worst[finding.severity].setdefault(layout.node(finding.ranks[0]), finding)
     broken = worst[Severity.BROKEN]
     slow = {node: each for node, each in worst[Severity.SLOW].items() if node not in broken}
     if _is_common(broken, nodes):
@@ -213,4 +231,4 @@ def _left_out(
 
 def _is_common(named: Mapping[int, Finding], nodes: int) -> bool:
     """Return True if many nodes have a finding, which points to a common cause."""
-    return len(named) > MAX_LEFT_OUT or (nodes > 1 and 2 * len(named) > nodes)
+    return len(named) > MAX_BLAMED_NODES or (nodes > 1 and 2 * len(named) > nodes)

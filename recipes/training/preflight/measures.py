@@ -11,6 +11,7 @@ MATMUL, MEMORY = "matmul", "free memory"
 NODE_LINK, NETWORK, PIPELINE = "node link", "network link", "pipeline link"
 TENSOR, DATA = "tensor all-reduce", "data all-reduce"
 UNITS = {MATMUL: "TFLOP/s", MEMORY: "GiB"}  # all others are in GB/s
+MAX_BLAMED_NODES = 8  # more that fail or are slow together point to a common cause
 MIN_NODES_FOR_FAR_PAIRS = 6  # with fewer, neighbours and distant nodes are often the same
 # Set by launch.py: the number of healthy spare nodes. Not set under other launchers.
 SPARE_NODES = "THREEFOLD_SPARE_NODES"

@@ -21,7 +21,7 @@ MATMUL_SIZE = {"cpu": 256, "cuda": 8192}  # rows, columns and inner dimension, b
 MATMUL_SIZE_FP32 = 4096  # on GPUs, where fp32 is up to 16 times slower
 CHECKED_SIZE = {"cpu": 256, "cuda": 4096}  # likewise, of the matmuls whose results are checked
 CHECKED_MATMULS = 4
-INTEGERS_PER_ENTRY = 8  # one entry in eight is 1 or -1, the others are 0
+ENTRIES_PER_NONZERO = 8  # one entry in eight is 1 or -1, the others are 0
 PROBE_BYTES = {"cpu": 2**16, "cuda": 2**22}  # of a first message, which also connects the ranks
 MESSAGE_BYTES = {"cpu": 2**20, "cuda": 2**26}  # of the measured messages, if there is enough time
 REPETITIONS = 3  # of a transfer or an all-reduce
@@ -87,7 +87,7 @@ def wrong_rows(
 
     def integers() -> torch.Tensor:  # [size, size], of -1, 0 and 1
         drawn = torch.randint(
-            0, 2 * INTEGERS_PER_ENTRY, (size, size), device=device, generator=generator
+            0, 2 * ENTRIES_PER_NONZERO, (size, size), device=device, generator=generator
         )
         return (drawn == 0).to(DTYPES[precision]) - (drawn == 1).to(DTYPES[precision])
 
@@ -157,8 +157,9 @@ class LinkTest:
     ) -> tuple[float | None, int]:
         """Time an operation; return the seconds and the size of its message.
 
-        The first call connects the ranks. A message of that size is then timed on all ranks, and
-        the slowest one decides how large the measured messages are, so that the time is limited.
+        First send a message of PROBE_BYTES untimed, which connects the ranks, and then a timed one.
+        The slowest rank's time sets the size of the measured messages, so that a round stays below
+        SECONDS_PER_ROUND.
 
         Args:
             name: the measurement, for hang reports

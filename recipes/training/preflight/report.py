@@ -1,10 +1,10 @@
 """The messages and the event of a preflight."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from recipes.training.preflight.measures import MATMUL, MEMORY, unit
-from recipes.training.preflight.verdict import Finding, Place, Severity, Summary, Verdict
+from recipes.training.preflight.verdict import Finding, RankLayout, Severity, Summary, Verdict
 
 MAX_IN_MESSAGE = 8
 
@@ -47,24 +47,29 @@ def sentence(finding: Finding, hosts: Sequence[str]) -> str:
     """Return a finding as a sentence."""
     ranks, measure = finding.ranks, finding.measure
     names = dict.fromkeys(hosts[rank] for rank in ranks)
-    where = f"{', '.join(list(names)[:MAX_IN_MESSAGE])}{', ...' if len(names) > 8 else ''}"
-    numbers = ", ".join(map(str, ranks[:MAX_IN_MESSAGE])) + (", ..." if len(ranks) > 8 else "")
-    who = f"{'rank' if len(ranks) == 1 else 'ranks'} {numbers} ({where})"
+    numbers = shortened(map(str, ranks))
+    who = f"{'rank' if len(ranks) == 1 else 'ranks'} {numbers} ({shortened(names)})"
     if finding.severity == Severity.BROKEN:
         return f"{who}: {finding.problem}"
-    assert finding.value is not None and finding.usual is not None
+    assert finding.value is not None and finding.median_of_others is not None
     of = unit(measure)
     planned = f", planned {number(finding.planned)} {of}" if finding.planned else ""
     if measure == MEMORY:
         return (
             f"{who}: {number(finding.value)} {of} of memory are free, the median of the others is "
-            f"{number(finding.usual)} {of}{planned}; another process may use the device"
+            f"{number(finding.median_of_others)} {of}{planned}; another process may use the device"
         )
     shared = "; the nodes cannot be told apart" if finding.severity == Severity.SHARED else ""
     return (
         f"{who}: {measure} {number(finding.value)} {of}, the median of the others is "
-        f"{number(finding.usual)} {of}{planned}{shared}"
+        f"{number(finding.median_of_others)} {of}{planned}{shared}"
     )
+
+
+def shortened(names: Iterable[str]) -> str:
+    """Return names for a message, at most MAX_IN_MESSAGE of them."""
+    known = list(names)
+    return ", ".join(known[:MAX_IN_MESSAGE]) + (", ..." if len(known) > MAX_IN_MESSAGE else "")
 
 
 def mismatch(measure: str, summary: Summary | None) -> str:
@@ -82,12 +87,14 @@ def mismatch(measure: str, summary: Summary | None) -> str:
     )
 
 
-def event(verdict: Verdict, place: Place, hosts: Sequence[str], seconds: float) -> dict[str, Any]:
+def event(
+    verdict: Verdict, layout: RankLayout, hosts: Sequence[str], seconds: float
+) -> dict[str, Any]:
     """Return the facts of the event `preflight`, at most MAX_IN_MESSAGE findings of them.
 
     Args:
         verdict: the judgement
-        place: the ranks of the run
+        layout: the ranks of the run
         hosts: name of the host of each rank
         seconds: duration of the preflight
     """
@@ -102,7 +109,7 @@ def event(verdict: Verdict, place: Place, hosts: Sequence[str], seconds: float) 
     if verdict.left_out:
         facts["left_out"] = [
             {
-                "rank": node * place.per_node,
+                "rank": node * layout.per_node,
                 "reason": sentence(each, hosts),
                 "broken": each.severity == Severity.BROKEN,
             }

@@ -13,12 +13,12 @@ from deepspeed.accelerator import get_accelerator
 
 from models.errors import UserError
 from models.pipeline.process_grid import ProcessGrid
-from recipes.planning.inputs.job import Machine
-from recipes.training.loop.experiment import Experiment
+from recipes.training.loop.experiment import Experiment, machine_of
 from recipes.training.loop.start import Claim
 from recipes.training.preflight.judging import judge
 from recipes.training.preflight.measures import (
     DATA,
+    MAX_BLAMED_NODES,
     SPARE_NODES,
     TENSOR,
     DeviceReport,
@@ -34,9 +34,9 @@ from recipes.training.preflight.measuring import (
 )
 from recipes.training.preflight.planned import Planned, planned
 from recipes.training.preflight.report import event, healthy_line, warnings
-from recipes.training.preflight.verdict import Place, Verdict
+from recipes.training.preflight.verdict import RankLayout, Verdict
 from recipes.training.runtime.exits import UNFIT, leave
-from recipes.training.runtime.processes import on_gpu
+from recipes.training.runtime.processes import driver_name, on_gpu
 from recipes.training.runtime.rank_tree import RankTree
 from recipes.training.supervision.supervisor import Supervisor
 from recipes.training.tracking.startup import Startup
@@ -47,7 +47,7 @@ Measured = tuple[list[DeviceReport], list[LinkReport]]
 
 
 def check_nodes(
-    experiment: Experiment, claim: Claim, grid: ProcessGrid, step: int, startup: Startup
+    experiment: Experiment, *, claim: Claim, grid: ProcessGrid, step: int, startup: Startup
 ) -> None:
     """Measure the devices and links of all ranks, and name slow or broken nodes; collective.
 
@@ -103,7 +103,7 @@ class Preflight:
         grid: the process groups of the run
 
     Attributes:
-        place: the ranks of the run
+        layout: the ranks of the run
         hosts: name of the host of each rank
         seconds: duration of the preflight
     """
@@ -117,11 +117,15 @@ class Preflight:
         per_node = world.local_size if world.size % world.local_size == 0 else world.size
         self.groups = groups_of(grid)
         ranks = {TENSOR: grid.model_groups, DATA: grid.dp_groups}
-        self.place = Place(per_node, topology.pipeline, {axis: ranks[axis] for axis in self.groups})
+        self.layout = RankLayout(
+            per_node, topology.pipeline, {axis: ranks[axis] for axis in self.groups}
+        )
         self.seconds = 0.0
 
     def run(self) -> Verdict:
-        """Measure, and judge; what seems slow is measured again, and its better result counts.
+        """Measure, and judge.
+
+        If anything seems slow, all measurements are repeated, and the better result of each counts.
 
         Returns:
             The verdict on rank 0, and an empty one on the others.
@@ -144,7 +148,7 @@ class Preflight:
             return devices, []
         size, topology = self.experiment.world.size, self.experiment.topology
         test = LinkTest(self.experiment.world.rank, self.device, self.note)
-        measured = test.measure(scopes(size, self.place.per_node, topology.pipeline), self.groups)
+        measured = test.measure(scopes(size, self.layout.per_node, topology.pipeline), self.groups)
         return devices, list(self.tree.gather(measured).values())
 
     def _judge(self, measured: Measured) -> Verdict:
@@ -154,19 +158,23 @@ class Preflight:
         devices, links = measured
         return judge(
             devices,
-            links,
-            self.place,
-            self._planned(links[0] if links else LinkReport()),
+            links=links,
+            layout=self.layout,
+            planned=self._planned(links[0] if links else LinkReport()),
             ratio=self.experiment.recipe.supervision.preflight_ratio,
             spares=int(os.environ.get(SPARE_NODES, 0)),
         )
 
     def _planned(self, links: LinkReport) -> Planned:
-        """Return the planner's numbers."""
+        """Return the planner's numbers; none if the GPU of the recipe has no datasheet."""
+        try:
+            machine = machine_of(self.experiment, driver_name())
+        except UserError:
+            machine = None
         return planned(
             self.experiment.recipe,
             self.experiment.topology,
-            machine_of(self.experiment, self.device),
+            machine,
             precision=self.experiment.precision,
             matmul_size=matmul_size(self.device, self.experiment.precision),
             links=links,
@@ -180,21 +188,10 @@ def groups_of(grid: ProcessGrid) -> Mapping[str, dist.ProcessGroup | None]:
     return {axis: group for axis, group in groups.items() if sizes[axis] > 1}
 
 
-def machine_of(experiment: Experiment, device: torch.device) -> Machine | None:
-    """Return the machine of a run for the planner; None for a CPU or a GPU without a datasheet."""
-    if device.type != "cuda":
-        return None
-    name = torch.cuda.get_device_name(device)
-    try:
-        return Machine.of_run(experiment.recipe.cluster, experiment.world, name)
-    except UserError:
-        return None
-
-
 def report(claim: Claim, verdict: Verdict, test: Preflight, step: int) -> None:
     """Print and record the result; on rank 0."""
     folder, hosts = claim.folder, test.hosts
-    folder.event("preflight", step, **event(verdict, test.place, hosts, test.seconds))
+    folder.event("preflight", step, **event(verdict, test.layout, hosts, test.seconds))
     if verdict.findings or verdict.mismatches:
         print("\n".join(warnings(verdict, hosts)), file=sys.stderr, flush=True)
     else:
@@ -206,13 +203,14 @@ def report(claim: Claim, verdict: Verdict, test: Preflight, step: int) -> None:
         reason = f"preflight: launch.py continues without {nodes}"
     elif nodes:
         reason = (
-            f"preflight: {nodes} is broken; leave it out and rerun the same command, or use "
-            f"--set supervision.preflight=false to train on it anyway"
+            f"preflight: broken nodes: {nodes}; leave them out and rerun the same command, or use "
+            f"--set supervision.preflight=false to train on them anyway"
         )
     else:
         reason = (
-            "preflight: most nodes compute wrong results or fail, which points to the driver or a "
-            "library rather than to a node; mend it and rerun the same command"
+            f"preflight: more than {MAX_BLAMED_NODES} nodes, or more than half of them, compute "
+            f"wrong results or fail, so the driver or a library is the likely cause; repair it and "
+            f"rerun the same command"
         )
     folder.event("stop", step, reason=reason, exit_code=UNFIT)
     print(f"stopped: {reason}", file=sys.stderr, flush=True)

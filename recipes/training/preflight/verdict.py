@@ -25,9 +25,9 @@ class Finding:
         severity: what is wrong
         measure: the measure
         ranks: the global ranks, on one node unless the severity is SHARED
-        value: the measured value; None for a broken device
-        usual: the median of the others
-        planned: the planner's value; None if there is none
+        value: the measured value, in unit(measure); None for a broken device
+        median_of_others: the median of the others, in unit(measure)
+        planned: the planner's value, in unit(measure); None if there is none
         problem: text of a broken device
     """
 
@@ -35,14 +35,18 @@ class Finding:
     measure: str
     ranks: tuple[int, ...]
     value: float | None = None
-    usual: float | None = None
+    median_of_others: float | None = None
     planned: float | None = None
     problem: str = ""
 
     @property
     def ratio(self) -> float:
-        """The usual value divided by the measured one."""
-        return self.usual / self.value if self.usual and self.value else float("inf")
+        """The median of the others divided by the measured value."""
+        return (
+            self.median_of_others / self.value
+            if self.median_of_others and self.value
+            else float("inf")
+        )
 
 
 @dataclass(frozen=True)
@@ -80,7 +84,7 @@ class Verdict:
 
 
 @dataclass(frozen=True)
-class Place:
+class RankLayout:
     """The ranks of a run.
 
     Attributes:

@@ -1,7 +1,7 @@
 """Wall time of a run by cause: kept steps, repeated steps, starts, and waiting.
 
 The share of kept steps is the run's goodput. Everything is derived from metrics.jsonl, which holds
-the steps that were kept, and events.jsonl, which holds the starts and the steps that were not.
+the kept steps, and from events.jsonl, which records the starts and the repeated steps.
 """
 
 from collections.abc import Iterable
@@ -89,10 +89,10 @@ def shares_text(shares: dict[str, float]) -> str:
     """Return the shares above a thousandth for a message, the largest losses first."""
     losses = {name: share for name, share in shares.items() if name != "kept" and share >= 1e-3}
     ordered = sorted(losses.items(), key=lambda each: -each[1])
-    return ", ".join(f"{NAMES[name]} {share:.1%}" for name, share in ordered)
+    return ", ".join(f"{CAUSE_TEXTS[name]} {share:.1%}" for name, share in ordered)
 
 
-NAMES = {
+CAUSE_TEXTS = {
     "between": "between steps",
     "validating": "validation",
     "starting": "starts",

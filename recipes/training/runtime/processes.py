@@ -38,6 +38,11 @@ def on_gpu() -> bool:
     return get_accelerator().device_name() == "cuda"
 
 
+def driver_name() -> str:
+    """Return the driver's name of this rank's GPU; "cpu" on a CPU."""
+    return torch.cuda.get_device_name() if on_gpu() else "cpu"
+
+
 def should_compile(setting: bool | Literal["auto"]) -> bool:
     """Return True if kernels are to be compiled; collective, and the same on all ranks.
 

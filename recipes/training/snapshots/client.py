@@ -71,7 +71,10 @@ class Client:
     def sha256(self, snapshot: str, file: str, size: int) -> str:
         """Return the SHA-256 of a file, which the node computes, in hexadecimal.
 
-        size: of the file, in bytes; decides how long to wait
+        Args:
+            snapshot: name of the snapshot
+            file: name of the file
+            size: of the file, in bytes; decides how long to wait
 
         Raises:
             SnapshotUnavailable: the server does not have it, or does not answer.
@@ -115,7 +118,7 @@ class Client:
         return found
 
     def _keep(self, connection: http.client.HTTPConnection) -> None:
-        """Keep a connection for the next request, and close the one that was used least lately."""
+        """Keep a connection; close the least recently used connection if there are too many."""
         with self._lock:
             self._open[self] = connection
             oldest = (

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import sys
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ from recipes.training.snapshots.names import SnapshotName
 from recipes.training.snapshots.node_memory import NodeMemory, Server
 from recipes.training.snapshots.reader import SnapshotReader
 
-WHERE = Path("memory of the nodes")  # in messages, in place of a run's folder of checkpoints
+PLACE_IN_MESSAGES = Path("memory of the nodes")  # instead of a run's folder of checkpoints
 MANIFEST, DIGEST = "manifest.json", "manifest.sha256"
 
 
@@ -41,11 +42,11 @@ class Candidate:
 
 def find_snapshot(
     memory: NodeMemory,
+    *,
     recipe: Recipe,
     data: dict[str, Any],
     history: History,
     at_least: int,
-    *,
     note: Note = no_note,
 ) -> ResumePoint:
     """Find the newest snapshot that can be loaded; collective, and the same on all ranks.
@@ -59,7 +60,8 @@ def find_snapshot(
         note: called before each file is verified
 
     Returns:
-        Its `checkpoint` is None if no snapshot can be used; `skipped` names the damaged ones.
+        Its `checkpoint` is None if no snapshot can be used; `skipped` names the
+        snapshots of which a file has no undamaged copy.
 
     Raises:
         UserError: the snapshot belongs to another experiment.
@@ -73,13 +75,15 @@ def find_snapshot(
     clients = {server.node: Client(server) for server in servers}
     skipped: dict[Path, str] = {}
     for candidate in candidates:
-        path = WHERE / candidate.name
+        path = PLACE_IN_MESSAGES / candidate.name
         manifest = Manifest.parse(candidate.manifest, path)
         check_same_run(path, manifest, recipe, data)
         holders, damages = _verify(candidate, manifest, clients, note)
-        if damages:
+        if holders is None:
             skipped[path] = "; ".join(damages)
-        if holders:
+        else:
+            for damage in damages if dist.get_rank() == 0 else ():
+                print(f"warning: {damage}; the other copy is used", file=sys.stderr)
             reader = SnapshotReader(path, manifest, candidate.name, holders)
             return ResumePoint(reader, skipped=skipped)
     return ResumePoint(skipped=skipped)
@@ -92,7 +96,7 @@ def _candidates(servers: Sequence[Server], history: History, at_least: int) -> I
     names = {
         name for found in by_node.values() for text in found if (name := SnapshotName.parse(text))
     }
-    for name in sorted(names, key=lambda name: (name.step, name.turns, name.writer), reverse=True):
+    for name in sorted(names, reverse=True):
         if name.step < at_least or not history.reaches(name.step, turns=name.turns):
             continue
         nodes = [node for node, found in by_node.items() if str(name) in found]

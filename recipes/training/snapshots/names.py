@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 FOLDER_VARIABLE = "THREEFOLD_SNAPSHOTS"  # set by launch.py's agent: the folder of this node
 SERVERS = "servers.json"
+FP32_BYTES = 4  # of an element of every tensor
 SNAPSHOT = re.compile(r"step-(?P<step>\d{7,})-(?P<turns>\d+)-(?P<writer>[0-9a-f]+)")
 
 

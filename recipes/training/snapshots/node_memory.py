@@ -3,7 +3,7 @@
 A snapshot is a checkpoint whose files are spread over the memory of the nodes. Each node holds the
 files of its own ranks and copies of those of a partner node. The folder of a node:
 
-threefold-RUN-NODE/
+threefold-RUN-NODE.PID/       PID of the agent
   servers.json                the servers of all nodes, written by the agent of launch.py
   step-0000150-7-9f3a22c1/    step, number of turns in the run's history, name of the writer
     manifest.json             as in a checkpoint on the disk; the same on all nodes
@@ -19,7 +19,7 @@ import contextlib
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,6 +28,8 @@ from recipes.training.snapshots.names import FOLDER_VARIABLE, SERVERS
 
 INCOMPLETE = ".incomplete"
 RESERVED_SHARE = 0.05  # of the node's memory, which snapshots leave free
+CGROUPS, OWN_CGROUP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")  # version 2
+CACHED = ("active_file", "inactive_file")  # of memory.stat
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,7 @@ class Server:
         node: name of the node
         port: its TCP port
         secret: without it, the server does not answer
+        address: host name or IP address of the server
     """
 
     node: str
@@ -127,9 +130,39 @@ class NodeMemory:
 
 
 def memory_of_node() -> tuple[int, int]:
-    """Return the total and the available memory of this node, in bytes."""
+    """Return the total and the available memory for this process on its node, in bytes.
+
+    A limit of a container or of Slurm (--mem) counts too.
+    """
     found = {}
     for line in Path("/proc/meminfo").read_text().splitlines():
         key, _, value = line.partition(":")
         found[key] = int(value.split()[0]) * 1024
-    return found["MemTotal"], found["MemAvailable"]
+    limits = [(found["MemTotal"], found["MemAvailable"]), *cgroup_limits(OWN_CGROUP, CGROUPS)]
+    return min(total for total, _ in limits), min(available for _, available in limits)
+
+
+def cgroup_limits(membership: Path, root: Path) -> Iterator[tuple[int, int]]:
+    """Yield the limit and the available memory of this process's cgroup and of its parents.
+
+    Cached files count as available, because the kernel drops them when memory runs short. Cgroups
+    without a limit are left out. The files are described in the kernel's
+    admin-guide/cgroup-v2.rst.
+
+    Args:
+        membership: /proc/self/cgroup
+        root: the folder at which cgroups are mounted
+    """
+    with contextlib.suppress(OSError):
+        lines = membership.read_text().splitlines()
+        own = next((line[3:] for line in lines if line.startswith("0::")), None)
+        folder = root / own.lstrip("/") if own is not None else root
+        for cgroup in [folder, *folder.parents]:
+            if not cgroup.is_relative_to(root):
+                return
+            with contextlib.suppress(OSError, ValueError):  # no limit: no such file, or "max"
+                limit = int((cgroup / "memory.max").read_text())
+                used = int((cgroup / "memory.current").read_text())
+                rows = (line.split() for line in (cgroup / "memory.stat").read_text().splitlines())
+                cached = sum(int(size) for key, size in rows if key in CACHED)
+                yield limit, limit - used + cached

@@ -1,9 +1,9 @@
 """Copies of a node's files in the memory of a partner node.
 
-Nodes form pairs, as in GEMINI (Wang et al., SOSP 2023, section 4), whose placement is the most
-likely to keep a copy of everything when several nodes fail together: with pairs, two failures lose
-data only if they hit the same pair. Partners are half of the list of nodes apart, because
-neighbours in a list often share a rack or a switch.
+Nodes form pairs, as in GEMINI (Wang et al., SOSP 2023, section 4). Of all placements with two
+copies, pairs are the least likely to lose both copies of a file when several nodes fail: two
+failures lose data only if they hit the same pair. Partners are half of the list of nodes apart,
+because neighbours in a list often share a rack or a switch.
 """
 
 import mmap
@@ -67,12 +67,16 @@ class Partners:
         size = len(self.ranks)
         if size == 1:
             return problem
+        try:
+            sources = [_mapped(workspace / name) for name in files]
+        except OSError as error:
+            sources, files = [], {}
+            problem = problem or f"{error.filename or workspace}: {error.strerror}"
         own = self.ranks.index(dist.get_rank())
         everyones: list[Any] = [None] * size
         dist.all_gather_object(everyones, files, group=self.group)
         arriving: dict[str, int] = everyones[(own - 1) % size]
         destinations, problem = _create(workspace, arriving, problem)
-        sources = [_mapped(workspace / name) for name in files]
         # Chunks of both directions travel at the same time; each side waits before the next one.
         outgoing = [part for source in sources for part in source.split(CHUNK_BYTES)]
         incoming = [part for each in destinations for part in each.split(CHUNK_BYTES)]

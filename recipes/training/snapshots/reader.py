@@ -13,9 +13,9 @@ from typing_extensions import override
 from recipes.training.checkpoint.manifest import tensor_key
 from recipes.training.checkpoint.reader import CheckpointReader
 from recipes.training.snapshots.client import Client
+from recipes.training.snapshots.names import FP32_BYTES
 
 LENGTH_BYTES = 8  # of the header's length, at the beginning of a safetensors file
-BYTES = 4  # of an fp32 element
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class SnapshotReader(CheckpointReader):
         shape = header[key]["shape"]
         begin, end = header[key]["data_offsets"]
         start, stop, _ = slice(start, stop).indices(shape[0])
-        row = math.prod(shape[1:]) * BYTES
+        row = math.prod(shape[1:]) * FP32_BYTES
         assert end - begin == shape[0] * row, (key, header[key])
         begin += first
         if stop <= start or not row:

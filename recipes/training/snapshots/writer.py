@@ -12,11 +12,9 @@ from recipes.training.checkpoint.state import KINDS
 from recipes.training.checkpoint.writer import EXCHANGE_TIMEOUT, CheckpointWriter, Counters
 from recipes.training.checkpoint.writing.rank_files import Written, united
 from recipes.training.run_folder.progress import Progress
-from recipes.training.snapshots.names import SnapshotName
+from recipes.training.snapshots.names import FP32_BYTES, SnapshotName
 from recipes.training.snapshots.node_memory import NodeMemory
 from recipes.training.snapshots.partners import Partners
-
-BYTES = 4  # per element
 
 
 class SnapshotWriter:
@@ -77,7 +75,13 @@ class SnapshotWriter:
         """Write the snapshot of a step, in the writer's thread; collective."""
         tree = self.writer.tree
         workspace = self.memory.workspace(progress.step, self.writer.token)
-        written = united(tree.gather(self._write_files(workspace)))
+        # Every rank checks the memory before any rank takes some of it.
+        lack = self.memory.lack_of_room(self._bytes_per_node()) or None
+        problem = tree.broadcast(united(tree.gather(Written(problem=lack))).problem)
+        if problem:
+            written = Written(problem=problem)
+        else:
+            written = united(tree.gather(self._write_files(workspace)))
         rank_0: tuple[str, str, str | None] = ("", "", written.problem)
         if tree.rank == 0 and not written.problem:
             rank_0 = self._describe(progress, counters, written)
@@ -94,15 +98,19 @@ class SnapshotWriter:
             self.memory.clean(keep="" if problem else name, incomplete_only=bool(problem))
         return None
 
+    def _bytes_per_node(self) -> int:
+        """Return the size of the files that this rank's node holds of a snapshot."""
+        elements = sum(map(math.prod, self.writer.assembly.shapes.values())) * len(KINDS)
+        return FP32_BYTES * elements * self.files_per_node
+
     def _write_files(self, workspace: Path) -> Written:
         """Write this rank's files, and the copies of another node's; collective."""
-        elements = sum(map(math.prod, self.writer.assembly.shapes.values())) * len(KINDS)
-        problem: str | None = self.memory.lack_of_room(BYTES * elements * self.files_per_node)
+        problem: str | None = None
         try:
             self.memory.create(workspace)
         except OSError as error:
             problem = f"{workspace}: {error.strerror}"
-        written = self.writer.write_files(workspace, problem or None)
+        written = self.writer.write_files(workspace, problem)
         sizes = {name: record["bytes"] for name, record in written.files.items()}
         return replace(written, problem=self.partners.exchange(workspace, sizes, written.problem))
 

@@ -27,13 +27,13 @@ def simulated(interval: float, costs: FaultCosts, failures_per_day: float, seed:
     now, kept, end = 0.0, 0.0, DAYS * SECONDS_PER_DAY
     failure = chance.expovariate(failures_per_day / SECONDS_PER_DAY)
     while now < end:
-        while failure < now + costs.restart:  # a restart fails
+        while failure < now + costs.restart_seconds:  # a restart fails
             now = failure
             failure += chance.expovariate(failures_per_day / SECONDS_PER_DAY)
-        start = now + costs.restart
+        start = now + costs.restart_seconds
         for number in itertools.count(1):
-            period = max(interval + costs.pause, costs.write)
-            complete = start + number * period + costs.write
+            period = max(interval + costs.pause_seconds, costs.write_seconds)
+            complete = start + number * period + costs.write_seconds
             if complete > failure:
                 break
             kept += interval
@@ -71,23 +71,23 @@ def test_many_failures_leave_nothing() -> None:
 @pytest.mark.parametrize("failures", [0.1, 3, 24])
 def test_the_best_interval_is_better_than_any_other(failures: float) -> None:
     costs, step = FaultCosts(2, 0, 60), 4.0
-    best = best_interval(step, costs, failures, most=10**5)
+    best = best_interval(step, costs, failures, max_steps=10**5)
     kept = goodput(best * step, costs, failures).kept
     assert kept >= max(goodput(n * step, costs, failures).kept for n in range(1, 20_000))
     # Young's formula is its first-order approximation.
-    assert best * step == pytest.approx(young_interval(costs.pause, failures), rel=0.1)
+    assert best * step == pytest.approx(young_interval(costs.pause_seconds, failures), rel=0.1)
 
 
 def test_a_save_ends_before_the_next_one() -> None:
-    assert best_interval(1.0, FaultCosts(0, 500, 60), 1000, most=10**5) == 500
-    assert best_interval(1.0, FaultCosts(0, 500, 60), 1000, most=20) == 20
-    assert best_interval(1.0, FaultCosts(5, 0, 0), 1, most=1) == 1
+    assert best_interval(1.0, FaultCosts(0, 500, 60), 1000, max_steps=10**5) == 500
+    assert best_interval(1.0, FaultCosts(0, 500, 60), 1000, max_steps=20) == 20
+    assert best_interval(1.0, FaultCosts(5, 0, 0), 1, max_steps=1) == 1
 
 
 def test_very_frequent_failures_need_frequent_saves() -> None:
     costs = FaultCosts(0.33, 4, 74)
     for failures in (60, 200, 1e5):
-        assert best_interval(12.58, costs, failures, most=476_838) == 1 + (failures < 100)
+        assert best_interval(12.58, costs, failures, max_steps=476_838) == 1 + (failures < 100)
 
 
 def test_saves_do_not_overlap() -> None:

@@ -23,7 +23,7 @@ from recipes.training.preflight.measures import (
     scopes,
 )
 from recipes.training.preflight.planned import Planned
-from recipes.training.preflight.verdict import Place, Severity, Verdict
+from recipes.training.preflight.verdict import RankLayout, Severity, Verdict
 
 HEALTHY = DeviceReport("H100", tflops=700.0, free_gib=78.0)
 RATES = {NODE_LINK: 300.0, NETWORK: 45.0, PIPELINE: 45.0, TENSOR: 250.0, DATA: 45.0}
@@ -103,9 +103,9 @@ class Cluster:
             for rank, each in enumerate(self.devices)
         ]
         broken = any(each.problem for each in devices)
-        place = Place(self.per_node, self.stages, self.groups)
+        layout = RankLayout(self.per_node, self.stages, self.groups)
         links = [] if broken else self.links()
-        return judge(devices, links, place, planned, ratio=1.5, spares=spares)
+        return judge(devices, links=links, layout=layout, planned=planned, ratio=1.5, spares=spares)
 
 
 def named(verdict: Verdict, severity: Severity | None = None) -> list[tuple[str, tuple[int, ...]]]:
@@ -134,7 +134,7 @@ def test_one_slow_device_is_named(nodes: int) -> None:
     assert time.monotonic() - began < 5
     assert named(verdict, Severity.SLOW) == [(MATMUL, (5,))]
     (finding,) = verdict.findings
-    assert finding.value == pytest.approx(700 / 3) and finding.usual == 700
+    assert finding.value == pytest.approx(700 / 3) and finding.median_of_others == 700
     assert not verdict.stops and not verdict.left_out  # there is no spare node
     assert verdict.has_slow and verdict.mismatches == []
     assert cluster.judge(spares=1).stops
@@ -279,5 +279,11 @@ def test_the_median_of_the_others(values: list[float]) -> None:
 
 def test_groups_may_be_missing() -> None:
     groups: Mapping[str, list[list[int]]] = {}
-    verdict = judge([HEALTHY], [LinkReport()], Place(1, 1, groups), Planned(), ratio=1.5)
+    verdict = judge(
+        [HEALTHY],
+        links=[LinkReport()],
+        layout=RankLayout(1, 1, groups),
+        planned=Planned(),
+        ratio=1.5,
+    )
     assert not verdict.findings and list(verdict.summaries) == [MATMUL]

@@ -4,7 +4,7 @@ import json
 
 from recipes.training.preflight.measures import DATA, MATMUL, MEMORY, NETWORK
 from recipes.training.preflight.report import event, healthy_line, mismatch, sentence, warnings
-from recipes.training.preflight.verdict import Finding, Place, Severity, Summary, Verdict
+from recipes.training.preflight.verdict import Finding, RankLayout, Severity, Summary, Verdict
 
 HOSTS = [f"node{rank // 8}" for rank in range(1024)]
 SLOW = Finding(Severity.SLOW, MATMUL, (12,), 233.4, 701.2, 720.0)
@@ -49,7 +49,7 @@ def test_many_findings_stay_short() -> None:
     lines = warnings(verdict, HOSTS)
     assert len(lines) == 10 and lines[8] == "preflight: 1016 more findings of this kind"
     assert lines[9].startswith("preflight: network link reaches 10 GB/s on all ranks, and the")
-    facts = event(verdict, Place(8), HOSTS, 1.23456)
+    facts = event(verdict, RankLayout(8), HOSTS, 1.23456)
     assert len(json.dumps(facts)) < 2000
     assert len(facts["findings"]) == 8 and facts["seconds"] == 1.235
     assert facts["below_plan"] == [NETWORK]

@@ -79,6 +79,25 @@ def test_the_memory_of_this_node_is_known() -> None:
     assert 10**8 < available <= total
 
 
+def test_limits_of_cgroups_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The job has 4 GB, of which 3 are used, a half of it for cached files; its step has none."""
+    own, root = tmp_path / "own", tmp_path / "cgroup"
+    step = root / "slurm" / "job" / "step"
+    step.mkdir(parents=True)
+    own.write_text("1:cpu:/elsewhere\n0::/slurm/job/step\n")
+    for folder, limit in ((step, "max"), (step.parent, str(4 * GB))):
+        (folder / "memory.max").write_text(f"{limit}\n")
+        (folder / "memory.current").write_text(f"{3 * GB}\n")
+        (folder / "memory.stat").write_text(
+            f"anon {GB}\nshmem {GB}\nactive_file {GB}\ninactive_file {GB // 2}\n"
+        )
+    limits = list(node_memory.cgroup_limits(own, root))
+    assert limits == [(4 * GB, 5 * GB // 2)]
+    assert list(node_memory.cgroup_limits(tmp_path / "absent", root)) == []
+    monkeypatch.setattr(node_memory, "cgroup_limits", lambda *_: [(10**7, 10**6)])
+    assert node_memory.memory_of_node() == (10**7, 10**6)
+
+
 def test_unknown_servers_are_none(memory: NodeMemory) -> None:
     assert memory.servers() == []
     (memory.folder / "servers.json").write_text('[{"node": "node1"}]')

@@ -56,6 +56,12 @@ def exchange(folder: Path, ranks_per_node: int, chunk: int, full: int) -> tuple[
     problem = "no memory" if world.rank == full else None
     problem = own.exchange(workspace, sizes, problem)
     own.exchange(workspace, {}, None)  # nothing to send does not disturb the next exchange
+    # A file that has disappeared is this rank's problem, and does not let its partner wait.
+    gone = {"weights-99999.safetensors": 10} if world.rank == 0 else {}
+    lost = own.exchange(workspace, gone, None)
+    single = len(own.ranks) == 1
+    assert lost == (f"{workspace}/weights-99999.safetensors: No such file or directory"
+                    if gone and not single else None)  # fmt: skip
     dist.barrier()  # a rank that ends closes the store of the others
     return problem, ",".join(sorted(os.listdir(workspace)))
 

@@ -54,7 +54,7 @@ def tell(processes: list[ServerProcess], without: tuple[int, ...] = ()) -> None:
         if n not in without
     ]
     for process in processes:
-        process.tell(servers)
+        process.write_servers(servers)
 
 
 def train(recipe: Recipe, run: Path, memories: list[Path], steps: int, **settings: Any) -> Any:
@@ -66,10 +66,11 @@ def train(recipe: Recipe, run: Path, memories: list[Path], steps: int, **setting
         run.mkdir(exist_ok=True)
         folder.event("start", 0)
     facts = {"recipe": recipe, "topology": recipe.topology(world), "data": data.fingerprint}
-    memory = NodeMemory(memories[world.rank])
+    memory, messages = NodeMemory(memories[world.rank]), []
     if settings.get("full") == world.rank:
         memory.lack_of_room = lambda size: "no memory"  # type: ignore[method-assign]
-    messages = []
+    if "full" in settings:  # no rank may take memory before all ranks have checked theirs
+        memory.create = lambda workspace: messages.append("created")  # type: ignore[method-assign]
     with CheckpointWriter(engine.state, folder, **facts) as writer:
         snapshots = SnapshotWriter(writer, memory, every=1, step=0, ranks_per_node=1)
         for step in range(1, steps + 1):
@@ -92,7 +93,9 @@ def find(recipe: Recipe, run: Path, memories: list[Path], at_least: int = 0) -> 
     engine, data = start(recipe, world)
     memory = NodeMemory(memories[world.rank])
     history = RunFolder(run).history()
-    found = find_snapshot(memory, recipe, data.fingerprint, history, at_least)
+    found = find_snapshot(
+        memory, recipe=recipe, data=data.fingerprint, history=history, at_least=at_least
+    )
     skipped = list(found.skipped.values())
     if found.checkpoint is None:
         return 0, skipped, 0.0
@@ -183,7 +186,9 @@ def find_with(recipe: Recipe, memories: list[Path], history: History, at_least: 
     world = join_world()
     data = start(recipe, world)[1]
     memory = NodeMemory(memories[0])
-    found = find_snapshot(memory, recipe, data.fingerprint, history, at_least)
+    found = find_snapshot(
+        memory, recipe=recipe, data=data.fingerprint, history=history, at_least=at_least
+    )
     return found.progress.step
 
 
@@ -209,8 +214,12 @@ def find_flipped(recipe: Recipe, memories: list[Path], history: History) -> list
         sound = {file: file.read_bytes() for file in victims}
         for file in victims:
             flip(file, chance)
-        found = find_snapshot(memory, recipe, data.fingerprint, history, 0)
+        found = find_snapshot(
+            memory, recipe=recipe, data=data.fingerprint, history=history, at_least=0
+        )
         if found.checkpoint:
+            if found.skipped:
+                missed.append(f"{number}: the snapshot is used and skipped")
             holders = found.checkpoint.holders  # type: ignore[attr-defined]
             used = {victim.parents[1].name.split("node")[1][0] for victim in victims}
             if holders[victim.name].server.node.removeprefix("node") in used:
@@ -222,7 +231,9 @@ def find_flipped(recipe: Recipe, memories: list[Path], history: History) -> list
             missed.append(f"{number}: {found.skipped}")
         for file, content in sound.items():
             file.write_bytes(content)
-    if find_snapshot(memory, recipe, data.fingerprint, history, 0).skipped:
+    if find_snapshot(
+        memory, recipe=recipe, data=data.fingerprint, history=history, at_least=0
+    ).skipped:
         missed.append("the repaired files")
     return missed
 

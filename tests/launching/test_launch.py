@@ -1,0 +1,71 @@
+"""The command launch.py: what it rejects, and its exit codes."""
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tomli_w
+
+from models.errors import UserError
+from recipes import launch
+from recipes.training.runtime.exits import REJECTED
+from tests.conftest import changed
+
+
+@pytest.fixture
+def options(tmp_path: Path, small: dict, monkeypatch: pytest.MonkeyPatch) -> argparse.Namespace:
+    """Return the options for a recipe on two hosts, whose run folder does not exist."""
+    recipe, hosts = tmp_path / "small.toml", tmp_path / "hosts"
+    recipe.write_text(
+        tomli_w.dumps(changed(small, cluster={"nodes": 2, "gpus_per_node": 1, "gpu": "cpu"}))
+    )
+    hosts.write_text("node1 slots=1\nnode2 slots=1\n")
+    words = ["launch.py", str(recipe), "--hostfile", str(hosts), "--launcher", "local"]
+    monkeypatch.setattr(sys, "argv", [*words, "--run-dir", str(tmp_path / "run")])
+    return launch.parse_command_line()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["cluster.gpu=FOO"], "FOO"),
+        (["cluster.gpu=V100-32GB", 'deepspeed="bf16-zero1.json"'], "bf16"),
+    ],
+)
+def test_a_recipe_that_cannot_be_placed_is_rejected_before_the_folder_is_locked(
+    overrides: list[str], said: str, options: argparse.Namespace
+) -> None:
+    options.set = overrides
+    with pytest.raises(UserError, match=said):
+        launch.prepare(options)
+    assert not options.run_dir.exists()
+
+
+def test_a_recipe_that_fits_on_no_number_of_nodes_is_rejected(
+    options: argparse.Namespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launch.Replanner, "best", lambda *_: None)
+    with pytest.raises(UserError, match="no layout is predicted to fit on 1 to 2 nodes; use more"):
+        launch.prepare(options)
+    assert not options.run_dir.exists()
+
+
+def test_user_errors_of_a_run_end_launch_py_with_a_message(
+    options: argparse.Namespace, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    class Rejected:
+        def request_stop(self, *_: Any) -> None: ...
+
+        def run(self) -> int:
+            raise UserError("no such GPU")
+
+    monkeypatch.setattr(launch, "outlive_output", lambda: None)
+    monkeypatch.setattr(launch, "prepare", lambda _: Rejected())
+    monkeypatch.setattr(launch.signal, "signal", lambda *_: None)
+    monkeypatch.setattr(launch.resource, "setrlimit", lambda *_: None)
+    with pytest.raises(SystemExit) as ended:
+        launch.main()
+    assert ended.value.code == REJECTED
+    assert capsys.readouterr().err == "launch.py: no such GPU\n"

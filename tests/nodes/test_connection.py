@@ -1,0 +1,27 @@
+"""launch.py's connections: the pipe to an agent is used by two threads."""
+
+import threading
+
+from recipes.nodes.connection import AgentSettings, Connections
+
+
+def test_a_connection_is_not_closed_while_a_heartbeat_is_written() -> None:
+    settings = AgentSettings(run="", silence_seconds=10, stop_seconds=10, standby=0)
+    connections = Connections(lambda host, command: ["sleep", "60"], settings, variables={})
+    agent = connections.open("node1")
+    assert agent.process.stdin
+    closing = threading.Thread(target=connections.close, args=("node1",))
+    with agent.lock:  # as the heartbeats' thread does while it writes
+        closing.start()
+        closing.join(0.3)
+        assert closing.is_alive() and not agent.process.stdin.closed
+    closing.join(10)
+    assert agent.process.stdin.closed
+    connections.close_all(0)
+
+
+def test_the_arguments_of_an_agent_name_its_folder_of_snapshots() -> None:
+    settings = AgentSettings(
+        run="f00d", silence_seconds=10, stop_seconds=300.5, standby=8, snapshots="/dev/shm/x"
+    )
+    assert settings.arguments("node1") == ["f00d", "10", "300.5", "8", "/dev/shm/x-node1"]
