@@ -7,15 +7,13 @@ from typing import Any
 
 import torch.distributed as dist
 
-from models.errors import UserError
-from recipes.planning.inputs.job import Machine
 from recipes.planning.output.predicted_metrics import predicted_metrics
 from recipes.training.checkpoint.resume import Request, Start, find_start
 from recipes.training.checkpoint.writer import CheckpointWriter
 from recipes.training.data.dataset import TrainingData
 from recipes.training.data.prefetcher import Prefetcher
 from recipes.training.engine.engine import Engine
-from recipes.training.loop.experiment import Experiment
+from recipes.training.loop.experiment import Experiment, machine_of
 from recipes.training.loop.run import Ending, Run
 from recipes.training.loop.start import Claim
 from recipes.training.runtime.exits import FINISHED, INTERRUPTED, STOPPED
@@ -63,6 +61,9 @@ def open_run(
     )
     snapshots = open_snapshots(experiment, claim, writer_of_run, start.progress.step)
     metrics = folder.read_metrics() if rank == 0 else []  # large after 100,000 steps: read once
+    plan = {}
+    if rank == 0:
+        plan = predicted_metrics(recipe, machine_of(experiment, engine.device_name))
     tracker_of_run = open_tracker(
         recipe,
         folder,
@@ -71,7 +72,7 @@ def open_run(
         changed=changed,
         in_memory=found.in_memory,
         metrics=metrics,
-        plan=plan_of(experiment, engine) if rank == 0 else {},
+        plan=plan,
     )
     with writer_of_run as writer, tracker_of_run as tracker, claim.supervisor as supervisor:
         writer.on_publish = tracker.saved
@@ -100,16 +101,6 @@ def open_run(
         if not engine.compiled:  # otherwise the first step compiles, and belongs to the start-up
             supervisor.expect_steps()
         yield run
-
-
-def plan_of(experiment: Experiment, engine: Engine) -> dict[str, float]:
-    """Return the planner's numbers for the metrics of a run; empty without a datasheet."""
-    recipe, world = experiment.recipe, experiment.world
-    try:
-        machine = Machine.of_run(recipe.cluster, world, engine.device_name)
-    except UserError:  # `cluster.gpu` has no datasheet
-        return {}
-    return predicted_metrics(recipe, machine)
 
 
 def open_snapshots(
