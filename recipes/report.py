@@ -106,9 +106,7 @@ def parse_command_line() -> argparse.Namespace:
         "--watch", action="store_true",
         help="serve the report on this machine only, until the run ends",
     )  # fmt: skip
-    parser.add_argument(
-        "--port", type=int, default=0, help="port for --watch; default: a free one"
-    )
+    parser.add_argument("--port", type=int, default=0, help="port for --watch; default: a free one")
     parser.add_argument(
         "--every", type=float, default=5.0, metavar="SECONDS",
         help="how often --watch looks for new steps; default: %(default)g",

@@ -114,9 +114,7 @@ class Chromium:
         for part in (0.3, 0.6, 1.0):
             point = [a + part * (b - a) for a, b in zip(start, end, strict=True)]
             held = {"button": "left", "buttons": 1}
-            self.send(
-                "Input.dispatchMouseEvent", type="mouseMoved", x=point[0], y=point[1], **held
-            )
+            self.send("Input.dispatchMouseEvent", type="mouseMoved", x=point[0], y=point[1], **held)
         self.mouse("Released", *end)
 
     def resize(self, width: int, height: int) -> None:

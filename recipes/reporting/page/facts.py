@@ -68,7 +68,10 @@ def state(run: RunRecord) -> str:
 
 
 def plan_rows(run: RunRecord, plan: Prediction) -> list[Sequence[str]]:
-    """Return measured and planned numbers of a run: name, measured, planned, difference."""
+    """Return measured and planned numbers of a run: name, measured, planned, difference.
+
+    Metrics that the run does not have, such as the MFU of a CPU, are left out.
+    """
     median = run.steps.median
     rows = [
         ("seconds per step", median("step_seconds"), plan.step_seconds, 1.0),
@@ -77,12 +80,12 @@ def plan_rows(run: RunRecord, plan: Prediction) -> list[Sequence[str]]:
         ("MFU (%)", median("mfu"), plan.mfu, 100.0),
         ("peak memory of rank 0 (GB)", run.steps.last("memory_gb"), plan.memory_gb, 1.0),
     ]
-    found = []
-    for title, measured, planned, scale in rows:
-        own = _number(measured * scale, 4) if measured else NONE
-        error = f"{measured / planned - 1:+.1%}" if measured and planned else NONE
-        found.append((title, own, _number(planned * scale, 4), error))
-    return found
+    return [
+        (title, _number(measured * scale, 4), _number(planned * scale, 4),
+         f"{measured / planned - 1:+.1%}")
+        for title, measured, planned, scale in rows
+        if measured is not None
+    ]  # fmt: skip
 
 
 def wall_time_parts(run: RunRecord) -> list[dict[str, Any]]:
@@ -130,9 +133,7 @@ def mixture(run: RunRecord) -> list[SourceShare]:
         if count == count
     ]
     sources = {source.path: source.weight for source in run.recipe.data.train}
-    return shares_read(
-        sources, ends, run.first_samples, batch=run.recipe.batch.global_sequences
-    )
+    return shares_read(sources, ends, run.first_samples, batch=run.recipe.batch.global_sequences)
 
 
 def slowest_ranks(run: RunRecord) -> list[Sequence[str]]:
@@ -216,7 +217,9 @@ def _code(run: RunRecord) -> str:
 
 
 def _number(value: float | None, digits: int) -> str:
-    return NONE if value is None else f"{value:.{digits}g}"
+    if value is None:
+        return NONE
+    return f"{value:,.0f}" if 1e3 <= abs(value) < 1e9 else f"{value:.{digits}g}"
 
 
 def _count(value: float | None) -> str:

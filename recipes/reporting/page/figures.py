@@ -15,16 +15,18 @@ from bokeh.models import (
     CrosshairTool,
     FactorRange,
     HoverTool,
+    NumeralTickFormatter,
+    PrintfTickFormatter,
     Range1d,
     Span,
 )
 from bokeh.plotting import figure
 
 from recipes.reporting.page.axes import Axis, positions, step_positions
-from recipes.reporting.page.palette import REFERENCE, colour, dash, marker
+from recipes.reporting.page.palette import COLOURS, REFERENCE, colour, dash, marker
 from recipes.reporting.page.panels import LOSS, Panel
 from recipes.reporting.record.marks import SYMBOLS, TURNS, Mark
-from recipes.reporting.record.reduction import reduced
+from recipes.reporting.record.reduction import reduced, trend
 from recipes.reporting.record.run_record import RunRecord
 from recipes.reporting.record.steps import Steps
 
@@ -32,7 +34,11 @@ POINTS_IN_PAGE = 90_000  # of all curves together: about 2 MB
 MIN_BUCKETS = 250
 MAX_BUCKETS = 4_000  # more than a screen has pixels, so that a zoomed curve still has detail
 FEW_POINTS = 120  # a curve with at most so many points shows each of them
+TREND_POINTS = 300  # means in the line through a noisy curve
+TREND_FROM = 4 * TREND_POINTS  # a curve with fewer points needs no such line
 LANE_PIXELS = 24
+LEFT_PIXELS = 78  # room for the y axis, equal in all figures
+ABANDONED = "#888888"
 FONT = "system-ui, sans-serif"
 TIP = (
     '<div style="font: 12px system-ui, sans-serif; white-space: nowrap">'
@@ -80,7 +86,7 @@ class Scene:
 
 @dataclass(frozen=True)
 class Key:
-    """An entry of a panel's legend: name, colour, and style ("line", "dashes" or "points")."""
+    """An entry of a panel's legend: name, colour, and style (a line style or "points")."""
 
     name: str
     colour: str
@@ -91,26 +97,25 @@ def draw_panel(panel: Panel, scene: Scene) -> tuple[Any, list[Key]]:
     """Draw the curves of a panel; return the figure and its legend."""
     plot = _figure(scene, 380 if panel.wide else 250, logarithmic=panel.logarithmic)
     plot.yaxis.axis_label = panel.axis
-    plot.yaxis.formatter = BasicTickFormatter(use_scientific=True, power_limit_high=6)
+    plot.yaxis.formatter = PrintfTickFormatter(format="%.4g")
+    if panel.thousands:
+        plot.yaxis.formatter = NumeralTickFormatter(format="0,0")
     many = len(scene.runs) > 1
     legend: dict[str, Key] = {}
     hovered = []
     for index, run in enumerate(scene.runs):
-        present = [name for name in panel.metrics if name in run.steps.values]
         for name in panel.metrics:
-            place = panel.metrics.index(name)
-            style = index if many else place
             title = _title(run, name, many=many, alone=len(panel.metrics) == 1)
             for branch in run.abandoned:
                 if name in branch.values:
-                    _curve(plot, scene, panel, branch, name, run=index, title=title, style=style,
-                           abandoned=True)  # fmt: skip
-            if name in present:
-                drawn, points = _curve(plot, scene, panel, run.steps, name, run=index, title=title,
-                                       style=style, marks=place)  # fmt: skip
-                hovered += drawn[:1]
+                    _, key = _curve(plot, scene, panel, branch, name, run=index, title=title,
+                                    abandoned=True)  # fmt: skip
+                    if panel.wide:
+                        legend[key.name] = key
+            if name in run.steps.values:
+                drawn, key = _curve(plot, scene, panel, run.steps, name, run=index, title=title)
+                hovered.append(drawn)
                 if len(panel.metrics) > 1:
-                    key = Key(title, colour(style), "points" if points else "line")
                     legend[title] = key
     for reference in panel.references:
         title = reference.label
@@ -119,9 +124,7 @@ def draw_panel(panel: Panel, scene: Scene) -> tuple[Any, list[Key]]:
             title += f" {scene.runs[reference.run].name}"
         shade = colour(reference.run) if many and not shared else REFERENCE
         _line_across(plot, scene, reference.value, shade, run=-1 if shared else reference.run)
-        legend[title] = Key(f"{title}: {reference.value:.4g}", shade, "dashes")
-    if any(run.abandoned for run in scene.runs) and panel.key == "loss":
-        legend["abandoned"] = Key("abandoned steps", "#999999", "line")
+        legend[title] = Key(f"{title}: {number_text(reference.value)}", shade, "dashed")
     _turns(plot, scene)
     if panel.key == "loss":
         _marks_on_curve(plot, scene)
@@ -141,7 +144,7 @@ def draw_lanes(scene: Scene) -> Any | None:
     if not kinds:
         return None
     lanes = FactorRange(*reversed(kinds))
-    plot = _figure(scene, 60 + LANE_PIXELS * len(kinds), y_range=lanes)
+    plot = _figure(scene, 56 + LANE_PIXELS * len(kinds), y_range=lanes)
     plot.ygrid.grid_line_color = None
     many, drawn = len(scene.runs), []
     for index, (run, marks) in enumerate(zip(scene.runs, scene.marks, strict=True)):
@@ -157,6 +160,11 @@ def draw_lanes(scene: Scene) -> Any | None:
         ))  # fmt: skip
     plot.add_tools(HoverTool(renderers=drawn, tooltips=MARK_TIP))
     return plot
+
+
+def number_text(value: float) -> str:
+    """Format a number with four digits, large ones without an exponent."""
+    return f"{value:,.0f}" if 1e3 <= abs(value) < 1e9 else f"{value:.4g}"
 
 
 def count_curves(panels: Sequence[Panel], runs: Sequence[RunRecord]) -> int:
@@ -179,7 +187,9 @@ def _figure(scene: Scene, height: int, *, logarithmic: bool = False, y_range: An
         background_fill_color="#ffffff", outline_line_color=None, **options,
     )  # fmt: skip
     plot.toolbar.logo = None
-    plot.toolbar.autohide = True
+    plot.toolbar.autohide = plot.toolbar_inner = True
+    plot.min_border_left, plot.min_border_right = LEFT_PIXELS, 12
+    plot.min_border_top = 8
     plot.add_tools(CrosshairTool(overlay=scene.cursor, dimensions="height"))
     plot.xaxis.axis_label = scene.axes["step"].label
     plot.xaxis.formatter = BasicTickFormatter(use_scientific=False)
@@ -198,9 +208,14 @@ def _figure(scene: Scene, height: int, *, logarithmic: bool = False, y_range: An
 
 def _curve(
     plot: Any, scene: Scene, panel: Panel, steps: Steps, name: str, *, run: int, title: str,
-    style: int, marks: int = 0, abandoned: bool = False,
-) -> tuple[list[Any], bool]:  # fmt: skip
-    """Draw a curve; return its renderers, and True if each of its points is marked."""
+    abandoned: bool = False,
+) -> tuple[Any, Key]:  # fmt: skip
+    """Draw a curve; return the renderer of its points, and its entry of the legend.
+
+    Of several runs, each has its colour and each metric its line style. Of a single run, each
+    metric has its colour.
+    """
+    place = panel.metrics.index(name)
     values = steps.column(name) * panel.scale
     if panel.logarithmic:
         values = np.where(values > 0, values, np.nan)
@@ -208,26 +223,34 @@ def _curve(
     data = positions(steps, scene.runs[run], scene.axes, chosen)
     data["y"] = values[chosen].astype(np.float32)
     source = ColumnDataSource(data)
-    shade, many = colour(style), len(scene.runs) > 1
+    many = len(scene.runs) > 1
+    shade = colour(run if many else place)
     if abandoned:
         line = plot.line("step", "y", source=source, color=shade, line_width=1.2, alpha=0.4,
                          line_dash=[2, 2], tags=[run, "abandoned"])  # fmt: skip
-        return [line], False
+        return line, Key("abandoned steps", ABANDONED, "dotted")
     # A metric that only some steps have, such as a validation loss, is drawn with its points.
-    sparse = len(chosen) < len(steps) / 2 and len(chosen) <= 2 * scene.buckets or len(chosen) < 2
-    is_extra = name != panel.metrics[0] and panel.metrics[0] == LOSS
-    dashes = dash(run) if many else "solid"
-    drawn = [plot.line(
-        "step", "y", source=source, color=shade, name=title, line_width=2.0 if sparse else 1.3,
-        line_dash="dashed" if is_extra and many else dashes, tags=[run, "kept"],
-    )]  # fmt: skip
-    shown = sparse and len(chosen) <= FEW_POINTS
-    if shown:
-        drawn.append(plot.scatter(
-            "step", "y", source=source, marker=marker(marks), size=6, line_color=shade,
+    count = int(np.isfinite(values).sum())
+    sparse = count < len(steps) / 2 or count < 2
+    points = sparse and count <= FEW_POINTS
+    noisy = not sparse and count >= TREND_FROM
+    pattern = dash(place + run // len(COLOURS)) if many else "solid"
+    drawn = plot.line(
+        "step", "y", source=source, color=shade, name=title, tags=[run, "kept"],
+        line_dash="solid" if noisy else pattern, line_width=2.0 if sparse else 1.3,
+        line_alpha=0.35 if noisy else 1.0,
+    )  # fmt: skip
+    if noisy:
+        middles, means = trend(values, TREND_POINTS)
+        data = positions(steps, scene.runs[run], scene.axes, middles)
+        plot.line("step", "y", source=ColumnDataSource(data | {"y": means}), color=shade,
+                  line_dash=pattern, line_width=2.0, tags=[run, "kept"])  # fmt: skip
+    if points:
+        plot.scatter(
+            "step", "y", source=source, marker=marker(place), size=6, line_color=shade,
             fill_color="white", line_width=1.5, tags=[run, "kept"],
-        ))  # fmt: skip
-    return drawn, shown
+        )  # fmt: skip
+    return drawn, Key(title, shade, "points" if points else pattern)
 
 
 def _line_across(plot: Any, scene: Scene, value: float, shade: str, *, run: int) -> None:

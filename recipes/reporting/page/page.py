@@ -24,8 +24,15 @@ from markupsafe import Markup
 
 from recipes.reporting.page import facts
 from recipes.reporting.page.axes import axes_of
-from recipes.reporting.page.figures import Key, Scene, count_curves, draw_lanes, draw_panel
-from recipes.reporting.page.palette import colour, dash
+from recipes.reporting.page.figures import (
+    TREND_POINTS,
+    Key,
+    Scene,
+    count_curves,
+    draw_lanes,
+    draw_panel,
+)
+from recipes.reporting.page.palette import COLOURS, colour, dash
 from recipes.reporting.page.panels import panels_of
 from recipes.reporting.record.marks import describe, marks_of
 from recipes.reporting.record.plan_comparison import Prediction, predict
@@ -35,7 +42,7 @@ FOLDER = Path(__file__).parent
 BOKEH = Path(bokeh.__file__).parent / "server" / "static" / "js" / "bokeh.min.js"
 MAX_EVENTS_SHOWN = 500  # of a run, the newest ones
 AXIS_NAMES = {"step": "steps", "tokens": "tokens", "flops": "FLOPs"}
-DASHES = {"dashed": "7 3", "dotted": "2 2", "dotdash": "2 2 7 2", "dashes": "6 3"}
+DASHES = {"dashed": "7 3", "dotted": "2 2", "dotdash": "2 2 7 2"}
 
 
 @dataclass(frozen=True)
@@ -71,7 +78,8 @@ def render(
     def add(plot: Any, key: str, title: str, legend: Sequence[Key] = (), **more: Any) -> None:
         document.add_root(plot)
         roots[plot.id] = f"plot-{key}"
-        figures.append({"key": key, "title": title, "legend": legend, "note": "", "wide": False, **more})
+        usual = {"key": key, "title": title, "legend": legend, "note": "", "wide": False}
+        figures.append(usual | more)
 
     for panel in panels:
         plot, legend = draw_panel(panel, scene)
@@ -100,9 +108,8 @@ def render(
         differences=facts.recipe_differences(runs),
         figures_data=_json(_figures_json(document) if figures else "null"),
         settings=_json(json.dumps(settings)),
-        footer=f"Written by recipes/report.py on {_time(time.time())} UTC. Curves are drawn by "
-        f"Bokeh {bokeh.__version__}; of every {_bucket(runs, scene)} points the smallest and the "
-        f"largest are drawn.",
+        footer=f"Written by recipes/report.py on {_time(time.time())} UTC. The curves are drawn by "
+        f"Bokeh {bokeh.__version__}. {_reduction(runs, scene)}",
         **{name: Markup(text) for name, text in scripts.items()},
     )
 
@@ -121,7 +128,7 @@ def _run_facts(
     return {
         "name": run.name,
         "colour": colour(index),
-        "dash": dash(index),
+        "dash": dash(index // len(COLOURS)),
         "plan": plan[0],
         "no_plan": plan[1],
         "plan_rows": facts.plan_rows(run, plan[0]) if plan[0] else [],
@@ -154,13 +161,15 @@ def _swatch(shade: str, style: str) -> Markup:
     if style == "block":
         shape = '<rect width="22" height="10" fill="{}"/>'
     elif style == "points":
-        shape = ('<line x1="0" y1="5" x2="22" y2="5" stroke="{0}" stroke-width="2"/>'
-                 '<circle cx="11" cy="5" r="3.5" stroke="{0}" stroke-width="1.5" fill="white"/>')  # fmt: skip
+        shape = (
+            '<line x1="0" y1="5" x2="22" y2="5" stroke="{0}" stroke-width="2"/>'
+            '<circle cx="11" cy="5" r="3.5" stroke="{0}" stroke-width="1.5" fill="white"/>'
+        )
     else:
         pattern = f' stroke-dasharray="{DASHES[style]}"' if style in DASHES else ""
         shape = f'<line x1="0" y1="5" x2="22" y2="5" stroke="{{}}" stroke-width="2.5"{pattern}/>'
-    inner = Markup(shape).format(shade)
-    return Markup('<svg class="swatch" viewBox="0 0 22 10" aria-hidden="true">{}</svg>').format(inner)
+    picture = '<svg class="swatch" viewBox="0 0 22 10" aria-hidden="true">{}</svg>'
+    return Markup(picture).format(Markup(shape).format(shade))
 
 
 def _figures_json(document: Document) -> str:
@@ -205,9 +214,16 @@ def _subtitle(run: RunRecord) -> str:
     return f"{run.path}: {facts.state(run)}"
 
 
-def _bucket(runs: Sequence[RunRecord], scene: Scene) -> str:
+def _reduction(runs: Sequence[RunRecord], scene: Scene) -> str:
+    """Return what was left out of long curves."""
     longest = max(len(run.steps) for run in runs)
-    return f"{max(1, -(-longest // scene.buckets)):,}"
+    if longest <= 2 * scene.buckets:
+        return "Every step is drawn."
+    return (
+        f"Of every {-(-longest // scene.buckets):,} successive steps of a long curve, the smallest "
+        f"and the largest value are drawn. The thick line is the mean of "
+        f"{-(-longest // TREND_POINTS):,} steps."
+    )
 
 
 def _time(seconds: Any) -> str:

@@ -26,8 +26,8 @@ def colour(index: int) -> str:
 
 
 def dash(index: int) -> str:
-    """Return the line style of a run."""
-    return DASHES[index // len(COLOURS) % len(DASHES)]
+    """Return the line style of a metric, or of the runs that share a colour."""
+    return DASHES[index % len(DASHES)]
 
 
 def marker(index: int) -> str:

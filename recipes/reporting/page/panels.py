@@ -41,6 +41,7 @@ class Panel:
         metrics: metrics of the curves
         scale: factor from a metric to the unit of the axis
         logarithmic: use a logarithmic axis
+        thousands: write the numbers of the axis as 12,000
         digits: significant digits of a value in the tooltip
         note: below the title
         references: lines that the curves are compared with
@@ -53,6 +54,7 @@ class Panel:
     metrics: Sequence[str]
     scale: float = 1.0
     logarithmic: bool = False
+    thousands: bool = False
     digits: int = 5
     note: str = ""
     references: Sequence[Reference] = field(default_factory=tuple)
@@ -98,7 +100,8 @@ def panels_of(runs: Sequence[RunRecord], plans: Mapping[int, Prediction]) -> lis
               metrics=["learning_rate"]),
         Panel(key="norm", title="Gradient norm", axis="norm before clipping", digits=4,
               metrics=["grad_norm"], logarithmic=True, references=_same(clipping)),
-        Panel(key="throughput", title="Throughput", axis="tokens per second", digits=5,
+        Panel(key="throughput", title="Throughput", axis="tokens per second",
+              thousands=True,
               metrics=["tokens_per_second"],
               references=_planned(plans, "tokens_per_second")),
         _utilisation(names, plans),

@@ -43,9 +43,10 @@ def abandoned_branches(kept: Sequence[Line], copies: Iterable[Sequence[Line]]) -
         kept: the kept lines of the run
         copies: the lines of each copy, oldest first; each has the whole file of its time
     """
-    known = {_identity(line) for line in kept}
+    known: set[tuple] = set()
     found: list[list[Line]] = []
     for lines in copies:
+        known = known or {_identity(line) for line in kept}
         then_kept, branches = divide(lines)
         for branch in [*branches, then_kept]:
             found += _unknown_parts(branch, known)

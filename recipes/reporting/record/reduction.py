@@ -27,6 +27,23 @@ def reduced(values: np.ndarray, buckets: int) -> np.ndarray:
     return finite[np.unique(np.concatenate([lowest, highest, ends]))]
 
 
+def trend(values: np.ndarray, buckets: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return the mean of each bucket, for a line through a noisy curve.
+
+    Args:
+        values: the curve, [n]; points that are not finite are left out
+        buckets: number of buckets; each has at least one finite point
+
+    Returns:
+        The index of the middle point of each bucket, int64 [buckets], and the means, [buckets].
+    """
+    finite = np.flatnonzero(np.isfinite(values))
+    edges = np.linspace(0, len(finite), buckets + 1).astype(np.int64)
+    sizes = np.diff(edges)
+    means = np.add.reduceat(values[finite], edges[:-1]) / sizes
+    return finite[edges[:-1] + sizes // 2], means
+
+
 def _first_equal(heights: np.ndarray, wanted: np.ndarray, edges: np.ndarray) -> np.ndarray:
     """Return the index of the first point of each bucket that equals the bucket's wanted height."""
     sizes = np.diff(np.append(edges, len(heights)))

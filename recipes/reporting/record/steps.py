@@ -25,12 +25,11 @@ class Steps:
 
         Values that are not numbers become NaN, and metrics without any number are left out.
         """
-        names = dict.fromkeys(name for line in lines for name in line if name != "step")
-        values = {}
-        for name in names:
-            column = np.array([_number(line.get(name)) for line in lines], np.float64)
-            if not np.isnan(column).all():
-                values[name] = column
+        names = dict.fromkeys(name for keys in dict.fromkeys(map(tuple, lines)) for name in keys)
+        columns = {
+            name: _column([line.get(name) for line in lines]) for name in names if name != "step"
+        }
+        values = {name: each for name, each in columns.items() if not np.isnan(each).all()}
         return cls(np.array([line["step"] for line in lines], np.int64), values)
 
     def __len__(self) -> int:
@@ -58,6 +57,12 @@ class Steps:
         places = np.searchsorted(self.step, np.array(steps, np.int64), side="right") - 1
         column = np.append(self.column(name), np.nan)  # place -1 is the appended NaN
         return column[places]
+
+
+def _column(values: list[Any]) -> np.ndarray:
+    if set(map(type, values)) <= {float, type(None)}:  # numpy turns None into NaN
+        return np.array(values, np.float64)
+    return np.array([_number(value) for value in values], np.float64)
 
 
 def _number(value: Any) -> float:
