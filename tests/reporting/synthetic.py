@@ -73,6 +73,6 @@ def write_lines(file: Path, lines: Iterable[dict[str, Any]]) -> None:
     file.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
-def event(kind: str, step: int, seconds: float = 100.0, **facts: Any) -> dict[str, Any]:
+def event(kind: str, step: int, at: float = 100.0, **facts: Any) -> dict[str, Any]:
     """Return an event some seconds after the start."""
-    return {"event": kind, "step": step, "time": BEGAN + seconds} | facts
+    return {"event": kind, "step": step, "time": BEGAN + at} | facts

@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 from bokeh.models import (
-    BasicTickFormatter,
     ColumnDataSource,
     CrosshairTool,
     FactorRange,
@@ -25,7 +24,7 @@ from bokeh.plotting import figure
 from recipes.reporting.page.axes import Axis, positions, step_positions
 from recipes.reporting.page.palette import COLOURS, REFERENCE, colour, dash, marker
 from recipes.reporting.page.panels import LOSS, Panel
-from recipes.reporting.record.marks import SYMBOLS, TURNS, Mark
+from recipes.reporting.record.marks import SYMBOLS, TURNS, Mark, spread
 from recipes.reporting.record.reduction import reduced, trend
 from recipes.reporting.record.run_record import RunRecord
 from recipes.reporting.record.steps import Steps
@@ -36,6 +35,7 @@ MAX_BUCKETS = 4_000  # more than a screen has pixels, so that a zoomed curve sti
 FEW_POINTS = 120  # a curve with at most so many points shows each of them
 TREND_POINTS = 300  # means in the line through a noisy curve
 TREND_FROM = 4 * TREND_POINTS  # a curve with fewer points needs no such line
+SAVES_ON_CURVE = 40
 LANE_PIXELS = 24
 LEFT_PIXELS = 78  # room for the y axis, equal in all figures
 ABANDONED = "#888888"
@@ -192,7 +192,7 @@ def _figure(scene: Scene, height: int, *, logarithmic: bool = False, y_range: An
     plot.min_border_top = 8
     plot.add_tools(CrosshairTool(overlay=scene.cursor, dimensions="height"))
     plot.xaxis.axis_label = scene.axes["step"].label
-    plot.xaxis.formatter = BasicTickFormatter(use_scientific=False)
+    plot.xaxis.formatter = NumeralTickFormatter(format="0,0.[000000]")
     for axis in (plot.xaxis, plot.yaxis):
         axis.axis_label_text_font = axis.major_label_text_font = FONT
         axis.axis_label_text_font_style = "normal"
@@ -273,9 +273,11 @@ def _turns(plot: Any, scene: Scene) -> None:
 
 
 def _marks_on_curve(plot: Any, scene: Scene) -> None:
-    """Draw the events on the curves of the training loss."""
+    """Draw the events on the curves of the training loss; of many saves only some."""
     drawn = []
     for index, (run, marks) in enumerate(zip(scene.runs, scene.marks, strict=True)):
+        marks = [*spread([mark for mark in marks if mark.kind == "save"], SAVES_ON_CURVE),
+                 *(mark for mark in marks if mark.kind != "save")]  # fmt: skip
         if not marks:
             continue
         data: dict[str, Any] = _mark_columns(run, marks, scene)

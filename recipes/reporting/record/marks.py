@@ -1,6 +1,6 @@
 """Events as marks on the curves, and in words."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,7 +46,7 @@ def marks_of(events: Iterable[Event]) -> list[Mark]:
     for event in events:
         if (kind := kind_of(event)) is not None:
             by_kind[kind].append(Mark(kind, event["step"], describe(event)))
-    return [mark for marks in by_kind.values() for mark in _spread(marks)]
+    return [mark for marks in by_kind.values() for mark in spread(marks, MAX_MARKS)]
 
 
 def kind_of(event: Event) -> str | None:
@@ -81,6 +81,14 @@ def describe(event: Event) -> str:
     return _cut(", ".join(details))
 
 
+def spread(marks: Sequence[Mark], most: int) -> Sequence[Mark]:
+    """Return at most `most` (2 or more) marks, evenly chosen, with the first and the newest one."""
+    if len(marks) <= most:
+        return marks
+    last = len(marks) - 1
+    return [marks[round(place * last / (most - 1))] for place in range(most)]
+
+
 def _words(value: Any) -> str:
     if isinstance(value, dict):
         return "; ".join(f"{key}: {_words(each)}" for key, each in value.items())
@@ -91,11 +99,3 @@ def _words(value: Any) -> str:
 
 def _cut(text: str) -> str:
     return text if len(text) <= MAX_TEXT else text[: MAX_TEXT - 3] + "..."
-
-
-def _spread(marks: list[Mark]) -> list[Mark]:
-    """Return at most MAX_MARKS marks, evenly chosen, with the first and the newest one."""
-    if len(marks) <= MAX_MARKS:
-        return marks
-    last = len(marks) - 1
-    return [marks[round(place * last / (MAX_MARKS - 1))] for place in range(MAX_MARKS)]
