@@ -136,7 +136,7 @@ def test_wall_time_and_interruptions(tmp_path: Path) -> None:
         ("90", "resumed after an interruption", "3 steps, 1.5 s"),
     ]
     assert found.hours == pytest.approx(200 / 3600)
-    assert BEGAN == found.events[0]["time"]
+    assert found.events[0]["time"] == BEGAN
 
 
 def test_the_mixture_counts_the_samples_of_the_kept_steps(tmp_path: Path) -> None:

@@ -24,14 +24,9 @@ from markupsafe import Markup
 
 from recipes.reporting.page import facts
 from recipes.reporting.page.axes import axes_of
-from recipes.reporting.page.figures import (
-    TREND_POINTS,
-    Key,
-    Scene,
-    count_curves,
-    draw_lanes,
-    draw_panel,
-)
+from recipes.reporting.page.curves import TREND_POINTS, count_curves, draw_panel
+from recipes.reporting.page.drawing import Key, Scene
+from recipes.reporting.page.event_figures import draw_lanes
 from recipes.reporting.page.palette import COLOURS, colour, dash
 from recipes.reporting.page.panels import panels_of
 from recipes.reporting.record.marks import describe, marks_of

@@ -67,7 +67,7 @@ def serve(watcher: Watcher, *, port: int, seconds: float) -> None:
         UserError: the port is in use.
     """
     try:
-        server = _Server((HOST, port), _handler(watcher))
+        server = new_server(watcher, port)
     except (OSError, OverflowError) as error:
         raise UserError(
             f"--port {port} cannot be used ({error}); use another one, such as --port 0 for any "
@@ -88,8 +88,9 @@ def serve(watcher: Watcher, *, port: int, seconds: float) -> None:
         server.server_close()
 
 
-class _Server(ThreadingHTTPServer):
-    daemon_threads = True
+def new_server(watcher: Watcher, port: int) -> ThreadingHTTPServer:
+    """Return a server of a page on this machine; port 0 is a free one."""
+    return ThreadingHTTPServer((HOST, port), _handler(watcher))
 
 
 def _handler(watcher: Watcher) -> type[BaseHTTPRequestHandler]:
