@@ -139,12 +139,13 @@ def test_the_page_of_one_run(browser: Chromium, tmp_path: Path) -> None:
     before = pixels(browser, "rate", BLUE)
     left, top, width, height = box(browser, "loss")
     browser.drag((left + 0.3 * width, top + 0.2 * height), (left + 0.6 * width, top + 0.7 * height))
+    eventually(lambda: x_range(browser) != whole)
     start, end = x_range(browser)
     assert whole[0] < start < end < whole[1]
     assert end - start < 0.5 * (whole[1] - whole[0])
     eventually(lambda: pixels(browser, "rate", BLUE) != before)
     browser.value("document.getElementById('reset').click()")
-    assert x_range(browser) == whole
+    eventually(lambda: x_range(browser) == whole)
 
 
 def test_the_page_of_a_comparison(browser: Chromium, tmp_path: Path) -> None:

@@ -98,6 +98,6 @@ def _mark_columns(run: RunRecord, marks: Sequence[Mark], scene: Scene) -> dict[s
         "symbol": [SYMBOLS[mark.kind] for mark in marks],
         "kind": [mark.kind for mark in marks],
         "text": [mark.text for mark in marks],
-        "size": [5 if mark.kind == "save" else 10 for mark in marks],
+        "size": [5 if mark.kind in ("save", "warning") else 10 for mark in marks],
         "run": [run.name if len(scene.runs) > 1 else "" for _ in marks],
     }

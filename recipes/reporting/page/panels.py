@@ -86,7 +86,7 @@ def panels_of(runs: Sequence[RunRecord], plans: Mapping[int, Prediction]) -> lis
     slow = [
         Reference("supervision.slow_rank", index, run.recipe.supervision.slow_rank)
         for index, run in enumerate(runs)
-        if run.recipe
+        if run.recipe and "slowest_ratio" in run.steps.values
     ]
     found = [
         Panel(key="loss", title="Training loss", axis="loss (nats per token)", wide=True,
