@@ -35,6 +35,7 @@ def draw_panel(panel: Panel, scene: Scene) -> tuple[Any, list[Key]]:
         plot.yaxis.formatter = NumeralTickFormatter(format="0,0")
     many = len(scene.runs) > 1
     legend: dict[str, Key] = {}
+    abandoned: Key | None = None
     hovered = []
     for index, run in enumerate(scene.runs):
         for name in panel.metrics:
@@ -43,8 +44,7 @@ def draw_panel(panel: Panel, scene: Scene) -> tuple[Any, list[Key]]:
                 if name in branch.values:
                     _, key = _curve(plot, scene, panel, branch, name, run=index, title=title,
                                     abandoned=True)  # fmt: skip
-                    if panel.wide:
-                        legend[key.name] = key
+                    abandoned = key if panel.wide else None
             if name in run.steps.values:
                 drawn, key = _curve(plot, scene, panel, run.steps, name, run=index, title=title)
                 hovered.append(drawn)
@@ -66,6 +66,8 @@ def draw_panel(panel: Panel, scene: Scene) -> tuple[Any, list[Key]]:
         tooltips=TIP.replace("{digits}", str(panel.digits)), formatters={"@y": "printf"},
         attachment="horizontal",
     ))  # fmt: skip
+    if abandoned:
+        legend["abandoned"] = abandoned
     return plot, list(legend.values())
 
 

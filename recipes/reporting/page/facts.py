@@ -148,7 +148,7 @@ def slowest_ranks(run: RunRecord) -> list[Sequence[str]]:
     ]  # fmt: skip
 
 
-def event_rows(run: RunRecord, most: int) -> list[Mapping[str, Any]]:
+def event_rows(run: RunRecord, most: int) -> list[dict[str, Any]]:
     """Return the newest events of a run."""
     return run.events[-most:]
 
