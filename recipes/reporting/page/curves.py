@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from bokeh.models import ColumnDataSource, HoverTool, NumeralTickFormatter, PrintfTickFormatter
+from bokeh.models import ColumnDataSource, NumeralTickFormatter, PrintfTickFormatter
 
 from recipes.reporting.page.axes import positions
 from recipes.reporting.page.drawing import Key, Scene, new_figure, tag
@@ -19,11 +19,6 @@ FEW_POINTS = 120  # a curve with at most so many points shows each of them
 TREND_POINTS = 300  # means in the line through a noisy curve
 TREND_FROM = 4 * TREND_POINTS  # a curve with fewer points needs no such line
 ABANDONED = "#888888"
-TIP = (
-    '<div style="font: 12px system-ui, sans-serif; white-space: nowrap">'
-    '<span style="color: $color">&#9632;</span> $name: <b>@y{%.{digits}g}</b>'
-    '<span style="color: #666">&ensp;step @step{0,0}</span></div>'
-)
 
 
 def draw_panel(panel: Panel, scene: Scene) -> tuple[Any, list[Key]]:
@@ -36,18 +31,16 @@ def draw_panel(panel: Panel, scene: Scene) -> tuple[Any, list[Key]]:
     many = len(scene.runs) > 1
     legend: dict[str, Key] = {}
     abandoned: Key | None = None
-    hovered = []
     for index, run in enumerate(scene.runs):
         for name in panel.metrics:
             title = _title(run, name, many=many, alone=len(panel.metrics) == 1)
             for branch in run.abandoned:
                 if name in branch.values:
-                    _, key = _curve(plot, scene, panel, branch, name, run=index, title=title,
+                    key = _curve(plot, scene, panel, branch, name, run=index, title=title,
                                     abandoned=True)  # fmt: skip
                     abandoned = key if panel.wide else None
             if name in run.steps.values:
-                drawn, key = _curve(plot, scene, panel, run.steps, name, run=index, title=title)
-                hovered.append(drawn)
+                key = _curve(plot, scene, panel, run.steps, name, run=index, title=title)
                 if len(panel.metrics) > 1:
                     legend[title] = key
     for reference in panel.references:
@@ -61,11 +54,6 @@ def draw_panel(panel: Panel, scene: Scene) -> tuple[Any, list[Key]]:
     draw_turns(plot, scene)
     if panel.key == "loss":
         draw_marks(plot, scene)
-    plot.add_tools(HoverTool(
-        renderers=hovered, mode="vline", line_policy="nearest",
-        tooltips=TIP.replace("{digits}", str(panel.digits)), formatters={"@y": "printf"},
-        attachment="horizontal",
-    ))  # fmt: skip
     if abandoned:
         legend["abandoned"] = abandoned
     return plot, list(legend.values())
@@ -90,8 +78,8 @@ def count_curves(panels: Sequence[Panel], runs: Sequence[RunRecord]) -> int:
 def _curve(
     plot: Any, scene: Scene, panel: Panel, steps: Steps, name: str, *, run: int, title: str,
     abandoned: bool = False,
-) -> tuple[Any, Key]:  # fmt: skip
-    """Draw a curve; return the renderer of its points, and its entry of the legend.
+) -> Key:  # fmt: skip
+    """Draw a curve and return its entry of the legend.
 
     Of several runs, each has its colour and each metric its line style. Of a single run, each
     metric has its colour.
@@ -109,7 +97,8 @@ def _curve(
     if abandoned:
         line = plot.line("step", "y", source=source, color=shade, line_width=1.2, alpha=0.45,
                          line_dash=[2, 2])  # fmt: skip
-        return tag(line, run, "abandoned"), Key("abandoned steps", ABANDONED, "dotted")
+        tag(line, run, "abandoned")
+        return Key("abandoned steps", ABANDONED, "dotted")
     # A metric that only some steps have, such as a validation loss, is drawn with its points.
     count = int(np.isfinite(values).sum())
     sparse = count < len(steps) / 2 or count < 2
@@ -121,6 +110,7 @@ def _curve(
         line_dash="solid" if noisy else pattern, line_width=2.0 if sparse else 1.3,
         line_alpha=0.35 if noisy else 1.0,
     )  # fmt: skip
+    tag(drawn, run, "kept")
     if noisy:
         middles, means = trend(values, TREND_POINTS)
         data = positions(steps, scene.runs[run], scene.axes, middles)
@@ -131,7 +121,7 @@ def _curve(
         found = plot.scatter("step", "y", source=source, marker=marker(place), size=6,
                              line_color=shade, fill_color="white", line_width=1.5)  # fmt: skip
         tag(found, run, "kept")
-    return tag(drawn, run, "kept"), Key(title, shade, "points" if points else pattern)
+    return Key(title, shade, "points" if points else pattern)
 
 
 def _line_across(plot: Any, scene: Scene, value: float, shade: str, *, run: int) -> None:

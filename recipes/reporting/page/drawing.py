@@ -93,8 +93,8 @@ def new_figure(scene: Scene, height: int, *, logarithmic: bool = False, y_range:
     return plot
 
 
-def tag(renderer: Any, run: int, role: str) -> Any:
-    """Set the tags of a renderer for the page's script, and return it.
+def tag(renderer: Any, run: int, role: str) -> None:
+    """Set the tags of a renderer, for the page's script.
 
     Args:
         renderer: what a method of a figure has returned; tags given to the method are the glyph's
@@ -102,4 +102,3 @@ def tag(renderer: Any, run: int, role: str) -> Any:
         role: "kept", "abandoned", "reference", "turn", "mark" or "lane"
     """
     renderer.tags = [run, role]
-    return renderer

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from bokeh.models import ColumnDataSource, FactorRange, HoverTool
+from bokeh.models import ColumnDataSource, FactorRange
 
 from recipes.reporting.page.axes import step_positions
 from recipes.reporting.page.drawing import Scene, new_figure, tag
@@ -16,10 +16,6 @@ from recipes.reporting.record.run_record import RunRecord
 SAVES_ON_CURVE = 40
 LANE_PIXELS = 24
 ENDED = ("rollback", "skip", "stop")  # they may have happened on a branch that was abandoned
-MARK_TIP = (
-    '<div style="font: 12px system-ui, sans-serif; max-width: 420px; white-space: normal">'
-    "<b>@kind</b> after step @step{0,0} @run<br>@text</div>"
-)
 
 
 def draw_lanes(scene: Scene) -> Any | None:
@@ -32,7 +28,7 @@ def draw_lanes(scene: Scene) -> Any | None:
     lanes = FactorRange(*reversed(kinds))
     plot = new_figure(scene, 56 + LANE_PIXELS * len(kinds), y_range=lanes)
     plot.ygrid.grid_line_color = None
-    many, drawn = len(scene.runs), []
+    many = len(scene.runs)
     for index, (run, marks) in enumerate(zip(scene.runs, scene.marks, strict=True)):
         if not marks:
             continue
@@ -43,8 +39,7 @@ def draw_lanes(scene: Scene) -> Any | None:
             "step", "lane", marker="symbol", source=ColumnDataSource(data), size=9,
             line_color=colour(index), fill_color=colour(index), fill_alpha=0.35,
         )  # fmt: skip
-        drawn.append(tag(found, index, "lane"))
-    plot.add_tools(HoverTool(renderers=drawn, tooltips=MARK_TIP))
+        tag(found, index, "lane")
     return plot
 
 
@@ -62,7 +57,6 @@ def draw_turns(plot: Any, scene: Scene) -> None:
 
 def draw_marks(plot: Any, scene: Scene) -> None:
     """Draw the events on the curves of the training loss; of many saves only some."""
-    drawn = []
     for index, (run, marks) in enumerate(zip(scene.runs, scene.marks, strict=True)):
         saves = [mark for mark in marks if mark.kind == "save"]
         chosen = [*spread(saves, SAVES_ON_CURVE), *(mark for mark in marks if mark.kind != "save")]
@@ -74,8 +68,7 @@ def draw_marks(plot: Any, scene: Scene) -> None:
             "step", "y", marker="symbol", source=ColumnDataSource(data), size="size",
             line_color="#222222", fill_color=colour(index), fill_alpha=0.85,
         )  # fmt: skip
-        drawn.append(tag(found, index, "mark"))
-    plot.add_tools(HoverTool(renderers=drawn, tooltips=MARK_TIP))
+        tag(found, index, "mark")
 
 
 def _heights(run: RunRecord, marks: Sequence[Mark]) -> np.ndarray:

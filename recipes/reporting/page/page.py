@@ -82,6 +82,7 @@ def render(
         if panel.key == "loss" and (lanes := draw_lanes(scene)) is not None:
             add(lanes, "events", "Events", wide=True)
     settings = {"axes": {name: vars(axis) for name, axis in axes.items()}, "roots": roots}
+    settings["colours"] = [colour(index) for index in range(len(runs))]
     settings |= {"version": watching.version, "seconds": watching.seconds} if watching else {}
     scripts = {"bokeh": bokeh_script(), "script": _own_file("report.js")}
     environment = _environment()

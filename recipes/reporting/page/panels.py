@@ -42,7 +42,6 @@ class Panel:
         scale: factor from a metric to the unit of the axis
         logarithmic: use a logarithmic axis
         thousands: write the numbers of the axis as 12,000
-        digits: significant digits of a value in the tooltip
         note: below the title
         references: lines that the curves are compared with
         wide: takes the whole width of the page
@@ -55,7 +54,6 @@ class Panel:
     scale: float = 1.0
     logarithmic: bool = False
     thousands: bool = False
-    digits: int = 5
     note: str = ""
     references: Sequence[Reference] = field(default_factory=tuple)
     wide: bool = False
@@ -94,25 +92,25 @@ def panels_of(runs: Sequence[RunRecord], plans: Mapping[int, Prediction]) -> lis
         Panel(key="validation", title="Validation loss", axis="loss (nats per token)",
               metrics=losses),
         Panel(key="bits", title="Validation, bits per byte", axis="bits per byte", metrics=bits),
-        Panel(key="tasks", title="Task scores", axis="score", digits=4,
+        Panel(key="tasks", title="Task scores", axis="score",
               metrics=[name for name in names if name.startswith(TASKS)]),
-        Panel(key="rate", title="Learning rate", axis="learning rate", digits=4,
+        Panel(key="rate", title="Learning rate", axis="learning rate",
               metrics=["learning_rate"]),
-        Panel(key="norm", title="Gradient norm", axis="norm before clipping", digits=4,
+        Panel(key="norm", title="Gradient norm", axis="norm before clipping",
               metrics=["grad_norm"], logarithmic=True, references=_same(clipping)),
         Panel(key="throughput", title="Throughput", axis="tokens per second",
               thousands=True,
               metrics=["tokens_per_second"],
               references=_planned(plans, "tokens_per_second")),
         _utilisation(names, plans),
-        Panel(key="step", title="Step time", axis="seconds per step", digits=4,
+        Panel(key="step", title="Step time", axis="seconds per step",
               metrics=["step_seconds"], references=_planned(plans, "step_seconds")),
         Panel(key="memory", title="Peak memory of rank 0", axis="memory (GB, 10^9 bytes)",
-              digits=4, metrics=["memory_gb"], references=_planned(plans, "memory_gb")),
-        Panel(key="outside", title="Time outside the passes", axis="seconds per step", digits=3,
+              metrics=["memory_gb"], references=_planned(plans, "memory_gb")),
+        Panel(key="outside", title="Time outside the passes", axis="seconds per step",
               metrics=[name for name in ("between_seconds", "data_seconds", "validation_seconds")
                        if name in names]),
-        Panel(key="slowest", title="Slowest rank", axis="time relative to its peers", digits=4,
+        Panel(key="slowest", title="Slowest rank", axis="time relative to its peers",
               metrics=["slowest_ratio"], references=_same(slow)),
     ]  # fmt: skip
     drawn = {name for panel in found for name in panel.metrics} | SHOWN_ELSEWHERE
@@ -128,11 +126,11 @@ def _utilisation(names: Iterable[str], plans: Mapping[int, Prediction]) -> Panel
     """Return the panel of the MFU; without a known peak that of the TFLOP/s."""
     if "mfu" in names:
         return Panel(
-            key="mfu", title="Model FLOPs utilisation", axis="MFU (%)", digits=4, scale=100.0,
+            key="mfu", title="Model FLOPs utilisation", axis="MFU (%)", scale=100.0,
             metrics=["mfu"], references=_planned(plans, "mfu", scale=100.0),
         )  # fmt: skip
     return Panel(
-        key="mfu", title="Model FLOPs per second", axis="TFLOP/s per device", digits=4,
+        key="mfu", title="Model FLOPs per second", axis="TFLOP/s per device",
         metrics=["tflops_per_gpu"], references=_planned(plans, "tflops_per_gpu"),
         note="no MFU: the peak of the device is not known",
     )  # fmt: skip

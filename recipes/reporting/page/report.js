@@ -70,6 +70,84 @@
       apply(zoomNow());
     });
   }
+  // The text box at the mouse: the value of each curve at the nearest step, and the events there.
+  const tip = document.getElementById("tip");
+  const number = (value) => Math.abs(value) >= 1000
+    ? value.toLocaleString("en", { maximumFractionDigits: 0 })
+    : String(Number(value.toPrecision(5)));
+
+  // Index of the element of an increasing array that is nearest to x; -1 if none is a number.
+  const nearest = (xs, x) => {
+    let low = 0, high = xs.length - 1;
+    while (high - low > 1) {
+      const middle = (low + high) >> 1;
+      if (xs[middle] < x) low = middle; else high = middle;
+    }
+    const best = Math.abs(xs[low] - x) < Math.abs(xs[high] - x) ? low : high;
+    return Number.isFinite(xs[best]) ? best : -1;
+  };
+
+  const readings = (figure, x, reach) => {
+    const curves = [], events = [];
+    for (const renderer of figure.renderers) {
+      if (!renderer.visible) continue;
+      const [run, role] = renderer.tags, source = renderer.data_source;
+      const xs = source.get_column(state.axis), steps = source.get_column("step");
+      if (role === "kept" && renderer.name) {
+        const place = nearest(xs, x);
+        if (place < 0 || x > xs[xs.length - 1] + reach) continue;
+        const colour = renderer.glyph.line_color.value;
+        curves.push({ colour, name: renderer.name, step: steps[place],
+                      value: source.get_column("y")[place] });
+      } else if (role === "mark" || role === "lane") {
+        for (let place = 0; place < xs.length; place += 1) {
+          if (Math.abs(xs[place] - x) > reach) continue;
+          const [kind, text, name] = ["kind", "text", "run"].map((key) => source.get_column(key)[place]);
+          events.push({ colour: settings.colours[run], step: steps[place],
+                        name: name ? `${kind}, ${name}` : kind, value: text });
+        }
+      }
+    }
+    return { curves, events };
+  };
+
+  const add = (parent, kind, text, colour) => {
+    const element = parent.appendChild(document.createElement(kind));
+    element.textContent = text;
+    if (colour) element.style.color = colour;
+    return element;
+  };
+
+  const show = (figure, event) => {
+    const view = Bokeh.index.get_one(figure), box = view.el.getBoundingClientRect();
+    const [left, top] = [event.clientX - box.left, event.clientY - box.top];
+    tip.hidden = true;
+    if (!view.frame.bbox.contains(left, top) || event.buttons) return;
+    const x = view.frame.x_scale.invert(left);
+    const { curves, events } = readings(figure, x, Math.abs(view.frame.x_scale.invert(left + 7) - x));
+    if (!curves.length && !events.length) return;
+    tip.replaceChildren();
+    const step = (curves[0] || events[0]).step;
+    add(tip, "b", `step ${step.toLocaleString("en")}`);
+    for (const { colour, name, value, step: own } of [...curves, ...events]) {
+      const row = add(tip, "div", "");
+      add(row, "span", "\u25A0 ", colour);
+      add(row, "span", `${name}: `);
+      add(row, "b", typeof value === "number" ? number(value) : value);
+      if (own !== step) add(row, "i", ` step ${own.toLocaleString("en")}`);
+    }
+    tip.hidden = false;
+    const flip = event.clientX + 18 + tip.offsetWidth > innerWidth;
+    tip.style.left = `${flip ? event.clientX - 14 - tip.offsetWidth : event.clientX + 18}px`;
+    tip.style.top = `${Math.max(4, Math.min(event.clientY + 14, innerHeight - tip.offsetHeight - 4))}px`;
+  };
+
+  for (const figure of figures) {
+    const element = document.getElementById(settings.roots[figure.id]);
+    element.addEventListener("mousemove", (event) => show(figure, event));
+    element.addEventListener("mouseleave", () => { tip.hidden = true; });
+  }
+
   const zoomNow = () => (range ? [range.start, range.end] : null);
   document.getElementById("reset").addEventListener("click", () => {
     for (const figure of figures) figure.reset.emit();
