@@ -92,7 +92,7 @@ def test_a_page_has_every_part(tmp_path: Path) -> None:
     for text in (
         "stopped", "100 of 200", "No prediction: the run is on a CPU",
         "kept steps", "SIGTERM", "data/books/train", "25.00%", "10 of 10",
-        "ranks [1] on ['b'] take 2.5 times", "resolved recipe of run", "8 events of run",
+        "ranks 1 on b take 2.5 times", "resolved recipe of run", "8 events of run",
         "validation/code/bits_per_byte", "to step 50: the loss is 9.1", "layout.tensor: 1 -> 2",
     ):  # fmt: skip
         assert text in parsed.text, text

@@ -133,7 +133,7 @@
       const row = add(tip, "div", "");
       add(row, "span", "\u25A0 ", colour);
       add(row, "span", `${name}: `);
-      add(row, "b", typeof value === "number" ? number(value) : value);
+      if (typeof value === "number") add(row, "b", number(value)); else add(row, "span", value);
       if (own !== step) add(row, "i", ` step ${own.toLocaleString("en")}`);
     }
     tip.hidden = false;

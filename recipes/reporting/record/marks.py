@@ -71,13 +71,17 @@ def describe(event: Event) -> str:
     if kind == "save":
         return _cut(str(event.get("checkpoint", "")).rpartition("/")[2])
     if kind == "slow":
-        return _cut(f"ranks {event.get('ranks')} on {event.get('nodes')} take {event.get('ratio')} "
-                    f"times as long as similar ranks")  # fmt: skip
+        ranks, nodes, ratio = (_words(event.get(key)) for key in ("ranks", "nodes", "ratio"))
+        return _cut(f"ranks {ranks} on {nodes} take {ratio} times as long as similar ranks")
     for key in ("reason", "message", "error"):
         if event.get(key):
             rest = f" ({event['layout']})" if kind == "attempt" and event.get("layout") else ""
             return _cut(f"{event[key]}{rest}")
-    details = [f"{key} {_words(value)}" for key, value in event.items() if key not in NO_DETAIL]
+    details = [
+        f"changed: {_changes(value)}" if key == "changed" else f"{key} {_words(value)}"
+        for key, value in event.items()
+        if key not in NO_DETAIL
+    ]
     return _cut(", ".join(details))
 
 
@@ -89,11 +93,22 @@ def spread(marks: Sequence[Mark], most: int) -> Sequence[Mark]:
     return [marks[round(place * last / (most - 1))] for place in range(most)]
 
 
+def _changes(value: Any) -> str:
+    """Return the changed keys of a recipe with their old and new values."""
+    if not isinstance(value, dict):
+        return _words(value)
+    pairs = [
+        (key, " -> ".join(map(_words, each)) if isinstance(each, list) else _words(each))
+        for key, each in value.items()
+    ]
+    return "; ".join(f"{key}: {text}" for key, text in pairs)
+
+
 def _words(value: Any) -> str:
     if isinstance(value, dict):
         return "; ".join(f"{key}: {_words(each)}" for key, each in value.items())
     if isinstance(value, list):
-        return " -> ".join(map(_words, value)) if len(value) == 2 else ", ".join(map(_words, value))
+        return ", ".join(map(_words, value))
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
