@@ -17,7 +17,7 @@ from recipes.training.recipe.sections import training
 from tests.conftest import changed, small_recipe
 from tests.ranks import start_ranks
 
-COMMANDS = ("pretrain", "plan", "prove", "prepare_data", "convert", "sweep", "launch")
+COMMANDS = ("pretrain", "plan", "prove", "prepare_data", "convert", "sweep", "launch", "report")
 BROAD = {"ValueError", "AssertionError", "Exception", "BaseException"}
 INVARIANTS = {  # function that raises a plain ValueError -> why no user can cause it
     "models/pipeline/schedule/simulation.py: simulate": "no order of passes is made by users",
@@ -50,6 +50,8 @@ CATCHES = {  # function that catches one of BROAD -> why no defect becomes a use
     "recipes/out_of_memory/explanation.py: report": "a lack of memory is reported anyway",
     "recipes/out_of_memory/explanation.py: out_of_memory_explained": "raises others again",
     "recipes/pretrain.py: main": RAISES,
+    "recipes/reporting/page/page.py: _time": PARSING,
+    "recipes/reporting/record/run_record.py: _read_recipe": PARSING,
     "recipes/sweeping/choice.py: values_of_setting": PARSING,
     "recipes/sweeping/sweep_folder.py: _read_json": PARSING,
     "recipes/sweeping/wandb_runs.py: publish": "the message shows the error, and no result is lost",

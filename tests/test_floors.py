@@ -42,6 +42,8 @@ FLOORS = [
     ["recipes.training.engine"],
     ["recipes.training.tracking"],
     ["recipes.training.loop"],
+    ["recipes.reporting.record"],
+    ["recipes.reporting.page"],
     ["recipes.training.preflight"],  # compares its measurements with the planner's numbers
     ["recipes.nodes"],
     ["recipes.preparing", "recipes.tracing", "recipes.launching", "recipes.out_of_memory"],
@@ -64,7 +66,9 @@ NO_TORCH = [  # imported before torch, by commands of a login node, or in proces
     "recipes.training.runtime.launchers",
     "recipes.training.runtime.streams",
     "recipes.training.runtime.torch_variables",
+    "recipes.reporting",
     "recipes.training.data.corpus_manifest",
+    "recipes.training.data.mixing",
     "recipes.training.data.token_file",
     "recipes.training.checkpoint.compatibility",
     "recipes.training.checkpoint.manifest",

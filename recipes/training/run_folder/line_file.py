@@ -72,7 +72,11 @@ class LineFile:
         Raises:
             OSError: the file exists and cannot be read.
         """
-        lines = map(self._parse, self.content().split(b"\n"))
+        return self.parse(self.content())
+
+    def parse(self, content: bytes) -> list[dict[str, Any]]:
+        """Return the lines of a content of the file that can be parsed."""
+        lines = map(self._parse, content.split(b"\n"))
         return [line for line in lines if line is not None]
 
     def content(self) -> bytes:

@@ -32,6 +32,7 @@ NO_FLOCK = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP}
 SECONDS_TO_WAIT = 300  # file servers release a dead node's lock after 30 to 120 s
 BEAT_SECONDS = 5.0
 STALE_SECONDS = 60.0  # longer than network file systems cache a file's time
+SHARED, EXCLUSIVE = "lock", "lock.exclusive"
 LOST = 1  # exit code of a process whose lock another process has taken over
 
 
@@ -53,8 +54,8 @@ class FolderLock:
 
     def __init__(self, folder: Path):
         self.folder = folder
-        self.shared = folder / "lock"  # never deleted; the flock on it is the lock
-        self.exclusive = folder / "lock.exclusive"  # its existence is the lock
+        self.shared = folder / SHARED  # never deleted; the flock on it is the lock
+        self.exclusive = folder / EXCLUSIVE  # its existence is the lock
         self.record = {
             "process": os.getpid(),
             "host": socket.gethostname(),
@@ -218,6 +219,28 @@ class FolderLock:
         return seen is not None and _parse(seen[0]).get("token") not in (
             self.record["token"], None,
         )  # fmt: skip
+
+
+def is_held(folder: Path) -> bool:
+    """Return True if a run appears to hold a folder; the lock itself is not touched.
+
+    A holder on another machine counts as alive if it has touched its file in the last minute, which
+    assumes that the clocks of both machines agree.
+    """
+    for name in (EXCLUSIVE, SHARED):
+        try:
+            seen = _look(folder / name)
+        except OSError:
+            continue
+        holder = _parse(seen[0]) if seen else {}
+        if not seen or not holder:
+            continue
+        if holder.get("machine") == machine_id():
+            if is_running(holder):
+                return True
+        elif time.time() - seen[1] / 1e9 < STALE_SECONDS:
+            return True
+    return False
 
 
 def _look(file: Path) -> tuple[str, int] | None:

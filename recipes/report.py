@@ -1,0 +1,118 @@
+"""Write a report of one or several runs: one HTML file that needs no network.
+
+    python recipes/report.py runs/tiny
+    python recipes/report.py runs/tiny runs/wide --output comparison.html
+    python recipes/report.py runs/tiny --watch
+    python recipes/report.py runs/7b --gpu H100
+
+The report shows curves that can be zoomed and hovered, events, the plan, the goodput, the mixture
+of the data, slow ranks, and the recipes with their differences. --watch serves it on this machine
+until the run ends, and reloads it when the run has made steps.
+Exit code 0: the report was written; 2: a run folder or an option is rejected.
+"""
+
+import sys
+from pathlib import Path
+
+if __name__ == "__main__":  # import from the repository's root, not from recipes/
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+import argparse
+
+from models.errors import UserError
+from recipes.gpus.datasheet import load_gpu
+from recipes.reporting.page.page import Watching, render
+from recipes.reporting.page.palette import MAX_RUNS
+from recipes.reporting.page.watch import Watcher, serve
+from recipes.reporting.record.run_record import names_of, read_run
+from recipes.training.run_folder.line_file import write_whole
+
+
+def main() -> None:
+    """Run the command; errors of the run folders or the options are printed on stderr."""
+    options = parse_command_line()
+    try:
+        report(options)
+    except UserError as problem:
+        print(f"report.py: {problem}", file=sys.stderr)
+        sys.exit(2)
+
+
+def report(options: argparse.Namespace) -> None:
+    """Write the report, and serve it if that is wanted.
+
+    Raises:
+        UserError: a run folder or an option is rejected.
+    """
+    paths: list[Path] = options.runs
+    if len(paths) > MAX_RUNS:
+        raise UserError(f"{len(paths)} runs are too many to tell apart; use at most {MAX_RUNS}")
+    if options.gpu is not None:
+        load_gpu(options.gpu)
+    if not options.every > 0:
+        raise UserError(f"--every {options.every:g} is not a time; use --every 5")
+    names = names_of(paths)
+
+    def page(version: str = "") -> str:
+        runs = [read_run(path, name) for path, name in zip(paths, names, strict=True)]
+        watching = Watching(version, options.every) if version else None
+        return render(runs, gpu=options.gpu, watching=watching)
+
+    write(options.output, page())
+    if not options.watch:
+        return
+    watcher = Watcher(paths, page)
+    if not watcher.goes_on():
+        print("no process holds a run folder, so there is nothing to watch")
+        return
+    serve(watcher, port=options.port, seconds=options.every)
+    write(options.output, page())
+
+
+def write(output: Path, page: str) -> None:
+    """Write the page, and print its path and size.
+
+    Raises:
+        UserError: the file cannot be written.
+    """
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(output, page)
+    except OSError as error:
+        raise UserError(
+            f"--output {output} cannot be written ({error.strerror}); use another file"
+        ) from None
+    print(f"wrote {output} ({len(page.encode()) / 1e6:.1f} MB)", flush=True)
+
+
+def parse_command_line() -> argparse.Namespace:
+    """Return the options of the command."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "runs", nargs="+", type=Path, metavar="RUN", help="run folder, such as runs/tiny"
+    )
+    parser.add_argument(
+        "--output", type=Path, default=Path("report.html"), metavar="FILE",
+        help="file to write; default: %(default)s",
+    )  # fmt: skip
+    parser.add_argument(
+        "--gpu", metavar="NAME",
+        help="datasheet for the plan, such as H100 or cpu; default: the GPU in the recipe's "
+        "[cluster], or the one whose peak the metrics imply",
+    )  # fmt: skip
+    parser.add_argument(
+        "--watch", action="store_true",
+        help="serve the report on this machine only, until the run ends",
+    )  # fmt: skip
+    parser.add_argument("--port", type=int, default=0, help="port for --watch; default: a free one")
+    parser.add_argument(
+        "--every", type=float, default=5.0, metavar="SECONDS",
+        help="how often --watch looks for new steps; default: %(default)g",
+    )  # fmt: skip
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

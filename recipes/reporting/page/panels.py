@@ -1,0 +1,149 @@
+"""The panels of the page: which metrics are drawn together, with titles and units."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from recipes.reporting.record.plan_comparison import Prediction
+from recipes.reporting.record.run_record import RunRecord
+
+MAX_OTHER_PANELS = 16
+LOSS = "loss"
+VALIDATION = ("validation_loss", "validation/")
+TASKS = "tasks/"
+BITS_PER_BYTE = "bits_per_byte"
+# Metrics that other parts of the page show.
+SHOWN_ELSEWHERE = {"tokens", "slowest_rank", "tflops_per_gpu", "mfu"}
+
+
+@dataclass(frozen=True)
+class Reference:
+    """A horizontal line that a curve is compared with.
+
+    Attributes:
+        label: such as "plan"
+        run: index of the run
+        value: in the panel's unit
+    """
+
+    label: str
+    run: int
+    value: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Panel:
+    """A figure of the page.
+
+    Attributes:
+        key: part of the element's id
+        title: above the figure
+        axis: title of the y axis, with its unit
+        metrics: metrics of the curves
+        scale: factor from a metric to the unit of the axis
+        logarithmic: use a logarithmic axis
+        thousands: write the numbers of the axis as 12,000
+        note: below the title
+        references: lines that the curves are compared with
+        wide: takes the whole width of the page
+    """
+
+    key: str
+    title: str
+    axis: str
+    metrics: Sequence[str]
+    scale: float = 1.0
+    logarithmic: bool = False
+    thousands: bool = False
+    note: str = ""
+    references: Sequence[Reference] = field(default_factory=tuple)
+    wide: bool = False
+
+
+def panels_of(runs: Sequence[RunRecord], plans: Mapping[int, Prediction]) -> list[Panel]:
+    """Return the panels of the metrics that at least one run has.
+
+    Args:
+        runs: the runs of the report
+        plans: predictions by index of the run
+    """
+    names = list(dict.fromkeys(
+        name
+        for run in runs
+        for steps in [run.steps, *run.abandoned]
+        for name in steps.values
+    ))  # fmt: skip
+    validation = [name for name in names if name.startswith(VALIDATION)]
+    bits = [name for name in validation if BITS_PER_BYTE in name]
+    losses = [name for name in validation if name not in bits]
+    in_loss_panel = [name for name in losses if name == "validation_loss"]
+    clipping = [
+        Reference("gradient_clipping", index, run.recipe.optimizer.gradient_clipping)
+        for index, run in enumerate(runs)
+        if run.recipe and run.recipe.optimizer.gradient_clipping
+    ]
+    slow = [
+        Reference("supervision.slow_rank", index, run.recipe.supervision.slow_rank)
+        for index, run in enumerate(runs)
+        if run.recipe and "slowest_ratio" in run.steps.values
+    ]
+    found = [
+        Panel(key="loss", title="Training loss", axis="loss (nats per token)", wide=True,
+              metrics=[LOSS, *in_loss_panel]),
+        Panel(key="validation", title="Validation loss", axis="loss (nats per token)",
+              metrics=losses),
+        Panel(key="bits", title="Validation, bits per byte", axis="bits per byte", metrics=bits),
+        Panel(key="tasks", title="Task scores", axis="score",
+              metrics=[name for name in names if name.startswith(TASKS)]),
+        Panel(key="rate", title="Learning rate", axis="learning rate",
+              metrics=["learning_rate"]),
+        Panel(key="norm", title="Gradient norm", axis="norm before clipping",
+              metrics=["grad_norm"], logarithmic=True, references=_same(clipping)),
+        Panel(key="throughput", title="Throughput", axis="tokens per second",
+              thousands=True,
+              metrics=["tokens_per_second"],
+              references=_planned(plans, "tokens_per_second")),
+        _utilisation(names, plans),
+        Panel(key="step", title="Step time", axis="seconds per step",
+              metrics=["step_seconds"], references=_planned(plans, "step_seconds")),
+        Panel(key="memory", title="Peak memory of rank 0", axis="memory (GB, 10^9 bytes)",
+              metrics=["memory_gb"], references=_planned(plans, "memory_gb")),
+        Panel(key="outside", title="Time outside the passes", axis="seconds per step",
+              metrics=[name for name in ("between_seconds", "data_seconds", "validation_seconds")
+                       if name in names]),
+        Panel(key="slowest", title="Slowest rank", axis="time relative to its peers",
+              metrics=["slowest_ratio"], references=_same(slow)),
+    ]  # fmt: skip
+    drawn = {name for panel in found for name in panel.metrics} | SHOWN_ELSEWHERE
+    others = [name for name in names if name not in drawn]
+    found += [
+        Panel(key=f"other-{number}", title=name, axis=name, metrics=[name])
+        for number, name in enumerate(others[:MAX_OTHER_PANELS])
+    ]
+    return [panel for panel in found if any(name in names for name in panel.metrics)]
+
+
+def _utilisation(names: Iterable[str], plans: Mapping[int, Prediction]) -> Panel:
+    """Return the panel of the MFU; without a known peak that of the TFLOP/s."""
+    if "mfu" in names:
+        return Panel(
+            key="mfu", title="Model FLOPs utilisation", axis="MFU (%)", scale=100.0,
+            metrics=["mfu"], references=_planned(plans, "mfu", scale=100.0),
+        )  # fmt: skip
+    return Panel(
+        key="mfu", title="Model FLOPs per second", axis="TFLOP/s per device",
+        metrics=["tflops_per_gpu"], references=_planned(plans, "tflops_per_gpu"),
+        note="no MFU: the peak of the device is not known",
+    )  # fmt: skip
+
+
+def _planned(
+    plans: Mapping[int, Prediction], attribute: str, *, scale: float = 1.0
+) -> list[Reference]:
+    return [
+        Reference("plan", index, getattr(plan, attribute) * scale) for index, plan in plans.items()
+    ]
+
+
+def _same(references: Sequence[Reference]) -> Sequence[Reference]:
+    """Return one reference for all runs if they agree."""
+    return references[:1] if len({each.value for each in references}) == 1 else references

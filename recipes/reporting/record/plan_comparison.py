@@ -1,0 +1,115 @@
+"""The planner's predictions for the recipe of a run, on the GPUs on which it runs."""
+
+from dataclasses import dataclass
+
+from models.errors import UserError
+from recipes.gpus.datasheet import gpus, load_gpu
+from recipes.planning.inputs.job import Machine, own_job
+from recipes.planning.inputs.software import THREEFOLD
+from recipes.planning.memory.peak import GIB, stage_memory
+from recipes.planning.output.plan_report import rates
+from recipes.planning.time.step_time import step_time
+from recipes.reporting.record.run_record import RunRecord
+from recipes.training.recipe.deepspeed_config import precision, read_deepspeed_json
+from recipes.training.recipe.schema import Recipe
+
+PEAK_TOLERANCE = 1e-3  # relative, of the peak that the metrics imply
+USUAL_GPUS_PER_NODE = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prediction:
+    """The planner's numbers for a run.
+
+    Attributes:
+        gpu: name of the datasheet
+        ranks: number of ranks
+        step_seconds: of a step
+        tokens_per_second: of all ranks
+        mfu: share of the peak
+        tflops_per_gpu: without recomputation
+        memory_gb: what rank 0 allocates at its peak, in 10^9 bytes, as in the metric `memory_gb`
+        fullest_gib: of the fullest stage, with the memory of CUDA and NCCL, in 2^30 bytes
+        device_gib: memory of the device, in 2^30 bytes
+    """
+
+    gpu: str
+    ranks: int
+    step_seconds: float
+    tokens_per_second: float
+    mfu: float
+    tflops_per_gpu: float
+    memory_gb: float
+    fullest_gib: float
+    device_gib: float
+
+
+def predict(record: RunRecord, gpu: str | None) -> Prediction:
+    """Predict the speed and the memory of a run.
+
+    Args:
+        record: the record of the run
+        gpu: name of a datasheet; None for the GPU that the recipe names or the metrics imply
+
+    Raises:
+        UserError: the reason why there is no prediction.
+    """
+    recipe, ranks = record.recipe, record.world_size
+    if recipe is None:
+        raise UserError("the recipe cannot be read")
+    if ranks is None:
+        raise UserError("the metrics do not tell the number of ranks")
+    kind = precision(read_deepspeed_json(recipe.deepspeed))
+    name = gpu or gpu_of_run(record, recipe, kind)
+    cluster = recipe.cluster
+    per_node = cluster.gpus_per_node if cluster else USUAL_GPUS_PER_NODE
+    machine = Machine.of(load_gpu(name), gpus=ranks, gpus_per_node=min(ranks, per_node))
+    job, problem = own_job(recipe, machine, THREEFOLD)
+    if job is None:
+        raise UserError(problem)
+    seconds, stages = step_time(job).total, stage_memory(job)
+    found = rates(job, seconds, recipe.training.steps)
+    return Prediction(
+        gpu=name,
+        ranks=ranks,
+        step_seconds=seconds,
+        tokens_per_second=found.tokens_per_second,
+        mfu=found.mfu,
+        tflops_per_gpu=found.model_tflops,
+        memory_gb=(stages[0].total if machine.gpu.device == "cpu" else stages[0].counted) / 1e9,
+        fullest_gib=max(stage.total for stage in stages) / GIB,
+        device_gib=machine.gpu.memory_gib,
+    )
+
+
+def gpu_of_run(record: RunRecord, recipe: Recipe, kind: str) -> str:
+    """Return the name of the datasheet of the run's GPU.
+
+    The run folder does not name the device. The metrics give its peak, `tflops_per_gpu / mfu`, and
+    have no `mfu` on devices without a datasheet, such as CPUs.
+
+    Raises:
+        UserError: the GPU has no datasheet, or the peak fits several GPUs.
+    """
+    rate, mfu = record.steps.last("tflops_per_gpu"), record.steps.last("mfu")
+    if not (rate and mfu):
+        raise UserError(
+            "the run is on a CPU, or on a device without a datasheet, because its metrics have no "
+            "mfu; use --gpu NAME to compare it with a datasheet, for example --gpu cpu"
+        )
+    if recipe.cluster:
+        return recipe.cluster.gpu
+    peak = rate / mfu
+    fitting = [
+        gpu.name
+        for gpu in gpus()
+        if abs(gpu.peak_tflops.get(kind, 0.0) / peak - 1) < PEAK_TOLERANCE
+    ]
+    if len(fitting) != 1:
+        which = f"fits {', '.join(fitting)}" if fitting else "fits no datasheet"
+        example = fitting[0] if fitting else "H100"
+        raise UserError(
+            f"the recipe has no [cluster], and the peak of {peak:.0f} TFLOP/s {which}; use --gpu "
+            f"NAME, for example --gpu {example}"
+        )
+    return fitting[0]

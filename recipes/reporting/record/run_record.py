@@ -1,0 +1,219 @@
+"""Everything that a run folder says about its run, read without changing the folder."""
+
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from models.cost import flops_per_token
+from models.errors import UserError
+from recipes.reporting.record.branches import abandoned_branches, divide
+from recipes.reporting.record.steps import Steps
+from recipes.training.recipe.loading import parse_recipe
+from recipes.training.recipe.schema import Recipe
+from recipes.training.run_folder.folder import EVENT_KEYS, METRIC_KEYS
+from recipes.training.run_folder.history import replay
+from recipes.training.run_folder.line_file import LineFile
+from recipes.training.run_folder.lock import is_held
+from recipes.training.run_folder.wall_time import WallTime
+
+MAX_TIMELINE_BYTES = 1_500_000  # of a picture in the page
+MAX_LARGEST_STEP = 2**53  # a step above it is damage, and cannot be drawn
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunRecord:
+    """The record of a run.
+
+    Attributes:
+        path: the run folder
+        name: shown in the report, and different for each of the runs
+        steps: the steps that were kept
+        abandoned: the branches that were not kept; each begins on the kept curve
+        events: all events, oldest first
+        table: the recipe as in recipe.toml; empty if it cannot be read
+        recipe: the validated recipe; None if this version does not accept it
+        wall_time: shares of the wall time by cause; they add up to 1
+        hours: since the first start
+        timeline: content of timeline.svg; None if there is none
+        running: True if a process holds the run folder
+        problems: what could not be read, for the reader of the report
+    """
+
+    path: Path
+    name: str
+    steps: Steps
+    abandoned: list[Steps]
+    events: list[dict[str, Any]]
+    table: dict[str, Any]
+    recipe: Recipe | None
+    wall_time: dict[str, float]
+    hours: float
+    timeline: bytes | None
+    running: bool
+    problems: list[str]
+
+    @property
+    def flops_per_token(self) -> float | None:
+        """Training FLOPs of the model per token; None if the recipe cannot be read."""
+        return flops_per_token(self.recipe.model) if self.recipe else None
+
+    @property
+    def world_size(self) -> int | None:
+        """The number of ranks at the newest step; None if the metrics do not say it.
+
+        `tflops_per_gpu` is the work of a step divided by its duration and by the number of ranks.
+        """
+        flops, rate = self.flops_per_token, self.steps.last("tflops_per_gpu")
+        tokens = self.steps.last("tokens_per_second")
+        if not (flops and rate and tokens and rate > 0):
+            return None
+        return max(1, round(flops * tokens / (rate * 1e12)))
+
+    @property
+    def first_samples(self) -> dict[int, int]:
+        """Step -> first sample read next, for steps after which the data position jumped."""
+        return replay(self.events).first_samples()
+
+
+def read_run(path: Path, name: str) -> RunRecord:
+    """Read a run folder; what is damaged or missing becomes a problem of the record.
+
+    Raises:
+        UserError: the folder does not exist, or is not a run folder.
+    """
+    if not path.is_dir():
+        what = "is not a folder" if path.exists() else "does not exist"
+        raise UserError(f"{path} {what}; name a run folder, such as runs/tiny")
+    files = [path / file for file in ("metrics.jsonl", "events.jsonl", "recipe.toml")]
+    if not any(file.exists() for file in files):
+        raise UserError(
+            f"{path} is not a run folder: it has no metrics.jsonl, events.jsonl or recipe.toml; "
+            f"name a folder that pretrain.py has written, such as runs/tiny"
+        )
+    problems: list[str] = []
+    lines = _read_lines(files[0], METRIC_KEYS, problems)
+    events = _read_lines(files[1], EVENT_KEYS, problems)
+    kept, branches = divide(lines)
+    copies = sorted(path.glob("metrics.*.jsonl"))
+    branches += abandoned_branches(
+        kept, (_read_lines(copy, METRIC_KEYS, problems) for copy in copies)
+    )
+    table, recipe = _read_recipe(files[2], problems)
+    if not kept and files[0].exists():
+        problems.append(f"{files[0]} has no complete step yet")
+    running = is_held(path)
+    wall_time = WallTime(events, kept)
+    end = _end_time(files[0], events)
+    return RunRecord(
+        path=path,
+        name=name,
+        steps=Steps.of(kept),
+        abandoned=[Steps.of(branch) for branch in branches],
+        events=events,
+        table=table,
+        recipe=recipe,
+        wall_time=wall_time.shares(end),
+        hours=wall_time.hours(end),
+        timeline=_read_timeline(path / "timeline.svg", problems),
+        running=running,
+        problems=problems,
+    )
+
+
+def names_of(paths: list[Path]) -> list[str]:
+    """Return a different name for each run folder: its own name, or more of its path if needed.
+
+    Raises:
+        UserError: a folder is given twice.
+    """
+    resolved = [path.resolve() for path in paths]
+    for path in resolved:
+        if resolved.count(path) > 1:
+            raise UserError(f"{path} is given twice; name each run once")
+    for depth in range(1, max(len(path.parts) for path in resolved) + 1):
+        names = ["/".join(path.parts[-depth:]) for path in resolved]
+        if len(set(names)) == len(names):
+            return names
+    return [str(path) for path in resolved]
+
+
+def _read_lines(
+    file: Path, keys: Mapping[str, tuple[type, ...]], problems: list[str]
+) -> list[dict[str, Any]]:
+    """Return the lines of a file that can be parsed.
+
+    A last line without a line break is being written, so it is left out without a problem.
+    """
+    lines = LineFile(file, keys=keys)
+    try:
+        if not file.exists():
+            problems.append(f"{file} does not exist")
+            return []
+        content = lines.content()
+        complete = content[: content.rfind(b"\n") + 1]
+        found = lines.parse(complete)
+    except OSError as error:
+        problems.append(f"{file} cannot be read ({error.strerror})")
+        return []
+    usable = [line for line in found if 0 <= line["step"] < MAX_LARGEST_STEP]
+    written = sum(1 for line in complete.split(b"\n") if line.strip(b"\0 \t\r"))
+    if damaged := written - len(usable):
+        problems.append(
+            f"{file}: {damaged} of {written} lines are damaged, and left out of this report"
+        )
+    return usable
+
+
+def _read_recipe(file: Path, problems: list[str]) -> tuple[dict[str, Any], Recipe | None]:
+    """Return the table of a recipe, and the recipe if this version accepts it."""
+    try:
+        table = tomllib.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        problems.append(f"{file} does not exist: no plan, no mixture and no FLOPs")
+        return {}, None
+    except OSError as error:
+        problems.append(f"{file} cannot be read ({error.strerror})")
+        return {}, None
+    except (ValueError, RecursionError) as error:
+        problems.append(f"{file} is not valid TOML ({error}): no plan, no mixture and no FLOPs")
+        return {}, None
+    try:
+        return table, parse_recipe(table, str(file))
+    except UserError as problem:
+        problems.append(f"no plan, no mixture and no FLOPs: {problem}")
+        return table, None
+
+
+def _end_time(metrics: Path, events: list[dict[str, Any]]) -> float:
+    """Return the time until which the run is known to have run, in seconds since the epoch.
+
+    It is the time of the last event after an orderly end, and otherwise that of the last step.
+    """
+    times = [event["time"] for event in events if isinstance(event.get("time"), int | float)]
+    last = float(times[-1]) if times else 0.0
+    if not np.isfinite(last):
+        last = 0.0
+    if events and events[-1]["event"] in ("end", "stop"):
+        return last
+    try:
+        return max(last, metrics.stat().st_mtime)
+    except OSError:
+        return last
+
+
+def _read_timeline(file: Path, problems: list[str]) -> bytes | None:
+    try:
+        content = file.read_bytes()
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        problems.append(f"{file} cannot be read ({error.strerror})")
+        return None
+    if len(content) > MAX_TIMELINE_BYTES:
+        problems.append(f"{file} has {len(content) / 1e6:.1f} MB, too many for this page; open it")
+        return None
+    return content

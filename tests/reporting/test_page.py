@@ -1,0 +1,287 @@
+"""The page: complete, escaped, self-contained, small and fast."""
+
+import base64
+import gzip
+import json
+import re
+import subprocess
+import sys
+import time
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from recipes.reporting.page.page import Watching, bokeh_script, render
+from recipes.reporting.page.panels import panels_of
+from recipes.reporting.record.run_record import read_run
+from recipes.training.recipe.loading import REPOSITORY
+from tests.reporting.synthetic import event, line_of, recipe_of, write_lines, write_run
+
+MAX_BYTES = 5_000_000
+MAX_SECONDS = 10.0
+EVIL = '</script><script>alert("x")</script><img src=x onerror=alert(1)>$$x$$'
+
+
+class Page(HTMLParser):
+    """The elements and the visible text of a page."""
+
+    def __init__(self, page: str):
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.text = ""
+        self._inside = ""
+        self.data: dict[str, Any] = {}
+        self.feed(page)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        self._inside = (dict(attrs).get("id") or tag) if tag in ("script", "style") else ""
+
+    def handle_endtag(self, tag: str) -> None:
+        self._inside = ""
+
+    def handle_data(self, data: str) -> None:
+        if not self._inside:
+            self.text += data
+        elif self._inside in ("figures-data", "settings"):
+            self.data[self._inside] = json.loads(data)
+
+
+def own_part(page: str) -> str:
+    """Return the page without Bokeh's script, whose source names other sites."""
+    return page.replace(bokeh_script(), "")
+
+
+def run_of(folder: Path, **more: Any) -> str:
+    return render([read_run(write_run(folder, **more), folder.name)])
+
+
+def titles(page: str) -> list[str]:
+    return re.findall(r"<figcaption><b>(.*?)</b>", page)
+
+
+def test_a_page_has_every_part(tmp_path: Path) -> None:
+    events = [
+        event("resume", 40, changed={"layout.tensor": [1, 2]}),
+        event("skip", 50, reason="the loss is nan", samples=[1600, 1631]),
+        event("rollback", 60, to=50, samples=1920, reason="the loss is 9.1"),
+        event("attempt", 50, number=2, reason="node lost", layout="pipeline 2", nodes=["a"]),
+        event("slow", 80, ranks=[1], nodes=["b"], ratio=2.5),
+        event("save", 100, checkpoint="/runs/x/checkpoints/step-0000100"),
+        event("stop", 100, reason="SIGTERM", exit_code=5),
+    ]
+
+    def change(line: dict) -> None:
+        if line["step"] % 10 == 0:
+            line |= {"validation_loss": 3.1, "validation/code/loss": 2.0, "tasks/piqa": 0.6}
+            line |= {"validation/code/bits_per_byte": 1.1, "slowest_rank": 1, "slowest_ratio": 1.2}
+        line["something_new"] = line["step"]
+
+    run = write_run(tmp_path / "run", events=events, change=change)
+    (run / "timeline.svg").write_text("<svg xmlns='http://www.w3.org/2000/svg'/>")
+    page = render([read_run(run, "run")])
+    assert titles(page) == [
+        "Training loss", "Events", "Validation loss", "Validation, bits per byte", "Task scores",
+        "Learning rate", "Gradient norm", "Throughput", "Model FLOPs per second", "Step time",
+        "Peak memory of rank 0", "Time outside the passes", "Slowest rank", "something_new",
+    ]  # fmt: skip
+    parsed = Page(page)
+    for text in (
+        "stopped", "100 of 200", "No prediction: the run is on a CPU",
+        "kept steps", "SIGTERM", "data/books/train", "25.00%", "10 of 10",
+        "ranks 1 on b take 2.5 times", "resolved recipe of run", "8 events of run",
+        "validation/code/bits_per_byte", "to step 50: the loss is 9.1", "layout.tensor: 1 -> 2",
+    ):  # fmt: skip
+        assert text in parsed.text, text
+    assert any(
+        (attributes.get("src") or "").startswith("data:image/svg") for _, attributes in parsed.tags
+    )
+    figures = json.dumps(parsed.data["figures-data"])
+    for kind in ("resume", "skip", "rollback", "re-plan", "slow ranks", "save", "stop"):
+        assert f'"{kind}"' in figures, kind
+    assert set(parsed.data["settings"]["axes"]) == {"step", "tokens", "flops"}
+
+
+def test_a_comparison_shows_the_differences_of_the_recipes(tmp_path: Path) -> None:
+    first = write_run(tmp_path / "first", recipe=recipe_of())
+    second = write_run(tmp_path / "second", recipe=recipe_of("optimizer.learning_rate=1e-3",
+                                                             "model.layers=8"))  # fmt: skip
+    runs = [read_run(path, path.name) for path in (first, second)]
+    page = render(runs)
+    rows = re.findall(r"<tr><th><code>(.*?)</code></th><td><code>(.*?)</code></td>"
+                      r"<td><code>(.*?)</code></td>", page)  # fmt: skip
+    assert ("optimizer.learning_rate", "0.004", "0.001") in rows
+    assert ("model.layers", "4", "8") in rows
+    assert len(rows) == 2
+    assert runs[0].flops_per_token != runs[1].flops_per_token
+    assert "The recipes are equal." in render([runs[0], read_run(first, "again")])
+
+
+def test_the_plan_is_shown_and_drawn(tmp_path: Path) -> None:
+    record = read_run(write_run(tmp_path / "run"), "run")
+    page = Page(render([record], gpu="cpu"))
+    assert "Planned for 2 ranks on cpu" in page.text
+    assert "seconds per step" in page.text and "plan: " in page.text
+    assert "plan: " not in Page(render([record])).text
+
+
+def test_text_of_users_is_never_markup(tmp_path: Path) -> None:
+    recipe = recipe_of(f"tracking.tags={json.dumps([EVIL])}")
+    events = [
+        event("rollback", 60, to=50, samples=1920, reason=EVIL),
+        event("warning", 60, message=EVIL),
+        event("stop", 70, reason=EVIL, exit_code=5),
+        event(EVIL, 71, reason=EVIL),
+        event("start", 0, code_version=EVIL),
+        event("slow", 80, ranks=[EVIL], nodes=[EVIL], ratio=EVIL),
+    ]
+
+    def change(line: dict) -> None:
+        line |= {f"validation/{EVIL}": 1.0, f"tasks/{EVIL}": 0.5, EVIL: 1.0}
+
+    run = write_run(tmp_path / "run", recipe=recipe, events=events, change=change)
+    other = write_run(tmp_path / "other")
+    (other / "recipe.toml").write_text(f"name = '''{EVIL}'''\n")
+    records = [read_run(run, EVIL), read_run(other, f"2{EVIL}")]
+    for watching in (None, Watching("1", 5.0)):
+        page = render(records, watching=watching)
+        parsed = Page(page)
+        scripts = [attributes for tag, attributes in parsed.tags if tag == "script"]
+        assert [script.get("type") for script in scripts] == ["application/json"] * 2 + [None] * 2
+        assert not [tag for tag, _ in parsed.tags if tag == "img"]
+        assert not [name for _, attributes in parsed.tags for name in attributes
+                    if name.startswith("on")]  # fmt: skip
+        assert EVIL in parsed.text
+
+
+def test_the_policy_allows_only_the_scripts_of_the_page(tmp_path: Path) -> None:
+    page = Page(run_of(tmp_path / "run"))
+    policy = next(attributes["content"] for tag, attributes in page.tags
+                  if attributes.get("http-equiv") == "Content-Security-Policy")  # fmt: skip
+    assert policy is not None
+    assert policy.startswith("default-src 'none'; script-src 'sha256-")
+    assert "connect-src 'none'" in policy
+    assert "unsafe-inline" not in policy.partition("script-src")[2].partition(";")[0]
+
+
+def test_the_page_names_no_other_site(tmp_path: Path) -> None:
+    page = own_part(run_of(tmp_path / "run"))
+    assert re.findall(r"https?://[^\s\"'<)]+", page) == []
+    loads = [
+        value
+        for _, attributes in Page(page).tags
+        for name, value in attributes.items()
+        if name in ("src", "href", "data", "action") and not (value or "").startswith("data:")
+    ]
+    assert loads == []
+
+
+def test_a_page_without_metrics_or_recipe_says_so(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / "events.jsonl").write_text("")
+    page = Page(render([read_run(folder, "run")]))
+    assert "metrics.jsonl does not exist" in page.text
+    assert "There are no metrics to draw yet." in page.text
+
+
+def test_metrics_are_found_by_their_prefix(tmp_path: Path) -> None:
+    def change(line: dict) -> None:
+        line |= {"validation_loss_books": 1.0, "validation/a/b": 2.0, "tasks/x/y": 0.5}
+        line |= {"expert_entropy": 3.0}
+
+    record = read_run(write_run(tmp_path / "run", change=change), "run")
+    panels = {panel.title: list(panel.metrics) for panel in panels_of([record], {})}
+    assert panels["Validation loss"] == ["validation_loss_books", "validation/a/b"]
+    assert panels["Task scores"] == ["tasks/x/y"]
+    assert panels["expert_entropy"] == ["expert_entropy"]
+
+
+def test_a_long_run_gives_a_small_page_quickly(tmp_path: Path) -> None:
+    recipe = recipe_of(steps=100_000)
+    spike = 77_777
+    lines = []
+    for step in range(1, 100_001):
+        line = line_of(recipe, step)
+        line |= {"loss": 99.0} if step == spike else {}
+        line |= {"validation_loss": 3.0, "tasks/piqa": 0.5} if step % 100 == 0 else {}
+        lines.append(line)
+    events = [event("save", step, step) for step in range(500, 100_001, 500)]
+    folders = [write_run(tmp_path / name, [], recipe=recipe, events=events) for name in "ab"]
+    for folder in folders:
+        write_lines(folder / "metrics.jsonl", lines)
+    before = time.process_time()
+    page = render([read_run(folder, folder.name) for folder in folders])
+    seconds = time.process_time() - before
+    assert len(page.encode()) < MAX_BYTES
+    assert seconds < MAX_SECONDS
+    document = Page(page).data["figures-data"]
+    assert 99.0 in largest_heights(document)  # the spike of a single step
+
+
+def largest_heights(document: dict[str, Any]) -> set[float]:
+    """Return the largest value of each curve in the data of a page."""
+    found: set[float] = set()
+
+    def visit(value: Any, key: str = "") -> None:
+        if isinstance(value, list):
+            for each in value:
+                if isinstance(each, list) and len(each) == 2 and each[0] == "y":
+                    visit(each[1], "y")
+                else:
+                    visit(each)
+        elif isinstance(value, dict):
+            if key == "y" and value.get("type") == "ndarray":
+                content = gzip.decompress(base64.b64decode(value["array"]["data"]))
+                found.add(float(np.nanmax(np.frombuffer(content, value["dtype"]))))
+            else:
+                for name, each in value.items():
+                    visit(each, name)
+
+    visit(document)
+    return found
+
+
+COMMAND = [sys.executable, "recipes/report.py"]
+
+
+def command(*arguments: object) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*COMMAND, *map(str, arguments)], cwd=REPOSITORY, capture_output=True, text=True
+    )
+
+
+def test_the_command_writes_the_page_without_torch(tmp_path: Path) -> None:
+    run, output = write_run(tmp_path / "run"), tmp_path / "new" / "report.html"
+    done = command(run, "--output", output)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == f"wrote {output} ({output.stat().st_size / 1e6:.1f} MB)\n"
+    assert titles(output.read_text())
+    code = "import sys; import recipes.report; print({'torch', 'deepspeed'} & set(sys.modules))"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True
+    )
+    assert done.stdout == "set()\n", done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["{tmp}/missing"], "missing does not exist; name a run folder, such as runs/tiny"),
+        (["{tmp}"], "is not a run folder"),
+        (["{tmp}/run", "{tmp}/run"], "is given twice; name each run once"),
+        (["{tmp}/run", "--gpu", "Z9"], 'gpu = "Z9" is not known; use one of'),
+        (["{tmp}/run", "--output", "{tmp}"], "cannot be written"),
+        (["{tmp}/run", "--every", "0"], "--every 0 is not a time; use --every 5"),
+        ([f"{{tmp}}/{number}" for number in range(40)], "40 runs are too many to tell apart"),
+    ],
+)  # fmt: skip
+def test_a_mistake_ends_with_a_message(tmp_path: Path, arguments: list[str], message: str) -> None:
+    write_run(tmp_path / "run", range(1, 4))
+    done = command(*(each.replace("{tmp}", str(tmp_path)) for each in arguments))
+    assert done.returncode == 2
+    assert done.stderr.startswith("report.py: ") and message in done.stderr
+    assert "Traceback" not in done.stderr and done.stderr.count("\n") == 1
