@@ -14,11 +14,11 @@ from recipes.reporting.page.palette import PARTS
 from recipes.reporting.record.mixture import SourceShare, shares_read
 from recipes.reporting.record.plan_comparison import Prediction
 from recipes.reporting.record.run_record import RunRecord
-from recipes.training.run_folder.wall_time import NAMES
+from recipes.training.run_folder.wall_time import CAUSE_TEXTS
 
 NONE = "–"  # noqa: RUF001 (a dash)
 MAX_SLOW_RANKS = 5
-PART_NAMES = {"kept": "kept steps"} | NAMES
+PART_NAMES = {"kept": "kept steps"} | CAUSE_TEXTS
 UNITS = ((1e24, "Y"), (1e21, "Z"), (1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"))
 
 
