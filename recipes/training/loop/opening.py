@@ -12,6 +12,7 @@ from recipes.training.checkpoint.writer import CheckpointWriter
 from recipes.training.data.dataset import TrainingData
 from recipes.training.data.prefetcher import Prefetcher
 from recipes.training.engine.engine import Engine
+from recipes.training.evaluation.evaluator import Evaluator
 from recipes.training.loop.experiment import Experiment
 from recipes.training.loop.run import Ending, Run
 from recipes.training.loop.start import Claim
@@ -71,6 +72,8 @@ def open_run(
     with writer_of_run as writer, tracker_of_run as tracker, claim.supervisor as supervisor:
         if engine.on_gpu and recipe.training.compile == "auto" and not engine.compiled:
             tracker.warn(NOT_COMPILED)
+        for warning in data.tasks.warnings:
+            tracker.warn(warning)
         name, precision = engine.device_name, experiment.precision
         run = Run(
             recipe=recipe,
@@ -79,6 +82,7 @@ def open_run(
             data=data,
             prefetcher=Prefetcher(data.step, last_step=recipe.training.steps, pinned=engine.on_gpu),
             engine=engine,
+            evaluator=Evaluator(engine, data),
             meter=Meter(recipe, size, precision=precision, device_name=name),
             clock=StepClock(),
             watch=watch_losses(experiment, metrics),
