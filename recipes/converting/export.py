@@ -186,9 +186,14 @@ def model_card(source: CheckpointReader, dtype: str) -> str:
         sources = manifest.recipe["data"]["train"]
         facts["corpus"] = ", ".join(f"{s['path']} (weight {s['weight']:g})" for s in sources)
         facts["seed"] = str(manifest.recipe["seed"])
-        facts["layout"] = ", ".join(
-            f"{key} {value}" for key, value in manifest.layout.items() if key != "deepspeed_json"
-        )
+        if averaged := manifest.layout.get("averaged"):
+            facts["weights"] = f"mean of {', '.join(averaged)}"
+        else:
+            facts["layout"] = ", ".join(
+                f"{key} {value}"
+                for key, value in manifest.layout.items()
+                if key != "deepspeed_json"
+            )
     facts |= _losses(source)
     facts["precision here"] = f"{dtype}, from fp32 master weights"
     facts["versions"] = ", ".join(f"{k} {v}" for k, v in manifest.versions.items() if v)

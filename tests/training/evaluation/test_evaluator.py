@@ -1,6 +1,5 @@
 """Validation and tasks: equal in every layout, and to a plain forward pass of the export."""
 
-import math
 import os
 from pathlib import Path
 from typing import Any
@@ -14,8 +13,16 @@ from recipes.training.recipe.loading import parse_recipe
 from recipes.training.recipe.topology import World
 from tests.ranks import run_ranks
 from tests.training.engine.test_layouts import (
-    COLUMNS2, DOCUMENTS, EXPERT2, EXPERTS, FOLDED, GPT, INTERLEAVED, PIPELINE2, SEQUENCE, TENSOR2,
-    ZB_V, ZERO2, ZERO3,
+    COLUMNS2,
+    DOCUMENTS,
+    EXPERT2,
+    EXPERTS,
+    FOLDED,
+    GPT,
+    PIPELINE2,
+    SEQUENCE,
+    TENSOR2,
+    ZERO3,
 )  # fmt: skip
 from tests.training.evaluation.text_corpus import evaluating_recipe, write_text_corpus
 
@@ -73,8 +80,14 @@ def test_evaluations_do_not_depend_on_the_layout(
     (expected, likelihoods, greedy), (metrics, *scores) = alone[kind], in_layouts[name]
     assert metrics.keys() == expected.keys()
     for key, value in expected.items():
-        print(name, key, value, metrics[key], np.max(np.abs(np.array(metrics[key])/np.array(value)-1)))
+        print(
+            name,
+            key,
+            value,
+            metrics[key],
+            np.max(np.abs(np.array(metrics[key]) / np.array(value) - 1)),
+        )
         assert metrics[key] == pytest.approx(value, rel=1e-6), key
-    print("LL", np.abs(scores[0]/likelihoods-1).max())
+    print("LL", np.abs(scores[0] / likelihoods - 1).max())
     assert scores[0] == pytest.approx(likelihoods, rel=1e-6)
     assert (scores[1] == greedy).all()
