@@ -39,7 +39,8 @@ def task_scores(
     scores = {"accuracy": 0.0}
     if items[0].is_cloze:
         scores["accuracy"] = float(are_greedy.mean())
-        scores["perplexity"] = float(np.exp(-log_likelihoods.mean()))  # may be infinite
+        with np.errstate(over="ignore"):  # infinite for a model that knows nothing
+            scores["perplexity"] = float(np.exp(-log_likelihoods.mean()))
     else:
         scores["accuracy"] = _accuracy(items, log_likelihoods, firsts)
         scores["accuracy_per_byte"] = _accuracy(items, log_likelihoods / sizes, firsts)

@@ -161,7 +161,7 @@ def test_a_choice_longer_than_a_sequence_is_rejected(
 
 def test_a_tokenizer_that_cannot_encode_is_rejected(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text('{"made": "for a proof"}')
-    with pytest.raises(UserError, match="cannot encode the tasks of evaluation.tasks"):
+    with pytest.raises(UserError, match=r"cannot encode the tasks of evaluation\.tasks"):
         TaskTokenizer(tmp_path, 'data.tokenizer = "x"', start=[])
 
 
