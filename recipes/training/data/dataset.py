@@ -170,6 +170,15 @@ class TrainingData:
             tokens, labels = self.tasks.tokens(rows, info.slices)
             yield MicroBatch(torch.from_numpy(tokens), torch.from_numpy(labels), info)
 
+    def two_documents(self) -> MicroBatch:
+        """Return a micro-batch of two documents per sequence, with the token 0 everywhere."""
+        length, rows = self.sequence_length, self.micro_sequences
+        info = self.info(((length // 2, length - length // 2),) * rows)
+        if not self.takes_tokens:
+            return MicroBatch(None, None, info)
+        tokens = torch.zeros(rows, length // self.context_size, dtype=torch.int64)
+        return MicroBatch(tokens, tokens, info)
+
     def evaluation_samples(self, count: int) -> Iterator[range]:
         """Yield the numbers of this data rank's sequences in an evaluation, per micro-batch.
 

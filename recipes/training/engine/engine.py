@@ -146,6 +146,13 @@ class Engine(ABC):
         return scores.cpu() if self.axis.rank == 0 else None
 
     @abstractmethod
+    def expect(self, micro_batch: MicroBatch) -> None:
+        """Prepare for evaluations of another kind than training; called on all ranks.
+
+        micro_batch: like those of the evaluation; its scores are not used
+        """
+
+    @abstractmethod
     def _train(self, micro_batches: Iterable[MicroBatch]) -> torch.Tensor:
         """Run a step and return the mean loss over all data ranks' micro-batches."""
 
@@ -280,6 +287,11 @@ class PipelinedEngine(Engine):
     def __init__(self, wrapped: ScheduledEngine, *parts: Any):
         super().__init__(wrapped, *parts)
         wrapped.observers.append(self._observe)
+        self._expected: MicroBatch | None = None
+
+    @override
+    def expect(self, micro_batch: MicroBatch) -> None:
+        self._expected = micro_batch
 
     def _observe(self, instruction: PipeInstruction) -> contextlib.AbstractContextManager[None]:
         """Note each instruction as this rank's activity, and time forward passes."""
@@ -344,6 +356,11 @@ class PipelinedEngine(Engine):
             first = micro_batches[0]
             self.wrapped.warm_up(first.tokens, first.labels, first.info, note=self.crumb.note)
             self._reset_statistics()
+        if self._expected is not None:
+            expected, self._expected = self._expected, None
+            prepare_documents([expected.info], self.device)
+            self.wrapped.warm_up_evaluation(expected.tokens, expected.labels, expected.info)
+            self._reset_statistics()
         self.wrapped.module.take_micro_batch_infos([each.info for each in micro_batches])
         pairs = iter([(each.tokens, each.labels) for each in micro_batches])
         if scores is None:
@@ -371,6 +388,10 @@ class SequentialEngine(Engine):
             self.wrapped.step()
             losses.append(loss.detach())
         return self._mean(losses)
+
+    @override
+    def expect(self, micro_batch: MicroBatch) -> None:
+        """Do nothing: no rank waits for another one while kernels are loaded."""
 
     @override
     def finish_communication(self) -> None:

@@ -32,6 +32,7 @@ class Evaluator:
 
     def __init__(self, engine: Engine, data: TrainingData):
         self.engine, self.data = engine, data
+        self.expects_documents = data.separate_documents
 
     def validate(self) -> dict[str, Any]:
         """Return the metrics of all validation sets; collective.
@@ -90,6 +91,9 @@ class Evaluator:
         """
         tasks = self.data.tasks
         count = len(tasks.requests)
+        if not self.expects_documents:  # training has none, and all windows of tasks may have some
+            self.engine.expect(self.data.two_documents())
+            self.expects_documents = True
         table = np.zeros((count, 2))  # losses; labels that are the most likely tokens
         for rows, micro_batch, scores in self._scored(self.data.task_windows(), len(tasks.windows)):
             requests = tasks.requests_at(rows, micro_batch.info.slices).ravel()

@@ -4,6 +4,7 @@ import math
 import os
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -11,10 +12,12 @@ import torch
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from models.parallel.micro_batch_info import MicroBatchInfo
 from recipes.proving.relay import load_newest
 from recipes.proving.trial import many_cases, start
 from recipes.training.data.dataset import TrainingData
-from recipes.training.data.evaluation.tasks import open_tasks
+from recipes.training.data.evaluation.tasks import Tasks, open_tasks
+from recipes.training.engine.engine import Engine
 from recipes.training.evaluation.evaluator import Evaluator
 from recipes.training.recipe.loading import parse_recipe
 from recipes.training.recipe.topology import Topology, World
@@ -103,7 +106,7 @@ def of_long_layouts(text_corpus: Path) -> list[dict[str, Any]]:
 
 def check_layout(name: str, alone: dict[str, Any], of_ranks: list[dict[str, Any]]) -> None:
     """Compare the evaluation in a layout with the one in one process."""
-    kind = name.split()[0]
+    kind = name.partition(" ")[0]
     expected, *scores_alone = alone[kind if kind in REFERENCES else ""]
     metrics, *scores = of_ranks[0][name]
     assert all(str(each[name]) == str(of_ranks[0][name]) for each in of_ranks)
@@ -130,6 +133,47 @@ def test_evaluations_do_not_depend_on_the_layout_either(
     name: str, alone: dict[str, Any], of_long_layouts: list[dict[str, Any]]
 ) -> None:
     check_layout(name, alone, of_long_layouts)
+
+
+FAULTS = {
+    "slices of a sequence are taken for its beginning": mock.patch(
+        "recipes.training.evaluation.evaluator.positions",
+        lambda slices, length: np.arange(sum(map(len, slices)) if slices else length),
+    ),
+    "all tensor ranks count": mock.patch.object(Engine, "_on_host", lambda _, scores: scores),
+    "requests of a window see each other": mock.patch.object(
+        TrainingData, "info", lambda data, lengths, dropout=None: without_documents(data)
+    ),
+    "requests belong to other positions": mock.patch.object(
+        Tasks,
+        "requests_at",
+        lambda tasks, rows, slices: np.roll(REQUESTS_AT(tasks, rows, slices), 1, axis=1),
+    ),
+}
+REQUESTS_AT = Tasks.requests_at
+
+
+def without_documents(data: TrainingData) -> MicroBatchInfo:
+    return MicroBatchInfo(None, None, data._division(None))
+
+
+def faulty_worker(folder: str) -> dict[str, Any]:
+    """Return the evaluation in a layout without and with faults."""
+    changes = TENSOR2 | CONTEXT2
+    found = {"": evaluate_worker(folder, {"x": changes})["x"]}
+    for name, fault in FAULTS.items():
+        with fault:
+            found[name] = evaluate_worker(folder, {"x": changes})["x"]
+    return found
+
+
+@pytest.mark.long
+def test_faults_are_noticed(alone: dict[str, Any], text_corpus: Path) -> None:
+    of_ranks = run_ranks(4, faulty_worker, str(text_corpus))
+    check_layout("", alone, [{"": each[""]} for each in of_ranks])
+    for name in FAULTS:
+        with pytest.raises(AssertionError):
+            check_layout("", alone, [{"": each[name]} for each in of_ranks])
 
 
 # A plain forward pass of the export
