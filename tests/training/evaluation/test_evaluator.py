@@ -1,5 +1,6 @@
 """Validation and tasks: equal in every layout, and to a plain forward pass of the export."""
 
+import contextlib
 import math
 import os
 from pathlib import Path
@@ -81,11 +82,15 @@ def evaluate_worker(folder: str, layouts: dict[str, dict[str, Any]]) -> dict[str
     with many_cases() as begin:
         for name, changes in layouts.items():
             begin()
-            recipe = parse_recipe(evaluating_recipe(Path(folder), **changes), name)
-            evaluator = Evaluator(*start(recipe, World.from_environment(os.environ)))
-            metrics = evaluator.validate() | evaluator.score_tasks()
-            found[name] = (metrics, *evaluator.score_requests())
+            found[name] = evaluation(folder, changes)
     return found
+
+
+def evaluation(folder: str, changes: dict[str, Any]) -> tuple[Any, ...]:
+    recipe = parse_recipe(evaluating_recipe(Path(folder), **changes), "test")
+    evaluator = Evaluator(*start(recipe, World.from_environment(os.environ)))
+    metrics = evaluator.validate() | evaluator.score_tasks()
+    return metrics, *evaluator.score_requests()
 
 
 @pytest.fixture(scope="module")
@@ -159,11 +164,12 @@ def without_documents(data: TrainingData) -> MicroBatchInfo:
 
 def faulty_worker(folder: str) -> dict[str, Any]:
     """Return the evaluation in a layout without and with faults."""
-    changes = TENSOR2 | CONTEXT2
-    found = {"": evaluate_worker(folder, {"x": changes})["x"]}
-    for name, fault in FAULTS.items():
-        with fault:
-            found[name] = evaluate_worker(folder, {"x": changes})["x"]
+    found = {}
+    with many_cases() as begin:
+        for name, fault in ({"": contextlib.nullcontext()} | FAULTS).items():
+            begin()
+            with fault:
+                found[name] = evaluation(folder, TENSOR2 | CONTEXT2)
     return found
 
 
