@@ -15,6 +15,7 @@ parameters, which do not depend on the layout: `blocks.3.attention.qkv.weight`.
 """
 
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from itertools import groupby
 
@@ -129,9 +130,11 @@ class VocabularyTable(VocabParallelEmbedding, Fusing):
     """The embedding table of a model: in the embedding, in the head, or tied in both.
 
     gradient_scale: function that returns the gradient of the loss in the coming backward pass
+    observe: function that receives the scores of the labels, as `vocab_parallel_loss` describes it
     """
 
     gradient_scale: Callable[[], float] = staticmethod(lambda: 1.0)
+    observe: Callable[[Tensor], None] | None = None
 
     def __init__(self, config: ModelConfig, axis: TensorAxis):
         super().__init__(
@@ -154,6 +157,7 @@ class VocabularyTable(VocabParallelEmbedding, Fusing):
             axis=self.axis,
             fuse=self.fuse,
             gradient_scale=self.gradient_scale(),
+            observe=self.observe,
         )
 
 
@@ -207,6 +211,24 @@ def expect_gradient_scale(module: nn.Module, scale: Callable[[], float]) -> None
     for each in module.modules():
         if isinstance(each, VocabularyTable):
             each.gradient_scale = scale
+
+
+@contextmanager
+def observed_scores(module: nn.Module) -> Iterator[list[Tensor]]:
+    """Yield a list that receives the scores of the labels of each forward pass in the block.
+
+    The scores of a micro-batch are fp32 [2, b, s], as `vocab_parallel_loss` describes them. The
+    list stays empty if the module does not compute the loss.
+    """
+    scores: list[Tensor] = []
+    tables = [each for each in module.modules() if isinstance(each, VocabularyTable)]
+    try:
+        for table in tables:
+            table.observe = scores.append
+        yield scores
+    finally:
+        for table in tables:
+            table.observe = None
 
 
 class LearnedPositions(Fusing):

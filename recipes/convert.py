@@ -3,14 +3,15 @@
     python recipes/convert.py to-hf runs/tiny runs/tiny/hugging_face --prompt "def "
     python recipes/convert.py to-hf runs/7b/checkpoints/step-0100000 exported --dtype bf16
     python recipes/convert.py from-hf ~/Qwen3-0.6B data/qwen3
+    python recipes/convert.py average runs/7b --last 5 --output averaged
     python recipes/convert.py reshape runs/7b moved --ranks 64 --set layout.tensor=8
 
 Each command holds one tensor in memory at a time. The checkpoint to read is a checkpoint folder, or
 a run folder, of which the newest undamaged checkpoint is taken. It is verified first. The output
 folder appears when it is complete; --overwrite replaces an existing one. To start a run in any
-layout from the weights that `from-hf` writes, name them in training.initial_weights. You never need
-`reshape` to resume: use it to check that another layout is valid, and to distribute the tensors
-over one set of files per rank.
+layout from the weights that `from-hf` or `average` writes, name them in training.initial_weights.
+You never need `reshape` to resume: use it to check that another layout is valid, and to distribute
+the tensors over one set of files per rank.
 """
 
 import sys
@@ -22,6 +23,7 @@ if __name__ == "__main__":  # imports start in the root of the repository, not i
 import argparse
 import logging
 import os
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 
 import tomli_w
@@ -36,6 +38,7 @@ from models.errors import UserError
 from models.experts.settings import Experts
 from models.rope_scaling import RopeScaling
 from recipes.converting.adopt import adopt, read_config
+from recipes.converting.average import average, sources_of
 from recipes.converting.export import DTYPES, export, find_tokenizer
 from recipes.converting.output_folder import output_folder
 from recipes.converting.reshape import new_recipe, reshape
@@ -86,6 +89,18 @@ def from_hf(options: argparse.Namespace) -> None:
     print(tomli_w.dumps({"model": settings(model), "training": start}))
 
 
+def average_command(options: argparse.Namespace) -> None:
+    """Average the weights of several checkpoints."""
+    sources = sources_of(options.sources, options.last)
+    with output(options, [source.path for source in sources]) as folder:
+        average(sources, folder)
+    print(
+        f"averaged {len(sources)} checkpoints, steps "
+        f"{', '.join(str(source.manifest.step) for source in sources)}, into {options.output}; "
+        f"export it with to-hf, or start a run from it with training.initial_weights"
+    )
+
+
 def reshape_command(options: argparse.Namespace) -> None:
     """Convert a checkpoint to another layout."""
     source = open_checkpoint(options.checkpoint)
@@ -99,7 +114,9 @@ def reshape_command(options: argparse.Namespace) -> None:
     )
 
 
-def output(options: argparse.Namespace, reading: Path) -> AbstractContextManager[Path]:
+def output(
+    options: argparse.Namespace, reading: Path | Sequence[Path]
+) -> AbstractContextManager[Path]:
     """Return the context manager of the output folder."""
     return output_folder(options.output, reading=reading, overwrite=options.overwrite)
 
@@ -152,7 +169,7 @@ def parse_command_line() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    commands = parser.add_subparsers(required=True, metavar="to-hf | from-hf | reshape")
+    commands = parser.add_subparsers(required=True, metavar="to-hf | from-hf | average | reshape")
     export_parser = commands.add_parser("to-hf", help="checkpoint -> transformers")
     export_parser.add_argument("checkpoint", type=Path, help="a checkpoint or a run folder")
     export_parser.add_argument("--dtype", choices=DTYPES, default="fp32", help="default: fp32")
@@ -162,6 +179,15 @@ def parse_command_line() -> argparse.Namespace:
     adopt_parser = commands.add_parser("from-hf", help="transformers -> a checkpoint to start from")
     adopt_parser.add_argument("folder", type=Path, help="written by save_pretrained")
     adopt_parser.set_defaults(command=from_hf)
+    average_parser = commands.add_parser("average", help="mean of the weights of several saves")
+    average_parser.add_argument(
+        "sources", type=Path, nargs="+", help="a run folder with --last, or two or more checkpoints"
+    )
+    average_parser.add_argument(
+        "--last", type=count, metavar="N", help="average the newest N checkpoints of the run"
+    )
+    average_parser.add_argument("--output", type=Path, required=True, help="folder to write")
+    average_parser.set_defaults(command=average_command)
     reshape_parser = commands.add_parser("reshape", help="checkpoint -> another layout")
     reshape_parser.add_argument("checkpoint", type=Path, help="a checkpoint or a run folder")
     reshape_parser.add_argument("--ranks", type=count, required=True, help="in the new layout")
@@ -169,8 +195,9 @@ def parse_command_line() -> argparse.Namespace:
         "--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="as for pretrain.py"
     )
     reshape_parser.set_defaults(command=reshape_command)
-    for subparser in (export_parser, adopt_parser, reshape_parser):
-        subparser.add_argument("output", type=Path, help="folder to write")
+    for subparser in (export_parser, adopt_parser, average_parser, reshape_parser):
+        if subparser is not average_parser:  # which takes several folders to read
+            subparser.add_argument("output", type=Path, help="folder to write")
         subparser.add_argument("--overwrite", action="store_true", help="replace its content")
     return parser.parse_args()
 

@@ -18,6 +18,10 @@ List the documents and tokens that a step of a recipe reads, and compare a corpu
 
     python recipes/prepare_data.py show recipes/tiny.toml --step 17 --text
     python recipes/prepare_data.py verify data/books
+
+Make a task for evaluation.tasks from the validation documents of a corpus (`tasks --help`):
+
+    python recipes/prepare_data.py tasks next-line data/stdlib --output data/tasks/next_line.jsonl
 """
 
 import sys
@@ -47,7 +51,7 @@ if TYPE_CHECKING:
 
 def main() -> None:
     """Run the command."""
-    commands = {"show": show, "verify": verify}
+    commands = {"show": show, "verify": verify, "tasks": tasks}
     command = commands.get(sys.argv[1] if len(sys.argv) > 1 else "", prepare)
     try:
         command(sys.argv[1:] if command is prepare else sys.argv[2:])
@@ -191,6 +195,13 @@ def verify(arguments: list[str]) -> None:
     if damages:
         raise UserError(f"{corpus} is damaged; prepare it again")
     print(f"{corpus} matches its manifest")
+
+
+def tasks(arguments: list[str]) -> None:
+    """Write a task for evaluation.tasks from a corpus, or from samples of another program."""
+    from recipes.preparing.tasks.command import write_task
+
+    write_task(arguments)
 
 
 def shard_of(text: str) -> tuple[int, int]:

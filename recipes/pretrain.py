@@ -22,9 +22,9 @@ from typing import Any
 from models.errors import UserError
 from recipes.training.loop.after_step import after_step
 from recipes.training.loop.experiment import read_experiment
-from recipes.training.loop.measurements import compare_speed, stop_if_unreadable, validate
+from recipes.training.loop.measurements import compare_speed, evaluate, stop_if_unreadable
 from recipes.training.loop.rejection import rejections
-from recipes.training.loop.run import Ending, Run, is_due
+from recipes.training.loop.run import Ending, Run
 from recipes.training.recipe.learning_rate import learning_rate
 from recipes.training.recipe.loading import DEFAULT_RECIPE, REPOSITORY
 from recipes.training.run_folder.folder import RunFolder
@@ -154,7 +154,7 @@ def train(run: Run, step: int) -> Ending:
 def train_step(run: Run, step: int) -> dict[str, Any]:
     """Run one step: micro-batches in, forward and backward passes, update, metrics out.
 
-    Then validate, and compare the ranks' speed, each only if it is due.
+    Then validate, score the tasks, and compare the ranks' speed, each only if it is due.
     """
     run.clock.begin()
     crumb, recipe = run.supervisor.crumb, run.recipe
@@ -174,12 +174,9 @@ def train_step(run: Run, step: int) -> dict[str, Any]:
         experts=result.experts,
     )
     metrics |= {"between_seconds": seconds.between, "data_seconds": data_seconds}
-    if is_due(step, recipe.training.evaluate_every, recipe.training.steps):
-        with run.clock.left_out() as spent:
-            metrics["validation_loss"] = validate(run, step)
-        metrics["validation_seconds"] = spent[0]
-        if result.experts:
-            metrics["expert_counts"] = result.experts.counts
+    metrics |= evaluate(run, step)
+    if result.experts and "validation_seconds" in metrics:
+        metrics["expert_counts"] = result.experts.counts
     every = recipe.supervision.compare_speed_every
     if every and step % every == 0:
         metrics |= compare_speed(run, step)

@@ -4,6 +4,7 @@ s sequence, b micro-batch, n tokens of a chunk, h hidden, v padded vocabulary, t
 """
 
 import math
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -24,6 +25,7 @@ def vocab_parallel_loss(
     axis: TensorAxis,
     fuse: Function,
     gradient_scale: float = 1.0,
+    observe: Callable[[Tensor], None] | None = None,
 ) -> Tensor:
     """Return the mean cross-entropy in nats of labels [b, s], given x W^T [s, b, v/t] as logits.
 
@@ -44,9 +46,12 @@ def vocab_parallel_loss(
             the actual gradient divided by `gradient_scale`. In fp16, where gradients without the
             loss scale underflow, it must be the loss scale divided by the number of micro-batches.
             Gradients then overflow exactly where those of an ordinary backward pass would.
+        observe: called with fp32 [2, b, s], the same on all tensor ranks: the cross-entropy of each
+            label in nats, and 1 where no token of the vocabulary has a higher logit than the label,
+            otherwise 0; None: nothing is kept
     """
     scale = gradient_scale if torch.is_grad_enabled() else None
-    return _VocabParallelLoss.apply(x, weight, labels, vocab_size, axis, fuse, scale)
+    return _VocabParallelLoss.apply(x, weight, labels, vocab_size, axis, fuse, scale, observe)
 
 
 class _VocabParallelLoss(torch.autograd.Function):
@@ -56,7 +61,7 @@ class _VocabParallelLoss(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, x, weight, labels, vocab_size, axis, fuse, scale):
+    def forward(ctx, x, weight, labels, vocab_size, axis, fuse, scale, observe):
         whole = all_gather(x, axis) if axis.sequence_parallel and axis.size > 1 else x
         tokens = whole.flatten(0, 1)  # [s * b, h]
         first = axis.rank * len(weight)
@@ -66,12 +71,16 @@ class _VocabParallelLoss(torch.autograd.Function):
         total = torch.zeros((), device=x.device)
         chunks = _chunks(len(tokens), len(weight), x.device)
         room = x.new_empty(chunks[0].stop, len(weight))
+        scores = torch.empty(2, len(tokens), device=x.device) if observe else None
         for chunk in chunks:
             rows = tokens[chunk]  # [n, h]
             logits = torch.mm(rows, weight.t(), out=room[: len(rows)])  # [n, v/t]
             logits[:, max(0, vocab_size - first) :] = float("-inf")
-            log_sums, label_logits = _reduced(logits, columns[chunk], axis, fuse)
+            log_sums, label_logits, largest = _reduced(logits, columns[chunk], axis, fuse)
             total += (log_sums - label_logits).sum()
+            if scores is not None:
+                torch.sub(log_sums, label_logits, out=scores[0, chunk])
+                scores[1, chunk] = label_logits >= largest
             if scale is None:
                 continue
             assert grad_tokens is not None
@@ -89,6 +98,8 @@ class _VocabParallelLoss(torch.autograd.Function):
             # Not saved with save_for_backward: the backward pass scales them in place, only once.
             ctx.grad_x = begin_sum_of_copies(grad_tokens.view(whole.shape), axis)
             ctx.grad_weight, ctx.scale = grad_weight, scale
+        if scores is not None:
+            observe(scores.view(2, *whole.shape[:2]).transpose(1, 2))
         return total / len(tokens)
 
     @staticmethod
@@ -97,7 +108,7 @@ class _VocabParallelLoss(torch.autograd.Function):
         grad = grad / ctx.scale  # 1 if the expected gradient was right
         grad_x, grad_weight = ctx.grad_x().mul_(grad), ctx.grad_weight.mul_(grad)
         ctx.grad_x = ctx.grad_weight = None
-        return grad_x, grad_weight, None, None, None, None, None
+        return grad_x, grad_weight, None, None, None, None, None, None
 
 
 def _chunks(tokens: int, columns: int, device: torch.device) -> list[slice]:
@@ -108,8 +119,8 @@ def _chunks(tokens: int, columns: int, device: torch.device) -> list[slice]:
 
 def _reduced(
     logits: Tensor, columns: Tensor, axis: TensorAxis, fuse: Function
-) -> tuple[Tensor, Tensor]:
-    """Return the log-sum-exp of each token's logits over all ranks, and its label's logit: [n]."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return log-sum-exp, label's logit and largest logit of each token over all ranks: [n]."""
     largest = fuse(_largest)(logits)
     if axis.size > 1:
         dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=axis.group)
@@ -117,7 +128,7 @@ def _reduced(
     if axis.size > 1:
         dist.all_reduce(sums, group=axis.group)
     total, label_logits = sums
-    return total.log() + largest, label_logits
+    return total.log() + largest, label_logits, largest
 
 
 def _turn_into_gradients(

@@ -30,7 +30,7 @@ from models.pipeline.instructions import PassSchedule, WeightPass
 from models.pipeline.schedule.order import Pipeline, last_stage
 from models.pipeline.schedule.passes import BACKWARD, FORWARD, WEIGHT, Kind, Pass, group_ends
 from models.pipeline.stage import Stage
-from models.pipeline.warm_up import warm_up
+from models.pipeline.warm_up import warm_up, warm_up_evaluation
 from models.turns import Turns
 
 InstructionObserver = Callable[[PipeInstruction], AbstractContextManager[None]]
@@ -130,6 +130,13 @@ class ScheduledEngine(PipelineEngine):
         """Use every route, group and kernel once, before the first step; see `warm_up.py`."""
         warm_up(self, tokens, labels, info, note=note)
         self.needs_warm_up = False
+
+    def warm_up_evaluation(
+        self, tokens: Tensor | None, labels: Tensor | None, info: MicroBatchInfo
+    ) -> None:
+        """Use the kernels of an evaluation once, before its first receive is posted."""
+        if matches_by_order() and self.pipeline.stages > 1:
+            warm_up_evaluation(self, tokens, labels, info, note=lambda activity: None)
 
     def _begin_step(self) -> None:
         self.in_flight: dict[tuple[int, int], InFlight] = {}

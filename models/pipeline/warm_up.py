@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from models.layer_specs import observed_scores
 from models.parallel.micro_batch_info import MicroBatchInfo
 from models.pipeline.schedule.passes import BACKWARD, FORWARD, WEIGHT, Pass
 
@@ -52,8 +53,32 @@ def warm_up(
     _run_passes(engine, inputs, info, note)
     note("warming up: reduction of gradients")
     engine.gradients.finish()  # the next step's first gradients replace these
+    warm_up_evaluation(engine, tokens, labels, info, note=note)
+
+
+def warm_up_evaluation(
+    engine: "ScheduledEngine",
+    tokens: Tensor | None,
+    labels: Tensor | None,
+    info: MicroBatchInfo,
+    *,
+    note: Callable[[str], None],
+) -> None:
+    """Run forward passes as in an evaluation, without messages; collective.
+
+    An evaluation whose micro-batches have documents, in a run whose training has none, needs it
+    once more with documents, before its first receive is posted.
+
+    Args:
+        engine: the engine, whose stages are connected
+        tokens: as for `warm_up`
+        labels: as for `warm_up`
+        info: the information about a micro-batch of the evaluation
+        note: as for `warm_up`
+    """
+    inputs = _on_device(tokens, engine.device), _on_device(labels, engine.device)
     engine.module.eval()
-    with torch.no_grad():
+    with torch.no_grad(), observed_scores(engine.module):
         _run_passes(engine, inputs, replace(info, dropout=None), note)
     engine.module.train()
     if engine.device.type == "cuda":

@@ -23,6 +23,7 @@ from recipes.training.data.fingerprint import document_starts
 from recipes.training.recipe.loading import parse_recipe
 from recipes.training.recipe.repository import repository_path
 from recipes.training.run_folder.folder import RunFolder
+from recipes.training.tracking.metric_names import task_accuracies, validation_losses
 
 DTYPES = {  # name in the command -> name in safetensors files, torch's dtype
     "fp32": ("F32", torch.float32),
@@ -185,9 +186,14 @@ def model_card(source: CheckpointReader, dtype: str) -> str:
         sources = manifest.recipe["data"]["train"]
         facts["corpus"] = ", ".join(f"{s['path']} (weight {s['weight']:g})" for s in sources)
         facts["seed"] = str(manifest.recipe["seed"])
-        facts["layout"] = ", ".join(
-            f"{key} {value}" for key, value in manifest.layout.items() if key != "deepspeed_json"
-        )
+        if averaged := manifest.layout.get("averaged"):
+            facts["weights"] = f"mean of {', '.join(averaged)}"
+        else:
+            facts["layout"] = ", ".join(
+                f"{key} {value}"
+                for key, value in manifest.layout.items()
+                if key != "deepspeed_json"
+            )
     facts |= _losses(source)
     facts["precision here"] = f"{dtype}, from fp32 master weights"
     facts["versions"] = ", ".join(f"{k} {v}" for k, v in manifest.versions.items() if v)
@@ -209,7 +215,9 @@ def _losses(source: CheckpointReader) -> dict[str, str]:
     for line in lines:
         if line["step"] <= source.manifest.step:
             found["training loss"] = f"{line['loss']:.4f} nats per token at step {line['step']}"
-            if "validation_loss" in line:
-                loss = line["validation_loss"]
-                found["validation loss"] = f"{loss:.4f} nats per token at step {line['step']}"
+            for name, loss in validation_losses(line).items():
+                key = f"validation loss{f' on {name}' if name else ''}"
+                found[key] = f"{loss:.4f} nats per token at step {line['step']}"
+            for name, accuracy in task_accuracies(line).items():
+                found[f"accuracy in {name}"] = f"{accuracy:.1%} at step {line['step']}"
     return found

@@ -2,7 +2,7 @@
 
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -16,19 +16,20 @@ OUTPUT_MARKERS = (
 
 
 @contextmanager
-def output_folder(path: Path, *, reading: Path, overwrite: bool) -> Iterator[Path]:
+def output_folder(path: Path, *, reading: Path | Sequence[Path], overwrite: bool) -> Iterator[Path]:
     """Yield a temporary folder, which is renamed to `path` at the end, or deleted after an error.
 
     Args:
         path: the output folder
-        reading: the input, which must not be overwritten
+        reading: the input or inputs, which must not be overwritten
         overwrite: replace an existing output
 
     Raises:
         UserError: The folder exists, or cannot be written.
     """
-    path, reading = path.resolve(), reading.resolve()
-    _check(path, reading, overwrite)
+    path = path.resolve()
+    for each in [reading] if isinstance(reading, Path) else reading:
+        _check(path, each.resolve(), overwrite)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         # The name is unique, because another process may be writing the same output.

@@ -35,7 +35,7 @@ def new_recipe(
     Raises:
         UserError: The new recipe describes another run, or its layout is not valid.
     """
-    if "seed" not in source.manifest.recipe:
+    if "seed" not in source.manifest.recipe or not source.manifest.has_moments:
         raise UserError(
             f"{source.path} has only weights, so there is no run to reshape; name it in "
             f"training.initial_weights, which any layout can read"

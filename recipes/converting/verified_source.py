@@ -30,6 +30,15 @@ def open_checkpoint(path: Path) -> CheckpointReader:
     raise UserError(f"{path} has no checkpoint; use a run folder such as runs/tiny")
 
 
+def undamaged(run: Path, count: int) -> list[CheckpointReader]:
+    """Return the newest undamaged checkpoints of a run folder, at most `count`, newest first."""
+    found: list[CheckpointReader] = []
+    for checkpoint in reversed(published(run / "checkpoints") or published(run)):
+        if len(found) < count and next(find_damages(checkpoint), None) is None:
+            found.append(CheckpointReader(checkpoint, Manifest.read(checkpoint)))
+    return found
+
+
 def model_of(source: CheckpointReader) -> ModelConfig:
     """Return the architecture of a run's checkpoint or of imported weights."""
     return ModelConfig.from_table(source.manifest.recipe["model"])

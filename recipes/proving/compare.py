@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 # their sums cancel: the moment of a key norm with eight columns changes by 1.1e-5 with the size of
 # the micro-batch in one process, and by 2.1e-5 with the layout.
 LOSS_TOLERANCE, GRAD_NORM_TOLERANCE, WEIGHT_TOLERANCE, MOMENT_TOLERANCE = 2e-6, 1e-5, 1e-5, 1e-4
+# Log-likelihoods of continuations of a few tokens, and losses of parts of the sequence.
+EVALUATION_TOLERANCE = 2e-6
 RELAY_LOSS_TOLERANCE = (
     1e-6  # between a layout that continues and the layout that resumes from its checkpoint
 )
@@ -32,6 +34,8 @@ class Outcome:
         drifted: a sentence for each weight whose replicas diverged
         expert_counts: number of tokens of each expert, by step and layer; empty for a dense model
         margin: smallest difference of the logits of a chosen and an unchosen expert, in all steps
+        evaluations: the validation losses of the parts of the sequence, in nats per token, and the
+            log-likelihoods of the continuations of a task, before the last step
     """
 
     losses: list[float]
@@ -41,6 +45,7 @@ class Outcome:
     drifted: list[str] = field(default_factory=list)
     expert_counts: list[list[list[int]]] = field(default_factory=list)
     margin: float = math.inf
+    evaluations: list[float] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -60,6 +65,7 @@ class Difference:
             amplifies their rounding errors
         rerouted: lower bound of the number of tokens with another expert than in the reference
         margin: the smallest difference of a chosen and an unchosen logit; None for a dense model
+        evaluation: over the losses of the parts of the sequence and the log-likelihoods of a task
     """
 
     loss: float
@@ -72,13 +78,15 @@ class Difference:
     noise: float
     rerouted: int = 0
     margin: float | None = None
+    evaluation: float = 0.0
 
     @property
     def passes(self) -> bool:
         """True if the differences are no larger than rounding errors, and no replicas diverged."""
         close = self.loss <= LOSS_TOLERANCE and self.grad_norm <= GRAD_NORM_TOLERANCE
         same_state = self.weights <= WEIGHT_TOLERANCE and self.moments <= MOMENT_TOLERANCE
-        return close and same_state and not self.drifted and not self.rerouted
+        same_scores = self.evaluation <= EVALUATION_TOLERANCE
+        return close and same_state and same_scores and not self.drifted and not self.rerouted
 
 
 @dataclass(frozen=True)
@@ -119,6 +127,7 @@ def compare(outcome: Outcome, reference: Outcome, model: ModelConfig) -> Differe
         noise=max(noise.values(), default=0.0),
         rerouted=_rerouted(outcome.expert_counts, reference.expert_counts),
         margin=None if math.isinf(outcome.margin) else outcome.margin,
+        evaluation=_largest(outcome.evaluations, reference.evaluations),
     )
 
 
@@ -170,7 +179,7 @@ def split_noise(name: str, model: ModelConfig) -> dict[str, slice]:
 
 
 def _largest(got: list[float], expected: list[float]) -> float:
-    return max(relative(a, b) for a, b in zip(got, expected, strict=True))
+    return max((relative(a, b) for a, b in zip(got, expected, strict=True)), default=0.0)
 
 
 def relative(got: float, expected: float) -> float:

@@ -7,6 +7,7 @@ from itertools import groupby
 from typing import Any
 
 from recipes.proving.compare import (
+    EVALUATION_TOLERANCE,
     GRAD_NORM_TOLERANCE,
     LOSS_TOLERANCE,
     MOMENT_TOLERANCE,
@@ -79,6 +80,8 @@ def describe(finding: Finding) -> str:
             f"; {result.rerouted} tokens or more have another expert than in one process, and the "
             f"smallest margin of a choice is {result.margin:.1e}"
         )
+    if result.evaluation > EVALUATION_TOLERANCE:
+        text += f"; evaluations differ by {result.evaluation:.1e}"
     return "; ".join([text, *result.drifted])
 
 
@@ -133,6 +136,7 @@ def as_json(findings: Sequence[Finding], *, relay: bool = False) -> dict[str, An
         "grad_norm": GRAD_NORM_TOLERANCE,
         "weights": WEIGHT_TOLERANCE,
         "moments": MOMENT_TOLERANCE,
+        "evaluation": EVALUATION_TOLERANCE,
     }
     return {
         "passed": all(finding.passes for finding in findings),

@@ -36,6 +36,7 @@ def shrink(recipe: Recipe, *, ranks: int, layers: int, steps: int, corpus: Path)
     """
     table = recipe.model_dump(mode="json", exclude_none=True)
     table.pop("cluster", None)
+    table.pop("evaluation", None)  # a proof has a task of its own
     table["model"] |= small_model(recipe.model, ranks, layers)
     table["layout"] = {}
     table["batch"] = {
@@ -54,6 +55,7 @@ def shrink(recipe: Recipe, *, ranks: int, layers: int, steps: int, corpus: Path)
         "steps": steps,
         "evaluate_every": steps,
         "evaluation_batches": 1,
+        "position_losses": 2 - table["model"]["sequence_length"] % 2,
         "compile": recipe.training.compile,
         "deterministic": recipe.training.deterministic,
     }

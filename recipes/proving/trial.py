@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import deepspeed
+import numpy as np
 import torch
 import torch.distributed as dist
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
@@ -19,14 +20,19 @@ from models.sharding import Sharding, sharding_of
 from recipes.proving.compare import Outcome
 from recipes.proving.layouts import ProofCase
 from recipes.training.data.dataset import TrainingData
+from recipes.training.data.evaluation.encoding import Request
+from recipes.training.data.evaluation.tasks import Tasks
 from recipes.training.engine.build import build_from_recipe
 from recipes.training.engine.engine import Engine, StepResult, is_partitioned
 from recipes.training.engine.expert_report import smallest_margin
+from recipes.training.evaluation.evaluator import Evaluator
 from recipes.training.recipe.deepspeed_config import build_deepspeed_config
 from recipes.training.recipe.learning_rate import learning_rate
 from recipes.training.recipe.schema import Recipe
 from recipes.training.recipe.topology import World
 from recipes.training.runtime.processes import start_processes
+
+TASK_REQUESTS = 8  # of the task of a proof
 
 
 def try_cases(cases: Iterable[ProofCase]) -> Iterator[Outcome | None]:
@@ -66,12 +72,17 @@ def many_cases(*, deterministic: bool = False) -> Iterator[Callable[[], None]]:
 def train(case: ProofCase, world: World) -> Outcome | None:
     """Run all steps of a case and return its outcome on rank 0."""
     engine, data = start(case.recipe, world)
-    results, validation = [], []
+    evaluator = Evaluator(engine, data)
+    data.tasks = proof_task(data)
+    results, validation, evaluations = [], [], []
     margin = math.inf
     steps = case.recipe.training.steps
     for step in range(1, steps + 1):
         if step == steps:  # between two steps, as in a run
-            validation.append(engine.evaluate(data.evaluation()))
+            metrics = evaluator.validate()
+            validation.append(metrics["validation_loss"])
+            evaluations += metrics.get("validation_position_losses", [])
+            evaluations += evaluator.score_requests()[0].tolist()
             margin = min(margin, margin_of(engine))
         results.append(train_step(engine, data, step))
         margin = min(margin, margin_of(engine))
@@ -88,7 +99,18 @@ def train(case: ProofCase, world: World) -> Outcome | None:
         drifted=drifted,
         expert_counts=[result.experts.counts for result in results if result.experts],
         margin=margin,
+        evaluations=evaluations,
     )
+
+
+def proof_task(data: TrainingData) -> Tasks:
+    """Return a task of continuations in the validation file, from two tokens to whole windows."""
+    length, requests = data.sequence_length, []
+    for number in range(TASK_REQUESTS):
+        tokens = data.validation[""].read(number)  # [s + 1]
+        kept = 2 + number * (length - 1) // (TASK_REQUESTS - 1)
+        requests.append(Request(tokens[:kept].astype(np.int32), 1 + number % (kept - 1)))
+    return Tasks([], requests, length)
 
 
 def margin_of(engine: Engine) -> float:

@@ -82,8 +82,12 @@ def type_text(field: Schema) -> str:
     """Return the type of a field with its range, in words."""
     if "enum" in field:
         return ", ".join(f"`{json.dumps(choice)}`" for choice in field["enum"])
+    if "anyOf" in field:
+        return " or ".join(type_text(choice) for choice in field["anyOf"])
     if "properties" in field:
         return f"table of {', '.join(f'`{key}`' for key in field['properties'])}"
+    if "additionalProperties" in field and field["type"] == "object":
+        return f"table of one {type_text(field['additionalProperties'])} per name"
     if field["type"] == "array":
         parts = field.get("prefixItems") or [field["items"]]
         size = f"{len(parts)} values" if "prefixItems" in field else "list"

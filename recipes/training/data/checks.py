@@ -73,7 +73,8 @@ def check_document_starts(recipe: Recipe) -> None:
 
     Only manifests count, because documents of a corpus may share their first token by chance.
     """
-    paths = [*(source.path for source in recipe.data.train), recipe.data.validation]
+    trained = (source.path for source in recipe.data.train)
+    paths = [*trained, *recipe.data.validation_sets.values()]
     manifests = {path: read_manifest(repository_path(path).parent) for path in paths}
     starts = {path: manifest.get("document_start") for path, manifest in manifests.items()}
     recorded = {path: start for path, start in starts.items() if start is not None}

@@ -25,10 +25,13 @@ from models.errors import UserError
 from models.parallel.micro_batch_info import Documents, MicroBatchInfo
 from models.parallel.rng import MaskKey
 from recipes.training.data.checks import check_document_starts, open_corpus
+from recipes.training.data.evaluation.tasks import Tasks, open_tasks
+from recipes.training.data.evaluation.token_bytes import token_bytes
 from recipes.training.data.fingerprint import fingerprint
 from recipes.training.data.micro_batch import MicroBatch
 from recipes.training.data.mixing import choose_sources, permuted
 from recipes.training.data.token_file import TokenFile
+from recipes.training.recipe.repository import repository_path
 from recipes.training.recipe.schema import Recipe
 from recipes.training.recipe.topology import Topology
 from recipes.training.run_folder.progress import Progress
@@ -71,11 +74,14 @@ class TrainingData:
     """
 
     def __init__(self, recipe: Recipe, topology: Topology, rank: int):
-        length = recipe.model.sequence_length
+        length = self.sequence_length = recipe.model.sequence_length
         corpora = [open_corpus(source.path, recipe) for source in recipe.data.train]
         self.sources = [Windows(corpus, length) for corpus in corpora]
         self.weights = [source.weight for source in recipe.data.train]
-        self.validation = Windows(open_corpus(recipe.data.validation, recipe), length)
+        self.validation = {
+            name: Windows(open_corpus(path, recipe), length)
+            for name, path in recipe.data.validation_sets.items()
+        }
         self.seed, self.vocab_size = recipe.seed, recipe.model.vocab_size
         self.micro_sequences = recipe.batch.micro_sequences
         self.global_sequences = recipe.batch.global_sequences
@@ -88,20 +94,6 @@ class TrainingData:
         self.recipe = recipe
         self.progress = Progress()
         check_document_starts(recipe)
-        self._check_validation()
-
-    def _check_validation(self) -> None:
-        """Reject a validation file with fewer windows than one validation reads."""
-        count, needed = self.validation.count, self.evaluation_batches * self.global_sequences
-        if not self.recipe.training.evaluate_every or needed <= count:
-            return
-        most = count // self.global_sequences
-        works = f"training.evaluation_batches = {most}" if most else "training.evaluate_every = 0"
-        raise UserError(
-            f"training.evaluation_batches = {self.evaluation_batches} of "
-            f"batch.global_sequences = {self.global_sequences} need {needed} windows and "
-            f"{self.recipe.data.validation} has {count}; use {works}"
-        )
 
     @cached_property
     def fingerprint(self) -> dict[str, Any]:
@@ -126,15 +118,75 @@ class TrainingData:
         for samples in self._shares(self.samples(step).start, self.global_sequences):
             yield self._micro_batch(self._windows(samples), MaskKey(self.seed, samples))
 
-    def evaluation(self) -> Iterator[MicroBatch]:
+    def validation_windows(self, name: str) -> list[int]:
+        """Return the windows that each validation reads from a set, spread evenly over its file.
+
+        All sets are validated over the same number of batches; a shorter one as a whole.
+        """
+        corpus = self.validation[name]
+        count = min(self.evaluation_batches * self.global_sequences, corpus.count)
+        return [n * corpus.count // count for n in range(count)]
+
+    def evaluation(self, name: str = "") -> Iterator[MicroBatch]:
         """Yield this data rank's micro-batches of one validation, without dropout.
 
-        The windows are always the same, spread evenly over the file.
+        If the windows do not fill the last global batch, the first window is repeated.
+
+        name: name of the validation set; "" if `data.validation` is a single path
         """
-        corpus, count = self.validation, self.evaluation_batches * self.global_sequences
-        for samples in self._shares(0, count):
-            windows = [(corpus, n * corpus.count // count) for n in samples]
-            yield self._micro_batch(windows, None)
+        corpus, windows = self.validation[name], self.validation_windows(name)
+        for samples in self.evaluation_samples(len(windows)):
+            chosen = [windows[n] if n < len(windows) else windows[0] for n in samples]
+            yield self._micro_batch([(corpus, window) for window in chosen], None)
+
+    @cached_property
+    def tasks(self) -> Tasks:
+        """The tasks of the recipe; reads and tokenises their files on first use."""
+        return open_tasks(self.recipe)
+
+    @cached_property
+    def token_bytes(self) -> np.ndarray | None:
+        """The bytes of text of each token, int64 [vocabulary]; None if tokens do not have any."""
+        folder = repository_path(self.recipe.data.tokenizer)
+        return token_bytes(folder, self.vocab_size)
+
+    def open_evaluation(self) -> None:
+        """Read everything that evaluations need, so that mistakes are reported at the start.
+
+        Raises:
+            UserError: a task or the tokenizer cannot be used.
+        """
+        if self.recipe.training.evaluate_every:
+            _ = self.token_bytes
+        _ = self.tasks.windows
+
+    def task_windows(self) -> Iterator[MicroBatch]:
+        """Yield this data rank's micro-batches of one evaluation of the tasks, without dropout."""
+        for rows in self.evaluation_samples(len(self.tasks.windows)):
+            info = self.info(self.tasks.lengths(rows))
+            if not self.takes_tokens:
+                yield MicroBatch(None, None, info)
+                continue
+            tokens, labels = self.tasks.tokens(rows, info.slices)
+            yield MicroBatch(torch.from_numpy(tokens), torch.from_numpy(labels), info)
+
+    def two_documents(self) -> MicroBatch:
+        """Return a micro-batch of two documents per sequence, with the token 0 everywhere."""
+        length, rows = self.sequence_length, self.micro_sequences
+        info = self.info(((length // 2, length - length // 2),) * rows)
+        if not self.takes_tokens:
+            return MicroBatch(None, None, info)
+        tokens = torch.zeros(rows, length // self.context_size, dtype=torch.int64)
+        return MicroBatch(tokens, tokens, info)
+
+    def evaluation_samples(self, count: int) -> Iterator[range]:
+        """Yield the numbers of this data rank's sequences in an evaluation, per micro-batch.
+
+        count: sequences of the evaluation on all ranks; they are filled up to whole global batches,
+            because a pipeline runs whole batches
+        """
+        batches = -(-count // self.global_sequences)
+        return self._shares(0, batches * self.global_sequences)
 
     def places(self, samples: np.ndarray) -> list[tuple[int, int]]:
         """Return (corpus, window of the corpus) for each of the run's samples."""
@@ -163,7 +215,7 @@ class TrainingData:
         most = total = 0
         for samples in self._shares(0, self.global_sequences):
             lengths = self._document_lengths(self._windows(samples))
-            work = rank_work(self.validation.sequence_length, self.context_size, lengths)
+            work = rank_work(self.sequence_length, self.context_size, lengths)
             most, total = most + max(work), total + sum(work)
         return most * self.context_size / total
 
@@ -182,18 +234,27 @@ class TrainingData:
     def _micro_batch(
         self, windows: list[tuple[Windows, int]], dropout: MaskKey | None
     ) -> MicroBatch:
-        documents, lengths = None, self._document_lengths(windows)
-        if any(len(each) > 1 for each in lengths):  # otherwise attention needs no mask
-            documents = Documents(lengths)
-        info = MicroBatchInfo(dropout, documents, self._division(documents))
+        info = self.info(self._document_lengths(windows), dropout)
         if not self.takes_tokens:
             return MicroBatch(None, None, info)
         return MicroBatch(*self._read(windows, info.slices), info)
 
+    def info(self, lengths: Lengths, dropout: MaskKey | None = None) -> MicroBatchInfo:
+        """Return the information about a micro-batch.
+
+        Args:
+            lengths: lengths of the documents in each sequence
+            dropout: the key of the masks; None: no dropout
+        """
+        documents = None
+        if any(len(each) > 1 for each in lengths):  # otherwise attention needs no mask
+            documents = Documents(lengths)
+        return MicroBatchInfo(dropout, documents, self._division(documents))
+
     def _document_lengths(self, windows: list[tuple[Windows, int]]) -> Lengths:
         """Return the lengths of the documents in each window, one document if not separated."""
         if not self.separate_documents:
-            return ((self.validation.sequence_length,),) * len(windows)
+            return ((self.sequence_length,),) * len(windows)
         return tuple(corpus.document_lengths(index) for corpus, index in windows)
 
     def _division(self, documents: Documents | None) -> Division | None:
@@ -201,8 +262,7 @@ class TrainingData:
         if self.context_size == 1:
             return None
         lengths = documents.lengths if documents else None
-        length = self.validation.sequence_length
-        return divide(length, self.context_rank, self.context_size, lengths)
+        return divide(self.sequence_length, self.context_rank, self.context_size, lengths)
 
     def _read(
         self, windows: list[tuple[Windows, int]], slices: Slices | None

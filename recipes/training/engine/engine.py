@@ -18,7 +18,7 @@ from typing_extensions import override
 from models.experts.layer import expert_layers
 from models.kernels.attention import cumulative_lengths
 from models.kernels.fusing import are_compiled
-from models.layer_specs import logical_parameters
+from models.layer_specs import logical_parameters, observed_scores
 from models.parallel.collectives import TensorAxis
 from models.parallel.micro_batch_info import MicroBatchInfo
 from models.pipeline.scheduled_engine import ScheduledEngine
@@ -111,9 +111,46 @@ class Engine(ABC):
             amount = model.experts.bias_update
             update_biases(self.state, report.counts, first_layer=first, amount=amount)
 
-    @abstractmethod
     def evaluate(self, micro_batches: Iterable[MicroBatch]) -> float:
         """Return the mean loss, in nats per token, over all data ranks' micro-batches."""
+        sums = torch.zeros(2, dtype=torch.float64)
+        for _, scores in self.token_scores(micro_batches):
+            if scores is not None:
+                sums += torch.stack([scores[0].double().sum(), torch.tensor(scores[0].numel())])
+        total, count = self.sum_over_ranks(sums)
+        return float(total / count)
+
+    @abstractmethod
+    def token_scores(
+        self, micro_batches: Iterable[MicroBatch]
+    ) -> Iterator[tuple[MicroBatch, torch.Tensor | None]]:
+        """Run forward passes without dropout, and yield each micro-batch with its labels' scores.
+
+        All ranks take all items. The number of micro-batches is a multiple of those of a step.
+
+        Returns:
+            The micro-batches in their order. The scores are fp32 [2, b, s/c] on the host: the loss
+            of each label in nats, and 1 where no token has a higher logit than the label, otherwise
+            0. They are None except on one of the tensor ranks that compute the loss, so that their
+            sum over all ranks counts each label once.
+        """
+
+    def sum_over_ranks(self, values: torch.Tensor) -> torch.Tensor:
+        """Return the sum of a tensor on the host over all ranks, on the host; collective."""
+        total = values.to(self.device)
+        dist.all_reduce(total)
+        return total.cpu()
+
+    def _on_host(self, scores: torch.Tensor) -> torch.Tensor | None:
+        """Return the scores of a micro-batch on the host, on one tensor rank only."""
+        return scores.cpu() if self.axis.rank == 0 else None
+
+    @abstractmethod
+    def expect(self, micro_batch: MicroBatch) -> None:
+        """Prepare for evaluations of another kind than training; called on all ranks.
+
+        micro_batch: like those of the evaluation; its scores are not used
+        """
 
     @abstractmethod
     def _train(self, micro_batches: Iterable[MicroBatch]) -> torch.Tensor:
@@ -250,6 +287,11 @@ class PipelinedEngine(Engine):
     def __init__(self, wrapped: ScheduledEngine, *parts: Any):
         super().__init__(wrapped, *parts)
         wrapped.observers.append(self._observe)
+        self._expected: MicroBatch | None = None
+
+    @override
+    def expect(self, micro_batch: MicroBatch) -> None:
+        self._expected = micro_batch
 
     def _observe(self, instruction: PipeInstruction) -> contextlib.AbstractContextManager[None]:
         """Note each instruction as this rank's activity, and time forward passes."""
@@ -283,32 +325,52 @@ class PipelinedEngine(Engine):
         return [each for each in (grid.shard_group, grid.same_shard_group) if each is not None]
 
     @override
-    def evaluate(self, micro_batches: Iterable[MicroBatch]) -> float:
-        micro_batches = list(self._from_disk(micro_batches))
-        together = self.wrapped.micro_batches
-        losses = [
-            self._run(self.wrapped.eval_batch, micro_batches[first : first + together])
-            for first in range(0, len(micro_batches), together)
-        ]
-        return float(torch.stack(losses).mean())
+    def token_scores(
+        self, micro_batches: Iterable[MicroBatch]
+    ) -> Iterator[tuple[MicroBatch, torch.Tensor | None]]:
+        # DeepSpeed would average the losses of each call, and broadcast the mean to all stages.
+        evaluate = partial(self.wrapped.eval_batch, compute_loss=False, reduce_output=None)
+        coming = self._from_disk(micro_batches)
+        while together := list(itertools.islice(coming, self.wrapped.micro_batches)):
+            found: list[torch.Tensor] = []
+            self._run(evaluate, together, scores=found)
+            for number, micro_batch in enumerate(together):
+                yield micro_batch, self._on_host(found[number]) if found else None
 
     def _run(
-        self, schedule: Callable[..., torch.Tensor], micro_batches: list[MicroBatch]
+        self,
+        schedule: Callable[..., torch.Tensor],
+        micro_batches: list[MicroBatch],
+        *,
+        scores: list[torch.Tensor] | None = None,
     ) -> torch.Tensor:
-        """Run DeepSpeed's train_batch or eval_batch and return the mean loss of the micro-batches.
+        """Run DeepSpeed's train_batch or eval_batch and return its result.
 
         DeepSpeed passes tokens and labels to the ends of the pipeline; every stage needs the
         information about the micro-batches.
+
+        scores: list that receives the scores of each micro-batch's labels
         """
         prepare_documents([each.info for each in micro_batches], self.device)
         if self.wrapped.needs_warm_up:
             first = micro_batches[0]
             self.wrapped.warm_up(first.tokens, first.labels, first.info, note=self.crumb.note)
             self._reset_statistics()
+        if self._expected is not None:
+            expected, self._expected = self._expected, None
+            prepare_documents([expected.info], self.device)
+            self.wrapped.warm_up_evaluation(expected.tokens, expected.labels, expected.info)
+            self._reset_statistics()
         self.wrapped.module.take_micro_batch_infos([each.info for each in micro_batches])
-        loss = schedule(iter([(each.tokens, each.labels) for each in micro_batches]))
+        pairs = iter([(each.tokens, each.labels) for each in micro_batches])
+        if scores is None:
+            result = schedule(pairs)
+        else:
+            with observed_scores(self.wrapped.module) as observed:
+                result = schedule(pairs)
+            scores += observed
         self.wrapped.module.check_all_taken()
-        return loss
+        return result
 
 
 class SequentialEngine(Engine):
@@ -328,18 +390,23 @@ class SequentialEngine(Engine):
         return self._mean(losses)
 
     @override
+    def expect(self, micro_batch: MicroBatch) -> None:
+        """Do nothing: no rank waits for another one while kernels are loaded."""
+
+    @override
     def finish_communication(self) -> None:
         """Do nothing: ZeRO-3 waits for its collectives in each step."""
 
     @override
-    @torch.no_grad()
-    def evaluate(self, micro_batches: Iterable[MicroBatch]) -> float:
+    def token_scores(
+        self, micro_batches: Iterable[MicroBatch]
+    ) -> Iterator[tuple[MicroBatch, torch.Tensor | None]]:
         self.wrapped.eval()
-        losses = []
         for number, micro_batch in enumerate(self._from_disk(micro_batches)):
             self.crumb.note("validation pass", micro_batch=number)
-            losses.append(self._loss(micro_batch))
-        return float(self._mean(losses))
+            with torch.no_grad(), observed_scores(self.wrapped.module) as scores:
+                self._loss(micro_batch)
+            yield micro_batch, self._on_host(scores[0])
 
     def _loss(self, micro_batch: MicroBatch) -> torch.Tensor:
         here = micro_batch.on(self.wrapped.device)

@@ -12,6 +12,7 @@ from recipes.training.loop.rollback import roll_back
 from recipes.training.loop.run import Ending, Run, StepOutcome, is_due, stopped_without_save
 from recipes.training.runtime.exits import INTERRUPTED, STOPPED
 from recipes.training.supervision.loss_watch import BadStep, Severity
+from recipes.training.tracking.metric_names import validation_losses
 
 if TYPE_CHECKING:  # it imports torch, which takes seconds
     from recipes.training.snapshots.writer import SnapshotWriter
@@ -93,12 +94,11 @@ def skip_last_step(run: Run, step: int, metrics: dict[str, Any], reason: str) ->
         None if the weights may be saved; otherwise the end of the run.
     """
     run.tracker.skip(step, reason, run.data.samples(step))
-    loss = metrics.get("validation_loss")
-    if loss is None:
-        loss = validate(run, step)
-    if math.isfinite(loss):
+    losses = validation_losses(metrics) or validation_losses(validate(run, step))
+    broken = [loss for loss in losses.values() if not math.isfinite(loss)]
+    if not broken:
         return None
-    problem = f"{reason}, and the validation loss is {loss}"
+    problem = f"{reason}, and the validation loss is {broken[0]}"
     return Ending(STOPPED, stopped_without_save(step, problem))
 
 

@@ -1,4 +1,4 @@
-"""Measurements that some steps add to their metrics: validation loss, and speed of the ranks."""
+"""Measurements that some steps add to their metrics: validation, tasks, and speed of the ranks."""
 
 import sys
 from collections.abc import Iterator
@@ -6,16 +6,35 @@ from contextlib import contextmanager
 from typing import Any
 
 from models.errors import UserError
-from recipes.training.loop.run import Run, stopped_without_save
+from recipes.training.loop.run import Run, is_due, stopped_without_save
 from recipes.training.runtime.exits import STOPPED, leave
 from recipes.training.supervision.stragglers import describe, relative_times, slow_groups
 
 
-def validate(run: Run, step: int) -> float:
-    """Return the validation loss, in nats per token; collective."""
+def evaluate(run: Run, step: int) -> dict[str, Any]:
+    """Validate and score the tasks, each only if it is due; collective.
+
+    Returns:
+        The metrics of what was due, with its duration in seconds.
+    """
+    metrics: dict[str, Any] = {}
+    if is_due(step, run.recipe.training.evaluate_every, run.last_step):
+        with run.clock.left_out() as spent:
+            metrics |= validate(run, step)
+        metrics["validation_seconds"] = spent[0]
+    if is_due(step, run.recipe.evaluate_tasks_every, run.last_step):
+        run.supervisor.crumb.note("evaluating tasks")
+        with run.clock.left_out() as spent:
+            metrics |= run.evaluator.score_tasks()
+        metrics["task_seconds"] = spent[0]
+    return metrics
+
+
+def validate(run: Run, step: int) -> dict[str, Any]:
+    """Return the metrics of all validation sets; collective."""
     run.supervisor.crumb.note("validating")
     with stop_if_unreadable(run, step):
-        return run.engine.evaluate(run.data.evaluation())
+        return run.evaluator.validate()
 
 
 def compare_speed(run: Run, step: int) -> dict[str, Any]:

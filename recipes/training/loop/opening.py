@@ -13,6 +13,7 @@ from recipes.training.checkpoint.writer import CheckpointWriter
 from recipes.training.data.dataset import TrainingData
 from recipes.training.data.prefetcher import Prefetcher
 from recipes.training.engine.engine import Engine
+from recipes.training.evaluation.evaluator import Evaluator
 from recipes.training.loop.experiment import Experiment, machine_of
 from recipes.training.loop.run import Ending, Run
 from recipes.training.loop.start import Claim
@@ -78,6 +79,8 @@ def open_run(
         writer.on_publish = tracker.saved
         if engine.on_gpu and recipe.training.compile == "auto" and not engine.compiled:
             tracker.warn(NOT_COMPILED)
+        for warning in data.tasks.warnings:
+            tracker.warn(warning)
         name, precision = engine.device_name, experiment.precision
         run = Run(
             recipe=recipe,
@@ -86,6 +89,7 @@ def open_run(
             data=data,
             prefetcher=Prefetcher(data.step, last_step=recipe.training.steps, pinned=engine.on_gpu),
             engine=engine,
+            evaluator=Evaluator(engine, data),
             meter=Meter(recipe, size, precision=precision, device_name=name),
             clock=StepClock(),
             watch=watch_losses(experiment, metrics),

@@ -18,6 +18,7 @@ if TYPE_CHECKING:  # these import torch, which takes seconds
     from recipes.training.data.dataset import TrainingData
     from recipes.training.data.prefetcher import Prefetcher
     from recipes.training.engine.engine import Engine
+    from recipes.training.evaluation.evaluator import Evaluator
     from recipes.training.snapshots.writer import SnapshotWriter
     from recipes.training.supervision.supervisor import Supervisor
     from recipes.training.tracking.meter import Meter
@@ -41,6 +42,7 @@ class Run:
     data: "TrainingData"
     prefetcher: "Prefetcher"
     engine: "Engine"
+    evaluator: "Evaluator"
     meter: "Meter"
     clock: StepClock
     watch: LossWatch

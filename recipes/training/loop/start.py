@@ -60,7 +60,9 @@ def open_data(experiment: Experiment) -> TrainingData:
         deterministic=recipe.training.deterministic,
         gpu=recipe.cluster.gpu if recipe.cluster else None,
     )
-    return TrainingData(recipe, experiment.topology, experiment.world.rank)
+    data = TrainingData(recipe, experiment.topology, experiment.world.rank)
+    data.open_evaluation()
+    return data
 
 
 def join(

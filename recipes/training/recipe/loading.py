@@ -16,6 +16,7 @@ from recipes.training.recipe.schema import Recipe
 DEFAULT_RECIPE = REPOSITORY / "recipes" / "tiny.toml"
 SCALING_EXAMPLE = {"type": "llama3", "factor": 8.0, "original_sequence_length": 8192}
 EXPERTS_EXAMPLE = {"count": 8, "per_token": 2, "ffn_hidden_size": 1024}
+TASK_EXAMPLE = {"name": "next_line", "path": "data/tasks/next_line.jsonl"}
 CLUSTER_RECIPE = REPOSITORY / "recipes" / "llama" / "7b.toml"  # has the sections that tiny lacks
 
 
@@ -58,6 +59,7 @@ def parse_recipe(table: dict[str, Any], name: str) -> Recipe:
     except ValidationError as error:
         example = _read_toml(CLUSTER_RECIPE) | _read_toml(DEFAULT_RECIPE)
         example["model"] |= {"rope_scaling": SCALING_EXAMPLE, "experts": EXPERTS_EXAMPLE}
+        example["evaluation"] = {"tasks": [TASK_EXAMPLE]}
         problems = [explain(problem, table, Recipe, example) for problem in root_causes(error)]
     if len(problems) == 1:
         raise UserError(f"{name}: {problems[0]}")

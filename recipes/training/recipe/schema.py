@@ -12,6 +12,7 @@ from models.config import MAX_SIZE, ModelConfig, nearest_divisors, nearest_multi
 from models.errors import UserError
 from models.pipeline.schedule.balance import divide_blocks, head_in_blocks
 from recipes.training.recipe.sections.data import Data
+from recipes.training.recipe.sections.evaluation import Evaluation
 from recipes.training.recipe.sections.layout import (
     Cluster,
     Layout,
@@ -44,6 +45,7 @@ class Recipe(Section):
     optimizer: Optimizer
     training: Training
     data: Data
+    evaluation: Evaluation = Evaluation()
     checkpoint: Checkpoint
     supervision: Supervision = Supervision()
     tracking: Tracking = Tracking()
@@ -70,6 +72,24 @@ class Recipe(Section):
                 f"use training.steps = {least} or more"
             )
         return self
+
+    @model_validator(mode="after")
+    def _check_positions(self) -> "Recipe":
+        parts, length = self.training.position_losses, self.model.sequence_length
+        if parts and length % parts:
+            raise UserError(
+                f"training.position_losses = {parts} does not divide model.sequence_length = "
+                f"{length}; use training.position_losses = {nearest_divisors(length, parts)}"
+            )
+        return self
+
+    @property
+    def evaluate_tasks_every(self) -> int:
+        """Steps between evaluations of the tasks; 0: never."""
+        if not self.evaluation.tasks:
+            return 0
+        every = self.evaluation.every
+        return self.training.evaluate_every if every is None else every
 
     @model_validator(mode="after")
     def _check_tensor(self) -> "Recipe":

@@ -34,7 +34,7 @@ class WallTime:
         between = _number(line.get("between_seconds"))
         self.kept += _number(line.get("step_seconds")) - between
         self.between += between
-        self.validating += _number(line.get("validation_seconds"))
+        self.validating += _evaluation_seconds(line)
 
     def started(self, seconds: dict[str, Any]) -> None:
         """Add the parts of a start-up."""
@@ -78,11 +78,13 @@ class WallTime:
 
 
 def seconds_of(lines: Iterable[dict[str, Any]]) -> float:
-    """Return the time that some steps and their validation took."""
-    return sum(
-        _number(line.get("step_seconds")) + _number(line.get("validation_seconds"))
-        for line in lines
-    )
+    """Return the time that some steps and their evaluations took."""
+    return sum(_number(line.get("step_seconds")) + _evaluation_seconds(line) for line in lines)
+
+
+def _evaluation_seconds(line: dict[str, Any]) -> float:
+    """Return the time of the validation and the tasks after a step."""
+    return _number(line.get("validation_seconds")) + _number(line.get("task_seconds"))
 
 
 def shares_text(shares: dict[str, float]) -> str:

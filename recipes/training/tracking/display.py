@@ -7,6 +7,8 @@ from typing import Any
 
 from tqdm import tqdm
 
+from recipes.training.tracking.metric_names import task_accuracies, validation_losses
+
 SECONDS_BETWEEN_LINES = 10.0
 
 
@@ -40,7 +42,7 @@ class Display:
             return
         now = time.monotonic()
         due = now - self.last_line >= SECONDS_BETWEEN_LINES
-        if due or "validation_loss" in metrics or step == self.steps:
+        if due or evaluated(metrics) or step == self.steps:
             left = (self.steps - step) * self.seconds_per_step
             print(
                 f"step {step:>{len(str(self.steps))}}/{self.steps}  {text}  "
@@ -64,9 +66,7 @@ class Display:
 
 def describe(metrics: dict[str, Any]) -> str:
     """Return the metrics of a step as one line."""
-    parts = [f"loss {metrics['loss']:.4f}"]
-    if "validation_loss" in metrics:
-        parts.append(f"validation {metrics['validation_loss']:.4f}")
+    parts = [f"loss {metrics['loss']:.4f}", *evaluated(metrics)]
     parts += [
         f"lr {metrics['learning_rate']:.2e}",
         f"{metrics['tokens_per_second']:,.0f} tokens/s",
@@ -75,3 +75,10 @@ def describe(metrics: dict[str, Any]) -> str:
     if metrics["mfu"] is not None:
         parts.append(f"MFU {metrics['mfu']:.1%}")
     return "  ".join(parts)
+
+
+def evaluated(metrics: dict[str, Any]) -> list[str]:
+    """Return the validation losses and the accuracies of tasks in the metrics of a step."""
+    losses, accuracies = validation_losses(metrics), task_accuracies(metrics)
+    texts = [" ".join(filter(None, ["validation", name, f"{losses[name]:.4f}"])) for name in losses]
+    return texts + [f"{name} {accuracy:.1%}" for name, accuracy in accuracies.items()]

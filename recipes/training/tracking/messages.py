@@ -11,6 +11,7 @@ from recipes.training.recipe.schema import Recipe
 from recipes.training.recipe.topology import Topology, World, rank_map
 from recipes.training.run_folder.folder import RunFolder
 from recipes.training.run_folder.wall_time import WallTime, shares_text
+from recipes.training.tracking.metric_names import task_accuracies, validation_losses
 
 if TYPE_CHECKING:  # it imports torch, which takes seconds
     from recipes.training.checkpoint.resume_point import ResumePoint
@@ -85,7 +86,12 @@ def summarize(recipe: Recipe, folder: RunFolder, world: World) -> None:
         return
     metrics, events = folder.read_metrics(), folder.read_events()
     lines = [line for line in metrics if line.keys() >= SUMMARIZED]
-    validation = [line["validation_loss"] for line in lines if "validation_loss" in line]
+    evaluations: dict[str, str] = {}  # the newest of each validation set and task
+    for line in lines:
+        for name, loss in validation_losses(line).items():
+            evaluations[" ".join(filter(None, ["validation ", name]))] = f"{loss:.4f}"
+        for name, accuracy in task_accuracies(line).items():
+            evaluations[f"task        {name}"] = f"{accuracy:.1%}"
     print(f"{recipe.name} is finished: {recipe.training.steps} steps")
     if lines:
         first, last = lines[0], lines[-1]
@@ -93,8 +99,8 @@ def summarize(recipe: Recipe, folder: RunFolder, world: World) -> None:
         print(f"  loss        {first['loss']:.4f} at step {first['step']}, ", end="")
         print(f"{last['loss']:.4f} at step {last['step']}")
         print(f"  tokens      {last['tokens']:,} at {speed:,.0f} tokens/s")
-    if validation:
-        print(f"  validation  {validation[-1]:.4f}")
+    for name, value in evaluations.items():
+        print(f"  {name} {value}")
     if goodput := goodput_line(WallTime(events, metrics), events):
         print(goodput)
     print(f"  checkpoints {folder.checkpoints}")

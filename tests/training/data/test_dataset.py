@@ -27,7 +27,7 @@ from recipes.training.recipe.schema import Recipe
 from recipes.training.recipe.topology import Topology
 from recipes.training.run_folder.progress import Progress
 from recipes.training.tracking.messages import announce
-from tests.conftest import changed
+from tests.conftest import VOCAB_SIZE, changed
 
 
 def build(table: dict[str, Any], data_size: int = 1, data_rank: int = 0) -> TrainingData:
@@ -173,11 +173,28 @@ def test_labels_are_the_tokens_shifted_by_one(small: dict[str, Any]) -> None:
 
 def test_validation_is_spread_over_its_own_file(small: dict[str, Any]) -> None:
     data = build(small)
-    assert data.validation.count == 124
-    expected = [tuple(data.validation.read(index * 124 // 16)) for index in range(16)]
+    corpus = data.validation[""]
+    assert corpus.count == 124
+    expected = [tuple(corpus.read(index * 124 // 16)) for index in range(16)]
     assert rows(data.evaluation()) == expected
     training = {tuple(window(data, sample)) for sample in range(data.sources[0].count)}
     assert not training & set(expected)
+
+
+def test_a_short_validation_set_is_read_as_a_whole(
+    small: dict[str, Any], corpus: Path, tmp_path: Path
+) -> None:
+    sets = {"long": str(corpus / "validation"), "short": str(tmp_path / "short")}
+    first = TokenFile(corpus / "validation").read(0, 11 * 32 + 1)
+    write_token_file(tmp_path / "short", [first], vocab_size=VOCAB_SIZE)
+    table = changed(small, data__validation=sets)
+    data, two_ranks = build(table), [build(table, 2, rank) for rank in (0, 1)]
+    windows = [tuple(data.validation["short"].read(index)) for index in range(11)]
+    # 11 windows are two global batches of 8, filled with the first window.
+    assert rows(data.evaluation("short")) == windows + 5 * windows[:1]
+    assert len(rows(data.evaluation("long"))) == 16
+    numbers = [n for each in two_ranks for n in itertools.chain(*each.evaluation_samples(11))]
+    assert sorted(numbers) == list(range(16))
 
 
 STAGES_WITH_TOKENS = {  # schedule -> the stages that read tokens (inputs or labels)
@@ -216,7 +233,8 @@ def test_all_stages_know_the_documents_and_only_the_end_stages_read_tokens(
             assert (each.tokens is not None) == (
                 coordinates.pipeline in STAGES_WITH_TOKENS[schedule]
             )
-        windows = [(data.validation, n * data.validation.count // 48) for n in range(48)]
+        corpus = data.validation[""]
+        windows = [(corpus, n * corpus.count // 48) for n in range(48)]
         for each, first in zip(data.evaluation(), range(2 * coordinates.data, 48, 4), strict=True):
             assert each.info.dropout is None
             found.add(check_documents(each, windows[first : first + 2]))
@@ -385,8 +403,6 @@ REJECTED: dict[str, tuple[Callable[[Path], Any], dict[str, Any], str]] = {
         r"has no tokenizer\.json"),
     "less than one window": (
         write_manifest, {"model__sequence_length": 100_000}, "less than one window"),
-    "too few windows to validate on": (
-        write_manifest, {"training__evaluation_batches": 16}, "evaluation_batches = 15"),
     "a weight of zero": (
         write_manifest, {"data__train": [{"path": "data/x", "weight": 0.0}]}, "weight = 0.0"),
     "a weight that is too small": (

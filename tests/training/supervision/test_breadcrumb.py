@@ -1,15 +1,24 @@
 """Breadcrumbs: no long phase of the engine may look like a hang."""
 
 from types import SimpleNamespace
+from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 
+from models.config import ModelConfig
+from models.layer_specs import VocabularyTable
+from models.parallel.collectives import TensorAxis
 from recipes.training.engine.engine import Engine, PipelinedEngine, SequentialEngine
 from recipes.training.supervision.breadcrumb import Breadcrumb
 
 MICRO_BATCHES = 3
+SIZES: dict[str, Any] = {
+    "layers": 1, "hidden_size": 8, "heads": 1, "kv_heads": 1, "ffn_hidden_size": 8,
+    "vocab_size": 16, "sequence_length": 4, "norm": "rmsnorm", "positions": "rope",
+    "rope_theta": 1e4, "activation": "swiglu", "bias": False, "tie_embeddings": False,
+}  # fmt: skip
 
 
 class Recorder(Breadcrumb):
@@ -39,15 +48,22 @@ def engine_of(kind: type[Engine], crumb: Breadcrumb, **parts: object) -> Engine:
 
 def test_a_sequential_engine_notes_each_micro_batch_that_it_validates() -> None:
     crumb, seen = Recorder(), []
+    module = torch.nn.ModuleList([VocabularyTable(ModelConfig(**SIZES), TensorAxis())])
 
     def forward(*_: object) -> torch.Tensor:
         seen.append((crumb.doing, crumb.micro_batch, crumb.patient, crumb.count))
+        module[0].observe(torch.ones(2, 1, 4))
         return torch.ones(())
 
+    wrapped = mock.Mock(side_effect=forward, module=module)
     engine = engine_of(
-        SequentialEngine, crumb, wrapped=mock.Mock(side_effect=forward), _mean=lambda losses: 2.0
+        SequentialEngine,
+        crumb,
+        wrapped=wrapped,
+        axis=TensorAxis(),
+        sum_over_ranks=lambda sums: sums,
     )
-    assert engine.evaluate(crumb.data()) == 2.0
+    assert engine.evaluate(crumb.data()) == 1.0
     activities = [("validation pass", number, False) for number in range(MICRO_BATCHES)]
     assert [each[:3] for each in seen] == activities
     assert sorted({each[3] for each in seen}) == [each[3] for each in seen]  # progress each time
@@ -56,9 +72,20 @@ def test_a_sequential_engine_notes_each_micro_batch_that_it_validates() -> None:
 
 def test_a_pipelined_engine_waits_for_the_disk_before_it_validates() -> None:
     crumb = Recorder()
-    wrapped = SimpleNamespace(micro_batches=MICRO_BATCHES, eval_batch=None)
-    engine = engine_of(PipelinedEngine, crumb, wrapped=wrapped, _run=lambda *_: torch.ones(()))
-    assert engine.evaluate(crumb.data()) == 1.0
+    wrapped = mock.Mock(micro_batches=MICRO_BATCHES)
+
+    def run(_: object, micro_batches: list, *, scores: list[torch.Tensor]) -> None:
+        scores += [torch.full((2, 1, 4), 1.0 + number) for number in range(len(micro_batches))]
+
+    engine = engine_of(
+        PipelinedEngine,
+        crumb,
+        wrapped=wrapped,
+        axis=TensorAxis(),
+        sum_over_ranks=lambda sums: sums,
+        _run=run,
+    )
+    assert engine.evaluate(crumb.data()) == 2.0  # the mean of 1, 2 and 3
     assert crumb.patience == [True] * MICRO_BATCHES and not crumb.patient
 
 

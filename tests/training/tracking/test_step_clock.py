@@ -72,7 +72,7 @@ def test_no_step_includes_a_rollback(time: Time) -> None:
 
 
 class FakeRun(SimpleNamespace):
-    """A run whose steps take 2 seconds and whose validations take 30."""
+    """A run whose steps take 2 seconds, whose validations take 30, and whose tasks take 7."""
 
     def __init__(self, time: Time):
         def spend(seconds: float, result: Any) -> Any:
@@ -84,13 +84,21 @@ class FakeRun(SimpleNamespace):
         done = SimpleNamespace(loss=1.0, grad_norm=1.0, experts=None)
         super().__init__(
             clock=StepClock(),
-            recipe=SimpleNamespace(training=training, supervision=supervision, optimizer=None),
+            recipe=SimpleNamespace(
+                training=training,
+                supervision=supervision,
+                optimizer=None,
+                evaluate_tasks_every=4,
+            ),
+            last_step=training.steps,
             supervisor=SimpleNamespace(crumb=mock.MagicMock()),
             prefetcher=SimpleNamespace(take=lambda step: spend(0.5, ([], 0.5))),
             timeline=SimpleNamespace(recorded=lambda step: contextlib.nullcontext()),
             profiler=SimpleNamespace(recorded=lambda step: contextlib.nullcontext()),
-            engine=SimpleNamespace(
-                train_step=lambda *_: spend(1.5, done), evaluate=lambda _: spend(30.0, 2.0)
+            engine=SimpleNamespace(train_step=lambda *_: spend(1.5, done)),
+            evaluator=SimpleNamespace(
+                validate=lambda: spend(30.0, {"validation_loss": 2.0}),
+                score_tasks=lambda: spend(7.0, {"tasks/a/accuracy": 0.5}),
             ),
             data=mock.Mock(),
             meter=SimpleNamespace(line=lambda *_, seconds, **more: {"step_seconds": seconds}),
@@ -107,4 +115,6 @@ def test_a_run_includes_the_time_between_steps_but_not_validation(time: Time) ->
     assert [line["step_seconds"] for line in lines] == [2.0, 2.25, 2.25, 2.25, 2.25]
     assert [line["between_seconds"] for line in lines] == [0.0, 0.25, 0.25, 0.25, 0.25]
     assert [line.get("validation_seconds") for line in lines] == [None, None, 30.0, None, None]
+    assert [line.get("task_seconds") for line in lines] == [None, None, None, 7.0, None]
+    assert [line.get("tasks/a/accuracy") for line in lines] == [None, None, None, 0.5, None]
     assert {line["data_seconds"] for line in lines} == {0.5}

@@ -1,13 +1,16 @@
 """The corpora and their tokenizer."""
 
-from typing import Annotated
+import re
+from typing import Annotated, Any
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from models.errors import UserError
 from recipes.training.recipe.blend_weights import check_weights
 from recipes.training.recipe.repository import repository_path
 from recipes.training.recipe.sections.section import Section
+
+SET_NAME = r"[A-Za-z0-9][A-Za-z0-9._-]*"  # a part of the names of metrics
 
 
 class Source(Section):
@@ -27,8 +30,10 @@ class Data(Section):
     """Training corpora, each with a path and a weight. They are mixed evenly: at every step, each
     corpus is less than one sample from its share."""
 
-    validation: str
-    """Path of the validation file, without .bin or .idx. It must not be a training corpus."""
+    validation: str | dict[str, str]
+    """Path of the validation file, without .bin or .idx, or a table with the path of each of
+    several sets: `{ code = "data/code/validation", web = "data/web/validation" }`. None of them
+    may be a training corpus."""
 
     tokenizer: str
     """Folder of the tokenizer. Its hash must equal the one in the manifests of the corpora."""
@@ -45,10 +50,44 @@ class Data(Section):
                 f"data.train = {[source.path for source in self.train]} names a corpus twice; use "
                 f"each path once, with its weight"
             )
-        if repository_path(self.validation) in paths:
+        sets = self.validation_sets
+        for name, path in sets.items():
+            if repository_path(path) in paths:
+                raise UserError(
+                    f'data.validation{f".{name}" if name else ""} = "{path}" is also a training '
+                    f"corpus (data.train); use a file of its own, as prepare_data.py writes it"
+                )
+        if len({repository_path(path) for path in sets.values()}) < len(sets):
             raise UserError(
-                f'data.validation = "{self.validation}" is also a training corpus (data.train); '
-                f"use a file of its own, as prepare_data.py writes it"
+                f"data.validation = {sets} names a file twice; use each path once, under one name"
             )
         check_weights([source.weight for source in self.train])
         return self
+
+    @field_validator("validation", mode="before")
+    @classmethod
+    def _check_validation(cls, value: Any) -> Any:
+        if isinstance(value, str):
+            return value
+        example = '{ code = "data/code/validation", web = "data/web/validation" }'
+        if not isinstance(value, dict) or not value:
+            raise UserError(
+                f"data.validation = {value!r} is neither a path nor a table of paths; use a path, "
+                f"or for example {example}"
+            )
+        for name, path in value.items():
+            if not isinstance(path, str):
+                raise UserError(
+                    f"data.validation.{name} = {path!r} is not a path; use for example {example}"
+                )
+            if not re.fullmatch(SET_NAME, name):
+                raise UserError(
+                    f"data.validation has a set with the name {name!r}; use letters, digits, dots, "
+                    f"hyphens and underscores, for example {example}"
+                )
+        return value
+
+    @property
+    def validation_sets(self) -> dict[str, str]:
+        """The path of each validation set by name; the name is "" if there is a single path."""
+        return {"": self.validation} if isinstance(self.validation, str) else dict(self.validation)

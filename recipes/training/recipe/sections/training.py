@@ -103,8 +103,12 @@ class Training(Section):
     """Steps between validations; 0: never."""
 
     evaluation_batches: Count = 4
-    """Global batches of one validation. Every validation reads the same windows, spread evenly
-    over the validation file."""
+    """Global batches of one validation of each set. Every validation reads the same windows, spread
+    evenly over the validation file; a file with fewer windows is read as a whole."""
+
+    position_losses: NonNegative = 0
+    """Number of equal parts of the sequence whose mean losses each validation reports, to see
+    whether the model uses long contexts; it divides `model.sequence_length`. 0: report none."""
 
     compare_replicas_every: NonNegative = 100
     """Steps between bitwise comparisons of weights that several ranks hold; 0: never, neither

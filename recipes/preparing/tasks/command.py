@@ -1,0 +1,80 @@
+"""The command `prepare_data.py tasks`, which writes task files for evaluation.tasks."""
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from models.errors import UserError
+from recipes.planning.inputs.option_types import count
+from recipes.preparing.tasks.corpus_tasks import last_word, make_items, next_line
+from recipes.preparing.tasks.harness_samples import items_of_samples
+from recipes.training.data.evaluation.task_file import read_items
+from recipes.training.recipe.repository import repository_path
+from recipes.training.run_folder.line_file import write_whole
+
+MAKERS = {"next-line": next_line, "last-word": last_word}
+DESCRIPTION = """Write a task for evaluation.tasks of a recipe.
+
+    python recipes/prepare_data.py tasks next-line data/stdlib --output data/tasks/next_line.jsonl
+    python recipes/prepare_data.py tasks last-word data/stdlib --output data/tasks/last_word.jsonl
+    python recipes/prepare_data.py tasks samples samples_arc.jsonl --output data/tasks/arc.jsonl
+
+next-line: multiple choice, which of four lines of a validation document comes next
+last-word: cloze, the last word of a line of a validation document
+samples: the samples of a task that lm-evaluation-harness has written with --log_samples
+"""
+
+
+def write_task(arguments: list[str]) -> None:
+    """Run the command.
+
+    Raises:
+        UserError: the source or the output cannot be used.
+    """
+    options = parse_options(arguments)
+    output = repository_path(options.output)
+    if output.exists():
+        raise UserError(f"--output {options.output} already exists; use another file, or delete it")
+    if options.kind == "samples":
+        items = items_of_samples(Path(options.source), options.delimiter)
+    else:
+        corpus = repository_path(options.source)
+        items = make_items(corpus, MAKERS[options.kind], count=options.items)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(output, "".join(line(item) for item in items))
+    read_items(output)
+    print(f"wrote {len(items):,} items to {output}; in a recipe:")
+    print(f'\n[evaluation]\ntasks = [{{ name = "{output.stem}", path = "{options.output}" }}]')
+
+
+def line(item: dict[str, Any]) -> str:
+    """Return the line of an item."""
+    return json.dumps(item) + "\n"
+
+
+def parse_options(arguments: list[str]) -> argparse.Namespace:
+    """Parse the options of the command."""
+    parser = argparse.ArgumentParser(
+        prog="prepare_data.py tasks",
+        description=DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("kind", choices=[*MAKERS, "samples"], help="kind of the task, see above")
+    parser.add_argument(
+        "source",
+        help="folder of a corpus, relative to the repository's root; for samples a file, relative "
+        "to the current folder",
+    )
+    parser.add_argument(
+        "--output", required=True, help="file to write, relative to the repository's root"
+    )
+    parser.add_argument(
+        "--items", type=count, default=500, help="number of items (default: 500); not for samples"
+    )
+    parser.add_argument(
+        "--delimiter",
+        help="target_delimiter of the harness's task; default: a space if all continuations begin "
+        "with one; only for samples",
+    )
+    return parser.parse_args(arguments)

@@ -1,0 +1,27 @@
+"""The names of the metrics of validation sets and tasks in metrics.jsonl."""
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+LOSS_OF_SET = re.compile(r"validation/(?P<name>[^/]+)/loss")
+ACCURACY_OF_TASK = re.compile(r"tasks/(?P<name>[^/]+)/accuracy")
+
+
+def validation_losses(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """Return the loss of each validation set by name, in nats per token; "" names a single set."""
+    losses = _named(metrics, LOSS_OF_SET)
+    if "validation_loss" in metrics:
+        losses[""] = metrics["validation_loss"]
+    return losses
+
+
+def task_accuracies(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """Return the accuracy of each task by name."""
+    return _named(metrics, ACCURACY_OF_TASK)
+
+
+def _named(metrics: Mapping[str, Any], pattern: re.Pattern) -> dict[str, float]:
+    """Return the values of the keys that fit a pattern, by their names."""
+    found = ((pattern.fullmatch(key), value) for key, value in metrics.items())
+    return {match["name"]: value for match, value in found if match}

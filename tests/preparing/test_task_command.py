@@ -1,0 +1,121 @@
+"""prepare_data.py tasks: tasks from a corpus, and from samples of lm-evaluation-harness."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from models.errors import UserError
+from recipes.preparing.tasks.corpus_tasks import (
+    CHOICES,
+    CONTEXT_LINES,
+    last_word,
+    make_items,
+    next_line,
+    validation_texts,
+)
+from recipes.preparing.tasks.harness_samples import items_of_samples
+from recipes.training.data.evaluation.task_file import read_items
+from recipes.training.recipe.loading import REPOSITORY
+from tests.training.evaluation.text_corpus import write_text_corpus
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tasks") / "data"
+    write_text_corpus(folder)
+    return folder
+
+
+def command(*arguments: object) -> subprocess.CompletedProcess:
+    words = [sys.executable, REPOSITORY / "recipes" / "prepare_data.py", "tasks", *arguments]
+    return subprocess.run([str(word) for word in words], capture_output=True, text=True)
+
+
+def test_next_lines_are_lines_of_the_corpus(corpus: Path) -> None:
+    text = "\n\n".join(validation_texts(corpus))
+    items = make_items(corpus, next_line, count=50)
+    assert items == make_items(corpus, next_line, count=50)
+    for item in items:
+        right = item["choices"][item["answer"]]
+        assert f"{item['prompt']}\n{right}" in text
+        assert len(set(item["choices"])) == CHOICES
+        assert item["prompt"].count("\n") < CONTEXT_LINES
+    answers = [item["answer"] for item in items]
+    assert {answers.count(n) > 4 for n in range(CHOICES)} == {True}  # the order is random
+
+
+def test_last_words_are_in_their_prompts(corpus: Path) -> None:
+    text = "\n\n".join(validation_texts(corpus))
+    for item in make_items(corpus, last_word, count=20):
+        assert f"{item['prompt']} {item['answer']}\n" in f"{text}\n"
+        assert item["answer"] in item["prompt"]
+
+
+def test_the_command_writes_a_task_once(corpus: Path, tmp_path: Path) -> None:
+    output = tmp_path / "tasks" / "lines.jsonl"
+    done = command("next-line", corpus, "--output", output, "--items", 10)
+    assert done.returncode == 0, done.stderr
+    assert f'tasks = [{{ name = "lines", path = "{output}" }}]' in done.stdout
+    assert len(read_items(output)) == 10
+    done = command("next-line", corpus, "--output", output)
+    assert done.returncode == 1 and "already exists; use another file" in done.stderr
+    done = command("next-line", corpus, "--output", tmp_path / "a", "--items", 100_000)
+    assert done.returncode == 1 and "--items 100000: the validation documents" in done.stderr
+    done = command("last-word", tmp_path, "--output", tmp_path / "a")
+    assert done.returncode == 1 and "is missing; make it with" in done.stderr
+
+
+def sample(number: int, context: str, *continuations: str, target: Any) -> dict[str, Any]:
+    """Return a sample as lm_eval 0.4.13 writes it, without the keys that are not read."""
+    arguments = {
+        f"gen_args_{n}": {"arg_0": context, "arg_1": text} for n, text in enumerate(continuations)
+    }
+    return {"doc_id": number, "doc": {}, "target": target, "arguments": arguments, "filter": "none"}
+
+
+def written(file: Path, *samples: Any) -> Path:
+    file.write_text("".join(f"{json.dumps(each)}\n" for each in samples))
+    return file
+
+
+def test_samples_become_items(tmp_path: Path) -> None:
+    first = sample(0, "a", " b", " c", target=1)
+    file = written(tmp_path / "x", first, sample(1, "d", " e", " f", target="0"), first)
+    assert items_of_samples(file, None) == [
+        {"id": "0", "prompt": "a", "delimiter": " ", "choices": ["b", "c"], "answer": 1},
+        {"id": "1", "prompt": "d", "delimiter": " ", "choices": ["e", "f"], "answer": 0},
+    ]
+    file = written(tmp_path / "x", sample(0, "a", "b", target="b"), sample(1, "c", " d", target=""))
+    assert [(i["delimiter"], i["answer"]) for i in items_of_samples(file, None)] == [
+        ("", "b"), ("", " d"),
+    ]  # fmt: skip
+    output = tmp_path / "y.jsonl"
+    done = command("samples", written(tmp_path / "x", first), "--output", output)
+    assert done.returncode == 0 and read_items(output)[0].choices == ("b", "c"), done.stderr
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        ((), "has no samples"),
+        (([],), "is not a sample"),
+        (({"doc_id": 0},), "has no requests"),
+        (({"doc_id": 0, "arguments": {"gen_args_0": {"arg_0": "a", "arg_1": {}}}},), "requests"),
+        ((sample(0, "a", " b", " c", target=2),), "target = 2 is not the number"),
+        ((sample(0, "a", " b", " c", target="b"),), "target = 'b' is not the number"),
+        (({"doc_id": 0, "arguments": [["a", "c"], ["b", "c"]]},), "compares 2 contexts"),
+    ],
+)
+def test_other_samples_are_rejected(lines: tuple[Any, ...], message: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=message):
+        items_of_samples(written(tmp_path / "x", *lines), None)
+
+
+def test_another_delimiter_is_rejected(tmp_path: Path) -> None:
+    file = written(tmp_path / "x", sample(0, "a", " b", " c", target=0))
+    with pytest.raises(UserError, match="does not begin with --delimiter '\\\\n'"):
+        items_of_samples(file, "\n")
