@@ -88,7 +88,7 @@ NO_TORCH = [  # imported before torch, by commands of a login node, or in proces
     "recipes.training.supervision.loss_watch",
     "recipes.training.supervision.stragglers",
     "recipes.training.supervision.watchdog",
-    "recipes.training.tracking.operations",
+    "recipes.training.tracking.profiling.operations",
     "recipes.training.loop.after_step",
     "recipes.training.loop.experiment",
     "recipes.training.loop.measurements",

@@ -22,7 +22,7 @@ from recipes.training.snapshots.writer import SnapshotWriter
 from recipes.training.supervision.loss_watch import LossWatch
 from recipes.training.tracking.messages import NOT_COMPILED
 from recipes.training.tracking.meter import Meter
-from recipes.training.tracking.profiler import StepProfiler
+from recipes.training.tracking.profiling.profiler import StepProfiler
 from recipes.training.tracking.startup import Startup
 from recipes.training.tracking.step_clock import StepClock
 from recipes.training.tracking.timeline import TimelineRecorder

@@ -22,7 +22,7 @@ if TYPE_CHECKING:  # these import torch, which takes seconds
     from recipes.training.snapshots.writer import SnapshotWriter
     from recipes.training.supervision.supervisor import Supervisor
     from recipes.training.tracking.meter import Meter
-    from recipes.training.tracking.profiler import StepProfiler
+    from recipes.training.tracking.profiling.profiler import StepProfiler
     from recipes.training.tracking.timeline import TimelineRecorder
     from recipes.training.tracking.tracker import Tracker
 

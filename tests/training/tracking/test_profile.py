@@ -18,8 +18,8 @@ from recipes.planning.inputs.software import THREEFOLD
 from recipes.planning.time.block_time import BACKWARD_SLOWER
 from recipes.training.recipe.schema import Recipe
 from recipes.training.run_folder.folder import RunFolder
-from recipes.training.tracking.operations import Operation, operations_table
-from recipes.training.tracking.profiler import StepProfiler, operations_of
+from recipes.training.tracking.profiling.operations import Operation, operations_table
+from recipes.training.tracking.profiling.profiler import StepProfiler, operations_of
 from tests.conftest import changed, small_recipe
 
 H100 = load_gpu("H100")

@@ -24,7 +24,7 @@ from recipes.training.engine.engine import Engine
 from recipes.training.recipe.schema import Recipe
 from recipes.training.run_folder.folder import RunFolder
 from recipes.training.run_folder.line_file import write_whole
-from recipes.training.tracking.operations import Operation, Shapes, operations_table
+from recipes.training.tracking.profiling.operations import Operation, Shapes, operations_table
 
 Show = Callable[[int, str, Path], None]
 MAX_RECORDED_ALLOCATIONS = 1_000_000  # newest allocations of the step that are kept
