@@ -15,7 +15,7 @@ def validate(run: Run, step: int) -> float:
     """Return the validation loss, in nats per token; collective."""
     run.supervisor.crumb.note("validating")
     with stop_if_unreadable(run, step):
-        return run.engine.evaluate(run.data.evaluation())
+        return run.engine.evaluate(run.data.evaluation(step))
 
 
 def compare_speed(run: Run, step: int) -> dict[str, Any]:

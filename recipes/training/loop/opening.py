@@ -46,16 +46,19 @@ def open_run(
         start: the point at which the run starts or resumes
         startup: the stopwatch of the start-up
     """
-    recipe, topology, folder = experiment.recipe, experiment.topology, claim.folder
+    recipe, topology, folder = experiment.whole_recipe, experiment.topology, claim.folder
     found, rank, size = start.found, experiment.world.rank, experiment.world.size
-    changed = found.changes(recipe)
+    changed, next_step = found.changes(recipe), start.progress.step + 1
+    last_step = experiment.plan.last_step_of_engine(next_step)
     writer_of_run = CheckpointWriter(
         engine.state,
         folder,
         recipe=recipe,
         topology=topology,
         data=data.fingerprint,
+        step=next_step,
         damaged=found.skipped,
+        parent=start.parent,
     )
     snapshots = open_snapshots(experiment, claim, writer_of_run, start.progress.step)
     metrics = folder.read_metrics() if rank == 0 else []  # large after 100,000 steps: read once
@@ -73,11 +76,13 @@ def open_run(
             tracker.warn(NOT_COMPILED)
         name, precision = engine.device_name, experiment.precision
         run = Run(
-            recipe=recipe,
+            recipe=experiment.recipe,
+            plan=experiment.plan,
+            last_step_of_engine=last_step,
             topology=topology,
             folder=folder,
             data=data,
-            prefetcher=Prefetcher(data.step, last_step=recipe.training.steps, pinned=engine.on_gpu),
+            prefetcher=Prefetcher(data.step, last_step=last_step, pinned=engine.on_gpu),
             engine=engine,
             meter=Meter(recipe, size, precision=precision, device_name=name),
             clock=StepClock(),
@@ -86,7 +91,9 @@ def open_run(
             snapshots=snapshots,
             tracker=tracker,
             supervisor=supervisor,
-            timeline=TimelineRecorder(engine, recipe, topology, folder),
+            timeline=TimelineRecorder(
+                engine, experiment.recipe, topology, folder, last_step=last_step
+            ),
             startup=startup,
             find_start=partial(find_start, folder, Request(), recipe, data.fingerprint),
         )
@@ -131,9 +138,11 @@ def close_run(run: Run, ending: Ending) -> Ending:
     run.engine.finish_communication()
     with run.supervisor.crumb.waiting_for_disk("saving"):
         unsaved = run.writer.wait()
-    if unsaved and ending.code in (FINISHED, INTERRUPTED):
+    if unsaved and (ending.code in (FINISHED, INTERRUPTED) or ending.is_boundary):
         ending = Ending(STOPPED, unsaved)
-    if ending.code == FINISHED:
+    if ending.is_boundary:
+        run.tracker.replace_ranks(ending.step, run.plan.at(ending.step + 1).stage)
+    elif ending.code == FINISHED:
         run.tracker.end()
     else:
         run.tracker.stop(ending.reason, ending.code)

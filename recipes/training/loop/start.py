@@ -60,7 +60,7 @@ def open_data(experiment: Experiment) -> TrainingData:
         deterministic=recipe.training.deterministic,
         gpu=recipe.cluster.gpu if recipe.cluster else None,
     )
-    return TrainingData(recipe, experiment.topology, experiment.world.rank)
+    return TrainingData(experiment.whole_recipe, experiment.topology, experiment.world.rank)
 
 
 def join(
@@ -147,14 +147,20 @@ def find_resume_point(
     crumb, request = claim.supervisor.crumb, Request(resume, resume_once)
     crumb.note("verifying checkpoints")
     find_in_memory = (
-        partial(find_snapshot, claim.memory, experiment.recipe, data.fingerprint, note=crumb.note)
+        partial(
+            find_snapshot,
+            claim.memory,
+            experiment.whole_recipe,
+            data.fingerprint,
+            note=crumb.note,
+        )
         if claim.memory
         else None
     )
     return find_start(
         claim.folder,
         request,
-        experiment.recipe,
+        experiment.whole_recipe,
         data.fingerprint,
         find_in_memory=find_in_memory,
         note=crumb.note,
@@ -182,7 +188,7 @@ def begin(
         leave(FINISHED)
     with rejections(world, experiment.origin), rejected_together():
         if world.rank == 0:
-            folder.prepare(recipe, start.progress)
+            folder.prepare(experiment.whole_recipe, start.progress)
     startup.lap("checkpoint search")
     if world.rank == 0:
         hosts = list(claim.supervisor.hosts)

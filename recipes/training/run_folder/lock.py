@@ -49,10 +49,16 @@ class FolderInUse(UserError):
 
 
 class FolderLock:
-    """A lock on a folder, held by this process until it ends or releases it."""
+    """A lock on a folder, held by this process until it ends or releases it.
 
-    def __init__(self, folder: Path):
-        self.folder = folder
+    Args:
+        folder: the folder
+        inherited: the descriptor of the lock, if this process held it before it replaced itself
+            with another program (`execve`)
+    """
+
+    def __init__(self, folder: Path, inherited: int | None = None):
+        self.folder, self.inherited = folder, inherited
         self.shared = folder / "lock"  # never deleted; the flock on it is the lock
         self.exclusive = folder / "lock.exclusive"  # its existence is the lock
         self.record = {
@@ -75,7 +81,7 @@ class FolderLock:
             FolderInUse: another process holds the lock.
             OSError: the folder cannot be written.
         """
-        stream = self.shared.open("a+")
+        stream = self._open()
         try:
             fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -117,6 +123,20 @@ class FolderLock:
             if self._holds(exclusive):
                 exclusive.unlink()
 
+    def _open(self) -> Any:
+        """Open the file of the lock, or take over its descriptor."""
+        inherited, self.inherited = self.inherited, None
+        if inherited is not None:
+            with contextlib.suppress(OSError):
+                os.set_inheritable(inherited, False)
+                return os.fdopen(inherited, "a+")
+        return self.shared.open("a+")
+
+    @property
+    def descriptor(self) -> int | None:
+        """The descriptor of the lock; None without flock, or if this process does not hold it."""
+        return None if self._stream is None else self._stream.fileno()
+
     def _is_current(self, stream: Any) -> bool:
         """Return False if the folder was renamed between opening its lock and locking it."""
         try:
@@ -152,7 +172,8 @@ class FolderLock:
             return True  # released a moment ago
         holder = _parse(self._seen[0])
         if holder.get("machine") == self.record["machine"]:
-            return not is_running(holder)
+            keys = ("process", "started")  # of this process, before it replaced itself
+            return not is_running(holder) or all(holder[key] == self.record[key] for key in keys)
         return time.monotonic() - self._seen_at >= STALE_SECONDS
 
     def _remove_stale(self) -> None:

@@ -27,13 +27,24 @@ Steps = dict[int, list[Event]]  # the events of each recorded step
 
 
 class TimelineRecorder:
-    """Recorder of the steps that `tracking.timeline_step` and `timeline_steps` select."""
+    """Recorder of the steps that `tracking.timeline_step` and `timeline_steps` select.
 
-    def __init__(self, engine: Engine, recipe: Recipe, topology: Topology, folder: RunFolder):
+    last_step: the last step that the engine runs; None for that of the recipe
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        recipe: Recipe,
+        topology: Topology,
+        folder: RunFolder,
+        *,
+        last_step: int | None = None,
+    ):
         self.engine, self.topology, self.folder = engine, topology, folder
         first = recipe.tracking.timeline_step
         self.wanted = range(first, first + recipe.tracking.timeline_steps) if first else range(0)
-        self.last = min(self.wanted[-1], recipe.training.steps) if first else 0
+        self.last = min(self.wanted[-1], last_step or recipe.training.steps) if first else 0
         self.steps: Steps = {}
         self.origin = 0.0
 
