@@ -35,7 +35,8 @@ def shrink(recipe: Recipe, *, ranks: int, layers: int, steps: int, corpus: Path)
         corpus: folder that `write_corpus` wrote
     """
     table = recipe.model_dump(mode="json", exclude_none=True)
-    table.pop("cluster", None)
+    for key in ("cluster", "stage"):
+        table.pop(key, None)
     table["model"] |= small_model(recipe.model, ranks, layers)
     table["layout"] = {}
     table["batch"] = {

@@ -76,7 +76,12 @@ def announce(
         print("\n".join(f"  {line}" for line in rank_map(topology, hosts)), flush=True)
 
 
-SUMMARIZED = {"loss", "tokens", "tokens_per_second", "step_seconds"}  # keys of a metrics line; a user may edit the file
+SUMMARIZED = {
+    "loss",
+    "tokens",
+    "tokens_per_second",
+    "step_seconds",
+}  # keys of a metrics line; a user may edit the file
 
 
 def summarize(recipe: Recipe, folder: RunFolder, world: World) -> None:
