@@ -167,7 +167,7 @@ class RunTracker(Tracker):
     @override
     def replace_ranks(self, step: int, stage: str) -> None:
         shares = self.wall_time.shares(time.time())
-        self.folder.event("replace", step, stage=stage, wall_time=shares)
+        self.folder.event("boundary", step, stage=stage, wall_time=shares)
         self.display.say(f'step {step} is saved; the ranks start again for stage "{stage}"')
 
     @override

@@ -1,4 +1,4 @@
-"""The order of windows over stages: no token is read twice in an epoch, nothing depends on state."""
+"""The order of windows over stages: no token is read twice in an epoch; nothing is stored."""
 
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,5 +1,6 @@
 """Stages of a run: which recipe each step follows, and which stages are rejected."""
 
+import tomllib
 from copy import deepcopy
 from typing import Any
 
@@ -155,13 +156,11 @@ def test_overrides_name_a_stage(small: dict[str, Any]) -> None:
     table = staged(small, LONG)
     apply_overrides(table, ["stage.long.model.sequence_length=128", "stage.long.start_step=5"])
     assert plan_of(table).at(5).recipe.model.sequence_length == 128
-    with pytest.raises(UserError, match="the recipe has no stage short; .* long"):
+    with pytest.raises(UserError, match=r"the recipe has no stage short; .* long"):
         apply_overrides(table, ["stage.short.start_step=5"])
 
 
 def test_a_resolved_recipe_keeps_its_stages(small: dict[str, Any]) -> None:
-    import tomllib
-
     recipe = parse_recipe(staged(small, LONG, DECAY), "test")
     again = parse_recipe(tomllib.loads(recipe.toml()), "again")
     assert [s.recipe for s in StagePlan(again).spans] == [s.recipe for s in StagePlan(recipe).spans]
@@ -216,7 +215,7 @@ def test_impossible_stages_are_rejected(small: dict[str, Any], name: str) -> Non
 def test_learned_positions_cannot_become_longer(small: dict[str, Any]) -> None:
     small["model"] |= {"positions": "learned"}
     del small["model"]["rope_theta"]
-    with pytest.raises(UserError, match='stage "long": model.sequence_length = 64 needs other'):
+    with pytest.raises(UserError, match=r'stage "long": model.sequence_length = 64 needs other'):
         parse_recipe(staged(small, LONG), "test")
 
 
@@ -241,14 +240,14 @@ def test_a_stage_that_does_not_fit_the_ranks_is_named(small: dict[str, Any]) -> 
     table = staged(small, {**LONG, "layout": {"tensor": 2}})
     plan = plan_of(table)
     plan.check_world(World(size=2, local_size=2))
-    with pytest.raises(UserError, match='stage "long": layout.tensor = 2'):
+    with pytest.raises(UserError, match=r'stage "long": layout.tensor = 2'):
         plan.check_world(World(size=1, local_size=1))
     table = staged(small, {**LONG, "batch": {"global_sequences": 10}})
-    with pytest.raises(UserError, match='stage "long": batch.global_sequences = 10'):
+    with pytest.raises(UserError, match=r'stage "long": batch.global_sequences = 10'):
         plan_of(table).check_world(World(size=4, local_size=4))
 
 
 def test_a_ramp_that_does_not_fit_the_ranks_is_named(small: dict[str, Any]) -> None:
     small["batch"] |= {"ramp": {"start_sequences": 2, "increment": 2, "samples": 30}}
-    with pytest.raises(UserError, match="steps 1 .. 5 of batch.ramp.*batch.global_sequences = 2"):
+    with pytest.raises(UserError, match=r"steps 1 .. 5 of batch.ramp.*batch.global_sequences = 2"):
         plan_of(small).check_world(World(size=2, local_size=2))
