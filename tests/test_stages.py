@@ -35,7 +35,7 @@ STEPS = 15
 
 @pytest.fixture(scope="module")
 def table(corpus: Path) -> dict[str, Any]:
-    """A mixture; then longer sequences and a larger batch; then the decay on one corpus."""
+    """A growing batch of a mixture; then longer sequences and a larger batch; then the decay."""
     train, extra = str(corpus / "train"), str(corpus / "extra")
     for suffix in (".bin", ".idx"):
         shutil.copyfile(corpus / f"validation{suffix}", f"{extra}{suffix}")
@@ -45,6 +45,7 @@ def table(corpus: Path) -> dict[str, Any]:
         training={"steps": STEPS, "evaluate_every": 5, "evaluation_batches": 1},
         checkpoint__every=2,
         checkpoint__keep=20,
+        batch__ramp={"start_sequences": 4, "increment": 4, "samples": 8},
         optimizer__schedule={"warmup_steps": 2, "decay": "constant"},
         data__train=[{"path": train, "weight": 0.7}, {"path": extra, "weight": 0.3}],
     )
@@ -57,7 +58,7 @@ def table(corpus: Path) -> dict[str, Any]:
     }
     decay = {
         "name": "decay",
-        "start_tokens": 5 * 8 * 32 + 5 * 16 * 64,
+        "start_tokens": (2 * 4 + 3 * 8) * 32 + 5 * 16 * 64,
         "data": {"train": [{"path": train}]},
         "optimizer": {
             "schedule": {
@@ -179,8 +180,8 @@ def test_a_run_passes_through_its_stages(undisturbed: Path, table: dict[str, Any
     assert [e["step"] for e in events if e["event"] == "boundary"] == [5]
     assert [e["step"] for e in events if e["event"] in ("start", "resume")] == [0, 5]
     manifest = Manifest.read(undisturbed / "checkpoints" / f"step-{STEPS:07d}")
-    assert (manifest.tokens, manifest.samples) == (lines[-1]["tokens"], 5 * 8 + 10 * 16)
-    assert manifest.read_parts == [[0, 40], [1, 40 + 5 * 16]]
+    assert (manifest.tokens, manifest.samples) == (lines[-1]["tokens"], 32 + 10 * 16)
+    assert manifest.read_parts == [[0, 32], [1, 32 + 5 * 16]]
     assert load_recipe(undisturbed / "recipe.toml").stage == plan.recipe.stage
 
 
@@ -196,6 +197,19 @@ def test_a_killed_run_is_equal_bit_for_bit(
         ranks.kill()
     assert Ranks(folder, recipe_file).finish() == [0]
     assert metrics(folder) == metrics(undisturbed)
+
+
+@pytest.mark.long
+def test_a_new_engine_changes_no_number(table: dict[str, Any], tmp_path: Path) -> None:
+    """A stage with recomputation needs a new engine, but computes the same."""
+    stage = {"name": "recompute", "start_step": 4, "layout": {"recompute": "full"}}
+    for name, stages in (("one", []), ("two", [stage])):
+        file = tmp_path / f"{name}.toml"
+        short = changed(table, training__steps=6, stage=stages)
+        file.write_text(tomli_w.dumps(short))
+        assert Ranks(tmp_path / name, file).finish() == [0]
+    assert "boundary" in names(tmp_path / "two")
+    assert metrics(tmp_path / "two") == metrics(tmp_path / "one")
 
 
 LAYOUTS: Sequence[tuple[int, Sequence[str]]] = (
@@ -253,9 +267,9 @@ def test_the_ledger_names_documents_and_stage(
     recipe = parse_recipe(table, "test")
     heads = [next(ledger(recipe, undisturbed, step, text=False)) for step in (5, 6, 11)]
     assert heads == [
-        'step 5 (stage "first") reads samples 32 .. 39, windows of 32 + 1 tokens',
-        'step 6 (stage "long") reads samples 40 .. 55, windows of 64 + 1 tokens',
-        'step 11 (stage "decay") reads samples 120 .. 135, windows of 64 + 1 tokens',
+        'step 5 (stage "first") reads samples 24 .. 31, windows of 32 + 1 tokens',
+        'step 6 (stage "long") reads samples 32 .. 47, windows of 64 + 1 tokens',
+        'step 11 (stage "decay") reads samples 112 .. 127, windows of 64 + 1 tokens',
     ]
     lines = list(ledger(recipe, undisturbed, 6, text=False))
     assert len(lines) == 17

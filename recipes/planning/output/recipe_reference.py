@@ -88,7 +88,8 @@ def type_text(field: Schema) -> str:
         parts = field.get("prefixItems") or [field["items"]]
         size = f"{len(parts)} values" if "prefixItems" in field else "list"
         return f"{size}, each: {type_text(parts[0])}"
-    return ", ".join([field["type"], *bounds(field)])
+    name = "table" if field["type"] == "object" else field["type"]
+    return ", ".join([name, *bounds(field)])
 
 
 def bounds(field: Schema) -> Iterator[str]:
