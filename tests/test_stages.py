@@ -217,7 +217,7 @@ LAYOUTS: Sequence[tuple[int, Sequence[str]]] = (
     (2, ("layout.pipeline=2", "batch.micro_sequences=1")),
     (2, ("layout.tensor=2", "layout.sequence_parallel=true")),
     (2, ("deepspeed=ds_configs/zero3_fp32.json",)),
-    (4, ("layout.pipeline=2", "layout.tensor=2", "layout.schedule=interleaved")),
+    (4, ("layout.pipeline=2", "layout.tensor=2", "layout.schedule=zb-h1")),
 )
 
 

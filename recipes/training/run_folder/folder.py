@@ -30,7 +30,7 @@ class RunFolder:
         path: the folder
         attempt: the attempt of launch.py that this process belongs to; empty for a run without
             launch.py, which locks the folder itself
-        lock: the descriptor of the folder's lock, if this process held it before it replaced itself
+        lock: `lock_descriptor`, if this process held the lock before it replaced itself
     """
 
     def __init__(self, path: Path, attempt: str = "", lock: int | None = None):

@@ -32,6 +32,7 @@ NO_FLOCK = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP}
 SECONDS_TO_WAIT = 300  # file servers release a dead node's lock after 30 to 120 s
 BEAT_SECONDS = 5.0
 STALE_SECONDS = 60.0  # longer than network file systems cache a file's time
+NO_DESCRIPTOR = -1
 LOST = 1  # exit code of a process whose lock another process has taken over
 
 
@@ -54,7 +55,7 @@ class FolderLock:
     Args:
         folder: the folder
         inherited: the descriptor of the lock, if this process held it before it replaced itself
-            with another program (`execve`)
+            with another program (`execve`); NO_DESCRIPTOR if it held it without flock
     """
 
     def __init__(self, folder: Path, inherited: int | None = None):
@@ -71,7 +72,7 @@ class FolderLock:
         self._stream: Any = None
         self._seen: tuple[str, int] | None = None
         self._seen_at = 0.0
-        self._moved = False
+        self._moved = self._held_before = False
         self._released = threading.Event()
 
     def acquire(self) -> None:
@@ -126,16 +127,17 @@ class FolderLock:
     def _open(self) -> Any:
         """Open the file of the lock, or take over its descriptor."""
         inherited, self.inherited = self.inherited, None
-        if inherited is not None:
+        self._held_before = inherited == NO_DESCRIPTOR
+        if inherited is not None and not self._held_before:
             with contextlib.suppress(OSError):
                 os.set_inheritable(inherited, False)
                 return os.fdopen(inherited, "a+")
         return self.shared.open("a+")
 
     @property
-    def descriptor(self) -> int | None:
-        """The descriptor of the lock; None without flock, or if this process does not hold it."""
-        return None if self._stream is None else self._stream.fileno()
+    def descriptor(self) -> int:
+        """The descriptor of the lock, which this process holds; NO_DESCRIPTOR without flock."""
+        return NO_DESCRIPTOR if self._stream is None else self._stream.fileno()
 
     def _is_current(self, stream: Any) -> bool:
         """Return False if the folder was renamed between opening its lock and locking it."""
@@ -172,8 +174,8 @@ class FolderLock:
             return True  # released a moment ago
         holder = _parse(self._seen[0])
         if holder.get("machine") == self.record["machine"]:
-            keys = ("process", "started")  # of this process, before it replaced itself
-            return not is_running(holder) or all(holder[key] == self.record[key] for key in keys)
+            is_own = holder.get("process") == self.record["process"]  # before it replaced itself
+            return not is_running(holder) or (is_own and self._held_before)
         return time.monotonic() - self._seen_at >= STALE_SECONDS
 
     def _remove_stale(self) -> None:
