@@ -1,5 +1,6 @@
 """The layout of a run on the nodes that are left: the recipe's own, or the planner's fastest."""
 
+import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -10,8 +11,8 @@ from recipes.planning.inputs.cluster import recipe_on_cluster
 from recipes.planning.inputs.job import Job, Machine, job_without_layout, own_job
 from recipes.planning.inputs.software import load_software
 from recipes.planning.memory.peak import GIB, fits, fullest_stage
-from recipes.planning.output.recipe_edits import options_of
-from recipes.planning.search.layout_search import DEFAULT_HEADROOM, is_near_tie, search
+from recipes.planning.output.recipe_edits import edits, options_of
+from recipes.planning.search.layout_search import DEFAULT_HEADROOM, Plan, is_near_tie, search
 from recipes.planning.time.step_time import step_time
 from recipes.training.recipe.schema import Recipe
 from recipes.training.recipe.stages.plan import StagePlan
@@ -113,7 +114,8 @@ class Replanner:
             return _placement(whole, overrides, own)
         if not plans:
             return None
-        overrides = [*overrides, *_for_all_stages(whole, options_of(recipe, plans[0]))]
+        chosen = [*options_of(whole, plans[0]), *_options_of_stages(whole, plans[0])]
+        overrides = [*overrides, *chosen]
         try:
             changed, _ = recipe_on_cluster(self.file, [*self.overrides, *overrides])
         except UserError:  # another stage cannot use the layout
@@ -125,19 +127,19 @@ class Replanner:
         return _placement(changed, overrides, plans[0].job)
 
 
-def _for_all_stages(recipe: Recipe, options: Sequence[str]) -> list[str]:
-    """Return overrides that give a layout to every stage, also to those with a layout of their own.
+def _options_of_stages(recipe: Recipe, plan: Plan) -> list[str]:
+    """Return overrides that give a layout to the stages that have another one.
 
     Args:
         recipe: the recipe, with its stages
-        options: the overrides that select the layout, such as layout.tensor=2
+        plan: the layout
     """
-    found = list(options)
+    found = []
     for stage in recipe.stage:
-        for option in options:
-            section, _, setting = option.partition(".")
-            if setting and setting.partition("=")[0] in getattr(stage, section, {}):
-                found.append(f"stage.{stage.name}.{option}")
+        for name, value in edits(recipe, plan).items():
+            section, _, key = name.partition(".")
+            if key and key in getattr(stage, section):
+                found.append(f"stage.{stage.name}.{name}={json.dumps(value)}")
     return found
 
 
