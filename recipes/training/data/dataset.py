@@ -111,6 +111,11 @@ class TrainingData:
             f"{recipe.data.validation} has {count}; use {works}"
         )
 
+    @property
+    def validation(self) -> Windows:
+        """The validation file, as the windows of the next step's stage."""
+        return self._validation(self.plan.at(self.progress.step + 1))
+
     def _validation(self, span: Span) -> Windows:
         return self._opened[span.recipe.data.validation, span.recipe.model.sequence_length]
 

@@ -41,10 +41,11 @@ class Progress:
     read: Read = ()
 
     def after(self, step: int, plan: StagePlan) -> "Progress":
-        """Return the progress after a later step."""
+        """Return the progress after a later step; the last stage has no end here."""
         samples, read, part = self.samples, self.read, plan.at(self.step).part
         for span in plan.spans:
-            first, last = max(span.first, self.step + 1), min(span.last, step)
+            first = max(span.first, self.step + 1)
+            last = step if span is plan.spans[-1] else min(span.last, step)
             if first > last:
                 continue
             if span.part != part:
