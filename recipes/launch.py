@@ -38,6 +38,7 @@ from recipes.nodes.hosts import read_hostfile, slurm_hosts
 from recipes.training.recipe.loading import REPOSITORY, load_recipe, origin
 from recipes.training.recipe.schema import Recipe
 from recipes.training.recipe.sections.layout import Cluster
+from recipes.training.recipe.stages.plan import StagePlan
 from recipes.training.recipe.topology import World
 from recipes.training.run_folder.folder import RunFolder
 from recipes.training.run_folder.lock import SECONDS_TO_WAIT, FolderInUse
@@ -84,7 +85,8 @@ def prepare(options: argparse.Namespace) -> Launcher:
     assert recipe.cluster
     size = recipe.cluster.gpus_per_node
     try:
-        recipe.topology(World(size=recipe.cluster.nodes * size, local_size=size))
+        plan = StagePlan(recipe)
+        plan.check_world(World(size=recipe.cluster.nodes * size, local_size=size))
     except UserError as problem:
         raise UserError(f"{name}: {problem}") from None
     if options.hostfile:
@@ -163,7 +165,7 @@ def rank_command(
     words = [python[-1], "-u", str(PRETRAIN), str(file)]
     words += ["--run-dir", str(folder.path), "--resume", resume_option(options, recipe)]
     words += ["--resume-once", options.resume_once or f"launch-{time.time_ns():x}"]
-    pipelined = recipe.layout.pipeline > 1
+    pipelined = any(span.recipe.layout.pipeline > 1 for span in StagePlan(recipe).spans)
     variables = forwarded(os.environ, container=bool(options.container))
     set_torch_variables(variables, deterministic=recipe.training.deterministic, pipelined=pipelined)
     return Command(

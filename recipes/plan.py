@@ -48,11 +48,13 @@ from recipes.planning.measured.fit import Fit, fit_table
 from recipes.planning.memory.peak import fits
 from recipes.planning.output import family_report, plan_report, plan_table, recipe_edits
 from recipes.planning.output.catalogue import catalogue_lines, zero_stage_lines
+from recipes.planning.output.stages.stage_report import stage_rows, stages_lines, stages_table
 from recipes.planning.search.family import largest, members
 from recipes.planning.search.layout_search import SearchResult, search
 from recipes.planning.time.step_time import step_time
 from recipes.training.recipe.schema import Recipe
 from recipes.training.recipe.sections.layout import Cluster
+from recipes.training.recipe.stages.plan import StagePlan
 
 
 def main() -> None:
@@ -86,15 +88,25 @@ def run(options: argparse.Namespace) -> int:
         gpus_per_node=options.gpus_per_node,
         gpu=options.gpu,
     )
+    whole = StagePlan(recipe)
+    if options.stage:
+        recipe = whole.recipe_of(options.stage)
     if options.trace:
         return trace(recipe, cluster, options)
     if options.largest:
         return print_family(cluster, options)
-    return plan(recipe, cluster, options)
+    return plan(recipe, cluster, options, whole=whole)
 
 
-def plan(recipe: Recipe, cluster: Cluster, options: argparse.Namespace) -> int:
-    """Print a plan of the recipe's own layout and the fastest layouts; return the exit code."""
+def plan(recipe: Recipe, cluster: Cluster, options: argparse.Namespace, *, whole: StagePlan) -> int:
+    """Print a plan of the recipe's own layout and the fastest layouts; return the exit code.
+
+    Args:
+        recipe: the recipe of the first stage, or of the one that `--stage` names
+        cluster: its cluster
+        options: the options of the command
+        whole: all stages, of which a table is printed if there are several
+    """
     machine = Machine.of_cluster(cluster, links_of(options))
     software = load_software(options.software)
     fit = fit_table(options.calibrate, cluster.gpu)
@@ -109,20 +121,28 @@ def plan(recipe: Recipe, cluster: Cluster, options: argparse.Namespace) -> int:
     own = adjust(own) if own else None
     count = max(options.top, 1 if options.write else 0)
     result = search(job, count, headroom=options.headroom) if count else SearchResult()
+    steps = len(whole.steps_of(options.stage or whole.names[0]))
+    stages = stage_rows(whole, machine, software, adjust) if len(whole.spans) > 1 else []
     if options.json:
         table: dict[str, Any] = {"cluster": cluster.model_dump()}
         table |= {"links": plan_table.links_table(machine)}
         table |= plan_table.search_table(recipe, result)
-        own_table = plan_table.job_table(own, recipe.training.steps) if own else None
+        own_table = plan_table.job_table(own, steps) if own else None
         table |= {"own": own_table, "own_rejected": problem, "calibration": fit.table()}
+        if stages:
+            table |= {"stage": options.stage or whole.names[0], "stages": stages_table(stages)}
         if own and options.failures_per_day:
             table["goodput"] = goodput_table(goodput_case(recipe, own, options))
         print(json.dumps(table))
     else:
         if fit.source:
             print(plan_report.calibration_text(fit))
-        print(plan_report.heading(recipe, own or job), end="\n\n")
-        print_plan(recipe, own, problem)
+        print(plan_report.heading(whole.recipe, own or job), end="\n\n")
+        if stages:
+            print(f'Stage "{options.stage or whole.names[0]}":')
+        print_plan(recipe, own, problem, steps=steps)
+        if stages:
+            print("\n".join(["", *stages_lines(stages)]))
         if own and options.failures_per_day:
             print("\n".join(goodput_lines(goodput_case(recipe, own, options))))
         if zero3 := zero3_in_pipeline(recipe, machine, software):
@@ -139,7 +159,7 @@ def plan(recipe: Recipe, cluster: Cluster, options: argparse.Namespace) -> int:
             file=sys.stderr,
         )
     draw(recipe, own or (result.plans[0].job if result.plans else None), options)
-    return 0 if own and fits(own) else 1
+    return 0 if own and fits(own) and all(row.fits for row in stages) else 1
 
 
 def adjusted(job: Job, *, fit: Fit, imbalance: float) -> Job:
@@ -160,10 +180,10 @@ def goodput_case(recipe: Recipe, own: Job, options: argparse.Namespace) -> Goodp
     return GoodputCase(recipe, step_time(own).total, costs, snapshots, options.failures_per_day)
 
 
-def print_plan(recipe: Recipe, own: Job | None, problem: str) -> None:
+def print_plan(recipe: Recipe, own: Job | None, problem: str, *, steps: int) -> None:
     """Print the predictions for the recipe's own layout, or the reason why it is not valid."""
     if own:
-        print("\n".join(plan_report.plan_text(own, recipe.training.steps)))
+        print("\n".join(plan_report.plan_text(own, steps)))
     else:
         print(f"The recipe's own layout is not valid: {problem}")
     if recipe.data.separate_documents:

@@ -25,7 +25,6 @@ from recipes.training.loop.experiment import read_experiment
 from recipes.training.loop.measurements import compare_speed, evaluate, stop_if_unreadable
 from recipes.training.loop.rejection import rejections
 from recipes.training.loop.run import Ending, Run
-from recipes.training.recipe.learning_rate import learning_rate
 from recipes.training.recipe.loading import DEFAULT_RECIPE, REPOSITORY
 from recipes.training.run_folder.folder import RunFolder
 from recipes.training.run_folder.lock import SECONDS_TO_WAIT
@@ -62,21 +61,22 @@ def main(started: float | None = None) -> None:
 
 def pretrain(started: float | None = None) -> None:
     """Train once, from the command-line options to the exit code."""
-    startup = Startup(started)
     pause_collection()
+    environment, options = dict(os.environ), parse_command_line()
+    startup = Startup(started if options.continued_at is None else options.continued_at)
 
     # 1. Experiment: read and check the recipe before importing torch, which takes seconds.
-    options = parse_command_line()
     experiment = read_experiment(options.recipe, options.set)
     world, recipe = experiment.world, experiment.recipe
     label_lines(world.rank)
     set_torch_variables(
         os.environ,
         deterministic=recipe.training.deterministic,
-        pipelined=experiment.topology.pipeline > 1,
+        pipelined=any(span.recipe.layout.pipeline > 1 for span in experiment.plan.spans),
     )
     from recipes.out_of_memory.explanation import out_of_memory_explained
     from recipes.training.engine.build import build_engine, build_grid, build_model, build_optimizer
+    from recipes.training.loop.boundaries.replacement import replace_process
     from recipes.training.loop.opening import close_run, leave_processes, open_run
     from recipes.training.loop.start import begin, find_resume_point, join, open_data
     from recipes.training.preflight.run import check_nodes
@@ -84,7 +84,8 @@ def pretrain(started: float | None = None) -> None:
     resume_collection()
     startup.lap("imports")
 
-    folder = RunFolder(options.run_dir or REPOSITORY / "runs" / recipe.name, options.lease)
+    path = options.run_dir or REPOSITORY / "runs" / recipe.name
+    folder = RunFolder(path, options.lease, options.lock)
     with rejections(world, experiment.origin):
         # 2. Data: open the corpora first, so that a missing file ends every rank immediately.
         data = open_data(experiment)
@@ -96,12 +97,13 @@ def pretrain(started: float | None = None) -> None:
 
         # 4. Start: find the newest undamaged checkpoint, and prepare the run folder.
         start = find_resume_point(experiment, claim, data, options.resume, options.resume_once)
+        experiment = experiment.at(start.progress.step + 1)  # in the stage of the next step
     begin(experiment, claim, data, start, startup)
 
     with out_of_memory_explained(experiment, claim) as account:
         # 5. Model: check the nodes, build the model, its optimizer and DeepSpeed's engine, and load
         # the checkpoint. If memory runs out from here on, a message names a layout that needs less.
-        topology, config = experiment.topology, experiment.config
+        recipe, topology, config = experiment.recipe, experiment.topology, experiment.config
         crumb = claim.supervisor.crumb  # tells the supervisor what this rank is doing
         crumb.note("building the engine")
         grid = build_grid(topology)
@@ -117,11 +119,13 @@ def pretrain(started: float | None = None) -> None:
         if start.found.path:
             engine.load(start.found.reader(), weights_only=start.found.weights_only)
             startup.lap("loading")
-        data.resume(start.progress)
+        data.resume(start.progress, topology)
 
         # 6. Train: run the steps, and record how the run ends.
         with open_run(experiment, claim, engine, data=data, start=start, startup=startup) as run:
             ending = close_run(run, train(run, start.progress.step))
+    if ending.is_boundary:  # the next stage needs another engine
+        replace_process(folder, environment)
     leave_processes()
     if ending.code == FINISHED:
         summarize(recipe, folder, world)
@@ -140,6 +144,8 @@ def train(run: Run, step: int) -> Ending:
     while step < run.last_step and not ending:
         collect_garbage()
         step += 1
+        if run.plan.begins_stage(step):
+            run.tracker.begin_stage(run.plan.at(step - 1), run.plan.at(step))
         metrics = train_step(run, step)
         if run.startup.running:
             end_startup(run, step)
@@ -159,7 +165,7 @@ def train_step(run: Run, step: int) -> dict[str, Any]:
     run.clock.begin()
     crumb, recipe = run.supervisor.crumb, run.recipe
     crumb.step = step
-    rate = learning_rate(step, recipe.optimizer, recipe.training.steps)
+    rate = run.plan.at(step).learning_rate(step)
     with stop_if_unreadable(run, step), crumb.waiting_for_disk("waiting for data"):
         micro_batches, data_seconds = run.prefetcher.take(step)
     with run.timeline.recorded(step), run.profiler.recorded(step):
@@ -233,6 +239,9 @@ def parse_command_line() -> argparse.Namespace:
     )
     parser.add_argument("--run-dir", type=Path, help="default: runs/ and the name in the recipe")
     parser.add_argument("--lease", default="", help=argparse.SUPPRESS)  # launch.py passes it
+    # A rank that has replaced itself for the next stage passes these two.
+    parser.add_argument("--continued-at", type=float, help=argparse.SUPPRESS)
+    parser.add_argument("--lock", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # deepspeed passes it
     return parser.parse_args()
 

@@ -47,6 +47,7 @@ from recipes.proving.shrink import larger_micro_batch, shrink
 from recipes.proving.worlds import run_cases
 from recipes.training.recipe.loading import DEFAULT_RECIPE, load_recipe
 from recipes.training.recipe.schema import Recipe
+from recipes.training.recipe.stages.plan import StagePlan
 
 SECONDS_PER_LAYOUT = 300  # a layout that takes longer counts as hanging
 RELAY_STEPS = 1000  # more than a relay runs, so that the learning rate stays above its minimum
@@ -64,7 +65,8 @@ def main() -> None:
     options = parse_command_line()
     with tempfile.TemporaryDirectory() as folder:
         try:
-            recipe = load_recipe(options.recipe, options.set)
+            whole = StagePlan(load_recipe(options.recipe, options.set))
+            recipe = whole.recipe_of(options.stage or whole.names[0])
             small, cases = plan(recipe, options, Path(folder) / "corpus")
         except UserError as problem:
             print(f"prove.py: {problem}", file=sys.stderr)
@@ -200,6 +202,9 @@ def parse_command_line() -> argparse.Namespace:
     )
     parser.add_argument(
         "recipe", nargs="?", type=Path, default=DEFAULT_RECIPE, help="default: recipes/tiny.toml"
+    )
+    parser.add_argument(
+        "--stage", metavar="NAME", help="stage of the recipe to prove; default: the first one"
     )
     parser.add_argument(
         "--ranks",

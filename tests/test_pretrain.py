@@ -70,8 +70,8 @@ from recipes.training.run_folder.progress import Progress
 
 resume = TrainingData.resume
 
-def jump(self, progress):
-    resume(self, Progress(progress.step, 56))
+def jump(self, progress, *layout):
+    resume(self, Progress(progress.step, 56), *layout)
 
 TrainingData.resume = jump
 pretrain.main()

@@ -64,6 +64,11 @@ class Channels:
         self.groups = self._groups(grid)
         self.expected: dict[Pass, tuple[Tensor, dist.Work]] = {}
         self.leaving: list[tuple[Pass, Tensor, dist.Work]] = []  # by the pass that waits for it
+        self.set_pipeline(pipeline)
+
+    def set_pipeline(self, pipeline: Pipeline) -> None:
+        """Change the number of micro-batches of a step; everything else stays the same."""
+        self.pipeline = pipeline
         self.turns = {work: turn for order in pipeline.orders for turn, work in enumerate(order)}
 
     def _groups(self, grid: PipelineParallelGrid) -> dict[Route, dist.ProcessGroup]:

@@ -6,7 +6,7 @@ until the last pass that needs it.
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar
 
@@ -118,6 +118,12 @@ class ScheduledEngine(PipelineEngine):
         if self.mpu.shard_group is not None:
             self.seq_data_parallel_group = self.mpu.shard_group
         self.has_moe_layers = any(is_moe_param(each) for each in model.parameters())
+
+    def set_train_batch_size(self, train_batch_size: int) -> None:
+        """Change the number of micro-batches of a step, and the order of passes with it."""
+        super().set_train_batch_size(train_batch_size)
+        self.pipeline = replace(self.pipeline, micro_batches=self.micro_batches)
+        self.channels.set_pipeline(self.pipeline)
 
     def warm_up(
         self,

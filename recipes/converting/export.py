@@ -22,6 +22,7 @@ from recipes.training.data.corpus_manifest import tokenizer_hash
 from recipes.training.data.fingerprint import document_starts
 from recipes.training.recipe.loading import parse_recipe
 from recipes.training.recipe.repository import repository_path
+from recipes.training.recipe.stages.plan import table_at
 from recipes.training.run_folder.folder import RunFolder
 from recipes.training.tracking.metric_names import task_accuracies, validation_losses
 
@@ -183,7 +184,7 @@ def model_card(source: CheckpointReader, dtype: str) -> str:
         "training": f"{manifest.step:,} steps, {manifest.tokens:,} tokens",
     }
     if "data" in manifest.recipe:
-        sources = manifest.recipe["data"]["train"]
+        sources = table_at(manifest.recipe, manifest.step)["data"]["train"]
         facts["corpus"] = ", ".join(f"{s['path']} (weight {s['weight']:g})" for s in sources)
         facts["seed"] = str(manifest.recipe["seed"])
         if averaged := manifest.layout.get("averaged"):

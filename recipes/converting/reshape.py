@@ -21,6 +21,7 @@ from recipes.training.checkpoint.writing.rank_files import KINDS_OF_FILE
 from recipes.training.recipe.deepspeed_config import build_deepspeed_config
 from recipes.training.recipe.loading import apply_overrides, parse_recipe
 from recipes.training.recipe.schema import Recipe
+from recipes.training.recipe.stages.plan import recipe_at
 from recipes.training.recipe.topology import Topology, World
 from recipes.training.run_folder.provenance import layout_of, versions
 
@@ -51,8 +52,9 @@ def new_recipe(
         raise UserError(
             f"changing {changed[0]} would make it another run; keep the value in {source.path}"
         )
-    topology = recipe.topology(World(size=ranks, local_size=ranks))
-    build_deepspeed_config(recipe, topology)
+    stage = recipe_at(recipe, source.manifest.step + 1)  # in which the run resumes
+    topology = stage.topology(World(size=ranks, local_size=ranks))
+    build_deepspeed_config(stage, topology)
     return recipe, topology
 
 
@@ -78,7 +80,7 @@ def reshape(source: CheckpointReader, output: Path, *, recipe: Recipe, topology:
     replace(
         source.manifest,
         recipe=recipe.model_dump(mode="json"),
-        layout=layout_of(recipe, topology),
+        layout=layout_of(recipe_at(recipe, source.manifest.step + 1), topology),
         versions=versions(),
         tensors=tensors,
         files=files,

@@ -6,6 +6,7 @@ from models.config import ModelConfig
 from models.errors import UserError
 from recipes.training.checkpoint.manifest import Manifest, find_damages
 from recipes.training.checkpoint.reader import CheckpointReader
+from recipes.training.recipe.stages.plan import table_at
 from recipes.training.run_folder.checkpoint_folders import published
 
 
@@ -40,5 +41,10 @@ def undamaged(run: Path, count: int) -> list[CheckpointReader]:
 
 
 def model_of(source: CheckpointReader) -> ModelConfig:
-    """Return the architecture of a run's checkpoint or of imported weights."""
-    return ModelConfig.from_table(source.manifest.recipe["model"])
+    """Return the architecture of a run's checkpoint or of imported weights.
+
+    It is that of the stage of the checkpoint's step, whose sequence length and rotary positions the
+    weights were trained with.
+    """
+    manifest = source.manifest
+    return ModelConfig.from_table(table_at(manifest.recipe, manifest.step)["model"])

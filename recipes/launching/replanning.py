@@ -1,5 +1,6 @@
 """The layout of a run on the nodes that are left: the recipe's own, or the planner's fastest."""
 
+import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -10,10 +11,11 @@ from recipes.planning.inputs.cluster import recipe_on_cluster
 from recipes.planning.inputs.job import Job, Machine, job_without_layout, own_job
 from recipes.planning.inputs.software import load_software
 from recipes.planning.memory.peak import GIB, StageMemory, fits, fullest_stage, limit_after_shortage
-from recipes.planning.output.recipe_edits import options_of
-from recipes.planning.search.layout_search import DEFAULT_HEADROOM, is_near_tie, search
+from recipes.planning.output.recipe_edits import edits, options_of
+from recipes.planning.search.layout_search import DEFAULT_HEADROOM, Plan, is_near_tie, search
 from recipes.planning.time.step_time import step_time
 from recipes.training.recipe.schema import Recipe
+from recipes.training.recipe.stages.plan import StagePlan
 
 
 @dataclass(frozen=True)
@@ -74,6 +76,10 @@ class Replanner:
         On the recipe's own number of nodes, it is the recipe's layout. On fewer nodes it is that
         layout with fewer data ranks, unless another one is predicted to be faster by more than the
         error of the prediction.
+
+        If the recipe has stages, the layout must fit all of them, because the ranks pass from one
+        stage to the next by themselves. A layout that is searched for is that of the stage with the
+        most tokens in a micro-batch, and all stages then use it.
         """
         if nodes not in self._found:
             self._found[nodes] = self._find(nodes)
@@ -95,23 +101,50 @@ class Replanner:
                 precision.
         """
         overrides = [f"cluster.nodes={nodes}"]
-        recipe, cluster = recipe_on_cluster(self.file, self.overrides, nodes=nodes)
+        whole, cluster = recipe_on_cluster(self.file, self.overrides, nodes=nodes)
         machine, software = Machine.of_cluster(cluster), load_software("threefold")
-        own, _ = own_job(recipe, machine, software)
+        stages = [span.recipe for span in StagePlan(whole).stages]
+        recipe = max(stages, key=lambda each: each.batch.micro_sequences * each.tokens_per_rank)
+        jobs = [own_job(each, machine, software)[0] for each in stages]
+        own = jobs[stages.index(recipe)] if all(jobs) else None
         if own and nodes == self.cluster.nodes:
-            return replace(_placement(recipe, overrides, own), chosen=False)
+            return replace(_placement(whole, overrides, own), chosen=False)
         limit = min(self._limit_bytes, machine.gpu.memory_gib * GIB)
         headroom = max(DEFAULT_HEADROOM, 1 - limit / (machine.gpu.memory_gib * GIB))
         plans = search(job_without_layout(recipe, machine, software), 1, headroom=headroom).plans
-        if own and (not fits(own) or fullest_stage(own).total > limit):
+        if not all(job and fits(job) and fullest_stage(job).total <= limit for job in jobs):
             own = None
         if own and (not plans or is_near_tie(step_time(own).total, plans[0].time.total)):
-            return _placement(recipe, overrides, own)
+            return _placement(whole, overrides, own)
         if not plans:
             return None
-        overrides = [*overrides, *options_of(recipe, plans[0])]
-        changed, _ = recipe_on_cluster(self.file, [*self.overrides, *overrides])
+        chosen = [*options_of(whole, plans[0]), *_options_of_stages(whole, plans[0])]
+        overrides = [*overrides, *chosen]
+        try:
+            changed, _ = recipe_on_cluster(self.file, [*self.overrides, *overrides])
+        except UserError:  # another stage cannot use the layout
+            return None
+        for span in StagePlan(changed).stages:
+            job, _ = own_job(span.recipe, machine, software)
+            if not job or not fits(job):
+                return None
         return _placement(changed, overrides, plans[0].job)
+
+
+def _options_of_stages(recipe: Recipe, plan: Plan) -> list[str]:
+    """Return overrides that give a layout to the stages that have another one.
+
+    Args:
+        recipe: the recipe, with its stages
+        plan: the layout
+    """
+    found = []
+    for stage in recipe.stage:
+        for name, value in edits(recipe, plan).items():
+            section, _, key = name.partition(".")
+            if key and key in getattr(stage, section):
+                found.append(f"stage.{stage.name}.{name}={json.dumps(value)}")
+    return found
 
 
 def _placement(recipe: Recipe, overrides: Sequence[str], job: Job) -> Placement:
@@ -122,7 +155,7 @@ def _placement(recipe: Recipe, overrides: Sequence[str], job: Job) -> Placement:
         overrides,
         _text(recipe),
         step_time(job).total,
-        pipelined=recipe.layout.pipeline > 1,
+        pipelined=any(span.recipe.layout.pipeline > 1 for span in StagePlan(recipe).spans),
         memory=fullest_stage(job),
         chosen=True,
     )

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,8 +13,10 @@ from recipes.training.data.dataset import TrainingData
 from recipes.training.data.fingerprint import document_starts
 from recipes.training.recipe.repository import repository_path
 from recipes.training.recipe.schema import Recipe
+from recipes.training.recipe.stages.plan import StagePlan
 from recipes.training.recipe.topology import Topology
 from recipes.training.run_folder.folder import RunFolder
+from recipes.training.run_folder.progress import Progress
 
 MAX_CHARACTERS_SHOWN = 200  # of a window
 
@@ -31,18 +34,27 @@ def ledger(recipe: Recipe, run: Path, step: int, *, text: bool) -> Iterator[str]
         UserError: The corpora and the recipe do not match.
     """
     data = TrainingData(recipe, Topology(pipeline=1, data=1, tensor=1), 0)
-    samples, length = samples_of(recipe, RunFolder(run), step), recipe.model.sequence_length
-    span = f"{samples.start} .. {samples.stop - 1}"
-    yield f"step {step} reads samples {span}, windows of {length} + 1 tokens"
+    before, samples = reading_of(data.plan, RunFolder(run), step)
+    data.resume(before)
+    span = data.plan.at(step)
+    length, stage = span.recipe.model.sequence_length, ""
+    if len(data.plan.names) > 1:
+        stage = f' (stage "{span.stage}")'
+    first_and_last = f"{samples.start} .. {samples.stop - 1}"
+    yield f"step {step}{stage} reads samples {first_and_last}, windows of {length} + 1 tokens"
     folder = repository_path(recipe.data.tokenizer)
     setting = f'data.tokenizer = "{recipe.data.tokenizer}"'
     tokenizer = load_tokenizer(folder, setting) if text else None
-    for corpus_of_recipe, start in zip(recipe.data.train, document_starts(recipe), strict=True):
+    train = span.recipe.data.train
+    for corpus_of_recipe, start in zip(train, document_starts(span.recipe), strict=True):
         if start:
             yield f"documents of {corpus_of_recipe.path} begin with the tokens {start}"
-    origins = [Origins(corpus.file.path) for corpus in data.sources]
-    for sample, (source, window) in zip(samples, data.places(np.array(samples)), strict=True):
-        corpus, path = data.sources[source], recipe.data.train[source].path
+    corpora = data.sources(step)
+    paths = dict(zip(corpora, (source.path for source in train), strict=True))
+    origins = {number: Origins(corpus.file.path) for number, corpus in corpora.items()}
+    places = data.places(np.array(samples), step)
+    for sample, (source, window) in zip(samples, places, strict=True):
+        corpus, path = corpora[source], paths[source]
         first, stop = window * length, (window + 1) * length + 1
         documents = ", ".join(
             f"document {number}, its tokens {begin} .. {end - 1}"
@@ -62,14 +74,34 @@ def origin_phrase(origin: str) -> str:
 
 def samples_of(recipe: Recipe, run: RunFolder, step: int) -> range:
     """Return the samples that a step of a run has read, or will read with this recipe."""
-    length, batch = recipe.model.sequence_length, recipe.batch.global_sequences
-    firsts = {0: 0} | run.history().first_samples()  # step -> first sample of the next step
-    ends = {line["step"]: line["tokens"] // length for line in run.read_metrics()}
+    _, samples = reading_of(StagePlan(recipe), run, step)
+    return samples
+
+
+def reading_of(plan: StagePlan, run: RunFolder, step: int) -> tuple[Progress, range]:
+    """Return the progress of a run before a step, and the samples that the step reads.
+
+    The events record where the position in the data jumped. Otherwise the steps follow the recipe,
+    or the metrics, because the run may have had another batch size.
+    """
+    history = run.history()
+    firsts = {0: 0} | history.first_samples()  # step -> first sample of the next step
+
+    def planned(after: int) -> Progress:
+        jump = max(at for at in firsts if at <= after)
+        return history.progress_at(jump, firsts[jump]).after(after, plan)
+
+    ends = {}
+    for line in run.read_metrics():
+        expected = planned(line["step"])
+        length = plan.at(line["step"]).recipe.model.sequence_length
+        ends[line["step"]] = expected.samples + (line["tokens"] - expected.tokens(plan)) // length
     for at, first in firsts.items():  # drop steps that a rollback has discarded
         ends = {step: end for step, end in ends.items() if step <= at or end > first}
     begins = ends | firsts
-    if step in ends and step - 1 in begins:
-        return range(begins[step - 1], ends[step])
     known = max(at for at in begins if at < step)
-    first = begins[known] + (step - 1 - known) * batch
-    return range(first, first + batch)
+    before = replace(planned(known), samples=begins[known]).after(step - 1, plan)
+    stop = before.after(step, plan).samples
+    if known == step - 1:
+        stop = ends.get(step, stop)
+    return before, range(before.samples, stop)

@@ -35,8 +35,8 @@ def shrink(recipe: Recipe, *, ranks: int, layers: int, steps: int, corpus: Path)
         corpus: folder that `write_corpus` wrote
     """
     table = recipe.model_dump(mode="json", exclude_none=True)
-    table.pop("cluster", None)
-    table.pop("evaluation", None)  # a proof has a task of its own
+    for key in ("cluster", "stage", "evaluation"):  # a proof has a task of its own
+        table.pop(key, None)
     table["model"] |= small_model(recipe.model, ranks, layers)
     table["layout"] = {}
     table["batch"] = {

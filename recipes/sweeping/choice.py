@@ -23,6 +23,7 @@ from recipes.sweeping.trial import Rejection, Trial
 from recipes.training.recipe.deepspeed_config import build_deepspeed_config
 from recipes.training.recipe.loading import load_recipe, short
 from recipes.training.recipe.schema import Recipe
+from recipes.training.recipe.stages.plan import StagePlan
 from recipes.training.recipe.topology import World
 
 ALL = 10**9  # more layouts than a search finds
@@ -90,13 +91,13 @@ class Combination:
         return ", ".join(parts) or "unchanged"
 
     def recipe(self) -> Recipe:
-        """Return the recipe, with a [cluster] section.
+        """Return the recipe of the first stage, with a [cluster] section.
 
         Raises:
             UserError: the recipe or a setting is not valid.
         """
         recipe, _ = recipe_on_cluster(self.path, self.overrides, **self.cluster)
-        return recipe
+        return StagePlan(recipe).stages[0].recipe
 
 
 def choose(request: Request) -> Choice:

@@ -109,6 +109,10 @@ def add_plan_options(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     output = parser.add_argument_group("output")
     output.add_argument(
+        "--stage", metavar="NAME",
+        help="plan this stage of the recipe in detail (default: the first one)",
+    )  # fmt: skip
+    output.add_argument(
         "--top", type=int, default=5, help="number of fastest layouts to print (default: 5)"
     )
     output.add_argument(

@@ -25,6 +25,7 @@ from recipes.planning.search.layout_search import (
 )
 from recipes.planning.time.step_time import StepTime, step_time
 from recipes.training.recipe.schema import Recipe
+from recipes.training.recipe.stages.plan import StagePlan
 
 TIME_PARTS = [field.name for field in fields(StepTime) if field.name not in ("forward", "backward")]
 MIN_MICRO_BATCHES_PER_STAGE = 4
@@ -69,12 +70,12 @@ def rates(job: Job, seconds: float, steps: int) -> Rates:
 
 def heading(recipe: Recipe, job: Job) -> str:
     """Describe a recipe and its machine in two lines."""
-    machine = job.machine
-    tokens = recipe.training.steps * recipe.tokens_per_step
+    machine, plan = job.machine, StagePlan(recipe)
+    stages = f" to {plan.spans[-1].recipe.tokens_per_step:,}" if len(plan.spans) > 1 else ""
     return (
         f"{recipe.name}: {parameters_text(recipe.model)}, "
-        f"{short_count(tokens)} tokens, {recipe.training.steps:,} steps of "
-        f"{recipe.tokens_per_step:,} tokens\n"
+        f"{short_count(plan.total_tokens)} tokens, {recipe.training.steps:,} steps of "
+        f"{plan.spans[0].recipe.tokens_per_step:,}{stages} tokens\n"
         f"{machine.gpus:,} x {machine.gpu.name} on {machine.nodes} "
         f"node{'s' * (machine.nodes > 1)}, {job.precision}, software {job.software.name}; "
         f"{links_text(machine)}"

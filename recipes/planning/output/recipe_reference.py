@@ -86,13 +86,14 @@ def type_text(field: Schema) -> str:
         return " or ".join(type_text(choice) for choice in field["anyOf"])
     if "properties" in field:
         return f"table of {', '.join(f'`{key}`' for key in field['properties'])}"
-    if "additionalProperties" in field and field["type"] == "object":
+    if isinstance(field.get("additionalProperties"), dict):
         return f"table of one {type_text(field['additionalProperties'])} per name"
     if field["type"] == "array":
         parts = field.get("prefixItems") or [field["items"]]
         size = f"{len(parts)} values" if "prefixItems" in field else "list"
         return f"{size}, each: {type_text(parts[0])}"
-    return ", ".join([field["type"], *bounds(field)])
+    name = "table" if field["type"] == "object" else field["type"]
+    return ", ".join([name, *bounds(field)])
 
 
 def bounds(field: Schema) -> Iterator[str]:

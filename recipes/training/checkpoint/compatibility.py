@@ -1,7 +1,7 @@
 """Compare a checkpoint with the recipe and the data of the run that starts or resumes from it."""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from models.config import ModelConfig
 from models.errors import UserError
@@ -9,6 +9,7 @@ from models.rope_scaling import SCALING_KEYS
 from recipes.training.checkpoint.manifest import Manifest
 from recipes.training.recipe.deepspeed_config import leaves
 from recipes.training.recipe.schema import Recipe
+from recipes.training.recipe.stages.plan import table_at
 
 # Keys of [model] that do not affect the shape or meaning of weights. A run may change them when it
 # starts from initial weights.
@@ -35,18 +36,67 @@ def check_same_run(
             f'--set training.initial_weights="{checkpoint}"'
         )
     saved, now = manifest.recipe, recipe.model_dump(mode="json")
+    before, after = (_begun(fingerprint, manifest.step) for fingerprint in (manifest.data, data))
     # Older checkpoints do not record these two keys. Corpora are always compared by content.
     unrecorded = {"separate_documents": False, "document_starts": data.get("document_starts")}
-    read = {**unrecorded, **manifest.data}
     different = differences(
-        {"model": _spelled_out(saved["model"]), "seed": saved["seed"], "data": read},
-        {"model": _spelled_out(now["model"]), "seed": now["seed"], "data": data},
+        {
+            "model": _spelled_out(saved["model"]),
+            "seed": saved["seed"],
+            "data": unrecorded | before.shared,
+        },
+        {"model": _spelled_out(now["model"]), "seed": now["seed"], "data": after.shared},
     )
     if different:
         raise UserError(
             f"{checkpoint} was trained with {_sentence(different)}; use the same values, "
             f"--run-dir for a new run, or --resume never to start again"
         )
+    _check_same_stages(checkpoint, manifest.step, before.stages, after.stages)
+
+
+class _Fingerprint(NamedTuple):
+    """A fingerprint: of the first stage, and of the later stages that have changed the data."""
+
+    shared: dict[str, Any]
+    stages: list[dict[str, Any]]
+
+
+def _begun(data: dict[str, Any], step: int) -> _Fingerprint:
+    """Return the fingerprint of the stages that have begun when a step is done."""
+    parts = [part for part in data.get("parts", ()) if part["first_step"] <= step]
+    return _Fingerprint({key: value for key, value in data.items() if key != "parts"}, parts)
+
+
+def _check_same_stages(
+    checkpoint: Path, step: int, before: list[dict[str, Any]], now: list[dict[str, Any]]
+) -> None:
+    """Check that a run has gone through the same stages, as far as they change the data.
+
+    Raises:
+        UserError: the stages differ; the message names the stage.
+    """
+    for number in range(max(len(before), len(now))):
+        old = before[number] if number < len(before) else None
+        new = now[number] if number < len(now) else None
+        if old is None and new is not None:
+            raise UserError(
+                f'{checkpoint} was trained without stage "{new["stage"]}", which begins with step '
+                f"{new['first_step']}; let the stage begin after step {step}, or use the recipe of "
+                f"the checkpoint"
+            )
+        if old is not None and new is None:
+            raise UserError(
+                f'{checkpoint} was trained with stage "{old["stage"]}" from step '
+                f"{old['first_step']} on, which this recipe lacks; add the stage, or resume from a "
+                f"checkpoint before step {old['first_step']}"
+            )
+        assert old is not None and new is not None
+        if different := differences(old, new | {"stage": old["stage"]}):
+            raise UserError(
+                f'{checkpoint} was trained with another stage "{old["stage"]}": '
+                f"{_sentence(different)}; only stages that begin after step {step} may differ"
+            )
 
 
 def check_same_model(source: str, manifest: Manifest, recipe: Recipe) -> None:
@@ -60,7 +110,7 @@ def check_same_model(source: str, manifest: Manifest, recipe: Recipe) -> None:
     Raises:
         UserError: the checkpoint has another model; the message names each key that differs.
     """
-    theirs = _spelled_out(manifest.recipe["model"])
+    theirs = _spelled_out(table_at(manifest.recipe, manifest.step)["model"])
     ours = _spelled_out(recipe.model_dump(mode="json")["model"])
     free = (*TRAINING_ONLY, *(ROTARY_KEYS if recipe.model.positions == "rope" else ()))
     different = {
@@ -85,7 +135,8 @@ def changed_positions(manifest: Manifest, recipe: Recipe) -> str:
     if recipe.model.positions != "rope":
         return ""
     ours = recipe.model_dump(mode="json")["model"]
-    before, now = (_positions(table) for table in (manifest.recipe["model"], ours))
+    theirs = table_at(manifest.recipe, manifest.step)["model"]
+    before, now = (_positions(table) for table in (theirs, ours))
     return _sentence(differences(before, now), "model.")
 
 

@@ -22,9 +22,10 @@ from models.errors import UserError
 from recipes.training.checkpoint.tensor_file import FileRecord
 from recipes.training.run_folder.checkpoint_folders import NAME, step_of
 from recipes.training.run_folder.line_file import flush
-from recipes.training.run_folder.progress import Progress
+from recipes.training.run_folder.progress import Progress, read_from
 
 FORMAT = 1
+OPTIONAL = {"read_parts", "parent"}  # fields that a manifest may lack
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,8 @@ class Manifest:
         tensors: tensor name -> file name
         files: file name -> size and SHA-256
         format: version of this format
+        read_parts: `Progress.read` of a run whose stages change the data
+        parent: the checkpoint of another run at which the run began, if there is one
     """
 
     step: int
@@ -58,11 +61,13 @@ class Manifest:
     tensors: dict[str, str]
     files: dict[str, FileRecord]
     format: int = FORMAT
+    read_parts: list[list[int]] | None = None
+    parent: dict[str, Any] | None = None
 
     @property
     def progress(self) -> Progress:
         """The progress of a run that resumes from this checkpoint."""
-        return Progress(self.step, self.samples)
+        return Progress(self.step, self.samples, read_from(self.read_parts))
 
     @property
     def has_moments(self) -> bool:
@@ -83,8 +88,10 @@ class Manifest:
             flush(path)
 
     def text(self) -> str:
-        """Return the content of manifest.json."""
-        return json.dumps(asdict(self), indent=1) + "\n"
+        """Return the content of manifest.json, without optional fields that are empty."""
+        content = asdict(self)
+        kept = {key: content[key] for key in content if key not in OPTIONAL or content[key]}
+        return json.dumps(kept, indent=1) + "\n"
 
     @classmethod
     def read(cls, checkpoint: Path) -> "Manifest":
@@ -114,7 +121,7 @@ class Manifest:
                 f"{file}: format = {content.get('format')}, but this version of Threefold reads "
                 f"format = {FORMAT}; use the version that wrote the checkpoint"
             )
-        if wrong := {field.name for field in fields(cls)} ^ content.keys():
+        if wrong := ({field.name for field in fields(cls)} ^ content.keys()) - OPTIONAL:
             raise UserError(
                 f"{file}: missing or unknown keys: {', '.join(sorted(wrong))}; use the version of "
                 f"Threefold that wrote the checkpoint"

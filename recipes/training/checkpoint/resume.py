@@ -63,6 +63,7 @@ class Start:
         rollbacks: number of rollbacks since the checkpoint was saved
         request: the `--resume` request to carry out before training; "auto" for none
         branch: a pending request of an earlier start; None if there is none
+        parent: the checkpoint of another run at which the run began (`parent_of`), if there is one
     """
 
     found: ResumePoint
@@ -70,6 +71,7 @@ class Start:
     rollbacks: int
     request: Request
     branch: Branch | None
+    parent: dict[str, Any] | None = None
 
 
 def hold_together(folder: RunFolder, *, wait_seconds: float) -> str:
@@ -159,7 +161,10 @@ def find_start(
     found = replace(found, skipped=snapshot.skipped | found.skipped)
     progress = found.progress
     if request.resume != "auto":
-        return Start(found, progress, 0, request, None)
+        parent = found.reader().manifest.parent if found.checkpoint else None
+        if found.path and not resume_point.is_own(folder.checkpoints, found.path):
+            parent = parent_of(found, str(_absolute_path(found.path)))
+        return Start(found, progress, 0, request, None, parent)
     if history.saved and (found.path is None or found.weights_only):
         raise UserError(
             f"{folder.checkpoints} has no checkpoint, but {folder.events} records that step "
@@ -183,8 +188,9 @@ def _at(
     progress = found.progress
     samples = history.rolled_back.get(progress.step)
     if progress.step and samples is not None:
-        progress = Progress(progress.step, samples)
-    return Start(found, progress, history.rollbacks(saved), Request(), pending)
+        progress = history.progress_at(progress.step, samples)
+    parent = history.parent or (found.checkpoint.manifest.parent if found.checkpoint else None)
+    return Start(found, progress, history.rollbacks(saved), Request(), pending, parent)
 
 
 def begin_branch(folder: RunFolder, start: Start) -> None:
@@ -221,9 +227,24 @@ def begin_branch(folder: RunFolder, start: Start) -> None:
 
 
 def _record(folder: RunFolder, request: Request, found: ResumePoint, **fields: str) -> None:
-    step, samples = found.progress.step, found.progress.samples
-    once = {"once": request.once} if request.once else {}
-    folder.durable_event("branch", step, samples=samples, resume=request.resume, **once, **fields)
+    facts: dict[str, Any] = found.progress.record() | {"resume": request.resume}
+    if request.once:
+        facts["once"] = request.once
+    if found.checkpoint and Path(fields["checkpoint"]).is_absolute():
+        facts["parent"] = parent_of(found, fields["checkpoint"])
+    folder.durable_event("branch", found.progress.step, **facts, **fields)
+
+
+def parent_of(found: ResumePoint, checkpoint: str) -> dict[str, Any]:
+    """Return the record of the checkpoint of another run at which a run begins."""
+    manifest = found.reader().manifest
+    run = Path(checkpoint).parent.parent
+    return {
+        "checkpoint": checkpoint,
+        "run": str(run) if run.name else "",
+        "name": manifest.recipe.get("name", ""),
+        "step": manifest.step,
+    }
 
 
 def _metrics_of(folder: RunFolder, path: Path) -> Path:

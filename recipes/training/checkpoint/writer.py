@@ -30,6 +30,7 @@ from recipes.training.checkpoint.state import KINDS, TrainingState
 from recipes.training.checkpoint.writing.assembly import Assembly
 from recipes.training.checkpoint.writing.rank_files import Written, united, write_files
 from recipes.training.recipe.schema import Recipe
+from recipes.training.recipe.stages.plan import StagePlan
 from recipes.training.recipe.topology import Topology
 from recipes.training.run_folder.checkpoint_folders import (
     checkpoint_name,
@@ -69,7 +70,9 @@ class CheckpointWriter:
         recipe: the recipe of the run
         topology: the layout of the ranks
         data: fingerprints of corpora and tokenizer, for the manifest
+        step: a step of the stage that the ranks train
         damaged: checkpoints that retention neither deletes nor counts
+        parent: the checkpoint of another run at which this one began, for the manifest
 
     Attributes:
         on_publish: called with the step and the folder of each published checkpoint, on rank 0, by
@@ -84,11 +87,14 @@ class CheckpointWriter:
         recipe: Recipe,
         topology: Topology,
         data: dict[str, Any],
+        step: int = 1,
         damaged: Collection[Path] = (),
+        parent: dict[str, Any] | None = None,
     ):
         self.state, self.folder, self.recipe, self.damaged = state, folder, recipe, damaged
         self.rank = dist.get_rank()
-        self.layout, self.data = layout_of(recipe, topology), data
+        self.plan, self.data, self.parent = StagePlan(recipe), data, parent
+        self.layout = layout_of(self.plan.at(step).recipe, topology)
         # Only rank 0 writes the manifest, so only rank 0 runs git.
         self.versions = versions() if self.rank == 0 else {}
         self.tree = RankTree(EXCHANGE_TIMEOUT)
@@ -230,7 +236,9 @@ class CheckpointWriter:
         return Manifest(
             step=progress.step,
             samples=progress.samples,
-            tokens=progress.samples * self.recipe.model.sequence_length,
+            tokens=progress.tokens(self.plan),
+            read_parts=[list(each) for each in progress.read] or None,
+            parent=self.parent,
             updates=counters.updates,
             loss_scale=counters.loss_scale,
             tensors=written.tensors,

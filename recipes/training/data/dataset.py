@@ -1,10 +1,11 @@
 """Token files -> micro-batches: a pure function of (recipe, progress, step) in every layout.
 
 A corpus is cut into windows of sequence_length + 1 tokens, each overlapping the next by one token.
-The seed alone decides which window is sample n of the run. A step reads the next G samples, where G
-is the global batch, and the data ranks divide them. Step k (from 1) reads the samples (k - 1) G ..
-k G - 1, unless the run was resumed with another batch: it then continues with the sample after the
-last one that the old batch read.
+The seed and the stages alone decide which window is sample n of the run (`order.py`). A step reads
+the next G samples, where G is the global batch of the step, and the data ranks divide them. Step k
+(from 1) of a recipe with one batch size reads the samples (k - 1) G .. k G - 1, unless the run was
+resumed with another batch: it then continues with the sample after the last one that the old batch
+read.
 
 A window may cross the ends of documents. With data.separate_documents, each micro-batch's `info`
 contains the lengths of its documents, which come from the token file's index. Therefore no stage
@@ -29,12 +30,13 @@ from recipes.training.data.evaluation.tasks import Tasks, open_tasks
 from recipes.training.data.evaluation.token_bytes import token_bytes
 from recipes.training.data.fingerprint import fingerprint
 from recipes.training.data.micro_batch import MicroBatch
-from recipes.training.data.mixing import choose_sources, permuted
+from recipes.training.data.order import Mixture, mixture_after, source_numbers
 from recipes.training.data.token_file import TokenFile
 from recipes.training.recipe.repository import repository_path
 from recipes.training.recipe.schema import Recipe
+from recipes.training.recipe.stages.plan import Span, StagePlan
 from recipes.training.recipe.topology import Topology
-from recipes.training.run_folder.progress import Progress
+from recipes.training.run_folder.progress import Progress, Read
 
 
 class Windows:
@@ -65,66 +67,123 @@ class Windows:
 
 
 class TrainingData:
-    """The micro-batches of a rank, in training and in validation.
+    """The micro-batches of a rank, in training and in evaluations.
 
-    Stages that hold neither the first nor the last layer get micro-batches without tokens.
+    Stages of the pipeline that hold neither the first nor the last layer get micro-batches without
+    tokens.
 
     Raises:
         UserError: token files, manifest, tokenizer and recipe do not fit each other.
     """
 
     def __init__(self, recipe: Recipe, topology: Topology, rank: int):
-        length = self.sequence_length = recipe.model.sequence_length
-        corpora = [open_corpus(source.path, recipe) for source in recipe.data.train]
-        self.sources = [Windows(corpus, length) for corpus in corpora]
-        self.weights = [source.weight for source in recipe.data.train]
-        self.validation = {
-            name: Windows(open_corpus(path, recipe), length)
-            for name, path in recipe.data.validation_sets.items()
-        }
+        self.recipe, self.rank = recipe, rank
+        self.plan = StagePlan(recipe)
+        self._opened: dict[tuple[str, int], Windows] = {}
+        self._tasks: dict[int, Tasks] = {}  # by sequence length
+        self.numbers = source_numbers(self.plan)
+        for span in self.plan.spans:
+            with self.plan.naming(span):
+                self._open(span)
         self.seed, self.vocab_size = recipe.seed, recipe.model.vocab_size
-        self.micro_sequences = recipe.batch.micro_sequences
-        self.global_sequences = recipe.batch.global_sequences
-        self.separate_documents = recipe.data.separate_documents
-        coordinates = topology.coordinates(rank)
-        self.data_rank, self.data_size = coordinates.data, topology.data
-        self.context_rank, self.context_size = coordinates.context, topology.context
-        self.takes_tokens = coordinates.pipeline in recipe.layout.ends
-        self.evaluation_batches = recipe.training.evaluation_batches
-        self.recipe = recipe
-        self.progress = Progress()
+        self.resume(Progress(), topology)
+
+    def _open(self, span: Span) -> None:
+        """Open and check the corpora of a span."""
+        recipe = span.recipe
+        training = (source.path for source in recipe.data.train)
+        for path in (*training, *recipe.data.validation_sets.values()):
+            key = path, recipe.model.sequence_length
+            if key not in self._opened:
+                opened = [each.file for (other, _), each in self._opened.items() if other == path]
+                file = opened[0] if opened else open_corpus(path, recipe)
+                self._opened[key] = Windows(file, recipe.model.sequence_length)
         check_document_starts(recipe)
+
+    @property
+    def stage_recipe(self) -> Recipe:
+        """The recipe of the stage that evaluations use: that of the step in `evaluate_after`."""
+        return self.plan.at(self._evaluated_step).recipe
+
+    @property
+    def sequence_length(self) -> int:
+        """Tokens of a sequence in evaluations."""
+        return self.stage_recipe.model.sequence_length
+
+    @property
+    def separate_documents(self) -> bool:
+        """True if attention in evaluations does not cross the ends of documents."""
+        return self.stage_recipe.data.separate_documents
+
+    @property
+    def validation(self) -> dict[str, Windows]:
+        """Name -> validation set; the name of a single path is ""."""
+        recipe = self.stage_recipe
+        length = recipe.model.sequence_length
+        return {
+            name: self._opened[path, length] for name, path in recipe.data.validation_sets.items()
+        }
+
+    def evaluate_after(self, step: int) -> None:
+        """Let evaluations use the settings of a step's stage."""
+        self._evaluated_step = step
+
+    def sources(self, step: int = 1) -> dict[int, Windows]:
+        """Return number -> corpus, as the windows of a step."""
+        recipe = self.plan.at(step).recipe
+        return {
+            self.numbers[str(repository_path(source.path))]: self._opened[
+                source.path, recipe.model.sequence_length
+            ]
+            for source in recipe.data.train
+        }
 
     @cached_property
     def fingerprint(self) -> dict[str, Any]:
         """Everything that decides which samples the run reads; reads the files on first use."""
         return fingerprint(self.recipe)
 
-    def resume(self, progress: Progress) -> None:
-        """Continue from where a run stopped; the next step reads the next sample."""
+    def resume(self, progress: Progress, topology: Topology | None = None) -> None:
+        """Continue from where a run stopped; the next step reads the next sample.
+
+        Args:
+            progress: the progress of the run
+            topology: the layout of the next steps; None if it stays the same
+        """
         self.progress = progress
+        self.evaluate_after(progress.step + 1)
+        self._mixtures: dict[tuple[Read, int], Mixture] = {}
+        if topology is None:
+            return
+        coordinates = topology.coordinates(self.rank)
+        self.data_rank, self.data_size = coordinates.data, topology.data
+        self.context_rank, self.context_size = coordinates.context, topology.context
+        layout = self.plan.at(progress.step + 1).recipe.layout
+        self.takes_tokens = coordinates.pipeline in layout.ends
 
     def progress_after(self, step: int) -> Progress:
         """Return the progress of the run after a step."""
-        return Progress(step, self.progress.samples_after(step, self.global_sequences))
+        return self.progress.after(step, self.plan)
 
     def samples(self, step: int) -> range:
         """Return the run's samples that training step 1, 2, ... reads, on all ranks."""
-        first = self.progress.samples_after(step - 1, self.global_sequences)
-        return range(first, first + self.global_sequences)
+        first = self.progress.after(step - 1, self.plan).samples
+        return range(first, first + self.plan.at(step).recipe.batch.global_sequences)
 
     def step(self, step: int) -> Iterator[MicroBatch]:
         """Yield this data rank's micro-batches of training step 1, 2, ..."""
-        for samples in self._shares(self.samples(step).start, self.global_sequences):
-            yield self._micro_batch(self._windows(samples), MaskKey(self.seed, samples))
+        recipe, samples = self.plan.at(step).recipe, self.samples(step)
+        for share in self._shares(recipe, samples.start, len(samples)):
+            yield self._micro_batch(recipe, self._windows(share, step), MaskKey(self.seed, share))
 
     def validation_windows(self, name: str) -> list[int]:
         """Return the windows that each validation reads from a set, spread evenly over its file.
 
         All sets are validated over the same number of batches; a shorter one as a whole.
         """
-        corpus = self.validation[name]
-        count = min(self.evaluation_batches * self.global_sequences, corpus.count)
+        corpus, recipe = self.validation[name], self.stage_recipe
+        wanted = recipe.training.evaluation_batches * recipe.batch.global_sequences
+        count = min(wanted, corpus.count)
         return [n * corpus.count // count for n in range(count)]
 
     def evaluation(self, name: str = "") -> Iterator[MicroBatch]:
@@ -137,12 +196,19 @@ class TrainingData:
         corpus, windows = self.validation[name], self.validation_windows(name)
         for samples in self.evaluation_samples(len(windows)):
             chosen = [windows[n] if n < len(windows) else windows[0] for n in samples]
-            yield self._micro_batch([(corpus, window) for window in chosen], None)
+            yield self._micro_batch(self.stage_recipe, [(corpus, each) for each in chosen], None)
 
-    @cached_property
+    @property
     def tasks(self) -> Tasks:
         """The tasks of the recipe; reads and tokenises their files on first use."""
-        return open_tasks(self.recipe)
+        length = self.sequence_length
+        if length not in self._tasks:
+            self._tasks[length] = open_tasks(self.stage_recipe)
+        return self._tasks[length]
+
+    @tasks.setter
+    def tasks(self, tasks: Tasks) -> None:
+        self._tasks[self.sequence_length] = tasks
 
     @cached_property
     def token_bytes(self) -> np.ndarray | None:
@@ -158,21 +224,26 @@ class TrainingData:
         """
         if self.recipe.training.evaluate_every:
             _ = self.token_bytes
-        _ = self.tasks.windows
+        for span in self.plan.spans:
+            with self.plan.naming(span):
+                length = span.recipe.model.sequence_length
+                if length not in self._tasks:
+                    self._tasks[length] = open_tasks(span.recipe)
 
     def task_windows(self) -> Iterator[MicroBatch]:
         """Yield this data rank's micro-batches of one evaluation of the tasks, without dropout."""
-        for rows in self.evaluation_samples(len(self.tasks.windows)):
-            info = self.info(self.tasks.lengths(rows))
+        tasks = self.tasks
+        for rows in self.evaluation_samples(len(tasks.windows)):
+            info = self.info(tasks.lengths(rows))
             if not self.takes_tokens:
                 yield MicroBatch(None, None, info)
                 continue
-            tokens, labels = self.tasks.tokens(rows, info.slices)
+            tokens, labels = tasks.tokens(rows, info.slices)
             yield MicroBatch(torch.from_numpy(tokens), torch.from_numpy(labels), info)
 
     def two_documents(self) -> MicroBatch:
         """Return a micro-batch of two documents per sequence, with the token 0 everywhere."""
-        length, rows = self.sequence_length, self.micro_sequences
+        length, rows = self.sequence_length, self.stage_recipe.batch.micro_sequences
         info = self.info(((length // 2, length - length // 2),) * rows)
         if not self.takes_tokens:
             return MicroBatch(None, None, info)
@@ -185,56 +256,71 @@ class TrainingData:
         count: sequences of the evaluation on all ranks; they are filled up to whole global batches,
             because a pipeline runs whole batches
         """
-        batches = -(-count // self.global_sequences)
-        return self._shares(0, batches * self.global_sequences)
+        recipe = self.stage_recipe
+        batches = -(-count // recipe.batch.global_sequences)
+        return self._shares(recipe, 0, batches * recipe.batch.global_sequences)
 
-    def places(self, samples: np.ndarray) -> list[tuple[int, int]]:
-        """Return (corpus, window of the corpus) for each of the run's samples."""
-        sources, turns = choose_sources(samples, self.weights)
-        windows = np.empty_like(turns)
-        for source, corpus in enumerate(self.sources):
-            own = np.flatnonzero(sources == source)
-            epochs, indices = np.divmod(turns[own], corpus.count)
-            for epoch in np.unique(epochs).tolist():
-                chosen = own[epochs == epoch]
-                key = f"{self.seed}/{source}/{epoch}"
-                windows[chosen] = permuted(indices[epochs == epoch], corpus.count, key)
-        return list(zip(sources.tolist(), windows.tolist(), strict=True))
+    def places(self, samples: np.ndarray, step: int = 1) -> list[tuple[int, int]]:
+        """Return (number of the corpus, window) for samples of the part of the data of a step."""
+        return self._mixture(step).places(samples)
+
+    def _mixture(self, step: int) -> Mixture:
+        """Return the mixture that a step reads."""
+        before = self.progress.after(step - 1, self.plan)
+        part = self.plan.at(step).part
+        is_new = part != self.plan.at(before.step).part
+        read = before.left(self.plan).read if is_new else before.read
+        if (read, part) not in self._mixtures:
+            begin = read[-1][1] if read else 0
+            readings = Progress(before.step, begin, read).readings(self.plan)
+            tokens = {
+                self.numbers[path]: windows.file.count
+                for (name, _), windows in self._opened.items()
+                if (path := str(repository_path(name))) in self.numbers
+            }
+            self._mixtures[read, part] = mixture_after(
+                self.plan, readings, part=part, begin=begin, tokens=tokens
+            )
+        return self._mixtures[read, part]
 
     def context_imbalance(self) -> float:
         """Return the work in attention of the busiest context rank, relative to the mean.
 
         1.0 is perfect: in each layer, the other context ranks wait for the busiest one. The result
-        is that of this data rank's micro-batches in step 1.
+        is that of this data rank's micro-batches in the next step.
         """
-        model, layout = self.recipe.model, self.recipe.layout
-        if self.context_size == 1 or not self.separate_documents:
+        step = self.progress.step + 1
+        recipe = self.plan.at(step).recipe
+        model, layout = recipe.model, recipe.layout
+        if self.context_size == 1 or not recipe.data.separate_documents:
             return 1.0
         if layout.context_attention == "ulysses" or model.attention_dropout > 0:
             return 1.0  # each rank attends to whole sequences, or computes all scores of its rows
         most = total = 0
-        for samples in self._shares(0, self.global_sequences):
-            lengths = self._document_lengths(self._windows(samples))
-            work = rank_work(self.sequence_length, self.context_size, lengths)
+        samples_of_step = self.samples(step)
+        for samples in self._shares(recipe, samples_of_step.start, len(samples_of_step)):
+            lengths = self._document_lengths(recipe, self._windows(samples, step))
+            work = rank_work(model.sequence_length, self.context_size, lengths)
             most, total = most + max(work), total + sum(work)
         return most * self.context_size / total
 
-    def _windows(self, samples: range) -> list[tuple[Windows, int]]:
-        """Return the windows of the run's samples."""
-        places = self.places(np.arange(samples.start, samples.stop))
-        return [(self.sources[source], index) for source, index in places]
+    def _windows(self, samples: range, step: int) -> list[tuple[Windows, int]]:
+        """Return the windows of samples of a step."""
+        places = self.places(np.arange(samples.start, samples.stop), step)
+        sources = self.sources(step)
+        return [(sources[source], index) for source, index in places]
 
-    def _shares(self, first: int, count: int) -> Iterator[range]:
+    def _shares(self, recipe: Recipe, first: int, count: int) -> Iterator[range]:
         """Yield the samples of this data rank, of `count` from `first` on, per micro-batch."""
-        stride = self.micro_sequences * self.data_size
-        start = first + self.data_rank * self.micro_sequences
-        for sample in range(start, first + count, stride):
-            yield range(sample, sample + self.micro_sequences)
+        size = recipe.batch.micro_sequences
+        start = first + self.data_rank * size
+        for sample in range(start, first + count, size * self.data_size):
+            yield range(sample, sample + size)
 
     def _micro_batch(
-        self, windows: list[tuple[Windows, int]], dropout: MaskKey | None
+        self, recipe: Recipe, windows: list[tuple[Windows, int]], dropout: MaskKey | None
     ) -> MicroBatch:
-        info = self.info(self._document_lengths(windows), dropout)
+        info = self.info(self._document_lengths(recipe, windows), dropout)
         if not self.takes_tokens:
             return MicroBatch(None, None, info)
         return MicroBatch(*self._read(windows, info.slices), info)
@@ -243,26 +329,26 @@ class TrainingData:
         """Return the information about a micro-batch.
 
         Args:
-            lengths: lengths of the documents in each sequence
+            lengths: lengths of the documents in each sequence, which add up to its length
             dropout: the key of the masks; None: no dropout
         """
         documents = None
         if any(len(each) > 1 for each in lengths):  # otherwise attention needs no mask
             documents = Documents(lengths)
-        return MicroBatchInfo(dropout, documents, self._division(documents))
+        return MicroBatchInfo(dropout, documents, self._division(sum(lengths[0]), documents))
 
-    def _document_lengths(self, windows: list[tuple[Windows, int]]) -> Lengths:
+    def _document_lengths(self, recipe: Recipe, windows: list[tuple[Windows, int]]) -> Lengths:
         """Return the lengths of the documents in each window, one document if not separated."""
-        if not self.separate_documents:
-            return ((self.sequence_length,),) * len(windows)
+        if not recipe.data.separate_documents:
+            return ((recipe.model.sequence_length,),) * len(windows)
         return tuple(corpus.document_lengths(index) for corpus, index in windows)
 
-    def _division(self, documents: Documents | None) -> Division | None:
+    def _division(self, length: int, documents: Documents | None) -> Division | None:
         """Return the division of sequences with these documents among the context ranks."""
         if self.context_size == 1:
             return None
         lengths = documents.lengths if documents else None
-        return divide(self.sequence_length, self.context_rank, self.context_size, lengths)
+        return divide(length, self.context_rank, self.context_size, lengths)
 
     def _read(
         self, windows: list[tuple[Windows, int]], slices: Slices | None

@@ -8,6 +8,7 @@ from recipes.training.data.corpus_manifest import read_manifest, tokenizer_hash
 from recipes.training.data.token_file import TokenFile
 from recipes.training.recipe.repository import repository_path
 from recipes.training.recipe.schema import Recipe
+from recipes.training.recipe.stages.plan import Span, StagePlan
 
 BLOCKS = 256  # of each file, spread evenly, that the fingerprint covers
 BLOCK_BYTES = 2**12
@@ -17,19 +18,40 @@ DOCUMENTS_SAMPLED = 256  # of a corpus, spread evenly, whose first tokens are co
 def fingerprint(recipe: Recipe) -> dict[str, Any]:
     """Return everything that decides which samples a run reads, except for the files' paths.
 
+    The top level describes the first stage, and `parts` the later stages that change the data.
     A corpus is represented by the sizes of its two files and by blocks spread over them, both ends
     included. Reading whole files would delay the start of every run.
     """
-    sources = {}
-    for number, source in enumerate(recipe.data.train):
-        content = _content(repository_path(source.path))
-        sources[str(number)] = {"content": content, "weight": source.weight}
+    plan = StagePlan(recipe)
     tokenizer = tokenizer_hash(repository_path(recipe.data.tokenizer))
+    later = [_part(plan.first_of_part(part)) for part in plan.parts[1:]]
     return {
         "tokenizer": tokenizer,
-        "train": sources,
+        "train": _sources(recipe),
         "separate_documents": recipe.data.separate_documents,
         "document_starts": document_starts(recipe),
+    } | ({"parts": later} if later else {})
+
+
+def _part(span: Span) -> dict[str, Any]:
+    """Return the fingerprint of a part of the data, which begins with a stage."""
+    model = span.recipe.model_dump(mode="json")["model"]
+    return {
+        "stage": span.stage,
+        "first_step": span.first,
+        "train": _sources(span.recipe),
+        "separate_documents": span.recipe.data.separate_documents,
+        **{key: model[key] for key in ("sequence_length", "rope_theta", "rope_scaling")},
+    }
+
+
+def _sources(recipe: Recipe) -> dict[str, dict[str, Any]]:
+    return {
+        str(number): {
+            "content": _content(repository_path(source.path)),
+            "weight": source.weight,
+        }
+        for number, source in enumerate(recipe.data.train)
     }
 
 

@@ -52,19 +52,41 @@ def permuted(indices: np.ndarray, size: int, key: str) -> np.ndarray:
     (Black and Rogaway 2002, "Ciphers with arbitrary finite domains"). The round function is the
     finaliser of SplitMix64 (Steele et al. 2014).
     """
-    half = np.uint64(max(1, ((size - 1).bit_length() + 1) // 2))
-    mask = np.uint64((1 << int(half)) - 1)
-    digest = hashlib.blake2b(key.encode(), digest_size=8 * FEISTEL_ROUNDS).digest()
-    keys = np.frombuffer(digest, "<u8")
+    half, mask, keys = _feistel(size, key)
     places = indices.astype(np.uint64)
     outside = np.arange(len(places))
     while len(outside):
         left, right = places[outside] >> half, places[outside] & mask
         for turn in range(FEISTEL_ROUNDS):
-            mixed = right + keys[turn]
-            mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-            mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-            left, right = right, left ^ ((mixed ^ (mixed >> np.uint64(31))) & mask)
+            left, right = right, left ^ (_mixed(right, keys[turn]) & mask)
         places[outside] = left << half | right
         outside = outside[places[outside] >= size]
     return places.astype(np.int64)
+
+
+def place_of(images: np.ndarray, size: int, key: str) -> np.ndarray:
+    """Return the indices whose images under `permuted` are `images`: its inverse; int64."""
+    half, mask, keys = _feistel(size, key)
+    places = images.astype(np.uint64)
+    outside = np.arange(len(places))
+    while len(outside):
+        left, right = places[outside] >> half, places[outside] & mask
+        for turn in reversed(range(FEISTEL_ROUNDS)):
+            left, right = right ^ (_mixed(left, keys[turn]) & mask), left
+        places[outside] = left << half | right
+        outside = outside[places[outside] >= size]
+    return places.astype(np.int64)
+
+
+def _feistel(size: int, key: str) -> tuple[np.uint64, np.uint64, np.ndarray]:
+    """Return the bits of a half, their mask, and the keys of the rounds of a permutation."""
+    half = np.uint64(max(1, ((size - 1).bit_length() + 1) // 2))
+    digest = hashlib.blake2b(key.encode(), digest_size=8 * FEISTEL_ROUNDS).digest()
+    return half, np.uint64((1 << int(half)) - 1), np.frombuffer(digest, "<u8")
+
+
+def _mixed(values: np.ndarray, key: np.uint64) -> np.ndarray:
+    mixed = values + key
+    mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return mixed ^ (mixed >> np.uint64(31))

@@ -60,6 +60,8 @@ class Engine(ABC):
         self.expert_layers = expert_layers(wrapped.module)
         self.state: TrainingState = training_state(wrapped.optimizer, dict(self.parameters()))
         self._report: ExpertReport | None = None  # of this step
+        # A stage may change the number of micro-batches, but not their size.
+        self._tokens_per_micro_batch = recipe.tokens_per_step // self.micro_batches
         if recipe.model.experts and recipe.model.experts.bias_update:
             wrapped.optimizer.optimizer.register_step_pre_hook(self._update_biases)
 
@@ -69,7 +71,14 @@ class Engine(ABC):
         return are_compiled(self.wrapped.module)
 
     def train_step(self, micro_batches: Iterable[MicroBatch], learning_rate: float) -> StepResult:
-        """Run the forward passes, the backward passes and the update of one global batch."""
+        """Run the forward passes, the backward passes and the update of one global batch.
+
+        The number of micro-batches may differ from that of the last step, but is the same on all
+        ranks.
+        """
+        micro_batches = list(micro_batches)
+        if len(micro_batches) != self.micro_batches:
+            self._set_micro_batches(len(micro_batches))
         for group in self.wrapped.optimizer.param_groups:
             group["lr"] = learning_rate
         self._reset_statistics()
@@ -79,6 +88,19 @@ class Engine(ABC):
             grad_norm=float(self.wrapped.get_global_grad_norm()),
             experts=self._expert_report() if self.recipe.model.experts else None,
         )
+
+    @property
+    def micro_batches(self) -> int:
+        """Number of micro-batches of a step, on each rank."""
+        return self.wrapped.gradient_accumulation_steps()
+
+    def _set_micro_batches(self, count: int) -> None:
+        """Change the number of micro-batches of a step."""
+        wrapped = self.wrapped
+        size = wrapped.train_micro_batch_size_per_gpu() * wrapped.dp_world_size
+        wrapped.set_train_batch_size(count * size)
+        # ZeRO's optimizers hold a copy. They only ask whether it is above 1, when they offload.
+        wrapped.optimizer.gradient_accumulation_steps = count
 
     def _reset_statistics(self) -> None:
         self._report = None
@@ -91,9 +113,9 @@ class Engine(ABC):
             self._report = expert_report(
                 self.expert_layers,
                 self.recipe.model,
-                tokens=self.recipe.tokens_per_step,
+                tokens=self._tokens_per_micro_batch * self.micro_batches,
                 replicas=dist.get_world_size(self.data_group),
-                micro_batches=self.wrapped.gradient_accumulation_steps(),
+                micro_batches=self.micro_batches,
                 device=self.device,
             )
         return self._report

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from recipes.training.loop.measurements import validate
 from recipes.training.loop.rollback import roll_back
 from recipes.training.loop.run import Ending, Run, StepOutcome, is_due, stopped_without_save
-from recipes.training.runtime.exits import INTERRUPTED, STOPPED
+from recipes.training.runtime.exits import FINISHED, INTERRUPTED, STOPPED
 from recipes.training.supervision.loss_watch import BadStep, Severity
 from recipes.training.tracking.metric_names import validation_losses
 
@@ -44,13 +44,16 @@ def after_step(run: Run, step: int, metrics: dict[str, Any]) -> StepOutcome:
     # 2. Replicas: the ranks that hold the same weights compare them, always before a save.
     ending = find_diverged_replicas(run, step, snapshot_due=snapshot_due)
     # 3. Save: begin to write a checkpoint, or a snapshot in memory, in the background.
-    if not ending and is_due(step, run.recipe.checkpoint.every, run.last_step):
+    if not ending and run.is_save_due(step):
         ending = save(run, step)
     elif not ending and not stop_request and snapshots and snapshot_due:
         take_snapshot(run, snapshots, step)
     # 4. Stop: after a signal or the death of a launcher, save and end.
     if not ending and stop_request:
         ending = stop(run, step, stop_request)
+    # 5. Stages: end the steps of this engine before a stage that needs another one.
+    if not ending and step == run.last_step_of_engine < run.last_step:
+        ending = Ending(FINISHED, step=step)
     return StepOutcome(step, ending)
 
 
@@ -70,7 +73,7 @@ def handle_bad_step(
         None if the weights after the step may be saved.
     """
     reason = bad.reason if bad else "another rank has a bad step"
-    is_last = step == run.last_step
+    is_last = step == run.last_step_of_engine
     if severity == Severity.ROLL_BACK:
         return roll_back(run, step, reason)
     if severity == Severity.UNSAFE and is_last:
@@ -88,7 +91,8 @@ def skip_last_step(run: Run, step: int, metrics: dict[str, Any], reason: str) ->
     """Skip the last step, which is bad, if the weights are sound.
 
     After any other bad step, the loss of the next step shows whether the weights are sound. After
-    the last step there is no next one, so the validation loss is used instead.
+    the last step, or before a stage with another engine, the weights are saved first, so the
+    validation loss is used instead.
 
     Returns:
         None if the weights may be saved; otherwise the end of the run.
@@ -105,7 +109,7 @@ def skip_last_step(run: Run, step: int, metrics: dict[str, Any], reason: str) ->
 def find_diverged_replicas(run: Run, step: int, *, snapshot_due: bool) -> Ending | None:
     """Compare the replicas of the weights, if that, a save or a snapshot is due; collective."""
     every, last = run.recipe.training.compare_replicas_every, run.last_step
-    save_due = snapshot_due or is_due(step, run.recipe.checkpoint.every, last)
+    save_due = snapshot_due or run.is_save_due(step)
     if not every or not (save_due or is_due(step, every, last)):
         return None
     run.supervisor.crumb.note("comparing replicas")
@@ -142,7 +146,6 @@ def stop(run: Run, step: int, request: str) -> Ending | None:
     """End the run because a rank was asked to stop; first save, unless already saved."""
     if step == run.last_step:
         return None
-    saved = is_due(step, run.recipe.checkpoint.every, run.last_step)
-    ending = None if saved else save(run, step)
+    ending = None if run.is_save_due(step) else save(run, step)
     reason = f"step {step}: {request}; rerun the same command to resume"
     return ending or Ending(INTERRUPTED, reason)

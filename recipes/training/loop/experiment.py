@@ -5,7 +5,7 @@ Nothing here imports torch, so that a bad recipe is rejected within a fraction o
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from recipes.training.loop.rejection import rejections
 from recipes.training.recipe.deepspeed_config import build_deepspeed_config, precision
 from recipes.training.recipe.loading import load_recipe, origin
 from recipes.training.recipe.schema import Recipe
+from recipes.training.recipe.stages.plan import StagePlan
 from recipes.training.recipe.topology import Topology, World
 from recipes.training.runtime.torch_variables import check_accelerator
 
@@ -24,19 +25,39 @@ class Experiment:
 
     Attributes:
         world: the ranks, as this process sees them
-        recipe: the recipe, with the overrides of the command line
+        plan: the stages of the whole recipe, with the overrides of the command line
+        recipe: the recipe of the stage that the ranks train, without stages
         origin: the recipe's file and the overrides, for messages
-        topology: the layout of the ranks
+        topology: the layout of the ranks in this stage
         config: the configuration of DeepSpeed
         precision: "fp32", "bf16" or "fp16"
     """
 
     world: World
+    plan: StagePlan
     recipe: Recipe
     origin: str
     topology: Topology
     config: dict[str, Any]
     precision: str
+
+    @property
+    def whole_recipe(self) -> Recipe:
+        """The recipe with its stages."""
+        return self.plan.recipe
+
+    def at(self, step: int) -> "Experiment":
+        """Return the experiment in the stage of a step.
+
+        Raises:
+            UserError: the stage cannot run on the ranks.
+        """
+        recipe = self.plan.at(step).recipe
+        topology = recipe.topology(self.world)
+        config = build_deepspeed_config(recipe, topology)
+        return replace(
+            self, recipe=recipe, topology=topology, config=config, precision=precision(config)
+        )
 
 
 def read_experiment(file: Path, overrides: Sequence[str]) -> Experiment:
@@ -48,10 +69,29 @@ def read_experiment(file: Path, overrides: Sequence[str]) -> Experiment:
         recipe = load_recipe(file, overrides)
     name = origin(file, overrides)
     with rejections(world, name):
-        topology = recipe.topology(world)
-        config = build_deepspeed_config(recipe, topology)
-        number_format = precision(config)
-    return Experiment(world, recipe, name, topology, config, number_format)
+        return check_stages(world, StagePlan(recipe), name)
+
+
+def check_stages(world: World, plan: StagePlan, name: str) -> Experiment:
+    """Check every stage of a recipe on the ranks of the launcher, and return the first one.
+
+    Args:
+        world: the ranks
+        plan: the stages of the recipe
+        name: the recipe's file and the overrides
+
+    Raises:
+        UserError: a stage cannot run on the ranks; the message names the stage.
+    """
+    experiments = []
+    for span in plan.spans:
+        with plan.naming(span):
+            recipe = span.recipe
+            topology = recipe.topology(world)
+            config = build_deepspeed_config(recipe, topology)
+            number_format = precision(config)
+        experiments.append(Experiment(world, plan, recipe, name, topology, config, number_format))
+    return experiments[0]
 
 
 def machine_of(experiment: Experiment, device: str) -> Machine | None:

@@ -24,6 +24,7 @@ def evaluate(run: Run, step: int) -> dict[str, Any]:
         metrics["validation_seconds"] = spent[0]
     if is_due(step, run.recipe.evaluate_tasks_every, run.last_step):
         run.supervisor.crumb.note("evaluating tasks")
+        run.data.evaluate_after(step)
         with run.clock.left_out() as spent:
             metrics |= run.evaluator.score_tasks()
         metrics["task_seconds"] = spent[0]
@@ -33,6 +34,7 @@ def evaluate(run: Run, step: int) -> dict[str, Any]:
 def validate(run: Run, step: int) -> dict[str, Any]:
     """Return the metrics of all validation sets; collective."""
     run.supervisor.crumb.note("validating")
+    run.data.evaluate_after(step)
     with stop_if_unreadable(run, step):
         return run.evaluator.validate()
 

@@ -1,12 +1,13 @@
 """The opening of a run, just before its first step, and its orderly end."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 
 import torch.distributed as dist
 
+from models.errors import UserError
 from recipes.planning.output.predicted_metrics import predicted_metrics
 from recipes.training.checkpoint.resume import Request, Start, find_start
 from recipes.training.checkpoint.writer import CheckpointWriter
@@ -49,22 +50,27 @@ def open_run(
         start: the point at which the run starts or resumes
         startup: the stopwatch of the start-up
     """
-    recipe, topology, folder = experiment.recipe, experiment.topology, claim.folder
+    recipe, topology, folder = experiment.whole_recipe, experiment.topology, claim.folder
     found, rank, size = start.found, experiment.world.rank, experiment.world.size
-    changed = found.changes(recipe)
+    changed, next_step = found.changes(recipe), start.progress.step + 1
+    last_step = experiment.plan.last_step_of_engine(next_step)
     writer_of_run = CheckpointWriter(
         engine.state,
         folder,
         recipe=recipe,
         topology=topology,
         data=data.fingerprint,
+        step=next_step,
         damaged=found.skipped,
+        parent=start.parent,
     )
     snapshots = open_snapshots(experiment, claim, writer_of_run, start.progress.step)
     metrics = folder.read_metrics() if rank == 0 else []  # large after 100,000 steps: read once
     plan = {}
     if rank == 0:
-        plan = predicted_metrics(recipe, machine_of(experiment, engine.device_name))
+        with suppress(UserError):  # `cluster.gpu` has no datasheet
+            machine = machine_of(experiment, engine.device_name)
+            plan = predicted_metrics(experiment.recipe, machine)
     tracker_of_run = open_tracker(
         recipe,
         folder,
@@ -83,11 +89,13 @@ def open_run(
             tracker.warn(warning)
         name, precision = engine.device_name, experiment.precision
         run = Run(
-            recipe=recipe,
+            recipe=experiment.recipe,
+            plan=experiment.plan,
+            last_step_of_engine=last_step,
             topology=topology,
             folder=folder,
             data=data,
-            prefetcher=Prefetcher(data.step, last_step=recipe.training.steps, pinned=engine.on_gpu),
+            prefetcher=Prefetcher(data.step, last_step=last_step, pinned=engine.on_gpu),
             engine=engine,
             evaluator=Evaluator(engine, data),
             meter=Meter(recipe, size, precision=precision, device_name=name),
@@ -97,8 +105,17 @@ def open_run(
             snapshots=snapshots,
             tracker=tracker,
             supervisor=supervisor,
-            timeline=TimelineRecorder(engine, recipe, topology, folder, show=tracker.show),
-            profiler=StepProfiler(engine, recipe, folder, precision=precision, show=tracker.show),
+            timeline=TimelineRecorder(
+                engine,
+                experiment.recipe,
+                topology,
+                folder,
+                last_step=last_step,
+                show=tracker.show,
+            ),
+            profiler=StepProfiler(
+                engine, experiment.recipe, folder, precision=precision, show=tracker.show
+            ),
             startup=startup,
             find_start=partial(find_start, folder, Request(), recipe, data.fingerprint),
         )
@@ -143,9 +160,11 @@ def close_run(run: Run, ending: Ending) -> Ending:
     run.engine.finish_communication()
     with run.supervisor.crumb.waiting_for_disk("saving"):
         unsaved = run.writer.wait()
-    if unsaved and ending.code in (FINISHED, INTERRUPTED):
+    if unsaved and (ending.code in (FINISHED, INTERRUPTED) or ending.is_boundary):
         ending = Ending(STOPPED, unsaved)
-    if ending.code == FINISHED:
+    if ending.is_boundary:
+        run.tracker.replace_ranks(ending.step, run.plan.at(ending.step + 1).stage)
+    elif ending.code == FINISHED:
         run.tracker.end()
     else:
         run.tracker.stop(ending.reason, ending.code)

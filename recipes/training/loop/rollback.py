@@ -2,8 +2,7 @@
 
 from models.errors import UserError
 from recipes.training.loop.run import Ending, Run, StepOutcome, stopped_without_save
-from recipes.training.run_folder.progress import Progress
-from recipes.training.runtime.exits import STOPPED
+from recipes.training.runtime.exits import FINISHED, STOPPED
 from recipes.training.tracking.messages import tell_skipped
 
 
@@ -36,10 +35,14 @@ def roll_back(run: Run, step: int, reason: str) -> StepOutcome:
         why = f"after {limit} rollbacks without a checkpoint in between"
         return _stop(step, stopped_without_save(step, f"{reason}, {why}"))
     run.prefetcher.forget()
-    target = Progress(found.progress.step, run.data.progress_after(step).samples)
+    target = run.data.progress_after(step).moved_to(found.progress.step, run.plan)
+    is_same_engine = run.plan.last_step_of_engine(target.step + 1) == run.last_step_of_engine
     if run.supervisor.rank == 0:
         tell_skipped(run.folder, found)
     run.writer.damaged = found.skipped
+    if not is_same_engine:  # an earlier stage: the ranks start again, and load the checkpoint
+        run.tracker.roll_back(step, target, reason)
+        return StepOutcome(target.step, Ending(FINISHED, step=target.step))
     with run.supervisor.crumb.waiting_for_disk("rolling back"):
         run.engine.load(found.reader())
     run.data.resume(target)

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 from recipes.training.recipe.schema import Recipe
+from recipes.training.recipe.stages.plan import StagePlan
 from recipes.training.recipe.topology import Topology
 from recipes.training.run_folder.folder import RunFolder
 from recipes.training.supervision.loss_watch import LossWatch
@@ -32,11 +33,16 @@ class Run:
     """The objects that work together in a run.
 
     Attributes:
+        recipe: the recipe of the stage for which the engine was built, without stages
+        plan: the stages of the run
+        last_step_of_engine: the last step before a stage that needs another engine, or of the run
         snapshots: takes snapshots in the memory of the nodes; None if the run takes none
         find_start: finds the newest checkpoint of the run, for a rollback; collective
     """
 
     recipe: Recipe
+    plan: StagePlan
+    last_step_of_engine: int
     topology: Topology
     folder: RunFolder
     data: "TrainingData"
@@ -61,13 +67,31 @@ class Run:
         """The number of the run's last step."""
         return self.recipe.training.steps
 
+    def is_save_due(self, step: int) -> bool:
+        """Return True if a checkpoint is due after a step: the last one of an engine is saved."""
+        is_boundary = step == self.last_step_of_engine
+        return is_boundary or is_due(step, self.recipe.checkpoint.every, self.last_step)
+
 
 @dataclass(frozen=True)
 class Ending:
-    """The end of a run: its exit code, and a reason unless every step is done."""
+    """The end of a run: its exit code, and a reason unless every step is done.
+
+    Attributes:
+        code: the exit code
+        reason: the reason; empty if every step is done
+        step: the last step before a stage that needs another engine, if the run ends there only to
+            start again; otherwise 0
+    """
 
     code: int
     reason: str = ""
+    step: int = 0
+
+    @property
+    def is_boundary(self) -> bool:
+        """True if the ranks start again with the engine of the next stage."""
+        return self.step > 0
 
 
 class StepOutcome(NamedTuple):

@@ -60,7 +60,7 @@ def open_data(experiment: Experiment) -> TrainingData:
         deterministic=recipe.training.deterministic,
         gpu=recipe.cluster.gpu if recipe.cluster else None,
     )
-    data = TrainingData(recipe, experiment.topology, experiment.world.rank)
+    data = TrainingData(experiment.whole_recipe, experiment.topology, experiment.world.rank)
     data.open_evaluation()
     return data
 
@@ -153,14 +153,14 @@ def find_resume_point(
         find_in_memory = partial(
             find_snapshot,
             claim.memory,
-            recipe=experiment.recipe,
+            recipe=experiment.whole_recipe,
             data=data.fingerprint,
             note=crumb.note,
         )
     return find_start(
         claim.folder,
         request,
-        experiment.recipe,
+        experiment.whole_recipe,
         data.fingerprint,
         find_in_memory=find_in_memory,
         note=crumb.note,
@@ -188,7 +188,7 @@ def begin(
         leave(FINISHED)
     with rejections(world, experiment.origin), rejected_together():
         if world.rank == 0:
-            folder.prepare(recipe, start.progress)
+            folder.prepare(experiment.whole_recipe, start.progress)
     startup.lap("checkpoint search")
     if world.rank == 0:
         hosts = list(claim.supervisor.hosts)

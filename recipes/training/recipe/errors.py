@@ -35,7 +35,8 @@ def explain(
     raised = problem.get("ctx", {}).get("error")
     if isinstance(raised, UserError):  # its message names the key
         message = str(raised)
-        return message if message.startswith(key) else f"{key}.{message}"
+        is_whole = message.startswith(key) or location[0] == "stage"  # a stage gives its name
+        return message if is_whole else f"{key}.{message}"
     if isinstance(raised, Exception):
         raise raised from None
     if not location:
@@ -72,7 +73,7 @@ def _suggestion(location: Location, recipe: type[BaseModel]) -> str:
     close = difflib.get_close_matches(key, siblings, n=1, cutoff=0.7)
     if close:
         return f"did you mean {'.'.join([*section, *close])}?"
-    if elsewhere:
+    if elsewhere and section[:1] != ["stage"]:  # a stage has few keys: list them
         return f"did you mean {elsewhere[0]}?"
     section_name = f"[{'.'.join(section)}]" if section else "the top level"
     return f"the keys of {section_name} are {', '.join(siblings)}"
@@ -84,7 +85,7 @@ def _example(location: Location, recipe: type[BaseModel], example: dict[str, Any
     A section is an inline table, which also fits --set.
     """
     last = max(index for index, part in enumerate(location) if isinstance(part, str))
-    location = location[: last + 1]
+    location = tuple(part if isinstance(part, str) else 0 for part in location[: last + 1])
     value = _look_up(example, location)
     if value is None:
         value = _defaults(recipe).get(".".join(str(part) for part in location))

@@ -10,15 +10,21 @@ def learning_rate(step: int, optimizer: Optimizer, steps: int) -> float:
 
     Linear warm-up, which reaches the peak at step `warmup_steps`, then down to the minimum at
     the last step: over all that is left ("cosine", arXiv 1608.03983, or "linear"), or constant
-    until the last `decay_steps` and linear over these ("wsd", warm-up-stable-decay,
-    arXiv 2404.06395).
+    until the last `decay_steps` and over these as `decay_shape` says ("wsd", warm-up-stable-decay,
+    arXiv 2404.06395; "sqrt" is 1 - sqrt of arXiv 2405.18392, equation 1), or never ("constant").
     """
     peak, schedule = optimizer.learning_rate, optimizer.schedule
     if step <= schedule.warmup_steps:
         return peak * step / schedule.warmup_steps
-    length = schedule.decay_steps if schedule.decay == "wsd" else steps - schedule.warmup_steps
+    if schedule.decay == "constant":
+        return peak
+    is_wsd = schedule.decay == "wsd"
+    length = schedule.decay_steps if is_wsd else steps - schedule.warmup_steps
     progress = max(0.0, 1 - (steps - step) / length)
     fall = peak - schedule.minimum_learning_rate
-    if schedule.decay == "cosine":
+    shape = schedule.decay_shape if is_wsd else schedule.decay
+    if shape == "cosine":
         return schedule.minimum_learning_rate + fall * (1 + math.cos(math.pi * progress)) / 2
+    if shape == "sqrt":
+        return schedule.minimum_learning_rate + fall * (1 - math.sqrt(progress))
     return schedule.minimum_learning_rate + fall * (1 - progress)

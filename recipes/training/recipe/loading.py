@@ -12,10 +12,13 @@ from models.errors import UserError
 from recipes.training.recipe.errors import explain, root_causes
 from recipes.training.recipe.repository import REPOSITORY
 from recipes.training.recipe.schema import Recipe
+from recipes.training.recipe.stages.plan import StagePlan, StageRejected
 
 DEFAULT_RECIPE = REPOSITORY / "recipes" / "tiny.toml"
 SCALING_EXAMPLE = {"type": "llama3", "factor": 8.0, "original_sequence_length": 8192}
 EXPERTS_EXAMPLE = {"count": 8, "per_token": 2, "ffn_hidden_size": 1024}
+RAMP_EXAMPLE = {"start_sequences": 8, "increment": 8, "samples": 1000}
+STAGE_EXAMPLE = {"name": "long", "start_step": 1000, "model": {"sequence_length": 512}}
 TASK_EXAMPLE = {"name": "next_line", "path": "data/tasks/next_line.jsonl"}
 CLUSTER_RECIPE = REPOSITORY / "recipes" / "llama" / "7b.toml"  # has the sections that tiny lacks
 
@@ -55,15 +58,29 @@ def parse_recipe(table: dict[str, Any], name: str) -> Recipe:
     try:
         # pydantic's strict mode accepts an array for a tuple and a table for a dataclass only in
         # JSON.
-        return Recipe.model_validate_json(json.dumps(table, default=_reject_date))
+        recipe = Recipe.model_validate_json(json.dumps(table, default=_reject_date))
+        StagePlan(recipe)
+        return recipe
     except ValidationError as error:
-        example = _read_toml(CLUSTER_RECIPE) | _read_toml(DEFAULT_RECIPE)
-        example["model"] |= {"rope_scaling": SCALING_EXAMPLE, "experts": EXPERTS_EXAMPLE}
-        example["evaluation"] = {"tasks": [TASK_EXAMPLE]}
-        problems = [explain(problem, table, Recipe, example) for problem in root_causes(error)]
+        problems = _explanations(error, table)
+    except StageRejected as rejected:
+        problems = _explanations(rejected.error, rejected.table)
+        problems = [f'stage "{rejected.stage}": {problem}' for problem in problems]
+    except UserError as problem:
+        problems = [str(problem)]
     if len(problems) == 1:
         raise UserError(f"{name}: {problems[0]}")
     raise UserError("\n  ".join([f"{name}: {len(problems)} problems", *problems]))
+
+
+def _explanations(error: ValidationError, table: dict[str, Any]) -> list[str]:
+    """Return a message for each error of pydantic about a recipe's table."""
+    example = _read_toml(CLUSTER_RECIPE) | _read_toml(DEFAULT_RECIPE)
+    example["model"] |= {"rope_scaling": SCALING_EXAMPLE, "experts": EXPERTS_EXAMPLE}
+    example["batch"] |= {"ramp": RAMP_EXAMPLE}
+    example["evaluation"] = {"tasks": [TASK_EXAMPLE]}
+    example["stage"] = [STAGE_EXAMPLE]
+    return [explain(problem, table, Recipe, example) for problem in root_causes(error)]
 
 
 def _reject_null_characters(value: Any, name: str, key: str = "") -> None:
@@ -116,7 +133,7 @@ def apply_overrides(table: dict[str, Any], overrides: Sequence[str]) -> None:
 
 
 def apply_override(table: dict[str, Any], override: str) -> None:
-    """Set one key of a recipe's table."""
+    """Set one key of a recipe's table; `stage.NAME.section.key` is a key of the stage NAME."""
     name, equals, text = override.partition("=")
     *sections, key = (part.strip() for part in name.split("."))
     if not equals or not key or not all(sections):
@@ -126,6 +143,14 @@ def apply_override(table: dict[str, Any], override: str) -> None:
     except (ValueError, RecursionError):
         value = text.strip()  # a bare word
     for depth, section in enumerate(sections, start=1):
+        if depth == 1 and section == "stage" and len(sections) > 1:
+            table = {each.get("name"): each for each in table.get("stage", ())}
+            if sections[1] not in table:
+                raise UserError(
+                    f"--set {override}: the recipe has no stage {sections[1]}; use a name of a "
+                    f"[[stage]] table: {', '.join(map(str, table)) or 'it has none'}"
+                )
+            continue
         table = table.setdefault(section, {})
         if not isinstance(table, dict):
             path = ".".join(sections[:depth])

@@ -22,6 +22,7 @@ from recipes.training.recipe.sections.layout import (
 )
 from recipes.training.recipe.sections.run_control import Checkpoint, Supervision, Tracking
 from recipes.training.recipe.sections.section import MAX_COUNT, Section
+from recipes.training.recipe.sections.stage import Stage
 from recipes.training.recipe.sections.training import Batch, Optimizer, Training
 from recipes.training.recipe.topology import Topology, World, nearest_data_sizes
 
@@ -54,6 +55,10 @@ class Recipe(Section):
     """Leave the section out if the recipe may run on any number of ranks that its layout
     divides."""
 
+    stage: tuple[Stage, ...] = ()
+    """Later stages of the run, in order, as `[[stage]]` tables; see docs/stages.md. All other
+    sections describe the stage before the first of them."""
+
     @model_validator(mode="after")
     def _check_steps(self) -> "Recipe":
         steps = self.training.steps
@@ -63,14 +68,8 @@ class Recipe(Section):
                     f"tracking.{key} = {step} comes after training.steps = {steps}; use "
                     f"tracking.{key} = {steps}"
                 )
-        schedule = self.optimizer.schedule
-        least = schedule.warmup_steps + schedule.decay_steps
-        if schedule.decay == "wsd" and least > steps:
-            raise UserError(
-                f"optimizer.schedule.warmup_steps = {schedule.warmup_steps} and decay_steps = "
-                f"{schedule.decay_steps} do not fit into training.steps = {steps}; "
-                f"use training.steps = {least} or more"
-            )
+        if not self.stage:  # stages/plan.py checks the schedule of each stage
+            self.optimizer.check_schedule(steps, "training.steps")
         return self
 
     @model_validator(mode="after")

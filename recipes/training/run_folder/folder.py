@@ -10,6 +10,7 @@ from typing import Any
 
 from models.errors import UserError
 from recipes.training.recipe.schema import Recipe
+from recipes.training.recipe.stages.plan import StagePlan
 from recipes.training.run_folder.checkpoint_folders import time_stamp
 from recipes.training.run_folder.history import History, replay
 from recipes.training.run_folder.lease import Lease, revoke
@@ -29,9 +30,10 @@ class RunFolder:
         path: the folder
         attempt: the attempt of launch.py that this process belongs to; empty for a run without
             launch.py, which locks the folder itself
+        lock: `lock_descriptor`, if this process held the lock before it replaced itself
     """
 
-    def __init__(self, path: Path, attempt: str = ""):
+    def __init__(self, path: Path, attempt: str = "", lock: int | None = None):
         path = path.resolve()  # `move_aside` then renames the target of a link and keeps the link
         self.path, self.attempt = path, attempt
         self.checkpoints = path / "checkpoints"
@@ -41,6 +43,7 @@ class RunFolder:
         self._event_lines = LineFile(self.events, keys=EVENT_KEYS)
         self._lease = Lease(path, attempt) if attempt else None
         self._lock: FolderLock | Lease | None = self._lease
+        self._inherited = lock
 
     def hold(self) -> None:
         """Create the folder and lock it until this process ends; call again to retry.
@@ -52,7 +55,8 @@ class RunFolder:
             UserError: the folder cannot be written.
         """
         try:
-            self._lock = self._lock or FolderLock(self.path)
+            self._lock = self._lock or FolderLock(self.path, self._inherited)
+            self._inherited = None
             self.path.mkdir(parents=True, exist_ok=True)
             self._check_checkpoints()
             self._lock.acquire()
@@ -78,6 +82,11 @@ class RunFolder:
         """Release the lock, if this process holds it."""
         if self._lock is not None:
             self._lock.release()
+
+    @property
+    def lock_descriptor(self) -> int | None:
+        """The descriptor of the folder's lock; None if this process holds none."""
+        return self._lock.descriptor if isinstance(self._lock, FolderLock) else None
 
     def move_aside(self) -> None:
         """Move everything that an earlier run left here to a sibling folder.
@@ -130,7 +139,7 @@ class RunFolder:
             lines = self._metric_lines.read()
             # If a recorded step after `start` ended at or before the sample at which the run
             # continues, the step is from a branch that a rollback discarded.
-            limit = start.samples * recipe.model.sequence_length
+            limit = start.tokens(StagePlan(recipe))
             discarded = any(
                 line["step"] > start.step and line.get("tokens", limit + 1) <= limit
                 for line in lines

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from recipes.training.run_folder.checkpoint_folders import stamp_of
+from recipes.training.run_folder.progress import Progress, Read, read_from
 
 REQUIRED_FIELDS: dict[str, dict[str, type]] = {  # by event, in addition to the step
     "rollback": {"to": int, "samples": int},
@@ -52,6 +53,10 @@ class History:
         requests: (name, value) of each `--resume` option that was applied with `--resume-once`
         saved: steps of the branch whose checkpoints were published; retention may have deleted the
             older ones
+        reads: (step, samples) -> the parts of the data that the run had left (`Progress.read`), for
+            the steps of `rolled_back` and `resumed` of any branch
+        parent: the checkpoint of another run, or of an abandoned branch, at which the newest branch
+            begins
         turns: for each event after which the run continued from another step than the one before,
             the last step that it kept; -1 if it kept none
     """
@@ -62,6 +67,8 @@ class History:
     requests: set[tuple[str, str]] = field(default_factory=set)
     saved: set[int] = field(default_factory=set)
     turns: list[int] = field(default_factory=list)
+    reads: dict[tuple[int, int], Read] = field(default_factory=dict)
+    parent: dict[str, Any] | None = None
     _targets: list[int] = field(default_factory=list)
     _left: dict[str, tuple[dict[int, int], dict[int, int]]] = field(default_factory=dict)
 
@@ -82,6 +89,10 @@ class History:
         """
         return all(step <= last for last in self.turns[turns:])
 
+    def progress_at(self, step: int, samples: int) -> Progress:
+        """Return the progress of a run that continues after a step with the next sample."""
+        return Progress(step, samples, self.reads.get((step, samples), ()))
+
     def first_samples(self) -> dict[int, int]:
         """Return step -> first sample read next, for steps after which the data position jumped."""
         return self.resumed | self.rolled_back
@@ -89,6 +100,9 @@ class History:
     def apply(self, event: dict[str, Any]) -> None:
         """Update the history with the next event."""
         kind, step = event["event"], event["step"]
+        if "read_parts" in event:
+            at = event["to"] if kind == "rollback" else step
+            self.reads[at, event.get("samples", 0)] = read_from(event["read_parts"])
         if kind == "start":
             self.turns.append(-1)
             self._forget(after=-1)
@@ -107,6 +121,7 @@ class History:
                 self.requests.add((event["once"], event.get("resume", "")))
             if "samples" in event:
                 self.resumed[step] = event["samples"]
+            self.parent = event.get("parent")
         elif kind == "resume":
             self.turns.append(step)
             self._forget(after=step)

@@ -33,6 +33,7 @@ SECONDS_TO_WAIT = 300  # file servers release a dead node's lock after 30 to 120
 BEAT_SECONDS = 5.0
 STALE_SECONDS = 60.0  # longer than network file systems cache a file's time
 SHARED, EXCLUSIVE = "lock", "lock.exclusive"
+NO_DESCRIPTOR = -1
 LOST = 1  # exit code of a process whose lock another process has taken over
 
 
@@ -50,10 +51,16 @@ class FolderInUse(UserError):
 
 
 class FolderLock:
-    """A lock on a folder, held by this process until it ends or releases it."""
+    """A lock on a folder, held by this process until it ends or releases it.
 
-    def __init__(self, folder: Path):
-        self.folder = folder
+    Args:
+        folder: the folder
+        inherited: the descriptor of the lock, if this process held it before it replaced itself
+            with another program (`execve`); NO_DESCRIPTOR if it held it without flock
+    """
+
+    def __init__(self, folder: Path, inherited: int | None = None):
+        self.folder, self.inherited = folder, inherited
         self.shared = folder / SHARED  # never deleted; the flock on it is the lock
         self.exclusive = folder / EXCLUSIVE  # its existence is the lock
         self.record = {
@@ -66,7 +73,7 @@ class FolderLock:
         self._stream: Any = None
         self._seen: tuple[str, int] | None = None
         self._seen_at = 0.0
-        self._moved = False
+        self._moved = self._held_before = False
         self._released = threading.Event()
 
     def acquire(self) -> None:
@@ -76,7 +83,7 @@ class FolderLock:
             FolderInUse: another process holds the lock.
             OSError: the folder cannot be written.
         """
-        stream = self.shared.open("a+")
+        stream = self._open()
         try:
             fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -118,6 +125,21 @@ class FolderLock:
             if self._holds(exclusive):
                 exclusive.unlink()
 
+    def _open(self) -> Any:
+        """Open the file of the lock, or take over its descriptor."""
+        inherited, self.inherited = self.inherited, None
+        self._held_before = inherited == NO_DESCRIPTOR
+        if inherited is not None and not self._held_before:
+            with contextlib.suppress(OSError):
+                os.set_inheritable(inherited, False)
+                return os.fdopen(inherited, "a+")
+        return self.shared.open("a+")
+
+    @property
+    def descriptor(self) -> int:
+        """The descriptor of the lock, which this process holds; NO_DESCRIPTOR without flock."""
+        return NO_DESCRIPTOR if self._stream is None else self._stream.fileno()
+
     def _is_current(self, stream: Any) -> bool:
         """Return False if the folder was renamed between opening its lock and locking it."""
         try:
@@ -153,7 +175,8 @@ class FolderLock:
             return True  # released a moment ago
         holder = _parse(self._seen[0])
         if holder.get("machine") == self.record["machine"]:
-            return not is_running(holder)
+            is_own = holder.get("process") == self.record["process"]  # before it replaced itself
+            return not is_running(holder) or (is_own and self._held_before)
         return time.monotonic() - self._seen_at >= STALE_SECONDS
 
     def _remove_stale(self) -> None:

@@ -1,15 +1,97 @@
-"""The progress of a run in steps and samples; both are needed if the batch size changes."""
+"""The progress of a run: its steps, and what it has read of the data."""
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+from recipes.training.recipe.stages.plan import StagePlan
+
+Read = tuple[tuple[int, int], ...]
+
+
+class Reading(NamedTuple):
+    """Successive samples that belong to one part of the data.
+
+    Attributes:
+        part: number of the part
+        first, stop: the run's samples first .. stop - 1
+    """
+
+    part: int
+    first: int
+    stop: int
 
 
 @dataclass(frozen=True)
 class Progress:
-    """The number of steps that a run has completed and of samples that it has read."""
+    """The number of steps that a run has completed, and the samples that it has read.
+
+    Both are needed, because the batch may have changed and a rollback skips samples.
+
+    Attributes:
+        step: number of completed steps
+        samples: number of samples read
+        read: (part of the data, samples read up to its end), for each part that the run has left;
+            the other samples belong to the part of the last completed step. A part occurs twice if
+            the run has rolled back to an earlier stage.
+    """
 
     step: int = 0
     samples: int = 0
+    read: Read = ()
 
-    def samples_after(self, step: int, global_sequences: int) -> int:
-        """Return the samples read up to a later step, at `global_sequences` samples per step."""
-        return self.samples + (step - self.step) * global_sequences
+    def after(self, step: int, plan: StagePlan) -> "Progress":
+        """Return the progress after a later step; the last stage has no end here."""
+        samples, read, part = self.samples, self.read, plan.at(self.step).part
+        for span in plan.spans:
+            first = max(span.first, self.step + 1)
+            last = step if span is plan.spans[-1] else min(span.last, step)
+            if first > last:
+                continue
+            if span.part != part:
+                read, part = _left(read, part, samples), span.part
+            samples += (last - first + 1) * span.recipe.batch.global_sequences
+        return Progress(max(step, self.step), samples, read)
+
+    def left(self, plan: StagePlan) -> "Progress":
+        """Return the progress of a run that leaves the present part of the data."""
+        return replace(self, read=_left(self.read, plan.at(self.step).part, self.samples))
+
+    def moved_to(self, step: int, plan: StagePlan) -> "Progress":
+        """Return the progress of a run that rolls back to an earlier step, and reads on."""
+        here, there = plan.at(self.step).part, plan.at(step).part
+        read = self.read if here == there else _left(self.read, here, self.samples)
+        return Progress(step, self.samples, read)
+
+    def readings(self, plan: StagePlan) -> Iterator[Reading]:
+        """Yield the samples read so far, part by part."""
+        begin = 0
+        for part, end in _left(self.read, plan.at(self.step).part, self.samples):
+            yield Reading(part, begin, end)
+            begin = end
+
+    def tokens(self, plan: StagePlan) -> int:
+        """Return the number of tokens read."""
+        return sum(
+            (reading.stop - reading.first) * plan.length_of_part(reading.part)
+            for reading in self.readings(plan)
+        )
+
+    def record(self) -> dict[str, Any]:
+        """Return the samples for an event, and the parts that the run has left."""
+        read = {"read_parts": [list(each) for each in self.read]} if self.read else {}
+        return {"samples": self.samples} | read
+
+
+def read_from(record: Any) -> Read:
+    """Return `Progress.read` from its record in JSON; empty if there is none, or it is damaged."""
+    try:
+        return tuple((int(part), int(end)) for part, end in record or ())
+    except (TypeError, ValueError):
+        return ()
+
+
+def _left(read: Read, part: int, samples: int) -> Read:
+    """Return the record of a run that leaves a part of the data after a number of samples."""
+    is_empty = samples == (read[-1][1] if read else 0)
+    return read if is_empty else (*read, (part, samples))

@@ -77,7 +77,12 @@ def announce(
         print("\n".join(f"  {line}" for line in rank_map(topology, hosts)), flush=True)
 
 
-SUMMARIZED = {"loss", "tokens", "step_seconds"}  # keys of a metrics line; a user may edit the file
+SUMMARIZED = {
+    "loss",
+    "tokens",
+    "tokens_per_second",
+    "step_seconds",
+}  # keys of a metrics line; a user may edit the file
 
 
 def summarize(recipe: Recipe, folder: RunFolder, world: World) -> None:
@@ -95,7 +100,8 @@ def summarize(recipe: Recipe, folder: RunFolder, world: World) -> None:
     print(f"{recipe.name} is finished: {recipe.training.steps} steps")
     if lines:
         first, last = lines[0], lines[-1]
-        speed = len(lines) * recipe.tokens_per_step / sum(line["step_seconds"] for line in lines)
+        seconds = sum(line["step_seconds"] for line in lines)
+        speed = sum(line["tokens_per_second"] * line["step_seconds"] for line in lines) / seconds
         print(f"  loss        {first['loss']:.4f} at step {first['step']}, ", end="")
         print(f"{last['loss']:.4f} at step {last['step']}")
         print(f"  tokens      {last['tokens']:,} at {speed:,.0f} tokens/s")

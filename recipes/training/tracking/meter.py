@@ -8,6 +8,7 @@ import torch
 from models.cost import flops_per_token
 from recipes.gpus.datasheet import peak_tflops
 from recipes.training.recipe.schema import Recipe
+from recipes.training.recipe.stages.plan import StagePlan
 from recipes.training.run_folder.progress import Progress
 
 if TYPE_CHECKING:
@@ -18,18 +19,14 @@ class Meter:
     """Metrics of a step, computed from its result and duration.
 
     Args:
-        recipe: the recipe of the run
+        recipe: the recipe of the run, with its stages
         world_size: number of ranks
         precision: "fp32", "bf16" or "fp16"
         device_name: "cpu", or the name of the GPU
     """
 
     def __init__(self, recipe: Recipe, world_size: int, *, precision: str, device_name: str):
-        self.tokens_per_step = recipe.tokens_per_step
-        self.sequence_length = recipe.model.sequence_length
-        self.tflop_per_gpu = (
-            flops_per_token(recipe.model) * recipe.tokens_per_step / world_size / 1e12
-        )
+        self.plan, self.world_size = StagePlan(recipe), world_size
         self.peak_tflops = peak_tflops(device_name, precision)
         self.on_gpu = device_name != "cpu"
 
@@ -50,15 +47,17 @@ class Meter:
         Returns:
             The metrics; `mfu` is None if the peak of the device is unknown.
         """
-        tflops = self.tflop_per_gpu / seconds
+        recipe = self.plan.at(progress.step).recipe
+        tokens = recipe.tokens_per_step
+        tflops = flops_per_token(recipe.model) * tokens / self.world_size / 1e12 / seconds
         return {
             "step": progress.step,
             "loss": loss,
             "grad_norm": grad_norm,
             "learning_rate": learning_rate,
-            "tokens": progress.samples * self.sequence_length,
+            "tokens": progress.tokens(self.plan),
             "step_seconds": seconds,
-            "tokens_per_second": self.tokens_per_step / seconds,
+            "tokens_per_second": tokens / seconds,
             "tflops_per_gpu": tflops,
             "mfu": tflops / self.peak_tflops if self.peak_tflops else None,
             "memory_gb": peak_memory_gb(self.on_gpu),

@@ -37,15 +37,23 @@ class TimelineRecorder:
         topology: the layout of the ranks
         folder: the run folder
         show: called on rank 0 with the step, the name and the file of the picture
+        last_step: the last step that the engine runs; None for that of the recipe
     """
 
     def __init__(
-        self, engine: Engine, recipe: Recipe, topology: Topology, folder: RunFolder, *, show: Show
+        self,
+        engine: Engine,
+        recipe: Recipe,
+        topology: Topology,
+        folder: RunFolder,
+        *,
+        show: Show,
+        last_step: int | None = None,
     ):
         self.engine, self.topology, self.folder, self.show = engine, topology, folder, show
         first = recipe.tracking.timeline_step
         self.wanted = range(first, first + recipe.tracking.timeline_steps) if first else range(0)
-        self.last = min(self.wanted[-1], recipe.training.steps) if first else 0
+        self.last = min(self.wanted[-1], last_step or recipe.training.steps) if first else 0
         self.steps: Steps = {}
         self.origin = 0.0
 

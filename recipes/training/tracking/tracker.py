@@ -1,6 +1,7 @@
 """Reports of the training loop: events, metrics.jsonl, the display and Weights & Biases."""
 
 import contextlib
+import json
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,6 +13,7 @@ from typing_extensions import override
 
 from models.errors import UserError
 from recipes.training.recipe.schema import Recipe
+from recipes.training.recipe.stages.plan import Span, StagePlan, changes
 from recipes.training.run_folder.folder import RunFolder
 from recipes.training.run_folder.progress import Progress
 from recipes.training.run_folder.provenance import code_version
@@ -90,6 +92,12 @@ class Tracker:
     def skip(self, step: int, reason: str, samples: range) -> None:
         """Report a step that the optimizer has skipped."""
 
+    def begin_stage(self, before: Span, after: Span) -> None:
+        """Report that the next step is the first of a stage."""
+
+    def replace_ranks(self, step: int, stage: str) -> None:
+        """Report that all ranks end after a step, and start again with the engine of a stage."""
+
     def roll_back(self, step: int, to: Progress, reason: str) -> None:
         """Report a rollback after a step, and the point at which the run continues."""
 
@@ -121,9 +129,10 @@ class RunTracker(Tracker):
         plan: Mapping[str, float] = MappingProxyType({}),
     ):
         self.recipe, self.folder, self.last_step = recipe, folder, start.step
+        self.plan = StagePlan(recipe)
         details: dict[str, Any] = {"changed": changed} if changed else {}
         if start.step:
-            details["samples"] = start.samples
+            details |= start.record()
         if in_memory:
             details["from_memory"] = True
         if plan:
@@ -169,8 +178,22 @@ class RunTracker(Tracker):
         print(f"skipped: step {step}: {reason}; samples {first} .. {last}", file=sys.stderr)
 
     @override
+    def begin_stage(self, before: Span, after: Span) -> None:
+        different = changes(before.recipe, after.recipe)
+        steps = [after.first, self.plan.steps_of(after.stage)[-1]]
+        self.folder.event("stage", after.first, stage=after.stage, steps=steps, changed=different)
+        values = ", ".join(f"{key} = {json.dumps(new)}" for key, (_, new) in different.items())
+        self.display.say(f'stage "{after.stage}" begins with step {after.first}: {values}')
+
+    @override
+    def replace_ranks(self, step: int, stage: str) -> None:
+        shares = self.wall_time.shares(time.time())
+        self.folder.event("boundary", step, stage=stage, wall_time=shares)
+        self.display.say(f'step {step} is saved; the ranks start again for stage "{stage}"')
+
+    @override
     def roll_back(self, step: int, to: Progress, reason: str) -> None:
-        self._record("rollback", step, reason=reason, to=to.step, samples=to.samples)
+        self._record("rollback", step, reason=reason, to=to.step, **to.record())
         print(
             f"rolled back: step {step}: {reason}; continues after step {to.step} with sample "
             f"{to.samples}",

@@ -65,4 +65,4 @@ def test_a_new_batch_size_resumes_at_the_next_sample(corpus: Path) -> None:
     assert after.progress_after(6) == Progress(step=6, samples=64)
     ((source, index),) = after.places(np.array([32]))
     window = next(after.step(5)).tokens[0]
-    assert window.tolist() == after.sources[source].read(index)[:-1].tolist()
+    assert window.tolist() == after.sources()[source].read(index)[:-1].tolist()

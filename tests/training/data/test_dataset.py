@@ -38,7 +38,7 @@ def build(table: dict[str, Any], data_size: int = 1, data_rank: int = 0) -> Trai
 def window(data: TrainingData, sample: int) -> np.ndarray:
     """Return the [s + 1] tokens of a sample."""
     ((source, index),) = data.places(np.array([sample]))
-    return data.sources[source].read(index)
+    return data.sources()[source].read(index)
 
 
 def rows(micro_batches: Iterable[MicroBatch]) -> list[tuple[int, ...]]:
@@ -134,9 +134,9 @@ def test_an_epoch_reads_every_window_once_and_the_next_epoch_in_another_order(
     small: dict[str, Any],
 ) -> None:
     data = build(small)
-    count = data.sources[0].count
+    count = data.sources()[0].count
     windows = [tuple(window(data, sample)) for sample in range(2 * count)]
-    expected = {tuple(data.sources[0].read(index)) for index in range(count)}
+    expected = {tuple(data.sources()[0].read(index)) for index in range(count)}
     assert set(windows[:count]) == set(windows[count:]) == expected
     assert windows[:count] != windows[count:]
 
@@ -144,7 +144,7 @@ def test_an_epoch_reads_every_window_once_and_the_next_epoch_in_another_order(
 def test_an_epoch_is_exact_while_the_layout_changes(small: dict[str, Any]) -> None:
     """Each window is read once on 1, 2, 4 and 8 data ranks in turn, with changing batch sizes."""
     data, progress = build(small), Progress()
-    count = data.sources[0].count
+    count = data.sources()[0].count
     seen: Counter[int] = Counter()
     for step in itertools.count(1):
         size = (1, 2, 4, 8)[step % 4]
@@ -177,7 +177,7 @@ def test_validation_is_spread_over_its_own_file(small: dict[str, Any]) -> None:
     assert corpus.count == 124
     expected = [tuple(corpus.read(index * 124 // 16)) for index in range(16)]
     assert rows(data.evaluation()) == expected
-    training = {tuple(window(data, sample)) for sample in range(data.sources[0].count)}
+    training = {tuple(window(data, sample)) for sample in range(data.sources()[0].count)}
     assert not training & set(expected)
 
 
@@ -229,7 +229,7 @@ def test_all_stages_know_the_documents_and_only_the_end_stages_read_tokens(
         ):
             assert each.info.dropout == MaskKey(recipe.seed, range(first, first + 2))
             places = data.places(np.array([first, first + 1]))
-            found.add(check_documents(each, [(data.sources[s], index) for s, index in places]))
+            found.add(check_documents(each, [(data.sources()[s], index) for s, index in places]))
             assert (each.tokens is not None) == (
                 coordinates.pipeline in STAGES_WITH_TOKENS[schedule]
             )

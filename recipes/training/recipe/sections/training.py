@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from models.config import nearest_multiples
+from models.config import nearest_divisors, nearest_multiples
 from models.errors import UserError
 from recipes.training.recipe.sections.section import (
     MAX_COUNT,
@@ -16,6 +16,24 @@ from recipes.training.recipe.sections.section import (
 )
 
 
+class Ramp(Section):
+    """Growth of the global batch at the beginning of the run, as Megatron's `--rampup-batch-size`.
+
+    The three keys have the order of Megatron's option.
+    """
+
+    start_sequences: Count
+    """Global batch of the first step."""
+
+    increment: Count
+    """Sequences by which the global batch grows at a time. It must be a divisor of
+    `global_sequences` - `start_sequences`."""
+
+    samples: Count
+    """Sequences that the run reads until the global batch is `global_sequences`. Each size is used
+    for an equal part of them, rounded up to whole steps."""
+
+
 class Batch(Section):
     """Batch sizes, in sequences of `model.sequence_length` tokens."""
 
@@ -25,6 +43,29 @@ class Batch(Section):
     micro_sequences: Count
     """Sequences per forward pass of a data rank. A larger number makes larger matrix
     multiplications, needs more activation memory and leaves a pipeline fewer micro-batches."""
+
+    ramp: Ramp | None = None
+    """Let the global batch grow at the beginning of the run. Leave it out for a constant batch."""
+
+    @model_validator(mode="after")
+    def _check_ramp(self) -> "Batch":
+        ramp = self.ramp
+        if ramp is None:
+            return self
+        growth = self.global_sequences - ramp.start_sequences
+        if growth <= 0:
+            raise UserError(
+                f"batch.ramp.start_sequences = {ramp.start_sequences} is not below "
+                f"batch.global_sequences = {self.global_sequences}; use a smaller number, for "
+                f"example batch.ramp.start_sequences = {self.micro_sequences}"
+            )
+        if growth % ramp.increment:
+            raise UserError(
+                f"batch.ramp.increment = {ramp.increment} does not divide batch.global_sequences - "
+                f"batch.ramp.start_sequences = {growth}; use batch.ramp.increment = "
+                f"{nearest_divisors(growth, ramp.increment)}"
+            )
+        return self
 
     @model_validator(mode="after")
     def _check(self) -> "Batch":
@@ -43,12 +84,17 @@ class Schedule(Section):
     warmup_steps: NonNegative
     """Steps over which the learning rate rises linearly to its peak; 0: no warm-up."""
 
-    decay: Literal["cosine", "linear", "wsd"]
+    decay: Literal["cosine", "linear", "wsd", "constant"]
     """Shape of the decay. "cosine" and "linear" fall from the end of the warm-up to the last step;
-    "wsd" (warm-up-stable-decay) is constant until the last `decay_steps`, then falls linearly."""
+    "wsd" (warm-up-stable-decay) is constant until the last `decay_steps`, then falls as
+    `decay_shape` says; "constant" does not fall, for example because a later `[[stage]]` does."""
 
     decay_steps: NonNegative = 0
     """Steps of the decay, only for `decay = "wsd"`, which requires it."""
+
+    decay_shape: Literal["linear", "sqrt", "cosine"] = "linear"
+    """Shape of the last `decay_steps` of "wsd": "linear", "sqrt" (1 - sqrt of the share of the
+    steps that are done; arXiv 2405.18392 found it the best) or "cosine"."""
 
     minimum_learning_rate: Annotated[float, Field(ge=0)] = 0.0
     """Learning rate at the last step; at most `optimizer.learning_rate`."""
@@ -90,7 +136,37 @@ class Optimizer(Section):
                 f'optimizer.schedule.decay = "{schedule.decay}"; use decay_steps = 1 or more with '
                 f'"wsd" and leave it out otherwise'
             )
+        if schedule.decay != "wsd" and schedule.decay_shape != "linear":
+            raise UserError(
+                f'optimizer.schedule.decay_shape = "{schedule.decay_shape}" has no effect with '
+                f'optimizer.schedule.decay = "{schedule.decay}"; use decay = "wsd", or leave '
+                f"decay_shape out"
+            )
+        if schedule.decay == "constant" and schedule.minimum_learning_rate:
+            raise UserError(
+                f"optimizer.schedule.minimum_learning_rate = {schedule.minimum_learning_rate} has "
+                f'no effect with optimizer.schedule.decay = "constant"; leave it out'
+            )
         return self
+
+    def check_schedule(self, steps: int, setting: str) -> None:
+        """Check that the warm-up and the decay fit into the steps of the schedule.
+
+        Args:
+            steps: number of steps of the schedule
+            setting: what determines this number, for the message
+
+        Raises:
+            UserError: they do not fit.
+        """
+        schedule = self.schedule
+        least = schedule.warmup_steps + schedule.decay_steps
+        if schedule.decay == "wsd" and least > steps:
+            raise UserError(
+                f"optimizer.schedule.warmup_steps = {schedule.warmup_steps} and decay_steps = "
+                f"{schedule.decay_steps} do not fit into {setting} = {steps}; use {setting} = "
+                f"{least} or more"
+            )
 
 
 class Training(Section):

@@ -1,0 +1,277 @@
+"""The order in which a run reads the windows of each corpus, over all parts of its data.
+
+Without stages, the windows of a corpus are read in a random permutation, another one for each
+epoch. If a stage changes the sequence length, the corpus is cut into other windows. The rest of the
+epoch then reads the new windows in a random permutation, without those that contain a token that
+the run has already read in this epoch. No token is therefore an input twice before the epoch is
+over. A window of which only a part has been read waits for the next epoch, with all windows.
+
+Everything follows from the seed and from the samples that each part of the data has given, so
+nothing is stored.
+"""
+
+from bisect import bisect_right
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+
+from recipes.training.data.mixing import choose_sources, one_period, permuted, place_of
+from recipes.training.recipe.blend_weights import whole_shares
+from recipes.training.recipe.repository import repository_path
+from recipes.training.recipe.stages.plan import StagePlan
+from recipes.training.run_folder.progress import Reading
+
+CANDIDATES_PER_BLOCK = 2**14  # windows whose tokens are compared with the earlier ones at a time
+
+
+@dataclass(frozen=True)
+class Pass:
+    """A permutation of the windows of one length, read up to some window.
+
+    Attributes:
+        length: tokens of a window
+        key: the key of the permutation
+        considered: number of windows of the permutation that were read, or left out
+    """
+
+    length: int
+    key: str
+    considered: int
+
+
+class CorpusOrder:
+    """The windows that a corpus gives to its successive samples, from some point of the run on.
+
+    Args:
+        tokens: number of tokens of the corpus
+        name: the seed of the run and the number of the corpus, "1234/0"
+    """
+
+    def __init__(self, tokens: int, name: str):
+        self.tokens, self.name = tokens, name
+        self.length = 0
+        self.given = 0  # samples since `length` changed
+        self.epoch = 0  # at that point
+        self.earlier: tuple[Pass, ...] = ()  # what had been read of this epoch at that point
+        self._unread: _Unread | None = None
+
+    @property
+    def count(self) -> int:
+        """Number of windows of an epoch."""
+        return (self.tokens - 1) // self.length
+
+    def continue_with(self, length: int) -> None:
+        """Cut the corpus into windows of `length` tokens from the next sample on."""
+        if length == self.length:
+            return
+        if self.length:
+            self._finish_passes()
+        self.length, self.given = length, 0
+        self._unread = None
+        if self.earlier:
+            key = f"{self.name}/{self.epoch}/{len(self.earlier)}"
+            self._unread = _Unread(self.tokens, length, key, self.earlier)
+
+    def give(self, samples: int) -> None:
+        """Count samples as read."""
+        self.given += samples
+
+    def _finish_passes(self) -> None:
+        """Note what has been read of the current epoch."""
+        if not self.given:
+            return
+        if self._unread is not None:
+            considered = self._unread.considered(self.given)
+            if considered is not None:
+                self.earlier += (Pass(self.length, self._unread.key, considered),)
+                return
+        epochs, considered = divmod(self.given - self._rest, self.count)
+        self.epoch += epochs + (self._unread is not None)
+        key = f"{self.name}/{self.epoch}"
+        self.earlier = (Pass(self.length, key, considered),) if considered else ()
+
+    @property
+    def _rest(self) -> int:
+        """Number of windows that the epoch had left when `length` changed."""
+        return self._unread.total if self._unread is not None else 0
+
+    def windows(self, turns: np.ndarray) -> np.ndarray:
+        """Return the windows of the samples `turns`, counted from the present point; int64."""
+        turns = turns + self.given
+        found = np.empty_like(turns)
+        after = np.ones(len(turns), bool)
+        if self._unread is not None:
+            for position, turn in enumerate(turns.tolist()):
+                window = self._unread.window(turn)
+                if window is not None:
+                    found[position], after[position] = window, False
+        first = self.epoch + (self._unread is not None)
+        epochs, indices = np.divmod(turns[after] - (self._rest if after.any() else 0), self.count)
+        windows = np.empty_like(indices)
+        for epoch in np.unique(epochs).tolist():
+            key = f"{self.name}/{first + epoch}"
+            windows[epochs == epoch] = permuted(indices[epochs == epoch], self.count, key)
+        found[after] = windows
+        return found
+
+
+class _Unread:
+    """The windows of a permutation that contain no token of earlier passes.
+
+    They are found block by block, only as far as the run has come.
+    """
+
+    def __init__(self, tokens: int, length: int, key: str, earlier: tuple[Pass, ...]):
+        self.tokens, self.length, self.key, self.earlier = tokens, length, key, earlier
+        self.count = (tokens - 1) // length
+        self._ends = [0]  # unread windows up to the end of each block
+        self._block = lru_cache(maxsize=4)(self._find)
+
+    @property
+    def total(self) -> int:
+        """Number of all unread windows."""
+        while not self._is_complete:
+            self._append()
+        return self._ends[-1]
+
+    def window(self, turn: int) -> int | None:
+        """Return the unread window number `turn`; None if there are fewer."""
+        found = self._locate(turn)
+        return None if found is None else found[1]
+
+    def considered(self, turns: int) -> int | None:
+        """Return how far `turns` windows use up the permutation; None if there are fewer."""
+        found = self._locate(turns - 1)
+        return None if found is None else found[0] + 1
+
+    def _locate(self, turn: int) -> tuple[int, int] | None:
+        """Return (index in the permutation, window) of an unread window; None after the last."""
+        while self._ends[-1] <= turn and not self._is_complete:
+            self._append()
+        if self._ends[-1] <= turn:
+            return None
+        block = bisect_right(self._ends, turn) - 1
+        indices, windows = self._block(block)
+        place = turn - self._ends[block]
+        return int(indices[place]), int(windows[place])
+
+    @property
+    def _is_complete(self) -> bool:
+        return (len(self._ends) - 1) * CANDIDATES_PER_BLOCK >= self.count
+
+    def _append(self) -> None:
+        indices, _ = self._block(len(self._ends) - 1)
+        self._ends.append(self._ends[-1] + len(indices))
+
+    def _find(self, block: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return the indices and the windows of a block that are unread."""
+        first = block * CANDIDATES_PER_BLOCK
+        indices = np.arange(first, min(first + CANDIDATES_PER_BLOCK, self.count))
+        windows = permuted(indices, self.count, self.key)
+        unread = np.ones(len(windows), bool)
+        for each in self.earlier:
+            unread &= ~self._overlaps(windows, each)
+        return indices[unread], windows[unread]
+
+    def _overlaps(self, windows: np.ndarray, earlier: Pass) -> np.ndarray:
+        """Return True for each window that shares a token with the windows of an earlier pass."""
+        count = (self.tokens - 1) // earlier.length
+        first = windows * self.length // earlier.length
+        last = ((windows + 1) * self.length - 1) // earlier.length
+        found = np.zeros(len(windows), bool)
+        for offset in range(int((last - first).max()) + 1):
+            overlapping = first + offset
+            inside = np.flatnonzero((overlapping <= last) & (overlapping < count))
+            places = place_of(overlapping[inside], count, earlier.key)
+            found[inside] |= places < earlier.considered
+        return found
+
+
+def source_numbers(plan: StagePlan) -> dict[str, int]:
+    """Return path -> number of each training corpus, in the order in which a stage first names it.
+
+    The number is part of the key of a corpus's permutation.
+    """
+    numbers: dict[str, int] = {}
+    for part in plan.parts:
+        for source in plan.first_of_part(part).recipe.data.train:
+            numbers.setdefault(str(repository_path(source.path)), len(numbers))
+    return numbers
+
+
+@dataclass
+class Mixture:
+    """The samples of the current part of the data: which corpus and which window each one is.
+
+    Attributes:
+        sources: the number of each of its corpora
+        weights: their weights
+        orders: number of a corpus -> its order, at the first sample of the part
+        first: the first sample of the mixture, from which the shares of the corpora count
+        before: samples that each corpus has given from `first` up to the part
+    """
+
+    sources: tuple[int, ...]
+    weights: tuple[float, ...]
+    orders: dict[int, CorpusOrder]
+    first: int
+    before: np.ndarray
+
+    def places(self, samples: np.ndarray) -> list[tuple[int, int]]:
+        """Return (number of the corpus, window) for samples of the part."""
+        chosen, turns = choose_sources(samples - self.first, self.weights)
+        windows = np.empty_like(turns)
+        for index, source in enumerate(self.sources):
+            own = np.flatnonzero(chosen == index)
+            if len(own):
+                own_turns = turns[own] - self.before[index]
+                windows[own] = self.orders[source].windows(own_turns)
+        numbers = np.array(self.sources)[chosen]
+        return list(zip(numbers.tolist(), windows.tolist(), strict=True))
+
+
+def mixture_after(
+    plan: StagePlan, readings: Iterable[Reading], part: int, begin: int, tokens: dict[int, int]
+) -> Mixture:
+    """Return the mixture of a part of the data that begins after other samples have been read.
+
+    Args:
+        plan: the stages of the run
+        readings: the samples read before
+        part: number of the part
+        begin: the first sample of the part
+        tokens: number of a corpus -> its tokens
+
+    Returns:
+        The mixture. If corpora and weights are those of the samples before, their shares continue.
+    """
+    numbers, seed = source_numbers(plan), plan.recipe.seed
+    orders = {number: CorpusOrder(count, f"{seed}/{number}") for number, count in tokens.items()}
+    current: Mixture | None = None
+    for reading in (*readings, Reading(part, begin, begin)):
+        train = plan.first_of_part(reading.part).recipe.data.train
+        sources = tuple(numbers[str(repository_path(source.path))] for source in train)
+        weights = tuple(source.weight for source in train)
+        is_same = current is not None and (current.sources, current.weights) == (sources, weights)
+        first = current.first if current is not None and is_same else reading.first
+        length = plan.length_of_part(reading.part)
+        for source in sources:
+            orders[source].continue_with(length)
+        before = counts(weights, reading.first - first)
+        current = Mixture(sources, weights, orders, first, before)
+        for source, given in zip(
+            sources, (counts(weights, reading.stop - first) - before).tolist(), strict=True
+        ):
+            orders[source].give(given)
+    assert current is not None
+    return current
+
+
+def counts(weights: tuple[float, ...], samples: int) -> np.ndarray:
+    """Return the samples of each corpus among the first `samples` of a mixture; int64."""
+    shares = whole_shares(weights)
+    order, _ = one_period(shares)
+    periods, rest = divmod(samples, len(order))
+    return periods * np.array(shares) + np.bincount(order[:rest], minlength=len(shares))

@@ -1,0 +1,361 @@
+"""The stages of a run: which recipe each step follows.
+
+`StagePlan` is the only place that knows about `[[stage]]` tables and `batch.ramp`. Every other
+module works with the plain recipe of a step, which has neither.
+"""
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from pydantic import ValidationError
+
+from models.errors import UserError
+from recipes.training.recipe.learning_rate import learning_rate
+from recipes.training.recipe.schema import Recipe
+from recipes.training.recipe.sections.stage import CHANGEABLE
+from recipes.training.recipe.stages.merging import StageTable, batches, stage_tables
+from recipes.training.recipe.topology import World
+
+# Keys that may change between two steps of a process. Any other change needs another engine.
+IN_PLACE = {
+    "batch": ("global_sequences",),
+    "optimizer": ("learning_rate", "schedule"),
+    "data": ("train", "validation", "separate_documents"),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Span:
+    """Successive steps with the same recipe: a stage, or the part of it with one batch size.
+
+    Attributes:
+        stage: name of the stage
+        number: number of the stage, from 0
+        first, last: first and last step
+        recipe: the recipe of these steps, without stages and without a ramp
+        schedule_first, schedule_last: first and last step of the learning rate's schedule
+        part: number of the part of the data, from 0; a part ends where the corpora, their weights,
+            the sequence length or the rotary positions change
+    """
+
+    stage: str
+    number: int
+    first: int
+    last: int
+    recipe: Recipe
+    schedule_first: int
+    schedule_last: int
+    part: int
+
+    @property
+    def steps(self) -> int:
+        """Number of steps."""
+        return self.last - self.first + 1
+
+    def learning_rate(self, step: int) -> float:
+        """Return the learning rate of a step."""
+        own = step - self.schedule_first + 1
+        return learning_rate(
+            own, self.recipe.optimizer, self.schedule_last - self.schedule_first + 1
+        )
+
+    @cached_property
+    def engine_settings(self) -> dict[str, Any]:
+        """The settings from which an engine is built; a span with other settings needs another."""
+        table = self.recipe.model_dump(mode="json")
+        for section, keys in IN_PLACE.items():
+            for key in keys:
+                table[section].pop(key)
+        return table
+
+
+class StageRejected(Exception):
+    """The recipe of a stage is not valid.
+
+    Attributes:
+        stage: name of the stage
+        table: its recipe
+        error: the errors of pydantic
+    """
+
+    def __init__(self, stage: str, table: dict[str, Any], error: ValidationError):
+        super().__init__(stage)
+        self.stage, self.table, self.error = stage, table, error
+
+
+class StagePlan:
+    """The spans of a run.
+
+    Attributes:
+        recipe: the recipe, with its stages
+        spans: in the order of their steps
+
+    Args:
+        recipe: a valid recipe
+
+    Raises:
+        UserError: a stage is not possible; the message names it.
+    """
+
+    def __init__(self, recipe: Recipe):
+        self.recipe = recipe
+        self.spans = _spans(recipe)
+
+    @property
+    def stages(self) -> list[Span]:
+        """The stages, each as the last of its spans, which has the full batch."""
+        return [
+            span
+            for span, following in zip(self.spans, [*self.spans[1:], None], strict=True)
+            if following is None or following.number != span.number
+        ]
+
+    @property
+    def names(self) -> list[str]:
+        """The names of the stages."""
+        return [span.stage for span in self.stages]
+
+    def at(self, step: int) -> Span:
+        """Return the span of a step; the last span for later steps, the first for step 0."""
+        return next((span for span in self.spans if step <= span.last), self.spans[-1])
+
+    def begins_stage(self, step: int) -> bool:
+        """Return True if a step is the first one of a stage, but not of the run."""
+        span = self.at(step)
+        return step > 1 and step == span.first and self.at(step - 1).number != span.number
+
+    def steps_of(self, stage: str) -> range:
+        """Return the steps of a stage.
+
+        Raises:
+            UserError: there is no such stage.
+        """
+        spans = [span for span in self.spans if span.stage == stage]
+        if not spans:
+            raise UserError(f'there is no stage "{stage}"; use one of {", ".join(self.names)}')
+        return range(spans[0].first, spans[-1].last + 1)
+
+    def recipe_of(self, stage: str) -> Recipe:
+        """Return the plain recipe of a stage, with its full batch.
+
+        Raises:
+            UserError: there is no such stage.
+        """
+        return self.at(self.steps_of(stage)[-1]).recipe
+
+    def samples_before(self, step: int) -> int:
+        """Return the samples that a run without rollbacks reads before a step."""
+        return sum(
+            (min(span.last, step - 1) - span.first + 1) * span.recipe.batch.global_sequences
+            for span in self.spans
+            if span.first < step
+        )
+
+    def tokens_before(self, step: int) -> int:
+        """Return the tokens that a run without rollbacks reads before a step."""
+        return sum(
+            (min(span.last, step - 1) - span.first + 1) * span.recipe.tokens_per_step
+            for span in self.spans
+            if span.first < step
+        )
+
+    @property
+    def total_tokens(self) -> int:
+        """The tokens of the whole run."""
+        return self.tokens_before(self.recipe.training.steps + 1)
+
+    def length_of_part(self, part: int) -> int:
+        """Return the sequence length of a part of the data."""
+        return self.first_of_part(part).recipe.model.sequence_length
+
+    def first_of_part(self, part: int) -> Span:
+        """Return the first span of a part of the data."""
+        return next(span for span in self.spans if span.part == part)
+
+    @property
+    def parts(self) -> range:
+        """The numbers of the parts of the data."""
+        return range(self.spans[-1].part + 1)
+
+    def last_step_of_engine(self, step: int) -> int:
+        """Return the last step that the engine of a step can run."""
+        settings, last = self.at(step).engine_settings, self.at(step).last
+        for span in self.spans:
+            if span.first > step and span.first == last + 1 and span.engine_settings == settings:
+                last = span.last
+        return last
+
+    def check_world(self, world: World) -> None:
+        """Check that every stage can run on a world.
+
+        Raises:
+            UserError: a stage cannot; the message names it.
+        """
+        for span in self.spans:
+            with self.naming(span):
+                span.recipe.topology(world)
+
+    @contextmanager
+    def naming(self, span: Span) -> Iterator[None]:
+        """Let a UserError name the stage of a span, if the run has several."""
+        try:
+            yield
+        except UserError as problem:
+            raise UserError(f"{_about(self, span)}{problem}") from None
+
+
+def recipe_at(recipe: Recipe, step: int) -> Recipe:
+    """Return the plain recipe of a step."""
+    return StagePlan(recipe).at(step).recipe
+
+
+def table_at(recipe: dict[str, Any], step: int) -> dict[str, Any]:
+    """Return the table of a step's recipe, from the table of a recipe, for example a manifest's.
+
+    A table without [training], such as that of imported weights, has no stages.
+    """
+    if not recipe.get("stage"):
+        return recipe
+    return [each for each in stage_tables(recipe) if each.first <= max(1, step)][-1].table
+
+
+def validate(table: dict[str, Any]) -> Recipe:
+    """Return the recipe of a table without stages.
+
+    Raises:
+        ValidationError: of pydantic.
+        UserError: the table is not a valid recipe.
+    """
+    return Recipe.model_validate_json(json.dumps(table))
+
+
+def _spans(recipe: Recipe) -> tuple[Span, ...]:
+    steps = recipe.training.steps
+    if not recipe.stage and recipe.batch.ramp is None:
+        whole = (1, steps)
+        return (_span("first", 0, whole, recipe, schedule=whole, part=0),)
+    tables = stage_tables(recipe.model_dump(mode="json"))
+    schedules = [each.first for each in tables if each.begins_schedule]
+    found: list[Span] = []
+    for number, (stage, following) in enumerate(zip(tables, [*tables[1:], None], strict=True)):
+        last = following.first - 1 if following else steps
+        first_of_schedule = max(first for first in schedules if first <= stage.first)
+        later = [first for first in schedules if first > stage.first]
+        schedule = (first_of_schedule, later[0] - 1 if later else steps)
+        for first, end, sequences in batches(stage.table["batch"], stage.first, last):
+            assert end is not None
+            plain = _plain_recipe(stage, sequences)
+            part = _next_part(found[-1], plain) if found else 0
+            found.append(
+                _span(stage.name, number, (first, end), plain, schedule=schedule, part=part)
+            )
+        _check_stage(recipe, found[-1], stage)
+    return tuple(found)
+
+
+def _span(
+    stage: str,
+    number: int,
+    steps: tuple[int, int],
+    recipe: Recipe,
+    *,
+    schedule: tuple[int, int],
+    part: int,
+) -> Span:
+    return Span(
+        stage=stage,
+        number=number,
+        first=steps[0],
+        last=steps[1],
+        recipe=recipe,
+        schedule_first=schedule[0],
+        schedule_last=schedule[1],
+        part=part,
+    )
+
+
+def _plain_recipe(stage: StageTable, sequences: int) -> Recipe:
+    """Return the recipe of a stage at a batch size.
+
+    Raises:
+        UserError: it is not valid; the message names the stage.
+    """
+    batch = {key: value for key, value in stage.table["batch"].items() if key != "ramp"}
+    table = stage.table | {"batch": batch | {"global_sequences": sequences}}
+    try:
+        return validate(table)
+    except ValidationError as error:
+        raise StageRejected(stage.name, table, error) from None
+
+
+def _next_part(before: Span, recipe: Recipe) -> int:
+    """Return the number of the part of the data that a recipe reads after a span."""
+    return before.part + (_data_of(before.recipe) != _data_of(recipe))
+
+
+def _data_of(recipe: Recipe) -> tuple[Any, ...]:
+    """Return the keys that decide which windows of which corpora a step reads, and as what."""
+    model = recipe.model
+    return (
+        *(recipe.data.train, recipe.data.separate_documents),
+        *(model.sequence_length, model.rope_theta, model.rope_scaling),
+    )
+
+
+def _check_stage(recipe: Recipe, span: Span, stage: StageTable) -> None:
+    """Check the end of the ramp and the length of the schedule in a stage.
+
+    Raises:
+        UserError: they do not fit into the stage.
+    """
+    about = _about_stage(stage.name)
+    model = span.recipe.model
+    if model.positions == "learned" and model.sequence_length != recipe.model.sequence_length:
+        raise UserError(
+            f"{about}model.sequence_length = {model.sequence_length} needs other weights than "
+            f'{recipe.model.sequence_length}, because model.positions = "learned" has a row per '
+            f'position; use model.positions = "rope", or leave model.sequence_length out of '
+            f"[stage.model]"
+        )
+    if stage.first == 1 and recipe.batch.ramp and recipe.stage:
+        (*ramp, _) = batches(stage.table["batch"], 1, None)
+        end = ramp[-1][1] or 0
+        if end >= span.last:
+            raise UserError(
+                f"batch.ramp ends with step {end}, and stage.{recipe.stage[0].name} begins with "
+                f"step {span.last + 1}; use a later stage, or fewer batch.ramp.samples"
+            )
+    steps = span.schedule_last - span.schedule_first + 1
+    if stage.begins_schedule:
+        try:
+            span.recipe.optimizer.check_schedule(steps, "the steps of its schedule")
+        except UserError as problem:
+            raise UserError(f"{about}{problem}") from None
+
+
+def _about(plan: StagePlan, span: Span) -> str:
+    """Return the beginning of a message about a span; empty if the run has only one."""
+    if len(plan.spans) == 1:
+        return ""
+    ramp = [each for each in plan.spans if each.number == span.number][-1] is not span
+    return _about_stage(span.stage, span if ramp else None)
+
+
+def _about_stage(name: str, span: Span | None = None) -> str:
+    steps = f" (steps {span.first} .. {span.last} of batch.ramp)" if span else ""
+    return f'stage "{name}"{steps}: '
+
+
+def changes(before: Recipe, after: Recipe) -> dict[str, list[Any]]:
+    """Return section.key -> [before, after] for the keys in which two plain recipes differ."""
+    old, new = (each.model_dump(mode="json") for each in (before, after))
+    return {
+        f"{section}.{key}": [old[section].get(key), value]
+        for section in CHANGEABLE
+        for key, value in new[section].items()
+        if value != old[section].get(key)
+    }

@@ -1,0 +1,333 @@
+"""A run in three stages: killed at random instants, handed from layout to layout, and branched."""
+
+import contextlib
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tomli_w
+
+from models.errors import UserError
+from recipes.preparing.ledger import ledger
+from recipes.proving.worlds import free_port
+from recipes.training.checkpoint.compatibility import check_same_run
+from recipes.training.checkpoint.manifest import Manifest
+from recipes.training.data.fingerprint import fingerprint
+from recipes.training.loop.boundaries.replacement import command_of
+from recipes.training.recipe.loading import REPOSITORY, load_recipe, parse_recipe
+from recipes.training.recipe.stages.plan import StagePlan
+from recipes.training.run_folder.folder import RunFolder
+from tests.conftest import changed, small_recipe
+
+EXACT = ("step", "loss", "grad_norm", "learning_rate", "tokens", "validation_loss")
+SECONDS = 600
+STEPS = 15
+
+
+@pytest.fixture(scope="module")
+def table(corpus: Path) -> dict[str, Any]:
+    """A growing batch of a mixture; then longer sequences and a larger batch; then the decay."""
+    train, extra = str(corpus / "train"), str(corpus / "extra")
+    for suffix in (".bin", ".idx"):
+        shutil.copyfile(corpus / f"validation{suffix}", f"{extra}{suffix}")
+    table = changed(
+        small_recipe(corpus),
+        name="staged",
+        training={"steps": STEPS, "evaluate_every": 5, "evaluation_batches": 1},
+        checkpoint__every=2,
+        checkpoint__keep=20,
+        batch__ramp={"start_sequences": 4, "increment": 4, "samples": 8},
+        optimizer__schedule={"warmup_steps": 2, "decay": "constant"},
+        data__train=[{"path": train, "weight": 0.7}, {"path": extra, "weight": 0.3}],
+    )
+    long = {
+        "name": "long",
+        "start_step": 6,
+        "model": {"sequence_length": 64, "rope_scaling": {"type": "linear", "factor": 2.0}},
+        "batch": {"global_sequences": 16},
+        "data": {"train": [{"path": extra, "weight": 0.5}, {"path": train, "weight": 0.5}]},
+    }
+    decay = {
+        "name": "decay",
+        "start_tokens": (2 * 4 + 3 * 8) * 32 + 5 * 16 * 64,
+        "data": {"train": [{"path": train}]},
+        "optimizer": {
+            "schedule": {
+                "warmup_steps": 0,
+                "decay": "wsd",
+                "decay_steps": 5,
+                "decay_shape": "sqrt",
+            }
+        },
+    }
+    return table | {"stage": [long, decay]}
+
+
+@pytest.fixture(scope="module")
+def recipe_file(table: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    file = tmp_path_factory.mktemp("recipe") / "staged.toml"
+    file.write_text(tomli_w.dumps(table))
+    return file
+
+
+@pytest.fixture(scope="module")
+def undisturbed(recipe_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of an undisturbed run of one process."""
+    folder = tmp_path_factory.mktemp("runs") / "undisturbed"
+    assert Ranks(folder, recipe_file, ranks=1).finish() == [0], (folder / "rank0.log").read_text()
+    return folder
+
+
+class Ranks:
+    """The ranks of a run, in processes of their own, as `srun` or `torchrun` would start them."""
+
+    def __init__(self, folder: Path, recipe: Path, *options: str, ranks: int = 1):
+        folder.mkdir(exist_ok=True)
+        self.folder = folder
+        port = str(free_port())
+        self.processes = []
+        for rank in range(ranks):
+            variables = {
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank),
+                "WORLD_SIZE": str(ranks),
+                "LOCAL_WORLD_SIZE": str(ranks),
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": port,
+                "OMP_NUM_THREADS": "1",
+                "DS_ACCELERATOR": "cpu",
+            }
+            command = [sys.executable, "recipes/pretrain.py", str(recipe)]
+            command += ["--run-dir", str(folder), *options]
+            with (folder / f"rank{rank}.log").open("ab") as log:
+                self.processes.append(
+                    subprocess.Popen(
+                        command,
+                        cwd=REPOSITORY,
+                        env=os.environ | variables,
+                        stdout=log,
+                        stderr=subprocess.STDOUT,
+                        start_new_session=True,
+                    )
+                )
+
+    def finish(self) -> list[int]:
+        """Wait for the ranks, and return their exit codes."""
+        try:
+            return [process.wait(SECONDS) for process in self.processes]
+        finally:
+            self.kill()
+
+    def kill(self) -> None:
+        """Kill the ranks, and wait until they are gone."""
+        for process in self.processes:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+    def wait_for_step(self, step: int) -> bool:
+        """Wait until a step is done; return False if the run ends before."""
+        for _ in range(100 * SECONDS):
+            if any(line["step"] >= step for line in RunFolder(self.folder).read_metrics()):
+                return True
+            if self.processes[0].poll() is not None:
+                return False
+            time.sleep(0.01)
+        raise TimeoutError(f"step {step} of {self.folder}")
+
+
+def metrics(folder: Path) -> list[dict[str, Any]]:
+    lines = RunFolder(folder).read_metrics()
+    return [{key: line[key] for key in EXACT if key in line} for line in lines]
+
+
+def largest_difference(folder: Path, expected: Path) -> float:
+    """Return the largest relative difference of any metric."""
+    found, reference = metrics(folder), metrics(expected)
+    assert [line["step"] for line in found] == [line["step"] for line in reference]
+    return max(
+        abs(line[key] - other[key]) / abs(other[key] or 1)
+        for line, other in zip(found, reference, strict=True)
+        for key in other
+    )
+
+
+def names(folder: Path) -> list[str]:
+    return [event["event"] for event in RunFolder(folder).read_events()]
+
+
+def test_a_run_passes_through_its_stages(undisturbed: Path, table: dict[str, Any]) -> None:
+    lines, plan = metrics(undisturbed), StagePlan(parse_recipe(table, "test"))
+    assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
+    assert [line["tokens"] for line in lines] == [
+        plan.tokens_before(step + 1) for step in range(1, STEPS + 1)
+    ]
+    rates = [line["learning_rate"] for line in lines]
+    assert len(set(rates[1:10])) == 1 and rates[10] < rates[9] and rates[-1] == 0
+    events = RunFolder(undisturbed).read_events()
+    stages = [(e["step"], e["stage"]) for e in events if e["event"] == "stage"]
+    assert stages == [(6, "long"), (11, "decay")]
+    # Only the longer sequences need another engine. The process is the same one.
+    assert [e["step"] for e in events if e["event"] == "boundary"] == [5]
+    assert [e["step"] for e in events if e["event"] in ("start", "resume")] == [0, 5]
+    manifest = Manifest.read(undisturbed / "checkpoints" / f"step-{STEPS:07d}")
+    assert (manifest.tokens, manifest.samples) == (lines[-1]["tokens"], 32 + 10 * 16)
+    assert manifest.read_parts == [[0, 32], [1, 32 + 5 * 16]]
+    assert load_recipe(undisturbed / "recipe.toml").stage == plan.recipe.stage
+
+
+def test_a_killed_run_is_equal_bit_for_bit(
+    undisturbed: Path, recipe_file: Path, tmp_path: Path
+) -> None:
+    """The instants are random, and the first one is close to the replacement of the process."""
+    folder, chance = tmp_path / "killed", random.Random(1)
+    for step in (5, 9):
+        ranks = Ranks(folder, recipe_file)
+        if ranks.wait_for_step(step):
+            time.sleep(chance.uniform(0, 0.3))
+        ranks.kill()
+    assert Ranks(folder, recipe_file).finish() == [0]
+    assert metrics(folder) == metrics(undisturbed)
+
+
+@pytest.mark.long
+def test_a_new_engine_changes_no_number(table: dict[str, Any], tmp_path: Path) -> None:
+    """A stage with recomputation needs a new engine, but computes the same."""
+    stage = {"name": "recompute", "start_step": 4, "layout": {"recompute": "full"}}
+    for name, stages in (("one", []), ("two", [stage])):
+        file = tmp_path / f"{name}.toml"
+        short = changed(table, training__steps=6, stage=stages)
+        file.write_text(tomli_w.dumps(short))
+        assert Ranks(tmp_path / name, file).finish() == [0]
+    assert "boundary" in names(tmp_path / "two")
+    assert metrics(tmp_path / "two") == metrics(tmp_path / "one")
+
+
+LAYOUTS: Sequence[tuple[int, Sequence[str]]] = (
+    (1, ()),
+    (2, ("layout.pipeline=2", "batch.micro_sequences=1")),
+    (2, ("layout.tensor=2", "layout.sequence_parallel=true")),
+    (2, ("deepspeed=ds_configs/zero3_fp32.json",)),
+    (4, ("layout.pipeline=2", "layout.tensor=2", "layout.schedule=zb-h1")),
+)
+
+
+@pytest.mark.long
+def test_a_run_handed_through_layouts_is_equal(
+    undisturbed: Path, recipe_file: Path, tmp_path: Path
+) -> None:
+    """Each layout is killed at a random instant; pipeline stages pass a boundary in theirs."""
+    folder, chance = tmp_path / "handed", random.Random(2)
+    for (count, settings), step in zip(LAYOUTS, (3, 7, 9, 12, STEPS), strict=True):
+        options = [word for setting in settings for word in ("--set", setting)]
+        ranks = Ranks(folder, recipe_file, *options, ranks=count)
+        if step == STEPS:
+            assert ranks.finish() == [0] * count, (folder / "rank0.log").read_text()
+        elif ranks.wait_for_step(step):
+            time.sleep(chance.uniform(0, 0.3))
+        ranks.kill()
+    assert largest_difference(folder, undisturbed) < 1e-6
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("launcher", ["torchrun", "deepspeed"])
+def test_launchers_pass_through_a_boundary(
+    undisturbed: Path, recipe_file: Path, tmp_path: Path, launcher: str
+) -> None:
+    """torchrun's store still holds the keys of the first process group."""
+    port = str(free_port())
+    words = {
+        "torchrun": ["--nproc_per_node", "2", "--master_port", port],
+        "deepspeed": ["--num_gpus", "2", "--master_port", port],
+    }[launcher]
+    command = [str(Path(sys.executable).with_name(launcher)), *words, "recipes/pretrain.py"]
+    command += [str(recipe_file), "--run-dir", str(tmp_path / "run")]
+    command += ["--set", "layout.pipeline=2", "--resume", "never"]
+    variables = {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(
+        command, cwd=REPOSITORY, env=os.environ | variables, capture_output=True, timeout=SECONDS
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "boundary" in names(tmp_path / "run")
+    assert largest_difference(tmp_path / "run", undisturbed) < 1e-6
+
+
+def test_the_ledger_names_documents_and_stage(
+    undisturbed: Path, table: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = parse_recipe(table, "test")
+    heads = [next(ledger(recipe, undisturbed, step, text=False)) for step in (5, 6, 11)]
+    assert heads == [
+        'step 5 (stage "first") reads samples 24 .. 31, windows of 32 + 1 tokens',
+        'step 6 (stage "long") reads samples 32 .. 47, windows of 64 + 1 tokens',
+        'step 11 (stage "decay") reads samples 112 .. 127, windows of 64 + 1 tokens',
+    ]
+    lines = list(ledger(recipe, undisturbed, 6, text=False))
+    assert len(lines) == 17
+    corpora = [line.split(": ")[1].split(" window")[0].rpartition("/")[2] for line in lines[1:]]
+    assert sorted(set(corpora)) == ["extra", "train"] and corpora.count("extra") == 8
+    assert all("document " in line for line in lines[1:])
+
+
+def test_a_branch_records_its_parent(
+    undisturbed: Path, table: dict[str, Any], tmp_path: Path
+) -> None:
+    """A run branches after step 8 into a recipe with another last stage."""
+    decay = changed(table["stage"][1], start_tokens=None, start_step=9, data=None)
+    other = table | {"name": "other", "stage": [table["stage"][0], decay]}
+    other["training"] = other["training"] | {"steps": 13}
+    file, folder = tmp_path / "other.toml", tmp_path / "other"
+    file.write_text(tomli_w.dumps(other))
+    checkpoint = undisturbed / "checkpoints" / "step-0000008"
+    assert Ranks(folder, file, "--resume", str(checkpoint)).finish() == [0]
+    assert metrics(folder)[:8] == metrics(undisturbed)[:8]
+    parent = {
+        "checkpoint": str(checkpoint),
+        "run": str(undisturbed),
+        "name": "staged",
+        "step": 8,
+    }
+    (branch,) = (e for e in RunFolder(folder).read_events() if e["event"] == "branch")
+    assert branch["parent"] == parent
+    assert Manifest.read(folder / "checkpoints" / "step-0000013").parent == parent
+
+
+@pytest.mark.parametrize(
+    ("step", "changes", "message"),
+    [
+        (8, {"start_step": 5}, 'another stage "long": first_step = 6 (here 5)'),
+        (8, {"model": {"sequence_length": 128}}, "sequence_length = 64 (here 128)"),
+        (8, {"data": {}}, "another stage"),
+        (8, {"start_step": 9}, 'with stage "long" from step 6 on, which this recipe lacks'),
+        (4, {"start_step": 4}, 'without stage "long", which begins with step 4'),
+        (4, {"start_step": 5, "model": {"sequence_length": 128}}, ""),
+        (8, {"name": "longer"}, ""),
+        (8, {"batch": {}}, ""),
+    ],
+)
+def test_only_later_stages_may_differ(
+    undisturbed: Path, table: dict[str, Any], step: int, changes: dict[str, Any], message: str
+) -> None:
+    checkpoint = undisturbed / "checkpoints" / f"step-{step:07d}"
+    long = changed(table["stage"][0], **changes)
+    recipe = parse_recipe(table | {"stage": [long]}, "test")
+    manifest = Manifest.read(checkpoint)
+    with pytest.raises(UserError) if message else contextlib.nullcontext() as raised:
+        check_same_run(checkpoint, manifest, recipe, fingerprint(recipe))
+    assert not message or message in str(raised.value)  # type: ignore[union-attr]
+
+
+def test_the_command_of_the_next_process_resumes() -> None:
+    words = ["r.toml", "--resume", "never", "--resume-once=a", "--set", "seed=1", "--lock=7"]
+    command = command_of([*words, "--continued-at=1.5"], 2.5, 9)
+    assert command[2:] == ["r.toml", "--set", "seed=1", "--continued-at=2.5", "--lock=9"]
+    assert json.dumps(command)  # strings only: execve accepts nothing else

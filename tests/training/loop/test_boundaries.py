@@ -1,0 +1,143 @@
+"""Boundaries between stages: rollbacks over them, and the lock that a replaced process keeps."""
+
+import errno
+import fcntl
+import os
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from recipes.training.loop.after_step import after_step
+from recipes.training.loop.rollback import roll_back
+from recipes.training.recipe.loading import parse_recipe
+from recipes.training.recipe.stages.plan import StagePlan
+from recipes.training.run_folder.folder import RunFolder
+from recipes.training.run_folder.lock import FolderInUse, FolderLock
+from recipes.training.run_folder.progress import Progress
+from recipes.training.runtime.exits import STOPPED
+from recipes.training.supervision.loss_watch import Severity
+from tests.conftest import changed
+
+
+@pytest.fixture
+def plan(small: dict[str, Any]) -> StagePlan:
+    """Return the plan of a run whose step 9 needs another engine; 8, then 4 samples per step."""
+    long = {
+        "name": "long",
+        "start_step": 9,
+        "model": {"sequence_length": 64},
+        "batch": {"global_sequences": 4},
+    }
+    table = changed(small, optimizer__schedule={"warmup_steps": 0, "decay": "linear"})
+    return StagePlan(parse_recipe(table | {"stage": [long]}, "test"))
+
+
+def run_at(plan: StagePlan, step: int, checkpoint: int) -> Any:
+    """Return a run that has done a step, and whose newest checkpoint is of another step."""
+    run = mock.MagicMock()
+    run.plan, run.recipe = plan, plan.at(step).recipe
+    run.last_step, run.last_step_of_engine = 20, plan.last_step_of_engine(step)
+    run.is_save_due = lambda step: step == run.last_step_of_engine
+    run.data.progress_after = lambda step: Progress().after(step, plan)
+    run.writer.wait.return_value = None
+    run.find_start.return_value = SimpleNamespace(
+        found=SimpleNamespace(
+            path=Path("x"),
+            weights_only=False,
+            progress=Progress().after(checkpoint, plan),
+            skipped={},
+            reader=mock.Mock(),
+        ),
+        rollbacks=0,
+    )
+    return run
+
+
+def test_a_rollback_to_an_earlier_stage_starts_the_ranks_again(plan: StagePlan) -> None:
+    run = run_at(plan, 11, checkpoint=6)
+    outcome = roll_back(run, 11, "a loss spike")
+    assert outcome.step == 6
+    assert outcome.ending is not None and outcome.ending.is_boundary
+    run.engine.load.assert_not_called()
+    ((_, target, _), _) = run.tracker.roll_back.call_args
+    assert target == Progress(6, 8 * 8 + 3 * 4, ((0, 64), (1, 76)))
+    # The first stage repeats its last two steps with other samples, then the second one continues.
+    assert target.after(9, plan) == Progress(9, 76 + 2 * 8 + 4, ((0, 64), (1, 76), (0, 92)))
+
+
+def test_a_rollback_within_a_stage_keeps_the_ranks(plan: StagePlan) -> None:
+    run = run_at(plan, 11, checkpoint=9)
+    outcome = roll_back(run, 11, "a loss spike")
+    assert outcome == (9, None)
+    run.engine.load.assert_called_once()
+    run.data.resume.assert_called_once_with(Progress(9, 76, ((0, 64),)))
+
+
+@pytest.mark.parametrize(
+    ("step", "asked", "boundary"), [(7, "", False), (8, "", True), (8, "SIGTERM", False)]
+)
+def test_the_steps_of_an_engine_end_before_the_next_stage(
+    plan: StagePlan, step: int, asked: str, boundary: bool
+) -> None:
+    run = run_at(plan, step, checkpoint=0)
+    run.watch.judge.return_value = None
+    run.supervisor.agree.return_value = (asked, Severity.GOOD, False)
+    run.snapshots, run.writer.save.return_value = None, None
+    run.engine.differing_replicas.return_value = []
+    outcome = after_step(run, step, {"loss": 1.0, "grad_norm": 1.0})
+    assert bool(outcome.ending and outcome.ending.is_boundary) == boundary
+    assert run.writer.save.called == (step == 8)
+
+
+def test_a_failed_save_at_a_boundary_stops_the_run(plan: StagePlan) -> None:
+    from recipes.training.loop.opening import close_run
+    from recipes.training.loop.run import Ending
+
+    run = run_at(plan, 8, checkpoint=0)
+    run.writer.wait.return_value = "step 8 is not saved: the disk is full"
+    assert close_run(run, Ending(0, step=8)).code == STOPPED
+
+
+def test_an_event_keeps_the_parts_of_the_data(plan: StagePlan, tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    target = Progress(6, 76, ((0, 64), (1, 76)))
+    folder.event("start", 0)
+    folder.event("rollback", 11, to=6, **target.record())
+    history = folder.history()
+    assert history.progress_at(6, history.rolled_back[6]) == target
+    assert history.progress_at(6, 48) == Progress(6, 48)
+
+
+def test_a_replaced_process_keeps_the_lock(tmp_path: Path) -> None:
+    lock = FolderLock(tmp_path)
+    lock.acquire()
+    with pytest.raises(FolderInUse):
+        FolderLock(tmp_path).acquire()
+    again = FolderLock(tmp_path, inherited=os.dup(lock.descriptor))
+    again.acquire()
+    lock.release()  # the descriptor of the earlier program is closed
+    with pytest.raises(FolderInUse):
+        FolderLock(tmp_path).acquire()
+    again.release()
+    FolderLock(tmp_path, inherited=99).acquire()  # a descriptor that does not exist
+
+
+def test_a_replaced_process_keeps_the_lock_without_flock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_flock(*_: Any) -> None:
+        raise OSError(errno.ENOLCK, "no locks")
+
+    monkeypatch.setattr(fcntl, "flock", no_flock)
+    first = FolderLock(tmp_path)
+    first.acquire()
+    first._released.set()  # its thread is gone
+    with pytest.raises(FolderInUse):
+        FolderLock(tmp_path).acquire()
+    again = FolderLock(tmp_path, inherited=first.descriptor)
+    again.acquire()
+    assert again._holds(again.exclusive)
+    again.release()

@@ -1,0 +1,253 @@
+"""Stages of a run: which recipe each step follows, and which stages are rejected."""
+
+import tomllib
+from copy import deepcopy
+from typing import Any
+
+import pytest
+
+from models.errors import UserError
+from recipes.training.recipe.loading import apply_overrides, parse_recipe
+from recipes.training.recipe.stages.plan import StagePlan, recipe_at, table_at
+from recipes.training.recipe.topology import World
+
+LONG = {"name": "long", "start_step": 9, "model": {"sequence_length": 64}}
+DECAY: dict[str, Any] = {
+    "name": "decay",
+    "start_step": 15,
+    "optimizer": {
+        "learning_rate": 1e-3,
+        "schedule": {"warmup_steps": 0, "decay": "wsd", "decay_steps": 6, "decay_shape": "sqrt"},
+    },
+}
+
+
+def staged(small: dict[str, Any], *stages: dict[str, Any]) -> dict[str, Any]:
+    """Return a recipe's table with stages, and a constant learning rate in the first one."""
+    table = deepcopy(small)
+    table["optimizer"]["schedule"] = {"warmup_steps": 5, "decay": "constant"}
+    return table | {"stage": deepcopy(list(stages))}
+
+
+def plan_of(table: dict[str, Any]) -> StagePlan:
+    return StagePlan(parse_recipe(table, "test"))
+
+
+def test_a_recipe_without_stages_is_its_own_plan(small: dict[str, Any]) -> None:
+    recipe = parse_recipe(small, "test")
+    (span,) = StagePlan(recipe).spans
+    assert (span.first, span.last, span.stage) == (1, 20, "first")
+    assert span.recipe is recipe
+    assert recipe_at(recipe, 7) is recipe
+
+
+def test_changes_are_cumulative(small: dict[str, Any]) -> None:
+    batch = {**LONG, "name": "batch", "start_step": 12, "batch": {"global_sequences": 16}}
+    del batch["model"]
+    plan = plan_of(staged(small, LONG, batch, DECAY))
+    found = [
+        (s.stage, s.first, s.last, s.recipe.model.sequence_length, s.recipe.batch.global_sequences)
+        for s in plan.spans
+    ]
+    assert found == [
+        ("first", 1, 8, 32, 8),
+        ("long", 9, 11, 64, 8),
+        ("batch", 12, 14, 64, 16),
+        ("decay", 15, 20, 64, 16),
+    ]
+    assert all(not span.recipe.stage for span in plan.spans)
+    assert [plan.tokens_before(step) for step in (1, 9, 10, 12, 13)] == [
+        0,
+        8 * 8 * 32,
+        8 * 8 * 32 + 8 * 64,
+        8 * 8 * 32 + 3 * 8 * 64,
+        8 * 8 * 32 + 3 * 8 * 64 + 16 * 64,
+    ]
+    assert plan.samples_before(21) == 11 * 8 + 9 * 16
+
+
+@pytest.mark.parametrize(("tokens", "step"), [(2047, 9), (2048, 9), (2049, 10), (2304, 10)])
+def test_tokens_are_converted_exactly(small: dict[str, Any], tokens: int, step: int) -> None:
+    """A step of the first stage reads 256 tokens: 8 steps read 2048."""
+    stage = {"name": "long", "start_tokens": tokens, "model": {"sequence_length": 64}}
+    plan = plan_of(staged(small, stage))
+    assert plan.steps_of("long")[0] == step
+    assert plan.tokens_before(step) >= tokens > plan.tokens_before(step - 1)
+
+
+def test_tokens_count_over_earlier_stages(small: dict[str, Any]) -> None:
+    late = {"name": "late", "start_tokens": 2048 + 3 * 512, "batch": {"global_sequences": 16}}
+    assert plan_of(staged(small, LONG, late)).steps_of("late")[0] == 12
+
+
+def test_the_schedule_of_a_stage_counts_its_own_steps(small: dict[str, Any]) -> None:
+    plan = plan_of(staged(small, LONG, DECAY))
+    rates = {step: plan.at(step).learning_rate(step) for step in range(1, 21)}
+    peak = small["optimizer"]["learning_rate"]
+    assert rates[1] == pytest.approx(peak / 5)
+    assert {rates[step] for step in range(5, 15)} == {peak}  # the stage "long" changes no schedule
+    expected = [1e-3 * (1 - (n / 6) ** 0.5) for n in range(1, 7)]
+    assert [rates[step] for step in range(15, 21)] == pytest.approx(expected, abs=1e-12)
+
+
+def test_a_schedule_ends_before_the_next_one(small: dict[str, Any]) -> None:
+    table = staged(small, LONG, DECAY)
+    table["optimizer"]["schedule"] = {"warmup_steps": 0, "decay": "linear"}
+    plan = plan_of(table)
+    assert plan.at(14).learning_rate(14) == 0.0
+    assert plan.at(7).learning_rate(7) == pytest.approx(small["optimizer"]["learning_rate"] / 2)
+
+
+@pytest.mark.parametrize("shape", ["linear", "cosine", "sqrt"])
+def test_decay_shapes_fall_from_the_peak_to_the_minimum(small: dict[str, Any], shape: str) -> None:
+    table = staged(small)
+    table["optimizer"] |= {"learning_rate": 1e-3}
+    table["optimizer"]["schedule"] = {
+        "warmup_steps": 0,
+        "decay": "wsd",
+        "decay_steps": 10,
+        "decay_shape": shape,
+        "minimum_learning_rate": 1e-4,
+    }
+    (span,) = plan_of(table).spans
+    rates = [span.learning_rate(step) for step in range(10, 21)]
+    assert rates[0] == 1e-3
+    assert rates[-1] == pytest.approx(1e-4)
+    assert rates == sorted(rates, reverse=True)
+    half = {"linear": 0.5, "cosine": 0.5, "sqrt": 1 - 0.5**0.5}[shape]
+    assert rates[5] == pytest.approx(1e-4 + 9e-4 * half)
+
+
+def test_the_ramp_is_that_of_megatron(small: dict[str, Any]) -> None:
+    """Compare with Megatron's formula, from the samples consumed before each step."""
+    small["batch"] |= {"ramp": {"start_sequences": 2, "increment": 2, "samples": 30}}
+    plan = plan_of(small)
+    consumed = 0
+    for step in range(1, 21):
+        size = 2 + 2 * int(consumed / (30 / 3)) if consumed < 30 else 8
+        assert plan.at(step).recipe.batch.global_sequences == size
+        assert plan.samples_before(step) == consumed
+        consumed += size
+    assert plan.names == ["first"]
+
+
+def test_another_schedule_of_the_pipeline_drops_the_old_chunks(small: dict[str, Any]) -> None:
+    small["model"]["layers"] = 4
+    small["layout"] = {"pipeline": 2, "schedule": "interleaved", "chunks": 2}
+    stage = {"name": "plain", "start_step": 9, "layout": {"schedule": "1f1b"}}
+    assert plan_of(staged(small, stage)).at(9).recipe.layout.chunks == 1
+
+
+def test_only_some_changes_need_another_engine(small: dict[str, Any]) -> None:
+    def last(**changes: Any) -> int:
+        plan = plan_of(staged(small, {"name": "a", "start_step": 9, **changes}))
+        return plan.last_step_of_engine(1)
+
+    assert last(batch={"global_sequences": 16}) == 20
+    assert last(optimizer={"learning_rate": 1e-4}) == 20
+    assert last(data={"separate_documents": True}) == 20
+    assert last(batch={"micro_sequences": 1}) == 8
+    assert last(model={"rope_theta": 5e5}) == 8
+    assert last(layout={"recompute": "full"}) == 8
+    assert last(optimizer={"weight_decay": 0.0}) == 8
+
+
+def test_overrides_name_a_stage(small: dict[str, Any]) -> None:
+    table = staged(small, LONG)
+    apply_overrides(table, ["stage.long.model.sequence_length=128", "stage.long.start_step=5"])
+    assert plan_of(table).at(5).recipe.model.sequence_length == 128
+    with pytest.raises(UserError, match=r"the recipe has no stage short; .* long"):
+        apply_overrides(table, ["stage.short.start_step=5"])
+
+
+def test_a_resolved_recipe_keeps_its_stages(small: dict[str, Any]) -> None:
+    recipe = parse_recipe(staged(small, LONG, DECAY), "test")
+    again = parse_recipe(tomllib.loads(recipe.toml()), "again")
+    assert [s.recipe for s in StagePlan(again).spans] == [s.recipe for s in StagePlan(recipe).spans]
+    table = recipe.model_dump(mode="json")
+    lengths = [table_at(table, step)["model"]["sequence_length"] for step in (0, 8, 9, 20)]
+    assert lengths == [32, 32, 64, 64]
+    assert table_at({"model": {}}, 3) == {"model": {}}
+
+
+SCHEDULE = {"warmup_steps": 0, "decay": "wsd", "decay_steps": 9}
+REJECTED = {
+    "an architecture key": (
+        [{**LONG, "model": {"hidden_size": 64}}],
+        "stage.long.model.hidden_size cannot change during a run; the keys of [stage.model] are "
+        "sequence_length, rope_theta, rope_scaling",
+    ),
+    "another section": ([{**LONG, "training": {"steps": 9}}], "unknown key stage.0.training"),
+    "an unknown layout key": (
+        [{**LONG, "layout": {"tensr": 2}}],
+        'stage "long": unknown key layout.tensr = 2; did you mean layout.tensor?',
+    ),
+    "no start": ([{"name": "a", "model": {"rope_theta": 1.0}}], "stage.a has neither of"),
+    "two starts": ([{**LONG, "start_tokens": 9}], "stage.long has both of start_step"),
+    "no change": ([{"name": "a", "start_step": 5}], "stage.a changes nothing"),
+    "the wrong order": (
+        [LONG, {**DECAY, "start_step": 9}],
+        'stage.decay.start_step = 9 does not come after stage "long", which begins with step 9',
+    ),
+    "a late start": ([{**LONG, "start_step": 21}], "comes after training.steps = 20"),
+    "a name twice": ([LONG, {**LONG, "start_step": 12}], 'stage.name = "long" is used by another'),
+    "the first name": ([{**LONG, "name": "first"}], 'stage.name = "first" is the name of'),
+    "an impossible recipe": (
+        [{**LONG, "layout": {"tensor": 3}}],
+        'stage "long": model.heads = 4 is not divisible by layout.tensor = 3',
+    ),
+    "a long decay": (
+        [{**DECAY, "optimizer": {"schedule": SCHEDULE}}],
+        'stage "decay": optimizer.schedule.warmup_steps = 0 and decay_steps = 9 do not fit into '
+        "the steps of its schedule = 6",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REJECTED)
+def test_impossible_stages_are_rejected(small: dict[str, Any], name: str) -> None:
+    stages, message = REJECTED[name]
+    with pytest.raises(UserError) as raised:
+        parse_recipe(staged(small, *stages), "test")
+    assert message in str(raised.value)
+
+
+def test_learned_positions_cannot_become_longer(small: dict[str, Any]) -> None:
+    small["model"] |= {"positions": "learned"}
+    del small["model"]["rope_theta"]
+    with pytest.raises(UserError, match=r'stage "long": model.sequence_length = 64 needs other'):
+        parse_recipe(staged(small, LONG), "test")
+
+
+@pytest.mark.parametrize(
+    ("ramp", "message"),
+    [
+        ({"start_sequences": 8, "increment": 2, "samples": 30}, "is not below"),
+        ({"start_sequences": 2, "increment": 4, "samples": 30}, "does not divide"),
+        ({"start_sequences": 2, "increment": 2, "samples": 300}, "and stage.long begins with"),
+        ({"start_sequences": 1, "increment": 1, "samples": 30}, "batch.global_sequences = 1"),
+    ],
+)
+def test_impossible_ramps_are_rejected(
+    small: dict[str, Any], ramp: dict[str, int], message: str
+) -> None:
+    small["batch"] |= {"ramp": ramp}
+    with pytest.raises(UserError, match=message):
+        parse_recipe(staged(small, LONG), "test")
+
+
+def test_a_stage_that_does_not_fit_the_ranks_is_named(small: dict[str, Any]) -> None:
+    table = staged(small, {**LONG, "layout": {"tensor": 2}})
+    plan = plan_of(table)
+    plan.check_world(World(size=2, local_size=2))
+    with pytest.raises(UserError, match=r'stage "long": layout.tensor = 2'):
+        plan.check_world(World(size=1, local_size=1))
+    table = staged(small, {**LONG, "batch": {"global_sequences": 10}})
+    with pytest.raises(UserError, match=r'stage "long": batch.global_sequences = 10'):
+        plan_of(table).check_world(World(size=4, local_size=4))
+
+
+def test_a_ramp_that_does_not_fit_the_ranks_is_named(small: dict[str, Any]) -> None:
+    small["batch"] |= {"ramp": {"start_sequences": 2, "increment": 2, "samples": 30}}
+    with pytest.raises(UserError, match=r"steps 1 .. 5 of batch.ramp.*batch.global_sequences = 2"):
+        plan_of(small).check_world(World(size=2, local_size=2))
