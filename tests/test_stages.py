@@ -21,12 +21,19 @@ from recipes.preparing.ledger import ledger
 from recipes.proving.worlds import free_port
 from recipes.training.checkpoint.compatibility import check_same_run
 from recipes.training.checkpoint.manifest import Manifest
+from recipes.training.checkpoint.reader import CheckpointReader
+from recipes.training.data.dataset import TrainingData
 from recipes.training.data.fingerprint import fingerprint
+from recipes.training.engine.build import build_from_recipe
 from recipes.training.loop.boundaries.replacement import command_of
+from recipes.training.recipe.deepspeed_config import build_deepspeed_config
 from recipes.training.recipe.loading import REPOSITORY, load_recipe, parse_recipe
 from recipes.training.recipe.stages.plan import StagePlan
+from recipes.training.recipe.topology import World
 from recipes.training.run_folder.folder import RunFolder
+from recipes.training.runtime.processes import start_processes
 from tests.conftest import changed, small_recipe
+from tests.ranks import run_ranks
 
 EXACT = ("step", "loss", "grad_norm", "learning_rate", "tokens", "validation_loss")
 SECONDS = 600
@@ -183,6 +190,33 @@ def test_a_run_passes_through_its_stages(undisturbed: Path, table: dict[str, Any
     assert (manifest.tokens, manifest.samples) == (lines[-1]["tokens"], 32 + 10 * 16)
     assert manifest.read_parts == [[0, 32], [1, 32 + 5 * 16]]
     assert load_recipe(undisturbed / "recipe.toml").stage == plan.recipe.stage
+
+
+def replay(file: Path, checkpoint: Path, steps: range) -> list[tuple[float, float]]:
+    """Train steps after a checkpoint with the plain recipe of their stage: loss and norm of each.
+
+    The learning rate is constant here.
+    """
+    world = World()
+    start_processes(world)
+    whole = load_recipe(file)
+    recipe = StagePlan(whole).at(steps[0]).recipe
+    topology = recipe.topology(world)
+    engine = build_from_recipe(recipe, topology, build_deepspeed_config(recipe, topology))
+    manifest = Manifest.read(checkpoint)
+    engine.load(CheckpointReader(checkpoint, manifest))
+    data = TrainingData(whole, topology, 0)
+    data.resume(manifest.progress, topology)
+    rate = recipe.optimizer.learning_rate
+    results = [engine.train_step(data.step(step), rate) for step in steps]
+    return [(result.loss, result.grad_norm) for result in results]
+
+
+def test_the_steps_of_a_stage_follow_its_recipe(undisturbed: Path, recipe_file: Path) -> None:
+    """The engine of the stage has its length and positions, and the moments of the run so far."""
+    checkpoint = undisturbed / "checkpoints" / "step-0000005"
+    (found,) = run_ranks(1, replay, recipe_file, checkpoint, range(6, 9))
+    assert found == [(line["loss"], line["grad_norm"]) for line in metrics(undisturbed)[5:8]]
 
 
 def test_a_killed_run_is_equal_bit_for_bit(
