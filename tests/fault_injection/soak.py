@@ -352,8 +352,10 @@ def _read_again() -> None:
     from recipes.training.data.dataset import TrainingData
     from recipes.training.run_folder.progress import Progress
 
-    def resume(self: Any, progress: Progress) -> None:
-        self.progress = Progress(progress.step, samples=0)
+    healthy = TrainingData.resume
+
+    def resume(self: Any, progress: Progress, *layout: Any) -> None:
+        healthy(self, Progress(progress.step, samples=0), *layout)
 
     TrainingData.resume = resume
 

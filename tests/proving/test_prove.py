@@ -483,7 +483,9 @@ def seeded_fault(fault: str) -> Iterator[None]:
         ),
         "data ranks read one place further": (
             "recipes.training.data.dataset.TrainingData.places",
-            lambda self, samples: PLACES(self, samples + self.micro_sequences),
+            lambda self, samples, step: PLACES(
+                self, samples + self.recipe.batch.micro_sequences, step
+            ),
         ),
         "replicated parameters count on every tensor rank": (
             f"{zero}.is_model_parallel_parameter",
