@@ -4,15 +4,19 @@ import json
 import os
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
+from models.cost import flops_per_token
 from models.errors import UserError
-from recipes.reporting.page.facts import mixture, state, stops, summary, wall_time_parts
+from recipes.reporting.page.facts import mixtures, state, stops, summary, wall_time_parts
 from recipes.reporting.record.mixture import shares_read
 from recipes.reporting.record.run_record import names_of, read_run
 from recipes.training.data.mixing import choose_sources
+from recipes.training.recipe.loading import parse_recipe
+from recipes.training.recipe.stages.plan import StagePlan
 from recipes.training.run_folder.lock import FolderLock
 from tests.reporting.synthetic import BEGAN, event, recipe_of, write_run
 
@@ -64,7 +68,7 @@ def test_a_damaged_file_is_a_problem_in_words(tmp_path: Path, name: str, damage:
     elif damage == "folder":
         file.mkdir()
     found = read_run(run, "run")
-    summary([found]), wall_time_parts(found), stops(found), mixture(found), state(found)
+    summary([found]), wall_time_parts(found), stops(found), mixtures(found), state(found)
     if not (damage == "empty" and name == "events.jsonl"):
         assert any(name in problem or "no plan" in problem for problem in found.problems)
 
@@ -139,6 +143,38 @@ def test_wall_time_and_interruptions(tmp_path: Path) -> None:
     assert found.events[0]["time"] == BEGAN
 
 
+def test_a_run_with_stages(tmp_path: Path) -> None:
+    table = recipe_of().model_dump(mode="json", exclude_none=True)
+    books = [{"path": "data/books/train", "weight": 1.0}]
+    length = table["model"]["sequence_length"]
+    table["stage"] = [
+        {"name": "books", "start_step": 41, "data": {"train": books}},
+        {"name": "long", "start_step": 61, "model": {"sequence_length": 2 * length}},
+    ]
+    plan = StagePlan(parse_recipe(table, "test"))
+
+    def count_tokens(line: dict[str, Any]) -> None:
+        line["tokens"] = plan.tokens_before(line["step"] + 1)
+
+    folder = write_run(tmp_path / "run", range(1, 81), recipe=plan.recipe, change=count_tokens)
+    run = read_run(folder, "run")
+    batch = table["batch"]["global_sequences"]
+    found = {
+        stages: {each.path: each.samples for each in shares} for stages, shares in mixtures(run)
+    }
+    first = {"data/stdlib/train": 30 * batch, "data/books/train": 10 * batch}
+    later = {"data/books/train": 20 * batch}
+    assert found == {"first": first, "books": later, "long": later}
+
+    short, long = (flops_per_token(plan.at(step).recipe.model) for step in (1, 80))
+    assert run.flops_per_token == long > short
+    tokens = np.array([plan.tokens_before(step + 1) for step in (40, 60, 80)])
+    before = short * tokens[1]
+    expected = [short * tokens[0], before, before + long * (tokens[2] - tokens[1])]
+    assert run.flops(tokens) == pytest.approx(expected)
+    assert np.isnan(run.flops(np.array([np.nan]))).all()
+
+
 def test_the_mixture_counts_the_samples_of_the_kept_steps(tmp_path: Path) -> None:
     weights = {"a": 0.5, "b": 0.3, "c": 0.2}
     ends = [(1, 7), (2, 14), (3, 30), (4, 37)]  # the samples 14 .. 22 were skipped
@@ -150,7 +186,9 @@ def test_the_mixture_counts_the_samples_of_the_kept_steps(tmp_path: Path) -> Non
     assert [each.wanted for each in found] == pytest.approx([0.5, 0.3, 0.2])
 
     run = read_run(write_run(tmp_path / "run", range(1, 101)), "run")
-    assert [(each.path, each.samples) for each in mixture(run)] == [
+    ((stages, shares),) = mixtures(run)
+    assert stages == "first"
+    assert [(each.path, each.samples) for each in shares] == [
         ("data/stdlib/train", 2400),
         ("data/books/train", 800),
     ]

@@ -34,7 +34,7 @@ def axes_of(runs: Sequence[RunRecord]) -> dict[str, Axis]:
     """Return the axes "step", "tokens" and "flops"; without "flops" if no recipe can be read."""
     tokens = max((_largest(run.steps.column("tokens")) for run in runs), default=0.0)
     flops = max(
-        (_largest(run.steps.column("tokens")) * (run.flops_per_token or 0) for run in runs),
+        (_largest(run.flops(run.steps.column("tokens"))) for run in runs),
         default=0.0,
     )
     last = max((int(run.steps.step[-1]) for run in runs if len(run.steps)), default=0)
@@ -63,8 +63,7 @@ def positions(
     found = {"step": steps.step[chosen].astype(np.int32 if _fits(steps.step) else np.float64)}
     found["tokens"] = (tokens / axes["tokens"].unit).astype(np.float32)
     if "flops" in axes:
-        flops = tokens * (run.flops_per_token or np.nan)
-        found["flops"] = (flops / axes["flops"].unit).astype(np.float32)
+        found["flops"] = (run.flops(tokens) / axes["flops"].unit).astype(np.float32)
     return found
 
 
@@ -76,7 +75,7 @@ def step_positions(
     tokens = np.where(np.array(at) <= 0, 0.0, tokens)
     found = {"step": np.array(at, np.float64), "tokens": tokens / axes["tokens"].unit}
     if "flops" in axes:
-        found["flops"] = tokens * (run.flops_per_token or np.nan) / axes["flops"].unit
+        found["flops"] = run.flops(tokens) / axes["flops"].unit
     return found
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import tomli_w
 
 from models.errors import UserError
@@ -14,6 +15,7 @@ from recipes.reporting.page.palette import PARTS
 from recipes.reporting.record.mixture import SourceShare, shares_read
 from recipes.reporting.record.plan_comparison import Prediction
 from recipes.reporting.record.run_record import RunRecord
+from recipes.training.recipe.stages.plan import StagePlan
 from recipes.training.run_folder.wall_time import CAUSE_TEXTS
 
 NONE = "–"  # noqa: RUF001 (a dash)
@@ -121,19 +123,48 @@ def stops(run: RunRecord) -> list[Sequence[str]]:
     return rows
 
 
-def mixture(run: RunRecord) -> list[SourceShare]:
-    """Return the shares of the sources in the samples that the kept steps have read."""
-    if run.recipe is None:
+def mixtures(run: RunRecord) -> list[tuple[str, list[SourceShare]]]:
+    """Return the mixture of each part of the data that the kept steps have read.
+
+    Returns:
+        (stages, shares of the sources), in the order of the parts; empty if the recipe is unknown
+    """
+    plan = run.plan
+    if plan is None:
         return []
-    length = run.recipe.model.sequence_length
-    tokens = run.steps.column("tokens")
+    found = []
+    for part in plan.parts:
+        spans = [span for span in plan.spans if span.part == part]
+        if len(run.steps) and spans[0].first > run.steps.step[-1]:
+            break
+        names = ", ".join(dict.fromkeys(span.stage for span in spans))
+        found.append((names, _mixture_of_part(run, plan, part)))
+    return found
+
+
+def _mixture_of_part(run: RunRecord, plan: StagePlan, part: int) -> list[SourceShare]:
+    """Return the shares of the sources in a part of the data.
+
+    Samples are counted from the first one of the mixture, which the part may share with earlier
+    ones, in a run that has read every token once.
+    """
+    first = plan.first_of_part(part)
+    train = first.recipe.data.train
+    same = part
+    while same and plan.first_of_part(same - 1).recipe.data.train == train:
+        same -= 1
+    samples = plan.samples_before(first.first)
+    begin = plan.samples_before(plan.first_of_part(same).first)
+    tokens, length = plan.tokens_before(first.first), first.recipe.model.sequence_length
     ends = [
-        (int(step), int(count) // length)
-        for step, count in zip(run.steps.step, tokens, strict=True)
-        if count == count
+        (int(step), samples - begin + (int(count) - tokens) // length)
+        for step, count in zip(run.steps.step, run.steps.column("tokens"), strict=True)
+        if count == count and plan.at(int(step)).part == part
     ]
-    sources = {source.path: source.weight for source in run.recipe.data.train}
-    return shares_read(sources, ends, run.first_samples, batch=run.recipe.batch.global_sequences)
+    jumps = {step: sample - begin for step, sample in run.first_samples.items()}
+    jumps.setdefault(first.first - 1, samples - begin)
+    sources = {source.path: source.weight for source in train}
+    return shares_read(sources, ends, jumps, batch=first.recipe.batch.global_sequences)
 
 
 def slowest_ranks(run: RunRecord) -> list[Sequence[str]]:
@@ -195,8 +226,10 @@ def _steps(run: RunRecord) -> str:
 
 
 def _compute(run: RunRecord) -> str:
-    tokens, flops = run.steps.last("tokens"), run.flops_per_token
-    return f"{tokens * flops:.3g} FLOPs" if tokens and flops else NONE
+    tokens = run.steps.last("tokens")
+    if not tokens or run.plan is None:
+        return NONE
+    return f"{run.flops(np.array([tokens]))[0]:.3g} FLOPs"
 
 
 def _layout(run: RunRecord) -> str:

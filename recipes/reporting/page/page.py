@@ -130,7 +130,7 @@ def _run_facts(
         "plan_rows": facts.plan_rows(run, plan[0]) if plan[0] else [],
         "wall_time": wall_time,
         "stops": facts.stops(run),
-        "mixture": facts.mixture(run),
+        "mixtures": facts.mixtures(run),
         "slowest": facts.slowest_ranks(run),
         "slow_events": [mark for mark in marks if mark.kind == "slow ranks"],
         "timeline": timeline,

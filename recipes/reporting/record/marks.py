@@ -11,6 +11,7 @@ MAX_MARKS = 400  # of a kind, spread over the run
 SYMBOLS = {
     "resume": "triangle",
     "branch": "star",
+    "stage": "diamond_cross",
     "re-plan": "diamond",
     "rollback": "inverted_triangle",
     "skip": "x",
@@ -22,7 +23,7 @@ SYMBOLS = {
 }
 TURNS = ("resume", "branch", "re-plan", "rollback")  # the run changed its course
 NO_DETAIL = {"event", "step", "time", "attempt", "wall_time", "code_version", "stamp", "seconds",
-             "number", "predicted_step_seconds"}  # fmt: skip
+             "number", "predicted_step_seconds", "plan", "read_parts"}  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from recipes.reporting.record.branches import abandoned_branches, divide
 from recipes.reporting.record.steps import Steps
 from recipes.training.recipe.loading import parse_recipe
 from recipes.training.recipe.schema import Recipe
+from recipes.training.recipe.stages.plan import StagePlan
 from recipes.training.run_folder.folder import EVENT_KEYS, METRIC_KEYS
 from recipes.training.run_folder.history import replay
 from recipes.training.run_folder.line_file import LineFile
@@ -56,10 +58,34 @@ class RunRecord:
     running: bool
     problems: list[str]
 
+    @cached_property
+    def plan(self) -> StagePlan | None:
+        """The stages of the run; None if the recipe cannot be read."""
+        return StagePlan(self.recipe) if self.recipe else None
+
     @property
     def flops_per_token(self) -> float | None:
-        """Training FLOPs of the model per token; None if the recipe cannot be read."""
-        return flops_per_token(self.recipe.model) if self.recipe else None
+        """Training FLOPs per token at the newest step; None if the recipe cannot be read."""
+        if self.plan is None:
+            return None
+        step = int(self.steps.step[-1]) if len(self.steps) else 1
+        return flops_per_token(self.plan.at(step).recipe.model)
+
+    def flops(self, tokens: np.ndarray) -> np.ndarray:
+        """Return the training FLOPs of the first `tokens` tokens, which are not numbers if unknown.
+
+        A token costs more in stages with longer sequences. The boundaries are those of a run that
+        has read every token once.
+        """
+        if self.plan is None:
+            return np.full(len(tokens), np.nan)
+        total = np.where(np.isnan(tokens), np.nan, 0.0)
+        for span in self.plan.spans:
+            begin = self.plan.tokens_before(span.first)
+            end = np.inf if span is self.plan.spans[-1] else self.plan.tokens_before(span.last + 1)
+            inside = np.clip(tokens, begin, end) - begin
+            total += inside * flops_per_token(span.recipe.model)
+        return total
 
     @property
     def world_size(self) -> int | None:
