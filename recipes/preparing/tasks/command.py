@@ -73,7 +73,7 @@ def parse_options(arguments: list[str]) -> argparse.Namespace:
         "--items",
         type=count,
         default=500,
-        help="number of items (default: 500); samples ignore it",
+        help="number of items (default: 500); has no effect with samples",
     )
     parser.add_argument(
         "--delimiter",
